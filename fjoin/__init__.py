@@ -1,7 +1,9 @@
 """Distributed data-parallel training as pure functions, and a small shell that runs them.
 
 train_step  TrainState  Metrics     the step, on uneven inputs
+JoinedLoader                        what step.join returns: stop(), and its position as state
 join  Loop                          uneven inputs in a custom loop
+Shuffled                            a batch sampler whose position is a step, on any number of ranks
 evaluate  Evaluation                metrics over uneven shards
 Join  Joinable  JoinHook            torch's generic Join, for any code that communicates
 as_joinable                         a pure join hook for either Join
@@ -45,6 +47,7 @@ from .checkpoint.runs._functions import save as save
 from .groups._bind import bind as bind
 from .groups._make_mesh import mesh as mesh
 from .groups._mesh import Mesh as Mesh
+from .loading._shuffled import Shuffled as Shuffled
 from .optim._averagers import HierarchicalModelAverager as HierarchicalModelAverager
 from .optim._averagers import PeriodicModelAverager as PeriodicModelAverager
 from .optim._optimizer import Optimizer as Optimizer
@@ -59,6 +62,7 @@ from .remat._checkpoint_wrapper import checkpoint_wrapper as checkpoint_wrapper
 from .remat._checkpoint_wrapper import offload_wrapper as offload_wrapper
 from .shared_memory.backend import _process_group as _process_group  # the backend "fjoin"
 from .training._join_steps import NO_BATCH as NO_BATCH
+from .training._join_steps import JoinedLoader as JoinedLoader
 from .training._step import TrainStep as TrainStep
 from .training._train_step import train_step as train_step
 from .training.state._metrics import Metrics as Metrics

@@ -14,6 +14,7 @@ from ..transforms.pipelines._rates import Rates
 from ..transforms.plan._plan import axes_of
 from ..transforms.program._program import Programs
 from ._record import Sums
+from ._requests import Requests
 from ._step_check import CountsOfAll, StepCheck, numbers
 from ._step_ids import Calls, StepIds
 from ._step_record import StepRecord
@@ -48,7 +49,8 @@ class Agreements:
         self.ranks = self.of_all.ranks
         self._layout: tuple[Bucket, ...] | None = None
         self.ids = StepIds(mesh, plan.agree, self.ranks, calls)
-        self.check = StepCheck(self.ranks, norm, self._parts.skips, mesh=mesh, ids=self.ids)
+        self._requests = Requests(self.ranks)
+        self.check = StepCheck(self.ranks, norm, self._parts.skips, mesh, self.ids, self._requests)
         self._late: tuple[int, Sums] | None = None  # the step of a record that has not been read, and its sums
         self._begun: int | None = None  # the step that began last
         self._has_sent = False  # whether a step has sent a record of all ranks
@@ -129,7 +131,13 @@ class Agreements:
     def has_next(self, sums: Mapping[str, Any]) -> float:
         """The number of ranks that have another batch."""
         self.check.synchronize()
-        return float(sums["has_next"])
+        return self._requests.with_next(float(sums["has_next"]))
+
+    @property
+    def requests(self) -> Requests:
+        """The requests of the ranks, with what they have agreed on in the steps so far."""
+        self.check.look()
+        return self._requests
 
     # -- between steps --------------------------------------------------------------------------
 
@@ -162,8 +170,8 @@ class Agreements:
             NonFinite: on all ranks.
         """
         self.check.drain()
+        self._raise_late(step)
         if self._has_sent and not self._parts.skips and self._programs.is_apart(step - 1):
-            self._raise_late(step)
             self.check.raise_left_out(step - 1, self._sum({}))
 
     def _raise_late(self, step: int) -> None:
@@ -171,6 +179,7 @@ class Agreements:
         for late, of_all in self._take(step):
             sums = numbers(of_all)
             self.ids.check(step, sums, late)  # sums on a device have not been checked yet
+            self._requests.note(sums.get("has_next", 0.0))
             self.check.raise_left_out(step - late, sums)
 
     def _sum(self, values: dict[str, Any]) -> dict[str, float]:

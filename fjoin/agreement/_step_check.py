@@ -20,6 +20,7 @@ from ..transforms.program._effect import Effect, Flag, inverse
 from ._device_reads import DeviceReads
 from ._grad_check import GradCheck
 from ._nonfinite import error_of_some, error_of_step, masks
+from ._requests import Requests
 from ._step_ids import StepIds, step_of
 
 # From the norm of the gradients to the factor to multiply them by.
@@ -58,6 +59,7 @@ class StepCheck:
         skips: Whether steps that are not finite are left out without an error.
         mesh: See `DeviceReads`.
         ids: The numbers of the steps that travel in the record; None where none do.
+        requests: Takes the requests in the records.
 
     Attributes:
         grads: Looks at the gradients.
@@ -73,8 +75,9 @@ class StepCheck:
         skips: bool = False,
         mesh: Mesh | None = None,
         ids: StepIds | None = None,
+        requests: Requests | None = None,
     ) -> None:
-        self.ranks, self._skips, self._ids = ranks, skips, ids
+        self.ranks, self._skips, self._ids, self._requests = ranks, skips, ids, requests or Requests(ranks)
         self.grads = GradCheck(norm)
         self.left_out: Any = 0.0
         self.weight: float | None = None
@@ -115,10 +118,12 @@ class StepCheck:
         self.left_out = 0.0
         if counts is not None and not self._skips:
             self.left_out = left_out.double() if isinstance(left_out, Tensor) else float(left_out)
+        asked = [of_all["has_next"] for _, of_all in records if "has_next" in of_all]
         if isinstance(raises, Tensor):
-            self.reads.add((step, records), torch.stack([raises.double(), sums["weight"]]))
+            self.reads.add((step, records), torch.stack([raises.double(), sums["weight"], *asked]))
             effect = Effect(live, fine & inverse(left | other), raises)
             return self._on_device(effect, outgoing, divisor, clip)
+        self._requests.note(*asked)
         if live:
             self.weight = sums["weight"]
         effect = Effect(live, fine & inverse(left))
@@ -178,6 +183,11 @@ class StepCheck:
         """Wait until the sums of the newest step are available."""
         self.reads.synchronize()
 
+    def look(self) -> None:
+        """Take the requests in the records of a device, except in that of the last step."""
+        for _, (_, _, *asked) in self.reads.read(False, keep=True):
+            self._requests.note(*asked)
+
     def raise_pending(self, newest: bool = False) -> None:
         """Raise for an earlier step that changed nothing.
 
@@ -207,7 +217,9 @@ class StepCheck:
         self.left_out = 0.0
 
     def _read(self, newest: bool, keep: bool) -> None:
-        for (step, records), (raises, weight) in self.reads.read(newest, keep):
+        for (step, records), (raises, weight, *asked) in self.reads.read(newest, keep):
+            if not keep:
+                self._requests.note(*asked)
             if weight and not keep:
                 self.weight = weight
             if raises:

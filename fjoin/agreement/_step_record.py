@@ -47,13 +47,14 @@ class StepRecord(Record):
                 f"aux['sum'] has the names {have}, but in the first step it had {want}; they must stay the same"
             )
 
-    def complete(self, values: dict[str, Any], step_id: float, has_next: bool = False) -> dict[str, Any]:
+    def complete(self, values: dict[str, Any], step_id: float, has_next: float = 0.0) -> dict[str, Any]:
         """This rank's record, from its `own_values`.
 
         Args:
             step_id: The number of the step, see `StepIds`.
+            has_next: See `Requests.write`.
         """
-        known, bad = {**values, "has_next": float(has_next), "step_id": step_id}, values.get("bad", 0.0)
+        known, bad = {**values, "has_next": has_next, "step_id": step_id}, values.get("bad", 0.0)
         own = {name: known.get(name, 0.0) for name in self.names}
         return own if type(bad) is float and not bad else self.flagged(own, NONFINITE, bad)
 

@@ -21,11 +21,22 @@ from ._json import LARGEST, Refused, array, mapping, parse, record, refuse, text
 
 CODES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
-    "U8": torch.uint8, "I8": torch.int8, "U16": torch.uint16, "I16": torch.int16,
-    "U32": torch.uint32, "I32": torch.int32, "U64": torch.uint64, "I64": torch.int64,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-    "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
-}  # fmt: skip
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
 _CODE_OF = {dtype: code for code, dtype in CODES.items()} | {torch.complex128: "F64"}
 _METADATA = "__metadata__"
 _ENTRY = frozenset({"dtype", "shape", "data_offsets"})

@@ -9,6 +9,7 @@ import torch
 from .._errors import DesyncError, JoinError
 from ..agreement._consistency import same_loops
 from ..agreement._record import Record
+from ..agreement._requests import Requests
 from ._failures import Failures
 from ._run import Run
 from .passes._iteration import Iteration
@@ -33,6 +34,11 @@ class InLoop:
     def form(self) -> tuple[Any, ...]:
         """The steps of one loop are alike in this: the mesh, the axes and the length of windows."""
         return self._run.mesh.shape, self._run.axes, self._run.accumulate
+
+    @property
+    def requests(self) -> Requests:
+        """The requests of the ranks beside this step."""
+        return self._run.agreements.requests
 
     def compare(self, loop: str, begins: bool = True) -> None:
         """Compare the ranks' loops, before the first message.

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from .._errors import EarlyTermination, JoinError, NoBatch, NonFinite
-from ..transforms._check import iterable
+from ..agreement._requests import Requests
+from ..loading._joined import JoinedLoop
+from ..loading._look_ahead import LookAhead
+from ..loading._position import END
 from ._in_loop import InLoop
 from ._leaving import left_by_code
-from ._look_ahead import LookAhead
 from .passes._iteration import Iteration
 
 B = TypeVar("B")
-_END: Any = object()
 
 
 class _NoBatch:
@@ -42,102 +43,111 @@ class _NoBatch:
 NO_BATCH: Any = _NoBatch()
 
 
-class JoinedLoader(Generic[B]):
+class JoinedLoader(JoinedLoop[B]):
     """A loader that ends on all ranks together; made by `TrainStep.join` and, with `steps`, by `join`.
 
-    Each `for` loop over it is an epoch of its own. It is not an iterator itself: a `for` loop frees its iterator when
+    It is not an iterator itself: a `for` loop frees its iterator when
     it ends, so a `break` is reported to the other ranks at once, even where this object is kept in a variable.
     """
 
     def __init__(self, steps: Sequence[InLoop], loader: Iterable[B], **options: Any) -> None:
         if options["when_exhausted"] not in ("shadow", "replay"):
             raise ValueError(f"when_exhausted must be 'shadow' or 'replay', got {options['when_exhausted']!r}")
-        self._steps, self._loader, self._options = steps, loader, options
+        super().__init__(loader, steps[0].rank, steps[0].ranks)
+        self._steps, self._options = steps, options
+
+    @property
+    def _requests(self) -> Requests:
+        return self._steps[0].requests
 
     def __iter__(self) -> Iterator[B]:
-        return _iterate(self._steps, self._loader, **self._options)
+        return self._iterate(self._steps, **self._options)
 
-
-def _iterate(
-    steps: Sequence[InLoop],
-    loader: Iterable[B],
-    *,
-    empty: Any,
-    throw_on_early_termination: bool,
-    when_exhausted: str,
-) -> Iterator[B]:
-    """Iterate over a loader until all ranks are out of input; see `TrainStep.join`."""
-    for step in steps:
-        step.enter()
-    first, name = steps[0], "step.join" if len(steps) == 1 else "fjoin.join"
-    number, finished, replays, by_code = 0, False, when_exhausted == "replay", False
-    try:
-        iterable("loader", loader)
-        batches, look_ahead = iter(loader), LookAhead()
-        current = _load(steps, batches)
-        have = first.count(current is not _END, throw_on_early_termination, replays)
-        if throw_on_early_termination and 0 < have < first.ranks:
-            _stop_early(first, have)
-        if replays and have > 0 and current is _END and empty is NO_BATCH:
-            raise NoBatch(
-                "when_exhausted='replay' runs the model on every rank, but this rank has no batch at all; pass "
-                "step.join(loader, when_exhausted='replay', empty=a_batch)"
-            )
-        given: Any = empty
-        more, iterations = have > 0, list[Iteration]()
-        while more:
-            following = _END if current is _END else look_ahead(current, partial(_load, steps, batches))
-            if current is not _END:
-                given = current
-            iterations = [Iteration(number, current is not _END, following is not _END, replays) for _ in steps]
-            for step, iteration in zip(steps, iterations, strict=True):
-                step.iteration = iteration
-            yield given
-            for i, (step, iteration) in enumerate(zip(steps, iterations, strict=True)):
-                if not iteration.called:
-                    which = "the step" if len(steps) == 1 else f"step {i} of steps=[...]"
-                    raise JoinError(
-                        f"the loop body did not call {which} in iteration {number}; call it exactly once in each iteration "
-                        f"(to leave a batch out, give it weight 0)",
-                        step=step.failures.last_step,
-                    )
-                step.iteration = None
-            # Only a rank that is out of input has to wait for this number. Any step that has ended a window has it.
-            others = next((iteration.others for iteration in iterations if iteration.others is not None), None)
-            if others is not None and (throw_on_early_termination or following is _END):
-                left = others()
-                if throw_on_early_termination and 0 < left < first.ranks:
-                    _stop_early(first, left)
-                more = left > 0
-            current, number = following, number + 1
-        finished = True
+    def _iterate(
+        self, steps: Sequence[InLoop], empty: Any, throw_on_early_termination: bool, when_exhausted: str
+    ) -> Iterator[B]:
         for step in steps:
-            step.end()
-    except GeneratorExit:
-        by_code = left_by_code()
-        last = next((iteration.others for iteration in iterations if iteration.others is not None), None)
-        finished = by_code and last is not None and last() == 0  # no rank has another batch
-        raise
-    except BaseException as error:
-        finished = True
-        if not isinstance(error, (EarlyTermination, NonFinite)):  # all ranks raise these at the same place
-            _tell(steps, error)
-        raise
-    finally:
+            step.enter()
+        first, name = steps[0], "step.join" if len(steps) == 1 else "fjoin.join"
+        position, finished, replays, by_code = self._position, False, when_exhausted == "replay", False
+        self._running, self.stopped = True, False
         for step in steps:
-            step.iteration = None
-        if not finished:
-            for step in steps:
-                step.failures.leave(
-                    JoinError(
-                        f"rank {step.rank} left the loop over {name} in iteration {number}, by break, return or an "
-                        f"exception, and others have not; leave it on all ranks after the same step, or loop over "
-                        f"{name}(itertools.islice(loader, n))",
-                        rank=step.rank,
-                        step=step.failures.last_step,
-                    ),
-                    by_code,
+            step.requests.begin()
+        try:
+            current, look_ahead = _load(steps, position.begin), LookAhead()
+            number = position.steps
+            given: Any = empty if position.last is END else position.last
+            have = first.count(current is not END, throw_on_early_termination, replays)
+            if throw_on_early_termination and 0 < have < first.ranks:
+                _stop_early(first, have)
+            if replays and have > 0 and current is END and given is NO_BATCH:
+                raise NoBatch(
+                    "when_exhausted='replay' runs the model on every rank, but this rank has no batch at all; pass "
+                    "step.join(loader, when_exhausted='replay', empty=a_batch)"
                 )
+            more, iterations = have > 0, list[Iteration]()
+            while more:
+                following = END if current is END else look_ahead(current, partial(_load, steps, position.load))
+                if current is not END:
+                    given = current
+                iterations = [Iteration(number, current is not END, following is not END, replays) for _ in steps]
+                for step, iteration in zip(steps, iterations, strict=True):
+                    step.iteration = iteration
+                position.use(current is not END)
+                yield given
+                for i, (step, iteration) in enumerate(zip(steps, iterations, strict=True)):
+                    if not iteration.called:
+                        which = "the step" if len(steps) == 1 else f"step {i} of steps=[...]"
+                        raise JoinError(
+                            f"the loop body did not call {which} in iteration {number}; call it exactly once in each iteration "
+                            f"(to leave a batch out, give it weight 0)",
+                            step=step.failures.last_step,
+                        )
+                    step.iteration = None
+                # Only a rank that is out of input has to wait for this number. Any step that has ended a window has it.
+                others = next((iteration.others for iteration in iterations if iteration.others is not None), None)
+                self.stopped = others is not None and any(step.requests.stop_agreed for step in steps)
+                if others is not None and (throw_on_early_termination or following is END or self.stopped):
+                    have = others()
+                    if self.stopped:
+                        break
+                    if throw_on_early_termination and 0 < have < first.ranks:
+                        _stop_early(first, have)
+                    more = have > 0
+                current, number = following, number + 1
+            finished = True
+            if not have:
+                position.finish()
+            for step in steps:
+                step.end()
+            self.stopped |= any(step.requests.stop_agreed for step in steps)
+        except GeneratorExit:
+            by_code = left_by_code()
+            last = next((iteration.others for iteration in iterations if iteration.others is not None), None)
+            finished = by_code and last is not None and last() == 0  # no rank has another batch
+            raise
+        except BaseException as error:
+            finished = True
+            if not isinstance(error, (EarlyTermination, NonFinite)):  # all ranks raise these at the same place
+                _tell(steps, error)
+            raise
+        finally:
+            self._running = False
+            for step in steps:
+                step.iteration = None
+                step.requests.end()
+            if not finished:
+                for step in steps:
+                    step.failures.leave(
+                        JoinError(
+                            f"rank {step.rank} left the loop over {name} in iteration {number}, by break, return or an "
+                            f"exception, and others have not; leave it on all ranks after the same step, or loop over "
+                            f"{name}(itertools.islice(loader, n))",
+                            rank=step.rank,
+                            step=step.failures.last_step,
+                        ),
+                        by_code,
+                    )
 
 
 def _tell(steps: Sequence[InLoop], error: BaseException) -> NoReturn:
@@ -149,13 +159,13 @@ def _tell(steps: Sequence[InLoop], error: BaseException) -> NoReturn:
     raise error
 
 
-def _load(steps: Sequence[InLoop], batches: Iterator[Any]) -> Any:
+def _load(steps: Sequence[InLoop], load: Callable[[], Any]) -> Any:
     for step in steps:
         step.iteration = Iteration(
             -1, False, False
         )  # detects a loader that calls the step, which would take a step that no other rank takes
     try:
-        return next(batches, _END)
+        return load()
     finally:
         for step in steps:
             step.iteration = None

@@ -146,7 +146,8 @@ class Run:
         agreements, queue = self.agreements, self._queue_of(storage, own)
         agreements.of_all.check(own)
         step_id, record = agreements.begin(body.step, rates), agreements.of_hook(body.step)
-        counts = agreements.of_all.complete(own, step_id, iteration is not None and iteration.has_next)
+        has_next = agreements.requests.write(iteration is not None and iteration.has_next)
+        counts = agreements.of_all.complete(own, step_id, has_next)
         values = counts if record is agreements.of_all else record.complete(own, step_id)
         if self._unscaler is not None:
             self._unscaler.rest = grad_output.rest

@@ -202,7 +202,7 @@ class TrainStep:
         empty: Any = _join.NO_BATCH,
         throw_on_early_termination: bool = False,
         when_exhausted: Literal["shadow", "replay"] = "shadow",
-    ) -> Iterable[B]:
+    ) -> _join.JoinedLoader[B]:
         """Iterate over this rank's loader until all ranks are out of input.
 
         A rank that is out of input gets its last batch again, so that the loop body's code runs; the
@@ -224,7 +224,8 @@ class TrainStep:
                 pass. `transforms.current_weight()` is then 0, and a rank that never has a batch needs `empty`.
 
         Returns:
-            An iterable of the batches for the body to pass to the step. Each `for` loop over it is an epoch.
+            A `JoinedLoader`: an iterable of the batches for the body to pass to the step, which also stops the loop on all
+            ranks and has a position to resume at. Each `for` loop over it is an epoch.
 
         Raises:
             EarlyTermination: on all ranks, see above.

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, Generic, Literal, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 from .._errors import EarlyTermination, JoinError
 from ..agreement._record import Record, Sums
+from ..agreement._requests import Requests
 from ..groups._make_mesh import world_mesh
 from ..groups._mesh import Mesh, check_mesh
-from ..training._join_steps import _END, NO_BATCH, JoinedLoader
+from ..loading._joined import JoinedLoop
+from ..loading._look_ahead import LookAhead
+from ..loading._position import END
+from ..training._join_steps import NO_BATCH, JoinedLoader
 from ..training._leaving import left_by_code
-from ..training._look_ahead import LookAhead
 from ..training._step import TrainStep
 from ..training.passes._loss import weigh
-from ..transforms._check import iterable
 
 B = TypeVar("B")
 # Ranks that leave a loop together do so within this time. Those that go on may wait in a module's messages, and see nothing.
 _TOGETHER_S = 30.0
 
 
-class Loop(Generic[B]):
+class Loop(JoinedLoop[B]):
     """An iteration over this rank's batches that ends on all ranks together; made by `join`.
 
     Attributes:
@@ -30,18 +32,23 @@ class Loop(Generic[B]):
             last batch that had weight, or `empty`.
         weight: This rank's weight in this iteration; 0 where it is not live.
         total: The sum of the weights over all ranks.
-        number: The number of iterations before this one.
-        batches: The number of iterations so far, with this one, in which this rank had a batch: the position to resume
-            at.
+        number: The number of iterations of this epoch before this one.
+        batches: The number of iterations of this epoch so far, with this one, in which this rank had a batch.
+        stopped: Whether the last loop ended because some rank had called `stop`; the same on all ranks.
     """
 
     def __init__(
         self, loader: Iterable[B], mesh: Mesh, weight: Callable[[B], float] | None, empty: Any, throw: bool
     ) -> None:
-        self._loader, self._mesh, self._weigh, self._empty, self._throw = loader, mesh, weight, empty, throw
+        super().__init__(loader, mesh.rank, mesh.size)
+        self._mesh, self._weigh, self._empty, self._throw = mesh, weight, empty, throw
         self._record = Record(mesh, tuple(mesh.shape), ("weight", "batches"))
-        self._running = False
+        self._asks = Requests(mesh.size)
         self.live, self.weight, self.total, self.number, self.batches = False, 0.0, 0.0, 0, 0
+
+    @property
+    def _requests(self) -> Requests:
+        return self._asks
 
     @property
     def scale(self) -> float:
@@ -56,23 +63,24 @@ class Loop(Generic[B]):
         if self._running:
             raise JoinError("this loop is still running; finish it, or make another with fjoin.join(...)")
         self._running, finished, by_code = True, False, False
-        self.number, self.batches = 0, 0
-        answer: Sums | None = None
+        self._asks.begin()
+        self.number, self.batches, self.stopped, position = 0, 0, False, self._position
         try:
-            iterable("loader", self._loader)
-            batches, given, look_ahead = iter(self._loader), self._empty, LookAhead()
-            current, weight = self._load(batches)
+            look_ahead, (current, weight) = LookAhead(), self._load(position.begin)
+            self.number, self.batches = position.steps, position.batches
+            given = self._empty if position.last is END else position.last
             total, have = self._sums(self._send(current, weight))
-            while have:
+            while have and not self.stopped:
                 if self._throw and have < self._mesh.size:
                     raise EarlyTermination(
                         f"{self._mesh.size - have} of {self._mesh.size} ranks are out of input in iteration {self.number} while "
                         f"the others have more, and throw_on_early_termination is set",
                         step=self.number,
                     )
-                following = (_END, 0.0) if current is _END else look_ahead(current, partial(self._load, batches))
+                following = (END, 0.0) if current is END else look_ahead(current, partial(self._load, position.load))
                 answer = self._send(*following)  # under way while the body runs
-                self.live, self.weight, self.total = current is not _END, weight, total
+                self.live, self.weight, self.total = current is not END, weight, total
+                position.use(self.live)
                 self.batches += self.live
                 if self.live and (weight or given is NO_BATCH):
                     given = current
@@ -82,6 +90,8 @@ class Loop(Generic[B]):
                 total, have = self._sums(answer)
                 current, weight = following
             finished = True
+            if not have:
+                position.finish()
         except GeneratorExit:
             by_code = left_by_code()
             raise
@@ -92,6 +102,7 @@ class Loop(Generic[B]):
             self._mesh.raise_root_cause(error, self.number)
         finally:
             self._running = False
+            self._asks.end()
             if not finished and self._mesh.size > 1:
                 # A body that ended because a peer was lost is not the first to have left.
                 text = (
@@ -102,17 +113,18 @@ class Loop(Generic[B]):
                 if not (by_code and self._mesh.leave_together(text, _TOGETHER_S)):
                     self._mesh.report_failure(self._mesh.lost() or JoinError(text), self.number)
 
-    def _load(self, batches: Iterator[B]) -> tuple[Any, float]:
-        batch = next(batches, _END)
-        return batch, 0.0 if batch is _END else weigh(self._weigh, batch)
+    def _load(self, load: Callable[[], Any]) -> tuple[Any, float]:
+        batch = load()
+        return batch, 0.0 if batch is END else weigh(self._weigh, batch)
 
     def _send(self, batch: Any, weight: float) -> Sums:
-        return self._record.send({"weight": weight, "batches": float(batch is not _END)})
+        return self._record.send({"weight": weight, "batches": self._asks.write(batch is not END)})
 
-    @staticmethod
-    def _sums(found: Sums) -> tuple[float, int]:
-        """The sum of the weights, and the number of ranks that have a batch."""
-        return found["weight"], int(found["batches"])
+    def _sums(self, found: Sums) -> tuple[float, int]:
+        """The sum of the weights, and the number of ranks that have a batch; notes whether a rank asks to stop."""
+        self._asks.note(found["batches"])
+        self.stopped = self._asks.stop_agreed
+        return found["weight"], int(self._asks.with_next(found["batches"]))
 
 
 @overload
@@ -132,7 +144,7 @@ def join(
     empty: Any = NO_BATCH,
     throw_on_early_termination: bool = False,
     when_exhausted: Literal["shadow", "replay"] = "shadow",
-) -> Iterable[B]: ...
+) -> JoinedLoader[B]: ...
 def join(
     loader: Iterable[B],
     *,
@@ -171,7 +183,7 @@ def join(
         when_exhausted: With `steps`, as in `TrainStep.join`.
 
     Returns:
-        A `Loop`; with `steps` an iterable of the batches.
+        A `Loop`; with `steps` a `JoinedLoader`.
 
     Raises:
         EarlyTermination: on all ranks, see above.

@@ -16,7 +16,7 @@ from ..transform._call import Call
 from ..transform._counter import counts_steps
 from ..transform._inner import Inner
 from ..transform._transform import Compression, Needs, Transform, check_transform
-from ..tree._placement import PerRank, Shares, Summed
+from ..tree._placement import Refused, Shares, Summed
 from ..tree._tree import State, Tree, named_leaves, zeros_at_least_f32
 
 WithoutInput: TypeAlias = Literal["freeze", "flush"]
@@ -97,7 +97,7 @@ def error_feedback(hook: Transform, without_input: WithoutInput = "freeze") -> T
 class LocoState(NamedTuple):
     inner: State
     step: int  # calls so far, on the host
-    error: PerRank[dict[str, Tensor]]  # path -> encoded residual, uint8
+    error: Refused[dict[str, Tensor]]  # path -> encoded residual, uint8
     last: Shares[dict[str, Tensor]]  # as in `ErrorState`
 
 

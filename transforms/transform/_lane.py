@@ -162,7 +162,7 @@ def step_lane(ranks: int, sums: Iterable[str] = ()) -> tuple[str, ...]:
 
     - total: the sum of the ranks' factors in the mean
     - weight, loss: the sums of the weights and of weight * loss
-    - has_next: the number of ranks that have another batch
+    - has_next: the number of ranks that have another batch, and those of ranks that ask to save and to stop, see `Requests`
     - step_id: a number of the step that a rank has called and of its hyperparameters, the same on all ranks
     - nonfinite0, ...: a bit for each rank whose loss, or whose own gradient, is not finite
     """

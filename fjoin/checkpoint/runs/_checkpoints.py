@@ -6,7 +6,6 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -15,14 +14,17 @@ from torch import Tensor
 
 from ..._errors import CheckpointError
 from ...groups._mesh import Mesh
+from ...training._signals import OnSignal
 from ...training.state._metrics import Metrics
 from .._commits import read_step
 from .._folder import Folder
 from .._manifest import Manifest
 from ._load import Load
+from ._positions import add_position, position_of
 from ._save import Save
 from ._snapshot import Snapshot
 from ._sources import empty_params, source_of
+from ._together import on_each, on_first
 
 
 class Checkpoints:
@@ -31,30 +33,36 @@ class Checkpoints:
     Every rank makes one, with the same arguments. A save is committed as a whole or not at all: the folder `step-00000500` appears
     once all its bytes are on the disk. It needs a folder that all ranks see.
 
+    Within a `with` block a SIGTERM on any rank of a train_step makes all ranks save after the same step, at most two steps later, and
+    ends the loop of `step.join`.
+
     Args:
         path: The run's folder.
         what: A step from `train_step`, a pipeline of a loop of one's own, or a dict of objects with `state_dict` and
             `load_state_dict`, such as modules, optimizers and handles of registered modules.
-        every: Save after steps whose number is a multiple of this.
-        keep_last: The number of checkpoints to keep, the newest ones.
         mesh: The ranks, for a pipeline or objects; by default all ranks.
+        every: Save after steps whose number is a multiple of this.
+        every_s: Save a step after this many seconds of rank 0's clock; for a train_step.
+        keep_last: The number of checkpoints to keep, the newest ones; None: all.
         keep_every: Also keep those of steps that are multiples of this.
+        background: Write while training goes on. A save then copies the values and returns; an error is raised by the next save, or by
+            `wait`, on all ranks.
 
     Attributes:
         extra: What was kept beside the state in the checkpoint that has been restored.
 
     Raises:
         TypeError: `what` cannot be saved.
-        ValueError: a number below 1.
+        ValueError: a number below 1; `every_s` for something that is no train_step.
 
     >>> import tempfile
     >>> from fjoin import transforms as tx
     >>> step = fjoin.train_step(lambda p, x: (p["w"] * x).sum(), tx.fuse(tx.mean("data"), tx.sgd(0.5)))
     >>> with tempfile.TemporaryDirectory() as folder, fjoin.Checkpoints(folder, step, every=2) as runs:
-    ...     state = runs.restore({"w": torch.zeros(1)})
-    ...     for batch in torch.ones(4):
+    ...     state, batches = runs.restore({"w": torch.zeros(1)}), step.join(torch.ones(4))
+    ...     for batch in batches:
     ...         state, metrics = step(state, batch)
-    ...         _ = runs.save(state, metrics)
+    ...         _ = runs.save(state, metrics, data=batches)
     ...     again = runs.restore({"w": torch.zeros(1)})
     >>> again.step, again.params["w"]
     (4, tensor([-2.]))
@@ -67,27 +75,39 @@ class Checkpoints:
         *,
         mesh: Mesh | None = None,
         every: int | None = None,
+        every_s: float | None = None,
         keep_last: int | None = 3,
         keep_every: int | None = None,
+        background: bool = False,
     ) -> None:
         for name, value in (("every", every), ("keep_last", keep_last), ("keep_every", keep_every)):
             if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"{name} must be a whole number from 1, or None, got {value!r}")
         self._folder, self._source = Folder(Path(path)), source_of(what, mesh)
-        self._mesh = self._source.mesh
-        self._every, self._keep_last, self._keep_every = every, keep_last, keep_every
-        self._run, self.extra = "", None
+        self._mesh, self._requests = self._source.mesh, self._source.requests
+        if every_s is not None and (self._requests is None or not every_s > 0):
+            raise ValueError(
+                f"every_s must be a number of seconds above 0, for a train_step, got {every_s!r}; other loops save by every="
+            )
+        self._every, self._every_s, self._last = every, every_s, time.monotonic()
+        self._keep_last, self._keep_every = keep_last, keep_every
+        self._run, self.extra, self._background = "", None, background
+        self._saving: Save | None = None  # in the background
+        asks = self._requests
+        self._on_signal = None if asks is None else OnSignal(asks.ask_save, asks.ask_stop)
 
     def __enter__(self) -> Self:
+        if self._on_signal is not None:
+            self._on_signal.install()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Wait for what is being saved."""
+        if self._on_signal is not None:
+            self._on_signal.uninstall()
+        if error is None:
+            self.wait()
 
     # -- save ---------------------------------------------------------------------------------
 
@@ -98,33 +118,68 @@ class Checkpoints:
             state: The state that the step returned; for a pipeline (params, state), for objects the number of steps so far.
             metrics: Those of the same call; None: save in any case.
             extra: What else to keep, the same on all ranks: JSON.
-            data: The loop over the data, from `step.join`: its position is saved.
+            data: The loop over the data, from `step.join` or `fjoin.join`: its position is saved.
 
         Returns:
-            The folder of the checkpoint, or None where none was due.
+            The folder of the checkpoint, which appears once it is committed; None where none was due.
 
         Raises:
             CheckpointError: on all ranks: one of them could not write, or the folder holds this step. Nothing has been saved.
             NonFinite: on all ranks: the last step was not taken.
             TypeError: `extra` is no JSON.
         """
-        number, every = self._source.number(state), self._every
-        due = metrics is None or (metrics.stepped and every is not None and number % every == 0)
-        if not due:
+        number = self._source.number(state)
+        if metrics is not None and not self._due(number, metrics):
             return None
-        position = {} if data is None else {"data": data.state_dict()}
-        taken = self._tried(lambda: self._taken(state, extra))
-        run = self._run or uuid.uuid4().hex
-        self._run = self._agreed("the start of a save", lambda: run if _fine(taken) else "")
+        self.wait()
+        found: Snapshot = on_each(self._mesh, "the values of a save", lambda: self._taken(state, extra, data))
+        self._run = on_first(self._mesh, "the run of a save", lambda: self._run or uuid.uuid4().hex)
         about = {**self._source.about()._asdict(), "extra": extra}
-        path, _ = Save(self._folder, self._mesh, self._run, about)(number, taken["made"], position)
-        if self._mesh.rank == 0 and self._keep_last is not None:
-            self._folder.retain(self._keep_last, self._keep_every, self._run)
-        return path
+        save = Save(self._folder, self._mesh, self._run, about, (self._keep_last, self._keep_every))
+        save.begin(number, found, copies=self._background)
+        self._saving = save
+        if self._background:
+            save.start()
+        else:
+            save.run()
+            self.wait()
+        if self._requests is not None:
+            self._requests.saved()
+        self._last = time.monotonic()
+        return save.path
 
-    def _taken(self, state: Any, extra: Any) -> Snapshot:
-        check_json(extra)
-        return self._source.snapshot(state)
+    def _due(self, number: int, metrics: Metrics) -> bool:
+        """Whether to save after this step: the same on all ranks."""
+        if not metrics.stepped:
+            return False
+        asked = self._requests is not None and self._requests.save_agreed
+        if self._every_s is not None and self._requests is not None and self._mesh.rank == 0:
+            if time.monotonic() - self._last > self._every_s:
+                self._requests.ask_save()
+                self._last = time.monotonic()
+        return asked or (self._every is not None and number % self._every == 0)
+
+    def _taken(self, state: Any, extra: Any, data: Any) -> Snapshot:
+        try:
+            json.dumps(extra, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                f"extra must be JSON, that is numbers, text, and lists and dicts of them: {error}"
+            ) from None
+        found = self._source.snapshot(state)
+        if data is not None:
+            add_position(found, data)
+        return found
+
+    def wait(self) -> None:
+        """Wait for the save under way, on all ranks.
+
+        Raises:
+            CheckpointError: on all ranks: one of them could not write. Nothing has been saved.
+        """
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.end()
 
     # -- restore ------------------------------------------------------------------------------
 
@@ -139,108 +194,55 @@ class Checkpoints:
     ) -> Any:
         """The state of the newest checkpoint that verifies, or a new one where the folder holds none; on all ranks.
 
-        Newer checkpoints that do not verify are set aside, so that training can save their steps again.
+        Newer checkpoints are set aside, so that training can save their steps again.
 
         Args:
-            params: The parameters at the start, as for `step.init`.
+            params: The parameters at the start, as for `step.init`; None: a dict of those of the checkpoint.
             buffers: The buffers at the start, likewise.
             step: Take the checkpoint of this step.
             fresh: Names, or beginnings of names, such as "pipeline.after", that start anew.
-            data: The loop over the data, from `step.join`, whose position is loaded.
+            data: The loop over the data, whose position is loaded.
 
         Raises:
             CheckpointError: on all ranks: the folder holds checkpoints, but none verifies; one of another model, pipeline or mesh.
         """
-        chosen = self._agreed("the choice of a checkpoint", lambda: self._choose(step), first=True)
+        self.wait()
+        chosen = on_first(self._mesh, "the choice of a checkpoint", lambda: self._choose(step))
         if chosen is None:
-            if params is None:
+            if params is None and self._source.needs_params:
                 raise CheckpointError(f"{self._folder.path} holds no checkpoint; pass the parameters at the start")
             return self._source.start(params, buffers)
-        read = self._tried(lambda: _read_again(self._folder.step_path(chosen[0]), chosen[1]))
-        self._agreed("the manifest of a load", lambda: _fine(read))
-        manifest = read["made"]
+        path = self._folder.step_path(chosen[0])
+        manifest: Manifest = on_each(self._mesh, "the manifest of a checkpoint", lambda: _read_again(path, chosen[1]))
         state = self._source.start(empty_params(manifest.leaves) if params is None else params, buffers)
-        made = self._tried(lambda: self._read(state, manifest, fresh))
-        self._agreed("the end of a load", lambda: _fine(made))
-        self._run, self.extra = manifest.run, manifest.extra
-        position = self._own(manifest).get("data")
-        if data is not None and position is not None:
-            data.load_state_dict(position)
-        return made["made"]
 
-    def holds(self) -> bool:
-        """Whether the folder holds a checkpoint; on all ranks."""
-        return bool(self._agreed("a look for checkpoints", lambda: self._folder.newest() is not None, first=True))
+        def read() -> Any:
+            values, own = Load(path, manifest, self._mesh).values(self._source.snapshot(state), fresh)
+            position_of(values, own, data)
+            return self._source.load(state, values, own)
+
+        loaded = on_each(self._mesh, "the values of a checkpoint", read)
+        self._run, self.extra = manifest.run, manifest.extra
+        return loaded
 
     def _choose(self, step: int | None) -> list[Any] | None:
         """(step, identifier) of the checkpoint to load; on rank 0."""
-        if step is not None:
-            _, manifest = self._folder.read(step)
-        else:
+        if step is None:
             newest = self._folder.newest_verified()
-            if newest is None:
-                return None
-            manifest = newest.manifest
+            step = None if newest is None else newest.step
+        if step is None:
+            return None
+        manifest = self._folder.read(step)[1]
         self._folder.quarantine(manifest.step, manifest.run)
         return [manifest.step, manifest.id]
-
-    def _read(self, state: Any, manifest: Manifest, fresh: tuple[str, ...]) -> Any:
-        like = self._source.snapshot(state)
-        values = Load(self._folder.step_path(manifest.step), manifest, self._mesh).values(like, fresh)
-        kept = {name: value for name, value in like.values.items() if name.startswith(fresh or ("\0",))}
-        return self._source.load(state, {**values, **kept}, self._own(manifest))
-
-    def _own(self, manifest: Manifest) -> dict[str, Any]:
-        """What only this rank has saved; on other numbers of ranks, nothing but what objects are made of."""
-        if manifest.axes == dict(self._mesh.shape):
-            return manifest.ranks[self._mesh.rank]
-        return {name: value for name, value in manifest.ranks[0].items() if name != "data"}
-
-    # -- the ranks ----------------------------------------------------------------------------
-
-    def _agreed(self, occasion: str, make: Callable[[], Any], first: bool = False) -> Any:
-        """The JSON value of rank 0, or of each rank; an error of one is raised on all."""
-        tried = self._tried(make) if not first or self._mesh.rank == 0 else {"made": None}
-        shown = {"error": str(tried["error"])} if "error" in tried else {"made": tried["made"]}
-        for rank, one in enumerate(found := self._mesh.exchange(occasion, shown, list)):
-            if "error" in one:
-                raise tried.get("error") or CheckpointError(f"rank {rank}: {one['error']}")
-        return found[0]["made"]
-
-    @staticmethod
-    def _tried(make: Callable[[], Any]) -> dict[str, Any]:
-        try:
-            return {"made": make()}
-        except Exception as error:  # the other ranks wait for this one
-            return {"error": error}
-
-
-def check_json(extra: Any) -> None:
-    """Raise TypeError unless a value can be kept as JSON."""
-    try:
-        json.dumps(extra, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"extra must be JSON, that is numbers, text, and lists and dicts of them: {error}") from None
-
-
-def _fine(tried: dict[str, Any]) -> bool:
-    """True; raises the error of a call that has failed."""
-    if "error" in tried:
-        raise tried["error"]
-    return True
 
 
 def _read_again(path: Path, identifier: str, wait_s: float = 60.0) -> Manifest:
     """The manifest of a step, which a network's file system may show late to some ranks."""
     end = time.monotonic() + wait_s
-    while True:
-        try:
-            manifest = read_step(path)
-        except CheckpointError:
-            if path.exists() or time.monotonic() > end:
-                raise
-            time.sleep(0.1)
-            continue
-        if manifest.id != identifier:
-            raise CheckpointError(f"{path} is another checkpoint than rank 0 has chosen; all ranks must see one folder")
-        return manifest
+    while not path.exists() and time.monotonic() < end:
+        time.sleep(0.1)
+    manifest = read_step(path)
+    if manifest.id != identifier:
+        raise CheckpointError(f"{path} is another checkpoint than rank 0 has chosen; all ranks must see one folder")
+    return manifest

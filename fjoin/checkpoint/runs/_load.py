@@ -15,6 +15,7 @@ from ...transforms.tree._placement import Merge
 from .._leaves import Leaves
 from .._manifest import Manifest
 from .._parts import DTYPES, Leaf, Part
+from ._positions import is_position
 from ._snapshot import Snapshot
 from ._writers import Writers
 
@@ -38,8 +39,8 @@ class Load:
             )
         self._here, self._there = Writers(mesh.shape, mesh.rank), Writers(manifest.axes, 0)
 
-    def values(self, like: Snapshot, fresh: tuple[str, ...] = ()) -> dict[str, Any]:
-        """Name -> value of this rank.
+    def values(self, like: Snapshot, fresh: tuple[str, ...] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Name -> value of this rank, and what only this rank has saved; on other numbers of ranks that of rank 0.
 
         Args:
             like: What a run has at its start: names, shapes and placements.
@@ -48,7 +49,9 @@ class Load:
         Raises:
             CheckpointError: a value is missing or damaged, or has another shape or dtype.
         """
-        found: dict[str, Any] = {}
+        found: dict[str, Any] = {
+            name: value for name, value in like.values.items() if name.startswith(fresh or ("\0",))
+        }
         with Leaves(self._folder, self.manifest) as leaves:
             for name in [*self.manifest.leaves, *self.manifest.numbers]:
                 if name.startswith(fresh or ("\0",)):
@@ -57,18 +60,15 @@ class Load:
                     found |= self._alone(leaves, name)
                 else:
                     found[name] = self._value(leaves, name, like)
-        return found
+        return found, self.manifest.ranks[self._mesh.rank if self._same else 0]
 
     def _alone(self, leaves: Leaves, name: str) -> dict[str, Tensor]:
         """A value that one rank had by itself, if that is this one."""
         leaf = self.manifest.leaves[name]
-        if not self._same:
-            raise self._unmerged(leaf.placement["of"], "the ranks had values of their own")
-        return (
-            {leaf.placement["of"]: leaves.part(name, leaf.parts[0])}
-            if leaf.placement["rank"] == self._mesh.rank
-            else {}
-        )
+        of, rank = leaf.placement["of"], self._mesh.rank if self._same else 0
+        if not self._same and not is_position(of):
+            raise self._unmerged(of, "the ranks had values of their own")
+        return {of: leaves.part(name, leaf.parts[0])} if leaf.placement["rank"] == rank else {}
 
     def _value(self, leaves: Leaves, name: str, like: Snapshot) -> Any:
         if name in self.manifest.numbers:
@@ -78,6 +78,8 @@ class Load:
             return self._slice(leaves, name, leaf, like)
         if leaf.parts[0].rank is None:
             return leaves.part(name, leaf.parts[0])
+        if not self._same and is_position(name):
+            return leaves.part(name, next(part for part in leaf.parts if part.rank == leaf.parts[0].rank))
         if not self._same:
             return self._merged(leaves, name, leaf, like)
         rank = self._here.group(tuple(leaf.placement["equal"]))

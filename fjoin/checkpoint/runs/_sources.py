@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..._errors import CheckpointError
+from ...agreement._requests import Requests
 from ...groups._make_mesh import world_mesh
 from ...groups._mesh import Mesh, check_mesh
 from ...training._step import TrainStep
@@ -36,9 +37,13 @@ class Source(Protocol):
 
     Attributes:
         mesh: The ranks.
+        requests: What a rank asks of all of them, where its steps carry that.
+        needs_params: Whether `start` needs parameters.
     """
 
     mesh: Mesh
+    requests: Requests | None
+    needs_params: bool
 
     def about(self) -> About:
         """What the manifest says of it."""
@@ -63,8 +68,11 @@ class Source(Protocol):
 class OfStep:
     """A train_step; its state is a `TrainState`."""
 
+    needs_params = True
+
     def __init__(self, step: TrainStep) -> None:
         self._step, self.mesh = step, step.run.mesh
+        self.requests: Requests | None = step.run.agreements.requests
 
     def about(self) -> About:
         return About(repr(self._step.pipeline), {"bucket_bytes": self._step.bucket_bytes})
@@ -90,6 +98,9 @@ class OfStep:
 
 class OfPipeline:
     """A pipeline in a loop of one's own; its state is the pair (params, state)."""
+
+    needs_params = True
+    requests: Requests | None = None
 
     def __init__(self, pipeline: Pipeline, mesh: Mesh) -> None:
         self._pipeline, self.mesh = pipeline, mesh
@@ -130,11 +141,10 @@ class OfPipeline:
 
 
 class OfObjects:
-    """Objects with `state_dict` and `load_state_dict`, by name; they are their own state.
+    """Objects with `state_dict` and `load_state_dict`, by name; they are their own state."""
 
-    Attributes:
-        mesh: The ranks.
-    """
+    needs_params = False
+    requests: Requests | None = None
 
     def __init__(self, objects: Mapping[str, Any], mesh: Mesh) -> None:
         for name, one in objects.items():

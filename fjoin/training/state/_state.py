@@ -134,8 +134,7 @@ class TrainState:
         body = self._claim(owner)
         if body.window:
             raise ValueError(
-                "the state is within an accumulation window, whose gradients cannot be saved; save after the last call of a window, "
-                "where metrics.stepped is True"
+                "the state is within an accumulation window; save after its last call, where metrics.stepped is True"
             )
         body.storage.arrivals.wait()
         return body

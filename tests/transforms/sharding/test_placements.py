@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
+import pkgutil
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 
 from fjoin import transforms as tx
 from fjoin.transforms.pipelines.explain._placements import params_placement
+from fjoin.transforms.tree._placement import marks
 from tests.goldens.golden_problem import STEPS, gradients, start, weight
 from tests.goldens.golden_rows import ROWS
 
@@ -50,6 +53,23 @@ def test_placements(name: str) -> None:
             assert_equal_along(row.axes, ranks, [state[path] for state in states], kind.equal, path)
         for path in found[0][step][0]:
             assert_equal_along(row.axes, ranks, [one[step][0][path] for one in found], places.equal, path)
+
+
+def test_a_wrong_placement_is_found() -> None:
+    with pytest.raises(AssertionError, match="total differs over"):
+        assert_equal_along({"data": 2}, [(0,), (1,)], [torch.zeros(1), torch.ones(1)], ("data",), "total")
+    assert_equal_along({"data": 2}, [(0,), (1,)], [torch.zeros(1), torch.ones(1)], (), "total")
+
+
+def test_every_field_of_a_rank_by_itself_has_a_merge() -> None:
+    found = 0
+    for module in pkgutil.walk_packages(tx.__path__, "fjoin.transforms."):
+        for kind in vars(importlib.import_module(module.name)).values():
+            if isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields"):
+                for name, (own, merge) in marks(kind).items():
+                    assert not own or merge is not None, f"{kind.__name__}.{name}"
+                    found += own
+    assert found > 10
 
 
 def assert_equal_along(axes: Any, ranks: Any, values: list[Any], equal: tuple[str, ...], path: str) -> None:

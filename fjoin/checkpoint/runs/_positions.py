@@ -1,0 +1,42 @@
+"""The position of a loop over data, in a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ...transforms.tree._placement import Placement
+from ._skeleton import put_together, taken_apart
+from ._snapshot import Snapshot
+
+_NAME = "data"
+
+
+def add_position(found: Snapshot, data: Any) -> None:
+    """Add the position of this rank, which is its own.
+
+    Raises:
+        TypeError: `data` is no loop over data.
+    """
+    if not callable(getattr(data, "state_dict", None)) or not hasattr(data, "stopped"):
+        raise TypeError(
+            f"data must be the loop over the loader, batches = step.join(loader), got a {type(data).__name__}: a loader is one batch "
+            f"ahead of the loop"
+        )
+    tensors: dict[str, Tensor] = {}
+    found.rank[_NAME] = taken_apart(data.state_dict(), _NAME, tensors)
+    found.values |= tensors
+    found.places |= dict.fromkeys(tensors, Placement(()))
+
+
+def position_of(values: dict[str, Any], own: Mapping[str, Any], data: Any) -> None:
+    """Load the position into the loop, and take its values out of the others."""
+    tensors = {name: values.pop(name) for name in list(values) if is_position(name)}
+    if data is not None and own.get(_NAME) is not None:
+        data.load_state_dict(put_together(own[_NAME], tensors))
+
+
+def is_position(name: str) -> bool:
+    return name.startswith(f"{_NAME}.")

@@ -1,0 +1,1 @@
+"""Loaders and the positions in them."""

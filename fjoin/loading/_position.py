@@ -1,0 +1,192 @@
+"""The position of one rank in a loader whose next batch is loaded before the current one has been used."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from ..transforms._check import iterable
+from ._shuffled import Shuffled
+from ._streams import Streams
+
+B = TypeVar("B")
+END: Any = object()
+_KEYS = {"epoch", "batches", "steps", "ended", "rank", "ranks", "streams"}
+
+
+class Mark(NamedTuple):
+    """What a rank needs to load a batch again: taken before it was loaded."""
+
+    streams: Streams
+    loader: Any  # the loader's own state; None where it has none
+
+
+class Position(Generic[B]):
+    """Loads the batches of a loop over uneven inputs, and knows where it is.
+
+    A batch is loaded in an iteration before the one that uses it. A resumed run loads it again. So the streams of random numbers
+    are those of three moments: before the loader's `iter`, since that draws the order of `DataLoader(shuffle=True)`; before the
+    batch was loaded, since its transforms draw; and now, since the model draws.
+
+    Attributes:
+        epoch: The number of epochs that have ended.
+        batches: The batches of this rank that the iterations of this epoch have used so far, the one that runs included.
+        steps: The iterations of this epoch so far, on all ranks, the one that runs included.
+        last: In a resumed loop, the last batch of a rank that was out of input; else `END`.
+
+    Args:
+        loader: The loader.
+        rank, ranks: This rank, and the number of ranks.
+    """
+
+    def __init__(self, loader: Iterable[B], rank: int, ranks: int) -> None:
+        self._loader, self._rank, self._ranks = loader, rank, ranks
+        self.epoch = self.batches = self.steps = 0
+        self.last: Any = END
+        self._within = False  # whether a loop has begun this epoch
+        self._ended = False  # whether the loader has no more batches
+        self._start: Streams | None = None
+        self._marks: list[Mark] = []  # of the last two batches that were loaded; the end of input is one
+        self._resume: Mapping[str, Any] | None = None
+
+    def begin(self) -> Any:
+        """The first batch of a loop; `END` where there is none."""
+        iterable("loader", self._loader)
+        resume, self._resume = self._resume, None
+        if resume is None:
+            self.epoch += self._within  # the loop before was left within its epoch
+            self.batches = self.steps = 0
+        own = resume is not None and resume["rank"] == self._rank
+        if resume is not None and not own:
+            self.batches = self.steps
+        again = (
+            own and resume is not None and resume["ended"] and self.batches > 0
+        )  # the last batch is loaded once more
+        used = self.batches - again
+        streams = {name: Streams.of(state) for name, state in resume["streams"].items()} if resume and own else {}
+        self._within, self._ended, self._marks, self.last = True, False, [], END
+        shuffled, state = _shuffled_of(self._loader), None
+        if shuffled is not None:
+            shuffled.set_epoch(self.epoch, used)
+        elif has_state(self._loader):
+            if resume is not None:
+                self._loader.load_state_dict(copy.deepcopy(resume["loader"]))  # type: ignore[attr-defined]
+            state = self._state_of_loader()
+        if streams:
+            streams.get("start", streams["now"]).restore()
+        self._start = Streams.now()
+        self._iterator: Iterator[B] = iter(self._loader)
+        if resume is not None and shuffled is None and state is None:
+            self._skip(used)
+        if "ahead" in streams:
+            streams["ahead"].restore()
+        first = self._load(Mark(Streams.now(), state))
+        if again:
+            self.last = first
+            first = self.load()
+        if "ahead" in streams:
+            streams["now"].restore()
+        return first
+
+    def _skip(self, count: int) -> None:
+        if count:
+            warnings.warn(
+                f"to resume, the loop loads {count} batches on rank {self._rank} only to skip them; a loader with state_dict and "
+                f"load_state_dict, or a batch sampler fjoin.Shuffled, starts where it was",
+                stacklevel=2,
+            )
+        for i in range(count):
+            if next(self._iterator, END) is END:
+                raise ValueError(
+                    f"the loader of rank {self._rank} ended after {i} batches, but load_state_dict got a position after {count}; pass "
+                    f"a loader of the same data and batch size as the one that was saved"
+                )
+
+    def load(self) -> Any:
+        """The next batch; `END` where there is none."""
+        return self._load(Mark(Streams.now(), self._state_of_loader()))
+
+    def _load(self, mark: Mark) -> Any:
+        self._marks = [*self._marks[-1:], mark]
+        batch = next(self._iterator, END)
+        self._ended = batch is END
+        return batch
+
+    def _state_of_loader(self) -> Any:
+        if _shuffled_of(self._loader) is not None or not has_state(self._loader):
+            return None
+        return copy.deepcopy(self._loader.state_dict())  # type: ignore[attr-defined]
+
+    def use(self, live: bool) -> None:
+        """An iteration begins, in which this rank has a batch or not."""
+        self.batches += live
+        self.steps += 1
+
+    def finish(self) -> None:
+        """All ranks are out of input: the epoch has ended."""
+        self.epoch += 1
+        self.batches = self.steps = 0
+        self._within, self._marks, self.last = False, [], END
+
+    # -- as data ----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `JoinedLoop.state_dict`."""
+        if self._resume is not None:
+            return dict(self._resume)
+        if isinstance(self._loader, Iterator) and not has_state(self._loader):
+            raise TypeError(
+                f"state_dict(): the loader is an iterator, of type {type(self._loader).__name__}, which cannot start again; pass "
+                f"something that iter() starts anew, such as a DataLoader or a list, or an object with state_dict and load_state_dict"
+            )
+        ended = self._within and self._ended
+        streams, marks = {}, self._marks[-2:-1] if ended and self.batches else self._marks[-1:]
+        own = _shuffled_of(self._loader) is None and has_state(self._loader)
+        state = (marks[0].loader if marks else self._state_of_loader()) if own else None
+        if marks and self._start is not None:
+            streams = {"start": self._start.state_dict(), "ahead": marks[0].streams.state_dict()}
+        streams["now"] = Streams.now().state_dict()
+        return {
+            "epoch": self.epoch,
+            "batches": self.batches,
+            "steps": self.steps,
+            "ended": ended,
+            "rank": self._rank,
+            "ranks": self._ranks,
+            "streams": streams,
+        } | ({"loader": state} if own else {})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `JoinedLoop.load_state_dict`."""
+        if not isinstance(state, Mapping) or not state.keys() >= _KEYS:
+            found = sorted(state) if isinstance(state, Mapping) else state
+            raise ValueError(f"load_state_dict takes what state_dict() of a joined loop returned, got {found!r}")
+        shuffled = _shuffled_of(self._loader) is not None
+        if not shuffled and (state["rank"], state["ranks"]) != (self._rank, self._ranks):
+            raise ValueError(
+                f"load_state_dict: the position is that of rank {state['rank']} of {state['ranks']}, but this is rank {self._rank} of "
+                f"{self._ranks}; load each rank's own, or, for another number of ranks, use a batch sampler fjoin.Shuffled"
+            )
+        if not shuffled and ("loader" in state) != has_state(self._loader):
+            one, other = ("has", "has none") if "loader" in state else ("has no", "has one")
+            raise ValueError(
+                f"load_state_dict: the position {one} state of the loader's own, but this loader, of type "
+                f"{type(self._loader).__name__}, {other}; pass a loader of the kind that was saved"
+            )
+        self._resume = dict(state)
+        if state["ranks"] != self._ranks:
+            self._resume["rank"] = None
+        self.epoch, self.batches, self.steps = state["epoch"], state["batches"], state["steps"]
+
+
+def has_state(loader: Any) -> bool:
+    """Whether a loader saves and loads its own position, as torchdata's StatefulDataLoader does."""
+    return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
+
+
+def _shuffled_of(loader: Any) -> Shuffled | None:
+    """The `Shuffled` that a loader iterates over."""
+    found = loader if isinstance(loader, Shuffled) else getattr(loader, "batch_sampler", None)
+    return found if isinstance(found, Shuffled) else None

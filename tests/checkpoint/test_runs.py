@@ -1,0 +1,225 @@
+"""Runs that are stopped and resumed: data, signals, the background, and what goes wrong."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+import fjoin
+from fjoin import transforms as tx
+from fjoin.checkpoint import verify
+from fjoin.checkpoint.runs import _rank_file
+from tests.helpers import raises_text
+
+PIPELINE = tx.fuse(tx.error_feedback(tx.quantized_mean("data", tx.int8())), tx.adamw(0.05))
+START = {"w": torch.linspace(-1, 1, 6), "b": torch.zeros(())}
+
+
+def loss_fn(params: Any, batch: Any) -> Tensor:
+    x = torch.nn.functional.dropout(batch[0], 0.3)
+    return ((x * params["w"]).sum(1) + params["b"]).square().mean()
+
+
+def loader_of(rank: int, workers: int = 0) -> DataLoader[Any]:
+    x = torch.randn(12 + 4 * rank, 6, generator=torch.Generator().manual_seed(rank))
+    return DataLoader(TensorDataset(x), batch_size=4, shuffle=True, num_workers=workers)
+
+
+def epochs(rank: int, folder: Path | str, saves: int | None, **options: Any) -> Any:
+    """Two epochs; stops after the save at the step `saves`."""
+    step = fjoin.train_step(loss_fn, PIPELINE, weight=lambda batch: len(batch[0]))
+    batches = step.join(loader_of(rank))
+    torch.manual_seed(rank)
+    with fjoin.Checkpoints(folder, step, **options) as runs:
+        state = runs.restore(START, data=batches)
+        while batches.epoch < 2:
+            for batch in batches:
+                state, metrics = step(state, batch)
+                if state.step == saves:
+                    runs.save(state, data=batches)
+                    batches.stop()
+            if saves is not None:
+                break
+    last = state.clone()
+    step.close()
+    return dict(last.params), last.step, last.batches
+
+
+def quietly(function: Any, *args: Any, **options: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return function(*args, **options)
+
+
+@pytest.mark.parametrize("saves", [1, 3, 4, 6])
+@pytest.mark.parametrize("background", [False, True])
+def test_shuffled_data_and_dropout_resume_to_the_bit(saves: int, background: bool, pool: Any, tmp_path: Path) -> None:
+    whole = pool.run(2, real_epochs, str(tmp_path / "whole"), None, False)
+    pool.run(2, real_epochs, str(tmp_path / "cut"), saves, background)
+    resumed = pool.run(2, real_epochs, str(tmp_path / "cut"), None, False)
+    for (params, *counts), (want, *expected) in zip(resumed, whole, strict=True):
+        assert counts == expected
+        assert all(torch.equal(params[path], want[path]) for path in want)
+
+
+def real_epochs(folder: str, saves: int | None, background: bool) -> Any:
+    import torch.distributed as dist
+
+    return quietly(epochs, dist.get_rank(), folder, saves, background=background)
+
+
+def until_signalled(folder: str) -> Any:
+    """Rank 1 gets a SIGTERM in step 5."""
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    step = fjoin.train_step(lambda p, x: (p["w"] * x).sum(), tx.fuse(tx.mean("data"), tx.sgd(0.1)))
+    batches = step.join([torch.ones(6)] * 1000)
+    with fjoin.Checkpoints(folder, step) as runs:
+        state = runs.restore(START)
+        for batch in batches:
+            if rank == 1 and state.step == 5:
+                os.kill(os.getpid(), signal.SIGTERM)
+            state, metrics = step(state, batch)
+            runs.save(state, metrics, data=batches)
+    return state.step, batches.stopped, signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, None)
+
+
+def test_a_signal_on_one_rank_saves_and_stops_all(pool: Any, tmp_path: Path) -> None:
+    (a, *rest), (b, *other) = pool.run(2, until_signalled, str(tmp_path))
+    assert 5 < a == b <= 8 and rest == other == [True, True]
+    assert [path.name for path in tmp_path.iterdir()] == [f"step-{a:08d}"] and not verify(tmp_path)
+
+
+def by_the_clock(folder: str) -> Any:
+    step = fjoin.train_step(lambda p, x: (p["w"] * x).sum(), tx.fuse(tx.mean("data"), tx.sgd(0.1)))
+    saved = []
+    with fjoin.Checkpoints(folder, step, every_s=0.05, keep_last=None) as runs:
+        state = runs.restore(START)
+        for batch in step.join([torch.ones(6)] * 20):
+            state, metrics = step(state, batch)
+            time.sleep(0.02)
+            if runs.save(state, metrics) is not None:
+                saved.append(state.step)
+    return saved
+
+
+def test_saves_by_the_clock_are_of_the_same_steps(pool: Any, tmp_path: Path) -> None:
+    a, b = pool.run(2, by_the_clock, str(tmp_path))
+    assert a == b and 2 <= len(a) <= 10
+
+
+def trained(folder: Path, until: int, rank: int, **options: Any) -> Any:
+    step = fjoin.train_step(lambda p, x: (p["w"] * x).sum() ** 2, PIPELINE)
+    runs = fjoin.Checkpoints(folder, step, every=2, **options)
+    state = runs.restore(START)
+    begun = state.step
+    while state.step < until:
+        state, metrics = step(state, torch.full((6,), 0.1 * (rank + state.step)))
+        runs.save(state, metrics)
+    runs.wait()
+    last = {path: p.clone() for path, p in state.params.items()}
+    step.close()
+    return begun, last
+
+
+def simulated(folder: Path, until: int, **options: Any) -> Any:
+    return tx.simulate(lambda rank: quietly(trained, folder, until, rank, **options), {"data": 2}, [0, 1])
+
+
+def test_a_damaged_step_is_set_aside(tmp_path: Path) -> None:
+    want = simulated(tmp_path / "whole", 8)
+    simulated(tmp_path / "cut", 6)
+    path = tmp_path / "cut" / "step-00000006" / "rank-00001-of-00002.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 4
+    path.write_bytes(data)
+    found = simulated(tmp_path / "cut", 8)
+    assert found[0][0] == 4 and all(torch.equal(found[0][1][name], want[0][1][name]) for name in START)
+    names = sorted(one.name[:13] for one in (tmp_path / "cut").iterdir())
+    assert names == ["step-00000004", "step-00000006", "step-00000006", "step-00000008"]
+
+
+def test_a_folder_whose_steps_are_all_damaged_is_an_error(tmp_path: Path) -> None:
+    simulated(tmp_path, 4)
+    for path in tmp_path.glob("*/manifest.json"):
+        path.write_bytes(b"{}")
+    raises_text(
+        fjoin.CheckpointError, lambda: simulated(tmp_path, 6), "step-00000002", "step-00000004", "none can be read"
+    )
+
+
+def test_a_step_of_ones_choice_and_other_settings(tmp_path: Path) -> None:
+    simulated(tmp_path, 6)
+
+    def run(rank: int) -> Any:
+        step = fjoin.train_step(lambda p, x: (p["w"] * x).sum() ** 2, PIPELINE)
+        return fjoin.Checkpoints(tmp_path, step).restore(START, step=2).step, sorted(
+            p.name[:13] for p in tmp_path.iterdir()
+        )
+
+    assert quietly(tx.simulate, run, {"data": 2}, [0, 1])[0] == (2, ["step-00000002", "step-00000004", "step-00000006"])
+    assert len(list(tmp_path.glob("*rejected*"))) == 2
+    shutil.rmtree(tmp_path)
+    simulated(tmp_path, 4)
+    other = {"w": torch.zeros(7), "b": torch.zeros(())}
+
+    def of_another_model(rank: int) -> Any:
+        step = fjoin.train_step(lambda p, x: (p["w"] * x).sum() ** 2, PIPELINE)
+        return fjoin.Checkpoints(tmp_path, step).restore(other)
+
+    raises_text(
+        fjoin.CheckpointError,
+        lambda: quietly(tx.simulate, of_another_model, {"data": 2}, [0, 1]),
+        "'w'",
+        "(6,)",
+        "(7,)",
+    )
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_rank_that_cannot_write_is_an_error_on_all(
+    background: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    write = _rank_file.write_file
+
+    def full(path: Path, *args: Any) -> Any:
+        if "rank-00001" in path.name:
+            raise OSError(28, "No space left on device")
+        return write(path, *args)
+
+    monkeypatch.setattr(_rank_file, "write_file", full)
+
+    def run(rank: int) -> str:
+        with pytest.raises(fjoin.CheckpointError) as found:
+            quietly(trained, tmp_path, 4, rank, background=background)
+        return str(found.value)
+
+    for text in tx.simulate(run, {"data": 2}, [0, 1]):
+        assert "No space left" in text and "step 2" in text
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_state_within_a_window_and_bad_arguments(tmp_path: Path) -> None:
+    step = fjoin.train_step(lambda p, x: (p["w"] * x).sum(), PIPELINE, accumulate=2)
+    runs = fjoin.Checkpoints(tmp_path, step, every=1)
+    state = quietly(runs.restore, START)
+    state, metrics = step(state, torch.ones(6))
+    assert runs.save(state, metrics) is None
+    raises_text(ValueError, lambda: runs.save(state), "accumulation window", "metrics.stepped")
+    state, metrics = step(state, torch.ones(6))
+    raises_text(TypeError, lambda: runs.save(state, data=[1]), "batches = step.join(loader)")
+    assert runs.save(state, metrics) is not None
+    raises_text(ValueError, lambda: fjoin.Checkpoints(tmp_path, step, every=0), "every", "0")
+    raises_text(ValueError, lambda: fjoin.Checkpoints(tmp_path, PIPELINE, every_s=1.0), "every_s", "train_step")
+    step.close()

@@ -1,0 +1,189 @@
+"""Loops that one rank stops, on all ranks together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fjoin
+from fjoin import transforms as tx
+from tests.helpers import raises_text
+from tests.traffic import watched
+from tests.training.small import MEAN_SGD, step_of
+
+X = torch.ones(2)
+AVERAGE = tx.local_sgd(tx.sgd(0.1), "data", 3)
+# Where no rank waits for the record of a step, the ranks know of a request in the step after it.
+LATE = {"mean": 0, "mean, overlap": 0, "local SGD": 1, "seldom": 1, "seldom, skips": 1, "zero": 0, "no message": 1}
+LATE |= {"mean, on a device": 1, "seldom, on a device": 2}
+PIPELINES: dict[str, Any] = {
+    "mean": (MEAN_SGD, {}),
+    "mean, overlap": (MEAN_SGD, {"overlap_step": True}),
+    "local SGD": (AVERAGE, {}),
+    "seldom": (tx.local_sgd(tx.sgd(0.1), "data", 100), {}),
+    "seldom, skips": (tx.skip_if_nonfinite(tx.local_sgd(tx.sgd(0.1), "data", 100)), {}),
+    "zero": (tx.zero(tx.mean("data"), tx.sgd(0.1), "data"), {}),
+    "mean, on a device": (MEAN_SGD, {}),
+    "seldom, on a device": (tx.local_sgd(tx.sgd(0.1), "data", 100), {}),
+    "no message": (tx.fuse(tx.noop(), tx.sgd(0.1)), {}),
+}
+
+
+def stopped(
+    batches: list[Any], calls: dict[int, str], pipeline: str = "mean", accumulate: int = 1, several: bool = False
+) -> tuple[int, bool, int, int]:
+    """A run in which this rank stops in the iterations of `calls`, before or after its step.
+
+    Returns:
+        The number of iterations, whether the loop was stopped, the number of the state's steps, and the iterations of a second loop.
+    """
+    made, settings = PIPELINES[pipeline]
+    step, state = step_of(pipeline=made, accumulate=accumulate, **settings)
+    other, second = step_of(accumulate=accumulate) if several else (None, None)
+    # The host reads the records of a device one step late, except where a rank reads its metrics.
+    step._run.step_check.grads.on_device = "device" in pipeline
+    reads = "device" in pipeline and bool(calls)
+    loop = fjoin.join(batches, steps=[step, other]) if several else step.join(batches)
+    n = 0
+    for batch in loop:
+        if calls.get(n) == "before":
+            loop.stop()
+        state, metrics = step(state, batch)
+        if other is not None:
+            second, _ = other(second, batch)
+        assert not reads or metrics.weight > 0
+        if calls.get(n) in ("after", "twice"):
+            loop.stop()
+        if calls.get(n) == "twice":
+            loop.stop()
+        n += 1
+    was, again = loop.stopped, 0
+    taken = state.step
+    for batch in loop:
+        state, _ = step(state, batch)
+        if other is not None:
+            second, _ = other(second, batch)
+        again += 1
+    assert not loop.stopped
+    step.flush(state)
+    return n, was, taken, again
+
+
+@pytest.mark.filterwarnings("ignore:.*nothing in the pipeline:UserWarning")
+@pytest.mark.parametrize("pipeline", PIPELINES)
+@pytest.mark.parametrize("when", ["before", "after", "twice"])
+def test_one_rank_of_three_stops(pipeline: str, when: str) -> None:
+    batches = [[X] * 9, [X] * 7, [X] * 2]
+    late = LATE[pipeline]
+    for rank in (0, 2):  # with input, and without
+        calls: list[dict[int, str]] = [{}, {}, {}]
+        calls[rank] = {3: when}
+        n = 4 + (when != "before") + late
+        got = tx.simulate(lambda b, c: stopped(b, c, pipeline), {"data": 3}, batches, calls)
+        assert got == [(n, True, n, 9)] * 3
+
+
+def test_with_windows_the_loop_ends_with_the_next_one() -> None:
+    batches = [[X] * 12, [X] * 11, [X] * 2]
+    for at, n in ((0, 3), (2, 6), (3, 6), (4, 6), (5, 9)):
+        for pipeline in ("mean", "seldom"):
+            got = tx.simulate(
+                lambda b, c, p=pipeline: stopped(b, c, p, accumulate=3), {"data": 3}, batches, [{}, {at: "after"}, {}]
+            )
+            want = n + 3 * LATE[pipeline]
+            assert got == [(min(want, 12), True, min(want, 12) // 3, 12)] * 3, (at, pipeline)
+
+
+def test_several_steps_stop_together() -> None:
+    got = tx.simulate(lambda b, c: stopped(b, c, several=True), {"data": 2}, [[X] * 5, [X] * 3], [{}, {1: "after"}])
+    assert got == [(3, True, 3, 5)] * 2
+
+
+@pytest.mark.parametrize(
+    "pipeline", ["mean", "local SGD", "seldom", "seldom, skips", "mean, on a device", "seldom, on a device"]
+)
+def test_a_request_of_the_last_iteration_does_not_stop_the_next_loop(pipeline: str) -> None:
+    batches = [[X] * 3, [X] * 2]
+    for when, was in (("before", True), ("after", False)):
+        got = tx.simulate(lambda b, c: stopped(b, c, pipeline), {"data": 2}, batches, [{2: when}, {}])
+        assert got == [(3, was, 3, 3)] * 2
+
+
+def test_stop_outside_a_loop_raises() -> None:
+    step, state = step_of()
+    for loop in (step.join([X]), fjoin.join([X])):
+        raises_text(fjoin.JoinError, loop.stop, "while no loop runs", "inside the body")
+    loop = step.join([X])
+    for batch in loop:
+        state, _ = step(state, batch)
+    raises_text(fjoin.JoinError, loop.stop, "while no loop runs")
+
+
+def stopped_in_own_loop(n: int, at: int | None) -> tuple[int, bool, int]:
+    loop = fjoin.join(range(n), empty=0)
+    seen = 0
+    for _ in loop:
+        if seen == at:
+            loop.stop()
+        seen += 1
+    was = loop.stopped
+    return seen, was, sum(1 for _ in loop)
+
+
+def test_a_loop_of_ones_own() -> None:
+    """The message for the next iteration has left when the body runs, so the loop ends with that one."""
+    for rank in (0, 2):
+        calls: list[int | None] = [None] * 3
+        calls[rank] = 2
+        assert tx.simulate(stopped_in_own_loop, {"data": 3}, [6, 5, 1], calls) == [(4, True, 6)] * 3
+    # The last message of a loop tells that no rank has a batch, and a request that it does not carry is void.
+    assert tx.simulate(stopped_in_own_loop, {"data": 2}, [3, 2], [2, None]) == [(3, False, 3)] * 2
+    assert tx.simulate(stopped_in_own_loop, {"data": 2}, [3, 2], [1, None]) == [(3, True, 3)] * 2
+
+
+def on_processes(pipeline: str, at: int | None) -> tuple[int, int]:
+    rank = dist.get_rank()
+    with watched() as sent:
+        made, settings = PIPELINES[pipeline]
+        step, state = step_of(pipeline=made, mesh=fjoin.mesh({"data": -1}, ordered=True), **settings)
+        del sent[:]
+        loop, n = step.join([X] * (6 - rank)), 0
+        for batch in loop:
+            state, _ = step(state, batch)
+            if rank == 1 and n == at:
+                loop.stop()
+            n += 1
+    found = len(sent)
+    step.flush(state)
+    step.close()
+    return n, found
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("pipeline", ["mean", "local SGD"])
+def test_processes_stop_without_a_message_more(pool: Any, pipeline: str) -> None:
+    n = 4 + LATE[pipeline]
+    whole = pool.run(3, on_processes, "mean", None)
+    found = pool.run(3, on_processes, pipeline, 2)
+    assert [one[0] for one in whole] == [6] * 3 and [one[0] for one in found] == [n] * 3
+    if pipeline == "mean":
+        assert [one[1] for one in found] == [1 + (one[1] - 1) * n // 6 for one in whole], (
+            "one at the start, and the steps"
+        )
+
+
+def many(stops: bool) -> tuple[int, bool]:
+    """Stops on some ranks and on different iterations."""
+    loop = fjoin.join(range(50 + dist.get_rank()))
+    for i in loop:
+        if stops and i == 10 + dist.get_rank() % 2:
+            loop.stop()
+    return loop.number, loop.stopped
+
+
+def test_processes_stop_a_loop_of_ones_own(pool: Any) -> None:
+    assert pool.run(3, many, True) == [(12, True)] * 3
+    assert pool.run(3, many, False) == [(52, False)] * 3
