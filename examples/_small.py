@@ -60,10 +60,38 @@ def one_process(ranks: int, every_sample_counts: bool) -> dict[str, Tensor]:
     return {path: p.detach() for path, p in model.named_parameters()}
 
 
+def one_process_of_diloco(ranks: int, every: int, outer_lr: float, momentum: float) -> dict[str, Tensor]:
+    """The parameters after one epoch of DiLoCo in plain torch, with all ranks' models in one process."""
+    models, batches = [make_model() for _ in range(ranks)], [make_batches(r) for r in range(ranks)]
+    optimizers = [torch.optim.AdamW(m.parameters(), LEARNING_RATE) for m in models]
+    shared = make_model()
+    sgd = torch.optim.SGD(shared.parameters(), outer_lr, momentum=momentum, nesterov=True)
+    samples, last = [0] * ranks, max(map(len, batches)) - 1
+    for i in range(last + 1):
+        for r, own in enumerate(batches):
+            if i < len(own):
+                optimizers[r].zero_grad()
+                loss(models[r], own[i]).backward()
+                optimizers[r].step()
+                samples[r] += len(own[i][1])
+        if (i + 1) % every == 0 or i == last:
+            for p, *copies in zip(shared.parameters(), *(m.parameters() for m in models), strict=True):
+                p.grad = sum(n * (p.detach() - c.detach()) for n, c in zip(samples, copies, strict=True)) / sum(samples)
+            sgd.step()
+            for m in models:
+                m.load_state_dict(shared.state_dict())
+            samples = [0] * ranks
+    return {path: p.detach() for path, p in shared.named_parameters()}
+
+
 def finish(params: dict[str, Tensor], every_sample_counts: bool) -> None:
     """Compare with one process, print the difference, and exit, with 1 if it is too large."""
-    want = one_process(dist.get_world_size(), every_sample_counts)
+    compare(params, one_process(dist.get_world_size(), every_sample_counts))
+
+
+def compare(params: dict[str, Tensor], want: dict[str, Tensor], largest: float = 1e-12) -> None:
+    """Print the difference from the result of one process, and exit, with 1 if it is too large."""
     worst = max(float((params[path] - p).abs().max()) for path, p in want.items())
     print(f"rank {dist.get_rank()}: {worst:.1e} from one process on all data", flush=True)
     dist.destroy_process_group()
-    sys.exit(worst > 1e-12)
+    sys.exit(worst > largest)

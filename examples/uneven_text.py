@@ -4,8 +4,9 @@
     python examples/uneven_text.py
 
 Each rank has files of its own, so the ranks have different numbers of batches, and batches have different
-numbers of tokens. fjoin trains on them as one process would on all the data together. At its end the
-script checks this against plain torch; it exits with 1 if a check fails.
+numbers of tokens. fjoin trains on them as one process would on all the data together. After three quarters
+it saves a checkpoint. At its end the script starts over from there, and checks that it ends with the same bits;
+and it checks itself against plain torch. It exits with 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 import time
 
 import _checks as checks
+import _resume
 import torch
 import torch.distributed as dist
 from _text_model import Batch, Decoder, batches_of, cross_entropy, source_files
@@ -68,22 +70,31 @@ def main() -> None:
             )
         print(f"\n{plan}\n", flush=True)
 
-    # Training: `step.join` is the only addition for uneven inputs.
-    step = fjoin.train_step(loss_fn, pipeline, mesh=mesh, weight=lambda b: b.tokens, bucket_bytes=BUCKET_BYTES)
-    state = step.init(params)
-    losses, progress = [], Progress(steps, shown=first)
-    for batch in step.join(loader):
-        state, metrics = step(state, batch)
-        losses.append(metrics.loss)
-        progress.update(metrics)
+    def make_step() -> fjoin.TrainStep:
+        return fjoin.train_step(loss_fn, pipeline, mesh=mesh, weight=lambda b: b.tokens, bucket_bytes=BUCKET_BYTES)
 
-    if first:
-        print(f"\n--- a sample ---\n{generate(apply, state.params, 'def ', 240)}\n---\n")
-        plot(losses, ends=[len(batches) for batches in loaders if len(batches) < steps])
-        print("\nchecks", flush=True)
+    OUT.mkdir(exist_ok=True)
+    with _resume.common_folder(OUT) as folder:
+        # Training: `step.join` is the only addition for uneven inputs.
+        step = make_step()
+        state = step.init(params)
+        runs = fjoin.Checkpoints(folder, step)
+        losses, progress = [], Progress(steps, shown=first)
+        for batch in step.join(loader):
+            state, metrics = step(state, batch)
+            losses.append(metrics.loss)
+            progress.update(metrics)
+            if state.step == 3 * steps // 4:
+                runs.save(state)
 
-    report = checks.Report(mesh)
-    checks.equal_on_all_ranks(report, state)
+        if first:
+            print(f"\n--- a sample ---\n{generate(apply, state.params, 'def ', 240)}\n---\n")
+            plot(losses, ends=[len(batches) for batches in loaders if len(batches) < steps])
+            print("\nchecks", flush=True)
+
+        report = checks.Report(mesh)
+        checks.equal_on_all_ranks(report, state)
+        _resume.equal_to_uncut(report, make_step, params, folder, loader, state)
     checks.equal_to_one_process(report, make_pipeline)
     checks.one_message_per_bucket(report, step, state, loader, plan.messages)
     checks.next_to_torch_join(report, make_pipeline)
@@ -147,7 +158,6 @@ def plot(losses: list[float], ends: list[int]) -> None:
         axes.legend()
     axes.set(xlabel="step", ylabel="loss per byte (nats)", title="uneven_text: loss over all ranks' tokens")
     axes.grid(alpha=0.3)
-    OUT.mkdir(exist_ok=True)
     figure.savefig(OUT / "uneven_text_loss.png", dpi=120)
     pyplot.close(figure)
     print(f"loss curve: {os.path.relpath(OUT / 'uneven_text_loss.png')}")

@@ -12,6 +12,7 @@ import sys
 from typing import Any
 
 import pytest
+import torch
 
 import fjoin
 from tests.ranks import Ranks
@@ -86,6 +87,46 @@ def test_the_checks_of_the_demo_hold(ranks: int) -> None:
         for _ in range(ranks):
             _, _, (failed, text) = run.next(120)
             assert not failed, text
+
+
+def _resume(rank: int, report: Any, folder: str, forget: int) -> None:
+    """The demo's check of a resumed run, on its small model; the last batches can be forgotten."""
+    sys.path.insert(0, str(EXAMPLES))
+    import _checks as checks
+    import _resume as resume
+    from _text_model import Decoder, cross_entropy
+
+    make_pipeline = runpy.run_path(str(EXAMPLES / "uneven_text.py"))["make_pipeline"]
+    mesh = fjoin.mesh({"data": -1})
+    batches = checks.uneven_batches(seed=rank, count=6 if rank == 0 else 3)
+    torch.manual_seed(1)
+    apply, params, _ = fjoin.functional(Decoder(**checks.SMALL))
+
+    def make_step() -> fjoin.TrainStep:
+        return fjoin.train_step(
+            lambda p, b: cross_entropy(apply(p, {}, b.inputs), b),
+            make_pipeline(6, checks.PEAK),
+            mesh=mesh,
+            weight=lambda b: b.tokens,
+        )
+
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        made, step = checks.Report(mesh), make_step()
+        state = step.init(params)
+        for batch in step.join(batches):
+            state, _ = step(state, batch)
+            if state.step == 4:  # some ranks are out of input
+                fjoin.save(folder, step, state)
+        resume.equal_to_uncut(made, make_step, params, folder, batches[: len(batches) - forget], state)
+    report((made.failed, out.getvalue()))
+
+
+@pytest.mark.parametrize(("ranks", "forget"), [(1, 0), (2, 0), (3, 0), (2, 1)])
+def test_the_demo_goes_on_from_its_checkpoint_to_the_bit(ranks: int, forget: int, tmp_path: pathlib.Path) -> None:
+    with Ranks(ranks, _resume, str(tmp_path), forget) as run:
+        for _ in range(ranks):
+            _, _, (failed, text) = run.next(120)
+            assert failed == bool(forget), text
 
 
 def test_each_is_in_the_table() -> None:

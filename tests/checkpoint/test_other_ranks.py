@@ -112,3 +112,80 @@ def test_within_a_window_local_sgd_is_refused(tmp_path: Path) -> None:
     on("local SGD", 3, tmp_path, 0, 2)
     raises_text(fjoin.CheckpointError, lambda: on("local SGD", 2, tmp_path, 2, 3), "params.", "{'data': 3}", "flush")
     assert on("local SGD", 3, tmp_path, 2, 3)[0][0]["w"].shape == (8, 5)
+
+
+INT4 = tx.quantized_mean("data", tx.int4(block=4))
+# What becomes of the values of three ranks on two: a mean, a sum, or the value at the start.
+MERGES: dict[str, tuple[Any, dict[str, str]]] = {
+    "DGC": (lambda: tx.fuse(tx.dgc("data", k=0.2), tx.sgd(0.1)), {"hook.momentum.w": "mean", "hook.error.w": "sum"}),
+    "EF21": (
+        lambda: tx.fuse(tx.ef21(tx.quantized_mean("data", tx.top_k(3))), tx.sgd(0.1)),
+        {"hook.own.w": "start", "hook.place": "start", "hook.whole.w": "mean"},
+    ),
+    "LoCo, its codes anew": (lambda: tx.fuse(tx.loco(INT4), tx.sgd(0.1)), {"hook.error.w": "start"}),
+    "local SGD": (PIPELINES["local SGD"], {"optimizer.w.exp_avg": "mean", "optimizer.w.exp_avg_sq": "mean"}),
+}
+
+
+@pytest.mark.parametrize("name", MERGES)
+def test_values_of_ranks_are_merged(name: str, tmp_path: Path) -> None:
+    make, expected = MERGES[name]
+    fresh = ("pipeline.hook.error",) if "anew" in name else ()
+
+    def one_rank(rank: int, ranks: int, train: bool) -> Any:
+        step = fjoin.train_step(loss_fn, make(), weight=len, bucket_bytes=128)
+        runs = fjoin.Checkpoints(tmp_path, step)
+        state = runs.restore(START, fresh=fresh)
+        for i in range(CUT if train else 0):
+            state, _ = step(state, SAMPLES[i][rank::ranks])
+        if train:
+            runs.save(state)
+        last = tx.to_state_dict(state.clone().pipeline)
+        step.close()
+        return last
+
+    start = tx.simulate(lambda rank: one_rank(rank, 2, False), {"data": 2}, [0, 1])
+    saved = tx.simulate(lambda rank: one_rank(rank, 3, True), {"data": 3}, [0, 1, 2])
+    found = tx.simulate(lambda rank: one_rank(rank, 2, False), {"data": 2}, [0, 1])
+    for path, how in expected.items():
+        old, new = [each[path] for each in saved], [each[path] for each in found]
+        assert bool(old[0].any()), "else all rules agree"
+        if how == "sum":
+            assert torch.allclose(sum(old), sum(new), rtol=0, atol=1e-12)  # type: ignore[arg-type]
+        else:
+            want = start[0][path] if how == "start" else torch.stack(old).mean(0)
+            assert all(torch.allclose(each, want, rtol=0, atol=1e-12) for each in new)
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: tx.fuse(tx.loco(INT4), tx.sgd(0.1)), "pipeline.hook.error."),
+        (lambda: tx.fuse(tx.noop(), tx.sgd(0.1), after=tx.gossip("data")), "params."),
+    ],
+)
+def test_values_without_a_rule_are_refused(make: Any, name: str, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setitem(PIPELINES, "one", make)
+    on("one", 3, tmp_path, 0, CUT)
+    raises_text(fjoin.CheckpointError, lambda: on("one", 2, tmp_path, CUT, CUT), name, "values of their own", "fresh=")
+
+
+def test_an_open_window_of_accumulate_is_summed(tmp_path: Path) -> None:
+    pipeline = tx.fuse(tx.accumulate(3, tx.mean("data")), tx.sgd(0.1))
+
+    def save(rank: int) -> dict[str, Any]:
+        params, state = START, pipeline.init(START)
+        for i in range(2):
+            x = SAMPLES[i][rank::3][rank:]  # 8, 7, 6 samples
+            params, state = pipeline.step(params, torch.func.grad(loss_fn)(params, x), state, weight=len(x))
+        fjoin.save(tmp_path, pipeline, (params, state), mesh=fjoin.mesh({"data": 3}))
+        return tx.to_state_dict(state)
+
+    def load(rank: int) -> dict[str, Any]:
+        return tx.to_state_dict(fjoin.load(tmp_path, pipeline, mesh=fjoin.mesh({"data": 2}))[1])
+
+    saved, loaded = tx.simulate(save, {"data": 3}, [0, 1, 2]), tx.simulate(load, {"data": 2}, [0, 1])
+    assert sum(float(each["window"]) for each in saved) == 42
+    for name in ("window", "hook.weight", "hook.grads.w", "hook.grads.b"):
+        old, new = (sum(each[name] for each in states) for states in (saved, loaded))
+        assert torch.allclose(old, new, rtol=0, atol=1e-12), name  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ from ..step_param._state_fields import state_fields, with_state_fields
 from ..transform._call import Call
 from ..transform._transform import Transform
 from ..transform._weights import check_weight, share_of
-from ..tree._placement import Refused
+from ..tree._placement import Summed
 from ..tree._tree import State, Tree, all_finite, map_with_path, path_string, to_device
 from . import _rates as rates_check
 from ._donation import are_apart
@@ -34,7 +34,7 @@ class PipelineState(NamedTuple):
     after: State
     on_state: State
     step: int  # steps so far, skipped ones included, on the host; periods count by it
-    window: Refused[Tensor]  # this rank's weights in the calls of `accumulate` since the last step, 0-d float64
+    window: Summed[Tensor]  # this rank's weights in the calls of `accumulate` since the last step, 0-d float64
     gather: State = ()  # of a sharded pipeline
 
 

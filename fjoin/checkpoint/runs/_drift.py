@@ -24,7 +24,7 @@ def drifted(mesh: Mesh, found: Snapshot) -> dict[str, str]:
     whole = [name for name, place in found.places.items() if place.equal and name in found.values]
     groups = {name: writers.group(found.places[name].equal) for name in whole}
     sums = {name: _checksum(found.values[name]) for name in whole}
-    mine: dict[str, int] = {}
+    mine = {"names": zlib.crc32(repr(sorted(whole)).encode())}
     for name in whole:  # for each set of ranks that should agree, one number
         key = str(groups[name]) + ",".join(found.places[name].equal)
         mine[key] = zlib.crc32(f"{name} {sums[name]}".encode(), mine.get(key, 0))
@@ -34,14 +34,12 @@ def drifted(mesh: Mesh, found: Snapshot) -> dict[str, str]:
 
 
 def _checksum(value: Any) -> int:
-    """A number of a value's bytes."""
+    """A number of a value's bytes and form."""
     if is_host(value):
         return zlib.crc32(repr(value).encode())
     flat: Tensor = value.detach().contiguous().reshape(-1)
-    if not flat.numel():
-        return 0
-    data: Any = flat.cpu().view(torch.uint8).numpy()
-    return zlib.crc32(data)
+    data: Any = flat.cpu().view(torch.uint8).numpy() if flat.numel() else b""
+    return zlib.crc32(data, zlib.crc32(f"{value.dtype} {list(value.shape)}".encode()))
 
 
 def _differ(values: list[dict[str, int]]) -> bool:
@@ -55,4 +53,6 @@ def _lines(values: list[dict[str, list[int]]]) -> dict[str, str]:
         for name, (group, number) in mine.items():
             if known.setdefault((name, group), number) != number and name not in found:
                 found[name] = f"{name} of rank {rank} differs from that of rank {group}, which has been saved"
+        for name in {name for other in values for name in other} - mine.keys():
+            found.setdefault(name, f"rank {rank} has no {name}")
     return found

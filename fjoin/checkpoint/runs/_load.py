@@ -54,9 +54,21 @@ class Load:
         }
         with Leaves(self._folder, self.manifest) as leaves:
             for name in [*self.manifest.leaves, *self.manifest.numbers]:
-                if not name.startswith(fresh or ("\0",)):
+                if name.startswith(fresh or ("\0",)):
+                    continue
+                if name in self.manifest.leaves and "of" in self.manifest.leaves[name].placement:
+                    found |= self._alone(leaves, name)
+                else:
                     found[name] = self._value(leaves, name, like)
         return found, self.manifest.ranks[self._mesh.rank if self._same else 0]
+
+    def _alone(self, leaves: Leaves, name: str) -> dict[str, Tensor]:
+        """A value that one rank had by itself, if that is this one."""
+        leaf = self.manifest.leaves[name]
+        of, rank = leaf.placement["of"], self._mesh.rank if self._same else 0
+        if not self._same and not is_position(of):
+            raise self._unmerged(of, "the ranks had values of their own")
+        return {of: leaves.part(name, leaf.parts[0])} if leaf.placement["rank"] == rank else {}
 
     def _value(self, leaves: Leaves, name: str, like: Snapshot) -> Any:
         if name in self.manifest.numbers:
@@ -92,10 +104,13 @@ class Load:
         try:
             return merged(values, [self._mesh.shape[axis] for axis in differs], place, merge, like.values.get(name))
         except ValueError as error:
-            raise CheckpointError(
-                f"{self._folder}: {name!r} of {dict(self.manifest.axes)} cannot be loaded on {dict(self._mesh.shape)}: {error}; save after "
-                f"step.flush(state), or start it anew by fresh=({name!r},)"
-            ) from None
+            raise self._unmerged(name, error) from None
+
+    def _unmerged(self, name: str, why: object) -> CheckpointError:
+        return CheckpointError(
+            f"{self._folder}: {name!r} of {dict(self.manifest.axes)} cannot be loaded on {dict(self._mesh.shape)}: {why}; save after "
+            f"step.flush(state), or start it anew by fresh=({name!r},)"
+        )
 
     def _slice(self, leaves: Leaves, name: str, leaf: Leaf, like: Snapshot) -> Tensor:
         """This rank's slice of a leaf, from the parts that hold it."""

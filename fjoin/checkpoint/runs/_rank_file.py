@@ -34,16 +34,17 @@ class RankFile:
         if copies:
             self._tensors = {name: value.to("cpu", copy=True) for name, value in self._tensors.items()}
         numbers = {path: value for path, value in found.values.items() if is_host(value)}
+        leaves = {}
+        for path, place in places.items():
+            alone = found.by_content and place.rank is not None  # other ranks may have another form, or no such value
+            leaves[place.name if alone else path] = {
+                "shape": list(place.shape),
+                "dtype": str(found.values[path].dtype).removeprefix("torch."),
+                "placement": _placement_of(found, path) | ({"of": path, "rank": place.rank} if alone else {}),
+                "part": [place.name, None if alone else place.rank, place.start],
+            }
         self._side: dict[str, Any] = {
-            "leaves": {
-                path: {
-                    "shape": list(place.shape),
-                    "dtype": str(found.values[path].dtype).removeprefix("torch."),
-                    "placement": _placement_of(found, path),
-                    "part": [place.name, place.rank, place.start],
-                }
-                for path, place in places.items()
-            },
+            "leaves": leaves,
             "numbers": numbers,
             "shared": [path for path in numbers if set(found.places[path].equal) == set(mesh.shape)],
             "rank": found.rank,

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ..._errors import CheckpointError
+
 _TENSOR, _DICT, _TUPLE, _FLOAT = "$tensor", "$dict", "$tuple", "$float"
 
 
@@ -41,13 +43,22 @@ def _key(key: Any, name: str) -> Any:
 
 
 def put_together(shown: Any, tensors: dict[str, Tensor]) -> Any:
-    """The state dict that `taken_apart` took apart."""
+    """The state dict that `taken_apart` took apart.
+
+    Raises:
+        CheckpointError: a tensor is not there.
+    """
     if isinstance(shown, list):
         return [put_together(one, tensors) for one in shown]
     if not isinstance(shown, dict):
         return shown
     if _TENSOR in shown:
-        return tensors[shown[_TENSOR]]
+        name = shown[_TENSOR]
+        if name not in tensors:
+            raise CheckpointError(
+                f"there is no value objects.{name}: what fresh= names must have a value at the start; name less of it"
+            )
+        return tensors[name]
     if _FLOAT in shown:
         return float(shown[_FLOAT])
     if _TUPLE in shown:

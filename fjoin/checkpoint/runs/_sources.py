@@ -168,7 +168,7 @@ class OfObjects:
         tensors: dict[str, Tensor] = {}
         shown = {name: taken_apart(self._state_of(one), name, tensors) for name, one in self._objects.items()}
         found, all_of = Snapshot(), tuple(self.mesh.shape)
-        for name, value in tensors.items():
+        for name, value in sorted(tensors.items()):  # in one order on all ranks
             found.values[f"objects.{name}"], found.places[f"objects.{name}"] = value.detach(), Placement(all_of)
         found.rank = {"objects": shown, "steps": state}
         found.by_content = True
