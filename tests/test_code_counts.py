@@ -18,8 +18,8 @@ LIMITS = {
     "accesses to another object's privates": 26,
     "accesses to privates of torch's objects": 67,
     "lines of reducer, training, ddp": 7485,
-    "code lines": 23200,
-    "lines": 44676,
+    "code lines": 23224,
+    "lines": 44714,
     "files over 250 lines": 0,
     "fmt: skip": 0,
 }

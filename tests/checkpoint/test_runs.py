@@ -164,12 +164,16 @@ def test_a_step_of_ones_choice_and_other_settings(tmp_path: Path) -> None:
 
     def run(rank: int) -> Any:
         step = fjoin.train_step(lambda p, x: (p["w"] * x).sum() ** 2, PIPELINE)
-        return fjoin.Checkpoints(tmp_path, step).restore(START, step=2).step, sorted(
-            p.name[:13] for p in tmp_path.iterdir()
-        )
+        runs = fjoin.Checkpoints(tmp_path, step, keep_last=None)
+        state = runs.restore(START, step=2)
+        names = [sorted(path.name[:22] for path in tmp_path.iterdir())]
+        state, _ = step(state, torch.ones(6))
+        runs.save(state)
+        return state.step, [*names, sorted(path.name[:22] for path in tmp_path.iterdir())]
 
-    assert quietly(tx.simulate, run, {"data": 2}, [0, 1])[0] == (2, ["step-00000002", "step-00000004", "step-00000006"])
-    assert len(list(tmp_path.glob("*rejected*"))) == 2
+    step, (before, after) = quietly(tx.simulate, run, {"data": 2}, [0, 1])[0]
+    assert step == 3 and before == ["step-00000002", "step-00000004", "step-00000006"]  # a look changes nothing
+    assert after == ["step-00000002", "step-00000003", "step-00000004.rejected", "step-00000006.rejected"]
     shutil.rmtree(tmp_path)
     simulated(tmp_path, 4)
     other = {"w": torch.zeros(7), "b": torch.zeros(())}

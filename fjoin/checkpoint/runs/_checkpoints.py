@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 import uuid
+import warnings
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from torch import Tensor
 
@@ -16,13 +15,12 @@ from ..._errors import CheckpointError
 from ...groups._mesh import Mesh
 from ...training._signals import OnSignal
 from ...training.state._metrics import Metrics
-from .._commits import read_step
 from .._folder import Folder
 from .._manifest import Manifest
-from ._load import Load
+from ._load import Load, read_again
 from ._positions import add_position, position_of
 from ._save import Save
-from ._snapshot import Snapshot
+from ._snapshot import Snapshot, check_json
 from ._sources import empty_params, source_of
 from ._together import on_each, on_first
 
@@ -33,8 +31,7 @@ class Checkpoints:
     Every rank makes one, with the same arguments. A save is committed as a whole or not at all: the folder `step-00000500` appears
     once all its bytes are on the disk. It needs a folder that all ranks see.
 
-    Within a `with` block a SIGTERM on any rank of a train_step makes all ranks save after the same step, at most two steps later, and
-    ends the loop of `step.join`.
+    Within a `with` block a SIGTERM on any rank of a train_step makes all ranks save after the same step, and ends `step.join`.
 
     Args:
         path: The run's folder.
@@ -47,6 +44,8 @@ class Checkpoints:
         keep_every: Also keep those of steps that are multiples of this.
         background: Write while training goes on. A save then copies the values and returns; an error is raised by the next save, or by
             `wait`, on all ranks.
+        replicas: Where values that should be equal on all ranks are not, a save notes it in the manifest and warns; "strict" raises a
+            CheckpointError too, once the values of the lowest rank are saved.
 
     Attributes:
         extra: What was kept beside the state in the checkpoint that has been restored.
@@ -79,6 +78,7 @@ class Checkpoints:
         keep_last: int | None = 3,
         keep_every: int | None = None,
         background: bool = False,
+        replicas: Literal["warn", "strict"] = "warn",
     ) -> None:
         for name, value in (("every", every), ("keep_last", keep_last), ("keep_every", keep_every)):
             if value is not None and (type(value) is not int or value < 1):
@@ -91,8 +91,11 @@ class Checkpoints:
             )
         self._every, self._every_s, self._last = every, every_s, time.monotonic()
         self._keep_last, self._keep_every = keep_last, keep_every
-        self._run, self.extra, self._background = "", None, background
+        if replicas not in ("warn", "strict"):
+            raise ValueError(f"replicas must be 'warn' or 'strict', got {replicas!r}")
+        self._run, self.extra, self._background, self._strict = "", None, background, replicas == "strict"
         self._saving: Save | None = None  # in the background
+        self._back: int | None = None  # the step that was restored, until the next save
         asks = self._requests
         self._on_signal = None if asks is None else OnSignal(asks.ask_save, asks.ask_stop)
 
@@ -101,9 +104,7 @@ class Checkpoints:
             self._on_signal.install()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._on_signal is not None:
             self._on_signal.uninstall()
         if error is None:
@@ -133,7 +134,7 @@ class Checkpoints:
             return None
         self.wait()
         found: Snapshot = on_each(self._mesh, "the values of a save", lambda: self._taken(state, extra, data))
-        self._run = on_first(self._mesh, "the run of a save", lambda: self._run or uuid.uuid4().hex)
+        self._run = on_first(self._mesh, "the run of a save", self._first_save)
         about = {**self._source.about()._asdict(), "extra": extra}
         save = Save(self._folder, self._mesh, self._run, about, (self._keep_last, self._keep_every))
         save.begin(number, found, copies=self._background)
@@ -145,6 +146,8 @@ class Checkpoints:
             self.wait()
         if self._requests is not None:
             self._requests.saved()
+        if self._strict:
+            save.refuse_drift()
         self._last = time.monotonic()
         return save.path
 
@@ -160,16 +163,18 @@ class Checkpoints:
         return asked or (self._every is not None and number % self._every == 0)
 
     def _taken(self, state: Any, extra: Any, data: Any) -> Snapshot:
-        try:
-            json.dumps(extra, allow_nan=False)
-        except (TypeError, ValueError) as error:
-            raise TypeError(
-                f"extra must be JSON, that is numbers, text, and lists and dicts of them: {error}"
-            ) from None
+        check_json(extra)
         found = self._source.snapshot(state)
         if data is not None:
             add_position(found, data)
         return found
+
+    def _first_save(self) -> str:
+        """The identifier of the run; steps newer than the one that was restored are set aside, on rank 0."""
+        run, back, self._back = self._run or uuid.uuid4().hex, self._back, None
+        if back is not None:
+            self._folder.quarantine(back, run)
+        return run
 
     def wait(self) -> None:
         """Wait for the save under way, on all ranks.
@@ -194,7 +199,7 @@ class Checkpoints:
     ) -> Any:
         """The state of the newest checkpoint that verifies, or a new one where the folder holds none; on all ranks.
 
-        Newer checkpoints are set aside, so that training can save their steps again.
+        Newer checkpoints are set aside by the next save, so that training can save their steps again.
 
         Args:
             params: The parameters at the start, as for `step.init`; None: a dict of those of the checkpoint.
@@ -202,6 +207,9 @@ class Checkpoints:
             step: Take the checkpoint of this step.
             fresh: Names, or beginnings of names, such as "pipeline.after", that start anew.
             data: The loop over the data, whose position is loaded.
+
+        Warns:
+            UserWarning: on rank 0, without `fresh`: the checkpoint is of a pipeline with other arguments, such as another learning rate.
 
         Raises:
             CheckpointError: on all ranks: the folder holds checkpoints, but none verifies; one of another model, pipeline or mesh.
@@ -213,7 +221,7 @@ class Checkpoints:
                 raise CheckpointError(f"{self._folder.path} holds no checkpoint; pass the parameters at the start")
             return self._source.start(params, buffers)
         path = self._folder.step_path(chosen[0])
-        manifest: Manifest = on_each(self._mesh, "the manifest of a checkpoint", lambda: _read_again(path, chosen[1]))
+        manifest: Manifest = on_each(self._mesh, "the manifest of a checkpoint", lambda: read_again(path, chosen[1]))
         state = self._source.start(empty_params(manifest.leaves) if params is None else params, buffers)
 
         def read() -> Any:
@@ -222,7 +230,12 @@ class Checkpoints:
             return self._source.load(state, values, own)
 
         loaded = on_each(self._mesh, "the values of a checkpoint", read)
-        self._run, self.extra = manifest.run, manifest.extra
+        self._run, self.extra, self._back = manifest.run, manifest.extra, manifest.step
+        spec = self._source.about().spec
+        if manifest.spec != spec and not fresh and self._mesh.rank == 0:
+            warnings.warn(
+                f"the checkpoint is of {manifest.spec}, and this run of {spec}; its values are taken", stacklevel=2
+            )
         return loaded
 
     def _choose(self, step: int | None) -> list[Any] | None:
@@ -233,16 +246,4 @@ class Checkpoints:
         if step is None:
             return None
         manifest = self._folder.read(step)[1]
-        self._folder.quarantine(manifest.step, manifest.run)
         return [manifest.step, manifest.id]
-
-
-def _read_again(path: Path, identifier: str, wait_s: float = 60.0) -> Manifest:
-    """The manifest of a step, which a network's file system may show late to some ranks."""
-    end = time.monotonic() + wait_s
-    while not path.exists() and time.monotonic() < end:
-        time.sleep(0.1)
-    manifest = read_step(path)
-    if manifest.id != identifier:
-        raise CheckpointError(f"{path} is another checkpoint than rank 0 has chosen; all ranks must see one folder")
-    return manifest

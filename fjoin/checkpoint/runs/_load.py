@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from ..._errors import CheckpointError
 from ...groups._mesh import Mesh
 from ...transforms.layout._merge import merged
 from ...transforms.tree._placement import Merge
+from .._commits import read_step
 from .._leaves import Leaves
 from .._manifest import Manifest
 from .._parts import DTYPES, Leaf, Part
@@ -156,3 +158,14 @@ def _between(leaves: Leaves, name: str, leaf: Leaf, parts: list[Part], start: in
             f"the parts of {name!r} do not hold the elements from {start} to {stop}; use another step"
         )
     return out
+
+
+def read_again(path: Path, identifier: str, wait_s: float = 60.0) -> Manifest:
+    """The manifest of a step, which a network's file system may show late to some ranks."""
+    end = time.monotonic() + wait_s
+    while not path.exists() and time.monotonic() < end:
+        time.sleep(0.1)
+    manifest = read_step(path)
+    if manifest.id != identifier:
+        raise CheckpointError(f"{path} is another checkpoint than rank 0 has chosen; all ranks must see one folder")
+    return manifest

@@ -8,6 +8,7 @@ import platform
 import threading
 import time
 import uuid
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -63,7 +64,21 @@ class Save:
             found.places |= dict.fromkeys(odd.keys() & found.places.keys(), Placement(()))
             odd = {}
         self._notes = list(odd.values())
+        if odd and self._mesh.rank == 0:
+            warnings.warn(
+                f"replicas have drifted apart; those of the lowest rank are saved: {self._brief()}", stacklevel=4
+            )
         self._file = RankFile(self._mesh, found, not odd, copies)
+
+    def _brief(self) -> str:
+        return "; ".join([*self._notes[:3], *([f"and {len(self._notes) - 3} more"] if len(self._notes) > 3 else [])])
+
+    def refuse_drift(self) -> None:
+        """Raise CheckpointError on all ranks where replicas have drifted apart."""
+        if self._notes:
+            raise CheckpointError(
+                f"step {self._step} is saved, but replicas have drifted apart: {self._brief()}", step=self._step
+            )
 
     def start(self) -> None:
         """Write in a thread."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -111,3 +112,11 @@ def is_host(value: Any) -> bool:
 
 def bytes_of(value: Tensor) -> int:
     return value.numel() * value.element_size()
+
+
+def check_json(extra: Any) -> None:
+    """Raise TypeError unless a value can be kept as JSON."""
+    try:
+        json.dumps(extra, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"extra must be JSON, that is numbers, text, and lists and dicts of them: {error}") from None
