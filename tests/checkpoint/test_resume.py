@@ -23,7 +23,7 @@ NAMES = [
     for name, row in ROWS.items()
     if {"gloo", "shared"} & set(row.paths) and not row.poisoned and not row.make().hook.pauses
 ]
-BEFORE, AFTER = 4, 3  # calls
+BEFORE, AFTER = 4, 2  # calls
 
 
 def trained(name: str, place: tuple[int, ...], folder: Path | None) -> Any:
