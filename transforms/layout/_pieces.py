@@ -229,6 +229,8 @@ def owners(params: Mapping[str, Tensor], optimizer: Optimizer, ranks: int) -> di
 
     The costliest come first, each to the rank with the least cost so far.
     """
+    if optimizer.check:
+        optimizer.check(params)  # a cost is that of a parameter that the optimizer takes
     cost = {path: optimizer.at(path).cost(p.shape) for path, p in params.items() if not optimizer.at(path).elementwise}
     load, found = [0.0] * ranks, {}
     for path in sorted(cost, key=lambda path: -cost[path]):

@@ -109,9 +109,13 @@ class Load:
             raise self._unmerged(name, error) from None
 
     def _unmerged(self, name: str, why: object) -> CheckpointError:
+        remedy = (
+            "save after state = step.flush(state)"
+            if name.startswith("params.")
+            else f"start it anew by fresh=({name!r},)"
+        )
         return CheckpointError(
-            f"{self._folder}: {name!r} of {dict(self.manifest.axes)} cannot be loaded on {dict(self._mesh.shape)}: {why}; save after "
-            f"step.flush(state), or start it anew by fresh=({name!r},)"
+            f"{self._folder}: {name!r} of {dict(self.manifest.axes)} cannot be loaded on {dict(self._mesh.shape)}: {why}; {remedy}"
         )
 
     def _slice(self, leaves: Leaves, name: str, leaf: Leaf, like: Snapshot) -> Tensor:

@@ -322,3 +322,11 @@ def test_a_state_of_another_rank_or_of_other_pieces_is_refused() -> None:
         raises_text(ValueError, lambda: pipeline.step(other, other, states[rank]), "other pieces")
 
     tx.simulate(one_rank, {"data": 2}, [0, 1])
+
+
+def test_a_parameter_that_the_optimizer_refuses_has_no_cost() -> None:
+    pipeline = tx.zero(tx.mean("data"), tx.muon(0.1), "data")
+    params = {"w": torch.ones(3, 4), "b": torch.ones(3)}
+    raises_text(
+        ValueError, lambda: tx.simulate(lambda rank: pipeline.init(params), {"data": 2}, [0, 1]), "matrices only", "'b'"
+    )
