@@ -227,3 +227,68 @@ def test_a_state_within_a_window_and_bad_arguments(tmp_path: Path) -> None:
     raises_text(ValueError, lambda: fjoin.Checkpoints(tmp_path, step, every=0), "every", "0")
     raises_text(ValueError, lambda: fjoin.Checkpoints(tmp_path, PIPELINE, every_s=1.0), "every_s", "train_step")
     step.close()
+
+
+def with_buffers(params: Any, *rest: Any) -> Any:
+    loss = (params["w"] * rest[-1]).sum()
+    return (loss, None, {"n": rest[0]["n"] + 1}) if len(rest) == 2 else loss
+
+
+def test_nothing_that_was_saved_is_ignored(tmp_path: Path) -> None:
+    step = fjoin.train_step(with_buffers, PIPELINE)
+    state = step.init(START, {"n": torch.zeros(())})
+    state, _ = step(state, torch.ones(6))
+    log = [1]
+    runs = fjoin.Checkpoints(tmp_path, step, background=True)
+    runs.save(state, extra=log)
+    log.append(2)
+    runs.wait()
+    again = fjoin.Checkpoints(tmp_path, step)
+    restored = again.restore(START, {"n": torch.zeros(())})
+    assert restored.buffers is not None and restored.buffers["n"] == 1 and again.extra == [1]
+    raises_text(fjoin.CheckpointError, lambda: again.restore(START), "buffers ['n']", "restore(params, buffers)")
+    buffers = {"n": torch.zeros(())}
+    batches = step.join([torch.ones(6)])
+    raises_text(fjoin.CheckpointError, lambda: again.restore(START, buffers, data=batches), "no position", "data=")
+    raises_text(
+        fjoin.CheckpointError, lambda: again.restore(START, buffers, fresh=("pipelin.",)), "'pipelin.'", "no name"
+    )
+    wide = {path: p.double() for path, p in START.items()}
+    raises_text(fjoin.CheckpointError, lambda: again.restore(wide, buffers), "float32", "float64")
+    raises_text(fjoin.CheckpointError, lambda: fjoin.load(tmp_path, {"model": torch.nn.Linear(1, 1)}), "['model']")
+    raises_text(TypeError, lambda: runs.save(state, extra={1: 2}), "extra", "text as keys")
+    step.close()
+
+
+def test_objects_keep_their_versions_and_their_names_apart(tmp_path: Path) -> None:
+    first, second = torch.nn.BatchNorm1d(2), torch.nn.BatchNorm1d(2)
+    seen: list[Any] = []
+    second.register_load_state_dict_pre_hook(
+        lambda module, state, prefix, local, *rest: seen.append(local.get("version"))
+    )
+    fjoin.save(tmp_path / "a", {"model": first}, 1)
+    fjoin.load(tmp_path / "a", {"model": second})
+    assert seen == [torch.nn.BatchNorm1d._version]
+    twice = {"a": torch.nn.ModuleDict({"b": torch.nn.Linear(1, 1)}), "a.b": torch.nn.Linear(1, 1)}
+    raises_text(ValueError, lambda: fjoin.save(tmp_path / "b", twice, 1), "'a.b.weight'", "other names")
+
+
+def test_a_parameter_may_have_the_name_of_a_part_of_a_state(tmp_path: Path) -> None:
+    params = {name: torch.arange(40.0) for name in ("optimizer", "inner", "hook", "momentum", "0")}
+
+    def run(rank: int, until: int) -> Any:
+        pipeline = tx.skip_if_nonfinite(tx.zero(tx.mean("data"), tx.sgd(0.1, momentum=0.9), "data"))
+        step = fjoin.train_step(lambda p, x: sum((v * x * v).sum() for v in p.values()), pipeline, bucket_bytes=160)
+        runs = fjoin.Checkpoints(tmp_path, step)
+        state = runs.restore(params)
+        while state.step < until:
+            state, _ = step(state, torch.full((), 1e-3))
+        if until == 2:
+            runs.save(state)
+        return {path: p.clone() for path, p in state.params.items()}
+
+    tx.simulate(lambda rank: run(rank, 2), {"data": 3}, [0, 1, 2])
+    cut = tx.simulate(lambda rank: run(rank, 4), {"data": 2}, [0, 1])[0]
+    shutil.rmtree(tmp_path)
+    whole = tx.simulate(lambda rank: run(rank, 4), {"data": 2}, [0, 1])[0]
+    assert all(torch.allclose(cut[path], whole[path], rtol=1e-6) for path in params)

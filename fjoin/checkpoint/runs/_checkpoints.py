@@ -6,6 +6,7 @@ import os
 import time
 import uuid
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -17,11 +18,11 @@ from ...training._signals import OnSignal
 from ...training.state._metrics import Metrics
 from .._folder import Folder
 from .._manifest import Manifest
-from ._load import Load, read_again
+from ._load import Load, empty_params, read_again
 from ._positions import add_position, position_of
 from ._save import Save
 from ._snapshot import Snapshot, check_json
-from ._sources import empty_params, source_of
+from ._sources import source_of
 from ._together import on_each, on_first
 
 
@@ -35,17 +36,14 @@ class Checkpoints:
 
     Args:
         path: The run's folder.
-        what: A step from `train_step`, a pipeline of a loop of one's own, or a dict of objects with `state_dict` and
-            `load_state_dict`, such as modules, optimizers and handles of registered modules.
+        what: A step from `train_step`, a pipeline of a loop of one's own, or a dict of objects with a `state_dict`, as for `fjoin.save`.
         mesh: The ranks, for a pipeline or objects; by default all ranks.
         every: Save after steps whose number is a multiple of this.
         every_s: Save a step after this many seconds of rank 0's clock; for a train_step.
         keep_last: The number of checkpoints to keep, the newest ones; None: all.
         keep_every: Also keep those of steps that are multiples of this.
-        background: Write while training goes on. A save then copies the values and returns; an error is raised by the next save, or by
-            `wait`, on all ranks.
-        replicas: Where values that should be equal on all ranks are not, a save notes it in the manifest and warns; "strict" raises a
-            CheckpointError too, once the values of the lowest rank are saved.
+        background: Write while training goes on. A save copies the values; its error is raised by the next save, or `wait`, on all ranks.
+        replicas: Where values that should be equal differ, a save warns, and the manifest says so; "strict" also raises, once they are saved.
 
     Attributes:
         extra: What was kept beside the state in the checkpoint that has been restored.
@@ -135,7 +133,7 @@ class Checkpoints:
         self.wait()
         found: Snapshot = on_each(self._mesh, "the values of a save", lambda: self._taken(state, extra, data))
         self._run = on_first(self._mesh, "the run of a save", self._first_save)
-        about = {**self._source.about()._asdict(), "extra": extra}
+        self._back, about = None, {**self._source.about()._asdict(), "extra": found.extra}
         save = Save(self._folder, self._mesh, self._run, about, (self._keep_last, self._keep_every))
         save.begin(number, found, copies=self._background)
         self._saving = save
@@ -163,17 +161,18 @@ class Checkpoints:
         return asked or (self._every is not None and number % self._every == 0)
 
     def _taken(self, state: Any, extra: Any, data: Any) -> Snapshot:
-        check_json(extra)
+        kept = check_json(extra)
         found = self._source.snapshot(state)
+        found.extra = kept
         if data is not None:
             add_position(found, data)
         return found
 
     def _first_save(self) -> str:
         """The identifier of the run; steps newer than the one that was restored are set aside, on rank 0."""
-        run, back, self._back = self._run or uuid.uuid4().hex, self._back, None
-        if back is not None:
-            self._folder.quarantine(back, run)
+        run = self._run or uuid.uuid4().hex
+        if self._back is not None:
+            self._folder.quarantine(self._back, run)
         return run
 
     def wait(self) -> None:
@@ -224,12 +223,14 @@ class Checkpoints:
         manifest: Manifest = on_each(self._mesh, "the manifest of a checkpoint", lambda: read_again(path, chosen[1]))
         state = self._source.start(empty_params(manifest.leaves) if params is None else params, buffers)
 
-        def read() -> Any:
+        def read() -> tuple[Callable[[], Any], Callable[[], None]]:
             values, own = Load(path, manifest, self._mesh).values(self._source.snapshot(state), fresh)
-            position_of(values, own, data)
-            return self._source.load(state, values, own)
+            place = position_of(values, own, data)
+            return self._source.load(state, values, own), place
 
-        loaded = on_each(self._mesh, "the values of a checkpoint", read)
+        take, place = on_each(self._mesh, "the values of a checkpoint", read)  # nothing has changed yet
+
+        loaded = on_each(self._mesh, "the end of a load", lambda: (take(), place())[0])
         self._run, self.extra, self._back = manifest.run, manifest.extra, manifest.step
         spec = self._source.about().spec
         if manifest.spec != spec and not fresh and self._mesh.rank == 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from ..._errors import CheckpointError
 from ...groups._mesh import Mesh
 from ...transforms.layout._merge import merged
 from ...transforms.tree._placement import Merge
+from ...transforms.tree._state_dict import restored, without_unread
 from .._commits import read_step
 from .._leaves import Leaves
 from .._manifest import Manifest
@@ -51,6 +53,12 @@ class Load:
         Raises:
             CheckpointError: a value is missing or damaged, or has another shape or dtype.
         """
+        names = [*self.manifest.leaves, *self.manifest.numbers, *like.values]
+        for start in fresh:
+            if not any(name.startswith(start) for name in names):
+                raise CheckpointError(
+                    f"fresh={start!r} is the beginning of no name; there are {sorted(names)[:8]} and others"
+                )
         found: dict[str, Any] = {
             name: value for name, value in like.values.items() if name.startswith(fresh or ("\0",))
         }
@@ -62,7 +70,15 @@ class Load:
                     found |= self._alone(leaves, name)
                 else:
                     found[name] = self._value(leaves, name, like)
-        return found, self.manifest.ranks[self._mesh.rank if self._same else 0]
+        return found, self._own()
+
+    def _own(self) -> dict[str, Any]:
+        ranks = self.manifest.ranks
+        if self._same or not ranks:
+            return ranks[self._mesh.rank] if ranks else {}
+        if any(one.get("objects") != ranks[0].get("objects") for one in ranks):
+            raise self._unmerged("objects", "the ranks had numbers of their own in their state dicts")
+        return ranks[0]
 
     def _alone(self, leaves: Leaves, name: str) -> dict[str, Tensor]:
         """A value that one rank had by itself, if that is this one."""
@@ -76,6 +92,7 @@ class Load:
         if name in self.manifest.numbers:
             return self._number(name, like)
         leaf = self.manifest.leaves[name]
+        self._check_dtype(name, like)
         if leaf.placement.get("cut") is not None:
             return self._slice(leaves, name, leaf, like)
         if leaf.parts[0].rank is None:
@@ -89,6 +106,13 @@ class Load:
         if part is None:
             raise CheckpointError(f"{self._folder} lacks {name!r} of rank {rank}; use another step")
         return leaves.part(name, part)
+
+    def _check_dtype(self, name: str, like: Snapshot) -> None:
+        own, saved = like.values.get(name), DTYPES[self.manifest.leaves[name].dtype]
+        if isinstance(own, Tensor) and own.dtype is not saved:
+            raise CheckpointError(
+                f"{self._folder}: {name!r} is {saved}, but here {own.dtype}; begin with parameters and a pipeline of the saved dtypes"
+            )
 
     def _number(self, name: str, like: Snapshot) -> Any:
         held, rank = self.manifest.numbers[name], self._mesh.rank
@@ -110,7 +134,7 @@ class Load:
 
     def _unmerged(self, name: str, why: object) -> CheckpointError:
         remedy = (
-            "save after state = step.flush(state)"
+            "save after state = step.flush(state), where that makes them equal"
             if name.startswith("params.")
             else f"start it anew by fresh=({name!r},)"
         )
@@ -173,3 +197,29 @@ def read_again(path: Path, identifier: str, wait_s: float = 60.0) -> Manifest:
     if manifest.id != identifier:
         raise CheckpointError(f"{path} is another checkpoint than rank 0 has chosen; all ranks must see one folder")
     return manifest
+
+
+def tree_from(prefix: str, like: Any, values: Mapping[str, Any]) -> Any:
+    """The tree of the form of `like` from the values under a prefix.
+
+    Raises:
+        CheckpointError: other names, shapes or dtypes.
+    """
+    try:
+        return restored(f"{prefix} of the checkpoint", without_unread(like), under(prefix, values))
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{error}; it is of another model or pipeline") from error
+
+
+def under(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values under a prefix, by the rest of their names."""
+    return {name.removeprefix(f"{prefix}."): value for name, value in values.items() if name.startswith(f"{prefix}.")}
+
+
+def empty_params(leaves: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Path -> a parameter without values, of a manifest's leaves."""
+    return {
+        name.removeprefix("params."): torch.zeros(leaf.shape, dtype=getattr(torch, leaf.dtype))
+        for name, leaf in leaves.items()
+        if name.startswith("params.")
+    }

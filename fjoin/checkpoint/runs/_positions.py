@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
 
+from ..._errors import CheckpointError
 from ...transforms.tree._placement import Placement
 from ._skeleton import put_together, taken_apart
 from ._snapshot import Snapshot
@@ -31,11 +32,25 @@ def add_position(found: Snapshot, data: Any) -> None:
     found.places |= dict.fromkeys(tensors, Placement(()))
 
 
-def position_of(values: dict[str, Any], own: Mapping[str, Any], data: Any) -> None:
-    """Load the position into the loop, and take its values out of the others."""
+def position_of(values: dict[str, Any], own: Mapping[str, Any], data: Any) -> Callable[[], None]:
+    """A function that loads the position into the loop; its values are taken out of the others.
+
+    Raises:
+        CheckpointError: the checkpoint has no position.
+    """
     tensors = {name: values.pop(name) for name in list(values) if is_position(name)}
-    if data is not None and own.get(_NAME) is not None:
-        data.load_state_dict(put_together(own[_NAME], tensors))
+    if data is None:
+        return lambda: None
+    if own.get(_NAME) is None:
+        raise CheckpointError(
+            "the checkpoint has no position of data; it was saved without data=, so restore it without, too"
+        )
+    position = put_together(own[_NAME], tensors)
+
+    def load() -> None:
+        data.load_state_dict(position)
+
+    return load
 
 
 def is_position(name: str) -> bool:

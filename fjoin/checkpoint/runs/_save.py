@@ -59,16 +59,31 @@ class Save:
         """
         name = on_first(self._mesh, "the start of a save", lambda: self._folder.begin(step).name)
         self._tmp, self.path, self._step = self._folder.path / name, self._folder.step_path(step), step
+        try:
+            self._compare(found)
+            self._file = on_each(
+                self._mesh, "the copies of a save", lambda: RankFile(self._mesh, found, not self._notes, copies)
+            )
+        except BaseException:
+            self._discard()
+            raise
+
+    def _compare(self, found: Snapshot) -> None:
+        """Note the replicas that have drifted apart."""
         odd = drifted(self._mesh, found)
         if found.by_content:  # values of ranks by themselves
             found.places |= dict.fromkeys(odd.keys() & found.places.keys(), Placement(()))
             odd = {}
         self._notes = list(odd.values())
         if odd and self._mesh.rank == 0:
-            warnings.warn(
-                f"replicas have drifted apart; those of the lowest rank are saved: {self._brief()}", stacklevel=4
-            )
-        self._file = RankFile(self._mesh, found, not odd, copies)
+            text = f"replicas have drifted apart; those of the lowest rank are saved: {self._brief()}"
+            warnings.warn(text, stacklevel=5)
+
+    def _discard(self) -> None:
+        """Delete what has been written, on rank 0; a failure to do so must not hide another error."""
+        if self._mesh.rank == 0 and self._tmp.exists():
+            with contextlib.suppress(CheckpointError):
+                self._folder.discard(self._tmp)
 
     def _brief(self) -> str:
         return "; ".join([*self._notes[:3], *([f"and {len(self._notes) - 3} more"] if len(self._notes) > 3 else [])])
@@ -98,7 +113,7 @@ class Save:
             CheckpointError: on all ranks: one of them could not write. Nothing is left behind.
         """
         if self._thread is not None:
-            self._agree("the threads of a save")  # all ranks have begun
+            on_each(self._mesh, "the threads of a save", lambda: None)  # all ranks have begun
             self._thread.join()
         self._agree("the end of a save")
 
@@ -119,8 +134,9 @@ class Save:
         try:
             on_each(self._mesh, occasion, raise_own)
         except Exception as error:
-            if self._mesh.rank == 0 and self._tmp.exists():
-                self._folder.discard(self._tmp)
+            if error is not self._error and not isinstance(error, CheckpointError):
+                raise  # of the ranks' connections
+            self._discard()
             raise CheckpointError(f"step {self._step} has not been saved: {error}", step=self._step) from error
 
     def _write(self) -> None:
@@ -146,8 +162,11 @@ class Save:
             (self._tmp / side_name(rank)).unlink()
         self._folder.commit(self._tmp, manifest)
         last, every = self._keep
-        if last is not None:
-            self._folder.retain(last, every, self._run)
+        try:
+            if last is not None:
+                self._folder.retain(last, every, self._run)
+        except CheckpointError as error:  # this step is saved
+            warnings.warn(f"old checkpoints could not be deleted: {error}", stacklevel=1)
 
     def _side_of(self, rank: int) -> dict[str, Any]:
         """What a rank has written, once it has."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from typing import Any
 
 from torch import Tensor
 
 from ..._errors import CheckpointError
 
-_TENSOR, _DICT, _TUPLE, _FLOAT = "$tensor", "$dict", "$tuple", "$float"
+_TENSOR, _DICT, _TUPLE, _FLOAT, _METADATA = "$tensor", "$dict", "$tuple", "$float", "$metadata"
 
 
 def taken_apart(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
@@ -19,11 +20,14 @@ def taken_apart(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         TypeError: a value is neither tensor nor container, nor JSON.
     """
     if isinstance(value, Tensor):
+        if name in tensors:
+            raise ValueError(f"two tensors of the state dicts are called {name!r}; give the objects other names")
         tensors[name] = value
         return {_TENSOR: name}
     if isinstance(value, dict):
         items = [[_key(key, name), taken_apart(one, f"{name}.{key}", tensors)] for key, one in value.items()]
-        return {_DICT: items}
+        metadata = getattr(value, "_metadata", None)  # a module's versions
+        return {_DICT: items} | ({} if metadata is None else {_METADATA: taken_apart(dict(metadata), name, {})})
     if isinstance(value, (list, tuple)):
         parts = [taken_apart(one, f"{name}.{i}", tensors) for i, one in enumerate(value)]
         return {_TUPLE: parts} if isinstance(value, tuple) else parts
@@ -63,4 +67,8 @@ def put_together(shown: Any, tensors: dict[str, Tensor]) -> Any:
         return float(shown[_FLOAT])
     if _TUPLE in shown:
         return tuple(put_together(one, tensors) for one in shown[_TUPLE])
-    return {key: put_together(one, tensors) for key, one in shown[_DICT]}
+    found = {key: put_together(one, tensors) for key, one in shown[_DICT]}
+    if _METADATA in shown:
+        found = OrderedDict(found)
+        found._metadata = put_together(shown[_METADATA], {})  # type: ignore[attr-defined]
+    return found

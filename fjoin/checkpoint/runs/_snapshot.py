@@ -33,6 +33,7 @@ class Snapshot:
         places: Name -> placement.
         pieces: The pieces of a pipeline that shards; None for others.
         rank: What only this rank has, as JSON.
+        extra: What the user keeps beside it, as JSON.
         by_content: Whether values that differ are no drift, but placed where they differ.
     """
 
@@ -41,6 +42,7 @@ class Snapshot:
     pieces: Pieces | None = None
     rank: dict[str, Any] = field(default_factory=dict)
     by_content: bool = False
+    extra: Any = None
 
     def add(self, prefix: str, values: Mapping[str, Any], places: Mapping[str, Placement]) -> None:
         """Add values under a prefix."""
@@ -48,9 +50,10 @@ class Snapshot:
             self.values[f"{prefix}.{name}"], self.places[f"{prefix}.{name}"] = value, places[name]
 
     def leaf_of(self, name: str) -> str | None:
-        """The path of the parameter that a slice belongs to: the longest one in its name."""
+        """The path of the parameter that a slice belongs to."""
         assert self.pieces is not None
-        return next((path for path in _inside(name) if path in self.pieces.shapes), None)
+        part, _, rest = name.removeprefix("pipeline.").removeprefix("inner.").partition(".")
+        return next((path for path in _inside(rest, part) if path in self.pieces.shapes), None)
 
 
 def of_step(step: TrainStep, state: TrainState) -> Snapshot:
@@ -97,11 +100,17 @@ def _add_pipeline(found: Snapshot, pipeline: Pipeline, state: Any, axes: Mapping
     found.add("pipeline", to_state_dict(kept), placements(pipeline, kept, axes))
 
 
-def _inside(name: str) -> Iterator[str]:
-    """The parts of a name between dots, longest first."""
+def _inside(name: str, part: str) -> Iterator[str]:
+    """Where a path may stand in the name of a value of a pipeline's part, longest first.
+
+    The optimizer's state is the tree of the parameters; states of transforms end with dicts by path.
+    """
     words = name.split(".")
     for length in range(len(words), 0, -1):
-        for start in range(len(words) - length + 1):
+        starts = range(len(words) - length + 1)
+        for start in (
+            starts[:1] if part == "optimizer" else starts[-1:] if part in ("hook", "after", "gather") else starts
+        ):
             yield ".".join(words[start : start + length])
 
 
@@ -114,9 +123,14 @@ def bytes_of(value: Tensor) -> int:
     return value.numel() * value.element_size()
 
 
-def check_json(extra: Any) -> None:
-    """Raise TypeError unless a value can be kept as JSON."""
+def check_json(extra: Any) -> Any:
+    """A copy of a value that is kept as JSON; raises TypeError for another one."""
     try:
-        json.dumps(extra, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"extra must be JSON, that is numbers, text, and lists and dicts of them: {error}") from None
+        kept = json.loads(json.dumps(extra, allow_nan=False))
+        if kept != extra:
+            raise TypeError(f"{extra!r} would be read back as {kept!r}")
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TypeError(
+            f"extra must be JSON: finite numbers, text, lists, and dicts with text as keys: {error}"
+        ) from None
+    return kept

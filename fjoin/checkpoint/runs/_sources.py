@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 from ..._errors import CheckpointError
@@ -19,8 +18,8 @@ from ...transforms._axis_env import bind_axes
 from ...transforms.layout._pieces import Pieces
 from ...transforms.pipelines._pipeline import Pipeline
 from ...transforms.tree._placement import Placement
-from ...transforms.tree._state_dict import restored, without_unread
 from ...transforms.tree._tree import named_leaves
+from ._load import tree_from, under
 from ._skeleton import put_together, taken_apart
 from ._snapshot import Snapshot, of_pipeline, of_step
 
@@ -57,8 +56,8 @@ class Source(Protocol):
     def start(self, params: Any, buffers: Any) -> Any:
         """A state at the start, which gives the form of a load."""
 
-    def load(self, state: Any, values: Mapping[str, Any], rank: Mapping[str, Any]) -> Any:
-        """The state with the values of a checkpoint, by name.
+    def load(self, state: Any, values: Mapping[str, Any], rank: Mapping[str, Any]) -> Callable[[], Any]:
+        """A function that returns the state with the values of a checkpoint, by name. Until it is called nothing has changed.
 
         Args:
             rank: What only this rank has saved.
@@ -86,14 +85,24 @@ class OfStep:
     def start(self, params: Any, buffers: Any) -> Any:
         return self._step.init(params, buffers)
 
-    def load(self, state: Any, values: Mapping[str, Any], rank: Mapping[str, Any]) -> Any:
-        run, counts = self._step.run, under("run", values)
-        like = {path: leaf for path, leaf in named_leaves(state.params).items()}
-        params, pipeline = tree_from("params", like, values), tree_from("pipeline", state.pipeline, values)
+    def load(self, state: Any, values: Mapping[str, Any], rank: Mapping[str, Any]) -> Callable[[], Any]:
+        run, counts, saved = self._step.run, under("run", values), under("buffers", values)
+        if saved.keys() != (state.buffers or {}).keys():
+            raise CheckpointError(
+                f"the checkpoint has the buffers {sorted(saved)}, but here are {sorted(state.buffers or {})}; pass restore(params, buffers)"
+            )
+        params, pipeline = (
+            tree_from("params", named_leaves(state.params), values),
+            tree_from("pipeline", state.pipeline, values),
+        )
         buffers = tree_from("buffers", state.buffers or {}, values)
         on_buffers = tree_from("on_buffers", state.on_buffers, values)
-        run.step_check.weight = counts.get("weight")
-        return loaded(state, run.token, params, pipeline, buffers, on_buffers, counts["batches"], run.accumulate)
+
+        def take() -> Any:
+            run.step_check.weight = counts.get("weight")
+            return loaded(state, run.token, params, pipeline, buffers, on_buffers, counts["batches"], run.accumulate)
+
+        return take
 
 
 class OfPipeline:
@@ -135,9 +144,10 @@ class OfPipeline:
         with bind_axes(self.mesh.axes):
             return params, self._pipeline.init(params)
 
-    def load(self, state: Any, values: Mapping[str, Any], rank: Mapping[str, Any]) -> Any:
+    def load(self, state: Any, values: Mapping[str, Any], rank: Mapping[str, Any]) -> Callable[[], Any]:
         params, own = state
-        return tree_from("params", params, values), tree_from("pipeline", own, values)
+        new = tree_from("params", params, values), tree_from("pipeline", own, values)
+        return lambda: new
 
 
 class OfObjects:
@@ -187,16 +197,21 @@ class OfObjects:
     def start(self, params: Any, buffers: Any) -> Any:
         return 0
 
-    def load(self, state: Any, values: Mapping[str, Any], rank: Mapping[str, Any]) -> Any:
-        tensors = under("objects", values)
-        shown = rank["objects"]
+    def load(self, state: Any, values: Mapping[str, Any], rank: Mapping[str, Any]) -> Callable[[], Any]:
+        shown = rank.get("objects", {})
         if shown.keys() != self._objects.keys():
             raise CheckpointError(
                 f"the checkpoint is of {sorted(shown)}, but here are {sorted(self._objects)}; pass the same names"
             )
-        for name, one in self._objects.items():
-            one.load_state_dict(put_together(shown[name], tensors))
-        return rank["steps"]
+        tensors = under("objects", values)
+        states = {name: put_together(shown[name], tensors) for name in self._objects}
+
+        def take() -> Any:
+            for name, one in self._objects.items():
+                one.load_state_dict(states[name])
+            return rank["steps"]
+
+        return take
 
 
 def source_of(what: Any, mesh: Mesh | None) -> Source:
@@ -219,29 +234,3 @@ def source_of(what: Any, mesh: Mesh | None) -> Source:
         f"a {type(what).__name__} cannot be saved; pass a train_step, a pipeline, or a dict of objects with a state_dict, such as "
         f'{{"model": model, "optimizer": optimizer}}'
     )
-
-
-def tree_from(prefix: str, like: Any, values: Mapping[str, Any]) -> Any:
-    """The tree of the form of `like` from the values under a prefix.
-
-    Raises:
-        CheckpointError: other names, shapes or dtypes.
-    """
-    try:
-        return restored(f"{prefix} of the checkpoint", without_unread(like), under(prefix, values))
-    except (ValueError, TypeError) as error:
-        raise CheckpointError(f"{error}; it is of another model or pipeline") from error
-
-
-def under(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values under a prefix, by the rest of their names."""
-    return {name.removeprefix(f"{prefix}."): value for name, value in values.items() if name.startswith(f"{prefix}.")}
-
-
-def empty_params(leaves: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Path -> a parameter without values, of a manifest's leaves."""
-    return {
-        name.removeprefix("params."): torch.zeros(leaf.shape, dtype=getattr(torch, leaf.dtype))
-        for name, leaf in leaves.items()
-        if name.startswith("params.")
-    }
