@@ -18,8 +18,8 @@ LIMITS = {
     "accesses to another object's privates": 26,
     "accesses to privates of torch's objects": 67,
     "lines of reducer, training, ddp": 7485,
-    "code lines": 23304,
-    "lines": 44817,
+    "code lines": 23305,
+    "lines": 44818,
     "files over 250 lines": 0,
     "fmt: skip": 0,
 }

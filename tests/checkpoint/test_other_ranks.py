@@ -167,13 +167,8 @@ def test_values_of_ranks_are_merged(name: str, tmp_path: Path) -> None:
 def test_values_without_a_rule_are_refused(make: Any, name: str, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setitem(PIPELINES, "one", make)
     on("one", 3, tmp_path, 0, CUT)
-    raises_text(
-        fjoin.CheckpointError,
-        lambda: on("one", 2, tmp_path, CUT, CUT),
-        name,
-        "values of their own",
-        "flush" if name == "params." else "fresh=",
-    )
+    remedy = "flush" if name == "params." else "fresh="
+    raises_text(fjoin.CheckpointError, lambda: on("one", 2, tmp_path, CUT, CUT), name, "values of their own", remedy)
 
 
 def test_an_open_window_of_accumulate_is_summed(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ class Checkpoints:
         keep_last: The number of checkpoints to keep, the newest ones; None: all.
         keep_every: Also keep those of steps that are multiples of this.
         background: Write while training goes on. A save copies the values; its error is raised by the next save, or `wait`, on all ranks.
-        replicas: Where values that should be equal differ, a save warns, and the manifest says so; "strict" also raises, once they are saved.
+        replicas: Where values that should be equal differ, a save warns and notes it; "strict" also raises, once they are saved.
 
     Attributes:
         extra: What was kept beside the state in the checkpoint that has been restored.

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..._errors import CheckpointError
 
 _TENSOR, _DICT, _TUPLE, _FLOAT, _METADATA = "$tensor", "$dict", "$tuple", "$float", "$metadata"
+_VERSIONS = "_metadata"  # the attribute of a module's state dict that holds the versions of its parts
 
 
 def taken_apart(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
@@ -26,7 +27,7 @@ def taken_apart(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         return {_TENSOR: name}
     if isinstance(value, dict):
         items = [[_key(key, name), taken_apart(one, f"{name}.{key}", tensors)] for key, one in value.items()]
-        metadata = getattr(value, "_metadata", None)  # a module's versions
+        metadata = getattr(value, _VERSIONS, None)
         return {_DICT: items} | ({} if metadata is None else {_METADATA: taken_apart(dict(metadata), name, {})})
     if isinstance(value, (list, tuple)):
         parts = [taken_apart(one, f"{name}.{i}", tensors) for i, one in enumerate(value)]
@@ -70,5 +71,5 @@ def put_together(shown: Any, tensors: dict[str, Tensor]) -> Any:
     found = {key: put_together(one, tensors) for key, one in shown[_DICT]}
     if _METADATA in shown:
         found = OrderedDict(found)
-        found._metadata = put_together(shown[_METADATA], {})  # type: ignore[attr-defined]
+        setattr(found, _VERSIONS, put_together(shown[_METADATA], {}))
     return found
