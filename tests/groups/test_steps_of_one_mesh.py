@@ -178,6 +178,6 @@ def test_single_rank_may_step_in_two_threads() -> None:
         assert done == [1]
         return (params["w"] * batch).sum()
 
-    outer = fjoin.train_step(inner, tx.fuse(tx.mean("data"), tx.sgd(1.0)), mesh=steps[0]._mesh)
+    outer = fjoin.train_step(inner, tx.fuse(tx.mean("data"), tx.sgd(1.0)), mesh=steps[0].run.mesh)
     state, _ = outer(outer.init({"w": torch.zeros(3)}), 1.0)
     assert state.step == 1

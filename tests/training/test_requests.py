@@ -64,7 +64,7 @@ def test_a_request_travels_once() -> None:
 def plain(rank: int, n: int, pipeline: Any, accumulate: int) -> list[tuple[int, bool, bool]]:
     """A loop without join: the requests travel in the steps, and are read after them."""
     step, state = step_of(pipeline=pipeline, accumulate=accumulate)
-    run, seen = step._run, []
+    run, seen = step.run, []
     for i in range(n):
         if rank == 1 and i == 2:
             run.agreements.requests.ask_save()

@@ -44,7 +44,7 @@ def stopped(
     step, state = step_of(pipeline=made, accumulate=accumulate, **settings)
     other, second = step_of(accumulate=accumulate) if several else (None, None)
     # The host reads the records of a device one step late, except where a rank reads its metrics.
-    step._run.step_check.grads.on_device = "device" in pipeline
+    step.run.step_check.grads.on_device = "device" in pipeline
     reads = "device" in pipeline and bool(calls)
     loop = fjoin.join(batches, steps=[step, other]) if several else step.join(batches)
     n = 0
