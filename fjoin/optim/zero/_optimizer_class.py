@@ -38,7 +38,7 @@ def our_state(optimizer_class: Any, state: dict[str, Any]) -> dict[str, Any]:
 class WholeLeaves:
     """Stands for an optimizer of which only its class is known: it needs whole parameters."""
 
-    select, spec = None, Spec("")
+    select, spec, check = None, Spec(""), None
     elementwise = flattens = False
     cost = staticmethod(torch.Size.numel)
 
