@@ -18,7 +18,7 @@ from ..transforms.optimizers.wrappers._mixed_precision import master_of
 from ..transforms.schedules._rates import check_rates
 from ..transforms.step_param._optimizer import Optimizer
 from ._arrivals import Arrivals
-from ._states_of_spans import states_of_span
+from ._states_of_spans import load_span, states_of_span
 
 
 class Storage:
@@ -197,6 +197,12 @@ class Storage:
                 part = self.optimizer.at(span.paths[0])
                 out.update(states_of_span(part, state, counts.get(id(part), state), self._places(k, span)))
         return {path: out[path] for path in self.shapes}
+
+    def load_optimizer_states(self, states: Mapping[str, Any]) -> None:
+        """Copy states by path into the slots; the inverse of `optimizer_states`."""
+        for k, (bucket, slots) in enumerate(zip(self.layout, self.slots, strict=True)):
+            for span, state in zip(bucket.spans, slots, strict=True):
+                load_span(self.optimizer.at(span.paths[0]), state, states, self._places(k, span))
 
     def _places(self, k: int, span: Span) -> dict[str, tuple[int, torch.Size]]:
         """Path -> where a parameter, or this rank's slice of it, begins in the slots of a span, and its shape."""

@@ -1,4 +1,4 @@
-"""The optimizer's states of single parameters, as views of the flat state of a span."""
+"""The optimizer's states of single parameters, as views of the flat state of a span, and back."""
 
 from __future__ import annotations
 
@@ -34,3 +34,18 @@ def states_of_span(
         ]
         found[path] = with_fields(state, own)
     return found
+
+
+def load_span(
+    part: Optimizer, state: Any, states: Mapping[str, Any], places: Mapping[str, tuple[int, torch.Size]]
+) -> None:
+    """Copy parameters' states into the state of a span; the inverse of `states_of_span`.
+
+    Args:
+        states: Path -> the parameter's state.
+    """
+    views = states_of_span(part, state, state, places)
+    for path, own in views.items():
+        for place, value in zip(fields(own), fields(states[path]), strict=True):
+            if place is not None:
+                place.copy_(value)

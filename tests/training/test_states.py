@@ -33,7 +33,7 @@ def test_a_state_is_copied_but_not_pickled() -> None:
     step, state = one(tx.fuse(tx.mean("data"), tx.sgd(0.1, momentum=0.9)))
     for _ in range(2):  # before and after a step
         for save in (lambda: torch.save(state, io.BytesIO()), lambda: pickle.dumps({"state": state})):  # noqa: B023
-            raises_text(TypeError, save, "state.params", "tx.to_state_dict(state.pipeline)", "state.on_buffers")
+            raises_text(TypeError, save, "fjoin.save(folder, step, state)")
         raises_text(TypeError, lambda: tx.to_state_dict(state), "the state is a TrainState", "state.pipeline")  # noqa: B023
         raises_text(TypeError, lambda: tx.to_state_dict({"a": state}), "at 'a' a TrainState")  # noqa: B023
         raises_text(TypeError, lambda: tx.from_state_dict(state, {}), "the state is a TrainState")  # noqa: B023

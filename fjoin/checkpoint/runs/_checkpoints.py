@@ -107,6 +107,8 @@ class Checkpoints:
             self._on_signal.uninstall()
         if error is None:
             self.wait()
+        elif self._saving is not None:  # other ranks may never come to meet this one
+            self._saving.give_up()
 
     # -- save ---------------------------------------------------------------------------------
 
@@ -132,9 +134,9 @@ class Checkpoints:
             return None
         self.wait()
         found: Snapshot = on_each(self._mesh, "the values of a save", lambda: self._taken(state, extra, data))
-        self._run = on_first(self._mesh, "the run of a save", self._first_save)
+        self._run, name = on_first(self._mesh, "the start of a save", lambda: self._begin(number))
         self._back, about = None, {**self._source.about()._asdict(), "extra": found.extra}
-        save = Save(self._folder, self._mesh, self._run, about, (self._keep_last, self._keep_every))
+        save = Save(self._folder, name, self._mesh, self._run, about, (self._keep_last, self._keep_every))
         save.begin(number, found, copies=self._background)
         self._saving = save
         if self._background:
@@ -168,12 +170,12 @@ class Checkpoints:
             add_position(found, data)
         return found
 
-    def _first_save(self) -> str:
-        """The identifier of the run; steps newer than the one that was restored are set aside, on rank 0."""
+    def _begin(self, step: int) -> tuple[str, str]:
+        """On rank 0: the identifier of the run, and a new folder's name. Steps newer than the restored one are set aside."""
         run = self._run or uuid.uuid4().hex
         if self._back is not None:
             self._folder.quarantine(self._back, run)
-        return run
+        return run, self._folder.begin(step).name
 
     def wait(self) -> None:
         """Wait for the save under way, on all ranks.

@@ -6,7 +6,6 @@ import contextlib
 import json
 import platform
 import threading
-import time
 import uuid
 import warnings
 from collections.abc import Callable, Mapping
@@ -22,9 +21,7 @@ from .._manifest import Manifest
 from ._drift import drifted
 from ._rank_file import RankFile, add_side, side_name
 from ._snapshot import Snapshot
-from ._together import on_each, on_first
-
-_WAIT_S = 600.0  # for the file of another rank, once this one has written its own
+from ._together import on_each
 
 
 class Save:
@@ -32,6 +29,7 @@ class Save:
 
     Args:
         folder: The folder of the run.
+        name: The name of the temporary folder, which rank 0 has made.
         mesh: The ranks.
         run: The identifier of the run.
         about: Fields of the manifest that are the same on all ranks: spec, settings, extra.
@@ -42,30 +40,37 @@ class Save:
     """
 
     def __init__(
-        self, folder: Folder, mesh: Mesh, run: str, about: Mapping[str, Any], keep: tuple[int | None, int | None]
+        self,
+        folder: Folder,
+        name: str,
+        mesh: Mesh,
+        run: str,
+        about: Mapping[str, Any],
+        keep: tuple[int | None, int | None],
     ) -> None:
+        self._tmp = folder.path / name
         self._folder, self._mesh, self._run, self._about, self._keep = folder, mesh, run, about, keep
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
+        self._given_up = threading.Event()
 
     def begin(self, step: int, found: Snapshot, copies: bool) -> None:
-        """Agree on the folder, and on what each rank writes.
+        """Agree on what each rank writes.
 
         Args:
             copies: Whether to copy the values, so that the next step may overwrite them.
 
         Raises:
-            CheckpointError: on all ranks: the step exists, or the folder cannot be written.
+            CheckpointError: on all ranks: one of them could not copy its values.
         """
-        name = on_first(self._mesh, "the start of a save", lambda: self._folder.begin(step).name)
-        self._tmp, self.path, self._step = self._folder.path / name, self._folder.step_path(step), step
+        self.path, self._step = self._folder.step_path(step), step
         try:
             self._compare(found)
             self._file = on_each(
                 self._mesh, "the copies of a save", lambda: RankFile(self._mesh, found, not self._notes, copies)
             )
         except BaseException:
-            self._discard()
+            self.give_up()
             raise
 
     def _compare(self, found: Snapshot) -> None:
@@ -79,12 +84,6 @@ class Save:
             text = f"replicas have drifted apart; those of the lowest rank are saved: {self._brief()}"
             warnings.warn(text, stacklevel=5)
 
-    def _discard(self) -> None:
-        """Delete what has been written, on rank 0; a failure to do so must not hide another error."""
-        if self._mesh.rank == 0 and self._tmp.exists():
-            with contextlib.suppress(CheckpointError):
-                self._folder.discard(self._tmp)
-
     def _brief(self) -> str:
         return "; ".join([*self._notes[:3], *([f"and {len(self._notes) - 3} more"] if len(self._notes) > 3 else [])])
 
@@ -96,14 +95,14 @@ class Save:
             )
 
     def start(self) -> None:
-        """Write in a thread."""
+        """Write in a thread; to be followed by `end` or `give_up`."""
         self._thread = threading.Thread(target=self._guarded, args=(self._write, self._commit), name="fjoin save")
         self._thread.start()
 
     def run(self) -> None:
         """Write now; to be followed by `end`."""
         self._guarded(self._write)
-        self._agree("the files of a save")
+        self._meet("the files of a save")
         self._guarded(self._commit)
 
     def end(self) -> None:
@@ -113,30 +112,48 @@ class Save:
             CheckpointError: on all ranks: one of them could not write. Nothing is left behind.
         """
         if self._thread is not None:
-            on_each(self._mesh, "the threads of a save", lambda: None)  # all ranks have begun
+            self._meet("the threads of a save")  # all ranks have begun; those that have failed already say so
             self._thread.join()
-        self._agree("the end of a save")
+        self._meet("the end of a save")
+
+    def give_up(self) -> None:
+        """Wait for this rank's file only, and delete what has been written but not committed."""
+        self._join()
+        if self._mesh.rank == 0 and self._tmp.exists():
+            with contextlib.suppress(CheckpointError):  # which would hide the error that is the reason
+                self._folder.discard(self._tmp)
+
+    def _join(self) -> None:
+        self._given_up.set()
+        if self._thread is not None:
+            self._thread.join()
 
     def _guarded(self, *parts: Callable[[], None]) -> None:
         try:
             for part in parts:
                 part()
-        except Exception as error:
+        except Exception as error:  # raised by `_meet`
             self._error = error
 
-    def _agree(self, occasion: str) -> None:
+    def _meet(self, occasion: str) -> None:
         """Meet the other ranks; an error of one is raised on all."""
+        own = self._error
 
         def raise_own() -> None:
-            if self._error is not None:
-                raise self._error
+            if own is not None:
+                raise own
 
         try:
             on_each(self._mesh, occasion, raise_own)
         except Exception as error:
-            if error is not self._error and not isinstance(error, CheckpointError):
+            if error is not own and not isinstance(error, CheckpointError):
+                self.give_up()
                 raise  # of the ranks' connections
-            self._discard()
+            self._join()
+            try:
+                on_each(self._mesh, "the end of a failed save", lambda: None)  # no rank writes any more
+            finally:
+                self.give_up()
             raise CheckpointError(f"step {self._step} has not been saved: {error}", step=self._step) from error
 
     def _write(self) -> None:
@@ -144,7 +161,7 @@ class Save:
         try:
             self._file.write(self._tmp)
         except Exception as error:
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception):  # then rank 0 learns of it in `end`
                 self._file.report(self._tmp, {"error": f"{type(error).__name__}: {error}"})
             raise
 
@@ -170,11 +187,10 @@ class Save:
 
     def _side_of(self, rank: int) -> dict[str, Any]:
         """What a rank has written, once it has."""
-        path, end = self._tmp / side_name(rank), time.monotonic() + _WAIT_S
-        while not path.exists():
-            if time.monotonic() > end:
-                raise CheckpointError(f"rank {rank} has not written its file within {_WAIT_S:.0f} s", rank=rank)
-            time.sleep(0.02)
+        path = self._tmp / side_name(rank)
+        while not path.exists():  # a folder that hosts share tells nobody of new files
+            if self._given_up.wait(0.02):
+                raise CheckpointError(f"rank {rank} has not written its file", rank=rank)
         side: dict[str, Any] = json.loads(path.read_bytes())
         if "error" in side:
             raise CheckpointError(f"rank {rank} could not write its file: {side['error']}", rank=rank)

@@ -12,7 +12,7 @@ from ...buckets._flat_params import Storage
 from ...reducer._hook_state import HookState
 from ...transforms.optimizers.wrappers._mixed_precision import master_of
 from ...transforms.pipelines._tree_memory import PipelineState, by_path
-from ...transforms.tree._tree import fields, named_leaves
+from ...transforms.tree._tree import named_leaves
 from ._ends import EndStates
 from ._state import StateData, TrainState
 
@@ -62,16 +62,7 @@ def load_state(body: StateData, params: Mapping[str, Tensor], pipeline: Any) -> 
     for path, leaf in leaves.items():
         leaf.copy_(params[path])
     states = by_path(body.rebuild(leaves), inner.optimizer)
-    for path, own in storage.optimizer_states().items():
-        for place, value in zip(fields(own), fields(states[path]), strict=True):
-            if place is not None:
-                place.copy_(value)
-    for bucket, slots in zip(storage.layout, storage.slots, strict=True):  # each range has a count of its own
-        for span, slot in zip(bucket.spans, slots, strict=True):
-            common = storage.optimizer.at(span.paths[0]).common
-            for place, value, is_common in zip(fields(slot), fields(states[span.paths[0]]), common, strict=True):
-                if is_common:
-                    place.copy_(value)
+    storage.load_optimizer_states(states)
     _load_exact(storage, inner, states)
     body.hook = body.hook.split(inner.hook) if isinstance(body.hook, HookState) else inner.hook
     body.ends = EndStates(inner.after, inner.on_state)

@@ -212,8 +212,7 @@ class TrainState:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
-            "a TrainState cannot be pickled, since it belongs to its step and its ranks; save state.params, state.buffers, "
-            "tx.to_state_dict(state.pipeline) and tx.to_state_dict(state.on_buffers)"
+            "a TrainState cannot be pickled, since it belongs to its step and its ranks; write fjoin.save(folder, step, state)"
         )
 
     def with_hyperparameters(self, **values: float) -> TrainState:
