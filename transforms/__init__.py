@@ -164,13 +164,13 @@ from .pipelines._fuse import fuse as fuse
 from .pipelines._loss_scale import LossScaleState as LossScaleState
 from .pipelines._loss_scale import dynamic_loss_scale as dynamic_loss_scale
 from .pipelines._pipeline import Pipeline as Pipeline
+from .pipelines._placements import placements as placements
 from .pipelines._skip_nonfinite import SkipState as SkipState
 from .pipelines._skip_nonfinite import skip_if_nonfinite as skip_if_nonfinite
 from .pipelines._tree_memory import PipelineState as PipelineState
 from .pipelines._zero import zero as zero
 from .pipelines.explain._explain import explain as explain
 from .pipelines.explain._explanation import Explanation as Explanation
-from .pipelines.explain._placements import placements as placements
 from .power_sgd._mean import PowerSGDState as PowerSGDState
 from .power_sgd._power_sgd import batched_power_sgd as batched_power_sgd
 from .power_sgd._power_sgd import power_sgd as power_sgd

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .._errors import DesyncError
 from ..groups._mesh import Mesh
 from ..transforms.pipelines._pipeline import Pipeline
 from ..transforms.transform._transform import Transform
+from ._replicas import apart
 
 
 def check_program(
@@ -96,24 +95,10 @@ def same_values(mesh: Mesh, params: Mapping[str, Tensor], buffers: Mapping[str, 
     Raises:
         DesyncError: naming a rank and the first tensor that differs.
     """
-    digests = {path: _digest(t) for path, t in {**params, **(buffers or {})}.items()}
-    problem = mesh.exchange("step.init", digests, _compare_digests)
-    if problem:
-        raise DesyncError(problem[1], rank=problem[0])
-
-
-def _digest(tensor: Tensor) -> str:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()
-
-
-def _compare_digests(values: list[Any]) -> Any:
-    for rank, digests in enumerate(values):
-        for path, digest in digests.items():
-            if values[0].get(path) != digest:
-                return [
-                    rank,
-                    f"{path!r} has other values on rank {rank} than on rank 0; use init(params, sync='broadcast'), "
-                    f"or the same seed on all ranks",
-                ]
-    return None
+    values = {**params, **(buffers or {})}
+    for path, (rank, other) in apart(mesh, "step.init", values, dict.fromkeys(values, "all")).items():
+        raise DesyncError(
+            f"{path!r} has other values on rank {rank} than on rank {other}; use init(params, sync='broadcast'), or the same seed on all "
+            f"ranks",
+            rank=rank,
+        )

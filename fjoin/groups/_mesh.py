@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..transforms._axis_env import Done, Work
+from ..transforms.axes._grid import Grid
 from ._use import Use
 
 
@@ -90,10 +91,7 @@ class Mesh:
 
     def _members(self, axes: tuple[str, ...]) -> list[int]:
         """The ranks with this rank's place along all other axes, in rank order; all ranks where `axes` is empty."""
-        grid = torch.arange(self.size).reshape(tuple(self.shape.values()))
-        here = (grid == self.rank).nonzero()[0].tolist()
-        where = [slice(None) if name in axes or not axes else at for name, at in zip(self.shape, here, strict=True)]
-        return grid[tuple(where)].flatten().tolist()
+        return Grid(self.shape).members(self.rank, axes or tuple(self.shape))
 
     def lost(self) -> BaseException | None:
         """The failure of another rank that has been reported or detected; None where there is none."""

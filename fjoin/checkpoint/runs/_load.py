@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..._errors import CheckpointError
 from ...groups._mesh import Mesh
+from ...transforms.axes._grid import Grid
 from ...transforms.layout._merge import merged
 from ...transforms.tree._placement import Merge
 from ...transforms.tree._state_dict import restored, without_unread
@@ -21,7 +22,6 @@ from .._manifest import Manifest
 from .._parts import DTYPES, Leaf, Part
 from ._positions import is_position
 from ._snapshot import Snapshot
-from ._writers import Writers
 
 
 class Load:
@@ -41,7 +41,7 @@ class Load:
                 f"{folder} is of a mesh with the axes {list(manifest.axes)}, but this run has {list(mesh.shape)}; load it on a mesh of "
                 f"the same axes, of any sizes"
             )
-        self._here, self._there = Writers(mesh.shape, mesh.rank), Writers(manifest.axes, 0)
+        self._here, self._there = Grid(mesh.shape), Grid(manifest.axes)
 
     def values(self, like: Snapshot, fresh: tuple[str, ...] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
         """Name -> value of this rank, and what only this rank has saved; on other numbers of ranks that of rank 0.
@@ -101,7 +101,7 @@ class Load:
             return leaves.part(name, next(part for part in leaf.parts if part.rank == leaf.parts[0].rank))
         if not self._same:
             return self._merged(leaves, name, leaf, like)
-        rank = self._here.group(tuple(leaf.placement["equal"]))
+        rank = self._here.members(self._mesh.rank, leaf.placement["equal"])[0]
         part = next((part for part in leaf.parts if part.rank == rank), None)
         if part is None:
             raise CheckpointError(f"{self._folder} lacks {name!r} of rank {rank}; use another step")
@@ -123,12 +123,20 @@ class Load:
     def _merged(self, leaves: Leaves, name: str, leaf: Leaf, like: Snapshot) -> Tensor:
         """The value of this rank, from those of another number of ranks."""
         differs = [axis for axis in self.manifest.axes if axis not in leaf.placement["equal"]]
-        values = {self._there.place(part.rank or 0, differs): leaves.part(name, part) for part in leaf.parts}
-        place, merge = self._here.place(self._mesh.rank, differs), Merge(leaf.placement["merge"])
+        values = {
+            tuple(self._there.place(part.rank or 0, differs).values()): leaves.part(name, part) for part in leaf.parts
+        }
+        place = tuple(self._here.place(self._mesh.rank, differs).values())
         if all(self.manifest.axes[axis] == self._mesh.shape[axis] for axis in differs):
             return values[place]
         try:
-            return merged(values, [self._mesh.shape[axis] for axis in differs], place, merge, like.values.get(name))
+            return merged(
+                values,
+                [self._mesh.shape[axis] for axis in differs],
+                place,
+                Merge(leaf.placement["merge"]),
+                like.values.get(name),
+            )
         except ValueError as error:
             raise self._unmerged(name, error) from None
 

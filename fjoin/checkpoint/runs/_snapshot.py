@@ -13,7 +13,7 @@ from ...training._step import TrainStep
 from ...training.state._state import TrainState
 from ...transforms.layout._pieces import Pieces
 from ...transforms.pipelines._pipeline import Pipeline
-from ...transforms.pipelines.explain._placements import (
+from ...transforms.pipelines._placements import (
     buffers_placement,
     params_placement,
     placements,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
 from torch import Tensor
 
+from ...transforms.axes._grid import Grid
 from ...transforms.tree._placement import Placement
 from ._snapshot import Snapshot, bytes_of, is_host
 
@@ -31,30 +32,20 @@ class Writers:
     """
 
     def __init__(self, axes: Mapping[str, int], rank: int, spread: bool = True) -> None:
-        self._axes, self._rank, self._spread = dict(axes), rank, spread
-        self._coords = list(itertools.product(*map(range, axes.values())))
+        self._grid, self._rank, self._spread = Grid(axes), rank, spread
         self._load: dict[tuple[str, ...], dict[tuple[int, ...], int]] = {}
 
-    def group(self, equal: tuple[str, ...]) -> int:
+    def group(self, equal: Collection[str]) -> int:
         """The lowest rank that has the values of this rank, of leaves that are equal over these axes."""
-        return self._at({name: 0 for name in equal})
+        return self._grid.members(self._rank, equal)[0]
 
-    def place(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
-        """The place of a rank along some axes."""
-        here = dict(zip(self._axes, self._coords[rank], strict=True))
-        return tuple(here[name] for name in axes)
-
-    def _at(self, moved: Mapping[str, int]) -> int:
-        here = dict(zip(self._axes, self._coords[self._rank], strict=True)) | dict(moved)
-        return self._coords.index(tuple(here[name] for name in self._axes))
-
-    def _next(self, equal: tuple[str, ...], size: int) -> dict[str, int]:
-        """The place along these axes that has written least so far."""
-        spots = itertools.product(*(range(self._axes[name]) for name in equal))
+    def _next(self, equal: tuple[str, ...], size: int) -> int:
+        """Of the ranks that have this rank's value, the one at the place along these axes that has written least so far."""
+        spots = itertools.product(*(range(self._grid.sizes[name]) for name in equal))
         load = self._load.setdefault(equal, dict.fromkeys(spots, 0))
         chosen = min(load, key=lambda spot: (load[spot], spot))
         load[chosen] += size if self._spread else 0
-        return dict(zip(equal, chosen, strict=True))
+        return self._grid.rank(self._grid.place(self._rank) | dict(zip(equal, chosen, strict=True)))
 
     def mine(self, found: Snapshot) -> Iterator[tuple[str, Place]]:
         """(name, place) of the values that this rank writes. All ranks iterate over the same names."""
@@ -64,18 +55,18 @@ class Writers:
             place = found.places[name]
             part = _cut_part(found, name, value, place) if place.cut else (tuple(value.shape), None)
             size = 0 if place.cut else bytes_of(value)
-            writes = self._at(self._next(place.equal, size)) == self._rank
+            writes = self._next(place.equal, size) == self._rank
             if part is None or not writes:
                 continue
             shape, start = part
             rank = None if place.cut and not self._others(place) else self.group(place.equal)
-            rank = None if set(place.equal) == set(self._axes) else rank
+            rank = None if set(place.equal) == self._grid.sizes.keys() else rank
             suffix = ("" if start is None else f"@{start}") + ("" if rank is None else f"@rank-{rank}")
             yield name, Place(name + suffix, shape, rank, start)
 
     def _others(self, place: Placement) -> set[str]:
         """The axes over which ranks have other values, beside slices of one."""
-        return set(self._axes) - set(place.equal) - {place.cut or ""}
+        return self._grid.sizes.keys() - set(place.equal) - {place.cut or ""}
 
 
 def _cut_part(found: Snapshot, name: str, value: Tensor, place: Placement) -> tuple[tuple[int, ...], int | None] | None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fjoin import transforms as tx
-from fjoin.transforms.pipelines.explain._placements import params_placement
+from fjoin.transforms.pipelines._placements import params_placement
 from fjoin.transforms.tree._placement import marks
 from tests.goldens.golden_problem import STEPS, gradients, start, weight
 from tests.goldens.golden_rows import ROWS

@@ -7,15 +7,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..._axis_env import bound
-from ...combinators._chain import stages
-from ...plan._plan import axes_of
-from ...transform._timing import Periodic, Switch, children, running
-from ...transform._transform import Transform
-from ...tree._placement import Merge, Placement, marks
-from ...tree._tree import State
-from .._pipeline import Pipeline
-from .._tree_memory import PipelineState
+from .._axis_env import bound
+from ..combinators._chain import stages
+from ..plan._plan import axes_of
+from ..transform._timing import Periodic, Switch, children, running
+from ..transform._transform import Transform
+from ..tree._placement import Merge, Placement, marks
+from ..tree._tree import State
+from ._pipeline import Pipeline
+from ._tree_memory import PipelineState
 
 
 def placements(part: Pipeline | Transform, state: State, axes: Mapping[str, int] | None = None) -> dict[str, Placement]:

@@ -1,0 +1,63 @@
+"""Whether values are equal on the ranks that should have the same ones."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..groups._mesh import Mesh
+
+
+def apart(
+    mesh: Mesh, occasion: str, values: Mapping[str, Any], groups: Mapping[str, str]
+) -> dict[str, tuple[int, int]]:
+    """Name -> (rank, another rank), for each value that a rank has otherwise than the rank before it, or not at all.
+
+    The ranks exchange a number for each group, and one for each value where some differ.
+
+    Args:
+        occasion: The place in the program, in words.
+        values: Name -> tensor or host number.
+        groups: Name -> a text that those ranks have in common which should have equal values, and no others.
+    """
+    if mesh.size == 1:
+        return {}
+    sums = {name: (groups[name], _checksum(value)) for name, value in values.items()}
+    mine = {"": zlib.crc32(repr(sorted(sums)).encode())}  # the names
+    for name, (group, number) in sums.items():
+        mine[group] = zlib.crc32(f"{name} {number}".encode(), mine.get(group, 0))
+    if not mesh.exchange(occasion, mine, _differ):
+        return {}
+    found = mesh.exchange(f"{occasion}: the values that differ", sums, _pairs)
+    return {name: (rank, other) for name, (rank, other) in found.items()}
+
+
+def _checksum(value: Any) -> int:
+    """A number of a value's bytes and form."""
+    if not isinstance(value, Tensor):
+        return zlib.crc32(repr(value).encode())
+    flat = value.detach().contiguous().reshape(-1)
+    data: Any = flat.cpu().view(torch.uint8).numpy() if flat.numel() else b""
+    return zlib.crc32(data, zlib.crc32(f"{value.dtype} {list(value.shape)}".encode()))
+
+
+def _differ(values: list[dict[str, int]]) -> bool:
+    known: dict[str, int] = {}
+    return any(known.setdefault(key, number) != number for mine in values for key, number in mine.items())
+
+
+def _pairs(values: list[dict[str, tuple[str, int]]]) -> dict[str, list[int]]:
+    known: dict[tuple[str, str], tuple[int, int]] = {}
+    found: dict[str, list[int]] = {}
+    for rank, mine in enumerate(values):
+        for name, (group, number) in mine.items():
+            first, of_first = known.setdefault((name, group), (rank, number))
+            if number != of_first:
+                found.setdefault(name, [rank, first])
+        for name in {name for other in values for name in other} - mine.keys():
+            found.setdefault(name, [rank, next(other for other, of in enumerate(values) if name in of)])
+    return found
