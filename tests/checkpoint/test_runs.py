@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -292,3 +293,52 @@ def test_a_parameter_may_have_the_name_of_a_part_of_a_state(tmp_path: Path) -> N
     shutil.rmtree(tmp_path)
     whole = tx.simulate(lambda rank: run(rank, 4), {"data": 2}, [0, 1])[0]
     assert all(torch.allclose(cut[path], whole[path], rtol=1e-6) for path in params)
+
+
+def test_what_ranks_have_in_common_is_written_once_by_turns(tmp_path: Path) -> None:
+    params = {f"w{i}": torch.ones(1000) for i in range(12)}
+
+    def run(rank: int) -> None:
+        step = fjoin.train_step(
+            lambda p, x: sum(v.sum() for v in p.values()), tx.fuse(tx.mean("data"), tx.sgd(0.1, momentum=0.9))
+        )
+        fjoin.save(tmp_path, step, step.init(params))
+
+    tx.simulate(run, {"data": 3}, [0, 1, 2])
+    sizes = [path.stat().st_size for path in (tmp_path / "step-00000000").glob("*.safetensors")]
+    assert 96_000 < sum(sizes) < 102_000  # parameters and momenta, and headers
+    assert len(sizes) == 3 and max(sizes) < 1.2 * min(sizes)
+
+
+class Blocked(RuntimeError):
+    """The error of a loop."""
+
+
+@pytest.mark.parametrize("what", ["a full disk that takes no report", "an error of the loop"])
+def test_a_save_in_the_background_that_never_ends_is_given_up(
+    what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def full(*args: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    write, report = _rank_file.RankFile.write, _rank_file.RankFile.report
+    monkeypatch.setattr(
+        _rank_file.RankFile, "write", lambda self, folder: full() if self._rank else write(self, folder)
+    )
+    monkeypatch.setattr(
+        _rank_file.RankFile, "report", lambda self, *args: full() if self._rank else report(self, *args)
+    )
+
+    def run(rank: int) -> None:
+        step = fjoin.train_step(lambda p, x: (p["w"] * x).sum() ** 2, PIPELINE)
+        with fjoin.Checkpoints(tmp_path, step, background=True) as runs:
+            runs.save(step.init(START))
+            if "loop" in what:
+                raise Blocked
+
+    began = time.monotonic()
+    with pytest.raises(Blocked if "loop" in what else fjoin.CheckpointError) as found:
+        quietly(tx.simulate, run, {"data": 2}, [0, 1])
+    assert time.monotonic() - began < 30 and ("loop" in what or "No space" in str(found.value))
+    assert not list(tmp_path.iterdir())
+    assert not [thread for thread in threading.enumerate() if thread.name == "fjoin save"]

@@ -170,6 +170,8 @@ def _behind(names: tuple[str, ...], part: Transform, before: Over) -> Over:
 
 def _always(names: tuple[str, ...], part: Transform) -> frozenset[str]:
     """The axes over which a transform makes all values equal in every step."""
+    if part.equalizes:
+        return frozenset(axes_of(part, names))
     if part.sums is None or (isinstance(part.timing, Periodic) and part.timing.period.steps > 1):
         return frozenset()
     inside = [_always(names, child) for child, _ in running(part, None)]
