@@ -18,8 +18,8 @@ LIMITS = {
     "accesses to another object's privates": 26,
     "accesses to privates of torch's objects": 67,
     "lines of reducer, training, ddp": 7544,
-    "code lines": 23337,
-    "lines": 44893,
+    "code lines": 23335,
+    "lines": 44891,
     "files over 250 lines": 0,
     "fmt: skip": 0,
 }

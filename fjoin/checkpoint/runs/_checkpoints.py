@@ -244,9 +244,7 @@ class Checkpoints:
     def _choose(self, step: int | None) -> list[Any] | None:
         """(step, identifier) of the checkpoint to load; on rank 0."""
         if step is None:
-            newest = self._folder.newest_verified()
-            step = None if newest is None else newest.step
-        if step is None:
-            return None
-        manifest = self._folder.read(step)[1]
-        return [manifest.step, manifest.id]
+            if (newest := self._folder.newest_verified()) is None:
+                return None
+            step = newest.step
+        return [step, self._folder.read(step)[1].id]
