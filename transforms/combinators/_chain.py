@@ -116,7 +116,7 @@ def counting(needed: Sequence[tuple[str, Over]], call: Call) -> Call:
 
 
 def behind(part: Transform, state: State, call: Call) -> Call:
-    """The call of the stage behind another one: after a reduction, with its sums.
+    """The call of the stage behind another one: after a reduction, with its sums; after an average, with the weight of all.
 
     Args:
         part: The stage before.
@@ -128,6 +128,9 @@ def behind(part: Transform, state: State, call: Call) -> Call:
         live = found.total if over == "live" else found.lane.get(LIVE)
         axes = (*(() if call.group is None else call.group.axes), *(() if axis is None else axis_names(axis)))
         call = call.inside(weight=found.total, lane=found.lane, group=Group(weight, live, axes))
+    elif part.equalizes is not None:  # a rank without input has new values too
+        total = part.equalizes(state)
+        call = call if total is None else call.inside(weight=total)
     return call.inside(sharded_over=part.sharded_over) if part.sharded_over else call
 
 

@@ -68,7 +68,7 @@ def average_parameters(axis: AxisName, over: Over = "weight") -> Transform:
         average, hook, live = reduce(values, state, call)
         return where(live, like(average, values), values), AverageState(hook)
 
-    return Transform(init, update, Needs.NOTHING, equalizes=True)
+    return Transform(init, update, Needs.NOTHING, equalizes=lambda state: state.hook.lane.get("weight", state.hook.total))
 
 
 @factory

@@ -105,7 +105,8 @@ def _of_part(
     if len(parts) > 1:
         for i, (stage, own) in enumerate(zip(parts, state, strict=True)):
             yield from _of_part(names, f"{path}.{i}", stage, own, before)
-            before = _behind(names, stage, before)
+            if stage.equalizes is None or stage.equalizes(own) is not None:  # else the weight behind it is each rank's
+                before = _behind(names, stage, before)
         return
     inside, reach = children(part), Over(before.equal | axes_of(part, names), before.cut)
     if type(state) is tuple and len(state) == len(inside):  # each for some leaves
@@ -170,7 +171,7 @@ def _behind(names: tuple[str, ...], part: Transform, before: Over) -> Over:
 
 def _always(names: tuple[str, ...], part: Transform) -> frozenset[str]:
     """The axes over which a transform makes all values equal in every step."""
-    if part.equalizes:
+    if part.equalizes is not None:
         return frozenset(axes_of(part, names))
     if part.sums is None or (isinstance(part.timing, Periodic) and part.timing.period.steps > 1):
         return frozenset()

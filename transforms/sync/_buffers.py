@@ -67,7 +67,7 @@ def average_buffers(axis: AxisName) -> Transform:
         new = {path: _narrow(torch.where(total > 0, found[path], wide[path]), b) for path, b in held.items()}
         return map_with_path(lambda path, _: new[path], buffers), state
 
-    return Transform(init, update, Needs.LEAVES, equalizes=True)
+    return Transform(init, update, Needs.LEAVES, equalizes=lambda state: None)
 
 
 def warn_of_unit_vectors(buffers: Mapping[str, Tensor]) -> None:
@@ -118,7 +118,7 @@ def broadcast_buffers(axis: AxisName) -> Transform:
         }
         return map_with_path(lambda path, _: new[path], buffers), state
 
-    return Transform(init_empty, update, Needs.LEAVES, equalizes=True)
+    return Transform(init_empty, update, Needs.LEAVES, equalizes=lambda state: None)
 
 
 _LEAST = torch.iinfo(torch.int64).min

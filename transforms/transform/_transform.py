@@ -102,7 +102,8 @@ class Transform(Specified):
         parts: For a transform whose inner ones get some of the leaves each: from the values to the inner ones, as
             transforms of all leaves.
         silent: Whether it is meant to send nothing, where others would warn of that.
-        equalizes: Of parameters or buffers: whether its ranks have equal values after each call, as after an average.
+        equalizes: Of parameters or buffers, for a transform after which the ranks have equal values in each call: from its
+            state to the weight of all ranks in that call, or to None where it does not keep it.
         spec: The transform as data; `factory` fills it in.
 
     >>> import torch
@@ -124,7 +125,7 @@ class Transform(Specified):
     by_norm: ByNorm | None = None
     parts: Callable[[Tree], Sequence[Transform]] | None = None
     silent: bool = False
-    equalizes: bool = False
+    equalizes: Callable[[State], Any] | None = None
     spec: Spec = Spec("")
 
     def __post_init__(self) -> None:
