@@ -68,7 +68,9 @@ def average_parameters(axis: AxisName, over: Over = "weight") -> Transform:
         average, hook, live = reduce(values, state, call)
         return where(live, like(average, values), values), AverageState(hook)
 
-    return Transform(init, update, Needs.NOTHING, equalizes=lambda state: state.hook.lane.get("weight", state.hook.total))
+    return Transform(
+        init, update, Needs.NOTHING, equalizes=lambda state: state.hook.lane.get("weight", state.hook.total)
+    )
 
 
 @factory
