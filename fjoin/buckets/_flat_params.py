@@ -121,6 +121,7 @@ class Storage:
 
     def set_slots(self, slots: list[list[Any]]) -> None:
         self.slots = slots
+        self._states: dict[str, Any] | None = None
         parts = [
             (self.optimizer.at(span.paths[0]), state)
             for bucket, states in zip(self.layout, slots, strict=True)
@@ -189,6 +190,11 @@ class Storage:
 
     def optimizer_states(self) -> dict[str, Any]:
         """Path -> the parameter's own optimizer state, views of the slots in its shape, or in that of its slice."""
+        if self._states is None:
+            self._states = self._make_states()  # they stay where they are
+        return dict(self._states)
+
+    def _make_states(self) -> dict[str, Any]:
         out: dict[str, Any] = {}
         # Of slices only the states that are stepped count the steps.
         counts = {id(part): slot for ranges in self._ranges for part, _, _, slot in ranges} if self.pieces else {}

@@ -4,9 +4,10 @@ from ._commits import read_step as read_step
 from ._commits import verify_files as verify_files
 from ._files import FileEntry as FileEntry
 from ._folder import Folder as Folder
-from ._folder import Newest as Newest
 from ._leaves import Leaves as Leaves
 from ._manifest import Manifest as Manifest
+from ._newest import Newest as Newest
+from ._newest import newest_verified as newest_verified
 from ._parts import Leaf as Leaf
 from ._parts import Part as Part
 from ._safetensors import TensorFile as TensorFile

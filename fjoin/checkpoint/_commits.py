@@ -25,14 +25,17 @@ class Commit(NamedTuple):
     sha256: str  # of manifest.json
 
 
-def verify_files(path: Path, manifest: Manifest) -> None:
-    """Read and check all files of a step.
+def verify_files(path: Path, manifest: Manifest, share: tuple[int, int] = (0, 1)) -> None:
+    """Read and check the files of a step.
+
+    Args:
+        share: (rank, ranks) of those who read a share of the files each.
 
     Raises:
         CheckpointError: Something is wrong with them; the first problem is named.
     """
     with Leaves(path, manifest) as leaves:
-        if problems := leaves.problems():
+        if problems := leaves.problems(share):
             raise CheckpointError("; ".join(problems[:3]) + (f"; {len(problems) - 3} more" if problems[3:] else ""))
 
 

@@ -11,26 +11,15 @@ import re
 import shutil
 import time
 import uuid
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 from .._errors import CheckpointError
-from ._commits import Commit, check_files, read_commit, read_step, verify_files, write_commit
+from ._commits import Commit, check_files, read_commit, read_step, write_commit
 from ._files import make_folders, sync_folder, typed_errors
 from ._manifest import Manifest
 
 _STEP = re.compile(r"step-(\d{8,})")
 _TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{32}")
-
-
-class Newest(NamedTuple):
-    """The newest step that can be read, and the newer ones that cannot, with the reasons."""
-
-    step: int
-    path: Path
-    manifest: Manifest
-    refused: list[tuple[int, str]]
 
 
 class Folder:
@@ -54,7 +43,7 @@ class Folder:
             CheckpointError: The step, or a newer one, exists, or the system refuses. Nothing is written then.
         """
         self._refuse_existing(step)
-        if newer := [other for other in self._found() if other > step]:
+        if newer := [other for other in self.all_steps() if other > step]:
             raise CheckpointError(
                 f"{self.path} holds step {newer[-1]}, and step {step} is to be saved; choose another folder, or reject newer steps"
             )
@@ -101,11 +90,16 @@ class Folder:
 
     def steps(self) -> list[int]:
         """The committed steps, ascending."""
-        return [step for step in self._found() if self._has_commit(step)]
+        return [step for step in self.all_steps() if self._has_commit(step)]
 
     def newest(self) -> int | None:
         """The newest step, committed or not; None where there is none."""
-        return max(self._found(), default=None)
+        return max(self.all_steps(), default=None)
+
+    def newest_id(self) -> str:
+        """The identifier of the newest step, or "" where there is none."""
+        newest = self.newest()
+        return "" if newest is None else read_commit(self.step_path(newest)).id
 
     def read(self, step: int) -> tuple[Path, Manifest]:
         """The folder and the manifest of a step.
@@ -113,9 +107,7 @@ class Folder:
         Raises:
             CheckpointError: There is no such step, or its manifest is not the one that was committed.
         """
-        path = self.step_path(step)
-        if not os.path.lexists(path):
-            raise CheckpointError(f"{path} does not exist; {self.path} holds the steps {self.steps()}")
+        path = self.refuse_missing(step)
         manifest = read_step(path)
         if manifest.step != step:
             raise CheckpointError(
@@ -123,37 +115,23 @@ class Folder:
             )
         return path, manifest
 
-    def newest_verified(self, verify: Callable[[Path, Manifest], object] = verify_files) -> Newest | None:
-        """The newest step that can be read, or None where the folder holds no step at all.
-
-        Args:
-            verify: Raises a CheckpointError where it refuses a step; by default it reads all bytes.
+    def refuse_missing(self, step: int) -> Path:
+        """The folder of a step, which must exist.
 
         Raises:
-            CheckpointError: There are steps, and none can be read; each is named with the reason.
+            CheckpointError: it does not.
         """
-        refused: list[tuple[int, str]] = []
-        for step in reversed(self._found()):
-            try:
-                path, manifest = self.read(step)
-                verify(path, manifest)
-            except CheckpointError as error:
-                refused.append((step, str(error)))
-            else:
-                return Newest(step, path, manifest, refused)
-        if refused:
-            reasons = "".join(f"\n  {self.step_path(step)}: {reason}" for step, reason in refused)
-            raise CheckpointError(
-                f"{self.path} holds steps, and none can be read; repair one, or choose another folder to start anew:{reasons}"
-            )
-        return None
+        path = self.step_path(step)
+        if not os.path.lexists(path):
+            raise CheckpointError(f"{path} does not exist; {self.path} holds the steps {self.steps()}")
+        return path
 
     def quarantine(self, newer_than: int, run_uuid: str) -> list[Path]:
         """Rename the steps after this one to `step-00000500.rejected-<uuid>`. Returns the new paths."""
         if not re.fullmatch("[0-9a-f]{32}", run_uuid):
             raise ValueError(f"run_uuid={run_uuid!r}, expected the 32 hexadecimal digits of a uuid")
         renamed = []
-        for step in self._found():
+        for step in self.all_steps():
             if step > newer_than:
                 target = self.path / f"{self.step_path(step).name}.rejected-{run_uuid}"
                 if os.path.lexists(target):
@@ -211,8 +189,8 @@ class Folder:
         with typed_errors(f"list {self.path}"):
             return sorted(os.listdir(self.path)) if self.path.exists() else []
 
-    def _found(self) -> list[int]:
-        """All steps, also those that cannot be read."""
+    def all_steps(self) -> list[int]:
+        """All steps, ascending, also those that cannot be read."""
         matches = [match for name in self._names() if (match := _STEP.fullmatch(name))]
         return sorted(int(match[1]) for match in matches if self.step_path(int(match[1])).name == match[0])
 

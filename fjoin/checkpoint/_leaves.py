@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from pathlib import Path
@@ -103,20 +104,25 @@ class Leaves:
             ends.append(max(ends[-1], (part.start or 0) + self.check(path, part)))
         return ends[:-1]
 
-    def problems(self) -> list[str]:
-        """What is wrong with the files: every byte, missing and unexpected files, parts that do not fit their leaves."""
+    def problems(self, share: tuple[int, int] = (0, 1)) -> list[str]:
+        """What is wrong with the files: every byte, missing and unexpected files, parts that do not fit their leaves.
+
+        Args:
+            share: (rank, ranks) of those who look at a share of the files and leaves each.
+        """
+        rank, ranks = share
         with typed_errors(f"list {self._folder}"):
             found = set(os.listdir(self._folder)) - OWN_FILES
         listed = {entry.name for entry in self._manifest.files}
         problems = [f"{self._folder / name} is unexpected; remove it" for name in sorted(found - listed)]
         broken = set()
-        for index in range(len(self._manifest.files)):
+        for index in range(rank, len(self._manifest.files), ranks):
             try:
                 self.file(index).verify()
             except CheckpointError as error:
                 problems.append(str(error))
                 broken.add(index)
-        for path, leaf in self._manifest.leaves.items():
+        for path, leaf in itertools.islice(self._manifest.leaves.items(), rank, None, ranks):
             if not broken & {part.file for part in leaf.parts}:
                 try:
                     self._check_leaf(path, leaf)

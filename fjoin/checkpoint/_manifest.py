@@ -60,14 +60,14 @@ class Manifest:
             TypeError: A value would not be read back as it is.
         """
         values = {one.name: getattr(self, one.name) for one in fields(self)}
+        values["files"] = [*map(asdict, self.files)]
+        try:
+            _read(values | {"leaves": {}})  # leaves are made of checked values, and there are many
+        except Refused as error:
+            raise TypeError(f"a manifest cannot be written: {error}") from None
         values["leaves"] = {
             path: vars(leaf) | {"parts": [*map(vars, leaf.parts)]} for path, leaf in self.leaves.items()
         }
-        values["files"] = [*map(asdict, self.files)]
-        try:
-            _read(values)
-        except Refused as error:
-            raise TypeError(f"a manifest cannot be written: {error}") from None
         return "".join(_pieces(values)).encode()
 
     @staticmethod

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from fjoin.checkpoint import Folder
+from fjoin.checkpoint import Folder, newest_verified
 from tests.checkpoint.saved_steps import save
 
 Call = tuple[str, tuple[Any, ...]]
@@ -122,7 +122,7 @@ def outcomes(before: Path, calls: list[Call], top: Path, work: Path) -> list[int
             replay(model, calls[:count], top)
             store(model, work, early_names)
             try:
-                newest = Folder(work / "runs" / "a").newest_verified()
+                newest = newest_verified(Folder(work / "runs" / "a"))
                 found.append(newest and (newest.step if not newest.refused else f"refused {newest.refused}"))
             except Exception as error:
                 found.append(str(error))

@@ -10,11 +10,12 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import fjoin
-from fjoin.checkpoint import Folder
+from fjoin.checkpoint import Folder, newest_verified
 from tests.checkpoint.saved_steps import RUN, fill, save
 from tests.helpers import raises_text
 
@@ -27,12 +28,12 @@ def names(folder: Folder) -> list[str]:
 
 def test_steps_are_read_back_and_the_newest_is_found(tmp_path: Path) -> None:
     folder = Folder(tmp_path / "runs" / "a")
-    assert folder.newest_verified() is None and folder.steps() == [] and not folder.path.exists()
+    assert newest_verified(folder) is None and folder.steps() == [] and not folder.path.exists()
     paths = [save(folder, step) for step in (5, 100, 123456789)]
     assert folder.steps() == [5, 100, 123456789] and names(folder) == [path.name for path in paths]
     path, manifest = folder.read(100)
     assert path == tmp_path / "runs" / "a" / "step-00000100" and manifest.step == 100
-    newest = folder.newest_verified()
+    newest = newest_verified(folder)
     assert newest and (newest.step, newest.path, newest.refused) == (123456789, paths[2], [])
     assert newest.manifest.parent == manifest.id
     raises_text(fjoin.CheckpointError, lambda: folder.read(6), "step-00000006", "[5, 100, 123456789]")
@@ -126,7 +127,7 @@ def test_a_rename_that_was_not_done_is_an_error(tmp_path: Path, monkeypatch: pyt
     raises_text(
         fjoin.CheckpointError, lambda: folder.commit(temporary, manifest), "the step is not saved", "Input/output"
     )
-    assert folder.steps() == [] and folder.newest_verified() is None
+    assert folder.steps() == [] and newest_verified(folder) is None
 
 
 def test_a_rename_that_another_run_did_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +183,7 @@ def test_a_full_disk_leaves_the_older_steps(tmp_path: Path, monkeypatch: pytest.
                 reason = str(error)
         assert "No space left" in reason and "free some space" in reason
         refused += 1
-        newest = folder.newest_verified()
+        newest = newest_verified(folder)
         assert newest and (newest.step == 1 or "may be lost" in reason), refused
         if newest.step == 2:
             break
@@ -205,20 +206,20 @@ def test_a_damaged_newest_step_is_left_for_the_one_before(tmp_path: Path) -> Non
         damaged = bytearray(sound[path])
         damaged[chance.randrange(len(damaged))] ^= 1 << chance.randrange(8)
         path.write_bytes(damaged)
-        newest = folder.newest_verified()
+        newest = newest_verified(folder)
         assert newest and newest.step == 2 and [step for step, _ in newest.refused] == [3]
         assert path.name in newest.refused[0][1]
         path.write_bytes(sound[path])
     for path in sound:
         path.write_bytes((folder.step_path(2) / path.name).read_bytes() if path.suffix == ".json" else sound[path][:-1])
-        assert (newest := folder.newest_verified()) and newest.step == 2, path
+        assert (newest := newest_verified(folder)) and newest.step == 2, path
         path.unlink()
-        assert (newest := folder.newest_verified()) and newest.step == 2, path
+        assert (newest := newest_verified(folder)) and newest.step == 2, path
         path.symlink_to(folder.step_path(2) / path.name)
-        assert (newest := folder.newest_verified()) and newest.step == 2, path
+        assert (newest := newest_verified(folder)) and newest.step == 2, path
         path.unlink()
         path.write_bytes(sound[path])
-    assert (newest := folder.newest_verified()) and newest.step == 3
+    assert (newest := newest_verified(folder)) and newest.step == 3
 
 
 def test_steps_of_which_none_can_be_read_are_an_error(tmp_path: Path) -> None:
@@ -229,13 +230,15 @@ def test_steps_of_which_none_can_be_read_are_an_error(tmp_path: Path) -> None:
     folder.step_path(3).mkdir()  # such as a copy that was cut short
     save(Folder(tmp_path / "elsewhere"), 4)
     folder.step_path(4).symlink_to(Folder(tmp_path / "elsewhere").step_path(4))
-    text = raises_text(fjoin.CheckpointError, folder.newest_verified, "none can be read", "start anew", "is a link")
+    text = raises_text(
+        fjoin.CheckpointError, lambda: newest_verified(folder), "none can be read", "start anew", "is a link"
+    )
     assert all(str(folder.step_path(step)) in text for step in (1, 2, 3, 4)) and folder.steps() == [1, 2]
 
-    def refuse(path: Path, manifest: object) -> None:
+    def refuse(step: int) -> Any:
         raise fjoin.CheckpointError("not this one")
 
-    raises_text(fjoin.CheckpointError, lambda: folder.newest_verified(refuse), "not this one")
+    raises_text(fjoin.CheckpointError, lambda: newest_verified(folder, refuse), "not this one")
 
 
 def test_a_step_under_the_name_of_another_is_refused(tmp_path: Path) -> None:
@@ -288,4 +291,4 @@ def test_only_stale_temporary_folders_are_cleaned_and_links_are_not_followed(tmp
         os.utime(path, (past, past), follow_symlinks=False)
     assert folder.clean(2000) == [] and folder.clean(500) == [old] and not old.exists()
     assert new.exists() and (precious / "file").exists() and (folder.path / ".tmp-mine").exists()
-    assert folder.steps() == [1] and folder.newest_verified()
+    assert folder.steps() == [1] and newest_verified(folder)

@@ -130,7 +130,7 @@ MERGES: dict[str, tuple[Any, dict[str, str]]] = {
 @pytest.mark.parametrize("name", MERGES)
 def test_values_of_ranks_are_merged(name: str, tmp_path: Path) -> None:
     make, expected = MERGES[name]
-    fresh = ("pipeline.hook.error",) if "anew" in name else ()
+    fresh = ("pipeline.hook.loco#0.error",) if "anew" in name else ()
 
     def one_rank(rank: int, ranks: int, train: bool) -> Any:
         step = fjoin.train_step(loss_fn, make(), weight=len, bucket_bytes=128)
@@ -160,7 +160,7 @@ def test_values_of_ranks_are_merged(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "name"),
     [
-        (lambda: tx.fuse(tx.loco(INT4), tx.sgd(0.1)), "pipeline.hook.error."),
+        (lambda: tx.fuse(tx.loco(INT4), tx.sgd(0.1)), "pipeline.hook.loco#0.error."),
         (lambda: tx.fuse(tx.noop(), tx.sgd(0.1), after=tx.gossip("data")), "params."),
     ],
 )

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import fjoin
 from fjoin import transforms as tx
 from fjoin.checkpoint import verify
-from fjoin.checkpoint.runs import _rank_file
+from fjoin.checkpoint.saves import _rank_file
 from tests.helpers import raises_text
 
 PIPELINE = tx.fuse(tx.error_feedback(tx.quantized_mean("data", tx.int8())), tx.adamw(0.05))
@@ -321,13 +321,11 @@ def test_a_save_in_the_background_that_never_ends_is_given_up(
     def full(*args: Any) -> Any:
         raise OSError(28, "No space left on device")
 
-    write, report = _rank_file.RankFile.write, _rank_file.RankFile.report
+    write, report = _rank_file.RankFile.write, _rank_file.RankFile.fail
     monkeypatch.setattr(
         _rank_file.RankFile, "write", lambda self, folder: full() if self._rank else write(self, folder)
     )
-    monkeypatch.setattr(
-        _rank_file.RankFile, "report", lambda self, *args: full() if self._rank else report(self, *args)
-    )
+    monkeypatch.setattr(_rank_file.RankFile, "fail", lambda self, *args: full() if self._rank else report(self, *args))
 
     def run(rank: int) -> None:
         step = fjoin.train_step(lambda p, x: (p["w"] * x).sum() ** 2, PIPELINE)

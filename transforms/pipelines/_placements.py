@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from .._axis_env import bound
 from ..combinators._chain import stages
 from ..plan._plan import axes_of
+from ..spec._spec import spec_of
 from ..transform._timing import Periodic, Switch, children, running
 from ..transform._transform import Transform
 from ..tree._placement import Merge, Placement, marks
@@ -35,21 +37,30 @@ def placements(part: Pipeline | Transform, state: State, axes: Mapping[str, int]
     >>> {path: str(place) for path, place in placements(hook, state, {"data": 2}).items()}
     {'inner.total': 'equal over data', 'error.w': 'of each rank', 'last.w': 'of each rank'}
     """
-    names = tuple(bound() if axes is None else axes)
+    found = placed(part, state, bound() if axes is None else axes)
+    return {leaf.path: leaf.placement for leaf in found if leaf.placement is not None}
+
+
+class Placed(NamedTuple):
+    """A leaf of a state, or a dict that is empty."""
+
+    path: str  # of fields, keys and indices, as in `to_state_dict`
+    name: (
+        str  # the same, with stages by the names of their specs: a stage that is added to a chain renames no other one
+    )
+    placement: Placement | None  # None for an empty dict
+
+
+def placed(part: Pipeline | Transform, state: State, axes: Iterable[str]) -> Iterator[Placed]:
+    """The leaves of a state of a pipeline, or of a transform of values that each rank has by itself."""
+    names, top = tuple(axes), At("", "")
     if isinstance(part, Transform):
-        return dict(_of_part(names, "", part, state, Over()))
-    path, inner = "", state
-    found: dict[str, Placement] = {}
-    if part.skips is not None:
-        path, inner = ".inner", state.inner
-        found.update(_of_leaves(names, "", state._replace(inner=()), _behind(names, part.hook, Over())))
-    found.update(_of_pipeline(names, part, inner, path))
-    return found
-
-
-def placements_at_end(part: Transform, state: State, axes: Mapping[str, int]) -> dict[str, Placement]:
-    """As `placements`, for a transform of values that each rank has by itself, such as buffers."""
-    return dict(_of_part(tuple(axes), "", part, state, Over()))
+        yield from _of_part(names, top, part, state, Over())
+    elif part.skips is None:
+        yield from _of_pipeline(names, top, part, state)
+    else:
+        yield from _of_leaves(names, top, state._replace(inner=()), _behind(names, part.hook, Over()))
+        yield from _of_pipeline(names, top.to("inner"), part, state.inner)
 
 
 def params_placement(pipeline: Pipeline, axes: Mapping[str, int]) -> Placement:
@@ -76,60 +87,76 @@ class Over(NamedTuple):
     cut: str | None = None
 
 
-def _of_pipeline(
-    names: tuple[str, ...], pipeline: Pipeline, state: PipelineState, path: str
-) -> Iterator[tuple[str, Placement]]:
+class At(NamedTuple):
+    """A place in a state: a path, and a name."""
+
+    path: str
+    name: str
+
+    def to(self, field: object, label: object = None) -> At:
+        """A place inside, by the name of a field, a key or an index."""
+        path = f"{self.path}.{field}" if self.path else str(field)
+        name = field if label is None else label
+        return At(path, f"{self.name}.{name}" if self.name else str(name))
+
+
+def _of_pipeline(names: tuple[str, ...], at: At, pipeline: Pipeline, state: PipelineState) -> Iterator[Placed]:
     rest = state._replace(hook=(), optimizer=(), after=(), on_state=())
     own = _behind(names, pipeline.hook, Over())
-    yield from _of_part(names, f"{path}.hook", pipeline.hook, state.hook, Over())
+    yield from _of_part(names, at.to("hook"), pipeline.hook, state.hook, Over())
     at_end = own
     for name, part in (("after", pipeline.after), ("on_state", pipeline.on_state)):
         if part is not None:
-            yield from _of_part(names, f"{path}.{name}", part, getattr(state, name), own)
+            yield from _of_part(names, at.to(name), part, getattr(state, name), own)
         if name == "on_state" and part is not None:
             for stage in stages(part):
                 at_end = _behind(names, stage, at_end)
-    yield from _of_leaves(names, f"{path}.optimizer", state.optimizer, at_end, Merge.MEAN)
-    yield from _of_leaves(names, path, rest, own, before=Over())
+    yield from _of_leaves(names, at.to("optimizer"), state.optimizer, at_end, Merge.MEAN)
+    yield from _of_leaves(names, at, rest, own, before=Over())
 
 
-def _of_part(
-    names: tuple[str, ...], path: str, part: Transform, state: State, before: Over
-) -> Iterator[tuple[str, Placement]]:
+def _of_part(names: tuple[str, ...], at: At, part: Transform, state: State, before: Over) -> Iterator[Placed]:
     """The placements of a transform's state.
 
     Args:
         before: Where its input is equal.
     """
-    parts = stages(part)
-    if len(parts) > 1:
-        for i, (stage, own) in enumerate(zip(parts, state, strict=True)):
-            yield from _of_part(names, f"{path}.{i}", stage, own, before)
-            if stage.equalizes is None or stage.equalizes(own) is not None:  # else the weight behind it is each rank's
-                before = _behind(names, stage, before)
-        return
+    parts, numbers = stages(part), Counter[str]()
+    for i, stage in enumerate(parts):
+        spec = spec_of(stage)
+        assert spec is not None
+        kind, own = spec.name, state[i] if len(parts) > 1 else state
+        label = f"{kind}#{numbers[kind]}"
+        numbers[kind] += 1
+        here = at.to(i, label) if len(parts) > 1 else At(at.path, f"{at.name}.{label}".removeprefix("."))
+        yield from _of_stage(names, here, stage, own, before)
+        if stage.equalizes is None or stage.equalizes(own) is not None:  # else the weight behind it is each rank's
+            before = _behind(names, stage, before)
+
+
+def _of_stage(names: tuple[str, ...], at: At, part: Transform, state: State, before: Over) -> Iterator[Placed]:
     inside, reach = children(part), Over(before.equal | axes_of(part, names), before.cut)
     if type(state) is tuple and len(state) == len(inside):  # each for some leaves
         for i, (child, own) in enumerate(zip(inside, state, strict=True)):
-            yield from _of_part(names, f"{path}.{i}", child, own, before)
+            yield from _of_part(names, at.to(i), child, own, before)
         return
     held = {"inner": inside[0]} if len(inside) == 1 and hasattr(state, "inner") else {}
     if isinstance(part.timing, Switch):
         held = {"before": part.timing.before, "after": part.timing.after}
     for name, child in held.items():
-        yield from _of_part(names, f"{path}.{name}", child, getattr(state, name), before)
+        yield from _of_part(names, at.to(name), child, getattr(state, name), before)
     state = state._replace(**dict.fromkeys(held, ())) if held else state
-    yield from _of_leaves(names, path, state, reach, before=before)
+    yield from _of_leaves(names, at, state, reach, before=before)
 
 
 def _of_leaves(
     names: tuple[str, ...],
-    path: str,
+    at: At,
     state: Any,
     own: Over,
     merge: Merge = Merge.REFUSE,
     before: Over | None = None,
-) -> Iterator[tuple[str, Placement]]:
+) -> Iterator[Placed]:
     """The placements of leaves.
 
     Args:
@@ -141,25 +168,27 @@ def _of_leaves(
         fields = marks(kind)
         for name, value in zip(state._fields, state, strict=True):
             mark, how = fields[name]
-            over, inside = own, f"{path}.{name}"
+            over, inside = own, at.to(name)
             if mark:
                 over = before or own
                 if isinstance(value, int):
-                    yield inside.removeprefix("."), Placement(_in_order(names, over.equal), None, how or merge)
+                    yield Placed(*inside, Placement(_in_order(names, over.equal), None, how or merge))
                     continue
             yield from _of_leaves(names, inside, value, over, how or merge, over if mark else before)
         return
     if isinstance(state, dict):
+        if not state:
+            yield Placed(*at, None)
         for name, value in state.items():
-            yield from _of_leaves(names, f"{path}.{name}", value, own, merge, before)
+            yield from _of_leaves(names, at.to(name), value, own, merge, before)
     elif isinstance(state, (tuple, list)):
         for i, value in enumerate(state):
-            yield from _of_leaves(names, f"{path}.{i}", value, own, merge, before)
+            yield from _of_leaves(names, at.to(i), value, own, merge, before)
     elif state is not None:
         is_host, common = not isinstance(state, torch.Tensor), isinstance(state, torch.Tensor) and not state.dim()
         equal = frozenset(names) if is_host else own.equal | {own.cut} if own.cut and common else own.equal
         cut = None if is_host or common else own.cut
-        yield path.removeprefix("."), Placement(_in_order(names, equal), cut, merge)
+        yield Placed(*at, Placement(_in_order(names, equal), cut, merge))
 
 
 def _behind(names: tuple[str, ...], part: Transform, before: Over) -> Over:

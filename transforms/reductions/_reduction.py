@@ -28,8 +28,8 @@ class MeanState(NamedTuple):
 
     @property
     def unread(self) -> tuple[str, ...]:
-        """The fields that no later call reads. A saved state may have other names in them."""
-        return ("lane",)
+        """The fields that no later call reads: a checkpoint leaves them out, and a dict may have had other names in it."""
+        return ("total", "lane")
 
 
 def init_mean(params: Tree) -> MeanState:

@@ -23,6 +23,11 @@ class Cut(NamedTuple):
     rank: Restarted[int]
     fingerprint: Restarted[int]  # of the pieces
 
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """All fields: a checkpoint leaves them out, since its slices are cut again."""
+        return self._fields
+
 
 class ShardState(NamedTuple):
     """The state of the gather where the parameters are gathered as they are."""

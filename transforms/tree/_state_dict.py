@@ -109,7 +109,7 @@ def restored(what: str, like: State, saved: Mapping[str, Any]) -> State:
 def _named(state: State) -> tuple[list[str], list[Any], Any]:
     """Names, leaves and the structure; empty dicts are leaves."""
     accessors, leaves, structure = optree.tree_flatten_with_accessor(state, is_leaf=_is_empty)
-    names = [".".join(str(getattr(entry, "field", entry.entry)) for entry in accessor) for accessor in accessors]
+    names = [".".join(map(_entry, accessor)) for accessor in accessors]
     for name, leaf in zip(names, leaves, strict=True):
         if not isinstance(leaf, (Tensor, int, float, str, dict)):
             raise TypeError(
@@ -122,13 +122,35 @@ def _named(state: State) -> tuple[list[str], list[Any], Any]:
     return names, leaves, structure
 
 
+def names_of(state: State) -> list[tuple[str, bool]]:
+    """Of each leaf, in optree's order: its name in `to_state_dict`, and whether a later call reads it."""
+    names, leaves, _ = _named(state)
+    accessors, nodes, _ = optree.tree_flatten_with_accessor(state, is_leaf=lambda node: hasattr(node, "unread"))
+    unread = tuple(
+        ".".join([*map(_entry, accessor), field])
+        for accessor, node in zip(accessors, nodes, strict=True)
+        for field in getattr(node, "unread", ())
+    )
+    return [
+        (name, name not in unread and not name.startswith(tuple(f"{field}." for field in unread)))
+        for name, leaf in zip(names, leaves, strict=True)
+        if not isinstance(leaf, dict)
+    ]
+
+
 def without_unread(state: State) -> State:
-    """The state with empty dicts in the fields that a class names in `unread`."""
+    """The state with empty dicts in the place of those in the fields that a class names in `unread`."""
 
     def emptied(node: Any) -> Any:
-        return node._replace(**{name: {} for name in node.unread}) if hasattr(node, "unread") else node
+        if not hasattr(node, "unread"):
+            return node
+        return node._replace(**{name: {} for name in node.unread if isinstance(getattr(node, name), dict)})
 
     return optree.tree_map(emptied, state, is_leaf=lambda node: hasattr(node, "unread"))
+
+
+def _entry(entry: Any) -> str:
+    return str(getattr(entry, "field", entry.entry))
 
 
 def _is_empty(node: Any) -> bool:

@@ -17,13 +17,14 @@ from ...groups._mesh import Mesh
 from ...training._signals import OnSignal
 from ...training.state._metrics import Metrics
 from .._folder import Folder
-from .._manifest import Manifest
-from ._load import Load, empty_params, read_again
+from ..saves._plan import Plan
+from ..saves._save import Save
+from ..values._snapshot import Snapshot, check_json
+from ..values._together import on_each, on_first
+from ._choice import chosen
+from ._load import Load, empty_params
 from ._positions import add_position, position_of
-from ._save import Save
-from ._snapshot import Snapshot, check_json
 from ._sources import source_of
-from ._together import on_each, on_first
 
 
 class Checkpoints:
@@ -93,6 +94,7 @@ class Checkpoints:
             raise ValueError(f"replicas must be 'warn' or 'strict', got {replicas!r}")
         self._run, self.extra, self._background, self._strict = "", None, background, replicas == "strict"
         self._saving: Save | None = None  # in the background
+        self._plan: Plan | None = None
         self._back: int | None = None  # the step that was restored, until the next save
         asks = self._requests
         self._on_signal = None if asks is None else OnSignal(asks.ask_save, asks.ask_stop)
@@ -137,7 +139,9 @@ class Checkpoints:
         self._run, name = on_first(self._mesh, "the start of a save", lambda: self._begin(number))
         self._back, about = None, {**self._source.about()._asdict(), "extra": found.extra}
         save = Save(self._folder, name, self._mesh, self._run, about, (self._keep_last, self._keep_every))
-        save.begin(number, found, copies=self._background)
+        if self._plan is None or not self._plan.fits(found):
+            self._plan = Plan(self._mesh.shape, self._mesh.rank, found)
+        save.begin(number, found, self._plan, copies=self._background)
         self._saving = save
         if self._background:
             save.start()
@@ -206,7 +210,7 @@ class Checkpoints:
             params: The parameters at the start, as for `step.init`; None: a dict of those of the checkpoint.
             buffers: The buffers at the start, likewise.
             step: Take the checkpoint of this step.
-            fresh: Names, or beginnings of names, such as "pipeline.after", that start anew.
+            fresh: Names of values that start anew: in full, their beginnings up to a dot, such as "pipeline.after", or with `*`.
             data: The loop over the data, whose position is loaded.
 
         Warns:
@@ -216,13 +220,12 @@ class Checkpoints:
             CheckpointError: on all ranks: the folder holds checkpoints, but none verifies; one of another model, pipeline or mesh.
         """
         self.wait()
-        chosen = on_first(self._mesh, "the choice of a checkpoint", lambda: self._choose(step))
-        if chosen is None:
+        found = chosen(self._folder, self._mesh, step)
+        if found is None:
             if params is None and self._source.needs_params:
                 raise CheckpointError(f"{self._folder.path} holds no checkpoint; pass the parameters at the start")
             return self._source.start(params, buffers)
-        path = self._folder.step_path(chosen[0])
-        manifest: Manifest = on_each(self._mesh, "the manifest of a checkpoint", lambda: read_again(path, chosen[1]))
+        path, manifest = found
         state = self._source.start(empty_params(manifest.leaves) if params is None else params, buffers)
 
         def read() -> tuple[Callable[[], Any], Callable[[], None]]:
@@ -240,11 +243,3 @@ class Checkpoints:
                 f"the checkpoint is of {manifest.spec}, and this run of {spec}; its values are taken", stacklevel=2
             )
         return loaded
-
-    def _choose(self, step: int | None) -> list[Any] | None:
-        """(step, identifier) of the checkpoint to load; on rank 0."""
-        if step is None:
-            if (newest := self._folder.newest_verified()) is None:
-                return None
-            step = newest.step
-        return [step, self._folder.read(step)[1].id]

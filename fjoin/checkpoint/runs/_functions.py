@@ -11,9 +11,9 @@ from torch import Tensor
 from ..._errors import CheckpointError
 from ...groups._mesh import Mesh
 from .._folder import Folder
+from ..values._together import on_first
 from ._checkpoints import Checkpoints
 from ._sources import source_of
-from ._together import on_first
 
 
 def save(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,12 @@ from ...groups._mesh import Mesh
 from ...transforms.axes._grid import Grid
 from ...transforms.layout._merge import merged
 from ...transforms.tree._placement import Merge
-from ...transforms.tree._state_dict import restored, without_unread
-from .._commits import read_step
 from .._leaves import Leaves
 from .._manifest import Manifest
 from .._parts import DTYPES, Leaf, Part
+from ..values._names import chosen
+from ..values._snapshot import Snapshot
 from ._positions import is_position
-from ._snapshot import Snapshot
 
 
 class Load:
@@ -48,23 +46,19 @@ class Load:
 
         Args:
             like: What a run has at its start: names, shapes and placements.
-            fresh: Names, or beginnings of names, that keep the values of the start.
+            fresh: Names, beginnings of names, or patterns with `*`, that keep the values of the start.
 
         Raises:
             CheckpointError: a value is missing or damaged, or has another shape or dtype.
         """
-        names = [*self.manifest.leaves, *self.manifest.numbers, *like.values]
-        for start in fresh:
-            if not any(name.startswith(start) for name in names):
-                raise CheckpointError(
-                    f"fresh={start!r} is the beginning of no name; there are {sorted(names)[:8]} and others"
-                )
-        found: dict[str, Any] = {
-            name: value for name, value in like.values.items() if name.startswith(fresh or ("\0",))
-        }
+        names = {*self.manifest.leaves, *self.manifest.numbers, *like.values}
+        for pattern in fresh:
+            if not any(chosen(name, [pattern]) for name in names):
+                raise CheckpointError(f"fresh={pattern!r} is no name; there are {sorted(names)[:8]} and others")
+        found: dict[str, Any] = {name: value for name, value in like.values.items() if chosen(name, fresh)}
         with Leaves(self._folder, self.manifest) as leaves:
             for name in [*self.manifest.leaves, *self.manifest.numbers]:
-                if name.startswith(fresh or ("\0",)):
+                if chosen(name, fresh):
                     continue
                 if name in self.manifest.leaves and "of" in self.manifest.leaves[name].placement:
                     found |= self._alone(leaves, name)
@@ -194,34 +188,6 @@ def _between(leaves: Leaves, name: str, leaf: Leaf, parts: list[Part], start: in
             f"the parts of {name!r} do not hold the elements from {start} to {stop}; use another step"
         )
     return out
-
-
-def read_again(path: Path, identifier: str, wait_s: float = 60.0) -> Manifest:
-    """The manifest of a step, which a network's file system may show late to some ranks."""
-    end = time.monotonic() + wait_s
-    while not path.exists() and time.monotonic() < end:
-        time.sleep(0.1)
-    manifest = read_step(path)
-    if manifest.id != identifier:
-        raise CheckpointError(f"{path} is another checkpoint than rank 0 has chosen; all ranks must see one folder")
-    return manifest
-
-
-def tree_from(prefix: str, like: Any, values: Mapping[str, Any]) -> Any:
-    """The tree of the form of `like` from the values under a prefix.
-
-    Raises:
-        CheckpointError: other names, shapes or dtypes.
-    """
-    try:
-        return restored(f"{prefix} of the checkpoint", without_unread(like), under(prefix, values))
-    except (ValueError, TypeError) as error:
-        raise CheckpointError(f"{error}; it is of another model or pipeline") from error
-
-
-def under(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values under a prefix, by the rest of their names."""
-    return {name.removeprefix(f"{prefix}."): value for name, value in values.items() if name.startswith(f"{prefix}.")}
 
 
 def empty_params(leaves: Mapping[str, Any]) -> dict[str, Tensor]:

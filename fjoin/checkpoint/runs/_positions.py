@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..._errors import CheckpointError
 from ...transforms.tree._placement import Placement
-from ._skeleton import put_together, taken_apart
-from ._snapshot import Snapshot
+from ..values._skeleton import put_together, taken_apart
+from ..values._snapshot import Snapshot
 
 _NAME = "data"
 

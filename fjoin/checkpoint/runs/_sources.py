@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
-
-from torch import Tensor
+from typing import Any, Protocol
 
 from ..._errors import CheckpointError
 from ...agreement._requests import Requests
@@ -17,18 +15,12 @@ from ...training.state._state import check_state
 from ...transforms._axis_env import bind_axes
 from ...transforms.layout._pieces import Pieces
 from ...transforms.pipelines._pipeline import Pipeline
-from ...transforms.tree._placement import Placement
+from ...transforms.pipelines._placements import buffers_placement, params_placement
+from ...transforms.tree._placement import Merge, Placement
 from ...transforms.tree._tree import named_leaves
-from ._load import tree_from, under
-from ._skeleton import put_together, taken_apart
-from ._snapshot import Snapshot, of_pipeline, of_step
-
-
-class About(NamedTuple):
-    """Fields of a manifest, the same on all ranks."""
-
-    spec: Any
-    settings: dict[str, Any]
+from ..values._names import Names, tree_from, under
+from ..values._snapshot import About, Snapshot
+from ._objects import OfObjects
 
 
 class Source(Protocol):
@@ -70,8 +62,12 @@ class OfStep:
     needs_params = True
 
     def __init__(self, step: TrainStep) -> None:
-        self._step, self.mesh = step, step.run.mesh
-        self.requests: Requests | None = step.run.agreements.requests
+        run = step.run
+        self._step, self.mesh = step, run.mesh
+        self.requests: Requests | None = run.agreements.requests
+        self._names = Names("pipeline", run.pipeline, self.mesh.shape)
+        on_buffers = run.on_buffers
+        self._on_buffers = None if on_buffers is None else Names("on_buffers", on_buffers, self.mesh.shape)
 
     def about(self) -> About:
         return About(repr(self._step.pipeline), {"bucket_bytes": self._step.bucket_bytes})
@@ -80,7 +76,26 @@ class OfStep:
         return check_state(state).step
 
     def snapshot(self, state: Any) -> Snapshot:
-        return of_step(self._step, check_state(state))
+        """What this rank has, after its pending verdicts.
+
+        Raises:
+            ValueError: the state is within an accumulation window.
+            NonFinite, DesyncError: on all ranks: the last step was not taken.
+        """
+        run = self._step.run
+        body = check_state(state).settled(run.token)
+        run.agreements.drain(body.step)
+        axes, found = self.mesh.shape, Snapshot(pieces=body.storage.pieces)
+        found.add("params", body.storage.leaves, params_placement(run.pipeline, axes))
+        found.add_state(self._names, state.pipeline)
+        if body.buffers is not None:
+            found.add("buffers", body.buffers, buffers_placement(run.on_buffers, axes))
+            if self._on_buffers is not None:
+                found.add_state(self._on_buffers, body.buffers_state)
+        counts = {"batches": body.batches, "weight": run.step_check.weight}
+        mine = Placement((), None, Merge.REFUSE)
+        found.add("run", {name: value for name, value in counts.items() if value is not None}, mine)
+        return found
 
     def start(self, params: Any, buffers: Any) -> Any:
         return self._step.init(params, buffers)
@@ -91,12 +106,10 @@ class OfStep:
             raise CheckpointError(
                 f"the checkpoint has the buffers {sorted(saved)}, but here are {sorted(state.buffers or {})}; pass restore(params, buffers)"
             )
-        params, pipeline = (
-            tree_from("params", named_leaves(state.params), values),
-            tree_from("pipeline", state.pipeline, values),
-        )
-        buffers = tree_from("buffers", state.buffers or {}, values)
-        on_buffers = tree_from("on_buffers", state.on_buffers, values)
+        params = tree_from("params", named_leaves(state.params), under("params", values))
+        pipeline = self._names.tree(state.pipeline, values)
+        buffers = tree_from("buffers", state.buffers or {}, saved)
+        on_buffers = () if self._on_buffers is None else self._on_buffers.tree(state.on_buffers, values)
 
         def take() -> Any:
             run.step_check.weight = counts.get("weight")
@@ -113,6 +126,7 @@ class OfPipeline:
 
     def __init__(self, pipeline: Pipeline, mesh: Mesh) -> None:
         self._pipeline, self.mesh = pipeline, mesh
+        self._names = Names("pipeline", pipeline, mesh.shape)
 
     def about(self) -> About:
         return About(repr(self._pipeline), {})
@@ -123,7 +137,10 @@ class OfPipeline:
 
     def snapshot(self, state: Any) -> Snapshot:
         params, own = self._pair(state)
-        return of_pipeline(self._pipeline, params, own, self.mesh.shape, self._pieces(params))
+        found = Snapshot(pieces=self._pieces(params))
+        found.add("params", named_leaves(params), params_placement(self._pipeline, self.mesh.shape))
+        found.add_state(self._names, own)
+        return found
 
     def _pair(self, state: Any) -> Any:
         if not isinstance(state, tuple) or len(state) != 2:
@@ -146,72 +163,8 @@ class OfPipeline:
 
     def load(self, state: Any, values: Mapping[str, Any], rank: Mapping[str, Any]) -> Callable[[], Any]:
         params, own = state
-        new = tree_from("params", params, values), tree_from("pipeline", own, values)
+        new = tree_from("params", params, under("params", values)), self._names.tree(own, values)
         return lambda: new
-
-
-class OfObjects:
-    """Objects with `state_dict` and `load_state_dict`, by name; they are their own state."""
-
-    needs_params = False
-    requests: Requests | None = None
-
-    def __init__(self, objects: Mapping[str, Any], mesh: Mesh) -> None:
-        for name, one in objects.items():
-            if not hasattr(one, "state_dict") or not hasattr(one, "load_state_dict"):
-                raise TypeError(
-                    f"{name!r} is a {type(one).__name__}, expected an object with state_dict and load_state_dict"
-                )
-        self._objects, self.mesh = dict(objects), mesh
-
-    def about(self) -> About:
-        return About(sorted(self._objects), {})
-
-    def number(self, state: Any) -> int:
-        if type(state) is not int or state < 0:
-            raise TypeError(
-                f"with objects the state is the number of steps so far, got {state!r}; write fjoin.save(path, objects, steps)"
-            )
-        return state
-
-    def snapshot(self, state: Any) -> Snapshot:
-        tensors: dict[str, Tensor] = {}
-        shown = {name: taken_apart(self._state_of(one), name, tensors) for name, one in self._objects.items()}
-        found, all_of = Snapshot(), tuple(self.mesh.shape)
-        for name, value in sorted(tensors.items()):  # in one order on all ranks
-            found.values[f"objects.{name}"], found.places[f"objects.{name}"] = value.detach(), Placement(all_of)
-        found.rank = {"objects": shown, "steps": state}
-        found.by_content = True
-        return found
-
-    def _state_of(self, one: Any) -> Any:
-        """The state of an object; of one that gathers it on one rank, on each rank in turn."""
-        if not hasattr(one, "consolidate_state_dict"):
-            return one.state_dict()
-        found = None
-        for to in range(self.mesh.size):
-            one.consolidate_state_dict(to)
-            found = one.state_dict() if to == self.mesh.rank else found
-        return found
-
-    def start(self, params: Any, buffers: Any) -> Any:
-        return 0
-
-    def load(self, state: Any, values: Mapping[str, Any], rank: Mapping[str, Any]) -> Callable[[], Any]:
-        shown = rank.get("objects", {})
-        if shown.keys() != self._objects.keys():
-            raise CheckpointError(
-                f"the checkpoint is of {sorted(shown)}, but here are {sorted(self._objects)}; pass the same names"
-            )
-        tensors = under("objects", values)
-        states = {name: put_together(shown[name], tensors) for name in self._objects}
-
-        def take() -> Any:
-            for name, one in self._objects.items():
-                one.load_state_dict(states[name])
-            return rank["steps"]
-
-        return take
 
 
 def source_of(what: Any, mesh: Mesh | None) -> Source:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,7 +25,7 @@ def flatten(params: Any) -> tuple[dict[str, Tensor], Callable[[dict[str, Any]], 
     if params is None or isinstance(params, Iterator):
         raise TypeError(f"params must be a pytree of tensors, such as a dict from paths to tensors, got {params!r}")
     names, leaves, structure = flatten_in_insertion_order(params)
-    twice = sorted({name for name in names if names.count(name) > 1})
+    twice = sorted(name for name, count in Counter(names).items() if count > 1)
     if twice:
         raise ValueError(f"several leaves of params have the paths {twice}; rename them")
     first: dict[int, str] = {}

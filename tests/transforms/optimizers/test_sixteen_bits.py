@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fjoin import transforms as tx
+from fjoin.transforms.optimizers.wrappers._mixed_precision import master_of
 from tests.optimizer_table import OPTIMIZERS
 from tests.oracle import optim
 from tests.parity_table import KINDS
@@ -75,7 +76,9 @@ def test_formula_matches_the_kernel(name: str, dtype: torch.dtype, scale: float)
     assert torch.isfinite(moved).all()
     assert ((moved.float() - moved_.float()).abs() <= _ulp(param)).all()
     for one, other in zip(optree.tree_leaves(state), optree.tree_leaves(state_), strict=True):
-        assert ((one.float() - other.float()).abs() <= 2 * _ulp(one, least=torch.finfo(one.dtype).tiny)).all()
+        # A master copy that has come near zero keeps the rounding of the larger values that it had.
+        size = torch.maximum(one.abs(), param.abs().to(one.dtype)) if one is master_of(state) else one
+        assert ((one.float() - other.float()).abs() <= 2 * _ulp(size, least=torch.finfo(one.dtype).tiny)).all()
 
 
 @pytest.mark.parametrize("scale", SCALES)

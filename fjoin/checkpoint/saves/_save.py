@@ -18,10 +18,11 @@ from ...groups._mesh import Mesh
 from ...transforms.tree._placement import Placement
 from .._folder import Folder
 from .._manifest import Manifest
+from ..values._snapshot import Snapshot
+from ..values._together import on_each
 from ._drift import drifted
+from ._plan import Plan
 from ._rank_file import RankFile, add_side, side_name
-from ._snapshot import Snapshot
-from ._together import on_each
 
 
 class Save:
@@ -54,10 +55,11 @@ class Save:
         self._thread: threading.Thread | None = None
         self._given_up = threading.Event()
 
-    def begin(self, step: int, found: Snapshot, copies: bool) -> None:
+    def begin(self, step: int, found: Snapshot, plan: Plan, copies: bool) -> None:
         """Agree on what each rank writes.
 
         Args:
+            plan: Of values of this form.
             copies: Whether to copy the values, so that the next step may overwrite them.
 
         Raises:
@@ -65,24 +67,25 @@ class Save:
         """
         self.path, self._step = self._folder.step_path(step), step
         try:
-            self._compare(found)
+            plan = self._compare(found, plan)
             self._file = on_each(
-                self._mesh, "the copies of a save", lambda: RankFile(self._mesh, found, not self._notes, copies)
+                self._mesh, "the copies of a save", lambda: RankFile(self._mesh, plan, found, not self._notes, copies)
             )
         except BaseException:
             self.give_up()
             raise
 
-    def _compare(self, found: Snapshot) -> None:
-        """Note the replicas that have drifted apart."""
-        odd = drifted(self._mesh, found)
-        if found.by_content:  # values of ranks by themselves
+    def _compare(self, found: Snapshot, plan: Plan) -> Plan:
+        """Note the replicas that have drifted apart. Returns the plan with the places of values by content."""
+        odd = drifted(self._mesh, plan, found)
+        if found.by_content and odd:  # values of ranks by themselves
             found.places |= dict.fromkeys(odd.keys() & found.places.keys(), Placement(()))
-            odd = {}
+            plan, odd = Plan(self._mesh.shape, self._mesh.rank, found), {}
         self._notes = list(odd.values())
         if odd and self._mesh.rank == 0:
             text = f"replicas have drifted apart; those of the lowest rank are saved: {self._brief()}"
             warnings.warn(text, stacklevel=5)
+        return plan
 
     def _brief(self) -> str:
         return "; ".join([*self._notes[:3], *([f"and {len(self._notes) - 3} more"] if len(self._notes) > 3 else [])])
@@ -162,14 +165,14 @@ class Save:
             self._file.write(self._tmp)
         except Exception as error:
             with contextlib.suppress(Exception):  # then rank 0 learns of it in `end`
-                self._file.report(self._tmp, {"error": f"{type(error).__name__}: {error}"})
+                self._file.fail(self._tmp, error)
             raise
 
     def _commit(self) -> None:
         """On rank 0: wait for the files of the others, and commit."""
         if self._mesh.rank:
             return
-        manifest = Manifest(self._run, uuid.uuid4().hex, self._step, self._parent(), dict(self._mesh.shape))
+        manifest = Manifest(self._run, uuid.uuid4().hex, self._step, self._folder.newest_id(), dict(self._mesh.shape))
         manifest.notes, manifest.extra = self._notes, self._about.get("extra")
         manifest.library = {"torch": str(torch.__version__), "python": platform.python_version()}
         manifest.spec, manifest.settings = self._about.get("spec"), dict(self._about.get("settings", {}))
@@ -195,7 +198,3 @@ class Save:
         if "error" in side:
             raise CheckpointError(f"rank {rank} could not write its file: {side['error']}", rank=rank)
         return side
-
-    def _parent(self) -> str:
-        newest = self._folder.newest()
-        return "" if newest is None else self._folder.read(newest)[1].id

@@ -8,15 +8,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from ...groups._mesh import Mesh
 from .._files import FileEntry, write_small
 from .._manifest import Manifest
 from .._parts import Leaf, Part
 from .._safetensors import write_file
-from ._snapshot import Snapshot, is_host
-from ._writers import Writers
+from ..values._snapshot import Snapshot
+from ._copies import Copies
+from ._plan import Plan
 
 
 class RankFile:
@@ -27,51 +26,39 @@ class RankFile:
         copies: Whether to copy the values now, since the next step overwrites them.
     """
 
-    def __init__(self, mesh: Mesh, found: Snapshot, spread: bool, copies: bool) -> None:
+    def __init__(self, mesh: Mesh, plan: Plan, found: Snapshot, spread: bool, copies: bool) -> None:
         self._rank, self._ranks = mesh.rank, mesh.size
-        places = dict(Writers(mesh.shape, mesh.rank, spread).mine(found))
-        self._tensors: dict[str, Tensor] = {place.name: found.values[path] for path, place in places.items()}
-        if copies:
-            self._tensors = {name: value.to("cpu", copy=True) for name, value in self._tensors.items()}
-        numbers = {path: value for path, value in found.values.items() if is_host(value)}
-        leaves = {}
-        for path, place in places.items():
-            alone = found.by_content and place.rank is not None  # other ranks may have another form, or no such value
-            leaves[place.name if alone else path] = {
-                "shape": list(place.shape),
-                "dtype": str(found.values[path].dtype).removeprefix("torch."),
-                "placement": _placement_of(found, path) | ({"of": path, "rank": place.rank} if alone else {}),
-                "part": [place.name, None if alone else place.rank, place.start],
-            }
-        self._side: dict[str, Any] = {
-            "leaves": leaves,
-            "numbers": numbers,
-            "shared": [path for path in numbers if set(found.places[path].equal) == set(mesh.shape)],
+        self._written = plan.written(found, spread)
+        tensors = {name: found.values[path] for name, path in self._written.names.items()}
+        self._tensors = Copies(tensors) if copies else tensors
+        self._side = {
+            "numbers": {path: found.values[path] for path in plan.numbers},
+            "shared": plan.shared,
             "rank": found.rank,
         }
 
     def write(self, folder: Path) -> None:
         """Write the file, then the list, which appears as a whole."""
         name = f"rank-{self._rank:05d}-of-{self._ranks:05d}.safetensors"
-        entry = write_file(folder / name, self._tensors, {"format": "pt"})
+        tensors = self._tensors.tensors() if isinstance(self._tensors, Copies) else self._tensors
         self._tensors = {}
-        self.report(folder, {**self._side, "file": asdict(entry)})
+        entry, leaves = write_file(folder / name, tensors, {"format": "pt"}), self._written.leaves(tensors)
+        side = json.dumps(self._side | {"file": asdict(entry)})
+        self._report(folder, f'{side[:-1]}, "leaves": {leaves}}}')
 
-    def report(self, folder: Path, side: dict[str, Any]) -> None:
-        """Tell rank 0 of what has been written, or why it has not."""
+    def fail(self, folder: Path, error: Exception) -> None:
+        """Tell rank 0 why nothing has been written."""
+        self._report(folder, json.dumps({"error": f"{type(error).__name__}: {error}"}))
+
+    def _report(self, folder: Path, side: str) -> None:
         new = folder / f"{side_name(self._rank)}.new"
-        write_small(new, json.dumps(side).encode())
+        write_small(new, side.encode())
         os.rename(new, folder / side_name(self._rank))
 
 
 def side_name(rank: int) -> str:
     """The name of a rank's list in the temporary folder, until rank 0 has put it into the manifest."""
     return f"rank-{rank:05d}.json"
-
-
-def _placement_of(found: Snapshot, path: str) -> dict[str, Any]:
-    place = found.places[path]
-    return {"equal": list(place.equal), "cut": place.cut, "merge": place.merge.value}
 
 
 def add_side(manifest: Manifest, rank: int, side: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...transforms.axes._grid import Grid
 from ...transforms.tree._placement import Placement
-from ._snapshot import Snapshot, bytes_of, is_host
+from ..values._snapshot import Snapshot, bytes_of, is_host
 
 
 class Place(NamedTuple):

@@ -1,0 +1,1 @@
+"""A save: which rank writes what, and the commit."""

@@ -1,0 +1,90 @@
+"""What a rank writes in the saves of values of one form, and which values it compares with other ranks."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ...transforms.tree._placement import Placement
+from ..values._snapshot import Snapshot, is_host
+from ._writers import Writers
+
+
+class Written:
+    """What one rank writes.
+
+    Args:
+        names: Name in the file -> name of the value.
+        leaves: For each name in the file, the leaf of the manifest that it is a part of, and what is known of it.
+    """
+
+    def __init__(self, names: dict[str, str], leaves: dict[str, tuple[str, dict[str, Any]]]) -> None:
+        self.names, self._leaves, self._shown = names, leaves, ("", "")
+
+    def leaves(self, tensors: Mapping[str, Tensor]) -> str:
+        """The leaves of the manifest, as JSON. Of slices the shape is that of the whole."""
+        shapes = str([(value.dtype, *value.shape) for value in tensors.values()])
+        if shapes != self._shown[0]:
+            found = {}
+            for name, value in tensors.items():
+                path, leaf = self._leaves[name]
+                leaf["dtype"] = str(value.dtype).removeprefix("torch.")
+                found[path] = leaf if leaf["part"][2] is not None else leaf | {"shape": list(value.shape)}
+            self._shown = shapes, json.dumps(found)
+        return self._shown[1]
+
+
+class Plan:
+    """Names and placements are the same in most saves; what follows from them is computed once.
+
+    Args:
+        axes: The mesh.
+        rank: This rank.
+        found: A snapshot of the form.
+    """
+
+    def __init__(self, axes: Mapping[str, int], rank: int, found: Snapshot) -> None:
+        self._axes, self._rank, self._form = dict(axes), rank, found.form
+        self._written: dict[bool, Written] = {}
+        group = functools.cache(Writers(axes, rank).group)
+        # Name -> a text that the ranks have in common which should have equal values.
+        self.groups = {name: f"{group(p.equal)} {p.equal}" for name, p in found.places.items() if p.equal}
+        self.numbers = [name for name, value in found.values.items() if is_host(value)]
+        self.shared = [name for name in self.numbers if set(found.places[name].equal) == set(axes)]
+
+    def fits(self, found: Snapshot) -> bool:
+        """Whether it is the plan of these values too."""
+        return not found.by_content and self._form == found.form
+
+    def written(self, found: Snapshot, spread: bool) -> Written:
+        """What this rank writes of values that this plan fits.
+
+        Args:
+            spread: Whether values that several ranks have are spread over their files.
+        """
+        if spread not in self._written:
+            self._written[spread] = self._make(found, spread)
+        return self._written[spread]
+
+    def _make(self, found: Snapshot, spread: bool) -> Written:
+        names, leaves = {}, {}
+        for path, place in Writers(self._axes, self._rank, spread).mine(found):
+            names[place.name] = path
+            alone = found.by_content and place.rank is not None  # other ranks may have another form, or no such value
+            leaves[place.name] = (
+                place.name if alone else path,
+                {
+                    "shape": list(place.shape),
+                    "placement": _shown(found.places[path]) | ({"of": path, "rank": place.rank} if alone else {}),
+                    "part": [place.name, None if alone else place.rank, place.start],
+                },
+            )
+        return Written(names, leaves)
+
+
+def _shown(place: Placement) -> dict[str, Any]:
+    return {"equal": list(place.equal), "cut": place.cut, "merge": place.merge.value}
