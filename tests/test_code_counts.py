@@ -18,8 +18,8 @@ LIMITS = {
     "accesses to another object's privates": 26,
     "accesses to privates of torch's objects": 67,
     "lines of reducer, training, ddp": 7551,
-    "code lines": 23490,
-    "lines": 45237,
+    "code lines": 23524,
+    "lines": 45290,
     "files over 250 lines": 0,
     "fmt: skip": 0,
 }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import time
 import warnings
 import zlib
@@ -15,6 +17,7 @@ import torch
 import fjoin
 from fjoin import transforms as tx
 from fjoin.checkpoint import verify
+from fjoin.checkpoint.saves._rank_file import RankFile
 from tests.ranks import Ranks
 
 START = {"w": torch.zeros(3000), "b": torch.zeros(5)}
@@ -80,3 +83,42 @@ def test_a_kill_at_any_time_leaves_a_whole_checkpoint(
         assert step >= newest
         newest = step
     assert newest > 0 and not verify(tmp_path)
+
+
+def writing_slowly(rank: int, report: Any, folder: str, what: str) -> None:
+    """Rank 1 writes for longer than the mesh waits, or is killed while it writes."""
+    warnings.simplefilter("ignore")
+    write = RankFile.write
+
+    def slowly(self: Any, to: Path) -> None:
+        time.sleep(0.5 if what == "killed" else 3.0)
+        if what == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(self, to)
+
+    if rank == 1:
+        RankFile.write = slowly  # type: ignore[method-assign]
+    step = make_step(fjoin.mesh({"data": -1}, timeout_s=2))
+    runs = fjoin.Checkpoints(folder, step, background=True)
+    state, _ = step(step.init(START), batch_of(rank, 0))
+    began = time.monotonic()
+    try:
+        runs.save(state)
+        runs.wait()
+    except Exception as error:
+        report((type(error).__name__, time.monotonic() - began))
+    else:
+        report(("saved", time.monotonic() - began))
+
+
+def test_a_rank_that_is_killed_while_it_writes_is_noticed(tmp_path: Path) -> None:
+    with Ranks(2, writing_slowly, str(tmp_path), "killed") as run:
+        _, _, (what, took_s) = run.next(60)
+    assert what in ("PeerLost", "CollectiveTimeout") and took_s < 15
+    assert not list(tmp_path.iterdir())  # the rank that is left has cleaned up
+
+
+def test_a_file_may_take_longer_than_a_message(tmp_path: Path) -> None:
+    with Ranks(2, writing_slowly, str(tmp_path), "slow") as run:
+        found = [run.next(60)[2] for _ in range(2)]
+    assert all(what == "saved" and took_s > 2.5 for what, took_s in found) and not verify(tmp_path)

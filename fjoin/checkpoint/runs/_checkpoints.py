@@ -19,7 +19,8 @@ from ...training.state._metrics import Metrics
 from .._folder import Folder
 from ..saves._plan import Plan
 from ..saves._save import Save
-from ..values._snapshot import Snapshot, check_json
+from ..values._extra import put_together, taken_apart
+from ..values._snapshot import Snapshot
 from ..values._together import on_each, on_first
 from ._choice import chosen
 from ._load import Load, empty_params
@@ -120,7 +121,7 @@ class Checkpoints:
         Args:
             state: The state that the step returned; for a pipeline (params, state), for objects the number of steps so far.
             metrics: Those of the same call; None: save in any case.
-            extra: What else to keep, the same on all ranks: JSON.
+            extra: What else to keep, the same on all ranks: JSON, with tensors in it where you like.
             data: The loop over the data, from `step.join` or `fjoin.join`: its position is saved.
 
         Returns:
@@ -129,7 +130,7 @@ class Checkpoints:
         Raises:
             CheckpointError: on all ranks: one of them could not write, or the folder holds this step. Nothing has been saved.
             NonFinite: on all ranks: the last step was not taken.
-            TypeError: `extra` is no JSON.
+            TypeError: `extra` is neither JSON nor tensors.
         """
         number = self._source.number(state)
         if metrics is not None and not self._due(number, metrics):
@@ -143,10 +144,8 @@ class Checkpoints:
             self._plan = Plan(self._mesh.shape, self._mesh.rank, found)
         save.begin(number, found, self._plan, copies=self._background)
         self._saving = save
-        if self._background:
-            save.start()
-        else:
-            save.run()
+        save.start()
+        if not self._background:
             self.wait()
         if self._requests is not None:
             self._requests.saved()
@@ -167,9 +166,10 @@ class Checkpoints:
         return asked or (self._every is not None and number % self._every == 0)
 
     def _taken(self, state: Any, extra: Any, data: Any) -> Snapshot:
-        kept = check_json(extra)
+        tensors: dict[str, Tensor] = {}
+        kept = taken_apart(extra, tensors)
         found = self._source.snapshot(state)
-        found.extra = kept
+        found.add_extra(kept, tensors, self._mesh.shape)
         if data is not None:
             add_position(found, data)
         return found
@@ -228,15 +228,15 @@ class Checkpoints:
         path, manifest = found
         state = self._source.start(empty_params(manifest.leaves) if params is None else params, buffers)
 
-        def read() -> tuple[Callable[[], Any], Callable[[], None]]:
+        def read() -> tuple[Callable[[], Any], Callable[[], None], Any]:
             values, own = Load(path, manifest, self._mesh).values(self._source.snapshot(state), fresh)
             place = position_of(values, own, data)
-            return self._source.load(state, values, own), place
+            return self._source.load(state, values, own), place, put_together(manifest.extra, values)
 
-        take, place = on_each(self._mesh, "the values of a checkpoint", read)  # nothing has changed yet
+        take, place, extra = on_each(self._mesh, "the values of a checkpoint", read)  # nothing has changed yet
 
         loaded = on_each(self._mesh, "the end of a load", lambda: (take(), place())[0])
-        self._run, self.extra, self._back = manifest.run, manifest.extra, manifest.step
+        self._run, self.extra, self._back = manifest.run, extra, manifest.step
         spec = self._source.about().spec
         if manifest.spec != spec and not fresh and self._mesh.rank == 0:
             warnings.warn(

@@ -110,8 +110,11 @@ class Load:
 
     def _number(self, name: str, like: Snapshot) -> Any:
         held, rank = self.manifest.numbers[name], self._mesh.rank
-        if not self._same and name in like.places and like.places[name].merge is Merge.RESTART:
+        merge = like.places[name].merge if name in like.places else Merge.REFUSE
+        if not self._same and merge is Merge.RESTART:
             return like.values[name]
+        if not self._same and merge is Merge.MEAN:
+            return max(held)
         return held[rank if rank < len(held) else 0]
 
     def _merged(self, leaves: Leaves, name: str, leaf: Leaf, like: Snapshot) -> Tensor:

@@ -30,6 +30,7 @@ def add_position(found: Snapshot, data: Any) -> None:
     found.rank[_NAME] = taken_apart(data.state_dict(), _NAME, tensors)
     found.values |= tensors
     found.places |= dict.fromkeys(tensors, Placement(()))
+    found.form.append([_NAME, *tensors])
 
 
 def position_of(values: dict[str, Any], own: Mapping[str, Any], data: Any) -> Callable[[], None]:

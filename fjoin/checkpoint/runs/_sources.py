@@ -93,7 +93,7 @@ class OfStep:
             if self._on_buffers is not None:
                 found.add_state(self._on_buffers, body.buffers_state)
         counts = {"batches": body.batches, "weight": run.step_check.weight}
-        mine = Placement((), None, Merge.REFUSE)
+        mine = Placement((), None, Merge.MEAN)
         found.add("run", {name: value for name, value in counts.items() if value is not None}, mine)
         return found
 

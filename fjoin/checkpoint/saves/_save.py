@@ -8,7 +8,7 @@ import platform
 import threading
 import uuid
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -23,6 +23,10 @@ from ..values._together import on_each
 from ._drift import drifted
 from ._plan import Plan
 from ._rank_file import RankFile, add_side, side_name
+
+_ROUND_S = 0.2  # between two meetings of ranks that wait for files
+_LOOK_S = 0.02  # between two looks for another rank's file
+_AFTER_THE_END_S = 60.0  # to wait for it when the program has ended
 
 
 class Save:
@@ -99,65 +103,58 @@ class Save:
 
     def start(self) -> None:
         """Write in a thread; to be followed by `end` or `give_up`."""
-        self._thread = threading.Thread(target=self._guarded, args=(self._write, self._commit), name="fjoin save")
+        self._thread = threading.Thread(target=self._guarded, name="fjoin save")
         self._thread.start()
-
-    def run(self) -> None:
-        """Write now; to be followed by `end`."""
-        self._guarded(self._write)
-        self._meet("the files of a save")
-        self._guarded(self._commit)
 
     def end(self) -> None:
         """Wait until all ranks have written, and the checkpoint is committed.
 
+        The ranks meet every so often, so none waits for another rank's file longer than its mesh allows, and a lost one is noticed.
+
         Raises:
             CheckpointError: on all ranks: one of them could not write. Nothing is left behind.
         """
-        if self._thread is not None:
-            self._meet("the threads of a save")  # all ranks have begun; those that have failed already say so
-            self._thread.join()
-        self._meet("the end of a save")
+        try:
+            failed = self._wait()
+        except BaseException:
+            self.give_up()
+            raise
+        if failed is not None:
+            self.give_up()
+            text = f"step {self._step} has not been saved: {failed}"
+            raise CheckpointError(text, step=self._step) from self._error
+
+    def _wait(self) -> str | None:
+        """Wait for the threads of all ranks; returns what one of them has failed with."""
+        assert self._thread is not None
+        wait_s, failed = 0.0, None  # no rank waits before all have begun
+        while True:
+            self._thread.join(wait_s)
+            own = None if self._error is None else f"{type(self._error).__name__}: {self._error}"
+            states = self._mesh.exchange("the end of a save", [self._thread.is_alive(), own], list)
+            for rank, (_, error) in enumerate(states):
+                failed = failed or (f"rank {rank}: {error}" if error else None)
+            if failed:
+                self._given_up.set()
+            if not any(alive for alive, _ in states):
+                return failed
+            wait_s = _ROUND_S
 
     def give_up(self) -> None:
         """Wait for this rank's file only, and delete what has been written but not committed."""
-        self._join()
+        self._given_up.set()
+        if self._thread is not None:
+            self._thread.join()
         if self._mesh.rank == 0 and self._tmp.exists():
             with contextlib.suppress(CheckpointError):  # which would hide the error that is the reason
                 self._folder.discard(self._tmp)
 
-    def _join(self) -> None:
-        self._given_up.set()
-        if self._thread is not None:
-            self._thread.join()
-
-    def _guarded(self, *parts: Callable[[], None]) -> None:
+    def _guarded(self) -> None:
         try:
-            for part in parts:
-                part()
-        except Exception as error:  # raised by `_meet`
+            self._write()
+            self._commit()
+        except Exception as error:  # raised by `end`
             self._error = error
-
-    def _meet(self, occasion: str) -> None:
-        """Meet the other ranks; an error of one is raised on all."""
-        own = self._error
-
-        def raise_own() -> None:
-            if own is not None:
-                raise own
-
-        try:
-            on_each(self._mesh, occasion, raise_own)
-        except Exception as error:
-            if error is not own and not isinstance(error, CheckpointError):
-                self.give_up()
-                raise  # of the ranks' connections
-            self._join()
-            try:
-                on_each(self._mesh, "the end of a failed save", lambda: None)  # no rank writes any more
-            finally:
-                self.give_up()
-            raise CheckpointError(f"step {self._step} has not been saved: {error}", step=self._step) from error
 
     def _write(self) -> None:
         """Write this rank's file."""
@@ -191,9 +188,12 @@ class Save:
     def _side_of(self, rank: int) -> dict[str, Any]:
         """What a rank has written, once it has."""
         path = self._tmp / side_name(rank)
+        left_s = _AFTER_THE_END_S
         while not path.exists():  # a folder that hosts share tells nobody of new files
-            if self._given_up.wait(0.02):
+            if self._given_up.wait(_LOOK_S) or left_s < 0:
                 raise CheckpointError(f"rank {rank} has not written its file", rank=rank)
+            if not threading.main_thread().is_alive():  # nobody is left to notice that a rank is lost
+                left_s -= _LOOK_S
         side: dict[str, Any] = json.loads(path.read_bytes())
         if "error" in side:
             raise CheckpointError(f"rank {rank} could not write its file: {side['error']}", rank=rank)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -31,7 +30,7 @@ class Snapshot:
         pieces: The pieces of a pipeline that shards; None for others.
         form: Equal for snapshots whose names and placements are.
         rank: What only this rank has, as JSON.
-        extra: What the user keeps beside it, as JSON.
+        extra: What the user keeps beside it, as JSON; its tensors are among the values.
         by_content: Whether values that differ are no drift, but placed where they differ.
     """
 
@@ -42,6 +41,13 @@ class Snapshot:
     rank: dict[str, Any] = field(default_factory=dict)
     by_content: bool = False
     extra: Any = None
+
+    def add_extra(self, extra: Any, tensors: Mapping[str, Tensor], axes: Iterable[str]) -> None:
+        """Add what the user keeps, which is the same on all ranks, and its tensors."""
+        self.extra = extra
+        self.values |= tensors
+        self.places |= dict.fromkeys(tensors, Placement(tuple(axes)))
+        self.form.append(list(tensors))
 
     def add(self, prefix: str, values: Mapping[str, Any], place: Placement) -> None:
         """Add values under a prefix, all of one placement."""
@@ -83,16 +89,3 @@ def is_host(value: Any) -> bool:
 
 def bytes_of(value: Tensor) -> int:
     return value.numel() * value.element_size()
-
-
-def check_json(extra: Any) -> Any:
-    """A copy of a value that is kept as JSON; raises TypeError for another one."""
-    try:
-        kept = json.loads(json.dumps(extra, allow_nan=False))
-        if kept != extra:
-            raise TypeError(f"{extra!r} would be read back as {kept!r}")
-    except (TypeError, ValueError, RecursionError) as error:
-        raise TypeError(
-            f"extra must be JSON: finite numbers, text, lists, and dicts with text as keys: {error}"
-        ) from None
-    return kept
