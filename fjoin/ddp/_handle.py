@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from ..transforms.layout._pieces import Pieces
+from ..transforms.pipelines._pipeline import Pipeline
+from ..transforms.pipelines._tree_memory import PipelineState
 from ..transforms.pipelines.explain._explanation import Explanation
+from ..transforms.transform._transform import Transform
 from ..transforms.transform._weights import host_weight
 from ..transforms.tree._state_dict import restored, to_state_dict
 from ._hook import DDPRun
@@ -81,11 +86,64 @@ class Handle:
         """
         return self._run.explain()
 
+    @property
+    def what(self) -> Pipeline | Transform:
+        """The pipeline, or the hook where only that is registered."""
+        return self._run.what
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Axis name -> number of ranks."""
+        return dict(self._run.mesh.shape)
+
+    @property
+    def pieces(self) -> Pieces | None:
+        """The pieces that ranks own, of a pipeline that shards."""
+        return self._run.pieces
+
+    @property
+    def pipeline(self) -> Any:
+        """The state in the form of `pipeline.init` and `pipeline.step`, keyed by path, in views; of a hook alone, the hook's."""
+        run, parts = self._run, self._run.stages.parts
+        hook = run.hook_state if len(parts) > 1 else run.hook_state[0] if parts else ()
+        own = run.pipeline_step
+        if own is None:
+            return hook
+        window = torch.zeros((), dtype=torch.float64)
+        state = PipelineState(hook, dict(own.stepper.states), *own.ends, run.step, window, own.gather_state)
+        return state if own.outer is None else own.outer._replace(inner=state)
+
+    @property
+    def checksum(self) -> int:
+        """A number of the parameters that go with the state; 0 where all ranks have equal ones after each step."""
+        own = self._run.pipeline_step
+        return 0 if own is None else own.checksum()
+
     def state_dict(self) -> dict[str, Any]:
         """The state of the hook and of the optimizer: tensors and numbers, by parameter path, never by bucket."""
-        run = self._run
-        own = {"step": run.step, "total": run.total, "hook": to_state_dict(run.hook_state)}
-        return own if run.pipeline_step is None else own | run.pipeline_step.state_dict()
+        return self.dict_of(self.pipeline, self._run.step, self._run.total, self.checksum)
+
+    def dict_of(self, state: Any, step: int, total: float, parameters: int) -> dict[str, Any]:
+        """What `load_state_dict` takes, of a state in the form of `pipeline`.
+
+        Args:
+            step, total, parameters: As in `state_dict`.
+        """
+        own, parts = self._run.pipeline_step, self._run.stages.parts
+        inner = state if own is None or own.outer is None else state.inner
+        hook = inner if own is None else inner.hook
+        stages = hook if len(parts) > 1 else (hook,) if parts else ()
+        found: dict[str, Any] = {"step": step, "total": total, "hook": to_state_dict(stages)}
+        if own is None:
+            return found
+        return found | {
+            "outer": to_state_dict(None if own.outer is None else state._replace(inner=own.outer.inner)),
+            "after": to_state_dict(inner.after),
+            "on_state": to_state_dict(inner.on_state),
+            "gather": to_state_dict(inner.gather),
+            "optimizer": {path: to_state_dict(one) for path, one in inner.optimizer.items()},
+            "parameters": parameters,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state made by `state_dict`, for the same pipeline and parameters. All ranks must load the same step.

@@ -106,9 +106,14 @@ class DDPRun:
         self._is_partial = False
         self._memory: ModuleMemory | None = None  # of this pass
 
+    @property
+    def what(self) -> Pipeline | Transform:
+        """The pipeline, or the hook where only that is registered."""
+        return self._hook if self.pipeline_step is None else self.pipeline_step.pipeline
+
     def explain(self) -> Explanation:
         """The messages of a pass, with the buckets of the last pass, or before any pass those of the first."""
-        what = self._hook if self.pipeline_step is None else self.pipeline_step.pipeline
+        what = self.what
         sharding = what.sharding if isinstance(what, Pipeline) else None
         pieces = None if sharding is None else sharding.pieces
         uses, buckets = self.used is not None, self._buckets

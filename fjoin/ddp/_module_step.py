@@ -20,7 +20,7 @@ from ..transforms.pipelines._pipeline import Pipeline
 from ..transforms.plan._plan import Plan
 from ..transforms.program._effect import Effect
 from ..transforms.tree._check_tree import check_dense
-from ..transforms.tree._state_dict import restored, to_state_dict
+from ..transforms.tree._state_dict import restored
 from ._buckets import DDPBucket
 from ._late_errors import raise_after_backward
 from ._loss_scale import ScaledLoss
@@ -88,22 +88,11 @@ class ModuleStep:
         own: dict[str, Tensor] = sharding.held(self._pieces, held, self.gather_state)
         return own
 
-    def state_dict(self) -> dict[str, Any]:
-        """The states as tensors and numbers."""
-        return {
-            "outer": to_state_dict(self.outer),
-            "after": to_state_dict(self.ends.after),
-            "on_state": to_state_dict(self.ends.on_state),
-            "gather": to_state_dict(self.gather_state),
-            "optimizer": {path: to_state_dict(state) for path, state in self.stepper.states.items()},
-            "parameters": self._checksum(),
-        }
-
     def fits(self) -> bool:
         """Whether the module has the parameters that go with the loaded state."""
-        return self._loaded_checksum == self._checksum()
+        return self._loaded_checksum == self.checksum()
 
-    def _checksum(self) -> int:
+    def checksum(self) -> int:
         """A checksum of the parameters; 0 where all ranks have equal parameters after each step."""
         if not self.pipeline.ends:
             return 0

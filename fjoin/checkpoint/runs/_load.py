@@ -149,15 +149,15 @@ class Load:
 
     def _slice(self, leaves: Leaves, name: str, leaf: Leaf, like: Snapshot) -> Tensor:
         """This rank's slice of a leaf, from the parts that hold it."""
-        path = like.leaf_of(name) if like.pieces is not None else None
-        if path is None or like.pieces is None:
-            raise CheckpointError(f"{self._folder} has slices of {name!r}, but this pipeline does not shard it")
-        start, stop = like.pieces.slices[path]
+        own = like.slice_of(name)
+        if own is None:
+            raise CheckpointError(f"{self._folder} has slices of {name!r}, but here it is not sharded")
+        start, stop = own.start, own.stop
         parts = self._of_group(leaf)
         if all(part.start is None for part in parts):  # on one rank as a whole
             if stop:
                 return leaves.part(name, parts[0])
-            shape = like.values[name].shape if name in like.values else (0,)
+            shape = like.values[name].shape if name in like.values else leaf.shape
             return torch.zeros(shape, dtype=DTYPES[leaf.dtype])
         return _between(leaves, name, leaf, parts, start, stop)
 

@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor
 
 from ..._errors import CheckpointError
-from ...transforms.tree._placement import Placement
 from ..values._skeleton import put_together, taken_apart
 from ..values._snapshot import Snapshot
 
@@ -28,9 +27,7 @@ def add_position(found: Snapshot, data: Any) -> None:
         )
     tensors: dict[str, Tensor] = {}
     found.rank[_NAME] = taken_apart(data.state_dict(), _NAME, tensors)
-    found.values |= tensors
-    found.places |= dict.fromkeys(tensors, Placement(()))
-    found.form.append([_NAME, *tensors])
+    found.add_by_content(tensors, ())
 
 
 def position_of(values: dict[str, Any], own: Mapping[str, Any], data: Any) -> Callable[[], None]:

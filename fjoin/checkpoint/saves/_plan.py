@@ -58,7 +58,7 @@ class Plan:
 
     def fits(self, found: Snapshot) -> bool:
         """Whether it is the plan of these values too."""
-        return not found.by_content and self._form == found.form
+        return self._form == found.form
 
     def written(self, found: Snapshot, spread: bool) -> Written:
         """What this rank writes of values that this plan fits.
@@ -74,7 +74,9 @@ class Plan:
         names, leaves = {}, {}
         for path, place in Writers(self._axes, self._rank, spread).mine(found):
             names[place.name] = path
-            alone = found.by_content and place.rank is not None  # other ranks may have another form, or no such value
+            alone = (
+                path in found.by_content and place.rank is not None
+            )  # other ranks may have another form, or no such value
             leaves[place.name] = (
                 place.name if alone else path,
                 {

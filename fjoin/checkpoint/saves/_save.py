@@ -82,9 +82,12 @@ class Save:
     def _compare(self, found: Snapshot, plan: Plan) -> Plan:
         """Note the replicas that have drifted apart. Returns the plan with the places of values by content."""
         odd = drifted(self._mesh, plan, found)
-        if found.by_content and odd:  # values of ranks by themselves
-            found.places |= dict.fromkeys(odd.keys() & found.places.keys(), Placement(()))
-            plan, odd = Plan(self._mesh.shape, self._mesh.rank, found), {}
+        if differ := odd.keys() - (found.places.keys() - found.by_content):  # also those that only other ranks have
+            found.places |= dict.fromkeys(differ & found.places.keys(), Placement(()))
+            plan, odd = (
+                Plan(self._mesh.shape, self._mesh.rank, found),
+                {name: odd[name] for name in odd.keys() - differ},
+            )
         self._notes = list(odd.values())
         if odd and self._mesh.rank == 0:
             text = f"replicas have drifted apart; those of the lowest rank are saved: {self._brief()}"

@@ -71,14 +71,12 @@ class Writers:
 
 def _cut_part(found: Snapshot, name: str, value: Tensor, place: Placement) -> tuple[tuple[int, ...], int | None] | None:
     """The shape of the whole and the start of this rank's slice; None where it holds nothing."""
-    path, pieces = found.leaf_of(name), found.pieces
-    if path is None or pieces is None:
+    own = found.slice_of(name)
+    if own is None:
         raise ValueError(
             f"the value {name!r} is cut over {place.cut!r}, but belongs to no parameter; it cannot be saved"
         )
-    start, stop = pieces.slices[path]
-    shape = pieces.shapes[path]
-    holds = bool(stop) or (not shape.numel() and not pieces.rank)
-    if path in pieces.whole or value.numel() != stop - start:  # on one rank as a whole
-        return (tuple(value.shape), None) if holds else None
-    return (tuple(shape), start) if holds else None
+    if not own.holds:
+        return None
+    whole = own.whole or not value.dim() or value.numel() != own.stop - own.start
+    return (tuple(value.shape), None) if whole else (tuple(own.shape), own.start)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -47,7 +48,7 @@ def _key(key: Any, name: str) -> Any:
     return key
 
 
-def put_together(shown: Any, tensors: dict[str, Tensor]) -> Any:
+def put_together(shown: Any, tensors: Mapping[str, Any]) -> Any:
     """The state dict that `taken_apart` took apart.
 
     Raises:
@@ -61,7 +62,7 @@ def put_together(shown: Any, tensors: dict[str, Tensor]) -> Any:
         name = shown[_TENSOR]
         if name not in tensors:
             raise CheckpointError(
-                f"there is no value objects.{name}: what fresh= names must have a value at the start; name less of it"
+                f"there is no value {name}: what fresh= names must have a value at the start; name less of it"
             )
         return tensors[name]
     if _FLOAT in shown:

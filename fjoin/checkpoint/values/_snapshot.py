@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ...transforms.layout._pieces import Pieces
 from ...transforms.tree._placement import Placement
 from ._names import Names
+from ._slices import Slice, Slices
 
 
 class About(NamedTuple):
@@ -27,59 +27,53 @@ class Snapshot:
     Attributes:
         values: Name -> tensor or host number.
         places: Name -> placement.
-        pieces: The pieces of a pipeline that shards; None for others.
+        slices: The beginning of names -> the slices of values of this name that are cut.
         form: Equal for snapshots whose names and placements are.
         rank: What only this rank has, as JSON.
         extra: What the user keeps beside it, as JSON; its tensors are among the values.
-        by_content: Whether values that differ are no drift, but placed where they differ.
+        by_content: The names of values that may differ between ranks, in form too, and are then saved for each rank.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
     places: dict[str, Placement] = field(default_factory=dict)
-    pieces: Pieces | None = None
+    slices: dict[str, Slices] = field(default_factory=dict)
     form: list[Any] = field(default_factory=list)
     rank: dict[str, Any] = field(default_factory=dict)
-    by_content: bool = False
+    by_content: set[str] = field(default_factory=set)
     extra: Any = None
 
     def add_extra(self, extra: Any, tensors: Mapping[str, Tensor], axes: Iterable[str]) -> None:
         """Add what the user keeps, which is the same on all ranks, and its tensors."""
         self.extra = extra
-        self.values |= tensors
-        self.places |= dict.fromkeys(tensors, Placement(tuple(axes)))
-        self.form.append(list(tensors))
+        self._add(tensors, dict.fromkeys(tensors, Placement(tuple(axes))), list(tensors))
 
     def add(self, prefix: str, values: Mapping[str, Any], place: Placement) -> None:
         """Add values under a prefix, all of one placement."""
-        self.values |= {f"{prefix}.{name}": value for name, value in values.items()}
-        self.places |= {f"{prefix}.{name}": place for name in values}
-        self.form += [prefix, list(values), place]
+        named = {f"{prefix}.{name}": value for name, value in values.items()}
+        self._add(named, dict.fromkeys(named, place), [*named, place])
+
+    def add_by_content(self, values: Mapping[str, Any], axes: Iterable[str]) -> None:
+        """Add values of which it is not known whether they are equal on all ranks."""
+        self._add(values, dict.fromkeys(values, Placement(tuple(axes))), list(values))
+        self.by_content |= values.keys()
 
     def add_state(self, names: Names, state: Any) -> None:
         """Add the leaves of a state."""
-        self.values |= names.values(state)
-        self.places |= names.places
-        self.form.append(names.structure)
+        self._add(names.values(state), names.places, names.structure)
 
-    def leaf_of(self, name: str) -> str | None:
-        """The path of the parameter that a slice belongs to."""
-        assert self.pieces is not None
-        part, _, rest = name.removeprefix("pipeline.").removeprefix("inner.").partition(".")
-        return next((path for path in _inside(rest, part) if path in self.pieces.shapes), None)
+    def _add(self, values: Mapping[str, Any], places: Mapping[str, Placement], form: Any) -> None:
+        if twice := sorted(self.values.keys() & values.keys()):
+            raise ValueError(f"two values of the run are called {twice[0]!r}; give the objects other names")
+        self.values |= values
+        self.places |= places
+        self.form.append(form)
 
-
-def _inside(name: str, part: str) -> Iterator[str]:
-    """Where a path may stand in the name of a value of a pipeline's part, longest first.
-
-    The optimizer's state is the tree of the parameters; states of transforms end with dicts by path.
-    """
-    words = name.split(".")
-    for length in range(len(words), 0, -1):
-        starts = range(len(words) - length + 1)
-        for start in (
-            starts[:1] if part == "optimizer" else starts[-1:] if part in ("hook", "after", "gather") else starts
-        ):
-            yield ".".join(words[start : start + length])
+    def slice_of(self, name: str) -> Slice | None:
+        """This rank's slice of a value that is cut; None where it is one of no parameter."""
+        for prefix, slices in self.slices.items():
+            if name.startswith(f"{prefix}."):
+                return slices(name.removeprefix(f"{prefix}."))
+        return None
 
 
 def is_host(value: Any) -> bool:

@@ -17,7 +17,7 @@ from ._optimizer_class import WholeLeaves, optimizer_of, takes_closure, torchs_s
 from ._whole_state import NoState, Owned, gather_states
 from ._zero_join import StepsInAJoin, gradients
 from ._zero_load import WholeState, load_slices, on_device, whole_states
-from ._zero_shard import Shard, cut_group, gather, give, own_gradients
+from ._zero_shard import OwnSlice, Shard, cut_group, gather, give, own_gradients, own_slices
 
 
 class ZeroRedundancyOptimizer(torch.optim.Optimizer, StepsInAJoin):
@@ -27,14 +27,11 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, StepsInAJoin):
     the ranks gather the parameters. Elementwise optimizers are cut at any element, so the memory is 1 / ranks. Others,
     such as Muon, and classes that fjoin does not know, have one owner per parameter.
 
-    - `step` sends half the bytes of an all-reduce of the parameters, beside the all-reduce of the module. With
-      `overlap_with_ddp=True` and `fjoin.ddp.hook_with_zero_step` the module sends pieces instead, so that the sum is
-      that of one all-reduce.
-    - `param_groups` holds whole parameters and the hyperparameters, which schedulers may change.
-    - `state_dict` is whole, in torch's form, on the rank given to `consolidate_state_dict`, and loads into any number of
-      ranks.
-    - In a Join, torch's or ours, in any order with its module, ranks without input step their pieces with the
-      gradients of the others.
+    - `step` sends half the bytes of an all-reduce of the parameters, beside the all-reduce of the module. With `overlap_with_ddp=True`
+      and `fjoin.ddp.hook_with_zero_step` the module sends pieces instead, and the sum is that of one all-reduce.
+    - `param_groups` holds whole parameters, and hyperparameters, which schedulers may change.
+    - `state_dict` is whole, in torch's form, on the rank given to `consolidate_state_dict`, for any number of ranks.
+    - In a Join, in any order with its module, ranks without input step their pieces with the gradients of the others.
     - It works with torch.amp.GradScaler, unless `overlap_with_ddp`.
 
     Args:
@@ -42,10 +39,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, StepsInAJoin):
         optimizer_class: A class of torch.optim, or a function of fjoin.transforms that makes an optimizer, such as
             `tx.lion`.
         process_group: The ranks; by default all.
-        parameters_as_bucket_view: Whether to make the parameters views of the buckets in which they are gathered, which
-            saves copies. Nothing else may then have replaced or replace `parameter.data`.
-        overlap_with_ddp: The step is taken by `fjoin.ddp.hook_with_zero_step`, in the backward pass, from the first one
-            on.
+        parameters_as_bucket_view: Whether to make the parameters views of the buckets in which they are gathered, which saves copies.
+            Nothing else may then have replaced or replace `parameter.data`.
+        overlap_with_ddp: The step is taken by `fjoin.ddp.hook_with_zero_step`, in the backward pass, from the first one on.
         defaults: The arguments of `optimizer_class`.
 
     Raises:
@@ -55,9 +51,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, StepsInAJoin):
 
     Same as: torch.distributed.optim.ZeroRedundancyOptimizer, which owns whole parameters and broadcasts each.
 
-    >>> from torch.nn.parallel import DistributedDataParallel
     >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    >>> ddp = DistributedDataParallel(torch.nn.Linear(2, 1))
+    >>> ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
     >>> zero = fjoin.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=0.1)
     >>> ddp(torch.ones(3, 2)).sum().backward()
     >>> zero.step()
@@ -196,7 +191,12 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, StepsInAJoin):
             "a ZeroRedundancyOptimizer cannot be copied or pickled; use consolidate_state_dict and state_dict"
         )
 
-    def _owned(self) -> Iterator[Owned]:
+    def slices(self) -> dict[int, OwnSlice] | None:
+        """By the number of a parameter; None where a module's hook or an optimizer that is not known steps."""
+        known = self._local is not None and not isinstance(self.part, WholeLeaves)
+        return own_slices(self._shards) if known else None
+
+    def owned(self) -> Iterator[Owned]:
         """This rank's part of the state."""
         # States that the hook has not taken yet are whole on all ranks.
         waiting = {p: state for p, _, state in self._loaded} if self.rank == 0 else {}
@@ -222,7 +222,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, StepsInAJoin):
         if not 0 <= to < self.world_size:
             raise ValueError(f"consolidate_state_dict: to must be a rank below {self.world_size}, got {to!r}")
         shapes = [p.shape for group in self.param_groups for p in group["params"]]
-        self._whole = gather_states(self._mesh.axes["data"], to, self._owned(), shapes, self.join_device)
+        self._whole = gather_states(self._mesh.axes["data"], to, self.owned(), shapes, self.join_device)
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """The whole state in torch's form, as of the last `consolidate_state_dict`, on the rank given to that."""
