@@ -1,0 +1,62 @@
+"""Checkpoints that were written when format 1 was released are read for ever."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fjoin
+from fjoin import transforms as tx
+from tests.checkpoint import format_1
+from tests.checkpoint.test_extra import assert_equal
+
+EXPECTED = json.loads((format_1.FOLDER / "expected.json").read_text())
+
+
+def restored(name: str, folder: Path, ranks: int) -> list[Any]:
+    shutil.copytree(format_1.FOLDER / name, folder / name)
+    return tx.simulate(lambda rank: format_1.run(name, folder / name, 5, False), {"data": ranks}, list(range(ranks)))
+
+
+@pytest.mark.parametrize("name", [*EXPECTED])
+def test_every_byte_verifies(name: str) -> None:
+    folder = format_1.FOLDER / name
+    assert fjoin.checkpoint.verify(folder) == []
+    assert json.loads((folder / "step-00000003" / "manifest.json").read_text())["version"] == 1
+    assert "step 3" in fjoin.checkpoint.show(folder)
+
+
+@pytest.mark.parametrize("name", [*format_1.pipelines()])
+def test_a_run_goes_on(name: str, tmp_path: Path) -> None:
+    for rank, (state, end, extra) in enumerate(restored(name, tmp_path, 2)):
+        assert format_1.digests(state) == EXPECTED[name]["restored"][rank]
+        want = torch.tensor(EXPECTED[name]["end"][rank])  # other processors round otherwise
+        torch.testing.assert_close(torch.tensor(format_1.flat(end.params)), want, rtol=0.02, atol=0.02)
+        assert_equal(extra, format_1.EXTRA)
+
+
+@pytest.mark.parametrize("name", ["feedback", "zero"])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_run_goes_on_on_other_ranks(ranks: int, name: str, tmp_path: Path) -> None:
+    want = EXPECTED[name]["restored"][0]
+    for state, _, extra in restored(name, tmp_path, ranks):
+        found = format_1.digests(state)
+        assert {path: found[path] for path in found if path.startswith(("params", "buffers"))} == {
+            path: want[path] for path in want if path.startswith(("params", "buffers"))
+        }
+        assert state.step == format_1.STEPS
+        assert_equal(extra, format_1.EXTRA)
+
+
+def test_objects_go_on() -> None:
+    of = format_1.objects()
+    done = fjoin.load(format_1.FOLDER / "objects", of)
+    format_1.train(of, range(done, 5))
+    torch.testing.assert_close(
+        torch.tensor(format_1.flat(of["model"].state_dict())), torch.tensor(EXPECTED["objects"]["end"])
+    )
