@@ -18,7 +18,8 @@ from ..transforms.optimizers.wrappers._mixed_precision import master_of
 from ..transforms.schedules._rates import check_rates
 from ..transforms.step_param._optimizer import Optimizer
 from ._arrivals import Arrivals
-from ._states_of_spans import load_span, states_of_span
+from ._readers import Readers
+from ._states_of_spans import load_span, states_of_span, without_empty
 
 
 class Storage:
@@ -30,6 +31,7 @@ class Storage:
         leaves: Path -> view into its bucket's flat tensor that requires a gradient, in the order of `params`.
         slots: The optimizer's state of each bucket and span, on the flat range.
         pieces: The pieces of the buckets that ranks own; None where every rank steps all of them.
+        readers: Those who read parameters and slots; whatever writes into them waits first.
         arrivals: The gathers of parameters under way. Until they have arrived only this rank's pieces can be read.
         window: Leaf -> the sum of its gradients in the earlier calls of an accumulation window, in float32; of 16-bit leaves.
         exact: The exact values of this rank's piece of each bucket, where a codec sends their changes; otherwise empty.
@@ -52,6 +54,7 @@ class Storage:
         self.exact: list[Tensor] = []
         self.arrivals = Arrivals()
         self.window: dict[Tensor, Tensor] = {}
+        self.readers = Readers()
         self.float16 = any(bucket.dtype is torch.float16 for bucket in layout)
         self.shapes = {path: p.shape for path, p in params.items()}
         self.flats = []
@@ -79,7 +82,7 @@ class Storage:
 
     def __getstate__(self) -> dict[str, Any]:
         self.arrivals.wait()
-        return {**self.__dict__, "_nodes": []}  # nodes cannot be copied
+        return {**self.__dict__, "_nodes": [], "readers": Readers()}  # nodes cannot be copied
 
     def make_slots(self, exact: bool = False) -> None:
         """Initialise the optimizer's slots from the current parameters.
@@ -138,7 +141,7 @@ class Storage:
             for k, (bucket, own, slots) in enumerate(zip(self.layout, self._stepped(), self.slots, strict=True))
         ]
         if self.pieces is not None:
-            self._ranges = _without_empty(self._ranges)
+            self._ranges = without_empty(self._ranges)
 
     def _range(self, part: Optimizer, own: Tensor, span: Span, k: int) -> Tensor:
         """A span's part of the values that this rank steps: flat, or in the leaf's shape where the optimizer needs it."""
@@ -225,7 +228,7 @@ class Storage:
         """A copy in memory of its own, including gradients that are being accumulated."""
         self.arrivals.wait()
         new = object.__new__(Storage)
-        new.arrivals, new.window = Arrivals(), {}
+        new.arrivals, new.window, new.readers = Arrivals(), {}, Readers()
         new.layout, new.optimizer, new.shapes, new.float16 = self.layout, self.optimizer, self.shapes, self.float16
         new.pieces, new.exact = self.pieces, [own.clone() for own in self.exact]
         new.flats = [flat.clone() for flat in self.flats]
@@ -237,13 +240,3 @@ class Storage:
             if old in self.window:
                 new.window[leaf] = self.window[old].clone()
         return new
-
-
-def _without_empty(ranges: list[list[Any]]) -> list[list[Any]]:
-    """The ranges without the empty ones; of each optimizer one range stays, which counts the steps."""
-    full = {id(part) for bucket in ranges for part, param, _, _ in bucket if param.numel()}
-    kept = []
-    for bucket in ranges:
-        kept.append([one for one in bucket if one[1].numel() or id(one[0]) not in full])
-        full |= {id(part) for part, _, _, _ in bucket}
-    return kept

@@ -49,3 +49,13 @@ def load_span(
         for place, value in zip(fields(own), fields(states[path]), strict=True):
             if place is not None:
                 place.copy_(value)
+
+
+def without_empty(ranges: list[list[Any]]) -> list[list[Any]]:
+    """The ranges without the empty ones; of each optimizer one range stays, which counts the steps."""
+    full = {id(part) for bucket in ranges for part, param, _, _ in bucket if param.numel()}
+    kept = []
+    for bucket in ranges:
+        kept.append([one for one in bucket if one[1].numel() or id(one[0]) not in full])
+        full |= {id(part) for part, _, _, _ in bucket}
+    return kept

@@ -100,6 +100,7 @@ class Run:
         self.agreements.fit(body.storage.layout)
         self.agreements.begin_flush(body.step)
         body.storage.arrivals.wait()
+        body.storage.readers.wait()
         body.torn = tears(body.step)
         execute(self._programs.parts.ends, FlatMemory(self, body, 0.0, None), FLUSH)
         self.ends_here(body)

@@ -44,7 +44,8 @@ class Checkpoints:
         every_s: Save a step after this many seconds of rank 0's clock; for a train_step.
         keep_last: The number of checkpoints to keep, the newest ones; None: all.
         keep_every: Also keep those of steps that are multiples of this.
-        background: Write while training goes on. A save copies the values; its error is raised by the next save, or `wait`, on all ranks.
+        background: Write while training goes on, from copies of the values; an error is raised by the next save, or `wait`, on all
+            ranks.
         replicas: Where values that should be equal differ, a save warns and notes it; "strict" also raises, once they are saved.
 
     Attributes:

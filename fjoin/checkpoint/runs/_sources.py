@@ -86,7 +86,7 @@ class OfStep:
         run = self._step.run
         body = check_state(state).settled(run.token)
         run.agreements.drain(body.step)
-        axes, found = self.mesh.shape, Snapshot(slices=_sharded(body.storage.pieces))
+        axes, found = self.mesh.shape, Snapshot(slices=_sharded(body.storage.pieces), storage=body.storage)
         found.add("params", body.storage.leaves, params_placement(run.pipeline, axes))
         found.add_state(self._names, state.pipeline)
         if body.buffers is not None:

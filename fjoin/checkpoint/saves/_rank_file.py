@@ -23,19 +23,33 @@ class RankFile:
 
     Args:
         spread: Whether values that several ranks have are spread over their files.
-        copies: Whether to copy the values now, since the next step overwrites them.
+        copies: Whether to copy the values, since the next step overwrites them: now, or before the storage writes again.
     """
 
     def __init__(self, mesh: Mesh, plan: Plan, found: Snapshot, spread: bool, copies: bool) -> None:
         self._rank, self._ranks = mesh.rank, mesh.size
         self._written = plan.written(found, spread)
         tensors = {name: found.values[path] for name, path in self._written.names.items()}
-        self._tensors = Copies(tensors) if copies else tensors
+        self._tensors: Copies | dict[str, Any] = tensors
+        if copies:
+            later = {name for name, path in self._written.names.items() if found.stays(path)}
+            self._tensors = Copies(tensors, later)
+        self._storage = found.storage if copies else None
         self._side = {
             "numbers": {path: found.values[path] for path in plan.numbers},
             "shared": plan.shared,
             "rank": found.rank,
         }
+
+    def begin(self) -> None:
+        """Have the storage wait for the copies before it writes; to be called when `write` runs in a thread."""
+        if self._storage is not None and isinstance(self._tensors, Copies):
+            self._storage.readers.add(self._tensors.wait)
+
+    def end(self) -> None:
+        """The storage may write in any case, also where `write` has failed."""
+        if isinstance(self._tensors, Copies):
+            self._tensors.release()
 
     def write(self, folder: Path) -> None:
         """Write the file, then the list, which appears as a whole."""

@@ -106,6 +106,7 @@ class Save:
 
     def start(self) -> None:
         """Write in a thread; to be followed by `end` or `give_up`."""
+        self._file.begin()
         self._thread = threading.Thread(target=self._guarded, name="fjoin save")
         self._thread.start()
 
@@ -158,6 +159,8 @@ class Save:
             self._commit()
         except Exception as error:  # raised by `end`
             self._error = error
+        finally:
+            self._file.end()
 
     def _write(self) -> None:
         """Write this rank's file."""

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ...buckets._flat_params import Storage
 from ...transforms.tree._placement import Placement
 from ._names import Names
 from ._slices import Slice, Slices
@@ -31,6 +32,7 @@ class Snapshot:
         form: Equal for snapshots whose names and placements are.
         rank: What only this rank has, as JSON.
         extra: What the user keeps beside it, as JSON; its tensors are among the values.
+        storage: What holds parameters and optimizer states, of a train_step: it can wait before it writes into them.
         by_content: The names of values that may differ between ranks, in form too, and are then saved for each rank.
     """
 
@@ -39,6 +41,7 @@ class Snapshot:
     slices: dict[str, Slices] = field(default_factory=dict)
     form: list[Any] = field(default_factory=list)
     rank: dict[str, Any] = field(default_factory=dict)
+    storage: Storage | None = None
     by_content: set[str] = field(default_factory=set)
     extra: Any = None
 
@@ -67,6 +70,12 @@ class Snapshot:
         self.values |= values
         self.places |= places
         self.form.append(form)
+
+    def stays(self, name: str) -> bool:
+        """Whether a value stays as it is until the storage writes again."""
+        return self.storage is not None and name.removeprefix("pipeline.").removeprefix("inner.").startswith(
+            ("params.", "optimizer.")
+        )
 
     def slice_of(self, name: str) -> Slice | None:
         """This rank's slice of a value that is cut; None where it is one of no parameter."""

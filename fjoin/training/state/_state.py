@@ -120,9 +120,10 @@ class TrainState:
         return body
 
     def _arrived(self) -> StateData:
-        """The data, once all parameters have arrived."""
+        """The data, once all parameters have arrived, for a user who may write into them."""
         body = self._claim()
         body.storage.arrivals.wait()
+        body.storage.readers.wait()
         return body
 
     def settled(self, owner: object) -> StateData:
@@ -133,9 +134,7 @@ class TrainState:
         """
         body = self._claim(owner)
         if body.window:
-            raise ValueError(
-                "the state is within an accumulation window; save after its last call, where metrics.stepped is True"
-            )
+            raise ValueError("the state is within an accumulation window; save where metrics.stepped is True")
         body.storage.arrivals.wait()
         return body
 
@@ -232,6 +231,7 @@ class TrainState:
             TypeError: a value that is no number.
         """
         body = self._claim()
+        body.storage.readers.wait()
         body.storage.set_slots(with_hyperparameters(body.storage.slots, **values))
         body.version += 1
         return TrainState(body)
