@@ -11,6 +11,8 @@ from torch import Tensor
 
 from ..groups._mesh import Mesh
 
+_SMALL = 1 << 16  # elements
+
 
 def apart(
     mesh: Mesh, occasion: str, values: Mapping[str, Any], groups: Mapping[str, str]
@@ -26,23 +28,33 @@ def apart(
     """
     if mesh.size == 1:
         return {}
-    sums = {name: (groups[name], _checksum(value)) for name, value in values.items()}
-    mine = {"": zlib.crc32(repr(sorted(sums)).encode())}  # the names
-    for name, (group, number) in sums.items():
-        mine[group] = zlib.crc32(f"{name} {number}".encode(), mine.get(group, 0))
+    named: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        named.setdefault(groups[name], {})[name] = value
+    mine = {group: _checksum(held) for group, held in named.items()}
+    mine[""] = zlib.crc32(repr(sorted(groups.items())).encode())  # the names
     if not mesh.exchange(occasion, mine, _differ):
         return {}
+    sums = {name: (groups[name], _checksum({name: value})) for name, value in values.items()}
     found = mesh.exchange(f"{occasion}: the values that differ", sums, _pairs)
     return {name: (rank, other) for name, (rank, other) in found.items()}
 
 
-def _checksum(value: Any) -> int:
-    """A number of a value's bytes and form."""
-    if not isinstance(value, Tensor):
-        return zlib.crc32(repr(value).encode())
-    flat = value.detach().contiguous().reshape(-1)
-    data: Any = flat.cpu().view(torch.uint8).numpy() if flat.numel() else b""
-    return zlib.crc32(data, zlib.crc32(f"{value.dtype} {list(value.shape)}".encode()))
+def _checksum(values: Mapping[str, Any]) -> int:
+    """A number of the bytes and forms of values. Small ones are read together."""
+    small: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    large, forms = list[Tensor](), list[Any]()
+    for name, value in values.items():
+        if not isinstance(value, Tensor):
+            forms.append((name, value))
+            continue
+        forms.append((name, value.dtype, *value.shape))
+        (large if value.numel() > _SMALL else small.setdefault((value.dtype, value.device), [])).append(value.detach())
+    number = zlib.crc32(repr(forms).encode())
+    for flat in (*(torch.cat([value.reshape(-1) for value in some]) for some in small.values()), *large):
+        data: Any = flat.cpu().contiguous().reshape(-1).view(torch.uint8).numpy() if flat.numel() else b""
+        number = zlib.crc32(data, number)
+    return number
 
 
 def _differ(values: list[dict[str, int]]) -> bool:
