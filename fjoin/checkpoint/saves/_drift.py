@@ -20,7 +20,7 @@ def drifted(mesh: Mesh, plan: Plan, found: Snapshot) -> dict[str, str]:
     """Name -> a line, for each value that is not equal where its placement says so."""
     values = {name: found.values[name] for name in plan.groups}
     pairs = apart(mesh, "a comparison of replicas", values, plan.groups)
-    spread = _spread(mesh, found, sorted(pairs.keys() - found.by_content))
+    spread = _spread(mesh, found, sorted(pairs.keys() & (found.places.keys() - found.by_content)))
     return {
         name: f"{name} of rank {rank} differs from that of rank {other}"
         + (f" by up to {spread[name]:g} ulp" if name in spread else "")
