@@ -213,6 +213,8 @@ class BucketQueue:
         if self._kept is not None:
             kept = self._kept.pop(leaf, None)
             leaf.grad = torch.zeros_like(leaf) if kept is None else kept
+        if leaf.grad is None:
+            return  # a function's backward gave none; `finish` fills in zeros
         out = self.outgoing[index]
         out.copy_grad(i, leaf)
         if out.missing == 0:

@@ -168,3 +168,34 @@ def test_groups_along_one_axis_do_not_wait_for_each_other(pool: Any) -> None:
     want = [([2, 1, 1], [-3, -3])] * 2 + [([], [0, 0])] * 2
     assert pool.run(4, reduce_along_one_axis) == want
     assert tx.simulate(reduce_along_one_axis, {"node": 2, "local": 2}) == want
+
+
+class _First(torch.autograd.Function):
+    """Returns its first argument, and None as the gradient of the second one."""
+
+    @staticmethod
+    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return a.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad, None
+
+
+@pytest.mark.parametrize("bucket_bytes", [8, 1 << 20])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_gradient_that_a_function_leaves_out_is_zero(accumulate: int, bucket_bytes: int) -> None:
+    def one_rank(rank: int) -> Any:
+        step = fjoin.train_step(
+            lambda p, x: (_First.apply(p["a"], p["b"]) * x).sum(),
+            tx.fuse(tx.mean("data"), tx.sgd(0.1)),
+            bucket_bytes=bucket_bytes,
+            accumulate=accumulate,
+        )
+        state = step.init({"a": torch.ones(2), "b": torch.ones(2)})
+        for _ in range(accumulate):
+            state, _ = step(state, torch.full((2,), 1.0 + rank))
+        return state.params
+
+    for params in tx.simulate(one_rank, {"data": 2}, [0, 1]):
+        torch.testing.assert_close(params, {"a": torch.full((2,), 1 - 0.15), "b": torch.ones(2)})
