@@ -66,8 +66,12 @@ def from_state_dict(like: State, state_dict: Mapping[str, Any]) -> State:
     return restored("the state", like, state_dict)
 
 
-def restored(what: str, like: State, saved: Mapping[str, Any]) -> State:
-    """`from_state_dict`, for a state whose name in errors is `what`."""
+def restored(what: str, like: State, saved: Mapping[str, Any], in_place: bool = False) -> State:
+    """`from_state_dict`, for a state whose name in errors is `what`.
+
+    Args:
+        in_place: Whether the memory of `like` may be taken, where no two leaves share it; a failure then leaves some of it changed.
+    """
     if not isinstance(saved, Mapping):
         raise TypeError(f"{what} must be a mapping from names to tensors and numbers, got {saved!r}")
     names, positions, structure = _named(without_unread(like))
@@ -79,6 +83,7 @@ def restored(what: str, like: State, saved: Mapping[str, Any]) -> State:
     if want != have:
         raise ValueError(f"{what} has {sorted(map(str, have))}, but here it has {sorted(want)}")
     shared: dict[Any, Tensor] = {}
+    taken_places = set[int]()
     leaves: list[Any] = []
     for name, place in zip(names, positions, strict=True):
         if name in open_ended:
@@ -97,7 +102,11 @@ def restored(what: str, like: State, saved: Mapping[str, Any]) -> State:
                 raise ValueError(f"{what}: {name!r} has shape {tuple(given.shape)}, but here {tuple(place.shape)}")
             if not torch.can_cast(given.dtype, place.dtype):
                 raise TypeError(f"{what}: {name!r} is {given.dtype}, which cannot become {place.dtype}")
-            value = torch.empty_like(place).copy_(given.detach())
+            value = torch.empty_like(place)
+            if in_place and place.dim() and place.is_contiguous() and id(place) not in taken_places:
+                taken_places.add(id(place))
+                value = place
+            value.copy_(given.detach())
             leaves.append(value if place.dim() else shared.setdefault((id(place), given.item()), value))
         elif type(saved[name]) is not type(place):
             raise TypeError(f"{what}: {name!r} is {saved[name]!r}, expected a {type(place).__name__} like {place!r}")

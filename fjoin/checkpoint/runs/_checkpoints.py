@@ -230,9 +230,10 @@ class Checkpoints:
         state = self._source.start(empty_params(manifest.leaves) if params is None else params, buffers)
 
         def read() -> tuple[Callable[[], Any], Callable[[], None], Any]:
-            values, own = Load(path, manifest, self._mesh).values(self._source.snapshot(state), fresh)
-            place = position_of(values, own, data)
-            return self._source.load(state, values, own), place, put_together(manifest.extra, values)
+            with Load(path, manifest, self._mesh, self._source.snapshot(state), fresh) as load:
+                own, values = load.own(), load.values
+                place = position_of(values, own, data)
+                return self._source.load(state, values, own), place, put_together(manifest.extra, values)
 
         take, place, extra = on_each(self._mesh, "the values of a checkpoint", read)  # nothing has changed yet
 

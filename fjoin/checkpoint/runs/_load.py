@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -19,20 +20,31 @@ from .._manifest import Manifest
 from .._parts import DTYPES, Leaf, Part
 from ..values._names import chosen
 from ..values._snapshot import Snapshot
+from ..values._values import Values
 from ._positions import is_position
 
 
 class Load:
-    """Reads the values of this rank from a step's folder.
+    """Reads the values of this rank from a step's folder; a context manager, which closes the files.
 
     Args:
         folder: The step's folder.
         manifest: Its manifest.
         mesh: The ranks of this run.
+        like: What a run has at its start: names, shapes and placements.
+        fresh: Names, beginnings of names, or patterns with `*`, that keep the values of the start.
+
+    Attributes:
+        values: Name -> value of this rank. Taking one raises CheckpointError where it is missing or damaged, or has another dtype.
+
+    Raises:
+        CheckpointError: the mesh has other axes; `fresh` names nothing; a value has no place on this number of ranks.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest, mesh: Mesh) -> None:
-        self._folder, self.manifest, self._mesh = folder, manifest, mesh
+    def __init__(
+        self, folder: Path, manifest: Manifest, mesh: Mesh, like: Snapshot, fresh: tuple[str, ...] = ()
+    ) -> None:
+        self._folder, self.manifest, self._mesh, self._like = folder, manifest, mesh, like
         self._same = dict(manifest.axes) == dict(mesh.shape)
         if manifest.axes.keys() != mesh.shape.keys():
             raise CheckpointError(
@@ -40,33 +52,38 @@ class Load:
                 f"the same axes, of any sizes"
             )
         self._here, self._there = Grid(mesh.shape), Grid(manifest.axes)
-
-    def values(self, like: Snapshot, fresh: tuple[str, ...] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Name -> value of this rank, and what only this rank has saved; on other numbers of ranks that of rank 0.
-
-        Args:
-            like: What a run has at its start: names, shapes and placements.
-            fresh: Names, beginnings of names, or patterns with `*`, that keep the values of the start.
-
-        Raises:
-            CheckpointError: a value is missing or damaged, or has another shape or dtype.
-        """
-        names = {*self.manifest.leaves, *self.manifest.numbers, *like.values}
+        names = {*manifest.leaves, *manifest.numbers, *like.values}
         for pattern in fresh:
             if not any(chosen(name, [pattern]) for name in names):
                 raise CheckpointError(f"fresh={pattern!r} is no name; there are {sorted(names)[:8]} and others")
-        found: dict[str, Any] = {name: value for name, value in like.values.items() if chosen(name, fresh)}
-        with Leaves(self._folder, self.manifest) as leaves:
-            for name in [*self.manifest.leaves, *self.manifest.numbers]:
-                if chosen(name, fresh):
-                    continue
-                if name in self.manifest.leaves and "of" in self.manifest.leaves[name].placement:
-                    found |= self._alone(leaves, name)
-                else:
-                    found[name] = self._value(leaves, name, like)
-        return found, self._own()
+        self._leaves = Leaves(folder, manifest)
+        self.values = Values()
+        for name, value in like.values.items():
+            if chosen(name, fresh):
+                self.values.set(name, value)
+        for name in (*manifest.leaves, *manifest.numbers):
+            if not chosen(name, fresh):
+                self._add(name)
 
-    def _own(self) -> dict[str, Any]:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._leaves.close()
+
+    def _add(self, name: str) -> None:
+        placement = self.manifest.leaves[name].placement if name in self.manifest.leaves else {}
+        if "of" not in placement:
+            self.values.add(name, partial(self._value, name))
+            return
+        of, rank = placement["of"], self._mesh.rank if self._same else 0  # a value that one rank had by itself
+        if not self._same and not is_position(of):
+            raise self._unmerged(of, "the ranks had values of their own")
+        if placement["rank"] == rank:
+            self.values.add(of, partial(self._leaves.part, name, self.manifest.leaves[name].parts[0]))
+
+    def own(self) -> dict[str, Any]:
+        """What only this rank has saved; on other numbers of ranks that of rank 0."""
         ranks = self.manifest.ranks
         if self._same or not ranks:
             return ranks[self._mesh.rank] if ranks else {}
@@ -74,15 +91,8 @@ class Load:
             raise self._unmerged("objects", "the ranks had numbers of their own in their state dicts")
         return ranks[0]
 
-    def _alone(self, leaves: Leaves, name: str) -> dict[str, Tensor]:
-        """A value that one rank had by itself, if that is this one."""
-        leaf = self.manifest.leaves[name]
-        of, rank = leaf.placement["of"], self._mesh.rank if self._same else 0
-        if not self._same and not is_position(of):
-            raise self._unmerged(of, "the ranks had values of their own")
-        return {of: leaves.part(name, leaf.parts[0])} if leaf.placement["rank"] == rank else {}
-
-    def _value(self, leaves: Leaves, name: str, like: Snapshot) -> Any:
+    def _value(self, name: str) -> Any:
+        leaves, like = self._leaves, self._like
         if name in self.manifest.numbers:
             return self._number(name, like)
         leaf = self.manifest.leaves[name]

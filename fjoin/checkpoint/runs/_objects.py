@@ -9,6 +9,7 @@ from ..._errors import CheckpointError
 from ...agreement._requests import Requests
 from ...groups._mesh import Mesh
 from ..values._snapshot import About, Snapshot
+from ..values._values import Values
 from ._parts import part_of
 
 
@@ -39,7 +40,7 @@ class OfObjects:
     def start(self, params: Any, buffers: Any) -> Any:
         return 0
 
-    def load(self, state: Any, values: Mapping[str, Any], rank: Mapping[str, Any]) -> Callable[[], Any]:
+    def load(self, state: Any, values: Values, rank: Mapping[str, Any]) -> Callable[[], Any]:
         shown = rank.get("objects", {})
         if shown.keys() != self._parts.keys():
             raise CheckpointError(

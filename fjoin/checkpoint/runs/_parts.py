@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -13,10 +13,11 @@ from ...ddp._handle import Handle
 from ...groups._mesh import Mesh
 from ...optim.zero._zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from ...transforms.tree._placement import Placement
-from ..values._names import Names, under
+from ..values._names import Names
 from ..values._skeleton import put_together, taken_apart
 from ..values._slices import Slice, slices_of
 from ..values._snapshot import Snapshot
+from ..values._values import Values
 
 _GROUPS = "$groups"  # stands for the state of a ZeroRedundancyOptimizer whose slices are among the values
 
@@ -27,7 +28,7 @@ class Part(Protocol):
     def add(self, found: Snapshot) -> Any:
         """Add what this rank has of it; returns what is no tensor, as JSON."""
 
-    def load(self, values: Mapping[str, Any], shown: Any) -> Callable[[], None]:
+    def load(self, values: Values, shown: Any) -> Callable[[], None]:
         """A function that loads the values of a checkpoint, by name. Until it is called nothing has changed.
 
         Args:
@@ -57,7 +58,7 @@ class Plain:
             found = self._one.state_dict() if to == self._mesh.rank else found
         return found
 
-    def load(self, values: Mapping[str, Any], shown: Any) -> Callable[[], None]:
+    def load(self, values: Values, shown: Any) -> Callable[[], None]:
         state = put_together(shown, values)
         return lambda: self._one.load_state_dict(state)
 
@@ -76,7 +77,7 @@ class OfHandle:
             found.slices[self._prefix] = slices_of(handle.pieces)
         return taken_apart({"step": handle.step, "total": handle.total, "parameters": handle.checksum}, "", {})
 
-    def load(self, values: Mapping[str, Any], shown: Any) -> Callable[[], None]:
+    def load(self, values: Values, shown: Any) -> Callable[[], None]:
         state = self._handle.dict_of(self._names.tree(self._handle.pipeline, values), **put_together(shown, {}))
         return lambda: self._handle.load_state_dict(state)
 
@@ -98,12 +99,12 @@ class OfZero:
         found.add(self._prefix, tensors, Placement((), self._axis))
         return {_GROUPS: taken_apart(torch.optim.Optimizer.state_dict(self._zero)["param_groups"], "", {})}
 
-    def load(self, values: Mapping[str, Any], shown: Any) -> Callable[[], None]:
+    def load(self, values: Values, shown: Any) -> Callable[[], None]:
         if _GROUPS not in shown:  # it was saved where another object stepped
             state = put_together(shown, values)
             return lambda: self._zero.load_state_dict(state)
         states: dict[int, dict[str, Any]] = {}
-        for name, value in under(self._prefix, values).items():
+        for name, value in values.under(self._prefix).items():
             number, _, key = name.partition(".")
             states.setdefault(int(number), {})[key] = self._in_place(name, value)
         whole = {"state": states, "param_groups": put_together(shown[_GROUPS], {})}

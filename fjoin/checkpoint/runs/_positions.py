@@ -30,20 +30,19 @@ def add_position(found: Snapshot, data: Any) -> None:
     found.add_by_content(tensors, ())
 
 
-def position_of(values: dict[str, Any], own: Mapping[str, Any], data: Any) -> Callable[[], None]:
-    """A function that loads the position into the loop; its values are taken out of the others.
+def position_of(values: Mapping[str, Any], own: Mapping[str, Any], data: Any) -> Callable[[], None]:
+    """A function that loads the position into the loop.
 
     Raises:
         CheckpointError: the checkpoint has no position.
     """
-    tensors = {name: values.pop(name) for name in list(values) if is_position(name)}
     if data is None:
         return lambda: None
     if own.get(_NAME) is None:
         raise CheckpointError(
             "the checkpoint has no position of data; it was saved without data=, so restore it without, too"
         )
-    position = put_together(own[_NAME], tensors)
+    position = put_together(own[_NAME], values)
 
     def load() -> None:
         data.load_state_dict(position)

@@ -18,9 +18,10 @@ from ...transforms.pipelines._pipeline import Pipeline
 from ...transforms.pipelines._placements import buffers_placement, params_placement
 from ...transforms.tree._placement import Merge, Placement
 from ...transforms.tree._tree import named_leaves
-from ..values._names import Names, tree_from, under
+from ..values._names import Names, tree_from
 from ..values._slices import Slices, slices_of
 from ..values._snapshot import About, Snapshot
+from ..values._values import Values
 from ._objects import OfObjects
 
 
@@ -49,8 +50,8 @@ class Source(Protocol):
     def start(self, params: Any, buffers: Any) -> Any:
         """A state at the start, which gives the form of a load."""
 
-    def load(self, state: Any, values: Mapping[str, Any], rank: Mapping[str, Any]) -> Callable[[], Any]:
-        """A function that returns the state with the values of a checkpoint, by name. Until it is called nothing has changed.
+    def load(self, state: Any, values: Values, rank: Mapping[str, Any]) -> Callable[[], Any]:
+        """A function that returns the state with the values of a checkpoint, by name. Until it is called nothing of the run has changed.
 
         Args:
             rank: What only this rank has saved.
@@ -101,14 +102,15 @@ class OfStep:
     def start(self, params: Any, buffers: Any) -> Any:
         return self._step.init(params, buffers)
 
-    def load(self, state: Any, values: Mapping[str, Any], rank: Mapping[str, Any]) -> Callable[[], Any]:
-        run, counts, saved = self._step.run, under("run", values), under("buffers", values)
+    def load(self, state: Any, values: Values, rank: Mapping[str, Any]) -> Callable[[], Any]:
+        run, counts, saved = self._step.run, dict(values.under("run")), values.under("buffers")
         if saved.keys() != (state.buffers or {}).keys():
             raise CheckpointError(
                 f"the checkpoint has the buffers {sorted(saved)}, but here are {sorted(state.buffers or {})}; pass restore(params, buffers)"
             )
-        params = tree_from("params", named_leaves(state.params), under("params", values))
-        pipeline = self._names.tree(state.pipeline, values)
+        # Into the memory of the new state, which nobody has yet.
+        params = tree_from("params", named_leaves(state.params), values.under("params"), in_place=True)
+        pipeline = self._names.tree(state.pipeline, values, in_place=True)
         buffers = tree_from("buffers", state.buffers or {}, saved)
         on_buffers = () if self._on_buffers is None else self._on_buffers.tree(state.on_buffers, values)
 
@@ -162,9 +164,9 @@ class OfPipeline:
         with bind_axes(self.mesh.axes):
             return params, self._pipeline.init(params)
 
-    def load(self, state: Any, values: Mapping[str, Any], rank: Mapping[str, Any]) -> Callable[[], Any]:
+    def load(self, state: Any, values: Values, rank: Mapping[str, Any]) -> Callable[[], Any]:
         params, own = state
-        new = tree_from("params", params, under("params", values)), self._names.tree(own, values)
+        new = tree_from("params", params, values.under("params")), self._names.tree(own, values)
         return lambda: new
 
 

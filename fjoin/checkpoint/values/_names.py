@@ -14,6 +14,7 @@ from ...transforms.pipelines._placements import placed
 from ...transforms.transform._transform import Transform
 from ...transforms.tree._placement import Placement
 from ...transforms.tree._state_dict import names_of, restored
+from ._values import Values
 
 
 class Names:
@@ -41,16 +42,20 @@ class Names:
         leaves = self._leaves(state)
         return {name: leaves[i] for i, name in self._read}
 
-    def tree(self, like: Any, values: Mapping[str, Any]) -> Any:
+    def tree(self, like: Any, values: Values, in_place: bool = False) -> Any:
         """The state of the form of `like` from the values by name.
+
+        Args:
+            in_place: Whether to take the memory of `like`.
 
         Raises:
             CheckpointError: other names, shapes or dtypes.
         """
         leaves = self._leaves(like)
-        saved = {path: leaves[i] for i, path in self._unread}
-        saved |= {self._path(name): value for name, value in under(self.prefix, values).items()}
-        return tree_from(self.prefix, like, saved)
+        saved = values.under(self.prefix, self._path)
+        for i, path in self._unread:
+            saved.set(path, leaves[i])
+        return tree_from(self.prefix, like, saved, in_place)
 
     def _leaves(self, state: Any) -> list[Any]:
         leaves, structure = optree.tree_flatten(state)
@@ -76,21 +81,21 @@ class Names:
         return name
 
 
-def tree_from(what: str, like: Any, values: Mapping[str, Any]) -> Any:
+def tree_from(what: str, like: Any, values: Mapping[str, Any], in_place: bool = False) -> Any:
     """The tree of the form of `like` from values by path.
+
+    Args:
+        in_place: Whether to take the memory of `like`.
 
     Raises:
         CheckpointError: other names, shapes or dtypes.
     """
     try:
-        return restored(f"{what} of the checkpoint", like, values)
+        return restored(f"{what} of the checkpoint", like, values, in_place)
+    except CheckpointError:
+        raise
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"{error}; it is of another model or pipeline") from error
-
-
-def under(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values under a prefix, by the rest of their names."""
-    return {name.removeprefix(f"{prefix}."): value for name, value in values.items() if name.startswith(f"{prefix}.")}
 
 
 def chosen(name: str, patterns: Collection[str]) -> bool:
