@@ -31,16 +31,16 @@ def apart(
     named: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
         named.setdefault(groups[name], {})[name] = value
-    mine = {group: _checksum(held) for group, held in named.items()}
+    mine = {group: checksum(held) for group, held in named.items()}
     mine[""] = zlib.crc32(repr(sorted(groups.items())).encode())  # the names
     if not mesh.exchange(occasion, mine, _differ):
         return {}
-    sums = {name: (groups[name], _checksum({name: value})) for name, value in values.items()}
+    sums = {name: (groups[name], checksum({name: value})) for name, value in values.items()}
     found = mesh.exchange(f"{occasion}: the values that differ", sums, _pairs)
     return {name: (rank, other) for name, (rank, other) in found.items()}
 
 
-def _checksum(values: Mapping[str, Any]) -> int:
+def checksum(values: Mapping[str, Any]) -> int:
     """A number of the bytes and forms of values. Small ones are read together."""
     small: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     large, forms = list[Tensor](), list[Any]()

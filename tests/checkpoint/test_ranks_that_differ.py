@@ -183,20 +183,6 @@ CASES: dict[str, Case] = {
     "data of a save": Case(lambda mesh, folder: data(mesh, folder, True)),
     "data of a restore": Case(lambda mesh, folder: data(mesh, folder, False)),
 }
-SILENT = "the save succeeds, and what the odd rank has is lost"
-WRONG = {
-    "extra": SILENT,
-    "extra tensors": f"{SILENT}, with a warning",
-    "extra names": f"{SILENT}, with a warning",
-    "number of a pipeline": "the save succeeds, and the odd rank gets the path of a step that does not exist",
-    "number of objects": "the save succeeds, and each rank loads a number of its own",
-    "shapes of a pipeline": f"{SILENT}, with a warning",
-    "names of a pipeline": f"{SILENT}, with a warning",
-    "folders of a restore": "the odd rank looks for the step for 60 s, whatever the mesh allows",
-    "fresh": "each rank goes on with another optimizer",
-    "data of a save": "the save succeeds, and no restore can read the step",
-    "data of a restore": "the ranks go on at different batches",
-}
 
 
 def run(name: str, transport: str, folder: str) -> tuple[str, bool, float]:
@@ -223,15 +209,10 @@ def resumed(folder: str) -> list[Any]:
         return [state.step, *state.params["w"].tolist()]
 
 
-def row(name: str) -> Any:
-    wrong = [pytest.mark.xfail(strict=True, reason=WRONG[name])] if name in WRONG else []
-    return pytest.param(name, marks=[*wrong, *([pytest.mark.long] if "60 s" in WRONG.get(name, "") else [])])
-
-
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("transport", ["gloo", "shared"])
 @pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("name", [row(name) for name in CASES])
+@pytest.mark.parametrize("name", CASES)
 def test_it_is_an_error_on_all_ranks(pool: Any, name: str, ranks: int, transport: str, tmp_path: Path) -> None:
     found = pool.run(ranks, run, name, transport, str(tmp_path))
     assert found[ODD][1], found

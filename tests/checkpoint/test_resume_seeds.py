@@ -168,12 +168,10 @@ def test_a_random_run_goes_on_to_the_bit(name: str, seed: int, tmp_path: Path) -
 STEPS = Run(tx.fuse(tx.noop(), tx.sgd(0.1)), {"data": 3}, torch.float32, 1, False, False, {"on_buffers": None}, [], 0)
 
 
-@pytest.mark.xfail(strict=True, reason="run.weight is saved by two of three ranks; then let first weights be 0 above")
 def test_a_rank_that_has_had_no_weight(tmp_path: Path) -> None:
     check(STEPS._replace(weights=[[1.0, 1.0, 0.0], [1.0, 1.0, 1.0]]), tmp_path)
 
 
-@pytest.mark.xfail(strict=True, reason="no rank saves the state of a 0-d parameter; then let scale be one above")
 def test_a_number_that_is_sharded_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pipeline = tx.zero(tx.mean("data"), tx.lamb(0.1), "data")
     monkeypatch.setitem(

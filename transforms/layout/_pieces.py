@@ -26,8 +26,8 @@ class Pieces:
 
     Bucket k is cut at `bounds[k]`, ranks + 1 positions in elements; the piece of rank r is
     [bounds[k][r], bounds[k][r + 1]). Of a leaf, a rank owns the slice that lies in its piece: flat, in logical order,
-    and empty where none does. Leaves in `whole` are never cut: they have their own shape on one rank, and a shape of
-    zeros on the others.
+    and empty where none does. Leaves in `whole` are never cut: they have their own shape on one rank, (1,) where that has no dims, and a
+    shape of zeros on the others.
     """
 
     axis: str
@@ -77,7 +77,7 @@ class Pieces:
         start, stop = self.slices[path]
         if path not in self.whole:
             return torch.Size([stop - start])
-        whole = self.shapes[path]
+        whole = self.shapes[path] or torch.Size([1])  # so that a number of no dims is common to all parameters
         return whole if stop - start == whole.numel() and stop else torch.Size([0] * max(len(whole), 1))
 
     def own(self, tree: Tree) -> Tree:

@@ -7,6 +7,7 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -25,6 +26,7 @@ from ..values._together import on_each, on_first
 from ._choice import chosen
 from ._load import Load, empty_params
 from ._positions import add_position, position_of
+from ._same import same
 from ._sources import source_of
 
 
@@ -114,8 +116,6 @@ class Checkpoints:
         elif self._saving is not None:  # other ranks may never come to meet this one
             self._saving.give_up()
 
-    # -- save ---------------------------------------------------------------------------------
-
     def save(self, state: Any, metrics: Metrics | None = None, *, extra: Any = None, data: Any = None) -> Path | None:
         """Save a state where a save is due; on all ranks, after the same step.
 
@@ -137,12 +137,15 @@ class Checkpoints:
         if metrics is not None and not self._due(number, metrics):
             return None
         self.wait()
-        found: Snapshot = on_each(self._mesh, "the values of a save", lambda: self._taken(state, extra, data))
+        found: Snapshot = on_each(
+            self._mesh, "the values of a save", lambda: self._taken(state, extra, data), partial(same, number, data)
+        )
+        if self._plan is None or not self._plan.fits(found):
+            self._plan = Plan(self._mesh.shape, self._mesh.rank, found)
+        self._plan.refuse_other_forms(self._mesh)
         self._run, name = on_first(self._mesh, "the start of a save", lambda: self._begin(number))
         self._back, about = None, {**self._source.about()._asdict(), "extra": found.extra}
         save = Save(self._folder, name, self._mesh, self._run, about, (self._keep_last, self._keep_every))
-        if self._plan is None or not self._plan.fits(found):
-            self._plan = Plan(self._mesh.shape, self._mesh.rank, found)
         save.begin(number, found, self._plan, copies=self._background)
         self._saving = save
         save.start()
@@ -192,8 +195,6 @@ class Checkpoints:
         if saving is not None:
             saving.end()
 
-    # -- restore ------------------------------------------------------------------------------
-
     def restore(
         self,
         params: Any = None,
@@ -221,6 +222,8 @@ class Checkpoints:
             CheckpointError: on all ranks: the folder holds checkpoints, but none verifies; one of another model, pipeline or mesh.
         """
         self.wait()
+        asked = {"step": step, "fresh": list(fresh), "the presence of data": data is not None}
+        on_each(self._mesh, "the start of a restore", dict, lambda _: asked)
         found = chosen(self._folder, self._mesh, step)
         if found is None:
             if params is None and self._source.needs_params:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 from ..._errors import CheckpointError
@@ -11,7 +10,7 @@ from .._commits import read_commit, read_step, verify_files
 from .._folder import Folder
 from .._manifest import Manifest
 from .._newest import newest_verified
-from ..values._together import on_each, on_first
+from ..values._together import on_each, on_first, wait_until_all_see
 
 
 def chosen(folder: Folder, mesh: Mesh, step: int | None) -> tuple[Path, Manifest] | None:
@@ -26,9 +25,12 @@ def chosen(folder: Folder, mesh: Mesh, step: int | None) -> tuple[Path, Manifest
     def checked(number: int) -> tuple[Path, Manifest]:
         path = folder.step_path(number)
         identifier = on_first(mesh, f"the choice of step {number}", lambda: _identifier(folder, number))
+        wait_until_all_see(mesh, path)
 
         def check() -> Manifest:
-            manifest = _read_again(path, identifier)
+            manifest = read_step(path)
+            if manifest.id != identifier:
+                raise CheckpointError(f"{path} is another checkpoint than on rank 0; all ranks need one folder")
             verify_files(path, manifest, (mesh.rank, mesh.size))
             return manifest
 
@@ -43,14 +45,3 @@ def chosen(folder: Folder, mesh: Mesh, step: int | None) -> tuple[Path, Manifest
 def _identifier(folder: Folder, step: int) -> str:
     folder.refuse_missing(step)
     return read_commit(folder.step_path(step)).id
-
-
-def _read_again(path: Path, identifier: str, wait_s: float = 60.0) -> Manifest:
-    """The manifest of a step, which a network's file system may show late to some ranks."""
-    end = time.monotonic() + wait_s
-    while not path.exists() and time.monotonic() < end:
-        time.sleep(0.1)
-    manifest = read_step(path)
-    if manifest.id != identifier:
-        raise CheckpointError(f"{path} is another checkpoint than rank 0 has chosen; all ranks must see one folder")
-    return manifest

@@ -94,9 +94,9 @@ class OfStep:
             found.add("buffers", body.buffers, buffers_placement(run.on_buffers, axes))
             if self._on_buffers is not None:
                 found.add_state(self._on_buffers, body.buffers_state)
-        counts = {"batches": body.batches, "weight": run.step_check.weight}
+        counts = {"batches": body.batches, "weight": run.step_check.weight or 0.0}  # None before the first input
         mine = Placement((), None, Merge.MEAN)
-        found.add("run", {name: value for name, value in counts.items() if value is not None}, mine)
+        found.add("run", counts, mine)
         return found
 
     def start(self, params: Any, buffers: Any) -> Any:
@@ -115,7 +115,7 @@ class OfStep:
         on_buffers = () if self._on_buffers is None else self._on_buffers.tree(state.on_buffers, values)
 
         def take() -> Any:
-            run.step_check.weight = counts.get("weight")
+            run.step_check.weight = counts["weight"] or None
             return loaded(state, run.token, params, pipeline, buffers, on_buffers, counts["batches"], run.accumulate)
 
         return take

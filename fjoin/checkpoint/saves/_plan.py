@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import functools
 import json
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
+from ..._errors import CheckpointError
+from ...agreement._replicas import apart
+from ...groups._mesh import Mesh
 from ...transforms.tree._placement import Placement
 from ..values._snapshot import Snapshot, is_host
 from ._writers import Writers
@@ -54,11 +58,31 @@ class Plan:
         # Name -> a text that the ranks have in common which should have equal values.
         self.groups = {name: f"{group(p.equal)} {p.equal}" for name, p in found.places.items() if p.equal}
         self.numbers = [name for name, value in found.values.items() if is_host(value)]
+        # Name -> dtype and shape, of values that all ranks have.
+        self._forms = {
+            name: f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            for name, value in found.values.items()
+            if name not in found.by_content and not found.places[name].cut
+        }
+        self._digest = zlib.crc32(repr(self._forms).encode())
         self.shared = [name for name in self.numbers if set(found.places[name].equal) == set(axes)]
 
     def fits(self, found: Snapshot) -> bool:
         """Whether it is the plan of these values too."""
         return self._form == found.form
+
+    def refuse_other_forms(self, mesh: Mesh) -> None:
+        """Raise CheckpointError on all ranks where they have values of other names or forms."""
+        if len(set(mesh.exchange("the form of the values", self._digest, list))) == 1:
+            return
+        pairs = apart(mesh, "the forms that differ", self._forms, dict.fromkeys(self._forms, "all"))
+        name, (rank, other) = min(pairs.items()) if pairs else ("their order", (mesh.rank, 0))
+        here = self._forms.get(name, "not there")
+        raise CheckpointError(
+            f"the ranks have values of other names or forms: {name} of rank {rank} is another than on rank {other}, here it is {here}; all "
+            f"ranks must save the same pipeline and parameters",
+            rank=rank,
+        )
 
     def written(self, found: Snapshot, spread: bool) -> Written:
         """What this rank writes of values that this plan fits.
