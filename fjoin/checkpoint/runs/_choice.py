@@ -24,8 +24,7 @@ def chosen(folder: Folder, mesh: Mesh, step: int | None) -> tuple[Path, Manifest
 
     def checked(number: int) -> tuple[Path, Manifest]:
         path = folder.step_path(number)
-        identifier = on_first(mesh, f"the choice of step {number}", lambda: _identifier(folder, number))
-        wait_until_all_see(mesh, path)
+        identifier = on_first(mesh, f"the choice of step {number}", lambda: read_commit(path).id)
 
         def check() -> Manifest:
             manifest = read_step(path)
@@ -36,12 +35,15 @@ def chosen(folder: Folder, mesh: Mesh, step: int | None) -> tuple[Path, Manifest
 
         return path, on_each(mesh, f"the check of step {number}", check)
 
+    def steps() -> list[int]:
+        if step is not None:
+            folder.refuse_missing(step)
+        return folder.all_steps() if step is None else [step]
+
+    found = on_first(mesh, "a look for checkpoints", steps)
+    if found:
+        wait_until_all_see(mesh, folder.step_path(found[-1]))
     if step is not None:
         return checked(step)
-    newest = newest_verified(folder, checked, on_first(mesh, "a look for checkpoints", folder.all_steps))
+    newest = newest_verified(folder, checked, found)
     return None if newest is None else (newest.path, newest.manifest)
-
-
-def _identifier(folder: Folder, step: int) -> str:
-    folder.refuse_missing(step)
-    return read_commit(folder.step_path(step)).id
