@@ -1,13 +1,16 @@
-"""Ranks that are killed while they save: the next run finds a whole checkpoint."""
+"""Ranks that are killed while they save: the next run finds a whole checkpoint, and goes on from it to the bit."""
 
 from __future__ import annotations
 
+import functools
 import os
 import random
+import shutil
 import signal
 import time
 import warnings
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +35,7 @@ def make_step(mesh: Any = None) -> Any:
 
 
 def batch_of(rank: int, step: int) -> torch.Tensor:
-    return torch.randn(3000, generator=torch.Generator().manual_seed(2 * step + rank))
+    return torch.randn(3000, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
 def digest(state: Any) -> int:
@@ -52,8 +55,8 @@ def saving(rank: int, report: Any, folder: str, background: bool) -> None:
 
 
 @pytest.fixture(scope="module")
-def uncut() -> list[int]:
-    """The digest of the parameters after each step."""
+def uncut() -> Callable[[int], list[int]]:
+    """Number of ranks -> the digest of the parameters after each step."""
 
     def run(rank: int) -> list[int]:
         step = make_step()
@@ -65,28 +68,47 @@ def uncut() -> list[int]:
         step.close()
         return found
 
-    return tx.simulate(run, {"data": 2}, [0, 1])[0]
+    def on(ranks: int) -> list[int]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            return tx.simulate(run, {"data": ranks}, list(range(ranks)))[0]
+
+    return functools.cache(on)
 
 
 @pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize("kills", [4, pytest.param(40, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("ranks", "kills"), [(2, 4), *(pytest.param(ranks, 25, marks=pytest.mark.long) for ranks in (1, 2, 3, 4))]
+)
 def test_a_kill_at_any_time_leaves_a_whole_checkpoint(
-    kills: int, background: bool, uncut: list[int], tmp_path: Path
+    ranks: int, kills: int, background: bool, uncut: Callable[[int], list[int]], tmp_path: Path
 ) -> None:
-    draw, newest = random.Random(kills), 0
+    """Often one rank is killed before the others, which may notice it."""
+    draw, newest, steps, within = random.Random(10 * kills + ranks), 0, 0, 0
     for _ in range(kills):
-        with Ranks(2, saving, str(tmp_path), background) as run:
-            found = [run.next(60)[2] for _ in range(2)]
+        with Ranks(ranks, saving, str(tmp_path), background) as run:
+            found = [run.next(60)[2] for _ in range(ranks)]
             time.sleep(draw.uniform(0.3, 2.0))
-        (step, params), other = found
-        assert other == (step, params) and params == uncut[step]
+            if draw.random() < 0.5:
+                run.processes[draw.randrange(ranks)].kill()
+                time.sleep(draw.choice([0.0, 0.1, 0.5]))
+        (step, params), *others = found
+        assert all(other == (step, params) for other in others) and params == uncut(ranks)[step]
         assert step >= newest
+        steps += step - newest
         newest = step
-    assert newest > 0 and not verify(tmp_path)
+        within += sum(path.name.startswith(".tmp") for path in tmp_path.iterdir())
+        fjoin.checkpoint.Folder(tmp_path).clean(older_than_s=0)
+        if newest > STEPS / 2:  # so that no run is at its end when it is killed
+            assert not verify(tmp_path)
+            shutil.rmtree(tmp_path)
+            newest = 0
+    assert steps > 0 and not (newest and verify(tmp_path))
+    assert within > 0 or kills < 20  # saves that were under way
 
 
-def writing_slowly(rank: int, report: Any, folder: str, what: str) -> None:
-    """Rank 1 writes for longer than the mesh waits, or is killed while it writes."""
+def writing_slowly(rank: int, report: Any, folder: str, what: str, odd: int) -> None:
+    """One rank writes for longer than the mesh waits, or is killed while it writes."""
     warnings.simplefilter("ignore")
     write = RankFile.write
 
@@ -96,7 +118,7 @@ def writing_slowly(rank: int, report: Any, folder: str, what: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         write(self, to)
 
-    if rank == 1:
+    if rank == odd:
         RankFile.write = slowly  # type: ignore[method-assign]
     step = make_step(fjoin.mesh({"data": -1}, timeout_s=2))
     runs = fjoin.Checkpoints(folder, step, background=True)
@@ -111,14 +133,20 @@ def writing_slowly(rank: int, report: Any, folder: str, what: str) -> None:
         report(("saved", time.monotonic() - began))
 
 
-def test_a_rank_that_is_killed_while_it_writes_is_noticed(tmp_path: Path) -> None:
-    with Ranks(2, writing_slowly, str(tmp_path), "killed") as run:
+# Rank 0 is the host of the store where no launcher is.
+STORE = pytest.mark.xfail(strict=True, reason="a DistNetworkError of torch, and no error of fjoin")
+
+
+@pytest.mark.parametrize("killed", [pytest.param(0, marks=STORE), 1])
+def test_a_rank_that_is_killed_while_it_writes_is_noticed(killed: int, tmp_path: Path) -> None:
+    with Ranks(2, writing_slowly, str(tmp_path), "killed", killed) as run:
         _, _, (what, took_s) = run.next(60)
     assert what in ("PeerLost", "CollectiveTimeout") and took_s < 15
-    assert not list(tmp_path.iterdir())  # the rank that is left has cleaned up
+    assert killed == 0 or not list(tmp_path.iterdir())  # rank 0 has cleaned up
+    assert not any(path.name.startswith("step") for path in tmp_path.iterdir())
 
 
 def test_a_file_may_take_longer_than_a_message(tmp_path: Path) -> None:
-    with Ranks(2, writing_slowly, str(tmp_path), "slow") as run:
+    with Ranks(2, writing_slowly, str(tmp_path), "slow", 1) as run:
         found = [run.next(60)[2] for _ in range(2)]
     assert all(what == "saved" and took_s > 2.5 for what, took_s in found) and not verify(tmp_path)
