@@ -145,9 +145,7 @@ class GroupMesh(Mesh):
                 calls += group._get_sequence_number_for_group()
         return calls
 
-    def exchange(
-        self, occasion: str, value: Any, combine: Callable[[list[Any]], Any], axes: tuple[str, ...] = ()
-    ) -> Any:
+    def _exchange(self, occasion: str, value: Any, combine: Callable[[list[Any]], Any], axes: tuple[str, ...]) -> Any:
         if self._down:
             raise JoinError(CLOSED)
         members = [self._ranks[rank] for rank in self._members(axes)]

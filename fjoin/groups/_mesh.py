@@ -87,6 +87,14 @@ class Mesh:
             DesyncError: a rank is at another place in the program.
             CollectiveTimeout, PeerLost: a rank does not arrive, or has failed.
         """
+        try:
+            return self._exchange(occasion, value, combine, axes)
+        except Exception as error:
+            if not self.is_backend_error(error):
+                raise
+            raise self.root_cause(error, None) from error
+
+    def _exchange(self, occasion: str, value: Any, combine: Callable[[list[Any]], Any], axes: tuple[str, ...]) -> Any:
         return combine([value])
 
     def _members(self, axes: tuple[str, ...]) -> list[int]:
@@ -167,9 +175,7 @@ class SimulatedMesh(Mesh):
     def group(self) -> Any:
         return self.over(tuple(self.shape))[0].group
 
-    def exchange(
-        self, occasion: str, value: Any, combine: Callable[[list[Any]], Any], axes: tuple[str, ...] = ()
-    ) -> Any:
+    def _exchange(self, occasion: str, value: Any, combine: Callable[[list[Any]], Any], axes: tuple[str, ...]) -> Any:
         over = self.over(axes if len(axes) == 1 else tuple(self.shape))
         if len(over) > 1:
             raise ValueError(f"a mesh must name all simulated axes in their order, got {list(self.shape)}")

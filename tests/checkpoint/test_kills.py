@@ -133,11 +133,7 @@ def writing_slowly(rank: int, report: Any, folder: str, what: str, odd: int) -> 
         report(("saved", time.monotonic() - began))
 
 
-# Rank 0 is the host of the store where no launcher is.
-STORE = pytest.mark.xfail(strict=True, reason="a DistNetworkError of torch, and no error of fjoin")
-
-
-@pytest.mark.parametrize("killed", [pytest.param(0, marks=STORE), 1])
+@pytest.mark.parametrize("killed", [0, 1])  # rank 0 is the host of the store, where no launcher is
 def test_a_rank_that_is_killed_while_it_writes_is_noticed(killed: int, tmp_path: Path) -> None:
     with Ranks(2, writing_slowly, str(tmp_path), "killed", killed) as run:
         _, _, (what, took_s) = run.next(60)
