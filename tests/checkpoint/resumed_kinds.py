@@ -59,7 +59,7 @@ KINDS: dict[str, Kind] = {
     "local SGD in its window": Kind(lambda: tx.local_sgd(ADAMW, "data", 3), "pipeline.optimizer"),
     "DiLoCo, a message under way": Kind(streaming, "pipeline.after.*.pending.*"),
     "module, int8 feedback": Kind(
-        lambda: tx.fuse(tx.error_feedback(tx.quantized_mean("data", INT8)), ADAMW), "objects.handle.hook.error_feedback#0.error", "module"
+        lambda: tx.fuse(tx.error_feedback(tx.quantized_mean("data", INT8)), ADAMW), "objects.handle.hook.*.error.*", "module"
     ),
     "buffers of each rank": Kind(lambda: mean_and(SGD), "buffers", model="norm"),
     "buffers, averaged": Kind(

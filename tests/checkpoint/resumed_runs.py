@@ -123,11 +123,8 @@ def end(step: Any, state: Any, batches: list[bytes], first: Any) -> Seen:
     values |= {name: value for (name, read), value in leaves if read}  # those that a later call reads
     values |= tx.to_state_dict({"buffers": last.buffers or {}, "on_buffers": last.on_buffers})
     if batches:
-        values |= {
-            "torch": torch.get_rng_state(),
-            "python": random.getstate(),
-            "numpy": np.random.get_state()[1].tolist(),
-        }
+        streams: Any = np.random.get_state()
+        values |= {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": streams[1].tolist()}
     step.close()
     return seen_of(values, (last.step, last.batches), batches, first, last.params)
 

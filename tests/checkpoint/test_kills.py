@@ -119,7 +119,7 @@ def writing_slowly(rank: int, report: Any, folder: str, what: str, odd: int) -> 
         write(self, to)
 
     if rank == odd:
-        RankFile.write = slowly  # type: ignore[method-assign]
+        RankFile.write = slowly  # type: ignore[assignment, method-assign]
     step = make_step(fjoin.mesh({"data": -1}, timeout_s=2))
     runs = fjoin.Checkpoints(folder, step, background=True)
     state, _ = step(step.init(START), batch_of(rank, 0))
