@@ -67,9 +67,7 @@ def random_run(name: str, seed: int) -> Run:
     dtype = draw.choice(dtypes[: 2 if factory == "from_optax" else 4])  # the epsilon of optax's Adam is 0 in float16
     accumulate = draw.choice([1, 1, 2])
     calls, cut = accumulate * draw.randint(3, 7), accumulate * draw.randint(0, 2)
-    # In the first call each rank has a weight: otherwise some saves fail, see below.
-    draws = [[1.0, 2.5], *[[0.0, 1.0, 2.5, 64.0]] * (calls - 1)]
-    weights = [[draw.choice(of) for _ in range(math.prod(axes.values()))] for of in draws]
+    weights = [[draw.choice([0.0, 1.0, 2.5, 64.0]) for _ in range(math.prod(axes.values()))] for _ in range(calls)]
     own_loop = pipeline.hook.pauses or (on_buffers is None and draw.random() < 0.3)
     options = {"bucket_bytes": draw.choice([8, 24, 1 << 20]), "accumulate": accumulate, "on_buffers": on_buffers}
     return Run(pipeline, axes, dtype, cut, own_loop, draw.random() < 0.5, options, weights, seed)
@@ -90,9 +88,7 @@ def random_pipeline(draw: random.Random, kind: str, factory: str, seed: int) -> 
 
 def tree(run: Run, *seeds: int) -> dict[str, Tensor]:
     g = torch.Generator().manual_seed(hash((run.seed, *seeds)) % 2**31)
-    # A number that is sharded as a whole is not saved, see below.
-    number = {} if run.pipeline.sharding is None else {"scale": (1,)}
-    return {path: torch.randn(shape, generator=g).to(run.dtype) for path, shape in (SHAPES | number).items()}
+    return {path: torch.randn(shape, generator=g).to(run.dtype) for path, shape in SHAPES.items()}
 
 
 def in_own_loop(run: Run, rank: int, folder: Path | None) -> tuple[Any, dict[str, Any]]:
