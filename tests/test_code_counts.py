@@ -18,8 +18,8 @@ LIMITS = {
     "accesses to another object's privates": 26,
     "accesses to privates of torch's objects": 67,
     "lines of reducer, training, ddp": 7643,
-    "code lines": 23828,
-    "lines": 45817,
+    "code lines": 23839,
+    "lines": 45837,
     "files over 250 lines": 0,
     "fmt: skip": 0,
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -11,36 +11,42 @@ from torch import Tensor
 _SMALL = 1 << 16  # elements; a larger one has memory of its own, which is freed once it is written
 
 
+def kinds_of(tensors: Mapping[str, Tensor]) -> dict[torch.dtype | None, list[str]]:
+    """The names of small tensors by their dtype, and of others under None."""
+    found: dict[torch.dtype | None, list[str]] = {}
+    for name, value in tensors.items():
+        found.setdefault(value.dtype if value.dim() and value.numel() <= _SMALL else None, []).append(name)
+    return found
+
+
 class Copies:
     """Copies of tensors, on the CPU. Small ones of one dtype are copied into one tensor.
 
     Args:
         tensors: Those to copy, by name.
+        kinds: For each, the dtype if it is small, or None.
         later: The names of those that stay as they are until `wait`; they are copied by `tensors`, in another thread.
     """
 
     @torch.no_grad()
-    def __init__(self, tensors: Mapping[str, Tensor], later: Collection[str]) -> None:
-        self._order, self._later = list(tensors), dict[str, Tensor]()
-        self._alone: dict[str, Tensor] = {}
-        self._done, small = threading.Event(), dict[tuple[torch.dtype, torch.device], list[str]]()
+    def __init__(
+        self, tensors: Mapping[str, Tensor], kinds: Mapping[torch.dtype | None, Sequence[str]], later: Collection[str]
+    ) -> None:
+        self._order, self._done = tensors.keys(), threading.Event()
+        self._later, self._alone, self._small = dict[str, Tensor](), dict[str, Tensor](), []
         once: dict[int, Tensor] = {}  # such as a count of steps that all parameters share
-        for name, value in tensors.items():
-            if value.dim() and value.numel() <= _SMALL:
-                small.setdefault((value.dtype, value.device), []).append(name)
-            elif name in later and value.device.type == "cpu":
+        for name in kinds.get(None, ()):
+            value = tensors[name]
+            if name in later and value.dim() and value.device.type == "cpu":
                 self._later[name] = value
-            else:
-                if id(value) not in once:
-                    once[id(value)] = value.to("cpu", copy=True)
-                self._alone[name] = once[id(value)]
-        self._together = [
-            (
-                [(name, tensors[name].shape) for name in names],
-                torch.cat([tensors[name].reshape(-1) for name in names]).cpu(),
-            )
-            for names in small.values()
-        ]
+                continue
+            if id(value) not in once:
+                once[id(value)] = value.to("cpu", copy=True)
+            self._alone[name] = once[id(value)]
+        for dtype, names in kinds.items():
+            if dtype is not None:
+                some = [*map(tensors.__getitem__, names)]
+                self._small.append((names, some, torch.cat([value.reshape(-1) for value in some]).cpu()))
 
     @torch.no_grad()
     def tensors(self) -> dict[str, Tensor]:
@@ -49,9 +55,11 @@ class Copies:
             found = self._alone | {name: value.clone() for name, value in self._later.items()}
         finally:
             self.release()
-        for forms, flat in self._together:
-            parts = flat.split([shape.numel() for _, shape in forms])
-            found |= {name: part.view(shape) for (name, shape), part in zip(forms, parts, strict=True)}
+        for names, some, flat in self._small:
+            parts = flat.split([value.numel() for value in some])
+            # The dtype is another one where a tensor has changed its own since the names were grouped.
+            found |= {n: part.view(v.shape).to(v.dtype) for n, v, part in zip(names, some, parts, strict=True)}
+        self._small = []
         return {name: found[name] for name in self._order}
 
     def release(self) -> None:

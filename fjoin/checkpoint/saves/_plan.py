@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..._errors import CheckpointError
@@ -15,6 +16,7 @@ from ...agreement._replicas import apart
 from ...groups._mesh import Mesh
 from ...transforms.tree._placement import Placement
 from ..values._snapshot import Snapshot, is_host
+from ._copies import kinds_of
 from ._writers import Writers
 
 
@@ -28,6 +30,12 @@ class Written:
 
     def __init__(self, names: dict[str, str], leaves: dict[str, tuple[str, dict[str, Any]]]) -> None:
         self.names, self._leaves, self._shown = names, leaves, ("", "")
+        self._kinds: dict[torch.dtype | None, list[str]] | None = None
+
+    def kinds(self, tensors: Mapping[str, Tensor]) -> Mapping[torch.dtype | None, list[str]]:
+        """Of the tensors of the first save, for copies."""
+        self._kinds = self._kinds or kinds_of(tensors)
+        return self._kinds
 
     def leaves(self, tensors: Mapping[str, Tensor]) -> str:
         """The leaves of the manifest, as JSON. Of slices the shape is that of the whole."""

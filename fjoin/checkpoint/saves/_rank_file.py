@@ -32,8 +32,9 @@ class RankFile:
         tensors = {name: found.values[path] for name, path in self._written.names.items()}
         self._tensors: Copies | dict[str, Any] = tensors
         if copies:
-            later = {name for name, path in self._written.names.items() if found.stays(path)}
-            self._tensors = Copies(tensors, later)
+            kinds = self._written.kinds(tensors)
+            later = {name for name in kinds.get(None, ()) if found.stays(self._written.names[name])}
+            self._tensors = Copies(tensors, kinds, later)
         self._storage = found.storage if copies else None
         self._side = {
             "numbers": {path: found.values[path] for path in plan.numbers},

@@ -32,7 +32,7 @@ class Names:
     def __init__(self, prefix: str, part: Pipeline | Transform, axes: Mapping[str, int]) -> None:
         self.prefix, self._part, self._axes = prefix, part, axes
         self.structure: Any = None
-        self._read: list[tuple[int, str]] = []  # the position among the leaves, and the name
+        self._positions: list[int] = []  # among the leaves, of those with a name
         self._paths: dict[str, str] = {}  # name -> path in `to_state_dict`, of leaves and empty dicts
         self._unread: list[tuple[int, str]] = []  # the position, and the path
         self.places: dict[str, Placement] = {}
@@ -40,7 +40,7 @@ class Names:
     def values(self, state: Any) -> dict[str, Any]:
         """Name -> leaf."""
         leaves = self._leaves(state)
-        return {name: leaves[i] for i, name in self._read}
+        return dict(zip(self.places, map(leaves.__getitem__, self._positions), strict=True))
 
     def tree(self, like: Any, values: Values, in_place: bool = False) -> Any:
         """The state of the form of `like` from the values by name.
@@ -64,11 +64,11 @@ class Names:
             known, found = names_of(state), {leaf.path: leaf for leaf in placed(self._part, state, self._axes)}
             self._paths = {leaf.name: path for path, leaf in found.items()}
             self._unread = [(i, path) for i, (path, read) in enumerate(known) if not read]
-            self._read, self.places = [], {}
+            self._positions, self.places = [], {}
             for i, (path, read) in enumerate(known):
                 _, name, placement = found[path]
                 if read and placement is not None:
-                    self._read.append((i, f"{self.prefix}.{name}"))
+                    self._positions.append(i)
                     self.places[f"{self.prefix}.{name}"] = placement
         return leaves
 

@@ -65,8 +65,9 @@ class Snapshot:
         self._add(names.values(state), names.places, names.structure)
 
     def _add(self, values: Mapping[str, Any], places: Mapping[str, Placement], form: Any) -> None:
-        if twice := sorted(self.values.keys() & values.keys()):
-            raise ValueError(f"two values of the run are called {twice[0]!r}; give the objects other names")
+        if not self.values.keys().isdisjoint(values):
+            twice = min(self.values.keys() & values.keys())
+            raise ValueError(f"two values of the run are called {twice!r}; give the objects other names")
         self.values |= values
         self.places |= places
         self.form.append(form)
