@@ -18,4 +18,5 @@ class Readers:
     def wait(self) -> None:
         """Wait until nobody reads; whatever writes calls this first."""
         while self._waits:
-            self._waits.pop()()
+            self._waits[-1]()  # where this is interrupted, the next one waits again
+            self._waits.pop()

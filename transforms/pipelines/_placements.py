@@ -49,6 +49,7 @@ class Placed(NamedTuple):
         str  # the same, with stages by the names of their specs: a stage that is added to a chain renames no other one
     )
     placement: Placement | None  # None for an empty dict
+    params: tuple[str, ...] = ()  # paths, of which the first that a parameter has is that of the parameter it belongs to
 
 
 def placed(part: Pipeline | Transform, state: State, axes: Iterable[str]) -> Iterator[Placed]:
@@ -88,16 +89,30 @@ class Over(NamedTuple):
 
 
 class At(NamedTuple):
-    """A place in a state: a path, and a name."""
+    """A place in a state: a path, a name, and the paths of parameters that lead there."""
 
     path: str
     name: str
+    params: tuple[str, ...] = ()
+    in_tree: bool = False  # whether it is in the tree of the parameters; else dicts have their paths as keys
 
     def to(self, field: object, label: object = None) -> At:
         """A place inside, by the name of a field, a key or an index."""
         path = f"{self.path}.{field}" if self.path else str(field)
         name = field if label is None else label
-        return At(path, f"{self.name}.{name}" if self.name else str(name))
+        return self._replace(path=path, name=f"{self.name}.{name}" if self.name else str(name))
+
+    def key(self, key: object, field: object = None) -> At:
+        """A place inside, by a key or an index, which may be a part of a parameter's path.
+
+        Args:
+            field: The name in the path of the state, where that is another one.
+        """
+        inside, key = self.to(key if field is None else field), str(key)
+        if not self.in_tree:
+            return inside._replace(params=(key, key.rpartition(".")[0]))
+        above = self.params[-1]
+        return inside._replace(params=(*self.params, f"{above}.{key}" if above else key))
 
 
 def _of_pipeline(names: tuple[str, ...], at: At, pipeline: Pipeline, state: PipelineState) -> Iterator[Placed]:
@@ -111,7 +126,8 @@ def _of_pipeline(names: tuple[str, ...], at: At, pipeline: Pipeline, state: Pipe
         if name == "on_state" and part is not None:
             for stage in stages(part):
                 at_end = _behind(names, stage, at_end)
-    yield from _of_leaves(names, at.to("optimizer"), state.optimizer, at_end, Merge.MEAN)
+    tree = at.to("optimizer")._replace(params=("",), in_tree=True)
+    yield from _of_leaves(names, tree, state.optimizer, at_end, Merge.MEAN)
     yield from _of_leaves(names, at, rest, own, before=Over())
 
 
@@ -128,7 +144,7 @@ def _of_part(names: tuple[str, ...], at: At, part: Transform, state: State, befo
         kind, own = spec.name, state[i] if len(parts) > 1 else state
         label = f"{kind}#{numbers[kind]}"
         numbers[kind] += 1
-        here = at.to(i, label) if len(parts) > 1 else At(at.path, f"{at.name}.{label}".removeprefix("."))
+        here = at.to(i, label) if len(parts) > 1 else at._replace(name=f"{at.name}.{label}".removeprefix("."))
         yield from _of_stage(names, here, stage, own, before)
         if stage.equalizes is None or stage.equalizes(own) is not None:  # else the weight behind it is each rank's
             before = _behind(names, stage, before)
@@ -166,29 +182,29 @@ def _of_leaves(
     if hasattr(state, "_fields"):
         kind: Any = type(state)
         fields = marks(kind)
-        for name, value in zip(state._fields, state, strict=True):
+        for i, (name, value) in enumerate(zip(state._fields, state, strict=True)):
             mark, how = fields[name]
-            over, inside = own, at.to(name)
+            over, inside = own, at.key(i, name) if at.in_tree else at.to(name)
             if mark:
                 over = before or own
                 if isinstance(value, int):
-                    yield Placed(*inside, Placement(_in_order(names, over.equal), None, how or merge))
+                    yield Placed(inside.path, inside.name, Placement(_in_order(names, over.equal), None, how or merge))
                     continue
             yield from _of_leaves(names, inside, value, over, how or merge, over if mark else before)
         return
     if isinstance(state, dict):
         if not state:
-            yield Placed(*at, None)
+            yield Placed(at.path, at.name, None)
         for name, value in state.items():
-            yield from _of_leaves(names, at.to(name), value, own, merge, before)
+            yield from _of_leaves(names, at.key(name), value, own, merge, before)
     elif isinstance(state, (tuple, list)):
         for i, value in enumerate(state):
-            yield from _of_leaves(names, at.to(i), value, own, merge, before)
+            yield from _of_leaves(names, at.key(i) if at.in_tree else at.to(i), value, own, merge, before)
     elif state is not None:
         is_host, common = not isinstance(state, torch.Tensor), isinstance(state, torch.Tensor) and not state.dim()
         equal = frozenset(names) if is_host else own.equal | {own.cut} if own.cut and common else own.equal
         cut = None if is_host or common else own.cut
-        yield Placed(*at, Placement(_in_order(names, equal), cut, merge))
+        yield Placed(at.path, at.name, Placement(_in_order(names, equal), cut, merge), at.params)
 
 
 def _behind(names: tuple[str, ...], part: Transform, before: Over) -> Over:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -110,7 +110,7 @@ class OfZero:
         whole = {"state": states, "param_groups": put_together(shown[_GROUPS], {})}
         return lambda: self._zero.load_state_dict(whole)
 
-    def _slice(self, name: str) -> Slice | None:
+    def _slice(self, name: str, params: Sequence[str] = ()) -> Slice | None:
         slices, number = self._zero.slices(), int(name.partition(".")[0])
         if slices is None or number not in slices:
             return None

@@ -36,6 +36,7 @@ class Names:
         self._paths: dict[str, str] = {}  # name -> path in `to_state_dict`, of leaves and empty dicts
         self._unread: list[tuple[int, str]] = []  # the position, and the path
         self.places: dict[str, Placement] = {}
+        self.params: dict[str, tuple[str, ...]] = {}
 
     def values(self, state: Any) -> dict[str, Any]:
         """Name -> leaf."""
@@ -64,12 +65,13 @@ class Names:
             known, found = names_of(state), {leaf.path: leaf for leaf in placed(self._part, state, self._axes)}
             self._paths = {leaf.name: path for path, leaf in found.items()}
             self._unread = [(i, path) for i, (path, read) in enumerate(known) if not read]
-            self._positions, self.places = [], {}
+            self._positions, self.places, self.params = [], {}, {}
             for i, (path, read) in enumerate(known):
-                _, name, placement = found[path]
+                _, name, placement, params = found[path]
                 if read and placement is not None:
                     self._positions.append(i)
                     self.places[f"{self.prefix}.{name}"] = placement
+                    self.params[f"{self.prefix}.{name}"] = params
         return leaves
 
     def _path(self, name: str) -> str:

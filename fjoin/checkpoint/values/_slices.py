@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,16 +20,15 @@ class Slice(NamedTuple):
     holds: bool  # whether this rank writes it; of a value without elements one rank does
 
 
-# From the name of a value to its slice; None for a name of no parameter.
-Slices = Callable[[str], Slice | None]
+# From the name of a value, behind a prefix, and the paths of parameters that it may belong to, to its slice; None for another value.
+Slices = Callable[[str, Sequence[str]], Slice | None]
 
 
 def slices_of(pieces: Pieces) -> Slices:
-    """The slices of a pipeline's state, by names such as "optimizer.layer.w.exp_avg"."""
+    """The slices of a pipeline's state."""
 
-    def slice_of(name: str) -> Slice | None:
-        part, _, rest = name.removeprefix("inner.").partition(".")
-        path = next((path for path in _inside(rest, part) if path in pieces.shapes), None)
+    def slice_of(name: str, params: Sequence[str]) -> Slice | None:
+        path = next((path for path in params if path in pieces.shapes), None)
         if path is None:
             return None
         shape, (start, stop) = pieces.shapes[path], pieces.slices[path]
@@ -37,17 +36,3 @@ def slices_of(pieces: Pieces) -> Slices:
         return Slice(shape, start, stop, path in pieces.whole, holds)
 
     return slice_of
-
-
-def _inside(name: str, part: str) -> Iterator[str]:
-    """Where a path may stand in the name of a value of a pipeline's part, longest first.
-
-    The optimizer's state is the tree of the parameters; states of transforms end with dicts by path.
-    """
-    words = name.split(".")
-    for length in range(len(words), 0, -1):
-        starts = range(len(words) - length + 1)
-        for start in (
-            starts[:1] if part == "optimizer" else starts[-1:] if part in ("hook", "after", "gather") else starts
-        ):
-            yield ".".join(words[start : start + length])

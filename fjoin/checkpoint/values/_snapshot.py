@@ -28,6 +28,7 @@ class Snapshot:
     Attributes:
         values: Name -> tensor or host number.
         places: Name -> placement.
+        params: Name -> the paths of parameters that a value may belong to.
         slices: The beginning of names -> the slices of values of this name that are cut.
         form: Equal for snapshots whose names and placements are.
         rank: What only this rank has, as JSON.
@@ -38,6 +39,7 @@ class Snapshot:
 
     values: dict[str, Any] = field(default_factory=dict)
     places: dict[str, Placement] = field(default_factory=dict)
+    params: dict[str, tuple[str, ...]] = field(default_factory=dict)
     slices: dict[str, Slices] = field(default_factory=dict)
     form: list[Any] = field(default_factory=list)
     rank: dict[str, Any] = field(default_factory=dict)
@@ -63,6 +65,7 @@ class Snapshot:
     def add_state(self, names: Names, state: Any) -> None:
         """Add the leaves of a state."""
         self._add(names.values(state), names.places, names.structure)
+        self.params |= names.params
 
     def _add(self, values: Mapping[str, Any], places: Mapping[str, Placement], form: Any) -> None:
         if not self.values.keys().isdisjoint(values):
@@ -82,7 +85,7 @@ class Snapshot:
         """This rank's slice of a value that is cut; None where it is one of no parameter."""
         for prefix, slices in self.slices.items():
             if name.startswith(f"{prefix}."):
-                return slices(name.removeprefix(f"{prefix}."))
+                return slices(name.removeprefix(f"{prefix}."), self.params.get(name, ()))
         return None
 
 
