@@ -49,7 +49,9 @@ def checksum(values: Mapping[str, Any]) -> int:
             forms.append((name, value))
             continue
         forms.append((name, value.dtype, *value.shape))
-        (large if value.numel() > _SMALL else small.setdefault((value.dtype, value.device), [])).append(value.detach())
+        (large if value.numel() > _SMALL else small.setdefault((value.dtype, value.device), [])).append(
+            value.detach().resolve_conj().resolve_neg()
+        )
     number = zlib.crc32(repr(forms).encode())
     for flat in (*(torch.cat([value.reshape(-1) for value in some]) for some in small.values()), *large):
         data: Any = flat.cpu().contiguous().reshape(-1).view(torch.uint8).numpy() if flat.numel() else b""

@@ -20,7 +20,8 @@ class Requests:
     save, that ask to stop.
 
     Attributes:
-        save_agreed, stop_agreed: Whether a record that all ranks have read asked for it. `saved` and `begin` reset them.
+        saves_agreed: The number of times that a record which all ranks have read asked to save.
+        stop_agreed: Whether such a record asked to stop; `begin` resets it.
 
     Args:
         ranks: The number of ranks whose records are summed.
@@ -29,7 +30,7 @@ class Requests:
     def __init__(self, ranks: int) -> None:
         self._ranks, self._digit = ranks, float(ranks + 1)
         self._asked = set[str]()
-        self.save_agreed = self.stop_agreed = False
+        self.saves_agreed, self.stop_agreed = 0, False
 
     def ask_save(self) -> None:
         """Ask all ranks to save after one of the next steps. A signal handler may call it."""
@@ -56,10 +57,6 @@ class Requests:
         """A loop has ended."""
         self._asked.discard("loop")
 
-    def saved(self) -> None:
-        """The ranks have saved."""
-        self.save_agreed = False
-
     def write(self, has_next: bool) -> float:
         """The scalar `has_next` of this rank's next record, with the requests that have not travelled yet."""
         if not self._asked:
@@ -69,11 +66,9 @@ class Requests:
 
     def note(self, *sums: float) -> None:
         """Take the requests of all ranks from sums of `has_next`, which all ranks read after the same step."""
-        for has_next in sums:
-            if has_next >= self._digit and math.isfinite(has_next):
-                save_and_stop = has_next // self._digit
-                self.save_agreed |= save_and_stop % self._digit > 0
-                self.stop_agreed |= save_and_stop >= self._digit
+        asked = [has_next // self._digit for has_next in sums if has_next >= self._digit and math.isfinite(has_next)]
+        self.saves_agreed += any(save_and_stop % self._digit > 0 for save_and_stop in asked)
+        self.stop_agreed |= any(save_and_stop >= self._digit for save_and_stop in asked)
 
     def with_next(self, has_next: float) -> float:
         """The number of ranks with another batch, from the sum of `has_next`."""

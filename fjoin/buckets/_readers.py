@@ -9,9 +9,9 @@ class Readers:
     """Those who still read the memory of a state, each as a function that waits until it no longer does."""
 
     def __init__(self) -> None:
-        self._waits: list[Callable[[], None]] = []
+        self._waits: list[Callable[[], object]] = []
 
-    def add(self, wait: Callable[[], None]) -> None:
+    def add(self, wait: Callable[[], object]) -> None:
         """Have `wait` called before the memory is written again."""
         self._waits.append(wait)
 

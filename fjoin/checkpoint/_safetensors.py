@@ -70,7 +70,7 @@ def write_file(path: Path | str, tensors: Mapping[str, Tensor], metadata: Mappin
     """
     spans, position = dict[str, _Span](), 0
     for name in sorted(tensors, key=lambda name: (-tensors[name].element_size(), name)):  # hence all are aligned
-        code, shape = _form(name, tensors[name])
+        code, shape = check_form(name, tensors[name])
         end = position + math.prod(shape) * CODES[code].itemsize
         spans[name] = _Span(code, shape, position, end)
         position = end
@@ -83,13 +83,17 @@ def write_file(path: Path | str, tensors: Mapping[str, Tensor], metadata: Mappin
         return out.finish()
 
 
-def _form(name: str, tensor: Tensor) -> tuple[str, tuple[int, ...]]:
-    """The code of the dtype, and the shape, in the file."""
+def check_form(name: str, tensor: Tensor) -> tuple[str, tuple[int, ...]]:
+    """The code of the dtype, and the shape, in the file.
+
+    Raises:
+        TypeError: the format has no such tensor, or no such name.
+    """
     if type(name) is not str or name == _METADATA:
         raise TypeError(
             f"a tensor is called {name!r}, expected a string other than {_METADATA!r}; give it another name"
         )
-    if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in _CODE_OF:
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_nested or tensor.dtype not in _CODE_OF:
         form = f"{tensor.dtype}, {tensor.layout}, on {tensor.device}"
         raise TypeError(f"{name!r} is a tensor of {form}, expected a dense tensor of {sorted(CODES)} or complex128")
     return _CODE_OF[tensor.dtype], (*tensor.shape, *((2,) if tensor.dtype == torch.complex128 else ()))

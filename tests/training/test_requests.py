@@ -42,7 +42,7 @@ def test_three_counts_in_one_scalar(ranks: int, dtype: torch.dtype) -> None:
         assert words is not None
         reader, total = Requests(ranks), host_lane(words.tolist(), ["has_next"], dtype, ranks)["has_next"]
         reader.note(total)
-        assert (reader.save_agreed, reader.stop_agreed) == (save > 0, stop > 0)
+        assert (reader.saves_agreed, reader.stop_agreed) == (save > 0, stop > 0)
         if next_ in (0, ranks) or ranks < 4:
             assert reader.with_next(total) == next_
 
@@ -64,7 +64,7 @@ def test_a_request_travels_once() -> None:
 def plain(rank: int, n: int, pipeline: Any, accumulate: int) -> list[tuple[int, bool, bool]]:
     """A loop without join: the requests travel in the steps, and are read after them."""
     step, state = step_of(pipeline=pipeline, accumulate=accumulate)
-    run, seen = step.run, []
+    run, seen, saves = step.run, [], 0
     for i in range(n):
         if rank == 1 and i == 2:
             run.agreements.requests.ask_save()
@@ -72,11 +72,11 @@ def plain(rank: int, n: int, pipeline: Any, accumulate: int) -> list[tuple[int, 
             run.agreements.requests.ask_stop()
         state, metrics = step(state, X)
         requests = run.agreements.requests
-        if metrics.stepped and requests.save_agreed:
-            seen.append((i, requests.save_agreed, requests.stop_agreed))
-            requests.saved()
+        if metrics.stepped and requests.saves_agreed > saves:
+            saves = requests.saves_agreed
+            seen.append((i, True, requests.stop_agreed))
     step.flush(state)
-    seen.append((n, run.agreements.requests.save_agreed, run.agreements.requests.stop_agreed))
+    seen.append((n, run.agreements.requests.saves_agreed > saves, run.agreements.requests.stop_agreed))
     return seen
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 import uuid
 import warnings
 from collections.abc import Callable
@@ -24,10 +23,13 @@ from ..values._extra import put_together, taken_apart
 from ..values._snapshot import Snapshot
 from ..values._together import on_each, on_first
 from ._choice import chosen
+from ._due import Due
 from ._load import Load, empty_params
 from ._positions import add_position, position_of
 from ._same import same
 from ._sources import source_of
+
+_AFTER_AN_ERROR_S = 5.0  # for the files of other ranks, after an error of this one
 
 
 class Checkpoints:
@@ -88,11 +90,7 @@ class Checkpoints:
                 raise ValueError(f"{name} must be a whole number from 1, or None, got {value!r}")
         self._folder, self._source = Folder(Path(path)), source_of(what, mesh)
         self._mesh, self._requests = self._source.mesh, self._source.requests
-        if every_s is not None and (self._requests is None or not every_s > 0):
-            raise ValueError(
-                f"every_s must be a number of seconds above 0, for a train_step, got {every_s!r}; other loops save by every="
-            )
-        self._every, self._every_s, self._last = every, every_s, time.monotonic()
+        self._due = Due(every, every_s, self._requests, self._mesh.rank)
         self._keep_last, self._keep_every = keep_last, keep_every
         if replicas not in ("warn", "strict"):
             raise ValueError(f"replicas must be 'warn' or 'strict', got {replicas!r}")
@@ -114,7 +112,7 @@ class Checkpoints:
         if error is None:
             self.wait()
         elif self._saving is not None:  # other ranks may never come to meet this one
-            self._saving.give_up()
+            self._saving.give_up(wait_s=_AFTER_AN_ERROR_S)
 
     def save(self, state: Any, metrics: Metrics | None = None, *, extra: Any = None, data: Any = None) -> Path | None:
         """Save a state where a save is due; on all ranks, after the same step.
@@ -140,8 +138,7 @@ class Checkpoints:
         found: Snapshot = on_each(
             self._mesh, "the values of a save", lambda: self._taken(state, extra, data), partial(same, number, data)
         )
-        if self._plan is None or not self._plan.fits(found):
-            self._plan = Plan(self._mesh.shape, self._mesh.rank, found)
+        assert self._plan is not None
         self._plan.refuse_other_forms(self._mesh)
         self._run, name = on_first(self._mesh, "the start of a save", lambda: self._begin(number))
         self._back, about = None, {**self._source.about()._asdict(), "extra": found.extra}
@@ -149,25 +146,14 @@ class Checkpoints:
         save.begin(number, found, self._plan, copies=self._background)
         self._saving = save
         save.start()
-        if not self._background:
+        if self._background:
+            save.warn()
+        else:
             self.wait()
-        if self._requests is not None:
-            self._requests.saved()
+        self._due.saved()
         if self._strict:
             save.refuse_drift()
-        self._last = time.monotonic()
         return save.path
-
-    def _due(self, number: int, metrics: Metrics) -> bool:
-        """Whether to save after this step: the same on all ranks."""
-        if not metrics.stepped:
-            return False
-        asked = self._requests is not None and self._requests.save_agreed
-        if self._every_s is not None and self._requests is not None and self._mesh.rank == 0:
-            if time.monotonic() - self._last > self._every_s:
-                self._requests.ask_save()
-                self._last = time.monotonic()
-        return asked or (self._every is not None and number % self._every == 0)
 
     def _taken(self, state: Any, extra: Any, data: Any) -> Snapshot:
         tensors: dict[str, Tensor] = {}
@@ -176,6 +162,8 @@ class Checkpoints:
         found.add_extra(kept, tensors, self._mesh.shape)
         if data is not None:
             add_position(found, data)
+        if self._plan is None or not self._plan.fits(found):
+            self._plan = Plan(self._mesh.shape, self._mesh.rank, found)
         return found
 
     def _begin(self, step: int) -> tuple[str, str]:
@@ -194,6 +182,7 @@ class Checkpoints:
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.end()
+            saving.warn()
 
     def restore(
         self,

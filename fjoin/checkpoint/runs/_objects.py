@@ -20,6 +20,9 @@ class OfObjects:
     requests: Requests | None = None
 
     def __init__(self, objects: Mapping[str, Any], mesh: Mesh) -> None:
+        for name in objects:
+            if inside := [other for other in objects if other.startswith(f"{name}.")]:
+                raise ValueError(f"{inside[0]!r} begins with the name of {name!r}; give the objects other names")
         self._parts, self.mesh = {name: part_of(name, one, mesh) for name, one in objects.items()}, mesh
 
     def about(self) -> About:

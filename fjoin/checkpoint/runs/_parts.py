@@ -15,7 +15,7 @@ from ...optim.zero._zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from ...transforms.tree._placement import Placement
 from ..values._names import Names
 from ..values._skeleton import put_together, taken_apart
-from ..values._slices import Slice, slices_of
+from ..values._slices import Slice
 from ..values._snapshot import Snapshot
 from ..values._values import Values
 
@@ -73,8 +73,7 @@ class OfHandle:
     def add(self, found: Snapshot) -> Any:
         handle = self._handle
         found.add_state(self._names, handle.pipeline)
-        if handle.pieces is not None:
-            found.slices[self._prefix] = slices_of(handle.pieces)
+        found.cut(self._prefix, handle.pieces)
         return taken_apart({"step": handle.step, "total": handle.total, "parameters": handle.checksum}, "", {})
 
     def load(self, values: Values, shown: Any) -> Callable[[], None]:

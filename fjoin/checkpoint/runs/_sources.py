@@ -19,7 +19,6 @@ from ...transforms.pipelines._placements import buffers_placement, params_placem
 from ...transforms.tree._placement import Merge, Placement
 from ...transforms.tree._tree import named_leaves
 from ..values._names import Names, tree_from
-from ..values._slices import Slices, slices_of
 from ..values._snapshot import About, Snapshot
 from ..values._values import Values
 from ._objects import OfObjects
@@ -87,7 +86,8 @@ class OfStep:
         run = self._step.run
         body = check_state(state).settled(run.token)
         run.agreements.drain(body.step)
-        axes, found = self.mesh.shape, Snapshot(slices=_sharded(body.storage.pieces), storage=body.storage)
+        axes, found = self.mesh.shape, Snapshot(storage=body.storage)
+        found.cut("pipeline", body.storage.pieces)
         found.add("params", body.storage.leaves, params_placement(run.pipeline, axes))
         found.add_state(self._names, state.pipeline)
         if body.buffers is not None:
@@ -140,7 +140,8 @@ class OfPipeline:
 
     def snapshot(self, state: Any) -> Snapshot:
         params, own = self._pair(state)
-        found = Snapshot(slices=_sharded(self._pieces(params)))
+        found = Snapshot()
+        found.cut("pipeline", self._pieces(params))
         found.add("params", named_leaves(params), params_placement(self._pipeline, self.mesh.shape))
         found.add_state(self._names, own)
         return found
@@ -168,10 +169,6 @@ class OfPipeline:
         params, own = state
         new = tree_from("params", params, values.under("params")), self._names.tree(own, values)
         return lambda: new
-
-
-def _sharded(pieces: Pieces | None) -> dict[str, Slices]:
-    return {} if pieces is None else {"pipeline": slices_of(pieces)}
 
 
 def source_of(what: Any, mesh: Mesh | None) -> Source:

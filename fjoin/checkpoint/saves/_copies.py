@@ -25,14 +25,17 @@ class Copies:
     Args:
         tensors: Those to copy, by name.
         kinds: For each, the dtype if it is small, or None.
-        later: The names of those that stay as they are until `wait`; they are copied by `tensors`, in another thread.
+        later: The names of those that stay as they are until `done`; they are copied by `tensors`, in another thread.
+
+    Attributes:
+        done: Set once nothing is left to be copied.
     """
 
     @torch.no_grad()
     def __init__(
         self, tensors: Mapping[str, Tensor], kinds: Mapping[torch.dtype | None, Sequence[str]], later: Collection[str]
     ) -> None:
-        self._order, self._done = tensors.keys(), threading.Event()
+        self._order, self.done = tensors.keys(), threading.Event()
         self._later, self._alone, self._small = dict[str, Tensor](), dict[str, Tensor](), []
         once: dict[int, Tensor] = {}  # such as a count of steps that all parameters share
         for name in kinds.get(None, ()):
@@ -57,16 +60,11 @@ class Copies:
             self.release()
         for names, some, flat in self._small:
             parts = flat.split([value.numel() for value in some])
-            # The dtype is another one where a tensor has changed its own since the names were grouped.
-            found |= {n: part.view(v.shape).to(v.dtype) for n, v, part in zip(names, some, parts, strict=True)}
-        self._small = []
+            found |= {name: part.view(v.shape) for name, v, part in zip(names, some, parts, strict=True)}
+        self._small, self._alone = [], {}
         return {name: found[name] for name in self._order}
 
     def release(self) -> None:
         """End the wait; what has not been copied is given up."""
         self._later = {}
-        self._done.set()
-
-    def wait(self) -> None:
-        """Wait until all are copied."""
-        self._done.wait()
+        self.done.set()

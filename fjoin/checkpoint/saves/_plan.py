@@ -6,7 +6,7 @@ import functools
 import json
 import zlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,61 +15,46 @@ from ..._errors import CheckpointError
 from ...agreement._replicas import apart
 from ...groups._mesh import Mesh
 from ...transforms.tree._placement import Placement
-from ..values._snapshot import Snapshot, is_host
+from .._safetensors import check_form
+from ..values._snapshot import Snapshot
 from ._copies import kinds_of
 from ._writers import Writers
 
 
-class Written:
-    """What one rank writes.
+class Written(NamedTuple):
+    """What one rank writes."""
 
-    Args:
-        names: Name in the file -> name of the value.
-        leaves: For each name in the file, the leaf of the manifest that it is a part of, and what is known of it.
-    """
-
-    def __init__(self, names: dict[str, str], leaves: dict[str, tuple[str, dict[str, Any]]]) -> None:
-        self.names, self._leaves, self._shown = names, leaves, ("", "")
-        self._kinds: dict[torch.dtype | None, list[str]] | None = None
-
-    def kinds(self, tensors: Mapping[str, Tensor]) -> Mapping[torch.dtype | None, list[str]]:
-        """Of the tensors of the first save, for copies."""
-        self._kinds = self._kinds or kinds_of(tensors)
-        return self._kinds
-
-    def leaves(self, tensors: Mapping[str, Tensor]) -> str:
-        """The leaves of the manifest, as JSON. Of slices the shape is that of the whole."""
-        shapes = str([(value.dtype, *value.shape) for value in tensors.values()])
-        if shapes != self._shown[0]:
-            found = {}
-            for name, value in tensors.items():
-                path, leaf = self._leaves[name]
-                leaf["dtype"] = str(value.dtype).removeprefix("torch.")
-                found[path] = leaf if leaf["part"][2] is not None else leaf | {"shape": list(value.shape)}
-            self._shown = shapes, json.dumps(found)
-        return self._shown[1]
+    names: dict[str, str]  # name in the file -> name of the value
+    kinds: dict[torch.dtype | None, list[str]]  # of the names in the file, for copies
+    leaves: str  # the leaves of the manifest that these are parts of, as JSON
 
 
 class Plan:
-    """Names and placements are the same in most saves; what follows from them is computed once.
+    """Names, placements and shapes are the same in most saves; what follows from them is computed once.
 
     Args:
         axes: The mesh.
         rank: This rank.
         found: A snapshot of the form.
+
+    Raises:
+        TypeError: a value that cannot be written.
     """
 
     def __init__(self, axes: Mapping[str, int], rank: int, found: Snapshot) -> None:
         self._axes, self._rank, self._form = dict(axes), rank, found.form
-        self._written: dict[bool, Written] = {}
+        self._shapes, self._written = _shapes(found), dict[bool, Written]()
+        for name, value in found.values.items():
+            if isinstance(value, Tensor):
+                check_form(name, value)
         group = functools.cache(Writers(axes, rank).group)
         # Name -> a text that the ranks have in common which should have equal values.
         self.groups = {name: f"{group(p.equal)} {p.equal}" for name, p in found.places.items() if p.equal}
-        self.numbers = [name for name, value in found.values.items() if is_host(value)]
+        self.numbers = [name for name, value in found.values.items() if not isinstance(value, Tensor)]
         # Name -> dtype and shape, of values that all ranks have.
         self._forms = {
-            name: f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            for name, value in found.values.items()
+            name: str(form)
+            for name, form in zip(found.values, self._shapes, strict=True)
             if name not in found.by_content and not found.places[name].cut
         }
         self._digest = zlib.crc32(repr(self._forms).encode())
@@ -77,7 +62,7 @@ class Plan:
 
     def fits(self, found: Snapshot) -> bool:
         """Whether it is the plan of these values too."""
-        return self._form == found.form
+        return self._form == found.form and self._shapes == _shapes(found)
 
     def refuse_other_forms(self, mesh: Mesh) -> None:
         """Raise CheckpointError on all ranks where they have values of other names or forms."""
@@ -103,21 +88,29 @@ class Plan:
         return self._written[spread]
 
     def _make(self, found: Snapshot, spread: bool) -> Written:
-        names, leaves = {}, {}
+        names, leaves = dict[str, str](), dict[str, Any]()
         for path, place in Writers(self._axes, self._rank, spread).mine(found):
+            if place.name in names:
+                raise ValueError(
+                    f"{names[place.name]!r} and {path!r} are both called {place.name!r} in the file; rename one"
+                )
             names[place.name] = path
             alone = (
                 path in found.by_content and place.rank is not None
             )  # other ranks may have another form, or no such value
-            leaves[place.name] = (
-                place.name if alone else path,
-                {
-                    "shape": list(place.shape),
-                    "placement": _shown(found.places[path]) | ({"of": path, "rank": place.rank} if alone else {}),
-                    "part": [place.name, None if alone else place.rank, place.start],
-                },
-            )
-        return Written(names, leaves)
+            leaves[place.name if alone else path] = {
+                "shape": list(place.shape),
+                "dtype": str(found.values[path].dtype).removeprefix("torch."),
+                "placement": _shown(found.places[path]) | ({"of": path, "rank": place.rank} if alone else {}),
+                "part": [place.name, None if alone else place.rank, place.start],
+            }
+        kinds = kinds_of({name: found.values[path] for name, path in names.items()})
+        return Written(names, kinds, json.dumps(leaves))
+
+
+def _shapes(found: Snapshot) -> list[Any]:
+    """The dtype and shape of each tensor, and the type of each number."""
+    return [(v.dtype, v.shape) if isinstance(v, Tensor) else type(v) for v in found.values.values()]
 
 
 def _shown(place: Placement) -> dict[str, Any]:

@@ -32,10 +32,10 @@ class RankFile:
         tensors = {name: found.values[path] for name, path in self._written.names.items()}
         self._tensors: Copies | dict[str, Any] = tensors
         if copies:
-            kinds = self._written.kinds(tensors)
+            kinds = self._written.kinds
             later = {name for name in kinds.get(None, ()) if found.stays(self._written.names[name])}
             self._tensors = Copies(tensors, kinds, later)
-        self._storage = found.storage if copies else None
+        self._storage = found.storage if copies else None  # until `begin`
         self._side = {
             "numbers": {path: found.values[path] for path in plan.numbers},
             "shared": plan.shared,
@@ -43,9 +43,10 @@ class RankFile:
         }
 
     def begin(self) -> None:
-        """Have the storage wait for the copies before it writes; to be called when `write` runs in a thread."""
+        """Have the storage wait for the copies before it writes; to be called when the thread that copies has begun."""
         if self._storage is not None and isinstance(self._tensors, Copies):
-            self._storage.readers.add(self._tensors.wait)
+            self._storage.readers.add(self._tensors.done.wait)
+        self._storage = None
 
     def end(self) -> None:
         """The storage may write in any case, also where `write` has failed."""
@@ -57,9 +58,9 @@ class RankFile:
         name = f"rank-{self._rank:05d}-of-{self._ranks:05d}.safetensors"
         tensors = self._tensors.tensors() if isinstance(self._tensors, Copies) else self._tensors
         self._tensors = {}
-        entry, leaves = write_file(folder / name, tensors, {"format": "pt"}), self._written.leaves(tensors)
+        entry = write_file(folder / name, tensors, {"format": "pt"})
         side = json.dumps(self._side | {"file": asdict(entry)})
-        self._report(folder, f'{side[:-1]}, "leaves": {leaves}}}')
+        self._report(folder, f'{side[:-1]}, "leaves": {self._written.leaves}}}')
 
     def fail(self, folder: Path, error: Exception) -> None:
         """Tell rank 0 why nothing has been written."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import platform
@@ -57,7 +58,8 @@ class Save:
         self._folder, self._mesh, self._run, self._about, self._keep = folder, mesh, run, about, keep
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
-        self._given_up = threading.Event()
+        self._given_up, self._ended = threading.Event(), threading.Event()
+        self._texts: list[str] = []  # of warnings
 
     def begin(self, step: int, found: Snapshot, plan: Plan, copies: bool) -> None:
         """Agree on what each rank writes.
@@ -90,8 +92,7 @@ class Save:
             )
         self._notes = list(odd.values())
         if odd and self._mesh.rank == 0:
-            text = f"replicas have drifted apart; those of the lowest rank are saved: {self._brief()}"
-            warnings.warn(text, stacklevel=5)
+            self._texts.append(f"replicas have drifted apart; those of the lowest rank are saved: {self._brief()}")
         return plan
 
     def _brief(self) -> str:
@@ -106,9 +107,28 @@ class Save:
 
     def start(self) -> None:
         """Write in a thread; to be followed by `end` or `give_up`."""
-        self._file.begin()
         self._thread = threading.Thread(target=self._guarded, name="fjoin save")
-        self._thread.start()
+        atexit.register(self._tell)
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # raised by `end`, on all ranks
+            self._error = error
+            self._ended.set()
+        else:
+            self._file.begin()
+
+    def warn(self) -> None:
+        """Warn of what has been found, on rank 0; when no other rank waits for it, since warnings may be errors."""
+        texts, self._texts = self._texts, []
+        for text in texts:
+            warnings.warn(text, stacklevel=3)
+
+    def _tell(self) -> None:
+        """At the end of the program: warn of an error that nobody has waited for."""
+        if self._error is not None:
+            warnings.warn(
+                f"at the end of the program: step {self._step} has not been saved: {self._error}", stacklevel=1
+            )
 
     def end(self) -> None:
         """Wait until all ranks have written, and the checkpoint is committed.
@@ -123,6 +143,7 @@ class Save:
         except BaseException:
             self.give_up()
             raise
+        atexit.unregister(self._tell)
         if failed is not None:
             self.give_up()
             text = f"step {self._step} has not been saved: {failed}"
@@ -130,12 +151,11 @@ class Save:
 
     def _wait(self) -> str | None:
         """Wait for the threads of all ranks; returns what one of them has failed with."""
-        assert self._thread is not None
         wait_s, failed = 0.0, None  # no rank waits before all have begun
         while True:
-            self._thread.join(wait_s)
+            self._ended.wait(wait_s)
             own = None if self._error is None else f"{type(self._error).__name__}: {self._error}"
-            states = self._mesh.exchange("the end of a save", [self._thread.is_alive(), own], list)
+            states = self._mesh.exchange("the end of a save", [not self._ended.is_set(), own], list)
             for rank, (_, error) in enumerate(states):
                 failed = failed or (f"rank {rank}: {error}" if error else None)
             if failed:
@@ -144,11 +164,18 @@ class Save:
                 return failed
             wait_s = _ROUND_S
 
-    def give_up(self) -> None:
-        """Wait for this rank's file only, and delete what has been written but not committed."""
+    def give_up(self, wait_s: float = 0.0) -> None:
+        """Wait for this rank's file only, and delete what has been written but not committed.
+
+        Args:
+            wait_s: How long the other ranks' files may still take, whose threads write on.
+        """
+        atexit.unregister(self._tell)
+        if self._thread is not None:
+            self._ended.wait(wait_s)
         self._given_up.set()
         if self._thread is not None:
-            self._thread.join()
+            self._ended.wait()  # not `join`, which does not wait again once it has been interrupted
         if self._mesh.rank == 0 and self._tmp.exists():
             with contextlib.suppress(CheckpointError):  # which would hide the error that is the reason
                 self._folder.discard(self._tmp)
@@ -161,6 +188,7 @@ class Save:
             self._error = error
         finally:
             self._file.end()
+            self._ended.set()
 
     def _write(self) -> None:
         """Write this rank's file."""
@@ -189,7 +217,7 @@ class Save:
             if last is not None:
                 self._folder.retain(last, every, self._run)
         except CheckpointError as error:  # this step is saved
-            warnings.warn(f"old checkpoints could not be deleted: {error}", stacklevel=1)
+            self._texts.append(f"old checkpoints could not be deleted: {error}")
 
     def _side_of(self, rank: int) -> dict[str, Any]:
         """What a rank has written, once it has."""

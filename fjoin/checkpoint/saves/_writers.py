@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...transforms.axes._grid import Grid
 from ...transforms.tree._placement import Placement
-from ..values._snapshot import Snapshot, bytes_of, is_host
+from ..values._snapshot import Snapshot, bytes_of
 
 
 class Place(NamedTuple):
@@ -50,7 +50,7 @@ class Writers:
     def mine(self, found: Snapshot) -> Iterator[tuple[str, Place]]:
         """(name, place) of the values that this rank writes. All ranks iterate over the same names."""
         for name, value in found.values.items():
-            if is_host(value):
+            if not isinstance(value, Tensor):
                 continue
             place = found.places[name]
             part = _cut_part(found, name, value, place) if place.cut else (tuple(value.shape), None)

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ...buckets._flat_params import Storage
+from ...transforms.layout._pieces import Pieces
 from ...transforms.tree._placement import Placement
 from ._names import Names
-from ._slices import Slice, Slices
+from ._slices import Slice, Slices, slices_of
 
 
 class About(NamedTuple):
@@ -81,17 +82,18 @@ class Snapshot:
             ("params.", "optimizer.")
         )
 
+    def cut(self, prefix: str, pieces: Pieces | None) -> None:
+        """Values under a prefix may be cut into these pieces."""
+        if pieces is not None:
+            self.slices[prefix] = slices_of(pieces)
+            self.form.append(pieces.fingerprint)
+
     def slice_of(self, name: str) -> Slice | None:
         """This rank's slice of a value that is cut; None where it is one of no parameter."""
         for prefix, slices in self.slices.items():
             if name.startswith(f"{prefix}."):
                 return slices(name.removeprefix(f"{prefix}."), self.params.get(name, ()))
         return None
-
-
-def is_host(value: Any) -> bool:
-    """Whether a value is a number of the host, which is kept in the manifest."""
-    return not isinstance(value, Tensor)
 
 
 def bytes_of(value: Tensor) -> int:
