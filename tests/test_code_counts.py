@@ -17,9 +17,9 @@ LIMITS = {
     "comparisons with a spec's name": 6,
     "accesses to another object's privates": 26,
     "accesses to privates of torch's objects": 67,
-    "lines of reducer, training, ddp": 7643,
-    "code lines": 23839,
-    "lines": 45837,
+    "lines of reducer, training, ddp": 7641,
+    "code lines": 23891,
+    "lines": 45927,
     "files over 250 lines": 0,
     "fmt: skip": 0,
 }

@@ -33,7 +33,7 @@ def slow_copies(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     def late(self: Copies) -> Any:
         time.sleep(0.3)
         began.append(time.monotonic())
-        return tensors(self)
+        return tensors(self)  # which ends the wait
 
     monkeypatch.setattr(Copies, "tensors", late)
     return began
@@ -63,7 +63,7 @@ def test_whatever_writes_waits_for_the_copies(what: str, slow_copies: list[float
     with fjoin.Checkpoints(tmp_path, step, background=True) as runs:
         runs.save(state)
         WRITES[what](step, state)
-        assert len(slow_copies) == 1 and time.monotonic() >= slow_copies[0]
+        assert len(slow_copies) == 1  # it has waited
     again = fjoin.load(tmp_path, make_step(), START)
     for found, expected in (again.params, want.params), (again.pipeline.optimizer, want.pipeline.optimizer):
         one, other = tx.to_state_dict(found), tx.to_state_dict(expected)

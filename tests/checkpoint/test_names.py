@@ -135,3 +135,74 @@ def quiet() -> Any:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "at the end of the program")
         yield
+
+
+ADAM = tx.adam(0.01)
+ANEW = {
+    "masters": (tx.fuse(tx.mean("data"), tx.mixed_precision(ADAM)), "pipeline.optimizer", torch.bfloat16),
+    "the anchor of an outer step": (tx.diloco(ADAM, "data", 2), "pipeline.after", torch.float32),
+    "exact values of slices": (
+        tx.zero(tx.mean("data"), ADAM, "data", gather=tx.int8()),
+        "pipeline.gather",
+        torch.float32,
+    ),
+}
+
+
+@pytest.mark.parametrize("what", ANEW)
+def test_what_starts_anew_starts_from_the_parameters_of_the_checkpoint(what: str, tmp_path: Path) -> None:
+    pipeline, fresh, dtype = ANEW[what]
+    start = {path: p.to(dtype) for path, p in {"w": torch.linspace(-1, 1, 600), "b": torch.zeros(3)}.items()}
+    far = {path: p + 5 for path, p in start.items()}  # as after long training
+
+    def one_rank(rank: int) -> float:
+        step = fjoin.train_step(lambda p, x: ((p["w"] * x).sum() + p["b"].sum()).float(), pipeline)
+        fjoin.save(tmp_path, step, step.init(far))
+        again = fjoin.train_step(lambda p, x: ((p["w"] * x).sum() + p["b"].sum()).float(), pipeline)
+        state = fjoin.load(tmp_path, again, start, fresh=(fresh,))
+        for _ in range(2):
+            state, _ = again(state, torch.ones((), dtype=dtype))
+        return max(float((state.params[path].float() - far[path].float()).abs().max()) for path in start)
+
+    assert max(tx.simulate(one_rank, {"data": 2}, [0, 1])) < 0.1
+
+
+def test_parameters_that_start_anew_must_be_given(tmp_path: Path) -> None:
+    saved(tmp_path, step_of(FEEDBACK))
+    fresh = ("params.b",)
+    raises_text(
+        fjoin.CheckpointError,
+        lambda: fjoin.load(tmp_path, step_of(FEEDBACK), fresh=fresh),
+        "'params.b'",
+        "pass restore",
+    )
+    assert not fjoin.load(tmp_path, step_of(FEEDBACK), START, fresh=fresh).params["b"].any()
+
+
+def test_a_slice_belongs_to_the_parameter_at_its_place_in_the_state(tmp_path: Path) -> None:
+    """Names of fields and of parameters may read alike."""
+    start = {
+        "weight": torch.linspace(-1, 1, 5),
+        "average.weight": torch.linspace(0, 1, 9).reshape(3, 3),
+        "master.weight": torch.ones(2),
+        "w": torch.ones(7),
+        "w.exp_avg": torch.ones(2, 2),
+    }
+    pipeline = tx.zero(tx.mean("data"), tx.adam(0.1), "data", after=tx.ema(0.5), gather=tx.int8())
+
+    def loss_fn(params: Any, x: torch.Tensor) -> torch.Tensor:
+        return sum((p * x * (i + 1)).square().sum() for i, p in enumerate(params.values()))  # type: ignore[return-value]
+
+    def one_rank(rank: int) -> Any:
+        step = fjoin.train_step(loss_fn, pipeline)
+        state = step.init(start)
+        for _ in range(3):
+            state, _ = step(state, torch.ones(()))
+        fjoin.save(tmp_path, step, state)
+        again = fjoin.load(tmp_path, fjoin.train_step(loss_fn, pipeline), start)
+        return tx.to_state_dict(state.pipeline), tx.to_state_dict(again.pipeline)
+
+    for before, after in tx.simulate(one_rank, {"data": 2}, [0, 1]):
+        for name, value in before.items():
+            if "lane" not in name and "total" not in name:
+                assert torch.equal(torch.as_tensor(value), torch.as_tensor(after[name])), name

@@ -24,7 +24,7 @@ from ..values._snapshot import Snapshot
 from ..values._together import on_each, on_first
 from ._choice import chosen
 from ._due import Due
-from ._load import Load, empty_params
+from ._load import Load, empty_params, filled, refuse_fresh_params
 from ._positions import add_position, position_of
 from ._same import same
 from ._sources import source_of
@@ -195,7 +195,7 @@ class Checkpoints:
     ) -> Any:
         """The state of the newest checkpoint that verifies, or a new one where the folder holds none; on all ranks.
 
-        Newer checkpoints are set aside by the next save, so that training can save their steps again.
+        The next save sets newer checkpoints aside. What starts anew starts from the parameters of the checkpoint.
 
         Args:
             params: The parameters at the start, as for `step.init`; None: a dict of those of the checkpoint.
@@ -219,7 +219,19 @@ class Checkpoints:
                 raise CheckpointError(f"{self._folder.path} holds no checkpoint; pass the parameters at the start")
             return self._source.start(params, buffers)
         path, manifest = found
-        state = self._source.start(empty_params(manifest.leaves) if params is None else params, buffers)
+        if params is None:
+            refuse_fresh_params(manifest.leaves, fresh)
+            params = empty_params(manifest.leaves)
+        state = self._source.start(params, buffers)
+        if (
+            fresh and self._source.needs_params
+        ):  # what starts anew starts from the parameters and buffers of the checkpoint
+
+            def read_params() -> tuple[Any, Any]:
+                with Load(path, manifest, self._mesh, self._source.snapshot(state), fresh) as load:
+                    return filled("params", params, load.values), buffers and filled("buffers", buffers, load.values)
+
+            state = self._source.start(*on_each(self._mesh, "the parameters of a checkpoint", read_params))
 
         def read() -> tuple[Callable[[], Any], Callable[[], None], Any]:
             with Load(path, manifest, self._mesh, self._source.snapshot(state), fresh) as load:
@@ -228,7 +240,6 @@ class Checkpoints:
                 return self._source.load(state, values, own), place, put_together(manifest.extra, values)
 
         take, place, extra = on_each(self._mesh, "the values of a checkpoint", read)  # nothing has changed yet
-
         loaded = on_each(self._mesh, "the end of a load", lambda: (take(), place())[0])
         self._run, self.extra, self._back = manifest.run, extra, manifest.step
         spec = self._source.about().spec

@@ -24,6 +24,7 @@ class Due:
                 f"every_s must be a number of seconds above 0, for a train_step, got {every_s!r}; other loops save by every="
             )
         self._every, self._every_s, self._requests, self._rank = every, every_s, requests, rank
+        self._last, self._saves, self._asks = 0.0, 0, False  # the last is whether this rank's clock has asked
         self.saved()
 
     def __call__(self, number: int, metrics: Metrics) -> bool:
@@ -41,6 +42,5 @@ class Due:
 
     def saved(self) -> None:
         """The ranks have saved: earlier requests are done, and the clock begins anew."""
-        self._last: float = time.monotonic()
-        self._asks: bool = False  # whether this rank's clock has asked
-        self._saves: int = 0 if self._requests is None else self._requests.saves_agreed
+        self._last, self._asks = time.monotonic(), False
+        self._saves = 0 if self._requests is None else self._requests.saves_agreed

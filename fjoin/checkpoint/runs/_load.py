@@ -15,10 +15,11 @@ from ...groups._mesh import Mesh
 from ...transforms.axes._grid import Grid
 from ...transforms.layout._merge import merged
 from ...transforms.tree._placement import Merge
+from ...transforms.tree._tree import map_with_path
 from .._leaves import Leaves
 from .._manifest import Manifest
 from .._parts import DTYPES, Leaf, Part
-from ..values._names import chosen
+from ..values._names import matches
 from ..values._snapshot import Snapshot
 from ..values._values import Values
 from ._positions import is_position
@@ -54,15 +55,15 @@ class Load:
         self._here, self._there = Grid(mesh.shape), Grid(manifest.axes)
         names = {*manifest.leaves, *manifest.numbers, *like.values}
         for pattern in fresh:
-            if not any(chosen(name, [pattern]) for name in names):
+            if not any(matches(name, [pattern]) for name in names):
                 raise CheckpointError(f"fresh={pattern!r} is no name; there are {sorted(names)[:8]} and others")
         self._leaves = Leaves(folder, manifest)
         self.values = Values()
         for name, value in like.values.items():
-            if chosen(name, fresh):
+            if matches(name, fresh):
                 self.values.set(name, value)
         for name in (*manifest.leaves, *manifest.numbers):
-            if not chosen(name, fresh):
+            if not matches(name, fresh):
                 self._add(name)
 
     def __enter__(self) -> Self:
@@ -206,7 +207,21 @@ def _between(leaves: Leaves, name: str, leaf: Leaf, parts: list[Part], start: in
 def empty_params(leaves: Mapping[str, Any]) -> dict[str, Tensor]:
     """Path -> a parameter without values, of a manifest's leaves."""
     return {
-        name.removeprefix("params."): torch.zeros(leaf.shape, dtype=getattr(torch, leaf.dtype))
+        name.removeprefix("params."): torch.zeros(leaf.shape, dtype=DTYPES[leaf.dtype])
         for name, leaf in leaves.items()
         if name.startswith("params.")
     }
+
+
+def filled(prefix: str, tree: Any, values: Values) -> Any:
+    """A tree of tensors with the values under a prefix in their place, as far as there are such."""
+    saved = values.under(prefix)
+    return map_with_path(lambda path, leaf: saved[path].to(leaf.device) if path in saved else leaf, tree)
+
+
+def refuse_fresh_params(leaves: Mapping[str, Any], fresh: tuple[str, ...]) -> None:
+    """Raise CheckpointError where parameters are to start anew, which are not given."""
+    if names := [name for name in leaves if name.startswith("params.") and matches(name, fresh)]:
+        raise CheckpointError(
+            f"fresh= names {names[0]!r}, whose value at the start is not known; pass restore(params, ...)"
+        )

@@ -100,6 +100,6 @@ def tree_from(what: str, like: Any, values: Mapping[str, Any], in_place: bool = 
         raise CheckpointError(f"{error}; it is of another model or pipeline") from error
 
 
-def chosen(name: str, patterns: Collection[str]) -> bool:
+def matches(name: str, patterns: Collection[str]) -> bool:
     """Whether one of the patterns is the name, the beginning of it up to a dot, or fits it with its `*`."""
     return any(name == one or name.startswith(f"{one}.") or fnmatchcase(name, one) for one in patterns)
