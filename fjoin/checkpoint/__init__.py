@@ -1,4 +1,4 @@
-"""Checkpoints as files: safetensors, a manifest that covers every byte, a commit by rename. No process groups here."""
+"""Checkpoints as files: safetensors, a manifest that covers every byte, a commit by rename; in `runs` and `saves` those of ranks."""
 
 from ._commits import read_step as read_step
 from ._commits import verify_files as verify_files

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ..._errors import CheckpointError
 from ...groups._mesh import Mesh
-from .._commits import read_commit, read_step, verify_files
+from .._commits import read_commit, verify_files
 from .._folder import Folder
 from .._manifest import Manifest
 from .._newest import newest_verified
@@ -27,7 +27,7 @@ def chosen(folder: Folder, mesh: Mesh, step: int | None) -> tuple[Path, Manifest
         identifier = on_first(mesh, f"the choice of step {number}", lambda: read_commit(path).id)
 
         def check() -> Manifest:
-            manifest = read_step(path)
+            _, manifest = folder.read(number)
             if manifest.id != identifier:
                 raise CheckpointError(f"{path} is another checkpoint than on rank 0; all ranks need one folder")
             verify_files(path, manifest, (mesh.rank, mesh.size))

@@ -93,46 +93,44 @@ class Load:
         return ranks[0]
 
     def _value(self, name: str) -> Any:
-        leaves, like = self._leaves, self._like
         if name in self.manifest.numbers:
-            return self._number(name, like)
+            return self._number(name)
         leaf = self.manifest.leaves[name]
-        self._check_dtype(name, like)
+        self._check_dtype(name)
         if leaf.placement.get("cut") is not None:
-            return self._slice(leaves, name, leaf, like)
+            return self._slice(name, leaf)
         if leaf.parts[0].rank is None:
-            return leaves.part(name, leaf.parts[0])
-        if not self._same and is_position(name):
-            return leaves.part(name, next(part for part in leaf.parts if part.rank == leaf.parts[0].rank))
+            return self._leaves.part(name, leaf.parts[0])
         if not self._same:
-            return self._merged(leaves, name, leaf, like)
+            return self._merged(name, leaf)
         rank = self._here.members(self._mesh.rank, leaf.placement["equal"])[0]
         part = next((part for part in leaf.parts if part.rank == rank), None)
         if part is None:
             raise CheckpointError(f"{self._folder} lacks {name!r} of rank {rank}; use another step")
-        return leaves.part(name, part)
+        return self._leaves.part(name, part)
 
-    def _check_dtype(self, name: str, like: Snapshot) -> None:
-        own, saved = like.values.get(name), DTYPES[self.manifest.leaves[name].dtype]
+    def _check_dtype(self, name: str) -> None:
+        own, saved = self._like.values.get(name), DTYPES[self.manifest.leaves[name].dtype]
         if isinstance(own, Tensor) and own.dtype is not saved:
             raise CheckpointError(
                 f"{self._folder}: {name!r} is {saved}, but here {own.dtype}; begin with parameters and a pipeline of the saved dtypes"
             )
 
-    def _number(self, name: str, like: Snapshot) -> Any:
+    def _number(self, name: str) -> Any:
         held, rank = self.manifest.numbers[name], self._mesh.rank
-        merge = like.places[name].merge if name in like.places else Merge.REFUSE
+        merge = self._like.places[name].merge if name in self._like.places else Merge.REFUSE
         if not self._same and merge is Merge.RESTART:
-            return like.values[name]
+            return self._like.values[name]
         if not self._same and merge is Merge.MEAN:
             return max(held)
         return held[rank if rank < len(held) else 0]
 
-    def _merged(self, leaves: Leaves, name: str, leaf: Leaf, like: Snapshot) -> Tensor:
+    def _merged(self, name: str, leaf: Leaf) -> Tensor:
         """The value of this rank, from those of another number of ranks."""
         differs = [axis for axis in self.manifest.axes if axis not in leaf.placement["equal"]]
         values = {
-            tuple(self._there.place(part.rank or 0, differs).values()): leaves.part(name, part) for part in leaf.parts
+            tuple(self._there.place(part.rank or 0, differs).values()): self._leaves.part(name, part)
+            for part in leaf.parts
         }
         place = tuple(self._here.place(self._mesh.rank, differs).values())
         if all(self.manifest.axes[axis] == self._mesh.shape[axis] for axis in differs):
@@ -143,7 +141,7 @@ class Load:
                 [self._mesh.shape[axis] for axis in differs],
                 place,
                 Merge(leaf.placement["merge"]),
-                like.values.get(name),
+                self._like.values.get(name),
             )
         except ValueError as error:
             raise self._unmerged(name, error) from None
@@ -158,19 +156,19 @@ class Load:
             f"{self._folder}: {name!r} of {dict(self.manifest.axes)} cannot be loaded on {dict(self._mesh.shape)}: {why}; {remedy}"
         )
 
-    def _slice(self, leaves: Leaves, name: str, leaf: Leaf, like: Snapshot) -> Tensor:
+    def _slice(self, name: str, leaf: Leaf) -> Tensor:
         """This rank's slice of a leaf, from the parts that hold it."""
-        own = like.slice_of(name)
+        own = self._like.slice_of(name)
         if own is None:
             raise CheckpointError(f"{self._folder} has slices of {name!r}, but here it is not sharded")
         start, stop = own.start, own.stop
         parts = self._of_group(leaf)
         if all(part.start is None for part in parts):  # on one rank as a whole
             if stop:
-                return leaves.part(name, parts[0])
-            shape = like.values[name].shape if name in like.values else leaf.shape
+                return self._leaves.part(name, parts[0])
+            shape = self._like.values[name].shape if name in self._like.values else leaf.shape
             return torch.zeros(shape, dtype=DTYPES[leaf.dtype])
-        return _between(leaves, name, leaf, parts, start, stop)
+        return _between(self._leaves, name, leaf, parts, start, stop)
 
     def _of_group(self, leaf: Leaf) -> list[Part]:
         """The parts of the ranks whose slices make up the value that this rank has a slice of."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -42,12 +43,7 @@ def position_of(values: Mapping[str, Any], own: Mapping[str, Any], data: Any) ->
         raise CheckpointError(
             "the checkpoint has no position of data; it was saved without data=, so restore it without, too"
         )
-    position = put_together(own[_NAME], values)
-
-    def load() -> None:
-        data.load_state_dict(position)
-
-    return load
+    return partial(data.load_state_dict, put_together(own[_NAME], values))
 
 
 def is_position(name: str) -> bool:
