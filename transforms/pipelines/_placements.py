@@ -49,7 +49,7 @@ class Placed(NamedTuple):
         str  # the same, with stages by the names of their specs: a stage that is added to a chain renames no other one
     )
     placement: Placement | None  # None for an empty dict
-    params: tuple[str, ...] = ()  # paths, of which the first that a parameter has is that of the parameter it belongs to
+    params: tuple[str, ...] = ()  # paths: it belongs to the first parameter that has one of them
 
 
 def placed(part: Pipeline | Transform, state: State, axes: Iterable[str]) -> Iterator[Placed]:
