@@ -1,4 +1,4 @@
-"""The quality studies of benchmarks/ run, with few ranks and steps."""
+"""The studies of benchmarks/ run, with few ranks and steps."""
 
 from __future__ import annotations
 
@@ -20,3 +20,14 @@ def test_study(script: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     page = (tmp_path / "page.md").read_text()
     assert page.startswith("# ") and "|---|" in page and "nan" not in page
+
+
+@pytest.mark.long
+def test_checkpoints(tmp_path: Path) -> None:
+    files = ["--folder", str(tmp_path), "--out", str(tmp_path / "page.md")]
+    command = [sys.executable, str(BENCHMARKS / "checkpoints.py"), "--quick", *files]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    page = (tmp_path / "page.md").read_text()
+    assert "| fjoin | a bit flipped | 8 | 0 | 0 |" in page and "nan" not in page
+    assert [path.name for path in tmp_path.iterdir()] == ["page.md"]
