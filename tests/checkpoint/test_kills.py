@@ -146,3 +146,30 @@ def test_a_file_may_take_longer_than_a_message(tmp_path: Path) -> None:
     with Ranks(2, writing_slowly, str(tmp_path), "slow", 1) as run:
         found = [run.next(60)[2] for _ in range(2)]
     assert all(what == "saved" and took_s > 2.5 for what, took_s in found) and not verify(tmp_path)
+
+
+def failing_after_a_save(rank: int, report: Any, folder: str) -> None:
+    """Rank 0 fails while rank 1 still writes, and rank 1 with it."""
+    warnings.simplefilter("ignore")
+    write = RankFile.write
+
+    def slowly(self: Any, to: Path) -> None:
+        time.sleep(1.0)
+        write(self, to)
+
+    if rank == 1:
+        RankFile.write = slowly  # type: ignore[assignment, method-assign]
+    step = make_step(fjoin.mesh({"data": -1}))
+    state, _ = step(step.init(START), batch_of(rank, 0))
+    try:
+        with fjoin.Checkpoints(folder, step, background=True) as runs:
+            runs.save(state)
+            raise RuntimeError("of the loop")
+    except RuntimeError as error:
+        report(str(error))
+
+
+def test_an_error_of_the_loop_does_not_cost_a_save_that_is_being_written(tmp_path: Path) -> None:
+    with Ranks(2, failing_after_a_save, str(tmp_path)) as run:
+        assert [run.next(60)[2] for _ in range(2)] == ["of the loop"] * 2
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"] and not verify(tmp_path)
