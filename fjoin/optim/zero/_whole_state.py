@@ -35,6 +35,13 @@ class Owned(NamedTuple):
     sliced: bool = True  # whether tensors of the slice are flat
 
 
+def numbers_of(p: Tensor, state: dict[str, Any]) -> dict[str, Any]:
+    """The state of a parameter; of one without dims, whose slice is a vector of one element, with values without dims."""
+    if p.dim():
+        return state
+    return {name: v.reshape(()) if isinstance(v, Tensor) and v.numel() == 1 else v for name, v in state.items()}
+
+
 def gather_states(
     axis: GroupAxis, to: int, owned: Iterable[Owned], shapes: Sequence[torch.Size], device: torch.device
 ) -> dict[int, dict[str, Any]] | None:

@@ -91,8 +91,10 @@ def slice_state(part: Any, state: dict[str, Any], p: Tensor, own: Tensor, start:
         value = state[name]
         if like.dim() and part.elementwise:
             value = value.reshape(-1)[start:stop].view(own.shape)
-        elif like.dim() and own.shape != p.shape:  # of the empty slice of a parameter that another rank owns
+        elif like.dim() and not own.numel() and p.numel():  # another rank owns the parameter
             value = like
+        elif like.dim() and not p.dim():  # the slice of a number is a vector
+            value = value.reshape(like.shape)
         found[name] = value
     return on_device(found, p.device)
 

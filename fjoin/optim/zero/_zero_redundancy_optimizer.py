@@ -14,7 +14,7 @@ from .._grad_scaler import step_as
 from .._optimizer import Optimizer
 from .._param_groups import Hyperparameters, without_params
 from ._optimizer_class import WholeLeaves, optimizer_of, takes_closure, torchs_state
-from ._whole_state import NoState, Owned, gather_states
+from ._whole_state import NoState, Owned, gather_states, numbers_of
 from ._zero_join import StepsInAJoin, gradients
 from ._zero_load import WholeState, load_slices, on_device, whole_states
 from ._zero_shard import OwnSlice, Shard, cut_group, gather, give, own_gradients, own_slices
@@ -209,7 +209,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, StepsInAJoin):
                 state = self._local.state.get(shard.slices[path], {})
             else:
                 state, (start, stop) = ({}, (0, 0)) if self.run is None else self.run.state_of(p)
-            state = torchs_state(self._class, state)
+            state = numbers_of(p, torchs_state(self._class, state))
             if state and start < stop:
                 yield Owned(number, start, stop, state, self.part.elementwise and p not in waiting)
 
