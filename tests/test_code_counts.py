@@ -18,8 +18,8 @@ LIMITS = {
     "accesses to another object's privates": 26,
     "accesses to privates of torch's objects": 67,
     "lines of reducer, training, ddp": 7641,
-    "code lines": 23886,
-    "lines": 45921,
+    "code lines": 23892,
+    "lines": 45930,
     "files over 250 lines": 0,
     "fmt: skip": 0,
 }
