@@ -34,7 +34,7 @@ from torch import nn
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.checkpoint.runs import _choice
+from fjoin.checkpoint import Leaves
 from fjoin.checkpoint.runs._load import Load
 from fjoin.checkpoint.saves import _save
 from fjoin.training._step import TrainStep
@@ -130,7 +130,7 @@ def parts(name: str, rounds: int, folder: Path) -> dict[str, Any]:
     clock("fsync", os, "fsync", thread=True)
     clock("file", _save.RankFile, "write")
     clock("commit", _save.Save, "_commit")
-    clock("check", _choice, "verify_files")
+    clock("check", Leaves, "verify")
     clock("read", Load, "_value")
     clock("init", TrainStep, "init")
     one, path = MAKE["fjoin"](model(name)), folder / "saved"

@@ -12,7 +12,7 @@ from .._errors import DesyncError
 from ..groups._mesh import Mesh
 from ..transforms.pipelines._pipeline import Pipeline
 from ..transforms.transform._transform import Transform
-from ._replicas import apart
+from ._replicas import Replicas, form
 
 
 def check_program(
@@ -96,7 +96,8 @@ def same_values(mesh: Mesh, params: Mapping[str, Tensor], buffers: Mapping[str, 
         DesyncError: naming a rank and the first tensor that differs.
     """
     values = {**params, **(buffers or {})}
-    for path, (rank, other) in apart(mesh, "step.init", values, dict.fromkeys(values, "all")).items():
+    replicas = Replicas(dict.fromkeys(values, "all"), {path: form(value) for path, value in values.items()})
+    for path, (rank, other) in replicas.apart(mesh, "step.init", values).items():
         raise DesyncError(
             f"{path!r} has other values on rank {rank} than on rank {other}; use init(params, sync='broadcast'), or the same seed on all "
             f"ranks",

@@ -1,7 +1,6 @@
 """Checkpoints as files: safetensors, a manifest that covers every byte, a commit by rename; in `runs` and `saves` those of ranks."""
 
 from ._commits import read_step as read_step
-from ._commits import verify_files as verify_files
 from ._files import FileEntry as FileEntry
 from ._folder import Folder as Folder
 from ._leaves import Leaves as Leaves

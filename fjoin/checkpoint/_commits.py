@@ -11,7 +11,6 @@ from typing import NamedTuple
 from .._errors import CheckpointError
 from ._files import open_file, read_small, typed_errors, write_small
 from ._json import Refused, parse, record, text
-from ._leaves import Leaves
 from ._manifest import Manifest
 
 _LARGEST_MANIFEST = 4 << 30
@@ -23,20 +22,6 @@ class Commit(NamedTuple):
     id: str
     run: str
     sha256: str  # of manifest.json
-
-
-def verify_files(path: Path, manifest: Manifest, share: tuple[int, int] = (0, 1)) -> None:
-    """Read and check the files of a step.
-
-    Args:
-        share: (rank, ranks) of those who read a share of the files each.
-
-    Raises:
-        CheckpointError: Something is wrong with them; the first problem is named.
-    """
-    with Leaves(path, manifest) as leaves:
-        if problems := leaves.problems(share):
-            raise CheckpointError("; ".join(problems[:3]) + (f"; {len(problems) - 3} more" if problems[3:] else ""))
 
 
 def read_step(path: Path) -> Manifest:

@@ -157,30 +157,37 @@ class BlockReader:
         """
         while out:
             index, skip = divmod(begin, BLOCK)
-            count = min(len(out), BLOCK - skip)
-            if index in self._checked and (self._cached is None or self._cached[0] != index):
+            count, size = min(len(out), BLOCK - skip), self._size(index)
+            if self._cached is not None and self._cached[0] == index:
+                out[:count] = self._cached[1][skip : skip + count]
+            elif index in self._checked:
                 read_at(self._fd, out[:count], begin, self.path)
+            elif count == size:
+                self._check(index, out[:count], what)
             else:
-                out[:count] = self._block(index, what)[skip : skip + count]
+                self._check(index, block := memoryview(bytearray(size)), what)
+                self._cached = index, block
+                out[:count] = block[skip : skip + count]
             out, begin = out[count:], begin + count
 
     def verify(self) -> None:
-        """Check all blocks."""
+        """Check all blocks that have not been."""
+        block = memoryview(bytearray(min(BLOCK, self._entry.size)))
         for index in range(len(self._entry.blocks)):
             if index not in self._checked:
-                self._block(index, "the file")
+                self._check(index, block[: self._size(index)], "the file")
 
-    def _block(self, index: int, what: str) -> memoryview:
-        if self._cached is None or self._cached[0] != index:
-            first, last = index * BLOCK, min((index + 1) * BLOCK, self._entry.size)
-            block = memoryview(bytearray(last - first))
-            read_at(self._fd, block, first, self.path)
-            if zlib.crc32(block) != self._entry.blocks[index]:
-                where = f"{self.path}: the bytes from {first} to {last}, read for {what},"
-                raise CheckpointError(f"{where} have another checksum than when they were written; {_DAMAGED}")
-            self._checked.add(index)
-            self._cached = index, block
-        return self._cached[1]
+    def _size(self, index: int) -> int:
+        return min(BLOCK, self._entry.size - index * BLOCK)
+
+    def _check(self, index: int, out: memoryview, what: str) -> None:
+        """Fill a buffer with a block."""
+        first = index * BLOCK
+        read_at(self._fd, out, first, self.path)
+        if zlib.crc32(out) != self._entry.blocks[index]:
+            where = f"{self.path}: the bytes from {first} to {first + len(out)}, read for {what},"
+            raise CheckpointError(f"{where} have another checksum than when they were written; {_DAMAGED}")
+        self._checked.add(index)
 
 
 def read_small(path: Path, limit: int) -> bytes:

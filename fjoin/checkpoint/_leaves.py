@@ -20,7 +20,7 @@ OWN_FILES = frozenset({"manifest.json", "COMMIT"})  # beside those that a manife
 
 
 class Leaves:
-    """The leaves of one step's folder. Files are opened when a leaf of them is read first.
+    """The leaves of one step's folder. Files are opened when a leaf of them is read first, and each byte is checked once.
 
     Args:
         folder: The step's folder.
@@ -28,7 +28,7 @@ class Leaves:
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self._folder, self._manifest = folder, manifest
+        self.folder, self.manifest = folder, manifest
         self._files: dict[int, TensorFile] = {}
         self._last = -1
 
@@ -47,8 +47,8 @@ class Leaves:
     def file(self, index: int) -> TensorFile:
         """An open file of the manifest's list."""
         if index not in self._files:
-            entry = self._manifest.files[index]
-            self._files[index] = TensorFile(self._folder / entry.name, entry)
+            entry = self.manifest.files[index]
+            self._files[index] = TensorFile(self.folder / entry.name, entry)
         if self._last != index and self._last in self._files:
             self._files[self._last].release()  # at most one block is kept in memory, however many files there are
         self._last = index
@@ -62,11 +62,11 @@ class Leaves:
         """
         self.check(path, part)
         values = self.file(part.file).read(part.name)
-        return torch.view_as_complex(values) if self._manifest.leaves[path].dtype == "complex128" else values
+        return torch.view_as_complex(values) if self.manifest.leaves[path].dtype == "complex128" else values
 
     def check(self, path: str, part: Part) -> int:
         """Compare a part's shape and dtype with its leaf, without reading it. Returns the number of its elements."""
-        leaf, file = self._manifest.leaves[path], self.file(part.file)
+        leaf, file = self.manifest.leaves[path], self.file(part.file)
         double = leaf.dtype == "complex128"
         shape, dtype = file.shape(part.name), file.dtype(part.name)
         own = shape[:-1] if double and shape[-1:] == (2,) else shape
@@ -85,7 +85,7 @@ class Leaves:
 
         Else one for each rank, under `path@rank-3`, or for each piece, under `path@rank-3[start]`.
         """
-        leaf = self._manifest.leaves[path]
+        leaf = self.manifest.leaves[path]
         if leaf.parts[0].start is None:
             return {_label(path, part): self.part(path, part) for part in leaf.parts}
         pieces = sorted(leaf.parts, key=lambda part: (part.start or 0, part.rank or 0))
@@ -104,6 +104,11 @@ class Leaves:
             ends.append(max(ends[-1], (part.start or 0) + self.check(path, part)))
         return ends[:-1]
 
+    def verify(self, share: tuple[int, int] = (0, 1)) -> None:
+        """Raise CheckpointError where something is wrong with the files; the first problems are named."""
+        if problems := self.problems(share):
+            raise CheckpointError("; ".join(problems[:3]) + (f"; {len(problems) - 3} more" if problems[3:] else ""))
+
     def problems(self, share: tuple[int, int] = (0, 1)) -> list[str]:
         """What is wrong with the files: every byte, missing and unexpected files, parts that do not fit their leaves.
 
@@ -111,18 +116,18 @@ class Leaves:
             share: (rank, ranks) of those who look at a share of the files and leaves each.
         """
         rank, ranks = share
-        with typed_errors(f"list {self._folder}"):
-            found = set(os.listdir(self._folder)) - OWN_FILES
-        listed = {entry.name for entry in self._manifest.files}
-        problems = [f"{self._folder / name} is unexpected; remove it" for name in sorted(found - listed)]
+        with typed_errors(f"list {self.folder}"):
+            found = set(os.listdir(self.folder)) - OWN_FILES
+        listed = {entry.name for entry in self.manifest.files}
+        problems = [f"{self.folder / name} is unexpected; remove it" for name in sorted(found - listed)]
         broken = set()
-        for index in range(rank, len(self._manifest.files), ranks):
+        for index in range(rank, len(self.manifest.files), ranks):
             try:
                 self.file(index).verify()
             except CheckpointError as error:
                 problems.append(str(error))
                 broken.add(index)
-        for path, leaf in itertools.islice(self._manifest.leaves.items(), rank, None, ranks):
+        for path, leaf in itertools.islice(self.manifest.leaves.items(), rank, None, ranks):
             if not broken & {part.file for part in leaf.parts}:
                 try:
                     self._check_leaf(path, leaf)
@@ -137,7 +142,7 @@ class Leaves:
                 break
             end = max(end, (part.start or 0) + self.check(path, part))
         if end != math.prod(leaf.shape):
-            raise CheckpointError(f"{self._folder}: no part of {path!r} has element {end}; use another step")
+            raise CheckpointError(f"{self.folder}: no part of {path!r} has element {end}; use another step")
 
 
 def _label(path: str, part: Part) -> str:

@@ -4,37 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .._errors import CheckpointError
-from ._commits import verify_files
 from ._folder import Folder
+from ._leaves import Leaves
 from ._manifest import Manifest
 
 
 class Newest(NamedTuple):
-    """The newest step that can be read, and the newer ones that cannot, with the reasons."""
+    """The newest step that can be read, what was read of it, and the newer ones that cannot, with the reasons."""
 
     step: int
-    path: Path
-    manifest: Manifest
+    found: Any
     refused: list[tuple[int, str]]
 
 
 def verified(folder: Folder, step: int) -> tuple[Path, Manifest]:
     """As `folder.read`, once all bytes of the step have been checked."""
     path, manifest = folder.read(step)
-    verify_files(path, manifest)
+    with Leaves(path, manifest) as leaves:
+        leaves.verify()
     return path, manifest
 
 
 def newest_verified(
-    folder: Folder, check: Callable[[int], tuple[Path, Manifest]] | None = None, steps: Sequence[int] | None = None
+    folder: Folder, read: Callable[[int], Any] | None = None, steps: Sequence[int] | None = None
 ) -> Newest | None:
     """The newest step that can be read, or None where the folder holds no step at all.
 
     Args:
-        check: Reads a step, or raises a CheckpointError; by default `verified`.
+        read: Reads a step, or raises a CheckpointError; by default `verified`.
         steps: All steps, ascending; by default those that the folder shows.
 
     Raises:
@@ -43,11 +43,11 @@ def newest_verified(
     refused: list[tuple[int, str]] = []
     for step in reversed(folder.all_steps() if steps is None else steps):
         try:
-            path, manifest = check(step) if check else verified(folder, step)
+            found = read(step) if read else verified(folder, step)
         except CheckpointError as error:
             refused.append((step, str(error)))
         else:
-            return Newest(step, path, manifest, refused)
+            return Newest(step, found, refused)
     if refused:
         reasons = "".join(f"\n  {folder.step_path(step)}: {reason}" for step, reason in refused)
         raise CheckpointError(

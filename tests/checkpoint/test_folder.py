@@ -34,8 +34,8 @@ def test_steps_are_read_back_and_the_newest_is_found(tmp_path: Path) -> None:
     path, manifest = folder.read(100)
     assert path == tmp_path / "runs" / "a" / "step-00000100" and manifest.step == 100
     newest = newest_verified(folder)
-    assert newest and (newest.step, newest.path, newest.refused) == (123456789, paths[2], [])
-    assert newest.manifest.parent == manifest.id
+    assert newest and (newest.step, newest.found[0], newest.refused) == (123456789, paths[2], [])
+    assert newest.found[1].parent == manifest.id
     raises_text(fjoin.CheckpointError, lambda: folder.read(6), "step-00000006", "[5, 100, 123456789]")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import uuid
 import warnings
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -19,13 +18,12 @@ from ...training.state._metrics import Metrics
 from .._folder import Folder
 from ..saves._plan import Plan
 from ..saves._save import Save
-from ..values._extra import put_together, taken_apart
+from ..values._extra import taken_apart
 from ..values._snapshot import Snapshot
 from ..values._together import on_each, on_first
-from ._choice import chosen
 from ._due import Due
-from ._load import Load, empty_params, filled, refuse_fresh_params
-from ._positions import add_position, position_of
+from ._positions import add_position
+from ._restore import restored
 from ._same import same
 from ._sources import source_of
 
@@ -141,7 +139,7 @@ class Checkpoints:
         assert self._plan is not None
         self._plan.refuse_other_forms(self._mesh)
         self._run, name = on_first(self._mesh, "the start of a save", lambda: self._begin(number))
-        self._back, about = None, {**self._source.about()._asdict(), "extra": found.extra}
+        self._back, about = None, {**self._source.about()._asdict(), "extra": found.extra[0]}
         save = Save(self._folder, name, self._mesh, self._run, about, (self._keep_last, self._keep_every))
         save.begin(number, found, self._plan, copies=self._background)
         self._saving = save
@@ -211,40 +209,12 @@ class Checkpoints:
             CheckpointError: on all ranks: the folder holds checkpoints, but none verifies; one of another model, pipeline or mesh.
         """
         self.wait()
-        asked = {"step": step, "fresh": list(fresh), "the presence of data": data is not None}
-        on_each(self._mesh, "the start of a restore", dict, lambda _: asked)
-        found = chosen(self._folder, self._mesh, step)
+        found = restored(self._folder, self._source, params, buffers, step, fresh, data)
         if found is None:
             if params is None and self._source.needs_params:
                 raise CheckpointError(f"{self._folder.path} holds no checkpoint; pass the parameters at the start")
             return self._source.start(params, buffers)
-        path, manifest = found
-        if params is None:
-            refuse_fresh_params(manifest.leaves, fresh)
-            params = empty_params(manifest.leaves)
-        state = self._source.start(params, buffers)
-        if (
-            fresh and self._source.needs_params
-        ):  # what starts anew starts from the parameters and buffers of the checkpoint
-
-            def read_params() -> tuple[Any, Any]:
-                with Load(path, manifest, self._mesh, self._source.snapshot(state), fresh) as load:
-                    return filled("params", params, load.values), buffers and filled("buffers", buffers, load.values)
-
-            state = self._source.start(*on_each(self._mesh, "the parameters of a checkpoint", read_params))
-
-        def read() -> tuple[Callable[[], Any], Callable[[], None], Any]:
-            with Load(path, manifest, self._mesh, self._source.snapshot(state), fresh) as load:
-                own, values = load.own(), load.values
-                place = position_of(values, own, data)
-                return self._source.load(state, values, own), place, put_together(manifest.extra, values)
-
-        take, place, extra = on_each(self._mesh, "the values of a checkpoint", read)  # nothing has changed yet
-        loaded = on_each(self._mesh, "the end of a load", lambda: (take(), place())[0])
-        self._run, self.extra, self._back = manifest.run, extra, manifest.step
-        spec = self._source.about().spec
-        if manifest.spec != spec and not fresh and self._mesh.rank == 0:
-            warnings.warn(
-                f"the checkpoint is of {manifest.spec}, and this run of {spec}; its values are taken", stacklevel=2
-            )
-        return loaded
+        self._run, self.extra, self._back = found.run, found.extra, found.step
+        if found.note and self._mesh.rank == 0:
+            warnings.warn(found.note, stacklevel=2)
+        return found.state

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ from torch import Tensor
 from ..._errors import CheckpointError
 from ...groups._mesh import Mesh
 from .._folder import Folder
-from ..values._together import on_first
 from ._checkpoints import Checkpoints
+from ._restore import restored
 from ._sources import source_of
 
 
@@ -85,11 +86,12 @@ def load(
     ...     fjoin.load(folder, {"model": torch.nn.Linear(2, 1)})
     3
     """
-    runs = Checkpoints(path, what, mesh=mesh, keep_last=None)
-    if not on_first(
-        source_of(what, mesh).mesh, "a look for checkpoints", lambda: Folder(Path(path)).newest() is not None
-    ):
+    source = source_of(what, mesh)
+    found = restored(Folder(Path(path)), source, params, buffers, step, fresh, data)
+    if found is None:
         raise CheckpointError(
             f"{path} holds no checkpoint; save one there first, or begin a run with Checkpoints(...).restore(params)"
         )
-    return runs.restore(params, buffers, step=step, fresh=fresh, data=data)
+    if found.note and source.mesh.rank == 0:
+        warnings.warn(found.note, stacklevel=2)
+    return found.state

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +16,6 @@ from ...transforms.layout._merge import merged
 from ...transforms.tree._placement import Merge
 from ...transforms.tree._tree import map_with_path
 from .._leaves import Leaves
-from .._manifest import Manifest
 from .._parts import DTYPES, Leaf, Part
 from ..values._names import matches
 from ..values._snapshot import Snapshot
@@ -26,11 +24,10 @@ from ._positions import is_position
 
 
 class Load:
-    """Reads the values of this rank from a step's folder; a context manager, which closes the files.
+    """Reads the values of this rank from a checkpoint.
 
     Args:
-        folder: The step's folder.
-        manifest: Its manifest.
+        leaves: Those of the checkpoint.
         mesh: The ranks of this run.
         like: What a run has at its start: names, shapes and placements.
         fresh: Names, beginnings of names, or patterns with `*`, that keep the values of the start.
@@ -42,9 +39,8 @@ class Load:
         CheckpointError: the mesh has other axes; `fresh` names nothing; a value has no place on this number of ranks.
     """
 
-    def __init__(
-        self, folder: Path, manifest: Manifest, mesh: Mesh, like: Snapshot, fresh: tuple[str, ...] = ()
-    ) -> None:
+    def __init__(self, leaves: Leaves, mesh: Mesh, like: Snapshot, fresh: tuple[str, ...] = ()) -> None:
+        self._leaves, folder, manifest = leaves, leaves.folder, leaves.manifest
         self._folder, self.manifest, self._mesh, self._like = folder, manifest, mesh, like
         self._same = dict(manifest.axes) == dict(mesh.shape)
         if manifest.axes.keys() != mesh.shape.keys():
@@ -57,7 +53,6 @@ class Load:
         for pattern in fresh:
             if not any(matches(name, [pattern]) for name in names):
                 raise CheckpointError(f"fresh={pattern!r} is no name; there are {sorted(names)[:8]} and others")
-        self._leaves = Leaves(folder, manifest)
         self.values = Values()
         for name, value in like.values.items():
             if matches(name, fresh):
@@ -65,12 +60,6 @@ class Load:
         for name in (*manifest.leaves, *manifest.numbers):
             if not matches(name, fresh):
                 self._add(name)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._leaves.close()
 
     def _add(self, name: str) -> None:
         placement = self.manifest.leaves[name].placement if name in self.manifest.leaves else {}

@@ -10,7 +10,7 @@ from ...agreement._requests import Requests
 from ...groups._mesh import Mesh
 from ..values._snapshot import About, Snapshot
 from ..values._values import Values
-from ._parts import part_of
+from ._items import item_of
 
 
 class OfObjects:
@@ -23,10 +23,10 @@ class OfObjects:
         for name in objects:
             if inside := [other for other in objects if other.startswith(f"{name}.")]:
                 raise ValueError(f"{inside[0]!r} begins with the name of {name!r}; give the objects other names")
-        self._parts, self.mesh = {name: part_of(name, one, mesh) for name, one in objects.items()}, mesh
+        self._items, self.mesh = {name: item_of(name, one, mesh) for name, one in objects.items()}, mesh
 
     def about(self) -> About:
-        return About(sorted(self._parts), {})
+        return About(sorted(self._items), {})
 
     def number(self, state: Any) -> int:
         if type(state) is not int or state < 0:
@@ -37,7 +37,7 @@ class OfObjects:
 
     def snapshot(self, state: Any) -> Snapshot:
         found = Snapshot()
-        found.rank = {"objects": {name: part.add(found) for name, part in self._parts.items()}, "steps": state}
+        found.rank = {"objects": {name: item.add(found) for name, item in self._items.items()}, "steps": state}
         return found
 
     def start(self, params: Any, buffers: Any) -> Any:
@@ -45,11 +45,11 @@ class OfObjects:
 
     def load(self, state: Any, values: Values, rank: Mapping[str, Any]) -> Callable[[], Any]:
         shown = rank.get("objects", {})
-        if shown.keys() != self._parts.keys():
+        if shown.keys() != self._items.keys():
             raise CheckpointError(
-                f"the checkpoint is of {sorted(shown)}, but here are {sorted(self._parts)}; pass the same names"
+                f"the checkpoint is of {sorted(shown)}, but here are {sorted(self._items)}; pass the same names"
             )
-        loads = [part.load(values, shown[name]) for name, part in self._parts.items()]
+        loads = [item.load(values, shown[name]) for name, item in self._items.items()]
 
         def take() -> Any:
             for load in loads:

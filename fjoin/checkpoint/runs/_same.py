@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from ...agreement._replicas import checksum
+from ...agreement._replicas import checksum, form
 from ..values._snapshot import Snapshot
 
 
@@ -16,9 +16,9 @@ def same(number: int, data: Any, found: Snapshot) -> dict[str, Any]:
         number: The number of steps.
         data: The loop over data, or None.
     """
-    tensors = {name: value for name, value in found.values.items() if name.startswith("extra.")}
+    extra, tensors = found.extra
     return {
         "the number of steps": number,
-        "extra": [json.dumps(found.extra), checksum(tensors)],
+        "extra": [json.dumps(extra), [form(value) for value in tensors.values()], checksum(tensors.values())],
         "the presence of data": data is not None,
     }

@@ -23,6 +23,8 @@ from ..values._snapshot import About, Snapshot
 from ..values._values import Values
 from ._objects import OfObjects
 
+_HELD = ("params.", "pipeline.optimizer.", "pipeline.inner.optimizer.")  # by the storage of a train_step
+
 
 class Source(Protocol):
     """Something that is saved and loaded.
@@ -86,7 +88,7 @@ class OfStep:
         run = self._step.run
         body = check_state(state).settled(run.token)
         run.agreements.drain(body.step)
-        axes, found = self.mesh.shape, Snapshot(storage=body.storage)
+        axes, found = self.mesh.shape, Snapshot(storage=body.storage, held=_HELD)
         found.cut("pipeline", body.storage.pieces)
         found.add("params", body.storage.leaves, params_placement(run.pipeline, axes))
         found.add_state(self._names, state.pipeline)

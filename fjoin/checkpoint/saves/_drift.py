@@ -8,7 +8,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from ...agreement._replicas import apart
+from ...agreement._replicas import form
 from ...groups._mesh import Mesh
 from ...transforms._axis_env import bind_axes
 from ...transforms.axes._collectives import pmax, pmin
@@ -20,8 +20,7 @@ def drifted(mesh: Mesh, plan: Plan, found: Snapshot) -> dict[str, str]:
     """Name -> a line, for each value that is not equal where its placement says so."""
     if mesh.size == 1:
         return {}
-    values = {name: found.values[name] for name in plan.groups}
-    pairs = apart(mesh, "a comparison of replicas", values, plan.groups)
+    pairs = plan.replicas.apart(mesh, "a comparison of replicas", found.values)
     spread = _spread(mesh, found, sorted(pairs.keys() & (found.places.keys() - found.by_content)))
     return {
         name: f"{name} of rank {rank} differs from that of rank {other}"
@@ -35,7 +34,7 @@ def _spread(mesh: Mesh, found: Snapshot, names: Collection[str]) -> dict[str, fl
     if not names:
         return {}
     values = {name: found.values.get(name) for name in names}
-    forms = {name: f"{v.dtype} {tuple(v.shape)}" if isinstance(v, Tensor) else "" for name, v in values.items()}
+    forms = {name: form(v) if isinstance(v, Tensor) else "" for name, v in values.items()}
     same = mesh.exchange("the forms of values that differ", forms, lambda all_of: [one == all_of[0] for one in all_of])
     spread = {}
     for name, value in values.items() if all(same) else ():

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import functools
 import json
+import weakref
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from operator import call, is_
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ..._errors import CheckpointError
-from ...agreement._replicas import apart
+from ...agreement._replicas import Replicas, form
 from ...groups._mesh import Mesh
 from ...transforms.tree._placement import Placement
 from .._safetensors import check_form
 from ..values._snapshot import Snapshot
-from ._copies import kinds_of
+from ._copies import Kind, kinds_of
 from ._writers import Writers
 
 
@@ -25,7 +26,7 @@ class Written(NamedTuple):
     """What one rank writes."""
 
     names: dict[str, str]  # name in the file -> name of the value
-    kinds: dict[torch.dtype | None, list[str]]  # of the names in the file, for copies
+    kinds: dict[Kind, list[str]]  # of the names in the file, for copies
     leaves: str  # the leaves of the manifest that these are parts of, as JSON
 
 
@@ -43,18 +44,21 @@ class Plan:
 
     def __init__(self, axes: Mapping[str, int], rank: int, found: Snapshot) -> None:
         self._axes, self._rank, self._form = dict(axes), rank, found.form
-        self._shapes, self._written = _shapes(found), dict[bool, Written]()
+        self._shapes, self._written = [*map(_shape, found.values.values())], dict[bool, Written]()
+        self._objects = [*map(_reference, found.values.values())]  # most values are the same objects in each save
         for name, value in found.values.items():
             if isinstance(value, Tensor):
                 check_form(name, value)
         group = functools.cache(Writers(axes, rank).group)
         # Name -> a text that the ranks have in common which should have equal values.
-        self.groups = {name: f"{group(p.equal)} {p.equal}" for name, p in found.places.items() if p.equal}
+        groups = {name: f"{group(p.equal)} {p.equal}" for name, p in found.places.items() if p.equal}
+        forms = {name: form(value) for name, value in found.values.items() if isinstance(value, Tensor)}
+        self.replicas = Replicas(groups, forms)
         self.numbers = [name for name, value in found.values.items() if not isinstance(value, Tensor)]
         # Name -> dtype and shape, of values that all ranks have.
         self._forms = {
-            name: str(form)
-            for name, form in zip(found.values, self._shapes, strict=True)
+            name: forms.get(name) or type(found.values[name]).__name__
+            for name in found.values
             if name not in found.by_content and not found.places[name].cut
         }
         self._digest = zlib.crc32(repr(self._forms).encode())
@@ -62,13 +66,22 @@ class Plan:
 
     def fits(self, found: Snapshot) -> bool:
         """Whether it is the plan of these values too."""
-        return self._form == found.form and self._shapes == _shapes(found)
+        if self._form != found.form:
+            return False
+        values = found.values.values()
+        new = [i for i, same in enumerate(map(is_, map(call, self._objects), values)) if not same]
+        held = [*values] if new else []
+        if any(self._shapes[i] != _shape(held[i]) for i in new):
+            return False
+        for i in new:
+            self._objects[i] = _reference(held[i])
+        return True
 
     def refuse_other_forms(self, mesh: Mesh) -> None:
         """Raise CheckpointError on all ranks where they have values of other names or forms."""
         if len(set(mesh.exchange("the form of the values", self._digest, list))) == 1:
             return
-        pairs = apart(mesh, "the forms that differ", self._forms, dict.fromkeys(self._forms, "all"))
+        pairs = Replicas(dict.fromkeys(self._forms, "all"), {}).apart(mesh, "the forms that differ", self._forms)
         name, (rank, other) = min(pairs.items()) if pairs else ("their order", (mesh.rank, 0))
         here = self._forms.get(name, "not there")
         raise CheckpointError(
@@ -104,13 +117,19 @@ class Plan:
                 "placement": _shown(found.places[path]) | ({"of": path, "rank": place.rank} if alone else {}),
                 "part": [place.name, None if alone else place.rank, place.start],
             }
-        kinds = kinds_of({name: found.values[path] for name, path in names.items()})
+        stay = {name for name, path in names.items() if found.stays(path)}
+        kinds = kinds_of({name: found.values[path] for name, path in names.items()}, stay)
         return Written(names, kinds, json.dumps(leaves))
 
 
-def _shapes(found: Snapshot) -> list[Any]:
-    """The dtype and shape of each tensor, and the type of each number."""
-    return [(v.dtype, v.shape) if isinstance(v, Tensor) else type(v) for v in found.values.values()]
+def _shape(value: Any) -> Any:
+    """The dtype and shape of a tensor, and the type of a number."""
+    return (value.dtype, value.shape) if isinstance(value, Tensor) else type(value)
+
+
+def _reference(value: Any) -> Callable[[], Any]:
+    """A function that returns a tensor as long as it lives."""
+    return weakref.ref(value) if isinstance(value, Tensor) else lambda: None
 
 
 def _shown(place: Placement) -> dict[str, Any]:

@@ -29,12 +29,11 @@ class RankFile:
     def __init__(self, mesh: Mesh, plan: Plan, found: Snapshot, spread: bool, copies: bool) -> None:
         self._rank, self._ranks = mesh.rank, mesh.size
         self._written = plan.written(found, spread)
-        tensors = {name: found.values[path] for name, path in self._written.names.items()}
+        names = self._written.names
+        tensors = dict(zip(names, map(found.values.__getitem__, names.values()), strict=True))
         self._tensors: Copies | dict[str, Any] = tensors
         if copies:
-            kinds = self._written.kinds
-            later = {name for name in kinds.get(None, ()) if found.stays(self._written.names[name])}
-            self._tensors = Copies(tensors, kinds, later)
+            self._tensors = Copies(tensors, self._written.kinds)
         self._storage = found.storage if copies else None  # until `begin`
         self._side = {
             "numbers": {path: found.values[path] for path in plan.numbers},

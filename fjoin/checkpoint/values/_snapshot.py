@@ -33,8 +33,9 @@ class Snapshot:
         slices: The beginning of names -> the slices of values of this name that are cut.
         form: Equal for snapshots whose names and placements are.
         rank: What only this rank has, as JSON.
-        extra: What the user keeps beside it, as JSON; its tensors are among the values.
+        extra: What the user keeps beside it, as JSON, and its tensors, which are among the values.
         storage: What holds parameters and optimizer states, of a train_step: it can wait before it writes into them.
+        held: The beginnings of the names of the values that the storage holds.
         by_content: The names of values that may differ between ranks, in form too, and are then saved for each rank.
     """
 
@@ -45,12 +46,13 @@ class Snapshot:
     form: list[Any] = field(default_factory=list)
     rank: dict[str, Any] = field(default_factory=dict)
     storage: Storage | None = None
+    held: tuple[str, ...] = ()
     by_content: set[str] = field(default_factory=set)
-    extra: Any = None
+    extra: tuple[Any, Mapping[str, Tensor]] = (None, {})
 
     def add_extra(self, extra: Any, tensors: Mapping[str, Tensor], axes: Iterable[str]) -> None:
         """Add what the user keeps, which is the same on all ranks, and its tensors."""
-        self.extra = extra
+        self.extra = extra, tensors
         self._add(tensors, dict.fromkeys(tensors, Placement(tuple(axes))), list(tensors))
 
     def add(self, prefix: str, values: Mapping[str, Any], place: Placement) -> None:
@@ -78,9 +80,7 @@ class Snapshot:
 
     def stays(self, name: str) -> bool:
         """Whether a value stays as it is until the storage writes again."""
-        return self.storage is not None and name.removeprefix("pipeline.").removeprefix("inner.").startswith(
-            ("params.", "optimizer.")
-        )
+        return self.storage is not None and name.startswith(self.held)
 
     def cut(self, prefix: str, pieces: Pieces | None) -> None:
         """Values under a prefix may be cut into these pieces."""

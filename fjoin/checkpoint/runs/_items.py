@@ -22,8 +22,8 @@ from ..values._values import Values
 _GROUPS = "$groups"  # stands for the state of a ZeroRedundancyOptimizer whose slices are among the values
 
 
-class Part(Protocol):
-    """An object."""
+class Item(Protocol):
+    """One of the objects that are saved and loaded together."""
 
     def add(self, found: Snapshot) -> Any:
         """Add what this rank has of it; returns what is no tensor, as JSON."""
@@ -36,7 +36,7 @@ class Part(Protocol):
         """
 
 
-class Plain:
+class PlainItem:
     """An object with a state dict. Values that are equal on all ranks are saved once, others for each rank."""
 
     def __init__(self, name: str, one: Any, mesh: Mesh) -> None:
@@ -63,7 +63,7 @@ class Plain:
         return lambda: self._one.load_state_dict(state)
 
 
-class OfHandle:
+class HandleItem:
     """The handle of a registered module: the state of its pipeline, with the placements of that."""
 
     def __init__(self, name: str, handle: Handle, mesh: Mesh) -> None:
@@ -81,7 +81,7 @@ class OfHandle:
         return lambda: self._handle.load_state_dict(state)
 
 
-class OfZero:
+class ZeroItem:
     """A ZeroRedundancyOptimizer: each rank saves, and reads, the state of its own slices."""
 
     def __init__(self, name: str, zero: ZeroRedundancyOptimizer, mesh: Mesh) -> None:
@@ -130,20 +130,20 @@ class OfZero:
         return whole
 
 
-def part_of(name: str, one: Any, mesh: Mesh) -> Part:
-    """The part for an object.
+def item_of(name: str, one: Any, mesh: Mesh) -> Item:
+    """What saves and loads an object.
 
     Raises:
         TypeError: it has no state dict.
     """
     if isinstance(one, Handle) and one.axes.keys() == mesh.shape.keys():
-        return OfHandle(name, one, mesh)
+        return HandleItem(name, one, mesh)
     if (
         isinstance(one, ZeroRedundancyOptimizer)
         and one.slices() is not None
         and [one.world_size] == [*mesh.shape.values()]
     ):
-        return OfZero(name, one, mesh)
+        return ZeroItem(name, one, mesh)
     if not hasattr(one, "state_dict") or not hasattr(one, "load_state_dict"):
         raise TypeError(f"{name!r} is a {type(one).__name__}, expected an object with state_dict and load_state_dict")
-    return Plain(name, one, mesh)
+    return PlainItem(name, one, mesh)
