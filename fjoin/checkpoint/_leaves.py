@@ -54,15 +54,19 @@ class Leaves:
         self._last = index
         return self._files[index]
 
-    def part(self, path: str, part: Part) -> Tensor:
+    def part(self, path: str, part: Part, memory: Tensor | None = None) -> Tensor:
         """A part of a leaf: the whole shape, or of a piece its elements, (n,). In the leaf's dtype.
+
+        Args:
+            memory: As for `TensorFile.read`.
 
         Raises:
             CheckpointError: The file does not hold it, in this shape and dtype, or is damaged.
         """
         self.check(path, part)
-        values = self.file(part.file).read(part.name)
-        return torch.view_as_complex(values) if self.manifest.leaves[path].dtype == "complex128" else values
+        if self.manifest.leaves[path].dtype == "complex128":
+            return torch.view_as_complex(self.file(part.file).read(part.name))
+        return self.file(part.file).read(part.name, memory)
 
     def check(self, path: str, part: Part) -> int:
         """Compare a part's shape and dtype with its leaf, without reading it. Returns the number of its elements."""

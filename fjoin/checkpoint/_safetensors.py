@@ -165,15 +165,21 @@ class TensorFile:
         """The dtype in the file: float64 for what was complex128."""
         return CODES[self._span(name).code]
 
-    def read(self, name: str) -> Tensor:
-        """A tensor in memory of its own, on the CPU.
+    def read(self, name: str, memory: Tensor | None = None) -> Tensor:
+        """A tensor, on the CPU.
+
+        Args:
+            memory: A tensor that is filled and returned, where it is dense and on the CPU, and has the shape and dtype of the file.
 
         Raises:
             CheckpointError: There is no such tensor, or its bytes are not those that were written.
         """
         code, shape, begin, _ = self._span(name)
-        values = torch.empty(shape, dtype=CODES[code], device="cpu")
-        self._file.read(values.reshape(-1).view(torch.uint8).numpy().data, begin, repr(name))
+        if memory is not None and (memory.device.type, memory.dtype, memory.shape) == ("cpu", CODES[code], shape):
+            values = memory if memory.is_contiguous() else torch.empty_like(memory)
+        else:
+            values = torch.empty(shape, dtype=CODES[code], device="cpu")
+        self._file.read(values.detach().view(-1).view(torch.uint8).numpy().data, begin, repr(name))
         return values
 
     def verify(self) -> None:

@@ -71,6 +71,7 @@ def restored(what: str, like: State, saved: Mapping[str, Any], in_place: bool = 
 
     Args:
         in_place: Whether the memory of `like` may be taken, where no two leaves share it; a failure then leaves some of it changed.
+            `saved` then has a method `into(name, memory)`, which may fill the memory and return it.
     """
     if not isinstance(saved, Mapping):
         raise TypeError(f"{what} must be a mapping from names to tensors and numbers, got {saved!r}")
@@ -91,7 +92,8 @@ def restored(what: str, like: State, saved: Mapping[str, Any], in_place: bool = 
             filled.update({key: _copied(saved[full]) for full, key in open_ended[name].items()})
             leaves.append(filled)
         elif isinstance(place, Tensor):
-            given = saved[name]
+            own = in_place and place.dim() > 0 and place.is_contiguous() and id(place) not in taken_places
+            given = saved.into(name, place) if own else saved[name]  # type: ignore[attr-defined]
             if not isinstance(given, Tensor):
                 raise TypeError(f"{what}: {name!r} is {given!r}, expected a tensor")
             if given.layout is not torch.strided or given.is_meta > place.is_meta:
@@ -102,11 +104,11 @@ def restored(what: str, like: State, saved: Mapping[str, Any], in_place: bool = 
                 raise ValueError(f"{what}: {name!r} has shape {tuple(given.shape)}, but here {tuple(place.shape)}")
             if not torch.can_cast(given.dtype, place.dtype):
                 raise TypeError(f"{what}: {name!r} is {given.dtype}, which cannot become {place.dtype}")
-            value = torch.empty_like(place)
-            if in_place and place.dim() and place.is_contiguous() and id(place) not in taken_places:
+            if own:
                 taken_places.add(id(place))
-                value = place
-            value.copy_(given.detach())
+            value = place if own else torch.empty_like(place)
+            if given is not value:
+                value.copy_(given.detach())
             leaves.append(value if place.dim() else shared.setdefault((id(place), given.item()), value))
         elif type(saved[name]) is not type(place):
             raise TypeError(f"{what}: {name!r} is {saved[name]!r}, expected a {type(place).__name__} like {place!r}")

@@ -81,22 +81,22 @@ class Load:
             raise self._unmerged("objects", "the ranks had numbers of their own in their state dicts")
         return ranks[0]
 
-    def _value(self, name: str) -> Any:
+    def _value(self, name: str, memory: Tensor | None) -> Any:
         if name in self.manifest.numbers:
             return self._number(name)
         leaf = self.manifest.leaves[name]
         self._check_dtype(name)
         if leaf.placement.get("cut") is not None:
-            return self._slice(name, leaf)
+            return self._slice(name, leaf, memory)
         if leaf.parts[0].rank is None:
-            return self._leaves.part(name, leaf.parts[0])
+            return self._leaves.part(name, leaf.parts[0], memory)
         if not self._same:
             return self._merged(name, leaf)
         rank = self._here.members(self._mesh.rank, leaf.placement["equal"])[0]
         part = next((part for part in leaf.parts if part.rank == rank), None)
         if part is None:
             raise CheckpointError(f"{self._folder} lacks {name!r} of rank {rank}; use another step")
-        return self._leaves.part(name, part)
+        return self._leaves.part(name, part, memory)
 
     def _check_dtype(self, name: str) -> None:
         own, saved = self._like.values.get(name), DTYPES[self.manifest.leaves[name].dtype]
@@ -145,7 +145,7 @@ class Load:
             f"{self._folder}: {name!r} of {dict(self.manifest.axes)} cannot be loaded on {dict(self._mesh.shape)}: {why}; {remedy}"
         )
 
-    def _slice(self, name: str, leaf: Leaf) -> Tensor:
+    def _slice(self, name: str, leaf: Leaf, memory: Tensor | None) -> Tensor:
         """This rank's slice of a leaf, from the parts that hold it."""
         own = self._like.slice_of(name)
         if own is None:
@@ -154,9 +154,14 @@ class Load:
         parts = self._of_group(leaf)
         if all(part.start is None for part in parts):  # on one rank as a whole
             if stop:
-                return self._leaves.part(name, parts[0])
+                return self._leaves.part(name, parts[0], memory)
             shape = self._like.values[name].shape if name in self._like.values else leaf.shape
             return torch.zeros(shape, dtype=DTYPES[leaf.dtype])
+        same = next(
+            (part for part in parts if (part.start, self._leaves.check(name, part)) == (start, stop - start)), None
+        )
+        if same is not None:
+            return self._leaves.part(name, same, memory)
         return _between(self._leaves, name, leaf, parts, start, stop)
 
     def _of_group(self, leaf: Leaf) -> list[Part]:
