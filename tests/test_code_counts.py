@@ -17,9 +17,9 @@ LIMITS = {
     "comparisons with a spec's name": 6,
     "accesses to another object's privates": 26,
     "accesses to privates of torch's objects": 67,
-    "lines of reducer, training, ddp": 7641,
-    "code lines": 23892,
-    "lines": 45930,
+    "lines of reducer, training, ddp": 7698,
+    "code lines": 23989,
+    "lines": 46097,
     "files over 250 lines": 0,
     "fmt: skip": 0,
 }
