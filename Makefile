@@ -9,7 +9,7 @@ export OMP_NUM_THREADS = 1
 demo: .venv/installed
 	$(BIN)/torchrun --standalone --nproc-per-node 2 examples/uneven_text.py
 
-# On up to four cores; each has real ranks of its own, which its tests share.
+# On up to four workers; each has real ranks of its own, which its tests share.
 test: .venv/installed lint
 	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal
 

@@ -18,8 +18,8 @@ LIMITS = {
     "accesses to another object's privates": 26,
     "accesses to privates of torch's objects": 67,
     "lines of reducer, training, ddp": 7698,
-    "code lines": 23989,
-    "lines": 46097,
+    "code lines": 23996,
+    "lines": 46108,
     "files over 250 lines": 0,
     "fmt: skip": 0,
 }

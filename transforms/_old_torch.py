@@ -9,6 +9,7 @@ from torch import Tensor
 
 _IS_OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 HAS_CONSTANT_MODULES = not _IS_OLD  # whether functions that run while torch.compile traces get modules
+TRACES_STRUCTURES = not _IS_OLD  # whether torch.compile traces comparisons of structures of trees
 _LIBRARY: Any = None  # its rules hold as long as it is referred to
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import fjoin
 from fjoin import transforms as tx
@@ -54,9 +55,21 @@ def test_a_run_goes_on_on_other_ranks(ranks: int, name: str, tmp_path: Path) -> 
 
 
 def test_objects_go_on() -> None:
-    of = format_1.objects()
+    """As torch's own do that are filled from the file by another reader. (Their gradients are rounding noise behind the
+    normalization, of which Adam makes steps, so what torch 2.13 came to is not what another release comes to.)
+    """
+    of, others = format_1.objects(), format_1.objects()
     done = fjoin.load(format_1.FOLDER / "objects", of)
-    format_1.train(of, range(done, 5))
-    torch.testing.assert_close(
-        torch.tensor(format_1.flat(of["model"].state_dict())), torch.tensor(EXPECTED["objects"]["end"])
-    )
+    (file,) = (format_1.FOLDER / "objects").glob("*/*.safetensors")
+    held = load_file(file)
+    others["model"].load_state_dict({name: held[f"objects.model.{name}"] for name in others["model"].state_dict()})
+    format_1.train(others, range(1))  # which makes the optimizer's state
+    others["model"].load_state_dict({name: held[f"objects.model.{name}"] for name in others["model"].state_dict()})
+    saved = others["optimizer"].state_dict()
+    for number, state in saved["state"].items():
+        state.update({key: held[f"objects.optimizer.state.{number}.{key}"] for key in state})
+    others["optimizer"].load_state_dict(saved)
+    for both in (of, others):
+        format_1.train(both, range(done, 5))
+    assert_equal(of["model"].state_dict(), others["model"].state_dict())
+    assert_equal(of["optimizer"].state_dict(), others["optimizer"].state_dict())

@@ -21,7 +21,7 @@ from ..transform._timing import Period, Periodic, Switch, Windows
 from ..transform._transform import Needs, Reduction, Transform, check_transform
 from ..transform._weights import check_weight
 from ..tree._placement import Summed
-from ..tree._tree import State, Tree, choose_state, device_of, to_device
+from ..tree._tree import State, Tree, choose_state, device_of, to_device, with_changes
 
 
 class SwitchState(NamedTuple):
@@ -68,14 +68,14 @@ def switch_after(step: int, before: Transform, after: Transform) -> Transform:
         check_state(state, SwitchState)
         name, own = ("before", state.step) if state.step < step else ("after", state.step - step)
         grads, new = phases[name].run(grads, state, params, call.inside(step=own))
-        state = state._replace(**{name: new})
+        state = with_changes(state, **{name: new})
         if call.flush:
             return grads, state
         if call.persistent and state.step == step - 1:
             last = call.inside(step=step, weight=0.0, flush=True)
             grads, new = phases["before"].run(grads, state, params, last)
-            state = state._replace(before=new, after=after.init(grads))
-        return grads, state._replace(step=state.step + 1)
+            state = with_changes(state, before=new, after=after.init(grads))
+        return grads, with_changes(state, step=state.step + 1)
 
     def sums(state: SwitchState) -> Any:
         part, inner = (before, state.before) if state.step <= step else (after, state.after)
@@ -154,7 +154,7 @@ def every(steps: int, transform: Transform, first: int | None = None, except_eve
                 grads, state = run(grads, state, calls, flush=False, **weight)
                 calls += 1
             return run(grads, state, calls, weight=none) if transform.accepts("flush") else (grads, state)
-        state = state._replace(step=number + 1, weight=none if period.ends(number) else window)
+        state = with_changes(state, step=number + 1, weight=none if period.ends(number) else window)
         if not period.due(number):  # perhaps another transform runs instead
             return grads, state
         return run(grads, state, period.window(number), **weight)
@@ -171,11 +171,11 @@ class AccumulateState(NamedTuple):
 
     def choose(self, fine: Tensor, old: AccumulateState) -> AccumulateState:
         """This state with `inner` chosen; after a call without effect the accumulated gradients are lost too."""
-        return self._replace(inner=choose_state(fine, self.inner, old.inner))
+        return with_changes(self, inner=choose_state(fine, self.inner, old.inner))
 
     def before_the_end(self, inner: State) -> AccumulateState:
         """The state before the last call of a window, whatever its length."""
-        return self._replace(step=-1, inner=inner)
+        return with_changes(self, step=-1, inner=inner)
 
 
 @factory

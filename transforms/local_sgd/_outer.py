@@ -18,7 +18,7 @@ from ..transform._timing import Period, Periodic
 from ..transform._transform import Needs, Transform, check_transform
 from ..transform._weights import Over, check_weight
 from ..tree._placement import Averaged, Summed
-from ..tree._tree import State, Tree, choose_state, map_with_path, named_leaves, where
+from ..tree._tree import State, Tree, choose_state, map_with_path, named_leaves, where, with_changes
 from ._window import WindowMean, at_least_f32, check_reduces, like, no_weight
 
 
@@ -111,7 +111,7 @@ def outer_step(
         # Parameters that were set to the anchor have its value in their own dtype; the rounding is no change of theirs.
         seen = state.anchor if mix else like(state.anchor, values)
         own = {path: seen[path].to(state.anchor[path].dtype) - value for path, value in values.items()}
-        return state._replace(pending=own, pending_weight=state.weight, weight=torch.zeros_like(state.weight))
+        return with_changes(state, pending=own, pending_weight=state.weight, weight=torch.zeros_like(state.weight))
 
     def mean_of(state: OuterState, call: Call) -> Callable[[], tuple[Any, State, Tensor]]:
         rates = rates_of(optimizer, state.anchor, state.optimizer)
@@ -126,8 +126,8 @@ def outer_step(
         mixed = anchor
         if mix:
             mixed = {path: torch.lerp(anchor[path], p.to(anchor[path].dtype), mix) for path, p in values.items()}
-        state = state._replace(
-            anchor=anchor, hook=inner, optimizer=outer, pending=nothing(anchor), pending_weight=no_weight()
+        state = with_changes(
+            state, anchor=anchor, hook=inner, optimizer=outer, pending=nothing(anchor), pending_weight=no_weight()
         )
         return where(live, like(mixed, values), values), state
 
@@ -135,9 +135,8 @@ def outer_step(
     def update(values: Tree, state: OuterState, params: Tree, call: Call) -> tuple[Tree, OuterState]:
         del params
         check_state(state, OuterState)
-        number, given, prefetch = state.step, named_leaves(values), call.prefetch
-        named = given
-        state = state._replace(step=number + (not call.flush), weight=state.weight + check_weight(call.weight))
+        number, named, prefetch = state.step, named_leaves(values), call.prefetch
+        state = with_changes(state, step=number + (not call.flush), weight=state.weight + check_weight(call.weight))
         begun = [past for past in range(max(number - delay, 0), number) if period.due(past)]  # and not used yet
 
         def in_window(at: int) -> Call:
@@ -158,9 +157,10 @@ def outer_step(
             state = change(named, state)
             if delay and prefetch is not None:
                 prefetch.begin(state.pending, mean_of(state, in_window(number)), delay)
-        if period.due(number - delay):
-            named, state = used(number - delay)
-        return (values if named is given else map_with_path(lambda path, _: named[path], values)), state
+        if not period.due(number - delay):
+            return values, state
+        named, state = used(number - delay)
+        return map_with_path(lambda path, _: named[path], values), state
 
     return Transform(
         init, update, Needs.NOTHING, takes=("flush", "prefetch"), timing=Periodic(period, hook, delay, alone=False)

@@ -29,7 +29,7 @@ from ..transform._call import NAMES, Call
 from ..transform._lane import Lane, check_lane
 from ..transform._transform import Transform, check_transform
 from ..tree._check_tree import check_dense, check_same
-from ..tree._tree import State, Tree, named_leaves, plain, readable_without_sync
+from ..tree._tree import State, Tree, named_leaves, plain, readable_without_sync, with_changes
 from . import _rates as rates_check
 from ._donation import in_own_memory, use
 from ._pipeline import Pipeline, Skips
@@ -174,7 +174,7 @@ def pipeline_of(
         **extra: Any,
     ) -> tuple[Tree, State]:
         old = inside(state)
-        if taken := (NAMES | {"call"}) & extra.keys():
+        if taken := (NAMES | {"call"}).intersection(extra):
             raise TypeError(
                 f"step takes no {min(taken)!r}, which is the step's own; keywords for transforms need other names"
             )
@@ -200,7 +200,7 @@ def pipeline_of(
         inner = memory.state
         if not skips:
             return memory.params, inner
-        outer = state._replace(inner=inner)
+        outer = with_changes(state, inner=inner)
         return memory.params, outer if effect is None else effect.update_counters(skips, outer)
 
     def flush(params: Tree, state: Any) -> tuple[Tree, State]:
@@ -217,6 +217,6 @@ def pipeline_of(
         memory = TreeMemory(owner, params, old, pieces_of(params, old), call)
         matched(optimizer, memory.held, old.optimizer)
         execute(parts.ends, memory, FLUSH)
-        return memory.params, state._replace(inner=memory.state) if skips else memory.state
+        return memory.params, with_changes(state, inner=memory.state) if skips else memory.state
 
     return Pipeline(init, step, flush, hook, optimizer, after, on_state, sharding, skips=skips)

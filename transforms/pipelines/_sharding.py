@@ -17,7 +17,7 @@ from ..plan._plan import axes_of
 from ..sharding._gather import GatherState, ShardState, cut_of, gather, gather_changes
 from ..step_param._optimizer import Optimizer
 from ..transform._transform import Needs, Transform
-from ..tree._tree import Tree, flatten_in_insertion_order, map_with_path, named_leaves
+from ..tree._tree import Tree, flatten_in_insertion_order, map_with_path, named_leaves, with_changes
 
 
 class Sharding:
@@ -119,7 +119,7 @@ class Sharding:
         states, named = _leaves_of(own, slots) if slots else {}, named_leaves(own)
         exact = {path: leaf if (m := master_of(states.get(path))) is None else m for path, leaf in named.items()}
         new = gather_changes(pieces, exact, params, self.codec, state.step)
-        return new, state._replace(step=state.step + 1, master={path: named[path] for path in state.master})
+        return new, with_changes(state, step=state.step + 1, master={path: named[path] for path in state.master})
 
 
 def _leaves_of(own: Tree, slots: Any) -> dict[str, Any]:

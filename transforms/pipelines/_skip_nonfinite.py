@@ -12,7 +12,7 @@ from ..step_param._optimizer import Optimizer
 from ..transform._call import Call
 from ..transform._inner import Inner
 from ..transform._transform import Reduction, Transform, check_transform
-from ..tree._tree import State, Tree, all_finite, choose_state, where, zeros_like
+from ..tree._tree import State, Tree, all_finite, choose_state, where, with_changes, zeros_like
 from ._fuse import pipeline_of
 from ._pipeline import Pipeline, Skips
 
@@ -70,7 +70,7 @@ def no_calls() -> Tensor:
 
 
 def _count(state: SkipState, fine: Tensor) -> SkipState:
-    return state._replace(skipped=state.skipped + ~fine)
+    return with_changes(state, skipped=state.skipped + ~fine)
 
 
 def _skip_transform(part: Transform) -> Transform:
@@ -86,7 +86,7 @@ def _skip_transform(part: Transform) -> Transform:
     def update(grads: Tree, state: SkipState, params: Tree, call: Call) -> tuple[Tree, State]:
         out, inner = inside.run(grads, state, params, call)
         if out is None:
-            return None, state._replace(inner=inner, sums=sums_of(inner))
+            return None, with_changes(state, inner=inner, sums=sums_of(inner))
         fine = all_finite(out)
         kept = choose_state(fine, inner, state.inner)
         return where(fine, out, zeros_like(out)), SkipState(kept, state.skipped + ~fine, sums_of(inner))

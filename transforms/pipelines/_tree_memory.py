@@ -22,7 +22,7 @@ from ..transform._call import Call
 from ..transform._transform import Transform
 from ..transform._weights import check_weight, share_of
 from ..tree._placement import Summed
-from ..tree._tree import State, Tree, all_finite, map_with_path, path_string, to_device
+from ..tree._tree import State, Tree, all_finite, map_with_path, path_string, to_device, with_changes
 from . import _rates as rates_check
 from ._donation import are_apart
 from ._sharding import Sharding
@@ -95,7 +95,7 @@ class TreeMemory:
             )
         self._agreed = self._old.window + self._agreed
         if self._grads is None:
-            self.state = self._old._replace(hook=self._hook_state, window=self._agreed)
+            self.state = with_changes(self._old, hook=self._hook_state, window=self._agreed)
         return self._grads is not None
 
     def observe(self) -> None:
@@ -136,7 +136,7 @@ class TreeMemory:
         raise NotImplementedError("a tree arrives whole")
 
     def _take(self, held: Tree, slots: State) -> None:
-        self.held, self.state = held, self.state._replace(optimizer=slots)
+        self.held, self.state = held, with_changes(self.state, optimizer=slots)
         if self._pieces is None:
             self.params = held
 
@@ -147,14 +147,14 @@ class TreeMemory:
         if op.on == "params" and after is not None:
             masters, state = effect.after(after, masters_of(self.held, slots), self.state.after, call)
             self._take(*with_masters(masters, self.held, slots))
-            self.state = self.state._replace(after=state)
+            self.state = with_changes(self.state, after=state)
             return
         assert on_state is not None
         named = by_path(self.held, slots)
         fields, state = effect.after(on_state, state_fields(named), self.state.on_state, call, self.held)
         replaced = with_state_fields(named, fields)
         self._take(self.held, map_with_path(lambda path, _: replaced[path], self.held))
-        self.state = self.state._replace(on_state=state)
+        self.state = with_changes(self.state, on_state=state)
 
     def gather(self, op: Gather, effect: Effect) -> None:
         sharding, pieces = self._owner.sharding, self._pieces
@@ -162,10 +162,11 @@ class TreeMemory:
             return
         new, found = sharding.gather(pieces, self.params, self.held, self.state.optimizer, self.state.gather)
         self.params = new if self._owner.codec is None else effect.where(new, self.params)
-        self.state = self.state._replace(gather=found)
+        self.state = with_changes(self.state, gather=found)
 
     def keep(self, effect: Effect) -> None:
-        self.state = self.state._replace(
+        self.state = with_changes(
+            self.state,
             hook=effect.keep(self._hook_state, self._old.hook),
             step=self._old.step + 1,
             window=torch.zeros_like(self._agreed),

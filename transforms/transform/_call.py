@@ -185,7 +185,7 @@ def call_of(keywords: Mapping[str, Any]) -> Call:
             changes["handed"] = _NONE
     if hasattr(given.get("sums"), "is_first"):
         changes["sums"] = given.pop("sums")
-    for name in NAMES & given.keys():
+    for name in NAMES.intersection(given):  # `NAMES & given.keys()` is not traced by torch 2.11
         value = given.pop(name)
         if value is not (call.keyword(name) if name in KEYWORDS else getattr(call, name)):
             changes[name] = value

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ..tree._tree import State, Tree
+from ..tree._tree import State, Tree, with_changes
 from ._call import Call
 from ._inner import other_state
 
@@ -24,7 +24,7 @@ def counts_steps(update: U) -> U:
     def counted(grads: Tree, state: Any, params: Tree, call: Call) -> tuple[Tree, State]:
         if "step" not in getattr(state, "_fields", ()):
             raise other_state(state)
-        state = state if call.step is None else state._replace(step=call.step)
+        state = state if call.step is None else with_changes(state, step=call.step)
         out: tuple[Tree, State] = update(grads, state, params, call)
         return out
 

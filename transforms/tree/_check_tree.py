@@ -8,6 +8,7 @@ import optree
 import torch
 from torch import Tensor
 
+from .._old_torch import TRACES_STRUCTURES
 from ._tree import Tree, named_leaves
 
 
@@ -48,6 +49,8 @@ def check_same(name: str, tree: Tree, like_name: str, like: Tree) -> None:
 def _alike(a: Tree, b: Tree) -> bool:
     """Whether the trees surely pass `check_same`, found without their paths."""
     (leaves, structure), (others, other) = optree.tree_flatten(a), optree.tree_flatten(b)
+    if not TRACES_STRUCTURES and torch.compiler.is_compiling():
+        return False
     return structure == other and all(
         [
             isinstance(x, Tensor)

@@ -6,7 +6,7 @@ import contextlib
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import optree
 import torch
@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 
 Tree: TypeAlias = Any  # a pytree of tensors
 State: TypeAlias = Any  # a pytree of tensors and host integers
+N = TypeVar("N", bound=NamedTuple)
 
 
 def path_string(path: tuple[Any, ...]) -> str:
@@ -89,7 +90,7 @@ def choose_state(fine: Tensor, new: State, old: State) -> State:
     A state with a method `choose(fine, old)` is replaced by the result of that method.
     """
 
-    if not isinstance(new, tuple) and new is old:  # the compiler compares no tuples by identity
+    if not isinstance(new, (tuple, dict)) and new is old:  # the compiler compares no containers by identity
         return new
     if isinstance(new, Tensor) and isinstance(old, Tensor):
         all_of = (new, old) if new.dim() else (new, old, fine)
@@ -109,6 +110,11 @@ def choose_state(fine: Tensor, new: State, old: State) -> State:
 def fields(state: State) -> list[Any]:
     """The fields of an optimizer's state, including those of states inside it; None for fields that are None."""
     return optree.tree_leaves(state, none_is_leaf=True)
+
+
+def with_changes(state: N, **changes: Any) -> N:
+    """As `state._replace(**changes)`, of which torch.compile of torch 2.11 makes an empty tuple."""
+    return type(state)(*(changes.get(name, value) for name, value in zip(state._fields, state, strict=True)))
 
 
 def with_fields(state: State, new: Iterable[Any]) -> State:
