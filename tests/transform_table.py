@@ -45,6 +45,7 @@ TRANSFORMS: dict[str, list[Callable[[], tx.Transform]]] = {
         lambda: tx.average_parameters("data", over="live"),
         lambda: tx.average_parameters(("node", "local")),
     ],
+    "record_update_norm": [tx.record_update_norm],
     "ema": [lambda: tx.ema(0.9), lambda: tx.chain(tx.average_parameters("data"), tx.ema(0.5))],
     "gossip": [lambda: tx.gossip("data"), lambda: tx.gossip("data", over="live")],
     "hierarchical_average": [lambda: tx.hierarchical_average({1: "local", 2: ("node", "local")})],
@@ -132,6 +133,7 @@ TRANSFORMS: dict[str, list[Callable[[], tx.Transform]]] = {
         lambda: tx.clip_by_global_norm(0.5, mode="previous"),
     ],
     "clip_by_value": [lambda: tx.clip_by_value(0.5)],
+    "record_norm": [tx.record_norm, lambda: tx.chain(tx.mean("data"), tx.record_norm())],
     "every": [lambda: tx.every(2, tx.mean("data"))],
     "from_optax": [
         lambda: _from_optax(lambda optax: optax.clip(0.5)),

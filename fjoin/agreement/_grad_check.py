@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -123,6 +123,15 @@ class GradCheck:
                 out.seen = torch.linalg.vector_norm(out.grads.double())
         norms = [out.seen for out in outgoing]
         return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), dtype=torch.float64)
+
+    def scale(
+        self, outgoing: Sequence[GradBuffer], divisor: Any, clip: Callable[[Tensor], Tensor] | None
+    ) -> tuple[Any, Tensor | None]:
+        """The divisor of the kernels, and the norm of the gradients before they are clipped, where they are."""
+        if clip is None:  # a plain number stays one: copying it to a device would wait for the device
+            return divisor, None
+        norm = self.norm_of(outgoing) / divisor
+        return divisor / clip(norm), norm
 
     def nonfinite_paths(self, outgoing: Sequence[GradBuffer]) -> tuple[str, ...]:
         """The parameters whose gradients are not finite. The ranks that hold pieces exchange what they have found."""

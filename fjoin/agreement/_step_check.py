@@ -32,6 +32,7 @@ class Decision(NamedTuple):
     scale: Tensor | None = None  # the divisor that the kernels apply to the gradients
     found_inf: Tensor | None = None  # 1 where the kernels must change nothing; None where the host has decided
     error: NonFinite | None = None
+    norm: Any = None  # of the gradients after the division, before they are clipped, where it is needed: 0-d float64
 
     @property
     def changes(self) -> bool:
@@ -131,20 +132,18 @@ class StepCheck:
             return Decision(effect._replace(live=True, fine=False), error=self._error(step, records, sums, outgoing))
         if not effect.steps:
             return Decision(effect)
-        scale = divisor if clip is None else divisor / float(clip(self.grads.norm_of(outgoing) / divisor))
-        return Decision(effect, None if scale == 1.0 else torch.tensor(scale, dtype=torch.float64))
+        scale, norm = self.grads.scale(outgoing, divisor, clip)
+        return Decision(effect, None if scale == 1.0 else torch.tensor(float(scale), dtype=torch.float64), norm=norm)
 
     def _on_device(self, effect: Effect, outgoing: Sequence[GradBuffer], divisor: Any, clip: Clip | None) -> Decision:
         """The decision where only the device knows the effect."""
         found_inf = inverse(effect.steps).to(torch.float32)  # type: ignore[union-attr]
-        scale = divisor  # may be a plain number: copying one to the device would wait for the device
-        if clip is not None:
-            scale = divisor / clip(self.grads.norm_of(outgoing) / divisor)
+        scale, norm = self.grads.scale(outgoing, divisor, clip)
         if isinstance(scale, Tensor):  # a NaN would stay in the padding of the buckets
             scale = torch.where(found_inf == 0, scale, torch.ones_like(scale))
         else:
             scale = None if scale == 1.0 else found_inf.new_full((), scale, dtype=torch.float64)
-        return Decision(effect, scale, found_inf)
+        return Decision(effect, scale, found_inf, norm=norm)
 
     def _is_fine(self, sums: dict[str, Any], outgoing: Sequence[GradBuffer]) -> Flag:
         """Whether the weights, the loss and the gradients are finite on all ranks that share gradients."""

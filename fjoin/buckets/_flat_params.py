@@ -197,10 +197,14 @@ class Storage:
             self._states = self._make_states()  # they stay where they are
         return dict(self._states)
 
+    def states_of_parts(self) -> dict[int, Any]:
+        """The id of each optimizer -> a state of it that counts the steps."""
+        return {id(part): slot for ranges in self._ranges for part, _, _, slot in ranges}
+
     def _make_states(self) -> dict[str, Any]:
         out: dict[str, Any] = {}
         # Of slices only the states that are stepped count the steps.
-        counts = {id(part): slot for ranges in self._ranges for part, _, _, slot in ranges} if self.pieces else {}
+        counts = self.states_of_parts() if self.pieces else {}
         for k, (bucket, slots) in enumerate(zip(self.layout, self.slots, strict=True)):
             for span, state in zip(bucket.spans, slots, strict=True):
                 part = self.optimizer.at(span.paths[0])

@@ -19,6 +19,7 @@ from ..buckets._aliases import copy_if_aliased
 from ..groups._mesh import Mesh
 from ..reducer._bucket_stages import BucketStages
 from ..training._left_open import LeftOpen
+from ..training.passes._spans import spanned
 from ..transforms._axis_env import bind_axes
 from ..transforms.layout._pieces import Pieces
 from ..transforms.pipelines._pipeline import Pipeline, parts_of
@@ -144,7 +145,8 @@ class DDPRun:
             self.outs.append(out)
             self._futures.append(future)
             with torch.no_grad():
-                self._launch(out)
+                with self.mesh.traffic.span(f"bucket {len(self.outs) - 1}"):
+                    self._launch(out)
                 if not self._missing:
                     self._finish()
         except BaseException as error:
@@ -186,7 +188,7 @@ class DDPRun:
             # The last pass's buckets, the same number on all ranks.
             self.stages.begin(Call(self.weight, carried, self.step, donated=True), torch.float64, self._buckets, sends)
         self._memory = ModuleMemory(self)
-        execute(self._early, self._memory)
+        execute(self._early, spanned(self._memory, self.mesh.traffic))
 
     def _forget(self) -> None:
         """Discard a pass that has ended or failed."""
@@ -214,7 +216,7 @@ class DDPRun:
 
     def _finish(self) -> None:
         assert self._memory is not None
-        execute(self._late, self._memory, Effect(True))
+        execute(self._late, spanned(self._memory, self.mesh.traffic), Effect(True))
         self.step += 1
         self.left.steps = self.step
         self._buckets = tuple(out.bucket for out in self.outs)

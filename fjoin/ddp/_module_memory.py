@@ -198,7 +198,8 @@ class ModuleMemory:
         assert step is not None
         if self._ended:
             return
-        call = Call(self._sums["weight"], None, run.step).inside(flush=effect is FLUSH)
+        axis = None if run.pieces is None else run.pieces.axis
+        call = Call(self._sums["weight"], None, run.step).inside(flush=effect is FLUSH, sharded_over=axis)
         step.ends = run_end(op, step.ends, run.mesh, self._own, step.stepper.states, run.flats, effect, call)
 
     def gather(self, op: Gather, effect: Effect) -> None:

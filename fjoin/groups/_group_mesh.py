@@ -21,6 +21,7 @@ from ._teardown import destroy
 from .axes._axis import CLOSED, GroupAxis
 from .axes._host_axis import HostAxis
 from .axes._hosts_axis import HostsAxis
+from .axes._traffic import Traffic
 from .failures._connections import Connections, shut
 from .failures._device_wait import comes
 from .failures._failures import Failures, is_backend_error
@@ -76,7 +77,7 @@ class GroupMesh(Mesh):
             others = [ranks.index(rank) for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
             return lambda: failures.raise_if_any(others)
 
-        parts: list[GroupAxis] = []
+        parts, traffic = list[GroupAxis](), Traffic()
 
         def cause(error: BaseException) -> BaseException:
             return failures.root_cause(error, None)
@@ -86,15 +87,16 @@ class GroupMesh(Mesh):
         ) -> GroupAxis:
             members = dist.get_process_group_ranks(group)
             if links is not None and links.reach(members):
-                return HostAxis(links, number, members, group, ordered, joint, check, cause)
+                return HostAxis(links, number, members, group, ordered, joint, check, cause, traffic, name)
             if links is not None and halves and halves.get(name):
                 local, others = halves[name]
                 here = dist.get_process_group_ranks(local)
-                inside = HostAxis(links, number, here, local, check=check, cause=cause)
-                across = GroupAxis(others, check=check, cause=cause)
+                counted: Any = {"traffic": traffic, "name": name}
+                inside = HostAxis(links, number, here, local, check=check, cause=cause, **counted)
+                across = GroupAxis(others, check=check, cause=cause, **counted)
                 parts.extend((inside, across))
-                return HostsAxis(inside, across, group, ordered, joint, check, cause)
-            return GroupAxis(group, ordered, joint, check, cause)
+                return HostsAxis(inside, across, group, ordered, joint, check, cause, traffic, name)
+            return GroupAxis(group, ordered, joint, check, cause, traffic, name)
 
         self._look, self._links = look(world_mesh), links
         self._everyone = axis("", world_mesh, 0, lambda axes: None, self._look)
@@ -106,6 +108,7 @@ class GroupMesh(Mesh):
 
         axes = {name: axis(name, group, i + 1, joint, look(group)) for i, (name, group) in enumerate(groups.items())}
         super().__init__(shape, axes, self._everyone.rank)
+        self.traffic = traffic
         self._meetings = Meetings(self._store, name, timeout_s, lambda rank: failures.raise_if_any([ranks.index(rank)]))
         self._timeout_s = timeout_s
         backends = dict(pair.split(":") for pair in dist.get_backend_config(world_mesh).split(","))

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..transforms._axis_env import Done, Work
 from ..transforms.axes._grid import Grid
 from ._use import Use
+from .axes._traffic import Traffic
 
 
 class Mesh:
@@ -22,6 +23,7 @@ class Mesh:
         axes: Axis name -> the object that runs collectives over it.
         rank: This rank among all ranks of the mesh, the last axis varying fastest.
         size: The number of ranks.
+        traffic: Counts the messages of this rank.
 
     >>> mesh = fjoin.mesh({"node": 1, "local": -1})
     >>> mesh.shape, mesh.rank, mesh.size
@@ -31,7 +33,7 @@ class Mesh:
     def __init__(self, shape: dict[str, int], axes: dict[str, Any], rank: int) -> None:
         self.shape, self.axes, self.rank = shape, axes, rank
         self.size = math.prod(shape.values())
-        self.use = Use()
+        self.use, self.traffic = Use(), Traffic()
 
     def __repr__(self) -> str:
         return f"mesh({self.shape}, rank={self.rank})"

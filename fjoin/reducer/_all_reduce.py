@@ -153,11 +153,13 @@ class AllReduceHook:
     def state(self, sums: dict[str, Any], outgoing: list[GradBuffer]) -> Callable[[], Any]:
         """A function that makes the state that the pure hook would have after these messages."""
         clips, total = self.clip is not None, sums["total"] if self._over is None else self._total(sums)
-        norm = self._grads.norm_of(outgoing) / self.divisor(sums) if self._before is not None else None
+        by_norm = None if self._plan.clip is None else self._plan.clip.by_norm
+        keeps = None if by_norm is None else by_norm.keeps
+        norm = None if keeps is None else self._grads.norm_of(outgoing) / self.divisor(sums)
 
         def make() -> Any:  # must not refer to this object: a state would keep it alive
             state = MeanState(_wide(total), {n: _wide(v) for n, v in sums.items() if n != "total"})
-            return (state, () if norm is None else ClipState(norm)) if clips else state
+            return (state, () if keeps is None else keeps(norm)) if clips else state
 
         return make
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,6 +39,7 @@ class Exchange:
 
     Attributes:
         number: That of this rank's `take`.
+        waiting: A context in which the host waits.
         total: The sum of the numbers of this rank's `take` and those of all ranks that have answered; the same on all ranks
             once all have answered.
     """
@@ -62,6 +64,7 @@ class Exchange:
         self.number, self._numbers = 0.0, list[float]()
         self.taken, self.is_settled, self.untaken, self.from_memory = False, False, set[int](), list[int]()
         self.failed: Exception | None = None
+        self.waiting: AbstractContextManager[None] = nullcontext()
         self._copy: Region | None = None
         self._result: Tensor | None = None
 
@@ -143,7 +146,8 @@ class Exchange:
         Args:
             limit_s: Seconds; by default the time-out of the links.
         """
-        self._links.wait(lambda: self.failed is not None or self.is_done(), self.needed, self._failing, limit_s)
+        with self.waiting:
+            self._links.wait(lambda: self.failed is not None or self.is_done(), self.needed, self._failing, limit_s)
         if self.failed is not None:
             raise self.failed
 

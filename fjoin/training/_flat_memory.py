@@ -20,7 +20,7 @@ from ..transforms.program._ops import Agree, Ends, Gather, Judge, Stages, StepEa
 from ..transforms.step_param._checked import unchecked
 from ..transforms.transform._call import Call
 from .state._ends import run_end
-from .state._state import StateData
+from .state._state_data import StateData
 
 if TYPE_CHECKING:
     from ._run import Run
@@ -71,6 +71,19 @@ class FlatMemory:
         """
         self._queue, self._backward, self._record, self._values = queue, backward, record, values
         self._own_counts = counts
+
+    @property
+    def measured(self) -> dict[str, Any]:
+        """Numbers of the step that are known by the way: norms, and the counters of steps that are left out."""
+        norm, outer = self._decision.norm, self._body.outer
+        found = self._shell.recorded_norms(self._body.hook, self._body.ends.after)
+        if norm is not None:
+            found["grad_norm"] = norm
+        if self._shell.pipeline.skips is not None:
+            found["skipped"] = outer.skipped
+            if self._shell.pipeline.skips.scaled:
+                found["loss_scale"] = outer.scale
+        return found
 
     @property
     def of_all(self) -> Callable[[], dict[str, Any]]:
@@ -182,7 +195,8 @@ class FlatMemory:
         if prefetch is not None and op.on == "params" and effect is not FLUSH:
             prefetch.advance()
         call = self._call(0.0 if self.sums is None else self.sums["weight"], effect)
-        call = call.inside(prefetch=prefetch if effect.raises is False else None)
+        axis = None if storage.pieces is None else storage.pieces.axis
+        call = call.inside(prefetch=prefetch if effect.raises is False else None, sharded_over=axis)
         states: Mapping[str, Any] = {}
         if storage.has_masters or op.on == "optimizer":
             states = storage.optimizer_states()

@@ -28,11 +28,13 @@ from ._flat_memory import FlatMemory, tears
 from .passes._float16 import Units
 from .passes._iteration import Iteration
 from .passes._loss import Loss, user_sums
-from .passes._loss_weight import Unscaler, grad_output_of
-from .passes._passes import Passes
+from .passes._loss_weight import GradOutput, Unscaler, grad_output_of
+from .passes._passes import Forward, Passes
+from .passes._spans import STEP, named, spanned
 from .state._deferred import DeferredMessages
 from .state._metrics import Metrics
-from .state._state import StateData
+from .state._report import LearningRates, Meter, RecordedNorms
+from .state._state_data import StateData
 
 CALLS = Calls(
     step="a step",
@@ -86,6 +88,8 @@ class Run:
         self.passes = Passes(loss, mesh, self.axes, self.ranks)
         self._unscaler = Unscaler(self.hook) if pipeline.skips and pipeline.skips.scaled else None
         self._queue: BucketQueue | None = None
+        self._meter, self.recorded_norms = Meter(mesh.traffic), RecordedNorms()
+        self._learning_rates = LearningRates()
         self.token = object()  # identifies this step in its states, without keeping it alive
 
     def close(self) -> None:
@@ -111,6 +115,11 @@ class Run:
         if body.storage.layout:
             body.ended = self.mesh.use.unfinished.end(body.step, body.storage.layout[0].device)
 
+    def unused(self) -> list[str]:
+        """The paths of the parameters that have never got a gradient on this rank."""
+        outgoing = [] if self._queue is None else self._queue.outgoing
+        return [path for out in outgoing for path, used in zip(out.bucket.paths, out.used, strict=True) if not used]
+
     def stop(self) -> None:
         """Take no more gradients until the next step."""
         self.hook.stop()
@@ -120,14 +129,49 @@ class Run:
     # -- a step ------------------------------------------------------------------------------
 
     def __call__(self, body: StateData, batch: Any, iteration: Iteration | None) -> Metrics:
-        storage, passes = body.storage, self.passes
-        rates = storage.check_rates()
-        passes.hooks.attach(storage)
-        self.stop()
-        forward = passes.forward(body, batch, iteration)
+        with self.mesh.traffic.span(STEP):
+            return self._step(body, batch, iteration)
+
+    def _step(self, body: StateData, batch: Any, iteration: Iteration | None) -> Metrics:
+        storage, passes, span = body.storage, self.passes, self.mesh.traffic.span
+        with span("prepare"):
+            self._meter.begin(bool(body.window))
+            rates = storage.check_rates()
+            passes.hooks.attach(storage)
+            self.stop()
+        with span("forward"):
+            forward = passes.forward(body, batch, iteration)
+        with span("prepare"):
+            grad_output, own = self._own(body, forward)
+        live, raise_newest = iteration is None or iteration.live, partial(self.step_check.raise_pending, newest=True)
+        if (body.calls + 1) % self.accumulate:  # within a window: nothing is sent
+            with span("backward"):
+                passes.backward_within(forward, grad_output, storage)
+            body.window, body.buffers, body.calls = own, forward.buffers, body.calls + 1
+            body.batches += live
+            self._meter.end()
+            return Metrics(body.step, False, forward.aux, dict, raise_newest)
+
+        with span("prepare"):
+            others = {"ranks": self.ranks, **self._learning_rates(storage, body.step)}
+            memory, program = self._begin(body, forward, grad_output, own, rates, iteration)
+        execute(program, spanned(memory, self.mesh.traffic))
+        sums_of_all = memory.of_all
+        if iteration is not None:
+            iteration.others = lambda: self.agreements.has_next(sums_of_all())
+        body.window = {}
+        body.batches += live
+        body.calls, body.step = body.calls + 1, body.step + 1
+        others |= {**memory.measured, **self._meter.end()}
+        return Metrics(
+            body.step - 1, True, forward.aux, lambda: numbers(sums_of_all()), raise_newest, others, self.mesh.rank
+        )
+
+    def _own(self, body: StateData, forward: Forward) -> tuple[GradOutput, dict[str, Any]]:
+        """What backward starts from, and this rank's values of the window so far."""
         loss, weight = forward.loss, forward.weight
         if not body.window:
-            body.unit = self._units.of_window(storage, weight)
+            body.unit = self._units.of_window(body.storage, weight)
         self.hook.unit = body.unit
         scale = body.outer.scale if self._unscaler is not None else None
         share = weight if self.hook.by_weight else float(weight > 0)
@@ -135,16 +179,21 @@ class Run:
         sums = {} if loss is None else user_sums(forward.aux)
         own = own_values(grad_output.share, weight, loss, sums, body.window)
         if not body.window:
-            storage.clear_grads()  # a backward pass outside the step may have left gradients
+            body.storage.clear_grads()  # a backward pass outside the step may have left gradients
             body.buffers_before, body.batches_before, body.version_before = body.buffers, body.batches, body.version
-        live, raise_newest = iteration is None or iteration.live, partial(self.step_check.raise_pending, newest=True)
-        if (body.calls + 1) % self.accumulate:  # within a window: nothing is sent
-            passes.backward_within(forward, grad_output, storage)
-            body.window, body.buffers, body.calls = own, forward.buffers, body.calls + 1
-            body.batches += live
-            return Metrics(body.step, False, forward.aux, dict, raise_newest)
+        return grad_output, own
 
-        agreements, queue = self.agreements, self._queue_of(storage, own)
+    def _begin(
+        self,
+        body: StateData,
+        forward: Forward,
+        grad_output: GradOutput,
+        own: dict[str, Any],
+        rates: list[tuple[str, float]],
+        iteration: Iteration | None,
+    ) -> tuple[FlatMemory, Program]:
+        """The memory of a step that ends a window, and its program."""
+        agreements, queue = self.agreements, self._queue_of(body.storage, own)
         agreements.of_all.check(own)
         step_id, record = agreements.begin(body.step, rates), agreements.of_hook(body.step)
         has_next = agreements.requests.write(iteration is not None and iteration.has_next)
@@ -153,16 +202,9 @@ class Run:
         if self._unscaler is not None:
             self._unscaler.rest = grad_output.rest
         memory = FlatMemory(self, body, values["weight"], forward.buffers)
-        backward = partial(passes.backward, forward, grad_output, storage)
+        backward = partial(self.passes.backward, forward, grad_output, body.storage)
         memory.begin(queue, backward, record, values, counts)
-        execute(self._program(body, queue), memory)
-        sums_of_all = memory.of_all
-        if iteration is not None:
-            iteration.others = lambda: agreements.has_next(sums_of_all())
-        body.window = {}
-        body.batches += live
-        body.calls, body.step = body.calls + 1, body.step + 1
-        return Metrics(body.step - 1, True, forward.aux, lambda: numbers(sums_of_all()), raise_newest)
+        return memory, self._program(body, queue)
 
     def _queue_of(self, storage: Storage, own: dict[str, Any]) -> BucketQueue:
         """The queue of this step's buckets. In the first step the ranks agree on the names of the user's sums."""
@@ -170,7 +212,7 @@ class Run:
             return self._queue
         settled = self.agreements.of_all.agree(own)
         self.agreements.fit(storage.layout)
-        queue = BucketQueue(self.hook.prepare(storage), (self._unscaler or self.hook).launch)
+        queue = BucketQueue(self.hook.prepare(storage), named((self._unscaler or self.hook).launch, self.mesh.traffic))
         self.passes.hooks.queue = queue
         # Where no rank has a batch yet, the ranks agree again in the next step.
         self._queue = queue if settled else None

@@ -89,7 +89,9 @@ def clip_by_global_norm(max_norm: float, mode: Literal["exact", "previous"] = "e
         init,
         update,
         takes=("sharded_over",),
-        by_norm=ByNorm(lambda norm: clip_factor(norm, max_norm), mode == "previous"),
+        by_norm=ByNorm(
+            lambda norm: clip_factor(norm, max_norm), mode == "previous", ClipState if mode == "previous" else None
+        ),
     )
 
 

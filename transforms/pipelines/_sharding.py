@@ -172,7 +172,7 @@ def sharding_of(
             raise ValueError(
                 f"fuse: {part!r} communicates over {axis!r}, but the ranks of {axis!r} hold different pieces; use it over the other axes"
             )
-        if part.needs & (Needs.LEAVES | Needs.LAYOUT | Needs.TREE):
+        if part.needs & (Needs.LEAVES | Needs.LAYOUT | Needs.TREE) and not part.accepts("sharded_over"):
             raise ValueError(f"fuse: {part!r} cannot work on the pieces that {found[0]!r} leaves each rank")
     return Sharding(axis, optimizer, codec)
 

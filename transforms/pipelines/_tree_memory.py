@@ -142,6 +142,7 @@ class TreeMemory:
 
     def ends(self, op: Ends, effect: Effect) -> None:
         slots, call = self.state.optimizer, self._call.inside(weight=self._agreed, lane=None, donated=False)
+        call = call if self._pieces is None else call.inside(sharded_over=self._pieces.axis)
         # Not `op.part`, which is the same: in a compiled step the program is a constant, whose objects are not traced.
         after, on_state = self._owner.after, self._owner.on_state
         if op.on == "params" and after is not None:

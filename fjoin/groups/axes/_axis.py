@@ -17,6 +17,7 @@ from ...transforms.axes._order import from_order, to_order
 from ._malloc import keep_freed
 from ._messages import Copied, Message, Received, plain
 from ._traced import refuse_traced_vmap, traced
+from ._traffic import Traffic
 
 T = TypeVar("T")
 CLOSED = "this mesh was closed, or taken down after a failure; make another one with fjoin.mesh(...)"
@@ -44,6 +45,8 @@ class GroupAxis(Axis):
         joint: Maps axis names to the one axis that covers them all, if there is one.
         check: Raises where another rank has failed; called at intervals while a message is under way.
         cause: The typed error for an error of the backend.
+        traffic: Counts the messages.
+        name: The name of the axis, in what is counted.
     """
 
     travels = True
@@ -55,11 +58,14 @@ class GroupAxis(Axis):
         joint: Callable[[tuple[str, ...]], GroupAxis | None] = lambda axes: None,
         check: Callable[[], None] = lambda: None,
         cause: Callable[[BaseException], BaseException] = lambda error: error,
+        traffic: Traffic | None = None,
+        name: str = "",
     ) -> None:
         self.group: Any = group
         self.size, self.rank = group.size(), group.rank()
         self.ordered, self._joint, self.check, self._cause = ordered, joint, check, cause
         self.broken = False  # a collective has failed
+        self.traffic, self.name = traffic or Traffic(), name
         self._swaps = self.size == 2 and "gloo" in dist.get_backend_config(group)
 
     def index(self) -> Tensor:
@@ -84,26 +90,26 @@ class GroupAxis(Axis):
         if self._swaps and buffer.device.type == "cpu" and buffer.numel() * buffer.element_size() <= _SWAP_BYTES:
             received = torch.empty_like(buffer)
             # a + b = b + a, to the bit: both ranks have the same sum.
-            return Message(self, self._swap(buffer, received), after=lambda: buffer.add_(received))
-        return Message(self, dist.all_reduce(buffer, group=group, async_op=True), buffer.device.type == "cpu")
+            return Message(self, self._swap(buffer, received), "psum", buffer, lambda: buffer.add_(received))
+        return Message(self, dist.all_reduce(buffer, group=group, async_op=True), "psum", buffer)
 
     def _swap(self, given: Tensor, taken: Tensor) -> Any:
         """Start sending the other of two ranks a flat buffer, and receiving its buffer."""
         sizes = [0, given.numel()] if self.rank == 0 else [given.numel(), 0]
         return dist.all_to_all_single(taken, given, sizes, sizes, group=self.group, async_op=True)
 
-    def _gather(self, x: Tensor, out: Tensor) -> list[Any]:
-        """Start filling `out`, (n, ...), with the ranks' values of `x`."""
+    def _gather(self, x: Tensor, out: Tensor) -> list[tuple[Any, Tensor]]:
+        """Start filling `out`, (n, ...), with the ranks' values of `x`; returns works with the parts that they send."""
         flat, rows = x.view(-1), out.view(self.size, x.numel())
         if x.device.type != "cpu":  # NCCL gathers into one tensor, and copies from there into a list of several
             gather = _named("all_gather_single", "all_gather_into_tensor")
-            return [gather(rows.view(-1), flat, group=self.group, async_op=True)]
+            return [(gather(rows.view(-1), flat, group=self.group, async_op=True), flat)]
         if not self._swaps:
-            return [dist.all_gather(list(rows.unbind(0)), flat, group=self.group, async_op=True)]
+            return [(dist.all_gather(list(rows.unbind(0)), flat, group=self.group, async_op=True), flat)]
         # gloo's all_gather copies the received data once more.
         pieces = max(1, math.ceil(flat.numel() * flat.element_size() / _PIECE_BYTES))
         both = zip(flat.chunk(pieces), rows[1 - self.rank].chunk(pieces), strict=True)
-        works = [self._swap(piece, to) for piece, to in both]
+        works = [(self._swap(piece, to), piece) for piece, to in both]
         rows[self.rank].copy_(flat)
         return works
 
@@ -116,7 +122,7 @@ class GroupAxis(Axis):
         own = flat[start:stop]
         if not cpu and len(set(sizes)) == 1:
             gather = _named("all_gather_single", "all_gather_into_tensor")
-            return Message(self, gather(flat, own, group=self.group, async_op=True), cpu)
+            return Message(self, gather(flat, own, group=self.group, async_op=True), "all_gather", own)
         # Not isend and irecv, although no rank would need a copy: a wait for these that times out breaks the connection.
         give, take = [own.numel()] * self.size, list(sizes)
         give[self.rank] = take[self.rank] = 0
@@ -129,7 +135,7 @@ class GroupAxis(Axis):
             flat[:start].copy_(out[:start])
             flat[stop:].copy_(out[start:])
 
-        return Message(self, work, cpu, (lambda: None) if outer else spread)
+        return Message(self, work, "all_gather", own, (lambda: None) if outer else spread)
 
     def run_(self, x: Tensor) -> Tensor:
         """psum in place."""
@@ -165,9 +171,13 @@ class GroupAxis(Axis):
             return traced(op, value, arg, self._open(), self.rank, self.size)
         return self.typed(lambda: self.begin(op, x, arg)())
 
-    def _after(self, out: Tensor, *works: Any) -> Callable[[], Tensor]:
-        """A function that waits for messages and returns the tensor that they fill."""
-        messages = [Message(self, work, out.device.type == "cpu") for work in works]
+    def _after(self, out: Tensor, op: str, *works: tuple[Any, Tensor], arg: Any = None) -> Callable[[], Tensor]:
+        """A function that waits for messages and returns the tensor that they fill.
+
+        Args:
+            works: Each with what it sends.
+        """
+        messages = [Message(self, work, op, sent, arg=arg) for work, sent in works]
 
         def wait() -> Tensor:
             for message in messages:
@@ -195,29 +205,29 @@ class GroupAxis(Axis):
         if op in _REDUCE:
             out = to_order(x, op == "pmax")
             out = out.clone() if out is x else out
-            wait = self._after(out, dist.all_reduce(out, _REDUCE[op], group=group, async_op=True))
+            wait = self._after(out, op, (dist.all_reduce(out, _REDUCE[op], group=group, async_op=True), out))
             return lambda: from_order(wait(), x.dtype)
         if op == "pbroadcast":
             out = x.clone()
-            return self._after(out, dist.broadcast(out, group=group, group_src=arg, async_op=True))
+            return self._after(out, op, (dist.broadcast(out, group=group, group_src=arg, async_op=True), out))
         if op == "all_gather":
             out = x.new_empty((n, *x.shape))
-            return self._after(out, *self._gather(x, out))
+            return self._after(out, op, *self._gather(x, out))
         if op == "psum_scatter":
             if x.device.type == "cpu":  # gloo's reduce_scatter takes twice as long as its all_reduce
                 parts = self.begin("all_to_all", x, None)
                 return lambda: sum_in_order(parts().unbind(0))
             out = x.new_empty(x.shape[1:])
             scatter = _named("reduce_scatter_single", "reduce_scatter_tensor")
-            return self._after(out, scatter(out, x, group=group, async_op=True))
+            return self._after(out, op, (scatter(out, x, group=group, async_op=True), x))
         if op == "all_to_all":
             out = torch.empty_like(x)
-            return self._after(out, dist.all_to_all_single(out, x, group=group, async_op=True))
+            return self._after(out, op, (dist.all_to_all_single(out, x, group=group, async_op=True), x))
         if op == "all_to_all_single":
             give, take = arg
             out = x.new_empty((sum(take), *x.shape[1:]))
             work = dist.all_to_all_single(out, x, list(take), list(give), group=group, async_op=True)
-            return Received(Message(self, work, out.device.type == "cpu"), out)
+            return Received(Message(self, work, op, x, arg=arg), out)
         send = dict(arg).get(self.rank)
         receive = {target: source for source, target in arg}.get(self.rank)
         flat = x.reshape(-1)
@@ -225,4 +235,4 @@ class GroupAxis(Axis):
         to_get, to_give = ([flat.numel() if r == peer else 0 for r in range(n)] for peer in (receive, send))
         given, got = flat if send is not None else flat[:0], out if receive is not None else out[:0]
         work = dist.all_to_all_single(got, given, to_get, to_give, group=group, async_op=True)
-        return self._after(out.view(x.shape), work)
+        return self._after(out.view(x.shape), op, (work, given))

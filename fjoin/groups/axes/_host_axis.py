@@ -46,10 +46,18 @@ class HostAxis(GroupAxis):
         keep_freed()
         return self.channel.links.lend(numel, dtype)
 
-    def _exchange(self, *args: Any, **kwargs: Any) -> Exchange:
-        """Start a message; see `HostChannel.exchange`."""
+    def _exchange(self, op: str, x: Tensor, *args: Any, arg: Any = None, **kwargs: Any) -> Exchange:
+        """Start a message; see `HostChannel.exchange`.
+
+        Args:
+            arg: The argument of the collective.
+        """
         self._open()
-        return self.channel.exchange(*args, **kwargs)
+        return self._counted(op, x, self.channel.exchange(op, x, *args, **kwargs), arg)
+
+    def _counted(self, op: str, x: Tensor, work: Exchange, arg: Any = None) -> Exchange:
+        work.waiting = self.traffic.launched(op, self.name, x, self.size, arg, self.rank)
+        return work
 
     def begin_reduce(self, buffer: Tensor) -> Work:
         """Start summing a contiguous buffer in place."""
@@ -58,7 +66,7 @@ class HostAxis(GroupAxis):
         self._open()
         if buffer.numel() == 0:
             return Done()
-        work = self.channel.reduce_("psum", buffer.detach().view(-1))
+        work = self._counted("psum", buffer, self.channel.reduce_("psum", buffer.detach().view(-1)))
         return Summed(work) if work.pushes and buffer.is_floating_point() else work
 
     def begin_scatter(self, flat: Tensor, bounds: Sequence[int], rank: int) -> PieceSum:
@@ -75,7 +83,7 @@ class HostAxis(GroupAxis):
         # Without packets that are not answered: `total` is that of all ranks.
         same = len(buffer), tuple(bounds)
         return self._exchange(
-            "scatter", buffer, pieces, lambda parts: combine(parts, [own]), settles=True, inline=False, same=same
+            "psum_scatter", buffer, pieces, lambda parts: combine(parts, [own]), settles=True, inline=False, same=same
         )
 
     def begin(self, op: str, x: Tensor, arg: Any) -> Callable[[], Tensor]:
@@ -87,12 +95,15 @@ class HostAxis(GroupAxis):
         rest, m, shape = x.shape[1:], x.numel(), tuple(x.shape)
         if op == "psum":
             out = x.clone()
-            return _After(self.channel.reduce_(op, out.view(-1), same=shape) if m else Done(), out)
+            if not m:
+                return _After(Done(), out)
+            return _After(self._counted(op, out, self.channel.reduce_(op, out.view(-1), same=shape)), out)
         if op in ("pmax", "pmin"):
             order = to_order(x, op == "pmax")
             out = order.clone() if order is x else order.contiguous()
             fold = torch.maximum if op == "pmax" else torch.minimum
-            return _After(self.channel.reduce_(op, out.view(-1), fold, shape), out, lambda: from_order(out, x.dtype))
+            work = self._counted(op, out, self.channel.reduce_(op, out.view(-1), fold, shape))
+            return _After(work, out, lambda: from_order(out, x.dtype))
         if op == "pbroadcast":
             out = x.clone()
             mine = [(0, m if self.rank == arg else 0)] * n
@@ -124,7 +135,7 @@ class HostAxis(GroupAxis):
                     )
                 copy_all(out, parts)
 
-            return _After(self._exchange(op, x, list(itertools.pairwise(ends)), taken, same=tuple(rest)), out)
+            return _After(self._exchange(op, x, list(itertools.pairwise(ends)), taken, arg=arg, same=tuple(rest)), out)
         send = dict(arg).get(self.rank)
         receive = {target: source for source, target in arg}.get(self.rank)
         out = torch.zeros_like(x)
@@ -146,7 +157,7 @@ class HostAxis(GroupAxis):
 
         same = flat.numel(), tuple(sizes)
         return self._exchange(
-            "gather", own, [(0, len(own))] * self.size, fill, settles=True, same=same, message=message
+            "all_gather", own, [(0, len(own))] * self.size, fill, settles=True, same=same, message=message
         )
 
 

@@ -30,7 +30,7 @@ class HostsAxis(GroupAxis):
         super().__init__(*args, **kwargs)
         self.inside, self.across = inside, across
         links, number, ranks = inside.channel.links, inside.channel.number, inside.channel.ranks
-        self._behind = HostAxis(links, ~number & 0xFF, ranks, inside.group, check=inside.check)
+        self._behind = HostAxis(links, ~number & 0xFF, ranks, inside.group, check=inside.check, traffic=inside.traffic)
         self._waiting: list[Staged] = []  # whose sum between hosts has not begun
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor | None:

@@ -30,12 +30,17 @@ class Message:
 
     Args:
         work: The handle of torch. The wait drops it: in a traceback it would keep a broken connection open.
-        cpu: Whether the message is in host memory; otherwise a stream waits, and not the host.
+        op: The name of the collective in transforms.
+        sent: Its input. If it is in host memory, the host waits for it, otherwise a stream.
         after: Called when the message has arrived.
+        arg: The argument of the collective.
     """
 
-    def __init__(self, axis: Any, work: Any, cpu: bool = True, after: Callable[[], object] = lambda: None) -> None:
-        self._axis, self._work, self._cpu, self._after = axis, work, cpu, after
+    def __init__(
+        self, axis: Any, work: Any, op: str, sent: Tensor, after: Callable[[], object] = lambda: None, arg: Any = None
+    ) -> None:
+        self._axis, self._work, self._cpu, self._after = axis, work, sent.device.type == "cpu", after
+        self._waiting = axis.traffic.launched(op, axis.name, sent, axis.size, arg, axis.rank)
 
     def arrived(self) -> bool:
         """Whether a message in host memory has arrived, so that `wait` would not wait."""
@@ -44,8 +49,9 @@ class Message:
     def wait(self) -> None:
         work, self._work = self._work, None
         try:
-            while work is not None and not self._arrives(work):
-                self._axis.check()
+            with self._waiting:
+                while work is not None and not self._arrives(work):
+                    self._axis.check()
         except BaseException:
             self._axis.broken = True
             raise

@@ -14,7 +14,7 @@ from ...buckets._flat_params import Storage
 from ...buckets._grad_hooks import GradHooks
 from ...groups._mesh import Mesh
 from ...transforms._axis_env import bind_axes, bind_weight
-from ..state._state import StateData
+from ..state._state_data import StateData
 from ._iteration import Iteration
 from ._loss import Loss
 from ._loss_weight import GradOutput
@@ -114,4 +114,4 @@ class Passes:
                 "batch out, give it weight 0"
             )
         self._reached = True
-        warn_of_module_params(loss, stacklevel=7 + inside)
+        warn_of_module_params(loss, stacklevel=8 + inside)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 
@@ -16,6 +16,7 @@ class Metrics:
     Attributes:
         step: The step's number, from 0.
         stepped: Whether this call ended a window, so that messages were sent.
+        rank: This rank.
         aux: The auxiliary output of this rank's own `loss_fn`; None without a batch.
 
     Raises:
@@ -30,12 +31,20 @@ class Metrics:
     (4.0, 2.0, {'samples': 2.0})
     """
 
-    __slots__ = ("_check", "_sums", "aux", "step", "stepped")
+    __slots__ = ("_check", "_others", "_sums", "aux", "rank", "step", "stepped")
 
     def __init__(
-        self, step: int, stepped: bool, aux: Any, sums: Callable[[], dict[str, float]], check: Callable[[], None]
+        self,
+        step: int,
+        stepped: bool,
+        aux: Any,
+        sums: Callable[[], dict[str, float]],
+        check: Callable[[], None],
+        others: Mapping[str, Any] | None = None,
+        rank: int = 0,
     ) -> None:
         self.step, self.stepped, self.aux, self._sums, self._check = step, stepped, aux, sums, check
+        self._others, self.rank = others or {}, rank
 
     def _read(self) -> dict[str, float]:
         self._check()
@@ -57,6 +66,36 @@ class Metrics:
     def sums(self) -> dict[str, float]:
         """The sums over all ranks of the values that `loss_fn` returned under aux["sum"]."""
         return {k.removeprefix("sum."): v for k, v in self._read().items() if k.startswith("sum.")}
+
+    def as_dict(self, prefix: str = "") -> dict[str, float]:
+        """All numbers of the step, as wandb, TensorBoard, MLflow and tqdm take them. It sends nothing.
+
+        - Of all ranks: `loss`, `weight`, the sums of `loss_fn` by their names, `ranks` (their number); `lr`, or `lr/<label>` for
+          each label of a partition; `grad_norm`, the norm of the reduced gradients before they are clipped, where the step
+          computes it (`clip_by_global_norm` or `record_norm` behind the reduction); for pipelines that leave steps out `skipped`,
+          the number of those so far, and `loss_scale`.
+        - Of this rank, each since the step before: `rank/step_s`, the seconds in calls of the step; `rank/sent_bytes`, as
+          `explain` counts them; `rank/waited_s`, the seconds for which the host has waited for messages.
+
+        Args:
+            prefix: Put in front of each name, such as "train/".
+
+        Returns:
+            Name -> number; empty in a call that has not stepped.
+
+        >>> from fjoin import transforms as tx
+        >>> pipeline = tx.fuse(tx.chain(tx.mean("data"), tx.clip_by_global_norm(1.0)), tx.sgd(0.5))
+        >>> step = fjoin.train_step(lambda p, x: (p["w"] * x).sum(), pipeline)
+        >>> _, metrics = step(step.init({"w": torch.tensor([2.0])}), torch.tensor([3.0]))
+        >>> numbers = metrics.as_dict("train/")
+        >>> numbers["train/loss"], numbers["train/lr"], numbers["train/grad_norm"], numbers["train/rank/sent_bytes"]
+        (6.0, 0.5, 3.0, 0.0)
+        """
+        if not self.stepped:
+            return {}
+        others = {name: float(value() if callable(value) else value) for name, value in self._others.items()}
+        numbers = {"loss": self.loss, "weight": self.weight, **self.sums, **others}
+        return {f"{prefix}{name}": value for name, value in numbers.items()}
 
     def __repr__(self) -> str:
         return f"Metrics(step={self.step}, loss={self.loss:.6g}, weight={self.weight:g})"

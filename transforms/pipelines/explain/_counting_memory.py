@@ -187,7 +187,8 @@ class CountingMemory:
 
     def ends(self, op: Ends, effect: Effect) -> None:
         values = self.values(op.on)
-        call = Call(step=self._step).inside(prefetch=AtOnce(self._notes), persistent=True)
+        sharded = None if self.pieces is None or op.on == "buffers" else self.pieces.axis
+        call = Call(step=self._step).inside(prefetch=AtOnce(self._notes), persistent=True, sharded_over=sharded)
         run_stage(op.part, values, self.params, op.part.init(values), call)
 
     def gather(self, op: Gather, effect: Effect) -> None:

@@ -83,7 +83,12 @@ def explain(
 
     sharding = pipeline.sharding if isinstance(pipeline, Pipeline) else None
     pieces = None if sharding is None else functools.partial(sharding.pieces, bucket_bytes=bucket_bytes)
-    found = explain_memory(CountingMemory(pipeline, params, axes, cut, buffers, on_buffers, pieces=pieces), at_step)
+
+    def elsewhere(axes: Mapping[str, int]) -> Explanation:
+        memory = CountingMemory(pipeline, params, axes, cut, buffers, on_buffers, pieces=pieces)
+        return explain_memory(memory, at_step)._replace(elsewhere=elsewhere)
+
+    found = elsewhere(axes)
     if loss_fn is None:
         return found
     given = (params, batch) if buffers is None else (params, buffers, batch)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
 from ...remat._residuals import Residuals
 from ...transform._transform import Needs
+from ._plot import RANKS, plot
 
 
 class Message(NamedTuple):
@@ -41,6 +44,16 @@ class Explanation(NamedTuple):
     rows: tuple[Row, ...]  # hook, optimizer, parameter transform, in this order
     axes: dict[str, int]  # name -> ranks
     residuals: Residuals | None = None  # what the backward pass keeps, where `explain` got a loss
+    elsewhere: Callable[[Mapping[str, int]], Explanation] | None = None  # the explanation on other axes
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Explanation) and self[:3] == other[:3]
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(self.rows)
 
     @property
     def settled(self) -> tuple[Row, ...]:
@@ -62,6 +75,29 @@ class Explanation(NamedTuple):
     @property
     def state_bytes(self) -> int:
         return sum(row.state_bytes for row in self.rows)
+
+    def plot(self, path: str | os.PathLike[str], ranks: Sequence[int] = RANKS, axis: str | None = None) -> None:
+        """Save a picture of the bytes that each stage sends per rank and step, on other numbers of ranks. It needs matplotlib.
+
+        Args:
+            path: The file, such as "bytes.png" or "bytes.svg".
+            ranks: The numbers of ranks.
+            axis: The axis that has them; by default the first one.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+            ValueError: there is no such axis; this explanation is not from `explain`.
+
+        >>> import os, tempfile
+        >>> from fjoin import transforms as tx
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     tx.explain(tx.mean("data"), {"w": torch.zeros(9)}, {"data": 8}).plot(f"{folder}/bytes.png", ranks=[2, 4])
+        ...     os.listdir(folder)
+        ['bytes.png']
+        """
+        if self.elsewhere is None:
+            raise ValueError("plot needs an explanation from explain(pipeline, params, axes)")
+        plot(self.elsewhere, self.axes, path, ranks, axis)
 
     def __str__(self) -> str:
         head = ("stage", "needs", "when", "collective", "dtype", "messages", "payload", "sent", "state")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,19 +10,8 @@ from torch import Tensor
 
 from ..._axis_env import Axis
 from ...axes._order import to_order
+from ...axes._sent import sent_bytes
 from ._explanation import Message
-
-# The bytes that one rank sends, in units of its payload, on an axis of n ranks.
-_SENT: dict[str, Callable[[int], float]] = {
-    "psum": lambda n: 2 * (n - 1) / n,
-    "pmax": lambda n: 2 * (n - 1) / n,
-    "pmin": lambda n: 2 * (n - 1) / n,
-    "all_gather": lambda n: n - 1,
-    "psum_scatter": lambda n: (n - 1) / n,
-    "all_to_all": lambda n: (n - 1) / n,
-    "pbroadcast": lambda n: (n - 1) / n,
-    "ppermute": lambda n: 1,
-}
 
 
 class Recorder(Axis):
@@ -39,11 +27,9 @@ class Recorder(Axis):
         sent = to_order(x, op == "pmax") if op in ("pmax", "pmin") else x
         payload = sent.numel() * sent.element_size()
         if op == "all_to_all_single":
-            give, take = arg
-            share = 1 - give[0] / max(sum(give), 1)  # the rank's part for itself is not sent
-            self._notes.append(Message(op, self.name, x.dtype, payload, round(payload * share)))
-            return x.new_zeros(sum(take), *x.shape[1:])
-        self._notes.append(Message(op, self.name, sent.dtype, payload, round(payload * _SENT[op](self.size))))
+            self._notes.append(Message(op, self.name, x.dtype, payload, sent_bytes(op, payload, self.size, arg)))
+            return x.new_zeros(sum(arg[1]), *x.shape[1:])
+        self._notes.append(Message(op, self.name, sent.dtype, payload, sent_bytes(op, payload, self.size)))
         if op == "all_gather":
             return x.new_zeros(self.size, *x.shape)
         return x.new_zeros(x.shape[1:]) if op == "psum_scatter" else torch.zeros_like(x)

@@ -1,0 +1,1 @@
+"""Watching a run: its numbers, and a timeline of its messages."""

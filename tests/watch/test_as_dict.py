@@ -1,0 +1,217 @@
+"""Metrics as a flat dict, and what shows them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import fjoin
+from fjoin import transforms as tx
+from tests.helpers import raises_text
+from tests.pool import Pool
+
+PARAMS = {"w": torch.linspace(-1, 1, 3000).view(60, 50), "bias": torch.ones(50)}
+
+
+def loss_fn(params: Any, x: Any) -> Any:
+    return (x @ params["w"] + params["bias"]).square().mean(), {"sum": {"rows": len(x)}}
+
+
+def batches(rank: int, count: int) -> list[Any]:
+    draw = torch.Generator().manual_seed(rank)
+    return [torch.randn(4 + rank, 60, generator=draw) for _ in range(count)]
+
+
+CLIPPED = tx.chain(tx.mean("data"), tx.clip_by_global_norm(0.5))
+PIPELINES: dict[str, Callable[[], tx.Pipeline]] = {
+    "mean": lambda: tx.fuse(tx.mean("data"), tx.adamw(0.01)),
+    "clipped": lambda: tx.fuse(CLIPPED, tx.adamw(0.01)),
+    "zero": lambda: tx.zero(CLIPPED, tx.adamw(0.01), "data"),
+    "int8": lambda: tx.fuse(tx.error_feedback(tx.quantized_mean("data", tx.int8())), tx.sgd(0.1)),
+    "gathered": lambda: tx.fuse(tx.all_gather_mean("data"), tx.sgd(0.1)),
+    "power_sgd": lambda: tx.fuse(tx.power_sgd("data", 2, min_compression_rate=1.0), tx.sgd(0.1)),
+    "gossip": lambda: tx.fuse(tx.noop(), tx.sgd(0.1), after=tx.gossip("data")),
+    "average": lambda: tx.fuse(tx.noop(), tx.sgd(0.1), after=tx.average_parameters("data")),
+}
+
+
+def numbers_of(name: str, transport: str) -> Any:
+    mesh = fjoin.mesh({"data": -1}, transport=transport)
+    step = fjoin.train_step(loss_fn, PIPELINES[name](), mesh=mesh, weight=len)
+    state, found, sent = step.init(PARAMS), [], []
+    for i, batch in enumerate(step.join(batches(mesh.rank, 3))):
+        before = mesh.sent()
+        state, metrics = step(state, batch)
+        if i:
+            found.append(metrics.as_dict())
+        sent.append(mesh.sent() - before)
+    step.close()
+    return found, sent
+
+
+@pytest.mark.parametrize("transport", ["gloo", "shared"])
+@pytest.mark.parametrize("name", PIPELINES)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_sent_bytes_are_those_of_explain(pool: Pool, ranks: int, name: str, transport: str) -> None:
+    want = tx.explain(PIPELINES[name](), PARAMS, {"data": ranks}).sent_bytes
+    for found, _ in pool.run(ranks, numbers_of, name, transport):
+        for numbers in found:
+            assert abs(numbers["rank/sent_bytes"] - want) <= 0.02 * want + 64, "pieces are not equal on all ranks"
+            assert 0 <= numbers["rank/waited_s"] <= numbers["rank/step_s"] < 60
+            assert numbers["ranks"] == ranks and numbers["rows"] == numbers["weight"] == sum(
+                4 + r for r in range(ranks)
+            )
+
+
+def silent(name: str, transport: str, reads: bool) -> Any:
+    mesh = fjoin.mesh({"data": -1}, transport=transport)
+    step = fjoin.train_step(loss_fn, PIPELINES[name](), mesh=mesh, weight=len)
+    state = step.init(PARAMS)
+    show = fjoin.show(1, [lambda numbers, number: None])
+    for batch in step.join(batches(mesh.rank, 3)):
+        state, metrics = step(state, batch)
+        if reads:
+            show(metrics)
+            metrics.as_dict()
+    return mesh.sent()
+
+
+def test_it_sends_nothing(pool: Pool) -> None:
+    with_it, without = (pool.run(2, silent, "clipped", "gloo", reads) for reads in (True, False))
+    assert with_it == without
+
+
+def test_the_norm_and_the_rates_are_those_of_one_process() -> None:
+    rate, steps = tx.cosine(0.1, 10), 4
+    optimizer = tx.partition({("bias", "b"): tx.adamw(0.03), "*": tx.sgd(rate)})
+
+    def one_rank(rank: int) -> Any:
+        step = fjoin.train_step(loss_fn, tx.fuse(CLIPPED, optimizer), weight=len)
+        state, found = step.init(PARAMS), []
+        for batch in step.join(batches(rank, steps)):
+            before = {path: p.clone() for path, p in state.params.items()}
+            state, metrics = step(state, batch)
+            found.append((before, metrics.as_dict("train/")))
+        return found
+
+    for i, (first, second) in enumerate(zip(*tx.simulate(one_rank, {"data": 2}, [0, 1]), strict=True)):
+        params, numbers = first
+        x = torch.cat([batches(rank, steps)[i] for rank in (0, 1)])
+        grads = torch.func.grad(lambda p, x: loss_fn(p, x)[0])(params, x)
+        norm = torch.linalg.vector_norm(torch.cat([g.reshape(-1) for g in grads.values()]))
+        assert numbers["train/grad_norm"] == pytest.approx(float(norm), rel=1e-5)
+        assert numbers["train/lr/bias+b"] == 0.03
+        assert numbers["train/lr/*"] == pytest.approx(float(rate(torch.tensor(float(i)))))
+        assert {k: v for k, v in numbers.items() if "rank/" not in k} == {
+            k: v for k, v in second[1].items() if "rank/" not in k
+        }
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        lambda: tx.chain(tx.mean("data"), tx.record_norm()),
+        lambda: tx.chain(tx.mean("data"), tx.record_norm(), tx.clip_by_value(0.01)),
+        lambda: tx.chain(tx.compress(tx.float32(), tx.mean("data")), tx.record_norm()),
+        lambda: tx.chain(tx.scatter_mean("data"), tx.record_norm()),
+        lambda: tx.chain(tx.record_norm(), tx.mean("data")),
+    ],
+)
+def test_a_stage_records_norms_wherever_it_stands(hook: Any) -> None:
+    before_the_mean = repr(hook()).startswith("chain(record_norm")
+
+    def one_rank(rank: int) -> Any:
+        pipeline = tx.fuse(hook(), tx.sgd(0.1), after=tx.record_update_norm())
+        step = fjoin.train_step(loss_fn, pipeline)
+        state, found = step.init(PARAMS), []
+        for batch in batches(0 if before_the_mean else rank, 3):
+            old = {path: p.clone() for path, p in state.params.items()}
+            state, metrics = step(state, batch)
+            moved = torch.cat([(p - old[path]).reshape(-1) for path, p in state.params.items()])
+            found.append((old, float(torch.linalg.vector_norm(moved)), metrics.as_dict()))
+        return found
+
+    for i, ((old, moved, numbers), (_, _, others)) in enumerate(
+        zip(*tx.simulate(one_rank, {"data": 2}, [0, 1]), strict=True)
+    ):
+        grads = [
+            torch.func.grad(lambda p, x: loss_fn(p, x)[0])(old, batches(rank, 3)[i])
+            for rank in ((0, 0) if before_the_mean else (0, 1))
+        ]
+        mean = torch.cat([(grads[0][path] + grads[1][path]).reshape(-1) / 2 for path in PARAMS])
+        assert numbers["grad_norm"] == pytest.approx(float(torch.linalg.vector_norm(mean)), rel=1e-5)
+        assert numbers["update_norm"] == pytest.approx(moved, rel=1e-4)
+        assert numbers["update_norm"] == others["update_norm"] and numbers["lr"] == 0.1
+
+
+def test_calls_within_a_window_have_no_numbers() -> None:
+    step = fjoin.train_step(loss_fn, PIPELINES["mean"](), accumulate=3)
+    state, found = step.init(PARAMS), []
+    for batch in batches(0, 6):
+        state, metrics = step(state, batch)
+        found.append(metrics.as_dict())
+    assert [bool(numbers) for numbers in found] == [False, False, True] * 2
+    assert found[2]["rows"] == 12 and found[5]["lr"] == 0.01
+
+
+def test_counters_of_steps_that_are_left_out() -> None:
+    step = fjoin.train_step(loss_fn, tx.dynamic_loss_scale(PIPELINES["clipped"](), init_scale=8.0))
+    state = step.init(PARAMS)
+    state, first = step(state, batches(0, 1)[0])
+    state, second = step(state, torch.full((4, 60), torch.inf))
+    state, third = step(state, batches(0, 1)[0])
+    counted = [(one.as_dict()["skipped"], one.as_dict()["loss_scale"]) for one in (first, second, third)]
+    assert counted == [(0, 8), (1, 4), (1, 4)] and "grad_norm" not in second.as_dict()
+    assert first.as_dict()["grad_norm"] == third.as_dict()["grad_norm"] or third.as_dict()["grad_norm"] > 0
+
+
+def test_rates_that_are_set_while_training() -> None:
+    step = fjoin.train_step(loss_fn, tx.fuse(tx.mean("data"), tx.inject_hyperparameters(tx.sgd(0.1))))
+    state, metrics = step(step.init(PARAMS), batches(0, 1)[0])
+    state = state.with_hyperparameters(lr=0.025)
+    _, later = step(state, batches(0, 1)[0])
+    assert (metrics.as_dict()["lr"], later.as_dict()["lr"]) == (0.1, 0.025)
+
+
+class Bar:
+    def __init__(self) -> None:
+        self.shown: list[dict[str, str]] = []
+
+    def set_postfix(self, numbers: dict[str, str]) -> None:
+        self.shown.append(numbers)
+
+
+class Writer:
+    def __init__(self) -> None:
+        self.scalars: list[tuple[str, float, int]] = []
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        self.scalars.append((name, value, step))
+
+
+def test_show_gives_them_to_lines_bars_writers_and_functions(capsys: pytest.CaptureFixture[str]) -> None:
+    bar, writer, calls = Bar(), Writer(), list[Any]()
+
+    def one_rank(rank: int) -> None:
+        show = fjoin.show(2, [print, bar, writer, lambda numbers, step: calls.append((numbers, step))], prefix="train/")
+        step = fjoin.train_step(loss_fn, PIPELINES["mean"](), weight=len)
+        state = step.init(PARAMS)
+        for batch in step.join(batches(rank, 5)):
+            state, metrics = step(state, batch)
+            show(metrics, {"temperature": 2})
+
+    tx.simulate(one_rank, {"data": 2}, [0, 1])
+    assert [step for _, step in calls] == [1, 3]  # on rank 0 only
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 and lines[0].startswith("step 1: train/loss ") and "train/temperature 2" in lines[1]
+    assert bar.shown[0]["train/weight"] == "9" and ("train/rows", 9.0, 3) in writer.scalars
+    assert "train/steps_per_s" not in calls[0][0] and calls[1][0]["train/steps_per_s"] > 0
+
+
+def test_bad_arguments_of_show() -> None:
+    raises_text(ValueError, lambda: fjoin.show(0), "every", "0")
+    raises_text(ValueError, lambda: fjoin.show(2.5), "every", "2.5")  # type: ignore[arg-type]
+    raises_text(TypeError, lambda: fjoin.show(to=["run.log"]), "to=", "run.log", "(numbers, step)")
