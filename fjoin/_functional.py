@@ -20,17 +20,16 @@ from ._taken import TAKEN
 class Apply:
     """The forward pass of a module as a pure function; made by `functional`.
 
-    - `apply(params, buffers, *args, **kwargs)` returns the module's output and leaves `buffers` unchanged. The first
-      call that discards an update of buffers warns.
-    - `apply.with_buffers(...)` returns `(out, buffers)` with the buffers that the module updated, such as running
-      statistics.
+    - `apply(params, buffers, *args, **kwargs)` returns the module's output and leaves `buffers` unchanged. The first call that
+      discards an update of buffers warns.
+    - `apply.with_buffers(...)` returns `(out, buffers)` with the buffers that the module updated, such as running statistics.
     - Entries missing in `buffers` have the module's values. `params` must be complete.
-    - A call follows the module: its mode, its hooks and wrappers, and its plain attributes, which a forward pass may
-      assign. `apply.eval()` and `apply.train()` are functions of one mode, whatever that of the module is.
+    - A call follows the module: its mode, its hooks and wrappers, and its plain attributes, which a forward pass may assign.
+      `apply.eval()` and `apply.train()` are functions of one mode.
 
-    Each call has a shallow copy of the module, so threads and simulated ranks may share an `Apply`. The module's own
-    parameters and buffers are neither used nor changed. It is not kept alive: without it, a call does what it did when
-    `functional` took it. A compiled module is not copied; only one thread at a time can call it.
+    Each call has a shallow copy of the module, so threads and simulated ranks may share an `Apply`. The module's own parameters and
+    buffers are neither used nor changed. It is not kept alive: without it, a call does what it did when `functional` took it. A
+    compiled module is not copied; only one thread at a time can call it.
     """
 
     def __init__(self, module: nn.Module, trained: frozenset[str], training: bool | None = None) -> None:
@@ -50,6 +49,9 @@ class Apply:
         # In the place of a module that is gone; of what is trained it has no values.
         self._shell = module if self._copies.whole else self._without_values()
         self._of_shell = ModuleCopies(self._shell, {}, training)
+
+    def __repr__(self) -> str:
+        return f"Apply({type(self._now()[0]).__name__}, training={self._training})"
 
     def _without_values(self) -> nn.Module:
         copies = self._copies
@@ -215,10 +217,9 @@ def functional(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, T
         module: Any module. Training does not change its tensors, but calls follow its mode and attributes; see `Apply`.
 
     Returns:
-        apply: An `Apply`, called as `apply(params, buffers, *args, **kwargs)`.
-        params: Path -> tensor, copies of the trained values: the parameters that require a gradient, in
-            the order of registration. A shared parameter appears once, under its first path.
-        buffers: Path -> tensor, copies of the untrained values: the module's frozen parameters and its buffers.
+        `apply`, an `Apply`, called as `apply(params, buffers, *args, **kwargs)`; `params`, path -> tensor, copies of the trained
+        values: the parameters that require a gradient, in the order of registration, a shared one once, under its first path; and
+        `buffers`, path -> tensor, copies of the untrained values: the module's frozen parameters and its buffers.
 
     Raises:
         TypeError: `module` is no nn.Module, or holds one of torch.jit.
@@ -237,8 +238,7 @@ def functional(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, T
     for path, part in module.named_modules():
         if isinstance(part, torch.jit.ScriptModule):
             raise TypeError(
-                f"the module holds a module of torch.jit at {path!r}, whose parameters cannot be replaced; pass the module that was "
-                f"scripted or traced"
+                f"{path!r} is a module of torch.jit, whose parameters cannot be replaced; pass the module that was scripted or traced"
             )
     trained = {path: p for path, p in module.named_parameters() if p.requires_grad}
     for path, p in trained.items():

@@ -1,7 +1,6 @@
 """Pure transforms for distributed training: communication of gradients, optimizers, and parameter averaging.
 
-kinds        Transform  Call  Optimizer  Pipeline  Schedule  Reduction  Phase
-timing       Period  Periodic  Switch  Windows  Changes
+kinds        Transform  Call  Optimizer  Pipeline  Schedule  Reduction  Phase  Period  Periodic  Switch  Windows  Changes
 combine      chain  identity  stateless  masked  partition  in_fragments  fuse
 when         switch_after  every  accumulate  skip_if_nonfinite  dynamic_loss_scale
 clip         clip_by_global_norm  clip_by_value
@@ -13,21 +12,19 @@ wire         cast  compress  quantized  quantized_mean  error_feedback  ef21  lo
              one_bit_adam  one_bit_lamb  power_sgd  batched_power_sgd  hierarchical_mean
 codecs       Codec  Noise  bfloat16  bfp16  float16  float32  fp8  int8  uint8  int4  qsgd  natural  terngrad
              sign  one_bit  top_k  random_k  threshold
-join         JoinHook  broadcast_from_last  last_joiner  current_weight
-layers       sync_batch_norm
+join, layers  JoinHook  broadcast_from_last  last_joiner  current_weight  sync_batch_norm  convert_sync_batchnorm
 optimizers   sgd  adam  adamw  nadam  radam  adamax  adagrad  adadelta  adafactor  rmsprop  rprop  asgd
              lion  lamb  muon  frozen  mixed_precision  inject_hyperparameters  with_hyperparameters
              as_functional_optim  register_functional_optim
-schedules    constant  linear  cosine  warmup_cosine  warmup  piecewise  one_cycle  tabulated  from_torch_scheduler
+schedules    constant  linear  cosine  warmup_cosine  warmup  piecewise  one_cycle  tabulated  by_epoch  by_factor  from_torch_scheduler
 collectives  psum  pmean  pmax  pmin  pbroadcast  all_gather  psum_scatter  all_to_all  all_to_all_single  ppermute
              axis_index  axis_size
-run          simulate
-optax        from_optax  to_optax
+run, optax   simulate  from_optax  to_optax
 memory       remat  checkpoint_name  everything_saveable  nothing_saveable  dots_saveable
              dots_with_no_batch_dims_saveable  save_only_these_names  save_any_names_but_these  min_cut
              save_from_both_policies  offload_dot_with_no_batch_dims  save_and_offload_only_these_names
              saved_residuals  Residuals  Residual
-look         tap  logged  explain  Explanation  fingerprint  to_json  from_json  factory
+look         tap  logged  record_norm  record_update_norm  explain  Explanation  fingerprint  to_json  from_json  factory
 save         to_state_dict  from_state_dict  placements  Placement  PerRank  Merge
 """
 
@@ -86,6 +83,8 @@ from .combinators._conditional import accumulate as accumulate
 from .combinators._conditional import every as every
 from .combinators._conditional import switch_after as switch_after
 from .combinators._fragments import in_fragments as in_fragments
+from .combinators._norms import record_norm as record_norm
+from .combinators._norms import record_update_norm as record_update_norm
 from .combinators._optax import OptaxState as OptaxState
 from .combinators._optax import from_optax as from_optax
 from .combinators._partition import masked as masked
@@ -212,6 +211,8 @@ from .schedules._schedules_of_parts import one_cycle as one_cycle
 from .schedules._schedules_of_parts import piecewise as piecewise
 from .schedules._schedules_of_parts import tabulated as tabulated
 from .schedules._schedules_of_parts import warmup as warmup
+from .schedules._units import by_epoch as by_epoch
+from .schedules._units import by_factor as by_factor
 from .sharding._gather import GatherState as GatherState
 from .sharding._gather import ShardState as ShardState
 from .sharding._scatter_mean import scatter_mean as scatter_mean
@@ -228,6 +229,8 @@ from .sync._buffers import broadcast_buffers as broadcast_buffers
 from .sync._last_joiner import JoinHook as JoinHook
 from .sync._last_joiner import broadcast_from_last as broadcast_from_last
 from .sync._last_joiner import last_joiner as last_joiner
+from .sync._sync_modules import SyncBatchNorm as SyncBatchNorm
+from .sync._sync_modules import convert_sync_batchnorm as convert_sync_batchnorm
 from .transform._call import Call as Call
 from .transform._inner import Inner as Inner
 from .transform._timing import Changes as Changes

@@ -65,6 +65,7 @@ class GradBuffer:
         self.seen = torch.zeros((), device=bucket.device)  # the norm or the sum of `grads`; see GradCheck.observe
         self.total: float | None = None
         self.missing, self.filled = 0, False
+        self.used = [False] * len(bucket.paths)  # whether a gradient of each leaf has ever come
 
     def start(self, leaves: list[Tensor], window: dict[Tensor, Tensor] | None = None) -> None:
         """Prepare for the gradients of these leaves.
@@ -99,7 +100,7 @@ class GradBuffer:
         else:
             self._views[i].copy_(grad)
         leaf.grad = None
-        self.taken[i] = True
+        self.taken[i] = self.used[i] = True
         self.missing -= 1
 
     def fill(self) -> None:

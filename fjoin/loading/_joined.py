@@ -26,6 +26,21 @@ class JoinedLoop(Generic[B]):
     def __iter__(self) -> Iterator[B]:
         raise NotImplementedError
 
+    def __len__(self) -> int:
+        """The number of this rank's own batches in an epoch, for progress bars. The loop runs as long as any rank has one.
+
+        Raises:
+            TypeError: the loader has no length.
+        """
+        loader: Any = self._position.loader
+        return len(loader)
+
+    def __bool__(self) -> bool:
+        return True  # whatever the length
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({type(self._position.loader).__name__}, epoch={self.epoch})"
+
     @property
     def _requests(self) -> Requests:
         raise NotImplementedError
@@ -89,3 +104,12 @@ class JoinedLoop(Generic[B]):
         if self._running:
             raise JoinError("load_state_dict was called inside the loop; call it before `for batch in batches`")
         self._position.load_state_dict(state)
+
+
+def left_alone(rank: int, name: str, number: int) -> str:
+    """The text for a rank that has left a loop while others have not."""
+    return (
+        f"rank {rank} left the loop over {name} in iteration {number}, by break, return or an exception, and others have not; to end "
+        f"it on all ranks at once, call stop() on the loop: batches = {name}(loader), and batches.stop() in its body; or leave it on all "
+        f"ranks after the same step"
+    )

@@ -42,7 +42,7 @@ class Position(Generic[B]):
     """
 
     def __init__(self, loader: Iterable[B], rank: int, ranks: int) -> None:
-        self._loader, self._rank, self._ranks = loader, rank, ranks
+        self.loader, self._rank, self._ranks = loader, rank, ranks
         self.epoch = self.batches = self.steps = 0
         self.last: Any = END
         self._within = False  # whether a loop has begun this epoch
@@ -53,7 +53,7 @@ class Position(Generic[B]):
 
     def begin(self) -> Any:
         """The first batch of a loop; `END` where there is none."""
-        iterable("loader", self._loader)
+        iterable("loader", self.loader)
         resume, self._resume = self._resume, None
         if resume is None:
             self.epoch += self._within  # the loop before was left within its epoch
@@ -67,17 +67,17 @@ class Position(Generic[B]):
         used = self.batches - again
         streams = {name: Streams.of(state) for name, state in resume["streams"].items()} if resume and own else {}
         self._within, self._ended, self._marks, self.last = True, False, [], END
-        shuffled, state = _shuffled_of(self._loader), None
+        shuffled, state = _shuffled_of(self.loader), None
         if shuffled is not None:
             shuffled.set_epoch(self.epoch, used)
-        elif has_state(self._loader):
+        elif has_state(self.loader):
             if resume is not None:
-                self._loader.load_state_dict(copy.deepcopy(resume["loader"]))  # type: ignore[attr-defined]
+                self.loader.load_state_dict(copy.deepcopy(resume["loader"]))  # type: ignore[attr-defined]
             state = self._state_of_loader()
         if streams:
             streams.get("start", streams["now"]).restore()
         self._start = Streams.now()
-        self._iterator: Iterator[B] = iter(self._loader)
+        self._iterator: Iterator[B] = iter(self.loader)
         if resume is not None and shuffled is None and state is None:
             self._skip(used)
         if "ahead" in streams:
@@ -115,9 +115,9 @@ class Position(Generic[B]):
         return batch
 
     def _state_of_loader(self) -> Any:
-        if _shuffled_of(self._loader) is not None or not has_state(self._loader):
+        if _shuffled_of(self.loader) is not None or not has_state(self.loader):
             return None
-        return copy.deepcopy(self._loader.state_dict())  # type: ignore[attr-defined]
+        return copy.deepcopy(self.loader.state_dict())  # type: ignore[attr-defined]
 
     def use(self, live: bool) -> None:
         """An iteration begins, in which this rank has a batch or not."""
@@ -136,14 +136,14 @@ class Position(Generic[B]):
         """See `JoinedLoop.state_dict`."""
         if self._resume is not None:
             return dict(self._resume)
-        if isinstance(self._loader, Iterator) and not has_state(self._loader):
+        if isinstance(self.loader, Iterator) and not has_state(self.loader):
             raise TypeError(
-                f"state_dict(): the loader is an iterator, of type {type(self._loader).__name__}, which cannot start again; pass "
+                f"state_dict(): the loader is an iterator, of type {type(self.loader).__name__}, which cannot start again; pass "
                 f"something that iter() starts anew, such as a DataLoader or a list, or an object with state_dict and load_state_dict"
             )
         ended = self._within and self._ended
         streams, marks = {}, self._marks[-2:-1] if ended and self.batches else self._marks[-1:]
-        own = _shuffled_of(self._loader) is None and has_state(self._loader)
+        own = _shuffled_of(self.loader) is None and has_state(self.loader)
         state = (marks[0].loader if marks else self._state_of_loader()) if own else None
         if marks and self._start is not None:
             streams = {"start": self._start.state_dict(), "ahead": marks[0].streams.state_dict()}
@@ -163,17 +163,17 @@ class Position(Generic[B]):
         if not isinstance(state, Mapping) or not state.keys() >= _KEYS:
             found = sorted(state) if isinstance(state, Mapping) else state
             raise ValueError(f"load_state_dict takes what state_dict() of a joined loop returned, got {found!r}")
-        shuffled = _shuffled_of(self._loader) is not None
+        shuffled = _shuffled_of(self.loader) is not None
         if not shuffled and (state["rank"], state["ranks"]) != (self._rank, self._ranks):
             raise ValueError(
                 f"load_state_dict: the position is that of rank {state['rank']} of {state['ranks']}, but this is rank {self._rank} of "
                 f"{self._ranks}; load each rank's own, or, for another number of ranks, use a batch sampler fjoin.Shuffled"
             )
-        if not shuffled and ("loader" in state) != has_state(self._loader):
+        if not shuffled and ("loader" in state) != has_state(self.loader):
             one, other = ("has", "has none") if "loader" in state else ("has no", "has one")
             raise ValueError(
                 f"load_state_dict: the position {one} state of the loader's own, but this loader, of type "
-                f"{type(self._loader).__name__}, {other}; pass a loader of the kind that was saved"
+                f"{type(self.loader).__name__}, {other}; pass a loader of the kind that was saved"
             )
         self._resume = dict(state)
         if state["ranks"] != self._ranks:

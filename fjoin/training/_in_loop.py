@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, NoReturn
 
 import torch
@@ -29,6 +30,7 @@ class InLoop:
         self.iteration: Iteration | None = None
         self.device: torch.device | None = None
         self._compared = False  # whether the ranks have compared their loops
+        self._looked = False  # whether they have looked for parameters without gradients
 
     @property
     def form(self) -> tuple[Any, ...]:
@@ -97,14 +99,35 @@ class InLoop:
     def end(self) -> None:
         """End a loop that has ended on all ranks.
 
+        Warns:
+            UserWarning: on rank 0, at the end of the first loop: some parameters have got no gradient on any rank.
+
         Raises:
             NonFinite: on all ranks: some ranks left the last step out, and others took it.
         """
-        if self.failures.last_step is not None:
-            with self.failures.alone():
-                self._run.agreements.drain(self.failures.last_step + 1)
+        if self.failures.last_step is None:
+            return
+        with self.failures.alone():
+            self._run.agreements.drain(self.failures.last_step + 1)
+            if self._looked:
+                return
+            self._looked, run = True, self._run
+            unused = run.mesh.exchange("the end of the first loop", run.unused(), _of_all, run.axes)
+        if unused and self.rank == 0:
+            shown = ", ".join(map(repr, unused[:5])) + (f" and {len(unused) - 5} more" if len(unused) > 5 else "")
+            warnings.warn(
+                f"{len(unused)} parameters have got no gradient on any rank in this loop: {shown}. The loss does not depend on them, so "
+                f"only weight decay and momentum change them; leave them out of params, or look for a part of the model that is not called",
+                stacklevel=4,
+            )
 
     def fail(self, error: BaseException) -> NoReturn:
         """Report an error to the other ranks, and raise its root cause."""
         self.iteration = None
         self.failures.raise_(error)
+
+
+def _of_all(paths: list[list[str]]) -> list[str]:
+    """The paths that are in the lists of all ranks."""
+    first, *others = paths
+    return [path for path in first if all(path in one for one in map(set, others))]

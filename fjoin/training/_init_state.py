@@ -15,7 +15,7 @@ from ..transforms.plan._plan import warn_if_silent
 from ._run import Run
 from .state._ends import init_ends
 from .state._params import check_values, flatten
-from .state._state import StateData
+from .state._state_data import StateData
 
 
 def make_state_data(

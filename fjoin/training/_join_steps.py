@@ -9,7 +9,7 @@ from typing import Any, NoReturn, TypeVar
 
 from .._errors import EarlyTermination, JoinError, NoBatch, NonFinite
 from ..agreement._requests import Requests
-from ..loading._joined import JoinedLoop
+from ..loading._joined import JoinedLoop, left_alone
 from ..loading._look_ahead import LookAhead
 from ..loading._position import END
 from ._in_loop import InLoop
@@ -139,13 +139,7 @@ class JoinedLoader(JoinedLoop[B]):
             if not finished:
                 for step in steps:
                     step.failures.leave(
-                        JoinError(
-                            f"rank {step.rank} left the loop over {name} in iteration {number}, by break, return or an "
-                            f"exception, and others have not; leave it on all ranks after the same step, or loop over "
-                            f"{name}(itertools.islice(loader, n))",
-                            rank=step.rank,
-                            step=step.failures.last_step,
-                        ),
+                        JoinError(left_alone(step.rank, name, number), rank=step.rank, step=step.failures.last_step),
                         by_code,
                     )
 

@@ -42,6 +42,9 @@ class TrainStep:
         self._left, self._failures = left, Failures(run, left)
         self._in_loop = InLoop(run, self._failures)
 
+    def __repr__(self) -> str:
+        return f"train_step({self.pipeline!r}, rank={self.rank}, ranks={self.ranks})"
+
     def init(
         self,
         params: Any,

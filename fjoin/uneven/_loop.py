@@ -11,7 +11,7 @@ from ..agreement._record import Record, Sums
 from ..agreement._requests import Requests
 from ..groups._make_mesh import world_mesh
 from ..groups._mesh import Mesh, check_mesh
-from ..loading._joined import JoinedLoop
+from ..loading._joined import JoinedLoop, left_alone
 from ..loading._look_ahead import LookAhead
 from ..loading._position import END
 from ..training._join_steps import NO_BATCH, JoinedLoader
@@ -105,11 +105,7 @@ class Loop(JoinedLoop[B]):
             self._asks.end()
             if not finished and self._mesh.size > 1:
                 # A body that ended because a peer was lost is not the first to have left.
-                text = (
-                    f"rank {self._mesh.rank} left the loop over fjoin.join in iteration {self.number}, by break, return or an "
-                    f"exception, and others have not; leave it on all ranks in the same iteration, or loop over "
-                    f"fjoin.join(itertools.islice(loader, n))"
-                )
+                text = left_alone(self._mesh.rank, "fjoin.join", self.number)
                 if not (by_code and self._mesh.leave_together(text, _TOGETHER_S)):
                     self._mesh.report_failure(self._mesh.lost() or JoinError(text), self.number)
 

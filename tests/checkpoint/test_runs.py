@@ -84,7 +84,7 @@ def until_signalled(folder: str) -> Any:
     import torch.distributed as dist
 
     rank = dist.get_rank()
-    step = fjoin.train_step(lambda p, x: (p["w"] * x).sum(), tx.fuse(tx.mean("data"), tx.sgd(0.1)))
+    step = fjoin.train_step(lambda p, x: (p["w"] * x).sum() + p["b"].sum(), tx.fuse(tx.mean("data"), tx.sgd(0.1)))
     batches = step.join([torch.ones(6)] * 1000)
     with fjoin.Checkpoints(folder, step) as runs:
         state = runs.restore(START)
@@ -103,7 +103,7 @@ def test_a_signal_on_one_rank_saves_and_stops_all(pool: Any, tmp_path: Path) -> 
 
 
 def by_the_clock(folder: str) -> Any:
-    step = fjoin.train_step(lambda p, x: (p["w"] * x).sum(), tx.fuse(tx.mean("data"), tx.sgd(0.1)))
+    step = fjoin.train_step(lambda p, x: (p["w"] * x).sum() + p["b"].sum(), tx.fuse(tx.mean("data"), tx.sgd(0.1)))
     saved = []
     with fjoin.Checkpoints(folder, step, every_s=0.05, keep_last=None) as runs:
         state = runs.restore(START)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import fjoin
 from fjoin import transforms as tx
 from tests.helpers import max_diff, raises_text, same_bits
-from tests.training.small import step_of
+from tests.training.small import product, step_of
 
 SHAPES = {"rows": (4,), "pictures": (4, 3, 2)}
 
@@ -183,7 +183,7 @@ def test_replayed_batches_do_not_count() -> None:
         def loss(params: Any, batch: float) -> Any:
             weights.append(tx.current_weight())
             total = tx.psum(torch.tensor(1.0), "data")  # every rank is here
-            return (params["w"] * batch).sum() * total / total, {"sum": {"calls": 1}}
+            return product(params, batch) * total / total, {"sum": {"calls": 1}}
 
         step, state = step_of(loss)
         seen = []

@@ -19,7 +19,18 @@ from fjoin.transforms.spec._spec import _FACTORIES
 from tests.optimizer_table import OPTIMIZERS
 from tests.transform_table import TRANSFORMS
 
-SCHEDULES = {"constant", "cosine", "linear", "one_cycle", "piecewise", "tabulated", "warmup", "warmup_cosine"}
+SCHEDULES = {
+    "by_epoch",
+    "by_factor",
+    "constant",
+    "cosine",
+    "linear",
+    "one_cycle",
+    "piecewise",
+    "tabulated",
+    "warmup",
+    "warmup_cosine",
+}
 PIPELINES = {"fuse", "dynamic_loss_scale", "local_sgd", "post_local_sgd", "diloco", "slow_mo", "zero"}
 OF_STATES = {"average_state", "reset_state"}  # these take the state of an optimizer
 SHARDED = {"scatter_mean"}  # its result is slices; see tests/transforms/sharding

@@ -14,7 +14,8 @@ from ...transforms.optimizers.wrappers._mixed_precision import master_of
 from ...transforms.pipelines._tree_memory import PipelineState, by_path
 from ...transforms.tree._tree import named_leaves
 from ._ends import EndStates
-from ._state import StateData, TrainState
+from ._state import TrainState
+from ._state_data import StateData
 
 
 def loaded(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
 from typing import Any
 
 import optree
@@ -11,59 +10,12 @@ import torch
 from torch import Tensor
 
 from ..._errors import DonatedState, TornState
-from ...buckets._flat_params import Storage
 from ...buckets._gather_pieces import gather_state
-from ...groups.failures._unfinished import StepEnd
-from ...reducer._hook_state import HookState
+from ...buckets._load_params import load_params
 from ...transforms.optimizers.wrappers._inject import with_hyperparameters
 from ...transforms.pipelines._tree_memory import PipelineState
-from ...transforms.tree._tree import path_string
-from ._ends import EndStates
-
-
-@dataclass
-class StateData:
-    """The data behind a `TrainState`. Steps change it in place; only the state with the same `version` may use it."""
-
-    storage: Storage
-    buffers: dict[str, Tensor] | None
-    hook: Any
-    ends: EndStates
-    rebuild: Callable[[dict[str, Any]], Any]  # from path -> leaf to the tree that the user gave
-    owner: object  # the token of the step that made it; only that step can run it
-    buffers_state: Any = ()  # of the transform of the buffers
-    gather: int = 0  # the number of gathers of encoded changes
-    buffers_before: dict[str, Tensor] | None = None  # the buffers before this step's first forward pass
-    batches_before: int = 0  # the batches before this step's first call
-    version_before: int = 0  # the version of the state given to this step's first call
-    step: int = 0  # the number of steps taken
-    batches: int = 0  # the number of batches consumed on this rank
-    calls: int = 0  # the number of calls of the step, larger than `step` where gradients are accumulated
-    window: dict[str, Any] = field(default_factory=dict)  # lane sums of an open window
-    unit: float = 1.0  # the factor that scales this window's gradients in messages
-    version: int = 0
-    torn: str = ""
-    lost: str = ""  # why the open window is lost; all else is intact, so the state can still be read
-    ended: StepEnd | None = None  # the end of its last step on a device; copies share it
-    outer: Any = None  # the state of a pipeline that leaves steps out, without that of its inner pipeline
-
-    def hook_state(self) -> Any:
-        """The hook's state; after a plain reduction it is made only on demand."""
-        if callable(self.hook):
-            self.hook = self.hook()
-        return self.hook.whole() if isinstance(self.hook, HookState) else self.hook
-
-    def lose_window(self, calls: int) -> None:
-        """Discard the micro-batches of an open window: the state is again that of the last completed step."""
-        self.window, self.calls = {}, calls
-        self.buffers, self.batches = self.buffers_before, self.batches_before
-        self.storage.clear_grads()
-
-    def clone(self) -> StateData:
-        buffers = None if self.buffers is None else {k: b.clone() for k, b in self.buffers.items()}
-        return replace(
-            self, storage=self.storage.clone(), buffers=buffers, window=dict(self.window), version=0, lost=""
-        )
+from ...transforms.tree._tree import named_leaves, path_string
+from ._state_data import StateData
 
 
 class TrainState:
@@ -213,6 +165,42 @@ class TrainState:
         raise TypeError(
             "a TrainState cannot be pickled, since it belongs to its step and its ranks; write fjoin.save(folder, step, state)"
         )
+
+    def replace(self, params: Any = None, buffers: Mapping[str, Tensor] | None = None) -> TrainState:
+        """The state with other parameters or buffers, such as pruned ones; that of the optimizer and of all stages stays.
+
+        All ranks must do the same. The new state takes this state's memory, as a step does.
+
+        Args:
+            params: A tree like `state.params`; None: as they are.
+            buffers: Path -> tensor, all of them; None: as they are.
+
+        Returns:
+            The new state, to use from now on.
+
+        Raises:
+            ValueError: other paths or shapes; the state is within an accumulation window.
+
+        >>> from fjoin import transforms as tx
+        >>> step = fjoin.train_step(lambda p, x: (p["w"] * x).sum(), tx.fuse(tx.mean("data"), tx.sgd(0.5)))
+        >>> state = step.init({"w": torch.ones(2)})
+        >>> state.replace(params={"w": torch.tensor([5.0, 6.0])}).params["w"]
+        tensor([5., 6.])
+        """
+        body = self._arrived()
+        if body.window:
+            raise ValueError("replace within an accumulation window; call it where metrics.stepped is True")
+        given = None if params is None else named_leaves(params)
+        for what, new, old in (("params", given, body.storage.leaves), ("buffers", buffers, body.buffers or {})):
+            shapes = None if new is None else {path: tuple(value.shape) for path, value in new.items()}
+            if shapes is not None and shapes != (held := {path: tuple(value.shape) for path, value in old.items()}):
+                raise ValueError(f"replace: {what} has {shapes}, expected {held}")
+        if given is not None:
+            load_params(body.storage, given)
+        if buffers is not None:
+            body.buffers = {path: value.detach().clone() for path, value in buffers.items()}
+        body.version += 1
+        return TrainState(body)
 
     def with_hyperparameters(self, **values: float) -> TrainState:
         """The state with other hyperparameters, for an optimizer that is wrapped in `inject_hyperparameters`.

@@ -1,0 +1,108 @@
+"""What a new user runs into first: an unused part of the model, a progress bar, a break, a schedule by epochs."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import LambdaLR, StepLR
+
+import fjoin
+from fjoin import transforms as tx
+from tests.helpers import raises_text
+
+START = {"w": torch.ones(3), "used by one": torch.ones(2), "never": torch.ones(2), "frozen": torch.ones(1)}
+
+
+def loss_fn(params: Any, batch: Any) -> Any:
+    x, uses = batch
+    loss = (params["w"] * x).sum()
+    return loss + (params["used by one"].sum() if uses else 0.0)
+
+
+def run(batches: list[Any], epochs: int = 2, accumulate: int = 1) -> None:
+    step = fjoin.train_step(loss_fn, tx.fuse(tx.mean("data"), tx.sgd(0.1)), accumulate=accumulate)
+    state = step.init(START)
+    for _ in range(epochs):
+        for batch in step.join(batches):
+            state, _ = step(state, batch)
+
+
+def warned(*ranks: list[Any], **options: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        tx.simulate(lambda batches: run(batches, **options), {"data": len(ranks)}, list(ranks))
+    return [str(one.message) for one in found]
+
+
+def test_parameters_without_a_gradient_on_any_rank_are_named_once() -> None:
+    plain, uses = (torch.ones(3), False), (torch.ones(3), True)
+    (text,) = warned([plain] * 3, [plain, uses, plain])
+    assert "2 parameters have got no gradient on any rank" in text and "'frozen', 'never'" in text
+    (text,) = warned([plain] * 3, [plain] * 3)
+    assert "3 parameters" in text and "'used by one'" in text
+    (text,) = warned([plain] * 3, [], [])  # ranks without a batch
+    assert "3 parameters" in text
+    (text,) = warned([uses, plain, plain, plain], [plain] * 4, accumulate=2)  # used early in a window
+    assert "2 parameters" in text and "used by one" not in text
+    assert warned([], []) == []
+
+
+def test_a_run_in_which_all_are_used_warns_of_nothing() -> None:
+    def one_rank(count: int) -> None:
+        step = fjoin.train_step(lambda p, x: (p["w"] * x).sum(), tx.fuse(tx.mean("data"), tx.sgd(0.1)))
+        state = step.init({"w": torch.zeros(3)})
+        for batch in step.join(torch.ones(count, 3)):
+            state, _ = step(state, batch)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tx.simulate(one_rank, {"data": 3}, [2, 1, 0])
+
+
+def test_a_loop_has_the_length_of_this_ranks_loader() -> None:
+    step = fjoin.train_step(loss_fn, tx.fuse(tx.mean("data"), tx.sgd(0.1)))
+    loader = torch.utils.data.DataLoader(list(range(10)), batch_size=4)  # type: ignore[arg-type]
+    assert len(step.join(loader)) == 3 and len(fjoin.join(loader)) == 3 and len(step.join([])) == 0
+    assert step.join([]) and fjoin.join([]), "a loop is true whatever its length"
+    raises_text(TypeError, lambda: len(step.join(iter([]))), "len()")
+
+
+def test_reprs() -> None:
+    step = fjoin.train_step(loss_fn, tx.fuse(tx.mean("data"), tx.sgd(0.1)))
+    assert repr(step) == "train_step(fuse(mean('data'), sgd(lr=0.1)), rank=0, ranks=1)"
+    apply, _, _ = fjoin.functional(torch.nn.Linear(2, 2))
+    assert repr(apply) == "Apply(Linear, training=None)" and repr(apply.eval()) == "Apply(Linear, training=False)"
+    assert repr(step.join([1])) == "JoinedLoader(list, epoch=0)" and repr(fjoin.join([1])) == "Loop(list, epoch=0)"
+
+
+def torchs_rates(make: Any, steps: int, per_epoch: int) -> list[float]:
+    optimizer = torch.optim.SGD([torch.zeros(())], 0.1)
+    scheduler, found = make(optimizer), []
+    for step in range(steps):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        if (step + 1) % per_epoch == 0:
+            scheduler.step()
+    return found
+
+
+def test_schedules_by_epoch_and_by_factor_are_those_of_torch() -> None:
+    by_epoch = tx.by_epoch(tx.piecewise(0.1, {2: 0.5, 4: 0.5, 6: 0.5}), 3)
+    want = torchs_rates(lambda optimizer: StepLR(optimizer, 2, 0.5), 20, 3)
+    assert [by_epoch(i).item() for i in range(20)] == pytest.approx(want)
+    by_factor = tx.by_factor(0.1, lambda step: 1 / (1 + step))
+    want = torchs_rates(lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step)), 9, 1)
+    assert [by_factor(i).item() for i in range(9)] == pytest.approx(want)
+    both = tx.by_epoch(tx.by_factor(0.1, lambda epoch: 0.5**epoch), 4)
+    want = torchs_rates(lambda optimizer: LambdaLR(optimizer, lambda epoch: 0.5**epoch), 16, 4)
+    assert [both(i).item() for i in range(16)] == pytest.approx(want)
+
+
+def test_bad_arguments_of_these_schedules() -> None:
+    raises_text(ValueError, lambda: tx.by_epoch(tx.constant(0.1), 0), "steps_per_epoch", "0")
+    raises_text(TypeError, lambda: tx.by_epoch(0.1, 3), "0.1")  # type: ignore[arg-type]
+    raises_text(TypeError, lambda: tx.by_factor(0.1, 0.5), "factor", "0.5")  # type: ignore[arg-type]
+    raises_text(ValueError, lambda: tx.by_factor(float("nan"), lambda step: 1.0), "base")
