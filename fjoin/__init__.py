@@ -1,13 +1,14 @@
 """Distributed data-parallel training as pure functions, and a small shell that runs them.
 
 train_step  TrainState  Metrics     the step, on uneven inputs
+show  trace                         its numbers while it trains, and a timeline of all ranks
 JoinedLoader                        what step.join returns: stop(), and its position as state
 join  Loop                          uneven inputs in a custom loop
 Shuffled                            a batch sampler whose position is a step, on any number of ranks
 evaluate  Evaluation                metrics over uneven shards
 Join  Joinable  JoinHook            torch's generic Join, for any code that communicates
 as_joinable                         a pure join hook for either Join
-functional                          a module as a pure function
+functional  load_into               a module as a pure function, and values back into a module
 value_and_grad                      the loss and its gradient, for a loop of your own
 ddp.register                        hooks and pipelines in DistributedDataParallel
 ddp.register_comm_hook_type         torch's communication hooks, by name
@@ -41,6 +42,7 @@ from ._errors import TransportError as TransportError
 from ._functional import Apply as Apply
 from ._functional import functional as functional
 from ._value_and_grad import value_and_grad as value_and_grad
+from ._version import __version__ as __version__
 from .checkpoint.runs._checkpoints import Checkpoints as Checkpoints
 from .checkpoint.runs._functions import load as load
 from .checkpoint.runs._functions import save as save
@@ -65,6 +67,7 @@ from .training._join_steps import NO_BATCH as NO_BATCH
 from .training._join_steps import JoinedLoader as JoinedLoader
 from .training._step import TrainStep as TrainStep
 from .training._train_step import train_step as train_step
+from .training.state._load_into import load_into as load_into
 from .training.state._metrics import Metrics as Metrics
 from .training.state._state import TrainState as TrainState
 from .uneven._evaluate import Evaluation as Evaluation
@@ -76,3 +79,6 @@ from .uneven._joinable import PureJoinable as PureJoinable
 from .uneven._joinable import as_joinable as as_joinable
 from .uneven._loop import Loop as Loop
 from .uneven._loop import join as join
+from .watch._show import Show as Show
+from .watch._show import show as show
+from .watch._trace import trace as trace
