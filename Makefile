@@ -4,7 +4,7 @@ BIN = .venv/bin
 PIP = $(BIN)/pip --disable-pip-version-check --quiet
 export OMP_NUM_THREADS = 1
 
-.PHONY: demo test test-all test-newest test-oldest test-frameworks lint bench clean
+.PHONY: demo docs test test-all test-newest test-oldest test-frameworks lint bench clean
 
 demo: .venv/installed
 	$(BIN)/torchrun --standalone --nproc-per-node 2 examples/uneven_text.py
@@ -37,6 +37,15 @@ test-oldest: .venv-oldest/installed
 test-frameworks: .venv/installed
 	$(PIP) install -c constraints.txt -e '.[frameworks]'
 	$(BIN)/python -m pytest -q tests/test_examples.py -k with_
+
+# The site, in build/site; it opens from disk.
+docs: .venv/docs-installed
+	$(BIN)/python -m sphinx -W --keep-going -q -j auto -c docs -b html . build/site
+	@echo "open build/site/docs/index.html"
+
+.venv/docs-installed: .venv/installed
+	$(PIP) install -c constraints.txt -e '.[docs]'
+	touch $@
 
 lint: .venv/installed
 	$(BIN)/ruff check .

@@ -1,0 +1,111 @@
+"""The pages of the public names, one for each, from their docstrings: docs/api/NAME.rst, which the build writes."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import types
+from pathlib import Path
+from typing import Any
+
+import fjoin
+import fjoin.checkpoint
+import fjoin.ddp
+import fjoin.testing
+from fjoin import transforms as tx
+
+PAGES = Path(__file__).parent / "api"
+MODULES: dict[str, types.ModuleType] = {
+    "fjoin": fjoin,
+    "fjoin.transforms": tx,
+    "fjoin.ddp": fjoin.ddp,
+    "fjoin.checkpoint": fjoin.checkpoint,
+    "fjoin.testing": fjoin.testing,
+}
+TITLES = {
+    "fjoin": "fjoin: training",
+    "fjoin.transforms": "fjoin.transforms: `tx`, the pure part",
+    "fjoin.ddp": "fjoin.ddp: in DistributedDataParallel",
+    "fjoin.checkpoint": "fjoin.checkpoint: files",
+    "fjoin.testing": "fjoin.testing: the laws",
+}
+
+
+def public(module: types.ModuleType) -> dict[str, Any]:
+    """Name -> object, of the names that a module shows."""
+    return {
+        name: value for name, value in vars(module).items() if not name.startswith("_") and not inspect.ismodule(value)
+    }
+
+
+def page(module: str, name: str, value: Any) -> str:
+    """The page of one name."""
+    title = f"{'tx' if module == 'fjoin.transforms' else module}.{name}"
+    head = f"{title}\n{'=' * len(title)}\n\n"
+    if inspect.isclass(value):
+        calls = "   :special-members: __call__\n" if "__call__" in vars(value) else ""
+        fields = issubclass(value, tuple) and hasattr(value, "_fields")
+        members = "" if fields or issubclass(value, BaseException) else "   :members:\n"
+        return f"{head}.. autoclass:: {module}.{name}\n{members}{calls}"
+    if callable(value) and not isinstance(value, type(fjoin.NO_BATCH)):
+        return f"{head}.. autofunction:: {module}.{name}\n"
+    return f"{head}.. py:data:: {module}.{name}\n\n   {_first_line(value) or 'A constant.'}\n"
+
+
+def _first_line(value: Any) -> str:
+    return (inspect.getdoc(type(value)) or "").split("\n")[0]
+
+
+def groups(module: types.ModuleType) -> list[tuple[str, list[str]]]:
+    """(heading, names), as the module's own docstring groups its names; the rest at the end."""
+    names, found = public(module), list[tuple[str, list[str]]]()
+    heading = ""
+    for line in (inspect.getdoc(module) or "").split("\n")[1:]:
+        words = re.split(r"\s{2,}", line.strip())
+        shown = [word for part in words for word in part.split() if word.split(".")[-1] in names]
+        if not shown:
+            continue
+        other = [part for part in words if not set(part.split()) & set(shown)]
+        if other or not found:
+            heading = other[0] if other else ""
+            found.append((heading, []))
+        seen = {name for _, some in found for name in some}
+        found[-1][1].extend(word.split(".")[-1] for word in shown if word.split(".")[-1] not in seen)
+    rest = sorted(names.keys() - {name for _, some in found for name in some})
+    return [*found, *([("others", rest)] if rest else [])]
+
+
+def index(module: str) -> str:
+    """The page that lists a module's names."""
+    title = TITLES[module].replace("`", "")
+    lines = [title, "=" * len(title), "", *(inspect.getdoc(MODULES[module]) or "").split("\n")[:1], ""]
+    for heading, names in groups(MODULES[module]):
+        heading = heading or "names"
+        lines += [heading, "-" * len(heading), "", ".. list-table::", "   :widths: 30 70", ""]
+        for name in names:
+            doc = (inspect.getdoc(public(MODULES[module])[name]) or "").split("\n")[0].replace("*", "\\*")
+            lines += [f"   * - :doc:`{name} <{module}.{name}>`", f"     - {doc}"]
+        lines += ["", ".. toctree::", "   :hidden:", "", *(f"   {module}.{name}" for name in names), ""]
+    return "\n".join(lines) + "\n"
+
+
+def all_pages() -> dict[str, str]:
+    """File name -> text, of all pages."""
+    found = {f"{module}.rst": index(module) for module in MODULES}
+    for module, held in MODULES.items():
+        found |= {f"{module}.{name}.rst": page(module, name, value) for name, value in public(held).items()}
+    listed = "\n".join(f"   {module}" for module in MODULES)
+    return found | {"index.rst": f"API\n===\n\n.. toctree::\n   :maxdepth: 1\n\n{listed}\n"}
+
+
+def write_pages() -> None:
+    """Write the pages that have changed, and remove others."""
+    PAGES.mkdir(exist_ok=True)
+    pages = all_pages()
+    for path in PAGES.glob("*.rst"):
+        if path.name not in pages:
+            path.unlink()
+    for name, text in pages.items():
+        path = PAGES / name
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
