@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from ..transforms.optimizers.wrappers._mixed_precision import master_of
+from ._aliases import copy_if_aliased
 from ._flat_params import Storage
 
 
 @torch.no_grad()
 def load_params(storage: Storage, params: Mapping[str, Tensor]) -> None:
-    """Copy parameters by path into the buffers, and into exact values and master copies."""
+    """Copy parameters by path into the buffers, and into exact values and master copies. They may be views of the buffers."""
+    params = copy_if_aliased(dict(params), storage.flats)
     for path, leaf in storage.leaves.items():
         leaf.detach().copy_(params[path])
     for k, own in enumerate(storage.exact):

@@ -76,7 +76,7 @@ class FlatMemory:
     def measured(self) -> dict[str, Any]:
         """Numbers of the step that are known by the way: norms, and the counters of steps that are left out."""
         norm, outer = self._decision.norm, self._body.outer
-        found = self._shell.recorded_norms(self._body.hook, self._body.ends.after)
+        found: dict[str, Any] = {**self._shell.recorded_norms(self._body.hook, self._body.ends.after)}
         if norm is not None:
             found["grad_norm"] = norm
         if self._shell.pipeline.skips is not None:
@@ -184,6 +184,8 @@ class FlatMemory:
                     body.torn = ""
                 raise error
             self._step_buckets([(i, out)])
+        if hook.clip is not None and decision.changes:
+            self._decision = decision._replace(norm=check.grads.norm_of(outgoing) / hook.divisor(sums))
         return decision.effect
 
     def ends(self, op: Ends, effect: Effect) -> None:

@@ -88,7 +88,7 @@ class Run:
         self.passes = Passes(loss, mesh, self.axes, self.ranks)
         self._unscaler = Unscaler(self.hook) if pipeline.skips and pipeline.skips.scaled else None
         self._queue: BucketQueue | None = None
-        self._meter, self.recorded_norms = Meter(mesh.traffic), RecordedNorms()
+        self._meter, self.recorded_norms = Meter(mesh), RecordedNorms()
         self._learning_rates = LearningRates()
         self.token = object()  # identifies this step in its states, without keeping it alive
 
@@ -153,7 +153,8 @@ class Run:
             return Metrics(body.step, False, forward.aux, dict, raise_newest)
 
         with span("prepare"):
-            others = {"ranks": self.ranks, **self._learning_rates(storage, body.step)}
+            skipped = 0 if self.pipeline.skips is None else body.outer.skipped
+            others = {"ranks": self.ranks, **self._learning_rates(storage, body.step, skipped)}
             memory, program = self._begin(body, forward, grad_output, own, rates, iteration)
         execute(program, spanned(memory, self.mesh.traffic))
         sums_of_all = memory.of_all

@@ -8,7 +8,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from ..transforms._axis_env import bound
 _KEPT = 4096  # events in memory; more are written
 _JOIN_S = 30.0  # how long rank 0 waits for the parts of the others
 _LOOK_S = 0.05
+_COUNTS: dict[tuple[int, str], int] = {}  # thread and path -> the traces so far
 
 
 @contextlib.contextmanager
@@ -35,7 +36,7 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
     - *messages*: each message from its launch to the end of the wait for it, by its bucket or stage, with its collective, axis,
       dtype and bytes.
 
-    Where no trace is recorded, and torch.profiler runs, it shows the same names, as `fjoin::forward`. All times are the host's: on
+    Where no trace is recorded, and torch.profiler runs, it shows the same names, as `fjoin/forward`. All times are the host's: on
     a device a kernel may run later.
 
     Each rank writes a part beside the file while it runs. Rank 0 waits for the others' at the end, and leaves those that it does
@@ -65,7 +66,10 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
     key, wait_s = threading.get_ident() if axes else 0, 0.0
     if key in TIMELINES:
         raise RuntimeError("a trace is being recorded already; leave its with block first")
-    TIMELINES[key] = line = Recorder(Path(path), rank)
+    # A rank may begin the next trace of this name before rank 0 has joined the parts of this one.
+    _COUNTS[(key, str(path))] = number = _COUNTS.get((key, str(path)), 0) + 1
+    parts = [_part(Path(path), number, other) for other in range(ranks)]
+    TIMELINES[key] = line = Recorder(parts[rank], rank)
     try:
         yield
         wait_s = _JOIN_S
@@ -73,21 +77,21 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
         del TIMELINES[key]
         line.close()
         if axes:  # no simulated rank may wait for another here, so the last one joins the parts
-            if all(_part(Path(path), other).exists() for other in range(ranks)):
-                join(Path(path), ranks, 0.0)
+            if all(part.exists() for part in parts):
+                join(Path(path), parts, 0.0)
         elif rank == 0:
-            join(Path(path), ranks, wait_s)
+            join(Path(path), parts, wait_s)
 
 
 class Recorder:
     """Writes the events of one rank, in the form of Chrome's traces.
 
     Args:
-        path: The file of all ranks.
+        part: The file of this rank.
     """
 
-    def __init__(self, path: Path, rank: int) -> None:
-        self._part, self._rank, self._events = _part(path, rank), rank, list[dict[str, Any]]()
+    def __init__(self, part: Path, rank: int) -> None:
+        self._part, self._rank, self._events = part, rank, list[dict[str, Any]]()
         self._part.unlink(missing_ok=True)
         self._file = open(f"{self._part}.new", "w", encoding="utf-8")
         self._lock, self._number, self._last_ns = threading.Lock(), 0, 0
@@ -142,13 +146,12 @@ class Recorder:
         os.replace(f"{self._part}.new", self._part)
 
 
-def join(path: Path, ranks: int, wait_s: float) -> None:
+def join(path: Path, parts: Sequence[Path], wait_s: float) -> None:
     """Join the parts of ranks that exist, or come in time, in one file, with the times of all hosts on the clock of rank 0's."""
     end, first, found = time.monotonic() + wait_s, None, 0
     with open(f"{path}.new", "w", encoding="utf-8") as out:
         out.write('{"traceEvents": [\n')
-        for rank in range(ranks):
-            part = _part(path, rank)
+        for part in parts:
             while not part.exists() and time.monotonic() < end:
                 time.sleep(_LOOK_S)
             if not part.exists():
@@ -164,7 +167,7 @@ def join(path: Path, ranks: int, wait_s: float) -> None:
                         event["ts"] += shift_us
                     out.write(json.dumps(event) + ",\n")
             part.unlink()
-        ends = {"ph": "M", "name": "ranks", "pid": 0, "args": {"found": found, "of": ranks}}
+        ends = {"ph": "M", "name": "ranks", "pid": 0, "args": {"found": found, "of": len(parts)}}
         out.write(f"{json.dumps(ends)}\n]}}\n")
     os.replace(f"{path}.new", path)
 
@@ -177,8 +180,8 @@ def _shift_us(clocks: dict[str, Any], first: dict[str, Any]) -> float:
     return float(own - other) / 1e3
 
 
-def _part(path: Path, rank: int) -> Path:
-    return path.with_name(f"{path.name}.rank-{rank}")
+def _part(path: Path, number: int, rank: int) -> Path:
+    return path.with_name(f"{path.name}.{number}.rank-{rank}")
 
 
 def _boot() -> str:

@@ -68,6 +68,15 @@ def test_buffers_and_bad_values() -> None:
     raises_text(ValueError, lambda: state.replace(buffers={"n": torch.zeros(())}), "buffers", "'n'", "'count'")
 
 
+def test_views_of_the_own_parameters() -> None:
+    step = fjoin.train_step(lambda p, x: (p["a"] * x).sum() + p["b"].sum(), tx.fuse(tx.mean("data"), tx.sgd(0.1)))
+    state = step.init({"a": torch.zeros(2, 2), "b": torch.tensor([[1.0, 2.0], [3.0, 4.0]])})
+    own = state.params
+    state = state.replace(params={"a": own["b"].t(), "b": own["a"]})
+    assert state.params["a"].tolist() == [[1.0, 3.0], [2.0, 4.0]] and not state.params["b"].any()
+    raises_text(ValueError, lambda: state.replace(buffers={}), "has none")
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -176,6 +176,44 @@ def test_rates_that_are_set_while_training() -> None:
     assert (metrics.as_dict()["lr"], later.as_dict()["lr"]) == (0.1, 0.025)
 
 
+def test_the_norm_where_buckets_are_stepped_as_they_arrive() -> None:
+    hook = tx.chain(tx.mean("data"), tx.clip_by_global_norm(1.0, "previous"))
+    step = fjoin.train_step(lambda p, x: (p["w"] * x).sum(), tx.fuse(hook, tx.sgd(0.1)), overlap_step=True)
+    state, found = step.init({"w": torch.zeros(4)}), []
+    for _ in range(3):
+        state, metrics = step(state, torch.full((4,), 4.0))
+        found.append(metrics.as_dict()["grad_norm"])
+    assert found == [8.0, 8.0, 8.0]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "want"),
+    [
+        (tx.inject_hyperparameters(tx.partition({"w": tx.sgd(0.1), "*": tx.adam(0.2)})), {"lr/w": 0.1, "lr/*": 0.2}),
+        (
+            tx.partition({"w": tx.partition({"w": tx.sgd(0.1)}), "*": tx.mixed_precision(tx.sgd(0.3))}),
+            {"lr/w/w": 0.1, "lr/*": 0.3},
+        ),
+        (tx.mixed_precision(tx.partition({"w": tx.frozen(), "*": tx.lion(tx.constant(0.4))})), {"lr/*": 0.4}),
+    ],
+    ids=str,
+)
+def test_rates_inside_wrappers_and_partitions(optimizer: tx.Optimizer, want: dict[str, float]) -> None:
+    step = fjoin.train_step(loss_fn, tx.fuse(tx.mean("data"), optimizer))
+    _, metrics = step(step.init(PARAMS), batches(0, 1)[0])
+    assert {name: value for name, value in metrics.as_dict().items() if name.startswith("lr")} == want
+
+
+def test_sums_with_the_names_of_other_numbers() -> None:
+    def loss(params: Any, x: Any) -> Any:
+        return (params["w"] * x).sum(), {"sum": {"loss": 9, "lr": 8, "own": 7}}
+
+    step = fjoin.train_step(loss, tx.fuse(tx.mean("data"), tx.sgd(0.1)))
+    _, metrics = step(step.init({"w": torch.ones(2)}), torch.ones(2))
+    numbers = metrics.as_dict()
+    assert [numbers[name] for name in ("loss", "sum/loss", "lr", "sum/lr", "own")] == [2.0, 9.0, 0.1, 8.0, 7.0]
+
+
 class Bar:
     def __init__(self) -> None:
         self.shown: list[dict[str, str]] = []

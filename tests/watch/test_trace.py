@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,25 @@ def test_little_time_has_no_name(pool: Pool, name: str, tmp_path: Path) -> None:
         assert sorted(rest)[len(rest) // 2] < 0.02, rest
 
 
+def one_after_the_other(path: str) -> None:
+    mesh = fjoin.mesh({"data": -1})
+    step = fjoin.train_step(loss_fn, PIPELINES["mean"](), mesh=mesh)
+    state = step.init(PARAMS)
+    for _ in range(3):
+        with fjoin.trace(path):
+            state, _ = step(state, torch.randn(2, 500))
+    step.close()
+
+
+def test_several_traces_of_one_name(pool: Pool, tmp_path: Path) -> None:
+    start = time.monotonic()
+    pool.run(2, one_after_the_other, str(tmp_path / "run.json"))
+    assert time.monotonic() - start < 25, "no rank waits for a part that is not written"
+    events = events_of(tmp_path / "run.json")
+    assert [sum(e["name"] == "step" for e in spans(events, rank)) for rank in (0, 1)] == [1, 1]
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+
+
 def test_nothing_is_recorded_afterwards(tmp_path: Path) -> None:
     step = fjoin.train_step(loss_fn, PIPELINES["mean"]())
     state = step.init(PARAMS)
@@ -150,7 +170,7 @@ def test_many_events_are_written_while_it_runs(tmp_path: Path, monkeypatch: pyte
     with fjoin.trace(tmp_path / "run.json"):
         for _ in range(50):
             state, _ = step(state, torch.ones(3))
-        assert (tmp_path / "run.json.rank-0.new").stat().st_size > 5000
+        assert (tmp_path / "run.json.1.rank-0.new").stat().st_size > 5000
     assert sum(e["name"] == "step" for e in events_of(tmp_path / "run.json")) == 50
 
 
@@ -174,7 +194,7 @@ def test_torchs_profiler_shows_the_same_names() -> None:
     with profile(activities=[ProfilerActivity.CPU]) as found:
         step(state, torch.randn(2, 500))
     names = {event.key for event in found.key_averages()}
-    assert {"fjoin::step", "fjoin::forward", "fjoin::bucket 0"} <= names
+    assert {"fjoin/step", "fjoin/forward", "fjoin/bucket 0", "fjoin/optimizer", "fjoin/states"} <= names
 
 
 def registered(path: str) -> None:

@@ -45,6 +45,11 @@ def timeline() -> Timeline | None:
     return (TIMELINES.get(threading.get_ident()) or TIMELINES.get(0)) if TIMELINES else None
 
 
+def is_watched() -> bool:
+    """Whether a trace is recorded, or torch's profiler runs."""
+    return bool(TIMELINES) or profiler._is_profiler_enabled
+
+
 class Traffic:
     """Counts the messages of one rank, and names parts of its program in traces.
 
@@ -79,10 +84,10 @@ class Traffic:
 
     def span(self, name: str) -> AbstractContextManager[object]:
         """A context for a part of the program, which traces and torch's profiler show by this name."""
-        if not TIMELINES and not profiler._is_profiler_enabled:
+        if not is_watched():
             return _NOTHING
         line = timeline()
-        return profiler.record_function(f"fjoin::{name}") if line is None else _Span(self, name, line)
+        return profiler.record_function(f"fjoin/{name}") if line is None else _Span(self, name, line)
 
 
 _NOTHING = contextlib.nullcontext()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...buckets._buckets import GradBuffer
-from ...groups.axes._traffic import TIMELINES, Traffic
+from ...groups.axes._traffic import Traffic, is_watched
 from ...transforms._axis_env import Work
 from ...transforms.program._ops import Agree, Ends
 
@@ -35,8 +35,8 @@ def named(
 
 
 def spanned(memory: Any, traffic: Traffic) -> Any:
-    """The memory, whose operations are spans where a trace is recorded."""
-    return Spanned(memory, traffic) if TIMELINES else memory
+    """The memory, whose operations are spans where somebody watches."""
+    return Spanned(memory, traffic) if is_watched() else memory
 
 
 class Spanned:

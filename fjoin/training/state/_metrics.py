@@ -70,12 +70,13 @@ class Metrics:
     def as_dict(self, prefix: str = "") -> dict[str, float]:
         """All numbers of the step, as wandb, TensorBoard, MLflow and tqdm take them. It sends nothing.
 
-        - Of all ranks: `loss`, `weight`, the sums of `loss_fn` by their names, `ranks` (their number); `lr`, or `lr/<label>` for
-          each label of a partition; `grad_norm`, the norm of the reduced gradients before they are clipped, where the step
-          computes it (`clip_by_global_norm` or `record_norm` behind the reduction); for pipelines that leave steps out `skipped`,
-          the number of those so far, and `loss_scale`.
+        - Of all ranks: `loss`, `weight`, `ranks` (their number), and the sums of `loss_fn` by their names, behind `sum/` where another
+          number has that name; `lr`, or `lr/<label>` for each label of a partition; `grad_norm`, the norm of the reduced gradients
+          before they are clipped, where the step computes it (`clip_by_global_norm` or `record_norm` behind the reduction); for
+          pipelines that leave steps out `skipped`, the number of those so far, and `loss_scale`.
         - Of this rank, each since the step before: `rank/step_s`, the seconds in calls of the step; `rank/sent_bytes`, as
-          `explain` counts them; `rank/waited_s`, the seconds for which the host has waited for messages.
+          `explain` counts them; `rank/waited_s`, the seconds for which the host has waited for messages. Simulated ranks have
+          only the first.
 
         Args:
             prefix: Put in front of each name, such as "train/".
@@ -94,7 +95,8 @@ class Metrics:
         if not self.stepped:
             return {}
         others = {name: float(value() if callable(value) else value) for name, value in self._others.items()}
-        numbers = {"loss": self.loss, "weight": self.weight, **self.sums, **others}
+        numbers = {"loss": self.loss, "weight": self.weight, **others}
+        numbers |= {f"sum/{name}" if name in numbers else name: value for name, value in self.sums.items()}
         return {f"{prefix}{name}": value for name, value in numbers.items()}
 
     def __repr__(self) -> str:

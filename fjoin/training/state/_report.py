@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from ...buckets._flat_params import Storage
-from ...groups.axes._traffic import Traffic
+from ...groups._mesh import Mesh
 from ...reducer._hook_state import HookState
 from ...transforms.combinators._norms import NormState, UpdateNormState
+from ...transforms.combinators._partition import label_of
 from ...transforms.optimizers.wrappers._inject import InjectState
 from ...transforms.schedules._rates import value_at
 from ...transforms.step_param._optimizer import Optimizer
@@ -22,9 +23,9 @@ from ...transforms.step_param._optimizer import Optimizer
 class Meter:
     """Measures the calls of this rank that make up a step."""
 
-    def __init__(self, traffic: Traffic) -> None:
-        self._traffic = traffic
-        self._seconds = 0.0
+    def __init__(self, mesh: Mesh) -> None:
+        self._traffic, self._seconds = mesh.traffic, 0.0
+        self._simulated = any(axis.simulated for axis in mesh.axes.values())  # whose messages are not counted
 
     def begin(self, within: bool) -> None:
         """A call begins.
@@ -40,6 +41,8 @@ class Meter:
     def end(self) -> dict[str, float]:
         """A call ends; name -> the numbers of its window so far."""
         self._seconds += time.perf_counter() - self._start
+        if self._simulated:
+            return {"rank/step_s": self._seconds}
         return {
             "rank/step_s": self._seconds,
             "rank/sent_bytes": float(self._traffic.sent_bytes - self._sent),
@@ -54,33 +57,36 @@ class LearningRates:
         self._slots: Any = None
         self._parts: list[tuple[str, Optimizer, Any]] = []
 
-    def __call__(self, storage: Storage, step: int) -> dict[str, Callable[[], Any]]:
+    def __call__(self, storage: Storage, step: int, skipped: Any) -> dict[str, Callable[[], Any]]:
         """The rates of the next step: "lr", or "lr/<label>" for each part of a partition; functions of no argument.
 
         Args:
             step: The number of steps so far, for optimizers that count them on a device.
+            skipped: How many of these were left out; a number, or a 0-d tensor that nothing writes into.
         """
         if self._slots is not storage.slots:
-            states = storage.states_of_parts()
-            self._parts = [
-                (f"lr/{label}" if label else "lr", part, states[id(part)])
-                for label, part in _labelled(storage.optimizer)
-                if id(part) in states and _has_rate(part)
-            ]
-            self._slots = storage.slots
-        return {name: _rate(part, state, step) for name, part, state in self._parts}
+            states, found = storage.states_of_parts(), dict[str, tuple[str, Optimizer, Any]]()
+            for path in storage.shapes:
+                part = storage.optimizer.at(path)
+                if id(part) in states and _has_rate(part):
+                    name = "/".join(["lr", *_labels(storage.optimizer, path)])
+                    found.setdefault(name, (name, part, states[id(part)]))
+            self._parts, self._slots = list(found.values()), storage.slots
+        return {name: _rate(part, state, step, skipped) for name, part, state in self._parts}
 
 
-def _labelled(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
-    parts = dict(optimizer.spec.args).get("parts")
-    if optimizer.select is None or not isinstance(parts, Mapping):
-        yield "", optimizer
-        return
-    for patterns, part in parts.items():
-        yield patterns if isinstance(patterns, str) else "+".join(patterns), part
+def _labels(optimizer: Any, path: str) -> Iterator[str]:
+    """The labels of a parameter in a partition, and in those inside it and inside wrappers."""
+    for _, value in optimizer.spec.args:
+        if optimizer.select is not None and isinstance(value, Mapping):
+            patterns = label_of(value, path)
+            yield patterns if isinstance(patterns, str) else "+".join(patterns)
+            yield from _labels(value[patterns], path)
+        elif hasattr(value, "step_param"):
+            yield from _labels(value, path)
 
 
-def _rate(part: Optimizer, state: Any, step: int) -> Callable[[], Any]:
+def _rate(part: Optimizer, state: Any, step: int, skipped: Any) -> Callable[[], Any]:
     """The rate of an optimizer that is no partition."""
     while not isinstance(state, InjectState) and hasattr(state, "inner"):
         state = state.inner
@@ -88,8 +94,9 @@ def _rate(part: Optimizer, state: Any, step: int) -> Callable[[], Any]:
         rate = state.hyperparameters["lr"]
         return lambda: rate
     count = getattr(state, "step", None)
-    number = int(count) if isinstance(count, Tensor) and count.device.type == "cpu" else step
-    return lambda: _of_spec(part, torch.tensor(float(number), device="cpu"))
+    if isinstance(count, Tensor) and count.device.type == "cpu":
+        step, skipped = int(count), 0
+    return lambda: _of_spec(part, torch.tensor(float(step - int(skipped)), device="cpu"))
 
 
 def _has_rate(part: Any) -> bool:

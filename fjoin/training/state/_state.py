@@ -191,6 +191,8 @@ class TrainState:
         if body.window:
             raise ValueError("replace within an accumulation window; call it where metrics.stepped is True")
         given = None if params is None else named_leaves(params)
+        if buffers is not None and body.buffers is None:
+            raise ValueError("replace: buffers were given, but the state has none; pass them to step.init")
         for what, new, old in (("params", given, body.storage.leaves), ("buffers", buffers, body.buffers or {})):
             shapes = None if new is None else {path: tuple(value.shape) for path, value in new.items()}
             if shapes is not None and shapes != (held := {path: tuple(value.shape) for path, value in old.items()}):
@@ -198,7 +200,8 @@ class TrainState:
         if given is not None:
             load_params(body.storage, given)
         if buffers is not None:
-            body.buffers = {path: value.detach().clone() for path, value in buffers.items()}
+            old_ones = body.buffers or {}
+            body.buffers = {path: buffers[path].detach().to(old, copy=True) for path, old in old_ones.items()}
         body.version += 1
         return TrainState(body)
 

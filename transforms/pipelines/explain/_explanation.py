@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -54,6 +54,9 @@ class Explanation(NamedTuple):
 
     def __hash__(self) -> int:
         return hash(self.rows)
+
+    def __reduce__(self) -> Any:
+        return Explanation, self[:3]  # without `elsewhere`, a function of the parameters
 
     @property
     def settled(self) -> tuple[Row, ...]:
