@@ -62,7 +62,7 @@ def spans(events: list[dict[str, Any]], rank: int, row: int = 0) -> list[dict[st
 
 
 @pytest.mark.parametrize("name", PIPELINES)
-def test_messages_are_those_of_explain(pool: Pool, name: str, tmp_path: Path) -> None:
+def test_messages_are_those_of_explain_and_little_time_has_no_name(pool: Pool, name: str, tmp_path: Path) -> None:
     pool.run(2, run, str(tmp_path / "run.json"), name)
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
     events = events_of(tmp_path / "run.json")
@@ -77,12 +77,6 @@ def test_messages_are_those_of_explain(pool: Pool, name: str, tmp_path: Path) ->
         assert all(ended[e["id"]] >= e["ts"] for e in begun)
         waits = spans(events, rank, row=1)
         assert len(waits) == len(begun) and all(w["args"]["launched_ns"] / 1e3 <= w["ts"] for w in waits)
-
-
-@pytest.mark.parametrize("name", PIPELINES)
-def test_little_time_has_no_name(pool: Pool, name: str, tmp_path: Path) -> None:
-    pool.run(2, run, str(tmp_path / "run.json"), name)
-    events = events_of(tmp_path / "run.json")
     for rank in (0, 1):
         found = spans(events, rank)
         steps = [e for e in found if e["name"] == "step"]
