@@ -46,7 +46,7 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
         path: The file; its folder must exist.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: the file cannot be written; of a disk that is full, at the end.
         RuntimeError: a trace is being recorded already.
 
     >>> import json, pathlib, tempfile
@@ -95,6 +95,7 @@ class Recorder:
         self._part.unlink(missing_ok=True)
         self._file = open(f"{self._part}.new", "w", encoding="utf-8")
         self._lock, self._number, self._last_ns = threading.Lock(), 0, 0
+        self._error: OSError | None = None
         self._meta("process_name", 0, name=f"rank {rank}")
         self._meta("process_sort_index", 0, sort_index=rank)
         for row, name in enumerate(("program", "waiting")):
@@ -112,8 +113,13 @@ class Recorder:
                 self._write()
 
     def _write(self) -> None:
-        self._file.writelines(json.dumps(event) + "\n" for event in self._events)
-        self._events = []
+        events, self._events = self._events, []
+        try:
+            if self._error is None:
+                self._file.writelines(json.dumps(event) + "\n" for event in events)
+                self._file.flush()
+        except OSError as error:  # raised at the end: a full disk does not cost the run
+            self._error = error
 
     def _row(self, row: int, name: str, begun_ns: int, ended_ns: int, **args: Any) -> dict[str, Any]:
         event = {"ph": "X", "name": name, "pid": self._rank, "tid": row, "ts": begun_ns / 1e3}
@@ -129,20 +135,31 @@ class Recorder:
 
     def message(self, sent: Sent, begun_ns: int, ended_ns: int) -> None:
         """The wait for a message has ended."""
-        name, facts = f"{sent.stage}: {sent.op}({sent.axis})", sent._asdict()
+        message = sent.message
+        name = f"{sent.stage}: {message.collective}({message.axis})"
+        facts = message._asdict() | {"dtype": str(message.dtype).removeprefix("torch."), "stage": sent.stage}
         self._number += 1
         ends = {"cat": "message", "name": name, "pid": self._rank, "id": f"{self._rank}.{self._number}"}
         self._add(
-            self._row(1, name, begun_ns, ended_ns, **facts),
-            ends | {"ph": "b", "ts": facts.pop("launched_ns") / 1e3, "args": facts},
+            self._row(1, name, begun_ns, ended_ns, **facts, launched_ns=sent.launched_ns),
+            ends | {"ph": "b", "ts": sent.launched_ns / 1e3, "args": facts},
             ends | {"ph": "e", "ts": ended_ns / 1e3},
         )
 
     def close(self) -> None:
-        """Write what is left; the part then has its name."""
+        """Write what is left; the part then has its name.
+
+        Raises:
+            OSError: something could not be written.
+        """
         with self._lock:
             self._write()
-            self._file.close()
+            try:
+                self._file.close()
+            except OSError as error:  # what is still in its buffer
+                self._error = self._error or error
+        if self._error is not None:
+            raise self._error
         os.replace(f"{self._part}.new", self._part)
 
 

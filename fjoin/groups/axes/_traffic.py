@@ -12,18 +12,15 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from ...transforms.axes._sent import sent_bytes
+from ...transforms.pipelines.explain._explanation import Message
 
 
 class Sent(NamedTuple):
-    """A message of this rank. Times are those of time.perf_counter_ns."""
+    """A message of this rank."""
 
-    op: str  # the name of the collective in transforms
-    axis: str
+    message: Message
     stage: str  # what it is sent for
-    dtype: str
-    payload_bytes: int
-    sent_bytes: int
-    launched_ns: int
+    launched_ns: int  # by time.perf_counter_ns
 
 
 class Timeline(Protocol):
@@ -78,8 +75,7 @@ class Traffic:
         self.sent_bytes += sent
         message = None
         if TIMELINES:
-            dtype = str(x.dtype).removeprefix("torch.")
-            message = Sent(op, axis, self.stage, dtype, payload, sent, time.perf_counter_ns())
+            message = Sent(Message(op, axis, x.dtype, payload, sent), self.stage, time.perf_counter_ns())
         return _Waiting(self, message)
 
     def span(self, name: str) -> AbstractContextManager[object]:

@@ -17,7 +17,6 @@ from ...transforms.combinators._norms import NormState, UpdateNormState
 from ...transforms.combinators._partition import label_of
 from ...transforms.optimizers.wrappers._inject import InjectState
 from ...transforms.schedules._rates import value_at
-from ...transforms.step_param._optimizer import Optimizer
 
 
 class Meter:
@@ -55,7 +54,7 @@ class LearningRates:
 
     def __init__(self) -> None:
         self._slots: Any = None
-        self._parts: list[tuple[str, Optimizer, Any]] = []
+        self._parts: dict[str, tuple[Any, Any]] = {}  # name -> the argument lr, and a state that counts the steps
 
     def __call__(self, storage: Storage, step: int, skipped: Any) -> dict[str, Callable[[], Any]]:
         """The rates of the next step: "lr", or "lr/<label>" for each part of a partition; functions of no argument.
@@ -65,14 +64,12 @@ class LearningRates:
             skipped: How many of these were left out; a number, or a 0-d tensor that nothing writes into.
         """
         if self._slots is not storage.slots:
-            states, found = storage.states_of_parts(), dict[str, tuple[str, Optimizer, Any]]()
+            states, self._slots, self._parts = storage.states_of_parts(), storage.slots, {}
             for path in storage.shapes:
                 part = storage.optimizer.at(path)
-                if id(part) in states and _has_rate(part):
-                    name = "/".join(["lr", *_labels(storage.optimizer, path)])
-                    found.setdefault(name, (name, part, states[id(part)]))
-            self._parts, self._slots = list(found.values()), storage.slots
-        return {name: _rate(part, state, step, skipped) for name, part, state in self._parts}
+                if id(part) in states and (hyper := _hyper(part)) is not None:
+                    self._parts["/".join(["lr", *_labels(storage.optimizer, path)])] = hyper, states[id(part)]
+        return {name: _rate(hyper, state, step, skipped) for name, (hyper, state) in self._parts.items()}
 
 
 def _labels(optimizer: Any, path: str) -> Iterator[str]:
@@ -86,7 +83,13 @@ def _labels(optimizer: Any, path: str) -> Iterator[str]:
             yield from _labels(value, path)
 
 
-def _rate(part: Optimizer, state: Any, step: int, skipped: Any) -> Callable[[], Any]:
+def _hyper(part: Any) -> Any:
+    """The argument lr of an optimizer, or of the one inside it; None where it has none."""
+    inside = (_hyper(value) for _, value in part.spec.args if hasattr(value, "step_param"))
+    return next((value for name, value in part.spec.args if name == "lr"), next(inside, None))
+
+
+def _rate(hyper: Any, state: Any, step: int, skipped: Any) -> Callable[[], Any]:
     """The rate of an optimizer that is no partition."""
     while not isinstance(state, InjectState) and hasattr(state, "inner"):
         state = state.inner
@@ -96,20 +99,7 @@ def _rate(part: Optimizer, state: Any, step: int, skipped: Any) -> Callable[[], 
     count = getattr(state, "step", None)
     if isinstance(count, Tensor) and count.device.type == "cpu":
         step, skipped = int(count), 0
-    return lambda: _of_spec(part, torch.tensor(float(step - int(skipped)), device="cpu"))
-
-
-def _has_rate(part: Any) -> bool:
-    return any(name == "lr" or (hasattr(value, "step_param") and _has_rate(value)) for name, value in part.spec.args)
-
-
-def _of_spec(part: Any, step: Tensor) -> Any:
-    for name, value in part.spec.args:
-        if name == "lr":
-            return value_at(value, step)
-        if hasattr(value, "step_param") and _has_rate(value):
-            return _of_spec(value, step)
-    raise AssertionError("unreachable")
+    return lambda: value_at(hyper, torch.tensor(float(step - int(skipped)), device="cpu"))
 
 
 class RecordedNorms:
