@@ -7,6 +7,21 @@ from .transforms._errors import DonatedState as _DonatedState
 from .transforms._errors import FjoinError as FjoinError
 
 
+def described(error: BaseException) -> str:
+    """An error in words, with its type: an interrupt has no text of its own."""
+    return ": ".join(part for part in (type(error).__name__, str(error)) if part)
+
+
+def closed(failure: str = "") -> JoinError:
+    """The error of a mesh that is used after its end.
+
+    Args:
+        failure: The failure after which it was taken down, in words; "" where it was closed.
+    """
+    ended = f"taken down after a failure: {failure}" if failure else "closed"
+    return JoinError(f"this mesh was {ended}; make another one with fjoin.mesh(...)")
+
+
 class PeerLost(FjoinError):
     """Another rank failed or its connection broke."""
 

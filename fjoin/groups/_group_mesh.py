@@ -14,11 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .._errors import CollectiveTimeout, DesyncError, FjoinError, JoinError, PeerLost
+from .._errors import CollectiveTimeout, DesyncError, FjoinError, PeerLost, closed, described
 from ..shared_memory._links import HostLinks
 from ._mesh import Mesh
 from ._teardown import destroy
-from .axes._axis import CLOSED, GroupAxis
+from .axes._axis import GroupAxis
 from .axes._host_axis import HostAxis
 from .axes._hosts_axis import HostsAxis
 from .axes._traffic import Traffic
@@ -122,7 +122,7 @@ class GroupMesh(Mesh):
             links.report = lambda error: failures.report(error, None)
             weakref.finalize(self, links.close).atexit = False
         if owned:
-            weakref.finalize(self, destroy, list(self._all), _every_axis, False, self._process).atexit = False
+            weakref.finalize(self, destroy, list(self._all), _every_axis, "", self._process).atexit = False
         MESHES.add(self)
 
     @property
@@ -150,7 +150,7 @@ class GroupMesh(Mesh):
 
     def _exchange(self, occasion: str, value: Any, combine: Callable[[list[Any]], Any], axes: tuple[str, ...]) -> Any:
         if self._down:
-            raise JoinError(CLOSED)
+            raise closed(self._everyone.failure)
         members = [self._ranks[rank] for rank in self._members(axes)]
         return self._meetings.exchange(occasion, value, combine, members)
 
@@ -187,8 +187,8 @@ class GroupMesh(Mesh):
             self.use.unfinished.settle(_SETTLE_S, step if failed_in is None else failed_in)
             opened = self._connections.opened()
             if self.size > 1 and any(axis.group is not None and axis.group is dist.group.WORLD for axis in self._all):
-                ENDED.append(str(error))
-            self._take_down()
+                ENDED.append(described(error))
+            self._take_down(described(error))
             # Last, since the messages under way may still end, and gloo may not notice connections that are cut.
             shut(opened)
 
@@ -216,14 +216,14 @@ class GroupMesh(Mesh):
             failed = not comes(event, _LAST_S)  # a peer may have ended before it reached the same message
         if self._links is not None:
             self._links.settle(_SETTLE_S)
-        self._take_down(failed)
+        self._take_down("a message to a rank that has ended was under way" if failed else "")
 
-    def _take_down(self, failed: bool = True) -> None:
+    def _take_down(self, failure: str) -> None:
         self._down = True
         if self._links is not None:
-            self._links.close()
-        end = functools.partial(destroy, list(self._all), _every_axis, failed, self._process)
-        if not failed:
+            self._links.close(failure)
+        end = functools.partial(destroy, list(self._all), _every_axis, failure, self._process)
+        if not failure:
             return end()
         # gloo waits for the messages under way, of which it may keep one until its time-out though the peer is gone.
         thread = threading.Thread(target=end, daemon=True)

@@ -17,25 +17,25 @@ from torch.nn.parallel import DistributedDataParallel
 from .axes._axis import GroupAxis
 
 
-def destroy(axes: list[GroupAxis], every: Callable[[], Iterable[GroupAxis]], failed: bool, process: int) -> None:
+def destroy(axes: list[GroupAxis], every: Callable[[], Iterable[GroupAxis]], failure: str, process: int) -> None:
     """Destroy the groups of some axes, for all meshes.
 
     Args:
         every: The axes of all meshes.
-        failed: Whether messages that will never end may be under way: peers that wait for them get an error at once.
-            Otherwise NCCL's messages are awaited.
+        failure: The failure in words, if there was one: messages that will never end may be under way, and peers that wait
+            for them get an error at once. Where it is "", NCCL's messages are awaited.
         process: The process that made them. In a forked process the groups have no threads, and are left as they are.
     """
     if process != os.getpid():
         return
     groups = list({id(axis.group): axis.group for axis in axes if axis.group is not None}.values())
-    if failed:  # abort all of them first: destroying one waits for its stream
+    if failure:  # abort all of them first: destroying one waits for its stream
         _abort([group for group in groups if group.name() == "nccl"])
     while groups:
         group = groups.pop()
         for axis in (*axes, *every()):
             if axis.group is group:
-                axis.group = None
+                axis.group, axis.failure = None, failure
         _forget(group)
         with contextlib.suppress(RuntimeError, ValueError, AssertionError):
             if group is dist.group.WORLD:

@@ -46,9 +46,10 @@ class Position(Generic[B]):
         self.epoch = self.batches = self.steps = 0
         self.last: Any = END
         self._within = False  # whether a loop has begun this epoch
-        self._ended = False  # whether the loader has no more batches
+        self._next = 0  # the number of the batch of this rank that is loaded next
+        self._end: int | None = None  # that of the end of input, once it has been met
         self._start: Streams | None = None
-        self._marks: list[Mark] = []  # of the last two batches that were loaded; the end of input is one
+        self._marks: dict[int, Mark] = {}  # by number, of the batch that was used last and of those loaded ahead
         self._resume: Mapping[str, Any] | None = None
 
     def begin(self) -> Any:
@@ -66,7 +67,7 @@ class Position(Generic[B]):
         )  # the last batch is loaded once more
         used = self.batches - again
         streams = {name: Streams.of(state) for name, state in resume["streams"].items()} if resume and own else {}
-        self._within, self._ended, self._marks, self.last = True, False, [], END
+        self._within, self._next, self._end, self._marks, self.last = True, used, None, {}, END
         shuffled, state = _shuffled_of(self.loader), None
         if shuffled is not None:
             shuffled.set_epoch(self.epoch, used)
@@ -109,9 +110,11 @@ class Position(Generic[B]):
         return self._load(Mark(Streams.now(), self._state_of_loader()))
 
     def _load(self, mark: Mark) -> Any:
-        self._marks = [*self._marks[-1:], mark]
+        number, self._next = self._next, self._next + 1
+        self._marks[number] = mark
         batch = next(self._iterator, END)
-        self._ended = batch is END
+        if batch is END:
+            self._end = number
         return batch
 
     def _state_of_loader(self) -> Any:
@@ -123,12 +126,13 @@ class Position(Generic[B]):
         """An iteration begins, in which this rank has a batch or not."""
         self.batches += live
         self.steps += 1
+        self._marks = {number: mark for number, mark in self._marks.items() if number >= self.batches - 1}
 
     def finish(self) -> None:
         """All ranks are out of input: the epoch has ended."""
         self.epoch += 1
         self.batches = self.steps = 0
-        self._within, self._marks, self.last = False, [], END
+        self._within, self._marks, self.last = False, {}, END
 
     # -- as data ----------------------------------------------------------------------------------
 
@@ -141,12 +145,13 @@ class Position(Generic[B]):
                 f"state_dict(): the loader is an iterator, of type {type(self.loader).__name__}, which cannot start again; pass "
                 f"something that iter() starts anew, such as a DataLoader or a list, or an object with state_dict and load_state_dict"
             )
-        ended = self._within and self._ended
-        streams, marks = {}, self._marks[-2:-1] if ended and self.batches else self._marks[-1:]
+        ended = self._within and self._end == self.batches
+        # A rank that is out of input loads its last batch again, for the body.
+        streams, mark = {}, self._marks.get(self.batches - (ended and self.batches > 0))
         own = _shuffled_of(self.loader) is None and has_state(self.loader)
-        state = (marks[0].loader if marks else self._state_of_loader()) if own else None
-        if marks and self._start is not None:
-            streams = {"start": self._start.state_dict(), "ahead": marks[0].streams.state_dict()}
+        state = (mark.loader if mark else self._state_of_loader()) if own else None
+        if mark and self._start is not None:
+            streams = {"start": self._start.state_dict(), "ahead": mark.streams.state_dict()}
         streams["now"] = Streams.now().state_dict()
         return {
             "epoch": self.epoch,

@@ -14,7 +14,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from .._errors import JoinError, TransportError
+from .._errors import JoinError, TransportError, closed
 from ._announce import announce
 from ._exchange import Exchange
 from ._memory import HostMemory
@@ -41,7 +41,7 @@ class HostLinks:
         self._under_way: list[Exchange] = []
         self._room = bytearray(ROOM)
         self._lock = threading.RLock()
-        self.closed, self.count = False, 0
+        self.closed, self.count, self._failure = False, 0, ""
         self.report: Callable[[TransportError], object] = lambda error: None
         self.memory = HostMemory()
         self.sleeper = Sleeper(self._lock, self.peers.values())
@@ -205,14 +205,12 @@ class HostLinks:
 
     def _open(self) -> None:
         if self.closed:
-            raise JoinError(
-                "this mesh was closed, or taken down after a failure; make another one with fjoin.mesh(...), or another group"
-            )
+            raise closed(self._failure)
 
-    def close(self) -> None:
-        """End the connections, for this process and all that it has forked."""
+    def close(self, failure: str = "") -> None:
+        """End the connections, for this process and all that it has forked, after a failure if one is given in words."""
         with self._lock:
-            self.closed = True
+            self.closed, self._failure = True, failure
             self.memory.close()  # first: other ranks may still read what is freed from here on
             for peer in self.peers.values():
                 with contextlib.suppress(OSError):

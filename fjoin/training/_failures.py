@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import NoReturn
 
-from .._errors import FjoinError, JoinError
+from .._errors import FjoinError, JoinError, described
 from ._left_open import LeftOpen
 from ._run import Run
 
@@ -44,7 +44,7 @@ class Failures:
     def _break(self, error: BaseException) -> None:
         """Make the step unusable. The error itself is not kept: its frames would keep all their objects alive."""
         self._left.failed = True
-        self._broken = type(error) if isinstance(error, FjoinError) else JoinError, str(error) or repr(error)
+        self._broken = type(error) if isinstance(error, FjoinError) else JoinError, described(error)
 
     def raise_(self, error: BaseException) -> NoReturn:
         """Report an error to the other ranks, and raise its root cause."""

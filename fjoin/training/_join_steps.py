@@ -139,7 +139,9 @@ class JoinedLoader(JoinedLoop[B]):
             if not finished:
                 for step in steps:
                     step.failures.leave(
-                        JoinError(left_alone(step.rank, name, number), rank=step.rank, step=step.failures.last_step),
+                        JoinError(
+                            left_alone(step.rank, name, number, by_code), rank=step.rank, step=step.failures.last_step
+                        ),
                         by_code,
                     )
 

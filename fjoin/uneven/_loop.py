@@ -12,12 +12,13 @@ from ..agreement._requests import Requests
 from ..groups._make_mesh import world_mesh
 from ..groups._mesh import Mesh, check_mesh
 from ..loading._joined import JoinedLoop, left_alone
-from ..loading._look_ahead import LookAhead
 from ..loading._position import END
 from ..training._join_steps import NO_BATCH, JoinedLoader
 from ..training._leaving import left_by_code
 from ..training._step import TrainStep
 from ..training.passes._loss import weigh
+from ..transforms._check import whole_number
+from ._windows import Weighed, Windows
 
 B = TypeVar("B")
 # Ranks that leave a loop together do so within this time. Those that go on may wait in a module's messages, and see nothing.
@@ -31,20 +32,28 @@ class Loop(JoinedLoop[B]):
         live: Whether this rank has a batch in this iteration; without one, and for a batch of weight 0, the body gets the
             last batch that had weight, or `empty`.
         weight: This rank's weight in this iteration; 0 where it is not live.
-        total: The sum of the weights over all ranks.
+        total: The sum of the weights over all ranks, and over the iterations of this accumulation window.
+        sync_gradients: Whether this iteration ends an accumulation window, so that the optimizer steps; with accumulate=1 always.
         number: The number of iterations of this epoch before this one.
         batches: The number of iterations of this epoch so far, with this one, in which this rank had a batch.
         stopped: Whether the last loop ended because some rank had called `stop`; the same on all ranks.
     """
 
     def __init__(
-        self, loader: Iterable[B], mesh: Mesh, weight: Callable[[B], float] | None, empty: Any, throw: bool
+        self,
+        loader: Iterable[B],
+        mesh: Mesh,
+        weight: Callable[[B], float] | None,
+        empty: Any,
+        throw: bool,
+        accumulate: int = 1,
     ) -> None:
         super().__init__(loader, mesh.rank, mesh.size)
-        self._mesh, self._weigh, self._empty, self._throw = mesh, weight, empty, throw
+        self._mesh, self._weigh, self._empty, self._throw, self._accumulate = mesh, weight, empty, throw, accumulate
         self._record = Record(mesh, tuple(mesh.shape), ("weight", "batches"))
         self._asks = Requests(mesh.size)
-        self.live, self.weight, self.total, self.number, self.batches = False, 0.0, 0.0, 0, 0
+        self.live = self.sync_gradients = False
+        self.weight, self.total, self.number, self.batches = 0.0, 0.0, 0, 0
 
     @property
     def _requests(self) -> Requests:
@@ -55,7 +64,7 @@ class Loop(JoinedLoop[B]):
         """weight * ranks / total: the factor of a loss that is a local mean.
 
         With it, averaging the gradients over the ranks, as DistributedDataParallel and fully_shard do, gives the mean
-        over all ranks' samples.
+        over all ranks' samples; with accumulate=k the sum of a window's gradients does, so that the loss is not divided by k.
         """
         return self.weight * self._mesh.size / self.total if self.total else 0.0
 
@@ -66,10 +75,11 @@ class Loop(JoinedLoop[B]):
         self._asks.begin()
         self.number, self.batches, self.stopped, position = 0, 0, False, self._position
         try:
-            look_ahead, (current, weight) = LookAhead(), self._load(position.begin)
+            windows = Windows(position, partial(weigh, self._weigh), self._accumulate)
+            window = windows.first()
             self.number, self.batches = position.steps, position.batches
             given = self._empty if position.last is END else position.last
-            total, have = self._sums(self._send(current, weight))
+            total, have = self._sums(self._send(window))
             while have and not self.stopped:
                 if self._throw and have < self._mesh.size:
                     raise EarlyTermination(
@@ -77,18 +87,23 @@ class Loop(JoinedLoop[B]):
                         f"the others have more, and throw_on_early_termination is set",
                         step=self.number,
                     )
-                following = (END, 0.0) if current is END else look_ahead(current, partial(self._load, position.load))
-                answer = self._send(*following)  # under way while the body runs
-                self.live, self.weight, self.total = current is not END, weight, total
-                position.use(self.live)
-                self.batches += self.live
-                if self.live and (weight or given is NO_BATCH):
-                    given = current
-                if total:
-                    yield given
-                self.number += 1
+                following = list[Weighed]()
+                for i in range(self._accumulate):
+                    self.sync_gradients = i == self._accumulate - 1
+                    windows.fill(following, window[i:], self._accumulate if self.sync_gradients else i + 1)
+                    if self.sync_gradients:
+                        answer = self._send(following)  # under way while the body runs
+                    self.live, self.total = i < len(window), total
+                    current, self.weight = window[i] if self.live else (END, 0.0)
+                    position.use(self.live)
+                    self.batches += self.live
+                    if self.live and (self.weight or given is NO_BATCH):
+                        given = current
+                    if total:
+                        yield given
+                    self.number += 1
                 total, have = self._sums(answer)
-                current, weight = following
+                window = following
             finished = True
             if not have:
                 position.finish()
@@ -97,24 +112,32 @@ class Loop(JoinedLoop[B]):
             raise
         except BaseException as error:
             finished = True
-            if isinstance(error, EarlyTermination):  # all ranks raise that at the same place
-                raise
-            self._mesh.raise_root_cause(error, self.number)
+            if not isinstance(error, EarlyTermination):  # all ranks raise that at the same place
+                self._mesh.raise_root_cause(error, self.number)
+            raise
         finally:
             self._running = False
             self._asks.end()
             if not finished and self._mesh.size > 1:
                 # A body that ended because a peer was lost is not the first to have left.
-                text = left_alone(self._mesh.rank, "fjoin.join", self.number)
+                text = left_alone(self._mesh.rank, "fjoin.join", self.number, by_code)
                 if not (by_code and self._mesh.leave_together(text, _TOGETHER_S)):
                     self._mesh.report_failure(self._mesh.lost() or JoinError(text), self.number)
 
-    def _load(self, load: Callable[[], Any]) -> tuple[Any, float]:
-        batch = load()
-        return batch, 0.0 if batch is END else weigh(self._weigh, batch)
+    def state_dict(self) -> dict[str, Any]:
+        """See `JoinedLoop.state_dict`; with accumulate=k in the last iteration of a window, where `sync_gradients` is True.
 
-    def _send(self, batch: Any, weight: float) -> Sums:
-        return self._record.send({"weight": weight, "batches": self._asks.write(batch is not END)})
+        Raises:
+            JoinError: within an accumulation window, whose gradients belong to no position.
+        """
+        if self._running and not self.sync_gradients:
+            raise JoinError(
+                "state_dict() was called within an accumulation window; call it where loop.sync_gradients is True"
+            )
+        return super().state_dict()
+
+    def _send(self, window: list[Weighed]) -> Sums:
+        return self._record.send({"weight": sum(w for _, w in window), "batches": self._asks.write(bool(window))})
 
     def _sums(self, found: Sums) -> tuple[float, int]:
         """The sum of the weights, and the number of ranks that have a batch; notes whether a rank asks to stop."""
@@ -129,6 +152,7 @@ def join(
     *,
     mesh: Mesh | None = None,
     weight: Callable[[B], float] | None = None,
+    accumulate: int = 1,
     empty: Any = NO_BATCH,
     throw_on_early_termination: bool = False,
 ) -> Loop[B]: ...
@@ -147,6 +171,7 @@ def join(
     steps: Sequence[TrainStep] | None = None,
     mesh: Mesh | None = None,
     weight: Callable[[B], float] | None = None,
+    accumulate: int = 1,
     empty: Any = NO_BATCH,
     throw_on_early_termination: bool = False,
     when_exhausted: Literal["shadow", "replay"] = "shadow",
@@ -161,7 +186,7 @@ def join(
       finite even where the scale is 0.
     - Iterations in which no rank has weight are left out.
     - Other changes by the body, such as to a module's buffers, happen on all ranks.
-    - Each iteration has one small message between the ranks, under way while the body runs.
+    - Each iteration, with accumulate=k each window, has one small message between the ranks, under way while the body runs.
 
     With `steps`, several `train_step`s share the loader, as a generator's and a discriminator's do, and no
     message is added. The body must call each of them exactly once in each iteration, in the same order on all ranks.
@@ -174,6 +199,8 @@ def join(
         steps: Steps made by `train_step`, over the same axes and with the same `accumulate`.
         mesh: The ranks, without `steps`; by default all ranks.
         weight: `batch -> float`, without `steps`: the batch's weight, its samples or its tokens; by default 1.
+        accumulate: Without `steps`: the iterations, k on all ranks, whose gradients the body sums before it steps, where
+            `loop.sync_gradients`. `loop.scale` is exact over the window's samples. Up to 2 k batches are held at a time.
         empty: The batch for a rank that never has one; every use of the default raises `NoBatch`.
         throw_on_early_termination: Raise on all ranks where the first is out of input.
         when_exhausted: With `steps`, as in `TrainStep.join`.
@@ -201,9 +228,10 @@ def join(
             )
         if mesh is not None:
             check_mesh("join", mesh)
-        return Loop(loader, mesh or world_mesh(), weight, empty, throw_on_early_termination)
-    if mesh is not None or weight is not None:
-        raise TypeError("join(loader, steps=...) takes no mesh and no weight; the steps have their own")
+        whole_number("accumulate", accumulate, 1)
+        return Loop(loader, mesh or world_mesh(), weight, empty, throw_on_early_termination, accumulate)
+    if mesh is not None or weight is not None or accumulate != 1:
+        raise TypeError("join(loader, steps=...) takes no mesh, no weight and no accumulate; the steps have their own")
     steps = list(steps)
     if not steps or not all(isinstance(step, TrainStep) for step in steps):
         raise TypeError(f"steps must be steps made by train_step, at least one, got {steps!r}")

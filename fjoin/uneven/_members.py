@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import difflib
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -14,6 +16,17 @@ from ._ddp_hook import DDPHook, Iteration, check_notifies
 from ._join_config import JoinConfig, silent
 from ._steppers import check_steps_alone, is_stepper
 from ._turns import Turns, turns_of
+
+# The keyword arguments of a Join that modules and optimizers know.
+_KNOWN = ("divide_by_initial_world_size", "before_step")
+
+
+def _warn_of_typos(names: Iterable[str]) -> None:
+    """Warn of a name that is nearly a known one: hooks of one's own take any keyword argument, so none is an error."""
+    for name in names:
+        near = difflib.get_close_matches(name, _KNOWN, 1, 0.8)
+        if near and name not in _KNOWN:
+            warnings.warn(f"a Join passes {name} on to its joinables; do you mean {near[0]}?", stacklevel=5)
 
 
 class Members:
@@ -37,7 +50,16 @@ class Members:
         self.all = list(given)
         self.joinables = [joinable for joinable in self.all if hasattr(joinable, "join_process_group")]
         if not self.joinables:
-            raise ValueError("a Join needs at least one joinable that communicates")
+            raise ValueError(
+                f"a Join needs at least one joinable that communicates, got {[type(one).__name__ for one in self.all]}; wrap a "
+                f"module in DistributedDataParallel, or make a joinable of a function by fjoin.as_joinable"
+            )
+        for joinable in self.joinables:
+            if not hasattr(joinable, "_join_config"):
+                raise TypeError(
+                    f"{type(joinable).__name__} is no complete Joinable; call super().__init__() at the beginning of its __init__"
+                )
+        _warn_of_typos(kwargs)
         groups = [joinable.join_process_group for joinable in self.joinables]
         for i, group in enumerate(groups):
             if group != groups[0]:

@@ -302,28 +302,72 @@ def test_meshes_give_back_threads_and_descriptors(how: str) -> None:
             assert how == "dropped" or all(kind == "JoinError" and "closed" in text for kind, text, _ in texts)
 
 
-def interrupt(rank: int, report: Report) -> None:
+def interrupt(rank: int, report: Report, place: str) -> None:
+    """Rank 1 is interrupted in a loss, in the body of a loop or in an evaluation; what each later call says on both ranks."""
     import torch
 
     import fjoin
+    from fjoin import transforms as tx
+
+    once = [place] if rank == 1 else []
+
+    def at(here: str) -> None:
+        if here in once:
+            once.clear()
+            os.kill(os.getpid(), signal.SIGINT)
 
     def loss_fn(params: Any, batch: Any) -> Any:
-        if rank == 1:
-            os.kill(os.getpid(), signal.SIGINT)
+        at("loss")
         return (params["w"] * batch).sum()
 
-    step = a_step(fjoin.mesh({"data": -1}, timeout_s=LONG_S), loss_fn)
-    state = step.init({"w": torch.ones(2)})
+    def count(batch: Any) -> Any:
+        at("evaluate")
+        return {"n": len(batch)}
+
+    mesh, params, batches = fjoin.mesh({"data": -1}, timeout_s=LONG_S), {"w": torch.ones(2)}, [torch.ones(2)] * 3
+    step = a_step(mesh, loss_fn)
+    state = step.init(params)
+
+    def train() -> None:
+        new = state
+        for batch in step.join(batches):
+            new, _ = step(new, batch)
+            at("body")
+
+    def bound() -> None:
+        with fjoin.bind(mesh):
+            tx.psum(torch.ones(2), "data")
+
+    runs: dict[str, Callable[[], Any]] = {
+        "evaluate": lambda: fjoin.evaluate(count, batches, mesh=mesh),
+        "body": train,
+        "loss": lambda: step(state, batches[0]),
+    }
     try:
-        step(state, torch.ones(2))
+        runs[place]()
     except (KeyboardInterrupt, fjoin.PeerLost) as error:
         first = type(error).__name__
-        ended(lambda end: report((first, end)), lambda: step(state, torch.ones(2)))
+    later = [
+        *runs.values(),
+        bound,
+        lambda: step.init(params),
+        lambda: step.flush(state),
+        lambda: list(fjoin.join(batches, mesh=mesh)),
+        lambda: a_step(mesh).init(params),
+    ]
+    found = list[Any]()
+    for run in later:
+        ended(found.append, run)
+    report((first, found))
 
 
-def test_error_names_the_interrupt_of_a_failed_step() -> None:
-    with Ranks(2, interrupt) as run:
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [("loss", "KeyboardInterrupt"), ("body", "such as an interrupt"), ("evaluate", "KeyboardInterrupt")],
+)
+def test_every_later_error_names_the_interrupt(place: str, reason: str) -> None:
+    with Ranks(2, interrupt, place) as run:
         for _ in range(2):
-            rank, _, (first, (_, text, _)) = run.next(30)
+            rank, _, (first, found) = run.next(30)
             assert first == ("KeyboardInterrupt" if rank == 1 else "PeerLost")
-            assert "cannot go on, it failed before" in text and "KeyboardInterrupt" in text
+            assert all(reason in text and kind != "fine" for kind, text, _ in found), found

@@ -106,3 +106,43 @@ def test_bad_arguments_of_these_schedules() -> None:
     raises_text(TypeError, lambda: tx.by_epoch(0.1, 3), "0.1")  # type: ignore[arg-type]
     raises_text(TypeError, lambda: tx.by_factor(0.1, 0.5), "factor", "0.5")  # type: ignore[arg-type]
     raises_text(ValueError, lambda: tx.by_factor(float("nan"), lambda step: 1.0), "base")
+
+
+def test_errors_say_what_to_write() -> None:
+    raises_text(TypeError, lambda: tx.adamw("1e-3"), "lr", "write float('1e-3')")  # type: ignore[arg-type]
+    module, pipeline = torch.nn.Linear(2, 2), tx.fuse(tx.mean("data"), tx.sgd(0.1))
+    text = raises_text(
+        TypeError, lambda: tx.explain(pipeline, module, {"data": 2}), "a Linear", "fjoin.functional(module)"
+    )
+    assert "in_features" not in text
+    optimizer = torch.optim.SGD(module.parameters())
+    text = raises_text(TypeError, lambda: tx.fuse(tx.mean("data"), optimizer), "torch's SGD", "tx.sgd(lr)")  # type: ignore[arg-type]
+    assert "momentum" not in text
+    state = fjoin.train_step(loss_fn, pipeline).init(START)
+    raises_text(ValueError, lambda: state.with_hyperparameters(lr=1.0), "'lr'", "inject_hyperparameters(optimizer)")
+
+
+@pytest.mark.parametrize(
+    ("batch", "warns"),
+    [
+        ((torch.ones(3, 2), torch.ones(3)), True),
+        ({"x": torch.ones(3, 2), "y": torch.ones(3)}, True),
+        ((torch.ones(2, 2), torch.ones(2)), False),  # as many parts as samples
+        ((torch.ones(4), torch.ones(3), torch.ones(5)), False),  # samples of different lengths
+        (torch.ones(3, 2), False),
+        ([torch.ones(3), torch.ones(3)], False),  # a list is one of samples
+    ],
+    ids=["tuple", "dict", "equal", "samples", "tensor", "list"],
+)
+def test_len_as_the_weight_of_a_batch_of_parts_warns(batch: Any, warns: bool) -> None:
+    def one_step() -> None:
+        loop = fjoin.join([batch], weight=len)
+        assert [loop.weight for _ in loop] == [len(batch)]
+
+    if warns:
+        with pytest.warns(UserWarning, match="not its 3 samples; write weight=lambda batch"):
+            one_step()
+    else:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            one_step()

@@ -91,7 +91,13 @@ def fuse(
             hint = (
                 "write fuse(chain(mean('data'), from_optax(...)), sgd(1.0, maximize=True)), which adds optax's updates"
             )
-        raise TypeError(f"fuse: optimizer must be an Optimizer, got {optimizer!r}; {hint}")
+        got = repr(optimizer)
+        if isinstance(optimizer, torch.optim.Optimizer):
+            got, hint = (
+                f"torch's {type(optimizer).__name__}",
+                "write fuse(hook, tx.sgd(lr)), or another of the functional optimizers",
+            )
+        raise TypeError(f"fuse: optimizer must be an Optimizer, got {got}; {hint}")
     if after is not None:
         check_transform(after, "fuse: after")
     if on_state is not None:

@@ -89,5 +89,6 @@ def _number(name: str, value: Any) -> float | Tensor | None:
     if is_number(value):
         return value  # type: ignore[no-any-return]
     if not callable(value) or isinstance(value, type):
-        raise TypeError(f"{name} must be a number, a tensor of one element or a schedule, got {value!r}")
+        hint = f"; write float({value!r})" if isinstance(value, str) else ""
+        raise TypeError(f"{name} must be a number, a tensor of one element or a schedule, got {value!r}{hint}")
     return None

@@ -6,10 +6,13 @@ from typing import Any
 
 import optree
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .._old_torch import TRACES_STRUCTURES
 from ._tree import Tree, named_leaves
+
+# What to write where a module was given in the place of its parameters.
+OF_MODULE = "; write apply, params, buffers = fjoin.functional(module), call apply(params, buffers, x) in loss_fn, and pass params"
 
 
 def check_same(name: str, tree: Tree, like_name: str, like: Tree) -> None:
@@ -68,8 +71,11 @@ def _alike(a: Tree, b: Tree) -> bool:
 def check_dense(name: str, leaf: Any) -> None:
     """Raise TypeError unless `leaf` is a strided, real, floating-point tensor."""
     if not isinstance(leaf, Tensor):
-        hint = "; torch.from_dlpack(array) makes one of it" if hasattr(leaf, "__dlpack__") else ""
-        raise TypeError(f"{name} is {leaf!r}, a {type(leaf).__name__}; expected a tensor{hint}")
+        shown = f"a {type(leaf).__name__}" if isinstance(leaf, nn.Module) else f"{leaf!r}, a {type(leaf).__name__}"
+        hint = OF_MODULE if isinstance(leaf, nn.Module) else ""
+        if hasattr(leaf, "__dlpack__"):
+            hint = "; torch.from_dlpack(array) makes one of it"
+        raise TypeError(f"{name} is {shown}; expected a tensor{hint}")
     if leaf.layout is not torch.strided:
         raise TypeError(
             f"{name} has layout {leaf.layout}; sparse gradients are not supported, use a dense one "

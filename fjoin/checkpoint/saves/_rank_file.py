@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ..._errors import described
 from ...groups._mesh import Mesh
 from .._files import FileEntry, write_small
 from .._manifest import Manifest
@@ -63,7 +64,7 @@ class RankFile:
 
     def fail(self, folder: Path, error: Exception) -> None:
         """Tell rank 0 why nothing has been written."""
-        self._report(folder, json.dumps({"error": f"{type(error).__name__}: {error}"}))
+        self._report(folder, json.dumps({"error": f"{described(error)}"}))
 
     def _report(self, folder: Path, side: str) -> None:
         new = folder / f"{side_name(self._rank)}.new"

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..._errors import CheckpointError
+from ..._errors import CheckpointError, described
 from ...groups._mesh import Mesh
 
 
@@ -69,7 +69,7 @@ def _together(mesh: Mesh, occasion: str, make: Callable[[], Any]) -> list[Any]:
     try:
         shown = {"value": make()}
     except Exception as error:  # the other ranks wait for this one
-        own, shown = error, {"error": f"{type(error).__name__}: {error}"}
+        own, shown = error, {"error": f"{described(error)}"}
     found = mesh.exchange(occasion, shown, list)
     if own is not None:
         raise own

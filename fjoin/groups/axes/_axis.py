@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..._errors import JoinError
+from ..._errors import closed
 from ...transforms._axis_env import Axis, Done, Work
 from ...transforms._sums import sum_in_order
 from ...transforms.axes._order import from_order, to_order
@@ -20,7 +20,6 @@ from ._traced import refuse_traced_vmap, traced
 from ._traffic import Traffic
 
 T = TypeVar("T")
-CLOSED = "this mesh was closed, or taken down after a failure; make another one with fjoin.mesh(...)"
 _REDUCE = {"pmax": dist.ReduceOp.MAX, "pmin": dist.ReduceOp.MIN}
 # Up to this size two gloo ranks swap buffers and add: one hop instead of all_reduce's several, the same
 # bytes, 3 to 4 times faster at 40 to 320 kB (docs/decisions/006-two-gloo-ranks-swap-small-messages.md). From about 1 MB on there is
@@ -65,6 +64,7 @@ class GroupAxis(Axis):
         self.size, self.rank = group.size(), group.rank()
         self.ordered, self._joint, self.check, self._cause = ordered, joint, check, cause
         self.broken = False  # a collective has failed
+        self.failure = ""  # that after which the mesh was taken down
         self.traffic, self.name = traffic or Traffic(), name
         self._swaps = self.size == 2 and "gloo" in dist.get_backend_config(group)
 
@@ -76,7 +76,7 @@ class GroupAxis(Axis):
 
     def _open(self) -> Any:
         if self.group is None:  # to torch that would mean all ranks
-            raise JoinError(CLOSED)
+            raise closed(self.failure)
         return self.group
 
     def begin_reduce(self, buffer: Tensor) -> Work:

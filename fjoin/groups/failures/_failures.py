@@ -11,7 +11,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from ..._errors import CollectiveTimeout, DesyncError, FjoinError, PeerLost
+from ..._errors import CollectiveTimeout, DesyncError, FjoinError, PeerLost, described
 from ...shared_memory._packets import Late, PeerGone
 from ._connections import Connections
 from ._store import Store
@@ -61,7 +61,7 @@ class Failures:
             failed, text = error.rank, str(error)
         else:
             where = "" if step is None else f" in step {step}"
-            failed, text = self._rank, f"rank {self._rank} failed{where}: {type(error).__name__}: {error}"
+            failed, text = self._rank, f"rank {self._rank} failed{where}: {described(error)}"
         kind = type(error).__name__ if type(error).__name__ in _KINDS else "PeerLost"
         report = {"by": self._rank, "rank": failed, "step": step, "kind": kind, "text": text}
         with contextlib.suppress(RuntimeError):  # the store's host may have failed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import numbers
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -90,7 +91,21 @@ def weigh(weight: Callable[[Any], float] | None, batch: Any) -> float:
         ValueError: the weight is neither 0 nor from 1e-30 to 1e30.
         TypeError: the weight is no number.
     """
+    if weight is len and isinstance(batch, (tuple, Mapping)):
+        _warn_of_parts(batch)
     return 1.0 if weight is None else host_weight("weight(batch)", weight(batch))
+
+
+def _warn_of_parts(batch: Any) -> None:
+    """Warn where `len` counts the parts of a batch, such as inputs and targets, in the place of its samples."""
+    parts = list(batch.values() if isinstance(batch, Mapping) else batch)
+    sizes = {len(part) if isinstance(part, Tensor) and part.dim() else None for part in parts}
+    if len(sizes) == 1 and None not in sizes and sizes != {len(parts)}:
+        warnings.warn(
+            f"weight=len gives {len(parts)}, the number of parts of a {type(batch).__name__}, and not its {sizes.pop()} samples; write "
+            f"weight=lambda batch: len(batch[...])",
+            stacklevel=5,
+        )
 
 
 def user_sums(aux: Any) -> dict[str, Any]:

@@ -11,17 +11,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..._functional import Apply
-from ...transforms.tree._check_tree import check_dense
+from ...transforms.tree._check_tree import OF_MODULE, check_dense
 from ...transforms.tree._tree import flatten_in_insertion_order
 
 
 def flatten(params: Any) -> tuple[dict[str, Tensor], Callable[[dict[str, Any]], Any]]:
     """Path -> leaf in the order of registration, and the function that rebuilds the tree."""
     if isinstance(params, nn.Module) or (isinstance(params, tuple) and params and isinstance(params[0], Apply)):
-        raise TypeError(
-            f"params must be a pytree of tensors, got a {type(params).__name__}; write apply, params, buffers = "
-            f"fjoin.functional(module), call apply(params, buffers, x) in loss_fn, and pass params"
-        )
+        raise TypeError(f"params must be a pytree of tensors, got a {type(params).__name__}{OF_MODULE}")
     if params is None or isinstance(params, Iterator):
         raise TypeError(f"params must be a pytree of tensors, such as a dict from paths to tensors, got {params!r}")
     names, leaves, structure = flatten_in_insertion_order(params)

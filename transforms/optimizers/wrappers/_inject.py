@@ -94,7 +94,10 @@ def with_hyperparameters(state: State, **values: float | Tensor) -> State:
     out = optree.tree_map(change, state, is_leaf=lambda node: isinstance(node, InjectState))
     unknown = sorted(values.keys() - known)
     if unknown:
-        raise ValueError(f"no state has the hyperparameters {unknown}; there are {sorted(known)}")
+        raise ValueError(
+            f"no state has the hyperparameters {unknown}; there are {sorted(known)}. Those that are to be changed in a state are put "
+            f"there by inject_hyperparameters(optimizer)"
+        )
     return out
 
 
