@@ -73,12 +73,12 @@ from .training.state._state import TrainState as TrainState
 from .uneven._evaluate import Evaluation as Evaluation
 from .uneven._evaluate import evaluate as evaluate
 from .uneven._join import Join as Join
+from .uneven._join_loader import join as join
 from .uneven._joinable import Joinable as Joinable
 from .uneven._joinable import JoinHook as JoinHook
 from .uneven._joinable import PureJoinable as PureJoinable
 from .uneven._joinable import as_joinable as as_joinable
 from .uneven._loop import Loop as Loop
-from .uneven._loop import join as join
 from .watch._show import Show as Show
 from .watch._show import show as show
 from .watch._trace import trace as trace

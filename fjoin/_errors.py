@@ -54,6 +54,9 @@ class NonFinite(FjoinError):
         paths: The parameters whose summed gradient is not finite, where they were determined.
     """
 
+    ranks: tuple[int, ...]
+    paths: tuple[str, ...]
+
     def __init__(
         self, message: str, *, step: int | None = None, ranks: tuple[int, ...] = (), paths: tuple[str, ...] = ()
     ) -> None:

@@ -17,9 +17,9 @@ LIMITS = {
     "comparisons with a spec's name": 6,
     "accesses to another object's privates": 26,
     "accesses to privates of torch's objects": 67,
-    "lines of reducer, training, ddp": 8179,
-    "code lines": 24_731,
-    "lines": 47_643,
+    "lines of reducer, training, ddp": 8257,
+    "code lines": 24_825,
+    "lines": 47_780,
     "files over 250 lines": 0,
     "fmt: skip": 0,
 }

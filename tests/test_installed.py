@@ -33,17 +33,23 @@ def run(*command: object, cwd: Path) -> str:
     return done.stdout
 
 
+def environment(folder: Path) -> Path:
+    """The Python of a new environment that sees torch and numpy, and not this checkout."""
+    run(sys.executable, "-m", "venv", "--without-pip", folder / "env", cwd=folder)
+    python = folder / "env" / "bin" / "python"
+    packages = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip())
+    (packages / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")  # whose own .pth files are not read
+    return python
+
+
 @pytest.fixture(scope="module")
 def archives(tmp_path_factory: pytest.TempPathFactory) -> Archives:
     folder = tmp_path_factory.mktemp("archives")
     shutil.copytree(ROOT, folder / "tree", symlinks=True, ignore=LEFT_OUT)
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder / "dist", cwd=folder / "tree")
     (wheel,), (sdist,) = (folder / "dist").glob("*.whl"), (folder / "dist").glob("*.tar.gz")
-    run(sys.executable, "-m", "venv", "--without-pip", folder / "env", cwd=folder)
-    python = folder / "env" / "bin" / "python"
+    python = environment(folder)
     run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel, cwd=folder)
-    packages = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip())
-    (packages / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")  # whose own .pth files are not read
     return Archives(wheel, sdist, python)
 
 
@@ -88,13 +94,47 @@ def test_a_script_far_from_the_checkout_uses_the_wheel(archives: Archives, tmp_p
     assert run(archives.python, "train.py", cwd=tmp_path).split("\n")[0] == f"{fjoin.__version__} [-1.5, -1.5] 3"
 
 
+TYPED = """
+import fjoin
+from fjoin import transforms as tx
+
+step = fjoin.train_step(lambda p, x: (p["w"] * x).sum(), tx.fuse(tx.mean("data"), tx.sgd(0.5)))
+reveal_type(step)
+reveal_type(tx.mean("data"))
+"""
+
+
+@pytest.fixture(scope="module")
+def editable(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of an environment with an editable install of a copy of the tree."""
+    folder = tmp_path_factory.mktemp("editable")
+    shutil.copytree(ROOT, folder / "tree", symlinks=True, ignore=LEFT_OUT)
+    python = environment(folder)
+    options = ("--no-deps", "--no-index", "--no-build-isolation")
+    run(sys.executable, "-m", "pip", "--python", python, "install", *options, "-e", folder / "tree", cwd=folder)
+    return python
+
+
 @pytest.mark.long
-def test_its_types_are_seen(archives: Archives, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(
-        "import fjoin\nfrom fjoin import transforms as tx\n"
-        "step = fjoin.train_step(lambda p, x: (p['w'] * x).sum(), tx.fuse(tx.mean('data'), tx.sgd(0.5)))\n"
-        "reveal_type(step)\nreveal_type(tx.mean('data'))\n"
+@pytest.mark.parametrize("install", ["wheel", "editable"])
+def test_its_types_are_seen_by_mypy(install: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    made = request.getfixturevalue("archives" if install == "wheel" else "editable")
+    python = made.python if install == "wheel" else made
+    (tmp_path / "train.py").write_text(TYPED)
+    shown = run(
+        sys.executable, "-m", "mypy", "--python-executable", python, "--no-incremental", "train.py", cwd=tmp_path
     )
-    command = (sys.executable, "-m", "mypy", "--python-executable", archives.python, "--no-incremental", "train.py")
-    shown = run(*command, cwd=tmp_path)
     assert '"fjoin.training._step.TrainStep"' in shown and '"fjoin.transforms.transform._transform.Transform"' in shown
+
+
+@pytest.mark.long
+def test_its_types_are_seen_by_pyright_and_complete(editable: Path, tmp_path: Path) -> None:
+    pytest.importorskip("pyright", reason="`make types` installs it")
+    (tmp_path / "train.py").write_text(TYPED)
+    pyright = (sys.executable, "-m", "pyright", "--pythonpath", editable)
+    shown = run(*pyright, "train.py", cwd=tmp_path)
+    assert 'Type of "step" is "TrainStep"' in shown and 'is "Transform"' in shown
+    # It looks for the package in the environment that is active.
+    active = ("env", f"PATH={editable.parent}:{os.environ['PATH']}", f"VIRTUAL_ENV={editable.parents[1]}")
+    shown = run(*active, *pyright, "--verifytypes", "fjoin", "--ignoreexternal", cwd=tmp_path)
+    assert "Type completeness score: 100%" in shown, shown[-4000:]

@@ -11,6 +11,9 @@ class FjoinError(RuntimeError):
         step: The step in which the error was detected, or None.
     """
 
+    rank: int | None
+    step: int | None
+
     def __init__(self, message: str, *, rank: int | None = None, step: int | None = None) -> None:
         super().__init__(message)
         self.rank, self.step = rank, step

@@ -11,7 +11,7 @@ from typing import Any
 from ..groups._mesh import Mesh
 from ..transforms.layout._buckets import Bucket
 from ..transforms.pipelines._rates import Rates
-from ..transforms.plan._plan import axes_of
+from ..transforms.plan._plan import Plan, axes_of
 from ..transforms.program._program import Programs
 from ._record import Sums
 from ._requests import Requests
@@ -41,16 +41,18 @@ class Agreements:
         norm: Whether the norm of the gradients is needed.
     """
 
+    plan: Plan
+
     def __init__(self, mesh: Mesh, programs: Programs, calls: Calls, norm: bool = False) -> None:
         self._mesh, self._programs, self._parts = mesh, programs, programs.parts
         self.plan = plan = programs.plan
-        self.of_all = StepRecord(mesh, plan.agree)
+        self.of_all: StepRecord = StepRecord(mesh, plan.agree)
         self._records = {plan.agree: self.of_all}  # by axes
-        self.ranks = self.of_all.ranks
+        self.ranks: int = self.of_all.ranks
         self._layout: tuple[Bucket, ...] | None = None
-        self.ids = StepIds(mesh, plan.agree, self.ranks, calls)
+        self.ids: StepIds = StepIds(mesh, plan.agree, self.ranks, calls)
         self._requests = Requests(self.ranks)
-        self.check = StepCheck(self.ranks, norm, self._parts.skips, mesh, self.ids, self._requests)
+        self.check: StepCheck = StepCheck(self.ranks, norm, self._parts.skips, mesh, self.ids, self._requests)
         self._late: tuple[int, Sums] | None = None  # the step of a record that has not been read, and its sums
         self._begun: int | None = None  # the step that began last
         self._has_sent = False  # whether a step has sent a record of all ranks

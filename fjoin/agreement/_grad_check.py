@@ -28,6 +28,8 @@ class GradCheck:
         on_device: Decide on the device although the host could; for tests.
     """
 
+    on_device: bool
+
     def __init__(self, norm: bool = False) -> None:
         self._norm, self.on_device = norm, False
         # For each bucket 1 if this rank's own gradients are not finite, where the record does not tell whose are bad.

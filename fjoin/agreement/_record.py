@@ -45,6 +45,10 @@ class Record:
         device: The device of its messages; by default that of the mesh's small messages.
     """
 
+    axes: tuple[str, ...]
+    dtype: torch.dtype
+    device: torch.device
+
     def __init__(
         self,
         mesh: Mesh,
@@ -55,10 +59,10 @@ class Record:
         device: torch.device | None = None,
     ) -> None:
         self._mesh, self.axes, self._small = mesh, axes, small
-        self.ranks = math.prod(axis.size for axis in mesh.over(axes))
+        self.ranks: int = math.prod(axis.size for axis in mesh.over(axes))
         with bind_axes(mesh.axes):
             self._word, self._bit = rank_bit(int(axis_index(axes)) if axes else 0)
-        self.names = (*names, *(word for flag in flags for word in flag_words(flag, self.ranks)))
+        self.names: tuple[str, ...] = (*names, *(word for flag in flags for word in flag_words(flag, self.ranks)))
         self.dtype, self.device = torch.float32 if small else torch.float64, device or mesh.device
 
     @property

@@ -27,6 +27,9 @@ class Requests:
         ranks: The number of ranks whose records are summed.
     """
 
+    saves_agreed: int
+    stop_agreed: bool
+
     def __init__(self, ranks: int) -> None:
         self._ranks, self._digit = ranks, float(ranks + 1)
         self._asked = set[str]()

@@ -78,11 +78,12 @@ class StepCheck:
         ids: StepIds | None = None,
         requests: Requests | None = None,
     ) -> None:
-        self.ranks, self._skips, self._ids, self._requests = ranks, skips, ids, requests or Requests(ranks)
-        self.grads = GradCheck(norm)
+        self.ranks: int = ranks
+        self._skips, self._ids, self._requests = skips, ids, requests or Requests(ranks)
+        self.grads: GradCheck = GradCheck(norm)
         self.left_out: Any = 0.0
         self.weight: float | None = None
-        self.reads = DeviceReads(mesh)
+        self.reads: DeviceReads = DeviceReads(mesh)
 
     def decide(
         self,

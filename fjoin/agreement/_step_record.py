@@ -18,6 +18,10 @@ from ._record import Record
 class StepRecord(Record):
     """The record of the steps of one rank, summed over some axes; see `step_lane` for its names."""
 
+    dtype: torch.dtype
+    device: torch.device
+    names: tuple[str, ...]
+
     def __init__(self, mesh: Mesh, axes: tuple[str, ...]) -> None:
         super().__init__(mesh, axes, ())
         self.names, self._sums = step_lane(self.ranks), list[str]()  # the names in aux["sum"], sorted

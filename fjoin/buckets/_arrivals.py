@@ -22,7 +22,7 @@ class Arrivals:
 
     def __init__(self) -> None:
         self._works: dict[int, Work] = {}  # by bucket, in the order of their start
-        self.failed = ""
+        self.failed: str = ""
 
     def add(self, bucket: int, work: Work) -> None:
         self._works[bucket] = work

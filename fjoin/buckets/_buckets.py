@@ -37,6 +37,14 @@ class GradBuffer:
         memory: A flat buffer of zeros for the gradients and the lane, of which messages need no copy.
     """
 
+    taken: list[bool]
+    bucket: Bucket
+    pieces: Pieces | None
+    scattered: bool
+    grads: Tensor
+    missing: int
+    filled: bool
+
     def __init__(
         self,
         bucket: Bucket,
@@ -46,13 +54,13 @@ class GradBuffer:
         memory: Tensor | None = None,
     ) -> None:
         self.bucket, self._shapes, self.pieces, self.scattered = bucket, shapes, pieces, False
-        self.direct = bucket.direct and memory is None
+        self.direct: bool = bucket.direct and memory is None
         numel = 0 if self.direct else bucket.numel
         if memory is None:
             memory = torch.zeros(numel + lane_words, dtype=bucket.dtype, device=bucket.device)
-        self.buffer = memory
+        self.buffer: Tensor = memory
         self._own = self.grads = self.buffer[:numel]
-        self.lane = self.buffer[numel:]
+        self.lane: Tensor = self.buffer[numel:]
         self._padding: Tensor | None = None  # the elements between leaves
         used = torch.zeros(numel, dtype=torch.bool)
         for path, at in zip(bucket.paths, bucket.offsets, strict=True):
@@ -62,10 +70,12 @@ class GradBuffer:
         self._views = [] if self.direct else views(bucket, self.grads, shapes)
         self.leaves: list[Tensor] = []
         self.work: Work | None = None
-        self.seen = torch.zeros((), device=bucket.device)  # the norm or the sum of `grads`; see GradCheck.observe
+        self.seen: Tensor = torch.zeros(
+            (), device=bucket.device
+        )  # the norm or the sum of `grads`; see GradCheck.observe
         self.total: float | None = None
         self.missing, self.filled = 0, False
-        self.used = [False] * len(bucket.paths)  # whether a gradient of each leaf has ever come
+        self.used: list[bool] = [False] * len(bucket.paths)  # whether a gradient of each leaf has ever come
 
     def start(self, leaves: list[Tensor], window: dict[Tensor, Tensor] | None = None) -> None:
         """Prepare for the gradients of these leaves.
@@ -180,6 +190,8 @@ class BucketQueue:
         outgoing: The buckets.
         launch: Starts the hook of one bucket, given its index and buffer; called in the thread that fills the bucket.
     """
+
+    outgoing: list[GradBuffer]
 
     def __init__(self, outgoing: list[GradBuffer], launch: Callable[[int, GradBuffer], Work | None]) -> None:
         self.outgoing, self._launch = outgoing, launch

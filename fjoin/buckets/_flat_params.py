@@ -42,6 +42,10 @@ class Storage:
         memory: Gives a bucket's zeros, or None where any memory is as good.
     """
 
+    layout: tuple[Bucket, ...]
+    optimizer: Optimizer
+    pieces: Pieces | None
+
     def __init__(
         self,
         layout: tuple[Bucket, ...],
@@ -52,12 +56,12 @@ class Storage:
     ) -> None:
         self.layout, self.optimizer, self.pieces = layout, optimizer, pieces
         self.exact: list[Tensor] = []
-        self.arrivals = Arrivals()
+        self.arrivals: Arrivals = Arrivals()
         self.window: dict[Tensor, Tensor] = {}
-        self.readers = Readers()
-        self.float16 = any(bucket.dtype is torch.float16 for bucket in layout)
-        self.shapes = {path: p.shape for path, p in params.items()}
-        self.flats = []
+        self.readers: Readers = Readers()
+        self.float16: bool = any(bucket.dtype is torch.float16 for bucket in layout)
+        self.shapes: dict[str, torch.Size] = {path: p.shape for path, p in params.items()}
+        self.flats: list[Tensor] = []
         for bucket in layout:
             flat = memory(bucket)
             if flat is None:
@@ -74,8 +78,8 @@ class Storage:
         for bucket, flat in zip(self.layout, self.flats, strict=True):
             for path, view in zip(bucket.paths, views(bucket, flat, self.shapes), strict=True):
                 of[path] = view.detach().requires_grad_()
-        self.leaves = {path: of[path] for path in self.shapes}
-        self.by_bucket = [[of[path] for path in bucket.paths] for bucket in self.layout]
+        self.leaves: dict[str, Tensor] = {path: of[path] for path in self.shapes}
+        self.by_bucket: list[list[Tensor]] = [[of[path] for path in bucket.paths] for bucket in self.layout]
         # Gradients arrive in the stream of a leaf's node. Each forward pass makes a new node unless the old one is
         # still referenced; with these references the gradients of a bucket all arrive in one stream.
         self._nodes = [get_gradient_edge(leaf).node for leaf in self.leaves.values() if leaf.is_cuda]
@@ -130,7 +134,7 @@ class Storage:
             for bucket, states in zip(self.layout, slots, strict=True)
             for span, state in zip(bucket.spans, states, strict=True)
         ]
-        self.has_masters = any(master_of(state) is not None for _, state in parts)
+        self.has_masters: bool = any(master_of(state) is not None for _, state in parts)
         watched = {id(part): (compared(part, state), state.step) for part, state in parts}
         self._watched = [(hypers, step) for hypers, step in watched.values() if hypers]
         self._ranges = [

@@ -30,7 +30,7 @@ class Folder:
     """
 
     def __init__(self, path: Path | str) -> None:
-        self.path = Path(path)
+        self.path: Path = Path(path)
 
     def step_path(self, step: int) -> Path:
         """The folder of a step, whether it exists or not."""

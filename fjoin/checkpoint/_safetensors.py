@@ -131,7 +131,7 @@ class TensorFile:
     """
 
     def __init__(self, path: Path | str, entry: FileEntry) -> None:
-        self.path = Path(path)
+        self.path: Path = Path(path)
         self._file = BlockReader(self.path, entry)
         try:
             self._spans = _parse(self._file, entry.size)
@@ -141,7 +141,7 @@ class TensorFile:
         except BaseException:
             self.close()
             raise
-        self.names = list(self._spans)
+        self.names: list[str] = list(self._spans)
 
     def __enter__(self) -> TensorFile:
         return self

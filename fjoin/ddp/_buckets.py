@@ -41,16 +41,22 @@ class DDPBucket(GradBuffer):
         unit: The factor that scales its gradients in the message.
     """
 
+    buffer: Tensor
+    unit: float
+    grads: Tensor
+    pieces: Pieces | None
+    scattered: bool
+
     unit = 1.0
 
     def __init__(self, paths: tuple[str, ...], bucket: GradBucket, pieces: Pieces | None = None) -> None:
         self.buffer = self.grads = bucket.buffer()
         self.pieces, self.scattered = pieces, False
         self.work: Work | None = None
-        self.total = None
-        self.seen = torch.zeros((), device=self.grads.device)
+        self.total: float | None = None
+        self.seen: Tensor = torch.zeros((), device=self.grads.device)
         self._by_path = dict(zip(paths, gradients(bucket), strict=True))
-        self.bucket = _bucket(paths, self.grads.numel(), self.grads)
+        self.bucket: Bucket = _bucket(paths, self.grads.numel(), self.grads)
 
     def pack_own(self, slices: Mapping[str, Tensor]) -> Tensor:
         """This rank's slices, one after the other."""

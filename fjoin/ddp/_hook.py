@@ -26,7 +26,7 @@ from ..transforms.pipelines._pipeline import Pipeline, parts_of
 from ..transforms.pipelines.explain._counting_memory import CountingMemory
 from ..transforms.pipelines.explain._explain import explain_memory
 from ..transforms.pipelines.explain._explanation import Explanation
-from ..transforms.plan._plan import make_plan
+from ..transforms.plan._plan import Plan, make_plan
 from ..transforms.program._effect import FLUSH, Effect
 from ..transforms.program._execute import execute
 from ..transforms.program._ops import Program, Stages
@@ -56,10 +56,16 @@ class DDPRun:
         flats: The parameters' memory, which the states of pure functions must not share.
     """
 
+    plan: Plan
+    mesh: Mesh
+    leaves: dict[str, Tensor]
+    step: int
+    total: float
+
     def __init__(self, ddp: DistributedDataParallel, hook: Transform, pipeline: Pipeline | None, mesh: Mesh) -> None:
         self.mesh, self._hook = mesh, hook
         self.plan = plan = make_plan(hook, mesh.shape, *(pipeline.ends if pipeline else ()))
-        self.stages = BucketStages(plan, mesh)
+        self.stages: BucketStages = BucketStages(plan, mesh)
         if pipeline is None and hook.sharded_over:
             raise ValueError(
                 f"{hook!r} leaves each rank only its piece of the gradients, so it needs the optimizer that steps the piece; register "
@@ -68,7 +74,7 @@ class DDPRun:
         ignored = ddp.parameters_to_ignore
         params = {path: p for path, p in ddp.module.named_parameters() if p.requires_grad and path not in ignored}
         self.leaves, self._path_of = params, {p: path for path, p in params.items()}
-        self.flats = [p.detach() for p in params.values()]
+        self.flats: list[Tensor] = [p.detach() for p in params.values()]
         held = {path: p.detach() for path, p in params.items()}
         self.pieces: Pieces | None = None
         self._pieces_of: dict[tuple[str, ...], Pieces] = {}  # of the module's buckets, by their paths
@@ -80,23 +86,23 @@ class DDPRun:
         asks = (pipeline is not None or hook.compression is not None) and (
             ddp.find_unused_parameters or ddp.static_graph
         )
-        self.used = UsedParameters(params, mesh) if asks else None
+        self.used: UsedParameters | None = UsedParameters(params, mesh) if asks else None
         parts = parts_of(hook if pipeline is None else pipeline, used=tuple(mesh.shape) if asks else ())
         self._programs = Programs(plan, parts, "module")
-        self.agreements = Agreements(mesh, self._programs, CALLS)
-        self.pipeline_step = None
+        self.agreements: Agreements = Agreements(mesh, self._programs, CALLS)
+        self.pipeline_step: ModuleStep | None = None
         if pipeline is not None:
             self.agreements.ids.number()
             self.pipeline_step = ModuleStep(pipeline, plan, self.agreements.check, params, self.pieces)
         self.hook_state: tuple[Any, ...] = copy_if_aliased(self.stages.init(held, self.pieces), self.flats)
         self.values: dict[str, float] = {}  # this rank's record of this pass
         # Whether the hook is a plain sum and nothing else. The kernels of an optimizer may then divide.
-        self.is_sum = plan.reduce is not None and len(self.stages.parts) == 1
+        self.is_sum: bool = plan.reduce is not None and len(self.stages.parts) == 1
         self.step, self.total = 0, math.nan
-        self.left = LeftOpen(self, pipeline.ends if pipeline else (), "handle.flush()")
-        self.loaded = False  # whether a state has been loaded since the last pass
+        self.left: LeftOpen = LeftOpen(self, pipeline.ends if pipeline else (), "handle.flush()")
+        self.loaded: bool = False  # whether a state has been loaded since the last pass
         self.pending: float | None = None  # the weight for the next synchronised pass
-        self.weight = 1.0
+        self.weight: float = 1.0
         self.outs: list[DDPBucket] = []
         self._futures: list[torch.futures.Future[Tensor]] = []
         self._missing = set[str]()  # the parameters whose buckets have not yet come in this pass

@@ -17,7 +17,7 @@ class ScaledLoss:
     """
 
     def __init__(self, params: Iterable[Tensor]) -> None:
-        self.missed = False
+        self.missed: bool = False
         self._running: Callable[[], _Pass | None] = _nothing
         me = weakref.ref(self)
 

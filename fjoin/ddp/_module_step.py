@@ -42,6 +42,8 @@ class ModuleStep:
         scaling: For a pipeline in `dynamic_loss_scale`.
     """
 
+    pipeline: Pipeline
+
     def __init__(
         self,
         pipeline: Pipeline,
@@ -63,16 +65,16 @@ class ModuleStep:
         self.outer: Any = skips.begin(()) if skips else None
         at = pipeline.optimizer.at
         items = [(path, at(path), p, None) for path, p in held.items()]
-        self.stepper = ForeachStepper()
+        self.stepper: ForeachStepper = ForeachStepper()
         self.stepper.begin(items)
         slots = self.stepper.states
         sharding = pipeline.sharding
         self.gather_state: Any = () if sharding is None or pieces is None else sharding.init(pieces, held, dict(slots))
-        self.ends = init_ends(pipeline, held, slots, self._flats)
+        self.ends: EndStates = init_ends(pipeline, held, slots, self._flats)
         self._watched = [item for item in items if compared(item[1], slots[item[0]])]
         self._divides = all(divides(part, dtype) for part, dtype in {(at(path), p.dtype) for path, p in held.items()})
         self.check = check
-        self.scaling = ScaledLoss(leaves.values()) if skips and skips.scaled else None
+        self.scaling: ScaledLoss | None = ScaledLoss(leaves.values()) if skips and skips.scaled else None
         self._error: TypeError | ValueError | None = None  # of this pass's hyperparameters
 
     def rates(self) -> list[tuple[str, float]]:

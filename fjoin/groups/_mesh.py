@@ -30,9 +30,15 @@ class Mesh:
     ({'node': 1, 'local': 1}, 0, 1)
     """
 
+    shape: dict[str, int]
+    axes: dict[str, Any]
+    rank: int
+    use: Use
+    traffic: Traffic
+
     def __init__(self, shape: dict[str, int], axes: dict[str, Any], rank: int) -> None:
         self.shape, self.axes, self.rank = shape, axes, rank
-        self.size = math.prod(shape.values())
+        self.size: int = math.prod(shape.values())
         self.use, self.traffic = Use(), Traffic()
 
     def __repr__(self) -> str:

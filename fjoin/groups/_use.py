@@ -20,7 +20,7 @@ class Use:
 
     def __init__(self) -> None:
         self.steps = 0
-        self.unfinished = Unfinished()
+        self.unfinished: Unfinished = Unfinished()
         self._lock = threading.RLock()
         self._refused: JoinError | None = None
 

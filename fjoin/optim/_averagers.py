@@ -46,7 +46,7 @@ class PeriodicModelAverager(ModelAverager):
     def __init__(
         self, period: int, warmup_steps: int = 0, process_group: Any = None, *, buffers: Buffers | None = None
     ) -> None:
-        self.period = whole_number("period", period, 1)
+        self.period: int = whole_number("period", period, 1)
         super().__init__(warmup_steps, process_group, buffers)
         if period == 1:
             _warn("period")
@@ -96,7 +96,7 @@ class HierarchicalModelAverager(ModelAverager):
         *,
         buffers: Buffers | None = None,
     ) -> None:
-        self.period_group_size_dict = _check_levels(period_group_size_dict)
+        self.period_group_size_dict: dict[int, int] = _check_levels(period_group_size_dict)
         super().__init__(warmup_steps, process_group, buffers)
         if max(self.period_group_size_dict) == 1:
             _warn("the largest period")

@@ -38,8 +38,8 @@ class ModelAverager:
     """
 
     def __init__(self, warmup_steps: int, process_group: Any, buffers: Buffers | None) -> None:
-        self.warmup_steps = whole_number("warmup_steps", warmup_steps, 0)
-        self.step = 0
+        self.warmup_steps: int = whole_number("warmup_steps", warmup_steps, 0)
+        self.step: int = 0
         self._buffers = buffers if buffers is None or callable(buffers) else _tensors("buffers", buffers)
         self._mesh: Mesh | None = self._mesh_of(process_group)
         self._compared = False  # with the other ranks

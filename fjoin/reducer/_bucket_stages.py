@@ -20,6 +20,7 @@ from ..transforms.plan._plan import Plan
 from ..transforms.reductions._reduction import MeanState
 from ..transforms.transform._call import ALONE, Call
 from ..transforms.transform._rider import BucketSums
+from ..transforms.transform._transform import Transform
 from ._hook_state import FLAT
 from ._interleave import Interleaver, travel
 from ._side_stream import SideStream
@@ -38,12 +39,15 @@ class BucketStages:
         fresh: Whether their result is freshly allocated, so that it may take the place of the gradient buffer.
     """
 
+    flat: bool
+    fresh: bool
+
     def __init__(self, plan: Plan, mesh: Mesh, flat: bool = False, fresh: bool = False) -> None:
         self._early, self._mesh, self.flat, self.fresh = plan.early, mesh, flat, fresh
-        self.parts = stages(plan.hook)
-        self.n_early = 0 if plan.early is None else len(stages(plan.early))
+        self.parts: list[Transform] = stages(plan.hook)
+        self.n_early: int = 0 if plan.early is None else len(stages(plan.early))
         self._counts = counts_needed(self.parts)
-        self.sums_dtype = torch.float32  # of the words that the first bucket carries
+        self.sums_dtype: torch.dtype = torch.float32  # of the words that the first bucket carries
         self._call = ALONE  # of the first stage, in this step
         self._calls: list[BucketCall] = []
         self._bound: dict[str, Any] = {}

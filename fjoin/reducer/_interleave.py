@@ -29,7 +29,7 @@ class Coroutine:
 
     def __init__(self, interleaver: Interleaver, function: Callable[[Callable[[], None]], Any]) -> None:
         self._interleaver, self._function = interleaver, function
-        self.done = False
+        self.done: bool = False
         self._error: BaseException | None = None
         self._abandoned = False
         self._thread: threading.Thread | None = None
@@ -129,6 +129,9 @@ class Interleaver:
     Args:
         axes: The axes by name that the coroutines communicate over.
     """
+
+    axes: dict[str, Any]
+    outer: dict[str, Axis]
 
     def __init__(self, axes: dict[str, Any]) -> None:
         keep_freed()

@@ -78,4 +78,8 @@ def keeps_parameters_without_input(make: Callable[[], tx.Transform]) -> None:
         assert settled[_CALLS // 2], "parameters change although no rank has input"
 
 
-AVERAGE_LAWS = [makes_ranks_equal, gives_the_average_to_ranks_without_input, keeps_parameters_without_input]
+AVERAGE_LAWS: list[Callable[..., None]] = [
+    makes_ranks_equal,
+    gives_the_average_to_ranks_without_input,
+    keeps_parameters_without_input,
+]

@@ -122,7 +122,7 @@ def keeps_to_elements(make: Callable[[], tx.Codec]) -> None:
         assert same_bits(codec.decode(_encode(codec, x[:, i : i + 1], first=i), 1), back[:, i : i + 1])
 
 
-CODEC_LAWS = [
+CODEC_LAWS: list[Callable[..., None]] = [
     encodes_purely,
     says_its_width,
     stays_near,

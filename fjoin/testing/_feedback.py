@@ -65,4 +65,4 @@ def _run(
     return results[0][0], [error for _, error in results]
 
 
-FEEDBACK_LAWS = [pays_what_it_owes, forgets_what_is_not_finite]
+FEEDBACK_LAWS: list[Callable[..., None]] = [pays_what_it_owes, forgets_what_is_not_finite]

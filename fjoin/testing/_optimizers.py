@@ -94,7 +94,7 @@ def resumes(make: Callable[[], tx.Optimizer]) -> None:
     assert same_bits(opt.step(params, params_like(101), state), opt.step(params, params_like(101), loaded))
 
 
-OPTIMIZER_LAWS = [
+OPTIMIZER_LAWS: list[Callable[..., None]] = [
     step_param_is_pure,
     in_place_agrees,
     found_inf_stops_it,

@@ -196,7 +196,7 @@ def _near(a: Any, b: Any) -> bool:
     return max_diff(a, b) < 1e-6
 
 
-TRANSFORM_LAWS = [
+TRANSFORM_LAWS: list[Callable[..., None]] = [
     is_pure,
     keeps_to_its_needs,
     goes_bucket_by_bucket,

@@ -50,6 +50,8 @@ class JoinedLoader(JoinedLoop[B]):
     it ends, so a `break` is reported to the other ranks at once, even where this object is kept in a variable.
     """
 
+    stopped: bool
+
     def __init__(self, steps: Sequence[InLoop], loader: Iterable[B], **options: Any) -> None:
         if options["when_exhausted"] not in ("shadow", "replay"):
             raise ValueError(f"when_exhausted must be 'shadow' or 'replay', got {options['when_exhausted']!r}")

@@ -30,6 +30,10 @@ class LeftOpen:
         failed: Whether it has failed, so that nothing can be finished.
     """
 
+    steps: int
+    gathers: bool
+    failed: bool
+
     def __init__(self, owner: object, parts: Sequence[Transform], remedy: str) -> None:
         self._parts, self._remedy = tuple(parts), remedy
         self.steps, self.gathers, self.failed = 0, False, False

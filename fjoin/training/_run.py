@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from ..agreement._agreements import Agreements
-from ..agreement._step_check import numbers
+from ..agreement._step_check import StepCheck, numbers
 from ..agreement._step_ids import Calls
 from ..agreement._step_record import own_values
 from ..buckets._buckets import BucketQueue
@@ -48,6 +48,16 @@ CALLS = Calls(
 class Run:
     """Runs the steps of one pipeline on this rank; `TrainStep` is its public face."""
 
+    pipeline: Pipeline
+    mesh: Mesh
+    accumulate: int
+    on_buffers: Transform | None
+    ends: tuple[Transform, ...]
+    overlap_gather: bool
+    ranks: int
+    step_check: StepCheck
+    recorded_norms: RecordedNorms
+
     def __init__(
         self,
         loss: Loss,
@@ -63,10 +73,10 @@ class Run:
         self.on_buffers, self.ends = on_buffers, parts.transforms
         plan = make_plan(pipeline.hook, mesh.shape, *self.ends, adds=accumulate > 1)
         self.weighs = "weight(batch)" if loss.weighs else "1 for each rank with a batch"
-        self.axes = plan.agree
+        self.axes: tuple[str, ...] = plan.agree
         sharding, self.overlap_gather = pipeline.sharding, overlap_gather
         self._programs = Programs(plan, parts, "buckets")
-        self.agreements = Agreements(mesh, self._programs, CALLS, norm=plan.clip is not None)
+        self.agreements: Agreements = Agreements(mesh, self._programs, CALLS, norm=plan.clip is not None)
         self.ranks, self.step_check = self.agreements.ranks, self.agreements.check
         self.hook: StepHook
         self._early: AllReduceHook | None = None  # set where buckets are stepped as their messages arrive
@@ -78,19 +88,19 @@ class Run:
             self._early = plain if steps_early else None
         else:
             self.hook = BucketHook(plan, mesh, record, self.step_check.grads, accumulate > 1)
-        self.deferred = DeferredMessages(mesh)
+        self.deferred: DeferredMessages = DeferredMessages(mesh)
         weakref.finalize(self, self.deferred.clear).atexit = False  # each message under way has a thread
         overlaps = pipeline.after is not None and pipeline.after.accepts("prefetch") and mesh.device.type == "cpu"
-        self.prefetch = self.deferred if overlaps and self.deferred.travel else None
+        self.prefetch: DeferredMessages | None = self.deferred if overlaps and self.deferred.travel else None
         # Whether each bucket's gather begins once it has been stepped.
-        self.gathers_buckets = sharding is not None and sharding.codec is None and pipeline.after is None
+        self.gathers_buckets: bool = sharding is not None and sharding.codec is None and pipeline.after is None
         self._units = Units(self.hook, self.step_check, mesh, reduced, loss.weighs and bool(reduced), accumulate)
-        self.passes = Passes(loss, mesh, self.axes, self.ranks)
+        self.passes: Passes = Passes(loss, mesh, self.axes, self.ranks)
         self._unscaler = Unscaler(self.hook) if pipeline.skips and pipeline.skips.scaled else None
         self._queue: BucketQueue | None = None
         self._meter, self.recorded_norms = Meter(mesh), RecordedNorms()
         self._learning_rates = LearningRates()
-        self.token = object()  # identifies this step in its states, without keeping it alive
+        self.token: object = object()  # identifies this step in its states, without keeping it alive
 
     def close(self) -> None:
         """Free buffers and hooks, and drop the messages under way."""

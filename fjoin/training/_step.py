@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeVar
 from torch import Tensor
 
 from .._errors import NonFinite
+from ..transforms.pipelines._pipeline import Pipeline
 from . import _join_steps as _join
 from ._failures import Failures
 from ._in_loop import InLoop
@@ -35,9 +36,12 @@ class TrainStep:
     """
 
     def __init__(self, run: Run, donate: bool, bucket_bytes: int) -> None:
-        self.run, self._donate, self.bucket_bytes = run, donate, bucket_bytes
-        self.pipeline = run.pipeline
-        self.ranks, self.rank = run.ranks, run.mesh.rank
+        self._donate = donate
+        self.run: Run = run
+        self.bucket_bytes: int = bucket_bytes
+        self.pipeline: Pipeline = run.pipeline
+        self.ranks: int = run.ranks
+        self.rank: int = run.mesh.rank
         left = LeftOpen(self, run.ends, "state = step.flush(state)")
         self._left, self._failures = left, Failures(run, left)
         self._in_loop = InLoop(run, self._failures)

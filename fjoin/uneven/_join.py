@@ -97,7 +97,7 @@ class Join:
         self._warned = False
         self._sent_before = 0
         self.last_joiner: int | None = None
-        self.iterations = 0
+        self.iterations: int = 0
 
     def __enter__(self) -> Join:
         if not self._enable:

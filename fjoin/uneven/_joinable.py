@@ -69,6 +69,9 @@ class PureJoinable(Joinable):
         state: The state that the hooks take and return; the loop's own code may set it too.
     """
 
+    state: Any
+    mesh: Mesh
+
     def __init__(self, hook: pure.JoinHook | Callable[..., pure.JoinHook], state: Any, mesh: Mesh) -> None:
         super().__init__()
         self._hook, self.state, self.mesh = hook, state, mesh

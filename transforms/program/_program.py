@@ -49,6 +49,9 @@ class Parts(NamedTuple):
 class Programs:
     """The programs of the steps of one pipeline: one for all steps, where its messages are the same in each."""
 
+    plan: Plan
+    parts: Parts
+
     def __init__(self, plan: Plan, parts: Parts, place: Place) -> None:
         self.plan, self.parts, self.place = plan, parts, place
         self._known: dict[bool, Program] = {}

@@ -17,6 +17,9 @@ class Inner:
         field: The name of the field.
     """
 
+    transform: Transform
+    field: str
+
     def __init__(self, transform: Transform, field: str = "inner") -> None:
         self.transform, self.field = transform, field
 

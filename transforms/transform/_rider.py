@@ -27,6 +27,8 @@ class BucketSums:
         first: The `BucketSums` of the first bucket; None for the first itself.
     """
 
+    dtype: torch.dtype
+
     __slots__ = ("_first", "_found", "_next", "_pause", "dtype")
 
     def __init__(self, dtype: torch.dtype, first: BucketSums | None = None) -> None:

@@ -70,6 +70,8 @@ class Checkpoints:
     (4, tensor([-2.]))
     """
 
+    extra: Any
+
     def __init__(
         self,
         path: str | os.PathLike[str],

@@ -56,6 +56,8 @@ class Traffic:
         stage: What the next messages are sent for.
     """
 
+    sent_bytes: int
+
     def __init__(self) -> None:
         self.sent_bytes = self.waited_ns = 0
         self.stage = ""

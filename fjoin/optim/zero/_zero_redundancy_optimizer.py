@@ -62,6 +62,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, StepsInAJoin):
     >>> torch.distributed.destroy_process_group()
     """
 
+    world_size: int
+    rank: int
+    part: Any
     _step_supports_amp_scaling = True
 
     def __init__(
@@ -73,13 +76,13 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, StepsInAJoin):
         overlap_with_ddp: bool = False,
         **defaults: Any,
     ) -> None:
-        self.process_group = dist.group.WORLD if process_group is None else process_group
+        self.process_group: Any = dist.group.WORLD if process_group is None else process_group
         if self.process_group is None:
             raise ValueError("a ZeroRedundancyOptimizer needs torch.distributed.init_process_group first")
         self._mesh = mesh_from_group(self.process_group)
         self.world_size, self.rank = self._mesh.size, self._mesh.rank
         self.part, hyperparameters = optimizer_of(optimizer_class, defaults)
-        self.hyper = Hyperparameters(self.part)
+        self.hyper: Hyperparameters = Hyperparameters(self.part)
         self._class, self._as_views = optimizer_class, parameters_as_bucket_view
         self.overlap_with_ddp = overlap_with_ddp
         self._shards: list[Shard] = []
@@ -89,12 +92,10 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, StepsInAJoin):
         self.run: Any = None  # of a module's hook, which steps; see `hook_with_zero_step`
         torch.optim.Optimizer.__init__(self, params, hyperparameters)
         StepsInAJoin.__init__(self)
-        self.state = NoState()  # type: ignore[assignment]
+        self.state: Any = NoState()
         devices = {p.device for group in self.param_groups for p in group["params"]}
         if len(devices) > 1:
-            raise ValueError(
-                f"ZeroRedundancyOptimizer: the parameters lie on {sorted(map(str, devices))}; expected one device"
-            )
+            raise ValueError(f"ZeroRedundancyOptimizer: parameters on {sorted(map(str, devices))}; expected one device")
         groups = [self._add(group) for group in self.param_groups]
         if not self.overlap_with_ddp:
             known = not isinstance(self.part, WholeLeaves)
@@ -187,9 +188,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, StepsInAJoin):
             run.load_states(waiting)
 
     def __getstate__(self) -> dict[str, Any]:
-        raise TypeError(
-            "a ZeroRedundancyOptimizer cannot be copied or pickled; use consolidate_state_dict and state_dict"
-        )
+        raise TypeError("a ZeroRedundancyOptimizer has no copies and pickles; use consolidate_state_dict, state_dict")
 
     def slices(self) -> dict[int, OwnSlice] | None:
         """By the number of a parameter; None where a module's hook or an optimizer that is not known steps."""

@@ -21,7 +21,7 @@ class Loss:
 
     def __init__(self, loss_fn: Callable[..., Any], weight: Callable[[Any], float] | None) -> None:
         self._loss_fn, self._weight = loss_fn, weight
-        self.weighs = weight is not None
+        self.weighs: bool = weight is not None
 
     def weigh(self, batch: Any) -> float:
         return weigh(self._weight, batch)

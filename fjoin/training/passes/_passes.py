@@ -45,7 +45,7 @@ class Passes:
         self._loss, self._mesh, self._ranks = loss, mesh, ranks
         self._shadowed = shadowed(mesh.axes, axes)
         self._reached = False  # whether a backward pass has reached a parameter
-        self.hooks = GradHooks()
+        self.hooks: GradHooks = GradHooks()
 
     def check(self, buffers: bool) -> None:
         """Raise where `loss_fn` cannot be called with (or without) buffers; see `Loss.check`."""

@@ -58,7 +58,7 @@ class DeferredMessages:
         self._interleaver: Interleaver | None = None
         self._axes = mesh.axes
         # Whether messages can travel while this process computes.
-        self.travel = any(axis.travels and axis.size > 1 for axis in mesh.axes.values())
+        self.travel: bool = any(axis.travels and axis.size > 1 for axis in mesh.axes.values())
         self._begun: list[_Begun] = []
         self.stages = 1
 

@@ -31,6 +31,11 @@ class Metrics:
     (4.0, 2.0, {'samples': 2.0})
     """
 
+    aux: Any
+    rank: int
+    step: int
+    stepped: bool
+
     __slots__ = ("_check", "_others", "_sums", "aux", "rank", "step", "stepped")
 
     def __init__(

@@ -23,6 +23,9 @@ Policy: TypeAlias = Callable[..., "Keep | bool"]
 class Named:
     """A policy by the names that `checkpoint_name` gives, and one for operations."""
 
+    of_name: Callable[[str], Keep | bool]
+    offloads: bool
+
     def __init__(
         self,
         words: str,
