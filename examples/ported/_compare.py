@@ -66,7 +66,7 @@ def difference(port: Any, reference: Any) -> float:
     if isinstance(reference, dict):
         if port.keys() != reference.keys() or any(port[path].shape != x.shape for path, x in reference.items()):
             return math.inf
-        far = [float((port[path] - value).abs().max()) for path, value in reference.items()]
+        far = [float((port[path] - value).detach().abs().max()) for path, value in reference.items()]
     elif all(isinstance(value, float) for value in (*port, *reference)):
         far = [abs(a - b) / abs(b) if a != b else 0.0 for a, b in zip(port, reference, strict=True)]
     else:
