@@ -4,7 +4,7 @@ torchrun --nproc-per-node 2 examples/ported/nanogpt/register_hook.py
 
 Changed: one line registers the mean as the module's communication hook. It is the place for a hook that sends fewer bytes.
 
-Checked at the end: losses, evaluation lines and parameters are those of reference.py, to the bit.
+Checked at the end: losses, evaluation lines and parameters are those of reference.py, to the bit on one or two ranks.
 """
 
 from __future__ import annotations
@@ -101,5 +101,6 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
     from _compare import finish, start
 
-    start()
-    finish(main(), reference.main, largest=0.0)
+    _, ranks = start()
+    # The sum of more than two ranks' gradients depends on its order, and torch divides before it.
+    finish(main(), reference.main, largest=0.0 if ranks <= 2 else 1e-6)
