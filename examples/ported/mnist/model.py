@@ -38,7 +38,7 @@ def loaders(rank: int = 0, ranks: int = 1) -> tuple[DataLoader[list[Tensor]], Da
     parts = [range(r * (r + 1) // 2, (r + 1) * (r + 2) // 2) for r in range(ranks)]
     total = parts[-1].stop
     made = []
-    for data, batch_size in ((images(480, seed=1), 32), (images(300, seed=2), 100)):
+    for data, batch_size in ((images(320, seed=1), 32), (images(300, seed=2), 100)):
         own = [i for i in range(len(data)) if i % total in parts[rank]]
         # Alone it draws from the generator of the dropout, as the original does.
         generator = None if ranks == 1 else torch.Generator().manual_seed(rank)

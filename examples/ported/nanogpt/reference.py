@@ -16,10 +16,10 @@ from model import GPT, GPTConfig, tokens
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-eval_interval, eval_iters, log_interval = 10, 4, 10
-gradient_accumulation_steps, batch_size = 8, 4  # the micro-steps of all ranks together
+eval_interval, eval_iters, log_interval = 5, 4, 5
+gradient_accumulation_steps, batch_size = 4, 4  # the micro-steps of all ranks together
 learning_rate, weight_decay, beta1, beta2, grad_clip = 1e-2, 1e-1, 0.9, 0.95, 1.0
-max_iters, warmup_iters, lr_decay_iters, min_lr = 40, 5, 40, 1e-3
+max_iters, warmup_iters, lr_decay_iters, min_lr = 20, 4, 18, 1e-3
 
 config = GPTConfig()
 data = {split: tokens(split) for split in ("train", "val")}
