@@ -23,7 +23,15 @@ extensions = [
     "sphinx_copybutton",
 ]
 root_doc = "docs/index"
-include_patterns = ["docs/**", "benchmarks/*.md", "benchmarks/*.png", "README.md", "CHANGELOG.md", "CONTRIBUTING.md"]
+include_patterns = [
+    "docs/**",
+    "benchmarks/*.md",
+    "benchmarks/*.png",
+    "README.md",
+    "examples/README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+]
 exclude_patterns = ["**/__pycache__"]
 html_theme, html_title, html_copy_source = "furo", f"fjoin {version}", False
 html_static_path: list[str] = []
