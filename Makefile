@@ -4,7 +4,7 @@ BIN = .venv/bin
 PIP = $(BIN)/pip --disable-pip-version-check --quiet
 export OMP_NUM_THREADS = 1
 
-.PHONY: demo docs test test-all test-newest test-oldest test-frameworks types lint bench clean
+.PHONY: demo docs test test-docs test-all test-newest test-oldest test-frameworks types lint bench clean
 
 demo: .venv/installed
 	$(BIN)/torchrun --standalone --nproc-per-node 2 examples/uneven_text.py
@@ -47,10 +47,7 @@ docs: .venv/docs-installed
 	$(PIP) install -c constraints.txt -e '.[docs]'
 	touch $@
 
-# The public names have complete types, as pyright sees them; it takes its program from the npm registry.
-types: .venv/installed
-	$(PIP) install -c constraints.txt pyright
-	$(BIN)/python -m pytest -q --long tests/test_installed.py -k types
+.PHONY: demo docs test test-docs test-all test-newest test-oldest test-frameworks types lint bench clean
 
 lint: .venv/installed
 	$(BIN)/ruff check .

@@ -31,3 +31,12 @@ def test_checkpoints(tmp_path: Path) -> None:
     page = (tmp_path / "page.md").read_text()
     assert "| fjoin | a bit flipped | 8 | 0 | 0 |" in page and "nan" not in page
     assert [path.name for path in tmp_path.iterdir()] == ["page.md"]
+
+
+@pytest.mark.long
+def test_trace_picture(tmp_path: Path) -> None:
+    files = ["--keep", str(tmp_path / "run.json"), "--out", str(tmp_path / "trace.png")]
+    command = [sys.executable, str(BENCHMARKS / "trace_picture.py"), *files]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "trace.png").stat().st_size > 20_000 and (tmp_path / "run.json").exists()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import pydoc
 import re
 import types
+import zlib
 from pathlib import Path
 
 import pytest
@@ -15,13 +18,17 @@ from fjoin import transforms as tx
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.fixture(scope="module")
-def api() -> types.ModuleType:
-    spec = importlib.util.spec_from_file_location("api_pages", ROOT / "docs" / "api_pages.py")
+def load(path: Path) -> types.ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def api() -> types.ModuleType:
+    return load(ROOT / "docs" / "api_pages.py")
 
 
 def test_every_public_name_has_a_page_and_is_listed(api: types.ModuleType) -> None:
@@ -37,3 +44,28 @@ def test_every_document_is_in_the_contents() -> None:
     listed = set(re.findall(r"^([\w./-]+)$", (ROOT / "docs" / "index.md").read_text(), re.MULTILINE))
     documents = {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"}
     assert documents <= listed, documents - listed
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.distributed.optim at its import
+def test_inventories_are_those_of_their_script_and_their_names_exist() -> None:
+    """`python docs/inventories/make.py` writes them."""
+    make = load(ROOT / "docs" / "inventories" / "make.py")
+    for project, url in make.SITES.items():
+        kept = ROOT / "docs" / "inventories" / f"{project}.inv"
+        heads, bodies = zip(
+            *(one.split(b"zlib.\n", 1) for one in (kept.read_bytes(), make.inventory(project))), strict=True
+        )
+        assert heads[0] == heads[1] and zlib.decompress(bodies[0]) == zlib.decompress(bodies[1]), project
+        assert kept.with_suffix(".url").read_text() == f"{url}\n"
+        names = make.names(project)
+        assert len(names) == len(set(names))
+        for name in names:
+            assert located(name), name
+
+
+def located(name: str) -> bool:
+    """Whether there is such a name. Some modules are hidden behind a function or class of their name."""
+    module, _, own = name.rpartition(".")
+    return (
+        pydoc.locate(name) is not None or hasattr(importlib.import_module(module or "builtins"), own) or name == "None"
+    )
