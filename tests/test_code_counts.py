@@ -18,8 +18,8 @@ LIMITS = {
     "accesses to another object's privates": 26,
     "accesses to privates of torch's objects": 67,
     "lines of reducer, training, ddp": 8257,
-    "code lines": 24_825,
-    "lines": 47_780,
+    "code lines": 24_826,
+    "lines": 47_782,
     "files over 250 lines": 0,
     "fmt: skip": 0,
 }

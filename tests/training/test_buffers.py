@@ -241,3 +241,33 @@ def test_the_state_of_the_transform_of_buffers_can_be_read() -> None:
     assert any("running_mean" in name for name in names)
     plain = fjoin.train_step(loss_fn, tx.fuse(tx.mean("data"), tx.sgd(0.0)))
     assert plain.init(params, buffers).on_buffers == ()
+
+
+EQUAL = {
+    "average": lambda: tx.average_buffers("data"),
+    "broadcast": lambda: tx.broadcast_buffers("data"),
+    "by path": lambda: tx.partition({"*mean": tx.average_buffers("data"), "*": tx.broadcast_buffers("data")}),
+}
+
+
+@pytest.mark.parametrize("how", EQUAL)
+def test_an_average_over_time_behind_one_over_ranks_is_equal_on_all_ranks(how: str) -> None:
+    """A rank that is out of input gets new buffers too, so its average over time goes on."""
+
+    def one_rank(batches: list[Tensor]) -> Any:
+        def loss_fn(params: Any, buffers: Any, batch: Tensor) -> Any:
+            new = {path: b + batch.mean() for path, b in buffers.items()}
+            return (params["w"] * batch).sum(), None, new
+
+        step = fjoin.train_step(
+            loss_fn, tx.fuse(tx.mean("data"), tx.sgd(0.0)), weight=len, on_buffers=tx.chain(EQUAL[how](), tx.ema(0.5))
+        )
+        start = {"mean": torch.zeros((), dtype=F64), "other": torch.zeros((), dtype=F64)}
+        state, want = step.init({"w": torch.zeros(4, dtype=F64)}, start), None
+        for batch in step.join(batches):
+            state, _ = step(state, batch)
+            want = {path: b if want is None else 0.5 * want[path] + 0.5 * b for path, b in state.buffers.items()}
+        return tx.ema_params(state.buffers, state.on_buffers), want
+
+    for average, want in tx.simulate(one_rank, {"data": 3}, batches_of(SIZES)):
+        assert max_diff(average, want) < 1e-14 and float(want["mean"]) != 0

@@ -129,8 +129,7 @@ def behind(part: Transform, state: State, call: Call) -> Call:
         axes = (*(() if call.group is None else call.group.axes), *(() if axis is None else axis_names(axis)))
         call = call.inside(weight=found.total, lane=found.lane, group=Group(weight, live, axes))
     elif part.equalizes is not None:  # a rank without input has new values too
-        total = part.equalizes(state)
-        call = call if total is None else call.inside(weight=total)
+        call = call.inside(weight=part.equalizes(state))
     return call.inside(sharded_over=part.sharded_over) if part.sharded_over else call
 
 

@@ -165,6 +165,8 @@ def _partition_transforms(parts: dict[Patterns, Transform]) -> Transform:
     carrier = reducing[0] if reducing else None
     first = next(iter(parts.values()))
     reduces = Reduction(lambda state: first.sums(state[0])) if len(reducing) == len(parts) else None  # type: ignore[misc]
+    equalizing = all(part.equalizes for part in parts.values())
+    equalizes = (lambda state: first.equalizes(state[0])) if equalizing else None  # type: ignore[misc]
     lossy = {pattern: part.compression for pattern, part in parts.items() if part.compression}
     functions = {pattern: one.paths for pattern, one in lossy.items() if one.paths}
 
@@ -182,6 +184,7 @@ def _partition_transforms(parts: dict[Patterns, Transform]) -> Transform:
         compression,
         takes=("donated",),
         parts=lambda values: _alone(parts),
+        equalizes=equalizes,
     )
 
 

@@ -146,8 +146,7 @@ def _of_part(names: tuple[str, ...], at: At, part: Transform, state: State, befo
         numbers[kind] += 1
         here = at.to(i, label) if len(parts) > 1 else at._replace(name=f"{at.name}.{label}".removeprefix("."))
         yield from _of_stage(names, here, stage, own, before)
-        if stage.equalizes is None or stage.equalizes(own) is not None:  # else the weight behind it is each rank's
-            before = _behind(names, stage, before)
+        before = _behind(names, stage, before)
 
 
 def _of_stage(names: tuple[str, ...], at: At, part: Transform, state: State, before: Over) -> Iterator[Placed]:
@@ -216,9 +215,9 @@ def _behind(names: tuple[str, ...], part: Transform, before: Over) -> Over:
 
 def _always(names: tuple[str, ...], part: Transform) -> frozenset[str]:
     """The axes over which a transform makes all values equal in every step."""
-    if part.equalizes is not None:
+    if part.equalizes is not None and not children(part):
         return frozenset(axes_of(part, names))
-    if part.sums is None or (isinstance(part.timing, Periodic) and part.timing.period.steps > 1):
+    if part.sums is part.equalizes is None or (isinstance(part.timing, Periodic) and part.timing.period.steps > 1):
         return frozenset()
     inside = [_always(names, child) for child, _ in running(part, None)]
     if part.wraps == "stages":

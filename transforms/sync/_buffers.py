@@ -13,10 +13,11 @@ from .._axis_env import AxisName
 from .._check import some_axes
 from ..axes._collectives import axis_index, axis_size, pmax, pmin, psum
 from ..axes._from_one import from_one
+from ..reductions._reduction import MeanState, init_mean
 from ..spec._spec import factory
-from ..transform._transform import Needs, Transform, init_empty
+from ..transform._transform import Needs, Transform
 from ..transform._weights import check_weight
-from ..tree._tree import State, Tree, device_of, map_with_path, named_leaves, readable_without_sync, to_device
+from ..tree._tree import Tree, device_of, map_with_path, named_leaves, readable_without_sync, to_device
 
 
 @factory
@@ -32,8 +33,8 @@ def average_buffers(axis: AxisName) -> Transform:
         axis: The axis, or a tuple of axes, to average over.
 
     Returns:
-        A `Transform` without state, for `fjoin.train_step(..., on_buffers=...)`: it takes a tree of buffers in place of
-        gradients.
+        A `Transform` for `fjoin.train_step(..., on_buffers=...)`: it takes a tree of buffers in place of gradients.
+        State: `MeanState(total, {})`; `total` is the sum of the weights.
 
     Warns:
         UserWarning: at `init`: a buffer is a vector of length 1, which its mean would not be.
@@ -50,12 +51,12 @@ def average_buffers(axis: AxisName) -> Transform:
     """
     some_axes("average_buffers", axis)
 
-    def init(buffers: Tree) -> State:
+    def init(buffers: Tree) -> MeanState:
         warn_of_unit_vectors(named_leaves(buffers))
-        return ()
+        return init_mean(buffers)
 
-    def update(buffers: Tree, state: State, params: Tree = None, *, weight: Any = None, **extra: Any) -> Any:
-        del params, extra
+    def update(buffers: Tree, state: MeanState, params: Tree = None, *, weight: Any = None, **extra: Any) -> Any:
+        del state, params, extra
         held = named_leaves(buffers)
         factor = to_device(device_of(held.values()), check_weight(weight))
         has = factor > 0
@@ -65,9 +66,9 @@ def average_buffers(axis: AxisName) -> Transform:
         terms, total = psum((terms, factor), axis)
         found = {**{path: b / total for path, b in terms.items()}, **pmax(counts, axis)}
         new = {path: _narrow(torch.where(total > 0, found[path], wide[path]), b) for path, b in held.items()}
-        return map_with_path(lambda path, _: new[path], buffers), state
+        return map_with_path(lambda path, _: new[path], buffers), MeanState(total, {})
 
-    return Transform(init, update, Needs.LEAVES, equalizes=lambda state: None)
+    return Transform(init, update, Needs.LEAVES, equalizes=lambda state: state.total)
 
 
 def warn_of_unit_vectors(buffers: Mapping[str, Tensor]) -> None:
@@ -93,7 +94,7 @@ def broadcast_buffers(axis: AxisName) -> Transform:
         axis: The axis, or a tuple of axes, along which to broadcast.
 
     Returns:
-        A `Transform` without state, as `average_buffers`.
+        A `Transform`, as `average_buffers`; `total` is 1 where some rank has weight, else 0.
 
     Raises:
         ValueError, UnboundAxis: at `update`, as `mean`.
@@ -108,17 +109,17 @@ def broadcast_buffers(axis: AxisName) -> Transform:
     """
     some_axes("broadcast_buffers", axis)
 
-    def update(buffers: Tree, state: State, params: Tree = None, *, weight: Any = None, **extra: Any) -> Any:
-        del params, extra
+    def update(buffers: Tree, state: MeanState, params: Tree = None, *, weight: Any = None, **extra: Any) -> Any:
+        del state, params, extra
         held, ranks = named_leaves(buffers), axis_size(axis)
         here = to_device(device_of(held.values()), axis_index(axis))
         first = pmin(torch.where(to_device(here.device, check_weight(weight)) > 0, here, ranks), axis)
         new = {
             path: torch.where(first < ranks, b, held[path]) for path, b in from_one(held, first == here, axis).items()
         }
-        return map_with_path(lambda path, _: new[path], buffers), state
+        return map_with_path(lambda path, _: new[path], buffers), MeanState((first < ranks).double(), {})
 
-    return Transform(init_empty, update, Needs.LEAVES, equalizes=lambda state: None)
+    return Transform(init_mean, update, Needs.LEAVES, equalizes=lambda state: state.total)
 
 
 _LEAST = torch.iinfo(torch.int64).min

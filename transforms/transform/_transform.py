@@ -104,7 +104,7 @@ class Transform(Specified):
             transforms of all leaves.
         silent: Whether it is meant to send nothing, where others would warn of that.
         equalizes: Of parameters or buffers, for a transform after which the ranks have equal values in each call: from its
-            state to the weight of all ranks in that call, or to None where it does not keep it.
+            state to the weight of all ranks in that call.
         spec: The transform as data; `factory` fills it in.
 
     >>> import torch

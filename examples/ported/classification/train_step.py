@@ -48,16 +48,6 @@ def make_pipeline(params: dict[str, Tensor], steps_per_epoch: int, ema: tx.Trans
     return tx.fuse(tx.chain(tx.mean("data"), tx.clip_by_global_norm(clip_grad_norm)), tx.partition(sgd), after=ema)
 
 
-@tx.factory
-def on_all_ranks(transform: tx.Transform) -> tx.Transform:
-    """With the weight 1: statistics over all ranks change on a rank without input too, where `tx.ema` leaves out weight 0."""
-
-    def update(buffers: Any, state: Any, params: Any, call: tx.Call) -> Any:
-        return transform.run(buffers, state, params, call.inside(weight=torch.ones(())))
-
-    return tx.Transform(transform.init, update)
-
-
 def evaluate(apply: fjoin.Apply, params: Any, buffers: Any, data_loader: Loader, name: str) -> str:
     def count(batch: list[Tensor]) -> dict[str, Any]:
         image, target = batch
@@ -85,7 +75,7 @@ def main(data_loader: Loader, data_loader_test: Loader, steps_per_epoch: int, sy
         loss_fn,
         make_pipeline(params, steps_per_epoch, ema),
         weight=lambda batch: len(batch[1]),
-        on_buffers=tx.chain(tx.broadcast_buffers("data"), on_all_ranks(ema)),
+        on_buffers=tx.chain(tx.broadcast_buffers("data"), ema),
     )
     state = step.init(params, buffers)
 

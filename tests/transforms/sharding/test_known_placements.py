@@ -64,3 +64,7 @@ def test_buffers_are_equal_where_they_are_averaged() -> None:
     assert buffers_placement(None, ONE).equal == ()
     assert buffers_placement(tx.average_buffers("data"), ONE).equal == ("data",)
     assert buffers_placement(tx.every(2, tx.average_buffers("data")), ONE).equal == ()
+    by_path = {"a": tx.average_buffers("data"), "*": tx.broadcast_buffers("data")}
+    assert buffers_placement(tx.partition(by_path), ONE).equal == ("data",)
+    both = {"a": tx.average_buffers("node"), "*": tx.average_buffers(("node", "local"))}
+    assert buffers_placement(tx.partition(both), {"node": 2, "local": 2}).equal == ("node",)
