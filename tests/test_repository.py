@@ -163,3 +163,15 @@ def test_tests_that_documents_name_exist(document: Path) -> None:
         assert (ROOT / path).exists(), f"{document.name} names {path}"
     for name, path in re.findall(r"`(test_\w+)`(?:,? in)?\s+(?:in\s+)?`(tests/[\w/]+\.py)`", text):
         assert f"def {name}(" in (ROOT / path).read_text(), f"{document.name} names {name} in {path}"
+
+
+def test_one_file_knows_the_kinds_of_devices() -> None:
+    """All others ask it, so that one code serves CUDA, ROCm and XPU."""
+    known = re.compile(r"\bis_cuda\b|\btorch\.(cuda|xpu|accelerator|Event|Stream)\b|[!=]= .cuda\b")
+    files = [path for room in ("fjoin", "transforms") for path in (ROOT / room).rglob("*.py") if not path.is_symlink()]
+    found = {
+        path.relative_to(ROOT).as_posix()
+        for path in files
+        if "fjoin/transforms" not in path.as_posix() and known.search(path.read_text())
+    }
+    assert found == {"transforms/_devices.py"}

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._devices import guard_of_fake_tensors
+
 _IS_OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 HAS_CONSTANT_MODULES = not _IS_OLD  # whether functions that run while torch.compile traces get modules
 TRACES_STRUCTURES = not _IS_OLD  # whether torch.compile traces comparisons of structures of trees
@@ -19,8 +21,7 @@ def complete() -> None:
     if _LIBRARY is not None or not _IS_OLD:
         return
     # A FakeTensorMode does this at its first use; if that is in a thread, the next one crashes once the thread has ended.
-    if torch.version.cuda and not torch.cuda.is_available():
-        torch._C._ensureCUDADeviceGuardSet()
+    guard_of_fake_tensors()
     try:  # whether torch.func.vmap has a rule for this
         torch.func.vmap(lambda x: x.view(torch.int32))(torch.ones(1, 1))
         _LIBRARY = True

@@ -6,10 +6,10 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..groups._mesh import Mesh
+from ..transforms._devices import is_accelerator, to_host
 
 
 class DeviceReads:
@@ -30,11 +30,8 @@ class DeviceReads:
             what: Returned with its values.
             event: The event that ends the copy; by default that of the current stream.
         """
-        if words.device.type == "cuda":
-            stream = torch.cuda.current_stream(words.device)  # `words` need not be on the current device
-            words = torch.empty(words.shape, dtype=words.dtype, pin_memory=True).copy_(words, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(stream)
+        if is_accelerator(words.device):
+            words, event = to_host(words)
         self._under_way.append((what, words, event))
 
     def synchronize(self) -> None:

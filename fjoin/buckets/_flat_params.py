@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from ..transforms._devices import is_accelerator
 from ..transforms.layout._buckets import Bucket, Span, views
 from ..transforms.layout._pieces import Pieces
 from ..transforms.optimizers.wrappers._inject import compared
@@ -67,7 +68,6 @@ class Storage:
             if flat is None:
                 flat = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
             self.flats.append(flat)
-        for bucket, flat in zip(layout, self.flats, strict=True):
             for path, view in zip(bucket.paths, views(bucket, flat, self.shapes), strict=True):
                 view.copy_(params[path].detach())
         self.slots: list[list[Any]] = [[] for _ in layout]
@@ -82,7 +82,7 @@ class Storage:
         self.by_bucket: list[list[Tensor]] = [[of[path] for path in bucket.paths] for bucket in self.layout]
         # Gradients arrive in the stream of a leaf's node. Each forward pass makes a new node unless the old one is
         # still referenced; with these references the gradients of a bucket all arrive in one stream.
-        self._nodes = [get_gradient_edge(leaf).node for leaf in self.leaves.values() if leaf.is_cuda]
+        self._nodes = [get_gradient_edge(leaf).node for leaf in self.leaves.values() if is_accelerator(leaf.device)]
 
     def __getstate__(self) -> dict[str, Any]:
         self.arrivals.wait()

@@ -21,6 +21,7 @@ from ..reducer._bucket_stages import BucketStages
 from ..training._left_open import LeftOpen
 from ..training.passes._spans import spanned
 from ..transforms._axis_env import bind_axes
+from ..transforms._devices import is_accelerator
 from ..transforms.layout._pieces import Pieces
 from ..transforms.pipelines._pipeline import Pipeline, parts_of
 from ..transforms.pipelines.explain._counting_memory import CountingMemory
@@ -142,7 +143,7 @@ class DDPRun:
         out = DDPBucket(paths, bucket, self._pieces_of.get(paths))
         # Without `index` and `is_last`: in a static graph's first pass all buckets have index 0, and none is last.
         future: torch.futures.Future[Tensor] = torch.futures.Future(
-            devices=[out.grads.device] if out.grads.is_cuda else None
+            devices=[out.grads.device] if is_accelerator(out.grads.device) else None
         )
         try:
             if not self._missing:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from .._errors import CollectiveTimeout, DesyncError, FjoinError, PeerLost, closed, described
 from ..shared_memory._links import HostLinks
+from ..transforms import _devices
 from ._mesh import Mesh
 from ._teardown import destroy
 from .axes._axis import GroupAxis
@@ -113,7 +114,7 @@ class GroupMesh(Mesh):
         self._timeout_s = timeout_s
         backends = dict(pair.split(":") for pair in dist.get_backend_config(world_mesh).split(","))
         # Values for the host are sent from CPU memory where the backend can, so they do not wait for kernels.
-        self._cuda = backends.get("cpu", "nccl") == "nccl"
+        self._elsewhere = backends.get("cpu", "nccl") == "nccl"
         self._connections = connections
         self._down = False
         self._all = {id(axis): axis for axis in (*axes.values(), whole, *parts)}.values()
@@ -131,7 +132,7 @@ class GroupMesh(Mesh):
 
     @property
     def device(self) -> torch.device:
-        return torch.device("cuda", torch.cuda.current_device()) if self._cuda else torch.device("cpu")
+        return _devices.current() if self._elsewhere else torch.device("cpu")
 
     def sent(self) -> int:
         shared = 0 if self._links is None else self._links.count
@@ -210,9 +211,8 @@ class GroupMesh(Mesh):
         if not self._owned or self._down or self._process != os.getpid():
             return
         failed = False
-        if torch.cuda.is_initialized():
-            event = torch.cuda.Event()
-            event.record()
+        if _devices.in_use():
+            event = _devices.here(_devices.current())
             failed = not comes(event, _LAST_S)  # a peer may have ended before it reached the same message
         if self._links is not None:
             self._links.settle(_SETTLE_S)

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._errors import JoinError
 from ..shared_memory._hosts import split_by_host
+from ..transforms import _devices
 from ..transforms._axis_env import One, bound, under_vmap
 from ..transforms._check import flag, is_number
 from ..transforms._errors import NotVmappable
@@ -92,17 +93,18 @@ def mesh(
             sizes = _sizes(shape, 1)
             return Mesh(sizes, {name: One() for name in sizes}, 0)
         # With fewer GPUs than ranks on this host all ranks use the CPU; with enough GPUs, both devices work.
-        count, here = torch.cuda.device_count(), launch.local_size
-        gpus = torch.cuda.is_available() and count >= here
+        count, here, kind = _devices.count(), launch.local_size, _devices.kind()
+        gpus = kind is not None and count >= here
         if gpus:
-            torch.cuda.set_device(launch.local_rank)
+            _devices.use(launch.local_rank)
         elif count:
             warnings.warn(
                 f"this host has {here} ranks, and they see fewer GPUs, {count}: they use the CPU, with gloo. Start as many ranks as GPUs; "
                 f"or, where each rank sees GPUs of its own, call torch.distributed.init_process_group('nccl') before fjoin.mesh",
                 stacklevel=2,
             )
-        _connect("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout_s, launch)
+        backend = f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}" if gpus else "gloo"  # type: ignore[arg-type]
+        _connect(backend, timeout_s, launch)
     sizes = _sizes(shape, dist.get_world_size())
     grid = torch.arange(dist.get_world_size()).reshape(tuple(sizes.values()))
     timeout = datetime.timedelta(seconds=timeout_s)

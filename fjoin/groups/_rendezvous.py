@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .._errors import CollectiveTimeout, DesyncError, PeerLost
 from ..shared_memory._doorway import Doorway
+from ..transforms import _devices
 from ._group_mesh import GroupMesh
 from ._mesh import Mesh
 from ._transport import links_to_host
@@ -108,11 +108,11 @@ def limited(timeout_s: float, call: Callable[[], T]) -> T:
         CollectiveTimeout: not all ranks have connected in time.
     """
     cause: RuntimeError
-    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    device = _devices.current() if _devices.in_use() else None
 
     def on_device() -> T:
         if device is not None:  # each thread has its own current device
-            torch.cuda.set_device(device)
+            _devices.use(device)
         return call()
 
     try:

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..transforms import _devices
+
 _MT19937_BYTES = 625 * 4  # of its 624 words and the position among them
 
 
@@ -31,7 +33,7 @@ class Streams(NamedTuple):
         return Streams(
             torch.get_rng_state(),
             random.getstate(),
-            torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
+            _devices.rng_state(),
             _numpy_state(),
         )
 
@@ -39,8 +41,8 @@ class Streams(NamedTuple):
         """Continue from here."""
         torch.set_rng_state(self.torch)
         random.setstate(self.python)
-        if self.cuda is not None and torch.cuda.is_available():
-            torch.cuda.set_rng_state(self.cuda)
+        if self.cuda is not None:
+            _devices.set_rng_state(self.cuda)
         if self.numpy is not None:
             import numpy.random
 

@@ -81,8 +81,8 @@ class BucketStages:
         self._call = counting(self._counts, call)
         self._bound = {**bound(), **axes}  # backward may run in a thread where no axis is bound
         if self._layout is not layout:
-            self._layout, self._in_waves = layout, travel(axes, layout, "cpu")
-            self._side = SideStream(layout[0].device) if travel(axes, layout, "cuda") else None
+            self._layout, self._in_waves = layout, travel(axes, layout, False)
+            self._side = SideStream(layout[0].device) if travel(axes, layout, True) else None
         self._interleaver = Interleaver(axes) if sends and self._in_waves else None
 
     def launch(self, out: GradBuffer, old: Any, params: dict[str, Tensor], pieces: Pieces | None) -> Work | None:

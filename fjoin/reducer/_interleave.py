@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..groups.axes._malloc import keep_freed
 from ..transforms._axis_env import Axis, bind_axes, bound
+from ..transforms._devices import is_accelerator
 from ..transforms.layout._buckets import Bucket
 
 
@@ -166,11 +167,13 @@ class Interleaver:
 MOST = 128
 
 
-def travel(axes: dict[str, Any], layout: tuple[Bucket, ...], device: str) -> bool:
-    """Whether messages of buckets on this kind of device travel while other buckets are filled.
+def travel(axes: dict[str, Any], layout: tuple[Bucket, ...], in_streams: bool) -> bool:
+    """Whether messages of buckets travel while other buckets are filled: in streams of an accelerator, or in coroutines.
 
-    They do not with a single rank, in the simulator, with more than `MOST` buckets, or with one bucket, which is ready
+    They do not with a single rank, in the simulator, with more coroutines than `MOST`, or with one bucket, which is ready
     last.
     """
-    real = any(axis.travels and axis.size > 1 for axis in axes.values())
-    return real and 1 < len(layout) <= MOST and all(bucket.device.type == device for bucket in layout)
+    real = any(axis.travels and axis.size > 1 for axis in axes.values()) and len(layout) > 1
+    if in_streams:
+        return real and all(is_accelerator(bucket.device) for bucket in layout)
+    return real and len(layout) <= MOST and all(bucket.device.type == "cpu" for bucket in layout)

@@ -188,7 +188,9 @@ def test_optimizers_step_in_place_without_waiting(name: str) -> None:
 
 def with_one_gpu(rank: int, report: Any) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = "2"
-    torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
+    from fjoin.transforms import _devices
+
+    _devices.kind, _devices.count = lambda: "cuda", lambda: 1
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         mesh = fjoin.mesh({"data": -1}, timeout_s=60)

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from .._devices import is_accelerator
 from ..schedules._schedules import ScalarOrSchedule, value_at
 from ..tree._tree import fields, readable_without_sync
 from ._checked import guarded
@@ -86,7 +87,7 @@ def kernel_of(
         step = states[0].step
         rate = {} if lr is None else {"lr": kernel_lr(lr, step)}
         lists = (slots(states, name) for name in names)
-        function(params, grads, *lists, capturable=step.is_cuda, **rate, **settings)
+        function(params, grads, *lists, capturable=is_accelerator(step.device), **rate, **settings)
 
     return kernel
 

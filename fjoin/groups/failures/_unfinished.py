@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ...transforms._devices import here, is_accelerator
 from ._device_wait import comes
 
 
@@ -35,11 +36,7 @@ class Unfinished:
 
     def end(self, step: int, device: torch.device) -> StepEnd | None:
         """Note the end of a step at this place of the device's stream; None where the host and the device are one."""
-        if device.type != "cuda":
-            return None
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(device))
-        return self.add(StepEnd(step, event))
+        return self.add(StepEnd(step, here(device))) if is_accelerator(device) else None
 
     def add(self, end: StepEnd) -> StepEnd:
         self._ends = [*(one for one in self._ends if not one.event.query()), end]
