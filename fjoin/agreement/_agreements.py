@@ -13,9 +13,10 @@ from ..transforms.layout._buckets import Bucket
 from ..transforms.pipelines._rates import Rates
 from ..transforms.plan._plan import Plan, axes_of
 from ..transforms.program._program import Programs
+from ._device_reads import numbers
 from ._record import Sums
 from ._requests import Requests
-from ._step_check import CountsOfAll, StepCheck, numbers
+from ._step_check import CountsOfAll, StepCheck
 from ._step_ids import Calls, StepIds
 from ._step_record import StepRecord
 
@@ -179,7 +180,7 @@ class Agreements:
     def _raise_late(self, step: int) -> None:
         """Read the record of the step before, where it has not been read yet, and raise for it."""
         for late, of_all in self._take(step):
-            sums = numbers(of_all)
+            sums = numbers(of_all, self.check.reads)
             self.ids.check(step, sums, late)  # sums on a device have not been checked yet
             self._requests.note(sums.get("has_next", 0.0))
             self.check.raise_left_out(step - late, sums)

@@ -13,6 +13,7 @@ from .._errors import DesyncError
 from ..groups._mesh import Mesh
 from ..transforms.pipelines._pipeline import Pipeline
 from ..transforms.transform._transform import Transform
+from ._device_reads import read_now
 
 
 def same_rates(mesh: Mesh, rates: list[tuple[str, float]]) -> None:
@@ -117,7 +118,7 @@ def same_joinables(mesh: Mesh, device: torch.device, joinables: Sequence[Any], t
     mine = torch.tensor([zlib.crc32(repr((kinds, throws)).encode())], device=device)
     for axis in reversed(mesh.over(tuple(mesh.shape))):
         mine = axis.run("all_gather", mine, None)
-    seen = mine.flatten().tolist()
+    seen = read_now(mesh, mine.flatten())
     odd = [rank for rank, value in enumerate(seen) if value != seen[0]]
     if odd:
         raise DesyncError(

@@ -6,10 +6,31 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..groups._mesh import Mesh
 from ..transforms._devices import is_accelerator, to_host
+
+
+def read_now(mesh: Mesh | None, x: Tensor) -> Any:
+    """The values of a tensor as nested lists. Where it lies on a device the host waits, and hears of failed ranks meanwhile.
+
+    All waits of the host for a device go through this file: a message of a rank that has failed never ends on a device.
+
+    Raises:
+        PeerLost, CollectiveTimeout: a rank has failed, or the device does not come to an end within the mesh's time-out.
+    """
+    if not is_accelerator(x.device):
+        return x.tolist()
+    host, event = to_host(x)
+    _await(mesh, event)
+    return host.tolist()
+
+
+def _await(mesh: Mesh | None, event: Any) -> None:
+    if event is not None:
+        event.synchronize() if mesh is None else mesh.await_event(event)
 
 
 class DeviceReads:
@@ -37,7 +58,11 @@ class DeviceReads:
     def synchronize(self) -> None:
         """Wait until the newest values are on the host."""
         if self._under_way:
-            self._await(self._under_way[-1][2])
+            _await(self._mesh(), self._under_way[-1][2])
+
+    def now(self, x: Tensor) -> Any:
+        """The values of a tensor, see `read_now`."""
+        return read_now(self._mesh(), x)
 
     def read(self, newest: bool, keep: bool = False) -> Iterator[tuple[Any, list[float]]]:
         """The values in order, each with its `what`.
@@ -49,17 +74,17 @@ class DeviceReads:
         count = len(self._under_way) - (not newest)
         for i in range(count):
             what, words, event = self._under_way[i] if keep else self._under_way.pop(0)
-            self._await(event)
+            _await(self._mesh(), event)
             yield what, words.tolist()
 
     def clear(self) -> None:
         """Forget all values."""
         self._under_way = []
 
-    def _await(self, event: Any) -> None:
-        if event is None:
-            return
-        if (mesh := self._mesh()) is not None:
-            mesh.await_event(event)
-        else:
-            event.synchronize()
+
+def numbers(sums: dict[str, Any], reads: DeviceReads) -> dict[str, float]:
+    """Sums as numbers; waits for a device, once."""
+    known = list(sums.values())
+    if any(isinstance(value, Tensor) for value in known):
+        known = reads.now(torch.stack(known))
+    return dict(zip(sums, map(float, known), strict=True))

@@ -27,6 +27,7 @@ from ..transforms.transform._lane import (
     words_per_scalar,
 )
 from ..transforms.tree._tree import to_device
+from ._device_reads import read_now
 
 
 class Record:
@@ -58,7 +59,8 @@ class Record:
         small: bool = False,
         device: torch.device | None = None,
     ) -> None:
-        self._mesh, self.axes, self._small = mesh, axes, small
+        self.mesh: Mesh = mesh
+        self.axes, self._small = axes, small
         self.ranks: int = math.prod(axis.size for axis in mesh.over(axes))
         with bind_axes(mesh.axes):
             self._word, self._bit = rank_bit(int(axis_index(axes)) if axes else 0)
@@ -108,7 +110,7 @@ class Record:
         if not self.axes and not any(isinstance(value, Tensor) for value in values.values()):
             return Sums(self, known={name: float(values.get(name, 0.0)) for name in self.names})
         words = self._words(values, self.dtype, self.device).to(self.device)
-        return Sums(self, words, self._mesh.reduce_(words, self.axes))
+        return Sums(self, words, self.mesh.reduce_(words, self.axes))
 
 
 class Sums:
@@ -126,7 +128,11 @@ class Sums:
     def wait(self) -> dict[str, float]:
         """The sums by name, as numbers."""
         if self._known is None:
-            self._known = {name: float(value) for name, value in self.read().items()}
+            known = self.read()
+            values: Any = list(known.values())
+            if any(isinstance(value, Tensor) for value in values):
+                values = read_now(self._record.mesh, torch.stack(values))
+            self._known = dict(zip(known, map(float, values), strict=True))
         return self._known
 
     def read(self, as_tensors: bool = False) -> dict[str, Any]:

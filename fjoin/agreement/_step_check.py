@@ -17,7 +17,7 @@ from .._errors import NonFinite
 from ..buckets._buckets import GradBuffer
 from ..groups._mesh import Mesh
 from ..transforms.program._effect import Effect, Flag, inverse
-from ._device_reads import DeviceReads
+from ._device_reads import DeviceReads, numbers
 from ._grad_check import GradCheck
 from ._nonfinite import error_of_some, error_of_step, masks
 from ._requests import Requests
@@ -227,7 +227,7 @@ class StepCheck:
 
     def _raise_for(self, step: int, records: Sequence[CountsOfAll]) -> None:
         for late, of_all in records:
-            sums = numbers(of_all)
+            sums = numbers(of_all, self.reads)
             if self._ids is not None:
                 self._ids.check(step, sums, late)
             if not late:
@@ -238,11 +238,6 @@ class StepCheck:
         """Raise NonFinite if some ranks left out a step, which others may have taken."""
         if any(masks(counts)):
             raise error_of_some(step, counts, self.ranks)
-
-
-def numbers(sums: dict[str, Any]) -> dict[str, float]:
-    """Sums as numbers; waits for a device."""
-    return {name: float(value) for name, value in sums.items()}
 
 
 def _any_set(words: Sequence[Any]) -> Flag:

@@ -32,7 +32,7 @@ class StepRecord(Record):
         Returns:
             Whether any rank knew them.
         """
-        found = sum_names(self._mesh, self.axes, _sums_in(values) if values["weight"] else None)
+        found = sum_names(self.mesh, self.axes, _sums_in(values) if values["weight"] else None)
         self.names, self._sums = step_lane(self.ranks, found or ()), list(found or ())
         return found is not None
 

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..agreement._device_reads import numbers
 from ..agreement._record import Sums
-from ..agreement._step_check import CountsOfAll, numbers
+from ..agreement._step_check import CountsOfAll
 from ..buckets._gather_pieces import gather_leaves
 from ..reducer._all_reduce import power_near
 from ..training.state._ends import run_end
@@ -72,7 +73,7 @@ class ModuleMemory:
         else:
             found = self._finish(found)
         if found is not None:
-            self._found, run.total = found, float(found.total)
+            self._found, run.total = found, run.agreements.check.reads.now(found.total)
         if step is not None and not by_kernels:
             for out in run.outs:
                 step.check.grads.observe(out)
@@ -150,7 +151,7 @@ class ModuleMemory:
         run, step = self._run, self._step
         assert step is not None
         values = {**run.values, "total": run.weight}
-        self._sums = numbers(step.check.grads.verdict(run.outs, run.agreements.record(axes), values))
+        self._sums = numbers(step.check.grads.verdict(run.outs, run.agreements.record(axes), values), step.check.reads)
         run.total = self._sums["weight"] if axes else math.nan
 
     def judge(self, op: Judge) -> Effect:
@@ -162,8 +163,8 @@ class ModuleMemory:
         elif reduced.equal:
             assert self._found is not None
             record = run.agreements.of_hook(run.step)
-            sums = {name: float(value) for name, value in self._found.lane.items()}
-            self._sums = record.once({**sums, "total": float(self._found.total), "loss": 0.0}, run.values["step_id"])
+            sums = numbers({**self._found.lane, "total": self._found.total}, run.agreements.check.reads)
+            self._sums = record.once({**sums, "loss": 0.0}, run.values["step_id"])
         counts: Sequence[CountsOfAll] | None = None
         if reduced.axes != run.plan.agree:
             counts = () if self._counts is None else run.agreements.read(run.step, self._counts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from ._group_mesh import GroupMesh
 from ._mesh import Mesh
 from ._transport import links_to_host
 from .failures._connections import Connections, event_loops
+from .failures._device_wait import comes
 from .failures._failures import BACKEND_ERROR
 from .failures._meetings import Meetings
 from .failures._store import Store, Unanswered, within
@@ -52,7 +54,7 @@ def meet_and_connect(
             shares = transport != "gloo"
             splits = shares and not ordered and dist.get_backend() == "gloo"
             hosts = {rank: host for rank, (host, _) in doorways.items()} if splits else {}
-            groups, halves = limited(timeout_s, lambda: connect(hosts))
+            groups, halves = limited(timeout_s, lambda: _communicating(connect(hosts), timeout_s))
             halves[""] = halves.get("") or halves.get(next(iter(groups)))
             world_mesh = groups.pop("", None) or next(iter(groups.values()))
             connections = Connections(event_loops() - before)
@@ -63,6 +65,30 @@ def meet_and_connect(
             f"their mesh; look at its output. {error}"
         ) from error
     return GroupMesh(sizes, groups, world_mesh, timeout_s, ordered, connections, owned, links, halves)
+
+
+def _communicating(made: Connected, timeout_s: float) -> Connected:
+    """The groups, with an accelerator's communicators made.
+
+    They would be made by the first message, where nothing limits the wait for a rank that has failed before it.
+
+    Raises:
+        CollectiveTimeout: a rank has not come in time.
+    """
+    groups = [group for group in made[0].values() if speaks(group, _devices.kind())]
+    if groups:
+        words = torch.zeros(1, device=_devices.current())
+        for group in groups:  # in the same order on all ranks
+            dist.all_reduce(words, group=group)
+        if not comes(_devices.here(words.device), timeout_s):
+            raise CollectiveTimeout(f"not all ranks have made their communicators within {timeout_s:g} s")
+    return made
+
+
+def speaks(group: Any, kind: str | None) -> bool:
+    """Whether a group has messages of its own between devices of a kind."""
+    backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    return kind is not None and backends.get(kind, "gloo") != "gloo"
 
 
 def _meet(

@@ -7,7 +7,8 @@ from functools import partial
 from typing import Any
 
 from ..agreement._agreements import Agreements
-from ..agreement._step_check import StepCheck, numbers
+from ..agreement._device_reads import numbers
+from ..agreement._step_check import StepCheck
 from ..agreement._step_ids import Calls
 from ..agreement._step_record import own_values
 from ..buckets._buckets import BucketQueue
@@ -175,7 +176,13 @@ class Run:
         body.calls, body.step = body.calls + 1, body.step + 1
         others |= {**memory.measured, **self._meter.end()}
         return Metrics(
-            body.step - 1, True, forward.aux, lambda: numbers(sums_of_all()), raise_newest, others, self.mesh.rank
+            body.step - 1,
+            True,
+            forward.aux,
+            lambda: numbers(sums_of_all(), self.step_check.reads),
+            raise_newest,
+            others,
+            self.mesh.rank,
         )
 
     def _own(self, body: StateData, forward: Forward) -> tuple[GradOutput, dict[str, Any]]:

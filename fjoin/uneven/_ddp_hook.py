@@ -16,8 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
 from .._errors import JoinError
+from ..agreement._device_reads import read_now
 from ..ddp._buckets import gradients
 from ..ddp._hook import REGISTERED
+from ..groups._mesh import Mesh
 from ._joinable import JoinHook
 
 
@@ -25,6 +27,7 @@ class Iteration(Protocol):
     """The part of a `Join` that its hooks use."""
 
     last_joiner: int | None
+    mesh: Mesh
 
     def notify(self, syncs: bool) -> None: ...
 
@@ -193,7 +196,7 @@ class DDPHook(JoinHook):
         """Remove the gradients of parameters that no rank has used, as on ranks with input."""
         used = self.ddp.reducer._get_local_used_map().zero_()  # this rank's own last pass no longer counts
         self.ddp.process_group.allreduce([used]).wait()
-        for p, count in zip(self.params, used.tolist(), strict=True):
+        for p, count in zip(self.params, read_now(self._join.mesh, used), strict=True):
             if not count:
                 p.grad = None
         used.zero_()

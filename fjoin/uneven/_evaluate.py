@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from .._errors import DesyncError
+from ..agreement._device_reads import read_now
 from ..groups._make_mesh import world_mesh
 from ..groups._mesh import Mesh, check_mesh
 from ..training.passes._loss import weigh
 from ..transforms._check import iterable
+from ..transforms.tree._tree import to_device
 
 
 class Evaluation(NamedTuple):
@@ -65,7 +67,7 @@ def evaluate(
         if not callable(metric_fn):
             raise TypeError(f"metric_fn must be a function of a batch, got {metric_fn!r}")
         iterable("loader", loader)
-        mine = _go_through(metric_fn, loader, weight)
+        mine = _go_through(metric_fn, loader, weight, mesh)
         found = mesh.exchange("fjoin.evaluate", mine, _combine)
     except BaseException as error:
         mesh.raise_root_cause(error, None)
@@ -78,7 +80,10 @@ def evaluate(
 
 
 def _go_through(
-    metric_fn: Callable[[Any], dict[str, Any]], loader: Iterable[Any], weight: Callable[[Any], float] | None
+    metric_fn: Callable[[Any], dict[str, Any]],
+    loader: Iterable[Any],
+    weight: Callable[[Any], float] | None,
+    mesh: Mesh,
 ) -> dict[str, Any]:
     means: dict[str, Tensor] = {}
     sums: dict[str, Tensor] = {}
@@ -100,10 +105,12 @@ def _go_through(
                         raise ValueError(
                             f"the metric {name!r} has shape {tuple(wide.shape)}, before that {tuple(into[name].shape)}"
                         )
-                    # A batch of weight 0 adds nothing, even where its mean is nan: 0 * nan would be nan.
-                    into[name] = into.get(name, torch.zeros_like(wide)) + (wide * factor if factor else 0.0)
+                    # A batch of weight 0 adds nothing, even where its mean is nan: 0 * nan would be nan. Sums stay on their
+                    # device, so that the host waits once, at the end.
+                    before = into.get(name, torch.zeros_like(wide))
+                    into[name] = before + (to_device(before.device, wide) * factor if factor else 0.0)
             total, batches = total + w, batches + 1
-    return {"means": _sent(means), "sums": _sent(sums), "weight": total, "batches": batches}
+    return {"means": _sent(means, mesh), "sums": _sent(sums, mesh), "weight": total, "batches": batches}
 
 
 def _number(name: Any, value: Any) -> Tensor:
@@ -113,7 +120,7 @@ def _number(name: Any, value: Any) -> Tensor:
         TypeError: its name is no string, or it is no real number or tensor.
     """
     if isinstance(name, str) and isinstance(value, Tensor) and not value.is_complex():
-        return value.detach().to("cpu", torch.float64)
+        return value.detach().to(torch.float64)
     if not (isinstance(name, str) and isinstance(value, numbers.Real)):
         raise TypeError(f"a metric is a string with a real number or a tensor of them, got {name!r}: {value!r}")
     return torch.tensor(float(value), dtype=torch.float64)
@@ -146,8 +153,8 @@ def _combine(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     return out
 
 
-def _sent(values: dict[str, Tensor]) -> dict[str, Any]:
-    return {name: [list(value.shape), value.flatten().tolist()] for name, value in values.items()}
+def _sent(values: dict[str, Tensor], mesh: Mesh | None = None) -> dict[str, Any]:
+    return {name: [list(value.shape), read_now(mesh, value.flatten())] for name, value in values.items()}
 
 
 def _tensors(values: dict[str, Any]) -> dict[str, Tensor]:

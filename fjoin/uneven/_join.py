@@ -87,11 +87,11 @@ class Join:
         self._before_step = kwargs.get("before_step")
         self._enable, self._throw = enable, throw_on_early_termination
         first = members.joinables[0]
-        self._mesh: Mesh = getattr(first, "mesh", None) or mesh_from_group(first.join_process_group)
-        self._device = self._mesh.device
+        self.mesh: Mesh = getattr(first, "mesh", None) or mesh_from_group(first.join_process_group)
+        self._device = self.mesh.device
         if self._device.type != "cpu":
             self._device = members.notifier.join_device
-        self._roll = Roll(self._mesh, self._device)
+        self._roll = Roll(self.mesh, self._device)
         self._shadowing = False
         self._watches: list[Any] = []
         self._warned = False
@@ -103,8 +103,8 @@ class Join:
         if not self._enable:
             return self
         self._members.check_free()
-        same_joinables(self._mesh, self._device, self._members.all, self._throw)
-        self._sent_before = self._mesh.sent()
+        same_joinables(self.mesh, self._device, self._members.all, self._throw)
+        self._sent_before = self.mesh.sent()
         self._members.enter(self._notify)
         if self._members.ddps:
             self._watches = [
@@ -151,8 +151,8 @@ class Join:
         self.iterations += 1
         if self._throw:
             live = self._roll.live()
-            if len(live) < self._mesh.size:
-                gone = [rank for rank in range(self._mesh.size) if rank not in live]
+            if len(live) < self.mesh.size:
+                gone = [rank for rank in range(self.mesh.size) if rank not in live]
                 raise EarlyTermination(
                     f"Detected at least one rank that exhausted inputs. Throwing across all ranks. In iteration "
                     f"{self.iterations - 1} out of input: {', '.join(f'rank {rank}' for rank in gone)}",
@@ -202,13 +202,13 @@ class Join:
     def _shadow(self) -> None:
         """Take part in the others' iterations until all are out of input, then run the post hooks."""
         self._shadowing = True
-        if not self.iterations and self._mesh.sent() > self._sent_before:
+        if not self.iterations and self.mesh.sent() > self._sent_before:
             self._fail(
                 JoinError(
-                    f"rank {self._mesh.rank} has communicated inside a Join that was never notified; call "
+                    f"rank {self.mesh.rank} has communicated inside a Join that was never notified; call "
                     f"Join.notify_join_context(joinable) before the collectives of each iteration, and move collectives "
                     f"outside of iterations before the block",
-                    rank=self._mesh.rank,
+                    rank=self.mesh.rank,
                 )
             )
         last, is_last_joiner, shadowed = self.live(), True, 0
@@ -217,7 +217,7 @@ class Join:
             while live := self._roll.call_without_input():
                 if self._throw:
                     raise EarlyTermination(
-                        f"Rank {self._mesh.rank} exhausted all inputs.", rank=self._mesh.rank, step=self.iterations
+                        f"Rank {self.mesh.rank} exhausted all inputs.", rank=self.mesh.rank, step=self.iterations
                     )
                 self._members.take_turns(bool(self._roll.syncing()), self._before_step)
                 last, is_last_joiner = live, False
@@ -225,7 +225,7 @@ class Join:
                 shadowed += 1
                 if shadowed == WARN_AFTER:
                     warnings.warn(
-                        f"rank {self._mesh.rank} has been out of input for {WARN_AFTER} iterations of other ranks; "
+                        f"rank {self.mesh.rank} has been out of input for {WARN_AFTER} iterations of other ranks; "
                         f"such uneven inputs slow training down",
                         stacklevel=3,
                     )
@@ -243,4 +243,4 @@ class Join:
         """Reports the failure to the other ranks and raises its root cause."""
         self._roll.now = None  # a message that was never awaited also holds connections
         self._members.release()
-        self._mesh.raise_root_cause(error, self.iterations)
+        self.mesh.raise_root_cause(error, self.iterations)

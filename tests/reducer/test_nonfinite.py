@@ -11,7 +11,7 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.agreement._device_reads import DeviceReads
+from fjoin.agreement import _device_reads
 from tests.helpers import raises_text, same_bits
 from tests.training.small import MEAN_SGD, product, step_of
 
@@ -230,7 +230,7 @@ def test_a_lost_window_is_lost_for_a_state_that_was_kept() -> None:
 def test_host_waits_for_skipped_steps(monkeypatch: Any) -> None:
     """While it waits for a device, the host checks for failed ranks, also in a pipeline that never raises."""
     waited: list[Any] = []
-    monkeypatch.setattr(DeviceReads, "_await", lambda reads, event: waited.append(event))
+    monkeypatch.setattr(_device_reads, "_await", lambda mesh, event: waited.append(event))
     step, state = step_of(pipeline=tx.skip_if_nonfinite(tx.fuse(tx.mean("data"), tx.sgd(0.1))))
     step.run.step_check.grads.on_device = True
     for batch in (X, torch.tensor([1.0, float("nan")]), X):

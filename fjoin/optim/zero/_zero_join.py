@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from ...agreement._device_reads import read_now
 from ...groups._from_group import mesh_from_group
 from ...groups._mesh import Mesh
 from ...groups.axes._axis import GroupAxis
@@ -123,16 +124,17 @@ class ZeroHook(torch_join.JoinHook):
             raise error
 
 
-def gradients(axis: GroupAxis, shards: Sequence[Shard], live: bool) -> list[Gradients]:
+def gradients(mesh: Mesh, shards: Sequence[Shard], live: bool) -> list[Gradients]:
     """The gradients by group and path: those of this rank, or on a rank without input its slices of another's.
 
     DistributedDataParallel leaves no gradients on a rank without input. The lowest of the other ranks sends it
     those of its slices.
     """
+    axis: Any = mesh.axes["data"]
     device = shards[0].pieces.buckets[0].device if shards[0].pieces.buckets else torch.device("cpu")
     bits = torch.zeros(axis.size, device=device)
     bits[axis.rank] = float(live)
-    with_input = axis.run("psum", bits, None).tolist()
+    with_input = read_now(mesh, axis.run("psum", bits, None))
     own = own_gradients(shards)
     if all(with_input):
         return own
@@ -143,7 +145,7 @@ def gradients(axis: GroupAxis, shards: Sequence[Shard], live: bool) -> list[Grad
     given = axis.run("psum", torch.tensor(sum(has, []), device=device), None).split(counts)
     found = []
     for shard, of, mask in zip(shards, own, given, strict=True):
-        present = dict(zip(shard.params, mask.tolist(), strict=True))
+        present = dict(zip(shard.params, read_now(mesh, mask), strict=True))
         parts: Gradients = {}
         for k in range(len(shard.pieces.buckets)):
             parts.update(_receive(axis, shard, k, of, sender, with_input))

@@ -170,7 +170,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, StepsInAJoin):
         """Step and gather, over the mesh of a Join or of all ranks, with input or without."""
         mesh, local, out = join or self._mesh, self._local, None
         axis = mesh.axes["data"]
-        give(self._shards, own_gradients(self._shards) if join is None else gradients(axis, self._shards, live))
+        give(self._shards, own_gradients(self._shards) if join is None else gradients(mesh, self._shards, live))
         if local is not None:
             pairs = list(zip(local.param_groups, self.param_groups, strict=True))
             for mine, group in pairs:

@@ -1,0 +1,74 @@
+"""The host waits for a device in one file of the shell, which hears of failed ranks meanwhile.
+
+A message of a rank that has failed never ends on a device, so any other wait may be without end.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+METHODS = {"item", "tolist", "cpu", "numpy"}
+# What reads values elsewhere, how often, and why that is no wait for a message.
+ALLOWED = {
+    "agreement/_consistency.py": 1,  # a number is copied to a device before a Join begins
+    "agreement/_device_reads.py": 3,  # the file
+    "agreement/_grad_check.py": 6,  # values of the host, and the error of a step on which the host has decided
+    "agreement/_record.py": 2,  # words of the host
+    "agreement/_replicas.py": 2,  # before the first step, and in a save
+    "agreement/_step_record.py": 1,  # a loss on the host
+    "checkpoint": 5,  # copies for files, and reports of two checkpoints
+    "groups": 5,  # numbers of ranks, on the host
+    "loading": 4,  # random numbers of the host
+    "optim/_foreach.py": 2,  # counts of states that are loaded
+    "optim/_grad_scaler.py": 1,  # torch's own GradScaler reads it too
+    "optim/zero/_whole_state.py": 2,  # a state that is gathered to be saved
+    "optim/zero/_zero_join.py": 1,  # flags are copied to a device
+    "shared_memory": 1,  # memory of the host
+    "testing": 3,
+    "training/passes/_loss_weight.py": 3,  # the scale of a 16-bit loss in an accumulation window
+    "training/state/_report.py": 1,  # a number of steps, on the host
+}
+
+
+def waits(tree: ast.AST) -> Iterator[int]:
+    """The lines of calls that read a tensor's values, or copy one to a device where the host waits."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        to_device = node.func.attr == "tensor" and any(keyword.arg == "device" for keyword in node.keywords)
+        if (node.func.attr in METHODS and not node.args) or to_device:
+            yield node.lineno
+
+
+def found() -> dict[str, list[int]]:
+    out = {}
+    for path in sorted((ROOT / "fjoin").rglob("*.py")):
+        name = path.relative_to(ROOT / "fjoin").as_posix()
+        if not name.startswith("transforms") and (lines := list(waits(ast.parse(path.read_text())))):
+            out[name] = lines
+    return out
+
+
+FOUND = found()
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_a_file_waits_only_where_it_may(name: str) -> None:
+    room = next((key for key in ALLOWED if name == key or name.startswith(f"{key}/")), None)
+    assert room is not None, (
+        f"{name} reads values of tensors in the lines {FOUND[name]}; see fjoin/agreement/_device_reads.py"
+    )
+    all_of = {other: lines for other, lines in FOUND.items() if other == room or other.startswith(f"{room}/")}
+    assert sum(len(set(lines)) for lines in all_of.values()) == ALLOWED[room], all_of
+
+
+def test_a_wait_is_seen() -> None:
+    text = (
+        "a.item()\nb.sum().tolist()\nc.cpu()\ntorch.tensor([1.0], device=d)\nd.items()\ntorch.tensor(1.0)\ne.item(3)\n"
+    )
+    assert list(waits(ast.parse(text))) == [1, 2, 3, 4]
