@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.buckets._buckets import GradBuffer
+from fjoin.buckets._grad_buffer import GradBuffer
 from fjoin.groups.axes._axis import GroupAxis
 
 HOOKS: dict[str, Callable[[], Any]] = {

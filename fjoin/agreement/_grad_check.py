@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..buckets._buckets import GradBuffer
+from ..buckets._grad_buffer import GradBuffer
 from ..transforms._axis_env import Axis
 from ..transforms.plan._plan import Plan
 from ..transforms.transform._lane import NONFINITE
@@ -32,6 +32,7 @@ class GradCheck:
 
     def __init__(self, norm: bool = False) -> None:
         self._norm, self.on_device = norm, False
+        self._waiting: list[GradBuffer] = []  # buckets of a device that are still to be looked at
         # For each bucket 1 if this rank's own gradients are not finite, where the record does not tell whose are bad.
         self._own_bad: list[Any] | None = None
         self._of_pieces: Axis | None = None  # the axis of the ranks that hold pieces of the gradients
@@ -56,16 +57,28 @@ class GradCheck:
         - otherwise their sum on the CPU, the fastest pass. Where the sum overflows, `bad` checks each element;
         - otherwise their largest magnitude, on a device.
         """
-        if self._norm:
-            wide = torch.float64 if out.scattered else torch.promote_types(out.grads.dtype, torch.float32)
-            out.seen = torch.linalg.vector_norm(out.grads, dtype=wide).double()
-        elif out.grads.device.type == "cpu" and not self.on_device:
+        if out.grads.device.type != "cpu" or self.on_device:
+            self._waiting.append(out)  # one launch looks at all of them
+        elif self._norm:
+            out.seen = torch.linalg.vector_norm(out.grads, dtype=_wide(out)).double()
+        else:
             out.seen = out.grads.sum() if out.total is None else torch.tensor(out.total)
-        elif out.grads.numel():
-            out.seen = torch.linalg.vector_norm(out.grads, math.inf)
+
+    def _look(self) -> None:
+        """Look at the buckets of a device."""
+        groups: dict[torch.dtype, list[GradBuffer]] = {}
+        for out in self._waiting:
+            groups.setdefault(_wide(out) if self._norm else out.grads.dtype, []).append(out)
+        for dtype, some in groups.items():
+            order, some = (2, some) if self._norm else (math.inf, [out for out in some if out.grads.numel()])
+            found = torch._foreach_norm([out.grads for out in some], order, dtype) if some else ()
+            for out, seen in zip(some, torch.stack(found).double().unbind() if some else (), strict=True):
+                out.seen = seen
+        self._waiting = []
 
     def bad(self, outgoing: Sequence[GradBuffer]) -> Any:
         """1 if a gradient is not finite, otherwise 0: a number where the host may read them, otherwise a tensor."""
+        self._look()
         if self.readable_without_sync(outgoing):
             return float(any(not math.isfinite(out.seen.item()) and has_nonfinite(out.grads) for out in outgoing))
         return 1.0 - torch.isfinite(torch.stack([out.seen.double() for out in outgoing])).all().double()
@@ -111,6 +124,7 @@ class GradCheck:
         told = all(out.total is not None and math.isfinite(out.total) for out in outgoing)  # the same on all ranks
         if told and outgoing and not self._norm:
             return
+        self._look()
         bad = torch.as_tensor(self.bad(outgoing), dtype=torch.float64)
         squares = sum((out.seen.double() ** 2 for out in outgoing if self._norm), torch.zeros_like(bad))
         summed = axis.run_(torch.stack([bad, squares]))
@@ -120,6 +134,7 @@ class GradCheck:
 
     def norm_of(self, outgoing: Sequence[GradBuffer]) -> Tensor:
         """The 2-norm of all gradients together, 0-d float64, from the norms of the buckets."""
+        self._look()
         if self.readable_without_sync(outgoing) and not all(math.isfinite(out.seen.item()) for out in outgoing):
             for out in outgoing:  # finite gradients whose squares overflow float32
                 out.seen = torch.linalg.vector_norm(out.grads.double())
@@ -142,6 +157,11 @@ class GradCheck:
             bits = torch.tensor(list(bad.values()), dtype=torch.float32, device=outgoing[0].grads.device)
             bad = dict(zip(bad, self._of_pieces.run_(bits).tolist(), strict=True))
         return tuple(path for path, found in bad.items() if found)
+
+
+def _wide(out: GradBuffer) -> torch.dtype:
+    """The dtype of the norm of a bucket: pieces of several ranks are summed."""
+    return torch.float64 if out.scattered else torch.promote_types(out.grads.dtype, torch.float32)
 
 
 def has_nonfinite(grads: Tensor) -> bool:

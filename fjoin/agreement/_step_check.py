@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .._errors import NonFinite
-from ..buckets._buckets import GradBuffer
+from ..buckets._grad_buffer import GradBuffer
 from ..groups._mesh import Mesh
 from ..transforms.program._effect import Effect, Flag, inverse
 from ._device_reads import DeviceReads, numbers

@@ -20,7 +20,7 @@ from ..transforms.schedules._rates import check_rates
 from ..transforms.step_param._optimizer import Optimizer
 from ._arrivals import Arrivals
 from ._readers import Readers
-from ._states_of_spans import load_span, states_of_span, without_empty
+from ._states_of_spans import load_span, of_one_age, states_of_span, without_empty
 
 
 class Storage:
@@ -36,6 +36,7 @@ class Storage:
         arrivals: The gathers of parameters under way. Until they have arrived only this rank's pieces can be read.
         window: Leaf -> the sum of its gradients in the earlier calls of an accumulation window, in float32; of 16-bit leaves.
         exact: The exact values of this rank's piece of each bucket, where a codec sends their changes; otherwise empty.
+        together: Whether one kernel steps the buckets of one optimizer, since launches cost more than memory does.
         float16: Whether some parameters are float16.
         has_masters: Whether the optimizer keeps master copies of some parameters.
 
@@ -60,6 +61,7 @@ class Storage:
         self.arrivals: Arrivals = Arrivals()
         self.window: dict[Tensor, Tensor] = {}
         self.readers: Readers = Readers()
+        self.together: bool = any(bucket.device.type != "cpu" for bucket in layout)
         self.float16: bool = any(bucket.dtype is torch.float16 for bucket in layout)
         self.shapes: dict[str, torch.Size] = {path: p.shape for path, p in params.items()}
         self.flats: list[Tensor] = []
@@ -96,15 +98,11 @@ class Storage:
         """
         if exact:
             self.exact = [self.own(k, flat).clone() for k, flat in enumerate(self.flats)]
-        self.set_slots(
-            [
-                [
-                    (part := self.optimizer.at(span.paths[0])).init_param(self._range(part, own, span, k))
-                    for span in bucket.spans
-                ]
-                for k, (bucket, own) in enumerate(zip(self.layout, self._stepped(), strict=True))
-            ]
-        )
+        slots = list[list[Any]]()
+        for k, (bucket, own) in enumerate(zip(self.layout, self._stepped(), strict=True)):
+            parts = [(self.optimizer.at(span.paths[0]), span) for span in bucket.spans]
+            slots.append([part.init_param(self._range(part, own, span, k)) for part, span in parts])
+        self.set_slots(slots)
 
     def own(self, k: int, flat: Tensor) -> Tensor:
         """The part of a bucket's buffer that this rank steps."""
@@ -127,7 +125,7 @@ class Storage:
         return {path: found[path] for path in self.shapes}
 
     def set_slots(self, slots: list[list[Any]]) -> None:
-        self.slots = slots
+        self.slots = slots = of_one_age(self.layout, self.optimizer, slots) if self.together else slots
         self._states: dict[str, Any] | None = None
         parts = [
             (self.optimizer.at(span.paths[0]), state)
@@ -238,6 +236,7 @@ class Storage:
         new = object.__new__(Storage)
         new.arrivals, new.window, new.readers = Arrivals(), {}, Readers()
         new.layout, new.optimizer, new.shapes, new.float16 = self.layout, self.optimizer, self.shapes, self.float16
+        new.together = self.together
         new.pieces, new.exact = self.pieces, [own.clone() for own in self.exact]
         new.flats = [flat.clone() for flat in self.flats]
         new._make_leaves()

@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ._buckets import BucketQueue, keep_grad
+from ._bucket_queue import BucketQueue
 from ._flat_params import Storage
+from ._grad_buffer import keep_grad
 
 
 class GradHooks:

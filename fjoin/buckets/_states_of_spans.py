@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from ..transforms.layout._buckets import Bucket
+from ..transforms.step_param._lists import Ages
 from ..transforms.step_param._optimizer import Optimizer
 from ..transforms.tree._tree import fields, with_fields
 
@@ -59,3 +61,13 @@ def without_empty(ranges: list[list[Any]]) -> list[list[Any]]:
         kept.append([one for one in bucket if one[1].numel() or id(one[0]) not in full])
         full |= {id(part) for part, _, _, _ in bucket}
     return kept
+
+
+def of_one_age(layout: tuple[Bucket, ...], optimizer: Optimizer, slots: list[list[Any]]) -> list[list[Any]]:
+    """The states of each optimizer with one count of steps, so that one kernel can step them all."""
+    shared, found = Ages(), list[list[Any]]()
+    for bucket, states in zip(layout, slots, strict=True):
+        parts = [(optimizer.at(span.paths[0]), state) for span, state in zip(bucket.spans, states, strict=True)]
+        like = torch.empty(0, dtype=bucket.dtype, device=bucket.device)
+        found.append([state if part.step_params_ is None else shared(part, like, state) for part, state in parts])
+    return found

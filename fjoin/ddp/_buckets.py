@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from ..buckets._buckets import GradBuffer
+from ..buckets._grad_buffer import GradBuffer
 from ..transforms._axis_env import Work
 from ..transforms.layout._buckets import Bucket
 from ..transforms.layout._pieces import Pieces

@@ -7,8 +7,8 @@ from typing import Any
 from ..agreement._grad_check import GradCheck
 from ..agreement._step_record import StepRecord
 from ..buckets._aliases import copy_if_aliased
-from ..buckets._buckets import GradBuffer
 from ..buckets._flat_params import Storage
+from ..buckets._grad_buffer import GradBuffer
 from ..groups._mesh import Mesh
 from ..transforms._axis_env import Work
 from ..transforms.combinators._chain import stages

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..buckets._aliases import assign_, copy_if_aliased
-from ..buckets._buckets import GradBuffer
+from ..buckets._grad_buffer import GradBuffer
 from ..groups._mesh import Mesh
 from ..transforms._axis_env import Work, bind_axes, bound
 from ..transforms.combinators._chain import behind_all, counting, counts_needed, stages

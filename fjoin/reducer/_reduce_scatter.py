@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ..agreement._step_record import StepRecord
-from ..buckets._buckets import GradBuffer
 from ..buckets._flat_params import Storage
+from ..buckets._grad_buffer import GradBuffer
 from ..groups.axes._malloc import keep_freed
 from ..transforms._axis_env import Axis, PieceSum, Work
 from ..transforms.layout._bound_pieces import bind_pieces

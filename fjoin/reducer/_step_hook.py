@@ -6,8 +6,8 @@ from typing import Any, Protocol
 
 from ..agreement._step_check import Clip
 from ..agreement._step_record import StepRecord
-from ..buckets._buckets import GradBuffer
 from ..buckets._flat_params import Storage
+from ..buckets._grad_buffer import GradBuffer
 from ..transforms._axis_env import Work
 
 

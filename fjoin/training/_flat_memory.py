@@ -11,13 +11,14 @@ from torch import Tensor
 from ..agreement._record import Sums
 from ..agreement._step_check import Decision
 from ..agreement._step_record import StepRecord
-from ..buckets._buckets import BucketQueue, GradBuffer
+from ..buckets._bucket_queue import BucketQueue
 from ..buckets._gather_pieces import gather_changes_, start_gather
+from ..buckets._grad_buffer import GradBuffer
+from ..buckets._step_buckets import step_buckets
 from ..reducer._all_reduce import AllReduceHook
 from ..transforms._axis_env import bind_axes
 from ..transforms.program._effect import FLUSH, Effect
 from ..transforms.program._ops import Agree, Ends, Gather, Judge, Stages, StepEach
-from ..transforms.step_param._checked import unchecked
 from ..transforms.transform._call import Call
 from .state._ends import run_end
 from .state._state_data import StateData
@@ -147,11 +148,7 @@ class FlatMemory:
     def _step_buckets(self, outgoing: Iterable[tuple[int, GradBuffer]]) -> None:
         """Run the optimizer's kernels on buckets, and begin their gathers."""
         shell, storage, guards = self._shell, self._body.storage, self._decision
-        for index, out in outgoing:
-            with torch.no_grad():
-                for optimizer, param, grad, slots in storage.ranges(index, out.grads):
-                    step_param_ = unchecked(optimizer.step_param_)  # init_param has made these slots
-                    step_param_(param, grad, slots, grad_scale=guards.scale, found_inf=guards.found_inf)
+        for index in step_buckets(storage, outgoing, guards.scale, guards.found_inf):
             # Fused kernels do not increment the version: without this a graph that still needs the old values,
             # such as the user's own, would silently use the new ones.
             torch.autograd.graph.increment_version(storage.flats[index])

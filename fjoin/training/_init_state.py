@@ -9,7 +9,7 @@ from torch import Tensor
 from ..agreement._program_check import check_program, same_values
 from ..buckets._flat_params import Storage
 from ..transforms._axis_env import bind_axes
-from ..transforms.layout._buckets import Bucket, make_layout
+from ..transforms.layout._buckets import Bucket, bucket_sizes, make_layout
 from ..transforms.layout._pieces import labels
 from ..transforms.plan._plan import warn_if_silent
 from ._run import Run
@@ -19,7 +19,7 @@ from .state._state_data import StateData
 
 
 def make_state_data(
-    run: Run, params: Any, buffers: dict[str, Tensor] | None, sync: str | None, bucket_bytes: int
+    run: Run, params: Any, buffers: dict[str, Tensor] | None, sync: str | None, bucket_bytes: int | None
 ) -> StateData:
     """Check that all ranks run the same program, and make the data of a state at step 0; see `TrainStep.init`."""
     flat, rebuild = flatten(params)
@@ -34,7 +34,17 @@ def make_state_data(
             pieces = pipeline.sharding.pieces(flat, bucket_bytes)
     layout = pieces.buckets if pieces else make_layout(flat, labels(pipeline.optimizer), bucket_bytes)
     run.agreements.ids.number()
-    check_program(mesh, pipeline, run.on_buffers, flat, bucket_bytes, run.accumulate, run.weighs, buffers, sync)
+    check_program(
+        mesh,
+        pipeline,
+        run.on_buffers,
+        flat,
+        bucket_sizes(flat.values(), bucket_bytes)[0],
+        run.accumulate,
+        run.weighs,
+        buffers,
+        sync,
+    )
     run.passes.check(buffers is not None)
     if run.ranks > 1 and mesh.rank == 0:
         warn_if_silent(pipeline, (pipeline.hook, *pipeline.ends), tuple(mesh.shape), run.ranks, stacklevel=4)

@@ -11,7 +11,7 @@ from ..agreement._device_reads import numbers
 from ..agreement._step_check import StepCheck
 from ..agreement._step_ids import Calls
 from ..agreement._step_record import own_values
-from ..buckets._buckets import BucketQueue
+from ..buckets._bucket_queue import BucketQueue
 from ..buckets._flat_params import Storage
 from ..groups._mesh import Mesh
 from ..reducer._all_reduce import AllReduceHook
@@ -168,7 +168,7 @@ class Run:
             others = {"ranks": self.ranks, **self._learning_rates(storage, body.step, skipped)}
             memory, program = self._begin(body, forward, grad_output, own, rates, iteration)
         execute(program, spanned(memory, self.mesh.traffic))
-        sums_of_all = memory.of_all
+        sums_of_all, reads = memory.of_all, self.step_check.reads
         if iteration is not None:
             iteration.others = lambda: self.agreements.has_next(sums_of_all())
         body.window = {}
@@ -179,7 +179,7 @@ class Run:
             body.step - 1,
             True,
             forward.aux,
-            lambda: numbers(sums_of_all(), self.step_check.reads),
+            lambda: numbers(sums_of_all(), reads),
             raise_newest,
             others,
             self.mesh.rank,

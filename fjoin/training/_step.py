@@ -35,10 +35,10 @@ class TrainStep:
         run: What runs its steps; inside fjoin only.
     """
 
-    def __init__(self, run: Run, donate: bool, bucket_bytes: int) -> None:
+    def __init__(self, run: Run, donate: bool, bucket_bytes: int | None) -> None:
         self._donate = donate
         self.run: Run = run
-        self.bucket_bytes: int = bucket_bytes
+        self.bucket_bytes: int | None = bucket_bytes
         self.pipeline: Pipeline = run.pipeline
         self.ranks: int = run.ranks
         self.rank: int = run.mesh.rank

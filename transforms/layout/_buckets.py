@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +16,11 @@ BUCKET_BYTES = 5 * 2**20
 # The first of several buckets is smaller, so sending starts early and a slow link is busy from then on.
 FIRST_BYTES = 2**20
 DIRECT_BYTES = 4 * 10**6
+# On an accelerator a message costs the host more time than a copy costs the device.
+ACCELERATOR_BYTES = 25 * 2**20
 # The alignment of leaves: matrix kernels are slower on tensors that do not begin at a cache line.
 ALIGN_BYTES = 64
+_HOST = torch.device("cpu")
 
 
 class Span(NamedTuple):
@@ -40,11 +43,24 @@ class Bucket(NamedTuple):
     spans: tuple[Span, ...]
 
 
+def bucket_sizes(leaves: Iterable[Any], bucket_bytes: int | None = None) -> tuple[int, int]:
+    """The size at which a bucket is sent, and that at which a tensor is a bucket of its own, in bytes.
+
+    Args:
+        leaves: The parameters.
+        bucket_bytes: The first of them; None: as is best for the parameters' device.
+    """
+    if all(getattr(p, "device", _HOST).type == "cpu" for p in leaves):
+        return bucket_bytes or BUCKET_BYTES, DIRECT_BYTES
+    size = bucket_bytes or ACCELERATOR_BYTES
+    return size, max(size, DIRECT_BYTES)
+
+
 def make_layout(
     params: Mapping[str, Tensor],
     label: Callable[[str], Hashable],
-    bucket_bytes: int = BUCKET_BYTES,
-    direct_bytes: int = DIRECT_BYTES,
+    bucket_bytes: int | None = None,
+    direct_bytes: int | None = None,
     owner: Mapping[str, int] | None = None,
 ) -> tuple[Bucket, ...]:
     """Groups parameters into buckets in reverse order, which is about the order of backward.
@@ -52,11 +68,13 @@ def make_layout(
     Args:
         params: Path -> tensor, in the order in which the model registered them.
         label: A function path -> label. Leaves of one bucket with equal labels are adjacent, in one span.
-        bucket_bytes: A bucket is closed once it has this size; the first of several buckets earlier.
-        direct_bytes: A tensor of this size is a bucket of its own.
+        bucket_bytes: A bucket is closed once it has this size; the first of several buckets earlier. None: see `bucket_sizes`.
+        direct_bytes: A tensor of this size is a bucket of its own. None: see there.
         owner: Path -> rank, for leaves that only this rank steps. They have buckets of their own, ordered by rank.
     """
     owner = owner or {}
+    bucket_bytes, direct = bucket_sizes(params.values(), bucket_bytes)
+    direct_bytes = direct_bytes or direct
     done: list[tuple[int, Bucket]] = []  # (when its last gradient is expected, bucket)
     filling: dict[tuple[torch.dtype, torch.device, bool], tuple[list[str], int]] = {}  # paths, bytes
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..tree._tree import Tree, map_with_path
-from ._buckets import ALIGN_BYTES, BUCKET_BYTES, DIRECT_BYTES, Bucket, make_layout, views
+from ._buckets import ALIGN_BYTES, Bucket, make_layout, views
 
 if TYPE_CHECKING:
     from ..step_param._optimizer import Optimizer
@@ -180,8 +180,8 @@ def cut(
     axis: str,
     ranks: int,
     rank: int,
-    bucket_bytes: int = BUCKET_BYTES,
-    direct_bytes: int = DIRECT_BYTES,
+    bucket_bytes: int | None = None,
+    direct_bytes: int | None = None,
 ) -> Pieces:
     """Buckets, and their pieces.
 

@@ -10,7 +10,6 @@ from .._errors import NotVmappable
 from ..axes._collectives import axis_index, axis_size
 from ..codecs._codec import Codec, check_codec
 from ..combinators._chain import stages
-from ..layout._buckets import BUCKET_BYTES
 from ..layout._pieces import Pieces, cut
 from ..optimizers.wrappers._mixed_precision import master_of
 from ..plan._plan import axes_of
@@ -36,7 +35,7 @@ class Sharding:
         self.axis, self._optimizer, self.codec = axis, optimizer, codec
         self._made: dict[Any, Pieces] = {}
 
-    def pieces(self, params: Tree, bucket_bytes: int = BUCKET_BYTES) -> Pieces:
+    def pieces(self, params: Tree, bucket_bytes: int | None = None, direct_bytes: int | None = None) -> Pieces:
         """The pieces of these parameters, by their paths, shapes and dtypes, and the ranks of the bound axis.
 
         Raises:
@@ -54,6 +53,7 @@ class Sharding:
             ranks,
             rank,
             bucket_bytes,
+            direct_bytes,
             *((path, p.shape, p.dtype, p.device) for path, p in zip(paths, leaves, strict=True)),
         )
         if key not in self._made:
@@ -65,7 +65,7 @@ class Sharding:
                     f"params[{other!r}] lies on {named[other].device}, but params[{paths[0]!r}] on {leaves[0].device}; a pipeline that "
                     f"shards takes parameters of one device"
                 )
-            self._made[key] = cut(named, self._optimizer, self.axis, ranks, rank, bucket_bytes)
+            self._made[key] = cut(named, self._optimizer, self.axis, ranks, rank, bucket_bytes, direct_bytes)
         return self._made[key]
 
     def init(self, pieces: Pieces, own: Tree, slots: Any) -> ShardState | GatherState:

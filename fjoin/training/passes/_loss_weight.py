@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...buckets._buckets import GradBuffer
+from ...buckets._grad_buffer import GradBuffer
 from ...reducer._step_hook import StepHook
 from ...transforms._axis_env import Work
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ...buckets._buckets import GradBuffer
+from ...buckets._grad_buffer import GradBuffer
 from ...groups.axes._traffic import Traffic, is_watched
 from ...transforms._axis_env import Work
 from ...transforms.program._ops import Agree, Ends

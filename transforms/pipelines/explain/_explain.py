@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..._check import whole_number
 from ...combinators._chain import stages
-from ...layout._buckets import BUCKET_BYTES, Bucket, make_layout
+from ...layout._buckets import Bucket, bucket_sizes, make_layout
 from ...layout._pieces import Pieces
 from ...plan._phases import Phase, changes_with_steps, phases, shown
 from ...program._ops import Agree, Ends, Gather, Op, Stages, Step
@@ -32,7 +32,7 @@ def explain(
     params: Tree,
     axes: Mapping[str, int],
     *,
-    bucket_bytes: int = BUCKET_BYTES,
+    bucket_bytes: int | None = None,
     at_step: int | None = None,
     buffers: Mapping[str, Tensor] | None = None,
     on_buffers: Transform | None = None,
@@ -49,7 +49,7 @@ def explain(
         pipeline: A `Pipeline`, or a `Transform` alone.
         params: The parameters; only paths, shapes and dtypes are used.
         axes: Axis name -> number of ranks.
-        bucket_bytes: As in `fjoin.train_step`.
+        bucket_bytes: As in `fjoin.train_step`; by default as is best for the device of `params`.
         at_step: Only this step, counted from 0. By default a stage has a row for each phase with other messages, such
             as a warm-up.
         buffers, on_buffers: As in `fjoin.train_step`: the buffers, path -> tensor, and their transform.
@@ -70,7 +70,8 @@ def explain(
     >>> what.messages, what.payload_bytes, what.state_bytes
     (1, 4080, 4012)
     """
-    whole_number("bucket_bytes", bucket_bytes, 1)
+    if bucket_bytes is not None:
+        whole_number("bucket_bytes", bucket_bytes, 1)
     if at_step is not None:
         whole_number("at_step", at_step, 0)
     if on_buffers is not None:
@@ -78,11 +79,17 @@ def explain(
         if buffers is None:
             raise ValueError(f"on_buffers={on_buffers!r} was given without buffers")
 
+    sizes = bucket_sizes(
+        optree.tree_leaves(params), bucket_bytes
+    )  # by their device, which the tensors without data do not have
+
     def cut(leaves: dict[str, Tensor]) -> tuple[Bucket, ...]:
-        return make_layout(leaves, lambda path: 0, bucket_bytes)
+        return make_layout(leaves, lambda path: 0, *sizes)
 
     sharding = pipeline.sharding if isinstance(pipeline, Pipeline) else None
-    pieces = None if sharding is None else functools.partial(sharding.pieces, bucket_bytes=bucket_bytes)
+    pieces = (
+        None if sharding is None else functools.partial(sharding.pieces, bucket_bytes=sizes[0], direct_bytes=sizes[1])
+    )
 
     def elsewhere(axes: Mapping[str, int]) -> Explanation:
         memory = CountingMemory(pipeline, params, axes, cut, buffers, on_buffers, pieces=pieces)

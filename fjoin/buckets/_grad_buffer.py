@@ -1,9 +1,8 @@
-"""Gradients in transit: one buffer per bucket, launched in a fixed order."""
+"""Gradients in transit: one buffer per bucket."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -68,6 +67,10 @@ class GradBuffer:
         if not used.all():
             self._padding = (~used).nonzero().view(-1).to(bucket.device)
         self._views = [] if self.direct else views(bucket, self.grads, shapes)
+        self._gathers = (
+            bucket.device.type != "cpu"
+        )  # gradients wait until all have come, since a launch costs more than memory
+        self._given: list[tuple[Tensor, Tensor]] = []
         self.leaves: list[Tensor] = []
         self.work: Work | None = None
         self.seen: Tensor = torch.zeros(
@@ -85,7 +88,7 @@ class GradBuffer:
         """
         self._window = window or {}
         self.leaves, self.missing, self.filled, self.work = leaves, len(leaves), False, None
-        self.total = None
+        self.total, self._given = None, []
         self.scattered = False
         # A hook may have replaced it by its result. A direct buffer keeps the last gradient until the next one comes: free
         # memory at the end of the heap would go back to the system, and be faulted in again.
@@ -107,11 +110,22 @@ class GradBuffer:
         if self.direct:
             # Autograd's gradient itself becomes the message, without a copy, unless other gradients share its memory.
             self.buffer = self.grads = (grad.clone() if _is_shared(grad) else grad.contiguous()).view(-1)
+        elif self._gathers:
+            self._given.append((self._views[i], grad))
         else:
             self._views[i].copy_(grad)
         leaf.grad = None
         self.taken[i] = self.used[i] = True
         self.missing -= 1
+        if not self.missing:
+            self._copy_given()
+
+    def _copy_given(self) -> None:
+        """Copy the gradients that have come, in one launch."""
+        if self._given:
+            views, grads = zip(*self._given, strict=True)
+            self._given = []
+            torch._foreach_copy_(list(views), list(grads))
 
     def fill(self) -> None:
         """Complete the bucket after backward with gradients of earlier calls, or zeros where there are none."""
@@ -127,6 +141,7 @@ class GradBuffer:
                 self.buffer = self.grads = torch.zeros_like(leaf).view(-1)
             else:
                 self._views[i].zero_()
+        self._copy_given()
 
     def clear_padding(self) -> None:
         if self._padding is not None:
@@ -181,70 +196,3 @@ def _is_shared(grad: Tensor) -> bool:
 
 # The use count of unshared memory: one for the tensor, one for the Python object through which it is read.
 _ALONE = 2
-
-
-class BucketQueue:
-    """Launches the buckets' messages in the buckets' order, whatever order they fill in.
-
-    Args:
-        outgoing: The buckets.
-        launch: Starts the hook of one bucket, given its index and buffer; called in the thread that fills the bucket.
-    """
-
-    outgoing: list[GradBuffer]
-
-    def __init__(self, outgoing: list[GradBuffer], launch: Callable[[int, GradBuffer], Work | None]) -> None:
-        self.outgoing, self._launch = outgoing, launch
-        self._next = len(outgoing)
-        self._open = False
-        self._kept: dict[Tensor, Tensor | None] | None = None  # the gradients set aside while muted
-
-    def start(self, storage: Storage) -> None:
-        self._next, self._open = 0, True
-        for out, leaves in zip(self.outgoing, storage.by_bucket, strict=True):
-            out.start(leaves, storage.window)
-
-    @contextlib.contextmanager
-    def muted(self, storage: Storage) -> Iterator[None]:
-        """Discard gradients that arrive within the with block. A factor of 0 would not do: 0 * inf is nan."""
-        try:
-            with storage.grads_aside() as self._kept:
-                yield
-        finally:
-            self._kept = None
-
-    def stop(self) -> None:
-        """Take no more gradients until the next start."""
-        self._open = False
-        for out in self.outgoing:
-            out.work = None
-
-    def arrived(self, index: int, i: int, leaf: Tensor) -> None:
-        """Take the gradient of the i-th leaf of this bucket, and launch the buckets that are ready."""
-        if not self._open:
-            return  # a backward pass over these leaves outside the step
-        if self._kept is not None:
-            kept = self._kept.pop(leaf, None)
-            leaf.grad = torch.zeros_like(leaf) if kept is None else kept
-        if leaf.grad is None:
-            return  # a function's backward gave none; `finish` fills in zeros
-        out = self.outgoing[index]
-        out.copy_grad(i, leaf)
-        if out.missing == 0:
-            out.filled = True
-            self._advance()
-
-    def _advance(self) -> None:
-        while self._next < len(self.outgoing) and self.outgoing[self._next].filled:
-            out = self.outgoing[self._next]
-            out.work = self._launch(self._next, out)
-            self._next += 1
-
-    def finish(self) -> None:
-        """Fill and launch the buckets that backward did not complete, after it has ended."""
-        self._open = False
-        for out in self.outgoing:
-            if not out.filled:
-                out.fill()
-                out.filled = True
-        self._advance()

@@ -1,0 +1,42 @@
+"""The optimizer's step on flat buckets, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from ..transforms.step_param._checked import unchecked
+from ..transforms.step_param._lists import age_of, step_in_place, stepped_together
+from ..transforms.tree._tree import fields
+from ._flat_params import Storage
+from ._grad_buffer import GradBuffer
+
+
+@torch.no_grad()
+def step_buckets(
+    storage: Storage, outgoing: Iterable[tuple[int, GradBuffer]], grad_scale: Tensor | None, found_inf: Tensor | None
+) -> Iterator[int]:
+    """Step buckets, and yield the number of each once it has been stepped.
+
+    On the CPU a bucket is stepped at a time, whose gradients may be in the cache. On an accelerator one kernel steps all parameters of
+    one optimizer: there a step of many buckets is bound by the host, which launches kernels.
+
+    Args:
+        outgoing: (number of the bucket, its gradients).
+        grad_scale, found_inf: See `Optimizer`.
+    """
+    ranges = ((index, storage.ranges(index, out.grads)) for index, out in outgoing)
+    if not storage.together:
+        for index, some in ranges:
+            for part, param, grad, slots in some:
+                unchecked(part.step_param_)(param, grad, slots, grad_scale=grad_scale, found_inf=found_inf)
+            yield index
+        return
+    found = list(ranges)
+    items = [(slots, part, param, grad) for _, some in found for part, param, grad, slots in some]
+    for group in stepped_together(items, [age_of(part, fields(slots)) for slots, part, _, _ in items]):
+        states, parts, params, grads = map(list, zip(*group, strict=True))
+        step_in_place(parts[0], params, grads, states, grad_scale=grad_scale, found_inf=found_inf)
+    yield from (index for index, _ in found)
