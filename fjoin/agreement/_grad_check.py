@@ -60,7 +60,8 @@ class GradCheck:
         if out.grads.device.type != "cpu" or self.on_device:
             self._waiting.append(out)  # one launch looks at all of them
         elif self._norm:
-            out.seen = torch.linalg.vector_norm(out.grads, dtype=_wide(out)).double()
+            wide = torch.float64 if out.scattered else torch.promote_types(out.grads.dtype, torch.float32)
+            out.seen = torch.linalg.vector_norm(out.grads, dtype=wide).double()
         else:
             out.seen = out.grads.sum() if out.total is None else torch.tensor(out.total)
 
@@ -68,10 +69,12 @@ class GradCheck:
         """Look at the buckets of a device."""
         groups: dict[torch.dtype, list[GradBuffer]] = {}
         for out in self._waiting:
-            groups.setdefault(_wide(out) if self._norm else out.grads.dtype, []).append(out)
-        for dtype, some in groups.items():
-            order, some = (2, some) if self._norm else (math.inf, [out for out in some if out.grads.numel()])
-            found = torch._foreach_norm([out.grads for out in some], order, dtype) if some else ()
+            groups.setdefault(out.grads.dtype, []).append(out)
+        # The squares of finite float32 gradients may overflow; the host looks again where they do, a device cannot.
+        order, wide = (2, torch.float64) if self._norm else (math.inf, None)
+        for some in groups.values():
+            some = some if self._norm else [out for out in some if out.grads.numel()]
+            found = torch._foreach_norm([out.grads for out in some], order, wide) if some else ()
             for out, seen in zip(some, torch.stack(found).double().unbind() if some else (), strict=True):
                 out.seen = seen
         self._waiting = []
@@ -157,11 +160,6 @@ class GradCheck:
             bits = torch.tensor(list(bad.values()), dtype=torch.float32, device=outgoing[0].grads.device)
             bad = dict(zip(bad, self._of_pieces.run_(bits).tolist(), strict=True))
         return tuple(path for path, found in bad.items() if found)
-
-
-def _wide(out: GradBuffer) -> torch.dtype:
-    """The dtype of the norm of a bucket: pieces of several ranks are summed."""
-    return torch.float64 if out.scattered else torch.promote_types(out.grads.dtype, torch.float32)
 
 
 def has_nonfinite(grads: Tensor) -> bool:
