@@ -9,9 +9,7 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 
-from ..transforms._devices import is_accelerator
 from ..transforms.layout._buckets import Bucket, Span, views
 from ..transforms.layout._pieces import Pieces
 from ..transforms.optimizers.wrappers._inject import compared
@@ -19,8 +17,9 @@ from ..transforms.optimizers.wrappers._mixed_precision import master_of
 from ..transforms.schedules._rates import check_rates
 from ..transforms.step_param._optimizer import Optimizer
 from ._arrivals import Arrivals
+from ._leaves import Leaves
 from ._readers import Readers
-from ._states_of_spans import load_span, of_one_age, states_of_span, without_empty
+from ._states_of_spans import load_span, of_one_age, places_of, states_of_span, without_empty
 
 
 class Storage:
@@ -76,19 +75,22 @@ class Storage:
         self._make_leaves()
 
     def _make_leaves(self) -> None:
-        of: dict[str, Tensor] = {}
-        for bucket, flat in zip(self.layout, self.flats, strict=True):
-            for path, view in zip(bucket.paths, views(bucket, flat, self.shapes), strict=True):
-                of[path] = view.detach().requires_grad_()
-        self.leaves: dict[str, Tensor] = {path: of[path] for path in self.shapes}
-        self.by_bucket: list[list[Tensor]] = [[of[path] for path in bucket.paths] for bucket in self.layout]
-        # Gradients arrive in the stream of a leaf's node. Each forward pass makes a new node unless the old one is
-        # still referenced; with these references the gradients of a bucket all arrive in one stream.
-        self._nodes = [get_gradient_edge(leaf).node for leaf in self.leaves.values() if is_accelerator(leaf.device)]
+        self._held = Leaves(self.layout, self.flats, self.shapes)
+        self.leaves: dict[str, Tensor] = self._held.by_path
+        self.by_bucket: list[list[Tensor]] = self._held.by_bucket
+
+    def follow_stream(self) -> bool:
+        """Make the leaves anew where the current stream is another one than theirs; returns whether it was."""
+        before = self._held
+        if before.are_here():
+            return False
+        self._make_leaves()
+        self.window = self._held.take_grads(before, self.window)
+        return True
 
     def __getstate__(self) -> dict[str, Any]:
         self.arrivals.wait()
-        return {**self.__dict__, "_nodes": [], "readers": Readers()}  # nodes cannot be copied
+        return {**self.__dict__, "readers": Readers()}
 
     def make_slots(self, exact: bool = False) -> None:
         """Initialise the optimizer's slots from the current parameters.
@@ -210,25 +212,23 @@ class Storage:
         for k, (bucket, slots) in enumerate(zip(self.layout, self.slots, strict=True)):
             for span, state in zip(bucket.spans, slots, strict=True):
                 part = self.optimizer.at(span.paths[0])
-                out.update(states_of_span(part, state, counts.get(id(part), state), self._places(k, span)))
+                out.update(
+                    states_of_span(
+                        part, state, counts.get(id(part), state), places_of(span, bucket, self.shapes, self.pieces, k)
+                    )
+                )
         return {path: out[path] for path in self.shapes}
 
     def load_optimizer_states(self, states: Mapping[str, Any]) -> None:
         """Copy states by path into the slots; the inverse of `optimizer_states`."""
         for k, (bucket, slots) in enumerate(zip(self.layout, self.slots, strict=True)):
             for span, state in zip(bucket.spans, slots, strict=True):
-                load_span(self.optimizer.at(span.paths[0]), state, states, self._places(k, span))
-
-    def _places(self, k: int, span: Span) -> dict[str, tuple[int, torch.Size]]:
-        """Path -> where a parameter, or this rank's slice of it, begins in the slots of a span, and its shape."""
-        offset = dict(zip(self.layout[k].paths, self.layout[k].offsets, strict=True))
-        if self.pieces is None:
-            return {path: (offset[path] - span.start, self.shapes[path]) for path in span.paths}
-        begin, places = max(span.start, self.pieces.bounds[k][self.pieces.rank]), {}
-        for path in span.paths:
-            start, stop = self.pieces.slices[path]
-            places[path] = offset[path] + start - begin if stop else 0, torch.Size((stop - start,))
-        return places
+                load_span(
+                    self.optimizer.at(span.paths[0]),
+                    state,
+                    states,
+                    places_of(span, bucket, self.shapes, self.pieces, k),
+                )
 
     def clone(self) -> Storage:
         """A copy in memory of its own, including gradients that are being accumulated."""

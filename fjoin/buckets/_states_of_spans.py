@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from ..transforms.layout._buckets import Bucket
+from ..transforms.layout._buckets import Bucket, Span
+from ..transforms.layout._pieces import Pieces
 from ..transforms.step_param._lists import Ages
 from ..transforms.step_param._optimizer import Optimizer
 from ..transforms.tree._tree import fields, with_fields
@@ -71,3 +72,21 @@ def of_one_age(layout: tuple[Bucket, ...], optimizer: Optimizer, slots: list[lis
         like = torch.empty(0, dtype=bucket.dtype, device=bucket.device)
         found.append([state if part.step_params_ is None else shared(part, like, state) for part, state in parts])
     return found
+
+
+def places_of(
+    span: Span, bucket: Bucket, shapes: Mapping[str, torch.Size], pieces: Pieces | None, k: int
+) -> dict[str, tuple[int, torch.Size]]:
+    """Path -> where a parameter, or this rank's slice of it, begins in the slots of a span, and its shape.
+
+    Args:
+        k: The number of the bucket.
+    """
+    offset = dict(zip(bucket.paths, bucket.offsets, strict=True))
+    if pieces is None:
+        return {path: (offset[path] - span.start, shapes[path]) for path in span.paths}
+    begin, places = max(span.start, pieces.bounds[k][pieces.rank]), {}
+    for path in span.paths:
+        start, stop = pieces.slices[path]
+        places[path] = offset[path] + start - begin if stop else 0, torch.Size((stop - start,))
+    return places

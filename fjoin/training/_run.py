@@ -148,6 +148,8 @@ class Run:
         with span("prepare"):
             self._meter.begin(bool(body.window))
             rates = storage.check_rates()
+            if storage.follow_stream():
+                passes.hooks.detach()
             passes.hooks.attach(storage)
             self.stop()
         with span("forward"):

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
+from fjoin.buckets import _leaves
 from tests.helpers import raises_text, same_bits
 from tests.training.small import X, one, quadratic, start
 
@@ -220,3 +222,26 @@ def test_residuals_are_by_path(hook: str, bucket_bytes: int) -> None:
     for saved in tx.simulate(one_rank, {"data": 2}):
         loaded = tx.from_state_dict(pipeline.init(params), saved)
         assert same_bits(tx.to_state_dict(loaded), saved)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_leaves_follow_the_current_stream(monkeypatch: Any, accumulate: int) -> None:
+    """Their gradients would arrive in the stream in which they were made: once in each stream they are made anew."""
+
+    def trained(streams: list[str]) -> tuple[dict[str, Tensor], list[int]]:
+        monkeypatch.setattr(_leaves, "is_accelerator", lambda device: True)
+        monkeypatch.setattr(_leaves, "current_stream", lambda device: streams[0])
+        pipeline = tx.fuse(tx.mean("data"), tx.sgd(0.1, momentum=0.9))
+        step = fjoin.train_step(lambda p, b: (p["w"] * b).square().sum(), pipeline, accumulate=accumulate)
+        state, made = step.init({"w": torch.ones(3)}), []
+        for i in range(6):
+            if i in (2, 3):
+                streams.pop(0)
+            state, _ = step(state, torch.arange(3.0) + i)
+            made.append(id(state._body.storage._held))
+        return {path: p.clone() for path, p in state.params.items()}, made
+
+    want, one = trained(["a"] * 3)
+    got, several = trained(["a", "b", "a"])
+    assert len(set(one)) == 1 and [several.count(each) for each in dict.fromkeys(several)] == [2, 1, 3]
+    assert torch.equal(got["w"], want["w"])
