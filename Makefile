@@ -4,7 +4,7 @@ BIN = .venv/bin
 PIP = $(BIN)/pip --disable-pip-version-check --quiet
 export OMP_NUM_THREADS = 1
 
-.PHONY: demo docs test test-docs test-all test-newest test-oldest test-frameworks types lint bench clean
+.PHONY: demo docs test test-docs test-all test-newest test-oldest test-frameworks types lint bench gpu clean
 
 demo: .venv/installed
 	$(BIN)/torchrun --standalone --nproc-per-node 2 examples/uneven_text.py
@@ -53,6 +53,10 @@ lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# On a machine with a GPU, in about 30 minutes: five parts, each of which writes its section of docs/gpu_report.md.
+gpu: .venv/installed
+	$(BIN)/python benchmarks/gpu_report.py
 
 bench: .venv/installed
 	$(BIN)/python benchmarks/run.py

@@ -45,6 +45,7 @@ def _load(file: str, name: str) -> Callable[..., Any]:
 def _worker(pipe: Connection, backend: str, index: int) -> None:
     sys.path.insert(0, os.path.dirname(os.path.dirname(__file__)))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # which NCCL avoids where it sees another one
     os.environ.setdefault("FJOIN_TRANSPORT", "gloo")
     import torch
     import torch.distributed as dist

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+
+
+def script(name: str) -> Any:
+    """A script of benchmarks/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.mark.long
@@ -40,3 +51,27 @@ def test_trace_picture(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "trace.png").stat().st_size > 20_000 and (tmp_path / "run.json").exists()
+
+
+def test_a_part_of_the_gpu_report_is_replaced_by_its_next_run(tmp_path: Path) -> None:
+    page, gpu_report = tmp_path / "page.md", script("gpu_report")
+    for name, text in (("basics", "first"), ("speed", "fast"), ("basics", "second")):
+        gpu_report.write(page, name, text)
+    text = page.read_text()
+    assert "first" not in text and text.index("second") < text.index("fast") and text.count("<!-- basics -->") == 1
+
+
+def test_a_check_that_fails_or_takes_too_long_is_told() -> None:
+    gpu_report = script("gpu_report")
+    Check = gpu_report.Check
+    assert gpu_report.run(Check("python -c 'print(5)'", "", 60), "cpu")[::2] == ("passed", "5")
+    assert gpu_report.run(Check("python -c 'raise SystemExit(3)'", "", 60), "cpu")[0] == "**failed**, exit 3"
+    assert "stopped" in gpu_report.run(Check("sleep 5", "", 0.2), "cpu")[0]
+
+
+@pytest.mark.long
+def test_the_gpu_report_runs_without_a_gpu(tmp_path: Path) -> None:
+    command = [sys.executable, str(BENCHMARKS / "gpu_report.py"), "--parts", "example", "--device", "cpu"]
+    done = subprocess.run([*command, "--page", str(tmp_path / "page.md")], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "| all checks | passed |" in (tmp_path / "page.md").read_text()

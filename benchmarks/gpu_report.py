@@ -1,0 +1,159 @@
+"""The proof on a machine with a GPU: five parts, each with a time limit, whose results go into a page.
+
+    python benchmarks/gpu_report.py [--parts basics,tests,failures,speed,example] [--page docs/gpu_report.md] [--device cuda]
+
+It takes about 30 minutes. Each part writes its section of the page when it ends, so a run that is cut short leaves the parts before.
+With `--device cpu` it runs as far as a machine without a GPU can, for a test of this script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import platform
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+GPU = "python benchmarks/gpu.py"
+PYTEST = "python -m pytest -q -m nccl --long -p no:cacheprovider"
+
+
+class Check(NamedTuple):
+    command: str
+    expected: str
+    limit_s: float
+
+
+PARTS: dict[str, tuple[str, list[Check]]] = {
+    "basics": (
+        "Collectives, waits and bits",
+        [
+            Check(f"{GPU} alive", "collectives of all kinds and dtypes", 60),
+            Check(f"{GPU} alive --world 2", "the same on two ranks", 90),
+            Check(f"{GPU} sync", "no step waits for the device", 90),
+            Check(f"{GPU} sync --world 2", "the same on two ranks", 120),
+            Check(f"{GPU} race --world 2", "the same bits under delays and overwritten memory", 120),
+            Check(f"TORCH_CUDA_SANITIZER=1 {GPU} race --steps 3", "no report", 120),
+        ],
+    ),
+    "tests": (
+        "Tests",
+        [
+            Check(f"{PYTEST} tests/reducer tests/optim tests/groups", "all pass", 400),
+            Check(f"{PYTEST} tests/transforms/remat tests/checkpoint", "all pass", 200),
+        ],
+    ),
+    "failures": (
+        "Failures",
+        [
+            Check(f"{GPU} first --world 2 --after 70", "a typed error on both", 130),
+            Check(f"{GPU} fail --world 2 --after 70", "a typed error; each state is right or torn", 130),
+            Check(f"{GPU} late --world 2 --after 70", "CollectiveTimeout; right or torn; the process lives", 160),
+            Check(f"{GPU} two --world 2", "a mesh of two communicators is taken down", 90),
+        ],
+    ),
+    "speed": (
+        "Speed",
+        [
+            Check(f"{GPU} bench --limit 280", "a table", 300),
+            Check(f"{GPU} launches --limit 100", "at most 200 launches beyond those of forward and backward", 120),
+            Check(f"{GPU} graph --limit 80", "a step as a graph", 100),
+        ],
+    ),
+    "example": (
+        "The demo",
+        [
+            Check(
+                "python -m torch.distributed.run --standalone --nproc-per-node 1 examples/uneven_text.py",
+                "all checks",
+                200,
+            )
+        ],
+    ),
+}
+
+
+def machine(device: str) -> str:
+    """One line: the date, the commit, the device and the versions."""
+    script = (
+        "import torch; cuda = torch.cuda.is_available();"
+        "print(torch.cuda.get_device_name() if cuda else 'no GPU', '| torch', torch.__version__, '| NCCL',"
+        " '.'.join(map(str, torch.cuda.nccl.version())) if cuda else 'none')"
+    )
+    card = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout.strip()
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+    today = datetime.date.today().isoformat()
+    return f"{today} | commit {commit.strip() or 'unknown'} | {card} | Python {platform.python_version()} | device {device}"
+
+
+def run(check: Check, device: str) -> tuple[str, float, str]:
+    """How a check ends, its seconds, and the end of its output."""
+    command = check.command.replace("python ", f"{sys.executable} ", 1)
+    if check.command.find("benchmarks/gpu.py") >= 0:
+        command += f" --device {device}"
+    start = time.monotonic()
+    try:
+        done = subprocess.run(
+            command, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=check.limit_s, env=None
+        )
+        ended, text = (
+            "passed" if done.returncode == 0 else f"**failed**, exit {done.returncode}",
+            done.stdout + done.stderr,
+        )
+    except subprocess.TimeoutExpired as error:
+        ended, text = f"**stopped** after {check.limit_s:g} s", str(error.stdout or "")
+    lines = [line[:200] for line in text.splitlines() if line.strip() and "frame #" not in line]
+    return ended, time.monotonic() - start, "\n".join(lines[-30:])
+
+
+def section(name: str, device: str) -> tuple[str, bool]:
+    """A part as Markdown, and whether all its checks passed."""
+    title, checks = PARTS[name]
+    rows, outputs, fine = [], [], True
+    for check in checks:
+        print(f"{name}: {check.command}", flush=True)
+        ended, seconds, text = run(check, device)
+        fine = fine and ended == "passed"
+        print(f"    {ended} after {seconds:.0f} s", flush=True)
+        rows.append(f"| `{check.command}` | {check.expected} | {ended} | {seconds:.0f} |")
+        outputs.append(f"`{check.command}`\n\n```text\n{text}\n```\n")
+    table = "| command | expected | seen | s |\n|---|---|---|---|\n" + "\n".join(rows)
+    return f"## {title}\n\n{machine(device)}\n\n{table}\n\n" + "\n".join(outputs), fine
+
+
+def write(page: Path, name: str, text: str) -> None:
+    """Put a part into the page, in the place of its last run."""
+    whole = (
+        page.read_text() if page.exists() else "# What a machine with a GPU has shown\n\n`make gpu` writes this page.\n"
+    )
+    begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
+    block = f"{begin}\n{text.rstrip()}\n\n{end}"
+    found = re.search(re.escape(begin) + ".*?" + re.escape(end), whole, re.DOTALL)
+    page.write_text(whole.replace(found[0], block) if found else f"{whole.rstrip()}\n\n{block}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "gpu_report.md")
+    parser.add_argument("--device", default="cuda")
+    args = parser.parse_args()
+    unknown = set(args.parts.split(",")) - PARTS.keys()
+    if unknown:
+        parser.error(f"no such parts: {sorted(unknown)}; there are {list(PARTS)}")
+    failed = []
+    for name in args.parts.split(","):
+        text, fine = section(name, args.device)
+        write(args.page, name, text)
+        if not fine:
+            failed.append(name)
+    sys.exit(f"something is wrong in: {', '.join(failed)}; see {args.page}" if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
