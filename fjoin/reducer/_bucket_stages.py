@@ -23,7 +23,7 @@ from ..transforms.transform._rider import BucketSums
 from ..transforms.transform._transform import Transform
 from ._hook_state import FLAT
 from ._interleave import Interleaver, travel
-from ._side_stream import SideStream
+from ._side_stream import SideStreams
 from ._tree_stages import HasParams, run_stages
 
 
@@ -54,7 +54,7 @@ class BucketStages:
         self._layout: tuple[Bucket, ...] = ()
         self._in_waves = False  # whether messages of its buckets travel while others are filled
         self._interleaver: Interleaver | None = None
-        self._side: SideStream | None = None  # on CUDA
+        self._side: SideStreams | None = None  # on an accelerator
 
     def init(self, params: dict[str, Tensor], pieces: Pieces | None, first: int = 0) -> tuple[Any, ...]:
         """The states of the stages from the `first` on; those behind one that shards get this rank's slices."""
@@ -82,8 +82,10 @@ class BucketStages:
         self._bound = {**bound(), **axes}  # backward may run in a thread where no axis is bound
         if self._layout is not layout:
             self._layout, self._in_waves = layout, travel(axes, layout, False)
-            self._side = SideStream(layout[0].device) if travel(axes, layout, True) else None
+            self._side = SideStreams(layout[0].device) if travel(axes, layout, True) else None
         self._interleaver = Interleaver(axes) if sends and self._in_waves else None
+        if self._side is not None:
+            self._side.begin()
 
     def launch(self, out: GradBuffer, old: Any, params: dict[str, Tensor], pieces: Pieces | None) -> Work | None:
         """Run the stages of one bucket until their first message is under way; the `wait` of the work runs the rest.
