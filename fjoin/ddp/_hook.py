@@ -172,6 +172,10 @@ class DDPRun:
                 del failure, error
         return future
 
+    def brings_window(self) -> None:
+        """A rank without input brings the gradients of its open accumulation window, so it counts as one with input."""
+        self.pending = 1.0 if self.pending is None else self.pending
+
     def _begin(self) -> None:
         self._forget()
         shadows = torch._C._current_graph_task_id() < 0  # called by a Join, on a rank without input

@@ -18,7 +18,7 @@ from torch.nn.parallel.distributed import _find_tensors
 from .._errors import JoinError
 from ..agreement._device_reads import read_now
 from ..ddp._buckets import gradients
-from ..ddp._hook import REGISTERED
+from ..ddp._hook import REGISTERED, DDPRun
 from ..groups._mesh import Mesh
 from ._joinable import JoinHook
 
@@ -97,8 +97,8 @@ class DDPHook(JoinHook):
         if self._waits and syncs:
             raise JoinError(
                 f"this {type(ddp.module).__name__} begins a second forward pass before the backward pass of the first one, but ranks "
-                f"without input take part in one backward pass for each; evaluate under torch.no_grad(), and where several passes have "
-                f"one backward pass, loop over fjoin.join(loader) with the loss times loop.scale"
+                f"without input take part in one backward pass for each; evaluate under torch.no_grad(); where several passes have one "
+                f"backward pass, loop over fjoin.join(loader) with the loss times loop.scale"
             )
         if self._notifies:
             self._join.notify(syncs)
@@ -161,8 +161,7 @@ class DDPHook(JoinHook):
         ddp, live, syncs = self.ddp, self._join.live(), bool(self._join.syncing())
         if ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued:
             raise JoinError(
-                "with static_graph=True every rank must have at least one batch before it can be out of input: this rank has never "
-                "run the graph that it would have to shadow"
+                "with static_graph=True every rank must have at least one batch: this one has never run the graph that it shadows"
             )
         reducer = ddp.reducer
         reducer._rebuild_buckets()
@@ -173,10 +172,14 @@ class DDPHook(JoinHook):
         ddp.require_forward_param_sync = syncs
         if not syncs:
             return
-        works = []
+        works, hooks = [], ddp._comm_hooks
+        if self._in_window:
+            for _, run in hooks:
+                if isinstance(run, DDPRun):
+                    run.brings_window()
         for bucket in reducer._get_zeros_like_grad_buckets():
             if self._in_window:
-                self._fill(bucket, 1.0 if self._by_world else ddp.process_group.size() / len(live))
+                self._fill(bucket, 1.0 if self._by_world else ddp.process_group.size() / len(live), hooks)
             into = bucket.buffer(), bucket.parameters(), gradients(bucket)  # a hook may put another buffer there
             works.append((*into, reducer._run_comm_hook(bucket)))
         self._kept = [None if self._in_window else p.grad for p in self.params]
@@ -201,10 +204,10 @@ class DDPHook(JoinHook):
                 p.grad = None
         used.zero_()
 
-    def _fill(self, bucket: Any, factor: float) -> None:
+    def _fill(self, bucket: Any, factor: float, hooks: Any) -> None:
         ddp = self.ddp
         # Without a hook the reducer divides while it fills a bucket; hooks divide by themselves.
-        hooked = ddp._comm_hooks or ddp._get_ddp_logging_data().get("comm_hook")
+        hooked = hooks or ddp._get_ddp_logging_data().get("comm_hook")
         for p, g in zip(bucket.parameters(), gradients(bucket), strict=True):
             if p.grad is not None:
                 g.copy_(p.grad).mul_(factor if hooked else factor / ddp.process_group.size())

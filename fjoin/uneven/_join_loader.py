@@ -79,6 +79,7 @@ def join(
 
     Raises:
         EarlyTermination: on all ranks, see above.
+        DesyncError: ranks have different values of `accumulate`.
         JoinError: the loop is still running; the loader has written into the previous batch; with `steps`, the body did
             not call each exactly once.
         PeerLost: another rank left the loop by an exception, or by break or return where this one did not within 30 s:

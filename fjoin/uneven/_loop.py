@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, TypeVar
 
-from .._errors import EarlyTermination, JoinError
+from .._errors import DesyncError, EarlyTermination, JoinError
 from ..agreement._record import Record, Sums
 from ..agreement._requests import Requests
 from ..groups._mesh import Mesh
@@ -55,7 +55,7 @@ class Loop(JoinedLoop[B]):
     ) -> None:
         super().__init__(loader, mesh.rank, mesh.size)
         self._mesh, self._weigh, self._empty, self._throw, self._accumulate = mesh, weight, empty, throw, accumulate
-        self._record = Record(mesh, tuple(mesh.shape), ("weight", "batches"))
+        self._record = Record(mesh, tuple(mesh.shape), ("weight", "batches", "accumulate"))
         self._asks = Requests(mesh.size)
         self.live = self.sync_gradients = False
         self.weight, self.total, self.number, self.batches = 0.0, 0.0, 0, 0
@@ -142,10 +142,16 @@ class Loop(JoinedLoop[B]):
         return super().state_dict()
 
     def _send(self, window: list[Weighed]) -> Sums:
-        return self._record.send({"weight": sum(w for _, w in window), "batches": self._asks.write(bool(window))})
+        weight, batches = sum(w for _, w in window), self._asks.write(bool(window))
+        return self._record.send({"weight": weight, "batches": batches, "accumulate": self._accumulate})
 
     def _sums(self, found: Sums) -> tuple[float, int]:
         """The sum of the weights, and the number of ranks that have a batch; notes whether a rank asks to stop."""
+        if found["accumulate"] != self._accumulate * self._mesh.size:
+            raise DesyncError(
+                f"rank {self._mesh.rank} loops with accumulate={self._accumulate}, but the ranks have "
+                f"{found['accumulate'] / self._mesh.size:g} on average; pass the same one on all ranks"
+            )
         self._asks.note(found["batches"])
         self.stopped = self._asks.stop_agreed
         return found["weight"], int(self._asks.with_next(found["batches"]))

@@ -16,6 +16,7 @@ def train(
     *,
     by_world: bool = True,
     window: int = 1,
+    of_window: bool = False,
     epochs: int = 1,
     before_step: Callable[[torch.nn.Module], Any] | None = None,
 ) -> tuple[list[torch.Tensor], list[Any]]:
@@ -26,6 +27,7 @@ def train(
         by_world: Whether to divide the sum of the ranks' gradients by their number; otherwise by that of ranks with input.
         window: Iterations whose gradients are added up for one step; a rank that ends within a window
             contributes the gradients that it has.
+        of_window: Whether "with input" means in any iteration of the window; otherwise in its last one.
 
     Returns:
         Parameters, and the optimizer's state of each, in order.
@@ -38,7 +40,7 @@ def train(
             if len(last) < window:
                 break  # a window that no rank completes is not stepped
             optimizer.zero_grad()
-            live = sum(last[-1] < len(own) for own in batches)
+            live = sum(last[0 if of_window else -1] < len(own) for own in batches)
             for own in batches:
                 for i in here:
                     if i < len(own):

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import fjoin
+from fjoin import transforms as tx
 from tests.ddp.ddp_problem import ZeroRedundancyOptimizer, batches_of, loss, make_model, state_of
 from tests.helpers import max_diff, same_bits
 from tests.oracle import uneven_ddp
@@ -101,6 +102,35 @@ def test_divisor_holds_with_every_hook(pool: Any, hook: str, by_world: bool, win
     tolerance = 2e-3 if hook == "wrapped" else 1e-12  # fp16
     results = pool.run(3, run, counts, "momentum", kwargs)
     check(results, counts, "momentum", tolerance, by_world=by_world, window=window)
+
+
+def train_registered(counts: list[int], over: Any, window: int) -> list[Tensor]:
+    """Two epochs of a module whose pipeline steps in its backward passes; nobody says a weight."""
+    ddp = DistributedDataParallel(make_model())
+    fjoin.ddp.register(ddp, tx.fuse(tx.mean("data", over=over), tx.sgd(0.05, momentum=0.9)))
+    for _ in range(2):
+        with fjoin.Join([ddp]):
+            for i, batch in enumerate(batches_of(counts)[dist.get_rank()]):
+                accumulates = (i + 1) % window != 0
+                with ddp.no_sync() if accumulates else contextlib.nullcontext():
+                    loss(ddp, batch).backward()
+                if not accumulates:
+                    ddp.zero_grad()
+        ddp.zero_grad()
+    return [p.detach().clone() for p in ddp.module.parameters()]
+
+
+@pytest.mark.parametrize("counts", [[4, 1, 3], [3, 1, 1], [0, 5, 4]], ids=str)
+@pytest.mark.parametrize("over", ["weight", "live", "world"])
+@pytest.mark.parametrize("window", [1, 2])
+def test_registered_windows_that_ranks_leave_open_count(pool: Any, counts: list[int], over: Any, window: int) -> None:
+    """A rank that ends within a window of no_sync passes brings their gradients to the others' next step."""
+    want = uneven_ddp.train(
+        make_model(), lambda params: torch.optim.SGD(params, 0.05, momentum=0.9), batches_of(counts), loss,
+        epochs=2, by_world=over == "world", window=window, of_window=True,
+    )[0]  # fmt: skip
+    for params in pool.run(3, train_registered, counts, over, window):
+        assert max_diff(params, want) < 1e-12
 
 
 @pytest.mark.parametrize(

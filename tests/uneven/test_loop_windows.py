@@ -149,6 +149,21 @@ def test_a_loader_that_reuses_any_batch_of_a_window_is_found() -> None:
     )
 
 
+def loop_alone(window: int) -> str:
+    try:
+        for _ in fjoin.join([0] * 6, accumulate=window + dist.get_rank()):
+            pass
+    except fjoin.FjoinError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_ranks_with_other_windows_are_an_error_on_all(pool: Any) -> None:
+    first, second = pool.run(2, loop_alone, 2)
+    assert "accumulate=2" in first and "accumulate=3" in second and "2.5 on average" in first
+    assert all(text.startswith(("DesyncError", "PeerLost")) for text in (first, second))
+
+
 @pytest.mark.parametrize("k", [0, -1, 1.5, "2", True])
 def test_bad_windows(k: Any) -> None:
     raises_text((TypeError, ValueError), lambda: fjoin.join([], accumulate=k), "accumulate")  # type: ignore[arg-type]
