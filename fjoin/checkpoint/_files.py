@@ -22,7 +22,7 @@ _ADVICE = {
     errno.EPERM: "give this user the right to it",
     errno.EROFS: "choose a file system that can be written",
     errno.ELOOP: "put the file or folder itself in the place of the link",
-    errno.ENOENT: "the path is wrong, or the file was removed",
+    errno.ENOENT: "the path is wrong, or not the same on all ranks, or the file was removed",
 }
 
 

@@ -87,6 +87,12 @@ class Position(Generic[B]):
         if again:
             self.last = first
             first = self.load()
+        if first is END and self.epoch and isinstance(self.loader, Iterator):
+            warnings.warn(
+                f"the loader is an iterator, of type {type(self.loader).__name__}, that an epoch before this one has used up; pass "
+                f"something that iter() starts anew, such as a DataLoader or a list",
+                stacklevel=2,
+            )
         if "ahead" in streams:
             streams["now"].restore()
         return first

@@ -70,6 +70,18 @@ def test_a_loop_has_the_length_of_this_ranks_loader() -> None:
     raises_text(TypeError, lambda: len(step.join(iter([]))), "len()")
 
 
+def test_a_second_epoch_of_an_iterator_warns() -> None:
+    loop = fjoin.join(iter([1, 2]))
+    assert list(loop) == [1, 2]
+    with pytest.warns(UserWarning, match="list_iterator, that an epoch before this one has used up"):
+        assert list(loop) == []
+    raises_text(TypeError, lambda: run_params(torch.nn.Linear(2, 2).parameters()), "fjoin.functional(module)")
+
+
+def run_params(params: Any) -> None:
+    fjoin.train_step(loss_fn, tx.fuse(tx.mean("data"), tx.sgd(0.1))).init(params)
+
+
 def test_reprs() -> None:
     step = fjoin.train_step(loss_fn, tx.fuse(tx.mean("data"), tx.sgd(0.1)))
     assert repr(step) == "train_step(fuse(mean('data'), sgd(lr=0.1)), rank=0, ranks=1)"

@@ -70,7 +70,7 @@ class Meetings:
         if "absent" in found:
             raise CollectiveTimeout(
                 f"rank {found['absent']} did not come to {occasion}, where the ranks compare their programs, within "
-                f"{self._timeout_s:g} s; is it running the same program?",
+                f"{self._timeout_s:g} s; is it running the same program, and is no part of it under `if rank == 0:`?",
                 rank=found["absent"],
             )
         if "places" in found:

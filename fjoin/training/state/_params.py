@@ -20,7 +20,10 @@ def flatten(params: Any) -> tuple[dict[str, Tensor], Callable[[dict[str, Any]], 
     if isinstance(params, nn.Module) or (isinstance(params, tuple) and params and isinstance(params[0], Apply)):
         raise TypeError(f"params must be a pytree of tensors, got a {type(params).__name__}{OF_MODULE}")
     if params is None or isinstance(params, Iterator):
-        raise TypeError(f"params must be a pytree of tensors, such as a dict from paths to tensors, got {params!r}")
+        hint = OF_MODULE if params is not None else ""
+        raise TypeError(
+            f"params must be a pytree of tensors, such as a dict from paths to tensors, got {params!r}{hint}"
+        )
     names, leaves, structure = flatten_in_insertion_order(params)
     twice = sorted(name for name, count in Counter(names).items() if count > 1)
     if twice:
