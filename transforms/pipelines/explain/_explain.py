@@ -79,17 +79,13 @@ def explain(
         if buffers is None:
             raise ValueError(f"on_buffers={on_buffers!r} was given without buffers")
 
-    sizes = bucket_sizes(
-        optree.tree_leaves(params), bucket_bytes
-    )  # by their device, which the tensors without data do not have
+    sizes = bucket_sizes(optree.tree_leaves(params), bucket_bytes)  # before the stages get tensors without data
 
     def cut(leaves: dict[str, Tensor]) -> tuple[Bucket, ...]:
         return make_layout(leaves, lambda path: 0, *sizes)
 
     sharding = pipeline.sharding if isinstance(pipeline, Pipeline) else None
-    pieces = (
-        None if sharding is None else functools.partial(sharding.pieces, bucket_bytes=sizes[0], direct_bytes=sizes[1])
-    )
+    pieces = sharding and functools.partial(sharding.pieces, bucket_bytes=sizes[0], direct_bytes=sizes[1])
 
     def elsewhere(axes: Mapping[str, int]) -> Explanation:
         memory = CountingMemory(pipeline, params, axes, cut, buffers, on_buffers, pieces=pieces)
