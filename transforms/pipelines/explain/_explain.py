@@ -85,10 +85,10 @@ def explain(
         return make_layout(leaves, lambda path: 0, *sizes)
 
     sharding = pipeline.sharding if isinstance(pipeline, Pipeline) else None
-    pieces = sharding and functools.partial(sharding.pieces, bucket_bytes=sizes[0], direct_bytes=sizes[1])
+    of = functools.partial(sharding.pieces, bucket_bytes=sizes[0], direct_bytes=sizes[1]) if sharding else None
 
     def elsewhere(axes: Mapping[str, int]) -> Explanation:
-        memory = CountingMemory(pipeline, params, axes, cut, buffers, on_buffers, pieces=pieces)
+        memory = CountingMemory(pipeline, params, axes, cut, buffers, on_buffers, pieces=of)
         return explain_memory(memory, at_step)._replace(elsewhere=elsewhere)
 
     found = elsewhere(axes)
