@@ -123,7 +123,10 @@ class Run:
     def ends_here(self, body: StateData) -> None:
         """Note where the state's last step ends in the stream of its device."""
         if body.storage.layout:
-            body.ended = self.mesh.use.unfinished.end(body.step, body.storage.layout[0].device)
+            device = body.storage.layout[0].device
+            body.ended = self.mesh.use.unfinished.end(body.step, device)
+            if body.ended is not None:
+                body.storage.arrivals.end(body.ended, device)
 
     def unused(self) -> list[str]:
         """The paths of the parameters that have never got a gradient on this rank."""
