@@ -156,14 +156,14 @@ class Run:
             forward = passes.forward(body, batch, iteration)
         with span("prepare"):
             grad_output, own = self._own(body, forward)
-        live, raise_newest = iteration is None or iteration.live, partial(self.step_check.raise_pending, newest=True)
+        live, comes = iteration is None or iteration.live, self.step_check.synchronize
         if (body.calls + 1) % self.accumulate:  # within a window: nothing is sent
             with span("backward"):
                 passes.backward_within(forward, grad_output, storage)
             body.window, body.buffers, body.calls = own, forward.buffers, body.calls + 1
             body.batches += live
             self._meter.end()
-            return Metrics(body.step, False, forward.aux, dict, raise_newest)
+            return Metrics(body.step, False, forward.aux, dict, comes)
 
         with span("prepare"):
             skipped = 0 if self.pipeline.skips is None else body.outer.skipped
@@ -177,9 +177,7 @@ class Run:
         body.batches += live
         body.calls, body.step = body.calls + 1, body.step + 1
         others |= {**memory.measured, **self._meter.end()}
-        return Metrics(
-            body.step - 1, True, forward.aux, lambda: numbers(sums_of_all()), raise_newest, others, self.mesh.rank
-        )
+        return Metrics(body.step - 1, True, forward.aux, lambda: numbers(sums_of_all()), comes, others, self.mesh.rank)
 
     def _own(self, body: StateData, forward: Forward) -> tuple[GradOutput, dict[str, Any]]:
         """What backward starts from, and this rank's values of the window so far."""
