@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from typing import Any
 from unittest import mock
 
@@ -16,8 +17,8 @@ from tests.goldens.golden_problem import WEIGHTS
 from tests.goldens.golden_rows import ROWS
 
 PATHS = ("gloo", "registered")
-# A module's record of its last step of a run is read in the next step, which does not come.
-LAST = "never waited for: psum of 6 torch.float64"
+# The record of a run's last step may be read in the next step, which does not come.
+LAST = re.compile("never waited for: psum of [0-9]+ torch.float64")
 SOME = [
     "other: mean", "other: zero", "other: zero, int8 gather", "other: scatter, clip", "other: overlapped step",
     "other: overlapped gather", "other: accumulate in the step, zero", "other: loss scale", "other: skip, ef21",
@@ -63,17 +64,17 @@ def both(names: list[str], path: str, fault: str | None = None) -> list[Any]:
 
 
 def wrong(pool: Any, path: str, names: list[str], fault: str | None = None) -> list[str]:
-    found, begun = [], 0
+    found = []
     size = int(torch.tensor(list(ROWS[names[0]].axes.values())).prod())
     for rank, results in enumerate(pool.run(size, both, names, path, fault)):
         for name, (plain, late, faults, messages) in zip(names, results, strict=True):
-            begun += messages
+            if name in SOME and not messages and not fault:
+                found.append(f"{name}: rank {rank} has sent nothing")
             if plain != late:
                 found.append(f"{name}: rank {rank} has other results")
-            if path == "registered" and all(text == LAST for text in faults) and len(faults) <= len(WEIGHTS):
+            if all(LAST.fullmatch(text) for text in faults) and len(faults) <= len(WEIGHTS):
                 continue
             found += [f"{name}: {text}" for text in faults]
-    assert begun or fault, "no messages were seen"
     return found
 
 
