@@ -141,7 +141,9 @@ class Streams(TorchDispatchMode):
         def in_leaf_stream(queue: Any, bucket: int, i: int, leaf: Tensor) -> None:
             name = self.leaf_stream(bucket, i)
             leaves.add(name)
-            self.clocks.wait(name, self.clocks.state(MAIN))  # autograd waits for the stream of the gradient's kernel
+            self.clocks.wait(
+                name, self.clocks.state(self.current)
+            )  # autograd waits for the stream of the gradient's kernel
             if leaf.grad is not None:
                 self.clocks.record(leaf.grad, name)  # as autograd does where it hands a gradient to another stream
             with Stream(self, name):

@@ -20,7 +20,7 @@ from fjoin.reducer._all_reduce import AllReduceHook
 from fjoin.reducer._side_stream import SideStream
 from fjoin.training._flat_memory import FlatMemory
 from tests.devices.echo import EchoMesh
-from tests.devices.streams import Streams
+from tests.devices.streams import MAIN, Stream, Streams
 
 MEAN, SCATTER, INT8 = tx.mean("data"), tx.scatter_mean("data"), tx.int8(block=4)
 PIPELINES: dict[str, tuple[Callable[[], tx.Pipeline], dict[str, Any]]] = {
@@ -49,7 +49,16 @@ def loss_fn(p: Any, batch: torch.Tensor) -> torch.Tensor:
     return ((hidden @ p["c"] + p["d"]) ** 2).mean()
 
 
-def reports(name: str, fault: contextlib.AbstractContextManager[Any] | None = None, leaf: Any = None) -> list[str]:
+def reports(
+    name: str, fault: contextlib.AbstractContextManager[Any] | None = None, leaf: Any = None, other: bool = False
+) -> list[str]:
+    """What is not ordered in some steps.
+
+    Args:
+        fault: A patch.
+        leaf: The stream of a leaf's gradient, given its bucket and place.
+        other: Whether the steps are in another stream than `init`, which waits for that of `init`.
+    """
     make, options = PIPELINES[name]
     torch.manual_seed(0)
     params = {"a": torch.randn(3, 4), "b": torch.zeros(4), "c": torch.randn(4, 3), "d": torch.zeros(3)}
@@ -60,6 +69,11 @@ def reports(name: str, fault: contextlib.AbstractContextManager[Any] | None = No
             loss_fn, make(), mesh=EchoMesh(streams.mesh_axis()), weight=len, bucket_bytes=40, **options
         )
         state, metrics = step.init(params), None
+        if other:
+            streams.leaf_stream = lambda bucket, i: MAIN  # gradients arrive in the stream of `init`
+            stream = Stream(streams, "other")
+            stream.wait_stream(Stream(streams, MAIN))
+            stream.__enter__()
         for i in range(6):
             state, metrics = step(state, torch.randn(2 + i % 3, 3))
         assert metrics is not None
@@ -72,6 +86,11 @@ def reports(name: str, fault: contextlib.AbstractContextManager[Any] | None = No
 @pytest.mark.parametrize("name", PIPELINES)
 def test_no_step_leaves_anything_to_chance(name: str) -> None:
     assert "\n".join(reports(name)[:5]) == ""
+
+
+@pytest.mark.parametrize("name", ["mean", "fed back", "zero, overlapped"])
+def test_steps_may_be_in_another_stream_than_init(name: str) -> None:
+    assert "\n".join(reports(name, other=True)[:5]) == ""
 
 
 # -- taken out, one at a time -----------------------------------------------------------------------------------------

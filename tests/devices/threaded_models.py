@@ -54,9 +54,8 @@ def elsewhere() -> Any:
         yield
 
 
-def trained(body: str, how: str, threaded: bool, fault: bool = False) -> list[float]:
+def trained(mesh: fjoin.Mesh, body: str, how: str, threaded: bool, fault: bool = False) -> list[float]:
     """This rank's parameters after a loop in which rank 1 has fewer batches; its last ones are replayed with weight 0."""
-    mesh = fjoin.mesh({"data": -1})
 
     def loss_fn(p: Any, x: Tensor) -> Tensor:
         return HOW[how](BODIES[body], p, x).square().mean()
@@ -74,9 +73,9 @@ def trained(body: str, how: str, threaded: bool, fault: bool = False) -> list[fl
     return out
 
 
-def by_hand(how: str, threaded: bool) -> list[float]:
+def by_hand(mesh: fjoin.Mesh, how: str, threaded: bool) -> list[float]:
     """The gradient of a loop of one's own, in a `bind`."""
-    with fjoin.mesh({"data": -1}) as mesh, fjoin.bind(mesh):
+    with fjoin.bind(mesh):
         torch.manual_seed(7)
         p = {"a": torch.randn(3, 4, requires_grad=True)}
         loss = HOW[how](_summed, p, torch.randn(5, 3) + mesh.rank).square().mean()
@@ -87,7 +86,8 @@ def by_hand(how: str, threaded: bool) -> list[float]:
 
 def all_of(fault: bool = False) -> dict[str, list[float]]:
     """Each model by its name, in each way."""
+    mesh = fjoin.mesh({"data": -1})
     if fault:
-        return {"": trained("psum", "checkpoint", True, True)}
-    found = {f"{b} {h} {t}": trained(b, h, t) for b in BODIES for h in HOW for t in (False, True)}
-    return found | {f"by hand {h} {t}": by_hand(h, t) for h in HOW for t in (False, True)}
+        return {"": trained(mesh, "psum", "checkpoint", True, True)}
+    found = {f"{b} {h} {t}": trained(mesh, b, h, t) for b in BODIES for h in HOW for t in (False, True)}
+    return found | {f"by hand {h} {t}": by_hand(mesh, h, t) for h in HOW for t in (False, True)}
