@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ._errors import UnboundAxis
-from ._sums import sum_of_pieces
+from ._piece_sum import PieceSum
 
 # One axis, or several axes used as one.
 AxisName: TypeAlias = str | tuple[str, ...]
@@ -123,63 +123,69 @@ class Axis:
         return None
 
 
-class PieceSum:
-    """The sum of this rank's piece of a flat buffer, under way: each rank sends every other rank its piece.
-
-    Attributes:
-        total: After the wait: the sum of the elements of all pieces, where the transport has computed it.
-    """
-
-    total: float | None = None
-
-    def __init__(self, axis: Axis, flat: Tensor, bounds: Sequence[int], rank: int) -> None:
-        sizes = [stop - start for start, stop in zip(bounds, bounds[1:], strict=False)]
-        (start, stop), ranks = bounds[rank : rank + 2], len(sizes)
-        give, take = list(sizes), [stop - start] * ranks
-        # The own part does not travel where the parts for the others are adjacent.
-        stays = rank in (0, ranks - 1)
-        self._own = flat[start:stop] if stays else None
-        self._rank, self._length = rank, stop - start
-        if stays:
-            flat = flat[stop:] if rank == 0 else flat[:start]
-            give[rank] = take[rank] = 0
-        self._received: Any = axis.begin("all_to_all_single", flat, (tuple(give), tuple(take)))
-
-    def arrived(self) -> bool:
-        """Whether all pieces have arrived, so that `wait` would not wait."""
-        arrived = getattr(self._received, "arrived", None)
-        return arrived is not None and bool(arrived())
-
-    def wait(self) -> Tensor:
-        """The sum, once; no gradient of the buffer is needed after that."""
-        received, own, self._received, self._own = self._received(), self._own, None, None
-        return sum_of_pieces(received, self._length, own, self._rank)
-
-
 class _Threads(threading.local):
     def __init__(self) -> None:
         self.axes: dict[str, Axis] = {}
-        self.weight: float = 1.0
+        self.weight: float | None = None
+        self.caller: _Bindings | None = None  # as autograd's threads see this one
+
+
+class _Bindings:
+    """The bindings of a thread in whose backward passes other threads compute something again."""
+
+    axes: dict[str, Axis] = {}
+    weight: float = 1.0
 
 
 _THREADS = _Threads()
+_NONE, _KEY = _Bindings(), "fjoin: the thread that has called backward"
+
+
+@contextlib.contextmanager
+def bind_in_backward(axes: dict[str, Axis], weight: float) -> Iterator[None]:
+    """Bind axes and the weight in this thread inside a with block, and in autograd's threads that run its backward passes.
+
+    On a device these are other threads, and a function that is computed again there may communicate.
+    """
+    if _THREADS.caller is None:
+        _THREADS.caller = _Bindings()
+        # Once for each thread: torch hands it to autograd's threads, and to those of messages, which must not free it.
+        torch._C._stash_obj_in_tls(_KEY, _THREADS.caller)
+    caller = _THREADS.caller
+    before = caller.axes, caller.weight
+    with bind_axes(axes), bind_weight(weight):
+        caller.axes, caller.weight = _THREADS.axes, weight
+        try:
+            yield
+        finally:
+            caller.axes, caller.weight = before
+
+
+def _of_caller() -> _Bindings:
+    """The bindings of the thread that has begun the backward pass that runs here."""
+    if torch.compiler.is_compiling() or not torch._C._is_key_in_tls(
+        _KEY
+    ):  # compiled functions run in the caller's thread
+        return _NONE
+    found: _Bindings = torch._C._get_obj_in_tls(_KEY)
+    return found
 
 
 def bound() -> dict[str, Axis]:
     """The axes bound in this thread, by name."""
-    return _THREADS.axes
+    return _THREADS.axes or _of_caller().axes
 
 
 def under_vmap() -> bool:
     """Whether any axis bound here is a level of torch.func.vmap."""
-    return any(axis.token is not None for axis in _THREADS.axes.values())
+    return any(axis.token is not None for axis in bound().values())
 
 
 @contextlib.contextmanager
 def bind_axes(axes: dict[str, Axis]) -> Iterator[None]:
     """Bind axis names in this thread inside a with block; the outer bindings are restored after it."""
     before = _THREADS.axes
-    _THREADS.axes = {**before, **axes}
+    _THREADS.axes = {**bound(), **axes}
     try:
         yield
     finally:
@@ -195,7 +201,8 @@ def current_weight() -> float:
     >>> tx.current_weight()
     1.0
     """
-    return _THREADS.weight
+    weight = _THREADS.weight
+    return _of_caller().weight if weight is None else weight
 
 
 @contextlib.contextmanager
@@ -216,10 +223,10 @@ def lookup(name: str) -> Axis:
     """
     if not isinstance(name, str):
         raise TypeError(f"an axis is named by a string, got {name!r}")
-    axis = _THREADS.axes.get(name)
+    axis = bound().get(name)
     if axis is None:
         raise UnboundAxis(
-            f"unbound axis name {name!r}. Bound here: {sorted(_THREADS.axes)}. Run the function under "
+            f"unbound axis name {name!r}. Bound here: {sorted(bound())}. Run the function under "
             f"`with fjoin.bind(fjoin.mesh({{{name!r}: -1}})):` or `simulate(fn, {{{name!r}: 4}}, ...)`."
         )
     return axis

@@ -16,6 +16,11 @@ def is_accelerator(device: torch.device) -> bool:
     return device.type not in ("cpu", "meta")
 
 
+def is_host(device: torch.device) -> bool:
+    """Whether operations on a device run at once. Elsewhere they are launched, and a launch may cost more than their memory."""
+    return device.type == "cpu"
+
+
 def kind() -> str | None:
     """The kind of this host's accelerators, such as "cuda"; None where there is none."""
     found = torch.accelerator.current_accelerator(check_available=True)

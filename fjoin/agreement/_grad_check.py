@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..buckets._grad_buffer import GradBuffer
 from ..transforms._axis_env import Axis
+from ..transforms._devices import is_host
 from ..transforms.plan._plan import Plan
 from ..transforms.transform._lane import NONFINITE
 from ..transforms.tree._tree import to_device
@@ -57,7 +58,7 @@ class GradCheck:
         - otherwise their sum on the CPU, the fastest pass. Where the sum overflows, `bad` checks each element;
         - otherwise their largest magnitude, on a device.
         """
-        if out.grads.device.type != "cpu" or self.on_device:
+        if self.on_device or not is_host(out.grads.device):
             self._waiting.append(out)  # one launch looks at all of them
         elif self._norm:
             wide = torch.float64 if out.scattered else torch.promote_types(out.grads.dtype, torch.float32)

@@ -188,20 +188,17 @@ class StepCheck:
         for _, (_, _, *asked) in self.reads.read(False, keep=True):
             self._requests.note(*asked)
 
-    def raise_pending(self, newest: bool = False) -> None:
+    def raise_pending(self) -> None:
         """Raise for an earlier step that changed nothing.
 
         The start of a step reads all decisions except the last one, by then without waiting. Their age is
         fixed and does not depend on their arrival, so that all ranks raise in the same call.
 
-        Args:
-            newest: Also read the last decision, and keep all of them to be raised again: for reading the metrics.
-
         Raises:
             NonFinite: naming that step.
             DesyncError: the ranks had called different steps.
         """
-        self._read(newest, newest)
+        self._read(newest=False)
 
     def drain(self) -> None:
         """Raise for an earlier step that changed nothing, the last one included.
@@ -209,18 +206,17 @@ class StepCheck:
         Raises:
             NonFinite, DesyncError: as `raise_pending`.
         """
-        self._read(True, False)
+        self._read(newest=True)
 
     def clear(self) -> None:
         """Forget all earlier steps."""
         self.reads.clear()
         self.left_out = 0.0
 
-    def _read(self, newest: bool, keep: bool) -> None:
-        for (step, records), (raises, weight, *asked) in self.reads.read(newest, keep):
-            if not keep:
-                self._requests.note(*asked)
-            if weight and not keep:
+    def _read(self, newest: bool) -> None:
+        for (step, records), (raises, weight, *asked) in self.reads.read(newest):
+            self._requests.note(*asked)
+            if weight:
                 self.weight = weight
             if raises:
                 self._raise_for(step, records)

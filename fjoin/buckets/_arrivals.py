@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -10,7 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from ..groups.failures._unfinished import StepEnd
 from ..transforms._axis_env import Work
+from ..transforms._devices import here
 
 
 class Arrivals:
@@ -23,6 +26,12 @@ class Arrivals:
     def __init__(self) -> None:
         self._works: dict[int, Work] = {}  # by bucket, in the order of their start
         self.failed: str = ""
+        self._behind: tuple[StepEnd, torch.device] | None = None
+
+    def end(self, step: StepEnd, device: torch.device) -> None:
+        """The step that began these gathers ends on its device when they have arrived."""
+        if self._works:
+            self._behind, step.gathers = (step, device), weakref.WeakMethod(self.wait)
 
     def add(self, bucket: int, work: Work) -> None:
         self._works[bucket] = work
@@ -39,6 +48,9 @@ class Arrivals:
                         f"the parameters of the last step have not arrived from all ranks: {error!r}; load a checkpoint"
                     )
                     raise
+        if self._behind is not None and not self._works:
+            (step, device), self._behind = self._behind, None
+            step.event, step.gathers = here(device), lambda: None
 
     def lend(self, leaves: Mapping[str, Tensor], by_bucket: Sequence[Sequence[Tensor]]) -> dict[str, Tensor]:
         """The leaves for a forward pass; the first operation on one that is under way waits for it."""

@@ -10,6 +10,7 @@ import optree
 import torch
 from torch import Tensor
 
+from ..transforms._devices import is_host
 from ..transforms.layout._buckets import Bucket, Span, views
 from ..transforms.layout._pieces import Pieces
 from ..transforms.optimizers.wrappers._inject import compared
@@ -60,7 +61,7 @@ class Storage:
         self.arrivals: Arrivals = Arrivals()
         self.window: dict[Tensor, Tensor] = {}
         self.readers: Readers = Readers()
-        self.together: bool = any(bucket.device.type != "cpu" for bucket in layout)
+        self.together: bool = not all(is_host(bucket.device) for bucket in layout)
         self.float16: bool = any(bucket.dtype is torch.float16 for bucket in layout)
         self.shapes: dict[str, torch.Size] = {path: p.shape for path, p in params.items()}
         self.flats: list[Tensor] = []

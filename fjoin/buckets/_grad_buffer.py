@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..transforms._axis_env import Work
+from ..transforms._devices import is_host
 from ..transforms._sums import widened
 from ..transforms.layout._buckets import Bucket, views
 from ..transforms.layout._pieces import Pieces
@@ -67,8 +68,8 @@ class GradBuffer:
         if not used.all():
             self._padding = (~used).nonzero().view(-1).to(bucket.device)
         self._views = [] if self.direct else views(bucket, self.grads, shapes)
-        self._gathers = (
-            bucket.device.type != "cpu"
+        self._gathers = not is_host(
+            bucket.device
         )  # gradients wait until all have come, since a launch costs more than memory
         self._given: list[tuple[Tensor, Tensor]] = []
         self.leaves: list[Tensor] = []

@@ -6,13 +6,13 @@ import contextlib
 from collections.abc import Iterator
 
 from .._errors import CollectiveTimeout, DesyncError, PeerLost, TransportError
-from ..transforms._axis_env import bind_axes
+from ..transforms._axis_env import bind_in_backward, current_weight
 from ._mesh import Mesh, check_mesh
 
 
 @contextlib.contextmanager
 def bind(mesh: Mesh) -> Iterator[None]:
-    """Bind the axes of a mesh within a with block, in this thread: for training loops of your own.
+    """Bind the axes of a mesh within a with block, in this thread and its backward passes: for training loops of your own.
 
     Args:
         mesh: A mesh made by `fjoin.mesh`.
@@ -29,7 +29,7 @@ def bind(mesh: Mesh) -> Iterator[None]:
     """
     check_mesh("bind", mesh)
     try:
-        with bind_axes(mesh.axes):
+        with bind_in_backward(mesh.axes, current_weight()):
             yield
     except RuntimeError as error:
         failures = (PeerLost, CollectiveTimeout, DesyncError, TransportError)

@@ -8,7 +8,8 @@ from ..agreement._step_record import StepRecord
 from ..buckets._flat_params import Storage
 from ..buckets._grad_buffer import GradBuffer
 from ..groups.axes._malloc import keep_freed
-from ..transforms._axis_env import Axis, PieceSum, Work
+from ..transforms._axis_env import Axis, Work
+from ..transforms._piece_sum import PieceSum
 from ..transforms.layout._bound_pieces import bind_pieces
 from ._all_reduce import AllReduceHook
 

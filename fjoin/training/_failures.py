@@ -35,6 +35,11 @@ class Failures:
             if reports:
                 self._mesh.report_failure(error, self.last_step)
 
+    def drain(self) -> None:
+        """Raise for a step that changed nothing, which a device tells late; not after a failure."""
+        if self._broken is None:
+            self._run.step_check.drain()
+
     def check(self) -> None:
         """Raise where the step has failed before."""
         if self._broken is not None:

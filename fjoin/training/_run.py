@@ -124,7 +124,10 @@ class Run:
     def ends_here(self, body: StateData) -> None:
         """Note where the state's last step ends in the stream of its device."""
         if body.storage.layout:
-            body.ended = self.mesh.use.unfinished.end(body.step, body.storage.layout[0].device)
+            device = body.storage.layout[0].device
+            body.ended = self.mesh.use.unfinished.end(body.step, device)
+            if body.ended is not None:
+                body.storage.arrivals.end(body.ended, device)
 
     def unused(self) -> list[str]:
         """The paths of the parameters that have never got a gradient on this rank."""
@@ -156,14 +159,14 @@ class Run:
             forward = passes.forward(body, batch, iteration)
         with span("prepare"):
             grad_output, own = self._own(body, forward)
-        live, raise_newest = iteration is None or iteration.live, partial(self.step_check.raise_pending, newest=True)
+        live, comes = iteration is None or iteration.live, self.step_check.synchronize
         if (body.calls + 1) % self.accumulate:  # within a window: nothing is sent
             with span("backward"):
                 passes.backward_within(forward, grad_output, storage)
             body.window, body.buffers, body.calls = own, forward.buffers, body.calls + 1
             body.batches += live
             self._meter.end()
-            return Metrics(body.step, False, forward.aux, dict, raise_newest)
+            return Metrics(body.step, False, forward.aux, dict, comes)
 
         with span("prepare"):
             skipped = 0 if self.pipeline.skips is None else body.outer.skipped
@@ -177,15 +180,8 @@ class Run:
         body.batches += live
         body.calls, body.step = body.calls + 1, body.step + 1
         others |= {**memory.measured, **self._meter.end()}
-        return Metrics(
-            body.step - 1,
-            True,
-            forward.aux,
-            lambda: numbers(sums_of_all(), reads),
-            raise_newest,
-            others,
-            self.mesh.rank,
-        )
+        summed = lambda: numbers(sums_of_all(), reads)  # noqa: E731
+        return Metrics(body.step - 1, True, forward.aux, summed, comes, others, self.mesh.rank)
 
     def _own(self, body: StateData, forward: Forward) -> tuple[GradOutput, dict[str, Any]]:
         """What backward starts from, and this rank's values of the window so far."""

@@ -26,8 +26,7 @@ B = TypeVar("B")
 class TrainStep:
     """One training step on this rank; made by `train_step`.
 
-    Call it as `state, metrics = step(state, batch)`, inside `for batch in step.join(loader)` where
-    ranks may hold different numbers of batches.
+    Call it as `state, metrics = step(state, batch)`, inside `for batch in step.join(loader)` where ranks may hold more or fewer batches.
 
     Attributes:
         ranks: The number of ranks that step together.
@@ -101,19 +100,23 @@ class TrainStep:
 
         A step can be called again after `close` on all ranks; then a dropped message is sent again at its use.
 
+        Raises:
+            NonFinite: on all ranks: a device has left out one of the last two steps.
+
         Warns:
             UserWarning: the last steps have not been averaged, see `flush`; or an accumulation window is unfinished. A
                 program that ends without a call of `close` warns then.
         """
         self.run.close()
         self._left.warn(stacklevel=2)
+        self._failures.drain()
 
     def flush(self, state: TrainState) -> TrainState:
         """Average what the ranks have trained since the last average; for the end of training, on all ranks.
 
-        The transforms after the optimizer that would run in later steps, such as those in `every`, run now, with the
-        weights since their last run, and so does `on_buffers`. Results that wait for their step are used, in the order of
-        their steps. First the ranks compare their steps, in one small message.
+        The transforms after the optimizer that would run in later steps, such as those in `every`, run now, with the weights
+        since their last run, and so does `on_buffers`. Results that wait for their step are used, in the order of their steps.
+        First the ranks compare their steps, in one small message.
 
         Args:
             state: The state that `init` or the last call returned; its memory is taken, as by a step.
@@ -153,8 +156,7 @@ class TrainStep:
         Args:
             state: The state that `init` or the last call returned. The step takes its memory, unless the
                 step was made with donate=False.
-            batch: The argument of `loss_fn` and `weight`. Ignored where this rank is out of input in a loop
-                of `join`, except with when_exhausted="replay".
+            batch: The argument of `loss_fn` and `weight`. Ignored where this rank is out of input, except with when_exhausted="replay".
 
         Returns:
             The new state and the step's `Metrics`.
@@ -212,19 +214,18 @@ class TrainStep:
     ) -> _join.JoinedLoader[B]:
         """Iterate over this rank's loader until all ranks are out of input.
 
-        A rank that is out of input gets its last batch again, so that the loop body's code runs; the
-        step computes nothing for it and takes part with weight 0. The loop looks one batch ahead, so
-        the ranks end together without extra messages; one small message at the start finds out whether
-        any rank has a batch. The body must call the step exactly once in each iteration.
-        All ranks may leave it by break or return after the same step.
+        A rank that is out of input gets its last batch again, so that the loop body's code runs; the step computes nothing for
+        it and takes part with weight 0. The loop looks one batch ahead, so the ranks end together without extra messages; one
+        small message at the start finds out whether any rank has a batch. The body must call the step exactly once in each
+        iteration. All ranks may leave it by break or return after the same step.
 
         Args:
             loader: Any iterable of batches, of any length on each rank, 0 included. It must not write the next batch into the
                 memory of the current one: a loader that reuses its buffer must yield copies. Writes by tensor
                 operations are detected at once, writes by numpy one batch later.
             empty: The batch for a rank that never has one; every use of the default raises `NoBatch`.
-            throw_on_early_termination: Raise on all ranks after the step in which the first rank is out of
-                input. This waits for the step's messages in every iteration.
+            throw_on_early_termination: Raise on all ranks after the step in which the first rank is out of input. This waits for
+                the step's messages in every iteration.
             when_exhausted: The behaviour of a rank without input, or with a batch of weight 0. "shadow" computes
                 nothing, so on several ranks `loss_fn` must not communicate over the step's axes. "replay" runs
                 `loss_fn` on the last batch and discards its gradients: for models that communicate in their forward

@@ -13,7 +13,8 @@ from ..._errors import DesyncError
 from ...shared_memory._channel import HostChannel, combine, copy_all
 from ...shared_memory._exchange import Exchange
 from ...shared_memory._links import HostLinks
-from ...transforms._axis_env import Done, PieceSum, Work
+from ...transforms._axis_env import Done, Work
+from ...transforms._piece_sum import PieceSum
 from ...transforms.axes._order import from_order, to_order
 from ._axis import GroupAxis
 from ._malloc import keep_freed

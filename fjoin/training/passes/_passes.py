@@ -13,7 +13,7 @@ from ...buckets._arrivals import arrived
 from ...buckets._flat_params import Storage
 from ...buckets._grad_hooks import GradHooks
 from ...groups._mesh import Mesh
-from ...transforms._axis_env import bind_axes, bind_weight
+from ...transforms._axis_env import Axis, bind_axes, bind_in_backward, bind_weight
 from ..state._state_data import StateData
 from ._iteration import Iteration
 from ._loss import Loss
@@ -31,6 +31,7 @@ class Forward(NamedTuple):
     aux: Any = None
     buffers: dict[str, Tensor] | None = None
     replayed: Tensor | None = None  # the loss of a pass that was run for its collectives only
+    axes: dict[str, Axis] = {}  # bound in it, and in its backward pass, which may compute parts of it again
 
 
 class Passes:
@@ -57,11 +58,12 @@ class Passes:
         replays = iteration is not None and iteration.replays
         if weight:
             alone = iteration is None or replays or self._ranks == 1
-            return Forward(weight, *self._run(body, batch, weight, self._mesh.axes if alone else self._shadowed))
+            axes = self._mesh.axes if alone else self._shadowed
+            return Forward(weight, *self._run(body, batch, weight, axes), axes=axes)
         if not replays:
             return Forward(0.0, buffers=body.buffers)
         replayed, _, buffers = self._run(body, batch, 0.0, self._mesh.axes)
-        return Forward(0.0, buffers=buffers, replayed=replayed)
+        return Forward(0.0, buffers=buffers, replayed=replayed, axes=self._mesh.axes)
 
     def _run(
         self, body: StateData, batch: Any, weight: float, axes: dict[str, Any]
@@ -76,20 +78,22 @@ class Passes:
 
     def backward_within(self, forward: Forward, grad_output: GradOutput, storage: Storage) -> None:
         """Run the backward pass of a call within a window: gradients are added, and nothing is sent."""
-        if forward.loss is not None:
-            with self.hooks.keeping():
-                self._backward(forward.loss, grad_output, storage, 0)
-        elif forward.replayed is not None:
-            with storage.grads_aside(), self.hooks.keeping():
-                NOTHING.backward(forward.replayed)
+        with bind_in_backward(forward.axes, forward.weight):
+            if forward.loss is not None:
+                with self.hooks.keeping():
+                    self._backward(forward.loss, grad_output, storage, 0)
+            elif forward.replayed is not None:
+                with storage.grads_aside(), self.hooks.keeping():
+                    NOTHING.backward(forward.replayed)
 
     def backward(self, forward: Forward, grad_output: GradOutput, storage: Storage) -> None:
         """Run the backward pass of a step, whose gradients the queue sends."""
-        if forward.loss is not None:
-            self._backward(forward.loss, grad_output, storage, 2)
-        elif forward.replayed is not None and self.hooks.queue is not None:
-            with self.hooks.queue.muted(storage):
-                NOTHING.backward(forward.replayed)
+        with bind_in_backward(forward.axes, forward.weight):
+            if forward.loss is not None:
+                self._backward(forward.loss, grad_output, storage, 2)
+            elif forward.replayed is not None and self.hooks.queue is not None:
+                with self.hooks.queue.muted(storage):
+                    NOTHING.backward(forward.replayed)
 
     def _backward(self, loss: Tensor, grad_output: GradOutput, storage: Storage, inside: int) -> None:
         """Run the backward pass, and check that it reaches a parameter, until one pass has.

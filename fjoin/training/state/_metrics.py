@@ -10,8 +10,9 @@ from typing import Any
 class Metrics:
     """The scalars that were summed with the gradients of one step, the same on all ranks except `aux`.
 
-    Reading a number reads it from the device. In the calls of an accumulation window before the last
-    one nothing is sent: `stepped` is False and the numbers are NaN.
+    Reading a number waits for the device, on this rank only. It never raises for a step that was not finite, whose loss may be
+    NaN: all ranks raise for it at the same place, in a later step or at the end of the loop. In the calls of an accumulation
+    window before the last one nothing is sent: `stepped` is False and the numbers are NaN.
 
     Attributes:
         step: The step's number, from 0.
@@ -20,7 +21,7 @@ class Metrics:
         aux: The auxiliary output of this rank's own `loss_fn`; None without a batch.
 
     Raises:
-        NonFinite: on a device, when a number is read: this step was not finite and changed nothing.
+        PeerLost, CollectiveTimeout: on a device, when a number is read: the step's messages do not arrive.
 
     >>> from fjoin import transforms as tx
     >>> def loss_fn(params, batch):
@@ -36,7 +37,7 @@ class Metrics:
     step: int
     stepped: bool
 
-    __slots__ = ("_check", "_others", "_sums", "aux", "rank", "step", "stepped")
+    __slots__ = ("_comes", "_others", "_sums", "aux", "rank", "step", "stepped")
 
     def __init__(
         self,
@@ -44,15 +45,15 @@ class Metrics:
         stepped: bool,
         aux: Any,
         sums: Callable[[], dict[str, float]],
-        check: Callable[[], None],
+        comes: Callable[[], None],
         others: Mapping[str, Any] | None = None,
         rank: int = 0,
     ) -> None:
-        self.step, self.stepped, self.aux, self._sums, self._check = step, stepped, aux, sums, check
+        self.step, self.stepped, self.aux, self._sums, self._comes = step, stepped, aux, sums, comes
         self._others, self.rank = others or {}, rank
 
     def _read(self) -> dict[str, float]:
-        self._check()
+        self._comes()
         return self._sums()
 
     @property

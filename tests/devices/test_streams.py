@@ -1,0 +1,211 @@
+"""All that a step does in streams of a device is ordered: kernels, messages, copies to the host, and the reuse of memory."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import fjoin
+from fjoin import transforms as tx
+from fjoin.agreement import _device_reads
+from fjoin.agreement._device_reads import DeviceReads
+from fjoin.buckets._arrivals import Arrivals
+from fjoin.buckets._gather_pieces import start_gather
+from fjoin.buckets._grad_buffer import GradBuffer
+from fjoin.reducer._all_reduce import AllReduceHook
+from fjoin.reducer._side_stream import SideStreams, Started
+from fjoin.training._flat_memory import FlatMemory
+from fjoin.transforms import _devices
+from tests.devices.echo import EchoMesh
+from tests.devices.streams import MAIN, Stream, Streams
+
+MEAN, SCATTER, INT8 = tx.mean("data"), tx.scatter_mean("data"), tx.int8(block=4)
+PIPELINES: dict[str, tuple[Callable[[], tx.Pipeline], dict[str, Any]]] = {
+    "mean": (lambda: tx.fuse(MEAN, tx.adamw(0.1)), {}),
+    "mean, float64 rates": (lambda: tx.fuse(MEAN, tx.sgd(tx.warmup_cosine(0.1, 2, 9), momentum=0.5)), {}),
+    "bfloat16": (lambda: tx.fuse(tx.cast(torch.bfloat16, MEAN), tx.adamw(0.1)), {}),
+    "clipped": (lambda: tx.fuse(tx.chain(MEAN, tx.clip_by_global_norm(0.5)), tx.adamw(0.1)), {}),
+    "int8": (lambda: tx.fuse(tx.quantized_mean("data", INT8), tx.adamw(0.1)), {}),
+    "fed back": (lambda: tx.fuse(tx.error_feedback(tx.quantized_mean("data", INT8)), tx.adamw(0.1)), {}),
+    "power_sgd": (
+        lambda: tx.fuse(tx.error_feedback(tx.power_sgd("data", min_compression_rate=0.5)), tx.adamw(0.1)),
+        {},
+    ),
+    "zero": (lambda: tx.fuse(SCATTER, tx.adamw(0.1)), {}),
+    "zero, overlapped": (lambda: tx.fuse(SCATTER, tx.adamw(0.1)), {"overlap_gather": True}),
+    "zero, int8 gather": (lambda: tx.fuse(SCATTER, tx.adamw(0.1), gather=INT8), {}),
+    "local": (lambda: tx.local_sgd(tx.sgd(0.1), "data", 2), {}),
+    "skip": (lambda: tx.skip_if_nonfinite(tx.fuse(MEAN, tx.adamw(0.1))), {}),
+    "accumulate": (lambda: tx.fuse(MEAN, tx.adamw(0.1)), {"accumulate": 2}),
+    "state kept": (lambda: tx.fuse(MEAN, tx.adamw(0.1)), {"donate": False}),
+}
+
+
+def loss_fn(p: Any, batch: torch.Tensor) -> torch.Tensor:
+    hidden = torch.tanh(batch @ p["a"] + p["b"])
+    return ((hidden @ p["c"] + p["d"]) ** 2).mean()
+
+
+def reports(
+    name: str, fault: contextlib.AbstractContextManager[Any] | None = None, leaf: Any = None, other: bool = False
+) -> list[str]:
+    """What is not ordered in some steps.
+
+    Args:
+        fault: A patch.
+        leaf: The stream of a leaf's gradient, given its bucket and place.
+        other: Whether the steps are in another stream than `init`, which waits for that of `init`.
+    """
+    make, options = PIPELINES[name]
+    torch.manual_seed(0)
+    params = {"a": torch.randn(3, 4), "b": torch.zeros(4), "c": torch.randn(4, 3), "d": torch.zeros(3)}
+    with Streams().used() as streams, fault or contextlib.nullcontext():
+        if leaf is not None:
+            streams.leaf_stream = leaf
+        step = fjoin.train_step(
+            loss_fn, make(), mesh=EchoMesh(streams.mesh_axis()), weight=len, bucket_bytes=40, **options
+        )
+        state, metrics = step.init(params), None
+        if other:
+            streams.leaf_stream = lambda bucket, i: MAIN  # gradients arrive in the stream of `init`
+            stream = Stream(streams, "other")
+            stream.wait_stream(Stream(streams, MAIN))
+            stream.__enter__()
+        for i in range(6):
+            state, metrics = step(state, torch.randn(2 + i % 3, 3))
+        assert metrics is not None
+        _ = metrics.loss
+        state.params["a"].sum()
+        step.close() if "local" not in name else None
+    return streams.clocks.reports
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_no_step_leaves_anything_to_chance(name: str) -> None:
+    assert "\n".join(reports(name)[:5]) == ""
+
+
+@pytest.mark.parametrize("name", ["mean", "fed back", "zero, overlapped"])
+def test_steps_may_be_in_another_stream_than_init(name: str) -> None:
+    assert "\n".join(reports(name, other=True)[:5]) == ""
+
+
+# -- taken out, one at a time -----------------------------------------------------------------------------------------
+
+
+def _does_not_wait_for_the_caller(side: Any, function: Any) -> Any:
+    with side._streams[0]:
+        function()
+        return Started(torch.device("cpu"), _devices.here(torch.device("cpu")))
+
+
+def _does_not_wait_for_the_first(side: Any, function: Any) -> Any:
+    side.begin()
+    return _START(side, function)
+
+
+_START, _LAUNCH, _STEP = SideStreams.start, AllReduceHook.launch, FlatMemory._step_buckets
+
+
+def _with_memory_of_the_caller(side: Any, function: Any) -> Any:
+    given = [torch.ones(8)]
+
+    def reads() -> None:
+        given[0].sum()
+        function()
+
+    work = _START(side, reads)
+    given.clear()
+    torch.zeros(8)
+    return work
+
+
+def _writes_the_lane_after(hook: Any, index: int, out: Any) -> Any:
+    work = _LAUNCH(hook, index, out)
+    out.lane.copy_(out.lane.clone())
+    return work
+
+
+def _gathers_first(memory: Any, outgoing: Any) -> None:
+    outgoing = list(outgoing)
+    for index, _ in outgoing:
+        start_gather(memory._body.storage, index, memory._shell.mesh)
+    _STEP(memory, outgoing)
+
+
+def _reads_at_once(reads: Any, newest: bool, keep: bool = False) -> Any:
+    for what, words, _ in reads._under_way:
+        yield what, words.tolist()
+    reads._under_way = []
+
+
+on = mock.patch.object
+FAULTS: dict[str, tuple[str, Callable[[], Any], str]] = {
+    "the side stream does not wait for the caller": (
+        "fed back",
+        lambda: on(SideStreams, "start", _does_not_wait_for_the_caller),
+        "in 'side",
+    ),
+    "the caller does not wait for the side stream": (
+        "fed back",
+        lambda: on(Started, "wait", lambda end: None),
+        "in 'main', after the write to it by",
+    ),
+    "a message is not awaited": (
+        "mean",
+        lambda: on(GradBuffer, "wait", lambda out: setattr(out, "work", None)),
+        "by psum in 'message",
+    ),
+    "the lane is written after the message has begun": (
+        "mean",
+        lambda: on(AllReduceHook, "launch", _writes_the_lane_after),
+        "aten::copy_ in 'leaf', after the write to it by psum",
+    ),
+    "parameters are stepped while a gather reads them": (
+        "zero",
+        lambda: on(FlatMemory, "_step_buckets", _gathers_first),
+        "after the read of it by gather",
+    ),
+    "the next forward does not wait for a gather": (
+        "zero, overlapped",
+        lambda: on(Arrivals, "lend", lambda arrivals, leaves, by_bucket: dict(leaves)),
+        "after the write to it by gather",
+    ),
+    "the host reads a copy before its event": (
+        "mean",
+        lambda: on(_device_reads, "_await", lambda mesh, event: None),
+        "a read in 'host'",
+    ),
+    "the host reads a copy before its step": (
+        "mean",
+        lambda: on(DeviceReads, "read", _reads_at_once),
+        "a read in 'host'",
+    ),
+    "memory is freed in one stream and reused in another": (
+        "fed back",
+        lambda: on(SideStreams, "start", _with_memory_of_the_caller),
+        "free memory is reused by",
+    ),
+    "a bucket does not wait for the sums of the first": (
+        "power_sgd",
+        lambda: on(SideStreams, "start", _does_not_wait_for_the_first),
+        "in 'side",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_is_taken_out_is_found(fault: str) -> None:
+    name, patch, says = FAULTS[fault]
+    found = reports(name, patch())
+    assert any(says in line for line in found), found[:5]
+
+
+def test_gradients_of_one_bucket_in_different_streams_are_found() -> None:
+    found = reports("mean", leaf=lambda bucket, i: f"leaf {i}")
+    assert any("_foreach_copy_ in 'leaf" in line for line in found), found[:5]
