@@ -16,6 +16,7 @@ def on_ranks(pool: Any, name: str, *args: Any) -> list[Seen]:
     return [Seen(*one) for one in pool.run(ranks, train, name, *args)]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("transport", ["gloo", "shared"])
 @pytest.mark.parametrize("name", KINDS)
 def test_a_resumed_run_goes_on_to_the_bit(pool: Any, name: str, transport: str, tmp_path: Path) -> None:

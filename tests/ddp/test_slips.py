@@ -115,7 +115,7 @@ kept = train() if end != "dropped" else train() and None
 """
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", ["average", "window", "ended"])
 @pytest.mark.parametrize("end", ["", "dropped", "close", "flush", "raise"])
 def test_a_program_that_leaves_a_window_open_says_so(kind: str, end: str) -> None:

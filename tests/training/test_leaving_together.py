@@ -77,6 +77,7 @@ def on_ranks(how: Any, stops: Any, transport: Any) -> Any:
         return type(error).__name__, str(error)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("how", HOW)
 def test_all_ranks_leave_after_the_same_step(pool: Pool, how: str, transport: str) -> None:
@@ -85,7 +86,7 @@ def test_all_ranks_leave_after_the_same_step(pool: Pool, how: str, transport: st
     assert results[0][0] == (5 if how == "window" else 7) and results[0][2] == 6
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("how", ["break", "before", "a bar", "steps"])
 @pytest.mark.parametrize("stops", [[5, 10**6], [5, 6], [6, 5]], ids=str)
