@@ -8,7 +8,9 @@ from typing import Any
 
 
 class Metrics:
-    """The scalars that were summed with the gradients of one step, the same on all ranks except `aux`.
+    """The scalars that were summed with the gradients of one step; made by each call of a `TrainStep`.
+
+    They are the same on all ranks, except `aux`.
 
     Reading a number reads it from the device. In the calls of an accumulation window before the last
     one nothing is sent: `stepped` is False and the numbers are NaN.
