@@ -29,6 +29,16 @@ TITLES = {
     "fjoin.checkpoint": "fjoin.checkpoint: files",
     "fjoin.testing": "fjoin.testing: the laws",
 }
+# Members that fjoin's own parts use, and no user.
+HIDDEN = {
+    "Folder": "begin commit discard newest_id quarantine refuse_missing retain",
+    "Handle": "checksum dict_of pieces",
+    "Join": "live notify syncing use",
+    "Mesh": "await_event exchange group is_backend_error leave_together lost over raise_root_cause reduce_ report "
+    "report_failure root_cause sent zeros",
+    "TrainState": "settled",
+    "ZeroRedundancyOptimizer": "attach owned shadow_step slices",
+}
 
 
 def public(module: types.ModuleType) -> dict[str, Any]:
@@ -43,13 +53,34 @@ def page(module: str, name: str, value: Any) -> str:
     title = f"{'tx' if module == 'fjoin.transforms' else module}.{name}"
     head = f"{title}\n{'=' * len(title)}\n\n"
     if inspect.isclass(value):
-        calls = "   :special-members: __call__\n" if "__call__" in vars(value) else ""
-        fields = issubclass(value, tuple) and hasattr(value, "_fields")
-        members = "" if fields or issubclass(value, BaseException) else "   :members:\n"
-        return f"{head}.. autoclass:: {module}.{name}\n{members}{calls}"
+        return f"{head}.. autoclass:: {module}.{name}\n{_options(name, value)}"
     if callable(value) and not isinstance(value, type(fjoin.NO_BATCH)):
         return f"{head}.. autofunction:: {module}.{name}\n"
     return f"{head}.. py:data:: {module}.{name}\n\n   {_first_line(value) or 'A constant.'}\n"
+
+
+def _options(name: str, value: type) -> str:
+    """What the page of a class shows of its members."""
+    bases = [base for base in value.__mro__ if _is_ours(base)]
+    special = [one for one in ("__call__", "__len__") if any(one in vars(base) for base in bases)]
+    options = [f"special-members: {', '.join(special)}"] if special else []
+    if not issubclass(value, BaseException) and not hasattr(value, "_fields"):
+        options.append("members:")
+        if all(_is_ours(base) or base.__module__ in ("typing", "builtins") for base in value.__mro__):
+            options.append("inherited-members: tuple")
+    if name in HIDDEN:
+        options.append(f"exclude-members: {', '.join(HIDDEN[name].split())}")
+    return "".join(f"   :{option}\n" for option in options)
+
+
+def _is_ours(value: type) -> bool:
+    return value.__module__.split(".")[0] == "fjoin"
+
+
+def is_made_by_others(value: Any) -> bool:
+    """Whether a class says which function makes its objects, so that its own arguments are nobody's concern."""
+    doc = inspect.getdoc(value) or ""
+    return inspect.isclass(value) and "; made by " in doc.split("\n")[0] and "\nArgs:" not in doc
 
 
 def _first_line(value: Any) -> str:

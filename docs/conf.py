@@ -10,7 +10,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from api_pages import write_pages
+from api_pages import is_made_by_others, write_pages
 
 import fjoin
 
@@ -103,6 +103,11 @@ def escaped(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[
             lines[i] = "".join(part if k % 2 else plain[k] for k, part in enumerate(parts))
 
 
+def without_arguments(app: Any, what: str, name: str, obj: Any, options: Any, args: str, returns: str) -> Any:
+    """Classes whose objects another function makes are shown without their own arguments."""
+    return ("", None) if is_made_by_others(obj) else None
+
+
 def where_described(app: Any, pagename: str, templatename: str, context: dict[str, Any], doctree: Any) -> None:
     """Source leads back to the place that its page has. Sphinx takes one module for all names of a file."""
     if pagename.startswith("_modules/") and "body" in context:
@@ -115,5 +120,6 @@ def setup(app: Any) -> None:
     off = "if (location.protocol === 'file:') DOCUMENTATION_OPTIONS.SHOW_SEARCH_SUMMARY = false;"
     app.add_js_file(None, body=off, priority=300)
     app.connect("html-page-context", where_described)
+    app.connect("autodoc-process-signature", without_arguments)
     app.connect("autodoc-process-docstring", escaped, priority=900)
     app.connect("autodoc-process-docstring", formulas, priority=100)

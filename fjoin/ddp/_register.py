@@ -42,9 +42,11 @@ def register(model: DistributedDataParallel, what: Transform | Pipeline, mesh: M
 
     - The gradients are the hook's result.
     - With a pipeline the parameters have been stepped: there is no `optimizer.step()`.
-    - `zero_grad()` is still needed, since DistributedDataParallel adds new gradients to the existing ones.
+    - With a pipeline the next forward pass drops the gradients that the step has used, so `zero_grad()` may stay or go. With a
+      hook alone it is needed, since DistributedDataParallel adds new gradients to the existing ones.
 
-    Under `no_sync` nothing is sent or stepped; the accumulated gradients go with the next pass.
+    Under `no_sync` nothing is sent or stepped; the accumulated gradients go with the next pass, whose weight is that of the
+    whole window.
 
     The step is taken before backward returns. A second backward pass through the same graph, or a gradient of an input,
     that needs the old parameters no longer finds them, and torch raises an error.

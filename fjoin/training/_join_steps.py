@@ -48,6 +48,9 @@ class JoinedLoader(JoinedLoop[B]):
 
     It is not an iterator itself: a `for` loop frees its iterator when
     it ends, so a `break` is reported to the other ranks at once, even where this object is kept in a variable.
+
+    Attributes:
+        stopped: Whether the last loop ended because some rank had called `stop`; the same on all ranks.
     """
 
     stopped: bool

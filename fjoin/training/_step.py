@@ -31,7 +31,7 @@ class TrainStep:
     Attributes:
         ranks: The number of ranks that step together.
         rank: This rank in the mesh.
-        run: What runs its steps; inside fjoin only.
+        pipeline: The pipeline that it runs.
     """
 
     def __init__(self, run: Run, donate: bool, bucket_bytes: int | None) -> None:

@@ -49,7 +49,8 @@ def train_step(
             accelerators. More, such as 20 * 2**20, can be faster where a hook sends little of each bucket in several messages, as
             `power_sgd` does.
         accumulate: The number of micro-batches in a step: the step is called once for each, and sends and steps in
-            the last call of each window.
+            the last call of each window. In a loop of `join` a window at the end may be shorter, also where a rank ends in the
+            middle of one; its weights count as they are.
         overlap_step: Whether to step each bucket as soon as its message has arrived, while later messages are still
             under way. It has an effect where the hook is a plain reduction and the tensors are on the CPU. A loss that
             is not finite still changes nothing. A gradient that is not finite although all losses are finite is then

@@ -19,12 +19,20 @@ from ..transforms.tree._tree import to_device
 
 
 class Evaluation(NamedTuple):
-    """The result of `evaluate`, the same on all ranks."""
+    """The result of `evaluate`, the same on all ranks.
 
-    means: dict[str, Any]  # name -> mean over all batches of all ranks, weighted: a float, or a float64 tensor
-    sums: dict[str, Any]  # name -> sum over all batches of all ranks
-    weight: float  # the sum over all batches of all ranks
-    batches: int  # the number of batches of all ranks
+    Attributes:
+        means: Name -> the mean over all batches of all ranks, by weight: a float, or a float64 tensor of the metric's shape. NaN
+            where the sum of the weights is 0.
+        sums: Name -> the sum over all batches of all ranks, of the values under "sum".
+        weight: The sum of the weights of all batches of all ranks.
+        batches: The number of batches of all ranks.
+    """
+
+    means: dict[str, Any]
+    sums: dict[str, Any]
+    weight: float
+    batches: int
 
 
 def evaluate(

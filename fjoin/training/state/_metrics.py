@@ -8,7 +8,9 @@ from typing import Any
 
 
 class Metrics:
-    """The scalars that were summed with the gradients of one step, the same on all ranks except `aux`.
+    """The scalars that were summed with the gradients of one step; made by each call of a `TrainStep`.
+
+    They are the same on all ranks, except `aux`.
 
     Reading a number waits for the device, on this rank only. It never raises for a step that was not finite, whose loss may be
     NaN: all ranks raise for it at the same place, in a later step or at the end of the loop. In the calls of an accumulation
