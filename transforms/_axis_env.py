@@ -151,14 +151,14 @@ def bind_in_backward(axes: dict[str, Axis], weight: float) -> Iterator[None]:
         _THREADS.caller = _Bindings()
         # Once for each thread: torch hands it to autograd's threads, and to those of messages, which must not free it.
         torch._C._stash_obj_in_tls(_KEY, _THREADS.caller)
-    caller = _THREADS.caller
-    before = caller.axes, caller.weight
-    with bind_axes(axes), bind_weight(weight):
-        caller.axes, caller.weight = _THREADS.axes, weight
-        try:
-            yield
-        finally:
-            caller.axes, caller.weight = before
+    here, caller = _THREADS, _THREADS.caller
+    before, before_caller = (here.axes, here.weight), (caller.axes, caller.weight)
+    here.axes, here.weight = {**bound(), **axes}, weight
+    caller.axes, caller.weight = here.axes, weight
+    try:
+        yield
+    finally:
+        (here.axes, here.weight), (caller.axes, caller.weight) = before, before_caller
 
 
 def _of_caller() -> _Bindings:

@@ -68,6 +68,8 @@ class GradCheck:
 
     def _look(self) -> None:
         """Look at the buckets of a device."""
+        if not self._waiting:
+            return
         groups: dict[torch.dtype, list[GradBuffer]] = {}
         for out in self._waiting:
             groups.setdefault(out.grads.dtype, []).append(out)

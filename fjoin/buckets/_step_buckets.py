@@ -14,7 +14,6 @@ from ._flat_params import Storage
 from ._grad_buffer import GradBuffer
 
 
-@torch.no_grad()
 def step_buckets(
     storage: Storage, outgoing: Iterable[tuple[int, GradBuffer]], grad_scale: Tensor | None, found_inf: Tensor | None
 ) -> Iterator[int]:
@@ -27,16 +26,17 @@ def step_buckets(
         outgoing: (number of the bucket, its gradients).
         grad_scale, found_inf: See `Optimizer`.
     """
-    ranges = ((index, storage.ranges(index, out.grads)) for index, out in outgoing)
     if not storage.together:
-        for index, some in ranges:
-            for part, param, grad, slots in some:
-                unchecked(part.step_param_)(param, grad, slots, grad_scale=grad_scale, found_inf=found_inf)
+        for index, out in outgoing:
+            with torch.no_grad():
+                for part, param, grad, slots in storage.ranges(index, out.grads):
+                    unchecked(part.step_param_)(param, grad, slots, grad_scale=grad_scale, found_inf=found_inf)
             yield index
         return
-    found = list(ranges)
+    found = [(index, storage.ranges(index, out.grads)) for index, out in outgoing]
     items = [(slots, part, param, grad) for _, some in found for part, param, grad, slots in some]
-    for group in stepped_together(items, [age_of(part, fields(slots)) for slots, part, _, _ in items]):
-        states, parts, params, grads = map(list, zip(*group, strict=True))
-        step_in_place(parts[0], params, grads, states, grad_scale=grad_scale, found_inf=found_inf)
+    with torch.no_grad():
+        for group in stepped_together(items, [age_of(part, fields(slots)) for slots, part, _, _ in items]):
+            states, parts, params, grads = map(list, zip(*group, strict=True))
+            step_in_place(parts[0], params, grads, states, grad_scale=grad_scale, found_inf=found_inf)
     yield from (index for index, _ in found)
