@@ -104,7 +104,7 @@ def steps(transport: str, pipeline: str, ordered: bool = True) -> Any:
     return out
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("pipeline", ["mean", "zero", "int8", "clip", "skip"])
 @pytest.mark.parametrize("n", [2, 3])
 def test_a_training_step_is_the_same_to_the_bit(pool: Any, n: int, pipeline: str) -> None:

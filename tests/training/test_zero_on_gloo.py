@@ -59,14 +59,14 @@ def different(steps: int, part: int) -> list[str]:
 
 def sabotaged(steps: int, part: int) -> list[str]:
     """The same with gradients of a wrong rank's piece, which must differ."""
-    from fjoin.transforms import _axis_env
+    from fjoin.transforms import _piece_sum
 
-    right = _axis_env.sum_of_pieces
-    _axis_env.sum_of_pieces = lambda *args: right(*args) * 1.0001  # type: ignore[attr-defined]
+    right = _piece_sum.sum_of_pieces
+    _piece_sum.sum_of_pieces = lambda *args: right(*args) * 1.0001  # type: ignore[attr-defined]
     try:
         return different(steps, part)
     finally:
-        _axis_env.sum_of_pieces = right  # type: ignore[attr-defined]
+        _piece_sum.sum_of_pieces = right  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

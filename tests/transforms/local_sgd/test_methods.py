@@ -84,7 +84,7 @@ def torch_adam(params: Any) -> torch.optim.Optimizer:
 INNER = {"sgd": (torch_sgd, tx.sgd(0.05, momentum=0.9)), "adam": (torch_adam, tx.adam(0.01))}
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("over", ["weight", "world"])
 @pytest.mark.parametrize("inner", list(INNER))
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])

@@ -132,6 +132,7 @@ BY_PATH: dict[str, Callable[[], tx.Transform]] = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", BY_PATH)
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_paths_are_the_same_in_a_compiled_transform(name: str, fullgraph: bool) -> None:
