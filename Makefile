@@ -54,7 +54,7 @@ lint: .venv/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# On a machine with a GPU, in about 30 minutes: five parts, each of which writes its section of docs/gpu_report.md.
+# On a machine with a GPU, in at most 45 minutes: five parts, each of which writes its section of docs/gpu_report.md.
 gpu: .venv/installed
 	$(BIN)/python benchmarks/gpu_report.py
 

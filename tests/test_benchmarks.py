@@ -66,7 +66,9 @@ def test_a_check_that_fails_or_takes_too_long_is_told() -> None:
     Check = gpu_report.Check
     assert gpu_report.run(Check("python -c 'print(5)'", "", 60), "cpu")[::2] == ("passed", "5")
     assert gpu_report.run(Check("python -c 'raise SystemExit(3)'", "", 60), "cpu")[0] == "**failed**, exit 3"
-    assert "stopped" in gpu_report.run(Check("sleep 5", "", 0.2), "cpu")[0]
+    # What it has started holds its output open.
+    ended, seconds, text = gpu_report.run(Check("echo begun; sleep 60 & sleep 60", "", 1.0), "cpu")
+    assert "stopped" in ended and seconds < 20 and text == "begun"
 
 
 @pytest.mark.long

@@ -180,7 +180,7 @@ class Agreements:
     def _raise_late(self, step: int) -> None:
         """Read the record of the step before, where it has not been read yet, and raise for it."""
         for late, of_all in self._take(step):
-            sums = numbers(of_all, self.check.reads)
+            sums = numbers(of_all, self.check.reads.now)
             self.ids.check(step, sums, late)  # sums on a device have not been checked yet
             self._requests.note(sums.get("has_next", 0.0))
             self.check.raise_left_out(step - late, sums)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from ..transforms._devices import is_accelerator, to_host
 def read_now(mesh: Mesh | None, x: Tensor) -> Any:
     """The values of a tensor as nested lists. Where it lies on a device the host waits, and hears of failed ranks meanwhile.
 
-    All waits of the host for a device go through this file: a message of a rank that has failed never ends on a device.
+    Waits for what other ranks send go through this file: a message of a rank that has failed never ends on a device.
 
     Raises:
         PeerLost, CollectiveTimeout: a rank has failed, or the device does not come to an end within the mesh's time-out.
@@ -82,9 +82,13 @@ class DeviceReads:
         self._under_way = []
 
 
-def numbers(sums: dict[str, Any], reads: DeviceReads) -> dict[str, float]:
-    """Sums as numbers; waits for a device, once."""
+def numbers(sums: Mapping[str, Any], read: Callable[[Tensor], Any]) -> dict[str, float]:
+    """Sums as numbers; waits for a device, once.
+
+    Args:
+        read: `read_now` of a mesh, or `DeviceReads.now`.
+    """
     known = list(sums.values())
     if any(isinstance(value, Tensor) for value in known):
-        known = reads.now(torch.stack(known))
+        known = read(torch.stack(known))
     return dict(zip(sums, map(float, known), strict=True))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from ..transforms.transform._lane import (
     words_per_scalar,
 )
 from ..transforms.tree._tree import to_device
-from ._device_reads import read_now
+from ._device_reads import numbers, read_now
 
 
 class Record:
@@ -128,11 +129,7 @@ class Sums:
     def wait(self) -> dict[str, float]:
         """The sums by name, as numbers."""
         if self._known is None:
-            known = self.read()
-            values: Any = list(known.values())
-            if any(isinstance(value, Tensor) for value in values):
-                values = read_now(self._record.mesh, torch.stack(values))
-            self._known = dict(zip(known, map(float, values), strict=True))
+            self._known = numbers(self.read(), partial(read_now, self._record.mesh))
         return self._known
 
     def read(self, as_tensors: bool = False) -> dict[str, Any]:

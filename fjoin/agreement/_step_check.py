@@ -223,7 +223,7 @@ class StepCheck:
 
     def _raise_for(self, step: int, records: Sequence[CountsOfAll]) -> None:
         for late, of_all in records:
-            sums = numbers(of_all, self.reads)
+            sums = numbers(of_all, self.reads.now)
             if self._ids is not None:
                 self._ids.check(step, sums, late)
             if not late:

@@ -151,7 +151,9 @@ class ModuleMemory:
         run, step = self._run, self._step
         assert step is not None
         values = {**run.values, "total": run.weight}
-        self._sums = numbers(step.check.grads.verdict(run.outs, run.agreements.record(axes), values), step.check.reads)
+        self._sums = numbers(
+            step.check.grads.verdict(run.outs, run.agreements.record(axes), values), step.check.reads.now
+        )
         run.total = self._sums["weight"] if axes else math.nan
 
     def judge(self, op: Judge) -> Effect:
@@ -163,7 +165,7 @@ class ModuleMemory:
         elif reduced.equal:
             assert self._found is not None
             record = run.agreements.of_hook(run.step)
-            sums = numbers({**self._found.lane, "total": self._found.total}, run.agreements.check.reads)
+            sums = numbers({**self._found.lane, "total": self._found.total}, run.agreements.check.reads.now)
             self._sums = record.once({**sums, "loss": 0.0}, run.values["step_id"])
         counts: Sequence[CountsOfAll] | None = None
         if reduced.axes != run.plan.agree:

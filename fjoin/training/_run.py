@@ -180,7 +180,7 @@ class Run:
         body.batches += live
         body.calls, body.step = body.calls + 1, body.step + 1
         others |= {**memory.measured, **self._meter.end()}
-        summed = lambda: numbers(sums_of_all(), reads)  # noqa: E731
+        summed = lambda: numbers(sums_of_all(), reads.now)  # noqa: E731
         return Metrics(body.step - 1, True, forward.aux, summed, comes, others, self.mesh.rank)
 
     def _own(self, body: StateData, forward: Forward) -> tuple[GradOutput, dict[str, Any]]:

@@ -64,7 +64,7 @@ class RankFile:
 
     def fail(self, folder: Path, error: Exception) -> None:
         """Tell rank 0 why nothing has been written."""
-        self._report(folder, json.dumps({"error": f"{described(error)}"}))
+        self._report(folder, json.dumps({"error": described(error)}))
 
     def _report(self, folder: Path, side: str) -> None:
         new = folder / f"{side_name(self._rank)}.new"

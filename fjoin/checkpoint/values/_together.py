@@ -69,7 +69,7 @@ def _together(mesh: Mesh, occasion: str, make: Callable[[], Any]) -> list[Any]:
     try:
         shown = {"value": make()}
     except Exception as error:  # the other ranks wait for this one
-        own, shown = error, {"error": f"{described(error)}"}
+        own, shown = error, {"error": described(error)}
     found = mesh.exchange(occasion, shown, list)
     if own is not None:
         raise own

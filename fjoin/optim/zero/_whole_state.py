@@ -10,6 +10,8 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from ...agreement._device_reads import read_now
+from ...groups._mesh import Mesh
 from ...groups.axes._axis import GroupAxis
 from ...groups.axes._messages import plain
 from ...shared_memory._flat import flat_view
@@ -43,7 +45,7 @@ def numbers_of(p: Tensor, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def gather_states(
-    axis: GroupAxis, to: int, owned: Iterable[Owned], shapes: Sequence[torch.Size], device: torch.device
+    mesh: Mesh, to: int, owned: Iterable[Owned], shapes: Sequence[torch.Size], device: torch.device
 ) -> dict[int, dict[str, Any]] | None:
     """The states of all parameters by their number, on rank `to`; None on the other ranks.
 
@@ -65,7 +67,8 @@ def gather_states(
             bad = str(error)
     head = torch.frombuffer(bytearray(json.dumps(rows).encode()), dtype=torch.uint8).to(device)
     body = torch.cat([torch.empty(0, dtype=torch.uint8, device=device), *parts])
-    sizes = axis.run("all_gather", torch.tensor([len(head), len(body), bool(bad)], device=device), None).tolist()
+    axis: GroupAxis = mesh.axes["data"]
+    sizes = read_now(mesh, axis.run("all_gather", torch.tensor([len(head), len(body), bool(bad)], device=device), None))
     if refusing := [rank for rank, (*_, refuses) in enumerate(sizes) if refuses]:
         raise TypeError(
             "consolidate_state_dict: the state of an optimizer must consist of tensors, numbers and strings, in lists, tuples and "
@@ -82,7 +85,7 @@ def gather_states(
     found: dict[int, list[Owned]] = {}
     for (n, *_), data in zip(sizes, received.split(all_sizes), strict=True):
         at = n
-        for number, start, stop, named, sliced in json.loads(bytes(data[:n].cpu().numpy())):
+        for number, start, stop, named, sliced in json.loads(bytes(read_now(mesh, data[:n]))):
             state, at = _rebuilt(named, data, at)
             found.setdefault(number, []).append(Owned(number, start, stop, state, sliced))
     return {number: _joined(some, shapes[number]) for number, some in sorted(found.items())}

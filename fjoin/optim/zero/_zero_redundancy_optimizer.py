@@ -221,7 +221,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, StepsInAJoin):
         if not 0 <= to < self.world_size:
             raise ValueError(f"consolidate_state_dict: to must be a rank below {self.world_size}, got {to!r}")
         shapes = [p.shape for group in self.param_groups for p in group["params"]]
-        self._whole = gather_states(self._mesh.axes["data"], to, self.owned(), shapes, self.join_device)
+        self._whole = gather_states(self._mesh, to, self.owned(), shapes, self.join_device)
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """The whole state in torch's form, as of the last `consolidate_state_dict`, on the rank given to that."""

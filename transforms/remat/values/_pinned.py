@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ..._devices import current_stream, new_stream
 from ._store import Abstract, Handle, is_abstract
 
 
@@ -43,7 +44,7 @@ class _InHost(Handle):
         self._back: tuple[Tensor, Any] | None = None
 
     def settle(self) -> None:
-        torch.get_device_module(self._device).current_stream(self._device).wait_event(self._copied)
+        current_stream(self._device).wait_event(self._copied)
 
     def prefetch(self) -> None:
         if self._back is None:
@@ -58,7 +59,7 @@ class _InHost(Handle):
         self.prefetch()
         assert self._back is not None
         (back, arrived), self._back = self._back, None
-        current = torch.get_device_module(self._device).current_stream(self._device)
+        current = current_stream(self._device)
         current.wait_event(arrived)
         back.record_stream(current)
         return back
@@ -92,10 +93,9 @@ class Host:
         return out
 
     def _stream(self, device: torch.device) -> Any:
-        module = torch.get_device_module(device)
         if device not in self._streams:
-            self._streams[device] = module.Stream(device)
-        self._streams[device].wait_stream(module.current_stream(device))
+            self._streams[device] = new_stream(device)
+        self._streams[device].wait_stream(current_stream(device))
         return self._streams[device]
 
 
