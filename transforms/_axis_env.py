@@ -126,7 +126,7 @@ class Axis:
 class _Threads(threading.local):
     def __init__(self) -> None:
         self.axes: dict[str, Axis] = {}
-        self.weight: float | None = None
+        self.weight: Any = None
         self.caller: _Bindings | None = None  # as autograd's threads see this one
 
 
@@ -134,7 +134,7 @@ class _Bindings:
     """The bindings of a thread in whose backward passes other threads compute something again."""
 
     axes: dict[str, Axis] = {}
-    weight: float = 1.0
+    weight: Any = 1.0
 
 
 _THREADS = _Threads()
@@ -142,7 +142,7 @@ _NONE, _KEY = _Bindings(), "fjoin: the thread that has called backward"
 
 
 @contextlib.contextmanager
-def bind_in_backward(axes: dict[str, Axis], weight: float) -> Iterator[None]:
+def bind_in_backward(axes: dict[str, Axis], weight: Any) -> Iterator[None]:
     """Bind axes and the weight in this thread inside a with block, and in autograd's threads that run its backward passes.
 
     On a device these are other threads, and a function that is computed again there may communicate.
@@ -192,10 +192,10 @@ def bind_axes(axes: dict[str, Axis]) -> Iterator[None]:
         _THREADS.axes = before
 
 
-def current_weight() -> float:
+def current_weight() -> Any:
     """This rank's weight in the current step: 0 where its batch is replayed only to match the other ranks' collectives.
 
-    A train_step binds it around `loss_fn`; elsewhere it is 1.
+    A train_step binds it around `loss_fn`, as a number, or as a 0-d tensor where the step is captured; elsewhere it is 1.
 
     >>> from fjoin import transforms as tx
     >>> tx.current_weight()
@@ -206,7 +206,7 @@ def current_weight() -> float:
 
 
 @contextlib.contextmanager
-def bind_weight(weight: float) -> Iterator[None]:
+def bind_weight(weight: Any) -> Iterator[None]:
     """Set the result of `current_weight` in this thread inside a with block."""
     before, _THREADS.weight = _THREADS.weight, weight
     try:

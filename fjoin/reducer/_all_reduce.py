@@ -64,7 +64,7 @@ class AllReduceHook:
         params = {path: leaf.detach() for path, leaf in storage.leaves.items()}
         return copy_if_aliased(self._hook.init(params), storage.flats)
 
-    def loss_factor(self, share: float) -> float:
+    def loss_factor(self, share: Any) -> Any:
         """The factor of the loss: starting backward from the share applies the weight at no cost."""
         return share * self.unit
 

@@ -62,7 +62,7 @@ class BucketHook:
         with bind_pieces(storage.pieces and storage.pieces.flat(k, FLAT)):
             return early.init({FLAT: storage.flats[k]})
 
-    def loss_factor(self, share: float) -> float:
+    def loss_factor(self, share: Any) -> Any:
         """The factor of the loss: share * unit where micro-batches are added, otherwise 1."""
         return share * self.unit if self._accumulates else 1.0
 

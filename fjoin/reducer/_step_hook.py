@@ -29,7 +29,7 @@ class StepHook(Protocol):
     def init(self, storage: Storage) -> Any:
         """The initial state."""
 
-    def loss_factor(self, share: float) -> float:
+    def loss_factor(self, share: Any) -> Any:
         """The factor of the loss, given this rank's share in the mean."""
 
     def prepare(self, storage: Storage) -> list[GradBuffer]:

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from .._errors import FjoinError, JoinError, described
+from ..agreement._step_ids import Calls
 from ._left_open import LeftOpen
-from ._run import Run
+
+if TYPE_CHECKING:
+    from ._run import Run
+
+CALLS = Calls(
+    step="a step",
+    differ="the ranks have called different train_steps of one mesh",
+    remedy="Call them in the same order on all ranks, from one thread, or give each step its own fjoin.mesh(...)",
+    flush="step.flush",
+    even="Take the same number of steps on all ranks, with step.join where their inputs differ",
+)
 
 
 class Failures:

@@ -242,5 +242,4 @@ class FlatMemory:
             self._take_buffers(effect)
         if self.sums is not None:
             body.hook = effect.keep(hook.new_state(self.sums, self._queue.outgoing), body.hook)
-        self._shell.ends_here(body)
         body.torn = ""

@@ -6,17 +6,17 @@ import weakref
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from ..agreement._agreements import Agreements
 from ..agreement._device_reads import numbers
 from ..agreement._step_check import StepCheck
-from ..agreement._step_ids import Calls
 from ..agreement._step_record import own_values
 from ..buckets._bucket_queue import BucketQueue
 from ..buckets._flat_params import Storage
 from ..groups._mesh import Mesh
 from ..reducer._all_reduce import AllReduceHook
-from ..reducer._bucket_hooks import BucketHook
-from ..reducer._reduce_scatter import ReduceScatterHook
+from ..reducer._make_hook import make_hook
 from ..reducer._step_hook import StepHook
 from ..transforms.pipelines._pipeline import Pipeline, parts_of
 from ..transforms.plan._plan import make_plan
@@ -25,7 +25,9 @@ from ..transforms.program._execute import execute
 from ..transforms.program._ops import Program
 from ..transforms.program._program import Programs
 from ..transforms.transform._transform import Transform
+from ._failures import CALLS
 from ._flat_memory import FlatMemory, tears
+from ._graphs import Done, Numbers, StepGraphs
 from .passes._float16 import Units
 from .passes._iteration import Iteration
 from .passes._loss import Loss, user_sums
@@ -36,14 +38,6 @@ from .state._deferred import DeferredMessages
 from .state._metrics import Metrics
 from .state._report import LearningRates, Meter, RecordedNorms
 from .state._state_data import StateData
-
-CALLS = Calls(
-    step="a step",
-    differ="the ranks have called different train_steps of one mesh",
-    remedy="Call them in the same order on all ranks, from one thread, or give each step its own fjoin.mesh(...)",
-    flush="step.flush",
-    even="Take the same number of steps on all ranks, with step.join where their inputs differ",
-)
 
 
 class Run:
@@ -58,6 +52,7 @@ class Run:
     ranks: int
     step_check: StepCheck
     recorded_norms: RecordedNorms
+    graphs: StepGraphs | None  # where steps are captured
 
     def __init__(
         self,
@@ -68,7 +63,9 @@ class Run:
         overlap_step: bool,
         overlap_gather: bool,
         on_buffers: Transform | None,
+        graphs: StepGraphs | None = None,
     ) -> None:
+        self.graphs = graphs
         self.pipeline, self.mesh, self.accumulate = pipeline, mesh, accumulate
         parts = parts_of(pipeline, on_buffers)
         self.on_buffers, self.ends = on_buffers, parts.transforms
@@ -79,16 +76,12 @@ class Run:
         self._programs = Programs(plan, parts, "buckets")
         self.agreements: Agreements = Agreements(mesh, self._programs, CALLS, norm=plan.clip is not None)
         self.ranks, self.step_check = self.agreements.ranks, self.agreements.check
-        self.hook: StepHook
-        self._early: AllReduceHook | None = None  # set where buckets are stepped as their messages arrive
         reduced, record = plan.reduced(0).axes, self.agreements.of_hook(0)
-        if plan.reduce is not None:
-            kind = ReduceScatterHook if plan.reduce.sharded_over else AllReduceHook
-            self.hook = plain = kind(plan, mesh, record, self.step_check.grads)
-            steps_early = overlap_step and plain.direct and pipeline.skips is None and reduced == self.axes
-            self._early = plain if steps_early else None
-        else:
-            self.hook = BucketHook(plan, mesh, record, self.step_check.grads, accumulate > 1)
+        self.hook: StepHook = make_hook(plan, mesh, record, self.step_check.grads, accumulate > 1)
+        direct = isinstance(self.hook, AllReduceHook) and self.hook.direct and overlap_step
+        steps_early = direct and pipeline.skips is None and reduced == self.axes
+        # Set where buckets are stepped as their messages arrive.
+        self._early: Any = self.hook if steps_early else None
         self.deferred: DeferredMessages = DeferredMessages(mesh)
         weakref.finalize(self, self.deferred.clear).atexit = False  # each message under way has a thread
         overlaps = pipeline.after is not None and pipeline.after.accepts("prefetch") and mesh.device.type == "cpu"
@@ -109,6 +102,8 @@ class Run:
         self.passes.hooks.queue = self._queue = None
         self.deferred.clear()
         self.hook.close()
+        if self.graphs is not None:
+            self.graphs.clear()
 
     def flush(self, body: StateData) -> None:
         """Run now the transforms that would run in later steps; see `TrainStep.flush`."""
@@ -147,41 +142,61 @@ class Run:
             return self._step(body, batch, iteration)
 
     def _step(self, body: StateData, batch: Any, iteration: Iteration | None) -> Metrics:
-        storage, passes, span = body.storage, self.passes, self.mesh.traffic.span
-        with span("prepare"):
+        storage, passes = body.storage, self.passes
+        with self.mesh.traffic.span("prepare"):
             self._meter.begin(bool(body.window))
-            rates = storage.check_rates()
-            if storage.follow_stream():
-                passes.hooks.detach()
-            passes.hooks.attach(storage)
-            self.stop()
-        with span("forward"):
-            forward = passes.forward(body, batch, iteration)
-        with span("prepare"):
-            grad_output, own = self._own(body, forward)
+            rates, weight = storage.check_rates(), passes.weigh(batch, iteration)
         live, comes = iteration is None or iteration.live, self.step_check.synchronize
         if (body.calls + 1) % self.accumulate:  # within a window: nothing is sent
-            with span("backward"):
+            forward, grad_output, own = self._forward(body, batch, weight, iteration)
+            with self.mesh.traffic.span("backward"):
                 passes.backward_within(forward, grad_output, storage)
             body.window, body.buffers, body.calls = own, forward.buffers, body.calls + 1
             body.batches += live
             self._meter.end()
             return Metrics(body.step, False, forward.aux, dict, comes)
 
-        with span("prepare"):
-            skipped = 0 if self.pipeline.skips is None else body.outer.skipped
-            others = {"ranks": self.ranks, **self._learning_rates(storage, body.step, skipped)}
-            memory, program = self._begin(body, forward, grad_output, own, rates, iteration)
-        execute(program, spanned(memory, self.mesh.traffic))
-        sums_of_all, reads = memory.of_all, self.step_check.reads
+        skipped: Any = 0 if self.pipeline.skips is None else body.outer.skipped
+        skipped = skipped.clone() if self.graphs is not None and isinstance(skipped, Tensor) else skipped
+        others = {"ranks": self.ranks, **self._learning_rates(storage, body.step, skipped)}
+        has_next = self.agreements.requests.write(iteration is not None and iteration.has_next)
+        given = Numbers(weight, self.agreements.begin(body.step, rates), has_next)
+        if self.graphs is None:
+            done = self.kernels(body, batch, given, iteration)
+        else:
+            done = self.graphs.step(self, body, batch, given, iteration)
         if iteration is not None:
-            iteration.others = lambda: self.agreements.has_next(sums_of_all())
+            iteration.others = lambda: self.agreements.has_next(done.of_all())
+        self.ends_here(body)
         body.window = {}
         body.batches += live
         body.calls, body.step = body.calls + 1, body.step + 1
-        others |= {**memory.measured, **self._meter.end()}
-        summed = lambda: numbers(sums_of_all(), reads.now)  # noqa: E731
-        return Metrics(body.step - 1, True, forward.aux, summed, comes, others, self.mesh.rank)
+        others |= {**done.measured, **self._meter.end()}
+        summed = lambda: numbers(done.of_all(), self.step_check.reads.now)  # noqa: E731
+        return Metrics(body.step - 1, True, done.aux, summed, comes, others, self.mesh.rank)
+
+    def kernels(self, body: StateData, batch: Any, given: Numbers, iteration: Iteration | None) -> Done:
+        """All of a step that runs on the device of the parameters."""
+        forward, grad_output, own = self._forward(body, batch, given.weight, iteration)
+        with self.mesh.traffic.span("prepare"):
+            memory, program = self._begin(body, forward, grad_output, own, given)
+        execute(program, spanned(memory, self.mesh.traffic))
+        return Done(forward.aux, memory.of_all, memory.measured)
+
+    def _forward(
+        self, body: StateData, batch: Any, weight: Any, iteration: Iteration | None
+    ) -> tuple[Forward, GradOutput, dict[str, Any]]:
+        """Run the forward pass; returns it, what backward starts from, and this rank's values of the window so far."""
+        hooks, span = self.passes.hooks, self.mesh.traffic.span
+        with span("prepare"):
+            if body.storage.follow_stream():
+                hooks.detach()
+            hooks.attach(body.storage)
+            self.stop()
+        with span("forward"):
+            forward = self.passes.forward(body, batch, weight, iteration)
+        with span("prepare"):
+            return forward, *self._own(body, forward)
 
     def _own(self, body: StateData, forward: Forward) -> tuple[GradOutput, dict[str, Any]]:
         """What backward starts from, and this rank's values of the window so far."""
@@ -190,7 +205,8 @@ class Run:
             body.unit = self._units.of_window(body.storage, weight)
         self.hook.unit = body.unit
         scale = body.outer.scale if self._unscaler is not None else None
-        share = weight if self.hook.by_weight else float(weight > 0)
+        counts = isinstance(weight, Tensor) or weight > 0
+        share = weight if self.hook.by_weight else float(counts)
         grad_output = grad_output_of(loss, share, self.hook, scale, self.accumulate > 1)
         sums = {} if loss is None else user_sums(forward.aux)
         own = own_values(grad_output.share, weight, loss, sums, body.window)
@@ -205,22 +221,22 @@ class Run:
         forward: Forward,
         grad_output: GradOutput,
         own: dict[str, Any],
-        rates: list[tuple[str, float]],
-        iteration: Iteration | None,
+        given: Numbers,
     ) -> tuple[FlatMemory, Program]:
         """The memory of a step that ends a window, and its program."""
         agreements, queue = self.agreements, self._queue_of(body.storage, own)
         agreements.of_all.check(own)
-        step_id, record = agreements.begin(body.step, rates), agreements.of_hook(body.step)
-        has_next = agreements.requests.write(iteration is not None and iteration.has_next)
-        counts = agreements.of_all.complete(own, step_id, has_next)
-        values = counts if record is agreements.of_all else record.complete(own, step_id)
+        record = agreements.of_hook(body.step)
+        counts = agreements.of_all.complete(own, given.step_id, given.has_next)
+        values = counts if record is agreements.of_all else record.complete(own, given.step_id)
         if self._unscaler is not None:
             self._unscaler.rest = grad_output.rest
         memory = FlatMemory(self, body, values["weight"], forward.buffers)
         backward = partial(self.passes.backward, forward, grad_output, body.storage)
         memory.begin(queue, backward, record, values, counts)
-        return memory, self._program(body, queue)
+        early = self._early
+        each = early is not None and self.step_check.grads.readable_without_sync(queue.outgoing)
+        return memory, self._programs.of(body.step, each and early.knows_scale(body.hook))
 
     def _queue_of(self, storage: Storage, own: dict[str, Any]) -> BucketQueue:
         """The queue of this step's buckets. In the first step the ranks agree on the names of the user's sums."""
@@ -233,10 +249,3 @@ class Run:
         # Where no rank has a batch yet, the ranks agree again in the next step.
         self._queue = queue if settled else None
         return queue
-
-    def _program(self, body: StateData, queue: BucketQueue) -> Program:
-        """The program of the step from this state."""
-        early = self._early
-        each = early is not None and self.step_check.grads.readable_without_sync(queue.outgoing)
-        each = each and early is not None and early.knows_scale(body.hook)
-        return self._programs.of(body.step, each)

@@ -26,7 +26,7 @@ NOTHING = GradOutput(0.0)  # for a backward pass whose gradients are discarded
 class Forward(NamedTuple):
     """What a forward pass has computed on this rank."""
 
-    weight: float  # this rank's weight in the step: 0 without input
+    weight: Any  # this rank's weight in the step: 0 without input; a tensor where a step is captured
     loss: Tensor | None = None  # None without weight
     aux: Any = None
     buffers: dict[str, Tensor] | None = None
@@ -52,11 +52,14 @@ class Passes:
         """Raise where `loss_fn` cannot be called with (or without) buffers; see `Loss.check`."""
         self._loss.check(buffers)
 
-    def forward(self, body: StateData, batch: Any, iteration: Iteration | None) -> Forward:
+    def weigh(self, batch: Any, iteration: Iteration | None) -> float:
+        """The weight of this rank's batch; 0 where it is out of input."""
+        return self._loss.weigh(batch) if iteration is None or iteration.live else 0.0
+
+    def forward(self, body: StateData, batch: Any, weight: Any, iteration: Iteration | None) -> Forward:
         """Run the forward pass. A rank without weight runs it only for a model with collectives of its own."""
-        weight = self._loss.weigh(batch) if iteration is None or iteration.live else 0.0
         replays = iteration is not None and iteration.replays
-        if weight:
+        if isinstance(weight, Tensor) or weight:
             alone = iteration is None or replays or self._ranks == 1
             axes = self._mesh.axes if alone else self._shadowed
             return Forward(weight, *self._run(body, batch, weight, axes), axes=axes)
@@ -66,7 +69,7 @@ class Passes:
         return Forward(0.0, buffers=buffers, replayed=replayed, axes=self._mesh.axes)
 
     def _run(
-        self, body: StateData, batch: Any, weight: float, axes: dict[str, Any]
+        self, body: StateData, batch: Any, weight: Any, axes: dict[str, Any]
     ) -> tuple[Tensor, Any, dict[str, Tensor] | None]:
         storage = body.storage
         params = body.rebuild(storage.arrivals.lend(storage.leaves, storage.by_bucket))
