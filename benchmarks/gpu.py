@@ -2,7 +2,8 @@
 
     python benchmarks/gpu.py CHECK [--world N] [--device cuda] [--steps N] [--out FILE]
 
-CHECK is one of alive, sync, race, captured (gpu_checks.py), fail, first, late, two (gpu_failures.py), bench, launches, graph (gpu_speed.py).
+CHECK is one of alive, sync, race, captured (gpu_checks.py),
+fail, first, late, two (gpu_failures.py), bench, launches, graph (gpu_speed.py).
 Each ends by itself within --limit seconds, with an error if it has found something wrong. `docs/gpu.md` has what was seen.
 """
 

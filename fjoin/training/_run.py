@@ -146,7 +146,7 @@ class Run:
         with self.mesh.traffic.span("prepare"):
             self._meter.begin(bool(body.window))
             rates, weight = storage.check_rates(), passes.weigh(batch, iteration)
-        live, comes = iteration is None or iteration.live, self.step_check.synchronize
+        live, comes, reads = iteration is None or iteration.live, self.step_check.synchronize, self.step_check.reads
         if (body.calls + 1) % self.accumulate:  # within a window: nothing is sent
             forward, grad_output, own = self._forward(body, batch, weight, iteration)
             with self.mesh.traffic.span("backward"):
@@ -161,10 +161,8 @@ class Run:
         others = {"ranks": self.ranks, **self._learning_rates(storage, body.step, skipped)}
         has_next = self.agreements.requests.write(iteration is not None and iteration.has_next)
         given = Numbers(weight, self.agreements.begin(body.step, rates), has_next)
-        if self.graphs is None:
-            done = self.kernels(body, batch, given, iteration)
-        else:
-            done = self.graphs.step(self, body, batch, given, iteration)
+        run = self.kernels if self.graphs is None else partial(self.graphs.step, self)
+        done = run(body, batch, given, iteration)
         if iteration is not None:
             iteration.others = lambda: self.agreements.has_next(done.of_all())
         self.ends_here(body)
@@ -172,7 +170,7 @@ class Run:
         body.batches += live
         body.calls, body.step = body.calls + 1, body.step + 1
         others |= {**done.measured, **self._meter.end()}
-        summed = lambda: numbers(done.of_all(), self.step_check.reads.now)  # noqa: E731
+        summed = lambda: numbers(done.of_all(), reads.now)  # noqa: E731
         return Metrics(body.step - 1, True, done.aux, summed, comes, others, self.mesh.rank)
 
     def kernels(self, body: StateData, batch: Any, given: Numbers, iteration: Iteration | None) -> Done:

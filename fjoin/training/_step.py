@@ -88,8 +88,6 @@ class TrainStep:
             raise ValueError(f"on_buffers={self.run.on_buffers!r} was given, but init got no buffers")
         try:
             body = make_state_data(self.run, params, buffers, sync, self.bucket_bytes)
-            if self.run.graphs is not None:
-                self.run.graphs.check(self.run, body.storage)
             self._in_loop.device = body.storage.layout[0].device if body.storage.layout else None
             self.run.agreements.forget()
             self._left.steps, self._left.gathers = 0, False

@@ -17,13 +17,28 @@ from fjoin.training.passes import _loss
 from fjoin.transforms import _devices
 from fjoin.transforms.optimizers import _sgd
 from fjoin.transforms.optimizers.adam import _adam
+from fjoin.transforms.optimizers.wrappers import _inject
 from fjoin.transforms.schedules._schedules import value_at
+from fjoin.transforms.step_param import _formula
 from tests.devices.echo import EchoAxis, _Work
 from tests.devices.streams import Streams
 
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [x for x in optree.tree_leaves(tree) if isinstance(x, Tensor)]
+
+
+class _Tensors:
+    """A set of tensors by identity."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, Tensor] = {}
+
+    def add(self, x: Tensor) -> None:
+        self._held[id(x)] = x
+
+    def __contains__(self, x: Tensor) -> bool:
+        return id(x) in self._held
 
 
 class Graph(TorchDispatchMode):
@@ -129,8 +144,15 @@ def graphs() -> Iterator[list[Graph]]:
         value = value_at(lr, step)
         return value.to(torch.float32) if isinstance(value, Tensor) else value
 
-    on = mock.patch.object
+    def rate_at(lr: Any, step: Tensor) -> Tensor:
+        value = _formula.rate_at(lr, step)
+        scheduled.add(value)
+        return value
+
+    on, scheduled = mock.patch.object, _Tensors()
     with (
+        on(_inject, "rate_at", rate_at),
+        on(_inject, "readable_without_sync", lambda value: value not in scheduled),
         on(_sgd, "kernel_lr", rate_of_device),
         on(_adam, "kernel_lr", rate_of_device),
         on(_devices, "new_graph", new),

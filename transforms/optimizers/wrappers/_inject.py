@@ -16,7 +16,7 @@ from ...step_param._hyper import no_schedule
 from ...step_param._lists import step_in_place
 from ...step_param._optimizer import Optimizer
 from ...step_param._wrap import around, each_part
-from ...tree._tree import State, fields
+from ...tree._tree import State, fields, readable_without_sync
 
 
 class InjectState(NamedTuple):
@@ -192,8 +192,13 @@ def _injected(part: Optimizer) -> Optimizer:
         params: list[Tensor], grads: list[Tensor], states: list[InjectState], **guards: Tensor | None
     ) -> None:
         first = states[0]
-        values = {**first.hyperparameters, **scheduled(first.step)}
-        now = fixed(*((name, value.item()) for name, value in values.items()))
+        # The host would have to wait for the value of a schedule on a device.
+        values = {
+            name: value.item() if readable_without_sync(value) else value
+            for name, value in {**first.hyperparameters, **scheduled(first.step)}.items()
+        }
+        known = not any(isinstance(value, Tensor) for value in values.values())
+        now = fixed(*values.items()) if known else remade(part, values)
         step_in_place(now, params, grads, [state.inner for state in states], **guards)
         for name, value in scheduled(first.step).items():
             first.scheduled[name].copy_(value)
