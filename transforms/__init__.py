@@ -12,7 +12,7 @@ wire         cast  compress  quantized  quantized_mean  error_feedback  ef21  lo
              one_bit_adam  one_bit_lamb  power_sgd  batched_power_sgd  hierarchical_mean
 codecs       Codec  Noise  bfloat16  bfp16  float16  float32  fp8  int8  uint8  int4  qsgd  natural  terngrad
              sign  one_bit  top_k  random_k  threshold
-join, layers  JoinHook  broadcast_from_last  last_joiner  current_weight  sync_batch_norm  convert_sync_batchnorm
+join, layers  JoinHook  broadcast_from_last  last_joiner  current_weight  current_call  sync_batch_norm  convert_sync_batchnorm
 optimizers   sgd  adam  adamw  nadam  radam  adamax  adagrad  adadelta  adafactor  rmsprop  rprop  asgd
              lion  lamb  muon  frozen  mixed_precision  inject_hyperparameters  with_hyperparameters
              as_functional_optim  register_functional_optim
@@ -30,11 +30,11 @@ save         to_state_dict  from_state_dict  placements  Placement  PerRank  Mer
 
 if __name__ != "fjoin.transforms":
     raise ImportError(
-        "The folder transforms/ is the package fjoin.transforms. Install fjoin (`pip install -e .`) and write "
-        f"`from fjoin import transforms as tx`; importing it as {__name__!r} would load a second copy of every class in it."
+        f"{__name__!r} is a second copy of fjoin.transforms; write `from fjoin import transforms as tx`, after `pip install -e .`"
     )
 
-from ._axis_env import current_weight as current_weight
+from ._call_env import current_call as current_call
+from ._call_env import current_weight as current_weight
 from ._errors import CollectiveMismatch as CollectiveMismatch
 from ._errors import DonatedState as DonatedState
 from ._errors import NotVmappable as NotVmappable

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -123,10 +123,17 @@ class Axis:
         return None
 
 
+class BoundCall(NamedTuple):
+    """The call of a train_step in which something runs; see transforms/_call_env.py."""
+
+    weight: Any = 1.0
+    number: Any = None
+
+
 class _Threads(threading.local):
     def __init__(self) -> None:
         self.axes: dict[str, Axis] = {}
-        self.weight: Any = None
+        self.call: BoundCall | None = None
         self.caller: _Bindings | None = None  # as autograd's threads see this one
 
 
@@ -134,34 +141,37 @@ class _Bindings:
     """The bindings of a thread in whose backward passes other threads compute something again."""
 
     axes: dict[str, Axis] = {}
-    weight: Any = 1.0
+    call: BoundCall
+
+    def __init__(self) -> None:
+        self.call = BoundCall()
 
 
-_THREADS = _Threads()
+THREADS = _Threads()
 _NONE, _KEY = _Bindings(), "fjoin: the thread that has called backward"
 
 
 @contextlib.contextmanager
-def bind_in_backward(axes: dict[str, Axis], weight: Any) -> Iterator[None]:
-    """Bind axes and the weight in this thread inside a with block, and in autograd's threads that run its backward passes.
+def bind_in_backward(axes: dict[str, Axis], call: BoundCall) -> Iterator[None]:
+    """Bind axes and the call in this thread inside a with block, and in autograd's threads that run its backward passes.
 
     On a device these are other threads, and a function that is computed again there may communicate.
     """
-    if _THREADS.caller is None:
-        _THREADS.caller = _Bindings()
+    if THREADS.caller is None:
+        THREADS.caller = _Bindings()
         # Once for each thread: torch hands it to autograd's threads, and to those of messages, which must not free it.
-        torch._C._stash_obj_in_tls(_KEY, _THREADS.caller)
-    here, caller = _THREADS, _THREADS.caller
-    before, before_caller = (here.axes, here.weight), (caller.axes, caller.weight)
-    here.axes, here.weight = {**bound(), **axes}, weight
-    caller.axes, caller.weight = here.axes, weight
+        torch._C._stash_obj_in_tls(_KEY, THREADS.caller)
+    here, caller = THREADS, THREADS.caller
+    before, before_caller = (here.axes, here.call), (caller.axes, caller.call)
+    here.axes, here.call = {**bound(), **axes}, call
+    caller.axes, caller.call = here.axes, call
     try:
         yield
     finally:
-        (here.axes, here.weight), (caller.axes, caller.weight) = before, before_caller
+        (here.axes, here.call), (caller.axes, caller.call) = before, before_caller
 
 
-def _of_caller() -> _Bindings:
+def bindings_of_caller() -> _Bindings:
     """The bindings of the thread that has begun the backward pass that runs here."""
     if torch.compiler.is_compiling() or not torch._C._is_key_in_tls(
         _KEY
@@ -173,7 +183,7 @@ def _of_caller() -> _Bindings:
 
 def bound() -> dict[str, Axis]:
     """The axes bound in this thread, by name."""
-    return _THREADS.axes or _of_caller().axes
+    return THREADS.axes or bindings_of_caller().axes
 
 
 def under_vmap() -> bool:
@@ -184,35 +194,12 @@ def under_vmap() -> bool:
 @contextlib.contextmanager
 def bind_axes(axes: dict[str, Axis]) -> Iterator[None]:
     """Bind axis names in this thread inside a with block; the outer bindings are restored after it."""
-    before = _THREADS.axes
-    _THREADS.axes = {**bound(), **axes}
+    before = THREADS.axes
+    THREADS.axes = {**bound(), **axes}
     try:
         yield
     finally:
-        _THREADS.axes = before
-
-
-def current_weight() -> Any:
-    """This rank's weight in the current step: 0 where its batch is replayed only to match the other ranks' collectives.
-
-    A train_step binds it around `loss_fn`, as a number, or as a 0-d tensor where the step is captured; elsewhere it is 1.
-
-    >>> from fjoin import transforms as tx
-    >>> tx.current_weight()
-    1.0
-    """
-    weight = _THREADS.weight
-    return _of_caller().weight if weight is None else weight
-
-
-@contextlib.contextmanager
-def bind_weight(weight: Any) -> Iterator[None]:
-    """Set the result of `current_weight` in this thread inside a with block."""
-    before, _THREADS.weight = _THREADS.weight, weight
-    try:
-        yield
-    finally:
-        _THREADS.weight = before
+        THREADS.axes = before
 
 
 def lookup(name: str) -> Axis:

@@ -6,7 +6,8 @@ import contextlib
 from collections.abc import Iterator
 
 from .._errors import CollectiveTimeout, DesyncError, PeerLost, TransportError
-from ..transforms._axis_env import bind_in_backward, current_weight
+from ..transforms._axis_env import bind_in_backward
+from ..transforms._call_env import bound_call
 from ._mesh import Mesh, check_mesh
 
 
@@ -29,7 +30,7 @@ def bind(mesh: Mesh) -> Iterator[None]:
     """
     check_mesh("bind", mesh)
     try:
-        with bind_in_backward(mesh.axes, current_weight()):
+        with bind_in_backward(mesh.axes, bound_call()):
             yield
     except RuntimeError as error:
         failures = (PeerLost, CollectiveTimeout, DesyncError, TransportError)

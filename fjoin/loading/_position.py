@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from ..transforms._check import iterable
+from ._forks import refuse_fork
 from ._shuffled import Shuffled
 from ._streams import Streams
 
@@ -78,6 +79,7 @@ class Position(Generic[B]):
         if streams:
             streams.get("start", streams["now"]).restore()
         self._start = Streams.now()
+        refuse_fork(self.loader)
         self._iterator: Iterator[B] = iter(self.loader)
         if resume is not None and shuffled is None and state is None:
             self._skip(used)

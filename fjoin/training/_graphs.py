@@ -39,6 +39,7 @@ class Numbers(NamedTuple):
     weight: Any  # of this rank's batch
     step_id: Any  # see `StepIds`
     has_next: Any  # see `Requests.write`
+    call: Any  # see `current_call`
 
 
 class Done(NamedTuple):

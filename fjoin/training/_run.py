@@ -148,7 +148,7 @@ class Run:
             rates, weight = storage.check_rates(), passes.weigh(batch, iteration)
         live, comes, reads = iteration is None or iteration.live, self.step_check.synchronize, self.step_check.reads
         if (body.calls + 1) % self.accumulate:  # within a window: nothing is sent
-            forward, grad_output, own = self._forward(body, batch, weight, iteration)
+            forward, grad_output, own = self._forward(body, batch, weight, body.calls, iteration)
             with self.mesh.traffic.span("backward"):
                 passes.backward_within(forward, grad_output, storage)
             body.window, body.buffers, body.calls = own, forward.buffers, body.calls + 1
@@ -160,7 +160,7 @@ class Run:
         skipped = skipped.clone() if self.graphs is not None and isinstance(skipped, Tensor) else skipped
         others = {"ranks": self.ranks, **self._learning_rates(storage, body.step, skipped)}
         has_next = self.agreements.requests.write(iteration is not None and iteration.has_next)
-        given = Numbers(weight, self.agreements.begin(body.step, rates), has_next)
+        given = Numbers(weight, self.agreements.begin(body.step, rates), has_next, body.calls)
         run = self.kernels if self.graphs is None else partial(self.graphs.step, self)
         done = run(body, batch, given, iteration)
         if iteration is not None:
@@ -175,14 +175,14 @@ class Run:
 
     def kernels(self, body: StateData, batch: Any, given: Numbers, iteration: Iteration | None) -> Done:
         """All of a step that runs on the device of the parameters."""
-        forward, grad_output, own = self._forward(body, batch, given.weight, iteration)
+        forward, grad_output, own = self._forward(body, batch, given.weight, given.call, iteration)
         with self.mesh.traffic.span("prepare"):
             memory, program = self._begin(body, forward, grad_output, own, given)
         execute(program, spanned(memory, self.mesh.traffic))
         return Done(forward.aux, memory.of_all, memory.measured)
 
     def _forward(
-        self, body: StateData, batch: Any, weight: Any, iteration: Iteration | None
+        self, body: StateData, batch: Any, weight: Any, number: Any, iteration: Iteration | None
     ) -> tuple[Forward, GradOutput, dict[str, Any]]:
         """Run the forward pass; returns it, what backward starts from, and this rank's values of the window so far."""
         hooks, span = self.passes.hooks, self.mesh.traffic.span
@@ -192,7 +192,7 @@ class Run:
             hooks.attach(body.storage)
             self.stop()
         with span("forward"):
-            forward = self.passes.forward(body, batch, weight, iteration)
+            forward = self.passes.forward(body, batch, weight, number, iteration)
         with span("prepare"):
             return forward, *self._own(body, forward)
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import fjoin
 from fjoin import transforms as tx
 from fjoin.training.passes._loss_weight import GradOutput
-from fjoin.transforms import _axis_env
+from fjoin.transforms import _axis_env, _call_env
 from tests.devices.engine_thread import in_engine_thread
 
 
@@ -65,8 +65,10 @@ def trained(mesh: fjoin.Mesh, body: str, how: str, threaded: bool, fault: bool =
     batches = [torch.randn(5, 3) for _ in range(8)][mesh.rank :: 2][: 4 - 2 * mesh.rank]
     step = fjoin.train_step(loss_fn, tx.fuse(tx.mean("data"), tx.sgd(0.1)), mesh=mesh, weight=len)
     state = step.init(params)
-    unseen = mock.patch.object(_axis_env, "_of_caller", lambda: _axis_env._NONE)
-    with elsewhere() if threaded else contextlib.nullcontext(), unseen if fault else contextlib.nullcontext():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(elsewhere() if threaded else contextlib.nullcontext())
+        for module in (_axis_env, _call_env) if fault else ():
+            stack.enter_context(mock.patch.object(module, "bindings_of_caller", lambda: _axis_env._NONE))
         for batch in step.join(batches, when_exhausted="replay"):
             state, _ = step(state, batch)
     out: list[float] = state.params["a"].flatten().tolist()

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
 import optree
 import torch
 from torch import Tensor
 
+from .._jax_arrays import Layout, import_jax, name_of, to_jax, to_torch
 from ..spec._spec import factory
 from ..transform._transform import Needs, Transform
 from ..tree._check_tree import check_dense
@@ -85,7 +85,7 @@ def from_optax(transformation: Any, per_leaf: bool = False) -> Transform:
         run = compiled(form)
         with run.precision():
             given = () if params is None else run.enter(params)
-            out, new = run.update(run.enter(grads), [_to_jax(flat) for flat in state.flats], given)
+            out, new = run.update(run.enter(grads), [to_jax(flat) for flat in state.flats], given)
             flats = run.leave(out)
             return run.tree(flats), OptaxState(run.leave(new))
 
@@ -113,7 +113,7 @@ class _Compiled:
     def __init__(self, begin: Callable[..., Any], step: Callable[..., Any], shapes: _Shapes) -> None:
         jax = import_jax()
         self._shapes = shapes
-        self._layout = layout = _Layout(zip(shapes.shapes, shapes.dtypes, strict=True))
+        self._layout = layout = Layout(zip(shapes.shapes, shapes.dtypes, strict=True))
         concatenate = jax.numpy.concatenate
 
         def tree_of(flats: Any) -> Any:
@@ -130,7 +130,7 @@ class _Compiled:
             return jax.tree.unflatten(structure, keys)
 
         with self.precision():
-            given = [jax.ShapeDtypeStruct((numel,), _name(dtype)) for (dtype, _), numel in layout.sizes.items()]
+            given = [jax.ShapeDtypeStruct((numel,), name_of(dtype)) for (dtype, _), numel in layout.sizes.items()]
             kinds: list[Any] = []
 
             def look(flats: Any) -> Any:
@@ -142,7 +142,7 @@ class _Compiled:
 
             structure = jax.tree.structure(jax.eval_shape(look, given))
             plain_form = jax.eval_shape(lambda flats: leaves_of(begin(tree_of(flats))), given)
-            held = _Layout([(x.shape, str(x.dtype)) for x in plain_form])
+            held = Layout([(x.shape, str(x.dtype)) for x in plain_form])
 
         def init(*flats: Any) -> Any:
             return held.join(leaves_of(begin(tree_of(flats))), concatenate)
@@ -159,74 +159,11 @@ class _Compiled:
 
     def enter(self, tree: Tree) -> list[Any]:
         leaves = [leaf.detach() for leaf in optree.tree_leaves(tree)]
-        return [_to_jax(flat) for flat in self._layout.join(leaves, torch.cat)]
+        return [to_jax(flat) for flat in self._layout.join(leaves, torch.cat)]
 
     def leave(self, flats: Any) -> tuple[Tensor, ...]:
         import_jax().block_until_ready(flats)
-        return tuple(_to_torch(flat) for flat in flats)
+        return tuple(to_torch(flat) for flat in flats)
 
     def tree(self, flats: tuple[Tensor, ...]) -> Tree:
         return optree.tree_unflatten(self._shapes.structure, self._layout.cut(flats))
-
-
-# A leaf of this many elements is passed to jax alone. That takes about 60 us; joining leaves takes a copy each way.
-_ALONE = 2**16
-
-
-class _Layout:
-    """The position of each leaf in the flat arrays: one array for all small leaves of a dtype, one for each large leaf.
-
-    Attributes:
-        sizes: The arrays: (dtype, the large leaf's index or -1) -> elements.
-    """
-
-    def __init__(self, leaves: Iterable[tuple[Any, Any]]) -> None:
-        self.sizes: dict[tuple[Any, int], int] = {}
-        self._places = []
-        for i, (shape, dtype) in enumerate(leaves):
-            numel = int(np.prod(shape))
-            key = (dtype, i if numel >= _ALONE else -1)
-            at = self.sizes.setdefault(key, 0)
-            self._places.append((key, at, numel, tuple(shape)))
-            self.sizes[key] = at + numel
-
-    def cut(self, flats: Any) -> list[Any]:
-        of = dict(zip(self.sizes, flats, strict=True))
-        return [of[key][at : at + numel].reshape(shape) for key, at, numel, shape in self._places]
-
-    def join(self, leaves: list[Any], concatenate: Callable[[list[Any]], Any]) -> tuple[Any, ...]:
-        parts: dict[Any, list[Any]] = {key: [] for key in self.sizes}
-        for (key, *_), leaf in zip(self._places, leaves, strict=True):
-            parts[key].append(leaf.reshape(-1))
-        return tuple(some[0] if len(some) == 1 else concatenate(some) for some in parts.values())
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _to_jax(flat: Tensor) -> Any:
-    jax = import_jax()
-    if not flat.numel():
-        return jax.numpy.zeros((0,), _name(flat.dtype))
-    return jax.dlpack.from_dlpack(flat.contiguous())
-
-
-def _to_torch(array: Any) -> Tensor:
-    if not array.size:
-        return torch.zeros(0, dtype=getattr(torch, str(array.dtype)))
-    return torch.from_dlpack(array)  # type: ignore[attr-defined]
-
-
-def import_jax() -> Any:
-    """The module jax.
-
-    Raises:
-        ImportError: it is not installed.
-    """
-    try:
-        import jax
-        import jax.dlpack
-    except ImportError:
-        raise ImportError("this needs jax and optax: pip install 'fjoin[optax]'") from None
-    return jax

@@ -9,9 +9,9 @@ import optree
 import torch
 from torch import Tensor
 
+from .._jax_arrays import import_jax
 from ..transform._transform import Transform, check_transform
 from ..tree._tree import State
-from ._optax import import_jax
 
 
 def to_optax(transform: Transform) -> Any:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from .._axis_env import bind_axes, bind_weight, bound, current_weight
+from .._axis_env import bind_axes, bound
+from .._call_env import bind_call, bound_call
 from ._messages import Saved, differs, path_words, written_into
 from .record._modes import uncounted
 from .record._record import Record
@@ -79,7 +80,7 @@ class PlainRegion:
         place = {id(x): i for i, x in reversed(list(enumerate(tensors)))}
         self._first_place = [place[id(x)] for x in tensors]
         self._results = [not x.is_leaf for x in tensors]
-        self._axes, self._weight = bound(), current_weight()
+        self._axes, self._call = bound(), bound_call()
         own = {memory_of(leaves[i]) for i in self._places}
         reached = {memory_of(x): x for x in (*found.tracked.values(), *found.state.values())}
         self._state = {memory: x for memory, x in reached.items() if memory not in own}
@@ -208,7 +209,7 @@ class PlainRegion:
                 with (
                     torch.enable_grad(),
                     bind_axes(self._axes),
-                    bind_weight(self._weight),
+                    bind_call(self._call),
                 ):
                     with saved_tensors_hooks(pack, _same):
                         self._record.call(self._fn, args, kwargs, mode)

@@ -10,7 +10,8 @@ import optree
 import torch
 from torch import Tensor
 
-from .._axis_env import bind_axes, bind_weight, bound, current_weight
+from .._axis_env import bind_axes, bound
+from .._call_env import bind_call, bound_call
 from ._messages import path_words, written_into
 from ._plain import version_of
 from ._pullback import is_differentiable, run_with_graph, with_values
@@ -47,7 +48,7 @@ class Region:
         self._state = {memory_of(x): x for x in found.state.values() if all(x is not g for g in given)}
         self._same = found.state
         self._grads = torch.is_grad_enabled()
-        self._axes, self._weight = bound(), current_weight()
+        self._axes, self._call = bound(), bound_call()
         self._tokens = [name for name, axis in self._axes.items() if axis.token is not None]
         tokens = [self._axes[name].token for name in self._tokens]
         self.tensors: list[Tensor] = [*given, *self._captured, *tokens]  # type: ignore[list-item]
@@ -98,7 +99,7 @@ class Region:
             axes[name].token = token
         moves = dict(zip(map(id, tensors), self._moves, strict=False))
         mode = Substitute(of, dict(self._state), self.record.before, watch, moves=moves, levels=self.levels)
-        with bind_axes(axes), bind_weight(self._weight):
+        with bind_axes(axes), bind_call(self._call):
             out = self.record.call(self._fn, args, kwargs, mode)
         if mode.foreign:
             raise Captured(list(mode.foreign.values()))

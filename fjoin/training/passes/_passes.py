@@ -13,7 +13,8 @@ from ...buckets._arrivals import arrived
 from ...buckets._flat_params import Storage
 from ...buckets._grad_hooks import GradHooks
 from ...groups._mesh import Mesh
-from ...transforms._axis_env import Axis, bind_axes, bind_in_backward, bind_weight
+from ...transforms._axis_env import Axis, BoundCall, bind_axes, bind_in_backward
+from ...transforms._call_env import bind_call
 from ..state._state_data import StateData
 from ._iteration import Iteration
 from ._loss import Loss
@@ -31,7 +32,9 @@ class Forward(NamedTuple):
     aux: Any = None
     buffers: dict[str, Tensor] | None = None
     replayed: Tensor | None = None  # the loss of a pass that was run for its collectives only
-    axes: dict[str, Axis] = {}  # bound in it, and in its backward pass, which may compute parts of it again
+    # Bound in it, and in its backward pass, which may compute parts of it again.
+    axes: dict[str, Axis] = {}
+    call: BoundCall = BoundCall()
 
 
 class Passes:
@@ -56,24 +59,26 @@ class Passes:
         """The weight of this rank's batch; 0 where it is out of input."""
         return self._loss.weigh(batch) if iteration is None or iteration.live else 0.0
 
-    def forward(self, body: StateData, batch: Any, weight: Any, iteration: Iteration | None) -> Forward:
+    def forward(self, body: StateData, batch: Any, weight: Any, number: Any, iteration: Iteration | None) -> Forward:
         """Run the forward pass. A rank without weight runs it only for a model with collectives of its own."""
         replays = iteration is not None and iteration.replays
         if isinstance(weight, Tensor) or weight:
             alone = iteration is None or replays or self._ranks == 1
             axes = self._mesh.axes if alone else self._shadowed
-            return Forward(weight, *self._run(body, batch, weight, axes), axes=axes)
+            call = BoundCall(weight, number)
+            return Forward(weight, *self._run(body, batch, call, axes), axes=axes, call=call)
         if not replays:
             return Forward(0.0, buffers=body.buffers)
-        replayed, _, buffers = self._run(body, batch, 0.0, self._mesh.axes)
-        return Forward(0.0, buffers=buffers, replayed=replayed, axes=self._mesh.axes)
+        call = BoundCall(0.0, number)
+        replayed, _, buffers = self._run(body, batch, call, self._mesh.axes)
+        return Forward(0.0, buffers=buffers, replayed=replayed, axes=self._mesh.axes, call=call)
 
     def _run(
-        self, body: StateData, batch: Any, weight: Any, axes: dict[str, Any]
+        self, body: StateData, batch: Any, call: BoundCall, axes: dict[str, Any]
     ) -> tuple[Tensor, Any, dict[str, Tensor] | None]:
         storage = body.storage
         params = body.rebuild(storage.arrivals.lend(storage.leaves, storage.by_bucket))
-        with torch.enable_grad(), bind_axes(axes), bind_weight(weight):
+        with torch.enable_grad(), bind_axes(axes), bind_call(call):
             loss, aux, buffers = self._loss(params, body.buffers, batch)
         if aux is not None or buffers is not None:
             aux, buffers = copy_if_aliased((aux, buffers), storage.written(bool(body.window)))
@@ -81,7 +86,7 @@ class Passes:
 
     def backward_within(self, forward: Forward, grad_output: GradOutput, storage: Storage) -> None:
         """Run the backward pass of a call within a window: gradients are added, and nothing is sent."""
-        with bind_in_backward(forward.axes, forward.weight):
+        with bind_in_backward(forward.axes, forward.call):
             if forward.loss is not None:
                 with self.hooks.keeping():
                     self._backward(forward.loss, grad_output, storage, 0)
@@ -91,7 +96,7 @@ class Passes:
 
     def backward(self, forward: Forward, grad_output: GradOutput, storage: Storage) -> None:
         """Run the backward pass of a step, whose gradients the queue sends."""
-        with bind_in_backward(forward.axes, forward.weight):
+        with bind_in_backward(forward.axes, forward.call):
             if forward.loss is not None:
                 self._backward(forward.loss, grad_output, storage, 2)
             elif forward.replayed is not None and self.hooks.queue is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,6 +25,10 @@ def flatten(params: Any) -> tuple[dict[str, Tensor], Callable[[dict[str, Any]], 
         raise TypeError(
             f"params must be a pytree of tensors, such as a dict from paths to tensors, got {params!r}{hint}"
         )
+    if "jax" in sys.modules:
+        from ...jax._trees import tensors_of
+
+        params = tensors_of(params)
     names, leaves, structure = flatten_in_insertion_order(params)
     twice = sorted(name for name, count in Counter(names).items() if count > 1)
     if twice:

@@ -1,0 +1,220 @@
+"""A loss that jax computes, with its gradient, inside torch's autograd."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from .._errors import CaptureError
+from ..transforms._axis_env import bound
+from ..transforms._call_env import bound_call
+from ..transforms._check import flag, whole_number
+from ..transforms._jax_arrays import Layout, to_jax, to_torch
+from ..transforms.axes._collectives import axis_index
+from ..transforms.tree._tree import path_string
+from ._arguments import arguments, array_of
+from ._trees import adopt, flat, jax, nested
+
+
+def loss(f: Callable[..., Any], *, buffers: bool = False, seed: int | None = None) -> Callable[..., Any]:
+    """A function of jax as a `loss_fn`: jax compiles it with its gradient, and torch's tensors go in and out.
+
+    Parameters go in by DLPack without a copy: large ones where their memory is aligned to 64 bytes, small ones as one array for
+    each dtype. The call has ended before torch may write into them again. All gradients come at once, so no message overlaps with
+    the backward pass. A batch of another shape is compiled anew, for which the other ranks wait.
+
+    Args:
+        f: `(params, *args) -> loss`, 0-d, or `-> (loss, aux)`: what `jax.value_and_grad` takes. Any jax: flax, equinox, by hand.
+            `params` is a pytree of arrays. Classes that jax knows as nodes, such as equinox's modules, are rebuilt. It must
+            not communicate, neither by jax nor by fjoin.
+        buffers: Whether f is `(params, buffers, batch) -> (loss, aux, buffers)`, with nested dicts such as flax's
+            `batch_stats`; see `flat`.
+        seed: With a seed f also gets `key=`, a key of jax.random: in a train_step it is folded from the seed, the number
+            of the call and the rank, so that a run that is resumed goes on with the same numbers; elsewhere the caller passes it.
+
+    Returns:
+        A function of tensors, differentiable once, by `params` only. Tensors of 64-bit integers in its arguments become 32-bit
+        ones where all their values fit; where a tensor is float64, jax computes with 64 bits.
+
+    Raises:
+        ImportError: by `import fjoin.jax`: jax is not installed.
+        TypeError: `f` is no function; raised by the call: an argument that jax cannot take, or that requires a gradient.
+        ValueError: raised by the call: a 64-bit integer that does not fit 32 bits, while jax has no 64-bit mode.
+        RuntimeError: raised by the call: there is a seed but neither a train_step nor `key=`; a second backward pass.
+        CaptureError: raised by the call: in a step that is captured.
+
+    Same as: jax.value_and_grad.
+
+    >>> import fjoin.jax
+    >>> from fjoin import transforms as tx
+    >>> loss_fn = fjoin.jax.loss(lambda params, x: ((params["w"] * x - 1.0) ** 2).mean())
+    >>> step = fjoin.train_step(loss_fn, tx.fuse(tx.mean("data"), tx.sgd(0.1)), weight=len)
+    >>> state, metrics = step(step.init({"w": torch.tensor(0.0)}), torch.tensor([1.0, 2.0]))
+    >>> state.params["w"], metrics.loss
+    (tensor(0.3000), 1.0)
+    """
+    if not callable(f):
+        raise TypeError(f"fjoin.jax.loss takes a function, got {f!r}")
+    flag("buffers", buffers)
+    if seed is not None:
+        whole_number("seed", seed, 0)
+
+    @functools.lru_cache(maxsize=64)
+    def compiled(form: _Form) -> _Compiled:
+        return _Compiled(f, form, buffers)
+
+    def of(params: Any, *args: Any, key: Any = None) -> Any:
+        number = bound_call().number
+        if isinstance(number, Tensor):
+            raise CaptureError(
+                "capture=True: jax computes this loss, whose kernels no graph of torch takes up; leave it out"
+            )
+        adopt(params)
+        leaves, structure = optree.tree_flatten(params)
+        _check_params(structure, leaves)
+        if buffers:
+            args = (nested(args[0]), *args[1:])
+        wide = any(leaf.dtype is torch.float64 for leaf in leaves)
+        values, args_structure, wide = arguments(args, wide)
+        if seed is None:
+            if key is not None:
+                raise TypeError("key= was given, but the loss was made without a seed: fjoin.jax.loss(f, seed=0)")
+            keyed: tuple[Any, ...] = ()
+        else:
+            keyed = (key,) if key is not None else (_key(seed, number),)
+        form = _Form(structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves), args_structure, wide, bool(keyed))
+        run = compiled(form)
+        apply: Any = _Value.apply
+        given = [x for x in values if isinstance(x, Tensor)]
+        value, *others = apply(run, values, keyed, *leaves, *given)
+        parts = run.parts(others)
+        return (value, *parts) if parts else value
+
+    functools.update_wrapper(of, f, [name for name in functools.WRAPPER_ASSIGNMENTS if hasattr(f, name)], ())
+    of.__signature__ = _signature(f, seed is not None)  # type: ignore[attr-defined]
+    return of
+
+
+def _signature(f: Callable[..., Any], keyed: bool) -> inspect.Signature:
+    """How the loss is called: as `f`, where the key need not be given."""
+    signature = inspect.signature(f)
+    if not keyed:
+        return signature
+    if "key" not in signature.parameters:
+        raise TypeError(f"with a seed the loss is called with key=..., but {f!r} takes {signature}")
+    return signature.replace(parameters=[p for name, p in signature.parameters.items() if name != "key"])
+
+
+def _key(seed: int, number: Any) -> Any:
+    """The key of this rank in this call of a train_step."""
+    if number is None:
+        raise RuntimeError(
+            "the key of a loss with a seed is known in a train_step; in a loop of your own pass it: loss_fn(params, batch, key=...)"
+        )
+    rank = int(axis_index(tuple(bound()))) if bound() else 0
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), number), rank)
+
+
+def _check_params(structure: Any, leaves: Sequence[Any]) -> None:
+    for i, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+            got = f"a tensor of {leaf.dtype}" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
+            name = path_string(optree.treespec_paths(structure)[i])
+            raise TypeError(
+                f"params[{name!r}] must be a tensor of floating point numbers, got {got}; pass state.params, or "
+                f"fjoin.jax.to_torch(params), without leaves that are not trained"
+            )
+
+
+class _Form(NamedTuple):
+    """What a compiled function depends on, besides shapes of the arguments."""
+
+    params: Any
+    leaves: tuple[tuple[torch.Size, torch.dtype], ...]
+    args: Any
+    wide: bool  # whether jax computes with 64 bits
+    keyed: bool
+
+
+class _Compiled:
+    """The loss and its gradient, compiled for parameters of one form."""
+
+    def __init__(self, f: Callable[..., Any], form: _Form, buffers: bool) -> None:
+        self._form, self.layout = form, Layout((shape, dtype) for shape, dtype in form.leaves)
+        self._aux: Any = None  # the structure of what f returns behind the loss, once it has been traced
+
+        def value(flats: Any, args: Any, *key: Any) -> tuple[Any, Any]:
+            params = optree.tree_unflatten(form.params, self.layout.cut(flats))
+            given = optree.tree_unflatten(form.args, args)
+            out = f(params, *given, **({"key": key[0]} if form.keyed else {}))
+            found, *rest = out if isinstance(out, tuple) else (out,)
+            if buffers:
+                if len(rest) != 2:
+                    raise TypeError(f"a loss with buffers must return (loss, aux, buffers), got {1 + len(rest)} values")
+                if jax.tree.structure(rest[1]) != jax.tree.structure(given[0]):
+                    raise ValueError(
+                        f"the loss returned buffers {jax.tree.structure(rest[1])}, expected {jax.tree.structure(given[0])}"
+                    )
+            leaves, self._aux = jax.tree.flatten(tuple(rest))
+            return found, [jax.numpy.asarray(leaf) for leaf in leaves]
+
+        self._buffers = buffers
+        self._run = jax.jit(jax.value_and_grad(value, has_aux=True))
+
+    def __call__(self, tensors: Sequence[Tensor], values: Sequence[Any], key: tuple[Any, ...]) -> tuple[Tensor, ...]:
+        """(loss, the leaves behind it, the gradients as flat tensors).
+
+        Args:
+            tensors: The parameters, then those of `values` that are tensors.
+        """
+        count = len(self.layout.places)
+        leaves, given = tensors[:count], iter(tensors[count:])
+        with jax.enable_x64(self._form.wide or jax.config.jax_enable_x64):
+            flats = [to_jax(flat) for flat in self.layout.join([leaf.detach() for leaf in leaves], torch.cat)]
+            args = [array_of(next(given)) if isinstance(x, Tensor) else x for x in values]
+            (found, aux), grads = jax.block_until_ready(self._run(flats, args, *key))
+            return (_scalar(found), *map(_scalar, aux), *map(to_torch, grads))
+
+    def parts(self, leaves: Sequence[Tensor]) -> list[Any]:
+        """What f has returned behind the loss, in tensors."""
+        if self._aux is None:
+            return []
+        aux = list(jax.tree.unflatten(self._aux, leaves[: self._aux.num_leaves]))
+        if self._buffers:
+            aux[1] = flat(aux[1])
+        return aux
+
+
+def _scalar(array: Any) -> Tensor:
+    """An array as a tensor; one without elements has its shape."""
+    return to_torch(array).reshape(array.shape) if array.size else torch.zeros(array.shape, dtype=to_torch(array).dtype)
+
+
+class _Value(torch.autograd.Function):
+    """The loss, with the gradients that jax has computed with it."""
+
+    @staticmethod
+    def forward(run: _Compiled, values: Sequence[Any], key: tuple[Any, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
+        return run(tensors, values, key)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.run, ctx.grads = inputs[0], output[len(output) - len(inputs[0].layout.sizes) :]
+        ctx.others = len(inputs) - 3 - len(ctx.run.layout.places)
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, start: Any, *others: Any) -> Any:
+        run, flats, ctx.grads = ctx.run, ctx.grads, None
+        if flats is None:
+            raise RuntimeError("a second backward pass through a loss of jax, whose gradients have been given away")
+        grads = [None] * len(run.layout.places) if start is None else run.layout.cut([flat * start for flat in flats])
+        return None, None, None, *grads, *(None,) * ctx.others

@@ -1,0 +1,132 @@
+"""Trees of jax's arrays and of torch's tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from ..transforms import _jax_arrays
+from ..transforms.tree._tree import path_string
+
+jax = _jax_arrays.import_jax()
+
+
+def adopt(tree: Any) -> None:
+    """Make optree see into classes that only jax knows as nodes, such as equinox's modules, with the same names."""
+    while True:
+        leaves = optree.tree_leaves(tree)
+        classes = {type(x) for x in leaves if not isinstance(x, (Tensor, jax.Array))}
+        found = {type(x) for x in leaves if type(x) in classes and not jax.tree_util.all_leaves([x])}
+        if not found:
+            return
+        for one in found:
+            optree.register_pytree_node(one, _children, _rebuilt, namespace=optree.registry.__GLOBAL_NAMESPACE)
+
+
+def _children(node: Any) -> tuple[list[Any], Any, list[Any]]:
+    pairs, structure = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
+    return [child for _, child in pairs], structure, [_name(key[0]) for key, _ in pairs]
+
+
+def _rebuilt(structure: Any, children: Any) -> Any:
+    return jax.tree_util.tree_unflatten(structure, children)
+
+
+def _name(key: Any) -> Any:
+    return next((getattr(key, field) for field in ("key", "idx", "name") if hasattr(key, field)), str(key))
+
+
+def to_torch(tree: Any) -> Any:
+    """A tree with tensors in the place of jax's arrays, in memory of their own.
+
+    Args:
+        tree: A pytree of jax, of dicts, tuples, or classes such as equinox's modules. Leaves that are no arrays stay.
+
+    Raises:
+        TypeError: an array of a dtype that torch lacks.
+
+    >>> import fjoin.jax
+    >>> import jax.numpy as jnp
+    >>> fjoin.jax.to_torch({"w": jnp.arange(2.0)})
+    {'w': tensor([0., 1.])}
+    """
+    return optree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, tensors_of(tree))
+
+
+def tensors_of(tree: Any) -> Any:
+    """A tree with tensors that are views of jax's arrays."""
+    adopt(tree)
+    return optree.tree_map(lambda x: _tensor(x) if isinstance(x, jax.Array) else x, tree)
+
+
+def _tensor(array: Any) -> Tensor:
+    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+        raise TypeError("a random key is no tensor; pass jax.random.key_data(key), or loss(f, seed=...)")
+    if not array.ndim or not array.size:
+        return torch.from_dlpack(array).clone() if array.size else _empty(array)  # type: ignore[attr-defined]
+    return _jax_arrays.to_torch(array)
+
+
+def _empty(array: Any) -> Tensor:
+    return torch.zeros(array.shape, dtype=getattr(torch, str(array.dtype)))
+
+
+def to_jax(tree: Any) -> Any:
+    """A tree with jax's arrays in the place of tensors, in memory of their own: for evaluation and for files of jax's.
+
+    Args:
+        tree: Such as `state.params`.
+
+    Raises:
+        ValueError: a tensor of 64 bits, which jax would narrow without `jax.enable_x64(True)`.
+
+    >>> import fjoin.jax
+    >>> fjoin.jax.to_jax({"w": torch.ones(2)})
+    {'w': Array([1., 1.], dtype=float32)}
+    """
+    adopt(tree)
+    return optree.tree_map(lambda x: _array(x) if isinstance(x, Tensor) else x, tree)
+
+
+def _array(x: Tensor) -> Any:
+    if str(jax.dtypes.canonicalize_dtype(_jax_arrays.name_of(x.dtype))) != _jax_arrays.name_of(x.dtype):
+        raise ValueError(f"jax would narrow a tensor of {x.dtype}; call to_jax within `with jax.enable_x64(True):`")
+    return _jax_arrays.to_jax(x.detach()).reshape(x.shape).copy()
+
+
+def flat(tree: Any) -> dict[str, Tensor]:
+    """Path -> tensor, for the buffers of `step.init`, from nested dicts such as flax's `batch_stats`.
+
+    Raises:
+        ValueError: a name has a dot in it.
+
+    >>> import fjoin.jax
+    >>> import jax.numpy as jnp
+    >>> fjoin.jax.flat({"BatchNorm_0": {"mean": jnp.zeros(2)}})
+    {'BatchNorm_0.mean': tensor([0., 0.])}
+    """
+    paths, leaves, _ = optree.tree_flatten_with_path(to_torch(tree))
+    if dotted := [path for path in paths if any("." in str(name) for name in path)]:
+        raise ValueError(f"names of buffers must have no dots, got {dotted[0]}")
+    return {path_string(path): leaf for path, leaf in zip(paths, leaves, strict=True)}
+
+
+def nested(buffers: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested dicts from paths; the inverse of `flat`, with the leaves as they are.
+
+    >>> import fjoin.jax
+    >>> fjoin.jax.nested({"BatchNorm_0.mean": 1, "BatchNorm_0.var": 2})
+    {'BatchNorm_0': {'mean': 1, 'var': 2}}
+    """
+    out: dict[str, Any] = {}
+    for path, leaf in buffers.items():
+        *outer, name = path.split(".")
+        at = out
+        for key in outer:
+            at = at.setdefault(key, {})
+        at[name] = leaf
+    return out
