@@ -18,8 +18,8 @@ LIMITS = {
     "accesses to another object's privates": 26,
     "accesses to privates of torch's objects": 67,
     "lines of reducer, training, ddp": 9053,
-    "code lines": 25_646,
-    "lines": 49_388,
+    "code lines": 25_792,
+    "lines": 49_774,
     "files over 250 lines": 0,
     "fmt: skip": 0,
 }

@@ -19,7 +19,7 @@ optimizers   sgd  adam  adamw  nadam  radam  adamax  adagrad  adadelta  adafacto
 schedules    constant  linear  cosine  warmup_cosine  warmup  piecewise  one_cycle  tabulated  by_epoch  by_factor  from_torch_scheduler
 collectives  psum  pmean  pmax  pmin  pbroadcast  all_gather  psum_scatter  all_to_all  all_to_all_single  ppermute
              axis_index  axis_size
-run, optax   simulate  from_optax  to_optax
+run, optax   simulate  from_optax  to_optax; random: keys as values, with jax's bits
 memory       remat  checkpoint_name  everything_saveable  nothing_saveable  dots_saveable
              dots_with_no_batch_dims_saveable  save_only_these_names  save_any_names_but_these  min_cut
              save_from_both_policies  offload_dot_with_no_batch_dims  save_and_offload_only_these_names
@@ -33,6 +33,7 @@ if __name__ != "fjoin.transforms":
         f"{__name__!r} is a second copy of fjoin.transforms; write `from fjoin import transforms as tx`, after `pip install -e .`"
     )
 
+from . import random as random
 from ._call_env import current_call as current_call
 from ._call_env import current_weight as current_weight
 from ._errors import CollectiveMismatch as CollectiveMismatch

@@ -1,0 +1,206 @@
+"""Random numbers from keys are jax's, on the CPU, under vmap, in remat and in the simulator, and streams do not overlap."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import torch
+
+from fjoin import transforms as tx
+
+SHAPES = [(), (0, 4), (2, 3, 4)]
+
+
+def words(key: Any) -> np.ndarray:
+    return np.asarray(jax.random.key_data(key)).view(np.int32)
+
+
+def same(ours: torch.Tensor, theirs: Any) -> bool:
+    theirs = np.asarray(theirs)
+    return ours.shape == theirs.shape and ours.numpy().tobytes() == theirs.tobytes()
+
+
+@pytest.mark.parametrize("seed", [0, 1, 7, 2**31, 2**32 - 1])
+def test_keys(seed: int) -> None:
+    key, theirs = tx.random.key(seed), jax.random.key(np.uint32(seed))
+    assert same(key, words(theirs))
+    for data in (0, 1, 12345, 2**32 - 1):
+        assert same(tx.random.fold_in(key, data), words(jax.random.fold_in(theirs, np.uint32(data))))
+    for num in (1, 2, 5, (2, 3)):
+        assert same(tx.random.split(key, num), words(jax.random.split(theirs, num)))
+
+
+def test_seeds_of_64_bits() -> None:
+    with jax.enable_x64(True):
+        for seed in (2**32, 2**40 + 3, 2**63 + 5):
+            assert same(tx.random.key(seed), words(jax.random.key(np.uint64(seed))))
+
+
+# Threefry-2x32 with 20 rounds, of the authors' own table.
+KNOWN = [
+    ((0, 0), (0, 0), (0x6B200159, 0x99BA4EFE)),
+    ((0xFFFFFFFF, 0xFFFFFFFF), (0xFFFFFFFF, 0xFFFFFFFF), (0x1CB996FC, 0xBB002BE7)),
+    ((0x13198A2E, 0x03707344), (0x243F6A88, 0x85A308D3), (0xC4923A9C, 0x483DF7A0)),
+]
+
+
+@pytest.mark.parametrize(("key", "counter", "want"), KNOWN)
+def test_known_answers(key: Any, counter: Any, want: Any) -> None:
+    from fjoin.transforms.random._threefry import threefry, unsigned, word
+
+    got = threefry(word(torch.tensor(key)), *word(torch.tensor(counter)))
+    assert tuple(unsigned(x).item() for x in got) == want
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("width", [8, 16, 32])
+def test_bits(width: int, shape: Any) -> None:
+    theirs = jax.random.bits(jax.random.key(3), shape, f"uint{width}")
+    assert same(tx.random.bits(tx.random.key(3), shape, width), theirs)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_64_bits(shape: Any) -> None:
+    with jax.enable_x64(True):
+        assert same(tx.random.bits(tx.random.key(3), shape, 64), jax.random.bits(jax.random.key(3), shape, "uint64"))
+        theirs = jax.random.uniform(jax.random.key(3), shape, "float64")
+        assert same(tx.random.uniform(tx.random.key(3), shape, torch.float64), theirs)
+        theirs = jax.random.randint(jax.random.key(3), shape, -5, 1000, "int64")
+        assert same(tx.random.randint(tx.random.key(3), shape, -5, 1000, torch.int64), theirs)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_uniform_and_normal(dtype: str, shape: Any) -> None:
+    kind, key, theirs = getattr(torch, dtype), tx.random.key(5), jax.random.key(5)
+    got, want = tx.random.uniform(key, shape, kind), jax.random.uniform(theirs, shape, dtype)
+    assert got.dtype is kind and same(got.float(), np.asarray(want).astype(np.float32))
+    got = tx.random.uniform(key, shape, kind, -2.0, 3.0)
+    room = 5 * torch.finfo(kind).eps
+    np.testing.assert_allclose(
+        got.float(), np.asarray(jax.random.uniform(theirs, shape, dtype, -2.0, 3.0), np.float32), atol=room
+    )
+    got, want = tx.random.normal(key, shape, kind), jax.random.normal(theirs, shape, dtype)
+    assert got.dtype is kind
+    np.testing.assert_allclose(got.float(), np.asarray(want, np.float32), rtol=2 * room, atol=room)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
+def test_bernoulli(p: float) -> None:
+    assert same(tx.random.bernoulli(tx.random.key(1), p, (99,)), jax.random.bernoulli(jax.random.key(1), p, (99,)))
+    each = np.linspace(0, 1, 12, dtype=np.float32).reshape(3, 4)
+    assert same(
+        tx.random.bernoulli(tx.random.key(1), torch.from_numpy(each)), jax.random.bernoulli(jax.random.key(1), each)
+    )
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (0, 10), (-7, 1000), (-(2**31), 2**31 - 1), (5, 2**30)])
+def test_randint(low: int, high: int) -> None:
+    got, want = (r.randint(r.key(2), (50,), low, high) for r in (tx.random, jax.random))
+    assert same(got, want)
+
+
+def test_permutation() -> None:
+    key, theirs = tx.random.key(4), jax.random.key(4)
+    for n in (0, 1, 2, 50, 3000):
+        assert same(tx.random.permutation(key, n), jax.random.permutation(theirs, n))
+    x = np.arange(60, dtype=np.float32).reshape(3, 4, 5)
+    for axis in (0, 1, 2, -1):
+        for independent in (False, True):
+            got = tx.random.permutation(key, torch.from_numpy(x), axis, independent)
+            assert same(got.contiguous(), jax.random.permutation(theirs, x, axis, independent))
+
+
+def test_categorical() -> None:
+    logits = np.random.default_rng(0).normal(size=(3, 4, 5)).astype(np.float32)
+    for axis in (0, 1, -1):
+        got = tx.random.categorical(tx.random.key(6), torch.from_numpy(logits), axis)
+        assert same(got, jax.random.categorical(jax.random.key(6), logits, axis))
+    for axis, shape in ((-1, (7, 3, 4)), (1, (2, 3, 5)), (0, (4, 5))):
+        got = tx.random.categorical(tx.random.key(6), torch.from_numpy(logits), axis, shape)
+        assert same(got, jax.random.categorical(jax.random.key(6), logits, axis, shape))
+    sure = torch.tensor([-math.inf, 0.0, -math.inf])
+    assert tx.random.categorical(tx.random.key(0), sure, shape=(9,)).tolist() == [1] * 9
+
+
+def test_the_same_under_vmap_and_compile() -> None:
+    keys = tx.random.split(tx.random.key(0), 4)
+
+    def draw(key: torch.Tensor) -> torch.Tensor:
+        step = tx.random.fold_in(key, torch.tensor(3))
+        return tx.random.normal(step, (2,)) + tx.random.permutation(key, 2) + tx.random.randint(key, (2,), 0, 9)
+
+    alone = torch.stack([draw(key) for key in keys])
+    assert torch.equal(torch.vmap(draw)(keys), alone)
+    assert torch.equal(torch.compile(draw, backend="aot_eager")(keys[1]), alone[1])
+
+
+def test_the_same_in_remat_and_on_simulated_ranks() -> None:
+    def dropped(x: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return torch.sin(x) * tx.random.bernoulli(key, 0.5, x.shape)
+
+    x, key = torch.ones(50, requires_grad=True), tx.random.key(1)
+    want, got = (torch.autograd.grad(f(x, key).sum(), x)[0] for f in (dropped, tx.remat(dropped)))
+    assert torch.equal(got, want) and 0 < got.count_nonzero() < 50
+
+    def on_a_rank() -> torch.Tensor:
+        return tx.random.uniform(tx.random.fold_in(key, tx.axis_index("data")), (4,))
+
+    for rank, seen in enumerate(tx.simulate(on_a_rank, {"data": 3})):
+        assert torch.equal(seen, tx.random.uniform(tx.random.fold_in(key, rank), (4,)))
+
+
+def test_no_two_of_many_keys_are_equal() -> None:
+    keys = tx.random.split(tx.random.key(0), 2**20)
+    number = (keys[:, 0].to(torch.int64) << 32) | (keys[:, 1].to(torch.int64) & 0xFFFFFFFF)
+    assert len(number.unique()) == 2**20
+
+
+def test_streams_of_different_keys_do_not_overlap() -> None:
+    """64 bits of a million draws of each of eight keys: none comes twice, and no stream is another one, shifted."""
+    keys = tx.random.split(tx.random.key(0), 8)
+    draws = torch.stack([tx.random.bits(key, (10**6 // 8,), 64) for key in keys])
+    assert len(draws.unique()) == draws.numel()
+    one, other = (tx.random.bits(key, (10**6,), 64) for key in keys[:2])
+    assert not torch.isin(one, other).any()
+
+
+def test_the_moments() -> None:
+    n = 10**6
+    x = tx.random.normal(tx.random.key(9), (n,), torch.float64)
+    assert abs(x.mean()) < 5 / n**0.5 and abs(x.var() - 1) < 10 / n**0.5 and abs((x**4).mean() - 3) < 60 / n**0.5
+    u = tx.random.uniform(tx.random.key(9), (n,))
+    assert 0 <= u.min() and u.max() < 1 and abs(u.mean() - 0.5) < 2 / n**0.5
+
+
+ERRORS: dict[str, tuple[Any, Any, str]] = {
+    "a seed": (lambda: tx.random.key(-1), ValueError, "seed"),
+    "a large seed": (lambda: tx.random.key(2**64), ValueError, "below 2\\^64"),
+    "no key": (lambda: tx.random.bits(3), TypeError, "takes a key.*got 3"),  # type: ignore[arg-type]
+    "several keys": (lambda: tx.random.normal(tx.random.split(tx.random.key(0), 3)), TypeError, "torch.vmap over them"),
+    "data": (lambda: tx.random.fold_in(tx.random.key(0), 2**32), ValueError, "below 2\\^32"),
+    "data of floats": (
+        lambda: tx.random.fold_in(tx.random.key(0), torch.tensor(1.0)),
+        TypeError,
+        "0-d tensor of integers",
+    ),
+    "a width": (lambda: tx.random.bits(tx.random.key(0), (), 4), ValueError, "8, 16, 32 or 64"),
+    "a dtype": (lambda: tx.random.uniform(tx.random.key(0), (), torch.int32), TypeError, "torch.float32"),
+    "no numbers": (lambda: tx.random.randint(tx.random.key(0), (), 3, 3), ValueError, "from 3 to below 3"),
+    "a shape": (
+        lambda: tx.random.categorical(tx.random.key(0), torch.zeros(3, 4), shape=(2,)),
+        ValueError,
+        "broadcast from",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors(case: str) -> None:
+    run, kind, text = ERRORS[case]
+    with pytest.raises(kind, match=text):
+        run()

@@ -1,0 +1,217 @@
+"""Random numbers from keys."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._keys import check_key, split
+from ._threefry import counters, threefry, unsigned
+
+_SIGNED = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
+_MANTISSA = {torch.float64: 52, torch.float32: 23, torch.float16: 10, torch.bfloat16: 7}
+
+
+def bits(key: Tensor, shape: Sequence[int] = (), width: int = 32) -> Tensor:
+    """Random bits.
+
+    Args:
+        width: The number of bits of an element: 8, 16, 32 or 64.
+
+    Returns:
+        uint8, int16, int32 or int64, whose bits are those of jax's unsigned integers.
+
+    Same as: jax.random.bits.
+
+    >>> from fjoin import transforms as tx
+    >>> tx.random.bits(tx.random.key(0), (2,), width=8)
+    tensor([155, 120], dtype=torch.uint8)
+    """
+    check_key("bits", key)
+    if width not in _SIGNED:
+        raise ValueError(f"bits: width must be 8, 16, 32 or 64, got {width!r}")
+    high, low = threefry(key, *counters(shape, key.device))
+    if width == 64:
+        return (high.to(torch.int64) << 32) | unsigned(low)
+    mixed = high ^ low
+    if width == 32:
+        return mixed
+    last = mixed & ((1 << width) - 1)
+    return last.to(torch.uint8) if width == 8 else (last - ((last & 0x8000) << 1)).to(torch.int16)
+
+
+def uniform(
+    key: Tensor,
+    shape: Sequence[int] = (),
+    dtype: torch.dtype = torch.float32,
+    minval: float | Tensor = 0.0,
+    maxval: float | Tensor = 1.0,
+) -> Tensor:
+    """Numbers from `minval` to below `maxval`, all equally likely.
+
+    Args:
+        dtype: float32, float64, bfloat16 or float16; a number has as many random bits as its mantissa.
+
+    Same as: jax.random.uniform.
+
+    >>> from fjoin import transforms as tx
+    >>> tx.random.uniform(tx.random.key(0), (2,))
+    tensor([0.9477, 0.9785])
+    """
+    check_key("uniform", key)
+    if dtype not in _MANTISSA:
+        raise TypeError(f"dtype must be one of {', '.join(map(str, _MANTISSA))}, got {dtype}")
+    mantissa = _MANTISSA[dtype]
+    width = 8 if mantissa < 8 else torch.finfo(dtype).bits
+    drawn = bits(key, shape, width)
+    shift = width - mantissa
+    # The mantissa of a number from 1 to 2.
+    if width == 64:
+        fraction = (drawn >> shift) & ((1 << mantissa) - 1)
+        floats = (fraction | 0x3FF0000000000000).view(torch.float64) - 1.0
+    else:
+        fraction = (drawn.to(torch.int32) >> shift) & ((1 << mantissa) - 1)
+        floats = ((fraction << (23 - mantissa)) | 0x3F800000).view(torch.float32).to(dtype) - 1.0
+    low, high = (torch.as_tensor(v, dtype=dtype, device=key.device) for v in (minval, maxval))
+    return torch.maximum(low, floats * (high - low) + low)
+
+
+def normal(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32) -> Tensor:
+    """Numbers with mean 0 and variance 1, normally distributed.
+
+    Same as: jax.random.normal; up to the last bits of the inverse error function.
+
+    >>> from fjoin import transforms as tx
+    >>> tx.random.normal(tx.random.key(1), (2,))
+    tensor([-1.1844, -0.1164])
+    """
+    least = torch.nextafter(torch.tensor(-1.0, dtype=dtype), torch.tensor(0.0, dtype=dtype))
+    drawn = uniform(key, shape, dtype, least, 1.0)
+    wide = torch.promote_types(dtype, torch.float32)
+    return (math.sqrt(2) * torch.erfinv(drawn.to(wide))).to(dtype)
+
+
+def bernoulli(key: Tensor, p: float | Tensor = 0.5, shape: Sequence[int] | None = None) -> Tensor:
+    """True with probability `p`.
+
+    Args:
+        p: A number, or a tensor of probabilities.
+        shape: By default that of `p`.
+
+    Returns:
+        Booleans.
+
+    Same as: jax.random.bernoulli.
+
+    >>> from fjoin import transforms as tx
+    >>> tx.random.bernoulli(tx.random.key(0), 0.9, (3,))
+    tensor([False, False,  True])
+    """
+    chance = p if isinstance(p, Tensor) and p.is_floating_point() else torch.as_tensor(p, dtype=torch.float32)
+    chance = chance.to(key.device)
+    return uniform(key, tuple(chance.shape) if shape is None else shape, chance.dtype) < chance
+
+
+def randint(key: Tensor, shape: Sequence[int], minval: int, maxval: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    """Whole numbers from `minval` to below `maxval`, all nearly equally likely.
+
+    Args:
+        dtype: int32, or int64 for at most 2^31 numbers.
+
+    Raises:
+        ValueError: there is no such number, or it does not fit the dtype.
+
+    Same as: jax.random.randint.
+
+    >>> from fjoin import transforms as tx
+    >>> tx.random.randint(tx.random.key(0), (3,), 0, 10)
+    tensor([2, 4, 9], dtype=torch.int32)
+    """
+    check_key("randint", key)
+    if dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"randint: dtype must be torch.int32 or torch.int64, got {dtype}")
+    known = torch.iinfo(dtype)
+    if not known.min <= minval < maxval <= known.max + 1:
+        raise ValueError(f"randint: there must be whole numbers of {dtype} from {minval} to below {maxval}")
+    span = maxval - minval
+    first, second = split(key)
+    if dtype is torch.int32:
+        high, low = (unsigned(bits(k, shape)) % span for k in (first, second))
+        factor = (2**16 % span) ** 2 % 2**32 % span  # in words of 32 bits
+        return (((high * factor) % 2**32 + low) % 2**32 % span + minval).to(dtype)
+    if span > 2**31:
+        raise ValueError(f"randint: of {dtype} there may be 2^31 numbers, got {span}")
+    over = 2**32 % span
+    high, low = (_remainder(bits(k, shape, 64), span) for k in (first, second))
+    return (high * (over * over % span) + low) % span + minval
+
+
+def _remainder(words: Tensor, span: int) -> Tensor:
+    """The remainders of unsigned numbers of 64 bits."""
+    return (unsigned(words >> 32) % span * (2**32 % span) + unsigned(words) % span) % span
+
+
+def permutation(key: Tensor, x: int | Tensor, axis: int = 0, independent: bool = False) -> Tensor:
+    """A random order of slices along an axis, or of the numbers 0, ..., x - 1.
+
+    Args:
+        independent: Whether each vector along the axis has an order of its own.
+
+    Returns:
+        Like `x`, or (x,) int32 for a number.
+
+    Same as: jax.random.permutation.
+
+    >>> from fjoin import transforms as tx
+    >>> tx.random.permutation(tx.random.key(0), 5)
+    tensor([2, 4, 3, 1, 0], dtype=torch.int32)
+    """
+    check_key("permutation", key)
+    if not isinstance(x, Tensor):
+        return _shuffled(key, torch.arange(x, dtype=torch.int32, device=key.device), 0)
+    if independent or x.dim() == 1:
+        return _shuffled(key, x, axis)
+    order = _shuffled(key, torch.arange(x.shape[axis], device=key.device), 0)
+    return x.index_select(axis, order)
+
+
+def _shuffled(key: Tensor, x: Tensor, axis: int) -> Tensor:
+    # As many sorts by random words as make equal ones unlikely to matter.
+    for _ in range(math.ceil(3 * math.log(max(1, x.numel())) / math.log(2**32 - 1))):
+        key, own = split(key).unbind()
+        words = unsigned(bits(own, x.shape))
+        x = x.gather(axis, torch.sort(words, dim=axis, stable=True).indices)
+    return x
+
+
+def categorical(key: Tensor, logits: Tensor, axis: int = -1, shape: Sequence[int] | None = None) -> Tensor:
+    """Indices along an axis, with probabilities softmax(logits).
+
+    Args:
+        shape: The shape of the result, to which that of `logits` without the axis is broadcast; by default the latter.
+
+    Returns:
+        int32.
+
+    Same as: jax.random.categorical.
+
+    >>> from fjoin import transforms as tx
+    >>> tx.random.categorical(tx.random.key(0), torch.zeros(3, 4))
+    tensor([1, 3, 0], dtype=torch.int32)
+    """
+    check_key("categorical", key)
+    axis = axis % logits.dim()
+    rest = (*logits.shape[:axis], *logits.shape[axis + 1 :])
+    given: Any = rest if shape is None else tuple(shape)
+    fits = all(n in (1, to) for n, to in zip(rest[::-1], given[::-1], strict=False))
+    if len(given) < len(rest) or not fits:
+        raise ValueError(f"categorical: shape must be broadcast from {tuple(rest)}, got {given}")
+    prefix = given[: len(given) - len(rest)]
+    drawn = (*prefix, *given[len(prefix) :][:axis], logits.shape[axis], *given[len(prefix) :][axis:])
+    least = torch.finfo(logits.dtype).tiny
+    noise = -torch.log(-torch.log(uniform(key, drawn, logits.dtype, least, 1.0)))
+    return torch.argmax(noise + logits, dim=len(prefix) + axis).to(torch.int32)
