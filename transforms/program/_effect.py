@@ -10,7 +10,8 @@ from torch import Tensor
 from ..transform._call import Call
 from ..transform._transform import Transform
 from ..transform._weights import check_weight
-from ..tree._tree import State, Tree, choose_state, readable_without_sync, to_device, where
+from ..tree._choose import choose_state
+from ..tree._tree import State, Tree, readable_without_sync, to_device, where
 
 # A bool where the host knows it, a 0-d bool tensor otherwise.
 Flag: TypeAlias = "bool | Tensor"

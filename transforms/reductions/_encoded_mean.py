@@ -47,14 +47,16 @@ def encoded_mean(
     real(of, "an encoded mean")
     refuse_derivative(of.values(), "differentiate through the hook without its codec, or detach the gradients")
     device, wire, memory = device_of(of.values()), call.wire, call.memory
-    share = share.to(device)
+    share = share._replace(factor=rider.once("factor", lambda: share.to(device).factor))
     flat, words = ravel(of.values(), device), rider.words(torch.float64, 1, device)
     room = flat if call.donated and plain(flat) and flat.is_contiguous() else None
     positions = places_of(of, device) if wire.stochastic else None
-    term = Term(wire, share.masked(flat), share.factor, words, positions=positions)
+    term = Term(wire, share.masked(flat), share.factor, words, positions=positions, rider=rider)
     divisor = 1 if over is None else axis_size(axis) if over == "world" else None
 
     def run(term: Term) -> Reduced:
+        if not (len(term.floats) or rider.goes_along):  # there is nothing to send
+            return Reduced(term.floats, rider.total, term.words, term.floats, term.floats)
         return reduce(term, axis, out=room)
 
     if memory is None:
