@@ -15,16 +15,17 @@ class Memory(TorchDispatchMode):
 
     Attributes:
         now: Bytes that are alive.
-        peak: The most of them since `reset`.
+        start: Bytes that were alive at the last `reset`.
+        peak: The most of them since then.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = self.peak = 0
+        self.start = self.now = self.peak = 0
         self._known: dict[int, Any] = {}
 
     def reset(self) -> None:
-        self.peak = self.now
+        self.start = self.peak = self.now
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))

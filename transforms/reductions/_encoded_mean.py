@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 
 import optree
@@ -107,7 +108,11 @@ def with_residual(
     if readable_without_sync(reduced.mean) and bool(torch.isfinite(reduced.mean.sum()) & counted):
         return reduced, residual
     # The old one where the mean is not finite or no rank has weight: no step is taken then.
-    return reduced, torch.where(torch.isfinite(reduced.mean).all() & counted, residual, error)
+    fine = counted
+    if reduced.mean.numel():
+        fine = fine & (torch.linalg.vector_norm(reduced.mean, math.inf) < math.inf)
+    # The new one is fresh in any case: it is a difference, or a sum.
+    return reduced, torch.where(fine, residual, error, out=residual if plain(residual, error) else None)
 
 
 def ravel(leaves: Iterable[Tensor], device: torch.device | None, dtype: torch.dtype = torch.float32) -> Tensor:

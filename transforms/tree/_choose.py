@@ -28,14 +28,19 @@ def choose_state(fine: Tensor, new: Any, old: Any) -> State:
     A state with a method `choose(fine, old)` is replaced by the result of that method.
     """
     pairs: list[Any] = []
-    build = _plan(fine, new() if callable(new) else new, old() if callable(old) else old, pairs, {})
-    del new, old
+    build = _plan(fine, _made(new), _made(old), pairs, {})
     chosen: list[Any] = [None] * len(pairs)
     for some in _groups(pairs):
         found = _choose(fine, [pairs[i] for i in some])
         for i, tensor in zip(some, found, strict=True):
             chosen[i], pairs[i] = tensor, None
     return build(chosen)
+
+
+def _made(state: Any) -> State:
+    while callable(state):
+        state = state()
+    return state
 
 
 def _plan(fine: Tensor, new: Any, old: Any, pairs: list[Any], places: dict[Any, int]) -> Build:
