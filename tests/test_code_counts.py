@@ -17,9 +17,9 @@ LIMITS = {
     "comparisons with a spec's name": 6,
     "accesses to another object's privates": 26,
     "accesses to privates of torch's objects": 67,
-    "lines of reducer, training, ddp": 8595,
-    "code lines": 25_220,
-    "lines": 48_555,
+    "lines of reducer, training, ddp": 8601,
+    "code lines": 25_248,
+    "lines": 48_607,
     "files over 250 lines": 0,
     "fmt: skip": 0,
 }

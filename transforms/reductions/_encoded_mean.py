@@ -63,10 +63,10 @@ def encoded_mean(
     if memory is None:
         reduced = run(term)
     else:
-        errors = memory.residuals(of, share)
+        errors = memory.residuals(of, share, rider.once)
         reduced, residual = with_residual(run, term, share.known, ravel(errors, device), memory.flush)
         of_sums = reduced.total if divisor is None else torch.full_like(reduced.total, divisor)
-        memory.keep(of, split(residual, errors), share, of_sums)
+        memory.keep(of, split(residual, errors), share, of_sums, rider.once)
         if memory.per_rank and reduced.coded is not None:
             memory.coded.update(zip(of, split(reduced.coded, errors), strict=True))
     mean, total = reduced.mean, reduced.total
@@ -92,7 +92,7 @@ def with_residual(
         floats = torch.where(times > 0, summed / nonzero_or_one(times).to(torch.float32), 0.0)
     else:
         summed = error  # of use only where nothing is sent
-        times = torch.full_like(term.factor, scale)
+        times = term.rider.once("times", lambda: torch.full_like(term.factor, scale))
         if known:
             floats = torch.add(error, term.floats, alpha=known)
             floats = floats if scale == 1.0 else floats.div_(scale)  # its memory is not needed twice
