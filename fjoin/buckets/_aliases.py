@@ -48,7 +48,8 @@ def assign_(places: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
 
 def _apart_from(lent: Iterable[Tensor]) -> Callable[[Any], Any]:
     """A function that clones a tensor that shares memory with one of these, and returns any other value unchanged."""
-    starts = {x.untyped_storage().data_ptr() for x in lent}  # the same for all views of one tensor
+    # The same for all views of one tensor, and 0 for what holds no elements.
+    starts = {x.untyped_storage().data_ptr() for x in lent} - {0}
 
     def own(x: Any) -> Any:
         if type(x) is not Tensor and (not isinstance(x, Tensor) or is_traceable_wrapper_subclass(x)):

@@ -49,6 +49,11 @@ class BucketQueue:
         for out in self.outgoing:
             out.work = None
 
+    def free(self) -> None:
+        """Free the gradients after the step; see `GradBuffer.free`."""
+        for out in self.outgoing:
+            out.free()
+
     def arrived(self, index: int, i: int, leaf: Tensor) -> None:
         """Take the gradient of the i-th leaf of this bucket, and launch the buckets that are ready."""
         if not self._open:

@@ -68,9 +68,7 @@ class GradBuffer:
         if not used.all():
             self._padding = (~used).nonzero().view(-1).to(bucket.device)
         self._views = [] if self.direct else views(bucket, self.grads, shapes)
-        self._gathers = not is_host(
-            bucket.device
-        )  # gradients wait until all have come, since a launch costs more than memory
+        self._on_device = not is_host(bucket.device)  # where a launch costs more than memory, and freed memory is kept
         self._given: list[tuple[Tensor, Tensor]] = []
         self.leaves: list[Tensor] = []
         self.work: Work | None = None
@@ -91,8 +89,8 @@ class GradBuffer:
         self.leaves, self.missing, self.filled, self.work = leaves, len(leaves), False, None
         self.total, self._given = None, []
         self.scattered = False
-        # A hook may have replaced it by its result. A direct buffer keeps the last gradient until the next one comes: free
-        # memory at the end of the heap would go back to the system, and be faulted in again.
+        # A hook may have replaced it by its result. On the host a direct buffer keeps the last gradient until the next one
+        # comes: free memory at the end of the heap would go back to the system, and be faulted in again.
         self.grads = self._own
         self.taken = [False] * len(leaves)
 
@@ -111,7 +109,7 @@ class GradBuffer:
         if self.direct:
             # Autograd's gradient itself becomes the message, without a copy, unless other gradients share its memory.
             self.buffer = self.grads = (grad.clone() if _is_shared(grad) else grad.contiguous()).view(-1)
-        elif self._gathers:
+        elif self._on_device:  # gradients wait until all have come
             self._given.append((self._views[i], grad))
         else:
             self._views[i].copy_(grad)
@@ -163,6 +161,12 @@ class GradBuffer:
         """This rank's piece, from its slices."""
         assert self.pieces is not None
         return self.pieces.pack_own(0, slices)
+
+    def free(self) -> None:
+        """Free a device's memory that holds these gradients besides the buffer: autograd's own, or a hook's result."""
+        if self._on_device:
+            self.grads = self._own
+            self.buffer = self._own if self.direct else self.buffer
 
     def by_path(self) -> dict[str, Tensor]:
         """Path -> view of its gradient, or of this rank's slice of it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable, Mapping
 
@@ -14,8 +15,10 @@ from torch._C._distributed_c10d import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from ..agreement._step_check import StepCheck
 from ..buckets._grad_buffer import GradBuffer
 from ..transforms._axis_env import Work
+from ..transforms._devices import is_accelerator
 from ..transforms.layout._buckets import Bucket
 from ..transforms.layout._pieces import Pieces
 
@@ -71,6 +74,35 @@ class DDPBucket(GradBuffer):
         return self._by_path
 
 
+class TotalWeight:
+    """The sum of the ranks' factors in the last pass of a module.
+
+    Args:
+        check: Reads from devices.
+        waits: Whether the host waits for it at the end of each pass, as with a pipeline, on whose step it decides. A hook
+            alone waits on a device for that of the pass before, so that the host does not run ahead for ever, and hears
+            of failed ranks.
+    """
+
+    def __init__(self, check: StepCheck, waits: bool) -> None:
+        self._check, self._waits = check, waits
+        self._total = torch.tensor(math.nan)
+
+    def take(self, total: Tensor) -> None:
+        reads = self._check.reads
+        if self._waits or not (self._check.grads.on_device or is_accelerator(total.device)):
+            total = torch.tensor(reads.now(total), dtype=total.dtype)
+        else:
+            reads.add((), total.view(1))
+            for _ in reads.read(newest=False):
+                pass
+        self._total = total
+
+    def read(self) -> float:
+        """The sum as a number; it may wait for a device."""
+        return float(self._check.reads.now(self._total))
+
+
 def first_buckets(ddp: DistributedDataParallel, params: Mapping[str, Tensor]) -> tuple[Bucket, ...]:
     """The buckets of a module's first pass, in the order of the pass."""
     paths, first = list(params), [_DEFAULT_FIRST_BUCKET_BYTES] if ddp.bucket_bytes_cap_default else []
@@ -89,9 +121,12 @@ def _bucket(paths: tuple[str, ...], numel: int, like: Tensor) -> Bucket:
     return Bucket(paths, (), numel, like.dtype, like.device, True, ())
 
 
-def divide(outs: Iterable[DDPBucket], divisor: float) -> None:
-    """Divide summed gradients by the divisor and their unit, in place."""
+def divide(outs: Iterable[DDPBucket], divisor: float | Tensor) -> None:
+    """Divide summed gradients by the divisor and their unit, in place; by nothing where the divisor is 0."""
+    if isinstance(divisor, Tensor):
+        divisor = torch.where(divisor == 0, 1.0, divisor)
     for out in outs:
-        if (rest := divisor * out.unit) not in (0.0, 1.0):
+        rest = divisor * out.unit
+        if isinstance(rest, Tensor) or rest not in (0.0, 1.0):
             out.grads.div_(rest)
         out.unit = 1.0

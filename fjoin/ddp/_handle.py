@@ -33,6 +33,8 @@ class Handle:
     def weight(self, weight: float) -> None:
         """Set this rank's weight in the mean for the next synchronised backward pass; 1 where it is not set.
 
+        It is a number of the host: for a tensor on a device the host waits.
+
         Raises:
             ValueError: a weight that is neither 0 nor from 1e-30 to 1e30.
             TypeError: no number.
@@ -61,7 +63,7 @@ class Handle:
 
     @property
     def total(self) -> float:
-        return self._run.total
+        return self._run.total.read()
 
     def flush(self) -> None:
         """Average what the ranks have trained since the last average; for the end of training, on all ranks.
@@ -121,7 +123,7 @@ class Handle:
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the hook and of the optimizer: tensors and numbers, by parameter path, never by bucket."""
-        return self.dict_of(self.pipeline, self._run.step, self._run.total, self.checksum)
+        return self.dict_of(self.pipeline, self._run.step, self._run.total.read(), self.checksum)
 
     def dict_of(self, state: Any, step: int, total: float, parameters: int) -> dict[str, Any]:
         """What `load_state_dict` takes, of a state in the form of `pipeline`.
@@ -171,4 +173,5 @@ class Handle:
         if run.pipeline_step is not None:
             run.pipeline_step.load_state_dict(state_dict)
         run.agreements.forget()
-        run.hook_state, run.step, run.total, run.loaded = hook_state, state_dict["step"], state_dict["total"], True
+        run.hook_state, run.step, run.loaded = hook_state, state_dict["step"], True
+        run.total.take(torch.tensor(state_dict["total"], dtype=torch.float64))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from typing import Any
 
@@ -35,7 +34,7 @@ from ..transforms.program._program import Programs
 from ..transforms.transform._call import Call
 from ..transforms.transform._transform import Transform
 from ..transforms.tree._bucketwise import restrict
-from ._buckets import DDPBucket, first_buckets
+from ._buckets import DDPBucket, TotalWeight, first_buckets
 from ._module_memory import ModuleMemory
 from ._module_step import ModuleStep
 from ._unused_params import UsedParameters
@@ -61,7 +60,6 @@ class DDPRun:
     mesh: Mesh
     leaves: dict[str, Tensor]
     step: int
-    total: float
 
     def __init__(self, ddp: DistributedDataParallel, hook: Transform, pipeline: Pipeline | None, mesh: Mesh) -> None:
         self.mesh, self._hook = mesh, hook
@@ -99,7 +97,8 @@ class DDPRun:
         self.values: dict[str, float] = {}  # this rank's record of this pass
         # Whether the hook is a plain sum and nothing else. The kernels of an optimizer may then divide.
         self.is_sum: bool = plan.reduce is not None and len(self.stages.parts) == 1
-        self.step, self.total = 0, math.nan
+        self.step = 0
+        self.total: TotalWeight = TotalWeight(self.agreements.check, waits=pipeline is not None)
         self.left: LeftOpen = LeftOpen(self, pipeline.ends if pipeline else (), "handle.flush()")
         self.loaded: bool = False  # whether a state has been loaded since the last pass
         self.pending: float | None = None  # the weight for the next synchronised pass

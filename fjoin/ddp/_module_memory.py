@@ -43,7 +43,7 @@ class ModuleMemory:
         self._states: tuple[Any, ...] = run.hook_state
         self._sums: dict[str, Any] = {"weight": 0.0}  # the record
         self._used: set[str] | None = None
-        self._divisor = 1.0
+        self._divisor: Any = 1.0
         self._decision: Any = None
         self._ended = False  # with an error, which is raised after the backward pass
 
@@ -73,7 +73,8 @@ class ModuleMemory:
         else:
             found = self._finish(found)
         if found is not None:
-            self._found, run.total = found, run.agreements.check.reads.now(found.total)
+            self._found = found
+            run.total.take(found.total)
         if step is not None and not by_kernels:
             for out in run.outs:
                 step.check.grads.observe(out)
@@ -106,8 +107,9 @@ class ModuleMemory:
         """Start summing a bucket in place, times its `unit`, or this rank's piece of it: a plain reduction."""
         run, begun = self._run, self._begun
         assert begun is not None
-        if out.grads.dtype.itemsize < 4 and 0 < begun["total"] < math.inf:
-            # Weighted sums of gradients would overflow: scale by a power of two near 1 / total, which loses no bit.
+        if out.grads.dtype is torch.float16 and 0 < begun["total"] < math.inf:
+            # Weighted sums of gradients would overflow: scale by a power of two near 1 / total, which loses no bit. The
+            # host waits for the weights here; bfloat16 has the range of float32.
             out.unit = power_near(begun["total"])
         factor = self._factor * out.unit
         if factor == 0.0:
@@ -123,11 +125,12 @@ class ModuleMemory:
         """The sums of a plain reduction, whose gradients are still to be divided."""
         run, begun = self._run, self._begun
         assert begun is not None
-        sums = begun.wait()
+        # A hook alone need not know them on the host.
+        sums = begun.wait() if self._step is not None else begun.read(run.agreements.check.grads.on_device)
         self._divisor = divisor_of(run.plan.over, sums["total"], run.agreements.of_hook(run.step).ranks)
         names = () if self._step is None else run.values
         lane = {name: torch.tensor(sums[name], dtype=torch.float64) for name in names}
-        return MeanState(torch.tensor(sums["total"], dtype=torch.float64), lane)
+        return MeanState(torch.as_tensor(sums["total"], dtype=torch.float64), lane)
 
     def _drop_grads(self) -> None:
         for p in self._run.leaves.values():
@@ -154,7 +157,7 @@ class ModuleMemory:
         self._sums = numbers(
             step.check.grads.verdict(run.outs, run.agreements.record(axes), values), step.check.reads.now
         )
-        run.total = self._sums["weight"] if axes else math.nan
+        run.total.take(torch.tensor(self._sums["weight"] if axes else math.nan, dtype=torch.float64))
 
     def judge(self, op: Judge) -> Effect:
         run, step = self._run, self._step

@@ -51,10 +51,10 @@ def register(model: DistributedDataParallel, what: Transform | Pipeline, mesh: M
     The step is taken before backward returns. A second backward pass through the same graph, or a gradient of an input,
     that needs the old parameters no longer finds them, and torch raises an error.
 
-    A mean over weights takes the weight set by `handle.weight(w)` before backward. This adds one small
-    message, with the first bucket, which `handle.explain()` shows. In a Join, torch's or ours, a rank without input
-    counts 0; so with a pipeline all ranks take every step, and at the end each keeps its parameters, where torch sends
-    those of the last rank to all. Divisors of the Join have no effect: the hook divides.
+    A mean over weights takes the weight set by `handle.weight(w)` before backward, a number of the host: for a tensor on
+    a device the host waits. This adds one small message, with the first bucket, which `handle.explain()` shows. In a Join,
+    torch's or ours, a rank without input counts 0; so with a pipeline all ranks take every step, and at the end each keeps
+    its parameters, where torch sends those of the last rank to all. Divisors of the Join have no effect: the hook divides.
 
     Where all ranks of a gloo group are on one host, these messages are in shared memory, as in a mesh of `fjoin.mesh`; with
     FJOIN_TRANSPORT=gloo they use the group.

@@ -17,7 +17,7 @@ from ..transforms.layout._pieces import Pieces
 from ..transforms.plan._plan import Plan, takes_flat
 from ..transforms.transform._call import Call
 from ..transforms.transform._transform import Transform
-from ..transforms.tree._bucketwise import restrict
+from ..transforms.tree._bucketwise import only, restrict
 from ._bucket_stages import BucketStages
 from ._hook_state import FLAT, Form, HookState
 
@@ -46,7 +46,13 @@ class BucketHook:
         by_path = {path: leaf.detach() for path, leaf in storage.leaves.items()}
         layout, early = storage.layout, self._early
         buckets: tuple[Any, ...] = ()
-        if early is not None and self._flat:
+        if early is not None and self._flat and not early.sharded_over:
+            flats = {f"{FLAT} {k}": flat for k, flat in enumerate(storage.flats)}
+            whole = early.init(
+                flats
+            )  # together, so that buckets share their small tensors, which are then changed once
+            buckets = tuple(only(whole, flats, path, FLAT) for path in flats)
+        elif early is not None and self._flat:
             buckets = tuple(self._init_flat(early, k, storage) for k in range(len(layout)))
         elif early is not None:
             with bind_pieces(storage.pieces):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -107,8 +108,8 @@ class FlatMemory:
         return True
 
     def observe(self) -> None:
-        body, queue = self._body, self._queue
-        self.sums, self._divisor = self._shell.hook.finish(body.hook, body.storage, queue.outgoing, self._values)
+        body, outgoing = self._body, self._queue.outgoing
+        self.sums, self._divisor = self._shell.hook.finish(body.hook, body.storage, outgoing, self._values)
 
     def agree(self, op: Agree) -> None:
         shell, outgoing = self._shell, self._queue.outgoing
@@ -237,9 +238,12 @@ class FlatMemory:
             storage.arrivals.wait()
 
     def keep(self, effect: Effect) -> None:
-        body, hook = self._body, self._shell.hook
+        body = self._body
         if self._shell.on_buffers is None:
             self._take_buffers(effect)
         if self.sums is not None:
-            body.hook = effect.keep(hook.new_state(self.sums, self._queue.outgoing), body.hook)
+            new = partial(self._shell.hook.new_state, self.sums, self._queue.outgoing)
+            kept = effect.keep(new, body.hook)
+            body.hook = new() if kept is new else kept
+            self._queue.free()
         body.torn = ""

@@ -17,6 +17,7 @@ from fjoin import transforms as tx
 from fjoin.agreement._device_reads import DeviceReads
 from fjoin.training.passes._passes import Passes
 from tests.devices.echo import EchoAxis, EchoMesh
+from tests.devices.memory import Memory
 
 Make = Callable[[], tx.Pipeline]
 
@@ -64,10 +65,15 @@ class Kernels(TorchDispatchMode):
             self.muted = before
 
 
-def steps(make: Make, shapes: dict[str, tuple[int, ...]], weights: list[float], **options: Any) -> list[list[Kernel]]:
+def steps(
+    make: Make, shapes: dict[str, tuple[int, ...]], weights: list[float], memory: Memory | None = None, **options: Any
+) -> list[list[Kernel]]:
     """The kernels of each step of the first of two ranks, outside the forward and backward passes of the model.
 
     Tensors without data stand for those of a device. The gradients of the loss are of the parameters' shapes.
+
+    Args:
+        memory: Counts the bytes of these tensors; it is reset before each step.
     """
     kernels, out = Kernels(), list[list[Kernel]]()
     run = Passes._run
@@ -85,12 +91,17 @@ def steps(make: Make, shapes: dict[str, tuple[int, ...]], weights: list[float], 
         on(Passes, "_run", forward),
         kernels_without_meta(),
     ):
+        modes = contextlib.ExitStack()
+        modes.enter_context(memory or contextlib.nullcontext())
         params = {path: torch.empty(shape, device="meta") for path, shape in shapes.items()}
         step = fjoin.train_step(loss_fn, make(), mesh=EchoMesh(_Counted(kernels)), weight=lambda w: w, **options)
         state = step.init(params, sync=None)
-        with kernels:
+        del params
+        with modes, kernels:
             for weight in weights:
                 kernels.seen = []
+                if memory is not None:
+                    memory.reset()
                 state, _ = step(state, weight)
                 out.append(kernels.seen)
     return out

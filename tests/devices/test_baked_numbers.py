@@ -18,7 +18,7 @@ from tests.devices.test_streams import PIPELINES
 # `full_like` and into the loss by `mul`, and the number is compared by `remainder`.
 RECORD = {"full", "mul.Tensor", "remainder.Scalar"}
 PLAIN = RECORD | {"full_like"}
-ENCODED = RECORD | {"_to_copy", "div.Tensor"}  # the weight goes to the device as a copy from the host
+ENCODED = RECORD | {"div.Tensor"}
 VERDICTS: dict[str, set[str] | str] = {
     "mean": PLAIN,
     "mean, float64 rates": PLAIN,

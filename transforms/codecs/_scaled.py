@@ -79,26 +79,32 @@ def scaled(
     flag("stochastic", stochastic)
 
     def encode(x: Tensor, noise: Noise | None = None) -> Tensor:
-        scales, codes = [x.new_zeros(x.shape[0], 0)], [x.new_zeros(x.shape[0], 0, dtype=torch.uint8)]
+        scales, codes = list[Tensor](), list[Tensor]()
         positions = None if noise is None else in_blocks(noise.positions, block)
         for cut in in_blocks(x, block):
             cut = cut if limit is None else limit(cut)
             scale = measure(cut) / largest
-            inverse = 1 / scale
-            inverse = torch.where(torch.isfinite(inverse), inverse, torch.zeros_like(scale)).unsqueeze(2)
+            inverse = scale.reciprocal().nan_to_num(0.0, 0.0, 0.0).unsqueeze(2)
             scales.append(scale)
             if noise is None or positions is None:
                 codes.append(code(cut * inverse, None).flatten(1))
                 continue
             for values, factor, where in zip(*map(slices, (cut, inverse.expand_as(cut), next(positions))), strict=True):
                 codes.append(code(values * factor, noise._replace(positions=where).uniform()).flatten(1))
-        return torch.cat([as_bytes(torch.cat(scales, dim=1)), pack(torch.cat(codes, dim=1), base)], dim=1)
+        if not codes:
+            return x.new_zeros(x.shape[0], 0, dtype=torch.uint8)
+        return torch.cat([as_bytes(joined(scales)), pack(joined(codes), base)], dim=1)
 
     def decode(data: Tensor, n: int) -> Tensor:
         head = 4 * blocks(n, block)
         return times_scale(value(unpack(data[:, head:], n, base)), read(data[:, :head], torch.float32), block)
 
     return Codec(encode, decode, lambda n: 4 * blocks(n, block) + width(n, base), stochastic=stochastic)
+
+
+def joined(parts: list[Tensor]) -> Tensor:
+    """Parts of rows, one behind the other."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 def slices(cut: Tensor) -> tuple[Tensor, ...]:

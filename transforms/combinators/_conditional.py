@@ -20,8 +20,9 @@ from ..transform._inner import Inner
 from ..transform._timing import Period, Periodic, Switch, Windows
 from ..transform._transform import Needs, Reduction, Transform, check_transform
 from ..transform._weights import check_weight
+from ..tree._choose import choose_state
 from ..tree._placement import Summed
-from ..tree._tree import State, Tree, choose_state, device_of, to_device, with_changes
+from ..tree._tree import State, Tree, device_of, to_device, with_changes
 
 
 class SwitchState(NamedTuple):

@@ -17,8 +17,9 @@ from ..transform._counter import check_state, counts_steps
 from ..transform._timing import Period, Periodic
 from ..transform._transform import Needs, Transform, check_transform
 from ..transform._weights import Over, check_weight
+from ..tree._choose import choose_state
 from ..tree._placement import Averaged, Summed
-from ..tree._tree import State, Tree, choose_state, map_with_path, named_leaves, where, with_changes
+from ..tree._tree import State, Tree, map_with_path, named_leaves, where, with_changes
 from ._window import WindowMean, at_least_f32, check_reduces, like, no_weight
 
 

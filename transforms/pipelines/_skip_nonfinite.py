@@ -12,7 +12,8 @@ from ..step_param._optimizer import Optimizer
 from ..transform._call import Call
 from ..transform._inner import Inner
 from ..transform._transform import Reduction, Transform, check_transform
-from ..tree._tree import State, Tree, all_finite, choose_state, where, with_changes, zeros_like
+from ..tree._choose import choose_state
+from ..tree._tree import State, Tree, all_finite, where, with_changes, zeros_like
 from ._fuse import pipeline_of
 from ._pipeline import Pipeline, Skips
 

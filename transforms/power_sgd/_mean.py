@@ -125,7 +125,7 @@ def make_transform(
         real(leaves, "power_sgd")
         if call.wire is not None:
             refuse_derivative(leaves.values(), "differentiate through the hook without its codec")
-        share, memory, rider = share_in(call, over), call.memory, Rider(call)
+        share, memory, rider = share_in(call, over).to(device_of(leaves.values())), call.memory, Rider(call)
         known = dict[str, Tensor]()
         if memory is not None:
             mine = {path: leaf for path, leaf in leaves.items() if path in memory}
@@ -161,7 +161,7 @@ def low_rank_mean(
     """The mean of leaves; the leaves with a factor in `q` are sent as two factors."""
     axis, over, ranks = settings.axis, settings.over, axis_size(settings.axis)
     device = device_of(leaves.values())
-    mine, rider = FeedbackWeight(*given.share.to(device), given.flush), given.rider
+    mine, rider = FeedbackWeight(*given.share, given.flush), given.rider
     coded = given.wire is not None
     dtype = torch.float32 if coded else lane_dtype(leaf.dtype for leaf in leaves.values())
     factor, sums_of = (mine.factor if rider.goes_along else None), (1 if coded else ranks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor
 from ..transform._call import Call
 from ..transform._transform import Transform
 from ..transform._weights import check_weight
-from ..tree._tree import State, Tree, choose_state, readable_without_sync, to_device, where
+from ..tree._choose import choose_state
+from ..tree._tree import State, Tree, readable_without_sync, to_device, where
 
 # A bool where the host knows it, a 0-d bool tensor otherwise.
 Flag: TypeAlias = "bool | Tensor"
@@ -41,11 +43,10 @@ class Effect(NamedTuple):
     def keep(self, new: Any, old: Any) -> Any:
         """The state after the step, or the state before it with advanced host counters.
 
-        Each argument may be a function that returns the state.
+        Each argument may be a function that returns the state; see `choose_state`.
         """
         if self.steps is True:
             return new
-        new, old = (state() if callable(state) else state for state in (new, old))
         return choose_state(torch.as_tensor(self.steps), new, old)
 
     def where(self, new: Tree, old: Tree) -> Tree:
@@ -79,10 +80,10 @@ class Effect(NamedTuple):
             params: The parameters, where `values` are others.
         """
         at_end = call.inside(weight=self.weight(call.weight), persistent=True)
-        new = transform.run(values, state, values if params is None else params, at_end)
+        run = partial(transform.run, values, state, values if params is None else params, at_end)
         if self.raises is False:
-            return new
-        return choose_state(~torch.as_tensor(self.raises), new, (values, state))
+            return run()
+        return choose_state(~torch.as_tensor(self.raises), run, (values, state))
 
 
 FLUSH = Effect(False)  # of a flush, in which no step is taken; recognised by identity

@@ -6,7 +6,7 @@ ranks (all_to_all), decodes them, takes their weighted mean in float32, and send
 take the same mean: one exchange, encoded once.
 
 Every row ends with the weight, in float64. The words of the lane are summed like the gradients: each rank sums some of
-them.
+them. Of several buckets only the first one's rows have such an end: its weights are those of all buckets.
 """
 
 from __future__ import annotations
@@ -18,16 +18,19 @@ import torch
 from torch import Tensor
 
 from .._axis_env import AxisName
+from .._devices import is_host
 from ..axes._collectives import axis_index, axis_size
 from ..axes._gather_scatter import all_gather, all_to_all
 from ..axes._primitive import names, note
 from ..codecs._codec import Codec, as_bytes, read
 from ..codecs._rows import encode_rows
+from ..transform._rider import EMPTY, Rider
 from ..tree._tree import plain, to_device
 
 Map: TypeAlias = Callable[[Tensor], Tensor]
-# Floats that are decoded at a time: all ranks' floats do not fit a CPU's cache.
-_DECODED = 2**17
+Key: TypeAlias = Tensor | int  # of the random bits of a stochastic codec; see `encode_rows`
+# Floats that are decoded at a time: all ranks' floats do not fit a CPU's cache, and much memory is not given to one launch.
+_DECODED, _DECODED_IN_A_LAUNCH = 2**17, 2**25
 
 
 class Term(NamedTuple):
@@ -40,11 +43,22 @@ class Term(NamedTuple):
     # The multiplier of `floats`, where it is not `factor`; `lost` and `coded` are then computed.
     times: Tensor | None = None
     positions: Tensor | None = None  # (n,) int32, the position of each float, for a stochastic codec; see `places_of`
+    rider: Rider = EMPTY  # the owner of the words
 
-    @property
-    def header(self) -> Tensor:
-        """The first words of every row, float64."""
-        return torch.stack([self.factor] if self.times is None else [self.factor, self.times])
+    def ends(self, rows: int) -> Tensor:
+        """The end of every row, (rows, words) float64: the weight, `times` if it is given, and a part of the words."""
+        if not self.rider.goes_along:
+            return self.words.view(1, 0).expand(rows, 0)
+        head = [self.factor] if self.times is None else [self.factor, self.times]
+        share = -(-len(self.words) // rows)
+        return torch.cat([*(x.view(1, 1).expand(rows, 1) for x in head), cut(self.words, rows, share)], dim=1)
+
+
+class Parts(NamedTuple):
+    """The parts of the ranks in a mean."""
+
+    total: Tensor  # the sum of their weights, 0-d float64
+    each: tuple[Tensor, ...]  # the factors of their floats, 0-d float32
 
 
 class Reduced(NamedTuple):
@@ -74,7 +88,7 @@ def coded_mean(term: Term, axis: AxisName, out: Tensor | None = None, map_mean: 
         )
     for i, name in reversed(list(enumerate(names(axis)))):
         # Ranks with equal inputs must use equal random bits.
-        rank, group = (axis_index(names(axis)[:n]) for n in (i + 1, i))
+        rank, group = (axis_index(names(axis)[:n]) if term.codec.stochastic else 0 for n in (i + 1, i))
         ranks = axis_size(name)
         if ranks == 1:
             mean = torch.where(term.factor > 0, term.floats, torch.zeros_like(term.floats))
@@ -88,14 +102,18 @@ def coded_mean(term: Term, axis: AxisName, out: Tensor | None = None, map_mean: 
     return reduced
 
 
-def _in_chunks(term: Term, axis: str, rank: Tensor, group: Tensor, message: int, map_mean: Map) -> Reduced:
+def _in_chunks(term: Term, axis: str, rank: Key, group: Key, message: int, map_mean: Map) -> Reduced:
     """The mean in two messages: every rank reduces one chunk, and sends its mean to all ranks."""
-    ranks, n, here = axis_size(axis), len(term.floats), to_device(term.floats.device, axis_index(axis))
+    ranks, n = axis_size(axis), len(term.floats)
     reduced = _sent(term, axis, ranks, lambda rows: all_to_all(rows, axis), rank, message)
     mean, size, lost = map_mean(reduced.mean), len(reduced.mean), reduced.lost
-    places = None if term.positions is None else cut(term.positions, ranks, size).index_select(0, here.view(1))
+    here, places = torch.empty(0), None  # the index of this rank is only copied to a device where it is used
+    if term.positions is not None or lost is not None:
+        here = to_device(term.floats.device, axis_index(axis))
+    if term.positions is not None:
+        places = cut(term.positions, ranks, size).index_select(0, here.view(1))
     answer = encode_rows(term.codec, mean.unsqueeze(0), group, message, places, answer=True)
-    back, words = _parts(term.codec, all_gather(row_of(answer, reduced.words.unsqueeze(0))[0], axis), size)
+    back, words = _split(term.codec, all_gather(row_of(answer, reduced.words.unsqueeze(0))[0], axis), size)
     if lost is not None:
         again = encoding_error(mean, term.codec.decode(answer, size)[0], reduced.total)
         is_here = torch.arange(ranks, device=again.device).unsqueeze(1) == here
@@ -105,7 +123,7 @@ def _in_chunks(term: Term, axis: str, rank: Tensor, group: Tensor, message: int,
 
 
 def gathered_mean(
-    term: Term, axis: AxisName, out: Tensor | None = None, rank: Tensor | None = None, message: int = 0
+    term: Term, axis: AxisName, out: Tensor | None = None, rank: Key | None = None, message: int = 0
 ) -> Reduced:
     """`coded_mean` in which every rank receives all ranks' codes and takes the mean itself.
 
@@ -114,21 +132,21 @@ def gathered_mean(
     Args:
         rank, message: The keys of the random bits; see `encode_rows`.
     """
-    rank = axis_index(axis) if rank is None else rank
+    if rank is None:
+        rank = axis_index(axis) if term.codec.stochastic else 0
     return _sent(term, axis, 1, lambda rows: all_gather(rows[0], axis), rank, message, out)
 
 
 def _sent(
-    term: Term, axis: AxisName, rows: int, move: Map, rank: Tensor, message: int, out: Tensor | None = None
+    term: Term, axis: AxisName, rows: int, move: Map, rank: Key, message: int, out: Tensor | None = None
 ) -> Reduced:
     """The mean of the rows that `move` brings, from this rank's floats and words in as many rows as it sends."""
     n = len(term.floats)
-    size, share = -(-n // rows), -(-len(term.words) // rows)
+    size = -(-n // rows)
     note(axis, f"{n} floats")
     places = None if term.positions is None else cut(term.positions, rows, size)
     codes = encode_rows(term.codec, cut(term.floats, rows, size), rank, message, places)
-    words = torch.cat([term.header.expand(rows, -1), cut(term.words, rows, share)], dim=1)
-    reduced = weighted_mean(term, move(row_of(codes, words)), size, out)
+    reduced = weighted_mean(term, axis, move(row_of(codes, term.ends(rows))), size, out)
     return reduced if term.times is None else with_error(reduced, term, term.codec.decode(codes, size).flatten()[:n])
 
 
@@ -148,28 +166,37 @@ def cut(x: Tensor, rows: int, size: int) -> Tensor:
     return (torch.nn.functional.pad(x, (0, gap)) if gap else x).view(rows, size)
 
 
-def weighted_mean(term: Term, data: Tensor, n: int, out: Tensor | None = None) -> Reduced:
-    """The weighted mean of the ranks' rows, the sum of the weights and the sums of the words behind the header.
+def weighted_mean(term: Term, axis: AxisName, data: Tensor, n: int, out: Tensor | None = None) -> Reduced:
+    """The weighted mean of the ranks' rows, the sum of the weights and the sums of the words.
 
     Args:
+        term: This rank's term; the ends of its rows are like those of the others.
         n: The number of floats of a row.
-        term: This rank's term; those of the others have as many words in the header, of which the last is the multiplier.
     """
-    (codes, words), head = _parts(term.codec, data, n), len(term.header)
-    total = words[:, 0].sum()
-    one = total / total  # 1, but NaN where `total` is infinite: x / inf would be 0
-    # If no rank has weight, flushed residuals are ignored.
-    first, *others = torch.where(total == 0, 0.0, words[:, head - 1] / total * one).to(torch.float32).unbind(0)
+    codes, ends = _split(term.codec, data, n)
+    sums, head = term.words, 1 if term.times is None else 2
+    if term.rider.goes_along:
+        sums = ends.sum(0)
+
+    def parts() -> Parts:
+        total = sums[0]
+        one = total / total  # 1, but NaN where `total` is infinite: x / inf would be 0
+        # If no rank has weight, flushed residuals are ignored.
+        each = torch.where(total == 0, 0.0, ends[:, head - 1] / total * one).to(torch.float32)
+        return Parts(total, each.unbind(0))
+
+    total, (first, *others) = term.rider.once(f"parts over {axis}", parts)
     rows = _decoded(term.codec, codes, n)
     mean = torch.mul(next(rows), first, out=out)
     for row, factor in zip(rows, others, strict=True):
         mean = mean.addcmul_(row, factor) if plain(row) else mean.addcmul(row, factor)
-    return Reduced(mean, total, words[:, head:].sum(0))
+    return Reduced(mean, total, sums[head:] if term.rider.goes_along else sums)
 
 
 def _decoded(codec: Codec, codes: Tensor, n: int) -> Iterator[Tensor]:
     """The rows, decoded a few at a time. No variable keeps a row, so that its memory serves the next ones."""
-    for some in codes.split(max(1, _DECODED // max(1, n))):
+    floats = _DECODED if is_host(codes.device) else _DECODED_IN_A_LAUNCH
+    for some in codes.split(max(1, floats // max(1, n))):
         yield from codec.decode(some, n).unbind(0)
 
 
@@ -180,7 +207,7 @@ def row_of(codes: Tensor, words: Tensor) -> Tensor:
     return torch.cat([codes, as_bytes(words)], dim=1) if words.shape[1] else codes
 
 
-def _parts(codec: Codec, data: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """The codes of n floats, and the words, (rows, words), of rows of bytes."""
+def _split(codec: Codec, data: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """The codes of n floats, and the end, (rows, words), of rows of bytes."""
     width = codec.width(n)
     return data[:, :width], read(data[:, width + -width % 8 :], torch.float64)

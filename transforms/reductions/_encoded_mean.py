@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 
 import optree
@@ -47,23 +48,25 @@ def encoded_mean(
     real(of, "an encoded mean")
     refuse_derivative(of.values(), "differentiate through the hook without its codec, or detach the gradients")
     device, wire, memory = device_of(of.values()), call.wire, call.memory
-    share = share.to(device)
+    share = share._replace(factor=rider.once("factor", lambda: share.to(device).factor))
     flat, words = ravel(of.values(), device), rider.words(torch.float64, 1, device)
     room = flat if call.donated and plain(flat) and flat.is_contiguous() else None
     positions = places_of(of, device) if wire.stochastic else None
-    term = Term(wire, share.masked(flat), share.factor, words, positions=positions)
+    term = Term(wire, share.masked(flat), share.factor, words, positions=positions, rider=rider)
     divisor = 1 if over is None else axis_size(axis) if over == "world" else None
 
     def run(term: Term) -> Reduced:
+        if not (len(term.floats) or rider.goes_along):  # there is nothing to send
+            return Reduced(term.floats, rider.total, term.words, term.floats, term.floats)
         return reduce(term, axis, out=room)
 
     if memory is None:
         reduced = run(term)
     else:
-        errors = memory.residuals(of, share)
+        errors = memory.residuals(of, share, rider.once)
         reduced, residual = with_residual(run, term, share.known, ravel(errors, device), memory.flush)
         of_sums = reduced.total if divisor is None else torch.full_like(reduced.total, divisor)
-        memory.keep(of, split(residual, errors), share, of_sums)
+        memory.keep(of, split(residual, errors), share, of_sums, rider.once)
         if memory.per_rank and reduced.coded is not None:
             memory.coded.update(zip(of, split(reduced.coded, errors), strict=True))
     mean, total = reduced.mean, reduced.total
@@ -89,7 +92,7 @@ def with_residual(
         floats = torch.where(times > 0, summed / nonzero_or_one(times).to(torch.float32), 0.0)
     else:
         summed = error  # of use only where nothing is sent
-        times = torch.full_like(term.factor, scale)
+        times = term.rider.once("times", lambda: torch.full_like(term.factor, scale))
         if known:
             floats = torch.add(error, term.floats, alpha=known)
             floats = floats if scale == 1.0 else floats.div_(scale)  # its memory is not needed twice
@@ -105,7 +108,11 @@ def with_residual(
     if readable_without_sync(reduced.mean) and bool(torch.isfinite(reduced.mean.sum()) & counted):
         return reduced, residual
     # The old one where the mean is not finite or no rank has weight: no step is taken then.
-    return reduced, torch.where(torch.isfinite(reduced.mean).all() & counted, residual, error)
+    fine = counted
+    if reduced.mean.numel():
+        fine = fine & (torch.linalg.vector_norm(reduced.mean, math.inf) < math.inf)
+    # The new one is fresh in any case: it is a difference, or a sum.
+    return reduced, torch.where(fine, residual, error, out=residual if plain(residual, error) else None)
 
 
 def ravel(leaves: Iterable[Tensor], device: torch.device | None, dtype: torch.dtype = torch.float32) -> Tensor:

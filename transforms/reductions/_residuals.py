@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..transform._weights import RankWeight, nonzero_or_one
 from ..tree._tree import Tree, named_leaves, readable_without_sync, to_device
+
+T = TypeVar("T")
+Once: TypeAlias = Callable[[str, Callable[[], Any]], Any]
+
+
+def at_once(name: str, make: Callable[[], Any]) -> Any:
+    return make()
 
 
 class ResidualMemory:
@@ -45,10 +52,14 @@ class ResidualMemory:
     def __contains__(self, path: str) -> bool:
         return path in self._error
 
-    def residuals(self, of: Mapping[str, Tensor], share: RankWeight) -> list[Tensor]:
-        """The residuals to send in this call, in the order of the leaves; zeros for leaves without one."""
+    def residuals(self, of: Mapping[str, Tensor], share: RankWeight, once: Once = at_once) -> list[Tensor]:
+        """The residuals to send in this call, in the order of the leaves; zeros for leaves without one.
+
+        Args:
+            once: Makes a value once for all buckets; see `Rider.once`.
+        """
         rows, table = self._rows(of)
-        factors = _scalars(_sent_part(table, share)) if rows else []
+        factors = _made("sent part", table, lambda: _scalars(_sent_part(table, share)) if rows else [], once)
         found = []
         for path, leaf in of.items():
             error = self._error[path] if path in self._error else torch.zeros_like(leaf, dtype=torch.float32)
@@ -60,18 +71,32 @@ class ResidualMemory:
             found.append(_times(error, factors[rows[path]]) if path in rows else error)
         return found
 
-    def keep(self, paths: Iterable[str], residuals: Iterable[Tensor], share: RankWeight, divisor: Tensor) -> None:
+    def keep(
+        self,
+        paths: Iterable[str],
+        residuals: Iterable[Tensor],
+        share: RankWeight,
+        divisor: Tensor,
+        once: Once = at_once,
+    ) -> None:
         """Store the new residuals. Raises ValueError if a path has a new residual already.
 
         Args:
             residuals: The remainder of gradient plus sent residual after this call's messages.
             divisor: The divisor of the sums of this call, 0-d.
+            once: As for `residuals`.
         """
+
+        def change() -> tuple[list[Any], list[Any], tuple[Tensor, ...]]:
+            if not rows:
+                return [], [], ()
+            growth, unsent, new = _change(table, share, divisor, self.flush)
+            return _scalars(growth), _scalars(unsent), new.split(1)
+
         values = {path: value for path, value in zip(paths, residuals, strict=True) if path in self._error}
         rows, table = self._rows(values)
-        if rows:
-            growth, unsent, new = _change(table, share, divisor, self.flush)
-            last, unsent_of, ratios = new.split(1), _scalars(unsent), _scalars(growth)
+        # Also without rows: the first bucket may have none, and others some.
+        ratios, unsent_of, last = _made("change", table, change, once)
         for path, value in values.items():
             if path in self.new:
                 raise ValueError(
@@ -93,11 +118,17 @@ class ResidualMemory:
                 last = self.last[path]
                 rows[path] = distinct.setdefault(id(last), (len(distinct), last))[0]
         found = [last for _, last in distinct.values()]
-        return rows, torch.cat(found) if found else torch.empty(0)
+        return rows, found[0] if len(found) == 1 else torch.cat(found) if found else torch.empty(0)
 
     def before(self, path: str) -> Tensor:
         """The residual before this call, scaled to the present divisor."""
         return _times(self._error[path], self._growth[path])
+
+
+def _made(name: str, table: Tensor, make: Callable[[], T], once: Once) -> T:
+    """What `make` makes of a table; once for all buckets that share the table with the first one."""
+    first, made = once(name, lambda: (table, make()))
+    return made if first is table else make()
 
 
 def init_last(tree: Tree) -> dict[str, Tensor]:

@@ -24,10 +24,11 @@ def coded_scatter(term: Term, axis: str, out: Tensor | None = None, *, sizes: tu
     places = [None] * ranks if term.positions is None else term.positions.unsqueeze(0).split(sizes, dim=1)
     pieces = zip(term.floats.unsqueeze(0).split(sizes, dim=1), places, strict=True)
     codes = [encode_rows(term.codec, piece, here, positions=where) for piece, where in pieces]
-    rows = [row_of(code, term.header.unsqueeze(0))[0] for code in codes]
+    end = term.ends(1)
+    rows = [row_of(code, end)[0] for code in codes]
     give, take = list(map(len, rows)), [len(rows[here])] * ranks
-    data = all_to_all_single(torch.cat(rows), axis, input_split_sizes=give, output_split_sizes=take).view(ranks, -1)
-    reduced = weighted_mean(term, data, sizes[here])
+    data = all_to_all_single(torch.cat(rows), axis, input_split_sizes=give, output_split_sizes=take)
+    reduced = weighted_mean(term, axis, data.view(ranks, take[here]), sizes[here])
     if term.times is None:
         return reduced
     return with_error(reduced, term, decode_pieces(term.codec, torch.cat(codes, dim=1)[0], sizes))

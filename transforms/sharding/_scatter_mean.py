@@ -17,7 +17,7 @@ from ..reductions._reduction import Sums, reduction
 from ..spec._spec import factory
 from ..transform._call import Call
 from ..transform._lane import decode_words
-from ..transform._rider import EMPTY, Rider, first_of, no_words
+from ..transform._rider import Rider, first_of, no_words
 from ..transform._transform import Transform
 from ..transform._weights import Over, RankWeight, Unit, check_over, divisor_of, lacks_unit, nonzero_or_one, unit_near
 from ..tree._tree import Tree, device_of, map_with_path, named_leaves, plain
@@ -86,7 +86,7 @@ def scatter_mean(axis: str, over: Over = "weight") -> Transform:
                 scatter = functools.partial(coded_scatter, sizes=pieces.sizes(k))
                 into = functools.partial(_like, pieces, k, of)
                 given = pieces.with_padding(k, of)
-                slices.update(encoded_mean(given, axis, share, over, EMPTY, call, scatter, into).out)
+                slices.update(encoded_mean(given, axis, share, over, rider.without_words(), call, scatter, into).out)
             else:
                 sums.append(_scatter(pieces, k, share.times(pieces.pack(k, of), scale), axis))
         total, words = found or (rider.total, no_words())

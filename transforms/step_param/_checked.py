@@ -124,14 +124,48 @@ def guarded(step: Callable[..., None], lists: bool) -> Callable[..., None]:
             divided = [grad.contiguous() if 0 in grad.stride() else grad for grad in (grads if lists else [grads])]
             torch._foreach_div_(divided, grad_scale)
             grads = divided if lists else divided[0]
-        given: Any = (params, states)
-        leaves = [] if found_inf is None else optree.tree_leaves(given)
-        before = [(leaf, leaf.clone()) for leaf in leaves if isinstance(leaf, Tensor)]
-        step(params, grads, states)
-        for leaf, old in before:
-            leaf.copy_(torch.where(found_inf != 0, old, leaf))  # type: ignore[arg-type]
+        if found_inf is None:
+            step(params, grads, states)
+        elif lists:
+            _step_copies(step, params, grads, states, found_inf != 0)
+        else:
+            _step_copies(lambda *one: step(*(x for (x,) in one)), [params], [grads], [states], found_inf != 0)
 
     return with_guards
+
+
+_PORTION = 2**26  # bytes of parameters that are copied at a time
+
+
+def _step_copies(
+    step: Callable[..., None], params: list[Tensor], grads: list[Tensor], states: list[State], bad: Tensor
+) -> None:
+    """Step copies of parameters and states, some at a time, and take them unless `bad`: NaN in a copy stays there.
+
+    Counts that states share are written at the end, since all portions begin with them.
+    """
+    counts: dict[int, tuple[Tensor, Tensor]] = {}
+    start = size = 0
+    for end, param in enumerate(params, 1):
+        size += param.numel() * param.dtype.itemsize
+        if size < _PORTION and end < len(params):
+            continue
+        given: Any = (params[start:end], states[start:end])
+        leaves = {id(x): x for x in optree.tree_leaves(given) if isinstance(x, Tensor)}
+        copies = {key: torch.empty_like(x) for key, x in leaves.items()}
+        torch._foreach_copy_(list(copies.values()), list(leaves.values()))
+        new_params, new_states = optree.tree_map(lambda x, of=copies: of.get(id(x), x), given)
+        step(new_params, grads[start:end], new_states)
+        del new_params, new_states
+        for key, old in leaves.items():
+            new = copies.pop(key)
+            if old.dim():
+                torch.where(bad, old, new, out=old)
+            else:
+                counts[key] = old, new
+        start, size = end, 0
+    for old, new in counts.values():
+        torch.where(bad, old, new, out=old)
 
 
 def _keywords(step: Callable[..., Any], name: str) -> set[str] | None:

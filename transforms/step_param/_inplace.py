@@ -101,7 +101,10 @@ def in_place(kernel: Kernel, common: tuple[str, ...] = ("step",)) -> Callable[..
     """
 
     def step_params_(params: list[Tensor], grads: list[Tensor], states: list[Any]) -> None:
-        apart = [state._replace(**{name: getattr(state, name).clone() for name in common}) for state in states]
+        counts = [torch.stack([getattr(state, name) for state in states]).unbind(0) for name in common]
+        apart = [
+            state._replace(**dict(zip(common, own, strict=True))) for state, *own in zip(states, *counts, strict=True)
+        ]
         kernel(params, grads, apart)
         for name in common:
             getattr(states[0], name).copy_(getattr(apart[0], name))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,9 +16,13 @@ from torch import Tensor
 from ._call import ALONE, Call
 from ._lane import check_lane, encode_words, lane_dtype, wide_scalar
 
+T = TypeVar("T")
+
 
 class BucketSums:
-    """The sums of a step that only the messages of its first bucket carry, for the calls on all its buckets.
+    """What is made once in a step, in the call on its first bucket, for the calls on all its buckets.
+
+    The sums of the rider are such: only the messages of the first bucket carry it.
 
     Every bucket runs the same reductions in the same order, so the n-th one of a bucket takes the sums of the n-th one of
     the first.
@@ -29,13 +34,13 @@ class BucketSums:
 
     dtype: torch.dtype
 
-    __slots__ = ("_first", "_found", "_next", "_pause", "dtype")
+    __slots__ = ("_first", "_kept", "_made", "_next", "_pause", "dtype")
 
     def __init__(self, dtype: torch.dtype, first: BucketSums | None = None) -> None:
         self.dtype, self._first = dtype, first
         self._pause: Callable[[], bool] | None = None
-        self._found: list[tuple[Tensor, dict[str, Tensor]]] = []
-        self._next = 0
+        self._made: dict[tuple[int, str], Any] = {}  # by the number of the reduction
+        self._next = self._kept = 0
 
     @property
     def is_first(self) -> bool:
@@ -57,7 +62,8 @@ class BucketSums:
 
     def keep(self, found: tuple[Tensor, dict[str, Tensor]]) -> None:
         """Keep the sums of the first bucket's next reduction."""
-        self._found.append(found)
+        self._made[self._kept, ""] = found
+        self._kept += 1
 
     def of(self, number: int) -> tuple[Tensor, dict[str, Tensor]]:
         """The sums of a reduction of the first bucket.
@@ -65,16 +71,34 @@ class BucketSums:
         Raises:
             RuntimeError: the first bucket has run fewer reductions.
         """
+        found: tuple[Tensor, dict[str, Tensor]] = self._of_first(number, "")
+        return found
+
+    def once(self, number: int, name: str, make: Callable[[], T]) -> T:
+        """What a reduction makes in the call on the first bucket.
+
+        Args:
+            number: The number of the reduction.
+            name: The name of the value, one of several.
+            make: Makes it.
+        """
+        if self._first is None:
+            self._made[number, name] = made = make()
+            return made
+        found: T = self._of_first(number, name)
+        return found
+
+    def _of_first(self, number: int, name: str) -> Any:
         assert self._first is not None
-        found = self._first._found
-        while len(found) <= number and self._pause is not None and self._pause():
+        made, kept = self._first._made, self._first._kept
+        while (number, name) not in made and self._pause is not None and self._pause():
             pass
-        if len(found) <= number:
+        if (number, name) not in made:
             raise RuntimeError(
-                f"a transform runs its reduction {number} on one bucket, but only {len(found)} on the first; a reduction must run on "
+                f"a transform runs its reduction {number} on one bucket, but only {kept} on the first; a reduction must run on "
                 f"every bucket, also where it has no leaves"
             )
-        return found[number]
+        return made[number, name]
 
 
 class Rider:
@@ -92,6 +116,12 @@ class Rider:
         carries = self._sums is None or self._sums.is_first
         self._lane = dict(call.lane) if call.lane and carries else {}
 
+    def without_words(self) -> Rider:
+        """The same rider for messages that do not carry its words."""
+        other = object.__new__(Rider)
+        other._sums, other._number, other._lane = self._sums, self._number, {}
+        return other
+
     @property
     def total(self) -> Tensor:
         """The sum of the ranks' factors in the first bucket's message, in a call on another bucket."""
@@ -102,6 +132,10 @@ class Rider:
     def goes_along(self) -> bool:
         """Whether this call's message carries the factor and the rider."""
         return self._sums is None or self._sums.is_first
+
+    def once(self, name: str, make: Callable[[], T]) -> T:
+        """What the reduction makes once for all buckets, in the call on the first one."""
+        return make() if self._sums is None else self._sums.once(self._number, name, make)
 
     def dtype(self, leaves: Iterable[Tensor]) -> torch.dtype:
         """The dtype of words in a message with these leaves that is not encoded."""
@@ -118,7 +152,7 @@ class Rider:
         """
         given = self._lane if factor is None else {"total": factor, **self._lane}
         if not given:
-            return torch.zeros(0, dtype=dtype, device=device)
+            return torch.empty(0, dtype=dtype, device=device)
         values = [wide_scalar(name, value, device, dtype, ranks) for name, value in given.items()]
         return encode_words(torch.stack(values), dtype, ranks)
 

@@ -96,7 +96,10 @@ class RankWeight(NamedTuple):
     known: float | None  # the factor where the host knows it; 1 and 0 then cost nothing
 
     def to(self, device: torch.device | None) -> RankWeight:
-        return self._replace(factor=to_device(device, self.factor))
+        """The same factor on a device, without a copy from the host where it is a number."""
+        if self.known is None or device is None or device == self.factor.device:
+            return self._replace(factor=to_device(device, self.factor))
+        return self._replace(factor=torch.full((), self.known, dtype=self.factor.dtype, device=device))
 
     def masked(self, x: Tensor) -> Tensor:
         """`x`, or zeros if this rank's factor is 0, whatever `x` contains: 0 * nan would be nan."""

@@ -25,6 +25,15 @@ def restrict(state: State, paths: Collection[str], chosen: Collection[str]) -> S
     return _zip([state], lambda dicts: {p: v for p, v in dicts[0].items() if p in chosen}, set(paths))
 
 
+def only(state: State, paths: Collection[str], path: str, name: str) -> State:
+    """A state of one path alone, under another name.
+
+    >>> only(({"a": 1, "b": 2}, 3), ["a", "b"], "b", "c")
+    ({'c': 2}, 3)
+    """
+    return _zip([state], lambda dicts: {name: dicts[0][path]} if path in dicts[0] else {}, set(paths))
+
+
 def merge(states: Sequence[State], paths: Collection[str]) -> State:
     """One state from the states of all buckets; common values are taken from the first.
 

@@ -84,29 +84,6 @@ def where(condition: Tensor, a: Tree, b: Tree) -> Tree:
     return optree.tree_map(choose, a, b)
 
 
-def choose_state(fine: Tensor, new: State, old: State) -> State:
-    """`new` where `fine`, `old` otherwise; host counters are always those of `new`, since they count calls.
-
-    A state with a method `choose(fine, old)` is replaced by the result of that method.
-    """
-
-    if not isinstance(new, (tuple, dict)) and new is old:  # the compiler compares no containers by identity
-        return new
-    if isinstance(new, Tensor) and isinstance(old, Tensor):
-        all_of = (new, old) if new.dim() else (new, old, fine)
-        # On the host it would have to wait for the device.
-        device = next((x.device for x in all_of if x.device.type != "cpu"), new.device)
-        return torch.where(to_device(device, fine), to_device(device, new), to_device(device, old))
-    if type(new) is type(old) and hasattr(new, "choose"):
-        return new.choose(fine, old)
-    if isinstance(new, dict) and isinstance(old, dict):  # the first call may add names, such as a lane's
-        return {key: choose_state(fine, part, old[key]) if key in old else part for key, part in new.items()}
-    if isinstance(new, (tuple, list)) and type(new) is type(old) and len(new) == len(old):
-        parts = [choose_state(fine, n, o) for n, o in zip(new, old, strict=True)]
-        return type(new)(*parts) if hasattr(new, "_fields") else type(new)(parts)
-    return new
-
-
 def fields(state: State) -> list[Any]:
     """The fields of an optimizer's state, including those of states inside it; None for fields that are None."""
     return optree.tree_leaves(state, none_is_leaf=True)
@@ -145,13 +122,14 @@ def plain(*trees: Tree) -> bool:
 
     If so, fresh copies of them may be changed in place.
     """
-    if _transformed():
+    if transformed():
         return False
     given: Tree = trees
     return not (torch.is_grad_enabled() and any([t.requires_grad for t in optree.tree_leaves(given)]))
 
 
-def _transformed() -> bool:
+def transformed() -> bool:
+    """Whether something differentiates, maps or traces what runs."""
     return (
         torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling() or forward_ad._current_level >= 0
     )
@@ -191,7 +169,7 @@ def readable_without_sync(x: Tensor) -> bool:
     """
     if type(x) is not Tensor or not x.is_cpu or (x.requires_grad and torch.is_grad_enabled()):
         return False
-    return not _transformed() and torch._C._len_torch_dispatch_stack() == 0
+    return not transformed() and torch._C._len_torch_dispatch_stack() == 0
 
 
 def has_no_data(tree: Tree) -> bool:
