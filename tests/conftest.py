@@ -2,8 +2,10 @@ import os
 import signal
 import zlib
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import settings
 
 from tests.pool import Pool
@@ -21,6 +23,27 @@ def pool() -> Iterator[Pool]:
     """Real ranks: `pool.run(n, function, *args)`."""
     workers = Pool()
     yield workers
+    workers.close()
+
+
+ON_GPUS = [pytest.mark.nccl, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and NCCL")]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        "gloo",
+        pytest.param("cpu:gloo,cuda:nccl", marks=ON_GPUS),
+        pytest.param("nccl", marks=ON_GPUS),  # without a backend for messages from the host
+    ],
+)
+def ranks(request: pytest.FixtureRequest) -> Iterator[tuple[str, Pool]]:
+    """A device, and real ranks for its tensors: the CPU with gloo, and GPUs with NCCL. One GPU will do (see pool.py)."""
+    if request.param == "gloo":
+        yield "cpu", request.getfixturevalue("pool")
+        return
+    workers = Pool(request.param)
+    yield "cuda", workers
     workers.close()
 
 
