@@ -1,8 +1,8 @@
+import gc
 import os
 import signal
 import zlib
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -47,6 +47,18 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[tuple[str, Pool]]:
     workers.close()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection() -> None:
+    """Nothing that is collected is garbage."""
+    gc.disable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    gc.enable()
+    gc.freeze()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="run the long tables whole")
 
@@ -54,9 +66,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what needs another transport; without --long also the long tables, and most of what is to be sampled.
 
-    Tests that are named, by -k or by their paths with "::", are run whole.
+    Tests that are named, by -k, by -m nccl or by their paths with "::", are run whole.
     """
-    named = bool(config.option.keyword) or any("::" in str(arg) for arg in config.args)
+    named = (
+        bool(config.option.keyword) or config.option.markexpr == "nccl" or any("::" in str(arg) for arg in config.args)
+    )
     long, gloo = config.getoption("--long") or named, os.environ.get("FJOIN_TRANSPORT", "gloo") == "gloo"
 
     def is_out(item: pytest.Item) -> bool:

@@ -108,6 +108,7 @@ def consumed(n: int, saved: Any, until: tuple[int, int] | None) -> tuple[list[tu
     return seen, saved
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("n", [40, 43])
 @pytest.mark.parametrize("ranks", [(1, 3), (3, 2), (4, 1), (2, 4)])
 def test_another_number_of_ranks_takes_the_samples_that_are_left(n: int, ranks: tuple[int, int]) -> None:

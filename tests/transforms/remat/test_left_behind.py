@@ -27,7 +27,7 @@ GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 MODES = ("plain", "twice", "grad", "rows")
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(24)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", OPS)
