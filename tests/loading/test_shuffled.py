@@ -61,6 +61,7 @@ def batches_of(n: int, size: int, epoch: int, first: int = 0, **options: Any) ->
     return list(sampler)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("n, size", [(0, 4), (1, 4), (12, 4), (13, 4), (14, 5), (29, 7), (30, 4)])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_each_epoch_visits_every_sample_once(n: int, size: int, ranks: int) -> None:

@@ -23,6 +23,7 @@ FED_BACK_INSIDE: dict[str, Callable[[], tx.Transform]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("codec", [tx.bfloat16, tx.int8], ids=["bfloat16", "int8"])
 @pytest.mark.parametrize("hook", FED_BACK_INSIDE)
 def test_compress_around_error_feedback(hook: str, codec: Any) -> None:

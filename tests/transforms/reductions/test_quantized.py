@@ -84,6 +84,7 @@ def test_leaves_of_all_dtypes(name: str, engine: Any) -> None:
         assert on_ranks(name, coded, [{}] * n) == [{}] * n
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("engine", ["lockstep", "vmap"])
 @pytest.mark.parametrize("codec", CODECS)
 def test_over_two_axes(codec: str, engine: Any) -> None:
@@ -130,6 +131,7 @@ def test_single_rank_does_not_encode(name: str) -> None:
     assert same_bits(got, want) and got["a"].data_ptr() != x["a"].data_ptr()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("engine", ["lockstep", "vmap"])
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("name", ["psum", "all_gather", "all_to_all"])

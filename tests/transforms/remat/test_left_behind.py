@@ -37,6 +37,7 @@ def test_each_operation_alone(name: str, policy: str, mode: str) -> None:
         check(Case((name, "sin", name), "tensor", policy, "remat", mode, "nothing"))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("around", [name for name in AROUND if name != "autocast"])
 @pytest.mark.parametrize("result", RESULTS)
 def test_each_result(result: str, around: str) -> None:

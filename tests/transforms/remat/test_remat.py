@@ -157,6 +157,7 @@ AGAIN = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("transform", ["plain", "grad", "vjp"])
 @pytest.mark.parametrize("policy", AGAIN)
 def test_saved_values_are_not_recomputed(policy: str, transform: str) -> None:
