@@ -42,7 +42,7 @@ def _run(rank: int, report: Any, name: str) -> None:
     report((ended.value.code, out.getvalue()))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipe(name: str, ranks: int) -> None:

@@ -22,7 +22,7 @@ ROWS = [
 ]  # fmt: skip
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("make", ROWS)
 @pytest.mark.parametrize("bucket_bytes", [1, 10**6])
 def test_a_step_is_the_pure_pipelines(make: Any, bucket_bytes: int) -> None:

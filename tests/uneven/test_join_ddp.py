@@ -77,7 +77,7 @@ def check(
             assert max_diff(own_state, state) < tolerance
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("counts", [[3, 1], [0, 2, 4], [2, 2], [1, 3, 3]], ids=str)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("order", ["ddp first", "optimizer first"])

@@ -60,7 +60,7 @@ DONATING: dict[str, tx.Transform] = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("form", ["flat", "tree"])
 @pytest.mark.parametrize("kind", DONATING)

@@ -24,7 +24,7 @@ def all_quantized(monkeypatch: pytest.MonkeyPatch, codec: tx.Codec) -> None:
         monkeypatch.setattr(tx, name, tx.quantized(getattr(tx, name), codec))
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize(("op", "engine"), SERVED_OPS)
 def test_meaning(monkeypatch: pytest.MonkeyPatch, op: str, codec: str, engine: Any) -> None:
@@ -109,7 +109,7 @@ def test_over_two_axes(codec: str, engine: Any) -> None:
             assert name == "psum_scatter" or same_bits(got[r], got[0])
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("name", SERVED)
