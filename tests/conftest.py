@@ -18,6 +18,14 @@ settings.load_profile("fjoin")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """As `torch.manual_seed(0)`, which keeps a traceback for each kind of device that is not used yet."""
+    torch.default_generator.manual_seed(0)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(0)
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """Real ranks: `pool.run(n, function, *args)`."""
