@@ -26,7 +26,6 @@ AVERAGES: dict[str, Callable[[], tx.Transform]] = {
 }
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("law", AVERAGE_LAWS)
 @pytest.mark.parametrize("name", AVERAGES)
 def test_average(name: str, law: Any) -> None:
