@@ -3,25 +3,28 @@ PYTHON ?= python3
 BIN = .venv/bin
 PIP = $(BIN)/pip --disable-pip-version-check --quiet
 export OMP_NUM_THREADS = 1
+# The tests start many interpreters, which would otherwise compile the modules anew where the environment forbids to write them.
+export PYTHONDONTWRITEBYTECODE =
+PYTEST = -m pytest -q -n auto --maxprocesses 4 --dist worksteal
 
-.PHONY: demo docs test test-docs test-all test-newest test-oldest test-frameworks types lint bench gpu clean
+.PHONY: demo docs test test-docs test-all test-newest test-oldest test-frameworks types lint style bench gpu clean
 
 demo: .venv/installed
 	$(BIN)/torchrun --standalone --nproc-per-node 2 examples/uneven_text.py
 
-# On up to four workers; each has real ranks of its own, which its tests share.
-test: .venv/installed lint
-	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal
+# On up to four workers; each has real ranks of its own, which its tests share. mypy runs beside them, and both must pass.
+test: .venv/installed style
+	$(BIN)/mypy & $(BIN)/python $(PYTEST); tests=$$?; wait $$! && exit $$tests
 
-test-all: .venv/installed lint
-	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal --long
+test-all: .venv/installed style
+	$(BIN)/mypy & $(BIN)/python $(PYTEST) --long; tests=$$?; wait $$! && exit $$tests
 
 # The two ends of the range of torch: the newest release that pip finds, and the least that pyproject.toml allows.
 test-newest: .venv-newest/installed
-	.venv-newest/bin/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal
+	.venv-newest/bin/python $(PYTEST)
 
 test-oldest: .venv-oldest/installed
-	.venv-oldest/bin/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal
+	.venv-oldest/bin/python $(PYTEST)
 
 .venv-newest/installed: TORCH = torch
 .venv-oldest/installed: TORCH = $(shell sed -n 's/.*"torch>=\([0-9.]*\).*/torch==\1.*/p' pyproject.toml)
@@ -49,10 +52,12 @@ docs: .venv/docs-installed
 
 .PHONY: demo docs test test-docs test-all test-newest test-oldest test-frameworks types lint bench clean
 
-lint: .venv/installed
+lint: style
+	$(BIN)/mypy
+
+style: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 
 # On a machine with a GPU, in at most 45 minutes: five parts, each of which writes its section of docs/gpu_report.md.
 gpu: .venv/installed

@@ -41,7 +41,7 @@ STEP_ROOMS = ("fjoin/buckets", "fjoin/agreement", "fjoin/reducer", "fjoin/traini
 class Source(NamedTuple):
     path: str  # from the repository's root
     text: str
-    tree: ast.Module
+    nodes: list[ast.AST]  # all nodes of its syntax tree
 
 
 def sources(root: Path) -> list[Source]:
@@ -52,7 +52,7 @@ def sources(root: Path) -> list[Source]:
             name = path.relative_to(root).as_posix()
             if not name.startswith("fjoin/transforms/"):
                 text = path.read_text()
-                found.append(Source(name, text, ast.parse(text)))
+                found.append(Source(name, text, [*ast.walk(ast.parse(text))]))
     return found
 
 
@@ -64,7 +64,7 @@ def has(files: list[Source], symbol: str, *parts: tuple[str, ...]) -> bool:
         ast.get_source_segment(file.text, node) or ""
         for file in files
         if file.path == path
-        for node in ast.walk(file.tree)
+        for node in file.nodes
         if isinstance(node, kinds) and node.name == name
     ]
     return any(all(any(text in one for text in some) for some in parts) for one in found)
@@ -73,7 +73,7 @@ def has(files: list[Source], symbol: str, *parts: tuple[str, ...]) -> bool:
 def code_lines(file: Source) -> int:
     """The lines that are neither empty, nor a comment, nor an import, nor in a docstring."""
     skipped = set[int]()
-    for node in ast.walk(file.tree):
+    for node in file.nodes:
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             skipped.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
@@ -87,7 +87,7 @@ def handed_keywords(files: list[Source]) -> set[str]:
     """The keywords of every `update` in `transforms` that runs another one, by their names."""
     found = set[str]()
     for file in files:
-        for node in ast.walk(file.tree) if file.path.startswith("transforms/") else ():
+        for node in file.nodes if file.path.startswith("transforms/") else ():
             if isinstance(node, ast.FunctionDef) and node.name == "update":
                 calls = [one.func for one in ast.walk(node) if isinstance(one, ast.Call)]
                 if any(isinstance(call, ast.Attribute) and call.attr in ("update", "run") for call in calls):
@@ -101,7 +101,7 @@ def axis_kinds(files: list[Source]) -> Iterator[str]:
     for file in files:
         if file.path.startswith("transforms/axes/"):
             continue
-        for node in ast.walk(file.tree):
+        for node in file.nodes:
             is_test = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance"
             if is_test and len(node.args) == 2:
                 if any(isinstance(one, ast.Name) and one.id.endswith("Axis") for one in ast.walk(node.args[1])):
@@ -120,7 +120,7 @@ def name_comparisons(files: list[Source]) -> Iterator[str]:
         )
 
     for file in files:
-        for node in ast.walk(file.tree):
+        for node in file.nodes:
             inside: list[ast.expr] = []
             if isinstance(node, ast.Compare):
                 inside = [node.left, *node.comparators]
@@ -137,9 +137,9 @@ def foreign_privates(files: list[Source]) -> Iterator[str]:
 
     Those of torch's objects are `torchs_privates`.
     """
-    ours = {node.attr for file in files for node in ast.walk(file.tree) if _is_own(node)}
+    ours = {node.attr for file in files for node in file.nodes if _is_own(node)}
     for file in files:
-        for node in ast.walk(file.tree):
+        for node in file.nodes:
             if isinstance(node, ast.ClassDef):
                 ours |= {one.name for one in node.body if isinstance(one, ast.FunctionDef)}
                 ours |= {one.target.id for one in node.body if _is_field(one)}  # type: ignore[attr-defined]
@@ -156,11 +156,11 @@ def _privates(files: list[Source]) -> Iterator[tuple[str, str]]:
     """Accesses to private attributes of other objects than modules, by name."""
     for file in files:
         modules = {"torch"}
-        for node in ast.walk(file.tree):
+        for node in file.nodes:
             if isinstance(node, (ast.Import, ast.ImportFrom)):
                 modules |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
-        own = {node.attr for node in ast.walk(file.tree) if _is_own(node)}
-        for node in ast.walk(file.tree):
+        own = {node.attr for node in file.nodes if _is_own(node)}
+        for node in file.nodes:
             if not isinstance(node, ast.Attribute) or not node.attr.startswith("_") or node.attr.endswith("_"):
                 continue
             base: ast.AST = node.value

@@ -1,9 +1,11 @@
+import gc
 import os
 import signal
 import zlib
 from collections.abc import Iterator
 
 import pytest
+import torch
 from hypothesis import settings
 
 from tests.pool import Pool
@@ -16,12 +18,53 @@ settings.load_profile("fjoin")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """As `torch.manual_seed(0)`, which keeps a traceback for each kind of device that is not used yet."""
+    torch.default_generator.manual_seed(0)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(0)
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """Real ranks: `pool.run(n, function, *args)`."""
     workers = Pool()
     yield workers
     workers.close()
+
+
+ON_GPUS = [pytest.mark.nccl, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and NCCL")]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        "gloo",
+        pytest.param("cpu:gloo,cuda:nccl", marks=ON_GPUS),
+        pytest.param("nccl", marks=ON_GPUS),  # without a backend for messages from the host
+    ],
+)
+def ranks(request: pytest.FixtureRequest) -> Iterator[tuple[str, Pool]]:
+    """A device, and real ranks for its tensors: the CPU with gloo, and GPUs with NCCL. One GPU will do (see pool.py)."""
+    if request.param == "gloo":
+        yield "cpu", request.getfixturevalue("pool")
+        return
+    workers = Pool(request.param)
+    yield "cuda", workers
+    workers.close()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection() -> None:
+    """Nothing that is collected is garbage."""
+    gc.disable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    gc.enable()
+    gc.freeze()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -31,9 +74,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what needs another transport; without --long also the long tables, and most of what is to be sampled.
 
-    Tests that are named, by -k or by their paths with "::", are run whole.
+    Tests that are named, by -k, by -m nccl or by their paths with "::", are run whole.
     """
-    named = bool(config.option.keyword) or any("::" in str(arg) for arg in config.args)
+    named = (
+        bool(config.option.keyword) or config.option.markexpr == "nccl" or any("::" in str(arg) for arg in config.args)
+    )
     long, gloo = config.getoption("--long") or named, os.environ.get("FJOIN_TRANSPORT", "gloo") == "gloo"
 
     def is_out(item: pytest.Item) -> bool:

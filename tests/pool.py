@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import gc
 import importlib.util
 import multiprocessing
 import os
@@ -51,6 +52,7 @@ def _worker(pipe: Connection, backend: str, index: int) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    gc.freeze()  # a mesh that is closed looks for holders of its groups; not among the objects of imported modules
     if "nccl" in backend:
         # NCCL refuses two ranks on one GPU, unless they say that they are on two hosts.
         os.environ["NCCL_HOSTID"] = str(index)

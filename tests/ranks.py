@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ def _start(function: Callable[..., Any], rank: int, n: int, test: Connection[Any
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    gc.freeze()  # as in the pool
     if rank == 0:  # a port that was free a moment ago may be taken: the store takes one and says which
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         test.send(store.port)

@@ -42,7 +42,7 @@ def _run(rank: int, report: Any, name: str) -> None:
     report((ended.value.code, out.getvalue()))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipe(name: str, ranks: int) -> None:
@@ -62,11 +62,16 @@ def test_commands(launcher: list[str]) -> None:
     assert done.stdout.count(RESULT) == 1 + bool(launcher)
 
 
+def _run_alone(rank: int, report: Any, name: str) -> None:
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    report("done")
+
+
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ALONE)
 def test_alone(name: str) -> None:
-    done = subprocess.run([sys.executable, str(EXAMPLES / name)], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
+    with Ranks(1, _run_alone, name) as run:
+        assert run.next(120)[2] == "done"
 
 
 def _run_checks(rank: int, report: Any) -> None:

@@ -55,7 +55,9 @@ def _run(rank: int, report: Any, command: str, change: str = "") -> None:
     report((code, out.getvalue()))
 
 
-@pytest.mark.parametrize(("command", "ranks"), RUNS)
+@pytest.mark.parametrize(
+    ("command", "ranks"), [pytest.param(*run, marks=[pytest.mark.long] * (run[1] == 1)) for run in RUNS]
+)
 def test_a_port_trains_what_its_reference_trains(command: str, ranks: int) -> None:
     with Ranks(ranks, _run, command) as run:
         for _ in range(ranks):

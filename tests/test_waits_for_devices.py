@@ -10,8 +10,6 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[1]
 METHODS = {"item", "tolist", "cpu", "numpy", "synchronize"}
 # What reads values elsewhere, how often, and why that is no wait for a message.
@@ -49,26 +47,18 @@ def waits(tree: ast.AST) -> Iterator[int]:
             yield node.lineno
 
 
-def found() -> dict[str, list[int]]:
-    out = {}
+def test_files_wait_only_where_they_may() -> None:
+    found: dict[str, dict[str, list[int]]] = {}  # by the key of ALLOWED
     for path in sorted((ROOT / "fjoin").rglob("*.py")):
         name = path.relative_to(ROOT / "fjoin").as_posix()
         if not name.startswith("transforms") and (lines := list(waits(ast.parse(path.read_text())))):
-            out[name] = lines
-    return out
-
-
-FOUND = found()
-
-
-@pytest.mark.parametrize("name", FOUND)
-def test_a_file_waits_only_where_it_may(name: str) -> None:
-    room = next((key for key in ALLOWED if name == key or name.startswith(f"{key}/")), None)
-    assert room is not None, (
-        f"{name} reads values of tensors in the lines {FOUND[name]}; see fjoin/agreement/_device_reads.py"
-    )
-    all_of = {other: lines for other, lines in FOUND.items() if other == room or other.startswith(f"{room}/")}
-    assert sum(len(set(lines)) for lines in all_of.values()) == ALLOWED[room], all_of
+            room = next((key for key in ALLOWED if name == key or name.startswith(f"{key}/")), None)
+            assert room is not None, (
+                f"{name} reads values of tensors in the lines {lines}; see fjoin/agreement/_device_reads.py"
+            )
+            found.setdefault(room, {})[name] = lines
+    for room, files in found.items():
+        assert sum(len(set(lines)) for lines in files.values()) == ALLOWED[room], files
 
 
 def test_a_wait_is_seen() -> None:

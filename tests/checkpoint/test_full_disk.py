@@ -112,7 +112,7 @@ def run(path: str, background: bool, missing: int, what: str) -> dict[str, Any]:
 
 
 # A step takes about 80 pages, and 4 names on one rank.
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ def test_a_kill_at_any_time_leaves_a_whole_checkpoint(
     for _ in range(kills):
         with Ranks(ranks, saving, str(tmp_path), background) as run:
             found = [run.next(60)[2] for _ in range(ranks)]
-            time.sleep(draw.uniform(0.3, 2.0))
+            time.sleep(draw.uniform(0.1, 0.8 if kills < 20 else 2.0))
             if draw.random() < 0.5:
                 run.processes[draw.randrange(ranks)].kill()
                 time.sleep(draw.choice([0.0, 0.1, 0.5]))

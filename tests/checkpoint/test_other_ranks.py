@@ -75,7 +75,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return run
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("name", EXACT)
 @pytest.mark.parametrize(("before", "after"), PAIRS)
 def test_a_run_on_other_ranks_equals_one_on_the_whole_batch(

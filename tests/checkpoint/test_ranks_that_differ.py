@@ -209,7 +209,7 @@ def resumed(folder: str) -> list[Any]:
         return [state.step, *state.params["w"].tolist()]
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("transport", ["gloo", "shared"])
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("name", CASES)

@@ -86,7 +86,7 @@ def assert_same(a: dict[str, Any], b: dict[str, Any]) -> None:
             assert value == b[name], name
 
 
-@pytest.mark.sample(3)  # many rows are one transform with other options
+@pytest.mark.sample(5)  # many rows are one transform with other options
 @pytest.mark.parametrize("name", NAMES)
 def test_a_restored_run_goes_on_to_the_bit(name: str, tmp_path: Path) -> None:
     axes = ROWS[name].axes

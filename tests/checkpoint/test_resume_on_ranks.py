@@ -16,9 +16,16 @@ def on_ranks(pool: Any, name: str, *args: Any) -> list[Seen]:
     return [Seen(*one) for one in pool.run(ranks, train, name, *args)]
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("transport", ["gloo", "shared"])
-@pytest.mark.parametrize("name", KINDS)
+def cases() -> list[Any]:
+    """Each kind with one transport; with the other one in the long run."""
+    return [
+        pytest.param(name, transport, marks=[pytest.mark.long] * ((i + j) % 2))
+        for i, name in enumerate(KINDS)
+        for j, transport in enumerate(("gloo", "shared"))
+    ]
+
+
+@pytest.mark.parametrize(("name", "transport"), cases())
 def test_a_resumed_run_goes_on_to_the_bit(pool: Any, name: str, transport: str, tmp_path: Path) -> None:
     parts = [on_ranks(pool, name, transport, str(tmp_path), part) for part in ("whole", "before", "after")]
     for whole, before, after in zip(*parts, strict=True):
@@ -29,7 +36,7 @@ def test_a_resumed_run_goes_on_to_the_bit(pool: Any, name: str, transport: str, 
         assert not [path for path in whole.values if after.values[path] != whole.values[path]]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", KINDS)
 def test_the_law_fails_where_a_part_is_lost(pool: Any, name: str, tmp_path: Path) -> None:
     """Each kind misses the part that is named in its row, so the law has seen it."""

@@ -156,7 +156,7 @@ def check(run: Run, folder: Path) -> None:
         assert_same(state, expected)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("name", "seed"), list(cases()))
 def test_a_random_run_goes_on_to_the_bit(name: str, seed: int, tmp_path: Path) -> None:
     check(random_run(name, seed), tmp_path)

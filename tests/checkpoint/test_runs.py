@@ -62,6 +62,7 @@ def quietly(function: Any, *args: Any, **options: Any) -> Any:
         return function(*args, **options)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("saves", [1, 3, 4, 6])
 @pytest.mark.parametrize("background", [False, True])
 def test_shuffled_data_and_dropout_resume_to_the_bit(saves: int, background: bool, pool: Any, tmp_path: Path) -> None:

@@ -61,6 +61,7 @@ def both(pool: Any, name: str, ranks: int, kind: str, dtype: torch.dtype = torch
     return list(zip(theirs[0], ours[0], grads, means, strict=True))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("name", [name for name in TYPES if name not in QUANTIZED])
 def test_results_are_exact_without_rounding(pool: Any, name: str, ranks: int) -> None:
@@ -73,6 +74,7 @@ def test_results_are_exact_without_rounding(pool: Any, name: str, ranks: int) ->
             assert torch.equal(ours.double(), want)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("name", PLAIN)
@@ -157,6 +159,7 @@ def compressed(whose: str, rank: int, feedback: bool, passes: int) -> list[Tenso
     return out
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("feedback", [True, False], ids=["fed back", "alone"])
 @pytest.mark.parametrize("rank", [1, 2])
 @pytest.mark.parametrize("ranks", [2, 3])

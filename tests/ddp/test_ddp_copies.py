@@ -58,6 +58,7 @@ def copies(what: str, how: str) -> None:
     assert handle.step == again.step == 3
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("how", COPIES)
 @pytest.mark.parametrize("what", WHAT)
 def test_a_registered_module_is_saved_and_copied(pool: Any, what: str, how: str) -> None:

@@ -174,6 +174,7 @@ def gradients_left(optimizer: str, dtype: torch.dtype) -> Any:
     return left
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_gradients_are_left_as_the_hook_made_them(pool: Any, optimizer: str, dtype: torch.dtype) -> None:

@@ -108,7 +108,7 @@ def test_uneven_inputs_in_a_torch_join(pool: Any, hook: str) -> None:
     )
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("options", [SMALL, {**SMALL, "static_graph": True}, {**SMALL, "find_unused_parameters": True},
                                      {**SMALL, "gradient_as_bucket_view": False}], ids=str)  # fmt: skip
 @pytest.mark.parametrize("hook", HOOKS)

@@ -178,7 +178,7 @@ def test_one_message_besides_the_buckets(pool: Any) -> None:
 
 
 @pytest.mark.gloo
-@pytest.mark.sample(6)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize(
     "options", [{}, {"find_unused_parameters": True}, {"static_graph": True}, {"bucket_cap_mb": None}], ids=str
 )

@@ -24,13 +24,13 @@ def _same(name: str, path: str, found: list[str]) -> None:
     assert not found, f"{text}\nif this is intended: python tests/goldens/record.py --rows {name!r}"
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", [name for name, row in ROWS.items() if "pure" in row.paths])
 def test_pure(name: str) -> None:
     _same(name, "pure", differences(name, "pure", on_ranks(None, [name], "pure")[name]))
 
 
-@pytest.mark.sample(20)
+@pytest.mark.sample(30)
 @pytest.mark.parametrize(
     ("name", "path"),
     [

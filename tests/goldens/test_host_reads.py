@@ -44,7 +44,7 @@ def loss(params: Any, batch: Any) -> Any:
     return sum((params[path] * batch[path]).sum() for path in params)
 
 
-@pytest.mark.sample(6)  # many rows are one transform with other options
+@pytest.mark.sample(12)  # many rows are one transform with other options
 @pytest.mark.parametrize("name", [name for name in ROWS if "gloo" in ROWS[name].paths and name not in NO_STEP])
 def test_no_step_waits_for_its_device(name: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(DeviceReads, "add", lambda *given: None)  # which is read when it has come to the host

@@ -53,6 +53,7 @@ def fail(rank: int, report: Report, transport: str, where: str) -> None:
 PLACES = ["before the parameters are used", "after the first use", "the body of a loop"]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("transport", ["shared", "gloo"])
 @pytest.mark.parametrize("where", PLACES)
 def test_the_state_of_the_last_step_can_be_read_on_all_ranks(where: str, transport: str) -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 from typing import Any
 
 import pytest
+import torch
 
+import fjoin
 from fjoin.groups._launch import Launch, read_launch
 from tests.helpers import raises_text
+from tests.processes import context
 
 MEET = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 SRUN = {"SLURM_PROCID": "1", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "1"}
@@ -81,13 +82,14 @@ def test_a_batch_script_of_a_larger_job_warns() -> None:
         assert read_launch({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}) is None
 
 
-PROGRAM = """
-import torch, fjoin
-mesh = fjoin.mesh({"data": -1}, timeout_s=60)
-x = torch.ones(2) * (mesh.rank + 1)
-mesh.reduce_(x, ("data",)).wait()
-print(mesh.rank, mesh.size, x.tolist())
-"""
+def train(environ: dict[str, str], report: Any) -> None:
+    os.environ.pop("RANK", None)
+    os.environ.pop("WORLD_SIZE", None)
+    os.environ.update(environ)
+    mesh = fjoin.mesh({"data": -1}, timeout_s=60)
+    x = torch.ones(2) * (mesh.rank + 1)
+    mesh.reduce_(x, ("data",)).wait()
+    report.send((mesh.rank, mesh.size, x.tolist()))
 
 
 @pytest.mark.parametrize("launcher", ["srun", "mpirun"])
@@ -95,13 +97,14 @@ def test_ranks_of_other_launchers_train_together(launcher: str) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    base: dict[str, Any] = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    base |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+    base = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
     started = []
     for rank in ("0", "1"):
         of = {**SRUN, "SLURM_PROCID": rank} if launcher == "srun" else {**MPIRUN, "OMPI_COMM_WORLD_RANK": rank}
-        started.append(
-            subprocess.Popen([sys.executable, "-c", PROGRAM], env={**base, **of}, stdout=subprocess.PIPE, text=True)
-        )
-    found = [process.communicate(timeout=90)[0].strip().splitlines()[-1] for process in started]
-    assert found == ["0 2 [3.0, 3.0]", "1 2 [3.0, 3.0]"]
+        here, there = context.Pipe()
+        started.append((context.Process(target=train, args=({**base, **of}, there), daemon=True), here))
+        started[-1][0].start()
+    for rank, (process, report) in enumerate(started):
+        assert report.poll(90) and report.recv() == (rank, 2, [3.0, 3.0])
+        process.join(90)
+        assert process.exitcode == 0

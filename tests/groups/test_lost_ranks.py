@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -270,8 +271,14 @@ def make_meshes(rank: int, report: Report, how: str) -> None:
     from fjoin import transforms as tx
 
     def used() -> tuple[int, int]:
+        """Once it stays the same for a while: threads end by themselves."""
         gc.collect()
-        return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+        seen: list[tuple[int, int]] = []
+        end = time.monotonic() + 20
+        while len(seen) < 20 or (len(set(seen[-20:])) > 1 and time.monotonic() < end):
+            seen.append((len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))))
+            time.sleep(0.01)
+        return seen[-1]
 
     def one() -> None:
         if how == "dropped":

@@ -97,7 +97,7 @@ def check(first: str, second: str, results: list[Any]) -> None:
 PAIRS = list(itertools.combinations_with_replacement(KINDS, 2))
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("pipeline", PIPELINES)
 @pytest.mark.parametrize(("first", "second"), PAIRS)
 def test_two_kinds_of_messages_in_shared_memory(pool: Any, first: str, second: str, pipeline: str) -> None:

@@ -49,6 +49,7 @@ def in_another_order(rank: int, hook: str, on_device: bool, mesh: Any = None) ->
     return text, all(same_bits(a.params, b.params) for a, b in zip(before, states, strict=True))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("hook", HOOKS)
 def test_different_step_order_raises_before_any_change(hook: str, on_device: bool) -> None:
@@ -86,6 +87,7 @@ def test_different_order_of_local_steps_raises_one_step_later() -> None:
         tx.simulate(one_rank, {"data": 2})
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("hook", ["mean", "int8", "noop"])
 def test_another_order_on_processes(pool: Any, hook: str, ranks: int) -> None:

@@ -56,7 +56,7 @@ def fails(rank: int, report: Report, call: str, transport: str, how: str, n: int
         report((inside, type(error).__name__, str(error)))
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("n", [6, 60_000])
 @pytest.mark.parametrize("how", ["kill", "stop"])
 @pytest.mark.parametrize("transport", ["shared", "gloo"])

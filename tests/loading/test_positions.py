@@ -26,6 +26,7 @@ def rest(seen: list[Any], at: tuple[int, int]) -> list[Any]:
     return [one for one in seen if one[:2] > at]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "workers"])
 def test_resumed_equals_uncut_on_one_rank(kind: str, own: bool) -> None:
@@ -45,6 +46,7 @@ def test_resumed_equals_uncut_with_workers() -> None:
         assert again == rest(seen, at) and again, at
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("kind", ["shuffle", "own state", "list"])
 def test_resumed_equals_uncut_on_uneven_ranks(kind: str, own: bool) -> None:
@@ -70,6 +72,7 @@ def test_a_saved_run_may_be_saved_again() -> None:
         assert again == [rest(one, (0, 6)) for one in seen], kind
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("kind", ["shuffle", "own state", "Shuffled"])
 def test_a_run_that_is_stopped_continues_where_it_was(kind: str, own: bool) -> None:

@@ -61,6 +61,7 @@ def batches_of(n: int, size: int, epoch: int, first: int = 0, **options: Any) ->
     return list(sampler)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("n, size", [(0, 4), (1, 4), (12, 4), (13, 4), (14, 5), (29, 7), (30, 4)])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_each_epoch_visits_every_sample_once(n: int, size: int, ranks: int) -> None:
@@ -108,6 +109,7 @@ def consumed(n: int, saved: Any, until: tuple[int, int] | None) -> tuple[list[tu
     return seen, saved
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("n", [40, 43])
 @pytest.mark.parametrize("ranks", [(1, 3), (3, 2), (4, 1), (2, 4)])
 def test_another_number_of_ranks_takes_the_samples_that_are_left(n: int, ranks: tuple[int, int]) -> None:

@@ -271,21 +271,22 @@ def test_simulated_ranks() -> None:
     assert tx.simulate(one_rank, {"data": 3}, [0.0, 1.0, 5.0]) == [2.0] * 3
 
 
-def long_run() -> Any:
+def long_run(steps: int) -> Any:
     with quiet():
         averager = fjoin.HierarchicalModelAverager({1: 2, 2: 4})
     params = [nn.Parameter(torch.zeros(n)) for n in (3, 1000)]
     optimizer = torch.optim.SGD(params, 0.1)
-    for step in range(500):
+    for step in range(steps):
         gradients(params, step)
         optimizer.step()
         averager.average_parameters(params)
     return [p.detach() for p in params]
 
 
-def test_interleaved_periods_do_not_hang(pool: Any) -> None:
-    """500 steps with a message in each, now over pairs and now over all, without any other synchronisation."""
-    first, second, *_ = pool.run(4, long_run)
+@pytest.mark.parametrize("steps", [100, pytest.param(500, marks=pytest.mark.long)])
+def test_interleaved_periods_do_not_hang(pool: Any, steps: int) -> None:
+    """Many steps with a message in each, now over pairs and now over all, without any other synchronisation."""
+    first, second, *_ = pool.run(4, long_run, steps)
     assert same_bits(first, second)
 
 

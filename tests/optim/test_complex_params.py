@@ -52,6 +52,7 @@ ENTRANCES: dict[str, Callable[[tx.Optimizer], Any]] = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("entrance", ENTRANCES)
 @pytest.mark.parametrize(("name", "make"), REAL, ids=[name for name, _ in REAL])
 def test_complex_parameters_are_refused(name: str, make: Callable[[], tx.Optimizer], entrance: str) -> None:

@@ -22,7 +22,7 @@ ROWS = [
 ]  # fmt: skip
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("make", ROWS)
 @pytest.mark.parametrize("bucket_bytes", [1, 10**6])
 def test_a_step_is_the_pure_pipelines(make: Any, bucket_bytes: int) -> None:
@@ -35,6 +35,7 @@ def test_a_step_is_the_pure_pipelines(make: Any, bucket_bytes: int) -> None:
         assert max_diff(a["optimizer"], slots) < 1e-12
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("make", ROWS)
 @pytest.mark.parametrize("on_device", [False, True])
 def test_skipped_step_changes_nothing(make: Any, on_device: bool) -> None:

@@ -101,7 +101,7 @@ def close(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float = 1e
         torch.testing.assert_close(got[path], value, rtol=tolerance, atol=tolerance, msg=path)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("ranks, views", [(2, False), (3, True)])
 @pytest.mark.parametrize("name", CLASSES)
 def test_it_is_the_unsharded_optimizer(pool: Any, name: str, ranks: int, views: bool) -> None:

@@ -168,7 +168,7 @@ def same(got: tuple[Any, Any], want: tuple[Any, Any], frozen_or_unused: set[int]
                 torch.testing.assert_close(leaf, other, rtol=1e-7, atol=1e-10, check_dtype=False)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("name", "hooked"), [(name, False) for name in CLASSES] + [(name, True) for name in HOOKED])
 def test_training_matches_torch_and_states_load_anywhere(pool: Any, name: str, hooked: bool) -> None:
     own = model(name)

@@ -54,7 +54,7 @@ def meaning(codec: str) -> Any:
             assert all(same_bits(s, sums[0]) for s in sums), "ranks differ"
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("codec", CODECS)
 def test_meaning(pool: Any, codec: str, ranks: int) -> None:

@@ -173,6 +173,7 @@ def nonfinite(codec: str, bad: float) -> str:
     return text
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("codec", CODECS)
 def test_nonfinite_gradients_raise_on_every_rank(codec: str, bad: float) -> None:

@@ -243,6 +243,7 @@ def in_fsdp(how: str | None) -> list[Tensor]:
     return [p.detach().full_tensor() for p in trained(own, 2)[0]]  # type: ignore[attr-defined]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("how", ["default", "policy", "file"])
 @pytest.mark.parametrize("run", [in_ddp, in_fsdp])
 def test_on_processes(pool: Any, run: Any, how: str) -> None:

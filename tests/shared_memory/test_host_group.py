@@ -140,6 +140,7 @@ def both(table: str) -> list[list[tuple[Any, Any]]]:
     return found
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 @pytest.mark.parametrize("table", TABLES)
 def test_collectives_match_gloo(pool: Any, table: str, n: int) -> None:

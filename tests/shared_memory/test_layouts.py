@@ -167,6 +167,7 @@ def both(layout: str) -> list[str]:
 
 
 # torch.distributed itself refuses a conjugated tensor, before any backend sees it.
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("layout", [one for one in LAYOUTS | INPUTS if "conjugated" not in one])
 @pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_collectives_of_the_backend_on_every_layout(pool: Any, n: int, layout: str) -> None:

@@ -40,6 +40,7 @@ def trained(transport: str, name: str) -> Any:
     return [p.detach().clone() for p in ddp.parameters()], large
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", PIPELINES)
 @pytest.mark.parametrize("n", [2, 3])
 def test_training_matches_gloo(pool: Any, n: int, name: str) -> None:

@@ -69,7 +69,7 @@ def on_real_ranks(transport: str) -> Any:
     return kind, out, flat
 
 
-@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("n", [2, 3, pytest.param(4, marks=pytest.mark.long)])
 def test_collectives_match_gloo_in_rank_order(pool: Any, n: int) -> None:
     shared, gloo = pool.run(n, on_real_ranks, "shared"), pool.run(n, on_real_ranks, "gloo")
     for (kind, own, flat), (other, want, filled) in zip(shared, gloo, strict=True):

@@ -63,6 +63,7 @@ def compare(found: Any, wanted: Any) -> None:
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-5)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("change", MOST)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_step_divides_by_the_changed_weights(name: str, change: str) -> None:

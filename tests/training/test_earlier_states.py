@@ -40,6 +40,7 @@ def gone_back(name: str, donate: bool, steps: int) -> Any:
     return state.params, state.step
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("donate", [True, False])
 @pytest.mark.parametrize("name", PIPELINES)
 def test_a_step_goes_on_from_an_earlier_state(name: str, donate: bool) -> None:

@@ -75,6 +75,7 @@ def _by_weight(g: Tensor) -> Tensor:
     return g / 8.0
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("hook", [name for name in BEHIND if name != "sum"])
 def test_weights_of_thousands_in_a_mean_behind_other_stages(hook: str, on_device: bool) -> None:

@@ -20,7 +20,7 @@ from tests.training.plan_problem import (
 )
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("skips", [False, True])
 @pytest.mark.parametrize(
     "inputs",

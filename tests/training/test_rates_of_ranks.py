@@ -105,12 +105,14 @@ def _differing(name: str, hook: str, ranks: int, on_device: bool = False) -> Non
         assert all(torch.equal(one["w"], same[0]["w"]) for one in same)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("name", WAYS)
 def test_different_rates_raise(name: str, on_device: bool) -> None:
     _differing(name, "mean", 2, on_device)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["a closure", "injected values"])
 @pytest.mark.parametrize("hook", HOOKS)
 def test_different_rates_raise_with_every_hook(hook: str, name: str) -> None:
@@ -174,6 +176,7 @@ def test_in_a_registered_module_later(pool: Pool) -> None:
 PURE = [name for name in HOOKS if name not in ("zero", "local")]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", WAYS)
 @pytest.mark.parametrize("hook", PURE)
 def test_in_a_pure_step(hook: str, name: str) -> None:

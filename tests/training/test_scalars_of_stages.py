@@ -90,6 +90,7 @@ def by_step(pipeline: tx.Pipeline, batches: list[float], bucket_bytes: int = 1) 
     return seen
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("bucket_bytes", [1, pytest.param(20, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", HOOKS)
 def test_buckets_match_one_call_on_the_whole_tree(name: str, bucket_bytes: int) -> None:
@@ -132,6 +133,7 @@ AFTER: dict[str, Callable[[Any], tx.Transform]] = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("over", ["weight", "live", "world"])
 @pytest.mark.parametrize("after", AFTER)
 def test_an_average_counts_windows_in_all_buckets(after: str, over: Any) -> None:

@@ -37,7 +37,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("bucket_bytes", [1, 100, 10**6])
@@ -53,7 +53,7 @@ def test_fused_equals_unfused(hook: str, optimizer: str, bucket_bytes: int) -> N
         assert max_diff(a["optimizer"], slots) < 1e-13
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("hook", ["mean", "live", "world", "sum", "mean, clip", "mean, clip late", "mean, two stages"])
 @pytest.mark.parametrize("bucket_bytes", [1, 100, 10**6])

@@ -92,6 +92,7 @@ def averaged(over: str) -> list[list[float]]:
     return seen
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("over", ["weight", "live", "world"])
 @pytest.mark.parametrize("kind", ["average", "outer", "local_sgd", "mean"])
 def test_skipped_step_has_weight_zero_in_the_average(kind: str, over: Any) -> None:

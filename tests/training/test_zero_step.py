@@ -66,7 +66,7 @@ def same(got: list[Any], want: list[Any]) -> None:
             assert torch.equal(one.params[path], value), path
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("name, i", [(name, i) for name, rows in OPTIMIZERS.items() for i in range(len(rows))])
 def test_every_optimizer(name: str, i: int, ranks: int) -> None:

@@ -25,6 +25,7 @@ def outs(hook: tx.Transform, rank: int, weight: Any) -> Any:
     return found, state
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("change", MOST)
 @pytest.mark.parametrize("name", ALL)
 def test_a_wrapper_that_changes_weights_changes_the_divisor(name: str, change: str) -> None:

@@ -110,6 +110,7 @@ def column(calls: list[dict[str, Any]], name: str) -> list[Any]:
     return [float(call[name]) if name == "weight" else call[name] for call in calls]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("run", [purely, by_step])
 @pytest.mark.parametrize("where", BEFORE)
 def test_a_stage_before_the_reduction(where: str, run: Any) -> None:

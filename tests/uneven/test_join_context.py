@@ -77,6 +77,7 @@ def count(kind: str, join: str, inputs: list[int], settings: dict[str, Any]) -> 
     return counter.count.item(), log, counter._join_config.enable
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("inputs", [[3, 1], [0, 2, 2], [2, 2, 2], [0, 0], [5, 0, 3, 1]], ids=str)
 @pytest.mark.parametrize(("kind", "join"), PAIRS)
 def test_counting_the_inputs_of_all_ranks(pool: Any, kind: str, join: str, inputs: list[int]) -> None:

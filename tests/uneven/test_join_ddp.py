@@ -77,7 +77,7 @@ def check(
             assert max_diff(own_state, state) < tolerance
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("counts", [[3, 1], [0, 2, 4], [2, 2], [1, 3, 3]], ids=str)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("order", ["ddp first", "optimizer first"])
@@ -93,6 +93,7 @@ def run(counts: list[int], optimizer: str, kwargs: dict[str, Any]) -> Any:
         return train(counts, optimizer, **kwargs)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("by_world", [True, False])
 @pytest.mark.parametrize("window", [1, 2])
@@ -120,6 +121,7 @@ def train_registered(counts: list[int], over: Any, window: int) -> list[Tensor]:
     return [p.detach().clone() for p in ddp.module.parameters()]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("counts", [[4, 1, 3], [3, 1, 1], [0, 5, 4]], ids=str)
 @pytest.mark.parametrize("over", ["weight", "live", "world"])
 @pytest.mark.parametrize("window", [1, 2])
@@ -133,6 +135,7 @@ def test_registered_windows_that_ranks_leave_open_count(pool: Any, counts: list[
         assert max_diff(params, want) < 1e-12
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "options",
     [

@@ -64,6 +64,7 @@ def train(used: Any, listed: Any, stepper: Any, counts: list[int], by_world: Any
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("stepper", STEPPERS)
 @pytest.mark.parametrize("order", FINE)
 def test_the_order_of_the_list_is_kept(pool: Any, order: str, stepper: str) -> None:
@@ -77,6 +78,7 @@ def test_the_order_of_the_list_is_kept(pool: Any, order: str, stepper: str) -> N
         assert max_diff(found, want) < 1e-6
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("by_world", [True, False])
 @pytest.mark.parametrize("counts", [[3, 0], [3, 1]], ids=str)
 @pytest.mark.parametrize("order", WRONG)
@@ -112,6 +114,7 @@ def passes(how: Any, counts: list[int], by_world: Any) -> Any:
     return "", 0.0
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("by_world", [True, False])
 @pytest.mark.parametrize("counts", [[3, 0], [3, 1], [2, 2]], ids=str)
 @pytest.mark.parametrize("how", ["two forward passes", "a probe", "two backward passes", "a quiet probe"])

@@ -55,6 +55,7 @@ def on_processes(sizes: list[list[int]], window: int, divides: bool) -> Any:
     return accumulated(make_batches(1, sizes)[dist.get_rank()], window, divides)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("window", [1, 2, 3, 7])
 @pytest.mark.parametrize("sizes", [SIZES, [[], [2, 3]], [[2], [3, 1], [4, 4, 4, 1, 2]], OF_ONE], ids=str)
 def test_windows_equal_one_process(pool: Any, sizes: list[list[int]], window: int) -> None:

@@ -73,6 +73,7 @@ def stopped(
 
 
 @pytest.mark.filterwarnings("ignore:.*nothing in the pipeline:UserWarning")
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("pipeline", PIPELINES)
 @pytest.mark.parametrize("when", ["before", "after", "twice"])
 def test_one_rank_of_three_stops(pipeline: str, when: str) -> None:

@@ -52,7 +52,7 @@ def numbers_of(name: str, transport: str) -> Any:
     return found, sent
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("transport", ["gloo", "shared"])
 @pytest.mark.parametrize("name", PIPELINES)
 @pytest.mark.parametrize("ranks", [2, 3])

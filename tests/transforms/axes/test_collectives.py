@@ -14,6 +14,7 @@ from tests.collective_table import DIFFERENTIABLE, DTYPES, OPS, OPS_AND_ENGINES,
 from tests.helpers import max_diff, raises_text, same_bits
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize(("op", "engine"), OPS_AND_ENGINES)
 def test_results_match_the_definition(op: str, n: int, engine: Any) -> None:
@@ -34,6 +35,7 @@ def test_one_rank_without_a_simulator(op: str) -> None:
     assert out.data_ptr() != x.data_ptr(), "results are new tensors"
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize(("op", "engine"), [case for case in OPS_AND_ENGINES if case[0] in DIFFERENTIABLE])
 def test_gradient_matches_the_sum_of_all_outputs(op: str, n: int, engine: Any) -> None:

@@ -23,6 +23,7 @@ FED_BACK_INSIDE: dict[str, Callable[[], tx.Transform]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("codec", [tx.bfloat16, tx.int8], ids=["bfloat16", "int8"])
 @pytest.mark.parametrize("hook", FED_BACK_INSIDE)
 def test_compress_around_error_feedback(hook: str, codec: Any) -> None:
@@ -59,7 +60,7 @@ DONATING: dict[str, tx.Transform] = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("form", ["flat", "tree"])
 @pytest.mark.parametrize("kind", DONATING)

@@ -36,7 +36,7 @@ LOADED = {
 }  # fmt: skip
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("over", ["weight", "live", "world"])
 @pytest.mark.parametrize("flush", ["freeze", "flush"])
 @pytest.mark.parametrize("case", LOADED)

@@ -163,6 +163,7 @@ WEIGHTS: dict[str, list[tuple[float, float]]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("how", ["error_feedback", "loco", "dgc", "power_sgd"])
 def test_residuals_are_bounded_when_weights_change(how: str, weights: str) -> None:
@@ -289,6 +290,7 @@ def test_ef21_raises_on_unsupported_hooks() -> None:
         raises_text(TypeError, lambda hook=hook: tx.ef21(hook), "ef21 takes one mean", "hold ef21")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("over", ["weight", "live", "world"])
 @pytest.mark.parametrize("flush", ["freeze", "flush"])
 @pytest.mark.parametrize("make", [tx.error_feedback, tx.ef21, tx.loco])

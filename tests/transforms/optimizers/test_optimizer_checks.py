@@ -38,6 +38,7 @@ OTHERS: dict[str, tuple[type[Exception], Callable[[Tensor], Tensor], str]] = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.parametrize(("name", "make"), ROWS, ids=[name for name, _ in ROWS])
 def test_a_state_of_another_form_is_refused(name: str, make: Callable[[], tx.Optimizer], other: str) -> None:
@@ -114,6 +115,7 @@ GAPS: dict[str, Callable[[], Tensor]] = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("gap", GAPS)
 @pytest.mark.parametrize(("name", "make"), ROWS, ids=[name for name, _ in ROWS])
 def test_tensors_with_gaps_in_memory_are_supported(name: str, make: Callable[[], tx.Optimizer], gap: str) -> None:
@@ -206,6 +208,7 @@ def test_states_of_one_kernel_share_their_step_count(make: Callable[[], tx.Optim
 COUNTS = [-1.0, float("nan"), float("inf"), float("-inf")]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize(("name", "make"), ROWS, ids=[name for name, _ in ROWS])
 def test_raises_on_a_bad_step_count(name: str, make: Callable[[], tx.Optimizer], count: float) -> None:

@@ -43,7 +43,7 @@ def _expected(kind: Kind, options: dict[str, Any], problem: Any, settings: dict[
     )
 
 
-@pytest.mark.sample(24)
+@pytest.mark.sample(48)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("name", "options"), _cases(kernels=True))
 def test_the_kernel_is_torchs_own(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
@@ -63,7 +63,7 @@ def test_the_kernel_is_torchs_own(name: str, options: dict[str, Any], dtype: tor
     assert all(torch.equal(a, b) for a, b in zip(moved, want, strict=True))
 
 
-@pytest.mark.sample(48)
+@pytest.mark.sample(96)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-7), (torch.float64, 1e-14)])
 @pytest.mark.parametrize(("name", "options"), _cases(kernels=False))
 def test_the_pure_formula(name: str, options: dict[str, Any], dtype: torch.dtype, tolerance: float) -> None:

@@ -52,6 +52,7 @@ def _in_place(opt: tx.Optimizer, param: Tensor, grads: list[Tensor]) -> tuple[Te
     return new - param, state
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float32])
 @pytest.mark.parametrize(
@@ -65,6 +66,7 @@ def test_finite_where_torch_optim_is(name: str, options: dict[str, Any], dtype: 
         assert bool((torch.isfinite(moved) | ~torch.isfinite(torchs)).all())
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", [n for n in OPTIMIZERS if n not in ("frozen", "muon", "partition")] + ["muon"])
@@ -81,6 +83,7 @@ def test_formula_matches_the_kernel(name: str, dtype: torch.dtype, scale: float)
         assert ((one.float() - other.float()).abs() <= 2 * _ulp(size, least=torch.finfo(one.dtype).tiny)).all()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", [name for name in KINDS if name not in ("adafactor", "muon")])

@@ -82,7 +82,7 @@ def telescoped(hook: tx.Transform, idle: bool, dtype: torch.dtype = torch.float6
     return out, {path: e / last for path, e in state.error.items()} if wrapped else {}, given
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("idle", [False, True], ids=["all live", "some idle"])
 @pytest.mark.parametrize("without_input", ["freeze", "flush"])
 @pytest.mark.parametrize("over", ["weight", "live", "world"])

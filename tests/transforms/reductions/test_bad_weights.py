@@ -41,6 +41,7 @@ HOOKS: dict[str, Callable[[], tx.Transform]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("name", HOOKS)

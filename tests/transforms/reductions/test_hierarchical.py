@@ -35,6 +35,7 @@ def _one_rank(hook: tx.Transform, as_tensor: bool) -> Any:
     return hook.update(grads, hook.init(grads), weight=weight, lane={"n": 10.0 * rank})
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("as_tensor", [False, True])
 @pytest.mark.parametrize("over", ["weight", "live", "world"])
 @pytest.mark.parametrize("axes", SHAPES, ids=str)

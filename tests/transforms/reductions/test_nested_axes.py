@@ -79,6 +79,7 @@ def test_a_chain_of_two_means(form: str, first: str, second: str) -> None:
         )
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("over", KINDS)
 @pytest.mark.parametrize("case", WEIGHTS)
 def test_both_axes_at_once(case: str, over: Any) -> None:

@@ -48,6 +48,7 @@ def one_step(make: Any, weight: Any, ranks: int = 2) -> Any:
     return pipeline.step(params, grads, pipeline.init(params), weight=weight)[0]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("as_tensor", [False, True])
 @pytest.mark.parametrize("name", ALL)

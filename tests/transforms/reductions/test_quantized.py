@@ -24,7 +24,7 @@ def all_quantized(monkeypatch: pytest.MonkeyPatch, codec: tx.Codec) -> None:
         monkeypatch.setattr(tx, name, tx.quantized(getattr(tx, name), codec))
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize(("op", "engine"), SERVED_OPS)
 def test_meaning(monkeypatch: pytest.MonkeyPatch, op: str, codec: str, engine: Any) -> None:
@@ -84,6 +84,7 @@ def test_leaves_of_all_dtypes(name: str, engine: Any) -> None:
         assert on_ranks(name, coded, [{}] * n) == [{}] * n
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("engine", ["lockstep", "vmap"])
 @pytest.mark.parametrize("codec", CODECS)
 def test_over_two_axes(codec: str, engine: Any) -> None:
@@ -108,7 +109,7 @@ def test_over_two_axes(codec: str, engine: Any) -> None:
             assert name == "psum_scatter" or same_bits(got[r], got[0])
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("name", SERVED)
@@ -130,6 +131,7 @@ def test_single_rank_does_not_encode(name: str) -> None:
     assert same_bits(got, want) and got["a"].data_ptr() != x["a"].data_ptr()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("engine", ["lockstep", "vmap"])
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("name", ["psum", "all_gather", "all_to_all"])

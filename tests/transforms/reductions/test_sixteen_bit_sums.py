@@ -61,6 +61,7 @@ HOOKS: dict[str, Callable[[], tx.Transform]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("as_tensor", [False, True])
 @pytest.mark.parametrize("weight", [None, 1.0, 100.0, 4097.0])
 @pytest.mark.parametrize(("name", "ranks"), [("mean", 300), *((name, 5) for name in HOOKS if name != "sum_over")])

@@ -27,7 +27,7 @@ GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 MODES = ("plain", "twice", "grad", "rows")
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(24)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", OPS)
@@ -37,6 +37,7 @@ def test_each_operation_alone(name: str, policy: str, mode: str) -> None:
         check(Case((name, "sin", name), "tensor", policy, "remat", mode, "nothing"))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("around", [name for name in AROUND if name != "autocast"])
 @pytest.mark.parametrize("result", RESULTS)
 def test_each_result(result: str, around: str) -> None:

@@ -209,6 +209,7 @@ def outcome(make: Callable[[], Any], wrap: Callable[[Any], Any]) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_results_match_the_plain_function(name: str, policy: str) -> None:

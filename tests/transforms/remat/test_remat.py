@@ -106,7 +106,7 @@ def remat(f: Any, policy: str) -> Any:
 ROUNDED = ("compile", "twice", "grad(grad)", "jacrev(jacrev)", "jacfwd(jacfwd)", "hessian")
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_transform_with_every_policy(transform: str, policy: str) -> None:
@@ -157,6 +157,7 @@ AGAIN = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("transform", ["plain", "grad", "vjp"])
 @pytest.mark.parametrize("policy", AGAIN)
 def test_saved_values_are_not_recomputed(policy: str, transform: str) -> None:

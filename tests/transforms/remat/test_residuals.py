@@ -39,7 +39,7 @@ WRAPS: dict[str, Callable[[Any], Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("how", WRAPS)
 def test_predicted_is_counted(how: str) -> None:
     model, x = Transformer(), tokens()

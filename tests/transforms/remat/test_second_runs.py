@@ -67,6 +67,7 @@ LIKE_OWN: dict[str, Callable[[Tensor], Tensor]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("transform", ["plain", "grad", "vmap(grad)"])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", LIKE_OWN)
@@ -139,6 +140,7 @@ TRANSFORMS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("policy", ["nothing", "dots"])
 @pytest.mark.parametrize("name", SEES)
@@ -159,6 +161,7 @@ INSIDE: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("policy", [*POLICIES, "min_cut"])
 @pytest.mark.parametrize("name", INSIDE)
 def test_torch_func_inside(name: str, policy: str) -> None:
@@ -246,6 +249,7 @@ OUTPUTS: dict[str, Callable[[Tensor], Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_results_of_all_kinds(name: str, policy: str) -> None:

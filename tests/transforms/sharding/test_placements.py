@@ -39,7 +39,7 @@ def runs(name: str) -> list[Any]:
     return tx.simulate(run, row.axes, ranks)
 
 
-@pytest.mark.sample(2)  # many rows are one transform with other options
+@pytest.mark.sample(4)  # many rows are one transform with other options
 @pytest.mark.parametrize("name", NAMES)
 def test_placements(name: str) -> None:
     row = ROWS[name]

@@ -47,6 +47,7 @@ def train(model: nn.Module, batches: list[torch.Tensor]) -> Any:
     return state.clone().params, state.buffers, evaluated
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("options", [{}, {"momentum": None}, {"affine": False}, {"tracks": False}], ids=str)
 @pytest.mark.parametrize("counts", [(3, 3), (3, 1)])
 def test_it_equals_one_process_on_the_whole_batch(options: Any, counts: tuple[int, int]) -> None:
