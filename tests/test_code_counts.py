@@ -17,9 +17,9 @@ LIMITS = {
     "comparisons with a spec's name": 6,
     "accesses to another object's privates": 26,
     "accesses to privates of torch's objects": 67,
-    "lines of reducer, training, ddp": 9053,
-    "code lines": 25_792,
-    "lines": 49_774,
+    "lines of reducer, training, ddp": 9113,
+    "code lines": 25_958,
+    "lines": 50_069,
     "files over 250 lines": 0,
     "fmt: skip": 0,
 }
