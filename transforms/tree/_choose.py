@@ -62,8 +62,7 @@ def _plan(fine: Tensor, new: Any, old: Any, pairs: list[Any], places: dict[Any, 
         own = new.choose(fine, old)
         return lambda chosen: own
     if isinstance(new, dict) and isinstance(old, dict):  # the first call may add names, such as a lane's
-        none = object()
-        named = {key: _plan(fine, part, old.get(key, none), pairs, places) for key, part in new.items()}
+        named = {key: _plan(fine, part, old.get(key), pairs, places) for key, part in new.items()}
         return lambda chosen: {key: part(chosen) for key, part in named.items()}
     if isinstance(new, (tuple, list)) and type(new) is type(old) and len(new) == len(old):
         kind, parts = type(new), [_plan(fine, n, o, pairs, places) for n, o in zip(new, old, strict=True)]
