@@ -50,8 +50,10 @@ PARTS: dict[str, tuple[str, list[Check]]] = {
     "tests": (
         "Tests",
         [
-            Check(f"{PYTEST} tests/reducer tests/optim", "all pass", 400),
-            Check(f"{PYTEST.replace('-m nccl ', '')} tests/transforms/remat/test_offload.py", "all pass", 200),
+            Check(f"{PYTEST} tests/devices/test_steps_on_gpus.py", "all pass", 180),
+            Check(f"{PYTEST} tests/devices/test_modules_on_gpus.py", "all pass", 150),
+            Check(f"{PYTEST} tests/reducer tests/optim tests/checkpoint", "all pass", 180),
+            Check(f"{PYTEST.replace('-m nccl ', '')} tests/transforms/remat/test_offload.py", "all pass", 90),
         ],
     ),
     "failures": (
