@@ -76,10 +76,13 @@ class Record:
     def flagged(self, values: Mapping[str, Any], flag: str, on: Any = 1.0) -> dict[str, Any]:
         """The values, with this rank's bit of a flag also set where `on` is 1."""
         name = f"{flag}{self._word}"
-        if isinstance(on, Tensor):
-            old = to_device(on.device, torch.as_tensor(values.get(name, 0.0)), on.dtype)
-            return {**values, name: torch.maximum(old, on * self._bit)}
-        return {**values, name: max(float(values.get(name, 0.0)), on * self._bit)}
+        old = values.get(name, 0.0)
+        if not isinstance(on, Tensor):
+            return {**values, name: max(float(old), on * self._bit)}
+        new = on * self._bit
+        if isinstance(old, Tensor):
+            return {**values, name: torch.maximum(to_device(on.device, old, on.dtype), new)}
+        return {**values, name: torch.clamp(new, min=old) if old else new}
 
     def write(self, values: Mapping[str, Any], words: Tensor) -> None:
         """Write this rank's values into the words of a message; names that `values` lacks are 0."""

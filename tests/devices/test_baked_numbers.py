@@ -1,6 +1,6 @@
 """The numbers that a step gives to its kernels as they are launched: a captured graph of a device would repeat them for ever.
 
-The table says which pipelines could be captured today (none), and which kernels stand against it.
+The table says which kernels get such numbers in a step that is not captured. In one that is, none does.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from fjoin import transforms as tx
-from tests.devices.kernels import baked
+from tests.devices.kernels import SMALL, baked, captured, copied, steps
+from tests.devices.test_graphs import ALL, REFUSED
 from tests.devices.test_streams import PIPELINES
 
 # Of any step: this rank's weight and the step's number go into the record by `full`, the weight into the start of backward by
@@ -47,6 +48,22 @@ def verdict(found: list[str]) -> set[str] | str:
 def test_what_stands_against_capture(name: str) -> None:
     make, options = PIPELINES[name]
     assert verdict(baked(make, bucket_bytes=40, **options)) == VERDICTS[name]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_no_step_copies_from_the_host(name: str) -> None:
+    """Not even without a wait: a copy from memory that is not pinned goes through a buffer of the driver's."""
+    make, options = ALL[name]
+    *_, last = steps(make, SMALL, [1.0, 2.0, 3.0, 5.0], bucket_bytes=40, **options)
+    assert last and not copied(last)
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name not in REFUSED])
+def test_a_captured_step_gets_no_number_that_changes_and_copies_nothing_from_the_host(name: str) -> None:
+    make, options = ALL[name]
+    first, second = captured(make, bucket_bytes=40, **options)
+    assert repr(first) == repr(second) and len(first) > 20  # NaN is NaN
+    assert not copied(first)
 
 
 def _times(factor: Any) -> tx.Transform:
