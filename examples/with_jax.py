@@ -25,7 +25,7 @@ def loss(params, batch):
 
 def with_jax_alone(ranks):
     """The parameters after an epoch of one process on the batches of all ranks."""
-    optimizer = optax.adamw(_small.LEARNING_RATE, weight_decay=0.01)
+    optimizer = optax.sgd(_small.LEARNING_RATE, momentum=0.9)
     own, batches = params, [_batches(rank) for rank in range(ranks)]
     state = optimizer.init(own)
     for i in range(max(map(len, batches))):
@@ -41,7 +41,7 @@ def _batches(rank):
 
 
 rank, ranks = _small.start()
-pipeline = tx.fuse(tx.mean("data"), tx.adamw(_small.LEARNING_RATE, weight_decay=0.01))
+pipeline = tx.fuse(tx.mean("data"), tx.sgd(_small.LEARNING_RATE, momentum=0.9))
 step = fjoin.train_step(fjoin.jax.loss(loss), pipeline, weight=lambda batch: len(batch[1]))
 state = step.init(params)  # arrays of jax are copied
 for batch in step.join(_batches(rank)):

@@ -72,5 +72,5 @@ def import_jax() -> Any:
         import jax
         import jax.dlpack
     except ImportError:
-        raise ImportError("this needs jax: pip install 'fjoin[jax]', or 'fjoin[optax]' with optax") from None
+        raise ImportError("this needs jax: pip install 'fjoin[jax]'; with optax: pip install 'fjoin[optax]'") from None
     return jax

@@ -67,7 +67,13 @@ def loader_of(kind: str, n: int) -> Any:
         return list(torch.arange(2.0 * n, dtype=torch.float64).reshape(-1, 2, 2)) if n else []
     if kind == "Shuffled":
         return DataLoader(Noisy(n), batch_sampler=fjoin.Shuffled(n, 6, seed=4))
-    return DataLoader(Noisy(n), batch_size=2, shuffle=True, num_workers=2 if kind == "workers" else 0)
+    return DataLoader(
+        Noisy(n),
+        batch_size=2,
+        shuffle=True,
+        num_workers=2 if kind == "workers" else 0,
+        multiprocessing_context="forkserver" if kind == "workers" else None,
+    )
 
 
 def loss_fn(params: Any, batch: Tensor) -> Tensor:

@@ -98,7 +98,7 @@ class Passes:
         """Run the backward pass of a step, whose gradients the queue sends."""
         with bind_in_backward(forward.axes, forward.call):
             if forward.loss is not None:
-                self._backward(forward.loss, grad_output, storage, 2)
+                self._backward(forward.loss, grad_output, storage, 3)
             elif forward.replayed is not None and self.hooks.queue is not None:
                 with self.hooks.queue.muted(storage):
                     NOTHING.backward(forward.replayed)

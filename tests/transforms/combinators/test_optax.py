@@ -14,7 +14,7 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.transforms.combinators import _optax
+from fjoin.transforms import _jax_arrays
 from tests.helpers import max_diff, params_like, raises_text, same_bits
 from tests.oracle import optax_run
 from tests.oracle.whole_batch import make_batches
@@ -44,7 +44,7 @@ def _trees(dtype: torch.dtype, n: int = 6) -> list[dict[str, Tensor]]:
 @pytest.mark.parametrize(("dtype", "room"), [(torch.float64, 1e-14), (torch.float32, 1e-5)])
 @pytest.mark.parametrize("alone", [4, 2**16])  # the least size of leaves that cross alone
 def test_it_is_optax(name: str, dtype: torch.dtype, room: float, alone: int, monkeypatch: Any) -> None:
-    monkeypatch.setattr(_optax, "_ALONE", alone)
+    monkeypatch.setattr(_jax_arrays, "_ALONE", alone)
     start, *grads = _trees(dtype)
     pipeline = tx.fuse(tx.from_optax(OPTIMIZERS[name]()), ADD)
     params, state = start, pipeline.init(start)
