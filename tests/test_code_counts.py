@@ -18,8 +18,8 @@ LIMITS = {
     "accesses to another object's privates": 26,
     "accesses to privates of torch's objects": 67,
     "lines of reducer, training, ddp": 9113,
-    "code lines": 25_958,
-    "lines": 50_069,
+    "code lines": 26_090,
+    "lines": 50_300,
     "files over 250 lines": 0,
     "fmt: skip": 0,
 }
