@@ -6,24 +6,21 @@ when         switch_after  every  accumulate  skip_if_nonfinite  dynamic_loss_sc
 clip         clip_by_global_norm  clip_by_value
 agree        mean  sum_over  noop  all_gather_mean  majority_vote  adasum  average_buffers  broadcast_buffers
 shard        scatter_mean  zero
-local SGD    local_sgd  post_local_sgd  slow_mo  diloco  gossip  ema  ema_params  outer_step
-             average_parameters  average_every  hierarchical_average  average_state  reset_state
-wire         cast  compress  quantized  quantized_mean  error_feedback  ef21  loco  dgc
-             one_bit_adam  one_bit_lamb  power_sgd  batched_power_sgd  hierarchical_mean
-codecs       Codec  Noise  bfloat16  bfp16  float16  float32  fp8  int8  uint8  int4  qsgd  natural  terngrad
-             sign  one_bit  top_k  random_k  threshold
+local SGD    local_sgd  post_local_sgd  slow_mo  diloco  gossip  ema  ema_params  outer_step  average_parameters  average_every
+             hierarchical_average  average_state  reset_state
+wire         cast  compress  quantized  quantized_mean  error_feedback  ef21  loco  dgc  one_bit_adam  one_bit_lamb  power_sgd
+             batched_power_sgd  hierarchical_mean
+codecs       Codec  Noise  bfloat16  bfp16  float16  float32  fp8  int8  uint8  int4  qsgd  natural  terngrad  sign  one_bit  top_k
+             random_k  threshold
 join, layers  JoinHook  broadcast_from_last  last_joiner  current_weight  current_call  sync_batch_norm  convert_sync_batchnorm
-optimizers   sgd  adam  adamw  nadam  radam  adamax  adagrad  adadelta  adafactor  rmsprop  rprop  asgd
-             lion  lamb  muon  frozen  mixed_precision  inject_hyperparameters  with_hyperparameters
-             as_functional_optim  register_functional_optim
+optimizers   sgd  adam  adamw  nadam  radam  adamax  adagrad  adadelta  adafactor  rmsprop  rprop  asgd  lion  lamb  muon  frozen
+             mixed_precision  inject_hyperparameters  with_hyperparameters  as_functional_optim  register_functional_optim
 schedules    constant  linear  cosine  warmup_cosine  warmup  piecewise  one_cycle  tabulated  by_epoch  by_factor  from_torch_scheduler
-collectives  psum  pmean  pmax  pmin  pbroadcast  all_gather  psum_scatter  all_to_all  all_to_all_single  ppermute
-             axis_index  axis_size
-run, optax   simulate  from_optax  to_optax; random: keys as values, with jax's bits
-memory       remat  checkpoint_name  everything_saveable  nothing_saveable  dots_saveable
-             dots_with_no_batch_dims_saveable  save_only_these_names  save_any_names_but_these  min_cut
-             save_from_both_policies  offload_dot_with_no_batch_dims  save_and_offload_only_these_names
-             saved_residuals  Residuals  Residual
+collectives  psum  pmean  pmax  pmin  pbroadcast  all_gather  psum_scatter  all_to_all  all_to_all_single  ppermute  axis_index  axis_size
+run, optax   simulate  shard_map  P  from_optax  to_optax; random: keys as values, with jax's bits
+memory       remat  checkpoint_name  everything_saveable  nothing_saveable  dots_saveable  dots_with_no_batch_dims_saveable
+             save_only_these_names  save_any_names_but_these  min_cut  save_from_both_policies  offload_dot_with_no_batch_dims
+             save_and_offload_only_these_names  saved_residuals  Residuals  Residual
 look         tap  logged  record_norm  record_update_norm  explain  Explanation  fingerprint  to_json  from_json  factory
 save         to_state_dict  from_state_dict  placements  Placement  PerRank  Merge
 """
@@ -52,7 +49,9 @@ from .axes._gather_scatter import all_gather as all_gather
 from .axes._gather_scatter import all_to_all as all_to_all
 from .axes._gather_scatter import psum_scatter as psum_scatter
 from .axes._ragged import all_to_all_single as all_to_all_single
-from .axes._simulate import simulate as simulate
+from .axes.simulator._shard_map import P as P
+from .axes.simulator._shard_map import shard_map as shard_map
+from .axes.simulator._simulate import simulate as simulate
 from .codecs._blocks import fp8 as fp8
 from .codecs._blocks import int4 as int4
 from .codecs._blocks import int8 as int8

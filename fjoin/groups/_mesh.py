@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..transforms._axis_env import Done, Work
-from ..transforms.axes._grid import Grid
+from ..transforms.axes.simulator._grid import Grid
 from ._use import Use
 from .axes._traffic import Traffic
 

@@ -19,7 +19,7 @@ import fjoin
 from fjoin import transforms as tx
 from fjoin.agreement._device_reads import DeviceReads
 from fjoin.testing._devices import NoWaiting
-from fjoin.transforms.axes._lockstep import SimulatedAxis
+from fjoin.transforms.axes.simulator._lockstep import SimulatedAxis
 from fjoin.transforms.tree._choose import choose_state
 from tests.helpers import same_bits
 from tests.pool import Pool

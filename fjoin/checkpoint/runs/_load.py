@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..._errors import CheckpointError
 from ...groups._mesh import Mesh
-from ...transforms.axes._grid import Grid
+from ...transforms.axes.simulator._grid import Grid
 from ...transforms.layout._merge import merged
 from ...transforms.tree._placement import Merge
 from ...transforms.tree._tree import map_with_path

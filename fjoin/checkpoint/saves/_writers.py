@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ...transforms.axes._grid import Grid
+from ...transforms.axes.simulator._grid import Grid
 from ...transforms.tree._placement import Placement
 from ..values._snapshot import Snapshot, bytes_of
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fjoin import transforms as tx
-from fjoin.transforms.axes import _lockstep
+from fjoin.transforms.axes.simulator import _lockstep
 from tests.traffic import announced
 
 PARAMS = {"w": torch.zeros(40, 10)}

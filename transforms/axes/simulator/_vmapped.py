@@ -9,8 +9,8 @@ import optree
 import torch
 from torch import Tensor
 
-from .._axis_env import Axis, bind_axes
-from .._errors import NotVmappable
+from ..._axis_env import Axis, bind_axes
+from ..._errors import NotVmappable
 
 
 class VmappedAxis(Axis):

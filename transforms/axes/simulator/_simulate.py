@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from .._check import axis_sizes
+from ..._check import axis_sizes
 from ._lockstep import lockstep
 from ._vmapped import vmapped
 
@@ -55,9 +55,7 @@ def simulate(
     """
     if not callable(function):
         raise TypeError(f"simulate runs a function, got {function!r}")
-    if engine not in MOST:
-        raise ValueError(f"engine must be 'lockstep' or 'vmap', got {engine!r}")
-    n = math.prod(axis_sizes(axes, MOST[engine]).values())
+    n = math.prod(checked_axes(axes, engine).values())
     for i, arg in enumerate(args):
         if not hasattr(arg, "__len__") or (isinstance(arg, Tensor) and not arg.dim()):
             raise TypeError(f"argument {i} must be a sequence with one value per rank, got {arg!r}")
@@ -67,3 +65,14 @@ def simulate(
     if engine == "lockstep":
         return lockstep(function, dict(axes), rows)
     return vmapped(function, dict(axes), rows)
+
+
+def checked_axes(axes: Any, engine: Any) -> dict[str, int]:
+    """The axes, if an engine can serve them.
+
+    Raises:
+        TypeError, ValueError: as `simulate`.
+    """
+    if engine not in MOST:
+        raise ValueError(f"engine must be 'lockstep' or 'vmap', got {engine!r}")
+    return axis_sizes(axes, MOST[engine])

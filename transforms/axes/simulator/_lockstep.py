@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._axis_env import Axis, bind_axes, bound
-from .._errors import CollectiveMismatch
-from .._sums import sum_in_order
+from ..._axis_env import Axis, bind_axes, bound
+from ..._errors import CollectiveMismatch
+from ..._sums import sum_in_order
 
 
 class _Abandon(BaseException):
@@ -144,9 +144,15 @@ class _World:
         self.doing = ["has not started"] * n
         self.random = [torch.get_rng_state()] * n
         self.error: BaseException | None = None
+        self.over = False
 
     def meet(self, me: int, group: _Group, call: str, value: Any, combine: Callable[[list[Any]], list[Any]]) -> Any:
         """Wait until every rank of the group has made the same call."""
+        if self.over:
+            raise RuntimeError(
+                f"{call} over {group.axis!r} after the simulated ranks have ended, as in a backward pass outside of the simulated "
+                f"function; differentiate inside it, where all ranks take part"
+            )
         if group.call is None:
             group.call = (call, me)
         elif group.call[0] != call:
@@ -221,6 +227,7 @@ class _World:
                     turn.release()
             for thread in threads:
                 thread.join()
+            self.over = True
             torch.set_rng_state(random)
         if self.error:
             error, self.error = self.error, None

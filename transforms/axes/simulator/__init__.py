@@ -1,0 +1,1 @@
+"""Ranks that are simulated in this process."""
