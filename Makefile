@@ -50,7 +50,14 @@ docs: .venv/docs-installed
 	$(PIP) install -c constraints.txt -e '.[docs]'
 	touch $@
 
-.PHONY: demo docs test test-docs test-all test-newest test-oldest test-frameworks types lint bench clean
+# The built site in a headless Chromium, which must be installed, with its driver.
+test-docs: docs
+	$(BIN)/python -m pytest -q docs/test_site.py
+
+# The public names have complete types, as pyright sees them; it takes its program from the npm registry.
+types: .venv/installed
+	$(PIP) install -c constraints.txt pyright
+	$(BIN)/python -m pytest -q --long tests/test_installed.py -k types
 
 lint: style
 	$(BIN)/mypy

@@ -164,3 +164,13 @@ def test_one_file_knows_the_kinds_of_devices() -> None:
         if "fjoin/transforms" not in path.as_posix() and known.search(path.read_text())
     }
     assert found == {"transforms/_devices.py"}
+
+
+def test_each_make_command_that_is_named_exists() -> None:
+    """In documents and in docstrings."""
+    made = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    listed = subprocess.run(["git", "ls-files", "*.md", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True)
+    texts = {name: (ROOT / name).read_text() for name in listed.stdout.split()}
+    named = {(found, name) for name, text in texts.items() for found in re.findall(r"`make ([a-z-]+)", text)}
+    assert len({found for found, _ in named}) > 6
+    assert not {(found, name) for found, name in named if found not in made}
