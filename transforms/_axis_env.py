@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from ._devices import in_use
 from ._errors import UnboundAxis
 from ._piece_sum import PieceSum
 
@@ -159,8 +160,9 @@ def bind_in_backward(axes: dict[str, Axis], call: BoundCall) -> Iterator[None]:
     """
     if THREADS.caller is None:
         THREADS.caller = _Bindings()
-        # Once for each thread: torch hands it to autograd's threads, and to those of messages, which must not free it.
-        torch._C._stash_obj_in_tls(_KEY, THREADS.caller)
+        if _may_stash():
+            # Once for each thread: torch hands it to autograd's threads, and to those of messages, which must not free it.
+            torch._C._stash_obj_in_tls(_KEY, THREADS.caller)
     here, caller = THREADS, THREADS.caller
     before, before_caller = (here.axes, here.call), (caller.axes, caller.call)
     here.axes, here.call = {**bound(), **axes}, call
@@ -169,6 +171,15 @@ def bind_in_backward(axes: dict[str, Axis], call: BoundCall) -> Iterator[None]:
         yield
     finally:
         (here.axes, here.call), (caller.axes, caller.call) = before, before_caller
+
+
+def _may_stash() -> bool:
+    """Whether to keep an object in torch's memory of this thread.
+
+    The memory of a thread other than the main one is freed behind its end in Python. Where the interpreter ends at that time, the
+    process aborts. On the host backward passes of such threads run in them.
+    """
+    return threading.current_thread() is threading.main_thread() or in_use()
 
 
 def bindings_of_caller() -> _Bindings:

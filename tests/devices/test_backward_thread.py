@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import fjoin
+from fjoin import transforms as tx
+from fjoin.transforms import _axis_env
 from tests.devices.echo import EchoMesh
 from tests.devices.test_streams import PIPELINES, loss_fn
 from tests.devices.threaded_models import all_of, elsewhere
@@ -42,3 +45,17 @@ def test_what_is_computed_again_there_communicates(pool: Any) -> None:
 def test_a_thread_without_bindings_is_found(pool: Any) -> None:
     with pytest.raises(JobFailed, match="UnboundAxis"):
         pool.run(2, all_of, True)
+
+
+def test_torch_keeps_nothing_in_threads_that_end_on_the_host() -> None:
+    """It would be freed behind the thread's end in Python, and abort the process where that ends at the same time."""
+
+    def stashed() -> bool:
+        step = fjoin.train_step(loss_fn, tx.fuse(tx.mean("data"), tx.sgd(0.1)))
+        state = step.init({"a": torch.ones(3, 4), "b": torch.zeros(4), "c": torch.ones(4, 3), "d": torch.zeros(3)})
+        step(state, torch.ones(2, 3))
+        return torch._C._is_key_in_tls(_axis_env._KEY)
+
+    assert tx.simulate(stashed, {"data": 2}) == [False, False]
+    with mock.patch.object(_axis_env, "in_use", lambda: True):
+        assert tx.simulate(stashed, {"data": 2}) == [True, True]
