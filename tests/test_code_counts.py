@@ -17,9 +17,9 @@ LIMITS = {
     "comparisons with a spec's name": 6,
     "accesses to another object's privates": 26,
     "accesses to privates of torch's objects": 67,
-    "lines of reducer, training, ddp": 9113,
-    "code lines": 26_090,
-    "lines": 50_300,
+    "lines of reducer, training, ddp": 9132,
+    "code lines": 26_127,
+    "lines": 50_395,
     "files over 250 lines": 0,
     "fmt: skip": 0,
 }
