@@ -98,8 +98,22 @@ GRADIENTS = Section(
             'grad(lambda x: (c * tx.all_gather(x, "data") ** 2).sum())(x)',
         ),
         Row(
+            'grad(lambda x: (c * lax.all_gather(x, "data", axis=1, tiled=True) ** 2).sum())(x)',
+            'grad(lambda x: (c * tx.all_gather(x, "data", dim=1, tiled=True) ** 2).sum())(x)',
+            "`dim`",
+        ),
+        Row(
+            'grad(lambda x: (c * lax.psum(jnp.where(lax.axis_index("data") == 2, x, 0), "data")).sum())(x)',
+            'grad(lambda x: (c * tx.pbroadcast(x, "data", 2)).sum())(x)',
+            "`lax.pbroadcast` does not run on CPUs",
+        ),
+        Row(
             'grad(lambda x: (c * lax.psum_scatter(x, "data") ** 2).sum())(x)',
             'grad(lambda x: (c * tx.psum_scatter(x, "data") ** 2).sum())(x)',
+        ),
+        Row(
+            'grad(lambda x: (c * lax.all_to_all(x, "data", 0, 1, tiled=True) ** 2).sum())(x)',
+            'grad(lambda x: (c * tx.all_to_all(x, "data", 0, 1, tiled=True) ** 2).sum())(x)',
         ),
         Row(
             'grad(lambda x: (c * lax.all_to_all(x, "data", 0, 0) ** 2).sum())(x)',

@@ -99,6 +99,12 @@ STEPS = Section(
             "of an optimizer that is made; `tx.with_hyperparameters(state, lr=...)` changes it",
         ),
         Row(
+            "slower(optax.inject_hyperparams(optax.adam)(learning_rate=1e-2))",
+            "slower(tx.fuse(none, tx.inject_hyperparameters(tx.adam(1e-2))))",
+            "after the third step `slower` sets 1e-3: `state.hyperparams[\"learning_rate\"] = 1e-3`, and here "
+            "`state._replace(optimizer=tx.with_hyperparameters(state.optimizer, lr=1e-3))`",
+        ),
+        Row(
             "averaged(optax.sgd(0.1), 0.9)",
             "tx.fuse(none, tx.sgd(0.1), after=tx.ema(0.9))",
             "the average of parameters: `averaged` calls `optax.incremental_update(params, average, 0.1)` in each step, from the "

@@ -24,7 +24,7 @@ def with_optax(transformation: Any) -> tx.Pipeline:
 
 NAMES: dict[str, Any] = {
     "torch": torch, "fjoin": fjoin, "tx": tx, "optree": optree, "optax": optax, "random": tx.random, "grad": torch.func.grad,
-    "none": tx.identity(), "with_optax": with_optax,
+    "none": tx.identity(), "slower": lambda pipeline: pipeline, "with_optax": with_optax,
 }  # fmt: skip
 
 
@@ -87,13 +87,15 @@ def optimizer(text: str) -> Any:
 
 
 def steps(text: str) -> Any:
-    return run(eval(text, NAMES), "finite" in text)
+    return run(eval(text, NAMES), "finite" in text, text.startswith("slower"))
 
 
-def run(pipeline: tx.Pipeline, nan: bool = False) -> Any:
+def run(pipeline: tx.Pipeline, nan: bool = False, slower: bool = False) -> Any:
     params = tensors(data.PARAMS)
     state = pipeline.init(params)
-    for grads in data.gradients(nan):
+    for i, grads in enumerate(data.gradients(nan)):
+        if i == 3 and slower:
+            state = state._replace(optimizer=tx.with_hyperparameters(state.optimizer, lr=1e-3))
         params, state = pipeline.step(params, tensors(grads), state)
     return tx.ema_params(params, state) if "ema(" in repr(pipeline) else params
 

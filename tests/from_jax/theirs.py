@@ -88,10 +88,12 @@ def optimizer(text: str, nan: bool = False) -> Any:
     def averaged(inner: Any, decay: float) -> Any:
         return inner
 
-    opt = eval(text, NAMES | {"averaged": averaged})
+    opt = eval(text, NAMES | {"averaged": averaged, "slower": lambda opt: opt})
     params = arrays(data.PARAMS)
     state, average, update = opt.init(params), None, jax.jit(opt.update)
-    for grads in data.gradients(nan):
+    for i, grads in enumerate(data.gradients(nan)):
+        if i == 3 and text.startswith("slower"):
+            state.hyperparams["learning_rate"] = jnp.asarray(1e-3)
         updates, state = update(arrays(grads), state, params)
         params = optax.apply_updates(params, updates)
         average = params if average is None else optax.incremental_update(params, average, 0.1)

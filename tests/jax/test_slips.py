@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 import fjoin
 import fjoin.jax
@@ -58,6 +59,7 @@ SLIPS: dict[str, tuple[Any, str]] = {
     "optax in a codec's wrapper": (lambda: tx.cast(torch.bfloat16, OPTAX), STAGE),
     "optax in skip_if_nonfinite": (lambda: tx.skip_if_nonfinite(OPTAX), STAGE),
     "optax as pipeline": (lambda: fjoin.train_step(loss_fn, OPTAX), PIPE),
+    "optax in ddp.register": (lambda: fjoin.ddp.register(object.__new__(DistributedDataParallel), OPTAX), PIPE),
     "optax in fjoin.Optimizer": (lambda: fjoin.Optimizer([torch.nn.Parameter(torch.ones(1))], OPTAX), PIPE),
     "optax in inject_hyperparameters": (lambda: tx.inject_hyperparameters(OPTAX), PIPE),
     "optax in zero": (lambda: tx.zero(MEAN, OPTAX, "data"), PIPE),
@@ -131,6 +133,14 @@ def test_other_values_get_no_such_text() -> None:
     with pytest.raises(TypeError) as caught:
         run(3, lambda params, batch: params["w"] @ "3")
     assert not hasattr(caught.value, "__notes__")
+
+
+def test_a_module_of_flax() -> None:
+    """flax need not be installed: the class of its modules is known by the name of its home."""
+    module = type("Dense", (), {"__module__": "flax.linen.linear"})()
+    for slip in (lambda: SGD.init(module), lambda: fjoin.functional(module)):
+        with pytest.raises(TypeError, match=r"fjoin.jax.to_torch\(module.init\(key, x\)\['params'\]\)"):
+            slip()
 
 
 def test_a_model_of_equinox_that_nothing_has_looked_into() -> None:
