@@ -11,6 +11,7 @@ from typing import Any
 import fjoin
 import fjoin.checkpoint
 import fjoin.ddp
+import fjoin.jax
 import fjoin.testing
 from fjoin import transforms as tx
 
@@ -18,6 +19,8 @@ PAGES = Path(__file__).parent / "api"
 MODULES: dict[str, types.ModuleType] = {
     "fjoin": fjoin,
     "fjoin.transforms": tx,
+    "fjoin.transforms.random": tx.random,
+    "fjoin.jax": fjoin.jax,
     "fjoin.ddp": fjoin.ddp,
     "fjoin.checkpoint": fjoin.checkpoint,
     "fjoin.testing": fjoin.testing,
@@ -25,6 +28,8 @@ MODULES: dict[str, types.ModuleType] = {
 TITLES = {
     "fjoin": "fjoin: training",
     "fjoin.transforms": "fjoin.transforms: `tx`, the pure part",
+    "fjoin.transforms.random": "fjoin.transforms.random: `tx.random`, keys and random numbers",
+    "fjoin.jax": "fjoin.jax: losses of jax",
     "fjoin.ddp": "fjoin.ddp: in DistributedDataParallel",
     "fjoin.checkpoint": "fjoin.checkpoint: files",
     "fjoin.testing": "fjoin.testing: the laws",
@@ -50,7 +55,7 @@ def public(module: types.ModuleType) -> dict[str, Any]:
 
 def page(module: str, name: str, value: Any) -> str:
     """The page of one name."""
-    title = f"{'tx' if module == 'fjoin.transforms' else module}.{name}"
+    title = f"{module.replace('fjoin.transforms', 'tx')}.{name}"
     head = f"{title}\n{'=' * len(title)}\n\n"
     if inspect.isclass(value):
         return f"{head}.. autoclass:: {module}.{name}\n{_options(name, value)}"

@@ -34,6 +34,14 @@ def test_study(script: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_jax_loss() -> None:
+    command = [sys.executable, str(BENCHMARKS / "jax_loss.py"), "--quick"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("| loss of jax |") == 2 and "torch, again" in done.stdout and "nan" not in done.stdout
+
+
+@pytest.mark.long
 def test_checkpoints(tmp_path: Path) -> None:
     files = ["--folder", str(tmp_path), "--out", str(tmp_path / "page.md")]
     command = [sys.executable, str(BENCHMARKS / "checkpoints.py"), "--quick", *files]

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import fjoin
+import fjoin.jax
 from fjoin import transforms as tx
 
 ROOT = Path(__file__).parents[1]
@@ -26,6 +27,10 @@ def load(path: Path) -> types.ModuleType:
     return module
 
 
+def held_modules() -> dict[str, types.ModuleType]:
+    return {"fjoin": fjoin, "fjoin.transforms": tx, "fjoin.transforms.random": tx.random, "fjoin.jax": fjoin.jax}
+
+
 @pytest.fixture(scope="module")
 def api() -> types.ModuleType:
     return load(ROOT / "docs" / "api_pages.py")
@@ -33,7 +38,7 @@ def api() -> types.ModuleType:
 
 def test_every_public_name_has_a_page_and_is_listed(api: types.ModuleType) -> None:
     pages = api.all_pages()
-    for module, held in (("fjoin", fjoin), ("fjoin.transforms", tx)):
+    for module, held in held_modules().items():
         for name in api.public(held):
             assert f"{module}.{name}.rst" in pages, name
             assert len(re.findall(rf":doc:`{name} <{re.escape(module)}\.{name}>`", pages[f"{module}.rst"])) == 1, name

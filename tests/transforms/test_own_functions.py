@@ -149,7 +149,7 @@ def test_errors_on_optax_and_jax_objects_name_a_solution() -> None:
     fine.step(params, params, fine.init(params))
     raises_text(TypeError, lambda: tx.chain(tx.mean("data"), optax.clip_by_global_norm(1.0)), "from_optax")  # type: ignore[arg-type]
     raises_text(TypeError, lambda: tx.fuse(tx.mean("data"), optax.adamw(1e-3)), "from_optax", "maximize=True")  # type: ignore[arg-type]
-    raises_text(TypeError, lambda: tx.adamw(0.1).init({"w": jnp.ones(2)}), "from_dlpack")
+    raises_text(TypeError, lambda: tx.adamw(0.1).init({"w": jnp.ones(2)}), "fjoin.jax.to_torch(tree)")
 
 
 def test_numbers_of_numpy() -> None:

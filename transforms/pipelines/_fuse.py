@@ -9,6 +9,7 @@ import torch
 
 from .._axis_env import bound, under_vmap
 from .._check import flag as check_flag
+from .._foreign import PIPELINE_OF_OPTAX, is_optax
 from .._uncompiled import constant
 from ..codecs._codec import Codec
 from ..combinators._chain import LIVE, WEIGHTS
@@ -87,10 +88,8 @@ def fuse(
     check_transform(hook, "fuse: hook")
     if not isinstance(optimizer, Optimizer):
         hint = "write fuse(hook, optimizer), for example fuse(mean('data'), sgd(0.1))"
-        if type(optimizer).__name__.startswith("GradientTransformation"):
-            hint = (
-                "write fuse(chain(mean('data'), from_optax(...)), sgd(1.0, maximize=True)), which adds optax's updates"
-            )
+        if is_optax(optimizer):
+            hint = PIPELINE_OF_OPTAX
         got = repr(optimizer)
         if isinstance(optimizer, torch.optim.Optimizer):
             got, hint = (

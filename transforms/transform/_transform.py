@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from .._axis_env import AxisName
+from .._foreign import is_optax
 from ..spec._spec import Spec, spec_of_function
 from ..spec._specified import Specified
 from ..tree._tree import State, Tree
@@ -197,8 +198,8 @@ def check_transform(value: Any, where: str) -> Transform:
     """Raise TypeError unless `value` is a Transform."""
     if isinstance(value, Transform):
         return value
-    if type(value).__name__.startswith("GradientTransformation"):
-        hint = "a transformation of optax becomes a stage by from_optax(...)"
+    if is_optax(value):
+        hint = "a transformation of optax becomes a stage by tx.from_optax(transformation)"
     elif hasattr(type(value), "instead_of_transform"):
         hint = type(value).instead_of_transform
     elif callable(value):

@@ -8,6 +8,7 @@ import optree
 import torch
 from torch import Tensor, nn
 
+from .._foreign import of_leaf
 from .._old_torch import TRACES_STRUCTURES
 from ._tree import Tree, named_leaves
 
@@ -34,6 +35,7 @@ def check_same(name: str, tree: Tree, like_name: str, like: Tree) -> None:
     for path, leaf in have.items():
         check_dense(f"{name}[{path!r}]", leaf)
         other = want[path]
+        check_dense(f"{like_name}[{path!r}]", other)
         if leaf.shape != other.shape:
             raise ValueError(
                 f"{name}[{path!r}] has shape {tuple(leaf.shape)}, but {like_name}[{path!r}] has shape {tuple(other.shape)}"
@@ -72,8 +74,8 @@ def check_dense(name: str, leaf: Any) -> None:
     """Raise TypeError unless `leaf` is a strided, real, floating-point tensor."""
     if not isinstance(leaf, Tensor):
         shown = f"a {type(leaf).__name__}" if isinstance(leaf, nn.Module) else f"{leaf!r}, a {type(leaf).__name__}"
-        hint = OF_MODULE if isinstance(leaf, nn.Module) else ""
-        if hasattr(leaf, "__dlpack__"):
+        hint = OF_MODULE if isinstance(leaf, nn.Module) else of_leaf(leaf)
+        if not hint and hasattr(leaf, "__dlpack__"):
             hint = "; torch.from_dlpack(array) makes one of it"
         raise TypeError(f"{name} is {shown}; expected a tensor{hint}")
     if leaf.layout is not torch.strided:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ...transforms._foreign import remedy
 from ...transforms.tree._tree import named_leaves
 from ._state import TrainState
 
@@ -30,7 +31,7 @@ def load_into(module: M, params: Any, buffers: Mapping[str, Tensor] | None = Non
 
     Raises:
         ValueError: a path that the module does not have, another shape, or two values for one tensor. Nothing is changed.
-        TypeError: `module` is no module; buffers beside a `TrainState`.
+        TypeError: `module` is no module; a value is no tensor; buffers beside a `TrainState`.
 
     >>> model = torch.nn.Linear(2, 1)
     >>> apply, params, _ = fjoin.functional(model)
@@ -49,6 +50,8 @@ def load_into(module: M, params: Any, buffers: Mapping[str, Tensor] | None = Non
         raise ValueError(f"load_into: the module has no parameter or buffer {unknown}; it has {list(places)}")
     chosen: dict[int, str] = {}
     for path, value in given.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"load_into: {path!r} is a {type(value).__name__}, expected a tensor{remedy(value)}")
         place, first = places[path], chosen.setdefault(id(places[path]), path)
         if place.shape != value.shape:
             raise ValueError(

@@ -54,22 +54,20 @@ def arguments() -> list[Tensor]:
     return [torch.arange(float(n * m)).reshape(n, m) for n, m in SHAPES]
 
 
-@pytest.fixture(scope="module")
-def theirs() -> dict[str, Any]:
+def test_as_in_jax() -> None:
+    """One process of jax for all cases, hence one test."""
     env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
     given = json.dumps([[list(x.shape) for x in arguments()], CASES])
     out = subprocess.run([sys.executable, "-c", THEIRS], input=given, capture_output=True, text=True, env=env)
     assert not out.returncode, out.stderr
-    return json.loads(out.stdout)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_as_in_jax(name: str, theirs: dict[str, Any]) -> None:
-    names = {"P": tx.P, "psum": tx.psum, "axis_index": tx.axis_index}
-    in_specs, out_specs, f = (eval(text, names) for text in CASES[name])
-    for engine in ("lockstep", "vmap"):
-        found = tx.shard_map(f, AXES, in_specs, out_specs, engine=engine)(*arguments())
-        assert [x.tolist() for x in found] == theirs[name], engine
+    theirs = json.loads(out.stdout)
+    for name, texts in CASES.items():
+        in_specs, out_specs, f = (
+            eval(text, {"P": tx.P, "psum": tx.psum, "axis_index": tx.axis_index}) for text in texts
+        )
+        for engine in ("lockstep", "vmap"):
+            found = tx.shard_map(f, AXES, in_specs, out_specs, engine=engine)(*arguments())
+            assert [x.tolist() for x in found] == theirs[name], (name, engine)
 
 
 def test_trees_of_specs_are_prefixes_and_numbers_are_tensors() -> None:

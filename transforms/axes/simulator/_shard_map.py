@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..._check import axis_names
+from ..._foreign import remedy
 from ...tree._tree import path_string
 from .._packing import as_tensor
 from ._grid import Grid
@@ -143,7 +144,9 @@ def _spread(name: str, specs: Any, of_name: str, tree: Any) -> list[P]:
 
 def _tensor(name: str, leaf: Any) -> Tensor:
     if not isinstance(leaf, (Tensor, bool, int, float, complex)):
-        raise TypeError(f"{name} is {leaf!r}, a {type(leaf).__name__}; shard_map takes tensors and numbers")
+        raise TypeError(
+            f"{name} is {leaf!r}, a {type(leaf).__name__}; shard_map takes tensors and numbers{remedy(leaf)}"
+        )
     return as_tensor(leaf)
 
 
