@@ -44,6 +44,7 @@ def run_ranks(args: argparse.Namespace) -> int:
             "NCCL_SOCKET_IFNAME": "lo",
             "GLOO_SOCKET_IFNAME": "lo",
             "NCCL_NVLS_ENABLE": "0",
+            "NCCL_GRAPH_REGISTER": "0",  # for steps as graphs; see docs/gpu.md
             "GPU_CHECK_RANK": "1",
         }
         ranks.append(subprocess.Popen([sys.executable, os.path.abspath(__file__), *sys.argv[1:]], env=env))

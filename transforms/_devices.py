@@ -93,7 +93,7 @@ class _CudaGraph:
 
     def __init__(self, pool: Any) -> None:
         self._graph, self._pool = torch.cuda.CUDAGraph(), pool
-        self.replay, self.pool = self._graph.replay, self._graph.pool
+        self.replay, self.pool, self.reset = self._graph.replay, self._graph.pool, self._graph.reset
 
     def __enter__(self) -> None:
         torch.cuda.synchronize()

@@ -52,7 +52,7 @@ def to_jax(flat: Tensor) -> Any:
     jax = import_jax()
     if not flat.numel():
         return jax.numpy.zeros((0,), name_of(flat.dtype))
-    return jax.dlpack.from_dlpack(flat.contiguous())
+    return jax.dlpack.from_dlpack(flat.contiguous().resolve_conj().resolve_neg())  # whose memory holds the values
 
 
 def to_torch(array: Any) -> Tensor:

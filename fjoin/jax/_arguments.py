@@ -30,10 +30,18 @@ def arguments(args: tuple[Any, ...], wide: bool) -> tuple[list[Any], Any, bool]:
     adopt(args)
     given: Any = args
     paths, found, structure = optree.tree_flatten_with_path(given)
-    leaves: list[Any] = [torch.from_numpy(np.ascontiguousarray(x)) if isinstance(x, np.ndarray) else x for x in found]
+    leaves: list[Any] = [_of_numpy(x) if isinstance(x, (np.ndarray, np.generic)) else x for x in found]
     wide = wide or any(isinstance(x, Tensor) and x.dtype in _WIDE for x in leaves)
     narrow = not wide and not jax.config.jax_enable_x64
     return [_checked(path, x, narrow) for path, x in zip(paths, leaves, strict=True)], structure, wide
+
+
+def _of_numpy(x: Any) -> Any:
+    """A tensor, of the same memory where torch can take it; text and objects as they are."""
+    if x.dtype.kind not in "biufc":
+        return x
+    fits = isinstance(x, np.ndarray) and x.flags.c_contiguous and x.flags.writeable and x.dtype.isnative
+    return torch.from_numpy(x if fits else np.array(x, x.dtype.newbyteorder("="), order="C"))
 
 
 def _checked(path: tuple[Any, ...], x: Any, narrow: bool) -> Any:
@@ -49,7 +57,7 @@ def _checked(path: tuple[Any, ...], x: Any, narrow: bool) -> Any:
 
 def array_of(x: Tensor) -> Any:
     """A tensor as an array of jax, in its mode of 64 bits where the tensor needs it."""
-    return to_jax(x.detach().resolve_conj().resolve_neg()).reshape(x.shape)
+    return to_jax(x.detach()).reshape(x.shape)
 
 
 def _narrowed(name: str, x: Tensor) -> Tensor:

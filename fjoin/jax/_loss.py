@@ -19,7 +19,7 @@ from ..transforms._jax_arrays import Layout, to_jax, to_torch
 from ..transforms.axes._collectives import axis_index
 from ..transforms.tree._tree import path_string
 from ._arguments import arguments, array_of
-from ._trees import adopt, flat, jax, nested
+from ._trees import adopt, check_no_key, flat, jax, nested
 
 
 def loss(f: Callable[..., Any], *, buffers: bool = False, seed: int | None = None) -> Callable[..., Any]:
@@ -46,7 +46,7 @@ def loss(f: Callable[..., Any], *, buffers: bool = False, seed: int | None = Non
         ImportError: by `import fjoin.jax`: jax is not installed.
         TypeError: `f` is no function; raised by the call: an argument that jax cannot take, or that requires a gradient.
         ValueError: raised by the call: a 64-bit integer that does not fit 32 bits, while jax has no 64-bit mode.
-        RuntimeError: raised by the call: there is a seed but neither a train_step nor `key=`; a second backward pass.
+        RuntimeError: raised by the call: there is a seed but neither a train_step nor `key=`; raised by a second derivative.
         CaptureError: raised by the call: in a step that is captured.
 
     Same as: jax.value_and_grad.
@@ -92,8 +92,9 @@ def loss(f: Callable[..., Any], *, buffers: bool = False, seed: int | None = Non
         run = compiled(form)
         apply: Any = _Value.apply
         given = [x for x in values if isinstance(x, Tensor)]
-        value, *others = apply(run, values, keyed, *leaves, *given)
-        parts = run.parts(others)
+        behind = _Behind()
+        value, *others = apply(run, values, keyed, behind, *leaves, *given)
+        parts = run.parts(behind, others)
         return (value, *parts) if parts else value
 
     functools.update_wrapper(of, f, [name for name in functools.WRAPPER_ASSIGNMENTS if hasattr(f, name)], ())
@@ -142,12 +143,17 @@ class _Form(NamedTuple):
     keyed: bool
 
 
+class _Behind:
+    """The structure of what one call of f has returned behind the loss: batches of another shape may have another one."""
+
+    structure: Any
+
+
 class _Compiled:
     """The loss and its gradient, compiled for parameters of one form."""
 
     def __init__(self, f: Callable[..., Any], form: _Form, buffers: bool) -> None:
         self._form, self.layout = form, Layout((shape, dtype) for shape, dtype in form.leaves)
-        self._aux: Any = None  # the structure of what f returns behind the loss, once it has been traced
 
         def value(flats: Any, args: Any, *key: Any) -> tuple[Any, Any]:
             params = optree.tree_unflatten(form.params, self.layout.cut(flats))
@@ -161,31 +167,32 @@ class _Compiled:
                     raise ValueError(
                         f"the loss returned buffers {jax.tree.structure(rest[1])}, expected {jax.tree.structure(given[0])}"
                     )
-            leaves, self._aux = jax.tree.flatten(tuple(rest))
-            return found, [jax.numpy.asarray(leaf) for leaf in leaves]
+            return found, tuple(rest)
 
         self._buffers = buffers
         self._run = jax.jit(jax.value_and_grad(value, has_aux=True))
 
-    def __call__(self, tensors: Sequence[Tensor], values: Sequence[Any], key: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    def __call__(
+        self, tensors: Sequence[Tensor], values: Sequence[Any], key: tuple[Any, ...], behind: _Behind
+    ) -> tuple[Tensor, ...]:
         """(loss, the leaves behind it, the gradients as flat tensors).
 
         Args:
             tensors: The parameters, then those of `values` that are tensors.
+            behind: Gets the structure of the leaves.
         """
         count = len(self.layout.places)
-        leaves, given = tensors[:count], iter(tensors[count:])
+        params, given = tensors[:count], iter(tensors[count:])
         with jax.enable_x64(self._form.wide or jax.config.jax_enable_x64):
-            flats = [to_jax(flat) for flat in self.layout.join([leaf.detach() for leaf in leaves], torch.cat)]
+            flats = [to_jax(flat) for flat in self.layout.join([p.detach() for p in params], torch.cat)]
             args = [array_of(next(given)) if isinstance(x, Tensor) else x for x in values]
             (found, aux), grads = jax.block_until_ready(self._run(flats, args, *key))
-            return (_scalar(found), *map(_scalar, aux), *map(to_torch, grads))
+            leaves, behind.structure = jax.tree.flatten(aux)
+            return (_scalar(found), *map(_scalar, leaves), *map(to_torch, grads))
 
-    def parts(self, leaves: Sequence[Tensor]) -> list[Any]:
+    def parts(self, behind: _Behind, leaves: Sequence[Tensor]) -> list[Any]:
         """What f has returned behind the loss, in tensors."""
-        if self._aux is None:
-            return []
-        aux = list(jax.tree.unflatten(self._aux, leaves[: self._aux.num_leaves]))
+        aux = list(jax.tree.unflatten(behind.structure, leaves[: behind.structure.num_leaves]))
         if self._buffers:
             aux[1] = flat(aux[1])
         return aux
@@ -193,6 +200,7 @@ class _Compiled:
 
 def _scalar(array: Any) -> Tensor:
     """An array as a tensor; one without elements has its shape."""
+    check_no_key(array)
     return to_torch(array).reshape(array.shape) if array.size else torch.zeros(array.shape, dtype=to_torch(array).dtype)
 
 
@@ -200,21 +208,24 @@ class _Value(torch.autograd.Function):
     """The loss, with the gradients that jax has computed with it."""
 
     @staticmethod
-    def forward(run: _Compiled, values: Sequence[Any], key: tuple[Any, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
-        return run(tensors, values, key)
+    def forward(
+        run: _Compiled, values: Sequence[Any], key: tuple[Any, ...], behind: _Behind, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        return run(tensors, values, key, behind)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.run, ctx.grads = inputs[0], output[len(output) - len(inputs[0].layout.sizes) :]
-        ctx.others = len(inputs) - 3 - len(ctx.run.layout.places)
-        ctx.mark_non_differentiable(*output[1:])
+        ctx.run, count = inputs[0], len(output) - len(inputs[0].layout.sizes)
+        ctx.others, ctx.aux = len(inputs) - 4 - len(ctx.run.layout.places), count - 1
+        # The gradients have a gradient of their own, whose computation raises: without it a second derivative were 0.
+        ctx.save_for_backward(*output[count:])
+        ctx.mark_non_differentiable(*output[1:count])
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, start: Any, *others: Any) -> Any:
-        run, flats, ctx.grads = ctx.run, ctx.grads, None
-        if flats is None:
-            raise RuntimeError("a second backward pass through a loss of jax, whose gradients have been given away")
-        grads = [None] * len(run.layout.places) if start is None else run.layout.cut([flat * start for flat in flats])
-        return None, None, None, *grads, *(None,) * ctx.others
+        if any(x is not None for x in others[ctx.aux :]):
+            raise RuntimeError("a loss of jax is differentiable once: its gradient has no gradient")
+        flats, layout = ctx.saved_tensors, ctx.run.layout
+        grads = [None] * len(layout.places) if start is None else layout.cut([flat * start for flat in flats])
+        return None, None, None, None, *grads, *(None,) * ctx.others

@@ -63,9 +63,13 @@ def tensors_of(tree: Any) -> Any:
     return optree.tree_map(lambda x: _tensor(x) if isinstance(x, jax.Array) else x, tree)
 
 
-def _tensor(array: Any) -> Tensor:
+def check_no_key(array: Any) -> None:
     if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
         raise TypeError("a random key is no tensor; pass jax.random.key_data(key), or loss(f, seed=...)")
+
+
+def _tensor(array: Any) -> Tensor:
+    check_no_key(array)
     if not array.ndim or not array.size:
         return torch.from_dlpack(array).clone() if array.size else _empty(array)  # type: ignore[attr-defined]
     return _jax_arrays.to_torch(array)

@@ -20,7 +20,7 @@ from ..buckets._flat_params import Storage
 from ..groups._mesh import Mesh
 from ..transforms import _devices
 from ._flat_memory import tears
-from .passes._forms import form_of, numbers_in
+from .passes._forms import form_of, inputs_like, numbers_in
 from .passes._iteration import Iteration
 from .state._held_states import HeldStates, copy_of, tensors_in
 from .state._state_data import StateData
@@ -65,11 +65,15 @@ class StepGraphs:
             raise ValueError(f"capture=True cannot be combined with {' or '.join(refused)}; leave one of them out")
         self._mesh: Mesh = mesh
         self._stream: Any = None
+        self._graphs: dict[Any, _Graph] = {}
         self.clear()
+        mesh.use.graphs.add(self)
 
     def clear(self) -> None:
-        """Free all graphs."""
-        self._graphs: dict[Any, _Graph] = {}
+        """Free all graphs. A group of NCCL does not end before they are freed."""
+        for one in self._graphs.values():
+            one.graph.reset()  # not only where the last reference goes: that would hold Python's lock
+        self._graphs = {}
         self._seen: dict[Any, tuple[int, Any]] = {}  # form -> the number of its steps so far, and the first aux
         self._states: HeldStates | None = None
         self._numbers: Tensor | None = None
@@ -91,6 +95,8 @@ class StepGraphs:
         ):
             if refused:
                 raise ValueError(f"capture=True: {reason}; leave it out")
+        if run.mesh.against_graphs:
+            raise ValueError(f"capture=True: {run.mesh.against_graphs}, or leave it out")
 
     def step(self, run: Run, body: StateData, batch: Any, given: Numbers, iteration: Iteration | None) -> Done:
         """Run the kernels of a step, by a graph where there is one. A rank without input needs none."""
@@ -140,7 +146,7 @@ class StepGraphs:
         """Raise where aux holds numbers of the host that differ between steps: a graph would repeat those of one step."""
         count, first = self._seen.get(form, (0, None))
         found = numbers_in(aux)
-        if count and found != first:
+        if count and repr(found) != repr(first):  # NaN is NaN
             raise CaptureError(
                 f"capture=True: aux holds numbers of the host that change: {first} and then {found}. A captured step does not run "
                 f"loss_fn again; return tensors of the device, or leave capture out"
@@ -158,14 +164,15 @@ class StepGraphs:
         _devices.write(list(map(float, given)), self._numbers)
         states.hold(body)
         body.storage.readers.wait()
-        inputs = optree.tree_map(copy_of, batch, none_is_leaf=True)
+        inputs = inputs_like(batch)
         torch.clear_autocast_cache()  # of parameters as they were before this step
         # A capture begins with a wait for the device, which would not hear of failed ranks.
         self._mesh.await_event(_devices.here(device))
-        graph, sent = _devices.new_graph(self._pool), traffic.sent_bytes
+        graph, sent, calls = _devices.new_graph(self._pool), traffic.sent_bytes, self._mesh.calls()
         try:
             with graph, run.step_check.reads.held() as held:
                 numbers = Numbers(*self._numbers.unbind())
+                numbers = numbers._replace(call=numbers.call.to(torch.int64))
                 step_ids.give(body.step, numbers.step_id)
                 done = run.kernels(body, inputs, numbers, iteration)
                 states.write_back(body)
@@ -174,8 +181,12 @@ class StepGraphs:
         except FjoinError:
             raise
         except RuntimeError as error:
+            # A capture that has failed raises at its end again, without the reason.
+            cause = error.__context__ or error
+            if isinstance(cause, FjoinError):
+                raise cause from None
             raise CaptureError(
-                f"capture=True: a step could not be captured: {error}. loss_fn must not read values of the device on the host "
+                f"capture=True: a step could not be captured: {cause}. loss_fn must not read values of the device on the host "
                 f"(.item(), printing, a condition on a tensor), and must not copy tensors of the host to the device"
             ) from error
         finally:
@@ -184,6 +195,8 @@ class StepGraphs:
             body.torn = ""
         self._pool = self._pool or graph.pool()
         sent, traffic.sent_bytes = traffic.sent_bytes - sent, sent
+        calls = self._mesh.calls() - calls
+        traffic.by_graphs -= calls
         return _Graph(
             graph,
             self._numbers,
@@ -194,6 +207,7 @@ class StepGraphs:
             tuple(sums),
             tuple(measured),
             sent,
+            calls,
         )
 
 
@@ -209,12 +223,14 @@ class _Graph(NamedTuple):
     sums: tuple[str, ...]
     measured: tuple[str, ...]
     sent_bytes: int
+    calls: int  # of collectives
 
     def launch(self, run: Run, body: StateData, batch: list[Tensor], given: Numbers) -> Done:
         """Run the step on a batch of the same form."""
         storage = body.storage
         if batch:
-            torch._foreach_copy_(self.inputs, batch)
+            with torch.no_grad():  # loss_fn may take gradients by them
+                torch._foreach_copy_(self.inputs, batch)
         _devices.write(list(map(float, given)), self.numbers)
         storage.readers.wait()
         body.torn = tears(body.step)
@@ -229,5 +245,6 @@ class _Graph(NamedTuple):
         of_all = dict(zip(self.sums, sums.unbind(), strict=True))
         run.step_check.reads.add((body.step, [CountsOfAll(0, of_all)]), words)
         run.mesh.traffic.sent_bytes += self.sent_bytes
+        run.mesh.traffic.by_graphs += self.calls
         body.torn = ""
         return Done(aux, lambda: of_all, dict(zip(self.measured, measured.unbind(), strict=True)))

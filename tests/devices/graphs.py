@@ -49,7 +49,7 @@ class Graph(TorchDispatchMode):
         self._calls: list[tuple[Any, Any, Any, list[Tensor]]] = []
         self._made, self._held = set[int](), list[Any]()
         self._before: dict[int, tuple[Any, Tensor]] = {}
-        self.replays = 0
+        self.replays, self.freed = 0, False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -92,6 +92,8 @@ class Graph(TorchDispatchMode):
                 for x in made:
                     if x.is_floating_point():
                         x.detach().fill_(torch.nan)  # a capture computes nothing
+        if error[0] is not None and issubclass(error[0], RuntimeError):
+            raise RuntimeError("operation failed due to a previous error during capture")
 
     def replay(self) -> None:
         self.replays += 1
@@ -100,6 +102,9 @@ class Graph(TorchDispatchMode):
                 out = func(*args, **kwargs)
                 for to, x in zip(made, _tensors(out) if made else (), strict=True):
                     to.detach().copy_(x)
+
+    def reset(self) -> None:
+        self.freed = True
 
     def pool(self) -> str:
         return "pool"

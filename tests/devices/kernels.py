@@ -186,6 +186,9 @@ class _Capture:
     def replay(self) -> None:
         pass
 
+    def reset(self) -> None:
+        pass
+
     def pool(self) -> None:
         pass
 

@@ -60,10 +60,55 @@ def test_a_factor_and_other_users_of_the_parameters() -> None:
     (3.0 * loss + params["b"].sum()).backward()
     plain = fjoin.value_and_grad(fjoin.jax.loss(net))(params, tensors(batch_of(5, 1)))[1]
     assert torch.allclose(params["a"].grad, 3 * plain["a"]) and torch.allclose(params["b"].grad, 3 * plain["b"] + 1)  # type: ignore[arg-type]
-    with pytest.raises(RuntimeError, match="a second backward pass"):
-        loss = fjoin.jax.loss(net)(params, tensors(batch_of(5, 1)))
-        loss.backward(retain_graph=True)
-        loss.backward()
+    p = torch.ones(4, requires_grad=True)
+    loss = fjoin.jax.loss(lambda p, x: (p * x).sum())(p, 2.0)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert p.grad is not None and p.grad.tolist() == [4.0] * 4
+
+
+def test_a_second_derivative_is_an_error_and_not_zero() -> None:
+    loss_fn = fjoin.jax.loss(lambda p, x: (p["w"] ** 2 * x).sum())
+    w = torch.ones(3, requires_grad=True)
+    (g,) = torch.autograd.grad(loss_fn({"w": w}, 1.0), w, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        (g.sum() + w.sum()).backward()
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        torch.func.grad(lambda w: torch.func.grad(loss_fn)({"w": w}, 1.0)["w"].sum())(torch.ones(3))
+
+
+def test_aux_may_have_another_structure_for_another_shape() -> None:
+    def f(p: Any, x: Any) -> Any:
+        return p["w"].sum() * x.sum(), {"big": x} if len(x) > 2 else {"small": x, "n": 1.0}
+
+    run = fjoin.value_and_grad(fjoin.jax.loss(f), has_aux=True)
+    seen = [sorted(run({"w": torch.ones(1)}, torch.ones(n))[0][1]) for n in (2, 3, 2)]
+    assert seen == [["n", "small"], ["big"], ["n", "small"]]
+
+
+NUMPY: dict[str, Any] = {
+    "0-d": np.array(2.0, np.float32),
+    "a scalar": np.float32(2.0),
+    "an index": np.int64(2),
+    "read-only": np.asarray(jnp.arange(3.0)),
+    "backwards": np.arange(3.0, dtype=np.float32)[::-1],
+    "big-endian": np.arange(3, dtype=">f4"),
+}
+
+
+@pytest.mark.parametrize("name", NUMPY)
+def test_arrays_of_numpy(name: str) -> None:
+    x = NUMPY[name]
+    run = fjoin.value_and_grad(fjoin.jax.loss(lambda p, x: (p["w"] * x.sum(), x)), has_aux=True)
+    (value, seen), grads = run({"w": torch.tensor(3.0)}, x)
+    assert seen.shape == x.shape and np.array_equal(seen.numpy(), x)
+    assert value == 3 * x.sum() and grads["w"] == x.sum()
+
+
+def test_lazy_signs_go_to_jax() -> None:
+    """Tensors whose memory holds other values than they have."""
+    z = torch.tensor([1 + 2j]).conj()
+    assert fjoin.jax.to_jax(z)[0] == 1 - 2j and fjoin.jax.to_jax(z.imag)[0] == -2.0
 
 
 def test_torch_func_takes_the_gradient_too() -> None:
@@ -253,6 +298,9 @@ ERRORS: dict[str, tuple[Any, Any, str]] = {
     "arrays": (lambda: fjoin.jax.loss(net)({"w": jnp.ones(1)}, 1), TypeError, r"fjoin.jax.to_torch\(params\)"),
     "a vector": (lambda: fjoin.jax.loss(lambda p, x: p["w"])({"w": torch.ones(2)}, 1), TypeError, "scalar"),
     "64 bits": (lambda: fjoin.jax.to_jax(torch.ones(1).double()), ValueError, "jax would narrow a tensor of torch.float64"),
+    "a key in aux": (
+        lambda: fjoin.jax.loss(lambda p, x: (p["w"].sum(), jax.random.key(0)))({"w": torch.ones(1)}, 1), TypeError, "a random key is no"
+    ),
     "a key as a parameter": (lambda: fjoin.jax.to_torch(jax.random.key(0)), TypeError, "a random key is no tensor"),
     "a dot": (lambda: fjoin.jax.flat({"a.b": jnp.ones(1)}), ValueError, "must have no dots"),
 }  # fmt: skip

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .._check import whole_number
 from ._keys import check_key, split
 from ._threefry import counters, threefry, unsigned
 
@@ -63,9 +65,9 @@ def uniform(
     tensor([0.9477, 0.9786])
     """
     check_key("uniform", key)
-    if dtype not in _MANTISSA:
-        raise TypeError(f"dtype must be one of {', '.join(map(str, _MANTISSA))}, got {dtype}")
-    mantissa = _MANTISSA[dtype]
+    mantissa = _mantissa(dtype)
+    low, high = (_on(key.device, v, dtype) for v in (minval, maxval))
+    _check_fits("uniform", "minval and maxval", torch.broadcast_shapes(low.shape, high.shape), shape)
     width = 8 if mantissa < 8 else torch.finfo(dtype).bits
     drawn = bits(key, shape, width)
     shift = width - mantissa
@@ -76,8 +78,25 @@ def uniform(
     else:
         fraction = (drawn.to(torch.int32) >> shift) & ((1 << mantissa) - 1)
         floats = ((fraction << (23 - mantissa)) | 0x3F800000).view(torch.float32).to(dtype) - 1.0
-    low, high = (torch.as_tensor(v, dtype=dtype, device=key.device) for v in (minval, maxval))
     return torch.maximum(low, floats * (high - low) + low)
+
+
+def _mantissa(dtype: torch.dtype) -> int:
+    if dtype not in _MANTISSA:
+        raise TypeError(f"dtype must be one of {', '.join(map(str, _MANTISSA))}, got {dtype}")
+    return _MANTISSA[dtype]
+
+
+def _on(device: torch.device, value: Any, dtype: torch.dtype) -> Tensor:
+    """A tensor of a device; a number of the host is launched there, since a copy would wait."""
+    return value.to(device, dtype) if isinstance(value, Tensor) else torch.full((), value, dtype=dtype, device=device)
+
+
+def _check_fits(name: str, what: str, given: Sequence[int], shape: Sequence[int]) -> None:
+    """Raise where a draw would serve several results."""
+    pairs = zip(reversed(given), reversed(shape), strict=False)
+    if len(given) > len(shape) or any(n not in (1, to) for n, to in pairs):
+        raise ValueError(f"{name}: {what} must broadcast to the shape {tuple(shape)}, got {tuple(given)}")
 
 
 def normal(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32) -> Tensor:
@@ -89,8 +108,8 @@ def normal(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.fl
     >>> tx.random.normal(tx.random.key(1), (2,))
     tensor([-0.1544,  0.0847])
     """
-    least = torch.nextafter(torch.tensor(-1.0, dtype=dtype), torch.tensor(0.0, dtype=dtype))
-    drawn = uniform(key, shape, dtype, least, 1.0)
+    _mantissa(dtype)
+    drawn = uniform(key, shape, dtype, torch.finfo(dtype).eps / 2 - 1, 1.0)  # above -1
     wide = torch.promote_types(dtype, torch.float32)
     return (math.sqrt(2) * torch.erfinv(drawn.to(wide))).to(dtype)
 
@@ -111,9 +130,11 @@ def bernoulli(key: Tensor, p: float | Tensor = 0.5, shape: Sequence[int] | None 
     >>> tx.random.bernoulli(tx.random.key(0), 0.9, (3,))
     tensor([False, False,  True])
     """
-    chance = p if isinstance(p, Tensor) and p.is_floating_point() else torch.as_tensor(p, dtype=torch.float32)
-    chance = chance.to(key.device)
-    return uniform(key, tuple(chance.shape) if shape is None else shape, chance.dtype) < chance
+    check_key("bernoulli", key)
+    chance = _on(key.device, p, p.dtype if isinstance(p, Tensor) and p.is_floating_point() else torch.float32)
+    shape = tuple(chance.shape) if shape is None else shape
+    _check_fits("bernoulli", "p", chance.shape, shape)
+    return uniform(key, shape, chance.dtype) < chance
 
 
 def randint(key: Tensor, shape: Sequence[int], minval: int, maxval: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -134,6 +155,10 @@ def randint(key: Tensor, shape: Sequence[int], minval: int, maxval: int, dtype: 
     check_key("randint", key)
     if dtype not in (torch.int32, torch.int64):
         raise TypeError(f"randint: dtype must be torch.int32 or torch.int64, got {dtype}")
+    try:
+        minval, maxval = operator.index(minval), operator.index(maxval)
+    except TypeError:
+        raise TypeError(f"randint: minval and maxval must be whole numbers, got {minval!r} and {maxval!r}") from None
     known = torch.iinfo(dtype)
     if not known.min <= minval < maxval <= known.max + 1:
         raise ValueError(f"randint: there must be whole numbers of {dtype} from {minval} to below {maxval}")
@@ -172,7 +197,9 @@ def permutation(key: Tensor, x: int | Tensor, axis: int = 0, independent: bool =
     """
     check_key("permutation", key)
     if not isinstance(x, Tensor):
+        whole_number("permutation: x", x, 0)
         return _shuffled(key, torch.arange(x, dtype=torch.int32, device=key.device), 0)
+    _check_axis("permutation", "x", x, axis)
     if independent or x.dim() == 1:
         return _shuffled(key, x, axis)
     order = _shuffled(key, torch.arange(x.shape[axis], device=key.device), 0)
@@ -186,6 +213,11 @@ def _shuffled(key: Tensor, x: Tensor, axis: int) -> Tensor:
         words = unsigned(bits(own, x.shape))
         x = x.gather(axis, torch.sort(words, dim=axis, stable=True).indices)
     return x
+
+
+def _check_axis(name: str, what: str, x: Tensor, axis: int) -> None:
+    if not -x.dim() <= axis < x.dim():
+        raise IndexError(f"{name}: axis {axis} is none of {what}, whose shape is {tuple(x.shape)}")
 
 
 def categorical(key: Tensor, logits: Tensor, axis: int = -1, shape: Sequence[int] | None = None) -> Tensor:
@@ -204,12 +236,13 @@ def categorical(key: Tensor, logits: Tensor, axis: int = -1, shape: Sequence[int
     tensor([1, 3, 2], dtype=torch.int32)
     """
     check_key("categorical", key)
+    if not isinstance(logits, Tensor) or not logits.is_floating_point():
+        raise TypeError(f"categorical: logits must be a tensor of floating point numbers, got {logits!r}")
+    _check_axis("categorical", "logits", logits, axis)
     axis = axis % logits.dim()
     rest = (*logits.shape[:axis], *logits.shape[axis + 1 :])
     given: Any = rest if shape is None else tuple(shape)
-    fits = all(n in (1, to) for n, to in zip(rest[::-1], given[::-1], strict=False))
-    if len(given) < len(rest) or not fits:
-        raise ValueError(f"categorical: shape must be broadcast from {tuple(rest)}, got {given}")
+    _check_fits("categorical", "the shape of logits without the axis", rest, given)
     prefix = given[: len(given) - len(rest)]
     drawn = (*prefix, *given[len(prefix) :][:axis], logits.shape[axis], *given[len(prefix) :][axis:])
     least = torch.finfo(logits.dtype).tiny

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._check import whole_number
 from .._foreign import is_jax
-from ._threefry import counters, threefry, word
+from ._threefry import counters, threefry, word, word_of
 
 
 def key(seed: int, device: torch.device | str = "cpu") -> Tensor:
@@ -34,8 +34,7 @@ def key(seed: int, device: torch.device | str = "cpu") -> Tensor:
     whole_number("seed", seed, 0)
     if seed >= 2**64:
         raise ValueError(f"seed must be below 2^64, got {seed}")
-    words = torch.tensor([seed >> 32, seed & 0xFFFFFFFF], dtype=torch.int64)
-    return word(words).to(device)
+    return torch.stack([word_of(seed >> 32, device), word_of(seed, device)])
 
 
 def split(key: Tensor, num: int | Sequence[int] = 2) -> Tensor:
@@ -79,7 +78,7 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
         whole_number("data", data, 0)
         if data >= 2**32:
             raise ValueError(f"fold_in: data must be below 2^32, got {data}")
-        low = word(torch.tensor(data)).to(key.device)
+        low = word_of(data, key.device)
     return torch.stack(threefry(key, torch.zeros_like(low), low), -1)
 
 

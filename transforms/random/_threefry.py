@@ -48,6 +48,12 @@ def word(number: Tensor) -> Tensor:
     return (last - ((last & 0x80000000) << 1)).to(torch.int32)
 
 
+def word_of(number: int, device: torch.device | str) -> Tensor:
+    """The last 32 bits of a number of the host, 0-d int32; the device gets it with a launch, without a copy."""
+    last = number & 0xFFFFFFFF
+    return torch.full((), last - ((last & 0x80000000) << 1), dtype=torch.int32, device=device)
+
+
 def unsigned(x: Tensor) -> Tensor:
     """Words as numbers from 0 to 2^32 - 1, int64."""
     return x.to(torch.int64) & 0xFFFFFFFF

@@ -80,6 +80,7 @@ class Passes:
         params = body.rebuild(storage.arrivals.lend(storage.leaves, storage.by_bucket))
         with torch.enable_grad(), bind_axes(axes), bind_call(call):
             loss, aux, buffers = self._loss(params, body.buffers, batch)
+        torch.clear_autocast_cache()  # an autocast around the loop would keep casts of these parameters for the next step
         if aux is not None or buffers is not None:
             aux, buffers = copy_if_aliased((aux, buffers), storage.written(bool(body.window)))
         return arrived(loss), aux, buffers

@@ -98,6 +98,7 @@ class HeldStates:
     def give_back(self, body: StateData) -> None:
         """Give the state the tensors that graphs read."""
         if self._held is not None:
+            body.held = self.NAMES
             for name, value in zip(self.NAMES, self._held, strict=True):
                 setattr(body, name, value)
 

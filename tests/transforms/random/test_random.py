@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fjoin import transforms as tx
 
@@ -177,6 +178,30 @@ def test_the_moments() -> None:
     assert 0 <= u.min() and u.max() < 1 and abs(u.mean() - 0.5) < 2 / n**0.5
 
 
+def test_a_device_gets_numbers_of_the_host_without_a_copy() -> None:
+    """A copy waits for the device, and cannot be captured in a graph."""
+    with torch.device("cpu"), NoCopies():
+        key = tx.random.fold_in(tx.random.key(3, "meta"), 2**32 - 1)
+        tx.random.uniform(key, (3,), minval=-1.0, maxval=2)
+        tx.random.normal(key, (3,), torch.bfloat16)
+        tx.random.bernoulli(key, 0.3, (3,))
+        tx.random.randint(key, (3,), -5, 7)
+        tx.random.permutation(key, 5)
+        tx.random.categorical(key, torch.zeros(3, 4, device="meta"))
+    with torch.device("meta"):
+        assert tx.random.fold_in(tx.random.key(0), 2).tolist() == tx.random.fold_in(KEY, 2).tolist()
+
+
+class NoCopies(TorchDispatchMode):
+    """Refuses tensors of the host beside those of a device."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        assert not isinstance(out, torch.Tensor) or out.is_meta, func
+        return out
+
+
+KEY = tx.random.key(0)
 ERRORS: dict[str, tuple[Any, Any, str]] = {
     "a seed": (lambda: tx.random.key(-1), ValueError, "seed"),
     "a large seed": (lambda: tx.random.key(2**64), ValueError, "below 2\\^64"),
@@ -194,8 +219,29 @@ ERRORS: dict[str, tuple[Any, Any, str]] = {
     "a shape": (
         lambda: tx.random.categorical(tx.random.key(0), torch.zeros(3, 4), shape=(2,)),
         ValueError,
-        "broadcast from",
+        "broadcast to",
     ),
+    "fewer draws than chances": (
+        lambda: tx.random.bernoulli(KEY, torch.full((3, 4), 0.5), (4,)),
+        ValueError,
+        "p must broadcast",
+    ),
+    "fewer draws than bounds": (
+        lambda: tx.random.uniform(KEY, (), minval=torch.zeros(2)),
+        ValueError,
+        "minval and maxval must",
+    ),
+    "a fraction": (lambda: tx.random.randint(KEY, (3,), 0, 5.5), TypeError, "whole numbers, got 0 and 5.5"),  # type: ignore[arg-type]
+    "a negative number": (lambda: tx.random.permutation(KEY, -2), ValueError, "permutation: x"),
+    "a number of items": (lambda: tx.random.permutation(KEY, 3.0), ValueError, "permutation: x"),  # type: ignore[arg-type]
+    "no axis": (lambda: tx.random.permutation(KEY, torch.zeros(3, 2), 5), IndexError, "axis 5 is none of x"),
+    "no axis of logits": (
+        lambda: tx.random.categorical(KEY, torch.zeros(3, 4), 5),
+        IndexError,
+        "axis 5 is none of logits",
+    ),
+    "whole logits": (lambda: tx.random.categorical(KEY, torch.zeros(3).long()), TypeError, "floating point numbers"),
+    "whole normals": (lambda: tx.random.normal(KEY, (), torch.int32), TypeError, "dtype must be one of"),
 }
 
 
