@@ -63,7 +63,7 @@ def loss(f: Callable[..., Any], *, buffers: bool = False, seed: int | None = Non
         raise TypeError(f"fjoin.jax.loss takes a function, got {f!r}")
     flag("buffers", buffers)
     if seed is not None:
-        whole_number("seed", seed, 0)
+        whole_number("seed", seed, 0, 2**32 - 1)  # of larger ones jax takes the last 32 bits
 
     @functools.lru_cache(maxsize=64)
     def compiled(form: _Form) -> _Compiled:

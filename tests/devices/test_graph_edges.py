@@ -103,6 +103,20 @@ def test_random_numbers_differ_by_call() -> None:
     assert got == want and made[0].replays == 6 and len(set(got[1::2])) > 3
 
 
+def test_aux_of_old_buffers_is_what_it_was() -> None:
+    def loss(p: Any, buffers: Any, batch: Any) -> Any:
+        return plain(p, batch), buffers["count"], {"count": buffers["count"] + 1}
+
+    for capture in (False, True):
+        with graphs():
+            step, seen = step_of(loss, capture), list[Any]()
+            state = step.init({"w": torch.ones(3)}, {"count": torch.zeros(1)})
+            for i in range(9):  # the seventh in another form, without a graph
+                state, metrics = step(state, {**X, "n": i == 6})
+                seen.append(metrics.aux)
+            assert [x.item() for x in seen] == list(range(9))
+
+
 def test_aux_of_numpy_and_nan() -> None:
     (want, _), (got, made) = both(lambda p, batch: (plain(p, batch), [np.ones(2), math.nan * 1]), [X] * 5)
     assert got == want and made[0].replays == 2

@@ -288,6 +288,7 @@ def test_classes_of_jax_are_parameters() -> None:
 
 ERRORS: dict[str, tuple[Any, Any, str]] = {
     "no function": (lambda: fjoin.jax.loss(3), TypeError, "takes a function, got 3"),  # type: ignore[arg-type]
+    "a large seed": (lambda: fjoin.jax.loss(noisy, seed=2**32), ValueError, "seed must be a whole number from 0 to 4294967295"),
     "no key": (lambda: fjoin.jax.loss(net, seed=0), TypeError, "called with key="),
     "a key without a seed": (lambda: fjoin.jax.loss(net)({}, 1, key=2), TypeError, "made without a seed"),
     "text": (lambda: fjoin.jax.loss(net)({"w": torch.ones(1)}, "x"), TypeError, "the argument '0' is a str"),

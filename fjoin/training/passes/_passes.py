@@ -82,7 +82,8 @@ class Passes:
             loss, aux, buffers = self._loss(params, body.buffers, batch)
         torch.clear_autocast_cache()  # an autocast around the loop would keep casts of these parameters for the next step
         if aux is not None or buffers is not None:
-            aux, buffers = copy_if_aliased((aux, buffers), storage.written(bool(body.window)))
+            given = (body.buffers or {}).values() if body.held else ()  # graphs write into them
+            aux, buffers = copy_if_aliased((aux, buffers), [*storage.written(bool(body.window)), *given])
         return arrived(loss), aux, buffers
 
     def backward_within(self, forward: Forward, grad_output: GradOutput, storage: Storage) -> None:
