@@ -18,8 +18,8 @@ LIMITS = {
     "accesses to another object's privates": 26,
     "accesses to privates of torch's objects": 67,
     "lines of reducer, training, ddp": 9173,
-    "code lines": 26_213,
-    "lines": 50_536,
+    "code lines": 26_221,
+    "lines": 50_546,
     "files over 250 lines": 0,
     "fmt: skip": 0,
 }

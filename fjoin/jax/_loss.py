@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import optree
 import torch
@@ -40,7 +40,8 @@ def loss(f: Callable[..., Any], *, buffers: bool = False, seed: int | None = Non
 
     Returns:
         A function of tensors, differentiable once, by `params` only. Tensors of 64-bit integers in its arguments become 32-bit
-        ones where all their values fit; where a tensor is float64, jax computes with 64 bits.
+        ones where all their values fit; where a tensor is float64, jax computes with 64 bits. Under torch.no_grad() jax computes the
+        value only.
 
     Raises:
         ImportError: by `import fjoin.jax`: jax is not installed.
@@ -90,10 +91,12 @@ def loss(f: Callable[..., Any], *, buffers: bool = False, seed: int | None = Non
             keyed = (key,) if key is not None else (_key(seed, number),)
         form = _Form(structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves), args_structure, wide, bool(keyed))
         run = compiled(form)
-        apply: Any = _Value.apply
         given = [x for x in values if isinstance(x, Tensor)]
-        behind = _Behind()
-        value, *others = apply(run, values, keyed, behind, *leaves, *given)
+        behind, apply = _Behind(), cast("Any", _Value.apply)
+        if torch.is_grad_enabled():
+            value, *others = apply(run, values, keyed, behind, *leaves, *given)
+        else:
+            value, *others = run([*leaves, *given], values, keyed, behind, False)
         parts = run.parts(behind, others)
         return (value, *parts) if parts else value
 
@@ -170,25 +173,32 @@ class _Compiled:
             return found, tuple(rest)
 
         self._buffers = buffers
-        self._run = jax.jit(jax.value_and_grad(value, has_aux=True))
+        self._value, self._value_and_grad = jax.jit(value), jax.jit(jax.value_and_grad(value, has_aux=True))
 
     def __call__(
-        self, tensors: Sequence[Tensor], values: Sequence[Any], key: tuple[Any, ...], behind: _Behind
+        self,
+        tensors: Sequence[Tensor],
+        values: Sequence[Any],
+        key: tuple[Any, ...],
+        behind: _Behind,
+        grads: bool = True,
     ) -> tuple[Tensor, ...]:
         """(loss, the leaves behind it, the gradients as flat tensors).
 
         Args:
             tensors: The parameters, then those of `values` that are tensors.
             behind: Gets the structure of the leaves.
+            grads: Whether to compute gradients.
         """
         count = len(self.layout.places)
         params, given = tensors[:count], iter(tensors[count:])
         with jax.enable_x64(self._form.wide or jax.config.jax_enable_x64):
             flats = [to_jax(flat) for flat in self.layout.join([p.detach() for p in params], torch.cat)]
             args = [array_of(next(given)) if isinstance(x, Tensor) else x for x in values]
-            (found, aux), grads = jax.block_until_ready(self._run(flats, args, *key))
+            run = self._value_and_grad if grads else lambda *given: (self._value(*given), ())
+            (found, aux), slopes = jax.block_until_ready(run(flats, args, *key))
             leaves, behind.structure = jax.tree.flatten(aux)
-            return (_scalar(found), *map(_scalar, leaves), *map(to_torch, grads))
+            return (_scalar(found), *map(_scalar, leaves), *map(to_torch, slopes))
 
     def parts(self, behind: _Behind, leaves: Sequence[Tensor]) -> list[Any]:
         """What f has returned behind the loss, in tensors."""

@@ -320,3 +320,15 @@ def test_other_buffers_are_refused() -> None:
 
     with pytest.raises(ValueError, match="the loss returned buffers"):
         fjoin.jax.loss(f, buffers=True)({"w": torch.ones(1)}, {"mean": torch.ones(1)}, torch.ones(1))
+
+
+def test_without_gradients_only_the_value_is_computed() -> None:
+    def f(p: Any, x: Any) -> Any:  # jax has no gradient of this loop
+        return jax.lax.while_loop(lambda y: y < 10, lambda y: 2 * y, p["w"] * x), {"x": x}
+
+    loss, p = fjoin.jax.loss(f), {"w": torch.ones((), requires_grad=True)}
+    with torch.no_grad():
+        value, aux = loss(p, torch.tensor(3.0))
+    assert value == 12 and not value.requires_grad and aux["x"] == 3
+    with pytest.raises(ValueError, match="while_loop"):
+        loss(p, torch.tensor(3.0))
