@@ -13,8 +13,8 @@ torch.set_num_threads(1)
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Two more than there are cores: ranks wait for each other, and tests of failures and time-outs mostly wait."""
-    return len(os.sched_getaffinity(0)) + 2
+    """One more than there are cores: tests of failures and time-outs mostly wait."""
+    return len(os.sched_getaffinity(0)) + 1
 
 
 @pytest.fixture(autouse=True)

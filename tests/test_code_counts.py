@@ -17,9 +17,9 @@ LIMITS = {
     "comparisons with a spec's name": 6,
     "accesses to another object's privates": 26,
     "accesses to privates of torch's objects": 67,
-    "lines of reducer, training, ddp": 9173,
-    "code lines": 26_221,
-    "lines": 50_546,
+    "lines of reducer, training, ddp": 9174,
+    "code lines": 26_222,
+    "lines": 50_547,
     "files over 250 lines": 0,
     "fmt: skip": 0,
 }

@@ -156,11 +156,12 @@ class Run:
             self._meter.end()
             return Metrics(body.step, False, forward.aux, dict, comes)
 
-        skipped: Any = 0 if self.pipeline.skips is None else body.outer.skipped
-        skipped = skipped.clone() if self.graphs is not None and isinstance(skipped, Tensor) else skipped
-        others = {"ranks": self.ranks, **self._learning_rates(storage, body.step, skipped)}
-        has_next = self.agreements.requests.write(iteration is not None and iteration.has_next)
-        given = Numbers(weight, self.agreements.begin(body.step, rates), has_next, body.calls)
+        with self.mesh.traffic.span("prepare"):
+            skipped: Any = 0 if self.pipeline.skips is None else body.outer.skipped
+            skipped = skipped.clone() if self.graphs is not None and isinstance(skipped, Tensor) else skipped
+            others = {"ranks": self.ranks, **self._learning_rates(storage, body.step, skipped)}
+            has_next = self.agreements.requests.write(iteration is not None and iteration.has_next)
+            given = Numbers(weight, self.agreements.begin(body.step, rates), has_next, body.calls)
         run = self.kernels if self.graphs is None else partial(self.graphs.step, self)
         done = run(body, batch, given, iteration)
         if iteration is not None:

@@ -86,7 +86,7 @@ def test_messages_are_those_of_explain_and_little_time_has_no_name(pool: Pool, n
             named = sum(e["dur"] for e in inside if not e["name"].startswith("bucket"))
             rest.append(1 - named / one["dur"])
             assert {"forward", "states"} <= {e["name"] for e in inside}
-        assert sorted(rest)[len(rest) // 2] < 0.02, rest
+        assert min(rest) < 0.02, rest  # another process only adds to it
 
 
 def one_after_the_other(path: str) -> None:
