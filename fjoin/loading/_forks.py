@@ -19,7 +19,8 @@ def refuse_fork(loader: Any) -> None:
     if not isinstance(loader, DataLoader) or not loader.num_workers or used is None:
         return
     method = getattr(loader.multiprocessing_context, "get_start_method", multiprocessing.get_start_method)()
-    if method == "fork" and used.backends_are_initialized():
+    # jax has no public question whether it runs already. Without this one it counts as running.
+    if method == "fork" and getattr(used, "backends_are_initialized", lambda: True)():
         raise ValueError(
             f"this DataLoader would fork {loader.num_workers} workers, and jax runs in this process, whose threads hold locks that no "
             f"one in a worker would free; pass DataLoader(..., multiprocessing_context='forkserver'), with a dataset that can be pickled"

@@ -48,9 +48,8 @@ class BucketHook:
         buckets: tuple[Any, ...] = ()
         if early is not None and self._flat and not early.sharded_over:
             flats = {f"{FLAT} {k}": flat for k, flat in enumerate(storage.flats)}
-            whole = early.init(
-                flats
-            )  # together, so that buckets share their small tensors, which are then changed once
+            # Together, so that buckets share their small tensors, which are then changed once.
+            whole = early.init(flats)
             buckets = tuple(only(whole, flats, path, FLAT) for path in flats)
         elif early is not None and self._flat:
             buckets = tuple(self._init_flat(early, k, storage) for k in range(len(layout)))

@@ -71,9 +71,9 @@ class StepGraphs:
 
     def clear(self) -> None:
         """Free all graphs. A group of NCCL does not end before they are freed."""
-        for one in self._graphs.values():
+        graphs, self._graphs = self._graphs, {}  # a mesh that is taken down frees them from another thread
+        for one in graphs.values():
             one.graph.reset()  # not only where the last reference goes: that would hold Python's lock
-        self._graphs = {}
         self._seen: dict[Any, tuple[int, Any]] = {}  # form -> the number of its steps so far, and the first aux
         self._states: HeldStates | None = None
         self._numbers: Tensor | None = None
