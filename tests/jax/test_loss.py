@@ -13,6 +13,8 @@ import torch
 import fjoin
 import fjoin.jax
 from fjoin import transforms as tx
+from fjoin.jax import _loss
+from fjoin.transforms._jax_arrays import to_torch
 
 
 def net(params: Any, batch: Any) -> Any:
@@ -135,17 +137,27 @@ def test_large_parameters_go_in_without_a_copy(monkeypatch: Any) -> None:
     assert {state.params["a"].data_ptr(), state.params["c"].data_ptr()} <= set(seen)
 
 
-def test_the_call_has_ended_before_torch_writes() -> None:
-    params = tensors(arrays(wide=100_000))
-    batch = tensors(batch_of(64, 1))
-    loss = fjoin.jax.loss(net)
-    want, _ = fjoin.value_and_grad(loss)(params, batch)
+def test_the_call_has_ended_before_torch_writes(monkeypatch: Any) -> None:
+    """All of its results are there before any is handed to torch, which may then write into the parameters."""
+    ready: list[bool] = []
+
+    def watched(array: Any) -> torch.Tensor:
+        ready.append(array.is_ready())
+        return to_torch(array)
+
+    def slow(p: Any, x: Any) -> Any:
+        return jax.lax.fori_loop(0, 40, lambda i, y: jnp.tanh(y @ p["w"]), x).sum()
+
+    params, x = {"w": torch.randn(500, 500) / 25}, torch.randn(500, 500)
+    loss = fjoin.jax.loss(slow)
+    want, _ = fjoin.value_and_grad(loss)(params, x)
+    monkeypatch.setattr(_loss, "to_torch", watched)
     for _ in range(3):
         own = {path: p.clone() for path, p in params.items()}
-        got, _ = fjoin.value_and_grad(loss)(own, batch)
-        for p in own.values():
-            p.fill_(torch.nan)
-        assert got == want
+        got, grads = fjoin.value_and_grad(loss)(own, x)
+        own["w"].fill_(torch.nan)
+        assert got == want and torch.isfinite(grads["w"]).all()
+    assert len(ready) == 6 and all(ready)
 
 
 def test_gradients_do_not_share_memory() -> None:
