@@ -1,0 +1,259 @@
+"""The library gets smaller, and its rooms stay apart: limits that a change may only lower.
+
+    python tests/test_size.py            prints the counts
+    python tests/test_size.py --lower    writes those that fell to size.json
+
+Code lines are those without docstrings, comments and blank lines. A room is a folder of modules; its face is its
+`__init__`. To raise a limit, edit size.json by hand and say in the commit which promise needs it.
+"""
+
+from __future__ import annotations
+
+import ast
+import collections
+import functools
+import importlib.util
+import inspect
+import io
+import json
+import subprocess
+import sys
+import tokenize
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LIMITS = Path(__file__).with_name("size.json")
+FACES = ("fjoin", "fjoin.transforms", "fjoin.ddp", "fjoin.testing", "fjoin.checkpoint", "fjoin.jax")
+LONGEST = 300  # code lines of a file
+NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+COUNTED = (
+    "code lines", "files", "arrows between rooms", "public names", "lines of tests", "circles",
+    "folders named like a function", "imports past a face",
+)  # fmt: skip
+Graph = dict[str, set[str]]
+
+
+def code_lines(text: str) -> int:
+    docstrings = set[int]()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            if ast.get_docstring(node) is not None:
+                first = node.body[0]
+                docstrings.update(range(first.lineno, (first.end_lineno or first.lineno) + 1))
+    lines = set[int]()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in NO_CODE:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    return len(lines - docstrings)
+
+
+def tracked(*patterns: str) -> list[Path]:
+    """Files that git knows, links apart."""
+    listed = subprocess.run(["git", "ls-files", *patterns], cwd=ROOT, capture_output=True, text=True, check=True)
+    paths = [ROOT / name for name in listed.stdout.splitlines()]
+    return [path for path in paths if path.is_file() and not path.is_symlink()]
+
+
+@functools.cache
+def sources() -> dict[str, str]:
+    """Module -> text, as "fjoin.transforms.codecs._codec"; a face is "fjoin.transforms.codecs.__init__"."""
+    found = {}
+    for path in tracked("fjoin/*.py", "transforms/*.py"):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts if parts[0] == "fjoin" else ("fjoin", *parts))] = path.read_text()
+    return found
+
+
+def room_of(module: str) -> str:
+    return module.rpartition(".")[0]
+
+
+@functools.cache
+def rooms() -> set[str]:
+    return {room_of(module) for module in sources()}
+
+
+def imports(module: str, text: str) -> list[str]:
+    """The modules of the library that one imports from, at any depth of its code."""
+    here, found = module.split(".")[:-1], []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom):
+            base = here[: len(here) - node.level + 1] if node.level else []
+            target = ".".join([*base, *([node.module] if node.module else [])])
+            for alias in node.names:  # of a room a module may be imported, or another room
+                whole = f"{target}.{alias.name}"
+                found.append(whole if whole in sources() or whole in rooms() else target)
+    return [target for target in found if target.split(".")[0] == "fjoin"]
+
+
+def targets(module: str, text: str) -> list[tuple[str, bool]]:
+    """Of each import from another room: that room, and whether the import is by its face. A public module is a face."""
+    found = []
+    for target in imports(module, text):
+        room = target if target in rooms() else room_of(target)
+        if room != room_of(module):
+            found.append((room, target == room or not target.rpartition(".")[2].startswith("_")))
+    return found
+
+
+@functools.cache
+def arrows() -> Graph:
+    """Room -> the rooms that its files import from. The two faces of the library, which pass all names on, are left out."""
+    found: Graph = {}
+    for module, text in sources().items():
+        if module not in ("fjoin.__init__", "fjoin.transforms.__init__"):
+            found.setdefault(room_of(module), set()).update(room for room, _ in targets(module, text))
+    return found
+
+
+def past_faces() -> list[str]:
+    """The pairs "room -> other room" in which a file imports a file of the other room."""
+    pairs = {
+        f"{room_of(module)} -> {room}"
+        for module, text in sources().items()
+        for room, by_face in targets(module, text)
+        if not by_face
+    }
+    return sorted(pairs)
+
+
+def circles(graph: Graph) -> list[str]:
+    """The groups of rooms each of which reaches the others."""
+
+    def reached(room: str) -> set[str]:
+        seen, todo = set[str](), [room]
+        while todo:
+            for other in graph.get(todo.pop(), ()):
+                if other not in seen:
+                    seen.add(other)
+                    todo.append(other)
+        return seen
+
+    reach = {room: reached(room) for room in graph}
+    groups = {tuple(sorted(b for b in reach[a] if a in reach.get(b, ()))) for a in graph if a in reach[a]}
+    return [", ".join(group) for group in sorted(groups)]
+
+
+def public(face: str) -> dict[str, Any]:
+    values = vars(importlib.import_module(face)).items()
+    return {name: value for name, value in values if not name.startswith("_") and not inspect.ismodule(value)}
+
+
+def folders_named_like_functions() -> list[str]:
+    functions = {name for face in FACES[:2] for name in public(face)}
+    return sorted(room for room in rooms() if room.count(".") and room.rpartition(".")[2] in functions)
+
+
+def counts() -> dict[str, Any]:
+    lines: collections.Counter[str] = collections.Counter()
+    for module, text in sources().items():
+        lines[room_of(module)] += code_lines(text)
+    return {
+        "code lines": dict(sorted(lines.items())),
+        "files": len(sources()),
+        "arrows between rooms": number_of_arrows(),
+        "public names": {face: len(public(face)) for face in FACES if face != "fjoin.jax" or has_jax()},
+        "lines of tests": sum(path.read_text().count("\n") for path in tracked("tests/*.py", "conftest.py")),
+        "circles": circles(arrows()),
+        "folders named like a function": folders_named_like_functions(),
+        "imports past a face": past_faces(),
+    }
+
+
+def number_of_arrows() -> dict[str, int]:
+    """Within each half, and from the shell to the pure half."""
+    kinds = collections.Counter(
+        "shell" if not room.startswith("fjoin.transforms") and not other.startswith("fjoin.transforms")
+        else "pure" if room.startswith("fjoin.transforms") else "shell to pure"
+        for room, others in arrows().items() for other in others
+    )  # fmt: skip
+    return dict(sorted(kinds.items()))
+
+
+def has_jax() -> bool:
+    return importlib.util.find_spec("jax") is not None
+
+
+def grown(now: Any, limit: Any, where: str) -> list[str]:
+    """What exceeds its limit, or is not in its list, as text."""
+    if isinstance(now, dict):
+        return [line for key, value in now.items() for line in grown(value, limit.get(key, 0), f"{where}, {key}")]
+    if isinstance(now, list):
+        return [f"{where}: {one!r} is new" for one in now if one not in (limit or [])]
+    return [f"{where}: {now}, at most {limit}"] if now > limit else []
+
+
+def fallen(now: Any, limit: Any, where: str) -> list[str]:
+    """What has left its limit behind by more than a few lines, or is listed and holds by now."""
+    if isinstance(limit, dict):
+        return [line for key, value in limit.items() for line in fallen(now.get(key, 0), value, f"{where}, {key}")]
+    if isinstance(limit, list):
+        return [f"{where}: {one!r} holds now" for one in limit if one not in now]
+    return [f"{where}: {now}, the limit is {limit}"] if now < limit - max(10, limit // 100) else []
+
+
+def lowered(now: Any, limit: Any) -> Any:
+    if isinstance(limit, dict):
+        return {key: lowered(now[key], value) for key, value in limit.items() if key in now}
+    return [one for one in limit if one in now] if isinstance(limit, list) else min(now, limit)
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    return counts()
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_nothing_grows(name: str, found: dict[str, Any]) -> None:
+    lines = grown(found[name], json.loads(LIMITS.read_text())[name], name)
+    assert not lines, "\n".join([*lines, "make it smaller; or raise the limit in tests/size.json, and say why"])
+
+
+def test_limits_follow_the_counts(found: dict[str, Any]) -> None:
+    limits = json.loads(LIMITS.read_text())
+    assert limits.keys() == found.keys() == set(COUNTED)
+    lines = [line for name in limits for line in fallen(found[name], limits[name], name)]
+    assert not lines, "\n".join([*lines, "run `python tests/test_size.py --lower`"])
+
+
+@pytest.mark.parametrize("module", sources())
+def test_a_file_has_at_most_300_code_lines(module: str) -> None:
+    assert code_lines(sources()[module]) <= LONGEST
+
+
+@pytest.mark.parametrize("room", sorted(rooms()))
+def test_a_room_has_at_most_a_dozen_files(room: str) -> None:
+    files = [module for module in sources() if room_of(module) == room and not module.endswith("__init__")]
+    assert len(files) <= 12
+
+
+def test_counts_of_a_small_example() -> None:
+    text = '"""A docstring."""\nimport os\n\n# A comment.\n\n\ndef f(\n    x,\n):\n    """Another."""\n    return x  # kept\n'
+    assert code_lines(text) == 5
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a", "d"}}
+    assert circles(graph) == ["b, c", "d"]
+    limits = {"n": {"a": 100, "b": 3}, "l": ["x", "y"]}
+    now = {"n": {"a": 101, "c": 1}, "l": ["y", "z"]}
+    assert len(grown(now, limits, "")) == 3 and fallen(now, limits, "") == [", l: 'x' holds now"]
+    assert len(fallen({"n": {"a": 80, "b": 3}, "l": ["x", "y"]}, limits, "")) == 1
+    assert lowered(now, limits) == {"n": {"a": 100}, "l": ["y"]}
+
+
+def test_faces_of_rooms() -> None:
+    module = "fjoin.transforms.combinators._example"
+    assert targets(module, "from ..codecs import Codec") == [("fjoin.transforms.codecs", True)]
+    assert targets(module, "from ..codecs._codec import Codec") == [("fjoin.transforms.codecs", False)]
+    assert targets(module, "from ._chain import chain\nimport torch\nfrom torch import Tensor") == []
+    assert targets("fjoin.optim._x", "from ..transforms import codecs") == [("fjoin.transforms.codecs", True)]
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    result = counts()
+    if "--lower" in sys.argv:
+        result = lowered(result, json.loads(LIMITS.read_text())) if LIMITS.exists() else result
+        LIMITS.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result, indent=1), f"code lines in all: {sum(result['code lines'].values())}", sep="\n")
