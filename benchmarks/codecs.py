@@ -25,12 +25,8 @@ CODECS: dict[str, Callable[[], tx.Codec]] = {
     "uint8 per channel": lambda: tx.uint8(512),
     "int4": tx.int4,
     "qsgd": tx.qsgd,
-    "terngrad": tx.terngrad,
-    "natural": tx.natural,
     "sign": tx.sign,
-    "one_bit": tx.one_bit,
     "top_k 1 %": lambda: tx.top_k(0.01),
-    "random_k 1 %": lambda: tx.random_k(0.01),
 }
 
 

@@ -74,9 +74,6 @@ MEANS: dict[str, tuple[Callable[[], tx.Transform], str | None]] = {
     "hierarchical, live": (lambda: tx.hierarchical_mean("local", "node", over="live"), "live"),
     "hierarchical, world": (lambda: tx.hierarchical_mean("local", "node", over="world"), "world"),
     "hierarchical, encoded": (lambda: tx.hierarchical_mean("local", "node", tx.float32()), "weight"),
-    "gathered": (lambda: tx.all_gather_mean("data"), "weight"),
-    "gathered, world": (lambda: tx.all_gather_mean("data", over="world"), "world"),
-    "gathered, encoded": (lambda: tx.compress(tx.float32(), tx.all_gather_mean("data", over="live")), "live"),
     "encoded": (lambda: tx.quantized_mean("data", tx.float32()), "weight"),
     "encoded, live": (lambda: tx.quantized_mean("data", tx.float32(), over="live"), "live"),
     "encoded, world": (lambda: tx.quantized_mean("data", tx.float32(), over="world"), "world"),
@@ -94,17 +91,17 @@ OTHERS: dict[str, Callable[[], tx.Transform]] = {
     "top_k": lambda: tx.error_feedback(tx.quantized_mean("data", tx.top_k(0.5)), without_input="flush"),
     "int4, fed back": lambda: tx.error_feedback(tx.quantized_mean("data", tx.int4(block=4))),
     "bfloat16": lambda: tx.cast(torch.bfloat16, tx.mean("data")),
-    "loco": lambda: tx.loco(tx.quantized_mean("data", tx.int4(block=4))),
+
     "ef21 of top_k": lambda: tx.ef21(tx.quantized_mean("data", tx.top_k(0.5))),
     "dgc": lambda: tx.dgc("data", k=0.5, clip=9.0),
     "low rank": lambda: tx.power_sgd("data", 1, min_compression_rate=0.5),
     "low rank, fed back": lambda: tx.error_feedback(tx.power_sgd("data", 1, min_compression_rate=0.5), "flush"),
     "batched low rank": lambda: tx.batched_power_sgd("data", 1, min_compression_rate=0.5, over="live"),
-    "vote": lambda: tx.majority_vote("data"),
-    "adasum": lambda: tx.adasum("data"),
+
+
     "1-bit Adam": lambda: tx.one_bit_adam("data", 1),
     "1-bit Adam, world": lambda: tx.one_bit_adam("data", 1, over="world"),
-    "1-bit LAMB": lambda: tx.one_bit_lamb("data", 1),
+
     "two means": lambda: tx.switch_after(1, tx.mean("data"), tx.quantized_mean("data", tx.int8(block=4))),
     "gossip": lambda: tx.gossip("data"),
 }  # fmt: skip

@@ -165,7 +165,7 @@ TRANSFORMS: dict[str, Case] = {
     "an argument too many": (lambda: tx.adamw(1e-3, fused=True), TypeError, ("adamw", "'fused'", "betas")),  # type: ignore[call-arg]
     **{
         f"{make.__name__}({axis!r})": (lambda make=make, axis=axis: make(axis), kind, (text,))
-        for make in (tx.mean, tx.sum_over, tx.average_buffers, tx.broadcast_buffers, tx.all_gather_mean, tx.majority_vote,
+        for make in (tx.mean, tx.sum_over, tx.average_buffers, tx.broadcast_buffers,
                      tx.power_sgd, tx.batched_power_sgd, tx.broadcast_from_last, lambda axis: tx.quantized_mean(axis, tx.int8()))
         for axis, kind, text in ((3, TypeError, "got 3"), (None, TypeError, "got None"), (["data"], TypeError, "['data']"),
                                  (TWICE, ValueError, "('data', 'data') names an axis twice"), ((), ValueError, "at least one axis"))

@@ -32,12 +32,6 @@ TRANSFORMS: dict[str, list[Callable[[], tx.Transform]]] = {
         lambda: tx.accumulate(1, tx.mean("data")),
         lambda: tx.accumulate(2, tx.error_feedback(tx.quantized_mean("data", tx.int8()))),
     ],
-    "adasum": [lambda: tx.adasum("data")],
-    "all_gather_mean": [
-        lambda: tx.all_gather_mean("data"),
-        lambda: tx.all_gather_mean("data", over="world"),
-        lambda: tx.error_feedback(tx.compress(tx.top_k(0.5), tx.all_gather_mean("data", over="live"))),
-    ],
     # With over="world" the parameters of a rank without input count too.
     "average_every": [lambda: tx.average_every(2, "data", 1), lambda: tx.average_every(1, "data", over="live")],
     "average_parameters": [
@@ -80,7 +74,6 @@ TRANSFORMS: dict[str, list[Callable[[], tx.Transform]]] = {
         lambda: tx.error_feedback(tx.hierarchical_mean("local", "node", tx.int8(block=4))),
     ],
     "error_feedback": [
-        lambda: tx.error_feedback(tx.quantized_mean("data", tx.random_k(0.5))),
         lambda: tx.error_feedback(tx.quantized_mean("data", tx.int8(block=4))),
         lambda: tx.error_feedback(tx.cast(torch.bfloat16, tx.mean("data", over="world")), without_input="flush"),
         lambda: tx.error_feedback(
@@ -92,10 +85,6 @@ TRANSFORMS: dict[str, list[Callable[[], tx.Transform]]] = {
         lambda: tx.ef21(tx.quantized_mean("data", tx.int8(block=4))),
         lambda: tx.ef21(tx.cast(torch.bfloat16, tx.mean("data", over="live")), without_input="flush"),
         lambda: tx.ef21(tx.compress(tx.top_k(0.5), tx.sum_over("data"))),
-    ],
-    "loco": [
-        lambda: tx.loco(tx.quantized_mean("data", tx.int4(block=4))),
-        lambda: tx.loco(tx.cast(torch.bfloat16, tx.mean("data")), beta=0.5, reset=2, memory=tx.bfloat16()),
     ],
     "quantized_mean": [
         lambda: tx.quantized_mean("data", tx.int8(block=4)),
@@ -124,7 +113,6 @@ TRANSFORMS: dict[str, list[Callable[[], tx.Transform]]] = {
         lambda: tx.chain(tx.clip_by_value(0.5), tx.sum_over("data")),
         lambda: tx.chain(tx.mean("data"), tx.mean("data", over="live")),
         lambda: tx.chain(tx.stateless(_to_norm_one), tx.quantized_mean("data", tx.int8(block=4))),
-        lambda: tx.chain(tx.adasum("local"), tx.quantized_mean("node", tx.int8(block=4))),
         lambda: tx.every(2, tx.chain(tx.stateless(_to_norm_one), tx.quantized_mean("data", tx.int8(block=4)))),
         lambda: tx.error_feedback(tx.chain(tx.stateless(_to_norm_one), tx.quantized_mean("data", tx.int8(block=4)))),
     ],
@@ -142,7 +130,6 @@ TRANSFORMS: dict[str, list[Callable[[], tx.Transform]]] = {
     ],
     "identity": [tx.identity],
     "logged": [lambda: tx.logged(tx.mean("data")), lambda: tx.logged(tx.quantized_mean("data", tx.int8()), every=2)],
-    "majority_vote": [lambda: tx.majority_vote("data"), lambda: tx.majority_vote("data", over="world")],
     "masked": [
         lambda: tx.masked(tx.mean("data"), "layer.*"),
         lambda: tx.masked(tx.clip_by_value(0.1), ["scale", "*bias"]),
@@ -151,7 +138,6 @@ TRANSFORMS: dict[str, list[Callable[[], tx.Transform]]] = {
     "mean": [lambda: tx.mean("data"), lambda: tx.mean("data", over="live"), lambda: tx.mean("data", over="world")],
     "noop": [tx.noop],
     "one_bit_adam": [lambda: tx.one_bit_adam("data", 1), lambda: tx.one_bit_adam("data", 2, over="live")],
-    "one_bit_lamb": [lambda: tx.one_bit_lamb("data", 1), lambda: tx.one_bit_lamb("data", 2, codec=tx.int8(block=4))],
     "partition": [
         lambda: tx.partition({"layer.*": tx.mean("data"), "*": tx.sum_over("data")}),
         lambda: tx.partition({"*bias": tx.identity(), "*": tx.clip_by_value(0.2)}),

@@ -4,14 +4,13 @@ kinds        Transform  Call  Optimizer  Pipeline  Schedule  Reduction  Phase  P
 combine      chain  identity  stateless  masked  partition  in_fragments  fuse
 when         switch_after  every  accumulate  skip_if_nonfinite  dynamic_loss_scale
 clip         clip_by_global_norm  clip_by_value
-agree        mean  sum_over  noop  all_gather_mean  majority_vote  adasum  average_buffers  broadcast_buffers
+agree        mean  sum_over  noop  average_buffers  broadcast_buffers
 shard        scatter_mean  zero
 local SGD    local_sgd  post_local_sgd  slow_mo  diloco  gossip  ema  ema_params  outer_step  average_parameters  average_every
              hierarchical_average  average_state  reset_state
-wire         cast  compress  quantized  quantized_mean  error_feedback  ef21  loco  dgc  one_bit_adam  one_bit_lamb  power_sgd
+wire         cast  compress  quantized  quantized_mean  error_feedback  ef21  dgc  one_bit_adam  power_sgd
              batched_power_sgd  hierarchical_mean
-codecs       Codec  Noise  bfloat16  bfp16  float16  float32  fp8  int8  uint8  int4  qsgd  natural  terngrad  sign  one_bit  top_k
-             random_k  threshold
+codecs       Codec  Noise  bfloat16  bfp16  float16  float32  fp8  int8  uint8  int4  qsgd  sign  top_k
 join, layers  JoinHook  broadcast_from_last  last_joiner  current_weight  current_call  sync_batch_norm  convert_sync_batchnorm
 optimizers   sgd  adam  adamw  nadam  radam  adamax  adagrad  adadelta  adafactor  rmsprop  rprop  asgd  lion  lamb  muon  frozen
              mixed_precision  inject_hyperparameters  with_hyperparameters  as_functional_optim  register_functional_optim
@@ -62,14 +61,9 @@ from .codecs._codec import bfp16 as bfp16
 from .codecs._codec import float16 as float16
 from .codecs._codec import float32 as float32
 from .codecs._random_bits import Noise as Noise
-from .codecs._signs import one_bit as one_bit
 from .codecs._signs import sign as sign
-from .codecs._sparse import random_k as random_k
-from .codecs._sparse import threshold as threshold
 from .codecs._sparse import top_k as top_k
-from .codecs._unbiased import natural as natural
 from .codecs._unbiased import qsgd as qsgd
-from .codecs._unbiased import terngrad as terngrad
 from .combinators._chain import chain as chain
 from .combinators._chain import identity as identity
 from .combinators._chain import stateless as stateless
@@ -98,13 +92,9 @@ from .feedback._dgc import dgc as dgc
 from .feedback._ef21 import EF21State as EF21State
 from .feedback._ef21 import ef21 as ef21
 from .feedback._error_feedback import ErrorState as ErrorState
-from .feedback._error_feedback import LocoState as LocoState
 from .feedback._error_feedback import error_feedback as error_feedback
-from .feedback._error_feedback import loco as loco
 from .feedback._one_bit_adam import OneBitAdamState as OneBitAdamState
 from .feedback._one_bit_adam import one_bit_adam as one_bit_adam
-from .feedback._one_bit_lamb import OneBitLambState as OneBitLambState
-from .feedback._one_bit_lamb import one_bit_lamb as one_bit_lamb
 from .local_sgd._average import AverageState as AverageState
 from .local_sgd._average import average_every as average_every
 from .local_sgd._average import average_parameters as average_parameters
@@ -173,13 +163,10 @@ from .pipelines.explain._explanation import Explanation as Explanation
 from .power_sgd._mean import PowerSGDState as PowerSGDState
 from .power_sgd._power_sgd import batched_power_sgd as batched_power_sgd
 from .power_sgd._power_sgd import power_sgd as power_sgd
-from .reductions._adasum import adasum as adasum
 from .reductions._compress import CompressState as CompressState
 from .reductions._compress import cast as cast
 from .reductions._compress import compress as compress
 from .reductions._compress import quantized_mean as quantized_mean
-from .reductions._gather import all_gather_mean as all_gather_mean
-from .reductions._gather import majority_vote as majority_vote
 from .reductions._hierarchical import hierarchical_mean as hierarchical_mean
 from .reductions._mean import mean as mean
 from .reductions._mean import noop as noop

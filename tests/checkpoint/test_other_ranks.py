@@ -122,7 +122,6 @@ MERGES: dict[str, tuple[Any, dict[str, str]]] = {
         lambda: tx.fuse(tx.ef21(tx.quantized_mean("data", tx.top_k(3))), tx.sgd(0.1)),
         {"hook.own.w": "start", "hook.place": "start", "hook.whole.w": "mean"},
     ),
-    "LoCo, its codes anew": (lambda: tx.fuse(tx.loco(INT4), tx.sgd(0.1)), {"hook.error.w": "start"}),
     "local SGD": (PIPELINES["local SGD"], {"optimizer.w.exp_avg": "mean", "optimizer.w.exp_avg_sq": "mean"}),
 }
 
@@ -130,12 +129,11 @@ MERGES: dict[str, tuple[Any, dict[str, str]]] = {
 @pytest.mark.parametrize("name", MERGES)
 def test_values_of_ranks_are_merged(name: str, tmp_path: Path) -> None:
     make, expected = MERGES[name]
-    fresh = ("pipeline.hook.loco#0.error",) if "anew" in name else ()
 
     def one_rank(rank: int, ranks: int, train: bool) -> Any:
         step = fjoin.train_step(loss_fn, make(), weight=len, bucket_bytes=128)
         runs = fjoin.Checkpoints(tmp_path, step)
-        state = runs.restore(START, fresh=fresh)
+        state = runs.restore(START)
         for i in range(CUT if train else 0):
             state, _ = step(state, SAMPLES[i][rank::ranks])
         if train:
@@ -160,7 +158,6 @@ def test_values_of_ranks_are_merged(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "name"),
     [
-        (lambda: tx.fuse(tx.loco(INT4), tx.sgd(0.1)), "pipeline.hook.loco#0.error."),
         (lambda: tx.fuse(tx.noop(), tx.sgd(0.1), after=tx.gossip("data")), "params."),
     ],
 )

@@ -100,7 +100,6 @@ OTHERS: dict[str, Row] = {
     "skip, masked": _skip(tx.masked(MEAN, "layer.*")),
     "skip, int8": _skip(tx.quantized_mean("data", INT8)),
     "skip, noop": _skip(tx.noop()),
-    "skip, vote": _skip(tx.majority_vote("data")),
     "skip, ef21": _skip(tx.ef21(tx.quantized_mean("data", INT8))),
     "skip, zero": _skip(SCATTER, ADAM),
     "float16": Row(lambda: tx.fuse(MEAN, MOMENTUM), THREE, F16),
@@ -134,7 +133,6 @@ OTHERS: dict[str, Row] = {
     ),
     "dgc": Row(lambda: tx.fuse(tx.dgc("data", k=0.25, clip=1.0, warmup=2), MOMENTUM), THREE),
     "1-bit Adam, world": Row(lambda: tx.fuse(tx.one_bit_adam("data", 2, over="world"), tx.sgd(0.1)), THREE),
-    "1-bit LAMB, world": Row(lambda: tx.fuse(tx.one_bit_lamb("data", 2, over="world"), tx.sgd(0.1)), TWO),
     "zero, int8 gather": Row(lambda: tx.fuse(SCATTER, ADAM, gather=INT8), THREE),
     "zero, int8 both ways": Row(
         lambda: tx.fuse(tx.error_feedback(tx.compress(INT8, SCATTER)), ADAM, gather=INT8), THREE

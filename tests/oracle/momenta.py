@@ -47,29 +47,3 @@ def one_bit(
         u = m / (1 - b1**t) / ((v / (1 - b2 ** min(t, warmup))).sqrt() + eps)
         outs.append((u, m, v))
     return outs
-
-
-def one_bit_lamb(
-    grads: list[list[Tensor]],
-    params: list[Tensor],
-    warmup: int,
-    b: tuple[float, float, float],
-    eps: float,
-    code: Callable[[Tensor], Tensor],
-) -> list[Tensor]:
-    b1, b2, b3 = b
-    average, change, fresh, before, outs = 0.0, 1.0, torch.zeros_like(params[0]), torch.zeros_like(params[0]), []
-    for t, ((u, m, v), x) in enumerate(zip(one_bit(grads, warmup, b1, b2, eps, code), params, strict=True), start=1):
-        if t <= warmup:
-            c = min(max((x.norm() / u.norm()).item(), 0.01), 10.0)
-            average, fresh = b3 * average + (1 - b3) * c, v
-        else:
-            g = (m - b1 * before) / (1 - b1)
-            fresh = b2 * fresh + (1 - b2) * g * g
-            settled, now = v / (1 - b2**warmup), fresh / (1 - b2**t)
-            r = ((settled.sqrt() + eps) / (now.sqrt() + eps)).max().item()
-            change = min(max(min(max(r, change * 0.9), change * 1.1), 0.5), 4.0)
-            c = change * average / (1 - b3**warmup)
-        before = m
-        outs.append(c * u)
-    return outs

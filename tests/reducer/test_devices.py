@@ -34,7 +34,6 @@ HOOKS: dict[str, tuple[Any, float]] = {
     "int8": (lambda: tx.quantized_mean("data", tx.int8(block=8)), 0.05),
     "int8 by chance": (lambda: tx.quantized_mean("data", tx.int8(block=8, stochastic=True)), 0.1),
     "fed back": (lambda: tx.error_feedback(tx.quantized_mean("data", tx.int4(block=8))), 0.5),
-    "gathered": (lambda: tx.cast(torch.bfloat16, tx.all_gather_mean("data")), 0.02),
     "power_sgd": (lambda: tx.error_feedback(tx.power_sgd("data", 3, min_compression_rate=0.1)), 0.4),
     "by path": (
         lambda: tx.partition(

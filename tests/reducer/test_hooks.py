@@ -167,7 +167,6 @@ def _to_norm_one(g: Tensor) -> Tensor:
 
 MIXED: dict[str, Any] = {
     "chain": lambda: tx.chain(tx.stateless(_to_norm_one), tx.quantized_mean("data", tx.int8(block=4))),
-    "adasum": lambda: tx.chain(tx.adasum("data"), tx.quantized_mean("data", tx.int8(block=4))),
     "switch": lambda: tx.switch_after(2, tx.stateless(_to_norm_one), tx.quantized_mean("data", tx.int8(block=4))),
     "every": lambda: tx.every(2, MIXED["chain"]()),
     "feedback": lambda: tx.error_feedback(MIXED["chain"]()),

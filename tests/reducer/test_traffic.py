@@ -33,9 +33,6 @@ HOOKS: dict[str, Any] = {
     "sum": lambda: tx.sum_over("data"),
     "leaf, mean": lambda: tx.chain(tx.stateless(torch.neg), tx.mean("data")),
     "clip, mean": lambda: tx.chain(tx.clip_by_value(1.0), tx.mean("data")),
-    "mean, some again": lambda: tx.chain(
-        tx.quantized_mean("data", tx.int8()), tx.masked(tx.majority_vote("data"), "a")
-    ),
     "noop": lambda: tx.noop(),
     "by path": lambda: tx.partition({"a": tx.mean("data"), "*": tx.sum_over("data")}),
 }

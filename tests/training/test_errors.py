@@ -67,7 +67,7 @@ X = torch.ones(2)
         (lambda: tx.dynamic_loss_scale(MEAN_SGD, init_scale="1"), ValueError, ["init_scale", "'1'"]),
         (lambda: tx.dynamic_loss_scale(MEAN_SGD, backoff_factor=None), ValueError, ["backoff_factor", "None"]),
         (lambda: tx.dynamic_loss_scale(MEAN_SGD, growth_factor=None), ValueError, ["growth_factor", "None"]),
-        (lambda: tx.adasum(("node", "local")), ValueError, ["adasum takes one axis", "('node', 'local')"]),
+
         (lambda: tx.masked(3, "*"), TypeError, ["3"]),
         (lambda: tx.dgc("data").init({"a": {"b": X}, "a.b": X}), ValueError, ["several leaves", "'a.b'", "rename"]),
         (lambda: tx.clip_by_global_norm(1.0, mode="late"), ValueError, ["mode", "'exact' or 'previous'", "'late'"]),

@@ -194,7 +194,6 @@ def test_process_groups_go_with_the_step(pool: Any) -> None:
 
 OWING = {
     "fed back": lambda: tx.error_feedback(tx.quantized_mean("data", tx.int4())),
-    "loco": lambda: tx.loco(tx.quantized_mean("data", tx.int4())),
     "dgc": lambda: tx.dgc("data", k=0.5),
     "power_sgd": lambda: tx.error_feedback(tx.power_sgd("data", 1, min_compression_rate=0.1)),
     "batched": lambda: tx.error_feedback(tx.batched_power_sgd("data", 1, min_compression_rate=0.1)),

@@ -49,17 +49,8 @@ CODECS: dict[str, list[Callable[[], tx.Codec]]] = {
     ],
     "int4": [tx.int4, lambda: tx.int4(block=3), lambda: tx.int4(stochastic=True)],
     "int8": [tx.int8, lambda: tx.int8(block=3), lambda: tx.int8(block=1), lambda: tx.int8(stochastic=True)],
-    "natural": [tx.natural],
-    "one_bit": [tx.one_bit, lambda: tx.one_bit(block=3), lambda: tx.one_bit(block=None)],
     "qsgd": [tx.qsgd, lambda: tx.qsgd(levels=127, block=3), lambda: tx.qsgd(levels=3, block=5)],
-    "random_k": [
-        lambda: tx.random_k(0.3),
-        lambda: tx.random_k(1.0, values=tx.int8(stochastic=True)),
-        lambda: tx.random_k(0.01, tx.bfloat16()),
-    ],
     "sign": [tx.sign, lambda: tx.sign(block=3), lambda: tx.sign(block=None)],
-    "terngrad": [tx.terngrad, lambda: tx.terngrad(block=3), lambda: tx.terngrad(clip=2.5)],
-    "threshold": [lambda: tx.threshold(0.5, most=0.3), lambda: tx.threshold(0.0, most=1.0, values=tx.float16())],
     "top_k": [lambda: tx.top_k(0.3), lambda: tx.top_k(0.01, tx.int8(block=3)), lambda: tx.top_k(1.0, tx.qsgd())],
     "uint8": [tx.uint8, lambda: tx.uint8(block=3), lambda: tx.uint8(block=512)],
 }
@@ -70,7 +61,6 @@ LOSSY: dict[str, list[Callable[[], tx.Transform]]] = {
     "live": [lambda: tx.quantized_mean("data", tx.int4(), over="live")],
     "world": [lambda: tx.quantized_mean("data", tx.int4(block=3), over="world")],
     "cast": [lambda: tx.cast(torch.bfloat16, tx.mean("data"))],
-    "gathered": [lambda: tx.compress(tx.int4(), tx.all_gather_mean("data"))],
     "hierarchical": [
         lambda: tx.hierarchical_mean("local", "node", tx.int4(block=5)),
         lambda: tx.compress(tx.int4(), tx.hierarchical_mean("node", "local", over="world")),

@@ -133,11 +133,6 @@ def read(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.view(dtype)
 
 
-def poison(x: Tensor) -> Tensor:
-    """(rows, n) floats -> (rows, 1): NaN for each row with a non-finite value, 0 for the others."""
-    return (x * 0).sum(dim=1, keepdim=True)
-
-
 def stochastic_round(x: Tensor, uniform: Tensor, fraction: int, smallest: float) -> Tensor:
     """Stochastic rounding to `fraction` bits of fraction; the result is unbiased.
 

@@ -61,7 +61,6 @@ def scaled(
     base: int = 256,
     stochastic: bool = False,
     measure: Callable[[Tensor], Tensor] = largest_of,
-    limit: Callable[[Tensor], Tensor] | None = None,
 ) -> Codec:
     """A codec whose rows are scales in float32, followed by codes.
 
@@ -73,7 +72,6 @@ def scaled(
         value: The inverse: codes -> float32 values in new memory.
         base: The number of codes.
         measure: (rows, blocks, size) -> (rows, blocks): the value that is mapped to `largest`.
-        limit: Applied to the blocks first, for example to clip them.
     """
     check_block(block, may_be_none=True)
     flag("stochastic", stochastic)
@@ -82,7 +80,6 @@ def scaled(
         scales, codes = list[Tensor](), list[Tensor]()
         positions = None if noise is None else in_blocks(noise.positions, block)
         for cut in in_blocks(x, block):
-            cut = cut if limit is None else limit(cut)
             scale = measure(cut) / largest
             inverse = scale.reciprocal().nan_to_num(0.0, 0.0, 0.0).unsqueeze(2)
             scales.append(scale)
@@ -130,15 +127,9 @@ def _cut(x: Tensor, largest: int) -> Tensor:
     return x.clamp(-largest, largest) if mapped else x.clamp_(-largest, largest)
 
 
-def whole(
-    block: int | None,
-    largest: int,
-    stochastic: bool,
-    measure: Callable[[Tensor], Tensor] = largest_of,
-    limit: Callable[[Tensor], Tensor] | None = None,
-) -> Codec:
+def whole(block: int | None, largest: int, stochastic: bool, measure: Callable[[Tensor], Tensor] = largest_of) -> Codec:
     """A codec whose codes are whole numbers from -largest to largest; see `scaled`."""
-    make = functools.partial(scaled, block, float(largest), stochastic=stochastic, measure=measure, limit=limit)
+    make = functools.partial(scaled, block, float(largest), stochastic=stochastic, measure=measure)
     if largest == 127:  # signed bytes need no shift
         return make(
             lambda x, uniform: rounded(x, uniform, 127).to(torch.int8).view(torch.uint8),

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-import torch
 from torch import Tensor
 
-from .._check import whole_number
-from ..codecs._blocks import int8
-from ..codecs._codec import Codec, check_codec
 from ..reductions._residuals import ResidualMemory, init_last
 from ..spec._spec import factory
 from ..transform._call import Call
-from ..transform._counter import counts_steps
 from ..transform._inner import Inner
 from ..transform._transform import Compression, Needs, Transform, check_transform
-from ..tree._placement import Refused, Shares, Summed
-from ..tree._tree import State, Tree, named_leaves, zeros_at_least_f32
+from ..tree._placement import Shares, Summed
+from ..tree._tree import State, Tree, zeros_at_least_f32
 
 WithoutInput: TypeAlias = Literal["freeze", "flush"]
 
@@ -46,8 +41,8 @@ def error_feedback(hook: Transform, without_input: WithoutInput = "freeze") -> T
 
     A step in which no rank has input, or whose result is not finite, uses up no residual (`power_sgd` decides this for
     each matrix, `hierarchical_mean` for each rank's part). Residuals stay bounded only if the error of a codec is
-    smaller than its input, as for casts, `int8`, `sign`, `top_k`, `random_k` and `power_sgd`. `terngrad`, `qsgd` with
-    few levels and `random_k(scaled=True)` are unbiased, but their errors may be larger.
+    smaller than its input, as for casts, `int8`, `sign`, `top_k` and `power_sgd`. `qsgd` with few levels is unbiased,
+    but its error may be larger.
 
     Args:
         hook: A hook that encodes or projects over one axis: `quantized_mean`, `compress`, `cast`, `power_sgd`, alone or
@@ -92,81 +87,6 @@ def error_feedback(hook: Transform, without_input: WithoutInput = "freeze") -> T
     return Transform(
         init, update, needs, inner.reduction(same=True), Compression(None, encoded), takes=("donated",), wraps="whole"
     )
-
-
-class LocoState(NamedTuple):
-    inner: State
-    step: int  # calls so far, on the host
-    error: Refused[dict[str, Tensor]]  # path -> encoded residual, uint8
-    last: Shares[dict[str, Tensor]]  # as in `ErrorState`
-
-
-@factory
-def loco(
-    hook: Transform,
-    beta: float = 0.95,
-    reset: int = 1024,
-    memory: Codec | None = None,
-    without_input: WithoutInput = "freeze",
-) -> Transform:
-    """Error feedback with a moving average of the residuals, stored in one byte per element.
-
-        e <- (1 - beta) e + beta (u - u'),  stored encoded; 0 in every `reset`-th call
-
-    with u = w g + e, u' = u as the others decode it, and e scaled and sent as in `error_feedback`. The part that the
-    average leaves out and the encoding error of e are lost.
-
-    Args:
-        hook: As for `error_feedback`.
-        beta: The share of the newest error, in (0, 1].
-        reset: Calls after which the residuals are reset to 0, at least 1.
-        memory: The codec of the stored residuals, one leaf at a time, not stochastic; None: `int8()`.
-        without_input: As for `error_feedback`.
-
-    Returns:
-        A `Transform` with state `LocoState(inner, step, error, last)`; `error` and `last` differ between ranks.
-
-    Raises:
-        TypeError: nothing is encoded in `hook`; `memory` is no codec.
-        ValueError: `beta` or `reset` out of range, `without_input` none of the two, or `memory` is stochastic.
-
-    Source: Xie et al., LoCo: Low-Bit Communication Adaptor for Large-scale Model Training, arXiv:2407.04480,
-        algorithm 1.
-
-    >>> from fjoin import transforms as tx
-    >>> hook = loco(tx.quantized_mean("data", tx.int4()))
-    >>> hook.init({"w": torch.zeros(100)}).error["w"].shape
-    torch.Size([104])
-    """
-    encoded, inner = check_lossy(hook, without_input, "loco").encoded, Inner(hook)
-    if not (isinstance(beta, (int, float)) and not isinstance(beta, bool) and 0 < beta <= 1):
-        raise ValueError(f"loco: beta must be in (0, 1], got {beta!r}")
-    whole_number("loco: reset", reset, 1)
-    codec = check_codec("loco: memory", int8() if memory is None else memory, allow_stochastic=False)
-
-    def stored(error: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {path: codec.encode(e.reshape(1, -1).to(torch.float32))[0] for path, e in error.items()}
-
-    def init(params: Tree) -> LocoState:
-        errors = zero_errors(hook, params)
-        return LocoState(hook.init(params), 0, stored(errors), init_last(errors))
-
-    @counts_steps
-    def update(grads: Tree, state: LocoState, params: Tree, call: Call) -> tuple[Tree, LocoState]:
-        of = {path: g for path, g in named_leaves(grads).items() if path in state.error}
-        old = {path: codec.decode(state.error[path].unsqueeze(0), g.numel()).view(g.shape) for path, g in of.items()}
-        errors = ResidualMemory(old, without_input == "flush", {path: state.last[path] for path in old})
-        out, kept = inner.run(grads, state, params, call.inside(memory=errors))
-        last = (state.step + 1) % reset == 0
-        new = {
-            path: torch.zeros_like(e) if last else torch.lerp(errors.before(path), e, beta)
-            for path, e in errors.new.items()
-        }
-        return out, LocoState(kept, state.step + 1, {**state.error, **stored(new)}, {**state.last, **errors.last})
-
-    # Residuals are encoded leaf by leaf.
-    needs = Needs.LAYOUT | Needs.PATHS
-    return Transform(init, update, needs, inner.reduction(same=True), Compression(None, encoded))
 
 
 def zero_errors(hook: Transform, params: Tree) -> dict[str, Tensor]:

@@ -70,14 +70,13 @@ class Reduced(NamedTuple):
     coded: Tensor | None = None  # where `lost` is computed: `floats` as the other ranks decode them, (n,) float32
 
 
-def coded_mean(term: Term, axis: AxisName, out: Tensor | None = None, map_mean: Map = lambda mean: mean) -> Reduced:
+def coded_mean(term: Term, axis: AxisName, out: Tensor | None = None) -> Reduced:
     """sum_r factor_r floats_r / sum_r factor_r over encoded messages; 0 where all factors are 0.
 
     Args:
         axis: The axis. Of several axes the last is reduced first, and its result over the others.
         out: A buffer for the mean, (n,) float32. It may be the floats, which are not read after that. It is used on two
             ranks only.
-        map_mean: Applied to the mean before it is sent.
 
     Raises:
         ValueError: `times` is given for several axes.
@@ -94,19 +93,18 @@ def coded_mean(term: Term, axis: AxisName, out: Tensor | None = None, map_mean: 
             mean = torch.where(term.factor > 0, term.floats, torch.zeros_like(term.floats))
             reduced = Reduced(mean, term.factor, term.words)
         elif ranks == 2:
-            reduced = gathered_mean(term, name, out, rank, i)
-            reduced = reduced._replace(mean=map_mean(reduced.mean))
+            reduced = _sent(term, name, 1, lambda rows: all_gather(rows[0], name), rank, i, out)  # noqa: B023
         else:
-            reduced = _in_chunks(term, name, rank, group, i, map_mean)
+            reduced = _in_chunks(term, name, rank, group, i)
         term = term._replace(floats=reduced.mean, factor=reduced.total, words=reduced.words)
     return reduced
 
 
-def _in_chunks(term: Term, axis: str, rank: Key, group: Key, message: int, map_mean: Map) -> Reduced:
+def _in_chunks(term: Term, axis: str, rank: Key, group: Key, message: int) -> Reduced:
     """The mean in two messages: every rank reduces one chunk, and sends its mean to all ranks."""
     ranks, n = axis_size(axis), len(term.floats)
     reduced = _sent(term, axis, ranks, lambda rows: all_to_all(rows, axis), rank, message)
-    mean, size, lost = map_mean(reduced.mean), len(reduced.mean), reduced.lost
+    mean, size, lost = reduced.mean, len(reduced.mean), reduced.lost
     here, places = torch.empty(0), None  # the index of this rank is only copied to a device where it is used
     if term.positions is not None or lost is not None:
         here = to_device(term.floats.device, axis_index(axis))
@@ -120,21 +118,6 @@ def _in_chunks(term: Term, axis: str, rank: Key, group: Key, message: int, map_m
         lost = lost + torch.where(is_here, again, 0.0).flatten()[:n]
     mean = term.codec.decode(back, size).flatten()[:n]
     return reduced._replace(mean=mean, words=words.flatten()[: len(term.words)], lost=lost)
-
-
-def gathered_mean(
-    term: Term, axis: AxisName, out: Tensor | None = None, rank: Key | None = None, message: int = 0
-) -> Reduced:
-    """`coded_mean` in which every rank receives all ranks' codes and takes the mean itself.
-
-    It encodes once and sends ranks / 2 times the bytes.
-
-    Args:
-        rank, message: The keys of the random bits; see `encode_rows`.
-    """
-    if rank is None:
-        rank = axis_index(axis) if term.codec.stochastic else 0
-    return _sent(term, axis, 1, lambda rows: all_gather(rows[0], axis), rank, message, out)
 
 
 def _sent(

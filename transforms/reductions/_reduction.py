@@ -55,8 +55,6 @@ def reduction(
     reduce: Reduce,
     needs: Needs = Needs.NOTHING,
     *,
-    counts: Over | None = None,
-    linear: bool = True,
     fusable: bool = False,
     scatters: bool = False,
     **fields: Any,
@@ -67,8 +65,6 @@ def reduction(
         over: The divisor; None for a sum.
         reduce: `(gradients, factor, rider, call) -> sums`. It sums this rank's factor and the words of the rider in the
             message of the gradients.
-        counts: What the factor counts, where that is not `over`.
-        linear: Whether it is only a weighted mean or sum.
         fusable, scatters: See `Reduction`.
         fields: The other fields of the transform.
     """
@@ -77,7 +73,7 @@ def reduction(
         del state, params
         grads = optree.tree_map(torch.as_tensor, grads)
         rider = Rider(call)
-        found = reduce(grads, share_in(call, counts or over or "weight"), rider, call)
+        found = reduce(grads, share_in(call, over or "weight"), rider, call)
         total, lane = rider.settle(found.total, found.rider)
         divisor = total
         if over == "world":  # of all axes, behind another reduction
@@ -86,7 +82,5 @@ def reduction(
         kept = grads if found.kept is None else found.kept
         return unless_idle(total, found.out, kept, call.persistent), MeanState(divisor, lane)
 
-    reduces = Reduction(lambda state: state)
-    if linear:
-        reduces = reduces._replace(axis=axis, over=over, fusable=fusable, scatters=scatters)
+    reduces = Reduction(lambda state: state, axis=axis, over=over, fusable=fusable, scatters=scatters)
     return Transform(init_mean, update, needs, reduces, **fields)

@@ -120,10 +120,6 @@ class ResidualMemory:
         found = [last for _, last in distinct.values()]
         return rows, found[0] if len(found) == 1 else torch.cat(found) if found else torch.empty(0)
 
-    def before(self, path: str) -> Tensor:
-        """The residual before this call, scaled to the present divisor."""
-        return _times(self._error[path], self._growth[path])
-
 
 def _made(name: str, table: Tensor, make: Callable[[], T], once: Once) -> T:
     """What `make` makes of a table; once for all buckets that share the table with the first one."""

@@ -47,7 +47,6 @@ Summed: TypeAlias = Annotated[T, Mark.PER_RANK, Merge.SUM]
 Averaged: TypeAlias = Annotated[T, Mark.PER_RANK, Merge.MEAN]
 Shares: TypeAlias = Annotated[T, Mark.PER_RANK, Merge.SHARE]
 Restarted: TypeAlias = Annotated[T, Mark.PER_RANK, Merge.RESTART]
-Refused: TypeAlias = Annotated[T, Mark.PER_RANK, Merge.REFUSE]
 
 
 @functools.cache

@@ -23,9 +23,6 @@ ON_AVERAGE: dict[str, Any] = {
     "int8": lambda: tx.int8(block=16, stochastic=True),
     "int4": lambda: tx.int4(block=16, stochastic=True),
     "qsgd": lambda: tx.qsgd(levels=3, block=16),
-    "terngrad": lambda: tx.terngrad(block=16),
-    "natural": tx.natural,
-    "random_k": lambda: tx.random_k(0.25, scaled=True),
     "top_k of noise": lambda: tx.top_k(1.0, tx.qsgd()),
 }
 
@@ -72,17 +69,16 @@ def test_largest_value_does_not_overflow_the_largest_code(monkeypatch: pytest.Mo
         tx.int8(stochastic=True),
         tx.int4(stochastic=True),
         tx.qsgd(127),
-        tx.terngrad(),
         tx.fp8(stochastic=True),
     ):
         noise = tx.Noise(torch.zeros(3000, 8, dtype=torch.int32), torch.tensor(0), torch.tensor(0))
         assert (codec.decode(codec.encode(x, noise), 8) > 0).all(), codec
 
 
-@pytest.mark.parametrize("block", [7, None])
-def test_a_long_row_is_encoded_in_slices(monkeypatch: pytest.MonkeyPatch, block: int | None) -> None:
+@pytest.mark.parametrize("block", [7, 300])
+def test_a_long_row_is_encoded_in_slices(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
     """The result does not depend on the slices, since random bits belong to positions."""
-    codec, x = tx.terngrad(block, clip=2.5), torch.randn(3, 1000, generator=torch.Generator().manual_seed(0))
+    codec, x = tx.qsgd(7, block), torch.randn(3, 1000, generator=torch.Generator().manual_seed(0))
     places = torch.arange(3000, dtype=torch.int32).view(3, 1000)
     noise = tx.Noise(places, torch.tensor(1), torch.tensor(2))
     whole = codec.encode(x, noise)
@@ -163,19 +159,9 @@ def test_float16_holds_very_large_and_very_small_values() -> None:
         assert torch.allclose(tx.float16().decode(tx.float16().encode(x), 3), x, rtol=1e-3, atol=0.0)
 
 
-def test_natural_is_powers_of_two() -> None:
-    x = torch.tensor([[3.0, -0.75, 2.0**-200, 0.0, 1e-45, -(2.0**127), 3e38]])
-    back = thrown(tx.natural(), x[:, :5])
-    assert set(back.abs().log2()[0, :2].frac().tolist()) == {0.0} and not back[0, 2:].any()
-    assert thrown(tx.natural(), x)[0, 5] == -(2.0**127)
-
-
 def test_signs() -> None:
     x = torch.tensor([[1.0, -2.0, 3.0, 0.0, -4.0, -6.0]])
     assert tx.sign(block=4).decode(tx.sign(block=4).encode(x), 6).tolist() == [[1.5, -1.5, 1.5, 1.5, -5.0, -5.0]]
-    assert tx.one_bit(block=4).decode(tx.one_bit(block=4).encode(x), 6).tolist() == [
-        [pytest.approx(4 / 3), -2.0, pytest.approx(4 / 3), pytest.approx(4 / 3), -5.0, -5.0]
-    ]
 
 
 @pytest.mark.parametrize("n", [1, 7, 1000, 70000])
@@ -189,30 +175,6 @@ def test_top_k_matches_torch_topk(k: Any, n: int) -> None:
     assert codec.width(n) == count * (6 if n <= 65536 else 8)
 
 
-def test_random_k_is_equal_on_all_ranks_and_draws_every_element() -> None:
-    n = 103
-    hook = tx.quantized_mean("data", tx.random_k(10), seed=4)
-
-    def one_rank(r: float) -> Any:
-        g = torch.full((n,), 1.0 + r)
-        state, outs = hook.init(g), []
-        for _ in range(200):
-            out, state = hook.update(g, state)
-            outs.append(out)
-        return torch.stack(outs)
-
-    out = tx.simulate(one_rank, {"data": 2}, [0.0, 1.0])[0]
-    assert set(out.unique().tolist()) == {0.0, 1.5} and ((out != 0).sum(1) == 10).all()
-    assert (out != 0).any(0).all(), "some are never drawn"
-
-
-def test_threshold_sends_at_most_k_elements() -> None:
-    x = torch.tensor([[5.0, -4.0, 3.0, 2.0, 1.0, 0.0]])
-    for value, most, want in ((2.5, 1.0, [5, -4, 3, 0, 0, 0]), (2.5, 2, [5, -4, 0, 0, 0, 0]), (9.0, 0.5, [0] * 6)):
-        codec = tx.threshold(value, most)
-        assert codec.decode(codec.encode(x), 6).tolist() == [want]
-
-
 @pytest.mark.parametrize("base", [2, 3, 5, 7, 15, 16, 17, 255, 256])
 def test_packed_digits_round_trip(base: int) -> None:
     for n in (0, 1, 4, 5, 8, 9, 100):
@@ -220,15 +182,6 @@ def test_packed_digits_round_trip(base: int) -> None:
         packed = pack(digits, base)
         assert packed.shape == (3, width(n, base)) and torch.equal(unpack(packed, n, base), digits)
         assert width(n, base) == -(-n // in_a_byte(base)) and base ** in_a_byte(base) <= 256
-
-
-@pytest.mark.parametrize("clip", [1.0, 2.5])
-def test_terngrad_keeps_equal_values_exactly(clip: float) -> None:
-    codec, key = tx.terngrad(clip=clip), torch.tensor(1, dtype=torch.int32)
-    for n, size in ((1, 5.0), (8, 3.0), (8, 1e-30), (8, 1e30)):
-        x = torch.full((1, n), size)
-        noise = tx.Noise(torch.arange(n, dtype=torch.int32).view(1, n), key, key)
-        assert torch.equal(codec.decode(codec.encode(x, noise), n), x)
 
 
 def test_stochastic_bfloat16_with_flushed_denormals() -> None:
@@ -260,31 +213,22 @@ def test_custom_codecs_are_distinguished() -> None:
 
 
 def test_raises_on_bad_input() -> None:
-    raises_text(ValueError, lambda: tx.terngrad(clip=0.5), "clip must be at least 1")
     for k in (0, -1, 0.0, 1.5, True, "1"):
         raises_text(ValueError, lambda: tx.top_k(k), "k must be", repr(k))  # type: ignore[arg-type]  # noqa: B023
-        raises_text(ValueError, lambda: tx.random_k(k), "k must be", repr(k))  # type: ignore[arg-type]  # noqa: B023
     raises_text(ValueError, lambda: tx.top_k(5).encode(torch.ones(1, 4)), "k is 5", "4 elements")
     raises_text(ValueError, lambda: tx.top_k(5).width(4), "k is 5", "4 elements")
     raises_text(TypeError, lambda: tx.top_k(0.5, tx.int8), "Codec")  # type: ignore[arg-type]
-    raises_text(ValueError, lambda: tx.threshold(-1.0), "-1.0")
-    raises_text(ValueError, lambda: tx.threshold(1.0, 0), "k must be")
     for levels in (0, 128, 1.5):
         raises_text(ValueError, lambda: tx.qsgd(levels), "levels", repr(levels))  # type: ignore[arg-type]  # noqa: B023
-    raises_text(ValueError, lambda: tx.terngrad(clip=0.0), "clip", "0.0")
-    for make in (tx.sign, tx.one_bit, tx.uint8, tx.terngrad):
+    for make in (tx.sign, tx.uint8):
         raises_text(ValueError, lambda: make(0), "block, if not None, must be")  # noqa: B023
     raises_text(ValueError, lambda: tx.int8(None), "block")  # type: ignore[arg-type]
     for make in (tx.int8, tx.int4, tx.fp8, tx.bfloat16):
         raises_text(TypeError, lambda: make(stochastic=3), "stochastic", "3")  # noqa: B023
-    raises_text(TypeError, lambda: tx.random_k(0.5, scaled="yes"), "scaled", "'yes'")  # type: ignore[arg-type]
-    raises_text(ValueError, lambda: tx.terngrad(clip="1"), "clip", "'1'")  # type: ignore[arg-type]
     raises_text(ValueError, lambda: tx.dgc("data", clip=float("inf")), "dgc: clip", "inf")
     raises_text(TypeError, lambda: tx.dgc("data", values="x"), "dgc: values", "'x'")  # type: ignore[arg-type]
     raises_text(TypeError, lambda: tx.hierarchical_mean("a", "b", "int8"), "wire", "'int8'")  # type: ignore[arg-type]
     raises_text(ValueError, lambda: tx.one_bit_adam("data", 1, eps=-1.0), "eps", "-1.0")
-    raises_text(ValueError, lambda: tx.one_bit_lamb("data", 1, ratios=3), "ratios", "3")  # type: ignore[arg-type]
-    raises_text(ValueError, lambda: tx.one_bit_lamb("data", 1, changes=(4.0, 0.5)), "changes", "(4.0, 0.5)")
 
 
 def test_a_key_is_part_of_a_codec() -> None:

@@ -19,18 +19,14 @@ CODECS: dict[str, Any] = {
     "int4": lambda: tx.int4(block=4),
     "fp8": tx.fp8,
     "top_k": lambda: tx.top_k(0.2),
-    "random_k": lambda: tx.random_k(2, tx.int8(block=4)),
-    "one_bit": lambda: tx.one_bit(block=4),
     "sign": tx.sign,
     "qsgd": tx.qsgd,
-    "threshold": lambda: tx.threshold(0.5, most=0.5),
 }
 OVERS: dict[str, Any] = {
     "mean": lambda: tx.mean("data"),
     "live": lambda: tx.mean("data", over="live"),
     "world": lambda: tx.mean("data", over="world"),
     "sum": lambda: tx.sum_over("data"),
-    "gathered": lambda: tx.all_gather_mean("data"),
 }
 STEPS = 12
 
@@ -165,12 +161,12 @@ WEIGHTS: dict[str, list[tuple[float, float]]] = {
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("weights", WEIGHTS)
-@pytest.mark.parametrize("how", ["error_feedback", "loco", "dgc", "power_sgd"])
+@pytest.mark.parametrize("how", ["error_feedback", "dgc", "power_sgd"])
 def test_residuals_are_bounded_when_weights_change(how: str, weights: str) -> None:
     """A result is at most as large as if each residual had been sent with its own batch."""
     encoded, matrix = tx.quantized_mean("data", tx.top_k(0.1)), tx.power_sgd("data", 2, min_compression_rate=1.0)
     hook: tx.Transform = {
-        "error_feedback": tx.error_feedback(encoded), "loco": tx.loco(encoded, beta=0.5),
+        "error_feedback": tx.error_feedback(encoded),
         "dgc": tx.dgc("data", 0.1, momentum=0.0), "power_sgd": tx.error_feedback(matrix),
     }[how]  # fmt: skip
 
@@ -182,12 +178,11 @@ def test_residuals_are_bounded_when_weights_change(how: str, weights: str) -> No
             out, state = hook.update(grads[rank], state, weight=both[rank])
             ratios.append(float(out.norm() / mean.norm()))
             gap += mean - out
-        return ratios, gap, None if how == "loco" else state.error[""] / sum(both)
+        return ratios, gap, state.error[""] / sum(both)
 
     (ratios, gap, residual), (_, _, other) = tx.simulate(one_rank, {"data": 2}, [0, 1])
     assert max(ratios) < 2
-    if residual is not None:
-        assert max_diff(residual + other, gap) < 1e-4
+    assert max_diff(residual + other, gap) < 1e-4
 
 
 def _loss(params: Any, batch: Tensor) -> Tensor:
@@ -293,7 +288,7 @@ def test_ef21_raises_on_unsupported_hooks() -> None:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("over", ["weight", "live", "world"])
 @pytest.mark.parametrize("flush", ["freeze", "flush"])
-@pytest.mark.parametrize("make", [tx.error_feedback, tx.ef21, tx.loco])
+@pytest.mark.parametrize("make", [tx.error_feedback, tx.ef21])
 def test_call_without_input_gives_zeros_or_the_estimate(make: Any, flush: Any, over: Any) -> None:
     """It changes no residual and no estimate; the next call gives the same result as without it."""
     hook = make(tx.quantized_mean("data", tx.int4(), over), without_input=flush)
@@ -309,4 +304,4 @@ def test_call_without_input_gives_zeros_or_the_estimate(make: Any, flush: Any, o
 
     for ranks in (2, 3):
         with_it, without = (tx.simulate(one_rank, {"data": ranks}, xs[:ranks], [p] * ranks) for p in (True, False))
-        assert max_diff(with_it, without) < (0.2 if make is tx.loco else 1e-6)
+        assert max_diff(with_it, without) < 1e-6

@@ -21,7 +21,6 @@ HOOKS: dict[str, Callable[[], tx.Transform]] = {
     "mean": lambda: tx.mean("data"),
     "live": lambda: tx.mean("data", over="live"),
     "mean, clip": lambda: tx.chain(tx.mean("data"), tx.clip_by_global_norm(1.0)),
-    "gathered": lambda: tx.all_gather_mean("data"),
     "int8": lambda: tx.quantized_mean("data", tx.int8(block=4)),
     "fed back": lambda: tx.error_feedback(tx.quantized_mean("data", tx.int8(block=4))),
     "low rank": lambda: tx.power_sgd("data", 1, min_compression_rate=0.5),

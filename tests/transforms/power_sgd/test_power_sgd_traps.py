@@ -156,7 +156,6 @@ AROUND: dict[str, tuple[Callable[[tx.Transform], tx.Transform], bool]] = {
     "second": (lambda hook: tx.chain(tx.clip_by_value(1.0), hook), False),
     "accumulated": (lambda hook: tx.accumulate(1, hook), False),
     "masked": (lambda hook: tx.masked(hook, "*"), False),
-    "moving average": (tx.loco, False),
     "cast": (lambda hook: tx.cast(torch.bfloat16, hook), True),
     "by chance": (lambda hook: tx.compress(tx.bfloat16(stochastic=True), hook), True),
     "by one's own": (lambda hook: dataclasses.replace(hook, update=lambda *a, **k: hook.update(*a, **k)), False),

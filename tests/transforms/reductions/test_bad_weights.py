@@ -33,7 +33,6 @@ HOOKS: dict[str, Callable[[], tx.Transform]] = {
     "int8": lambda: tx.quantized_mean("data", tx.int8()),
     "error feedback": lambda: tx.error_feedback(tx.quantized_mean("data", tx.int8())),
     "power_sgd": lambda: tx.power_sgd("data", 1),
-    "adasum": lambda: tx.adasum("data"),
     "hierarchical": lambda: tx.hierarchical_mean("data", "node"),
     "ema": lambda: tx.ema(0.9),
     "average": lambda: tx.average_parameters("data"),

@@ -39,7 +39,6 @@ def by_hand(first: str, second: str, weights: list[float]) -> float:
 CHAINS: dict[str, Callable[..., tx.Transform]] = {
     "mean": lambda first, second: tx.chain(tx.mean("local", first), tx.mean("node", second)),
     "pieces": lambda first, second: tx.chain(tx.scatter_mean("local", first), tx.mean("node", second)),
-    "gathered": lambda first, second: tx.chain(tx.all_gather_mean("local", first), tx.all_gather_mean("node", second)),
     "encoded": lambda first, second: tx.chain(
         tx.quantized_mean("local", tx.float32(), first), tx.quantized_mean("node", tx.float32(), second)
     ),
@@ -91,7 +90,7 @@ def test_both_axes_at_once(case: str, over: Any) -> None:
     for hook in (
         tx.mean(("node", "local"), over), tx.hierarchical_mean("local", "node", over=over),
         tx.hierarchical_mean("local", "node", tx.float32(), over),
-        tx.quantized_mean(("node", "local"), tx.float32(), over), tx.all_gather_mean(("node", "local"), over),
+        tx.quantized_mean(("node", "local"), tx.float32(), over),
     ):  # fmt: skip
         assert on_ranks(hook, case) == pytest.approx([want] * (8 if case == "uneven" else 4), abs=1e-6)
 
@@ -108,7 +107,7 @@ TOTALS = {"live": "2 nodes, not 3 ranks", "world": "2 nodes, not 4 ranks"}
     ],
 )
 def test_total_of_a_chain_covers_all_ranks(over: Any) -> None:
-    for make in (CHAINS["mean"], CHAINS["gathered"], CHAINS["encoded"]):
+    for make in (CHAINS["mean"], CHAINS["encoded"]):
 
         def one_rank(weight: float) -> float:
             hook, g = make(over, over), {"w": torch.ones(4)}  # noqa: B023
