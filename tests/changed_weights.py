@@ -103,7 +103,7 @@ OTHERS: dict[str, Callable[[], tx.Transform]] = {
     "1-bit Adam, world": lambda: tx.one_bit_adam("data", 1, over="world"),
 
     "two means": lambda: tx.switch_after(1, tx.mean("data"), tx.quantized_mean("data", tx.int8(block=4))),
-    "gossip": lambda: tx.gossip("data"),
+
 }  # fmt: skip
 ALL = {**{name: make for name, (make, _) in MEANS.items()}, **OTHERS}
 

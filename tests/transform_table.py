@@ -41,12 +41,7 @@ TRANSFORMS: dict[str, list[Callable[[], tx.Transform]]] = {
     ],
     "record_update_norm": [tx.record_update_norm],
     "ema": [lambda: tx.ema(0.9), lambda: tx.chain(tx.average_parameters("data"), tx.ema(0.5))],
-    "gossip": [lambda: tx.gossip("data"), lambda: tx.gossip("data", over="live")],
     "hierarchical_average": [lambda: tx.hierarchical_average({1: "local", 2: ("node", "local")})],
-    "in_fragments": [
-        lambda: tx.in_fragments(tx.identity(), tx.clip_by_value(0.1)),
-        lambda: tx.in_fragments(tx.every(2, tx.average_parameters("data")), tx.average_parameters("data")),
-    ],
     "outer_step": [
         lambda: tx.outer_step(tx.mean("data"), tx.sgd(0.7, momentum=0.9, nesterov=True)),
         lambda: tx.outer_step(tx.mean("data"), tx.sgd(0.7), steps=2, delay=1, mix=0.5),

@@ -1,13 +1,13 @@
 """Pure transforms for distributed training: communication of gradients, optimizers, and parameter averaging.
 
 kinds        Transform  Call  Optimizer  Pipeline  Schedule  Reduction  Phase  Period  Periodic  Switch  Windows  Changes
-combine      chain  identity  stateless  masked  partition  in_fragments  fuse
+combine      chain  identity  stateless  masked  partition  fuse
 when         switch_after  every  accumulate  skip_if_nonfinite  dynamic_loss_scale
 clip         clip_by_global_norm  clip_by_value
 agree        mean  sum_over  noop  average_buffers  broadcast_buffers
 shard        scatter_mean  zero
-local SGD    local_sgd  post_local_sgd  slow_mo  diloco  gossip  ema  ema_params  outer_step  average_parameters  average_every
-             hierarchical_average  average_state  reset_state
+local SGD    local_sgd  post_local_sgd  diloco  ema  ema_params  outer_step  average_parameters  average_every
+             hierarchical_average  average_state
 wire         cast  compress  quantized  quantized_mean  error_feedback  ef21  dgc  one_bit_adam  power_sgd
              batched_power_sgd  hierarchical_mean
 codecs       Codec  Noise  bfloat16  bfp16  float16  float32  fp8  int8  uint8  int4  qsgd  sign  top_k
@@ -76,7 +76,6 @@ from .combinators._conditional import SwitchState as SwitchState
 from .combinators._conditional import accumulate as accumulate
 from .combinators._conditional import every as every
 from .combinators._conditional import switch_after as switch_after
-from .combinators._fragments import in_fragments as in_fragments
 from .combinators._norms import record_norm as record_norm
 from .combinators._norms import record_update_norm as record_update_norm
 from .combinators._optax import OptaxState as OptaxState
@@ -100,18 +99,14 @@ from .local_sgd._average import average_every as average_every
 from .local_sgd._average import average_parameters as average_parameters
 from .local_sgd._average import hierarchical_average as hierarchical_average
 from .local_sgd._diloco import diloco as diloco
-from .local_sgd._diloco import slow_mo as slow_mo
 from .local_sgd._ema import EmaState as EmaState
 from .local_sgd._ema import ema as ema
 from .local_sgd._ema import ema_params as ema_params
-from .local_sgd._gossip import GossipState as GossipState
-from .local_sgd._gossip import gossip as gossip
 from .local_sgd._local_sgd import local_sgd as local_sgd
 from .local_sgd._local_sgd import post_local_sgd as post_local_sgd
 from .local_sgd._outer import OuterState as OuterState
 from .local_sgd._outer import outer_step as outer_step
 from .local_sgd._state import average_state as average_state
-from .local_sgd._state import reset_state as reset_state
 from .optimizers._adadelta import AdadeltaState as AdadeltaState
 from .optimizers._adadelta import adadelta as adadelta
 from .optimizers._adafactor import AdafactorState as AdafactorState

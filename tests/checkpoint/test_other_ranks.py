@@ -155,17 +155,12 @@ def test_values_of_ranks_are_merged(name: str, tmp_path: Path) -> None:
             assert all(torch.allclose(each, want, rtol=0, atol=1e-12) for each in new)
 
 
-@pytest.mark.parametrize(
-    ("make", "name"),
-    [
-        (lambda: tx.fuse(tx.noop(), tx.sgd(0.1), after=tx.gossip("data")), "params."),
-    ],
-)
-def test_values_without_a_rule_are_refused(make: Any, name: str, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setitem(PIPELINES, "one", make)
+def test_parameters_that_are_never_averaged_are_refused(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setitem(PIPELINES, "one", lambda: tx.fuse(tx.noop(), tx.sgd(0.1)))
     on("one", 3, tmp_path, 0, CUT)
-    remedy = "flush" if name == "params." else "fresh="
-    raises_text(fjoin.CheckpointError, lambda: on("one", 2, tmp_path, CUT, CUT), name, "values of their own", remedy)
+    raises_text(
+        fjoin.CheckpointError, lambda: on("one", 2, tmp_path, CUT, CUT), "params.", "values of their own", "flush"
+    )
 
 
 def test_an_open_window_of_accumulate_is_summed(tmp_path: Path) -> None:

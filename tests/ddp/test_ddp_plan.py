@@ -32,7 +32,6 @@ REGISTERED = (
     "one leaf",
     "by hand",
     "local SGD",
-    "local SGD, reset",
     "DiLoCo",
     "streaming",
     "moving average",

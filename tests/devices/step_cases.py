@@ -93,7 +93,7 @@ LOSSES: dict[str, Any] = {
 
 SGD, ADAM = tx.sgd(0.05, momentum=0.9), tx.adamw(0.05)
 AFTER = {
-    "average_every", "average_parameters", "ema", "gossip", "hierarchical_average", "in_fragments", "outer_step", "record_update_norm",
+    "average_every", "average_parameters", "ema", "hierarchical_average", "outer_step", "record_update_norm",
 }  # fmt: skip
 ON_BUFFERS = {"average_buffers", "broadcast_buffers"}
 # A step accumulates by an option of its own. JAX would need a CUDA of its own.
@@ -183,7 +183,7 @@ OPTIONS: dict[str, Case] = {
     "DiLoCo, late, kept states": Case(lambda: tx.diloco(ADAM, "data", **DILOCO), {"donate": False}),
     "DiLoCo, late, int8": Case(lambda: tx.diloco(ADAM, "data", **DILOCO, wire=tx.int8(block=8))),
     "DiLoCo, fragments": Case(lambda: tx.diloco(ADAM, "data", 4, delay=1, fragments=2, mix=0.5), flush=True),
-    "SlowMo": Case(lambda: tx.slow_mo(ADAM, "data", 2)),
+
     "clip": Case(lambda: tx.fuse(tx.chain(tx.mean("data"), CLIP), ADAM)),
     "clip by the norm before": Case(
         lambda: tx.fuse(tx.chain(tx.mean("data"), tx.clip_by_global_norm(0.5, mode="previous")), ADAM)

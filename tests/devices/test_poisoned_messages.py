@@ -24,7 +24,7 @@ SOME = [
     "other: overlapped gather", "other: accumulate in the step, zero", "other: loss scale", "other: skip, ef21",
     "other: power_sgd", "other: dgc", "other: first whole, then int8", "other: partition by kinds", "other: mean of means",
     "other: masters, average of states", "other: sums, int8", "average_every 0", "outer_step 0", "average_buffers 0",
-    "in_fragments 0", "gossip 0", "hierarchical_average 0",
+    "hierarchical_average 0",
 ]  # fmt: skip
 
 

@@ -50,7 +50,7 @@ def _root_of_weight(inner: tx.Transform) -> tx.Transform:
 
 ONLY_STEP = ("gloo", "shared")
 AFTER = {
-    "average_every", "average_parameters", "ema", "gossip", "hierarchical_average", "in_fragments", "outer_step",
+    "average_every", "average_parameters", "ema", "hierarchical_average", "outer_step",
 }  # fmt: skip
 OF_BUFFERS = {"average_buffers", "broadcast_buffers"}
 
@@ -117,7 +117,6 @@ OTHERS: dict[str, Row] = {
         TWO,
         BF16,
     ),
-    "reset of states": Row(lambda: tx.fuse(MEAN, ADAM, on_state=tx.every(2, tx.reset_state(ADAM))), TWO),
     "accumulate in the step": Row(lambda: tx.fuse(MEAN, MOMENTUM), THREE, options={"accumulate": 2}, paths=ONLY_STEP),
     "accumulate in the step, zero": Row(
         lambda: tx.zero(MEAN, ADAM, "data"), TWO, options={"accumulate": 2}, paths=ONLY_STEP

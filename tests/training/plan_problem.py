@@ -75,16 +75,14 @@ PIPELINES = {
     "by hand": tx.fuse(tx.stateless(summed_by_hand), MOMENTUM),
     "in fewer bits": tx.fuse(tx.cast(torch.bfloat16, tx.mean("data")), SGD, after=EVERY),
     "local SGD": tx.local_sgd(MOMENTUM, "data", 2, state="average"),
-    "local SGD, reset": tx.local_sgd(MOMENTUM, "data", 2, over="live", state="reset"),
-    "local SGD, a period of its own": tx.local_sgd(MOMENTUM, "data", 2, over="world", state={"momentum": 3}),
     "post-local SGD": tx.post_local_sgd(MOMENTUM, ("node", "local"), 2, 1, local="local", state="average"),
     "post-local SGD, encoded": tx.post_local_sgd(MOMENTUM, "data", 2, 1, wire=tx.int8()),
     "hierarchical": tx.fuse(tx.noop(), MOMENTUM, after=tx.hierarchical_average({1: "local", 2: ("node", "local")})),
     "DiLoCo": tx.diloco(MOMENTUM, "data", 2, tx.sgd(0.7, momentum=0.9, nesterov=True)),
     "DiLoCo between nodes": tx.diloco(MOMENTUM, "node", 2, tx.adam(0.1), hook=tx.mean("local")),
     "streaming": tx.diloco(MOMENTUM, "data", 2, tx.sgd(0.7, momentum=0.9), fragments=2, delay=1, mix=0.5),
-    "SlowMo": tx.slow_mo(MOMENTUM, "data", 2),
-    "gossip": tx.fuse(tx.noop(), MOMENTUM, after=tx.every(2, tx.gossip("data"))),
+
+
     "moving average": tx.fuse(tx.noop(), MOMENTUM, after=tx.every(2, tx.chain(tx.average_parameters("data"), tx.ema(0.9)))),
     "encoded": tx.fuse(tx.error_feedback(tx.quantized_mean("data", tx.int8())), SGD, after=EVERY),
 }  # fmt: skip

@@ -17,7 +17,7 @@ from tests.helpers import max_diff
 RANKS = [0, 1, 2, 3]
 STEPS = 2
 # Gossip averages parameters, and a step accumulates by an argument of its own.
-NAMES = [name for name in ALL if name not in ("gossip", "accumulated")]
+NAMES = [name for name in ALL if name != "accumulated"]
 
 
 def pipeline_of(hook: tx.Transform) -> tx.Pipeline:
@@ -113,7 +113,6 @@ SOME = [
     "ef21",
     "top_k",
     "low rank, fed back",
-    "vote",
     "two means",
 ]
 

@@ -66,7 +66,6 @@ CASES: dict[str, tuple[tx.Pipeline, int, list[float]]] = {
     "chain": (then(tx.every(3, tx.chain(AVERAGE, tx.ema(0.9)))), 2, [-5.0, -5.0]),
     "masked": (then(tx.every(3, tx.masked(AVERAGE, "w"))), 2, [-5.0, -5.0]),
     "partition": (then(tx.every(3, tx.partition({"w": AVERAGE}))), 2, [-5.0, -5.0]),
-    "fragments": (then(tx.every(3, tx.in_fragments(AVERAGE))), 2, [-5.0, -5.0]),
     "switch": (then(tx.every(3, tx.switch_after(0, tx.identity(), AVERAGE))), 2, [-5.0, -5.0]),
     "period in a period": (then(tx.every(2, tx.every(2, AVERAGE))), 2, [-5.0, -5.0]),
     "not touched": (tx.fuse(tx.mean("data"), SGD, after=tx.stateless(lambda p: p + 1)), 2, [-3.0, -3.0]),

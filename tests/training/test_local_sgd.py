@@ -19,7 +19,6 @@ ADAM = tx.adam(1e-2)
 PIPELINES = {
     "average": tx.local_sgd(ADAM, "data", 3),
     "average of states": tx.local_sgd(ADAM, "data", 3, state="average"),
-    "states with own periods": tx.local_sgd(ADAM, "data", 3, state={"exp_avg": 4, "exp_avg_sq": 6}),
     "int8": tx.local_sgd(ADAM, "data", 3, wire=tx.int8()),
     "post-local": tx.post_local_sgd(ADAM, ("node", "local"), 3, 4, local="local"),
     "hierarchical": tx.fuse(tx.noop(), ADAM, after=tx.hierarchical_average({2: "local", 4: ("node", "local")}, 3)),
@@ -38,9 +37,8 @@ PIPELINES = {
             tx.switch_after(3, tx.outer_step(tx.mean("data"), tx.sgd(1.0), 2), tx.average_every(4, "data")),
         ),
     ),
-    "gossip": tx.fuse(tx.noop(), ADAM, after=tx.gossip("data")),
 }
-ENDS = {name for name in PIPELINES if name not in ("gossip", "hierarchical", "nested periods", "post-local", "switch")}
+ENDS = {name for name in PIPELINES if name not in ("hierarchical", "nested periods", "post-local", "switch")}
 
 
 def loss(params: Any, batch: Tensor) -> Tensor:
@@ -88,7 +86,6 @@ AVERAGE, PARTS = tx.average_parameters("data"), [tx.outer_step(tx.mean("data"), 
 OF_PARTS = {
     "masked": tx.every(3, tx.masked(AVERAGE, "a")),
     "partition": tx.partition({"a": tx.every(2, AVERAGE), "*": tx.every(3, AVERAGE)}),
-    "fragments": tx.in_fragments(*PARTS),
 }
 
 

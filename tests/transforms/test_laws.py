@@ -31,8 +31,8 @@ SCHEDULES = {
     "warmup",
     "warmup_cosine",
 }
-PIPELINES = {"fuse", "dynamic_loss_scale", "local_sgd", "post_local_sgd", "diloco", "slow_mo", "zero"}
-OF_STATES = {"average_state", "reset_state"}  # these take the state of an optimizer
+PIPELINES = {"fuse", "dynamic_loss_scale", "local_sgd", "post_local_sgd", "diloco", "zero"}
+OF_STATES = {"average_state"}  # these take the state of an optimizer
 SHARDED = {"scatter_mean"}  # its result is slices; see tests/transforms/sharding
 
 

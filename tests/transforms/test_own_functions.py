@@ -128,7 +128,7 @@ def test_the_state_of_torchs_functional_optimizers_is_reset() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         opt = fjoin.as_step_param(_FunctionalSGD([], lr=0.5, momentum=0.9, _allow_empty_param_list=True))
-    for policy in ("keep", "average", "reset"):
+    for policy in ("keep", "average"):
 
         def rank(g: float, opt: Any, policy: Any = policy) -> Any:
             pipeline, p = tx.local_sgd(opt, "data", 2, state=policy), {"a.w": torch.zeros(2)}

@@ -32,7 +32,6 @@ PIPELINES: dict[str, Callable[[], tx.Pipeline]] = {
     "zero": lambda: tx.zero(CLIPPED, tx.adamw(0.01), "data"),
     "int8": lambda: tx.fuse(tx.error_feedback(tx.quantized_mean("data", tx.int8())), tx.sgd(0.1)),
     "power_sgd": lambda: tx.fuse(tx.power_sgd("data", 2, min_compression_rate=1.0), tx.sgd(0.1)),
-    "gossip": lambda: tx.fuse(tx.noop(), tx.sgd(0.1), after=tx.gossip("data")),
     "average": lambda: tx.fuse(tx.noop(), tx.sgd(0.1), after=tx.average_parameters("data")),
 }
 

@@ -1,4 +1,4 @@
-"""DiLoCo and SlowMo: an outer optimizer on the mean change of the ranks' parameters."""
+"""DiLoCo: an outer optimizer on the mean change of the ranks' parameters."""
 
 from __future__ import annotations
 
@@ -65,6 +65,8 @@ def diloco(
         TypeError: an argument of the wrong kind.
 
     Source: Douillard et al., DiLoCo, arXiv:2311.08105; fragments, delay and mix: Streaming DiLoCo, arXiv:2501.18512.
+        With outer=sgd(lr, momentum=m) it is SlowMo: Wang et al., arXiv:1910.00643, algorithm 1, for an inner learning
+        rate that does not change.
 
     >>> from fjoin import transforms as tx
     >>> tx.diloco(tx.adamw(1e-3), "data", every=50).after
@@ -84,7 +86,7 @@ def diloco(
         after = in_fragments(*parts)
     else:
         after = outer_step(send, outer, every, None, delay, mix, over)
-    on_state = on_state_of("diloco", state, inner, axis, every, None, over)
+    on_state = on_state_of("diloco", state, axis, every, None, over)
     return fuse(noop() if hook is None else hook, inner, after, on_state)
 
 
@@ -100,43 +102,3 @@ def _patterns(fragments: Sequence[Patterns]) -> list[Patterns]:
     if twice := [pattern for pattern in dict.fromkeys(found) if found.count(pattern) > 1]:
         raise ValueError(f"diloco: fragments has {twice} more than once; the first match of a path wins")
     return found
-
-
-@factory
-def slow_mo(
-    inner: Optimizer,
-    axis: AxisName,
-    every: int,
-    lr: float = 1.0,
-    momentum: float = 0.5,
-    *,
-    over: Over = "weight",
-    wire: Codec | Transform | None = None,
-    state: StatePolicy = "keep",
-    hook: Transform | None = None,
-) -> Pipeline:
-    """Local SGD with a slow momentum on the averages.
-
-        d <- anchor - mean of the parameters,  u <- momentum u + d,  anchor <- anchor - lr u
-
-    Args:
-        inner: The optimizer of each rank.
-        axis, every, over, wire, state, hook: As for `local_sgd`.
-        lr: The slow learning rate.
-        momentum: The slow momentum. With lr=1 and momentum=0 it is local SGD.
-
-    Returns:
-        A `Pipeline`: `diloco(inner, axis, every, sgd(lr, momentum))`.
-
-    Raises:
-        ValueError, TypeError: as `local_sgd`.
-
-    Same as: algorithm 1 of the source for an inner learning rate that does not change, where u is scaled by it;
-        fairscale's SlowMoDistributedDataParallel.
-    Source: Wang et al., SlowMo, arXiv:1910.00643.
-
-    >>> from fjoin import transforms as tx
-    >>> tx.slow_mo(tx.sgd(0.1), "data", every=12).after
-    outer_step(mean('data'), sgd(lr=1.0, momentum=0.5), steps=12)
-    """
-    return diloco(inner, axis, every, sgd(lr, momentum), wire=wire, over=over, state=state, hook=hook)

@@ -43,8 +43,7 @@ def local_sgd(
         over: The weights of the ranks; see `average_parameters`.
         wire: Sends the changes of the parameters since the last average, encoded by this codec with error feedback, or
             by a reduction of its own, such as `power_sgd`. None: sends the parameters themselves.
-        state: The optimizer's state at an average: "keep" leaves each rank its own; "average" takes the mean; "reset"
-            starts it anew, except its step count; {name: period} averages some values with periods of their own.
+        state: The optimizer's state at an average: "keep" leaves each rank its own; "average" takes the mean.
         hook: A transform of each rank's gradients, such as `clip_by_global_norm(1.0)`, or a mean over other axes.
 
     Returns:
@@ -70,7 +69,7 @@ def local_sgd(
     """
     whole_number("local_sgd: every", every, 1)
     after = _averages("local_sgd", axis, every, None, over, wire)
-    on_state = on_state_of("local_sgd", state, inner, axis, every, None, over)
+    on_state = on_state_of("local_sgd", state, axis, every, None, over)
     return fuse(noop() if hook is None else hook, inner, after, on_state)
 
 
@@ -123,7 +122,7 @@ def post_local_sgd(
     rest = outer_axes("post_local_sgd", axis, local)
     gradients = switch_after(warmup_steps, mean(axis, over), noop() if local is None else mean(local, over))
     after = switch_after(warmup_steps, identity(), _averages("post_local_sgd", rest, every, 0, over, wire))
-    on_state = on_state_of("post_local_sgd", state, inner, rest, every, 0, over)
+    on_state = on_state_of("post_local_sgd", state, rest, every, 0, over)
     if on_state is not None:
         on_state = switch_after(warmup_steps, identity(), on_state)
     return fuse(

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Literal, TypeAlias
 
 import torch
-from torch import Tensor
 
 from .._axis_env import AxisName
-from .._check import some_axes, whole_number
+from .._check import some_axes
 from ..axes._collectives import pmax
-from ..combinators._chain import identity
 from ..combinators._conditional import every
-from ..combinators._partition import partition
 from ..reductions._mean import mean
 from ..spec._spec import factory
-from ..step_param._optimizer import Optimizer
-from ..step_param._state_fields import state_fields
 from ..transform._call import Call
-from ..transform._transform import Needs, Transform, init_empty
+from ..transform._transform import Needs, Transform
 from ..transform._weights import Over, check_over
-from ..tree._tree import State, Tree, map_with_path, named_leaves
+from ..tree._tree import Tree, map_with_path, named_leaves
 from ._average import AverageState
 from ._window import WindowMean, like
 
-StatePolicy: TypeAlias = Literal["keep", "average", "reset"] | Mapping[str, int]
+StatePolicy: TypeAlias = Literal["keep", "average"]
 
 
 @factory
@@ -78,44 +72,6 @@ def average_state(axis: AxisName, over: Over = "weight") -> Transform:
     return Transform(init, update, Needs.LEAVES | Needs.PATHS)
 
 
-@factory
-def reset_state(optimizer: Optimizer) -> Transform:
-    """Sets the optimizer's state to its initial value, except the step count; for `fuse(..., on_state=...)`.
-
-    Args:
-        optimizer: The optimizer of the pipeline.
-
-    Returns:
-        A `Transform` without state, of a tree path -> name -> tensor. Where no rank of its parameters had input, the
-        state stays.
-
-    Raises:
-        TypeError: `optimizer` is no optimizer.
-
-    >>> from fjoin import transforms as tx
-    >>> opt = tx.sgd(0.1, momentum=0.9)
-    >>> p = {"w": torch.zeros(1)}
-    >>> tx.reset_state(opt).update({"w": {"step": torch.tensor(3.0), "momentum": torch.ones(1)}}, (), p)[0]
-    {'w': {'step': tensor(3.), 'momentum': tensor([0.])}}
-    """
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"reset_state takes the pipeline's optimizer, got {optimizer!r}")
-
-    def update(values: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, State]:
-        del call
-        leaves = named_leaves(params)
-
-        def initial(path: str, value: Tensor) -> Tensor:
-            param, name = _split(path)
-            if name == "step":
-                return value
-            return state_fields({param: optimizer.at(param).init_param(leaves[param])})[param][name].to(value.device)
-
-        return map_with_path(initial, values), state
-
-    return Transform(init_empty, update, Needs.LEAVES | Needs.PATHS)
-
-
 def _split(path: str) -> tuple[str, str]:
     """The path of the parameter, and the name in its state."""
     param, _, name = path.rpartition(".")
@@ -123,7 +79,7 @@ def _split(path: str) -> tuple[str, str]:
 
 
 def on_state_of(
-    name: str, policy: StatePolicy, optimizer: Optimizer, axis: AxisName, steps: int, first: int | None, over: Over
+    name: str, policy: StatePolicy, axis: AxisName, steps: int, first: int | None, over: Over
 ) -> Transform | None:
     """The transform of the optimizer's state for a policy.
 
@@ -132,16 +88,8 @@ def on_state_of(
         steps, first: The calls with an average of the parameters, as for `every`.
     """
     check_over(over)
-    if isinstance(policy, Mapping):
-        parts: dict[str | tuple[str, ...], Transform] = {}
-        for field, period in policy.items():
-            whole_number(f"{name}: the period of {field!r}", period, 1)
-            parts[f"*.{field}"] = every(period, average_state(axis, over))
-        return partition({**parts, "*": identity()}) if parts else None
-    if policy not in ("keep", "average", "reset"):
+    if policy not in ("keep", "average"):
         raise ValueError(
-            f"{name}: state must be 'keep', 'average', 'reset' or a dict from names of the state to periods, got {policy!r}"
+            f"{name}: state must be 'keep' or 'average', got {policy!r}; for others use fuse(..., on_state=...)"
         )
-    if policy == "keep":
-        return None
-    return every(steps, average_state(axis, over) if policy == "average" else reset_state(optimizer), first)
+    return None if policy == "keep" else every(steps, average_state(axis, over), first)

@@ -22,7 +22,6 @@ AVERAGES: dict[str, Callable[[], tx.Transform]] = {
     "outer": lambda: tx.outer_step(tx.mean("data"), SGD, 3),
     "outer, int8": lambda: tx.outer_step(tx.error_feedback(tx.quantized_mean("data", tx.int8())), SGD, 2),
     "outer, later": lambda: tx.outer_step(tx.mean("data"), tx.adam(0.1), 3, delay=2),
-    "fragments": lambda: tx.in_fragments(*(tx.outer_step(tx.mean("data"), SGD, 3, first=i) for i in range(3))),
 }
 
 

@@ -166,7 +166,7 @@ def test_slow_mo(ranks: int) -> None:
         theirs, lambda p: torch.optim.SGD(p, lr=0.9, momentum=0.6), start, ranks, STEPS,
         functools.partial(grad, ranks, True), 12, weight,
     )  # fmt: skip
-    close(run(tx.slow_mo(ours, "data", every=12, lr=0.9, momentum=0.6), {"data": ranks}, True), want, start)
+    close(run(tx.diloco(ours, "data", 12, tx.sgd(0.9, momentum=0.6)), {"data": ranks}, True), want, start)
 
 
 @pytest.mark.sample(12)
@@ -219,7 +219,8 @@ def test_a_wire_of_post_local_sgd_sends_the_changes_since_the_warm_up(warmup: in
     assert len(sent) == 2 and max(change.abs().max() for change in sent) < 20.0
 
 
-POLICIES: dict[str, Any] = {"average": "average", "own periods": {"exp_avg": 12, "exp_avg_sq": 20}, "reset": "reset"}
+OWN_PERIODS = {"exp_avg": 12, "exp_avg_sq": 20}
+POLICIES = ("average", "own periods")
 
 
 @pytest.mark.sample(2)
@@ -237,13 +238,8 @@ def test_policies_of_states(ranks: int, policy: str) -> None:
     def at_average(step: int, optimizers: list[Any], weights: list[float]) -> None:
         if policy == "average":
             oracle.average_states(optimizers, weights, ("exp_avg", "exp_avg_sq"))
-        elif policy == "reset":
-            for optimizer in optimizers:
-                (state,) = optimizer.state.values()
-                state["exp_avg"].zero_()
-                state["exp_avg_sq"].zero_()
         else:
-            for field, period in POLICIES[policy].items():
+            for field, period in OWN_PERIODS.items():
                 for rank in range(ranks):
                     sums[field][rank] += weights[rank]
                 if (step + 1) % period == 0:
@@ -254,7 +250,12 @@ def test_policies_of_states(ranks: int, policy: str) -> None:
         torch_adam, start, ranks, STEPS, functools.partial(grad, ranks, False),
         lambda step: 0 if (step + 1) % 4 else ranks, [ranks], uneven, at_average,
     )  # fmt: skip
-    pipeline = tx.local_sgd(tx.adam(0.01), "data", 4, state=POLICIES[policy])
+    average = tx.average_state("data")
+    by_name = {f"*.{name}": tx.every(period, average) for name, period in OWN_PERIODS.items()}
+    on_state = {"average": tx.every(4, average), "own periods": tx.partition({**by_name, "*": tx.identity()})}[policy]
+    pipeline = tx.fuse(tx.noop(), tx.adam(0.01), tx.every(4, tx.average_parameters("data")), on_state)
+    if policy == "average":
+        assert pipeline == tx.local_sgd(tx.adam(0.01), "data", 4, state="average")
 
     def one_rank() -> tuple[Tensor, Any]:
         rank, params = int(tx.axis_index("data")), tree(start)
@@ -308,27 +309,3 @@ def test_behind_an_average_the_moving_average_of_a_rank_without_input_goes_on(ov
     third = (second - 3.0 + second - 2.0) / 2
     want = 0.5 * (0.5 * first + 0.5 * second) + 0.5 * third
     assert tx.simulate(one_rank, {"data": 2}, list(gradients)) == [want, want]
-
-
-@pytest.mark.parametrize("over", ["weight", "live", "world"])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
-def test_gossip(ranks: int, over: Any) -> None:
-    gen = torch.Generator().manual_seed(ranks)
-    values = torch.randn(ranks, 3, generator=gen, dtype=torch.float64)
-    weights = torch.randint(0, 3, (20, ranks), generator=gen).double()
-    pairs, want = tx.gossip("data", over), values.clone()
-    for call in range(20):
-        shift = 2 ** (call % max(1, (ranks - 1).bit_length()))
-        w = {"weight": weights[call], "live": (weights[call] > 0).double(), "world": torch.ones(ranks).double()}[over]
-        theirs, w2 = want.roll(shift, 0), w.roll(shift)
-        both = (w + w2)[:, None]
-        want = torch.where(both > 0, (w[:, None] * want + w2[:, None] * theirs) / both.clamp(min=1e-30), want)
-
-    def one_rank(value: Tensor, own: Tensor) -> Tensor:
-        p, state = {"w": value}, pairs.init({"w": value})
-        for weight in own.tolist():
-            p, state = pairs.update(p, state, weight=weight)
-        return p["w"]
-
-    found = tx.simulate(one_rank, {"data": ranks}, list(values), list(weights.t()))
-    torch.testing.assert_close(torch.stack(found), want if ranks > 1 else values, rtol=1e-12, atol=1e-12)

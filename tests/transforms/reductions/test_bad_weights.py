@@ -36,7 +36,6 @@ HOOKS: dict[str, Callable[[], tx.Transform]] = {
     "hierarchical": lambda: tx.hierarchical_mean("data", "node"),
     "ema": lambda: tx.ema(0.9),
     "average": lambda: tx.average_parameters("data"),
-    "gossip": lambda: tx.gossip("data"),
 }
 
 
