@@ -2,7 +2,7 @@
 
 OMP_NUM_THREADS=1 python benchmarks/local_sgd_quality.py
 
-The demo's transformer, on simulated ranks with files of their own. Each run is one `tx.simulate` with engine="vmap" over
+The demo's transformer, on simulated ranks with files of their own. Each run is one `tx.simulate` over
 two axes: cases (seeds and outer learning rates) and ranks. Finished runs are kept in --runs and not repeated; the page and
 the picture are written to the folder of --out.
 """
@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fjoin
 from fjoin import transforms as tx
@@ -122,9 +121,8 @@ def train(
         params, state = pipeline.flush(params, state)
         return tx.pmean(params, "data")
 
-    with sdpa_kernel(SDPBackend.MATH):  # the only one with a rule for vmap
-        axes = {"case": len(rates) * seeds, "data": ranks}
-        ends = tx.simulate(one_rank, axes, starts, inputs, targets, tokens, outer, engine="vmap")[::ranks]
+    axes = {"case": len(rates) * seeds, "data": ranks}
+    ends = tx.simulate(one_rank, axes, starts, inputs, targets, tokens, outer)[::ranks]
 
     most = 2 if args.quick else None
 

@@ -340,7 +340,6 @@ def page(
     if simulator:
         rows = [
             [
-                r["engine"],
                 str(r["ranks"]),
                 f"{r['seconds'] * 1e3:.0f}",
                 f"{r['added'] / mb:.0f}",
@@ -354,7 +353,7 @@ def page(
             "Three steps of the tiny MLP with mean and sgd, all ranks in one process.",
             "",
         ]
-        lines += table(["engine", "ranks", "ms", "MB added", "peak RSS MB"], rows)
+        lines += table(["ranks", "ms", "MB added", "peak RSS MB"], rows)
     if skipped:
         lines += ["## Not measured", "", *(f"- {text}" for text in skipped), ""]
     return "\n".join([*lines, NOTES, "", notes.strip() or "(to be written)", ""])

@@ -93,7 +93,7 @@ GROUPS = {
     "slow power": Group("10m", 8, 1, (*DDP, *POWERS), "100mbit"),
 }
 MEMORY_OF = ("1m", "10m", "50m")
-ENGINES, RANKS = ("lockstep", "vmap"), (2, 8, 64, 512)
+RANKS = (2, 8, 64, 512)
 
 
 def timed(name: str, quick: bool) -> dict[str, Any]:
@@ -119,10 +119,9 @@ def memory(quick: bool) -> dict[str, Any]:
 
 def simulator(quick: bool) -> list[dict[str, Any]]:
     out = []
-    for engine in ENGINES:
-        for ranks in RANKS[:2] if quick else RANKS:
-            command = [sys.executable, str(HERE / "simulate.py"), engine, str(ranks)]
-            out.append(json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=600).stdout))
+    for ranks in RANKS[:2] if quick else RANKS:
+        command = [sys.executable, str(HERE / "simulate.py"), str(ranks)]
+        out.append(json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=600).stdout))
     return out
 
 

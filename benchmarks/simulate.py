@@ -25,7 +25,7 @@ STEPS, BATCH, RUNS = 3, 8, 3
 
 
 def main() -> None:
-    engine, ranks = sys.argv[1], int(sys.argv[2])
+    ranks = int(sys.argv[1])
     torch.set_num_threads(1)
     torch.manual_seed(0)
     apply, start, _ = fjoin.functional(models.mlp(32, 96, 64, 10))
@@ -44,7 +44,7 @@ def main() -> None:
         x = [torch.randn(STEPS, BATCH, 32) for _ in range(n)]
         y = [torch.randint(0, 10, (STEPS, BATCH)) for _ in range(n)]
         before = time.perf_counter()
-        tx.simulate(one_rank, {"data": n}, x, y, engine=engine)
+        tx.simulate(one_rank, {"data": n}, x, y)
         return time.perf_counter() - before
 
     run(2)  # warm up
@@ -52,7 +52,7 @@ def main() -> None:
         rss = int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     seconds = statistics.median(run(ranks) for _ in range(RUNS))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(json.dumps({"engine": engine, "ranks": ranks, "seconds": seconds, "peak": peak, "added": max(0, peak - rss)}))
+    print(json.dumps({"ranks": ranks, "seconds": seconds, "peak": peak, "added": max(0, peak - rss)}))
 
 
 if __name__ == "__main__":

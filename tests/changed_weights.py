@@ -29,7 +29,7 @@ def with_weights(change: Callable[[Any], Any], hook: tx.Transform) -> tx.Transfo
         out, new = inner.update(grads, state, params, weight=weight, **extra)
         return out, AroundState(new)
 
-    return tx.Transform(init, update, hook.needs, inner.reduction(), hook.compression, hook.pauses, hook.vmappable)
+    return tx.Transform(init, update, hook.needs, inner.reduction(), hook.compression, hook.pauses)
 
 
 def _root(weight: Any) -> Any:
@@ -91,19 +91,14 @@ OTHERS: dict[str, Callable[[], tx.Transform]] = {
     "top_k": lambda: tx.error_feedback(tx.quantized_mean("data", tx.top_k(0.5)), without_input="flush"),
     "int4, fed back": lambda: tx.error_feedback(tx.quantized_mean("data", tx.int4(block=4))),
     "bfloat16": lambda: tx.cast(torch.bfloat16, tx.mean("data")),
-
     "ef21 of top_k": lambda: tx.ef21(tx.quantized_mean("data", tx.top_k(0.5))),
     "dgc": lambda: tx.dgc("data", k=0.5, clip=9.0),
     "low rank": lambda: tx.power_sgd("data", 1, min_compression_rate=0.5),
     "low rank, fed back": lambda: tx.error_feedback(tx.power_sgd("data", 1, min_compression_rate=0.5), "flush"),
     "batched low rank": lambda: tx.batched_power_sgd("data", 1, min_compression_rate=0.5, over="live"),
-
-
     "1-bit Adam": lambda: tx.one_bit_adam("data", 1),
     "1-bit Adam, world": lambda: tx.one_bit_adam("data", 1, over="world"),
-
     "two means": lambda: tx.switch_after(1, tx.mean("data"), tx.quantized_mean("data", tx.int8(block=4))),
-
 }  # fmt: skip
 ALL = {**{name: make for name, (make, _) in MEANS.items()}, **OTHERS}
 

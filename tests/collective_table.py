@@ -72,8 +72,4 @@ OPS: dict[str, tuple[Any, Any, Any]] = {
         lambda xs, r: xs[r - 1] if r else xs[0] * 0,
     ),
 }  # fmt: skip
-# Under vmap all ranks have tensors of one shape.
-OPS_AND_ENGINES = [
-    (op, engine) for op in OPS for engine in ("lockstep", "vmap") if (op, engine) != ("all_to_all_single split", "vmap")
-]
 DIFFERENTIABLE = [op for op in OPS if not op.startswith(("pmax", "pmin"))]

@@ -33,8 +33,8 @@ CALLS: dict[str, Any] = {
 }
 
 
-def on_ranks(name: str, f: Any, xs: list[Any], engine: Any = "lockstep") -> list[Any]:
-    return tx.simulate(lambda x: CALLS[name](f, x, len(xs)), {"data": len(xs)}, xs, engine=engine)
+def on_ranks(name: str, f: Any, xs: list[Any]) -> list[Any]:
+    return tx.simulate(lambda x: CALLS[name](f, x, len(xs)), {"data": len(xs)}, xs)
 
 
 AXES = {"node": 2, "local": 3}

@@ -224,7 +224,6 @@ SIZES: dict[str, Case] = {
         f"{n!r} simulated ranks": (lambda n=n: tx.simulate(lambda: 1, {"data": n}), ValueError, ("'data'", repr(n)))
         for n in (0, -2, 1.5, True, "2", None, 10**30, 4097)
     },
-    "10**9 mapped ranks": (lambda: tx.simulate(lambda: 1, {"data": 10**9}, engine="vmap"), ValueError, ("1048576",)),
     "simulate(3)": (lambda: tx.simulate(3, {"data": 2}), TypeError, ("function", "3")),  # type: ignore[arg-type]
     "simulate of a number": (lambda: tx.simulate(lambda x: x, {"data": 2}, 3), TypeError, ("argument 0", "3")),  # type: ignore[arg-type]
     "a sparse state": (lambda: tx.from_state_dict(P, {"w": torch.ones(3).to_sparse()}), TypeError, ("'w'", "sparse")),

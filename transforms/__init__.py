@@ -34,7 +34,6 @@ from ._call_env import current_call as current_call
 from ._call_env import current_weight as current_weight
 from ._errors import CollectiveMismatch as CollectiveMismatch
 from ._errors import DonatedState as DonatedState
-from ._errors import NotVmappable as NotVmappable
 from ._errors import UnboundAxis as UnboundAxis
 from .axes._collectives import axis_index as axis_index
 from .axes._collectives import axis_size as axis_size

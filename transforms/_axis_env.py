@@ -47,13 +47,11 @@ class Axis:
 
     Attributes:
         size: The number of ranks.
-        token: None, or a tensor that marks the level of torch.func.vmap that is this axis.
         travels: Whether messages are under way while this process computes.
         simulated: Whether the ranks are simulated in one process.
     """
 
     size: int
-    token: Tensor | None = None
     travels = False
     simulated = False
 
@@ -195,11 +193,6 @@ def bindings_of_caller() -> _Bindings:
 def bound() -> dict[str, Axis]:
     """The axes bound in this thread, by name."""
     return THREADS.axes or bindings_of_caller().axes
-
-
-def under_vmap() -> bool:
-    """Whether any axis bound here is a level of torch.func.vmap."""
-    return any(axis.token is not None for axis in bound().values())
 
 
 @contextlib.contextmanager

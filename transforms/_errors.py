@@ -31,9 +31,5 @@ class UnboundAxis(NameError):
     """A collective named an axis that is not bound."""
 
 
-class NotVmappable(TypeError):
-    """A transform that needs the lockstep engine was run under the vmap engine."""
-
-
 class DonatedState(RuntimeError):
     """A state was used again after a step had taken its memory."""

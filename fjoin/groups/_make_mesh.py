@@ -17,9 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from .._errors import JoinError
 from ..shared_memory._hosts import split_by_host
 from ..transforms import _devices
-from ..transforms._axis_env import One, bound, under_vmap
+from ..transforms._axis_env import One, bound
 from ..transforms._check import flag, is_number
-from ..transforms._errors import NotVmappable
 from ._from_group import TIMEOUT_S, mesh_from_group
 from ._group_mesh import ENDED, MESHES
 from ._launch import Launch, read_launch
@@ -77,8 +76,6 @@ def mesh(
         raise TypeError(f"shape must be a mapping from axis names to sizes, for example {{'data': -1}}, got {shape!r}")
     if not shape:
         raise ValueError("a mesh needs at least one axis, for example {'data': -1}")
-    if under_vmap():
-        raise NotVmappable("fjoin.mesh and train_step need simulate(..., engine='lockstep')")
     simulated: dict[str, Any] = {name: axis for name, axis in bound().items() if axis.simulated}
     if simulated:
         sizes = _sizes(shape, math.prod(axis.size for axis in simulated.values()))

@@ -25,7 +25,6 @@ def check_transform(make: Callable[[], tx.Transform]) -> None:
       depends on the order of ranks.
     - A lossy transform does not remember a step that is not finite.
     - Saved to a file and loaded, its state gives the same results to the bit.
-    - The vmap engine gives the same results.
     - On another device no message is made on the host, and the host waits for no value or copy.
     - repr, equality, JSON (except of handwritten transforms) and fingerprint agree.
 

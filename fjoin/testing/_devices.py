@@ -28,8 +28,6 @@ _ELSEWHERE = torch.device("meta")
 
 def stays_on_its_device(make: Callable[[], tx.Transform]) -> None:
     """Messages and results are on the gradients' device, in buckets too, and the host waits for no value or copy."""
-    if not make().vmappable:  # it may read values, which waits for the device
-        return
     names, whole = axes_for(make), params_like()
     buckets = [] if Needs.TREE in make().needs else [(path,) for path in whole]
     with _without_data(), bind_axes({name: _Elsewhere(name, n, [], names) for name, n in names.items()}):
@@ -128,9 +126,7 @@ def _without_data() -> Iterator[None]:
         if "meta tensor" in text:
             raise AssertionError(f"it reads a tensor's value, which waits for the device: {text}") from error
         if "not an accelerator" in text:
-            raise AssertionError(
-                f"no generator draws tensors without data ({text}); vmappable=False leaves this law out"
-            ) from error
+            raise AssertionError(f"no generator draws tensors without data ({text})") from error
         raise
 
 

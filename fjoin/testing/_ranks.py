@@ -32,12 +32,9 @@ def grads_of(seed: int) -> dict[str, Tensor]:
     return params_like(100 + seed)
 
 
-def on_ranks(
-    make: Callable[[], tx.Transform], weights: list[Any], steps: int = 3, engine: Any = "lockstep"
-) -> list[Any]:
+def on_ranks(make: Callable[[], tx.Transform], weights: list[Any], steps: int = 3) -> list[Any]:
     """The resulting gradients of each rank in each step, and the last state."""
 
-    # Drawn outside: inside vmap each rank would draw other numbers, even from a seeded generator.
     given = [[grads_of(10 * step + rank) for step in range(steps)] for rank in range(len(weights))]
     params = params_like()
 
@@ -50,4 +47,4 @@ def on_ranks(
             outs.append(out)
         return outs, state
 
-    return tx.simulate(one_rank, axes_for(make, alone=len(weights) == 1), given, weights, engine=engine)
+    return tx.simulate(one_rank, axes_for(make, alone=len(weights) == 1), given, weights)

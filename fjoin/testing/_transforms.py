@@ -173,29 +173,6 @@ def resumes(make: Callable[[], tx.Transform]) -> None:
         tx.simulate(one_rank, axes_for(make, alone))
 
 
-def maps(make: Callable[[], tx.Transform]) -> None:
-    """The vmap engine gives the same results as lockstep, or raises an error that names lockstep."""
-    weights = [torch.tensor(w, dtype=torch.float64) for w in (1.0, 0.0, 3.0, 2.0)[: ranks_of(make)]]
-    if not make().vmappable:
-        try:
-            on_ranks(make, weights, engine="vmap")
-        except tx.NotVmappable as error:
-            assert "lockstep" in str(error)
-            return
-        raise AssertionError("it says that it is not vmappable, but ran")
-    a, b = on_ranks(make, weights), on_ranks(make, weights, engine="vmap")
-    for (x, _), (y, _) in zip(a, b, strict=True):
-        assert [v is None for v in x] == [v is None for v in y]
-        # Sums in another order may move a few values across the boundary between two codes.
-        near = [_near(p, q) for p, q in zip(x, y, strict=True) if p is not None]
-        assert max_diff([v for v in x if v is not None], [v for v in y if v is not None]) < max(_room(make()), 1e-12)
-        assert sum(near) >= 0.9 * len(near), "it gives something else"
-
-
-def _near(a: Any, b: Any) -> bool:
-    return max_diff(a, b) < 1e-6
-
-
 TRANSFORM_LAWS: list[Callable[..., None]] = [
     is_pure,
     keeps_to_its_needs,
@@ -206,7 +183,6 @@ TRANSFORM_LAWS: list[Callable[..., None]] = [
     forgets_the_order_of_ranks,
     forgets_what_is_not_finite,
     resumes,
-    maps,
     stays_on_its_device,
     is_data,
 ]

@@ -81,7 +81,6 @@ X = torch.ones(2)
         (lambda: tx.simulate(lambda: None, {}), ValueError, ["axes is empty"]),
         (lambda: tx.simulate(lambda: None, {"data": 0}), ValueError, ["'data'", "at least 1"]),
         (lambda: tx.simulate(lambda x: x, {"data": 2}, [1]), ValueError, ["1 values for 2 ranks"]),
-        (lambda: tx.simulate(lambda: None, {"data": 2}, engine="fast"), ValueError, ["'lockstep' or 'vmap'"]),
         (lambda: tx.psum(torch.ones(1), "rows"), tx.UnboundAxis, ["'rows'", "Bound here: []", "fjoin.bind", "simulate"]),
         (lambda: tx.from_json('{"name": "nothing", "args": {}}'), ValueError, ["'nothing'", "known"]),
         (lambda: tx.to_json(3), TypeError, ["3"]),
@@ -194,12 +193,6 @@ def test_raises_if_a_tensor_occurs_twice_in_params() -> None:
     w = torch.ones(2)
     step = fjoin.train_step(lambda p, b: (p["a"] * p["b"]).sum(), MEAN_SGD)
     raises_text(ValueError, lambda: step.init({"a": w, "b": w}), "'b'", "'a'", "same tensor", "fjoin.functional")
-
-
-def test_a_step_needs_lockstep() -> None:
-    for make in (lambda: fjoin.mesh({"data": -1}), lambda: fjoin.train_step(product, MEAN_SGD)):
-        run = lambda make=make: tx.simulate(lambda: make() and None, {"data": 2}, engine="vmap")  # noqa: E731
-        raises_text(tx.NotVmappable, run, "engine='lockstep'")
 
 
 def test_a_donated_state_names_the_call_that_took_it() -> None:

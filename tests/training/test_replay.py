@@ -51,14 +51,14 @@ def one_process(xs: list[Tensor]) -> Any:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
-    ("sizes", "engine"),
-    [([4], "lockstep"), ([2, 2], "lockstep"), ([3, 1, 5], "lockstep"), ([4], "vmap"), ([2, 2], "vmap")],
+    "sizes",
+    [[4], [2, 2], [3, 1, 5]],
     ids=str,
 )
-def test_batch_norm_over_all_ranks_matches_one_process(sizes: list[int], shape: str, engine: Any) -> None:
+def test_batch_norm_over_all_ranks_matches_one_process(sizes: list[int], shape: str) -> None:
     xs = inputs(sizes, SHAPES[shape])
     y, (mean, var), (grad, scale_grad, bias_grad) = one_process(xs)
-    out = tx.simulate(normalize, {"data": len(sizes)}, xs, engine=engine)
+    out = tx.simulate(normalize, {"data": len(sizes)}, xs)
     assert max_diff(torch.cat([o[0] for o in out]), y) < 1e-11
     for _, new, _ in out:
         assert max_diff(tuple(new), (mean, var)) < 1e-11 and same_bits(new, out[0][1])

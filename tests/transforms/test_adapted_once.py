@@ -70,10 +70,10 @@ KINDS: dict[str, Any] = {
 
 
 def three_times(value: Any) -> Any:
-    """The transform, and what replacing and its flag for vmap make of it."""
+    """The transform, and copies of it with other fields."""
     made = tx.Transform(lambda params: (), KINDS[value] if isinstance(value, str) else value)
     again = dataclasses.replace(made, needs=tx.Needs.LEAVES)
-    return made, again, dataclasses.replace(again, vmappable=False), dataclasses.replace(made, vmappable=False)
+    return made, again, dataclasses.replace(again, silent=True), dataclasses.replace(made, pauses=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -153,7 +153,7 @@ def _no_state(params: Any) -> Any:
     return ()
 
 
-@pytest.mark.parametrize("fields", [{}, {"vmappable": False}], ids=str)
+@pytest.mark.parametrize("fields", [{}, {"pauses": True}], ids=str)
 def test_a_transform_without_a_name_is_identified_by_its_function(fields: Any) -> None:
     assert _of(_plain, **fields) == _of(_plain, **fields) != _of(_named, **fields)
     assert tx.fingerprint(_of(_plain, **fields)) == tx.fingerprint(_of(_plain, **fields))

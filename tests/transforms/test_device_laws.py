@@ -39,7 +39,7 @@ BROKEN = {
     "copies a number": (lambda g: g * torch.tensor(0.5, dtype=g.dtype, device=g.device), "waits for a copy: tensor"),
     "copies a list": (lambda g: g * g.new_tensor([0.5, 2.0]).prod(), "waits for a copy: new_tensor"),
     "moves a tensor": (lambda g: g * torch.tensor(0.5).to(g), "waits for a copy: to"),
-    "draws": (lambda g: g + torch.rand((), generator=torch.Generator(device=g.device), device=g.device), "vmappable=False"),
+    "draws": (lambda g: g + torch.rand((), generator=torch.Generator(device=g.device), device=g.device), "no generator"),
 }  # fmt: skip
 
 

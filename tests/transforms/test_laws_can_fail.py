@@ -12,7 +12,6 @@ from torch import Tensor
 from fjoin import transforms as tx
 from fjoin.testing import CODEC_LAWS, FEEDBACK_LAWS, OPTIMIZER_LAWS, TRANSFORM_LAWS
 from fjoin.testing._devices import DEVICE_LAWS
-from fjoin.transforms._axis_env import under_vmap
 
 
 def _plain(update: Any, **settings: Any) -> Callable[[], tx.Transform]:
@@ -159,27 +158,6 @@ def _known_by_identity(grads: Any, state: Any, params: Any = None, **extra: Any)
     return {k: g * (3 if state[0] is _MARK else 1) for k, g in grads.items()}, (_MARK,)
 
 
-def _other_under_vmap() -> tx.Transform:
-    """By less than a step of a code, but everywhere."""
-    right = tx.quantized_mean("data", tx.int8())
-
-    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-        out, state = right.update(grads, state, params, **extra)
-        return {k: g + 0.01 * under_vmap() for k, g in out.items()}, state
-
-    return tx.Transform(
-        right.init,
-        update,
-        needs=tx.Needs.LAYOUT,
-        reduces=right.reduces and tx.Reduction(right.reduces.sums),
-        compression=right.compression,
-    )
-
-
-def _looks_at_values(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-    return {k: g * tx.axis_index("data").item() for k, g in grads.items()}, state
-
-
 _SEEN: list[int] = []
 
 
@@ -201,7 +179,6 @@ BROKEN_TRANSFORMS = {
     "forgets_the_order_of_ranks": [_rank_first],
     "forgets_what_is_not_finite": [_momentum],
     "resumes": [lambda: tx.Transform(lambda params: (_MARK,), _known_by_identity), _forgets_on_disk],
-    "maps": [_plain(_looks_at_values), _other_under_vmap],
     "is_data": [_never_equal],
 }
 

@@ -24,27 +24,22 @@ _TRANSPOSE = {
     "ppermute": "ppermute",
     "pbroadcast": "psum",
 }
-# The position of the ranks' dimension in a vmapped result; None: all ranks have the same result.
-_OUT_DIM = {"psum_scatter": 0, "all_to_all": 0, "ppermute": 0}
 
 
 class _Collective(torch.autograd.Function):
-    """One collective on one tensor, over one axis.
-
-    The token identifies the vmap level of the axis: it is batched only at that level.
-    """
+    """One collective on one tensor, over one axis."""
 
     @staticmethod
-    def forward(x: Tensor, token: Tensor | None, op: str, arg: Any, axis: Axis) -> Tensor:
+    def forward(x: Tensor, op: str, arg: Any, axis: Axis) -> Tensor:
         return axis.run(op, x, arg)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         # The axis is kept here, since backward may run in a thread where nothing is bound.
-        _, _, ctx.op, ctx.arg, ctx.axis = inputs
+        _, ctx.op, ctx.arg, ctx.axis = inputs
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         op, arg, axis = ctx.op, ctx.arg, ctx.axis
         if op not in _TRANSPOSE:
             raise TypeError(f"{op} has no gradient; detach its input, or use psum or all_gather")
@@ -52,47 +47,19 @@ class _Collective(torch.autograd.Function):
             arg = tuple((target, source) for source, target in arg)
         if op == "all_to_all_single":
             arg = arg[::-1]
-        out = _apply_function(grad, axis.token, _TRANSPOSE[op], arg, axis)
+        out = _apply_function(grad, _TRANSPOSE[op], arg, axis)
         if op == "pbroadcast":
             out = torch.where(axis.index() == ctx.arg, out, torch.zeros_like(out))
-        return out, None, None, None, None
+        return out, None, None, None
 
     @staticmethod
-    def vmap(
-        info: Any, in_dims: tuple[Any, ...], x: Tensor, token: Tensor | None, op: str, arg: Any, axis: Axis
-    ) -> tuple[Tensor, int | None]:
-        x_dim, token_dim = in_dims[:2]
-        if token_dim is None:  # a vmap that is not the axis: keep its dimension at the end
-            out = _apply_function(x.movedim(x_dim, -1), token, op, arg, axis)
-            return out, out.dim() - 1
-        n = info.batch_size
-        x = x.expand(n, *x.shape) if x_dim is None else x.movedim(x_dim, 0)
-        return _stacked(op, x, arg, n), _OUT_DIM.get(op)
+    def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, op: str, arg: Any, axis: Axis) -> tuple[Tensor, int]:
+        """Of a user's own vmap: its dimension is kept at the end."""
+        out = _apply_function(x.movedim(in_dims[0], -1), op, arg, axis)
+        return out, out.dim() - 1
 
 
 _apply_function: Callable[..., Tensor] = _Collective.apply
-
-
-def _stacked(op: str, x: Tensor, arg: Any, n: int) -> Tensor:
-    """The collective in plain tensor operations: `x[r]` is rank r's input."""
-    if op in ("psum", "psum_scatter"):
-        return x.sum(0, dtype=x.dtype)
-    if op == "pmax":
-        return x.amax(0)
-    if op == "pmin":
-        return x.amin(0)
-    if op == "pbroadcast":
-        return x[arg]
-    if op == "all_gather":
-        return x
-    if op == "all_to_all":
-        return x.transpose(0, 1)
-    source = {target: s for s, target in arg}
-    out = x[torch.tensor([source.get(r, 0) for r in range(n)])]
-    if len(source) == n:
-        return out
-    kept = torch.tensor([r in source for r in range(n)]).view(n, *[1] * (x.dim() - 1))
-    return torch.where(kept, out, torch.zeros_like(out))
 
 
 def note(axis: AxisName, what: str) -> None:
@@ -102,9 +69,9 @@ def note(axis: AxisName, what: str) -> None:
 
 
 def apply_one(op: str, x: Tensor, axis: Axis, arg: Any = None) -> Tensor:
-    if axis.token is None and plain(x):  # an autograd.Function inspects its signature in every call
+    if plain(x):  # an autograd.Function inspects its signature in every call
         return axis.run(op, x, arg)
-    return _apply_function(x, axis.token, op, arg, axis)
+    return _apply_function(x, op, arg, axis)
 
 
 def reduce_over(op: str, tree: Tree, axis: AxisName) -> Tree:

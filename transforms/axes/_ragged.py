@@ -9,7 +9,6 @@ from typing import Any
 import optree
 
 from .._axis_env import lookup
-from .._errors import NotVmappable
 from ..tree._tree import Tree
 from ._gather_scatter import all_to_all
 from ._packing import as_tensor, packed
@@ -41,7 +40,6 @@ def all_to_all_single(
         ValueError: the sizes are not one for each rank, do not add up to a leaf's first dimension, or differ in what
             this rank keeps; only one of them is given.
         CollectiveMismatch: in the simulator, a rank sends more or less than the other expects. Real ranks cannot know.
-        NotVmappable: with sizes, under the vmap engine, where all ranks have tensors of one shape.
 
     Same as: torch.distributed's function of this name, jax.lax.ragged_all_to_all without its offsets.
 
@@ -63,14 +61,9 @@ def check_splits(x: Tree, axis: str, given: Any, taken: Any) -> tuple[tuple[int,
     """The numbers of rows to and from each rank.
 
     Raises:
-        ValueError, NotVmappable: see `all_to_all_single`.
+        ValueError: see `all_to_all_single`.
     """
     one = lookup(axis)
-    if one.token is not None:
-        raise NotVmappable(
-            "all_to_all_single with split sizes does not run under the vmap engine, where all ranks have tensors of one "
-            "shape; use simulate(..., engine='lockstep')"
-        )
     sizes = []
     for name, value in (("input_split_sizes", given), ("output_split_sizes", taken)):
         try:

@@ -89,7 +89,7 @@ def from_optax(transformation: Any, per_leaf: bool = False) -> Transform:
             flats = run.leave(out)
             return run.tree(flats), OptaxState(run.leave(new))
 
-    return Transform(init, update, Needs.LEAVES if per_leaf else Needs.TREE, vmappable=False)
+    return Transform(init, update, Needs.LEAVES if per_leaf else Needs.TREE)
 
 
 class _Shapes(NamedTuple):

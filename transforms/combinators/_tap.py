@@ -32,7 +32,6 @@ def tap(function: Callable[[dict[str, Tensor]], Any]) -> Transform:
 
     Raises:
         TypeError: `function` is not callable.
-        NotVmappable: under the vmap engine, where values cannot be read.
 
     Same as: jax.debug.callback; torch's Tensor.register_hook.
 
@@ -52,7 +51,7 @@ def tap(function: Callable[[dict[str, Tensor]], Any]) -> Transform:
             function(leaves)
         return grads, state
 
-    return Transform(init_empty, update, Needs.LEAVES | Needs.PATHS, vmappable=False)
+    return Transform(init_empty, update, Needs.LEAVES | Needs.PATHS)
 
 
 class LoggedState(NamedTuple):
@@ -78,7 +77,6 @@ def logged(hook: Transform, every: int = 1, logger: str = "fjoin") -> Transform:
     Raises:
         TypeError: `hook` is not a Transform.
         ValueError: `every` is no whole number above 0.
-        NotVmappable: under the vmap engine.
 
     >>> import logging
     >>> from fjoin import transforms as tx
@@ -110,7 +108,7 @@ def logged(hook: Transform, every: int = 1, logger: str = "fjoin") -> Transform:
             )
         return out, LoggedState(new, count)
 
-    return Transform(init, update, Needs.PATHS, inner.reduction(), vmappable=False)
+    return Transform(init, update, Needs.PATHS, inner.reduction())
 
 
 def _which(leaves: dict[str, Tensor]) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .._axis_env import bound, under_vmap
+from .._axis_env import bound
 from .._check import flag as check_flag
 from .._foreign import PIPELINE_OF_OPTAX, is_optax
 from .._uncompiled import constant
@@ -185,7 +185,7 @@ def pipeline_of(
             )
         call = Call(weight, lane, old.step).inside(extra=extra)
         use(old.window, check_flag("donate", donate))
-        if not donate or under_vmap():
+        if not donate:
             return run(params, grads, state, call)
         with torch.no_grad():
             if not plain(params, grads):

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from .._axis_env import under_vmap
-from .._errors import NotVmappable
 from ..axes._collectives import axis_index, axis_size
 from ..codecs._codec import Codec, check_codec
 from ..combinators._chain import stages
@@ -40,13 +38,7 @@ class Sharding:
 
         Raises:
             ValueError: two leaves have one path, or they are on several devices.
-            NotVmappable: under the vmap engine.
         """
-        if under_vmap():
-            raise NotVmappable(
-                f"a pipeline that shards over {self.axis!r}, such as zero(...), does not run under the vmap engine, where all ranks have "
-                f"tensors of one shape; use simulate(..., engine='lockstep')"
-            )
         ranks, rank = axis_size(self.axis), int(axis_index(self.axis))
         paths, leaves, _ = flatten_in_insertion_order(params)
         key = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -49,9 +48,7 @@ class Region:
         self._same = found.state
         self._grads = torch.is_grad_enabled()
         self._axes, self._call = bound(), bound_call()
-        self._tokens = [name for name, axis in self._axes.items() if axis.token is not None]
-        tokens = [self._axes[name].token for name in self._tokens]
-        self.tensors: list[Tensor] = [*given, *self._captured, *tokens]  # type: ignore[list-item]
+        self.tensors: list[Tensor] = [*given, *self._captured]
         self.levels = [level.level() for level in torch._C._functorch.get_interpreter_stack() or ()]
         self._moves = [x.requires_grad for x in self.tensors]
         # Those of which the function sees results that require a gradient: the others belong to outer transforms.
@@ -93,13 +90,9 @@ class Region:
             if old is not new
         }
         of.update(self.record.stand_ins)
-        axes = dict(self._axes)
-        for name, token in zip(self._tokens, tensors[end:], strict=True):
-            axes[name] = copy.copy(axes[name])
-            axes[name].token = token
         moves = dict(zip(map(id, tensors), self._moves, strict=False))
         mode = Substitute(of, dict(self._state), self.record.before, watch, moves=moves, levels=self.levels)
-        with bind_axes(axes), bind_call(self._call):
+        with bind_axes(self._axes), bind_call(self._call):
             out = self.record.call(self._fn, args, kwargs, mode)
         if mode.foreign:
             raise Captured(list(mode.foreign.values()))

@@ -53,7 +53,6 @@ def scatter_mean(axis: str, over: Over = "weight") -> Transform:
         TypeError: `axis` is not one name.
         ValueError: `over` is none of the three.
         UnboundAxis: at `update`, and at the `init` of a pipeline: nothing binds `axis`.
-        NotVmappable: under the vmap engine.
 
     Same as: the reduction of ZeRO stage 1, of DeepSpeed and of torch's ZeroRedundancyOptimizer.
     Source: Rajbhandari et al., ZeRO, arXiv:1910.02054, section 5.1.
@@ -96,7 +95,7 @@ def scatter_mean(axis: str, over: Over = "weight") -> Transform:
         kept = pieces.own(grads) if call.persistent else None
         return Sums(map_with_path(lambda path, _: slices[path], grads), total, words, kept)
 
-    return reduction(axis, over, reduce, fusable=True, scatters=True, vmappable=False, takes=("wire", "memory"))
+    return reduction(axis, over, reduce, fusable=True, scatters=True, takes=("wire", "memory"))
 
 
 def _sum_rider(of: dict[str, Tensor], axis: str, share: RankWeight, rider: Rider) -> tuple[Tensor, Tensor]:

@@ -95,7 +95,6 @@ class Transform(Specified):
         reduces: The reduction, for a transform that carries the lane.
         compression: The compression, for a transform that does not send the complete gradient.
         pauses: Whether `update` may return None for the gradients.
-        vmappable: Whether `update` runs under the simulator's vmap engine.
         takes: Of an `update` with `call`: the attributes of it that change what it does, as the names of keywords do for
             others: "flush", "donated", "sharded_over", "wire", "prefetch".
         timing: When it runs those inside it, and when its messages change; None: they are the same in each step.
@@ -120,7 +119,6 @@ class Transform(Specified):
     reduces: Reduction | None = None
     compression: Compression | None = None
     pauses: bool = False
-    vmappable: bool = True
     takes: Collection[str] = ()
     timing: Timing = None
     wraps: Literal["stages", "whole"] | None = None
@@ -143,7 +141,6 @@ class Transform(Specified):
         set_("pauses", self.pauses or any(child.pauses for child in children))
         # Of an `update` by keywords the names say it; what is given may be that of the transform of which it is a copy.
         set_("takes", (frozenset(self.takes) if update.takes_call else frozenset()) | (update.names & NAMES))
-        set_("vmappable", self.vmappable and all(getattr(child, "vmappable", True) for child in self.spec.children))
         if self.compression is None:
             set_("compression", _compression_of(children))
         set_("update", update.for_transform(self))

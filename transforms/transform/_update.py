@@ -6,9 +6,6 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from .._axis_env import under_vmap
-from .._errors import NotVmappable
-from ..spec._spec import Spec, spec_of_function
 from ..tree._tree import State, Tree
 from ._call import KEYWORDS, Call, call_of
 
@@ -32,7 +29,6 @@ class Update:
         "_flushes",
         "_others",
         "_places",
-        "_refused",
         "_required",
         "function",
         "names",
@@ -42,7 +38,6 @@ class Update:
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function, self.takes_call = function, False
         self._donates = self._flushes = True
-        self._refused: Spec | None = None  # of a transform that does not run under vmap
         try:
             parameters = inspect.signature(function).parameters.values()
         except (TypeError, ValueError):  # a builtin, which is called with the gradients, the state and the parameters
@@ -73,7 +68,6 @@ class Update:
         new._places, new.takes_call, new._required = self._places, self.takes_call, self._required
         new._donates = "donated" in owner.takes
         new._flushes = owner.accepts("flush")
-        new._refused = None if owner.vmappable else owner.spec if owner.spec.name else spec_of_function(self.function)
         return new
 
     def __getattr__(self, name: str) -> Any:
@@ -90,10 +84,6 @@ class Update:
             return grads, state
         if call.donated and not self._donates:
             call = call.inside(donated=False)
-        if self._refused is not None and under_vmap():
-            raise NotVmappable(
-                f"{self._refused!r} does not run under the vmap engine; use simulate(..., engine='lockstep')"
-            )
         if self.takes_call:
             out: tuple[Tree, State] = self.function(*(grads, state, params)[: self._places], call=call)
             return out

@@ -1,4 +1,4 @@
-"""Collectives by axis name: JAX's meaning, on both engines, nested, differentiated, mapped."""
+"""Collectives by axis name: JAX's meaning, nested, differentiated, mapped."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
-from tests.collective_table import DIFFERENTIABLE, DTYPES, OPS, OPS_AND_ENGINES, SIZES, inputs
+from tests.collective_table import DIFFERENTIABLE, DTYPES, OPS, SIZES, inputs
 from tests.helpers import max_diff, raises_text, same_bits
 
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize(("op", "engine"), OPS_AND_ENGINES)
-def test_results_match_the_definition(op: str, n: int, engine: Any) -> None:
+@pytest.mark.parametrize("op", list(OPS))
+def test_results_match_the_definition(op: str, n: int) -> None:
     call, shape, expected = OPS[op]
     xs = inputs(n, shape(n))
-    out = tx.simulate(lambda x: call(x, n), {"data": n}, xs, engine=engine)
+    out = tx.simulate(lambda x: call(x, n), {"data": n}, xs)
     for r in range(n):
         assert torch.equal(out[r], expected(xs, r)), (op, r)
 
@@ -37,8 +37,8 @@ def test_one_rank_without_a_simulator(op: str) -> None:
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize(("op", "engine"), [case for case in OPS_AND_ENGINES if case[0] in DIFFERENTIABLE])
-def test_gradient_matches_the_sum_of_all_outputs(op: str, n: int, engine: Any) -> None:
+@pytest.mark.parametrize("op", DIFFERENTIABLE)
+def test_gradient_matches_the_sum_of_all_outputs(op: str, n: int) -> None:
     call, shape, expected = OPS[op]
     xs = inputs(n, shape(n), seed=1)
 
@@ -48,7 +48,7 @@ def test_gradient_matches_the_sum_of_all_outputs(op: str, n: int, engine: Any) -
     def one_rank(x: Tensor) -> Tensor:
         return torch.func.grad(lambda x: loss_of(call(x, n), tx.axis_index("data")))(x)
 
-    got = tx.simulate(one_rank, {"data": n}, xs, engine=engine)
+    got = tx.simulate(one_rank, {"data": n}, xs)
     leaves = [x.clone().requires_grad_() for x in xs]
     sum(loss_of(expected(leaves, r), r) for r in range(n)).backward()
     for r in range(n):
@@ -56,15 +56,14 @@ def test_gradient_matches_the_sum_of_all_outputs(op: str, n: int, engine: Any) -
         assert max_diff(got[r], want) < 1e-9, (op, r)
 
 
-@pytest.mark.parametrize("engine", ["lockstep", "vmap"])
-def test_second_derivatives(engine: Any) -> None:
+def test_second_derivatives() -> None:
     """d2/dx_r dx_s of (sum x)^3 summed over n ranks is 6 n sum x, for every pair."""
 
     def one_rank(x: Tensor) -> Tensor:
         inner = torch.func.grad(lambda x: tx.psum(x, "data") ** 3)
         return torch.func.grad(lambda x: inner(x))(x)
 
-    out = tx.simulate(one_rank, {"data": 3}, [torch.tensor(v) for v in (1.0, 2.0, 3.0)], engine=engine)
+    out = tx.simulate(one_rank, {"data": 3}, [torch.tensor(v) for v in (1.0, 2.0, 3.0)])
     assert all(v.item() == 3 * 3 * 6 * 6.0 for v in out)
 
 
@@ -73,36 +72,31 @@ def test_maximum_has_no_gradient() -> None:
     raises_text(TypeError, lambda: tx.simulate(run, {"data": 2}, [torch.tensor(1.0)] * 2), "pmax has no gradient")
 
 
-@pytest.mark.parametrize(("op", "engine"), OPS_AND_ENGINES)
-def test_collectives_inside_torch_vmap(op: str, engine: Any) -> None:
+@pytest.mark.parametrize("op", list(OPS))
+def test_collectives_inside_torch_vmap(op: str) -> None:
     """Each rank calls torch.func.vmap over an ensemble of 4."""
     call, shape, expected = OPS[op]
     n = 3
     xs = [torch.stack(inputs(4, shape(n), seed=r)) for r in range(n)]
-    out = tx.simulate(lambda x: torch.func.vmap(lambda v: call(v, n))(x), {"data": n}, xs, engine=engine)
+    out = tx.simulate(lambda x: torch.func.vmap(lambda v: call(v, n))(x), {"data": n}, xs)
     for r in range(n):
         want = torch.stack([expected([x[k] for x in xs], r) for k in range(4)])
         assert torch.equal(out[r], want)
 
 
-@pytest.mark.parametrize("engine", ["lockstep", "vmap"])
-def test_constants_count_once_per_rank(engine: Any) -> None:
-    assert [
-        v.item()
-        for v in tx.simulate(lambda x: tx.psum(torch.tensor(2.0), "data"), {"data": 3}, [0.0] * 3, engine=engine)
-    ] == [6.0] * 3
-    assert [v.item() for v in tx.simulate(lambda x: tx.psum(1, "data"), {"data": 3}, [0.0] * 3, engine=engine)] == [
-        3
+def test_constants_count_once_per_rank() -> None:
+    assert [v.item() for v in tx.simulate(lambda x: tx.psum(torch.tensor(2.0), "data"), {"data": 3}, [0.0] * 3)] == [
+        6.0
     ] * 3
+    assert [v.item() for v in tx.simulate(lambda x: tx.psum(1, "data"), {"data": 3}, [0.0] * 3)] == [3] * 3
 
 
-@pytest.mark.parametrize("engine", ["lockstep", "vmap"])
-def test_nested_axes_and_tuples(engine: Any) -> None:
+def test_nested_axes_and_tuples() -> None:
     shape = {"node": 2, "local": 3}
     xs = [torch.tensor(float(2**r)) for r in range(6)]
 
     def run(fn: Any) -> list[Any]:
-        return [v.tolist() for v in tx.simulate(fn, shape, xs, engine=engine)]
+        return [v.tolist() for v in tx.simulate(fn, shape, xs)]
 
     assert run(lambda x: tx.psum(x, "local")) == [7.0] * 3 + [56.0] * 3
     assert run(lambda x: tx.psum(x, "node")) == [9.0, 18.0, 36.0] * 2
@@ -118,8 +112,7 @@ def test_nested_axes_and_tuples(engine: Any) -> None:
     assert back == [[63.0 * r for r in range(6)]] * 6
 
 
-@pytest.mark.parametrize("engine", ["lockstep", "vmap"])
-def test_control_flow_on_a_sum(engine: Any) -> None:
+def test_control_flow_on_a_sum() -> None:
     """The requirement of a loop over uneven inputs: Python branches on values that are equal on all ranks."""
 
     def one_rank(count: Tensor) -> Tensor:
@@ -128,7 +121,7 @@ def test_control_flow_on_a_sum(engine: Any) -> None:
             left, rounds = left - 1, rounds + 1
         return torch.tensor(rounds)
 
-    assert tx.simulate(one_rank, {"data": 4}, [torch.tensor(c) for c in (3, 1, 2, 0)], engine=engine) == [3] * 4
+    assert tx.simulate(one_rank, {"data": 4}, [torch.tensor(c) for c in (3, 1, 2, 0)]) == [3] * 4
 
 
 def test_trees_travel_packed() -> None:
@@ -178,23 +171,21 @@ def test_large_trees_travel_in_several_messages() -> None:
     assert same_bits(out, [2 * leaf for leaf in tree])
 
 
-@pytest.mark.parametrize("engine", ["lockstep", "vmap"])
-def test_empty_trees_and_tensors(engine: Any) -> None:
-    assert tx.simulate(lambda x: tx.psum({}, "data"), {"data": 2}, [0.0, 0.0], engine=engine) == [{}, {}]
-    out = tx.simulate(lambda x: tx.psum((x[:0], x), "data"), {"data": 2}, [torch.ones(3)] * 2, engine=engine)
+def test_empty_trees_and_tensors() -> None:
+    assert tx.simulate(lambda x: tx.psum({}, "data"), {"data": 2}, [0.0, 0.0]) == [{}, {}]
+    out = tx.simulate(lambda x: tx.psum((x[:0], x), "data"), {"data": 2}, [torch.ones(3)] * 2)
     assert out[0][0].shape == (0,) and torch.equal(out[1][1], torch.ones(3) * 2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("engine", ["lockstep", "vmap"])
-def test_dtypes_stay(engine: Any, dtype: torch.dtype) -> None:
+def test_dtypes_stay(dtype: torch.dtype) -> None:
     xs = inputs(3, (4,), dtype)
     for op in ("psum", "pmax", "all_gather", "psum_scatter"):
         shape = (3, 2) if op == "psum_scatter" else (4,)
         given = inputs(3, shape, dtype)
-        out = tx.simulate(lambda x: OPS[op][0](x, 3), {"data": 3}, given, engine=engine)  # noqa: B023
+        out = tx.simulate(lambda x: OPS[op][0](x, 3), {"data": 3}, given)  # noqa: B023
         assert out[0].dtype == dtype and torch.equal(out[2], OPS[op][2](given, 2))
-    flags = tx.simulate(lambda x: tx.psum(x > 3, "data"), {"data": 3}, xs, engine=engine)
+    flags = tx.simulate(lambda x: tx.psum(x > 3, "data"), {"data": 3}, xs)
     assert flags[0].dtype == torch.int64 and torch.equal(flags[0], sum((x > 3).long() for x in xs))
 
 
@@ -233,11 +224,6 @@ def test_split_sizes_that_do_not_fit() -> None:
     raises_text(ValueError, run(*fine, x={"z": torch.ones(())}), "'z'", "()")
     raises_text(ValueError, run(fine[0], [(2, 2), (2, 1)]), "rank 0", "sends itself 1 rows", "takes 2")
     raises_text(tx.CollectiveMismatch, run(fine[0], [(1, 4), (2, 1)]), "rank 1 sends 2 rows to rank 0, which takes 4")
-    same = {"input_split_sizes": (1, 2), "output_split_sizes": (1, 2)}
-    mapped = lambda: tx.simulate(  # noqa: E731
-        lambda x: tx.all_to_all_single(x, "data", **same), {"data": 2}, [torch.ones(3)] * 2, engine="vmap"
-    )
-    raises_text(tx.NotVmappable, mapped, "lockstep")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when it enters a level

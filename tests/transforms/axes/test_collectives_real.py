@@ -89,12 +89,11 @@ def test_no_rank_loses_a_nan(pool: Any) -> None:
     for i, dtype in enumerate(FLOATS):
         xs = [extremes(dtype, rank) for rank in range(2)]
         want = torch.maximum(*xs), torch.minimum(*xs)
-        for engine in ("lockstep", "vmap"):
-            simulated = tx.simulate(lambda x: (tx.pmax(x, "data"), tx.pmin(x, "data")), {"data": 2}, xs, engine=engine)
-            for got, _ in (real[0][i], real[1][i], (simulated[0], None)):
-                for mine, right in zip(got, want, strict=True):
-                    assert mine.dtype is dtype and torch.equal(mine.isnan(), right.isnan())
-                    assert torch.equal(mine[~right.isnan()], right[~right.isnan()])
+        simulated = tx.simulate(lambda x: (tx.pmax(x, "data"), tx.pmin(x, "data")), {"data": 2}, xs)
+        for got, _ in (real[0][i], real[1][i], (simulated[0], None)):
+            for mine, right in zip(got, want, strict=True):
+                assert mine.dtype is dtype and torch.equal(mine.isnan(), right.isnan())
+                assert torch.equal(mine[~right.isnan()], right[~right.isnan()])
         reported = tx.explain(tx.stateless(lambda g: tx.pmax(g, "data")), {"w": xs[0]}, {"data": 2})
         assert real[0][i][1] == [reported.payload_bytes] * 2
 
@@ -215,17 +214,3 @@ def raw_trap() -> float:
 def test_torch_still_compiles_vmapped_collectives_wrongly(pool: Any) -> None:
     """If torch fixes vmap over functional collectives under compile, our error can be removed."""
     assert any(wrong != 0 for wrong in pool.run(2, raw_trap))
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_compiling_a_vmapped_simulation_is_right_or_refused() -> None:
-    f = torch.compile(
-        lambda: tx.simulate(lambda x: tx.psum(x, "data"), {"data": 2}, [torch.tensor(1.0)] * 2, engine="vmap"),
-        backend="aot_eager",
-    )
-    try:  # Dynamo may leave it to eager execution, which is right, or trace into it, which must be refused
-        out = f()
-    except Exception as error:
-        assert "vmapped axis" in str(error)
-    else:
-        assert [v.item() for v in out] == [2.0, 2.0]

@@ -66,7 +66,7 @@ def test_as_in_jax() -> None:
             eval(text, {"P": tx.P, "psum": tx.psum, "axis_index": tx.axis_index}) for text in texts
         )
         for engine in ("lockstep", "vmap"):
-            found = tx.shard_map(f, AXES, in_specs, out_specs, engine=engine)(*arguments())
+            found = tx.shard_map(f, AXES, in_specs, out_specs)(*arguments())
             assert [x.tolist() for x in found] == theirs[name], (name, engine)
 
 

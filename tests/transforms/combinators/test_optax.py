@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import fjoin
 from fjoin import transforms as tx
 from fjoin.transforms import _jax_arrays
 from tests.helpers import max_diff, params_like, raises_text, same_bits
@@ -148,10 +147,6 @@ def test_raises_on_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
     raises_text(TypeError, lambda: tx.to_optax(tx.sgd(0.1)), "fuse(hook, optimizer)")  # type: ignore[arg-type]
     stage = tx.from_optax(optax.clip(1.0))
     raises_text(TypeError, lambda: stage.init({"w": torch.ones(2).to_sparse()}), "'w'", "sparse")
-    raises_text(
-        fjoin.transforms.NotVmappable,
-        lambda: tx.simulate(lambda: stage.update(torch.ones(2), ()), {"data": 2}, engine="vmap"), "from_optax", "lockstep",
-    )  # fmt: skip
     monkeypatch.setitem(sys.modules, "jax", None)
     raises_text(ImportError, lambda: tx.from_optax(optax.clip(1.0)), "pip install 'fjoin[optax]'")
 

@@ -14,9 +14,8 @@ from tests.helpers import max_diff, raises_text, same_bits
 # -- means -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("engine", ["lockstep", "vmap"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_means_by_hand(engine: Any, dtype: torch.dtype) -> None:
+def test_means_by_hand(dtype: torch.dtype) -> None:
     gs = [
         torch.tensor([2.0, 4.0], dtype=dtype),
         torch.tensor([4.0, 8.0], dtype=dtype),
@@ -25,7 +24,7 @@ def test_means_by_hand(engine: Any, dtype: torch.dtype) -> None:
     ws = [torch.tensor(v, dtype=torch.float64) for v in (3.0, 1.0, 0.0)]
 
     def run(hook: tx.Transform) -> tuple[list[float], float]:
-        out = tx.simulate(lambda g, w: hook.update(g, hook.init(g), weight=w), {"data": 3}, gs, ws, engine=engine)
+        out = tx.simulate(lambda g, w: hook.update(g, hook.init(g), weight=w), {"data": 3}, gs, ws)
         assert all(same_bits(o[0], out[0][0]) and o[0].dtype == dtype for o in out)
         return out[0][0].tolist(), out[0][1].total.item()
 

@@ -87,7 +87,6 @@ CASES: dict[str, Case] = {
     "pieces": (lambda: tx.zero(tx.mean("local"), SGD, "local"), two_steps),
     "pieces, nodes": (lambda: tx.zero(tx.mean(("node", "local")), SGD, "local"), two_steps),
 }  # fmt: skip
-NOT_MAPPED = ("pieces", "pieces, nodes")  # a scatter_mean does not run under vmap
 
 
 def axes_for(name: str) -> dict[str, int]:
@@ -106,20 +105,19 @@ def trained(name: str, weight: Tensor, of_steps: tuple[Tensor, ...], numel: int 
 STEPS = [list(grads(i).unbind()) for i in range(2)]
 
 
-def mapped(name: str, weights: Tensor) -> Tensor:
-    """The parameter of the first rank, as a function of all ranks' weights."""
+def values(name: str, weights: Tensor) -> Tensor:
+    """The parameter of the first rank."""
     run = lambda w, *of_steps: trained(name, w, of_steps)  # noqa: E731
-    return tx.simulate(run, axes_for(name), list(weights.unbind()), *STEPS, engine="vmap")[0]
+    return tx.simulate(run, axes_for(name), list(weights.unbind()), *STEPS)[0]
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in NOT_MAPPED])
-def test_the_derivative_under_vmap(name: str) -> None:
-    """torch.func.grad around the vmap engine."""
-    formula = CASES[name][1]
-    torch.testing.assert_close(mapped(name, WEIGHTS), formula(WEIGHTS), rtol=1e-12, atol=1e-12)
-    want = torch.func.grad(formula)(WEIGHTS)
-    torch.testing.assert_close(torch.func.grad(lambda w: mapped(name, w))(WEIGHTS), want, rtol=1e-12, atol=1e-12)
-    assert name in ("live", "world") or want.abs().max() > 1e-2
+def derivatives(name: str, weights: Tensor) -> Tensor:
+    """Each rank's derivative by its own weight."""
+
+    def one_rank(weight: Tensor, *of_steps: Tensor) -> Tensor:
+        return torch.func.grad(lambda w: trained(name, w, of_steps))(weight)
+
+    return torch.stack(tx.simulate(one_rank, axes_for(name), list(weights.unbind()), *STEPS))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -138,27 +136,31 @@ def test_the_derivative_in_lockstep(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["mean", "chain", "hierarchical", "accumulate", "average"])
 def test_the_difference_of_two_runs(name: str) -> None:
-    """(f(w + h) - f(w - h)) / 2h, of runs without any derivative."""
-    got = torch.func.grad(lambda w: mapped(name, w))(WEIGHTS)
+    """(f(w + h) - f(w - h)) / 2h, of runs without any derivative; each of four equal ranks adds its own."""
+    got = derivatives(name, WEIGHTS) / 4
     for i, step in enumerate(1e-5 * torch.eye(4, dtype=torch.float64)):
-        difference = (mapped(name, WEIGHTS + step) - mapped(name, WEIGHTS - step)) / 2e-5
+        difference = (values(name, WEIGHTS + step) - values(name, WEIGHTS - step)) / 2e-5
         assert abs(got[i] - difference) < 1e-8
 
 
 @pytest.mark.parametrize("name", ["mean", "chain", "hierarchical", "accumulate", "average"])
 def test_batches_of_weights(name: str) -> None:
-    """Two vectors of weights under one more vmap, with their derivatives."""
+    """Two weights of each rank under a vmap of the caller, with their derivatives."""
     several = torch.stack([WEIGHTS, WEIGHTS.flip(0) + 1])
     same: Callable[[Any], Any] = lambda function: function  # noqa: E731
-    for outer in (same, torch.func.grad):
-        got = torch.func.vmap(outer(lambda w: mapped(name, w)))(several)
-        want = torch.stack([outer(CASES[name][1])(weights) for weights in several])
-        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    for outer, times in ((same, 1), (torch.func.grad, 4)):
+
+        def one_rank(own: Tensor, *of_steps: Tensor) -> Tensor:
+            return torch.func.vmap(outer(lambda w: trained(name, w, of_steps)))(own)  # noqa: B023
+
+        found = torch.stack(tx.simulate(one_rank, axes_for(name), list(several.t()), *STEPS))
+        want = torch.stack([outer(CASES[name][1])(weights) * times for weights in several])
+        torch.testing.assert_close(found.t() if times > 1 else found[0], want, rtol=1e-12, atol=1e-12)
 
 
 def test_derivatives_by_the_other_weights_if_one_is_zero() -> None:
     weights = torch.tensor([1.0, 3.0, 0.0, 4.0], dtype=torch.float64)
-    got = torch.func.grad(lambda w: mapped("mean", w))(weights)
+    got = derivatives("mean", weights) / 4
     torch.testing.assert_close(got[[0, 1, 3]], torch.func.grad(two_steps)(weights)[[0, 1, 3]])
 
 

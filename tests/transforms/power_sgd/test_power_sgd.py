@@ -128,21 +128,6 @@ def test_residuals_stay_bounded() -> None:
             assert max(values[100:]) < 1.2 * max(values[:100])
 
 
-def test_the_engines_agree() -> None:
-    def one_rank(steps: Any, weight: Tensor) -> Any:
-        hook = tx.error_feedback(made(2))
-        state = hook.init(draws(0, torch.float64))
-        for grads in steps:
-            out, state = hook.update(grads, state, weight=weight)
-        return out, state.error, state.inner.q
-
-    given = [[draws(rank + 10 * step, torch.float64) for step in range(3)] for rank in range(4)]
-    weights = [torch.tensor(w, dtype=torch.float64) for w in (1.0, 0.0, 2.5, 0.5)]
-    a, b = (tx.simulate(one_rank, {"data": 4}, given, weights, engine=engine) for engine in ("lockstep", "vmap"))
-    for x, y in zip(a, b, strict=True):
-        assert max_diff(x, y) < 1e-9
-
-
 ODD = {"a": (37, 53), "b": (53, 37), "c": (37, 53), "d": (5, 3, 7), "e": (64, 33), "f": (11,), "g": (3,), "h": (37, 53)}
 
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from fjoin import transforms as tx
-from tests.collective_table import OPS, OPS_AND_ENGINES, SIZES, inputs
+from tests.collective_table import OPS, SIZES, inputs
 from tests.helpers import assert_untouched, raises_text, same_bits, snapshot
 from tests.quantized_calls import AXES, BOTH, CALLS, CODECS, SERVED, on_ranks
 
-SERVED_OPS = [case for case in OPS_AND_ENGINES if not case[0].startswith(("pmax", "pmin"))]
+SERVED_OPS = [case for case in OPS if not case.startswith(("pmax", "pmin"))]
 
 
 def all_quantized(monkeypatch: pytest.MonkeyPatch, codec: tx.Codec) -> None:
@@ -26,15 +26,15 @@ def all_quantized(monkeypatch: pytest.MonkeyPatch, codec: tx.Codec) -> None:
 
 @pytest.mark.sample(12)
 @pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize(("op", "engine"), SERVED_OPS)
-def test_meaning(monkeypatch: pytest.MonkeyPatch, op: str, codec: str, engine: Any) -> None:
+@pytest.mark.parametrize("op", SERVED_OPS)
+def test_meaning(monkeypatch: pytest.MonkeyPatch, op: str, codec: str) -> None:
     made, room = CODECS[codec]
     all_quantized(monkeypatch, made)
     call, shape, expected = OPS[op]
     for n in SIZES:
         xs = [x - 4 for x in inputs(n, shape(n))]
         before = snapshot(xs)
-        out = tx.simulate(lambda x: call(x, n), {"data": n}, xs, engine=engine)  # noqa: B023
+        out = tx.simulate(lambda x: call(x, n), {"data": n}, xs)  # noqa: B023
         assert_untouched(xs, before)
         for r in range(n):
             want = expected(xs, r)
@@ -63,14 +63,13 @@ def tree_of(rank: int, ranks: int) -> dict[str, Any]:
     return {**leaves, "none": torch.zeros(ranks, 0), "inside": [torch.arange(float(ranks)) + rank, None]}
 
 
-@pytest.mark.parametrize("engine", ["lockstep", "vmap"])
 @pytest.mark.parametrize("name", SERVED)
-def test_leaves_of_all_dtypes(name: str, engine: Any) -> None:
+def test_leaves_of_all_dtypes(name: str) -> None:
     """Whole numbers are exact; floats come in their own dtype, the empty tree and the empty leaf too."""
     plain, coded = getattr(tx, name), tx.quantized(getattr(tx, name), tx.float32())
     for n in (1, 2, 3):
         xs = [tree_of(r, n) for r in range(n)]
-        got, want = (on_ranks(name, f, xs, engine) for f in (coded, plain))
+        got, want = (on_ranks(name, f, xs) for f in (coded, plain))
         for mine, other in zip(got, want, strict=True):
             assert mine.keys() == other.keys()
             for path in mine.keys() - {"inside"}:
@@ -85,9 +84,8 @@ def test_leaves_of_all_dtypes(name: str, engine: Any) -> None:
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("engine", ["lockstep", "vmap"])
 @pytest.mark.parametrize("codec", CODECS)
-def test_over_two_axes(codec: str, engine: Any) -> None:
+def test_over_two_axes(codec: str) -> None:
     """Moved bytes are encoded once over both, sums once for each axis."""
     made, room = CODECS[codec]
     calls: dict[str, Any] = {
@@ -100,7 +98,7 @@ def test_over_two_axes(codec: str, engine: Any) -> None:
     for name, call in calls.items():
         f = getattr(tx, name)
         got, want = (
-            tx.simulate(lambda x: call(g, x), AXES, xs, engine=engine)  # noqa: B023
+            tx.simulate(lambda x: call(g, x), AXES, xs)  # noqa: B023
             for g in (tx.quantized(f, made), f)
         )
         for r in range(6):
@@ -132,14 +130,13 @@ def test_single_rank_does_not_encode(name: str) -> None:
 
 
 @pytest.mark.sample(3)
-@pytest.mark.parametrize("engine", ["lockstep", "vmap"])
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("name", ["psum", "all_gather", "all_to_all"])
-def test_quantized_collectives_inside_torch_vmap(name: str, codec: str, engine: Any) -> None:
+def test_quantized_collectives_inside_torch_vmap(name: str, codec: str) -> None:
     """Each rank calls torch.func.vmap over an ensemble of 4, whose members are encoded separately."""
     f = tx.quantized(getattr(tx, name), CODECS[codec][0])
     xs = [torch.randn(4, 3, 5) for _ in range(3)]
-    mapped = tx.simulate(lambda x: torch.func.vmap(lambda v: f(v, "data"))(x), {"data": 3}, xs, engine=engine)
+    mapped = tx.simulate(lambda x: torch.func.vmap(lambda v: f(v, "data"))(x), {"data": 3}, xs)
     for k in range(4):
         alone = tx.simulate(lambda x: f(x[k], "data"), {"data": 3}, xs)  # noqa: B023
         assert all(torch.allclose(m[k], a, rtol=1e-6) for m, a in zip(mapped, alone, strict=True))

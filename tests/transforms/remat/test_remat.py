@@ -325,14 +325,13 @@ class Inside(nn.Module):
         return tx.remat(self.model)(x)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("engine", ["lockstep", "vmap"])
 @pytest.mark.parametrize("policy", ["nothing_saveable", "dots_saveable"])
-def test_collectives_inside(engine: Any, policy: str) -> None:
+def test_collectives_inside(policy: str) -> None:
     def f(w: Tensor, x: Tensor) -> Tensor:
         return torch.tanh(tx.psum(x @ w, "data")).sum() * tx.axis_index("data")
 
     def of(f: Any) -> Any:
-        return tx.simulate(lambda x: func.grad(f)(W, x), {"data": 3}, [X, X + 1, X - 1], engine=engine)
+        return tx.simulate(lambda x: func.grad(f)(W, x), {"data": 3}, [X, X + 1, X - 1])
 
     torch.testing.assert_close(of(tx.remat(f, POLICIES[policy])), of(f), rtol=0, atol=0)
 

@@ -4,40 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
 from ..._check import axis_sizes
 from ._lockstep import lockstep
-from ._vmapped import vmapped
 
-MOST = {"lockstep": 4096, "vmap": 2**20}  # ranks; a rank of lockstep is a thread
+MOST = 4096  # a rank is a thread
 
 
-def simulate(
-    function: Callable[..., Any],
-    axes: Mapping[str, int],
-    *args: Sequence[Any],
-    engine: Literal["lockstep", "vmap"] = "lockstep",
-) -> list[Any]:
+def simulate(function: Callable[..., Any], axes: Mapping[str, int], *args: Sequence[Any]) -> list[Any]:
     """Runs `function` on every rank of the given axes, without processes.
 
-    Two engines run the same code:
-
-        lockstep  ranks take turns, switching at collectives: any Python, in-place operations, a
-                  stream of random numbers per rank; equal to gloo with ordered reductions to the
-                  bit. A collective that the other ranks do not call raises, it does not hang.
-        vmap      all ranks at once, for hundreds of them: no control flow on a rank's own values
-                  (on results of psum it works), no in-place writes into unbatched tensors. Equal
-                  to lockstep within 1e-6 relative in float32 and 1e-12 in float64.
+    Ranks take turns, switching at collectives: any Python, in-place operations, a stream of random numbers per rank. The
+    results equal those of gloo with ordered reductions to the bit. A collective that the other ranks do not call raises,
+    it does not hang.
 
     Args:
         function: The function that every rank runs; it may call collectives over `axes`.
-        axes: Axis name -> number of ranks, the slowest varying first; at most 4096 ranks in all under lockstep, 2^20
-            under vmap.
+        axes: Axis name -> number of ranks, the slowest varying first; at most 4096 ranks in all.
         args: One sequence for each argument of `function`, with one value per rank.
-        engine: "lockstep" or "vmap".
 
     Returns:
         The results of `function`, in rank order.
@@ -47,32 +34,18 @@ def simulate(
             rank.
         TypeError: no function, no mapping of axes, or an argument that is no sequence.
         CollectiveMismatch: the ranks' collectives do not fit together.
-        NotVmappable: a transform that needs lockstep ran under vmap.
 
     >>> from fjoin import transforms as tx
-    >>> simulate(lambda x: tx.pmean(x, "data"), {"data": 4}, [0.0, 1.0, 2.0, 3.0], engine="vmap")
+    >>> simulate(lambda x: tx.pmean(x, "data"), {"data": 4}, [0.0, 1.0, 2.0, 3.0])
     [tensor(1.5000), tensor(1.5000), tensor(1.5000), tensor(1.5000)]
     """
     if not callable(function):
         raise TypeError(f"simulate runs a function, got {function!r}")
-    n = math.prod(checked_axes(axes, engine).values())
+    n = math.prod(axis_sizes(axes, MOST).values())
     for i, arg in enumerate(args):
         if not hasattr(arg, "__len__") or (isinstance(arg, Tensor) and not arg.dim()):
             raise TypeError(f"argument {i} must be a sequence with one value per rank, got {arg!r}")
         if len(arg) != n:
             raise ValueError(f"argument {i} has {len(arg)} values for {n} ranks; pass one value per rank")
     rows = [tuple(arg[rank] for arg in args) for rank in range(n)]
-    if engine == "lockstep":
-        return lockstep(function, dict(axes), rows)
-    return vmapped(function, dict(axes), rows)
-
-
-def checked_axes(axes: Any, engine: Any) -> dict[str, int]:
-    """The axes, if an engine can serve them.
-
-    Raises:
-        TypeError, ValueError: as `simulate`.
-    """
-    if engine not in MOST:
-        raise ValueError(f"engine must be 'lockstep' or 'vmap', got {engine!r}")
-    return axis_sizes(axes, MOST[engine])
+    return lockstep(function, dict(axes), rows)
