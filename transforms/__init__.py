@@ -19,7 +19,7 @@ schedules    constant  linear  cosine  warmup_cosine  warmup  piecewise  one_cyc
 collectives  psum  pmean  pmax  pmin  pbroadcast  all_gather  psum_scatter  all_to_all  all_to_all_single  ppermute  axis_index  axis_size
 run, optax   simulate  shard_map  P  from_optax  to_optax; random: keys as values, with jax's bits
 memory       remat  checkpoint_name  everything_saveable  nothing_saveable  dots_saveable  dots_with_no_batch_dims_saveable
-             save_only_these_names  save_any_names_but_these  min_cut  save_from_both_policies  offload_dot_with_no_batch_dims
+             save_only_these_names  save_any_names_but_these  save_from_both_policies  offload_dot_with_no_batch_dims
              save_and_offload_only_these_names  saved_residuals  Residuals  Residual
 look         tap  logged  record_norm  record_update_norm  explain  Explanation  fingerprint  to_json  from_json  factory
 save         to_state_dict  from_state_dict  placements  Placement  PerRank  Merge
@@ -194,7 +194,6 @@ from .remat.record._names import checkpoint_name as checkpoint_name
 from .remat.values._policies import dots_saveable as dots_saveable
 from .remat.values._policies import dots_with_no_batch_dims_saveable as dots_with_no_batch_dims_saveable
 from .remat.values._policies import everything_saveable as everything_saveable
-from .remat.values._policies import min_cut as min_cut
 from .remat.values._policies import nothing_saveable as nothing_saveable
 from .remat.values._policies import offload_dot_with_no_batch_dims as offload_dot_with_no_batch_dims
 from .remat.values._policies import save_and_offload_only_these_names as save_and_offload_only_these_names

@@ -51,7 +51,7 @@ def checkpoint_wrapper(
         checkpoint_impl: Has no effect.
         checkpoint_fn: A function of one's own, called as `checkpoint_fn(forward, *args, **kwargs, **checkpoint_fn_kwargs)`;
             by default `remat`.
-        **checkpoint_fn_kwargs: Arguments of `remat`: policy, offload, preserve_rng, budget_bytes; or those of
+        **checkpoint_fn_kwargs: Arguments of `remat`: policy, offload, preserve_rng; or those of
             torch.utils.checkpoint.checkpoint: preserve_rng_state; context_fn, of torch's
             create_selective_checkpoint_contexts; early_stop; use_reentrant and determinism_check, which have no effect;
             respect_saved_tensors_hooks=True; debug=False.

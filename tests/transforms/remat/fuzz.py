@@ -277,8 +277,6 @@ POLICIES: dict[str, dict[str, Any]] = {
     "file": {"policy": tx.everything_saveable, "offload": tempfile.gettempdir()},
     "zeros": {"policy": lambda op, *args, **kwargs: op is torch.ops.aten.zeros.default},
     "own": {"policy": lambda op, *args, **kwargs: any(word in str(op) for word in ("sin", "mul", "clone", "zeros"))},
-    "min_cut": {"policy": tx.min_cut},
-    "budget": {"budget_bytes": 10**6},
 }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -90,35 +89,3 @@ def test_no_file_stays_open() -> None:
         y = block(y)
     assert len(os.listdir("/proc/self/fd")) == before
     y.sum().backward()
-
-
-def test_threads_may_plan_at_once() -> None:
-    found = []
-
-    def one() -> None:
-        layer = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
-        tx.remat(layer, tx.min_cut)(torch.ones(2, 8, requires_grad=True)).sum().backward()
-        found.append(layer[0].weight.grad is not None)
-
-    threads = [threading.Thread(target=one) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [True] * 6
-
-
-def test_more_blocks_than_planned() -> None:
-    class Model(nn.Module):
-        blocks = 2
-
-        def forward(self, x: Tensor) -> Tensor:
-            for _ in range(self.blocks):
-                x = tx.remat(torch.sin)(x)
-            return x
-
-    model = Model()
-    run = tx.remat(model, budget_bytes=10_000)
-    run(torch.ones(10, requires_grad=True) * 1)
-    model.blocks = 3
-    raises_text(RuntimeError, lambda: run(torch.ones(10, requires_grad=True) * 1), "more blocks", "anew")

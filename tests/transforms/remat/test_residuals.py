@@ -27,7 +27,6 @@ WRAPS: dict[str, Callable[[Any], Any]] = {
     "but names": lambda f: tx.remat(f, tx.save_any_names_but_these("mlp")),
     "both": lambda f: tx.remat(f, tx.save_from_both_policies(tx.dots_saveable, tx.save_only_these_names("mlp"))),
     "own": lambda f: tx.remat(f, lambda op, *args, **kwargs: "gelu" in str(op)),
-    "min_cut": lambda f: tx.remat(f, tx.min_cut),
     "arguments to a file": lambda f: tx.remat(f, offload=FOLDER),
     "dots to a file": lambda f: tx.remat(f, tx.dots_saveable, FOLDER),
     "all to a file": lambda f: tx.remat(f, tx.everything_saveable, FOLDER),
@@ -57,7 +56,7 @@ def test_predicted_is_counted(how: str) -> None:
 def test_policies_are_told_apart() -> None:
     model, x = Transformer(2), tokens()
     of = {how: tx.saved_residuals(model, x, wrap).activation_bytes for how, wrap in WRAPS.items()}
-    assert of["plain"] == of["everything"] > of["dots"] > of["min_cut"] > of["only names"] > of["default"]
+    assert of["plain"] == of["everything"] > of["dots"] > of["only names"] > of["default"]
     assert (
         of["dots"] > of["names to a file"] > of["dots to a file"] == of["all to a file"]
         and of["default"] > of["arguments to a file"]
