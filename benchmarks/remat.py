@@ -16,7 +16,6 @@ import random
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -67,8 +66,6 @@ WRAPS: dict[str, Wrap] = {
     "remat": tx.remat,
     "dots_saveable": lambda f: tx.remat(f, tx.dots_saveable),
     "everything in int8": lambda f: tx.remat(f, tx.everything_saveable, tx.int8()),
-    "everything in a file": lambda f: tx.remat(f, tx.everything_saveable, tempfile.gettempdir()),
-    "remat, arguments in a file": lambda f: tx.remat(f, offload=tempfile.gettempdir()),
 }
 
 

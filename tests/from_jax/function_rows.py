@@ -58,7 +58,7 @@ POLICIES = Section(
             'p.save_and_offload_only_these_names(names_which_can_be_saved=["s"], names_which_can_be_offloaded=["h"], '
             'offload_src="device", offload_dst="pinned_host")',
             'tx.save_and_offload_only_these_names(names_which_can_be_saved=["s"], names_which_can_be_offloaded=["h"])',
-            "from a GPU; the test, on a CPU, gives `remat` a folder: `offload=folder`",
+            "from a GPU",
         ),
         Row(
             'p.offload_dot_with_no_batch_dims("device", "pinned_host")',

@@ -47,9 +47,9 @@ def remat(
         policy: Which results of operations to keep, by default none: `dots_saveable`, `save_only_these_names(...)` and
             others by JAX's names, or any function `(op, *args, **kwargs) -> bool` of operations of ATen.
         offload: Where kept values wait, those arguments included that are results of other operations, but no parameters:
-            "cpu" for pinned memory of the host, with copies on a stream of their own; the path of a folder, for
-            memory-mapped files without names; a codec such as `int8()`, for fewer bytes in place. By default on their
-            device; what a policy offloads by itself then waits in pinned memory.
+            "cpu" for pinned memory of the host, with copies on a stream of their own; a codec that rounds to the
+            nearest, such as `int8()`, for fewer bytes in place. By default on their device; what a policy offloads by
+            itself then waits in pinned memory.
         preserve_rng: Whether to keep the state of torch's random number generators for the second run.
 
     Returns:
@@ -58,8 +58,8 @@ def remat(
     Raises:
         TypeError: no function; an `offload` of another type; raised by the call: a result that is an
             iterator; a torch.Generator used inside.
-        ValueError: a folder that does not exist; raised by the call: `fn` writes into an argument; values on the CPU that
-            "cpu" should move.
+        ValueError: a stochastic codec; raised by the call: `fn` writes into an argument; values on the CPU that "cpu"
+            should move.
         NotImplementedError: in torch.compile, a policy of one's own that offloads.
         RuntimeError: raised in the backward pass: the second run does something else than the first.
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .fuzz import Case, case_of, outcome
 
+pytestmark = pytest.mark.usefixtures("host")
 CASES, SAMPLE = 4000, 120
 # Documented limits, each with the types of its errors; others are failures.
 REFUSED: tuple[tuple[type[Exception], str], ...] = ((ValueError, "runs .* on tensors without values"),)

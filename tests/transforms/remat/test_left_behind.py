@@ -23,6 +23,7 @@ from tests.helpers import raises_text
 from .fuzz import AROUND, OPS, POLICIES, RESULTS, Case
 from .test_fuzz import check
 
+pytestmark = pytest.mark.usefixtures("host")
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 MODES = ("plain", "twice", "grad", "rows")
 

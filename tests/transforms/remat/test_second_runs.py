@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import tempfile
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,13 +16,14 @@ from torch.utils.checkpoint import checkpoint
 from fjoin import transforms as tx
 from tests.helpers import raises_text
 
+pytestmark = pytest.mark.usefixtures("host")
 POLICIES: dict[str, dict[str, Any]] = {
     "nothing": {},
     "dots": {"policy": tx.dots_saveable},
     "zeros": {"policy": lambda op, *args, **kwargs: op is torch.ops.aten.zeros.default},
     "ones": {"policy": lambda op, *args, **kwargs: "new_ones" in str(op) or "aten.ones" in str(op)},
     "clones": {"policy": lambda op, *args, **kwargs: "clone" in str(op) or "empty" in str(op) or "detach" in str(op)},
-    "all to a file": {"policy": tx.everything_saveable, "offload": tempfile.gettempdir()},
+    "all to the host": {"policy": tx.everything_saveable, "offload": "cpu"},
 }
 X = torch.linspace(-1, 1, 12).view(3, 4)
 W = nn.Parameter(torch.linspace(0.5, 1.5, 4))
