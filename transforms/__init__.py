@@ -1,6 +1,6 @@
 """Pure transforms for distributed training: communication of gradients, optimizers, and parameter averaging.
 
-kinds        Transform  Call  Optimizer  Pipeline  Schedule  Reduction  Phase  Period  Periodic  Switch  Windows  Changes
+kinds        Transform  Call  Optimizer  Pipeline  Schedule  Reduction  Period  Periodic  Switch  Windows  Changes
 combine      chain  identity  stateless  masked  partition  in_fragments  fuse
 when         switch_after  every  accumulate  skip_if_nonfinite  dynamic_loss_scale
 clip         clip_by_global_norm  clip_by_value

@@ -237,9 +237,6 @@ PLANS: dict[str, Callable[[Any, Tensor], Any]] = {
     "saved_residuals": lambda f, x: tx.saved_residuals(f, x),
     "saved_residuals of a remat": lambda f, x: tx.saved_residuals(tx.remat(f), x),
     "of a policy": lambda f, x: tx.saved_residuals(tx.remat(f, tx.dots_saveable), x),
-    "explain": lambda f, x: tx.explain(
-        tx.fuse(tx.mean("data"), tx.sgd(0.1)), {"w": x.detach()}, {"data": 8}, loss_fn=lambda p, b: f(p["w"] * b), batch=x.detach()
-    ),
 }  # fmt: skip
 
 

@@ -137,24 +137,3 @@ def test_bad_input() -> None:
     raises_text(
         Exception, lambda: tx.saved_residuals(lambda x: x * x.sum().item(), torch.ones(2)), "_local_scalar_dense"
     )
-
-
-def test_a_row_in_explain() -> None:
-    def loss_fn(params: Any, batch: Tensor) -> Tensor:
-        return tx.remat(lambda w, x: torch.tanh(x @ w))(params["w"], torch.sin(batch)).square().sum()  # type: ignore[no-any-return]
-
-    pipeline, params = tx.fuse(tx.mean("data"), tx.sgd(0.1)), {"w": torch.zeros(300, 100, device="meta")}
-    plain = tx.explain(pipeline, params, {"data": 8})
-    found = tx.explain(pipeline, params, {"data": 8}, loss_fn=loss_fn, batch=torch.zeros(50, 300, device="meta"))
-    assert found.residuals is not None and found.residuals.activation_bytes == 50 * (300 + 100) * 4
-    assert found._replace(residuals=None) == plain
-    assert str(found).splitlines()[-1].split() == ["kept", "for", "the", "backward", "pass", "80.00", "kB"]
-
-    def with_buffers(params: Any, buffers: Any, batch: Tensor) -> Tensor:
-        return loss_fn(params, batch + buffers["b"])
-
-    buffers = {"b": torch.zeros(300, device="meta")}
-    again = tx.explain(
-        pipeline, params, {"data": 8}, buffers=buffers, loss_fn=with_buffers, batch=torch.zeros(50, 300, device="meta")
-    )
-    assert again.residuals is not None and again.residuals.activation_bytes == 50 * (300 + 100) * 4
