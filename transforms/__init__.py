@@ -17,7 +17,7 @@ optimizers   sgd  adam  adamw  nadam  radam  adamax  adagrad  adadelta  adafacto
              mixed_precision  inject_hyperparameters  with_hyperparameters  as_functional_optim  register_functional_optim
 schedules    constant  linear  cosine  warmup_cosine  warmup  piecewise  one_cycle  tabulated  by_epoch  by_factor  from_torch_scheduler
 collectives  psum  pmean  pmax  pmin  pbroadcast  all_gather  psum_scatter  all_to_all  all_to_all_single  ppermute  axis_index  axis_size
-run, optax   simulate  shard_map  P  from_optax  to_optax; random: keys as values, with jax's bits
+run, optax   simulate  from_optax  to_optax; random: keys as values, with jax's bits
 memory       remat  checkpoint_name  everything_saveable  nothing_saveable  dots_saveable  dots_with_no_batch_dims_saveable
              save_only_these_names  save_any_names_but_these  save_from_both_policies  offload_dot_with_no_batch_dims
              save_and_offload_only_these_names  saved_residuals  Residuals  Residual
@@ -49,8 +49,6 @@ from .axes._gather_scatter import all_gather as all_gather
 from .axes._gather_scatter import all_to_all as all_to_all
 from .axes._gather_scatter import psum_scatter as psum_scatter
 from .axes._ragged import all_to_all_single as all_to_all_single
-from .axes.simulator._shard_map import P as P
-from .axes.simulator._shard_map import shard_map as shard_map
 from .axes.simulator._simulate import simulate as simulate
 from .codecs._blocks import fp8 as fp8
 from .codecs._blocks import int4 as int4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -51,8 +52,8 @@ def ranks(text: str, axes: dict[str, int] | None = None) -> Any:
             own |= {"loss": loss, "pipeline": pipeline, "step": fjoin.train_step(loss, pipeline)}
         return optree.tree_map(lambda v: torch.as_tensor(v)[None], eval(text, NAMES | own))
 
-    every = tx.P(tuple(axes))
-    return tx.shard_map(one, axes, every, every)(torch.tensor(data.X))
+    parts = torch.tensor(data.X).chunk(math.prod(axes.values()))
+    return optree.tree_map(lambda *of_ranks: torch.cat(of_ranks), *tx.simulate(one, axes, parts))
 
 
 def grid(text: str) -> Any:
