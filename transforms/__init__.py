@@ -21,7 +21,7 @@ run, optax   simulate  from_optax  to_optax; random: keys as values, with jax's 
 memory       remat  checkpoint_name  everything_saveable  nothing_saveable  dots_saveable  dots_with_no_batch_dims_saveable
              save_only_these_names  save_any_names_but_these  save_from_both_policies  offload_dot_with_no_batch_dims
              save_and_offload_only_these_names  saved_residuals  Residuals  Residual
-look         tap  logged  record_norm  record_update_norm  explain  Explanation  fingerprint  to_json  from_json  factory
+look         tap  logged  record_norm  record_update_norm  explain  Explanation  fingerprint  to_json  factory
 save         to_state_dict  from_state_dict  placements  Placement  PerRank  Merge
 """
 
@@ -214,7 +214,6 @@ from .sharding._gather import GatherState as GatherState
 from .sharding._gather import ShardState as ShardState
 from .sharding._scatter_mean import scatter_mean as scatter_mean
 from .spec._fingerprint import fingerprint as fingerprint
-from .spec._from_json import from_json as from_json
 from .spec._spec import Spec as Spec
 from .spec._spec import factory as factory
 from .spec._to_json import to_json as to_json

@@ -156,7 +156,6 @@ def test_every_torch_hook_type_is_supported() -> None:
     assert len(TYPES) == 10
     for name in TYPES:
         assert fjoin.ddp.comm_hook(name, "x") == fjoin.ddp.comm_hook(DDPCommHookType[name], "x")
-        assert fjoin.ddp.comm_hook(name) == tx.from_json(tx.to_json(fjoin.ddp.comm_hook(name)))
     for builtin in (dist.BuiltinCommHookType.ALLREDUCE, dist.BuiltinCommHookType.FP16_COMPRESS):
         assert fjoin.ddp.comm_hook(builtin) == fjoin.ddp.comm_hook(builtin.name)  # type: ignore[arg-type]
 
