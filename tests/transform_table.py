@@ -141,7 +141,6 @@ TRANSFORMS: dict[str, list[Callable[[], tx.Transform]]] = {
         lambda: tx.chain(tx.mean("data"), _from_optax(lambda optax: optax.clip_by_global_norm(0.5))),
     ],
     "identity": [tx.identity],
-    "logged": [lambda: tx.logged(tx.mean("data")), lambda: tx.logged(tx.quantized_mean("data", tx.int8()), every=2)],
     "majority_vote": [lambda: tx.majority_vote("data"), lambda: tx.majority_vote("data", over="world")],
     "masked": [
         lambda: tx.masked(tx.mean("data"), "layer.*"),

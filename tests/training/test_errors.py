@@ -45,7 +45,7 @@ X = torch.ones(2)
             ValueError, ["after accumulate", "accumulate(steps, chain(...))"],
         ),
         (
-            lambda: tx.chain(tx.logged(tx.accumulate(2, tx.identity())), tx.mean("data")),
+            lambda: tx.chain(tx.skip_if_nonfinite(tx.accumulate(2, tx.identity())), tx.mean("data")),
             ValueError, ["after accumulate", "accumulate(steps, chain(...))"],
         ),
         (lambda: tx.chain(tx.mean), TypeError, ["forget to call the factory"]),
