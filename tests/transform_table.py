@@ -45,7 +45,6 @@ TRANSFORMS: dict[str, list[Callable[[], tx.Transform]]] = {
         lambda: tx.average_parameters("data", over="live"),
         lambda: tx.average_parameters(("node", "local")),
     ],
-    "record_update_norm": [tx.record_update_norm],
     "ema": [lambda: tx.ema(0.9), lambda: tx.chain(tx.average_parameters("data"), tx.ema(0.5))],
     "gossip": [lambda: tx.gossip("data"), lambda: tx.gossip("data", over="live")],
     "hierarchical_average": [lambda: tx.hierarchical_average({1: "local", 2: ("node", "local")})],

@@ -21,7 +21,7 @@ run, optax   simulate  from_optax  to_optax; random: keys as values, with jax's 
 memory       remat  checkpoint_name  everything_saveable  nothing_saveable  dots_saveable  dots_with_no_batch_dims_saveable
              save_only_these_names  save_any_names_but_these  save_from_both_policies  offload_dot_with_no_batch_dims
              save_and_offload_only_these_names  saved_residuals  Residuals  Residual
-look         tap  record_norm  record_update_norm  explain  Explanation  fingerprint  to_json  factory
+look         tap  record_norm  explain  Explanation  fingerprint  to_json  factory
 save         to_state_dict  from_state_dict  placements  Placement  PerRank  Merge
 """
 
@@ -82,7 +82,6 @@ from .combinators._conditional import every as every
 from .combinators._conditional import switch_after as switch_after
 from .combinators._fragments import in_fragments as in_fragments
 from .combinators._norms import record_norm as record_norm
-from .combinators._norms import record_update_norm as record_update_norm
 from .combinators._optax import OptaxState as OptaxState
 from .combinators._optax import from_optax as from_optax
 from .combinators._partition import masked as masked
