@@ -112,7 +112,7 @@ def train(method: str, ranks: int, seed: int, steps: int) -> dict[str, Any]:
         params, optimizer_state = optimizer.step(params, outs[0][0], optimizer_state)
     with torch.no_grad():
         losses = [(cross_entropy(apply(params, {}, b.inputs), b).item(), b.tokens) for b in held_out]
-    sent = tx.explain(hook, params, {"data": ranks}, bucket_bytes=10**9).sent_bytes
+    sent = tx.explain(hook, params, {"data": ranks}, bucket_bytes=10**9, at_step=steps).sent_bytes
     return {"loss": sum(x * n for x, n in losses) / sum(n for _, n in losses), "sent": sent}
 
 

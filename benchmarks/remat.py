@@ -16,7 +16,6 @@ import random
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -66,24 +65,12 @@ WRAPS: dict[str, Wrap] = {
     "torch.utils.checkpoint": lambda f: lambda x: checkpoint(f, x, use_reentrant=False),
     "remat": tx.remat,
     "dots_saveable": lambda f: tx.remat(f, tx.dots_saveable),
-    "min_cut": lambda f: tx.remat(f, tx.min_cut),
-    "budget, half": tx.remat,
-    "budget, a quarter": tx.remat,
     "everything in int8": lambda f: tx.remat(f, tx.everything_saveable, tx.int8()),
-    "everything in a file": lambda f: tx.remat(f, tx.everything_saveable, tempfile.gettempdir()),
-    "remat, arguments in a file": lambda f: tx.remat(f, offload=tempfile.gettempdir()),
 }
-BUDGETS = {"budget, half": 0.5, "budget, a quarter": 0.25}
 
 
-def loss_of(model: Model, name: str, x: Tensor) -> Callable[[Tensor], Tensor]:
-    def loss(x: Tensor) -> Tensor:
-        return model.loss(x, WRAPS[name])
-
-    if name not in BUDGETS:
-        return loss
-    plain = tx.saved_residuals(lambda x: model.loss(x, WRAPS["plain"]), x).activation_bytes
-    return tx.remat(loss, budget_bytes=int(plain * BUDGETS[name]))
+def loss_of(model: Model, name: str) -> Callable[[Tensor], Tensor]:
+    return lambda x: model.loss(x, WRAPS[name])
 
 
 def counted(loss: Callable[[Tensor], Tensor], x: Tensor, model: Model) -> int:
@@ -105,8 +92,8 @@ def counted(loss: Callable[[Tensor], Tensor], x: Tensor, model: Model) -> int:
 def alone(name: str) -> None:
     """Three steps of one variant; prints the bytes of memory that the last two take at most, above those before them."""
     model, x = Model(), torch.randn(ROWS, LENGTH, WIDTH)
-    loss = loss_of(model, name, x)
-    loss(x).backward()  # with its plans, and the gradients
+    loss = loss_of(model, name)
+    loss(x).backward()  # with the gradients
     gc.collect()
     before = _memory("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
@@ -130,7 +117,7 @@ def main() -> None:
         alone(args.alone)
         return
     model, x = Model(), torch.randn(ROWS, LENGTH, WIDTH)
-    losses = {name: loss_of(model, name, x) for name in WRAPS}
+    losses = {name: loss_of(model, name) for name in WRAPS}
     times: dict[str, list[float]] = {name: [] for name in WRAPS}
     for n in range(ROUNDS + 1):
         row = {}

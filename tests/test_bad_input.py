@@ -1,6 +1,6 @@
 """Unusable arguments, and values that user functions may not return: a typed error that names the value.
 
-For the refusals of `from_json` see transforms/test_from_json.py, for gradients and states transforms/test_optimizer_checks.py.
+For gradients and states transforms/test_optimizer_checks.py.
 """
 
 from __future__ import annotations

@@ -38,13 +38,7 @@ def test_import_starts_nothing_and_loads_no_heavy_modules(tmp_path: Path) -> Non
 
 def test_heavy_modules_are_imported_on_first_use() -> None:
     program = """
-import sys, torch, fjoin
-from fjoin import transforms as tx
-fn = tx.remat(lambda x: x.sin().cos(), tx.min_cut)
-x = torch.ones(3, requires_grad=True)
-fn(x).sum().backward()
-want = -(torch.ones(3).sin().sin() * torch.ones(3).cos())
-assert torch.allclose(x.grad, want), x.grad
+import torch, fjoin
 model = torch.nn.Sequential(torch.nn.Linear(2, 2))
 fjoin.apply_activation_checkpointing(model)
 """

@@ -63,19 +63,9 @@ def watched() -> Iterator[list[Sent]]:
             setattr(dist, name, function)
 
 
-def announced(what: Explanation, step: int) -> list[Message]:
-    """The messages that an explanation says are sent in a step, counted from 0."""
-
-    def runs(when: str) -> bool:
-        known = {"each step": True}
-        for limit in when.split(", "):
-            if limit.startswith("before step "):
-                known[limit] = step < int(limit.removeprefix("before step "))
-            if limit.startswith("from step "):
-                known[limit] = step >= int(limit.removeprefix("from step "))
-        return all(known[limit] for limit in when.split(", "))
-
-    return [m for row in what.rows if runs(row.when) for m in row.messages]
+def announced(what: Explanation) -> list[Message]:
+    """The messages of an explanation."""
+    return [m for row in what.rows for m in row.messages]
 
 
 @contextlib.contextmanager

@@ -39,7 +39,6 @@ TRANSFORMS: dict[str, list[Callable[[], tx.Transform]]] = {
         lambda: tx.average_parameters("data", over="live"),
         lambda: tx.average_parameters(("node", "local")),
     ],
-    "record_update_norm": [tx.record_update_norm],
     "ema": [lambda: tx.ema(0.9), lambda: tx.chain(tx.average_parameters("data"), tx.ema(0.5))],
     "hierarchical_average": [lambda: tx.hierarchical_average({1: "local", 2: ("node", "local")})],
     "outer_step": [
@@ -124,7 +123,6 @@ TRANSFORMS: dict[str, list[Callable[[], tx.Transform]]] = {
         lambda: tx.chain(tx.mean("data"), _from_optax(lambda optax: optax.clip_by_global_norm(0.5))),
     ],
     "identity": [tx.identity],
-    "logged": [lambda: tx.logged(tx.mean("data")), lambda: tx.logged(tx.quantized_mean("data", tx.int8()), every=2)],
     "masked": [
         lambda: tx.masked(tx.mean("data"), "layer.*"),
         lambda: tx.masked(tx.clip_by_value(0.1), ["scale", "*bias"]),

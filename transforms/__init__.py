@@ -1,6 +1,6 @@
 """Pure transforms for distributed training: communication of gradients, optimizers, and parameter averaging.
 
-kinds        Transform  Call  Optimizer  Pipeline  Schedule  Reduction  Phase  Period  Periodic  Switch  Windows  Changes
+kinds        Transform  Call  Optimizer  Pipeline  Schedule  Reduction  Period  Periodic  Switch  Windows  Changes
 combine      chain  identity  stateless  masked  partition  fuse
 when         switch_after  every  accumulate  skip_if_nonfinite  dynamic_loss_scale
 clip         clip_by_global_norm  clip_by_value
@@ -16,11 +16,11 @@ optimizers   sgd  adam  adamw  nadam  radam  adamax  adagrad  adadelta  adafacto
              mixed_precision  inject_hyperparameters  with_hyperparameters  as_functional_optim  register_functional_optim
 schedules    constant  linear  cosine  warmup_cosine  warmup  piecewise  one_cycle  tabulated  by_epoch  by_factor  from_torch_scheduler
 collectives  psum  pmean  pmax  pmin  pbroadcast  all_gather  psum_scatter  all_to_all  all_to_all_single  ppermute  axis_index  axis_size
-run, optax   simulate  shard_map  P  from_optax  to_optax; random: keys as values, with jax's bits
+run, optax   simulate  from_optax  to_optax; random: keys as values, with jax's bits
 memory       remat  checkpoint_name  everything_saveable  nothing_saveable  dots_saveable  dots_with_no_batch_dims_saveable
-             save_only_these_names  save_any_names_but_these  min_cut  save_from_both_policies  offload_dot_with_no_batch_dims
+             save_only_these_names  save_any_names_but_these  save_from_both_policies  offload_dot_with_no_batch_dims
              save_and_offload_only_these_names  saved_residuals  Residuals  Residual
-look         tap  logged  record_norm  record_update_norm  explain  Explanation  fingerprint  to_json  from_json  factory
+look         tap  record_norm  explain  Explanation  fingerprint  to_json  factory
 save         to_state_dict  from_state_dict  placements  Placement  PerRank  Merge
 """
 
@@ -47,8 +47,6 @@ from .axes._gather_scatter import all_gather as all_gather
 from .axes._gather_scatter import all_to_all as all_to_all
 from .axes._gather_scatter import psum_scatter as psum_scatter
 from .axes._ragged import all_to_all_single as all_to_all_single
-from .axes.simulator._shard_map import P as P
-from .axes.simulator._shard_map import shard_map as shard_map
 from .axes.simulator._simulate import simulate as simulate
 from .codecs._blocks import fp8 as fp8
 from .codecs._blocks import int4 as int4
@@ -76,13 +74,10 @@ from .combinators._conditional import accumulate as accumulate
 from .combinators._conditional import every as every
 from .combinators._conditional import switch_after as switch_after
 from .combinators._norms import record_norm as record_norm
-from .combinators._norms import record_update_norm as record_update_norm
 from .combinators._optax import OptaxState as OptaxState
 from .combinators._optax import from_optax as from_optax
 from .combinators._partition import masked as masked
 from .combinators._partition import partition as partition
-from .combinators._tap import LoggedState as LoggedState
-from .combinators._tap import logged as logged
 from .combinators._tap import tap as tap
 from .combinators._to_optax import to_optax as to_optax
 from .feedback._dgc import DGCState as DGCState
@@ -175,7 +170,6 @@ from .remat.record._names import checkpoint_name as checkpoint_name
 from .remat.values._policies import dots_saveable as dots_saveable
 from .remat.values._policies import dots_with_no_batch_dims_saveable as dots_with_no_batch_dims_saveable
 from .remat.values._policies import everything_saveable as everything_saveable
-from .remat.values._policies import min_cut as min_cut
 from .remat.values._policies import nothing_saveable as nothing_saveable
 from .remat.values._policies import offload_dot_with_no_batch_dims as offload_dot_with_no_batch_dims
 from .remat.values._policies import save_and_offload_only_these_names as save_and_offload_only_these_names
@@ -198,7 +192,6 @@ from .sharding._gather import GatherState as GatherState
 from .sharding._gather import ShardState as ShardState
 from .sharding._scatter_mean import scatter_mean as scatter_mean
 from .spec._fingerprint import fingerprint as fingerprint
-from .spec._from_json import from_json as from_json
 from .spec._spec import Spec as Spec
 from .spec._spec import factory as factory
 from .spec._to_json import to_json as to_json

@@ -89,10 +89,9 @@ PAGES: dict[str, dict[str, str]] = {
     "jax": {
         "_autosummary/$.html#$": (
             "jax.value_and_grad jax.checkpoint jax.debug.callback jax.eval_shape jax.pure_callback jax.lax.ragged_all_to_all"
-            " jax.shard_map jax.random.key jax.random.split jax.random.fold_in jax.random.bits jax.random.uniform"
+            " jax.random.key jax.random.split jax.random.fold_in jax.random.bits jax.random.uniform"
             " jax.random.normal jax.random.bernoulli jax.random.randint jax.random.permutation jax.random.categorical"
         ),
-        "jax.sharding.html#$": "jax.sharding.PartitionSpec",
     },
 }
 

@@ -11,7 +11,6 @@ from ._parts import Leaf as Leaf
 from ._parts import Part as Part
 from ._safetensors import TensorFile as TensorFile
 from ._safetensors import write_file as write_file
-from ._tools import diff as diff
 from ._tools import export as export
 from ._tools import show as show
 from ._tools import verify as verify

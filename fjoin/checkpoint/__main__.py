@@ -1,4 +1,4 @@
-"""python -m fjoin.checkpoint show|verify|diff|export: exit status 0, 1 for problems or differences, 2 for errors."""
+"""python -m fjoin.checkpoint show|verify|export: exit status 0, 1 for problems, 2 for errors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from .._errors import CheckpointError
-from ._tools import diff, export, show, verify
+from ._tools import export, show, verify
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -16,7 +16,6 @@ def main(arguments: list[str] | None = None) -> int:
     for name, about, more in (
         ("show", "print the step and its leaves", ()),
         ("verify", "read every byte of a step", ()),
-        ("diff", "compare the leaves of two steps", ("other",)),
         ("export", "write the parameters to one safetensors file", ("out",)),
     ):
         command = commands.add_parser(name, help=about)
@@ -30,9 +29,9 @@ def main(arguments: list[str] | None = None) -> int:
         elif given.command == "export":
             export(given.path, given.out)
         else:
-            lines = verify(given.path) if given.command == "verify" else diff(given.path, given.other)
-            print("\n".join(lines or ["no problems" if given.command == "verify" else "no differences"]))
-            return int(bool(lines))
+            problems = verify(given.path)
+            print("\n".join(problems or ["no problems"]))
+            return int(bool(problems))
     except CheckpointError as error:
         print(error, file=sys.stderr)
         return 2

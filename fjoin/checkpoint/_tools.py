@@ -1,13 +1,10 @@
-"""What one does with a checkpoint outside a run: show, verify, compare, export. A path is a run's folder or a step's."""
+"""What one does with a checkpoint outside a run: show, verify, export. A path is a run's folder or a step's."""
 
 from __future__ import annotations
 
 import os
 import uuid
 from pathlib import Path
-
-import torch
-from torch import Tensor
 
 from .._errors import CheckpointError
 from ._commits import read_step
@@ -51,44 +48,6 @@ def verify(path: Path | str) -> list[str]:
             return leaves.problems()
     except CheckpointError as error:
         return [str(error)]
-
-
-def diff(a: Path | str, b: Path | str) -> list[str]:
-    """How the leaves of two steps differ: one line for each that is only in one, has another form, or other values.
-
-    Raises:
-        CheckpointError: There is no step, or it is damaged.
-    """
-    steps = [_step_folder(a), _step_folder(b)]
-    manifests = [read_step(step) for step in steps]
-    lines = []
-    with Leaves(steps[0], manifests[0]) as first, Leaves(steps[1], manifests[1]) as second:
-        for path in sorted(manifests[0].leaves.keys() | manifests[1].leaves.keys()):
-            mine, other = (manifest.leaves.get(path) for manifest in manifests)
-            if mine is None or other is None:
-                lines.append(f"{path}: only in {steps[mine is None]}")
-            elif (mine.shape, mine.dtype) != (other.shape, other.dtype):
-                lines.append(f"{path}: {mine.dtype} {mine.shape} and {other.dtype} {other.shape}")
-            else:
-                lines += _differences(first.values(path), second.values(path), steps)
-    return lines
-
-
-def _differences(first: dict[str, Tensor], second: dict[str, Tensor], steps: list[Path]) -> list[str]:
-    lines = [f"{label}: only in {steps[label not in first]}" for label in sorted(first.keys() ^ second.keys())]
-    for label in first.keys() & second.keys():
-        one, two = first[label], second[label]
-        if one.shape != two.shape:
-            lines.append(f"{label}: pieces of {len(one)} and {len(two)} elements")
-        elif not torch.equal(*(_bits(value) for value in (one, two))):
-            wide = torch.complex128 if one.is_complex() else torch.float64
-            apart = (one.to(wide) - two.to(wide)).abs().max().item() if one.numel() else 0.0
-            lines.append(f"{label}: largest absolute difference {apart:g}")
-    return sorted(lines)
-
-
-def _bits(value: Tensor) -> Tensor:
-    return value.reshape(-1).view(torch.uint8)
 
 
 def export(path: Path | str, out: Path | str) -> None:

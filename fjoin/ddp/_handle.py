@@ -80,13 +80,16 @@ class Handle:
         self._run.flush()
         self._run.left.steps = 0
 
-    def explain(self) -> Explanation:
+    def explain(self, at_step: int = 0) -> Explanation:
         """The messages of a synchronised backward pass, as by `fjoin.transforms.explain`; also before any pass.
 
         The buckets are those of the last pass; before the first pass, those of the first. From the second pass on the
         module uses other buckets, cut in the order in which gradients arrive.
+
+        Args:
+            at_step: The number of the pass, counted from 0; see `fjoin.transforms.explain`.
         """
-        return self._run.explain()
+        return self._run.explain(at_step)
 
     @property
     def what(self) -> Pipeline | Transform:

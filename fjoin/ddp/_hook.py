@@ -118,15 +118,14 @@ class DDPRun:
         """The pipeline, or the hook where only that is registered."""
         return self._hook if self.pipeline_step is None else self.pipeline_step.pipeline
 
-    def explain(self) -> Explanation:
+    def explain(self, at_step: int) -> Explanation:
         """The messages of a pass, with the buckets of the last pass, or before any pass those of the first."""
         what = self.what
         sharding = what.sharding if isinstance(what, Pipeline) else None
         pieces = None if sharding is None else sharding.pieces
         uses, buckets = self.used is not None, self._buckets
-        return explain_memory(
-            CountingMemory(what, self.leaves, self.mesh.shape, lambda _: buckets, uses=uses, pieces=pieces)
-        )
+        memory = CountingMemory(what, self.leaves, self.mesh.shape, lambda _: buckets, uses=uses, pieces=pieces)
+        return explain_memory(memory, at_step)
 
     # -- bucket by bucket -------------------------------------------------------------------------------
 

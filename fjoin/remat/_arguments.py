@@ -10,7 +10,7 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext,
 from ..transforms.remat._remat import Runner, runner_of
 from ..transforms.remat.values._policy import Keep, Policy
 
-_NAMES = ("policy", "offload", "preserve_rng", "budget_bytes", "early_stop")
+_NAMES = ("policy", "offload", "preserve_rng", "early_stop")
 _KEPT = {
     CheckpointPolicy.MUST_SAVE: Keep.SAVE,
     CheckpointPolicy.PREFER_SAVE: Keep.SAVE,
@@ -65,9 +65,8 @@ def run_with(given: dict[str, Any]) -> Runner:
         return runner_of(**options)
     if not callable(context_fn):
         raise TypeError(f"checkpoint_wrapper: context_fn must be a function, got {context_fn!r}")
-    for name in ("policy", "budget_bytes"):
-        if options.get(name) is not None:
-            raise ValueError(f"checkpoint_wrapper: context_fn and {name} both say what to keep; give one of them")
+    if options.get("policy") is not None:
+        raise ValueError("checkpoint_wrapper: context_fn and policy both say what to keep; give one of them")
 
     def run(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         # Made for each call, as torch does: a policy may count.

@@ -51,7 +51,7 @@ def checkpoint_wrapper(
         checkpoint_impl: Has no effect.
         checkpoint_fn: A function of one's own, called as `checkpoint_fn(forward, *args, **kwargs, **checkpoint_fn_kwargs)`;
             by default `remat`.
-        **checkpoint_fn_kwargs: Arguments of `remat`: policy, offload, preserve_rng, budget_bytes; or those of
+        **checkpoint_fn_kwargs: Arguments of `remat`: policy, offload, preserve_rng; or those of
             torch.utils.checkpoint.checkpoint: preserve_rng_state; context_fn, of torch's
             create_selective_checkpoint_contexts; early_stop; use_reentrant and determinism_check, which have no effect;
             respect_saved_tensors_hooks=True; debug=False.
@@ -88,18 +88,18 @@ def offload_wrapper(module: nn.Module, offload: Offload = "cpu") -> nn.Module:
 
     Args:
         module: The module. It is not changed; the result shares all its attributes.
-        offload: Where to: "cpu", pinned memory of the host, with copies on a stream of their own; the path of a folder;
-            a codec. See `remat`.
+        offload: Where to: "cpu", pinned memory of the host, with copies on a stream of their own; or a codec. See
+            `remat`.
 
     Returns:
         The module's twin, as `checkpoint_wrapper` returns it.
 
     Raises:
         TypeError: no module.
-        ValueError: a folder that does not exist; raised by the call: activations that are on the CPU already.
+        ValueError: a stochastic codec; raised by the call: activations that are on the CPU already.
 
-    >>> import fjoin, tempfile
-    >>> block = fjoin.offload_wrapper(torch.nn.Linear(2, 2), tempfile.gettempdir())
+    >>> import fjoin
+    >>> block = fjoin.offload_wrapper(torch.nn.Linear(2, 2), fjoin.transforms.int8())
     >>> block(torch.ones(3, 2)).sum().backward()
     """
     run = runner_of(policy=everything_saveable, offload=offload)

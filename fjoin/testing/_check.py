@@ -26,7 +26,7 @@ def check_transform(make: Callable[[], tx.Transform]) -> None:
     - A lossy transform does not remember a step that is not finite.
     - Saved to a file and loaded, its state gives the same results to the bit.
     - On another device no message is made on the host, and the host waits for no value or copy.
-    - repr, equality, JSON (except of handwritten transforms) and fingerprint agree.
+    - repr, equality, spec (except of handwritten transforms) and fingerprint agree.
 
     Args:
         make: Makes the transform, an equal one each time. The parameters are float64, with the paths "layer.weight",
@@ -51,7 +51,7 @@ def check_optimizer(make: Callable[[], tx.Optimizer]) -> None:
     - The step of a flat buffer is the step of its parts, for elementwise optimizers.
     - Saved to a file and loaded, its state gives the same results to the bit.
     - step_param stays on the parameter's device.
-    - repr, equality, JSON and fingerprint agree.
+    - repr, equality, spec and fingerprint agree.
 
     Raises:
         AssertionError: a law is broken; the text begins with its name.
@@ -74,7 +74,7 @@ def check_codec(make: Callable[[], tx.Codec]) -> None:
     - Rows do not depend on each other.
     - With `elementwise`, elements do not depend on each other.
     - It stays on the device of its input.
-    - repr, equality, JSON and fingerprint agree.
+    - repr, equality, spec and fingerprint agree.
 
     Raises:
         AssertionError: a law is broken; the text begins with its name.

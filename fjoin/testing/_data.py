@@ -6,24 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 from .. import transforms as tx
+from ..transforms.spec._specified import call_factory
 
 
 def is_data(make: Callable[[], Any]) -> None:
-    """repr, equality, fingerprint and JSON agree."""
+    """repr, equality and fingerprint agree, and the spec has all that makes the object again."""
     part = make()
     assert part == make() and hash(part) == hash(make())
     assert tx.fingerprint(part) == tx.fingerprint(make())
     assert part.spec.name in repr(part)
-    if not part.spec.name:  # handwritten: identified by its functions, which JSON cannot hold
-        return
-    functions = {f"{f.__module__}.{f.__qualname__}": f for f in _functions(part)}
-    assert tx.from_json(tx.to_json(part), functions) == part
-
-
-def _functions(part: Any) -> list[Any]:
-    found = []
-    for _, value in part.spec.args:
-        for item in value if isinstance(value, tuple) else (value,):
-            if callable(item) and not hasattr(item, "spec"):
-                found.append(item)
-    return found + [f for child in part.spec.children for f in _functions(child)]
+    if part.spec.factory is not None:  # otherwise handwritten: identified by its functions
+        assert call_factory(part.spec.factory, part.spec.args) == part

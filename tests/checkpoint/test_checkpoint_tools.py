@@ -1,4 +1,4 @@
-"""show, verify, diff and export, as functions and as a program."""
+"""show, verify and export, as functions and as a program."""
 
 from __future__ import annotations
 
@@ -70,32 +70,6 @@ def test_verify_finds_parts_that_do_not_fit_their_leaves(tmp_path: Path) -> None
         assert len(problems := checkpoint.verify(step)) == 1 and ("'leaf'" in problems[0] or "'v'" in problems[0]), case
 
 
-def test_diff_names_leaves_forms_and_the_largest_difference(tmp_path: Path) -> None:
-    folders = [Folder(tmp_path / name) for name in "ab"]
-    both = {"same": torch.ones(2), "n": torch.tensor([float("nan")])}
-    values = [
-        both | {"w": torch.tensor([1.0, 2.0]), "gone": torch.ones(1), "s": torch.ones(2)},
-        both | {"w": torch.tensor([1.5, 1.75]), "new": torch.ones(1), "s": torch.ones(3)},
-    ]
-    for folder, tensors in zip(folders, values, strict=True):
-        temporary = folder.begin(1)
-        leaves = {name: Leaf(list(value.shape), "float32", {}, [Part(0, name)]) for name, value in tensors.items()}
-        folder.commit(temporary, new_manifest(1, files=[write_file(temporary / "a", tensors)], leaves=leaves))
-    gone, new, shape, value = checkpoint.diff(folders[0].path, folders[1].path)
-    assert gone.startswith("gone: only in") and str(folders[0].path) in gone
-    assert new.startswith("new: only in") and str(folders[1].path) in new
-    assert shape == "s: float32 [2] and float32 [3]" and value == "w: largest absolute difference 0.5"
-
-
-def test_diff_compares_leaves_of_each_rank_and_pieces(tmp_path: Path) -> None:
-    folders = [Folder(tmp_path / name) for name in "ab"]
-    for seed, folder in enumerate(folders):
-        save(folder, 1, seed=seed)
-    lines = checkpoint.diff(folders[0].path, folders[1].path)
-    assert "error@rank-0: largest absolute difference 1" in lines and "m: largest absolute difference 1" in lines
-    assert checkpoint.diff(folders[0].path, folders[0].path) == []
-
-
 def test_export_writes_the_parameters_whole_and_without_their_prefix(tmp_path: Path) -> None:
     folder, out = two_steps(tmp_path), tmp_path / "out.safetensors"
     checkpoint.export(folder.path, out)
@@ -123,21 +97,16 @@ def test_export_joins_pieces_and_refuses_parameters_that_differ_by_rank(tmp_path
 
 def test_the_program_prints_and_exits_with_0_1_or_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = two_steps(tmp_path)
-    run, old = str(folder.path), str(folder.step_path(100))
+    run = str(folder.path)
     assert main(["show", run]) == 0 and "step 200" in capsys.readouterr().out
     assert main(["verify", run]) == 0 and capsys.readouterr().out == "no problems\n"
-    assert main(["diff", old, run]) == 0 and capsys.readouterr().out == "no differences\n"
     assert main(["export", run, str(tmp_path / "out")]) == 0 and (tmp_path / "out").exists()
     (folder.step_path(200) / "rank-1.safetensors").unlink()
     assert main(["verify", run]) == 1 and "rank-1.safetensors" in capsys.readouterr().out
-    assert main(["diff", old, run]) == 2 and "rank-1.safetensors" in capsys.readouterr().err
     assert main(["show", str(tmp_path / "none")]) == 2 and "holds no step" in capsys.readouterr().err
     with pytest.raises(SystemExit) as exit_:
         main(["shown", run])
     assert exit_.value.code == 2
-    capsys.readouterr()
-    save(other := Folder(tmp_path / "other"), 1, seed=1)
-    assert main(["diff", old, str(other.path)]) == 1 and "params.w: largest" in capsys.readouterr().out
 
 
 def test_the_program_runs_by_its_name(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ LOSSES: dict[str, Any] = {
 
 SGD, ADAM = tx.sgd(0.05, momentum=0.9), tx.adamw(0.05)
 AFTER = {
-    "average_every", "average_parameters", "ema", "hierarchical_average", "outer_step", "record_update_norm",
+    "average_every", "average_parameters", "ema", "hierarchical_average", "outer_step",
 }  # fmt: skip
 ON_BUFFERS = {"average_buffers", "broadcast_buffers"}
 # A step accumulates by an option of its own. JAX would need a CUDA of its own.

@@ -15,8 +15,8 @@ FUNCTIONS = Section(
         Row("jax.jacrev(f)(w, x)", "torch.func.jacrev(f)(w, x)"),
         Row(
             'jax.shard_map(lambda x: lax.psum(x, "data"), mesh=mesh, in_specs=P("data"), out_specs=P())(x)',
-            'tx.shard_map(lambda x: tx.psum(x, "data"), {"data": 8}, in_specs=tx.P("data"), out_specs=tx.P())(x)',
-            "names and sizes in the place of a mesh",
+            'tx.simulate(lambda x: tx.psum(x, "data"), {"data": 8}, x.chunk(8))[0]',
+            "names and sizes in the place of a mesh, a list of parts in the place of specs; the result of each rank",
         ),
         Row("jax.tree.map(lambda v: 2 * v, tree)", "optree.tree_map(lambda v: 2 * v, tree)"),
         Row("jax.tree.leaves(tree)", "optree.tree_leaves(tree)"),
@@ -58,7 +58,7 @@ POLICIES = Section(
             'p.save_and_offload_only_these_names(names_which_can_be_saved=["s"], names_which_can_be_offloaded=["h"], '
             'offload_src="device", offload_dst="pinned_host")',
             'tx.save_and_offload_only_these_names(names_which_can_be_saved=["s"], names_which_can_be_offloaded=["h"])',
-            "from a GPU; the test, on a CPU, gives `remat` a folder: `offload=folder`",
+            "from a GPU",
         ),
         Row(
             'p.offload_dot_with_no_batch_dims("device", "pinned_host")',

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
+import math
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ import torch
 import fjoin
 from fjoin import transforms as tx
 from tests.from_jax import data
+from tests.transforms.remat.exact import exact_host
 
 
 def with_optax(transformation: Any) -> tx.Pipeline:
@@ -51,8 +52,8 @@ def ranks(text: str, axes: dict[str, int] | None = None) -> Any:
             own |= {"loss": loss, "pipeline": pipeline, "step": fjoin.train_step(loss, pipeline)}
         return optree.tree_map(lambda v: torch.as_tensor(v)[None], eval(text, NAMES | own))
 
-    every = tx.P(tuple(axes))
-    return tx.shard_map(one, axes, every, every)(torch.tensor(data.X))
+    parts = torch.tensor(data.X).chunk(math.prod(axes.values()))
+    return optree.tree_map(lambda *of_ranks: torch.cat(of_ranks), *tx.simulate(one, axes, parts))
 
 
 def grid(text: str) -> Any:
@@ -75,8 +76,8 @@ def policy(text: str) -> Any:
         return (torch.sin(s @ h @ w["b"]) ** 2).sum()
 
     w, x = tensors(data.BLOCK), torch.tensor(data.BLOCK_X)
-    with tempfile.TemporaryDirectory() as folder:
-        again = tx.remat(block, policy=eval(text, NAMES), **({"offload": folder} if "offload" in text else {}))
+    with exact_host():
+        again = tx.remat(block, policy=eval(text, NAMES))
         kept = [int(np.prod(one.shape)) for one in tx.saved_residuals(again, w, x) if not one.given]
         return fjoin.value_and_grad(again)(w, x)[1], sorted(kept)
 

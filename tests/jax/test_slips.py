@@ -80,7 +80,6 @@ SLIPS: dict[str, tuple[Any, str]] = {
     "arrays in value_and_grad": (lambda: fjoin.value_and_grad(loss_fn)(THEIRS, torch.ones(3)), TO_TORCH),
     "arrays as batch of value_and_grad": (lambda: fjoin.value_and_grad(loss_fn)(OURS, jnp.ones(3)), TO_TORCH),
     "arrays in load_into": (lambda: fjoin.load_into(torch.nn.Linear(3, 1), {"weight": jnp.ones((1, 3))}), TO_TORCH),
-    "arrays in shard_map": (lambda: tx.shard_map(SGD.init, {"x": 2}, tx.P(), tx.P())(jnp.ones(2)), TO_TORCH),
     "arrays as batch of a loss of torch": (lambda: run(jnp.ones(3)), TO_TORCH),
     "and that is a loss of jax": (lambda: run(jnp.ones(3), jax_loss), LOSS),
     "a loss of jax with tensors": (lambda: run(torch.ones(3), jax.jit(jax_loss)), LOSS),

@@ -56,12 +56,11 @@ def test_counted_and_announced(fake_group: int, hook: str) -> None:
     # Sizes that fill cache lines: the step pads others.
     params, made = {"w": torch.ones(300, 100), "b": torch.ones(16)}, HOOKS[hook]()
     lane = dict.fromkeys(step_lane(fake_group)[1:], 0.0)
-    what = tx.explain(made, params, {"data": fake_group}, bucket_bytes=10**9)
     state = made.init(params)
     for step in range(3):
         with fjoin.bind(mesh_from_group(dist.group.WORLD)), watched() as sent:
             _, state = made.update(params, state, params, lane=lane)
-        messages = announced(what, step)
+        messages = announced(tx.explain(made, params, {"data": fake_group}, bucket_bytes=10**9, at_step=step))
         assert sorted(one.bytes for one in sent) == sorted(m.payload_bytes for m in messages)
         counted = sum(round(one.bytes * SENT[one.name](fake_group)) for one in sent)
         assert counted == sum(m.sent_bytes for m in messages)

@@ -105,10 +105,10 @@ def test_lane_uses_only_the_axes_of_the_hook() -> None:
 
 
 def test_options_named_like_an_axis_are_not_axes() -> None:
-    """`over`, a pattern and a logger's name are never axes; in factories of other packages any string may be one."""
+    """`over` and a pattern are never axes; in factories of other packages any string may be one."""
     axes = {"world": 2, "data": 2}
     assert make_plan(tx.mean("data", over="world"), axes).reduce is not None
-    for hook in (tx.masked(tx.mean("data"), "world"), tx.logged(tx.mean("data"), logger="world"), tx.mean("data")):
+    for hook in (tx.masked(tx.mean("data"), "world"), tx.mean("data")):
         assert make_plan(tx.chain(tx.clip_by_value(1.0), hook), axes).agree == ("data",)
     assert make_plan(_pmean_over(where="world"), axes).agree == ("world",)
     for make in _FACTORIES.values():

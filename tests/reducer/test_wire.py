@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -132,10 +133,11 @@ def test_what_is_announced_is_sent(pool: Any, codec: str, hook: str, bucket_byte
     params = {f"{n}.bias": torch.ones(100 + n) for n in range(12)} | {"w": torch.ones(30, 20)}
     for ranks in (2, 3):
         made = tx.fuse(ALL[hook](CODECS[codec]()), tx.sgd(0.1))
-        what = tx.explain(made, params, {"data": ranks}, bucket_bytes=bucket_bytes)
+        explained = functools.partial(tx.explain, made, params, {"data": ranks}, bucket_bytes=bucket_bytes)
         for sent in pool.run(ranks, counted, codec, hook, bucket_bytes):
             for step, messages in enumerate(sent):
-                assert sorted(messages) == sorted((m.payload_bytes, str(m.dtype)) for m in announced(what, step))
+                said = announced(explained(at_step=step))
+                assert sorted(messages) == sorted((m.payload_bytes, str(m.dtype)) for m in said)
                 floats = hook in FLOATS or (hook.startswith("one_bit") and step < 2)
                 assert floats or {dtype for _, dtype in messages} <= {"torch.uint8"}
 

@@ -7,7 +7,6 @@ import functools
 import inspect
 import io
 import itertools
-import tempfile
 from typing import Any
 
 import pytest
@@ -23,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fjoin
 from fjoin import transforms as tx
 from tests.helpers import raises_text
+from tests.transforms.remat.exact import exact_host
 
 
 class Block(nn.Module):
@@ -49,7 +49,7 @@ WRAPS: dict[str, Any] = {
     "reentrant": functools.partial(fjoin.checkpoint_wrapper, checkpoint_impl=fjoin.CheckpointImpl.REENTRANT),
     "policy": functools.partial(fjoin.checkpoint_wrapper, policy=tx.dots_saveable, preserve_rng_state=True),
     "without batches": functools.partial(fjoin.checkpoint_wrapper, policy=tx.dots_with_no_batch_dims_saveable),
-    "file": functools.partial(fjoin.offload_wrapper, offload=tempfile.gettempdir()),
+    "host": fjoin.offload_wrapper,
     "twice": lambda module: fjoin.checkpoint_wrapper(fjoin.checkpoint_wrapper(module)),
     "checkpoint_fn": functools.partial(
         fjoin.checkpoint_wrapper, checkpoint_fn=torch.utils.checkpoint.checkpoint, use_reentrant=False
@@ -57,6 +57,7 @@ WRAPS: dict[str, Any] = {
 }
 
 
+@exact_host()
 def trained(own: nn.Module, steps: int = 3) -> tuple[list[Tensor], list[Tensor]]:
     torch.manual_seed(1)
     optimizer = torch.optim.SGD(own.parameters(), 0.1)
@@ -197,14 +198,15 @@ def test_wrappers_do_not_call_torch_checkpoint(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torchs, "torch_utils_checkpoint", fails)
     monkeypatch.setattr(torchs, "apply_activation_checkpointing", fails)
     monkeypatch.setattr(torch.autograd.graph.save_on_cpu, "__init__", fails)
-    for wrap in (fjoin.checkpoint_wrapper, WRAPS["file"]):
+    for wrap in (fjoin.checkpoint_wrapper, WRAPS["host"]):
         own = model()
         fjoin.apply_activation_checkpointing(own, wrap, is_block)
         torch.testing.assert_close(trained(own), trained(model()), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("how", ["default", "file"])
+@pytest.mark.parametrize("how", ["default", "host"])
 def test_train_step(how: str) -> None:
+    @exact_host()
     def run(wrap: Any) -> Any:
         own = model(norm=False).eval()
         if wrap is not None:
@@ -244,7 +246,7 @@ def in_fsdp(how: str | None) -> list[Tensor]:
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("how", ["default", "policy", "file"])
+@pytest.mark.parametrize("how", ["default", "policy", "host"])
 @pytest.mark.parametrize("run", [in_ddp, in_fsdp])
 def test_on_processes(pool: Any, run: Any, how: str) -> None:
     for got, want in zip(pool.run(2, run, how), pool.run(2, run, None), strict=True):
@@ -255,7 +257,9 @@ def test_bad_input() -> None:
     raises_text(TypeError, lambda: fjoin.checkpoint_wrapper(torch.sin), "module")  # type: ignore[arg-type]
     raises_text(TypeError, lambda: fjoin.checkpoint_wrapper(Block(), checkpoint_impl="no"), "CheckpointImpl")  # type: ignore[arg-type]
     raises_text(TypeError, lambda: fjoin.checkpoint_wrapper(Block(), contexts=None), "'contexts'")
-    raises_text(ValueError, lambda: fjoin.offload_wrapper(Block(), "/no/such/folder"), "/no/such/folder")
+    raises_text(
+        TypeError, lambda: fjoin.offload_wrapper(Block(), "/folder"), "offload must be 'cpu' or a codec", "/folder"
+    )
     raises_text(ValueError, lambda: fjoin.offload_wrapper(Block())(torch.ones(2, 4)), "on the CPU already")
     raises_text(TypeError, lambda: fjoin.apply_activation_checkpointing(torch.sin), "module")  # type: ignore[arg-type]
     raises_text(TypeError, lambda: fjoin.apply_activation_checkpointing(model(), check_fn=3), "check_fn")  # type: ignore[arg-type]

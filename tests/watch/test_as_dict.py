@@ -123,27 +123,22 @@ def test_a_stage_records_norms_wherever_it_stands(hook: Any) -> None:
     before_the_mean = repr(hook()).startswith("chain(record_norm")
 
     def one_rank(rank: int) -> Any:
-        pipeline = tx.fuse(hook(), tx.sgd(0.1), after=tx.record_update_norm())
-        step = fjoin.train_step(loss_fn, pipeline)
+        step = fjoin.train_step(loss_fn, tx.fuse(hook(), tx.sgd(0.1)))
         state, found = step.init(PARAMS), []
         for batch in batches(0 if before_the_mean else rank, 3):
             old = {path: p.clone() for path, p in state.params.items()}
             state, metrics = step(state, batch)
-            moved = torch.cat([(p - old[path]).reshape(-1) for path, p in state.params.items()])
-            found.append((old, float(torch.linalg.vector_norm(moved)), metrics.as_dict()))
+            found.append((old, metrics.as_dict()))
         return found
 
-    for i, ((old, moved, numbers), (_, _, others)) in enumerate(
-        zip(*tx.simulate(one_rank, {"data": 2}, [0, 1]), strict=True)
-    ):
+    for i, ((old, numbers), (_, others)) in enumerate(zip(*tx.simulate(one_rank, {"data": 2}, [0, 1]), strict=True)):
         grads = [
             torch.func.grad(lambda p, x: loss_fn(p, x)[0])(old, batches(rank, 3)[i])
             for rank in ((0, 0) if before_the_mean else (0, 1))
         ]
         mean = torch.cat([(grads[0][path] + grads[1][path]).reshape(-1) / 2 for path in PARAMS])
         assert numbers["grad_norm"] == pytest.approx(float(torch.linalg.vector_norm(mean)), rel=1e-5)
-        assert numbers["update_norm"] == pytest.approx(moved, rel=1e-4)
-        assert numbers["update_norm"] == others["update_norm"] and numbers["lr"] == 0.1
+        assert numbers["lr"] == others["lr"] == 0.1
 
 
 def test_calls_within_a_window_have_no_numbers() -> None:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
-
 import torch
 
 from ..spec._spec import factory
 from ..transform._call import Call
 from ..transform._transform import Needs, Transform, check_transform
 from ..tree._tree import State, Tree, default_device_of, named_leaves
-from ._partition import masked, replace_leaves
+from ._partition import replace_leaves
 
 
 @factory
@@ -57,7 +53,7 @@ def in_fragments(*parts: Transform) -> Transform:
         return replace_leaves(grads, new), tuple(states)
 
     needs = Needs.LEAVES | Needs.PATHS | Needs.TREE
-    return Transform(init, update, needs, parts=lambda values: _alone(parts, values))
+    return Transform(init, update, needs)
 
 
 def fragments(tree: Tree, count: int) -> list[dict[str, torch.Tensor]]:
@@ -92,16 +88,3 @@ def _groups(sizes: dict[str, int], most: int) -> list[list[str]]:
         groups[-1].append(path)
         room -= size
     return groups
-
-
-def _alone(parts: Sequence[Transform], params: Tree) -> list[Transform]:
-    """The parts of `in_fragments`, each a transform that leaves the leaves of the others unchanged."""
-    found = []
-    for i, (part, some) in enumerate(zip(parts, fragments(params, len(parts)), strict=True)):
-
-        def which(path: str, some: dict[str, Any] = some) -> bool:
-            return path in some
-
-        which.__qualname__ = f"fragment {i}"
-        found.append(replace(masked(part, which), reduces=None))
-    return found

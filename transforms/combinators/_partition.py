@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, overload
 
 from ..spec._spec import factory
@@ -183,24 +182,8 @@ def _partition_transforms(parts: dict[Patterns, Transform]) -> Transform:
         reduces,
         compression,
         takes=("donated",),
-        parts=lambda values: _alone(parts),
         equalizes=equalizes,
     )
-
-
-def _alone(parts: Mapping[Patterns, Transform]) -> list[Transform]:
-    """The parts of a `partition`, each a transform that leaves the leaves of the others unchanged."""
-    first = next((pattern for pattern, part in parts.items() if part.reduces), None)
-    found = []
-    for pattern, part in parts.items():
-
-        def which(path: str, pattern: Patterns = pattern) -> bool:
-            return label_of(parts, path) == pattern
-
-        which.__qualname__ = repr(pattern)
-        # The lane is sent with the first part that reduces.
-        found.append(replace(masked(part, which), reduces=part.reduces if pattern == first else None))
-    return found
 
 
 def _partition_optimizers(parts: dict[Patterns, Optimizer]) -> Optimizer:

@@ -116,20 +116,6 @@ class Pieces:
         bucket = self.buckets[k]._replace(paths=(name,), offsets=(0,))
         return Pieces(self.axis, self.rank, (bucket,), (self.bounds[k],), {name: torch.Size([numel])}, frozenset())
 
-    def imbalance(self, cost: Mapping[str, float]) -> float:
-        """The largest cost of a rank over the mean; leaves that are cut cost each rank its share.
-
-        Args:
-            cost: Path -> cost of a leaf.
-        """
-        load = [0.0] * self.ranks
-        for k in range(len(self.buckets)):
-            for rank in range(self.ranks):
-                for path, (start, stop) in self.slices_in(k, rank).items():
-                    if stop and path in cost:
-                        load[rank] += cost[path] * (stop - start) / self.shapes[path].numel()
-        return max(load) * self.ranks / sum(load) if sum(load) else 1.0
-
     def pack(self, k: int, leaves: Mapping[str, Tensor]) -> Tensor:
         """A bucket's leaves as one flat tensor, with zeros between them."""
         parts = [part.reshape(-1) for part in self.with_padding(k, leaves).values()]

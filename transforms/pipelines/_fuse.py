@@ -16,7 +16,6 @@ from ..combinators._chain import LIVE, WEIGHTS
 from ..layout._bound_pieces import bind_pieces
 from ..layout._pieces import Pieces
 from ..optimizers.wrappers._mixed_precision import masters_of
-from ..plan._phases import changes_with_steps
 from ..plan._plan import make_plan
 from ..program._effect import FLUSH
 from ..program._execute import execute
@@ -28,6 +27,7 @@ from ..step_param._optimizer import Optimizer
 from ..step_param._state_fields import state_fields
 from ..transform._call import NAMES, Call
 from ..transform._lane import Lane, check_lane
+from ..transform._timing import changes_with_steps
 from ..transform._transform import Transform, check_transform
 from ..tree._check_tree import check_dense, check_same
 from ..tree._tree import State, Tree, named_leaves, plain, readable_without_sync, with_changes

@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 
 from ..axes._primitive import names
 from ..combinators._chain import chain, stages
-from ..transform._timing import children, running
+from ..transform._timing import changes_with_steps, children, running
 from ..transform._transform import Needs, Transform
 from ..transform._weights import Over
-from ._phases import changes_with_steps
 
 AXES = ("axis", "local", "node")  # the arguments of our factories that name axes
 

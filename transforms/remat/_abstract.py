@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -119,18 +118,17 @@ def _without_hooks() -> Iterator[None]:
 def _typed_errors(fn: Callable[..., Any]) -> Iterator[None]:
     """A context that says which functions cannot run without values."""
     name = getattr(fn, "__qualname__", type(fn).__name__)
-    where = f"saved_residuals, budget_bytes and min_cut run {name} on tensors without values, and it"
-    rather = "use a remat with another policy and without a budget"
+    where = f"saved_residuals runs {name} on tensors without values, and it"
     try:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        raise ValueError(f"{where} depends on the values of tensors, by {error}; {rather}") from error
+        raise ValueError(f"{where} depends on the values of tensors, by {error}") from error
     except HooksRefused as error:
-        raise ValueError(f"{where} uses torch.func, within which saved tensors are not seen; {rather}") from error
+        raise ValueError(f"{where} uses torch.func, within which saved tensors are not seen") from error
     except RuntimeError as error:
         if HOOKS_REFUSED not in str(error):
             raise
-        raise ValueError(f"{where} uses torch.func, within which saved tensors are not seen; {rather}") from error
+        raise ValueError(f"{where} uses torch.func, within which saved tensors are not seen") from error
 
 
 class _Protected(TorchDispatchMode):
@@ -167,17 +165,6 @@ class _Lent(TorchFunctionMode):
             raise DataDependentOutputException(func)
         with _disable_current_modes():
             return func(args[0].detach().clone(), *args[1:], **kwargs)
-
-
-def batches() -> int:
-    """The number of times that active vmaps run what runs now."""
-    stack = torch._C._functorch.get_interpreter_stack() or []
-    sizes = [
-        torch._C._functorch.CVmapInterpreterPtr(level).batchSize()
-        for level in stack
-        if level.key() == torch._C._functorch.TransformType.Vmap
-    ]
-    return math.prod(sizes)
 
 
 class _Like(NamedTuple):

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch.autograd.forward_ad import _set_fwd_grad_enabled  # type: ignore[attr-defined]
 
-from ._form import remembered
 from ._messages import refuse_iterators
 from ._plain import HooksRefused, PlainRegion
 from ._pullback import is_differentiable, with_graph, with_values
@@ -23,7 +22,7 @@ from .surroundings._reach import captured
 from .surroundings._result import rebuilt
 from .surroundings._surroundings import function_modes
 from .values._pinned import HOST
-from .values._policies import AtPlaces, everything_saveable, min_cut, nothing_saveable
+from .values._policies import everything_saveable, nothing_saveable
 from .values._policy import Keep, Policy
 from .values._store import Store
 
@@ -109,20 +108,13 @@ class How(NamedTuple):
     preserve_rng: bool
     early_stop: bool = True
 
-    def keeper(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Keeper | None:
+    def keeper(self) -> Keeper | None:
         """What keeps results in one call."""
-        policy = self.policy
-        if policy is nothing_saveable:
+        if self.policy is nothing_saveable:
             return None
-        if policy is min_cut:
-            from ._min_cut import minimum_cut  # here, since it takes torch's compiler, which takes seconds to import
-
-            policy = AtPlaces(
-                remembered(fn, min_cut, args, kwargs, lambda: minimum_cut(fn, self.preserve_rng, args, kwargs))
-            )
         if self.store is None:
-            return Keeper(policy, Keep.SAVE, HOST)
-        return Keeper(policy, Keep.OFFLOAD, self.store)
+            return Keeper(self.policy, Keep.SAVE, HOST)
+        return Keeper(self.policy, Keep.OFFLOAD, self.store)
 
 
 def call(fn: Callable[..., Any], how: How, args: Any, kwargs: Any) -> Any:
@@ -135,7 +127,7 @@ def call(fn: Callable[..., Any], how: How, args: Any, kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return fn(*args, **kwargs)
     found = captured(fn, args, kwargs)
-    record = Record(how.preserve_rng, found.places, how.keeper(fn, args, kwargs))
+    record = Record(how.preserve_rng, found.places, how.keeper())
     try:
         return PlainRegion(fn, args, kwargs, found, record, how.store, how.early_stop).first(args, kwargs)
     except HooksRefused:
@@ -145,7 +137,7 @@ def call(fn: Callable[..., Any], how: How, args: Any, kwargs: Any) -> Any:
 def _call_transformed(fn: Callable[..., Any], how: How, args: Any, kwargs: Any) -> Any:
     found = captured(fn, args, kwargs)
     for _ in range(_MOST):
-        record = Record(how.preserve_rng, found.places, how.keeper(fn, args, kwargs), uncached=True)
+        record = Record(how.preserve_rng, found.places, how.keeper(), uncached=True)
         region = Region(fn, args, kwargs, found, record)
         try:
             with within(region.tensors) as tensors, function_modes(()):

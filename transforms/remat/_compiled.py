@@ -13,13 +13,13 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from .._old_torch import HAS_CONSTANT_MODULES
 from .._uncompiled import uncompiled
 from .surroundings._reach import captured
-from .values._policies import everything_saveable, min_cut, nothing_saveable
+from .values._policies import everything_saveable, nothing_saveable
 from .values._policy import Keep, Policy, keep_of
 
 
 def compiled(fn: Callable[..., Any], policy: Policy, preserve_rng: bool, args: Any, kwargs: Any) -> Any:
     """Call a function in code that is being compiled."""
-    if policy in (min_cut, everything_saveable):  # torch.compile finds the cut for all that it compiles
+    if policy is everything_saveable:
         return fn(*args, **kwargs)
     if policy is nothing_saveable:
         return checkpoint(fn, *args, use_reentrant=False, preserve_rng_state=preserve_rng, **kwargs)

@@ -9,10 +9,9 @@ from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 
-from .._check import flag, whole_number
+from .._check import flag
 from .._uncompiled import uncompiled
-from ._again import How
-from ._budget import run_block, within_budget
+from ._again import How, call
 from ._compiled import compiled, reaches_state
 from .values._offload import Offload, store_for
 from .values._policies import nothing_saveable
@@ -27,7 +26,6 @@ def remat(
     policy: Policy | None = None,
     offload: Offload | None = None,
     preserve_rng: bool = True,
-    budget_bytes: int | None = None,
 ) -> F:
     """A function whose intermediate values are computed again in the backward pass instead of kept.
 
@@ -49,14 +47,10 @@ def remat(
         policy: Which results of operations to keep, by default none: `dots_saveable`, `save_only_these_names(...)` and
             others by JAX's names, or any function `(op, *args, **kwargs) -> bool` of operations of ATen.
         offload: Where kept values wait, those arguments included that are results of other operations, but no parameters:
-            "cpu" for pinned memory of the host, with copies on a stream of their own; the path of a folder, for
-            memory-mapped files without names; a codec such as `int8()`, for fewer bytes in place. By default on their
-            device; what a policy offloads by itself then waits in pinned memory.
+            "cpu" for pinned memory of the host, with copies on a stream of their own; a codec that rounds to the
+            nearest, such as `int8()`, for fewer bytes in place. By default on their device; what a policy offloads by
+            itself then waits in pinned memory.
         preserve_rng: Whether to keep the state of torch's random number generators for the second run.
-        budget_bytes: The most bytes of activations to keep for the backward pass at any time. Each `remat` that `fn` calls
-            is then a block that is kept whole, computed again as its policy says, or kept elsewhere where `offload` says
-            where; the choice takes the least time by a count of operations and bytes, and is the same on all ranks. `fn`
-            itself is not computed again.
 
     Returns:
         A function with the arguments and results of `fn`.
@@ -64,8 +58,8 @@ def remat(
     Raises:
         TypeError: no function; an `offload` of another type; raised by the call: a result that is an
             iterator; a torch.Generator used inside.
-        ValueError: a folder that does not exist; raised by the call: `fn` writes into an argument; values on the CPU that
-            "cpu" should move.
+        ValueError: a stochastic codec; raised by the call: `fn` writes into an argument; values on the CPU that "cpu"
+            should move.
         NotImplementedError: in torch.compile, a policy of one's own that offloads.
         RuntimeError: raised in the backward pass: the second run does something else than the first.
 
@@ -81,7 +75,7 @@ def remat(
     """
     if not callable(fn):
         raise TypeError(f"remat: fn must be a function, got {fn!r}")
-    run = runner_of(policy, offload, preserve_rng, budget_bytes)
+    run = runner_of(policy, offload, preserve_rng)
 
     def again(*args: Any, **kwargs: Any) -> Any:
         return run(fn, args, kwargs)
@@ -94,13 +88,12 @@ def runner_of(
     policy: Policy | None = None,
     offload: Offload | None = None,
     preserve_rng: bool = True,
-    budget_bytes: int | None = None,
     early_stop: bool = True,
 ) -> Runner:
     """What calls a function as `remat` with these arguments says.
 
     Args:
-        policy, offload, preserve_rng, budget_bytes: See `remat`.
+        policy, offload, preserve_rng: See `remat`.
         early_stop: Whether a second run in plain autograd ends once it has what gradients use.
     """
     if policy is not None and not callable(policy):
@@ -109,21 +102,15 @@ def runner_of(
     flag("early_stop", early_stop)
     chosen: Policy = nothing_saveable if policy is None else policy
     store = None if offload is None else store_for(offload)
-    if budget_bytes is not None:
-        if policy is not None:
-            raise ValueError(
-                f"remat: budget_bytes chooses what each remat inside keeps, so it takes no policy, got {policy!r}"
-            )
-        return within_budget(whole_number("budget_bytes", budget_bytes, least=0), store)
     how = How(chosen, store, preserve_rng, early_stop)
     moves = offload is not None or isinstance(policy, Named) and policy.offloads
-    eager = uncompiled(run_block)
+    eager = uncompiled(call)
 
     def run(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             if not moves and not reaches_state(fn, args, kwargs):
                 return compiled(fn, chosen, preserve_rng, args, kwargs)
             return eager(fn, how, args, kwargs)
-        return run_block(fn, how, args, kwargs)
+        return call(fn, how, args, kwargs)
 
     return run

@@ -34,7 +34,7 @@ class Residual(NamedTuple):
         shape: Its shape.
         dtype: Its dtype.
         bytes: Bytes of its memory on its device; values that share memory are one.
-        where: "device", or where it waits: "cpu", "file", or the name of a codec.
+        where: "device", or where it waits: "cpu", or the name of a codec.
         given: Whether the caller holds it too: an argument, a parameter or a buffer.
     """
 

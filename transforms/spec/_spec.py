@@ -1,6 +1,6 @@
 """The spec of a transform, as data: its name and its arguments, which include its children.
 
-The repr, equality, the JSON round trip and the fingerprint that ranks compare are computed from the spec. The decorator
+The repr, equality, the JSON form and the fingerprint that ranks compare are computed from the spec. The decorator
 `factory` adds a spec to the result of a factory.
 """
 
@@ -138,7 +138,7 @@ def spec_of_function(function: Callable[..., Any]) -> Spec:
 def factory(function: Callable[P, T]) -> Callable[P, T]:
     """Decorates a factory: its results carry a spec, with the factory's name and arguments.
 
-    The factory is registered for `from_json` under its own name, so a name can be used only once.
+    The factory is registered under its own name, so a name can be used only once.
 
     Raises:
         ValueError: another factory has this name; at a call: an argument is nested 100 deep already.

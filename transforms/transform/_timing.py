@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 if TYPE_CHECKING:
     from ._transform import Transform
 
+_STARTS = ("warmup", "start")  # arguments of a factory outside fjoin that give the step in which its messages change
+
 
 class Period(NamedTuple):
     """The calls in which a transform runs: first, first + steps, ..., counted from 0.
@@ -88,6 +90,13 @@ Timing: TypeAlias = Switch | Periodic | Windows | Changes | None
 def children(part: Any) -> list[Transform]:
     """The transforms inside another one."""
     return [child for child in part.spec.children if hasattr(child, "timing")]
+
+
+def changes_with_steps(part: Transform) -> bool:
+    """Whether a transform behaves differently in some steps."""
+    starts = [value for name, value in part.spec.args if name in _STARTS]
+    own = part.timing is not None or any(type(value) is not int or value > 0 for value in starts)
+    return own or any(changes_with_steps(child) for child in children(part))
 
 
 def running(part: Transform, step: int | None, at_end: bool = False) -> list[tuple[Transform, int | None]]:

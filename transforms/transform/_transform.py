@@ -100,8 +100,6 @@ class Transform(Specified):
         timing: When it runs those inside it, and when its messages change; None: they are the same in each step.
         wraps: "stages": it only runs those inside it, one after the other. "whole": all leaves go through the one inside.
         by_norm: For a transform that only scales all gradients by a function of their norm: that function.
-        parts: For a transform whose inner ones get some of the leaves each: from the values to the inner ones, as
-            transforms of all leaves.
         silent: Whether it is meant to send nothing, where others would warn of that.
         equalizes: Of parameters or buffers, for a transform after which the ranks have equal values in each call: from its
             state to the weight of all ranks in that call.
@@ -123,7 +121,6 @@ class Transform(Specified):
     timing: Timing = None
     wraps: Literal["stages", "whole"] | None = None
     by_norm: ByNorm | None = None
-    parts: Callable[[Tree], Sequence[Transform]] | None = None
     silent: bool = False
     equalizes: Callable[[State], Any] | None = None
     spec: Spec = Spec("")

@@ -7,7 +7,7 @@ import uuid
 import warnings
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -48,7 +48,6 @@ class Checkpoints:
         keep_every: Also keep those of steps that are multiples of this.
         background: Write while training goes on, from copies of the values; an error is raised by the next save, or `wait`, on all
             ranks.
-        replicas: Where values that should be equal differ, a save warns and notes it; "strict" also raises, once they are saved.
 
     Attributes:
         extra: What was kept beside the state in the checkpoint that has been restored.
@@ -83,7 +82,6 @@ class Checkpoints:
         keep_last: int | None = 3,
         keep_every: int | None = None,
         background: bool = False,
-        replicas: Literal["warn", "strict"] = "warn",
     ) -> None:
         for name, value in (("every", every), ("keep_last", keep_last), ("keep_every", keep_every)):
             if value is not None and (type(value) is not int or value < 1):
@@ -92,9 +90,7 @@ class Checkpoints:
         self._mesh, self._requests = self._source.mesh, self._source.requests
         self._due = Due(every, every_s, self._requests, self._mesh.rank)
         self._keep_last, self._keep_every = keep_last, keep_every
-        if replicas not in ("warn", "strict"):
-            raise ValueError(f"replicas must be 'warn' or 'strict', got {replicas!r}")
-        self._run, self.extra, self._background, self._strict = "", None, background, replicas == "strict"
+        self._run, self.extra, self._background = "", None, background
         self._saving: Save | None = None  # in the background
         self._plan: Plan | None = None
         self._back: int | None = None  # the step that was restored, until the next save
@@ -151,8 +147,6 @@ class Checkpoints:
         else:
             self.wait()
         self._due.saved()
-        if self._strict:
-            save.refuse_drift()
         return save.path
 
     def _taken(self, state: Any, extra: Any, data: Any) -> Snapshot:

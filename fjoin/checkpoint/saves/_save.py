@@ -98,13 +98,6 @@ class Save:
     def _brief(self) -> str:
         return "; ".join([*self._notes[:3], *([f"and {len(self._notes) - 3} more"] if len(self._notes) > 3 else [])])
 
-    def refuse_drift(self) -> None:
-        """Raise CheckpointError on all ranks where replicas have drifted apart."""
-        if self._notes:
-            raise CheckpointError(
-                f"step {self._step} is saved, but replicas have drifted apart: {self._brief()}", step=self._step
-            )
-
     def start(self) -> None:
         """Write in a thread; to be followed by `end` or `give_up`."""
         self._thread = threading.Thread(target=self._guarded, name="fjoin save")

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...buckets._flat_params import Storage
 from ...groups._mesh import Mesh
 from ...reducer._hook_state import HookState
-from ...transforms.combinators._norms import NormState, UpdateNormState
+from ...transforms.combinators._norms import NormState
 from ...transforms.combinators._partition import label_of
 from ...transforms.optimizers.wrappers._inject import InjectState
 from ...transforms.schedules._rates import value_at
@@ -119,11 +119,8 @@ class RecordedNorms:
             return {}
         found = dict[str, Tensor]()
         states: Any = [hook.rest if isinstance(hook, HookState) else () if callable(hook) else hook, after]
-        for node in optree.tree_leaves(states, is_leaf=lambda node: isinstance(node, NORMS)):
-            if isinstance(node, NORMS):
-                found["grad_norm" if isinstance(node, NormState) else "update_norm"] = node.norm
+        for node in optree.tree_leaves(states, is_leaf=lambda node: isinstance(node, NormState)):
+            if isinstance(node, NormState):
+                found["grad_norm"] = node.norm
         self._kept = bool(found)
         return found
-
-
-NORMS = (NormState, UpdateNormState)

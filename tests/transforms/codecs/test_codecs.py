@@ -234,7 +234,7 @@ def test_raises_on_bad_input() -> None:
 def test_a_key_is_part_of_a_codec() -> None:
     """Ranks with other keys can be distinguished; hooks key their codecs themselves."""
     one, same, other = (tx.qsgd().keyed(*key) for key in ((7, 0), (7, 0), (8, 0)))
-    assert one == same != other and one != tx.qsgd() and tx.from_json(tx.to_json(one)) == one
+    assert one == same != other and one != tx.qsgd()
     assert tx.fingerprint(one) != tx.fingerprint(other) and one.key == (7, 0) and repr(one) == "keyed(qsgd(), 7, 0)"
     raises_text(ValueError, lambda: tx.quantized_mean("data", one), "has a key", "keyed(qsgd(), 7, 0)")
     for seed in (1.5, True, None):

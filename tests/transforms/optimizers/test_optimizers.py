@@ -122,7 +122,6 @@ def test_partition_and_frozen() -> None:
     several = tx.partition({("*.bias", "scale"): tx.sgd(0.5), "*": tx.frozen()})
     out, _ = several.step(params, grads[0], several.init(params))
     assert torch.equal(out["scale"], params["scale"] - 0.5 * grads[0]["scale"])
-    assert tx.from_json(tx.to_json(several)) == several
 
 
 def test_bfloat16_parameters() -> None:

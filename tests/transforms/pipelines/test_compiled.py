@@ -87,9 +87,8 @@ def test_a_hook_is_traced_whole_on_real_ranks(pool: Any) -> None:
 
 @pytest.mark.parametrize("optimizer", [tx.sgd(0.1, momentum=0.9), tx.adamw(0.1)], ids=repr)
 def test_an_optimizer_is_traced_whole(optimizer: tx.Optimizer) -> None:
-    eagerly = tx.from_json(tx.to_json(optimizer))
     params = start()
-    want, state = eagerly.step(params, grads(0), eagerly.init(params))
+    want, state = optimizer.step(params, grads(0), optimizer.init(params))
     got, other = compiled(optimizer.step)(params, grads(0), optimizer.init(params))
     assert max_diff((want, state), (got, other)) < 1e-6
 

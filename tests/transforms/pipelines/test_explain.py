@@ -2,40 +2,43 @@
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from fjoin import transforms as tx
+from fjoin.transforms.axes.simulator import _lockstep
 from fjoin.transforms.layout._buckets import make_layout
 from tests.helpers import raises_text
+from tests.traffic import announced
 
 
 def test_explain_covers_periodic_stages() -> None:
     params = {"w": torch.zeros(1000), "b": torch.zeros(10)}
+    switch = tx.switch_after(5, tx.mean("data"), tx.every(3, tx.sum_over("data")))
     pipeline = tx.fuse(
-        tx.chain(tx.switch_after(5, tx.mean("data"), tx.every(3, tx.sum_over("data"))), tx.clip_by_global_norm(1.0)),
-        tx.partition({"b": tx.sgd(0.1), "*": tx.adam(0.1)}),
+        tx.chain(switch, tx.clip_by_global_norm(1.0)), tx.partition({"b": tx.sgd(0.1), "*": tx.adam(0.1)})
     )
-    what = tx.explain(pipeline, params, {"data": 4})
-    *others, last, lastly = [(r.stage, r.when, len(r.messages)) for r in what.rows]
-    assert [*others, *sorted([last, lastly])] == [
-        ("mean('data')", "before step 5", 1),
-        ("sum_over('data')", "from step 5, every 3 calls", 1),
-        ("clip_by_global_norm(1.0)", "each step", 0),
-        ("(the step's own counts)", "each step", 1),
-        ("adam(lr=0.1)", "each step, 1 of 2 leaves", 0),
-        ("sgd(lr=0.1)", "each step, 1 of 2 leaves", 0),
-    ]
-    text = str(what)
-    assert "psum(data)" in text and "total per rank and step" in text and "before step 5" in text
-    assert what.settled == what.rows[1:] and what.messages == 2 and "settled" in text.splitlines()[-1]
-    assert what.sent_bytes == sum(m.sent_bytes for row in what.rows[1:] for m in row.messages)
-    inside = tx.explain(tx.switch_after(5, tx.every(3, tx.mean("data")), tx.sum_over("data")), params, {"data": 4})
-    assert [row.ends for row in inside.rows if row.messages] == [True, False] and inside.messages == 1
-    assert what.rows[0].messages[0].sent_bytes == round(what.rows[0].messages[0].payload_bytes * 2 * 3 / 4)
+    for step, sends in ((0, True), (4, True), (5, False), (6, False), (7, True), (8, False)):
+        what = tx.explain(pipeline, params, {"data": 4}, at_step=step)
+        *others, last, lastly = [(r.stage, r.when, len(r.messages)) for r in what.rows]
+        assert [*others, *sorted([last, lastly])] == [
+            (repr(switch), f"step {step}", int(sends)),
+            ("clip_by_global_norm(1.0)", "each step", 0),
+            ("(the step's own counts)", f"step {step}", 1),
+            ("adam(lr=0.1)", "each step, 1 of 2 leaves", 0),
+            ("sgd(lr=0.1)", "each step, 1 of 2 leaves", 0),
+        ]
+        text = str(what)
+        assert ("psum(data)" in text) and f"step {step}" in text.splitlines()[-1]
+        assert text.splitlines()[-1].startswith("total per rank and step") and what.messages == 1 + sends
+        assert what.sent_bytes == sum(m.sent_bytes for row in what.rows for m in row.messages)
+    assert tx.explain(pipeline, params, {"data": 4}) == tx.explain(pipeline, params, {"data": 4}, at_step=0)
+    (first,) = tx.explain(pipeline, params, {"data": 4}).rows[0].messages
+    assert first.sent_bytes == round(first.payload_bytes * 2 * 3 / 4)
 
 
 def test_explain_takes_no_memory_for_huge_models() -> None:
@@ -65,65 +68,89 @@ def test_explain_finds_periodic_stages_inside_others() -> None:
     """Messages and steps do not depend on the order of two wrappers."""
     params, mean = {"w": torch.zeros(1000), "v": torch.zeros(10)}, tx.mean("data")
 
-    def rows(hook: tx.Transform) -> list[Any]:
-        return [(row.when, row.messages) for row in tx.explain(hook, params, {"data": 4}).rows if row.messages]
+    def sent(hook: tx.Transform | tx.Pipeline, step: int) -> list[Any]:
+        found = tx.explain(hook, params, {"data": 4}, at_step=step)
+        return [m for row in found.rows if row.stage[0] != "(" for m in row.messages]
 
     cast = lambda hook: tx.cast(torch.bfloat16, hook)  # noqa: E731
-    (now_and_then,) = rows(tx.every(2, cast(mean)))
-    assert now_and_then[0] == "every 2 steps" and len(now_and_then[1]) == 2
+    want = [len(sent(tx.every(2, cast(mean)), step)) for step in range(4)]
+    assert want == [0, 2, 0, 2]
     for hook in (
         cast(tx.every(2, mean)),
         tx.error_feedback(cast(tx.every(2, mean))),
         tx.masked(tx.every(2, cast(mean)), "*"),
+        cast(tx.chain(tx.clip_by_value(1.0), tx.every(2, mean))),
     ):
-        ((when, messages),) = rows(hook)
-        assert when == "every 2 steps" and [m.collective for m in messages] == [m.collective for m in now_and_then[1]]
-    assert rows(cast(tx.chain(tx.clip_by_value(1.0), tx.every(2, mean)))) == [now_and_then]
-    assert [when for when, _ in rows(cast(tx.switch_after(1, tx.noop(), mean)))] == ["from step 1"]
-    by_path = rows(tx.partition({"w": tx.every(2, mean), "*": mean}))
-    assert [(when, [m.payload_bytes for m in messages]) for when, messages in by_path] == [
-        ("every 2 steps", [4008]), ("each step", [48])
-    ]  # fmt: skip
+        assert [len(sent(hook, step)) for step in range(4)] == want
+    late = cast(tx.switch_after(1, tx.noop(), mean))
+    assert [len(sent(late, step)) for step in range(3)] == [0, 2, 2]
+    by_path = tx.partition({"w": tx.every(2, mean), "*": mean})
+    assert [[m.payload_bytes for m in sent(by_path, step)] for step in range(2)] == [[48], [4008, 48]]
     average = tx.every(2, tx.average_parameters("data"))
-    after = [when for when, _ in rows(tx.fuse(tx.noop(), tx.sgd(0.1), tx.switch_after(3, average, average)))]
-    assert after == ["each step", "before step 3, every 2 calls", "step 2", "from step 3, every 2 calls"]
-    ((when, messages),) = rows(tx.skip_if_nonfinite(tx.every(2, mean)))
-    assert when == "every 2 steps" and len(messages) == 1
+    after = tx.fuse(tx.noop(), tx.sgd(0.1), tx.switch_after(3, average, average))
+    assert [bool(sent(after, step)) for step in range(6)] == [False, True, True, False, True, False]  # step 2 flushes
+    assert [len(sent(tx.skip_if_nonfinite(tx.every(2, mean)), step)) for step in range(2)] == [0, 1]
 
 
-@pytest.mark.long
-def test_explain_of_stages_that_change_with_the_step() -> None:
-    """Each phase has a row, also inside wrappers; the first row has the whole state."""
+def test_the_last_call_of_a_window() -> None:
     params = {"w": torch.zeros(1000, 4), "v": torch.zeros(16, dtype=torch.bfloat16)}
-    grads = 4016 * 4  # in float32, momenta's dtype
+    (row,) = tx.explain(tx.accumulate(2, tx.mean("data")), params, {"data": 4}).rows
+    assert row.stage == "accumulate(2, mean('data'))" and row.when == "step 0"
+    assert 4016 * 4 + 8 <= row.state_bytes < 4016 * 4 + 30
+    assert sum(m.payload_bytes for m in row.messages) > 4000 * 4 + 16 * 2
 
-    def rows(hook: tx.Transform) -> list[Any]:
-        return list(tx.explain(hook, params, {"data": 4}).rows)
 
-    dgc = tx.dgc("data", 0.01, warmup=7)
-    for hook in (dgc, tx.masked(dgc, "*"), tx.skip_if_nonfinite(dgc)):
-        phases = rows(hook)
-        starts = ["2", "3", "5", "6", "7"]
-        assert [row.when for row in phases] == [
-            "before step 2", *(f"from step {a}, before step {b}" for a, b in itertools.pairwise(starts)), "from step 7"
-        ]  # fmt: skip
-        sent = [sum(m.payload_bytes for m in row.messages) for row in phases]
-        assert all(a > 1.3 * b for a, b in itertools.pairwise(sent)), sent
-        assert not any(row.state_bytes for row in phases[1:]) and 2 * grads <= phases[0].state_bytes < 2 * grads + 80
-        for step, phase in zip((0, 2, 3, 5, 6, 7, 100) if hook is dgc else (), [*phases, phases[-1]]):  # noqa: B905
-            (row,) = tx.explain(hook, params, {"data": 4}, at_step=step).rows
-            assert row.when == f"step {step}" and row.messages == phase.messages
-    for hook, slots in (tx.one_bit_adam("data", 3), 3):
-        first, then = rows(hook)
-        assert (first.when, then.when) == ("before step 3", "from step 3") and first.stage == then.stage == repr(hook)
-        sent, coded = (sum(m.payload_bytes for m in row.messages) for row in (first, then))
-        assert sent >= grads > 8 * coded
-        assert slots * grads <= first.state_bytes < slots * grads + 120 and not then.state_bytes
-    (row,) = rows(tx.accumulate(2, tx.mean("data")))
-    assert (row.stage, row.when) == ("mean('data')", "once in 2 calls")
-    assert grads + 8 <= row.state_bytes < grads + 30
-    assert sum(m.payload_bytes for m in row.messages) > 4000 * 4 + 16 * 2, "in the last call of a window"
-    assert [row.stage for row in rows(tx.switch_after(0, tx.noop(), tx.mean("data")))] == ["mean('data')"]
+PARAMS = {"w": torch.zeros(40, 10)}
+MEAN, INT4 = tx.mean("data"), tx.quantized_mean("data", tx.int4())
+HOOKS: dict[str, tuple[Callable[[], tx.Transform], int]] = {  # and the number of steps to take
+    "mean": (lambda: tx.mean("data"), 3),
+    "dgc": (lambda: tx.dgc("data", 0.01, warmup=7), 9),
+    "dgc, at once": (lambda: tx.dgc("data", 0.01), 3),
+    "dgc, one": (lambda: tx.dgc("data", 0.01, warmup=1), 3),
+    "power_sgd": (lambda: tx.power_sgd("data", 1, start=3, min_compression_rate=0.5), 6),
+    "batched power_sgd": (lambda: tx.batched_power_sgd("data", 1, start=2, min_compression_rate=0.5), 5),
+    "1-bit Adam": (lambda: tx.one_bit_adam("data", 4), 7),
+    "switch": (lambda: tx.switch_after(2, tx.mean("data"), tx.quantized_mean("data", tx.int8())), 5),
+    "fed back": (lambda: tx.error_feedback(tx.switch_after(3, tx.cast(torch.bfloat16, MEAN), INT4)), 6),
+}  # fmt: skip
+
+
+def sent_by(hook: tx.Transform, steps: int, monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[str, int]]]:
+    """The collectives of the first of two ranks in each step, and their bytes, as they reach the axis."""
+    seen: list[list[tuple[str, int]]] = []
+    run = _lockstep.SimulatedAxis.run
+
+    def watch(axis: Any, op: str, x: Tensor, arg: Any) -> Tensor:
+        if int(axis.index()) == 0:
+            seen[-1].append((op, x.numel() * x.element_size()))
+        return run(axis, op, x, arg)
+
+    monkeypatch.setattr(_lockstep.SimulatedAxis, "run", watch)
+
+    def one_rank(rank: int) -> None:
+        g = torch.Generator().manual_seed(rank)
+        state = hook.init(PARAMS)
+        for step in range(steps):
+            grads = {path: torch.randn(p.shape, generator=g) for path, p in PARAMS.items()}
+            if rank == 0:
+                seen.append([])
+            _, state = hook.update(grads, state, PARAMS, step=step)
+            tx.axis_index("data")
+
+    tx.simulate(one_rank, {"data": 2}, [0, 1])
+    return seen
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_messages_change_in_the_steps_in_which_they_are_said_to(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, steps = HOOKS[name]
+    sent = sent_by(make(), steps, monkeypatch)
+    tables = [tx.explain(make(), PARAMS, {"data": 2}, at_step=step) for step in range(steps)]
+    said = [announced(what) for what in tables]
+    for step in range(1, steps):
+        assert (sent[step] == sent[step - 1]) == (said[step] == said[step - 1]), step
+    assert [len(one) for one in sent] == [len(one) for one in said]
+    assert tables[0].rows[0].when == "step 0" or all(one == said[0] for one in said)
 
 
 def test_layout() -> None:

@@ -30,7 +30,6 @@ ALL: dict[str, Any] = {
     "by path": lambda: tx.partition({"w": tx.mean("data"), "*": tx.sum_over("data")}),
     "chain": lambda: tx.chain(tx.mean("data"), tx.mean("node")),
     "buffers": lambda: tx.average_buffers("data"),
-    "logged": lambda: tx.logged(tx.mean("data")),
 }
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import math
 from typing import Any
 
 import pytest
@@ -93,18 +91,6 @@ def test_tap_receives_the_gradients() -> None:
     step(step.init({"w": torch.ones(2)}), torch.tensor([3.0, 4.0]))
     assert [g["w"].tolist() for g in seen] == [[3.0, 4.0]]
     step.close()
-
-
-def test_a_logged_hook(caplog: pytest.LogCaptureFixture) -> None:
-    hook = tx.logged(tx.clip_by_value(1.0), every=2)
-    state = hook.init({"w": torch.zeros(2)})
-    with caplog.at_level(logging.INFO, logger="fjoin"):
-        for _ in range(4):
-            _, state = hook.update({"w": torch.tensor([3.0, math.inf])}, state, weight=2.0)
-    assert [r.getMessage() for r in caplog.records] == [
-        f"step {i}, w: weight 2.0, norm inf -> 1.41421, 1 not finite" for i in (2, 4)
-    ]
-    raises_text(ValueError, lambda: tx.logged(tx.noop(), every=0), "every", "0")
 
 
 def test_raises_on_bad_input() -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +13,7 @@ import fjoin
 from fjoin import transforms as tx
 from tests.helpers import raises_text
 
+pytestmark = pytest.mark.usefixtures("host")
 POLICIES = [tx.nothing_saveable, tx.dots_saveable, tx.everything_saveable]
 
 
@@ -72,53 +70,10 @@ def test_data_that_is_set_is_a_write() -> None:
     raises_text(ValueError, lambda: tx.remat(fn)(torch.ones(3, requires_grad=True) * 1), "written into its argument 0")
 
 
-@pytest.mark.parametrize("offload", ["file", tx.int8(), tx.qsgd(127)], ids=str)
+@pytest.mark.parametrize("offload", ["cpu", tx.int8()], ids=str)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_block_that_offloads_inside_another(policy: Any, offload: Any) -> None:
-    inner = tx.remat(lambda h: h.sin().tanh(), offload=tempfile.gettempdir() if offload == "file" else offload)
+    inner = tx.remat(lambda h: h.sin().tanh(), offload=offload)
     got = gradient(tx.remat(lambda h: inner(h).exp(), policy))
     want = gradient(lambda h: h.sin().tanh().exp())
-    torch.testing.assert_close(got, want, rtol=0, atol=0 if offload == "file" else 0.5)
-
-
-@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="descriptors are counted in /proc")
-def test_no_file_stays_open() -> None:
-    block = tx.remat(lambda x: x.sin().tanh(), tx.everything_saveable, tempfile.gettempdir())
-    x = torch.ones(100, requires_grad=True)
-    before, y = len(os.listdir("/proc/self/fd")), x
-    for _ in range(20):
-        y = block(y)
-    assert len(os.listdir("/proc/self/fd")) == before
-    y.sum().backward()
-
-
-def test_threads_may_plan_at_once() -> None:
-    found = []
-
-    def one() -> None:
-        layer = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
-        tx.remat(layer, tx.min_cut)(torch.ones(2, 8, requires_grad=True)).sum().backward()
-        found.append(layer[0].weight.grad is not None)
-
-    threads = [threading.Thread(target=one) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [True] * 6
-
-
-def test_more_blocks_than_planned() -> None:
-    class Model(nn.Module):
-        blocks = 2
-
-        def forward(self, x: Tensor) -> Tensor:
-            for _ in range(self.blocks):
-                x = tx.remat(torch.sin)(x)
-            return x
-
-    model = Model()
-    run = tx.remat(model, budget_bytes=10_000)
-    run(torch.ones(10, requires_grad=True) * 1)
-    model.blocks = 3
-    raises_text(RuntimeError, lambda: run(torch.ones(10, requires_grad=True) * 1), "more blocks", "anew")
+    torch.testing.assert_close(got, want, rtol=0, atol=0 if offload == "cpu" else 0.5)

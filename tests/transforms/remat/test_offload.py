@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import errno
-import os
-import subprocess
-import sys
+import functools
+import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,171 +15,92 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fjoin import transforms as tx
-from fjoin.transforms.remat.values._offload import Coded, File
+from fjoin.transforms.remat.values._offload import Coded
 from fjoin.transforms.remat.values._pinned import Host
+from fjoin.transforms.remat.values._store import Handle
 from tests.helpers import raises_text
 
 from .transformer import Count, Counted, Transformer, tokens
 
-VALUES = {
-    "float32": torch.randn(3, 4),
-    "float64": torch.randn(3, 4, dtype=torch.float64),
-    "bfloat16": torch.randn(5).bfloat16(),
-    "float8": torch.randn(5).to(torch.float8_e4m3fn),
-    "complex": torch.randn(4, dtype=torch.complex64),
-    "conjugate": torch.randn(4, dtype=torch.complex64).conj(),
-    "bool": torch.tensor([True, False]),
-    "int64": torch.arange(7),
-    "transposed": torch.randn(3, 4).t(),
-    "strided": torch.randn(8)[::2],
-    "expanded": torch.randn(3, 1).expand(3, 4),
-    "part": torch.randn(100)[7:9],
-    "number": torch.tensor(3.0),
-    "empty": torch.zeros(0, 3),
-    "large": torch.randn(100_000),
-}
+_PUT = Coded.put
 
 
-@pytest.mark.parametrize("name", VALUES)
-def test_file_returns_the_stored_value(name: str, tmp_path: Path) -> None:
-    x, store = VALUES[name], File(tmp_path)
-    (handle,) = store.put([x])
-    assert not isinstance(handle, Tensor) and handle.where == "file" and handle.size == x.nbytes and handle.held == 0
-    for _ in range(2):
-        back = handle.get()
-        assert back.dtype is x.dtype and back.shape == x.shape
-        assert torch.equal(back.resolve_conj(), x) if name != "float8" else torch.equal(back.float(), x.float())
-        if back.numel() and name != "conjugate":
-            back.zero_()  # a copy of its own
-    assert os.listdir(tmp_path) == []  # it has no name
+def test_nothing_is_left_after_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    handles: list[weakref.ref[Handle]] = []
 
+    def put(store: Coded, values: Sequence[Tensor]) -> list[Any]:
+        found = _PUT(store, values)
+        handles.extend(weakref.ref(one) for one in found if isinstance(one, Handle))
+        return found
 
-def _mapped(folder: Path) -> int:
-    """Bytes of files of a folder that this process has mapped."""
-    with open("/proc/self/maps") as lines:
-        spans = [line.split()[0].split("-") for line in lines if str(folder) in line]
-    return sum(int(end, 16) - int(start, 16) for start, end in spans)
+    monkeypatch.setattr(Coded, "put", put)
 
-
-def test_a_file_goes_with_its_value(tmp_path: Path) -> None:
-    handles: Any = File(tmp_path).put([torch.full((5000,), float(i)) for i in range(4)])
-    assert _mapped(tmp_path) == 4 * 20480
-    back = handles[1].get()
-    del handles
-    assert _mapped(tmp_path) == 0 and back[0] == 1.0
-
-
-# In a process of its own: a fork of one in which torch has begun threads for gradients may compute none.
-AFTER_A_FORK = """
-import os, sys, torch
-from fjoin import transforms as tx
-
-torch.set_num_threads(1)  # threads of OpenMP do not survive a fork
-
-x = torch.zeros(64, 64, requires_grad=True)
-out = tx.remat(lambda x: torch.tanh(torch.sin(x) * 2).exp(), tx.everything_saveable, sys.argv[1])(x)
-child = os.fork()
-if not child:  # what it does with its copies of the values does not reach the parent
-    (tx.remat(torch.exp, tx.everything_saveable, sys.argv[1])(x + 3) + out).sum().backward()
-    sys.exit()
-assert os.waitpid(child, 0)[1] == 0
-out.sum().backward()
-torch.testing.assert_close(x.grad, torch.full((64, 64), 2.0))
-"""
-
-
-def test_after_a_fork(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", AFTER_A_FORK, tmp_path], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-
-
-def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: Any) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "write", full)
-    with pytest.raises(OSError, match="No space") as caught:
-        tx.remat(torch.exp, tx.everything_saveable, tmp_path)(torch.ones(3, requires_grad=True))
-    assert str(tmp_path) in caught.value.__notes__[0] and "12 bytes" in caught.value.__notes__[0]
-
-
-def test_nothing_is_left_after_a_step(tmp_path: Path) -> None:
     def block(x: Tensor, w: Tensor) -> Tensor:
         return torch.tanh(torch.tanh(x @ w) @ w)
 
-    again = tx.remat(block, tx.everything_saveable, tmp_path)
+    again = tx.remat(block, tx.everything_saveable, tx.int8())
     x, w = torch.randn(64, 64), torch.randn(64, 64, requires_grad=True)
     for _ in range(2):
         out = again(again(x, w), w)
-        assert _mapped(tmp_path) > 0
+        assert any(one() is not None for one in handles)
         out.sum().backward()
-        assert _mapped(tmp_path) == 0  # although the graph is alive
+        assert all(one() is None for one in handles)  # although the graph is alive
 
 
-def test_twice_through_a_graph_that_is_kept(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("host")
+def test_twice_through_a_graph_that_is_kept() -> None:
     x = torch.randn(3, requires_grad=True)
-    out = tx.remat(torch.tanh, tx.everything_saveable, tmp_path)(x * 2).sum()
+    out = tx.remat(torch.tanh, tx.everything_saveable, "cpu")(x * 2).sum()
     first = torch.autograd.grad(out, x, retain_graph=True)
     torch.testing.assert_close(torch.autograd.grad(out, x), first, rtol=0, atol=0)
     with pytest.raises(RuntimeError, match="second time"):
         torch.autograd.grad(out, x)
 
 
-def test_arguments_that_are_results_wait_too_and_parameters_do_not(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("host")
+def test_arguments_that_are_results_wait_too_and_parameters_do_not() -> None:
     w, x = torch.randn(50, 50, requires_grad=True), torch.randn(20, 50)
 
     def residuals(*args: Tensor) -> dict[str, str]:
         def f(w: Tensor, x: Tensor) -> Tensor:
-            return tx.remat(lambda h, w: torch.tanh(h @ w), offload=tmp_path)(torch.sin(x @ w), w).sum()  # type: ignore[no-any-return]
+            return tx.remat(lambda h, w: torch.tanh(h @ w), offload="cpu")(torch.sin(x @ w), w).sum()  # type: ignore[no-any-return]
 
         return {one.name.split(" at ")[0]: one.where for one in tx.saved_residuals(f, *args)}
 
-    assert residuals(w, x) == {"argument 0": "device", "argument 1": "device", "sin": "file", "mm": "device"}
+    assert residuals(w, x) == {"argument 0": "device", "argument 1": "device", "sin": "cpu", "mm": "device"}
 
 
-@pytest.mark.parametrize("where", ["file", "codes"])
-def test_caller_may_write_into_offloaded_arguments(where: str, tmp_path: Path) -> None:
+def test_caller_may_write_into_offloaded_arguments() -> None:
     x = torch.randn(5, requires_grad=True)
     h = x * 2
-    offload: Any = tmp_path if where == "file" else tx.fp8()
-    out = tx.remat(lambda h: torch.tanh(h), offload=offload)(h)
+    out = tx.remat(lambda h: torch.tanh(h), offload=tx.fp8())(h)
     h.data.zero_()
     out.sum().backward()
-    want = 2 * (1 - torch.tanh(2 * x.detach()) ** 2)
-    torch.testing.assert_close(
-        x.grad, want, rtol=0.2 if where == "codes" else 1e-5, atol=0.1 if where == "codes" else 1e-6
-    )
+    torch.testing.assert_close(x.grad, 2 * (1 - torch.tanh(2 * x.detach()) ** 2), rtol=0.2, atol=0.1)
 
 
 # -- codecs -------------------------------------------------------------------------------------------------------------
 
 
-def grads(wrap: Any, seed: int = 0) -> tuple[Tensor, Tensor]:
+def grads(wrap: Any) -> tuple[Tensor, Tensor]:
     model = Transformer(4, width=32)
-    torch.manual_seed(seed)
     out = model(tokens(4, 16), wrap)
     out.backward()
     return out.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
-# The size of the mean error of the gradient, and of one error, in units of the gradient.
-BIAS = {"int8": (0.004, 0.004), "qsgd": (0.2, 0.35), "fp8": (0.015, 0.015)}
+# The size of the error of the gradient, in units of the gradient.
+BIAS = {"int8": 0.004, "fp8": 0.015}
 
 
 @pytest.mark.parametrize("name", BIAS)
 def test_the_gradients_bias(name: str) -> None:
-    codec = {"int8": tx.int8(), "qsgd": tx.qsgd(8), "fp8": tx.fp8()}[name]
+    codec = {"int8": tx.int8(), "fp8": tx.fp8()}[name]
     out, want = grads(lambda block: block)
-    coded = [grads(lambda block: tx.remat(block, tx.everything_saveable, codec), seed) for seed in (0, 1, 2, 3, 4, 0)]
-    assert torch.equal(coded.pop()[1], coded[0][1])  # a run that is resumed has the same random bits
+    coded = [grads(lambda block: tx.remat(block, tx.everything_saveable, codec)) for _ in range(2)]
+    assert torch.equal(coded[0][1], coded[1][1])
     assert all(torch.equal(one[0], out) for one in coded)  # the forward pass is exact
-    bias = torch.stack([one[1] for one in coded]).mean(0) - want
-    mean, one = (x.norm().item() / want.norm().item() for x in (bias, coded[0][1] - want))
-    assert 0 < mean < BIAS[name][0] and 0 < one < BIAS[name][1], (mean, one)
-    if codec.stochastic:
-        assert mean < 0.8 * one  # what kept values enter is not linear
-    else:
-        assert all(torch.equal(other[1], coded[0][1]) for other in coded)
+    assert 0 < (coded[0][1] - want).norm() / want.norm() < BIAS[name]
 
 
 def test_codes_take_the_predicted_bytes() -> None:
@@ -241,9 +161,12 @@ def test_torchs_own_offload_computes_again(policy: CheckpointPolicy) -> None:
     assert count.of["mm"] == 3 + (0 if policy in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE) else 2)
 
 
-def test_bad_input(tmp_path: Path) -> None:
-    raises_text(ValueError, lambda: tx.remat(torch.exp, offload="/no/such"), "/no/such", "folder that exists")
-    raises_text(TypeError, lambda: tx.remat(torch.exp, offload=3), "offload must be", "3")  # type: ignore[arg-type]
+def test_bad_input() -> None:
+    for wrong in (3, "/folder", Path("/folder")):
+        made = functools.partial(tx.remat, torch.exp, offload=wrong)  # type: ignore[arg-type]
+        raises_text(TypeError, made, "offload must be 'cpu' or a codec", str(wrong))
+    for codec in (tx.qsgd(), tx.int8(stochastic=True)):
+        raises_text(ValueError, lambda: tx.remat(torch.exp, offload=codec), "rounds to the nearest", repr(codec))  # noqa: B023
     names = tx.save_and_offload_only_these_names
     both = {"names_which_can_be_saved": ["a", "b"], "names_which_can_be_offloaded": ["b"]}
     raises_text(ValueError, lambda: names(**both), "b cannot be both")  # type: ignore[arg-type]

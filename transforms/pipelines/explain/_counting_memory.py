@@ -82,8 +82,6 @@ class CountingMemory:
         for path, leaf in named_leaves(params).items():
             check_dense(f"params[{path!r}]", leaf)
         self._notes: list[Message] = []
-        # By the identity of a stage, which is kept here: its messages, since a stage is asked for them more than once.
-        self._known: dict[tuple[Any, ...], tuple[Transform | None, tuple[Message, ...]]] = {}
         self._step, self._position = 0, 0
         self._recorders = {name: Recorder(name, n, self._notes, self.sizes) for name, n in self.sizes.items()}
         paths, leaves, _ = flatten_in_insertion_order(params)
@@ -125,14 +123,10 @@ class CountingMemory:
         Args:
             position: For a stage of the hook, or a transform that runs in its place: its number among the stages.
         """
-        part = op.parts[0] if isinstance(op, Stages) else op.part if isinstance(op, Ends) else None
-        key = type(op), id(part), step, position
-        if part is None or key not in self._known:
-            del self._notes[:]
-            self._step, self._position = step, position
-            execute((op,), self, Effect(True))
-            self._known[key] = part, tuple(self._notes)
-        return self._known[key][1]
+        del self._notes[:]
+        self._step, self._position = step, position
+        execute((op,), self, Effect(True))
+        return tuple(self._notes)
 
     def values(self, on: str, position: int = 0) -> Tree:
         """The values of a stage of the hook, or of the transform at the end of a step."""

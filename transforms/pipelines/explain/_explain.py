@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import optree
@@ -12,19 +12,15 @@ from torch import Tensor
 from ..._check import whole_number
 from ...combinators._chain import stages
 from ...layout._buckets import Bucket, bucket_sizes, make_layout
-from ...layout._pieces import Pieces
-from ...plan._phases import Phase, changes_with_steps, phases, shown
 from ...program._ops import Agree, Ends, Gather, Op, Stages, Step
-from ...remat._residuals import saved_residuals
 from ...step_param._optimizer import Optimizer
+from ...transform._timing import changes_with_steps
 from ...transform._transform import Needs, Transform, check_transform
 from ...tree._tree import Tree
 from .._pipeline import Pipeline
 from ._counting_memory import CountingMemory
 from ._explanation import Explanation as Explanation
-from ._explanation import Message, Row
-
-MOST_SHOWN = 1024  # ranks, for the time that their loads take
+from ._explanation import Row
 
 
 def explain(
@@ -33,13 +29,11 @@ def explain(
     axes: Mapping[str, int],
     *,
     bucket_bytes: int | None = None,
-    at_step: int | None = None,
+    at_step: int = 0,
     buffers: Mapping[str, Tensor] | None = None,
     on_buffers: Transform | None = None,
-    loss_fn: Callable[..., Any] | None = None,
-    batch: Any = None,
 ) -> Explanation:
-    """The messages and the state of each stage of a pipeline, per rank and step, before anything runs.
+    """The messages and the state of each stage of a pipeline in one step, per rank, before anything runs.
 
     The stages are run once on tensors without data, over axes that only record the messages; nothing is declared by
     hand. Gradients are split into the buckets of `fjoin.train_step`, and each stage runs on a bucket or on the whole
@@ -50,11 +44,9 @@ def explain(
         params: The parameters; only paths, shapes and dtypes are used.
         axes: Axis name -> number of ranks.
         bucket_bytes: As in `fjoin.train_step`; by default as is best for the device of `params`.
-        at_step: Only this step, counted from 0. By default a stage has a row for each phase with other messages, such
-            as a warm-up.
+        at_step: The step, counted from 0. Stages with a warm-up or a period may send other messages in other steps; their
+            rows say so.
         buffers, on_buffers: As in `fjoin.train_step`: the buffers, path -> tensor, and their transform.
-        loss_fn, batch: As in `fjoin.train_step`; the last row then has the bytes of activations that the backward pass
-            keeps, see `saved_residuals`.
 
     Returns:
         An `Explanation`: `print` gives a table, `rows` the figures. `sent` assumes a ring.
@@ -72,8 +64,7 @@ def explain(
     """
     if bucket_bytes is not None:
         whole_number("bucket_bytes", bucket_bytes, 1)
-    if at_step is not None:
-        whole_number("at_step", at_step, 0)
+    whole_number("at_step", at_step, 0)
     if on_buffers is not None:
         check_transform(on_buffers, "explain: on_buffers")
         if buffers is None:
@@ -86,36 +77,23 @@ def explain(
 
     sharding = pipeline.sharding if isinstance(pipeline, Pipeline) else None
     of = functools.partial(sharding.pieces, bucket_bytes=sizes[0], direct_bytes=sizes[1]) if sharding else None
-
-    def elsewhere(axes: Mapping[str, int]) -> Explanation:
-        memory = CountingMemory(pipeline, params, axes, cut, buffers, on_buffers, pieces=of)
-        return explain_memory(memory, at_step)._replace(elsewhere=elsewhere)
-
-    found = elsewhere(axes)
-    if loss_fn is None:
-        return found
-    given = (params, batch) if buffers is None else (params, buffers, batch)
-    return found._replace(residuals=saved_residuals(loss_fn, *given))
+    return explain_memory(CountingMemory(pipeline, params, axes, cut, buffers, on_buffers, pieces=of), at_step)
 
 
-def explain_memory(memory: CountingMemory, at_step: int | None = None) -> Explanation:
+def explain_memory(memory: CountingMemory, at_step: int) -> Explanation:
     """`explain` for a given memory."""
     with memory.running():
         table = _Table(memory, at_step)
-        for op in memory.programs.of(at_step or 0):
+        for op in memory.programs.of(at_step):
             table.add(op)
         return Explanation(tuple(table.rows()), memory.sizes)
 
 
 class _Table:
-    """The rows of a table, from the operations of a program.
+    """The rows of a table, from the operations of the program of a step."""
 
-    Args:
-        at_step: Only this step; None: a row for each phase of a stage.
-    """
-
-    def __init__(self, memory: CountingMemory, at_step: int | None) -> None:
-        self._memory, self._at_step = memory, at_step
+    def __init__(self, memory: CountingMemory, step: int) -> None:
+        self._memory, self._step = memory, step
         self._hook: list[Row] = []
         self._agreed: list[Row] = []
         self._stepped: list[Row] = []
@@ -136,8 +114,7 @@ class _Table:
         """Add the rows of an operation."""
         memory = self._memory
         if isinstance(op, Stages):
-            for i, part in enumerate(op.parts):
-                self._hook += self._of_stage(part, "hook", i)
+            self._hook += [self._of_stage(part, "hook", i) for i, part in enumerate(op.parts)]
         elif isinstance(op, Agree) and op.moment == "used":
             sent = memory.sent(op)
             self._agreed.append(Row("(parameters that are used)", Needs.LAYOUT, "each step", sent, 0))
@@ -146,55 +123,42 @@ class _Table:
             self._pieces.insert(0, Row("(whether all pieces are finite)", Needs.TREE, "each step", sent, 0))
         elif isinstance(op, Step) and memory.optimizer is not None:
             self._agreed = [*self._records(), *self._agreed]
-            self._stepped = _optimizer_rows(memory.optimizer, memory.own, memory.pieces)
+            self._stepped = _optimizer_rows(memory.optimizer, memory.own)
         elif isinstance(op, Ends):
             rows = self._buffers if op.on == "buffers" else self._ends
-            for part in stages(op.part):
-                rows += self._of_stage(part, op.on)
+            rows += [self._of_stage(part, op.on) for part in stages(op.part)]
         elif isinstance(op, Gather):
             self._pieces.append(self._of_gather(op))
 
-    def _of_stage(
-        self, part: Transform, on: Literal["hook", "params", "optimizer", "buffers"], at: int = 0
-    ) -> list[Row]:
-        """The rows of a transform of these values, one for each phase.
+    def _of_stage(self, part: Transform, on: Literal["hook", "params", "optimizer", "buffers"], at: int = 0) -> Row:
+        """The row of a transform of these values.
 
         Args:
             at: The position of the stage in the hook.
         """
-        memory, values = self._memory, self._memory.values(on, at)
+        memory = self._memory
+        sent = memory.sent(Stages((part,)) if on == "hook" else Ends(part, on), self._step, at)
+        return Row(repr(part), part.needs, self._when(part), sent, _state_bytes(part.init(memory.values(on, at))))
 
-        def sent(one: Transform, step: int) -> tuple[Message, ...]:
-            return memory.sent(Stages((one,)) if on == "hook" else Ends(one, on), step, at)
-
-        if part.parts is not None and self._at_step is None and changes_with_steps(part):
-            return [row for one in part.parts(values) for row in self._of_stage(one, on, at)]
-        state_bytes = _state_bytes(part.init(values))
-        rows: list[Row] = []
-        for when, step, ends in self._phases(part, sent, on != "hook"):
-            rows.append(Row(shown(part, step), part.needs, when, sent(part, step), 0 if rows else state_bytes, ends))
-        return rows
+    def _when(self, part: Transform) -> str:
+        return f"step {self._step}" if changes_with_steps(part) else "each step"
 
     def _records(self) -> list[Row]:
         """The messages that carry only the record of a step."""
         memory = self._memory
-
-        def sent(_: Any, step: int) -> tuple[tuple[Message, ...], ...]:
-            ops = [op for op in memory.programs.of(step) if isinstance(op, Agree) and op.moment in ("begin", "verdict")]
-            if memory.sums_first:  # shown with the buckets whose sums they divide
-                ops = [op for op in ops if op.late or op.moment == "verdict"]
-            found = [memory.sent(op) for op in ops]
-            return tuple(messages for messages in found if messages)
-
-        phases = self._phases(memory.hook, sent, False)
-        of_step = {step: sent(None, step) for _, step, _ in phases}
-        if len(set(of_step.values())) == 1:
-            when = "each step" if self._at_step is None else phases[0].when
-            phases = [phases[0]._replace(when=when, ends=False)]
+        ops = [
+            op
+            for op in memory.programs.of(self._step)
+            if isinstance(op, Agree)
+            and op.moment in ("begin", "verdict")
+            # Others are shown with the buckets whose sums they divide.
+            and (op.late or op.moment == "verdict" or not memory.sums_first)
+        ]
+        found = [memory.sent(op) for op in ops]
         return [
-            Row("(the step's own counts)", Needs.LAYOUT, when, messages, 0, ends)
-            for when, step, ends in phases
-            for messages in of_step[step]
+            Row("(the step's own counts)", Needs.LAYOUT, self._when(memory.hook), messages, 0)
+            for messages in found
+            if messages
         ]
 
     def _of_gather(self, op: Gather) -> Row:
@@ -206,13 +170,9 @@ class _Table:
         state = _state_bytes(sharding.init(memory.pieces, memory.own, slots))
         return Row(f"(the parameters of all ranks{codec})", Needs.LAYOUT, "each step", memory.sent(op), state)
 
-    def _phases(self, part: Transform, sends: Callable[[Transform, int], Any], at_end: bool) -> list[Phase]:
-        at = self._at_step
-        return phases(part, sends, at_end) if at is None else [Phase(f"step {at}", at)]
 
-
-def _optimizer_rows(optimizer: Optimizer, params: dict[str, Tensor], pieces: Pieces | None) -> list[Row]:
-    """One row for each different optimizer, with the number of its leaves, and how evenly the ranks share them."""
+def _optimizer_rows(optimizer: Optimizer, params: dict[str, Tensor]) -> list[Row]:
+    """One row for each different optimizer, with the number of its leaves."""
     states = optimizer.init(params)
     served: dict[int, tuple[Optimizer, list[str]]] = {}
     for path in params:
@@ -222,7 +182,7 @@ def _optimizer_rows(optimizer: Optimizer, params: dict[str, Tensor], pieces: Pie
         Row(
             repr(part),
             Needs.NOTHING if part.elementwise else Needs.LEAVES,
-            _how_many(paths, params) + _how_evenly(part, paths, pieces),
+            _how_many(paths, params),
             (),
             _state_bytes([states[path] for path in paths]),
         )
@@ -232,13 +192,6 @@ def _optimizer_rows(optimizer: Optimizer, params: dict[str, Tensor], pieces: Pie
 
 def _how_many(paths: list[str], params: dict[str, Tensor]) -> str:
     return "each step" if len(paths) == len(params) else f"each step, {len(paths)} of {len(params)} leaves"
-
-
-def _how_evenly(part: Optimizer, paths: list[str], pieces: Pieces | None) -> str:
-    if pieces is None or part.elementwise or pieces.ranks > MOST_SHOWN:
-        return ""
-    load = pieces.imbalance({path: part.cost(pieces.shapes[path]) for path in paths})
-    return f"; the largest rank {load:.2f} x the mean"
 
 
 def _state_bytes(state: Any) -> int:

@@ -224,13 +224,8 @@ def note_name(x: Tensor, name: str) -> None:
     """A value has got a name."""
     if _THREADS.keepers:
         _THREADS.keepers[-1].named(x, name)
-    note_label(x, name)
-
-
-def note_label(x: Tensor, label: str) -> None:
-    """A value has got a name that no policy sees."""
     for named, _ in _THREADS.listeners:
-        named(x, label)
+        named(x, name)
 
 
 def note_moved(x: Tensor, handle: Handle) -> None:

@@ -35,7 +35,7 @@ class _InHost(Handle):
     where = "cpu"
 
     def __init__(self, x: Tensor, stream: Any, group: _Group) -> None:
-        self.size, self._device, self._stream, self._group = x.nbytes, x.device, stream, group
+        self._device, self._stream, self._group = x.device, stream, group
         with stream:
             self._host = torch.empty_like(x, device="cpu", pin_memory=True)
             self._host.copy_(x, non_blocking=True)
@@ -79,7 +79,7 @@ class Host:
         if there and all(there):
             raise ValueError(
                 "remat: offload='cpu' moves values from an accelerator to the CPU, and these are on the CPU already; give "
-                "a folder for memory-mapped files, offload='/path', or a codec such as tx.int8()"
+                "a codec such as tx.int8()"
             )
         out: list[Tensor | Handle] = []
         for x, stays in zip(values, there, strict=True):  # kernels on a GPU have seeds on the CPU, too

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -70,34 +69,6 @@ def dots_with_no_batch_dims_saveable(op: Any, *args: Any, **kwargs: Any) -> bool
             [0.2826, 0.2826]])
     """
     return op.overloadpacket in _NO_BATCH
-
-
-def min_cut(op: Any, *args: Any, **kwargs: Any) -> bool:
-    """Keep the fewest bytes from which the backward pass can compute the rest without a product of matrices or a convolution.
-
-    The minimum cut is that of torch.compile, `functorch.compile.min_cut_rematerialization_partition`, found once for each
-    form of the arguments. The function must not write into tensors. Under vmap operations are others than in the cut, and
-    some may run again.
-
-    >>> from fjoin import transforms as tx
-    >>> w = torch.ones(2, 2)
-    >>> torch.func.grad(lambda w: tx.remat(torch.tanh, tx.min_cut)(w @ w).sum())(w)
-    tensor([[0.2826, 0.2826],
-            [0.2826, 0.2826]])
-    """
-    raise TypeError("min_cut is a policy of remat, and not to be called or put into another policy")
-
-
-class AtPlaces:
-    """A policy for one run: keep the results of the n-th run of some operations."""
-
-    def __init__(self, places: Collection[tuple[Any, int]]) -> None:
-        self._places, self._counts = places, Counter[Any]()
-
-    def __call__(self, op: Any, *args: Any, **kwargs: Any) -> bool:
-        place = op, self._counts[op]
-        self._counts[op] += 1
-        return place in self._places
 
 
 def save_only_these_names(*names: str) -> Named:

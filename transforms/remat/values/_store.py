@@ -13,13 +13,11 @@ class Handle:
     """A value that waits elsewhere.
 
     Attributes:
-        where: "cpu", "file", or the name of the codec.
+        where: "cpu", or the name of the codec.
         held: Bytes on the device that wait in its place.
-        size: Bytes of the value.
     """
 
     where: str
-    size: int
     held = 0
 
     def get(self) -> Tensor:
@@ -46,7 +44,7 @@ class Abstract(Handle):
     """A tensor without values, which could wait elsewhere."""
 
     def __init__(self, x: Tensor, where: str, held: int = 0) -> None:
-        self._x, self.where, self.held, self.size = x.detach(), where, held, x.nbytes
+        self._x, self.where, self.held = x.detach(), where, held
 
     def get(self) -> Tensor:
         return self._x.clone()

@@ -1,1 +1,0 @@
-"""The time and memory that blocks cost, and the choice of some under a budget."""
