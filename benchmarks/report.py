@@ -67,7 +67,6 @@ ROWS = [
             ("fjoin over gloo / DDP", "ours", (0.85, 0.98, 0.99, 0.97)),
             ("fjoin in shared memory / DDP", "shared", (0.75, 0.72, 0.86, 0.76)),
             ("fjoin in shared memory, ZeRO / DDP", "shared zero", (None, 0.69, 0.83, 0.69)),
-            ("DDP over the backend fjoin / DDP", "shared ddp", (None, None, None, None)),
             ("fjoin.ddp.register over gloo / DDP", "ddp our hook", (1.05, 1.00, 1.00, 1.00)),
             ("fjoin.ddp.register in shared memory / DDP", "shared our hook", (1.05, 1.00, 1.00, 1.00)),
             ("a loop of one's own, donate, over gloo / DDP", "donate", (None, 1.10, 1.08, 1.05)),

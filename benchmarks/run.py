@@ -60,7 +60,6 @@ SHARED = (
     "ours",
     "shared",
     "shared zero",
-    "shared ddp",
     "ddp our hook",
     "shared our hook",
     "donate",

@@ -197,11 +197,6 @@ def shared_mesh() -> Any:
     return fjoin.mesh({"data": -1}, transport="shared")
 
 
-def shared_ddp(name: str, batch: Any, mesh: Any) -> Variant:
-    """A DistributedDataParallel over the backend "fjoin"."""
-    return ddp(name, batch, mesh, process_group=dist.new_group(backend="fjoin"))
-
-
 def shared(name: str, batch: Any, mesh: Any, make: Callable[..., Variant] = ours, **settings: Any) -> Variant:
     """A variant whose ranks exchange gradients through shared memory."""
     return make(name, batch, shared_mesh(), **settings)
@@ -381,7 +376,6 @@ MAKE: dict[str, Callable[..., Variant]] = {
     "ddp our zero": lambda *a: ddp_zero(*a, "ours"),
     "ddp our zero hook": lambda *a: ddp_zero(*a, "hook"),
     "shared": shared,
-    "shared ddp": shared_ddp,
     "shared our hook": lambda *a: shared(*a, make=ddp, hook="ours"),
     "shared overlap_step": lambda *a: shared(*a, overlap_step=True),
     "shared zero": lambda *a: shared(*a, hook=tx.scatter_mean("data")),

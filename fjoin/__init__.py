@@ -19,7 +19,7 @@ ZeroRedundancyOptimizer             torch's ZeRO
 checkpoint_wrapper  offload_wrapper  apply_activation_checkpointing  CheckpointImpl     torch's activation checkpointing
 as_step_param                       torch's own functional optimizers in pipelines
 Checkpoints  save  load             saves a run, and resumes it to the bit
-mesh  bind                          ranks and their axes; init_process_group("fjoin") for torch's own programs on one host
+mesh  bind                          ranks and their axes
 testing                             the laws, to check custom transforms, optimizers and codecs
 transforms                          the pure part: `from fjoin import transforms as tx`
 """
@@ -63,7 +63,6 @@ from .remat._apply import apply_activation_checkpointing as apply_activation_che
 from .remat._checkpoint_wrapper import CheckpointImpl as CheckpointImpl
 from .remat._checkpoint_wrapper import checkpoint_wrapper as checkpoint_wrapper
 from .remat._checkpoint_wrapper import offload_wrapper as offload_wrapper
-from .shared_memory.backend import _process_group as _process_group  # the backend "fjoin"
 from .training._join_steps import NO_BATCH as NO_BATCH
 from .training._join_steps import JoinedLoader as JoinedLoader
 from .training._step import TrainStep as TrainStep

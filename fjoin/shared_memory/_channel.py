@@ -13,7 +13,6 @@ from torch.profiler import record_function
 
 from ..transforms._sums import widened
 from ._exchange import Exchange
-from ._flat import flat_view
 from ._links import HostLinks
 from ._packets import INLINE_BYTES
 
@@ -97,6 +96,13 @@ class HostChannel:
         bounds = [i * n // ranks for i in range(ranks + 1)]
         pieces = list(zip(bounds, bounds[1:], strict=False))
         return self.exchange(op, flat, pieces, lambda parts: combine(parts, parts, fold), pushes=True, same=same)
+
+
+def flat_view(x: Tensor) -> Tensor:
+    """The values, 1-d with stride 1: a view where the tensor is contiguous, otherwise a copy."""
+    flat = x.contiguous().reshape(-1)
+    # A tensor of at most one element is contiguous with any stride.
+    return flat if flat.stride(0) == 1 else flat.as_strided((flat.numel(),), (1,), flat.storage_offset())
 
 
 def combine(parts: Sequence[Tensor], outs: Sequence[Tensor], fold: Fold = torch.add) -> float:
