@@ -27,7 +27,6 @@ transforms                          the pure part: `from fjoin import transforms
 from . import ddp as ddp
 from . import testing as testing
 from . import transforms as transforms
-from ._errors import CaptureError as CaptureError
 from ._errors import CheckpointError as CheckpointError
 from ._errors import CollectiveTimeout as CollectiveTimeout
 from ._errors import DesyncError as DesyncError

@@ -113,7 +113,7 @@ class GroupMesh(Mesh):
         self._timeout_s = timeout_s
         backends = dict(pair.split(":") for pair in dist.get_backend_config(world_mesh).split(","))
         # Values for the host are sent from CPU memory where the backend can, so they do not wait for kernels.
-        self._elsewhere, self.nccl = backends.get("cpu", "nccl") == "nccl", "nccl" in backends.values()
+        self._elsewhere = backends.get("cpu", "nccl") == "nccl"
         self._connections, self._down = connections, False
         self._all = {id(axis): axis for axis in (*axes.values(), whole, *parts)}.values()
         self._owned, self._process = owned, os.getpid()
@@ -138,7 +138,7 @@ class GroupMesh(Mesh):
             return shared + self.group._get_sequence_number_for_group()  # type: ignore[no-any-return]
         return shared
 
-    def _called(self) -> int:
+    def calls(self) -> int:
         groups = {id(axis.group): axis.group for axis in self._all if axis.group is not None}
         calls = 0 if self._links is None else self._links.count
         for group in groups.values():
@@ -221,10 +221,7 @@ class GroupMesh(Mesh):
             self._links.close(failure)
         end = functools.partial(destroy, list(self._all), _every_axis, failure, self._process)
         if not failure:
-            self.use.free_graphs()
             return end()
-        # Beside the abort: each may wait for the other.
-        threading.Thread(target=self.use.free_graphs, daemon=True).start()
         # gloo waits for the messages under way, of which it may keep one until its time-out though the peer is gone.
         thread = threading.Thread(target=end, daemon=True)
         thread.start()

@@ -6,8 +6,6 @@ import weakref
 from functools import partial
 from typing import Any
 
-from torch import Tensor
-
 from ..agreement._agreements import Agreements
 from ..agreement._device_reads import numbers
 from ..agreement._step_check import StepCheck
@@ -27,7 +25,6 @@ from ..transforms.program._program import Programs
 from ..transforms.transform._transform import Transform
 from ._failures import CALLS
 from ._flat_memory import FlatMemory, tears
-from ._graphs import Done, Numbers, StepGraphs
 from .passes._float16 import Units
 from .passes._iteration import Iteration
 from .passes._loss import Loss, user_sums
@@ -52,7 +49,6 @@ class Run:
     ranks: int
     step_check: StepCheck
     recorded_norms: RecordedNorms
-    graphs: StepGraphs | None  # where steps are captured
 
     def __init__(
         self,
@@ -63,9 +59,7 @@ class Run:
         overlap_step: bool,
         overlap_gather: bool,
         on_buffers: Transform | None,
-        graphs: StepGraphs | None = None,
     ) -> None:
-        self.graphs = graphs
         self.pipeline, self.mesh, self.accumulate = pipeline, mesh, accumulate
         parts = parts_of(pipeline, on_buffers)
         self.on_buffers, self.ends = on_buffers, parts.transforms
@@ -102,8 +96,6 @@ class Run:
         self.passes.hooks.queue = self._queue = None
         self.deferred.clear()
         self.hook.close()
-        if self.graphs is not None:
-            self.graphs.clear()
 
     def flush(self, body: StateData) -> None:
         """Run now the transforms that would run in later steps; see `TrainStep.flush`."""
@@ -158,32 +150,26 @@ class Run:
 
         with self.mesh.traffic.span("prepare"):
             skipped: Any = 0 if self.pipeline.skips is None else body.outer.skipped
-            skipped = skipped.clone() if self.graphs is not None and isinstance(skipped, Tensor) else skipped
             others = {"ranks": self.ranks, **self._learning_rates(storage, body.step, skipped)}
             has_next = self.agreements.requests.write(iteration is not None and iteration.has_next)
-            given = Numbers(weight, self.agreements.begin(body.step, rates), has_next, body.calls)
-        run = self.kernels if self.graphs is None else partial(self.graphs.step, self)
-        done = run(body, batch, given, iteration)
+            step_id = self.agreements.begin(body.step, rates)
+        forward, grad_output, own = self._forward(body, batch, weight, body.calls, iteration)
+        with self.mesh.traffic.span("prepare"):
+            memory, program = self._begin(body, forward, grad_output, own, step_id, has_next)
+        execute(program, spanned(memory, self.mesh.traffic))
+        of_all = memory.of_all
         if iteration is not None:
-            iteration.others = lambda: self.agreements.has_next(done.of_all())
+            iteration.others = lambda: self.agreements.has_next(of_all())
         self.ends_here(body)
         body.window = {}
         body.batches += live
         body.calls, body.step = body.calls + 1, body.step + 1
-        others |= {**done.measured, **self._meter.end()}
-        summed = lambda: numbers(done.of_all(), reads.now)  # noqa: E731
-        return Metrics(body.step - 1, True, done.aux, summed, comes, others, self.mesh.rank)
-
-    def kernels(self, body: StateData, batch: Any, given: Numbers, iteration: Iteration | None) -> Done:
-        """All of a step that runs on the device of the parameters."""
-        forward, grad_output, own = self._forward(body, batch, given.weight, given.call, iteration)
-        with self.mesh.traffic.span("prepare"):
-            memory, program = self._begin(body, forward, grad_output, own, given)
-        execute(program, spanned(memory, self.mesh.traffic))
-        return Done(forward.aux, memory.of_all, memory.measured)
+        others |= {**memory.measured, **self._meter.end()}
+        summed = lambda: numbers(of_all(), reads.now)  # noqa: E731
+        return Metrics(body.step - 1, True, forward.aux, summed, comes, others, self.mesh.rank)
 
     def _forward(
-        self, body: StateData, batch: Any, weight: Any, number: Any, iteration: Iteration | None
+        self, body: StateData, batch: Any, weight: float, number: int, iteration: Iteration | None
     ) -> tuple[Forward, GradOutput, dict[str, Any]]:
         """Run the forward pass; returns it, what backward starts from, and this rank's values of the window so far."""
         hooks, span = self.passes.hooks, self.mesh.traffic.span
@@ -204,8 +190,7 @@ class Run:
             body.unit = self._units.of_window(body.storage, weight)
         self.hook.unit = body.unit
         scale = body.outer.scale if self._unscaler is not None else None
-        counts = isinstance(weight, Tensor) or weight > 0
-        share = weight if self.hook.by_weight else float(counts)
+        share = weight if self.hook.by_weight else float(weight > 0)
         grad_output = grad_output_of(loss, share, self.hook, scale, self.accumulate > 1)
         sums = {} if loss is None else user_sums(forward.aux)
         own = own_values(grad_output.share, weight, loss, sums, body.window)
@@ -220,14 +205,15 @@ class Run:
         forward: Forward,
         grad_output: GradOutput,
         own: dict[str, Any],
-        given: Numbers,
+        step_id: float,
+        has_next: float,
     ) -> tuple[FlatMemory, Program]:
         """The memory of a step that ends a window, and its program."""
         agreements, queue = self.agreements, self._queue_of(body.storage, own)
         agreements.of_all.check(own)
         record = agreements.of_hook(body.step)
-        counts = agreements.of_all.complete(own, given.step_id, given.has_next)
-        values = counts if record is agreements.of_all else record.complete(own, given.step_id)
+        counts = agreements.of_all.complete(own, step_id, has_next)
+        values = counts if record is agreements.of_all else record.complete(own, step_id)
         if self._unscaler is not None:
             self._unscaler.rest = grad_output.rest
         memory = FlatMemory(self, body, values["weight"], forward.buffers)

@@ -11,7 +11,6 @@ from ..transforms._check import flag, whole_number
 from ..transforms._foreign import remedy
 from ..transforms.pipelines._pipeline import Pipeline
 from ..transforms.transform._transform import Transform, check_transform
-from ._graphs import StepGraphs
 from ._run import Run
 from ._step import TrainStep
 from .passes._loss import Loss
@@ -29,7 +28,6 @@ def train_step(
     overlap_step: bool = False,
     overlap_gather: bool = False,
     on_buffers: Transform | None = None,
-    capture: bool = False,
 ) -> TrainStep:
     """Make the training step of this rank from a loss and a pipeline.
 
@@ -66,18 +64,12 @@ def train_step(
         on_buffers: The transform of the buffers at the end of a step: `average_buffers(axis)`,
             `broadcast_buffers(axis)`, different ones for different buffers with `partition`, or only in some steps with
             `every`. By default each rank keeps its own buffers.
-        capture: Whether the kernels of a step are captured as a graph of the device, and launched by one call: for steps whose
-            time is that of their launches on the host. Experimental: it has not run on a device yet. The first three steps on
-            batches of a form (its structure, shapes, dtypes, and its numbers and strings) run without a graph. From then on
-            `loss_fn` does not run again as Python, so it must not read values of the device, and must not depend on
-            anything but its arguments and tensors that stay where they are. `transforms.current_weight()` is a tensor in it.
 
     Returns:
         A `TrainStep`.
 
     Raises:
         TypeError, ValueError: an argument that cannot be used.
-        CaptureError: raised by the step: it cannot be captured.
 
     Same as: torch's DistributedDataParallel, Join and optimizer in one.
 
@@ -104,7 +96,6 @@ def train_step(
     flag("donate", donate)
     flag("overlap_step", overlap_step)
     flag("overlap_gather", overlap_gather)
-    flag("capture", capture)
     whole_number("accumulate", accumulate, 1)
     if bucket_bytes is not None:
         whole_number("bucket_bytes", bucket_bytes, 1)
@@ -133,9 +124,5 @@ def train_step(
             raise ValueError(
                 "on_buffers=... holds accumulate(...), but buffers cannot be accumulated; use every(steps, ...)"
             )
-    graphs = None
-    if capture:
-        others = {"accumulate": accumulate > 1, "overlap_step": overlap_step, "overlap_gather": overlap_gather}
-        graphs = StepGraphs(mesh, [name for name, on in {**others, "donate=False": not donate}.items() if on])
-    run = Run(Loss(loss_fn, weight), pipeline, mesh, accumulate, overlap_step, overlap_gather, on_buffers, graphs)
+    run = Run(Loss(loss_fn, weight), pipeline, mesh, accumulate, overlap_step, overlap_gather, on_buffers)
     return TrainStep(run, donate, bucket_bytes)
