@@ -86,8 +86,6 @@ ROWS = [
     Row("fjoin / DDP as it comes", "link", "ours", "ddp", 0.80),
     Row("fjoin / DDP with its best bucket size", "link", "ours", "ddp best", 0.97),
     Row("fjoin / bound", "link", "ours", "bound", 1.25),
-    Row("fjoin with overlap_step / DDP with its best bucket size", "link", "ours overlap_step", "ddp best", 0.97),
-    Row("fjoin with overlap_step / bound", "link", "ours overlap_step", "bound", 1.25),
     Row("bfloat16 / DDP in float32", "wire", "ours bf16", "ddp", 0.75),
     Row("bfloat16 / DDP with torch's bf16 hook", "wire", "ours bf16", "ddp bf16", 0.92),
     Row("bfloat16 / DDP with torch's bf16 hook, buckets of 5 MB", "wire", "ours bf16", "ddp bf16 5"),

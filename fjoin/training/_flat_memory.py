@@ -16,10 +16,9 @@ from ..buckets._bucket_queue import BucketQueue
 from ..buckets._gather_pieces import gather_changes_, start_gather
 from ..buckets._grad_buffer import GradBuffer
 from ..buckets._step_buckets import step_buckets
-from ..reducer._all_reduce import AllReduceHook
 from ..transforms._axis_env import bind_axes
 from ..transforms.program._effect import FLUSH, Effect
-from ..transforms.program._ops import Agree, Ends, Gather, Judge, Stages, StepEach
+from ..transforms.program._ops import Agree, Ends, Gather, Judge, Stages
 from ..transforms.transform._call import Call
 from .state._ends import run_end
 from .state._state_data import StateData
@@ -159,32 +158,6 @@ class FlatMemory:
     def step(self, effect: Effect) -> None:
         if self._decision.changes:  # in the order of the forward pass, in which the parameters are gathered
             self._step_buckets(reversed(list(enumerate(self._queue.outgoing))))
-
-    def step_each(self, op: StepEach) -> Effect:
-        """Wait for the record, then step each bucket as soon as its message has arrived."""
-        shell, body, outgoing = self._shell, self._body, self._queue.outgoing
-        hook, check = shell.hook, shell.agreements.check
-        assert isinstance(hook, AllReduceHook)
-        self.sums = sums = hook.sums()
-        self._decision = decision = check.decide(body.step, sums, [], hook.divisor(sums), hook.clip)
-        if not decision.changes:
-            for out in outgoing:
-                out.wait()
-        self._raise_or_count()
-        for i, out in enumerate(outgoing) if decision.changes else ():
-            out.wait()
-            check.grads.observe(out)
-            error = check.decide(body.step, sums, [out], 1.0, None).error
-            if error is not None:
-                for rest in outgoing:
-                    rest.wait()
-                if i == 0:  # nothing has been changed yet
-                    body.torn = ""
-                raise error
-            self._step_buckets([(i, out)])
-        if hook.clip is not None and decision.changes:
-            self._decision = decision._replace(norm=check.grads.norm_of(outgoing) / hook.divisor(sums))
-        return decision.effect
 
     def ends(self, op: Ends, effect: Effect) -> None:
         shell, body, storage = self._shell, self._body, self._body.storage

@@ -13,7 +13,6 @@ from ..agreement._step_record import own_values
 from ..buckets._bucket_queue import BucketQueue
 from ..buckets._flat_params import Storage
 from ..groups._mesh import Mesh
-from ..reducer._all_reduce import AllReduceHook
 from ..reducer._make_hook import make_hook
 from ..reducer._step_hook import StepHook
 from ..transforms.pipelines._pipeline import Pipeline, parts_of
@@ -56,7 +55,6 @@ class Run:
         pipeline: Pipeline,
         mesh: Mesh,
         accumulate: int,
-        overlap_step: bool,
         overlap_gather: bool,
         on_buffers: Transform | None,
     ) -> None:
@@ -72,10 +70,6 @@ class Run:
         self.ranks, self.step_check = self.agreements.ranks, self.agreements.check
         reduced, record = plan.reduced(0).axes, self.agreements.of_hook(0)
         self.hook: StepHook = make_hook(plan, mesh, record, self.step_check.grads, accumulate > 1)
-        direct = isinstance(self.hook, AllReduceHook) and self.hook.direct and overlap_step
-        steps_early = direct and pipeline.skips is None and reduced == self.axes
-        # Set where buckets are stepped as their messages arrive.
-        self._early: Any = self.hook if steps_early else None
         self.deferred: DeferredMessages = DeferredMessages(mesh)
         weakref.finalize(self, self.deferred.clear).atexit = False  # each message under way has a thread
         overlaps = pipeline.after is not None and pipeline.after.accepts("prefetch") and mesh.device.type == "cpu"
@@ -219,9 +213,7 @@ class Run:
         memory = FlatMemory(self, body, values["weight"], forward.buffers)
         backward = partial(self.passes.backward, forward, grad_output, body.storage)
         memory.begin(queue, backward, record, values, counts)
-        early = self._early
-        each = early is not None and self.step_check.grads.readable_without_sync(queue.outgoing)
-        return memory, self._programs.of(body.step, each and early.knows_scale(body.hook))
+        return memory, self._programs.of(body.step)
 
     def _queue_of(self, storage: Storage, own: dict[str, Any]) -> BucketQueue:
         """The queue of this step's buckets. In the first step the ranks agree on the names of the user's sums."""

@@ -25,7 +25,6 @@ def train_step(
     weight: Callable[[Any], float] | None = None,
     bucket_bytes: int | None = None,
     accumulate: int = 1,
-    overlap_step: bool = False,
     overlap_gather: bool = False,
     on_buffers: Transform | None = None,
 ) -> TrainStep:
@@ -52,11 +51,6 @@ def train_step(
         accumulate: The number of micro-batches in a step: the step is called once for each, and sends and steps in
             the last call of each window. In a loop of `join` a window at the end may be shorter, also where a rank ends in the
             middle of one; its weights count as they are.
-        overlap_step: Whether to step each bucket as soon as its message has arrived, while later messages are still
-            under way. It has an effect where the hook is a plain reduction and the tensors are on the CPU. A loss that
-            is not finite still changes nothing. A gradient that is not finite although all losses are finite is then
-            detected after earlier buckets have been stepped, and leaves a torn state. The default checks all gradients
-            before it changes anything.
         overlap_gather: With a sharded pipeline, such as `zero`, whether a step returns while the new parameters are still
             under way between ranks. In the next forward pass the first operation on a parameter waits for it, and so does
             every read of the state; views taken out of an older state do not wait. Compiled functions break their graph at
@@ -94,7 +88,6 @@ def train_step(
     if weight is not None and not callable(weight):
         raise TypeError(f"weight must be a function of the batch, or None, got {weight!r}")
     flag("donate", donate)
-    flag("overlap_step", overlap_step)
     flag("overlap_gather", overlap_gather)
     whole_number("accumulate", accumulate, 1)
     if bucket_bytes is not None:
@@ -104,11 +97,6 @@ def train_step(
         raise ValueError(
             f"overlap_gather=True: {pipeline!r} gathers no parameters as they are; it needs a sharded pipeline without gather=..., "
             f"such as zero(...)"
-        )
-    if overlap_step and pipeline.sharding is not None:
-        raise ValueError(
-            f"overlap_step=True steps buckets before all of them are known to be finite, but {pipeline.hook!r} leaves the ranks different "
-            f"pieces, and they would step apart; leave overlap_step out"
         )
     if any(part.pauses for part in pipeline.ends):
         raise ValueError(
@@ -124,5 +112,5 @@ def train_step(
             raise ValueError(
                 "on_buffers=... holds accumulate(...), but buffers cannot be accumulated; use every(steps, ...)"
             )
-    run = Run(Loss(loss_fn, weight), pipeline, mesh, accumulate, overlap_step, overlap_gather, on_buffers)
+    run = Run(Loss(loss_fn, weight), pipeline, mesh, accumulate, overlap_gather, on_buffers)
     return TrainStep(run, donate, bucket_bytes)

@@ -153,7 +153,6 @@ OPTIONS: dict[str, Case] = {
     "kept states": Case(mean, {"donate": False}),
     "kept states, feedback": Case(coded, {"donate": False}),
     "accumulated": Case(mean, {"accumulate": 2}),
-    "stepped in backward": Case(mean, {"overlap_step": True}),
     "auxiliary values": Case(mean, loss="auxiliary"),
     "remat": Case(mean, loss="remat"),
     "remat, offloaded": Case(mean, loss="offload"),

@@ -152,7 +152,6 @@ OTHERS: dict[str, Row] = {
         lambda: tx.fuse(tx.chain(tx.masked(tx.mean("local"), "layer.*"), tx.mean("node")), MOMENTUM), NODES
     ),
     "mean of means": Row(lambda: tx.fuse(tx.chain(tx.mean("local"), tx.mean("node", over="live")), MOMENTUM), NODES),
-    "overlapped step": Row(lambda: tx.fuse(MEAN, MOMENTUM), THREE, options={"overlap_step": True}, paths=ONLY_STEP),
     "overlapped gather": Row(
         lambda: tx.zero(MEAN, ADAM, "data"), THREE, options={"overlap_gather": True}, paths=ONLY_STEP
     ),

@@ -23,7 +23,7 @@ from ...optimizers.wrappers._mixed_precision import masters_of
 from ...plan._plan import make_plan, takes_flat
 from ...program._effect import Effect
 from ...program._execute import execute
-from ...program._ops import Agree, Ends, Gather, Judge, Op, Stages, StepEach
+from ...program._ops import Agree, Ends, Gather, Judge, Op, Stages
 from ...program._program import Place, Programs
 from ...step_param._state_fields import state_fields
 from ...transform._call import ALONE, Call
@@ -182,9 +182,6 @@ class CountingMemory:
         return Effect(True)
 
     def step(self, effect: Effect) -> None: ...
-
-    def step_each(self, op: StepEach) -> Effect:
-        return Effect(True)
 
     def ends(self, op: Ends, effect: Effect) -> None:
         values = self.values(op.on)
