@@ -119,7 +119,6 @@ ROWS = [
             ("zero / DDP", "ours zero", "ddp", of_ddp),
             ("zero / DDP with torch's ZeroRedundancyOptimizer", "ours zero", "ddp zero", of_zero),
             ("zero / fjoin without it", "ours zero", "ours", None),
-            ("zero with overlap_gather / zero", "ours zero overlap", "ours zero", None),
             ("DDP with torch's ZeroRedundancyOptimizer / DDP", "ddp zero", "ddp", None),
             ("DDP with fjoin's ZeroRedundancyOptimizer / DDP with torch's", "ddp our zero", "ddp zero", None),
             ("DDP with fjoin's hook_with_zero_step / DDP with torch's class", "ddp our zero hook", "ddp zero", None),

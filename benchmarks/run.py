@@ -87,7 +87,7 @@ GROUPS = {
     "slow local": Group("10m period", 4, 1, (*LOCAL, "ours int4 later"), "100mbit"),
     "zero": Group("10m", 24, 3, ZERO),
     "zero 50m": Group("50m", 16, 2, ZERO),
-    "slow zero": Group("10m period", 7, 1, (*ZERO, "ours zero overlap", "ours zero int8"), "1gbit"),
+    "slow zero": Group("10m period", 7, 1, (*ZERO, "ours zero int8"), "1gbit"),
     "power": Group("10m", 24, 2, (*DDP, "ours", *POWERS, "C", "O"), "1gbit"),
     "slow power": Group("10m", 8, 1, (*DDP, *POWERS), "100mbit"),
 }

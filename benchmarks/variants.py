@@ -368,7 +368,6 @@ MAKE: dict[str, Callable[..., Variant]] = {
     "ours int4 later": lambda *a: ours_local(*a, every=PERIOD, delay=PERIOD - 1, wire=tx.int4()),
     "ours int4 stream": lambda *a: ours_local(*a, every=48, fragments=4, delay=12, wire=tx.int4()),
     "ours zero": lambda *a: ours(*a, hook=tx.scatter_mean("data")),
-    "ours zero overlap": lambda *a: ours(*a, hook=tx.scatter_mean("data"), overlap_gather=True),
     "ours zero int8": lambda *a: ours(
         *a, hook=tx.error_feedback(tx.compress(tx.int8(), tx.scatter_mean("data"))), gather=tx.int8()
     ),
@@ -378,7 +377,6 @@ MAKE: dict[str, Callable[..., Variant]] = {
     "shared": shared,
     "shared our hook": lambda *a: shared(*a, make=ddp, hook="ours"),
     "shared zero": lambda *a: shared(*a, hook=tx.scatter_mean("data")),
-    "shared zero overlap": lambda *a: shared(*a, hook=tx.scatter_mean("data"), overlap_gather=True),
     "ours sgd": lambda *a: ours(*a, sgd=True),
     "ours join": lambda *a: ours(*a, join="even"),
     "ours join uneven": lambda *a: ours(*a, join="uneven"),

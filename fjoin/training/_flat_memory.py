@@ -16,7 +16,7 @@ from ..buckets._bucket_queue import BucketQueue
 from ..buckets._gather_pieces import gather_changes_, start_gather
 from ..buckets._grad_buffer import GradBuffer
 from ..buckets._step_buckets import step_buckets
-from ..transforms._axis_env import bind_axes
+from ..transforms._axis_env import Work, bind_axes
 from ..transforms.program._effect import FLUSH, Effect
 from ..transforms.program._ops import Agree, Ends, Gather, Judge, Stages
 from ..transforms.transform._call import Call
@@ -53,6 +53,7 @@ class FlatMemory:
         self._counts: Sums | None = None
         self._divisor: Any = 1.0
         self._decision = Decision(FLUSH)
+        self._gathers: list[Work] = []  # of parameters, under way
 
     def begin(
         self,
@@ -102,7 +103,6 @@ class FlatMemory:
             agreements.check.grads.begin(agreements.plan, body.step)
         hook.start(body.hook, storage, self._record, self._values, body.step)
         self._backward()
-        storage.arrivals.wait()
         self._queue.finish()
         return True
 
@@ -153,7 +153,7 @@ class FlatMemory:
             # such as the user's own, would silently use the new ones.
             torch.autograd.graph.increment_version(storage.flats[index])
             if shell.gathers_buckets:
-                start_gather(storage, index, shell.mesh)
+                self._start_gather(index)
 
     def step(self, effect: Effect) -> None:
         if self._decision.changes:  # in the order of the forward pass, in which the parameters are gathered
@@ -206,9 +206,14 @@ class FlatMemory:
         if not shell.gathers_buckets:
             with torch.no_grad():
                 for k in reversed(range(len(storage.layout))):
-                    start_gather(storage, k, shell.mesh)
-        if not shell.overlap_gather:
-            storage.arrivals.wait()
+                    self._start_gather(k)
+        for work in self._gathers:
+            work.wait()
+
+    def _start_gather(self, index: int) -> None:
+        work = start_gather(self._body.storage, index, self._shell.mesh)
+        if work is not None:
+            self._gathers.append(work)
 
     def keep(self, effect: Effect) -> None:
         body = self._body

@@ -44,7 +44,6 @@ class Run:
     accumulate: int
     on_buffers: Transform | None
     ends: tuple[Transform, ...]
-    overlap_gather: bool
     ranks: int
     step_check: StepCheck
     recorded_norms: RecordedNorms
@@ -55,7 +54,6 @@ class Run:
         pipeline: Pipeline,
         mesh: Mesh,
         accumulate: int,
-        overlap_gather: bool,
         on_buffers: Transform | None,
     ) -> None:
         self.pipeline, self.mesh, self.accumulate = pipeline, mesh, accumulate
@@ -64,7 +62,7 @@ class Run:
         plan = make_plan(pipeline.hook, mesh.shape, *self.ends, adds=accumulate > 1)
         self.weighs = "weight(batch)" if loss.weighs else "1 for each rank with a batch"
         self.axes: tuple[str, ...] = plan.agree
-        sharding, self.overlap_gather = pipeline.sharding, overlap_gather
+        sharding = pipeline.sharding
         self._programs = Programs(plan, parts, "buckets")
         self.agreements: Agreements = Agreements(mesh, self._programs, CALLS, norm=plan.clip is not None)
         self.ranks, self.step_check = self.agreements.ranks, self.agreements.check
@@ -95,7 +93,6 @@ class Run:
         """Run now the transforms that would run in later steps; see `TrainStep.flush`."""
         self.agreements.fit(body.storage.layout)
         self.agreements.begin_flush(body.step)
-        body.storage.arrivals.wait()
         body.storage.readers.wait()
         body.torn = tears(body.step)
         execute(self._programs.parts.ends, FlatMemory(self, body, 0.0, None), FLUSH)
@@ -107,8 +104,6 @@ class Run:
         if body.storage.layout:
             device = body.storage.layout[0].device
             body.ended = self.mesh.use.unfinished.end(body.step, device)
-            if body.ended is not None:
-                body.storage.arrivals.end(body.ended, device)
 
     def unused(self) -> list[str]:
         """The paths of the parameters that have never got a gradient on this rank."""

@@ -25,7 +25,6 @@ def train_step(
     weight: Callable[[Any], float] | None = None,
     bucket_bytes: int | None = None,
     accumulate: int = 1,
-    overlap_gather: bool = False,
     on_buffers: Transform | None = None,
 ) -> TrainStep:
     """Make the training step of this rank from a loss and a pipeline.
@@ -51,10 +50,6 @@ def train_step(
         accumulate: The number of micro-batches in a step: the step is called once for each, and sends and steps in
             the last call of each window. In a loop of `join` a window at the end may be shorter, also where a rank ends in the
             middle of one; its weights count as they are.
-        overlap_gather: With a sharded pipeline, such as `zero`, whether a step returns while the new parameters are still
-            under way between ranks. In the next forward pass the first operation on a parameter waits for it, and so does
-            every read of the state; views taken out of an older state do not wait. Compiled functions break their graph at
-            such parameters. With donate=False the copy of the state waits at once.
         on_buffers: The transform of the buffers at the end of a step: `average_buffers(axis)`,
             `broadcast_buffers(axis)`, different ones for different buffers with `partition`, or only in some steps with
             `every`. By default each rank keeps its own buffers.
@@ -88,16 +83,10 @@ def train_step(
     if weight is not None and not callable(weight):
         raise TypeError(f"weight must be a function of the batch, or None, got {weight!r}")
     flag("donate", donate)
-    flag("overlap_gather", overlap_gather)
     whole_number("accumulate", accumulate, 1)
     if bucket_bytes is not None:
         whole_number("bucket_bytes", bucket_bytes, 1)
     mesh = mesh or make_mesh({"data": -1})
-    if overlap_gather and (pipeline.sharding is None or pipeline.sharding.codec is not None):
-        raise ValueError(
-            f"overlap_gather=True: {pipeline!r} gathers no parameters as they are; it needs a sharded pipeline without gather=..., "
-            f"such as zero(...)"
-        )
     if any(part.pauses for part in pipeline.ends):
         raise ValueError(
             "after=... or on_state=... holds accumulate(...), but parameters cannot be accumulated; use every(steps, ...)"
@@ -112,5 +101,5 @@ def train_step(
             raise ValueError(
                 "on_buffers=... holds accumulate(...), but buffers cannot be accumulated; use every(steps, ...)"
             )
-    run = Run(Loss(loss_fn, weight), pipeline, mesh, accumulate, overlap_gather, on_buffers)
+    run = Run(Loss(loss_fn, weight), pipeline, mesh, accumulate, on_buffers)
     return TrainStep(run, donate, bucket_bytes)

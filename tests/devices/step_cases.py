@@ -162,11 +162,8 @@ OPTIONS: dict[str, Case] = {
     "zero, masters": Case(zero(optimizer=tx.mixed_precision(ADAM))),
     "zero, kept states": Case(zero(), {"donate": False}),
     "zero, accumulated": Case(zero(), {"accumulate": 2}),
-    "zero, late gathers": Case(zero(), {"overlap_gather": True}),
-    "zero, late gathers, kept states": Case(zero(), {"overlap_gather": True, "donate": False}),
-    "zero, late gathers, accumulated": Case(zero(), {"overlap_gather": True, "accumulate": 2}),
-    "zero, offloaded": Case(zero(), {"overlap_gather": True}, "offload"),
-    "zero, clip": Case(zero(tx.chain(tx.mean("data"), CLIP)), {"overlap_gather": True}),
+    "zero, offloaded": Case(zero(), loss="offload"),
+    "zero, clip": Case(zero(tx.chain(tx.mean("data"), CLIP))),
     "zero, coded gathers": Case(lambda: tx.fuse(tx.scatter_mean("data"), ADAM, gather=tx.int8(block=8))),
     "zero, clip of slices": Case(lambda: tx.fuse(tx.chain(tx.scatter_mean("data"), CLIP), ADAM)),
     "local SGD": Case(lambda: tx.local_sgd(ADAM, "data", 2)),
@@ -188,7 +185,6 @@ OPTIONS: dict[str, Case] = {
     "left out": Case(lambda: tx.skip_if_nonfinite(mean()), poisoned=(1, 2)),
     "left out, feedback": Case(lambda: tx.skip_if_nonfinite(coded()), poisoned=(1,)),
     "left out, zero": Case(lambda: tx.skip_if_nonfinite(zero()()), poisoned=(1,)),
-    "left out, late gathers": Case(lambda: tx.skip_if_nonfinite(zero()()), {"overlap_gather": True}, poisoned=(1,)),
     "loss scale": Case(scaled(mean), poisoned=(1, 2)),
     "loss scale, zero": Case(scaled(zero()), poisoned=(2,)),
     "loss scale, clip, kept states": Case(
@@ -200,7 +196,7 @@ OPTIONS: dict[str, Case] = {
     "a moving average of means": Case(lambda: tx.fuse(tx.mean("data"), ADAM, after=tx.ema(0.9)), {"donate": False}),
 }  # fmt: skip
 
-SOME = ["zero, late gathers", "zero, coded gathers", "DiLoCo, late, flushed", "left out, feedback", "loss scale, zero"]
+SOME = ["zero", "zero, coded gathers", "DiLoCo, late, flushed", "left out, feedback", "loss scale, zero"]
 
 # -- a run --------------------------------------------------------------------------------------------------------------
 

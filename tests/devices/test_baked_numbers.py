@@ -26,7 +26,6 @@ VERDICTS: dict[str, set[str] | str] = {
     "fed back": ENCODED | {"add.Tensor", "div_.Tensor", "full_like"},
     "power_sgd": ENCODED | {"add.Tensor"},
     "zero": PLAIN,
-    "zero, overlapped": PLAIN,
     "zero, int8 gather": PLAIN,
     "local": "other kernels",  # averages come in some steps only
     "skip": PLAIN,

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ..._taken import warn_of_module_params
 from ...buckets._aliases import copy_if_aliased
-from ...buckets._arrivals import arrived
 from ...buckets._flat_params import Storage
 from ...buckets._grad_hooks import GradHooks
 from ...groups._mesh import Mesh
@@ -77,13 +76,13 @@ class Passes:
         self, body: StateData, batch: Any, call: BoundCall, axes: dict[str, Any]
     ) -> tuple[Tensor, Any, dict[str, Tensor] | None]:
         storage = body.storage
-        params = body.rebuild(storage.arrivals.lend(storage.leaves, storage.by_bucket))
+        params = body.rebuild(dict(storage.leaves))
         with torch.enable_grad(), bind_axes(axes), bind_call(call):
             loss, aux, buffers = self._loss(params, body.buffers, batch)
         torch.clear_autocast_cache()  # an autocast around the loop would keep casts of these parameters for the next step
         if aux is not None or buffers is not None:
             aux, buffers = copy_if_aliased((aux, buffers), storage.written(bool(body.window)))
-        return arrived(loss), aux, buffers
+        return loss, aux, buffers
 
     def backward_within(self, forward: Forward, grad_output: GradOutput, storage: Storage) -> None:
         """Run the backward pass of a call within a window: gradients are added, and nothing is sent."""
