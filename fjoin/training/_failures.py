@@ -71,7 +71,6 @@ class Failures:
             self._mesh.raise_root_cause(error, self.last_step)
         except BaseException as cause:
             self._break(cause)
-            self._run.deferred.clear()  # the messages under way
             raise
 
     def leave(self, error: JoinError, agreed: bool) -> None:

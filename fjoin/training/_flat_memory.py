@@ -164,12 +164,9 @@ class FlatMemory:
         if op.on == "buffers":
             self._end_on_buffers(op, effect)
             return
-        prefetch = shell.prefetch
-        if prefetch is not None and op.on == "params" and effect is not FLUSH:
-            prefetch.advance()
         call = self._call(0.0 if self.sums is None else self.sums["weight"], effect)
         axis = None if storage.pieces is None else storage.pieces.axis
-        call = call.inside(prefetch=prefetch if effect.raises is False else None, sharded_over=axis)
+        call = call.inside(sharded_over=axis)
         states: Mapping[str, Any] = {}
         if storage.has_masters or op.on == "optimizer":
             states = storage.optimizer_states()

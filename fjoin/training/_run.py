@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from functools import partial
 from typing import Any
 
@@ -30,7 +29,6 @@ from .passes._loss import Loss, user_sums
 from .passes._loss_weight import GradOutput, Unscaler, grad_output_of
 from .passes._passes import Forward, Passes
 from .passes._spans import STEP, named, spanned
-from .state._deferred import DeferredMessages
 from .state._metrics import Metrics
 from .state._report import LearningRates, Meter, RecordedNorms
 from .state._state_data import StateData
@@ -68,10 +66,6 @@ class Run:
         self.ranks, self.step_check = self.agreements.ranks, self.agreements.check
         reduced, record = plan.reduced(0).axes, self.agreements.of_hook(0)
         self.hook: StepHook = make_hook(plan, mesh, record, self.step_check.grads, accumulate > 1)
-        self.deferred: DeferredMessages = DeferredMessages(mesh)
-        weakref.finalize(self, self.deferred.clear).atexit = False  # each message under way has a thread
-        overlaps = pipeline.after is not None and pipeline.after.accepts("prefetch") and mesh.device.type == "cpu"
-        self.prefetch: DeferredMessages | None = self.deferred if overlaps and self.deferred.travel else None
         # Whether each bucket's gather begins once it has been stepped.
         self.gathers_buckets: bool = sharding is not None and sharding.codec is None and pipeline.after is None
         self._units = Units(self.hook, self.step_check, mesh, reduced, loss.weighs and bool(reduced), accumulate)
@@ -83,10 +77,9 @@ class Run:
         self.token: object = object()  # identifies this step in its states, without keeping it alive
 
     def close(self) -> None:
-        """Free buffers and hooks, and drop the messages under way."""
+        """Free buffers and hooks."""
         self.passes.hooks.detach()
         self.passes.hooks.queue = self._queue = None
-        self.deferred.clear()
         self.hook.close()
 
     def flush(self, body: StateData) -> None:

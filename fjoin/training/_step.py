@@ -96,9 +96,7 @@ class TrainStep:
             self._in_loop.fail(error)
 
     def close(self) -> None:
-        """Free the step's buffers and hooks, and drop its messages under way; states stay readable.
-
-        A step can be called again after `close` on all ranks; then a dropped message is sent again at its use.
+        """Free the step's buffers and hooks; states stay readable, and the step can be called again on all ranks.
 
         Raises:
             NonFinite: on all ranks: a device has left out one of the last two steps.

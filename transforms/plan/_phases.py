@@ -39,7 +39,8 @@ def phases(part: Transform, sends: Callable[[Transform, int], Any], at_end: bool
         often += f", except every {other} steps" if other is not None else ""
         shift = steps * (other is not None and first % other == 0)  # to a call that runs
         inside = phases(when.transform, sends, at_end)
-        return [Phase(_both(often, inner), first + shift + step * steps, ends) for inner, step, ends in inside]
+        begin = first + shift + when.delay
+        return [Phase(_both(often, inner), begin + step * steps, ends) for inner, step, ends in inside]
     if isinstance(when, Windows):
         inside = phases(when.transform, sends, at_end)
         return [Phase(_both(f"once in {when.steps} calls", inner), step, ends) for inner, step, ends in inside]

@@ -37,7 +37,7 @@ from .._pipeline import Pipeline, parts_of
 from ._explanation import Message
 from ._meta_buckets import in_bucket, send_slices
 from ._recorder import Recorder
-from ._without_data import AtOnce, run_stage
+from ._without_data import run_stage
 
 MOST_RANKS = 2**20
 
@@ -162,7 +162,7 @@ class CountingMemory:
             self._update_buckets(part, values, call)
         else:
             params = self.own if values is self.own else self.params
-            run_stage(part, values, params, part.init(values), call.inside(prefetch=AtOnce(self._notes)))
+            run_stage(part, values, params, part.init(values), call)
         return True
 
     def observe(self) -> None: ...
@@ -186,7 +186,7 @@ class CountingMemory:
     def ends(self, op: Ends, effect: Effect) -> None:
         values = self.values(op.on)
         sharded = None if self.pieces is None or op.on == "buffers" else self.pieces.axis
-        call = Call(step=self._step).inside(prefetch=AtOnce(self._notes), persistent=True, sharded_over=sharded)
+        call = Call(step=self._step).inside(persistent=True, sharded_over=sharded)
         run_stage(op.part, values, self.params, op.part.init(values), call)
 
     def gather(self, op: Gather, effect: Effect) -> None:
