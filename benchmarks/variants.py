@@ -182,7 +182,6 @@ def ours(
         nonlocal state
         for _ in range(n):
             state, _ = step(state, batch)
-        _ = state.params  # waits for parameters that are under way
 
     def run_joined(n: int) -> None:
         nonlocal state
