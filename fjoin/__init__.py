@@ -17,7 +17,6 @@ Optimizer                           our optimizers in the shape of torch.optim's
 PeriodicModelAverager  HierarchicalModelAverager  PostLocalSGDOptimizer     torch's local SGD
 ZeroRedundancyOptimizer             torch's ZeRO
 checkpoint_wrapper  offload_wrapper  apply_activation_checkpointing  CheckpointImpl     torch's activation checkpointing
-as_step_param                       torch's own functional optimizers in pipelines
 Checkpoints  save  load             saves a run, and resumes it to the bit
 mesh  bind                          ranks and their axes
 testing                             the laws, to check custom transforms, optimizers and codecs
@@ -54,8 +53,6 @@ from .optim._averagers import HierarchicalModelAverager as HierarchicalModelAver
 from .optim._averagers import PeriodicModelAverager as PeriodicModelAverager
 from .optim._optimizer import Optimizer as Optimizer
 from .optim._post_local_sgd_optimizer import PostLocalSGDOptimizer as PostLocalSGDOptimizer
-from .optim._torch_functional import TorchState as TorchState
-from .optim._torch_functional import as_step_param as as_step_param
 from .optim.zero._zero_redundancy_optimizer import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
 from .quantization._auto_quantize import auto_quantize as auto_quantize
 from .remat._apply import apply_activation_checkpointing as apply_activation_checkpointing
