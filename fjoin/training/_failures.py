@@ -73,14 +73,10 @@ class Failures:
             self._break(cause)
             raise
 
-    def leave(self, error: JoinError, agreed: bool) -> None:
-        """Report that this rank left a loop before its end, unless all ranks left or raised at the same place.
-
-        Args:
-            agreed: Whether the others may leave it too.
-        """
+    def leave(self, error: JoinError) -> None:
+        """Report that this rank left a loop before its end, unless all ranks leave it or raised at the same place."""
         if self._broken is None and self._run.ranks > 1 and not self.together:
-            if agreed and self._mesh.leave_together(str(error)):
+            if self._mesh.leave_together(str(error)):
                 return
             self._break(error)
             self._mesh.report_failure(error, self.last_step)
