@@ -217,8 +217,7 @@ class TrainStep:
         A rank that is out of input gets its last batch again, so that the loop body's code runs; the step computes nothing for
         it and takes part with weight 0. The loop looks one batch ahead, so the ranks end together without extra messages; one
         small message at the start finds out whether any rank has a batch. The body must call the step exactly once in each
-        iteration. All ranks may leave it by break or return after the same step: a rank that leaves it, also by an exception,
-        waits until the others leave it too, or have failed.
+        iteration. All ranks may leave it after the same step: a rank that leaves it, also by an exception, waits for the others to.
 
         Args:
             loader: Any iterable of batches, of any length on each rank, 0 included. It must not write the next batch into the
