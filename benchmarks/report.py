@@ -111,7 +111,6 @@ ROWS = [
     Row("DDP with torch's PostLocalSGDOptimizer / DDP", "local", "ddp local", "ddp"),
     Row("local SGD / DDP", "slow local", "ours local", "ddp", 0.35),
     Row("DDP with torch's PostLocalSGDOptimizer / DDP", "slow local", "ddp local", "ddp"),
-    Row("streaming DiLoCo in int4 / DDP", "slow local", "ours int4 later", "ddp"),
     *(
         Row(text, group, what, base, target)
         for group, of_ddp, of_zero in (("zero", 0.97, 0.90), ("zero 50m", 0.97, 0.90), ("slow zero", None, 0.75))

@@ -84,7 +84,7 @@ GROUPS = {
     "wire": Group("10m", 24, 2, (*DDP, "ddp bf16", "ddp bf16 5", "ours", *WIRES), "1gbit"),
     "slow wire": Group("10m", 6, 1, (*DDP, "ddp bf16", "ours", *WIRES), "100mbit"),
     "local": Group("10m period", 15, 2, LOCAL),
-    "slow local": Group("10m period", 4, 1, (*LOCAL, "ours int4 later"), "100mbit"),
+    "slow local": Group("10m period", 4, 1, LOCAL, "100mbit"),
     "zero": Group("10m", 24, 3, ZERO),
     "zero 50m": Group("50m", 16, 2, ZERO),
     "slow zero": Group("10m period", 7, 1, (*ZERO, "ours zero int8"), "1gbit"),

@@ -122,12 +122,10 @@ def ddp_local(name: str, batch: Any, mesh: Any, ours: bool = False) -> Variant:
     return run, lambda: list(model.parameters())
 
 
-def ours_local(name: str, batch: Any, mesh: Any, **streaming: Any) -> Variant:
-    """Our local SGD with the schedule of torch's averager; or DiLoCo."""
+def ours_local(name: str, batch: Any, mesh: Any) -> Variant:
+    """Our local SGD with the schedule of torch's averager."""
     loss_fn, params, _ = pieces(name, tx.adamw(LR))
     pipeline = tx.fuse(tx.noop(), tx.adamw(LR), after=tx.average_every(PERIOD, "data", over="world"))
-    if streaming:
-        pipeline = tx.diloco(tx.adamw(LR), "data", mix=0.5, **streaming)
     step = fjoin.train_step(loss_fn, pipeline, mesh=mesh)
     state = step.init(params)
     del params
@@ -364,8 +362,6 @@ MAKE: dict[str, Callable[..., Variant]] = {
     "ddp local": ddp_local,
     "ddp our local": lambda *a: ddp_local(*a, ours=True),
     "ours local": ours_local,
-    "ours int4 later": lambda *a: ours_local(*a, every=PERIOD, delay=PERIOD - 1, wire=tx.int4()),
-    "ours int4 stream": lambda *a: ours_local(*a, every=48, fragments=4, delay=12, wire=tx.int4()),
     "ours zero": lambda *a: ours(*a, hook=tx.scatter_mean("data")),
     "ours zero int8": lambda *a: ours(
         *a, hook=tx.error_feedback(tx.compress(tx.int8(), tx.scatter_mean("data"))), gather=tx.int8()
