@@ -132,14 +132,14 @@ def outer_step(
         check_state(state, OuterState)
         number, named = state.step, named_leaves(values)
         state = with_changes(state, step=number + (not call.flush), weight=state.weight + check_weight(call.weight))
-        begun = [past for past in range(max(number - delay, 0), number) if period.due(past)]  # and not used yet
 
         def used(at: int) -> tuple[dict[str, Tensor], OuterState]:
             return use(named, state, call.inside(step=period.window(at)))
 
         if call.flush:
-            if begun:
-                named, state = used(begun[0])
+            waiting = [past for past in range(max(number - delay, 0), number) if period.due(past)]
+            if waiting:
+                named, state = used(waiting[0])
             if period.open(number):
                 state = change(named, state)
                 named, state = used(number + period.steps)
