@@ -2,7 +2,7 @@
 
     python benchmarks/gpu.py CHECK [--world N] [--device cuda] [--steps N] [--out FILE]
 
-CHECK is one of alive, sync, race, captured (gpu_checks.py),
+CHECK is one of alive, sync, race (gpu_checks.py),
 fail, first, late, two (gpu_failures.py), bench, launches, graph (gpu_speed.py).
 Each ends by itself within --limit seconds, with an error if it has found something wrong. `docs/gpu.md` has what was seen.
 """
@@ -19,7 +19,7 @@ import time
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:0] = [os.path.dirname(HERE), HERE]
 FILES = {
-    "gpu_checks": ("alive", "sync", "race", "captured"),
+    "gpu_checks": ("alive", "sync", "race"),
     "gpu_failures": ("fail", "first", "late", "two"),
     "gpu_speed": ("bench", "launches", "graph"),
 }
@@ -44,7 +44,6 @@ def run_ranks(args: argparse.Namespace) -> int:
             "NCCL_SOCKET_IFNAME": "lo",
             "GLOO_SOCKET_IFNAME": "lo",
             "NCCL_NVLS_ENABLE": "0",
-            "NCCL_GRAPH_REGISTER": "0",  # for steps as graphs; see docs/gpu.md
             "GPU_CHECK_RANK": "1",
         }
         ranks.append(subprocess.Popen([sys.executable, os.path.abspath(__file__), *sys.argv[1:]], env=env))

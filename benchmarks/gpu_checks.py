@@ -164,34 +164,3 @@ def race(args: Any, mesh: Any) -> None:
             )
     finally:
         GroupAxis.begin_reduce, GradBuffer.copy_grad = begin_reduce, copy_grad
-
-
-def captured(args: Any, mesh: Any) -> None:
-    """The same bits by graphs as without, on batches of two sizes, with a batch that is not finite."""
-    apply, start, _ = fjoin.functional(net(args.device))
-    plain = loss_of(apply)
-
-    def loss(params: Any, batch: Any) -> Any:
-        return plain(params, batch), {"sum": {"samples": len(batch[1])}}
-
-    def run(make: Callable[[], Any], capture: bool) -> list[Any]:
-        pipeline = tx.skip_if_nonfinite(tx.fuse(make(), tx.adamw(tx.warmup_cosine(1e-3, 2, 100))))
-        step = fjoin.train_step(loss, pipeline, mesh=mesh, weight=lambda b: float(len(b[1])), capture=capture)
-        state, seen = step.init(start), list[Any]()
-        for i in range(max(args.steps, 14)):
-            x, y = batch_of(mesh.rank, i, args.device)
-            x = x * float("nan") if i == 12 and mesh.rank == 0 else x
-            state, metrics = step(state, (x[: 64 - 16 * (i % 2)], y[: 64 - 16 * (i % 2)]))
-            seen.append({k: v for k, v in metrics.as_dict().items() if not k.startswith("rank/")})
-        out = [*(p.cpu() for p in state.params.values()), *map(repr, seen)]
-        step.close()
-        return out
-
-    for name, make in HOOKS.items():
-        if name in ("power_sgd", "left out"):  # whose messages change with the steps, and which leaves them out itself
-            continue
-        eager, graph = run(make, False), run(make, args.device == "cuda")
-        same = all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(eager, graph, strict=True))
-        near = all(torch.allclose(a, b, 1e-4, 1e-6) for a, b in zip(eager, graph, strict=True) if isinstance(a, Tensor))
-        fed_back = near and "fed back" in name  # the clip of residuals rounds in other steps
-        say(mesh, f"{name:14} {'same bits' if same else 'equal up to rounding' if fed_back else wrong('DIFFERS')}")

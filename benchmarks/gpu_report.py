@@ -43,7 +43,6 @@ PARTS: dict[str, tuple[str, list[Check]]] = {
             Check(f"{GPU} sync", "no step waits for the device", 90),
             Check(f"{GPU} sync --world 2", "the same on two ranks", 120),
             Check(f"{GPU} race --world 2", "the same bits under delays and overwritten memory", 120),
-            Check(f"{GPU} captured --world 2", "steps as graphs give the same bits", 120),
             Check(f"TORCH_CUDA_SANITIZER=1 {GPU} race --steps 3", "no report", 120),
         ],
     ),

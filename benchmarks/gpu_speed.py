@@ -57,10 +57,10 @@ def _variants(args: Any, mesh: Any, small: bool) -> dict[str, Callable[[], Calla
 
         return one
 
-    def ours(mib: int, hook: Any, opt: Any, capture: bool = False) -> Callable[[], None]:
+    def ours(mib: int, hook: Any, opt: Any) -> Callable[[], None]:
         apply, start, _ = fjoin.functional(model)
         loss_fn = lambda params, batch: loss(lambda x: apply(params, {}, x))  # noqa: E731
-        step = fjoin.train_step(loss_fn, tx.fuse(hook, opt), mesh=mesh, bucket_bytes=mib * MIB, capture=capture)
+        step = fjoin.train_step(loss_fn, tx.fuse(hook, opt), mesh=mesh, bucket_bytes=mib * MIB)
         state = step.init(start)
 
         def one() -> None:
@@ -75,7 +75,6 @@ def _variants(args: Any, mesh: Any, small: bool) -> dict[str, Callable[[], Calla
         "ddp, views": lambda: ddp(True),
         "fjoin": lambda: ours(5, mean, adamw),
         "fjoin, 25 MiB": lambda: ours(25, mean, adamw),
-        **({"captured": lambda: ours(25, mean, adamw, True)} if args.device == "cuda" else {}),
         "schedule": lambda: ours(25, mean, tx.adamw(tx.warmup_cosine(1e-4, 10, 1000))),
         "clip": lambda: ours(25, tx.chain(mean, tx.clip_by_global_norm(1.0)), adamw),
         "bf16 wire": lambda: ours(25, tx.cast(torch.bfloat16, mean), adamw),

@@ -69,7 +69,6 @@ CASES = {
     "1m": Case(lambda: mlp(256, 640, 768, 512, 10), lambda: samples(64, 256, 10), 14),
     "10m": Case(lambda: Transformer(30, 160, 4, 256), lambda: tokens(128, 256), 1),
     "10m period": Case(lambda: Transformer(30, 160, 4, 256), lambda: tokens(128, 256), 4),
-    "10m window": Case(lambda: Transformer(30, 160, 4, 256), lambda: tokens(128, 256), 48),
     "10m epoch": Case(lambda: Transformer(30, 160, 4, 256), lambda: tokens(128, 256), 14),
     "50m": Case(lambda: mlp(*[2048] * 13), lambda: samples(32, 2048, 2048), 1),
 }

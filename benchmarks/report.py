@@ -67,7 +67,6 @@ ROWS = [
             ("fjoin over gloo / DDP", "ours", (0.85, 0.98, 0.99, 0.97)),
             ("fjoin in shared memory / DDP", "shared", (0.75, 0.72, 0.86, 0.76)),
             ("fjoin in shared memory, ZeRO / DDP", "shared zero", (None, 0.69, 0.83, 0.69)),
-            ("DDP over the backend fjoin / DDP", "shared ddp", (None, None, None, None)),
             ("fjoin.ddp.register over gloo / DDP", "ddp our hook", (1.05, 1.00, 1.00, 1.00)),
             ("fjoin.ddp.register in shared memory / DDP", "shared our hook", (1.05, 1.00, 1.00, 1.00)),
             ("a loop of one's own, donate, over gloo / DDP", "donate", (None, 1.10, 1.08, 1.05)),
@@ -87,8 +86,6 @@ ROWS = [
     Row("fjoin / DDP as it comes", "link", "ours", "ddp", 0.80),
     Row("fjoin / DDP with its best bucket size", "link", "ours", "ddp best", 0.97),
     Row("fjoin / bound", "link", "ours", "bound", 1.25),
-    Row("fjoin with overlap_step / DDP with its best bucket size", "link", "ours overlap_step", "ddp best", 0.97),
-    Row("fjoin with overlap_step / bound", "link", "ours overlap_step", "bound", 1.25),
     Row("bfloat16 / DDP in float32", "wire", "ours bf16", "ddp", 0.75),
     Row("bfloat16 / DDP with torch's bf16 hook", "wire", "ours bf16", "ddp bf16", 0.92),
     Row("bfloat16 / DDP with torch's bf16 hook, buckets of 5 MB", "wire", "ours bf16", "ddp bf16 5"),
@@ -114,7 +111,6 @@ ROWS = [
     Row("DDP with torch's PostLocalSGDOptimizer / DDP", "local", "ddp local", "ddp"),
     Row("local SGD / DDP", "slow local", "ours local", "ddp", 0.35),
     Row("DDP with torch's PostLocalSGDOptimizer / DDP", "slow local", "ddp local", "ddp"),
-    Row("streaming DiLoCo in int4 / DDP", "slow local", "ours int4 later", "ddp"),
     *(
         Row(text, group, what, base, target)
         for group, of_ddp, of_zero in (("zero", 0.97, 0.90), ("zero 50m", 0.97, 0.90), ("slow zero", None, 0.75))
@@ -122,7 +118,6 @@ ROWS = [
             ("zero / DDP", "ours zero", "ddp", of_ddp),
             ("zero / DDP with torch's ZeroRedundancyOptimizer", "ours zero", "ddp zero", of_zero),
             ("zero / fjoin without it", "ours zero", "ours", None),
-            ("zero with overlap_gather / zero", "ours zero overlap", "ours zero", None),
             ("DDP with torch's ZeroRedundancyOptimizer / DDP", "ddp zero", "ddp", None),
             ("DDP with fjoin's ZeroRedundancyOptimizer / DDP with torch's", "ddp our zero", "ddp zero", None),
             ("DDP with fjoin's hook_with_zero_step / DDP with torch's class", "ddp our zero hook", "ddp zero", None),

@@ -122,12 +122,10 @@ def ddp_local(name: str, batch: Any, mesh: Any, ours: bool = False) -> Variant:
     return run, lambda: list(model.parameters())
 
 
-def ours_local(name: str, batch: Any, mesh: Any, **streaming: Any) -> Variant:
-    """Our local SGD with the schedule of torch's averager; or DiLoCo."""
+def ours_local(name: str, batch: Any, mesh: Any) -> Variant:
+    """Our local SGD with the schedule of torch's averager."""
     loss_fn, params, _ = pieces(name, tx.adamw(LR))
     pipeline = tx.fuse(tx.noop(), tx.adamw(LR), after=tx.average_every(PERIOD, "data", over="world"))
-    if streaming:
-        pipeline = tx.diloco(tx.adamw(LR), "data", mix=0.5, **streaming)
     step = fjoin.train_step(loss_fn, pipeline, mesh=mesh)
     state = step.init(params)
     del params
@@ -182,7 +180,6 @@ def ours(
         nonlocal state
         for _ in range(n):
             state, _ = step(state, batch)
-        _ = state.params  # waits for parameters that are under way
 
     def run_joined(n: int) -> None:
         nonlocal state
@@ -195,11 +192,6 @@ def ours(
 @functools.cache
 def shared_mesh() -> Any:
     return fjoin.mesh({"data": -1}, transport="shared")
-
-
-def shared_ddp(name: str, batch: Any, mesh: Any) -> Variant:
-    """A DistributedDataParallel over the backend "fjoin"."""
-    return ddp(name, batch, mesh, process_group=dist.new_group(backend="fjoin"))
 
 
 def shared(name: str, batch: Any, mesh: Any, make: Callable[..., Variant] = ours, **settings: Any) -> Variant:
@@ -370,10 +362,7 @@ MAKE: dict[str, Callable[..., Variant]] = {
     "ddp local": ddp_local,
     "ddp our local": lambda *a: ddp_local(*a, ours=True),
     "ours local": ours_local,
-    "ours int4 later": lambda *a: ours_local(*a, every=PERIOD, delay=PERIOD - 1, wire=tx.int4()),
-    "ours int4 stream": lambda *a: ours_local(*a, every=48, fragments=4, delay=12, wire=tx.int4()),
     "ours zero": lambda *a: ours(*a, hook=tx.scatter_mean("data")),
-    "ours zero overlap": lambda *a: ours(*a, hook=tx.scatter_mean("data"), overlap_gather=True),
     "ours zero int8": lambda *a: ours(
         *a, hook=tx.error_feedback(tx.compress(tx.int8(), tx.scatter_mean("data"))), gather=tx.int8()
     ),
@@ -381,13 +370,9 @@ MAKE: dict[str, Callable[..., Variant]] = {
     "ddp our zero": lambda *a: ddp_zero(*a, "ours"),
     "ddp our zero hook": lambda *a: ddp_zero(*a, "hook"),
     "shared": shared,
-    "shared ddp": shared_ddp,
     "shared our hook": lambda *a: shared(*a, make=ddp, hook="ours"),
-    "shared overlap_step": lambda *a: shared(*a, overlap_step=True),
     "shared zero": lambda *a: shared(*a, hook=tx.scatter_mean("data")),
-    "shared zero overlap": lambda *a: shared(*a, hook=tx.scatter_mean("data"), overlap_gather=True),
     "ours sgd": lambda *a: ours(*a, sgd=True),
-    "ours overlap_step": lambda *a: ours(*a, overlap_step=True),
     "ours join": lambda *a: ours(*a, join="even"),
     "ours join uneven": lambda *a: ours(*a, join="uneven"),
     "pure": pure,

@@ -17,9 +17,8 @@ Optimizer                           our optimizers in the shape of torch.optim's
 PeriodicModelAverager  HierarchicalModelAverager  PostLocalSGDOptimizer     torch's local SGD
 ZeroRedundancyOptimizer             torch's ZeRO
 checkpoint_wrapper  offload_wrapper  apply_activation_checkpointing  CheckpointImpl     torch's activation checkpointing
-as_step_param                       torch's own functional optimizers in pipelines
 Checkpoints  save  load             saves a run, and resumes it to the bit
-mesh  bind                          ranks and their axes; init_process_group("fjoin") for torch's own programs on one host
+mesh  bind                          ranks and their axes
 testing                             the laws, to check custom transforms, optimizers and codecs
 transforms                          the pure part: `from fjoin import transforms as tx`
 """
@@ -27,7 +26,6 @@ transforms                          the pure part: `from fjoin import transforms
 from . import ddp as ddp
 from . import testing as testing
 from . import transforms as transforms
-from ._errors import CaptureError as CaptureError
 from ._errors import CheckpointError as CheckpointError
 from ._errors import CollectiveTimeout as CollectiveTimeout
 from ._errors import DesyncError as DesyncError
@@ -55,15 +53,12 @@ from .optim._averagers import HierarchicalModelAverager as HierarchicalModelAver
 from .optim._averagers import PeriodicModelAverager as PeriodicModelAverager
 from .optim._optimizer import Optimizer as Optimizer
 from .optim._post_local_sgd_optimizer import PostLocalSGDOptimizer as PostLocalSGDOptimizer
-from .optim._torch_functional import TorchState as TorchState
-from .optim._torch_functional import as_step_param as as_step_param
 from .optim.zero._zero_redundancy_optimizer import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
 from .quantization._auto_quantize import auto_quantize as auto_quantize
 from .remat._apply import apply_activation_checkpointing as apply_activation_checkpointing
 from .remat._checkpoint_wrapper import CheckpointImpl as CheckpointImpl
 from .remat._checkpoint_wrapper import checkpoint_wrapper as checkpoint_wrapper
 from .remat._checkpoint_wrapper import offload_wrapper as offload_wrapper
-from .shared_memory.backend import _process_group as _process_group  # the backend "fjoin"
 from .training._join_steps import NO_BATCH as NO_BATCH
 from .training._join_steps import JoinedLoader as JoinedLoader
 from .training._step import TrainStep as TrainStep

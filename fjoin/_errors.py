@@ -64,10 +64,6 @@ class NonFinite(FjoinError):
         self.ranks, self.paths = ranks, paths
 
 
-class CaptureError(FjoinError):
-    """A step cannot be captured as a graph of the device, see `train_step`."""
-
-
 class CheckpointError(FjoinError):
     """A checkpoint cannot be written or read: a fault of the file system, damaged files, or a folder that another run uses."""
 

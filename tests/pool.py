@@ -56,7 +56,6 @@ def _worker(pipe: Connection, backend: str, index: int) -> None:
     if "nccl" in backend:
         # NCCL refuses two ranks on one GPU, unless they say that they are on two hosts.
         os.environ["NCCL_HOSTID"] = str(index)
-        os.environ["NCCL_GRAPH_REGISTER"] = "0"  # for steps as graphs
         torch.cuda.set_device(index % torch.cuda.device_count())
     while (job := pipe.recv()) is not None:
         file, name, args, rank, n, store = job

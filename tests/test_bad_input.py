@@ -114,7 +114,6 @@ MESHES: dict[str, Case] = {
 
 STEPS: dict[str, Case] = {
     "donate='yes'": (lambda: fjoin.train_step(loss, PIPE, donate="yes"), TypeError, ("donate", "'yes'")),  # type: ignore[arg-type]
-    "overlap_step=2": (lambda: fjoin.train_step(loss, PIPE, overlap_step=2), TypeError, ("overlap_step", "2")),  # type: ignore[arg-type]
     "weight=3": (lambda: fjoin.train_step(loss, PIPE, weight=3), TypeError, ("weight", "function", "3")),  # type: ignore[arg-type]
     "params=None": (lambda: run(params=None), TypeError, ("params", "None")),
     "params of a module": (lambda: run(params=model()), TypeError, ("Linear", "fjoin.functional(module)")),

@@ -31,8 +31,6 @@ ALLOWED = {
     "optim/zero/_zero_join.py": 1,  # flags are copied to a device
     "shared_memory": 1,  # memory of the host
     "testing": 3,
-    "training/passes/_forms.py": 1,  # arrays of numpy
-    "training/state/_held_states.py": 1,  # injected hyperparameters, on the host
     "training/passes/_loss_weight.py": 3,  # the scale of a 16-bit loss in an accumulation window
     "training/state/_report.py": 1,  # a number of steps, on the host
 }

@@ -27,7 +27,7 @@ def bind_call(call: BoundCall) -> Iterator[None]:
 def current_weight() -> Any:
     """This rank's weight in the current step: 0 where its batch is replayed only to match the other ranks' collectives.
 
-    A train_step binds it around `loss_fn`, as a number, or as a 0-d tensor where the step is captured; elsewhere it is 1.
+    A train_step binds it around `loss_fn`, elsewhere it is 1.
 
     >>> from fjoin import transforms as tx
     >>> tx.current_weight()
@@ -40,7 +40,7 @@ def current_call() -> Any:
     """The number of this call of a train_step, from 0: of steps, or of micro-batches where a step has several.
 
     It is part of the saved state, so random numbers that are keyed by it go on as before in a run that is resumed:
-    `tx.random.fold_in(key, tx.current_call())`. In a step that is captured it is a 0-d tensor.
+    `tx.random.fold_in(key, tx.current_call())`.
 
     Raises:
         RuntimeError: no train_step runs here.

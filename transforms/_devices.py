@@ -73,38 +73,6 @@ def to_host(x: Tensor) -> tuple[Tensor, Any]:
     return host, here(x.device)  # which need not be the current device
 
 
-def write(values: list[float], into: Tensor) -> None:
-    """Copy numbers into a vector of a device; the host does not wait."""
-    into.copy_(torch.tensor(values, dtype=into.dtype, pin_memory=True), non_blocking=True)
-
-
-def new_graph(pool: Any = None) -> Any:
-    """A graph: it takes up the kernels that are launched in the current stream within `with graph:`, and `replay` launches them.
-
-    Args:
-        pool: The memory of its tensors; that of another graph, `graph.pool()`, which never runs at the same time.
-    """
-    kind = getattr(torch.accelerator, "Graph", None)
-    return _CudaGraph(pool) if kind is None else kind(pool=pool, capture_error_mode="thread_local")
-
-
-class _CudaGraph:
-    """What `torch.accelerator.Graph` does, for releases of torch that lack it."""
-
-    def __init__(self, pool: Any) -> None:
-        self._graph, self._pool = torch.cuda.CUDAGraph(), pool
-        self.replay, self.pool, self.reset = self._graph.replay, self._graph.pool, self._graph.reset
-
-    def __enter__(self) -> None:
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        # Other threads, such as NCCL's watchdog, may go on with calls that wait.
-        self._graph.capture_begin(self._pool, capture_error_mode="thread_local")
-
-    def __exit__(self, *error: object) -> None:
-        self._graph.capture_end()
-
-
 def rng_state() -> Tensor | None:
     """The state of the current accelerator's random generator, (bytes,) uint8; None where none is in use."""
     state: Tensor | None = torch.get_device_module(current()).get_rng_state() if in_use() else None

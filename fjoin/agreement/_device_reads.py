@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -44,16 +43,6 @@ class DeviceReads:
     def __init__(self, mesh: Mesh | None) -> None:
         self._mesh: Callable[[], Mesh | None] = (lambda: None) if mesh is None else weakref.ref(mesh)
         self._under_way: list[tuple[Any, Tensor, Any]] = []
-        self._held: list[tuple[Any, Tensor]] | None = None
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[list[tuple[Any, Tensor]]]:
-        """Within a with block `add` copies nothing: its arguments are in the list that is given."""
-        self._held = held = list[tuple[Any, Tensor]]()
-        try:
-            yield held
-        finally:
-            self._held = None
 
     def add(self, what: Any, words: Tensor, event: Any = None) -> None:
         """Start copying a vector to the host.
@@ -62,9 +51,6 @@ class DeviceReads:
             what: Returned with its values.
             event: The event that ends the copy; by default that of the current stream.
         """
-        if self._held is not None:
-            self._held.append((what, words))
-            return
         if is_accelerator(words.device):
             words, event = to_host(words)
         self._under_way.append((what, words, event))

@@ -48,7 +48,6 @@ class StepIds:
         self._axes, self._ranks, self._calls = axes, ranks, calls
         self._number = 0  # of the run, among those of its mesh
         self._rates: dict[int, Rates] = {}
-        self._newest: tuple[int, Any] | None = None  # the step that began last, and its number
 
     def number(self) -> None:
         """Take the next number among the runs of the mesh; once."""
@@ -62,20 +61,11 @@ class StepIds:
         if rates or self._rates:
             self._rates[step] = tuple(rates)
             self._rates.pop(step - _KEPT, None)
-        self._newest = None
-        number = self.of(step)
-        self._newest = step, number
-        return number
+        return self.of(step)
 
-    def of(self, step: int) -> Any:
+    def of(self, step: int) -> float:
         """The number of a step that this rank has begun."""
-        if self._newest is not None and step == self._newest[0]:
-            return self._newest[1]
         return number_of(self._number, step, self._rates.get(step, ()))
-
-    def give(self, step: int, number: Any) -> None:
-        """Give the number of the step that began last in another form: a tensor, where the step is captured."""
-        self._newest = step, number
 
     @property
     def of_flush(self) -> float:

@@ -43,8 +43,7 @@ class StepRecord(Record):
 
     def check(self, values: dict[str, Any]) -> None:
         """Raise ValueError unless aux["sum"] has the names of the first step."""
-        weight = values["weight"]
-        if not isinstance(weight, Tensor) and not weight:
+        if not values["weight"]:
             return
         have, want = sorted(_sums_in(values)), self._sums
         if have != want:
@@ -52,7 +51,7 @@ class StepRecord(Record):
                 f"aux['sum'] has the names {have}, but in the first step it had {want}; they must stay the same"
             )
 
-    def complete(self, values: dict[str, Any], step_id: Any, has_next: Any = 0.0) -> dict[str, Any]:
+    def complete(self, values: dict[str, Any], step_id: float, has_next: float = 0.0) -> dict[str, Any]:
         """This rank's record, from its `own_values`.
 
         Args:
@@ -72,7 +71,7 @@ class StepRecord(Record):
         own = {name: value for name, value in values.items() if not name.startswith(NONFINITE)}
         return self.flagged(own, NONFINITE, left_out)
 
-    def once(self, sums: dict[str, Any], step_id: Any) -> dict[str, Any]:
+    def once(self, sums: dict[str, Any], step_id: float) -> dict[str, Any]:
         """The sums of one reduction.
 
         Several reductions in a row may have added up the record several times; `step_id` tells how often, and all other sums
@@ -85,7 +84,7 @@ class StepRecord(Record):
 
 
 def own_values(
-    share: Any, weight: Any, loss: Tensor | None, sums: dict[str, Any], window: dict[str, Any]
+    share: float, weight: float, loss: Tensor | None, sums: dict[str, Any], window: dict[str, Any]
 ) -> dict[str, Any]:
     """What a rank knows before its gradients, added to that of earlier calls of the window.
 

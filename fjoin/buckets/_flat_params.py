@@ -17,7 +17,6 @@ from ..transforms.optimizers.wrappers._inject import compared
 from ..transforms.optimizers.wrappers._mixed_precision import master_of
 from ..transforms.schedules._rates import check_rates
 from ..transforms.step_param._optimizer import Optimizer
-from ._arrivals import Arrivals
 from ._leaves import Leaves
 from ._readers import Readers
 from ._states_of_spans import load_span, of_one_age, places_of, states_of_span, without_empty
@@ -33,7 +32,6 @@ class Storage:
         slots: The optimizer's state of each bucket and span, on the flat range.
         pieces: The pieces of the buckets that ranks own; None where every rank steps all of them.
         readers: Those who read parameters and slots; whatever writes into them waits first.
-        arrivals: The gathers of parameters under way. Until they have arrived only this rank's pieces can be read.
         window: Leaf -> the sum of its gradients in the earlier calls of an accumulation window, in float32; of 16-bit leaves.
         exact: The exact values of this rank's piece of each bucket, where a codec sends their changes; otherwise empty.
         together: Whether one kernel steps the buckets of one optimizer, since launches cost more than memory does.
@@ -58,7 +56,6 @@ class Storage:
     ) -> None:
         self.layout, self.optimizer, self.pieces = layout, optimizer, pieces
         self.exact: list[Tensor] = []
-        self.arrivals: Arrivals = Arrivals()
         self.window: dict[Tensor, Tensor] = {}
         self.readers: Readers = Readers()
         self.together: bool = not all(is_host(bucket.device) for bucket in layout)
@@ -90,7 +87,6 @@ class Storage:
         return True
 
     def __getstate__(self) -> dict[str, Any]:
-        self.arrivals.wait()
         return {**self.__dict__, "readers": Readers()}
 
     def make_slots(self, exact: bool = False) -> None:
@@ -233,9 +229,8 @@ class Storage:
 
     def clone(self) -> Storage:
         """A copy in memory of its own, including gradients that are being accumulated."""
-        self.arrivals.wait()
         new = object.__new__(Storage)
-        new.arrivals, new.window, new.readers = Arrivals(), {}, Readers()
+        new.window, new.readers = {}, Readers()
         new.layout, new.optimizer, new.shapes, new.float16 = self.layout, self.optimizer, self.shapes, self.float16
         new.together = self.together
         new.pieces, new.exact = self.pieces, [own.clone() for own in self.exact]

@@ -19,14 +19,15 @@ from ._aliases import assign_
 from ._flat_params import Storage
 
 
-def start_gather(storage: Storage, k: int, mesh: Mesh) -> None:
-    """Start filling a bucket of parameters from all ranks' pieces, in place."""
-    pieces = storage.pieces
+def start_gather(storage: Storage, k: int, mesh: Mesh) -> Work | None:
+    """Start filling a bucket of parameters from all ranks' pieces, in place; None where one rank has all of them."""
+    pieces, work = storage.pieces, None
     assert pieces is not None
     if pieces.ranks > 1:
-        storage.arrivals.add(k, _start(mesh.axes[pieces.axis], storage.flats[k], pieces.bounds[k], pieces.rank))
+        work = _start(mesh.axes[pieces.axis], storage.flats[k], pieces.bounds[k], pieces.rank)
     # A graph that needs the old values must see that they have changed.
     torch.autograd.graph.increment_version(storage.by_bucket[k])
+    return work
 
 
 def _start(axis: Axis, flat: Tensor, bounds: tuple[int, ...], rank: int) -> Work:

@@ -18,7 +18,7 @@ class Leaves:
 
     Gradients arrive in the stream of a leaf's node. Each forward pass makes a new node unless the old one is still
     referenced; with the references here the gradients of a bucket all arrive in one stream. In another stream than that torch
-    warns of them, and cannot capture them in a graph: then leaves are made anew.
+    warns of them: then leaves are made anew.
 
     Attributes:
         by_path: Path -> leaf, in the order of `shapes`.

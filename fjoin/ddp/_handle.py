@@ -78,7 +78,6 @@ class Handle:
         if self._run.pipeline_step is None:
             raise TypeError("only a pipeline has parameters to average; a hook alone is registered")
         self._run.flush()
-        self._run.left.steps = 0
 
     def explain(self, at_step: int = 0) -> Explanation:
         """The messages of a synchronised backward pass, as by `fjoin.transforms.explain`; also before any pass.

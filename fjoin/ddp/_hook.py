@@ -17,7 +17,6 @@ from ..agreement._step_ids import Calls
 from ..buckets._aliases import copy_if_aliased
 from ..groups._mesh import Mesh
 from ..reducer._bucket_stages import BucketStages
-from ..training._left_open import LeftOpen
 from ..training.passes._spans import spanned
 from ..transforms._axis_env import bind_axes
 from ..transforms._devices import is_accelerator
@@ -99,7 +98,6 @@ class DDPRun:
         self.is_sum: bool = plan.reduce is not None and len(self.stages.parts) == 1
         self.step = 0
         self.total: TotalWeight = TotalWeight(self.agreements.check, waits=pipeline is not None)
-        self.left: LeftOpen = LeftOpen(self, pipeline.ends if pipeline else (), "handle.flush()")
         self.loaded: bool = False  # whether a state has been loaded since the last pass
         self.pending: float | None = None  # the weight for the next synchronised pass
         self.weight: float = 1.0
@@ -156,7 +154,6 @@ class DDPRun:
                     self._finish()
         except BaseException as error:
             self._forget()
-            self.left.failed = True
             failure = self.mesh.root_cause(error, self.step)
             try:
                 if isinstance(failure, (PeerLost, CollectiveTimeout)):
@@ -227,7 +224,6 @@ class DDPRun:
         assert self._memory is not None
         execute(self._late, spanned(self._memory, self.mesh.traffic), Effect(True))
         self.step += 1
-        self.left.steps = self.step
         self._buckets = tuple(out.bucket for out in self.outs)
         for future, out in zip(self._futures, self.outs, strict=True):
             future.set_result(out.buffer if out.scattered else out.grads)

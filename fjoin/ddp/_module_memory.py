@@ -18,7 +18,7 @@ from ..reducer._all_reduce import power_near
 from ..training.state._ends import run_end
 from ..transforms._axis_env import bind_axes
 from ..transforms.program._effect import FLUSH, Effect
-from ..transforms.program._ops import Agree, Ends, Gather, Judge, Stages, StepEach
+from ..transforms.program._ops import Agree, Ends, Gather, Judge, Stages
 from ..transforms.reductions._reduction import MeanState
 from ..transforms.transform._call import Call
 from ..transforms.transform._weights import divisor_of
@@ -195,9 +195,6 @@ class ModuleMemory:
             if used is None or path in used
         ]
         step.stepper.step(items, grad_scale=scale, found_inf=decision.found_inf)
-
-    def step_each(self, op: StepEach) -> Effect:
-        raise NotImplementedError("a module's parameters are stepped after its last bucket")
 
     def ends(self, op: Ends, effect: Effect) -> None:
         run, step = self._run, self._step

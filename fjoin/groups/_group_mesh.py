@@ -8,7 +8,7 @@ import functools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ from ._mesh import Mesh
 from ._teardown import destroy
 from .axes._axis import GroupAxis
 from .axes._host_axis import HostAxis
-from .axes._hosts_axis import HostsAxis
 from .axes._traffic import Traffic
 from .failures._connections import Connections, shut
 from .failures._device_wait import comes
@@ -48,7 +47,6 @@ class GroupMesh(Mesh):
         connections: The connections of these groups, where these are known.
         owned: Whether the groups were made for this mesh, so that they are destroyed with it.
         links: The connections to the ranks of this host; None where all messages use the groups.
-        halves: For axes over several hosts, by name, "" for all ranks: the group inside this host, and that across hosts.
     """
 
     def __init__(
@@ -61,7 +59,6 @@ class GroupMesh(Mesh):
         connections: Connections,
         owned: bool = True,
         links: HostLinks | None = None,
-        halves: Mapping[str, Any] | None = None,
     ) -> None:
         self._store, name = Store(), world_mesh.group_name  # a name that is the same on all ranks
         self._ranks = ranks = dist.get_process_group_ranks(world_mesh)
@@ -77,7 +74,7 @@ class GroupMesh(Mesh):
             others = [ranks.index(rank) for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
             return lambda: failures.raise_if_any(others)
 
-        parts, traffic = list[GroupAxis](), Traffic()
+        traffic = Traffic()
 
         def cause(error: BaseException) -> BaseException:
             return failures.root_cause(error, None)
@@ -88,14 +85,6 @@ class GroupMesh(Mesh):
             members = dist.get_process_group_ranks(group)
             if links is not None and links.reach(members):
                 return HostAxis(links, number, members, group, ordered, joint, check, cause, traffic, name)
-            if links is not None and halves and halves.get(name):
-                local, others = halves[name]
-                here = dist.get_process_group_ranks(local)
-                counted: Any = {"traffic": traffic, "name": name}
-                inside = HostAxis(links, number, here, local, check=check, cause=cause, **counted)
-                across = GroupAxis(others, check=check, cause=cause, **counted)
-                parts.extend((inside, across))
-                return HostsAxis(inside, across, group, ordered, joint, check, cause, traffic, name)
             return GroupAxis(group, ordered, joint, check, cause, traffic, name)
 
         self._look, self._links = look(world_mesh), links
@@ -113,9 +102,9 @@ class GroupMesh(Mesh):
         self._timeout_s = timeout_s
         backends = dict(pair.split(":") for pair in dist.get_backend_config(world_mesh).split(","))
         # Values for the host are sent from CPU memory where the backend can, so they do not wait for kernels.
-        self._elsewhere, self.nccl = backends.get("cpu", "nccl") == "nccl", "nccl" in backends.values()
+        self._elsewhere = backends.get("cpu", "nccl") == "nccl"
         self._connections, self._down = connections, False
-        self._all = {id(axis): axis for axis in (*axes.values(), whole, *parts)}.values()
+        self._all = {id(axis): axis for axis in (*axes.values(), whole)}.values()
         self._owned, self._process = owned, os.getpid()
         if links is not None:
             links.report = lambda error: failures.report(error, None)
@@ -138,7 +127,7 @@ class GroupMesh(Mesh):
             return shared + self.group._get_sequence_number_for_group()  # type: ignore[no-any-return]
         return shared
 
-    def _called(self) -> int:
+    def calls(self) -> int:
         groups = {id(axis.group): axis.group for axis in self._all if axis.group is not None}
         calls = 0 if self._links is None else self._links.count
         for group in groups.values():
@@ -221,10 +210,7 @@ class GroupMesh(Mesh):
             self._links.close(failure)
         end = functools.partial(destroy, list(self._all), _every_axis, failure, self._process)
         if not failure:
-            self.use.free_graphs()
             return end()
-        # Beside the abort: each may wait for the other.
-        threading.Thread(target=self.use.free_graphs, daemon=True).start()
         # gloo waits for the messages under way, of which it may keep one until its time-out though the peer is gone.
         thread = threading.Thread(target=end, daemon=True)
         thread.start()

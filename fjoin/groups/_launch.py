@@ -1,8 +1,7 @@
-"""The place of this process among those that a launcher has started: torchrun, Slurm's srun, or mpirun."""
+"""The place of this process among those that a launcher has started: torchrun, Slurm's srun, or mpirun of Open MPI or MPICH."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -17,7 +16,7 @@ class Launch(NamedTuple):
 
 
 class _Variables(NamedTuple):
-    """The names of a launcher's variables; "" for those that it does not set."""
+    """The names of a launcher's variables."""
 
     launcher: str
     rank: str
@@ -35,23 +34,8 @@ _LAUNCHERS = (
         "OMPI_COMM_WORLD_LOCAL_RANK",
         "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
-    _Variables(
-        "MVAPICH's mpirun",
-        "MV2_COMM_WORLD_RANK",
-        "MV2_COMM_WORLD_SIZE",
-        "MV2_COMM_WORLD_LOCAL_RANK",
-        "MV2_COMM_WORLD_LOCAL_SIZE",
-    ),
     _Variables("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     _Variables("Slurm's srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
-    _Variables("PALS' mpiexec", "PALS_RANKID", "", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
-    _Variables("a launcher with PMIx", "PMIX_RANK", "", "", ""),
-    _Variables("Flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", ""),
-    _Variables(
-        "jsrun", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE"
-    ),
-    # Without the variables of a step it is a batch script itself, which is task 0 of its allocation.
-    _Variables("Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
 )
 
 _ALONE = (
@@ -82,20 +66,11 @@ def read_launch(environ: Mapping[str, str]) -> Launch | None:
             f"WORLD_SIZE are not set, {_ALONE}"
         )
     for of in _LAUNCHERS:
-        size = _number(environ, of.size or of.local_size, "1")
-        allocated = of.rank not in environ and of.launcher.startswith("Slurm")  # and no task of it
-        if size <= 1 or allocated:
+        size = _number(environ, of.size, "1")
+        if size <= 1:
             continue
-        if of.rank not in environ or not of.size:
-            missing = of.size or "the number of all its processes" if of.rank in environ else of.rank
-            raise ValueError(f"{of.size or of.local_size}={size} is set, but {missing} is not, {_ALONE}")
-        if of.launcher == "Slurm" and environ[of.rank] == "0":
-            warnings.warn(
-                f"this process runs alone, though its Slurm job has {environ[of.size]} tasks; start it by srun or torchrun to train on "
-                f"all of them, or set RANK=0 and WORLD_SIZE=1 to say that it is meant to",
-                stacklevel=3,
-            )
-            return None
+        if of.rank not in environ:
+            raise ValueError(f"{of.size}={size} is set, but {of.rank} is not, {_ALONE}")
         lacks = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]
         if lacks:
             raise ValueError(
@@ -104,11 +79,11 @@ def read_launch(environ: Mapping[str, str]) -> Launch | None:
                 f"port there, the same for all, or start the program by torchrun"
             )
         return _checked(environ, *of[1:])
-    if any(of.rank in environ and of.size and environ.get(of.size) == "1" for of in _LAUNCHERS):
+    if any(of.rank in environ and environ.get(of.size) == "1" for of in _LAUNCHERS):
         return None  # what else is set is of a launcher around that one
     for of in _LAUNCHERS:
         if (rank := _number(environ, of.rank, "0")) > 0:
-            of_size = f"{of.size} is {environ.get(of.size) or 'not set'}" if of.size else "nothing says of how many"
+            of_size = f"{of.size} is {environ.get(of.size) or 'not set'}"
             raise ValueError(f"{of.launcher} has started this process as {of.rank}={rank}, but {of_size}, {_ALONE}")
     return None
 

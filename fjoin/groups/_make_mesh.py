@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._errors import JoinError
-from ..shared_memory._hosts import split_by_host
 from ..transforms import _devices
 from ..transforms._axis_env import One, bound
 from ..transforms._check import flag, is_number
@@ -23,7 +22,7 @@ from ._from_group import TIMEOUT_S, mesh_from_group
 from ._group_mesh import ENDED, MESHES
 from ._launch import Launch, read_launch
 from ._mesh import Mesh, SimulatedMesh
-from ._rendezvous import Connected, limited, meet_and_connect
+from ._rendezvous import limited, meet_and_connect
 from ._transport import chosen_transport
 
 _SHORTEST, _LONGEST = 1e-3, 1e8  # seconds, the range of the backends' clocks
@@ -106,20 +105,17 @@ def mesh(
     grid = torch.arange(dist.get_world_size()).reshape(tuple(sizes.values()))
     timeout = datetime.timedelta(seconds=timeout_s)
 
-    def connect(hosts: Mapping[int, str]) -> Connected:
-        groups, splits, me = {}, {}, dist.get_rank()
+    def connect() -> dict[str, Any]:
+        groups, me = {}, dist.get_rank()
         lines = {name: grid.movedim(dim, -1).reshape(-1, sizes[name]).tolist() for dim, name in enumerate(sizes)}
         if len(sizes) > 1:
             lines[""] = [grid.flatten().tolist()]
         for name, all_of in lines.items():
             for line in all_of:
-                group, parts = dist.new_group(line, timeout=timeout), split_by_host(line, hosts)
-                made = [[(part, dist.new_group(part, timeout=timeout)) for part in half] for half in parts]
+                group = dist.new_group(line, timeout=timeout)
                 if me in line:
                     groups[name] = group
-                    if parts[0]:
-                        splits[name] = tuple(next(g for part, g in half if me in part) for half in made)
-        return groups, splits
+        return groups
 
     return meet_and_connect(sizes, grid, connect, timeout_s, ordered, transport)
 
@@ -175,12 +171,12 @@ def _from_device_mesh(device_mesh: DeviceMesh, timeout_s: float, ordered: bool, 
     sizes = dict(zip(names, device_mesh.mesh.shape, strict=True))
     timeout = datetime.timedelta(seconds=timeout_s)
 
-    def connect(hosts: Mapping[int, str]) -> Connected:
+    def connect() -> dict[str, Any]:
         # Groups of our own with the same members: taking them down must leave the user's groups intact.
         groups = {name: _group_of(dist.get_process_group_ranks(device_mesh.get_group(name)), timeout) for name in names}
         if len(groups) > 1:
             groups[""] = _group_of(sorted(device_mesh.mesh.flatten().tolist()), timeout)
-        return groups, {}
+        return groups
 
     # These groups stay until the program ends. torch names such groups by their ranks and by the current number of
     # groups, so a later group could get the name of a destroyed one, and with it the addresses of that group.

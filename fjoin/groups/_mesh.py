@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from typing import Any, NoReturn, Self
 
@@ -25,7 +24,6 @@ class Mesh:
         rank: This rank among all ranks of the mesh, the last axis varying fastest.
         size: The number of ranks.
         traffic: Counts the messages of this rank.
-        nccl: Whether some messages go over NCCL.
 
     >>> mesh = fjoin.mesh({"node": 1, "local": -1})
     >>> mesh.shape, mesh.rank, mesh.size
@@ -37,7 +35,6 @@ class Mesh:
     rank: int
     use: Use
     traffic: Traffic
-    nccl: bool = False
 
     def __init__(self, shape: dict[str, int], axes: dict[str, Any], rank: int) -> None:
         self.shape, self.axes, self.rank = shape, axes, rank
@@ -122,20 +119,7 @@ class Mesh:
 
     def calls(self) -> int:
         """The number of collectives that this rank has sent over all groups of this mesh, where that is known."""
-        return self._called() + self.traffic.by_graphs
-
-    def _called(self) -> int:
         return 0
-
-    @property
-    def against_graphs(self) -> str:
-        """The reason against steps as graphs whose messages go over this mesh; "" where there is none."""
-        if self.size == 1 or not self.nccl or os.environ.get("NCCL_GRAPH_REGISTER") == "0":
-            return ""
-        return (
-            "NCCL registers the memory of captured messages with all ranks, which capture in different steps where their batches differ; "
-            "set NCCL_GRAPH_REGISTER=0 before the program starts"
-        )
 
     def await_event(self, event: Any) -> None:
         """Wait for a CUDA event. The kernels before it may wait for a rank that has failed."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,15 +22,13 @@ from .failures._meetings import Meetings
 from .failures._store import Store, Unanswered, within
 
 T = TypeVar("T")
-# The groups by axis; and for axes that are split, that of this rank's host and that of its peers on the others.
-Connected: TypeAlias = tuple[dict[str, Any], dict[str, Any]]
 _CONNECTED_S = 30.0  # torch's attempts to connect end by themselves, later than their time-out
 
 
 def meet_and_connect(
     sizes: dict[str, int],
     grid: Tensor,
-    connect: Callable[[Mapping[int, str]], Connected],
+    connect: Callable[[], dict[str, Any]],
     timeout_s: float,
     ordered: bool,
     transport: str,
@@ -39,8 +37,7 @@ def meet_and_connect(
     """The mesh over new groups.
 
     Args:
-        connect: From rank -> host to the groups by axis, that of all ranks under "" or the only one, and to the groups
-            inside a host and across hosts of axes that are split.
+        connect: Makes the groups by axis, that of all ranks under "" or the only one.
 
     Raises:
         PeerLost: the process that hosts the store has ended.
@@ -52,10 +49,7 @@ def meet_and_connect(
             doorways = _meet(meetings, sizes, grid, timeout_s, ordered, transport, doorway)
             before = event_loops()
             shares = transport != "gloo"
-            splits = shares and not ordered and dist.get_backend() == "gloo"
-            hosts = {rank: host for rank, (host, _) in doorways.items()} if splits else {}
-            groups, halves = limited(timeout_s, lambda: _communicating(connect(hosts), timeout_s))
-            halves[""] = halves.get("") or halves.get(next(iter(groups)))
+            groups = limited(timeout_s, lambda: _communicating(connect(), timeout_s))
             world_mesh = groups.pop("", None) or next(iter(groups.values()))
             connections = Connections(event_loops() - before)
             links = links_to_host(doorway, doorways, meetings, timeout_s, transport == "shared") if shares else None
@@ -64,10 +58,10 @@ def meet_and_connect(
             f"the process that hosts the rendezvous store, rank 0 where nothing else is set, has ended while the ranks made "
             f"their mesh; look at its output. {error}"
         ) from error
-    return GroupMesh(sizes, groups, world_mesh, timeout_s, ordered, connections, owned, links, halves)
+    return GroupMesh(sizes, groups, world_mesh, timeout_s, ordered, connections, owned, links)
 
 
-def _communicating(made: Connected, timeout_s: float) -> Connected:
+def _communicating(made: dict[str, Any], timeout_s: float) -> dict[str, Any]:
     """The groups, with an accelerator's communicators made.
 
     They would be made by the first message, where nothing limits the wait for a rank that has failed before it.
@@ -75,7 +69,7 @@ def _communicating(made: Connected, timeout_s: float) -> Connected:
     Raises:
         CollectiveTimeout: a rank has not come in time.
     """
-    groups = [group for group in made[0].values() if speaks(group, _devices.kind())]
+    groups = [group for group in made.values() if speaks(group, _devices.kind())]
     if groups:
         words = torch.zeros(1, device=_devices.current())
         for group in groups:  # in the same order on all ranks

@@ -53,7 +53,7 @@ def links_to_host(
     if len({host for host, _ in doorways.values()}) == len(doorways):
         return None
     addresses = {rank: at for rank, (host, at) in doorways.items() if host == doorway.host and rank != me}
-    name = {rank: f"refused/{at.split(' ')[0]}" for rank, (_, at) in doorways.items()}
+    name = {rank: f"refused/{at}" for rank, (_, at) in doorways.items()}
     links, reason = None, ""
     if addresses:
         links, reason = connect(

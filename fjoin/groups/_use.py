@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from .._errors import JoinError
 from .failures._unfinished import Unfinished
@@ -18,19 +16,13 @@ class Use:
     Attributes:
         steps: The number of steps initialised on the mesh, in the same order on all ranks.
         unfinished: The steps that the device may not have ended.
-        graphs: Those that hold graphs of steps, to be freed by `clear` before the groups whose messages are in them.
     """
 
     def __init__(self) -> None:
         self.steps = 0
         self.unfinished: Unfinished = Unfinished()
-        self.graphs: weakref.WeakSet[Any] = weakref.WeakSet()
         self._lock = threading.RLock()
         self._refused: JoinError | None = None
-
-    def free_graphs(self) -> None:
-        for holder in list(self.graphs):
-            holder.clear()
 
     @contextlib.contextmanager
     def alone(self, fail: Callable[[JoinError, bool], None]) -> Iterator[None]:

@@ -11,7 +11,6 @@ import optree
 import torch
 from torch import Tensor
 
-from .._errors import CaptureError
 from ..transforms._axis_env import bound
 from ..transforms._call_env import bound_call
 from ..transforms._check import flag, whole_number
@@ -48,7 +47,6 @@ def loss(f: Callable[..., Any], *, buffers: bool = False, seed: int | None = Non
         TypeError: `f` is no function; raised by the call: an argument that jax cannot take, or that requires a gradient.
         ValueError: raised by the call: a 64-bit integer that does not fit 32 bits, while jax has no 64-bit mode.
         RuntimeError: raised by the call: there is a seed but neither a train_step nor `key=`; raised by a second derivative.
-        CaptureError: raised by the call: in a step that is captured.
 
     Same as: jax.value_and_grad.
 
@@ -72,10 +70,6 @@ def loss(f: Callable[..., Any], *, buffers: bool = False, seed: int | None = Non
 
     def of(params: Any, *args: Any, key: Any = None) -> Any:
         number = bound_call().number
-        if isinstance(number, Tensor):
-            raise CaptureError(
-                "capture=True: jax computes this loss, whose kernels no graph of torch takes up; leave it out"
-            )
         adopt(params)
         leaves, structure = optree.tree_flatten(params)
         _check_params(structure, leaves)

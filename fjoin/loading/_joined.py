@@ -106,14 +106,10 @@ class JoinedLoop(Generic[B]):
         self._position.load_state_dict(state)
 
 
-def left_alone(rank: int, name: str, number: int, by_code: bool) -> str:
-    """The text for a rank that has left a loop while others have not, by break or return or else by an exception."""
-    left = f"rank {rank} left the loop over {name} in iteration {number}"
-    if not by_code:
-        return (
-            f"{left} by an exception in its body, such as an interrupt, and others have not; see that rank's own error"
-        )
+def left_alone(rank: int, name: str, number: int) -> str:
+    """The text for a rank that has left a loop while others have not."""
     return (
-        f"{left} by break or return, and others have not; to end it on all ranks at once, call stop() on the loop: batches = "
-        f"{name}(loader), and batches.stop() in its body; or leave it on all ranks after the same step"
+        f"rank {rank} left the loop over {name} in iteration {number}, and others have not. Where an exception or an interrupt ended it, "
+        f"see that rank's own error. To end it on all ranks at once, call stop() on the loop: batches = {name}(loader), and "
+        f"batches.stop() in its body; or leave it by break or return on all ranks after the same step"
     )

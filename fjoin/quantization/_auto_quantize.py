@@ -19,14 +19,13 @@ from torch import Tensor
 from ..transforms.codecs._codec import Codec, bfloat16, float16
 from ..transforms.reductions._coded_mean import cut
 from ._peers import Peers
-from ._work import EncodedWork, Pending
 
 _NAMED: dict[str, Callable[[], Codec]] = {"fp16": float16, "bfp16": bfloat16}
 
 
 def auto_quantize(
     func: Callable[..., Any], qtype: Codec | Enum | str, quant_loss: float | None = None
-) -> Callable[..., dist.Work | None]:
+) -> Callable[..., None]:
     """One of torch's collectives with its floats encoded in messages.
 
     - A rank's message to another rank is one row of bytes, which the receiver can decode without other rows.
@@ -36,26 +35,23 @@ def auto_quantize(
     - A single rank encodes nothing.
 
     Args:
-        func: dist.all_gather, all_to_all, all_to_all_single, all_gather_into_tensor (all_gather_single),
-            reduce_scatter_tensor (reduce_scatter_single) or all_reduce; the last two with the operations SUM and AVG.
+        func: dist.all_gather, all_to_all, all_to_all_single, or all_reduce with the operations SUM and AVG.
         qtype: A codec, for example `tx.int8()`; or torch's DQuantType.FP16 or BFP16, or "fp16" or "bfp16", which are
             `tx.float16()`, so that 1e5 does not become 65504, and `tx.bfloat16()`. Random bits are keyed by the number
             of calls, and by the seed of a codec such as `tx.qsgd().keyed(seed, 0)`.
         quant_loss: The divisor of the results. None: no division.
 
     Returns:
-        A function with the arguments and the meaning of `func`, including `group`, `async_op` and split sizes, by
-        position or by name; all_to_all_single also takes them as `out_splits` and `in_splits`, as torch's auto_quantize
-        does. It fills the given tensors, of any shape, strides and floating-point dtypes, and returns None, or a
-        dist.Work with `async_op=True`: `wait()` fills them. Shapes may differ between ranks in all_to_all and
-        all_gather, on gloo too. With `async_op=True`, all_reduce on three ranks and more waits in the call for the
-        first of its messages.
+        A function with the arguments and the meaning of `func`, including `group` and split sizes, by position or by
+        name; all_to_all_single also takes them as `out_splits` and `in_splits`, as torch's auto_quantize does. It waits for its
+        messages, fills the given tensors, of any shape, strides and floating-point dtypes, and returns None. Shapes may
+        differ between ranks in all_to_all and all_gather, on gloo too.
 
     Raises:
         TypeError: another function, or no codec; when called: an argument that `func` does not have, or a tensor that
             is not floating-point.
-        ValueError: an unknown name, or a `quant_loss` to divide by that is 0 or not finite; when called: lists, shapes or
-            split sizes that do not fit, before anything is sent.
+        ValueError: an unknown name, or a `quant_loss` to divide by that is 0 or not finite; when called: `async_op=True`;
+            lists, shapes or split sizes that do not fit, before anything is sent.
 
     Same as: torch.distributed.algorithms._quantization.quantization.auto_quantize.
 
@@ -68,37 +64,37 @@ def auto_quantize(
     [tensor([1., 2.])]
     >>> dist.destroy_process_group()
     """
-    start = next((mine for theirs, mine in _SERVED if theirs is func), None)
-    if start is None:
-        names = ", ".join(theirs.__name__ for theirs, _ in _SERVED)
+    run = next((mine for name, mine in _SERVED.items() if getattr(dist, name) is func), None)
+    if run is None:
+        names = ", ".join(_SERVED)
         raise TypeError(f"auto_quantize serves torch.distributed's {names}, got {func!r}")
     codec, loss, signature = _codec_of(qtype), _checked_loss(quant_loss), inspect.signature(func)
     seed, calls = codec.key[0] if codec.key else 0, itertools.count()
 
     @functools.wraps(func)
-    def encoded(*args: Any, **kwargs: Any) -> dist.Work | None:
+    def encoded(*args: Any, **kwargs: Any) -> None:
         try:
             given = signature.bind(*args, **_by_torchs_names(func, kwargs))
         except TypeError as error:
             raise TypeError(f"{func.__name__}: {error}; it takes {signature}") from None
         given.apply_defaults()
         named = dict(given.arguments)
-        group, async_op = named.pop("group"), named.pop("async_op")
+        group = named.pop("group")
+        if named.pop("async_op"):
+            raise ValueError(f"{func.__name__}: async_op=True: an encoded call waits for its messages; leave it out")
         me = dist.get_rank(group)
         if me < 0:
             warnings.warn(
                 f"Running {func.__name__} on global rank {dist.get_rank()} which does not belong to the given group.",
                 stacklevel=2,
             )
-            return None
+            return
         with torch.no_grad():
             keyed = codec.keyed(seed, next(calls)) if codec.stochastic else codec
-            pending, outputs = start(Peers(func.__name__, keyed, group, dist.get_world_size(group), me), **named)
-        work = EncodedWork(pending, outputs, loss)
-        if async_op:
-            return work
-        work.wait()
-        return None
+            floats, outputs = run(Peers(func.__name__, keyed, group, dist.get_world_size(group), me), **named)
+            floats, sizes = floats if loss is None else floats / loss, [out.numel() for out in outputs]
+            for out, values in zip(outputs, floats[: sum(sizes)].split(sizes), strict=True):
+                out.detach().copy_(values.view(out.shape))
 
     return encoded
 
@@ -138,23 +134,17 @@ def _checked_loss(loss: Any) -> float | None:
     return float(loss)
 
 
-# How a call of each function begins: its checks, its message, and the tensors to fill.
-_Started = tuple[Pending, list[Tensor]]
+# A call of each function, after its checks: the floats of all ranks, one after the other, and the tensors to fill.
+_Result = tuple[Tensor, list[Tensor]]
 
 
-def _all_gather(peers: Peers, tensor_list: Any, tensor: Any) -> _Started:
+def _all_gather(peers: Peers, tensor_list: Any, tensor: Any) -> _Result:
     x, outs = peers.check("tensor", tensor), peers.check_list("tensor_list", tensor_list, True)
     peers.check_own(f"tensor_list[{peers.me}]", outs[peers.me], "tensor", x)
     return peers.gather(x, [out.numel() for out in outs]), outs
 
 
-def _all_gather_into_tensor(peers: Peers, output_tensor: Any, input_tensor: Any) -> _Started:
-    out, x = peers.check("output_tensor", output_tensor, True), peers.check("input_tensor", input_tensor)
-    peers.check_all("output_tensor", out, "input_tensor", x)
-    return peers.gather(x, [x.numel()] * peers.ranks), [out]
-
-
-def _all_to_all(peers: Peers, output_tensor_list: Any, input_tensor_list: Any) -> _Started:
+def _all_to_all(peers: Peers, output_tensor_list: Any, input_tensor_list: Any) -> _Result:
     outs = peers.check_list("output_tensor_list", output_tensor_list, True)
     xs, me = peers.check_list("input_tensor_list", input_tensor_list), peers.me
     peers.check_own(f"output_tensor_list[{me}]", outs[me], f"input_tensor_list[{me}]", xs[me])
@@ -163,7 +153,7 @@ def _all_to_all(peers: Peers, output_tensor_list: Any, input_tensor_list: Any) -
 
 def _all_to_all_single(
     peers: Peers, output: Any, input: Any, output_split_sizes: Any, input_split_sizes: Any
-) -> _Started:
+) -> _Result:
     out, x = peers.check("output", output, True), peers.check("input", input)
     taken = peers.check_splits("output_split_sizes", output_split_sizes, "output", out)
     given = peers.check_splits("input_split_sizes", input_split_sizes, "input", x)
@@ -175,34 +165,19 @@ def _all_to_all_single(
     return peers.exchange(x.reshape(-1).split(given), taken), [out]
 
 
-def _reduce_scatter_tensor(peers: Peers, output: Any, input: Any, op: Any) -> _Started:
-    out, x = peers.check("output", output, True), peers.check("input", input)
-    peers.check_op(op)
-    peers.check_all("input", x, "output", out)
-    return peers.reduced(op, peers.exchange(x.reshape(peers.ranks, -1).unbind(0), [out.numel()] * peers.ranks)), [out]
-
-
-def _all_reduce(peers: Peers, tensor: Any, op: Any) -> _Started:
+def _all_reduce(peers: Peers, tensor: Any, op: Any) -> _Result:
     x, ranks = peers.check("tensor", tensor, True), peers.ranks
     peers.check_op(op)
     if ranks <= 2:  # send all codes to the other rank: as many bytes as in two messages, but encoded once
         return peers.reduced(op, peers.gather(x, [x.numel()] * ranks)), [x]
     sizes = [-(-x.numel() // ranks)] * ranks
     chunks = cut(x.detach().reshape(-1).to(torch.float32), ranks, sizes[0])
-    first = peers.reduced(op, peers.exchange(chunks.unbind(0), sizes))
-    first.work.wait()
-    return peers.gather(first.read(), sizes), [x]
+    return peers.gather(peers.reduced(op, peers.exchange(chunks.unbind(0), sizes)), sizes), [x]
 
 
-# The last two are the names, from torch 2.13 on, of all_gather_into_tensor and reduce_scatter_tensor.
-_STARTS: dict[str, Callable[..., _Started]] = {
+_SERVED: dict[str, Callable[..., _Result]] = {
     "all_gather": _all_gather,
     "all_to_all": _all_to_all,
     "all_to_all_single": _all_to_all_single,
-    "all_gather_into_tensor": _all_gather_into_tensor,
-    "reduce_scatter_tensor": _reduce_scatter_tensor,
     "all_reduce": _all_reduce,
-    "all_gather_single": _all_gather_into_tensor,
-    "reduce_scatter_single": _reduce_scatter_tensor,
 }
-_SERVED = [(getattr(dist, name), start) for name, start in _STARTS.items() if hasattr(dist, name)]

@@ -14,7 +14,6 @@ from torch import Tensor
 from ..transforms._sums import sum_in_order
 from ..transforms.codecs._codec import Codec
 from ..transforms.codecs._rows import decode_pieces, encode_pieces, encode_rows
-from ._work import Pending
 
 
 class Peers:
@@ -23,50 +22,42 @@ class Peers:
     def __init__(self, name: str, codec: Codec, group: Any, ranks: int, me: int) -> None:
         self.name, self.codec, self.group, self.ranks, self.me = name, codec, group, ranks, me
 
-    def exchange(self, pieces: Iterable[Tensor], sizes: list[int]) -> Pending:
-        """Send piece r to rank r, and receive `sizes[r]` floats from each rank."""
+    def exchange(self, pieces: Iterable[Tensor], sizes: list[int]) -> Tensor:
+        """Send piece r to rank r, and receive `sizes[r]` floats from each rank; returns them one after the other."""
         rows = [self._flat(piece) for piece in pieces]
         if self.ranks == 1:
-            return Pending(None, lambda: rows[0])
+            return rows[0]
         if len({len(row) for row in rows}) == 1:
             codes = encode_rows(self.codec, torch.stack(rows), self.me).flatten()
         else:
             codes = encode_pieces(self.codec, rows, self.me)
         given, taken = ([self.codec.width(n) for n in counts] for counts in (map(len, rows), sizes))
         received = codes.new_empty(sum(taken))
-        work = dist.all_to_all_single(received, codes, taken, given, group=self.group, async_op=True)
-        return Pending(work, lambda: decode_pieces(self.codec, received, sizes))
+        dist.all_to_all_single(received, codes, taken, given, group=self.group)
+        return decode_pieces(self.codec, received, sizes)
 
-    def gather(self, x: Tensor, sizes: list[int]) -> Pending:
+    def gather(self, x: Tensor, sizes: list[int]) -> Tensor:
         """Send a tensor to all ranks, and receive `sizes[r]` floats from each; all ranks know all sizes."""
         row = self._flat(x)
         if self.ranks == 1:
-            return Pending(None, lambda: row)
+            return row
         widths = [self.codec.width(n) for n in sizes]
         codes = encode_rows(self.codec, row.unsqueeze(0), self.me, self.ranks)[0]
         codes = torch.nn.functional.pad(codes, (0, max(widths) - len(codes)))  # rows of one width
         received = list(codes.new_empty(self.ranks, len(codes)).unbind(0))
-        work = dist.all_gather(received, codes, group=self.group, async_op=True)
-
-        def read() -> Tensor:
-            rows = [row[:width] for row, width in zip(received, widths, strict=True)]
-            return decode_pieces(self.codec, torch.cat(rows), sizes)
-
-        return Pending(work, read)
+        dist.all_gather(received, codes, group=self.group)
+        rows = [row[:width] for row, width in zip(received, widths, strict=True)]
+        return decode_pieces(self.codec, torch.cat(rows), sizes)
 
     def _flat(self, x: Tensor) -> Tensor:
         """`x` flat, as float32; on one rank, where nothing is encoded, float64 keeps its bits."""
         keeps = self.ranks == 1 and x.dtype is torch.float64
         return x.detach().reshape(-1).to(x.dtype if keeps else torch.float32)
 
-    def reduced(self, op: Any, rows: Pending) -> Pending:
+    def reduced(self, op: Any, rows: Tensor) -> Tensor:
         """The sum or the mean of the ranks' rows, which are equally long."""
-
-        def read() -> Tensor:
-            total = sum_in_order(rows.read().view(self.ranks, -1).unbind(0))
-            return total / self.ranks if op == dist.ReduceOp.AVG else total
-
-        return Pending(rows.work, read)
+        total = sum_in_order(rows.view(self.ranks, -1).unbind(0))
+        return total / self.ranks if op == dist.ReduceOp.AVG else total
 
     def check(self, what: str, x: Any, filled: bool = False) -> Tensor:
         if not isinstance(x, Tensor):
@@ -94,16 +85,6 @@ class Peers:
         if to.shape != x.shape:
             raise ValueError(
                 f"{self.name}: {out} has shape {tuple(to.shape)}, but {given}, which goes there, has shape {tuple(x.shape)}"
-            )
-
-    def check_all(self, what: str, whole: Tensor, piece: str, x: Tensor) -> None:
-        """Check that `whole` can hold a tensor like `x` from each rank, stacked or concatenated."""
-        stacked = (self.ranks, *x.shape)
-        joined = (self.ranks * x.shape[0], *x.shape[1:]) if x.dim() else stacked
-        if whole.shape not in (stacked, joined):
-            raise ValueError(
-                f"{self.name}: {what} has shape {tuple(whole.shape)}; with {piece} of shape {tuple(x.shape)} on {self.ranks} ranks "
-                f"it must have {joined} or {stacked}"
             )
 
     def check_op(self, op: Any) -> None:

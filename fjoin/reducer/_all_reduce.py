@@ -35,7 +35,6 @@ class AllReduceHook:
             weights and a power of two of ranks the sum is already the mean, and no kernel has to divide. See `Units`
             for float16.
         by_weight: Whether a rank counts by its weight. Otherwise each rank with a batch counts 1.
-        direct: Whether a bucket can be stepped as soon as its message and the record's have arrived.
         carries_record: Whether a bucket's message may carry the record.
     """
 
@@ -46,8 +45,7 @@ class AllReduceHook:
         self._hook, self._plan, self._mesh, self._record, self._grads = plan.hook, plan, mesh, record, grads
         self._over, self.by_weight, self._axes = plan.over, plan.by_weight, record.axes
         self.unit = power_near(record.ranks)
-        late = plan.clip is not None and plan.clip.by_norm is not None and plan.clip.by_norm.previous
-        self.direct = (plan.clip is None or late) and not plan.rest
+        self._late = plan.clip is not None and plan.clip.by_norm is not None and plan.clip.by_norm.previous
         self._before: ClipState | None = None  # of the last step, where its norm decides the clip factor
         self._carrier: GradBuffer | None = None  # the bucket whose message carries the record
         self._stages = BucketStages(plan, mesh)  # those behind the reduction run on all buckets
@@ -82,7 +80,7 @@ class AllReduceHook:
 
     def start(self, state: Any, storage: Storage, record: StepRecord, values: dict[str, Any], step: int) -> None:
         """Prepare for the buckets of a step; see `StepHook`."""
-        self._before = self._norm_before(state)
+        self._before = (state() if callable(state) else state)[1] if self._late else None
         if self._plan.rest:
             call = Call(values["weight"], {name: v for name, v in values.items() if name != "total"}, step)
             self._stages.begin(call, record.dtype, storage.layout, sends=False)
@@ -93,15 +91,6 @@ class AllReduceHook:
 
     def launch(self, index: int, out: GradBuffer) -> Work:
         return self._mesh.reduce_(out.buffer, self._axes)
-
-    def _norm_before(self, state: Any) -> ClipState | None:
-        """The norm of the step before, where it decides the clip factor."""
-        return (state() if callable(state) else state)[1] if self.direct and self.clip else None
-
-    def knows_scale(self, state: Any) -> bool:
-        """Whether in a step from this state the record alone determines the divisor of a bucket."""
-        before = self._norm_before(state)
-        return before is None or bool(torch.isfinite(before.norm))
 
     def stop(self) -> None:
         """Discard a step that has failed."""

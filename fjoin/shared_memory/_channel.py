@@ -13,7 +13,6 @@ from torch.profiler import record_function
 
 from ..transforms._sums import widened
 from ._exchange import Exchange
-from ._flat import flat_view
 from ._links import HostLinks
 from ._packets import INLINE_BYTES
 
@@ -54,7 +53,6 @@ class HostChannel:
         settles: bool = False,
         inline: bool = True,
         same: object = None,
-        message: int | None = None,
     ) -> Exchange:
         """Start a message in which the rank at index i gets a range of `source`.
 
@@ -62,10 +60,8 @@ class HostChannel:
             take: Gets all ranks' parts for this rank, in rank order.
             pushes, settles, inline: See `Exchange`.
             same: Everything that must be the same on all ranks: sizes or shapes, a root, pairs.
-            message: The number of the message, the same on all ranks; by default the next one.
         """
-        if message is None:
-            self._message = message = self._message + 1
+        self._message += 1
         source = flat_view(source.detach())
         others = {rank: ranges[i] for i, rank in enumerate(self.ranks) if i != self.rank}
         first, last = ranges[self.rank]
@@ -76,7 +72,16 @@ class HostChannel:
 
         call = zlib.crc32(f"{op} {source.dtype} {same}".encode())
         exchange = Exchange(
-            self.links, (self.number, message), source, others, call, taken, pushes, settles, inline, self._failing
+            self.links,
+            (self.number, self._message),
+            source,
+            others,
+            call,
+            taken,
+            pushes,
+            settles,
+            inline,
+            self._failing,
         )
         # Profilers see it, as they see the messages of a process group.
         with record_function(f"fjoin::{op}") if profiler._is_profiler_enabled else contextlib.nullcontext():
@@ -97,6 +102,13 @@ class HostChannel:
         bounds = [i * n // ranks for i in range(ranks + 1)]
         pieces = list(zip(bounds, bounds[1:], strict=False))
         return self.exchange(op, flat, pieces, lambda parts: combine(parts, parts, fold), pushes=True, same=same)
+
+
+def flat_view(x: Tensor) -> Tensor:
+    """The values, 1-d with stride 1: a view where the tensor is contiguous, otherwise a copy."""
+    flat = x.contiguous().reshape(-1)
+    # A tensor of at most one element is contiguous with any stride.
+    return flat if flat.stride(0) == 1 else flat.as_strided((flat.numel(),), (1,), flat.storage_offset())
 
 
 def combine(parts: Sequence[Tensor], outs: Sequence[Tensor], fold: Fold = torch.add) -> float:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import hmac
 import os
 import secrets
-import select
 import socket
 import struct
 import time
@@ -17,27 +15,22 @@ from . import _hosts
 
 _RANK = struct.Struct("<q")
 _CREDENTIALS = struct.Struct("3i")  # process, user and group
-_GREETING_S = 5.0  # a rank greets at once
-_STRANGERS = 64  # connections that have not greeted yet
 _LOOK_S, _AGAIN_S = 0.25, 0.01
 
 
 class Doorway:
     """A socket at which other processes of this host reach this one, by an address without a file.
 
-    Any process of the host can connect to it. A connection counts once the system says that it comes from this user, and
-    a greeting has shown that it knows the secret, which ranks exchange through their store.
+    Any process of the host can connect to it. A connection counts where the system says that it comes from this user.
 
     Attributes:
         host: Names this host: the same in two processes that can share memory and sockets. A process that cannot has a name
             of its own.
-        address: The socket's name, and the secret.
+        address: The socket's name, which ranks exchange through their store.
     """
 
     def __init__(self) -> None:
-        name = secrets.token_hex(16)
-        self._secret = secrets.token_hex(16)
-        self.address = f"{name} {self._secret}"
+        self.address = name = secrets.token_hex(16)
         self._socket: socket.socket | None = None
         if _hosts.can_share():
             with contextlib.suppress(OSError):
@@ -93,67 +86,44 @@ class Doorway:
     def _accept(
         self, missing: set[int], found: dict[int, socket.socket], end: float, check: Callable[[], None]
     ) -> None:
-        """Accept the connections of the missing ranks. No connection is waited for by itself."""
-        strangers: dict[int, tuple[socket.socket, float]] = {}  # by descriptor; until when they may greet
-        door, poll = self._socket, select.poll()
+        """Accept the connections of the missing ranks."""
+        door = self._socket
         assert door is not None
-        poll.register(door, select.POLLIN)
-        try:
-            looks = time.monotonic() + _LOOK_S
-            while missing:
-                ready = [fd for fd, _ in poll.poll(_LOOK_S * 1e3)]
-                now = time.monotonic()
-                for fd in ready:
-                    if fd in strangers and (other := self._greeted_by(strangers[fd][0])) is not None:
-                        poll.unregister(fd)
-                        connection, _ = strangers.pop(fd)
-                        if other in missing:
-                            found[other] = connection
-                            missing.discard(other)
-                        else:
-                            connection.close()
-                silent = [fd for fd, (_, until) in strangers.items() if now > until]
-                for fd in [*silent, *list(strangers)[: max(0, len(strangers) - _STRANGERS)]]:
-                    if fd in strangers:
-                        poll.unregister(fd)
-                        strangers.pop(fd)[0].close()
-                if door.fileno() in ready:
-                    connection = door.accept()[0]
-                    if _user_of(connection) == os.geteuid():
-                        connection.setblocking(False)
-                        strangers[connection.fileno()] = connection, now + _GREETING_S
-                        poll.register(connection, select.POLLIN)
-                    else:
-                        connection.close()
-                if now >= looks:
-                    check()
-                    looks = now + _LOOK_S
-                if now >= end and missing:
-                    raise TimeoutError
-        finally:
-            for connection, _ in strangers.values():
-                connection.close()
+        door.settimeout(_LOOK_S)
+        while missing:
+            try:
+                connection = door.accept()[0]
+            except TimeoutError:
+                check()
+            else:
+                other = _greeted_by(connection, end)
+                if other in missing:
+                    found[other] = connection
+                    missing.discard(other)
+                else:
+                    connection.close()
+            if missing and time.monotonic() >= end:
+                raise TimeoutError
 
-    def _greeted_by(self, connection: socket.socket) -> int | None:
-        """The rank that has greeted; -1 for a process that is no rank of this run, and None where nothing has come."""
-        try:
-            data = connection.recv(_RANK.size + len(self._secret) + 1)
-        except BlockingIOError:
-            return None
-        except OSError:
-            return -1
-        known = hmac.compare_digest(data[_RANK.size :], self._secret.encode())
-        return int(_RANK.unpack_from(data)[0]) if known else -1
+
+def _greeted_by(connection: socket.socket, end: float) -> int:
+    """The rank that has greeted; -1 for a process that is no rank of this user."""
+    if _user_of(connection) == os.geteuid():
+        connection.settimeout(max(end - time.monotonic(), _AGAIN_S))
+        with contextlib.suppress(OSError):
+            data = connection.recv(_RANK.size)
+            connection.setblocking(False)
+            return int(_RANK.unpack(data)[0]) if len(data) == _RANK.size else -1
+    return -1
 
 
 def _reach(address: str, rank: int, end: float, check: Callable[[], None]) -> socket.socket:
     """A connection to the doorway of another rank, which has been greeted."""
-    name, secret = address.split(" ")
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
     try:
         while True:
             try:
-                connection.connect(f"\0fjoin-{name}")
+                connection.connect(f"\0fjoin-{address}")
                 break
             except BlockingIOError:  # too many connections have not been accepted yet
                 check()
@@ -162,7 +132,7 @@ def _reach(address: str, rank: int, end: float, check: Callable[[], None]) -> so
                 time.sleep(_AGAIN_S)
         if _user_of(connection) != os.geteuid():
             raise PermissionError("another user's process has the address of a rank")
-        connection.send(_RANK.pack(rank) + secret.encode())
+        connection.send(_RANK.pack(rank))
     except BaseException:
         connection.close()
         raise

@@ -130,24 +130,16 @@ class Exchange:
     def arrived(self) -> bool:
         """Whether a wait would not wait."""
         self._links.progress()
-        return self.ends()
-
-    def ends(self) -> bool:
-        """`arrived`, as far as packets have been read."""
         return self.is_done() or self.failed is not None or self._links.lost(self.needed())
 
     def is_done(self) -> bool:
         return self.taken and self.failed is None and (not self._settles or self.is_settled)
 
     @uncompiled
-    def wait(self, limit_s: float | None = None) -> None:
-        """Wait for the parts, and where `settles` until all have taken theirs.
-
-        Args:
-            limit_s: Seconds; by default the time-out of the links.
-        """
+    def wait(self) -> None:
+        """Wait for the parts, and where `settles` until all have taken theirs."""
         with self.waiting:
-            self._links.wait(lambda: self.failed is not None or self.is_done(), self.needed, self._failing, limit_s)
+            self._links.wait(lambda: self.failed is not None or self.is_done(), self.needed, self._failing)
         if self.failed is not None:
             raise self.failed
 

@@ -9,7 +9,6 @@ import resource
 import secrets
 import socket
 import sys
-from collections.abc import Mapping, Sequence
 
 from ._packets import INLINE_BYTES, send
 
@@ -53,18 +52,3 @@ def host_name() -> str:
             parts.append(file.read().strip())
         parts += [os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "user")]
     return " ".join([*(parts or [socket.gethostname()]), f"uid {os.geteuid()}"])
-
-
-def split_by_host(ranks: Sequence[int], hosts: Mapping[int, str]) -> tuple[list[list[int]], list[list[int]]]:
-    """The ranks of each host, and those with the same place in their hosts; nothing where that is of no use.
-
-    Args:
-        hosts: Rank -> host; empty where it does not matter.
-    """
-    by: dict[str, list[int]] = {}
-    for rank in ranks if hosts else ():
-        by.setdefault(hosts[rank], []).append(rank)
-    inside = list(by.values())
-    if len(inside) < 2 or len(inside[0]) < 2 or len({len(part) for part in inside}) > 1:
-        return [], []
-    return inside, [list(part) for part in zip(*inside, strict=True)]

@@ -198,11 +198,6 @@ class HostLinks:
         with contextlib.suppress(PeerGone, Late, JoinError):
             self.wait(done, lambda: (), lambda: None, limit_s)
 
-    def wake(self) -> None:
-        """Let a thread that waits look again."""
-        with self._lock:
-            self.sleeper.wake()
-
     def _open(self) -> None:
         if self.closed:
             raise closed(self._failure)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, NoReturn
 
 from .._errors import FjoinError, JoinError, described
 from ..agreement._step_ids import Calls
-from ._left_open import LeftOpen
 
 if TYPE_CHECKING:
     from ._run import Run
@@ -29,8 +28,8 @@ class Failures:
         together: Whether all ranks raised the last error at the same place.
     """
 
-    def __init__(self, run: Run, left: LeftOpen) -> None:
-        self._run, self._left, self._mesh = run, left, run.mesh
+    def __init__(self, run: Run) -> None:
+        self._run, self._mesh = run, run.mesh
         self._broken: tuple[type[FjoinError], str] | None = None  # the failure after which the step cannot run
         self.last_step: int | None = None
         self.together = False
@@ -51,6 +50,11 @@ class Failures:
         if self._broken is None:
             self._run.step_check.drain()
 
+    @property
+    def broken(self) -> bool:
+        """Whether the step has failed, so that it cannot run again."""
+        return self._broken is not None
+
     def check(self) -> None:
         """Raise where the step has failed before."""
         if self._broken is not None:
@@ -59,7 +63,6 @@ class Failures:
 
     def _break(self, error: BaseException) -> None:
         """Make the step unusable. The error itself is not kept: its frames would keep all their objects alive."""
-        self._left.failed = True
         self._broken = type(error) if isinstance(error, FjoinError) else JoinError, described(error)
 
     def raise_(self, error: BaseException) -> NoReturn:
@@ -71,17 +74,12 @@ class Failures:
             self._mesh.raise_root_cause(error, self.last_step)
         except BaseException as cause:
             self._break(cause)
-            self._run.deferred.clear()  # the messages under way
             raise
 
-    def leave(self, error: JoinError, agreed: bool) -> None:
-        """Report that this rank left a loop before its end, unless all ranks left or raised at the same place.
-
-        Args:
-            agreed: Whether the others may leave it too.
-        """
+    def leave(self, error: JoinError) -> None:
+        """Report that this rank left a loop before its end, unless all ranks leave it or raised at the same place."""
         if self._broken is None and self._run.ranks > 1 and not self.together:
-            if agreed and self._mesh.leave_together(str(error)):
+            if self._mesh.leave_together(str(error)):
                 return
             self._break(error)
             self._mesh.report_failure(error, self.last_step)

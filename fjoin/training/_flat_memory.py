@@ -16,10 +16,9 @@ from ..buckets._bucket_queue import BucketQueue
 from ..buckets._gather_pieces import gather_changes_, start_gather
 from ..buckets._grad_buffer import GradBuffer
 from ..buckets._step_buckets import step_buckets
-from ..reducer._all_reduce import AllReduceHook
-from ..transforms._axis_env import bind_axes
+from ..transforms._axis_env import Work, bind_axes
 from ..transforms.program._effect import FLUSH, Effect
-from ..transforms.program._ops import Agree, Ends, Gather, Judge, Stages, StepEach
+from ..transforms.program._ops import Agree, Ends, Gather, Judge, Stages
 from ..transforms.transform._call import Call
 from .state._ends import run_end
 from .state._state_data import StateData
@@ -54,6 +53,7 @@ class FlatMemory:
         self._counts: Sums | None = None
         self._divisor: Any = 1.0
         self._decision = Decision(FLUSH)
+        self._gathers: list[Work] = []  # of parameters, under way
 
     def begin(
         self,
@@ -103,7 +103,6 @@ class FlatMemory:
             agreements.check.grads.begin(agreements.plan, body.step)
         hook.start(body.hook, storage, self._record, self._values, body.step)
         self._backward()
-        storage.arrivals.wait()
         self._queue.finish()
         return True
 
@@ -154,49 +153,20 @@ class FlatMemory:
             # such as the user's own, would silently use the new ones.
             torch.autograd.graph.increment_version(storage.flats[index])
             if shell.gathers_buckets:
-                start_gather(storage, index, shell.mesh)
+                self._start_gather(index)
 
     def step(self, effect: Effect) -> None:
         if self._decision.changes:  # in the order of the forward pass, in which the parameters are gathered
             self._step_buckets(reversed(list(enumerate(self._queue.outgoing))))
-
-    def step_each(self, op: StepEach) -> Effect:
-        """Wait for the record, then step each bucket as soon as its message has arrived."""
-        shell, body, outgoing = self._shell, self._body, self._queue.outgoing
-        hook, check = shell.hook, shell.agreements.check
-        assert isinstance(hook, AllReduceHook)
-        self.sums = sums = hook.sums()
-        self._decision = decision = check.decide(body.step, sums, [], hook.divisor(sums), hook.clip)
-        if not decision.changes:
-            for out in outgoing:
-                out.wait()
-        self._raise_or_count()
-        for i, out in enumerate(outgoing) if decision.changes else ():
-            out.wait()
-            check.grads.observe(out)
-            error = check.decide(body.step, sums, [out], 1.0, None).error
-            if error is not None:
-                for rest in outgoing:
-                    rest.wait()
-                if i == 0:  # nothing has been changed yet
-                    body.torn = ""
-                raise error
-            self._step_buckets([(i, out)])
-        if hook.clip is not None and decision.changes:
-            self._decision = decision._replace(norm=check.grads.norm_of(outgoing) / hook.divisor(sums))
-        return decision.effect
 
     def ends(self, op: Ends, effect: Effect) -> None:
         shell, body, storage = self._shell, self._body, self._body.storage
         if op.on == "buffers":
             self._end_on_buffers(op, effect)
             return
-        prefetch = shell.prefetch
-        if prefetch is not None and op.on == "params" and effect is not FLUSH:
-            prefetch.advance()
         call = self._call(0.0 if self.sums is None else self.sums["weight"], effect)
         axis = None if storage.pieces is None else storage.pieces.axis
-        call = call.inside(prefetch=prefetch if effect.raises is False else None, sharded_over=axis)
+        call = call.inside(sharded_over=axis)
         states: Mapping[str, Any] = {}
         if storage.has_masters or op.on == "optimizer":
             states = storage.optimizer_states()
@@ -233,9 +203,14 @@ class FlatMemory:
         if not shell.gathers_buckets:
             with torch.no_grad():
                 for k in reversed(range(len(storage.layout))):
-                    start_gather(storage, k, shell.mesh)
-        if not shell.overlap_gather:
-            storage.arrivals.wait()
+                    self._start_gather(k)
+        for work in self._gathers:
+            work.wait()
+
+    def _start_gather(self, index: int) -> None:
+        work = start_gather(self._body.storage, index, self._shell.mesh)
+        if work is not None:
+            self._gathers.append(work)
 
     def keep(self, effect: Effect) -> None:
         body = self._body

@@ -53,8 +53,6 @@ def make_state_data(
         return mesh.zeros(bucket.numel, bucket.dtype, bucket.device, (pieces.axis,)) if pieces else None
 
     storage = Storage(layout, flat, pipeline.optimizer, pieces, memory)
-    if run.graphs is not None:
-        run.graphs.check(run, storage)
     own = None if buffers is None else {path: b.detach().clone() for path, b in buffers.items()}
     if sync == "broadcast":
         for tensor in [*storage.flats, *(own or {}).values()]:

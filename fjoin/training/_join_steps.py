@@ -13,7 +13,6 @@ from ..loading._joined import JoinedLoop, left_alone
 from ..loading._look_ahead import LookAhead
 from ..loading._position import END
 from ._in_loop import InLoop
-from ._leaving import left_by_code
 from .passes._iteration import Iteration
 
 B = TypeVar("B")
@@ -74,7 +73,7 @@ class JoinedLoader(JoinedLoop[B]):
         for step in steps:
             step.enter()
         first, name = steps[0], "step.join" if len(steps) == 1 else "fjoin.join"
-        position, finished, replays, by_code = self._position, False, when_exhausted == "replay", False
+        position, finished, replays = self._position, False, when_exhausted == "replay"
         self._running, self.stopped = True, False
         for step in steps:
             step.requests.begin()
@@ -127,9 +126,8 @@ class JoinedLoader(JoinedLoop[B]):
                 step.end()
             self.stopped |= any(step.requests.stop_agreed for step in steps)
         except GeneratorExit:
-            by_code = left_by_code()
             last = next((iteration.others for iteration in iterations if iteration.others is not None), None)
-            finished = by_code and last is not None and last() == 0  # no rank has another batch
+            finished = last is not None and last() == 0  # no rank has another batch
             raise
         except BaseException as error:
             finished = True
@@ -143,12 +141,8 @@ class JoinedLoader(JoinedLoop[B]):
                 step.requests.end()
             if not finished:
                 for step in steps:
-                    step.failures.leave(
-                        JoinError(
-                            left_alone(step.rank, name, number, by_code), rank=step.rank, step=step.failures.last_step
-                        ),
-                        by_code,
-                    )
+                    text = left_alone(step.rank, name, number)
+                    step.failures.leave(JoinError(text, rank=step.rank, step=step.failures.last_step))
 
 
 def _tell(steps: Sequence[InLoop], error: BaseException) -> NoReturn:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
 from functools import partial
 from typing import Any
-
-from torch import Tensor
 
 from ..agreement._agreements import Agreements
 from ..agreement._device_reads import numbers
@@ -15,7 +12,6 @@ from ..agreement._step_record import own_values
 from ..buckets._bucket_queue import BucketQueue
 from ..buckets._flat_params import Storage
 from ..groups._mesh import Mesh
-from ..reducer._all_reduce import AllReduceHook
 from ..reducer._make_hook import make_hook
 from ..reducer._step_hook import StepHook
 from ..transforms.pipelines._pipeline import Pipeline, parts_of
@@ -27,14 +23,12 @@ from ..transforms.program._program import Programs
 from ..transforms.transform._transform import Transform
 from ._failures import CALLS
 from ._flat_memory import FlatMemory, tears
-from ._graphs import Done, Numbers, StepGraphs
 from .passes._float16 import Units
 from .passes._iteration import Iteration
 from .passes._loss import Loss, user_sums
 from .passes._loss_weight import GradOutput, Unscaler, grad_output_of
 from .passes._passes import Forward, Passes
 from .passes._spans import STEP, named, spanned
-from .state._deferred import DeferredMessages
 from .state._metrics import Metrics
 from .state._report import LearningRates, Meter, RecordedNorms
 from .state._state_data import StateData
@@ -48,11 +42,9 @@ class Run:
     accumulate: int
     on_buffers: Transform | None
     ends: tuple[Transform, ...]
-    overlap_gather: bool
     ranks: int
     step_check: StepCheck
     recorded_norms: RecordedNorms
-    graphs: StepGraphs | None  # where steps are captured
 
     def __init__(
         self,
@@ -60,32 +52,20 @@ class Run:
         pipeline: Pipeline,
         mesh: Mesh,
         accumulate: int,
-        overlap_step: bool,
-        overlap_gather: bool,
         on_buffers: Transform | None,
-        graphs: StepGraphs | None = None,
     ) -> None:
-        self.graphs = graphs
         self.pipeline, self.mesh, self.accumulate = pipeline, mesh, accumulate
         parts = parts_of(pipeline, on_buffers)
         self.on_buffers, self.ends = on_buffers, parts.transforms
         plan = make_plan(pipeline.hook, mesh.shape, *self.ends, adds=accumulate > 1)
         self.weighs = "weight(batch)" if loss.weighs else "1 for each rank with a batch"
         self.axes: tuple[str, ...] = plan.agree
-        sharding, self.overlap_gather = pipeline.sharding, overlap_gather
+        sharding = pipeline.sharding
         self._programs = Programs(plan, parts, "buckets")
         self.agreements: Agreements = Agreements(mesh, self._programs, CALLS, norm=plan.clip is not None)
         self.ranks, self.step_check = self.agreements.ranks, self.agreements.check
         reduced, record = plan.reduced(0).axes, self.agreements.of_hook(0)
         self.hook: StepHook = make_hook(plan, mesh, record, self.step_check.grads, accumulate > 1)
-        direct = isinstance(self.hook, AllReduceHook) and self.hook.direct and overlap_step
-        steps_early = direct and pipeline.skips is None and reduced == self.axes
-        # Set where buckets are stepped as their messages arrive.
-        self._early: Any = self.hook if steps_early else None
-        self.deferred: DeferredMessages = DeferredMessages(mesh)
-        weakref.finalize(self, self.deferred.clear).atexit = False  # each message under way has a thread
-        overlaps = pipeline.after is not None and pipeline.after.accepts("prefetch") and mesh.device.type == "cpu"
-        self.prefetch: DeferredMessages | None = self.deferred if overlaps and self.deferred.travel else None
         # Whether each bucket's gather begins once it has been stepped.
         self.gathers_buckets: bool = sharding is not None and sharding.codec is None and pipeline.after is None
         self._units = Units(self.hook, self.step_check, mesh, reduced, loss.weighs and bool(reduced), accumulate)
@@ -97,19 +77,15 @@ class Run:
         self.token: object = object()  # identifies this step in its states, without keeping it alive
 
     def close(self) -> None:
-        """Free buffers and hooks, and drop the messages under way."""
+        """Free buffers and hooks."""
         self.passes.hooks.detach()
         self.passes.hooks.queue = self._queue = None
-        self.deferred.clear()
         self.hook.close()
-        if self.graphs is not None:
-            self.graphs.clear()
 
     def flush(self, body: StateData) -> None:
         """Run now the transforms that would run in later steps; see `TrainStep.flush`."""
         self.agreements.fit(body.storage.layout)
         self.agreements.begin_flush(body.step)
-        body.storage.arrivals.wait()
         body.storage.readers.wait()
         body.torn = tears(body.step)
         execute(self._programs.parts.ends, FlatMemory(self, body, 0.0, None), FLUSH)
@@ -121,8 +97,6 @@ class Run:
         if body.storage.layout:
             device = body.storage.layout[0].device
             body.ended = self.mesh.use.unfinished.end(body.step, device)
-            if body.ended is not None:
-                body.storage.arrivals.end(body.ended, device)
 
     def unused(self) -> list[str]:
         """The paths of the parameters that have never got a gradient on this rank."""
@@ -158,32 +132,26 @@ class Run:
 
         with self.mesh.traffic.span("prepare"):
             skipped: Any = 0 if self.pipeline.skips is None else body.outer.skipped
-            skipped = skipped.clone() if self.graphs is not None and isinstance(skipped, Tensor) else skipped
             others = {"ranks": self.ranks, **self._learning_rates(storage, body.step, skipped)}
             has_next = self.agreements.requests.write(iteration is not None and iteration.has_next)
-            given = Numbers(weight, self.agreements.begin(body.step, rates), has_next, body.calls)
-        run = self.kernels if self.graphs is None else partial(self.graphs.step, self)
-        done = run(body, batch, given, iteration)
+            step_id = self.agreements.begin(body.step, rates)
+        forward, grad_output, own = self._forward(body, batch, weight, body.calls, iteration)
+        with self.mesh.traffic.span("prepare"):
+            memory, program = self._begin(body, forward, grad_output, own, step_id, has_next)
+        execute(program, spanned(memory, self.mesh.traffic))
+        of_all = memory.of_all
         if iteration is not None:
-            iteration.others = lambda: self.agreements.has_next(done.of_all())
+            iteration.others = lambda: self.agreements.has_next(of_all())
         self.ends_here(body)
         body.window = {}
         body.batches += live
         body.calls, body.step = body.calls + 1, body.step + 1
-        others |= {**done.measured, **self._meter.end()}
-        summed = lambda: numbers(done.of_all(), reads.now)  # noqa: E731
-        return Metrics(body.step - 1, True, done.aux, summed, comes, others, self.mesh.rank)
-
-    def kernels(self, body: StateData, batch: Any, given: Numbers, iteration: Iteration | None) -> Done:
-        """All of a step that runs on the device of the parameters."""
-        forward, grad_output, own = self._forward(body, batch, given.weight, given.call, iteration)
-        with self.mesh.traffic.span("prepare"):
-            memory, program = self._begin(body, forward, grad_output, own, given)
-        execute(program, spanned(memory, self.mesh.traffic))
-        return Done(forward.aux, memory.of_all, memory.measured)
+        others |= {**memory.measured, **self._meter.end()}
+        summed = lambda: numbers(of_all(), reads.now)  # noqa: E731
+        return Metrics(body.step - 1, True, forward.aux, summed, comes, others, self.mesh.rank)
 
     def _forward(
-        self, body: StateData, batch: Any, weight: Any, number: Any, iteration: Iteration | None
+        self, body: StateData, batch: Any, weight: float, number: int, iteration: Iteration | None
     ) -> tuple[Forward, GradOutput, dict[str, Any]]:
         """Run the forward pass; returns it, what backward starts from, and this rank's values of the window so far."""
         hooks, span = self.passes.hooks, self.mesh.traffic.span
@@ -204,8 +172,7 @@ class Run:
             body.unit = self._units.of_window(body.storage, weight)
         self.hook.unit = body.unit
         scale = body.outer.scale if self._unscaler is not None else None
-        counts = isinstance(weight, Tensor) or weight > 0
-        share = weight if self.hook.by_weight else float(counts)
+        share = weight if self.hook.by_weight else float(weight > 0)
         grad_output = grad_output_of(loss, share, self.hook, scale, self.accumulate > 1)
         sums = {} if loss is None else user_sums(forward.aux)
         own = own_values(grad_output.share, weight, loss, sums, body.window)
@@ -220,22 +187,21 @@ class Run:
         forward: Forward,
         grad_output: GradOutput,
         own: dict[str, Any],
-        given: Numbers,
+        step_id: float,
+        has_next: float,
     ) -> tuple[FlatMemory, Program]:
         """The memory of a step that ends a window, and its program."""
         agreements, queue = self.agreements, self._queue_of(body.storage, own)
         agreements.of_all.check(own)
         record = agreements.of_hook(body.step)
-        counts = agreements.of_all.complete(own, given.step_id, given.has_next)
-        values = counts if record is agreements.of_all else record.complete(own, given.step_id)
+        counts = agreements.of_all.complete(own, step_id, has_next)
+        values = counts if record is agreements.of_all else record.complete(own, step_id)
         if self._unscaler is not None:
             self._unscaler.rest = grad_output.rest
         memory = FlatMemory(self, body, values["weight"], forward.buffers)
         backward = partial(self.passes.backward, forward, grad_output, body.storage)
         memory.begin(queue, backward, record, values, counts)
-        early = self._early
-        each = early is not None and self.step_check.grads.readable_without_sync(queue.outgoing)
-        return memory, self._programs.of(body.step, each and early.knows_scale(body.hook))
+        return memory, self._programs.of(body.step)
 
     def _queue_of(self, storage: Storage, own: dict[str, Any]) -> BucketQueue:
         """The queue of this step's buckets. In the first step the ranks agree on the names of the user's sums."""

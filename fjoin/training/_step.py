@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from typing import Any, Literal, TypeVar
 
@@ -13,7 +14,7 @@ from . import _join_steps as _join
 from ._failures import Failures
 from ._in_loop import InLoop
 from ._init_state import make_state_data
-from ._left_open import LeftOpen
+from ._left_open import left_open
 from ._run import Run
 from .passes._loss import refuse_inference
 from .state._metrics import Metrics
@@ -41,8 +42,8 @@ class TrainStep:
         self.pipeline: Pipeline = run.pipeline
         self.ranks: int = run.ranks
         self.rank: int = run.mesh.rank
-        left = LeftOpen(self, run.ends, "state = step.flush(state)")
-        self._left, self._failures = left, Failures(run, left)
+        self._failures = Failures(run)
+        self._left = 0, False  # see `left_open`
         self._in_loop = InLoop(run, self._failures)
 
     def __repr__(self) -> str:
@@ -90,25 +91,24 @@ class TrainStep:
             body = make_state_data(self.run, params, buffers, sync, self.bucket_bytes)
             self._in_loop.device = body.storage.layout[0].device if body.storage.layout else None
             self.run.agreements.forget()
-            self._left.steps, self._left.gathers = 0, False
+            self._left = 0, False
             return TrainState(body)
         except BaseException as error:
             self._in_loop.fail(error)
 
     def close(self) -> None:
-        """Free the step's buffers and hooks, and drop its messages under way; states stay readable.
-
-        A step can be called again after `close` on all ranks; then a dropped message is sent again at its use.
+        """Free the step's buffers and hooks; states stay readable, and the step can be called again on all ranks.
 
         Raises:
             NonFinite: on all ranks: a device has left out one of the last two steps.
 
         Warns:
-            UserWarning: the last steps have not been averaged, see `flush`; or an accumulation window is unfinished. A
-                program that ends without a call of `close` warns then.
+            UserWarning: the last steps have not been averaged, see `flush`; or an accumulation window is unfinished.
         """
         self.run.close()
-        self._left.warn(stacklevel=2)
+        left, self._left = self._left, (0, False)
+        for text in left_open(self.run.ends, *left) if not self._failures.broken else ():
+            warnings.warn(text, stacklevel=2)
         self._failures.drain()
 
     def flush(self, state: TrainState) -> TrainState:
@@ -146,7 +146,7 @@ class TrainStep:
                 raise
             except BaseException as error:
                 self._in_loop.fail(error)
-        self._left.steps = 0
+        self._left = 0, False
         body.version += 1
         return TrainState(body)
 
@@ -187,7 +187,7 @@ class TrainStep:
             if iteration is None:
                 self._in_loop.compare("a loop without step.join")
             metrics = self.run(body, batch, iteration)
-            self._left.steps, self._left.gathers = body.step, bool(body.window)
+            self._left = body.step, bool(body.window)
         except NonFinite:  # raised by all ranks at the same place; nothing has changed
             self._failures.together = True
             if given is not None and body is not None and given is not body:
@@ -217,7 +217,7 @@ class TrainStep:
         A rank that is out of input gets its last batch again, so that the loop body's code runs; the step computes nothing for
         it and takes part with weight 0. The loop looks one batch ahead, so the ranks end together without extra messages; one
         small message at the start finds out whether any rank has a batch. The body must call the step exactly once in each
-        iteration. All ranks may leave it by break or return after the same step.
+        iteration. All ranks may leave it after the same step: a rank that leaves it, also by an exception, waits for the others to.
 
         Args:
             loader: Any iterable of batches, of any length on each rank, 0 included. It must not write the next batch into the

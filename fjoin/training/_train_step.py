@@ -11,7 +11,6 @@ from ..transforms._check import flag, whole_number
 from ..transforms._foreign import remedy
 from ..transforms.pipelines._pipeline import Pipeline
 from ..transforms.transform._transform import Transform, check_transform
-from ._graphs import StepGraphs
 from ._run import Run
 from ._step import TrainStep
 from .passes._loss import Loss
@@ -26,10 +25,7 @@ def train_step(
     weight: Callable[[Any], float] | None = None,
     bucket_bytes: int | None = None,
     accumulate: int = 1,
-    overlap_step: bool = False,
-    overlap_gather: bool = False,
     on_buffers: Transform | None = None,
-    capture: bool = False,
 ) -> TrainStep:
     """Make the training step of this rank from a loss and a pipeline.
 
@@ -54,30 +50,15 @@ def train_step(
         accumulate: The number of micro-batches in a step: the step is called once for each, and sends and steps in
             the last call of each window. In a loop of `join` a window at the end may be shorter, also where a rank ends in the
             middle of one; its weights count as they are.
-        overlap_step: Whether to step each bucket as soon as its message has arrived, while later messages are still
-            under way. It has an effect where the hook is a plain reduction and the tensors are on the CPU. A loss that
-            is not finite still changes nothing. A gradient that is not finite although all losses are finite is then
-            detected after earlier buckets have been stepped, and leaves a torn state. The default checks all gradients
-            before it changes anything.
-        overlap_gather: With a sharded pipeline, such as `zero`, whether a step returns while the new parameters are still
-            under way between ranks. In the next forward pass the first operation on a parameter waits for it, and so does
-            every read of the state; views taken out of an older state do not wait. Compiled functions break their graph at
-            such parameters. With donate=False the copy of the state waits at once.
         on_buffers: The transform of the buffers at the end of a step: `average_buffers(axis)`,
             `broadcast_buffers(axis)`, different ones for different buffers with `partition`, or only in some steps with
             `every`. By default each rank keeps its own buffers.
-        capture: Whether the kernels of a step are captured as a graph of the device, and launched by one call: for steps whose
-            time is that of their launches on the host. Experimental: it has not run on a device yet. The first three steps on
-            batches of a form (its structure, shapes, dtypes, and its numbers and strings) run without a graph. From then on
-            `loss_fn` does not run again as Python, so it must not read values of the device, and must not depend on
-            anything but its arguments and tensors that stay where they are. `transforms.current_weight()` is a tensor in it.
 
     Returns:
         A `TrainStep`.
 
     Raises:
         TypeError, ValueError: an argument that cannot be used.
-        CaptureError: raised by the step: it cannot be captured.
 
     Same as: torch's DistributedDataParallel, Join and optimizer in one.
 
@@ -102,23 +83,10 @@ def train_step(
     if weight is not None and not callable(weight):
         raise TypeError(f"weight must be a function of the batch, or None, got {weight!r}")
     flag("donate", donate)
-    flag("overlap_step", overlap_step)
-    flag("overlap_gather", overlap_gather)
-    flag("capture", capture)
     whole_number("accumulate", accumulate, 1)
     if bucket_bytes is not None:
         whole_number("bucket_bytes", bucket_bytes, 1)
     mesh = mesh or make_mesh({"data": -1})
-    if overlap_gather and (pipeline.sharding is None or pipeline.sharding.codec is not None):
-        raise ValueError(
-            f"overlap_gather=True: {pipeline!r} gathers no parameters as they are; it needs a sharded pipeline without gather=..., "
-            f"such as zero(...)"
-        )
-    if overlap_step and pipeline.sharding is not None:
-        raise ValueError(
-            f"overlap_step=True steps buckets before all of them are known to be finite, but {pipeline.hook!r} leaves the ranks different "
-            f"pieces, and they would step apart; leave overlap_step out"
-        )
     if any(part.pauses for part in pipeline.ends):
         raise ValueError(
             "after=... or on_state=... holds accumulate(...), but parameters cannot be accumulated; use every(steps, ...)"
@@ -133,9 +101,5 @@ def train_step(
             raise ValueError(
                 "on_buffers=... holds accumulate(...), but buffers cannot be accumulated; use every(steps, ...)"
             )
-    graphs = None
-    if capture:
-        others = {"accumulate": accumulate > 1, "overlap_step": overlap_step, "overlap_gather": overlap_gather}
-        graphs = StepGraphs(mesh, [name for name, on in {**others, "donate=False": not donate}.items() if on])
-    run = Run(Loss(loss_fn, weight), pipeline, mesh, accumulate, overlap_step, overlap_gather, on_buffers, graphs)
+    run = Run(Loss(loss_fn, weight), pipeline, mesh, accumulate, on_buffers)
     return TrainStep(run, donate, bucket_bytes)

@@ -82,7 +82,7 @@ def join(
         DesyncError: ranks have different values of `accumulate`.
         JoinError: the loop is still running; the loader has written into the previous batch; with `steps`, the body did
             not call each exactly once.
-        PeerLost: another rank left the loop by an exception, or by break or return where this one did not within 30 s:
+        PeerLost: another rank left the loop, by break, return or an exception, and this one did not within 30 s:
             the mesh is taken down, by default the default process group. Ranks that wait in a module's own messages end
             with the backend's error: over groups of its own, such as those of `fully_shard`, at their time-out.
         TypeError, ValueError: an argument that cannot be used.

@@ -13,7 +13,6 @@ from ..groups._mesh import Mesh
 from ..loading._joined import JoinedLoop, left_alone
 from ..loading._position import END
 from ..training._join_steps import NO_BATCH
-from ..training._leaving import left_by_code
 from ..training.passes._loss import weigh
 from ._windows import Weighed, Windows
 
@@ -76,7 +75,7 @@ class Loop(JoinedLoop[B]):
     def __iter__(self) -> Iterator[B]:
         if self._running:
             raise JoinError("this loop is still running; finish it, or make another with fjoin.join(...)")
-        self._running, finished, by_code = True, False, False
+        self._running, finished = True, False
         self._asks.begin()
         self.number, self.batches, self.stopped, position = 0, 0, False, self._position
         try:
@@ -113,7 +112,6 @@ class Loop(JoinedLoop[B]):
             if not have:
                 position.finish()
         except GeneratorExit:
-            by_code = left_by_code()
             raise
         except BaseException as error:
             finished = True
@@ -125,8 +123,8 @@ class Loop(JoinedLoop[B]):
             self._asks.end()
             if not finished and self._mesh.size > 1:
                 # A body that ended because a peer was lost is not the first to have left.
-                text = left_alone(self._mesh.rank, "fjoin.join", self.number, by_code)
-                if not (by_code and self._mesh.leave_together(text, _TOGETHER_S)):
+                text = left_alone(self._mesh.rank, "fjoin.join", self.number)
+                if not self._mesh.leave_together(text, _TOGETHER_S):
                     self._mesh.report_failure(self._mesh.lost() or JoinError(text), self.number)
 
     def state_dict(self) -> dict[str, Any]:

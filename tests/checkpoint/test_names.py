@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -128,13 +127,6 @@ def test_a_shape_that_changes_between_saves_is_written_as_it_is(tmp_path: Path) 
         assert path is not None and fjoin.checkpoint.verify(path) == []
         leaf = fjoin.checkpoint.Folder(tmp_path).read(count)[1].leaves["pipeline.hook.custom#0.seen"]
         assert leaf.shape == [count]
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Any:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "at the end of the program")
-        yield
 
 
 ADAM = tx.adam(0.01)

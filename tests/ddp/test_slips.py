@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import warnings
 from typing import Any
 
@@ -90,44 +87,3 @@ def test_a_loss_that_reads_its_module_is_warned_of() -> None:
         fjoin.value_and_grad(loss)(params, x)
     fine = fjoin.train_step(lambda p, x: apply(p, {}, x).mean() + p["weight"].square().sum(), step.pipeline)
     fine(fine.init(params), x)
-
-
-PROGRAM = """
-import torch, fjoin
-from fjoin import transforms as tx
-pipeline = {"average": tx.local_sgd(tx.sgd(0.1), "data", every=4), "window": tx.fuse(tx.mean("data"), tx.sgd(0.1)),
-            "ended": tx.local_sgd(tx.sgd(0.1), "data", every=3)}[kind]
-
-def train():
-    step = fjoin.train_step(lambda p, b: (p["w"] * b).sum(), pipeline, accumulate=2 if kind == "window" else 1)
-    state = step.init({"w": torch.ones(2)})
-    for _ in range(3):
-        state, _ = step(state, torch.ones(2))
-    if end == "flush":
-        state = step.flush(state)
-    if end == "close":
-        step.close()
-    if end == "raise":
-        raise KeyError
-    return step
-
-kept = train() if end != "dropped" else train() and None
-"""
-
-
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("kind", ["average", "window", "ended"])
-@pytest.mark.parametrize("end", ["", "dropped", "close", "flush", "raise"])
-def test_a_program_that_leaves_a_window_open_says_so(kind: str, end: str) -> None:
-    if kind == "window" and end == "flush":
-        pytest.skip("flush refuses an open accumulation window")
-    text = f"kind, end = {kind!r}, {end!r}\n{PROGRAM}"
-    done = subprocess.run(
-        [sys.executable, "-c", text], capture_output=True, text=True, env=dict(os.environ), timeout=120
-    )
-    assert (done.returncode == 0) == (end != "raise")
-    says = kind != "ended" and end not in ("flush", "raise")
-    assert ("UserWarning" in done.stderr) == says, done.stderr
-    if says:
-        part = "step.flush(state)" if kind == "average" else "unfinished accumulation window"
-        assert done.stderr.count(part) == 1 and ("at the end of the program" in done.stderr) == (end != "close")

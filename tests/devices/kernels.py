@@ -15,9 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fjoin
 from fjoin import transforms as tx
 from fjoin.agreement._device_reads import DeviceReads
-from fjoin.groups._mesh import Mesh
 from fjoin.training.passes._passes import Passes
-from fjoin.transforms import _devices
 from tests.devices.echo import EchoAxis, EchoMesh
 from tests.devices.memory import Memory
 
@@ -87,13 +85,9 @@ def steps(
     def loss_fn(params: Any, batch: float) -> Tensor:
         return _Loss.apply(kernels, *params.values())
 
-    def unread(reads: DeviceReads, what: Any, words: Tensor, event: Any = None) -> None:
-        if reads._held is not None:
-            reads._held.append((what, words))
-
     on = mock.patch.object
     with (
-        on(DeviceReads, "add", unread),
+        on(DeviceReads, "add", lambda *args: None),
         on(Passes, "_run", forward),
         kernels_without_meta(),
     ):
@@ -155,7 +149,7 @@ SMALL = {"a": (3, 4), "b": (4,), "c": (4, 3)}
 
 
 def baked(make: Make, **options: Any) -> list[str]:
-    """The differences between the kernels of two steps of other weights, in words: what a graph of a device cannot replay."""
+    """The differences between the kernels of two steps of other weights, in words: numbers of the host that kernels get."""
     *_, first, second = steps(make, SMALL, [1.0, 2.0, 3.0, 5.0], **options)
     if len(first) != len(second):
         return [f"{len(first)} kernels and {len(second)} kernels"]
@@ -166,58 +160,6 @@ def baked(make: Make, **options: Any) -> list[str]:
     ]
 
 
-class _Stream(contextlib.nullcontext[None]):
-    def wait_stream(self, other: Any) -> None:
-        pass
-
-
-class _Capture:
-    """A graph that launches nothing; what is launched while it captures is noted."""
-
-    def __init__(self, kernels: list[Kernels], graphs: list[list[Kernel]]) -> None:
-        self._kernels, self._graphs = kernels, graphs
-
-    def __enter__(self) -> None:
-        self._kernels[-1].seen = []
-
-    def __exit__(self, *error: object) -> None:
-        self._graphs.append(self._kernels[-1].seen)
-
-    def replay(self) -> None:
-        pass
-
-    def reset(self) -> None:
-        pass
-
-    def pool(self) -> None:
-        pass
-
-
-def captured(make: Make, **options: Any) -> list[list[Kernel]]:
-    """The kernels of two graphs, captured in steps of other weights and numbers."""
-    kernels, graphs = list[Kernels](), list[list[Kernel]]()
-    enter = Kernels.__enter__
-
-    def entered(mode: Kernels) -> Kernels:
-        kernels.append(mode)
-        return enter(mode)
-
-    on = mock.patch.object
-    with (
-        on(_devices, "is_accelerator", lambda device: True),
-        on(_devices, "new_graph", lambda pool: _Capture(kernels, graphs)),
-        on(_devices, "new_stream", lambda device: _Stream()),
-        on(_devices, "current_stream", lambda device: _Stream()),
-        on(_devices, "here", lambda device: None),
-        on(torch, "is_autocast_enabled", lambda kind: False),
-        on(_devices, "write", lambda values, into: None),
-        on(Mesh, "await_event", lambda mesh, event: None),
-        on(Kernels, "__enter__", entered),
-    ):
-        steps(make, SMALL, [1.0] * 4 + [2.0] * 4, capture=True, **options)
-    return graphs
-
-
 def copied(kernels: list[Kernel]) -> list[Kernel]:
-    """Copies from the host, which a device refuses in a capture. A 0-d tensor of the host may be a number to other kernels."""
+    """Copies from the host. A 0-d tensor of the host may be a number to other kernels."""
     return [kernel for kernel in kernels if "host" in kernel.shapes and "copy" in kernel.op]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fjoin.agreement import _device_reads
 from fjoin.agreement._grad_check import GradCheck
-from fjoin.buckets import _arrivals, _flat_params, _grad_buffer, _leaves
+from fjoin.buckets import _flat_params, _grad_buffer, _leaves
 from fjoin.groups import _group_mesh
 from fjoin.groups.axes import _axis
 from fjoin.groups.axes._messages import Message
@@ -156,7 +156,6 @@ class Device:
                 on(_device_reads, "to_host", self.to_host),
                 on(_unfinished, "is_accelerator", is_one),
                 on(_unfinished, "here", self.here),
-                on(_arrivals, "here", self.here),
                 on(_leaves, "is_accelerator", is_one),
                 on(_leaves, "current_stream", lambda device: "stream"),
                 on(_flat_params, "is_host", lambda device: False),

@@ -15,7 +15,6 @@ import fjoin
 from fjoin import transforms as tx
 from fjoin.agreement._agreements import Agreements
 from fjoin.agreement._step_check import StepCheck
-from fjoin.buckets._arrivals import Arrivals
 from fjoin.groups.failures._unfinished import Unfinished
 from tests.devices.late_device import Device
 
@@ -26,7 +25,6 @@ PIPELINES: dict[str, tuple[Any, dict[str, Any]]] = {
     "clipped": (lambda: tx.fuse(tx.chain(MEAN, tx.clip_by_global_norm(0.5)), tx.sgd(0.1)), {}),
     "fed back": (lambda: tx.fuse(tx.error_feedback(tx.quantized_mean("data", tx.int8(block=4))), tx.sgd(0.1)), {}),
     "zero": (lambda: tx.fuse(SCATTER, tx.sgd(0.1, momentum=0.5)), {}),
-    "zero, overlapped": (lambda: tx.fuse(SCATTER, tx.sgd(0.1, momentum=0.5)), {"overlap_gather": True}),
     "local": (lambda: tx.local_sgd(tx.sgd(0.1), "data", 2), {}),
 }
 
@@ -84,7 +82,6 @@ def _out(fault: str | None) -> Any:
     """Take a part of fjoin out."""
     parts: dict[str, Any] = {
         "settle": lambda: mock.patch.object(Unfinished, "settle", lambda *args: None),
-        "gathers": lambda: mock.patch.object(Arrivals, "end", lambda *args: None),
         "drain": lambda: mock.patch.object(StepCheck, "drain", lambda *args: None),
         "forget": lambda: mock.patch.object(Agreements, "forget", lambda *args: None),
         "age": lambda: mock.patch.object(StepCheck, "raise_pending", lambda *args, **options: None),

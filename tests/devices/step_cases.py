@@ -29,7 +29,6 @@ class Case(NamedTuple):
         room: The allowed deviation of the parameters, relative to the distance moved. The sums of a GPU have another order.
         flush: Whether the run ends in a flush.
         poisoned: The steps in which the loss is infinite on rank 1.
-        captured: Whether the steps are captured as graphs, on batches of one size; on a CPU they are not.
     """
 
     pipeline: Callable[[], tx.Pipeline]
@@ -38,7 +37,6 @@ class Case(NamedTuple):
     room: float = 1e-4
     flush: bool = False
     poisoned: tuple[int, ...] = ()
-    captured: bool = False
 
 
 def net_params() -> dict[str, Tensor]:
@@ -155,7 +153,6 @@ OPTIONS: dict[str, Case] = {
     "kept states": Case(mean, {"donate": False}),
     "kept states, feedback": Case(coded, {"donate": False}),
     "accumulated": Case(mean, {"accumulate": 2}),
-    "stepped in backward": Case(mean, {"overlap_step": True}),
     "auxiliary values": Case(mean, loss="auxiliary"),
     "remat": Case(mean, loss="remat"),
     "remat, offloaded": Case(mean, loss="offload"),
@@ -165,11 +162,8 @@ OPTIONS: dict[str, Case] = {
     "zero, masters": Case(zero(optimizer=tx.mixed_precision(ADAM))),
     "zero, kept states": Case(zero(), {"donate": False}),
     "zero, accumulated": Case(zero(), {"accumulate": 2}),
-    "zero, late gathers": Case(zero(), {"overlap_gather": True}),
-    "zero, late gathers, kept states": Case(zero(), {"overlap_gather": True, "donate": False}),
-    "zero, late gathers, accumulated": Case(zero(), {"overlap_gather": True, "accumulate": 2}),
-    "zero, offloaded": Case(zero(), {"overlap_gather": True}, "offload"),
-    "zero, clip": Case(zero(tx.chain(tx.mean("data"), CLIP)), {"overlap_gather": True}),
+    "zero, offloaded": Case(zero(), loss="offload"),
+    "zero, clip": Case(zero(tx.chain(tx.mean("data"), CLIP))),
     "zero, coded gathers": Case(lambda: tx.fuse(tx.scatter_mean("data"), ADAM, gather=tx.int8(block=8))),
     "zero, clip of slices": Case(lambda: tx.fuse(tx.chain(tx.scatter_mean("data"), CLIP), ADAM)),
     "local SGD": Case(lambda: tx.local_sgd(ADAM, "data", 2)),
@@ -191,7 +185,6 @@ OPTIONS: dict[str, Case] = {
     "left out": Case(lambda: tx.skip_if_nonfinite(mean()), poisoned=(1, 2)),
     "left out, feedback": Case(lambda: tx.skip_if_nonfinite(coded()), poisoned=(1,)),
     "left out, zero": Case(lambda: tx.skip_if_nonfinite(zero()()), poisoned=(1,)),
-    "left out, late gathers": Case(lambda: tx.skip_if_nonfinite(zero()()), {"overlap_gather": True}, poisoned=(1,)),
     "loss scale": Case(scaled(mean), poisoned=(1, 2)),
     "loss scale, zero": Case(scaled(zero()), poisoned=(2,)),
     "loss scale, clip, kept states": Case(
@@ -200,16 +193,10 @@ OPTIONS: dict[str, Case] = {
     "buffers of each rank": Case(mean, loss="buffers"),
     "buffers, every second step": Case(mean, {"on_buffers": tx.every(2, tx.average_buffers("data"))}, "buffers"),
     "a moving average": Case(averaged(tx.chain(tx.every(2, tx.average_parameters("data")), tx.ema(0.9)))),
-    "captured": Case(mean, loss="auxiliary", captured=True),
-    "captured, clip": Case(lambda: tx.fuse(tx.chain(tx.mean("data"), CLIP), ADAM), captured=True),
-    "captured, feedback": Case(coded, captured=True),
-    "captured, zero": Case(zero(), captured=True),
-    "captured, buffers": Case(mean, {"on_buffers": tx.average_buffers("data")}, "buffers", captured=True),
-    "captured, loss scale": Case(scaled(mean), poisoned=(1,), captured=True),
     "a moving average of means": Case(lambda: tx.fuse(tx.mean("data"), ADAM, after=tx.ema(0.9)), {"donate": False}),
 }  # fmt: skip
 
-SOME = ["zero, late gathers", "zero, coded gathers", "DiLoCo, late, flushed", "left out, feedback", "loss scale, zero"]
+SOME = ["zero", "zero, coded gathers", "DiLoCo, late, flushed", "left out, feedback", "loss scale, zero"]
 
 # -- a run --------------------------------------------------------------------------------------------------------------
 
@@ -227,7 +214,6 @@ def run(case: Case, device: str, mesh: Any) -> dict[str, Any]:
         case.pipeline(),
         mesh=mesh,
         weight=lambda batch: 1.0 + mesh.rank,
-        capture=case.captured and device != "cpu",
         **{"bucket_bytes": 64, **case.options},
     )
     params = {path: p.to(device) for path, p in net_params().items()}
@@ -238,8 +224,6 @@ def run(case: Case, device: str, mesh: Any) -> dict[str, Any]:
         case.options.get("accumulate", 1),
     )
     batches = [net_batch(mesh.rank, i).to(device) for i in range(calls * SIZES[mesh.rank])]
-    if case.captured:  # the steps behind the third one are
-        batches = [batch[:1].clone() for batch in batches * 3]
     if mesh.rank == 1:
         for i in case.poisoned:
             batches[i].fill_(torch.inf)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fjoin.agreement import _device_reads
 from fjoin.agreement._grad_check import GradCheck
-from fjoin.buckets import _arrivals, _flat_params, _grad_buffer, _leaves
+from fjoin.buckets import _flat_params, _grad_buffer, _leaves
 from fjoin.buckets._bucket_queue import BucketQueue
 from fjoin.groups.failures import _unfinished
 from fjoin.reducer import _bucket_stages, _interleave
@@ -169,7 +169,7 @@ class Streams(TorchDispatchMode):
             for modules, name, new in (
                 ((_devices, _device_reads, _unfinished, _leaves, _interleave), "is_accelerator", yes),
                 ((_flat_params, _grad_buffer), "is_host", lambda device: False),
-                ((_devices, _unfinished, _arrivals), "here", self.here),
+                ((_devices, _unfinished), "here", self.here),
                 ((_devices, _device_reads), "to_host", self.to_host),
                 ((_devices,), "new_stream", self.new_stream),
                 ((_devices, _leaves), "current_stream", self.current_stream),

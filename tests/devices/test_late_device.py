@@ -53,12 +53,6 @@ def test_after_a_timeout_a_state_is_right_or_torn(pool: Any, tmp_path: Path) -> 
     assert "\n".join(failed(pool, tmp_path, [("mean", "sleeps", 3, False)])) == ""
 
 
-def test_gathers_that_no_stream_waits_for_are_found(pool: Any, tmp_path: Path) -> None:
-    """A step's kernels have ended, and the parameters of the other ranks have not arrived."""
-    wrong = failed(pool, tmp_path, [("zero, overlapped", "raises", 3, donate) for donate in (True, False)], "gathers")
-    assert sum("state 3 of rank 1 is neither right nor torn" in line for line in wrong) == 2, wrong
-
-
 def test_states_of_steps_under_way_are_found(pool: Any, tmp_path: Path) -> None:
     """Where nothing marks the steps that the device has not ended."""
     wrong = failed(pool, tmp_path, [("mean", "raises", 3, False)], "settle")

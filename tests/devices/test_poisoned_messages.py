@@ -20,8 +20,8 @@ PATHS = ("gloo", "registered")
 # The record of a run's last step may be read in the next step, which does not come.
 LAST = re.compile("never waited for: psum of [0-9]+ torch.float64")
 SOME = [
-    "other: mean", "other: zero", "other: zero, int8 gather", "other: scatter, clip", "other: overlapped step",
-    "other: overlapped gather", "other: accumulate in the step, zero", "other: loss scale", "other: skip, ef21",
+    "other: mean", "other: zero", "other: zero, int8 gather", "other: scatter, clip",
+    "other: accumulate in the step, zero", "other: loss scale", "other: skip, ef21",
     "other: power_sgd", "other: dgc", "other: first whole, then int8", "other: partition by kinds", "other: mean of means",
     "other: masters, average of states", "other: sums, int8", "average_every 0", "outer_step 0", "average_buffers 0",
     "hierarchical_average 0",
@@ -39,13 +39,13 @@ def _launches_and_writes(launch: Any) -> Any:
 
 def _fault(name: str | None) -> Any:
     """Take a part of fjoin out."""
-    from fjoin.buckets._arrivals import Arrivals
     from fjoin.buckets._grad_buffer import GradBuffer
     from fjoin.reducer._all_reduce import AllReduceHook
+    from fjoin.training._flat_memory import FlatMemory
 
     parts: dict[str, Any] = {
         "wait": lambda: mock.patch.object(GradBuffer, "wait", lambda self: None),
-        "gathers": lambda: mock.patch.object(Arrivals, "wait", lambda self, bucket=None: None),
+        "gathers": lambda: mock.patch.object(FlatMemory, "gather", lambda self, op, effect: None),
         "written": lambda: mock.patch.object(AllReduceHook, "launch", _launches_and_writes(AllReduceHook.launch)),
     }
     return contextlib.nullcontext() if name is None else parts[name]()

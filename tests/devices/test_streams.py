@@ -14,7 +14,6 @@ import fjoin
 from fjoin import transforms as tx
 from fjoin.agreement import _device_reads
 from fjoin.agreement._device_reads import DeviceReads
-from fjoin.buckets._arrivals import Arrivals
 from fjoin.buckets._gather_pieces import start_gather
 from fjoin.buckets._grad_buffer import GradBuffer
 from fjoin.reducer._all_reduce import AllReduceHook
@@ -37,7 +36,6 @@ PIPELINES: dict[str, tuple[Callable[[], tx.Pipeline], dict[str, Any]]] = {
         {},
     ),
     "zero": (lambda: tx.fuse(SCATTER, tx.adamw(0.1)), {}),
-    "zero, overlapped": (lambda: tx.fuse(SCATTER, tx.adamw(0.1)), {"overlap_gather": True}),
     "zero, int8 gather": (lambda: tx.fuse(SCATTER, tx.adamw(0.1), gather=INT8), {}),
     "local": (lambda: tx.local_sgd(tx.sgd(0.1), "data", 2), {}),
     "skip": (lambda: tx.skip_if_nonfinite(tx.fuse(MEAN, tx.adamw(0.1))), {}),
@@ -90,7 +88,7 @@ def test_no_step_leaves_anything_to_chance(name: str) -> None:
     assert "\n".join(reports(name)[:5]) == ""
 
 
-@pytest.mark.parametrize("name", ["mean", "fed back", "zero, overlapped"])
+@pytest.mark.parametrize("name", ["mean", "fed back", "zero"])
 def test_steps_may_be_in_another_stream_than_init(name: str) -> None:
     assert "\n".join(reports(name, other=True)[:5]) == ""
 
@@ -172,8 +170,8 @@ FAULTS: dict[str, tuple[str, Callable[[], Any], str]] = {
         "after the read of it by gather",
     ),
     "the next forward does not wait for a gather": (
-        "zero, overlapped",
-        lambda: on(Arrivals, "lend", lambda arrivals, leaves, by_bucket: dict(leaves)),
+        "zero",
+        lambda: on(FlatMemory, "gather", lambda memory, op, effect: None),
         "after the write to it by gather",
     ),
     "the host reads a copy before its event": (

@@ -149,10 +149,6 @@ OTHERS: dict[str, Row] = {
         lambda: tx.fuse(tx.chain(tx.masked(tx.mean("local"), "layer.*"), tx.mean("node")), MOMENTUM), NODES
     ),
     "mean of means": Row(lambda: tx.fuse(tx.chain(tx.mean("local"), tx.mean("node", over="live")), MOMENTUM), NODES),
-    "overlapped step": Row(lambda: tx.fuse(MEAN, MOMENTUM), THREE, options={"overlap_step": True}, paths=ONLY_STEP),
-    "overlapped gather": Row(
-        lambda: tx.zero(MEAN, ADAM, "data"), THREE, options={"overlap_gather": True}, paths=ONLY_STEP
-    ),
     "state kept": Row(lambda: tx.fuse(MEAN, MOMENTUM), TWO, options={"donate": False}, paths=ONLY_STEP),
     "sums": Row(lambda: tx.fuse(MEAN, MOMENTUM), THREE, loss="sums", paths=ONLY_STEP),
     "sums, int8": Row(lambda: tx.fuse(tx.quantized_mean("data", INT8), MOMENTUM), THREE, loss="sums", paths=ONLY_STEP),

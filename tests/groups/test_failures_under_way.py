@@ -37,7 +37,7 @@ def fail(rank: int, report: Report, transport: str, where: str) -> None:
         return y + (params["b"] * batch.sum()).sum()
 
     pipeline = tx.zero(tx.mean("data"), tx.adamw(0.1), "data")
-    step = fjoin.train_step(loss_fn, pipeline, mesh=mesh, overlap_gather=True, bucket_bytes=1000)
+    step = fjoin.train_step(loss_fn, pipeline, mesh=mesh, bucket_bytes=1000)
     state = step.init({"a": torch.ones(30001), "b": torch.ones(40003)})
     batches = [torch.ones(2)] * 8
     try:

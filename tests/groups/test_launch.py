@@ -29,13 +29,11 @@ KNOWN: dict[str, tuple[dict[str, str], Launch | None]] = {
     "a world of one without a rank": ({"WORLD_SIZE": "1"}, None),
     "srun": ({**SRUN, **MEET, "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, Launch(1, 2, 1, 2)),
     "srun of one": ({**SRUN, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "1"}, None),
+    "a batch script": ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, None),
     "an allocation without a task": ({"SLURM_NTASKS": "4", "SLURM_JOB_ID": "1"}, None),
     "mpirun": ({**MPIRUN, **MEET}, Launch(1, 2, 1, 2)),
     "mpirun inside Slurm": ({**MPIRUN, **MEET, **SRUN, "SLURM_PROCID": "0"}, Launch(1, 2, 1, 2)),
     "mpirun of one": ({**MPIRUN, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}, None),
-    "Flux": ({"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "2", "FLUX_TASK_LOCAL_ID": "1", **MEET}, Launch(1, 2, 1, 1)),
-    "a process of PMIx": ({"PMIX_RANK": "0"}, None),
-    "one task in a job of PMIx": ({**SRUN, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "1", "PMIX_RANK": "3"}, None),
     "a local rank that is no number": ({"LOCAL_RANK": "auto"}, None),
     "no local rank": ({"LOCAL_RANK": "-1"}, None),
     "a local rank of one": ({"LOCAL_RANK": "0"}, None),
@@ -46,7 +44,6 @@ REFUSED: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "a rank without a size": ({"RANK": "0"}, ("RANK=0", "WORLD_SIZE is not")),
     "srun without a place to meet": (SRUN, ("srun", "1 of 2", "MASTER_ADDR and MASTER_PORT")),
     "mpirun without a port": ({**MPIRUN, "MASTER_ADDR": "a"}, ("mpirun", "1 of 2", "MASTER_PORT are not")),
-    "a task of Slurm": ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, ("Slurm", "1 of 2")),
     "a rank of Open MPI alone": (
         {"OMPI_COMM_WORLD_RANK": "1"},
         ("OMPI_COMM_WORLD_RANK=1", "OMPI_COMM_WORLD_SIZE is not set"),
@@ -54,9 +51,6 @@ REFUSED: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "a size of Open MPI alone": ({"OMPI_COMM_WORLD_SIZE": "2"}, ("OMPI_COMM_WORLD_RANK is not", "train alone")),
     "a rank of PMI alone": ({"PMI_RANK": "1", **MEET}, ("PMI_RANK=1", "PMI_SIZE")),
     "a rank of Slurm alone": ({"SLURM_PROCID": "1"}, ("Slurm", "SLURM_PROCID=1")),
-    "a rank of PMIx": ({"PMIX_RANK": "1", "PMIX_NAMESPACE": "job"}, ("PMIX_RANK=1", "of how many")),
-    "PALS": ({"PALS_RANKID": "0", "PALS_LOCAL_SIZE": "2", **MEET}, ("PALS_LOCAL_SIZE=2", "train alone")),
-    "Flux without a place to meet": ({"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "2"}, ("Flux", "1 of 2", "MASTER_ADDR")),
     "a local rank alone": ({"LOCAL_RANK": "1", **MEET}, ("LOCAL_RANK=1", "RANK and WORLD_SIZE are not")),
     "a local size alone": ({"LOCAL_WORLD_SIZE": "2"}, ("LOCAL_WORLD_SIZE=2", "torchrun")),
     "a size that is no number": ({**MPIRUN, "OMPI_COMM_WORLD_SIZE": "x"}, ("OMPI_COMM_WORLD_SIZE must be", "'x'")),
@@ -75,11 +69,6 @@ def test_rank_and_size_are_read_from_the_environment(name: str) -> None:
 def test_a_process_that_would_train_alone_raises(name: str) -> None:
     environ, parts = REFUSED[name]
     raises_text(ValueError, lambda: read_launch(environ), *parts)
-
-
-def test_a_batch_script_of_a_larger_job_warns() -> None:
-    with pytest.warns(UserWarning, match="2 tasks; start it by srun"):
-        assert read_launch({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}) is None
 
 
 def train(environ: dict[str, str], report: Any) -> None:

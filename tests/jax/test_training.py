@@ -137,15 +137,3 @@ def test_a_loader_does_not_fork_a_process_in_which_jax_runs() -> None:
         next(iter(step.join(DataLoader([1, 2], num_workers=1))))  # type: ignore[arg-type]
     refuse_fork(DataLoader([1, 2], num_workers=1, multiprocessing_context="forkserver"))  # type: ignore[arg-type]
     refuse_fork(DataLoader([1, 2]))  # type: ignore[arg-type]
-
-
-def test_a_captured_step_is_refused() -> None:
-    from tests.devices.echo import EchoMesh
-    from tests.devices.graphs import Axis, graphs
-
-    with graphs():
-        step = fjoin.train_step(fjoin.jax.loss(loss), tx.fuse(MEAN, tx.sgd(0.1)), mesh=EchoMesh(Axis()), capture=True)
-        state = step.init(start_in_torch())
-        with pytest.raises(fjoin.CaptureError, match="jax computes this loss"):
-            for _ in range(5):
-                state, _ = step(state, batches(0)[0])

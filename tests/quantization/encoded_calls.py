@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -47,13 +46,6 @@ def near(got: Tensor, want: Tensor, room: float) -> None:
     assert got.numel() == 0 or (got.double() - want).abs().max() <= 2 * room + want.abs().max() * rounding, (got, want)
 
 
-def until(true: Callable[[], bool], seconds: float = 20.0) -> None:
-    """Wait until another thread has made a condition true."""
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, f"not within {seconds} s: {true}"
-
-
 def calls(codec: Any, n: int, me: int) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...], list[Tensor]]]:
     """One call of each collective: the function, its arguments, the tensors that it fills."""
 
@@ -62,14 +54,12 @@ def calls(codec: Any, n: int, me: int) -> dict[str, tuple[Callable[..., Any], tu
 
     x, all_of, uneven = value((50,), me).float(), value((n * 50,), me).float(), [50 * me + r for r in range(n)]
     fresh = [[place((50,)) for _ in range(n)] for _ in range(2)]
-    a, b, c, part, split = (place((size,)) for size in (50 * n, 50 * n, 50 * n, 50, sum(50 * r + me for r in range(n))))
+    b, c, split = (place((size,)) for size in (50 * n, 50 * n, sum(50 * r + me for r in range(n))))
     c.copy_(all_of)
     return {
         "all_gather": (quantized("all_gather"), (fresh[0], x), fresh[0]),
-        "all_gather_into_tensor": (quantized("all_gather_into_tensor"), (a, x), [a]),
         "all_to_all": (quantized("all_to_all"), (fresh[1], list(all_of.split(50))), fresh[1]),
         "all_to_all_single": (quantized("all_to_all_single"), (b, all_of), [b]),
-        "reduce_scatter_tensor": (quantized("reduce_scatter_tensor"), (part, all_of), [part]),
         "all_reduce": (quantized("all_reduce"), (c,), [c]),
         "splits": (
             quantized("all_to_all_single"),

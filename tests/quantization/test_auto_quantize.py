@@ -28,16 +28,6 @@ def meaning(codec: str) -> Any:
         fjoin.auto_quantize(dist.all_gather, qtype)(outs, value(shape, me).to(given))
         for r in range(n):
             near(outs[r], value(shape, r).to(given).double(), room)
-        for whole in ((n, *shape), (n * shape[0], *shape[1:]) if shape else (n,)):
-            out = place(whole, taken)
-            fjoin.auto_quantize(dist.all_gather_into_tensor, qtype)(out, value(shape, me).to(given))
-            near(out, torch.stack([value(shape, r) for r in range(n)]).to(given).double().view(whole), room)
-            back = place(shape, taken)
-            fjoin.auto_quantize(dist.reduce_scatter_tensor, qtype)(back, value(whole, me, 1).to(given))
-            parts = [value(whole, r, 1).to(given).double().reshape(n, -1)[me] for r in range(n)]
-            near(back, torch.stack(parts).sum(0).view(shape), n * room)
-        fjoin.auto_quantize(dist.reduce_scatter_tensor, qtype)(back, value(whole, me, 1).to(given), dist.ReduceOp.AVG)
-        near(back, torch.stack(parts).mean(0).view(shape), room)
     for shape, _, dtype in kinds:
         for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             x = place(shape, dtype)
@@ -127,7 +117,7 @@ def in_a_part() -> Any:
             assert f(*args, *between, group) is None
             results.append([o.clone() for o in outs])
             assert same_bits(results[-1], before) == (me == 1)
-            assert f(*args, group=group, async_op=True) is None or me != 1
+            assert f(*args, group=group) is None
     texts = [str(w.message) for w in reported if "does not belong" in str(w.message)]
     assert len(texts) == (2 * len(results) if me == 1 else 0)
     assert all("global rank 1" in text for text in texts)
@@ -137,7 +127,7 @@ def in_a_part() -> Any:
 def test_groups_of_some_of_the_ranks(pool: Any) -> None:
     """The group is given by position or by name; a rank outside it gets a warning and keeps its tensors."""
     first, _, last = pool.run(3, in_a_part)
-    for gathered in (0, 1, 5):  # both ranks have the same results
+    for gathered in (0, 3):  # both ranks have the same results
         assert same_bits(first[gathered], last[gathered])
     x, y = first[0]
     near(x, value((50,), 0), 2.0**-7)
@@ -155,15 +145,13 @@ def extremes(codec: str) -> Any:
         assert [bool(o.isfinite().all()) for o in outs] == [r < n - 1 for r in range(n)]
         out = torch.zeros(n * 3)
         fjoin.auto_quantize(dist.all_to_all_single, qtype)(out, x)
-        part = torch.zeros(3)
-        fjoin.auto_quantize(dist.reduce_scatter_tensor, qtype)(part, x)
-        assert bool(out.isfinite().all()) == bool(part.isfinite().all()) == (me != 0)
+        assert bool(out.isfinite().all()) == (me != 0)
         fjoin.auto_quantize(dist.all_reduce, qtype)(x)
         assert not x.isfinite().all()
     for large in (1e5, -1e30):
-        out = torch.zeros(n)
-        fjoin.auto_quantize(dist.all_gather_into_tensor, qtype)(out, torch.tensor(large))
-        assert (out / large - 1).abs().max() < 0.005
+        outs = [torch.zeros(()) for _ in range(n)]
+        fjoin.auto_quantize(dist.all_gather, qtype)(outs, torch.tensor(large))
+        assert all((out / large - 1).abs() < 0.005 for out in outs)
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -242,10 +230,10 @@ def test_leaves_and_views(pool: Any) -> None:
 def mistakes() -> None:
     """All before anything is sent."""
     me, x, ints = dist.get_rank(), torch.ones(4), torch.ones(4, dtype=torch.int64)
-    gather, to_all, single, into, scatter, reduce = (
+    gather, to_all, single, reduce = (
         fjoin.auto_quantize(getattr(dist, name), "fp16")
-        for name in ("all_gather", "all_to_all", "all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
-    )  # fmt: skip
+        for name in ("all_gather", "all_to_all", "all_to_all_single", "all_reduce")
+    )
     with watched() as sent:
         raises_text(ValueError, lambda: gather([], x), "all_gather", "tensor_list has 0 tensors", "2 ranks")
         raises_text(ValueError, lambda: gather([x, x, x], x), "3 tensors", "2 ranks")
@@ -256,10 +244,8 @@ def mistakes() -> None:
         raises_text(
             ValueError, lambda: to_all([torch.ones(2), torch.ones(2)], [x, x]), f"input_tensor_list[{me}]", "(2,)"
         )
-        raises_text(ValueError, lambda: into(torch.ones(4, 2), x), "output_tensor", "(4, 2)", "(8,)", "(2, 4)")
-        raises_text(ValueError, lambda: into(torch.ones(3), torch.ones(())), "(3,)", "(2,)")
-        raises_text(ValueError, lambda: scatter(x, torch.ones(9)), "input has shape (9,)", "(4,)")
-        raises_text(ValueError, lambda: scatter(x, torch.ones(8), dist.ReduceOp.MAX), "SUM or AVG", "MAX")
+        raises_text(ValueError, lambda: gather([x, x], x, async_op=True), "all_gather", "async_op=True", "leave it out")
+        raises_text(ValueError, lambda: reduce(x, SUM, None, True), "all_reduce", "async_op=True")
         raises_text(ValueError, lambda: reduce(x, dist.ReduceOp.PRODUCT), "SUM or AVG", "PRODUCT")
         raises_text(ValueError, lambda: reduce(x, None), "SUM or AVG", "None")
         raises_text(ValueError, lambda: single(x, torch.ones(3)), "input has shape (3,)", "input_split_sizes")
@@ -302,7 +288,8 @@ def test_mistakes_raise_before_the_first_message(pool: Any) -> None:
 
 
 def test_raises_on_bad_input() -> None:
-    raises_text(TypeError, lambda: fjoin.auto_quantize(dist.broadcast, "fp16"), "broadcast", "all_to_all_single")
+    for func in (dist.broadcast, dist.all_gather_into_tensor, dist.reduce_scatter_tensor):
+        raises_text(TypeError, lambda: fjoin.auto_quantize(func, "fp16"), func.__name__, "all_to_all_single")  # noqa: B023
     raises_text(TypeError, lambda: fjoin.auto_quantize(tx.psum, "fp16"), "psum")
     raises_text(ValueError, lambda: fjoin.auto_quantize(dist.all_gather, "int8"), "'int8'", "int8()")
     raises_text(TypeError, lambda: fjoin.auto_quantize(dist.all_gather, tx.int8), "int8;", "int8()")  # type: ignore[arg-type]
@@ -314,17 +301,9 @@ def test_raises_on_bad_input() -> None:
 
 
 def test_signature_matches_the_wrapped_collective() -> None:
-    for name in (
-        "all_gather",
-        "all_to_all",
-        "all_to_all_single",
-        "all_gather_single",
-        "reduce_scatter_single",
-        "all_reduce",
-    ):
-        if hasattr(dist, name):  # the names since torch 2.13
-            f = fjoin.auto_quantize(getattr(dist, name), "fp16")
-            assert inspect.signature(f) == inspect.signature(getattr(dist, name)) and f.__name__ == name
+    for name in ("all_gather", "all_to_all", "all_to_all_single", "all_reduce"):
+        f = fjoin.auto_quantize(getattr(dist, name), "fp16")
+        assert inspect.signature(f) == inspect.signature(getattr(dist, name)) and f.__name__ == name
 
 
 def with_torchs_names() -> Any:

@@ -246,8 +246,7 @@ def collectives(device: str) -> Any:
             tx.all_gather(x, "data"), tx.psum_scatter(x, "data"), tx.pmax(x, "data"), tx.pbroadcast(x, "data", 1),
         ]  # fmt: skip
     filled = [torch.empty_like(x) for _ in range(n)]
-    work = fjoin.auto_quantize(dist.all_gather, codec)(filled, x, async_op=True)
-    work.wait()
+    fjoin.auto_quantize(dist.all_gather, codec)(filled, x)
     return [y.cpu() for y in [*out, torch.stack(filled)]]
 
 

@@ -56,25 +56,6 @@ def _poisoned_sqrt(batch: Tensor, loss: Any) -> Any:
     return text, None
 
 
-def test_early_steps_with_a_nonfinite_loss_or_gradient() -> None:
-    def loss(params: Any, batch: Tensor) -> Tensor:
-        return (params["w"] * batch).sum() + torch.sqrt(params["v"] - batch).sum()
-
-    def one_rank(batch: Tensor) -> str:
-        step = fjoin.train_step(loss, MEAN_SGD, overlap_step=True, bucket_bytes=1)
-        state = step.init({"v": torch.ones(2), "w": torch.ones(2)})
-        raises_text(fjoin.NonFinite, lambda: step(state, X * float("nan")), "loss of rank")
-        assert torch.equal(state.params["w"], torch.ones(2))
-        raises_text(fjoin.NonFinite, lambda: step(state, batch), "'v'")  # 'w' is stepped before 'v' arrives
-        return raises_text(fjoin.TornState, lambda: state.params, "neither old nor new")
-
-    tx.simulate(one_rank, {"data": 2}, [torch.zeros(2), X])
-    step = fjoin.train_step(loss, MEAN_SGD, overlap_step=True)  # one bucket: nothing before it was stepped
-    state = step.init({"v": torch.ones(2), "w": torch.ones(2)})
-    raises_text(fjoin.NonFinite, lambda: step(state, X))
-    assert torch.equal(state.params["w"], torch.ones(2))
-
-
 def test_a_window_that_is_not_finite_is_lost_whole() -> None:
     step, state = step_of(accumulate=3)
     for batch in (X, X):

@@ -1,4 +1,4 @@
-"""The backend "fjoin" and the axes take tensors of every layout; the backend's results are those of gloo on plain copies."""
+"""The axes take tensors of every layout."""
 
 from __future__ import annotations
 
@@ -8,14 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
-from tests.helpers import torch_has
-
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64)
 
 
 def values(shape: Any, dtype: torch.dtype, start: int) -> Tensor:
@@ -66,112 +62,6 @@ INPUTS = {
     "expanded": ((4, 3), lambda x: x[:1].expand(4, 3)),
     "expanded, 1-d": ((5,), lambda x: x[:1].expand(5)),
 }
-
-
-Make = Callable[[int], Tensor]
-
-
-class Calls:
-    """The collectives of a backend on inputs and outputs that two functions make. Each returns what it has given this rank."""
-
-    def __init__(self, group: Any, make: Make, room: Make) -> None:
-        self.group, self.make, self.room = group, make, room
-        self.rank, self.w = dist.get_rank(), dist.get_world_size()
-
-    def all_reduce(self) -> Any:
-        dist.all_reduce(x := self.room(self.rank), group=self.group)
-        return x
-
-    def all_reduce_coalesced(self) -> Any:
-        xs = [self.room(self.rank), self.room(self.rank + 1)]
-        self.group.allreduce_coalesced(xs, dist.AllreduceCoalescedOptions()).wait()
-        return xs
-
-    def reduce(self) -> Any:
-        dist.reduce(x := self.room(self.rank), group=self.group, group_dst=0)
-        return x if self.rank == 0 else None
-
-    def reduce_scatter(self) -> Any:
-        out = self.room(9)
-        dist.reduce_scatter(out, [self.make(self.rank + i) for i in range(self.w)], group=self.group)
-        return out
-
-    def broadcast(self) -> Any:
-        dist.broadcast(x := self.room(self.rank), group=self.group, group_src=self.w - 1)
-        return x
-
-    def all_gather(self) -> Any:
-        dist.all_gather(outs := [self.room(9 + i) for i in range(self.w)], self.make(self.rank), group=self.group)
-        return outs
-
-    def gather(self) -> Any:
-        outs = [self.room(9 + i) for i in range(self.w)] if self.rank == 0 else None
-        dist.gather(self.make(self.rank), outs, group=self.group, group_dst=0)
-        return outs
-
-    def scatter(self) -> Any:
-        parts = [self.make(i) for i in range(self.w)] if self.rank == 0 else None
-        dist.scatter(out := self.room(9), parts, group=self.group, group_src=0)
-        return out
-
-    def all_to_all(self) -> Any:
-        dist.all_to_all(
-            outs := [self.room(9) for _ in range(self.w)], [self.make(i) for i in range(self.w)], group=self.group
-        )
-        return outs
-
-    def send(self) -> Any:
-        out, right, left = self.room(9), (self.rank + 1) % self.w, (self.rank - 1) % self.w
-        works = (
-            dist.isend(self.make(self.rank), group=self.group, group_dst=right),
-            dist.irecv(out, group=self.group, group_src=left),
-        )
-        for work in works:
-            work.wait()  # type: ignore[union-attr]
-        return out
-
-
-def plain(x: Any) -> Any:
-    """The same values in a layout and a dtype that all of gloo's collectives have."""
-    if not isinstance(x, Tensor):
-        return x and [plain(one) for one in x]
-    x = x.clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg()
-    x = torch.view_as_real(x).clone() if x.is_complex() else x
-    return x.to({torch.bool: torch.uint8, torch.bfloat16: torch.float32}.get(x.dtype, x.dtype))
-
-
-def both(layout: str) -> list[str]:
-    """The calls whose results differ from those of gloo on contiguous copies."""
-    wrong, (shape, lay) = list[str](), (LAYOUTS | INPUTS)[layout]
-    ours, gloo = dist.new_group(backend="fjoin"), dist.new_group(backend="gloo")
-    for dtype in DTYPES:
-
-        def make(start: int) -> Tensor:
-            return lay(values(shape, dtype, start))  # noqa: B023
-
-        def copied(start: int) -> Tensor:
-            return plain(make(start))
-
-        own = Calls(ours, make, (lambda start: make(start).clone()) if layout in INPUTS else make)
-        for name in [name for name in vars(Calls) if not name.startswith("_")]:
-            if dtype is torch.bool and "reduce" in name or name == "all_to_all" and not torch_has("2.13"):
-                continue  # gloo has none
-            got, want = plain(getattr(own, name)()), getattr(Calls(gloo, copied, copied), name)()
-            try:
-                torch.testing.assert_close(got, want, rtol=0, atol=0)
-            except AssertionError as error:
-                wrong.append(f"{name} of {dtype}: {error}")
-    for group in (ours, gloo):
-        dist.destroy_process_group(group)
-    return wrong
-
-
-# torch.distributed itself refuses a conjugated tensor, before any backend sees it.
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("layout", [one for one in LAYOUTS | INPUTS if "conjugated" not in one])
-@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.long)])
-def test_collectives_of_the_backend_on_every_layout(pool: Any, n: int, layout: str) -> None:
-    assert pool.run(n, both, layout) == [[]] * n
 
 
 def on_axes(mesh: Any, bound: bool, layout: str, dtype: torch.dtype) -> dict[str, Any]:

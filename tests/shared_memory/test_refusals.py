@@ -70,19 +70,18 @@ def refused(what: str) -> Iterator[None]:
 
 
 def with_a_refusal(what: str) -> Any:
-    """Meshes, and a group of the backend, where the system refuses rank 1."""
+    """Meshes where the system refuses rank 1."""
     rank = dist.get_rank()
     with refused(what) if rank == 1 else refused_nothing():
-        mesh, errors = fjoin.mesh({"data": -1}), []
-        for call in (lambda: fjoin.mesh({"data": -1}, transport="shared"), lambda: dist.new_group(backend="fjoin")):
-            try:
-                call()
-            except (ValueError, fjoin.TransportError) as error:
-                errors.append(str(error))
+        mesh, text = fjoin.mesh({"data": -1}), ""
+        try:
+            fjoin.mesh({"data": -1}, transport="shared")
+        except (ValueError, fjoin.TransportError) as error:
+            text = str(error)
         with fjoin.bind(mesh):
             total = tx.psum(torch.ones(30_000), "data").sum().item()
         dist.barrier()  # a rank that drops its mesh disturbs one that still reads
-        return type(mesh.axes["data"]).__name__, total, errors
+        return type(mesh.axes["data"]).__name__, total, text
 
 
 @contextlib.contextmanager
@@ -97,9 +96,9 @@ def refused_nothing() -> Iterator[None]:
 @pytest.mark.parametrize("what", CALLS)
 def test_all_ranks_use_gloo_where_one_is_refused(pool: Any, what: str) -> None:
     start = time.monotonic()
-    for kind, total, (shared, backend) in pool.run(3, with_a_refusal, what):
+    for kind, total, text in pool.run(3, with_a_refusal, what):
         assert (kind, total) == ("GroupAxis", 90_000.0)
-        assert "transport=" in shared and "use gloo" in backend
+        assert "transport=" in text
     assert time.monotonic() - start < 30.0  # of time-outs of 60 s
 
 

@@ -113,8 +113,8 @@ def test_a_training_step_is_the_same_to_the_bit(pool: Any, n: int, pipeline: str
         torch.testing.assert_close(own, want, rtol=0, atol=0)
 
 
-def grids() -> Any:
-    with fjoin.mesh({"node": 2, "local": -1}, transport="shared") as mesh:
+def grids(transport: str = "shared") -> Any:
+    with fjoin.mesh({"node": 2, "local": -1}, transport=transport) as mesh:
         kinds = {name: type(axis).__name__ for name, axis in mesh.axes.items()}
         sums = [
             mesh.axes[name].run("psum", torch.full((20_000,), float(mesh.rank)), None)[0].item() for name in mesh.axes
@@ -172,16 +172,22 @@ def several_hosts(ranks: int) -> Any:
     return kind, sums, sent
 
 
-def test_ranks_of_unequal_hosts_use_gloo(pool: Any) -> None:
-    for kind, sums, sent in pool.run(3, several_hosts, 2):
-        assert kind == "GroupAxis" and sums == [[3.0], [3.0]] and sent[:2] == [5, 100_003]
+@pytest.mark.parametrize("n", [3, 4])
+def test_an_axis_over_several_hosts_uses_gloo(pool: Any, n: int) -> None:
+    for kind, sums, sent in pool.run(n, several_hosts, 2):
+        assert kind == "GroupAxis" and sums == [[sum(range(n))]] * 2 and sent[:2] == [5, 100_003]
 
 
-def test_several_hosts_sum_inside_first(pool: Any) -> None:
-    for kind, sums, sent in pool.run(4, several_hosts, 2):
-        assert kind == "HostsAxis" and sums == [[6.0], [6.0]]
-        # Of a large sum only this rank's half leaves the host; two ranks of gloo swap it where it is small.
-        assert sent == [5]
+def grid_of_hosts() -> Any:
+    with hosts_of(2):
+        return grids("auto")
+
+
+def test_an_axis_inside_a_host_shares_memory_beside_one_across_hosts(pool: Any) -> None:
+    for rank, (kinds, sums, total) in enumerate(pool.run(4, grid_of_hosts)):
+        assert kinds == {"node": "GroupAxis", "local": "HostAxis"}
+        node, local = divmod(rank, 2)
+        assert sums == [2 * local + 2, 4 * node + 1] and total == 6
 
 
 def forbidden() -> Any:

@@ -175,6 +175,13 @@ def test_close_warns_of_steps_that_are_not_averaged() -> None:
         step.close()
 
 
+def test_close_warns_of_an_unfinished_accumulation_window() -> None:
+    step = fjoin.train_step(product, tx.fuse(tx.mean("data"), SGD), accumulate=2)
+    state, _ = step(step.init({"w": torch.zeros(1)}), 1.0)
+    with pytest.warns(UserWarning, match="unfinished accumulation window"):
+        step.close()
+
+
 def test_flush_within_a_window_of_accumulation() -> None:
     step = fjoin.train_step(product, tx.local_sgd(SGD, "data", 2), accumulate=2)
     state, _ = step(step.init({"w": torch.zeros(1)}), 1.0)

@@ -45,13 +45,12 @@ def test_in_a_pure_step(bad: str, make: Callable[..., tx.Optimizer]) -> None:
     raises_text(kind, lambda: opt.step(params, params, state), "schedule", "step 1", "expected")
 
 
-@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("bad", BAD)
-def test_in_a_train_step(bad: str, overlap: bool) -> None:
+def test_in_a_train_step(bad: str) -> None:
     """The state stays whole: neither torn nor changed."""
     kind, value = BAD[bad]
     pipeline = tx.fuse(tx.mean("data"), tx.partition({"a": tx.adamw(0.1), "b": tx.sgd(from_step_one(value))}))
-    step = fjoin.train_step(lambda p, x: ((p["a"] + p["b"]) * x).sum(), pipeline, overlap_step=overlap)
+    step = fjoin.train_step(lambda p, x: ((p["a"] + p["b"]) * x).sum(), pipeline)
     state = step.init({"a": torch.ones(3), "b": torch.ones(3)})
     state, _ = step(state, torch.ones(3))
     before = {path: p.clone() for path, p in state.params.items()}

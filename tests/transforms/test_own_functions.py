@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -119,26 +118,6 @@ def test_an_optimizer_needs_no_guards(lists: Any) -> None:
 def test_raises_on_optimizer_functions_with_wrong_arguments() -> None:
     raises_text(TypeError, lambda: tx.Optimizer(_init, _pure, lambda p, g: None), "step_param_(param, grad, state)")
     raises_text(TypeError, lambda: tx.Optimizer(_init, lambda p: p, _in_place), "step_param(param, grad, state)")  # type: ignore[arg-type]
-
-
-def test_the_state_of_torchs_functional_optimizers_is_reset() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from torch.distributed.optim.functional_sgd import _FunctionalSGD
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        opt = fjoin.as_step_param(_FunctionalSGD([], lr=0.5, momentum=0.9, _allow_empty_param_list=True))
-    for policy in ("keep", "average"):
-
-        def rank(g: float, opt: Any, policy: Any = policy) -> Any:
-            pipeline, p = tx.local_sgd(opt, "data", 2, state=policy), {"a.w": torch.zeros(2)}
-            state = pipeline.init(p)
-            for _ in range(4):
-                p, state = pipeline.step(p, {"a.w": torch.full((2,), g)}, state)
-            return p["a.w"]
-
-        got, want = (tx.simulate(rank, {"data": 2}, [1.0, 3.0], [o] * 2) for o in (opt, tx.sgd(0.5, momentum=0.9)))
-        assert torch.allclose(torch.stack(got), torch.stack(want)), policy
 
 
 def test_errors_on_optax_and_jax_objects_name_a_solution() -> None:

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fjoin
 from fjoin import transforms as tx
+from fjoin.uneven import _loop
 from tests.helpers import raises_text
 from tests.ranks import Ranks
 from tests.uneven.loop_problem import make_model
@@ -143,6 +144,7 @@ def test_after_a_failure_no_loop_makes_the_default_group_again() -> None:
 
 def fail_around_a_module(rank: int, report: Any) -> None:
     """Rank 1 fails while a DistributedDataParallel of its own has messages under way, and stays alive; the time-out is 300 s."""
+    _loop._TOGETHER_S = 2.0  # the others wait in the module's messages, and see nothing
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=300))
     ddp = DistributedDataParallel(make_model())
     try:

@@ -17,11 +17,10 @@ from tests.training.small import MEAN_SGD, step_of
 X = torch.ones(2)
 AVERAGE = tx.local_sgd(tx.sgd(0.1), "data", 3)
 # Where no rank waits for the record of a step, the ranks know of a request in the step after it.
-LATE = {"mean": 0, "mean, overlap": 0, "local SGD": 1, "seldom": 1, "seldom, skips": 1, "zero": 0, "no message": 1}
+LATE = {"mean": 0, "local SGD": 1, "seldom": 1, "seldom, skips": 1, "zero": 0, "no message": 1}
 LATE |= {"mean, on a device": 1, "seldom, on a device": 2}
 PIPELINES: dict[str, Any] = {
     "mean": (MEAN_SGD, {}),
-    "mean, overlap": (MEAN_SGD, {"overlap_step": True}),
     "local SGD": (AVERAGE, {}),
     "seldom": (tx.local_sgd(tx.sgd(0.1), "data", 100), {}),
     "seldom, skips": (tx.skip_if_nonfinite(tx.local_sgd(tx.sgd(0.1), "data", 100)), {}),

@@ -43,8 +43,7 @@ def clip_by_global_norm(max_norm: float, mode: Literal["exact", "previous"] = "e
     Put it after the reduction, so that it clips the norm of the mean. It needs the whole tree, so it waits for all
     messages. A NaN or infinity in any leaf makes all leaves NaN.
 
-    With mode="previous" |g| is the norm of the last call's gradients before they were clipped. Then no bucket waits for
-    the other buckets: with `fjoin.train_step(..., overlap_step=True)` each bucket is stepped when its message arrives.
+    With mode="previous" |g| is the norm of the last call's gradients before they were clipped.
     The norm of the result may exceed `max_norm` by the factor by which the norm has grown since the last call. The
     first call, and a call after a norm that was not finite, is exact.
 

@@ -41,7 +41,7 @@ def diloco(
     """Each rank trains alone; once in `every` steps an outer optimizer steps on the mean change of the parameters.
 
     With several fragments, the parameters are split into groups whose messages begin at different steps, spread evenly
-    over the period. With a delay, a message travels while training continues, and is used `delay` steps later.
+    over the period. With a delay, a change is averaged and used `delay` steps later.
 
     Args:
         inner: The optimizer of each rank.
@@ -52,7 +52,7 @@ def diloco(
         over: The weights of the ranks; see `average_parameters`.
         fragments: The number of groups of parameters, at most `every`; or glob patterns for paths, one for each group,
             which together match all parameters.
-        delay: Steps between a message and its use, below `every`.
+        delay: Steps between a change and the message that averages it, below `every`.
         mix: The share of a rank's own parameters that remains when a message is used; see `outer_step`.
         state, hook: As for `local_sgd`.
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,8 +48,8 @@ def outer_step(
         anchor <- outer optimizer on (anchor, d)
         p_r    <- mix p_r + (1 - mix) anchor
 
-    The weight of a rank is that of its calls since the last message. With a delay the message begins at the end of one
-    call, and its mean is used `delay` calls later; the training between counts for the next message. Where no rank had
+    The weight of a rank is that of its calls since the last message. With a delay the mean of the changes up to one call is
+    sent and used `delay` calls later; the training between counts for the next message. Where no rank had
     input, parameters, anchor and outer state stay as they are.
 
     For parameters in 16 bits without master copies and mix=0, the change is that from the anchor rounded to their dtype, so
@@ -59,9 +58,9 @@ def outer_step(
     Args:
         hook: The reduction of the changes: `mean`, `quantized_mean`, `error_feedback` of an encoded mean, and so on.
         optimizer: The outer optimizer; sgd(1.0) makes the anchor the mean of the parameters.
-        steps: The period. Messages begin in the calls first, first + steps, ... (counted from 0).
-        first: The first call with a message; by default steps - 1.
-        delay: Calls between a message and its use, fewer than `steps`.
+        steps: The period. Changes are taken in the calls first, first + steps, ... (counted from 0).
+        first: The first of these calls; by default steps - 1.
+        delay: Calls between a change and the message that averages it, fewer than `steps`.
         mix: The share of a rank's own parameters that remains, from 0 to below 1. With 0 the parameters are equal on
             all ranks after each outer step.
         over: The weights of the ranks; see `average_parameters`.
@@ -114,14 +113,9 @@ def outer_step(
         own = {path: seen[path].to(state.anchor[path].dtype) - value for path, value in values.items()}
         return with_changes(state, pending=own, pending_weight=state.weight, weight=torch.zeros_like(state.weight))
 
-    def mean_of(state: OuterState, call: Call) -> Callable[[], tuple[Any, State, Tensor]]:
+    def use(values: dict[str, Tensor], state: OuterState, call: Call) -> tuple[dict[str, Tensor], OuterState]:
         rates = rates_of(optimizer, state.anchor, state.optimizer)
-        return lambda: reduce(state.pending, state, call, rates, state.pending_weight)
-
-    def use(
-        values: dict[str, Tensor], state: OuterState, found: tuple[Any, State, Tensor]
-    ) -> tuple[dict[str, Tensor], OuterState]:
-        mean, inner, live = found
+        mean, inner, live = reduce(state.pending, state, call, rates, state.pending_weight)
         new = optimizer.step(state.anchor, mean, state.optimizer)
         anchor, outer = choose_state(live, new, (state.anchor, state.optimizer))
         mixed = anchor
@@ -136,33 +130,25 @@ def outer_step(
     def update(values: Tree, state: OuterState, params: Tree, call: Call) -> tuple[Tree, OuterState]:
         del params
         check_state(state, OuterState)
-        number, named, prefetch = state.step, named_leaves(values), call.prefetch
+        number, named = state.step, named_leaves(values)
         state = with_changes(state, step=number + (not call.flush), weight=state.weight + check_weight(call.weight))
-        begun = [past for past in range(max(number - delay, 0), number) if period.due(past)]  # and not used yet
-
-        def in_window(at: int) -> Call:
-            return call.inside(step=period.window(at), prefetch=None)
 
         def used(at: int) -> tuple[dict[str, Tensor], OuterState]:
-            function = mean_of(state, in_window(at))
-            return use(named, state, prefetch.result(state.pending, function) if prefetch and delay else function())
+            return use(named, state, call.inside(step=period.window(at)))
 
         if call.flush:
-            if begun:
-                named, state = used(begun[0])
+            waiting = [past for past in range(max(number - delay, 0), number) if period.due(past)]
+            if waiting:
+                named, state = used(waiting[0])
             if period.open(number):
                 state = change(named, state)
                 named, state = used(number + period.steps)
             return map_with_path(lambda path, _: named[path], values), state
         if period.due(number):
             state = change(named, state)
-            if delay and prefetch is not None:
-                prefetch.begin(state.pending, mean_of(state, in_window(number)), delay)
         if not period.due(number - delay):
             return values, state
         named, state = used(number - delay)
         return map_with_path(lambda path, _: named[path], values), state
 
-    return Transform(
-        init, update, Needs.NOTHING, takes=("flush", "prefetch"), timing=Periodic(period, hook, delay, alone=False)
-    )
+    return Transform(init, update, Needs.NOTHING, takes=("flush",), timing=Periodic(period, hook, delay, alone=False))

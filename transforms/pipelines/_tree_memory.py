@@ -14,7 +14,7 @@ from ..layout._bound_pieces import bind_pieces
 from ..layout._pieces import Pieces
 from ..optimizers.wrappers._mixed_precision import masters_of, with_masters
 from ..program._effect import Effect, flag
-from ..program._ops import Agree, Ends, Gather, Judge, Stages, StepEach
+from ..program._ops import Agree, Ends, Gather, Judge, Stages
 from ..step_param._lift import step as step_tree
 from ..step_param._optimizer import Optimizer
 from ..step_param._state_fields import state_fields, with_state_fields
@@ -131,9 +131,6 @@ class TreeMemory:
         elif effect.steps is not False:
             new = effect.where(optimizer.step(self.held, self._grads, slots), new)
         self._take(*new)
-
-    def step_each(self, op: StepEach) -> Effect:
-        raise NotImplementedError("a tree arrives whole")
 
     def _take(self, held: Tree, slots: State) -> None:
         self.held, self.state = held, with_changes(self.state, optimizer=slots)

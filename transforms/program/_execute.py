@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from ._effect import Effect
-from ._ops import Agree, Ends, Gather, Judge, Keep, Observe, Program, Stages, Step, StepEach
+from ._ops import Agree, Ends, Gather, Judge, Keep, Observe, Program, Stages, Step
 
 
 class Memory(Protocol):
@@ -25,9 +25,6 @@ class Memory(Protocol):
 
     def step(self, effect: Effect) -> None:
         """Run the optimizer."""
-
-    def step_each(self, op: StepEach) -> Effect:
-        """Judge and step the buckets as they arrive; returns the effect."""
 
     def ends(self, op: Ends, effect: Effect) -> None:
         """Run a transform at the end of the step."""
@@ -58,8 +55,6 @@ def execute(program: Program, memory: Memory, effect: Effect | None = None) -> E
             memory.agree(op)
         elif isinstance(op, Judge):
             effect = memory.judge(op)
-        elif isinstance(op, StepEach):
-            effect = memory.step_each(op)
         else:
             assert effect is not None
             if isinstance(op, Step):

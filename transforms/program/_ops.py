@@ -55,11 +55,6 @@ class Step:
 
 
 @dataclass(frozen=True)
-class StepEach:
-    """Waits for one bucket after the other, judges it and steps it: in the place of `Observe`, `Judge` and `Step`."""
-
-
-@dataclass(frozen=True)
 class Ends:
     """Runs a transform of the parameters, of the optimizer's state or of the buffers at the end of the step."""
 
@@ -83,5 +78,5 @@ class Keep:
     """Takes the new states, or keeps the old ones with advanced counters."""
 
 
-Op: TypeAlias = Stages | Observe | Agree | Judge | Step | StepEach | Ends | Gather | Keep
+Op: TypeAlias = Stages | Observe | Agree | Judge | Step | Ends | Gather | Keep
 Program: TypeAlias = tuple[Op, ...]

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 from ..combinators._chain import stages
 from ..plan._plan import Plan
 from ..transform._transform import Transform
-from ._ops import Agree, Ends, Gather, Judge, Keep, Observe, Op, Program, Stages, Step, StepEach
+from ._ops import Agree, Ends, Gather, Judge, Keep, Observe, Op, Program, Stages, Step
 
 # Where a step runs: on trees, on the flat buckets of a train_step, in a registered module's buckets.
 Place = Literal["tree", "buckets", "module"]
@@ -54,35 +54,32 @@ class Programs:
 
     def __init__(self, plan: Plan, parts: Parts, place: Place) -> None:
         self.plan, self.parts, self.place = plan, parts, place
-        self._known: dict[bool, Program] = {}
+        self._known: Program | None = None
 
-    def of(self, step: int, each: bool = False) -> Program:
+    def of(self, step: int) -> Program:
         """The program of a step; see `program`."""
         if self.plan.always is None:
-            return program(self.plan, self.parts, step, self.place, each)
-        if each not in self._known:
-            self._known[each] = program(self.plan, self.parts, 0, self.place, each)
-        return self._known[each]
+            return program(self.plan, self.parts, step, self.place)
+        if self._known is None:
+            self._known = program(self.plan, self.parts, 0, self.place)
+        return self._known
 
     def is_apart(self, step: int) -> bool:
         """Whether in a step the ranks that loop together agree in a message of their own, since the hook leaves some out."""
         return any(op.late for op in agreements(self.plan, self.parts, step, self.place)[0])
 
 
-def program(plan: Plan, parts: Parts, step: int, place: Place, each: bool = False) -> Program:
+def program(plan: Plan, parts: Parts, step: int, place: Place) -> Program:
     """The program of a step.
 
     Args:
         step: The number of the step, from 0. Steps that send the same messages have equal programs.
-        each: Whether buckets are stepped as they arrive, where the hook is a plain reduction.
     """
     axes, equal = plan.reduced(step)
     hook = Stages(tuple(stages(plan.hook)), partial=bool(axes) and not equal)
     early, late = agreements(plan, parts, step, place)
     if not parts.steps:
         return (*early, hook, Observe(), *late, Keep())
-    if each:
-        return (*early, hook, *late, StepEach(), *parts.ends, Keep())
     return (*early, hook, Observe(), *late, Judge(), Step(), *parts.ends, Keep())
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ._later import Prefetch
-
 if TYPE_CHECKING:
     from ._rider import BucketSums
 
@@ -49,7 +47,6 @@ class Call:
         unit: A power of two that makes sums of weight * gradient fit float16; None: a reduction sums the weights first.
         wire: The codec of the messages, in an encoded transform.
         memory: The residuals of this call, inside error feedback.
-        prefetch: Begins messages that are used in a later call; None: they are sent when they are used.
         sums: For a call on one of several buckets: the sums that only the first bucket's messages carry.
         extra: Keywords that are not of fjoin, for the transforms that name them.
         handed: The names of the keywords beside which this context was given to a transform that takes keywords. It hands
@@ -65,7 +62,6 @@ class Call:
         "lane",
         "memory",
         "persistent",
-        "prefetch",
         "sharded_over",
         "step",
         "sums",
@@ -85,7 +81,6 @@ class Call:
     unit: float | None
     wire: Any  # a `Codec`
     memory: Any  # a `ResidualMemory`
-    prefetch: Prefetch | None
     sums: BucketSums | None
     extra: Mapping[str, Any]
     handed: frozenset[str]
@@ -101,7 +96,7 @@ class Call:
     ) -> None:
         self.weight, self.lane, self.step, self.donated, self.unit = weight, lane, step, donated, unit
         self.persistent = self.flush = False
-        self.sharded_over = self.group = self.wire = self.memory = self.prefetch = self.sums = None
+        self.sharded_over = self.group = self.wire = self.memory = self.sums = None
         self.extra, self.handed = _NOTHING, _NONE
 
     def inside(self, **changes: Any) -> Call:
@@ -116,7 +111,7 @@ class Call:
         new.weight, new.lane, new.step, new.donated = self.weight, self.lane, self.step, self.donated
         new.persistent, new.flush = self.persistent, self.flush
         new.sharded_over, new.group = self.sharded_over, self.group
-        new.unit, new.wire, new.memory, new.prefetch = self.unit, self.wire, self.memory, self.prefetch
+        new.unit, new.wire, new.memory = self.unit, self.wire, self.memory
         new.sums, new.extra, new.handed = self.sums, self.extra, self.handed
         if "weight" in changes:
             new.group = None
@@ -160,7 +155,7 @@ class Call:
 
 
 _SLOTS = frozenset(Call.__slots__)
-_INTERNAL = frozenset(("unit", "wire", "memory", "prefetch"))  # keywords only for who names them
+_INTERNAL = frozenset(("unit", "wire", "memory"))  # keywords only for who names them
 NAMES = _INTERNAL | KEYWORDS.keys()
 _NOTHING: Mapping[str, Any] = {}
 _NONE = frozenset[str]()

@@ -58,7 +58,7 @@ class Switch:
 class Periodic:
     """A transform in the calls of a period. It is given the number of the window that ends there.
 
-    delay: calls between its messages and their use.
+    delay: calls between the end of a window and its messages.
     alone: whether nothing else is done with what it returns.
     """
 
@@ -114,7 +114,8 @@ def running(part: Transform, step: int | None, at_end: bool = False) -> list[tup
             *(flushed(when.before, when.step) if at_end and step == when.step - 1 else []),
         ]
     if step is not None and isinstance(when, Periodic):
-        return [(when.transform, when.period.window(step))] if when.period.due(step) else []
+        at = step - when.delay
+        return [(when.transform, when.period.window(at))] if when.period.due(at) else []
     return [(child, step) for child in children(part)]
 
 

@@ -96,7 +96,7 @@ class Transform(Specified):
         compression: The compression, for a transform that does not send the complete gradient.
         pauses: Whether `update` may return None for the gradients.
         takes: Of an `update` with `call`: the attributes of it that change what it does, as the names of keywords do for
-            others: "flush", "donated", "sharded_over", "wire", "prefetch".
+            others: "flush", "donated", "sharded_over", "wire".
         timing: When it runs those inside it, and when its messages change; None: they are the same in each step.
         wraps: "stages": it only runs those inside it, one after the other. "whole": all leaves go through the one inside.
         by_norm: For a transform that only scales all gradients by a function of their norm: that function.

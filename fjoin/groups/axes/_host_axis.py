@@ -144,7 +144,7 @@ class HostAxis(GroupAxis):
         take_one = (lambda parts: None) if receive is None else (lambda parts: copy_all(out, [parts[receive]]))
         return _After(self._exchange(op, x, ranges, take_one, same=(sorted(arg), shape)), out)
 
-    def begin_gather(self, flat: Tensor, sizes: Sequence[int], rank: int, message: int | None = None) -> Work:
+    def begin_gather(self, flat: Tensor, sizes: Sequence[int], rank: int) -> Work:
         """Start filling a flat buffer from all ranks' parts of it, of these sizes in rank order; each has its own."""
         if flat.device.type != "cpu":
             return super().begin_gather(flat, sizes, rank)
@@ -157,9 +157,7 @@ class HostAxis(GroupAxis):
                     flat[at[i] : at[i + 1]].copy_(part)
 
         same = flat.numel(), tuple(sizes)
-        return self._exchange(
-            "all_gather", own, [(0, len(own))] * self.size, fill, settles=True, same=same, message=message
-        )
+        return self._exchange("all_gather", own, [(0, len(own))] * self.size, fill, settles=True, same=same)
 
 
 class OwnPiece(PieceSum):

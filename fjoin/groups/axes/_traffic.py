@@ -52,7 +52,6 @@ class Traffic:
 
     Attributes:
         sent_bytes: The bytes that it has sent, as `explain` counts them.
-        by_graphs: The collectives that graphs have sent, less those that were only captured: groups count the latter.
         waited_ns: Nanoseconds for which the host has waited for messages.
         stage: What the next messages are sent for.
     """
@@ -60,7 +59,7 @@ class Traffic:
     sent_bytes: int
 
     def __init__(self) -> None:
-        self.sent_bytes = self.waited_ns = self.by_graphs = 0
+        self.sent_bytes = self.waited_ns = 0
         self.stage = ""
 
     def launched(

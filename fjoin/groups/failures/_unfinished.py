@@ -5,9 +5,7 @@ NCCL's kernels end when their group is aborted, and the kernels behind them run 
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,18 +21,11 @@ class StepEnd:
 
     Attributes:
         failed: Why the device cannot reach it with right results; "" as long as it may.
-        gathers: Returns a function that makes the device's stream wait for gathers of parameters that are still under way, and
-            moves `event` behind them; None where there are none.
     """
 
     step: int
     event: Any
     failed: str = ""
-    gathers: Callable[[], Callable[[], object] | None] = lambda: None
-
-    @property
-    def reached(self) -> bool:
-        return self.gathers() is None and self.event.query()
 
 
 class Unfinished:
@@ -48,7 +39,7 @@ class Unfinished:
         return self.add(StepEnd(step, here(device))) if is_accelerator(device) else None
 
     def add(self, end: StepEnd) -> StepEnd:
-        self._ends = [*(one for one in self._ends if not one.reached), end]
+        self._ends = [*(one for one in self._ends if not one.event.query()), end]
         return end
 
     def settle(self, seconds: float, step: int | None) -> None:
@@ -62,10 +53,7 @@ class Unfinished:
         ends, self._ends = self._ends, []
         for end in ends:
             may_come = step is None or end.step < step
-            if may_come and (gathers := end.gathers()) is not None:
-                with contextlib.suppress(RuntimeError):  # then the state knows that they have failed
-                    gathers()
-            if not (comes(end.event, max(until - time.monotonic(), 0.0)) if may_come else end.reached):
+            if not (comes(end.event, max(until - time.monotonic(), 0.0)) if may_come else end.event.query()):
                 end.failed = (
                     f"the device of this rank had not ended step {end.step} when a rank failed, and its messages never arrived, so this "
                     f"state is neither old nor new; load a checkpoint"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
@@ -44,14 +43,6 @@ class WholeLeaves:
 
     def at(self, path: str) -> WholeLeaves:
         return self
-
-
-def takes_closure(optimizer_class: Any) -> bool:
-    """Whether the step of a class that is not known, of which an object may call its closure more than once, has one."""
-    if not isinstance(optimizer_class, type) or optimizer_class in OF_TORCH:
-        return False
-    parameters = inspect.signature(optimizer_class.step).parameters.values()  # type: ignore[attr-defined]
-    return any(one.name == "closure" or one.kind is one.VAR_KEYWORD for one in parameters)
 
 
 def optimizer_of(optimizer_class: Any, arguments: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

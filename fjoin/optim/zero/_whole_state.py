@@ -14,7 +14,7 @@ from ...agreement._device_reads import read_now
 from ...groups._mesh import Mesh
 from ...groups.axes._axis import GroupAxis
 from ...groups.axes._messages import plain
-from ...shared_memory._flat import flat_view
+from ...shared_memory._channel import flat_view
 
 
 class NoState(dict[Any, Any]):

@@ -13,7 +13,7 @@ from ...groups._mesh import Mesh
 from .._grad_scaler import step_as
 from .._optimizer import Optimizer
 from .._param_groups import Hyperparameters, without_params
-from ._optimizer_class import WholeLeaves, optimizer_of, takes_closure, torchs_state
+from ._optimizer_class import WholeLeaves, optimizer_of, torchs_state
 from ._whole_state import NoState, Owned, gather_states, numbers_of
 from ._zero_join import StepsInAJoin, gradients
 from ._zero_load import WholeState, load_slices, on_device, whole_states
@@ -126,14 +126,12 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, StepsInAJoin):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **arguments: Any) -> Any:  # type: ignore[override]
-        """Step this rank's pieces, and gather the parameters; returns the result of `closure`.
+        """Step this rank's pieces, and gather the parameters; returns the result of `closure`, which is called first.
 
         With `overlap_with_ddp` the backward pass has stepped already.
         """
         join, loss = self._in_a_join(), None
-        # A class of one's own calls it itself, such as one that takes the gradient at two points.
-        handed_on = closure if join is None and not self.overlap_with_ddp and takes_closure(self._class) else None
-        if closure is not None and handed_on is None:
+        if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         if self.overlap_with_ddp:
@@ -149,37 +147,27 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, StepsInAJoin):
             return loss
         self._notify()
         self._notified = False
-        if handed_on is None:
-            self._step(join, True, arguments)
-            return loss
-
-        def again() -> Any:
-            with torch.enable_grad():
-                loss = handed_on()
-            give(self._shards, own_gradients(self._shards))
-            return loss
-
-        return self._step(join, True, {**arguments, "closure": again})
+        self._step(join, True, arguments)
+        return loss
 
     @torch.no_grad()
     def shadow_step(self) -> None:
         """The step of a rank that is out of input."""
         self._step(self._uneven, False, {})
 
-    def _step(self, join: Mesh | None, live: bool, arguments: dict[str, Any]) -> Any:
+    def _step(self, join: Mesh | None, live: bool, arguments: dict[str, Any]) -> None:
         """Step and gather, over the mesh of a Join or of all ranks, with input or without."""
-        mesh, local, out = join or self._mesh, self._local, None
+        mesh, local = join or self._mesh, self._local
         axis = mesh.axes["data"]
         give(self._shards, own_gradients(self._shards) if join is None else gradients(mesh, self._shards, live))
         if local is not None:
             pairs = list(zip(local.param_groups, self.param_groups, strict=True))
             for mine, group in pairs:
                 mine.update(without_params(group))
-            out = step_as(self, local, **arguments)
+            step_as(self, local, **arguments)
             for mine, group in pairs:  # what the optimizer keeps there
                 group.update(without_params(mine))
         gather(self._shards, axis)
-        return out
 
     def attach(self, run: Any) -> None:
         """Let a module's hook step, with the states that have been loaded."""

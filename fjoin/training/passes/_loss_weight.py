@@ -17,7 +17,7 @@ class GradOutput(NamedTuple):
     """What a backward pass starts from, so that the gradients carry this rank's share and the scale of the loss."""
 
     start: Any = 1.0  # the gradient of the loss: a number, or a 0-d tensor like the loss
-    share: Any = 0.0  # the share of this rank's gradients in the mean
+    share: float = 0.0  # the share of this rank's gradients in the mean
     rest: Tensor | None = None  # the part of the factor that `start` cannot carry, for the gradients; 0-d float64
 
     def backward(self, loss: Tensor) -> None:
@@ -27,12 +27,12 @@ class GradOutput(NamedTuple):
         loss.backward(start)
 
 
-def grad_output_of(loss: Tensor | None, share: Any, hook: StepHook, scale: Tensor | None, adds: bool) -> GradOutput:
+def grad_output_of(loss: Tensor | None, share: float, hook: StepHook, scale: Tensor | None, adds: bool) -> GradOutput:
     """The gradient to start backward from: the loss factor of `hook`, times the loss scale if there is one.
 
     Args:
         loss: The loss; a 16-bit loss rounds the share to its own precision. None where this rank has no batch.
-        share: This rank's share in the mean; a tensor where the step is captured.
+        share: This rank's share in the mean.
         scale: The scale of the loss, 0-d float32, or None.
         adds: Whether gradients of several micro-batches are added before they are sent, so that each must already
             carry its share.
@@ -44,9 +44,6 @@ def grad_output_of(loss: Tensor | None, share: Any, hook: StepHook, scale: Tenso
         return GradOutput(0.0, 0.0, 1 / scale.double() if adds and scale is not None else None)
     factor, narrow = hook.loss_factor(share), loss.dtype.itemsize < 4
     if scale is None:
-        if isinstance(factor, Tensor):
-            start = factor.to(loss.dtype)
-            return GradOutput(start, start.double() / hook.unit if narrow else share)
         if narrow and factor != 1.0:
             factor = _rounded(factor, loss.dtype)
             if not math.isfinite(factor):

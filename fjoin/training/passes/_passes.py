@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ..._taken import warn_of_module_params
 from ...buckets._aliases import copy_if_aliased
-from ...buckets._arrivals import arrived
 from ...buckets._flat_params import Storage
 from ...buckets._grad_hooks import GradHooks
 from ...groups._mesh import Mesh
@@ -27,7 +26,7 @@ NOTHING = GradOutput(0.0)  # for a backward pass whose gradients are discarded
 class Forward(NamedTuple):
     """What a forward pass has computed on this rank."""
 
-    weight: Any  # this rank's weight in the step: 0 without input; a tensor where a step is captured
+    weight: float  # this rank's weight in the step: 0 without input
     loss: Tensor | None = None  # None without weight
     aux: Any = None
     buffers: dict[str, Tensor] | None = None
@@ -59,10 +58,10 @@ class Passes:
         """The weight of this rank's batch; 0 where it is out of input."""
         return self._loss.weigh(batch) if iteration is None or iteration.live else 0.0
 
-    def forward(self, body: StateData, batch: Any, weight: Any, number: Any, iteration: Iteration | None) -> Forward:
+    def forward(self, body: StateData, batch: Any, weight: float, number: int, iteration: Iteration | None) -> Forward:
         """Run the forward pass. A rank without weight runs it only for a model with collectives of its own."""
         replays = iteration is not None and iteration.replays
-        if isinstance(weight, Tensor) or weight:
+        if weight:
             alone = iteration is None or replays or self._ranks == 1
             axes = self._mesh.axes if alone else self._shadowed
             call = BoundCall(weight, number)
@@ -77,14 +76,13 @@ class Passes:
         self, body: StateData, batch: Any, call: BoundCall, axes: dict[str, Any]
     ) -> tuple[Tensor, Any, dict[str, Tensor] | None]:
         storage = body.storage
-        params = body.rebuild(storage.arrivals.lend(storage.leaves, storage.by_bucket))
+        params = body.rebuild(dict(storage.leaves))
         with torch.enable_grad(), bind_axes(axes), bind_call(call):
             loss, aux, buffers = self._loss(params, body.buffers, batch)
         torch.clear_autocast_cache()  # an autocast around the loop would keep casts of these parameters for the next step
         if aux is not None or buffers is not None:
-            given = (body.buffers or {}).values() if body.held else ()  # graphs write into them
-            aux, buffers = copy_if_aliased((aux, buffers), [*storage.written(bool(body.window)), *given])
-        return arrived(loss), aux, buffers
+            aux, buffers = copy_if_aliased((aux, buffers), storage.written(bool(body.window)))
+        return loss, aux, buffers
 
     def backward_within(self, forward: Forward, grad_output: GradOutput, storage: Storage) -> None:
         """Run the backward pass of a call within a window: gradients are added, and nothing is sent."""
@@ -100,7 +98,7 @@ class Passes:
         """Run the backward pass of a step, whose gradients the queue sends."""
         with bind_in_backward(forward.axes, forward.call):
             if forward.loss is not None:
-                self._backward(forward.loss, grad_output, storage, 3)
+                self._backward(forward.loss, grad_output, storage, 2)
             elif forward.replayed is not None and self.hooks.queue is not None:
                 with self.hooks.queue.muted(storage):
                     NOTHING.backward(forward.replayed)

@@ -16,7 +16,6 @@ _NAMES = {
     "observe": "wait for gradients",
     "judge": "judge",
     "step": "optimizer",
-    "step_each": "wait and optimizer",
     "gather": "gather of parameters",
     "keep": "states",
 }

@@ -58,7 +58,7 @@ class TrainState:
                 "this state was made by another train_step's init, or by an earlier init of this step; call init of this step "
                 "on its parameters: step.init(state.params)"
             )
-        torn = body.torn or body.storage.arrivals.failed or (body.ended and body.ended.failed)
+        torn = body.torn or (body.ended and body.ended.failed)
         if torn or (owner is not None and body.lost):
             raise TornState(torn or body.lost, step=body.step)
         # A lost window has overwritten nothing: the states given to its calls are the state of the last completed step.
@@ -71,10 +71,9 @@ class TrainState:
             )
         return body
 
-    def _arrived(self) -> StateData:
-        """The data, once all parameters have arrived, for a user who may write into them."""
+    def _writable(self) -> StateData:
+        """The data, once no thread reads it, for a user who may write into the parameters."""
         body = self._claim()
-        body.storage.arrivals.wait()
         body.storage.readers.wait()
         return body
 
@@ -87,13 +86,12 @@ class TrainState:
         body = self._claim(owner)
         if body.window:
             raise ValueError("the state is within an accumulation window; save where metrics.stepped is True")
-        body.storage.arrivals.wait()
         return body
 
     @property
     def params(self) -> Any:
         """The parameters, in the tree given to `init`: views that the next step overwrites."""
-        body = self._arrived()
+        body = self._writable()
         tree = body.rebuild({path: leaf.detach() for path, leaf in body.storage.leaves.items()})
         self._read = tree, *optree.tree_flatten(tree)
         return tree
@@ -126,7 +124,7 @@ class TrainState:
     @property
     def pipeline(self) -> Any:
         """The pipeline's state in the form of `pipeline.init` and `pipeline.step`: keyed by path, in views."""
-        body = self._arrived()
+        body = self._writable()
         window = torch.as_tensor(body.window.get("weight", 0.0), dtype=torch.float64)
         optimizer = body.rebuild(body.storage.optimizer_states())
         gather = gather_state(body.storage, body.gather)
@@ -153,7 +151,7 @@ class TrainState:
 
     def clone(self) -> TrainState:
         """A copy in memory of its own, which steps of this state do not overwrite."""
-        return TrainState(self._arrived().clone())
+        return TrainState(self._writable().clone())
 
     def __copy__(self) -> TrainState:
         return self.clone()
@@ -187,7 +185,7 @@ class TrainState:
         >>> state.replace(params={"w": torch.tensor([5.0, 6.0])}).params["w"]
         tensor([5., 6.])
         """
-        body = self._arrived()
+        body = self._writable()
         if body.window:
             raise ValueError("replace within an accumulation window; call it where metrics.stepped is True")
         given = None if params is None else named_leaves(params)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import optree
 from torch import Tensor
 
 from ...buckets._flat_params import Storage
@@ -40,7 +39,6 @@ class StateData:
     lost: str = ""  # why the open window is lost; all else is intact, so the state can still be read
     ended: StepEnd | None = None  # the end of its last step on a device; copies share it
     outer: Any = None  # the state of a pipeline that leaves steps out, without that of its inner pipeline
-    held: tuple[str, ...] = ()  # the fields into whose tensors graphs write
 
     def hook_state(self) -> Any:
         """The hook's state; after a plain reduction it is made only on demand."""
@@ -56,12 +54,6 @@ class StateData:
 
     def clone(self) -> StateData:
         buffers = None if self.buffers is None else {k: b.clone() for k, b in self.buffers.items()}
-        new = replace(self, storage=self.storage.clone(), window=dict(self.window), version=0, lost="", held=())
-        for name in self.held:  # other states are replaced, and never written into
-            setattr(new, name, optree.tree_map(_copy, getattr(self, name), none_is_leaf=True))
+        new = replace(self, storage=self.storage.clone(), window=dict(self.window), version=0, lost="")
         new.buffers = buffers
         return new
-
-
-def _copy(x: Any) -> Any:
-    return x.clone() if isinstance(x, Tensor) else x

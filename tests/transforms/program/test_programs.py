@@ -11,7 +11,7 @@ from fjoin import transforms as tx
 from fjoin.transforms.plan._plan import make_plan
 from fjoin.transforms.program._effect import Effect
 from fjoin.transforms.program._execute import execute
-from fjoin.transforms.program._ops import Agree, Ends, Gather, Judge, Keep, Observe, Stages, Step, StepEach
+from fjoin.transforms.program._ops import Agree, Ends, Gather, Judge, Keep, Observe, Stages, Step
 from fjoin.transforms.program._program import Parts, program
 
 DATA, NODES = {"data": 4}, {"node": 2, "local": 2}
@@ -70,7 +70,7 @@ def test_programs_match_the_table(name: str) -> None:
 
 
 def test_operations_of_two_kinds_differ() -> None:
-    assert len({Observe(), Judge(), Step(), StepEach(), Keep()}) == 5
+    assert len({Observe(), Judge(), Step(), Keep()}) == 4
 
 
 def test_steps_that_send_the_same_have_equal_programs() -> None:
@@ -100,10 +100,6 @@ class Listed:
         self.seen.append("judge")
         return Effect(True, False)
 
-    def step_each(self, op: StepEach) -> Effect:
-        self.seen.append("step each")
-        return Effect(True, False)
-
     def agree(self, op: Agree) -> None:
         self.seen.append(op.moment)
 
@@ -127,12 +123,6 @@ def test_the_executor_runs_operations_in_their_order() -> None:
     assert memory.seen == [
         "stages", "observe", "begin", "judge", "step False", "ends on params", "ends on optimizer", "gather over data", "keep"
     ]  # fmt: skip
-
-
-def test_early_steps_have_a_separate_program() -> None:
-    memory = Listed()
-    execute(program(make_plan(MEAN, DATA, AVERAGE), Parts(AVERAGE), 0, "buckets", each=True), memory)
-    assert memory.seen == ["stages", "begin", "step each", "ends on params", "keep"]
 
 
 def test_a_hook_alone_has_no_optimizer() -> None:

@@ -23,7 +23,7 @@ from ...optimizers.wrappers._mixed_precision import masters_of
 from ...plan._plan import make_plan, takes_flat
 from ...program._effect import Effect
 from ...program._execute import execute
-from ...program._ops import Agree, Ends, Gather, Judge, Op, Stages, StepEach
+from ...program._ops import Agree, Ends, Gather, Judge, Op, Stages
 from ...program._program import Place, Programs
 from ...step_param._state_fields import state_fields
 from ...transform._call import ALONE, Call
@@ -37,7 +37,7 @@ from .._pipeline import Pipeline, parts_of
 from ._explanation import Message
 from ._meta_buckets import in_bucket, send_slices
 from ._recorder import Recorder
-from ._without_data import AtOnce, run_stage
+from ._without_data import run_stage
 
 MOST_RANKS = 2**20
 
@@ -156,7 +156,7 @@ class CountingMemory:
             self._update_buckets(part, values, call)
         else:
             params = self.own if values is self.own else self.params
-            run_stage(part, values, params, part.init(values), call.inside(prefetch=AtOnce(self._notes)))
+            run_stage(part, values, params, part.init(values), call)
         return True
 
     def observe(self) -> None: ...
@@ -177,13 +177,10 @@ class CountingMemory:
 
     def step(self, effect: Effect) -> None: ...
 
-    def step_each(self, op: StepEach) -> Effect:
-        return Effect(True)
-
     def ends(self, op: Ends, effect: Effect) -> None:
         values = self.values(op.on)
         sharded = None if self.pieces is None or op.on == "buffers" else self.pieces.axis
-        call = Call(step=self._step).inside(prefetch=AtOnce(self._notes), persistent=True, sharded_over=sharded)
+        call = Call(step=self._step).inside(persistent=True, sharded_over=sharded)
         run_stage(op.part, values, self.params, op.part.init(values), call)
 
     def gather(self, op: Gather, effect: Effect) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -10,7 +9,6 @@ from torch import Tensor
 from ...transform._call import Call
 from ...transform._transform import Transform
 from ...tree._tree import Tree
-from ._explanation import Message
 
 
 def run_stage(part: Transform, values: Tree, params: dict[str, Tensor], state: Any, call: Call) -> Any:
@@ -42,19 +40,3 @@ def _at(state: Any, step: int) -> Any:
         parts = zip(state._fields, state, strict=True)
         return type(state)(*(step if name == "step" and type(v) is int else _at(v, step) for name, v in parts))
     return type(state)(_at(part, step) for part in state) if type(state) in (tuple, list) else state
-
-
-class AtOnce:
-    """A `Prefetch` that records all messages in the call that begins them."""
-
-    def __init__(self, notes: list[Message]) -> None:
-        self._notes = notes
-
-    def begin(self, values: Any, function: Callable[[], Any], calls: int) -> None:
-        function()
-
-    def result(self, values: Any, function: Callable[[], Any]) -> Any:
-        before = len(self._notes)
-        found = function()
-        del self._notes[before:]
-        return found

@@ -1,1 +1,0 @@
-"""The backend "fjoin" of torch.distributed."""
