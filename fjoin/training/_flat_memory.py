@@ -166,7 +166,7 @@ class FlatMemory:
         hook, check = shell.hook, shell.agreements.check
         assert isinstance(hook, AllReduceHook)
         self.sums = sums = hook.sums()
-        self._decision = decision = check.decide(body.step, sums, [], hook.divisor(sums), hook.clip)
+        self._decision = decision = check.decide(body.step, sums, [], hook.divisor(sums), None)
         if not decision.changes:
             for out in outgoing:
                 out.wait()
@@ -182,8 +182,6 @@ class FlatMemory:
                     body.torn = ""
                 raise error
             self._step_buckets([(i, out)])
-        if hook.clip is not None and decision.changes:
-            self._decision = decision._replace(norm=check.grads.norm_of(outgoing) / hook.divisor(sums))
         return decision.effect
 
     def ends(self, op: Ends, effect: Effect) -> None:

@@ -233,9 +233,8 @@ class Run:
         memory = FlatMemory(self, body, values["weight"], forward.buffers)
         backward = partial(self.passes.backward, forward, grad_output, body.storage)
         memory.begin(queue, backward, record, values, counts)
-        early = self._early
-        each = early is not None and self.step_check.grads.readable_without_sync(queue.outgoing)
-        return memory, self._programs.of(body.step, each and early.knows_scale(body.hook))
+        each = self._early is not None and self.step_check.grads.readable_without_sync(queue.outgoing)
+        return memory, self._programs.of(body.step, each)
 
     def _queue_of(self, storage: Storage, own: dict[str, Any]) -> BucketQueue:
         """The queue of this step's buckets. In the first step the ranks agree on the names of the user's sums."""

@@ -172,16 +172,6 @@ def test_rates_that_are_set_while_training() -> None:
     assert (metrics.as_dict()["lr"], later.as_dict()["lr"]) == (0.1, 0.025)
 
 
-def test_the_norm_where_buckets_are_stepped_as_they_arrive() -> None:
-    hook = tx.chain(tx.mean("data"), tx.clip_by_global_norm(1.0, "previous"))
-    step = fjoin.train_step(lambda p, x: (p["w"] * x).sum(), tx.fuse(hook, tx.sgd(0.1)), overlap_step=True)
-    state, found = step.init({"w": torch.zeros(4)}), []
-    for _ in range(3):
-        state, metrics = step(state, torch.full((4,), 4.0))
-        found.append(metrics.as_dict()["grad_norm"])
-    assert found == [8.0, 8.0, 8.0]
-
-
 @pytest.mark.parametrize(
     ("optimizer", "want"),
     [
