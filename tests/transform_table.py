@@ -112,7 +112,6 @@ TRANSFORMS: dict[str, list[Callable[[], tx.Transform]]] = {
     ],
     "clip_by_global_norm": [
         lambda: tx.clip_by_global_norm(0.5),
-        lambda: tx.clip_by_global_norm(0.5, mode="previous"),
     ],
     "clip_by_value": [lambda: tx.clip_by_value(0.5)],
     "record_norm": [tx.record_norm, lambda: tx.chain(tx.mean("data"), tx.record_norm())],

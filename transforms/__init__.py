@@ -64,7 +64,6 @@ from .codecs._unbiased import qsgd as qsgd
 from .combinators._chain import chain as chain
 from .combinators._chain import identity as identity
 from .combinators._chain import stateless as stateless
-from .combinators._clip import ClipState as ClipState
 from .combinators._clip import clip_by_global_norm as clip_by_global_norm
 from .combinators._clip import clip_by_value as clip_by_value
 from .combinators._conditional import AccumulateState as AccumulateState

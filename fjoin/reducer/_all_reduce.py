@@ -18,7 +18,6 @@ from ..buckets._flat_params import Storage
 from ..buckets._grad_buffer import GradBuffer
 from ..groups._mesh import Mesh
 from ..transforms._axis_env import Work
-from ..transforms.combinators._clip import ClipState
 from ..transforms.layout._buckets import lane_bucket
 from ..transforms.plan._plan import Plan
 from ..transforms.reductions._reduction import MeanState
@@ -45,8 +44,6 @@ class AllReduceHook:
         self._hook, self._plan, self._mesh, self._record, self._grads = plan.hook, plan, mesh, record, grads
         self._over, self.by_weight, self._axes = plan.over, plan.by_weight, record.axes
         self.unit = power_near(record.ranks)
-        self._late = plan.clip is not None and plan.clip.by_norm is not None and plan.clip.by_norm.previous
-        self._before: ClipState | None = None  # of the last step, where its norm decides the clip factor
         self._carrier: GradBuffer | None = None  # the bucket whose message carries the record
         self._stages = BucketStages(plan, mesh)  # those behind the reduction run on all buckets
         self._states: Any = None  # of this step, where stages run behind the reduction
@@ -55,7 +52,8 @@ class AllReduceHook:
     @property
     def clip(self) -> Clip | None:
         """The function from the norm of the gradients to their clip factor; None where nothing is clipped."""
-        return None if self._plan.clip is None else self._clip
+        by_norm = None if self._plan.clip is None else self._plan.clip.by_norm
+        return None if by_norm is None else by_norm.factor
 
     def init(self, storage: Storage) -> Any:
         """The initial state."""
@@ -80,7 +78,6 @@ class AllReduceHook:
 
     def start(self, state: Any, storage: Storage, record: StepRecord, values: dict[str, Any], step: int) -> None:
         """Prepare for the buckets of a step; see `StepHook`."""
-        self._before = (state() if callable(state) else state)[1] if self._late else None
         if self._plan.rest:
             call = Call(values["weight"], {name: v for name, v in values.items() if name != "total"}, step)
             self._stages.begin(call, record.dtype, storage.layout, sends=False)
@@ -151,12 +148,6 @@ class AllReduceHook:
             return (state, () if keeps is None else keeps(norm)) if clips else state
 
         return make
-
-    def _clip(self, norm: Tensor) -> Tensor:
-        assert self._plan.clip is not None and self._plan.clip.by_norm is not None
-        norm = norm if self._before is None else self._before.or_else(norm)
-        factor: Tensor = self._plan.clip.by_norm.factor(norm)
-        return factor
 
     def _total(self, sums: dict[str, Any]) -> Any:
         return divisor_of(self._over, sums["total"], self._record.ranks)

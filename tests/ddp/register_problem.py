@@ -37,7 +37,6 @@ def times(k: float, grads: Any, state: Any, params: Any = None, **extra: Any) ->
 HOOKS: dict[str, Any] = {
     "mean": lambda: tx.mean("data"),
     "mean, clip": lambda: tx.chain(tx.mean("data"), tx.clip_by_global_norm(0.1)),
-    "mean, clip late": lambda: tx.chain(tx.mean("data"), tx.clip_by_global_norm(0.1, mode="previous")),
     "mean, two stages": lambda: tx.chain(tx.mean("data"), tx.clip_by_value(0.05), tx.clip_by_global_norm(0.1)),
     "clip, mean": lambda: tx.chain(tx.clip_by_value(0.5), tx.mean("data"), tx.clip_by_global_norm(0.1)),
     "by path": lambda: tx.partition(

@@ -179,9 +179,6 @@ OPTIONS: dict[str, Case] = {
     "DiLoCo, fragments": Case(lambda: tx.diloco(ADAM, "data", 4, delay=1, fragments=2, mix=0.5), flush=True),
 
     "clip": Case(lambda: tx.fuse(tx.chain(tx.mean("data"), CLIP), ADAM)),
-    "clip by the norm before": Case(
-        lambda: tx.fuse(tx.chain(tx.mean("data"), tx.clip_by_global_norm(0.5, mode="previous")), ADAM)
-    ),
     "left out": Case(lambda: tx.skip_if_nonfinite(mean()), poisoned=(1, 2)),
     "left out, feedback": Case(lambda: tx.skip_if_nonfinite(coded()), poisoned=(1,)),
     "left out, zero": Case(lambda: tx.skip_if_nonfinite(zero()()), poisoned=(1,)),

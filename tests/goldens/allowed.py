@@ -10,6 +10,7 @@ _PARTS = "A stage has one row, also where it runs other transforms on some of th
 _BALANCE = (
     "The table does not say how evenly the ranks share the matrices; tests/transforms/sharding/test_zero.py does."
 )
+_MODE = "clip_by_global_norm has no argument `mode`."
 
 # Rows of explained.json that were recorded again, since the table of `explain` has no phases.
 EXPLAINED_AGAIN: dict[str, str] = {
@@ -66,4 +67,16 @@ EXPLAINED_AGAIN: dict[str, str] = {
     "sharded: clip, Muon": _BALANCE,
     "sharded: nodes": _BALANCE,
     "sharded: skip": _BALANCE,
+}
+
+# Rows of plans.json that were recorded again: only the argument that has gone differs in the spec, and so the fingerprint.
+PLANNED_AGAIN: dict[str, str] = {
+    "chain 0": _MODE,
+    "clip_by_global_norm 0": _MODE,
+    "other: scatter, clip": _MODE,
+    "plan: two stages": _MODE,
+    "sharded: clip": _MODE,
+    "sharded: clip, Muon": _MODE,
+    "whole: clip": _MODE,
+    "whole: clip, Muon": _MODE,
 }

@@ -81,9 +81,6 @@ OTHERS: dict[str, Row] = {
     "mean of two": Row(lambda: tx.fuse(MEAN, MOMENTUM), TWO),
     "mean, Adam": Row(lambda: tx.fuse(MEAN, ADAM), THREE),
     "zero": Row(lambda: tx.zero(MEAN, ADAM, "data"), THREE),
-    "clip previous": Row(
-        lambda: tx.fuse(tx.chain(MEAN, tx.clip_by_global_norm(0.5, mode="previous")), MOMENTUM), THREE
-    ),
     "scatter, clip": Row(lambda: tx.fuse(tx.chain(SCATTER, tx.clip_by_global_norm(0.5)), ADAM), THREE),
     "loss scale": Row(
         lambda: tx.dynamic_loss_scale(tx.fuse(MEAN, MOMENTUM), 8.0, growth_interval=2), THREE, poisoned=True

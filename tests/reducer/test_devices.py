@@ -86,7 +86,6 @@ WITHOUT_DATA: dict[str, Any] = {
     **{name: make for name, (make, _) in HOOKS.items()},
     "mean": lambda: tx.mean("data"),
     "over all ranks": lambda: tx.mean("data", over="world"),
-    "clipped as before": lambda: tx.chain(tx.mean("data"), tx.clip_by_global_norm(1.0, mode="previous")),
     "local": tx.noop,
     "counted": lambda: tx.chain(tx.mean("data"), tx.Transform(lambda params: (torch.zeros(()),), counted)),
     "left out": lambda: tx.skip_if_nonfinite(tx.mean("data")),

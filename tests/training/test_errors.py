@@ -70,7 +70,6 @@ X = torch.ones(2)
 
         (lambda: tx.masked(3, "*"), TypeError, ["3"]),
         (lambda: tx.dgc("data").init({"a": {"b": X}, "a.b": X}), ValueError, ["several leaves", "'a.b'", "rename"]),
-        (lambda: tx.clip_by_global_norm(1.0, mode="late"), ValueError, ["mode", "'exact' or 'previous'", "'late'"]),
         (lambda: tx.stateless(torch.sign, elementwise="tree"), TypeError, ["elementwise", "'tree'"]),
         (lambda: tx.sgd(-0.1), ValueError, ["lr", "-0.1"]),
         (lambda: tx.sgd(0.1, nesterov=True), ValueError, ["nesterov needs momentum"]),

@@ -14,7 +14,6 @@ from fjoin import transforms as tx
 HOOKS: dict[str, Any] = {
     "mean": lambda: tx.mean("data"),
     "clip": lambda: tx.chain(tx.mean("data"), tx.clip_by_global_norm(1e4)),
-    "clip late": lambda: tx.chain(tx.mean("data"), tx.clip_by_global_norm(1e4, mode="previous")),
     "rest": lambda: tx.chain(tx.mean("data"), tx.clip_by_value(1e4)),
 }
 

@@ -23,7 +23,6 @@ HOOKS = {
     "world": lambda: tx.mean("data", over="world"),
     "sum": lambda: tx.sum_over("data"),
     "mean, clip": lambda: tx.chain(tx.mean("data"), tx.clip_by_global_norm(0.1)),
-    "mean, clip late": lambda: tx.chain(tx.mean("data"), tx.clip_by_global_norm(0.1, mode="previous")),
     "mean, two stages": lambda: tx.chain(tx.mean("data"), tx.clip_by_value(0.05), tx.clip_by_global_norm(0.1)),
     "clip, mean": lambda: tx.chain(tx.clip_by_value(0.05), tx.mean("data")),
     "by path": lambda: tx.partition({"*.weight": tx.mean("data"), "*": tx.sum_over("data")}),

@@ -54,7 +54,6 @@ class ByNorm(NamedTuple):
     """A factor for all gradients that depends on their norm."""
 
     factor: Callable[[Any], Any]  # norm, 0-d -> factor, 0-d
-    previous: bool = False  # whether it is the norm of the last call's gradients
     keeps: Callable[[Any], State] | None = None  # norm, 0-d float64 -> the state after the call; None: it has no state
 
 
