@@ -15,7 +15,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ._module_copy import ModuleCopies
 from ._taken import TAKEN
-from .transforms._foreign import remedy
 
 
 class Apply:
@@ -235,7 +234,7 @@ def functional(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, T
     torch.Size([3, 1])
     """
     if not isinstance(module, nn.Module):
-        raise TypeError(f"functional takes an nn.Module, got {module!r}{remedy(module)}")
+        raise TypeError(f"functional takes an nn.Module, got {module!r}")
     for path, part in module.named_modules():
         if isinstance(part, torch.jit.ScriptModule):
             raise TypeError(

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ._taken import warn_of_module_params
 from .transforms._check import flag
-from .transforms._foreign import LOSS_OF_JAX, is_jax, note_jax, of_leaf
 from .transforms.tree._tree import path_string
 
 
@@ -54,21 +53,16 @@ def value_and_grad(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callab
                 got = leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__
                 name = path_string(optree.treespec_paths(structure)[i])
                 raise TypeError(
-                    f"value_and_grad: params[{name!r}] is {got}, expected a tensor of floating point numbers{of_leaf(leaf)}"
+                    f"value_and_grad: params[{name!r}] is {got}, expected a tensor of floating point numbers"
                 )
         with torch.enable_grad():
             own = [leaf.detach().requires_grad_() for leaf in leaves]
-            try:
-                out = loss_fn(optree.tree_unflatten(structure, own), *args, **kwargs)
-            except TypeError as error:
-                note_jax(error, (args, kwargs))
-                raise
+            out = loss_fn(optree.tree_unflatten(structure, own), *args, **kwargs)
         if has_aux and not (isinstance(out, tuple) and len(out) == 2):
             raise TypeError(f"value_and_grad: with has_aux loss_fn must return (loss, aux), got {type(out).__name__}")
         loss, aux = out if has_aux else (out, None)
         if not isinstance(loss, Tensor):
-            hint = f"; {LOSS_OF_JAX}" if is_jax(loss) else ""
-            raise TypeError(f"value_and_grad: loss_fn must return a tensor, got {type(loss).__name__}{hint}")
+            raise TypeError(f"value_and_grad: loss_fn must return a tensor, got {type(loss).__name__}")
         if loss.dim():
             raise ValueError(
                 f"value_and_grad: the loss has shape {tuple(loss.shape)}, expected (); take its mean or its sum"

@@ -83,9 +83,3 @@ def set_rng_state(state: Tensor) -> None:
     """Continue the current accelerator's random generator; without an accelerator nothing happens."""
     if kind() is not None:
         torch.get_device_module(current()).set_rng_state(state)
-
-
-def guard_of_fake_tensors() -> None:
-    """Set what a FakeTensorMode sets at its first use, where torch is built for CUDA and no device is there."""
-    if torch.version.cuda and not torch.cuda.is_available():
-        torch._C._ensureCUDADeviceGuardSet()

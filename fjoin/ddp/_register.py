@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 from ..agreement._consistency import same_hook, same_rates
 from ..groups._mesh import Mesh
 from ..groups._transport import linked_mesh
-from ..transforms._foreign import remedy
 from ..transforms.pipelines._fuse import fuse
 from ..transforms.pipelines._pipeline import Pipeline
 from ..transforms.plan._plan import axes_of, warn_if_silent
@@ -92,8 +91,7 @@ def register(model: DistributedDataParallel, what: Transform | Pipeline, mesh: M
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(f"register takes a DistributedDataParallel, got a {type(model).__name__}")
     if not isinstance(what, (Transform, Pipeline)):
-        hint = remedy(what) or "; for example mean('data')"
-        raise TypeError(f"register takes a transform or a pipeline, got {what!r}{hint}")
+        raise TypeError(f"register takes a transform or a pipeline, got {what!r}; for example mean('data')")
     if model._comm_hooks:
         raise ValueError("this module has a communication hook already; a module can be given one only")
     hook = what.hook if isinstance(what, Pipeline) else what

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..transforms._foreign import remedy
 from ..transforms.step_param import _optimizer
 from ..transforms.step_param._lists import Item
 from ..transforms.tree._check_tree import check_dense
@@ -57,7 +56,7 @@ class Optimizer(torch.optim.Optimizer):
     def __init__(self, params: Any, optimizer: _optimizer.Optimizer) -> None:
         if not isinstance(optimizer, _optimizer.Optimizer):
             raise TypeError(
-                f"fjoin.Optimizer takes an Optimizer of fjoin.transforms, such as adamw(), got {optimizer!r}{remedy(optimizer)}"
+                f"fjoin.Optimizer takes an Optimizer of fjoin.transforms, such as adamw(), got {optimizer!r}"
             )
         if optimizer.spec.name == "inject_hyperparameters":
             raise TypeError(

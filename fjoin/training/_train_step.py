@@ -8,7 +8,6 @@ from typing import Any
 from ..groups._make_mesh import mesh as make_mesh
 from ..groups._mesh import Mesh, check_mesh
 from ..transforms._check import flag, whole_number
-from ..transforms._foreign import remedy
 from ..transforms.pipelines._pipeline import Pipeline
 from ..transforms.transform._transform import Transform, check_transform
 from ._run import Run
@@ -75,9 +74,7 @@ def train_step(
     if not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function, got {loss_fn!r}")
     if not isinstance(pipeline, Pipeline):
-        raise TypeError(
-            f"pipeline must be a Pipeline, got {pipeline!r}{remedy(pipeline) or '; write fuse(hook, optimizer)'}"
-        )
+        raise TypeError(f"pipeline must be a Pipeline, got {pipeline!r}; write fuse(hook, optimizer)")
     if mesh is not None:
         check_mesh("train_step", mesh)
     if weight is not None and not callable(weight):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import fjoin
 from fjoin import transforms as tx
-from tests.helpers import max_diff, raises_text, same_bits, torch_has
+from tests.helpers import max_diff, raises_text, same_bits
 from tests.quantization.encoded_calls import CODECS, DTYPES, SHAPES, SUM, calls, near, place, value
 from tests.traffic import watched
 
@@ -71,7 +71,7 @@ def pieces(codec: str) -> Any:
         text = raises_text(
             RuntimeError, lambda: dist.all_to_all([torch.zeros(r) for r in range(n)], [torch.zeros(me)] * n)
         )
-        refused = "invalid tensor size" if torch_has("2.13") else "does not support alltoall"
+        refused = "invalid tensor size"
         assert refused in text, "gloo takes pieces of different sizes now"
         dist.barrier()
     outs = [place((r, 2)) for r in range(n)]

@@ -15,7 +15,6 @@ import fjoin
 from fjoin import transforms as tx
 from fjoin.groups._from_group import mesh_from_group
 from fjoin.transforms.transform._lane import step_lane
-from tests.helpers import torch_has
 from tests.traffic import announced, watched
 
 HOOKS: dict[str, Any] = {
@@ -48,7 +47,6 @@ def fake_group(request: pytest.FixtureRequest) -> Iterator[int]:
     dist.destroy_process_group()
 
 
-@pytest.mark.skipif(not torch_has("2.13"), reason="the fake group leaves the result of all_to_all unwritten")
 @pytest.mark.sample(8)
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("fake_group", [2, 8, 64, 512], indirect=True)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import torch
 from torch import Tensor
@@ -118,17 +116,6 @@ def test_an_optimizer_needs_no_guards(lists: Any) -> None:
 def test_raises_on_optimizer_functions_with_wrong_arguments() -> None:
     raises_text(TypeError, lambda: tx.Optimizer(_init, _pure, lambda p, g: None), "step_param_(param, grad, state)")
     raises_text(TypeError, lambda: tx.Optimizer(_init, lambda p: p, _in_place), "step_param(param, grad, state)")  # type: ignore[arg-type]
-
-
-def test_errors_on_optax_and_jax_objects_name_a_solution() -> None:
-    schedule = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 5, 20)
-    opt, params = tx.adamw(schedule), {"w": torch.ones(2)}
-    raises_text(TypeError, lambda: opt.step(params, params, opt.init(params)), "float(schedule(int(step)))")
-    fine = tx.adamw(lambda step: float(schedule(int(step))))
-    fine.step(params, params, fine.init(params))
-    raises_text(TypeError, lambda: tx.chain(tx.mean("data"), optax.clip_by_global_norm(1.0)), "from_optax")  # type: ignore[arg-type]
-    raises_text(TypeError, lambda: tx.fuse(tx.mean("data"), optax.adamw(1e-3)), "from_optax", "maximize=True")  # type: ignore[arg-type]
-    raises_text(TypeError, lambda: tx.adamw(0.1).init({"w": jnp.ones(2)}), "fjoin.jax.to_torch(tree)")
 
 
 def test_numbers_of_numpy() -> None:

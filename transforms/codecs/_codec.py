@@ -10,12 +10,9 @@ import torch
 from torch import Tensor
 
 from .._check import flag, whole_number
-from .._old_torch import complete
 from ..spec._spec import Spec, factory
 from ..spec._specified import Specified
 from ._random_bits import Key, Noise
-
-complete()  # before any function of this package runs
 
 
 @dataclass(frozen=True, eq=False, repr=False)

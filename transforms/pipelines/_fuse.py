@@ -9,7 +9,6 @@ import torch
 
 from .._axis_env import bound
 from .._check import flag as check_flag
-from .._foreign import PIPELINE_OF_OPTAX, is_optax
 from .._uncompiled import constant
 from ..codecs._codec import Codec
 from ..combinators._chain import LIVE, WEIGHTS
@@ -88,8 +87,6 @@ def fuse(
     check_transform(hook, "fuse: hook")
     if not isinstance(optimizer, Optimizer):
         hint = "write fuse(hook, optimizer), for example fuse(mean('data'), sgd(0.1))"
-        if is_optax(optimizer):
-            hint = PIPELINE_OF_OPTAX
         got = repr(optimizer)
         if isinstance(optimizer, torch.optim.Optimizer):
             got, hint = (

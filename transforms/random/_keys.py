@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from .._check import whole_number
-from .._foreign import is_jax
 from ._threefry import counters, threefry, word, word_of
 
 
@@ -86,7 +85,6 @@ def check_key(name: str, key: Tensor) -> None:
     """Raise TypeError unless `key` is one."""
     if not isinstance(key, Tensor) or key.dtype is not torch.int32 or key.shape != (2,):
         got = f"a tensor of {key.dtype}, {tuple(key.shape)}" if isinstance(key, Tensor) else repr(key)
-        hint = "Several keys: torch.vmap over them"
-        if is_jax(key):
-            hint = "Of jax's: fjoin.jax.to_torch(jax.random.key_data(key)).view(torch.int32)"
-        raise TypeError(f"{name} takes a key, (2,) int32, as key(seed), split and fold_in make them; got {got}. {hint}")
+        raise TypeError(
+            f"{name} takes a key, (2,) int32, as key(seed), split and fold_in make them; got {got}. Several keys: torch.vmap over them"
+        )

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import functools
-import types
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from .._old_torch import HAS_CONSTANT_MODULES
 from .._uncompiled import uncompiled
 from .surroundings._reach import captured
 from .values._policies import everything_saveable, nothing_saveable
@@ -46,8 +44,6 @@ def reaches_state(fn: Callable[..., Any], args: Any, kwargs: Any) -> bool:
     torch.compile computes again from what is in a buffer after the write.
     """
     modules = tuple(x for x in (*args, *kwargs.values()) if isinstance(x, nn.Module))
-    if not HAS_CONSTANT_MODULES and (modules or isinstance(fn, (nn.Module, types.MethodType))):
-        return True  # it cannot be found out
     return _reaches_state(fn, *modules)
 
 

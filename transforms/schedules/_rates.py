@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from .._check import is_finite, is_number
-from .._foreign import is_jax
 from ..spec._spec import Spec, _show
 from ..tree._tree import readable_without_sync
 
@@ -50,10 +49,7 @@ def value_at(hyper: ScalarOrSchedule, step: Tensor) -> float | Tensor:
             _check_finite(hyper, float(value), step)
         return value.reshape(())
     if not is_number(value):
-        hint = "; write lambda step: float(schedule(int(step)))" if is_jax(value) else ""
-        raise TypeError(
-            f"the schedule {_show(hyper)} returned {value!r} in step {_shown(step)}, expected a number{hint}"
-        )
+        raise TypeError(f"the schedule {_show(hyper)} returned {value!r} in step {_shown(step)}, expected a number")
     _check_finite(hyper, value, step)
     return value  # type: ignore[no-any-return]
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from .._check import is_finite, is_number
-from .._foreign import remedy
 from ..tree._tree import readable_without_sync
 
 
@@ -90,6 +89,6 @@ def _number(name: str, value: Any) -> float | Tensor | None:
     if is_number(value):
         return value  # type: ignore[no-any-return]
     if not callable(value) or isinstance(value, type):
-        hint = f"; write float({value!r})" if isinstance(value, str) else remedy(value, number=True)
+        hint = f"; write float({value!r})" if isinstance(value, str) else ""
         raise TypeError(f"{name} must be a number, a tensor of one element or a schedule, got {value!r}{hint}")
     return None

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from .._foreign import remedy
 from ..spec._spec import Spec
 from ._inplace import one_param
 from ._optimizer import Optimizer
@@ -19,7 +18,7 @@ def each_part(optimizer: Optimizer, wrap: Callable[[Optimizer], Optimizer], name
         name, args: The name and the arguments of the wrapping factory, for the specs of the parts.
     """
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"expected an Optimizer, got {optimizer!r}{remedy(optimizer)}")
+        raise TypeError(f"expected an Optimizer, got {optimizer!r}")
     if optimizer.select is None:
         return wrap(optimizer)
     select = optimizer.select

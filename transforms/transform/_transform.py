@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from .._axis_env import AxisName
-from .._foreign import is_optax
 from ..spec._spec import Spec, spec_of_function
 from ..spec._specified import Specified
 from ..tree._tree import State, Tree
@@ -191,9 +190,7 @@ def check_transform(value: Any, where: str) -> Transform:
     """Raise TypeError unless `value` is a Transform."""
     if isinstance(value, Transform):
         return value
-    if is_optax(value):
-        hint = "a transformation of optax becomes a stage by tx.from_optax(transformation)"
-    elif hasattr(type(value), "instead_of_transform"):
+    if hasattr(type(value), "instead_of_transform"):
         hint = type(value).instead_of_transform
     elif callable(value):
         hint = "did you forget to call the factory, or do you want stateless(function)?"

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from .._check import is_finite
-from .._foreign import remedy
 from .._sums import scaled
 from ..tree._tree import Tree, readable_without_sync, to_device, where
 from ._call import Call
@@ -76,7 +75,7 @@ def known_weight(name: str, weight: Any) -> float:
         TypeError: no number.
     """
     if not isinstance(weight, numbers.Real):
-        raise TypeError(f"{name} must be a number, got {weight!r}{remedy(weight, number=True)}")
+        raise TypeError(f"{name} must be a number, got {weight!r}")
     number: Any = weight  # numbers.Real has no order to a checker of types
     if number == 0 or _LEAST <= number <= _MOST:
         return float(weight)

@@ -8,8 +8,6 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from .._foreign import of_leaf
-from .._old_torch import TRACES_STRUCTURES
 from ._tree import Tree, named_leaves
 
 # What to write where a module was given in the place of its parameters.
@@ -54,8 +52,6 @@ def check_same(name: str, tree: Tree, like_name: str, like: Tree) -> None:
 def _alike(a: Tree, b: Tree) -> bool:
     """Whether the trees surely pass `check_same`, found without their paths."""
     (leaves, structure), (others, other) = optree.tree_flatten(a), optree.tree_flatten(b)
-    if not TRACES_STRUCTURES and torch.compiler.is_compiling():
-        return False
     return structure == other and all(
         [
             isinstance(x, Tensor)
@@ -74,9 +70,8 @@ def check_dense(name: str, leaf: Any) -> None:
     """Raise TypeError unless `leaf` is a strided, real, floating-point tensor."""
     if not isinstance(leaf, Tensor):
         shown = f"a {type(leaf).__name__}" if isinstance(leaf, nn.Module) else f"{leaf!r}, a {type(leaf).__name__}"
-        hint = OF_MODULE if isinstance(leaf, nn.Module) else of_leaf(leaf)
-        if not hint and hasattr(leaf, "__dlpack__"):
-            hint = "; torch.from_dlpack(array) makes one of it"
+        hint = "; torch.from_dlpack(array) makes one of it" if hasattr(leaf, "__dlpack__") else ""
+        hint = OF_MODULE if isinstance(leaf, nn.Module) else hint
         raise TypeError(f"{name} is {shown}; expected a tensor{hint}")
     if leaf.layout is not torch.strided:
         raise TypeError(

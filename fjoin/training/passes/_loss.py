@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ...agreement._step_record import host_number
 from ...transforms._check import as_float
-from ...transforms._foreign import LOSS_OF_JAX, is_jax, note_jax
 from ...transforms.transform._weights import host_weight
 
 
@@ -50,11 +49,7 @@ class Loss:
         Raises:
             TypeError, ValueError: `loss_fn` returned something other than a loss, aux and buffers of the expected form.
         """
-        try:
-            out = self._loss_fn(params, batch) if buffers is None else self._loss_fn(params, buffers, batch)
-        except TypeError as error:
-            note_jax(error, batch)
-            raise
+        out = self._loss_fn(params, batch) if buffers is None else self._loss_fn(params, buffers, batch)
         parts = out if isinstance(out, tuple) else (out,)
         want = "loss or (loss, aux)" if buffers is None else "(loss, aux, buffers)"
         if (len(parts) not in (1, 2)) if buffers is None else (len(parts) != 3):
@@ -62,10 +57,7 @@ class Loss:
         loss, aux = parts[0], parts[1] if len(parts) > 1 else None
         if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
             got = f"a tensor of shape {tuple(loss.shape)}, {loss.dtype}" if isinstance(loss, Tensor) else repr(loss)
-            hint = f"; {LOSS_OF_JAX}" if is_jax(loss) else ""
-            raise ValueError(
-                f"loss_fn must return a 0-d floating-point loss, the mean over the local batch, got {got}{hint}"
-            )
+            raise ValueError(f"loss_fn must return a 0-d floating-point loss, the mean over the local batch, got {got}")
         if not loss.requires_grad:
             refuse_inference("a step")
             raise ValueError("the loss does not depend on params; was it detached, or computed from other tensors?")

@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ...transforms._foreign import remedy
 from ...transforms.tree._tree import named_leaves
 from ._state import TrainState
 
@@ -51,7 +50,7 @@ def load_into(module: M, params: Any, buffers: Mapping[str, Tensor] | None = Non
     chosen: dict[int, str] = {}
     for path, value in given.items():
         if not isinstance(value, Tensor):
-            raise TypeError(f"load_into: {path!r} is a {type(value).__name__}, expected a tensor{remedy(value)}")
+            raise TypeError(f"load_into: {path!r} is a {type(value).__name__}, expected a tensor")
         place, first = places[path], chosen.setdefault(id(places[path]), path)
         if place.shape != value.shape:
             raise ValueError(

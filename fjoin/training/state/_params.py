@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..._functional import Apply
-from ...transforms._foreign import is_jax
 from ...transforms.tree._check_tree import OF_MODULE, check_dense
 from ...transforms.tree._tree import flatten_in_insertion_order
 
@@ -72,6 +71,4 @@ def check_buffers(buffers: Any) -> None:
     """Raise TypeError unless `buffers` is None or a dict from paths to tensors."""
     if buffers is None or (isinstance(buffers, dict) and all(isinstance(b, Tensor) for b in buffers.values())):
         return
-    of_jax = "; fjoin.jax.flat(buffers) makes one of nested dicts of arrays of jax"
-    hint = of_jax if any(map(is_jax, optree.tree_leaves(buffers))) else ""
-    raise TypeError(f"buffers must be a dict from paths to tensors, got {buffers!r}{hint}")
+    raise TypeError(f"buffers must be a dict from paths to tensors, got {buffers!r}")

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from fjoin import transforms as tx
-from tests.helpers import raises_text, torch_has
+from tests.helpers import raises_text
 
 from .transformer import Count
 
@@ -133,7 +133,6 @@ def of_torch(x: Tensor, w: Tensor) -> Tensor:
     return checkpoint(block, x, w, use_reentrant=False)  # type: ignore[no-any-return]
 
 
-@pytest.mark.skipif(not torch_has("2.13"), reason="torch 2.11 refuses forward mode too, by another error")
 def test_torchs_own_checkpoint_works_under_few_transforms() -> None:
     works = []
     for name, run in TRANSFORMS.items():

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ..._axis_env import bind_axes
 from ..._check import axis_sizes
-from ..._foreign import remedy
 from ...axes._collectives import axis_size, psum
 from ...axes._primitive import names
 from ...combinators._chain import counting, counts_needed, stages
@@ -74,7 +73,7 @@ class CountingMemory:
     ) -> None:
         self.pipeline, self.sizes = pipeline, axis_sizes(axes, MOST_RANKS)
         if not isinstance(pipeline, (Pipeline, Transform)):
-            raise TypeError(f"explain takes a pipeline or a transform, got {pipeline!r}{remedy(pipeline)}")
+            raise TypeError(f"explain takes a pipeline or a transform, got {pipeline!r}")
         self.hook: Transform = pipeline.hook if isinstance(pipeline, Pipeline) else pipeline
         self.optimizer = pipeline.optimizer if isinstance(pipeline, Pipeline) else None
         self._parts = parts_of(pipeline, on_buffers, tuple(axes) if uses else ())
