@@ -17,7 +17,7 @@ LIMITS = {
     "comparisons with a spec's name": 6,
     "accesses to another object's privates": 18,
     "accesses to privates of torch's objects": 72,
-    "lines of reducer, training, ddp": 8290,
+    "lines of reducer, training, ddp": 8289,
     "code lines": 24_785,
     "lines": 48_184,
     "files over 250 lines": 0,
