@@ -31,7 +31,7 @@ LONGEST = 300  # code lines of a file
 NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 COUNTED = (
     "code lines", "files", "arrows between rooms", "public names", "lines of tests", "circles",
-    "folders named like a function", "imports past a face",
+    "folders named like a function", "imports past a face", "short cuts",
 )  # fmt: skip
 Graph = dict[str, set[str]]
 
@@ -147,6 +147,32 @@ def folders_named_like_functions() -> list[str]:
     return sorted(room for room in rooms() if room.count(".") and room.rpartition(".")[2] in functions)
 
 
+def short_cuts(texts: dict[str, str]) -> dict[str, int]:
+    """Where one part of the library looks into another: at a transform's name, at the class of an axis, at private fields."""
+    trees = {module: [*ast.walk(ast.parse(text))] for module, text in texts.items()}
+    own = {module: {n.attr for n in nodes if _is_private(n) and _base(n) == "self"} for module, nodes in trees.items()}  # type: ignore[attr-defined]
+    ours, found = set[str]().union(*own.values()), collections.Counter[str]()
+    for module, nodes in trees.items():
+        modules = {(a.asname or a.name).split(".")[0] for n in nodes if isinstance(n, ast.Import) for a in n.names}
+        for n in nodes:
+            inside = [n.left, *n.comparators] if isinstance(n, ast.Compare) else []
+            inside += [n.slice] if isinstance(n, ast.Subscript) else [n.subject] if isinstance(n, ast.Match) else []
+            found["comparisons with a spec's name"] += any(ast.unparse(one).endswith("spec.name") for one in inside)
+            if isinstance(n, ast.Call) and ast.unparse(n.func) == "isinstance" and ".axes" not in module:
+                found["tests for the class of an axis"] += ast.unparse(n.args[1]).endswith("Axis")
+            if _is_private(n) and _base(n) not in ("self", "cls", *modules):
+                found["accesses to another object's privates"] += n.attr in ours - own[module]  # type: ignore[attr-defined]
+    return dict(found)
+
+
+def _is_private(node: ast.AST) -> bool:
+    return isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.endswith("_")
+
+
+def _base(node: Any) -> str:
+    return node.value.id if isinstance(node.value, ast.Name) else ""
+
+
 def counts() -> dict[str, Any]:
     lines: collections.Counter[str] = collections.Counter()
     for module, text in sources().items():
@@ -160,6 +186,7 @@ def counts() -> dict[str, Any]:
         "circles": circles(arrows()),
         "folders named like a function": folders_named_like_functions(),
         "imports past a face": past_faces(),
+        "short cuts": short_cuts(sources()),
     }
 
 
@@ -240,6 +267,15 @@ def test_counts_of_a_small_example() -> None:
     assert len(grown(now, limits, "")) == 3 and fallen(now, limits, "") == [", l: 'x' holds now"]
     assert len(fallen({"n": {"a": 80, "b": 3}, "l": ["x", "y"]}, limits, "")) == 1
     assert lowered(now, limits) == {"n": {"a": 100}, "l": ["y"]}
+
+
+def test_short_cuts_of_a_small_example() -> None:
+    texts = {
+        "fjoin._x": "def f(axis, part, other):\n    if isinstance(axis, GroupAxis) and part.spec.name == 'mean':\n"
+        "        return other._hidden\n    return TABLE[part.spec.name], other._replace(a=1), part.spec.name in NAMES\n",
+        "fjoin._y": "class Y:\n    def __init__(self):\n        self._hidden = 1\n",
+    }
+    assert [*short_cuts(texts).values()] == [3, 1, 1]
 
 
 def test_faces_of_rooms() -> None:

@@ -14,7 +14,7 @@ codecs       Codec  Noise  bfloat16  bfp16  float16  float32  fp8  int8  uint8  
 join, layers  JoinHook  broadcast_from_last  last_joiner  current_weight  current_call  sync_batch_norm  convert_sync_batchnorm
 optimizers   sgd  adam  adamw  nadam  radam  adamax  adagrad  adadelta  adafactor  rmsprop  rprop  asgd  lion  lamb  muon  frozen
              mixed_precision  inject_hyperparameters  with_hyperparameters  as_functional_optim  register_functional_optim
-schedules    constant  linear  cosine  warmup_cosine  warmup  piecewise  one_cycle  tabulated  by_epoch  by_factor  from_torch_scheduler
+schedules    linear  cosine  warmup_cosine  warmup  from_torch_scheduler
 collectives  psum  pmean  pmax  pmin  pbroadcast  all_gather  psum_scatter  all_to_all  all_to_all_single  ppermute  axis_index  axis_size
 run, optax   simulate  from_optax  to_optax; random: keys as values, with jax's bits
 memory       remat  checkpoint_name  everything_saveable  nothing_saveable  dots_saveable  dots_with_no_batch_dims_saveable
@@ -176,17 +176,11 @@ from .remat.values._policies import save_any_names_but_these as save_any_names_b
 from .remat.values._policies import save_from_both_policies as save_from_both_policies
 from .remat.values._policies import save_only_these_names as save_only_these_names
 from .schedules._schedules import Schedule as Schedule
-from .schedules._schedules import constant as constant
 from .schedules._schedules import cosine as cosine
 from .schedules._schedules import linear as linear
 from .schedules._schedules import warmup_cosine as warmup_cosine
 from .schedules._schedules_of_parts import from_torch_scheduler as from_torch_scheduler
-from .schedules._schedules_of_parts import one_cycle as one_cycle
-from .schedules._schedules_of_parts import piecewise as piecewise
-from .schedules._schedules_of_parts import tabulated as tabulated
 from .schedules._schedules_of_parts import warmup as warmup
-from .schedules._units import by_epoch as by_epoch
-from .schedules._units import by_factor as by_factor
 from .sharding._gather import GatherState as GatherState
 from .sharding._gather import ShardState as ShardState
 from .sharding._scatter_mean import scatter_mean as scatter_mean

@@ -69,16 +69,14 @@ PAGES: dict[str, dict[str, str]] = {
             " torch.optim.ASGD torch.optim.Adadelta torch.optim.Adafactor torch.optim.Adagrad torch.optim.Adam"
             " torch.optim.AdamW torch.optim.Adamax torch.optim.Muon torch.optim.NAdam torch.optim.RAdam"
             " torch.optim.RMSprop torch.optim.Rprop torch.optim.SGD"
-            " torch.optim.lr_scheduler.CosineAnnealingLR torch.optim.lr_scheduler.LambdaLR"
-            " torch.optim.lr_scheduler.LinearLR torch.optim.lr_scheduler.MultiStepLR torch.optim.lr_scheduler.OneCycleLR"
+            " torch.optim.lr_scheduler.CosineAnnealingLR torch.optim.lr_scheduler.LinearLR"
         ),
     },
     "optax": {
         "api/combining_optimizers.html#$": "optax.chain optax.partition",
         "api/optimizer_wrappers.html#$": "optax.MultiSteps optax.apply_if_finite optax.masked",
         "api/optimizer_schedules.html#$": (
-            "optax.cosine_decay_schedule optax.linear_schedule optax.piecewise_constant_schedule"
-            " optax.inject_hyperparams"
+            "optax.cosine_decay_schedule optax.linear_schedule optax.inject_hyperparams"
         ),
         "api/optimizers.html#$": "optax.lamb optax.lion",
         "api/transformations.html#$": (

@@ -118,10 +118,10 @@ SCHEDULES = Section(
     "schedule",
     "Values in the steps 0 to 25. A schedule here returns a 0-d float64 tensor.",
     [
-        Row("optax.constant_schedule(0.1)", "tx.constant(0.1)"),
+        Row("optax.constant_schedule(0.1)", "lambda step: 0.1", "or the number alone"),
         Row("optax.linear_schedule(1.0, 0.1, 20)", "tx.linear(1.0, 0.1, 20)"),
         Row("optax.cosine_decay_schedule(1.0, 20, alpha=0.1)", "tx.cosine(1.0, 20, end=0.1)", "the last value, not its share of the first"),
-        Row("optax.piecewise_constant_schedule(1.0, {5: 0.1, 10: 0.5})", "tx.piecewise(1.0, {5: 0.1, 10: 0.5})"),
+        Row("optax.piecewise_constant_schedule(1.0, {5: 0.1, 10: 0.5})", "lambda step: 0.1 ** int(step >= 5) * 0.5 ** int(step >= 10)"),
         Row(
             "optax.join_schedules([optax.linear_schedule(0.2, 1.0, 4), optax.cosine_decay_schedule(1.0, 15)], [5])",
             "tx.warmup_cosine(1.0, warmup_steps=5, total_steps=20)",
@@ -134,7 +134,7 @@ SCHEDULES = Section(
         ),
         Row(
             "optax.cosine_onecycle_schedule(20, 1.0, pct_start=0.3)",
-            "tx.one_cycle(1.0, total_steps=21, pct_start=7 / 21)",
+            "tx.from_torch_scheduler(lambda opt: torch.optim.lr_scheduler.OneCycleLR(opt, 1.0, 21, pct_start=7 / 21), 0.1, 21)",
             "torch counts steps, the first and the last included: the peak is step 21 pct_start - 1",
         ),
         Row("optax.exponential_decay(1.0, 1, 0.9)", "lambda step: 0.9 ** int(step)", "any function of the step"),

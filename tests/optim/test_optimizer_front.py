@@ -237,7 +237,7 @@ def test_groups_and_states_that_do_not_fit() -> None:
         (tx.mixed_precision(tx.adamw()), {"amsgrad": True}),
         (tx.partition({"*": tx.adamw()}), {"betas": (0.5, 0.9)}),
         (tx.adafactor(), {"eps": (1e-3, 1e-3)}),
-        (tx.sgd(tx.constant(0.1)), {"lr": 0.5}),
+        (tx.sgd(lambda step: 0.1), {"lr": 0.5}),
     ):
         raises_text(
             ValueError,

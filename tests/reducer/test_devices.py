@@ -157,7 +157,7 @@ def test_helpers_outside_steps_do_not_wait_for_the_device(weight: Any, sent: lis
 OPTIMIZERS = {
     "adagrad": lambda: tx.adagrad(0.1, lr_decay=0.1),
     "sgd with dampening": lambda: tx.sgd(0.1, momentum=0.9, dampening=0.5),
-    "tabulated": lambda: tx.lion(tx.tabulated([0.1, 0.2])),
+    "tabulated": lambda: tx.lion(tx.from_torch_scheduler(lambda o: torch.optim.lr_scheduler.StepLR(o, 1), 0.1, 2)),
     "lamb": lambda: tx.lamb(tx.cosine(0.1, 10)),
 }
 

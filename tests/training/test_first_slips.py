@@ -101,23 +101,24 @@ def torchs_rates(make: Any, steps: int, per_epoch: int) -> list[float]:
     return found
 
 
-def test_schedules_by_epoch_and_by_factor_are_those_of_torch() -> None:
-    by_epoch = tx.by_epoch(tx.piecewise(0.1, {2: 0.5, 4: 0.5, 6: 0.5}), 3)
+def test_schedules_of_epochs_and_factors_are_functions_of_the_step() -> None:
+    """As docs/recipes.md writes them: StepLR by epochs, LambdaLR."""
+    halved = tx.from_torch_scheduler(lambda optimizer: StepLR(optimizer, 2, 0.5), 0.1, 7)
     want = torchs_rates(lambda optimizer: StepLR(optimizer, 2, 0.5), 20, 3)
-    assert [by_epoch(i).item() for i in range(20)] == pytest.approx(want)
-    by_factor = tx.by_factor(0.1, lambda step: 1 / (1 + step))
+    assert [halved(i // 3).item() for i in range(20)] == pytest.approx(want)
     want = torchs_rates(lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step)), 9, 1)
-    assert [by_factor(i).item() for i in range(9)] == pytest.approx(want)
-    both = tx.by_epoch(tx.by_factor(0.1, lambda epoch: 0.5**epoch), 4)
-    want = torchs_rates(lambda optimizer: LambdaLR(optimizer, lambda epoch: 0.5**epoch), 16, 4)
-    assert [both(i).item() for i in range(16)] == pytest.approx(want)
-
-
-def test_bad_arguments_of_these_schedules() -> None:
-    raises_text(ValueError, lambda: tx.by_epoch(tx.constant(0.1), 0), "steps_per_epoch", "0")
-    raises_text(TypeError, lambda: tx.by_epoch(0.1, 3), "0.1")  # type: ignore[arg-type]
-    raises_text(TypeError, lambda: tx.by_factor(0.1, 0.5), "factor", "0.5")  # type: ignore[arg-type]
-    raises_text(ValueError, lambda: tx.by_factor(float("nan"), lambda step: 1.0), "base")
+    assert [0.1 / (1 + i) for i in range(9)] == pytest.approx(want)
+    params = {"w": torch.zeros(2, dtype=torch.float64)}
+    for rate, of_step in (
+        (lambda step: halved(step // 3), lambda i: 0.1 * 0.5 ** (i // 6)),
+        (lambda step: 0.1 / (1 + step), lambda i: 0.1 / (1 + i)),
+    ):
+        opt, new = tx.sgd(rate), params
+        state = opt.init(params)
+        for i in range(9):
+            old = new
+            new, state = opt.step(new, {"w": torch.ones(2, dtype=torch.float64)}, state)
+            assert (old["w"] - new["w"]).tolist() == pytest.approx([of_step(i)] * 2)
 
 
 def test_errors_say_what_to_write() -> None:

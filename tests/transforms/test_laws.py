@@ -20,14 +20,8 @@ from tests.optimizer_table import OPTIMIZERS
 from tests.transform_table import TRANSFORMS
 
 SCHEDULES = {
-    "by_epoch",
-    "by_factor",
-    "constant",
     "cosine",
     "linear",
-    "one_cycle",
-    "piecewise",
-    "tabulated",
     "warmup",
     "warmup_cosine",
 }

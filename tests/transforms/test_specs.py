@@ -24,7 +24,7 @@ FULL = tx.fuse(
     tx.chain(tx.clip_by_value(9.0), tx.mean(("node", "local"), over="live"), tx.clip_by_global_norm(1.0)),
     tx.partition(
         {
-            ("*bias", "*norm*"): tx.sgd(tx.constant(0.1)),
+            ("*bias", "*norm*"): tx.sgd(tx.linear(0.1, 0.0, 9)),
             "*": tx.adamw(tx.warmup_cosine(3e-4, 100, 2000), weight_decay=0.1),
         }
     ),
@@ -38,7 +38,7 @@ def _double(g: Tensor) -> Tensor:
 def test_repr_evaluates_to_the_pipeline() -> None:
     assert repr(FULL) == (
         "fuse(chain(clip_by_value(9.0), mean(('node', 'local'), over='live'), clip_by_global_norm(1.0)), "
-        "partition({('*bias', '*norm*'): sgd(lr=constant(0.1)), "
+        "partition({('*bias', '*norm*'): sgd(lr=linear(0.1, 0.0, 9)), "
         "'*': adamw(lr=warmup_cosine(0.0003, 100, 2000), weight_decay=0.1)}))"
     )
     assert eval(repr(FULL), vars(tx)) == FULL

@@ -178,7 +178,7 @@ def test_rates_that_are_set_while_training() -> None:
             tx.partition({"w": tx.partition({"w": tx.sgd(0.1)}), "*": tx.mixed_precision(tx.sgd(0.3))}),
             {"lr/w/w": 0.1, "lr/*": 0.3},
         ),
-        (tx.mixed_precision(tx.partition({"w": tx.frozen(), "*": tx.lion(tx.constant(0.4))})), {"lr/*": 0.4}),
+        (tx.mixed_precision(tx.partition({"w": tx.frozen(), "*": tx.lion(lambda step: 0.4)})), {"lr/*": 0.4}),
     ],
     ids=str,
 )

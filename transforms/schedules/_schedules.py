@@ -60,23 +60,6 @@ def steps_at_least(name: str, value: int, least: int) -> None:
 
 
 @factory
-def constant(value: float) -> Schedule:
-    """The same value in every step.
-
-    Returns:
-        A `Schedule`: `step -> value`, 0-d float64, of the steps taken before.
-
-    Raises:
-        ValueError, TypeError: no finite number.
-
-    >>> constant(0.1)(7).item()
-    0.1
-    """
-    finite(value=value)
-    return Schedule(lambda step: torch.full_like(step, value), finite=True)
-
-
-@factory
 def linear(start: float, end: float, total_steps: int) -> Schedule:
     """From `start` in step 0 in a straight line to `end` in step `total_steps`, then constant.
 

@@ -39,7 +39,8 @@ def make_scheduler(optimizer: torch.optim.Optimizer) -> LRScheduler:
 
 
 def make_pipeline(params: dict[str, Tensor], steps_per_epoch: int, ema: tx.Transform) -> tx.Pipeline:
-    rate = tx.by_epoch(tx.from_torch_scheduler(make_scheduler, lr, epochs), steps_per_epoch)
+    by_epoch = tx.from_torch_scheduler(make_scheduler, lr, epochs)
+    rate = lambda step: by_epoch(step // steps_per_epoch)  # noqa: E731
     decay = tuple(path for path, p in params.items() if p.dim() >= 2)  # none on norms and biases
     sgd = {
         decay: tx.sgd(rate, momentum=momentum, weight_decay=weight_decay),

@@ -56,7 +56,7 @@ def main(
     torch.manual_seed(seed)
     apply, params, _ = fjoin.functional(Net(dropout))
     rate = tx.from_torch_scheduler(lambda opt: StepLR(opt, step_size=1, gamma=gamma), lr, total_steps=epochs)
-    pipeline = tx.fuse(tx.mean("data"), tx.adadelta(tx.by_epoch(rate, steps_per_epoch)))
+    pipeline = tx.fuse(tx.mean("data"), tx.adadelta(lambda step: rate(step // steps_per_epoch)))
     step = fjoin.train_step(
         lambda params, batch: F.nll_loss(apply(params, {}, batch[0]), batch[1]),
         pipeline,

@@ -94,13 +94,13 @@ def test_raises_on_bad_input() -> None:
     opt = tx.inject_hyperparameters(tx.sgd(0.1))
     state = opt.init(params)
     raises_text(ValueError, lambda: tx.with_hyperparameters(state, momentum=0.9), "['momentum']", "'lr'")
-    follows = tx.inject_hyperparameters(tx.sgd(tx.constant(0.1))).init(params)
+    follows = tx.inject_hyperparameters(tx.sgd(tx.linear(0.1, 0.1, 1))).init(params)
     raises_text(ValueError, lambda: tx.with_hyperparameters(follows, lr=0.2), "['lr']")
     bad = tx.with_hyperparameters(state, lr=-1.0)
     raises_text(ValueError, lambda: opt.step(params, grads, bad), "lr must be at least 0")
 
 
-@pytest.mark.parametrize("value", ["x", None, [0.1], True, 1j, tx.constant(0.1), float])
+@pytest.mark.parametrize("value", ["x", None, [0.1], True, 1j, tx.linear(0.1, 0.1, 1), float])
 def test_raises_on_a_hyperparameter_that_is_no_number(value: Any) -> None:
     params, _ = _trees(1)
     opt = tx.inject_hyperparameters(tx.sgd(0.1))
