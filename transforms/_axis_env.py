@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -13,9 +13,6 @@ from torch import Tensor
 from ._devices import in_use
 from ._errors import UnboundAxis
 from ._piece_sum import PieceSum
-
-# One axis, or several axes used as one.
-AxisName: TypeAlias = str | tuple[str, ...]
 
 
 class Work(Protocol):

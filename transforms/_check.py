@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
+
+# One axis, or several axes used as one.
+AxisName: TypeAlias = str | tuple[str, ...]
 
 
 def is_number(value: Any) -> bool:

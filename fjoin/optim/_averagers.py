@@ -11,8 +11,7 @@ from ..groups._from_group import mesh_from_group
 from ..groups._make_mesh import world_mesh
 from ..groups._mesh import Mesh
 from ..groups._nested_mesh import nested_mesh, world_size
-from ..transforms._axis_env import AxisName
-from ..transforms._check import whole_number
+from ..transforms._check import AxisName, whole_number
 from ._model_averager import ALONE, Buffers, ModelAverager
 
 

@@ -13,8 +13,7 @@ from torch import Tensor
 from ..agreement._program_check import same_average
 from ..groups._bind import bind
 from ..groups._mesh import Mesh
-from ..transforms._axis_env import AxisName
-from ..transforms._check import whole_number
+from ..transforms._check import AxisName, whole_number
 from ..transforms.local_sgd._average import average_parameters
 from ..transforms.sync._buffers import average_buffers
 from ..transforms.transform._transform import Transform

@@ -16,7 +16,8 @@ import optree
 import torch
 from torch import Tensor
 
-from .._axis_env import AxisName, lookup
+from .._axis_env import lookup
+from .._check import AxisName
 from ..tree._tree import Tree
 from ._packing import as_tensor, packed
 from ._primitive import apply_one, names, reduce_over

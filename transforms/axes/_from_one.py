@@ -6,7 +6,7 @@ import optree
 import torch
 from torch import Tensor
 
-from .._axis_env import AxisName
+from .._check import AxisName
 from ..tree._tree import Tree
 from ._collectives import psum
 

@@ -8,7 +8,8 @@ import optree
 import torch
 from torch import Tensor
 
-from .._axis_env import AxisName, lookup
+from .._axis_env import lookup
+from .._check import AxisName
 from ..tree._tree import Tree
 from ._collectives import axis_size
 from ._packing import as_tensor, packed

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._axis_env import Axis, AxisName, lookup
-from .._check import axis_names
+from .._axis_env import Axis, lookup
+from .._check import AxisName, axis_names
 from ..tree._tree import Tree, plain
 from ._packing import can_send, messages, packed, refuse
 

@@ -1,9 +1,22 @@
-"""The bytes that a rank sends in a collective."""
+"""Messages, and the bytes that a rank sends in them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Message(NamedTuple):
+    """One message of one rank in one step."""
+
+    collective: str  # its name in transforms: "psum", "all_gather", ...
+    axis: str  # the axis, or several joined by " x "
+    dtype: torch.dtype  # of the message
+    payload_bytes: int  # the input of the collective on one rank
+    sent_bytes: int  # the bytes that one rank sends in a ring
+
 
 # In units of the rank's payload, on an axis of n ranks, of which each sends to its neighbour in a ring.
 _SHARES: dict[str, Callable[[int], float]] = {

@@ -7,8 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._axis_env import AxisName
-from .._check import decay, flag, one_axis, positive, whole_number
+from .._check import AxisName, decay, flag, one_axis, positive, whole_number
 from ..codecs._codec import Codec, check_codec
 from ..codecs._sparse import top_k
 from ..combinators._partition import replace_leaves

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._axis_env import AxisName
-from .._check import decay, one_axis, whole_number
+from .._check import AxisName, decay, one_axis, whole_number
 from ..codecs._codec import Codec
 from ..codecs._signs import sign
 from ..combinators._chain import LIVE

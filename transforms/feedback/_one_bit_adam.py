@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .._axis_env import AxisName
-from .._check import positive
+from .._check import AxisName, positive
 from ..codecs._codec import Codec
 from ..combinators._chain import LIVE
 from ..combinators._partition import replace_leaves

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from .._axis_env import AxisName
-from .._check import some_axes, whole_number
+from .._check import AxisName, some_axes, whole_number
 from ..axes._primitive import names
 from ..combinators._chain import chain
 from ..combinators._conditional import every

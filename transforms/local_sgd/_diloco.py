@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .._axis_env import AxisName
-from .._check import whole_number
+from .._check import AxisName, whole_number
 from ..codecs._codec import Codec
 from ..combinators._fragments import in_fragments
 from ..combinators._partition import partition

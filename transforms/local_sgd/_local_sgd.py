@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from .._axis_env import AxisName
-from .._check import some_axes, whole_number
+from .._check import AxisName, some_axes, whole_number
 from ..axes._primitive import names
 from ..codecs._codec import Codec
 from ..combinators._chain import chain, identity

@@ -6,8 +6,7 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from .._axis_env import AxisName
-from .._check import some_axes
+from .._check import AxisName, some_axes
 from ..axes._collectives import pmax
 from ..combinators._conditional import every
 from ..reductions._mean import mean

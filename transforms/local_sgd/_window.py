@@ -8,7 +8,8 @@ import optree
 import torch
 from torch import Tensor
 
-from .._axis_env import AxisName, bound
+from .._axis_env import bound
+from .._check import AxisName
 from ..axes._primitive import names
 from ..codecs._codec import Codec
 from ..feedback._error_feedback import error_feedback

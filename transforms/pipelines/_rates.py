@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .._axis_env import AxisName
+from .._check import AxisName
 from .._errors import DesyncError
 from ..axes._collectives import axis_size
 from ..axes._gather_scatter import all_gather

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._axis_env import AxisName
+from .._check import AxisName
 from ..axes._collectives import axis_size, psum
 from ..codecs._codec import Codec
 from ..codecs._random_bits import Noise, key_of, places_of

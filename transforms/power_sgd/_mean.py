@@ -9,8 +9,7 @@ import optree
 import torch
 from torch import Tensor
 
-from .._axis_env import AxisName
-from .._check import flag, positive, real, some_axes, whole_number
+from .._check import AxisName, flag, positive, real, some_axes, whole_number
 from ..axes._collectives import axis_size
 from ..codecs._codec import Codec, refuse_derivative
 from ..reductions._mean import mean

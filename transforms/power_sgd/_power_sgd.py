@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from .._axis_env import AxisName
-from .._check import whole_number
+from .._check import AxisName, whole_number
 from ..combinators._conditional import switch_after
 from ..reductions._mean import mean
 from ..spec._spec import factory

@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from .._axis_env import AxisName
+from .._check import AxisName
 from .._devices import is_host
 from ..axes._collectives import axis_index, axis_size
 from ..axes._gather_scatter import all_gather, all_to_all

@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from .._axis_env import AxisName
-from .._check import whole_number
+from .._check import AxisName, whole_number
 from ..codecs._blocks import fp8
 from ..codecs._codec import Codec, bfloat16, check_codec, float16, float32
 from ..spec._spec import factory

@@ -9,8 +9,7 @@ import optree
 import torch
 from torch import Tensor
 
-from .._axis_env import AxisName
-from .._check import real
+from .._check import AxisName, real
 from ..axes._collectives import axis_size
 from ..codecs._codec import refuse_derivative
 from ..codecs._random_bits import places_of

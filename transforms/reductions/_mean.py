@@ -11,8 +11,7 @@ import optree
 import torch
 from torch import Tensor
 
-from .._axis_env import AxisName
-from .._check import some_axes
+from .._check import AxisName, some_axes
 from .._sums import divided
 from ..axes._collectives import axis_size, psum
 from ..axes._primitive import sum_donated

@@ -16,7 +16,8 @@ import optree
 import torch
 from torch import Tensor
 
-from .._axis_env import AxisName, lookup
+from .._axis_env import lookup
+from .._check import AxisName
 from ..axes._collectives import axis_index, axis_size, pbroadcast, pmean, ppermute, psum
 from ..axes._gather_scatter import all_gather, all_to_all, place_gathered, place_received, psum_scatter, split_ranks
 from ..axes._packing import as_tensor, packed

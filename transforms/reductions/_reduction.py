@@ -9,8 +9,7 @@ import optree
 import torch
 from torch import Tensor
 
-from .._axis_env import AxisName
-from .._check import axis_names
+from .._check import AxisName, axis_names
 from ..axes._collectives import axis_size
 from ..transform._call import Call
 from ..transform._rider import Rider

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._axis_env import AxisName
 from .._call_env import current_weight
+from .._check import AxisName
 from ..axes._gather_scatter import all_gather
 from ..transform._weights import check_weight
 from ..tree._tree import to_device

@@ -9,8 +9,7 @@ import optree
 import torch
 from torch import Tensor
 
-from .._axis_env import AxisName
-from .._check import some_axes
+from .._check import AxisName, some_axes
 from ..axes._collectives import axis_index, axis_size, pmin
 from ..axes._from_one import from_one
 from ..tree._tree import State, device_of, to_device

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .._axis_env import AxisName
+from .._check import AxisName
 from ._batch_norm import BatchNormState, sync_batch_norm
 
 M = TypeVar("M", bound=nn.Module)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from .._axis_env import AxisName
+from .._check import AxisName
 from ..spec._spec import Spec, spec_of_function
 from ..spec._specified import Specified
 from ..tree._tree import State, Tree

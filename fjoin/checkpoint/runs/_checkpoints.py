@@ -18,7 +18,7 @@ from ...training.state._metrics import Metrics
 from .._folder import Folder
 from ..saves._plan import Plan
 from ..saves._save import Save
-from ..values._extra import taken_apart
+from ..values._extra import extra_apart
 from ..values._snapshot import Snapshot
 from ..values._together import on_each, on_first
 from ._due import Due
@@ -151,7 +151,7 @@ class Checkpoints:
 
     def _taken(self, state: Any, extra: Any, data: Any) -> Snapshot:
         tensors: dict[str, Tensor] = {}
-        kept = taken_apart(extra, tensors)
+        kept = extra_apart(extra, tensors)
         found = self._source.snapshot(state)
         found.add_extra(kept, tensors, self._mesh.shape)
         if data is not None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._folder import Folder
 from .._leaves import Leaves
-from ..values._extra import put_together
+from ..values._extra import extra_together
 from ..values._together import on_each
 from ._choice import chosen
 from ._load import Load, empty_params, filled, refuse_fresh_params
@@ -70,7 +70,7 @@ def _from(
         load = Load(leaves, mesh, source.snapshot(state), fresh)
         own, values = load.own(), load.values
         place = position_of(values, own, data)
-        return source.load(state, values, own), place, put_together(manifest.extra, values)
+        return source.load(state, values, own), place, extra_together(manifest.extra, values)
 
     take, place, extra = on_each(mesh, "the values of a checkpoint", read)  # nothing has changed yet
     loaded = on_each(mesh, "the end of a load", lambda: (take(), place())[0])

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
-_TENSOR = "$tensor"
+_IN_FILE = "$tensor"
 _NAME = "extra"
 
 
-def taken_apart(extra: Any, tensors: dict[str, Tensor]) -> Any:
+def extra_apart(extra: Any, tensors: dict[str, Tensor]) -> Any:
     """A copy of the value as JSON; its tensors are put into `tensors` by name.
 
     Raises:
@@ -35,22 +35,24 @@ def _shown(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         if name in tensors:
             raise ValueError(f"two tensors of it would be called {name!r}; rename a key")
         tensors[name] = value.detach()
-        return {_TENSOR: name}
+        return {_IN_FILE: name}
     if isinstance(value, dict):
-        if _TENSOR in value:
-            raise ValueError(f"{name} has the key {_TENSOR!r}, which stands for a tensor in the file; rename it")
+        if _IN_FILE in value:
+            raise ValueError(f"{name} has the key {_IN_FILE!r}, which stands for a tensor in the file; rename it")
         return {key: _shown(one, f"{name}.{key}", tensors) for key, one in value.items()}
     if isinstance(value, list):
         return [_shown(one, f"{name}.{i}", tensors) for i, one in enumerate(value)]
     return value
 
 
-def put_together(shown: Any, values: Mapping[str, Any]) -> Any:
-    """The value that `taken_apart` took apart."""
+def extra_together(shown: Any, values: Mapping[str, Any]) -> Any:
+    """The value that `extra_apart` took apart."""
     if isinstance(shown, list):
-        return [put_together(one, values) for one in shown]
+        return [extra_together(one, values) for one in shown]
     if isinstance(shown, dict):
         return (
-            values[shown[_TENSOR]] if _TENSOR in shown else {key: put_together(v, values) for key, v in shown.items()}
+            values[shown[_IN_FILE]]
+            if _IN_FILE in shown
+            else {key: extra_together(v, values) for key, v in shown.items()}
         )
     return shown

@@ -9,7 +9,7 @@ from typing import Any
 from torch._C._distributed_c10d import BuiltinCommHookType
 from torch.distributed.algorithms.ddp_comm_hooks import DDPCommHookType
 
-from ...transforms._axis_env import AxisName
+from ...transforms._check import AxisName
 from ...transforms.transform._transform import Transform
 from ...transforms.transform._weights import Over, check_over
 from ._comm_hooks import (

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ...transforms._axis_env import AxisName
-from ...transforms._check import whole_number
+from ...transforms._check import AxisName, whole_number
 from ...transforms.axes._primitive import names
 from ...transforms.codecs._blocks import uint8
 from ...transforms.combinators._conditional import switch_after

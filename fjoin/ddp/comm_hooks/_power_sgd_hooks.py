@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ...transforms._axis_env import AxisName
-from ...transforms._check import flag, whole_number
+from ...transforms._check import AxisName, flag, whole_number
 from ...transforms.feedback._error_feedback import error_feedback
 from ...transforms.power_sgd._power_sgd import batched_power_sgd, power_sgd
 from ...transforms.transform._transform import Transform

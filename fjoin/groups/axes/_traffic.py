@@ -11,8 +11,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 from torch.autograd import profiler
 
-from ...transforms.axes._sent import sent_bytes
-from ...transforms.pipelines.explain._explanation import Message
+from ...transforms.axes._sent import Message, sent_bytes
 
 
 class Sent(NamedTuple):

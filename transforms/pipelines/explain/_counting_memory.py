@@ -14,6 +14,7 @@ from ..._axis_env import bind_axes
 from ..._check import axis_sizes
 from ...axes._collectives import axis_size, psum
 from ...axes._primitive import names
+from ...axes._sent import Message
 from ...combinators._chain import counting, counts_needed, stages
 from ...layout._bound_pieces import bind_pieces
 from ...layout._buckets import Bucket, lane_bucket
@@ -33,7 +34,6 @@ from ...tree._bucketwise import restrict
 from ...tree._check_tree import check_dense
 from ...tree._tree import Tree, flatten_in_insertion_order, named_leaves
 from .._pipeline import Pipeline, parts_of
-from ._explanation import Message
 from ._meta_buckets import in_bucket, send_slices
 from ._recorder import Recorder
 from ._without_data import run_stage

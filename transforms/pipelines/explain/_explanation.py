@@ -4,19 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
-
+from ...axes._sent import Message
 from ...transform._transform import Needs
-
-
-class Message(NamedTuple):
-    """One message of one rank in one step."""
-
-    collective: str  # its name in transforms: "psum", "all_gather", ...
-    axis: str  # the axis, or several joined by " x "
-    dtype: torch.dtype  # of the message
-    payload_bytes: int  # the input of the collective on one rank
-    sent_bytes: int  # the bytes that one rank sends in a ring
 
 
 class Row(NamedTuple):

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from ..._axis_env import Axis
 from ...axes._order import to_order
-from ...axes._sent import sent_bytes
-from ._explanation import Message
+from ...axes._sent import Message, sent_bytes
 
 
 class Recorder(Axis):

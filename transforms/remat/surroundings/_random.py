@@ -79,12 +79,12 @@ def _host_is(state: Any) -> bool:
     return bool(python == state[0] and numpy is state[1])
 
 
-class _Threads(threading.local):
+class _LastState(threading.local):
     def __init__(self) -> None:
         self.last: tuple[bytes, Any] = b"", None
 
 
-_THREADS = _Threads()
+_LAST = _LastState()
 
 
 def _of_numpy() -> Any:
@@ -93,6 +93,6 @@ def _of_numpy() -> Any:
     if type(generator) is not np.random.MT19937:
         return np.random.get_state(legacy=False)
     memory = ctypes.string_at(generator.ctypes.state_address, _WORDS)
-    if memory != _THREADS.last[0]:
-        _THREADS.last = memory, np.random.get_state(legacy=False)
-    return _THREADS.last[1]
+    if memory != _LAST.last[0]:
+        _LAST.last = memory, np.random.get_state(legacy=False)
+    return _LAST.last[1]
