@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from .._errors import CollectiveTimeout, DesyncError, FjoinError, PeerLost, closed, described
 from ..shared_memory._links import HostLinks
-from ..transforms import _devices
+from ..transforms import _devices as devices
 from ._mesh import Mesh
 from ._teardown import destroy
 from .axes._axis import GroupAxis
@@ -119,7 +119,7 @@ class GroupMesh(Mesh):
 
     @property
     def device(self) -> torch.device:
-        return _devices.current() if self._elsewhere else torch.device("cpu")
+        return devices.current() if self._elsewhere else torch.device("cpu")
 
     def sent(self) -> int:
         shared = 0 if self._links is None else self._links.count
@@ -197,8 +197,8 @@ class GroupMesh(Mesh):
         if not self._owned or self._down or self._process != os.getpid():
             return
         failed = False
-        if _devices.in_use():
-            event = _devices.here(_devices.current())
+        if devices.in_use():
+            event = devices.here(devices.current())
             failed = not comes(event, _LAST_S)  # a peer may have ended before it reached the same message
         if self._links is not None:
             self._links.settle(_SETTLE_S)

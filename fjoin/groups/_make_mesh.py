@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._errors import JoinError
-from ..transforms import _devices
+from ..transforms import _devices as devices
 from ..transforms._axis_env import One, bound
 from ..transforms._check import flag, is_number
 from ._from_group import TIMEOUT_S, mesh_from_group
@@ -89,10 +89,10 @@ def mesh(
             sizes = _sizes(shape, 1)
             return Mesh(sizes, {name: One() for name in sizes}, 0)
         # With fewer GPUs than ranks on this host all ranks use the CPU; with enough GPUs, both devices work.
-        count, here, kind = _devices.count(), launch.local_size, _devices.kind()
+        count, here, kind = devices.count(), launch.local_size, devices.kind()
         gpus = kind is not None and count >= here
         if gpus:
-            _devices.use(launch.local_rank)
+            devices.use(launch.local_rank)
         elif count:
             warnings.warn(
                 f"this host has {here} ranks, and they see fewer GPUs, {count}: they use the CPU, with gloo. Start as many ranks as GPUs; "

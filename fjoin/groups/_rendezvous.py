@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._errors import CollectiveTimeout, DesyncError, PeerLost
 from ..shared_memory._doorway import Doorway
-from ..transforms import _devices
+from ..transforms import _devices as devices
 from ._group_mesh import GroupMesh
 from ._mesh import Mesh
 from ._transport import links_to_host
@@ -69,12 +69,12 @@ def _communicating(made: dict[str, Any], timeout_s: float) -> dict[str, Any]:
     Raises:
         CollectiveTimeout: a rank has not come in time.
     """
-    groups = [group for group in made.values() if speaks(group, _devices.kind())]
+    groups = [group for group in made.values() if speaks(group, devices.kind())]
     if groups:
-        words = torch.zeros(1, device=_devices.current())
+        words = torch.zeros(1, device=devices.current())
         for group in groups:  # in the same order on all ranks
             dist.all_reduce(words, group=group)
-        if not comes(_devices.here(words.device), timeout_s):
+        if not comes(devices.here(words.device), timeout_s):
             raise CollectiveTimeout(f"not all ranks have made their communicators within {timeout_s:g} s")
     return made
 
@@ -128,11 +128,11 @@ def limited(timeout_s: float, call: Callable[[], T]) -> T:
         CollectiveTimeout: not all ranks have connected in time.
     """
     cause: RuntimeError
-    device = _devices.current() if _devices.in_use() else None
+    device = devices.current() if devices.in_use() else None
 
     def on_device() -> T:
         if device is not None:  # each thread has its own current device
-            _devices.use(device)
+            devices.use(device)
         return call()
 
     try:

@@ -9,10 +9,12 @@ import optree
 import torch
 from torch import Tensor
 
-from ..transforms import _jax_arrays
+from ..transforms._jax_arrays import import_jax, name_of
+from ..transforms._jax_arrays import to_jax as array_of
+from ..transforms._jax_arrays import to_torch as tensor_of
 from ..transforms.tree._tree import path_string
 
-jax = _jax_arrays.import_jax()
+jax = import_jax()
 
 
 def adopt(tree: Any) -> None:
@@ -72,7 +74,7 @@ def _tensor(array: Any) -> Tensor:
     check_no_key(array)
     if not array.ndim or not array.size:
         return torch.from_dlpack(array).clone() if array.size else _empty(array)  # type: ignore[attr-defined]
-    return _jax_arrays.to_torch(array)
+    return tensor_of(array)
 
 
 def _empty(array: Any) -> Tensor:
@@ -97,9 +99,9 @@ def to_jax(tree: Any) -> Any:
 
 
 def _array(x: Tensor) -> Any:
-    if str(jax.dtypes.canonicalize_dtype(_jax_arrays.name_of(x.dtype))) != _jax_arrays.name_of(x.dtype):
+    if str(jax.dtypes.canonicalize_dtype(name_of(x.dtype))) != name_of(x.dtype):
         raise ValueError(f"jax would narrow a tensor of {x.dtype}; call to_jax within `with jax.enable_x64(True):`")
-    return _jax_arrays.to_jax(x.detach()).reshape(x.shape).copy()
+    return array_of(x.detach()).reshape(x.shape).copy()
 
 
 def flat(tree: Any) -> dict[str, Tensor]:

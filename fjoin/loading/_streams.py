@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..transforms import _devices
+from ..transforms import _devices as devices
 
 _MT19937_BYTES = 625 * 4  # of its 624 words and the position among them
 
@@ -33,7 +33,7 @@ class Streams(NamedTuple):
         return Streams(
             torch.get_rng_state(),
             random.getstate(),
-            _devices.rng_state(),
+            devices.rng_state(),
             _numpy_state(),
         )
 
@@ -42,7 +42,7 @@ class Streams(NamedTuple):
         torch.set_rng_state(self.torch)
         random.setstate(self.python)
         if self.cuda is not None:
-            _devices.set_rng_state(self.cuda)
+            devices.set_rng_state(self.cuda)
         if self.numpy is not None:
             import numpy.random
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..transforms.step_param import _optimizer
 from ..transforms.step_param._lists import Item
+from ..transforms.step_param._optimizer import Optimizer as StepParamOptimizer
 from ..transforms.tree._check_tree import check_dense
 from ..transforms.tree._state_dict import to_state_dict
 from ._foreach import ForeachStepper
@@ -53,8 +53,8 @@ class Optimizer(torch.optim.Optimizer):
 
     _step_supports_amp_scaling = True
 
-    def __init__(self, params: Any, optimizer: _optimizer.Optimizer) -> None:
-        if not isinstance(optimizer, _optimizer.Optimizer):
+    def __init__(self, params: Any, optimizer: StepParamOptimizer) -> None:
+        if not isinstance(optimizer, StepParamOptimizer):
             raise TypeError(
                 f"fjoin.Optimizer takes an Optimizer of fjoin.transforms, such as adamw(), got {optimizer!r}"
             )

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..transforms import _devices
+from ..transforms import _devices as devices
 
 
 class Started:
@@ -18,7 +18,7 @@ class Started:
 
     def wait(self) -> None:
         """Make the current stream wait for it; the host does not."""
-        _devices.current_stream(self._device).wait_event(self._event)
+        devices.current_stream(self._device).wait_event(self._event)
 
 
 class SideStreams:
@@ -29,7 +29,7 @@ class SideStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._streams: list[Any] = [_devices.new_stream(device) for _ in range(2)]
+        self._streams: list[Any] = [devices.new_stream(device) for _ in range(2)]
         self._first: Any = None  # the end of the first function of a step
 
     def begin(self) -> None:
@@ -40,11 +40,11 @@ class SideStreams:
         """Start a function. All but the first of a step may read what the first has made."""
         stream = self._streams[0]
         self._streams.reverse()
-        stream.wait_stream(_devices.current_stream(self._device))
+        stream.wait_stream(devices.current_stream(self._device))
         if self._first is not None:
             stream.wait_event(self._first)
         with stream:
             function()
-            end = _devices.here(self._device)
+            end = devices.here(self._device)
         self._first = self._first or end
         return Started(self._device, end)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from .._errors import CollectiveTimeout
-from . import _hosts
+from ._hosts import can_share, host_name
 
 _RANK = struct.Struct("<q")
 _CREDENTIALS = struct.Struct("3i")  # process, user and group
@@ -32,12 +32,12 @@ class Doorway:
     def __init__(self) -> None:
         self.address = name = secrets.token_hex(16)
         self._socket: socket.socket | None = None
-        if _hosts.can_share():
+        if can_share():
             with contextlib.suppress(OSError):
                 self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
                 self._socket.bind(f"\0fjoin-{name}")
                 self._socket.listen(4096)
-        self.host = _hosts.host_name() if self._socket is not None else name
+        self.host = host_name() if self._socket is not None else name
 
     def __enter__(self) -> Doorway:
         return self

@@ -14,7 +14,7 @@ from ..groups._from_group import mesh_from_group
 from ..groups._make_mesh import world_mesh
 from ..groups._mesh import Mesh
 from ..transforms._axis_env import bind_axes
-from ..transforms.sync import _last_joiner as pure
+from ..transforms.sync._last_joiner import JoinHook as PureHook
 
 
 class JoinHook(torch_join.JoinHook):
@@ -72,13 +72,13 @@ class PureJoinable(Joinable):
     state: Any
     mesh: Mesh
 
-    def __init__(self, hook: pure.JoinHook | Callable[..., pure.JoinHook], state: Any, mesh: Mesh) -> None:
+    def __init__(self, hook: PureHook | Callable[..., PureHook], state: Any, mesh: Mesh) -> None:
         super().__init__()
         self._hook, self.state, self.mesh = hook, state, mesh
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        hook = self._hook if isinstance(self._hook, pure.JoinHook) else self._hook(**kwargs)
-        if not isinstance(hook, pure.JoinHook):
+        hook = self._hook if isinstance(self._hook, PureHook) else self._hook(**kwargs)
+        if not isinstance(hook, PureHook):
             raise TypeError(f"the hook must be a transforms.JoinHook, got {hook!r}; write tx.JoinHook(main, post)")
         return _OnState(self, hook)
 
@@ -92,7 +92,7 @@ class PureJoinable(Joinable):
 
 
 class _OnState(JoinHook):
-    def __init__(self, owner: PureJoinable, hook: pure.JoinHook) -> None:
+    def __init__(self, owner: PureJoinable, hook: PureHook) -> None:
         self._owner, self._hook = owner, hook
 
     def main_hook(self) -> None:
@@ -105,7 +105,7 @@ class _OnState(JoinHook):
 
 
 def as_joinable(
-    hook: pure.JoinHook | Callable[..., pure.JoinHook],
+    hook: PureHook | Callable[..., PureHook],
     state: Any = None,
     *,
     mesh: Mesh | dist.ProcessGroup | None = None,
@@ -134,7 +134,7 @@ def as_joinable(
     >>> counter.state
     tensor(3)
     """
-    if not isinstance(hook, pure.JoinHook) and not callable(hook):
+    if not isinstance(hook, PureHook) and not callable(hook):
         raise TypeError(f"as_joinable takes a transforms.JoinHook or a function that makes one, got {hook!r}")
     if mesh is None:
         mesh = world_mesh()

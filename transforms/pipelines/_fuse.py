@@ -30,9 +30,9 @@ from ..transform._timing import changes_with_steps
 from ..transform._transform import Transform, check_transform
 from ..tree._check_tree import check_dense, check_same
 from ..tree._tree import State, Tree, named_leaves, plain, readable_without_sync, with_changes
-from . import _rates as rates_check
 from ._donation import in_own_memory, use
 from ._pipeline import Pipeline, Skips
+from ._rates import NAME as RATES
 from ._sharding import sharding_of
 from ._tree_memory import Owner, PipelineState, TreeMemory, by_path
 
@@ -193,7 +193,7 @@ def pipeline_of(
         old, lane = inside(state), call.lane
         check_same("grads", grads, "params", params)
         check_lane(lane)
-        for taken in ("weight", rates_check.NAME, WEIGHTS, LIVE):
+        for taken in ("weight", RATES, WEIGHTS, LIVE):
             if lane and taken in lane:
                 raise ValueError(f"{taken!r} in the lane is taken by the step itself; choose another name")
         memory = TreeMemory(owner, params, old, pieces_of(params, old), call)

@@ -23,8 +23,9 @@ from ..transform._transform import Transform
 from ..transform._weights import check_weight, share_of
 from ..tree._placement import Summed
 from ..tree._tree import State, Tree, all_finite, map_with_path, path_string, to_device, with_changes
-from . import _rates as rates_check
 from ._donation import are_apart
+from ._rates import NAME as RATES
+from ._rates import Rates, check_sum, mark_of, number_of, rates_of
 from ._sharding import Sharding
 
 
@@ -67,7 +68,7 @@ class TreeMemory:
         self._agreed, self._fine = check_weight(call.weight), torch.ones((), dtype=torch.bool)
         self._grads: Tree = None
         self._hook_state: State = None
-        self._rates: rates_check.Rates = ()
+        self._rates: Rates = ()
 
     def begin(self, grads: Tree, compares: bool) -> None:
         """Take the gradients.
@@ -77,9 +78,9 @@ class TreeMemory:
         """
         owner, old = self._owner, self._old
         self._grads = grads
-        self._rates = rates_check.rates_of(owner.optimizer, self.held, old.optimizer)
+        self._rates = rates_of(owner.optimizer, self.held, old.optimizer)
         if old.step == 0 and compares:
-            mark = rates_check.mark_of(owner.hook, owner.optimizer, owner.after, owner.on_state, owner.codec)
+            mark = mark_of(owner.hook, owner.optimizer, owner.after, owner.on_state, owner.codec)
             self._rates = [*mark, *self._rates]
 
     def stages(self, op: Stages) -> bool:
@@ -88,7 +89,7 @@ class TreeMemory:
         if op.partial:
             self._grads = optree.tree_map(share_of(self._call.weight, "weight").masked, self._grads)
         if self._rates:
-            lane[rates_check.NAME] = rates_check.number_of(self._rates)
+            lane[RATES] = number_of(self._rates)
         with bind_pieces(self._pieces):
             self._grads, self._hook_state = self._owner.hook.run(
                 self._grads, self._old.hook, self.params, self._call.inside(lane=lane)
@@ -109,15 +110,15 @@ class TreeMemory:
         elif op.rides:
             assert self._owner.hook.sums is not None
             sums = self._owner.hook.sums(self._hook_state).lane
-            self._agreed, number = sums["weight"], sums.get(rates_check.NAME)
+            self._agreed, number = sums["weight"], sums.get(RATES)
         else:
             words = [to_device(self._fine.device, self._agreed), (~self._fine).to(self._agreed.dtype)]
             if self._rates:
-                words.append(self._agreed.new_full((), rates_check.number_of(self._rates)).to(self._fine.device))
+                words.append(self._agreed.new_full((), number_of(self._rates)).to(self._fine.device))
             self._agreed, bad, *numbers = psum(torch.stack(words), op.axes)
             self._fine, number = bad == 0, numbers[0] if numbers else None
         if number is not None:
-            rates_check.check_sum(self._rates, number, op.axes, self._old.step)
+            check_sum(self._rates, number, op.axes, self._old.step)
 
     def judge(self, op: Judge) -> Effect:
         return Effect(flag(self._agreed > 0), flag(self._fine))
