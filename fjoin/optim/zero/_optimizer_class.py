@@ -8,7 +8,7 @@ import torch
 
 from ...transforms.optimizers.wrappers._as_functional import OF_TORCH, as_functional_optim
 from ...transforms.spec._spec import Spec
-from ...transforms.step_param._optimizer import Optimizer
+from ...transforms.step_param._optimizer import Optimizer as StepParamOptimizer
 from .._param_groups import own_by_group
 
 # Classes whose states have a momentum of another name, and those whose states count no steps.
@@ -66,7 +66,7 @@ def optimizer_of(optimizer_class: Any, arguments: dict[str, Any]) -> tuple[Any, 
         return as_functional_optim(optimizer_class, **arguments) if known else WholeLeaves(), defaults
     makes = callable(optimizer_class) and not isinstance(optimizer_class, type)
     made = optimizer_class(**arguments) if makes else optimizer_class
-    if not isinstance(made, Optimizer):
+    if not isinstance(made, StepParamOptimizer):
         raise TypeError(
             f"optimizer_class must be a class of torch.optim, or a function such as tx.lion that makes an optimizer, got "
             f"{optimizer_class!r}"
