@@ -34,10 +34,9 @@ from torch import nn
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.checkpoint import Leaves
-from fjoin.checkpoint.runs._load import Load
-from fjoin.checkpoint.saves import _save
-from fjoin.training._step import TrainStep
+from fjoin.checkpoint import Leaves, _save
+from fjoin.checkpoint._load import Load
+from fjoin.training import TrainStep
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "50m": lambda: Transformer(12, 584, 8, 1024),

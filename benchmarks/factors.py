@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _orthogonalize_gram_schmidt
 
 from fjoin import transforms as tx
-from fjoin.transforms._axis_env import bind_axes
+from fjoin.transforms.axes import bind_axes
 
 ROWS, COLUMNS, RANK, MATRICES = 640, 160, 4, 4
 

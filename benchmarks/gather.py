@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from launch import join, launch
 
-from fjoin.groups.axes import _axis
+from fjoin.groups import _axis
 
 BYTES, MESSAGES, APART_S, ROUNDS = 2_621_448, 7, 0.022, {"1gbit": 15, "100mbit": 5}
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.buckets._grad_buffer import GradBuffer
-from fjoin.groups.axes._axis import GroupAxis
+from fjoin.buckets import GradBuffer
+from fjoin.groups import GroupAxis
 
 HOOKS: dict[str, Callable[[], Any]] = {
     "mean": lambda: tx.mean("data"),

@@ -27,9 +27,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.buckets._flat_params import Storage
-from fjoin.reducer import _interleave as _interleaver
-from fjoin.transforms.layout._buckets import make_layout
+from fjoin.buckets import Storage
+from fjoin.step import _interleave as _interleaver
+from fjoin.transforms.layout import make_layout
 
 with contextlib.redirect_stderr(io.StringIO()):  # the import prints a deprecation notice that filters do not catch
     from torch.distributed.optim.functional_adamw import _FunctionalAdamW

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from .transforms._errors import DesyncError as DesyncError
-from .transforms._errors import DonatedState as _DonatedState
-from .transforms._errors import FjoinError as FjoinError
+from .transforms.base import DesyncError as DesyncError, DonatedState as _DonatedState, FjoinError as FjoinError
 
 
 def described(error: BaseException) -> str:

@@ -1,3 +1,5 @@
 """The version, which pyproject.toml reads from here."""
 
+from __future__ import annotations
+
 __version__ = "0.2.0"

@@ -7,12 +7,14 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from fjoin.testing._compare import assert_untouched as assert_untouched
-from fjoin.testing._compare import leaves as leaves
-from fjoin.testing._compare import max_diff as max_diff
-from fjoin.testing._compare import params_like as params_like
-from fjoin.testing._compare import same_bits as same_bits
-from fjoin.testing._compare import snapshot as snapshot
+from fjoin.testing._compare import (
+    assert_untouched as assert_untouched,
+    leaves as leaves,
+    max_diff as max_diff,
+    params_like as params_like,
+    same_bits as same_bits,
+    snapshot as snapshot,
+)
 
 
 def torch_before(version: str) -> pytest.MarkDecorator:

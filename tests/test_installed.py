@@ -124,7 +124,7 @@ def test_its_types_are_seen_by_mypy(install: str, request: pytest.FixtureRequest
     shown = run(
         sys.executable, "-m", "mypy", "--python-executable", python, "--no-incremental", "train.py", cwd=tmp_path
     )
-    assert '"fjoin.training._step.TrainStep"' in shown and '"fjoin.transforms.transform._transform.Transform"' in shown
+    assert '"fjoin.training._train_step.TrainStep"' in shown and '"fjoin.transforms.base._transform.Transform"' in shown
 
 
 @pytest.mark.long

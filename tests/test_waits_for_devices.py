@@ -14,25 +14,21 @@ ROOT = Path(__file__).parents[1]
 METHODS = {"item", "tolist", "cpu", "numpy", "synchronize"}
 # What reads values elsewhere, how often, and why that is no wait for a message.
 ALLOWED = {
-    "agreement/_agreements.py": 1,  # of DeviceReads
-    "agreement/_consistency.py": 1,  # a number is copied to a device before a Join begins
     "agreement/_device_reads.py": 4,  # the file
-    "agreement/_grad_check.py": 6,  # values of the host, and the error of a step on which the host has decided
-    "agreement/_record.py": 2,  # words of the host
-    "agreement/_replicas.py": 2,  # before the first step, and in a save
-    "agreement/_step_check.py": 1,  # of DeviceReads
-    "agreement/_step_record.py": 1,  # a loss on the host
-    "checkpoint": 5,  # copies for files, and reports of two checkpoints
+    "agreement/_record.py": 3,  # words of the host, and a loss on it
+    "agreement/_same.py": 3,  # before the first step, before a Join begins, and in a save
+    "checkpoint": 4,  # copies for files
     "groups": 6,  # numbers of ranks, on the host; and a mesh without other ranks
     "loading": 4,  # random numbers of the host
-    "optim/_foreach.py": 2,  # counts of states that are loaded
-    "optim/_grad_scaler.py": 1,  # torch's own GradScaler reads it too
-    "optim/zero/_whole_state.py": 1,  # sizes are copied to a device
-    "optim/zero/_zero_join.py": 1,  # flags are copied to a device
+    "optim/_optimizer.py": 1,  # torch's own GradScaler reads it too
+    "optim/_param_groups.py": 2,  # counts of states that are loaded
+    "optim/_zero_join.py": 2,  # sizes and flags are copied to a device
     "shared_memory": 1,  # memory of the host
+    "step/_agreements.py": 1,  # of DeviceReads
+    "step/_verdict.py": 7,  # values of the host, and the error of a step on which the host has decided; of DeviceReads
     "testing": 3,
-    "training/passes/_loss_weight.py": 3,  # the scale of a 16-bit loss in an accumulation window
-    "training/state/_report.py": 1,  # a number of steps, on the host
+    "training/_metrics.py": 1,  # a number of steps, on the host
+    "training/_passes.py": 3,  # the scale of a 16-bit loss in an accumulation window
 }
 
 

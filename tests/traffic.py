@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from fjoin.transforms.axes._sent import Message
-from fjoin.transforms.pipelines.explain._explanation import Explanation
+from fjoin.transforms.axes import Message
+from fjoin.transforms.pipelines import Explanation
 
 # Of each function which argument is sent.
 _SENDS: dict[str, int | None] = {

@@ -1,1 +1,29 @@
-"""The numbers that ranks agree on, and the decisions on steps that follow from them."""
+"""What ranks say to each other: records, step ids, requests, comparisons."""
+
+from ._device_reads import DeviceReads as DeviceReads, numbers as numbers, read_now as read_now
+from ._record import (
+    Record as Record,
+    Requests as Requests,
+    StepRecord as StepRecord,
+    Sums as Sums,
+    host_number as host_number,
+    own_values as own_values,
+)
+from ._same import (
+    Replicas as Replicas,
+    check_program as check_program,
+    checksum as checksum,
+    form as form,
+    on_each as on_each,
+    on_first as on_first,
+    parameters_fit as parameters_fit,
+    same_average as same_average,
+    same_hook as same_hook,
+    same_joinables as same_joinables,
+    same_loops as same_loops,
+    same_rates as same_rates,
+    same_step as same_step,
+    same_values as same_values,
+    wait_until_all_see as wait_until_all_see,
+)
+from ._step_ids import Calls as Calls, StepIds as StepIds, step_of as step_of

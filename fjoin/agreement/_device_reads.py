@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..groups._mesh import Mesh
-from ..transforms._devices import is_accelerator, to_host
+from ..groups import Mesh
+from ..transforms.base import is_accelerator, to_host
 
 
 def read_now(mesh: Mesh | None, x: Tensor) -> Any:

@@ -1,8 +1,4 @@
-"""The record: what the ranks agree on, as a few named scalars of each rank that are summed in one message.
-
-Its senders are steps (`agreement/_step_record.py`), their loops (`training/_in_loop.py`, `uneven/_loop.py`), Join
-(`uneven/_roll.py`) and registered modules (`ddp/_unused_params.py`).
-"""
+"""The record of a step, and the requests in it."""
 
 from __future__ import annotations
 
@@ -14,21 +10,97 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..groups._mesh import Mesh
-from ..transforms._axis_env import Work, bind_axes
-from ..transforms.axes._collectives import axis_index
-from ..transforms.transform._lane import (
+from .._errors import JoinError
+from ..groups import Mesh
+from ..transforms.axes import Work, axis_index, bind_axes
+from ..transforms.base import (
+    NONFINITE,
     decode_words,
     encode_lane,
     host_lane,
     host_words,
+    lane_dtype,
     mask_words,
     rank_bit,
     ranks_in,
+    step_lane,
+    to_device,
     words_per_scalar,
 )
-from ..transforms.tree._tree import to_device
+from ..transforms.layout import Bucket
 from ._device_reads import numbers, read_now
+from ._same import sum_names
+
+# With more ranks than this the three counts of a message are not exact in float32.
+_MOST_RANKS = 4096
+
+
+class Requests:
+    """What this rank asks of all ranks, and what the ranks have agreed on. No message grows by it.
+
+    A rank asks at any time. The request travels once, in the next record of a step, and all ranks know it after the same
+    step: after the step that sent it, or, where no rank waits for that record, after the step that follows.
+
+    The record's scalar `has_next` holds three counts of ranks, as digits of the base ranks + 1: with another batch, that ask to
+    save, that ask to stop.
+
+    Attributes:
+        saves_agreed: The number of times that a record which all ranks have read asked to save.
+        stop_agreed: Whether such a record asked to stop; `begin` resets it.
+
+    Args:
+        ranks: The number of ranks whose records are summed.
+    """
+
+    saves_agreed: int
+    stop_agreed: bool
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks, self._digit = ranks, float(ranks + 1)
+        self._asked = set[str]()
+        self.saves_agreed, self.stop_agreed = 0, False
+
+    def ask_save(self) -> None:
+        """Ask all ranks to save after one of the next steps. A signal handler may call it."""
+        self._ask("save")
+
+    def ask_stop(self) -> None:
+        """Ask all ranks to stop after one of the next steps. A signal handler may call it."""
+        self._ask("stop")
+
+    def ask_end_of_loop(self) -> None:
+        """As `ask_stop`, for the loop that runs: `end` withdraws a request that has not travelled."""
+        self._ask("loop")
+
+    def _ask(self, what: str) -> None:
+        if self._ranks > _MOST_RANKS:
+            raise JoinError(f"a request to {what} travels between at most {_MOST_RANKS} ranks; here are {self._ranks}")
+        self._asked.add(what)
+
+    def begin(self) -> None:
+        """A loop begins: what an earlier one has agreed on does not stop it."""
+        self.stop_agreed = False
+
+    def end(self) -> None:
+        """A loop has ended."""
+        self._asked.discard("loop")
+
+    def write(self, has_next: bool) -> float:
+        """The scalar `has_next` of this rank's next record, with the requests that have not travelled yet."""
+        if not self._asked:
+            return float(has_next)
+        asked, self._asked = self._asked, set()
+        return has_next + self._digit * ("save" in asked) + self._digit**2 * bool(asked & {"stop", "loop"})
+
+    def note(self, *sums: float) -> None:
+        """Take the requests of all ranks from sums of `has_next`, which all ranks read after the same step."""
+        asked = [has_next // self._digit for has_next in sums if has_next >= self._digit and math.isfinite(has_next)]
+        self.saves_agreed += any(save_and_stop % self._digit > 0 for save_and_stop in asked)
+        self.stop_agreed |= any(save_and_stop >= self._digit for save_and_stop in asked)
+
+    def with_next(self, has_next: float) -> float:
+        """The number of ranks with another batch, from the sum of `has_next`."""
+        return has_next % self._digit
 
 
 class Record:
@@ -162,3 +234,104 @@ class Sums:
 def flag_words(flag: str, ranks: int) -> list[str]:
     """The names of the words that hold a flag of these ranks."""
     return [f"{flag}{i}" for i in range(mask_words(ranks))]
+
+
+class StepRecord(Record):
+    """The record of the steps of one rank, summed over some axes; see `step_lane` for its names."""
+
+    dtype: torch.dtype
+    device: torch.device
+    names: tuple[str, ...]
+
+    def __init__(self, mesh: Mesh, axes: tuple[str, ...]) -> None:
+        super().__init__(mesh, axes, ())
+        self.names, self._sums = step_lane(self.ranks), list[str]()  # the names in aux["sum"], sorted
+
+    def agree(self, values: dict[str, Any]) -> bool:
+        """Agree on the names in the first step: only ranks with a batch know the names of aux["sum"].
+
+        Returns:
+            Whether any rank knew them.
+        """
+        found = sum_names(self.mesh, self.axes, _sums_in(values) if values["weight"] else None)
+        self.names, self._sums = step_lane(self.ranks, found or ()), list(found or ())
+        return found is not None
+
+    def fit(self, layout: tuple[Bucket, ...]) -> None:
+        """Take the dtype and the device that go with these buckets."""
+        self.dtype = lane_dtype(bucket.dtype for bucket in layout)
+        self.device = layout[0].device if layout else torch.device("cpu")
+
+    def check(self, values: dict[str, Any]) -> None:
+        """Raise ValueError unless aux["sum"] has the names of the first step."""
+        if not values["weight"]:
+            return
+        have, want = sorted(_sums_in(values)), self._sums
+        if have != want:
+            raise ValueError(
+                f"aux['sum'] has the names {have}, but in the first step it had {want}; they must stay the same"
+            )
+
+    def complete(self, values: dict[str, Any], step_id: float, has_next: float = 0.0) -> dict[str, Any]:
+        """This rank's record, from its `own_values`.
+
+        Args:
+            step_id: The number of the step, see `StepIds`.
+            has_next: See `Requests.write`.
+        """
+        known, bad = {**values, "has_next": has_next, "step_id": step_id}, values.get("bad", 0.0)
+        own = {name: known.get(name, 0.0) for name in self.names}
+        return own if type(bad) is float and not bad else self.flagged(own, NONFINITE, bad)
+
+    def left_out(self, values: dict[str, Any], left_out: Any) -> dict[str, Any]:
+        """A record whose bit means that this rank left out the step before, and not that the present one is bad.
+
+        Args:
+            left_out: 1 where this rank has left it out, otherwise 0.
+        """
+        own = {name: value for name, value in values.items() if not name.startswith(NONFINITE)}
+        return self.flagged(own, NONFINITE, left_out)
+
+    def once(self, sums: dict[str, Any], step_id: float) -> dict[str, Any]:
+        """The sums of one reduction.
+
+        Several reductions in a row may have added up the record several times; `step_id` tells how often, and all other sums
+        are divided by that.
+        """
+        times = sums["step_id"] / (self.ranks * step_id)
+        times = torch.round(times).clamp(min=1) if isinstance(times, Tensor) else max(round(times), 1)
+        # `step_id` stays as it is: it shows where the ranks have called different steps.
+        return {name: value if name == "step_id" else value / times for name, value in sums.items()}
+
+
+def own_values(
+    share: float, weight: float, loss: Tensor | None, sums: dict[str, Any], window: dict[str, Any]
+) -> dict[str, Any]:
+    """What a rank knows before its gradients, added to that of earlier calls of the window.
+
+    Args:
+        share: Its share in the mean.
+        sums: The user's sums.
+        window: The values of the earlier calls.
+    """
+    value: Any = 0.0 if loss is None else weight * host_number(loss.detach())
+    own: dict[str, Any] = {"total": share, "weight": weight, "loss": value}
+    if isinstance(value, Tensor):
+        own["bad"] = (~torch.isfinite(value)).to(torch.float64)
+    else:
+        own["bad"] = float(not math.isfinite(value))
+    own.update({f"sum.{name}": v for name, v in sums.items()})
+    if window:
+        own = {name: own.get(name, 0.0) + window.get(name, 0.0) for name in {**window, **own}}
+        bad = own["bad"]
+        own["bad"] = torch.clamp(bad, max=1.0) if isinstance(bad, Tensor) else min(bad, 1.0)
+    return own
+
+
+def host_number(value: Tensor) -> Any:
+    """A 0-d tensor on the CPU as a number; any other, whose value would have to be awaited, as a float64 tensor."""
+    return float(value.item()) if value.device.type == "cpu" else value.detach().to(torch.float64)
+
+
+def _sums_in(names: Any) -> list[str]:
+    return [name.removeprefix("sum.") for name in names if name.startswith("sum.")]

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, NoReturn
 from torch import Tensor
 
 from .._errors import DesyncError
-from ..groups._mesh import Mesh
-from ..transforms.pipelines._rates import Rates, number_of
+from ..groups import Mesh
+from ..transforms.pipelines import Rates, number_of
 
 _KEPT = 1000  # steps, whose lanes may be read late
 

@@ -1,1 +1,11 @@
-"""Flat buckets of parameters and gradients, and the hooks of autograd that fill them."""
+"""Parameters, slots and gradients in flat memory."""
+
+from ._aliases import assign_ as assign_, copy_if_aliased as copy_if_aliased, load_params as load_params
+from ._gather import (
+    gather_changes_ as gather_changes_,
+    gather_leaves as gather_leaves,
+    gather_state as gather_state,
+    start_gather as start_gather,
+)
+from ._grad_buffer import BucketQueue as BucketQueue, GradBuffer as GradBuffer, GradHooks as GradHooks
+from ._storage import Storage as Storage

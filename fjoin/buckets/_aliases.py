@@ -1,4 +1,4 @@
-"""Tensors that share memory: copies of them, and writes that are correct all the same."""
+"""Values that share memory with flat buffers, and values written into them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import optree
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ..transforms.optimizers import master_of
+from ._storage import Storage
 
 
 def copy_if_aliased(state: Any, lent: Iterable[Tensor]) -> Any:
@@ -57,3 +60,18 @@ def _apart_from(lent: Iterable[Tensor]) -> Callable[[Any], Any]:
         return x.clone() if x.layout is torch.strided and x.untyped_storage().data_ptr() in starts else x
 
     return own
+
+
+@torch.no_grad()
+def load_params(storage: Storage, params: Mapping[str, Tensor]) -> None:
+    """Copy parameters by path into the buffers, and into exact values and master copies. They may be views of the buffers."""
+    params = copy_if_aliased(dict(params), storage.flats)
+    for path, leaf in storage.leaves.items():
+        leaf.detach().copy_(params[path])
+    for k, own in enumerate(storage.exact):
+        own.copy_(storage.own(k, storage.flats[k]))
+    if storage.has_masters:
+        states = storage.optimizer_states()
+        for path, own in storage.own_leaves().items():
+            if (master := master_of(states[path])) is not None:
+                master.copy_(own)

@@ -1,20 +1,19 @@
-"""Gradients in transit: one buffer per bucket."""
+"""Gradients in flat buffers, and the order in which their messages leave."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..transforms._axis_env import Work
-from ..transforms._devices import is_host
-from ..transforms._sums import widened
-from ..transforms.layout._buckets import Bucket, views
-from ..transforms.layout._pieces import Pieces
-from ..transforms.tree._check_tree import check_dense
-from ._flat_params import Storage
+from ..transforms.axes import Work
+from ..transforms.base import check_dense, is_host, widened
+from ..transforms.layout import Bucket, Pieces, views
+from ._storage import Storage
 
 
 class GradBuffer:
@@ -201,3 +200,134 @@ def _is_shared(grad: Tensor) -> bool:
 
 # The use count of unshared memory: one for the tensor, one for the Python object through which it is read.
 _ALONE = 2
+
+
+class BucketQueue:
+    """Launches the buckets' messages in the buckets' order, whatever order they fill in.
+
+    Args:
+        outgoing: The buckets.
+        launch: Starts the hook of one bucket, given its index and buffer; called in the thread that fills the bucket.
+    """
+
+    outgoing: list[GradBuffer]
+
+    def __init__(self, outgoing: list[GradBuffer], launch: Callable[[int, GradBuffer], Work | None]) -> None:
+        self.outgoing, self._launch = outgoing, launch
+        self._next = len(outgoing)
+        self._open = False
+        self._kept: dict[Tensor, Tensor | None] | None = None  # the gradients set aside while muted
+
+    def start(self, storage: Storage) -> None:
+        self._next, self._open = 0, True
+        for out, leaves in zip(self.outgoing, storage.by_bucket, strict=True):
+            out.start(leaves, storage.window)
+
+    @contextlib.contextmanager
+    def muted(self, storage: Storage) -> Iterator[None]:
+        """Discard gradients that arrive within the with block. A factor of 0 would not do: 0 * inf is nan."""
+        try:
+            with storage.grads_aside() as self._kept:
+                yield
+        finally:
+            self._kept = None
+
+    def stop(self) -> None:
+        """Take no more gradients until the next start."""
+        self._open = False
+        for out in self.outgoing:
+            out.work = None
+
+    def free(self) -> None:
+        """Free the gradients after the step; see `GradBuffer.free`."""
+        for out in self.outgoing:
+            out.free()
+
+    def arrived(self, index: int, i: int, leaf: Tensor) -> None:
+        """Take the gradient of the i-th leaf of this bucket, and launch the buckets that are ready."""
+        if not self._open:
+            return  # a backward pass over these leaves outside the step
+        if self._kept is not None:
+            kept = self._kept.pop(leaf, None)
+            leaf.grad = torch.zeros_like(leaf) if kept is None else kept
+        if leaf.grad is None:
+            return  # a function's backward gave none; `finish` fills in zeros
+        out = self.outgoing[index]
+        out.copy_grad(i, leaf)
+        if out.missing == 0:
+            out.filled = True
+            self._advance()
+
+    def _advance(self) -> None:
+        while self._next < len(self.outgoing) and self.outgoing[self._next].filled:
+            out = self.outgoing[self._next]
+            out.work = self._launch(self._next, out)
+            self._next += 1
+
+    def finish(self) -> None:
+        """Fill and launch the buckets that backward did not complete, after it has ended."""
+        self._open = False
+        for out in self.outgoing:
+            if not out.filled:
+                out.fill()
+                out.filled = True
+        self._advance()
+
+
+class GradHooks:
+    """The autograd hooks on the leaves of one state.
+
+    The hooks hold this object by a weak reference, and it holds the state by one: hooks that held a step would
+    keep all its memory forever.
+
+    Attributes:
+        queue: The queue that takes the gradients; None where none does.
+    """
+
+    def __init__(self) -> None:
+        self.queue: BucketQueue | None = None
+        self._keeping = False
+        self._handles: list[Any] = []
+        self._attached: Callable[[], Storage | None] = _nothing
+
+    def attach(self, storage: Storage) -> None:
+        """Attach a hook to each leaf of this storage, and remove the hooks from the previous one."""
+        if self._attached() is storage:
+            return
+        self.detach()
+        self._attached = weakref.ref(storage)
+        me = weakref.ref(self)
+
+        def hook_of(bucket: int, leaf: int) -> Callable[[Tensor], None]:
+            def arrived(tensor: Tensor) -> None:  # it runs for every leaf in every step
+                hooks = me()
+                if hooks is None:
+                    return
+                if hooks._keeping:
+                    keep_grad(tensor, hooks._attached())
+                elif hooks.queue is not None:
+                    hooks.queue.arrived(bucket, leaf, tensor)
+
+            return arrived
+
+        for i, leaves in enumerate(storage.by_bucket):
+            self._handles += [leaf.register_post_accumulate_grad_hook(hook_of(i, j)) for j, leaf in enumerate(leaves)]
+
+    def detach(self) -> None:
+        self._attached = _nothing
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    @contextlib.contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Leave gradients at the leaves within the with block: for an accumulation window."""
+        self._keeping = True
+        try:
+            yield
+        finally:
+            self._keeping = False
+
+
+def _nothing() -> None:
+    return None

@@ -14,9 +14,8 @@ import uuid
 from pathlib import Path
 
 from .._errors import CheckpointError
-from ._commits import Commit, check_files, read_commit, read_step, write_commit
 from ._files import make_folders, sync_folder, typed_errors
-from ._manifest import Manifest
+from ._manifest import Commit, Manifest, check_files, read_commit, read_step, write_commit
 
 _STEP = re.compile(r"step-(\d{8,})")
 _TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{32}")

@@ -1,14 +1,11 @@
-"""Tensors in files of the format safetensors: an own small writer and reader, with a checksum for every byte.
-
-A file is the length of the header (u64, little endian), the header (JSON, padded with spaces so that the data begins at a
-multiple of 8) and the data. Source: https://github.com/huggingface/safetensors, section "Format".
-"""
+"""Tensor files, and the parts of leaves in them."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,8 +13,21 @@ import torch
 from torch import Tensor
 
 from .._errors import CheckpointError
-from ._files import BlockReader, BlockWriter, FileEntry
-from ._json import LARGEST, Refused, array, mapping, parse, record, refuse, text, whole
+from ._files import (
+    LARGEST,
+    BlockReader,
+    BlockWriter,
+    FileEntry,
+    Refused,
+    array,
+    mapping,
+    parse,
+    plain,
+    record,
+    refuse,
+    text,
+    whole,
+)
 
 CODES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -235,3 +245,68 @@ def _span(name: str, entry: Any, base: int, size: int) -> _Span:
     if len(offsets) != 2 or offsets[1] - offsets[0] != math.prod(shape) * CODES[code].itemsize:
         refuse(where, fields["data_offsets"], f"two numbers, apart by the bytes of {code} {list(shape)}")
     return _Span(code, shape, offsets[0], offsets[1])
+
+
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*CODES.values(), torch.complex128)}
+_LEAF = frozenset({"shape", "dtype", "placement", "parts"})
+_PART = frozenset({"file", "name", "rank", "start"})
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor of a file that is a leaf, or a piece of one.
+
+    Attributes:
+        file: The index in `Manifest.files`.
+        name: The tensor's name in the file.
+        rank: The rank whose value it is; None where all ranks have it.
+        start: Of a piece, its first element in the flattened leaf; None for a whole leaf.
+    """
+
+    file: int
+    name: str
+    rank: int | None = None
+    start: int | None = None
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A tensor of the state.
+
+    Attributes:
+        shape: Of the whole leaf.
+        dtype: The name in torch, such as "float32".
+        placement: Where the ranks have it; any JSON.
+        parts: Either one whole part, or one of each rank, or pieces.
+    """
+
+    shape: list[int]
+    dtype: str
+    placement: dict[str, Any]
+    parts: list[Part]
+
+
+def read_leaf(value: Any, where: str) -> Leaf:
+    """A leaf from JSON."""
+    given = record(value, where, _LEAF)
+    shape = [whole(dim, f"a dim of {where}") for dim in array(given["shape"], f"the shape of {where}")]
+    if given["dtype"] not in DTYPES:
+        refuse(f"the dtype of {where}", given["dtype"], f"one of {sorted(DTYPES)}")
+    parts = [_part(part, f"a part of {where}") for part in array(given["parts"], f"the parts of {where}")]
+    whole_ones = [part.rank for part in parts if part.start is None]
+    if not parts or len(whole_ones) not in (0, len(parts)) or (None in whole_ones and len(parts) > 1):
+        refuse(f"the parts of {where}", parts, "one whole part, or one of each rank, or pieces")
+    if len({(part.rank, part.start) for part in parts}) != len(parts):
+        refuse(f"the parts of {where}", parts, "no two parts of one rank and one start")
+    numel = math.prod(shape)
+    for part in parts:
+        whole(part.start or 0, f"start of a part of {where}", 0, numel)
+    return Leaf(shape, given["dtype"], mapping(plain(given["placement"], at := f"the placement of {where}"), at), parts)
+
+
+def _part(value: Any, where: str) -> Part:
+    given = record(value, where, _PART)
+    for key in ("file", "rank", "start"):
+        if key == "file" or given[key] is not None:
+            whole(given[key], f"{key} of {where}")
+    return Part(given["file"], text(given["name"], f"name of {where}"), given["rank"], given["start"])

@@ -7,10 +7,10 @@ import uuid
 from pathlib import Path
 
 from .._errors import CheckpointError
-from ._commits import read_step
 from ._files import sync_folder, typed_errors
 from ._folder import Folder
 from ._leaves import Leaves
+from ._manifest import read_step
 from ._safetensors import write_file
 
 _PARAMS = "params."

@@ -1,26 +1,39 @@
-"""The buckets of torch's DistributedDataParallel as gradient buffers."""
+"""The buckets of a DistributedDataParallel."""
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import (
-    _DEFAULT_FIRST_BUCKET_BYTES,
-    GradBucket,
-    _compute_bucket_assignment_by_size,
-)
+from torch._C._distributed_c10d import _DEFAULT_FIRST_BUCKET_BYTES, GradBucket, _compute_bucket_assignment_by_size
 from torch.nn.parallel import DistributedDataParallel
 
-from ..agreement._step_check import StepCheck
-from ..buckets._grad_buffer import GradBuffer
-from ..transforms._axis_env import Work
-from ..transforms._devices import is_accelerator
-from ..transforms.layout._buckets import Bucket
-from ..transforms.layout._pieces import Pieces
+from ..buckets import GradBuffer
+from ..step import StepCheck
+from ..transforms.axes import Work
+from ..transforms.base import is_accelerator
+from ..transforms.layout import Bucket, Pieces
+
+
+def after_backward(function: Callable[[], None]) -> None:
+    """Call a function once the module has finished its pass, or now outside of a pass."""
+    if torch._C._current_graph_task_id() < 0:
+        function()
+        return
+    engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+    engine.queue_callback(lambda: engine.queue_callback(function))  # after the module's own callback, not yet queued
+
+
+def raise_after_backward(error: Exception) -> None:
+    """Raise an error after the module has finished its pass; the module would be unusable if its hook raised."""
+
+    def last() -> None:
+        raise error
+
+    after_backward(last)
 
 
 def gradients(bucket: GradBucket) -> list[Tensor]:

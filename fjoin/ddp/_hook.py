@@ -11,32 +11,31 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from .._errors import CollectiveTimeout, PeerLost
-from ..agreement._agreements import Agreements
-from ..agreement._consistency import parameters_fit, same_step
-from ..agreement._step_ids import Calls
-from ..buckets._aliases import copy_if_aliased
-from ..groups._mesh import Mesh
-from ..reducer._bucket_stages import BucketStages
-from ..training.passes._spans import spanned
-from ..transforms._axis_env import bind_axes
-from ..transforms._devices import is_accelerator
-from ..transforms.layout._pieces import Pieces
-from ..transforms.pipelines._pipeline import Pipeline, parts_of
-from ..transforms.pipelines.explain._counting_memory import CountingMemory
-from ..transforms.pipelines.explain._explain import explain_memory
-from ..transforms.pipelines.explain._explanation import Explanation
-from ..transforms.plan._plan import Plan, make_plan
-from ..transforms.program._effect import FLUSH, Effect
-from ..transforms.program._execute import execute
-from ..transforms.program._ops import Program, Stages
-from ..transforms.program._program import Programs
-from ..transforms.transform._call import Call
-from ..transforms.transform._transform import Transform
-from ..transforms.tree._bucketwise import restrict
+from ..agreement import Calls, parameters_fit, same_step
+from ..buckets import copy_if_aliased
+from ..groups import Mesh
+from ..step import Agreements, BucketStages, spanned
+from ..transforms.axes import bind_axes
+from ..transforms.base import Call, Transform, is_accelerator, restrict
+from ..transforms.layout import Pieces
+from ..transforms.pipelines import (
+    FLUSH,
+    CountingMemory,
+    Effect,
+    Explanation,
+    Pipeline,
+    Plan,
+    Program,
+    Programs,
+    Stages,
+    execute,
+    explain_memory,
+    make_plan,
+    parts_of,
+)
 from ._buckets import DDPBucket, TotalWeight, first_buckets
 from ._module_memory import ModuleMemory
-from ._module_step import ModuleStep
-from ._unused_params import UsedParameters
+from ._run import ModuleStep, UsedParameters
 
 CALLS = Calls(
     step="a pass",

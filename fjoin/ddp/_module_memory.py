@@ -10,23 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..agreement._device_reads import numbers
-from ..agreement._record import Sums
-from ..agreement._step_check import CountsOfAll
-from ..buckets._gather_pieces import gather_leaves
-from ..reducer._all_reduce import power_near
-from ..training.state._ends import run_end
-from ..transforms._axis_env import bind_axes
-from ..transforms.program._effect import FLUSH, Effect
-from ..transforms.program._ops import Agree, Ends, Gather, Judge, Stages
-from ..transforms.reductions._reduction import MeanState
-from ..transforms.transform._call import Call
-from ..transforms.transform._weights import divisor_of
-from ..transforms.tree._bucketwise import merge
-from ._buckets import DDPBucket, divide
-from ._late_errors import after_backward
-from ._module_scatter import ModuleScatter
-from ._unused_params import keep_unused_state
+from ..agreement import Sums, numbers
+from ..buckets import gather_leaves
+from ..step import CountsOfAll, power_near, run_end
+from ..transforms.axes import bind_axes
+from ..transforms.base import Call, divisor_of, merge
+from ..transforms.pipelines import FLUSH, Agree, Effect, Ends, Gather, Judge, Stages
+from ..transforms.reductions import MeanState
+from ._buckets import DDPBucket, after_backward, divide
+from ._run import ModuleScatter, keep_unused_state
 
 if TYPE_CHECKING:
     from ._hook import DDPRun

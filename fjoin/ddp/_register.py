@@ -1,7 +1,10 @@
-"""Registering a hook or a pipeline with a DistributedDataParallel."""
+"""`register` and `Handle`."""
 
 from __future__ import annotations
 
+import warnings
+import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -9,22 +12,282 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed import ProcessGroup, get_process_group_ranks
 from torch.distributed.algorithms.ddp_comm_hooks import DDPCommHookType
+from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
-from ..agreement._consistency import same_hook, same_rates
-from ..groups._mesh import Mesh
-from ..groups._transport import linked_mesh
-from ..transforms.pipelines._fuse import fuse
-from ..transforms.pipelines._pipeline import Pipeline
-from ..transforms.plan._plan import axes_of, warn_if_silent
-from ..transforms.step_param._optimizer import Optimizer
-from ..transforms.transform._transform import Transform
-from ..transforms.transform._weights import Over
-from ._handle import Handle
-from ._hook import DDPRun
-from ._join_hook import keep_stepped
-from ._steps_in_backward import guard
-from .comm_hooks._comm_hook_types import comm_hook
+from ..agreement import same_hook, same_rates
+from ..groups import Mesh, linked_mesh
+from ..transforms.base import Over, Transform, host_weight, restored, to_state_dict
+from ..transforms.layout import Pieces
+from ..transforms.optimizers import Optimizer, frozen
+from ..transforms.pipelines import Explanation, Pipeline, PipelineState, axes_of, fuse, warn_if_silent
+from ._comm_hooks import comm_hook
+from ._hook import REGISTERED, DDPRun
+
+
+def keep_stepped(model: DistributedDataParallel, paths: Iterable[str]) -> None:
+    """Note that a hook steps these parameters of a module, so that the end of a Join leaves them as they are."""
+    REGISTERED[model] = frozenset(paths)
+    vars(model)["join_hook"] = _JoinHookOf(model)
+
+
+class _JoinHookOf:
+    """`join_hook` of a registered module: at the end of a Join, parameters that a pipeline steps stay as they are.
+
+    In a pickled or deep copy of the module, which has no hook, it is the method of the class.
+    """
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self._model = weakref.ref(model)
+
+    def __call__(self, **kwargs: Any) -> JoinHook:
+        model = self._model()
+        assert model is not None
+        return _KeepsParameters(model, type(model).join_hook(model, **kwargs))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._model(), "join_hook")  # the copy's own, since its attributes are not set yet
+
+
+class _KeepsParameters(JoinHook):
+    def __init__(self, model: DistributedDataParallel, hook: JoinHook) -> None:
+        self._model, self._hook = model, hook
+
+    def main_hook(self) -> None:
+        self._hook.main_hook()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        model, before = self._model, self._model.parameters_to_ignore
+        model.parameters_to_ignore = {*before, *REGISTERED[model]}
+        try:
+            self._hook.post_hook(is_last_joiner)
+        finally:
+            model.parameters_to_ignore = before
+
+
+_STEPPED: Any = WeakIdKeyDictionary()  # parameter -> its path, of all registered modules
+_SEEN: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+_watch: Any = None
+
+
+def guard(model: DistributedDataParallel, run: DDPRun) -> None:
+    """Guard the parameters that a registered pipeline steps.
+
+    Gradients that a step has used are dropped when the next forward pass begins, so that a loop without zero_grad does
+    not add to them. An optimizer that steps the same parameters again is warned of.
+    """
+    global _watch
+    assert run.pipeline_step is not None
+    at, still = run.pipeline_step.pipeline.optimizer.at, frozen()
+    stepped = {path: p for path, p in run.leaves.items() if at(path) != still}
+    for path, p in stepped.items():
+        _STEPPED[p] = path
+    if _watch is None:
+        _watch = register_optimizer_step_pre_hook(_warn_of_second_step)
+    model.register_forward_pre_hook(_DropSpent(run, list(stepped.values())))
+
+
+class _DropSpent:
+    """Before a forward pass: drops the gradients that the last step has used. In a copy of the module it does nothing."""
+
+    def __init__(self, run: DDPRun, params: list[Tensor]) -> None:
+        self._run, self._params, self._used = weakref.ref(run), params, run.step
+
+    def __call__(self, module: Any, args: Any) -> None:
+        run = self._run()
+        if run is None or run.step == self._used or not torch.is_grad_enabled():
+            return
+        self._used = run.step
+        for p in self._params:
+            p.grad = None
+
+    def __reduce__(self) -> Any:
+        return _nothing_to_drop, ()
+
+
+def _nothing_to_drop() -> Any:
+    return _nothing
+
+
+def _nothing(module: Any, args: Any) -> None:
+    """The hook of a copy, in which nothing is registered."""
+
+
+def _warn_of_second_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if _SEEN.get(optimizer) == len(_STEPPED):
+        return
+    _SEEN[optimizer] = len(_STEPPED)
+    paths = [_STEPPED[p] for group in optimizer.param_groups for p in group["params"] if p in _STEPPED]
+    if paths:
+        warnings.warn(
+            f"this {type(optimizer).__name__} steps {paths[0]!r}, which a pipeline registered by fjoin.ddp.register has stepped in "
+            f"the backward pass already; remove optimizer.step(), or register only the hook",
+            stacklevel=3,
+        )
+
+
+class Handle:
+    """A registered hook; made by `fjoin.ddp.register`.
+
+    Attributes:
+        step: The number of synchronised backward passes so far.
+        skipped: The number of steps left out by `skip_if_nonfinite` or `dynamic_loss_scale`.
+        total: The sum of the ranks' weights in the last synchronised pass, or the number of ranks with a weight above 0
+            where the mean counts ranks; NaN where the hook does not reduce.
+    """
+
+    def __init__(self, run: DDPRun) -> None:
+        self._run = run
+
+    def weight(self, weight: float) -> None:
+        """Set this rank's weight in the mean for the next synchronised backward pass; 1 where it is not set.
+
+        It is a number of the host: for a tensor on a device the host waits.
+
+        Raises:
+            ValueError: a weight that is neither 0 nor from 1e-30 to 1e30.
+            TypeError: no number.
+        """
+        self._run.pending = host_weight("weight", weight)
+
+    @property
+    def step(self) -> int:
+        return self._run.step
+
+    @property
+    def skipped(self) -> int:
+        own = self._run.pipeline_step
+        return 0 if own is None or own.outer is None else int(own.outer.skipped)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss times its scale, to call backward on; for a pipeline in `dynamic_loss_scale`.
+
+        Raises:
+            TypeError: the pipeline scales no losses.
+        """
+        own = self._run.pipeline_step
+        if own is None or own.scaling is None:
+            raise TypeError("only a pipeline in dynamic_loss_scale(...) scales losses; call loss.backward()")
+        return own.scaling(loss, own.outer.scale)
+
+    @property
+    def total(self) -> float:
+        return self._run.total.read()
+
+    def flush(self) -> None:
+        """Average what the ranks have trained since the last average; for the end of training, on all ranks.
+
+        Same as: `TrainStep.flush`, for the module's own parameters.
+
+        Raises:
+            TypeError: only a hook is registered, no pipeline.
+            NonFinite: on all ranks: some of them left out one of the last two steps.
+            DesyncError: on all ranks: others have begun a pass, or flush after another step.
+        """
+        if self._run.pipeline_step is None:
+            raise TypeError("only a pipeline has parameters to average; a hook alone is registered")
+        self._run.flush()
+
+    def explain(self, at_step: int = 0) -> Explanation:
+        """The messages of a synchronised backward pass, as by `fjoin.transforms.explain`; also before any pass.
+
+        The buckets are those of the last pass; before the first pass, those of the first. From the second pass on the
+        module uses other buckets, cut in the order in which gradients arrive.
+
+        Args:
+            at_step: The number of the pass, counted from 0; see `fjoin.transforms.explain`.
+        """
+        return self._run.explain(at_step)
+
+    @property
+    def what(self) -> Pipeline | Transform:
+        """The pipeline, or the hook where only that is registered."""
+        return self._run.what
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Axis name -> number of ranks."""
+        return dict(self._run.mesh.shape)
+
+    @property
+    def pieces(self) -> Pieces | None:
+        """The pieces that ranks own, of a pipeline that shards."""
+        return self._run.pieces
+
+    @property
+    def pipeline(self) -> Any:
+        """The state in the form of `pipeline.init` and `pipeline.step`, keyed by path, in views; of a hook alone, the hook's."""
+        run, parts = self._run, self._run.stages.parts
+        hook = run.hook_state if len(parts) > 1 else run.hook_state[0] if parts else ()
+        own = run.pipeline_step
+        if own is None:
+            return hook
+        window = torch.zeros((), dtype=torch.float64)
+        state = PipelineState(hook, dict(own.stepper.states), *own.ends, run.step, window, own.gather_state)
+        return state if own.outer is None else own.outer._replace(inner=state)
+
+    @property
+    def checksum(self) -> int:
+        """A number of the parameters that go with the state; 0 where all ranks have equal ones after each step."""
+        own = self._run.pipeline_step
+        return 0 if own is None else own.checksum()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the hook and of the optimizer: tensors and numbers, by parameter path, never by bucket."""
+        return self.dict_of(self.pipeline, self._run.step, self._run.total.read(), self.checksum)
+
+    def dict_of(self, state: Any, step: int, total: float, parameters: int) -> dict[str, Any]:
+        """What `load_state_dict` takes, of a state in the form of `pipeline`.
+
+        Args:
+            step, total, parameters: As in `state_dict`.
+        """
+        own, parts = self._run.pipeline_step, self._run.stages.parts
+        inner = state if own is None or own.outer is None else state.inner
+        hook = inner if own is None else inner.hook
+        stages = hook if len(parts) > 1 else (hook,) if parts else ()
+        found: dict[str, Any] = {"step": step, "total": total, "hook": to_state_dict(stages)}
+        if own is None:
+            return found
+        return found | {
+            "outer": to_state_dict(None if own.outer is None else state._replace(inner=own.outer.inner)),
+            "after": to_state_dict(inner.after),
+            "on_state": to_state_dict(inner.on_state),
+            "gather": to_state_dict(inner.gather),
+            "optimizer": {path: to_state_dict(one) for path, one in inner.optimizer.items()},
+            "parameters": parameters,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state made by `state_dict`, for the same pipeline and parameters. All ranks must load the same step.
+
+        Between averages each rank has weights and a state of its own. Its weights are loaded after the module is made,
+        since DistributedDataParallel(...) sends rank 0's to all ranks:
+
+            model = DistributedDataParallel(inner)
+            inner.load_state_dict(own_weights)
+            handle = register(model, pipeline)
+            handle.load_state_dict(own_state)
+
+        Raises:
+            ValueError: the state of another pipeline, or of other parameters.
+            DesyncError: in the next backward pass, on all ranks: they have loaded different steps, or a rank has other
+                weights than those with which its state was saved.
+        """
+        run = self._run
+        if (expected := self.state_dict().keys()) != state_dict.keys():
+            raise ValueError(
+                f"a state_dict() of this hook has {sorted(expected)}, got {sorted(state_dict)}; a pipeline and a hook alone have "
+                f"different states"
+            )
+        hook_state = restored("the state of the hook", run.hook_state, state_dict["hook"])
+        if run.pipeline_step is not None:
+            run.pipeline_step.load_state_dict(state_dict)
+        run.agreements.forget()
+        run.hook_state, run.step, run.loaded = hook_state, state_dict["step"], True
+        run.total.take(torch.tensor(state_dict["total"], dtype=torch.float64))
 
 
 class _Live(list[Any]):

@@ -1,4 +1,4 @@
-"""Meshes over process groups. A mesh takes its groups down when a rank fails."""
+"""Meshes over process groups."""
 
 from __future__ import annotations
 
@@ -15,18 +15,16 @@ import torch
 import torch.distributed as dist
 
 from .._errors import CollectiveTimeout, DesyncError, FjoinError, PeerLost, closed, described
-from ..shared_memory._links import HostLinks
-from ..transforms import _devices as devices
+from ..shared_memory import HostLinks
+from ..transforms.base import _devices as devices
+from ._axis import GroupAxis
+from ._failures import Connections, Failures, Store, is_backend_error, shut
+from ._host_axis import HostAxis
+from ._meetings import Meetings
 from ._mesh import Mesh
+from ._message import comes
 from ._teardown import destroy
-from .axes._axis import GroupAxis
-from .axes._host_axis import HostAxis
-from .axes._traffic import Traffic
-from .failures._connections import Connections, shut
-from .failures._device_wait import comes
-from .failures._failures import Failures, is_backend_error
-from .failures._meetings import Meetings
-from .failures._store import Store
+from ._traffic import Traffic
 
 # How long closing a mesh waits for the device.
 _LAST_S = 10.0
@@ -234,3 +232,20 @@ class GroupMesh(Mesh):
 def _every_axis() -> list[GroupAxis]:
     """The axes of all meshes."""
     return [axis for mesh in list(MESHES) for axis in mesh._all]
+
+
+TIMEOUT_S = 600.0
+
+
+def mesh_from_group(group: Any) -> Mesh:
+    """A mesh of one axis, "data", over the user's process group, which it takes down when a rank fails."""
+    return GroupMesh(
+        {"data": group.size()}, {"data": group}, group, timeout_of(group), False, Connections(()), owned=False
+    )
+
+
+def timeout_of(group: Any) -> float:
+    with contextlib.suppress(RuntimeError, AttributeError):  # not every backend has the option
+        for device in group._device_types:
+            return float(group._get_backend(device).options._timeout.total_seconds())
+    return TIMEOUT_S

@@ -1,29 +1,28 @@
-"""Making the mesh that fits the program's environment."""
+"""`mesh` and `bind`."""
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import datetime
 import math
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._errors import JoinError
-from ..transforms import _devices as devices
-from ..transforms._axis_env import One, bound
-from ..transforms._check import flag, is_number
-from ._from_group import TIMEOUT_S, mesh_from_group
-from ._group_mesh import ENDED, MESHES
+from .._errors import CollectiveTimeout, DesyncError, JoinError, PeerLost, TransportError
+from ..transforms.axes import Axis, One, bind_in_backward, bound, bound_call
+from ..transforms.base import _devices as devices, flag, is_number
+from ._connect import chosen_transport, limited, meet_and_connect
+from ._failures import Connections
+from ._group_mesh import ENDED, MESHES, TIMEOUT_S, GroupMesh, mesh_from_group, timeout_of
 from ._launch import Launch, read_launch
-from ._mesh import Mesh, SimulatedMesh
-from ._rendezvous import limited, meet_and_connect
-from ._transport import chosen_transport
+from ._mesh import Mesh, SimulatedMesh, check_mesh
 
 _SHORTEST, _LONGEST = 1e-3, 1e8  # seconds, the range of the backends' clocks
 
@@ -201,3 +200,69 @@ def world_mesh() -> Mesh:
             f"must call fjoin.mesh(...) or torch.distributed.init_process_group(...) again"
         )
     return mesh({"data": -1})
+
+
+def _simulated() -> list[Axis]:
+    return [axis for axis in bound().values() if axis.simulated]
+
+
+def world_size() -> int:
+    """The number of all ranks: processes, simulated ranks, or one. Under torchrun it initialises torch.distributed."""
+    return math.prod(axis.size for axis in axes) if (axes := _simulated()) else world_mesh().size
+
+
+def nested_mesh(shape: dict[str, int], group: Any = None) -> Mesh:
+    """A mesh of several axes over a process group; consecutive ranks form the groups of the last axes.
+
+    All ranks of `group` must call it. Where `group` has not all ranks, they must have made the same number of groups
+    before, since torch names new groups by that number. The new groups stay until the program ends.
+
+    Args:
+        shape: Axis name -> size, the slowest varying first; the product is the size of the group.
+        group: The process group; by default all ranks.
+    """
+    if group is None and (_simulated() or not dist.is_initialized()):
+        return mesh(shape)
+    whole = dist.group.WORLD if group is None else group
+    ranks, here = dist.get_process_group_ranks(whole), dist.get_rank()
+    grid = torch.tensor(ranks).reshape(tuple(shape.values()))
+    timeout = datetime.timedelta(seconds=timeout_of(whole))
+    groups = {}
+    for dim, name in enumerate(shape):
+        for line in grid.movedim(dim, -1).reshape(-1, shape[name]).tolist():
+            if len(line) == len(ranks):
+                groups[name] = whole
+            elif len(ranks) == dist.get_world_size():
+                one = dist.new_group(line, timeout=timeout)  # called on all ranks
+                groups = {**groups, name: one} if here in line else groups
+            elif here in line:
+                groups[name] = dist.new_group(line, timeout=timeout, use_local_synchronization=True)
+    return GroupMesh(shape, groups, whole, timeout.total_seconds(), False, Connections(()), owned=False)
+
+
+@contextlib.contextmanager
+def bind(mesh: Mesh) -> Iterator[None]:
+    """Bind the axes of a mesh within a with block, in this thread and its backward passes: for training loops of your own.
+
+    Args:
+        mesh: A mesh made by `fjoin.mesh`.
+
+    Raises:
+        TypeError: `mesh` is no Mesh.
+        PeerLost, CollectiveTimeout: a collective in the block fails. At the end of the block the mesh is taken down.
+        DesyncError, TransportError: likewise, so that other ranks do not wait for this one.
+
+    >>> from fjoin import transforms as tx
+    >>> with fjoin.bind(fjoin.mesh({"data": -1})):
+    ...     tx.psum(torch.tensor(2.0), "data")
+    tensor(2.)
+    """
+    check_mesh("bind", mesh)
+    try:
+        with bind_in_backward(mesh.axes, bound_call()):
+            yield
+    except RuntimeError as error:
+        failures = (PeerLost, CollectiveTimeout, DesyncError, TransportError)
+        if isinstance(error, failures) or mesh.is_backend_error(error):
+            mesh.raise_root_cause(error, None)
+        raise

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
 from torch.nn.parallel import DistributedDataParallel
 
-from .axes._axis import GroupAxis
+from ._axis import GroupAxis
 
 
 def destroy(axes: list[GroupAxis], every: Callable[[], Iterable[GroupAxis]], failure: str, process: int) -> None:

@@ -6,7 +6,4 @@ buffers    flat  nested
 """
 
 from ._loss import loss as loss
-from ._trees import flat as flat
-from ._trees import nested as nested
-from ._trees import to_jax as to_jax
-from ._trees import to_torch as to_torch
+from ._trees import flat as flat, nested as nested, to_jax as to_jax, to_torch as to_torch

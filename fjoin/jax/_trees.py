@@ -9,10 +9,8 @@ import optree
 import torch
 from torch import Tensor
 
-from ..transforms._jax_arrays import import_jax, name_of
-from ..transforms._jax_arrays import to_jax as array_of
-from ..transforms._jax_arrays import to_torch as tensor_of
-from ..transforms.tree._tree import path_string
+from ..transforms.base import path_string
+from ..transforms.combinators import import_jax, name_of, to_jax as array_of, to_torch as tensor_of
 
 jax = import_jax()
 

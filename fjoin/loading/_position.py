@@ -1,16 +1,113 @@
-"""The position of one rank in a loader whose next batch is loaded before the current one has been used."""
+"""The position of a loop over a loader, and its random streams."""
 
 from __future__ import annotations
 
 import copy
+import ctypes
+import random
+import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from ..transforms._check import iterable
-from ._forks import refuse_fork
+import torch
+from torch import Tensor
+
+from .._errors import JoinError
+from ..agreement import Requests
+from ..transforms.base import _devices as devices, iterable
+from ._guards import refuse_fork
 from ._shuffled import Shuffled
-from ._streams import Streams
+
+_MT19937_BYTES = 625 * 4  # of its 624 words and the position among them
+
+
+class Streams(NamedTuple):
+    """Where the streams of this process are. That of CUDA is left out before its first use, and numpy's until it is imported.
+
+    Each is what its own function returns: the two of torch tensors, (bytes,) uint8.
+    """
+
+    torch: Tensor
+    python: tuple[Any, ...]
+    cuda: Tensor | None
+    numpy: tuple[Any, ...] | None
+
+    @staticmethod
+    def now() -> Streams:
+        """Where they are now."""
+        return Streams(
+            torch.get_rng_state(),
+            random.getstate(),
+            devices.rng_state(),
+            _numpy_state(),
+        )
+
+    def restore(self) -> None:
+        """Continue from here."""
+        torch.set_rng_state(self.torch)
+        random.setstate(self.python)
+        if self.cuda is not None:
+            devices.set_rng_state(self.cuda)
+        if self.numpy is not None:
+            import numpy.random
+
+            numpy.random.set_state(self.numpy)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As tensors, (bytes,) uint8, and numbers."""
+        version, words, normal = self.python
+        state: dict[str, Any] = {"torch": self.torch, "python": _packed(words), "python_rest": [version, normal]}
+        if self.cuda is not None:
+            state["cuda"] = self.cuda
+        if self.numpy is not None:
+            name, words, *rest = self.numpy
+            state.update({"numpy": _packed(words.tolist()), "numpy_rest": [name, *rest]})
+        return state
+
+    @staticmethod
+    def of(state: Mapping[str, Any]) -> Streams:
+        """The inverse of `state_dict`."""
+        version, normal = state["python_rest"]
+        numpy = None
+        if "numpy" in state:
+            name, *rest = state["numpy_rest"]
+            numpy = (name, _unpacked(state["numpy"]), *rest)
+        return Streams(
+            state["torch"].cpu(), (version, tuple(_unpacked(state["python"])), normal), state.get("cuda"), numpy
+        )
+
+
+_last: tuple[bytes, Any] = (b"", None)  # the memory of numpy's generator, and its state, which takes long to read
+
+
+def _numpy_state() -> tuple[Any, ...] | None:
+    """The state of numpy's stream, read anew only where it has moved.
+
+    A normal number that is left over from a pair is not in the memory of the generator, so a state with one is read each time.
+    """
+    global _last
+    numpy = sys.modules.get("numpy.random")
+    if numpy is None:
+        return None
+    generator: Any = numpy.get_bit_generator() if hasattr(numpy, "get_bit_generator") else None
+    if type(generator).__name__ != "MT19937":
+        return tuple(numpy.get_state())
+    memory = ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
+    known, state = _last
+    if memory != known or state[3]:
+        state = numpy.get_state()
+        _last = memory, state
+    return tuple(state)
+
+
+def _packed(words: Any) -> Tensor:
+    return torch.tensor(words, dtype=torch.int64).view(torch.uint8)
+
+
+def _unpacked(words: Tensor) -> list[int]:
+    return words.cpu().clone().view(torch.int64).tolist()
+
 
 B = TypeVar("B")
 END: Any = object()
@@ -203,3 +300,106 @@ def _shuffled_of(loader: Any) -> Shuffled | None:
     """The `Shuffled` that a loader iterates over."""
     found = loader if isinstance(loader, Shuffled) else getattr(loader, "batch_sampler", None)
     return found if isinstance(found, Shuffled) else None
+
+
+class JoinedLoop(Generic[B]):
+    """A loop that ends on all ranks together. Each `for` loop over it is an epoch.
+
+    Attributes:
+        stopped: Whether the last loop ended because some rank had called `stop`; the same on all ranks.
+    """
+
+    def __init__(self, loader: Iterable[B], rank: int, ranks: int) -> None:
+        self._position = Position(loader, rank, ranks)
+        self._running = self.stopped = False
+
+    def __iter__(self) -> Iterator[B]:
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        """The number of this rank's own batches in an epoch, for progress bars. The loop runs as long as any rank has one.
+
+        Raises:
+            TypeError: the loader has no length.
+        """
+        loader: Any = self._position.loader
+        return len(loader)
+
+    def __bool__(self) -> bool:
+        return True  # whatever the length
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({type(self._position.loader).__name__}, epoch={self.epoch})"
+
+    @property
+    def _requests(self) -> Requests:
+        raise NotImplementedError
+
+    @property
+    def epoch(self) -> int:
+        """The number of epochs that have ended: loops that went on until all ranks were out of input, or were left."""
+        return self._position.epoch
+
+    def stop(self) -> None:
+        """End the loop on all ranks together, after at most one more iteration; any rank may call it in the body.
+
+        Nothing is sent for it: the request travels with the next message of the loop. With accumulate=k the loop ends with
+        the window after the present one at the latest. It ends one step or window later on a GPU, and one in local SGD, where no
+        rank waits for the message of the last step. Where all ranks run out of input before, the loop ends as it would have,
+        and `stopped` is False if the request has not travelled.
+
+        Raises:
+            JoinError: no loop runs.
+        """
+        if not self._running:
+            raise JoinError(
+                "stop() was called while no loop runs; call it inside the body of `for batch in batches`, with batches = "
+                "step.join(loader) or fjoin.join(loader)"
+            )
+        self._requests.ask_end_of_loop()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position of this rank: in the body that after this iteration, between loops that of the next epoch.
+
+        The batch that the loop has loaded ahead counts as not used. The streams of random numbers of torch, Python and
+        numpy are part of the position, so that a resumed run has the same order, augmentation and dropout. Call it in
+        the body after the step.
+
+        Returns:
+            A dict of numbers, strings, lists and tensors (uint8), and the loader's own state where it has one.
+
+        Raises:
+            TypeError: the loader is an iterator, which cannot start again.
+        """
+        return self._position.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Begin the next loop at a position that `state_dict` of the same rank returned.
+
+        The streams of random numbers are set when the loop begins. A loader that has `state_dict` and `load_state_dict`
+        continues from its own state, taken before the loop loaded ahead. Another loader starts the epoch again, and
+        the loop skips the batches that were used; a warning says how many. Workers that outlive an epoch
+        (persistent_workers=True) keep streams of their own, which are not restored.
+
+        With a batch sampler `Shuffled` nothing is skipped, and the number of ranks may differ: then any rank's
+        position will do, and the streams of random numbers stay as they are.
+
+        Args:
+            state: The position. Its tensors are not kept.
+
+        Raises:
+            JoinError: a loop runs.
+            ValueError: the position is no such dict, that of another rank, or does not fit the loader.
+        """
+        if self._running:
+            raise JoinError("load_state_dict was called inside the loop; call it before `for batch in batches`")
+        self._position.load_state_dict(state)
+
+
+def left_alone(rank: int, name: str, number: int) -> str:
+    """The text for a rank that has left a loop while others have not."""
+    return (
+        f"rank {rank} left the loop over {name} in iteration {number}, and others have not. Where an exception or an interrupt ended it, "
+        f"see that rank's own error. To end it on all ranks at once, call stop() on the loop: batches = {name}(loader), and "
+        f"batches.stop() in its body; or leave it by break or return on all ranks after the same step"
+    )

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ..transforms._check import whole_number
-from ._grad_scaler import step_as
+from ..transforms.base import whole_number
+from ._optimizer import step_as
 
 
 class PostLocalSGDOptimizer(torch.optim.Optimizer):

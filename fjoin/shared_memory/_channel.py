@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.autograd import profiler
 from torch.profiler import record_function
 
-from ..transforms._sums import widened
-from ._exchange import Exchange
-from ._links import HostLinks
+from ..transforms.base import widened
+from ._links import Exchange, HostLinks
 from ._packets import INLINE_BYTES
 
 # Elements that are combined at once, so that the parts stay in the cache.

@@ -6,13 +6,14 @@ Each law is a function whose argument makes the object, so a test can run the la
 `OPTIMIZER_LAWS`, `CODEC_LAWS`, `FEEDBACK_LAWS`, `AVERAGE_LAWS`. A law that is broken raises AssertionError.
 """
 
-from ._averages import AVERAGE_LAWS as AVERAGE_LAWS
-from ._check import check_average as check_average
-from ._check import check_codec as check_codec
-from ._check import check_feedback as check_feedback
-from ._check import check_optimizer as check_optimizer
-from ._check import check_transform as check_transform
+from ._averages import AVERAGE_LAWS as AVERAGE_LAWS, FEEDBACK_LAWS as FEEDBACK_LAWS
+from ._check import (
+    check_average as check_average,
+    check_codec as check_codec,
+    check_feedback as check_feedback,
+    check_optimizer as check_optimizer,
+    check_transform as check_transform,
+)
 from ._codecs import CODEC_LAWS as CODEC_LAWS
-from ._feedback import FEEDBACK_LAWS as FEEDBACK_LAWS
 from ._optimizers import OPTIMIZER_LAWS as OPTIMIZER_LAWS
 from ._transforms import TRANSFORM_LAWS as TRANSFORM_LAWS

@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .. import transforms as tx
-from ._averages import AVERAGE_LAWS
+from ._averages import AVERAGE_LAWS, FEEDBACK_LAWS
 from ._codecs import CODEC_LAWS
-from ._feedback import FEEDBACK_LAWS
 from ._optimizers import OPTIMIZER_LAWS
 from ._transforms import TRANSFORM_LAWS
 

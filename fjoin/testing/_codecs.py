@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import transforms as tx
-from ._compare import assert_untouched, same_bits, snapshot
-from ._data import is_data
+from ._compare import assert_untouched, is_data, same_bits, snapshot
 from ._devices import encodes_on_its_device
 
 SIZES = (0, 1, 2, 3, 7, 8, 63, 64, 65, 256, 300, 1000)

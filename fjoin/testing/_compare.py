@@ -1,13 +1,19 @@
-"""Trees for checking laws, and their comparison."""
+"""Trees and runs of ranks that are compared."""
 
 from __future__ import annotations
 
+import io
 import math
+from collections.abc import Callable
 from typing import Any
 
 import optree
 import torch
 from torch import Tensor
+
+from .. import transforms as tx
+from ..transforms.base import call_factory
+from ..transforms.pipelines import axes_of
 
 
 def params_like(seed: int = 0, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
@@ -70,3 +76,58 @@ def assert_untouched(tree: Any, before: Any) -> None:
     copy, versions = before
     assert versions == [v._version for v in leaves(tree) if isinstance(v, Tensor)], "an argument was written into"
     assert same_bits(tree, copy), "an argument was changed"
+
+
+def is_data(make: Callable[[], Any]) -> None:
+    """repr, equality and fingerprint agree, and the spec has all that makes the object again."""
+    part = make()
+    assert part == make() and hash(part) == hash(make())
+    assert tx.fingerprint(part) == tx.fingerprint(make())
+    assert part.spec.name in repr(part)
+    if part.spec.factory is not None:  # otherwise handwritten: identified by its functions
+        assert call_factory(part.spec.factory, part.spec.args) == part
+
+
+def saved_and_loaded(state: Any, like: Any) -> Any:
+    """The state after saving to a file and loading it, which unpickles only tensors and numbers."""
+    file = io.BytesIO()
+    torch.save(tx.to_state_dict(state), file)
+    file.seek(0)
+    return tx.from_state_dict(like, torch.load(file, weights_only=True))
+
+
+def axes_for(make: Callable[[], tx.Transform], alone: bool = False) -> dict[str, int]:
+    """Sizes of the axes that a transform names, or of "data": 3 for one axis, 2 each for two; 1 if `alone`."""
+    found = sorted(axes_of(make(), ())) or ["data"]
+    sizes = [1] if alone else [3] if len(found) == 1 else [2, 2]
+    return {name: sizes[i] if i < len(sizes) else 1 for i, name in enumerate(found)}
+
+
+def ranks_of(make: Callable[[], tx.Transform]) -> int:
+    return math.prod(axes_for(make).values())
+
+
+def rank_in(make: Callable[[], tx.Transform]) -> int:
+    return int(tx.axis_index(tuple(axes_for(make))))
+
+
+def grads_of(seed: int) -> dict[str, Tensor]:
+    return params_like(100 + seed)
+
+
+def on_ranks(make: Callable[[], tx.Transform], weights: list[Any], steps: int = 3) -> list[Any]:
+    """The resulting gradients of each rank in each step, and the last state."""
+
+    given = [[grads_of(10 * step + rank) for step in range(steps)] for rank in range(len(weights))]
+    params = params_like()
+
+    def one_rank(mine: list[Any], weight: Any) -> Any:
+        part = make()
+        state = part.init(params)
+        outs = []
+        for grads in mine:
+            out, state = part.update(grads, state, params, weight=weight)
+            outs.append(out)
+        return outs, state
+
+    return tx.simulate(one_rank, axes_for(make, alone=len(weights) == 1), given, weights)

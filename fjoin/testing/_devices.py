@@ -16,12 +16,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .. import transforms as tx
-from ..transforms._axis_env import bind_axes
-from ..transforms.pipelines.explain._recorder import Recorder
-from ..transforms.transform._transform import Needs
-from ..transforms.tree._bucketwise import restrict
-from ._compare import params_like
-from ._ranks import axes_for
+from ..transforms.axes import bind_axes
+from ..transforms.base import Needs, restrict
+from ..transforms.pipelines import Recorder
+from ._compare import axes_for, params_like
 
 _ELSEWHERE = torch.device("meta")
 

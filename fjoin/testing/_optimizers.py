@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 from .. import transforms as tx
-from ._compare import assert_untouched, max_diff, params_like, same_bits, snapshot
-from ._data import is_data
+from ._compare import assert_untouched, is_data, max_diff, params_like, same_bits, saved_and_loaded, snapshot
 from ._devices import steps_on_its_device
-from ._saving import saved_and_loaded
 
 
 def _grads(seed: int) -> list[Tensor]:

@@ -6,10 +6,11 @@ import contextlib
 from typing import TYPE_CHECKING, NoReturn
 
 from .._errors import FjoinError, JoinError, described
-from ..agreement._step_ids import Calls
+from ..agreement import Calls
 
 if TYPE_CHECKING:
     from ._run import Run
+
 
 CALLS = Calls(
     step="a step",

@@ -9,19 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..agreement._record import Sums
-from ..agreement._step_check import Decision
-from ..agreement._step_record import StepRecord
-from ..buckets._bucket_queue import BucketQueue
-from ..buckets._gather_pieces import gather_changes_, start_gather
-from ..buckets._grad_buffer import GradBuffer
-from ..buckets._step_buckets import step_buckets
-from ..transforms._axis_env import Work, bind_axes
-from ..transforms.program._effect import FLUSH, Effect
-from ..transforms.program._ops import Agree, Ends, Gather, Judge, Stages
-from ..transforms.transform._call import Call
-from .state._ends import run_end
-from .state._state_data import StateData
+from ..agreement import StepRecord, Sums
+from ..buckets import BucketQueue, GradBuffer, gather_changes_, start_gather
+from ..step import Decision, StateData, run_end, step_buckets
+from ..transforms.axes import Work, bind_axes
+from ..transforms.base import Call
+from ..transforms.pipelines import FLUSH, Agree, Effect, Ends, Gather, Judge, Stages
 
 if TYPE_CHECKING:
     from ._run import Run

@@ -5,33 +5,17 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from ..agreement._agreements import Agreements
-from ..agreement._device_reads import numbers
-from ..agreement._step_check import StepCheck
-from ..agreement._step_record import own_values
-from ..buckets._bucket_queue import BucketQueue
-from ..buckets._flat_params import Storage
-from ..groups._mesh import Mesh
-from ..reducer._make_hook import make_hook
-from ..reducer._step_hook import StepHook
-from ..transforms.pipelines._pipeline import Pipeline, parts_of
-from ..transforms.plan._plan import make_plan
-from ..transforms.program._effect import FLUSH
-from ..transforms.program._execute import execute
-from ..transforms.program._ops import Program
-from ..transforms.program._program import Programs
-from ..transforms.transform._transform import Transform
+from ..agreement import numbers, own_values
+from ..buckets import BucketQueue, Storage
+from ..groups import Mesh
+from ..step import STEP, Agreements, StateData, StepCheck, StepHook, make_hook, named, spanned
+from ..transforms.base import Transform
+from ..transforms.pipelines import FLUSH, Pipeline, Program, Programs, execute, make_plan, parts_of
 from ._failures import CALLS
 from ._flat_memory import FlatMemory, tears
-from .passes._float16 import Units
-from .passes._iteration import Iteration
-from .passes._loss import Loss, user_sums
-from .passes._loss_weight import GradOutput, Unscaler, grad_output_of
-from .passes._passes import Forward, Passes
-from .passes._spans import STEP, named, spanned
-from .state._metrics import Metrics
-from .state._report import LearningRates, Meter, RecordedNorms
-from .state._state_data import StateData
+from ._loss import Loss, user_sums
+from ._metrics import LearningRates, Meter, Metrics, RecordedNorms
+from ._passes import Forward, GradOutput, Iteration, Passes, Units, Unscaler, grad_output_of
 
 
 class Run:

@@ -16,10 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
 from .._errors import JoinError
-from ..agreement._device_reads import read_now
+from ..agreement import read_now
 from ..ddp._buckets import gradients
 from ..ddp._hook import REGISTERED, DDPRun
-from ..groups._mesh import Mesh
+from ..groups import Mesh
 from ._joinable import JoinHook
 
 

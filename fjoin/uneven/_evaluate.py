@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 
 from .._errors import DesyncError
-from ..agreement._device_reads import read_now
-from ..groups._make_mesh import world_mesh
-from ..groups._mesh import Mesh, check_mesh
-from ..training.passes._loss import weigh
-from ..transforms._check import iterable
-from ..transforms.tree._tree import to_device
+from ..agreement import read_now
+from ..groups import Mesh, check_mesh, world_mesh
+from ..training import weigh
+from ..transforms.base import iterable, to_device
 
 
 class Evaluation(NamedTuple):

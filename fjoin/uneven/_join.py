@@ -1,4 +1,4 @@
-"""The generic Join: ranks that are out of input shadow the collectives of the ranks with input."""
+"""`Join`."""
 
 from __future__ import annotations
 
@@ -7,17 +7,54 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Literal, NoReturn
 
+import torch
 import torch.distributed.algorithms.join as torch_join
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .._errors import EarlyTermination, JoinError
-from ..agreement._consistency import same_joinables
-from ..groups._from_group import mesh_from_group
-from ..groups._mesh import Mesh
-from ..transforms._axis_env import Work
-from ._join_config import JoinConfig
-from ._members import Members
-from ._roll import Roll
+from ..agreement import Record, Sums, same_joinables
+from ..groups import Mesh, mesh_from_group
+from ..transforms.axes import Work
+from ._members import JoinConfig, Members
+
+# The flags of an iteration's record.
+_LIVE, _SYNCS = "has input", "synchronises"
+
+
+class Roll:
+    """The ranks that have input, and those that synchronise gradients, in the last iteration of this rank.
+
+    Attributes:
+        now: The message of that iteration, which may be under way.
+    """
+
+    def __init__(self, mesh: Mesh, device: torch.device) -> None:
+        axes, flags = tuple(mesh.shape), (_LIVE, _SYNCS)
+        self._record = Record(mesh, axes, (), flags, small=True, device=device)
+        self.now: Sums | None = None
+
+    def _send(self, live: bool = False, syncs: bool = False) -> Sums:
+        """Start an iteration's message: the ranks that have input, and those that synchronise gradients in it."""
+        return self._record.send(self._record.flagged(self._record.flagged({}, _LIVE, live), _SYNCS, syncs))
+
+    def call(self, syncs: bool) -> None:
+        """Begin an iteration with input."""
+        self.now = self._send(live=True, syncs=syncs)
+
+    def call_without_input(self) -> tuple[int, ...]:
+        """Begin an iteration without input: the ranks that have some. Where none has, there is no iteration."""
+        sums = self._send()
+        live = sums.ranks(_LIVE)
+        if live:
+            self.now = sums
+        return live
+
+    def live(self) -> tuple[int, ...]:
+        return self.now.ranks(_LIVE) if self.now is not None else ()
+
+    def syncing(self) -> tuple[int, ...]:
+        return self.now.ranks(_SYNCS) if self.now is not None else ()
+
 
 WARN_AFTER = 1000
 

@@ -10,11 +10,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.algorithms.join as torch_join
 
-from ..groups._from_group import mesh_from_group
-from ..groups._make_mesh import world_mesh
-from ..groups._mesh import Mesh
-from ..transforms._axis_env import bind_axes
-from ..transforms.sync._last_joiner import JoinHook as PureHook
+from ..groups import Mesh, mesh_from_group, world_mesh
+from ..transforms.axes import bind_axes
+from ..transforms.sync import JoinHook as PureHook
 
 
 class JoinHook(torch_join.JoinHook):

@@ -1,20 +1,60 @@
-"""Uneven inputs in a custom loop: every rank runs it as often as the rank with the most batches."""
+"""`join(loader)`: a loop of one's own over uneven inputs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, overload
 
 from .._errors import DesyncError, EarlyTermination, JoinError
-from ..agreement._record import Record, Sums
-from ..agreement._requests import Requests
-from ..groups._mesh import Mesh
-from ..loading._joined import JoinedLoop, left_alone
-from ..loading._position import END
-from ..training._join_steps import NO_BATCH
-from ..training.passes._loss import weigh
-from ._windows import Weighed, Windows
+from ..agreement import Record, Requests, Sums
+from ..groups import Mesh, check_mesh, world_mesh
+from ..loading import END, JoinedLoop, LookAhead, Position, left_alone
+from ..training import NO_BATCH, JoinedLoader, TrainStep, weigh
+from ..transforms.base import whole_number
+
+Weighed = tuple[Any, float]  # a batch and its weight
+
+
+class Windows:
+    """Loads a rank's batches in windows of one length. Where the input ends, a window is shorter, and those after it are empty.
+
+    Args:
+        position: The position in the loader.
+        weigh: `batch -> weight`.
+        length: The number of batches of a window.
+    """
+
+    def __init__(self, position: Position[Any], weigh: Callable[[Any], float], length: int) -> None:
+        self._position, self._weigh, self._length = position, weigh, length
+        self._look_ahead, self._ended = LookAhead(), False
+
+    def first(self) -> list[Weighed]:
+        """The window that the loop begins with."""
+        window = list[Weighed]()
+        self._add(window, self._load(self._position.begin))
+        self.fill(window, [], self._length)
+        return window
+
+    def fill(self, window: list[Weighed], held: list[Weighed], least: int) -> None:
+        """Load batches into a window until it has at least `least` or the input has ended.
+
+        Raises:
+            JoinError: the loader has written into the memory of a batch of `held`, or of the window.
+        """
+        while len(window) < least and not self._ended:
+            batches = [batch for batch, _ in (*held, *window)]
+            self._add(window, self._look_ahead(batches, lambda: self._load(self._position.load)))
+
+    def _load(self, load: Callable[[], Any]) -> Weighed:
+        batch = load()
+        return batch, 0.0 if batch is END else self._weigh(batch)
+
+    def _add(self, window: list[Weighed], loaded: Weighed) -> None:
+        self._ended = loaded[0] is END
+        if not self._ended:
+            window.append(loaded)
+
 
 B = TypeVar("B")
 # Ranks that leave a loop together do so within this time. Those that go on may wait in a module's messages, and see nothing.
@@ -153,3 +193,108 @@ class Loop(JoinedLoop[B]):
         self._asks.note(found["batches"])
         self.stopped = self._asks.stop_agreed
         return found["weight"], int(self._asks.with_next(found["batches"]))
+
+
+@overload
+def join(
+    loader: Iterable[B],
+    *,
+    mesh: Mesh | None = None,
+    weight: Callable[[B], float] | None = None,
+    accumulate: int = 1,
+    empty: Any = NO_BATCH,
+    throw_on_early_termination: bool = False,
+) -> Loop[B]: ...
+@overload
+def join(
+    loader: Iterable[B],
+    *,
+    steps: Sequence[TrainStep],
+    empty: Any = NO_BATCH,
+    throw_on_early_termination: bool = False,
+    when_exhausted: Literal["shadow", "replay"] = "shadow",
+) -> JoinedLoader[B]: ...
+def join(
+    loader: Iterable[B],
+    *,
+    steps: Sequence[TrainStep] | None = None,
+    mesh: Mesh | None = None,
+    weight: Callable[[B], float] | None = None,
+    accumulate: int = 1,
+    empty: Any = NO_BATCH,
+    throw_on_early_termination: bool = False,
+    when_exhausted: Literal["shadow", "replay"] = "shadow",
+) -> Any:
+    """Iterate over this rank's loader until all ranks are out of input, in a custom loop.
+
+    Every rank runs the body equally often, so all communication in it finds its peers: collectives of a custom loop,
+    DistributedDataParallel, fully_shard and tensor-parallel models.
+
+    - A rank that is out of input gets its last batch again, with weight 0.
+    - To count every sample once, multiply the loss, the mean over the local batch, by `loop.scale`. The loss must be
+      finite even where the scale is 0.
+    - Iterations in which no rank has weight are left out.
+    - Other changes by the body, such as to a module's buffers, happen on all ranks.
+    - Each iteration, with accumulate=k each window, has one small message between the ranks, under way while the body runs.
+
+    With `steps`, several `train_step`s share the loader, as a generator's and a discriminator's do, and no
+    message is added. The body must call each of them exactly once in each iteration, in the same order on all ranks.
+
+    Args:
+        loader: Any iterable of batches, of any length on each rank, 0 included. The loop takes the next batch before
+            the body has run on the current one, so the loader must not write it into the memory of the current one: a
+            loader that reuses its buffer must yield copies. Writes by tensor operations are detected at once, writes by
+            numpy one batch later.
+        steps: Steps made by `train_step`, over the same axes and with the same `accumulate`.
+        mesh: The ranks, without `steps`; by default all ranks.
+        weight: `batch -> float`, without `steps`: the batch's weight, its samples or its tokens; by default 1.
+        accumulate: Without `steps`: the iterations, k on all ranks, whose gradients the body sums before it steps, where
+            `loop.sync_gradients`. `loop.scale` is exact over the window's samples. Up to 2 k batches are held at a time.
+        empty: The batch for a rank that never has one; every use of the default raises `NoBatch`.
+        throw_on_early_termination: Raise on all ranks where the first is out of input.
+        when_exhausted: With `steps`, as in `TrainStep.join`.
+
+    Returns:
+        A `Loop`; with `steps` a `JoinedLoader`.
+
+    Raises:
+        EarlyTermination: on all ranks, see above.
+        DesyncError: ranks have different values of `accumulate`.
+        JoinError: the loop is still running; the loader has written into the previous batch; with `steps`, the body did
+            not call each exactly once.
+        PeerLost: another rank left the loop, by break, return or an exception, and this one did not within 30 s:
+            the mesh is taken down, by default the default process group. Ranks that wait in a module's own messages end
+            with the backend's error: over groups of its own, such as those of `fully_shard`, at their time-out.
+        TypeError, ValueError: an argument that cannot be used.
+
+    >>> loop = fjoin.join([torch.ones(3), torch.ones(1)], weight=len)
+    >>> [(batch.sum().item(), loop.live, loop.weight, loop.total, loop.scale) for batch in loop]
+    [(3.0, True, 3.0, 3.0, 1.0), (1.0, True, 1.0, 1.0, 1.0)]
+    """
+    if steps is None:
+        if when_exhausted != "shadow":
+            raise TypeError(
+                "when_exhausted is for join(loader, steps=...); without steps every rank runs the body itself"
+            )
+        if mesh is not None:
+            check_mesh("join", mesh)
+        whole_number("accumulate", accumulate, 1)
+        return Loop(loader, mesh or world_mesh(), weight, empty, throw_on_early_termination, accumulate)
+    if mesh is not None or weight is not None or accumulate != 1:
+        raise TypeError("join(loader, steps=...) takes no mesh, no weight and no accumulate; the steps have their own")
+    steps = list(steps)
+    if not steps or not all(isinstance(step, TrainStep) for step in steps):
+        raise TypeError(f"steps must be steps made by train_step, at least one, got {steps!r}")
+    if len(set(map(id, steps))) < len(steps):
+        raise ValueError("steps must be different ones; the body calls each once in each iteration")
+    in_loop = [step._in_loop for step in steps]
+    alike = [step.form for step in in_loop]
+    if any(one != alike[0] for one in alike):
+        raise ValueError(f"steps must have the same mesh, axes and accumulate, so that they end together; got {alike}")
+    return JoinedLoader(
+        in_loop,
+        loader,
+        empty=empty,
+        throw_on_early_termination=throw_on_early_termination,
+        when_exhausted=when_exhausted,
+    )

@@ -15,7 +15,7 @@ import torch
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.transforms.tree._state_dict import names_of
+from fjoin.transforms.base import names_of
 
 FOLDER = Path(__file__).with_suffix("")
 START = {

@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, Dataset
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.loading._streams import Streams
-from fjoin.transforms.tree._state_dict import names_of
+from fjoin.loading._position import Streams
+from fjoin.transforms.base import names_of
 from tests.checkpoint.resumed_kinds import KINDS, Kind
 
 CUT, EPOCHS = 4, 2  # steps before the save; epochs of a loop that is joined

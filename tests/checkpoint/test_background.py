@@ -13,7 +13,7 @@ import torch
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.checkpoint.saves._copies import Copies
+from fjoin.checkpoint._plan import Copies
 from tests.helpers import raises_text
 
 START = {"w": torch.linspace(-1, 1, 300_000), "small": torch.ones(7)}

@@ -20,7 +20,7 @@ import torch
 import fjoin
 from fjoin import transforms as tx
 from fjoin.checkpoint import verify
-from fjoin.checkpoint.saves._rank_file import RankFile
+from fjoin.checkpoint._save import RankFile
 from tests.ranks import Ranks
 
 START = {"w": torch.zeros(3000), "b": torch.zeros(5)}

@@ -10,7 +10,7 @@ import torch
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.checkpoint.values import _names
+from fjoin.checkpoint import _values as _names
 from tests.helpers import raises_text
 
 START = {"layer": {"w": torch.linspace(-1, 1, 12).reshape(3, 4)}, "b": torch.zeros(3)}

@@ -12,7 +12,7 @@ import torch
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.agreement._replicas import on_devices
+from fjoin.agreement._same import on_devices
 from fjoin.checkpoint._files import BLOCK
 
 START = {"w": torch.linspace(-1, 1, BLOCK + 77), "b": torch.ones(5)}
@@ -90,7 +90,7 @@ def test_numbers_of_tensors_on_devices_do_not_depend_on_where_memory_begins() ->
 
 
 def test_two_equal_changes_do_not_cancel_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fjoin.agreement._replicas._CHUNK", 16)  # also in different chunks
+    monkeypatch.setattr("fjoin.agreement._same._CHUNK", 16)  # also in different chunks
     x = torch.randn(50)
     numbers = set[int]()
     for i in range(50):

@@ -13,8 +13,8 @@ import torch
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.reducer._hook_state import HookState
-from fjoin.transforms.tree._state_dict import names_of
+from fjoin.step import HookState
+from fjoin.transforms.base import names_of
 from tests.goldens.golden_paths import BUCKET_BYTES
 from tests.goldens.golden_problem import buffers_of, gradients, loss_fn, start, weight
 from tests.goldens.golden_rows import ROWS

@@ -18,8 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.checkpoint import verify
-from fjoin.checkpoint.saves import _rank_file
+from fjoin.checkpoint import _save as _rank_file, verify
 from tests.helpers import raises_text
 
 PIPELINE = tx.fuse(tx.error_feedback(tx.quantized_mean("data", tx.int8())), tx.adamw(0.05))

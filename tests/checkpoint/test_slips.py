@@ -15,8 +15,8 @@ import torch
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.buckets._readers import Readers
-from fjoin.checkpoint.saves._copies import Copies
+from fjoin.buckets._storage import Readers
+from fjoin.checkpoint._plan import Copies
 from tests.helpers import raises_text
 
 START = {"a": torch.linspace(0, 1, 6), "b": torch.ones(3)}
@@ -127,7 +127,7 @@ def test_nothing_is_kept_alive_by_a_save(monkeypatch: pytest.MonkeyPatch, tmp_pa
 TELLS = """
 import sys, torch, fjoin
 from fjoin import transforms as tx
-from fjoin.checkpoint.saves._rank_file import RankFile
+from fjoin.checkpoint._save import RankFile
 def full(self, folder): raise OSError(28, "No space left on device")
 RankFile.write = full
 step = fjoin.train_step(lambda p, x: p["w"].sum() * x, tx.fuse(tx.mean("data"), tx.sgd(0.1)))

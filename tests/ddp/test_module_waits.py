@@ -13,8 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.agreement import _record
-from fjoin.agreement._device_reads import DeviceReads
+from fjoin.agreement import DeviceReads, _record
 from tests.ddp.register_problem import SMALL, samples
 from tests.helpers import max_diff
 from tests.oracle.whole_batch import make_batches, make_model, mean_loss

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fjoin.groups._mesh import Mesh
-from fjoin.transforms._axis_env import Axis
+from fjoin.groups import Mesh
+from fjoin.transforms.axes import Axis
 
 
 class _Work:

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.agreement._device_reads import DeviceReads
-from fjoin.training.passes._passes import Passes
+from fjoin.agreement import DeviceReads
+from fjoin.training._passes import Passes
 from tests.devices.echo import EchoAxis, EchoMesh
 from tests.devices.memory import Memory
 

@@ -17,12 +17,10 @@ import torch
 from torch import Tensor
 
 from fjoin.agreement import _device_reads
-from fjoin.agreement._grad_check import GradCheck
-from fjoin.buckets import _flat_params, _grad_buffer, _leaves
-from fjoin.groups import _group_mesh
-from fjoin.groups.axes import _axis
-from fjoin.groups.axes._messages import Message
-from fjoin.groups.failures import _unfinished
+from fjoin.buckets import _grad_buffer, _storage as _flat_params, _storage as _leaves
+from fjoin.groups import _axis, _group_mesh, _message as _unfinished
+from fjoin.groups._message import Message
+from fjoin.step._verdict import GradCheck
 from fjoin.training._run import Run
 
 # How long a message may take to arrive after its sender has gone.

@@ -13,9 +13,8 @@ import torch.distributed as dist
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.agreement._agreements import Agreements
-from fjoin.agreement._step_check import StepCheck
-from fjoin.groups.failures._unfinished import Unfinished
+from fjoin.groups._message import Unfinished
+from fjoin.step import Agreements, StepCheck
 from tests.devices.late_device import Device
 
 STEPS = 5

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from fjoin.groups.axes._axis import GroupAxis
+from fjoin.groups import GroupAxis
 
 # Collectives that send their argument itself; the others send a copy.
 SENT = {"all_gather", "all_to_all", "all_to_all_single", "psum_scatter", "ppermute"}

@@ -13,13 +13,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fjoin.agreement import _device_reads
-from fjoin.agreement._grad_check import GradCheck
-from fjoin.buckets import _flat_params, _grad_buffer, _leaves
-from fjoin.buckets._bucket_queue import BucketQueue
-from fjoin.groups.failures import _unfinished
-from fjoin.reducer import _bucket_stages, _interleave
-from fjoin.training.passes._loss_weight import GradOutput
-from fjoin.transforms import _devices
+from fjoin.buckets import BucketQueue, _grad_buffer, _storage as _flat_params, _storage as _leaves
+from fjoin.groups import _message as _unfinished
+from fjoin.step import _interleave, _stages as _bucket_stages
+from fjoin.step._verdict import GradCheck
+from fjoin.training._passes import GradOutput
+from fjoin.transforms.base import _devices
 from tests.devices.clocks import HOST, Clocks
 from tests.devices.echo import EchoAxis
 
@@ -112,7 +111,7 @@ class Streams(TorchDispatchMode):
             self.clocks.launch(self.current, name, reads, [*writes, *made])
         return out
 
-    # -- what transforms/_devices.py gives -------------------------------------------------------
+    # -- what transforms/base/_devices.py gives -------------------------------------------------------
 
     def new_stream(self, device: Any) -> Stream:
         return Stream(self, self.fresh("side"))

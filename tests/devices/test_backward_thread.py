@@ -11,7 +11,7 @@ import torch
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.transforms import _axis_env
+from fjoin.transforms.axes import _environment as _axis_env
 from tests.devices.echo import EchoMesh
 from tests.devices.test_streams import PIPELINES, loss_fn
 from tests.devices.threaded_models import all_of, elsewhere

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fjoin import transforms as tx
-from fjoin.buckets._grad_buffer import GradBuffer
-from fjoin.transforms.step_param import _checked
+from fjoin.buckets import GradBuffer
+from fjoin.transforms.optimizers import _checks as _checked
 from tests.devices.kernels import Make, steps
 from tests.devices.memory import Memory
 

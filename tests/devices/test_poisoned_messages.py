@@ -39,8 +39,8 @@ def _launches_and_writes(launch: Any) -> Any:
 
 def _fault(name: str | None) -> Any:
     """Take a part of fjoin out."""
-    from fjoin.buckets._grad_buffer import GradBuffer
-    from fjoin.reducer._all_reduce import AllReduceHook
+    from fjoin.buckets import GradBuffer
+    from fjoin.step._hook import AllReduceHook
     from fjoin.training._flat_memory import FlatMemory
 
     parts: dict[str, Any] = {

@@ -12,14 +12,12 @@ import torch
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.agreement import _device_reads
-from fjoin.agreement._device_reads import DeviceReads
-from fjoin.buckets._gather_pieces import start_gather
-from fjoin.buckets._grad_buffer import GradBuffer
-from fjoin.reducer._all_reduce import AllReduceHook
-from fjoin.reducer._side_stream import SideStreams, Started
+from fjoin.agreement import DeviceReads, _device_reads
+from fjoin.buckets import GradBuffer, start_gather
+from fjoin.step._hook import AllReduceHook
+from fjoin.step._interleave import SideStreams, Started
 from fjoin.training._flat_memory import FlatMemory
-from fjoin.transforms import _devices
+from fjoin.transforms.base import _devices
 from tests.devices.echo import EchoMesh
 from tests.devices.streams import MAIN, Stream, Streams
 

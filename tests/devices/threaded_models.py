@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.training.passes._loss_weight import GradOutput
-from fjoin.transforms import _axis_env, _call_env
+from fjoin.training._passes import GradOutput
+from fjoin.transforms.axes import _environment as _axis_env, _environment as _call_env
 from tests.devices.engine_thread import in_engine_thread
 
 

@@ -10,8 +10,7 @@ import torch
 
 from tests.goldens.allowed import MAY_CHANGE
 from tests.goldens.golden_problem import SHAPES, STEPS
-from tests.goldens.golden_records import load, machine, of_ranks
-from tests.goldens.golden_records import recorded as recorded_now
+from tests.goldens.golden_records import load, machine, of_ranks, recorded as recorded_now
 from tests.goldens.golden_rows import ROWS
 
 TOLERANCE = 1e-5  # relative to the largest value of the parameter

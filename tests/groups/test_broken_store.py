@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from fjoin.groups.failures._failures import is_backend_error
-from fjoin.groups.failures._store import Store
+from fjoin.groups._failures import Store, is_backend_error
 
 
 class Ended:

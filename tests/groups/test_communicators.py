@@ -10,8 +10,8 @@ import torch
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.groups import _rendezvous
-from fjoin.transforms import _devices
+from fjoin.groups import _connect as _rendezvous
+from fjoin.transforms.base import _devices
 from tests.groups.test_device_waits import Later
 from tests.traffic import watched
 

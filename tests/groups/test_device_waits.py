@@ -25,7 +25,7 @@ def wait_for_a_device(rank: int, report: Report) -> None:
     import torch
 
     import fjoin
-    from fjoin.agreement._step_check import StepCheck
+    from fjoin.step import StepCheck
 
     mesh = fjoin.mesh({"data": -1}, timeout_s=300)
     if rank == 1:
@@ -63,7 +63,7 @@ def wait_in_vain() -> Any:
 
     import fjoin
     from fjoin.groups import _group_mesh
-    from fjoin.transforms import _devices
+    from fjoin.transforms.base import _devices
 
     mesh = fjoin.mesh({"data": -1}, timeout_s=0.05)
     out: list[Any] = []
@@ -88,7 +88,8 @@ def wait_in_vain() -> Any:
 
 
 def test_before_an_abort_a_rank_waits_for_steps_that_all_have_begun() -> None:
-    from fjoin.groups.failures._unfinished import StepEnd, Unfinished
+    from fjoin.groups import StepEnd
+    from fjoin.groups._message import Unfinished
 
     for failed_in, want in ((3, ["", "", "step 3"]), (None, ["", "", "step 3"]), (2, ["", "step 2", "step 3"])):
         steps = Unfinished()
@@ -109,8 +110,8 @@ def fail_while_the_device_is_behind(rank: int, report: Report) -> None:
 
     import fjoin
     from fjoin import transforms as tx
-    from fjoin.groups import _group_mesh
-    from fjoin.groups.failures._unfinished import StepEnd, Unfinished
+    from fjoin.groups import StepEnd, _group_mesh
+    from fjoin.groups._message import Unfinished
 
     def end(self: Unfinished, step: int, device: Any) -> StepEnd:
         return self.add(StepEnd(step, Later(float("inf") if step > 2 else 20)))
@@ -160,7 +161,8 @@ def test_each_step_and_flush_on_a_device_notes_its_end(monkeypatch: Any) -> None
 
     import fjoin
     from fjoin import transforms as tx
-    from fjoin.groups.failures._unfinished import StepEnd, Unfinished
+    from fjoin.groups import StepEnd
+    from fjoin.groups._message import Unfinished
 
     monkeypatch.setattr(Unfinished, "end", lambda self, step, device: self.add(StepEnd(step, Later(float("inf")))))
     step = fjoin.train_step(lambda p, batch: (p["w"] * batch).sum(), tx.local_sgd(tx.sgd(1.0), "data", 4))

@@ -16,9 +16,8 @@ import torch
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.groups.failures._connections import Connections
-from fjoin.groups.failures._failures import Failures
-from fjoin.shared_memory._packets import PeerGone
+from fjoin.groups._failures import Connections, Failures
+from fjoin.shared_memory import PeerGone
 from tests.ranks import Ranks
 
 Report = Callable[[Any], None]

@@ -14,7 +14,7 @@ import fjoin
 import fjoin.jax
 from fjoin import transforms as tx
 from fjoin.jax import _loss
-from fjoin.transforms._jax_arrays import to_torch
+from fjoin.transforms.combinators import to_torch
 
 
 def net(params: Any, batch: Any) -> Any:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 import fjoin
 import fjoin.jax
 from fjoin import transforms as tx
-from fjoin.loading._forks import refuse_fork
+from fjoin.loading._guards import refuse_fork
 
 SIZES = [[4, 3, 2, 6], [5, 1], []]  # of the batches of three ranks
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.transforms._axis_env import bound
+from fjoin.transforms.axes import bound
 
 
 class Noisy(Dataset[Tensor]):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.loading._streams import Streams
+from fjoin.loading._position import Streams
 from tests.helpers import raises_text
 from tests.loading.loaders import Stateful, loader_of, run
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.loading._permutation import keys_of, permute
+from fjoin.loading._shuffled import keys_of, permute
 from tests.helpers import raises_text
 from tests.loading.loaders import Noisy
 

@@ -13,8 +13,8 @@ from torch.testing._internal.distributed import fake_pg as fake_pg  # which regi
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.groups._from_group import mesh_from_group
-from fjoin.transforms.transform._lane import step_lane
+from fjoin.groups import mesh_from_group
+from fjoin.transforms.base import step_lane
 from tests.traffic import announced, watched
 
 HOOKS: dict[str, Any] = {

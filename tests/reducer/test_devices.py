@@ -17,10 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.agreement._device_reads import DeviceReads
+from fjoin.agreement import DeviceReads
 from fjoin.testing._devices import NoWaiting
-from fjoin.transforms.axes.simulator._lockstep import SimulatedAxis
-from fjoin.transforms.tree._choose import choose_state
+from fjoin.transforms.axes._simulate import SimulatedAxis
+from fjoin.transforms.base import choose_state
 from tests.helpers import same_bits
 from tests.pool import Pool
 from tests.ranks import Ranks
@@ -174,7 +174,7 @@ def test_optimizers_step_in_place_without_waiting(name: str) -> None:
 
 def with_one_gpu(rank: int, report: Any) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = "2"
-    from fjoin.transforms import _devices
+    from fjoin.transforms.base import _devices
 
     _devices.kind, _devices.count = lambda: "cuda", lambda: 1
     with warnings.catch_warnings(record=True) as said:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.buckets._grad_buffer import GradBuffer
+from fjoin.buckets import GradBuffer
 
 SIDE = 1024  # float32 matrices of 4 MB, each a bucket of its own
 

@@ -12,8 +12,9 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.transforms.plan._plan import AXES, make_plan
-from fjoin.transforms.spec._spec import _FACTORIES
+from fjoin.transforms.base._spec import _FACTORIES
+from fjoin.transforms.pipelines import make_plan
+from fjoin.transforms.pipelines._plan import AXES
 from tests.helpers import raises_text
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.reducer._interleave import Coroutine, Interleaver
+from fjoin.step._interleave import Coroutine, Interleaver
 from tests.helpers import max_diff, raises_text
 from tests.training.small import net_batch, net_loss, net_params
 
@@ -270,7 +270,7 @@ def test_interrupted_step_ends_its_threads_silently(monkeypatch: Any, where: str
 GIVES_BACK = """
 import sys, threading
 import torch
-from fjoin.groups.axes._malloc import keep_freed
+from fjoin.groups._axis import keep_freed
 
 def held():
     return int(open("/proc/self/statm").read().split()[1]) * 4096

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from fjoin.reducer._side_stream import SideStreams
-from fjoin.transforms import _devices
+from fjoin.step._interleave import SideStreams
+from fjoin.transforms.base import _devices
 
 HOST = torch.device("cpu")
 

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 import fjoin
-from fjoin.shared_memory import _hosts
-from fjoin.shared_memory._doorway import Doorway
+from fjoin.shared_memory import Doorway, _rendezvous as _hosts
 
 RANK = struct.Struct("<q")
 

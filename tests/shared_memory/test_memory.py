@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import fjoin
-from fjoin.shared_memory._exchange import Exchange
+from fjoin.shared_memory import Exchange
 from fjoin.shared_memory._memory import HostMemory
 
 

@@ -17,9 +17,7 @@ import torch.distributed as dist
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.shared_memory import _hosts, _memory, _packets
-from fjoin.shared_memory._channel import HostChannel
-from fjoin.shared_memory._links import HostLinks
+from fjoin.shared_memory import HostChannel, HostLinks, _memory, _packets, _rendezvous as _hosts
 from tests.ranks import Ranks
 
 Report = Callable[[Any], None]

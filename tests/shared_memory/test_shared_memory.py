@@ -16,7 +16,7 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.shared_memory import _hosts
+from fjoin.shared_memory import _rendezvous as _hosts
 from tests.ranks import Ranks
 
 Report = Callable[[Any], None]

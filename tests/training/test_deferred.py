@@ -13,7 +13,7 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.groups.axes._axis import GroupAxis
+from fjoin.groups import GroupAxis
 from tests.helpers import max_diff
 
 STREAMS = {

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.ddp._loss_scale import ScaledLoss
+from fjoin.ddp._run import ScaledLoss
 from tests.helpers import max_diff, raises_text, same_bits
 from tests.oracle import grad_scaler
 from tests.training.small import product, step_of

@@ -12,9 +12,9 @@ import torch
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.agreement._requests import Requests
-from fjoin.training._signals import OnSignal
-from fjoin.transforms.transform._lane import host_lane, host_words
+from fjoin.agreement import Requests
+from fjoin.training import OnSignal
+from fjoin.transforms.base import host_lane, host_words
 from tests.helpers import raises_text
 from tests.training.small import step_of
 

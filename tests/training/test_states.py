@@ -15,7 +15,7 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.buckets import _leaves
+from fjoin.buckets import _storage as _leaves
 from tests.helpers import raises_text, same_bits
 from tests.training.small import X, one, quadratic, start
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.transforms.layout._buckets import make_layout
+from fjoin.transforms.layout import make_layout
 from tests.helpers import max_diff, raises_text, same_bits
 from tests.oracle.whole_batch import make_batches, make_model, parameters
 from tests.reducer.one_rank import train_one_rank

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fjoin.transforms.tree._choose import choose_state
+from fjoin.transforms.base import choose_state
 from tests.devices.memory import Memory
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.testing._saving import saved_and_loaded
+from fjoin.testing._compare import saved_and_loaded
 from tests.helpers import params_like, raises_text, same_bits
 from tests.training.small import net_batch, net_loss, net_params
 

@@ -1,1 +1,49 @@
-"""Named axes: collectives, and the interpreters that run them without processes."""
+"""Names of ranks, collectives by name, and the simulator of ranks."""
+
+from ._collectives import (
+    all_gather as all_gather,
+    all_to_all as all_to_all,
+    all_to_all_single as all_to_all_single,
+    axis_index as axis_index,
+    axis_size as axis_size,
+    check_splits as check_splits,
+    from_one as from_one,
+    pbroadcast as pbroadcast,
+    place_gathered as place_gathered,
+    place_received as place_received,
+    pmax as pmax,
+    pmean as pmean,
+    pmin as pmin,
+    ppermute as ppermute,
+    psum as psum,
+    psum_scatter as psum_scatter,
+    split_ranks as split_ranks,
+)
+from ._environment import (
+    Axis as Axis,
+    BoundCall as BoundCall,
+    Done as Done,
+    One as One,
+    PieceSum as PieceSum,
+    Work as Work,
+    bind_axes as bind_axes,
+    bind_call as bind_call,
+    bind_in_backward as bind_in_backward,
+    bound as bound,
+    bound_call as bound_call,
+    current_call as current_call,
+    current_weight as current_weight,
+    lookup as lookup,
+)
+from ._primitive import (
+    Message as Message,
+    as_tensor as as_tensor,
+    from_order as from_order,
+    names as names,
+    note as note,
+    packed as packed,
+    sent_bytes as sent_bytes,
+    sum_donated as sum_donated,
+    to_order as to_order,
+)
+from ._simulate import Grid as Grid, simulate as simulate

@@ -1,26 +1,19 @@
-"""Collectives by axis name, with JAX's names and meaning, on pytrees.
-
-One call on a pytree is one message per dtype and 25 MB, with packed leaves; in sums large leaves travel alone. All
-collectives except pmax and pmin are differentiable (the derivative is that of the sum of all ranks' outputs, so the
-transpose of psum is psum). All work under torch.func.grad, torch.func.vmap over other dimensions, and torch.compile.
-
-Same as: jax.lax's parallel operators; torch.distributed's collectives, without process groups.
-"""
+"""The collectives by axis name."""
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
+from typing import Any
 
 import optree
 import torch
 from torch import Tensor
 
-from .._axis_env import lookup
-from .._check import AxisName
-from ..tree._tree import Tree
-from ._packing import as_tensor, packed
-from ._primitive import apply_one, names, reduce_over
+from ..base import AxisName, Tree
+from ._environment import lookup
+from ._primitive import apply_one, as_tensor, names, packed, reduce_over
 
 
 def psum(x: Tree, axis: AxisName) -> Tree:
@@ -182,3 +175,231 @@ def axis_size(axis: AxisName) -> int:
     [2, 2]
     """
     return math.prod([lookup(name).size for name in names(axis)])  # a list: torch.compile traces no generator
+
+
+def all_gather(x: Tree, axis: AxisName, *, dim: int = 0, tiled: bool = False) -> Tree:
+    """All ranks' values, stacked along a new dimension or, tiled, concatenated along one.
+
+    Args:
+        x: A pytree, of the same structure, shapes and dtypes on every rank.
+        axis: A bound axis name, or a tuple of them.
+        dim: The position of the ranks' dimension; tiled: the dimension that grows.
+        tiled: Concatenate instead of stacking.
+
+    Returns:
+        Leaves `(..., n, ...)` with n, the size of the axis, at `dim`; tiled: dimension `dim` is n
+        times as long. Over a tuple of axes the last one varies fastest.
+
+    Raises:
+        UnboundAxis: nothing binds the axis.
+        ValueError: `dim` is no dimension of the result.
+
+    >>> from fjoin import transforms as tx
+    >>> tx.simulate(lambda x: tx.all_gather(x, "data"), {"data": 2}, [1.0, 2.0])
+    [tensor([1., 2.]), tensor([1., 2.])]
+    """
+
+    def gather(flat: Tensor) -> Tensor:
+        out = flat
+        for one in reversed([lookup(name) for name in names(axis)]):
+            out = apply_one("all_gather", out, one)
+        return out.reshape((axis_size(axis), *flat.shape))
+
+    return place_gathered(packed(x, 0, gather), dim, tiled)
+
+
+def place_gathered(x: Tree, dim: int, tiled: bool) -> Tree:
+    """The result of all_gather from leaves (n, ...), which have one entry for each rank."""
+
+    def place(path: tuple[Any, ...], leaf: Tensor) -> Tensor:
+        dims = leaf.dim() - tiled
+        if not -dims <= dim < dims:
+            raise ValueError(
+                f"all_gather: dim is {dim}, but the result for the leaf at {'.'.join(map(str, path))!r} has {dims} dimensions"
+            )
+        return torch.cat(leaf.unbind(0), dim) if tiled else leaf.movedim(0, dim)
+
+    return optree.tree_map_with_path(place, x)
+
+
+def psum_scatter(x: Tree, axis: AxisName, *, dim: int = 0, tiled: bool = False) -> Tree:
+    """The sum over the ranks; rank r keeps only its r-th piece along `dim`.
+
+    Args:
+        x: Leaves with n, the size of the axis, at `dim`; tiled: with a multiple of n there.
+        axis: A bound axis name, or a tuple of them.
+        dim: The dimension that is divided.
+        tiled: Keep the dimension, n times shorter, instead of dropping it.
+
+    Returns:
+        The same structure, new tensors: this rank's pieces of the sums.
+
+    Raises:
+        UnboundAxis: nothing binds the axis.
+        ValueError: the dimension does not divide, with the path.
+
+    >>> from fjoin import transforms as tx
+    >>> x = torch.tensor([1.0, 2.0])
+    >>> tx.simulate(lambda x: tx.psum_scatter(x, "data"), {"data": 2}, [x, x])
+    [tensor(2.), tensor(4.)]
+    """
+    axes = [lookup(name) for name in names(axis)]
+
+    def scatter(flat: Tensor) -> Tensor:
+        out = flat.reshape((*[one.size for one in axes], flat.shape[-1]))
+        for one in axes:
+            out = apply_one("psum_scatter", out, one)
+        return out
+
+    x = split_ranks("psum_scatter", x, axis, dim, tiled)
+    out = packed(x, 1, scatter)
+    return optree.tree_map(lambda leaf: leaf.movedim(0, dim), out) if tiled else out
+
+
+def all_to_all(x: Tree, axis: str, split_dim: int = 0, concat_dim: int = 0, *, tiled: bool = False) -> Tree:
+    """Rank r sends its s-th piece along `split_dim` to rank s.
+
+    Args:
+        x: Leaves with n, the size of the axis, at `split_dim`; tiled: with a multiple of n there.
+        axis: A bound axis name.
+        split_dim: The dimension that is divided among the receivers.
+        concat_dim: The dimension of the received pieces, in the order of the senders.
+        tiled: Concatenate the pieces along `concat_dim` instead of stacking them.
+
+    Returns:
+        The same structure, new tensors: the pieces received.
+
+    Raises:
+        UnboundAxis: nothing binds the axis.
+        ValueError: the dimension does not divide, with the path.
+
+    >>> from fjoin import transforms as tx
+    >>> xs = [torch.tensor([1, 2]), torch.tensor([3, 4])]
+    >>> tx.simulate(lambda x: tx.all_to_all(x, "data"), {"data": 2}, xs)
+    [tensor([1, 3]), tensor([2, 4])]
+    """
+    one = lookup(axis)
+    x = split_ranks("all_to_all", x, axis, split_dim, tiled)
+    return place_received(packed(x, 1, lambda v: apply_one("all_to_all", v, one)), split_dim, concat_dim, tiled)
+
+
+def place_received(x: Tree, split_dim: int, concat_dim: int, tiled: bool) -> Tree:
+    """The result of all_to_all from leaves (n, ...), which have one piece from each rank."""
+
+    def place(leaf: Tensor) -> Tensor:
+        if not tiled:
+            return leaf.movedim(0, concat_dim)
+        return torch.cat([piece.movedim(0, split_dim) for piece in leaf.unbind(0)], concat_dim)
+
+    return optree.tree_map(place, x)
+
+
+def split_ranks(op: str, tree: Tree, axis: AxisName, dim: int, tiled: bool) -> Tree:
+    """Bring the ranks' dimension of each leaf to the front: (n, ...), tiled: (n, size / n, ...)."""
+    n = axis_size(axis)
+
+    def split(path: tuple[Any, ...], leaf: Any) -> Tensor:
+        x = as_tensor(leaf)
+        size = x.shape[dim] if -x.dim() <= dim < x.dim() else None
+        if size is None or (size % n if tiled else size != n):
+            want = f"a multiple of {n}" if tiled else str(n)
+            raise ValueError(
+                f"{op}: the leaf at {'.'.join(map(str, path))!r} has shape {tuple(x.shape)}; its dimension {dim} "
+                f"must have size {want}, the size of axis {axis!r}"
+            )
+        x = x.movedim(dim, 0)
+        return x.reshape(n, size // n, *x.shape[1:]) if tiled else x
+
+    return optree.tree_map_with_path(split, tree)
+
+
+def all_to_all_single(
+    x: Tree,
+    axis: str,
+    *,
+    input_split_sizes: Sequence[int] | None = None,
+    output_split_sizes: Sequence[int] | None = None,
+) -> Tree:
+    """`all_to_all` along the first dimension, with a different number of rows for each rank.
+
+    Args:
+        x: A pytree; the first dimension of every leaf is divided, in the same way.
+        axis: A bound axis name.
+        input_split_sizes: The number of rows for each rank, host integers. None, for both sizes: equal parts for all
+            ranks.
+        output_split_sizes: The number of rows from each rank: entry s on rank r is entry r of `input_split_sizes` on
+            rank s.
+
+    Returns:
+        The same structure, new tensors: the rows received, in the order of the senders, `sum(output_split_sizes)` of
+        them.
+
+    Raises:
+        ValueError: the sizes are not one for each rank, do not add up to a leaf's first dimension, or differ in what
+            this rank keeps; only one of them is given.
+        CollectiveMismatch: in the simulator, a rank sends more or less than the other expects. Real ranks cannot know.
+
+    Same as: torch.distributed's function of this name, jax.lax.ragged_all_to_all without its offsets.
+
+    >>> from fjoin import transforms as tx
+    >>> def one_rank(x, give, take):
+    ...     return tx.all_to_all_single(x, "data", input_split_sizes=give, output_split_sizes=take)
+    >>> xs = [torch.tensor([1, 2, 3]), torch.tensor([4, 5])]
+    >>> tx.simulate(one_rank, {"data": 2}, xs, [(1, 2), (0, 2)], [(1, 0), (2, 2)])
+    [tensor([1]), tensor([2, 3, 4, 5])]
+    """
+    if input_split_sizes is None and output_split_sizes is None:
+        return all_to_all(x, axis, tiled=True)
+    one = lookup(axis)
+    give, take = check_splits(x, axis, input_split_sizes, output_split_sizes)
+    return packed(x, 1, lambda rows: apply_one("all_to_all_single", rows, one, (give, take)))
+
+
+def check_splits(x: Tree, axis: str, given: Any, taken: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The numbers of rows to and from each rank.
+
+    Raises:
+        ValueError: see `all_to_all_single`.
+    """
+    one = lookup(axis)
+    sizes = []
+    for name, value in (("input_split_sizes", given), ("output_split_sizes", taken)):
+        try:
+            whole = tuple(operator.index(n) for n in value)
+        except TypeError:
+            whole = ()
+        if len(whole) != one.size or min(whole) < 0:
+            raise ValueError(
+                f"all_to_all_single: {name} must be a whole number, at least 0, for each of the {one.size} ranks of axis "
+                f"{axis!r}, got {value!r}; pass both sizes, or none"
+            )
+        sizes.append(whole)
+    give, take = sizes
+    me = int(one.index())
+    if give[me] != take[me]:
+        raise ValueError(
+            f"all_to_all_single: rank {me} of axis {axis!r} sends itself {give[me]} rows, but takes {take[me]}; "
+            f"input_split_sizes is {give}, output_split_sizes is {take}"
+        )
+
+    def check(path: tuple[Any, ...], leaf: Any) -> None:
+        shape = tuple(as_tensor(leaf).shape)
+        if not shape or shape[0] != sum(give):
+            raise ValueError(
+                f"all_to_all_single: the leaf at {'.'.join(map(str, path))!r} has shape {shape}; its first dimension must be "
+                f"{sum(give)}, the sum of input_split_sizes {give}"
+            )
+
+    optree.tree_map_with_path(check, x)
+    return give, take
+
+
+def from_one(tree: Tree, is_source: Tensor, axis: AxisName) -> Tree:
+    """The tree of the one rank whose `is_source`, 0-d bool, is set; zeros if there is none. It sends one message."""
+    # The bytes of all other ranks are 0, so the sum of the bytes is exact, for -0.0 and NaN too.
+    sent = optree.tree_map(lambda leaf: torch.where(is_source, _bytes(leaf), torch.zeros_like(_bytes(leaf))), tree)
+    return optree.tree_map(lambda raw, leaf: raw.clone().view(leaf.dtype).reshape(leaf.shape), psum(sent, axis), tree)
+
+
+def _bytes(leaf: Tensor) -> Tensor:
+    return leaf.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -1,1 +1,22 @@
-"""Codecs: the forms of floats on the wire."""
+"""The forms of floats in messages."""
+
+from ._blocks import fp8 as fp8, int4 as int4, int8 as int8, uint8 as uint8
+from ._codec import (
+    Codec as Codec,
+    Noise as Noise,
+    as_bytes as as_bytes,
+    bfloat16 as bfloat16,
+    bfp16 as bfp16,
+    check_codec as check_codec,
+    decode_pieces as decode_pieces,
+    encode_pieces as encode_pieces,
+    encode_rows as encode_rows,
+    float16 as float16,
+    float32 as float32,
+    key_of as key_of,
+    places_of as places_of,
+    read as read,
+    refuse_derivative as refuse_derivative,
+)
+from ._signs import qsgd as qsgd, sign as sign
+from ._sparse import top_k as top_k

@@ -1,18 +1,76 @@
-"""Codecs: the form of floats in messages."""
+"""`Codec`, its rows, and its random bits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._check import flag, whole_number
-from ..spec._spec import Spec, factory
-from ..spec._specified import Specified
-from ._random_bits import Key, Noise
+from ..base import Spec, Specified, factory, flag, to_device, whole_number
+
+Key = tuple[int, int]  # seed, step
+
+_GOLDEN = -1640531527  # 2**32 / the golden ratio, as an int32
+
+
+class Noise(NamedTuple):
+    """The source of random bits for `Codec.encode` of a stochastic codec.
+
+    positions: (rows, n) int32, a number for each float, computed from its path and its offset in the leaf.
+    own: 0-d int32, a key that differs between seeds, steps, ranks and messages.
+    common: 0-d int32, a key that differs between seeds and steps only.
+
+    >>> noise = Noise(torch.arange(4, dtype=torch.int32).view(1, 4), torch.tensor(7), torch.tensor(1))
+    >>> noise.uniform()
+    tensor([[0.5803, 0.9153, 0.2603, 0.7209]])
+    """
+
+    positions: Tensor
+    own: Tensor
+    common: Tensor
+
+    def uniform(self) -> Tensor:
+        """(rows, n) float32 in [0, 1), independent for each position and each `own`."""
+        bits = hash32_(self.positions + self.own.to(torch.int32))
+        return bits.bitwise_right_shift_(8).bitwise_and_(0xFFFFFF).to(torch.float32).mul_(2.0**-24)
+
+
+def hash32_(h: Tensor) -> Tensor:
+    """Hashes int32 to int32 in place, one to one: each bit depends on all bits.
+
+    Source: C. Wellons, lowbias32, of his hash-prospector.
+    """
+    for shift, factor in ((16, 0x7FEB352D), (15, -2073254261)):
+        h.bitwise_xor_((h >> shift).bitwise_and_((1 << (32 - shift)) - 1)).mul_(factor)
+    return h.bitwise_xor_((h >> 16).bitwise_and_(0xFFFF))
+
+
+def places_of(leaves: Mapping[str, Tensor], device: torch.device | None = None) -> Tensor:
+    """(n,) int32: a number for each element of each leaf, computed from its path and its offset in the leaf."""
+    each = [
+        torch.arange(leaf.numel(), dtype=torch.int32, device=device) * _GOLDEN + _signed(zlib.crc32(path.encode()))
+        for path, leaf in leaves.items()
+    ]
+    return torch.cat(each) if each else torch.zeros(0, dtype=torch.int32, device=device)
+
+
+def key_of(key: Key, *folded: int | Tensor, device: torch.device | None = None) -> Tensor:
+    """A 0-d int32 key: a hash of the seed, the step, and the `folded` numbers."""
+    seed, step = key
+    out = torch.full((), _signed(seed ^ (seed >> 32)), dtype=torch.int32, device=device)
+    for part in (step, *folded):
+        part = to_device(device, part, torch.int32) if isinstance(part, Tensor) else _signed(part)
+        out = hash32_(out * _GOLDEN + part + 1)
+    return out
+
+
+def _signed(n: int) -> int:
+    """The last 32 bits, as an int32."""
+    return (n & 0xFFFFFFFF) - ((n & 0x80000000) << 1)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -236,3 +294,50 @@ def float16() -> Codec:
 def _largest(x: Tensor) -> Tensor:
     """The largest absolute value of each row, (rows, 1); NaN for rows with a NaN, 0 for empty rows."""
     return x.abs().amax(dim=1, keepdim=True) if x.shape[1] else x.new_zeros(x.shape[0], 1)
+
+
+def encode_rows(
+    codec: Codec,
+    rows: Tensor,
+    sender: Tensor | int,
+    message: int = 0,
+    positions: Tensor | None = None,
+    answer: bool = False,
+) -> Tensor:
+    """Encode (rows, n) as (rows, width).
+
+    Args:
+        sender: The index of this rank. For an answer the index of the group of ranks that receives it, so that its random
+            bits do not depend on the rank that sums an element, which depends on the bucket layout.
+        message: A number for each message of one call.
+        positions: (rows, n) int32, the position of each float; None: as if all were one leaf.
+        answer: Whether this is the answer to a message.
+
+    Raises:
+        ValueError: the codec is stochastic and has no key.
+    """
+    if not codec.stochastic:
+        return codec.encode(rows)
+    if codec.key is None:
+        raise ValueError(
+            f"{codec!r} is stochastic and needs a seed and a step; use it in compress or quantized_mean, or "
+            f"pass codec.keyed(seed, step)"
+        )
+    if positions is None:
+        positions = places_of({"": rows}, rows.device).view(rows.shape)
+    own = key_of(codec.key, sender, 2 * message + answer, device=rows.device)
+    return codec.encode(rows, Noise(positions, own, key_of(codec.key, device=rows.device)))
+
+
+def encode_pieces(codec: Codec, pieces: Iterable[Tensor], sender: Tensor | int) -> Tensor:
+    """The bytes of pieces of any lengths, each a message of its own, one after the other."""
+    return torch.cat([encode_rows(codec, piece.reshape(1, -1), sender, i)[0] for i, piece in enumerate(pieces)])
+
+
+def decode_pieces(codec: Codec, data: Tensor, sizes: Sequence[int]) -> Tensor:
+    """The floats of rows of bytes that lie one after the other, `sizes[i]` of row i; flat."""
+    widths = [codec.width(n) for n in sizes]
+    if len(set(sizes)) == 1:
+        return codec.decode(data.view(len(sizes), widths[0]), sizes[0]).flatten()
+    rows = zip(data.split(widths), sizes, strict=True)
+    return torch.cat([codec.decode(row.unsqueeze(0), n)[0] for row, n in rows])

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..spec._spec import factory
-from ._codec import Codec, as_bytes, check_codec, float32, read
-from ._random_bits import Noise
+from ..base import factory
+from ._codec import Codec, Noise, as_bytes, check_codec, float32, read
 
 
 @factory

@@ -1,1 +1,43 @@
-"""Transforms made of other transforms."""
+"""Transforms made of others, clipping, and looks at the gradients."""
+
+from ._chain import (
+    LIVE as LIVE,
+    WEIGHTS as WEIGHTS,
+    behind as behind,
+    behind_all as behind_all,
+    chain as chain,
+    counting as counting,
+    counts_needed as counts_needed,
+    identity as identity,
+    stages as stages,
+    stateless as stateless,
+)
+from ._clip import clip_by_global_norm as clip_by_global_norm, clip_by_value as clip_by_value
+from ._conditional import (
+    AccumulateState as AccumulateState,
+    EveryState as EveryState,
+    SwitchState as SwitchState,
+    accumulate as accumulate,
+    every as every,
+    switch_after as switch_after,
+)
+from ._monitor import NormState as NormState, record_norm as record_norm, tap as tap
+from ._optax import (
+    Layout as Layout,
+    OptaxState as OptaxState,
+    from_optax as from_optax,
+    import_jax as import_jax,
+    name_of as name_of,
+    to_jax as to_jax,
+    to_optax as to_optax,
+    to_torch as to_torch,
+)
+from ._partition import (
+    Patterns as Patterns,
+    check_which as check_which,
+    in_fragments as in_fragments,
+    label_of as label_of,
+    masked as masked,
+    partition as partition,
+    replace_leaves as replace_leaves,
+)

@@ -7,14 +7,25 @@ from typing import Any
 
 import optree
 
-from .._check import axis_names, flag
-from ..layout._bound_pieces import pieces_here
-from ..spec._spec import Spec, factory
-from ..transform._call import Call, Group
-from ..transform._timing import children
-from ..transform._transform import Needs, Reduction, Transform, check_transform, init_empty
-from ..transform._weights import Over, share_in
-from ..tree._tree import State, Tree
+from ..base import (
+    Call,
+    Group,
+    Needs,
+    Over,
+    Reduction,
+    Spec,
+    State,
+    Transform,
+    Tree,
+    axis_names,
+    check_transform,
+    children,
+    factory,
+    flag,
+    init_empty,
+    share_in,
+)
+from ..layout import pieces_here
 
 
 @factory

@@ -7,11 +7,8 @@ import numbers
 import optree
 import torch
 
-from ..axes._collectives import psum
-from ..spec._spec import factory
-from ..transform._call import Call
-from ..transform._transform import ByNorm, Needs, Transform, init_empty
-from ..tree._tree import State, Tree, global_norm
+from ..axes import psum
+from ..base import ByNorm, Call, Needs, State, Transform, Tree, factory, global_norm, init_empty
 
 
 def _positive(name: str, value: float) -> None:

@@ -11,18 +11,32 @@ import optree
 import torch
 from torch import Tensor
 
-from .._check import whole_number
-from .._sums import wide_dtype, widened
-from ..spec._spec import factory
-from ..transform._call import Call
-from ..transform._counter import check_state, counts_steps
-from ..transform._inner import Inner
-from ..transform._timing import Period, Periodic, Switch, Windows
-from ..transform._transform import Needs, Reduction, Transform, check_transform
-from ..transform._weights import check_weight
-from ..tree._choose import choose_state
-from ..tree._placement import Summed
-from ..tree._tree import State, Tree, device_of, to_device, with_changes
+from ..base import (
+    Call,
+    Inner,
+    Needs,
+    Period,
+    Periodic,
+    Reduction,
+    State,
+    Summed,
+    Switch,
+    Transform,
+    Tree,
+    Windows,
+    check_state,
+    check_transform,
+    check_weight,
+    choose_state,
+    counts_steps,
+    device_of,
+    factory,
+    to_device,
+    whole_number,
+    wide_dtype,
+    widened,
+    with_changes,
+)
 
 
 class SwitchState(NamedTuple):

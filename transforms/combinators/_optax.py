@@ -1,21 +1,95 @@
-"""optax's transformations here."""
+"""Transformations of optax as transforms, and the reverse."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+import numpy as np
 import optree
 import torch
 from torch import Tensor
 
-from .._jax_arrays import Layout, import_jax, name_of, to_jax, to_torch
-from ..spec._spec import factory
-from ..transform._transform import Needs, Transform
-from ..tree._check_tree import check_dense
-from ..tree._tree import Tree, has_no_data, named_leaves, plain
+from ..base import (
+    Needs,
+    State,
+    Transform,
+    Tree,
+    check_dense,
+    check_transform,
+    factory,
+    has_no_data,
+    named_leaves,
+    plain,
+)
+
+# A leaf of this many elements is passed to jax alone. That takes about 60 us; joining leaves takes a copy each way.
+_ALONE = 2**16
+
+
+class Layout:
+    """The position of each leaf in the flat arrays: one array for all small leaves of a dtype, one for each large leaf.
+
+    Attributes:
+        sizes: The arrays: (dtype, the large leaf's index or -1) -> elements.
+        places: Of each leaf its array, its place in it, its number of elements, and its shape.
+    """
+
+    def __init__(self, leaves: Iterable[tuple[Any, Any]]) -> None:
+        self.sizes: dict[tuple[Any, int], int] = {}
+        self.places = []
+        for i, (shape, dtype) in enumerate(leaves):
+            numel = int(np.prod(shape))
+            key = (dtype, i if numel >= _ALONE else -1)
+            at = self.sizes.setdefault(key, 0)
+            self.places.append((key, at, numel, tuple(shape)))
+            self.sizes[key] = at + numel
+
+    def cut(self, flats: Any) -> list[Any]:
+        of = dict(zip(self.sizes, flats, strict=True))
+        return [of[key][at : at + numel].reshape(shape) for key, at, numel, shape in self.places]
+
+    def join(self, leaves: list[Any], concatenate: Callable[[list[Any]], Any]) -> tuple[Any, ...]:
+        parts: dict[Any, list[Any]] = {key: [] for key in self.sizes}
+        for (key, *_), leaf in zip(self.places, leaves, strict=True):
+            parts[key].append(leaf.reshape(-1))
+        return tuple(some[0] if len(some) == 1 else concatenate(some) for some in parts.values())
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """The name of a dtype in jax."""
+    return str(dtype).removeprefix("torch.")
+
+
+def to_jax(flat: Tensor) -> Any:
+    """A tensor as an array of jax: a view of its memory where that is aligned to 64 bytes, else a copy."""
+    jax = import_jax()
+    if not flat.numel():
+        return jax.numpy.zeros((0,), name_of(flat.dtype))
+    return jax.dlpack.from_dlpack(flat.contiguous().resolve_conj().resolve_neg())  # whose memory holds the values
+
+
+def to_torch(array: Any) -> Tensor:
+    """An array of jax as a tensor: a view of its memory."""
+    if not array.size:
+        return torch.zeros(0, dtype=getattr(torch, str(array.dtype)))
+    return torch.from_dlpack(array)  # type: ignore[attr-defined]
+
+
+def import_jax() -> Any:
+    """The module jax.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    try:
+        import jax
+        import jax.dlpack
+    except ImportError:
+        raise ImportError("this needs jax: pip install 'fjoin[jax]'; with optax: pip install 'fjoin[optax]'") from None
+    return jax
 
 
 class OptaxState(NamedTuple):
@@ -167,3 +241,72 @@ class _Compiled:
 
     def tree(self, flats: tuple[Tensor, ...]) -> Tree:
         return optree.tree_unflatten(self._shapes.structure, self._layout.cut(flats))
+
+
+def to_optax(transform: Transform) -> Any:
+    """A transform without collectives as an optax transformation, eagerly or under jax.jit.
+
+    Args:
+        transform: A `Transform`. jax calls it from a thread of its own, where no axis is bound, so it must not
+            communicate.
+
+    Returns:
+        An `optax.GradientTransformation`, whose state is a list of arrays.
+
+    Raises:
+        ImportError: jax or optax is not installed.
+        TypeError: `transform` is no Transform.
+
+    >>> import jax.numpy as jnp
+    >>> from fjoin import transforms as tx
+    >>> clip = to_optax(tx.clip_by_value(1.0))
+    >>> grads = {"a": jnp.array([3.0, 0.5])}
+    >>> clip.update(grads, clip.init(grads))[0]["a"].tolist()
+    [1.0, 0.5]
+    """
+    check_transform(transform, "to_optax")
+    jax = import_jax()
+    import optax  # type: ignore[import-untyped]
+
+    def arrays(state: State) -> list[Any]:
+        """The leaves of a state as numpy arrays, of dtypes that jax supports in its present mode."""
+        arrays = [np.asarray(leaf) for leaf in optree.tree_leaves(state)]
+        return [array.astype(jax.dtypes.canonicalize_dtype(array.dtype)) for array in arrays]
+
+    def begin(params: Any) -> State:
+        return transform.init(jax.tree.map(_from_numpy, params))
+
+    def init(params: Any) -> Any:
+        form = jax.tree.map(_like, arrays(begin(jax.tree.map(lambda p: np.zeros(p.shape, p.dtype), params))))
+        return jax.pure_callback(lambda given: arrays(begin(jax.tree.map(np.asarray, given))), form, params)
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        def call(grads: Any, leaves: Any, given: Any) -> tuple[Any, Any]:
+            grads, given = (jax.tree.map(lambda x: _from_numpy(np.asarray(x)), tree) for tree in (grads, given))
+            first = transform.init(grads)
+            kinds = optree.tree_leaves(first)
+            # Host integers and flags decide which code runs, so they are converted back to their types.
+            held = [
+                _from_numpy(np.asarray(leaf)).to(kind.dtype)
+                if isinstance(kind, Tensor)
+                else type(kind)(np.asarray(leaf))
+                for leaf, kind in zip(leaves, kinds, strict=True)
+            ]
+            old = optree.tree_unflatten(optree.tree_structure(first), held)
+            new, after = transform.update(grads, old, given)
+            return jax.tree.map(lambda t: t.numpy(), new), arrays(after)
+
+        form = jax.tree.map(_like, (updates, state))
+        return jax.pure_callback(call, form, updates, state, params)  # type: ignore[no-any-return]
+
+    return optax.GradientTransformation(init, update)
+
+
+def _from_numpy(array: Any) -> Tensor:
+    if array.dtype.kind == "V":
+        raise TypeError(f"to_optax cannot hand a jax array of {array.dtype.name} to torch; cast it to float32")
+    return torch.from_numpy(np.array(array))  # a copy: jax's arrays are read-only
+
+
+def _like(array: Any) -> Any:
+    return import_jax().ShapeDtypeStruct(array.shape, array.dtype)

@@ -1,16 +1,63 @@
-"""Transforms and optimizers for some of the parameters, chosen by path."""
+"""Transforms of some of the leaves, by path."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, overload
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, TypeAlias, overload
 
-from ..spec._spec import factory
-from ..step_param._optimizer import Optimizer
-from ..transform._call import Call
-from ..transform._transform import Compression, Needs, Reduction, Transform, check_transform
-from ..tree._tree import State, Tree, default_device_of, map_with_path, named_leaves
-from ._patterns import Patterns, Which, check_which, matcher
+import torch
+
+from ..base import (
+    Call,
+    Compression,
+    Needs,
+    Reduction,
+    State,
+    Transform,
+    Tree,
+    check_transform,
+    constant,
+    default_device_of,
+    factory,
+    map_with_path,
+    named_leaves,
+)
+from ..optimizers import Optimizer
+
+Patterns: TypeAlias = str | tuple[str, ...]
+Which: TypeAlias = str | Sequence[str] | Callable[[str], bool]
+
+
+def check_which(name: str, which: Any, functions: bool = True) -> None:
+    """Raise unless `which` is a pattern, several patterns, or, with `functions`, a function of a path.
+
+    Raises:
+        TypeError: none of these.
+        ValueError: no pattern at all.
+    """
+    if isinstance(which, str) or (functions and callable(which)):
+        return
+    if not isinstance(which, (tuple, list)) or not all(isinstance(pattern, str) for pattern in which):
+        other = ", or a function of a path" if functions else ""
+        raise TypeError(f"{name} must be a glob pattern such as '*.bias', a tuple of them{other}, got {which!r}")
+    if not which:
+        raise ValueError(f"{name} is empty, so that it matches nothing, got {which!r}")
+
+
+def matcher(which: Which) -> Callable[[str], bool]:
+    """A function path -> bool: whether the path matches a glob pattern, one of several, or a function."""
+    if isinstance(which, str):
+        return lambda path: _matches(path, which)
+    if callable(which):
+        return which
+    patterns = tuple(which)
+    return lambda path: any([_matches(path, p) for p in patterns])
+
+
+@constant  # Dynamo cannot trace fnmatch
+def _matches(path: str, pattern: str) -> bool:
+    return fnmatchcase(path, pattern)
 
 
 def _chosen(which: Which, tree: Tree) -> dict[str, Any]:
@@ -205,3 +252,82 @@ def _partition_optimizers(parts: dict[Patterns, Optimizer]) -> Optimizer:
         select=lambda path: parts[label_of(parts, path)].at(path),
         check=check,
     )
+
+
+@factory
+def in_fragments(*parts: Transform) -> Transform:
+    """Splits the leaves, in the order of their paths, into as many groups as there are parts, and runs one on each.
+
+    The largest group is as small as groups of neighbours allow. Each group has a leaf at least.
+
+    Args:
+        parts: The transforms; none of them carries the lane.
+
+    Returns:
+        A `Transform`; its state is the tuple of the parts' states.
+
+    Raises:
+        ValueError: no part; at `init` and `update`: fewer leaves than parts.
+        TypeError: a part is no transform.
+
+    >>> from fjoin import transforms as tx
+    >>> two = in_fragments(tx.identity(), tx.stateless(torch.neg))
+    >>> p = {"a": torch.ones(3), "b": torch.ones(1), "c": torch.ones(1)}
+    >>> two.update(p, two.init(p))[0]
+    {'a': tensor([1., 1., 1.]), 'b': tensor([-1.]), 'c': tensor([-1.])}
+    """
+    if not parts:
+        raise ValueError("in_fragments needs at least one transform")
+    for i, part in enumerate(parts):
+        check_transform(part, f"in_fragments: argument {i}")
+
+    def init(params: Tree) -> State:
+        return tuple(part.init(some) for part, some in zip(parts, fragments(params, len(parts)), strict=True))
+
+    def update(grads: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, State]:
+        new, states = {}, list(state)
+        leaves = None if params is None else named_leaves(params)
+        call = call.inside(lane=None)
+        for i, (part, some) in enumerate(zip(parts, fragments(grads, len(parts)), strict=True)):
+            of = None if leaves is None else {path: leaves[path] for path in some}
+            with default_device_of(grads):
+                out, states[i] = part.run(some, state[i], of, call)
+            new.update(out)
+        return replace_leaves(grads, new), tuple(states)
+
+    needs = Needs.LEAVES | Needs.PATHS | Needs.TREE
+    return Transform(init, update, needs)
+
+
+def fragments(tree: Tree, count: int) -> list[dict[str, torch.Tensor]]:
+    """The leaves by path in `count` groups of neighbours, whose largest is as small as possible.
+
+    Raises:
+        ValueError: fewer leaves than groups.
+    """
+    leaves = named_leaves(tree)
+    if count > len(leaves):
+        raise ValueError(f"{count} fragments need as many parameters, got {len(leaves)}: {list(leaves)}")
+    sizes = {path: leaf.numel() for path, leaf in leaves.items()}
+    low, high = max(sizes.values()), sum(sizes.values())
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(_groups(sizes, middle)) <= count else (middle + 1, high)
+    groups = _groups(sizes, low)
+    while len(groups) < count:  # split a group; no group gets larger
+        i = max((i for i, group in enumerate(groups) if len(group) > 1), key=lambda i: sum(sizes[p] for p in groups[i]))
+        groups[i : i + 1] = groups[i][: len(groups[i]) // 2], groups[i][len(groups[i]) // 2 :]
+    return [{path: leaves[path] for path in group} for group in groups]
+
+
+def _groups(sizes: dict[str, int], most: int) -> list[list[str]]:
+    """The fewest groups of neighbours of at most this size each."""
+    groups: list[list[str]] = []
+    room = -1
+    for path, size in sizes.items():
+        if size > room:
+            groups.append([])
+            room = most
+        groups[-1].append(path)
+        room -= size
+    return groups

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..transform._lane import lane_dtype
+from ..base import lane_dtype
 
 # Measured on gloo: larger messages are faster up to about 25 MB on loopback, but at 1 to 3 Gbit/s 5 MiB is best, since
 # no computation overlaps with the last bucket's message. A tensor of 4 MB gets its own message, which needs no copy.

@@ -1,1 +1,85 @@
-"""Optimizers in step_param style."""
+"""Optimizers in step_param style, their schedules and their wrappers."""
+
+from ._adagrad import (
+    AdadeltaState as AdadeltaState,
+    AdafactorState as AdafactorState,
+    AdagradState as AdagradState,
+    RMSpropState as RMSpropState,
+    adadelta as adadelta,
+    adafactor as adafactor,
+    adagrad as adagrad,
+    rmsprop as rmsprop,
+)
+from ._adam import (
+    AdamaxState as AdamaxState,
+    AdamState as AdamState,
+    NAdamState as NAdamState,
+    RAdamState as RAdamState,
+    adam as adam,
+    adamax as adamax,
+    adamw as adamw,
+    lamb as lamb,
+    nadam as nadam,
+    radam as radam,
+)
+from ._checks import (
+    check_grad as check_grad,
+    check_written as check_written,
+    refuse_count as refuse_count,
+    unchecked as unchecked,
+)
+from ._lion import LionState as LionState, lion as lion
+from ._muon import MuonState as MuonState, muon as muon
+from ._optimizer import (
+    Ages as Ages,
+    Item as Item,
+    Optimizer as Optimizer,
+    age_of as age_of,
+    apart as apart,
+    matched as matched,
+    sharing as sharing,
+    state_fields as state_fields,
+    states_of as states_of,
+    step as step,
+    step_in_place as step_in_place,
+    step_lists_ as step_lists_,
+    stepped_together as stepped_together,
+    with_state_fields as with_state_fields,
+)
+from ._schedules import (
+    Schedule as Schedule,
+    check_rates as check_rates,
+    cosine as cosine,
+    from_torch_scheduler as from_torch_scheduler,
+    linear as linear,
+    value_at as value_at,
+    warmup as warmup,
+    warmup_cosine as warmup_cosine,
+)
+from ._sgd import (
+    ASGDState as ASGDState,
+    RpropState as RpropState,
+    SGDState as SGDState,
+    asgd as asgd,
+    rprop as rprop,
+    sgd as sgd,
+)
+from ._wrappers import (
+    OF_TORCH as OF_TORCH,
+    FrozenState as FrozenState,
+    InjectState as InjectState,
+    MixedState as MixedState,
+    as_functional_optim as as_functional_optim,
+    compared as compared,
+    empty_fields as empty_fields,
+    frozen as frozen,
+    inject_hyperparameters as inject_hyperparameters,
+    leaf_arguments as leaf_arguments,
+    master_of as master_of,
+    masters_of as masters_of,
+    mixed_precision as mixed_precision,
+    register_functional_optim as register_functional_optim,
+    remade as remade,
+    with_hyperparameters as with_hyperparameters,
+    with_masters as with_masters,
+)

@@ -7,12 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..schedules._schedules import ScalarOrSchedule
-from ..spec._spec import factory
-from ..step_param._formula import lerp, rate_at
-from ..step_param._hyper import check_betas, not_negative
-from ..step_param._inplace import from_kernel, kernel_lr, new_step, slots
-from ..step_param._optimizer import Optimizer
+from ..base import factory
+from ._kernels import from_kernel, kernel_lr, new_step, slots
+from ._optimizer import Optimizer, lerp, rate_at
+from ._schedules import ScalarOrSchedule, check_betas, not_negative
 
 
 class LionState(NamedTuple):

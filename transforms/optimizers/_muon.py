@@ -8,14 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._check import whole_number
-from ..schedules._schedules import ScalarOrSchedule
-from ..spec._spec import factory
-from ..step_param._formula import rate_at
-from ..step_param._hyper import not_negative
-from ..step_param._inplace import from_kernel, new_step
-from ..step_param._optimizer import Optimizer
-from ..tree._tree import Tree, named_leaves
+from ..base import Tree, factory, named_leaves, whole_number
+from ._kernels import from_kernel, new_step
+from ._optimizer import Optimizer, rate_at
+from ._schedules import ScalarOrSchedule, not_negative
 
 
 class MuonState(NamedTuple):

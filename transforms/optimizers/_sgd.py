@@ -1,28 +1,30 @@
-"""Stochastic gradient descent."""
+"""SGD, averaged SGD and Rprop."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim.asgd import asgd as torch_asgd
+from torch.optim.rprop import rprop as torch_rprop
 
-from ..schedules._schedules import ScalarOrSchedule, value_at
-from ..spec._spec import factory
-from ..step_param._formula import in_float32, penalized, used
-from ..step_param._hyper import a_number, not_negative
-from ..step_param._inplace import (
+from ..base import factory, is_number
+from ._kernels import (
     by_formula,
     from_kernel,
     in_float32_,
     in_place,
     kernel_lr,
+    kernel_of,
     new_step,
+    set_first_rates,
     slots,
     through_memory,
     unscale,
 )
-from ..step_param._optimizer import Optimizer
+from ._optimizer import Optimizer, first_rate, in_float32, penalized, rate_at, used
+from ._schedules import ScalarOrSchedule, a_number, not_negative, value_at
 
 
 class SGDState(NamedTuple):
@@ -136,3 +138,172 @@ def sgd(
         step(params, grads, states, **guards)
 
     return from_kernel(init_param, step_param, numbers=(momentum, dampening, weight_decay), fused=on_halves)
+
+
+class ASGDState(NamedTuple):
+    step: Tensor  # steps taken, 0-d float32
+    eta: Tensor  # the next step's learning rate, 0-d float32
+    mu: Tensor  # the next step's share in the average, 0-d float32
+    ax: Tensor  # like the parameter: the average
+
+
+@factory
+def asgd(
+    lr: ScalarOrSchedule = 1e-2,
+    lambd: float = 1e-4,
+    alpha: float = 0.75,
+    t0: float = 1e6,
+    weight_decay: float = 0.0,
+    maximize: bool = False,
+) -> Optimizer:
+    """Averaged stochastic gradient descent; the average of the parameters is in its state.
+
+        g <- g + weight_decay p
+        p <- p (1 - lambd eta) - eta g,   a <- a + mu (p - a)
+        eta <- lr / (1 + lambd lr t)^alpha,   mu <- 1 / max(1, t - t0)       eta starts at lr, mu at 1
+
+    Args:
+        lr: Learning rate, or a schedule of it; a step but the first uses the value of the step before.
+        lambd: Decay.
+        alpha: Power of the learning rate's decay.
+        t0: Steps before the averaging begins.
+        weight_decay: L2 penalty.
+        maximize: Maximize the objective instead of minimizing it.
+
+    Returns:
+        An `Optimizer`. State: `ASGDState(step, eta, mu, ax)`.
+
+    Raises:
+        ValueError: a negative or infinite lr or weight_decay.
+        TypeError: an argument that is neither a number nor a tensor; lr may be a schedule too.
+
+    Same as: torch.optim.ASGD.
+    Source: Polyak and Juditsky, Acceleration of Stochastic Approximation by Averaging, SIAM 30, 1992.
+
+    >>> opt = asgd(0.1, lambd=0.0)
+    >>> p = torch.tensor([1.0])
+    >>> opt.step_param(p, torch.tensor([2.0]), opt.init_param(p))[0]
+    tensor([0.8000])
+    """
+    not_negative(lr=lr, weight_decay=weight_decay)
+    a_number(lambd=lambd, alpha=alpha, t0=t0)
+
+    def init_param(param: Tensor) -> ASGDState:
+        step = new_step(param)
+        return ASGDState(
+            step, rate_at(lr, step).to(step) * torch.ones_like(step), torch.ones_like(step), torch.zeros_like(param)
+        )
+
+    def step_param(param: Tensor, grad: Tensor, state: ASGDState) -> tuple[Tensor, ASGDState]:
+        dtype, rate, step = param.dtype, rate_at(lr, state.step), state.step + 1
+        grad = penalized(param, grad, weight_decay, maximize)
+        eta = first_rate(lr, state.step, state.eta).double()
+        param = param * (1 - lambd * eta).to(dtype) - eta.to(dtype) * grad
+        average = torch.where(state.mu == 1, param, state.ax + (param - state.ax) * state.mu.to(dtype))
+        wide = step.double()
+        next_eta = (rate / torch.pow(1 + lambd * rate * wide, alpha)).to(torch.float32)
+        next_mu = (1 / torch.clamp(wide - t0, min=1.0)).to(torch.float32)
+        return param, ASGDState(step, next_eta, next_mu, average)
+
+    # Not foreach, whose learning rates are rounded to float32 on the way.
+    kernel = kernel_of(
+        torch_asgd,
+        ("ax", "mu", "eta", "step"),
+        foreach=False,
+        lr=lr,
+        lambd=lambd,
+        t0=t0,
+        alpha=alpha,
+        weight_decay=weight_decay,
+        maximize=maximize,
+    )
+
+    def begun(params: list[Tensor], grads: list[Tensor], states: list[ASGDState]) -> None:
+        set_first_rates(lr, [state.step for state in states], slots(states, "eta"))
+        kernel(params, grads, states)
+
+    return from_kernel(init_param, step_param, begun, ("step", "eta", "mu"), numbers=(lambd, alpha, t0, weight_decay))
+
+
+class RpropState(NamedTuple):
+    step: Tensor  # steps taken, 0-d float32
+    prev: Tensor  # like the parameter: the previous gradient
+    step_size: Tensor  # like the parameter
+
+
+@factory
+def rprop(
+    lr: ScalarOrSchedule = 1e-2,
+    etas: tuple[float, float] = (0.5, 1.2),
+    step_sizes: tuple[float, float] = (1e-6, 50.0),
+    maximize: bool = False,
+) -> Optimizer:
+    """Resilient backpropagation: each element has its own step size, and the gradient gives only the sign.
+
+        a <- clip(a e, step_sizes),   e = eta+ where g g' > 0,  eta- where g g' < 0,  else 1
+        g <- 0 where g g' < 0
+        p <- p - sign(g) a,   g' <- g
+
+    Args:
+        lr: The first step size a, or a schedule; only its value in the first step is used.
+        etas: (eta-, eta+), below and above 1.
+        step_sizes: The smallest and the largest step size.
+        maximize: Maximize the objective instead of minimizing it.
+
+    Returns:
+        An `Optimizer`. State: `RpropState(step, prev, step_size)`.
+
+    Raises:
+        ValueError: a negative or infinite lr; etas that are not 0 < eta- < 1 < eta+.
+        TypeError: an argument that is neither a number nor a tensor; lr may be a schedule too.
+
+    Same as: torch.optim.Rprop.
+    Source: Riedmiller and Braun, A direct adaptive method for faster backpropagation learning, 1993, section IV.
+
+    >>> opt = rprop(0.1)
+    >>> p = torch.tensor([1.0])
+    >>> opt.step_param(p, torch.tensor([2.0]), opt.init_param(p))[0]
+    tensor([0.9000])
+    """
+    not_negative(lr=lr)
+    if not _pair(etas) or not 0.0 < etas[0] < 1.0 < etas[1]:
+        raise ValueError(f"etas must be two numbers, one above 0 and below 1, one above 1, got {etas!r}")
+    if not _pair(step_sizes):
+        raise ValueError(f"step_sizes must be two numbers, the smallest and the largest, got {step_sizes!r}")
+    down, up = etas
+    least, most = step_sizes
+
+    def init_param(param: Tensor) -> RpropState:
+        step = new_step(param)
+        size = rate_at(lr, step).to(param) * torch.ones_like(param)
+        return RpropState(step, torch.zeros_like(param), size)
+
+    def step_param(param: Tensor, grad: Tensor, state: RpropState) -> tuple[Tensor, RpropState]:
+        if maximize:
+            grad = -grad
+        agrees = grad * state.prev
+        size = first_rate(lr, state.step, state.step_size)
+        size = torch.where(agrees > 0, size * up, torch.where(agrees < 0, size * down, size)).clamp(least, most)
+        grad = torch.where(agrees < 0, torch.zeros_like(grad), grad)
+        return param - grad.sign() * size, RpropState(state.step + 1, grad, size)
+
+    kernel = kernel_of(
+        torch_rprop,
+        ("prev", "step_size", "step"),
+        foreach=True,
+        step_size_min=least,
+        step_size_max=most,
+        etaminus=down,
+        etaplus=up,
+        maximize=maximize,
+    )
+
+    def begun(params: list[Tensor], grads: list[Tensor], states: list[RpropState]) -> None:
+        set_first_rates(lr, [state.step for state in states], slots(states, "step_size"))
+        kernel(params, grads, states)
+
+    return from_kernel(init_param, step_param, begun)
+
+
+def _pair(values: Any) -> bool:
+    return isinstance(values, (tuple, list)) and len(values) == 2 and all(map(is_number, values))

@@ -1,1 +1,51 @@
-"""Pipelines: a hook, an optimizer and a parameter transform."""
+"""A hook, an optimizer and transforms of parameters as one step; its plan, its placements, its explanation."""
+
+from ._counting_memory import CountingMemory as CountingMemory
+from ._explain import explain as explain, explain_memory as explain_memory
+from ._explanation import Explanation as Explanation, Recorder as Recorder
+from ._fuse import fuse as fuse
+from ._pipeline import (
+    NAME as NAME,
+    Pipeline as Pipeline,
+    Rates as Rates,
+    check_sum as check_sum,
+    number_of as number_of,
+    parts_of as parts_of,
+    rates_of as rates_of,
+)
+from ._placements import (
+    buffers_placement as buffers_placement,
+    params_placement as params_placement,
+    placed as placed,
+    placements as placements,
+)
+from ._plan import (
+    Plan as Plan,
+    axes_of as axes_of,
+    make_plan as make_plan,
+    takes_flat as takes_flat,
+    warn_if_silent as warn_if_silent,
+)
+from ._program import (
+    FLUSH as FLUSH,
+    Agree as Agree,
+    Effect as Effect,
+    Ends as Ends,
+    Flag as Flag,
+    Gather as Gather,
+    Judge as Judge,
+    Program as Program,
+    Programs as Programs,
+    Stages as Stages,
+    execute as execute,
+    inverse as inverse,
+)
+from ._sharded import Sharding as Sharding
+from ._skip import (
+    LossScaleState as LossScaleState,
+    SkipState as SkipState,
+    dynamic_loss_scale as dynamic_loss_scale,
+    skip_if_nonfinite as skip_if_nonfinite,
+)
+from ._tree_memory import PipelineState as PipelineState, by_path as by_path
+from ._zero import zero as zero

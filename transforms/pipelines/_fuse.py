@@ -7,33 +7,35 @@ from typing import Any
 
 import torch
 
-from .._axis_env import bound
-from .._check import flag as check_flag
-from .._uncompiled import constant
-from ..codecs._codec import Codec
-from ..combinators._chain import LIVE, WEIGHTS
-from ..layout._bound_pieces import bind_pieces
-from ..layout._pieces import Pieces
-from ..optimizers.wrappers._mixed_precision import masters_of
-from ..plan._plan import make_plan
-from ..program._effect import FLUSH
-from ..program._execute import execute
-from ..program._ops import Program
-from ..program._program import Parts, Programs
-from ..spec._spec import factory
-from ..step_param._lift import matched
-from ..step_param._optimizer import Optimizer
-from ..step_param._state_fields import state_fields
-from ..transform._call import NAMES, Call
-from ..transform._lane import Lane, check_lane
-from ..transform._timing import changes_with_steps
-from ..transform._transform import Transform, check_transform
-from ..tree._check_tree import check_dense, check_same
-from ..tree._tree import State, Tree, named_leaves, plain, readable_without_sync, with_changes
-from ._donation import in_own_memory, use
-from ._pipeline import Pipeline, Skips
-from ._rates import NAME as RATES
-from ._sharding import sharding_of
+from ..axes import bound
+from ..base import (
+    NAMES,
+    Call,
+    Lane,
+    State,
+    Transform,
+    Tree,
+    changes_with_steps,
+    check_dense,
+    check_lane,
+    check_same,
+    check_transform,
+    constant,
+    factory,
+    flag as check_flag,
+    named_leaves,
+    plain,
+    readable_without_sync,
+    with_changes,
+)
+from ..codecs import Codec
+from ..combinators import LIVE, WEIGHTS
+from ..layout import Pieces, bind_pieces
+from ..optimizers import Optimizer, masters_of, matched, state_fields
+from ._pipeline import NAME as RATES, Pipeline, Skips, in_own_memory, use
+from ._plan import make_plan
+from ._program import FLUSH, Parts, Program, Programs, execute
+from ._sharded import sharding_of
 from ._tree_memory import Owner, PipelineState, TreeMemory, by_path
 
 

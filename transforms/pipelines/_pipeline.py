@@ -1,20 +1,152 @@
-"""Whole training steps as pure functions."""
+"""`Pipeline`; donated states; rates that ranks compare."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import zlib
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import optree
+import torch
 from torch import Tensor
 
-from ..program._program import Parts
-from ..spec._spec import Spec
-from ..spec._specified import Specified
-from ..step_param._optimizer import Optimizer
-from ..transform._transform import Transform
-from ..tree._tree import State, Tree
-from ._sharding import Sharding
+from ..axes import all_gather, axis_size
+from ..base import AxisName, DesyncError, DonatedState, Spec, Specified, State, Transform, Tree, fingerprint, plain
+from ..optimizers import Optimizer, check_rates, compared, states_of
+from ._program import Parts
+from ._sharded import Sharding
+
+
+def use(mark: Tensor, donated: bool) -> None:
+    """Use a state, of which `mark` is a tensor that no other state has.
+
+    Raises:
+        DonatedState: it was donated before.
+    """
+    held: Any = mark
+    if getattr(held, "_donated", False):
+        raise DonatedState(
+            "this state was donated to a step, which has overwritten it; use the state that the step returned: "
+            "params, state = pipeline.step(params, grads, state, donate=True)"
+        )
+    if donated:
+        held._donated = True
+
+
+def in_own_memory(grads: Tree, params: Tree) -> Tree:
+    """Gradients that may be overwritten: those that share memory with others, or with parameters, are copied."""
+    if _apart([*optree.tree_leaves(params), *optree.tree_leaves(grads)]):
+        return grads
+    taken = _Spans(optree.tree_leaves(params))
+
+    def own(grad: Any) -> Any:
+        if not isinstance(grad, Tensor) or grad.layout is not torch.strided or taken.add(grad):
+            return grad
+        return grad.contiguous() if _is_spread(grad) else grad.clone(memory_format=torch.contiguous_format)
+
+    return optree.tree_map(own, grads)
+
+
+def are_apart(params: Tree) -> bool:
+    """Whether no two leaves share memory, so that each can be stepped in place."""
+    leaves, taken = optree.tree_leaves(params), _Spans(())
+    return _apart(leaves) or all(taken.add(leaf) for leaf in leaves)
+
+
+def _apart(leaves: list[Any]) -> bool:
+    """Whether all are contiguous tensors and none begins before the end of another: the common case, found fast."""
+    if not all(isinstance(x, Tensor) and x.layout is torch.strided and x.is_contiguous() for x in leaves):
+        return False
+    spans = sorted([(x.data_ptr(), x.nbytes) for x in leaves if x.nbytes])
+    return all([a + size <= b for (a, size), (b, _) in itertools.pairwise(spans)])
+
+
+def _is_spread(x: Tensor) -> bool:
+    """Whether elements of a tensor share memory, or there are gaps between them."""
+    return not bool(torch.ops.aten.is_non_overlapping_and_dense.default(x))
+
+
+class _Spans:
+    """Parts of memory that are taken."""
+
+    def __init__(self, tensors: Iterable[Any]) -> None:
+        self._by_storage: dict[int, list[tuple[int, int]]] = {}
+        for x in tensors:
+            if isinstance(x, Tensor) and x.layout is torch.strided:
+                self.add(x)
+
+    def add(self, x: Tensor) -> bool:
+        """Take the memory of a tensor; False if some of it is taken, or it is not in one piece."""
+        if _is_spread(x):
+            return False
+        start = x.data_ptr()
+        span = start, start + x.nbytes
+        others = self._by_storage.setdefault(x.untyped_storage().data_ptr(), [])
+        if x.nbytes and any(low < span[1] and span[0] < high for low, high in others):
+            return False
+        others.append(span)
+        return True
+
+
+Rates = Sequence[tuple[str, float]]
+NAME = "rates"  # in the lane
+_PIPELINE = "pipeline"
+# Numbers in [2^19, 2^20): none is a multiple of another, and their sums over 2^14 ranks are exact in the lane.
+LEAST = 2**19
+
+
+def number_of(*parts: object) -> float:
+    """A number that tells values apart where it is summed over ranks: the sum is a multiple only where all are equal."""
+    return float(LEAST + zlib.crc32(repr(parts).encode()) % LEAST)
+
+
+def mark_of(*parts: object) -> list[tuple[str, float]]:
+    """What a pipeline's first step compares in addition: a number that tells these parts from others."""
+    return [(_PIPELINE, float(int(fingerprint(*parts)[:12], 16)))]
+
+
+def rates_of(optimizer: Optimizer, params: Tree, slots: State) -> list[tuple[str, float]]:
+    """The hyperparameters that may differ between ranks, by name; without those that Python cannot read now."""
+    if not plain(params, slots):
+        return []
+    if optimizer.select is None and not compared(optimizer, optimizer.forms.probe):
+        return []
+    names, _, states, _ = states_of(params, slots)
+    parts = {}
+    for name, state in zip(names, states, strict=True):
+        part = optimizer.at(name)
+        parts[id(part)] = part, state
+    hypers = [(compared(part, state), state.step) for part, state in parts.values()]
+    return [rate for some, step in hypers if some for rate in check_rates(some, step)]
+
+
+def check_sum(rates: Rates, summed: Tensor, axes: AxisName, step: int) -> None:
+    """Raise DesyncError on all ranks of some axes unless they have these hyperparameters.
+
+    Args:
+        summed: The sum of `number_of(rates)` over the ranks, one or more times.
+    """
+    if float(summed.detach()) % (axis_size(axes) * number_of(rates)) == 0:
+        return
+    for some in (rates[:1], rates[1:]):  # of other pipelines there may be another number
+        ranks = all_gather(torch.tensor([value for _, value in some], dtype=torch.float64), axes)
+        for rank, there in enumerate(ranks.tolist()):
+            for (name, _), value, first in zip(some, there, ranks[0].tolist(), strict=True):
+                if value != first:
+                    raise DesyncError(_text(name, rank, value, first, step), rank=rank, step=step)
+
+
+def _text(name: str, rank: int, value: float, first: float, step: int) -> str:
+    if name == _PIPELINE:
+        return (
+            f"step {step}: rank {rank} has another pipeline than rank 0; make it from the same arguments on all ranks"
+        )
+    return (
+        f"step {step}: rank {rank} steps with {name}={value!r}, but rank 0 with {name}={first!r}; a schedule must not depend "
+        f"on the rank or its data, and with_hyperparameters(...) takes equal values on all ranks"
+    )
 
 
 def _as_they_are(grads: Tree, state: Any) -> Tree:

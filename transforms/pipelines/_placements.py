@@ -8,15 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._axis_env import bound
-from ..combinators._chain import stages
-from ..plan._plan import axes_of
-from ..spec._spec import spec_of
-from ..transform._timing import Periodic, Switch, children, running
-from ..transform._transform import Transform
-from ..tree._placement import Merge, Placement, marks
-from ..tree._tree import State
+from ..axes import bound
+from ..base import Merge, Periodic, Placement, State, Switch, Transform, children, marks, running, spec_of
+from ..combinators import stages
 from ._pipeline import Pipeline
+from ._plan import axes_of
 from ._tree_memory import PipelineState
 
 

@@ -8,25 +8,27 @@ import optree
 import torch
 from torch import Tensor
 
-from ..axes._collectives import psum
-from ..codecs._codec import Codec
-from ..layout._bound_pieces import bind_pieces
-from ..layout._pieces import Pieces
-from ..optimizers.wrappers._mixed_precision import masters_of, with_masters
-from ..program._effect import Effect, flag
-from ..program._ops import Agree, Ends, Gather, Judge, Stages
-from ..step_param._lift import step as step_tree
-from ..step_param._optimizer import Optimizer
-from ..step_param._state_fields import state_fields, with_state_fields
-from ..transform._call import Call
-from ..transform._transform import Transform
-from ..transform._weights import check_weight, share_of
-from ..tree._placement import Summed
-from ..tree._tree import State, Tree, all_finite, map_with_path, path_string, to_device, with_changes
-from ._donation import are_apart
-from ._rates import NAME as RATES
-from ._rates import Rates, check_sum, mark_of, number_of, rates_of
-from ._sharding import Sharding
+from ..axes import psum
+from ..base import (
+    Call,
+    State,
+    Summed,
+    Transform,
+    Tree,
+    all_finite,
+    check_weight,
+    map_with_path,
+    path_string,
+    share_of,
+    to_device,
+    with_changes,
+)
+from ..codecs import Codec
+from ..layout import Pieces, bind_pieces
+from ..optimizers import Optimizer, masters_of, state_fields, step as step_tree, with_masters, with_state_fields
+from ._pipeline import NAME as RATES, Rates, are_apart, check_sum, mark_of, number_of, rates_of
+from ._program import Agree, Effect, Ends, Gather, Judge, Stages, flag
+from ._sharded import Sharding
 
 
 class PipelineState(NamedTuple):

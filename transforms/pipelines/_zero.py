@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..axes._primitive import names
-from ..codecs._codec import Codec
-from ..combinators._chain import chain
-from ..reductions._compress import compress
-from ..reductions._mean import mean
-from ..sharding._scatter_mean import scatter_mean
-from ..spec._spec import factory
-from ..spec._specified import call_factory
-from ..step_param._optimizer import Optimizer
-from ..transform._transform import Transform, check_transform
+from ..axes import names
+from ..base import Transform, call_factory, check_transform, factory
+from ..codecs import Codec
+from ..combinators import chain
+from ..optimizers import Optimizer
+from ..reductions import compress, mean, scatter_mean
 from ._fuse import fuse
 from ._pipeline import Pipeline
 

@@ -5,22 +5,31 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._check import one_axis, real
-from ..axes._collectives import axis_index, axis_size, psum
-from ..axes._gather_scatter import all_gather, psum_scatter
-from ..codecs._codec import Codec, check_codec, refuse_derivative
-from ..codecs._random_bits import places_of
-from ..spec._spec import factory
-from ..transform._call import Call
-from ..transform._lane import decode_words, lane_dtype
-from ..transform._rider import Rider, first_of
-from ..transform._transform import Compression, Needs, Transform
-from ..transform._weights import Over, RankWeight, check_over, nonzero_or_one
-from ..tree._tree import Tree, device_of, named_leaves, to_device
-from ._coded_mean import Reduced, Term, coded_mean, cut
-from ._encoded_mean import ravel, split, unravel, with_residual
-from ._reduction import Sums, reduction
-from ._residuals import ResidualMemory
+from ..axes import all_gather, axis_index, axis_size, psum, psum_scatter
+from ..base import (
+    Call,
+    Compression,
+    Needs,
+    Over,
+    RankWeight,
+    Rider,
+    Transform,
+    Tree,
+    check_over,
+    decode_words,
+    device_of,
+    factory,
+    first_of,
+    lane_dtype,
+    named_leaves,
+    nonzero_or_one,
+    one_axis,
+    real,
+    to_device,
+)
+from ..codecs import Codec, check_codec, places_of, refuse_derivative
+from ._coded_sum import Reduced, Sums, Term, coded_mean, cut, ravel, reduction, split, unravel, with_residual
+from ._error_feedback import ResidualMemory
 
 
 @factory

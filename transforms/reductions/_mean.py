@@ -11,19 +11,33 @@ import optree
 import torch
 from torch import Tensor
 
-from .._check import AxisName, some_axes
-from .._sums import divided
-from ..axes._collectives import axis_size, psum
-from ..axes._primitive import sum_donated
-from ..spec._spec import factory
-from ..transform._call import Call
-from ..transform._lane import decode_words
-from ..transform._rider import Rider, first_of, no_words
-from ..transform._transform import Needs, Transform, init_empty
-from ..transform._weights import Over, RankWeight, Unit, check_over, divisor_of, lacks_unit, nonzero_or_one, unit_near
-from ..tree._tree import Tree, device_of, plain
-from ._encoded_mean import encoded_mean
-from ._reduction import Sums, reduction
+from ..axes import axis_size, psum, sum_donated
+from ..base import (
+    AxisName,
+    Call,
+    Needs,
+    Over,
+    RankWeight,
+    Rider,
+    Transform,
+    Tree,
+    Unit,
+    check_over,
+    decode_words,
+    device_of,
+    divided,
+    divisor_of,
+    factory,
+    first_of,
+    init_empty,
+    lacks_unit,
+    no_words,
+    nonzero_or_one,
+    plain,
+    some_axes,
+    unit_near,
+)
+from ._coded_sum import Sums, encoded_mean, reduction
 
 
 def _weighted_sum(

@@ -9,14 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._check import AxisName, some_axes
-from ..axes._collectives import axis_index, axis_size, pmax, pmin, psum
-from ..axes._from_one import from_one
-from ..reductions._reduction import MeanState, init_mean
-from ..spec._spec import factory
-from ..transform._transform import Needs, Transform
-from ..transform._weights import check_weight
-from ..tree._tree import Tree, device_of, map_with_path, named_leaves, readable_without_sync, to_device
+from ..axes import axis_index, axis_size, from_one, pmax, pmin, psum
+from ..base import (
+    AxisName,
+    Needs,
+    Transform,
+    Tree,
+    check_weight,
+    device_of,
+    factory,
+    map_with_path,
+    named_leaves,
+    readable_without_sync,
+    some_axes,
+    to_device,
+)
+from ..reductions import MeanState, init_mean
 
 
 @factory

@@ -126,8 +126,8 @@ def test_control_flow_on_a_sum() -> None:
 
 def test_trees_travel_packed() -> None:
     """A tree of any form is sent in one message per dtype."""
-    from fjoin.transforms._axis_env import bind_axes
-    from fjoin.transforms.pipelines.explain._recorder import Recorder
+    from fjoin.transforms.axes import bind_axes
+    from fjoin.transforms.pipelines import Recorder
 
     notes: list[Any] = []
     tree = {
@@ -158,8 +158,8 @@ def test_trees_travel_packed() -> None:
 
 def test_large_trees_travel_in_several_messages() -> None:
     """A leaf is never split, and a large one travels alone."""
-    from fjoin.transforms._axis_env import bind_axes
-    from fjoin.transforms.pipelines.explain._recorder import Recorder
+    from fjoin.transforms.axes import bind_axes
+    from fjoin.transforms.pipelines import Recorder
 
     notes: list[Any] = []
     tree = [torch.full((10**6 * n,), float(n), dtype=dtype) for n, dtype in ((3, torch.float32), (1, torch.float64))]

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from fjoin import transforms as tx
-from fjoin.transforms.codecs import _scaled
-from fjoin.transforms.codecs._bit_packing import in_a_byte, pack, unpack, width
-from fjoin.transforms.codecs._random_bits import key_of, places_of
+from fjoin.transforms.codecs import _blocks as _scaled, key_of, places_of
+from fjoin.transforms.codecs._blocks import in_a_byte, pack, unpack, width
 from tests.helpers import raises_text, same_bits
 
 ON_AVERAGE: dict[str, Any] = {
@@ -114,7 +113,7 @@ def test_random_bits_depend_on_seed_step_and_path_only() -> None:
 
 
 def test_stochastic_codecs_need_a_hook_that_counts_steps() -> None:
-    from fjoin.transforms.reductions._coded_mean import Term, coded_mean
+    from fjoin.transforms.reductions._coded_sum import Term, coded_mean
 
     def bare() -> Any:
         one = torch.ones((), dtype=torch.float64)

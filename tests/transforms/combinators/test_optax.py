@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fjoin import transforms as tx
-from fjoin.transforms import _jax_arrays
+from fjoin.transforms.combinators import _optax as _jax_arrays
 from tests.helpers import max_diff, params_like, raises_text, same_bits
 from tests.oracle import optax_run
 from tests.oracle.whole_batch import make_batches

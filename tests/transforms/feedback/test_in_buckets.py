@@ -9,8 +9,7 @@ import torch
 
 from fjoin import transforms as tx
 from fjoin.testing._compare import same_bits
-from fjoin.transforms.transform._rider import BucketSums
-from fjoin.transforms.tree._bucketwise import restrict
+from fjoin.transforms.base import BucketSums, restrict
 
 SHAPES = {"plain": (3,), "a": (5,), "b": (2, 3)}
 BUCKETS = (["plain"], ["a"], ["b"])  # nothing in the first one is encoded

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fjoin import transforms as tx
-from fjoin.transforms.optimizers.wrappers._mixed_precision import master_of
+from fjoin.transforms.optimizers import master_of
 from tests.optimizer_table import OPTIMIZERS
 from tests.oracle import optim
 from tests.parity_table import KINDS

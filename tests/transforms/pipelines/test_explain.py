@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fjoin import transforms as tx
-from fjoin.transforms.axes.simulator import _lockstep
-from fjoin.transforms.layout._buckets import make_layout
+from fjoin.transforms.axes import _simulate as _lockstep
+from fjoin.transforms.layout import make_layout
 from tests.helpers import raises_text
 from tests.traffic import announced
 

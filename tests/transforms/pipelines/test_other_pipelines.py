@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from fjoin import DesyncError
-from fjoin import transforms as tx
+from fjoin import DesyncError, transforms as tx
 from tests.helpers import raises_text
 
 MEAN = tx.mean("data")

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from fjoin import transforms as tx
-from fjoin.transforms.transform._lane import decode_lane, encode_lane, host_lane, host_words, rank_bit, ranks_in
+from fjoin.transforms.base import encode_lane, host_lane, host_words, rank_bit, ranks_in
+from fjoin.transforms.base._lane import decode_lane
 from tests.helpers import max_diff, raises_text, same_bits
 
 # -- means -------------------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.transforms.plan._plan import make_plan, takes_flat
-from fjoin.transforms.tree._tree import global_norm, named_leaves
+from fjoin.transforms.base import global_norm, named_leaves
+from fjoin.transforms.pipelines import make_plan, takes_flat
 from tests.helpers import max_diff, raises_text
 
 Needs = tx.Needs

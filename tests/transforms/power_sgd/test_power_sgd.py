@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from fjoin import transforms as tx
-from fjoin.transforms._axis_env import Axis, bind_axes
-from fjoin.transforms.transform._rider import BucketSums
-from fjoin.transforms.tree._bucketwise import restrict
+from fjoin.transforms.axes import Axis, bind_axes
+from fjoin.transforms.base import BucketSums, restrict
 from tests.helpers import max_diff, raises_text, same_bits
 from tests.power_problem import COMPRESSED, SHAPES, draws, exact, made
 

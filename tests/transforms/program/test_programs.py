@@ -8,11 +8,8 @@ import pytest
 import torch
 
 from fjoin import transforms as tx
-from fjoin.transforms.plan._plan import make_plan
-from fjoin.transforms.program._effect import Effect
-from fjoin.transforms.program._execute import execute
-from fjoin.transforms.program._ops import Agree, Ends, Gather, Judge, Keep, Observe, Stages, Step
-from fjoin.transforms.program._program import Parts, program
+from fjoin.transforms.pipelines import Agree, Effect, Ends, Gather, Judge, Stages, execute, make_plan
+from fjoin.transforms.pipelines._program import Keep, Observe, Parts, Step, program
 
 DATA, NODES = {"data": 4}, {"node": 2, "local": 2}
 MEAN, NODE, LOCAL = tx.mean("data"), tx.mean("node"), tx.mean("local")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fjoin import transforms as tx
-from fjoin.transforms.axes.simulator._lockstep import SimulatedAxis
+from fjoin.transforms.axes._simulate import SimulatedAxis
 from tests.quantized_calls import AXES, BOTH, CALLS, CODECS, SERVED
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.shared_memory._channel import combine
+from fjoin.shared_memory import combine
 from tests.helpers import same_bits
 from tests.pool import Pool
 

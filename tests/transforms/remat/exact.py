@@ -10,8 +10,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from fjoin.transforms.remat.values._pinned import Host
-from fjoin.transforms.remat.values._store import Abstract, Handle, is_abstract
+from fjoin.transforms.rematerialization._offload import Abstract, Handle, Host, is_abstract
 
 
 class _Held(Handle):

@@ -15,9 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fjoin import transforms as tx
-from fjoin.transforms.remat.values._offload import Coded
-from fjoin.transforms.remat.values._pinned import Host
-from fjoin.transforms.remat.values._store import Handle
+from fjoin.transforms.rematerialization._offload import Coded, Handle, Host
 from tests.helpers import raises_text
 
 from .transformer import Count, Counted, Transformer, tokens

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from fjoin import transforms as tx
-from fjoin.transforms.remat.surroundings._surroundings import FLAGS
+from fjoin.transforms.rematerialization._modes import FLAGS
 
 POLICIES: dict[str, Any] = {"nothing": None, "dots": tx.dots_saveable, "own": lambda op, *args, **kw: "mul" in str(op)}
 

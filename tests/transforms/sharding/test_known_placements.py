@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fjoin import transforms as tx
-from fjoin.transforms.pipelines._placements import buffers_placement, params_placement
+from fjoin.transforms.pipelines import buffers_placement, params_placement
 
 ONE, TWO = {"data": 2}, {"node": 2, "local": 2}
 ADAM = tx.adamw(0.1)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from fjoin import transforms as tx
-from fjoin.transforms.pipelines._placements import params_placement
-from fjoin.transforms.tree._placement import marks
+from fjoin.transforms.base import marks
+from fjoin.transforms.pipelines import params_placement
 from tests.goldens.golden_problem import STEPS, gradients, start, weight
 from tests.goldens.golden_rows import ROWS
 

@@ -1,0 +1,280 @@
+"""torch's activation checkpointing, by its names."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, _CachingTorchDispatchMode
+
+from .transforms.rematerialization import Keep, Offload, Policy, Runner, everything_saveable, runner_of
+
+_NAMES = ("policy", "offload", "preserve_rng", "early_stop")
+_KEPT = {
+    CheckpointPolicy.MUST_SAVE: Keep.SAVE,
+    CheckpointPolicy.PREFER_SAVE: Keep.SAVE,
+    CheckpointPolicy.MUST_RECOMPUTE: Keep.RECOMPUTE,
+    CheckpointPolicy.PREFER_RECOMPUTE: Keep.RECOMPUTE,
+    **{getattr(CheckpointPolicy, name): Keep.OFFLOAD for name in dir(CheckpointPolicy) if name.endswith("CPU_OFFLOAD")},
+}
+# torch's arguments that say how to run again: the values that mean what happens here, and what to do instead of others.
+_FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "use_reentrant": ((True, False, None), "both forms are one here: leave it out"),
+    "determinism_check": (("default", "none"), "a second run is compared with the first in any case: leave it out"),
+    "respect_saved_tensors_hooks": (
+        (True, None),
+        "torch.autograd.graph.saved_tensors_hooks around the module get what a policy keeps, in any case: leave it out",
+    ),
+    "debug": (
+        (False,),
+        "the error of a second run that differs names the first tensor that does: leave it out, or run in "
+        "torch.autograd.detect_anomaly()",
+    ),
+}
+
+
+def run_with(given: dict[str, Any]) -> Runner:
+    """What calls a module's forward as these arguments say.
+
+    Raises:
+        TypeError: an unknown name; a context_fn that is no function.
+        ValueError: a value of one of torch's arguments that has no equivalent.
+    """
+    options = dict(given)
+    for name, (values, instead) in _FIXED.items():
+        if name in options and not any(options[name] is value or options[name] == value for value in values):
+            raise ValueError(
+                f"checkpoint_wrapper: {name} must be {' or '.join(map(repr, values))}, got {options[name]!r}; {instead}"
+            )
+        options.pop(name, None)
+    if "preserve_rng_state" in options:
+        if "preserve_rng" in options:
+            raise TypeError(
+                "checkpoint_wrapper: preserve_rng and preserve_rng_state are one argument; give one of them"
+            )
+        options["preserve_rng"] = options.pop("preserve_rng_state")
+    context_fn = options.pop("context_fn", None)
+    for name in options:
+        if name not in _NAMES:
+            raise TypeError(
+                f"checkpoint_wrapper takes {', '.join(_NAMES)}, or a checkpoint_fn, or torch's preserve_rng_state, context_fn, "
+                f"{', '.join(_FIXED)}, got {name!r}"
+            )
+    if context_fn is None:
+        return runner_of(**options)
+    if not callable(context_fn):
+        raise TypeError(f"checkpoint_wrapper: context_fn must be a function, got {context_fn!r}")
+    if options.get("policy") is not None:
+        raise ValueError("checkpoint_wrapper: context_fn and policy both say what to keep; give one of them")
+
+    def run(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        # Made for each call, as torch does: a policy may count.
+        return runner_of(**{**options, "policy": policy_of(context_fn())})(fn, args, kwargs)
+
+    return run
+
+
+def policy_of(contexts: Any) -> Policy:
+    """The policy in the contexts that torch's create_selective_checkpoint_contexts makes.
+
+    Raises:
+        TypeError: other contexts.
+    """
+    first = contexts[0] if isinstance(contexts, tuple) and len(contexts) == 2 else None
+    if not isinstance(first, _CachingTorchDispatchMode):
+        raise TypeError(
+            f"checkpoint_wrapper: context_fn must return what torch's create_selective_checkpoint_contexts(policy) returns, got "
+            f"{contexts!r}; say what to keep by policy=, and enter other contexts in the module's forward, which runs again"
+        )
+    of_torch, context = first.policy_fn, SelectiveCheckpointContext(is_recompute=False)
+
+    def policy(op: Any, *args: Any, **kwargs: Any) -> Keep:
+        found = of_torch(context, op, *args, **kwargs)
+        if isinstance(found, bool):
+            return Keep.SAVE if found else Keep.RECOMPUTE
+        return _KEPT[found]
+
+    return policy
+
+
+class CheckpointImpl(enum.Enum):
+    """The two forms of torch's own checkpoint. Here both are one: `remat` has the limits of neither."""
+
+    REENTRANT = enum.auto()
+    NO_REENTRANT = enum.auto()
+
+
+class CheckpointWrapper(nn.Module):
+    """A view of a module, with its attributes, and with a forward pass that keeps less."""
+
+    _plain: type[nn.Module]  # the module's class
+    _made_by: tuple[tuple[Callable[..., nn.Module], dict[str, Any]], ...]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _rebuilt, (self._plain, self._made_by), self.__getstate__()  # type: ignore[no-untyped-call]
+
+
+def checkpoint_wrapper(
+    module: nn.Module,
+    checkpoint_impl: CheckpointImpl = CheckpointImpl.NO_REENTRANT,
+    checkpoint_fn: Callable[..., Any] | None = None,
+    **checkpoint_fn_kwargs: Any,
+) -> nn.Module:
+    """torch's checkpoint_wrapper: a module whose intermediate values are computed again in the backward pass.
+
+    What it returns is an instance of the module's class, with the same parameters, buffers, submodules and names, so
+    that `state_dict`, `named_parameters`, `named_buffers`, `named_modules`, torch.func.functional_call and `functional`
+    are those of the module. Buffers are written once in each step.
+
+    Args:
+        module: The module. It is not changed; the result shares all its attributes.
+        checkpoint_impl: Has no effect.
+        checkpoint_fn: A function of one's own, called as `checkpoint_fn(forward, *args, **kwargs, **checkpoint_fn_kwargs)`;
+            by default `remat`.
+        **checkpoint_fn_kwargs: Arguments of `remat`: policy, offload, preserve_rng; or those of
+            torch.utils.checkpoint.checkpoint: preserve_rng_state; context_fn, of torch's
+            create_selective_checkpoint_contexts; early_stop; use_reentrant and determinism_check, which have no effect;
+            respect_saved_tensors_hooks=True; debug=False.
+
+    Returns:
+        The module's twin.
+
+    Raises:
+        TypeError: no module; unknown arguments; raised by the call: other contexts of context_fn.
+        ValueError: a module that is compiled, or one of torch.jit; a value of one of torch's arguments that has no
+            equivalent.
+
+    >>> import fjoin
+    >>> block = fjoin.checkpoint_wrapper(torch.nn.Linear(2, 2))
+    >>> isinstance(block, torch.nn.Linear), list(block.state_dict())
+    (True, ['weight', 'bias'])
+    """
+    if getattr(checkpoint_impl, "name", None) not in CheckpointImpl.__members__:
+        raise TypeError(f"checkpoint_wrapper: checkpoint_impl must be a CheckpointImpl, got {checkpoint_impl!r}")
+    options = {"checkpoint_impl": checkpoint_impl, "checkpoint_fn": checkpoint_fn, **checkpoint_fn_kwargs}
+    if checkpoint_fn is None:
+        run = run_with(checkpoint_fn_kwargs)
+    else:
+        chosen = functools.partial(checkpoint_fn, **checkpoint_fn_kwargs)
+
+        def run(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+            return chosen(fn, *args, **kwargs)
+
+    return _twin(module, run, (checkpoint_wrapper, options))
+
+
+def offload_wrapper(module: nn.Module, offload: Offload = "cpu") -> nn.Module:
+    """torch's offload_wrapper: a module whose activations wait elsewhere for the backward pass. Parameters stay.
+
+    Args:
+        module: The module. It is not changed; the result shares all its attributes.
+        offload: Where to: "cpu", pinned memory of the host, with copies on a stream of their own; or a codec. See
+            `remat`.
+
+    Returns:
+        The module's twin, as `checkpoint_wrapper` returns it.
+
+    Raises:
+        TypeError: no module.
+        ValueError: a stochastic codec; raised by the call: activations that are on the CPU already.
+
+    >>> import fjoin
+    >>> block = fjoin.offload_wrapper(torch.nn.Linear(2, 2), fjoin.transforms.int8())
+    >>> block(torch.ones(3, 2)).sum().backward()
+    """
+    run = runner_of(policy=everything_saveable, offload=offload)
+    return _twin(module, run, (offload_wrapper, {"offload": offload}))
+
+
+def _twin(module: nn.Module, run: Runner, made_by: tuple[Any, Any]) -> nn.Module:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"{made_by[0].__name__} takes a module, got a {type(module).__name__}")
+    if isinstance(module, torch.jit.ScriptModule) or getattr(module, "_compiled_call_impl", None) is not None:
+        raise ValueError(
+            f"{made_by[0].__name__}: the {type(module).__name__} is compiled; wrap it first, then compile it"
+        )
+    plain = type(module)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        own = None if issubclass(plain, CheckpointWrapper) else vars(self).get("_own_forward")
+        return run(types.MethodType(plain.forward, self) if own is None else own, args, kwargs)
+
+    bases = (plain,) if issubclass(plain, CheckpointWrapper) else (plain, CheckpointWrapper)
+    first, before = (plain._plain, plain._made_by) if issubclass(plain, CheckpointWrapper) else (plain, ())
+    made = {"_plain": first, "_made_by": (*before, made_by), "forward": forward, "__module__": plain.__module__}
+    twin: Any = nn.Module.__new__(type(f"Checkpointed{plain.__name__}", bases, made))
+    twin.__dict__ = vars(module)
+    if "forward" in vars(module):  # set on the module itself
+        twin.__dict__ = {name: value for name, value in vars(module).items() if name != "forward"}
+        twin.__dict__["_own_forward"] = module.forward
+    return twin  # type: ignore[no-any-return]
+
+
+def _rebuilt(plain: type[nn.Module], made_by: Any) -> nn.Module:
+    module = plain.__new__(plain)
+    for make, options in made_by:
+        module = make(module, **options)
+    return module
+
+
+def apply_activation_checkpointing(
+    model: nn.Module,
+    checkpoint_wrapper_fn: Callable[..., nn.Module] = checkpoint_wrapper,
+    check_fn: Callable[[nn.Module], bool] = lambda _: True,
+    auto_wrap_policy: Any = None,
+) -> None:
+    """Wrap submodules of a model, in place; the model itself is not wrapped.
+
+    A module that the model holds in several places is wrapped in all of them.
+
+    Args:
+        model: The model.
+        checkpoint_wrapper_fn: Wraps a module: `checkpoint_wrapper`, `offload_wrapper`, or a partial of them.
+        check_fn: Which modules to wrap.
+        auto_wrap_policy: A policy of torch.distributed.fsdp.wrap instead of `check_fn`: a function
+            `(module, recurse, nonwrapped_numel) -> bool`, or an object such as a ModuleWrapPolicy.
+
+    Raises:
+        TypeError: no module, or no function.
+
+    >>> import fjoin
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+    >>> fjoin.apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, nn.Linear))
+    >>> [type(module).__name__ for module in model]
+    ['CheckpointedLinear', 'ReLU', 'CheckpointedLinear']
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"apply_activation_checkpointing takes a module, got a {type(model).__name__}")
+    for name, fn in (("checkpoint_wrapper_fn", checkpoint_wrapper_fn), ("check_fn", check_fn)):
+        if not callable(fn):
+            raise TypeError(f"apply_activation_checkpointing: {name} must be a function, got {fn!r}")
+    from torch.distributed.fsdp.wrap import _Policy, _recursive_wrap  # here, since its import takes as long as torch's
+
+    chosen: dict[nn.Module, dict[str, Any]] = {}
+    if auto_wrap_policy is None:
+        chosen = {module: {} for module in model.modules() if check_fn(module)}
+    elif isinstance(auto_wrap_policy, _Policy):
+        chosen = auto_wrap_policy._run_policy(model, ignored_modules=set(), root_kwargs={})
+    elif callable(auto_wrap_policy):
+
+        def choose(module: nn.Module) -> nn.Module:
+            chosen[module] = {}
+            return module
+
+        _recursive_wrap(model, auto_wrap_policy, choose, set(), set(), only_wrap_children=True)
+    else:
+        raise TypeError(
+            f"apply_activation_checkpointing: auto_wrap_policy must be a policy or None, got {auto_wrap_policy!r}"
+        )
+    wrapped: dict[nn.Module, nn.Module] = {}
+    for module in list(model.modules()):
+        for name, child in module._modules.items():
+            if child in chosen and child is not None:
+                if child not in wrapped:
+                    wrapped[child] = checkpoint_wrapper_fn(child, **chosen[child])
+                module._modules[name] = wrapped[child]

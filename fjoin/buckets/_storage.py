@@ -1,0 +1,375 @@
+"""Parameters and optimizer states in one flat buffer for each bucket."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from ..transforms.base import current_stream, fields, is_accelerator, is_host, with_fields
+from ..transforms.layout import Bucket, Pieces, Span, views
+from ..transforms.optimizers import Ages, Optimizer, check_rates, compared, master_of
+
+
+class Readers:
+    """Those who still read the memory of a state, each as a function that waits until it no longer does."""
+
+    def __init__(self) -> None:
+        self._waits: list[Callable[[], object]] = []
+
+    def add(self, wait: Callable[[], object]) -> None:
+        """Have `wait` called before the memory is written again."""
+        self._waits.append(wait)
+
+    def wait(self) -> None:
+        """Wait until nobody reads; whatever writes calls this first."""
+        while self._waits:
+            self._waits[-1]()  # where this is interrupted, the next one waits again
+            self._waits.pop()
+
+
+class Leaves:
+    """Leaves made in the streams that are the current ones of their devices now.
+
+    Gradients arrive in the stream of a leaf's node. Each forward pass makes a new node unless the old one is still
+    referenced; with the references here the gradients of a bucket all arrive in one stream. In another stream than that torch
+    warns of them: then leaves are made anew.
+
+    Attributes:
+        by_path: Path -> leaf, in the order of `shapes`.
+        by_bucket: The leaves of each bucket.
+    """
+
+    def __init__(self, layout: Sequence[Bucket], flats: Sequence[Tensor], shapes: Mapping[str, torch.Size]) -> None:
+        of: dict[str, Tensor] = {}
+        for bucket, flat in zip(layout, flats, strict=True):
+            for path, view in zip(bucket.paths, views(bucket, flat, shapes), strict=True):
+                of[path] = view.detach().requires_grad_()
+        self.by_path: dict[str, Tensor] = {path: of[path] for path in shapes}
+        self.by_bucket: list[list[Tensor]] = [[of[path] for path in bucket.paths] for bucket in layout]
+        self._devices = {bucket.device for bucket in layout if is_accelerator(bucket.device)}
+        self._nodes = [get_gradient_edge(leaf).node for leaf in of.values() if is_accelerator(leaf.device)]
+        self._made_in = self._streams()
+
+    def _streams(self) -> list[Any]:
+        return [current_stream(device) for device in self._devices]
+
+    def are_here(self) -> bool:
+        """Whether they were made in the current streams."""
+        return self._made_in == self._streams()
+
+    def take_grads(self, before: Leaves, window: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+        """Take over the gradients of other leaves; returns the sums of the window by these leaves."""
+        pairs = list(zip(before.by_path.values(), self.by_path.values(), strict=True))
+        for old, leaf in pairs:
+            leaf.grad = old.grad
+        return {leaf: window[old] for old, leaf in pairs if old in window}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_nodes": [], "_made_in": []}  # they cannot be copied
+
+
+def states_of_span(
+    part: Optimizer, state: Any, counts: Any, places: Mapping[str, tuple[int, torch.Size]]
+) -> dict[str, Any]:
+    """Path -> the parameter's part of a span's state, as views.
+
+    Args:
+        counts: The state whose common fields count the steps.
+        places: Path -> where the parameter begins in the span, and its shape.
+    """
+    split = list(zip(fields(state), fields(counts), part.common, strict=True))
+    found = {}
+    for path, (at, shape) in places.items():
+        # Where the optimizer needs whole leaves, a span has one parameter, and its state may have shapes of its own.
+        own = [
+            common
+            if c
+            else f
+            if f is None or not part.elementwise
+            else f.reshape(-1)[at : at + shape.numel()].view(shape)
+            for f, common, c in split
+        ]
+        found[path] = with_fields(state, own)
+    return found
+
+
+def load_span(
+    part: Optimizer, state: Any, states: Mapping[str, Any], places: Mapping[str, tuple[int, torch.Size]]
+) -> None:
+    """Copy parameters' states into the state of a span; the inverse of `states_of_span`.
+
+    Args:
+        states: Path -> the parameter's state.
+    """
+    views = states_of_span(part, state, state, places)
+    for path, own in views.items():
+        for place, value in zip(fields(own), fields(states[path]), strict=True):
+            if place is not None:
+                place.copy_(value)
+
+
+def without_empty(ranges: list[list[Any]]) -> list[list[Any]]:
+    """The ranges without the empty ones; of each optimizer one range stays, which counts the steps."""
+    full = {id(part) for bucket in ranges for part, param, _, _ in bucket if param.numel()}
+    kept = []
+    for bucket in ranges:
+        kept.append([one for one in bucket if one[1].numel() or id(one[0]) not in full])
+        full |= {id(part) for part, _, _, _ in bucket}
+    return kept
+
+
+def of_one_age(layout: tuple[Bucket, ...], optimizer: Optimizer, slots: list[list[Any]]) -> list[list[Any]]:
+    """The states of each optimizer with one count of steps, so that one kernel can step them all."""
+    shared, found = Ages(), list[list[Any]]()
+    for bucket, states in zip(layout, slots, strict=True):
+        parts = [(optimizer.at(span.paths[0]), state) for span, state in zip(bucket.spans, states, strict=True)]
+        like = torch.empty(0, dtype=bucket.dtype, device=bucket.device)
+        found.append([state if part.step_params_ is None else shared(part, like, state) for part, state in parts])
+    return found
+
+
+def places_of(
+    span: Span, bucket: Bucket, shapes: Mapping[str, torch.Size], pieces: Pieces | None, k: int
+) -> dict[str, tuple[int, torch.Size]]:
+    """Path -> where a parameter, or this rank's slice of it, begins in the slots of a span, and its shape.
+
+    Args:
+        k: The number of the bucket.
+    """
+    offset = dict(zip(bucket.paths, bucket.offsets, strict=True))
+    if pieces is None:
+        return {path: (offset[path] - span.start, shapes[path]) for path in span.paths}
+    begin, places = max(span.start, pieces.bounds[k][pieces.rank]), {}
+    for path in span.paths:
+        start, stop = pieces.slices[path]
+        places[path] = offset[path] + start - begin if stop else 0, torch.Size((stop - start,))
+    return places
+
+
+class Storage:
+    """The memory of a state: a flat buffer of parameters per bucket, and a slot state per span.
+
+    Attributes:
+        layout: The buckets.
+        flats: One flat tensor of parameters per bucket.
+        leaves: Path -> view into its bucket's flat tensor that requires a gradient, in the order of `params`.
+        slots: The optimizer's state of each bucket and span, on the flat range.
+        pieces: The pieces of the buckets that ranks own; None where every rank steps all of them.
+        readers: Those who read parameters and slots; whatever writes into them waits first.
+        window: Leaf -> the sum of its gradients in the earlier calls of an accumulation window, in float32; of 16-bit leaves.
+        exact: The exact values of this rank's piece of each bucket, where a codec sends their changes; otherwise empty.
+        together: Whether one kernel steps the buckets of one optimizer, since launches cost more than memory does.
+        float16: Whether some parameters are float16.
+        has_masters: Whether the optimizer keeps master copies of some parameters.
+
+    Args:
+        memory: Gives a bucket's zeros, or None where any memory is as good.
+    """
+
+    layout: tuple[Bucket, ...]
+    optimizer: Optimizer
+    pieces: Pieces | None
+
+    def __init__(
+        self,
+        layout: tuple[Bucket, ...],
+        params: Mapping[str, Tensor],
+        optimizer: Optimizer,
+        pieces: Pieces | None = None,
+        memory: Callable[[Bucket], Tensor | None] = lambda bucket: None,
+    ) -> None:
+        self.layout, self.optimizer, self.pieces = layout, optimizer, pieces
+        self.exact: list[Tensor] = []
+        self.window: dict[Tensor, Tensor] = {}
+        self.readers: Readers = Readers()
+        self.together: bool = not all(is_host(bucket.device) for bucket in layout)
+        self.float16: bool = any(bucket.dtype is torch.float16 for bucket in layout)
+        self.shapes: dict[str, torch.Size] = {path: p.shape for path, p in params.items()}
+        self.flats: list[Tensor] = []
+        for bucket in layout:
+            flat = memory(bucket)
+            if flat is None:
+                flat = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
+            self.flats.append(flat)
+            for path, view in zip(bucket.paths, views(bucket, flat, self.shapes), strict=True):
+                view.copy_(params[path].detach())
+        self.slots: list[list[Any]] = [[] for _ in layout]
+        self._make_leaves()
+
+    def _make_leaves(self) -> None:
+        self._held = Leaves(self.layout, self.flats, self.shapes)
+        self.leaves: dict[str, Tensor] = self._held.by_path
+        self.by_bucket: list[list[Tensor]] = self._held.by_bucket
+
+    def follow_stream(self) -> bool:
+        """Make the leaves anew where the current stream is another one than theirs; returns whether it was."""
+        before = self._held
+        if before.are_here():
+            return False
+        self._make_leaves()
+        self.window = self._held.take_grads(before, self.window)
+        return True
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "readers": Readers()}
+
+    def make_slots(self, exact: bool = False) -> None:
+        """Initialise the optimizer's slots from the current parameters.
+
+        Args:
+            exact: Whether this rank keeps exact values of its pieces, since a codec sends their changes.
+        """
+        if exact:
+            self.exact = [self.own(k, flat).clone() for k, flat in enumerate(self.flats)]
+        slots = list[list[Any]]()
+        for k, (bucket, own) in enumerate(zip(self.layout, self._stepped(), strict=True)):
+            parts = [(self.optimizer.at(span.paths[0]), span) for span in bucket.spans]
+            slots.append([part.init_param(self._range(part, own, span, k)) for part, span in parts])
+        self.set_slots(slots)
+
+    def own(self, k: int, flat: Tensor) -> Tensor:
+        """The part of a bucket's buffer that this rank steps."""
+        if self.pieces is None:
+            return flat
+        start, stop = self.pieces.bounds[k][self.pieces.rank : self.pieces.rank + 2]
+        return flat[start:stop]
+
+    def _stepped(self) -> list[Tensor]:
+        """The values that this rank steps, of each bucket."""
+        return self.exact or [self.own(k, flat) for k, flat in enumerate(self.flats)]
+
+    def own_leaves(self) -> dict[str, Tensor]:
+        """Path -> the values that this rank steps: views of leaves, or of slices of them."""
+        if self.pieces is None:
+            return {path: leaf.detach() for path, leaf in self.leaves.items()}
+        found: dict[str, Tensor] = {}
+        for k, own in enumerate(self._stepped()):
+            found.update(self.pieces.leaves_own(k, own))
+        return {path: found[path] for path in self.shapes}
+
+    def set_slots(self, slots: list[list[Any]]) -> None:
+        self.slots = slots = of_one_age(self.layout, self.optimizer, slots) if self.together else slots
+        self._states: dict[str, Any] | None = None
+        parts = [
+            (self.optimizer.at(span.paths[0]), state)
+            for bucket, states in zip(self.layout, slots, strict=True)
+            for span, state in zip(bucket.spans, states, strict=True)
+        ]
+        self.has_masters: bool = any(master_of(state) is not None for _, state in parts)
+        watched = {id(part): (compared(part, state), state.step) for part, state in parts}
+        self._watched = [(hypers, step) for hypers, step in watched.values() if hypers]
+        self._ranges = [
+            [
+                (part := self.optimizer.at(span.paths[0]), self._range(part, own, span, k), span, slot)
+                for span, slot in zip(bucket.spans, slots, strict=True)
+            ]
+            for k, (bucket, own, slots) in enumerate(zip(self.layout, self._stepped(), self.slots, strict=True))
+        ]
+        if self.pieces is not None:
+            self._ranges = without_empty(self._ranges)
+
+    def _range(self, part: Optimizer, own: Tensor, span: Span, k: int) -> Tensor:
+        """A span's part of the values that this rank steps: flat, or in the leaf's shape where the optimizer needs it."""
+        low, high = (0, len(own)) if self.pieces is None else self.pieces.bounds[k][self.pieces.rank :][:2]
+        piece = own[max(span.start - low, 0) : max(min(span.stop, high) - low, 0)]
+        if part.elementwise:
+            return piece
+        path = span.paths[0]
+        shape = self.shapes[path] if self.pieces is None else self.pieces.shape(path)
+        return piece[: shape.numel()].view(shape)
+
+    def check_rates(self) -> list[tuple[str, float]]:
+        """The hyperparameters of the next step that may differ between ranks, by name; it does not wait for a device.
+
+        Raises:
+            ValueError, TypeError: a schedule did not return one finite number, or a tensor does not hold one.
+        """
+        return [rate for hypers, step in self._watched for rate in check_rates(hypers, step)]
+
+    def ranges(self, bucket: int, grads: Tensor) -> list[tuple[Optimizer, Tensor, Tensor, Any]]:
+        """(optimizer, parameters, gradients, slots) of each span, to be stepped in place."""
+        return [
+            (part, param, self._range(part, grads, span, bucket), slot)
+            for part, param, span, slot in self._ranges[bucket]
+        ]
+
+    def clear_grads(self) -> None:
+        self.window.clear()
+        for leaf in self.leaves.values():
+            leaf.grad = None
+
+    @contextlib.contextmanager
+    def grads_aside(self) -> Iterator[dict[Tensor, Tensor | None]]:
+        """Set the leaves' gradients aside within a with block; restore those still in the yielded dict at its end."""
+        kept = {leaf: leaf.grad for leaf in self.leaves.values()}
+        window, self.window = self.window, {}
+        self.clear_grads()
+        try:
+            yield kept
+        finally:
+            self.window = window
+            for leaf, grad in kept.items():
+                leaf.grad = grad
+
+    def written(self, within: bool) -> list[Tensor]:
+        """The memory that a step overwrites: the parameters and, `within` a window, the accumulated gradients."""
+        grads = (*(leaf.grad for leaf in self.leaves.values()), *self.window.values()) if within else ()
+        return [*self.flats, *(grad for grad in grads if grad is not None and grad.layout is torch.strided)]
+
+    def optimizer_states(self) -> dict[str, Any]:
+        """Path -> the parameter's own optimizer state, views of the slots in its shape, or in that of its slice."""
+        if self._states is None:
+            self._states = self._make_states()  # they stay where they are
+        return dict(self._states)
+
+    def states_of_parts(self) -> dict[int, Any]:
+        """The id of each optimizer -> a state of it that counts the steps."""
+        return {id(part): slot for ranges in self._ranges for part, _, _, slot in ranges}
+
+    def _make_states(self) -> dict[str, Any]:
+        out: dict[str, Any] = {}
+        # Of slices only the states that are stepped count the steps.
+        counts = self.states_of_parts() if self.pieces else {}
+        for k, (bucket, slots) in enumerate(zip(self.layout, self.slots, strict=True)):
+            for span, state in zip(bucket.spans, slots, strict=True):
+                part = self.optimizer.at(span.paths[0])
+                out.update(
+                    states_of_span(
+                        part, state, counts.get(id(part), state), places_of(span, bucket, self.shapes, self.pieces, k)
+                    )
+                )
+        return {path: out[path] for path in self.shapes}
+
+    def load_optimizer_states(self, states: Mapping[str, Any]) -> None:
+        """Copy states by path into the slots; the inverse of `optimizer_states`."""
+        for k, (bucket, slots) in enumerate(zip(self.layout, self.slots, strict=True)):
+            for span, state in zip(bucket.spans, slots, strict=True):
+                load_span(
+                    self.optimizer.at(span.paths[0]),
+                    state,
+                    states,
+                    places_of(span, bucket, self.shapes, self.pieces, k),
+                )
+
+    def clone(self) -> Storage:
+        """A copy in memory of its own, including gradients that are being accumulated."""
+        new = object.__new__(Storage)
+        new.window, new.readers = {}, Readers()
+        new.layout, new.optimizer, new.shapes, new.float16 = self.layout, self.optimizer, self.shapes, self.float16
+        new.together = self.together
+        new.pieces, new.exact = self.pieces, [own.clone() for own in self.exact]
+        new.flats = [flat.clone() for flat in self.flats]
+        new._make_leaves()
+        slots: Any = self.slots
+        new.set_slots(optree.tree_map(torch.clone, slots))  # type: ignore[arg-type]
+        for old, leaf in zip(self.leaves.values(), new.leaves.values(), strict=True):
+            leaf.grad = None if old.grad is None else old.grad.clone()
+            if old in self.window:
+                new.window[leaf] = self.window[old].clone()
+        return new

@@ -1,0 +1,347 @@
+"""`Checkpoints`, `save` and `load`."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import uuid
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+from torch import Tensor
+
+from .._errors import CheckpointError
+from ..agreement import Requests, checksum, form, on_each, on_first
+from ..groups import Mesh
+from ..training import Metrics, OnSignal
+from ._folder import Folder
+from ._load import add_position, restored
+from ._plan import Plan
+from ._save import Save
+from ._sources import source_of
+from ._values import Snapshot, extra_apart
+
+
+class Due:
+    """Decides after each step whether to save: the same on all ranks.
+
+    Args:
+        every: After steps whose number is a multiple of this.
+        every_s: After this many seconds of rank 0's clock.
+        requests: What the ranks have asked for in their steps, for a train_step.
+        rank: This rank.
+    """
+
+    def __init__(self, every: int | None, every_s: float | None, requests: Requests | None, rank: int) -> None:
+        if every_s is not None and (requests is None or not every_s > 0):
+            raise ValueError(
+                f"every_s must be a number of seconds above 0, for a train_step, got {every_s!r}; other loops save by every="
+            )
+        self._every, self._every_s, self._requests, self._rank = every, every_s, requests, rank
+        self._last, self._saves, self._asks = 0.0, 0, False  # the last is whether this rank's clock has asked
+        self.saved()
+
+    def __call__(self, number: int, metrics: Metrics) -> bool:
+        """Whether to save after this step."""
+        if not metrics.stepped:
+            return False
+        if self._requests is None:
+            return self._every is not None and number % self._every == 0
+        if self._every_s is not None and self._rank == 0 and not self._asks:
+            if time.monotonic() - self._last > self._every_s:
+                self._requests.ask_save()
+                self._asks = True
+        asked = self._requests.saves_agreed > self._saves
+        return asked or (self._every is not None and number % self._every == 0)
+
+    def saved(self) -> None:
+        """The ranks have saved: earlier requests are done, and the clock begins anew."""
+        self._last, self._asks = time.monotonic(), False
+        self._saves = 0 if self._requests is None else self._requests.saves_agreed
+
+
+def same(number: int, data: Any, found: Snapshot) -> dict[str, Any]:
+    """Name -> JSON.
+
+    Args:
+        number: The number of steps.
+        data: The loop over data, or None.
+    """
+    extra, tensors = found.extra
+    return {
+        "the number of steps": number,
+        "extra": [json.dumps(extra), [form(value) for value in tensors.values()], checksum(tensors.values())],
+        "the presence of data": data is not None,
+    }
+
+
+_AFTER_AN_ERROR_S = 5.0  # for the files of other ranks, after an error of this one
+
+
+class Checkpoints:
+    """Saves a run every so often, and restores it.
+
+    Every rank makes one, with the same arguments. A save is committed as a whole or not at all: the folder `step-00000500` appears
+    once all its bytes are on the disk. It needs a folder that all ranks see.
+
+    Within a `with` block a SIGTERM on any rank of a train_step makes all ranks save after the same step, and ends `step.join`.
+
+    Args:
+        path: The run's folder.
+        what: A step from `train_step`, a pipeline of a loop of one's own, or a dict of objects with a `state_dict`, as for `fjoin.save`.
+        mesh: The ranks, for a pipeline or objects; by default all ranks.
+        every: Save after steps whose number is a multiple of this.
+        every_s: Save a step after this many seconds of rank 0's clock; for a train_step.
+        keep_last: The number of checkpoints to keep, the newest ones; None: all.
+        keep_every: Also keep those of steps that are multiples of this.
+        background: Write while training goes on, from copies of the values; an error is raised by the next save, or `wait`, on all
+            ranks.
+
+    Attributes:
+        extra: What was kept beside the state in the checkpoint that has been restored.
+
+    Raises:
+        TypeError: `what` cannot be saved.
+        ValueError: a number below 1; `every_s` for something that is no train_step.
+
+    >>> import tempfile
+    >>> from fjoin import transforms as tx
+    >>> step = fjoin.train_step(lambda p, x: (p["w"] * x).sum(), tx.fuse(tx.mean("data"), tx.sgd(0.5)))
+    >>> with tempfile.TemporaryDirectory() as folder, fjoin.Checkpoints(folder, step, every=2) as runs:
+    ...     state, batches = runs.restore({"w": torch.zeros(1)}), step.join(torch.ones(4))
+    ...     for batch in batches:
+    ...         state, metrics = step(state, batch)
+    ...         _ = runs.save(state, metrics, data=batches)
+    ...     again = runs.restore({"w": torch.zeros(1)})
+    >>> again.step, again.params["w"]
+    (4, tensor([-2.]))
+    """
+
+    extra: Any
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        what: Any,
+        *,
+        mesh: Mesh | None = None,
+        every: int | None = None,
+        every_s: float | None = None,
+        keep_last: int | None = 3,
+        keep_every: int | None = None,
+        background: bool = False,
+    ) -> None:
+        for name, value in (("every", every), ("keep_last", keep_last), ("keep_every", keep_every)):
+            if value is not None and (type(value) is not int or value < 1):
+                raise ValueError(f"{name} must be a whole number from 1, or None, got {value!r}")
+        self._folder, self._source = Folder(Path(path)), source_of(what, mesh)
+        self._mesh, self._requests = self._source.mesh, self._source.requests
+        self._due = Due(every, every_s, self._requests, self._mesh.rank)
+        self._keep_last, self._keep_every = keep_last, keep_every
+        self._run, self.extra, self._background = "", None, background
+        self._saving: Save | None = None  # in the background
+        self._plan: Plan | None = None
+        self._back: int | None = None  # the step that was restored, until the next save
+        asks = self._requests
+        self._on_signal = None if asks is None else OnSignal(asks.ask_save, asks.ask_stop)
+
+    def __enter__(self) -> Self:
+        if self._on_signal is not None:
+            self._on_signal.install()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self._on_signal is not None:
+            self._on_signal.uninstall()
+        if error is None:
+            self.wait()
+        elif self._saving is not None:  # other ranks may never come to meet this one
+            self._saving.give_up(wait_s=_AFTER_AN_ERROR_S)
+
+    def save(self, state: Any, metrics: Metrics | None = None, *, extra: Any = None, data: Any = None) -> Path | None:
+        """Save a state where a save is due; on all ranks, after the same step.
+
+        Args:
+            state: The state that the step returned; for a pipeline (params, state), for objects the number of steps so far.
+            metrics: Those of the same call; None: save in any case.
+            extra: What else to keep, the same on all ranks: JSON, with tensors in it where you like.
+            data: The loop over the data, from `step.join` or `fjoin.join`: its position is saved.
+
+        Returns:
+            The folder of the checkpoint, which appears once it is committed; None where none was due.
+
+        Raises:
+            CheckpointError: on all ranks: one of them could not write, or the folder holds this step. Nothing has been saved.
+            NonFinite: on all ranks: the last step was not taken.
+            TypeError: `extra` is neither JSON nor tensors.
+        """
+        number = self._source.number(state)
+        if metrics is not None and not self._due(number, metrics):
+            return None
+        self.wait()
+        found: Snapshot = on_each(
+            self._mesh, "the values of a save", lambda: self._taken(state, extra, data), partial(same, number, data)
+        )
+        assert self._plan is not None
+        self._plan.refuse_other_forms(self._mesh)
+        self._run, name = on_first(self._mesh, "the start of a save", lambda: self._begin(number))
+        self._back, about = None, {**self._source.about()._asdict(), "extra": found.extra[0]}
+        save = Save(self._folder, name, self._mesh, self._run, about, (self._keep_last, self._keep_every))
+        save.begin(number, found, self._plan, copies=self._background)
+        self._saving = save
+        save.start()
+        if self._background:
+            save.warn()
+        else:
+            self.wait()
+        self._due.saved()
+        return save.path
+
+    def _taken(self, state: Any, extra: Any, data: Any) -> Snapshot:
+        tensors: dict[str, Tensor] = {}
+        kept = extra_apart(extra, tensors)
+        found = self._source.snapshot(state)
+        found.add_extra(kept, tensors, self._mesh.shape)
+        if data is not None:
+            add_position(found, data)
+        if self._plan is None or not self._plan.fits(found):
+            self._plan = Plan(self._mesh.shape, self._mesh.rank, found)
+        return found
+
+    def _begin(self, step: int) -> tuple[str, str]:
+        """On rank 0: the identifier of the run, and a new folder's name. Steps newer than the restored one are set aside."""
+        run = self._run or uuid.uuid4().hex
+        if self._back is not None:
+            self._folder.quarantine(self._back, run)
+        return run, self._folder.begin(step).name
+
+    def wait(self) -> None:
+        """Wait for the save under way, on all ranks.
+
+        Raises:
+            CheckpointError: on all ranks: one of them could not write. Nothing has been saved.
+        """
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.end()
+            saving.warn()
+
+    def restore(
+        self,
+        params: Any = None,
+        buffers: dict[str, Tensor] | None = None,
+        *,
+        step: int | None = None,
+        fresh: tuple[str, ...] = (),
+        data: Any = None,
+    ) -> Any:
+        """The state of the newest checkpoint that verifies, or a new one where the folder holds none; on all ranks.
+
+        The next save sets newer checkpoints aside. What starts anew starts from the parameters of the checkpoint.
+
+        Args:
+            params: The parameters at the start, as for `step.init`; None: a dict of those of the checkpoint.
+            buffers: The buffers at the start, likewise.
+            step: Take the checkpoint of this step.
+            fresh: Names of values that start anew: in full, their beginnings up to a dot, such as "pipeline.after", or with `*`.
+            data: The loop over the data, whose position is loaded.
+
+        Warns:
+            UserWarning: on rank 0, without `fresh`: the checkpoint is of a pipeline with other arguments, such as another learning rate.
+
+        Raises:
+            CheckpointError: on all ranks: the folder holds checkpoints, but none verifies; one of another model, pipeline or mesh.
+        """
+        self.wait()
+        found = restored(self._folder, self._source, params, buffers, step, fresh, data)
+        if found is None:
+            if params is None and self._source.needs_params:
+                raise CheckpointError(f"{self._folder.path} holds no checkpoint; pass the parameters at the start")
+            return self._source.start(params, buffers)
+        self._run, self.extra, self._back = found.run, found.extra, found.step
+        if found.note and self._mesh.rank == 0:
+            warnings.warn(found.note, stacklevel=2)
+        return found.state
+
+
+def save(
+    path: str | os.PathLike[str],
+    what: Any,
+    state: Any,
+    *,
+    extra: Any = None,
+    data: Any = None,
+    mesh: Mesh | None = None,
+) -> Path:
+    """Save a checkpoint in a run's folder; on all ranks, after the same step.
+
+    Args:
+        path: The run's folder.
+        what: A step from `train_step`, a pipeline of a loop of one's own, or a dict of objects with `state_dict` and
+            `load_state_dict`, such as modules, optimizers and handles of registered modules.
+        state: Of a train_step its state, of a pipeline (params, state), of objects the number of steps so far.
+        extra, data, mesh: As for `Checkpoints`.
+
+    Returns:
+        The folder of the checkpoint.
+
+    Raises:
+        CheckpointError: on all ranks, as `Checkpoints.save`.
+
+    >>> import tempfile
+    >>> from fjoin import transforms as tx
+    >>> pipeline, params = tx.fuse(tx.identity(), tx.sgd(0.5)), {"w": torch.ones(1)}
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = fjoin.save(folder, pipeline, (params, pipeline.init(params)), extra={"note": "at the start"})
+    ...     params, state = fjoin.load(folder, pipeline)
+    >>> params, state.step
+    ({'w': tensor([1.])}, 0)
+    """
+    found = Checkpoints(path, what, mesh=mesh, keep_last=None).save(state, extra=extra, data=data)
+    assert found is not None
+    return found
+
+
+def load(
+    path: str | os.PathLike[str],
+    what: Any,
+    params: Any = None,
+    buffers: dict[str, Tensor] | None = None,
+    *,
+    step: int | None = None,
+    fresh: tuple[str, ...] = (),
+    data: Any = None,
+    mesh: Mesh | None = None,
+) -> Any:
+    """The newest checkpoint that verifies in a run's folder; on all ranks.
+
+    Args:
+        path, what, mesh: As for `save`.
+        params: A tree of the form of the parameters; None: a dict by path.
+        buffers, step, fresh, data: As for `Checkpoints.restore`.
+
+    Returns:
+        What was given to `save` as the state.
+
+    Raises:
+        CheckpointError: on all ranks: there is no checkpoint, or as `Checkpoints.restore`.
+
+    >>> import tempfile
+    >>> model = torch.nn.Linear(2, 1)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = fjoin.save(folder, {"model": model}, 3)
+    ...     fjoin.load(folder, {"model": torch.nn.Linear(2, 1)})
+    3
+    """
+    source = source_of(what, mesh)
+    found = restored(Folder(Path(path)), source, params, buffers, step, fresh, data)
+    if found is None:
+        raise CheckpointError(
+            f"{path} holds no checkpoint; save one there first, or begin a run with Checkpoints(...).restore(params)"
+        )
+    if found.note and source.mesh.rank == 0:
+        warnings.warn(found.note, stacklevel=2)
+    return found.state

@@ -1,0 +1,303 @@
+"""What one rank writes in a save: its file, and beside it a list of what is in it."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import platform
+import threading
+import uuid
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .._errors import CheckpointError, described
+from ..agreement import on_each
+from ..groups import Mesh
+from ..transforms.base import Placement
+from ._files import FileEntry, write_small
+from ._folder import Folder
+from ._manifest import Manifest
+from ._plan import Copies, Plan, drifted
+from ._safetensors import Leaf, Part, write_file
+from ._values import Snapshot
+
+
+class RankFile:
+    """The part of a snapshot that this rank writes.
+
+    Args:
+        spread: Whether values that several ranks have are spread over their files.
+        copies: Whether to copy the values, since the next step overwrites them: now, or before the storage writes again.
+    """
+
+    def __init__(self, mesh: Mesh, plan: Plan, found: Snapshot, spread: bool, copies: bool) -> None:
+        self._rank, self._ranks = mesh.rank, mesh.size
+        self._written = plan.written(found, spread)
+        names = self._written.names
+        tensors = dict(zip(names, map(found.values.__getitem__, names.values()), strict=True))
+        self._tensors: Copies | dict[str, Any] = tensors
+        if copies:
+            self._tensors = Copies(tensors, self._written.kinds)
+        self._storage = found.storage if copies else None  # until `begin`
+        self._side = {
+            "numbers": {path: found.values[path] for path in plan.numbers},
+            "shared": plan.shared,
+            "rank": found.rank,
+        }
+
+    def begin(self) -> None:
+        """Have the storage wait for the copies before it writes; to be called when the thread that copies has begun."""
+        if self._storage is not None and isinstance(self._tensors, Copies):
+            self._storage.readers.add(self._tensors.done.wait)
+        self._storage = None
+
+    def end(self) -> None:
+        """The storage may write in any case, also where `write` has failed."""
+        if isinstance(self._tensors, Copies):
+            self._tensors.release()
+
+    def write(self, folder: Path) -> None:
+        """Write the file, then the list, which appears as a whole."""
+        name = f"rank-{self._rank:05d}-of-{self._ranks:05d}.safetensors"
+        tensors = self._tensors.tensors() if isinstance(self._tensors, Copies) else self._tensors
+        self._tensors = {}
+        entry = write_file(folder / name, tensors, {"format": "pt"})
+        side = json.dumps(self._side | {"file": asdict(entry)})
+        self._report(folder, f'{side[:-1]}, "leaves": {self._written.leaves}}}')
+
+    def fail(self, folder: Path, error: Exception) -> None:
+        """Tell rank 0 why nothing has been written."""
+        self._report(folder, json.dumps({"error": described(error)}))
+
+    def _report(self, folder: Path, side: str) -> None:
+        new = folder / f"{side_name(self._rank)}.new"
+        write_small(new, side.encode())
+        os.rename(new, folder / side_name(self._rank))
+
+
+def side_name(rank: int) -> str:
+    """The name of a rank's list in the temporary folder, until rank 0 has put it into the manifest."""
+    return f"rank-{rank:05d}.json"
+
+
+def add_side(manifest: Manifest, rank: int, side: dict[str, Any]) -> None:
+    """Put into the manifest what a rank has written."""
+    manifest.files.append(FileEntry(**side["file"]))
+    for path, one in side["leaves"].items():
+        name, of_rank, start = one["part"]
+        leaf = manifest.leaves.setdefault(path, Leaf(one["shape"], one["dtype"], one["placement"], []))
+        leaf.parts.append(Part(rank, name, of_rank, start))
+    for path, value in side["numbers"].items():
+        held = manifest.numbers.setdefault(path, [])
+        if not held or path not in side["shared"]:
+            held.append(value)
+    manifest.ranks.append(side["rank"])
+
+
+_ROUND_S = 0.2  # between two meetings of ranks that wait for files
+_LOOK_S = 0.02  # between two looks for another rank's file
+_AFTER_THE_END_S = 60.0  # to wait for it when the program has ended
+
+
+class Save:
+    """One save, in which all ranks take part. In a thread the ranks meet in the folder, and send nothing.
+
+    Args:
+        folder: The folder of the run.
+        name: The name of the temporary folder, which rank 0 has made.
+        mesh: The ranks.
+        run: The identifier of the run.
+        about: Fields of the manifest that are the same on all ranks: spec, settings, extra.
+        keep: The number of checkpoints to keep, or None for all, and the steps of which multiples are kept.
+
+    Attributes:
+        path: The checkpoint, once it is committed.
+    """
+
+    def __init__(
+        self,
+        folder: Folder,
+        name: str,
+        mesh: Mesh,
+        run: str,
+        about: Mapping[str, Any],
+        keep: tuple[int | None, int | None],
+    ) -> None:
+        self._tmp = folder.path / name
+        self._folder, self._mesh, self._run, self._about, self._keep = folder, mesh, run, about, keep
+        self._error: Exception | None = None
+        self._thread: threading.Thread | None = None
+        self._given_up, self._ended = threading.Event(), threading.Event()
+        self._texts: list[str] = []  # of warnings
+
+    def begin(self, step: int, found: Snapshot, plan: Plan, copies: bool) -> None:
+        """Agree on what each rank writes.
+
+        Args:
+            plan: Of values of this form.
+            copies: Whether to copy the values, so that the next step may overwrite them.
+
+        Raises:
+            CheckpointError: on all ranks: one of them could not copy its values.
+        """
+        self.path, self._step = self._folder.step_path(step), step
+        try:
+            plan = self._compare(found, plan)
+            self._file = on_each(
+                self._mesh, "the copies of a save", lambda: RankFile(self._mesh, plan, found, not self._notes, copies)
+            )
+        except BaseException:
+            self.give_up()
+            raise
+
+    def _compare(self, found: Snapshot, plan: Plan) -> Plan:
+        """Note the replicas that have drifted apart. Returns the plan with the places of values by content."""
+        odd = drifted(self._mesh, plan, found)
+        if differ := odd.keys() - (found.places.keys() - found.by_content):  # also those that only other ranks have
+            found.places |= dict.fromkeys(differ & found.places.keys(), Placement(()))
+            plan, odd = (
+                Plan(self._mesh.shape, self._mesh.rank, found),
+                {name: odd[name] for name in odd.keys() - differ},
+            )
+        self._notes = list(odd.values())
+        if odd and self._mesh.rank == 0:
+            self._texts.append(f"replicas have drifted apart; those of the lowest rank are saved: {self._brief()}")
+        return plan
+
+    def _brief(self) -> str:
+        return "; ".join([*self._notes[:3], *([f"and {len(self._notes) - 3} more"] if len(self._notes) > 3 else [])])
+
+    def start(self) -> None:
+        """Write in a thread; to be followed by `end` or `give_up`."""
+        self._thread = threading.Thread(target=self._guarded, name="fjoin save")
+        atexit.register(self._tell)
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # raised by `end`, on all ranks
+            self._error = error
+            self._ended.set()
+        else:
+            self._file.begin()
+
+    def warn(self) -> None:
+        """Warn of what has been found, on rank 0; when no other rank waits for it, since warnings may be errors."""
+        texts, self._texts = self._texts, []
+        for text in texts:
+            warnings.warn(text, stacklevel=3)
+
+    def _tell(self) -> None:
+        """At the end of the program: warn of an error that nobody has waited for."""
+        if self._error is not None:
+            warnings.warn(
+                f"at the end of the program: step {self._step} has not been saved: {self._error}", stacklevel=1
+            )
+
+    def end(self) -> None:
+        """Wait until all ranks have written, and the checkpoint is committed.
+
+        The ranks meet every so often, so none waits for another rank's file longer than its mesh allows, and a lost one is noticed.
+
+        Raises:
+            CheckpointError: on all ranks: one of them could not write. Nothing is left behind.
+        """
+        try:
+            failed = self._wait()
+        except BaseException:
+            self.give_up()
+            raise
+        atexit.unregister(self._tell)
+        if failed is not None:
+            self.give_up()
+            text = f"step {self._step} has not been saved: {failed}"
+            raise CheckpointError(text, step=self._step) from self._error
+
+    def _wait(self) -> str | None:
+        """Wait for the threads of all ranks; returns what one of them has failed with."""
+        wait_s, failed = 0.0, None  # no rank waits before all have begun
+        while True:
+            self._ended.wait(wait_s)
+            own = None if self._error is None else f"{type(self._error).__name__}: {self._error}"
+            states = self._mesh.exchange("the end of a save", [not self._ended.is_set(), own], list)
+            for rank, (_, error) in enumerate(states):
+                failed = failed or (f"rank {rank}: {error}" if error else None)
+            if failed:
+                self._given_up.set()
+            if not any(alive for alive, _ in states):
+                return failed
+            wait_s = _ROUND_S
+
+    def give_up(self, wait_s: float = 0.0) -> None:
+        """Wait for this rank's file only, and delete what has been written but not committed.
+
+        Args:
+            wait_s: How long the other ranks' files may still take, whose threads write on.
+        """
+        atexit.unregister(self._tell)
+        if self._thread is not None:
+            self._ended.wait(wait_s)
+        self._given_up.set()
+        if self._thread is not None:
+            self._ended.wait()  # not `join`, which does not wait again once it has been interrupted
+        if self._mesh.rank == 0 and self._tmp.exists():
+            with contextlib.suppress(CheckpointError):  # which would hide the error that is the reason
+                self._folder.discard(self._tmp)
+
+    def _guarded(self) -> None:
+        try:
+            self._write()
+            self._commit()
+        except Exception as error:  # raised by `end`
+            self._error = error
+        finally:
+            self._file.end()
+            self._ended.set()
+
+    def _write(self) -> None:
+        """Write this rank's file."""
+        try:
+            self._file.write(self._tmp)
+        except Exception as error:
+            with contextlib.suppress(Exception):  # then rank 0 learns of it in `end`
+                self._file.fail(self._tmp, error)
+            raise
+
+    def _commit(self) -> None:
+        """On rank 0: wait for the files of the others, and commit."""
+        if self._mesh.rank:
+            return
+        manifest = Manifest(self._run, uuid.uuid4().hex, self._step, self._folder.newest_id(), dict(self._mesh.shape))
+        manifest.notes, manifest.extra = self._notes, self._about.get("extra")
+        manifest.library = {"torch": str(torch.__version__), "python": platform.python_version()}
+        manifest.spec, manifest.settings = self._about.get("spec"), dict(self._about.get("settings", {}))
+        for rank in range(self._mesh.size):
+            add_side(manifest, rank, self._side_of(rank))
+        for rank in range(self._mesh.size):
+            (self._tmp / side_name(rank)).unlink()
+        self._folder.commit(self._tmp, manifest)
+        last, every = self._keep
+        try:
+            if last is not None:
+                self._folder.retain(last, every, self._run)
+        except CheckpointError as error:  # this step is saved
+            self._texts.append(f"old checkpoints could not be deleted: {error}")
+
+    def _side_of(self, rank: int) -> dict[str, Any]:
+        """What a rank has written, once it has."""
+        path = self._tmp / side_name(rank)
+        left_s = _AFTER_THE_END_S
+        while not path.exists():  # a folder that hosts share tells nobody of new files
+            if self._given_up.wait(_LOOK_S) or left_s < 0:
+                raise CheckpointError(f"rank {rank} has not written its file", rank=rank)
+            if not threading.main_thread().is_alive():  # nobody is left to notice that a rank is lost
+                left_s -= _LOOK_S
+        side: dict[str, Any] = json.loads(path.read_bytes())
+        if "error" in side:
+            raise CheckpointError(f"rank {rank} could not write its file: {side['error']}", rank=rank)
+        return side

@@ -1,0 +1,368 @@
+"""What is saved: a step, a pipeline, modules and optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .._errors import CheckpointError
+from ..agreement import Requests
+from ..ddp import Handle
+from ..groups import Mesh, check_mesh, world_mesh
+from ..optim import ZeroRedundancyOptimizer
+from ..training import TrainStep, check_state, loaded
+from ..transforms.axes import bind_axes
+from ..transforms.base import Merge, Placement, named_leaves
+from ..transforms.layout import Pieces
+from ..transforms.pipelines import Pipeline, buffers_placement, params_placement
+from ._values import About, Names, Slice, Snapshot, Values, put_together, taken_apart, tree_from
+
+_GROUPS = "$groups"  # stands for the state of a ZeroRedundancyOptimizer whose slices are among the values
+
+
+class Item(Protocol):
+    """One of the objects that are saved and loaded together."""
+
+    def add(self, found: Snapshot) -> Any:
+        """Add what this rank has of it; returns what is no tensor, as JSON."""
+
+    def load(self, values: Values, shown: Any) -> Callable[[], None]:
+        """A function that loads the values of a checkpoint, by name. Until it is called nothing has changed.
+
+        Args:
+            shown: What `add` returned.
+        """
+
+
+class PlainItem:
+    """An object with a state dict. Values that are equal on all ranks are saved once, others for each rank."""
+
+    def __init__(self, name: str, one: Any, mesh: Mesh) -> None:
+        self._name, self._one, self._mesh = name, one, mesh
+
+    def add(self, found: Snapshot) -> Any:
+        tensors: dict[str, Tensor] = {}
+        shown = taken_apart(self._state(), f"objects.{self._name}", tensors)
+        found.add_by_content(dict(sorted(tensors.items())), self._mesh.shape)  # in one order on all ranks
+        return shown
+
+    def _state(self) -> Any:
+        """The state; of an object that gathers it on one rank, on each rank in turn."""
+        if not hasattr(self._one, "consolidate_state_dict"):
+            return self._one.state_dict()
+        found = None
+        for to in range(self._mesh.size):
+            self._one.consolidate_state_dict(to)
+            found = self._one.state_dict() if to == self._mesh.rank else found
+        return found
+
+    def load(self, values: Values, shown: Any) -> Callable[[], None]:
+        state = put_together(shown, values)
+        return lambda: self._one.load_state_dict(state)
+
+
+class HandleItem:
+    """The handle of a registered module: the state of its pipeline, with the placements of that."""
+
+    def __init__(self, name: str, handle: Handle, mesh: Mesh) -> None:
+        self._handle, self._prefix = handle, f"objects.{name}"
+        self._names = Names(self._prefix, handle.what, mesh.shape)
+
+    def add(self, found: Snapshot) -> Any:
+        handle = self._handle
+        found.add_state(self._names, handle.pipeline)
+        found.cut(self._prefix, handle.pieces)
+        return taken_apart({"step": handle.step, "total": handle.total, "parameters": handle.checksum}, "", {})
+
+    def load(self, values: Values, shown: Any) -> Callable[[], None]:
+        state = self._handle.dict_of(self._names.tree(self._handle.pipeline, values), **put_together(shown, {}))
+        return lambda: self._handle.load_state_dict(state)
+
+
+class ZeroItem:
+    """A ZeroRedundancyOptimizer: each rank saves, and reads, the state of its own slices."""
+
+    def __init__(self, name: str, zero: ZeroRedundancyOptimizer, mesh: Mesh) -> None:
+        self._zero, self._prefix, (self._axis,) = zero, f"objects.{name}.state", mesh.shape
+
+    def add(self, found: Snapshot) -> Any:
+        found.slices[self._prefix] = self._slice
+        tensors = {
+            f"{one.number}.{key}": value
+            for one in self._zero.owned()
+            for key, value in one.state.items()
+            if value is not None and (value.dim() or not one.start)  # a common value is in all slices
+        }
+        found.add(self._prefix, tensors, Placement((), self._axis))
+        return {_GROUPS: taken_apart(torch.optim.Optimizer.state_dict(self._zero)["param_groups"], "", {})}
+
+    def load(self, values: Values, shown: Any) -> Callable[[], None]:
+        if _GROUPS not in shown:  # it was saved where another object stepped
+            state = put_together(shown, values)
+            return lambda: self._zero.load_state_dict(state)
+        states: dict[int, dict[str, Any]] = {}
+        for name, value in values.under(self._prefix).items():
+            number, _, key = name.partition(".")
+            states.setdefault(int(number), {})[key] = self._in_place(name, value)
+        whole = {"state": states, "param_groups": put_together(shown[_GROUPS], {})}
+        return lambda: self._zero.load_state_dict(whole)
+
+    def _slice(self, name: str, params: Sequence[str] = ()) -> Slice | None:
+        slices, number = self._zero.slices(), int(name.partition(".")[0])
+        if slices is None or number not in slices:
+            return None
+        shape, start, stop, whole = slices[number]
+        return Slice(shape, start, stop, whole, holds=start < stop)
+
+    def _in_place(self, name: str, value: Tensor) -> Tensor:
+        """A slice in a tensor of the whole shape, of which `load_state_dict` reads only this rank's slice."""
+        own = self._slice(name)
+        if own is None:
+            raise CheckpointError(
+                f"{self._prefix} has a state of the parameter {name.partition('.')[0]}, which is not here"
+            )
+        if own.whole or not value.dim():
+            return value
+        whole = torch.empty(own.shape, dtype=value.dtype)  # memory that nothing touches is none
+        whole.view(-1)[own.start : own.stop] = value
+        return whole
+
+
+def item_of(name: str, one: Any, mesh: Mesh) -> Item:
+    """What saves and loads an object.
+
+    Raises:
+        TypeError: it has no state dict.
+    """
+    if isinstance(one, Handle) and one.axes.keys() == mesh.shape.keys():
+        return HandleItem(name, one, mesh)
+    if (
+        isinstance(one, ZeroRedundancyOptimizer)
+        and one.slices() is not None
+        and [one.world_size] == [*mesh.shape.values()]
+    ):
+        return ZeroItem(name, one, mesh)
+    if not hasattr(one, "state_dict") or not hasattr(one, "load_state_dict"):
+        raise TypeError(f"{name!r} is a {type(one).__name__}, expected an object with state_dict and load_state_dict")
+    return PlainItem(name, one, mesh)
+
+
+class OfObjects:
+    """Objects with `state_dict` and `load_state_dict`, by name; they are their own state."""
+
+    needs_params = False
+    requests: Requests | None = None
+
+    def __init__(self, objects: Mapping[str, Any], mesh: Mesh) -> None:
+        for name in objects:
+            if inside := [other for other in objects if other.startswith(f"{name}.")]:
+                raise ValueError(f"{inside[0]!r} begins with the name of {name!r}; give the objects other names")
+        self._items, self.mesh = {name: item_of(name, one, mesh) for name, one in objects.items()}, mesh
+
+    def about(self) -> About:
+        return About(sorted(self._items), {})
+
+    def number(self, state: Any) -> int:
+        if type(state) is not int or state < 0:
+            raise TypeError(
+                f"with objects the state is the number of steps so far, got {state!r}; write fjoin.save(path, objects, steps)"
+            )
+        return state
+
+    def snapshot(self, state: Any) -> Snapshot:
+        found = Snapshot()
+        found.rank = {"objects": {name: item.add(found) for name, item in self._items.items()}, "steps": state}
+        return found
+
+    def start(self, params: Any, buffers: Any) -> Any:
+        return 0
+
+    def load(self, state: Any, values: Values, rank: Mapping[str, Any]) -> Callable[[], Any]:
+        shown = rank.get("objects", {})
+        if shown.keys() != self._items.keys():
+            raise CheckpointError(
+                f"the checkpoint is of {sorted(shown)}, but here are {sorted(self._items)}; pass the same names"
+            )
+        loads = [item.load(values, shown[name]) for name, item in self._items.items()]
+
+        def take() -> Any:
+            for load in loads:
+                load()
+            return rank["steps"]
+
+        return take
+
+
+_HELD = ("params.", "pipeline.optimizer.", "pipeline.inner.optimizer.")  # by the storage of a train_step
+
+
+class Source(Protocol):
+    """Something that is saved and loaded.
+
+    Attributes:
+        mesh: The ranks.
+        requests: What a rank asks of all of them, where its steps carry that.
+        needs_params: Whether `start` needs parameters.
+    """
+
+    mesh: Mesh
+    requests: Requests | None
+    needs_params: bool
+
+    def about(self) -> About:
+        """What the manifest says of it."""
+
+    def number(self, state: Any) -> int:
+        """The number of steps that a state has taken."""
+
+    def snapshot(self, state: Any) -> Snapshot:
+        """What this rank has of it."""
+
+    def start(self, params: Any, buffers: Any) -> Any:
+        """A state at the start, which gives the form of a load."""
+
+    def load(self, state: Any, values: Values, rank: Mapping[str, Any]) -> Callable[[], Any]:
+        """A function that returns the state with the values of a checkpoint, by name. Until it is called nothing of the run has changed.
+
+        Args:
+            rank: What only this rank has saved.
+        """
+
+
+class OfStep:
+    """A train_step; its state is a `TrainState`."""
+
+    needs_params = True
+
+    def __init__(self, step: TrainStep) -> None:
+        run = step.run
+        self._step, self.mesh = step, run.mesh
+        self.requests: Requests | None = run.agreements.requests
+        self._names = Names("pipeline", run.pipeline, self.mesh.shape)
+        on_buffers = run.on_buffers
+        self._on_buffers = None if on_buffers is None else Names("on_buffers", on_buffers, self.mesh.shape)
+
+    def about(self) -> About:
+        return About(repr(self._step.pipeline), {"bucket_bytes": self._step.bucket_bytes})
+
+    def number(self, state: Any) -> int:
+        return check_state(state).step
+
+    def snapshot(self, state: Any) -> Snapshot:
+        """What this rank has, after its pending verdicts.
+
+        Raises:
+            ValueError: the state is within an accumulation window.
+            NonFinite, DesyncError: on all ranks: the last step was not taken.
+        """
+        run = self._step.run
+        body = check_state(state).settled(run.token)
+        run.agreements.drain(body.step)
+        axes, found = self.mesh.shape, Snapshot(storage=body.storage, held=_HELD)
+        found.cut("pipeline", body.storage.pieces)
+        found.add("params", body.storage.leaves, params_placement(run.pipeline, axes))
+        found.add_state(self._names, state.pipeline)
+        if body.buffers is not None:
+            found.add("buffers", body.buffers, buffers_placement(run.on_buffers, axes))
+            if self._on_buffers is not None:
+                found.add_state(self._on_buffers, body.buffers_state)
+        counts = {"batches": body.batches, "weight": run.step_check.weight or 0.0}  # None before the first input
+        mine = Placement((), None, Merge.MEAN)
+        found.add("run", counts, mine)
+        return found
+
+    def start(self, params: Any, buffers: Any) -> Any:
+        return self._step.init(params, buffers)
+
+    def load(self, state: Any, values: Values, rank: Mapping[str, Any]) -> Callable[[], Any]:
+        run, counts, saved = self._step.run, dict(values.under("run")), values.under("buffers")
+        if saved.keys() != (state.buffers or {}).keys():
+            raise CheckpointError(
+                f"the checkpoint has the buffers {sorted(saved)}, but here are {sorted(state.buffers or {})}; pass restore(params, buffers)"
+            )
+        # Into the memory of the new state, which nobody has yet.
+        params = tree_from("params", named_leaves(state.params), values.under("params"), in_place=True)
+        pipeline = self._names.tree(state.pipeline, values, in_place=True)
+        buffers = tree_from("buffers", state.buffers or {}, saved)
+        on_buffers = () if self._on_buffers is None else self._on_buffers.tree(state.on_buffers, values)
+
+        def take() -> Any:
+            run.step_check.weight = counts["weight"] or None
+            return loaded(state, run.token, params, pipeline, buffers, on_buffers, counts["batches"], run.accumulate)
+
+        return take
+
+
+class OfPipeline:
+    """A pipeline in a loop of one's own; its state is the pair (params, state)."""
+
+    needs_params = True
+    requests: Requests | None = None
+
+    def __init__(self, pipeline: Pipeline, mesh: Mesh) -> None:
+        self._pipeline, self.mesh = pipeline, mesh
+        self._names = Names("pipeline", pipeline, mesh.shape)
+
+    def about(self) -> About:
+        return About(repr(self._pipeline), {})
+
+    def number(self, state: Any) -> int:
+        _, own = self._pair(state)
+        return int((own.inner if self._pipeline.skips else own).step)
+
+    def snapshot(self, state: Any) -> Snapshot:
+        params, own = self._pair(state)
+        found = Snapshot()
+        found.cut("pipeline", self._pieces(params))
+        found.add("params", named_leaves(params), params_placement(self._pipeline, self.mesh.shape))
+        found.add_state(self._names, own)
+        return found
+
+    def _pair(self, state: Any) -> Any:
+        if not isinstance(state, tuple) or len(state) != 2:
+            raise TypeError(
+                f"the state of a pipeline is saved with the parameters: pass (params, state), got {type(state).__name__}"
+            )
+        return state
+
+    def _pieces(self, params: Any) -> Pieces | None:
+        if self._pipeline.sharding is None:
+            return None
+        with bind_axes(self.mesh.axes):
+            return self._pipeline.sharding.pieces(params)
+
+    def start(self, params: Any, buffers: Any) -> Any:
+        if buffers is not None:
+            raise TypeError("a pipeline has no buffers; save them as objects of their own: fjoin.save(path, {...})")
+        with bind_axes(self.mesh.axes):
+            return params, self._pipeline.init(params)
+
+    def load(self, state: Any, values: Values, rank: Mapping[str, Any]) -> Callable[[], Any]:
+        params, own = state
+        new = tree_from("params", params, values.under("params")), self._names.tree(own, values)
+        return lambda: new
+
+
+def source_of(what: Any, mesh: Mesh | None) -> Source:
+    """The source for what a user passes.
+
+    Raises:
+        TypeError: it cannot be saved.
+    """
+    if isinstance(what, TrainStep):
+        if mesh is not None:
+            raise TypeError("a train_step has a mesh of its own; leave mesh= out")
+        return OfStep(what)
+    if mesh is not None:
+        check_mesh("save", mesh)
+    if isinstance(what, Pipeline):
+        return OfPipeline(what, mesh or world_mesh())
+    if isinstance(what, Mapping) and what:
+        return OfObjects(what, mesh or world_mesh())
+    raise TypeError(
+        f"a {type(what).__name__} cannot be saved; pass a train_step, a pipeline, or a dict of objects with a state_dict, such as "
+        f'{{"model": model, "optimizer": optimizer}}'
+    )

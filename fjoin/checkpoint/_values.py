@@ -1,0 +1,379 @@
+"""The values of a run that are saved: names, slices, and objects as JSON with tensors."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from .._errors import CheckpointError
+from ..buckets import Storage
+from ..transforms.base import Placement, Transform, names_of, restored
+from ..transforms.layout import Pieces
+from ..transforms.pipelines import Pipeline, placed
+
+# Reads a value, into the given memory where it fits.
+Read = Callable[[Tensor | None], Any]
+
+
+class Values(Mapping[str, Any]):
+    """Name -> value.
+
+    Args:
+        reads: Name -> the function that reads the value.
+    """
+
+    def __init__(self, reads: dict[str, Read] | None = None) -> None:
+        self._reads = reads or {}
+
+    def __getitem__(self, name: str) -> Any:
+        return self._reads[name](None)
+
+    def into(self, name: str, memory: Tensor) -> Any:
+        """The value, which is `memory` itself where it could be read into that."""
+        return self._reads[name](memory)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._reads)
+
+    def __len__(self) -> int:
+        return len(self._reads)
+
+    def add(self, name: str, read: Read) -> None:
+        """Add a value that a function reads."""
+        self._reads[name] = read
+
+    def set(self, name: str, value: Any) -> None:
+        """Add a value that is there."""
+        self._reads[name] = lambda memory: value
+
+    def under(self, prefix: str, rename: Callable[[str], str] = lambda name: name) -> Values:
+        """The values under a prefix, by the rest of their names."""
+        start = f"{prefix}."
+        return Values(
+            {rename(name.removeprefix(start)): read for name, read in self._reads.items() if name.startswith(start)}
+        )
+
+
+class Names:
+    """The leaves of a state by name, with their placements; computed anew only where a state has another form.
+
+    A name has stages by the names of their specs, as in "pipeline.hook.error_feedback#0.error.w", so that another stage in a chain
+    renames none. Leaves that no later call reads have none.
+
+    Args:
+        prefix: Where all names begin.
+        part: The pipeline or the transform.
+        axes: The mesh.
+    """
+
+    def __init__(self, prefix: str, part: Pipeline | Transform, axes: Mapping[str, int]) -> None:
+        self.prefix, self._part, self._axes = prefix, part, axes
+        self.structure: Any = None
+        self._positions: list[int] = []  # among the leaves, of those with a name
+        self._paths: dict[str, str] = {}  # name -> path in `to_state_dict`, of leaves and empty dicts
+        self._unread: list[tuple[int, str]] = []  # the position, and the path
+        self.places: dict[str, Placement] = {}
+        self.params: dict[str, tuple[str, ...]] = {}
+
+    def values(self, state: Any) -> dict[str, Any]:
+        """Name -> leaf."""
+        leaves = self._leaves(state)
+        return dict(zip(self.places, map(leaves.__getitem__, self._positions), strict=True))
+
+    def tree(self, like: Any, values: Values, in_place: bool = False) -> Any:
+        """The state of the form of `like` from the values by name.
+
+        Args:
+            in_place: Whether to take the memory of `like`.
+
+        Raises:
+            CheckpointError: other names, shapes or dtypes.
+        """
+        leaves = self._leaves(like)
+        saved = values.under(self.prefix, self._path)
+        for i, path in self._unread:
+            saved.set(path, leaves[i])
+        return tree_from(self.prefix, like, saved, in_place)
+
+    def _leaves(self, state: Any) -> list[Any]:
+        leaves, structure = optree.tree_flatten(state)
+        if structure != self.structure:
+            self.structure = structure
+            known, found = names_of(state), {leaf.path: leaf for leaf in placed(self._part, state, self._axes)}
+            self._paths = {leaf.name: path for path, leaf in found.items()}
+            self._unread = [(i, path) for i, (path, read) in enumerate(known) if not read]
+            self._positions, self.places, self.params = [], {}, {}
+            for i, (path, read) in enumerate(known):
+                _, name, placement, params = found[path]
+                if read and placement is not None:
+                    self._positions.append(i)
+                    self.places[f"{self.prefix}.{name}"] = placement
+                    self.params[f"{self.prefix}.{name}"] = params
+        return leaves
+
+    def _path(self, name: str) -> str:
+        """The path of a name; of one in a dict that is still empty at the start, behind that of the dict."""
+        words = name.split(".")
+        for length in range(len(words), 0, -1):
+            if (start := ".".join(words[:length])) in self._paths:
+                return ".".join([self._paths[start], *words[length:]])
+        return name
+
+
+def tree_from(what: str, like: Any, values: Mapping[str, Any], in_place: bool = False) -> Any:
+    """The tree of the form of `like` from values by path.
+
+    Args:
+        in_place: Whether to take the memory of `like`.
+
+    Raises:
+        CheckpointError: other names, shapes or dtypes.
+    """
+    try:
+        return restored(f"{what} of the checkpoint", like, values, in_place)
+    except CheckpointError:
+        raise
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{error}; it is of another model or pipeline") from error
+
+
+def matches(name: str, patterns: Collection[str]) -> bool:
+    """Whether one of the patterns is the name, the beginning of it up to a dot, or fits it with its `*`."""
+    return any(name == one or name.startswith(f"{one}.") or fnmatchcase(name, one) for one in patterns)
+
+
+class Slice(NamedTuple):
+    """This rank's slice of the flat value."""
+
+    shape: torch.Size  # of the whole
+    start: int
+    stop: int  # 0 where this rank holds nothing
+    whole: bool  # whether one rank has it as a whole, in its own shape
+    holds: bool  # whether this rank writes it; of a value without elements one rank does
+
+
+# From the name of a value, behind a prefix, and the paths of parameters that it may belong to, to its slice; None for another value.
+Slices = Callable[[str, Sequence[str]], Slice | None]
+
+
+def slices_of(pieces: Pieces) -> Slices:
+    """The slices of a pipeline's state."""
+
+    def slice_of(name: str, params: Sequence[str]) -> Slice | None:
+        path = next((path for path in params if path in pieces.shapes), None)
+        if path is None:
+            return None
+        shape, (start, stop) = pieces.shapes[path], pieces.slices[path]
+        holds = bool(stop) or (not shape.numel() and not pieces.rank)
+        return Slice(shape, start, stop, path in pieces.whole, holds)
+
+    return slice_of
+
+
+class About(NamedTuple):
+    """Fields of a manifest, the same on all ranks."""
+
+    spec: Any
+    settings: dict[str, Any]
+
+
+@dataclass
+class Snapshot:
+    """The values of one rank.
+
+    Attributes:
+        values: Name -> tensor or host number.
+        places: Name -> placement.
+        params: Name -> the paths of parameters that a value may belong to.
+        slices: The beginning of names -> the slices of values of this name that are cut.
+        form: Equal for snapshots whose names and placements are.
+        rank: What only this rank has, as JSON.
+        extra: What the user keeps beside it, as JSON, and its tensors, which are among the values.
+        storage: What holds parameters and optimizer states, of a train_step: it can wait before it writes into them.
+        held: The beginnings of the names of the values that the storage holds.
+        by_content: The names of values that may differ between ranks, in form too, and are then saved for each rank.
+    """
+
+    values: dict[str, Any] = field(default_factory=dict)
+    places: dict[str, Placement] = field(default_factory=dict)
+    params: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    slices: dict[str, Slices] = field(default_factory=dict)
+    form: list[Any] = field(default_factory=list)
+    rank: dict[str, Any] = field(default_factory=dict)
+    storage: Storage | None = None
+    held: tuple[str, ...] = ()
+    by_content: set[str] = field(default_factory=set)
+    extra: tuple[Any, Mapping[str, Tensor]] = (None, {})
+
+    def add_extra(self, extra: Any, tensors: Mapping[str, Tensor], axes: Iterable[str]) -> None:
+        """Add what the user keeps, which is the same on all ranks, and its tensors."""
+        self.extra = extra, tensors
+        self._add(tensors, dict.fromkeys(tensors, Placement(tuple(axes))), list(tensors))
+
+    def add(self, prefix: str, values: Mapping[str, Any], place: Placement) -> None:
+        """Add values under a prefix, all of one placement."""
+        named = {f"{prefix}.{name}": value for name, value in values.items()}
+        self._add(named, dict.fromkeys(named, place), [*named, place])
+
+    def add_by_content(self, values: Mapping[str, Any], axes: Iterable[str]) -> None:
+        """Add values of which it is not known whether they are equal on all ranks."""
+        self._add(values, dict.fromkeys(values, Placement(tuple(axes))), list(values))
+        self.by_content |= values.keys()
+
+    def add_state(self, names: Names, state: Any) -> None:
+        """Add the leaves of a state."""
+        self._add(names.values(state), names.places, names.structure)
+        self.params |= names.params
+
+    def _add(self, values: Mapping[str, Any], places: Mapping[str, Placement], form: Any) -> None:
+        if not self.values.keys().isdisjoint(values):
+            twice = min(self.values.keys() & values.keys())
+            raise ValueError(f"two values of the run are called {twice!r}; give the objects other names")
+        self.values |= values
+        self.places |= places
+        self.form.append(form)
+
+    def stays(self, name: str) -> bool:
+        """Whether a value stays as it is until the storage writes again."""
+        return self.storage is not None and name.startswith(self.held)
+
+    def cut(self, prefix: str, pieces: Pieces | None) -> None:
+        """Values under a prefix may be cut into these pieces."""
+        if pieces is not None:
+            self.slices[prefix] = slices_of(pieces)
+            self.form.append(pieces.fingerprint)
+
+    def slice_of(self, name: str) -> Slice | None:
+        """This rank's slice of a value that is cut; None where it is one of no parameter."""
+        for prefix, slices in self.slices.items():
+            if name.startswith(f"{prefix}."):
+                return slices(name.removeprefix(f"{prefix}."), self.params.get(name, ()))
+        return None
+
+
+def bytes_of(value: Tensor) -> int:
+    return value.numel() * value.element_size()
+
+
+_IN_FILE = "$tensor"
+_NAME = "extra"
+
+
+def extra_apart(extra: Any, tensors: dict[str, Tensor]) -> Any:
+    """A copy of the value as JSON; its tensors are put into `tensors` by name.
+
+    Raises:
+        TypeError: it holds something else than finite numbers, text, None, lists, tensors, and dicts with text as keys.
+    """
+    try:
+        shown = _shown(extra, _NAME, tensors)
+        kept = json.loads(json.dumps(shown, allow_nan=False))
+        if kept != shown:
+            raise TypeError(f"{shown!r} would be read back as {kept!r}")
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TypeError(
+            f"extra must be JSON, with tensors where you like: finite numbers, text, lists, and dicts with text as keys: {error}"
+        ) from None
+    return kept
+
+
+def _shown(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        if name in tensors:
+            raise ValueError(f"two tensors of it would be called {name!r}; rename a key")
+        tensors[name] = value.detach()
+        return {_IN_FILE: name}
+    if isinstance(value, dict):
+        if _IN_FILE in value:
+            raise ValueError(f"{name} has the key {_IN_FILE!r}, which stands for a tensor in the file; rename it")
+        return {key: _shown(one, f"{name}.{key}", tensors) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_shown(one, f"{name}.{i}", tensors) for i, one in enumerate(value)]
+    return value
+
+
+def extra_together(shown: Any, values: Mapping[str, Any]) -> Any:
+    """The value that `extra_apart` took apart."""
+    if isinstance(shown, list):
+        return [extra_together(one, values) for one in shown]
+    if isinstance(shown, dict):
+        return (
+            values[shown[_IN_FILE]]
+            if _IN_FILE in shown
+            else {key: extra_together(v, values) for key, v in shown.items()}
+        )
+    return shown
+
+
+_TENSOR, _DICT, _TUPLE, _FLOAT, _METADATA = "$tensor", "$dict", "$tuple", "$float", "$metadata"
+_VERSIONS = "_metadata"  # the attribute of a module's state dict that holds the versions of its parts
+
+
+def taken_apart(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    """The JSON of a state dict, whose tensors are put into `tensors` by name.
+
+    Raises:
+        TypeError: a value is neither tensor nor container, nor JSON.
+    """
+    if isinstance(value, Tensor):
+        if name in tensors:
+            raise ValueError(f"two tensors of the state dicts are called {name!r}; give the objects other names")
+        tensors[name] = value
+        return {_TENSOR: name}
+    if isinstance(value, dict):
+        items = [[_key(key, name), taken_apart(one, f"{name}.{key}", tensors)] for key, one in value.items()]
+        metadata = getattr(value, _VERSIONS, None)
+        return {_DICT: items} | ({} if metadata is None else {_METADATA: taken_apart(dict(metadata), name, {})})
+    if isinstance(value, (list, tuple)):
+        parts = [taken_apart(one, f"{name}.{i}", tensors) for i, one in enumerate(value)]
+        return {_TUPLE: parts} if isinstance(value, tuple) else parts
+    if isinstance(value, float) and not math.isfinite(value):
+        return {_FLOAT: repr(value)}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise TypeError(
+        f"{name} is a {type(value).__name__}, which cannot be saved; a state dict holds tensors, numbers, text, and containers of them"
+    )
+
+
+def _key(key: Any, name: str) -> Any:
+    if not isinstance(key, (str, int)):
+        raise TypeError(f"{name} has the key {key!r}; a state dict that is saved has text or whole numbers as keys")
+    return key
+
+
+def put_together(shown: Any, tensors: Mapping[str, Any]) -> Any:
+    """The state dict that `taken_apart` took apart.
+
+    Raises:
+        CheckpointError: a tensor is not there.
+    """
+    if isinstance(shown, list):
+        return [put_together(one, tensors) for one in shown]
+    if not isinstance(shown, dict):
+        return shown
+    if _TENSOR in shown:
+        name = shown[_TENSOR]
+        if name not in tensors:
+            raise CheckpointError(
+                f"there is no value {name}: what fresh= names must have a value at the start; name less of it"
+            )
+        return tensors[name]
+    if _FLOAT in shown:
+        return float(shown[_FLOAT])
+    if _TUPLE in shown:
+        return tuple(put_together(one, tensors) for one in shown[_TUPLE])
+    found = {key: put_together(one, tensors) for key, one in shown[_DICT]}
+    if _METADATA in shown:
+        found = OrderedDict(found)
+        setattr(found, _VERSIONS, put_together(shown[_METADATA], {}))
+    return found

@@ -1,1 +1,0 @@
-"""Saves and loads runs: what each rank has, who writes it, and the agreement of the ranks."""

@@ -1,1 +1,0 @@
-"""A save: which rank writes what, and the commit."""

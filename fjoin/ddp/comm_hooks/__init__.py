@@ -1,1 +1,0 @@
-"""torch's communication hooks as transforms."""

@@ -1,0 +1,431 @@
+"""Reports of failed ranks: through the store, and by connections that end."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import queue
+import re
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, NoReturn, TypeVar
+
+import torch.distributed as dist
+
+from .._errors import CollectiveTimeout, DesyncError, FjoinError, PeerLost, described
+from ..shared_memory import Late, PeerGone
+
+T = TypeVar("T")
+# Calls with a longer limit also wait for the answer to an earlier call.
+_PATIENT_S = 1.0
+# Threads of calls that have not returned, and how long the end of the program waits for each.
+_LEFT: list[tuple[threading.Thread, float]] = []
+
+
+class Unanswered(RuntimeError):
+    """A call did not return within its limit."""
+
+
+def within(seconds: float, call: Callable[[], T], last_s: float = 5.0) -> T:
+    """The result of `call()`, which runs in a thread of its own.
+
+    Args:
+        last_s: How long the end of the program waits for a call that has not returned.
+
+    Raises:
+        Unanswered: it has not returned within `seconds`. Its thread keeps running; the end of the program waits for it,
+            since a thread that returns from C++ while the interpreter ends would abort the process.
+    """
+    answer: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            answer.put((True, call()))
+        except BaseException as error:
+            answer.put((False, error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        fine, value = answer.get(timeout=max(seconds, 0.0))
+    except queue.Empty:
+        if not _LEFT:
+            atexit.register(_await_left)
+        _LEFT.append((thread, last_s))
+        raise Unanswered(f"no answer within {seconds:g} s") from None
+    if not fine:
+        try:
+            raise value
+        finally:  # a frame that refers to its own exception is freed only by the garbage collector
+            del value
+    return value  # type: ignore[no-any-return]
+
+
+def _await_left() -> None:
+    start = time.monotonic()
+    for thread, last_s in _LEFT:
+        thread.join(max(0.0, start + last_s - time.monotonic()))
+
+
+class Store:
+    """The default store of torch.distributed, with keys of fjoin's own.
+
+    The first argument of each call is the time limit for the answer, in seconds. While an earlier call is unanswered,
+    calls with a limit of at most 1 s fail at once; after a broken connection all calls fail.
+
+    Raises:
+        Unanswered: no answer in time.
+        RuntimeError: torch's errors, such as a refused connection; DistNetworkError after a broken one.
+    """
+
+    def __init__(self) -> None:
+        store = dist.distributed_c10d._get_default_store()
+        self._store: Any = dist.distributed_c10d.PrefixStore("fjoin", store)
+        self._unanswered: threading.Event | None = None
+        self._broken: str = ""
+
+    def set(self, seconds: float, key: str, text: str) -> None:
+        self._ask(seconds, lambda: self._store.set(key, text))
+
+    def get(self, seconds: float, key: str) -> str | None:
+        """The text under a key; None where the key is not set yet."""
+        found = self._ask(seconds, lambda: self._store.get(key) if self._store.check([key]) else None)
+        return None if found is None else found.decode()
+
+    def get_all(self, seconds: float, keys: list[str]) -> list[str] | None:
+        """The texts under some keys, in one request where the store can; None where one of them is missing."""
+
+        def get() -> list[bytes] | None:
+            if not self._store.check(keys):
+                return None
+            return self._store.multi_get(keys) if self._store.has_extended_api() else list(map(self._store.get, keys))  # type: ignore[no-any-return]
+
+        found = self._ask(seconds, get)
+        return None if found is None else [text.decode() for text in found]
+
+    def add(self, seconds: float, key: str) -> int:
+        """Increment a key by one; returns the new value."""
+        return int(self._ask(seconds, lambda: self._store.add(key, 1)))
+
+    def _ask(self, seconds: float, call: Callable[[], Any]) -> Any:
+        if self._broken:  # each attempt would make torch print a warning
+            raise dist.DistNetworkError(self._broken)
+        if self._unanswered is not None and not self._unanswered.wait(seconds if seconds > _PATIENT_S else 0.0):
+            raise Unanswered("the store has not answered an earlier call")
+        answered = self._unanswered = threading.Event()
+
+        def asked() -> Any:
+            try:
+                return call()
+            finally:
+                answered.set()
+
+        try:
+            return within(seconds, asked)
+        except dist.DistNetworkError as error:
+            self._broken = f"the connection to the host of the rendezvous store has ended: {error}"
+            raise
+
+
+_OPEN = "/proc/self/fd"
+_ESTABLISHED = 1  # a state of TCP
+
+
+def event_loops() -> set[int]:
+    """Descriptors of this process's epoll instances: gloo makes one per group to watch the group's connections."""
+    found = set()
+    for fd in _descriptors():
+        with contextlib.suppress(OSError):  # closed meanwhile, such as the listing's own descriptor
+            if os.readlink(f"{_OPEN}/{fd}") == "anon_inode:[eventpoll]":
+                found.add(fd)
+    return found
+
+
+def _descriptors() -> list[int]:
+    return [int(fd) for fd in os.listdir(_OPEN)] if os.path.isdir(_OPEN) else []
+
+
+class _Socket(NamedTuple):
+    fd: int
+    inode: int  # identifies the socket: the number of a descriptor may later be reused for another file
+
+
+class Connections:
+    """The connections that some event loops watch at construction; by default all connections of this process.
+
+    `know` finds the connections to a rank: a connection has the same two ends in both processes.
+    """
+
+    def __init__(self, loops: Iterable[int] | None = None) -> None:
+        self._by_ends: dict[str, _Socket] = {}
+        for fd in _descriptors() if loops is None else [fd for loop in loops for fd in _targets(loop)]:
+            with _duplicate(fd) as connection:
+                if connection is not None and (ends := _ends(connection)) is not None:
+                    self._by_ends[" ".join(ends)] = _Socket(fd, os.fstat(connection.fileno()).st_ino)
+        self._to: dict[int, list[_Socket]] = {}
+
+    def addresses(self) -> list[str]:
+        """The ends of these connections in the order in which the process at the other end writes them."""
+        return [" ".join(reversed(ends.split(" "))) for ends in self._by_ends]
+
+    def know(self, rank: int, addresses: list[str]) -> None:
+        """Find the connections to a rank, given its `addresses`."""
+        self._to[rank] = [self._by_ends[ends] for ends in addresses if ends in self._by_ends]
+
+    def known(self, rank: int) -> bool:
+        return rank in self._to
+
+    def gone(self) -> set[int]:
+        """The ranks whose connections, at least one each, have all ended."""
+        return {rank for rank, sockets in self._to.items() if sockets and not any(map(_is_open, sockets))}
+
+    def opened(self) -> list[socket.socket]:
+        """The connections that are still open, each with a descriptor of its own."""
+        found = []
+        for one in self._by_ends.values():
+            # os.dup, since the method `dup` of a socket would make gloo's descriptor blocking.
+            with contextlib.suppress(OSError):
+                if os.fstat(one.fd).st_ino == one.inode:
+                    found.append(socket.socket(fileno=os.dup(one.fd)))
+        return found
+
+
+def shut(connections: Iterable[socket.socket]) -> None:
+    """End connections in both directions, for this process and all processes that it has forked.
+
+    Processes forked by a rank, such as the workers of a DataLoader, inherit its sockets. gloo only closes the sockets
+    when a group is destroyed, and the peers do not notice this while such a process lives.
+    """
+    for connection in connections:
+        with connection, contextlib.suppress(OSError):  # it may have ended
+            connection.shutdown(socket.SHUT_RDWR)
+
+
+@contextlib.contextmanager
+def _duplicate(fd: int) -> Iterator[socket.socket | None]:
+    """A socket through a descriptor of its own; None where `fd` is no socket."""
+    connection = None
+    with contextlib.suppress(OSError):  # closed meanwhile, or not a socket
+        if os.readlink(f"{_OPEN}/{fd}").startswith("socket:"):
+            connection = socket.socket(fileno=os.dup(fd))
+    try:
+        yield connection
+    finally:
+        if connection is not None:
+            connection.close()
+
+
+def _is_open(one: _Socket) -> bool:
+    try:
+        if os.fstat(one.fd).st_ino != one.inode:
+            return False
+    except OSError:  # closed
+        return False
+    with _duplicate(one.fd) as connection:
+        if connection is None:  # this process has no descriptor left to look through
+            return True
+        return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _ESTABLISHED
+
+
+def _ends(connection: socket.socket) -> tuple[str, str] | None:
+    """The addresses of this end and of the other one; None where `connection` is no established TCP connection."""
+    try:
+        names = connection.getsockname(), connection.getpeername()
+    except OSError:  # it listens, or its peer has gone
+        return None
+    if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
+        return None
+    here, there = (f"{name[0].removeprefix('::ffff:')}:{name[1]}" for name in names)
+    return here, there
+
+
+def _targets(loop: int) -> list[int]:
+    with contextlib.suppress(OSError), open(f"/proc/self/fdinfo/{loop}") as lines:
+        return [int(line.split()[1]) for line in lines if line.startswith("tfd:")]
+    return []
+
+
+# The time limit for the store's answers after a failure.
+_ANSWER_S = 0.5
+# The texts of gloo's errors, which have no class of their own; NCCL's and the store's errors have one.
+BACKEND_ERROR = re.compile(r"gloo/\S*:\d+|^Application timeout caused pair closure")
+_LATE = re.compile(r"timed out|timeout", re.IGNORECASE)
+_KINDS = {kind.__name__: kind for kind in (PeerLost, CollectiveTimeout, DesyncError)}
+
+
+class Failures:
+    """The failures of a mesh's ranks.
+
+    Args:
+        store: The ranks' store.
+        name: The name of the mesh, the same on all its ranks.
+        rank: This rank in the mesh.
+        ranks: The mesh's ranks, as the default process group numbers them.
+        connections: The connections of its groups, where these are known.
+        calls: The number of collectives that this rank has called, where that is known; otherwise 0.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        name: str,
+        rank: int,
+        ranks: Sequence[int],
+        connections: Connections,
+        calls: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self._calls = calls
+        self._store, self._name, self._rank, self._ranks, self._size = store, name, rank, ranks, len(ranks)
+        # After one broken connection gloo closes the whole group; only a rank without any connection has surely ended.
+        self._all, self._own = Connections(), connections
+        self._gone_before: set[int] = set()  # the ranks that were gone at the last check
+        self._leaves = False  # whether this rank waits for the others to leave a loop
+        self._left = 0  # the number of collectives before the last end that all ranks agreed on
+        with contextlib.suppress(RuntimeError):
+            store.set(_ANSWER_S, f"{self._name}/connections/{rank}", json.dumps(self._all.addresses()))
+
+    def report(self, error: BaseException, step: int | None) -> None:
+        """Reports a failure to the other ranks, unless another report came first."""
+        if isinstance(error, (PeerLost, CollectiveTimeout)):
+            failed, text = error.rank, str(error)
+        else:
+            where = "" if step is None else f" in step {step}"
+            failed, text = self._rank, f"rank {self._rank} failed{where}: {described(error)}"
+        kind = type(error).__name__ if type(error).__name__ in _KINDS else "PeerLost"
+        report = {"by": self._rank, "rank": failed, "step": step, "kind": kind, "text": text}
+        with contextlib.suppress(RuntimeError):  # the store's host may have failed
+            if self._store.add(_ANSWER_S, f"{self._name}/failures") == 1:
+                self._store.set(_ANSWER_S, f"{self._name}/failure", json.dumps(report))
+
+    def reported(self) -> FjoinError | None:
+        """The failure that another rank has reported, or that it has left a loop in which this one goes on, if any."""
+        with contextlib.suppress(RuntimeError):
+            text = self._store.get(_ANSWER_S, f"{self._name}/failure")
+            report = None if text is None else json.loads(text)
+            if report and report["by"] != self._rank and (self._leaves or report["rank"] != self._rank):
+                return _KINDS[report["kind"]](report["text"], rank=report["rank"], step=report["step"])
+        return self._left_alone()
+
+    def gone(self) -> set[int]:
+        """The ranks that have ended, judging by connections; if none has, those that have closed their mesh."""
+        others = [rank for rank in range(self._size) if rank != self._rank and not self._all.known(rank)]
+        with contextlib.suppress(RuntimeError):
+            if not self._connections_of(others):  # a late rank must not hide another one
+                for rank in others:
+                    self._connections_of([rank])
+        return self._all.gone() or self._own.gone()
+
+    def _connections_of(self, ranks: list[int]) -> bool:
+        """Look up the connections to some ranks; returns whether all of them have made this mesh."""
+        texts = self._store.get_all(_ANSWER_S, [f"{self._name}/connections/{rank}" for rank in ranks]) if ranks else []
+        for rank, text in zip(ranks, texts or (), strict=False):
+            for connections in (self._all, self._own):
+                connections.know(rank, json.loads(text))
+        return texts is not None
+
+    @contextlib.contextmanager
+    def leaving(self, text: str) -> Iterator[int]:
+        """Announce that this rank leaves a loop, in a with block that waits for the others to do so.
+
+        Args:
+            text: The error of those that go on.
+
+        Yields:
+            The number of collectives that this rank has called.
+        """
+        self._leaves, calls = True, self._calls()
+        notice = {"rank": self._rank, "calls": calls, "text": text}
+        try:
+            with contextlib.suppress(RuntimeError):
+                self._store.set(_ANSWER_S, f"{self._name}/leaving", json.dumps(notice))
+            yield calls
+            self._left = calls
+        finally:
+            self._leaves = False
+
+    def _left_alone(self) -> FjoinError | None:
+        """The error where another rank has left a loop and this one has gone on."""
+        with contextlib.suppress(RuntimeError):
+            text = self._store.get(_ANSWER_S, f"{self._name}/leaving")
+            notice = None if text is None else json.loads(text)
+            if notice and self._left < notice["calls"] < self._calls():
+                return PeerLost(f"rank {notice['rank']} failed: JoinError: {notice['text']}", rank=notice["rank"])
+        return None
+
+    def root_cause(self, error: BaseException, step: int | None) -> BaseException:
+        """The typed error for an error of the backend: a failure that another rank has reported, or a lost or late rank.
+
+        Other errors are returned as they are.
+        """
+        if not is_backend_error(error):
+            return error
+        # A message's handle left in a frame of the failed call would keep connections open.
+        traceback.clear_frames(error.__traceback__)
+        failure: FjoinError
+        if isinstance(error, PeerGone):
+            failure = self.lost(step, str(error), self._ranks.index(error.rank))
+        else:
+            failure = (self.late if _LATE.search(str(error)) else self.lost)(step, str(error))
+        # A rank that fails reports before its connections end, so read the report after the connections.
+        return self.reported() or failure
+
+    def lost(self, step: int | None, reason: str, known: int | None = None) -> PeerLost:
+        """The error of a connection that has ended without a report; `known` is the rank at its other end.
+
+        That rank may have closed it since it has lost another one, so ranks without any connection are named first.
+        """
+        gone = sorted(self.gone()) if self._size > 2 else [1 - self._rank]
+        gone = gone or ([] if known is None else [known])
+        rank = gone[0] if len(gone) == 1 else None
+        where = "" if step is None else f"step {step}: "
+        to = f"to rank {rank}" if rank is not None else f"to one of the ranks {gone}" if gone else "to a peer"
+        return PeerLost(
+            f"{where}rank {self._rank} lost the connection {to}, which has ended, was killed or has closed its mesh; where ranks have "
+            f"different numbers of batches, loop over step.join(loader). {reason}",
+            rank=rank,
+            step=step,
+        )
+
+    def late(self, step: int | None, reason: str) -> CollectiveTimeout:
+        """The error of a message that has timed out."""
+        peer = f"rank {1 - self._rank}" if self._size == 2 else "a peer"
+        where = "" if step is None else f"step {step}: "
+        return CollectiveTimeout(
+            f"{where}a collective of rank {self._rank} timed out: {peer} is stopped, or not in this step. {reason}",
+            rank=1 - self._rank if self._size == 2 else None,
+            step=step,
+        )
+
+    def raise_if_any(self, awaited: Collection[int]) -> None:
+        """Raise where another rank has reported a failure, or where all awaited ranks are gone.
+
+        They must be gone in two checks in a row, since their last messages may still arrive. If only some of them are
+        gone, these may already have done their part.
+        """
+        before, self._gone_before = self._gone_before, self.gone()
+        # A report precedes the end of a connection, so read the report after the connections.
+        if (failure := self.reported()) is not None:
+            raise failure
+        if awaited and set(awaited) <= before & self._gone_before:
+            _raise(self.lost(None, ""))
+
+
+def is_backend_error(error: BaseException) -> bool:
+    """Whether the backend raised this error, as it does when a peer is gone."""
+    if isinstance(error, (PeerGone, Late)):
+        return True
+    if isinstance(error, FjoinError) or not isinstance(error, RuntimeError):
+        return False
+    return isinstance(error, dist.DistError) or bool(BACKEND_ERROR.search(str(error)))
+
+
+def _raise(error: FjoinError) -> NoReturn:
+    try:
+        raise error
+    finally:
+        del error

@@ -1,0 +1,159 @@
+"""Meetings of ranks in the rendezvous store: for values that differ in size, and ranks that may not arrive."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+from .._errors import CollectiveTimeout, DesyncError, PeerLost
+from ._failures import Store, Unanswered
+
+_SHORTEST_S, _LONGEST_S = 1e-3, 0.05  # pauses between two reads of a key
+_CHECK_S = 0.2  # time between two checks for failures
+_APART = 5  # the number of checks in a row that must find the other rank at another meeting
+
+
+class Meetings:
+    """The meetings of one rank. Ranks are numbered here as in the default process group.
+
+    Args:
+        store: The ranks' store.
+        name: The name of the mesh, the same on all its ranks.
+        timeout_s: The time limit of a meeting, in seconds.
+        check: Raises where any rank has reported a failure, or where the given rank is gone.
+    """
+
+    def __init__(self, store: Store, name: str, timeout_s: float, check: Callable[[int], None]) -> None:
+        self._store, self._rank = store, dist.get_rank()
+        self._name, self._timeout_s, self._check = name, timeout_s, check
+
+    def within(self, timeout_s: float) -> Meetings:
+        """The same meetings with a shorter time limit."""
+        return Meetings(self._store, self._name, min(timeout_s, self._timeout_s), self._check)
+
+    def exchange(self, occasion: str, value: Any, combine: Callable[[list[Any]], Any], members: Sequence[int]) -> Any:
+        """`combine` of the members' JSON values in the members' order: computed by the first member, the same on all.
+
+        Args:
+            occasion: The place in the program, in words.
+
+        Raises:
+            DesyncError: a member is at another place in the program.
+            CollectiveTimeout: a member does not come in time, or the store does not answer.
+        """
+        end, here = time.monotonic() + self._timeout_s, False
+        try:
+            place = self._arrive(end, occasion, value, members)
+            if self._rank == members[0]:
+                found = self._collect(end, place, combine, members)
+                self._store.set(_left(end), f"{place}/result", json.dumps(found))
+            else:  # the first member waits as long, and then names the absent rank
+                found = self._get(end + _CHECK_S, place, "result", members[0]) or {"absent": members[0]}
+        except Unanswered:
+            raise CollectiveTimeout(
+                f"the host of the rendezvous store has not answered rank {self._rank} in {occasion} within "
+                f"{self._timeout_s:g} s: it is stopped, or the network to it is cut"
+            ) from None
+        except DesyncError:
+            here = True  # the other rank still has to read where this one was
+            raise
+        finally:
+            if not here:
+                with contextlib.suppress(RuntimeError):
+                    self._store.set(_CHECK_S, f"waiting/{self._rank}", "null")
+        if "absent" in found:
+            raise CollectiveTimeout(
+                f"rank {found['absent']} did not come to {occasion}, where the ranks compare their programs, within "
+                f"{self._timeout_s:g} s; is it running the same program, and is no part of it under `if rank == 0:`?",
+                rank=found["absent"],
+            )
+        if "places" in found:
+            _refuse(dict(zip(members, found["places"], strict=True)))
+        return found["result"]
+
+    def _arrive(self, end: float, occasion: str, value: Any, members: Sequence[int]) -> str:
+        """Arrive at the next meeting of these members; returns its name in the store."""
+        # The store counts the meetings, so another mesh over the same group continues the count.
+        ranks = f"{self._name}/{','.join(map(str, members))}"
+        number = self._store.add(_left(end), f"{ranks}/count/{self._rank}")
+        place = f"{ranks}/{number}"
+        self._store.set(_left(end), f"{place}/{self._rank}", json.dumps([occasion, value]))
+        if _alone():
+            where = {"place": place, "occasion": occasion, "members": list(members)}
+            self._store.set(_left(end), f"waiting/{self._rank}", json.dumps(where))
+        return place
+
+    def _collect(
+        self, end: float, place: str, combine: Callable[[list[Any]], Any], members: Sequence[int]
+    ) -> dict[str, Any]:
+        """The outcome for the first member: the result, the first absent rank, or the places of all members."""
+        given = []
+        for rank in members:
+            if (one := self._get(end, place, str(rank), rank)) is None:
+                return {"absent": rank}
+            given.append(one)
+        places = [occasion for occasion, _ in given]
+        return {"places": places} if len(set(places)) > 1 else {"result": combine([value for _, value in given])}
+
+    def _get(self, end: float, place: str, key: str, rank: int) -> Any:
+        """The value that a rank puts under a key of a meeting; None where it does not do so in time.
+
+        The key is polled: the store's own wait prints a warning twice a second, and does not look at failures.
+        """
+        pause, checked, apart, seen = _SHORTEST_S, time.monotonic(), 0, ""
+        while (text := self._store.get(_left(end), f"{place}/{key}")) is None:
+            now = time.monotonic()
+            if now > end:
+                return None
+            if now - checked > _CHECK_S:
+                left = False
+                try:
+                    self._check(rank)  # first: a rank that has failed may be at another place already
+                except (PeerLost, DesyncError):
+                    if not seen:
+                        raise
+                    left = True  # it has left that other place, for the same reason
+                elsewhere = self._elsewhere(end, place, rank)
+                apart, seen = apart + 1 if elsewhere else 0, elsewhere or seen
+                if left or apart == _APART:
+                    own = json.loads(self._store.get(_left(end), f"{place}/{self._rank}") or "[]")
+                    _refuse({self._rank: own[0], rank: seen})
+                checked = now
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_S)
+        return json.loads(text)
+
+    def _elsewhere(self, end: float, place: str, rank: int) -> str:
+        """The meeting in which a rank waits for this one, where this one has not arrived at it; otherwise ""."""
+        if not _alone():
+            return ""
+        there = json.loads(self._store.get(_left(end), f"waiting/{rank}") or "null")
+        if there is None or there["place"] == place or self._rank not in there["members"]:
+            return ""
+        came = self._store.get(_left(end), f"{there['place']}/{self._rank}") is not None
+        return "" if came else f"{there['occasion']}"
+
+
+def _alone() -> bool:
+    """Whether this is the main thread, which is at one place of the program at a time."""
+    return threading.current_thread() is threading.main_thread()
+
+
+def _refuse(places: dict[int, str]) -> NoReturn:
+    first = next(iter(places.values()))
+    odd = next((rank for rank, place in places.items() if place != first), next(reversed(places)))
+    raise DesyncError(
+        f"the ranks are at different places in the program: {', '.join(f'rank {r} in {p}' for r, p in places.items())}; run the "
+        f"same program on all ranks",
+        rank=odd,
+    )
+
+
+def _left(end: float) -> float:
+    return max(end - time.monotonic(), 0.1)

@@ -1,0 +1,124 @@
+"""What a rank sends over the axes of a mesh, and how long its host waits for messages."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from contextlib import AbstractContextManager
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+from torch.autograd import profiler
+
+from ..transforms.axes import Message, sent_bytes
+
+
+class Sent(NamedTuple):
+    """A message of this rank."""
+
+    message: Message
+    stage: str  # what it is sent for
+    launched_ns: int  # by time.perf_counter_ns
+
+
+class Timeline(Protocol):
+    """Takes messages and spans of time while a trace is recorded."""
+
+    def message(self, sent: Sent, begun_ns: int, ended_ns: int) -> None:
+        """The wait for a message has ended."""
+
+    def span(self, name: str, begun_ns: int, ended_ns: int) -> None:
+        """A part of the program has ended."""
+
+
+# The timelines that are being recorded: of one thread, which is a simulated rank, or of all threads, under 0.
+TIMELINES: dict[int, Timeline] = {}
+
+
+def timeline() -> Timeline | None:
+    """The timeline of this rank; None where no trace is recorded."""
+    return (TIMELINES.get(threading.get_ident()) or TIMELINES.get(0)) if TIMELINES else None
+
+
+def is_watched() -> bool:
+    """Whether a trace is recorded, or torch's profiler runs."""
+    return bool(TIMELINES) or profiler._is_profiler_enabled
+
+
+class Traffic:
+    """Counts the messages of one rank, and names parts of its program in traces.
+
+    Attributes:
+        sent_bytes: The bytes that it has sent, as `explain` counts them.
+        waited_ns: Nanoseconds for which the host has waited for messages.
+        stage: What the next messages are sent for.
+    """
+
+    sent_bytes: int
+
+    def __init__(self) -> None:
+        self.sent_bytes = self.waited_ns = 0
+        self.stage = ""
+
+    def launched(
+        self, op: str, axis: str, x: Tensor, ranks: int, arg: object = None, rank: int = 0
+    ) -> AbstractContextManager[None]:
+        """Count a message; the result is entered while the host waits for it.
+
+        Args:
+            op: The name of the collective in transforms.
+            x: Its input on this rank, which has the form of the message.
+            arg, rank: As for `sent_bytes`.
+        """
+        payload = x.numel() * x.element_size()
+        sent = sent_bytes(op, payload, ranks, arg, rank)
+        self.sent_bytes += sent
+        message = None
+        if TIMELINES:
+            message = Sent(Message(op, axis, x.dtype, payload, sent), self.stage, time.perf_counter_ns())
+        return _Waiting(self, message)
+
+    def span(self, name: str) -> AbstractContextManager[object]:
+        """A context for a part of the program, which traces and torch's profiler show by this name."""
+        if not is_watched():
+            return _NOTHING
+        line = timeline()
+        return profiler.record_function(f"fjoin/{name}") if line is None else _Span(self, name, line)
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+class _Waiting:
+    """A context in which the host waits for a message."""
+
+    __slots__ = ("_begun_ns", "_sent", "_traffic")
+
+    def __init__(self, traffic: Traffic, sent: Sent | None) -> None:
+        self._traffic, self._sent = traffic, sent
+
+    def __enter__(self) -> None:
+        self._begun_ns = time.perf_counter_ns()
+
+    def __exit__(self, *error: object) -> None:
+        ended_ns = time.perf_counter_ns()
+        self._traffic.waited_ns += ended_ns - self._begun_ns
+        sent, self._sent = self._sent, None
+        if sent is not None and (line := timeline()) is not None:
+            line.message(sent, self._begun_ns, ended_ns)
+
+
+class _Span:
+    """A part of the program of which a timeline is told."""
+
+    def __init__(self, traffic: Traffic, name: str, line: Timeline) -> None:
+        self._traffic, self._name, self._line = traffic, name, line
+
+    def __enter__(self) -> None:
+        self._outer, self._traffic.stage = self._traffic.stage, self._name
+        self._begun_ns = time.perf_counter_ns()
+
+    def __exit__(self, *error: object) -> None:
+        self._line.span(self._name, self._begun_ns, time.perf_counter_ns())
+        self._traffic.stage = self._outer

@@ -1,1 +1,0 @@
-"""Axes over process groups and over the memory of a host."""

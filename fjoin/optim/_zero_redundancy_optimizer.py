@@ -1,0 +1,247 @@
+"""torch's ZeroRedundancyOptimizer: each rank steps its own pieces of the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..groups import Mesh, mesh_from_group
+from ._optimizer import Optimizer, step_as
+from ._param_groups import Hyperparameters, without_params
+from ._zero_join import NoState, Owned, StepsInAJoin, gather_states, gradients, numbers_of
+from ._zero_shard import (
+    OwnSlice,
+    Shard,
+    WholeLeaves,
+    WholeState,
+    cut_group,
+    gather,
+    give,
+    load_slices,
+    on_device,
+    optimizer_of,
+    own_gradients,
+    own_slices,
+    torchs_state,
+    whole_states,
+)
+
+
+class ZeroRedundancyOptimizer(torch.optim.Optimizer, StepsInAJoin):
+    """A torch.optim.Optimizer whose state and work are shared out among the ranks.
+
+    Each rank steps its own pieces of the parameters, with the gradients that DistributedDataParallel has averaged, and
+    the ranks gather the parameters. Elementwise optimizers are cut at any element, so the memory is 1 / ranks. Others,
+    such as Muon, and classes that fjoin does not know, have one owner per parameter.
+
+    - `step` sends half the bytes of an all-reduce of the parameters, beside the all-reduce of the module. With `overlap_with_ddp=True`
+      and `fjoin.ddp.hook_with_zero_step` the module sends pieces instead, and the sum is that of one all-reduce.
+    - `param_groups` holds whole parameters, and hyperparameters, which schedulers may change.
+    - `state_dict` is whole, in torch's form, on the rank given to `consolidate_state_dict`, for any number of ranks.
+    - In a Join, in any order with its module, ranks without input step their pieces with the gradients of the others.
+    - It works with torch.amp.GradScaler, unless `overlap_with_ddp`.
+
+    Args:
+        params: As in torch.optim: tensors, or groups of them, on one device.
+        optimizer_class: A class of torch.optim, or a function of fjoin.transforms that makes an optimizer, such as
+            `tx.lion`.
+        process_group: The ranks; by default all.
+        parameters_as_bucket_view: Whether to make the parameters views of the buckets in which they are gathered, which saves copies.
+            Nothing else may then have replaced or replace `parameter.data`.
+        overlap_with_ddp: The step is taken by `fjoin.ddp.hook_with_zero_step`, in the backward pass, from the first one on.
+        defaults: The arguments of `optimizer_class`.
+
+    Raises:
+        TypeError: `optimizer_class` makes no optimizer; no tensors; sparse parameters.
+        ValueError: no parameters, or on several devices; arguments that `optimizer_class` refuses.
+        RuntimeError: `state_dict` on a rank without the consolidated state; `state[parameter]`.
+
+    Same as: torch.distributed.optim.ZeroRedundancyOptimizer, which owns whole parameters and broadcasts each.
+
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+    >>> zero = fjoin.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=0.1)
+    >>> ddp(torch.ones(3, 2)).sum().backward()
+    >>> zero.step()
+    >>> zero.consolidate_state_dict()
+    >>> zero.state_dict()["state"][0]["exp_avg"].shape
+    torch.Size([1, 2])
+    >>> torch.distributed.destroy_process_group()
+    """
+
+    world_size: int
+    rank: int
+    part: Any
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        params: Any,
+        optimizer_class: Any,
+        process_group: Any = None,
+        parameters_as_bucket_view: bool = False,
+        overlap_with_ddp: bool = False,
+        **defaults: Any,
+    ) -> None:
+        self.process_group: Any = dist.group.WORLD if process_group is None else process_group
+        if self.process_group is None:
+            raise ValueError("a ZeroRedundancyOptimizer needs torch.distributed.init_process_group first")
+        self._mesh = mesh_from_group(self.process_group)
+        self.world_size, self.rank = self._mesh.size, self._mesh.rank
+        self.part, hyperparameters = optimizer_of(optimizer_class, defaults)
+        self.hyper: Hyperparameters = Hyperparameters(self.part)
+        self._class, self._as_views = optimizer_class, parameters_as_bucket_view
+        self.overlap_with_ddp = overlap_with_ddp
+        self._shards: list[Shard] = []
+        self._local: torch.optim.Optimizer | None = None  # on this rank's slices
+        self._whole: dict[int, Any] | None = None
+        self._loaded: list[WholeState] = []  # states for the hook, which is not there yet
+        self.run: Any = None  # of a module's hook, which steps; see `hook_with_zero_step`
+        torch.optim.Optimizer.__init__(self, params, hyperparameters)
+        StepsInAJoin.__init__(self)
+        self.state: Any = NoState()
+        devices = {p.device for group in self.param_groups for p in group["params"]}
+        if len(devices) > 1:
+            raise ValueError(f"ZeroRedundancyOptimizer: parameters on {sorted(map(str, devices))}; expected one device")
+        groups = [self._add(group) for group in self.param_groups]
+        if not self.overlap_with_ddp:
+            known = not isinstance(self.part, WholeLeaves)
+            self._local = Optimizer(groups, self.part) if known else optimizer_class(groups, **defaults)
+
+    def _add(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Cut the parameters of a group, and return the group of this rank's pieces; the pieces of other groups stay."""
+        self.hyper.check(group)
+        self._shards.append(cut_group(group["params"], self.part, self.world_size, self.rank, self._as_views))
+        # On all ranks, since an optimizer may keep values in its groups, such as a count.
+        slices = self._shards[-1].slices.values()
+        return {**without_params(group), "params": [one for one in slices if one.numel()]}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group, as torch's method. It gets pieces of its own; the other pieces do not move."""
+        super().add_param_group(param_group)
+        if not self._shards:  # while the constructor adds the first groups
+            return
+        before = len(self._shards)
+        try:
+            if self._local is None:
+                raise RuntimeError("the parameters of a module that steps them in its backward pass are fixed")
+            self._local.add_param_group(self._add(self.param_groups[-1]))
+        except Exception:
+            self.param_groups.pop()
+            del self._shards[before:]
+            raise
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, **arguments: Any) -> Any:  # type: ignore[override]
+        """Step this rank's pieces, and gather the parameters; returns the result of `closure`, which is called first.
+
+        With `overlap_with_ddp` the backward pass has stepped already.
+        """
+        join, loss = self._in_a_join(), None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self.overlap_with_ddp:
+            if self.run is None:
+                raise RuntimeError(
+                    "overlap_with_ddp=True, but no hook steps: call ddp.register_comm_hook(None, "
+                    "fjoin.ddp.hook_with_zero_step(hook, ddp, zero)) first"
+                )
+            if getattr(self, "grad_scale", None) is not None:
+                raise RuntimeError(
+                    "the hook has stepped with gradients of a scaled loss; register tx.dynamic_loss_scale(tx.zero(...)) instead"
+                )
+            return loss
+        self._notify()
+        self._notified = False
+        self._step(join, True, arguments)
+        return loss
+
+    @torch.no_grad()
+    def shadow_step(self) -> None:
+        """The step of a rank that is out of input."""
+        self._step(self._uneven, False, {})
+
+    def _step(self, join: Mesh | None, live: bool, arguments: dict[str, Any]) -> None:
+        """Step and gather, over the mesh of a Join or of all ranks, with input or without."""
+        mesh, local = join or self._mesh, self._local
+        axis = mesh.axes["data"]
+        give(self._shards, own_gradients(self._shards) if join is None else gradients(mesh, self._shards, live))
+        if local is not None:
+            pairs = list(zip(local.param_groups, self.param_groups, strict=True))
+            for mine, group in pairs:
+                mine.update(without_params(group))
+            step_as(self, local, **arguments)
+            for mine, group in pairs:  # what the optimizer keeps there
+                group.update(without_params(mine))
+        gather(self._shards, axis)
+
+    def attach(self, run: Any) -> None:
+        """Let a module's hook step, with the states that have been loaded."""
+        self.run, waiting, self._loaded = run, self._loaded, []
+        if waiting:
+            run.load_states(waiting)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("a ZeroRedundancyOptimizer has no copies and pickles; use consolidate_state_dict, state_dict")
+
+    def slices(self) -> dict[int, OwnSlice] | None:
+        """By the number of a parameter; None where a module's hook or an optimizer that is not known steps."""
+        known = self._local is not None and not isinstance(self.part, WholeLeaves)
+        return own_slices(self._shards) if known else None
+
+    def owned(self) -> Iterator[Owned]:
+        """This rank's part of the state."""
+        # States that the hook has not taken yet are whole on all ranks.
+        waiting = {p: state for p, _, state in self._loaded} if self.rank == 0 else {}
+        every = ((shard, path) for shard in self._shards for path in shard.slices)
+        for number, (shard, path) in enumerate(every):
+            p, (start, stop) = shard.params[path], shard.pieces.slices[path]
+            if p in waiting:
+                state, (start, stop) = waiting[p], (0, p.numel())
+            elif self._local is not None:
+                state = self._local.state.get(shard.slices[path], {})
+            else:
+                state, (start, stop) = ({}, (0, 0)) if self.run is None else self.run.state_of(p)
+            state = numbers_of(p, torchs_state(self._class, state))
+            if state and start < stop:
+                yield Owned(number, start, stop, state, self.part.elementwise and p not in waiting)
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Gather the whole state on one rank, on which `state_dict` can then be called; all ranks must call this.
+
+        Args:
+            to: The rank, in the process group.
+        """
+        if not 0 <= to < self.world_size:
+            raise ValueError(f"consolidate_state_dict: to must be a rank below {self.world_size}, got {to!r}")
+        shapes = [p.shape for group in self.param_groups for p in group["params"]]
+        self._whole = gather_states(self._mesh, to, self.owned(), shapes, self.join_device)
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """The whole state in torch's form, as of the last `consolidate_state_dict`, on the rank given to that."""
+        if self._whole is None:
+            raise RuntimeError(
+                f"the state is not consolidated on rank {self.rank}; call consolidate_state_dict(to={self.rank}) on all ranks first"
+            )
+        return {**super().state_dict(), "state": dict(self._whole)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+        """Load a whole state, of any number of ranks; all ranks must be given it.
+
+        Raises:
+            ValueError: other groups, or states of another optimizer or shape; nothing is loaded.
+        """
+        groups, states = whole_states(self.hyper, self._class, self.param_groups, state_dict)
+        if self._local is not None:
+            load_slices(self._local, self._shards, groups, states)
+        elif self.run is not None:
+            self.run.load_states(states)
+        else:
+            self._loaded = [(p, part, on_device(state, p.device)) for p, part, state in states if state]
+        for group, loaded in zip(self.param_groups, groups, strict=True):
+            group.update(loaded)
+        self._whole = None

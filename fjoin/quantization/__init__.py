@@ -1,1 +1,0 @@
-"""Encoded collectives for torch's own calls."""

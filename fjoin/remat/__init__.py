@@ -1,1 +1,0 @@
-"""torch's activation checkpointing of modules, over `transforms.remat`."""

@@ -1,0 +1,120 @@
+"""The data of a training state, and the ends of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..buckets import Storage, assign_, copy_if_aliased
+from ..groups import Mesh, StepEnd
+from ..transforms.axes import bind_axes
+from ..transforms.base import Call, named_leaves
+from ..transforms.optimizers import masters_of, state_fields
+from ..transforms.pipelines import Effect, Ends, Pipeline
+from ._hook_state import HookState
+
+
+class EndStates(NamedTuple):
+    """The states of a pipeline's transforms after the optimizer, in memory of their own."""
+
+    after: Any = ()
+    on_state: Any = ()
+
+
+def init_ends(
+    pipeline: Pipeline, own: dict[str, Tensor], states: Mapping[str, Any], lent: Iterable[Tensor]
+) -> EndStates:
+    """The states before the first step; arguments as of `run_end`."""
+    after: Any = ()
+    on_state: Any = ()
+    if pipeline.after:
+        masters = masters_of(own, dict(states))
+        after = copy_if_aliased(pipeline.after.init(masters), [*lent, *masters.values()])
+    if pipeline.on_state:
+        fields = state_fields(states)
+        on_state = copy_if_aliased(pipeline.on_state.init(fields), named_leaves(fields).values())
+    return EndStates(after, on_state)
+
+
+def run_end(
+    op: Ends,
+    old: EndStates,
+    mesh: Mesh,
+    own: dict[str, Tensor],
+    states: Mapping[str, Any],
+    lent: Iterable[Tensor],
+    effect: Effect,
+    call: Call,
+) -> EndStates:
+    """Run the transform of the parameters, or of their master copies, or of the optimizer's state; returns the new states.
+
+    Args:
+        own: Path -> the parameters, or slices of them, that this rank steps.
+        states: The optimizer's states by path; may be empty for a transform of parameters without master copies.
+        lent: The memory of the parameters, which a state must not share.
+        call: The call, with the sum of the weights of all ranks that share the gradients.
+    """
+    if op.on == "params":
+        held: Any = masters_of(own, dict(states)) if states else own
+        places, kept, lent = held, old.after, [*lent, *held.values()]
+    else:
+        held = state_fields(states)
+        places, kept, lent = named_leaves(held), old.on_state, named_leaves(held).values()
+    with torch.no_grad(), bind_axes(mesh.axes):
+        new, fresh = effect.after(op.part, held, kept, call, None if op.on == "params" else own)
+        fresh = copy_if_aliased(fresh, lent)
+        if new is not held:  # a transform with a period returns its input in the other steps
+            assign_(places, new if op.on == "params" else named_leaves(new))
+            for path, param in own.items() if op.on == "params" else ():
+                if held[path] is not param:
+                    param.copy_(held[path])
+    return old._replace(after=fresh) if op.on == "params" else old._replace(on_state=fresh)
+
+
+@dataclass
+class StateData:
+    """The data behind a `TrainState`. Steps change it in place; only the state with the same `version` may use it."""
+
+    storage: Storage
+    buffers: dict[str, Tensor] | None
+    hook: Any
+    ends: EndStates
+    rebuild: Callable[[dict[str, Any]], Any]  # from path -> leaf to the tree that the user gave
+    owner: object  # the token of the step that made it; only that step can run it
+    buffers_state: Any = ()  # of the transform of the buffers
+    gather: int = 0  # the number of gathers of encoded changes
+    buffers_before: dict[str, Tensor] | None = None  # the buffers before this step's first forward pass
+    batches_before: int = 0  # the batches before this step's first call
+    version_before: int = 0  # the version of the state given to this step's first call
+    step: int = 0  # the number of steps taken
+    batches: int = 0  # the number of batches consumed on this rank
+    calls: int = 0  # the number of calls of the step, larger than `step` where gradients are accumulated
+    window: dict[str, Any] = field(default_factory=dict)  # lane sums of an open window
+    unit: float = 1.0  # the factor that scales this window's gradients in messages
+    version: int = 0
+    torn: str = ""
+    lost: str = ""  # why the open window is lost; all else is intact, so the state can still be read
+    ended: StepEnd | None = None  # the end of its last step on a device; copies share it
+    outer: Any = None  # the state of a pipeline that leaves steps out, without that of its inner pipeline
+
+    def hook_state(self) -> Any:
+        """The hook's state; after a plain reduction it is made only on demand."""
+        if callable(self.hook):
+            self.hook = self.hook()
+        return self.hook.whole() if isinstance(self.hook, HookState) else self.hook
+
+    def lose_window(self, calls: int) -> None:
+        """Discard the micro-batches of an open window: the state is again that of the last completed step."""
+        self.window, self.calls = {}, calls
+        self.buffers, self.batches = self.buffers_before, self.batches_before
+        self.storage.clear_grads()
+
+    def clone(self) -> StateData:
+        buffers = None if self.buffers is None else {k: b.clone() for k, b in self.buffers.items()}
+        new = replace(self, storage=self.storage.clone(), window=dict(self.window), version=0, lost="")
+        new.buffers = buffers
+        return new

@@ -1,0 +1,393 @@
+"""The hook of a step on buckets: a sum, a scatter, or any stages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..agreement import StepRecord, Sums
+from ..buckets import GradBuffer, Storage, copy_if_aliased
+from ..groups import Mesh, keep_freed
+from ..transforms.axes import Axis, PieceSum, Work
+from ..transforms.base import Call, Transform, divisor_of, only, restrict
+from ..transforms.combinators import stages
+from ..transforms.layout import Pieces, bind_pieces, lane_bucket
+from ..transforms.pipelines import Plan, takes_flat
+from ..transforms.reductions import MeanState
+from ._hook_state import FLAT, Form, HookState
+from ._stages import BucketStages
+from ._verdict import Clip, GradCheck
+
+
+class StepHook(Protocol):
+    """Runs the hook of a step on its buckets: `AllReduceHook` or `BucketHook`.
+
+    Attributes:
+        unit: The factor that scales gradients in messages. The initial value serves all dtypes except float16.
+        by_weight: Whether a rank counts by its weight. Otherwise each rank with a batch counts 1.
+    """
+
+    unit: float
+    by_weight: bool
+
+    @property
+    def clip(self) -> Clip | None:
+        """The function from the norm of the reduced gradients to their clip factor; None where nothing is clipped."""
+
+    def init(self, storage: Storage) -> Any:
+        """The initial state."""
+
+    def loss_factor(self, share: Any) -> Any:
+        """The factor of the loss, given this rank's share in the mean."""
+
+    def prepare(self, storage: Storage) -> list[GradBuffer]:
+        """The buffers of the messages."""
+
+    def start(self, state: Any, storage: Storage, record: StepRecord, values: dict[str, Any], step: int) -> None:
+        """Prepare for the buckets of a step.
+
+        Args:
+            record: The record over the axes that the hook reduces over in this step.
+            values: This rank's values in it.
+            step: The number of steps before this one.
+        """
+
+    def launch(self, index: int, out: GradBuffer) -> Work | None:
+        """Start the messages of a full bucket."""
+
+    def finish(
+        self, old: Any, storage: Storage, outgoing: list[GradBuffer], values: dict[str, Any]
+    ) -> tuple[dict[str, Any] | None, Any]:
+        """Complete the messages after backward, and look at the gradients.
+
+        Returns:
+            The summed record, or None where it takes a verdict; the divisor of the gradients.
+        """
+
+    def new_state(self, sums: dict[str, Any], outgoing: list[GradBuffer]) -> Any:
+        """The state after the step, or a function that makes it; once."""
+
+    def stop(self) -> None:
+        """Discard a step that has failed."""
+
+    def close(self) -> None:
+        """Free the buffers."""
+
+
+class BucketHook:
+    """Runs a hook other than a plain reduction, step by step. The hook applies the weights itself."""
+
+    unit: float = 1.0
+    by_weight: bool = True
+    clip = None
+
+    def __init__(self, plan: Plan, mesh: Mesh, record: StepRecord, grads: GradCheck, accumulates: bool) -> None:
+        self._plan, self._early, self._grads = plan, plan.early, grads
+        self._record, self._equal, self._accumulates = record, False, accumulates
+        self._flat = plan.early is not None and takes_flat(plan.early)
+        last = stages(plan.early)[-1:] if plan.early is not None else []
+        fresh = any(part.reduces is not None and part.reduces.fusable for part in last)
+        self._stages = BucketStages(plan, mesh, self._flat, fresh)
+        self._given = 1.0  # the factor that a window of several calls has put on gradients; the hook weighs them itself
+        self._old: tuple[HookState, Storage] | None = None  # the state and the parameters from which this step begins
+        self._state: HookState | None = None  # of this step
+        self._pieces: list[Pieces | None] = []  # by bucket, where the stages that run on it shard
+
+    def init(self, storage: Storage) -> Any:
+        """The initial state; its `HookState.whole` is `hook.init(params)`."""
+        by_path = {path: leaf.detach() for path, leaf in storage.leaves.items()}
+        layout, early = storage.layout, self._early
+        buckets: tuple[Any, ...] = ()
+        if early is not None and self._flat and not early.sharded_over:
+            flats = {f"{FLAT} {k}": flat for k, flat in enumerate(storage.flats)}
+            # Together, so that buckets share their small tensors, which are then changed once.
+            whole = early.init(flats)
+            buckets = tuple(only(whole, flats, path, FLAT) for path in flats)
+        elif early is not None and self._flat:
+            buckets = tuple(self._init_flat(early, k, storage) for k in range(len(layout)))
+        elif early is not None:
+            with bind_pieces(storage.pieces):
+                full = early.init(by_path)
+            buckets = tuple(restrict(full, by_path, bucket.paths) for bucket in layout)
+        count = self._stages.n_early if buckets else 0
+        rest = self._stages.init(by_path, storage.pieces, count)
+        buckets, after = copy_if_aliased((buckets, rest), storage.flats)
+        form = Form(layout, storage.shapes, self._flat, count, len(self._stages.parts), storage.pieces)
+        return HookState(buckets, after, form)
+
+    def _init_flat(self, early: Transform, k: int, storage: Storage) -> Any:
+        with bind_pieces(storage.pieces and storage.pieces.flat(k, FLAT)):
+            return early.init({FLAT: storage.flats[k]})
+
+    def loss_factor(self, share: Any) -> Any:
+        """The factor of the loss: share * unit where micro-batches are added, otherwise 1."""
+        return share * self.unit if self._accumulates else 1.0
+
+    # -- bucket by bucket -----------------------------------------------------------------------
+
+    def prepare(self, storage: Storage) -> list[GradBuffer]:
+        """The buffers of the buckets."""
+        layout, pieces = storage.layout, storage.pieces
+        self._pieces = [None] * len(layout)
+        if pieces is not None and self._early is not None and self._early.sharded_over:
+            self._pieces = [pieces.flat(k, FLAT) if self._flat else pieces.only(k) for k in range(len(layout))]
+        return [GradBuffer(bucket, storage.shapes, 0, pieces and pieces.only(k)) for k, bucket in enumerate(layout)]
+
+    def start(self, state: HookState, storage: Storage, record: StepRecord, values: dict[str, Any], step: int) -> None:
+        """Prepare for the buckets of a step; see `StepHook`."""
+        (reduced, self._equal), self._record = self._plan.reduced(step), record
+        self._given = values["total"] * self.unit if self._accumulates and values["total"] else 1.0
+        # The hook's messages carry the record, unless that is sent separately.
+        carried = {name: v for name, v in values.items() if name != "total"} if self._equal else None
+        call = Call(values["weight"], carried, step, donated=True, unit=self.unit)
+        self._stages.begin(call, record.dtype, storage.layout, bool(reduced))
+        self._old = state, storage
+
+    def launch(self, index: int, out: GradBuffer) -> Work | None:
+        """Run one bucket's hook until its first message is under way; `wait` runs it to its end."""
+        if self._given != 1.0:
+            out.grads.div_(self._given)
+        self._grads.before_hook(out)
+        if self._early is None or self._old is None:
+            return None
+        state, storage = self._old
+        params = {FLAT: storage.flats[index]}
+        if not self._flat:
+            params = {path: storage.leaves[path].detach() for path in storage.layout[index].paths}
+        return self._stages.launch(out, state.buckets[index], params, self._pieces[index])
+
+    def stop(self) -> None:
+        """Discard a step that has failed."""
+        self._stages.stop()
+        self._old = None
+
+    def close(self) -> None:
+        """Free the buffers."""
+        self.stop()
+
+    # -- after backward -------------------------------------------------------------------------
+
+    def finish(
+        self, old: HookState, storage: Storage, outgoing: list[GradBuffer], values: dict[str, Any]
+    ) -> tuple[dict[str, Any] | None, float]:
+        """Run the other stages on all gradients; returns the summed record, and 1 as the divisor."""
+        for out in outgoing:
+            out.wait()
+        buckets, rest, found = self._stages.finish(outgoing, old.rest, storage)
+        self._state, self._old = HookState(buckets, rest, old.form), None
+        for out in outgoing:
+            self._grads.observe(out)
+        if not self._equal or found is None:
+            return None, 1.0
+        sums = self._grads.readable({**found.lane, "total": found.total})
+        return self._record.once(sums, values["step_id"]), 1.0
+
+    def new_state(self, sums: dict[str, Any], outgoing: list[GradBuffer]) -> HookState | None:
+        """The state after the step."""
+        state, self._state = self._state, None
+        return state
+
+
+class AllReduceHook:
+    """Runs a hook that begins with `mean` or `sum_over` and contains no further reduction.
+
+    Attributes:
+        unit: The power of two that scales gradients in messages, which loses no bit. It is near 1 / ranks: with equal
+            weights and a power of two of ranks the sum is already the mean, and no kernel has to divide. See `Units`
+            for float16.
+        by_weight: Whether a rank counts by its weight. Otherwise each rank with a batch counts 1.
+        carries_record: Whether a bucket's message may carry the record.
+    """
+
+    carries_record = True
+
+    def __init__(self, plan: Plan, mesh: Mesh, record: StepRecord, grads: GradCheck) -> None:
+        assert plan.reduce is not None
+        self._hook, self._plan, self._mesh, self._record, self._grads = plan.hook, plan, mesh, record, grads
+        self._over, self.by_weight, self._axes = plan.over, plan.by_weight, record.axes
+        self.unit = power_near(record.ranks)
+        self._carrier: GradBuffer | None = None  # the bucket whose message carries the record
+        self._stages = BucketStages(plan, mesh)  # those behind the reduction run on all buckets
+        self._states: Any = None  # of this step, where stages run behind the reduction
+        self._alone: Sums | None = None  # the record's own message, where no bucket carries it
+
+    @property
+    def clip(self) -> Clip | None:
+        """The function from the norm of the gradients to their clip factor; None where nothing is clipped."""
+        by_norm = None if self._plan.clip is None else self._plan.clip.by_norm
+        return None if by_norm is None else by_norm.factor
+
+    def init(self, storage: Storage) -> Any:
+        """The initial state."""
+        params = {path: leaf.detach() for path, leaf in storage.leaves.items()}
+        return copy_if_aliased(self._hook.init(params), storage.flats)
+
+    def loss_factor(self, share: Any) -> Any:
+        """The factor of the loss: starting backward from the share applies the weight at no cost."""
+        return share * self.unit
+
+    def prepare(self, storage: Storage) -> list[GradBuffer]:
+        """The buffers of the messages."""
+        layout, words = storage.layout, self._record.n_words
+        carrier, pieces = lane_bucket(layout) if self.carries_record else None, storage.pieces
+        outgoing = []
+        for i, bucket in enumerate(layout):
+            own = words if i == carrier else 0
+            memory = self._mesh.zeros(bucket.numel + own, bucket.dtype, bucket.device, self._axes)
+            outgoing.append(GradBuffer(bucket, storage.shapes, own, pieces and pieces.only(i), memory))
+        self._carrier = None if carrier is None else outgoing[carrier]
+        return outgoing
+
+    def start(self, state: Any, storage: Storage, record: StepRecord, values: dict[str, Any], step: int) -> None:
+        """Prepare for the buckets of a step; see `StepHook`."""
+        if self._plan.rest:
+            call = Call(values["weight"], {name: v for name, v in values.items() if name != "total"}, step)
+            self._stages.begin(call, record.dtype, storage.layout, sends=False)
+        if self._carrier is None:
+            self._alone = record.send(values)
+        else:
+            record.write(values, self._carrier.lane)
+
+    def launch(self, index: int, out: GradBuffer) -> Work:
+        return self._mesh.reduce_(out.buffer, self._axes)
+
+    def stop(self) -> None:
+        """Discard a step that has failed."""
+        self._alone = self._states = None
+
+    def close(self) -> None:
+        """Free the buffers."""
+        self._carrier = None
+
+    def sums(self) -> dict[str, Any]:
+        """The summed record; waits for its message."""
+        if self._carrier is not None:
+            self._carrier.wait()
+            return self._record.read(self._carrier.lane, self._grads.on_device)
+        assert self._alone is not None
+        return self._alone.read(self._grads.on_device)
+
+    def divisor(self, sums: dict[str, Any]) -> Any:
+        """The remaining divisor of the summed gradients."""
+        return self._total(sums) * self.unit
+
+    def finish(
+        self, old: Any, storage: Storage, outgoing: list[GradBuffer], values: dict[str, Any]
+    ) -> tuple[dict[str, Any], Any]:
+        """Complete the messages after backward; see `StepHook`."""
+        rest = self._plan.rest
+        for out in outgoing:
+            out.wait()
+            if not rest:
+                self._grads.observe(out)  # while later messages are still under way
+        sums = self.sums()
+        divisor = self.divisor(sums)
+        if not rest:
+            return sums, divisor
+        for out in outgoing:
+            out.total = None  # the stages make other values of these
+            out.grads.div_(torch.where(divisor == 0, 1.0, divisor) if isinstance(divisor, Tensor) else divisor or 1.0)
+        first = self.state(sums, outgoing)()
+        self._states = (first, *self._stages.finish(outgoing, old[1:], storage, first)[1])
+        for out in outgoing:
+            self._grads.observe(out)
+        return sums, 1.0
+
+    def new_state(self, sums: dict[str, Any], outgoing: list[GradBuffer]) -> Any:
+        """The state after the step, or a function that makes it."""
+        states, self._states = self._states, None
+        return self.state(sums, outgoing) if states is None else states
+
+    def state(self, sums: dict[str, Any], outgoing: list[GradBuffer]) -> Callable[[], Any]:
+        """A function that makes the state that the pure hook would have after these messages."""
+        clips, total = self.clip is not None, sums["total"] if self._over is None else self._total(sums)
+        by_norm = None if self._plan.clip is None else self._plan.clip.by_norm
+        keeps = None if by_norm is None else by_norm.keeps
+        norm = None if keeps is None else self._grads.norm_of(outgoing) / self.divisor(sums)
+
+        def make() -> Any:  # must not refer to this object: a state would keep it alive
+            state = MeanState(_wide(total), {n: _wide(v) for n, v in sums.items() if n != "total"})
+            return (state, () if keeps is None else keeps(norm)) if clips else state
+
+        return make
+
+    def _total(self, sums: dict[str, Any]) -> Any:
+        return divisor_of(self._over, sums["total"], self._record.ranks)
+
+
+def power_near(total: float) -> float:
+    """The power of two near 1 / total."""
+    return 2.0 ** -math.floor(math.log2(total))
+
+
+def _wide(value: Any) -> Tensor:
+    return torch.as_tensor(value, dtype=torch.float64)
+
+
+class ReduceScatterHook(AllReduceHook):
+    """Runs a hook that begins with `scatter_mean` and contains no further reduction."""
+
+    carries_record = False
+
+    def init(self, storage: Storage) -> Any:
+        """The initial state."""
+        keep_freed()
+        with bind_pieces(storage.pieces):
+            return super().init(storage)
+
+    def start(self, state: Any, storage: Storage, record: StepRecord, values: dict[str, Any], step: int) -> None:
+        self._under_way: list[Scatter] = []
+        super().start(state, storage, record, values, step)
+
+    def launch(self, index: int, out: GradBuffer) -> Work:
+        while self._under_way and self._under_way[0].arrived():  # so that its gradients can be freed
+            self._under_way.pop(0).wait()
+        self._under_way.append(Scatter(out, self._mesh.axes[self._axes[0]]))
+        return self._under_way[-1]
+
+    def stop(self) -> None:
+        """Discard a step that has failed."""
+        self._under_way = []
+        super().stop()
+
+
+class Scatter:
+    """The message of one bucket, which leaves this rank the sum of its piece.
+
+    Attributes:
+        total: After the wait: the sum of the elements of all pieces, where the transport has computed it.
+    """
+
+    def __init__(self, out: GradBuffer, axis: Axis) -> None:
+        assert out.pieces is not None
+        self._out = out
+        self.total: float | None = None
+        self._work: PieceSum | None = axis.begin_scatter(out.buffer, out.pieces.bounds[0], out.pieces.rank)
+
+    def arrived(self) -> bool:
+        """Whether a wait would not wait."""
+        return self._work is None or self._work.arrived()
+
+    def wait(self) -> None:
+        """Take the sum."""
+        if self._work is not None:
+            self._out.scatter(self._work.wait())
+            self.total, self._work = self._work.total, None
+            if self._out.direct:
+                self._out.buffer = self._out.grads
+
+
+def make_hook(plan: Plan, mesh: Mesh, record: StepRecord, grads: GradCheck, accumulates: bool) -> StepHook:
+    """The hook that runs a plan.
+
+    Args:
+        accumulates: Whether a step has several calls.
+    """
+    if plan.reduce is None:
+        return BucketHook(plan, mesh, record, grads, accumulates)
+    kind = ReduceScatterHook if plan.reduce.sharded_over else AllReduceHook
+    return kind(plan, mesh, record, grads)

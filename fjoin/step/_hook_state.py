@@ -1,0 +1,102 @@
+"""The state of a hook: as a step stores it, and in the form of the pure hook."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..transforms.base import merge, restrict
+from ..transforms.layout import Bucket, Pieces, views
+
+# The path of a flat bucket in a tree of one tensor; no parameter has this path.
+FLAT = "(flat)"
+
+
+@dataclass(frozen=True)
+class Form:
+    """How the parts of a hook's state make up the whole."""
+
+    layout: tuple[Bucket, ...]
+    shapes: Mapping[str, torch.Size]
+    flat: bool  # whether buckets are flat tensors
+    n_early: int  # the number of stages that run bucket by bucket
+    stages: int  # the number of all stages
+    pieces: Pieces | None = None  # of a hook that shards
+
+
+class HookState(NamedTuple):
+    buckets: tuple[Any, ...]  # each bucket's state of the stages that run bucket by bucket
+    rest: tuple[Any, ...]  # the states of the stages that run on the whole tree
+    form: Form
+
+    def whole(self) -> Any:
+        """The state in the form of the pure hook: keyed by path."""
+        form = self.form
+        early: Any = ()
+        if form.n_early:
+            parts = list(self.buckets)
+            if form.flat:
+                parts = [_by_path(p, form, k) for k, p in enumerate(parts)]
+            merged = merge(parts, form.shapes)
+            early = merged if form.n_early > 1 else (merged,)
+        whole = (*early, *self.rest)
+        return whole if form.stages > 1 else whole[0] if whole else ()
+
+    def split(self, whole: Any) -> HookState:
+        """The stored form of another state, given in the form of the pure hook; the inverse of `whole`."""
+        form = self.form
+        parts = whole if form.stages > 1 else (whole,) if form.stages else ()
+        early, rest = parts[: form.n_early], tuple(parts[form.n_early :])
+        if not form.n_early:
+            return HookState((), rest, form)
+        early = early if form.n_early > 1 else early[0]
+        if form.flat:
+            buckets = tuple(_in_flat(early, own, form, k) for k, own in enumerate(self.buckets))
+        else:
+            buckets = tuple(restrict(early, form.shapes, bucket.paths) for bucket in form.layout)
+        return HookState(buckets, rest, form)
+
+
+def _by_path(state: Any, form: Form, k: int) -> Any:
+    """A state on a flat bucket, with its flat tensors replaced by views of the leaves, or of this rank's slices."""
+    if isinstance(state, dict):
+        if state.keys() == {FLAT}:
+            value, bucket, pieces = state[FLAT], form.layout[k], form.pieces
+            if isinstance(value, Tensor) and value.shape == (bucket.numel,):
+                return dict(zip(bucket.paths, views(bucket, value, form.shapes), strict=True))
+            if isinstance(value, Tensor) and pieces and value.shape == (pieces.sizes(k)[pieces.rank],):
+                return pieces.leaves_own(k, value)
+            return dict.fromkeys(bucket.paths, value)
+        return {key: _by_path(part, form, k) for key, part in state.items()}
+    if isinstance(state, (tuple, list)):
+        children = [_by_path(part, form, k) for part in state]
+        return type(state)(*children) if hasattr(state, "_fields") else type(state)(children)
+    return state
+
+
+def _in_flat(state: Any, like: Any, form: Form, k: int) -> Any:
+    """The inverse of `_by_path`; `like` is a state on the flat bucket."""
+    if isinstance(like, dict):
+        if like.keys() != {FLAT}:
+            return {key: _in_flat(part, like[key], form, k) if key in like else part for key, part in state.items()}
+        held, bucket, pieces = like[FLAT], form.layout[k], form.pieces
+        shape = held.shape if isinstance(held, Tensor) else None
+        if shape == (bucket.numel,):
+            flat = torch.zeros_like(held)
+            places = dict(zip(bucket.paths, views(bucket, flat, form.shapes), strict=True))
+        elif pieces and shape == (pieces.sizes(k)[pieces.rank],):
+            flat = torch.zeros_like(held)
+            places = pieces.leaves_own(k, flat)
+        else:
+            return {FLAT: state[bucket.paths[0]]}
+        for path, place in places.items():
+            place.copy_(state[path])
+        return {FLAT: flat}
+    if isinstance(like, (tuple, list)):
+        children = [_in_flat(part, own, form, k) for part, own in zip(state, like, strict=True)]
+        return type(like)(*children) if hasattr(like, "_fields") else type(like)(children)
+    return state

@@ -1,0 +1,234 @@
+"""The stages of a hook on buckets and on the whole tree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..buckets import GradBuffer, assign_, copy_if_aliased
+from ..groups import Mesh
+from ..transforms.axes import Work, bind_axes, bound
+from ..transforms.base import ALONE, BucketSums, Call, Transform
+from ..transforms.combinators import behind, behind_all, counting, counts_needed, stages
+from ..transforms.layout import Bucket, Pieces, bind_pieces
+from ..transforms.pipelines import Plan
+from ..transforms.reductions import MeanState
+from ._hook_state import FLAT
+from ._interleave import Interleaver, SideStreams, travel
+
+
+class HasParams(Protocol):
+    """Parameters by path, and the flat memory that holds them."""
+
+    leaves: dict[str, Tensor]
+    flats: list[Tensor]
+    pieces: Pieces | None
+
+
+def run_stages(
+    parts: Sequence[Transform],
+    states: Any,
+    storage: HasParams,
+    outgoing: Sequence[GradBuffer],
+    mesh: Mesh,
+    call: Call,
+) -> tuple[Any, ...]:
+    """Run stages on all gradients, one after the other, and write the result in place; returns the new states.
+
+    Args:
+        call: The call of the first stage.
+    """
+    if not parts:
+        return ()
+    params = {path: leaf.detach() for path, leaf in storage.leaves.items()}
+    of = {path: grad for out in outgoing for path, grad in out.by_path().items()}
+    held = {path: of[path] for path in params}
+    grads, new, pieces = dict(held), [], storage.pieces
+    if pieces is not None and all(out.scattered for out in outgoing):
+        params, call = pieces.own(params), call.inside(sharded_over=pieces.axis)
+    with torch.no_grad(), bind_axes(mesh.axes), bind_pieces(pieces):
+        for part, state in zip(parts, states, strict=True):
+            grads, after = part.run(grads, state, params, call)
+            new.append(copy_if_aliased(after, [*(out.grads for out in outgoing), *storage.flats]))
+            call = behind(part, after, call)
+            if part.sharded_over and pieces is not None:
+                params = pieces.own(params)
+                for out in outgoing:
+                    out.scatter(out.pack_own(grads))
+                held = {path: grad for out in outgoing for path, grad in out.by_path().items()}
+        assign_(held, grads)
+    return tuple(new)
+
+
+class BucketStages:
+    """Runs the stages of a hook in one step after the other.
+
+    Attributes:
+        parts: All stages.
+        n_early: The number of stages that run on each bucket.
+
+    Args:
+        flat: Whether these get a bucket as one flat tensor.
+        fresh: Whether their result is freshly allocated, so that it may take the place of the gradient buffer.
+    """
+
+    flat: bool
+    fresh: bool
+
+    def __init__(self, plan: Plan, mesh: Mesh, flat: bool = False, fresh: bool = False) -> None:
+        self._early, self._mesh, self.flat, self.fresh = plan.early, mesh, flat, fresh
+        self.parts: list[Transform] = stages(plan.hook)
+        self.n_early: int = 0 if plan.early is None else len(stages(plan.early))
+        self._counts = counts_needed(self.parts)
+        self.sums_dtype: torch.dtype = torch.float32  # of the words that the first bucket carries
+        self._call = ALONE  # of the first stage, in this step
+        self._calls: list[BucketCall] = []
+        self._bound: dict[str, Any] = {}
+        self._layout: tuple[Bucket, ...] = ()
+        self._in_waves = False  # whether messages of its buckets travel while others are filled
+        self._interleaver: Interleaver | None = None
+        self._side: SideStreams | None = None  # on an accelerator
+
+    def init(self, params: dict[str, Tensor], pieces: Pieces | None, first: int = 0) -> tuple[Any, ...]:
+        """The states of the stages from the `first` on; those behind one that shards get this rank's slices."""
+        states = []
+        with bind_axes(self._mesh.axes), bind_pieces(pieces):
+            for i, part in enumerate(self.parts):
+                if i >= first:
+                    states.append(part.init(params))
+                if part.sharded_over and pieces is not None:
+                    params = pieces.own(params)
+        return tuple(states)
+
+    def begin(self, call: Call, dtype: torch.dtype, layout: tuple[Bucket, ...], sends: bool) -> None:
+        """Prepare for the buckets of a step.
+
+        Args:
+            call: The call of the first stage, to which the gradients are given up.
+            dtype: The dtype of the words that the first bucket carries.
+            layout: The buckets.
+            sends: Whether the hook sends anything in this step.
+        """
+        self.stop()
+        axes, self.sums_dtype = self._mesh.axes, dtype
+        self._call = counting(self._counts, call)
+        self._bound = {**bound(), **axes}  # backward may run in a thread where no axis is bound
+        if self._layout is not layout:
+            self._layout, self._in_waves = layout, travel(axes, layout, False)
+            self._side = SideStreams(layout[0].device) if travel(axes, layout, True) else None
+        self._interleaver = Interleaver(axes) if sends and self._in_waves else None
+        if self._side is not None:
+            self._side.begin()
+
+    def launch(self, out: GradBuffer, old: Any, params: dict[str, Tensor], pieces: Pieces | None) -> Work | None:
+        """Run the stages of one bucket until their first message is under way; the `wait` of the work runs the rest.
+
+        Args:
+            old: The states of these stages for the bucket.
+            params: Path -> parameter of the bucket.
+            pieces: The pieces of the bucket, where these stages shard.
+        """
+        if self._early is None:
+            return None
+        call = BucketCall(self, old, params, self._calls[0] if self._calls else None, pieces)
+        call.out = out
+        self._calls.append(call)
+        if self._interleaver is not None:
+            return self._interleaver.start(call)
+        with torch.no_grad(), bind_axes(self._bound):
+            if self._side is not None:
+                return self._side.start(call)
+            call()
+        return call
+
+    def update(self, grads: Any, state: Any, params: Any, sums: BucketSums, pieces: Pieces | None) -> tuple[Any, Any]:
+        """Call the stages of a bucket; returns their gradients and state."""
+        assert self._early is not None
+        with bind_pieces(pieces):
+            return self._early.run(grads, state, params, self._call.inside(sums=sums))
+
+    def finish(
+        self, outgoing: Sequence[GradBuffer], old: Sequence[Any], storage: HasParams, reduced: MeanState | None = None
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...], MeanState | None]:
+        """Run the stages behind those of the buckets on all gradients, whose messages have arrived.
+
+        Args:
+            old: The states of these stages.
+            reduced: The state of the first stage, where it is a plain reduction that has been run elsewhere.
+
+        Returns:
+            The states of the buckets, the states of these stages, and the sums of the last stage that reduces.
+        """
+        states, call = tuple(one.state for one in self._calls), self._call
+        self.stop()
+        count, found = int(reduced is not None), reduced
+        if states and self._early is not None:
+            count, found = self.n_early, None if self._early.sums is None else self._early.sums(states[0])
+        parts, rest = self.parts[count:], tuple[Any, ...]()
+        if parts:
+            call = call.inside(donated=False, sums=BucketSums(self.sums_dtype))
+            if count:
+                call = behind_all(self.parts[:count], states[0] if states else reduced, call)
+            rest = run_stages(parts, old, storage, outgoing, self._mesh, call)
+        for part, state in zip(parts, rest, strict=True):
+            found = found if part.sums is None else part.sums(state)
+        return states, rest, found
+
+    def stop(self) -> None:
+        """Discard a step that has failed."""
+        if self._interleaver is not None:
+            self._interleaver.clear()
+        self._interleaver, self._calls = None, []
+
+
+class BucketCall:
+    """One bucket's call of the stages that run on buckets, in one step."""
+
+    def __init__(
+        self,
+        run: BucketStages,
+        old: Any,
+        params: dict[str, Tensor],
+        first: BucketCall | None,
+        pieces: Pieces | None = None,
+    ) -> None:
+        self._run, self._old, self._params, self._pieces, self.done = run, old, params, pieces, False
+        self._first = first
+        self.sums: BucketSums = BucketSums(run.sums_dtype, None if first is None else first.sums)
+        self.state: Any = None
+        self.out: Any = None
+
+    def __call__(self, pause: Callable[[], None] | None = None) -> None:
+        out, run, first = self.out, self._run, self._first
+
+        def wait_for_first() -> bool:
+            """Let the first bucket's call go on, where its sums may be needed before this bucket has sent anything."""
+            if first is None or first.done or pause is None:
+                return False
+            pause()
+            return True
+
+        grads = {FLAT: out.grads} if run.flat else out.by_path()
+        with self.sums.waiting(wait_for_first):
+            new, state = run.update(grads, self._old, self._params, self.sums, self._pieces)
+        self.state = copy_if_aliased(state, [out.grads, *self._params.values()])
+        if new is None:
+            raise ValueError(
+                "the hook returned None in the place of gradients; in a train_step every call must give them"
+            )
+        if self._pieces is not None:
+            out.scatter(new[FLAT] if run.flat else out.pack_own(new))
+        elif run.flat and run.fresh and new[FLAT].shape == out.grads.shape and new[FLAT].dtype is out.grads.dtype:
+            out.grads = new[FLAT]
+        else:
+            assign_(grads, new)
+        if run.flat and not out.scattered:
+            out.clear_padding()  # a hook may have left any values there
+        self.done = True
+        self._first = self._old = None  # the old state is not needed any more
+
+    def wait(self) -> None:
+        return None

@@ -1,0 +1,435 @@
+"""What follows for a step from the record and the gradients."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from .._errors import NonFinite
+from ..agreement import DeviceReads, Requests, StepIds, StepRecord, numbers, step_of
+from ..buckets import GradBuffer
+from ..groups import Mesh
+from ..transforms.axes import Axis
+from ..transforms.base import NONFINITE, is_host, ranks_in, to_device
+from ..transforms.pipelines import Effect, Flag, Plan, inverse
+
+
+def masks(sums: dict[str, Any]) -> list[Any]:
+    """The words of the lane that hold one bit per rank."""
+    return [value for name, value in sums.items() if name.startswith(NONFINITE)]
+
+
+def error_of_step(step: int, sums: dict[str, float], paths: tuple[str, ...]) -> NonFinite:
+    """The error of a step that all ranks leave out."""
+    ranks = ranks_in(masks(sums))
+    parts = []
+    if ranks:
+        cause = "a gradient" if math.isfinite(sums["loss"]) else "the loss"
+        parts.append(f"{cause} of rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} is not finite")
+    if paths:
+        shown = ", ".join(map(repr, paths[:5])) + (f" and {len(paths) - 5} more" if len(paths) > 5 else "")
+        parts.append(f"the {'' if ranks else 'summed '}gradient of {shown} is not finite")
+    return NonFinite(
+        f"step {step}: {'; '.join(parts) or 'a gradient or a weight is not finite'}. Parameters and state are unchanged; wrap the "
+        f"pipeline in skip_if_nonfinite(...) to leave such steps out",
+        step=step,
+        ranks=ranks,
+        paths=paths,
+    )
+
+
+def error_of_some(step: int, counts: dict[str, float], all_ranks: int) -> NonFinite:
+    """The error of a step that some ranks left out and others may have taken."""
+    ranks = ranks_in(masks(counts))
+    which = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    others = ", which the others took, since the hook does not reduce over all of them"
+    return NonFinite(
+        f"step {step}: the loss or a gradient of {which} is not finite. {which.capitalize()} left step {step} out"
+        f"{others if len(ranks) < all_ranks else ''}; wrap the pipeline in skip_if_nonfinite(...) to go on after such steps",
+        step=step,
+        ranks=ranks,
+    )
+
+
+class GradCheck:
+    """Looks at the gradients of one rank, bucket by bucket, in one pass over them.
+
+    Args:
+        norm: Whether their norm is needed.
+
+    Attributes:
+        on_device: Decide on the device although the host could; for tests.
+    """
+
+    on_device: bool
+
+    def __init__(self, norm: bool = False) -> None:
+        self._norm, self.on_device = norm, False
+        self._waiting: list[GradBuffer] = []  # buckets of a device that are still to be looked at
+        # For each bucket 1 if this rank's own gradients are not finite, where the record does not tell whose are bad.
+        self._own_bad: list[Any] | None = None
+        self._of_pieces: Axis | None = None  # the axis of the ranks that hold pieces of the gradients
+        self._bad_pieces: Any = 0.0  # the number of ranks whose pieces of sharded gradients are not finite
+
+    def readable_without_sync(self, outgoing: Sequence[GradBuffer]) -> bool:
+        """Whether the host may read these gradients without waiting for a device."""
+        return not self.on_device and all([out.grads.is_cpu for out in outgoing])
+
+    def readable(self, sums: dict[str, Tensor]) -> dict[str, Any]:
+        """Sums as numbers where the host may read them without waiting; otherwise as they are."""
+        if self.on_device or not all([v.is_cpu for v in sums.values()]):
+            return dict(sums)
+        return {name: v.item() for name, v in sums.items()}
+
+    def observe(self, out: GradBuffer) -> None:
+        """Record a statistic of a bucket's gradients after the hook, for the decision: one pass over them.
+
+        It is not finite if any element is not finite:
+
+        - their 2-norm where it is needed;
+        - otherwise their sum on the CPU, the fastest pass. Where the sum overflows, `bad` checks each element;
+        - otherwise their largest magnitude, on a device.
+        """
+        if self.on_device or not is_host(out.grads.device):
+            self._waiting.append(out)  # one launch looks at all of them
+        elif self._norm:
+            wide = torch.float64 if out.scattered else torch.promote_types(out.grads.dtype, torch.float32)
+            out.seen = torch.linalg.vector_norm(out.grads, dtype=wide).double()
+        else:
+            out.seen = out.grads.sum() if out.total is None else torch.tensor(out.total)
+
+    def _look(self) -> None:
+        """Look at the buckets of a device."""
+        if not self._waiting:
+            return
+        groups: dict[torch.dtype, list[GradBuffer]] = {}
+        for out in self._waiting:
+            groups.setdefault(out.grads.dtype, []).append(out)
+        # The squares of finite float32 gradients may overflow; the host looks again where they do, a device cannot.
+        order, wide = (2, torch.float64) if self._norm else (math.inf, None)
+        for some in groups.values():
+            some = some if self._norm else [out for out in some if out.grads.numel()]
+            found = torch._foreach_norm([out.grads for out in some], order, wide) if some else ()
+            for out, seen in zip(some, torch.stack(found).double().unbind() if some else (), strict=True):
+                out.seen = seen
+        self._waiting = []
+
+    def bad(self, outgoing: Sequence[GradBuffer]) -> Any:
+        """1 if a gradient is not finite, otherwise 0: a number where the host may read them, otherwise a tensor."""
+        self._look()
+        if self.readable_without_sync(outgoing):
+            return float(any(not math.isfinite(out.seen.item()) and has_nonfinite(out.grads) for out in outgoing))
+        return 1.0 - torch.isfinite(torch.stack([out.seen.double() for out in outgoing])).all().double()
+
+    def bad_anywhere(self, outgoing: Sequence[GradBuffer]) -> Any:
+        """As `bad`, with the pieces of other ranks."""
+        if isinstance(self._bad_pieces, Tensor):  # of this rank too
+            return self._bad_pieces
+        return self._bad_pieces or (self.bad(outgoing) if outgoing else 0.0)
+
+    def begin(self, plan: Plan, step: int) -> None:
+        """Begin a step. Where a hook leaves the ranks with different gradients, their own are looked at before it."""
+        axes, equal = plan.reduced(step)
+        self._own_bad = [] if axes and not equal else None
+
+    def before_hook(self, out: GradBuffer) -> None:
+        """Look at this rank's own gradients in a bucket, if need be."""
+        if self._own_bad is not None:
+            self.observe(out)
+            self._own_bad.append(self.bad([out]))
+
+    def verdict(self, outgoing: Sequence[GradBuffer], record: StepRecord, values: dict[str, Any]) -> dict[str, Any]:
+        """The summed record, with a bit for each rank whose gradients are not finite.
+
+        Those after a reduction hold values of other ranks too: they make the total NaN, and the rank's bit tells of its own
+        gradients before.
+
+        Args:
+            values: This rank's record.
+        """
+        bad = self.bad(outgoing)
+        if self._own_bad is not None:
+            values = {**values, "total": _nan_if(bad, values["total"])}
+            bad = functools.reduce(_either, self._own_bad, 0.0)
+        return record.send(record.flagged(values, NONFINITE, bad)).read(self.on_device)
+
+    def share(self, outgoing: Sequence[GradBuffer], axis: Axis) -> None:
+        """Sum over the pieces of the gradients: whether one is not finite, and the squares of their norms.
+
+        Where the messages have told a finite total of all pieces, and no norm is needed, nothing is sent.
+        """
+        self._of_pieces, self._bad_pieces = axis, 0.0
+        told = all(out.total is not None and math.isfinite(out.total) for out in outgoing)  # the same on all ranks
+        if told and outgoing and not self._norm:
+            return
+        self._look()
+        bad = torch.as_tensor(self.bad(outgoing), dtype=torch.float64)
+        squares = sum((out.seen.double() ** 2 for out in outgoing if self._norm), torch.zeros_like(bad))
+        summed = axis.run_(torch.stack([bad, squares]))
+        self._bad_pieces = summed[0].item() if self.readable_without_sync(outgoing) else summed[0]
+        for i, out in enumerate(outgoing if self._norm else ()):
+            out.seen = torch.zeros_like(summed[1]) if i else summed[1].sqrt()
+
+    def norm_of(self, outgoing: Sequence[GradBuffer]) -> Tensor:
+        """The 2-norm of all gradients together, 0-d float64, from the norms of the buckets."""
+        self._look()
+        if self.readable_without_sync(outgoing) and not all(math.isfinite(out.seen.item()) for out in outgoing):
+            for out in outgoing:  # finite gradients whose squares overflow float32
+                out.seen = torch.linalg.vector_norm(out.grads.double())
+        norms = [out.seen for out in outgoing]
+        return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), dtype=torch.float64)
+
+    def scale(
+        self, outgoing: Sequence[GradBuffer], divisor: Any, clip: Callable[[Tensor], Tensor] | None
+    ) -> tuple[Any, Tensor | None]:
+        """The divisor of the kernels, and the norm of the gradients before they are clipped, where they are."""
+        if clip is None:  # a plain number stays one: copying it to a device would wait for the device
+            return divisor, None
+        norm = self.norm_of(outgoing) / divisor
+        return divisor / clip(norm), norm
+
+    def nonfinite_paths(self, outgoing: Sequence[GradBuffer]) -> tuple[str, ...]:
+        """The parameters whose gradients are not finite. The ranks that hold pieces exchange what they have found."""
+        bad = {path: has_nonfinite(grad) for out in outgoing for path, grad in out.by_path().items()}
+        if self._of_pieces is not None and bad:
+            bits = torch.tensor(list(bad.values()), dtype=torch.float32, device=outgoing[0].grads.device)
+            bad = dict(zip(bad, self._of_pieces.run_(bits).tolist(), strict=True))
+        return tuple(path for path, found in bad.items() if found)
+
+
+def has_nonfinite(grads: Tensor) -> bool:
+    return not bool(torch.isfinite(grads).all())
+
+
+def _nan_if(bad: Any, value: Any) -> Any:
+    if isinstance(bad, Tensor):
+        known = to_device(bad.device, torch.as_tensor(value), bad.dtype)
+        return torch.where(bad > 0, torch.full_like(known, math.nan), known)
+    return math.nan if bad else value
+
+
+def _either(a: Any, b: Any) -> Any:
+    return torch.clamp(a + b, max=1.0) if isinstance(b, Tensor) else max(a, b)
+
+
+# From the norm of the gradients to the factor to multiply them by.
+Clip: TypeAlias = Callable[[Tensor], Tensor]
+
+
+class Decision(NamedTuple):
+    effect: Effect
+    scale: Tensor | None = None  # the divisor that the kernels apply to the gradients
+    found_inf: Tensor | None = None  # 1 where the kernels must change nothing; None where the host has decided
+    error: NonFinite | None = None
+    norm: Any = None  # of the gradients after the division, before they are clipped, where it is needed: 0-d float64
+
+    @property
+    def changes(self) -> bool:
+        """Whether to run the kernels."""
+        return self.effect.steps is not False
+
+
+class CountsOfAll(NamedTuple):
+    """The record, summed over all ranks that loop together; it has a bit for each rank that left out a step.
+
+    late: how many steps before the one that reads the record that step was: 0 to 2. Late records are of the step before, and
+        tell of the one before that.
+    """
+
+    late: int
+    sums: dict[str, Any]
+
+
+class StepCheck:
+    """Decides on the steps of one rank.
+
+    Args:
+        ranks: The number of ranks that loop together.
+        norm: Whether the norm of the gradients is needed.
+        skips: Whether steps that are not finite are left out without an error.
+        mesh: See `DeviceReads`.
+        ids: The numbers of the steps that travel in the record; None where none do.
+        requests: Takes the requests in the records.
+
+    Attributes:
+        grads: Looks at the gradients.
+        left_out: 1 where this rank left out the last step, which others may have taken: all raise in the next one.
+        reads: The decisions on steps, with the sums of their weights, that the host has not read yet.
+        weight: The sum of the weights in the newest step for which the host knows it.
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        norm: bool = False,
+        skips: bool = False,
+        mesh: Mesh | None = None,
+        ids: StepIds | None = None,
+        requests: Requests | None = None,
+    ) -> None:
+        self.ranks: int = ranks
+        self._skips, self._ids, self._requests = skips, ids, requests or Requests(ranks)
+        self.grads: GradCheck = GradCheck(norm)
+        self.left_out: Any = 0.0
+        self.weight: float | None = None
+        self.reads: DeviceReads = DeviceReads(mesh)
+
+    def decide(
+        self,
+        step: int,
+        sums: dict[str, Any],
+        outgoing: Sequence[GradBuffer],
+        divisor: Any,
+        clip: Clip | None,
+        counts: Sequence[CountsOfAll] | None = None,
+    ) -> Decision:
+        """Decide on a step.
+
+        Args:
+            step: Its number, for the error.
+            sums: The record, summed over the ranks that share the gradients.
+            outgoing: The gradients after the hook, not yet divided.
+            divisor: Their divisor.
+            clip: From their norm after the division to a further factor; or None.
+            counts: The records of all ranks that loop together, where these are more than the ranks that share the
+                gradients. A step that is not finite here then raises in a later step, on all these ranks.
+
+        Raises:
+            DesyncError: the ranks have called different steps.
+        """
+        records = [CountsOfAll(0, sums)] if counts is None else counts
+        other = self._is_other(step, records)
+        left: Flag = False  # whether some rank has left out an earlier step
+        for late, of_all in records:
+            left = left | _any_set(masks(of_all)) if late else left
+        live = (sums["weight"] != 0) & inverse(other)
+        fine: Flag = live is False or left is True or self._is_fine(sums, outgoing)
+        left_out = inverse(fine) & live & inverse(left | other)
+        raises = left | other | (left_out & (counts is None and not self._skips))
+        self.left_out = 0.0
+        if counts is not None and not self._skips:
+            self.left_out = left_out.double() if isinstance(left_out, Tensor) else float(left_out)
+        asked = [of_all["has_next"] for _, of_all in records if "has_next" in of_all]
+        if isinstance(raises, Tensor):
+            self.reads.add((step, records), torch.stack([raises.double(), sums["weight"], *asked]))
+            effect = Effect(live, fine & inverse(left | other), raises)
+            return self._on_device(effect, outgoing, divisor, clip)
+        self._requests.note(*asked)
+        if live:
+            self.weight = sums["weight"]
+        effect = Effect(live, fine & inverse(left))
+        if raises:
+            return Decision(effect._replace(live=True, fine=False), error=self._error(step, records, sums, outgoing))
+        if not effect.steps:
+            return Decision(effect)
+        scale, norm = self.grads.scale(outgoing, divisor, clip)
+        return Decision(effect, None if scale == 1.0 else torch.tensor(float(scale), dtype=torch.float64), norm=norm)
+
+    def _on_device(self, effect: Effect, outgoing: Sequence[GradBuffer], divisor: Any, clip: Clip | None) -> Decision:
+        """The decision where only the device knows the effect."""
+        found_inf = inverse(effect.steps).to(torch.float32)  # type: ignore[union-attr]
+        scale, norm = self.grads.scale(outgoing, divisor, clip)
+        if isinstance(scale, Tensor):  # a NaN would stay in the padding of the buckets
+            scale = torch.where(found_inf == 0, scale, torch.ones_like(scale))
+        else:
+            scale = None if scale == 1.0 else found_inf.new_full((), scale, dtype=torch.float64)
+        return Decision(effect, scale, found_inf, norm=norm)
+
+    def _is_fine(self, sums: dict[str, Any], outgoing: Sequence[GradBuffer]) -> Flag:
+        """Whether the weights, the loss and the gradients are finite on all ranks that share gradients."""
+        scalars = [sums["weight"], sums["total"], sums["loss"]]
+        if isinstance(sums["weight"], Tensor):
+            bad = torch.stack([*masks(sums), torch.as_tensor(self.grads.bad_anywhere(outgoing), dtype=torch.float64)])
+            return torch.isfinite(torch.stack(scalars)).all() & (bad == 0).all()
+        return all(map(math.isfinite, scalars)) and not any(masks(sums)) and not self.grads.bad_anywhere(outgoing)
+
+    def _is_other(self, step: int, records: Sequence[CountsOfAll]) -> Flag:
+        """Whether the ranks have called different steps.
+
+        Raises:
+            DesyncError: the host knows that they have.
+        """
+        other: Flag = False
+        for late, of_all in records if self._ids is not None else ():
+            assert self._ids is not None
+            if isinstance(of_all["step_id"], Tensor):
+                own = self.ranks * self._ids.of(step_of(step, late))
+                other = other | (torch.remainder(of_all["step_id"], own) != 0)
+            else:
+                self._ids.check(step, of_all, late)
+        return other
+
+    def _error(
+        self, step: int, records: Sequence[CountsOfAll], sums: dict[str, Any], outgoing: Sequence[GradBuffer]
+    ) -> NonFinite:
+        """The error of a step that all ranks leave out, or of an earlier one that some have left out."""
+        for late, of_all in records:
+            if late and any(masks(of_all)):
+                return error_of_some(step - late, of_all, self.ranks)
+        return error_of_step(step, sums, self.grads.nonfinite_paths(outgoing))
+
+    def synchronize(self) -> None:
+        """Wait until the sums of the newest step are available."""
+        self.reads.synchronize()
+
+    def look(self) -> None:
+        """Take the requests in the records of a device, except in that of the last step."""
+        for _, (_, _, *asked) in self.reads.read(False, keep=True):
+            self._requests.note(*asked)
+
+    def raise_pending(self) -> None:
+        """Raise for an earlier step that changed nothing.
+
+        The start of a step reads all decisions except the last one, by then without waiting. Their age is
+        fixed and does not depend on their arrival, so that all ranks raise in the same call.
+
+        Raises:
+            NonFinite: naming that step.
+            DesyncError: the ranks had called different steps.
+        """
+        self._read(newest=False)
+
+    def drain(self) -> None:
+        """Raise for an earlier step that changed nothing, the last one included.
+
+        Raises:
+            NonFinite, DesyncError: as `raise_pending`.
+        """
+        self._read(newest=True)
+
+    def clear(self) -> None:
+        """Forget all earlier steps."""
+        self.reads.clear()
+        self.left_out = 0.0
+
+    def _read(self, newest: bool) -> None:
+        for (step, records), (raises, weight, *asked) in self.reads.read(newest):
+            self._requests.note(*asked)
+            if weight:
+                self.weight = weight
+            if raises:
+                self._raise_for(step, records)
+
+    def _raise_for(self, step: int, records: Sequence[CountsOfAll]) -> None:
+        for late, of_all in records:
+            sums = numbers(of_all, self.reads.now)
+            if self._ids is not None:
+                self._ids.check(step, sums, late)
+            if not late:
+                raise error_of_step(step, sums, ())
+            self.raise_left_out(step - late, sums)
+
+    def raise_left_out(self, step: int, counts: dict[str, float]) -> None:
+        """Raise NonFinite if some ranks left out a step, which others may have taken."""
+        if any(masks(counts)):
+            raise error_of_some(step, counts, self.ranks)
+
+
+def _any_set(words: Sequence[Any]) -> Flag:
+    """Whether a bit is set in the words of a flag."""
+    return (torch.stack(list(words)) != 0).any() if isinstance(words[0], Tensor) else any(words)

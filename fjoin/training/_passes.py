@@ -1,0 +1,305 @@
+"""The forward and backward passes of a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from .._errors import JoinError
+from .._functional import warn_of_module_params
+from ..buckets import GradBuffer, GradHooks, Storage, copy_if_aliased
+from ..groups import Mesh
+from ..step import StateData, StepCheck, StepHook, power_near
+from ..transforms.axes import Axis, BoundCall, Work, bind_axes, bind_call, bind_in_backward
+from ._loss import Loss
+
+
+@dataclass
+class Iteration:
+    """One iteration of the loop, as the step sees it."""
+
+    number: int
+    live: bool  # whether this rank has a batch
+    has_next: bool  # whether it has another batch after this one
+    replays: bool = False  # whether ranks without weight still run `loss_fn`
+    called: bool = False  # whether the body has called the step
+    others: Callable[[], float] | None = None  # the number of ranks that have another batch, once a window has ended
+
+
+class ShadowedAxis(Axis):
+    """An axis over which collectives are refused, since ranks that are out of input would not take part in them.
+
+    Args:
+        axis: The axis that runs the collectives elsewhere.
+        name: Its name.
+        along: The axes along which ranks may be out of input.
+    """
+
+    def __init__(self, axis: Any, name: str, along: Collection[str]) -> None:
+        self._axis, self._name, self._along = axis, name, along
+        self.size = axis.size
+
+    def index(self) -> Tensor:
+        out: Tensor = self._axis.index()
+        return out
+
+    def run(self, op: str, x: Tensor, arg: Any) -> Tensor:
+        if self._name in self._along:
+            self._refuse(op)
+        out: Tensor = self._axis.run(op, x, arg)
+        return out
+
+    def joint(self, axes: tuple[str, ...]) -> Axis | None:
+        mixed = next((name for name in axes if name in self._along), None)
+        if mixed is not None:
+            return ShadowedAxis(self._axis, mixed, self._along)
+        out: Axis | None = self._axis.joint(axes)
+        return out
+
+    def note(self, what: str) -> None:
+        if self._name not in self._along:
+            self._axis.note(what)
+
+    def check_rows(self, width: int, give: tuple[int, ...], take: tuple[int, ...]) -> None:
+        if self._name in self._along:
+            self._refuse("all_to_all_single")
+        self._axis.check_rows(width, give, take)
+
+    def _refuse(self, op: str) -> NoReturn:
+        raise JoinError(
+            f"loss_fn calls {op} over {self._name!r}, in which ranks that are out of input would not take part: they do not call "
+            f"loss_fn; pass step.join(loader, when_exhausted='replay'), with which they do"
+        )
+
+
+def shadowed(axes: Mapping[str, Any], along: Collection[str]) -> dict[str, Axis]:
+    """The axes of a mesh, with collectives refused over those along which ranks may be out of input."""
+    return {name: ShadowedAxis(axis, name, along) for name, axis in axes.items()}
+
+
+class GradOutput(NamedTuple):
+    """What a backward pass starts from, so that the gradients carry this rank's share and the scale of the loss."""
+
+    start: Any = 1.0  # the gradient of the loss: a number, or a 0-d tensor like the loss
+    share: float = 0.0  # the share of this rank's gradients in the mean
+    rest: Tensor | None = None  # the part of the factor that `start` cannot carry, for the gradients; 0-d float64
+
+    def backward(self, loss: Tensor) -> None:
+        start = self.start
+        if isinstance(start, float):
+            start = None if start == 1.0 else torch.full_like(loss, start)
+        loss.backward(start)
+
+
+def grad_output_of(loss: Tensor | None, share: float, hook: StepHook, scale: Tensor | None, adds: bool) -> GradOutput:
+    """The gradient to start backward from: the loss factor of `hook`, times the loss scale if there is one.
+
+    Args:
+        loss: The loss; a 16-bit loss rounds the share to its own precision. None where this rank has no batch.
+        share: This rank's share in the mean.
+        scale: The scale of the loss, 0-d float32, or None.
+        adds: Whether gradients of several micro-batches are added before they are sent, so that each must already
+            carry its share.
+
+    Raises:
+        ValueError: the share does not fit into the loss's dtype.
+    """
+    if loss is None:
+        return GradOutput(0.0, 0.0, 1 / scale.double() if adds and scale is not None else None)
+    factor, narrow = hook.loss_factor(share), loss.dtype.itemsize < 4
+    if scale is None:
+        if narrow and factor != 1.0:
+            factor = _rounded(factor, loss.dtype)
+            if not math.isfinite(factor):
+                raise ValueError(
+                    f"the weight {share!r} of this batch is too large for a loss of {loss.dtype}; return the loss as float32, "
+                    f"or use smaller weights (only their ratios matter)"
+                )
+            share = factor / hook.unit
+        return GradOutput(factor, share)
+    wide = scale.to(loss.device, torch.float64)
+    if not adds:
+        start = wide.to(loss.dtype)
+        return GradOutput(start, share, factor / start.double())
+    if narrow:
+        rounded = _rounded(wide.item() * factor, loss.dtype)
+        if math.isfinite(rounded):  # otherwise the gradients overflow, and the step is left out
+            share = rounded / wide.item() / hook.unit
+    return GradOutput((wide * factor).to(loss.dtype), share, 1 / wide)
+
+
+def _rounded(value: float, dtype: torch.dtype) -> float:
+    return float(torch.tensor(value, dtype=dtype).item())
+
+
+class Unscaler:
+    """Removes the loss's scale from each bucket of gradients before the hook.
+
+    Attributes:
+        rest: See `GradOutput`; None where nothing remains to be applied, as in a step without a batch on this rank.
+    """
+
+    def __init__(self, hook: StepHook) -> None:
+        self._hook = hook
+        self.rest: Tensor | None = None
+
+    def launch(self, index: int, out: GradBuffer) -> Work | None:
+        if self.rest is not None:
+            unscale(out.grads, self.rest)
+        return self._hook.launch(index, out)
+
+
+def unscale(grads: Tensor, factor: Tensor) -> None:
+    """Multiply in place. Infinite elements become NaN, which no later stage makes finite again."""
+    torch.nan_to_num_(grads.mul_(factor), nan=math.nan, posinf=math.nan, neginf=math.nan)
+
+
+class Units:
+    """The factor that scales gradients in messages, for each accumulation window.
+
+    Sums of weight * gradient overflow float16 from weights of thousands on. For float16 the unit is near
+    1 / (sum of the weights). This is the sum of the newest step for which all ranks know it; before the first such step
+    the ranks exchange their weights in the store. So the unit is the same on all ranks, and changes no bit of results
+    that float16 holds in full precision.
+
+    Args:
+        hook: Its unit serves all other dtypes.
+        weighs: Whether batches have weights.
+        calls: The number of calls in a window.
+    """
+
+    def __init__(
+        self, hook: StepHook, step_check: StepCheck, mesh: Mesh, axes: tuple[str, ...], weighs: bool, calls: int
+    ) -> None:
+        self._usual, self._scales, self._step_check = hook.unit, hook.by_weight and weighs, step_check
+        self._mesh, self._axes, self._calls = mesh, axes, calls
+        self._first = 0.0  # the sum of the weights that the ranks have exchanged
+
+    def of_window(self, storage: Storage, weight: float) -> float:
+        """The unit of a window.
+
+        Args:
+            weight: This rank's weight in the window's first call.
+        """
+        if not (storage.float16 and self._scales):
+            return self._usual
+        total = self._step_check.weight
+        if total is None:
+            if not self._first:
+                self._first = self._mesh.exchange("the first step", weight * self._calls, sum, self._axes)
+            total = self._first
+        return power_near(total) if 0 < total < math.inf else self._usual
+
+
+NOTHING = GradOutput(0.0)  # for a backward pass whose gradients are discarded
+
+
+class Forward(NamedTuple):
+    """What a forward pass has computed on this rank."""
+
+    weight: float  # this rank's weight in the step: 0 without input
+    loss: Tensor | None = None  # None without weight
+    aux: Any = None
+    buffers: dict[str, Tensor] | None = None
+    replayed: Tensor | None = None  # the loss of a pass that was run for its collectives only
+    # Bound in it, and in its backward pass, which may compute parts of it again.
+    axes: dict[str, Axis] = {}
+    call: BoundCall = BoundCall()
+
+
+class Passes:
+    """Runs `loss_fn` on this rank, and the backward pass of its result.
+
+    Args:
+        axes: The axes of the ranks that loop together.
+        ranks: Their number.
+    """
+
+    def __init__(self, loss: Loss, mesh: Mesh, axes: tuple[str, ...], ranks: int) -> None:
+        self._loss, self._mesh, self._ranks = loss, mesh, ranks
+        self._shadowed = shadowed(mesh.axes, axes)
+        self._reached = False  # whether a backward pass has reached a parameter
+        self.hooks: GradHooks = GradHooks()
+
+    def check(self, buffers: bool) -> None:
+        """Raise where `loss_fn` cannot be called with (or without) buffers; see `Loss.check`."""
+        self._loss.check(buffers)
+
+    def weigh(self, batch: Any, iteration: Iteration | None) -> float:
+        """The weight of this rank's batch; 0 where it is out of input."""
+        return self._loss.weigh(batch) if iteration is None or iteration.live else 0.0
+
+    def forward(self, body: StateData, batch: Any, weight: float, number: int, iteration: Iteration | None) -> Forward:
+        """Run the forward pass. A rank without weight runs it only for a model with collectives of its own."""
+        replays = iteration is not None and iteration.replays
+        if weight:
+            alone = iteration is None or replays or self._ranks == 1
+            axes = self._mesh.axes if alone else self._shadowed
+            call = BoundCall(weight, number)
+            return Forward(weight, *self._run(body, batch, call, axes), axes=axes, call=call)
+        if not replays:
+            return Forward(0.0, buffers=body.buffers)
+        call = BoundCall(0.0, number)
+        replayed, _, buffers = self._run(body, batch, call, self._mesh.axes)
+        return Forward(0.0, buffers=buffers, replayed=replayed, axes=self._mesh.axes, call=call)
+
+    def _run(
+        self, body: StateData, batch: Any, call: BoundCall, axes: dict[str, Any]
+    ) -> tuple[Tensor, Any, dict[str, Tensor] | None]:
+        storage = body.storage
+        params = body.rebuild(dict(storage.leaves))
+        with torch.enable_grad(), bind_axes(axes), bind_call(call):
+            loss, aux, buffers = self._loss(params, body.buffers, batch)
+        torch.clear_autocast_cache()  # an autocast around the loop would keep casts of these parameters for the next step
+        if aux is not None or buffers is not None:
+            aux, buffers = copy_if_aliased((aux, buffers), storage.written(bool(body.window)))
+        return loss, aux, buffers
+
+    def backward_within(self, forward: Forward, grad_output: GradOutput, storage: Storage) -> None:
+        """Run the backward pass of a call within a window: gradients are added, and nothing is sent."""
+        with bind_in_backward(forward.axes, forward.call):
+            if forward.loss is not None:
+                with self.hooks.keeping():
+                    self._backward(forward.loss, grad_output, storage, 0)
+            elif forward.replayed is not None:
+                with storage.grads_aside(), self.hooks.keeping():
+                    NOTHING.backward(forward.replayed)
+
+    def backward(self, forward: Forward, grad_output: GradOutput, storage: Storage) -> None:
+        """Run the backward pass of a step, whose gradients the queue sends."""
+        with bind_in_backward(forward.axes, forward.call):
+            if forward.loss is not None:
+                self._backward(forward.loss, grad_output, storage, 2)
+            elif forward.replayed is not None and self.hooks.queue is not None:
+                with self.hooks.queue.muted(storage):
+                    NOTHING.backward(forward.replayed)
+
+    def _backward(self, loss: Tensor, grad_output: GradOutput, storage: Storage, inside: int) -> None:
+        """Run the backward pass, and check that it reaches a parameter, until one pass has.
+
+        Args:
+            inside: The number of calls between a step's and this one, beyond those within a window, for the place of a
+                warning.
+
+        Raises:
+            ValueError: it reaches no parameter.
+        """
+        grad_output.backward(loss)
+        if self._reached:
+            return
+        queue = self.hooks.queue
+        taken = queue is not None and any(any(out.taken) for out in queue.outgoing)
+        kept = bool(storage.window) or any(leaf.grad is not None for leaf in storage.leaves.values())
+        if storage.leaves and not taken and not kept:
+            raise ValueError(
+                "the loss depends on none of params: no parameter has got a gradient. Does loss_fn call the module itself? Then write "
+                "apply, params, buffers = fjoin.functional(module) and call apply(params, buffers, ...) in loss_fn; to leave a "
+                "batch out, give it weight 0"
+            )
+        self._reached = True
+        warn_of_module_params(loss, stacklevel=8 + inside)

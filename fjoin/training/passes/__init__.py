@@ -1,1 +1,0 @@
-"""The forward and the backward pass of a step."""

@@ -1,1 +1,0 @@
-"""Watching a run: its numbers, and a timeline of its messages."""

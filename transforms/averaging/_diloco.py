@@ -1,0 +1,255 @@
+"""An outer optimizer on the mean change of the parameters, and DiLoCo."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..base import (
+    Averaged,
+    AxisName,
+    Call,
+    Needs,
+    Over,
+    Period,
+    Periodic,
+    State,
+    Summed,
+    Transform,
+    Tree,
+    check_state,
+    check_transform,
+    check_weight,
+    choose_state,
+    counts_steps,
+    factory,
+    is_finite,
+    is_number,
+    map_with_path,
+    named_leaves,
+    where,
+    whole_number,
+    with_changes,
+)
+from ..codecs import Codec
+from ..combinators import Patterns, check_which, in_fragments, partition
+from ..optimizers import Optimizer, sgd
+from ..pipelines import Pipeline, fuse, rates_of
+from ..reductions import noop
+from ._average import StatePolicy, WindowMean, at_least_f32, check_reduces, like, no_weight, on_state_of, reduction
+
+
+class OuterState(NamedTuple):
+    step: int  # calls so far, on the host
+    anchor: dict[str, Tensor]  # path -> the parameters after the last outer step, at least float32, equal on all ranks
+    hook: State
+    optimizer: dict[str, State]  # path -> state, equal on all ranks
+    weight: Summed[Tensor]  # the sum of the weights since the last message, 0-d float64
+    pending: Averaged[dict[str, Tensor]]  # path -> this rank's change that waits for its use; empty without a delay
+    pending_weight: Summed[Tensor]  # its weight, 0-d float64
+
+
+@factory
+def outer_step(
+    hook: Transform,
+    optimizer: Optimizer,
+    steps: int = 1,
+    first: int | None = None,
+    delay: int = 0,
+    mix: float = 0.0,
+    over: Over = "weight",
+) -> Transform:
+    """Steps the parameters by an outer optimizer on their mean change over the ranks, once in `steps` calls.
+
+        d_r    <- anchor - p_r,  d <- mean of d_r over the ranks, by `hook`
+        anchor <- outer optimizer on (anchor, d)
+        p_r    <- mix p_r + (1 - mix) anchor
+
+    The weight of a rank is that of its calls since the last message. With a delay the mean of the changes up to one call is
+    sent and used `delay` calls later; the training between counts for the next message. Where no rank had
+    input, parameters, anchor and outer state stay as they are.
+
+    For parameters in 16 bits without master copies and mix=0, the change is that from the anchor rounded to their dtype, so
+    that the float32 anchor gathers changes of less than one of their steps.
+
+    Args:
+        hook: The reduction of the changes: `mean`, `quantized_mean`, `error_feedback` of an encoded mean, and so on.
+        optimizer: The outer optimizer; sgd(1.0) makes the anchor the mean of the parameters.
+        steps: The period. Changes are taken in the calls first, first + steps, ... (counted from 0).
+        first: The first of these calls; by default steps - 1.
+        delay: Calls between a change and the message that averages it, fewer than `steps`.
+        mix: The share of a rank's own parameters that remains, from 0 to below 1. With 0 the parameters are equal on
+            all ranks after each outer step.
+        over: The weights of the ranks; see `average_parameters`.
+
+    Returns:
+        A `Transform` of parameters, for `fuse(..., after=...)`.
+        State: `OuterState(step, anchor, hook, optimizer, weight, pending, pending_weight)`; the last three differ between
+        ranks.
+
+    Raises:
+        TypeError: `hook` is no reduction; `optimizer` is no optimizer.
+        ValueError: a number out of range.
+
+    Source: Douillard et al., DiLoCo, arXiv:2311.08105, algorithm 1; delay and mix: Streaming DiLoCo, arXiv:2501.18512.
+
+    >>> from fjoin import transforms as tx
+    >>> def one_rank(change):
+    ...     outer, anchor = tx.outer_step(tx.mean("data"), tx.sgd(0.5)), torch.tensor(1.0)
+    ...     return outer.update(anchor - change, outer.init(anchor))[0]
+    >>> tx.simulate(one_rank, {"data": 2}, [0.2, 0.6])
+    [tensor(0.8000), tensor(0.8000)]
+    """
+    check_reduces("outer_step", check_transform(hook, "outer_step: hook"))
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"outer_step: optimizer must be an Optimizer such as sgd(0.7), got {optimizer!r}")
+    whole_number("outer_step: steps", steps, 1)
+    period = Period(steps, steps - 1 if first is None else whole_number("outer_step: first", first, 0))
+    whole_number("outer_step: delay", delay, 0)
+    if delay >= steps:
+        raise ValueError(
+            f"outer_step: delay must be below steps={steps}, got {delay}; the next message would begin before"
+        )
+    if not (is_number(mix) and is_finite(mix) and 0 <= mix < 1):
+        raise ValueError(f"outer_step: mix must be a number from 0 to below 1, got {mix!r}")
+    reduce = WindowMean(hook, over)
+
+    def init(params: Tree) -> OuterState:
+        anchor = {path: leaf.detach().clone() for path, leaf in at_least_f32(named_leaves(params)).items()}
+        return OuterState(
+            0, anchor, hook.init(anchor), optimizer.init(anchor), no_weight(), nothing(anchor), no_weight()
+        )
+
+    def nothing(anchor: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {path: torch.zeros_like(leaf) for path, leaf in anchor.items()} if delay else {}
+
+    def change(values: dict[str, Tensor], state: OuterState) -> OuterState:
+        """The state with this rank's change, and a new window."""
+        # Parameters that were set to the anchor have its value in their own dtype; the rounding is no change of theirs.
+        seen = state.anchor if mix else like(state.anchor, values)
+        own = {path: seen[path].to(state.anchor[path].dtype) - value for path, value in values.items()}
+        return with_changes(state, pending=own, pending_weight=state.weight, weight=torch.zeros_like(state.weight))
+
+    def use(values: dict[str, Tensor], state: OuterState, call: Call) -> tuple[dict[str, Tensor], OuterState]:
+        rates = rates_of(optimizer, state.anchor, state.optimizer)
+        mean, inner, live = reduce(state.pending, state, call, rates, state.pending_weight)
+        new = optimizer.step(state.anchor, mean, state.optimizer)
+        anchor, outer = choose_state(live, new, (state.anchor, state.optimizer))
+        mixed = anchor
+        if mix:
+            mixed = {path: torch.lerp(anchor[path], p.to(anchor[path].dtype), mix) for path, p in values.items()}
+        state = with_changes(
+            state, anchor=anchor, hook=inner, optimizer=outer, pending=nothing(anchor), pending_weight=no_weight()
+        )
+        return where(live, like(mixed, values), values), state
+
+    @counts_steps
+    def update(values: Tree, state: OuterState, params: Tree, call: Call) -> tuple[Tree, OuterState]:
+        del params
+        check_state(state, OuterState)
+        number, named = state.step, named_leaves(values)
+        state = with_changes(state, step=number + (not call.flush), weight=state.weight + check_weight(call.weight))
+
+        def used(at: int) -> tuple[dict[str, Tensor], OuterState]:
+            return use(named, state, call.inside(step=period.window(at)))
+
+        if call.flush:
+            waiting = [past for past in range(max(number - delay, 0), number) if period.due(past)]
+            if waiting:
+                named, state = used(waiting[0])
+            if period.open(number):
+                state = change(named, state)
+                named, state = used(number + period.steps)
+            return map_with_path(lambda path, _: named[path], values), state
+        if period.due(number):
+            state = change(named, state)
+        if not period.due(number - delay):
+            return values, state
+        named, state = used(number - delay)
+        return map_with_path(lambda path, _: named[path], values), state
+
+    return Transform(init, update, Needs.NOTHING, takes=("flush",), timing=Periodic(period, hook, delay, alone=False))
+
+
+@factory
+def diloco(
+    inner: Optimizer,
+    axis: AxisName,
+    every: int,
+    outer: Optimizer | None = None,
+    *,
+    wire: Codec | Transform | None = None,
+    over: Over = "weight",
+    fragments: int | Sequence[Patterns] = 1,
+    delay: int = 0,
+    mix: float = 0.0,
+    state: StatePolicy = "keep",
+    hook: Transform | None = None,
+) -> Pipeline:
+    """Each rank trains alone; once in `every` steps an outer optimizer steps on the mean change of the parameters.
+
+    With several fragments, the parameters are split into groups whose messages begin at different steps, spread evenly
+    over the period. With a delay, a change is averaged and used `delay` steps later.
+
+    Args:
+        inner: The optimizer of each rank.
+        axis: The axis, or a tuple of axes, of the ranks.
+        every: The period in steps.
+        outer: The outer optimizer; None: sgd(0.7, momentum=0.9, nesterov=True).
+        wire: The codec of the changes, with error feedback; or a reduction of its own. None: full precision.
+        over: The weights of the ranks; see `average_parameters`.
+        fragments: The number of groups of parameters, at most `every`; or glob patterns for paths, one for each group,
+            which together match all parameters.
+        delay: Steps between a change and the message that averages it, below `every`.
+        mix: The share of a rank's own parameters that remains when a message is used; see `outer_step`.
+        state, hook: As for `local_sgd`.
+
+    Returns:
+        A `Pipeline`: `fuse(noop(), inner, after=outer_step(mean(axis), outer, every))`, and so on.
+
+    Raises:
+        ValueError: more fragments than steps in a period, or two with one pattern; a wire that does not reduce over
+            `axis`; an argument out of range. At `init`: more fragments than parameters.
+        TypeError: an argument of the wrong kind.
+
+    Source: Douillard et al., DiLoCo, arXiv:2311.08105; fragments, delay and mix: Streaming DiLoCo, arXiv:2501.18512.
+        With outer=sgd(lr, momentum=m) it is SlowMo: Wang et al., arXiv:1910.00643, algorithm 1, for an inner learning
+        rate that does not change.
+
+    >>> from fjoin import transforms as tx
+    >>> tx.diloco(tx.adamw(1e-3), "data", every=50).after
+    outer_step(mean('data'), sgd(lr=0.7, momentum=0.9, nesterov=True), steps=50)
+    """
+    whole_number("diloco: every", every, 1)
+    outer = sgd(0.7, momentum=0.9, nesterov=True) if outer is None else outer
+    send = reduction("diloco", axis, wire)
+    patterns = None if isinstance(fragments, int) else _patterns(fragments)
+    count = whole_number("diloco: fragments", fragments if patterns is None else len(patterns), 1)
+    if count > every:
+        raise ValueError(f"diloco: {count} fragments need a period of as many steps, got every={every}")
+    parts = [outer_step(send, outer, every, (i + 1) * every // count - 1, delay, mix, over) for i in range(count)]
+    if patterns is not None:
+        after = partition(dict(zip(patterns, parts, strict=True)))
+    elif count > 1:
+        after = in_fragments(*parts)
+    else:
+        after = outer_step(send, outer, every, None, delay, mix, over)
+    on_state = on_state_of("diloco", state, axis, every, None, over)
+    return fuse(noop() if hook is None else hook, inner, after, on_state)
+
+
+def _patterns(fragments: Sequence[Patterns]) -> list[Patterns]:
+    if not isinstance(fragments, (list, tuple)):
+        one = f"; for one group write [{fragments!r}]" if isinstance(fragments, str) else ""
+        raise TypeError(
+            f"diloco: fragments must be a whole number, or a list of glob patterns for paths, got {fragments!r}{one}"
+        )
+    for pattern in fragments:
+        check_which("diloco: a fragment", pattern, functions=False)
+    found = [tuple(pattern) if isinstance(pattern, list) else pattern for pattern in fragments]
+    if twice := [pattern for pattern in dict.fromkeys(found) if found.count(pattern) > 1]:
+        raise ValueError(f"diloco: fragments has {twice} more than once; the first match of a path wins")
+    return found

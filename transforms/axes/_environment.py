@@ -1,0 +1,322 @@
+"""The axes bound in each thread, with their interpreters; the call that runs; sums of pieces."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ..base import UnboundAxis, in_use, sum_of_pieces
+
+
+class PieceSum:
+    """The sum of this rank's piece of a flat buffer, under way: each rank sends every other rank its piece.
+
+    Attributes:
+        total: After the wait: the sum of the elements of all pieces, where the transport has computed it.
+    """
+
+    total: float | None = None
+
+    def __init__(self, axis: Axis, flat: Tensor, bounds: Sequence[int], rank: int) -> None:
+        sizes = [stop - start for start, stop in zip(bounds, bounds[1:], strict=False)]
+        (start, stop), ranks = bounds[rank : rank + 2], len(sizes)
+        give, take = list(sizes), [stop - start] * ranks
+        # The own part does not travel where the parts for the others are adjacent.
+        stays = rank in (0, ranks - 1)
+        self._own = flat[start:stop] if stays else None
+        self._rank, self._length = rank, stop - start
+        if stays:
+            flat = flat[stop:] if rank == 0 else flat[:start]
+            give[rank] = take[rank] = 0
+        self._received: Any = axis.begin("all_to_all_single", flat, (tuple(give), tuple(take)))
+
+    def arrived(self) -> bool:
+        """Whether all pieces have arrived, so that `wait` would not wait."""
+        arrived = getattr(self._received, "arrived", None)
+        return arrived is not None and bool(arrived())
+
+    def wait(self) -> Tensor:
+        """The sum, once; no gradient of the buffer is needed after that."""
+        received, own, self._received, self._own = self._received(), self._own, None, None
+        return sum_of_pieces(received, self._length, own, self._rank)
+
+
+class Work(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> Any: ...
+
+
+class Done:
+    """The work of a collective that has run already."""
+
+    def wait(self) -> None:
+        return None
+
+
+class Axis:
+    """An interpreter of collectives over one named set of ranks.
+
+    There are two families. The pure one, `run(op, x, arg)`, takes and returns plain tensors, with n the size of the axis:
+
+        psum, pmax, pmin, pbroadcast (arg: source), ppermute (arg: pairs)   (...) -> (...)
+        all_gather                                                          (...) -> (n, ...)
+        psum_scatter                                                        (n, ...) -> (...)
+        all_to_all                                                          (n, ...) -> (n, ...)
+        all_to_all_single (arg: rows to each rank, rows from each)          (rows, ...) -> (others, ...)
+
+    The asynchronous one, `begin` and `begin_...`, starts a collective and returns at once; an axis that can only wait runs it
+    before it returns.
+
+    Attributes:
+        size: The number of ranks.
+        travels: Whether messages are under way while this process computes.
+        simulated: Whether the ranks are simulated in one process.
+    """
+
+    size: int
+    travels = False
+    simulated = False
+
+    def index(self) -> Tensor:
+        raise NotImplementedError
+
+    def joint(self, axes: tuple[str, ...]) -> Axis | None:
+        """One axis that covers several axes at once, this one included; None if there is none."""
+        return None
+
+    # -- pure ------------------------------------------------------------------------------------
+
+    def run(self, op: str, x: Tensor, arg: Any) -> Tensor:
+        raise NotImplementedError
+
+    def run_(self, x: Tensor) -> Tensor:
+        """psum of a tensor that may be overwritten."""
+        return self.run("psum", x, None)
+
+    def start_(self, x: Tensor) -> Callable[[], object]:
+        """Start psum of a flat tensor in place; the returned function waits for the message."""
+        return self.begin_reduce(x).wait
+
+    def note(self, what: str) -> None:
+        """Record a description of the floats in the next message of bytes; the simulator compares it between ranks."""
+
+    def check_rows(self, width: int, give: tuple[int, ...], take: tuple[int, ...]) -> None:
+        """Record the numbers of rows in the next all_to_all_single of bytes; the simulator compares them."""
+
+    # -- asynchronous ----------------------------------------------------------------------------
+
+    def begin(self, op: str, x: Tensor, arg: Any) -> Callable[[], Tensor]:
+        """Start `run`; the returned function waits for the message and returns the result."""
+        out = self.run(op, x, arg)
+        return lambda: out
+
+    def begin_reduce(self, buffer: Tensor) -> Work:
+        """Start summing a contiguous buffer in place."""
+        if self.size > 1:
+            buffer.copy_(self.run("psum", buffer, None))
+        return Done()
+
+    def begin_scatter(self, flat: Tensor, bounds: Sequence[int], rank: int) -> PieceSum:
+        """Start summing the pieces of a flat buffer, each on its rank; the buffer is given up.
+
+        Args:
+            bounds: The first element of each rank's piece, and the end of the last one.
+            rank: This rank.
+        """
+        return PieceSum(self, flat, bounds, rank)
+
+    def begin_gather(self, flat: Tensor, sizes: Sequence[int], rank: int) -> Work:
+        """Start filling a flat buffer from all ranks' parts of it, of these sizes in rank order; each has its own."""
+        start = sum(sizes[:rank])
+        own = flat[start : start + sizes[rank]]
+        give = (len(own),) * len(sizes)
+        flat.copy_(self.run("all_to_all_single", own.repeat(len(sizes)), (give, tuple(sizes))))
+        return Done()
+
+    # -- memory ----------------------------------------------------------------------------------
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A flat tensor for `start_`, whose values are arbitrary."""
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        """A buffer on the CPU whose messages need no copy; None where any memory is as good."""
+        return None
+
+
+class BoundCall(NamedTuple):
+    """The call of a train_step in which something runs; see transforms/_call_env.py."""
+
+    weight: Any = 1.0
+    number: Any = None
+
+
+class _Threads(threading.local):
+    def __init__(self) -> None:
+        self.axes: dict[str, Axis] = {}
+        self.call: BoundCall | None = None
+        self.caller: _Bindings | None = None  # as autograd's threads see this one
+
+
+class _Bindings:
+    """The bindings of a thread in whose backward passes other threads compute something again."""
+
+    axes: dict[str, Axis] = {}
+    call: BoundCall
+
+    def __init__(self) -> None:
+        self.call = BoundCall()
+
+
+THREADS = _Threads()
+_NONE, _KEY = _Bindings(), "fjoin: the thread that has called backward"
+
+
+@contextlib.contextmanager
+def bind_in_backward(axes: dict[str, Axis], call: BoundCall) -> Iterator[None]:
+    """Bind axes and the call in this thread inside a with block, and in autograd's threads that run its backward passes.
+
+    On a device these are other threads, and a function that is computed again there may communicate.
+    """
+    if THREADS.caller is None:
+        THREADS.caller = _Bindings()
+        if _may_stash():
+            # Once for each thread: torch hands it to autograd's threads, and to those of messages, which must not free it.
+            torch._C._stash_obj_in_tls(_KEY, THREADS.caller)
+    here, caller = THREADS, THREADS.caller
+    before, before_caller = (here.axes, here.call), (caller.axes, caller.call)
+    here.axes, here.call = {**bound(), **axes}, call
+    caller.axes, caller.call = here.axes, call
+    try:
+        yield
+    finally:
+        (here.axes, here.call), (caller.axes, caller.call) = before, before_caller
+
+
+def _may_stash() -> bool:
+    """Whether to keep an object in torch's memory of this thread.
+
+    The memory of a thread other than the main one is freed behind its end in Python. Where the interpreter ends at that time, the
+    process aborts. On the host backward passes of such threads run in them.
+    """
+    return threading.current_thread() is threading.main_thread() or in_use()
+
+
+def bindings_of_caller() -> _Bindings:
+    """The bindings of the thread that has begun the backward pass that runs here."""
+    if torch.compiler.is_compiling() or not torch._C._is_key_in_tls(
+        _KEY
+    ):  # compiled functions run in the caller's thread
+        return _NONE
+    found: _Bindings = torch._C._get_obj_in_tls(_KEY)
+    return found
+
+
+def bound() -> dict[str, Axis]:
+    """The axes bound in this thread, by name."""
+    return THREADS.axes or bindings_of_caller().axes
+
+
+@contextlib.contextmanager
+def bind_axes(axes: dict[str, Axis]) -> Iterator[None]:
+    """Bind axis names in this thread inside a with block; the outer bindings are restored after it."""
+    before = THREADS.axes
+    THREADS.axes = {**bound(), **axes}
+    try:
+        yield
+    finally:
+        THREADS.axes = before
+
+
+def lookup(name: str) -> Axis:
+    """The interpreter of an axis.
+
+    Raises:
+        UnboundAxis: nothing binds `name` here.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"an axis is named by a string, got {name!r}")
+    axis = bound().get(name)
+    if axis is None:
+        raise UnboundAxis(
+            f"unbound axis name {name!r}. Bound here: {sorted(bound())}. Run the function under "
+            f"`with fjoin.bind(fjoin.mesh({{{name!r}: -1}})):` or `simulate(fn, {{{name!r}: 4}}, ...)`."
+        )
+    return axis
+
+
+class One(Axis):
+    """A world of one: every collective is its own identity."""
+
+    size = 1
+
+    def index(self) -> Tensor:
+        return torch.tensor(0)
+
+    def run(self, op: str, x: Tensor, arg: Any) -> Tensor:
+        if op == "all_gather":
+            return x.unsqueeze(0).clone()
+        if op == "psum_scatter":
+            return x.squeeze(0).clone()
+        if op == "ppermute" and (0, 0) not in arg:
+            return torch.zeros_like(x)
+        return x.clone()
+
+
+def bound_call() -> BoundCall:
+    """The call that is bound in this thread."""
+    return bindings_of_caller().call if THREADS.call is None else THREADS.call
+
+
+@contextlib.contextmanager
+def bind_call(call: BoundCall) -> Iterator[None]:
+    """Bind a call in this thread inside a with block."""
+    before, THREADS.call = THREADS.call, call
+    try:
+        yield
+    finally:
+        THREADS.call = before
+
+
+def current_weight() -> Any:
+    """This rank's weight in the current step: 0 where its batch is replayed only to match the other ranks' collectives.
+
+    A train_step binds it around `loss_fn`, elsewhere it is 1.
+
+    >>> from fjoin import transforms as tx
+    >>> tx.current_weight()
+    1.0
+    """
+    return bound_call().weight
+
+
+def current_call() -> Any:
+    """The number of this call of a train_step, from 0: of steps, or of micro-batches where a step has several.
+
+    It is part of the saved state, so random numbers that are keyed by it go on as before in a run that is resumed:
+    `tx.random.fold_in(key, tx.current_call())`.
+
+    Raises:
+        RuntimeError: no train_step runs here.
+
+    >>> from fjoin import transforms as tx
+    >>> def loss_fn(params, batch):
+    ...     return (params["w"] * batch).sum(), tx.current_call()
+    >>> step = fjoin.train_step(loss_fn, tx.fuse(tx.mean("data"), tx.sgd(0.1)))
+    >>> state, first = step(step.init({"w": torch.tensor(1.0)}), torch.tensor(1.0))
+    >>> state, second = step(state, torch.tensor(1.0))
+    >>> first.aux, second.aux
+    (0, 1)
+    """
+    number = bound_call().number
+    if number is None:
+        raise RuntimeError(
+            "current_call() is known in the loss_fn of a train_step only; in a loop of your own pass the number of the step to loss_fn"
+        )
+    return number

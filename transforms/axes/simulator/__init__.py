@@ -1,1 +1,0 @@
-"""Ranks that are simulated in this process."""

@@ -1,0 +1,336 @@
+"""Transforms, optimizers and codecs as data: names, arguments and children; text, equality and fingerprint."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import json
+import types
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+import torch
+
+
+def code_text(code: types.CodeType) -> str:
+    """Code and its constants as text; the functions inside it are among its constants."""
+    return repr((code.co_code, code.co_names, list(map(_constant_text, code.co_consts))))
+
+
+def _constant_text(constant: Any) -> str:
+    if isinstance(constant, types.CodeType):
+        return code_text(constant)
+    if isinstance(constant, tuple):
+        return f"({', '.join(map(_constant_text, constant))})"
+    if isinstance(constant, frozenset):  # whose order differs between processes
+        return f"{{{', '.join(sorted(map(_constant_text, constant)))}}}"
+    return repr(constant)
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_FACTORIES: dict[str, Callable[..., Any]] = {}
+DEEPEST = 100  # levels of transforms in transforms
+
+
+@dataclass(frozen=True, eq=False)
+class Spec:
+    """The name of a factory and the arguments it was called with, defaults included."""
+
+    name: str
+    args: tuple[tuple[str, Any], ...] = ()
+
+    def __getitem__(self, key: str) -> Any:
+        return dict(self.args)[key]
+
+    @property
+    def children(self) -> tuple[Any, ...]:
+        """The arguments that have a spec themselves, in order, also those inside containers."""
+        found: list[Any] = []
+
+        def search(value: Any) -> None:
+            if value is None or type(value) in (float, int, bool, str):
+                return
+            if isinstance(getattr(value, "spec", None), Spec):
+                found.append(value)
+            elif isinstance(value, (list, tuple)):
+                for item in value:
+                    search(item)
+            elif isinstance(value, Mapping):
+                for item in value.values():
+                    search(item)
+
+        for _, value in self.args:
+            search(value)
+        return tuple(found)
+
+    @functools.cached_property
+    def depth(self) -> int:
+        """The number of levels of transforms, this one included."""
+        return 1 + max((child.spec.depth for child in self.children), default=0)
+
+    @property
+    def factory(self) -> Callable[..., Any] | None:
+        """The factory that makes such an object; None where it was made by none."""
+        return _FACTORIES.get(self.name)
+
+    @property
+    def parameters(self) -> Mapping[str, inspect.Parameter]:
+        """The parameters of the factory by name; none where there is none."""
+        return {} if self.factory is None else inspect.signature(self.factory).parameters
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether a factory of this package makes it."""
+        return str(getattr(self.factory, "__module__", "")).startswith(f"{__package__.rpartition('.')[0]}.")
+
+    def canonical(self) -> str:
+        return json.dumps(encode(self, functions=True), sort_keys=False)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Spec) and self.canonical() == other.canonical()
+
+    def __hash__(self) -> int:
+        return hash(self.canonical())
+
+    def __repr__(self) -> str:
+        known = self.parameters
+        parts = []
+        for key, value in self.args:
+            parameter = known.get(key)
+            if parameter is not None and parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+                parts += [_show(item) for item in value]
+            elif parameter is None or parameter.default is inspect.Parameter.empty:
+                parts.append(_show(value))
+            elif not _same(parameter.default, value):
+                parts.append(f"{key}={_show(value)}")
+        return f"{self.name}({', '.join(parts)})"
+
+
+def _same(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and repr(a) == repr(b)
+
+
+def _show(value: Any) -> str:
+    spec = spec_of(value)
+    if spec is not None:
+        return repr(spec)
+    if isinstance(value, functools.partial):
+        parts = [value.func, *value.args, *value.keywords.values()]
+        return f"partial({', '.join(map(_show, parts))})"
+    if callable(value) and hasattr(value, "__qualname__"):
+        return str(value.__qualname__)
+    if callable(value) and not isinstance(value, type):
+        return type(value).__qualname__
+    if isinstance(value, tuple) and any(map(callable, value)):
+        return f"({', '.join(map(_show, value))})"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{k!r}: {_show(v)}" for k, v in value.items()) + "}"
+    return repr(value)
+
+
+def spec_of(value: Any) -> Spec | None:
+    """The spec of a transform, an optimizer and so on; the spec of its function if it has no factory."""
+    spec = getattr(value, "spec", None)
+    if not isinstance(spec, Spec):
+        return None
+    return spec if spec.name else getattr(value, "_spec", spec)
+
+
+def spec_of_function(function: Callable[..., Any]) -> Spec:
+    """The spec of an object without a factory: it is identified by its function."""
+    return Spec("custom", (("function", function),))
+
+
+def factory(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorates a factory: its results carry a spec, with the factory's name and arguments.
+
+    The factory is registered under its own name, so a name can be used only once.
+
+    Raises:
+        ValueError: another factory has this name; at a call: an argument is nested 100 deep already.
+
+    >>> from fjoin import transforms as tx
+    >>> tx.clip_by_global_norm(1.0)
+    clip_by_global_norm(1.0)
+    """
+    name = function.__name__
+    known = _FACTORIES.get(name)
+    if known is not None and known.__module__ != function.__module__:
+        raise ValueError(f"a factory called {name!r} exists already, in {known.__module__}; choose another name")
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def make(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{name}: {error}; it takes {', '.join(signature.parameters)}") from None
+        bound.apply_defaults()
+        bound.arguments = {key: _number(value) for key, value in bound.arguments.items()}
+        spec = Spec(name, tuple(bound.arguments.items()))
+        if spec.depth > DEEPEST:
+            raise ValueError(
+                f"{name} would be nested {spec.depth} deep, expected at most {DEEPEST}; several stages stand side by side in "
+                f"chain(...)"
+            )
+        made: Any = function(*bound.args, **bound.kwargs)
+        if not made.spec.name:  # a result with a name was made by another factory
+            made = made.with_spec(spec)
+        return made  # type: ignore[no-any-return]
+
+    _FACTORIES[name] = make
+    return make
+
+
+def _number(value: Any) -> Any:
+    """A number of numpy as one of Python, which has a JSON form; other values are unchanged."""
+    return value.item() if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0 else value
+
+
+def encode(value: Any, functions: bool) -> Any:
+    """The JSON form.
+
+    Args:
+        functions: For comparisons: functions have a hash of their code, values of numpy, sets and ranges have a form too, and
+            objects of other kinds are told by their class. Otherwise these have none.
+    """
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Spec):
+        if value.name == "custom" and not functions:
+            raise TypeError(
+                f"{value!r} is written by hand and has no JSON form; make it by a function that is a @factory"
+            )
+        return {"name": value.name, "args": {k: encode(v, functions) for k, v in value.args}}
+    spec = spec_of(value)
+    if spec is not None:
+        return encode(spec, functions)
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, torch.Tensor):
+        return {"tensor": value.detach().cpu().tolist(), "dtype": str(value.dtype).removeprefix("torch.")}
+    if isinstance(value, (list, tuple)):
+        return [encode(v, functions) for v in value]
+    if isinstance(value, Mapping):
+        return {"dict": [[encode(k, functions), encode(v, functions)] for k, v in value.items()]}
+    if isinstance(value, functools.partial) and functions:
+        return {
+            "partial": [encode(v, True) for v in (value.func, *value.args, *value.keywords, *value.keywords.values())]
+        }
+    if callable(value):
+        named = value if hasattr(value, "__qualname__") else type(value)
+        label = f"{named.__module__}.{named.__qualname__}"
+        if functions:
+            return {"function": label, "code": _code_hash(value)}
+        return {"function": label}
+    if functions:
+        if isinstance(value, (np.ndarray, np.generic)):
+            return {"array": value.tolist(), "dtype": str(value.dtype)}
+        if isinstance(value, range):
+            return {"range": [value.start, value.stop, value.step]}
+        if isinstance(value, (set, frozenset)):  # whose order differs between processes
+            return {"set": sorted(json.dumps(encode(one, True)) for one in value)}
+        return {"a": type(value).__qualname__}
+    raise TypeError(
+        f"{value!r} (a {type(value).__name__}) has no JSON form; pass numbers, strings, dtypes or transforms"
+    )
+
+
+def _code_hash(function: Any) -> str:
+    """A hash of a function's code and default arguments."""
+    function = getattr(function, "adapts", function)  # what an adapted `update` calls
+    function = getattr(function, "__func__", function)
+    if not hasattr(function, "__code__") and callable(function):
+        function = type(function).__call__
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return ""
+    defaults = [*(function.__defaults__ or ()), *sorted((function.__kwdefaults__ or {}).items())]
+    text = json.dumps([encode(default, True) for default in defaults]) + code_text(code)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def fingerprint(*parts: Any) -> str:
+    """A short hash of transforms and plain data, equal on two ranks iff the parts are.
+
+    Functions are compared by qualified name, code and default arguments, not by the variables in their closures;
+    partials by their arguments too.
+
+    Args:
+        parts: Transforms, optimizers, schedules, pipelines, numbers, strings, tuples and dicts of them.
+
+    Returns:
+        32 hexadecimal digits.
+
+    >>> from fjoin import transforms as tx
+    >>> tx.fingerprint(tx.identity()) == tx.fingerprint(tx.clip_by_value(1.0))
+    False
+    """
+    text = json.dumps([encode(part, functions=True) for part in parts])
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def to_json(transform: Any) -> str:
+    """A transform, optimizer, schedule or pipeline as JSON text. A function among the arguments is written by its qualified name.
+
+    Raises:
+        TypeError: `transform` carries no spec, or an argument has no JSON form.
+
+    >>> from fjoin import transforms as tx
+    >>> print(tx.to_json(tx.clip_by_value(0.5)))
+    {
+     "name": "clip_by_value",
+     "args": {
+      "max_value": 0.5
+     }
+    }
+    """
+    if not isinstance(getattr(transform, "spec", None), Spec):
+        raise TypeError(f"expected a transform, optimizer, schedule or pipeline, got {transform!r}")
+    return json.dumps(encode(transform, functions=False), indent=1)
+
+
+def call_factory(make: Callable[..., Any], args: Iterable[tuple[str, Any]]) -> Any:
+    """The result of a factory with the arguments of a spec."""
+    bound = inspect.BoundArguments(inspect.signature(make), dict(args))  # type: ignore[arg-type]
+    return make(*bound.args, **bound.kwargs)
+
+
+class PickledBySpec:
+    """Pickles a factory and its arguments, where a factory made the object: the functions in it have no names."""
+
+    spec: Spec
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        make = self.spec.factory
+        return super().__reduce_ex__(protocol) if make is None else (call_factory, (make, self.spec.args))
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        del memo
+        return self  # nothing in it changes
+
+
+@dataclass(frozen=True, eq=False)
+class Specified(PickledBySpec):
+    """Equality, hash and repr by spec."""
+
+    @property
+    def _spec(self) -> Spec:
+        return self.spec  # type: ignore[attr-defined,no-any-return]
+
+    def with_spec(self, spec: Spec) -> Any:
+        return replace(self, spec=spec)  # type: ignore[call-arg]
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and self._spec == other._spec  # type: ignore[attr-defined]
+
+    def __hash__(self) -> int:
+        return hash(self._spec)
+
+    def __repr__(self) -> str:
+        return repr(self._spec)

@@ -1,0 +1,361 @@
+"""`Transform`: its fields, how its update is called, and the call of an inner one."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import inspect
+import operator
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from ._call import KEYWORDS, NAMES, Call, call_of
+from ._check import AxisName
+from ._spec import Spec, Specified, spec_of_function
+from ._timing import Timing
+from ._tree import State, Tree, with_changes
+
+
+class Update:
+    """The `update` of a transform: a function `(grads, state, params=None, **keywords) -> (grads, state)`.
+
+    It is made once from the function that was given, and stays the same in copies of the transform.
+
+    Attributes:
+        function: The function that was given. It takes `(grads, state, params, call)`, or keywords.
+        names: The keywords that it names.
+        takes_call: Whether it takes the context.
+    """
+
+    __slots__ = (
+        "_donates",
+        "_flushes",
+        "_others",
+        "_places",
+        "_required",
+        "function",
+        "names",
+        "takes_call",
+    )
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function, self.takes_call = function, False
+        self._donates = self._flushes = True
+        try:
+            parameters = inspect.signature(function).parameters.values()
+        except (TypeError, ValueError):  # a builtin, which is called with the gradients, the state and the parameters
+            self.names, self._others, self._places = frozenset[str](), False, 3
+            self._required = self.names
+            return
+        kinds = [p.kind for p in parameters]
+        by_name = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        self._others = inspect.Parameter.VAR_KEYWORD in kinds
+        self.takes_call = any(p.name == "call" and p.kind in by_name for p in parameters)
+        many = inspect.Parameter.VAR_POSITIONAL in kinds
+        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        by_place = [p.name for p in parameters if p.kind in positional and p.name not in ("call", *KEYWORDS)][:3]
+        places = len(by_place)
+        if places < 2 and not many and not self._others:
+            raise TypeError(
+                f"update is called as update(grads, state, params=None, ...), but {function!r} takes {places} arguments"
+            )
+        self._places = 3 if many or places < 2 else places
+        by_name_only = [p for p in parameters if p.kind in by_name and p.name not in by_place]
+        self.names = frozenset(p.name for p in by_name_only)
+        self._required = frozenset(p.name for p in by_name_only if p.default is inspect.Parameter.empty)
+
+    def for_transform(self, owner: Transform) -> Update:
+        """The same update with the facts of a transform."""
+        new = object.__new__(Update)
+        new.function, new.names, new._others = self.function, self.names, self._others
+        new._places, new.takes_call, new._required = self._places, self.takes_call, self._required
+        new._donates = "donated" in owner.takes
+        new._flushes = owner.accepts("flush")
+        return new
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("__name__", "__qualname__"):  # for functools.wraps
+            return getattr(self.function, name)
+        raise AttributeError(name)
+
+    def __call__(self, grads: Tree, state: State, params: Tree = None, **keywords: Any) -> tuple[Tree, State]:
+        return self.run(grads, state, params, call_of(keywords))
+
+    def run(self, grads: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, State]:
+        """Call the function, with what it takes of the context."""
+        if call.flush and not self._flushes:
+            return grads, state
+        if call.donated and not self._donates:
+            call = call.inside(donated=False)
+        if self.takes_call:
+            out: tuple[Tree, State] = self.function(*(grads, state, params)[: self._places], call=call)
+            return out
+        given = call.keywords(self.names, self._others, self._required)
+        if "params" in self.names:  # by keyword only
+            given["params"] = params
+        out = self.function(*(grads, state, params)[: self._places], **given)
+        return out
+
+
+class Needs(enum.Flag):
+    """The requirements of a transform on its input. A chain has the requirements of all its stages."""
+
+    NOTHING = 0  # any part of the elements: the input may be one flat buffer, with zeros between the leaves
+    LEAVES = enum.auto()  # each leaf in its own shape; any subset of the leaves, the empty one included
+    PATHS = enum.auto()  # the leaves by their paths
+    LAYOUT = enum.auto()  # the layout of the buffer, that is its leaves and their order: the result depends on it
+    TREE = enum.auto()  # all leaves at once
+
+    def __str__(self) -> str:
+        return ", ".join(str(flag.name).lower() for flag in self) or "nothing"
+
+
+class Reduction(NamedTuple):
+    """The reduction of a transform over the ranks."""
+
+    sums: Callable[[State], Any]  # state -> `MeanState`, the total weight and the lane of the last message
+    axis: AxisName | None = None  # for a transform that is only a weighted mean or sum: its axes
+    over: Literal["weight", "live", "world"] | None = None  # the divisor of that mean; None: it sums
+    # Whether the transform is one psum of weight * gradient, weight and lane, then the division, with a `MeanState` as
+    # state. A step then sums buckets in place, and leaves the division to the optimizer's kernel.
+    fusable: bool = False
+    scatters: bool = False  # whether each rank gets only its piece of the result
+
+
+class ByNorm(NamedTuple):
+    """A factor for all gradients that depends on their norm."""
+
+    factor: Callable[[Any], Any]  # norm, 0-d -> factor, 0-d
+    keeps: Callable[[Any], State] | None = None  # norm, 0-d float64 -> the state after the call; None: it has no state
+
+
+class Compression(NamedTuple):
+    """The lossy compression of a transform's messages.
+
+    `paths` is a function `params -> paths` of the leaves that are not sent completely. `update` stores their residuals
+    in `extra["memory"]`, if it is given; see `error_feedback`. None: the transform sends the residuals itself later.
+    """
+
+    paths: Callable[[Tree], Collection[str]] | None
+    encoded: bool = True  # whether a codec encodes the messages
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Transform(Specified):
+    """A pair of pure functions on gradients (or, after the optimizer, on parameters).
+
+    Args:
+        init: `params -> state`.
+        update: `(grads, state, params=None, *, weight=None, lane=None, **extra) -> (grads, state)`.
+            `weight` is this rank's share in the step's mean (a number or a 0-d tensor; None is 1), `lane` a dict of
+            named scalars that are summed along with the gradients. It may return None for the gradients if there is no
+            step in this call (see `accumulate`); then the following stages are not run. The state of parameters is in
+            dicts keyed by their paths, inside tuples, NamedTuples, lists and dicts. It may leave out keywords that it does
+            not use. Others that it may name:
+
+            - `step`: the number of the pipeline's steps before this one, a host integer, equal on all ranks. Periods
+              and warm-ups depend on it. A transform without this keyword counts its own calls.
+            - `persistent`: the input is parameters or buffers, which persist between steps. A reduction returns them
+              unchanged where no rank has weight, since a mean without weights is 0.
+            - `flush`: no step has been taken; a transform that has gathered the weights of several steps runs now, and
+              those inside it. Other transforms are not called.
+            - `donated`: no caller needs the gradients any more, so `update` may write into them.
+            - `sharded_over`: the axis over which the input is sharded.
+            - `call`: all of these in one `Call`, for `(grads, state, params, call)` in the place of keywords.
+        needs: The requirements of `update` on its input; by default the whole tree.
+        reduces: The reduction, for a transform that carries the lane.
+        compression: The compression, for a transform that does not send the complete gradient.
+        pauses: Whether `update` may return None for the gradients.
+        takes: Of an `update` with `call`: the attributes of it that change what it does, as the names of keywords do for
+            others: "flush", "donated", "sharded_over", "wire".
+        timing: When it runs those inside it, and when its messages change; None: they are the same in each step.
+        wraps: "stages": it only runs those inside it, one after the other. "whole": all leaves go through the one inside.
+        by_norm: For a transform that only scales all gradients by a function of their norm: that function.
+        silent: Whether it is meant to send nothing, where others would warn of that.
+        equalizes: Of parameters or buffers, for a transform after which the ranks have equal values in each call: from its
+            state to the weight of all ranks in that call.
+        spec: The transform as data; `factory` fills it in.
+
+    >>> import torch
+    >>> double = Transform(lambda params: (), lambda g, s, params=None: (g * 2, s), needs=Needs.NOTHING)
+    >>> double.update(torch.tensor(1.5), ())
+    (tensor(3.), ())
+    """
+
+    init: Callable[[Tree], State]
+    update: Callable[..., tuple[Tree, State]]
+    needs: Needs = Needs.TREE
+    reduces: Reduction | None = None
+    compression: Compression | None = None
+    pauses: bool = False
+    takes: Collection[str] = ()
+    timing: Timing = None
+    wraps: Literal["stages", "whole"] | None = None
+    by_norm: ByNorm | None = None
+    silent: bool = False
+    equalizes: Callable[[State], Any] | None = None
+    spec: Spec = Spec("")
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.needs, Needs):
+            raise TypeError(f"needs must be a Needs, such as Needs.LEAVES | Needs.PATHS, got {self.needs!r}")
+        update = self.update if isinstance(self.update, Update) else Update(self.update)
+        children = [child for child in self.spec.children if isinstance(child, Transform)]
+
+        def set_(name: str, value: Any) -> None:
+            object.__setattr__(self, name, value)
+
+        set_("needs", functools.reduce(operator.or_, (child.needs for child in children), self.needs))
+        set_("pauses", self.pauses or any(child.pauses for child in children))
+        # Of an `update` by keywords the names say it; what is given may be that of the transform of which it is a copy.
+        set_("takes", (frozenset(self.takes) if update.takes_call else frozenset()) | (update.names & NAMES))
+        if self.compression is None:
+            set_("compression", _compression_of(children))
+        set_("update", update.for_transform(self))
+
+    def run(self, grads: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, State]:
+        """`update` in a given context."""
+        update: Any = self.update
+        out: tuple[Tree, State] = update.run(grads, state, params, call)
+        return out
+
+    @property
+    def sums(self) -> Callable[[State], Any] | None:
+        """`Reduction.sums`; None for a transform that does not carry the lane."""
+        return self.reduces.sums if self.reduces else None
+
+    @functools.cached_property
+    def sharded_over(self) -> str | None:
+        """The axis over which the result is sharded; None where each rank gets all of it."""
+        if self.reduces and self.reduces.scatters:
+            return str(self.reduces.axis)
+        inside = (child.sharded_over for child in self.spec.children if isinstance(child, Transform))
+        return next(filter(None, inside), None)
+
+    def accepts(self, keyword: str) -> bool:
+        """Whether `update`, or that of a transform inside, does something with this attribute of a call."""
+        inside = (child for child in self.spec.children if isinstance(child, Transform))
+        return keyword in self.takes or any(child.accepts(keyword) for child in inside)
+
+    def with_spec(self, spec: Spec) -> Transform:
+        return replace(self, spec=spec)
+
+    @property
+    def _spec(self) -> Spec:
+        update: Any = self.update
+        return self.spec if self.spec.name else spec_of_function(update.function)
+
+
+def _compression_of(children: Sequence[Transform]) -> Compression | None:
+    """The compression of transforms that run one after the other."""
+    found = [child.compression for child in children if child.compression]
+    functions = [one.paths for one in found if one.paths]
+    if not found:
+        return None
+
+    def paths(params: Tree) -> set[str]:
+        return set[str]().union(*(function(params) for function in functions))
+
+    return Compression(paths if functions else None, any(one.encoded for one in found))
+
+
+def check_transform(value: Any, where: str) -> Transform:
+    """Raise TypeError unless `value` is a Transform."""
+    if isinstance(value, Transform):
+        return value
+    if hasattr(type(value), "instead_of_transform"):
+        hint = type(value).instead_of_transform
+    elif callable(value):
+        hint = "did you forget to call the factory, or do you want stateless(function)?"
+    else:
+        hint = "make one with Transform(init, update)"
+    raise TypeError(f"{where} must be a Transform, got {value!r}; {hint}")
+
+
+def init_empty(params: Tree) -> State:
+    """The init of a transform without state."""
+    del params
+    return ()
+
+
+class Inner:
+    """A transform inside another one, whose state is a field of the outer state.
+
+    Args:
+        transform: The inner transform.
+        field: The name of the field.
+    """
+
+    transform: Transform
+    field: str
+
+    def __init__(self, transform: Transform, field: str = "inner") -> None:
+        self.transform, self.field = transform, field
+
+    def update(self, grads: Tree, state: Any, params: Tree, **keywords: Any) -> tuple[Tree, State]:
+        """Call the inner transform with the keywords of the outer call, and return its result and its new state.
+
+        Args:
+            state: The outer state.
+        """
+        return self.run(grads, state, params, call_of(keywords))
+
+    def run(self, grads: Tree, state: Any, params: Tree, call: Call) -> tuple[Tree, State]:
+        """`update` in a given context."""
+        if not hasattr(state, self.field):
+            raise other_state(state)
+        return self.transform.run(grads, getattr(state, self.field), params, call)
+
+    def reduction(self, *own: str, same: bool = False) -> Reduction | None:
+        """The reduction of the outer transform.
+
+        Args:
+            own: The names that the outer transform has put into the lane itself.
+            same: Whether the outer transform computes the same mean or sum as the inner one, in another form.
+        """
+        if self.transform.reduces is None:
+            return None
+        sums = self.transform.reduces.sums
+
+        def of_inner(state: State) -> Any:
+            found = sums(getattr(state, self.field))
+            return found._replace(lane={name: value for name, value in found.lane.items() if name not in own})
+
+        axis, over = self.transform.reduces.axis, self.transform.reduces.over
+        return Reduction(of_inner, axis, over) if same else Reduction(of_inner)
+
+
+def other_state(state: Any, expected: str = "the state") -> ValueError:
+    """The error for the state of another transform."""
+    return ValueError(
+        f"state is a {type(state).__name__}, expected {expected} that this transform's init or update returned; it is another "
+        f"pipeline's state"
+    )
+
+
+U = TypeVar("U", bound=Callable[..., Any])
+
+
+def counts_steps(update: U) -> U:
+    """Decorates an `update`: a given `step` replaces its state's own count of calls.
+
+    Raises:
+        ValueError: at a call: a state without such a count, which is that of another transform.
+    """
+
+    @functools.wraps(update)
+    def counted(grads: Tree, state: Any, params: Tree, call: Call) -> tuple[Tree, State]:
+        if "step" not in getattr(state, "_fields", ()):
+            raise other_state(state)
+        state = state if call.step is None else with_changes(state, step=call.step)
+        out: tuple[Tree, State] = update(grads, state, params, call)
+        return out
+
+    return counted  # type: ignore[return-value]
+
+
+def check_state(state: State, kind: type) -> None:
+    """Raise ValueError unless a transform gets a state of its own kind."""
+    if not isinstance(state, kind):
+        raise other_state(state, f"the {kind.__name__}")

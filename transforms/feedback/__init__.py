@@ -1,1 +1,0 @@
-"""Error feedback, and the methods built on it."""

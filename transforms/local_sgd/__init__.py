@@ -1,1 +1,0 @@
-"""Local SGD: transforms of the parameters after the optimizer, and pipelines made of them."""

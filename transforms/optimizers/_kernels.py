@@ -1,0 +1,232 @@
+"""Steps in place, by torch's kernels or by the formula, and wrappers of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ..base import Spec, fields, is_accelerator, readable_without_sync
+from ._checks import guarded
+from ._optimizer import Optimizer, copy_like, first_rate, in_float32, widened_state
+from ._schedules import ScalarOrSchedule, value_at
+
+Kernel: TypeAlias = Callable[[list[Tensor], list[Tensor], list[Any]], None]  # (params, grads, states), in place
+
+
+def kernel_lr(lr: ScalarOrSchedule, step: Tensor) -> Any:
+    """The learning rate for a fused kernel: a number, or a tensor where reading it would wait for the device."""
+    value = value_at(lr, step)
+    if isinstance(value, Tensor):
+        return value.item() if value.device.type == "cpu" else value.to(torch.float32)
+    return value
+
+
+def set_first_rates(lr: ScalarOrSchedule, steps: list[Tensor], kept: list[Tensor]) -> None:
+    """`first_rate` in place."""
+    for step, old in zip(steps, kept, strict=True):
+        if not readable_without_sync(step) or step == 0:
+            old.copy_(first_rate(lr, step, old))
+
+
+def through_memory(
+    kernel: Callable[..., None], params: list[Tensor], grads: list[Tensor], *slots: list[Tensor]
+) -> None:
+    """Call `kernel(params, grads, *slots)` with tensors of their parameters' memory layout, without gaps.
+
+    Other tensors are replaced by copies, and the results are written back from the copies.
+
+    Args:
+        slots: Lists of state tensors, each as long as `params` or empty.
+    """
+    given = (params, grads, *slots)
+    if all(tensor.is_contiguous() for tensors in given for tensor in tensors):
+        return kernel(*given)
+    dense = [p if _dense(p) else p.contiguous() for p in params]
+    laid = [
+        [t if t.stride() == p.stride() else copy_like(p, t) for p, t in zip(dense, ts, strict=False)] for ts in given
+    ]
+    kernel(*laid)
+    for i in (0, *range(2, len(given))):
+        for old, new in zip(given[i], laid[i], strict=True):
+            if new is not old:
+                old.copy_(new)
+
+
+def _dense(x: Tensor) -> bool:
+    """Whether a tensor has no gaps in memory, so that a tensor made like it gets its strides."""
+    return torch.empty_like(x, device="meta").stride() == x.stride()
+
+
+def unscale(grads: list[Tensor], grad_scale: Tensor | None) -> Tensor | None:
+    """The scale for a fused kernel; float64 gradients are divided here, since kernels take a float32 scale."""
+    if grad_scale is None:
+        return None
+    if grads[0].dtype is torch.float64:
+        torch._foreach_div_(grads, grad_scale)
+        return None
+    return grad_scale.to(torch.float32)
+
+
+def kernel_of(
+    function: Callable[..., None], names: tuple[str, ...], lr: ScalarOrSchedule | None = None, **settings: Any
+) -> Kernel:
+    """A kernel that is one of the functions of torch.optim.
+
+    Args:
+        names: The fields of the states, in the order in which the function takes them.
+        lr: The learning rate, where the function takes one.
+        settings: Its other arguments.
+    """
+
+    def kernel(params: list[Tensor], grads: list[Tensor], states: list[Any]) -> None:
+        step = states[0].step
+        rate = {} if lr is None else {"lr": kernel_lr(lr, step)}
+        lists = (slots(states, name) for name in names)
+        function(params, grads, *lists, capturable=is_accelerator(step.device), **rate, **settings)
+
+    return kernel
+
+
+def in_place(kernel: Kernel, common: tuple[str, ...] = ("step",)) -> Callable[..., None]:
+    """`step_params_` from a kernel without `grad_scale` and `found_inf`.
+
+    Args:
+        kernel: `(params, grads, states) -> None`, in place, where no two states share a tensor.
+        common: The names of the states' 0-d fields.
+    """
+
+    def step_params_(params: list[Tensor], grads: list[Tensor], states: list[Any]) -> None:
+        counts = [torch.stack([getattr(state, name) for state in states]).unbind(0) for name in common]
+        apart = [
+            state._replace(**dict(zip(common, own, strict=True))) for state, *own in zip(states, *counts, strict=True)
+        ]
+        kernel(params, grads, apart)
+        for name in common:
+            getattr(states[0], name).copy_(getattr(apart[0], name))
+
+    return guarded(step_params_, lists=True)
+
+
+def by_formula(step_param: Callable[..., Any]) -> Kernel:
+    """A kernel that computes the pure step and writes it back, for optimizers without a kernel in torch."""
+
+    def kernel(params: list[Tensor], grads: list[Tensor], states: list[Any]) -> None:
+        for param, grad, state in zip(params, grads, states, strict=True):
+            new, fields = step_param(param, grad, state)
+            param.copy_(new)
+            for old, field in zip(state, fields, strict=True):
+                if old is not None:
+                    old.copy_(field)
+
+    return kernel
+
+
+def in_float32_(step_params_: Callable[..., None]) -> Callable[..., None]:
+    """`step_params_` through float32 copies of 16-bit parameters; see `in_float32`."""
+
+    def wide(params: list[Tensor], grads: list[Tensor], states: list[Any], **guards: Tensor | None) -> None:
+        if not params or params[0].dtype.itemsize >= 4:
+            return step_params_(params, grads, states, **guards)
+        new_params = [param.float() for param in params]
+        new_states = [widened_state(state) for state in states]
+        step_params_(new_params, [grad.float() for grad in grads], new_states, **guards)
+        torch._foreach_copy_(params, new_params)
+        for state, new in zip(states, new_states, strict=True):
+            for old, field in zip(fields(state), fields(new), strict=True):
+                if field is not old:
+                    old.copy_(field)
+
+    return wide
+
+
+def any_tensor(*values: Any) -> bool:
+    return any(isinstance(value, Tensor) for value in values)
+
+
+def slots(states: list[Any], name: str) -> list[Tensor]:
+    """One field of all states, as torch's functions take it; an empty list where it is None."""
+    return [getattr(state, name) for state in states if getattr(state, name) is not None]
+
+
+def one_param(step_params_: Callable[..., None]) -> Callable[..., None]:
+    """`step_param_` from `step_params_`."""
+
+    def step_param_(param: Tensor, grad: Tensor, state: Any, **guards: Tensor | None) -> None:
+        step_params_([param], [grad], [state], **guards)
+
+    return step_param_
+
+
+def new_step(param: Tensor) -> Tensor:
+    """The count of a new state; raises TypeError for a complex parameter, which no formula is made for."""
+    if param.is_complex():
+        raise TypeError(f"the parameter has complex dtype {param.dtype}; pass torch.view_as_real(tensor) instead")
+    return torch.zeros((), dtype=torch.float32, device=param.device)
+
+
+def from_kernel(
+    init_param: Callable[..., Any],
+    step_param: Callable[..., Any],
+    kernel: Kernel | None = None,
+    common: tuple[str, ...] = ("step",),
+    numbers: tuple[Any, ...] = (),
+    fused: Callable[..., None] | None = None,
+    **settings: Any,
+) -> Optimizer:
+    """An optimizer of a pure formula and a kernel, which both compute with 16-bit parameters in float32.
+
+    Args:
+        kernel: See `in_place`. None: the formula runs.
+        numbers: The hyperparameters that the kernel takes as numbers only: with a tensor among them the formula runs.
+        fused: `step_params_` in place of a kernel; it gets parameters of all dtypes.
+        settings: Of `Optimizer`.
+    """
+    formula = in_float32(step_param)
+    if any_tensor(*numbers) or (kernel is None and fused is None):
+        fused = in_place(by_formula(formula), common)
+    elif kernel is not None:
+        fused = in_float32_(in_place(kernel, common))
+    assert fused is not None
+    return Optimizer(init_param, formula, one_param(fused), fused, **settings)
+
+
+def each_part(optimizer: Optimizer, wrap: Callable[[Optimizer], Optimizer], name: str, **args: Any) -> Optimizer:
+    """An optimizer wrapped, or each part of one that differs by path.
+
+    Args:
+        name, args: The name and the arguments of the wrapping factory, for the specs of the parts.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"expected an Optimizer, got {optimizer!r}")
+    if optimizer.select is None:
+        return wrap(optimizer)
+    select = optimizer.select
+    wrapped: dict[int, tuple[Optimizer, Optimizer]] = {}  # each part is wrapped once; the originals are kept alive
+
+    def at(path: str) -> Optimizer:
+        part = select(path)
+        if id(part) not in wrapped:
+            spec = Spec(name, (("optimizer", part), *args.items()))
+            wrapped[id(part)] = part, wrap(part).with_spec(spec)
+        return wrapped[id(part)][1]
+
+    return replace(optimizer, select=at, spec=Spec(""))  # whose factory gives it a spec
+
+
+def around(
+    part: Optimizer, init_param: Callable[..., Any], step_param: Callable[..., Any], step_params_: Callable[..., None]
+) -> Optimizer:
+    """An optimizer that runs another one, which is no partition, with the same requirements on parameters."""
+    return Optimizer(
+        init_param,
+        step_param,
+        one_param(step_params_),
+        step_params_,
+        part.elementwise,
+        check=part.check,
+        cost=part.cost,
+    )

@@ -1,0 +1,422 @@
+"""`Optimizer`: its functions, their lifting to trees and lists, what formulas have in common."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+import optree
+import torch
+from torch import Tensor
+
+from ..base import (
+    Spec,
+    Specified,
+    State,
+    Tree,
+    check_dense,
+    check_same,
+    fields,
+    map_with_path,
+    path_string,
+    plain,
+    spec_of_function,
+    widened,
+    with_fields,
+)
+from ._checks import Forms, acts_elementwise, check_count, checked, counted, unchecked
+from ._schedules import ScalarOrSchedule, value_at, watched
+
+
+def state_fields(states: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
+    """Path -> name -> tensor, of the states of some parameters.
+
+    An optimizer inside another one is looked at alone: master copies change with the parameters, and hyperparameters
+    are not trained. Tensors in containers, as in the states of torch's functional optimizers, have their own names.
+
+    >>> import torch
+    >>> from fjoin import transforms as tx
+    >>> state_fields(tx.sgd(0.1, momentum=0.9).init({"w": torch.zeros(2)}))
+    {'w': {'step': tensor(0.), 'momentum': tensor([0., 0.])}}
+    """
+    return {path: _named(state) for path, state in states.items()}
+
+
+def with_state_fields(states: Mapping[str, Any], new: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Any]:
+    """The states with other tensors in place of the result of `state_fields`."""
+    return {path: _with(state, new[path]) for path, state in states.items()}
+
+
+def _named(state: Any) -> dict[str, Tensor]:
+    if hasattr(state, "inner"):
+        return _named(state.inner)
+    return dict(zip(_names(state), optree.tree_leaves(state), strict=True))
+
+
+def _names(state: Any) -> list[str]:
+    """A name without a dot for each tensor: its last key, and where that is taken its keys, with bars."""
+    fields = getattr(type(state), "_fields", ())
+    names: list[str] = []
+    for accessor in optree.tree_accessors(state):
+        keys = [str(getattr(entry, "field", entry.entry)).replace(".", "/") for entry in accessor]
+        short = keys[-1]
+        taken = len(keys) > 1 and (short in fields or short in names or short.isdigit())
+        names.append("/".join(keys) if taken else short)
+    return names
+
+
+def _with(state: Any, new: Mapping[str, Tensor]) -> Any:
+    if hasattr(state, "inner"):
+        return state._replace(inner=_with(state.inner, new))
+    return optree.tree_unflatten(optree.tree_structure(state), [new[name] for name in _names(state)])
+
+
+def rate_at(lr: ScalarOrSchedule, step: Tensor) -> Tensor:
+    """The learning rate of a step, 0-d float64."""
+    if step.is_meta:  # where only the form of a state is computed
+        return torch.zeros((), dtype=torch.float64)
+    return torch.as_tensor(value_at(lr, step), dtype=torch.float64)
+
+
+def first_rate(lr: ScalarOrSchedule, step: Tensor, kept: Tensor) -> Tensor:
+    """What a state keeps of the learning rate, or before the first step the rate itself, which may have changed since."""
+    return torch.where(step == 0, rate_at(lr, step).to(kept.dtype), kept)
+
+
+def used(value: Any) -> bool:
+    """Whether a hyperparameter may have an effect; True for tensors, since they may be traced."""
+    return isinstance(value, Tensor) or bool(value)
+
+
+def penalized(param: Tensor, grad: Tensor, weight_decay: Any, maximize: bool) -> Tensor:
+    """The gradient of the objective to minimize, with an L2 penalty."""
+    if maximize:
+        grad = -grad
+    return grad + weight_decay * param if used(weight_decay) else grad
+
+
+def root(x: Tensor) -> Tensor:
+    """The square root with derivative 1 at 0, where it has none, to allow differentiation through training."""
+    zero = x == 0
+    return torch.where(zero, x, torch.where(zero, torch.ones_like(x), x).sqrt())
+
+
+def lerp(start: Tensor, end: Tensor, share: Any) -> Tensor:
+    """start + share (end - start), without cancellation if one of them is much smaller than the other."""
+    return torch.lerp(start, end, share.to(start.dtype) if isinstance(share, Tensor) else share)
+
+
+def wide_root(x: Tensor, reduced: Callable[[Tensor], Tensor]) -> Tensor:
+    """The root of the sum, or the mean, of squares, taken in at least float32."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return root(reduced(wide * wide))
+
+
+def like(param: Tensor, state: Any, new: Tensor, fields_of: Any) -> tuple[Tensor, Any]:
+    """The result of a step in the dtypes before it; type promotion with 0-d hyperparameters changes 0-d tensors."""
+    pairs = zip(fields(state), fields(fields_of), strict=True)
+    return new.to(param.dtype), with_fields(fields_of, [b if a is None else b.to(a.dtype) for a, b in pairs])
+
+
+def in_float32(step_param: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Tensor, Any]]:
+    """A formula that computes with 16-bit parameters in float32 and rounds parameter and state once.
+
+    In 16 bits an eps of 1e-8 and the square of a small gradient are 0, and their quotients NaN.
+    """
+
+    def wide(param: Tensor, grad: Tensor, state: Any) -> tuple[Tensor, Any]:
+        if param.dtype.itemsize >= 4:
+            return step_param(param, grad, state)
+        new, after = step_param(param.float(), grad.float(), widened_state(state))
+        return like(param, state, new, after)
+
+    return wide
+
+
+def widened_state(state: Any) -> Any:
+    """A state with its 16-bit fields in float32."""
+    return with_fields(state, [None if field is None else widened(field) for field in fields(state)])
+
+
+def copy_like(param: Tensor, value: Tensor) -> Tensor:
+    """A copy of `value` with the parameter's memory layout: kernels iterate over memory, not over indices."""
+    value = value.detach()
+    like = value.shape == param.shape and value.stride() != param.stride()
+    return torch.empty_like(param, dtype=value.dtype).copy_(value) if like else value.clone()
+
+
+Item: TypeAlias = "tuple[Any, Optimizer, Tensor, Any]"  # (key, optimizer, parameter, gradient)
+
+
+def sharing(part: Optimizer, state: State, like: State) -> State:
+    """A state with the 0-d fields of another one, so one kernel can step both."""
+    pairs = zip(fields(state), fields(like), part.common, strict=True)
+    return with_fields(state, [other if common else own for own, other, common in pairs])
+
+
+def apart(part: Optimizer, state: State) -> State:
+    """A state with copies of its 0-d fields, which then has an age of its own."""
+    pairs = zip(fields(state), part.common, strict=True)
+    return with_fields(state, [field.clone() if common else field for field, common in pairs])
+
+
+class Ages:
+    """Makes states share their 0-d fields with the first state of their optimizer, dtype, device and age."""
+
+    def __init__(self) -> None:
+        self._first: dict[Any, State] = {}
+
+    def __call__(self, part: Optimizer, param: Tensor, state: State, *age: Any) -> State:
+        return sharing(part, state, self._first.setdefault((id(part), param.dtype, param.device, *age), state))
+
+
+def age_of(part: Optimizer, found: Sequence[Any]) -> tuple[int, ...]:
+    """The identities of a state's 0-d fields, from its fields."""
+    return tuple(map(id, itertools.compress(found, part.forms.common)))
+
+
+def stepped_together(items: Sequence[Item], ages: Sequence[Any]) -> list[list[Item]]:
+    """The parameters that one kernel may step, by optimizer, dtype, device and age."""
+    groups: dict[Any, list[Item]] = {}
+    for item, age in zip(items, ages, strict=True):
+        _, part, param, _ = item
+        groups.setdefault((id(part), param.dtype, param.device, age), []).append(item)
+    return list(groups.values())
+
+
+def step_in_place(
+    part: Optimizer, params: list[Tensor], grads: list[Tensor], states: list[Any], **guards: Tensor | None
+) -> None:
+    """Step checked lists with the in-place function that the optimizer has.
+
+    States that share 0-d fields have equal step counts, which are incremented once.
+    """
+    if part.step_params_ is not None:
+        unchecked(part.step_params_)(params, grads, states, **guards)
+        return
+    before = apart(part, states[0])
+    for i, (param, grad, state) in enumerate(zip(params, grads, states, strict=True)):
+        own = sharing(part, state, apart(part, before)) if i else state
+        unchecked(part.step_param_)(param, grad, own, **guards)
+
+
+def step_lists_(
+    part: Optimizer, params: list[Tensor], grads: list[Tensor], states: list[Any], **guards: Tensor | None
+) -> None:
+    """`step_in_place` for parameters that a graph may need; the guards may lie on another device."""
+    here = {name: None if guard is None else guard.to(params[0].device) for name, guard in guards.items()}
+    with torch.no_grad():
+        step_in_place(part, params, grads, states, **here)
+    # Fused kernels do not increment the version: a graph that needs the old values would silently use the new ones.
+    torch.autograd.graph.increment_version(params)
+
+
+def init(optimizer: Optimizer, params: Tree) -> State:
+    if optimizer.check:
+        optimizer.check(params)
+    ages = Ages()
+
+    def one(name: str, param: Tensor) -> State:
+        check_dense(f"params[{name!r}]", param)
+        part = optimizer.at(name)
+        watched(part.spec)  # raises for a schedule that is never read
+        return ages(part, param, part.init_param(param.detach()))
+
+    return map_with_path(one, params)
+
+
+def matched(optimizer: Optimizer, params: Tree, state: State) -> tuple[list[str], list[Any], list[Any], Any, list[Any]]:
+    """As `states_of`, and the fields of each state.
+
+    Raises:
+        ValueError: a state of other parameters, or of another optimizer.
+    """
+    names, leaves, states, structure = states_of(params, state)
+    found = [
+        optimizer.at(name).forms.check_state(param, own, lambda name=name: f"state[{name!r}]")  # type: ignore[misc]
+        for name, param, own in zip(names, leaves, states, strict=True)
+    ]
+    return names, leaves, states, structure, found
+
+
+def states_of(params: Tree, state: State) -> tuple[list[str], list[Any], list[Any], Any]:
+    """The paths of the parameters, the parameters, their states, and the structure of the tree.
+
+    Raises:
+        ValueError: a state of other parameters.
+    """
+    paths, leaves, structure = optree.tree_flatten_with_path(params)
+    try:
+        states = structure.flatten_up_to(state)
+    except ValueError as error:
+        raise ValueError(f"state does not fit params, it is of another tree or another pipeline: {error}") from None
+    return list(map(path_string, paths)), leaves, states, structure
+
+
+def step(
+    optimizer: Optimizer, params: Tree, grads: Tree, state: State, donate: bool = False, found_inf: Tensor | None = None
+) -> tuple[Tree, State]:
+    """See `Optimizer.step`.
+
+    Args:
+        donate: Whether the step may be in place on `params` and `state`, with `grads` as scratch. No two leaves share memory.
+        found_inf: 0-d, with `donate`: change nothing where it is 1.
+    """
+    check_same("grads", grads, "params", params)
+    names, leaves, states, structure, found = matched(optimizer, params, state)
+    given = zip(names, leaves, optree.tree_leaves(grads), strict=True)
+    items = [(i, optimizer.at(name), param, grad) for i, (name, param, grad) in enumerate(given)]
+    new_leaves, new_states = list(leaves), list(states)
+    for some in stepped_together(items, [age_of(part, found[i]) for i, part, *_ in items]):
+        first, part, *_ = some[0]
+        check_count(states[first], lambda name=names[first]: f"state[{name!r}]")  # type: ignore[misc]
+        chosen = [param for *_, param, _ in some], [grad for *_, grad in some], [states[i] for i, *_ in some]
+        if donate and plain(*chosen):
+            step_lists_(part, *chosen, found_inf=found_inf)
+            continue
+        hyper = dict(part.tensors)
+        # Kernels take numbers, and for the learning rate a tensor too; they do not run on meta tensors.
+        with_kernels = plain(*chosen, hyper) and hyper.keys() <= {"lr"} and not leaves[first].is_meta
+        run = _on_copies if with_kernels else _leafwise
+        for (i, *_), (param, new) in zip(some, run(part, *chosen), strict=True):
+            new_leaves[i], new_states[i] = param, new
+    return optree.tree_unflatten(structure, new_leaves), optree.tree_unflatten(structure, new_states)
+
+
+def tensor_arguments(spec: Spec) -> list[tuple[str, Tensor]]:
+    """The tensors among an optimizer's arguments, also of optimizers and schedules inside, with the names of the arguments."""
+    own = [(name, leaf) for name, value in spec.args for leaf in optree.tree_leaves(value)]
+    return [(name, leaf) for name, leaf in own if isinstance(leaf, Tensor)] + [
+        pair for child in spec.children for pair in tensor_arguments(child.spec)
+    ]
+
+
+def _leafwise(
+    part: Optimizer, params: list[Tensor], grads: list[Tensor], states: list[Any]
+) -> list[tuple[Tensor, Any]]:
+    return [like(p, s, *unchecked(part.step_param)(p, g, s)) for p, g, s in zip(params, grads, states, strict=True)]
+
+
+def _on_copies(
+    part: Optimizer, params: list[Tensor], grads: list[Tensor], states: list[Any]
+) -> list[tuple[Tensor, Any]]:
+    alone = part.step_params_ is None
+    if alone and len(params) > 1:  # each by itself, since the parameters may come to differ in 0-d fields
+        return [_on_copies(part, [p], [g], [s])[0] for p, g, s in zip(params, grads, states, strict=True)]
+    # Leaf by leaf: one large buffer would be returned to the system after every step, and allocating its pages again
+    # takes longer than the step itself. A clone closes gaps in memory, and keeps the strides where there are none.
+    new_params = [p.detach().clone() for p in params]
+    with torch.no_grad():
+        shared = fields(apart(part, states[0]))
+        new_states = [
+            with_fields(
+                s,
+                [
+                    one if c else None if f is None else copy_like(p, f)
+                    for f, one, c in zip(fields(s), shared, part.common, strict=True)
+                ],
+            )
+            for p, s in zip(new_params, states, strict=True)
+        ]
+        new_grads = [copy_like(p, g) for p, g in zip(new_params, grads, strict=True)] if alone else grads
+        step_in_place(part, new_params, new_grads, new_states)
+    return list(zip(new_params, new_states, strict=True))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Optimizer(Specified):
+    """An optimizer in step_param style: its step on one parameter, pure and in place.
+
+    Args:
+        init_param: `param -> state`, a NamedTuple of tensors, of None and of such NamedTuples: each tensor has
+            the parameter's shape or is 0-d. `state.step`, float32, 0-d, counts the steps taken.
+        step_param: `(param, grad, state) -> (param, state)`, pure, in differentiable and vmappable
+            operations.
+        step_param_: `(param, grad, state, *, grad_scale=None, found_inf=None) -> None`, the same in
+            place on `param` and on the state's tensors. `grad_scale`, 0-d: divide the gradient by it first; `grad` is
+            then scratch. `found_inf`, 0-d float32: change nothing where it is 1. Gradient and state are checked before
+            it runs: ValueError or TypeError for another shape, dtype or device than the parameter's, and for tensors
+            that cannot be written, such as a parameter that requires grad outside `torch.no_grad`.
+        step_params_: The same for lists of parameters, gradients and states, in one kernel; states that share 0-d
+            fields have equal step counts. None: `step_param_` is called for each parameter.
+        elementwise: Whether it may be called on a flat buffer of many parameters, since it steps each element by itself.
+        select: `path -> Optimizer`, for an optimizer that differs between parameters (see `partition`).
+        check: `params -> None`, raises for parameters that it does not support.
+        cost: `shape -> float`, the relative time of a step on one parameter, by which whole parameters are shared out
+            among ranks; see `scatter_mean`. By default the number of elements.
+        spec: The optimizer as data; `factory` fills it in.
+    """
+
+    init_param: Callable[[Tensor], State]
+    step_param: Callable[[Tensor, Tensor, State], tuple[Tensor, State]]
+    step_param_: Callable[..., None]
+    step_params_: Callable[..., None] | None = None
+    elementwise: bool = True
+    select: Callable[[str], Optimizer] | None = None
+    check: Callable[[Tree], Any] | None = None
+    cost: Callable[[torch.Size], float] = torch.Size.numel
+    spec: Spec = Spec("")
+    forms: Forms = field(init=False)
+    tensors: list[tuple[str, Tensor]] = field(init=False)  # the tensors among its arguments, see `tensor_arguments`
+
+    instead_of_transform = "an optimizer comes last: write fuse(hook, optimizer)"
+
+    def __post_init__(self) -> None:
+        forms = Forms(self.init_param)
+        object.__setattr__(self, "forms", forms)
+        object.__setattr__(self, "tensors", tensor_arguments(self.spec))
+        object.__setattr__(self, "step_param", counted(self.step_param))
+        object.__setattr__(self, "step_param_", checked(forms, self.step_param_, lists=False))
+        if self.step_params_ is not None:
+            object.__setattr__(self, "step_params_", checked(forms, self.step_params_, lists=True))
+
+    def with_spec(self, spec: Spec) -> Optimizer:
+        return replace(self, spec=spec)
+
+    @property
+    def _spec(self) -> Spec:
+        return self.spec if self.spec.name else spec_of_function(unchecked(self.step_param))
+
+    def at(self, path: str) -> Optimizer:
+        """The optimizer of the parameter at `path`."""
+        return self.select(path) if self.select else self
+
+    @property
+    def common(self) -> tuple[bool, ...]:
+        """For each field of the state, whether one value serves all elements of a flat buffer."""
+        return self.forms.common
+
+    @functools.cached_property
+    def watched(self) -> tuple[tuple[str, Any], ...]:
+        """Its hyperparameters that may become non-finite while training."""
+        return watched(self.spec)
+
+    @functools.cached_property
+    def flattens(self) -> bool:
+        """Whether it may be called on a flat buffer.
+
+        Raises:
+            ValueError: `elementwise` says so, but the step of a parameter is not that of its parts.
+        """
+        if self.elementwise and not acts_elementwise(self.init_param, unchecked(self.step_param)):
+            raise ValueError(
+                f"{self!r} is said to be elementwise, but its step of a parameter is not that of the parameter's parts; pass "
+                f"elementwise=False, and it gets whole parameters"
+            )
+        return self.elementwise
+
+    def init(self, params: Tree) -> State:
+        """The states of all parameters: the tree of `params` with a state at every leaf."""
+        return init(self, params)
+
+    def step(self, params: Tree, grads: Tree, state: State) -> tuple[Tree, State]:
+        """One step of every parameter: `(params, state)`, new tensors; the arguments stay as they are.
+
+        Raises:
+            ValueError, TypeError: `grads` or `state` has not the structure, shapes, dtypes and devices that belong to
+                `params`; a state's `step` is negative or not finite, where looking at it waits for no device.
+        """
+        return step(self, params, grads, state)

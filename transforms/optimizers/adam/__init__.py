@@ -1,1 +1,0 @@
-"""Adam and its variants."""

@@ -1,1 +1,0 @@
-"""Optimizers around other optimizers."""

@@ -1,0 +1,253 @@
+"""A step that counts what it would send."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..axes import Message, all_to_all_single, axis_size, bind_axes, names, psum
+from ..base import (
+    ALONE,
+    BucketSums,
+    Call,
+    Transform,
+    Tree,
+    axis_sizes,
+    check_dense,
+    encode_lane,
+    flatten_in_insertion_order,
+    lane_dtype,
+    named_leaves,
+    restrict,
+    step_lane,
+)
+from ..combinators import counting, counts_needed, stages
+from ..layout import Bucket, Pieces, bind_pieces, lane_bucket
+from ..optimizers import masters_of, state_fields
+from ._explanation import Recorder, run_stage
+from ._pipeline import Pipeline, parts_of
+from ._plan import make_plan, takes_flat
+from ._program import Agree, Effect, Ends, Gather, Judge, Op, Place, Programs, Stages, execute
+
+
+def in_bucket(
+    k: int, bucket: Bucket, values: Tree, pieces: Pieces | None, place: Place, flat: bool
+) -> tuple[Pieces | None, dict[str, Tensor]]:
+    """The pieces of the bucket of number k, and its values: one flat tensor, or leaves.
+
+    A module's buckets are not those from which pieces are cut, so one bucket may hold parts of several.
+    """
+    leaves = {path: values[path] for path in bucket.paths}
+    if pieces is not None and place == "module":
+        return pieces.among(bucket.paths), leaves
+    if not flat:
+        return pieces and pieces.only(k), leaves
+    return pieces and pieces.flat(k, ""), {"": torch.zeros(bucket.numel, dtype=bucket.dtype)}
+
+
+def send_slices(pieces: Pieces, bucket: Bucket) -> None:
+    """The message of a module's bucket: all slices of other ranks at once."""
+    sizes = [sum(stop - start for start, stop in of.values()) for of in pieces.slices_of_all]
+    give, take = [0, *sizes[1:]], [0, *(sizes[0] for _ in sizes[1:])]
+    flat = torch.zeros(sum(give), dtype=bucket.dtype)
+    all_to_all_single(flat, pieces.axis, input_split_sizes=give, output_split_sizes=take)
+
+
+MOST_RANKS = 2**20
+
+
+class CountingMemory:
+    """A memory without data, over which the executor counts the messages of operations.
+
+    Args:
+        pipeline: A pipeline, or a hook alone.
+        params: The parameters; only paths, shapes and dtypes are used.
+        axes: Axis name -> number of ranks.
+        layout: A function from a dict path -> leaf to buckets.
+        buffers: The buffers.
+        on_buffers: The transform of the buffers, if any.
+        pieces: A function from a dict path -> leaf to the pieces that ranks own, for a pipeline that shards.
+        uses: For the buckets of a DistributedDataParallel, whose messages carry gradients only: whether the ranks agree on
+            the parameters in use. None for other buckets.
+
+    Raises:
+        TypeError: neither pipeline nor transform; a leaf that is no dense tensor.
+        ValueError: axes that no mesh can have.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline | Transform,
+        params: Tree,
+        axes: Mapping[str, int],
+        layout: Callable[[dict[str, Tensor]], tuple[Bucket, ...]],
+        buffers: Mapping[str, Tensor] | None = None,
+        on_buffers: Transform | None = None,
+        uses: bool | None = None,
+        pieces: Callable[[dict[str, Tensor]], Pieces] | None = None,
+    ) -> None:
+        self.pipeline, self.sizes = pipeline, axis_sizes(axes, MOST_RANKS)
+        if not isinstance(pipeline, (Pipeline, Transform)):
+            raise TypeError(f"explain takes a pipeline or a transform, got {pipeline!r}")
+        self.hook: Transform = pipeline.hook if isinstance(pipeline, Pipeline) else pipeline
+        self.optimizer = pipeline.optimizer if isinstance(pipeline, Pipeline) else None
+        self._parts = parts_of(pipeline, on_buffers, tuple(axes) if uses else ())
+        self._place: Place = "buckets" if uses is None else "module"
+        for path, leaf in named_leaves(params).items():
+            check_dense(f"params[{path!r}]", leaf)
+        self._notes: list[Message] = []
+        self._step, self._position = 0, 0
+        self._recorders = {name: Recorder(name, n, self._notes, self.sizes) for name, n in self.sizes.items()}
+        paths, leaves, _ = flatten_in_insertion_order(params)
+        self.pieces: Pieces | None = None
+        with self.running():
+            self.params = {path: torch.zeros(p.shape, dtype=p.dtype) for path, p in zip(paths, leaves, strict=True)}
+            self.pieces = pieces(self.params) if pieces else None
+            # The values that this rank steps.
+            self.own: dict[str, Tensor] = self.pieces.own(self.params) if self.pieces else self.params
+            self._buffers = {path: torch.zeros(b.shape, dtype=b.dtype) for path, b in (buffers or {}).items()}
+            in_buckets = self.pieces.buckets if self.pieces and self._place == "buckets" else None
+            self.layout = in_buckets or layout(self.params)
+            self._slots: Any = {} if self.optimizer is None else self.optimizer.init(self.own)
+        self.plan = make_plan(self.hook, self.sizes, *self._parts.transforms)
+        self.programs = Programs(self.plan, self._parts, self._place)
+        own = step_lane(self._ranks(self.plan.reduced(0).axes))[1:]
+        self._dtype = lane_dtype(bucket.dtype for bucket in self.layout)
+        if self._place == "module":
+            own, self._dtype = ("weight", "step_id") * (self.optimizer is not None), torch.float64
+        self._record = dict.fromkeys(own, 0.0) or None
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """A context without data, with the axes bound."""
+        with torch.device("meta"), bind_axes(self._recorders), bind_pieces(self.pieces), torch.no_grad():  # type: ignore[arg-type]
+            yield
+
+    def _ranks(self, axes: tuple[str, ...]) -> int:
+        return math.prod(self.sizes.get(name, 1) for name in axes)
+
+    @property
+    def sums_first(self) -> bool:
+        """Whether the ranks sum their weights before the buckets of a plain reduction, in a message of their own."""
+        return self._place == "module" and self.plan.reduce is not None
+
+    def sent(self, op: Op, step: int = 0, position: int = 0) -> tuple[Message, ...]:
+        """The messages of an operation.
+
+        Args:
+            position: For a stage of the hook, or a transform that runs in its place: its number among the stages.
+        """
+        del self._notes[:]
+        self._step, self._position = step, position
+        execute((op,), self, Effect(True))
+        return tuple(self._notes)
+
+    def values(self, on: str, position: int = 0) -> Tree:
+        """The values of a stage of the hook, or of the transform at the end of a step."""
+        if on == "buffers":
+            return self._buffers
+        if on == "hook":
+            behind = self.pieces is not None and any(part.sharded_over for part in stages(self.hook)[:position])
+            return self.own if behind else self.params
+        return masters_of(self.own, self._slots) if on == "params" else state_fields(self._slots)
+
+    # -- the operations ---------------------------------------------------------------------------
+
+    def stages(self, op: Stages) -> bool:
+        (part,), step = op.parts, self._step
+        count = len(stages(self.plan.early)) if self.plan.early is not None and self.layout else 0
+        is_stage = part.reduces is not None or any(part is one for one in stages(self.hook))
+        record = self._record if is_stage and self.plan.reduced(step).equal else None
+        values = self.values("hook", self._position)
+        sharded = {"sharded_over": self.pieces.axis} if self.pieces is not None and values is self.own else {}
+        call = Call(None, record, step).inside(sums=BucketSums(self._dtype), **sharded)
+        call = counting(counts_needed(stages(self.hook)), call)
+        if part is self.plan.reduce:
+            self._reduce(part)
+        elif part is self.plan.clip and not (sharded and self._place == "module"):
+            pass  # the step knows the norm itself; of pieces it is in the message that says whether they are finite
+        elif self._position < count:
+            self._update_buckets(part, values, call)
+        else:
+            params = self.own if values is self.own else self.params
+            run_stage(part, values, params, part.init(values), call)
+        return True
+
+    def observe(self) -> None: ...
+
+    def agree(self, op: Agree) -> None:
+        """Count the message of a record that does not ride."""
+        if op.rides or self._ranks(op.axes) == 1:
+            return
+        if op.moment == "pieces":
+            psum(torch.zeros(2, dtype=torch.float64), op.axes)
+        elif op.moment == "used":
+            psum(torch.zeros(len(self.params)), op.axes)
+        else:
+            psum(self._words(op.axes), op.axes)
+
+    def judge(self, op: Judge) -> Effect:
+        return Effect(True)
+
+    def step(self, effect: Effect) -> None: ...
+
+    def ends(self, op: Ends, effect: Effect) -> None:
+        values = self.values(op.on)
+        sharded = None if self.pieces is None or op.on == "buffers" else self.pieces.axis
+        call = Call(step=self._step).inside(persistent=True, sharded_over=sharded)
+        run_stage(op.part, values, self.params, op.part.init(values), call)
+
+    def gather(self, op: Gather, effect: Effect) -> None:
+        if isinstance(self.pipeline, Pipeline) and self.pipeline.sharding and self.pieces:
+            sharding, slots = self.pipeline.sharding, self._slots
+            sharding.gather(self.pieces, self.params, self.own, slots, sharding.init(self.pieces, self.own, slots))
+
+    def keep(self, effect: Effect) -> None: ...
+
+    # -- the messages of a hook -------------------------------------------------------------------
+
+    def _words(self, axes: tuple[str, ...]) -> Tensor:
+        """The record in a message of its own."""
+        ranks = self._ranks(axes)
+        return encode_lane(dict.fromkeys(step_lane(ranks), 0.0), self._dtype, ranks)
+
+    def _update_buckets(self, part: Transform, values: Tree, call: Call) -> None:
+        """Run a stage bucket by bucket; the first bucket carries the record."""
+        assert self.plan.early is not None
+        flat = takes_flat(self.plan.early) and not (self._place == "module" and self.pieces)
+        full, sums = part.init(values), BucketSums(self._dtype)
+        for k, bucket in enumerate(self.layout):
+            pieces, some = in_bucket(k, bucket, values, self.pieces, self._place, flat)
+            with bind_pieces(pieces):
+                if flat:
+                    some = pieces.own(some) if pieces and call.sharded_over else some
+                    state = part.init(some)
+                else:
+                    state = restrict(full, self.params, some)
+                of_bucket = BucketSums(self._dtype, sums) if k else sums
+                run_stage(part, some, some, state, call.inside(sums=of_bucket))
+
+    def _reduce(self, part: Transform) -> None:
+        """Run a plain reduction; one of its messages carries the record, if there is a record and a bucket for it."""
+        assert part.reduces is not None and part.reduces.axis is not None
+        in_module, axis, total = self._place == "module", part.reduces.axis, torch.ones((), dtype=torch.float64)
+        sums = BucketSums(self._dtype)
+        sums.keep((total, {}))  # of the message of the record
+        carrier = None if in_module or part.sharded_over else lane_bucket(self.layout)
+        words = encode_lane({"total": total, **(self._record or {})}, self._dtype, axis_size(axis))
+        if carrier is None:
+            psum(self._words(names(axis)) if in_module else words, axis)
+        for i, bucket in enumerate(self.layout):
+            if in_module and self.pieces is not None:
+                send_slices(self.pieces.among(bucket.paths), bucket)
+                continue
+            pieces, some = in_bucket(i, bucket, self.params, self.pieces, self._place, True)
+            if i == carrier:  # behind the gradients, in the same buffer
+                some = {"": torch.cat([some[""], words])}
+            with bind_pieces(pieces):
+                part.run(some, part.init(some), some, ALONE.inside(sums=BucketSums(self._dtype, sums)))

@@ -1,0 +1,150 @@
+"""How a pipeline runs, read off its spec."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+from ..axes import names
+from ..base import Needs, Over, Transform, changes_with_steps, children, running
+from ..combinators import chain, stages
+
+AXES = ("axis", "local", "node")  # the arguments of our factories that name axes
+
+
+class Reduced(NamedTuple):
+    """The reduction of a hook in one step.
+
+    axes: the axes over which it reduces: their ranks take or skip a step together. Empty where it sends nothing.
+    equal: whether its own messages make the gradients and the lane equal on all of these ranks.
+    """
+
+    axes: tuple[str, ...]
+    equal: bool
+
+
+class Plan(NamedTuple):
+    """The way a whole pipeline runs. At most one of `reduce` and `early` is given.
+
+    reduce: a fusable stage, `mean` or `sum_over`, that comes first, with no other reduction after it. Buckets are
+        summed in place during backward, and the optimizer's kernel divides.
+    early: the stages before the first one that needs the whole tree, as one transform. They run on each bucket during
+        backward.
+    clip: a stage that scales by the norm of all gradients, as `clip_by_global_norm`, and is the only one between `reduce`
+        and the optimizer. It too becomes part of the kernel's scale.
+    rest: the stages that run on the whole tree after these.
+    agree: the axes whose ranks loop together, in all steps: those of the hook and of the transforms at the end of a step.
+    """
+
+    hook: Transform
+    mesh_axes: tuple[str, ...]
+    agree: tuple[str, ...]
+    always: Reduced | None  # the reduction of the hook, where it is the same in all steps
+    reduce: Transform | None = None
+    early: Transform | None = None
+    clip: Transform | None = None
+    rest: tuple[Transform, ...] = ()
+
+    @property
+    def over(self) -> Over | None:
+        """The divisor of `reduce`; None for a sum."""
+        assert self.reduce is not None and self.reduce.reduces is not None
+        return self.reduce.reduces.over
+
+    @property
+    def by_weight(self) -> bool:
+        """Whether ranks count by their weights in `reduce`; if not, they count by having a batch."""
+        return self.over in (None, "weight")
+
+    def reduced(self, step: int) -> Reduced:
+        """The reduction of the hook in a step, counted from 0."""
+        return self.always or _reduced(self.hook, self.mesh_axes, step)
+
+
+def make_plan(hook: Transform, sizes: Mapping[str, int], *ends: Transform, adds: bool = False) -> Plan:
+    """The plan of a pipeline, or of a hook alone.
+
+    Args:
+        hook: The transform of the gradients.
+        sizes: Axis name -> number of ranks, of the axes that are bound where it runs. Axes of one rank need no message.
+        ends: The transforms of parameters, optimizer state and buffers at the end of a step.
+        adds: Whether gradients of several calls, each times its weight, are added before they are sent. Then only a mean by these weights
+            can be summed in place.
+    """
+    mesh_axes = tuple(name for name, size in sizes.items() if size > 1) or tuple(sizes)
+    reach = axes_of(hook, sizes)
+    union = reach.union(*(axes_of(part, sizes) for part in ends))
+    agree = (*(name for name in mesh_axes if name in union), *sorted(union - sizes.keys())) or mesh_axes
+    parts = stages(hook)
+    first = parts[0] if parts else None
+    # If a later stage communicates too, only the last one knows the sums over all ranks.
+    always = None if changes_with_steps(hook) else _reduced(hook, mesh_axes, 0)
+    plan = Plan(hook, mesh_axes, agree, always)
+    own = first.reduces if first is not None else None
+    alone = own is not None and own.fusable and reach <= set(names(own.axis or ()))
+    alone = alone and own is not None and not (adds and own.over in ("live", "world"))
+    if alone and not any(part.reduces for part in parts[1:]):
+        if len(parts) == 2 and parts[1].by_norm is not None:
+            return plan._replace(reduce=first, clip=parts[1])
+        return plan._replace(reduce=first, rest=tuple(parts[1:]))
+    whole = next((i for i, part in enumerate(parts) if Needs.TREE in part.needs), len(parts))
+    return plan._replace(early=chain(*parts[:whole]) if whole else None, rest=tuple(parts[whole:]))
+
+
+def _reduced(hook: Transform, mesh_axes: tuple[str, ...], step: int) -> Reduced:
+    reach = axes_of(hook, mesh_axes, step)
+    axes = tuple(name for name in mesh_axes if name in reach)
+    return Reduced(axes, bool(axes) and hook.sums is not None and _summed_over(hook, mesh_axes, step) >= set(axes))
+
+
+def axes_of(part: Transform, mesh_axes: Collection[str], step: int | None = None, at_end: bool = False) -> set[str]:
+    """The axes over which a transform may communicate: those in its arguments, or all if it calls an unknown function.
+
+    Args:
+        step: Only in this step, counted from 0; None: in any step.
+        at_end: Whether `part` runs on parameters, at the end of a step.
+    """
+    if not part.spec.name or "function" in dict(part.spec.args):
+        return set(mesh_axes)
+    found: set[str] = set()
+    ours = part.spec.is_ours
+    for argument, value in part.spec.args:
+        for name in value if isinstance(value, tuple) else (value,):
+            # Any argument of a factory outside fjoin may name an axis.
+            if isinstance(name, str) and (argument in AXES or (name in mesh_axes and not ours)):
+                found.add(name)
+    return found.union(*(axes_of(child, mesh_axes, at, at_end) for child, at in running(part, step, at_end)))
+
+
+def _summed_over(part: Transform, mesh_axes: Collection[str], step: int | None) -> set[str]:
+    """The axes over which a transform makes all gradients equal and sums the lane."""
+    if part.sums is None:
+        return set()
+    inside = [_summed_over(child, mesh_axes, at) for child, at in running(part, step)]
+    if part.wraps == "stages":
+        return set().union(*inside)
+    return set.intersection(*inside) if inside else axes_of(part, mesh_axes, step)
+
+
+def warn_if_silent(
+    what: Any, parts: Collection[Transform | None], mesh_axes: tuple[str, ...], ranks: int, stacklevel: int
+) -> None:
+    """Warn if no part of a pipeline communicates and none of them contains `noop`."""
+    given = [part for part in parts if part is not None]
+    if not any(axes_of(part, mesh_axes) or _is_silent(part) for part in given):
+        warnings.warn(
+            f"nothing in {what!r} reduces over the {ranks} ranks, so each trains on its own batches alone; put "
+            f"tx.mean({mesh_axes[0]!r}) into it, or tx.noop() where that is meant",
+            stacklevel=stacklevel + 1,
+        )
+
+
+def _is_silent(part: Transform) -> bool:
+    """Whether a transform, or one inside it, is meant to send nothing."""
+    return part.silent or any(_is_silent(child) for child in children(part))
+
+
+def takes_flat(part: Transform) -> bool:
+    """Whether a transform may get a bucket as one flat tensor: if it needs no leaves, no paths and no whole tree."""
+    return not part.needs & (Needs.LEAVES | Needs.PATHS | Needs.TREE)

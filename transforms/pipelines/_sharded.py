@@ -1,0 +1,203 @@
+"""The sharding of a pipeline: which part of each parameter a rank steps, and how the parameters are gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ..axes import axis_index, axis_size
+from ..base import Needs, Transform, Tree, flatten_in_insertion_order, map_with_path, named_leaves, with_changes
+from ..codecs import Codec, check_codec
+from ..combinators import stages
+from ..layout import Pieces, cut
+from ..optimizers import Optimizer, master_of
+from ..reductions import GatherState, ShardState, cut_of, gather, gather_changes
+from ._plan import axes_of
+
+
+class Sharding:
+    """The pieces of a pipeline's parameters.
+
+    Args:
+        axis: The axis over which the hook shards.
+        optimizer: The optimizer, which may need whole leaves.
+        codec: The codec of the changes of the parameters; None: the parameters themselves are gathered.
+    """
+
+    axis: str
+    codec: Codec | None
+
+    def __init__(self, axis: str, optimizer: Optimizer, codec: Codec | None) -> None:
+        self.axis, self._optimizer, self.codec = axis, optimizer, codec
+        self._made: dict[Any, Pieces] = {}
+
+    def pieces(self, params: Tree, bucket_bytes: int | None = None, direct_bytes: int | None = None) -> Pieces:
+        """The pieces of these parameters, by their paths, shapes and dtypes, and the ranks of the bound axis.
+
+        Raises:
+            ValueError: two leaves have one path, or they are on several devices.
+        """
+        ranks, rank = axis_size(self.axis), int(axis_index(self.axis))
+        paths, leaves, _ = flatten_in_insertion_order(params)
+        key = (
+            ranks,
+            rank,
+            bucket_bytes,
+            direct_bytes,
+            *((path, p.shape, p.dtype, p.device) for path, p in zip(paths, leaves, strict=True)),
+        )
+        if key not in self._made:
+            named_leaves(params)  # raises where two leaves have one path
+            named = dict(zip(paths, leaves, strict=True))
+            other = next((path for path, p in named.items() if p.device != leaves[0].device), None)
+            if other is not None:
+                raise ValueError(
+                    f"params[{other!r}] lies on {named[other].device}, but params[{paths[0]!r}] on {leaves[0].device}; a pipeline that "
+                    f"shards takes parameters of one device"
+                )
+            self._made[key] = cut(named, self._optimizer, self.axis, ranks, rank, bucket_bytes, direct_bytes)
+        return self._made[key]
+
+    def init(self, pieces: Pieces, own: Tree, slots: Any) -> ShardState | GatherState:
+        """The state of the gather."""
+        if self.codec is None:
+            return ShardState(cut_of(pieces))
+        named, states = named_leaves(own), _leaves_of(own, slots)
+        return GatherState(
+            cut_of(pieces),
+            0,
+            {path: leaf.detach().clone() for path, leaf in named.items() if master_of(states[path]) is None},
+        )
+
+    def check(self, pieces: Pieces, state: Any) -> None:
+        """Raise ValueError unless the state of the gather is of this pipeline, and of as many ranks."""
+        if not isinstance(state, ShardState if self.codec is None else GatherState):
+            raise ValueError(
+                f"the gather's state is a {type(state).__name__}, but this pipeline has gather={self.codec!r}; it is another "
+                f"pipeline's state"
+            )
+        if state.cut == (here := cut_of(pieces)):
+            return
+        if state.cut.ranks != here.ranks:
+            raise ValueError(
+                f"the state is cut into pieces for {state.cut.ranks} ranks, but the axis {self.axis!r} has {here.ranks}; reshard it: "
+                f"put the slices of the {state.cut.ranks} ranks together, and start this pipeline's init with them cut anew"
+            )
+        if state.cut.rank != here.rank:
+            raise ValueError(
+                f"the state is of the pieces of rank {state.cut.rank}, but this is rank {here.rank} of {self.axis!r}; each rank must be "
+                f"given its own state"
+            )
+        raise ValueError(
+            "the state is of other pieces: those of other parameters, of another optimizer, or of another bucket_bytes"
+        )
+
+    def held(self, pieces: Pieces, params: Tree, state: ShardState | GatherState) -> Tree:
+        """This rank's slices of the parameters, or their exact values."""
+        own = pieces.own(params)
+        if not isinstance(state, GatherState):
+            return own
+        return map_with_path(lambda path, leaf: state.master.get(path, leaf), own)
+
+    def gather(self, pieces: Pieces, params: Tree, own: Tree, slots: Any, state: Any) -> tuple[Tree, Any]:
+        """The new parameters and the state of the gather, from the new slices.
+
+        Args:
+            params: The old parameters.
+            own: The new slices.
+            slots: The new states of the optimizer; may be empty where it keeps no master copies.
+        """
+        if self.codec is None:
+            return gather(pieces, own, params), state
+        states, named = _leaves_of(own, slots) if slots else {}, named_leaves(own)
+        exact = {path: leaf if (m := master_of(states.get(path))) is None else m for path, leaf in named.items()}
+        new = gather_changes(pieces, exact, params, self.codec, state.step)
+        return new, with_changes(state, step=state.step + 1, master={path: named[path] for path in state.master})
+
+
+def _leaves_of(own: Tree, slots: Any) -> dict[str, Any]:
+    """Path -> optimizer state."""
+    found: dict[str, Any] = {}
+    map_with_path(lambda path, _, state: found.setdefault(path, [state]), own, slots)
+    return {path: state for path, (state,) in found.items()}
+
+
+def sharding_of(
+    hook: Transform, optimizer: Optimizer, after: Transform | None, on_state: Transform | None, codec: Codec | None
+) -> Sharding | None:
+    """The sharding of a pipeline of these parts; None where its hook does not shard.
+
+    Raises:
+        ValueError: two shardings; a stage behind one that cannot work on slices; a transform after the optimizer that
+            reduces over the same axis; `gather` without a sharding.
+    """
+    found = [part for part in _walk(hook) if _shards(part)]
+    if codec is not None:
+        check_codec("fuse: gather", codec)
+    if not found:
+        if codec is not None:
+            raise ValueError(f"fuse: gather={codec!r} encodes sharded parameters, but {hook!r} holds no scatter_mean")
+        return None
+    if len(found) > 1:
+        raise ValueError(
+            f"fuse: {hook!r} shards twice; shard over one axis, and average over the others: "
+            f"chain(scatter_mean('local'), mean('node'))"
+        )
+    axis = str(found[0].sharded_over)
+    for part in _around(hook):
+        if part.wraps is None and not _shards(part):
+            raise ValueError(
+                f"fuse: {part!r} cannot hold a scatter_mean: it may leave some gradients whole, which no rank would own"
+            )
+    for part in _behind(hook):
+        if axis in axes_of(part, ()):
+            raise ValueError(
+                f"fuse: {part!r} communicates over {axis!r} behind {found[0]!r}, but the ranks of {axis!r} then hold different pieces; "
+                f"use it over the other axes"
+            )
+        if part.needs & (Needs.LEAVES | Needs.LAYOUT | Needs.TREE) and not part.accepts("sharded_over"):
+            raise ValueError(
+                f"fuse: {part!r} cannot work behind {found[0]!r}, which leaves each rank flat slices of the leaves; put it before, or "
+                f"give its update the keyword sharded_over, the axis over which it must sum"
+            )
+    for part in filter(None, (after, on_state)):
+        if axis in axes_of(part, (axis,)):
+            raise ValueError(
+                f"fuse: {part!r} communicates over {axis!r}, but the ranks of {axis!r} hold different pieces; use it over the other axes"
+            )
+        if part.needs & (Needs.LEAVES | Needs.LAYOUT | Needs.TREE) and not part.accepts("sharded_over"):
+            raise ValueError(f"fuse: {part!r} cannot work on the pieces that {found[0]!r} leaves each rank")
+    return Sharding(axis, optimizer, codec)
+
+
+def _shards(part: Transform) -> bool:
+    return part.reduces is not None and part.reduces.scatters
+
+
+def _walk(part: Transform) -> Iterator[Transform]:
+    yield part
+    for child in part.spec.children:
+        if isinstance(child, Transform):
+            yield from _walk(child)
+
+
+def _around(part: Transform) -> Iterator[Transform]:
+    """The transforms that hold the one that shards, and that one itself."""
+    if part.sharded_over:
+        yield part
+        for child in part.spec.children:
+            if isinstance(child, Transform):
+                yield from _around(child)
+
+
+def _behind(part: Transform) -> Iterator[Transform]:
+    """The stages behind the one that shards."""
+    parts = stages(part)
+    at = next((i for i, stage in enumerate(parts) if stage.sharded_over), len(parts))
+    yield from parts[at + 1 :]
+    if at < len(parts) and parts[at] is not part:
+        yield from _behind(parts[at])
+    elif at < len(parts):
+        for child in part.spec.children:
+            if isinstance(child, Transform):
+                yield from _behind(child)

@@ -1,1 +1,0 @@
-"""The messages of a pipeline, before anything runs."""

@@ -1,1 +1,0 @@
-"""How a pipeline runs, as data."""

@@ -1,1 +1,0 @@
-"""A step as data: its operations in order, and their executor."""

@@ -1,0 +1,240 @@
+"""The mean that leaves each rank its piece, and the gather of parameters behind it."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..axes import all_to_all_single, axis_index, axis_size, note, psum
+from ..base import (
+    Call,
+    Over,
+    RankWeight,
+    Restarted,
+    Rider,
+    Transform,
+    Tree,
+    Unit,
+    check_over,
+    decode_words,
+    device_of,
+    divided,
+    divisor_of,
+    factory,
+    first_of,
+    lacks_unit,
+    map_with_path,
+    named_leaves,
+    no_words,
+    nonzero_or_one,
+    plain,
+    sum_in_order,
+    unit_near,
+    widened,
+)
+from ..codecs import Codec, decode_pieces, encode_rows
+from ..layout import Pieces, pieces_here
+from ._coded_sum import Reduced, Sums, Term, encoded_mean, reduction, row_of, weighted_mean, with_error
+
+
+class Cut(NamedTuple):
+    """Host numbers that say which pieces a state is of."""
+
+    ranks: Restarted[int]
+    rank: Restarted[int]
+    fingerprint: Restarted[int]  # of the pieces
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """All fields: a checkpoint leaves them out, since its slices are cut again."""
+        return self._fields
+
+
+class ShardState(NamedTuple):
+    """The state of the gather where the parameters are gathered as they are."""
+
+    cut: Cut
+
+
+class GatherState(NamedTuple):
+    """The exact values of this rank's slices, where a codec sends their changes."""
+
+    cut: Cut
+    step: int  # calls so far, on the host; it keys the random bits
+    master: dict[str, Tensor]  # path -> slice; without the parameters of which the optimizer keeps a master copy
+
+
+def cut_of(pieces: Pieces) -> Cut:
+    return Cut(pieces.ranks, pieces.rank, pieces.fingerprint)
+
+
+def gather(pieces: Pieces, slices: Tree, like: Tree) -> Tree:
+    """The whole parameters, from every rank's slices.
+
+    Args:
+        slices: This rank's slices.
+        like: A tree of the structure of the parameters.
+    """
+    own, whole = named_leaves(slices), {}
+    for k in range(len(pieces.buckets)):
+        whole.update(pieces.leaves(k, _from_all(pieces.pack_own(k, own), pieces, pieces.sizes(k))))
+    return map_with_path(lambda path, _: whole[path], like)
+
+
+def gather_changes(pieces: Pieces, slices: Tree, params: Tree, codec: Codec, step: int) -> Tree:
+    """The whole parameters, moved by the encoded changes of every rank's slices.
+
+    Every rank, the owner included, adds the decoded changes, so all have equal parameters. What the code loses is in
+    the next change, since that starts from these parameters.
+
+    Args:
+        slices: The exact new values of this rank's slices, in the dtype of the parameters or a wider one.
+        params: The old parameters, equal on all ranks.
+        step: It keys the random bits of a stochastic codec.
+    """
+    own, old, new = named_leaves(slices), named_leaves(params), {}
+    codec = codec.keyed(0, step) if codec.stochastic and codec.key is None else codec
+    before = named_leaves(pieces.own(params))
+    for k in range(len(pieces.buckets)):
+        changes = pieces.pack_own(
+            k, {path: (own[path] - old_.to(own[path].dtype)).float() for path, old_ in before.items()}
+        )
+        sizes = pieces.sizes(k)
+        codes = encode_rows(codec, changes.unsqueeze(0), axis_index(pieces.axis))[0]
+        data = _from_all(codes, pieces, tuple(map(codec.width, sizes)))
+        moved = pieces.leaves(k, decode_pieces(codec, data, sizes))
+        new.update({path: (widened(old[path]) + change).to(old[path].dtype) for path, change in moved.items()})
+    return map_with_path(lambda path, _: new[path], params)
+
+
+def _from_all(own: Tensor, pieces: Pieces, sizes: tuple[int, ...]) -> Tensor:
+    """The pieces of all ranks, one after the other."""
+    if pieces.ranks == 1:
+        return own
+    given = (sizes[pieces.rank],) * pieces.ranks
+    return all_to_all_single(own.repeat(pieces.ranks), pieces.axis, input_split_sizes=given, output_split_sizes=sizes)
+
+
+def coded_scatter(term: Term, axis: str, out: Tensor | None = None, *, sizes: tuple[int, ...]) -> Reduced:
+    """As `coded_mean`, but `mean` has only this rank's part of it, and is not sent to the others.
+
+    Args:
+        sizes: The number of floats for each rank.
+    """
+    del out
+    note(axis, f"{term.floats.numel()} floats")
+    here, ranks = int(axis_index(axis)), len(sizes)
+    places = [None] * ranks if term.positions is None else term.positions.unsqueeze(0).split(sizes, dim=1)
+    pieces = zip(term.floats.unsqueeze(0).split(sizes, dim=1), places, strict=True)
+    codes = [encode_rows(term.codec, piece, here, positions=where) for piece, where in pieces]
+    end = term.ends(1)
+    rows = [row_of(code, end)[0] for code in codes]
+    give, take = list(map(len, rows)), [len(rows[here])] * ranks
+    data = all_to_all_single(torch.cat(rows), axis, input_split_sizes=give, output_split_sizes=take)
+    reduced = weighted_mean(term, axis, data.view(ranks, take[here]), sizes[here])
+    if term.times is None:
+        return reduced
+    return with_error(reduced, term, decode_pieces(term.codec, torch.cat(codes, dim=1)[0], sizes))
+
+
+@factory
+def scatter_mean(axis: str, over: Over = "weight") -> Transform:
+    """The mean of all ranks' gradients, of which each rank gets the piece that it owns.
+
+    In `fuse` each rank then steps its own piece, with an optimizer state of that piece alone, and gathers the
+    parameters from all ranks. This is ZeRO, stage 1: a step sends as many bytes as with `mean`, and the optimizer's
+    state takes 1 / ranks of the memory.
+
+    The result is a tree with the paths of `grads`. Of each leaf it has the slice in this rank's piece: flat, in logical
+    order, empty where no part of the leaf is in the piece. Parameters whose optimizer needs the whole leaf, such as
+    `muon`, have one owner, which gets the leaf in its shape. Transforms behind it in a chain get slices, of the
+    parameters too; those that look at the whole tree get `extra["sharded_over"]`, over which they must sum.
+
+    Pieces are cut from buckets at multiples of 64 bytes. `fuse` and `fjoin.train_step` cut the same ones. Without
+    `fuse` they are cut from one bucket of all leaves.
+
+    Args:
+        axis: The axis over which gradients are averaged and sharded. `chain(scatter_mean("local"), mean("node"))`
+            shards within a node, and averages between the nodes.
+        over: The divisor; see `mean`.
+
+    Returns:
+        A `Transform` whose `update` returns this rank's slices.
+        State: `MeanState(total, lane)`, as of `mean`. The lane is sent in a small message of its own.
+
+    Raises:
+        TypeError: `axis` is not one name.
+        ValueError: `over` is none of the three.
+        UnboundAxis: at `update`, and at the `init` of a pipeline: nothing binds `axis`.
+
+    Same as: the reduction of ZeRO stage 1, of DeepSpeed and of torch's ZeroRedundancyOptimizer.
+    Source: Rajbhandari et al., ZeRO, arXiv:1910.02054, section 5.1.
+
+    >>> from fjoin import transforms as tx
+    >>> def one_rank(g):
+    ...     hook = tx.scatter_mean("data")
+    ...     return hook.update(g, hook.init(g))[0]
+    >>> tx.simulate(one_rank, {"data": 2}, [torch.arange(18.0), torch.ones(18)])
+    [tensor([0.5000, 1.0000, 1.5000, 2.0000, 2.5000, 3.0000, 3.5000, 4.0000, 4.5000,
+            5.0000, 5.5000, 6.0000, 6.5000, 7.0000, 7.5000, 8.0000]), tensor([8.5000, 9.0000])]
+    """
+    if not isinstance(axis, str):
+        raise TypeError(
+            f"scatter_mean takes the name of one axis, got {axis!r}; shard over one and average over the others: "
+            f"chain(scatter_mean('local'), mean('node'))"
+        )
+    check_over(over)
+
+    def reduce(grads: Tree, share: RankWeight, rider: Rider, call: Call) -> Sums:
+        pieces, of, wire = pieces_here(grads, axis), named_leaves(grads), call.wire
+        found = _sum_rider(of, axis, share, rider) if rider.goes_along else None
+        slices: dict[str, Tensor] = {}
+        sums: list[Tensor] = []
+        scale: Unit = (call.unit or 1.0) if over == "weight" else 1.0
+        if any(lacks_unit(call.unit, leaf) for leaf in of.values()):
+            scale = unit_near(divisor_of(over, found[0] if found else rider.total, axis_size(axis)))
+        for k in range(len(pieces.buckets)):
+            if wire is not None and pieces.ranks > 1:
+                scatter = functools.partial(coded_scatter, sizes=pieces.sizes(k))
+                into = functools.partial(_like, pieces, k, of)
+                given = pieces.with_padding(k, of)
+                slices.update(encoded_mean(given, axis, share, over, rider.without_words(), call, scatter, into).out)
+            else:
+                sums.append(_scatter(pieces, k, share.times(pieces.pack(k, of), scale), axis))
+        total, words = found or (rider.total, no_words())
+        divisor = nonzero_or_one(divisor_of(over, total, axis_size(axis)))
+        for k, piece in enumerate(sums):
+            slices.update(pieces.leaves_own(k, _divided(piece, divisor * scale)))
+        kept = pieces.own(grads) if call.persistent else None
+        return Sums(map_with_path(lambda path, _: slices[path], grads), total, words, kept)
+
+    return reduction(axis, over, reduce, fusable=True, scatters=True, takes=("wire", "memory"))
+
+
+def _sum_rider(of: dict[str, Tensor], axis: str, share: RankWeight, rider: Rider) -> tuple[Tensor, Tensor]:
+    """The sums of the factors and of the rider, in a message of their own."""
+    ranks = axis_size(axis)
+    words = rider.words(rider.dtype(of.values()), ranks, device_of(of.values()), share.factor)
+    return first_of(decode_words(psum(words, axis), ranks))
+
+
+def _scatter(pieces: Pieces, k: int, flat: Tensor, axis: str) -> Tensor:
+    """The sum of this rank's piece of a bucket, added in the order of the ranks."""
+    own = pieces.sizes(k)[pieces.rank]
+    rows = all_to_all_single(flat, axis, input_split_sizes=pieces.sizes(k), output_split_sizes=(own,) * pieces.ranks)
+    return sum_in_order(rows.view(pieces.ranks, own).unbind(0))
+
+
+def _divided(piece: Tensor, divisor: Tensor) -> Tensor:
+    if plain(piece) and piece._base is None and piece.dtype.itemsize >= 4:
+        torch._foreach_div_([piece], divisor)
+        return piece
+    return divided(piece, divisor)
+
+
+def _like(pieces: Pieces, k: int, given: dict[str, Tensor], piece: Tensor) -> dict[str, Tensor]:
+    """Path -> slice of this rank's piece, in the dtypes of the given leaves."""
+    return {path: part.to(given[path].dtype) for path, part in pieces.leaves_own(k, piece).items()}

@@ -1,1 +1,0 @@
-"""Rematerialisation: activations computed again in the backward pass, or kept elsewhere, under every transform."""

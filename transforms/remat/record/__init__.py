@@ -1,1 +1,0 @@
-"""The record of the first run of a block."""

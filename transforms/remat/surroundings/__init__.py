@@ -1,1 +1,0 @@
-"""What a block depends on beside its arguments."""

@@ -1,1 +1,0 @@
-"""Which values a block keeps for its backward pass, and where."""

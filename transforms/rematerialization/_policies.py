@@ -1,0 +1,247 @@
+"""Policies: which results to keep."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from ..base import text
+
+
+class Keep(enum.Enum):
+    """What happens to a value between the forward and the backward pass."""
+
+    RECOMPUTE = "recompute"
+    SAVE = "save"
+    OFFLOAD = "offload"
+
+
+# From an operation of ATen and its arguments to whether to keep its result: a `Keep`, or a bool. True is SAVE, or OFFLOAD
+# where `remat` is told where to.
+Policy: TypeAlias = Callable[..., "Keep | bool"]
+
+
+class Named:
+    """A policy by the names that `checkpoint_name` gives, and one for operations."""
+
+    of_name: Callable[[str], Keep | bool]
+    offloads: bool
+
+    def __init__(
+        self,
+        words: str,
+        of_name: Callable[[str], Keep | bool],
+        of_op: Policy = lambda op, *args, **kwargs: False,
+        offloads: bool = False,
+    ) -> None:
+        self._words, self.of_name, self._of_op, self.offloads = words, of_name, of_op, offloads
+
+    def __call__(self, op: Any, *args: Any, **kwargs: Any) -> Keep | bool:
+        return self._of_op(op, *args, **kwargs)
+
+    def __repr__(self) -> str:
+        return self._words
+
+
+def keep_of(policy: Policy, kept: Keep, op: Any, *args: Any, **kwargs: Any) -> Keep:
+    """The policy's choice for an operation; `kept` is what True means.
+
+    Raises:
+        TypeError: it is neither a bool nor a `Keep`.
+    """
+    found = policy(op, *args, **kwargs)
+    if isinstance(found, (Keep, bool)):
+        return _meant(found, kept)
+    raise TypeError(f"a policy must return a bool or a Keep, got {found!r} for {op}")
+
+
+def keep_of_name(policy: Policy, kept: Keep, name: str) -> Keep:
+    """The policy's choice for a name; `kept` is what True means."""
+    return _meant(policy.of_name(name), kept) if isinstance(policy, Named) else Keep.RECOMPUTE
+
+
+def _meant(found: Keep | bool, kept: Keep) -> Keep:
+    return found if isinstance(found, Keep) else kept if found else Keep.RECOMPUTE
+
+
+_aten = torch.ops.aten
+_NO_BATCH = {_aten.mm, _aten.addmm, _aten.mv, _aten.addmv, _aten.dot, _aten.vdot, _aten._int_mm, _aten._scaled_mm}
+_DOTS = _NO_BATCH | {
+    _aten.bmm,
+    _aten.baddbmm,
+    _aten.convolution,
+    _aten._scaled_dot_product_flash_attention,
+    _aten._scaled_dot_product_efficient_attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu,
+    _aten._scaled_dot_product_cudnn_attention,
+}
+
+
+def everything_saveable(op: Any, *args: Any, **kwargs: Any) -> bool:
+    """Keep all values, as without `remat`.
+
+    >>> from fjoin import transforms as tx
+    >>> w = torch.ones(2, 2)
+    >>> torch.func.grad(lambda w: tx.remat(torch.tanh, tx.everything_saveable)(w @ w).sum())(w)
+    tensor([[0.2826, 0.2826],
+            [0.2826, 0.2826]])
+    """
+    return True
+
+
+def nothing_saveable(op: Any, *args: Any, **kwargs: Any) -> bool:
+    """Keep nothing but the arguments.
+
+    >>> from fjoin import transforms as tx
+    >>> w = torch.ones(2, 2)
+    >>> torch.func.grad(lambda w: tx.remat(torch.tanh, tx.nothing_saveable)(w @ w).sum())(w)
+    tensor([[0.2826, 0.2826],
+            [0.2826, 0.2826]])
+    """
+    return False
+
+
+def dots_saveable(op: Any, *args: Any, **kwargs: Any) -> bool:
+    """Keep the results of products of matrices, convolutions and attention.
+
+    >>> from fjoin import transforms as tx
+    >>> w = torch.ones(2, 2)
+    >>> torch.func.grad(lambda w: tx.remat(torch.tanh, tx.dots_saveable)(w @ w).sum())(w)
+    tensor([[0.2826, 0.2826],
+            [0.2826, 0.2826]])
+    """
+    return op.overloadpacket in _DOTS
+
+
+def dots_with_no_batch_dims_saveable(op: Any, *args: Any, **kwargs: Any) -> bool:
+    """Keep the results of products of matrices without batch dimensions, such as those of linear layers.
+
+    >>> from fjoin import transforms as tx
+    >>> w = torch.ones(2, 2)
+    >>> torch.func.grad(lambda w: tx.remat(torch.tanh, tx.dots_with_no_batch_dims_saveable)(w @ w).sum())(w)
+    tensor([[0.2826, 0.2826],
+            [0.2826, 0.2826]])
+    """
+    return op.overloadpacket in _NO_BATCH
+
+
+def save_only_these_names(*names: str) -> Named:
+    """Keep the values that `checkpoint_name` has given one of these names.
+
+    >>> from fjoin import transforms as tx
+    >>> tx.save_only_these_names("a", "b")
+    save_only_these_names('a', 'b')
+    """
+    chosen = _names("save_only_these_names", names)
+    return Named(_call("save_only_these_names", names), lambda name: name in chosen)
+
+
+def save_any_names_but_these(*names: str) -> Named:
+    """Keep the values that `checkpoint_name` has given another name.
+
+    >>> from fjoin import transforms as tx
+    >>> tx.save_any_names_but_these("a")
+    save_any_names_but_these('a')
+    """
+    left = _names("save_any_names_but_these", names)
+    return Named(_call("save_any_names_but_these", names), lambda name: name not in left)
+
+
+def save_from_both_policies(a: Policy, b: Policy) -> Named:
+    """Keep the values that one of two policies keeps.
+
+    >>> from fjoin import transforms as tx
+    >>> tx.save_from_both_policies(tx.save_only_these_names("a"), tx.save_only_these_names("b"))
+    save_from_both_policies(save_only_these_names('a'), save_only_these_names('b'))
+    """
+
+    def of_name(name: str) -> Keep | bool:
+        return _first(policy.of_name(name) for policy in (a, b) if isinstance(policy, Named))
+
+    def of_op(op: Any, *args: Any, **kwargs: Any) -> Keep | bool:
+        return _first(policy(op, *args, **kwargs) for policy in (a, b))
+
+    offloads = any(isinstance(policy, Named) and policy.offloads for policy in (a, b))
+    return Named(f"save_from_both_policies({a!r}, {b!r})", of_name, of_op, offloads)
+
+
+def save_and_offload_only_these_names(
+    *,
+    names_which_can_be_saved: Sequence[str],
+    names_which_can_be_offloaded: Sequence[str],
+    offload_src: str = "device",
+    offload_dst: str = "pinned_host",
+) -> Named:
+    """Keep the values that `checkpoint_name` has given one of these names, some of them elsewhere.
+
+    Args:
+        names_which_can_be_saved: Names of values to keep on their device.
+        names_which_can_be_offloaded: Names of values to keep where `remat(..., offload=)` says, by default in pinned memory.
+        offload_src: "device".
+        offload_dst: "pinned_host"; `remat(..., offload=)` overrides it.
+
+    Raises:
+        ValueError: a name that is in both; another source or destination.
+
+    >>> from fjoin import transforms as tx
+    >>> tx.save_and_offload_only_these_names(names_which_can_be_saved=["a"], names_which_can_be_offloaded=["b"])
+    save_and_offload_only_these_names('a', offload: 'b')
+    """
+    here = "save_and_offload_only_these_names"
+    saved, away = _names(here, tuple(names_which_can_be_saved)), _names(here, tuple(names_which_can_be_offloaded))
+    if saved & away:
+        raise ValueError(f"{here}: {', '.join(sorted(saved & away))} cannot be both saved and offloaded")
+    _check_ends(here, offload_src, offload_dst)
+    words = [*map(repr, names_which_can_be_saved), "offload: " + ", ".join(map(repr, names_which_can_be_offloaded))]
+    return Named(
+        f"{here}({', '.join(words)})",
+        lambda name: Keep.SAVE if name in saved else Keep.OFFLOAD if name in away else Keep.RECOMPUTE,
+        offloads=True,
+    )
+
+
+def offload_dot_with_no_batch_dims(offload_src: str = "device", offload_dst: str = "pinned_host") -> Named:
+    """Keep the results of products of matrices without batch dimensions, elsewhere.
+
+    Args:
+        offload_src: "device".
+        offload_dst: "pinned_host"; `remat(..., offload=)` overrides it.
+
+    Raises:
+        ValueError: another source or destination.
+
+    >>> from fjoin import transforms as tx
+    >>> tx.offload_dot_with_no_batch_dims("device", "pinned_host")
+    offload_dot_with_no_batch_dims('device', 'pinned_host')
+    """
+    here = "offload_dot_with_no_batch_dims"
+    _check_ends(here, offload_src, offload_dst)
+
+    def of_op(op: Any, *args: Any, **kwargs: Any) -> Keep:
+        return Keep.OFFLOAD if op.overloadpacket in _NO_BATCH else Keep.RECOMPUTE
+
+    return Named(_call(here, (offload_src, offload_dst)), lambda name: False, of_op, offloads=True)
+
+
+def _first(found: Iterable[Keep | bool]) -> Keep | bool:
+    return next((keep for keep in found if keep not in (Keep.RECOMPUTE, False)), False)
+
+
+def _check_ends(where: str, src: str, dst: str) -> None:
+    if (src, dst) != ("device", "pinned_host"):
+        raise ValueError(
+            f"{where} offloads from 'device' to 'pinned_host', got {src!r} and {dst!r}; remat(..., offload=) names other places"
+        )
+
+
+def _call(name: str, names: tuple[str, ...]) -> str:
+    return f"{name}({', '.join(map(repr, names))})"
+
+
+def _names(where: str, names: tuple[str, ...]) -> set[str]:
+    for name in names:
+        text(where, name)
+    return set(names)

@@ -1,0 +1,156 @@
+"""`remat`, in eager code and in compiled code."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any, TypeAlias, TypeVar, cast
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from ..base import flag, uncompiled
+from ._functional import How, call
+from ._offload import Offload, store_for
+from ._policies import Keep, Named, Policy, everything_saveable, keep_of, nothing_saveable
+from ._reach import captured
+
+
+def compiled(fn: Callable[..., Any], policy: Policy, preserve_rng: bool, args: Any, kwargs: Any) -> Any:
+    """Call a function in code that is being compiled."""
+    if policy is everything_saveable:
+        return fn(*args, **kwargs)
+    if policy is nothing_saveable:
+        return checkpoint(fn, *args, use_reentrant=False, preserve_rng_state=preserve_rng, **kwargs)
+
+    def of_op(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        keep = keep_of(policy, Keep.SAVE, op, *args, **kwargs)
+        if keep is Keep.OFFLOAD:
+            raise NotImplementedError(
+                f"remat: the policy {policy!r} offloads the result of {op}, which torch.compile cannot; name a place, "
+                f"remat(..., offload=), and the function runs uncompiled"
+            )
+        return CheckpointPolicy.MUST_SAVE if keep is Keep.SAVE else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, of_op)
+    return checkpoint(fn, *args, use_reentrant=False, preserve_rng_state=preserve_rng, context_fn=contexts, **kwargs)
+
+
+_captured = uncompiled(captured)
+
+
+def reaches_state(fn: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+    """Whether a function reaches buffers or other tensors that it may write into; asked when it is compiled.
+
+    torch.compile computes again from what is in a buffer after the write.
+    """
+    modules = tuple(x for x in (*args, *kwargs.values()) if isinstance(x, nn.Module))
+    return _reaches_state(fn, *modules)
+
+
+def _reaches_state(fn: Callable[..., Any], *modules: nn.Module) -> bool:
+    return bool(_captured(fn, *modules).state)
+
+
+_reaches_state._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch._dynamo.assume_constant_result does
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+Runner: TypeAlias = Callable[[Callable[..., Any], Any, Any], Any]  # fn, args, kwargs -> its result
+
+
+def remat(
+    fn: F,
+    policy: Policy | None = None,
+    offload: Offload | None = None,
+    preserve_rng: bool = True,
+) -> F:
+    """A function whose intermediate values are computed again in the backward pass instead of kept.
+
+    It works in plain autograd, for derivatives of derivatives too, under every transform of torch.func, in
+    torch.func.functional_call, and within itself. Results and derivatives are those of `fn`. With forward-mode
+    derivatives of torch.func, `fn` runs once more in the forward pass and nothing is kept.
+
+    - Arguments and results are pytrees, whose leaves need not be tensors. Tensors in attributes of an object that `fn`
+      returns, such as a dataclass, are results too.
+    - Derivatives by tensors that `fn` uses without taking them, such as the parameters of a module, are right too.
+    - The second run has the random numbers, autocast, modes, axes and weight of the first one, and buffers that `fn`
+      writes into, such as those of a BatchNorm, are written once. Attributes, lists, dicts and variables that it changes
+      are afterwards as the first run has left them.
+    - In torch.compile it is torch.utils.checkpoint, whose policies know no names; a function that reaches buffers, or
+      whose values wait elsewhere, is not compiled.
+
+    Args:
+        fn: The function, or a module. It must do the same when it runs again.
+        policy: Which results of operations to keep, by default none: `dots_saveable`, `save_only_these_names(...)` and
+            others by JAX's names, or any function `(op, *args, **kwargs) -> bool` of operations of ATen.
+        offload: Where kept values wait, those arguments included that are results of other operations, but no parameters:
+            "cpu" for pinned memory of the host, with copies on a stream of their own; a codec that rounds to the
+            nearest, such as `int8()`, for fewer bytes in place. By default on their device; what a policy offloads by
+            itself then waits in pinned memory.
+        preserve_rng: Whether to keep the state of torch's random number generators for the second run.
+
+    Returns:
+        A function with the arguments and results of `fn`.
+
+    Raises:
+        TypeError: no function; an `offload` of another type; raised by the call: a result that is an
+            iterator; a torch.Generator used inside.
+        ValueError: a stochastic codec; raised by the call: `fn` writes into an argument; values on the CPU that "cpu"
+            should move.
+        NotImplementedError: in torch.compile, a policy of one's own that offloads.
+        RuntimeError: raised in the backward pass: the second run does something else than the first.
+
+    Source: Chen et al. 2016, https://arxiv.org/abs/1604.06174; jax.checkpoint.
+
+    >>> from fjoin import transforms as tx
+    >>> def loss(w, x):
+    ...     return torch.tanh(x @ w).sum()
+    >>> w, x = torch.ones(2, 2), torch.tensor([[0.5, -0.5]])
+    >>> torch.func.grad(tx.remat(loss, tx.dots_saveable))(w, x)
+    tensor([[ 0.5000,  0.5000],
+            [-0.5000, -0.5000]])
+    """
+    if not callable(fn):
+        raise TypeError(f"remat: fn must be a function, got {fn!r}")
+    run = runner_of(policy, offload, preserve_rng)
+
+    def again(*args: Any, **kwargs: Any) -> Any:
+        return run(fn, args, kwargs)
+
+    names = functools.WRAPPER_ASSIGNMENTS if isinstance(fn, types.FunctionType) else ()
+    return cast(F, functools.update_wrapper(again, fn, names, ()))
+
+
+def runner_of(
+    policy: Policy | None = None,
+    offload: Offload | None = None,
+    preserve_rng: bool = True,
+    early_stop: bool = True,
+) -> Runner:
+    """What calls a function as `remat` with these arguments says.
+
+    Args:
+        policy, offload, preserve_rng: See `remat`.
+        early_stop: Whether a second run in plain autograd ends once it has what gradients use.
+    """
+    if policy is not None and not callable(policy):
+        raise TypeError(f"remat: policy must be a function, got {policy!r}")
+    flag("preserve_rng", preserve_rng)
+    flag("early_stop", early_stop)
+    chosen: Policy = nothing_saveable if policy is None else policy
+    store = None if offload is None else store_for(offload)
+    how = How(chosen, store, preserve_rng, early_stop)
+    moves = offload is not None or isinstance(policy, Named) and policy.offloads
+    eager = uncompiled(call)
+
+    def run(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            if not moves and not reaches_state(fn, args, kwargs):
+                return compiled(fn, chosen, preserve_rng, args, kwargs)
+            return eager(fn, how, args, kwargs)
+        return call(fn, how, args, kwargs)
+
+    return run

@@ -1,1 +1,0 @@
-"""Schedules: hyperparameters as functions of the step."""

@@ -1,1 +1,0 @@
-"""Transforms as data: their names and arguments, as text, as JSON and as a fingerprint."""

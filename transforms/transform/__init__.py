@@ -1,1 +1,0 @@
-"""Transforms, and the context of their calls."""

@@ -1,1 +1,0 @@
-"""Trees of tensors by path, and their checks."""
