@@ -71,9 +71,9 @@ def make(size: str, kind: str, transport: str) -> Callable[[], None]:
     pipelines = {
         "train_step": tx.fuse(tx.mean("data"), tx.adamw(1e-3)),
         "clip": tx.fuse(tx.chain(tx.mean("data"), tx.clip_by_global_norm(1.0)), tx.adamw(1e-3)),
-        "int8": tx.fuse(tx.error_feedback(tx.quantized_mean("data", tx.int8())), tx.adamw(1e-3)),
+        "int8": tx.fuse(tx.error_feedback(tx.compress(tx.int8(), tx.mean("data"))), tx.adamw(1e-3)),
         "zero": tx.zero(tx.mean("data"), tx.adamw(1e-3), "data"),
-        "local": tx.local_sgd(tx.adamw(1e-3), "data", 4),
+        "local": tx.local_sgd(tx.adamw(1e-3), tx.mean("data"), 4),
     }
     pipeline = pipelines.get(kind, pipelines["train_step"])
     if kind == "registered":

@@ -22,8 +22,8 @@ from fjoin.groups import GroupAxis
 HOOKS: dict[str, Callable[[], Any]] = {
     "mean": lambda: tx.mean("data"),
     "clipped": lambda: tx.chain(tx.mean("data"), tx.clip_by_global_norm(1.0)),
-    "bf16": lambda: tx.cast(torch.bfloat16, tx.mean("data")),
-    "int8 fed back": lambda: tx.error_feedback(tx.quantized_mean("data", tx.int8())),
+    "bf16": lambda: tx.compress(torch.bfloat16, tx.mean("data")),
+    "int8 fed back": lambda: tx.error_feedback(tx.compress(tx.int8(), tx.mean("data"))),
     "power_sgd": lambda: tx.error_feedback(tx.power_sgd("data", 4)),
     "masked": lambda: tx.masked(tx.mean("data"), "*.weight"),
     "left out": lambda: tx.skip_if_nonfinite(tx.mean("data")),

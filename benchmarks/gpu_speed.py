@@ -77,7 +77,7 @@ def _variants(args: Any, mesh: Any, small: bool) -> dict[str, Callable[[], Calla
         "fjoin, 25 MiB": lambda: ours(25, mean, adamw),
         "schedule": lambda: ours(25, mean, tx.adamw(tx.warmup_cosine(1e-4, 10, 1000))),
         "clip": lambda: ours(25, tx.chain(mean, tx.clip_by_global_norm(1.0)), adamw),
-        "bf16 wire": lambda: ours(25, tx.cast(torch.bfloat16, mean), adamw),
+        "bf16 wire": lambda: ours(25, tx.compress(torch.bfloat16, mean), adamw),
         "zero": lambda: ours(25, tx.scatter_mean("data"), adamw),
     }
 

@@ -46,7 +46,7 @@ class Method(NamedTuple):
 
 
 def _reduction(wire: tx.Codec | None) -> tx.Transform:
-    return tx.mean("data") if wire is None else tx.error_feedback(tx.quantized_mean("data", wire))
+    return tx.mean("data") if wire is None else tx.error_feedback(tx.compress(wire, tx.mean("data")))
 
 
 def _post_local(period: int) -> Method:
@@ -54,8 +54,14 @@ def _post_local(period: int) -> Method:
 
     def make(inner: tx.Optimizer, steps: int, rate: Any, wire: tx.Codec | None) -> tx.Pipeline:
         warmup = steps // WARMUP
-        local = tx.post_local_sgd(inner, "data", every=period, warmup_steps=warmup, wire=wire)
-        return tx.fuse(tx.switch_after(warmup, _reduction(wire), tx.noop()), inner, local.after)
+        local = tx.post_local_sgd(
+            inner,
+            tx.error_feedback(tx.compress(wire, tx.mean("data"))),
+            every=period,
+            warmup_steps=warmup,
+            hook=tx.mean("data"),
+        )
+        return tx.fuse(tx.switch_after(warmup, _reduction(wire), tx.identity()), inner, local.after)
 
     return Method(make, period)
 
@@ -63,7 +69,7 @@ def _post_local(period: int) -> Method:
 def _diloco(period: int, **streaming: Any) -> Method:
     def make(inner: tx.Optimizer, steps: int, rate: Any, wire: tx.Codec | None) -> tx.Pipeline:
         outer = tx.sgd(rate, momentum=0.9, nesterov=True)
-        return tx.diloco(inner, "data", every=period, outer=outer, wire=wire, **streaming)
+        return tx.diloco(inner, _reduction(wire), every=period, outer=outer, **streaming)
 
     return Method(make, period, streaming.get("fragments", 1), f"DiLoCo, H = {period}")
 

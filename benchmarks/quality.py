@@ -37,7 +37,7 @@ class Method(NamedTuple):
 
 
 def _coded(codec: tx.Codec) -> tx.Transform:
-    return tx.quantized_mean("data", codec)
+    return tx.compress(codec, tx.mean("data"))
 
 
 def _fed(codec: tx.Codec) -> tx.Transform:

@@ -125,7 +125,9 @@ def ddp_local(name: str, batch: Any, mesh: Any, ours: bool = False) -> Variant:
 def ours_local(name: str, batch: Any, mesh: Any) -> Variant:
     """Our local SGD with the schedule of torch's averager."""
     loss_fn, params, _ = pieces(name, tx.adamw(LR))
-    pipeline = tx.fuse(tx.noop(), tx.adamw(LR), after=tx.average_every(PERIOD, "data", over="world"))
+    pipeline = tx.fuse(
+        tx.identity(), tx.adamw(LR), after=tx.every(PERIOD, tx.average_parameters("data", over="world"), first=0)
+    )
     step = fjoin.train_step(loss_fn, pipeline, mesh=mesh)
     state = step.init(params)
     del params
@@ -232,7 +234,7 @@ def donate(name: str, batch: Any, mesh: Any, sgd: bool = False) -> Variant:
 
 def power_sgd(cast: torch.dtype | None = None) -> tx.Transform:
     hook = tx.power_sgd("data", 4)
-    return tx.error_feedback(hook if cast is None else tx.cast(cast, hook))
+    return tx.error_feedback(hook if cast is None else tx.compress(cast, hook))
 
 
 def compute(name: str, batch: Any, mesh: Any) -> Variant:
@@ -347,11 +349,11 @@ MAKE: dict[str, Callable[..., Variant]] = {
     "ours": ours,
     "ddp bf16": lambda *a: ddp(*a, hook="bf16"),
     "ddp bf16 5": lambda *a: ddp(*a, hook="bf16", bucket_cap_mb=5),
-    "ours bf16": lambda *a: ours(*a, hook=tx.cast(torch.bfloat16, tx.mean("data"))),
-    "ours int8": lambda *a: ours(*a, hook=tx.quantized_mean("data", tx.int8())),
-    "ours int8, pages given back": lambda *a: pages_given_back(*a, hook=tx.quantized_mean("data", tx.int8())),
-    "ours int8 fed back": lambda *a: ours(*a, hook=tx.error_feedback(tx.quantized_mean("data", tx.int8()))),
-    "ours int4": lambda *a: ours(*a, hook=tx.quantized_mean("data", tx.int4())),
+    "ours bf16": lambda *a: ours(*a, hook=tx.compress(torch.bfloat16, tx.mean("data"))),
+    "ours int8": lambda *a: ours(*a, hook=tx.compress(tx.int8(), tx.mean("data"))),
+    "ours int8, pages given back": lambda *a: pages_given_back(*a, hook=tx.compress(tx.int8(), tx.mean("data"))),
+    "ours int8 fed back": lambda *a: ours(*a, hook=tx.error_feedback(tx.compress(tx.int8(), tx.mean("data")))),
+    "ours int4": lambda *a: ours(*a, hook=tx.compress(tx.int4(), tx.mean("data"))),
     # One bucket, since torch's hook hangs on gloo with several.
     "ddp power": lambda *a: ddp(*a, hook="power", bucket_cap_mb=10**4),
     "ddp power batched": lambda *a: ddp(*a, hook="power, batched", bucket_cap_mb=10**4),

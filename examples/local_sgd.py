@@ -22,7 +22,7 @@ def loss_fn(params, batch):
 
 
 outer = tx.sgd(OUTER_LR, momentum=MOMENTUM, nesterov=True)
-pipeline = tx.diloco(tx.adamw(_small.LEARNING_RATE), "data", every=EVERY, outer=outer)
+pipeline = tx.diloco(tx.adamw(_small.LEARNING_RATE), tx.mean("data"), every=EVERY, outer=outer)
 step = fjoin.train_step(loss_fn, pipeline, weight=lambda batch: len(batch[1]))  # ranks count by their samples
 state = step.init(params)
 for batch in step.join(_small.make_batches(rank)):

@@ -24,7 +24,7 @@ def loss_fn(params, batch):
 
 def make_step():
     outer = tx.sgd(OUTER_LR, momentum=MOMENTUM, nesterov=True)
-    pipeline = tx.diloco(tx.adamw(_small.LEARNING_RATE), "data", every=EVERY, outer=outer)
+    pipeline = tx.diloco(tx.adamw(_small.LEARNING_RATE), tx.mean("data"), every=EVERY, outer=outer)
     return fjoin.train_step(loss_fn, pipeline, weight=lambda batch: len(batch[1]))
 
 

@@ -131,7 +131,7 @@ def auto_quantize(
 
     - A rank's message to another rank is one row of bytes, which the receiver can decode without other rows.
     - Every value is encoded once, by its sender. A reduction is taken in float32.
-    - On three ranks and more all_reduce encodes its result again, and takes two messages as `tx.quantized_mean` does;
+    - On three ranks and more all_reduce encodes its result again, and takes two messages as `tx.compress` does;
       all ranks get the same result to the bit.
     - A single rank encodes nothing.
 

@@ -13,6 +13,7 @@ TWO, THREE, NODES = {"data": 2}, {"data": 3}, {"node": 2, "local": 2}
 MEAN, SCATTER = tx.mean("data"), tx.scatter_mean("data")
 SGD, MOMENTUM, ADAM = tx.sgd(0.1), tx.sgd(0.1, momentum=0.9, weight_decay=0.1), tx.adamw(0.05)
 EVERY = tx.every(2, tx.mean("data"))
+ALL = tx.mean(("node", "local"))
 
 
 class Row(NamedTuple):
@@ -68,10 +69,10 @@ ROWS: dict[str, Row] = {
     "PowerSGD": _of(tx.error_feedback(tx.power_sgd("data", min_compression_rate=0.5)), SGD),
     "hierarchical": _of(tx.hierarchical_mean("local", "node"), axes=NODES, whole=True),
     "average": _of(MEAN, after=EVERY, whole=True),
-    "local SGD": Row(lambda: tx.local_sgd(MOMENTUM, "data", 2)),
-    "local SGD, averaged states": Row(lambda: tx.local_sgd(MOMENTUM, "data", 2, state="average")),
-    "post-local SGD": Row(lambda: tx.post_local_sgd(MOMENTUM, ("node", "local"), 2, 1, local="local"), NODES),
-    "DiLoCo": Row(lambda: tx.diloco(MOMENTUM, "data", 2, tx.sgd(0.7, momentum=0.9, nesterov=True))),
-    "DiLoCo, streaming": Row(lambda: tx.diloco(MOMENTUM, "data", 2, SGD, fragments=2, delay=1, mix=0.5)),
+    "local SGD": Row(lambda: tx.local_sgd(MOMENTUM, tx.mean("data"), 2)),
+    "local SGD, averaged states": Row(lambda: tx.local_sgd(MOMENTUM, tx.mean("data"), 2, state="average")),
+    "post-local SGD": Row(lambda: tx.post_local_sgd(MOMENTUM, tx.mean("node"), 2, 1, hook=ALL, local=tx.mean("local")), NODES),
+    "DiLoCo": Row(lambda: tx.diloco(MOMENTUM, tx.mean("data"), 2, tx.sgd(0.7, momentum=0.9, nesterov=True))),
+    "DiLoCo, streaming": Row(lambda: tx.diloco(MOMENTUM, tx.mean("data"), 2, SGD, fragments=2, delay=1, mix=0.5)),
     "moving average": _of(MEAN, after=tx.ema(0.9), whole=True),
 }  # fmt: skip

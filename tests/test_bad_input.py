@@ -165,7 +165,7 @@ TRANSFORMS: dict[str, Case] = {
     **{
         f"{make.__name__}({axis!r})": (lambda make=make, axis=axis: make(axis), kind, (text,))
         for make in (tx.mean, tx.sum_over, tx.average_buffers, tx.broadcast_buffers,
-                     tx.power_sgd, tx.batched_power_sgd, tx.broadcast_from_last, lambda axis: tx.quantized_mean(axis, tx.int8()))
+                     tx.power_sgd, tx.batched_power_sgd, tx.broadcast_from_last, lambda axis: tx.compress(tx.int8(), tx.mean(axis)))
         for axis, kind, text in ((3, TypeError, "got 3"), (None, TypeError, "got None"), (["data"], TypeError, "['data']"),
                                  (TWICE, ValueError, "('data', 'data') names an axis twice"), ((), ValueError, "at least one axis"))
     },

@@ -30,34 +30,42 @@ TRANSFORMS: dict[str, list[Callable[[], tx.Transform]]] = {
     "accumulate": [
         lambda: tx.accumulate(2, tx.mean("data")),
         lambda: tx.accumulate(1, tx.mean("data")),
-        lambda: tx.accumulate(2, tx.error_feedback(tx.quantized_mean("data", tx.int8()))),
+        lambda: tx.accumulate(2, tx.error_feedback(tx.compress(tx.int8(), tx.mean("data")))),
     ],
-    # With over="world" the parameters of a rank without input count too.
-    "average_every": [lambda: tx.average_every(2, "data", 1), lambda: tx.average_every(1, "data", over="live")],
     "average_parameters": [
         lambda: tx.average_parameters("data"),
         lambda: tx.average_parameters("data", over="live"),
         lambda: tx.average_parameters(("node", "local")),
+        lambda: tx.every(2, tx.average_parameters("data"), first=1),
+        lambda: tx.every(1, tx.average_parameters("data", over="live"), first=0),
+        lambda: tx.chain(
+            tx.every(1, tx.average_parameters("local"), first=0, except_every=2),
+            tx.every(2, tx.average_parameters(("node", "local")), first=0),
+        ),
     ],
     "ema": [lambda: tx.ema(0.9), lambda: tx.chain(tx.average_parameters("data"), tx.ema(0.5))],
-    "hierarchical_average": [lambda: tx.hierarchical_average({1: "local", 2: ("node", "local")})],
     "outer_step": [
         lambda: tx.outer_step(tx.mean("data"), tx.sgd(0.7, momentum=0.9, nesterov=True)),
-        lambda: tx.outer_step(tx.mean("data"), tx.sgd(0.7), steps=2, delay=1, mix=0.5),
-        lambda: tx.outer_step(tx.error_feedback(tx.quantized_mean("data", tx.int8(block=4))), tx.adam(0.1), 2, first=0),
+        lambda: tx.outer_step(tx.mean("data"), tx.sgd(0.7), delay=1, mix=0.5, every=2),
+        lambda: tx.outer_step(
+            tx.error_feedback(tx.compress(tx.int8(block=4), tx.mean("data"))), tx.adam(0.1), 2, first=0
+        ),
     ],
     "average_buffers": [lambda: tx.average_buffers("data")],
     "broadcast_buffers": [lambda: tx.broadcast_buffers("data")],
-    "cast": [
-        lambda: tx.cast(torch.bfloat16, tx.mean("data")),
-        lambda: tx.cast(torch.float16, tx.chain(tx.clip_by_value(0.5), tx.mean("data", over="live"))),
-        lambda: tx.cast(torch.float32, tx.sum_over("data")),
-    ],
     "compress": [
         lambda: tx.compress(tx.int8(), tx.mean("data", over="world")),
         lambda: tx.compress(tx.bfloat16(), tx.partition({"layer.*": tx.mean("data"), "*": tx.sum_over("data")})),
         lambda: tx.compress(tx.qsgd(127), tx.chain(tx.mean("data"), tx.clip_by_value(0.5))),
         lambda: tx.compress(tx.bfloat16(stochastic=True), tx.mean("data"), seed=2),
+        lambda: tx.compress(torch.bfloat16, tx.mean("data")),
+        lambda: tx.compress(torch.float16, tx.chain(tx.clip_by_value(0.5), tx.mean("data", over="live"))),
+        lambda: tx.compress(torch.float32, tx.sum_over("data")),
+        lambda: tx.compress(tx.int8(block=4), tx.mean("data")),
+        lambda: tx.compress(tx.int4(block=4), tx.mean("data", over="live")),
+        lambda: tx.compress(tx.fp8(), tx.mean("data")),
+        lambda: tx.compress(tx.int8(stochastic=True), tx.mean("data"), seed=3),
+        lambda: tx.compress(tx.top_k(0.5), tx.mean("data")),
     ],
     "hierarchical_mean": [
         lambda: tx.hierarchical_mean("local", "node"),
@@ -68,24 +76,17 @@ TRANSFORMS: dict[str, list[Callable[[], tx.Transform]]] = {
         lambda: tx.error_feedback(tx.hierarchical_mean("local", "node", tx.int8(block=4))),
     ],
     "error_feedback": [
-        lambda: tx.error_feedback(tx.quantized_mean("data", tx.int8(block=4))),
-        lambda: tx.error_feedback(tx.cast(torch.bfloat16, tx.mean("data", over="world")), without_input="flush"),
+        lambda: tx.error_feedback(tx.compress(tx.int8(block=4), tx.mean("data"))),
+        lambda: tx.error_feedback(tx.compress(torch.bfloat16, tx.mean("data", over="world")), without_input="flush"),
         lambda: tx.error_feedback(
-            tx.partition({"layer.*": tx.quantized_mean("data", tx.int4()), "*": tx.mean("data")})
+            tx.partition({"layer.*": tx.compress(tx.int4(), tx.mean("data")), "*": tx.mean("data")})
         ),
     ],
     "dgc": [lambda: tx.dgc("data", k=0.3, clip=1.0), lambda: tx.dgc("data", nesterov=True, warmup=2, over="live")],
     "ef21": [
-        lambda: tx.ef21(tx.quantized_mean("data", tx.int8(block=4))),
-        lambda: tx.ef21(tx.cast(torch.bfloat16, tx.mean("data", over="live")), without_input="flush"),
+        lambda: tx.ef21(tx.compress(tx.int8(block=4), tx.mean("data"))),
+        lambda: tx.ef21(tx.compress(torch.bfloat16, tx.mean("data", over="live")), without_input="flush"),
         lambda: tx.ef21(tx.compress(tx.top_k(0.5), tx.sum_over("data"))),
-    ],
-    "quantized_mean": [
-        lambda: tx.quantized_mean("data", tx.int8(block=4)),
-        lambda: tx.quantized_mean("data", tx.int4(block=4), over="live"),
-        lambda: tx.quantized_mean("data", tx.fp8()),
-        lambda: tx.quantized_mean("data", tx.int8(stochastic=True), seed=3),
-        lambda: tx.quantized_mean("data", tx.top_k(0.5)),
     ],
     "power_sgd": [
         lambda: tx.power_sgd("data", min_compression_rate=1.0),
@@ -100,15 +101,15 @@ TRANSFORMS: dict[str, list[Callable[[], tx.Transform]]] = {
         lambda: tx.batched_power_sgd("data", min_compression_rate=1.0),
         lambda: tx.batched_power_sgd("data", min_compression_rate=1.0, warm_start=False, over="live"),
         lambda: tx.error_feedback(tx.batched_power_sgd("data", min_compression_rate=1.0, start=1), "flush"),
-        lambda: tx.cast(torch.bfloat16, tx.batched_power_sgd("data", min_compression_rate=1.0, over="world")),
+        lambda: tx.compress(torch.bfloat16, tx.batched_power_sgd("data", min_compression_rate=1.0, over="world")),
     ],
     "chain": [
         lambda: tx.chain(tx.mean("data"), tx.clip_by_global_norm(0.5)),
         lambda: tx.chain(tx.clip_by_value(0.5), tx.sum_over("data")),
         lambda: tx.chain(tx.mean("data"), tx.mean("data", over="live")),
-        lambda: tx.chain(tx.stateless(_to_norm_one), tx.quantized_mean("data", tx.int8(block=4))),
-        lambda: tx.every(2, tx.chain(tx.stateless(_to_norm_one), tx.quantized_mean("data", tx.int8(block=4)))),
-        lambda: tx.error_feedback(tx.chain(tx.stateless(_to_norm_one), tx.quantized_mean("data", tx.int8(block=4)))),
+        lambda: tx.chain(tx.stateless(_to_norm_one), tx.compress(tx.int8(block=4), tx.mean("data"))),
+        lambda: tx.every(2, tx.chain(tx.stateless(_to_norm_one), tx.compress(tx.int8(block=4), tx.mean("data")))),
+        lambda: tx.error_feedback(tx.chain(tx.stateless(_to_norm_one), tx.compress(tx.int8(block=4), tx.mean("data")))),
     ],
     "clip_by_global_norm": [
         lambda: tx.clip_by_global_norm(0.5),
@@ -128,7 +129,6 @@ TRANSFORMS: dict[str, list[Callable[[], tx.Transform]]] = {
         lambda: tx.masked(tx.every(2, tx.mean("data")), "layer.weight"),
     ],
     "mean": [lambda: tx.mean("data"), lambda: tx.mean("data", over="live"), lambda: tx.mean("data", over="world")],
-    "noop": [tx.noop],
     "one_bit_adam": [lambda: tx.one_bit_adam("data", 1), lambda: tx.one_bit_adam("data", 2, over="live")],
     "partition": [
         lambda: tx.partition({"layer.*": tx.mean("data"), "*": tx.sum_over("data")}),
@@ -141,6 +141,6 @@ TRANSFORMS: dict[str, list[Callable[[], tx.Transform]]] = {
     "switch_after": [
         lambda: tx.switch_after(1, tx.mean("data"), tx.sum_over("data")),
         lambda: tx.switch_after(2, tx.identity(), tx.mean("data")),
-        lambda: tx.switch_after(2, tx.stateless(_to_norm_one), tx.quantized_mean("data", tx.int8(block=4))),
+        lambda: tx.switch_after(2, tx.stateless(_to_norm_one), tx.compress(tx.int8(block=4), tx.mean("data"))),
     ],
 }

@@ -4,11 +4,10 @@ kinds        Transform  Call  Optimizer  Pipeline  Schedule  Reduction  Period  
 combine      chain  identity  stateless  masked  partition  fuse
 when         switch_after  every  accumulate  skip_if_nonfinite  dynamic_loss_scale
 clip         clip_by_global_norm  clip_by_value
-agree        mean  sum_over  noop  average_buffers  broadcast_buffers
+agree        mean  sum_over  average_buffers  broadcast_buffers
 shard        scatter_mean  zero
-local SGD    local_sgd  post_local_sgd  diloco  ema  ema_params  outer_step  average_parameters  average_every
-             hierarchical_average  average_state
-wire         cast  compress  quantized  quantized_mean  error_feedback  ef21  dgc  one_bit_adam  power_sgd
+local SGD    local_sgd  post_local_sgd  diloco  ema  ema_params  outer_step  average_parameters  average_state
+wire         compress  quantized  error_feedback  ef21  dgc  one_bit_adam  power_sgd
              batched_power_sgd  hierarchical_mean
 codecs       Codec  Noise  bfloat16  bfp16  float16  float32  fp8  int8  uint8  int4  qsgd  sign  top_k
 join, layers  JoinHook  broadcast_from_last  last_joiner  current_weight  current_call  sync_batch_norm  convert_sync_batchnorm
@@ -34,13 +33,11 @@ from .averaging import (
     AverageState as AverageState,
     EmaState as EmaState,
     OuterState as OuterState,
-    average_every as average_every,
     average_parameters as average_parameters,
     average_state as average_state,
     diloco as diloco,
     ema as ema,
     ema_params as ema_params,
-    hierarchical_average as hierarchical_average,
     local_sgd as local_sgd,
     outer_step as outer_step,
     post_local_sgd as post_local_sgd,
@@ -193,18 +190,15 @@ from .reductions import (
     PowerSGDState as PowerSGDState,
     ShardState as ShardState,
     batched_power_sgd as batched_power_sgd,
-    cast as cast,
     compress as compress,
     dgc as dgc,
     ef21 as ef21,
     error_feedback as error_feedback,
     hierarchical_mean as hierarchical_mean,
     mean as mean,
-    noop as noop,
     one_bit_adam as one_bit_adam,
     power_sgd as power_sgd,
     quantized as quantized,
-    quantized_mean as quantized_mean,
     scatter_mean as scatter_mean,
     sum_over as sum_over,
 )

@@ -17,8 +17,8 @@ from ..groups import Mesh, nested_mesh, world_size
 from ..transforms.axes import names
 from ..transforms.base import AxisName, Over, Transform, check_over, flag, whole_number
 from ..transforms.codecs import uint8
-from ..transforms.combinators import switch_after
-from ..transforms.reductions import batched_power_sgd, cast, error_feedback, mean, noop, power_sgd, quantized_mean
+from ..transforms.combinators import identity, switch_after
+from ..transforms.reductions import batched_power_sgd, compress, error_feedback, mean, power_sgd
 
 
 @dataclass(frozen=True)
@@ -120,9 +120,9 @@ def fp16_compress_hook(*, axis: AxisName = "data", over: Over = "world") -> Tran
     Same as: torch's fp16_compress_hook, DDPCommHookType.FP16_COMPRESS, which makes infinity of 1e5.
 
     >>> fjoin.ddp.fp16_compress_hook()
-    cast(torch.float16, mean('data', over='world'))
+    compress(torch.float16, mean('data', over='world'))
     """
-    return cast(torch.float16, mean(axis, over))
+    return compress(torch.float16, mean(axis, over))
 
 
 def bf16_compress_hook(*, axis: AxisName = "data", over: Over = "world") -> Transform:
@@ -133,9 +133,9 @@ def bf16_compress_hook(*, axis: AxisName = "data", over: Over = "world") -> Tran
     Same as: torch's bf16_compress_hook, DDPCommHookType.BF16_COMPRESS, which needs NCCL.
 
     >>> fjoin.ddp.bf16_compress_hook()
-    cast(torch.bfloat16, mean('data', over='world'))
+    compress(torch.bfloat16, mean('data', over='world'))
     """
-    return cast(torch.bfloat16, mean(axis, over))
+    return compress(torch.bfloat16, mean(axis, over))
 
 
 def quantization_pertensor_hook(*, axis: AxisName = "data", over: Over = "world") -> Transform:
@@ -149,7 +149,7 @@ def quantization_pertensor_hook(*, axis: AxisName = "data", over: Over = "world"
     >>> fjoin.ddp.quantization_pertensor_hook()
     compress(uint8(), mean('data', over='world'))
     """
-    return quantized_mean(axis, uint8(), over)
+    return compress(uint8(), mean(axis, over))
 
 
 def quantization_perchannel_hook(bucket_size: int = 512, *, axis: AxisName = "data", over: Over = "world") -> Transform:
@@ -167,7 +167,7 @@ def quantization_perchannel_hook(bucket_size: int = 512, *, axis: AxisName = "da
     >>> fjoin.ddp.quantization_perchannel_hook()
     compress(uint8(block=512), mean('data', over='world'))
     """
-    return quantized_mean(axis, uint8(whole_number("bucket_size", bucket_size, 1)), over)
+    return compress(uint8(whole_number("bucket_size", bucket_size, 1)), mean(axis, over))
 
 
 def noop_hook() -> Transform:
@@ -176,9 +176,9 @@ def noop_hook() -> Transform:
     Same as: torch's noop_hook, DDPCommHookType.NOOP.
 
     >>> fjoin.ddp.noop_hook()
-    noop()
+    identity()
     """
-    return noop()
+    return identity()
 
 
 def post_localSGD_hook(
@@ -216,7 +216,7 @@ def post_localSGD_hook(
     if isinstance(start_localSGD_iter, PostLocalSGDState):
         post_local_gradient_allreduce = start_localSGD_iter.post_local_gradient_allreduce
         start_localSGD_iter = start_localSGD_iter.start_localSGD_iter
-    later = mean(subgroup, over) if post_local_gradient_allreduce else noop()
+    later = mean(subgroup, over) if post_local_gradient_allreduce else identity()
     return switch_after(start_localSGD_iter, mean(axis, over), later)
 
 

@@ -337,7 +337,7 @@ def register(model: DistributedDataParallel, what: Transform | Pipeline, mesh: M
         A `Handle`.
 
     Warns:
-        UserWarning: on rank 0 of several: nothing in `what` reduces, and no `noop` marks this as intended.
+        UserWarning: on rank 0 of several: nothing in `what` reduces, and no `identity` marks this as intended.
 
     Raises:
         TypeError: `model` is no DistributedDataParallel, `what` neither transform nor pipeline.

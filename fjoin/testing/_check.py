@@ -93,14 +93,14 @@ def check_feedback(make: Callable[[], tx.Transform]) -> None:
       residuals.
 
     Args:
-        make: Makes the mean, for example `quantized_mean`, with no other transform before or after it.
+        make: Makes the mean, for example `compress(codec, mean(axis))`, with no other transform before or after it.
 
     Raises:
         AssertionError: a law is broken; the text begins with its name.
 
     >>> import fjoin
     >>> from fjoin import transforms as tx
-    >>> fjoin.testing.check_feedback(lambda: tx.quantized_mean("data", tx.int8()))
+    >>> fjoin.testing.check_feedback(lambda: tx.compress(tx.int8(), tx.mean("data")))
     """
     _check(make, FEEDBACK_LAWS)
 

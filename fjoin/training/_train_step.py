@@ -155,7 +155,7 @@ class TrainStep:
             A `TrainState` at step 0.
 
         Warns:
-            UserWarning: on rank 0 of several: nothing in the pipeline reduces, and no `noop` marks this as intended.
+            UserWarning: on rank 0 of several: nothing in the pipeline reduces, and no `identity` marks this as intended.
 
         Raises:
             DesyncError: on all ranks: another pipeline, path, shape, dtype or setting on some rank.

@@ -46,7 +46,7 @@ def sharded() -> tx.Pipeline:
 
 def streaming() -> tx.Pipeline:
     """A message begins in the steps 2, 4, 6 and 8, counted from 1, of one half of the parameters, and is used a step later."""
-    return tx.diloco(tx.adamw(0.05), "data", 4, fragments=2, delay=1, mix=0.25)
+    return tx.diloco(tx.adamw(0.05), tx.mean("data"), 4, fragments=2, delay=1, mix=0.25)
 
 
 def mean_and(optimizer: tx.Optimizer, **ends: Any) -> tx.Pipeline:
@@ -56,10 +56,10 @@ def mean_and(optimizer: tx.Optimizer, **ends: Any) -> tx.Pipeline:
 ADAMW, SGD = tx.adamw(0.05), tx.sgd(0.05, momentum=0.9)
 KINDS: dict[str, Kind] = {
     "two axes": Kind(of_two_axes, "pipeline.hook.*.error.*", axes={"node": 2, "local": 2}),
-    "local SGD in its window": Kind(lambda: tx.local_sgd(ADAMW, "data", 3), "pipeline.optimizer"),
+    "local SGD in its window": Kind(lambda: tx.local_sgd(ADAMW, tx.mean("data"), 3), "pipeline.optimizer"),
     "DiLoCo, a message under way": Kind(streaming, "pipeline.after.*.pending.*"),
     "module, int8 feedback": Kind(
-        lambda: tx.fuse(tx.error_feedback(tx.quantized_mean("data", INT8)), ADAMW), "objects.handle.hook.*.error.*", "module"
+        lambda: tx.fuse(tx.error_feedback(tx.compress(INT8, tx.mean("data"))), ADAMW), "objects.handle.hook.*.error.*", "module"
     ),
     "buffers of each rank": Kind(lambda: mean_and(SGD), "buffers", model="norm"),
     "buffers, averaged": Kind(
@@ -75,14 +75,14 @@ KINDS: dict[str, Kind] = {
     ),
     "left out": Kind(lambda: tx.skip_if_nonfinite(mean_and(ADAMW)), "pipeline.skipped", poisoned=(2, 5)),
     "uneven": Kind(
-        lambda: tx.fuse(tx.error_feedback(tx.quantized_mean("data", INT8)), ADAMW), "pipeline.hook.error_feedback#0.error", "loop",
+        lambda: tx.fuse(tx.error_feedback(tx.compress(INT8, tx.mean("data"))), ADAMW), "pipeline.hook.error_feedback#0.error", "loop",
         uneven=True,
     ),
     "frozen, unused": Kind(
         lambda: mean_and(tx.partition({"0.weight": tx.frozen(), "*": ADAMW})), "pipeline.optimizer", model="unused"
     ),
     "moving average behind an average": Kind(
-        lambda: tx.fuse(tx.noop(), ADAMW, after=tx.chain(tx.every(3, tx.average_parameters("data")), tx.ema(0.9))),
+        lambda: tx.fuse(tx.identity(), ADAMW, after=tx.chain(tx.every(3, tx.average_parameters("data")), tx.ema(0.9))),
         "pipeline.after.ema#0",
     ),
 }  # fmt: skip

@@ -28,7 +28,7 @@ STEPS = 400
 
 
 def make_step(mesh: Any = None) -> Any:
-    pipeline = tx.fuse(tx.error_feedback(tx.quantized_mean("data", tx.int8())), tx.adamw(0.01))
+    pipeline = tx.fuse(tx.error_feedback(tx.compress(tx.int8(), tx.mean("data"))), tx.adamw(0.01))
     return fjoin.train_step(
         lambda p, x: ((p["w"] - x).square().sum() + (p["b"] + x[:5]).sum()) / 9, pipeline, mesh=mesh
     )

@@ -14,7 +14,7 @@ from fjoin.checkpoint import _values as _names
 from tests.helpers import raises_text
 
 START = {"layer": {"w": torch.linspace(-1, 1, 12).reshape(3, 4)}, "b": torch.zeros(3)}
-FEEDBACK = tx.error_feedback(tx.quantized_mean("data", tx.int8(block=4)))
+FEEDBACK = tx.error_feedback(tx.compress(tx.int8(block=4), tx.mean("data")))
 
 
 def step_of(hook: tx.Transform, after: tx.Transform | None = None) -> fjoin.TrainStep:
@@ -132,7 +132,7 @@ def test_a_shape_that_changes_between_saves_is_written_as_it_is(tmp_path: Path) 
 ADAM = tx.adam(0.01)
 ANEW = {
     "masters": (tx.fuse(tx.mean("data"), tx.mixed_precision(ADAM)), "pipeline.optimizer", torch.bfloat16),
-    "the anchor of an outer step": (tx.diloco(ADAM, "data", 2), "pipeline.after", torch.float32),
+    "the anchor of an outer step": (tx.diloco(ADAM, tx.mean("data"), 2), "pipeline.after", torch.float32),
     "exact values of slices": (
         tx.zero(tx.mean("data"), ADAM, "data", gather=tx.int8()),
         "pipeline.gather",

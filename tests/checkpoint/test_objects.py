@@ -30,7 +30,7 @@ def made(kind: str) -> dict[str, Any]:
     if kind == "handle":
         return {"model": ddp, "handle": fjoin.ddp.register(ddp, tx.fuse(tx.mean("data"), tx.adamw(0.1)))}
     if kind == "feedback":
-        hook = tx.error_feedback(tx.quantized_mean("data", tx.int8()))
+        hook = tx.error_feedback(tx.compress(tx.int8(), tx.mean("data")))
         return {"model": ddp, "handle": fjoin.ddp.register(ddp, tx.fuse(hook, tx.adamw(0.1)))}
     if kind == "sharded":  # slices of other sizes on the ranks
         return {"model": ddp, "handle": fjoin.ddp.register(ddp, tx.zero(tx.mean("data"), tx.adamw(0.1), "data"))}
@@ -42,7 +42,7 @@ def made(kind: str) -> dict[str, Any]:
         averager = fjoin.PeriodicModelAverager(period=2, warmup_steps=1)
         return {"model": ddp, "optimizer": fjoin.PostLocalSGDOptimizer(local, averager)}
     if kind == "local":
-        return {"model": ddp, "handle": fjoin.ddp.register(ddp, tx.local_sgd(tx.adamw(0.1), "data", 2))}
+        return {"model": ddp, "handle": fjoin.ddp.register(ddp, tx.local_sgd(tx.adamw(0.1), tx.mean("data"), 2))}
     if kind == "torch":
         return {"model": ddp, "optimizer": torch.optim.AdamW(ddp.parameters(), 0.1)}
     if kind == "optimizer":

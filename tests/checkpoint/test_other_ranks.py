@@ -15,7 +15,7 @@ from fjoin import transforms as tx
 from tests.helpers import raises_text
 
 PAIRS = [(before, after) for before in range(1, 9) for after in range(1, 9)]
-INT8 = tx.error_feedback(tx.quantized_mean("data", tx.int8(block=4)))
+INT8 = tx.error_feedback(tx.compress(tx.int8(block=4), tx.mean("data")))
 PIPELINES: dict[str, Any] = {
     "plain": lambda: tx.fuse(tx.mean("data"), tx.adamw(0.01)),
     "zero, muon": lambda: tx.zero(tx.mean("data"), tx.partition({"w": tx.muon(0.02), "b": tx.adamw(0.01)}), "data"),
@@ -26,8 +26,8 @@ PIPELINES: dict[str, Any] = {
     ),
     "skip": lambda: tx.skip_if_nonfinite(tx.fuse(tx.mean("data"), tx.adafactor(0.01))),
     "int8 feedback": lambda: tx.fuse(INT8, tx.sgd(0.1)),
-    "local SGD": lambda: tx.local_sgd(tx.adamw(0.01), "data", 3),
-    "DiLoCo": lambda: tx.diloco(tx.adamw(0.01), "data", 3),
+    "local SGD": lambda: tx.local_sgd(tx.adamw(0.01), tx.mean("data"), 3),
+    "DiLoCo": lambda: tx.diloco(tx.adamw(0.01), tx.mean("data"), 3),
 }
 EXACT = [name for name in PIPELINES if name not in ("int8 feedback", "local SGD", "DiLoCo", "zero, int8 gather")]
 START = {"w": torch.linspace(-1, 1, 40, dtype=torch.float64).view(8, 5), "b": torch.ones(5, dtype=torch.float64)}
@@ -114,12 +114,12 @@ def test_within_a_window_local_sgd_is_refused(tmp_path: Path) -> None:
     assert on("local SGD", 3, tmp_path, 2, 3)[0][0]["w"].shape == (8, 5)
 
 
-INT4 = tx.quantized_mean("data", tx.int4(block=4))
+INT4 = tx.compress(tx.int4(block=4), tx.mean("data"))
 # What becomes of the values of three ranks on two: a mean, a sum, or the value at the start.
 MERGES: dict[str, tuple[Any, dict[str, str]]] = {
     "DGC": (lambda: tx.fuse(tx.dgc("data", k=0.2), tx.sgd(0.1)), {"hook.momentum.w": "mean", "hook.error.w": "sum"}),
     "EF21": (
-        lambda: tx.fuse(tx.ef21(tx.quantized_mean("data", tx.top_k(3))), tx.sgd(0.1)),
+        lambda: tx.fuse(tx.ef21(tx.compress(tx.top_k(3), tx.mean("data"))), tx.sgd(0.1)),
         {"hook.own.w": "start", "hook.place": "start", "hook.whole.w": "mean"},
     ),
     "local SGD": (PIPELINES["local SGD"], {"optimizer.w.exp_avg": "mean", "optimizer.w.exp_avg_sq": "mean"}),
@@ -156,7 +156,7 @@ def test_values_of_ranks_are_merged(name: str, tmp_path: Path) -> None:
 
 
 def test_parameters_that_are_never_averaged_are_refused(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setitem(PIPELINES, "one", lambda: tx.fuse(tx.noop(), tx.sgd(0.1)))
+    monkeypatch.setitem(PIPELINES, "one", lambda: tx.fuse(tx.identity(), tx.sgd(0.1)))
     on("one", 3, tmp_path, 0, CUT)
     raises_text(
         fjoin.CheckpointError, lambda: on("one", 2, tmp_path, CUT, CUT), "params.", "values of their own", "flush"

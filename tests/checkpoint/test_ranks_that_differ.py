@@ -20,7 +20,7 @@ from fjoin.checkpoint import verify
 TIMEOUT_S, ODD = 2.0, 1  # of the mesh; the rank that differs
 START = {"w": torch.linspace(-1, 1, 6)}
 SGD = tx.sgd(0.1, momentum=0.9)
-MEAN, LOCAL = tx.fuse(tx.mean("data"), SGD), tx.local_sgd(SGD, "data", 50)  # steps of the second need not meet
+MEAN, LOCAL = tx.fuse(tx.mean("data"), SGD), tx.local_sgd(SGD, tx.mean("data"), 50)  # steps of the second need not meet
 
 
 def loss_fn(params: Any, x: Tensor) -> Tensor:

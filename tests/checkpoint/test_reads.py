@@ -19,7 +19,7 @@ START = {"w": torch.linspace(-1, 1, BLOCK + 77), "b": torch.ones(5)}
 
 
 def make_step() -> fjoin.TrainStep:
-    hook = tx.error_feedback(tx.quantized_mean("data", tx.int8()))
+    hook = tx.error_feedback(tx.compress(tx.int8(), tx.mean("data")))
     return fjoin.train_step(lambda p, x: sum((v * x).square().sum() for v in p.values()), tx.fuse(hook, tx.adamw(0.1)))
 
 

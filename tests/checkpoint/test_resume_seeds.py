@@ -24,9 +24,9 @@ from tests.transform_table import TRANSFORMS
 INT8 = tx.int8(block=4)
 HOOKS: list[Callable[[], tx.Transform]] = [
     lambda: tx.mean("data"),
-    lambda: tx.error_feedback(tx.quantized_mean("data", INT8)),
+    lambda: tx.error_feedback(tx.compress(INT8, tx.mean("data"))),
     lambda: tx.chain(tx.mean("data"), tx.clip_by_global_norm(0.5)),
-    tx.noop,
+    tx.identity,
 ]
 INNER: list[Callable[[], tx.Optimizer]] = [
     lambda: tx.sgd(0.1, momentum=0.9),
@@ -83,7 +83,7 @@ def random_pipeline(draw: random.Random, kind: str, factory: str, seed: int) -> 
     made, optimizer = TRANSFORMS[factory][seed % len(TRANSFORMS[factory])](), draw.choice(INNER)()
     if factory in OF_BUFFERS:
         return tx.fuse(tx.mean("data"), optimizer), made
-    return tx.fuse(tx.noop(), optimizer, after=made) if factory in AFTER else tx.fuse(made, optimizer), None
+    return tx.fuse(tx.identity(), optimizer, after=made) if factory in AFTER else tx.fuse(made, optimizer), None
 
 
 def tree(run: Run, *seeds: int) -> dict[str, Tensor]:
@@ -162,7 +162,9 @@ def test_a_random_run_goes_on_to_the_bit(name: str, seed: int, tmp_path: Path) -
     check(random_run(name, seed), tmp_path)
 
 
-STEPS = Run(tx.fuse(tx.noop(), tx.sgd(0.1)), {"data": 3}, torch.float32, 1, False, False, {"on_buffers": None}, [], 0)
+STEPS = Run(
+    tx.fuse(tx.identity(), tx.sgd(0.1)), {"data": 3}, torch.float32, 1, False, False, {"on_buffers": None}, [], 0
+)
 
 
 def test_a_rank_that_has_had_no_weight(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from fjoin import transforms as tx
 from fjoin.checkpoint import _save as _rank_file, verify
 from tests.helpers import raises_text
 
-PIPELINE = tx.fuse(tx.error_feedback(tx.quantized_mean("data", tx.int8())), tx.adamw(0.05))
+PIPELINE = tx.fuse(tx.error_feedback(tx.compress(tx.int8(), tx.mean("data"))), tx.adamw(0.05))
 START = {"w": torch.linspace(-1, 1, 6), "b": torch.zeros(())}
 
 

@@ -25,7 +25,7 @@ def _saved(model: Any) -> Any:
 COPIES: dict[str, Callable[[Any], Any]] = {"saved": _saved, "copied": copy.deepcopy}
 WHAT = {
     "mean": lambda: tx.mean("data"),
-    "feedback": lambda: tx.error_feedback(tx.quantized_mean("data", tx.int8())),
+    "feedback": lambda: tx.error_feedback(tx.compress(tx.int8(), tx.mean("data"))),
     "pipeline": lambda: tx.fuse(tx.mean("data"), tx.sgd(0.5)),
     "scaled": lambda: tx.dynamic_loss_scale(tx.fuse(tx.mean("data"), tx.sgd(0.5)), init_scale=4.0),
 }

@@ -34,7 +34,7 @@ def two_dtypes(codec: str | None, static: bool) -> dict[str, Tensor]:
     ddp = DistributedDataParallel(TwoDtypes(), static_graph=static)
     optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
     if codec is not None:
-        fjoin.ddp.register(ddp, tx.quantized_mean("data", tx.float32()) if codec else tx.mean("data"))
+        fjoin.ddp.register(ddp, tx.compress(tx.float32(), tx.mean("data")) if codec else tx.mean("data"))
     x = torch.randn(3, 2, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
     for batch in x:
         optimizer.zero_grad()

@@ -93,7 +93,10 @@ def test_only_the_rank_with_bad_gradients_is_named(pool: Any, name: str) -> None
 
 def flushed_after_a_bad_pass() -> Any:
     model = torch.nn.parallel.DistributedDataParallel(Holder(torch.float64))
-    handle, rank = fjoin.ddp.register(model, tx.local_sgd(tx.sgd(1.0), "data", 9)), torch.distributed.get_rank()
+    handle, rank = (
+        fjoin.ddp.register(model, tx.local_sgd(tx.sgd(1.0), tx.mean("data"), 9)),
+        torch.distributed.get_rank(),
+    )
     for batch in (1.0, 1.0, NAN if rank else 1.0):
         model.zero_grad()
         model(batch).backward()
@@ -122,7 +125,7 @@ def test_ranks_that_load_different_steps_raise(pool: Any) -> None:
 def resumed(wrapped_first: bool) -> Any:
     """The weight after six steps, the last two of them after a resume in the middle of a window."""
     rank, saved = torch.distributed.get_rank(), None
-    pipeline, inner = tx.local_sgd(tx.sgd(1.0), "data", 3), Holder(torch.float64)
+    pipeline, inner = tx.local_sgd(tx.sgd(1.0), tx.mean("data"), 3), Holder(torch.float64)
     for steps in (4, 2):
         inner, weights = Holder(torch.float64), copy.deepcopy(inner.state_dict())
         if not wrapped_first:
@@ -149,13 +152,13 @@ def test_weights_are_loaded_after_the_module_is_made(pool: Any) -> None:
 
 def flushed() -> Any:
     model = torch.nn.parallel.DistributedDataParallel(Holder(torch.float64))
-    handle = fjoin.ddp.register(model, tx.local_sgd(tx.sgd(1.0), "data", 2))
+    handle = fjoin.ddp.register(model, tx.local_sgd(tx.sgd(1.0), tx.mean("data"), 2))
     for _ in range(3):
         model.zero_grad()
         model(1.0 + torch.distributed.get_rank()).backward()
     handle.flush()
     only_a_hook = torch.nn.parallel.DistributedDataParallel(Holder(torch.float64))
-    raises_text(TypeError, fjoin.ddp.register(only_a_hook, tx.noop()).flush, "pipeline")
+    raises_text(TypeError, fjoin.ddp.register(only_a_hook, tx.identity()).flush, "pipeline")
     return {path: p.detach().clone() for path, p in model.module.named_parameters()}
 
 
@@ -173,7 +176,7 @@ def in_a_join(which: str) -> Any:
     inner = torch.nn.Sequential(torch.nn.BatchNorm1d(1, affine=False), torch.nn.Linear(1, 1, bias=False)).eval()
     torch.nn.init.zeros_(inner[1].weight)
     model = torch.nn.parallel.DistributedDataParallel(inner)
-    handle = fjoin.ddp.register(model, tx.local_sgd(tx.sgd(1.0), "data", 10))
+    handle = fjoin.ddp.register(model, tx.local_sgd(tx.sgd(1.0), tx.mean("data"), 10))
     with JOINS[which]()([model]):
         for _ in range(5 - rank):
             model.zero_grad()

@@ -82,7 +82,7 @@ def refused() -> Any:
     for bad in (float("nan"), 1e-46, 1e39, torch.tensor(-1.0), torch.ones(2)):
         raises_text(ValueError, lambda: handle.weight(bad), "weight must be")  # noqa: B023
     raises_text(TypeError, lambda: handle.weight("1"), "'1'")  # type: ignore[arg-type]
-    other = fjoin.ddp.register(DistributedDataParallel(make_model()), tx.fuse(tx.noop(), tx.sgd(0.1)))
+    other = fjoin.ddp.register(DistributedDataParallel(make_model()), tx.fuse(tx.identity(), tx.sgd(0.1)))
     raises_text(ValueError, lambda: other.load_state_dict(handle.state_dict()), "the state of the hook")
     return True
 

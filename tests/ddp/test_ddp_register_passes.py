@@ -86,7 +86,7 @@ class Two(nn.Module):
 
 def fed_back_now_and_then(fused: bool) -> float:
     """The part of the gradients that is neither in the parameter used in every second pass nor in its residual."""
-    hook = tx.error_feedback(tx.quantized_mean("data", tx.top_k(0.1)))
+    hook = tx.error_feedback(tx.compress(tx.top_k(0.1), tx.mean("data")))
     ddp = DistributedDataParallel(Two(), find_unused_parameters=True)
     handle = fjoin.ddp.register(ddp, tx.fuse(hook, tx.sgd(1.0)) if fused else hook)
     optimizer, true = torch.optim.SGD(ddp.parameters(), lr=1.0), torch.zeros(64)
@@ -149,7 +149,7 @@ def test_training_resumes_from_a_saved_state(pool: Any, hook: str) -> None:
 def messages(hook: str, alone: bool, options: dict[str, Any]) -> tuple[list[Any], list[Any]]:
     """(elements, dtype) of the messages given to torch.distributed in each pass, and of those announced before and after it."""
     ddp = DistributedDataParallel(make_model(), **options)
-    made = tx.noop() if hook == "noop" else HOOKS[hook]()
+    made = tx.identity() if hook == "noop" else HOOKS[hook]()
     handle = fjoin.ddp.register(ddp, made if alone else tx.fuse(made, tx.adamw(0.05)))
     sent: list[list[Any]] = []
 
@@ -194,7 +194,7 @@ def test_what_is_announced_is_sent(pool: Any, hook: str, alone: bool, options: d
 def averaged(weight: float) -> Any:
     """The parameter after a pass whose gradients stay as they are on each rank."""
     ddp = DistributedDataParallel(nn.Linear(1, 1, bias=False))
-    handle = fjoin.ddp.register(ddp, tx.fuse(tx.noop(), tx.sgd(1.0), after=tx.mean("data")))
+    handle = fjoin.ddp.register(ddp, tx.fuse(tx.identity(), tx.sgd(1.0), after=tx.mean("data")))
     with torch.no_grad():
         ddp.module.weight.zero_()
     handle.weight(weight if dist.get_rank() else 1.0)
@@ -208,7 +208,7 @@ def test_parameters_are_averaged_by_weight(pool: Any) -> None:
 
 AFTER_BACKWARD = {
     "clip first": lambda: tx.chain(tx.clip_by_global_norm(1.0), tx.mean("data")),
-    "skip": lambda: tx.skip_if_nonfinite(tx.quantized_mean("data", tx.int8())),
+    "skip": lambda: tx.skip_if_nonfinite(tx.compress(tx.int8(), tx.mean("data"))),
 }
 
 

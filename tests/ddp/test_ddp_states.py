@@ -63,7 +63,7 @@ class _Spare(nn.Module):
 
 
 def _differences(options: dict[str, bool], later: bool) -> Any:
-    hook = tx.ef21(tx.quantized_mean("data", tx.float32()))
+    hook = tx.ef21(tx.compress(tx.float32(), tx.mean("data")))
     ddp = DistributedDataParallel(_Spare(), **options)
     fjoin.ddp.register(ddp, tx.switch_after(1, tx.mean("data"), hook) if later else hook)
     grads = []

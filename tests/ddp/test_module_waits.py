@@ -21,7 +21,7 @@ from tests.oracle.whole_batch import make_batches, make_model, mean_loss
 PASSES = 4
 MADE: dict[str, Callable[[], Any]] = {
     "mean": lambda: tx.mean("data"),
-    "bfloat16": lambda: tx.cast(torch.bfloat16, tx.mean("data")),
+    "bfloat16": lambda: tx.compress(torch.bfloat16, tx.mean("data")),
     "clipped": lambda: tx.chain(tx.mean("data"), tx.clip_by_global_norm(0.1)),
     "pipeline": lambda: tx.fuse(tx.mean("data"), tx.sgd(0.1)),
 }

@@ -83,7 +83,7 @@ def test_a_sharded_pipeline_resumes_from_its_state_dict(pool: Any, name: str) ->
 
 EXPLAINED = {
     **RESUMED,
-    "cast": tx.fuse(tx.cast(torch.bfloat16, tx.scatter_mean("data")), ADAM, tx.ema(0.9)),
+    "cast": tx.fuse(tx.compress(torch.bfloat16, tx.scatter_mean("data")), ADAM, tx.ema(0.9)),
     "int8": tx.fuse(tx.chain(tx.compress(tx.int8(), tx.scatter_mean("data")), tx.clip_by_global_norm(1.0)), ADAM),
 }
 

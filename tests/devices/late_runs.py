@@ -22,9 +22,9 @@ MEAN, SCATTER = tx.mean("data"), tx.scatter_mean("data")
 PIPELINES: dict[str, tuple[Any, dict[str, Any]]] = {
     "mean": (lambda: tx.fuse(MEAN, tx.sgd(0.1, momentum=0.5)), {}),
     "clipped": (lambda: tx.fuse(tx.chain(MEAN, tx.clip_by_global_norm(0.5)), tx.sgd(0.1)), {}),
-    "fed back": (lambda: tx.fuse(tx.error_feedback(tx.quantized_mean("data", tx.int8(block=4))), tx.sgd(0.1)), {}),
+    "fed back": (lambda: tx.fuse(tx.error_feedback(tx.compress(tx.int8(block=4), tx.mean("data"))), tx.sgd(0.1)), {}),
     "zero": (lambda: tx.fuse(SCATTER, tx.sgd(0.1, momentum=0.5)), {}),
-    "local": (lambda: tx.local_sgd(tx.sgd(0.1), "data", 2), {}),
+    "local": (lambda: tx.local_sgd(tx.sgd(0.1), tx.mean("data"), 2), {}),
 }
 
 

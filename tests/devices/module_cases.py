@@ -86,8 +86,8 @@ PIPELINES: dict[str, tuple[Callable[[], tx.Pipeline], dict[str, Any]]] = {
     "clip": (lambda: tx.fuse(tx.chain(tx.mean("data"), tx.clip_by_global_norm(0.1)), ADAM), {}),
     "left out": (lambda: tx.skip_if_nonfinite(tx.fuse(tx.mean("data"), ADAM)), {}),
     "loss scale": (lambda: tx.dynamic_loss_scale(tx.fuse(tx.mean("data"), ADAM), 8.0, growth_interval=2), {"scaled": True}),
-    "local SGD": (lambda: tx.local_sgd(ADAM, "data", 2), {}),
-    "DiLoCo, late": (lambda: tx.diloco(ADAM, "data", every=2, delay=1), {}),
+    "local SGD": (lambda: tx.local_sgd(ADAM, tx.mean("data"), 2), {}),
+    "DiLoCo, late": (lambda: tx.diloco(ADAM, tx.mean("data"), every=2, delay=1), {}),
 }  # fmt: skip
 
 
@@ -215,7 +215,7 @@ def counted(device: str) -> Values:
 
 def own_loop(device: str) -> Values:
     """A loop of one's own over uneven inputs, with a pure pipeline."""
-    pipeline = tx.fuse(tx.error_feedback(tx.quantized_mean("data", tx.int8(block=4))), ADAM)
+    pipeline = tx.fuse(tx.error_feedback(tx.compress(tx.int8(block=4), tx.mean("data"))), ADAM)
     apply, params, _ = fjoin.functional(model().to(device))
     with fjoin.mesh({"data": -1}) as mesh, fjoin.bind(mesh):
         state = pipeline.init(params)

@@ -91,7 +91,7 @@ LOSSES: dict[str, Any] = {
 
 SGD, ADAM = tx.sgd(0.05, momentum=0.9), tx.adamw(0.05)
 AFTER = {
-    "average_every", "average_parameters", "ema", "hierarchical_average", "outer_step",
+    "average_parameters", "ema", "outer_step",
 }  # fmt: skip
 ON_BUFFERS = {"average_buffers", "broadcast_buffers"}
 # A step accumulates by an option of its own. JAX would need a CUDA of its own.
@@ -100,7 +100,7 @@ LEFT_OUT = {"accumulate", "from_optax"}
 
 def of_row(name: str, make: Callable[[], tx.Transform]) -> Case:
     if name in AFTER:
-        return Case(lambda: tx.fuse(tx.noop(), SGD, after=make()))
+        return Case(lambda: tx.fuse(tx.identity(), SGD, after=make()))
     if name in ON_BUFFERS:
         return Case(lambda: tx.fuse(tx.mean("data"), SGD), {"on_buffers": make()}, "buffers")
     return Case(lambda: tx.fuse(make(), SGD))
@@ -127,7 +127,7 @@ def optimizers() -> dict[str, Case]:
 
 
 def averaged(*ends: Any) -> Callable[[], tx.Pipeline]:
-    return lambda: tx.fuse(tx.noop(), ADAM, *ends)
+    return lambda: tx.fuse(tx.identity(), ADAM, *ends)
 
 
 def zero(hook: tx.Transform | None = None, optimizer: tx.Optimizer = ADAM) -> Callable[[], tx.Pipeline]:
@@ -143,7 +143,7 @@ def mean() -> tx.Pipeline:
 
 
 def coded() -> tx.Pipeline:
-    return tx.fuse(tx.error_feedback(tx.quantized_mean("data", tx.int8(block=8))), ADAM)
+    return tx.fuse(tx.error_feedback(tx.compress(tx.int8(block=8), tx.mean("data"))), ADAM)
 
 
 CLIP = tx.clip_by_global_norm(0.5)
@@ -166,17 +166,17 @@ OPTIONS: dict[str, Case] = {
     "zero, clip": Case(zero(tx.chain(tx.mean("data"), CLIP))),
     "zero, coded gathers": Case(lambda: tx.fuse(tx.scatter_mean("data"), ADAM, gather=tx.int8(block=8))),
     "zero, clip of slices": Case(lambda: tx.fuse(tx.chain(tx.scatter_mean("data"), CLIP), ADAM)),
-    "local SGD": Case(lambda: tx.local_sgd(ADAM, "data", 2)),
-    "local SGD, states too": Case(lambda: tx.local_sgd(ADAM, "data", 2, state="average")),
-    "local SGD, int8": Case(lambda: tx.local_sgd(ADAM, "data", 2, wire=tx.int8(block=8))),
-    "local SGD, flushed": Case(lambda: tx.local_sgd(ADAM, "data", 3), flush=True),
-    "post-local": Case(lambda: tx.post_local_sgd(ADAM, "data", 2, 2)),
-    "DiLoCo": Case(lambda: tx.diloco(ADAM, "data", 2)),
-    "DiLoCo, late": Case(lambda: tx.diloco(ADAM, "data", **DILOCO)),
-    "DiLoCo, late, flushed": Case(lambda: tx.diloco(ADAM, "data", **DILOCO), flush=True),
-    "DiLoCo, late, kept states": Case(lambda: tx.diloco(ADAM, "data", **DILOCO), {"donate": False}),
-    "DiLoCo, late, int8": Case(lambda: tx.diloco(ADAM, "data", **DILOCO, wire=tx.int8(block=8))),
-    "DiLoCo, fragments": Case(lambda: tx.diloco(ADAM, "data", 4, delay=1, fragments=2, mix=0.5), flush=True),
+    "local SGD": Case(lambda: tx.local_sgd(ADAM, tx.mean("data"), 2)),
+    "local SGD, states too": Case(lambda: tx.local_sgd(ADAM, tx.mean("data"), 2, state="average")),
+    "local SGD, int8": Case(lambda: tx.local_sgd(ADAM, tx.error_feedback(tx.compress(tx.int8(block=8), tx.mean("data"))), 2)),
+    "local SGD, flushed": Case(lambda: tx.local_sgd(ADAM, tx.mean("data"), 3), flush=True),
+    "post-local": Case(lambda: tx.post_local_sgd(ADAM, tx.mean("data"), 2, 2)),
+    "DiLoCo": Case(lambda: tx.diloco(ADAM, tx.mean("data"), 2)),
+    "DiLoCo, late": Case(lambda: tx.diloco(ADAM, tx.mean("data"), **DILOCO)),
+    "DiLoCo, late, flushed": Case(lambda: tx.diloco(ADAM, tx.mean("data"), **DILOCO), flush=True),
+    "DiLoCo, late, kept states": Case(lambda: tx.diloco(ADAM, tx.mean("data"), **DILOCO), {"donate": False}),
+    "DiLoCo, late, int8": Case(lambda: tx.diloco(ADAM, tx.error_feedback(tx.compress(tx.int8(block=8), tx.mean("data"))), **DILOCO)),
+    "DiLoCo, fragments": Case(lambda: tx.diloco(ADAM, tx.mean("data"), 4, delay=1, fragments=2, mix=0.5), flush=True),
 
     "clip": Case(lambda: tx.fuse(tx.chain(tx.mean("data"), CLIP), ADAM)),
     "left out": Case(lambda: tx.skip_if_nonfinite(mean()), poisoned=(1, 2)),

@@ -32,10 +32,10 @@ LIMITS: dict[str, tuple[Make, int]] = {
     "AdamW": (lambda: tx.fuse(MEAN, tx.adamw(3e-4)), 120),
     "with a schedule": (lambda: tx.fuse(MEAN, tx.adamw(RATE)), 136),
     "with a clip of the norm": (lambda: tx.fuse(tx.chain(MEAN, tx.clip_by_global_norm(1.0)), tx.adamw(3e-4)), 127),
-    "messages in bfloat16": (lambda: tx.fuse(tx.cast(torch.bfloat16, MEAN), tx.adamw(3e-4)), 176),
-    "messages in int8": (lambda: tx.fuse(tx.quantized_mean("data", tx.int8()), tx.adamw(3e-4)), 353),
+    "messages in bfloat16": (lambda: tx.fuse(tx.compress(torch.bfloat16, MEAN), tx.adamw(3e-4)), 176),
+    "messages in int8": (lambda: tx.fuse(tx.compress(tx.int8(), tx.mean("data")), tx.adamw(3e-4)), 353),
     "in int8, with error feedback": (
-        lambda: tx.fuse(tx.error_feedback(tx.quantized_mean("data", tx.int8())), tx.adamw(3e-4)),
+        lambda: tx.fuse(tx.error_feedback(tx.compress(tx.int8(), tx.mean("data"))), tx.adamw(3e-4)),
         624,
     ),
     "Lion": (lambda: tx.fuse(MEAN, tx.lion(3e-4)), 205),

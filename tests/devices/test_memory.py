@@ -17,13 +17,13 @@ SIDE, COUNT = 2600, 16
 SHAPES = {f"p{i}": (SIDE, SIDE) for i in range(COUNT)}
 UNIT = SIDE * SIDE * COUNT * 4
 MEAN = tx.mean("data")
-INT8 = tx.quantized_mean("data", tx.int8())
+INT8 = tx.compress(tx.int8(), tx.mean("data"))
 # Each with the bytes between steps, and the most within a step: parameters, states and gradients, and what is beside them.
 LIMITS: dict[str, tuple[Make, float, float]] = {
     "sgd": (lambda: tx.fuse(MEAN, tx.sgd(0.1)), 1, 2),
     "adamw": (lambda: tx.fuse(MEAN, tx.adamw(0.1)), 3, 4),
     # The codes of a bucket, and its decoded messages.
-    "bfloat16": (lambda: tx.fuse(tx.cast(torch.bfloat16, MEAN), tx.sgd(0.1)), 1, 2.3),
+    "bfloat16": (lambda: tx.fuse(tx.compress(torch.bfloat16, MEAN), tx.sgd(0.1)), 1, 2.3),
     # Old errors and new ones, until the device has judged the step.
     "fed back": (lambda: tx.fuse(tx.error_feedback(INT8), tx.sgd(0.1)), 2, 4.4),
     # Copies of 64 MiB of parameters at a time and of their states, and the temporaries of torch's kernels.

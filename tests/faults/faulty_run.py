@@ -112,9 +112,9 @@ def pipeline(fault: Fault, inject: Injector, lr: float = 0.01) -> Any:
     hooks = {
         "mean": lambda: tx.mean("data"),
         "clip": lambda: tx.chain(tx.mean("data"), tx.clip_by_global_norm(1.0)),
-        "int8": lambda: tx.error_feedback(tx.quantized_mean("data", tx.int8())),
+        "int8": lambda: tx.error_feedback(tx.compress(tx.int8(), tx.mean("data"))),
         "power_sgd": lambda: tx.error_feedback(tx.power_sgd("data", rank=1)),
-        "switch": lambda: tx.switch_after(2, tx.mean("data"), tx.quantized_mean("data", tx.bfloat16())),
+        "switch": lambda: tx.switch_after(2, tx.mean("data"), tx.compress(tx.bfloat16(), tx.mean("data"))),
     }
     hook = hooks[fault.hook]()
     if fault.place == "stage":

@@ -50,7 +50,7 @@ def _root_of_weight(inner: tx.Transform) -> tx.Transform:
 
 ONLY_STEP = ("gloo", "shared")
 AFTER = {
-    "average_every", "average_parameters", "ema", "hierarchical_average", "outer_step",
+    "average_parameters", "ema", "outer_step",
 }  # fmt: skip
 OF_BUFFERS = {"average_buffers", "broadcast_buffers"}
 
@@ -62,7 +62,7 @@ def _of_transform(name: str, make: Callable[[], tx.Transform]) -> Row:
             lambda: tx.fuse(MEAN, MOMENTUM), axes, options={"on_buffers": make()}, loss="buffers", paths=ONLY_STEP
         )
     if name in AFTER:
-        return Row(lambda: tx.fuse(tx.noop(), MOMENTUM, after=make()), axes)
+        return Row(lambda: tx.fuse(tx.identity(), MOMENTUM, after=make()), axes)
     return Row(lambda: tx.fuse(make(), MOMENTUM), axes, poisoned=name == "skip_if_nonfinite")
 
 
@@ -89,15 +89,15 @@ OTHERS: dict[str, Row] = {
         lambda: tx.dynamic_loss_scale(tx.fuse(MEAN, MOMENTUM), 8.0, growth_interval=2), TWO, F16, poisoned=True
     ),
     "loss scale, int8": Row(
-        lambda: tx.dynamic_loss_scale(tx.fuse(tx.quantized_mean("data", INT8), MOMENTUM), 8.0, growth_interval=2),
+        lambda: tx.dynamic_loss_scale(tx.fuse(tx.compress(INT8, tx.mean("data")), MOMENTUM), 8.0, growth_interval=2),
         TWO,
         poisoned=True,
     ),
     "skip": _skip(MEAN),
     "skip, masked": _skip(tx.masked(MEAN, "layer.*")),
-    "skip, int8": _skip(tx.quantized_mean("data", INT8)),
-    "skip, noop": _skip(tx.noop()),
-    "skip, ef21": _skip(tx.ef21(tx.quantized_mean("data", INT8))),
+    "skip, int8": _skip(tx.compress(INT8, tx.mean("data"))),
+    "skip, identity": _skip(tx.identity()),
+    "skip, ef21": _skip(tx.ef21(tx.compress(INT8, tx.mean("data")))),
     "skip, zero": _skip(SCATTER, ADAM),
     "float16": Row(lambda: tx.fuse(MEAN, MOMENTUM), THREE, F16),
     "float16, zero": Row(lambda: tx.zero(MEAN, ADAM, "data"), TWO, F16),
@@ -106,7 +106,7 @@ OTHERS: dict[str, Row] = {
     "masters": Row(lambda: tx.fuse(MEAN, tx.mixed_precision(ADAM)), THREE, BF16),
     "masters, average of states": Row(
         lambda: tx.fuse(
-            tx.noop(),
+            tx.identity(),
             tx.mixed_precision(ADAM),
             after=tx.every(2, tx.average_parameters("data")),
             on_state=tx.every(3, tx.average_state("data")),
@@ -119,10 +119,10 @@ OTHERS: dict[str, Row] = {
         lambda: tx.zero(MEAN, ADAM, "data"), TWO, options={"accumulate": 2}, paths=ONLY_STEP
     ),
     "first whole, then int8": Row(
-        lambda: tx.fuse(tx.switch_after(2, MEAN, tx.quantized_mean("data", INT8)), MOMENTUM), THREE
+        lambda: tx.fuse(tx.switch_after(2, MEAN, tx.compress(INT8, tx.mean("data"))), MOMENTUM), THREE
     ),
     "first whole, then ef21": Row(
-        lambda: tx.fuse(tx.switch_after(2, MEAN, tx.ef21(tx.quantized_mean("data", INT8))), MOMENTUM), TWO
+        lambda: tx.fuse(tx.switch_after(2, MEAN, tx.ef21(tx.compress(INT8, tx.mean("data")))), MOMENTUM), TWO
     ),
     "power_sgd": Row(
         lambda: tx.fuse(tx.error_feedback(tx.power_sgd("data", min_compression_rate=0.5, start=1)), MOMENTUM), THREE
@@ -140,7 +140,7 @@ OTHERS: dict[str, Row] = {
         lambda: tx.fuse(tx.partition({"layer.*": tx.mean("local"), "*": tx.mean("node")}), MOMENTUM), NODES
     ),
     "partition by kinds": Row(
-        lambda: tx.fuse(tx.partition({"layer.*": tx.quantized_mean("data", INT8), "*": MEAN}), MOMENTUM), THREE
+        lambda: tx.fuse(tx.partition({"layer.*": tx.compress(INT8, tx.mean("data")), "*": MEAN}), MOMENTUM), THREE
     ),
     "masked by axis": Row(
         lambda: tx.fuse(tx.chain(tx.masked(tx.mean("local"), "layer.*"), tx.mean("node")), MOMENTUM), NODES
@@ -148,7 +148,9 @@ OTHERS: dict[str, Row] = {
     "mean of means": Row(lambda: tx.fuse(tx.chain(tx.mean("local"), tx.mean("node", over="live")), MOMENTUM), NODES),
     "state kept": Row(lambda: tx.fuse(MEAN, MOMENTUM), TWO, options={"donate": False}, paths=ONLY_STEP),
     "sums": Row(lambda: tx.fuse(MEAN, MOMENTUM), THREE, loss="sums", paths=ONLY_STEP),
-    "sums, int8": Row(lambda: tx.fuse(tx.quantized_mean("data", INT8), MOMENTUM), THREE, loss="sums", paths=ONLY_STEP),
+    "sums, int8": Row(
+        lambda: tx.fuse(tx.compress(INT8, tx.mean("data")), MOMENTUM), THREE, loss="sums", paths=ONLY_STEP
+    ),
     "sums, masked": Row(lambda: tx.fuse(tx.masked(MEAN, "layer.*"), MOMENTUM), THREE, loss="sums", paths=ONLY_STEP),
     "by hand, root of the weight": Row(lambda: tx.fuse(_root_of_weight(MEAN), MOMENTUM), TWO),
 }

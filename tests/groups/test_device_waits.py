@@ -165,7 +165,7 @@ def test_each_step_and_flush_on_a_device_notes_its_end(monkeypatch: Any) -> None
     from fjoin.groups._message import Unfinished
 
     monkeypatch.setattr(Unfinished, "end", lambda self, step, device: self.add(StepEnd(step, Later(float("inf")))))
-    step = fjoin.train_step(lambda p, batch: (p["w"] * batch).sum(), tx.local_sgd(tx.sgd(1.0), "data", 4))
+    step = fjoin.train_step(lambda p, batch: (p["w"] * batch).sum(), tx.local_sgd(tx.sgd(1.0), tx.mean("data"), 4))
     state, ended = step.init({"w": torch.zeros(2)}), []
     for _ in range(2):
         state, _ = step(state, torch.ones(2))

@@ -21,8 +21,8 @@ TIMEOUT_S = 3.0
 SGD = tx.sgd(1.0)
 PIPELINES: dict[str, Callable[[], tx.Pipeline]] = {
     "mean": lambda: tx.fuse(tx.mean("data"), SGD),
-    "int8": lambda: tx.fuse(tx.quantized_mean("data", tx.int8()), SGD),
-    "local": lambda: tx.local_sgd(SGD, "data", 3),
+    "int8": lambda: tx.fuse(tx.compress(tx.int8(), tx.mean("data")), SGD),
+    "local": lambda: tx.local_sgd(SGD, tx.mean("data"), 3),
 }
 KINDS = ("step", "flush", "join", "average", "other step", "pass", "module flush")
 
@@ -42,13 +42,13 @@ class Program:
         made = {
             "step": PIPELINES[pipeline](),
             "other step": PIPELINES[pipeline](),
-            "average": tx.local_sgd(SGD, "data", 1),
+            "average": tx.local_sgd(SGD, tx.mean("data"), 1),
         }
         self.steps = {name: fjoin.train_step(product, of, mesh=mesh) for name, of in made.items()}
         self.states = {name: step.init({"w": torch.zeros(3)}) for name, step in self.steps.items()}
         self.model = DistributedDataParallel(torch.nn.Linear(3, 1, bias=False))
         torch.nn.init.zeros_(self.model.module.weight)
-        self.handle = fjoin.ddp.register(self.model, tx.local_sgd(SGD, "data", 3), mesh)
+        self.handle = fjoin.ddp.register(self.model, tx.local_sgd(SGD, tx.mean("data"), 3), mesh)
         for kind in ("step", "other step", "average", "pass", "pass"):
             self.do(kind)
 

@@ -16,8 +16,8 @@ from tests.ranks import Ranks
 HOOKS: dict[str, Any] = {
     "mean": lambda: tx.mean("data"),
     "clip": lambda: tx.chain(tx.mean("data"), tx.clip_by_global_norm(1e4)),
-    "int8": lambda: tx.quantized_mean("data", tx.int8()),
-    "noop": lambda: tx.noop(),
+    "int8": lambda: tx.compress(tx.int8(), tx.mean("data")),
+    "noop": lambda: tx.identity(),
     "twice": lambda: tx.chain(tx.mean("data"), tx.mean("data", over="live")),
     "left out": lambda: tx.mean("data"),
 }
@@ -81,7 +81,7 @@ def test_different_order_of_local_steps_raises_one_step_later() -> None:
     with pytest.raises(AssertionError, match="all saw it"):
 
         def one_rank() -> None:
-            assert apart(tx.local_sgd(tx.sgd(1.0), "data", 9))
+            assert apart(tx.local_sgd(tx.sgd(1.0), tx.mean("data"), 9))
             raise AssertionError("all saw it")
 
         tx.simulate(one_rank, {"data": 2})

@@ -96,7 +96,7 @@ def test_uneven_inputs_equal_jax_and_optax_on_all_of_them(name: str) -> None:
 
 
 def test_diloco_equals_that_of_the_same_loss_in_torch() -> None:
-    pipeline = tx.diloco(tx.adam(0.05), "data", every=2, outer=tx.sgd(0.7, momentum=0.9, nesterov=True))
+    pipeline = tx.diloco(tx.adam(0.05), tx.mean("data"), every=2, outer=tx.sgd(0.7, momentum=0.9, nesterov=True))
     near(trained(fjoin.jax.loss(loss), pipeline), trained(in_torch, pipeline))
 
 

@@ -19,16 +19,16 @@ from tests.traffic import announced, watched
 
 HOOKS: dict[str, Any] = {
     "mean": lambda: tx.mean("data"),
-    "bfloat16": lambda: tx.cast(torch.bfloat16, tx.mean("data")),
-    "int8": lambda: tx.quantized_mean("data", tx.int8()),
-    "int4 fed back": lambda: tx.error_feedback(tx.quantized_mean("data", tx.int4())),
-    "qsgd": lambda: tx.quantized_mean("data", tx.qsgd(1)),
-    "top_k": lambda: tx.ef21(tx.quantized_mean("data", tx.top_k(0.01))),
+    "bfloat16": lambda: tx.compress(torch.bfloat16, tx.mean("data")),
+    "int8": lambda: tx.compress(tx.int8(), tx.mean("data")),
+    "int4 fed back": lambda: tx.error_feedback(tx.compress(tx.int4(), tx.mean("data"))),
+    "qsgd": lambda: tx.compress(tx.qsgd(1), tx.mean("data")),
+    "top_k": lambda: tx.ef21(tx.compress(tx.top_k(0.01), tx.mean("data"))),
     "dgc": lambda: tx.dgc("data", warmup=2),
     "one_bit_adam": lambda: tx.one_bit_adam("data", 2),
-    "dgc by path": lambda: tx.partition({"b": tx.dgc("data", warmup=1), "*": tx.quantized_mean("data", tx.int8())}),
+    "dgc by path": lambda: tx.partition({"b": tx.dgc("data", warmup=1), "*": tx.compress(tx.int8(), tx.mean("data"))}),
     "skipped": lambda: tx.skip_if_nonfinite(tx.partition({"b": tx.mean("data"), "*": tx.one_bit_adam("data", 2)})),
-    "by path": lambda: tx.partition({"b": tx.mean("data"), "*": tx.quantized_mean("data", tx.int8())}),
+    "by path": lambda: tx.partition({"b": tx.mean("data"), "*": tx.compress(tx.int8(), tx.mean("data"))}),
 }
 # The bytes that one rank sends of a payload in a ring.
 SENT = {

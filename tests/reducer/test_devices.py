@@ -28,21 +28,21 @@ from tests.training.small import net_loss, net_params, net_trained
 
 # Each hook with the allowed deviation of its steps, relative to the distance moved by a run in float32.
 HOOKS: dict[str, tuple[Any, float]] = {
-    "bfloat16": (lambda: tx.cast(torch.bfloat16, tx.mean("data")), 0.02),
-    "float16": (lambda: tx.cast(torch.float16, tx.mean("data")), 0.02),
-    "fp8": (lambda: tx.cast(torch.float8_e4m3fn, tx.mean("data")), 0.2),
-    "int8": (lambda: tx.quantized_mean("data", tx.int8(block=8)), 0.05),
-    "int8 by chance": (lambda: tx.quantized_mean("data", tx.int8(block=8, stochastic=True)), 0.1),
-    "fed back": (lambda: tx.error_feedback(tx.quantized_mean("data", tx.int4(block=8))), 0.5),
+    "bfloat16": (lambda: tx.compress(torch.bfloat16, tx.mean("data")), 0.02),
+    "float16": (lambda: tx.compress(torch.float16, tx.mean("data")), 0.02),
+    "fp8": (lambda: tx.compress(torch.float8_e4m3fn, tx.mean("data")), 0.2),
+    "int8": (lambda: tx.compress(tx.int8(block=8), tx.mean("data")), 0.05),
+    "int8 by chance": (lambda: tx.compress(tx.int8(block=8, stochastic=True), tx.mean("data")), 0.1),
+    "fed back": (lambda: tx.error_feedback(tx.compress(tx.int4(block=8), tx.mean("data"))), 0.5),
     "power_sgd": (lambda: tx.error_feedback(tx.power_sgd("data", 3, min_compression_rate=0.1)), 0.4),
     "by path": (
         lambda: tx.partition(
-            {"*.bias": tx.mean("data"), "*": tx.error_feedback(tx.quantized_mean("data", tx.uint8(block=8)))}
+            {"*.bias": tx.mean("data"), "*": tx.error_feedback(tx.compress(tx.uint8(block=8), tx.mean("data")))}
         ),
         0.05,
     ),
-    "later": (lambda: tx.switch_after(2, tx.mean("data"), tx.quantized_mean("data", tx.int8(block=8))), 0.05),
-    "clipped": (lambda: tx.chain(tx.cast(torch.bfloat16, tx.mean("data")), tx.clip_by_global_norm(1e3)), 0.02),
+    "later": (lambda: tx.switch_after(2, tx.mean("data"), tx.compress(tx.int8(block=8), tx.mean("data"))), 0.05),
+    "clipped": (lambda: tx.chain(tx.compress(torch.bfloat16, tx.mean("data")), tx.clip_by_global_norm(1e3)), 0.02),
 }
 
 
@@ -86,7 +86,7 @@ WITHOUT_DATA: dict[str, Any] = {
     **{name: make for name, (make, _) in HOOKS.items()},
     "mean": lambda: tx.mean("data"),
     "over all ranks": lambda: tx.mean("data", over="world"),
-    "local": tx.noop,
+    "local": tx.identity,
     "counted": lambda: tx.chain(tx.mean("data"), tx.Transform(lambda params: (torch.zeros(()),), counted)),
     "left out": lambda: tx.skip_if_nonfinite(tx.mean("data")),
 }

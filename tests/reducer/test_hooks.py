@@ -47,10 +47,10 @@ HOOKS: dict[str, Any] = {
     "some, every second": lambda: tx.masked(tx.every(2, tx.mean("data")), "a.weight"),
     "switch": lambda: tx.switch_after(2, tx.chain(tx.clip_by_value(0.1), tx.mean("data")), tx.sum_over("data")),
     "every": lambda: tx.every(2, tx.mean("data")),
-    "noop": tx.noop,
-    "bfloat16": lambda: tx.cast(torch.bfloat16, tx.chain(tx.clip_by_value(0.1), tx.mean("data"))),
+    "noop": tx.identity,
+    "bfloat16": lambda: tx.compress(torch.bfloat16, tx.chain(tx.clip_by_value(0.1), tx.mean("data"))),
     "bfloat16 by path": lambda: tx.partition(
-        {"*.bias": tx.mean("data"), "*": tx.cast(torch.bfloat16, tx.mean("data", over="world"))}
+        {"*.bias": tx.mean("data"), "*": tx.compress(torch.bfloat16, tx.mean("data", over="world"))}
     ),
     "memory, flat": lambda: _momentum("data"),
     "memory, leaves": lambda: _momentum_of_leaves("data"),
@@ -166,8 +166,8 @@ def _to_norm_one(g: Tensor) -> Tensor:
 
 
 MIXED: dict[str, Any] = {
-    "chain": lambda: tx.chain(tx.stateless(_to_norm_one), tx.quantized_mean("data", tx.int8(block=4))),
-    "switch": lambda: tx.switch_after(2, tx.stateless(_to_norm_one), tx.quantized_mean("data", tx.int8(block=4))),
+    "chain": lambda: tx.chain(tx.stateless(_to_norm_one), tx.compress(tx.int8(block=4), tx.mean("data"))),
+    "switch": lambda: tx.switch_after(2, tx.stateless(_to_norm_one), tx.compress(tx.int8(block=4), tx.mean("data"))),
     "every": lambda: tx.every(2, MIXED["chain"]()),
     "feedback": lambda: tx.error_feedback(MIXED["chain"]()),
     "masked": lambda: tx.masked(MIXED["chain"](), ["*.weight"]),

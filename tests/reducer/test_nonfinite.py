@@ -157,8 +157,8 @@ def test_nonfinite_step_on_a_device_changes_nothing_and_raises_later() -> None:
 
 LOCAL_HOOKS = {
     "some": lambda: tx.masked(tx.mean("data"), "w"),
-    "sometimes": lambda: tx.switch_after(9, tx.masked(tx.mean("data"), "w"), tx.noop()),
-    "by path": lambda: tx.partition({"w": tx.mean("data"), "*": tx.noop()}),
+    "sometimes": lambda: tx.switch_after(9, tx.masked(tx.mean("data"), "w"), tx.identity()),
+    "by path": lambda: tx.partition({"w": tx.mean("data"), "*": tx.identity()}),
 }
 
 

@@ -29,7 +29,7 @@ HOOKS: dict[str, Any] = {
     "cold, flush": lambda: tx.error_feedback(made(warm_start=False, over="live"), "flush"),
     "late, clipped": lambda: tx.chain(tx.error_feedback(made(start=2)), tx.clip_by_global_norm(0.5)),
     "by path": lambda: tx.partition({"*.weight": tx.error_feedback(made()), "*": tx.mean("data", over="world")}),
-    "bfloat16": lambda: tx.error_feedback(tx.cast(torch.bfloat16, made())),
+    "bfloat16": lambda: tx.error_feedback(tx.compress(torch.bfloat16, made())),
     "int8 late": lambda: tx.switch_after(1, tx.mean("data"), tx.error_feedback(tx.compress(tx.int8(block=8), made()))),
     "batched": lambda: tx.error_feedback(tx.batched_power_sgd("data", min_compression_rate=1.0)),
     "batched fp8": lambda: tx.compress(tx.fp8(block=8), tx.batched_power_sgd("data", min_compression_rate=1.0)),

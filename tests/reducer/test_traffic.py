@@ -33,7 +33,7 @@ HOOKS: dict[str, Any] = {
     "sum": lambda: tx.sum_over("data"),
     "leaf, mean": lambda: tx.chain(tx.stateless(torch.neg), tx.mean("data")),
     "clip, mean": lambda: tx.chain(tx.clip_by_value(1.0), tx.mean("data")),
-    "noop": lambda: tx.noop(),
+    "noop": lambda: tx.identity(),
     "by path": lambda: tx.partition({"a": tx.mean("data"), "*": tx.sum_over("data")}),
 }
 BUCKET_BYTES = dict.fromkeys(MODELS, 20_000) | {"a large bucket": 1_200_000}

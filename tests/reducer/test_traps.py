@@ -63,7 +63,7 @@ def test_backward_inside_the_loss_adds_no_gradients() -> None:
 
 @pytest.mark.parametrize("over", ["live", "world"])
 @pytest.mark.parametrize(
-    "make", [tx.mean, tx.scatter_mean, lambda axis, over: tx.quantized_mean(axis, tx.float32(), over)]
+    "make", [tx.mean, tx.scatter_mean, lambda axis, over: tx.compress(tx.float32(), tx.mean(axis, over))]
 )
 def test_windows_have_the_mean_of_their_calls_whatever_ranks_count_by(make: Any, over: str) -> None:
     """Within a window by weights; between ranks as `over` says, as in the pure form."""
@@ -97,7 +97,7 @@ def test_transforms_of_parameters_do_not_accumulate() -> None:
 
 def test_parameter_transforms_know_the_weight() -> None:
     """Parameters averaged by weight: the rank without input is left out, as in the pure pipeline."""
-    pipeline = tx.fuse(tx.noop(), tx.sgd(1.0), after=tx.mean("data"))
+    pipeline = tx.fuse(tx.identity(), tx.sgd(1.0), after=tx.mean("data"))
 
     def one_rank(g: float, weight: float) -> float:
         step = fjoin.train_step(_linear, pipeline, weight=lambda b: weight)

@@ -37,25 +37,25 @@ ROOM = {
     "uint8": 0.05, "top_k": 0.95,
 }  # fmt: skip
 HOOKS: dict[str, Any] = {
-    "mean": lambda codec: tx.quantized_mean("data", codec),
+    "mean": lambda codec: tx.compress(codec, tx.mean("data")),
     "clip, mean, clip": lambda codec: tx.compress(
         codec, tx.chain(tx.clip_by_value(10.0), tx.mean("data", over="live"), tx.clip_by_global_norm(10.0))
     ),
-    "by path": lambda codec: tx.partition({"*.bias": tx.mean("data"), "*": tx.quantized_mean("data", codec)}),
-    "fed back": lambda codec: tx.error_feedback(tx.quantized_mean("data", codec)),
+    "by path": lambda codec: tx.partition({"*.bias": tx.mean("data"), "*": tx.compress(codec, tx.mean("data"))}),
+    "fed back": lambda codec: tx.error_feedback(tx.compress(codec, tx.mean("data"))),
     "fed back by path": lambda codec: tx.partition(
-        {"*.bias": tx.mean("data"), "*": tx.error_feedback(tx.quantized_mean("data", codec), "flush")}
+        {"*.bias": tx.mean("data"), "*": tx.error_feedback(tx.compress(codec, tx.mean("data")), "flush")}
     ),
-    "from the third step on": lambda codec: tx.switch_after(2, tx.mean("data"), tx.quantized_mean("data", codec)),
+    "from the third step on": lambda codec: tx.switch_after(2, tx.mean("data"), tx.compress(codec, tx.mean("data"))),
 }
 # Hooks that take another path than the mean, so they need not come near it.
 METHODS: dict[str, Any] = {
-    "differences": lambda codec: tx.ef21(tx.quantized_mean("data", codec)),
+    "differences": lambda codec: tx.ef21(tx.compress(codec, tx.mean("data"))),
     "dgc": lambda codec: tx.dgc("data", 0.2, values=None if codec.stochastic else codec, warmup=3),
     "one_bit_adam": lambda codec: tx.one_bit_adam("data", 2, codec=codec),
     "power_sgd": lambda codec: tx.error_feedback(tx.compress(codec, tx.power_sgd("data", 1, min_compression_rate=1.0))),
     "two in a chain": lambda codec: tx.chain(
-        tx.tap(len), tx.ef21(tx.quantized_mean("data", codec)), tx.clip_by_value(1.0)
+        tx.tap(len), tx.ef21(tx.compress(codec, tx.mean("data"))), tx.clip_by_value(1.0)
     ),
 }
 ALL = {**HOOKS, **METHODS}
@@ -148,14 +148,14 @@ def test_bytes_do_not_grow_with_the_ranks(ranks: int) -> None:
     params = {"w": torch.ones(1_000_000)}
     whole = tx.explain(tx.mean("data"), params, {"data": ranks}).sent_bytes
     for codec, most in ((tx.bfloat16(), 0.51), (tx.int8(), 0.26), (tx.int4(), 0.15), (tx.fp8(), 0.26)):
-        coded = tx.explain(tx.quantized_mean("data", codec), params, {"data": ranks}).sent_bytes
+        coded = tx.explain(tx.compress(codec, tx.mean("data")), params, {"data": ranks}).sent_bytes
         assert coded / whole < most, (codec, coded, whole)
 
 
 def nonfinite(codec: str, bad: float) -> str:
     mesh = fjoin.mesh({"data": -1}, timeout_s=60)
     step = fjoin.train_step(
-        lambda p, b: (p["w"] * b).sum() + p["v"].sum(), tx.fuse(tx.quantized_mean("data", CODECS[codec]()), tx.sgd(0.1)), mesh=mesh
+        lambda p, b: (p["w"] * b).sum() + p["v"].sum(), tx.fuse(tx.compress(CODECS[codec](), tx.mean("data")), tx.sgd(0.1)), mesh=mesh
     )  # fmt: skip
     state = step.init({"w": torch.ones(40), "v": torch.ones(40)})
     batch = torch.ones(40)
@@ -202,15 +202,17 @@ def test_in_distributed_data_parallel(pool: Any, codec: str, hook: str) -> None:
 def test_raises_on_bad_input() -> None:
     raises_text(TypeError, lambda: tx.compress(tx.int8, tx.mean("data")), "compress: codec must be a Codec", "int8()")  # type: ignore[arg-type]
     raises_text(TypeError, lambda: tx.compress(tx.int8(), tx.clip_by_value(1.0)), "clip_by_value(1.0)", "keyword wire")
-    raises_text(TypeError, lambda: tx.cast(torch.bfloat16, tx.sgd(0.1)), "cast: hook")  # type: ignore[arg-type]
-    raises_text(ValueError, lambda: tx.cast(torch.int8, tx.mean("data")), "torch.int8", "torch.bfloat16")
+    raises_text(TypeError, lambda: tx.compress(torch.bfloat16, tx.sgd(0.1)), "cast: hook")  # type: ignore[arg-type]
+    raises_text(ValueError, lambda: tx.compress(torch.int8, tx.mean("data")), "torch.int8", "torch.bfloat16")
     for block in (0, 1.5, True):
         raises_text(ValueError, lambda: tx.int8(block), "block", repr(block))  # type: ignore[arg-type]  # noqa: B023
     raises_text(ValueError, lambda: tx.fp8(dtype=torch.float16), "torch.float16", "float8_e4m3fn")
 
 
 @pytest.mark.parametrize(
-    "hook", [tx.cast(torch.bfloat16, tx.mean("data")), tx.hierarchical_mean("local", "data", tx.bfloat16())], ids=repr
+    "hook",
+    [tx.compress(torch.bfloat16, tx.mean("data")), tx.hierarchical_mean("local", "data", tx.bfloat16())],
+    ids=repr,
 )
 def test_a_code_has_no_derivative(hook: tx.Transform) -> None:
 
@@ -226,7 +228,7 @@ def test_a_code_has_no_derivative(hook: tx.Transform) -> None:
 
 
 def test_overflowing_weights_give_nan() -> None:
-    hook = tx.cast(torch.bfloat16, tx.mean("data"))
+    hook = tx.compress(torch.bfloat16, tx.mean("data"))
     for ranks in (2, 3):
         out = tx.simulate(
             lambda w: hook.update(torch.ones(2), hook.init(torch.ones(2)), weight=w)[0],
@@ -239,7 +241,7 @@ def test_overflowing_weights_give_nan() -> None:
 def other_codec() -> str:
     mesh = fjoin.mesh({"data": -1}, timeout_s=60)
     block = 8 + 8 * mesh.rank
-    step = fjoin.train_step(net_loss, tx.fuse(tx.quantized_mean("data", tx.int8(block)), tx.sgd(0.1)), mesh=mesh)
+    step = fjoin.train_step(net_loss, tx.fuse(tx.compress(tx.int8(block), tx.mean("data")), tx.sgd(0.1)), mesh=mesh)
     return raises_text(fjoin.DesyncError, lambda: step.init(net_params()), "block=16", "rank 1")
 
 

@@ -19,10 +19,10 @@ HOOKS: dict[str, Any] = {
     "live": lambda: tx.mean("data", over="live"),
     "clip": lambda: tx.chain(tx.mean("data"), tx.clip_by_global_norm(0.5)),
     "int8": lambda: tx.compress(tx.int8(), tx.mean("data")),
-    "feedback": lambda: tx.error_feedback(tx.quantized_mean("data", tx.int8())),
-    "bfloat16": lambda: tx.cast(torch.bfloat16, tx.mean("data")),
+    "feedback": lambda: tx.error_feedback(tx.compress(tx.int8(), tx.mean("data"))),
+    "bfloat16": lambda: tx.compress(torch.bfloat16, tx.mean("data")),
     "power_sgd": lambda: tx.error_feedback(tx.power_sgd("data", rank=1)),
-    "switch": lambda: tx.switch_after(2, tx.mean("data"), tx.quantized_mean("data", tx.bfloat16())),
+    "switch": lambda: tx.switch_after(2, tx.mean("data"), tx.compress(tx.bfloat16(), tx.mean("data"))),
     "top_k": lambda: tx.error_feedback(tx.compress(tx.top_k(0.2), tx.mean("data"))),
 }
 OPTIMIZERS: dict[str, Any] = {

@@ -18,7 +18,7 @@ from tests.traffic import watched
 PIPELINES = {
     "adamw": lambda: tx.fuse(tx.mean("data"), tx.adamw(0.01)),
     "clip": lambda: tx.fuse(tx.chain(tx.mean("data"), tx.clip_by_global_norm(0.5)), tx.adamw(0.01)),
-    "int8": lambda: tx.fuse(tx.error_feedback(tx.quantized_mean("data", tx.int8())), tx.sgd(0.01)),
+    "int8": lambda: tx.fuse(tx.error_feedback(tx.compress(tx.int8(), tx.mean("data"))), tx.sgd(0.01)),
     "zero": lambda: tx.zero(tx.mean("data"), tx.adamw(0.01), "data"),
 }
 

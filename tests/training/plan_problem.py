@@ -58,10 +58,14 @@ def summed_by_hand(grad: Tensor) -> Tensor:
 
 
 EVERY = tx.every(2, tx.mean("data"))
+ALL = tx.mean(("node", "local"))
+FED_BACK = tx.error_feedback(tx.compress(tx.int8(), tx.mean("data")))
+OFTEN = tx.every(1, tx.average_parameters("local"), first=0, except_every=2)
+RARELY = tx.every(2, tx.average_parameters(("node", "local")), first=0)
 PIPELINES = {
     "mean": tx.fuse(tx.mean("data"), MOMENTUM),
     "mean, then an average": tx.fuse(tx.mean("data"), MOMENTUM, after=EVERY),
-    "local steps": tx.fuse(tx.noop(), MOMENTUM, after=EVERY),
+    "local steps": tx.fuse(tx.identity(), MOMENTUM, after=EVERY),
     "local steps of nodes": tx.fuse(tx.mean("local"), MOMENTUM, after=tx.every(2, tx.mean("node"))),
     "two periods": tx.fuse(
         tx.mean("local"), MOMENTUM, after=tx.chain(tx.every(2, tx.mean("local")), tx.every(3, tx.mean(("node", "local"))))
@@ -69,22 +73,22 @@ PIPELINES = {
     "live": tx.fuse(tx.mean("data", over="live"), MOMENTUM, after=tx.every(2, tx.mean("data", over="live"))),
     "world": tx.fuse(tx.mean("data", over="world"), MOMENTUM, after=EVERY),
     "now and then": tx.fuse(EVERY, MOMENTUM),
-    "first means, then local steps": tx.fuse(tx.switch_after(3, tx.mean("data"), tx.noop()), MOMENTUM, after=EVERY),
+    "first means, then local steps": tx.fuse(tx.switch_after(3, tx.mean("data"), tx.identity()), MOMENTUM, after=EVERY),
     "two stages": tx.fuse(tx.chain(tx.mean("data"), tx.clip_by_global_norm(1.0)), MOMENTUM, after=EVERY),
     "one leaf": tx.fuse(tx.masked(tx.mean("data"), "w"), MOMENTUM),
     "by hand": tx.fuse(tx.stateless(summed_by_hand), MOMENTUM),
-    "in fewer bits": tx.fuse(tx.cast(torch.bfloat16, tx.mean("data")), SGD, after=EVERY),
-    "local SGD": tx.local_sgd(MOMENTUM, "data", 2, state="average"),
-    "post-local SGD": tx.post_local_sgd(MOMENTUM, ("node", "local"), 2, 1, local="local", state="average"),
-    "post-local SGD, encoded": tx.post_local_sgd(MOMENTUM, "data", 2, 1, wire=tx.int8()),
-    "hierarchical": tx.fuse(tx.noop(), MOMENTUM, after=tx.hierarchical_average({1: "local", 2: ("node", "local")})),
-    "DiLoCo": tx.diloco(MOMENTUM, "data", 2, tx.sgd(0.7, momentum=0.9, nesterov=True)),
-    "DiLoCo between nodes": tx.diloco(MOMENTUM, "node", 2, tx.adam(0.1), hook=tx.mean("local")),
-    "streaming": tx.diloco(MOMENTUM, "data", 2, tx.sgd(0.7, momentum=0.9), fragments=2, delay=1, mix=0.5),
+    "in fewer bits": tx.fuse(tx.compress(torch.bfloat16, tx.mean("data")), SGD, after=EVERY),
+    "local SGD": tx.local_sgd(MOMENTUM, tx.mean("data"), 2, state="average"),
+    "post-local SGD": tx.post_local_sgd(MOMENTUM, tx.mean("node"), 2, 1, state="average", hook=ALL, local=tx.mean("local")),
+    "post-local SGD, encoded": tx.post_local_sgd(MOMENTUM, FED_BACK, 2, 1, hook=tx.mean("data")),
+    "hierarchical": tx.fuse(tx.identity(), MOMENTUM, after=tx.chain(OFTEN, RARELY)),
+    "DiLoCo": tx.diloco(MOMENTUM, tx.mean("data"), 2, tx.sgd(0.7, momentum=0.9, nesterov=True)),
+    "DiLoCo between nodes": tx.diloco(MOMENTUM, tx.mean("node"), 2, tx.adam(0.1), hook=tx.mean("local")),
+    "streaming": tx.diloco(MOMENTUM, tx.mean("data"), 2, tx.sgd(0.7, momentum=0.9), fragments=2, delay=1, mix=0.5),
 
 
-    "moving average": tx.fuse(tx.noop(), MOMENTUM, after=tx.every(2, tx.chain(tx.average_parameters("data"), tx.ema(0.9)))),
-    "encoded": tx.fuse(tx.error_feedback(tx.quantized_mean("data", tx.int8())), SGD, after=EVERY),
+    "moving average": tx.fuse(tx.identity(), MOMENTUM, after=tx.every(2, tx.chain(tx.average_parameters("data"), tx.ema(0.9)))),
+    "encoded": tx.fuse(FED_BACK, SGD, after=EVERY),
 }  # fmt: skip
 UNEVEN = {
     "even": [[1.0, 2.0, 1.0, 3.0], [2.0, 1.0, 4.0, 1.0], [1.0, 1.0, 2.0, 2.0], [3.0, 1.0, 1.0, 1.0]],

@@ -55,7 +55,7 @@ def test_accumulation_with_a_custom_stage() -> None:
 WHOLE_TREE = {
     "left out": lambda: tx.skip_if_nonfinite(tx.mean("data")),
     "clipped": lambda: tx.chain(tx.clip_by_global_norm(0.05), tx.mean("data")),
-    "noop": tx.noop,
+    "noop": tx.identity,
 }
 
 

@@ -87,7 +87,7 @@ def test_due_average_is_taken_in_a_skipped_step(on_device: bool) -> None:
     """The rank with nonfinite gradients takes part, with the weight of its earlier steps."""
 
     def pure(batches: list[Any]) -> Any:
-        return by_pipeline(averaged(tx.noop()), batches)[0]
+        return by_pipeline(averaged(tx.identity()), batches)[0]
 
     per_rank = [[1.0, NAN], [2.0, 3.0], [3.0, 2.0]]
     second = float(torch.tensor((1 * -0.5 + 2 * -2.5 + 2 * -2.5) / 5))
@@ -95,7 +95,7 @@ def test_due_average_is_taken_in_a_skipped_step(on_device: bool) -> None:
     assert want == [
         [[first, first], [second, second]] for first in (-0.5, -1.0, -1.5)
     ]  # fmt: skip
-    shell = tx.simulate(lambda b: by_step(averaged(tx.noop()), b, on_device)[0], {"data": 3}, per_rank)
+    shell = tx.simulate(lambda b: by_step(averaged(tx.identity()), b, on_device)[0], {"data": 3}, per_rank)
     assert shell == want
 
 

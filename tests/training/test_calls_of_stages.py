@@ -10,7 +10,7 @@ import torch
 import fjoin
 from fjoin import transforms as tx
 
-HOOKS = {"a plain mean": tx.mean("data"), "an encoded mean": tx.quantized_mean("data", tx.float32())}
+HOOKS = {"a plain mean": tx.mean("data"), "an encoded mean": tx.compress(tx.float32(), tx.mean("data"))}
 
 
 @pytest.mark.parametrize("name", HOOKS)

@@ -19,13 +19,13 @@ from tests.helpers import max_diff
 STREAMS = {
     "one fragment": dict(every=4, delay=2),
     "fragments": dict(every=6, delay=3, fragments=2, mix=0.5),
-    "encoded": dict(every=4, delay=3, wire=tx.int8()),
+    "encoded": dict(reduction=tx.error_feedback(tx.compress(tx.int8(), tx.mean("data"))), every=4, delay=3),
     "all the time": dict(every=2, delay=1),
 }
 
 
 def pipeline(name: str) -> tx.Pipeline:
-    return tx.diloco(tx.sgd(0.1, momentum=0.9), "data", **STREAMS[name])  # type: ignore[arg-type]
+    return tx.diloco(tx.sgd(0.1, momentum=0.9), **{"reduction": tx.mean("data")} | STREAMS[name])  # type: ignore[arg-type]
 
 
 def loss(params: Any, batch: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ def seconds_waited(slow_s: float) -> float:
 
     GroupAxis.begin_reduce = slow  # type: ignore[method-assign,assignment]
     try:
-        step = fjoin.train_step(computed, tx.diloco(tx.sgd(0.1), "data", every=4))
+        step = fjoin.train_step(computed, tx.diloco(tx.sgd(0.1), tx.mean("data"), every=4))
         state = step.init(start())
         for batch in batches(step.rank, 12):
             state, _ = step(state, batch)

@@ -17,8 +17,8 @@ from tests.helpers import same_bits
 X = torch.tensor([1.0, 2.0])
 # The records of these are read one step late.
 PIPELINES: dict[str, Any] = {
-    "local_sgd": lambda: tx.local_sgd(tx.sgd(0.1), "data", 4),
-    "averaged": lambda: tx.fuse(tx.noop(), tx.sgd(0.1), after=tx.every(4, tx.mean("data"))),
+    "local_sgd": lambda: tx.local_sgd(tx.sgd(0.1), tx.mean("data"), 4),
+    "averaged": lambda: tx.fuse(tx.identity(), tx.sgd(0.1), after=tx.every(4, tx.mean("data"))),
     "mean": lambda: tx.fuse(tx.mean("data"), tx.sgd(0.1)),
 }
 

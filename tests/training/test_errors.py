@@ -57,9 +57,9 @@ X = torch.ones(2)
         (lambda: tx.partition({"*": 3}), TypeError, ["'*'", "3"]),
         (lambda: tx.partition({"a": tx.sgd(0.1), "*": tx.mean("data")}), TypeError, ["must be a Transform"]),
         (lambda: tx.mean("data", over="ranks"), ValueError, ["'weight', 'live' or 'world'", "'ranks'"]),
-        (lambda: tx.switch_after(-1, tx.noop(), tx.noop()), ValueError, ["step", "-1"]),
-        (lambda: tx.every(0, tx.noop()), ValueError, ["steps", "0"]),
-        (lambda: tx.accumulate(1.5, tx.noop()), ValueError, ["steps", "1.5"]),
+        (lambda: tx.switch_after(-1, tx.identity(), tx.identity()), ValueError, ["step", "-1"]),
+        (lambda: tx.every(0, tx.identity()), ValueError, ["steps", "0"]),
+        (lambda: tx.accumulate(1.5, tx.identity()), ValueError, ["steps", "1.5"]),
         (lambda: tx.skip_if_nonfinite(tx.sgd(0.1)), TypeError, ["fuse(hook, optimizer)"]),
         (lambda: tx.clip_by_global_norm(0), ValueError, ["max_norm", "0"]),
         (lambda: tx.clip_by_value(-1.0), ValueError, ["max_value", "-1.0"]),
@@ -182,7 +182,7 @@ def test_patterns_that_match_nothing() -> None:
     raises_text(
         ValueError, lambda: tx.partition({"b.*": tx.sgd(0.1), "*": tx.sgd(0.1)}).init(params), "['b.*']", "'a.bias'"
     )
-    raises_text(ValueError, lambda: tx.masked(tx.noop(), "b.*").init(params), "'b.*' matches no path")
+    raises_text(ValueError, lambda: tx.masked(tx.identity(), "b.*").init(params), "'b.*' matches no path")
     step = fjoin.train_step(product, tx.fuse(tx.mean("data"), tx.partition({"nope": tx.sgd(0.1), "*": tx.sgd(0.2)})))
     raises_text(ValueError, lambda: step.init({"w": X}), "['nope']")
 

@@ -21,7 +21,7 @@ SGD, AVERAGE = tx.sgd(1.0), tx.average_parameters("data")
 
 
 def then(after: tx.Transform) -> tx.Pipeline:
-    return tx.fuse(tx.noop(), SGD, after=after)
+    return tx.fuse(tx.identity(), SGD, after=after)
 
 
 def outer(steps: int, **more: Any) -> tx.Transform:
@@ -54,15 +54,19 @@ def by_step(pipeline: tx.Pipeline, batches: list[float]) -> Any:
 
 CASES: dict[str, tuple[tx.Pipeline, int, list[float]]] = {
     # Two ranks with gradients 1 and 3 in each step, which are their weights too: means weigh them 1 : 3.
-    "nothing open": (tx.local_sgd(SGD, "data", 2), 4, [-10.0, -10.0]),
-    "one step open": (tx.local_sgd(SGD, "data", 2), 3, [-7.5, -7.5]),
-    "all open": (tx.local_sgd(SGD, "data", 5), 2, [-5.0, -5.0]),
-    "no step": (tx.local_sgd(SGD, "data", 5), 0, [0.0, 0.0]),
-    "outer": (tx.diloco(SGD, "data", 2, tx.sgd(0.5)), 3, [-3.75, -3.75]),
-    "hierarchy": (tx.fuse(tx.noop(), SGD, after=tx.hierarchical_average({2: "data"})), 4, [-10.0, -10.0]),
-    "pending": (tx.diloco(SGD, "data", 2, tx.sgd(1.0), delay=1), 2, [-5.0, -5.0]),
-    "pending, then open": (tx.diloco(SGD, "data", 3, tx.sgd(1.0), delay=2), 4, [-7.5, -7.5]),
-    "later phase": (tx.post_local_sgd(SGD, "data", 3, 2), 4, [-10.0, -10.0]),
+    "nothing open": (tx.local_sgd(SGD, tx.mean("data"), 2), 4, [-10.0, -10.0]),
+    "one step open": (tx.local_sgd(SGD, tx.mean("data"), 2), 3, [-7.5, -7.5]),
+    "all open": (tx.local_sgd(SGD, tx.mean("data"), 5), 2, [-5.0, -5.0]),
+    "no step": (tx.local_sgd(SGD, tx.mean("data"), 5), 0, [0.0, 0.0]),
+    "outer": (tx.diloco(SGD, tx.mean("data"), 2, tx.sgd(0.5)), 3, [-3.75, -3.75]),
+    "hierarchy": (
+        tx.fuse(tx.identity(), SGD, after=tx.chain(tx.every(2, tx.average_parameters("data"), first=0))),
+        4,
+        [-10.0, -10.0],
+    ),
+    "pending": (tx.diloco(SGD, tx.mean("data"), 2, tx.sgd(1.0), delay=1), 2, [-5.0, -5.0]),
+    "pending, then open": (tx.diloco(SGD, tx.mean("data"), 3, tx.sgd(1.0), delay=2), 4, [-7.5, -7.5]),
+    "later phase": (tx.post_local_sgd(SGD, tx.mean("data"), 3, 2), 4, [-10.0, -10.0]),
     "chain": (then(tx.every(3, tx.chain(AVERAGE, tx.ema(0.9)))), 2, [-5.0, -5.0]),
     "masked": (then(tx.every(3, tx.masked(AVERAGE, "w"))), 2, [-5.0, -5.0]),
     "partition": (then(tx.every(3, tx.partition({"w": AVERAGE}))), 2, [-5.0, -5.0]),
@@ -90,7 +94,7 @@ NESTED = {
     "every, from a later call": tx.every(2, tx.every(2, AVERAGE, first=2), first=3),
     "outer": tx.every(2, outer(3)),
     "outer, later": tx.every(2, outer(3, delay=1)),
-    "hierarchy": tx.every(2, tx.hierarchical_average({2: "data"})),
+    "hierarchy": tx.every(2, tx.chain(tx.every(2, tx.average_parameters("data"), first=0))),
     "in parts": tx.partition({"*": tx.every(2, tx.chain(tx.masked(tx.every(3, AVERAGE), "*"), tx.ema(0.5)))}),
     "switch": tx.switch_after(3, tx.every(2, AVERAGE), tx.every(4, AVERAGE)),
     "switch in a period": tx.every(2, tx.switch_after(2, tx.every(3, AVERAGE), outer(2))),
@@ -160,7 +164,7 @@ def test_close_warns_of_a_window_within_a_period() -> None:
 
 
 def test_close_warns_of_steps_that_are_not_averaged() -> None:
-    step = fjoin.train_step(product, tx.local_sgd(SGD, "data", 2))
+    step = fjoin.train_step(product, tx.local_sgd(SGD, tx.mean("data"), 2))
     state = step.init({"w": torch.zeros(1)})
     step.close()
     for _ in range(3):
@@ -183,14 +187,20 @@ def test_close_warns_of_an_unfinished_accumulation_window() -> None:
 
 
 def test_flush_within_a_window_of_accumulation() -> None:
-    step = fjoin.train_step(product, tx.local_sgd(SGD, "data", 2), accumulate=2)
+    step = fjoin.train_step(product, tx.local_sgd(SGD, tx.mean("data"), 2), accumulate=2)
     state, _ = step(step.init({"w": torch.zeros(1)}), 1.0)
     raises_text(ValueError, lambda: step.flush(state), "accumulation window")
 
 
 def streaming() -> Any:
     pipeline = tx.diloco(
-        tx.sgd(0.1), "data", 4, tx.sgd(0.7, momentum=0.9), fragments=2, delay=2, mix=0.5, wire=tx.int8()
+        tx.sgd(0.1),
+        tx.error_feedback(tx.compress(tx.int8(), tx.mean("data"))),
+        4,
+        tx.sgd(0.7, momentum=0.9),
+        fragments=2,
+        delay=2,
+        mix=0.5,
     )
     step = fjoin.train_step(lambda p, b: sum((v * b).square().sum() for v in p.values()), pipeline)
     state = step.init({"w": torch.ones(5), "v": torch.ones(3)})
@@ -238,7 +248,7 @@ def test_a_flush_uses_messages_under_way_within_periods_and_at_a_switch(pool: An
 
 def left_out(bad: tuple[int, ...], on_device: bool) -> Any:
     """The NonFinite of a flush after four steps, and the parameters after a second flush; rank 1 has bad batches."""
-    step = fjoin.train_step(product, tx.local_sgd(SGD, "data", 3))
+    step = fjoin.train_step(product, tx.local_sgd(SGD, tx.mean("data"), 3))
     step.run.step_check.grads.on_device = on_device
     state = step.init({"w": torch.zeros(1)})
     for i in range(4):
@@ -260,7 +270,7 @@ def test_flush_raises_for_nonfinite_last_steps(bad: int, on_device: bool) -> Non
 
 def test_init_begins_without_the_errors_of_an_earlier_run() -> None:
     def again() -> Any:
-        step = fjoin.train_step(product, tx.local_sgd(SGD, "data", 9))
+        step = fjoin.train_step(product, tx.local_sgd(SGD, tx.mean("data"), 9))
         for _ in range(2):
             state = step.init({"w": torch.zeros(1)})
             for batch in (1.0, math.nan if step.rank == 1 else 1.0):
@@ -274,7 +284,7 @@ def test_init_begins_without_the_errors_of_an_earlier_run() -> None:
 
 
 def test_flush_takes_a_state() -> None:
-    step = fjoin.train_step(product, tx.local_sgd(SGD, "data", 9))
+    step = fjoin.train_step(product, tx.local_sgd(SGD, tx.mean("data"), 9))
     raises_text(TypeError, lambda: step.flush(None), "TrainState", "NoneType")  # type: ignore[arg-type]
 
 
@@ -285,7 +295,7 @@ def with_buffers(steps: int) -> Any:
     def loss(params: Any, buffers: Any, batch: float) -> Any:
         return (params["w"] * batch).sum(), None, {"mean": buffers["mean"] + batch}
 
-    step = fjoin.train_step(loss, tx.local_sgd(SGD, "data", 3), weight=abs, on_buffers=BUFFERS)
+    step = fjoin.train_step(loss, tx.local_sgd(SGD, tx.mean("data"), 3), weight=abs, on_buffers=BUFFERS)
     state = step.init({"w": torch.zeros(1)}, {"mean": torch.zeros(1)})
     for _ in range(steps):
         state, _ = step(state, 1.0 + 2 * step.rank)
@@ -311,7 +321,7 @@ def test_close_warns_of_buffers_that_are_not_averaged() -> None:
 
 def of_a_step() -> tuple[Callable[[], Any], Callable[[], Any]]:
     """A function that takes a step, and one that flushes."""
-    step = fjoin.train_step(product, tx.diloco(SGD, "data", 3))
+    step = fjoin.train_step(product, tx.diloco(SGD, tx.mean("data"), 3))
     state = step.init({"w": torch.zeros(10)})
 
     def take() -> None:
@@ -323,7 +333,7 @@ def of_a_step() -> tuple[Callable[[], Any], Callable[[], Any]]:
 
 def of_a_module() -> tuple[Callable[[], Any], Callable[[], Any]]:
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(10, 1, bias=False))
-    handle = fjoin.ddp.register(model, tx.diloco(SGD, "data", 3))
+    handle = fjoin.ddp.register(model, tx.diloco(SGD, tx.mean("data"), 3))
     return lambda: model(torch.ones(1, 10)).sum().backward(), handle.flush
 
 

@@ -17,24 +17,37 @@ from tests.traffic import watched
 NODES = {"node": 2, "local": 2}
 ADAM = tx.adam(1e-2)
 PIPELINES = {
-    "average": tx.local_sgd(ADAM, "data", 3),
-    "average of states": tx.local_sgd(ADAM, "data", 3, state="average"),
-    "int8": tx.local_sgd(ADAM, "data", 3, wire=tx.int8()),
-    "post-local": tx.post_local_sgd(ADAM, ("node", "local"), 3, 4, local="local"),
-    "hierarchical": tx.fuse(tx.noop(), ADAM, after=tx.hierarchical_average({2: "local", 4: ("node", "local")}, 3)),
-    "DiLoCo": tx.diloco(ADAM, "data", 3),
-    "DiLoCo, bf16": tx.diloco(ADAM, "data", 3, wire=tx.bfloat16()),
-    "DiLoCo, top-k": tx.diloco(ADAM, "data", 3, wire=tx.top_k(0.1)),
-    "DiLoCo, by its own reduction": tx.diloco(ADAM, "data", 3, wire=tx.power_sgd("data", min_compression_rate=1.0)),
-    "streaming": tx.diloco(ADAM, "data", 6, wire=tx.int4(), fragments=3, delay=2, mix=0.5),
-    "nested periods": tx.fuse(tx.noop(), ADAM, after=tx.every(2, tx.every(2, tx.average_parameters("data")))),
+    "average": tx.local_sgd(ADAM, tx.mean("data"), 3),
+    "average of states": tx.local_sgd(ADAM, tx.mean("data"), 3, state="average"),
+    "int8": tx.local_sgd(ADAM, tx.error_feedback(tx.compress(tx.int8(), tx.mean("data"))), 3),
+    "post-local": tx.post_local_sgd(
+        ADAM, tx.mean("node"), 3, 4, hook=tx.mean(("node", "local")), local=tx.mean("local")
+    ),
+    "hierarchical": tx.fuse(
+        tx.identity(),
+        ADAM,
+        after=tx.chain(
+            tx.every(2, tx.average_parameters("local"), first=4, except_every=4),
+            tx.every(4, tx.average_parameters(("node", "local")), first=4),
+        ),
+    ),
+    "DiLoCo": tx.diloco(ADAM, tx.mean("data"), 3),
+    "DiLoCo, bf16": tx.diloco(ADAM, tx.error_feedback(tx.compress(tx.bfloat16(), tx.mean("data"))), 3),
+    "DiLoCo, top-k": tx.diloco(ADAM, tx.error_feedback(tx.compress(tx.top_k(0.1), tx.mean("data"))), 3),
+    "DiLoCo, by its own reduction": tx.diloco(ADAM, tx.power_sgd("data", min_compression_rate=1.0), 3),
+    "streaming": tx.diloco(
+        ADAM, tx.error_feedback(tx.compress(tx.int4(), tx.mean("data"))), 6, fragments=3, delay=2, mix=0.5
+    ),
+    "nested periods": tx.fuse(tx.identity(), ADAM, after=tx.every(2, tx.every(2, tx.average_parameters("data")))),
     "switch": tx.fuse(
-        tx.noop(),
+        tx.identity(),
         ADAM,
         after=tx.switch_after(
             5,
             tx.every(2, tx.every(4, tx.average_parameters("data"))),
-            tx.switch_after(3, tx.outer_step(tx.mean("data"), tx.sgd(1.0), 2), tx.average_every(4, "data")),
+            tx.switch_after(
+                3, tx.outer_step(tx.mean("data"), tx.sgd(1.0), 2), tx.every(4, tx.average_parameters("data"), first=0)
+            ),
         ),
     ),
 }
@@ -97,7 +110,7 @@ def four_dtypes() -> dict[str, Tensor]:
 def messages_of_parts(name: str) -> list[list[int]]:
     step = fjoin.train_step(
         lambda params, batch: sum((p.float() * batch).square().sum() for p in params.values()),
-        tx.fuse(tx.noop(), tx.sgd(0.1), after=OF_PARTS[name]),
+        tx.fuse(tx.identity(), tx.sgd(0.1), after=OF_PARTS[name]),
     )
     state, seen = step.init(four_dtypes()), []
     for _ in range(7):
@@ -111,7 +124,7 @@ def messages_of_parts(name: str) -> list[list[int]]:
 @pytest.mark.parametrize("name", OF_PARTS)
 def test_messages_of_partial_averages_match_explain(pool: Any, name: str) -> None:
     """The dtypes of the other parameters do not matter."""
-    pipeline = tx.fuse(tx.noop(), tx.sgd(0.1), after=OF_PARTS[name])
+    pipeline = tx.fuse(tx.identity(), tx.sgd(0.1), after=OF_PARTS[name])
     for seen in pool.run(2, messages_of_parts, name):
         for i in range(1, 7):
             what = tx.explain(pipeline, four_dtypes(), {"data": 2}, at_step=i)
@@ -123,7 +136,7 @@ def averages(name: str, rounds: int, bucket_bytes: int, mixed: bool) -> Any:
     dtype = torch.bfloat16 if mixed else torch.float32
     pipeline = PIPELINES[name]
     if mixed:
-        pipeline = tx.diloco(tx.mixed_precision(ADAM), "data", 3)
+        pipeline = tx.diloco(tx.mixed_precision(ADAM), tx.mean("data"), 3)
     step = fjoin.train_step(loss, pipeline, bucket_bytes=bucket_bytes)
     state, gen = step.init(start(dtype)), torch.Generator().manual_seed(step.rank)
     mesh, apart, unequal = fjoin.mesh({"data": -1}), 0, 0
@@ -166,7 +179,7 @@ def nested(steps: int) -> Any:
         tx.every(1, tx.average_parameters("local")), tx.every(1, tx.average_parameters(("node", "local"))),
         tx.every(1, tx.average_parameters("node")),
     )  # fmt: skip
-    step = fjoin.train_step(loss, tx.fuse(tx.noop(), ADAM, after=after), mesh=fjoin.mesh(NODES))
+    step = fjoin.train_step(loss, tx.fuse(tx.identity(), ADAM, after=after), mesh=fjoin.mesh(NODES))
     state, gen = step.init(start()), torch.Generator().manual_seed(step.rank)
     for _ in range(steps):
         state, _ = step(state, torch.randn(4, 8, generator=gen))

@@ -52,7 +52,7 @@ def test_the_step_is_the_pure_pipeline(name: str, inputs: str, skips: bool) -> N
 
 def test_one_counter_decides_on_all_periods() -> None:
     """Those in a state that has lost its place, such as a hook's that was started anew, follow the pipeline's."""
-    hook = tx.switch_after(3, tx.mean("data"), tx.noop())
+    hook = tx.switch_after(3, tx.mean("data"), tx.identity())
     pipeline = tx.fuse(hook, SGD, after=tx.every(2, tx.stateless(lambda p: p + 1)))
     params = start()
     with fjoin.bind(fjoin.mesh({"data": -1})):
@@ -67,14 +67,14 @@ def test_one_counter_decides_on_all_periods() -> None:
 
 
 def test_every_in_every_counts_runs() -> None:
-    pipeline = tx.fuse(tx.noop(), SGD, after=tx.every(2, tx.every(3, tx.stateless(lambda p: p + 1))))
+    pipeline = tx.fuse(tx.identity(), SGD, after=tx.every(2, tx.every(3, tx.stateless(lambda p: p + 1))))
     seen, _ = purely(pipeline, [None] * 12)
     assert [int(params["w"][0]) for params in seen] == [1] * 5 + [2] * 6 + [3]
 
 
 def test_average_uses_the_master_copies() -> None:
     """The next step continues from the average, and small steps in between add up."""
-    pipeline = tx.fuse(tx.noop(), tx.mixed_precision(tx.sgd(0.25)), after=tx.every(2, tx.mean("data")))
+    pipeline = tx.fuse(tx.identity(), tx.mixed_precision(tx.sgd(0.25)), after=tx.every(2, tx.mean("data")))
 
     def want(batches: list[float], others: list[float]) -> list[float]:
         own, other, seen = torch.tensor(1.0), torch.tensor(1.0), []
@@ -102,5 +102,5 @@ def test_average_uses_the_master_copies() -> None:
 
 
 def test_a_reserved_name_in_the_lane() -> None:
-    pipeline, params = tx.fuse(tx.noop(), SGD), start()
+    pipeline, params = tx.fuse(tx.identity(), SGD), start()
     raises_text(ValueError, lambda: pipeline.step(params, params, pipeline.init(params), lane={"weight": 1.0}), "taken")

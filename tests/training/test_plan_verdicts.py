@@ -22,7 +22,7 @@ from tests.training.plan_problem import (
 @pytest.mark.parametrize("on_device", [False, True])
 def test_rank_with_local_gradients_skips_only_its_own_steps(on_device: bool) -> None:
     """The others take them; the average that is due is taken without the work of that step."""
-    pipeline = tx.skip_if_nonfinite(tx.fuse(tx.noop(), SGD, after=tx.mean("data")))
+    pipeline = tx.skip_if_nonfinite(tx.fuse(tx.identity(), SGD, after=tx.mean("data")))
     batches = [[NAN], [1.0], [3.0]]
     want = tx.simulate(lambda own: purely(pipeline, own)[0][0]["w"][0].item(), {"data": 3}, batches)
     average = (1 * 0.5 + 3 * -0.5) / 4
@@ -56,7 +56,7 @@ def not_finite(hook: tx.Transform, on_device: bool, batches: list[float], as_loo
 def test_ranks_with_local_steps_raise_together() -> None:
     """They raise in the second call after a step that one rank skipped; the text says that the others took it."""
     out = tx.simulate(
-        lambda b: not_finite(tx.noop(), False, b, True), {"data": 3}, [[1.0] * 4, [1.0, NAN, 1.0, 1.0], [1.0] * 4]
+        lambda b: not_finite(tx.identity(), False, b, True), {"data": 3}, [[1.0] * 4, [1.0, NAN, 1.0, 1.0], [1.0] * 4]
     )
     for rank, (calls, step, ranks, ended, _, text) in enumerate(out):
         assert (calls, step, ranks) == (4, 1, (1,)) and "Rank 1 left step 1 out, which the others took" in text
@@ -65,19 +65,23 @@ def test_ranks_with_local_steps_raise_together() -> None:
 
 def test_loop_end_raises_if_some_ranks_skipped_the_last_step() -> None:
     for on_device in (False, True):
-        out = tx.simulate(lambda b: not_finite(tx.noop(), on_device, b, True), {"data": 2}, [[1.0, 1.0], [1.0, NAN]])  # noqa: B023
+        out = tx.simulate(
+            lambda b: not_finite(tx.identity(), on_device, b, True),  # noqa: B023
+            {"data": 2},
+            [[1.0, 1.0], [1.0, NAN]],
+        )
         assert [(calls, step, ranks) for calls, step, ranks, *_ in out] == [(2, 1, (1,))] * 2
 
 
 def test_error_names_all_ranks_that_skipped_a_step() -> None:
     for *_, ranks, _, _, text in tx.simulate(
-        lambda b: not_finite(tx.noop(), False, b, True), {"data": 2}, [[1.0, NAN, 1.0, 1.0]] * 2
+        lambda b: not_finite(tx.identity(), False, b, True), {"data": 2}, [[1.0, NAN, 1.0, 1.0]] * 2
     ):
         assert ranks == (0, 1) and "Ranks 0, 1 left step 1 out; wrap" in text
 
 
 WARMUPS = {
-    "warm-up": tx.switch_after(9, tx.mean("data"), tx.noop()),
+    "warm-up": tx.switch_after(9, tx.mean("data"), tx.identity()),
     "by hand": tx.stateless(lambda grad: tx.psum(grad, "data") / 3),
     "one leaf": tx.masked(tx.mean("data"), "w"),
 }
@@ -114,13 +118,13 @@ def test_a_sum_that_overflows_names_no_rank() -> None:
 
 def test_ranks_with_local_steps_raise_together_on_a_device() -> None:
     out = tx.simulate(
-        lambda b: not_finite(tx.noop(), True, b, False), {"data": 2}, [[1.0, NAN, 1.0, 1.0, 1.0, 1.0], [1.0] * 6]
+        lambda b: not_finite(tx.identity(), True, b, False), {"data": 2}, [[1.0, NAN, 1.0, 1.0, 1.0, 1.0], [1.0] * 6]
     )
     assert [(calls, step, ranks) for calls, step, ranks, *_ in out] == [out[0][:3]] * 2 == [(6, 1, (0,))] * 2
 
 
 def test_loss_scale_is_per_rank_without_a_reduction() -> None:
-    pipeline = tx.dynamic_loss_scale(tx.fuse(tx.noop(), SGD), init_scale=4.0)
+    pipeline = tx.dynamic_loss_scale(tx.fuse(tx.identity(), SGD), init_scale=4.0)
     for on_device in (False, True):
         out = tx.simulate(
             lambda own: float(by_step(pipeline, {"data": 2}, own, on_device, torch.float32)[1].scale),  # noqa: B023

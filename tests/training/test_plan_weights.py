@@ -22,7 +22,7 @@ from tests.training.plan_problem import (
 
 def test_an_average_of_parameters_counts_its_window() -> None:
     """A rank without input in the last step of a window still counts with its earlier steps."""
-    pipeline = tx.fuse(tx.noop(), tx.sgd(1.0), after=tx.every(2, tx.mean("data")))
+    pipeline = tx.fuse(tx.identity(), tx.sgd(1.0), after=tx.every(2, tx.mean("data")))
 
     def one(batches: list[float]) -> float:
         step = fjoin.train_step(lambda p, b: p["w"] * b, pipeline)
@@ -36,7 +36,7 @@ def test_an_average_of_parameters_counts_its_window() -> None:
 
 def test_rank_without_input_takes_no_local_step() -> None:
     """Without a reduction its momentum does not move its parameters."""
-    pipeline = tx.fuse(tx.noop(), tx.sgd(1.0, momentum=0.9))
+    pipeline = tx.fuse(tx.identity(), tx.sgd(1.0, momentum=0.9))
 
     def one(batches: list[float]) -> list[float]:
         step = fjoin.train_step(lambda p, b: p["w"] * b, pipeline)
@@ -61,7 +61,7 @@ def test_ranks_of_a_node_stay_equal_for_all_weights() -> None:
 @pytest.mark.parametrize("over", ["weight", "live", "world"])
 def test_an_average_behind_a_window_counts_all_its_calls(over: Any) -> None:
     """1 + 2 + 5 of one rank against 4 of another, and not the last call's 5 against 4."""
-    hooks = {"reduces": tx.accumulate(3, tx.mean("local", over)), "does not": tx.accumulate(3, tx.noop())}
+    hooks = {"reduces": tx.accumulate(3, tx.mean("local", over)), "does not": tx.accumulate(3, tx.identity())}
     for hook in hooks.values():
         pipeline = tx.fuse(hook, SGD, after=tx.mean("node"))
         out = tx.simulate(
@@ -73,7 +73,7 @@ def test_an_average_behind_a_window_counts_all_its_calls(over: Any) -> None:
 
 
 def test_a_window_without_weight_changes_nothing() -> None:
-    pipeline = tx.fuse(tx.noop(), MOMENTUM, after=tx.every(2, tx.mean("data")))
+    pipeline = tx.fuse(tx.identity(), MOMENTUM, after=tx.every(2, tx.mean("data")))
     out = tx.simulate(
         lambda own: purely(pipeline, own)[0][-1]["w"][0].item(), {"data": 2}, [[None, None], [None, None]]
     )

@@ -84,7 +84,9 @@ def plain(rank: int, n: int, pipeline: Any, accumulate: int) -> list[tuple[int, 
     "pipeline, accumulate, at", [("mean", 1, 2), ("mean", 3, 2), ("mean", 2, 3), ("local", 1, 3), ("local", 3, 5)]
 )
 def test_a_loop_without_join(pipeline: str, accumulate: int, at: int) -> None:
-    made = tx.fuse(tx.mean("data"), tx.sgd(0.1)) if pipeline == "mean" else tx.local_sgd(tx.sgd(0.1), "data", 100)
+    made = (
+        tx.fuse(tx.mean("data"), tx.sgd(0.1)) if pipeline == "mean" else tx.local_sgd(tx.sgd(0.1), tx.mean("data"), 100)
+    )
     want = [(at, True, False), (12, False, True)]
     for got in tx.simulate(lambda r: plain(r, 12, made, accumulate), {"data": 3}, [0, 1, 2]):
         assert got == want

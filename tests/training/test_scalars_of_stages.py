@@ -44,7 +44,7 @@ def by_effective_ranks(hook: tx.Transform) -> tx.Transform:
 
 
 def plain() -> tx.Transform:
-    return tx.quantized_mean("data", tx.float32())
+    return tx.compress(tx.float32(), tx.mean("data"))
 
 
 HOOKS: dict[str, Callable[[], tx.Transform]] = {
@@ -126,8 +126,8 @@ def test_results_match_the_formula_on_the_sums(name: str) -> None:
 
 AFTER: dict[str, Callable[[Any], tx.Transform]] = {
     "average": lambda over: tx.every(2, tx.average_parameters("data", over=over)),
-    "outer": lambda over: tx.outer_step(tx.mean("data"), tx.sgd(1.0), 2, over=over),
-    "outer, encoded": lambda over: tx.outer_step(tx.quantized_mean("data", tx.float32()), tx.sgd(1.0), 2, over=over),
+    "outer": lambda over: tx.outer_step(tx.mean("data", over=over), tx.sgd(1.0), 2),
+    "outer, encoded": lambda over: tx.outer_step(tx.compress(tx.float32(), tx.mean("data", over)), tx.sgd(1.0), 2),
 }
 
 
@@ -136,7 +136,7 @@ AFTER: dict[str, Callable[[Any], tx.Transform]] = {
 @pytest.mark.parametrize("after", AFTER)
 def test_an_average_counts_windows_in_all_buckets(after: str, over: Any) -> None:
     """The mean over the ranks of the moves of two steps, each rank's -0.5 times the sum of its gradients."""
-    pipeline = tx.fuse(tx.noop(), tx.sgd(0.5), after=AFTER[after](over))
+    pipeline = tx.fuse(tx.identity(), tx.sgd(0.5), after=AFTER[after](over))
     windows = [sum(own[:2]) for own in INPUTS]
     factors = windows if over == "weight" else [1.0] * 3
     want = sum(-0.5 * w * f for w, f in zip(windows, factors, strict=True)) / sum(factors)

@@ -45,8 +45,8 @@ SILENT = {
 TALKS = {
     "mean": tx.fuse(tx.mean("data"), SGD),
     "some": tx.fuse(tx.masked(tx.mean("data"), "*"), SGD),
-    "noop": tx.fuse(tx.noop(), SGD),
-    "noop and more": tx.fuse(tx.chain(tx.clip_by_value(1.0), tx.noop()), SGD),
+    "noop": tx.fuse(tx.identity(), SGD),
+    "noop and more": tx.fuse(tx.chain(tx.clip_by_value(1.0), tx.identity()), SGD),
     "after": tx.fuse(tx.identity(), SGD, after=tx.every(2, tx.mean("data"))),
     "by hand": tx.fuse(tx.Transform(lambda p: (), _average), SGD),
     "a function": tx.fuse(tx.stateless(_negate), SGD),  # which may communicate
@@ -56,7 +56,7 @@ TALKS = {
 @pytest.mark.parametrize("name", SILENT)
 def test_one_rank_warns(name: str) -> None:
     (text,) = warned(SILENT[name], 3)
-    assert all(part in text for part in ("reduces", "3 ranks", "tx.mean('data')", "tx.noop()"))
+    assert all(part in text for part in ("reduces", "3 ranks", "tx.mean('data')", "tx.identity()"))
     assert warned(SILENT[name], 1) == []
 
 
@@ -67,7 +67,7 @@ def test_others_do_not(name: str) -> None:
 
 def registered(name: str) -> list[str]:
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
-    what: Any = {"mean": tx.mean("data"), "noop": tx.noop(), "clip": tx.clip_by_value(1.0), **SILENT}[name]
+    what: Any = {"mean": tx.mean("data"), "noop": tx.identity(), "clip": tx.clip_by_value(1.0), **SILENT}[name]
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         fjoin.ddp.register(model, what)

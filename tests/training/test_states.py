@@ -132,7 +132,7 @@ def test_a_parameter_transform_runs_after_the_optimizer() -> None:
             return tx.pmean(p, "data"), s
 
         after = tx.every(2, tx.Transform(lambda p: (), average))
-        step = fjoin.train_step(quadratic, tx.fuse(tx.noop(), tx.sgd(0.01), after=after))
+        step = fjoin.train_step(quadratic, tx.fuse(tx.identity(), tx.sgd(0.01), after=after))
         state, seen = step.init(start()), []
         for batch in step.join([X * scale] * 4):
             state, _ = step(state, batch)
@@ -193,11 +193,11 @@ def test_process_groups_go_with_the_step(pool: Any) -> None:
 
 
 OWING = {
-    "fed back": lambda: tx.error_feedback(tx.quantized_mean("data", tx.int4())),
+    "fed back": lambda: tx.error_feedback(tx.compress(tx.int4(), tx.mean("data"))),
     "dgc": lambda: tx.dgc("data", k=0.5),
     "power_sgd": lambda: tx.error_feedback(tx.power_sgd("data", 1, min_compression_rate=0.1)),
     "batched": lambda: tx.error_feedback(tx.batched_power_sgd("data", 1, min_compression_rate=0.1)),
-    "ef21": lambda: tx.ef21(tx.quantized_mean("data", tx.int4())),
+    "ef21": lambda: tx.ef21(tx.compress(tx.int4(), tx.mean("data"))),
 }
 
 

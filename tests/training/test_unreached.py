@@ -26,7 +26,11 @@ def make(calls_module: bool = True, hook: Any = None, mesh: Any = None, **settin
     return step, step.init(params)
 
 
-HOOKS = [tx.mean("data"), tx.quantized_mean("data", tx.int8()), tx.chain(tx.mean("data"), tx.clip_by_global_norm(1.0))]
+HOOKS = [
+    tx.mean("data"),
+    tx.compress(tx.int8(), tx.mean("data")),
+    tx.chain(tx.mean("data"), tx.clip_by_global_norm(1.0)),
+]
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

@@ -99,10 +99,10 @@ def test_skipped_step_has_weight_zero_in_the_average(kind: str, over: Any) -> No
     sgd = tx.sgd(RATE)
     after = tx.every(2, tx.average_parameters("data", over=over))
     pipelines = {
-        "average": lambda: tx.fuse(tx.noop(), sgd, after=after),
-        "outer": lambda: tx.fuse(tx.noop(), sgd, after=tx.outer_step(tx.mean("data"), tx.sgd(1.0), 2, over=over)),
-        "local_sgd": lambda: tx.local_sgd(sgd, "data", 2, over=over),
-        "mean": lambda: tx.fuse(tx.noop(), sgd, after=tx.every(2, tx.mean("data", over))),
+        "average": lambda: tx.fuse(tx.identity(), sgd, after=after),
+        "outer": lambda: tx.fuse(tx.identity(), sgd, after=tx.outer_step(tx.mean("data", over=over), tx.sgd(1.0), 2)),
+        "local_sgd": lambda: tx.local_sgd(sgd, tx.mean("data", over=over), 2),
+        "mean": lambda: tx.fuse(tx.identity(), sgd, after=tx.every(2, tx.mean("data", over))),
     }
     if kind == "mean" and over == "world":  # which divides by all ranks whatever takes part: not an average
         return
@@ -143,14 +143,14 @@ def test_deferred_message_uses_the_weights_at_its_start(case: str) -> None:
     mean = sum(w * sum(own[:2]) for w, own in zip(counted, moved, strict=True)) / sum(counted)
     want = [[own[0], sum(own[:2]), mean] for own in moved]
     ranks = [[Batch(g, w) for g, w in zip(*one, strict=True)][:3] for one in zip(grads, weights, strict=True)]
-    pipeline = tx.fuse(tx.noop(), tx.sgd(RATE), after=tx.outer_step(tx.mean("data"), tx.sgd(1.0), 2, delay=1))
+    pipeline = tx.fuse(tx.identity(), tx.sgd(RATE), after=tx.outer_step(tx.mean("data"), tx.sgd(1.0), 2, delay=1))
     check(tx.skip_if_nonfinite(pipeline), ranks, want)
 
 
 def test_the_optimizers_state_is_averaged_by_the_same_weights() -> None:
     """Momenta of ranks that have left out a step, after the second step; the momentum is that of torch's SGD."""
     pipeline = tx.skip_if_nonfinite(
-        tx.fuse(tx.noop(), tx.sgd(RATE, momentum=0.5), on_state=tx.every(2, tx.average_state("data")))
+        tx.fuse(tx.identity(), tx.sgd(RATE, momentum=0.5), on_state=tx.every(2, tx.average_state("data")))
     )
 
     def pure(batches: list[Batch]) -> Any:
@@ -183,7 +183,7 @@ def test_buffers_are_averaged_by_rank_weights(hook: str, on_device: bool) -> Non
     def with_buffers(params: Any, buffers: Any, batch: Batch) -> Any:
         return loss(params, batch), None, {"n": buffers["n"] + (0.0 if math.isnan(batch.grad) else batch.grad)}
 
-    made = {"noop": tx.noop, "mean": lambda: tx.mean("data")}[hook]()
+    made = {"noop": tx.identity, "mean": lambda: tx.mean("data")}[hook]()
     pipeline = tx.skip_if_nonfinite(tx.fuse(made, tx.sgd(RATE)))
     batches = [[Batch(1.0, 2.0), Batch(NAN, 7.0)], [Batch(2.0, 6.0), Batch(4.0, 1.0)]]
 

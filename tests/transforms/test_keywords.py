@@ -59,15 +59,15 @@ BEFORE: dict[str, Callable[[tx.Transform], tx.Transform]] = {
     "switch_after": lambda t: tx.switch_after(0, tx.identity(), t),
     "inner": lambda t: with_weights(_same, t),
     "in two": lambda t: with_weights(_same, tx.masked(tx.every(1, t), "w")),
-    "fed back": lambda t: tx.error_feedback(tx.chain(t, tx.quantized_mean("data", tx.int8()))),
-    "cast": lambda t: tx.cast(torch.bfloat16, tx.chain(t, tx.mean("data"))),
+    "fed back": lambda t: tx.error_feedback(tx.chain(t, tx.compress(tx.int8(), tx.mean("data")))),
+    "cast": lambda t: tx.compress(torch.bfloat16, tx.chain(t, tx.mean("data"))),
     "accumulate": lambda t: tx.accumulate(1, t),
 }
 BEHIND: dict[str, Callable[[tx.Transform], tx.Transform]] = {
     "chain": lambda t: tx.chain(tx.mean("data"), t),
     "masked": lambda t: tx.chain(tx.mean("data"), tx.masked(t, "w")),
     "inner": lambda t: with_weights(_same, tx.chain(tx.mean("data"), t)),
-    "every": lambda t: tx.chain(tx.quantized_mean("data", tx.int8()), tx.every(1, t)),
+    "every": lambda t: tx.chain(tx.compress(tx.int8(), tx.mean("data")), tx.every(1, t)),
 }
 
 

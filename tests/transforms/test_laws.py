@@ -52,9 +52,9 @@ CODECS: dict[str, list[Callable[[], tx.Codec]]] = {
 
 # Lossy means; and a row for each codec.
 LOSSY: dict[str, list[Callable[[], tx.Transform]]] = {
-    "live": [lambda: tx.quantized_mean("data", tx.int4(), over="live")],
-    "world": [lambda: tx.quantized_mean("data", tx.int4(block=3), over="world")],
-    "cast": [lambda: tx.cast(torch.bfloat16, tx.mean("data"))],
+    "live": [lambda: tx.compress(tx.int4(), tx.mean("data", over="live"))],
+    "world": [lambda: tx.compress(tx.int4(block=3), tx.mean("data", over="world"))],
+    "cast": [lambda: tx.compress(torch.bfloat16, tx.mean("data"))],
     "hierarchical": [
         lambda: tx.hierarchical_mean("local", "node", tx.int4(block=5)),
         lambda: tx.compress(tx.int4(), tx.hierarchical_mean("node", "local", over="world")),
@@ -65,8 +65,8 @@ LOSSY: dict[str, list[Callable[[], tx.Transform]]] = {
         lambda: tx.compress(tx.int8(), tx.power_sgd("data", min_compression_rate=1.0)),
         lambda: tx.batched_power_sgd("data", min_compression_rate=1.0),
     ],
-    "by path": [lambda: tx.partition({"layer.*": tx.quantized_mean("data", tx.int4()), "*": tx.mean("data")})],
-    "later": [lambda: tx.switch_after(2, tx.mean("data"), tx.quantized_mean("data", tx.sign()))],
+    "by path": [lambda: tx.partition({"layer.*": tx.compress(tx.int4(), tx.mean("data")), "*": tx.mean("data")})],
+    "later": [lambda: tx.switch_after(2, tx.mean("data"), tx.compress(tx.sign(), tx.mean("data")))],
 }
 
 
@@ -87,7 +87,9 @@ def test_transform(make: Any, law: Any) -> None:
     law(make)
 
 
-CODED = {name: [lambda make=make: tx.quantized_mean("data", make()) for make in rows] for name, rows in CODECS.items()}
+CODED = {
+    name: [lambda make=make: tx.compress(make(), tx.mean("data")) for make in rows] for name, rows in CODECS.items()
+}
 
 
 @pytest.mark.parametrize(("make", "law"), _cases({**LOSSY, **CODED}, FEEDBACK_LAWS))

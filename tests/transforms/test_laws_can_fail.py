@@ -99,7 +99,7 @@ def _another_way() -> tx.Transform:
 
 
 def _writes_where_others_are() -> tx.Transform:
-    right = tx.error_feedback(tx.quantized_mean("data", tx.int8()))
+    right = tx.error_feedback(tx.compress(tx.int8(), tx.mean("data")))
 
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
         out, new = right.update(grads, state, params, **extra)
@@ -237,7 +237,7 @@ def test_each_optimizer_law_can_fail(law: Any) -> None:
 
 def _lossy(change: Callable[[Any, Any], Any]) -> Callable[[], tx.Transform]:
     """A mean whose residuals are changed."""
-    right = tx.quantized_mean("data", tx.int4())
+    right = tx.compress(tx.int4(), tx.mean("data"))
 
     def update(grads: Any, state: Any, params: Any = None, *, memory: Any, **extra: Any) -> Any:
         out, state = right.update(grads, state, params, memory=memory, **extra)

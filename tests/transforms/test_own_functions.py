@@ -96,7 +96,7 @@ def test_an_optimizer_needs_no_guards(lists: Any) -> None:
         "alone": lambda o: tx.fuse(tx.mean("data"), o), "zero": lambda o: tx.zero(tx.mean("data"), o, "data"),
         "partition": lambda o: tx.fuse(tx.mean("data"), tx.partition({"w": o, "*": tx.frozen()})),
         "mixed_precision": lambda o: tx.fuse(tx.mean("data"), tx.mixed_precision(o)),
-        "local": lambda o: tx.local_sgd(o, "data", 2), "skips": lambda o: tx.skip_if_nonfinite(tx.fuse(tx.mean("data"), o)),
+        "local": lambda o: tx.local_sgd(o, tx.mean("data"), 2), "skips": lambda o: tx.skip_if_nonfinite(tx.fuse(tx.mean("data"), o)),
     }  # fmt: skip
 
     def train(pipeline: tx.Pipeline) -> Any:
@@ -130,7 +130,7 @@ def test_numbers_of_numpy() -> None:
 
 
 def test_states_of_other_shapes_and_dims_that_are_none() -> None:
-    hook = tx.error_feedback(tx.quantized_mean("data", tx.int8()))
+    hook = tx.error_feedback(tx.compress(tx.int8(), tx.mean("data")))
     other = hook.init({"w": torch.ones(3)})
     raises_text(
         ValueError,

@@ -52,7 +52,7 @@ def test_an_encoded_mean_is_near_the_mean(
     """Results are bitwise equal on all ranks, and values of ranks of weight 0 have no effect."""
     made, room = codec
     hook, trees = (
-        tx.quantized_mean("data", made, seed=seed),
+        tx.compress(made, tx.mean("data"), seed=seed),
         [leaves_of(shapes, seed + r, size) for r in range(len(weights))],
     )
 
@@ -77,7 +77,7 @@ def test_nonfinite_gradients_raise_on_all_ranks(
     codec: tx.Codec, shapes: Any, ranks: int, seed: int, bad: float
 ) -> None:
     """A nonfinite value at any position gives a nonfinite result on every rank."""
-    hook, trees = tx.quantized_mean("data", codec, seed=seed), [leaves_of(shapes, seed + r) for r in range(ranks)]
+    hook, trees = tx.compress(codec, tx.mean("data"), seed=seed), [leaves_of(shapes, seed + r) for r in range(ranks)]
     count = sum(t.numel() for t in trees[0].values())
     if not count:
         return
@@ -103,7 +103,7 @@ def test_results_and_residuals_add_up_to_the_means(
     """The sum of the results, and of the residuals divided as the last sum, is the sum of the means."""
     ranks = len(steps[0])
     steps = [(step * ranks)[:ranks] for step in steps]
-    hook = tx.error_feedback(tx.quantized_mean("data", codec, seed=seed), "flush" if flush else "freeze")
+    hook = tx.error_feedback(tx.compress(codec, tx.mean("data"), seed=seed), "flush" if flush else "freeze")
 
     def one_rank(rank: int) -> Any:
         state, outs = hook.init(leaves_of(shapes, 0)), []

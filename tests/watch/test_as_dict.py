@@ -30,9 +30,9 @@ PIPELINES: dict[str, Callable[[], tx.Pipeline]] = {
     "mean": lambda: tx.fuse(tx.mean("data"), tx.adamw(0.01)),
     "clipped": lambda: tx.fuse(CLIPPED, tx.adamw(0.01)),
     "zero": lambda: tx.zero(CLIPPED, tx.adamw(0.01), "data"),
-    "int8": lambda: tx.fuse(tx.error_feedback(tx.quantized_mean("data", tx.int8())), tx.sgd(0.1)),
+    "int8": lambda: tx.fuse(tx.error_feedback(tx.compress(tx.int8(), tx.mean("data"))), tx.sgd(0.1)),
     "power_sgd": lambda: tx.fuse(tx.power_sgd("data", 2, min_compression_rate=1.0), tx.sgd(0.1)),
-    "average": lambda: tx.fuse(tx.noop(), tx.sgd(0.1), after=tx.average_parameters("data")),
+    "average": lambda: tx.fuse(tx.identity(), tx.sgd(0.1), after=tx.average_parameters("data")),
 }
 
 

@@ -33,8 +33,8 @@ HOOK = tx.chain(tx.mean("data"), tx.clip_by_global_norm(1.0))
 PIPELINES: dict[str, Callable[[], tx.Pipeline]] = {
     "mean": lambda: tx.fuse(HOOK, tx.adamw(1e-3)),
     "zero": lambda: tx.zero(HOOK, tx.adamw(1e-3), "data"),
-    "int8": lambda: tx.fuse(tx.quantized_mean("data", tx.int8()), tx.sgd(0.1)),
-    "average": lambda: tx.fuse(tx.noop(), tx.sgd(0.1), after=tx.average_parameters("data")),
+    "int8": lambda: tx.fuse(tx.compress(tx.int8(), tx.mean("data")), tx.sgd(0.1)),
+    "average": lambda: tx.fuse(tx.identity(), tx.sgd(0.1), after=tx.average_parameters("data")),
 }
 
 

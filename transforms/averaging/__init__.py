@@ -2,10 +2,8 @@
 
 from ._average import (
     AverageState as AverageState,
-    average_every as average_every,
     average_parameters as average_parameters,
     average_state as average_state,
-    hierarchical_average as hierarchical_average,
 )
 from ._diloco import OuterState as OuterState, diloco as diloco, outer_step as outer_step
 from ._ema import EmaState as EmaState, ema as ema, ema_params as ema_params

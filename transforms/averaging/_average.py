@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import optree
 import torch
 from torch import Tensor
 
-from ..axes import bound, names, pmax
+from ..axes import bound, pmax
 from ..base import (
     AxisName,
     Call,
@@ -18,7 +17,6 @@ from ..base import (
     Over,
     Transform,
     Tree,
-    check_over,
     check_transform,
     check_weight,
     factory,
@@ -27,26 +25,27 @@ from ..base import (
     readable_without_sync,
     some_axes,
     where,
-    whole_number,
 )
-from ..codecs import Codec
-from ..combinators import chain, every
+from ..combinators import every
 from ..pipelines import NAME, Rates, axes_of, check_sum, number_of
-from ..reductions import MeanState, error_feedback, mean, quantized_mean
+from ..reductions import MeanState, mean
 
 
 class WindowMean:
     """A reduction of parameters, or of their changes.
 
-    Args:
-        hook: The reduction, with over="weight".
-        over: The weights of the ranks: those of their windows ("weight"), 1 for each rank with a window of weight above
-            0 ("live"), or 1 for each rank ("world").
+    Its `over` gives the weights of the ranks: those of their windows ("weight"), 1 for each rank with a window of weight
+    above 0 ("live"), or 1 for each rank ("world").
     """
 
-    def __init__(self, hook: Transform, over: Over) -> None:
-        check_over(over)
-        self._inner, self._over = Inner(hook, "hook"), over
+    def __init__(self, name: str, reduction: Transform) -> None:
+        if check_transform(reduction, f"{name}: reduction").sums is None:
+            raise TypeError(
+                f"{name}: {reduction!r} is no reduction that all parameters share; use mean, compress(codec, mean(axis)), "
+                f"error_feedback(...) and so on"
+            )
+        assert reduction.reduces is not None
+        self._inner, self._over = Inner(reduction, "hook"), reduction.reduces.over
 
     def __call__(
         self, values: Tree, state: Any, call: Call, rates: Rates = (), weight: Any = None
@@ -66,7 +65,7 @@ class WindowMean:
             DesyncError: they are not.
         """
         weight = check_weight(call.weight if weight is None else weight)
-        factor: Any = {"weight": weight, "live": (weight > 0).to(weight.dtype), "world": None}[self._over]
+        factor: Any = None if self._over == "world" else weight
         if factor is not None and readable_without_sync(factor):
             factor = factor.item()  # saves passes over the values
         lane = {"weight": weight, **({NAME: number_of(rates)} if rates else {})}
@@ -79,39 +78,6 @@ class WindowMean:
             axes = tuple(name for name in bound() if name in axes_of(self._inner.transform, tuple(bound())))
             check_sum(rates, summed[NAME], axes, call.step or 0)
         return new, inner, summed["weight"] > 0
-
-
-def reduction(name: str, axis: AxisName, wire: Codec | Transform | None) -> Transform:
-    """The mean of changes of parameters.
-
-    Args:
-        name: The factory, for errors.
-        wire: None for a plain mean; a codec, whose error is fed back; or the reduction itself.
-
-    Raises:
-        ValueError: the wire is a reduction that is not over all of these axes.
-        TypeError: it is neither a codec nor a reduction.
-    """
-    if wire is None:
-        return mean(axis)
-    if isinstance(wire, Codec):
-        return error_feedback(quantized_mean(axis, wire))
-    check_reduces(name, check_transform(wire, f"{name}: wire"))
-    if missing := set(names(axis)) - axes_of(wire, names(axis)):
-        raise ValueError(
-            f"{name}: wire={wire!r} does not reduce over {sorted(missing)}, but the average is over {axis!r}; give the wire these "
-            f"axes"
-        )
-    return wire
-
-
-def check_reduces(name: str, hook: Transform) -> Transform:
-    """Raise TypeError unless a transform carries the lane, and so knows the weight of all ranks."""
-    if hook.sums is None:
-        raise TypeError(
-            f"{name}: {hook!r} is no reduction that all parameters share; use mean, quantized_mean, error_feedback(...) and so on"
-        )
-    return hook
 
 
 def at_least_f32(values: Tree) -> Tree:
@@ -165,10 +131,10 @@ def average_parameters(axis: AxisName, over: Over = "weight") -> Transform:
     [tensor(2.), tensor(2.)]
     """
     some_axes("average_parameters", axis)
-    reduce = WindowMean(mean(axis), over)
+    reduce = WindowMean("average_parameters", mean(axis, over))
 
     def init(params: Tree) -> AverageState:
-        return AverageState(mean(axis).init(params))
+        return AverageState(mean(axis, over).init(params))
 
     def update(values: Tree, state: AverageState, params: Tree, call: Call) -> tuple[Tree, AverageState]:
         del params
@@ -177,99 +143,6 @@ def average_parameters(axis: AxisName, over: Over = "weight") -> Transform:
 
     return Transform(
         init, update, Needs.NOTHING, equalizes=lambda state: state.hook.lane.get("weight", state.hook.total)
-    )
-
-
-@factory
-def average_every(period: int, axis: AxisName, warmup_steps: int = 0, over: Over = "weight") -> Transform:
-    """Averages the parameters over the ranks in every `period`-th step, from step `warmup_steps` on.
-
-    It averages after the steps warmup_steps, warmup_steps + period, ..., counted from 0: the first time at the end of
-    step `warmup_steps` itself.
-
-    Args:
-        period: The period in steps.
-        axis: The axis, or a tuple of axes, to average over.
-        warmup_steps: The steps before the first average.
-        over: The weights of the ranks; see `average_parameters`. With "weight", those of the steps since the last
-            average.
-
-    Returns:
-        A `Transform` for `fuse(..., after=...)`: `every(period, average_parameters(axis, over), first=warmup_steps)`.
-
-    Raises:
-        ValueError: `period` is no whole number from 1, `warmup_steps` none from 0; as `average_parameters`.
-        TypeError, UnboundAxis: as `average_parameters`.
-
-    Same as: PeriodicModelAverager, with over="world".
-
-    >>> from fjoin import transforms as tx
-    >>> tx.average_every(4, "data", warmup_steps=100)
-    every(4, average_parameters('data'), first=100)
-    """
-    whole_number("average_every: period", period, 1)
-    whole_number("average_every: warmup_steps", warmup_steps, 0)
-    return every(period, average_parameters(axis, over), first=warmup_steps)
-
-
-@factory
-def hierarchical_average(periods: Mapping[int, AxisName], warmup_steps: int = 0, over: Over = "weight") -> Transform:
-    """Averages the parameters over some axes often, and over more of them rarely.
-
-    After step s, counted from 0 and at least `warmup_steps`, it averages over the axes of the largest period that
-    divides s. An average over the outer axes weighs each rank by all its steps since the last such average; averages
-    over the inner axes do not reset that weight.
-
-    Args:
-        periods: Period -> axes, for example {4: "local", 16: ("node", "local")}: each period a multiple of the one
-            before, its axes those of the one before and others.
-        warmup_steps: The steps before the first average.
-        over: The weights of the ranks; see `average_parameters`.
-
-    Returns:
-        A `Transform` for `fuse(..., after=...)`.
-
-    Raises:
-        ValueError: no period, a period that is no multiple of the one before, or whose axes do not contain those of the
-            one before; as `average_parameters`.
-        TypeError: `periods` is no mapping; as `average_parameters`.
-
-    Same as: HierarchicalModelAverager, with over="world".
-    Source: Lin et al., Don't Use Large Mini-Batches, Use Local SGD, arXiv:1808.07217, section 5.
-
-    >>> from fjoin import transforms as tx
-    >>> tx.hierarchical_average({2: "local", 8: ("node", "local")}).spec.name
-    'chain'
-    """
-    whole_number("hierarchical_average: warmup_steps", warmup_steps, 0)
-    check_over(over)
-    if not isinstance(periods, Mapping):
-        raise TypeError(f"hierarchical_average takes a mapping from periods to axes, got {periods!r}")
-    if not periods:
-        raise ValueError(
-            "hierarchical_average needs at least one period, for example {4: 'local', 16: ('node', 'local')}"
-        )
-    levels = list(periods.items())
-    for period, axis in levels:
-        whole_number("hierarchical_average: a period", period, 1)
-        some_axes("hierarchical_average", axis)
-    for (inner, some), (outer, more) in zip(levels, levels[1:], strict=False):
-        if outer <= inner or outer % inner:
-            raise ValueError(
-                f"hierarchical_average: the period {outer} must be a larger multiple of the one before, {inner}; or else two "
-                f"averages would overlap"
-            )
-        if not set(names(some)) < set(names(more)):
-            raise ValueError(
-                f"hierarchical_average: the axes {more!r} of period {outer} must contain {some!r}, those of period {inner}, and "
-                f"others"
-            )
-    larger = [*list(periods)[1:], None]
-    return chain(
-        *(
-            every(period, average_parameters(axis, over), first=-(-warmup_steps // period) * period, except_every=outer)
-            for (period, axis), outer in zip(periods.items(), larger, strict=True)
-        )
     )
 
 
@@ -296,11 +169,11 @@ def average_state(axis: AxisName, over: Over = "weight") -> Transform:
         ValueError, UnboundAxis: as `average_parameters`.
 
     >>> from fjoin import transforms as tx
-    >>> tx.fuse(tx.noop(), tx.adam(0.1), on_state=tx.every(4, tx.average_state("data"))).on_state
+    >>> tx.fuse(tx.identity(), tx.adam(0.1), on_state=tx.every(4, tx.average_state("data"))).on_state
     every(4, average_state('data'))
     """
     some_axes("average_state", axis)
-    reduce = WindowMean(mean(axis), over)
+    reduce = WindowMean("average_state", mean(axis, over))
 
     def init(values: Tree) -> AverageState:
         named = named_leaves(values)
@@ -312,7 +185,7 @@ def average_state(axis: AxisName, over: Over = "weight") -> Transform:
                     f"average_state: {name!r} of the state of {param!r} ({value.dtype}, shape {tuple(value.shape)}) has no "
                     f"mean; choose others, as in on_state=masked(average_state(...), '*.exp_avg')"
                 )
-        return AverageState(mean(axis).init(values))
+        return AverageState(mean(axis, over).init(values))
 
     def update(values: Tree, state: AverageState, params: Tree, call: Call) -> tuple[Tree, AverageState]:
         del params
@@ -333,17 +206,24 @@ def _split(path: str) -> tuple[str, str]:
 
 
 def on_state_of(
-    name: str, policy: StatePolicy, axis: AxisName, steps: int, first: int | None, over: Over
+    name: str, policy: StatePolicy, reduction: Transform, steps: int, first: int | None
 ) -> Transform | None:
     """The transform of the optimizer's state for a policy.
 
     Args:
         name: The factory, for errors.
+        reduction: That of the parameters, whose axes and weights it takes.
         steps, first: The calls with an average of the parameters, as for `every`.
     """
-    check_over(over)
     if policy not in ("keep", "average"):
         raise ValueError(
-            f"{name}: state must be 'keep' or 'average', got {policy!r}; for others use fuse(..., on_state=...)"
+            f"{name}: state must be 'keep' or 'average', got {policy!r}; for others use fuse(..., on_state=)"
         )
-    return None if policy == "keep" else every(steps, average_state(axis, over), first)
+    if policy == "keep":
+        return None
+    of = reduction.reduces
+    if of is None or of.axis is None:
+        raise ValueError(
+            f"{name}: state='average' needs a reduction of one mean, got {reduction!r}; use fuse(..., on_state=)"
+        )
+    return every(steps, average_state(of.axis, of.over or "weight"), first)

@@ -10,10 +10,8 @@ from torch import Tensor
 
 from ..base import (
     Averaged,
-    AxisName,
     Call,
     Needs,
-    Over,
     Period,
     Periodic,
     State,
@@ -21,7 +19,6 @@ from ..base import (
     Transform,
     Tree,
     check_state,
-    check_transform,
     check_weight,
     choose_state,
     counts_steps,
@@ -34,12 +31,10 @@ from ..base import (
     whole_number,
     with_changes,
 )
-from ..codecs import Codec
-from ..combinators import Patterns, check_which, in_fragments, partition
+from ..combinators import Patterns, check_which, identity, in_fragments, partition
 from ..optimizers import Optimizer, sgd
 from ..pipelines import Pipeline, fuse, rates_of
-from ..reductions import noop
-from ._average import StatePolicy, WindowMean, at_least_f32, check_reduces, like, no_weight, on_state_of, reduction
+from ._average import StatePolicy, WindowMean, at_least_f32, like, no_weight, on_state_of
 
 
 class OuterState(NamedTuple):
@@ -54,17 +49,16 @@ class OuterState(NamedTuple):
 
 @factory
 def outer_step(
-    hook: Transform,
+    reduction: Transform,
     optimizer: Optimizer,
-    steps: int = 1,
+    every: int = 1,
     first: int | None = None,
     delay: int = 0,
     mix: float = 0.0,
-    over: Over = "weight",
 ) -> Transform:
-    """Steps the parameters by an outer optimizer on their mean change over the ranks, once in `steps` calls.
+    """Steps the parameters by an outer optimizer on their mean change over the ranks, once in `every` calls.
 
-        d_r    <- anchor - p_r,  d <- mean of d_r over the ranks, by `hook`
+        d_r    <- anchor - p_r,  d <- mean of d_r over the ranks, by `reduction`
         anchor <- outer optimizer on (anchor, d)
         p_r    <- mix p_r + (1 - mix) anchor
 
@@ -76,14 +70,14 @@ def outer_step(
     that the float32 anchor gathers changes of less than one of their steps.
 
     Args:
-        hook: The reduction of the changes: `mean`, `quantized_mean`, `error_feedback` of an encoded mean, and so on.
+        reduction: That of the changes: `mean`, `compress`, `error_feedback` of an encoded mean, and so on; its `over`
+            weighs the ranks, as that of `average_parameters`.
         optimizer: The outer optimizer; sgd(1.0) makes the anchor the mean of the parameters.
-        steps: The period. Changes are taken in the calls first, first + steps, ... (counted from 0).
-        first: The first of these calls; by default steps - 1.
-        delay: Calls between a change and the message that averages it, fewer than `steps`.
+        every: The period. Changes are taken in the calls first, first + every, ... (counted from 0).
+        first: The first of these calls; by default every - 1.
+        delay: Calls between a change and the message that averages it, fewer than `every`.
         mix: The share of a rank's own parameters that remains, from 0 to below 1. With 0 the parameters are equal on
             all ranks after each outer step.
-        over: The weights of the ranks; see `average_parameters`.
 
     Returns:
         A `Transform` of parameters, for `fuse(..., after=...)`.
@@ -91,7 +85,7 @@ def outer_step(
         ranks.
 
     Raises:
-        TypeError: `hook` is no reduction; `optimizer` is no optimizer.
+        TypeError: `reduction` is none; `optimizer` is no optimizer.
         ValueError: a number out of range.
 
     Source: Douillard et al., DiLoCo, arXiv:2311.08105, algorithm 1; delay and mix: Streaming DiLoCo, arXiv:2501.18512.
@@ -103,24 +97,23 @@ def outer_step(
     >>> tx.simulate(one_rank, {"data": 2}, [0.2, 0.6])
     [tensor(0.8000), tensor(0.8000)]
     """
-    check_reduces("outer_step", check_transform(hook, "outer_step: hook"))
+    reduce = WindowMean("outer_step", reduction)
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"outer_step: optimizer must be an Optimizer such as sgd(0.7), got {optimizer!r}")
-    whole_number("outer_step: steps", steps, 1)
-    period = Period(steps, steps - 1 if first is None else whole_number("outer_step: first", first, 0))
+    whole_number("outer_step: every", every, 1)
+    period = Period(every, every - 1 if first is None else whole_number("outer_step: first", first, 0))
     whole_number("outer_step: delay", delay, 0)
-    if delay >= steps:
+    if delay >= every:
         raise ValueError(
-            f"outer_step: delay must be below steps={steps}, got {delay}; the next message would begin before"
+            f"outer_step: delay must be below every={every}, got {delay}; the next message would begin before"
         )
     if not (is_number(mix) and is_finite(mix) and 0 <= mix < 1):
         raise ValueError(f"outer_step: mix must be a number from 0 to below 1, got {mix!r}")
-    reduce = WindowMean(hook, over)
 
     def init(params: Tree) -> OuterState:
         anchor = {path: leaf.detach().clone() for path, leaf in at_least_f32(named_leaves(params)).items()}
         return OuterState(
-            0, anchor, hook.init(anchor), optimizer.init(anchor), no_weight(), nothing(anchor), no_weight()
+            0, anchor, reduction.init(anchor), optimizer.init(anchor), no_weight(), nothing(anchor), no_weight()
         )
 
     def nothing(anchor: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -171,18 +164,18 @@ def outer_step(
         named, state = used(number - delay)
         return map_with_path(lambda path, _: named[path], values), state
 
-    return Transform(init, update, Needs.NOTHING, takes=("flush",), timing=Periodic(period, hook, delay, alone=False))
+    return Transform(
+        init, update, Needs.NOTHING, takes=("flush",), timing=Periodic(period, reduction, delay, alone=False)
+    )
 
 
 @factory
 def diloco(
     inner: Optimizer,
-    axis: AxisName,
+    reduction: Transform,
     every: int,
     outer: Optimizer | None = None,
     *,
-    wire: Codec | Transform | None = None,
-    over: Over = "weight",
     fragments: int | Sequence[Patterns] = 1,
     delay: int = 0,
     mix: float = 0.0,
@@ -196,11 +189,9 @@ def diloco(
 
     Args:
         inner: The optimizer of each rank.
-        axis: The axis, or a tuple of axes, of the ranks.
+        reduction: That of the changes: `mean("data")`, or fewer bytes by `error_feedback(compress(int8(), mean("data")))`.
         every: The period in steps.
         outer: The outer optimizer; None: sgd(0.7, momentum=0.9, nesterov=True).
-        wire: The codec of the changes, with error feedback; or a reduction of its own. None: full precision.
-        over: The weights of the ranks; see `average_parameters`.
         fragments: The number of groups of parameters, at most `every`; or glob patterns for paths, one for each group,
             which together match all parameters.
         delay: Steps between a change and the message that averages it, below `every`.
@@ -208,11 +199,11 @@ def diloco(
         state, hook: As for `local_sgd`.
 
     Returns:
-        A `Pipeline`: `fuse(noop(), inner, after=outer_step(mean(axis), outer, every))`, and so on.
+        A `Pipeline`: `fuse(identity(), inner, after=outer_step(reduction, outer, every))`, and so on.
 
     Raises:
-        ValueError: more fragments than steps in a period, or two with one pattern; a wire that does not reduce over
-            `axis`; an argument out of range. At `init`: more fragments than parameters.
+        ValueError: more fragments than steps in a period, or two with one pattern; an argument out of range.
+            At `init`: more fragments than parameters.
         TypeError: an argument of the wrong kind.
 
     Source: Douillard et al., DiLoCo, arXiv:2311.08105; fragments, delay and mix: Streaming DiLoCo, arXiv:2501.18512.
@@ -220,25 +211,24 @@ def diloco(
         rate that does not change.
 
     >>> from fjoin import transforms as tx
-    >>> tx.diloco(tx.adamw(1e-3), "data", every=50).after
-    outer_step(mean('data'), sgd(lr=0.7, momentum=0.9, nesterov=True), steps=50)
+    >>> tx.diloco(tx.adamw(1e-3), tx.mean("data"), every=50).after
+    outer_step(mean('data'), sgd(lr=0.7, momentum=0.9, nesterov=True), every=50)
     """
     whole_number("diloco: every", every, 1)
     outer = sgd(0.7, momentum=0.9, nesterov=True) if outer is None else outer
-    send = reduction("diloco", axis, wire)
     patterns = None if isinstance(fragments, int) else _patterns(fragments)
     count = whole_number("diloco: fragments", fragments if patterns is None else len(patterns), 1)
     if count > every:
         raise ValueError(f"diloco: {count} fragments need a period of as many steps, got every={every}")
-    parts = [outer_step(send, outer, every, (i + 1) * every // count - 1, delay, mix, over) for i in range(count)]
+    parts = [outer_step(reduction, outer, every, (i + 1) * every // count - 1, delay, mix) for i in range(count)]
     if patterns is not None:
         after = partition(dict(zip(patterns, parts, strict=True)))
     elif count > 1:
         after = in_fragments(*parts)
     else:
-        after = outer_step(send, outer, every, None, delay, mix, over)
-    on_state = on_state_of("diloco", state, axis, every, None, over)
-    return fuse(noop() if hook is None else hook, inner, after, on_state)
+        after = outer_step(reduction, outer, every, None, delay, mix)
+    on_state = on_state_of("diloco", state, reduction, every, None)
+    return fuse(identity() if hook is None else hook, inner, after, on_state)
 
 
 def _patterns(fragments: Sequence[Patterns]) -> list[Patterns]:

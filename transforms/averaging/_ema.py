@@ -99,7 +99,7 @@ def ema_params(params: Tree, state: State) -> Tree:
 
     >>> from fjoin import transforms as tx
     >>> p = {"w": torch.tensor(1.0)}
-    >>> tx.ema_params(p, tx.fuse(tx.noop(), tx.sgd(0.1), tx.ema(0.9)).init(p))
+    >>> tx.ema_params(p, tx.fuse(tx.identity(), tx.sgd(0.1), tx.ema(0.9)).init(p))
     {'w': tensor(1.)}
     """
     found: list[EmaState] = [

@@ -320,8 +320,7 @@ def encode_rows(
         return codec.encode(rows)
     if codec.key is None:
         raise ValueError(
-            f"{codec!r} is stochastic and needs a seed and a step; use it in compress or quantized_mean, or "
-            f"pass codec.keyed(seed, step)"
+            f"{codec!r} is stochastic and needs a seed and a step; use it in compress, or pass codec.keyed(seed, step)"
         )
     if positions is None:
         positions = places_of({"": rows}, rows.device).view(rows.shape)

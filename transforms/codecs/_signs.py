@@ -68,7 +68,7 @@ def qsgd(levels: int = 7, block: int = 64) -> Codec:
     >>> codec.width(6)
     15
     >>> from fjoin import transforms as tx
-    >>> hook = tx.quantized_mean("data", codec, seed=1)
+    >>> hook = tx.compress(codec, tx.mean("data"), seed=1)
     >>> tx.simulate(lambda g: hook.update(g, hook.init(g))[0], {"data": 2}, 2 * [torch.tensor([3.0, -4.0])])[0]
     tensor([ 3., -4.])
     """

@@ -162,7 +162,12 @@ def stages(transform: Transform) -> list[Transform]:
 
 @factory
 def identity() -> Transform:
-    """Returns the gradients unchanged.
+    """Returns the gradients unchanged: every rank keeps its own.
+
+    As a hook it sends nothing, and is meant to: it is the hook of methods that average parameters, and the upper bound of
+    the time that any hook can save.
+
+    Same as: optax.identity; torch's ddp_comm_hooks.debugging_hooks.noop_hook.
 
     >>> identity().update(torch.tensor(1.0), ())
     (tensor(1.), ())
@@ -172,7 +177,7 @@ def identity() -> Transform:
         del params, call
         return grads, state
 
-    return Transform(init_empty, update, Needs.NOTHING, wraps="stages")
+    return Transform(init_empty, update, Needs.NOTHING, wraps="stages", silent=True)
 
 
 @factory

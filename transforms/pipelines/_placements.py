@@ -28,7 +28,7 @@ def placements(part: Pipeline | Transform, state: State, axes: Mapping[str, int]
         axes: Axis name -> number of ranks; by default those that are bound.
 
     >>> from fjoin import transforms as tx
-    >>> hook = tx.error_feedback(tx.quantized_mean("data", tx.int8()))
+    >>> hook = tx.error_feedback(tx.compress(tx.int8(), tx.mean("data")))
     >>> state = hook.init({"w": torch.zeros(2)})
     >>> {path: str(place) for path, place in placements(hook, state, {"data": 2}).items()}
     {'inner.total': 'equal over data', 'error.w': 'of each rank', 'last.w': 'of each rank'}

@@ -130,12 +130,12 @@ def _summed_over(part: Transform, mesh_axes: Collection[str], step: int | None) 
 def warn_if_silent(
     what: Any, parts: Collection[Transform | None], mesh_axes: tuple[str, ...], ranks: int, stacklevel: int
 ) -> None:
-    """Warn if no part of a pipeline communicates and none of them contains `noop`."""
+    """Warn if no part of a pipeline communicates and none of them contains `identity`."""
     given = [part for part in parts if part is not None]
     if not any(axes_of(part, mesh_axes) or _is_silent(part) for part in given):
         warnings.warn(
             f"nothing in {what!r} reduces over the {ranks} ranks, so each trains on its own batches alone; put "
-            f"tx.mean({mesh_axes[0]!r}) into it, or tx.noop() where that is meant",
+            f"tx.mean({mesh_axes[0]!r}) into it, or tx.identity() where that is meant",
             stacklevel=stacklevel + 1,
         )
 

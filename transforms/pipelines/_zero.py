@@ -9,7 +9,7 @@ from ..base import Transform, call_factory, check_transform, factory
 from ..codecs import Codec
 from ..combinators import chain
 from ..optimizers import Optimizer
-from ..reductions import compress, mean, scatter_mean
+from ..reductions import mean, scatter_mean
 from ._fuse import fuse
 from ._pipeline import Pipeline
 
@@ -30,7 +30,7 @@ def zero(
     scatter_mean over `axis` and a mean over the others.
 
     Args:
-        hook: A transform of the gradients that holds one `mean` or `quantized_mean` over `axis`.
+        hook: A transform of the gradients that holds one `mean` over `axis`.
         optimizer: Any optimizer.
         axis: The axis over which to shard.
         after, on_state, gather: As for `fuse`.
@@ -65,10 +65,8 @@ def _sharded(part: Any, axis: str) -> Any:
     if make is None:
         return part
     args = dict(part.spec.args)
-    if part.spec.name in ("mean", "quantized_mean") and axis in names(args["axis"]):
+    if part.spec.name == "mean" and axis in names(args["axis"]):
         rest = tuple(one for one in names(args["axis"]) if one != axis)
         found = scatter_mean(axis, args["over"])
-        if "codec" in args:
-            found = compress(args["codec"], found, args["seed"])
         return chain(found, mean(rest if len(rest) > 1 else rest[0], args["over"])) if rest else found
     return call_factory(make, ((name, _sharded(value, axis)) for name, value in args.items()))

@@ -3,17 +3,15 @@
 from ._coded_sum import MeanState as MeanState, cut as cut, init_mean as init_mean
 from ._compress import (
     CompressState as CompressState,
-    cast as cast,
     compress as compress,
     quantized as quantized,
-    quantized_mean as quantized_mean,
 )
 from ._dgc import DGCState as DGCState, dgc as dgc
 from ._ef21 import EF21State as EF21State, ef21 as ef21
 from ._error_feedback import ErrorState as ErrorState, error_feedback as error_feedback
 from ._hierarchical import hierarchical_mean as hierarchical_mean
 from ._low_rank_mean import PowerSGDState as PowerSGDState
-from ._mean import mean as mean, noop as noop, sum_over as sum_over
+from ._mean import mean as mean, sum_over as sum_over
 from ._one_bit_adam import OneBitAdamState as OneBitAdamState, one_bit_adam as one_bit_adam
 from ._power_sgd import batched_power_sgd as batched_power_sgd, power_sgd as power_sgd
 from ._scatter_mean import (

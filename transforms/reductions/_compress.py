@@ -40,7 +40,6 @@ from ..base import (
     Compression,
     Inner,
     Needs,
-    Over,
     State,
     Transform,
     Tree,
@@ -65,7 +64,6 @@ from ..codecs import (
     refuse_derivative,
 )
 from ._coded_sum import Term, coded_mean
-from ._mean import mean
 
 _CASTS: dict[torch.dtype, Callable[[], Codec]] = {
     torch.bfloat16: bfloat16,
@@ -82,15 +80,21 @@ class CompressState(NamedTuple):
 
 
 @factory
-def compress(codec: Codec, hook: Transform, seed: int = 0) -> Transform:
+def compress(codec: Codec | torch.dtype, hook: Transform, seed: int = 0) -> Transform:
     """Encodes the gradients that a hook communicates.
 
-    All leaves are sent in one message, or in one message to and one from the rank that sums them; see `quantized_mean`.
-    Weights and lane are sent with the codes, in float64, and are exact. Results have the gradients' dtypes. On an axis
-    of one rank nothing is sent, and nothing is encoded.
+    All leaves travel in one message. On three and more ranks each rank reduces one chunk of the gradients: it receives
+    all ranks' codes of that chunk, takes the mean in float32, and sends it to all ranks, encoded again. So a rank sends
+    twice the codes of its gradients, less 1 / ranks of it, however many ranks there are. Two ranks send all their codes
+    to each other, which are as many bytes, and encode once.
+
+    Weights and lane are sent with the codes, in float64, and are exact. Results have the gradients' dtypes, and are equal
+    on all ranks to the bit. On an axis of one rank nothing is sent, and nothing is encoded.
 
     Args:
-        codec: For example `int8()`.
+        codec: For example `int8()`; or a dtype: torch.bfloat16, float16, float8_e4m3fn or float8_e5m2, and float32 for
+            float64 gradients. Sums are taken in float32; float16 and the 8-bit floats are sent with a scale, so that
+            values within the range of float32 do not overflow.
         hook: `mean`, `sum_over`, or a transform that contains them: `chain`, `partition`, `every` and so on.
         seed: For stochastic codecs, such as `int8(stochastic=True)`; the same on all ranks. The random bits depend on
             the seed, the step, the rank, and a float's path and position in its leaf.
@@ -101,10 +105,11 @@ def compress(codec: Codec, hook: Transform, seed: int = 0) -> Transform:
     Raises:
         TypeError: `codec` is no codec; `hook` sends nothing that can be encoded, or encodes already; at `update`: a
             complex gradient.
-        ValueError: `seed` is no whole number.
+        ValueError: another dtype; `seed` is no whole number.
         RuntimeError: at `update`: something differentiates through the gradients.
 
-    Same as: torch's fp16_compress_wrapper, bf16_compress_wrapper, for any codec.
+    Same as: torch's fp16_compress_wrapper and bf16_compress_wrapper, for any codec; `compress(uint8(), mean(axis))` is
+        torch's quantization_pertensor_hook, which sends ranks / 8 times the bytes of float32.
 
     >>> from fjoin import transforms as tx
     >>> hook = compress(tx.int8(block=2), tx.mean("data"))
@@ -114,78 +119,18 @@ def compress(codec: Codec, hook: Transform, seed: int = 0) -> Transform:
     tensor([64.0000,  1.5000])
     """
     whole_number("seed", seed)
-    return _encoded(check_codec("compress: codec", codec), check_transform(hook, "compress: hook"), seed)
+    return _encoded(_codec_of(codec), check_transform(hook, "compress: hook"), seed)
 
 
-@factory
-def cast(dtype: torch.dtype, hook: Transform) -> Transform:
-    """Communicates gradients in a lower-precision dtype.
-
-    Sums are taken in float32. Values within the range of float32 do not overflow: float16 and the 8-bit floats are sent
-    with a scale, and the largest bfloat16 number is 3.39e38, a little less than that of float32.
-
-    Args:
-        dtype: torch.bfloat16, float16, float8_e4m3fn or float8_e5m2; float32 for float64 gradients.
-        hook: As for `compress`.
-
-    Returns:
-        A `Transform` with the state of `hook`.
-
-    Raises:
-        ValueError: another dtype.
-        TypeError, RuntimeError: as `compress`.
-
-    Same as: torch's fp16_compress_wrapper and bf16_compress_wrapper.
-
-    >>> from fjoin import transforms as tx
-    >>> hook = cast(torch.float16, tx.mean("data"))
-    >>> def one_rank(g):
-    ...     return hook.update(g, hook.init(g))[0]
-    >>> tx.simulate(one_rank, {"data": 2}, [torch.tensor([1e5]), torch.tensor([0.0])])[0]
-    tensor([49984.])
-    """
-    if dtype not in _CASTS:
-        raise ValueError(f"cast: dtype must be one of {sorted(map(str, _CASTS))}, got {dtype!r}")
-    return _encoded(_CASTS[dtype](), check_transform(hook, "cast: hook"))
+def _codec_of(codec: Codec | torch.dtype) -> Codec:
+    if not isinstance(codec, torch.dtype):
+        return check_codec("compress: codec", codec)
+    if codec not in _CASTS:
+        raise ValueError(f"compress: a dtype must be one of {sorted(map(str, _CASTS))}, got {codec!r}")
+    return _CASTS[codec]()
 
 
-@factory
-def quantized_mean(axis: AxisName, codec: Codec, over: Over = "weight", seed: int = 0) -> Transform:
-    """The mean of all ranks' gradients, weighted, with every message encoded.
-
-    Each rank reduces one chunk of the gradients: it receives all ranks' codes of that chunk, takes the mean in float32,
-    and sends the mean to all ranks, encoded again. So a rank sends twice the codes of its gradients, less 1 / ranks of
-    it, however many ranks there are. Two ranks send all their codes to each other, which are as many bytes, and encode
-    once.
-
-    Args:
-        axis: The axis, or several axes; the last one is reduced first.
-        codec: The codec of the messages.
-        over: The divisor; see `mean`.
-        seed: For stochastic codecs; see `compress`.
-
-    Returns:
-        A `Transform` whose `update` returns a tree like `grads`, equal on all ranks to the bit.
-        State: `MeanState(total, lane)`; for stochastic codecs, `CompressState(inner, step)` around it.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as `compress` and `mean`.
-
-    Same as: torch's quantization_pertensor_hook and quantization_perchannel_hook, which send ranks / 8 times the bytes
-        of float32.
-
-    >>> from fjoin import transforms as tx
-    >>> hook = quantized_mean("data", tx.int8())
-    >>> def one_rank(g, n):
-    ...     return hook.update(g, hook.init(g), weight=n)[0]
-    >>> mean = tx.simulate(one_rank, {"data": 3}, [torch.tensor(v) for v in (127.0, 1.0, 9.0)], [1, 2, 0])[0]
-    >>> round(mean.item(), 3)
-    43.0
-    """
-    return compress(codec, mean(axis, over), seed)
-
-
-def _encoded(codec: Codec, hook: Transform, seed: int = 0) -> Transform:
+def _encoded(codec: Codec, hook: Transform, seed: int) -> Transform:
     if not hook.accepts("wire"):
         raise TypeError(
             f"{hook!r} sends nothing that can be encoded; wrap a mean or a sum_over, or make a Transform whose update has the "
@@ -231,7 +176,7 @@ def quantized(collective: C, codec: Codec) -> C:
         all_gather, all_to_all, all_to_all_single,     each value is encoded once; a rank receives its own value
         ppermute, pbroadcast                           as the other ranks decode it
         psum_scatter                                   exchanged like these, then summed in float32
-        psum, pmean                                    as `quantized_mean`: bytes do not grow with the ranks, and all
+        psum, pmean                                    as `compress`: bytes do not grow with the ranks, and all
                                                        ranks receive equal results to the bit
 
     On an axis of one rank nothing is sent, and nothing is encoded.

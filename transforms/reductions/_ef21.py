@@ -57,7 +57,7 @@ def ef21(hook: Transform, without_input: WithoutInput = "freeze") -> Transform:
     number of ranks, as after loading, all estimates restart in that call from its messages.
 
     Args:
-        hook: An encoded mean over one axis, without other stages: `quantized_mean`, or `compress` or `cast` of a `mean`
+        hook: An encoded mean over one axis, without other stages: `compress` of a `mean`
             or a `sum_over`, or `power_sgd`.
         without_input: The estimate of a rank of weight 0: "freeze" keeps its last gradient, with its last weight, in
             the result; "flush" subtracts it, encoded, so that the result approaches the mean over the ranks with input.
@@ -75,7 +75,7 @@ def ef21(hook: Transform, without_input: WithoutInput = "freeze") -> Transform:
     Source: Richtarik, Sokolov and Fatkhullin, EF21, arXiv:2106.05203, algorithm 2.
 
     >>> from fjoin import transforms as tx
-    >>> hook = ef21(tx.quantized_mean("data", tx.top_k(1)))
+    >>> hook = ef21(tx.compress(tx.top_k(1), tx.mean("data")))
     >>> def one_rank(g):
     ...     state, outs = hook.init(g), []
     ...     for _ in range(3):
@@ -88,7 +88,7 @@ def ef21(hook: Transform, without_input: WithoutInput = "freeze") -> Transform:
     encoded, inside = check_lossy(hook, without_input, "ef21").encoded, Inner(hook)
     if hook.reduces is None or hook.reduces.axis is None or len(names(hook.reduces.axis)) > 1:
         raise TypeError(
-            f"ef21 takes one mean, got {hook!r}; write chain(..., ef21(quantized_mean(axis, codec)), ...) and let partition, "
+            f"ef21 takes one mean, got {hook!r}; write chain(..., ef21(compress(codec, mean(axis))), ...) and let partition, "
             f"switch_after and the like hold ef21, not the other way round"
         )
     sums_of, over, axis = hook.reduces.sums, hook.reduces.over, hook.reduces.axis

@@ -220,7 +220,7 @@ def error_feedback(hook: Transform, without_input: WithoutInput = "freeze") -> T
     but its error may be larger.
 
     Args:
-        hook: A hook that encodes or projects over one axis: `quantized_mean`, `compress`, `cast`, `power_sgd`, alone or
+        hook: A hook that encodes or projects over one axis: `compress`, `power_sgd`, alone or
             in `partition`, or in a `chain` with stages that send nothing.
         without_input: The residual of a rank of weight 0: "freeze" keeps it until the rank has input again; "flush"
             sends all of it, whatever the weights of the other ranks, so that they get the rest of the rank's gradients.
@@ -236,7 +236,7 @@ def error_feedback(hook: Transform, without_input: WithoutInput = "freeze") -> T
         SignSGD, arXiv:1901.09847; the second error: Tang et al., DoubleSqueeze, arXiv:1905.05957.
 
     >>> from fjoin import transforms as tx
-    >>> hook = error_feedback(tx.quantized_mean("data", tx.int8()))
+    >>> hook = error_feedback(tx.compress(tx.int8(), tx.mean("data")))
     >>> def one_rank(g):
     ...     state, sums = hook.init(g), 0.0
     ...     for _ in range(100):
@@ -274,7 +274,7 @@ def check_lossy(hook: Transform, without_input: Any, name: str) -> Compression:
     if hook.compression is None or hook.compression.paths is None:
         raise TypeError(
             f"nothing in {hook!r} is {'lost' if hook.compression else 'encoded'}, so there is no error to feed back; write "
-            f"{name}(quantized_mean(axis, codec))"
+            f"{name}(compress(codec, mean(axis)))"
         )
     check_without_input(without_input)
     return hook.compression

@@ -1,11 +1,9 @@
-"""The reductions of gradients: mean, sum_over, noop.
+"""The reductions of gradients: mean and sum_over.
 
 A rank without input takes part with weight 0 and contributes exactly nothing. Uneven inputs need nothing more.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import optree
 import torch
@@ -15,7 +13,6 @@ from ..axes import axis_size, psum, sum_donated
 from ..base import (
     AxisName,
     Call,
-    Needs,
     Over,
     RankWeight,
     Rider,
@@ -29,7 +26,6 @@ from ..base import (
     divisor_of,
     factory,
     first_of,
-    init_empty,
     lacks_unit,
     no_words,
     nonzero_or_one,
@@ -164,23 +160,3 @@ def sum_over(axis: AxisName) -> Transform:
     """
 
     return _reduction(axis, None)
-
-
-@factory
-def noop() -> Transform:
-    """Sends nothing: every rank keeps its own gradients.
-
-    It is the upper bound of the time that any hook can save, and the hook for methods that average parameters.
-
-    Same as: torch's ddp_comm_hooks.debugging_hooks.noop_hook.
-
-    >>> from fjoin import transforms as tx
-    >>> tx.noop().update(torch.tensor(2.0), ())
-    (tensor(2.), ())
-    """
-
-    def update(grads: Tree, state: Any, params: Tree, call: Call) -> tuple[Tree, Any]:
-        del params, call
-        return grads, state
-
-    return Transform(init_empty, update, Needs.NOTHING, silent=True)

@@ -32,7 +32,7 @@ from ..base import (
 )
 from ..codecs import Codec, sign
 from ..combinators import LIVE, replace_leaves, switch_after
-from ._compress import quantized_mean
+from ._compress import compress
 from ._error_feedback import WithoutInput, error_feedback
 from ._mean import mean
 
@@ -53,7 +53,7 @@ def momentum_compression(
         raise ValueError(f"{name}: betas must be two numbers, got {betas!r}")
     for beta in betas:
         decay(f"{name}: betas", beta)
-    encoded = quantized_mean(axis, sign() if codec is None else codec, over)
+    encoded = compress(sign() if codec is None else codec, mean(axis, over))
     return switch_after(warmup, mean(axis, over), error_feedback(encoded, without_input))
 
 
@@ -124,7 +124,7 @@ def full_like_each(params: Tree, value: float) -> dict[str, Tensor]:
 
 
 class OneBitAdamState(NamedTuple):
-    inner: State  # of switch_after(warmup, mean, error_feedback(quantized_mean))
+    inner: State  # of switch_after(warmup, mean, error_feedback(compress))
     step: int  # calls so far, on the host
     momentum: dict[str, Tensor]  # path -> momentum, equal on all ranks, at least float32
     variance: dict[str, Tensor]  # path -> variance, likewise; fixed after the warm-up
@@ -145,7 +145,7 @@ def one_bit_adam(
     """Adam's direction; after `warmup` calls the variance is fixed and encoded momenta are averaged.
 
         at first  g <- mean of g,  m <- b1 m + (1 - b1) g,  v <- b2 v + (1 - b2) g^2
-        then      m <- mean of b1 m + (1 - b1) g, by error_feedback(quantized_mean(axis, codec))
+        then      m <- mean of b1 m + (1 - b1) g, by error_feedback(compress(codec, mean(axis)))
         result    m / (1 - b1^t) / (sqrt(v / (1 - b2^s)) + eps),  0 where v = 0
 
     with t and s the numbers of calls in m and v. An element without a gradient in the warm-up is not updated

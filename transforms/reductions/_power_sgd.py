@@ -39,7 +39,7 @@ def power_sgd(
 
     One message carries P, the leaves that are not compressed, and the lane; a second one carries Q. Without a
     compressed leaf there is no second message. All are sent in float32, or in float64 if a gradient is float64. Inside
-    `compress` and `cast` they are encoded, but the lane is exact. On an axis of one rank nothing is sent and nothing is
+    `compress` they are encoded, but the lane is exact. On an axis of one rank nothing is sent and nothing is
     compressed.
 
     Args:

@@ -93,7 +93,7 @@ def test_random_bits_depend_on_seed_step_and_path_only() -> None:
         assert 0.2 < (other == thrown(codec, x)).float().mean() < 0.9
 
     def three(bucket: str) -> Any:
-        hook = tx.quantized_mean("data", codec, seed=5)
+        hook = tx.compress(codec, tx.mean("data"), seed=5)
         params = {"a": torch.full((300,), 1.001), "b": torch.full((20, 20), 1.001)}
         state, outs = hook.init(params), []
         for _ in range(3):
@@ -120,7 +120,7 @@ def test_stochastic_codecs_need_a_hook_that_counts_steps() -> None:
         return coded_mean(Term(tx.qsgd(), torch.ones(4), one, torch.zeros(0)), "data")
 
     raises_text(ValueError, lambda: tx.simulate(bare, {"data": 2}), "stochastic", "compress")
-    raises_text(ValueError, lambda: tx.quantized_mean("data", tx.qsgd(), seed=0.5), "seed", "0.5")  # type: ignore[arg-type]
+    raises_text(ValueError, lambda: tx.compress(tx.qsgd(), tx.mean("data"), seed=0.5), "seed", "0.5")  # type: ignore[arg-type]
 
 
 def test_as_torch_encodes() -> None:
@@ -206,8 +206,8 @@ def test_custom_codecs_are_distinguished() -> None:
     plain = tx.float32()
     a, b = halves(), tx.Codec(plain.encode, plain.decode, plain.width)
     assert a != b and repr(a) != repr(b) and hash(a) != hash(b)
-    assert tx.quantized_mean("data", a) != tx.quantized_mean("data", b)
-    assert tx.fingerprint(tx.quantized_mean("data", a)) != tx.fingerprint(tx.quantized_mean("data", b))
+    assert tx.compress(a, tx.mean("data")) != tx.compress(b, tx.mean("data"))
+    assert tx.fingerprint(tx.compress(a, tx.mean("data"))) != tx.fingerprint(tx.compress(b, tx.mean("data")))
     assert b == tx.Codec(plain.encode, plain.decode, plain.width)
 
 
@@ -235,6 +235,6 @@ def test_a_key_is_part_of_a_codec() -> None:
     one, same, other = (tx.qsgd().keyed(*key) for key in ((7, 0), (7, 0), (8, 0)))
     assert one == same != other and one != tx.qsgd()
     assert tx.fingerprint(one) != tx.fingerprint(other) and one.key == (7, 0) and repr(one) == "keyed(qsgd(), 7, 0)"
-    raises_text(ValueError, lambda: tx.quantized_mean("data", one), "has a key", "keyed(qsgd(), 7, 0)")
+    raises_text(ValueError, lambda: tx.compress(one, tx.mean("data")), "has a key", "keyed(qsgd(), 7, 0)")
     for seed in (1.5, True, None):
-        raises_text(ValueError, lambda: tx.quantized_mean("data", tx.int8(), seed=seed), "seed", repr(seed))  # type: ignore[arg-type]  # noqa: B023
+        raises_text(ValueError, lambda: tx.compress(tx.int8(), tx.mean("data"), seed=seed), "seed", repr(seed))  # type: ignore[arg-type]  # noqa: B023

@@ -49,13 +49,13 @@ def test_compress_around_error_feedback(hook: str, codec: Any) -> None:
 
 
 DONATING: dict[str, tx.Transform] = {
-    "cast": tx.cast(torch.bfloat16, tx.mean("data")),
-    "cast to float32": tx.cast(torch.float32, tx.sum_over("data")),
-    "int8": tx.quantized_mean("data", tx.int8(), over="world"),
-    "by chance": tx.quantized_mean("data", tx.int4(stochastic=True)),
-    "fed back": tx.error_feedback(tx.quantized_mean("data", tx.int8()), "flush"),
-    "first": tx.chain(tx.cast(torch.bfloat16, tx.mean("data")), tx.clip_by_value(0.5)),
-    "two axes": tx.cast(torch.bfloat16, tx.mean(("node", "data"))),
+    "cast": tx.compress(torch.bfloat16, tx.mean("data")),
+    "cast to float32": tx.compress(torch.float32, tx.sum_over("data")),
+    "int8": tx.compress(tx.int8(), tx.mean("data", over="world")),
+    "by chance": tx.compress(tx.int4(stochastic=True), tx.mean("data")),
+    "fed back": tx.error_feedback(tx.compress(tx.int8(), tx.mean("data")), "flush"),
+    "first": tx.chain(tx.compress(torch.bfloat16, tx.mean("data")), tx.clip_by_value(0.5)),
+    "two axes": tx.compress(torch.bfloat16, tx.mean(("node", "data"))),
 }
 
 
@@ -98,19 +98,19 @@ def test_donated_gradients_make_no_difference(kind: str, form: str, dtype: torch
 
 def test_raises_if_gradients_are_encoded_twice() -> None:
     """When it is made: not in the step in which the inner one begins."""
-    inner = tx.quantized_mean("data", tx.int8())
+    inner = tx.compress(tx.int8(), tx.mean("data"))
     later, nodes = tx.switch_after(5, tx.mean("data"), inner), tx.hierarchical_mean("local", "node", tx.int8())
     for hook in (inner, tx.error_feedback(inner), later, nodes):
         raises_text(TypeError, lambda h=hook: tx.compress(tx.int4(), h), "int4()", "int8()", "leave one")
     for part in (tx.dgc("data"), tx.one_bit_adam("data", 9)):
         held = tx.partition({"b": tx.mean("data"), "*": part})
-        raises_text(TypeError, lambda h=held: tx.cast(torch.bfloat16, h), "bfloat16()", repr(part)[:4], "leave one")
+        raises_text(TypeError, lambda h=held: tx.compress(torch.bfloat16, h), "bfloat16()", repr(part)[:4], "leave one")
 
 
 @pytest.mark.parametrize(
     "hook",
     [
-        lambda: tx.quantized_mean("data", tx.int8()),
+        lambda: tx.compress(tx.int8(), tx.mean("data")),
         lambda: tx.hierarchical_mean("data", "node"), lambda: tx.power_sgd("data"),
     ],
 )  # fmt: skip

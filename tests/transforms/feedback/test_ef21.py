@@ -14,7 +14,7 @@ from tests.helpers import max_diff
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_constant_gradients_converge_to_dtype_precision(dtype: torch.dtype) -> None:
-    hook = tx.ef21(tx.quantized_mean("data", tx.int4(block=4)))
+    hook = tx.ef21(tx.compress(tx.int4(block=4), tx.mean("data")))
     xs = [torch.randn(16, generator=torch.Generator().manual_seed(rank)).to(dtype) for rank in range(3)]
 
     def one_rank(g: Tensor) -> Any:
@@ -42,7 +42,7 @@ LOADED = {
 @pytest.mark.parametrize("case", LOADED)
 def test_loaded_on_other_ranks(case: str, flush: Any, over: Any) -> None:
     """It converges to the mean again, of ranks with input and of the last gradients of ranks without."""
-    hook = tx.ef21(tx.quantized_mean("data", tx.int8(block=4), over), flush)
+    hook = tx.ef21(tx.compress(tx.int8(block=4), tx.mean("data", over)), flush)
     xs = [torch.randn(12, generator=torch.Generator().manual_seed(rank)) for rank in range(4)]
     idle_last = [1.0, 1.0, 0.0]
 
@@ -71,7 +71,7 @@ def test_loaded_on_other_ranks(case: str, flush: Any, over: Any) -> None:
 
 def test_lossless_codec_gives_the_mean_for_changing_weights() -> None:
     weights = [[256.0, 1.0], [2.0, 1.0], [2.0, 256.0], [64.0, 512.0], [256.0, 2.0]]
-    hook, mean = tx.ef21(tx.quantized_mean("data", tx.top_k(1.0))), tx.mean("data")
+    hook, mean = tx.ef21(tx.compress(tx.top_k(1.0), tx.mean("data"))), tx.mean("data")
 
     def one_rank(rank: int) -> float:
         state, gap = hook.init(torch.zeros(30)), 0.0

@@ -117,7 +117,7 @@ def test_a_rank_without_input_keeps_its_error_or_sends_it() -> None:
     first = torch.tensor([127.0, 0.4])
 
     def one_rank(how: Any) -> Any:
-        hook = tx.error_feedback(tx.quantized_mean("data", tx.int8()), how)
+        hook = tx.error_feedback(tx.compress(tx.int8(), tx.mean("data")), how)
         rank = int(tx.axis_index("data"))
         _, state = hook.update(first, hook.init(first), weight=1.0)
         residual = state.error[""].clone()
@@ -133,7 +133,7 @@ def test_a_rank_without_input_keeps_its_error_or_sends_it() -> None:
 
 def test_infinite_weight_does_not_enter_the_state() -> None:
     """The weight is a tensor that Python does not read, here one that requires a gradient."""
-    hook = tx.error_feedback(tx.quantized_mean("data", tx.int4()))
+    hook = tx.error_feedback(tx.compress(tx.int4(), tx.mean("data")))
 
     def one_rank(rank: int) -> Any:
         grad, state = torch.arange(8.0) + rank, hook.init(torch.zeros(8))
@@ -164,7 +164,7 @@ WEIGHTS: dict[str, list[tuple[float, float]]] = {
 @pytest.mark.parametrize("how", ["error_feedback", "dgc", "power_sgd"])
 def test_residuals_are_bounded_when_weights_change(how: str, weights: str) -> None:
     """A result is at most as large as if each residual had been sent with its own batch."""
-    encoded, matrix = tx.quantized_mean("data", tx.top_k(0.1)), tx.power_sgd("data", 2, min_compression_rate=1.0)
+    encoded, matrix = tx.compress(tx.top_k(0.1), tx.mean("data")), tx.power_sgd("data", 2, min_compression_rate=1.0)
     hook: tx.Transform = {
         "error_feedback": tx.error_feedback(encoded),
         "dgc": tx.dgc("data", 0.1, momentum=0.0), "power_sgd": tx.error_feedback(matrix),
@@ -191,8 +191,8 @@ def _loss(params: Any, batch: Tensor) -> Tensor:
 
 HOOKS: dict[str, Any] = {
     "none": lambda: tx.mean("data"),
-    "coded": lambda: tx.quantized_mean("data", tx.int4(block=128)),
-    "fed back": lambda: tx.error_feedback(tx.quantized_mean("data", tx.int4(block=128))),
+    "coded": lambda: tx.compress(tx.int4(block=128), tx.mean("data")),
+    "fed back": lambda: tx.error_feedback(tx.compress(tx.int4(block=128), tx.mean("data"))),
 }
 
 
@@ -222,10 +222,10 @@ def test_train_step_matches_the_simulation_and_reduces_the_error(pool: Any) -> N
 
 
 def test_raises_on_bad_input() -> None:
-    raises_text(TypeError, lambda: tx.error_feedback(tx.mean("data")), "mean('data')", "quantized_mean(axis, codec)")
-    coded = tx.quantized_mean("data", tx.int8())
+    raises_text(TypeError, lambda: tx.error_feedback(tx.mean("data")), "mean('data')", "compress(codec, mean(axis))")
+    coded = tx.compress(tx.int8(), tx.mean("data"))
     raises_text(ValueError, lambda: tx.error_feedback(coded, "keep"), "'freeze' or 'flush'", "'keep'")  # type: ignore[arg-type]
-    both = tx.error_feedback(tx.quantized_mean(("node", "local"), tx.int8()))
+    both = tx.error_feedback(tx.compress(tx.int8(), tx.mean(("node", "local"))))
     x = torch.ones(2)
     raises_text(
         ValueError,
@@ -236,12 +236,12 @@ def test_raises_on_bad_input() -> None:
 
 
 def test_only_encoded_leaves_have_residuals() -> None:
-    by_path = tx.partition({"*.bias": tx.mean("data"), "*": tx.chain(tx.quantized_mean("data", tx.int8()))})
+    by_path = tx.partition({"*.bias": tx.mean("data"), "*": tx.chain(tx.compress(tx.int8(), tx.mean("data")))})
     params = {"a.bias": torch.zeros(3), "a.weight": torch.zeros(2, 2, dtype=torch.float64)}
     for hook in (by_path, tx.every(2, by_path), tx.switch_after(2, tx.mean("data"), by_path)):
         error = tx.error_feedback(hook).init(params).error
         assert list(error) == ["a.weight"] and error["a.weight"].dtype is torch.float64
-    assert list(tx.error_feedback(tx.masked(tx.quantized_mean("data", tx.int8()), "*.bias")).init(params).error) == [
+    assert list(tx.error_feedback(tx.masked(tx.compress(tx.int8(), tx.mean("data")), "*.bias")).init(params).error) == [
         "a.bias"
     ]
 
@@ -249,7 +249,7 @@ def test_only_encoded_leaves_have_residuals() -> None:
 def test_raises_if_one_feedback_wraps_two_means() -> None:
     """Two successive means inside one feedback would overwrite each other's errors."""
     int4 = tx.int4()
-    parts = [tx.quantized_mean(axis, int4) for axis in ("local", "node")]
+    parts = [tx.compress(int4, tx.mean(axis)) for axis in ("local", "node")]
     x = [torch.randn(40, generator=torch.Generator().manual_seed(r)) for r in range(4)]
 
     def run(hook: tx.Transform) -> Any:
@@ -274,7 +274,7 @@ def test_raises_if_one_feedback_wraps_two_means() -> None:
 
 
 def test_ef21_raises_on_unsupported_hooks() -> None:
-    coded = tx.quantized_mean("data", tx.int8())
+    coded = tx.compress(tx.int8(), tx.mean("data"))
     own = tx.Transform(
         coded.init, coded.update, reduces=tx.Reduction(coded.reduces.sums), compression=coded.compression
     )
@@ -291,7 +291,7 @@ def test_ef21_raises_on_unsupported_hooks() -> None:
 @pytest.mark.parametrize("make", [tx.error_feedback, tx.ef21])
 def test_call_without_input_gives_zeros_or_the_estimate(make: Any, flush: Any, over: Any) -> None:
     """It changes no residual and no estimate; the next call gives the same result as without it."""
-    hook = make(tx.quantized_mean("data", tx.int4(), over), without_input=flush)
+    hook = make(tx.compress(tx.int4(), tx.mean("data", over)), without_input=flush)
     xs = [torch.randn(40, generator=torch.Generator().manual_seed(r)) for r in range(3)]
 
     def one_rank(g: Tensor, pause: bool) -> Any:

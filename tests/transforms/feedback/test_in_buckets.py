@@ -22,7 +22,7 @@ def test_buckets_equal_the_whole(without_input: Any, apart: bool) -> None:
     """Also where each bucket has a table of weights of its own, as after a load, and where one has another history."""
 
     def one_rank() -> None:
-        encoded = tx.quantized_mean("data", tx.bfloat16())
+        encoded = tx.compress(tx.bfloat16(), tx.mean("data"))
         hook = tx.error_feedback(tx.partition({"plain": tx.mean("data"), "*": encoded}), without_input)
         rank = int(tx.axis_index("data"))
         g = torch.Generator().manual_seed(rank)

@@ -19,29 +19,17 @@ MEAN = tx.mean("data")
 @pytest.mark.parametrize(
     "make, texts",
     [
-        (lambda: tx.average_every(0, "data"), ("period", "at least 1", "got 0")),
-        (lambda: tx.average_every(4, "data", -1), ("warmup_steps", "at least 0", "got -1")),
-        (lambda: tx.average_every(4, "data", over="all"), ("over must be", "'all'")),
-        (lambda: tx.hierarchical_average({}), ("at least one period", "{4: 'local'")),
-        (lambda: tx.hierarchical_average({0: "a"}), ("a period", "got 0")),
-        (lambda: tx.hierarchical_average({2: "a", 3: ("a", "b")}), ("period 3", "multiple", "2")),
-        (lambda: tx.hierarchical_average({4: "a", 2: ("a", "b")}), ("period 2", "larger multiple")),
-        (lambda: tx.hierarchical_average({2: "a", 4: "b"}), ("'b'", "period 4", "contain 'a'")),
-        (lambda: tx.local_sgd(SGD, "data", 0), ("every", "got 0")),
-        (lambda: tx.local_sgd(SGD, "data", 2, state="forget"), ("'keep' or 'average'", "'forget'")),
-        (lambda: tx.post_local_sgd(SGD, "data", 2, -1), ("warmup_steps", "got -1")),
-        (lambda: tx.post_local_sgd(SGD, "data", 2, 1, local="node"), ("local='node'", "'data'")),
-        (lambda: tx.post_local_sgd(SGD, "data", 2, 1, local="data"), ("but not all",)),
-        (lambda: tx.diloco(SGD, "data", 4, delay=4), ("delay must be below steps=4", "got 4")),
-        (lambda: tx.diloco(SGD, "data", 4, mix=1.0), ("mix", "got 1.0")),
-        (lambda: tx.diloco(SGD, "data", 4, fragments=5), ("5 fragments", "every=4")),
-        (lambda: tx.diloco(SGD, "data", 4, fragments=0), ("fragments", "got 0")),
-        (lambda: tx.diloco(SGD, "data", 4, mix="a"), ("mix", "got 'a'")),
-        (lambda: tx.diloco(SGD, "data", 4, fragments=[]), ("fragments", "got 0")),
-        (lambda: tx.diloco(SGD, "data", 4, fragments=["*", "b", "*"]), ("['*'] more than once",)),
-        (lambda: tx.diloco(SGD, "data", 4, wire=tx.quantized_mean("node", tx.int8())), ("wire", "['data']")),
-        (lambda: tx.local_sgd(SGD, ("a", "b"), 4, wire=tx.mean("a")), ("wire=mean('a')", "['b']", "('a', 'b')")),
-        (lambda: tx.post_local_sgd(SGD, ("a", "b"), 4, 2, local="b", wire=tx.mean("b")), ("wire", "['a']")),
+        (lambda: tx.local_sgd(SGD, tx.mean("data"), 0), ("every", "got 0")),
+        (lambda: tx.local_sgd(SGD, tx.mean("data"), 2, state="forget"), ("'keep' or 'average'", "'forget'")),
+        (lambda: tx.post_local_sgd(SGD, tx.mean("data"), 2, -1), ("warmup_steps", "got -1")),
+        (lambda: tx.local_sgd(SGD, tx.chain(MEAN, tx.mean("a")), 2, state="average"), ("one mean", "chain(")),
+        (lambda: tx.diloco(SGD, tx.mean("data"), 4, delay=4), ("delay must be below every=4", "got 4")),
+        (lambda: tx.diloco(SGD, tx.mean("data"), 4, mix=1.0), ("mix", "got 1.0")),
+        (lambda: tx.diloco(SGD, tx.mean("data"), 4, fragments=5), ("5 fragments", "every=4")),
+        (lambda: tx.diloco(SGD, tx.mean("data"), 4, fragments=0), ("fragments", "got 0")),
+        (lambda: tx.diloco(SGD, tx.mean("data"), 4, mix="a"), ("mix", "got 'a'")),
+        (lambda: tx.diloco(SGD, tx.mean("data"), 4, fragments=[]), ("fragments", "got 0")),
+        (lambda: tx.diloco(SGD, tx.mean("data"), 4, fragments=["*", "b", "*"]), ("['*'] more than once",)),
         (lambda: tx.ema(1.0), ("decay", "got 1.0")),
         (lambda: tx.every(4, MEAN, first=-1), ("first", "got -1")),
         (lambda: tx.every(4, MEAN, except_every=0), ("except_every", "got 0")),
@@ -54,18 +42,17 @@ def test_values_out_of_range(make: Any, texts: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     "make, texts",
     [
-        (lambda: tx.hierarchical_average("data"), ("mapping", "'data'")),
         (lambda: tx.outer_step(tx.identity(), SGD), ("identity()", "no reduction")),
         (lambda: tx.outer_step(tx.masked(MEAN, "w"), SGD), ("no reduction",)),
         (lambda: tx.outer_step(MEAN, MEAN), ("Optimizer", "mean('data')")),
-        (lambda: tx.local_sgd(MEAN, "data", 2), ("Optimizer",)),
-        (lambda: tx.local_sgd(SGD, "data", 2, wire="int8"), ("wire", "'int8'")),
-        (lambda: tx.local_sgd(SGD, 3, 2), ("axis",)),
-        (lambda: tx.diloco(SGD, "data", 4, fragments="wa"), ("list of glob patterns", "'wa'", "['wa']")),
-        (lambda: tx.diloco(SGD, "data", 4, fragments=1.5), ("fragments", "got 1.5")),
-        (lambda: tx.diloco(SGD, "data", 4, fragments=None), ("fragments", "got None")),
-        (lambda: tx.diloco(SGD, "data", 4, fragments=["a", 3]), ("a fragment", "got 3")),
-        (lambda: tx.diloco(SGD, "data", 4, wire=tx.noop()), ("noop()", "no reduction")),
+        (lambda: tx.local_sgd(MEAN, tx.mean("data"), 2), ("Optimizer",)),
+        (lambda: tx.local_sgd(SGD, "data", 2), ("local_sgd: reduction", "'data'")),
+        (lambda: tx.local_sgd(SGD, tx.mean(3), 2), ("axis",)),
+        (lambda: tx.diloco(SGD, tx.mean("data"), 4, fragments="wa"), ("list of glob patterns", "'wa'", "['wa']")),
+        (lambda: tx.diloco(SGD, tx.mean("data"), 4, fragments=1.5), ("fragments", "got 1.5")),
+        (lambda: tx.diloco(SGD, tx.mean("data"), 4, fragments=None), ("fragments", "got None")),
+        (lambda: tx.diloco(SGD, tx.mean("data"), 4, fragments=["a", 3]), ("a fragment", "got 3")),
+        (lambda: tx.diloco(SGD, tx.identity(), 4), ("identity()", "no reduction")),
         (lambda: tx.fuse(MEAN, SGD, on_state=SGD), ("on_state", "sgd")),
     ],
 )
@@ -74,7 +61,7 @@ def test_arguments_of_the_wrong_kind(make: Any, texts: tuple[str, ...]) -> None:
 
 
 def test_more_fragments_than_parameters() -> None:
-    pipeline = tx.diloco(SGD, "data", 9, fragments=3)
+    pipeline = tx.diloco(SGD, tx.mean("data"), 9, fragments=3)
     raises_text(
         ValueError,
         lambda: pipeline.init({"a": torch.zeros(9), "b": torch.zeros(1)}),
@@ -85,7 +72,7 @@ def test_more_fragments_than_parameters() -> None:
 
 
 def test_patterns_of_fragments_match_all_parameters() -> None:
-    pipeline = tx.diloco(SGD, "data", 9, fragments=("a*", "b*"))
+    pipeline = tx.diloco(SGD, tx.mean("data"), 9, fragments=("a*", "b*"))
     raises_text(
         ValueError, lambda: pipeline.init({"a": torch.zeros(9), "b": torch.zeros(1), "c": torch.zeros(1)}), "'c'"
     )
@@ -93,21 +80,29 @@ def test_patterns_of_fragments_match_all_parameters() -> None:
 
 
 def test_wires_over_more_axes_and_patterns_in_lists() -> None:
-    wire = tx.error_feedback(tx.quantized_mean(("a", "b"), tx.int8()))
-    assert "('a', 'b')" in repr(tx.post_local_sgd(SGD, ("a", "b"), 4, 2, local="b", wire=wire).after)
-    grouped = tx.diloco(SGD, "data", 4, fragments=[["a", "b"], "*"])  # type: ignore[list-item]
-    assert grouped == tx.diloco(SGD, "data", 4, fragments=(("a", "b"), "*"))
+    wire = tx.error_feedback(tx.compress(tx.int8(), tx.mean(("a", "b"))))
+    assert "('a', 'b')" in repr(
+        tx.post_local_sgd(
+            SGD, tx.error_feedback(tx.compress(wire, tx.mean("a"))), 4, 2, hook=tx.mean(("a", "b")), local=tx.mean("b")
+        ).after
+    )
+    grouped = tx.diloco(SGD, tx.mean("data"), 4, fragments=[["a", "b"], "*"])  # type: ignore[list-item]
+    assert grouped == tx.diloco(SGD, tx.mean("data"), 4, fragments=(("a", "b"), "*"))
 
 
 PIPELINES = {
-    "local": tx.local_sgd(MOMENTUM, "data", 1),
-    "outer": tx.diloco(MOMENTUM, "data", 1),
-    "chain": tx.fuse(tx.noop(), MOMENTUM, after=tx.chain(tx.average_every(1, "data"), tx.ema(0.5))),
-    "parts": tx.fuse(tx.noop(), MOMENTUM, after=tx.partition({"w": tx.average_every(1, "data")})),
-    "state": tx.local_sgd(MOMENTUM, "data", 1, state="average"),
-    "average": tx.fuse(tx.noop(), MOMENTUM, after=tx.average_parameters("data")),
-    "switch": tx.post_local_sgd(MOMENTUM, "data", 1, 0),
-    "skips": tx.skip_if_nonfinite(tx.local_sgd(MOMENTUM, "data", 1)),
+    "local": tx.local_sgd(MOMENTUM, tx.mean("data"), 1),
+    "outer": tx.diloco(MOMENTUM, tx.mean("data"), 1),
+    "chain": tx.fuse(
+        tx.identity(), MOMENTUM, after=tx.chain(tx.every(1, tx.average_parameters("data"), first=0), tx.ema(0.5))
+    ),
+    "parts": tx.fuse(
+        tx.identity(), MOMENTUM, after=tx.partition({"w": tx.every(1, tx.average_parameters("data"), first=0)})
+    ),
+    "state": tx.local_sgd(MOMENTUM, tx.mean("data"), 1, state="average"),
+    "average": tx.fuse(tx.identity(), MOMENTUM, after=tx.average_parameters("data")),
+    "switch": tx.post_local_sgd(MOMENTUM, tx.mean("data"), 1, 0),
+    "skips": tx.skip_if_nonfinite(tx.local_sgd(MOMENTUM, tx.mean("data"), 1)),
 }
 
 
@@ -149,7 +144,7 @@ def test_states_of_other_pipelines() -> None:
 
 
 def test_an_axis_that_is_not_there() -> None:
-    pipeline = tx.local_sgd(SGD, "pod", 1)
+    pipeline = tx.local_sgd(SGD, tx.mean("pod"), 1)
     p = {"w": torch.ones(2)}
     raises_text(tx.UnboundAxis, lambda: pipeline.step(p, p, pipeline.init(p)), "pod")
 
@@ -158,15 +153,17 @@ def test_states_without_a_mean() -> None:
     """Named at init, before any step."""
     p = {"w": torch.ones(2)}
     for opt, name in (tx.nadam(), "mu_product"), (tx.asgd(), "eta"):
-        raises_text(TypeError, lambda opt=opt: tx.local_sgd(opt, "data", 2, state="average").init(p), name, "'w'")  # type: ignore[misc]
+        raises_text(
+            TypeError, lambda opt=opt: tx.local_sgd(opt, tx.mean("data"), 2, state="average").init(p), name, "'w'"
+        )  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
     "pipeline",
     [
-        tx.local_sgd(MOMENTUM, "data", 2, state="average"),
-        tx.diloco(MOMENTUM, "data", 2),
-        tx.post_local_sgd(MOMENTUM, "data", 2, 1),
+        tx.local_sgd(MOMENTUM, tx.mean("data"), 2, state="average"),
+        tx.diloco(MOMENTUM, tx.mean("data"), 2),
+        tx.post_local_sgd(MOMENTUM, tx.mean("data"), 2, 1),
     ],
 )
 @pytest.mark.parametrize(
@@ -184,7 +181,7 @@ def test_empty_trees_and_empty_leaves(pipeline: tx.Pipeline, params: Any) -> Non
 
 
 def test_parameters_of_several_dtypes() -> None:
-    pipeline = tx.local_sgd(tx.sgd(1.0), "data", 1)
+    pipeline = tx.local_sgd(tx.sgd(1.0), tx.mean("data"), 1)
     params = {"a": torch.zeros(2), "b": torch.zeros(2, dtype=torch.float64), "c": torch.zeros(2, dtype=torch.bfloat16)}
 
     def one_rank(scale: float) -> Any:
@@ -200,11 +197,15 @@ def test_parameters_of_several_dtypes() -> None:
 @pytest.mark.parametrize(
     "pipeline",
     [
-        tx.local_sgd(MOMENTUM, "data", 3, state="average"),
-        tx.local_sgd(MOMENTUM, "data", 3, wire=tx.int8()),
-        tx.diloco(MOMENTUM, "data", 4, fragments=2, delay=1, mix=0.5, wire=tx.int4()),
-        tx.diloco(MOMENTUM, "data", 4, wire=tx.top_k(0.5)),
-        tx.fuse(tx.noop(), MOMENTUM, after=tx.chain(tx.average_every(2, "data"), tx.ema(0.5))),
+        tx.local_sgd(MOMENTUM, tx.mean("data"), 3, state="average"),
+        tx.local_sgd(MOMENTUM, tx.error_feedback(tx.compress(tx.int8(), tx.mean("data"))), 3),
+        tx.diloco(
+            MOMENTUM, tx.error_feedback(tx.compress(tx.int4(), tx.mean("data"))), 4, fragments=2, delay=1, mix=0.5
+        ),
+        tx.diloco(MOMENTUM, tx.error_feedback(tx.compress(tx.top_k(0.5), tx.mean("data"))), 4),
+        tx.fuse(
+            tx.identity(), MOMENTUM, after=tx.chain(tx.every(2, tx.average_parameters("data"), first=0), tx.ema(0.5))
+        ),
     ],
     ids=["average", "int8", "streaming", "top_k", "ema"],
 )
@@ -231,7 +232,7 @@ def test_many_ranks_in_one_process(pipeline: tx.Pipeline) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_anchor_gathers_small_changes(dtype: torch.dtype, delay: int) -> None:
     """One of four ranks moves by 2 in each step; bfloat16 has steps of 2 above 256, and of 1 below."""
-    pipeline = tx.diloco(tx.sgd(1.0), "data", 1 + delay, outer=tx.sgd(1.0), delay=delay)
+    pipeline = tx.diloco(tx.sgd(1.0), tx.mean("data"), 1 + delay, outer=tx.sgd(1.0), delay=delay)
 
     def one_rank(rank: int) -> float:
         p: Any = {"w": torch.full((1,), 256.0, dtype=dtype)}
@@ -247,7 +248,7 @@ def test_an_anchor_gathers_small_changes(dtype: torch.dtype, delay: int) -> None
 
 @pytest.mark.parametrize("over", ["weight", "world"])
 def test_a_rank_without_input_has_no_change_by_rounding(over: Any) -> None:
-    pipeline = tx.diloco(tx.sgd(1.0), "data", 1, outer=tx.sgd(0.25), over=over)
+    pipeline = tx.diloco(tx.sgd(1.0), tx.mean("data", over=over), 1, outer=tx.sgd(0.25))
 
     def one_rank(rank: int) -> list[float]:
         p: Any = {"w": torch.full((1,), 256.0, dtype=torch.bfloat16)}

@@ -91,7 +91,7 @@ INNER = {"sgd": (torch_sgd, tx.sgd(0.05, momentum=0.9)), "adam": (torch_adam, tx
 def test_local_sgd(ranks: int, inner: str, over: Any) -> None:
     theirs, ours = INNER[inner]
     weighted = over == "weight"
-    found = run(tx.local_sgd(ours, "data", every=4, over=over), {"data": ranks}, weighted)
+    found = run(tx.local_sgd(ours, tx.mean("data", over=over), every=4), {"data": ranks}, weighted)
     start = problem(ranks)[0]
     want = oracle.averaged(
         theirs, start, ranks, STEPS, functools.partial(grad, ranks, weighted),
@@ -105,7 +105,7 @@ def test_local_sgd(ranks: int, inner: str, over: Any) -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_average_every_has_the_steps_of_the_periodic_model_averager(ranks: int, period: int, warmup: int) -> None:
     theirs, ours = INNER["sgd"]
-    pipeline = tx.fuse(tx.noop(), ours, tx.average_every(period, "data", warmup, over="world"))
+    pipeline = tx.fuse(tx.identity(), ours, tx.every(period, tx.average_parameters("data", over="world"), first=warmup))
     start = problem(ranks)[0]
     want = oracle.averaged(
         theirs, start, ranks, STEPS, functools.partial(grad, ranks, False),
@@ -120,7 +120,13 @@ def test_average_every_has_the_steps_of_the_periodic_model_averager(ranks: int, 
 def test_hierarchical_average(over: Any, warmup: int) -> None:
     theirs, ours = INNER["sgd"]
     weighted = over == "weight"
-    after = tx.hierarchical_average({2: "local", 4: ("node", "local"), 12: ("pod", "node", "local")}, warmup, over)
+    levels = {2: "local", 4: ("node", "local"), 12: ("pod", "node", "local")}
+    after = tx.chain(
+        *(
+            tx.every(n, tx.average_parameters(axes, over), first=-(-warmup // n) * n, except_every=larger)
+            for (n, axes), larger in zip(levels.items(), (4, 12, None), strict=True)
+        )
+    )
     start = problem(8)[0]
 
     def due(step: int) -> int:
@@ -131,7 +137,7 @@ def test_hierarchical_average(over: Any, warmup: int) -> None:
     want = oracle.averaged(
         theirs, start, 8, STEPS, functools.partial(grad, 8, weighted), due, [2, 4, 8], weight if weighted else None
     )
-    close(run(tx.fuse(tx.noop(), ours, after), {"pod": 2, "node": 2, "local": 2}, weighted), want, start)
+    close(run(tx.fuse(tx.identity(), ours, after), {"pod": 2, "node": 2, "local": 2}, weighted), want, start)
 
 
 @pytest.mark.sample(12)
@@ -141,7 +147,7 @@ def test_hierarchical_average(over: Any, warmup: int) -> None:
 def test_diloco(ranks: int, delay: int, mix: float, count: int, weighted: bool) -> None:
     theirs, ours = INNER["adam"]
     pipeline = tx.diloco(
-        ours, "data", every=10, fragments=count, delay=delay, mix=mix, over="weight" if weighted else "world"
+        ours, tx.mean("data", over="weight" if weighted else "world"), every=10, fragments=count, delay=delay, mix=mix
     )
     start = problem(ranks)[0]
     ends = {1: [16], 2: [6, 16], 3: [6, 11, 16], 4: [6, 11, 15, 16]}[count]
@@ -166,7 +172,7 @@ def test_slow_mo(ranks: int) -> None:
         theirs, lambda p: torch.optim.SGD(p, lr=0.9, momentum=0.6), start, ranks, STEPS,
         functools.partial(grad, ranks, True), 12, weight,
     )  # fmt: skip
-    close(run(tx.diloco(ours, "data", 12, tx.sgd(0.9, momentum=0.6)), {"data": ranks}, True), want, start)
+    close(run(tx.diloco(ours, tx.mean("data"), 12, tx.sgd(0.9, momentum=0.6)), {"data": ranks}, True), want, start)
 
 
 @pytest.mark.sample(12)
@@ -190,7 +196,17 @@ def test_post_local_sgd(ranks: int, warmup: int, inner: str, over: Any) -> None:
         (lambda rank, step: weight(rank, step) if step >= warmup else 0.0) if weighted else None,
     )  # fmt: skip
     for wire in (None, tx.mean("data")):
-        got = run(tx.post_local_sgd(ours, "data", 4, warmup, over=over, wire=wire), {"data": ranks}, weighted)
+        got = run(
+            tx.post_local_sgd(
+                ours,
+                tx.error_feedback(tx.compress(wire, tx.mean("data", over=over))),
+                4,
+                warmup,
+                hook=tx.mean("data", over=over),
+            ),
+            {"data": ranks},
+            weighted,
+        )
         close(got, want, start)
 
 
@@ -205,7 +221,9 @@ def test_a_wire_of_post_local_sgd_sends_the_changes_since_the_warm_up(warmup: in
 
     wire = tx.chain(tx.Transform(lambda params: (), noted), tx.mean("data"))
     start = problem(2)[0] + 100.0
-    pipeline = tx.post_local_sgd(tx.sgd(0.1), "data", 4, warmup, wire=wire)
+    pipeline = tx.post_local_sgd(
+        tx.sgd(0.1), tx.error_feedback(tx.compress(wire, tx.mean("data"))), 4, warmup, hook=tx.mean("data")
+    )
 
     def one_rank(rank: int) -> None:
         params = tree(start)
@@ -253,9 +271,9 @@ def test_policies_of_states(ranks: int, policy: str) -> None:
     average = tx.average_state("data")
     by_name = {f"*.{name}": tx.every(period, average) for name, period in OWN_PERIODS.items()}
     on_state = {"average": tx.every(4, average), "own periods": tx.partition({**by_name, "*": tx.identity()})}[policy]
-    pipeline = tx.fuse(tx.noop(), tx.adam(0.01), tx.every(4, tx.average_parameters("data")), on_state)
+    pipeline = tx.fuse(tx.identity(), tx.adam(0.01), tx.every(4, tx.average_parameters("data")), on_state)
     if policy == "average":
-        assert pipeline == tx.local_sgd(tx.adam(0.01), "data", 4, state="average")
+        assert pipeline == tx.local_sgd(tx.adam(0.01), tx.mean("data"), 4, state="average")
 
     def one_rank() -> tuple[Tensor, Any]:
         rank, params = int(tx.axis_index("data")), tree(start)
@@ -293,7 +311,7 @@ def test_ema_matches_torch_averaged_model(decay: float) -> None:
 def test_behind_an_average_the_moving_average_of_a_rank_without_input_goes_on(over: Any) -> None:
     """The average gives that rank new parameters too."""
     after = tx.every(2, tx.chain(tx.average_parameters("data", over), tx.ema(0.5)))
-    pipeline = tx.fuse(tx.noop(), tx.sgd(1.0), after=after)
+    pipeline = tx.fuse(tx.identity(), tx.sgd(1.0), after=after)
     gradients = torch.tensor([[1.0, 2.0, 4.0, 8.0, 1.0, 2.0], [1.0, 1.0, 0.0, 0.0, 1.0, 1.0]])
 
     def one_rank(grads: Tensor) -> float:

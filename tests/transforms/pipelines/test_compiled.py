@@ -21,8 +21,8 @@ HOOKS: dict[str, Callable[[], tx.Transform]] = {
     "mean": lambda: tx.mean("data"),
     "live": lambda: tx.mean("data", over="live"),
     "mean, clip": lambda: tx.chain(tx.mean("data"), tx.clip_by_global_norm(1.0)),
-    "int8": lambda: tx.quantized_mean("data", tx.int8(block=4)),
-    "fed back": lambda: tx.error_feedback(tx.quantized_mean("data", tx.int8(block=4))),
+    "int8": lambda: tx.compress(tx.int8(block=4), tx.mean("data")),
+    "fed back": lambda: tx.error_feedback(tx.compress(tx.int8(block=4), tx.mean("data"))),
     "low rank": lambda: tx.power_sgd("data", 1, min_compression_rate=0.5),
 }
 SHORT = ("mean, clip", "int8")
@@ -96,7 +96,7 @@ def test_an_optimizer_is_traced_whole(optimizer: tx.Optimizer) -> None:
 PIPELINES: dict[str, Callable[[], tx.Pipeline]] = {
     "mean": lambda: tx.fuse(tx.mean("data"), tx.sgd(0.1)),
     "adamw": lambda: tx.fuse(tx.chain(tx.mean("data"), tx.clip_by_global_norm(1.0)), tx.adamw(0.1)),
-    "average": lambda: tx.local_sgd(tx.sgd(0.1), "data", 2),
+    "average": lambda: tx.local_sgd(tx.sgd(0.1), tx.mean("data"), 2),
 }
 
 

@@ -29,7 +29,7 @@ PIPELINES: dict[str, Callable[[], tx.Pipeline]] = {
     "scale": lambda: tx.dynamic_loss_scale(tx.fuse(tx.mean("data"), ADAM)),
     "fed back": lambda: tx.fuse(tx.error_feedback(tx.compress(tx.int8(), tx.mean("data"))), ADAM),
     "power": lambda: tx.fuse(tx.error_feedback(tx.power_sgd("data", 2)), ADAM),
-    "average": lambda: tx.fuse(tx.noop(), ADAM, after=tx.average_every(2, "data")),
+    "average": lambda: tx.fuse(tx.identity(), ADAM, after=tx.every(2, tx.average_parameters("data"), first=0)),
     "ema": lambda: tx.fuse(tx.mean("data"), ADAM, after=tx.ema(0.5)),
     "accumulate": lambda: tx.fuse(tx.every(2, tx.mean("data")), ADAM),
     "zero": lambda: tx.zero(tx.mean("data"), ADAM, "data"),

@@ -72,7 +72,7 @@ def test_explain_finds_periodic_stages_inside_others() -> None:
         found = tx.explain(hook, params, {"data": 4}, at_step=step)
         return [m for row in found.rows if row.stage[0] != "(" for m in row.messages]
 
-    cast = lambda hook: tx.cast(torch.bfloat16, hook)  # noqa: E731
+    cast = lambda hook: tx.compress(torch.bfloat16, hook)  # noqa: E731
     want = [len(sent(tx.every(2, cast(mean)), step)) for step in range(4)]
     assert want == [0, 2, 0, 2]
     for hook in (
@@ -82,12 +82,12 @@ def test_explain_finds_periodic_stages_inside_others() -> None:
         cast(tx.chain(tx.clip_by_value(1.0), tx.every(2, mean))),
     ):
         assert [len(sent(hook, step)) for step in range(4)] == want
-    late = cast(tx.switch_after(1, tx.noop(), mean))
+    late = cast(tx.switch_after(1, tx.identity(), mean))
     assert [len(sent(late, step)) for step in range(3)] == [0, 2, 2]
     by_path = tx.partition({"w": tx.every(2, mean), "*": mean})
     assert [[m.payload_bytes for m in sent(by_path, step)] for step in range(2)] == [[48], [4008, 48]]
     average = tx.every(2, tx.average_parameters("data"))
-    after = tx.fuse(tx.noop(), tx.sgd(0.1), tx.switch_after(3, average, average))
+    after = tx.fuse(tx.identity(), tx.sgd(0.1), tx.switch_after(3, average, average))
     assert [bool(sent(after, step)) for step in range(6)] == [False, True, True, False, True, False]  # step 2 flushes
     assert [len(sent(tx.skip_if_nonfinite(tx.every(2, mean)), step)) for step in range(2)] == [0, 1]
 
@@ -101,7 +101,7 @@ def test_the_last_call_of_a_window() -> None:
 
 
 PARAMS = {"w": torch.zeros(40, 10)}
-MEAN, INT4 = tx.mean("data"), tx.quantized_mean("data", tx.int4())
+MEAN, INT4 = tx.mean("data"), tx.compress(tx.int4(), tx.mean("data"))
 HOOKS: dict[str, tuple[Callable[[], tx.Transform], int]] = {  # and the number of steps to take
     "mean": (lambda: tx.mean("data"), 3),
     "dgc": (lambda: tx.dgc("data", 0.01, warmup=7), 9),
@@ -110,8 +110,8 @@ HOOKS: dict[str, tuple[Callable[[], tx.Transform], int]] = {  # and the number o
     "power_sgd": (lambda: tx.power_sgd("data", 1, start=3, min_compression_rate=0.5), 6),
     "batched power_sgd": (lambda: tx.batched_power_sgd("data", 1, start=2, min_compression_rate=0.5), 5),
     "1-bit Adam": (lambda: tx.one_bit_adam("data", 4), 7),
-    "switch": (lambda: tx.switch_after(2, tx.mean("data"), tx.quantized_mean("data", tx.int8())), 5),
-    "fed back": (lambda: tx.error_feedback(tx.switch_after(3, tx.cast(torch.bfloat16, MEAN), INT4)), 6),
+    "switch": (lambda: tx.switch_after(2, tx.mean("data"), tx.compress(tx.int8(), tx.mean("data"))), 5),
+    "fed back": (lambda: tx.error_feedback(tx.switch_after(3, tx.compress(torch.bfloat16, MEAN), INT4)), 6),
 }  # fmt: skip
 
 

@@ -19,7 +19,7 @@ PIPELINES: dict[str, Callable[[int], tx.Pipeline]] = {
     "an optimizer": lambda r: tx.fuse(MEAN, (tx.sgd, tx.adam)[r](0.1)),
     "an optimizer with schedules": lambda r: tx.fuse(MEAN, (tx.sgd, tx.adam)[r](tx.cosine(0.1, 10))),
     "a clip": lambda r: tx.fuse(tx.chain(MEAN, tx.clip_by_global_norm(0.1 * (r + 1))), tx.sgd(0.1)),
-    "a codec": lambda r: tx.fuse(tx.quantized_mean("data", (tx.int4, tx.int8)[r]()), tx.sgd(0.1)),
+    "a codec": lambda r: tx.fuse(tx.compress((tx.int4, tx.int8)[r](), tx.mean("data")), tx.sgd(0.1)),
     "a mask": lambda r: tx.fuse(tx.masked(MEAN, "ab"[r]), tx.sgd(0.1)),
     "what follows": lambda r: tx.fuse(MEAN, tx.sgd(0.1), after=tx.every(2 + r, tx.average_parameters("data"))),
     "masters": lambda r: tx.fuse(MEAN, (tx.sgd(0.1), tx.mixed_precision(tx.sgd(0.1)))[r]),
@@ -52,7 +52,7 @@ def test_a_schedule_of_an_outer_optimizer_that_differs_by_rank() -> None:
         def rate(step: Any) -> float:
             return 0.1 if step < 1 else 0.1 * (r + 1)
 
-        return tx.diloco(tx.sgd(0.1), "data", every=1, outer=tx.sgd(rate))
+        return tx.diloco(tx.sgd(0.1), tx.mean("data"), every=1, outer=tx.sgd(rate))
 
     raises_text(
         DesyncError, lambda: tx.simulate(steps, {"data": 2}, [0, 1], [make] * 2, [(0, 1)] * 2), "rank 1", "lr=0.2"

@@ -14,9 +14,9 @@ from tests.helpers import max_diff
 
 HOOKS: dict[str, Any] = {
     "masked": lambda: tx.masked(tx.mean("data"), "w"),
-    "partition": lambda: tx.partition({"w": tx.mean("data"), "*": tx.noop()}),
+    "partition": lambda: tx.partition({"w": tx.mean("data"), "*": tx.identity()}),
     "a function": lambda: tx.stateless(lambda g: 2 * g),
-    "masked, encoded": lambda: tx.masked(tx.quantized_mean("data", tx.float32()), "w"),
+    "masked, encoded": lambda: tx.masked(tx.compress(tx.float32(), tx.mean("data")), "w"),
     "a switch": lambda: tx.switch_after(2, tx.masked(tx.mean("data"), "w"), tx.mean("data")),
 }
 WEIGHTS = [(1.0, 0.0, 2.0), (0.0, 3.0, 1.0), (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)]

@@ -76,8 +76,8 @@ CASES: dict[str, Case] = {
 
     "accumulate": (lambda: tx.fuse(tx.accumulate(2, tx.mean("local")), SGD), accumulated),
     "masked": (lambda: tx.fuse(tx.masked(tx.mean("local"), "w"), SGD), two_steps),
-    "average": (lambda: tx.local_sgd(SGD, "local", 2), averaged),
-    "outer": (lambda: tx.diloco(SGD, "local", 2, tx.sgd(1.0)), averaged),
+    "average": (lambda: tx.local_sgd(SGD, tx.mean("local"), 2), averaged),
+    "outer": (lambda: tx.diloco(SGD, tx.mean("local"), 2, tx.sgd(1.0)), averaged),
     "both axes": (lambda: tx.fuse(tx.mean(("node", "local")), SGD), two_steps),
     "chain": (lambda: tx.fuse(tx.chain(tx.mean("local"), tx.mean("node")), SGD), two_steps),
     "hierarchical": (lambda: tx.fuse(tx.hierarchical_mean("local", "node"), SGD), two_steps),

@@ -91,12 +91,12 @@ def test_a_chain_needs_what_its_stages_do(pair: tuple[Needs, Needs]) -> None:
 
 
 def test_wrappers_combine_the_needs_of_their_parts() -> None:
-    coded = tx.quantized_mean("data", tx.int8())
+    coded = tx.compress(tx.int8(), tx.mean("data"))
     leaf = tx.stateless(torch.sign)
     assert tx.every(2, tx.chain(leaf, coded)).needs == Needs.LEAVES | Needs.LAYOUT
     assert tx.partition({"w": coded, "*": leaf}).needs == Needs.LEAVES | Needs.PATHS | Needs.LAYOUT
     assert tx.skip_if_nonfinite(coded).needs == Needs.TREE | Needs.LAYOUT
-    assert tx.error_feedback(tx.cast(torch.bfloat16, tx.mean("data"))).needs == Needs.LAYOUT
+    assert tx.error_feedback(tx.compress(torch.bfloat16, tx.mean("data"))).needs == Needs.LAYOUT
     assert tx.identity().needs == tx.chain().needs == tx.mean("data").needs == Needs.NOTHING
 
 

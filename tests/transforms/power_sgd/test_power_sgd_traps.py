@@ -56,7 +56,7 @@ def test_nonfinite_gradients_do_not_affect_the_next_step(bad: float, coded: bool
 
     def one_rank(poison: bool) -> Any:
         rank, outs = int(tx.axis_index("data")), []
-        inner = tx.cast(torch.bfloat16, made(2)) if coded else made(2)
+        inner = tx.compress(torch.bfloat16, made(2)) if coded else made(2)
         hook = tx.error_feedback(inner)
         state = hook.init(draws(0))
         for step in range(3):
@@ -156,7 +156,7 @@ AROUND: dict[str, tuple[Callable[[tx.Transform], tx.Transform], bool]] = {
     "second": (lambda hook: tx.chain(tx.clip_by_value(1.0), hook), False),
     "accumulated": (lambda hook: tx.accumulate(1, hook), False),
     "masked": (lambda hook: tx.masked(hook, "*"), False),
-    "cast": (lambda hook: tx.cast(torch.bfloat16, hook), True),
+    "cast": (lambda hook: tx.compress(torch.bfloat16, hook), True),
     "by chance": (lambda hook: tx.compress(tx.bfloat16(stochastic=True), hook), True),
     "by one's own": (lambda hook: dataclasses.replace(hook, update=lambda *a, **k: hook.update(*a, **k)), False),
 }

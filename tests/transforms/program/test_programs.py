@@ -25,14 +25,14 @@ PROGRAMS: dict[str, Any] = {
     "a mean, then an average": (MEAN, Parts(AVERAGE), DATA, 0, "buckets", [Stages((MEAN,)), RIDES]),
     "an optimizer's state": (MEAN, Parts(None, STATE), DATA, 0, "tree", [Stages((MEAN,)), RIDES]),
     "one leaf": (VOTE, Parts(), DATA, 0, "buckets", [Stages((VOTE,), partial=True), Agree("verdict", ("data",))]),
-    "nothing, then an average": (tx.noop(), Parts(AVERAGE), DATA, 0, "buckets", [ALONE, Stages((tx.noop(),)), OWN]),
-    "nothing, purely": (tx.noop(), Parts(AVERAGE), DATA, 0, "tree", [Stages((tx.noop(),))]),
+    "nothing, then an average": (tx.identity(), Parts(AVERAGE), DATA, 0, "buckets", [ALONE, Stages((tx.identity(),)), OWN]),
+    "nothing, purely": (tx.identity(), Parts(AVERAGE), DATA, 0, "tree", [Stages((tx.identity(),))]),
     # The state of a switch has the sums of both its transforms, or none.
     "a switch before": (
-        tx.switch_after(3, MEAN, tx.noop()), Parts(AVERAGE), DATA, 2, "buckets",
-        [Stages((tx.switch_after(3, MEAN, tx.noop()),), partial=True), Agree("verdict", ("data",))],
+        tx.switch_after(3, MEAN, tx.identity()), Parts(AVERAGE), DATA, 2, "buckets",
+        [Stages((tx.switch_after(3, MEAN, tx.identity()),), partial=True), Agree("verdict", ("data",))],
     ),
-    "a switch after": (tx.switch_after(3, MEAN, tx.noop()), Parts(AVERAGE), DATA, 3, "buckets", [ALONE, None, OWN]),
+    "a switch after": (tx.switch_after(3, MEAN, tx.identity()), Parts(AVERAGE), DATA, 3, "buckets", [ALONE, None, OWN]),
     "local steps of nodes": (
         LOCAL, Parts(tx.every(2, tx.average_parameters("node"))), NODES, 0, "buckets",
         [Agree("begin", ("node", "local"), late=True), Stages((LOCAL,)), Agree("begin", ("local",), rides=True)],
@@ -71,7 +71,7 @@ def test_operations_of_two_kinds_differ() -> None:
 
 
 def test_steps_that_send_the_same_have_equal_programs() -> None:
-    plan = make_plan(tx.switch_after(3, MEAN, tx.noop()), DATA, AVERAGE)
+    plan = make_plan(tx.switch_after(3, MEAN, tx.identity()), DATA, AVERAGE)
     made = [program(plan, Parts(AVERAGE), step, "buckets") for step in range(6)]
     assert made[0] == made[1] == made[2] != made[3] == made[4] == made[5]
     assert program(make_plan(MEAN, DATA), Parts(), 0, "tree") == program(

@@ -30,8 +30,8 @@ HOOKS: dict[str, Callable[[], tx.Transform]] = {
     "accumulate": lambda: tx.accumulate(2, tx.mean("data")),
     "chain": lambda: tx.chain(tx.clip_by_value(9.0), tx.mean("data")),
     "masked": lambda: tx.masked(tx.mean("data"), "w"),
-    "int8": lambda: tx.quantized_mean("data", tx.int8()),
-    "error feedback": lambda: tx.error_feedback(tx.quantized_mean("data", tx.int8())),
+    "int8": lambda: tx.compress(tx.int8(), tx.mean("data")),
+    "error feedback": lambda: tx.error_feedback(tx.compress(tx.int8(), tx.mean("data"))),
     "power_sgd": lambda: tx.power_sgd("data", 1),
     "hierarchical": lambda: tx.hierarchical_mean("data", "node"),
     "ema": lambda: tx.ema(0.9),
@@ -96,11 +96,11 @@ def test_a_tensor_that_cannot_be_read_makes_the_sums_nan(bad: str, over: Any) ->
 PIPELINES: dict[str, Callable[[], tx.Pipeline]] = {
     "mean": lambda: tx.fuse(tx.mean("data"), tx.sgd(1.0)),
     "a part": lambda: tx.fuse(tx.masked(tx.mean("data"), "w"), tx.sgd(1.0)),
-    "nothing": lambda: tx.fuse(tx.noop(), tx.sgd(1.0)),
+    "nothing": lambda: tx.fuse(tx.identity(), tx.sgd(1.0)),
     "zero": lambda: tx.zero(tx.mean("data"), tx.sgd(1.0), "data"),
-    "int8": lambda: tx.fuse(tx.quantized_mean("data", tx.int8()), tx.sgd(1.0)),
+    "int8": lambda: tx.fuse(tx.compress(tx.int8(), tx.mean("data")), tx.sgd(1.0)),
     "power_sgd": lambda: tx.fuse(tx.power_sgd("data", 1), tx.sgd(1.0)),
-    "local": lambda: tx.local_sgd(tx.sgd(1.0), "data", every=1),
+    "local": lambda: tx.local_sgd(tx.sgd(1.0), tx.mean("data"), every=1),
     "skips": lambda: tx.skip_if_nonfinite(tx.fuse(tx.masked(tx.mean("data"), "w"), tx.sgd(1.0))),
     "accumulate": lambda: tx.fuse(tx.accumulate(1, tx.mean("data")), tx.sgd(1.0)),
 }
@@ -136,7 +136,9 @@ def test_zero_of_a_mean_over_several_axes_is_that_mean(over: Any, codec: Any) ->
 
     def rank(value: float, weight: int, zero: bool) -> Tensor:
         hook = (
-            tx.mean(("node", "local"), over) if codec is None else tx.quantized_mean(("node", "local"), codec(), over)
+            tx.mean(("node", "local"), over)
+            if codec is None
+            else tx.compress(codec(), tx.mean(("node", "local"), over))
         )
         pipeline = tx.zero(hook, tx.sgd(1.0), "local") if zero else tx.fuse(hook, tx.sgd(1.0))
         params = {"w": torch.zeros(40, dtype=torch.float64)}

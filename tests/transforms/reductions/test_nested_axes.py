@@ -40,7 +40,7 @@ CHAINS: dict[str, Callable[..., tx.Transform]] = {
     "mean": lambda first, second: tx.chain(tx.mean("local", first), tx.mean("node", second)),
     "pieces": lambda first, second: tx.chain(tx.scatter_mean("local", first), tx.mean("node", second)),
     "encoded": lambda first, second: tx.chain(
-        tx.quantized_mean("local", tx.float32(), first), tx.quantized_mean("node", tx.float32(), second)
+        tx.compress(tx.float32(), tx.mean("local", first)), tx.compress(tx.float32(), tx.mean("node", second))
     ),
 }
 
@@ -90,7 +90,7 @@ def test_both_axes_at_once(case: str, over: Any) -> None:
     for hook in (
         tx.mean(("node", "local"), over), tx.hierarchical_mean("local", "node", over=over),
         tx.hierarchical_mean("local", "node", tx.float32(), over),
-        tx.quantized_mean(("node", "local"), tx.float32(), over),
+        tx.compress(tx.float32(), tx.mean(("node", "local"), over)),
     ):  # fmt: skip
         assert on_ranks(hook, case) == pytest.approx([want] * (8 if case == "uneven" else 4), abs=1e-6)
 

@@ -18,11 +18,11 @@ ALL: dict[str, Any] = {
     "sum": lambda: tx.sum_over("data"),
     "hierarchical": lambda: tx.hierarchical_mean("data", "node"),
     "hierarchical, encoded": lambda: tx.hierarchical_mean("data", "node", tx.int8(), over="world"),
-    "int8": lambda: tx.quantized_mean("data", tx.int8(), over="world"),
-    "bfloat16": lambda: tx.cast(torch.bfloat16, tx.mean("data")),
+    "int8": lambda: tx.compress(tx.int8(), tx.mean("data", over="world")),
+    "bfloat16": lambda: tx.compress(torch.bfloat16, tx.mean("data")),
     "stochastic": lambda: tx.compress(tx.bfloat16(stochastic=True), tx.mean("data")),
-    "feedback": lambda: tx.error_feedback(tx.quantized_mean("data", tx.int8())),
-    "ef21": lambda: tx.ef21(tx.quantized_mean("data", tx.int8())),
+    "feedback": lambda: tx.error_feedback(tx.compress(tx.int8(), tx.mean("data"))),
+    "ef21": lambda: tx.ef21(tx.compress(tx.int8(), tx.mean("data"))),
     "power_sgd": lambda: tx.power_sgd("data", min_compression_rate=0.5),
     "every": lambda: tx.every(1, tx.mean("data")),
     "switch": lambda: tx.switch_after(0, tx.identity(), tx.mean("data")),
@@ -38,7 +38,7 @@ def params_of(rank: int) -> Any:
 
 
 def one_step(make: Any, weight: Any, ranks: int = 2) -> Any:
-    pipeline = tx.fuse(tx.noop(), tx.sgd(1.0), after=make())
+    pipeline = tx.fuse(tx.identity(), tx.sgd(1.0), after=make())
     params = params_of(int(tx.axis_index(("node", "data"))))
     grads = {path: torch.zeros_like(p) for path, p in params.items()}
     return pipeline.step(params, grads, pipeline.init(params), weight=weight)[0]

@@ -148,6 +148,6 @@ def test_ranks_that_disagree_raise_at_equal_bytes(codec: tx.Codec) -> None:
         for f in (getattr(tx, name), quantized(getattr(tx, name))):
             with pytest.raises(tx.CollectiveMismatch):
                 tx.simulate(lambda x, f=f: f(x, "data"), {"data": 2}, xs)
-    hook = tx.quantized_mean("data", codec)
+    hook = tx.compress(codec, tx.mean("data"))
     with pytest.raises(tx.CollectiveMismatch, match="9 floats.*10 floats"):
         tx.simulate(lambda x: hook.update(x, hook.init(x)), {"data": 3}, [torch.ones(n) for n in (9, 10, 9)])

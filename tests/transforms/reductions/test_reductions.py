@@ -33,7 +33,7 @@ def on_ranks(hook: tx.Transform, n: int, weights: Any = None, dtype: torch.dtype
 def test_ef21_matches_the_reference() -> None:
     """Two ranks encode once, so the mean is that of the encoded values."""
     grads = [[grads_of(r, step)["a"].flatten() for r in range(2)] for step in range(6)]
-    hook = tx.ef21(tx.quantized_mean("data", tx.top_k(3)))
+    hook = tx.ef21(tx.compress(tx.top_k(3), tx.mean("data")))
 
     def one_rank(rank: int) -> Any:
         state, outs = hook.init(grads[0][0]), []
@@ -51,7 +51,7 @@ def test_ef21_matches_the_reference() -> None:
 @pytest.mark.parametrize("over", ["weight", "live", "world"])
 def test_constant_gradients_arrive_exactly_in_the_end(over: Any, n: int) -> None:
     """Also where ranks have different weights and some have none: their last gradient counts on, or is taken back."""
-    hook = {how: tx.ef21(tx.quantized_mean("data", tx.top_k(0.3), over), how) for how in ("freeze", "flush")}
+    hook = {how: tx.ef21(tx.compress(tx.top_k(0.3), tx.mean("data", over)), how) for how in ("freeze", "flush")}
     weights = [1.0 + r for r in range(n)]
 
     def one_rank(rank: int, how: str) -> Any:
@@ -94,9 +94,9 @@ def test_tap_receives_the_gradients() -> None:
 
 
 def test_raises_on_bad_input() -> None:
-    coded = tx.quantized_mean("data", tx.int8())
+    coded = tx.compress(tx.int8(), tx.mean("data"))
     for make in (tx.ef21, tx.error_feedback):
-        raises_text(TypeError, lambda: make(tx.mean("data")), "mean('data')", "quantized_mean(axis, codec)")  # noqa: B023
+        raises_text(TypeError, lambda: make(tx.mean("data")), "mean('data')", "compress(codec, mean(axis))")  # noqa: B023
         raises_text(ValueError, lambda: make(coded, without_input="keep"), "'freeze' or 'flush'", "'keep'")  # noqa: B023
     for make in (tx.error_feedback,):
         fed = tx.chain(tx.error_feedback(coded), tx.clip_by_value(1.0))

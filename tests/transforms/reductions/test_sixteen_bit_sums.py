@@ -56,7 +56,7 @@ HOOKS: dict[str, Callable[[], tx.Transform]] = {
     "sum_over": lambda: tx.chain(tx.sum_over("data")),
     "accumulate": lambda: tx.accumulate(1, tx.mean("data")),
     "every": lambda: tx.every(1, tx.mean("data")),
-    "cast": lambda: tx.cast(torch.float16, tx.mean("data")),
+    "cast": lambda: tx.compress(torch.float16, tx.mean("data")),
 }
 
 

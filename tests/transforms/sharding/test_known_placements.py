@@ -13,7 +13,7 @@ from fjoin.transforms.pipelines import buffers_placement, params_placement
 
 ONE, TWO = {"data": 2}, {"node": 2, "local": 2}
 ADAM = tx.adamw(0.1)
-INT8 = tx.quantized_mean("data", tx.int8())
+INT8 = tx.compress(tx.int8(), tx.mean("data"))
 # pipeline, axes, the axes over which parameters are equal, and of some values (equal, cut).
 KNOWN: dict[str, tuple[tx.Pipeline, dict[str, int], tuple[str, ...], dict[str, tuple[tuple[str, ...], str | None]]]] = {
     "mean": (tx.fuse(tx.mean("data"), ADAM), ONE, ("data",), {"optimizer.w.exp_avg": (("data",), None), "hook.total": (("data",), None)}),
@@ -25,9 +25,9 @@ KNOWN: dict[str, tuple[tx.Pipeline, dict[str, int], tuple[str, ...], dict[str, t
         tx.zero(tx.mean("data"), ADAM, "data"), ONE, ("data",),
         {"optimizer.w.exp_avg": ((), "data"), "optimizer.w.step": (("data",), None)},
     ),
-    "local": (tx.local_sgd(ADAM, "data", 4), ONE, (), {"optimizer.w.exp_avg": ((), None), "after.weight": ((), None)}),
-    "DiLoCo": (tx.diloco(ADAM, "data", 4), ONE, (), {"optimizer.w.exp_avg": ((), None), "after.anchor.w": (("data",), None)}),
-    "average each step": (tx.fuse(tx.noop(), ADAM, after=tx.average_parameters("data")), ONE, ("data",), {}),
+    "local": (tx.local_sgd(ADAM, tx.mean("data"), 4), ONE, (), {"optimizer.w.exp_avg": ((), None), "after.weight": ((), None)}),
+    "DiLoCo": (tx.diloco(ADAM, tx.mean("data"), 4), ONE, (), {"optimizer.w.exp_avg": ((), None), "after.anchor.w": (("data",), None)}),
+    "average each step": (tx.fuse(tx.identity(), ADAM, after=tx.average_parameters("data")), ONE, ("data",), {}),
     "two means": (
         tx.fuse(tx.chain(tx.mean("local"), tx.mean("node")), ADAM), TWO, ("node", "local"),
         {"hook.0.total": (("local",), None), "hook.1.total": (("node", "local"), None)},
@@ -41,7 +41,7 @@ KNOWN: dict[str, tuple[tx.Pipeline, dict[str, int], tuple[str, ...], dict[str, t
         {"optimizer.w.exp_avg": (("node",), "local"), "optimizer.w.step": (("node", "local"), None)},
     ),
     "an average of averages": (
-        tx.fuse(tx.noop(), ADAM, after=tx.chain(tx.every(4, tx.average_parameters("data")), tx.ema(0.9))), ONE, (),
+        tx.fuse(tx.identity(), ADAM, after=tx.chain(tx.every(4, tx.average_parameters("data")), tx.ema(0.9))), ONE, (),
         {"after.1.average.w": ((), None)},
     ),
 }  # fmt: skip

@@ -156,7 +156,7 @@ def test_steps_can_be_differentiated(ranks: int) -> None:
         (lambda: tx.fuse(tx.chain(tx.scatter_mean("data"), tx.power_sgd("node")), tx.sgd(0.1)), ("power_sgd", "behind")),
         (lambda: tx.fuse(tx.chain(tx.scatter_mean("data"), tx.mean("data")), tx.sgd(0.1)), ("mean('data')", "different pieces")),
         (
-            lambda: tx.fuse(tx.chain(tx.scatter_mean("local"), tx.cast(torch.bfloat16, tx.mean(("node", "local")))), tx.sgd(0.1)),
+            lambda: tx.fuse(tx.chain(tx.scatter_mean("local"), tx.compress(torch.bfloat16, tx.mean(("node", "local")))), tx.sgd(0.1)),
             ("over 'local'", "different pieces"),
         ),
         (lambda: tx.fuse(tx.every(2, tx.scatter_mean("data")), tx.sgd(0.1)), ("every", "cannot hold")),
