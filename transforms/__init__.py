@@ -1,6 +1,6 @@
 """Pure transforms for distributed training: communication of gradients, optimizers, and parameter averaging.
 
-kinds        Transform  Call  Optimizer  Pipeline  Schedule  Reduction  Period  Periodic  Switch  Windows  Changes
+kinds        Transform  Call  Optimizer  Pipeline  Schedule  Reduction  Timing
 combine      chain  identity  stateless  masked  partition  fuse
 when         switch_after  every  accumulate  skip_if_nonfinite  dynamic_loss_scale
 clip         clip_by_global_norm  clip_by_value
@@ -62,23 +62,19 @@ from .axes import (
 from .base import (
     ByNorm as ByNorm,
     Call as Call,
-    Changes as Changes,
     CollectiveMismatch as CollectiveMismatch,
     Compression as Compression,
     DonatedState as DonatedState,
     Inner as Inner,
     Merge as Merge,
     Needs as Needs,
-    Period as Period,
-    Periodic as Periodic,
     PerRank as PerRank,
     Placement as Placement,
     Reduction as Reduction,
     Spec as Spec,
-    Switch as Switch,
+    Timing as Timing,
     Transform as Transform,
     UnboundAxis as UnboundAxis,
-    Windows as Windows,
     factory as factory,
     fingerprint as fingerprint,
     from_state_dict as from_state_dict,

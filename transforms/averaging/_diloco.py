@@ -13,7 +13,6 @@ from ..base import (
     Call,
     Needs,
     Period,
-    Periodic,
     State,
     Summed,
     Transform,
@@ -27,6 +26,7 @@ from ..base import (
     is_number,
     map_with_path,
     named_leaves,
+    of_period,
     where,
     whole_number,
     with_changes,
@@ -164,9 +164,7 @@ def outer_step(
         named, state = used(number - delay)
         return map_with_path(lambda path, _: named[path], values), state
 
-    return Transform(
-        init, update, Needs.NOTHING, takes=("flush",), timing=Periodic(period, reduction, delay, alone=False)
-    )
+    return Transform(init, update, Needs.NOTHING, takes=("flush",), timing=of_period(period, reduction, delay))
 
 
 @factory

@@ -110,13 +110,12 @@ from ._state_dict import (
     to_state_dict as to_state_dict,
 )
 from ._timing import (
-    Changes as Changes,
     Period as Period,
-    Periodic as Periodic,
-    Switch as Switch,
-    Windows as Windows,
+    Timing as Timing,
     changes_with_steps as changes_with_steps,
     children as children,
+    of_period as of_period,
+    of_switch as of_switch,
     running as running,
     unfinished as unfinished,
 )

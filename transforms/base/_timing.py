@@ -5,13 +5,14 @@ A transform has its `Timing` as a field, since whoever plans a run must know it 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     from ._transform import Transform
 
 
+Runs: TypeAlias = "list[tuple[Transform, int]]"
 _STARTS = ("warmup", "start")  # arguments of a factory outside fjoin that give the step in which its messages change
 
 
@@ -46,46 +47,43 @@ class Period(NamedTuple):
         return calls > 0 and not self.ends(calls - 1)
 
 
-@dataclass(frozen=True)
-class Switch:
-    """One transform before a step, another one from it on, whose calls are counted from there."""
+class Timing(NamedTuple):
+    """When a transform runs those inside it; `Transform(..., timing=None)`: in each call, with messages that never change.
 
-    step: int
-    before: Transform
-    after: Transform
-
-
-@dataclass(frozen=True)
-class Periodic:
-    """A transform in the calls of a period. It is given the number of the window that ends there.
-
-    delay: calls between the end of a window and its messages.
-    alone: whether nothing else is done with what it returns.
+    runs: (call, at_end) -> the transforms that run in that call, counted from 0, each with its own number of the call.
+        None: all, with the same number; only the messages change. at_end: whether they run on parameters, at the end of a step.
+    flushes: calls -> the transforms that run in a flush after so many calls. None: those of what runs in the last one.
     """
 
-    period: Period
-    transform: Transform
-    delay: int = 0
-    alone: bool = True
+    runs: Callable[[int, bool], Runs] | None = None
+    flushes: Callable[[int], Runs] | None = None
 
 
-@dataclass(frozen=True)
-class Windows:
-    """A transform at the end of windows of some calls; the others send nothing, and end no step."""
+def of_switch(step: int, before: Transform, after: Transform) -> Timing:
+    """One transform before a step, another one from it on. At the end of a step, the first is flushed at the switch."""
 
-    steps: int
-    transform: Transform
+    def runs(call: int, at_end: bool) -> Runs:
+        if call >= step:
+            return [(after, call - step)]
+        return [(before, call), *(flushed(before, step) if at_end and call == step - 1 else [])]
 
-
-@dataclass(frozen=True)
-class Changes:
-    """A transform whose own messages change with these steps, in ascending order."""
-
-    steps: tuple[int, ...]
+    return Timing(runs, lambda calls: flushed(after, calls - step) if calls >= step else flushed(before, calls))
 
 
-# None: those inside run in each step.
-Timing: TypeAlias = Switch | Periodic | Windows | Changes | None
+def of_period(period: Period, transform: Transform, delay: int = 0) -> Timing:
+    """A transform in the calls of a period, or `delay` calls behind them. It is given the number of the window that ends there."""
+
+    def runs(call: int, at_end: bool) -> Runs:
+        at = call - delay
+        return [(transform, period.window(at))] if period.due(at) else []
+
+    def flushes(calls: int) -> Runs:
+        ended, is_open = period.ended(calls), period.open(calls)
+        waiting = [past for past in range(max(calls - delay, 0), calls) if period.due(past)]
+        begun = [(transform, period.window(past)) for past in waiting]
+        return [*begun, *[(transform, ended)] * is_open, *flushed(transform, ended + is_open)]
+
+    return Timing(runs, flushes)
 
 
 def children(part: Any) -> list[Transform]:
@@ -101,38 +99,18 @@ def changes_with_steps(part: Transform) -> bool:
 
 
 def running(part: Transform, step: int | None, at_end: bool = False) -> list[tuple[Transform, int | None]]:
-    """The transforms that run inside `part` in a step, each with its own number of the step; for step=None all.
-
-    Args:
-        at_end: Whether `part` runs on parameters, at the end of a step. A switch then flushes the first transform.
-    """
-    when = part.timing
-    if step is not None and isinstance(when, Switch):
-        if step >= when.step:
-            return [(when.after, step - when.step)]
-        return [
-            (when.before, step),
-            *(flushed(when.before, when.step) if at_end and step == when.step - 1 else []),
-        ]
-    if step is not None and isinstance(when, Periodic):
-        at = step - when.delay
-        return [(when.transform, when.period.window(at))] if when.period.due(at) else []
-    return [(child, step) for child in children(part)]
+    """The transforms that run inside `part` in a step, each with its own number of the step; for step=None all."""
+    if step is None or part.timing is None or part.timing.runs is None:
+        return [(child, step) for child in children(part)]
+    return [*part.timing.runs(step, at_end)]
 
 
-def flushed(part: Transform, calls: int) -> list[tuple[Transform, int]]:
+def flushed(part: Transform, calls: int) -> Runs:
     """The transforms that run in a flush after this many calls, each with its own number of the call."""
     if not calls:
         return []
-    when = part.timing
-    if isinstance(when, Periodic):
-        period, inside = when.period, when.transform
-        ended, is_open = period.ended(calls), period.open(calls)
-        begun = range(max(calls - when.delay, 0), calls)
-        waiting = [(inside, period.window(past)) for past in begun if period.due(past)]
-        return [*waiting, *[(inside, ended)] * is_open, *flushed(inside, ended + is_open)]
-    if isinstance(when, Switch) and calls >= when.step:
-        return flushed(when.after, calls - when.step)
+    if part.timing is not None and part.timing.flushes is not None:
+        return part.timing.flushes(calls)
     inside_now = running(part, calls - 1)
     return [one for child, at in inside_now if at is not None for one in flushed(child, at + 1)]
 

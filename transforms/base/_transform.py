@@ -190,7 +190,7 @@ class Transform(Specified):
     compression: Compression | None = None
     pauses: bool = False
     takes: Collection[str] = ()
-    timing: Timing = None
+    timing: Timing | None = None
     wraps: Literal["stages", "whole"] | None = None
     by_norm: ByNorm | None = None
     silent: bool = False

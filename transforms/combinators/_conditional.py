@@ -16,14 +16,12 @@ from ..base import (
     Inner,
     Needs,
     Period,
-    Periodic,
     Reduction,
     State,
     Summed,
-    Switch,
+    Timing,
     Transform,
     Tree,
-    Windows,
     check_state,
     check_transform,
     check_weight,
@@ -31,6 +29,8 @@ from ..base import (
     counts_steps,
     device_of,
     factory,
+    of_period,
+    of_switch,
     to_device,
     whole_number,
     wide_dtype,
@@ -103,7 +103,7 @@ def switch_after(step: int, before: Transform, after: Transform) -> Transform:
         Needs.NOTHING,
         Reduction(sums) if both else None,
         takes=("donated",),
-        timing=Switch(step, before, after),
+        timing=of_switch(step, before, after),
     )
 
 
@@ -174,7 +174,7 @@ def every(steps: int, transform: Transform, first: int | None = None, except_eve
             return grads, state
         return run(grads, state, period.window(number), **weight)
 
-    return Transform(init, update, Needs.NOTHING, takes=("flush",), timing=Periodic(period, transform))
+    return Transform(init, update, Needs.NOTHING, takes=("flush",), timing=of_period(period, transform))
 
 
 class AccumulateState(NamedTuple):
@@ -245,9 +245,7 @@ def accumulate(steps: int, transform: Transform) -> Transform:
         out, new = inner.run(mean, state, params, call.inside(weight=total, lane=summed or None))
         return out, fresh(grads, count, new)
 
-    return Transform(
-        init, update, Needs.NOTHING, inner.reduction(), pauses=True, timing=Windows(steps, transform), wraps="whole"
-    )
+    return Transform(init, update, Needs.NOTHING, inner.reduction(), pauses=True, timing=Timing(), wraps="whole")
 
 
 def _no_weight() -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..axes import bound
-from ..base import Merge, Periodic, Placement, State, Switch, Transform, children, marks, running, spec_of
+from ..base import Merge, Placement, State, Transform, children, marks, running, spec_of
 from ..combinators import stages
 from ._pipeline import Pipeline
 from ._plan import axes_of
@@ -152,8 +152,8 @@ def _of_stage(names: tuple[str, ...], at: At, part: Transform, state: State, bef
             yield from _of_part(names, at.to(i), child, own, before)
         return
     held = {"inner": inside[0]} if len(inside) == 1 and hasattr(state, "inner") else {}
-    if isinstance(part.timing, Switch):
-        held = {"before": part.timing.before, "after": part.timing.after}
+    if len(inside) == 2 and hasattr(state, "before") and hasattr(state, "after"):
+        held = {"before": inside[0], "after": inside[1]}
     for name, child in held.items():
         yield from _of_part(names, at.to(name), child, getattr(state, name), before)
     state = state._replace(**dict.fromkeys(held, ())) if held else state
@@ -213,7 +213,8 @@ def _always(names: tuple[str, ...], part: Transform) -> frozenset[str]:
     """The axes over which a transform makes all values equal in every step."""
     if part.equalizes is not None and not children(part):
         return frozenset(axes_of(part, names))
-    if part.sums is part.equalizes is None or (isinstance(part.timing, Periodic) and part.timing.period.steps > 1):
+    pauses = any(not running(part, step) for step in (0, 1)) and part.timing is not None
+    if part.sums is part.equalizes is None or pauses:
         return frozenset()
     inside = [_always(names, child) for child, _ in running(part, None)]
     if part.wraps == "stages":

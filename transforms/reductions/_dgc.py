@@ -11,13 +11,13 @@ from ..base import (
     Averaged,
     AxisName,
     Call,
-    Changes,
     Compression,
     Needs,
     Over,
     Reduction,
     Shares,
     Summed,
+    Timing,
     Transform,
     Tree,
     all_finite,
@@ -152,7 +152,7 @@ def dgc(
         Needs.LAYOUT,
         Reduction(lambda state: state.reduced),
         Compression(None),
-        timing=Changes(tuple(sorted({start for start, _ in codecs if start}))) if warmup else None,
+        timing=Timing() if warmup else None,
     )
 
 

@@ -10,12 +10,12 @@ from torch import Tensor
 from ..base import (
     AxisName,
     Call,
-    Changes,
     Compression,
     Inner,
     Needs,
     Over,
     State,
+    Timing,
     Transform,
     Tree,
     all_finite,
@@ -192,4 +192,4 @@ def one_bit_adam(
         return replace_leaves(grads, back), OneBitAdamState(got.inner, state.step + 1, *got.new_state(state))
 
     reduces = Inner(inner).reduction(LIVE)
-    return Transform(init, update, inner.needs | Needs.PATHS, reduces, Compression(None), timing=Changes((warmup,)))
+    return Transform(init, update, inner.needs | Needs.PATHS, reduces, Compression(None), timing=Timing())
