@@ -6,6 +6,7 @@ A transform has its `Timing` as a field, since whoever plans a run must know it 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
@@ -47,7 +48,8 @@ class Period(NamedTuple):
         return calls > 0 and not self.ends(calls - 1)
 
 
-class Timing(NamedTuple):
+@dataclass(frozen=True)
+class Timing:
     """When a transform runs those inside it; `Transform(..., timing=None)`: in each call, with messages that never change.
 
     runs: (call, at_end) -> the transforms that run in that call, counted from 0, each with its own number of the call.

@@ -195,19 +195,8 @@ def test_post_local_sgd(ranks: int, warmup: int, inner: str, over: Any) -> None:
         lambda step: ranks if step >= warmup and (step - warmup) % 4 == 0 else 0, [ranks],
         (lambda rank, step: weight(rank, step) if step >= warmup else 0.0) if weighted else None,
     )  # fmt: skip
-    for wire in (None, tx.mean("data")):
-        got = run(
-            tx.post_local_sgd(
-                ours,
-                tx.error_feedback(tx.compress(wire, tx.mean("data", over=over))),
-                4,
-                warmup,
-                hook=tx.mean("data", over=over),
-            ),
-            {"data": ranks},
-            weighted,
-        )
-        close(got, want, start)
+    pipeline = tx.post_local_sgd(ours, tx.mean("data", over=over), 4, warmup)
+    close(run(pipeline, {"data": ranks}, weighted), want, start)
 
 
 @pytest.mark.parametrize("warmup", [0, 7])
@@ -219,11 +208,9 @@ def test_a_wire_of_post_local_sgd_sends_the_changes_since_the_warm_up(warmup: in
         sent.append(flat(grads))
         return grads, state
 
-    wire = tx.chain(tx.Transform(lambda params: (), noted), tx.mean("data"))
+    changes = tx.chain(tx.Transform(lambda params: (), noted), tx.mean("data"))
     start = problem(2)[0] + 100.0
-    pipeline = tx.post_local_sgd(
-        tx.sgd(0.1), tx.error_feedback(tx.compress(wire, tx.mean("data"))), 4, warmup, hook=tx.mean("data")
-    )
+    pipeline = tx.post_local_sgd(tx.sgd(0.1), changes, 4, warmup, hook=tx.mean("data"))
 
     def one_rank(rank: int) -> None:
         params = tree(start)
