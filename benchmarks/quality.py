@@ -23,6 +23,7 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
+from fjoin.transforms.optimizers import Schedule
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "examples"))
 from _text_model import Batch, Decoder, batches_of, cross_entropy, source_files
@@ -74,7 +75,7 @@ METHODS: dict[str, Method] = {
 
 
 def make_optimizer(name: str, steps: int) -> tx.Optimizer:
-    def falling(peak: float) -> tx.Schedule:
+    def falling(peak: float) -> Schedule:
         return tx.warmup_cosine(peak, warmup_steps=steps // 10, total_steps=steps)
 
     return {

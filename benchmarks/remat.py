@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fjoin import transforms as tx
+from fjoin.transforms import checkpoint_policies as policies
 
 LAYERS, WIDTH, HEADS, ROWS, LENGTH, ROUNDS = 12, 256, 8, 8, 256, 11
 HERE = Path(__file__).parent
@@ -64,8 +65,8 @@ WRAPS: dict[str, Wrap] = {
     "plain, again": lambda f: f,
     "torch.utils.checkpoint": lambda f: lambda x: checkpoint(f, x, use_reentrant=False),
     "remat": tx.remat,
-    "dots_saveable": lambda f: tx.remat(f, tx.dots_saveable),
-    "everything in int8": lambda f: tx.remat(f, tx.everything_saveable, tx.int8()),
+    "dots_saveable": lambda f: tx.remat(f, policies.dots_saveable),
+    "everything in int8": lambda f: tx.remat(f, policies.everything_saveable, tx.int8()),
 }
 
 

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, _CachingTorchDispatchMode
 
-from .transforms.rematerialization import Keep, Offload, Policy, Runner, everything_saveable, runner_of
+from .transforms.rematerialization import Keep, Offload, Policy, Runner, checkpoint_policies, runner_of
 
-_NAMES = ("policy", "offload", "preserve_rng", "early_stop")
+_NAMES = ("policy", "offload", "preserve_rng_state", "early_stop")
 _KEPT = {
     CheckpointPolicy.MUST_SAVE: Keep.SAVE,
     CheckpointPolicy.PREFER_SAVE: Keep.SAVE,
@@ -52,17 +52,11 @@ def run_with(given: dict[str, Any]) -> Runner:
                 f"checkpoint_wrapper: {name} must be {' or '.join(map(repr, values))}, got {options[name]!r}; {instead}"
             )
         options.pop(name, None)
-    if "preserve_rng_state" in options:
-        if "preserve_rng" in options:
-            raise TypeError(
-                "checkpoint_wrapper: preserve_rng and preserve_rng_state are one argument; give one of them"
-            )
-        options["preserve_rng"] = options.pop("preserve_rng_state")
     context_fn = options.pop("context_fn", None)
     for name in options:
         if name not in _NAMES:
             raise TypeError(
-                f"checkpoint_wrapper takes {', '.join(_NAMES)}, or a checkpoint_fn, or torch's preserve_rng_state, context_fn, "
+                f"checkpoint_wrapper takes {', '.join(_NAMES)}, or a checkpoint_fn, or torch's context_fn, "
                 f"{', '.join(_FIXED)}, got {name!r}"
             )
     if context_fn is None:
@@ -136,7 +130,7 @@ def checkpoint_wrapper(
         checkpoint_impl: Has no effect.
         checkpoint_fn: A function of one's own, called as `checkpoint_fn(forward, *args, **kwargs, **checkpoint_fn_kwargs)`;
             by default `remat`.
-        **checkpoint_fn_kwargs: Arguments of `remat`: policy, offload, preserve_rng; or those of
+        **checkpoint_fn_kwargs: Arguments of `remat`: policy, offload, preserve_rng_state; or those of
             torch.utils.checkpoint.checkpoint: preserve_rng_state; context_fn, of torch's
             create_selective_checkpoint_contexts; early_stop; use_reentrant and determinism_check, which have no effect;
             respect_saved_tensors_hooks=True; debug=False.
@@ -187,7 +181,7 @@ def offload_wrapper(module: nn.Module, offload: Offload = "cpu") -> nn.Module:
     >>> block = fjoin.offload_wrapper(torch.nn.Linear(2, 2), fjoin.transforms.int8())
     >>> block(torch.ones(3, 2)).sum().backward()
     """
-    run = runner_of(policy=everything_saveable, offload=offload)
+    run = runner_of(policy=checkpoint_policies.everything_saveable, offload=offload)
     return _twin(module, run, (offload_wrapper, {"offload": offload}))
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from .transforms.base import DesyncError as DesyncError, DonatedState as _DonatedState, FjoinError as FjoinError
+from .transforms.base import (
+    DesyncError as DesyncError,
+    DonatedState as DonatedState,
+    FjoinError as FjoinError,
+)
 
 
 def described(error: BaseException) -> str:
@@ -64,10 +68,6 @@ class NonFinite(FjoinError):
 
 class CheckpointError(FjoinError):
     """A checkpoint cannot be written or read: a fault of the file system, damaged files, or a folder that another run uses."""
-
-
-class DonatedState(FjoinError, _DonatedState):
-    """A state was used again after a step, or `with_hyperparameters`, had taken its memory."""
 
 
 class TornState(FjoinError):

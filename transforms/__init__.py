@@ -1,6 +1,6 @@
 """Pure transforms for distributed training: communication of gradients, optimizers, and parameter averaging.
 
-kinds        Transform  Call  Optimizer  Pipeline  Schedule  Reduction  Timing
+kinds        Transform  Call  Optimizer  Pipeline  PipelineState  Reduction  Timing  Needs
 combine      chain  identity  stateless  masked  partition  fuse
 when         switch_after  every  accumulate  skip_if_nonfinite  dynamic_loss_scale
 clip         clip_by_global_norm  clip_by_value
@@ -16,11 +16,9 @@ optimizers   sgd  adam  adamw  nadam  radam  adamax  adagrad  adadelta  adafacto
 schedules    linear  cosine  warmup_cosine  warmup  from_torch_scheduler
 collectives  psum  pmean  pmax  pmin  pbroadcast  all_gather  psum_scatter  all_to_all  all_to_all_single  ppermute  axis_index  axis_size
 run, optax   simulate  from_optax  to_optax; random: keys as values, with jax's bits
-memory       remat  checkpoint_name  everything_saveable  nothing_saveable  dots_saveable  dots_with_no_batch_dims_saveable
-             save_only_these_names  save_any_names_but_these  save_from_both_policies  offload_dot_with_no_batch_dims
-             save_and_offload_only_these_names  saved_residuals  Residuals  Residual
-look         tap  record_norm  explain  Explanation  fingerprint  to_json  factory
-save         to_state_dict  from_state_dict  placements  Placement  PerRank  Merge
+memory       remat  checkpoint_name  checkpoint_policies  saved_residuals
+look         tap  record_norm  explain  Explanation  factory
+save         to_state_dict  from_state_dict  PerRank  Merge
 """
 
 if __name__ != "fjoin.transforms":
@@ -30,9 +28,6 @@ if __name__ != "fjoin.transforms":
 
 from . import random as random
 from .averaging import (
-    AverageState as AverageState,
-    EmaState as EmaState,
-    OuterState as OuterState,
     average_parameters as average_parameters,
     average_state as average_state,
     diloco as diloco,
@@ -64,21 +59,16 @@ from .base import (
     Call as Call,
     CollectiveMismatch as CollectiveMismatch,
     Compression as Compression,
-    DonatedState as DonatedState,
     Inner as Inner,
     Merge as Merge,
     Needs as Needs,
     PerRank as PerRank,
-    Placement as Placement,
     Reduction as Reduction,
-    Spec as Spec,
     Timing as Timing,
     Transform as Transform,
     UnboundAxis as UnboundAxis,
     factory as factory,
-    fingerprint as fingerprint,
     from_state_dict as from_state_dict,
-    to_json as to_json,
     to_state_dict as to_state_dict,
 )
 from .codecs import (
@@ -97,10 +87,6 @@ from .codecs import (
     uint8 as uint8,
 )
 from .combinators import (
-    AccumulateState as AccumulateState,
-    EveryState as EveryState,
-    OptaxState as OptaxState,
-    SwitchState as SwitchState,
     accumulate as accumulate,
     chain as chain,
     clip_by_global_norm as clip_by_global_norm,
@@ -117,24 +103,7 @@ from .combinators import (
     to_optax as to_optax,
 )
 from .optimizers import (
-    AdadeltaState as AdadeltaState,
-    AdafactorState as AdafactorState,
-    AdagradState as AdagradState,
-    AdamaxState as AdamaxState,
-    AdamState as AdamState,
-    ASGDState as ASGDState,
-    FrozenState as FrozenState,
-    InjectState as InjectState,
-    LionState as LionState,
-    MixedState as MixedState,
-    MuonState as MuonState,
-    NAdamState as NAdamState,
     Optimizer as Optimizer,
-    RAdamState as RAdamState,
-    RMSpropState as RMSpropState,
-    RpropState as RpropState,
-    Schedule as Schedule,
-    SGDState as SGDState,
     adadelta as adadelta,
     adafactor as adafactor,
     adagrad as adagrad,
@@ -164,27 +133,15 @@ from .optimizers import (
 )
 from .pipelines import (
     Explanation as Explanation,
-    LossScaleState as LossScaleState,
     Pipeline as Pipeline,
     PipelineState as PipelineState,
-    SkipState as SkipState,
     dynamic_loss_scale as dynamic_loss_scale,
     explain as explain,
     fuse as fuse,
-    placements as placements,
     skip_if_nonfinite as skip_if_nonfinite,
     zero as zero,
 )
 from .reductions import (
-    CompressState as CompressState,
-    DGCState as DGCState,
-    EF21State as EF21State,
-    ErrorState as ErrorState,
-    GatherState as GatherState,
-    MeanState as MeanState,
-    OneBitAdamState as OneBitAdamState,
-    PowerSGDState as PowerSGDState,
-    ShardState as ShardState,
     batched_power_sgd as batched_power_sgd,
     compress as compress,
     dgc as dgc,
@@ -199,23 +156,12 @@ from .reductions import (
     sum_over as sum_over,
 )
 from .rematerialization import (
-    Residual as Residual,
-    Residuals as Residuals,
     checkpoint_name as checkpoint_name,
-    dots_saveable as dots_saveable,
-    dots_with_no_batch_dims_saveable as dots_with_no_batch_dims_saveable,
-    everything_saveable as everything_saveable,
-    nothing_saveable as nothing_saveable,
-    offload_dot_with_no_batch_dims as offload_dot_with_no_batch_dims,
+    checkpoint_policies as checkpoint_policies,
     remat as remat,
-    save_and_offload_only_these_names as save_and_offload_only_these_names,
-    save_any_names_but_these as save_any_names_but_these,
-    save_from_both_policies as save_from_both_policies,
-    save_only_these_names as save_only_these_names,
     saved_residuals as saved_residuals,
 )
 from .sync import (
-    BatchNormState as BatchNormState,
     JoinHook as JoinHook,
     SyncBatchNorm as SyncBatchNorm,
     average_buffers as average_buffers,

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fjoin
 from fjoin import transforms as tx
+from fjoin.transforms.sync import BatchNormState
 from tests.devices.step_cases import AFTER, LEFT_OUT, ON_BUFFERS
 from tests.transform_table import TRANSFORMS
 
@@ -240,7 +241,7 @@ def normalised(device: str) -> Values:
     """Batch statistics over all ranks, and values of the last rank with input."""
     x, channels = batches(device, 1)[0], torch.zeros(6, dtype=F64, device=device)
     with fjoin.mesh({"data": -1}) as mesh, fjoin.bind(mesh):
-        y, state = tx.sync_batch_norm(x, tx.BatchNormState(channels, channels + 1), axis="data", weight=1.0)
+        y, state = tx.sync_batch_norm(x, BatchNormState(channels, channels + 1), axis="data", weight=1.0)
         last = tx.broadcast_from_last("data").post({"x": x}, dist.get_rank() == 0)["x"]
     return {"y": y.cpu(), "mean": state.mean.cpu(), "var": state.var.cpu(), "last": last.cpu()}
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
+from fjoin.transforms import checkpoint_policies as policies
 from fjoin.transforms.base import names_of
 from tests.helpers import same_bits
 from tests.optimizer_table import OPTIMIZERS
@@ -82,7 +83,7 @@ LOSSES: dict[str, Any] = {
     "plain": net_loss,
     "remat": lambda params, batch: tx.remat(net_loss)(params, batch),
     "offload": offloaded(None),
-    "offload, all": offloaded(tx.everything_saveable),
+    "offload, all": offloaded(policies.everything_saveable),
     "buffers": with_buffers,
     "auxiliary": lambda params, batch: (net_loss(params, batch), {"sum": {"samples": len(batch)}, "first": batch[0]}),
 }

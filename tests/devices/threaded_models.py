@@ -15,6 +15,7 @@ import fjoin
 from fjoin import transforms as tx
 from fjoin.training._passes import GradOutput
 from fjoin.transforms.axes import _environment as _axis_env, _environment as _call_env
+from fjoin.transforms.sync import BatchNormState
 from tests.devices.engine_thread import in_engine_thread
 
 
@@ -39,7 +40,7 @@ def _summed(p: Any, x: Tensor) -> Tensor:
 
 
 def _normed(p: Any, x: Tensor) -> Tensor:
-    start = tx.BatchNormState(torch.zeros(4), torch.ones(4))
+    start = BatchNormState(torch.zeros(4), torch.ones(4))
     return torch.tanh(tx.sync_batch_norm(x @ p["a"], start, axis="data")[0])
 
 

@@ -39,30 +39,31 @@ POLICIES = Section(
     "`p` is `jax.checkpoint_policies`. Gradients of `jax.checkpoint(block, policy=...)` and `tx.remat(block, policy=...)`, and the sizes "
     "of what `print_saved_residuals` and `tx.saved_residuals` list beside the arguments. `block` names two values by `checkpoint_name`.",
     [
-        Row("p.nothing_saveable", "tx.nothing_saveable", SAME),
+        Row("p.nothing_saveable", "tx.checkpoint_policies.nothing_saveable", SAME),
         Row(
             "p.everything_saveable",
-            "tx.everything_saveable",
+            "tx.checkpoint_policies.everything_saveable",
             "gradients only: backward formulas of torch keep other values",
             residuals=False,
         ),
-        Row("p.dots_saveable", "tx.dots_saveable"),
-        Row("p.dots_with_no_batch_dims_saveable", "tx.dots_with_no_batch_dims_saveable"),
-        Row('p.save_only_these_names("h")', 'tx.save_only_these_names("h")'),
-        Row('p.save_any_names_but_these("s")', 'tx.save_any_names_but_these("s")'),
+        Row("p.dots_saveable", "tx.checkpoint_policies.dots_saveable"),
+        Row("p.dots_with_no_batch_dims_saveable", "tx.checkpoint_policies.dots_with_no_batch_dims_saveable"),
+        Row('p.save_only_these_names("h")', 'tx.checkpoint_policies.save_only_these_names("h")'),
+        Row('p.save_any_names_but_these("s")', 'tx.checkpoint_policies.save_any_names_but_these("s")'),
         Row(
             'p.save_from_both_policies(p.dots_saveable, p.save_only_these_names("h"))',
-            'tx.save_from_both_policies(tx.dots_saveable, tx.save_only_these_names("h"))',
+            "tx.checkpoint_policies.save_from_both_policies("
+            'tx.checkpoint_policies.dots_saveable, tx.checkpoint_policies.save_only_these_names("h"))',
         ),
         Row(
             'p.save_and_offload_only_these_names(names_which_can_be_saved=["s"], names_which_can_be_offloaded=["h"], '
             'offload_src="device", offload_dst="pinned_host")',
-            'tx.save_and_offload_only_these_names(names_which_can_be_saved=["s"], names_which_can_be_offloaded=["h"])',
+            'tx.checkpoint_policies.save_and_offload_only_these_names(names_which_can_be_saved=["s"], names_which_can_be_offloaded=["h"])',
             "from a GPU",
         ),
         Row(
             'p.offload_dot_with_no_batch_dims("device", "pinned_host")',
-            "tx.offload_dot_with_no_batch_dims()",
+            "tx.checkpoint_policies.offload_dot_with_no_batch_dims()",
             "as above",
         ),
     ],

@@ -21,6 +21,7 @@ from fjoin.agreement import DeviceReads
 from fjoin.testing._devices import NoWaiting
 from fjoin.transforms.axes._simulate import SimulatedAxis
 from fjoin.transforms.base import choose_state
+from fjoin.transforms.sync import BatchNormState
 from tests.helpers import same_bits
 from tests.pool import Pool
 from tests.ranks import Ranks
@@ -146,7 +147,7 @@ def test_helpers_outside_steps_do_not_wait_for_the_device(weight: Any, sent: lis
     def one_rank(last: bool) -> None:
         x, channels = torch.empty(4, 3, device="meta"), torch.empty(3, device="meta")
         with NoWaiting():
-            y, state = tx.sync_batch_norm(x, tx.BatchNormState(channels, channels), axis="data", weight=weight)
+            y, state = tx.sync_batch_norm(x, BatchNormState(channels, channels), axis="data", weight=weight)
             of_last = tx.broadcast_from_last("data").post({"x": x}, last)["x"]
         assert {y.device.type, state.mean.device.type, of_last.device.type} == {"meta"}
 

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fjoin
 from fjoin import transforms as tx
+from fjoin.transforms import checkpoint_policies as policies
 from tests.helpers import raises_text
 from tests.transforms.remat.exact import exact_host
 
@@ -47,8 +48,8 @@ def is_block(module: nn.Module) -> bool:
 WRAPS: dict[str, Any] = {
     "default": fjoin.checkpoint_wrapper,
     "reentrant": functools.partial(fjoin.checkpoint_wrapper, checkpoint_impl=fjoin.CheckpointImpl.REENTRANT),
-    "policy": functools.partial(fjoin.checkpoint_wrapper, policy=tx.dots_saveable, preserve_rng_state=True),
-    "without batches": functools.partial(fjoin.checkpoint_wrapper, policy=tx.dots_with_no_batch_dims_saveable),
+    "policy": functools.partial(fjoin.checkpoint_wrapper, policy=policies.dots_saveable, preserve_rng_state=True),
+    "without batches": functools.partial(fjoin.checkpoint_wrapper, policy=policies.dots_with_no_batch_dims_saveable),
     "host": fjoin.offload_wrapper,
     "twice": lambda module: fjoin.checkpoint_wrapper(fjoin.checkpoint_wrapper(module)),
     "checkpoint_fn": functools.partial(

@@ -81,7 +81,6 @@ X = torch.ones(2)
         (lambda: tx.simulate(lambda: None, {"data": 0}), ValueError, ["'data'", "at least 1"]),
         (lambda: tx.simulate(lambda x: x, {"data": 2}, [1]), ValueError, ["1 values for 2 ranks"]),
         (lambda: tx.psum(torch.ones(1), "rows"), tx.UnboundAxis, ["'rows'", "Bound here: []", "fjoin.bind", "simulate"]),
-        (lambda: tx.to_json(3), TypeError, ["3"]),
     ],
 )  # fmt: skip
 def test_raises_on_bad_arguments(make: Any, kind: Any, texts: list[str]) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import fjoin
 from fjoin import transforms as tx
+from fjoin.transforms.sync import BatchNormState
 from tests.helpers import max_diff, raises_text, same_bits
 from tests.training.small import product, step_of
 
@@ -26,7 +27,7 @@ def normalize(x: Tensor, weight: float | None = None) -> Any:
     """Output, new statistics, and the gradients of a loss of this rank's own."""
     f64 = torch.float64
     scale, bias = torch.linspace(1, 2, 4, dtype=f64), torch.linspace(-1, 1, 4, dtype=f64)
-    state = tx.BatchNormState(torch.zeros(4, dtype=f64), torch.ones(4, dtype=f64))
+    state = BatchNormState(torch.zeros(4, dtype=f64), torch.ones(4, dtype=f64))
 
     def loss(x: Tensor, scale: Tensor, bias: Tensor) -> Any:
         y, new = tx.sync_batch_norm(x, state, scale, bias, axis="data", weight=weight)
@@ -80,7 +81,7 @@ def test_a_rank_of_weight_zero_is_not_counted() -> None:
         assert new.mean.tolist() == [0.0] * 4 and new.var.tolist() == [1.0] * 4
     with fjoin.bind(fjoin.mesh({"data": -1})):
         raises_text(ValueError, lambda: normalize(torch.ones(3)), "(samples, channels, ...)", "(3,)")
-        state = tx.BatchNormState(torch.zeros(4), torch.ones(4))
+        state = BatchNormState(torch.zeros(4), torch.ones(4))
         whole = torch.ones(3, 4, dtype=torch.int64)
         raises_text(ValueError, lambda: tx.sync_batch_norm(whole, state, axis="data"), "floating-point", "int64")
 
@@ -89,7 +90,7 @@ def test_a_rank_of_weight_zero_is_not_counted() -> None:
 def test_batch_norm_of_16_bits_is_computed_in_32(dtype: torch.dtype) -> None:
     x = (torch.randn(64, 4, generator=torch.Generator().manual_seed(0)) + 100.2).to(dtype)
     want = nn.functional.batch_norm(x.double(), None, None, training=True)
-    state = tx.BatchNormState(torch.zeros(4), torch.ones(4))
+    state = BatchNormState(torch.zeros(4), torch.ones(4))
     with fjoin.bind(fjoin.mesh({"data": -1})):
         y, new = tx.sync_batch_norm(x, state, torch.ones(4), torch.zeros(4), axis="data")
     assert y.dtype == dtype and new.mean.dtype == torch.float32
@@ -101,7 +102,7 @@ def test_nan_loss_of_a_rank_without_weight_is_ignored() -> None:
 
     def loss(params: Any, batch: Any) -> Tensor:
         x, mask = batch
-        state = tx.BatchNormState(torch.zeros(1), torch.ones(1))
+        state = BatchNormState(torch.zeros(1), torch.ones(1))
         y, _ = tx.sync_batch_norm(x[:, None] * params["w"][0] + params["v"][0], state, axis="data")
         return ((y[:, 0] * mask).square() * x).sum() / mask.sum()
 
@@ -133,7 +134,7 @@ def make_buffers() -> dict[str, Tensor]:
 
 
 def loss_fn(params: Any, buffers: Any, batch: Tensor) -> Any:
-    state = tx.BatchNormState(buffers["mean"], buffers["var"])
+    state = BatchNormState(buffers["mean"], buffers["var"])
     y, new = tx.sync_batch_norm(batch @ params["w"], state, params["scale"], params["bias"], axis="data")
     return (torch.tanh(y) @ params["v"]).square().mean(), None, {"mean": new.mean, "var": new.var}
 

@@ -9,6 +9,7 @@ import torch
 
 import fjoin
 from fjoin import transforms as tx
+from fjoin.transforms.sync import BatchNormState
 from tests.helpers import raises_text
 
 KINDS: dict[str, Any] = {
@@ -23,7 +24,7 @@ KINDS: dict[str, Any] = {
     "all_to_all_single": lambda y: 1 + tx.all_to_all_single(y, "data").sum().square(),
     "encoded": lambda y: 1 + tx.quantized(tx.all_gather, tx.int8())(y.detach().sum(1), "data").sum().square(),
     "batch norm": lambda y: (
-        1 + tx.sync_batch_norm(y, tx.BatchNormState(torch.zeros(4), torch.ones(4)), axis="data")[0].square().mean()
+        1 + tx.sync_batch_norm(y, BatchNormState(torch.zeros(4), torch.ones(4)), axis="data")[0].square().mean()
     ),
 }
 

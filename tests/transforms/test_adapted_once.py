@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from fjoin import transforms as tx
+from fjoin.transforms.base import fingerprint
 
 
 def _plain(grads: Any, state: Any, params: Any = None, *, weight: Any = None) -> Any:
@@ -140,7 +141,7 @@ def test_pickled_transforms_are_adapted_as_before(times: int) -> None:
     part, g = scaled(2.0), torch.tensor(2.0)
     for _ in range(times):
         part = pickle.loads(pickle.dumps(part))
-    assert part == scaled(2.0) and tx.fingerprint(part) == tx.fingerprint(scaled(2.0))
+    assert part == scaled(2.0) and fingerprint(part) == fingerprint(scaled(2.0))
     assert part.update(g, (), g, weight=3.0, step=0)[0].item() == 12.0
     assert part.accepts("weight") and not part.accepts("step")
 
@@ -156,14 +157,14 @@ def _no_state(params: Any) -> Any:
 @pytest.mark.parametrize("fields", [{}, {"pauses": True}], ids=str)
 def test_a_transform_without_a_name_is_identified_by_its_function(fields: Any) -> None:
     assert _of(_plain, **fields) == _of(_plain, **fields) != _of(_named, **fields)
-    assert tx.fingerprint(_of(_plain, **fields)) == tx.fingerprint(_of(_plain, **fields))
+    assert fingerprint(_of(_plain, **fields)) == fingerprint(_of(_plain, **fields))
     other = dataclasses.replace(_of(_plain, **fields), update=_named)
     assert other.update(torch.tensor(1.0), (), weight=5.0)[0].item() == 5.0
 
 
 def test_a_replaced_transform_is_identified_by_its_function_too() -> None:
     assert dataclasses.replace(_of(_plain)) == _of(_plain)
-    assert tx.fingerprint(dataclasses.replace(_of(_plain))) == tx.fingerprint(_of(_plain))
+    assert fingerprint(dataclasses.replace(_of(_plain))) == fingerprint(_of(_plain))
 
 
 def test_copy_with_another_update_takes_its_keywords() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
+from fjoin.transforms.base import fingerprint
 from tests.helpers import raises_text, same_bits
 
 STAGES: dict[str, Any] = {
@@ -55,7 +56,7 @@ def test_a_stage_needs_no_keywords(name: str) -> None:
 
 def test_adapted_stages_are_told_apart() -> None:
     one, other = (tx.Transform(lambda p: (), f) for f in (lambda g, s: (g, s), lambda g, s: (2 * g, s)))
-    assert one != other and tx.fingerprint(one) != tx.fingerprint(other)
+    assert one != other and fingerprint(one) != fingerprint(other)
     raises_text(TypeError, lambda: tx.Transform(lambda p: (), lambda g: g), "update(grads, state", "takes 1")
 
 

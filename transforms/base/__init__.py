@@ -101,7 +101,6 @@ from ._spec import (
     fingerprint as fingerprint,
     spec_of as spec_of,
     spec_of_function as spec_of_function,
-    to_json as to_json,
 )
 from ._state_dict import (
     from_state_dict as from_state_dict,

@@ -36,8 +36,8 @@ class UnboundAxis(NameError):
     """A collective named an axis that is not bound."""
 
 
-class DonatedState(RuntimeError):
-    """A state was used again after a step had taken its memory."""
+class DonatedState(FjoinError):
+    """A state was used again after a step, or `with_hyperparameters`, had taken its memory."""
 
 
 # One axis, or several axes used as one.

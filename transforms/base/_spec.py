@@ -89,7 +89,7 @@ class Spec:
         return str(getattr(self.factory, "__module__", "")).startswith(f"{__package__.rpartition('.')[0]}.")
 
     def canonical(self) -> str:
-        return json.dumps(encode(self, functions=True), sort_keys=False)
+        return json.dumps(encode(self), sort_keys=False)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Spec) and self.canonical() == other.canonical()
@@ -192,53 +192,35 @@ def _number(value: Any) -> Any:
     return value.item() if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0 else value
 
 
-def encode(value: Any, functions: bool) -> Any:
-    """The JSON form.
-
-    Args:
-        functions: For comparisons: functions have a hash of their code, values of numpy, sets and ranges have a form too, and
-            objects of other kinds are told by their class. Otherwise these have none.
-    """
+def encode(value: Any) -> Any:
+    """The JSON form, for comparisons: functions have a hash of their code, and objects of other kinds are told by their class."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Spec):
-        if value.name == "custom" and not functions:
-            raise TypeError(
-                f"{value!r} is written by hand and has no JSON form; make it by a function that is a @factory"
-            )
-        return {"name": value.name, "args": {k: encode(v, functions) for k, v in value.args}}
+        return {"name": value.name, "args": {k: encode(v) for k, v in value.args}}
     spec = spec_of(value)
     if spec is not None:
-        return encode(spec, functions)
+        return encode(spec)
     if isinstance(value, torch.dtype):
         return {"dtype": str(value).removeprefix("torch.")}
     if isinstance(value, torch.Tensor):
         return {"tensor": value.detach().cpu().tolist(), "dtype": str(value.dtype).removeprefix("torch.")}
     if isinstance(value, (list, tuple)):
-        return [encode(v, functions) for v in value]
+        return [encode(v) for v in value]
     if isinstance(value, Mapping):
-        return {"dict": [[encode(k, functions), encode(v, functions)] for k, v in value.items()]}
-    if isinstance(value, functools.partial) and functions:
-        return {
-            "partial": [encode(v, True) for v in (value.func, *value.args, *value.keywords, *value.keywords.values())]
-        }
+        return {"dict": [[encode(k), encode(v)] for k, v in value.items()]}
+    if isinstance(value, functools.partial):
+        return {"partial": [encode(v) for v in (value.func, *value.args, *value.keywords, *value.keywords.values())]}
     if callable(value):
         named = value if hasattr(value, "__qualname__") else type(value)
-        label = f"{named.__module__}.{named.__qualname__}"
-        if functions:
-            return {"function": label, "code": _code_hash(value)}
-        return {"function": label}
-    if functions:
-        if isinstance(value, (np.ndarray, np.generic)):
-            return {"array": value.tolist(), "dtype": str(value.dtype)}
-        if isinstance(value, range):
-            return {"range": [value.start, value.stop, value.step]}
-        if isinstance(value, (set, frozenset)):  # whose order differs between processes
-            return {"set": sorted(json.dumps(encode(one, True)) for one in value)}
-        return {"a": type(value).__qualname__}
-    raise TypeError(
-        f"{value!r} (a {type(value).__name__}) has no JSON form; pass numbers, strings, dtypes or transforms"
-    )
+        return {"function": f"{named.__module__}.{named.__qualname__}", "code": _code_hash(value)}
+    if isinstance(value, (np.ndarray, np.generic)):
+        return {"array": value.tolist(), "dtype": str(value.dtype)}
+    if isinstance(value, range):
+        return {"range": [value.start, value.stop, value.step]}
+    if isinstance(value, (set, frozenset)):  # whose order differs between processes
+        return {"set": sorted(json.dumps(encode(one)) for one in value)}
+    return {"a": type(value).__qualname__}
 
 
 def _code_hash(function: Any) -> str:
@@ -251,7 +233,7 @@ def _code_hash(function: Any) -> str:
     if code is None:
         return ""
     defaults = [*(function.__defaults__ or ()), *sorted((function.__kwdefaults__ or {}).items())]
-    text = json.dumps([encode(default, True) for default in defaults]) + code_text(code)
+    text = json.dumps([encode(default) for default in defaults]) + code_text(code)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -268,31 +250,12 @@ def fingerprint(*parts: Any) -> str:
         32 hexadecimal digits.
 
     >>> from fjoin import transforms as tx
-    >>> tx.fingerprint(tx.identity()) == tx.fingerprint(tx.clip_by_value(1.0))
+    >>> from fjoin.transforms.base import fingerprint
+    >>> fingerprint(tx.identity()) == fingerprint(tx.clip_by_value(1.0))
     False
     """
-    text = json.dumps([encode(part, functions=True) for part in parts])
+    text = json.dumps([encode(part) for part in parts])
     return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-def to_json(transform: Any) -> str:
-    """A transform, optimizer, schedule or pipeline as JSON text. A function among the arguments is written by its qualified name.
-
-    Raises:
-        TypeError: `transform` carries no spec, or an argument has no JSON form.
-
-    >>> from fjoin import transforms as tx
-    >>> print(tx.to_json(tx.clip_by_value(0.5)))
-    {
-     "name": "clip_by_value",
-     "args": {
-      "max_value": 0.5
-     }
-    }
-    """
-    if not isinstance(getattr(transform, "spec", None), Spec):
-        raise TypeError(f"expected a transform, optimizer, schedule or pipeline, got {transform!r}")
-    return json.dumps(encode(transform, functions=False), indent=1)
 
 
 def call_factory(make: Callable[..., Any], args: Iterable[tuple[str, Any]]) -> Any:

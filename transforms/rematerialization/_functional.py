@@ -18,9 +18,9 @@ from ._keeper import Keeper, memory_of
 from ._modes import function_modes
 from ._offload import HOST, Store
 from ._plain import HooksRefused, PlainRegion, path_words, refuse_iterators, version_of, written_into
-from ._policies import Keep, Policy, everything_saveable, nothing_saveable
 from ._reach import Found, Place, captured, form_of, rebuilt
 from ._rerun import Record
+from .checkpoint_policies import Keep, Policy, everything_saveable, nothing_saveable
 
 
 def is_differentiable(x: Tensor) -> bool:
@@ -321,13 +321,13 @@ class How(NamedTuple):
 
     policy: Which results to keep.
     store: Where they wait, and the arguments with them; None for the device.
-    preserve_rng: Whether a later run has the random numbers of the first.
+    preserve_rng_state: Whether a later run has the random numbers of the first.
     early_stop: Whether a later run in plain autograd ends once it has what gradients use.
     """
 
     policy: Policy
     store: Store | None
-    preserve_rng: bool
+    preserve_rng_state: bool
     early_stop: bool = True
 
     def keeper(self) -> Keeper | None:
@@ -349,7 +349,7 @@ def call(fn: Callable[..., Any], how: How, args: Any, kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return fn(*args, **kwargs)
     found = captured(fn, args, kwargs)
-    record = Record(how.preserve_rng, found.places, how.keeper())
+    record = Record(how.preserve_rng_state, found.places, how.keeper())
     try:
         return PlainRegion(fn, args, kwargs, found, record, how.store, how.early_stop).first(args, kwargs)
     except HooksRefused:
@@ -359,7 +359,7 @@ def call(fn: Callable[..., Any], how: How, args: Any, kwargs: Any) -> Any:
 def _call_transformed(fn: Callable[..., Any], how: How, args: Any, kwargs: Any) -> Any:
     found = captured(fn, args, kwargs)
     for _ in range(_MOST):
-        record = Record(how.preserve_rng, found.places, how.keeper(), uncached=True)
+        record = Record(how.preserve_rng_state, found.places, how.keeper(), uncached=True)
         region = Region(fn, args, kwargs, found, record)
         try:
             with within(region.tensors) as tensors, function_modes(()):

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten
 
 from ..base import text
 from ._offload import Handle, Store
-from ._policies import Keep, Policy, keep_of, keep_of_name
+from .checkpoint_policies import Keep, Policy, keep_of, keep_of_name
 
 
 def tensors_in(args: Any, kwargs: Any) -> Iterator[Tensor]:
@@ -313,7 +313,7 @@ def checkpoint_name(x: Tensor, name: str) -> Tensor:
     >>> from fjoin import transforms as tx
     >>> def f(x):
     ...     return torch.sin(tx.checkpoint_name(x * 2, "h"))
-    >>> torch.func.grad(tx.remat(f, tx.save_only_these_names("h")))(torch.tensor(0.0))
+    >>> torch.func.grad(tx.remat(f, tx.checkpoint_policies.save_only_these_names("h")))(torch.tensor(0.0))
     tensor(2.)
     """
     if torch.compiler.is_compiling():

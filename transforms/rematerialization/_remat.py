@@ -14,16 +14,16 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from ..base import flag, uncompiled
 from ._functional import How, call
 from ._offload import Offload, store_for
-from ._policies import Keep, Named, Policy, everything_saveable, keep_of, nothing_saveable
 from ._reach import captured
+from .checkpoint_policies import Keep, Named, Policy, everything_saveable, keep_of, nothing_saveable
 
 
-def compiled(fn: Callable[..., Any], policy: Policy, preserve_rng: bool, args: Any, kwargs: Any) -> Any:
+def compiled(fn: Callable[..., Any], policy: Policy, preserve_rng_state: bool, args: Any, kwargs: Any) -> Any:
     """Call a function in code that is being compiled."""
     if policy is everything_saveable:
         return fn(*args, **kwargs)
     if policy is nothing_saveable:
-        return checkpoint(fn, *args, use_reentrant=False, preserve_rng_state=preserve_rng, **kwargs)
+        return checkpoint(fn, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs)
 
     def of_op(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         keep = keep_of(policy, Keep.SAVE, op, *args, **kwargs)
@@ -35,7 +35,9 @@ def compiled(fn: Callable[..., Any], policy: Policy, preserve_rng: bool, args: A
         return CheckpointPolicy.MUST_SAVE if keep is Keep.SAVE else CheckpointPolicy.PREFER_RECOMPUTE
 
     contexts = functools.partial(create_selective_checkpoint_contexts, of_op)
-    return checkpoint(fn, *args, use_reentrant=False, preserve_rng_state=preserve_rng, context_fn=contexts, **kwargs)
+    return checkpoint(
+        fn, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, context_fn=contexts, **kwargs
+    )
 
 
 _captured = uncompiled(captured)
@@ -65,7 +67,7 @@ def remat(
     fn: F,
     policy: Policy | None = None,
     offload: Offload | None = None,
-    preserve_rng: bool = True,
+    preserve_rng_state: bool = True,
 ) -> F:
     """A function whose intermediate values are computed again in the backward pass instead of kept.
 
@@ -90,7 +92,7 @@ def remat(
             "cpu" for pinned memory of the host, with copies on a stream of their own; a codec that rounds to the
             nearest, such as `int8()`, for fewer bytes in place. By default on their device; what a policy offloads by
             itself then waits in pinned memory.
-        preserve_rng: Whether to keep the state of torch's random number generators for the second run.
+        preserve_rng_state: Whether to keep the state of torch's random number generators for the second run.
 
     Returns:
         A function with the arguments and results of `fn`.
@@ -109,13 +111,13 @@ def remat(
     >>> def loss(w, x):
     ...     return torch.tanh(x @ w).sum()
     >>> w, x = torch.ones(2, 2), torch.tensor([[0.5, -0.5]])
-    >>> torch.func.grad(tx.remat(loss, tx.dots_saveable))(w, x)
+    >>> torch.func.grad(tx.remat(loss, tx.checkpoint_policies.dots_saveable))(w, x)
     tensor([[ 0.5000,  0.5000],
             [-0.5000, -0.5000]])
     """
     if not callable(fn):
         raise TypeError(f"remat: fn must be a function, got {fn!r}")
-    run = runner_of(policy, offload, preserve_rng)
+    run = runner_of(policy, offload, preserve_rng_state)
 
     def again(*args: Any, **kwargs: Any) -> Any:
         return run(fn, args, kwargs)
@@ -127,29 +129,29 @@ def remat(
 def runner_of(
     policy: Policy | None = None,
     offload: Offload | None = None,
-    preserve_rng: bool = True,
+    preserve_rng_state: bool = True,
     early_stop: bool = True,
 ) -> Runner:
     """What calls a function as `remat` with these arguments says.
 
     Args:
-        policy, offload, preserve_rng: See `remat`.
+        policy, offload, preserve_rng_state: See `remat`.
         early_stop: Whether a second run in plain autograd ends once it has what gradients use.
     """
     if policy is not None and not callable(policy):
         raise TypeError(f"remat: policy must be a function, got {policy!r}")
-    flag("preserve_rng", preserve_rng)
+    flag("preserve_rng_state", preserve_rng_state)
     flag("early_stop", early_stop)
     chosen: Policy = nothing_saveable if policy is None else policy
     store = None if offload is None else store_for(offload)
-    how = How(chosen, store, preserve_rng, early_stop)
+    how = How(chosen, store, preserve_rng_state, early_stop)
     moves = offload is not None or isinstance(policy, Named) and policy.offloads
     eager = uncompiled(call)
 
     def run(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             if not moves and not reaches_state(fn, args, kwargs):
-                return compiled(fn, chosen, preserve_rng, args, kwargs)
+                return compiled(fn, chosen, preserve_rng_state, args, kwargs)
             return eager(fn, how, args, kwargs)
         return call(fn, how, args, kwargs)
 

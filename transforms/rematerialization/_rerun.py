@@ -27,14 +27,14 @@ class Record:
     """
 
     def __init__(
-        self, preserve_rng: bool, places: Places, keeper: Keeper | None = None, uncached: bool = False
+        self, preserve_rng_state: bool, places: Places, keeper: Keeper | None = None, uncached: bool = False
     ) -> None:
         self.keeper = keeper
         self.values: list[Any] | None = None  # what the keeper has kept, where the graph holds it
         self.result: Any = None
         self.stand_ins: dict[int, Tensor] = {}  # in a later run: id of a buffer -> what the function gets instead
         self.surroundings = Surroundings()
-        self._preserve_rng, self._uncached = preserve_rng, uncached
+        self._preserve_rng, self._uncached = preserve_rng_state, uncached
         self._written: dict[int, tuple[Tensor, Tensor]] = {}  # by id: a buffer, and its values before the first run
         self._places = places
         self._before: list[Any] = []  # of the places, while the function runs for the first time

@@ -265,7 +265,7 @@ def saved_residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Residu
     >>> def block(w, x):
     ...     return torch.tanh(tx.checkpoint_name(torch.tanh(x @ w), "h")).sum()
     >>> w, x = torch.ones(4, 4), torch.ones(8, 4, device="meta")
-    >>> for one in tx.saved_residuals(tx.remat(block, tx.save_only_these_names("h")), w.to("meta"), x):
+    >>> for one in tx.saved_residuals(tx.remat(block, tx.checkpoint_policies.save_only_these_names("h")), w.to("meta"), x):
     ...     print(one.name, one.bytes)
     argument 0 64
     argument 1 128

@@ -21,7 +21,7 @@ class BatchNormState(NamedTuple):
 
 def sync_batch_norm(
     x: Tensor,
-    state: BatchNormState,
+    state: tuple[Tensor, Tensor],
     scale: Tensor | None = None,
     bias: Tensor | None = None,
     *,
@@ -40,7 +40,7 @@ def sync_batch_norm(
 
     Args:
         x: (samples, channels, ...), samples and positions may differ between ranks.
-        state: The running statistics.
+        state: The running mean and variance, each (channels,).
         scale, bias: (channels,), or None.
         axis: The axis, or a tuple of axes, to normalize over.
         training: Use and update batch statistics; if False, use the running statistics and send nothing.
@@ -49,7 +49,7 @@ def sync_batch_norm(
         weight: This rank counts if its weight is not 0; by default its weight in the current step.
 
     Returns:
-        y, like x, and the new state. One message forward and one backward.
+        y, like x, and the new state, with the fields `mean` and `var`. One message forward and one backward.
 
     Raises:
         ValueError: x has fewer than two dimensions, or is not floating-point.
@@ -59,7 +59,7 @@ def sync_batch_norm(
 
     >>> from fjoin import transforms as tx
     >>> def one_rank(x):
-    ...     state = tx.BatchNormState(torch.zeros(1), torch.ones(1))
+    ...     state = torch.zeros(1), torch.ones(1)
     ...     return tx.sync_batch_norm(x, state, axis="data")[1].mean
     >>> tx.simulate(one_rank, {"data": 2}, [torch.tensor([[1.0]]), torch.tensor([[2.0], [6.0]])])
     [tensor([0.3000]), tensor([0.3000])]
@@ -68,6 +68,7 @@ def sync_batch_norm(
         raise ValueError(f"x must be floating-point (samples, channels, ...), got {x.dtype} of shape {tuple(x.shape)}")
     over = [d for d in range(x.dim()) if d != 1]
     form = [1, -1] + [1] * (x.dim() - 2)
+    running_mean, running_var = state
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     if training:
         counts = to_device(wide.device, check_weight(current_weight() if weight is None else weight) != 0)
@@ -85,19 +86,17 @@ def sync_batch_norm(
         unbiased = (square / torch.where(total > 1, total - 1, torch.ones_like(total))).detach()
         # The results of a rank of weight 0 do not affect the others' gradients, even if they are NaN.
         mean, var = torch.where(counts, mean, mean.detach()), torch.where(counts, var, var.detach())
-        share = (total > 0).to(state.mean) * momentum
-        state = BatchNormState(
-            torch.lerp(state.mean, mean.detach().to(state.mean), share),
-            torch.lerp(state.var, unbiased.to(state.var), share),
-        )
+        share = (total > 0).to(running_mean) * momentum
+        running_mean = torch.lerp(running_mean, mean.detach().to(running_mean), share)
+        running_var = torch.lerp(running_var, unbiased.to(running_var), share)
     else:
-        mean, var = state.mean, state.var
+        mean, var = running_mean, running_var
     y = (wide - mean.view(form)) * torch.rsqrt(var + eps).view(form)
     if scale is not None:
         y = y * scale.view(form)
     if bias is not None:
         y = y + bias.view(form)
-    return y.to(x.dtype), state
+    return y.to(x.dtype), BatchNormState(running_mean, running_var)
 
 
 M = TypeVar("M", bound=nn.Module)
@@ -137,7 +136,7 @@ class SyncBatchNorm(_BatchNorm):
                 momentum = 1.0 / float(self.num_batches_tracked)
         y, new = sync_batch_norm(
             x,
-            BatchNormState(mean, var),
+            (mean, var),
             self.weight,
             self.bias,
             axis=self.axis,

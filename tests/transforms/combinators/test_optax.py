@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fjoin import transforms as tx
-from fjoin.transforms.combinators import _optax as _jax_arrays
+from fjoin.transforms.combinators import OptaxState, _optax as _jax_arrays
 from tests.helpers import max_diff, params_like, raises_text, same_bits
 from tests.oracle import optax_run
 from tests.oracle.whole_batch import make_batches
@@ -76,7 +76,7 @@ def test_several_dtypes_and_empty_trees() -> None:
     out, _ = clip.update(grads, clip.init(grads))
     assert out["a"].tolist() == [1.0, -0.5] and out["b"][0].dtype is torch.bfloat16 and out["b"][0] == 1
     assert out["b"][1].shape == (0, 2) and out["c"].dtype is torch.float64
-    assert clip.update({}, clip.init({})) == ({}, tx.OptaxState(()))
+    assert clip.update({}, clip.init({})) == ({}, OptaxState(()))
     adam = tx.from_optax(optax.scale_by_adam())
     state = adam.init({"w": torch.ones(3)})
     _, state = adam.update({"w": torch.ones(3)}, state)
@@ -118,7 +118,7 @@ def test_states_survive_a_file(tmp_path: Any) -> None:
     state = stage.init(start)
     _, state = stage.update(grads[0], state, start)
     torch.save(tuple(state), tmp_path / "state")
-    loaded = tx.OptaxState(torch.load(tmp_path / "state", weights_only=True)[0])
+    loaded = OptaxState(torch.load(tmp_path / "state", weights_only=True)[0])
     assert same_bits(stage.update(grads[1], state, start), stage.update(grads[1], loaded, start))
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
+from fjoin.transforms.reductions import ErrorState
 from tests.helpers import max_diff, raises_text, same_bits
 
 CODECS: dict[str, Any] = {
@@ -88,7 +89,7 @@ def test_sent_and_residual_add_up_to_the_input(codec: str, over: str, without_in
 
 def _sums(hook: tx.Transform, idle: bool) -> Any:
     wrapped = tx.Transform(
-        lambda p: tx.ErrorState(hook.init(p), {}, {}), lambda g, s, p=None, **e: _around(hook, g, s, **e)
+        lambda p: ErrorState(hook.init(p), {}, {}), lambda g, s, p=None, **e: _around(hook, g, s, **e)
     )
 
     def around() -> Any:
@@ -109,7 +110,7 @@ class _Named:
 
 def _around(hook: tx.Transform, grads: Any, state: Any, **extra: Any) -> Any:
     out, inner = hook.update(grads, state.inner, **extra)
-    return out, tx.ErrorState(inner, {}, {})
+    return out, ErrorState(inner, {}, {})
 
 
 def test_a_rank_without_input_keeps_its_error_or_sends_it() -> None:

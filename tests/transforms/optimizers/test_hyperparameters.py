@@ -11,6 +11,7 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
+from fjoin.transforms.optimizers import FrozenState
 from tests.helpers import max_diff, params_like, raises_text, same_bits
 from tests.parity_table import KINDS
 
@@ -229,7 +230,7 @@ def test_custom_parts_are_stepped_separately() -> None:
 
     def by_hand(rate: float) -> tx.Optimizer:
         def step_param(param: Tensor, grad: Tensor, state: Any) -> Any:
-            return param - rate * grad, tx.FrozenState(state.step + 1)
+            return param - rate * grad, FrozenState(state.step + 1)
 
         def step_param_(param: Tensor, grad: Tensor, state: Any, **guards: Any) -> None:
             param.sub_(rate * grad)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fjoin import transforms as tx
+from fjoin.transforms.optimizers import FrozenState, MuonState
 from tests.helpers import max_diff, raises_text, same_bits
 from tests.optimizer_table import OPTIMIZERS
 
@@ -165,10 +166,10 @@ def test_a_handwritten_optimizer_is_checked_too() -> None:
     seen: list[torch.Size] = []
 
     def init_param(param: Tensor) -> Any:
-        return tx.MuonState(torch.zeros((), device=param.device), torch.zeros_like(param))
+        return MuonState(torch.zeros((), device=param.device), torch.zeros_like(param))
 
     def step_param(param: Tensor, grad: Tensor, state: Any) -> tuple[Tensor, Any]:
-        return param - grad - state.momentum, tx.MuonState(state.step + 1, grad)
+        return param - grad - state.momentum, MuonState(state.step + 1, grad)
 
     def step_param_(param: Tensor, grad: Tensor, state: Any, **guards: Any) -> None:
         seen.append(state.momentum.shape)
@@ -180,7 +181,7 @@ def test_a_handwritten_optimizer_is_checked_too() -> None:
     for wrong in (
         init_param(torch.ones(1)),
         init_param(torch.ones(3).double()),
-        tx.FrozenState(torch.zeros(())),
+        FrozenState(torch.zeros(())),
         None,
         p,
     ):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fjoin import transforms as tx
+from fjoin.transforms.base import fingerprint
 from tests.collective_table import OPS, SIZES, inputs
 from tests.helpers import assert_untouched, raises_text, same_bits, snapshot
 from tests.quantized_calls import AXES, BOTH, CALLS, CODECS, SERVED, on_ranks
@@ -164,7 +165,7 @@ def test_signature_matches_the_collective() -> None:
         assert inspect.signature(f) == inspect.signature(getattr(tx, name)) and f.__name__ == name
     raises_text(TypeError, lambda: tx.quantized(tx.psum, tx.int8())(1.0, "data", dims=2), "dims")  # type: ignore[call-arg]
     one, other = (tx.stateless(tx.quantized(tx.psum, tx.int8(b))) for b in (8, 16))
-    assert tx.fingerprint(one) != tx.fingerprint(other) and one == tx.stateless(tx.quantized(tx.psum, tx.int8(8)))
+    assert fingerprint(one) != fingerprint(other) and one == tx.stateless(tx.quantized(tx.psum, tx.int8(8)))
 
 
 def test_random_bits_need_a_key() -> None:

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 import fjoin
 from fjoin import transforms as tx
+from fjoin.transforms import checkpoint_policies as policies
 
 TOTAL = torch.zeros(4)
 CALLS = 0
@@ -270,10 +271,10 @@ OPS: dict[str, Callable[[World, Tensor], Tensor]] = {
 
 POLICIES: dict[str, dict[str, Any]] = {
     "nothing": {},
-    "dots": {"policy": tx.dots_saveable},
-    "no batch": {"policy": tx.dots_with_no_batch_dims_saveable},
-    "names": {"policy": tx.save_only_these_names("h")},
-    "host": {"policy": tx.everything_saveable, "offload": "cpu"},
+    "dots": {"policy": policies.dots_saveable},
+    "no batch": {"policy": policies.dots_with_no_batch_dims_saveable},
+    "names": {"policy": policies.save_only_these_names("h")},
+    "host": {"policy": policies.everything_saveable, "offload": "cpu"},
     "zeros": {"policy": lambda op, *args, **kwargs: op is torch.ops.aten.zeros.default},
     "own": {"policy": lambda op, *args, **kwargs: any(word in str(op) for word in ("sin", "mul", "clone", "zeros"))},
 }

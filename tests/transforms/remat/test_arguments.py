@@ -11,10 +11,15 @@ from torch import Tensor, nn
 
 import fjoin
 from fjoin import transforms as tx
+from fjoin.transforms import checkpoint_policies as policies
 from tests.helpers import raises_text
 
 pytestmark = pytest.mark.usefixtures("host")
-POLICIES = [tx.nothing_saveable, tx.dots_saveable, tx.everything_saveable]
+POLICIES = [
+    policies.nothing_saveable,
+    policies.dots_saveable,
+    policies.everything_saveable,
+]
 
 
 def gradient(fn: Callable[[Tensor], Tensor]) -> Tensor:

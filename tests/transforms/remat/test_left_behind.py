@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fjoin import transforms as tx
+from fjoin.transforms import checkpoint_policies as policies
 from tests.helpers import raises_text
 
 from .fuzz import AROUND, OPS, POLICIES, RESULTS, Case
@@ -184,7 +185,7 @@ def test_side_effects_in_every_place_match_the_plain_function(kind: str, how: st
         if wrap and how == "saved_residuals":
             tx.saved_residuals(f, x)
         elif wrap:
-            run = tx.remat(f, tx.dots_saveable if how == "dots" else None)
+            run = tx.remat(f, policies.dots_saveable if how == "dots" else None)
         if how == "grad":
             grad = torch.func.grad(lambda x, run=run: run(x).sum())(x.detach())
         else:
@@ -236,7 +237,7 @@ WRITES: dict[str, Callable[[State], Any]] = {
 PLANS: dict[str, Callable[[Any, Tensor], Any]] = {
     "saved_residuals": lambda f, x: tx.saved_residuals(f, x),
     "saved_residuals of a remat": lambda f, x: tx.saved_residuals(tx.remat(f), x),
-    "of a policy": lambda f, x: tx.saved_residuals(tx.remat(f, tx.dots_saveable), x),
+    "of a policy": lambda f, x: tx.saved_residuals(tx.remat(f, policies.dots_saveable), x),
 }  # fmt: skip
 
 

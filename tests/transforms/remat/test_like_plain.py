@@ -17,12 +17,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from fjoin import transforms as tx
+from fjoin.transforms import checkpoint_policies as policies
 
 pytestmark = pytest.mark.usefixtures("host")
 POLICIES: dict[str, Any] = {
     "nothing": {},
-    "dots": {"policy": tx.dots_saveable},
-    "all to the host": {"policy": tx.everything_saveable, "offload": "cpu"},
+    "dots": {"policy": policies.dots_saveable},
+    "all to the host": {"policy": policies.everything_saveable, "offload": "cpu"},
     "own": {"policy": lambda op, *args, **kwargs: "sin" in str(op)},
 }
 HELD: dict[str, Any] = {}
@@ -333,7 +334,7 @@ def test_backward_pass_frees_the_arguments() -> None:
 def test_arguments_that_wait_elsewhere_leave_memory() -> None:
     h = torch.randn(8, 8, requires_grad=True) * 2
     kept = StorageWeakRef(h.untyped_storage())
-    loss = tx.remat(lambda x: x.sin().tanh().sum(), tx.everything_saveable, "cpu")(h)
+    loss = tx.remat(lambda x: x.sin().tanh().sum(), policies.everything_saveable, "cpu")(h)
     del h
     assert kept.expired()
     loss.backward()

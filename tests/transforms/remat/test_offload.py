@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fjoin import transforms as tx
+from fjoin.transforms import checkpoint_policies as policies
 from fjoin.transforms.rematerialization._offload import Coded, Handle, Host
 from tests.helpers import raises_text
 
@@ -36,7 +37,7 @@ def test_nothing_is_left_after_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     def block(x: Tensor, w: Tensor) -> Tensor:
         return torch.tanh(torch.tanh(x @ w) @ w)
 
-    again = tx.remat(block, tx.everything_saveable, tx.int8())
+    again = tx.remat(block, policies.everything_saveable, tx.int8())
     x, w = torch.randn(64, 64), torch.randn(64, 64, requires_grad=True)
     for _ in range(2):
         out = again(again(x, w), w)
@@ -48,7 +49,7 @@ def test_nothing_is_left_after_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("host")
 def test_twice_through_a_graph_that_is_kept() -> None:
     x = torch.randn(3, requires_grad=True)
-    out = tx.remat(torch.tanh, tx.everything_saveable, "cpu")(x * 2).sum()
+    out = tx.remat(torch.tanh, policies.everything_saveable, "cpu")(x * 2).sum()
     first = torch.autograd.grad(out, x, retain_graph=True)
     torch.testing.assert_close(torch.autograd.grad(out, x), first, rtol=0, atol=0)
     with pytest.raises(RuntimeError, match="second time"):
@@ -95,7 +96,7 @@ BIAS = {"int8": 0.004, "fp8": 0.015}
 def test_the_gradients_bias(name: str) -> None:
     codec = {"int8": tx.int8(), "fp8": tx.fp8()}[name]
     out, want = grads(lambda block: block)
-    coded = [grads(lambda block: tx.remat(block, tx.everything_saveable, codec)) for _ in range(2)]
+    coded = [grads(lambda block: tx.remat(block, policies.everything_saveable, codec)) for _ in range(2)]
     assert torch.equal(coded[0][1], coded[1][1])
     assert all(torch.equal(one[0], out) for one in coded)  # the forward pass is exact
     assert 0 < (coded[0][1] - want).norm() / want.norm() < BIAS[name]
@@ -108,7 +109,7 @@ def test_codes_take_the_predicted_bytes() -> None:
     assert isinstance(whole, Tensor) and not isinstance(codes, Tensor)
     assert codes.held == codec.width(x.numel()) and codes.where == "int8"
     model, tokens_ = Transformer(2), tokens()
-    wrap = lambda block: tx.remat(block, tx.everything_saveable, tx.int8())  # noqa: E731
+    wrap = lambda block: tx.remat(block, policies.everything_saveable, tx.int8())  # noqa: E731
     plain, predicted = (tx.saved_residuals(model, tokens_, w).activation_bytes for w in (lambda block: block, wrap))
     counted = Counted([*model.parameters(), tokens_])
     with counted.context():
@@ -122,11 +123,15 @@ def test_codes_take_the_predicted_bytes() -> None:
 
 def test_raises_on_offload_of_cpu_values_to_the_cpu() -> None:
     x = torch.ones(3, requires_grad=True)
-    for policy in (tx.everything_saveable, tx.offload_dot_with_no_batch_dims(), tx.dots_saveable):
+    for policy in (
+        policies.everything_saveable,
+        policies.offload_dot_with_no_batch_dims(),
+        policies.dots_saveable,
+    ):
         f = tx.remat(lambda x: torch.tanh(x.view(1, 3) @ x.view(3, 1)), policy, "cpu")
         raises_text(ValueError, lambda: f(x * 2), "on the CPU already")  # noqa: B023
     raises_text(ValueError, lambda: tx.remat(torch.exp, offload="cpu")(x * 2), "on the CPU already")
-    named = tx.save_and_offload_only_these_names(names_which_can_be_saved=[], names_which_can_be_offloaded=["h"])
+    named = policies.save_and_offload_only_these_names(names_which_can_be_saved=[], names_which_can_be_offloaded=["h"])
     f = tx.remat(lambda x: torch.tanh(tx.checkpoint_name(x * 2, "h")), named)
     raises_text(ValueError, lambda: f(x), "on the CPU already")
     (meta,) = Host().put([torch.ones(3, device="meta")])
@@ -165,11 +170,11 @@ def test_bad_input() -> None:
         raises_text(TypeError, made, "offload must be 'cpu' or a codec", str(wrong))
     for codec in (tx.qsgd(), tx.int8(stochastic=True)):
         raises_text(ValueError, lambda: tx.remat(torch.exp, offload=codec), "rounds to the nearest", repr(codec))  # noqa: B023
-    names = tx.save_and_offload_only_these_names
+    names = policies.save_and_offload_only_these_names
     both = {"names_which_can_be_saved": ["a", "b"], "names_which_can_be_offloaded": ["b"]}
     raises_text(ValueError, lambda: names(**both), "b cannot be both")  # type: ignore[arg-type]
     raises_text(TypeError, lambda: names(**{**both, "names_which_can_be_saved": [3]}), "3")  # type: ignore[arg-type, list-item]
-    raises_text(ValueError, lambda: tx.offload_dot_with_no_batch_dims("device", "disk"), "'disk'")
+    raises_text(ValueError, lambda: policies.offload_dot_with_no_batch_dims("device", "disk"), "'disk'")
 
 
 # -- on a GPU -----------------------------------------------------------------------------------------------------------
@@ -192,7 +197,12 @@ def test_pinned_memory_on_a_gpu() -> None:
         return [p.grad.clone() for p in model.parameters() if p.grad is not None], kept
 
     want, plain = step(lambda block: block)
-    for policy in (None, tx.everything_saveable, tx.dots_saveable, tx.offload_dot_with_no_batch_dims()):
+    for policy in (
+        None,
+        policies.everything_saveable,
+        policies.dots_saveable,
+        policies.offload_dot_with_no_batch_dims(),
+    ):
         for _ in range(3):
             got, kept = step(lambda block: tx.remat(block, policy, "cpu"))  # noqa: B023
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
@@ -204,7 +214,7 @@ def test_pinned_memory_on_a_gpu() -> None:
 def test_copies_run_beside_the_computation() -> None:
     model, x = Transformer(6, width=256).cuda(), tokens(16, 256).cuda()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        model(x, lambda block: tx.remat(block, tx.everything_saveable, "cpu")).backward()
+        model(x, lambda block: tx.remat(block, policies.everything_saveable, "cpu")).backward()
         torch.cuda.synchronize()
     events = [event for event in profile.events() if event.device_type is torch.autograd.DeviceType.CUDA]
     copies = {
@@ -221,7 +231,7 @@ def test_copies_run_beside_the_computation() -> None:
 def test_a_caller_on_a_gpu_may_write_at_once() -> None:
     x = torch.randn(1 << 24, device="cuda", requires_grad=True)
     h = x * 2
-    out = tx.remat(torch.tanh, tx.everything_saveable, "cpu")(h)
+    out = tx.remat(torch.tanh, policies.everything_saveable, "cpu")(h)
     want = 2 * (1 - torch.tanh(2 * x.detach()) ** 2)
     h.data.zero_()
     out.data.zero_()

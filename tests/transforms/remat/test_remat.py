@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from fjoin import transforms as tx
+from fjoin.transforms import checkpoint_policies as policies
 from tests.helpers import raises_text
 
 from .transformer import Count
@@ -77,21 +78,21 @@ TRANSFORMS: dict[str, Callable[[Any], Any]] = {
 }
 POLICIES: dict[str, Any] = {
     "default": None,
-    "everything_saveable": tx.everything_saveable,
-    "nothing_saveable": tx.nothing_saveable,
-    "dots_saveable": tx.dots_saveable,
-    "dots_with_no_batch_dims_saveable": tx.dots_with_no_batch_dims_saveable,
-    "save_only_these_names": tx.save_only_these_names("h", "out"),
-    "save_any_names_but_these": tx.save_any_names_but_these("h"),
-    "both": tx.save_from_both_policies(tx.dots_saveable, tx.save_only_these_names("h")),
+    "everything_saveable": policies.everything_saveable,
+    "nothing_saveable": policies.nothing_saveable,
+    "dots_saveable": policies.dots_saveable,
+    "dots_with_no_batch_dims_saveable": policies.dots_with_no_batch_dims_saveable,
+    "save_only_these_names": policies.save_only_these_names("h", "out"),
+    "save_any_names_but_these": policies.save_any_names_but_these("h"),
+    "both": policies.save_from_both_policies(policies.dots_saveable, policies.save_only_these_names("h")),
     "of one's own": lambda op, *args, **kwargs: "tanh" in str(op),
-    "offload_dot_with_no_batch_dims": tx.offload_dot_with_no_batch_dims(),
-    "save_and_offload_only_these_names": tx.save_and_offload_only_these_names(
+    "offload_dot_with_no_batch_dims": policies.offload_dot_with_no_batch_dims(),
+    "save_and_offload_only_these_names": policies.save_and_offload_only_these_names(
         names_which_can_be_saved=["h"], names_which_can_be_offloaded=["out"]
     ),
-    "nothing, offloaded": tx.nothing_saveable,
-    "dots, offloaded": tx.dots_saveable,
-    "everything, offloaded": tx.everything_saveable,
+    "nothing, offloaded": policies.nothing_saveable,
+    "dots, offloaded": policies.dots_saveable,
+    "everything, offloaded": policies.everything_saveable,
 }
 
 
@@ -119,12 +120,15 @@ def test_every_transform_with_every_policy(transform: str, policy: str) -> None:
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_nested(transform: str) -> None:
     def outer(x: Tensor, w: Tensor) -> Tensor:
-        return tx.remat(block, tx.dots_saveable)(tx.remat(block)(x, w), w)
+        return tx.remat(block, policies.dots_saveable)(tx.remat(block)(x, w), w)
 
     def both(x: Tensor, w: Tensor) -> Tensor:
         return block(block(x, w), w)
 
-    want, got = TRANSFORMS[transform](both), TRANSFORMS[transform](tx.remat(outer, tx.save_only_these_names("h")))
+    want, got = (
+        TRANSFORMS[transform](both),
+        TRANSFORMS[transform](tx.remat(outer, policies.save_only_these_names("h"))),
+    )
     for a, b in zip(tree_leaves(got), tree_leaves(want), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
@@ -212,7 +216,7 @@ def trained(wrap: Callable[[Any], Any], seed: int = 0) -> tuple[list[Tensor], li
 
 WRAPS: dict[str, Callable[[Any], Any]] = {
     "module": tx.remat,
-    "dots": lambda model: tx.remat(model, tx.dots_saveable),
+    "dots": lambda model: tx.remat(model, policies.dots_saveable),
     "closure": lambda model: tx.remat(lambda *args, **kwargs: model(*args, **kwargs)),
     "method": lambda model: tx.remat(model.forward),
     "partial": lambda model: tx.remat(functools.partial(type(model).forward, model)),
@@ -241,7 +245,7 @@ def test_random_numbers_go_on_as_after_one_run() -> None:
 def test_other_random_numbers_without_preserve_rng() -> None:
     torch.manual_seed(3)
     x = torch.ones(1000, requires_grad=True)
-    out = tx.remat(lambda x: F.dropout(x, 0.5), preserve_rng=False)(x)
+    out = tx.remat(lambda x: F.dropout(x, 0.5), preserve_rng_state=False)(x)
     out.sum().backward()
     assert x.grad is not None and not torch.equal(x.grad, out.detach())
 
@@ -404,8 +408,8 @@ def test_bad_input() -> None:
     raises_text(TypeError, lambda: tx.remat(3), "fn")
     raises_text(TypeError, lambda: tx.remat(torch.sin, "dots_saveable"), "policy")
     raises_text(TypeError, lambda: tx.remat(torch.sin, lambda op, *args: 1)(x), "must return a bool")
-    raises_text(TypeError, lambda: tx.remat(torch.sin, preserve_rng=1), "preserve_rng")
-    raises_text(TypeError, lambda: tx.save_only_these_names("a", 3), "3")
+    raises_text(TypeError, lambda: tx.remat(torch.sin, preserve_rng_state=1), "preserve_rng_state")
+    raises_text(TypeError, lambda: policies.save_only_these_names("a", 3), "3")
     raises_text(TypeError, lambda: tx.checkpoint_name(x, ""), "nonempty")
     raises_text(TypeError, lambda: tx.checkpoint_name(3, "x"), "int")
     raises_text(TypeError, lambda: tx.remat(lambda x: map(abs, [x * 2]))(x), "returned a map")
@@ -418,5 +422,5 @@ def test_bad_input() -> None:
     left = iter([1.0, 2.0])
     raises_text(TypeError, lambda: tx.remat(lambda x: x * next(left))(x), "iterator", "a list and an index")
     sizes = itertools.count(2)
-    unsteady = tx.remat(lambda x: (x @ torch.ones(2, next(sizes))).sum(), tx.dots_saveable)
+    unsteady = tx.remat(lambda x: (x @ torch.ones(2, next(sizes))).sum(), policies.dots_saveable)
     raises_text(RuntimeError, lambda: unsteady(x * 1).backward(), "did not do the same")

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fjoin import transforms as tx
+from fjoin.transforms import checkpoint_policies as policies
 from tests.helpers import raises_text
 
 from .transformer import Counted, Transformer, tokens
@@ -19,21 +20,21 @@ pytestmark = pytest.mark.usefixtures("host")
 WRAPS: dict[str, Callable[[Any], Any]] = {
     "plain": lambda f: f,
     "default": tx.remat,
-    "everything": lambda f: tx.remat(f, tx.everything_saveable),
-    "dots": lambda f: tx.remat(f, tx.dots_saveable),
-    "no batch": lambda f: tx.remat(f, tx.dots_with_no_batch_dims_saveable),
-    "only names": lambda f: tx.remat(f, tx.save_only_these_names("mlp")),
-    "but names": lambda f: tx.remat(f, tx.save_any_names_but_these("mlp")),
-    "both": lambda f: tx.remat(f, tx.save_from_both_policies(tx.dots_saveable, tx.save_only_these_names("mlp"))),
+    "everything": lambda f: tx.remat(f, policies.everything_saveable),
+    "dots": lambda f: tx.remat(f, policies.dots_saveable),
+    "no batch": lambda f: tx.remat(f, policies.dots_with_no_batch_dims_saveable),
+    "only names": lambda f: tx.remat(f, policies.save_only_these_names("mlp")),
+    "but names": lambda f: tx.remat(f, policies.save_any_names_but_these("mlp")),
+    "both": lambda f: tx.remat(f, policies.save_from_both_policies(policies.dots_saveable, policies.save_only_these_names("mlp"))),
     "own": lambda f: tx.remat(f, lambda op, *args, **kwargs: "gelu" in str(op)),
     "arguments to the host": lambda f: tx.remat(f, offload="cpu"),
-    "dots to the host": lambda f: tx.remat(f, tx.dots_saveable, "cpu"),
-    "all to the host": lambda f: tx.remat(f, tx.everything_saveable, "cpu"),
+    "dots to the host": lambda f: tx.remat(f, policies.dots_saveable, "cpu"),
+    "all to the host": lambda f: tx.remat(f, policies.everything_saveable, "cpu"),
     "names to the host": lambda f: tx.remat(
-        f, tx.save_and_offload_only_these_names(names_which_can_be_saved=["attention"], names_which_can_be_offloaded=["mlp"]), "cpu"
+        f, policies.save_and_offload_only_these_names(names_which_can_be_saved=["attention"], names_which_can_be_offloaded=["mlp"]), "cpu"
     ),
-    "dots without batch to the host": lambda f: tx.remat(f, tx.offload_dot_with_no_batch_dims(), "cpu"),
-    "nested": lambda f: tx.remat(tx.remat(f, tx.dots_saveable), tx.save_only_these_names("mlp")),
+    "dots without batch to the host": lambda f: tx.remat(f, policies.offload_dot_with_no_batch_dims(), "cpu"),
+    "nested": lambda f: tx.remat(tx.remat(f, policies.dots_saveable), policies.save_only_these_names("mlp")),
 }  # fmt: skip
 
 

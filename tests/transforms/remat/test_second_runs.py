@@ -14,16 +14,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fjoin import transforms as tx
+from fjoin.transforms import checkpoint_policies as policies
 from tests.helpers import raises_text
 
 pytestmark = pytest.mark.usefixtures("host")
 POLICIES: dict[str, dict[str, Any]] = {
     "nothing": {},
-    "dots": {"policy": tx.dots_saveable},
+    "dots": {"policy": policies.dots_saveable},
     "zeros": {"policy": lambda op, *args, **kwargs: op is torch.ops.aten.zeros.default},
     "ones": {"policy": lambda op, *args, **kwargs: "new_ones" in str(op) or "aten.ones" in str(op)},
     "clones": {"policy": lambda op, *args, **kwargs: "clone" in str(op) or "empty" in str(op) or "detach" in str(op)},
-    "all to the host": {"policy": tx.everything_saveable, "offload": "cpu"},
+    "all to the host": {"policy": policies.everything_saveable, "offload": "cpu"},
 }
 X = torch.linspace(-1, 1, 12).view(3, 4)
 W = nn.Parameter(torch.linspace(0.5, 1.5, 4))

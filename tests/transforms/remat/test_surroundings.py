@@ -20,9 +20,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from fjoin import transforms as tx
+from fjoin.transforms import checkpoint_policies as policies
 from fjoin.transforms.rematerialization._modes import FLAGS
 
-POLICIES: dict[str, Any] = {"nothing": None, "dots": tx.dots_saveable, "own": lambda op, *args, **kw: "mul" in str(op)}
+POLICIES: dict[str, Any] = {
+    "nothing": None,
+    "dots": policies.dots_saveable,
+    "own": lambda op, *args, **kw: "mul" in str(op),
+}
 
 
 class SinIsCos(TorchFunctionMode):

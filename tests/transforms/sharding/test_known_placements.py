@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fjoin import transforms as tx
-from fjoin.transforms.pipelines import buffers_placement, params_placement
+from fjoin.transforms.pipelines import buffers_placement, params_placement, placements
 
 ONE, TWO = {"data": 2}, {"node": 2, "local": 2}
 ADAM = tx.adamw(0.1)
@@ -52,7 +52,7 @@ def test_placements_are_these(name: str) -> None:
     pipeline, axes, params, known = KNOWN[name]
 
     def of(_: Any) -> Any:
-        places = tx.placements(pipeline, pipeline.init({"w": torch.ones(64)}))
+        places = placements(pipeline, pipeline.init({"w": torch.ones(64)}))
         return {path: (place.equal, place.cut) for path, place in places.items()}
 
     found = tx.simulate(of, axes, list(range(math.prod(axes.values()))))[0]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
+from fjoin.transforms.optimizers import SGDState
 from tests.helpers import raises_text
 from tests.optimizer_table import OPTIMIZERS
 from tests.sharded_problem import STEPS, gradients, run, start
@@ -193,10 +194,10 @@ def test_other_input_that_cannot_be_used() -> None:
 def by_norm(**settings: Any) -> tx.Optimizer:
     """An optimizer of one's own, whose step needs the whole parameter."""
 
-    def step_param(param: Tensor, grad: Tensor, state: tx.SGDState) -> tuple[Tensor, tx.SGDState]:
+    def step_param(param: Tensor, grad: Tensor, state: SGDState) -> tuple[Tensor, SGDState]:
         return param - 0.1 * grad / (grad.norm() + 1e-8), state
 
-    def step_param_(param: Tensor, grad: Tensor, state: tx.SGDState, **guards: Any) -> None:
+    def step_param_(param: Tensor, grad: Tensor, state: SGDState, **guards: Any) -> None:
         param.copy_(step_param(param, grad, state)[0])
 
     return tx.Optimizer(tx.sgd(0.1).init_param, step_param, step_param_, **settings)

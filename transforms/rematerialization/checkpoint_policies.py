@@ -85,7 +85,7 @@ def everything_saveable(op: Any, *args: Any, **kwargs: Any) -> bool:
 
     >>> from fjoin import transforms as tx
     >>> w = torch.ones(2, 2)
-    >>> torch.func.grad(lambda w: tx.remat(torch.tanh, tx.everything_saveable)(w @ w).sum())(w)
+    >>> torch.func.grad(lambda w: tx.remat(torch.tanh, tx.checkpoint_policies.everything_saveable)(w @ w).sum())(w)
     tensor([[0.2826, 0.2826],
             [0.2826, 0.2826]])
     """
@@ -97,7 +97,7 @@ def nothing_saveable(op: Any, *args: Any, **kwargs: Any) -> bool:
 
     >>> from fjoin import transforms as tx
     >>> w = torch.ones(2, 2)
-    >>> torch.func.grad(lambda w: tx.remat(torch.tanh, tx.nothing_saveable)(w @ w).sum())(w)
+    >>> torch.func.grad(lambda w: tx.remat(torch.tanh, tx.checkpoint_policies.nothing_saveable)(w @ w).sum())(w)
     tensor([[0.2826, 0.2826],
             [0.2826, 0.2826]])
     """
@@ -109,7 +109,7 @@ def dots_saveable(op: Any, *args: Any, **kwargs: Any) -> bool:
 
     >>> from fjoin import transforms as tx
     >>> w = torch.ones(2, 2)
-    >>> torch.func.grad(lambda w: tx.remat(torch.tanh, tx.dots_saveable)(w @ w).sum())(w)
+    >>> torch.func.grad(lambda w: tx.remat(torch.tanh, tx.checkpoint_policies.dots_saveable)(w @ w).sum())(w)
     tensor([[0.2826, 0.2826],
             [0.2826, 0.2826]])
     """
@@ -121,7 +121,7 @@ def dots_with_no_batch_dims_saveable(op: Any, *args: Any, **kwargs: Any) -> bool
 
     >>> from fjoin import transforms as tx
     >>> w = torch.ones(2, 2)
-    >>> torch.func.grad(lambda w: tx.remat(torch.tanh, tx.dots_with_no_batch_dims_saveable)(w @ w).sum())(w)
+    >>> torch.func.grad(lambda w: tx.remat(torch.tanh, tx.checkpoint_policies.dots_with_no_batch_dims_saveable)(w @ w).sum())(w)
     tensor([[0.2826, 0.2826],
             [0.2826, 0.2826]])
     """
@@ -132,7 +132,7 @@ def save_only_these_names(*names: str) -> Named:
     """Keep the values that `checkpoint_name` has given one of these names.
 
     >>> from fjoin import transforms as tx
-    >>> tx.save_only_these_names("a", "b")
+    >>> tx.checkpoint_policies.save_only_these_names("a", "b")
     save_only_these_names('a', 'b')
     """
     chosen = _names("save_only_these_names", names)
@@ -143,7 +143,7 @@ def save_any_names_but_these(*names: str) -> Named:
     """Keep the values that `checkpoint_name` has given another name.
 
     >>> from fjoin import transforms as tx
-    >>> tx.save_any_names_but_these("a")
+    >>> tx.checkpoint_policies.save_any_names_but_these("a")
     save_any_names_but_these('a')
     """
     left = _names("save_any_names_but_these", names)
@@ -154,7 +154,8 @@ def save_from_both_policies(a: Policy, b: Policy) -> Named:
     """Keep the values that one of two policies keeps.
 
     >>> from fjoin import transforms as tx
-    >>> tx.save_from_both_policies(tx.save_only_these_names("a"), tx.save_only_these_names("b"))
+    >>> policies = tx.checkpoint_policies
+    >>> policies.save_from_both_policies(policies.save_only_these_names("a"), policies.save_only_these_names("b"))
     save_from_both_policies(save_only_these_names('a'), save_only_these_names('b'))
     """
 
@@ -187,7 +188,7 @@ def save_and_offload_only_these_names(
         ValueError: a name that is in both; another source or destination.
 
     >>> from fjoin import transforms as tx
-    >>> tx.save_and_offload_only_these_names(names_which_can_be_saved=["a"], names_which_can_be_offloaded=["b"])
+    >>> tx.checkpoint_policies.save_and_offload_only_these_names(names_which_can_be_saved=["a"], names_which_can_be_offloaded=["b"])
     save_and_offload_only_these_names('a', offload: 'b')
     """
     here = "save_and_offload_only_these_names"
@@ -214,7 +215,7 @@ def offload_dot_with_no_batch_dims(offload_src: str = "device", offload_dst: str
         ValueError: another source or destination.
 
     >>> from fjoin import transforms as tx
-    >>> tx.offload_dot_with_no_batch_dims("device", "pinned_host")
+    >>> tx.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
     offload_dot_with_no_batch_dims('device', 'pinned_host')
     """
     here = "offload_dot_with_no_batch_dims"
