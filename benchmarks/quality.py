@@ -69,7 +69,7 @@ METHODS: dict[str, Method] = {
     "power_sgd 4 fed back": Method(lambda n: tx.error_feedback(tx.power_sgd("data", 4))),
     "power_sgd 4, int8, float32 by path": Method(lambda n: _matrices(tx.error_feedback(tx.power_sgd("data", 4)))),
     "float32, momentum": Method(lambda n: tx.mean("data"), "momentum"),
-    "dgc 1 %": Method(lambda n: tx.dgc("data", 0.01, warmup=n // 5), "sgd"),
+    "dgc 1 %": Method(lambda n: tx.dgc("data", 0.01, warmup_steps=n // 5), "sgd"),
     "one_bit_adam": Method(lambda n: tx.one_bit_adam("data", n // 5), "direction"),
 }
 

@@ -173,7 +173,7 @@ def ours(
 ) -> Variant:
     """fjoin's step: alone, or inside its join on even or uneven inputs."""
     loss_fn, params, pipeline = pieces(name, tx.sgd(LR, momentum=0.9) if sgd else tx.adamw(LR))
-    pipeline = tx.fuse(hook, pipeline.optimizer, gather=gather) if hook else pipeline
+    pipeline = tx.fuse(hook, pipeline.optimizer, gather_codec=gather) if hook else pipeline
     step = fjoin.train_step(loss_fn, pipeline, mesh=mesh, **settings)
     state = step.init(params)
     del params
@@ -366,7 +366,7 @@ MAKE: dict[str, Callable[..., Variant]] = {
     "ours local": ours_local,
     "ours zero": lambda *a: ours(*a, hook=tx.scatter_mean("data")),
     "ours zero int8": lambda *a: ours(
-        *a, hook=tx.error_feedback(tx.compress(tx.int8(), tx.scatter_mean("data"))), gather=tx.int8()
+        *a, hook=tx.error_feedback(tx.compress(tx.int8(), tx.scatter_mean("data"))), gather_codec=tx.int8()
     ),
     "ddp zero": lambda *a: ddp_zero(*a, "torch"),
     "ddp our zero": lambda *a: ddp_zero(*a, "ours"),

@@ -79,7 +79,7 @@ MEANS: dict[str, tuple[Callable[[], tx.Transform], str | None]] = {
     "encoded, world": (lambda: tx.compress(tx.float32(), tx.mean("data", over="world")), "world"),
     "cast": (lambda: tx.compress(torch.float32, tx.mean("data")), "weight"),
     "compressed sum": (lambda: tx.compress(tx.float32(), tx.sum_over("data")), None),
-    "power_sgd": (lambda: tx.power_sgd("data", 1, start=99), "weight"),
+    "power_sgd": (lambda: tx.power_sgd("data", 1, warmup_steps=99), "weight"),
     "accumulated": (lambda: tx.accumulate(1, tx.mean("data")), "weight"),
     "masked": (lambda: tx.masked(tx.mean("data"), "w"), "weight"),
     "fed back": (lambda: tx.error_feedback(tx.compress(tx.float32(), tx.mean("data"))), "weight"),

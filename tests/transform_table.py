@@ -82,7 +82,10 @@ TRANSFORMS: dict[str, list[Callable[[], tx.Transform]]] = {
             tx.partition({"layer.*": tx.compress(tx.int4(), tx.mean("data")), "*": tx.mean("data")})
         ),
     ],
-    "dgc": [lambda: tx.dgc("data", k=0.3, clip=1.0), lambda: tx.dgc("data", nesterov=True, warmup=2, over="live")],
+    "dgc": [
+        lambda: tx.dgc("data", k=0.3, clip=1.0),
+        lambda: tx.dgc("data", nesterov=True, warmup_steps=2, over="live"),
+    ],
     "ef21": [
         lambda: tx.ef21(tx.compress(tx.int8(block=4), tx.mean("data"))),
         lambda: tx.ef21(tx.compress(torch.bfloat16, tx.mean("data", over="live")), without_input="flush"),
@@ -91,7 +94,7 @@ TRANSFORMS: dict[str, list[Callable[[], tx.Transform]]] = {
     "power_sgd": [
         lambda: tx.power_sgd("data", min_compression_rate=1.0),
         lambda: tx.power_sgd("data", 2, min_compression_rate=0.5, warm_start=False, over="live", seed=3),
-        lambda: tx.power_sgd("data", 2, start=1, min_compression_rate=0.5, epsilon=1e-8, over="world"),
+        lambda: tx.power_sgd("data", 2, warmup_steps=1, min_compression_rate=0.5, epsilon=1e-8, over="world"),
         lambda: tx.error_feedback(tx.power_sgd("data", min_compression_rate=1.0)),
         lambda: tx.error_feedback(tx.compress(tx.bfloat16(), tx.power_sgd("data", min_compression_rate=1.0)), "flush"),
         lambda: tx.compress(tx.int8(block=4), tx.power_sgd("data", min_compression_rate=1.0, over="world")),
@@ -100,7 +103,7 @@ TRANSFORMS: dict[str, list[Callable[[], tx.Transform]]] = {
     "batched_power_sgd": [
         lambda: tx.batched_power_sgd("data", min_compression_rate=1.0),
         lambda: tx.batched_power_sgd("data", min_compression_rate=1.0, warm_start=False, over="live"),
-        lambda: tx.error_feedback(tx.batched_power_sgd("data", min_compression_rate=1.0, start=1), "flush"),
+        lambda: tx.error_feedback(tx.batched_power_sgd("data", min_compression_rate=1.0, warmup_steps=1), "flush"),
         lambda: tx.compress(torch.bfloat16, tx.batched_power_sgd("data", min_compression_rate=1.0, over="world")),
     ],
     "chain": [

@@ -28,7 +28,7 @@ _SHORTEST, _LONGEST = 1e-3, 1e8  # seconds, the range of the backends' clocks
 
 
 def mesh(
-    shape: Mapping[str, int] | DeviceMesh,
+    axes: Mapping[str, int] | DeviceMesh,
     *,
     timeout_s: float = TIMEOUT_S,
     ordered: bool = False,
@@ -41,7 +41,7 @@ def mesh(
     every script also runs with plain `python`. All ranks must make the same meshes in the same order.
 
     Args:
-        shape: Axis name -> size, the slowest varying first; one size may be -1, for the remaining ranks. Or
+        axes: Axis name -> size, the slowest varying first; one size may be -1, for the remaining ranks. Or
             a torch DeviceMesh, whose dim names become the axes.
         timeout_s: Seconds after which a collective of this mesh fails if not all ranks have joined it.
         ordered: Sum in rank order, bit for bit as the simulator does. Slower over gloo, for tests.
@@ -57,7 +57,7 @@ def mesh(
         ValueError: the sizes do not fit the number of ranks; `timeout_s` is not from 0.001 to 1e8; an unknown `transport`,
             or "shared" where ranks are on several hosts; the variables of a launcher that are incomplete.
         TransportError: on all ranks: with "shared", the system refuses a rank shared memory. "auto" then uses gloo.
-        TypeError: `shape` is neither a mapping by name nor a DeviceMesh; `ordered` is no bool.
+        TypeError: `axes` is neither a mapping by name nor a DeviceMesh; `ordered` is no bool.
         DesyncError: on all ranks: some rank makes another mesh, or is at another place in the program.
         CollectiveTimeout: not all ranks arrive within `timeout_s`.
 
@@ -68,15 +68,15 @@ def mesh(
         raise ValueError(f"timeout_s must be a number of seconds from {_SHORTEST:g} to {_LONGEST:g}, got {timeout_s!r}")
     flag("ordered", ordered)
     transport = chosen_transport(transport)
-    if isinstance(shape, DeviceMesh):
-        return _from_device_mesh(shape, timeout_s, ordered, transport)
-    if not isinstance(shape, Mapping) or not all(isinstance(name, str) for name in shape):
-        raise TypeError(f"shape must be a mapping from axis names to sizes, for example {{'data': -1}}, got {shape!r}")
-    if not shape:
+    if isinstance(axes, DeviceMesh):
+        return _from_device_mesh(axes, timeout_s, ordered, transport)
+    if not isinstance(axes, Mapping) or not all(isinstance(name, str) for name in axes):
+        raise TypeError(f"axes must be a mapping from axis names to sizes, for example {{'data': -1}}, got {axes!r}")
+    if not axes:
         raise ValueError("a mesh needs at least one axis, for example {'data': -1}")
     simulated: dict[str, Any] = {name: axis for name, axis in bound().items() if axis.simulated}
     if simulated:
-        sizes = _sizes(shape, math.prod(axis.size for axis in simulated.values()))
+        sizes = _sizes(axes, math.prod(axis.size for axis in simulated.values()))
         if sizes != {name: axis.size for name, axis in simulated.items()}:
             raise ValueError(
                 f"inside simulate the mesh must be { ({n: a.size for n, a in simulated.items()}) }, got {sizes}"
@@ -85,7 +85,7 @@ def mesh(
     if not dist.is_initialized():
         launch = read_launch(os.environ)
         if launch is None:
-            sizes = _sizes(shape, 1)
+            sizes = _sizes(axes, 1)
             return Mesh(sizes, {name: One() for name in sizes}, 0)
         # With fewer GPUs than ranks on this host all ranks use the CPU; with enough GPUs, both devices work.
         count, here, kind = devices.count(), launch.local_size, devices.kind()
@@ -100,7 +100,7 @@ def mesh(
             )
         backend = f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}" if gpus else "gloo"  # type: ignore[arg-type]
         _connect(backend, timeout_s, launch)
-    sizes = _sizes(shape, dist.get_world_size())
+    sizes = _sizes(axes, dist.get_world_size())
     grid = torch.arange(dist.get_world_size()).reshape(tuple(sizes.values()))
     timeout = datetime.timedelta(seconds=timeout_s)
 

@@ -134,7 +134,7 @@ ANEW = {
     "masters": (tx.fuse(tx.mean("data"), tx.mixed_precision(ADAM)), "pipeline.optimizer", torch.bfloat16),
     "the anchor of an outer step": (tx.diloco(ADAM, tx.mean("data"), 2), "pipeline.after", torch.float32),
     "exact values of slices": (
-        tx.zero(tx.mean("data"), ADAM, "data", gather=tx.int8()),
+        tx.zero(tx.mean("data"), ADAM, "data", gather_codec=tx.int8()),
         "pipeline.gather",
         torch.float32,
     ),
@@ -180,7 +180,7 @@ def test_a_slice_belongs_to_the_parameter_at_its_place_in_the_state(tmp_path: Pa
         "w": torch.ones(7),
         "w.exp_avg": torch.ones(2, 2),
     }
-    pipeline = tx.zero(tx.mean("data"), tx.adam(0.1), "data", after=tx.ema(0.5), gather=tx.int8())
+    pipeline = tx.zero(tx.mean("data"), tx.adam(0.1), "data", after=tx.ema(0.5), gather_codec=tx.int8())
 
     def loss_fn(params: Any, x: torch.Tensor) -> torch.Tensor:
         return sum((p * x * (i + 1)).square().sum() for i, p in enumerate(params.values()))  # type: ignore[return-value]

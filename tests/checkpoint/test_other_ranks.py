@@ -20,7 +20,7 @@ PIPELINES: dict[str, Any] = {
     "plain": lambda: tx.fuse(tx.mean("data"), tx.adamw(0.01)),
     "zero, muon": lambda: tx.zero(tx.mean("data"), tx.partition({"w": tx.muon(0.02), "b": tx.adamw(0.01)}), "data"),
     "zero, masters": lambda: tx.zero(tx.mean("data"), tx.mixed_precision(tx.adamw(0.01)), "data"),
-    "zero, int8 gather": lambda: tx.fuse(tx.scatter_mean("data"), tx.adamw(0.01), gather=tx.int8()),
+    "zero, int8 gather": lambda: tx.fuse(tx.scatter_mean("data"), tx.adamw(0.01), gather_codec=tx.int8()),
     "momentum, clip, ema": lambda: tx.fuse(
         tx.chain(tx.mean("data"), tx.clip_by_global_norm(1.0)), tx.sgd(0.1, momentum=0.9), after=tx.ema(0.9)
     ),

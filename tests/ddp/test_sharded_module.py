@@ -44,7 +44,7 @@ class Model(nn.Module):
 
 RESUMED = {
     **{name: sharded for name, (sharded, _) in PIPELINES.items()},
-    "gather": tx.fuse(tx.scatter_mean("data"), ADAM, gather=tx.int8()),
+    "gather": tx.fuse(tx.scatter_mean("data"), ADAM, gather_codec=tx.int8()),
     "lamb": tx.zero(tx.mean("data"), tx.lamb(0.01), "data"),
 }
 

@@ -165,7 +165,7 @@ OPTIONS: dict[str, Case] = {
     "zero, accumulated": Case(zero(), {"accumulate": 2}),
     "zero, offloaded": Case(zero(), loss="offload"),
     "zero, clip": Case(zero(tx.chain(tx.mean("data"), CLIP))),
-    "zero, coded gathers": Case(lambda: tx.fuse(tx.scatter_mean("data"), ADAM, gather=tx.int8(block=8))),
+    "zero, coded gathers": Case(lambda: tx.fuse(tx.scatter_mean("data"), ADAM, gather_codec=tx.int8(block=8))),
     "zero, clip of slices": Case(lambda: tx.fuse(tx.chain(tx.scatter_mean("data"), CLIP), ADAM)),
     "local SGD": Case(lambda: tx.local_sgd(ADAM, tx.mean("data"), 2)),
     "local SGD, states too": Case(lambda: tx.local_sgd(ADAM, tx.mean("data"), 2, state="average")),

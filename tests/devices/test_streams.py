@@ -34,7 +34,7 @@ PIPELINES: dict[str, tuple[Callable[[], tx.Pipeline], dict[str, Any]]] = {
         {},
     ),
     "zero": (lambda: tx.fuse(SCATTER, tx.adamw(0.1)), {}),
-    "zero, int8 gather": (lambda: tx.fuse(SCATTER, tx.adamw(0.1), gather=INT8), {}),
+    "zero, int8 gather": (lambda: tx.fuse(SCATTER, tx.adamw(0.1), gather_codec=INT8), {}),
     "local": (lambda: tx.local_sgd(tx.sgd(0.1), tx.mean("data"), 2), {}),
     "skip": (lambda: tx.skip_if_nonfinite(tx.fuse(MEAN, tx.adamw(0.1))), {}),
     "accumulate": (lambda: tx.fuse(MEAN, tx.adamw(0.1)), {"accumulate": 2}),

@@ -125,16 +125,17 @@ OTHERS: dict[str, Row] = {
         lambda: tx.fuse(tx.switch_after(2, MEAN, tx.ef21(tx.compress(INT8, tx.mean("data")))), MOMENTUM), TWO
     ),
     "power_sgd": Row(
-        lambda: tx.fuse(tx.error_feedback(tx.power_sgd("data", min_compression_rate=0.5, start=1)), MOMENTUM), THREE
+        lambda: tx.fuse(tx.error_feedback(tx.power_sgd("data", min_compression_rate=0.5, warmup_steps=1)), MOMENTUM),
+        THREE,
     ),
-    "dgc": Row(lambda: tx.fuse(tx.dgc("data", k=0.25, clip=1.0, warmup=2), MOMENTUM), THREE),
+    "dgc": Row(lambda: tx.fuse(tx.dgc("data", k=0.25, clip=1.0, warmup_steps=2), MOMENTUM), THREE),
     "1-bit Adam, world": Row(lambda: tx.fuse(tx.one_bit_adam("data", 2, over="world"), tx.sgd(0.1)), THREE),
-    "zero, int8 gather": Row(lambda: tx.fuse(SCATTER, ADAM, gather=INT8), THREE),
+    "zero, int8 gather": Row(lambda: tx.fuse(SCATTER, ADAM, gather_codec=INT8), THREE),
     "zero, int8 both ways": Row(
-        lambda: tx.fuse(tx.error_feedback(tx.compress(INT8, SCATTER)), ADAM, gather=INT8), THREE
+        lambda: tx.fuse(tx.error_feedback(tx.compress(INT8, SCATTER)), ADAM, gather_codec=INT8), THREE
     ),
     "zero of nodes, int8 gather": Row(
-        lambda: tx.fuse(tx.chain(tx.scatter_mean("local"), tx.mean("node")), ADAM, gather=INT8), NODES
+        lambda: tx.fuse(tx.chain(tx.scatter_mean("local"), tx.mean("node")), ADAM, gather_codec=INT8), NODES
     ),
     "partition by axes": Row(
         lambda: tx.fuse(tx.partition({"layer.*": tx.mean("local"), "*": tx.mean("node")}), MOMENTUM), NODES

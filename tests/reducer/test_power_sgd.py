@@ -27,7 +27,7 @@ HOOKS: dict[str, Any] = {
     "alone": made,
     "fed back": lambda: tx.error_feedback(made()),
     "cold, flush": lambda: tx.error_feedback(made(warm_start=False, over="live"), "flush"),
-    "late, clipped": lambda: tx.chain(tx.error_feedback(made(start=2)), tx.clip_by_global_norm(0.5)),
+    "late, clipped": lambda: tx.chain(tx.error_feedback(made(warmup_steps=2)), tx.clip_by_global_norm(0.5)),
     "by path": lambda: tx.partition({"*.weight": tx.error_feedback(made()), "*": tx.mean("data", over="world")}),
     "bfloat16": lambda: tx.error_feedback(tx.compress(torch.bfloat16, made())),
     "int8 late": lambda: tx.switch_after(1, tx.mean("data"), tx.error_feedback(tx.compress(tx.int8(block=8), made()))),
@@ -48,7 +48,7 @@ def by_torch(rank: int, feedback: bool) -> Any:
 def by_us(rank: int, feedback: bool, bucket_bytes: int) -> Any:
     net = torchs.Net()
     apply, params, _ = fjoin.functional(net)
-    hook = made(rank, start=2)
+    hook = made(rank, warmup_steps=2)
     step = fjoin.train_step(
         lambda p, b: torchs.loss(lambda x: apply(p, {}, x), b),
         tx.fuse(tx.error_feedback(hook) if feedback else hook, tx.sgd(0.3)),

@@ -51,7 +51,7 @@ HOOKS: dict[str, Any] = {
 # Hooks that take another path than the mean, so they need not come near it.
 METHODS: dict[str, Any] = {
     "differences": lambda codec: tx.ef21(tx.compress(codec, tx.mean("data"))),
-    "dgc": lambda codec: tx.dgc("data", 0.2, values=None if codec.stochastic else codec, warmup=3),
+    "dgc": lambda codec: tx.dgc("data", 0.2, codec=None if codec.stochastic else codec, warmup_steps=3),
     "one_bit_adam": lambda codec: tx.one_bit_adam("data", 2, codec=codec),
     "power_sgd": lambda codec: tx.error_feedback(tx.compress(codec, tx.power_sgd("data", 1, min_compression_rate=1.0))),
     "two in a chain": lambda codec: tx.chain(

@@ -27,9 +27,9 @@ PIPELINES: dict[str, Callable[[], tx.Pipeline]] = {
     "masters": lambda: tx.fuse(tx.mean("data"), tx.mixed_precision(tx.adamw(0.1))),
     "zero": lambda: tx.zero(tx.mean("data"), tx.adamw(0.1), "data"),
     "zero, masters, encoded": lambda: tx.zero(
-        tx.mean("data"), tx.mixed_precision(tx.adamw(0.1)), "data", gather=tx.int8()
+        tx.mean("data"), tx.mixed_precision(tx.adamw(0.1)), "data", gather_codec=tx.int8()
     ),
-    "zero, encoded": lambda: tx.zero(tx.mean("data"), tx.adamw(0.1), "data", gather=tx.int8()),
+    "zero, encoded": lambda: tx.zero(tx.mean("data"), tx.adamw(0.1), "data", gather_codec=tx.int8()),
 }
 
 

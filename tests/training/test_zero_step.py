@@ -91,7 +91,7 @@ def test_every_pipeline(name: str) -> None:
 
 @pytest.mark.parametrize("gather", [None, tx.int8()])
 def test_a_node_without_input_gets_the_average_of_the_others(gather: tx.Codec | None) -> None:
-    pipeline = tx.fuse(tx.scatter_mean("local"), tx.adamw(0.1), tx.average_parameters("node"), gather=gather)
+    pipeline = tx.fuse(tx.scatter_mean("local"), tx.adamw(0.1), tx.average_parameters("node"), gather_codec=gather)
 
     def one_rank(rank: int) -> Any:
         step = fjoin.train_step(loss_fn, pipeline, mesh=fjoin.mesh({"node": 2, "local": 2}), weight=lambda b: b[1])
@@ -114,9 +114,9 @@ def flat(state: Any) -> dict[str, Any]:
 def test_the_step_is_the_pure_step(name: str) -> None:
     """Values and states, of all ranks; buckets are those of the pure pipeline."""
     encoded = {
-        "encoded": (tx.fuse(tx.compress(tx.int8(), tx.scatter_mean("data")), tx.sgd(0.1, momentum=0.9), gather=tx.int8()), {}),
+        "encoded": (tx.fuse(tx.compress(tx.int8(), tx.scatter_mean("data")), tx.sgd(0.1, momentum=0.9), gather_codec=tx.int8()), {}),
         "encoded, masters": (
-            tx.fuse(tx.scatter_mean("data"), tx.mixed_precision(tx.adamw(0.1)), gather=tx.int8()), {"dtype": torch.bfloat16}
+            tx.fuse(tx.scatter_mean("data"), tx.mixed_precision(tx.adamw(0.1)), gather_codec=tx.int8()), {"dtype": torch.bfloat16}
         ),
         "feedback": (
             tx.fuse(
@@ -164,7 +164,7 @@ COUNTED = {
     "clip": tx.zero(tx.chain(tx.mean("data"), tx.clip_by_global_norm(1.0)), tx.adamw(0.1), "data"),
     "muon": tx.zero(tx.mean("data"), tx.partition({"*.weight": tx.muon(0.1), "*": tx.adamw(0.1)}), "data"),
     "int8": tx.fuse(
-        tx.error_feedback(tx.compress(tx.int8(), tx.scatter_mean("data"))), tx.adamw(0.1), gather=tx.int8()
+        tx.error_feedback(tx.compress(tx.int8(), tx.scatter_mean("data"))), tx.adamw(0.1), gather_codec=tx.int8()
     ),
 }
 

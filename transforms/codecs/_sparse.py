@@ -16,7 +16,7 @@ from ._codec import Codec, Noise, as_bytes, check_codec, float32, read
 
 
 @factory
-def top_k(k: float, values: Codec | None = None) -> Codec:
+def top_k(k: float, codec: Codec | None = None) -> Codec:
     """The k largest absolute values of a row, with their indices; the other elements are decoded as zeros.
 
     A row is the part of a bucket that one rank sends to another: on three and more ranks, a chunk of the bucket. Sums
@@ -25,7 +25,7 @@ def top_k(k: float, values: Codec | None = None) -> Codec:
 
     Args:
         k: A share in (0, 1], rounded up, or a whole number of elements, at least 1: the type decides.
-        values: The codec of the values; None: `float32`.
+        codec: The codec of the values; None: `float32`.
 
     Returns:
         A `Codec`.
@@ -41,7 +41,7 @@ def top_k(k: float, values: Codec | None = None) -> Codec:
     (tensor([[ 3.,  0.,  0., -4.]]), 12)
     """
     _check_k(k)
-    inner = float32() if values is None else check_codec("values", values)
+    inner = float32() if codec is None else check_codec("codec", codec)
 
     def encode(x: Tensor, noise: Noise | None = None) -> Tensor:
         n = x.shape[1]

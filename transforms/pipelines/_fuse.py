@@ -45,7 +45,7 @@ def fuse(
     optimizer: Optimizer,
     after: Transform | None = None,
     on_state: Transform | None = None,
-    gather: Codec | None = None,
+    gather_codec: Codec | None = None,
 ) -> Pipeline:
     """One training step as a pure function: gradient transform, optimizer, parameter transform.
 
@@ -58,7 +58,7 @@ def fuse(
             input where no rank has weight.
         on_state: The transform of the optimizer's new state, for example `every(4, average_state("data"))`. It gets a
             tree path -> name -> tensor.
-        gather: For a hook with a `scatter_mean`: the codec of the parameters' changes, which every rank adds to its
+        gather_codec: For a hook with a `scatter_mean`: the codec of the parameters' changes, which every rank adds to its
             parameters. The exact values are kept on their owners. None: the parameters themselves are gathered.
 
     Where the hook shards, by a `scatter_mean`, each rank steps its own piece, and the ranks gather the parameters. The
@@ -101,7 +101,7 @@ def fuse(
     if on_state is not None:
         check_transform(on_state, "fuse: on_state")
 
-    return pipeline_of(hook, optimizer, after, on_state, gather)
+    return pipeline_of(hook, optimizer, after, on_state, gather_codec)
 
 
 def pipeline_of(
@@ -109,7 +109,7 @@ def pipeline_of(
     optimizer: Optimizer,
     after: Transform | None,
     on_state: Transform | None,
-    gather: Codec | None = None,
+    gather_codec: Codec | None = None,
     skips: Skips | None = None,
 ) -> Pipeline:
     """The pipeline of these parts.
@@ -117,8 +117,8 @@ def pipeline_of(
     Args:
         skips: For a pipeline that skips steps with non-finite gradients after the hook: the state that counts them.
     """
-    sharding = sharding_of(hook, optimizer, after, on_state, gather)
-    owner = Owner(hook, optimizer, after, on_state, gather, sharding, skips is not None)
+    sharding = sharding_of(hook, optimizer, after, on_state, gather_codec)
+    owner = Owner(hook, optimizer, after, on_state, gather_codec, sharding, skips is not None)
     parts = Parts(after, on_state, sharding.axis if sharding else None, skips is not None)
     programs: dict[tuple[tuple[str, int], ...], Programs] = {}  # by the axes that are bound
     alike = not changes_with_steps(hook)

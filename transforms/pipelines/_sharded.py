@@ -73,7 +73,7 @@ class Sharding:
         """Raise ValueError unless the state of the gather is of this pipeline, and of as many ranks."""
         if not isinstance(state, ShardState if self.codec is None else GatherState):
             raise ValueError(
-                f"the gather's state is a {type(state).__name__}, but this pipeline has gather={self.codec!r}; it is another "
+                f"the gather's state is a {type(state).__name__}, but this pipeline has gather_codec={self.codec!r}; it is another "
                 f"pipeline's state"
             )
         if state.cut == (here := cut_of(pieces)):
@@ -129,14 +129,16 @@ def sharding_of(
 
     Raises:
         ValueError: two shardings; a stage behind one that cannot work on slices; a transform after the optimizer that
-            reduces over the same axis; `gather` without a sharding.
+            reduces over the same axis; `gather_codec` without a sharding.
     """
     found = [part for part in _walk(hook) if _shards(part)]
     if codec is not None:
-        check_codec("fuse: gather", codec)
+        check_codec("fuse: gather_codec", codec)
     if not found:
         if codec is not None:
-            raise ValueError(f"fuse: gather={codec!r} encodes sharded parameters, but {hook!r} holds no scatter_mean")
+            raise ValueError(
+                f"fuse: gather_codec={codec!r} encodes sharded parameters, but {hook!r} holds no scatter_mean"
+            )
         return None
     if len(found) > 1:
         raise ValueError(

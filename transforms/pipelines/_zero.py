@@ -22,7 +22,7 @@ def zero(
     *,
     after: Transform | None = None,
     on_state: Transform | None = None,
-    gather: Codec | None = None,
+    gather_codec: Codec | None = None,
 ) -> Pipeline:
     """ZeRO, stage 1: the optimizer's state and its work are shared out among the ranks of an axis.
 
@@ -33,7 +33,7 @@ def zero(
         hook: A transform of the gradients that holds one `mean` over `axis`.
         optimizer: Any optimizer.
         axis: The axis over which to shard.
-        after, on_state, gather: As for `fuse`.
+        after, on_state, gather_codec: As for `fuse`.
 
     Returns:
         A `Pipeline`: `fuse(scatter_mean(axis), optimizer)` for the hook `mean(axis)`, and so on.
@@ -54,7 +54,7 @@ def zero(
     sharded = _sharded(check_transform(hook, "zero: hook"), axis)
     if not sharded.sharded_over:
         raise ValueError(f"zero: {hook!r} holds no mean over {axis!r}; write zero(mean({axis!r}), ...)")
-    return fuse(sharded, optimizer, after, on_state, gather)
+    return fuse(sharded, optimizer, after, on_state, gather_codec)
 
 
 def _sharded(part: Any, axis: str) -> Any:

@@ -59,8 +59,8 @@ def dgc(
     momentum: float = 0.9,
     nesterov: bool = False,
     clip: float | None = None,
-    warmup: int = 0,
-    values: Codec | None = None,
+    warmup_steps: int = 0,
+    codec: Codec | None = None,
     over: Over = "weight",
     without_input: WithoutInput = "freeze",
 ) -> Transform:
@@ -81,8 +81,8 @@ def dgc(
         nesterov: Send g + m u in place of u.
         clip: The norm to which a rank first clips its gradients of each bucket; None: no clipping. The paper uses the
             norm for the whole gradient divided by the square root of the number of ranks.
-        warmup: Calls in which the share falls from a quarter to k, in five stages.
-        values: The codec of the values; None: `float32`.
+        warmup_steps: Calls in which the share falls from a quarter to k, in five stages.
+        codec: The codec of the values; None: `float32`.
         over: The divisor; see `mean`.
         without_input: The state of a rank of weight 0: "freeze" keeps its momentum and its error, "flush" sends the
             error.
@@ -114,9 +114,9 @@ def dgc(
     axis = one_axis("dgc", axis)
     flag("dgc: nesterov", nesterov)
     check_without_input(without_input)
-    if values is not None:
-        check_codec("dgc: values", values, allow_stochastic=False)
-    inner, codecs = mean(axis, over), _codecs(k, values, whole_number("dgc: warmup", warmup, 0))
+    if codec is not None:
+        check_codec("dgc: codec", codec, allow_stochastic=False)
+    inner, codecs = mean(axis, over), _codecs(k, codec, whole_number("dgc: warmup_steps", warmup_steps, 0))
 
     def init(params: Tree) -> DGCState:
         return DGCState(init_mean(params), 0, zeros_at_least_f32(params), zeros_at_least_f32(params), init_last(params))
@@ -152,14 +152,14 @@ def dgc(
         Needs.LAYOUT,
         Reduction(lambda state: state.reduced),
         Compression(None),
-        timing=Timing() if warmup else None,
+        timing=Timing() if warmup_steps else None,
     )
 
 
-def _codecs(k: float, values: Codec | None, warmup: int) -> list[tuple[int, Codec]]:
+def _codecs(k: float, codec: Codec | None, warmup_steps: int) -> list[tuple[int, Codec]]:
     """Pairs (first step, codec). In the warm-up the share that is sent falls by a constant factor between stages."""
     shares = [_FIRST * (k / _FIRST) ** (i / _STAGES) for i in range(_STAGES)] if k < _FIRST else []
-    return [(-(-i * warmup // _STAGES), top_k(share, values)) for i, share in enumerate([*shares, k])]
+    return [(-(-i * warmup_steps // _STAGES), top_k(share, codec)) for i, share in enumerate([*shares, k])]
 
 
 def _clipped(of: dict[str, Tensor], most: float) -> dict[str, Tensor]:

@@ -33,7 +33,7 @@ from ._error_feedback import ResidualMemory
 
 
 @factory
-def hierarchical_mean(local: str, node: str, wire: Codec | None = None, over: Over = "weight") -> Transform:
+def hierarchical_mean(local: str, node: str, codec: Codec | None = None, over: Over = "weight") -> Transform:
     """The mean over two axes: the ranks inside a node, whose links are fast, and the nodes.
 
     It has three stages:
@@ -47,7 +47,7 @@ def hierarchical_mean(local: str, node: str, wire: Codec | None = None, over: Ov
     Args:
         local: The axis inside a node.
         node: The axis across nodes.
-        wire: The codec of messages between nodes; None: floats. `compress(codec, hierarchical_mean(...))` does the
+        codec: The codec of messages between nodes; None: floats. `compress(codec, hierarchical_mean(...))` does the
             same, and stochastic codecs need that form.
         over: The divisor; see `mean`.
 
@@ -56,7 +56,7 @@ def hierarchical_mean(local: str, node: str, wire: Codec | None = None, over: Ov
         State: `MeanState(total, lane)`.
 
     Raises:
-        ValueError: `over` is none of the three; `local` and `node` are the same axis; `wire` is stochastic.
+        ValueError: `over` is none of the three; `local` and `node` are the same axis; `codec` is stochastic.
 
     Same as: torch's hierarchical sharding of HYBRID_SHARD.
 
@@ -71,12 +71,11 @@ def hierarchical_mean(local: str, node: str, wire: Codec | None = None, over: Ov
     local, node = one_axis("hierarchical_mean: local", local), one_axis("hierarchical_mean: node", node)
     if local == node:
         raise ValueError(f"local and node must be two axes, got {local!r} for both")
-    if wire is not None and check_codec("wire", wire).stochastic:
+    if codec is not None and check_codec("codec", codec).stochastic:
         raise ValueError(
-            f"{wire!r} is stochastic, and its random bits are keyed by steps; write "
-            f"compress({wire!r}, hierarchical_mean(...))"
+            f"{codec!r} is stochastic, and its random bits are keyed by steps; write "
+            f"compress({codec!r}, hierarchical_mean(...))"
         )
-    own_wire = wire
 
     def reduce(grads: Tree, share: RankWeight, rider: Rider, call: Call) -> Sums:
         of = named_leaves(grads)
@@ -89,23 +88,23 @@ def hierarchical_mean(local: str, node: str, wire: Codec | None = None, over: Ov
         size = -(-own.numel() // inside)
         rows = torch.cat([cut(own, inside, size), words.expand(inside, -1)], dim=1)
         part = psum_scatter(rows, local)
-        codec = call.wire or own_wire
-        if codec is None or nodes == 1:
+        wire = call.wire or codec
+        if wire is None or nodes == 1:
             part = psum(part, node)
             total, sums = first_of(decode_words(part[size:], inside * nodes))
             part = part[:size] / nonzero_or_one(total).to(part)
         else:
             refuse_derivative(of.values(), "differentiate through the hook without its codec, or detach the gradients")
             here, header = first_of(decode_words(part[size:], inside * nodes))
-            reduced = _across(codec, part[:size], here, header, local, node, of, call.memory, over)
+            reduced = _across(wire, part[:size], here, header, local, node, of, call.memory, over)
             total, part, sums = reduced.total, reduced.mean, reduced.words
         if over == "world":
             part = part * (total / (inside * nodes)).to(part)
         whole = all_gather(part, local).flatten()
         return Sums(unravel(whole[: own.numel()], grads), total, sums)
 
-    needs = Needs.NOTHING if wire is None or wire.elementwise else Needs.LAYOUT
-    lossy = None if wire is None else Compression(named_leaves)
+    needs = Needs.NOTHING if codec is None or codec.elementwise else Needs.LAYOUT
+    lossy = None if codec is None else Compression(named_leaves)
     return reduction((local, node), over, reduce, needs, compression=lossy, takes=("wire", "memory"))
 
 

@@ -40,7 +40,7 @@ from ._mean import mean
 def momentum_compression(
     name: str,
     axis: AxisName,
-    warmup: int,
+    warmup_steps: int,
     betas: tuple[float, float],
     codec: Codec | None,
     over: Over,
@@ -48,13 +48,13 @@ def momentum_compression(
 ) -> Transform:
     """A mean of gradients in the warm-up, then an encoded mean of momenta, for the factory called `name`."""
     axis = one_axis(name, axis)
-    whole_number("warmup", warmup, 1)  # without a warm-up there is no variance
+    whole_number("warmup_steps", warmup_steps, 1)  # without a warm-up there is no variance
     if not (isinstance(betas, tuple) and len(betas) == 2):
         raise ValueError(f"{name}: betas must be two numbers, got {betas!r}")
     for beta in betas:
         decay(f"{name}: betas", beta)
     encoded = compress(sign() if codec is None else codec, mean(axis, over))
-    return switch_after(warmup, mean(axis, over), error_feedback(encoded, without_input))
+    return switch_after(warmup_steps, mean(axis, over), error_feedback(encoded, without_input))
 
 
 class Moments(NamedTuple):
@@ -87,12 +87,12 @@ class Moments(NamedTuple):
 
 
 def moments(
-    inner: Transform, grads: Tree, state: Any, call: Call, warmup: int, b1: float, b2: float, over: Over
+    inner: Transform, grads: Tree, state: Any, call: Call, warmup_steps: int, b1: float, b2: float, over: Over
 ) -> Moments:
     """Averages gradients or momenta, and returns the new momentum and variance of these leaves."""
     share = share_of(call.weight, "live")
     wide = {path: share.masked(torch.as_tensor(g)).to(state.momentum[path]) for path, g in named_leaves(grads).items()}
-    first = state.step < warmup
+    first = state.step < warmup_steps
     sends = wide if first else {path: b1 * state.momentum[path] + (1 - b1) * g for path, g in wide.items()}
     if over == "world":  # a rank without input has a gradient of 0, and the same momentum as all ranks
         call = call.inside(weight=1.0, lane={**(call.lane or {}), LIVE: share.factor})
@@ -124,7 +124,7 @@ def full_like_each(params: Tree, value: float) -> dict[str, Tensor]:
 
 
 class OneBitAdamState(NamedTuple):
-    inner: State  # of switch_after(warmup, mean, error_feedback(compress))
+    inner: State  # of switch_after(warmup_steps, mean, error_feedback(compress))
     step: int  # calls so far, on the host
     momentum: dict[str, Tensor]  # path -> momentum, equal on all ranks, at least float32
     variance: dict[str, Tensor]  # path -> variance, likewise; fixed after the warm-up
@@ -135,25 +135,25 @@ class OneBitAdamState(NamedTuple):
 @factory
 def one_bit_adam(
     axis: AxisName,
-    warmup: int,
+    warmup_steps: int,
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     codec: Codec | None = None,
     over: Over = "weight",
     without_input: WithoutInput = "freeze",
 ) -> Transform:
-    """Adam's direction; after `warmup` calls the variance is fixed and encoded momenta are averaged.
+    """Adam's direction; after `warmup_steps` calls the variance is fixed and encoded momenta are averaged.
 
         at first  g <- mean of g,  m <- b1 m + (1 - b1) g,  v <- b2 v + (1 - b2) g^2
         then      m <- mean of b1 m + (1 - b1) g, by error_feedback(compress(codec, mean(axis)))
         result    m / (1 - b1^t) / (sqrt(v / (1 - b2^s)) + eps),  0 where v = 0
 
     with t and s the numbers of calls in m and v. An element without a gradient in the warm-up is not updated
-    afterwards. The optimizer after this transform only takes the step: `fuse(one_bit_adam(axis, warmup), sgd(lr))`.
+    afterwards. The optimizer after this transform only takes the step: `fuse(one_bit_adam(axis, warmup_steps), sgd(lr))`.
 
     Args:
         axis: One axis.
-        warmup: Calls in which gradients are averaged unencoded, at least 1; the paper takes 15 to 20 % of all calls.
+        warmup_steps: Calls in which gradients are averaged unencoded, at least 1; the paper takes 15 to 20 % of all calls.
         betas: (b1, b2), of momentum and variance, at least 0 and below 1.
         eps: Added to the root of the variance.
         codec: The codec of the momenta; None: `sign()`.
@@ -170,13 +170,13 @@ def one_bit_adam(
     Source: Tang et al., 1-bit Adam, arXiv:2102.02888, algorithm 1, with Adam's bias corrections.
 
     >>> from fjoin import transforms as tx
-    >>> hook = one_bit_adam("data", warmup=1)
+    >>> hook = one_bit_adam("data", warmup_steps=1)
     >>> def one_rank(g):
     ...     return hook.update(g, hook.init(g))[0]
     >>> tx.simulate(one_rank, {"data": 2}, [torch.tensor([2.0, -3.0]), torch.tensor([2.0, -1.0])])[0]
     tensor([ 1., -1.])
     """
-    inner = momentum_compression("one_bit_adam", axis, warmup, betas, codec, over, without_input)
+    inner = momentum_compression("one_bit_adam", axis, warmup_steps, betas, codec, over, without_input)
     b1, b2 = betas
     positive("eps", eps, zero=True)
 
@@ -187,7 +187,7 @@ def one_bit_adam(
 
     @counts_steps
     def update(grads: Tree, state: OneBitAdamState, params: Tree, call: Call) -> tuple[Tree, OneBitAdamState]:
-        got = moments(inner, grads, state, call, warmup, b1, b2, over)
+        got = moments(inner, grads, state, call, warmup_steps, b1, b2, over)
         back = {path: got.direction(path, b1, b2, eps).to(g.dtype) for path, g in named_leaves(grads).items()}
         return replace_leaves(grads, back), OneBitAdamState(got.inner, state.step + 1, *got.new_state(state))
 

@@ -20,7 +20,7 @@ def power_sgd(
     axis: AxisName,
     rank: int = 1,
     *,
-    start: int = 0,
+    warmup_steps: int = 0,
     min_compression_rate: float = 2.0,
     warm_start: bool = True,
     epsilon: float = 0.0,
@@ -45,8 +45,8 @@ def power_sgd(
     Args:
         axis: The axis, or a tuple of axes, to average over.
         rank: Columns of P and Q, at least 1; at most the rows and the columns of a matrix are used.
-        start: Calls at the beginning that run a plain `mean`; short for
-            `switch_after(start, mean(...), power_sgd(...))`.
+        warmup_steps: Calls at the beginning that run a plain `mean`; short for
+            `switch_after(warmup_steps, mean(...), power_sgd(...))`.
         min_compression_rate: A matrix is compressed where (rows + columns) * rank * this < rows * columns. With at
             least 1, matrices with fewer rows or columns than `rank` are not compressed; below 1, such a matrix is sent
             with as many columns as it takes to lose nothing.
@@ -76,8 +76,8 @@ def power_sgd(
     """
     settings = Settings(axis, rank, min_compression_rate, warm_start, epsilon, seed, over)
     check_settings(settings)
-    if whole_number("start", start, 0):
-        return switch_after(start, mean(axis, over), power_sgd(**settings._asdict()))
+    if whole_number("warmup_steps", warmup_steps, 0):
+        return switch_after(warmup_steps, mean(axis, over), power_sgd(**settings._asdict()))
 
     def shapes(leaves: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
         """Path -> (rank, columns) of each compressed leaf."""
@@ -122,7 +122,7 @@ def batched_power_sgd(
     axis: AxisName,
     rank: int = 1,
     *,
-    start: int = 0,
+    warmup_steps: int = 0,
     min_compression_rate: float = 2.0,
     warm_start: bool = True,
     epsilon: float = 0.0,
@@ -156,8 +156,8 @@ def batched_power_sgd(
     """
     settings = Settings(axis, rank, min_compression_rate, warm_start, epsilon, seed, over)
     check_settings(settings)
-    if whole_number("start", start, 0):
-        return switch_after(start, mean(axis, over), batched_power_sgd(**settings._asdict()))
+    if whole_number("warmup_steps", warmup_steps, 0):
+        return switch_after(warmup_steps, mean(axis, over), batched_power_sgd(**settings._asdict()))
 
     def size(leaves: Mapping[str, Tensor]) -> tuple[int, int]:
         """The rows of the square matrix of these leaves, and the rank of its factors."""

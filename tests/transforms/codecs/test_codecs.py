@@ -226,8 +226,8 @@ def test_raises_on_bad_input() -> None:
     for make in (tx.int8, tx.int4, tx.fp8, tx.bfloat16):
         raises_text(TypeError, lambda: make(stochastic=3), "stochastic", "3")  # noqa: B023
     raises_text(ValueError, lambda: tx.dgc("data", clip=float("inf")), "dgc: clip", "inf")
-    raises_text(TypeError, lambda: tx.dgc("data", values="x"), "dgc: values", "'x'")  # type: ignore[arg-type]
-    raises_text(TypeError, lambda: tx.hierarchical_mean("a", "b", "int8"), "wire", "'int8'")  # type: ignore[arg-type]
+    raises_text(TypeError, lambda: tx.dgc("data", codec="x"), "dgc: codec", "'x'")  # type: ignore[arg-type]
+    raises_text(TypeError, lambda: tx.hierarchical_mean("a", "b", "int8"), "codec", "'int8'")  # type: ignore[arg-type]
     raises_text(ValueError, lambda: tx.one_bit_adam("data", 1, eps=-1.0), "eps", "-1.0")
 
 

@@ -13,7 +13,7 @@ from fjoin import transforms as tx
 from tests.helpers import max_diff, raises_text, same_bits
 
 FED_BACK_INSIDE: dict[str, Callable[[], tx.Transform]] = {
-    "later": lambda: tx.error_feedback(tx.power_sgd("data", start=2, min_compression_rate=1.0)),
+    "later": lambda: tx.error_feedback(tx.power_sgd("data", warmup_steps=2, min_compression_rate=1.0)),
     "by path": lambda: tx.error_feedback(
         tx.partition({"w": tx.power_sgd("data", min_compression_rate=1.0), "*": tx.mean("data")})
     ),

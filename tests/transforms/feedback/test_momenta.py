@@ -66,7 +66,7 @@ def test_deep_gradient_compression_of_a_rank_without_input() -> None:
 
 def test_one_bit_adam_warm_up_matches_adam() -> None:
     """Four steps of torch.optim.Adam on the mean of the gradients."""
-    pipeline = tx.fuse(tx.one_bit_adam("data", warmup=4, betas=(0.8, 0.95), eps=1e-6), tx.sgd(0.01))
+    pipeline = tx.fuse(tx.one_bit_adam("data", warmup_steps=4, betas=(0.8, 0.95), eps=1e-6), tx.sgd(0.01))
 
     def one_rank(rank: int) -> Any:
         params, state = PARAMS[0], pipeline.init(PARAMS[0])
@@ -147,8 +147,8 @@ def test_raises_on_bad_input() -> None:
         raises_text(ValueError, lambda: tx.dgc("data", k=k), "k must be", repr(k))  # noqa: B023
     raises_text(ValueError, lambda: tx.dgc("data", momentum=1.0), "momentum", "1.0")
     raises_text(ValueError, lambda: tx.dgc("data", clip=0.0), "clip", "0.0")
-    raises_text(ValueError, lambda: tx.dgc("data", warmup=-1), "warmup", "-1")
-    raises_text(ValueError, lambda: tx.dgc("data", values=tx.qsgd()), "stochastic", "qsgd()")
+    raises_text(ValueError, lambda: tx.dgc("data", warmup_steps=-1), "warmup", "-1")
+    raises_text(ValueError, lambda: tx.dgc("data", codec=tx.qsgd()), "stochastic", "qsgd()")
     raises_text(ValueError, lambda: tx.dgc("data", without_input="keep"), "'keep'")  # type: ignore[arg-type]
     for make in (tx.one_bit_adam,):
         raises_text(ValueError, lambda: make("data", 0), "warmup", "0")  # noqa: B023
@@ -160,7 +160,7 @@ def test_dgc_clears_the_momentum_of_sent_elements() -> None:
     x = torch.tensor([1.0, 0.76, -3.3])
     for values in (None, tx.bfloat16()):
         for ranks in (2, 3):
-            hook = tx.dgc("data", 1.0, values=values)
+            hook = tx.dgc("data", 1.0, codec=values)
 
             def one_rank(hook: tx.Transform = hook) -> Any:
                 state, outs = hook.init(x), []

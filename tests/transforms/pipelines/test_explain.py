@@ -104,11 +104,11 @@ PARAMS = {"w": torch.zeros(40, 10)}
 MEAN, INT4 = tx.mean("data"), tx.compress(tx.int4(), tx.mean("data"))
 HOOKS: dict[str, tuple[Callable[[], tx.Transform], int]] = {  # and the number of steps to take
     "mean": (lambda: tx.mean("data"), 3),
-    "dgc": (lambda: tx.dgc("data", 0.01, warmup=7), 9),
+    "dgc": (lambda: tx.dgc("data", 0.01, warmup_steps=7), 9),
     "dgc, at once": (lambda: tx.dgc("data", 0.01), 3),
-    "dgc, one": (lambda: tx.dgc("data", 0.01, warmup=1), 3),
-    "power_sgd": (lambda: tx.power_sgd("data", 1, start=3, min_compression_rate=0.5), 6),
-    "batched power_sgd": (lambda: tx.batched_power_sgd("data", 1, start=2, min_compression_rate=0.5), 5),
+    "dgc, one": (lambda: tx.dgc("data", 0.01, warmup_steps=1), 3),
+    "power_sgd": (lambda: tx.power_sgd("data", 1, warmup_steps=3, min_compression_rate=0.5), 6),
+    "batched power_sgd": (lambda: tx.batched_power_sgd("data", 1, warmup_steps=2, min_compression_rate=0.5), 5),
     "1-bit Adam": (lambda: tx.one_bit_adam("data", 4), 7),
     "switch": (lambda: tx.switch_after(2, tx.mean("data"), tx.compress(tx.int8(), tx.mean("data"))), 5),
     "fed back": (lambda: tx.error_feedback(tx.switch_after(3, tx.compress(torch.bfloat16, MEAN), INT4)), 6),

@@ -91,7 +91,7 @@ def test_sent_and_residual_add_up_to_the_input(kind: str, over: Any, without_inp
     if kind == "batched":
         hook: tx.Transform = tx.batched_power_sgd("data", 2, min_compression_rate=1.0, over=over)
     else:
-        hook = made(2, over=over, warm_start=kind != "cold", start=3 * (kind == "late"))
+        hook = made(2, over=over, warm_start=kind != "cold", warmup_steps=3 * (kind == "late"))
     if kind in ("bfloat16", "int8"):
         hook, room = tx.compress(tx.bfloat16() if kind == "bfloat16" else tx.int8(block=16), hook), 1e-3
     hook = tx.error_feedback(hook, without_input)
@@ -262,8 +262,8 @@ def test_random_numbers_depend_on_seed_and_path_alone() -> None:
 
 
 def test_start_is_switch_after() -> None:
-    assert made(2, start=3) == tx.switch_after(3, tx.mean("data"), made(2))
-    assert tx.power_sgd("data", start=2, over="live").spec["before"] == tx.mean("data", over="live")
+    assert made(2, warmup_steps=3) == tx.switch_after(3, tx.mean("data"), made(2))
+    assert tx.power_sgd("data", warmup_steps=2, over="live").spec["before"] == tx.mean("data", over="live")
 
 
 def test_large_epsilon_shrinks_the_result() -> None:
@@ -284,7 +284,7 @@ def test_raises_on_bad_input() -> None:
         given: Any = {"min_compression_rate": rate}
         raises_text(ValueError, lambda: tx.power_sgd("data", **given), "min_compression_rate", repr(rate))  # noqa: B023
     raises_text(ValueError, lambda: tx.power_sgd("data", epsilon=-1e-8), "epsilon", "-1e-08")
-    raises_text(ValueError, lambda: tx.power_sgd("data", start=-1), "start", "-1")
+    raises_text(ValueError, lambda: tx.power_sgd("data", warmup_steps=-1), "warmup_steps", "-1")
     raises_text(ValueError, lambda: tx.power_sgd("data", seed=0.5), "seed", "0.5")  # type: ignore[arg-type]
     raises_text(TypeError, lambda: tx.power_sgd("data", warm_start=1), "warm_start", "1")  # type: ignore[arg-type]
     raises_text(ValueError, lambda: tx.batched_power_sgd("data", over="all"), "over", "'all'")  # type: ignore[arg-type]

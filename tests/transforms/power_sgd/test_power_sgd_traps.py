@@ -112,7 +112,7 @@ DONATING: dict[str, tx.Transform] = {
     "alone": made(2),
     "fed back": tx.error_feedback(made(2)),
     "cold, flush": tx.error_feedback(made(2, warm_start=False), "flush"),
-    "late": tx.error_feedback(made(2, start=2)),
+    "late": tx.error_feedback(made(2, warmup_steps=2)),
     "batched": tx.error_feedback(tx.batched_power_sgd("data", 2, min_compression_rate=1.0)),
     "by path": tx.partition({("a", "conv"): tx.error_feedback(made(2)), "*": made(2)}),
 }

@@ -86,7 +86,7 @@ def test_encoded_means_and_changes_leave_all_ranks_equal() -> None:
     hook = tx.error_feedback(tx.compress(tx.int8(), tx.scatter_mean("data")))
     adam = tx.adamw(0.01)
     exact = run(tx.fuse(tx.mean("data"), adam), {"data": 3}, steps=60)
-    ranks = run(tx.fuse(hook, adam, gather=tx.int8()), {"data": 3}, steps=60)
+    ranks = run(tx.fuse(hook, adam, gather_codec=tx.int8()), {"data": 3}, steps=60)
     start_ = start()
     for path, first in ranks[0][0].items():
         assert all(torch.equal(first, params[path]) for params, _ in ranks)
@@ -99,7 +99,7 @@ def test_encoded_means_and_changes_leave_all_ranks_equal() -> None:
 @pytest.mark.parametrize("gather", [None, tx.int8()])
 def test_a_node_without_input_gets_the_average_of_the_others(gather: tx.Codec | None) -> None:
     average = tx.average_parameters("node")
-    pipeline = tx.fuse(tx.scatter_mean("local"), tx.adamw(0.1), average, gather=gather)
+    pipeline = tx.fuse(tx.scatter_mean("local"), tx.adamw(0.1), average, gather_codec=gather)
 
     def one_rank(rank: int) -> Any:
         params = start()
@@ -116,7 +116,7 @@ def test_a_node_without_input_gets_the_average_of_the_others(gather: tx.Codec | 
 
 def test_encoded_changes_of_float64_parameters_keep_their_digits() -> None:
     params = {"w": torch.full((40,), 2.0**24 + 1, dtype=torch.float64)}
-    pipeline = tx.fuse(tx.scatter_mean("data"), tx.sgd(1.0), gather=tx.int8())
+    pipeline = tx.fuse(tx.scatter_mean("data"), tx.sgd(1.0), gather_codec=tx.int8())
 
     def one_rank(grad: float) -> Any:
         return pipeline.step(params, {"w": torch.full_like(params["w"], grad)}, pipeline.init(params))[0]
@@ -163,7 +163,7 @@ def test_steps_can_be_differentiated(ranks: int) -> None:
         (lambda: tx.fuse(tx.every(2, tx.scatter_mean("data")), tx.sgd(0.1)), ("every", "cannot hold")),
         (lambda: tx.fuse(tx.masked(tx.scatter_mean("data"), "a"), tx.sgd(0.1)), ("masked", "cannot hold")),
         (lambda: tx.fuse(tx.scatter_mean("data"), tx.sgd(0.1), tx.mean("data")), ("mean('data')", "different pieces")),
-        (lambda: tx.fuse(tx.mean("data"), tx.sgd(0.1), gather=tx.int8()), ("gather=int8", "no scatter_mean")),
+        (lambda: tx.fuse(tx.mean("data"), tx.sgd(0.1), gather_codec=tx.int8()), ("gather_codec=int8", "no scatter_mean")),
         (lambda: tx.zero(tx.mean("node"), tx.sgd(0.1), "data"), ("no mean over 'data'",)),
     ],
 )  # fmt: skip
@@ -179,7 +179,7 @@ def test_other_input_that_cannot_be_used() -> None:
     raises_text(ValueError, lambda: tx.simulate(pipeline.init, {"data": 2}, [twice] * 2), "have the paths ['a.b']")
     apart = {"a": torch.ones(3), "b": torch.ones(3, device="meta")}
     raises_text(ValueError, lambda: tx.simulate(pipeline.init, {"data": 2}, [apart] * 2), "'b'", "meta", "one device")
-    params, coded = {"w": torch.ones(40)}, tx.fuse(tx.scatter_mean("data"), tx.sgd(0.1), gather=tx.int8())
+    params, coded = {"w": torch.ones(40)}, tx.fuse(tx.scatter_mean("data"), tx.sgd(0.1), gather_codec=tx.int8())
 
     def one_rank(other: tx.Pipeline, of: tx.Pipeline) -> Any:
         return other.step(params, params, of.init(params))
