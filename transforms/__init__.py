@@ -16,7 +16,7 @@ optimizers   sgd  adam  adamw  nadam  radam  adamax  adagrad  adadelta  adafacto
              mixed_precision  inject_hyperparameters  with_hyperparameters  as_functional_optim  register_functional_optim
 schedules    linear  cosine  warmup_cosine  warmup  from_torch_scheduler
 collectives  psum  pmean  pmax  pmin  pbroadcast  all_gather  psum_scatter  all_to_all  all_to_all_single  ppermute  axis_index  axis_size
-run, optax   simulate  from_optax  to_optax; random: keys as values, with jax's bits
+run          simulate; random: keys as values, with jax's bits
 memory       remat  checkpoint_name  everything_saveable  nothing_saveable  dots_saveable  dots_with_no_batch_dims_saveable
              save_only_these_names  save_any_names_but_these  save_from_both_policies  offload_dot_with_no_batch_dims
              save_and_offload_only_these_names  saved_residuals  Residuals  Residual
@@ -106,14 +106,12 @@ from .codecs import (
 from .combinators import (
     AccumulateState as AccumulateState,
     EveryState as EveryState,
-    OptaxState as OptaxState,
     SwitchState as SwitchState,
     accumulate as accumulate,
     chain as chain,
     clip_by_global_norm as clip_by_global_norm,
     clip_by_value as clip_by_value,
     every as every,
-    from_optax as from_optax,
     identity as identity,
     masked as masked,
     partition as partition,
@@ -121,7 +119,6 @@ from .combinators import (
     stateless as stateless,
     switch_after as switch_after,
     tap as tap,
-    to_optax as to_optax,
 )
 from .optimizers import (
     AdadeltaState as AdadeltaState,
