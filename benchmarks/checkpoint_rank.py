@@ -34,7 +34,8 @@ from torch import nn
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.checkpoint import Leaves, _save
+from fjoin.checkpoint import _save
+from fjoin.checkpoint._leaves import Leaves
 from fjoin.checkpoint._load import Load
 from fjoin.training import TrainStep
 

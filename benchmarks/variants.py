@@ -319,11 +319,13 @@ def with_optax(name: str, batch: Any, mesh: Any, flat: bool) -> Variant:
     """optax's AdamW as a stage, and the addition of its updates: on the tree, or on one flat tensor."""
     import optax  # jax takes its time to load
 
+    import fjoin.jax
+
     params = {path: p.detach() for path, p in models.model(name).named_parameters()}
     if flat:
         params = {"flat": torch.cat([p.reshape(-1) for p in params.values()])}
     grads = {path: torch.full_like(p, 1e-3) for path, p in params.items()}
-    stage = tx.from_optax(optax.adamw(LR, weight_decay=1e-2))
+    stage = fjoin.jax.from_optax(optax.adamw(LR, weight_decay=1e-2))
     state = stage.init(params)
 
     def run(n: int) -> None:

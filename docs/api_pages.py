@@ -36,7 +36,6 @@ TITLES = {
 }
 # Members that fjoin's own parts use, and no user.
 HIDDEN = {
-    "Folder": "begin commit discard newest_id quarantine refuse_missing retain",
     "Handle": "checksum dict_of pieces",
     "Join": "live notify syncing use",
     "Mesh": "await_event exchange group is_backend_error leave_together lost over raise_root_cause reduce_ report "

@@ -48,7 +48,7 @@ from ._errors import (
 from ._functional import Apply as Apply, functional as functional, value_and_grad as value_and_grad
 from ._version import __version__ as __version__
 from ._watch import Show as Show, show as show, trace as trace
-from .checkpoint._checkpoints import Checkpoints as Checkpoints, load as load, save as save
+from .checkpoint import Checkpoints as Checkpoints, load as load, save as save
 from .groups import Mesh as Mesh, bind as bind, mesh as mesh
 from .loading import Shuffled as Shuffled
 from .optim import (

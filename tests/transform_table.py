@@ -23,7 +23,9 @@ def _from_optax(make: Callable[[Any], Any]) -> tx.Transform:
     """Of optax's own; optax is imported only where it is needed, since that takes seconds."""
     import optax
 
-    return tx.from_optax(make(optax))
+    import fjoin.jax
+
+    return fjoin.jax.from_optax(make(optax))
 
 
 TRANSFORMS: dict[str, list[Callable[[], tx.Transform]]] = {

@@ -15,7 +15,7 @@ optimizers   sgd  adam  adamw  nadam  radam  adamax  adagrad  adadelta  adafacto
              mixed_precision  inject_hyperparameters  with_hyperparameters  as_functional_optim  register_functional_optim
 schedules    linear  cosine  warmup_cosine  warmup  from_torch_scheduler
 collectives  psum  pmean  pmax  pmin  pbroadcast  all_gather  psum_scatter  all_to_all  all_to_all_single  ppermute  axis_index  axis_size
-run, optax   simulate  from_optax  to_optax; random: keys as values, with jax's bits
+run          simulate; random: keys as values, with jax's bits
 memory       remat  checkpoint_name  checkpoint_policies  saved_residuals
 look         tap  record_norm  explain  Explanation  factory
 save         to_state_dict  from_state_dict  PerRank  Merge
@@ -92,7 +92,6 @@ from .combinators import (
     clip_by_global_norm as clip_by_global_norm,
     clip_by_value as clip_by_value,
     every as every,
-    from_optax as from_optax,
     identity as identity,
     masked as masked,
     partition as partition,
@@ -100,7 +99,6 @@ from .combinators import (
     stateless as stateless,
     switch_after as switch_after,
     tap as tap,
-    to_optax as to_optax,
 )
 from .optimizers import (
     Optimizer as Optimizer,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import time
 import uuid
 from pathlib import Path
 
@@ -160,19 +159,6 @@ class Folder:
             sync_folder(self.path)
             self.discard(temporary)
         return deleted
-
-    def clean(self, older_than_s: float) -> list[Path]:
-        """Delete temporary folders in which nothing was written for this number of seconds. Returns them."""
-        stale = []
-        for name in self._names():
-            path = self.path / name
-            if _TEMPORARY.fullmatch(name) and path.is_dir() and not path.is_symlink():
-                with typed_errors(f"look at {path}"):
-                    newest = max(entry.lstat().st_mtime for entry in (path, *path.iterdir()))
-                if time.time() - newest >= older_than_s:
-                    self.discard(path)
-                    stale.append(path)
-        return stale
 
     def discard(self, tmp: Path) -> None:
         """Delete a temporary folder, such as that of a save that has failed."""

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from ..transforms.axes import axis_index, bound, bound_call
 from ..transforms.base import flag, path_string, whole_number
-from ..transforms.combinators import Layout, to_jax, to_torch
-from ._trees import adopt, check_no_key, flat, jax, nested
+from ._trees import Layout, adopt, check_no_key, flat, jax, nested, to_array, to_tensor
 
 _WIDE = (torch.float64, torch.complex128)
 _WHOLE = {torch.int64: torch.int32, torch.uint64: torch.uint32}
@@ -61,7 +60,7 @@ def _checked(path: tuple[Any, ...], x: Any, narrow: bool) -> Any:
 
 def array_of(x: Tensor) -> Any:
     """A tensor as an array of jax, in its mode of 64 bits where the tensor needs it."""
-    return to_jax(x.detach()).reshape(x.shape)
+    return to_array(x.detach()).reshape(x.shape)
 
 
 def _narrowed(name: str, x: Tensor) -> Tensor:
@@ -242,12 +241,12 @@ class _Compiled:
         count = len(self.layout.places)
         params, given = tensors[:count], iter(tensors[count:])
         with jax.enable_x64(self._form.wide or jax.config.jax_enable_x64):
-            flats = [to_jax(flat) for flat in self.layout.join([p.detach() for p in params], torch.cat)]
+            flats = [to_array(flat) for flat in self.layout.join([p.detach() for p in params], torch.cat)]
             args = [array_of(next(given)) if isinstance(x, Tensor) else x for x in values]
             run = self._value_and_grad if grads else lambda *given: (self._value(*given), ())
             (found, aux), slopes = jax.block_until_ready(run(flats, args, *key))
             leaves, behind.structure = jax.tree.flatten(aux)
-            return (_scalar(found), *map(_scalar, leaves), *map(to_torch, slopes))
+            return (_scalar(found), *map(_scalar, leaves), *map(to_tensor, slopes))
 
     def parts(self, behind: _Behind, leaves: Sequence[Tensor]) -> list[Any]:
         """What f has returned behind the loss, in tensors."""
@@ -260,7 +259,9 @@ class _Compiled:
 def _scalar(array: Any) -> Tensor:
     """An array as a tensor; one without elements has its shape."""
     check_no_key(array)
-    return to_torch(array).reshape(array.shape) if array.size else torch.zeros(array.shape, dtype=to_torch(array).dtype)
+    return (
+        to_tensor(array).reshape(array.shape) if array.size else torch.zeros(array.shape, dtype=to_tensor(array).dtype)
+    )
 
 
 class _Value(torch.autograd.Function):

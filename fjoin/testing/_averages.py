@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from .. import transforms as tx
-from ._compare import axes_for, grads_of, params_like, rank_in, ranks_of, same_bits
+from ._compare import grads_of, on_ranks, params_like, ranks_of, same_bits
 
 _CALLS = 12
 
@@ -22,67 +22,48 @@ def _trained(make: Callable[[], tx.Transform], weight: Callable[[int, int], floa
         nan: Whether the parameters of a rank are NaN before a call in which it has weight 0.
     """
 
-    def one_rank() -> list[Any]:
-        part, params, me = make(), params_like(), rank_in(make)
+    def one_rank(part: tx.Transform, params: Any, me: int) -> list[Any]:
         state, seen = part.init(params), []
         for call in range(_CALLS):
-            own = weight(me, call)
-            if own:
-                params = {
-                    path: p + 0.1 * g
-                    for (path, p), g in zip(params.items(), grads_of(10 * call + me).values(), strict=True)
-                }
+            if own := weight(me, call):
+                grads = grads_of(10 * call + me)
+                params = {path: p + 0.1 * grads[path] for path, p in params.items()}
             elif nan:
-                params = {path: torch.full_like(p, float("nan")) for path, p in params.items()}
+                params = {path: torch.full_like(p, math.nan) for path, p in params.items()}
             before = params
             params, state = part.update(params, state, params, weight=own, step=call, persistent=True)
             seen.append((before, params))
         return seen
 
-    return tx.simulate(one_rank, axes_for(make))
+    return on_ranks(make, one_rank)
 
 
 def makes_ranks_equal(make: Callable[[], tx.Transform]) -> None:
     """After a call each parameter is unchanged on all ranks, or equal on all ranks to the bit; each changes at some time."""
     ranks = _trained(make, lambda rank, call: 1.0 + (rank + call) % 3)
-    changed = set()
+    missing = {path for path, p in params_like().items() if p.numel()}
     for calls in zip(*ranks, strict=True):
         for path in params_like():
-            if all(same_bits(before[path], after[path]) for before, after in calls):
-                continue
-            changed.add(path)
-            assert all(same_bits(calls[0][1][path], after[path]) for _, after in calls), f"{path} differs between ranks"
-    missing = {path for path, p in params_like().items() if p.numel()} - changed
+            if not all(same_bits(before[path], after[path]) for before, after in calls):
+                missing.discard(path)
+                assert all(same_bits(calls[0][1][path], after[path]) for _, after in calls), (
+                    f"{path} differs between ranks"
+                )
     assert not missing, f"never averaged: {sorted(missing)}"
 
 
 def gives_the_average_to_ranks_without_input(make: Callable[[], tx.Transform]) -> None:
     """A rank without input gets the same parameters as the others, whatever its own were."""
-
-    def weight(rank: int, call: int) -> float:
-        return 0.0 if rank == 1 else 1.0
-
-    clean, poisoned = _trained(make, weight), _trained(make, weight, nan=True)
+    clean, poisoned = (_trained(make, lambda rank, call: float(rank != 1), nan) for nan in (False, True))
     for rank, (calls, others) in enumerate(zip(clean, poisoned, strict=True)):
         for (_, after), (_, other) in zip(calls, others, strict=True):
-            if rank != 1:
-                assert same_bits(after, other), "parameters of a rank without input have an effect"
+            assert rank == 1 or same_bits(after, other), "parameters of a rank without input have an effect"
 
 
 def keeps_parameters_without_input(make: Callable[[], tx.Transform]) -> None:
     """While no rank has input nothing changes, except by the average of earlier training."""
-    ranks = _trained(make, lambda rank, call: float(call < 3))
-    for calls in ranks:
-        last = calls[-1][1]
-        settled = [same_bits(after, last) for _, after in calls]
-        assert settled[_CALLS // 2], "parameters change although no rank has input"
-
-
-AVERAGE_LAWS: list[Callable[..., None]] = [
-    makes_ranks_equal,
-    gives_the_average_to_ranks_without_input,
-    keeps_parameters_without_input,
-]
+    for calls in _trained(make, lambda rank, call: float(call < 3)):
+        assert same_bits(calls[_CALLS // 2][1], calls[-1][1]), "parameters change although no rank has input"
 
 
 # The weights of up to four ranks, step by step: in the third step no rank has input.
@@ -111,31 +92,27 @@ def forgets_what_is_not_finite(make: Callable[[], tx.Transform]) -> None:
     """A step that is not finite on one rank is not finite on the others either, and leaves the residuals finite."""
     for bad in (math.nan, math.inf):
         outs, errors = _run(make, "freeze", bad, at=1)
-        assert not all(torch.isfinite(leaf).all() for leaf in outs[1][0].values()), "it came out finite"
-        for out, _ in [outs[0], *outs[2:]]:
-            assert all(torch.isfinite(leaf).all() for leaf in out.values()), "it is remembered in later steps"
+        finite = [all(torch.isfinite(leaf).all() for leaf in out.values()) for out, _ in outs]
+        assert not finite.pop(1), "it came out finite"
+        assert all(finite), "it is remembered in later steps"
         assert all(torch.isfinite(leaf).all() for error in errors for leaf in error.values())
 
 
 def _run(
-    make: Callable[[], tx.Transform], without_input: Literal["freeze", "flush"], bad: float | None = None, at: int = -1
+    make: Callable[[], tx.Transform], without_input: Literal["freeze", "flush"], bad: float = 0.0, at: int = -1
 ) -> tuple[list[Any], list[Any]]:
     """The results of rank 0 with their total weights, and all ranks' residuals at the end."""
 
-    def one_rank() -> Any:
-        hook, params = tx.error_feedback(make(), without_input), params_like()
-        state, me, outs = hook.init(params), rank_in(make), []
+    def one_rank(hook: tx.Transform, params: Any, me: int) -> Any:
+        state, outs = hook.init(params), []
         for i, weights in enumerate(INPUTS):
             grads = grads_of(10 * i + me)
             if i == at and me == 1:
-                grads = {path: torch.full_like(g, bad) for path, g in grads.items()}  # type: ignore[arg-type]
+                grads = {path: torch.full_like(g, bad) for path, g in grads.items()}
             out, state = hook.update(grads, state, params, weight=weights[me])
             assert hook.sums is not None, "it has no sums"
             outs.append((out, hook.sums(state).total.item()))
         return outs, state.error
 
-    results = tx.simulate(one_rank, axes_for(make))
+    results = on_ranks(lambda: tx.error_feedback(make(), without_input), one_rank)
     return results[0][0], [error for _, error in results]
-
-
-FEEDBACK_LAWS: list[Callable[..., None]] = [pays_what_it_owes, forgets_what_is_not_finite]

@@ -2,14 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from .. import transforms as tx
-from ._averages import AVERAGE_LAWS, FEEDBACK_LAWS
-from ._codecs import CODEC_LAWS
-from ._optimizers import OPTIMIZER_LAWS
-from ._transforms import TRANSFORM_LAWS
+from . import _averages as averages, _codecs as codecs, _optimizers as optimizers, _transforms as transforms
+from ._compare import is_data
+from ._devices import encodes_on_its_device, stays_on_its_device, steps_on_its_device
+
+LAWS: dict[str, list[Callable[..., None]]] = {
+    "transform": [
+        transforms.is_pure,
+        transforms.keeps_to_its_needs,
+        transforms.goes_bucket_by_bucket,
+        transforms.chains,
+        transforms.ignores_weight_zero,
+        transforms.is_itself_alone,
+        transforms.forgets_the_order_of_ranks,
+        transforms.forgets_what_is_not_finite,
+        transforms.resumes,
+        stays_on_its_device,
+        is_data,
+    ],
+    "optimizer": [
+        optimizers.step_param_is_pure,
+        optimizers.in_place_agrees,
+        optimizers.found_inf_stops_it,
+        optimizers.tree_step_agrees,
+        optimizers.flat_is_leaves,
+        optimizers.resumes,
+        steps_on_its_device,
+        is_data,
+    ],
+    "codec": [
+        codecs.encodes_purely,
+        codecs.says_its_width,
+        codecs.stays_near,
+        codecs.serves_large_and_small,
+        codecs.tells_nonfinite,
+        codecs.reads_rows_alone,
+        codecs.keeps_to_elements,
+        encodes_on_its_device,
+        is_data,
+    ],
+    "feedback": [averages.pays_what_it_owes, averages.forgets_what_is_not_finite],
+    "average": [
+        averages.makes_ranks_equal,
+        averages.gives_the_average_to_ranks_without_input,
+        averages.keeps_parameters_without_input,
+    ],
+}
 
 
 def check_transform(make: Callable[[], tx.Transform]) -> None:
@@ -38,7 +80,7 @@ def check_transform(make: Callable[[], tx.Transform]) -> None:
     >>> from fjoin import transforms as tx
     >>> fjoin.testing.check_transform(lambda: tx.mean("data"))
     """
-    _check(make, TRANSFORM_LAWS)
+    _check("transform", make)
 
 
 def check_optimizer(make: Callable[[], tx.Optimizer]) -> None:
@@ -59,7 +101,7 @@ def check_optimizer(make: Callable[[], tx.Optimizer]) -> None:
     >>> from fjoin import transforms as tx
     >>> fjoin.testing.check_optimizer(lambda: tx.sgd(0.1, momentum=0.9))
     """
-    _check(make, OPTIMIZER_LAWS)
+    _check("optimizer", make)
 
 
 def check_codec(make: Callable[[], tx.Codec]) -> None:
@@ -82,7 +124,7 @@ def check_codec(make: Callable[[], tx.Codec]) -> None:
     >>> from fjoin import transforms as tx
     >>> fjoin.testing.check_codec(tx.int8)
     """
-    _check(make, CODEC_LAWS)
+    _check("codec", make)
 
 
 def check_feedback(make: Callable[[], tx.Transform]) -> None:
@@ -102,7 +144,7 @@ def check_feedback(make: Callable[[], tx.Transform]) -> None:
     >>> from fjoin import transforms as tx
     >>> fjoin.testing.check_feedback(lambda: tx.compress(tx.int8(), tx.mean("data")))
     """
-    _check(make, FEEDBACK_LAWS)
+    _check("feedback", make)
 
 
 def check_average(make: Callable[[], tx.Transform]) -> None:
@@ -122,13 +164,13 @@ def check_average(make: Callable[[], tx.Transform]) -> None:
     >>> from fjoin import transforms as tx
     >>> fjoin.testing.check_average(lambda: tx.every(2, tx.average_parameters("data")))
     """
-    _check(make, AVERAGE_LAWS)
+    _check("average", make)
 
 
-def _check(make: Callable[[], Any], laws: Sequence[Callable[[Any], None]]) -> None:
+def _check(kind: str, make: Callable[[], Any]) -> None:
     if not __debug__:
         raise RuntimeError("the laws are assertions, which python -O leaves out")
-    for law in laws:
+    for law in LAWS[kind]:
         try:
             law(make)
         except AssertionError as error:

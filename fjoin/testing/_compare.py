@@ -115,19 +115,6 @@ def grads_of(seed: int) -> dict[str, Tensor]:
     return params_like(100 + seed)
 
 
-def on_ranks(make: Callable[[], tx.Transform], weights: list[Any], steps: int = 3) -> list[Any]:
-    """The resulting gradients of each rank in each step, and the last state."""
-
-    given = [[grads_of(10 * step + rank) for step in range(steps)] for rank in range(len(weights))]
-    params = params_like()
-
-    def one_rank(mine: list[Any], weight: Any) -> Any:
-        part = make()
-        state = part.init(params)
-        outs = []
-        for grads in mine:
-            out, state = part.update(grads, state, params, weight=weight)
-            outs.append(out)
-        return outs, state
-
-    return tx.simulate(one_rank, axes_for(make, alone=len(weights) == 1), given, weights)
+def on_ranks(make: Callable[[], tx.Transform], body: Callable[..., Any], alone: bool = False) -> list[Any]:
+    """What `body(transform, params, rank)` returns on each simulated rank."""
+    return tx.simulate(lambda: body(make(), params_like(), rank_in(make)), axes_for(make, alone))

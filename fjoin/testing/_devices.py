@@ -134,6 +134,3 @@ class _Elsewhere(Recorder):
     def run(self, op: str, x: Tensor, arg: Any) -> Tensor:
         assert x.device == _ELSEWHERE, f"a message was made on the host: {op} of {tuple(x.shape)}"
         return super().run(op, x, arg)
-
-
-DEVICE_LAWS = [stays_on_its_device, encodes_on_its_device, steps_on_its_device]

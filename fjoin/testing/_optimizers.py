@@ -6,13 +6,13 @@ Each law is a function whose argument makes an optimizer. It raises AssertionErr
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import transforms as tx
-from ._compare import assert_untouched, is_data, max_diff, params_like, same_bits, saved_and_loaded, snapshot
-from ._devices import steps_on_its_device
+from ._compare import assert_untouched, max_diff, params_like, same_bits, saved_and_loaded, snapshot
 
 
 def _grads(seed: int) -> list[Tensor]:
@@ -20,10 +20,15 @@ def _grads(seed: int) -> list[Tensor]:
     return [torch.randn(3, 4, generator=g, dtype=torch.float64) for _ in range(5)]
 
 
+def _begun(make: Callable[[], tx.Optimizer]) -> tuple[tx.Optimizer, Tensor, Any]:
+    """The optimizer of one parameter, the parameter, and its state."""
+    part, param = make().at("layer.weight"), params_like()["layer.weight"]
+    return part, param, part.init_param(param)
+
+
 def step_param_is_pure(make: Callable[[], tx.Optimizer]) -> None:
     """A repeated call gives the same result, and its arguments stay unchanged."""
-    part, param = make().at("layer.weight"), params_like()["layer.weight"]
-    state = part.init_param(param)
+    part, param, state = _begun(make)
     for grad in _grads(1):
         before = snapshot((param, grad, state))
         first, second = part.step_param(param, grad, state), part.step_param(param, grad, state)
@@ -35,9 +40,8 @@ def step_param_is_pure(make: Callable[[], tx.Optimizer]) -> None:
 def in_place_agrees(make: Callable[[], tx.Optimizer]) -> None:
     """step_param_ does in place what step_param returns, with and without grad_scale."""
     for scale in (None, torch.tensor(4.0, dtype=torch.float64)):
-        part, start = make().at("layer.weight"), params_like()["layer.weight"]
-        param, state = start, part.init_param(start)
-        own, slots = start.clone(), part.init_param(start)
+        part, param, state = _begun(make)
+        _, own, slots = _begun(make)
         for grad in _grads(2):
             param, state = part.step_param(param, grad, state)
             given = grad.clone() if scale is None else grad * scale
@@ -47,8 +51,7 @@ def in_place_agrees(make: Callable[[], tx.Optimizer]) -> None:
 
 def found_inf_stops_it(make: Callable[[], tx.Optimizer]) -> None:
     """With found_inf 1 nothing changes; with 0 the step is taken."""
-    part, start = make().at("layer.weight"), params_like()["layer.weight"]
-    own, slots = start.clone(), part.init_param(start)
+    part, own, slots = _begun(make)
     for found, grad in zip((0.0, 1.0, 0.0), _grads(3), strict=False):
         before = snapshot((own, slots))[0]
         part.step_param_(own, grad.clone(), slots, found_inf=torch.tensor(found))
@@ -73,15 +76,14 @@ def tree_step_agrees(make: Callable[[], tx.Optimizer]) -> None:
 
 def flat_is_leaves(make: Callable[[], tx.Optimizer]) -> None:
     """elementwise: the step of a flat buffer is the step of its parts."""
-    part = make().at("layer.weight")
+    part, param, state = _begun(make)
     if not part.elementwise:
         return
-    start = params_like()["layer.weight"]
-    whole, rows = (start, part.init_param(start)), [(row, part.init_param(row)) for row in start]
+    rows = [(row, part.init_param(row)) for row in param]
     for grad in _grads(4):
-        whole = part.step_param(whole[0], grad, whole[1])
+        param, state = part.step_param(param, grad, state)
         rows = [part.step_param(p, g, s) for (p, s), g in zip(rows, grad, strict=True)]
-    assert max_diff(whole[0], torch.stack([p for p, _ in rows])) == 0
+    assert max_diff(param, torch.stack([p for p, _ in rows])) == 0
 
 
 def resumes(make: Callable[[], tx.Optimizer]) -> None:
@@ -90,15 +92,3 @@ def resumes(make: Callable[[], tx.Optimizer]) -> None:
     params, state = opt.step(start, params_like(100), opt.init(start))
     loaded = saved_and_loaded(state, like=opt.init(start))
     assert same_bits(opt.step(params, params_like(101), state), opt.step(params, params_like(101), loaded))
-
-
-OPTIMIZER_LAWS: list[Callable[..., None]] = [
-    step_param_is_pure,
-    in_place_agrees,
-    found_inf_stops_it,
-    tree_step_agrees,
-    flat_is_leaves,
-    resumes,
-    steps_on_its_device,
-    is_data,
-]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,45 +13,38 @@ from ..transforms.base import BucketSums, Call, Needs, merge, restrict
 from ..transforms.pipelines import takes_flat
 from ._compare import (
     assert_untouched,
-    axes_for,
     grads_of,
-    is_data,
     max_diff,
     on_ranks,
     params_like,
-    rank_in,
     ranks_of,
     same_bits,
     saved_and_loaded,
     snapshot,
 )
-from ._devices import stays_on_its_device
 
 
 def keeps_to_its_needs(make: Callable[[], tx.Transform]) -> None:
     """Without LEAVES, PATHS and TREE a flat buffer may stand for the tree; without LAYOUT and TREE any subset of the leaves."""
 
-    def one_rank() -> None:
-        part, params = make(), params_like()
-        grads = grads_of(rank_in(make))
-        out, _ = part.update(grads, part.init(params), params, weight=2.0)
-        if out is None:
+    def one_rank(part: tx.Transform, params: Any, me: int) -> None:
+        grads = grads_of(me)
+
+        def result(pick: Callable[[Any], Any]) -> Any:
+            return part.update(pick(grads), part.init(pick(params)), pick(params), weight=2.0)[0]
+
+        if (out := result(lambda tree: tree)) is None:
             return
         if takes_flat(part):
-            paths = tuple(sorted(grads))  # the order of a tree's leaves
-            one = _ravel(params, paths)
-            flat, _ = part.update(_ravel(grads, paths), part.init(one), one, weight=2.0)
-            assert max_diff(flat, _ravel(out, paths)) == 0, "the flat buffer gave another answer"
+            flat = _ravel(tuple(sorted(grads)))  # in the order of a tree's leaves
+            assert max_diff(result(flat), flat(out)) == 0, "the flat buffer gave another answer"
         if not part.needs & (Needs.LAYOUT | Needs.TREE):
             for path in grads:
-                if not _serves(part, path):
-                    continue
-                one, _ = part.update(
-                    {path: grads[path]}, part.init({path: params[path]}), {path: params[path]}, weight=2.0
-                )
-                assert max_diff(one, {path: out[path]}) == 0, f"{path} alone gave another answer"
+                if _serves(part, path):
+                    one = _part((path,))
+                    assert max_diff(result(one), one(out)) == 0, f"{path} alone gave another answer"
 
-    tx.simulate(one_rank, axes_for(make))
+    on_ranks(make, one_rank)
 
 
 BUCKETS = (("scale", "layer.bias"), ("layer.weight", "none"))
@@ -59,43 +53,42 @@ BUCKETS = (("scale", "layer.bias"), ("layer.weight", "none"))
 def goes_bucket_by_bucket(make: Callable[[], tx.Transform]) -> None:
     """Calls bucket by bucket equal one call on the whole tree, and agree on the common part of the state."""
 
-    def one_rank() -> None:
-        part, params = make(), params_like()
-        if Needs.TREE in part.needs:
-            return
-        rank = rank_in(make)
+    def one_rank(part: tx.Transform, params: Any, me: int) -> None:
         whole = part.init(params)
         layout = Needs.LAYOUT in part.needs
         flat = takes_flat(part) and not layout
-        states = [part.init(_ravel(params, paths)) if flat else restrict(whole, params, paths) for paths in BUCKETS]
+        picks = [(_ravel if flat else _part)(paths) for paths in BUCKETS]
+        states = [
+            part.init(pick(params)) if flat else restrict(whole, params, paths)
+            for pick, paths in zip(picks, BUCKETS, strict=True)
+        ]
         for step in range(3):
-            grads, weight = grads_of(10 * step + rank), float(rank)
+            grads, weight = grads_of(10 * step + me), float(me)
             out, whole = part.update(grads, whole, params, weight=weight, lane={"x": 1.0})
-            outs: list[Any] = []
             first: BucketSums | None = None
-            for i, paths in enumerate(BUCKETS):
-                pick = (
-                    (lambda tree, p=paths: _ravel(tree, p)) if flat else (lambda tree, p=paths: {k: tree[k] for k in p})
-                )
+            for i, pick in enumerate(picks):
                 sums = BucketSums(torch.float32, first)
                 call = Call(weight, {"x": 1.0}).inside(sums=sums)
                 one, states[i] = part.run(pick(grads), states[i], pick(params), call)
                 first = first or sums
                 assert (one is None) == (out is None)
-                if out is not None and not layout:
-                    assert same_bits(one, pick(out)), "a bucket alone gave another answer"
-                    outs.append(one)
+                assert out is None or layout or same_bits(one, pick(out)), "a bucket alone gave another answer"
             if layout:  # codes depend on the layout
                 assert same_bits(merge(states, params), merge(states[::-1], params)), "the buckets do not agree"
             elif not flat:
                 for order in (states, states[::-1]):
                     assert same_bits(merge(order, params), whole), "the buckets' states are not the state of the whole"
 
-    tx.simulate(one_rank, axes_for(make))
+    if Needs.TREE not in make().needs:
+        on_ranks(make, one_rank)
 
 
-def _ravel(tree: Any, paths: tuple[str, ...]) -> Any:
-    return {"": torch.cat([tree[path].reshape(-1) for path in paths])}
+def _ravel(paths: tuple[str, ...]) -> Callable[[Any], Any]:
+    return lambda tree: {"": torch.cat([tree[path].reshape(-1) for path in paths])}
+
+
+def _part(paths: tuple[str, ...]) -> Callable[[Any], Any]:
+    return lambda tree: {path: tree[path] for path in paths}
 
 
 def _serves(part: tx.Transform, path: str) -> bool:
@@ -109,22 +102,32 @@ def _serves(part: tx.Transform, path: str) -> bool:
 
 def is_pure(make: Callable[[], tx.Transform]) -> None:
     """A repeated call gives the same result, and its arguments stay unchanged."""
+    _repeats(make, lambda state, like: state, "the second call gave another answer: there is hidden state")
 
-    def one_rank() -> None:
-        part, params, me = make(), params_like(), rank_in(make)
+
+def resumes(make: Callable[[], tx.Transform]) -> None:
+    """Saved to a file and loaded again, the state gives the same next step to the bit."""
+    _repeats(make, saved_and_loaded, "the state that was loaded went another way")
+
+
+def _repeats(make: Callable[[], tx.Transform], held: Callable[[Any, Any], Any], text: str) -> None:
+    """Each step gives the same result from its state and from `held` of it, and its arguments stay unchanged."""
+
+    def one_rank(part: tx.Transform, params: Any, me: int) -> None:
         state = part.init(params)
         for step in range(4):
             grads, weight = grads_of(10 * step + me), weight_of(step, me)
             given = (grads, state, params)
             before = snapshot(given)
+            other = held(state, part.init(params))
             first = part.update(grads, state, params, weight=weight)
-            second = part.update(grads, state, params, weight=weight)
+            second = part.update(grads, other, params, weight=weight)
             assert_untouched(given, before)
-            assert same_bits(first, second), "the second call gave another answer: there is hidden state"
+            assert same_bits(first, second), f"{text}, in step {step}"
             state = first[1]
 
     for alone in (True, False):
-        tx.simulate(one_rank, axes_for(make, alone))
+        on_ranks(make, one_rank, alone)
 
 
 def weight_of(step: int, rank: int) -> Any:
@@ -136,40 +139,38 @@ def weight_of(step: int, rank: int) -> Any:
 def chains(make: Callable[[], tx.Transform]) -> None:
     """In a chain it gives the same results as alone."""
 
-    def one_rank() -> None:
-        part, other, params = make(), tx.clip_by_value(0.5), params_like()
+    def one_rank(part: tx.Transform, params: Any, me: int) -> None:
+        other = tx.clip_by_value(0.5)
         both = tx.chain(part, other)
-        grads = grads_of(rank_in(make))
-        a, _ = both.update(grads, both.init(params), params, weight=1.0)
-        b, _ = part.update(grads, part.init(params), params, weight=1.0)
-        if b is None:
-            assert a is None
-        else:
-            assert max_diff(a, other.update(b, (), params)[0]) == 0
+        a, _ = both.update(grads_of(me), both.init(params), params, weight=1.0)
+        b, _ = part.update(grads_of(me), part.init(params), params, weight=1.0)
+        assert a is b is None or max_diff(a, other.update(b, (), params)[0]) == 0
 
-    tx.simulate(one_rank, axes_for(make))
+    on_ranks(make, one_rank)
 
 
 def ignores_weight_zero(make: Callable[[], tx.Transform]) -> None:
     """Values of a rank of weight 0, even NaN, change nothing on the others; with a reduction, nor in later steps."""
 
     def run(poison: bool) -> Any:
-        def one_rank() -> Any:
-            part, params, me = make(), params_like(), rank_in(make)
+        def one_rank(part: tx.Transform, params: Any, me: int) -> Any:
             state, outs = part.init(params), []
             for step in range(4 if part.sums else 1):
                 grads, idle = grads_of(10 * step + me), me == 1 and step % 2 == 0
                 if idle and poison:
-                    grads = {path: torch.full_like(g, float("nan")) for path, g in grads.items()}
+                    grads = _nan(grads)
                 out, state = part.update(grads, state, params, weight=0.0 if idle else 2.0)
                 if not idle:
                     outs.append(out)
             return outs
 
-        return tx.simulate(one_rank, axes_for(make))
+        return on_ranks(make, one_rank)
 
-    for clean, poisoned in zip(run(False), run(True), strict=True):
-        assert same_bits(clean, poisoned), "a rank of weight 0 was heard"
+    assert same_bits(run(False), run(True)), "a rank of weight 0 was heard"
+
+
+def _nan(grads: Any) -> Any:
+    return {path: torch.full_like(g, math.nan) for path, g in grads.items()}
 
 
 def is_itself_alone(make: Callable[[], tx.Transform]) -> None:
@@ -177,7 +178,11 @@ def is_itself_alone(make: Callable[[], tx.Transform]) -> None:
     part = make()
     if not part.sums:
         return
-    (((out,), state),) = on_ranks(make, [2.0], steps=1)
+
+    def one_rank(part: tx.Transform, params: Any, me: int) -> Any:
+        return part.update(grads_of(me), part.init(params), params, weight=2.0)
+
+    ((out, state),) = on_ranks(make, one_rank, alone=True)
     if out is None:
         return
     assert part.sums(state).total.item() in (1.0, 2.0), "it has counted another weight"
@@ -190,29 +195,23 @@ def forgets_the_order_of_ranks(make: Callable[[], tx.Transform]) -> None:
     """A mean or a sum gives the same result when the ranks are permuted, unless it rounds stochastically."""
     if _axis_of(make()) is None or _holds(make(), lambda part: isinstance(part, tx.Codec) and part.stochastic):
         return
-    order = list(range(ranks_of(make)))
 
-    def run(order: list[int]) -> Any:
-        def one_rank(who: int) -> Any:
-            part, params = make(), params_like()
-            out, _ = part.update(grads_of(who), part.init(params), params, weight=1.0 + who)
-            return out
+    def run(shift: int) -> Any:
+        def one_rank(part: tx.Transform, params: Any, me: int) -> Any:
+            who = (me + shift) % ranks_of(make)
+            return part.update(grads_of(who), part.init(params), params, weight=1.0 + who)[0]
 
-        ranks = tx.simulate(one_rank, axes_for(make), order)
+        ranks = on_ranks(make, one_rank)
         assert all(same_bits(ranks[0], other) for other in ranks), "ranks got different results"
         return ranks[0]
 
-    assert max_diff(run(order), run(order[-1:] + order[:-1])) < _room(make())
+    room = 0.1 if make().compression else 1e-14  # where the sums are encoded, about one step of the code
+    assert max_diff(run(0), run(-1)) < room
 
 
 def _axis_of(part: tx.Transform) -> Any:
     """The axis of a mean or a sum; None for any other transform."""
     return part.reduces.axis if part.reduces else None
-
-
-def _room(part: tx.Transform) -> float:
-    """The tolerance for another order of additions: where their results are encoded, about one step of the code."""
-    return 0.1 if part.compression else 1e-14
 
 
 def _holds(part: Any, what: Callable[[Any], bool]) -> bool:
@@ -221,17 +220,13 @@ def _holds(part: Any, what: Callable[[Any], bool]) -> bool:
 
 def forgets_what_is_not_finite(make: Callable[[], tx.Transform]) -> None:
     """A lossy transform does not remember a step that is not finite."""
-    if make().compression is None:
-        return
-    params = params_like()
 
-    def one_rank() -> None:
-        part, me = make(), rank_in(make)
+    def one_rank(part: tx.Transform, params: Any, me: int) -> None:
         state, bad = part.init(params), False
         for step in range(6):
             grads = grads_of(10 * step + me)
             if step in (1, 4) and me == 1:
-                grads = {path: torch.full_like(g, float("nan")) for path, g in grads.items()}
+                grads = _nan(grads)
             out, state = part.update(grads, state, params, weight=1.0)
             bad = bad or step in (1, 4)
             if out is not None:  # the end of a window, which may include a step that is not finite
@@ -239,38 +234,5 @@ def forgets_what_is_not_finite(make: Callable[[], tx.Transform]) -> None:
                 assert fine or bad, f"step {step} is not finite, as steps before it"
                 bad = False
 
-    tx.simulate(one_rank, axes_for(make))
-
-
-def resumes(make: Callable[[], tx.Transform]) -> None:
-    """Saved to a file and loaded again, the state gives the same next step to the bit."""
-
-    def one_rank() -> None:
-        part, params, me = make(), params_like(), rank_in(make)
-        state = part.init(params)
-        for step in range(4):
-            grads, weight = grads_of(10 * step + me), weight_of(step, me)
-            loaded = saved_and_loaded(state, like=part.init(params))
-            a = part.update(grads, state, params, weight=weight)
-            assert same_bits(a, part.update(grads, loaded, params, weight=weight)), (
-                f"it went another way in step {step}"
-            )
-            state = a[1]
-
-    for alone in (True, False):
-        tx.simulate(one_rank, axes_for(make, alone))
-
-
-TRANSFORM_LAWS: list[Callable[..., None]] = [
-    is_pure,
-    keeps_to_its_needs,
-    goes_bucket_by_bucket,
-    chains,
-    ignores_weight_zero,
-    is_itself_alone,
-    forgets_the_order_of_ranks,
-    forgets_what_is_not_finite,
-    resumes,
-    stays_on_its_device,
-    is_data,
-]
+    if make().compression is not None:
+        on_ranks(make, one_rank)

@@ -12,7 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fjoin.checkpoint import FileEntry, Folder, Leaf, Manifest, Part, write_file
+from fjoin.checkpoint._files import FileEntry
+from fjoin.checkpoint._folder import Folder
+from fjoin.checkpoint._manifest import Manifest
+from fjoin.checkpoint._safetensors import Leaf, Part, write_file
 
 RUN = "a" * 32
 CODES = {

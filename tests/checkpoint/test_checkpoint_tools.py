@@ -1,4 +1,4 @@
-"""show, verify and export, as functions and as a program."""
+"""show, verify and export."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import torch
 
 import fjoin
 from fjoin import checkpoint
-from fjoin.checkpoint import Folder, Leaf, Part, write_file
 from fjoin.checkpoint.__main__ import main
+from fjoin.checkpoint._folder import Folder
+from fjoin.checkpoint._safetensors import Leaf, Part, write_file
 from tests.checkpoint.saved_steps import a_state, new_manifest, read_safetensors, save
 from tests.helpers import raises_text
 
@@ -24,11 +25,12 @@ def two_steps(path: Path) -> Folder:
     return folder
 
 
-def test_show_names_the_step_and_its_leaves(tmp_path: Path) -> None:
+def test_show_names_the_step_and_its_leaves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = two_steps(tmp_path)
-    text = checkpoint.show(folder.path)
+    assert main(["show", str(folder.path)]) == 0
+    text = capsys.readouterr().out
     assert "step 200" in text and "m: float32 [3, 4], {'cut': 'data'}, parts: 2" in text and "calls: [200]" in text
-    assert "step 100" in checkpoint.show(folder.step_path(100))
+    assert main(["show", str(folder.step_path(100))]) == 0 and "step 100" in capsys.readouterr().out
 
 
 def test_verify_finds_every_kind_of_damage(tmp_path: Path) -> None:

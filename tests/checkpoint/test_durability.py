@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from fjoin.checkpoint import Folder, newest_verified
+from fjoin.checkpoint._folder import Folder
+from fjoin.checkpoint._leaves import newest_verified
 from tests.checkpoint.saved_steps import save
 
 Call = tuple[str, tuple[Any, ...]]

@@ -6,8 +6,6 @@ import errno
 import os
 import random
 import shutil
-import time
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,8 @@ from typing import Any
 import pytest
 
 import fjoin
-from fjoin.checkpoint import Folder, newest_verified
+from fjoin.checkpoint._folder import Folder
+from fjoin.checkpoint._leaves import newest_verified
 from tests.checkpoint.saved_steps import RUN, fill, save
 from tests.helpers import raises_text
 
@@ -272,23 +271,3 @@ def test_old_steps_of_ones_own_run_are_deleted(tmp_path: Path) -> None:
     for keep in ((0, None), (1, 0)):
         with pytest.raises(ValueError, match="at least 1"):
             folder.retain(*keep, RUN)
-
-
-def test_only_stale_temporary_folders_are_cleaned_and_links_are_not_followed(tmp_path: Path) -> None:
-    folder = Folder(tmp_path / "run")
-    save(folder, 1)
-    old, new = folder.begin(2), folder.begin(2)
-    (old / "file").write_bytes(b"1")
-    precious = tmp_path / "precious"
-    precious.mkdir()
-    (precious / "file").write_bytes(b"1")
-    link = folder.path / f".tmp-{uuid.uuid4().hex}"
-    link.symlink_to(precious)
-    (old / "link").symlink_to(precious)
-    (folder.path / ".tmp-mine").mkdir()
-    past = time.time() - 1000
-    for path in (old / "file", old / "link", old, precious / "file", precious, link, folder.path / ".tmp-mine"):
-        os.utime(path, (past, past), follow_symlinks=False)
-    assert folder.clean(2000) == [] and folder.clean(500) == [old] and not old.exists()
-    assert new.exists() and (precious / "file").exists() and (folder.path / ".tmp-mine").exists()
-    assert folder.steps() == [1] and newest_verified(folder)

@@ -29,7 +29,6 @@ def test_every_byte_verifies(name: str) -> None:
     folder = format_1.FOLDER / name
     assert fjoin.checkpoint.verify(folder) == []
     assert json.loads((folder / "step-00000003" / "manifest.json").read_text())["version"] == 1
-    assert "step 3" in fjoin.checkpoint.show(folder)
 
 
 @pytest.mark.parametrize("name", [*format_1.pipelines()])

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 import fjoin
-from fjoin.checkpoint import FileEntry, Leaf, Manifest, Part
+from fjoin.checkpoint._files import FileEntry
+from fjoin.checkpoint._manifest import Manifest
+from fjoin.checkpoint._safetensors import Leaf, Part
 from tests.checkpoint.saved_steps import fill, new_manifest
 from tests.helpers import raises_text
 

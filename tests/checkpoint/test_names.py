@@ -11,6 +11,7 @@ import torch
 import fjoin
 from fjoin import transforms as tx
 from fjoin.checkpoint import _values as _names
+from fjoin.checkpoint._folder import Folder
 from tests.helpers import raises_text
 
 START = {"layer": {"w": torch.linspace(-1, 1, 12).reshape(3, 4)}, "b": torch.zeros(3)}
@@ -24,7 +25,7 @@ def step_of(hook: tx.Transform, after: tx.Transform | None = None) -> fjoin.Trai
 
 
 def names_in(folder: Path) -> set[str]:
-    path, manifest = fjoin.checkpoint.Folder(folder).read(1)
+    path, manifest = Folder(folder).read(1)
     return {*manifest.leaves, *manifest.numbers}
 
 
@@ -125,7 +126,7 @@ def test_a_shape_that_changes_between_saves_is_written_as_it_is(tmp_path: Path) 
         state, metrics = step(state, torch.ones(3, 4))
         path = runs.save(state, metrics)
         assert path is not None and fjoin.checkpoint.verify(path) == []
-        leaf = fjoin.checkpoint.Folder(tmp_path).read(count)[1].leaves["pipeline.hook.custom#0.seen"]
+        leaf = Folder(tmp_path).read(count)[1].leaves["pipeline.hook.custom#0.seen"]
         assert leaf.shape == [count]
 
 

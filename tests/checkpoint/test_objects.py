@@ -13,6 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fjoin
 from fjoin import transforms as tx
+from fjoin.checkpoint._leaves import Leaves
+from fjoin.checkpoint._manifest import read_step
 from tests.helpers import raises_text
 
 STEPS, CUT = 6, 3
@@ -145,8 +147,8 @@ def run_without_gathering(folder: str) -> None:
         fjoin.ZeroRedundancyOptimizer.consolidate_state_dict = gathers  # type: ignore[method-assign]
     (own,) = path.glob(f"rank-{dist.get_rank():05d}-*")
     whole = sum(2 * 4 * p.numel() for p in of["model"].parameters())
-    with fjoin.checkpoint.Leaves(path, fjoin.checkpoint.read_step(path)) as leaves:
-        file = leaves.file([entry.name for entry in fjoin.checkpoint.read_step(path).files].index(own.name))
+    with Leaves(path, read_step(path)) as leaves:
+        file = leaves.file([entry.name for entry in read_step(path).files].index(own.name))
         held = sum(4 * file.read(name).numel() for name in file.names if ".state." in name and file.shape(name))
     assert 0 < held < 0.8 * whole
 

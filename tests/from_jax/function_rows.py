@@ -88,7 +88,6 @@ KEYS = Section(
         Row("random.bernoulli(k, 0.3, (16,))", "random.bernoulli(k, 0.3, (16,))", exact=True),
         Row("random.randint(k, (16,), -5, 100)", "random.randint(k, (16,), -5, 100)", exact=True),
         Row("random.permutation(k, 20)", "random.permutation(k, 20)", exact=True),
-        Row("random.categorical(k, x)", "random.categorical(k, x)", exact=True),
         Row(
             "jax.vmap(lambda k: random.uniform(k, (3,)))(random.split(k, 4))",
             "torch.vmap(lambda k: random.uniform(k, (3,)))(random.split(k, 4))",

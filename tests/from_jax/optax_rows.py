@@ -56,9 +56,9 @@ STAGES = Section(
             'tx.partition({"w": tx.clip_by_value(0.1), "*": tx.clip_by_value(1.0)})',
             "patterns of paths in the place of labels; the first match wins",
         ),
-        Row("optax.ema(0.9)", "tx.from_optax(optax.ema(0.9))", "of gradients; `tx.ema` is that of parameters"),
-        Row("optax.scale_by_adam()", "tx.from_optax(optax.scale_by_adam())", "optimizers here step parameters, and return no updates"),
-        Row("optax.adaptive_grad_clip(0.01)", "tx.from_optax(optax.adaptive_grad_clip(0.01))"),
+        Row("optax.ema(0.9)", "fjoin.jax.from_optax(optax.ema(0.9))", "of gradients; `tx.ema` is that of parameters"),
+        Row("optax.scale_by_adam()", "fjoin.jax.from_optax(optax.scale_by_adam())", "optimizers here return no updates"),
+        Row("optax.adaptive_grad_clip(0.01)", "fjoin.jax.from_optax(optax.adaptive_grad_clip(0.01))"),
     ],
 )  # fmt: skip
 

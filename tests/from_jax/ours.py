@@ -12,7 +12,7 @@ import optree
 import optree.integrations.torch
 import torch
 
-import fjoin
+import fjoin.jax
 from fjoin import transforms as tx
 from tests.from_jax import data
 from tests.transforms.remat.exact import exact_host
@@ -20,7 +20,7 @@ from tests.transforms.remat.exact import exact_host
 
 def with_optax(transformation: Any) -> tx.Pipeline:
     """As on the page."""
-    return tx.fuse(tx.from_optax(transformation), tx.sgd(1.0, maximize=True))
+    return tx.fuse(fjoin.jax.from_optax(transformation), tx.sgd(1.0, maximize=True))
 
 
 NAMES: dict[str, Any] = {

@@ -14,7 +14,7 @@ import fjoin
 import fjoin.jax
 from fjoin import transforms as tx
 from fjoin.jax import _loss
-from fjoin.transforms.combinators import to_torch
+from fjoin.jax._trees import to_tensor
 
 
 def net(params: Any, batch: Any) -> Any:
@@ -143,7 +143,7 @@ def test_the_call_has_ended_before_torch_writes(monkeypatch: Any) -> None:
 
     def watched(array: Any) -> torch.Tensor:
         ready.append(array.is_ready())
-        return to_torch(array)
+        return to_tensor(array)
 
     def slow(p: Any, x: Any) -> Any:
         return jax.lax.fori_loop(0, 40, lambda i, y: jnp.tanh(y @ p["w"]), x).sum()
@@ -151,7 +151,7 @@ def test_the_call_has_ended_before_torch_writes(monkeypatch: Any) -> None:
     params, x = {"w": torch.randn(500, 500) / 25}, torch.randn(500, 500)
     loss = fjoin.jax.loss(slow)
     want, _ = fjoin.value_and_grad(loss)(params, x)
-    monkeypatch.setattr(_loss, "to_torch", watched)
+    monkeypatch.setattr(_loss, "to_tensor", watched)
     for _ in range(3):
         own = {path: p.clone() for path, p in params.items()}
         got, grads = fjoin.value_and_grad(loss)(own, x)

@@ -93,7 +93,7 @@ def test_objects_of_other_libraries_are_refused(name: str) -> None:
 
 
 def test_what_they_say_works() -> None:
-    run(torch.ones(3), pipeline=tx.fuse(tx.chain(MEAN, tx.from_optax(OPTAX)), tx.sgd(1.0, maximize=True)))
+    run(torch.ones(3), pipeline=tx.fuse(tx.chain(MEAN, fjoin.jax.from_optax(OPTAX)), tx.sgd(1.0, maximize=True)))
     run(torch.ones(3), pipeline=tx.fuse(MEAN, tx.adam(lambda step: float(SCHEDULE(int(step))))))
     PIPELINE.step(fjoin.jax.to_torch(THEIRS), OURS, PIPELINE.init(OURS), weight=float(jnp.ones(())))
     run(jnp.ones(3), fjoin.jax.loss(jax_loss))

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from fjoin import transforms as tx
-from fjoin.testing import CODEC_LAWS, FEEDBACK_LAWS, OPTIMIZER_LAWS, TRANSFORM_LAWS
-from fjoin.testing._devices import DEVICE_LAWS
+from fjoin.testing import LAWS
 
 
 def _plain(update: Any, **settings: Any) -> Callable[[], tx.Transform]:
@@ -166,6 +165,11 @@ def _never_equal() -> tx.Transform:
     return tx.clip_by_value(float(len(_SEEN)))
 
 
+def _laws(kind: str) -> list[Any]:
+    """Those of a kind, except the law of devices, which has a file of its own."""
+    return [law for law in LAWS[kind] if not law.__name__.endswith("_on_its_device")]
+
+
 BROKEN_TRANSFORMS = {
     "is_pure": [_remembers, _plain(_writes), _writes_where_others_are],
     "keeps_to_its_needs": [
@@ -187,7 +191,7 @@ BROKEN_TRANSFORMS = {
     ("law", "broken"),
     [
         pytest.param(law, broken, id=f"{law.__name__}{i}")
-        for law in TRANSFORM_LAWS if law not in DEVICE_LAWS for i, broken in enumerate(BROKEN_TRANSFORMS[law.__name__])
+        for law in _laws("transform") for i, broken in enumerate(BROKEN_TRANSFORMS[law.__name__])
     ],
 )  # fmt: skip
 def test_each_transform_law_can_fail(law: Any, broken: Any) -> None:
@@ -229,7 +233,7 @@ BROKEN_OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("law", [law for law in OPTIMIZER_LAWS if law not in DEVICE_LAWS], ids=lambda law: law.__name__)
+@pytest.mark.parametrize("law", _laws("optimizer"), ids=lambda law: law.__name__)
 def test_each_optimizer_law_can_fail(law: Any) -> None:
     with pytest.raises(AssertionError):
         law(BROKEN_OPTIMIZERS[law.__name__])
@@ -259,7 +263,7 @@ BROKEN_FEEDBACK = {
 }
 
 
-@pytest.mark.parametrize("law", FEEDBACK_LAWS, ids=lambda law: law.__name__)
+@pytest.mark.parametrize("law", _laws("feedback"), ids=lambda law: law.__name__)
 def test_each_law_of_feedback_can_fail(law: Any) -> None:
     with pytest.raises(AssertionError):
         law(BROKEN_FEEDBACK[law.__name__])
@@ -282,8 +286,11 @@ def _decode(change: Callable[[Tensor], Tensor]) -> Any:
 BROKEN_CODECS = {
     "encodes_purely": _codec(encode=_encode_writes),
     "says_its_width": _codec(width=lambda n: 2 * n + 1),
-    "stays_near": [_codec(decode=_decode(torch.neg)), _codec(decode=_decode(lambda x: 0 * x))],
-    "keeps_zero": _codec(decode=_decode(lambda x: x + 1e-9)),
+    "stays_near": [
+        _codec(decode=_decode(torch.neg)),
+        _codec(decode=_decode(lambda x: 0 * x)),
+        _codec(decode=_decode(lambda x: x + 1e-9)),
+    ],
     "serves_large_and_small": _codec(encode=lambda x: tx.bfloat16().encode(x.half().float())),
     "tells_nonfinite": _codec(encode=lambda x: tx.bfloat16().encode(x.clamp(-1e9, 1e9))),
     "reads_rows_alone": _codec(encode=lambda x: tx.bfloat16().encode(x - x.nan_to_num().mean())),
@@ -292,7 +299,7 @@ BROKEN_CODECS = {
 }
 
 
-@pytest.mark.parametrize("law", [law for law in CODEC_LAWS if law not in DEVICE_LAWS], ids=lambda law: law.__name__)
+@pytest.mark.parametrize("law", _laws("codec"), ids=lambda law: law.__name__)
 def test_each_codec_law_can_fail(law: Any) -> None:
     broken = BROKEN_CODECS[law.__name__]
     for make in broken if isinstance(broken, list) else [broken]:
@@ -305,7 +312,7 @@ def _nan_at_once(param: Tensor, grad: Tensor, state: Any, **guards: Any) -> None
 
 
 def test_nan_is_no_right_answer() -> None:
-    for law in OPTIMIZER_LAWS:
+    for law in _laws("optimizer"):
         if law.__name__ in ("in_place_agrees", "tree_step_agrees"):
             with pytest.raises(AssertionError):
                 law(_optimizer(step_param_=_nan_at_once))

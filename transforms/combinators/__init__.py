@@ -22,16 +22,6 @@ from ._conditional import (
     switch_after as switch_after,
 )
 from ._monitor import NormState as NormState, record_norm as record_norm, tap as tap
-from ._optax import (
-    Layout as Layout,
-    OptaxState as OptaxState,
-    from_optax as from_optax,
-    import_jax as import_jax,
-    name_of as name_of,
-    to_jax as to_jax,
-    to_optax as to_optax,
-    to_torch as to_torch,
-)
 from ._partition import (
     Patterns as Patterns,
     check_which as check_which,

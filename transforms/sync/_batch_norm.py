@@ -52,7 +52,6 @@ def sync_batch_norm(
         y, like x, and the new state, with the fields `mean` and `var`. One message forward and one backward.
 
     Raises:
-        ValueError: x has fewer than two dimensions, or is not floating-point.
         UnboundAxis: nothing binds the axis.
 
     Same as: torch.nn.SyncBatchNorm, which refuses uneven inputs.
@@ -64,10 +63,8 @@ def sync_batch_norm(
     >>> tx.simulate(one_rank, {"data": 2}, [torch.tensor([[1.0]]), torch.tensor([[2.0], [6.0]])])
     [tensor([0.3000]), tensor([0.3000])]
     """
-    if x.dim() < 2 or not x.is_floating_point():
-        raise ValueError(f"x must be floating-point (samples, channels, ...), got {x.dtype} of shape {tuple(x.shape)}")
     over = [d for d in range(x.dim()) if d != 1]
-    form = [1, -1] + [1] * (x.dim() - 2)
+    form = [-1] + [1] * (x.dim() - 2)
     running_mean, running_var = state
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     if training:
@@ -100,10 +97,7 @@ def sync_batch_norm(
 
 
 M = TypeVar("M", bound=nn.Module)
-_KEPT, _TENSORS = (
-    ("affine", "track_running_stats", "training"),
-    ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"),
-)
+_KEPT = tuple("affine track_running_stats training weight bias running_mean running_var num_batches_tracked".split())
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -125,26 +119,22 @@ class SyncBatchNorm(_BatchNorm):
             UnboundAxis: nothing binds the axis, as where the module is called outside a step and `fjoin.bind`.
         """
         mean, var, momentum = self.running_mean, self.running_var, self.momentum
-        if mean is None or var is None:
-            like = torch.promote_types(x.dtype, torch.float32)
-            mean, var = (torch.zeros(x.shape[1:2], dtype=like, device=x.device) for _ in range(2))
-        training = self.training or self.running_mean is None
-        updates = self.training and self.running_mean is not None
-        if updates and self.num_batches_tracked is not None:
+        if self.training and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
             if momentum is None:  # the average of all batches
                 momentum = 1.0 / float(self.num_batches_tracked)
+        none = torch.zeros((), device=x.device)
         y, new = sync_batch_norm(
             x,
-            (mean, var),
+            (none if mean is None else mean, none if var is None else var),
             self.weight,
             self.bias,
             axis=self.axis,
-            training=training,
-            momentum=0.0 if momentum is None else momentum,
+            training=self.training or mean is None,
+            momentum=momentum or 0.0,
             eps=self.eps,
         )
-        if updates:
+        if self.training and mean is not None and var is not None:
             mean.copy_(new.mean)
             var.copy_(new.var)
         return y
@@ -167,9 +157,6 @@ def convert_sync_batchnorm(module: M, axis: AxisName = "data") -> M:
     Returns:
         The module, or its replacement where it is itself a batch normalization.
 
-    Raises:
-        TypeError: `module` is no nn.Module.
-
     Same as: torch.nn.SyncBatchNorm.convert_sync_batchnorm, which refuses CPUs and uneven inputs.
 
     >>> from fjoin import transforms as tx
@@ -177,22 +164,18 @@ def convert_sync_batchnorm(module: M, axis: AxisName = "data") -> M:
     >>> model[1]
     SyncBatchNorm(8, eps=1e-05, momentum=0.1, axis='data')
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"convert_sync_batchnorm takes a module, got {module!r}")
-    made: dict[int, nn.Module] = {}
-    for path, part in list(module.named_modules(remove_duplicate=False)):
-        above, _, name = path.rpartition(".")
-        if path and (new := _converted(part, axis, made)) is not part:
-            setattr(module.get_submodule(above), name, new)
-    return _converted(module, axis, made)  # type: ignore[return-value]
+    made: dict[nn.Module, nn.Module] = {}
 
+    def converted(part: nn.Module) -> nn.Module:
+        if isinstance(part, _BatchNorm) and not isinstance(part, SyncBatchNorm):
+            if part not in made:
+                made[part] = new = SyncBatchNorm(axis, part.num_features, part.eps, part.momentum, device="meta")
+                for name in _KEPT:
+                    setattr(new, name, getattr(part, name))
+            return made[part]
+        for name, child in part._modules.items():
+            if child is not None:
+                setattr(part, name, converted(child))
+        return part
 
-def _converted(module: nn.Module, axis: AxisName, made: dict[int, nn.Module]) -> nn.Module:
-    if not isinstance(module, _BatchNorm) or isinstance(module, SyncBatchNorm):
-        return module
-    if id(module) not in made:
-        new = SyncBatchNorm(axis, module.num_features, module.eps, module.momentum, device="meta")
-        for name in (*_KEPT, *_TENSORS):
-            setattr(new, name, getattr(module, name))
-        made[id(module)] = new
-    return made[id(module)]
+    return converted(module)  # type: ignore[return-value]

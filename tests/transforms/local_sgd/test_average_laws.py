@@ -10,7 +10,7 @@ import torch
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.testing import AVERAGE_LAWS
+from fjoin.testing import LAWS
 
 SGD = tx.sgd(0.7, momentum=0.9, nesterov=True)
 AVERAGES: dict[str, Callable[[], tx.Transform]] = {
@@ -25,7 +25,7 @@ AVERAGES: dict[str, Callable[[], tx.Transform]] = {
 }
 
 
-@pytest.mark.parametrize("law", AVERAGE_LAWS)
+@pytest.mark.parametrize("law", LAWS["average"])
 @pytest.mark.parametrize("name", AVERAGES)
 def test_average(name: str, law: Any) -> None:
     law(AVERAGES[name])
@@ -69,7 +69,7 @@ BROKEN: dict[str, Callable[[], tx.Transform]] = {
 }
 
 
-@pytest.mark.parametrize("law", AVERAGE_LAWS)
+@pytest.mark.parametrize("law", LAWS["average"])
 def test_each_law_can_fail(law: Any) -> None:
     with pytest.raises(AssertionError):
         law(BROKEN[law.__name__])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
@@ -51,10 +50,11 @@ KNOWN = [
 
 @pytest.mark.parametrize(("key", "counter", "want"), KNOWN)
 def test_known_answers(key: Any, counter: Any, want: Any) -> None:
-    from fjoin.transforms.random import threefry, unsigned, word
+    from fjoin.transforms.random import _threefry
 
-    got = threefry(word(torch.tensor(key)), *word(torch.tensor(counter)))
-    assert tuple(unsigned(x).item() for x in got) == want
+    number = int.from_bytes(b"".join(word.to_bytes(4) for word in counter), signed=True)
+    got = _threefry(torch.tensor(key).to(torch.int32), torch.tensor(number))
+    assert tuple(x.item() & 0xFFFFFFFF for x in got) == want
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -70,8 +70,6 @@ def test_64_bits(shape: Any) -> None:
         assert same(tx.random.bits(tx.random.key(3), shape, 64), jax.random.bits(jax.random.key(3), shape, "uint64"))
         theirs = jax.random.uniform(jax.random.key(3), shape, "float64")
         assert same(tx.random.uniform(tx.random.key(3), shape, torch.float64), theirs)
-        theirs = jax.random.randint(jax.random.key(3), shape, -5, 1000, "int64")
-        assert same(tx.random.randint(tx.random.key(3), shape, -5, 1000, torch.int64), theirs)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -111,21 +109,8 @@ def test_permutation() -> None:
         assert same(tx.random.permutation(key, n), jax.random.permutation(theirs, n))
     x = np.arange(60, dtype=np.float32).reshape(3, 4, 5)
     for axis in (0, 1, 2, -1):
-        for independent in (False, True):
-            got = tx.random.permutation(key, torch.from_numpy(x), axis, independent)
-            assert same(got.contiguous(), jax.random.permutation(theirs, x, axis, independent))
-
-
-def test_categorical() -> None:
-    logits = np.random.default_rng(0).normal(size=(3, 4, 5)).astype(np.float32)
-    for axis in (0, 1, -1):
-        got = tx.random.categorical(tx.random.key(6), torch.from_numpy(logits), axis)
-        assert same(got, jax.random.categorical(jax.random.key(6), logits, axis))
-    for axis, shape in ((-1, (7, 3, 4)), (1, (2, 3, 5)), (0, (4, 5))):
-        got = tx.random.categorical(tx.random.key(6), torch.from_numpy(logits), axis, shape)
-        assert same(got, jax.random.categorical(jax.random.key(6), logits, axis, shape))
-    sure = torch.tensor([-math.inf, 0.0, -math.inf])
-    assert tx.random.categorical(tx.random.key(0), sure, shape=(9,)).tolist() == [1] * 9
+        got = tx.random.permutation(key, torch.from_numpy(x), axis)
+        assert same(got.contiguous(), jax.random.permutation(theirs, x, axis))
 
 
 def test_the_same_under_vmap_and_compile() -> None:
@@ -187,7 +172,6 @@ def test_a_device_gets_numbers_of_the_host_without_a_copy() -> None:
         tx.random.bernoulli(key, 0.3, (3,))
         tx.random.randint(key, (3,), -5, 7)
         tx.random.permutation(key, 5)
-        tx.random.categorical(key, torch.zeros(3, 4, device="meta"))
     with torch.device("meta"):
         assert tx.random.fold_in(tx.random.key(0), 2).tolist() == tx.random.fold_in(KEY, 2).tolist()
 
@@ -205,44 +189,20 @@ KEY = tx.random.key(0)
 ERRORS: dict[str, tuple[Any, Any, str]] = {
     "a seed": (lambda: tx.random.key(-1), ValueError, "seed"),
     "a large seed": (lambda: tx.random.key(2**64), ValueError, "below 2\\^64"),
-    "no key": (lambda: tx.random.bits(3), TypeError, "takes a key.*got 3"),  # type: ignore[arg-type]
+    "no key": (lambda: tx.random.bits(3), TypeError, "a key, .*got 3"),  # type: ignore[arg-type]
     "several keys": (lambda: tx.random.normal(tx.random.split(tx.random.key(0), 3)), TypeError, "torch.vmap over them"),
     "data": (lambda: tx.random.fold_in(tx.random.key(0), 2**32), ValueError, "below 2\\^32"),
-    "data of floats": (
-        lambda: tx.random.fold_in(tx.random.key(0), torch.tensor(1.0)),
-        TypeError,
-        "0-d tensor of integers",
-    ),
     "a width": (lambda: tx.random.bits(tx.random.key(0), (), 4), ValueError, "8, 16, 32 or 64"),
-    "a dtype": (lambda: tx.random.uniform(tx.random.key(0), (), torch.int32), TypeError, "torch.float32"),
+    "a dtype": (lambda: tx.random.uniform(tx.random.key(0), (), torch.int32), TypeError, "floating point"),
     "no numbers": (lambda: tx.random.randint(tx.random.key(0), (), 3, 3), ValueError, "from 3 to below 3"),
-    "a shape": (
-        lambda: tx.random.categorical(tx.random.key(0), torch.zeros(3, 4), shape=(2,)),
-        ValueError,
-        "broadcast to",
-    ),
     "fewer draws than chances": (
-        lambda: tx.random.bernoulli(KEY, torch.full((3, 4), 0.5), (4,)),
-        ValueError,
-        "p must broadcast",
+        lambda: tx.random.bernoulli(KEY, torch.full((3, 4), 0.5), (4,)), RuntimeError, "expand",
     ),
-    "fewer draws than bounds": (
-        lambda: tx.random.uniform(KEY, (), minval=torch.zeros(2)),
-        ValueError,
-        "minval and maxval must",
-    ),
-    "a fraction": (lambda: tx.random.randint(KEY, (3,), 0, 5.5), TypeError, "whole numbers, got 0 and 5.5"),  # type: ignore[arg-type]
+    "fewer draws than bounds": (lambda: tx.random.uniform(KEY, (), minval=torch.zeros(2)), RuntimeError, "expand"),
+    "a fraction": (lambda: tx.random.randint(KEY, (3,), 0, 5.5), TypeError, "integer"),  # type: ignore[arg-type]
     "a negative number": (lambda: tx.random.permutation(KEY, -2), ValueError, "permutation: x"),
     "a number of items": (lambda: tx.random.permutation(KEY, 3.0), ValueError, "permutation: x"),  # type: ignore[arg-type]
-    "no axis": (lambda: tx.random.permutation(KEY, torch.zeros(3, 2), 5), IndexError, "axis 5 is none of x"),
-    "no axis of logits": (
-        lambda: tx.random.categorical(KEY, torch.zeros(3, 4), 5),
-        IndexError,
-        "axis 5 is none of logits",
-    ),
-    "whole logits": (lambda: tx.random.categorical(KEY, torch.zeros(3).long()), TypeError, "floating point numbers"),
-    "whole normals": (lambda: tx.random.normal(KEY, (), torch.int32), TypeError, "dtype must be one of"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", ERRORS)

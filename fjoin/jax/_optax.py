@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +12,7 @@ import optree
 import torch
 from torch import Tensor
 
-from ..base import (
+from ..transforms.base import (
     Needs,
     State,
     Transform,
@@ -24,72 +24,7 @@ from ..base import (
     named_leaves,
     plain,
 )
-
-# A leaf of this many elements is passed to jax alone. That takes about 60 us; joining leaves takes a copy each way.
-_ALONE = 2**16
-
-
-class Layout:
-    """The position of each leaf in the flat arrays: one array for all small leaves of a dtype, one for each large leaf.
-
-    Attributes:
-        sizes: The arrays: (dtype, the large leaf's index or -1) -> elements.
-        places: Of each leaf its array, its place in it, its number of elements, and its shape.
-    """
-
-    def __init__(self, leaves: Iterable[tuple[Any, Any]]) -> None:
-        self.sizes: dict[tuple[Any, int], int] = {}
-        self.places = []
-        for i, (shape, dtype) in enumerate(leaves):
-            numel = int(np.prod(shape))
-            key = (dtype, i if numel >= _ALONE else -1)
-            at = self.sizes.setdefault(key, 0)
-            self.places.append((key, at, numel, tuple(shape)))
-            self.sizes[key] = at + numel
-
-    def cut(self, flats: Any) -> list[Any]:
-        of = dict(zip(self.sizes, flats, strict=True))
-        return [of[key][at : at + numel].reshape(shape) for key, at, numel, shape in self.places]
-
-    def join(self, leaves: list[Any], concatenate: Callable[[list[Any]], Any]) -> tuple[Any, ...]:
-        parts: dict[Any, list[Any]] = {key: [] for key in self.sizes}
-        for (key, *_), leaf in zip(self.places, leaves, strict=True):
-            parts[key].append(leaf.reshape(-1))
-        return tuple(some[0] if len(some) == 1 else concatenate(some) for some in parts.values())
-
-
-def name_of(dtype: torch.dtype) -> str:
-    """The name of a dtype in jax."""
-    return str(dtype).removeprefix("torch.")
-
-
-def to_jax(flat: Tensor) -> Any:
-    """A tensor as an array of jax: a view of its memory where that is aligned to 64 bytes, else a copy."""
-    jax = import_jax()
-    if not flat.numel():
-        return jax.numpy.zeros((0,), name_of(flat.dtype))
-    return jax.dlpack.from_dlpack(flat.contiguous().resolve_conj().resolve_neg())  # whose memory holds the values
-
-
-def to_torch(array: Any) -> Tensor:
-    """An array of jax as a tensor: a view of its memory."""
-    if not array.size:
-        return torch.zeros(0, dtype=getattr(torch, str(array.dtype)))
-    return torch.from_dlpack(array)  # type: ignore[attr-defined]
-
-
-def import_jax() -> Any:
-    """The module jax.
-
-    Raises:
-        ImportError: it is not installed.
-    """
-    try:
-        import jax
-        import jax.dlpack
-    except ImportError:
-        raise ImportError("this needs jax: pip install 'fjoin[jax]'; with optax: pip install 'fjoin[optax]'") from None
-    return jax
+from ._trees import Layout, jax, name_of, to_array, to_tensor
 
 
 class OptaxState(NamedTuple):
@@ -114,22 +49,20 @@ def from_optax(transformation: Any, per_leaf: bool = False) -> Transform:
         A `Transform`. State: `OptaxState(flats)`.
 
     Raises:
-        ImportError: jax is not installed.
         TypeError: `transformation` is no pair of `init` and `update`.
         RuntimeError: at `update`: something differentiates through gradients or parameters.
 
     Same as: optax, with torch's tensors.
 
+    >>> import fjoin.jax
     >>> import optax
-    >>> from fjoin import transforms as tx
-    >>> clip = tx.from_optax(optax.clip(1.0))
+    >>> clip = fjoin.jax.from_optax(optax.clip(1.0))
     >>> grads = {"a": torch.tensor([3.0, 0.5]), "b": torch.tensor(-2.0)}
     >>> clip.update(grads, clip.init(grads), grads)[0]
     {'a': tensor([1.0000, 0.5000]), 'b': tensor(-1.)}
     """
     if not (isinstance(transformation, tuple) and len(transformation) == 2 and all(map(callable, transformation))):
         raise TypeError(f"from_optax takes an optax.GradientTransformation, got {transformation!r}")
-    import_jax()
 
     @functools.lru_cache(maxsize=16)
     def compiled(shapes: _Shapes) -> _Compiled:
@@ -159,7 +92,7 @@ def from_optax(transformation: Any, per_leaf: bool = False) -> Transform:
         run = compiled(form)
         with run.precision():
             given = () if params is None else run.enter(params)
-            out, new = run.update(run.enter(grads), [to_jax(flat) for flat in state.flats], given)
+            out, new = run.update(run.enter(grads), [to_array(flat) for flat in state.flats], given)
             flats = run.leave(out)
             return run.tree(flats), OptaxState(run.leave(new))
 
@@ -185,7 +118,6 @@ class _Compiled:
     """A transformation compiled for trees of one form; arguments and results are flat arrays."""
 
     def __init__(self, begin: Callable[..., Any], step: Callable[..., Any], shapes: _Shapes) -> None:
-        jax = import_jax()
         self._shapes = shapes
         self._layout = layout = Layout(zip(shapes.shapes, shapes.dtypes, strict=True))
         concatenate = jax.numpy.concatenate
@@ -229,15 +161,15 @@ class _Compiled:
 
     def precision(self) -> contextlib.AbstractContextManager[Any]:
         """A context in which jax computes in 64 bits if a leaf is float64."""
-        return import_jax().enable_x64(torch.float64 in self._shapes.dtypes)
+        return jax.enable_x64(torch.float64 in self._shapes.dtypes)
 
     def enter(self, tree: Tree) -> list[Any]:
         leaves = [leaf.detach() for leaf in optree.tree_leaves(tree)]
-        return [to_jax(flat) for flat in self._layout.join(leaves, torch.cat)]
+        return [to_array(flat) for flat in self._layout.join(leaves, torch.cat)]
 
     def leave(self, flats: Any) -> tuple[Tensor, ...]:
-        import_jax().block_until_ready(flats)
-        return tuple(to_torch(flat) for flat in flats)
+        jax.block_until_ready(flats)
+        return tuple(to_tensor(flat) for flat in flats)
 
     def tree(self, flats: tuple[Tensor, ...]) -> Tree:
         return optree.tree_unflatten(self._shapes.structure, self._layout.cut(flats))
@@ -254,18 +186,18 @@ def to_optax(transform: Transform) -> Any:
         An `optax.GradientTransformation`, whose state is a list of arrays.
 
     Raises:
-        ImportError: jax or optax is not installed.
+        ImportError: optax is not installed.
         TypeError: `transform` is no Transform.
 
+    >>> import fjoin.jax
     >>> import jax.numpy as jnp
     >>> from fjoin import transforms as tx
-    >>> clip = to_optax(tx.clip_by_value(1.0))
+    >>> clip = fjoin.jax.to_optax(tx.clip_by_value(1.0))
     >>> grads = {"a": jnp.array([3.0, 0.5])}
     >>> clip.update(grads, clip.init(grads))[0]["a"].tolist()
     [1.0, 0.5]
     """
     check_transform(transform, "to_optax")
-    jax = import_jax()
     import optax  # type: ignore[import-untyped]
 
     def arrays(state: State) -> list[Any]:
@@ -309,4 +241,4 @@ def _from_numpy(array: Any) -> Tensor:
 
 
 def _like(array: Any) -> Any:
-    return import_jax().ShapeDtypeStruct(array.shape, array.dtype)
+    return jax.ShapeDtypeStruct(array.shape, array.dtype)

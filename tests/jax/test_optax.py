@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from typing import Any
 
@@ -12,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+import fjoin.jax
 from fjoin import transforms as tx
-from fjoin.transforms.combinators import OptaxState, _optax as _jax_arrays
+from fjoin.jax import _optax, _trees as _jax_arrays
 from tests.helpers import max_diff, params_like, raises_text, same_bits
 from tests.oracle import optax_run
 from tests.oracle.whole_batch import make_batches
@@ -45,7 +47,7 @@ def _trees(dtype: torch.dtype, n: int = 6) -> list[dict[str, Tensor]]:
 def test_it_is_optax(name: str, dtype: torch.dtype, room: float, alone: int, monkeypatch: Any) -> None:
     monkeypatch.setattr(_jax_arrays, "_ALONE", alone)
     start, *grads = _trees(dtype)
-    pipeline = tx.fuse(tx.from_optax(OPTIMIZERS[name]()), ADD)
+    pipeline = tx.fuse(fjoin.jax.from_optax(OPTIMIZERS[name]()), ADD)
     params, state = start, pipeline.init(start)
     for g in grads:
         params, state = pipeline.step(params, g, state)
@@ -72,12 +74,12 @@ def test_several_dtypes_and_empty_trees() -> None:
         "b": [torch.tensor(2.0).bfloat16(), torch.zeros(0, 2)],
         "c": torch.tensor(4.0).double(),
     }
-    clip = tx.from_optax(optax.clip(1.0))
+    clip = fjoin.jax.from_optax(optax.clip(1.0))
     out, _ = clip.update(grads, clip.init(grads))
     assert out["a"].tolist() == [1.0, -0.5] and out["b"][0].dtype is torch.bfloat16 and out["b"][0] == 1
     assert out["b"][1].shape == (0, 2) and out["c"].dtype is torch.float64
-    assert clip.update({}, clip.init({})) == ({}, OptaxState(()))
-    adam = tx.from_optax(optax.scale_by_adam())
+    assert clip.update({}, clip.init({})) == ({}, _optax.OptaxState(()))
+    adam = fjoin.jax.from_optax(optax.scale_by_adam())
     state = adam.init({"w": torch.ones(3)})
     _, state = adam.update({"w": torch.ones(3)}, state)
     assert sorted(str(flat.dtype) for flat in state.flats) == ["torch.float32", "torch.int32"]
@@ -89,7 +91,7 @@ def test_one_crossing_for_each_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     real = jax.dlpack.from_dlpack
     monkeypatch.setattr(jax.dlpack, "from_dlpack", lambda x: crossings.append(x) or real(x))
     many = {str(i): torch.randn(64) for i in range(50)}
-    adam = tx.from_optax(optax.scale_by_adam())
+    adam = fjoin.jax.from_optax(optax.scale_by_adam())
     state = adam.init(many)
     crossings.clear()
     adam.update(many, state, many)
@@ -97,7 +99,7 @@ def test_one_crossing_for_each_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_explain_runs_no_jax_on_tensors_without_data() -> None:
-    hook = tx.chain(tx.mean("data"), tx.from_optax(optax.adam(0.5)))
+    hook = tx.chain(tx.mean("data"), fjoin.jax.from_optax(optax.adam(0.5)))
     what = tx.explain(tx.fuse(hook, tx.sgd(1.0)), {"w": torch.zeros(3)}, {"data": 2})
     assert what.messages == 1 and what.rows[1].state_bytes == 4 * (3 + 3 + 1)
 
@@ -106,7 +108,7 @@ def test_in_a_training_step() -> None:
     """On ranks with uneven inputs optax's adamw on the mean gives the same result as ours."""
     batches = make_batches(1, [[3, 2, 4], [5], []])
     ours = tx.fuse(tx.mean("data"), tx.adamw(0.05, weight_decay=0.1))
-    theirs = tx.fuse(tx.chain(tx.mean("data"), tx.from_optax(optax.adamw(0.05, weight_decay=0.1))), ADD)
+    theirs = tx.fuse(tx.chain(tx.mean("data"), fjoin.jax.from_optax(optax.adamw(0.05, weight_decay=0.1))), ADD)
     a, b = (tx.simulate(lambda own, p=p: train_one_rank(own, p), {"data": 3}, batches) for p in (ours, theirs))
     for x, y in zip(a, b, strict=True):
         assert max_diff(x["params"], y["params"]) < 1e-12
@@ -114,18 +116,18 @@ def test_in_a_training_step() -> None:
 
 def test_states_survive_a_file(tmp_path: Any) -> None:
     start, *grads = _trees(torch.float64)
-    stage = tx.from_optax(optax.chain(optax.trace(0.9), optax.scale_by_adam()))
+    stage = fjoin.jax.from_optax(optax.chain(optax.trace(0.9), optax.scale_by_adam()))
     state = stage.init(start)
     _, state = stage.update(grads[0], state, start)
     torch.save(tuple(state), tmp_path / "state")
-    loaded = OptaxState(torch.load(tmp_path / "state", weights_only=True)[0])
+    loaded = _optax.OptaxState(torch.load(tmp_path / "state", weights_only=True)[0])
     assert same_bits(stage.update(grads[1], state, start), stage.update(grads[1], loaded, start))
 
 
 @pytest.mark.parametrize("jit", [False, True])
 def test_a_stage_in_optax(jit: bool) -> None:
     """Our clipping runs inside an optax chain, and its host counter counts."""
-    every = tx.to_optax(tx.every(2, tx.clip_by_value(0.5)))
+    every = fjoin.jax.to_optax(tx.every(2, tx.clip_by_value(0.5)))
     chain = optax.chain(every, optax.sgd(0.1))
     params = {"w": jnp.array([1.0, 2.0])}
     state = chain.init(params)
@@ -141,14 +143,18 @@ def test_a_stage_in_optax(jit: bool) -> None:
     assert [3.0, 0.25] in seen and [0.5, 0.25] in seen
 
 
-def test_raises_on_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
-    raises_text(TypeError, lambda: tx.from_optax(tx.mean("data")), "GradientTransformation", "mean('data')")
-    raises_text(TypeError, lambda: tx.from_optax(optax.adam), "GradientTransformation")
-    raises_text(TypeError, lambda: tx.to_optax(tx.sgd(0.1)), "fuse(hook, optimizer)")  # type: ignore[arg-type]
-    stage = tx.from_optax(optax.clip(1.0))
+def test_raises_on_bad_input() -> None:
+    raises_text(TypeError, lambda: fjoin.jax.from_optax(tx.mean("data")), "GradientTransformation", "mean('data')")
+    raises_text(TypeError, lambda: fjoin.jax.from_optax(optax.adam), "GradientTransformation")
+    raises_text(TypeError, lambda: fjoin.jax.to_optax(tx.sgd(0.1)), "fuse(hook, optimizer)")  # type: ignore[arg-type]
+    stage = fjoin.jax.from_optax(optax.clip(1.0))
     raises_text(TypeError, lambda: stage.init({"w": torch.ones(2).to_sparse()}), "'w'", "sparse")
-    monkeypatch.setitem(sys.modules, "jax", None)
-    raises_text(ImportError, lambda: tx.from_optax(optax.clip(1.0)), "pip install 'fjoin[optax]'")
+
+
+def test_without_jax_the_import_says_what_to_install() -> None:
+    program = "import sys; sys.modules['jax'] = None; import fjoin.jax"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "ImportError: fjoin.jax needs jax: pip install 'fjoin[jax]'" in done.stderr
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
@@ -157,7 +163,7 @@ def test_noise_with_random_keys(impl: str) -> None:
     grads = {"a": torch.ones(3), "b": torch.zeros(2, 2)}
     theirs = {path: jax.numpy.asarray(g.numpy()) for path, g in grads.items()}
     noise = optax.add_noise(0.1, 0.55, jax.random.key(3, impl=impl))
-    hook, state, held = tx.from_optax(noise), tx.from_optax(noise).init(grads), noise.init(theirs)
+    hook, state, held = fjoin.jax.from_optax(noise), fjoin.jax.from_optax(noise).init(grads), noise.init(theirs)
     for _ in range(3):
         state = tx.from_state_dict(hook.init(grads), tx.to_state_dict(state))
         out, state = hook.update(grads, state, grads)
