@@ -19,6 +19,7 @@ PAGES = Path(__file__).parent / "api"
 MODULES: dict[str, types.ModuleType] = {
     "fjoin": fjoin,
     "fjoin.transforms": tx,
+    "fjoin.transforms.checkpoint_policies": tx.checkpoint_policies,
     "fjoin.transforms.random": tx.random,
     "fjoin.jax": fjoin.jax,
     "fjoin.ddp": fjoin.ddp,
@@ -28,6 +29,7 @@ MODULES: dict[str, types.ModuleType] = {
 TITLES = {
     "fjoin": "fjoin: training",
     "fjoin.transforms": "fjoin.transforms: `tx`, the pure part",
+    "fjoin.transforms.checkpoint_policies": "fjoin.transforms.checkpoint_policies: `tx.checkpoint_policies`, what `remat` keeps",
     "fjoin.transforms.random": "fjoin.transforms.random: `tx.random`, keys and random numbers",
     "fjoin.jax": "fjoin.jax: losses of jax",
     "fjoin.ddp": "fjoin.ddp: in DistributedDataParallel",
@@ -47,9 +49,8 @@ HIDDEN = {
 
 def public(module: types.ModuleType) -> dict[str, Any]:
     """Name -> object, of the names that a module shows."""
-    return {
-        name: value for name, value in vars(module).items() if not name.startswith("_") and not inspect.ismodule(value)
-    }
+    names = getattr(module, "__all__", [name for name in vars(module) if not name.startswith("_")])
+    return {name: vars(module)[name] for name in names if not inspect.ismodule(vars(module)[name])}
 
 
 def page(module: str, name: str, value: Any) -> str:
@@ -105,7 +106,7 @@ def groups(module: types.ModuleType) -> list[tuple[str, list[str]]]:
             heading = other[0] if other else ""
             found.append((heading, []))
         seen = {name for _, some in found for name in some}
-        found[-1][1].extend(word.split(".")[-1] for word in shown if word.split(".")[-1] not in seen)
+        found[-1][1].extend(name for name in dict.fromkeys(word.split(".")[-1] for word in shown) if name not in seen)
     rest = sorted(names.keys() - {name for _, some in found for name in some})
     return [*found, *([("others", rest)] if rest else [])]
 

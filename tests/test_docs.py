@@ -28,7 +28,9 @@ def load(path: Path) -> types.ModuleType:
 
 
 def held_modules() -> dict[str, types.ModuleType]:
-    return {"fjoin": fjoin, "fjoin.transforms": tx, "fjoin.transforms.random": tx.random, "fjoin.jax": fjoin.jax}
+    return {"fjoin": fjoin, "fjoin.transforms": tx, "fjoin.jax": fjoin.jax} | {
+        f"fjoin.transforms.{name}": getattr(tx, name) for name in ("checkpoint_policies", "random")
+    }
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """Keys as values, and draws from them: Threefry-2x32, a function of a key and a counter.
 
-Words of 32 bits are int32 tensors that hold the bits of unsigned numbers.
+A word of 32 bits is an int32 tensor that holds the bits of an unsigned number.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from .base import whole_number
+
+__all__ = ["bernoulli", "bits", "fold_in", "key", "normal", "permutation", "randint", "split", "uniform"]
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = 0x1BD11BDA

@@ -1,4 +1,4 @@
-"""Policies: which results to keep."""
+"""Policies of `remat`: which results to keep; they bear the names of jax.checkpoint_policies."""
 
 from __future__ import annotations
 
@@ -9,6 +9,18 @@ from typing import Any, TypeAlias
 import torch
 
 from ..base import text
+
+__all__ = [
+    "dots_saveable",
+    "dots_with_no_batch_dims_saveable",
+    "everything_saveable",
+    "nothing_saveable",
+    "offload_dot_with_no_batch_dims",
+    "save_and_offload_only_these_names",
+    "save_any_names_but_these",
+    "save_from_both_policies",
+    "save_only_these_names",
+]
 
 
 class Keep(enum.Enum):
