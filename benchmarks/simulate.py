@@ -1,6 +1,6 @@
 """Time and memory of the simulator: three training steps of a small MLP on N ranks in one process.
 
-`simulate.py ENGINE RANKS` prints a JSON object. It runs in a process of its own, to measure only its own peak.
+`simulate.py RANKS` prints a JSON object. It runs in a process of its own, to measure only its own peak.
 """
 
 from __future__ import annotations

@@ -202,7 +202,7 @@ def test_in_distributed_data_parallel(pool: Any, codec: str, hook: str) -> None:
 def test_raises_on_bad_input() -> None:
     raises_text(TypeError, lambda: tx.compress(tx.int8, tx.mean("data")), "compress: codec must be a Codec", "int8()")  # type: ignore[arg-type]
     raises_text(TypeError, lambda: tx.compress(tx.int8(), tx.clip_by_value(1.0)), "clip_by_value(1.0)", "keyword wire")
-    raises_text(TypeError, lambda: tx.compress(torch.bfloat16, tx.sgd(0.1)), "cast: hook")  # type: ignore[arg-type]
+    raises_text(TypeError, lambda: tx.compress(torch.bfloat16, tx.sgd(0.1)), "compress: hook")  # type: ignore[arg-type]
     raises_text(ValueError, lambda: tx.compress(torch.int8, tx.mean("data")), "torch.int8", "torch.bfloat16")
     for block in (0, 1.5, True):
         raises_text(ValueError, lambda: tx.int8(block), "block", repr(block))  # type: ignore[arg-type]  # noqa: B023

@@ -25,8 +25,8 @@ PROGRAMS: dict[str, Any] = {
     "a mean, then an average": (MEAN, Parts(AVERAGE), DATA, 0, "buckets", [Stages((MEAN,)), RIDES]),
     "an optimizer's state": (MEAN, Parts(None, STATE), DATA, 0, "tree", [Stages((MEAN,)), RIDES]),
     "one leaf": (VOTE, Parts(), DATA, 0, "buckets", [Stages((VOTE,), partial=True), Agree("verdict", ("data",))]),
-    "nothing, then an average": (tx.identity(), Parts(AVERAGE), DATA, 0, "buckets", [ALONE, Stages((tx.identity(),)), OWN]),
-    "nothing, purely": (tx.identity(), Parts(AVERAGE), DATA, 0, "tree", [Stages((tx.identity(),))]),
+    "nothing, then an average": (tx.identity(), Parts(AVERAGE), DATA, 0, "buckets", [ALONE, Stages(()), OWN]),
+    "nothing, purely": (tx.identity(), Parts(AVERAGE), DATA, 0, "tree", [Stages(())]),
     # The state of a switch has the sums of both its transforms, or none.
     "a switch before": (
         tx.switch_after(3, MEAN, tx.identity()), Parts(AVERAGE), DATA, 2, "buckets",
