@@ -320,7 +320,14 @@ def _low_rank(
     whole_number("matrix_approximation_rank", rank, 1)
     whole_number("start_powerSGD_iter", start, 0)
     hook = make(
-        axis, rank, warmup_steps=start, min_compression_rate=rate, warm_start=warm, epsilon=epsilon, seed=seed, over=over
+        axis,
+        rank,
+        warmup_steps=start,
+        min_compression_rate=rate,
+        warm_start=warm,
+        epsilon=epsilon,
+        seed=seed,
+        over=over,
     )
     return error_feedback(hook) if flag("use_error_feedback", feeds_back) else hook
 

@@ -17,7 +17,6 @@ from ._placements import (
     buffers_placement as buffers_placement,
     params_placement as params_placement,
     placed as placed,
-    placements as placements,
 )
 from ._plan import (
     Plan as Plan,

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..axes import bound
 from ..base import Merge, Placement, State, Transform, children, marks, running, spec_of
 from ..combinators import stages
 from ._pipeline import Pipeline
@@ -16,34 +15,12 @@ from ._plan import axes_of
 from ._tree_memory import PipelineState
 
 
-def placements(part: Pipeline | Transform, state: State, axes: Mapping[str, int] | None = None) -> dict[str, Placement]:
-    """Path -> placement of the tensors and numbers of a state: which ranks have which values.
-
-    Each is equal on the ranks along some axes. Along others a rank has its own value, such as a residual of error feedback, or its
-    slice of one value, where a `scatter_mean` shards.
-
-    Args:
-        part: A pipeline, or a transform of gradients.
-        state: Its state.
-        axes: Axis name -> number of ranks; by default those that are bound.
-
-    >>> from fjoin import transforms as tx
-    >>> hook = tx.error_feedback(tx.compress(tx.int8(), tx.mean("data")))
-    >>> state = hook.init({"w": torch.zeros(2)})
-    >>> {path: str(place) for path, place in placements(hook, state, {"data": 2}).items()}
-    {'inner.total': 'equal over data', 'error.w': 'of each rank', 'last.w': 'of each rank'}
-    """
-    found = placed(part, state, bound() if axes is None else axes)
-    return {leaf.path: leaf.placement for leaf in found if leaf.placement is not None}
-
-
 class Placed(NamedTuple):
     """A leaf of a state, or a dict that is empty."""
 
     path: str  # of fields, keys and indices, as in `to_state_dict`
-    name: (
-        str  # the same, with stages by the names of their specs: a stage that is added to a chain renames no other one
-    )
+    # The same, with stages by the names of their specs: a stage that is added to a chain renames no other one.
+    name: str
     placement: Placement | None  # None for an empty dict
     params: tuple[str, ...] = ()  # paths: it belongs to the first parameter that has one of them
 

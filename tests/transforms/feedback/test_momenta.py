@@ -40,7 +40,9 @@ def read(x: Tensor) -> Tensor:
 )  # fmt: skip
 def test_deep_gradient_compression(settings: dict[str, Any]) -> None:
     shares = [0.25 * 0.4 ** (i / 5) for i in range(5)] + [0.1] * 3 if "warmup_steps" in settings else [0.1] * STEPS
-    given = {"momentum": 0.9, "nesterov": False, "clip": None} | {k: v for k, v in settings.items() if k != "warmup_steps"}
+    given = {"momentum": 0.9, "nesterov": False, "clip": None} | {
+        k: v for k, v in settings.items() if k != "warmup_steps"
+    }
     outs, state = outs_of(tx.dgc("data", k=0.1, **settings))
     assert max_diff(outs, deep_compression(GRADS, shares, **given)) < 1e-5
     assert all((o != 0).sum() <= 2 * -int(-s * 40 // 1) for o, s in zip(outs, shares, strict=True))

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from fjoin import transforms as tx
+from fjoin.transforms.axes import bound
 from fjoin.transforms.base import marks
-from fjoin.transforms.pipelines import params_placement, placements
+from fjoin.transforms.pipelines import params_placement, placed
 from tests.goldens.golden_problem import STEPS, gradients, start, weight
 from tests.goldens.golden_rows import ROWS
 
@@ -33,7 +34,13 @@ def runs(name: str) -> list[Any]:
             if hasattr(state, "scale"):
                 grads = {path: g * state.scale.to(g.dtype) for path, g in grads.items()}
             params, state = pipeline.step(params, grads, state, weight=weight("odd", rank, step))
-            found.append((params, state, placements(pipeline, state)))
+            found.append(
+                (
+                    params,
+                    state,
+                    {leaf.path: leaf.placement for leaf in placed(pipeline, state, bound()) if leaf.placement},
+                )
+            )
         return found
 
     return tx.simulate(run, row.axes, ranks)
