@@ -11,7 +11,7 @@ as_joinable                         a pure join hook for either Join
 functional  load_into               a module as a pure function, and values back into a module
 value_and_grad                      the loss and its gradient, for a loop of your own
 ddp.register                        hooks and pipelines in DistributedDataParallel
-ddp.register_comm_hook_type         torch's communication hooks, by name
+ddp.register_ddp_comm_hook          torch's communication hooks, by name
 auto_quantize                       torch's collectives, encoded
 Optimizer                           our optimizers in the shape of torch.optim's
 PeriodicModelAverager  HierarchicalModelAverager  PostLocalSGDOptimizer     torch's local SGD
