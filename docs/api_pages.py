@@ -29,7 +29,7 @@ TITLES = {
     "fjoin": "fjoin: training",
     "fjoin.transforms": "fjoin.transforms: `tx`, the pure part",
     "fjoin.transforms.random": "fjoin.transforms.random: `tx.random`, keys and random numbers",
-    "fjoin.jax": "fjoin.jax: losses of jax",
+    "fjoin.jax": "fjoin.jax: losses of jax, and optax",
     "fjoin.ddp": "fjoin.ddp: in DistributedDataParallel",
     "fjoin.checkpoint": "fjoin.checkpoint: files",
     "fjoin.testing": "fjoin.testing: the laws",
