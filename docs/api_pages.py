@@ -31,7 +31,7 @@ TITLES = {
     "fjoin.transforms": "fjoin.transforms: `tx`, the pure part",
     "fjoin.transforms.checkpoint_policies": "fjoin.transforms.checkpoint_policies: `tx.checkpoint_policies`, what `remat` keeps",
     "fjoin.transforms.random": "fjoin.transforms.random: `tx.random`, keys and random numbers",
-    "fjoin.jax": "fjoin.jax: losses of jax",
+    "fjoin.jax": "fjoin.jax: losses of jax, and optax",
     "fjoin.ddp": "fjoin.ddp: in DistributedDataParallel",
     "fjoin.checkpoint": "fjoin.checkpoint: files",
     "fjoin.testing": "fjoin.testing: the laws",

@@ -15,6 +15,7 @@ import os
 import pathlib
 import sys
 import time
+from typing import Any
 
 import _checks as checks
 import _resume
@@ -126,7 +127,7 @@ class Progress:
         )
 
 
-def generate(apply: fjoin.Apply, params: dict[str, Tensor], prompt: str, count: int) -> str:
+def generate(apply: Any, params: dict[str, Tensor], prompt: str, count: int) -> str:
     """Sample some bytes, one by one."""
     text = torch.tensor([list(prompt.encode())])
     with torch.no_grad():

@@ -2,16 +2,15 @@
 
 train_step  TrainState  Metrics     the step, on uneven inputs
 show  trace                         its numbers while it trains, and a timeline of all ranks
-JoinedLoader                        what step.join returns: stop(), and its position as state
-join  Loop                          uneven inputs in a custom loop
+join                                uneven inputs in a custom loop
 Shuffled                            a batch sampler whose position is a step, on any number of ranks
-evaluate  Evaluation                metrics over uneven shards
+evaluate                            metrics over uneven shards
 Join  Joinable  JoinHook            torch's generic Join, for any code that communicates
 as_joinable                         a pure join hook for either Join
 functional  load_into               a module as a pure function, and values back into a module
 value_and_grad                      the loss and its gradient, for a loop of your own
 ddp.register                        hooks and pipelines in DistributedDataParallel
-ddp.register_comm_hook_type         torch's communication hooks, by name
+ddp.register_ddp_comm_hook          torch's communication hooks, by name
 auto_quantize                       torch's collectives, encoded
 Optimizer                           our optimizers in the shape of torch.optim's
 PeriodicModelAverager  HierarchicalModelAverager  PostLocalSGDOptimizer     torch's local SGD
@@ -22,6 +21,8 @@ mesh  bind                          ranks and their axes
 testing                             the laws, to check custom transforms, optimizers and codecs
 transforms                          the pure part: `from fjoin import transforms as tx`
 """
+
+from torch.distributed.algorithms.join import Joinable as Joinable, JoinHook as JoinHook
 
 from . import ddp as ddp, testing as testing, transforms as transforms
 from ._auto_quantize import auto_quantize as auto_quantize
@@ -45,9 +46,9 @@ from ._errors import (
     TornState as TornState,
     TransportError as TransportError,
 )
-from ._functional import Apply as Apply, functional as functional, value_and_grad as value_and_grad
+from ._functional import functional as functional, value_and_grad as value_and_grad
 from ._version import __version__ as __version__
-from ._watch import Show as Show, show as show, trace as trace
+from ._watch import show as show, trace as trace
 from .checkpoint import Checkpoints as Checkpoints, load as load, save as save
 from .groups import Mesh as Mesh, bind as bind, mesh as mesh
 from .loading import Shuffled as Shuffled
@@ -60,7 +61,6 @@ from .optim import (
 )
 from .training import (
     NO_BATCH as NO_BATCH,
-    JoinedLoader as JoinedLoader,
     Metrics as Metrics,
     TrainState as TrainState,
     TrainStep as TrainStep,
@@ -68,12 +68,7 @@ from .training import (
     train_step as train_step,
 )
 from .uneven import (
-    Evaluation as Evaluation,
     Join as Join,
-    Joinable as Joinable,
-    JoinHook as JoinHook,
-    Loop as Loop,
-    PureJoinable as PureJoinable,
     as_joinable as as_joinable,
     evaluate as evaluate,
     join as join,

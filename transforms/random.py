@@ -1,6 +1,7 @@
-"""Keys as values, and draws from them: Threefry-2x32, a function of a key and a counter.
+"""Keys as values, and draws from them with jax's bits: Threefry-2x32, a function of a key and a counter.
 
-A word of 32 bits is an int32 tensor that holds the bits of an unsigned number.
+keys     key  split  fold_in
+draws    bits  uniform  normal  bernoulli  randint  permutation
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _BITS = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
 
 
 def _threefry(key: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
-    """Two words for each number of 64 bits.
+    """Two words for each number of 64 bits; a word is an int32 that holds the bits of an unsigned number.
 
     Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", with 20 rounds.
     """

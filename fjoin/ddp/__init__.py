@@ -13,7 +13,7 @@ from ._comm_hooks import (
     quantization_perchannel_hook as quantization_perchannel_hook,
     quantization_pertensor_hook as quantization_pertensor_hook,
 )
-from ._register import Handle as Handle, register as register, register_comm_hook_type as register_comm_hook_type
+from ._register import Handle as Handle, register as register, register_ddp_comm_hook as register_ddp_comm_hook
 from ._zero_step import (
     hook_with_zero_step as hook_with_zero_step,
     hook_with_zero_step_interleaved as hook_with_zero_step_interleaved,

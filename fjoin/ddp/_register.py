@@ -389,7 +389,7 @@ def register(model: DistributedDataParallel, what: Transform | Pipeline, mesh: M
     return Handle(run)
 
 
-def register_comm_hook_type(
+def register_ddp_comm_hook(
     comm_hook_type: DDPCommHookType | str,
     model: DistributedDataParallel,
     state: ProcessGroup | None = None,
@@ -397,7 +397,7 @@ def register_comm_hook_type(
     optimizer: Optimizer | None = None,
     over: Over = "world",
 ) -> Handle:
-    """Register the equivalent of one of torch's communication hooks, chosen as by torch's register_ddp_comm_hook.
+    """Register the equivalent of one of torch's communication hooks, by its name.
 
     It is `register(model, comm_hook(comm_hook_type))`, or with an optimizer `register(model, fuse(comm_hook(...), optimizer))`. For
     other settings than torch's defaults pass the hook itself to `register`, for example
@@ -417,7 +417,8 @@ def register_comm_hook_type(
         TypeError: no such type; `state` is no process group; as `register`.
         ValueError: `state` has other ranks than the module's group; as `register`.
 
-    Same as: register_ddp_comm_hook; with an optimizer, _hook_then_optimizer around any of its hooks.
+    Same as: torch.distributed.algorithms.ddp_comm_hooks.register_ddp_comm_hook; with an optimizer, _hook_then_optimizer
+        around any of its hooks.
     """
     hook = comm_hook(comm_hook_type, over=over)
     if not isinstance(model, DistributedDataParallel):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..transforms.axes import axis_index, bound, bound_call
 from ..transforms.base import flag, path_string, whole_number
-from ._trees import Layout, adopt, check_no_key, flat, jax, nested, to_array, to_tensor
+from ._trees import Layout, adopt, flat, jax, nested, to_array, to_tensor
 
 _WIDE = (torch.float64, torch.complex128)
 _WHOLE = {torch.int64: torch.int32, torch.uint64: torch.uint32}
@@ -246,7 +246,7 @@ class _Compiled:
             run = self._value_and_grad if grads else lambda *given: (self._value(*given), ())
             (found, aux), slopes = jax.block_until_ready(run(flats, args, *key))
             leaves, behind.structure = jax.tree.flatten(aux)
-            return (_scalar(found), *map(_scalar, leaves), *map(to_tensor, slopes))
+            return tuple(map(to_tensor, (found, *leaves, *slopes)))
 
     def parts(self, behind: _Behind, leaves: Sequence[Tensor]) -> list[Any]:
         """What f has returned behind the loss, in tensors."""
@@ -254,14 +254,6 @@ class _Compiled:
         if self._buffers:
             aux[1] = flat(aux[1])
         return aux
-
-
-def _scalar(array: Any) -> Tensor:
-    """An array as a tensor; one without elements has its shape."""
-    check_no_key(array)
-    return (
-        to_tensor(array).reshape(array.shape) if array.size else torch.zeros(array.shape, dtype=to_tensor(array).dtype)
-    )
 
 
 class _Value(torch.autograd.Function):

@@ -73,8 +73,10 @@ def to_array(flat: Tensor) -> Any:
 
 def to_tensor(array: Any) -> Tensor:
     """An array of jax as a tensor: a view of its memory."""
+    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+        raise TypeError("a random key is no tensor; pass jax.random.key_data(key), or loss(f, seed=...)")
     if not array.size:
-        return torch.zeros(0, dtype=getattr(torch, str(array.dtype)))
+        return torch.zeros(array.shape, dtype=getattr(torch, str(array.dtype)))
     return torch.from_dlpack(array)  # type: ignore[attr-defined]
 
 
@@ -123,23 +125,11 @@ def to_torch(tree: Any) -> Any:
 def tensors_of(tree: Any) -> Any:
     """A tree with tensors that are views of jax's arrays."""
     adopt(tree)
-    return optree.tree_map(lambda x: _tensor(x) if isinstance(x, jax.Array) else x, tree)
 
+    def tensor(array: Any) -> Tensor:
+        return to_tensor(array) if array.ndim else to_tensor(array).clone()
 
-def check_no_key(array: Any) -> None:
-    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
-        raise TypeError("a random key is no tensor; pass jax.random.key_data(key), or loss(f, seed=...)")
-
-
-def _tensor(array: Any) -> Tensor:
-    check_no_key(array)
-    if not array.ndim or not array.size:
-        return torch.from_dlpack(array).clone() if array.size else _empty(array)  # type: ignore[attr-defined]
-    return to_tensor(array)
-
-
-def _empty(array: Any) -> Tensor:
-    return torch.zeros(array.shape, dtype=getattr(torch, str(array.dtype)))
+    return optree.tree_map(lambda x: tensor(x) if isinstance(x, jax.Array) else x, tree)
 
 
 def to_jax(tree: Any) -> Any:

@@ -12,46 +12,24 @@ from ._devices import encodes_on_its_device, stays_on_its_device, steps_on_its_d
 
 LAWS: dict[str, list[Callable[..., None]]] = {
     "transform": [
-        transforms.is_pure,
-        transforms.keeps_to_its_needs,
-        transforms.goes_bucket_by_bucket,
-        transforms.chains,
-        transforms.ignores_weight_zero,
-        transforms.is_itself_alone,
-        transforms.forgets_the_order_of_ranks,
-        transforms.forgets_what_is_not_finite,
-        transforms.resumes,
-        stays_on_its_device,
-        is_data,
+        transforms.is_pure, transforms.keeps_to_its_needs, transforms.goes_bucket_by_bucket, transforms.chains,
+        transforms.ignores_weight_zero, transforms.is_itself_alone, transforms.forgets_the_order_of_ranks,
+        transforms.forgets_what_is_not_finite, transforms.resumes, stays_on_its_device, is_data,
     ],
     "optimizer": [
-        optimizers.step_param_is_pure,
-        optimizers.in_place_agrees,
-        optimizers.found_inf_stops_it,
-        optimizers.tree_step_agrees,
-        optimizers.flat_is_leaves,
-        optimizers.resumes,
-        steps_on_its_device,
-        is_data,
+        optimizers.step_param_is_pure, optimizers.in_place_agrees, optimizers.found_inf_stops_it,
+        optimizers.tree_step_agrees, optimizers.flat_is_leaves, optimizers.resumes, steps_on_its_device, is_data,
     ],
     "codec": [
-        codecs.encodes_purely,
-        codecs.says_its_width,
-        codecs.stays_near,
-        codecs.serves_large_and_small,
-        codecs.tells_nonfinite,
-        codecs.reads_rows_alone,
-        codecs.keeps_to_elements,
-        encodes_on_its_device,
-        is_data,
+        codecs.encodes_purely, codecs.says_its_width, codecs.stays_near, codecs.serves_large_and_small,
+        codecs.tells_nonfinite, codecs.reads_rows_alone, codecs.keeps_to_elements, encodes_on_its_device, is_data,
     ],
     "feedback": [averages.pays_what_it_owes, averages.forgets_what_is_not_finite],
     "average": [
-        averages.makes_ranks_equal,
-        averages.gives_the_average_to_ranks_without_input,
+        averages.makes_ranks_equal, averages.gives_the_average_to_ranks_without_input,
         averages.keeps_parameters_without_input,
     ],
-}
+}  # fmt: skip
 
 
 def check_transform(make: Callable[[], tx.Transform]) -> None:

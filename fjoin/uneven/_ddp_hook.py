@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed.algorithms.join import JoinHook
 from torch.distributed.utils import _sync_module_states
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
@@ -20,7 +21,6 @@ from ..agreement import read_now
 from ..ddp._buckets import gradients
 from ..ddp._hook import REGISTERED, DDPRun
 from ..groups import Mesh
-from ._joinable import JoinHook
 
 
 class Iteration(Protocol):

@@ -1,63 +1,17 @@
-"""Participants of a Join: torch's two classes, and pure hooks as objects."""
+"""Pure hooks as objects that take part in a Join."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.algorithms.join as torch_join
+from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from ..groups import Mesh, mesh_from_group, world_mesh
 from ..transforms.axes import bind_axes
 from ..transforms.sync import JoinHook as PureHook
-
-
-class JoinHook(torch_join.JoinHook):
-    """The work of a joinable on a rank that is out of input; override either method.
-
-    Same as: torch.distributed.algorithms.join.JoinHook.
-    """
-
-    def main_hook(self) -> None:
-        """Call the collectives of one iteration of the other ranks; run once for each iteration."""
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        """Run once after all ranks are out of input.
-
-        Args:
-            is_last_joiner: Whether this rank was among the ranks that ended last; `Join.last_joiner` is the
-                lowest of these.
-        """
-
-
-class Joinable(torch_join.Joinable):
-    """A class whose iterations communicate; its constructor must call `super().__init__()`.
-
-    It must call `Join.notify_join_context(self)` before the collectives of each iteration.
-
-    Same as: torch.distributed.algorithms.join.Joinable. Both Joins take both kinds.
-    """
-
-    @abstractmethod
-    def __init__(self) -> None:
-        super().__init__()
-
-    @abstractmethod
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        """The hook; `kwargs` are the keyword arguments of the Join, the same for all its joinables."""
-
-    @property
-    @abstractmethod
-    def join_device(self) -> torch.device:
-        """The device of the Join's own messages."""
-
-    @property
-    @abstractmethod
-    def join_process_group(self) -> Any:
-        """The process group whose ranks join."""
 
 
 class PureJoinable(Joinable):

@@ -26,9 +26,9 @@ def trained(name: str, whose: str) -> Any:
     ddp = DistributedDataParallel(make_model(dtype=torch.float32), **SMALL)
     handle = None
     if whose == "ours":
-        handle = fjoin.ddp.register_comm_hook_type(DDPCommHookType[name], ddp, ddp.process_group)
+        handle = fjoin.ddp.register_ddp_comm_hook(DDPCommHookType[name], ddp, ddp.process_group)
     elif whose == "fused":
-        handle = fjoin.ddp.register_comm_hook_type(name, ddp, optimizer=tx.sgd(0.1, momentum=0.9))
+        handle = fjoin.ddp.register_ddp_comm_hook(name, ddp, optimizer=tx.sgd(0.1, momentum=0.9))
     elif whose == "torch's":
         hook = TORCHS[name]
         ddp.register_comm_hook(torchs_state(name), (lambda s, bucket: hook(s, bucket)) if "BF16" in name else hook)
@@ -68,7 +68,7 @@ def test_in_a_module(pool: Any, name: str) -> None:
 def uneven(whose: str, over: str) -> Any:
     ddp = DistributedDataParallel(make_model(), **SMALL)
     if whose == "ours":
-        handle = fjoin.ddp.register_comm_hook_type("ALLREDUCE", ddp, over=over)  # type: ignore[arg-type]
+        handle = fjoin.ddp.register_ddp_comm_hook("ALLREDUCE", ddp, over=over)  # type: ignore[arg-type]
     else:
         ddp.register_comm_hook(None, TORCHS["ALLREDUCE"])
     rank, seen = dist.get_rank(), []
@@ -101,7 +101,7 @@ def test_ranks_have_equal_weights_as_in_torch(pool: Any) -> None:
 
 def messages(name: str) -> Any:
     ddp = DistributedDataParallel(make_model(dtype=torch.float32), **SMALL)
-    handle = fjoin.ddp.register_comm_hook_type(name, ddp)
+    handle = fjoin.ddp.register_ddp_comm_hook(name, ddp)
     sent: list[Any] = []
     said = [handle.explain()]
     for step, batch in enumerate(make_batches(1, [[2] * 3] * 3, torch.float32)[dist.get_rank()]):
@@ -167,13 +167,13 @@ def test_every_torch_hook_type_is_supported() -> None:
 )
 def test_other_types_are_refused(given: Any) -> None:
     raises_text(TypeError, lambda: fjoin.ddp.comm_hook(given), repr(given), *TYPES)
-    raises_text(TypeError, lambda: fjoin.ddp.register_comm_hook_type(given, make_model()), *TYPES)  # type: ignore[arg-type]
+    raises_text(TypeError, lambda: fjoin.ddp.register_ddp_comm_hook(given, make_model()), *TYPES)  # type: ignore[arg-type]
 
 
 def refused() -> bool:
     ddp = DistributedDataParallel(make_model())
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
-    register = fjoin.ddp.register_comm_hook_type
+    register = fjoin.ddp.register_ddp_comm_hook
     raises_text(ValueError, lambda: register("NOOP", ddp, alone), f"[{dist.get_rank()}]", "[0, 1]")
     raises_text(TypeError, lambda: register("POWER_SGD", ddp, torchs_state("POWER_SGD")), "PowerSGDState", "comm_hook")
     raises_text(TypeError, lambda: register("NOOP", make_model()), "Sequential")  # type: ignore[arg-type]

@@ -48,7 +48,7 @@ def by_torch(name: str, kind: str, dtype: torch.dtype) -> list[Tensor]:
 
 def by_us(name: str, kind: str, dtype: torch.dtype) -> list[Tensor]:
     ddp, params = holder(dtype)
-    return called(ddp, fjoin.ddp.register_comm_hook_type(name, ddp), params, own(kind, dtype))
+    return called(ddp, fjoin.ddp.register_ddp_comm_hook(name, ddp), params, own(kind, dtype))
 
 
 def both(pool: Any, name: str, ranks: int, kind: str, dtype: torch.dtype = torch.float32) -> Any:
@@ -119,7 +119,7 @@ def empty_or_zero(name: str) -> Any:
     seen = []
     for shape in ((), (1,), (40, 40)):
         ddp = DistributedDataParallel(nn.ParameterList([torch.zeros(shape)]))
-        handle = fjoin.ddp.register_comm_hook_type(name, ddp)
+        handle = fjoin.ddp.register_ddp_comm_hook(name, ddp)
         params = [list(ddp.module.parameters())]
         for value in (0.0, 1.0 + dist.get_rank()):
             seen += called(ddp, handle, params, [torch.full((params[0][0].numel(),), value)])
@@ -177,7 +177,7 @@ def after_999(name: str) -> Any:
     """The 1000th pass and the next two, with the settings of the types themselves."""
     ddp = DistributedDataParallel(nn.ParameterList([torch.zeros(12, 12)]))
     params, state = [list(ddp.module.parameters())], torchs_state(name)
-    handle = fjoin.ddp.register_comm_hook_type(name, ddp)
+    handle = fjoin.ddp.register_ddp_comm_hook(name, ddp)
     saved = handle.state_dict()
     assert saved["hook"]["0.inner.step"] == state.iter == 0
     saved["step"] = state.iter = 999

@@ -27,7 +27,7 @@ def on_both(name: str, value: float, dtype: torch.dtype = torch.float32) -> tupl
     """The results of torch's hook and of ours for gradients that all have one value, in the first bucket."""
     ddp, params = holder(dtype)
     grads = [torch.full((n,), value, dtype=dtype) for n in SIZES]
-    ours = called(ddp, fjoin.ddp.register_comm_hook_type(name, ddp), params, grads)
+    ours = called(ddp, fjoin.ddp.register_ddp_comm_hook(name, ddp), params, grads)
     with oracle.gathers_as_nccl():
         theirs = oracle.run(TORCHS[name], None, params, grads)
     return theirs[0], ours[0]
@@ -56,7 +56,7 @@ def named() -> Any:
     ddp(torch.ones(1, 5).double()).sum().backward()
     theirs = [p.grad.clone() for p in ddp.parameters() if p.grad is not None]
     ddp = DistributedDataParallel(make_model())
-    fjoin.ddp.register_comm_hook_type(DDPCommHookType.BF16_COMPRESS, ddp)
+    fjoin.ddp.register_ddp_comm_hook(DDPCommHookType.BF16_COMPRESS, ddp)
     ddp(torch.ones(1, 5).double()).sum().backward()
     ours = [p.grad for p in ddp.parameters() if p.grad is not None]
     return reported, all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True))
@@ -73,7 +73,7 @@ def quantized_in_gloo(name: str) -> Any:
     ddp, params = holder()
     grads = [torch.ones(n) for n in SIZES]
     reported = raises_text(RuntimeError, lambda: oracle.run(TORCHS[name], None, params, grads))
-    ours = called(ddp, fjoin.ddp.register_comm_hook_type(name, ddp), params, grads)
+    ours = called(ddp, fjoin.ddp.register_ddp_comm_hook(name, ddp), params, grads)
     return reported, ours[0].eq(1.0).all().item()
 
 

@@ -12,6 +12,10 @@ MAY_CHANGE: dict[str, str] = {}
 MESSAGES_AGAIN: dict[str, str] = {
     "plan: streaming": "With a delay the message leaves in the step that uses it.",
     "outer_step 1": "With a delay the message leaves in the step that uses it.",
+    **dict.fromkeys(
+        ("power_sgd 2", "batched_power_sgd 2", "one_bit_adam 0", "other: power_sgd"),
+        "The state holds the number that ranks compare, which is made of the pipeline's text: warmup_steps for start and warmup.",
+    ),
     "plan: post-local SGD, encoded": "The number that ranks compare is made of the pipeline's text, which has new names.",
 }
 

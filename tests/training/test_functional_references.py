@@ -79,7 +79,7 @@ def moved(params: dict[str, Tensor]) -> dict[str, Tensor]:
     return {path: (p + 1).requires_grad_() for path, p in params.items()}
 
 
-def equal(apply: fjoin.Apply, params: dict[str, Tensor], module: nn.Module) -> None:
+def equal(apply: Any, params: dict[str, Tensor], module: nn.Module) -> None:
     """Whether the results and gradients of an `apply` are those of a module that has these parameters."""
     module.load_state_dict(params)
     want, got = module(X).sum(), apply(params, {}, X).sum()

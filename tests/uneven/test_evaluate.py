@@ -52,7 +52,7 @@ def test_every_sample_counts_once(pool: Any, shards: list[list[int]]) -> None:
 
 
 def test_no_batch_at_all_and_weight_zero() -> None:
-    assert fjoin.evaluate(metrics, []) == fjoin.Evaluation({}, {}, 0.0, 0)
+    assert fjoin.evaluate(metrics, []) == ({}, {}, 0.0, 0)
     out = fjoin.evaluate(lambda x: {"m": x}, [1.0, float("nan")], weight=lambda x: float(x == x))
     assert out.means == {"m": 1.0} and out.weight == 1
     exact = fjoin.evaluate(lambda x: {"m": 0.1, "sum": {"n": 2**53 - 1}, "none": torch.ones(0, 3)}, [1])

@@ -167,15 +167,16 @@ def convert_sync_batchnorm(module: M, axis: AxisName = "data") -> M:
     made: dict[nn.Module, nn.Module] = {}
 
     def converted(part: nn.Module) -> nn.Module:
-        if isinstance(part, _BatchNorm) and not isinstance(part, SyncBatchNorm):
-            if part not in made:
-                made[part] = new = SyncBatchNorm(axis, part.num_features, part.eps, part.momentum, device="meta")
-                for name in _KEPT:
-                    setattr(new, name, getattr(part, name))
-            return made[part]
-        for name, child in part._modules.items():
-            if child is not None:
-                setattr(part, name, converted(child))
-        return part
+        if not isinstance(part, _BatchNorm) or isinstance(part, SyncBatchNorm):
+            return part
+        if part not in made:
+            made[part] = new = SyncBatchNorm(axis, part.num_features, part.eps, part.momentum, device="meta")
+            for name in _KEPT:
+                setattr(new, name, getattr(part, name))
+        return made[part]
 
+    for path, part in list(module.named_modules(remove_duplicate=False)):
+        if path:
+            above, _, name = path.rpartition(".")
+            setattr(module.get_submodule(above), name, converted(part))
     return converted(module)  # type: ignore[return-value]

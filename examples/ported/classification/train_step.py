@@ -49,7 +49,7 @@ def make_pipeline(params: dict[str, Tensor], steps_per_epoch: int, ema: tx.Trans
     return tx.fuse(tx.chain(tx.mean("data"), tx.clip_by_global_norm(clip_grad_norm)), tx.partition(sgd), after=ema)
 
 
-def evaluate(apply: fjoin.Apply, params: Any, buffers: Any, data_loader: Loader, name: str) -> str:
+def evaluate(apply: Any, params: Any, buffers: Any, data_loader: Loader, name: str) -> str:
     def count(batch: list[Tensor]) -> dict[str, Any]:
         image, target = batch
         return {"acc1": (apply.eval()(params, buffers, image).argmax(1) == target).double().mean()}

@@ -39,7 +39,7 @@ def train(
     return state, losses
 
 
-def test(apply: fjoin.Apply, params: dict[str, Tensor], test_loader: Iterable[list[Tensor]]) -> str:
+def test(apply: Any, params: dict[str, Tensor], test_loader: Iterable[list[Tensor]]) -> str:
     def count(batch: list[Tensor]) -> dict[str, Any]:
         data, target = batch
         output = apply.eval()(params, {}, data)
