@@ -22,20 +22,8 @@ _KEPT = {
     CheckpointPolicy.PREFER_RECOMPUTE: Keep.RECOMPUTE,
     **{getattr(CheckpointPolicy, name): Keep.OFFLOAD for name in dir(CheckpointPolicy) if name.endswith("CPU_OFFLOAD")},
 }
-# torch's arguments that say how to run again: the values that mean what happens here, and what to do instead of others.
-_FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "use_reentrant": ((True, False, None), "both forms are one here: leave it out"),
-    "determinism_check": (("default", "none"), "a second run is compared with the first in any case: leave it out"),
-    "respect_saved_tensors_hooks": (
-        (True, None),
-        "torch.autograd.graph.saved_tensors_hooks around the module get what a policy keeps, in any case: leave it out",
-    ),
-    "debug": (
-        (False,),
-        "the error of a second run that differs names the first tensor that does: leave it out, or run in "
-        "torch.autograd.detect_anomaly()",
-    ),
-}
+# torch's arguments that say how to run again; they have no effect, since both forms of its checkpoint are one here.
+_IGNORED = ("use_reentrant", "determinism_check", "respect_saved_tensors_hooks", "debug")
 
 
 def run_with(given: dict[str, Any]) -> Runner:
@@ -43,21 +31,15 @@ def run_with(given: dict[str, Any]) -> Runner:
 
     Raises:
         TypeError: an unknown name; a context_fn that is no function.
-        ValueError: a value of one of torch's arguments that has no equivalent.
+        ValueError: both a policy and a context_fn.
     """
-    options = dict(given)
-    for name, (values, instead) in _FIXED.items():
-        if name in options and not any(options[name] is value or options[name] == value for value in values):
-            raise ValueError(
-                f"checkpoint_wrapper: {name} must be {' or '.join(map(repr, values))}, got {options[name]!r}; {instead}"
-            )
-        options.pop(name, None)
+    options = {name: value for name, value in given.items() if name not in _IGNORED}
     context_fn = options.pop("context_fn", None)
     for name in options:
         if name not in _NAMES:
             raise TypeError(
                 f"checkpoint_wrapper takes {', '.join(_NAMES)}, or a checkpoint_fn, or torch's context_fn, "
-                f"{', '.join(_FIXED)}, got {name!r}"
+                f"{', '.join(_IGNORED)}, got {name!r}"
             )
     if context_fn is None:
         return runner_of(**options)
@@ -132,16 +114,15 @@ def checkpoint_wrapper(
             by default `remat`.
         **checkpoint_fn_kwargs: Arguments of `remat`: policy, offload, preserve_rng_state; or those of
             torch.utils.checkpoint.checkpoint: preserve_rng_state; context_fn, of torch's
-            create_selective_checkpoint_contexts; early_stop; use_reentrant and determinism_check, which have no effect;
-            respect_saved_tensors_hooks=True; debug=False.
+            create_selective_checkpoint_contexts; early_stop; use_reentrant, determinism_check, debug and
+            respect_saved_tensors_hooks, which have no effect.
 
     Returns:
         The module's twin.
 
     Raises:
         TypeError: no module; unknown arguments; raised by the call: other contexts of context_fn.
-        ValueError: a module that is compiled, or one of torch.jit; a value of one of torch's arguments that has no
-            equivalent.
+        ValueError: a module that is compiled, or one of torch.jit; both a policy and a context_fn.
 
     >>> import fjoin
     >>> block = fjoin.checkpoint_wrapper(torch.nn.Linear(2, 2))
@@ -224,8 +205,6 @@ def apply_activation_checkpointing(
 ) -> None:
     """Wrap submodules of a model, in place; the model itself is not wrapped.
 
-    A module that the model holds in several places is wrapped in all of them.
-
     Args:
         model: The model.
         checkpoint_wrapper_fn: Wraps a module: `checkpoint_wrapper`, `offload_wrapper`, or a partial of them.
@@ -233,8 +212,7 @@ def apply_activation_checkpointing(
         auto_wrap_policy: A policy of torch.distributed.fsdp.wrap instead of `check_fn`: a function
             `(module, recurse, nonwrapped_numel) -> bool`, or an object such as a ModuleWrapPolicy.
 
-    Raises:
-        TypeError: no module, or no function.
+    Same as: torch's function of this name, which does the wrapping.
 
     >>> import fjoin
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
@@ -242,33 +220,6 @@ def apply_activation_checkpointing(
     >>> [type(module).__name__ for module in model]
     ['CheckpointedLinear', 'ReLU', 'CheckpointedLinear']
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"apply_activation_checkpointing takes a module, got a {type(model).__name__}")
-    for name, fn in (("checkpoint_wrapper_fn", checkpoint_wrapper_fn), ("check_fn", check_fn)):
-        if not callable(fn):
-            raise TypeError(f"apply_activation_checkpointing: {name} must be a function, got {fn!r}")
-    from torch.distributed.fsdp.wrap import _Policy, _recursive_wrap  # here, since its import takes as long as torch's
+    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as of_torch  # imports FSDP: late
 
-    chosen: dict[nn.Module, dict[str, Any]] = {}
-    if auto_wrap_policy is None:
-        chosen = {module: {} for module in model.modules() if check_fn(module)}
-    elif isinstance(auto_wrap_policy, _Policy):
-        chosen = auto_wrap_policy._run_policy(model, ignored_modules=set(), root_kwargs={})
-    elif callable(auto_wrap_policy):
-
-        def choose(module: nn.Module) -> nn.Module:
-            chosen[module] = {}
-            return module
-
-        _recursive_wrap(model, auto_wrap_policy, choose, set(), set(), only_wrap_children=True)
-    else:
-        raise TypeError(
-            f"apply_activation_checkpointing: auto_wrap_policy must be a policy or None, got {auto_wrap_policy!r}"
-        )
-    wrapped: dict[nn.Module, nn.Module] = {}
-    for module in list(model.modules()):
-        for name, child in module._modules.items():
-            if child in chosen and child is not None:
-                if child not in wrapped:
-                    wrapped[child] = checkpoint_wrapper_fn(child, **chosen[child])
-                module._modules[name] = wrapped[child]
+    of_torch.apply_activation_checkpointing(model, checkpoint_wrapper_fn, check_fn, auto_wrap_policy)

@@ -184,20 +184,12 @@ def test_wraps_the_same_modules_as_torch() -> None:
         assert sorted(wrapped(**options)) == sorted(of_torch(**options)) != []
 
 
-def test_a_module_in_two_places() -> None:
-    block = Block(norm=False)
-    own = nn.Sequential(block, block)
-    fjoin.apply_activation_checkpointing(own)
-    assert own[0] is own[1] and type(own[0]).__name__ == "CheckpointedBlock"
-
-
 def test_wrappers_do_not_call_torch_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("torch's own ran")
 
     monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", fails)
     monkeypatch.setattr(torchs, "torch_utils_checkpoint", fails)
-    monkeypatch.setattr(torchs, "apply_activation_checkpointing", fails)
     monkeypatch.setattr(torch.autograd.graph.save_on_cpu, "__init__", fails)
     for wrap in (fjoin.checkpoint_wrapper, WRAPS["host"]):
         own = model()
@@ -262,9 +254,6 @@ def test_bad_input() -> None:
         TypeError, lambda: fjoin.offload_wrapper(Block(), "/folder"), "offload must be 'cpu' or a codec", "/folder"
     )
     raises_text(ValueError, lambda: fjoin.offload_wrapper(Block())(torch.ones(2, 4)), "on the CPU already")
-    raises_text(TypeError, lambda: fjoin.apply_activation_checkpointing(torch.sin), "module")  # type: ignore[arg-type]
-    raises_text(TypeError, lambda: fjoin.apply_activation_checkpointing(model(), check_fn=3), "check_fn")  # type: ignore[arg-type]
-    raises_text(TypeError, lambda: fjoin.apply_activation_checkpointing(model(), auto_wrap_policy=3), "policy")
     compiled = Block()
     compiled.compile(backend="eager")
     raises_text(ValueError, lambda: fjoin.checkpoint_wrapper(compiled), "compile")

@@ -13,9 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.backends.opt_einsum as opt_einsum
 from torch import Tensor
-from torch.nn.utils import parametrize
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 from torch.utils._pytree import tree_unflatten
@@ -30,10 +28,6 @@ class OfOneRun:
     """A mode of one run of a function, which no later run has."""
 
 
-def _of(owner: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
-    return lambda: getattr(owner, name), lambda value: setattr(owner, name, value)
-
-
 def _pair(get: str, put: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
     return getattr(_C, get), getattr(_C, put)
 
@@ -42,28 +36,10 @@ _SUBCLASSES = "functions of tensor subclasses"
 # What a later run finds as the first one did: how to read it, and how to set it.
 FLAGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
-    "deterministic algorithms": (
-        lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
-        lambda on: torch.use_deterministic_algorithms(on[0], warn_only=on[1]),
-    ),
-    "fill uninitialized memory": _of(torch.utils.deterministic, "fill_uninitialized_memory"),
-    "precision of products": _pair("_get_float32_matmul_precision", "_set_float32_matmul_precision"),
-    "mkldnn": _pair("_get_mkldnn_enabled", "_set_mkldnn_enabled"),
-    "cudnn": _pair("_get_cudnn_enabled", "_set_cudnn_enabled"),
-    "cudnn.benchmark": _pair("_get_cudnn_benchmark", "_set_cudnn_benchmark"),
-    "cudnn.deterministic": _pair("_get_cudnn_deterministic", "_set_cudnn_deterministic"),
     "flash attention": _pair("_get_flash_sdp_enabled", "_set_sdp_use_flash"),
     "memory-efficient attention": _pair("_get_mem_efficient_sdp_enabled", "_set_sdp_use_mem_efficient"),
     "attention by its formula": _pair("_get_math_sdp_enabled", "_set_sdp_use_math"),
     "attention of cudnn": _pair("_get_cudnn_sdp_enabled", "_set_sdp_use_cudnn"),
-    "fast path of attention": (torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled),
-    "opt_einsum": _of(opt_einsum, "enabled"),
-    "opt_einsum.strategy": _of(opt_einsum, "strategy"),
-    "cached parametrizations": _of(parametrize, "_cache_enabled"),
-    "the cache of parametrizations": (
-        lambda: dict(parametrize._cache),
-        lambda cache: setattr(parametrize, "_cache", cache),
-    ),  # type: ignore[attr-defined]
     _SUBCLASSES: _pair("_get_torch_function_state", "_set_torch_function_state"),
 }
 
@@ -88,7 +64,7 @@ class Surroundings:
         missing = [m for m in self._operations if not isinstance(m, OfOneRun) and _is_missing(m)]
         with contextlib.ExitStack() as stack:
             for name, (_, put) in FLAGS.items():
-                if _differ(now[name], self._values[name]):
+                if now[name] != self._values[name]:
                     put(self._values[name])
                     stack.callback(put, now[name])
             for mode in missing:
@@ -125,12 +101,6 @@ def function_modes(modes: Sequence[Any]) -> Iterator[None]:
             _C._pop_torch_function_stack()
         for mode in reversed(before):
             _C._push_on_torch_function_stack(mode)
-
-
-def _differ(a: Any, b: Any) -> bool:
-    if isinstance(a, dict):  # of tensors
-        return bool(a or b)
-    return bool(a != b)
 
 
 def _is_missing(mode: Any) -> bool:
