@@ -27,7 +27,7 @@ from ..base import (
     widened,
     with_fields,
 )
-from ._checks import Forms, acts_elementwise, check_count, checked, counted, unchecked
+from ._checks import Forms, check_count, checked, counted, unchecked
 from ._schedules import ScalarOrSchedule, value_at, watched
 
 
@@ -338,8 +338,8 @@ class Optimizer(Specified):
         step_param_: `(param, grad, state, *, grad_scale=None, found_inf=None) -> None`, the same in
             place on `param` and on the state's tensors. `grad_scale`, 0-d: divide the gradient by it first; `grad` is
             then scratch. `found_inf`, 0-d float32: change nothing where it is 1. Gradient and state are checked before
-            it runs: ValueError or TypeError for another shape, dtype or device than the parameter's, and for tensors
-            that cannot be written, such as a parameter that requires grad outside `torch.no_grad`.
+            it runs: ValueError or TypeError for another shape, dtype or device than the parameter's, and for a parameter
+            that requires grad outside `torch.no_grad`.
         step_params_: The same for lists of parameters, gradients and states, in one kernel; states that share 0-d
             fields have equal step counts. None: `step_param_` is called for each parameter.
         elementwise: Whether it may be called on a flat buffer of many parameters, since it steps each element by itself.
@@ -393,20 +393,6 @@ class Optimizer(Specified):
     def watched(self) -> tuple[tuple[str, Any], ...]:
         """Its hyperparameters that may become non-finite while training."""
         return watched(self.spec)
-
-    @functools.cached_property
-    def flattens(self) -> bool:
-        """Whether it may be called on a flat buffer.
-
-        Raises:
-            ValueError: `elementwise` says so, but the step of a parameter is not that of its parts.
-        """
-        if self.elementwise and not acts_elementwise(self.init_param, unchecked(self.step_param)):
-            raise ValueError(
-                f"{self!r} is said to be elementwise, but its step of a parameter is not that of the parameter's parts; pass "
-                f"elementwise=False, and it gets whole parameters"
-            )
-        return self.elementwise
 
     def init(self, params: Tree) -> State:
         """The states of all parameters: the tree of `params` with a state at every leaf."""
