@@ -173,7 +173,7 @@ def guarded(step: Callable[..., None], lists: bool) -> Callable[..., None]:
     known = inspect.signature(step).parameters
     if {"grad_scale", "found_inf"} <= known.keys() or any(p.kind is p.VAR_KEYWORD for p in known.values()):
         return step
-    run = step if lists else lambda *one: step(*(x for (x,) in one))
+    run: Callable[..., None] = step if lists else lambda params, grads, states: step(params[0], grads[0], states[0])
 
     def with_guards(
         params: Any, grads: Any, states: Any, *, grad_scale: Tensor | None = None, found_inf: Tensor | None = None
