@@ -100,7 +100,7 @@ def _adam(
     not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
     beta1, beta2 = check_betas(betas)
     kernel: Any = torch._fused_adamw_ if decoupled else torch._fused_adam_
-    numbers = dict(beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay)
+    settings = dict(beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, maximize=maximize)
 
     def step_param(param: Tensor, grad: Tensor, state: AdamState) -> tuple[Tensor, AdamState]:
         dtype = param.dtype
@@ -127,13 +127,13 @@ def _adam(
         rate = kernel_lr(lr, step)
         step.add_(1)
         moments = [slots(states, name) for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")]
-        settings: Any = dict(lr=rate, **numbers, amsgrad=amsgrad, maximize=maximize, state_steps=[step] * len(params))
-        fused(kernel, params, grads, *moments, **guards, **settings)
+        now = {**settings, "lr": rate, "state_steps": [step] * len(params)}
+        fused(kernel, [params, grads, *moments], guards, now)
         if (found_inf := guards.get("found_inf")) is not None:
             step.sub_(found_inf)
 
     init_param = zeros(AdamState, max_exp_avg_sq=amsgrad)
-    return from_kernel(init_param, step_param, numbers=tuple(numbers.values()), fused=step_params_)
+    return from_kernel(init_param, step_param, numbers=tuple(settings.values()), fused=step_params_)
 
 
 class NAdamState(NamedTuple):

@@ -33,34 +33,29 @@ def set_first_rates(lr: ScalarOrSchedule, steps: list[Tensor], kept: list[Tensor
 
 
 def fused(
-    kernel: Callable[..., None],
-    params: list[Tensor],
-    grads: list[Tensor],
-    *slots: list[Tensor],
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-    **settings: Any,
+    kernel: Callable[..., None], given: list[list[Tensor]], guards: dict[str, Tensor | None], settings: dict[str, Any]
 ) -> None:
     """Call a fused kernel of torch with tensors of their parameters' memory layout, without gaps.
 
     Other tensors are replaced by copies, and the results are written back from the copies.
 
     Args:
-        slots: Lists of state tensors, each as long as `params` or empty.
+        given: Parameters, gradients, and lists of state tensors, each as long as the first or empty.
+        guards: `grad_scale` and `found_inf`, see `Optimizer`.
         settings: The kernel's other arguments.
     """
-    given = laid = [params, grads, *slots]
-    if not all(tensor.is_contiguous() for tensors in given for tensor in tensors):
-        dense = [p if _dense(p) else p.contiguous() for p in params]
+    laid, scale = given, guards.get("grad_scale")
+    if not all([tensor.is_contiguous() for tensors in given for tensor in tensors]):
+        dense = [p if _dense(p) else p.contiguous() for p in given[0]]
         laid = [
             [t if t.stride() == p.stride() else copy_like(p, t) for p, t in zip(dense, ts, strict=False)]
             for ts in given
         ]
-    if grad_scale is not None and grads[0].dtype is torch.float64:  # kernels take a float32 scale
-        torch._foreach_div_(laid[1], grad_scale)
-        grad_scale = None
-    scale = None if grad_scale is None else grad_scale.to(torch.float32)
-    kernel(*laid, grad_scale=scale, found_inf=found_inf, **settings)
+    if scale is not None and given[0][0].dtype is torch.float64:  # kernels take a float32 scale
+        torch._foreach_div_(laid[1], scale)
+        scale = None
+    scale = scale if scale is None else scale.to(torch.float32)
+    kernel(*laid, grad_scale=scale, found_inf=guards.get("found_inf"), **settings)
     if laid is not given:
         for i in (0, *range(2, len(given))):
             for old, new in zip(given[i], laid[i], strict=True):

@@ -91,7 +91,8 @@ def sgd(
 
     formula = in_place(by_formula(in_float32(step_param)))
 
-    numbers = dict(momentum=momentum, dampening=dampening, weight_decay=weight_decay)
+    settings: dict[str, Any] = dict(momentum=momentum, dampening=dampening, weight_decay=weight_decay)
+    settings.update(nesterov=nesterov, maximize=maximize)
 
     def step_params_(params: list[Tensor], grads: list[Tensor], states: list[Any], **guards: Tensor | None) -> None:
         step = states[0].step
@@ -100,11 +101,9 @@ def sgd(
             return formula(params, grads, states, **guards)
         # The velocity starts at 0, so only dampening makes the first step different.
         first = bool(momentum) and bool(dampening) and bool(step == 0)
-        settings: Any = dict(
-            lr=kernel_lr(lr, step), **numbers, nesterov=nesterov, maximize=maximize, is_first_step=first
-        )
         velocities = slots(states, "momentum") if momentum else []
-        fused(torch._fused_sgd_, params, grads, velocities, **guards, **settings)
+        now = {**settings, "lr": kernel_lr(lr, step), "is_first_step": first}
+        fused(torch._fused_sgd_, [params, grads, velocities], guards, now)
         found_inf = guards.get("found_inf")
         step.add_(1 if found_inf is None else 1 - found_inf)
 
@@ -116,7 +115,7 @@ def sgd(
         step(params, grads, states, **guards)
 
     init_param = zeros(SGDState, momentum=used(momentum))
-    return from_kernel(init_param, step_param, numbers=tuple(numbers.values()), fused=on_halves)
+    return from_kernel(init_param, step_param, numbers=tuple(settings.values()), fused=on_halves)
 
 
 class ASGDState(NamedTuple):
@@ -187,8 +186,9 @@ def asgd(
     settings = dict(lambd=lambd, t0=t0, alpha=alpha, weight_decay=weight_decay, maximize=maximize)
     names, common = ("ax", "mu", "eta", "step"), ("step", "eta", "mu")
     # Not foreach, whose learning rates are rounded to float32 on the way.
-    how: Any = dict(common=common, first=(lr, "eta"), foreach=False)
-    return from_torch(init_param, step_param, torch_asgd, names, lr, settings, **how)
+    return from_torch(
+        init_param, step_param, torch_asgd, names, lr, settings, common=common, first=(lr, "eta"), foreach=False
+    )
 
 
 class RpropState(NamedTuple):
