@@ -214,20 +214,6 @@ def step_lists_(
     torch.autograd.graph.increment_version(params)
 
 
-def init(optimizer: Optimizer, params: Tree) -> State:
-    if optimizer.check:
-        optimizer.check(params)
-    ages = Ages()
-
-    def one(name: str, param: Tensor) -> State:
-        check_dense(f"params[{name!r}]", param)
-        part = optimizer.at(name)
-        watched(part.spec)  # raises for a schedule that is never read
-        return ages(part, param, part.init_param(param.detach()))
-
-    return map_with_path(one, params)
-
-
 def matched(optimizer: Optimizer, params: Tree, state: State) -> tuple[list[str], list[Any], list[Any], Any, list[Any]]:
     """As `states_of`, and the fields of each state.
 
@@ -310,17 +296,11 @@ def _on_copies(
     # takes longer than the step itself. A clone closes gaps in memory, and keeps the strides where there are none.
     new_params = [p.detach().clone() for p in params]
     with torch.no_grad():
-        shared = fields(apart(part, states[0]))
-        new_states = [
-            with_fields(
-                s,
-                [
-                    one if c else None if f is None else copy_like(p, f)
-                    for f, one, c in zip(fields(s), shared, part.common, strict=True)
-                ],
-            )
-            for p, s in zip(new_params, states, strict=True)
-        ]
+        first, new_states = fields(apart(part, states[0])), list[Any]()
+        for p, state in zip(new_params, states, strict=True):
+            own = zip(fields(state), first, part.common, strict=True)
+            new = [one if common else f if f is None else copy_like(p, f) for f, one, common in own]
+            new_states.append(with_fields(state, new))
         new_grads = [copy_like(p, g) for p, g in zip(new_params, grads, strict=True)] if alone else grads
         step_in_place(part, new_params, new_grads, new_states)
     return list(zip(new_params, new_states, strict=True))
@@ -396,7 +376,17 @@ class Optimizer(Specified):
 
     def init(self, params: Tree) -> State:
         """The states of all parameters: the tree of `params` with a state at every leaf."""
-        return init(self, params)
+        if self.check:
+            self.check(params)
+        ages = Ages()
+
+        def one(name: str, param: Tensor) -> State:
+            check_dense(f"params[{name!r}]", param)
+            part = self.at(name)
+            watched(part.spec)  # raises for a schedule that is never read
+            return ages(part, param, part.init_param(param.detach()))
+
+        return map_with_path(one, params)
 
     def step(self, params: Tree, grads: Tree, state: State) -> tuple[Tree, State]:
         """One step of every parameter: `(params, state)`, new tensors; the arguments stay as they are.
