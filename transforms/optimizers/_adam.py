@@ -11,7 +11,7 @@ from torch.optim.nadam import nadam as torch_nadam
 from torch.optim.radam import radam as torch_radam
 
 from ..base import factory
-from ._kernels import from_kernel, from_torch, fused, kernel_lr, new_step, slots, zeros
+from ._kernels import from_kernel, from_torch, kernel_lr, new_step, run_fused, slots, zeros
 from ._optimizer import Optimizer, lerp, penalized, rate_at, root, wide_root
 from ._schedules import ScalarOrSchedule, check_betas, not_negative
 
@@ -128,7 +128,7 @@ def _adam(
         step.add_(1)
         moments = [slots(states, name) for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")]
         now = {**settings, "lr": rate, "state_steps": [step] * len(params)}
-        fused(kernel, [params, grads, *moments], guards, now)
+        run_fused(kernel, [params, grads, *moments], guards, now)
         if (found_inf := guards.get("found_inf")) is not None:
             step.sub_(found_inf)
 

@@ -25,14 +25,7 @@ def kernel_lr(lr: ScalarOrSchedule, step: Tensor) -> Any:
     return value
 
 
-def set_first_rates(lr: ScalarOrSchedule, steps: list[Tensor], kept: list[Tensor]) -> None:
-    """`first_rate` in place."""
-    for step, old in zip(steps, kept, strict=True):
-        if not readable_without_sync(step) or step == 0:
-            old.copy_(first_rate(lr, step, old))
-
-
-def fused(
+def run_fused(
     kernel: Callable[..., None], given: list[list[Tensor]], guards: dict[str, Tensor | None], settings: dict[str, Any]
 ) -> None:
     """Call a fused kernel of torch with tensors of their parameters' memory layout, without gaps.
@@ -205,8 +198,10 @@ def from_torch(
 
     def kernel(params: list[Tensor], grads: list[Tensor], states: list[Any]) -> None:
         step = states[0].step
-        if first is not None:
-            set_first_rates(first[0], [state.step for state in states], slots(states, first[1]))
+        if first is not None and (not readable_without_sync(step) or step == 0):
+            for state in states:
+                kept = getattr(state, first[1])
+                kept.copy_(first_rate(first[0], state.step, kept))
         rate = {} if lr is None else {"lr": kernel_lr(lr, step)}
         lists = (slots(states, name) for name in names)
         function(params, grads, *lists, foreach=foreach, capturable=is_accelerator(step.device), **rate, **settings)

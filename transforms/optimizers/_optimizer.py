@@ -320,8 +320,8 @@ class Optimizer(Specified):
             then scratch. `found_inf`, 0-d float32: change nothing where it is 1. Gradient and state are checked before
             it runs: ValueError or TypeError for another shape, dtype or device than the parameter's, and for a parameter
             that requires grad outside `torch.no_grad`.
-        step_params_: The same for lists of parameters, gradients and states, in one kernel; states that share 0-d
-            fields have equal step counts. None: `step_param_` is called for each parameter.
+        step_params_: The same for lists of parameters, gradients and states, in one kernel, which counts the step once:
+            the states share their 0-d fields, as those of `init(params)` do. None: `step_param_` is called for each parameter.
         elementwise: Whether it may be called on a flat buffer of many parameters, since it steps each element by itself.
         select: `path -> Optimizer`, for an optimizer that differs between parameters (see `partition`).
         check: `params -> None`, raises for parameters that it does not support.

@@ -14,11 +14,11 @@ from ._kernels import (
     by_formula,
     from_kernel,
     from_torch,
-    fused,
     in_float32_,
     in_place,
     kernel_lr,
     new_step,
+    run_fused,
     slots,
     zeros,
 )
@@ -103,7 +103,7 @@ def sgd(
         first = bool(momentum) and bool(dampening) and bool(step == 0)
         velocities = slots(states, "momentum") if momentum else []
         now = {**settings, "lr": kernel_lr(lr, step), "is_first_step": first}
-        fused(torch._fused_sgd_, [params, grads, velocities], guards, now)
+        run_fused(torch._fused_sgd_, [params, grads, velocities], guards, now)
         found_inf = guards.get("found_inf")
         step.add_(1 if found_inf is None else 1 - found_inf)
 
