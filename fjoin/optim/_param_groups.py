@@ -17,7 +17,6 @@ from ..transforms.optimizers import (
     apart,
     check_grad,
     check_rates,
-    check_written,
     compared,
     empty_fields,
     leaf_arguments,
@@ -197,9 +196,8 @@ class ForeachStepper:
         """Raise where these parameters cannot be stepped; nothing has changed then.
 
         Raises:
-            ValueError: a gradient of another shape or device; a parameter that no longer fits its state, or that cannot
-                be written, since its elements overlap in memory or it is an inference tensor; a hyperparameter that is
-                not finite.
+            ValueError: a gradient of another shape or device; a parameter that no longer fits its state; a
+                hyperparameter that is not finite.
             TypeError: a gradient of another dtype or layout.
         """
         for key, part, param, grad in items:
@@ -208,7 +206,6 @@ class ForeachStepper:
             if fine and grad.layout is torch.strided and self._seen.get(key) == form:
                 continue
             check_grad(param, grad, lambda key=key: f"the gradient of {whose(key)}")  # type: ignore[misc]
-            check_written(param, lambda key=key: whose(key))  # type: ignore[misc]
             if (state := self.states.get(key)) is None:
                 continue
             expected = part.forms.of(param)
@@ -221,7 +218,6 @@ class ForeachStepper:
                         f"{whose(key)} has become another since the optimizer was made: the state's {name!r} is "
                         f"{field.dtype}{list(field.shape)} on {field.device}; change the parameters first, then make the optimizer"
                     )
-                check_written(field, lambda key=key, name=name: f"the state's {name!r} of {whose(key)}")  # type: ignore[misc]
             self._seen[key] = form
         self.check_rates(items)
 

@@ -45,7 +45,7 @@ class WholeLeaves:
     """Stands for an optimizer of which only its class is known: it needs whole parameters."""
 
     select, spec, check = None, Spec(""), None
-    elementwise = flattens = False
+    elementwise = False
     cost = staticmethod(torch.Size.numel)
 
     def at(self, path: str) -> WholeLeaves:

@@ -264,17 +264,3 @@ def test_groups_and_states_that_do_not_fit() -> None:
     ours.state.clear()
     train(model, ours, 1)
     assert {int(state["step"]) for state in ours.state.values()} == {1}, "cleared states begin anew"
-
-
-@pytest.mark.parametrize("what", ["parameters", "states"])
-def test_inference_tensors_are_refused(what: str) -> None:
-    """Torch raises on the second only, in the middle of a step."""
-    param = nn.Parameter(torch.ones(3))
-    with torch.inference_mode():
-        if what == "parameters":
-            param = nn.Parameter(torch.ones(3))
-        inside = fjoin.Optimizer([param], tx.adamw(0.1))
-    optimizer = inside if what == "states" else fjoin.Optimizer([param], tx.adamw(0.1))
-    param.grad = torch.ones(3)
-    raises_text(ValueError, optimizer.step, "inference", "parameter of shape (3,)")
-    assert param.tolist() == [1.0] * 3

@@ -185,14 +185,9 @@ def _narrowed(p: Tensor) -> None:
     p.grad = torch.ones(3, dtype=torch.float16)
 
 
-def _expanded(p: Tensor) -> None:
-    p.data = torch.ones(1, dtype=p.dtype).expand(3)
-
-
 BAD: dict[str, tuple[type[Exception], Callable[[Tensor], Any], tuple[str, ...]]] = {
     "shape": (ValueError, _changed, ("shape (4,)", "change the parameters first")),
     "dtype": (ValueError, _narrowed, ("change the parameters first",)),
-    "overlap": (ValueError, _expanded, ("overlap in memory", "contiguous")),
     "sparse": (TypeError, lambda p: setattr(p, "grad", torch.ones(3, dtype=p.dtype).to_sparse()), ("sparse",)),
 }
 

@@ -208,7 +208,7 @@ def labels(optimizer: Optimizer) -> Callable[[str], Hashable]:
 
     def label(path: str) -> Hashable:
         part = optimizer.at(path)
-        return id(part) if part.flattens else path
+        return id(part) if part.elementwise else path
 
     return label
 

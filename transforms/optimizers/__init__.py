@@ -24,7 +24,6 @@ from ._adam import (
 )
 from ._checks import (
     check_grad as check_grad,
-    check_written as check_written,
     refuse_count as refuse_count,
     unchecked as unchecked,
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch.optim.adagrad import adagrad as torch_adagrad
 from torch.optim.rmsprop import rmsprop as torch_rmsprop
 
 from ..base import factory, to_device
-from ._kernels import by_formula, from_kernel, in_place, kernel_lr, kernel_of, new_step, one_param, slots
+from ._kernels import by_formula, from_kernel, from_torch, in_place, kernel_lr, new_step, one_param, slots, zeros
 from ._optimizer import Optimizer, in_float32, lerp, penalized, rate_at, root, used, wide_root
 from ._schedules import ScalarOrSchedule, a_number, not_negative, within
 
@@ -60,13 +60,8 @@ def adagrad(
     >>> opt.step_param(p, torch.tensor([2.0]), opt.init_param(p))[0]
     tensor([0.9000])
     """
-    not_negative(
-        lr=lr,
-        lr_decay=lr_decay,
-        weight_decay=weight_decay,
-        initial_accumulator_value=initial_accumulator_value,
-        eps=eps,
-    )
+    numbers = dict(lr_decay=lr_decay, weight_decay=weight_decay, eps=eps)
+    not_negative(lr=lr, initial_accumulator_value=initial_accumulator_value, **numbers)
 
     def init_param(param: Tensor) -> AdagradState:
         start = initial_accumulator_value
@@ -84,20 +79,10 @@ def adagrad(
     def kernel(params: list[Tensor], grads: list[Tensor], states: list[AdagradState]) -> None:
         if states[0].step.device.type != "cpu":  # torch's kernel reads the step, and waits for the device
             return formula(params, grads, states)
-        torch_adagrad(
-            params,
-            grads,
-            slots(states, "sum"),
-            slots(states, "step"),
-            foreach=True,
-            lr=kernel_lr(lr, states[0].step),
-            weight_decay=weight_decay,
-            lr_decay=lr_decay,
-            eps=eps,
-            maximize=maximize,
-        )
+        settings: Any = dict(lr=kernel_lr(lr, states[0].step), **numbers, maximize=maximize)
+        torch_adagrad(params, grads, slots(states, "sum"), slots(states, "step"), foreach=True, **settings)
 
-    return from_kernel(init_param, step_param, kernel, numbers=(lr_decay, weight_decay, eps))
+    return from_kernel(init_param, step_param, kernel, numbers=tuple(numbers.values()))
 
 
 class AdadeltaState(NamedTuple):
@@ -147,9 +132,6 @@ def adadelta(
     not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
     within(0.0, 1.0, rho=rho)
 
-    def init_param(param: Tensor) -> AdadeltaState:
-        return AdadeltaState(new_step(param), torch.zeros_like(param), torch.zeros_like(param))
-
     def step_param(param: Tensor, grad: Tensor, state: AdadeltaState) -> tuple[Tensor, AdadeltaState]:
         grad = penalized(param, grad, weight_decay, maximize)
         square_avg = rho * state.square_avg + (1 - rho) * grad * grad
@@ -158,17 +140,9 @@ def adadelta(
         rate = rate_at(lr, state.step).to(param.dtype)
         return param - rate * delta, AdadeltaState(state.step + 1, square_avg, acc_delta)
 
-    kernel = kernel_of(
-        torch_adadelta,
-        ("square_avg", "acc_delta", "step"),
-        foreach=True,
-        lr=lr,
-        rho=rho,
-        eps=eps,
-        weight_decay=weight_decay,
-        maximize=maximize,
-    )
-    return from_kernel(init_param, step_param, kernel, numbers=(rho, eps, weight_decay))
+    settings = dict(rho=rho, eps=eps, weight_decay=weight_decay, maximize=maximize)
+    names = "square_avg", "acc_delta", "step"
+    return from_torch(zeros(AdadeltaState), step_param, torch_adadelta, names, lr, settings)
 
 
 class RMSpropState(NamedTuple):
@@ -222,14 +196,6 @@ def rmsprop(
     """
     not_negative(lr=lr, alpha=alpha, eps=eps, weight_decay=weight_decay, momentum=momentum)
 
-    def init_param(param: Tensor) -> RMSpropState:
-        return RMSpropState(
-            new_step(param),
-            torch.zeros_like(param),
-            torch.zeros_like(param) if used(momentum) else None,
-            torch.zeros_like(param) if centered else None,
-        )
-
     def step_param(param: Tensor, grad: Tensor, state: RMSpropState) -> tuple[Tensor, RMSpropState]:
         rate = rate_at(lr, state.step).to(param.dtype)
         grad = penalized(param, grad, weight_decay, maximize)
@@ -243,19 +209,12 @@ def rmsprop(
             direction = velocity = momentum * velocity + direction
         return param - rate * direction, RMSpropState(state.step + 1, square_avg, velocity, grad_avg)
 
-    kernel = kernel_of(
-        torch_rmsprop,
-        ("square_avg", "grad_avg", "momentum", "step"),
-        foreach=True,
-        lr=lr,
-        alpha=alpha,
-        eps=eps,
-        weight_decay=weight_decay,
-        momentum=momentum,
-        centered=centered,
-        maximize=maximize,
+    settings = dict(
+        alpha=alpha, eps=eps, weight_decay=weight_decay, momentum=momentum, centered=centered, maximize=maximize
     )
-    return from_kernel(init_param, step_param, kernel, numbers=(alpha, eps, weight_decay, momentum))
+    names = "square_avg", "grad_avg", "momentum", "step"
+    init_param = zeros(RMSpropState, momentum=used(momentum), grad_avg=centered)
+    return from_torch(init_param, step_param, torch_rmsprop, names, lr, settings)
 
 
 class AdafactorState(NamedTuple):

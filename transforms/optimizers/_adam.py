@@ -11,7 +11,7 @@ from torch.optim.nadam import nadam as torch_nadam
 from torch.optim.radam import radam as torch_radam
 
 from ..base import factory
-from ._kernels import from_kernel, kernel_lr, kernel_of, new_step, slots, through_memory, unscale
+from ._kernels import from_kernel, from_torch, kernel_lr, new_step, run_fused, slots, zeros
 from ._optimizer import Optimizer, lerp, penalized, rate_at, root, wide_root
 from ._schedules import ScalarOrSchedule, check_betas, not_negative
 
@@ -100,14 +100,7 @@ def _adam(
     not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
     beta1, beta2 = check_betas(betas)
     kernel: Any = torch._fused_adamw_ if decoupled else torch._fused_adam_
-
-    def init_param(param: Tensor) -> AdamState:
-        return AdamState(
-            new_step(param),
-            torch.zeros_like(param),
-            torch.zeros_like(param),
-            torch.zeros_like(param) if amsgrad else None,
-        )
+    settings = dict(beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, maximize=maximize)
 
     def step_param(param: Tensor, grad: Tensor, state: AdamState) -> tuple[Tensor, AdamState]:
         dtype = param.dtype
@@ -128,41 +121,19 @@ def _adam(
         return param, AdamState(step, exp_avg, exp_avg_sq, largest)
 
     def step_params_(
-        params: list[Tensor],
-        grads: list[Tensor],
-        states: list[AdamState],
-        *,
-        grad_scale: Tensor | None = None,
-        found_inf: Tensor | None = None,
+        params: list[Tensor], grads: list[Tensor], states: list[AdamState], **guards: Tensor | None
     ) -> None:
         step = states[0].step
         rate = kernel_lr(lr, step)
         step.add_(1)
-
-        def run(params: list[Tensor], grads: list[Tensor], *moments: list[Tensor]) -> None:
-            kernel(
-                params,
-                grads,
-                *moments,
-                [step] * len(params),
-                lr=rate,
-                beta1=beta1,
-                beta2=beta2,
-                weight_decay=weight_decay,
-                eps=eps,
-                amsgrad=amsgrad,
-                maximize=maximize,
-                grad_scale=unscale(grads, grad_scale),
-                found_inf=found_inf,
-            )
-
-        through_memory(
-            run, params, grads, slots(states, "exp_avg"), slots(states, "exp_avg_sq"), slots(states, "max_exp_avg_sq")
-        )
-        if found_inf is not None:
+        moments = [slots(states, name) for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")]
+        now = {**settings, "lr": rate, "state_steps": [step] * len(params)}
+        run_fused(kernel, [params, grads, *moments], guards, now)
+        if (found_inf := guards.get("found_inf")) is not None:
             step.sub_(found_inf)
 
-    return from_kernel(init_param, step_param, numbers=(beta1, beta2, eps, weight_decay), fused=step_params_)
+    init_param = zeros(AdamState, max_exp_avg_sq=amsgrad)
+    return from_kernel(init_param, step_param, numbers=tuple(settings.values()), fused=step_params_)
 
 
 class NAdamState(NamedTuple):
@@ -236,26 +207,10 @@ def nadam(
         param = param - of_grad.to(dtype) * (grad / below) - of_avg.to(dtype) * (exp_avg / below)
         return param, NAdamState(step, product, exp_avg, exp_avg_sq)
 
-    kernel = kernel_of(
-        torch_nadam,
-        ("exp_avg", "exp_avg_sq", "mu_product", "step"),
-        foreach=True,
-        lr=lr,
-        beta1=beta1,
-        beta2=beta2,
-        eps=eps,
-        weight_decay=weight_decay,
-        momentum_decay=momentum_decay,
-        decoupled_weight_decay=decoupled_weight_decay,
-        maximize=maximize,
-    )
-    return from_kernel(
-        init_param,
-        step_param,
-        kernel,
-        ("step", "mu_product"),
-        numbers=(beta1, beta2, eps, weight_decay, momentum_decay),
-    )
+    settings = dict(beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, momentum_decay=momentum_decay)
+    settings.update(decoupled_weight_decay=decoupled_weight_decay, maximize=maximize)
+    names = "exp_avg", "exp_avg_sq", "mu_product", "step"
+    return from_torch(init_param, step_param, torch_nadam, names, lr, settings, common=("step", "mu_product"))
 
 
 class RAdamState(NamedTuple):
@@ -308,9 +263,6 @@ def radam(
     beta1, beta2 = check_betas(betas)
     longest = 2 / (1 - beta2) - 1
 
-    def init_param(param: Tensor) -> RAdamState:
-        return RAdamState(new_step(param), torch.zeros_like(param), torch.zeros_like(param))
-
     def step_param(param: Tensor, grad: Tensor, state: RAdamState) -> tuple[Tensor, RAdamState]:
         dtype, rate, step = param.dtype, rate_at(lr, state.step), state.step + 1
         grad = penalized(param, grad, 0.0 if decoupled_weight_decay else weight_decay, maximize)
@@ -331,19 +283,10 @@ def radam(
         param = param - (rate / (1 - torch.pow(beta1, wide))).to(dtype) * exp_avg * factor
         return param, RAdamState(step, exp_avg, exp_avg_sq)
 
-    kernel = kernel_of(
-        torch_radam,
-        ("exp_avg", "exp_avg_sq", "step"),
-        foreach=None,
-        lr=lr,
-        beta1=beta1,
-        beta2=beta2,
-        eps=eps,
-        weight_decay=weight_decay,
-        decoupled_weight_decay=decoupled_weight_decay,
-        maximize=maximize,
-    )
-    return from_kernel(init_param, step_param, kernel, numbers=(beta1, beta2, eps, weight_decay))
+    settings = dict(beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, maximize=maximize)
+    settings.update(decoupled_weight_decay=decoupled_weight_decay)
+    names = "exp_avg", "exp_avg_sq", "step"
+    return from_torch(zeros(RAdamState), step_param, torch_radam, names, lr, settings, foreach=None)
 
 
 class AdamaxState(NamedTuple):
@@ -391,9 +334,6 @@ def adamax(
     not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
     beta1, beta2 = check_betas(betas)
 
-    def init_param(param: Tensor) -> AdamaxState:
-        return AdamaxState(new_step(param), torch.zeros_like(param), torch.zeros_like(param))
-
     def step_param(param: Tensor, grad: Tensor, state: AdamaxState) -> tuple[Tensor, AdamaxState]:
         rate, step = rate_at(lr, state.step), state.step + 1
         grad = penalized(param, grad, weight_decay, maximize)
@@ -402,18 +342,8 @@ def adamax(
         rate = rate / (1 - torch.pow(beta1, step.double()))
         return param - rate.to(param.dtype) * (exp_avg / exp_inf), AdamaxState(step, exp_avg, exp_inf)
 
-    kernel = kernel_of(
-        torch_adamax,
-        ("exp_avg", "exp_inf", "step"),
-        foreach=True,
-        lr=lr,
-        beta1=beta1,
-        beta2=beta2,
-        eps=eps,
-        weight_decay=weight_decay,
-        maximize=maximize,
-    )
-    return from_kernel(init_param, step_param, kernel, numbers=(beta1, beta2, eps, weight_decay))
+    settings = dict(beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, maximize=maximize)
+    return from_torch(zeros(AdamaxState), step_param, torch_adamax, ("exp_avg", "exp_inf", "step"), lr, settings)
 
 
 @factory
@@ -455,9 +385,6 @@ def lamb(
     not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
     beta1, beta2 = check_betas(betas)
 
-    def init_param(param: Tensor) -> AdamState:
-        return AdamState(new_step(param), torch.zeros_like(param), torch.zeros_like(param), None)
-
     def step_param(param: Tensor, grad: Tensor, state: AdamState) -> tuple[Tensor, AdamState]:
         dtype, rate, step = param.dtype, rate_at(lr, state.step), state.step + 1
         if maximize:
@@ -475,4 +402,4 @@ def lamb(
         )
         return param - rate.to(dtype) * ratio.to(dtype) * update, AdamState(step, exp_avg, exp_avg_sq, None)
 
-    return from_kernel(init_param, step_param, elementwise=False)
+    return from_kernel(zeros(AdamState, max_exp_avg_sq=False), step_param, elementwise=False)

@@ -25,70 +25,40 @@ def kernel_lr(lr: ScalarOrSchedule, step: Tensor) -> Any:
     return value
 
 
-def set_first_rates(lr: ScalarOrSchedule, steps: list[Tensor], kept: list[Tensor]) -> None:
-    """`first_rate` in place."""
-    for step, old in zip(steps, kept, strict=True):
-        if not readable_without_sync(step) or step == 0:
-            old.copy_(first_rate(lr, step, old))
-
-
-def through_memory(
-    kernel: Callable[..., None], params: list[Tensor], grads: list[Tensor], *slots: list[Tensor]
+def run_fused(
+    kernel: Callable[..., None], given: list[list[Tensor]], guards: dict[str, Tensor | None], settings: dict[str, Any]
 ) -> None:
-    """Call `kernel(params, grads, *slots)` with tensors of their parameters' memory layout, without gaps.
+    """Call a fused kernel of torch with tensors of their parameters' memory layout, without gaps.
 
     Other tensors are replaced by copies, and the results are written back from the copies.
 
     Args:
-        slots: Lists of state tensors, each as long as `params` or empty.
+        given: Parameters, gradients, and lists of state tensors, each as long as the first or empty.
+        guards: `grad_scale` and `found_inf`, see `Optimizer`.
+        settings: The kernel's other arguments.
     """
-    given = (params, grads, *slots)
-    if all(tensor.is_contiguous() for tensors in given for tensor in tensors):
-        return kernel(*given)
-    dense = [p if _dense(p) else p.contiguous() for p in params]
-    laid = [
-        [t if t.stride() == p.stride() else copy_like(p, t) for p, t in zip(dense, ts, strict=False)] for ts in given
-    ]
-    kernel(*laid)
-    for i in (0, *range(2, len(given))):
-        for old, new in zip(given[i], laid[i], strict=True):
-            if new is not old:
-                old.copy_(new)
+    laid, scale = given, guards.get("grad_scale")
+    if not all([tensor.is_contiguous() for tensors in given for tensor in tensors]):
+        dense = [p if _dense(p) else p.contiguous() for p in given[0]]
+        laid = [
+            [t if t.stride() == p.stride() else copy_like(p, t) for p, t in zip(dense, ts, strict=False)]
+            for ts in given
+        ]
+    if scale is not None and given[0][0].dtype is torch.float64:  # kernels take a float32 scale
+        torch._foreach_div_(laid[1], scale)
+        scale = None
+    scale = scale if scale is None else scale.to(torch.float32)
+    kernel(*laid, grad_scale=scale, found_inf=guards.get("found_inf"), **settings)
+    if laid is not given:
+        for i in (0, *range(2, len(given))):
+            for old, new in zip(given[i], laid[i], strict=True):
+                if new is not old:
+                    old.copy_(new)
 
 
 def _dense(x: Tensor) -> bool:
     """Whether a tensor has no gaps in memory, so that a tensor made like it gets its strides."""
     return torch.empty_like(x, device="meta").stride() == x.stride()
-
-
-def unscale(grads: list[Tensor], grad_scale: Tensor | None) -> Tensor | None:
-    """The scale for a fused kernel; float64 gradients are divided here, since kernels take a float32 scale."""
-    if grad_scale is None:
-        return None
-    if grads[0].dtype is torch.float64:
-        torch._foreach_div_(grads, grad_scale)
-        return None
-    return grad_scale.to(torch.float32)
-
-
-def kernel_of(
-    function: Callable[..., None], names: tuple[str, ...], lr: ScalarOrSchedule | None = None, **settings: Any
-) -> Kernel:
-    """A kernel that is one of the functions of torch.optim.
-
-    Args:
-        names: The fields of the states, in the order in which the function takes them.
-        lr: The learning rate, where the function takes one.
-        settings: Its other arguments.
-    """
-
-    def kernel(params: list[Tensor], grads: list[Tensor], states: list[Any]) -> None:
-        step = states[0].step
-        rate = {} if lr is None else {"lr": kernel_lr(lr, step)}
-        lists = (slots(states, name) for name in names)
-        function(params, grads, *lists, capturable=is_accelerator(step.device), **rate, **settings)
-
-    return kernel
 
 
 def in_place(kernel: Kernel, common: tuple[str, ...] = ("step",)) -> Callable[..., None]:
@@ -143,8 +113,19 @@ def in_float32_(step_params_: Callable[..., None]) -> Callable[..., None]:
     return wide
 
 
-def any_tensor(*values: Any) -> bool:
-    return any(isinstance(value, Tensor) for value in values)
+def zeros(kind: Callable[..., Any], **filled: bool) -> Callable[[Tensor], Any]:
+    """`init_param` of states that have a count and tensors like the parameter.
+
+    Args:
+        kind: The class of the states.
+        filled: By name, the fields that may be None, and whether they are not.
+    """
+    names = kind._fields[1:]  # type: ignore[attr-defined]
+
+    def init_param(param: Tensor) -> Any:
+        return kind(new_step(param), *(torch.zeros_like(param) if filled.get(n, True) else None for n in names))
+
+    return init_param
 
 
 def slots(states: list[Any], name: str) -> list[Tensor]:
@@ -186,12 +167,46 @@ def from_kernel(
         settings: Of `Optimizer`.
     """
     formula = in_float32(step_param)
-    if any_tensor(*numbers) or (kernel is None and fused is None):
+    if any(isinstance(number, Tensor) for number in numbers) or (kernel is None and fused is None):
         fused = in_place(by_formula(formula), common)
     elif kernel is not None:
         fused = in_float32_(in_place(kernel, common))
     assert fused is not None
     return Optimizer(init_param, formula, one_param(fused), fused, **settings)
+
+
+def from_torch(
+    init_param: Callable[..., Any],
+    step_param: Callable[..., Any],
+    function: Callable[..., None],
+    names: tuple[str, ...],
+    lr: ScalarOrSchedule | None,
+    settings: dict[str, Any],
+    *,
+    common: tuple[str, ...] = ("step",),
+    first: tuple[ScalarOrSchedule, str] | None = None,
+    foreach: bool | None = True,
+) -> Optimizer:
+    """An optimizer of a pure formula and one of the functions of torch.optim, which takes all settings as numbers.
+
+    Args:
+        function, names: The function, and the fields of the states in the order in which it takes them.
+        lr: The learning rate, where the function takes one.
+        settings: Its other arguments.
+        first: The learning rate, and the field that keeps that of the first step.
+    """
+
+    def kernel(params: list[Tensor], grads: list[Tensor], states: list[Any]) -> None:
+        step = states[0].step
+        if first is not None and (not readable_without_sync(step) or step == 0):
+            for state in states:
+                kept = getattr(state, first[1])
+                kept.copy_(first_rate(first[0], state.step, kept))
+        rate = {} if lr is None else {"lr": kernel_lr(lr, step)}
+        lists = (slots(states, name) for name in names)
+        function(params, grads, *lists, foreach=foreach, capturable=is_accelerator(step.device), **rate, **settings)
+
+    return from_kernel(init_param, step_param, kernel, common, tuple(settings.values()))
 
 
 def each_part(optimizer: Optimizer, wrap: Callable[[Optimizer], Optimizer], name: str, **args: Any) -> Optimizer:

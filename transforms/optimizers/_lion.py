@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..base import factory
-from ._kernels import from_kernel, kernel_lr, new_step, slots
+from ._kernels import from_kernel, kernel_lr, slots, zeros
 from ._optimizer import Optimizer, lerp, rate_at
 from ._schedules import ScalarOrSchedule, check_betas, not_negative
 
@@ -54,9 +54,6 @@ def lion(
     not_negative(lr=lr, weight_decay=weight_decay)
     beta1, beta2 = check_betas(betas)
 
-    def init_param(param: Tensor) -> LionState:
-        return LionState(new_step(param), torch.zeros_like(param))
-
     def step_param(param: Tensor, grad: Tensor, state: LionState) -> tuple[Tensor, LionState]:
         rate = rate_at(lr, state.step)
         if maximize:
@@ -79,4 +76,4 @@ def lion(
         for state in states:
             state.step.add_(1)
 
-    return from_kernel(init_param, step_param, kernel, numbers=(beta1, beta2, weight_decay))
+    return from_kernel(zeros(LionState), step_param, kernel, numbers=(beta1, beta2, weight_decay))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..base import Tree, factory, named_leaves, whole_number
-from ._kernels import from_kernel, new_step
+from ._kernels import from_kernel, zeros
 from ._optimizer import Optimizer, rate_at
 from ._schedules import ScalarOrSchedule, not_negative
 
@@ -82,9 +82,6 @@ def muon(
                 f"muon takes matrices only, got {other}; give these another optimizer: partition({{...: adamw(), '*': muon()}})"
             )
 
-    def init_param(param: Tensor) -> MuonState:
-        return MuonState(new_step(param), torch.zeros_like(param))
-
     def step_param(param: Tensor, grad: Tensor, state: MuonState) -> tuple[Tensor, MuonState]:
         rate = rate_at(lr, state.step)
         velocity = torch.lerp(state.momentum, grad, 1 - momentum)
@@ -98,7 +95,7 @@ def muon(
         param = param * (1 - rate * weight_decay).to(param.dtype)
         return param - (rate * factor).to(param.dtype) * direction.to(param.dtype), MuonState(state.step + 1, velocity)
 
-    return from_kernel(init_param, step_param, elementwise=False, check=check, cost=_products)
+    return from_kernel(zeros(MuonState), step_param, elementwise=False, check=check, cost=_products)
 
 
 def _products(shape: torch.Size) -> float:

@@ -27,7 +27,7 @@ from ..base import (
     widened,
     with_fields,
 )
-from ._checks import Forms, acts_elementwise, check_count, checked, counted, unchecked
+from ._checks import Forms, check_count, checked, counted, unchecked
 from ._schedules import ScalarOrSchedule, value_at, watched
 
 
@@ -214,20 +214,6 @@ def step_lists_(
     torch.autograd.graph.increment_version(params)
 
 
-def init(optimizer: Optimizer, params: Tree) -> State:
-    if optimizer.check:
-        optimizer.check(params)
-    ages = Ages()
-
-    def one(name: str, param: Tensor) -> State:
-        check_dense(f"params[{name!r}]", param)
-        part = optimizer.at(name)
-        watched(part.spec)  # raises for a schedule that is never read
-        return ages(part, param, part.init_param(param.detach()))
-
-    return map_with_path(one, params)
-
-
 def matched(optimizer: Optimizer, params: Tree, state: State) -> tuple[list[str], list[Any], list[Any], Any, list[Any]]:
     """As `states_of`, and the fields of each state.
 
@@ -310,17 +296,11 @@ def _on_copies(
     # takes longer than the step itself. A clone closes gaps in memory, and keeps the strides where there are none.
     new_params = [p.detach().clone() for p in params]
     with torch.no_grad():
-        shared = fields(apart(part, states[0]))
-        new_states = [
-            with_fields(
-                s,
-                [
-                    one if c else None if f is None else copy_like(p, f)
-                    for f, one, c in zip(fields(s), shared, part.common, strict=True)
-                ],
-            )
-            for p, s in zip(new_params, states, strict=True)
-        ]
+        first, new_states = fields(apart(part, states[0])), list[Any]()
+        for p, state in zip(new_params, states, strict=True):
+            own = zip(fields(state), first, part.common, strict=True)
+            new = [one if common else f if f is None else copy_like(p, f) for f, one, common in own]
+            new_states.append(with_fields(state, new))
         new_grads = [copy_like(p, g) for p, g in zip(new_params, grads, strict=True)] if alone else grads
         step_in_place(part, new_params, new_grads, new_states)
     return list(zip(new_params, new_states, strict=True))
@@ -338,10 +318,10 @@ class Optimizer(Specified):
         step_param_: `(param, grad, state, *, grad_scale=None, found_inf=None) -> None`, the same in
             place on `param` and on the state's tensors. `grad_scale`, 0-d: divide the gradient by it first; `grad` is
             then scratch. `found_inf`, 0-d float32: change nothing where it is 1. Gradient and state are checked before
-            it runs: ValueError or TypeError for another shape, dtype or device than the parameter's, and for tensors
-            that cannot be written, such as a parameter that requires grad outside `torch.no_grad`.
-        step_params_: The same for lists of parameters, gradients and states, in one kernel; states that share 0-d
-            fields have equal step counts. None: `step_param_` is called for each parameter.
+            it runs: ValueError or TypeError for another shape, dtype or device than the parameter's, and for a parameter
+            that requires grad outside `torch.no_grad`.
+        step_params_: The same for lists of parameters, gradients and states, in one kernel, which counts the step once:
+            the states share their 0-d fields, as those of `init(params)` do. None: `step_param_` is called for each parameter.
         elementwise: Whether it may be called on a flat buffer of many parameters, since it steps each element by itself.
         select: `path -> Optimizer`, for an optimizer that differs between parameters (see `partition`).
         check: `params -> None`, raises for parameters that it does not support.
@@ -394,23 +374,19 @@ class Optimizer(Specified):
         """Its hyperparameters that may become non-finite while training."""
         return watched(self.spec)
 
-    @functools.cached_property
-    def flattens(self) -> bool:
-        """Whether it may be called on a flat buffer.
-
-        Raises:
-            ValueError: `elementwise` says so, but the step of a parameter is not that of its parts.
-        """
-        if self.elementwise and not acts_elementwise(self.init_param, unchecked(self.step_param)):
-            raise ValueError(
-                f"{self!r} is said to be elementwise, but its step of a parameter is not that of the parameter's parts; pass "
-                f"elementwise=False, and it gets whole parameters"
-            )
-        return self.elementwise
-
     def init(self, params: Tree) -> State:
         """The states of all parameters: the tree of `params` with a state at every leaf."""
-        return init(self, params)
+        if self.check:
+            self.check(params)
+        ages = Ages()
+
+        def one(name: str, param: Tensor) -> State:
+            check_dense(f"params[{name!r}]", param)
+            part = self.at(name)
+            watched(part.spec)  # raises for a schedule that is never read
+            return ages(part, param, part.init_param(param.detach()))
+
+        return map_with_path(one, params)
 
     def step(self, params: Tree, grads: Tree, state: State) -> tuple[Tree, State]:
         """One step of every parameter: `(params, state)`, new tensors; the arguments stay as they are.

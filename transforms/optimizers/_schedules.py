@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from ..base import (
-    PickledBySpec,
     Spec,
+    Specified,
     _show,
     factory,
     finite,
@@ -47,35 +47,27 @@ def value_at(hyper: ScalarOrSchedule, step: Tensor) -> float | Tensor:
         ) from error
     if getattr(hyper, "finite", False):
         return value  # type: ignore[no-any-return]
+
+    def returned(expected: str) -> str:
+        at = int(step) if not isinstance(step, Tensor) or readable_without_sync(step) else "that is on a device"
+        return f"the schedule {_show(hyper)} returned {value!r} in step {at}, expected {expected}"
+
     if isinstance(value, Tensor):
-        if value.layout is not torch.strided or (value.is_meta and not step.is_meta):
-            raise ValueError(
-                f"the schedule {_show(hyper)} returned a tensor with layout {value.layout} on {value.device} in step "
-                f"{_shown(step)}, expected a dense one with a value"
-            )
-        if value.numel() != 1 or value.is_complex() or value.dtype is torch.bool:
-            raise ValueError(
-                f"the schedule {_show(hyper)} returned a tensor of shape {tuple(value.shape)}, {value.dtype}, in step "
-                f"{_shown(step)}, expected one real number"
-            )
-        if readable_without_sync(value):
-            _check_finite(hyper, float(value), step)
+        dense = value.layout is torch.strided and (step.is_meta or not value.is_meta)
+        if not dense or not is_one_number(value):
+            raise ValueError(returned("a dense tensor of one real number"))
+        if readable_without_sync(value) and not is_finite(float(value)):
+            raise ValueError(returned("a finite number"))
         return value.reshape(())
     if not is_number(value):
-        raise TypeError(f"the schedule {_show(hyper)} returned {value!r} in step {_shown(step)}, expected a number")
-    _check_finite(hyper, value, step)
+        raise TypeError(returned("a number"))
+    if not is_finite(value):
+        raise ValueError(returned("a finite number"))
     return value  # type: ignore[no-any-return]
 
 
-def _check_finite(hyper: Any, value: Any, step: Any) -> None:
-    if not is_finite(value):
-        raise ValueError(
-            f"the schedule {_show(hyper)} returned {value!r} in step {_shown(step)}, expected a finite number"
-        )
-
-
-def _shown(step: Any) -> Any:
-    return int(step) if not isinstance(step, Tensor) or readable_without_sync(step) else "that is on a device"
+def is_one_number(value: Tensor) -> bool:
+    return value.numel() == 1 and not value.is_complex() and value.dtype is not torch.bool
 
 
 def watched(spec: Spec, injected: bool = False) -> tuple[tuple[str, Any], ...]:
@@ -122,7 +114,7 @@ def check_rates(hypers: tuple[tuple[str, Any], ...], step: Tensor) -> list[tuple
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Schedule(PickledBySpec):
+class Schedule(Specified):
     """A function of the step that carries a spec.
 
     Attributes:
@@ -138,25 +130,9 @@ class Schedule(PickledBySpec):
     def __call__(self, step: Any) -> Tensor:
         return self.function(torch.as_tensor(step, dtype=torch.float64))
 
-    def with_spec(self, spec: Spec) -> Schedule:
-        return replace(self, spec=spec)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Schedule) and repr(self) == repr(other)
-
-    def __hash__(self) -> int:
-        return hash(repr(self))
-
     @property
     def _spec(self) -> Spec:
         return self.spec if self.spec.name else spec_of_function(self.function)
-
-    def __repr__(self) -> str:
-        return repr(self._spec)
-
-
-def steps_at_least(name: str, value: int, least: int) -> None:
-    whole_number(name, value, least)
 
 
 @factory
@@ -181,7 +157,7 @@ def linear(start: float, end: float, total_steps: int) -> Schedule:
     [0.0, 0.25, 1.0, 1.0]
     """
     finite(start=start, end=end)
-    steps_at_least("total_steps", total_steps, 1)
+    whole_number("total_steps", total_steps, 1)
     return Schedule(lambda step: start + (end - start) * torch.clamp(step / total_steps, max=1.0), finite=True)
 
 
@@ -207,7 +183,7 @@ def cosine(start: float, total_steps: int, end: float = 0.0) -> Schedule:
     [1.0, 0.5, 0.0, 0.0]
     """
     finite(start=start, end=end)
-    steps_at_least("total_steps", total_steps, 1)
+    whole_number("total_steps", total_steps, 1)
 
     def function(step: Tensor) -> Tensor:
         done = torch.clamp(step / total_steps, max=1.0)
@@ -241,8 +217,8 @@ def warmup_cosine(peak: float, warmup_steps: int, total_steps: int, end: float =
     [0.5, 1.0, 1.0, 0.5, 0.0]
     """
     finite(peak=peak, end=end)
-    steps_at_least("warmup_steps", warmup_steps, 0)
-    steps_at_least("total_steps", total_steps, warmup_steps + 1)
+    whole_number("warmup_steps", warmup_steps, 0)
+    whole_number("total_steps", total_steps, warmup_steps + 1)
     rest = cosine(peak, total_steps - warmup_steps, end)
 
     def function(step: Tensor) -> Tensor:
@@ -276,7 +252,7 @@ def warmup(warmup_steps: int, then: Callable[[Any], Any]) -> Schedule:
     >>> [warmup(2, tx.linear(1.0, 0.0, 4))(s).item() for s in (0, 1, 2, 4, 6)]
     [0.5, 1.0, 1.0, 0.5, 0.0]
     """
-    steps_at_least("warmup_steps", warmup_steps, 0)
+    whole_number("warmup_steps", warmup_steps, 0)
     if not callable(then):
         raise TypeError(f"warmup: then must be a schedule, got {then!r}; for a fixed rate pass lambda step: {then!r}")
 
@@ -325,7 +301,7 @@ def from_torch_scheduler(make: Callable[[Optimizer], Any], lr: float, total_step
     >>> [rate(s).item() for s in (0, 1, 2, 3, 9)]
     [1.0, 1.0, 0.5, 0.5, 0.5]
     """
-    steps_at_least("total_steps", total_steps, 1)
+    whole_number("total_steps", total_steps, 1)
     optimizer = SGD([torch.zeros(())], lr)
     scheduler, values = make(optimizer), []
     for _ in range(total_steps):
@@ -407,7 +383,7 @@ def _number(name: str, value: Any) -> float | Tensor | None:
             f"from_torch_scheduler(make, lr, total_steps), or hand fjoin.Optimizer to it"
         )
     if isinstance(value, Tensor):
-        if value.numel() != 1 or value.is_complex() or value.dtype is torch.bool:
+        if not is_one_number(value):
             raise ValueError(
                 f"{name} must be a number or a tensor of one real element, got one of shape {tuple(value.shape)}, {value.dtype}"
             )

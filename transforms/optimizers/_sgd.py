@@ -13,15 +13,14 @@ from ..base import factory, is_number
 from ._kernels import (
     by_formula,
     from_kernel,
+    from_torch,
     in_float32_,
     in_place,
     kernel_lr,
-    kernel_of,
     new_step,
-    set_first_rates,
+    run_fused,
     slots,
-    through_memory,
-    unscale,
+    zeros,
 )
 from ._optimizer import Optimizer, first_rate, in_float32, penalized, rate_at, used
 from ._schedules import ScalarOrSchedule, a_number, not_negative, value_at
@@ -78,9 +77,6 @@ def sgd(
             f"nesterov needs momentum above 0 and dampening 0, got momentum={momentum!r}, dampening={dampening!r}"
         )
 
-    def init_param(param: Tensor) -> SGDState:
-        return SGDState(new_step(param), torch.zeros_like(param) if used(momentum) else None)
-
     def step_param(param: Tensor, grad: Tensor, state: SGDState) -> tuple[Tensor, SGDState]:
         rate = value_at(lr, state.step)
         rate = rate.to(param.dtype) if isinstance(rate, Tensor) else rate
@@ -95,39 +91,20 @@ def sgd(
 
     formula = in_place(by_formula(in_float32(step_param)))
 
-    def step_params_(
-        params: list[Tensor],
-        grads: list[Tensor],
-        states: list[SGDState],
-        *,
-        grad_scale: Tensor | None = None,
-        found_inf: Tensor | None = None,
-    ) -> None:
+    settings: dict[str, Any] = dict(momentum=momentum, dampening=dampening, weight_decay=weight_decay)
+    settings.update(nesterov=nesterov, maximize=maximize)
+
+    def step_params_(params: list[Tensor], grads: list[Tensor], states: list[Any], **guards: Tensor | None) -> None:
         step = states[0].step
         # The kernel is told by the host whether this is the first step.
         if momentum and dampening and step.device.type != "cpu":
-            return formula(params, grads, states, grad_scale=grad_scale, found_inf=found_inf)
+            return formula(params, grads, states, **guards)
         # The velocity starts at 0, so only dampening makes the first step different.
         first = bool(momentum) and bool(dampening) and bool(step == 0)
-        rate = kernel_lr(lr, step)
-
-        def run(params: list[Tensor], grads: list[Tensor], velocities: list[Tensor]) -> None:
-            torch._fused_sgd_(
-                params,
-                grads,
-                velocities,
-                weight_decay=weight_decay,
-                momentum=momentum,
-                lr=rate,
-                dampening=dampening,
-                nesterov=nesterov,
-                maximize=maximize,
-                is_first_step=first,
-                grad_scale=unscale(grads, grad_scale),
-                found_inf=found_inf,
-            )
-
-        through_memory(run, params, grads, slots(states, "momentum") if momentum else [])
+        velocities = slots(states, "momentum") if momentum else []
+        now = {**settings, "lr": kernel_lr(lr, step), "is_first_step": first}
+        run_fused(torch._fused_sgd_, [params, grads, velocities], guards, now)
+        found_inf = guards.get("found_inf")
         step.add_(1 if found_inf is None else 1 - found_inf)
 
     wide = in_float32_(step_params_)
@@ -137,7 +114,8 @@ def sgd(
         step = wide if params and params[0].device.type == "cpu" else step_params_
         step(params, grads, states, **guards)
 
-    return from_kernel(init_param, step_param, numbers=(momentum, dampening, weight_decay), fused=on_halves)
+    init_param = zeros(SGDState, momentum=used(momentum))
+    return from_kernel(init_param, step_param, numbers=tuple(settings.values()), fused=on_halves)
 
 
 class ASGDState(NamedTuple):
@@ -205,24 +183,12 @@ def asgd(
         next_mu = (1 / torch.clamp(wide - t0, min=1.0)).to(torch.float32)
         return param, ASGDState(step, next_eta, next_mu, average)
 
+    settings = dict(lambd=lambd, t0=t0, alpha=alpha, weight_decay=weight_decay, maximize=maximize)
+    names, common = ("ax", "mu", "eta", "step"), ("step", "eta", "mu")
     # Not foreach, whose learning rates are rounded to float32 on the way.
-    kernel = kernel_of(
-        torch_asgd,
-        ("ax", "mu", "eta", "step"),
-        foreach=False,
-        lr=lr,
-        lambd=lambd,
-        t0=t0,
-        alpha=alpha,
-        weight_decay=weight_decay,
-        maximize=maximize,
+    return from_torch(
+        init_param, step_param, torch_asgd, names, lr, settings, common=common, first=(lr, "eta"), foreach=False
     )
-
-    def begun(params: list[Tensor], grads: list[Tensor], states: list[ASGDState]) -> None:
-        set_first_rates(lr, [state.step for state in states], slots(states, "eta"))
-        kernel(params, grads, states)
-
-    return from_kernel(init_param, step_param, begun, ("step", "eta", "mu"), numbers=(lambd, alpha, t0, weight_decay))
 
 
 class RpropState(NamedTuple):
@@ -287,22 +253,9 @@ def rprop(
         grad = torch.where(agrees < 0, torch.zeros_like(grad), grad)
         return param - grad.sign() * size, RpropState(state.step + 1, grad, size)
 
-    kernel = kernel_of(
-        torch_rprop,
-        ("prev", "step_size", "step"),
-        foreach=True,
-        step_size_min=least,
-        step_size_max=most,
-        etaminus=down,
-        etaplus=up,
-        maximize=maximize,
-    )
-
-    def begun(params: list[Tensor], grads: list[Tensor], states: list[RpropState]) -> None:
-        set_first_rates(lr, [state.step for state in states], slots(states, "step_size"))
-        kernel(params, grads, states)
-
-    return from_kernel(init_param, step_param, begun)
+    settings = dict(step_size_min=least, step_size_max=most, etaminus=down, etaplus=up, maximize=maximize)
+    names = "prev", "step_size", "step"
+    return from_torch(init_param, step_param, torch_rprop, names, None, settings, first=(lr, "step_size"))
 
 
 def _pair(values: Any) -> bool:

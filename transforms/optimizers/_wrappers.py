@@ -14,7 +14,7 @@ from torch import Tensor, optim
 from ..base import State, Tree, factory, fields, readable_without_sync
 from ._adagrad import adadelta, adafactor, adagrad, rmsprop
 from ._adam import adam, adamax, adamw, nadam, radam
-from ._kernels import around, each_part, new_step
+from ._kernels import around, each_part, zeros
 from ._muon import muon
 from ._optimizer import Optimizer, like, rate_at, step_in_place
 from ._schedules import no_schedule
@@ -38,25 +38,16 @@ def frozen() -> Optimizer:
     >>> opt = tx.partition({"embed.*": tx.frozen(), "*": tx.sgd(0.1)})
     """
 
-    def init_param(param: Tensor) -> FrozenState:
-        return FrozenState(new_step(param))
-
     def step_param(param: Tensor, grad: Tensor, state: FrozenState) -> tuple[Tensor, FrozenState]:
         del grad
         return param, FrozenState(state.step + 1)
 
-    def step_param_(
-        param: Tensor,
-        grad: Tensor,
-        state: FrozenState,
-        *,
-        grad_scale: Tensor | None = None,
-        found_inf: Tensor | None = None,
-    ) -> None:
-        del param, grad, grad_scale
+    def step_param_(param: Tensor, grad: Tensor, state: FrozenState, **guards: Tensor | None) -> None:
+        del param, grad
+        found_inf = guards.get("found_inf")
         state.step.add_(1 if found_inf is None else 1 - found_inf)
 
-    return Optimizer(init_param, step_param, step_param_)
+    return Optimizer(zeros(FrozenState), step_param, step_param_)
 
 
 class InjectState(NamedTuple):
