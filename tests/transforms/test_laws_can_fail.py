@@ -227,7 +227,7 @@ BROKEN_OPTIMIZERS = {
     "in_place_agrees": _optimizer(step_param_=_step_other),
     "found_inf_stops_it": _optimizer(step_param_=_step_other),
     "tree_step_agrees": _optimizer(step_param_=_step_other),
-    "flat_is_leaves": _optimizer(step_param=_step_row_norm),
+    "flat_is_leaves": _optimizer(step_param=_step_row_norm, elementwise=True),
     "resumes": _optimizer(step_param_=_step_counts_calls),
     "is_data": lambda: tx.sgd(_SEEN.append(1) or 0.1 * len(_SEEN)),
 }

@@ -114,11 +114,6 @@ def test_an_optimizer_needs_no_guards(lists: Any) -> None:
                 torch.testing.assert_close(a[path], b[path], rtol=1e-6, atol=1e-6)
 
 
-def test_raises_on_optimizer_functions_with_wrong_arguments() -> None:
-    raises_text(TypeError, lambda: tx.Optimizer(_init, _pure, lambda p, g: None), "step_param_(param, grad, state)")
-    raises_text(TypeError, lambda: tx.Optimizer(_init, lambda p: p, _in_place), "step_param(param, grad, state)")  # type: ignore[arg-type]
-
-
 def test_numbers_of_numpy() -> None:
     assert tx.every(np.int64(4), tx.mean("data")) == tx.every(4, tx.mean("data"))
     assert tx.sgd(np.float32(0.5)) == tx.sgd(0.5)

@@ -156,6 +156,7 @@ def from_kernel(
     common: tuple[str, ...] = ("step",),
     numbers: tuple[Any, ...] = (),
     fused: Callable[..., None] | None = None,
+    elementwise: bool = True,
     **settings: Any,
 ) -> Optimizer:
     """An optimizer of a pure formula and a kernel, which both compute with 16-bit parameters in float32.
@@ -164,7 +165,7 @@ def from_kernel(
         kernel: See `in_place`. None: the formula runs.
         numbers: The hyperparameters that the kernel takes as numbers only: with a tensor among them the formula runs.
         fused: `step_params_` in place of a kernel; it gets parameters of all dtypes.
-        settings: Of `Optimizer`.
+        elementwise, settings: Of `Optimizer`.
     """
     formula = in_float32(step_param)
     if any(isinstance(number, Tensor) for number in numbers) or (kernel is None and fused is None):
@@ -172,7 +173,7 @@ def from_kernel(
     elif kernel is not None:
         fused = in_float32_(in_place(kernel, common))
     assert fused is not None
-    return Optimizer(init_param, formula, one_param(fused), fused, **settings)
+    return Optimizer(init_param, formula, one_param(fused), fused, elementwise, **settings)
 
 
 def from_torch(

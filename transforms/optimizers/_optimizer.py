@@ -322,7 +322,8 @@ class Optimizer(Specified):
             that requires grad outside `torch.no_grad`.
         step_params_: The same for lists of parameters, gradients and states, in one kernel, which counts the step once:
             the states share their 0-d fields, as those of `init(params)` do. None: `step_param_` is called for each parameter.
-        elementwise: Whether it may be called on a flat buffer of many parameters, since it steps each element by itself.
+        elementwise: Whether it may be called on a flat buffer of many parameters, since it steps each element by itself. It
+            is taken at its word; `fjoin.testing.check_optimizer` tries it.
         select: `path -> Optimizer`, for an optimizer that differs between parameters (see `partition`).
         check: `params -> None`, raises for parameters that it does not support.
         cost: `shape -> float`, the relative time of a step on one parameter, by which whole parameters are shared out
@@ -334,7 +335,7 @@ class Optimizer(Specified):
     step_param: Callable[[Tensor, Tensor, State], tuple[Tensor, State]]
     step_param_: Callable[..., None]
     step_params_: Callable[..., None] | None = None
-    elementwise: bool = True
+    elementwise: bool = False
     select: Callable[[str], Optimizer] | None = None
     check: Callable[[Tree], Any] | None = None
     cost: Callable[[torch.Size], float] = torch.Size.numel

@@ -47,7 +47,7 @@ def frozen() -> Optimizer:
         found_inf = guards.get("found_inf")
         state.step.add_(1 if found_inf is None else 1 - found_inf)
 
-    return Optimizer(zeros(FrozenState), step_param, step_param_)
+    return Optimizer(zeros(FrozenState), step_param, step_param_, elementwise=True)
 
 
 class InjectState(NamedTuple):

@@ -202,7 +202,7 @@ def by_norm(**settings: Any) -> tx.Optimizer:
     return tx.Optimizer(tx.sgd(0.1).init_param, step_param, step_param_, **settings)
 
 
-def test_an_optimizer_that_is_not_elementwise_gets_whole_parameters() -> None:
+def test_an_optimizer_of_ones_own_gets_whole_parameters() -> None:
     params = {"a": torch.linspace(-1, 1, 40), "b": torch.linspace(0, 2, 30).view(5, 6)}
 
     def pure(optimizer: tx.Optimizer, sharded: bool) -> Any:
@@ -210,7 +210,7 @@ def test_an_optimizer_that_is_not_elementwise_gets_whole_parameters() -> None:
         pipeline = tx.fuse(hook, optimizer)
         return pipeline.step(params, params, pipeline.init(params))[0]
 
-    whole = by_norm(elementwise=False)
+    whole = by_norm()
     want, got = (tx.simulate(pure, {"data": 2}, [whole] * 2, [sharded] * 2) for sharded in (False, True))
     torch.testing.assert_close(got, want, rtol=0, atol=0)
 
@@ -234,7 +234,7 @@ def test_a_matrix_is_not_cut_between_ranks() -> None:
         optimizer = tx.partition({"*.weight": part, "*": tx.sgd(0.1)})
         return run(tx.zero(tx.mean("data"), optimizer, "data"), {"data": 2}, steps=2)
 
-    broken = tx.Optimizer(muon.init_param, step_param, step_param_)  # it says that it is elementwise
+    broken = tx.Optimizer(muon.init_param, step_param, step_param_, elementwise=True)  # which it is not
     right, wrong = result(muon), result(broken)
     assert torch.equal(right[0][0]["scale"], wrong[0][0]["scale"])
     assert (right[0][0]["b.weight"] - wrong[0][0]["b.weight"]).abs().max() > 1e-3
