@@ -122,7 +122,7 @@ def test_one_file_knows_the_kinds_of_devices() -> None:
         for path in files
         if "fjoin/transforms" not in path.relative_to(ROOT).as_posix() and known.search(path.read_text())
     }
-    assert found == {"transforms/base/_devices.py"}
+    assert found == {"transforms/base/devices.py"}
 
 
 def test_each_make_command_that_is_named_exists() -> None:

@@ -97,7 +97,7 @@ def targets(module: str, text: str) -> list[tuple[str, bool]]:
     for target in imports(module, text):
         room = target if target in rooms() else room_of(target)
         if room != room_of(module):
-            found.append((room, target == room))
+            found.append((room, target == room or not target.rpartition(".")[2].startswith("_")))
     return found
 
 
@@ -286,6 +286,7 @@ def test_faces_of_rooms() -> None:
     assert targets(module, "from ..codecs._codec import Codec") == [("fjoin.transforms.codecs", False)]
     assert targets(module, "from ._chain import chain\nimport torch\nfrom torch import Tensor") == []
     assert targets("fjoin.optim._x", "from ..transforms import codecs") == [("fjoin.transforms.codecs", True)]
+    assert targets("fjoin.step._x", "from ..transforms.base import devices") == [("fjoin.transforms.base", True)]
 
 
 if __name__ == "__main__":

@@ -319,16 +319,8 @@ def _low_rank(
 ) -> Transform:
     whole_number("matrix_approximation_rank", rank, 1)
     whole_number("start_powerSGD_iter", start, 0)
-    hook = make(
-        axis,
-        rank,
-        warmup_steps=start,
-        min_compression_rate=rate,
-        warm_start=warm,
-        epsilon=epsilon,
-        seed=seed,
-        over=over,
-    )
+    settings: dict[str, Any] = {"min_compression_rate": rate, "warm_start": warm, "epsilon": epsilon, "seed": seed}
+    hook = make(axis, rank, warmup_steps=start, over=over, **settings)
     return error_feedback(hook) if flag("use_error_feedback", feeds_back) else hook
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._errors import CollectiveTimeout, DesyncError, PeerLost, TransportError
 from ..shared_memory import Doorway, HostLinks, connect
-from ..transforms.base import _devices as devices
+from ..transforms.base import devices
 from ._failures import BACKEND_ERROR, Connections, Store, Unanswered, event_loops, within
 from ._group_mesh import GroupMesh, timeout_of
 from ._meetings import Meetings

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from .._errors import CollectiveTimeout, DesyncError, FjoinError, PeerLost, closed, described
 from ..shared_memory import HostLinks
-from ..transforms.base import _devices as devices
+from ..transforms.base import devices
 from ._axis import GroupAxis
 from ._failures import Connections, Failures, Store, is_backend_error, shut
 from ._host_axis import HostAxis

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._errors import CollectiveTimeout, DesyncError, JoinError, PeerLost, TransportError
 from ..transforms.axes import Axis, One, bind_in_backward, bound, bound_call
-from ..transforms.base import _devices as devices, flag, is_number
+from ..transforms.base import devices, flag, is_number
 from ._connect import chosen_transport, limited, meet_and_connect
 from ._failures import Connections
 from ._group_mesh import ENDED, MESHES, TIMEOUT_S, GroupMesh, mesh_from_group, timeout_of

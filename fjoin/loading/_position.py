@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .._errors import JoinError
 from ..agreement import Requests
-from ..transforms.base import _devices as devices, iterable
+from ..transforms.base import devices, iterable
 from ._guards import refuse_fork
 from ._shuffled import Shuffled
 

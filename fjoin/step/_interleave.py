@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..groups import keep_freed
 from ..transforms.axes import Axis, bind_axes, bound
-from ..transforms.base import _devices as devices, is_accelerator
+from ..transforms.base import devices, is_accelerator
 from ..transforms.layout import Bucket
 
 

@@ -11,7 +11,7 @@ import torch
 import fjoin
 from fjoin import transforms as tx
 from fjoin.groups import _connect as _rendezvous
-from fjoin.transforms.base import _devices
+from fjoin.transforms.base import devices
 from tests.groups.test_device_waits import Later
 from tests.traffic import watched
 
@@ -22,8 +22,8 @@ def make_a_mesh(queries: float) -> Any:
     """What a mesh sends where gloo passes for the backend of an accelerator, and how it ends."""
     with (
         mock.patch.object(_rendezvous, "speaks", lambda group, kind: True),
-        mock.patch.object(_devices, "current", lambda: torch.device("cpu")),
-        mock.patch.object(_devices, "here", lambda device: Later(queries)),
+        mock.patch.object(devices, "current", lambda: torch.device("cpu")),
+        mock.patch.object(devices, "here", lambda device: Later(queries)),
         watched() as sent,
     ):
         try:
@@ -51,6 +51,6 @@ def test_groups_of_the_host_send_nothing(pool: Any, kind: str | None) -> None:
 
 
 def messages_of_a_mesh(kind: str | None) -> int:
-    with mock.patch.object(_devices, "kind", lambda: kind), watched() as sent:
+    with mock.patch.object(devices, "kind", lambda: kind), watched() as sent:
         fjoin.mesh(AXES)
     return len(sent)

@@ -175,9 +175,9 @@ def test_optimizers_step_in_place_without_waiting(name: str) -> None:
 
 def with_one_gpu(rank: int, report: Any) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = "2"
-    from fjoin.transforms.base import _devices
+    from fjoin.transforms.base import devices
 
-    _devices.kind, _devices.count = lambda: "cuda", lambda: 1
+    devices.kind, devices.count = lambda: "cuda", lambda: 1
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         mesh = fjoin.mesh({"data": -1}, timeout_s=60)

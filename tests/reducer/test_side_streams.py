@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fjoin.step._interleave import SideStreams
-from fjoin.transforms.base import _devices
+from fjoin.transforms.base import devices
 
 HOST = torch.device("cpu")
 
@@ -39,9 +39,9 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     log: list[tuple[str, str]] = []
     names = iter("AB")
     Stream.current = Stream("main", log)
-    monkeypatch.setattr(_devices, "new_stream", lambda device: Stream(next(names), log))
-    monkeypatch.setattr(_devices, "current_stream", lambda device: Stream.current)
-    monkeypatch.setattr(_devices, "here", lambda device: log[-1][1])
+    monkeypatch.setattr(devices, "new_stream", lambda device: Stream(next(names), log))
+    monkeypatch.setattr(devices, "current_stream", lambda device: Stream.current)
+    monkeypatch.setattr(devices, "here", lambda device: log[-1][1])
     return log
 
 

@@ -1,6 +1,6 @@
 """What every transform is made of: checks, trees, specs, calls, weights, timing, and `Transform` itself."""
 
-from . import _devices as _devices
+from . import devices as devices
 from ._call import (
     ALONE as ALONE,
     EMPTY as EMPTY,
@@ -34,22 +34,6 @@ from ._check import (
     some_axes as some_axes,
     text as text,
     whole_number as whole_number,
-)
-from ._devices import (
-    constant as constant,
-    current_stream as current_stream,
-    divided as divided,
-    here as here,
-    in_use as in_use,
-    is_accelerator as is_accelerator,
-    is_host as is_host,
-    new_stream as new_stream,
-    sum_in_order as sum_in_order,
-    sum_of_pieces as sum_of_pieces,
-    to_host as to_host,
-    uncompiled as uncompiled,
-    wide_dtype as wide_dtype,
-    widened as widened,
 )
 from ._lane import (
     NONFINITE as NONFINITE,
@@ -158,4 +142,20 @@ from ._tree import (
     with_fields as with_fields,
     zeros_at_least_f32 as zeros_at_least_f32,
     zeros_like as zeros_like,
+)
+from .devices import (
+    constant as constant,
+    current_stream as current_stream,
+    divided as divided,
+    here as here,
+    in_use as in_use,
+    is_accelerator as is_accelerator,
+    is_host as is_host,
+    new_stream as new_stream,
+    sum_in_order as sum_in_order,
+    sum_of_pieces as sum_of_pieces,
+    to_host as to_host,
+    uncompiled as uncompiled,
+    wide_dtype as wide_dtype,
+    widened as widened,
 )

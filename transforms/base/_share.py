@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ._call import Call
 from ._check import is_finite
-from ._devices import scaled
 from ._tree import Tree, readable_without_sync, to_device, where
+from .devices import scaled
 
 _LEAST, _MOST = 1e-30, 1e30
 
