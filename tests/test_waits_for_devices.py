@@ -19,6 +19,7 @@ ALLOWED = {
     "agreement/_same.py": 3,  # before the first step, before a Join begins, and in a save
     "checkpoint": 4,  # copies for files
     "groups": 6,  # numbers of ranks, on the host; and a mesh without other ranks
+    "jax/_optax.py": 1,  # arrays of the host
     "loading": 4,  # random numbers of the host
     "optim/_optimizer.py": 1,  # torch's own GradScaler reads it too
     "optim/_param_groups.py": 2,  # counts of states that are loaded

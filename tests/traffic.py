@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -40,6 +41,7 @@ def watched() -> Iterator[list[Sent]]:
     kept = {name: getattr(dist, name) for name in _SENDS}
 
     def watch(name: str, place: int | None) -> Any:
+        @functools.wraps(kept[name])  # with its signature
         def call(*args: Any, **kwargs: Any) -> Any:
             given = [] if place is None else args[place] if place < len(args) else kwargs["tensor"]
             parts = [given] if isinstance(given, Tensor) else given
@@ -106,7 +108,7 @@ def sent_to_others() -> Iterator[list[int]]:
         "batch_isend_irecv": batch_isend_irecv,
     }  # fmt: skip
     for name, function in new.items():
-        setattr(dist, name, function)
+        setattr(dist, name, functools.wraps(kept[name])(function))
     try:
         yield sent
     finally:
