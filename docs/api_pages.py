@@ -40,8 +40,6 @@ TITLES = {
 HIDDEN = {
     "Handle": "checksum dict_of pieces",
     "Join": "live notify syncing use",
-    "Mesh": "await_event exchange group is_backend_error leave_together lost over raise_root_cause reduce_ report "
-    "report_failure root_cause sent zeros",
     "TrainState": "settled",
     "ZeroRedundancyOptimizer": "attach owned shadow_step slices",
 }

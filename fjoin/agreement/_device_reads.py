@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..groups import Mesh
+from ..groups import Communicator
 from ..transforms.base import is_accelerator, to_host
 
 
-def read_now(mesh: Mesh | None, x: Tensor) -> Any:
+def read_now(mesh: Communicator | None, x: Tensor) -> Any:
     """The values of a tensor as nested lists. Where it lies on a device the host waits, and hears of failed ranks meanwhile.
 
     Waits for what other ranks send go through this file: a message of a rank that has failed never ends on a device.
@@ -28,7 +28,7 @@ def read_now(mesh: Mesh | None, x: Tensor) -> Any:
     return host.tolist()
 
 
-def _await(mesh: Mesh | None, event: Any) -> None:
+def _await(mesh: Communicator | None, event: Any) -> None:
     if event is not None:
         event.synchronize() if mesh is None else mesh.await_event(event)
 
@@ -40,8 +40,8 @@ class DeviceReads:
         mesh: Detects failed ranks while the host waits for a device. It is not kept alive.
     """
 
-    def __init__(self, mesh: Mesh | None) -> None:
-        self._mesh: Callable[[], Mesh | None] = (lambda: None) if mesh is None else weakref.ref(mesh)
+    def __init__(self, mesh: Communicator | None) -> None:
+        self._mesh: Callable[[], Communicator | None] = (lambda: None) if mesh is None else weakref.ref(mesh)
         self._under_way: list[tuple[Any, Tensor, Any]] = []
 
     def add(self, what: Any, words: Tensor, event: Any = None) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .._errors import JoinError
-from ..groups import Mesh
+from ..groups import Communicator
 from ..transforms.axes import Work, axis_index, bind_axes
 from ..transforms.base import (
     NONFINITE,
@@ -125,14 +125,14 @@ class Record:
 
     def __init__(
         self,
-        mesh: Mesh,
+        mesh: Communicator,
         axes: tuple[str, ...],
         names: Sequence[str],
         flags: Sequence[str] = (),
         small: bool = False,
         device: torch.device | None = None,
     ) -> None:
-        self.mesh: Mesh = mesh
+        self.mesh: Communicator = mesh
         self.axes, self._small = axes, small
         self.ranks: int = math.prod(axis.size for axis in mesh.over(axes))
         with bind_axes(mesh.axes):
@@ -243,7 +243,7 @@ class StepRecord(Record):
     device: torch.device
     names: tuple[str, ...]
 
-    def __init__(self, mesh: Mesh, axes: tuple[str, ...]) -> None:
+    def __init__(self, mesh: Communicator, axes: tuple[str, ...]) -> None:
         super().__init__(mesh, axes, ())
         self.names, self._sums = step_lane(self.ranks), list[str]()  # the names in aux["sum"], sorted
 

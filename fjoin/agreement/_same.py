@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .._errors import CheckpointError, DesyncError, described
-from ..groups import Mesh
+from ..groups import Communicator
 from ..transforms.base import Transform
 from ..transforms.pipelines import Pipeline
 from ._device_reads import read_now
@@ -43,7 +43,7 @@ class Replicas:
         }
         self._of_names = zlib.crc32(repr(sorted(groups.items())).encode())
 
-    def apart(self, mesh: Mesh, occasion: str, values: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    def apart(self, mesh: Communicator, occasion: str, values: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
         """Name -> (rank, another rank), for each value that a rank has otherwise than the rank before it, or not at all.
 
         The ranks exchange a number for each group, and one for each value where some differ.
@@ -141,7 +141,7 @@ def _pairs(values: list[dict[str, tuple[str, int]]]) -> dict[str, list[int]]:
     return found
 
 
-def same_rates(mesh: Mesh, rates: list[tuple[str, float]]) -> None:
+def same_rates(mesh: Communicator, rates: list[tuple[str, float]]) -> None:
     """Raise on all ranks unless they begin with the same hyperparameters.
 
     Raises:
@@ -155,7 +155,7 @@ def same_rates(mesh: Mesh, rates: list[tuple[str, float]]) -> None:
         )
 
 
-def same_loops(mesh: Mesh, axes: tuple[str, ...], loop: str) -> None:
+def same_loops(mesh: Communicator, axes: tuple[str, ...], loop: str) -> None:
     """Raise on all ranks of some axes, before the first message, unless they run the same kind of loop.
 
     Raises:
@@ -168,7 +168,7 @@ def same_loops(mesh: Mesh, axes: tuple[str, ...], loop: str) -> None:
         )
 
 
-def same_step(mesh: Mesh, step: int) -> None:
+def same_step(mesh: Communicator, step: int) -> None:
     """Raise on all ranks unless they continue from the same step.
 
     Raises:
@@ -183,7 +183,7 @@ def same_step(mesh: Mesh, step: int) -> None:
         )
 
 
-def parameters_fit(mesh: Mesh, fit: bool, step: int) -> None:
+def parameters_fit(mesh: Communicator, fit: bool, step: int) -> None:
     """Raise on all ranks unless each of them has the parameters that go with the state that it has loaded.
 
     Raises:
@@ -207,7 +207,7 @@ def _odd(values: list[Any]) -> Any:
     return next(([rank, value, usual] for rank, value in enumerate(values) if value != usual), None)
 
 
-def sum_names(mesh: Mesh, axes: tuple[str, ...], mine: list[str] | None) -> tuple[str, ...] | None:
+def sum_names(mesh: Communicator, axes: tuple[str, ...], mine: list[str] | None) -> tuple[str, ...] | None:
     """The names in aux["sum"], agreed on by the ranks of some axes; None if no rank knows them.
 
     Only ranks with a batch know the names.
@@ -233,7 +233,7 @@ def _common_names(values: list[list[str] | None]) -> dict[str, Any]:
     return {"names": known[0][1] if known else None}
 
 
-def same_joinables(mesh: Mesh, device: torch.device, joinables: Sequence[Any], throws: bool) -> None:
+def same_joinables(mesh: Communicator, device: torch.device, joinables: Sequence[Any], throws: bool) -> None:
     """Raise on all ranks unless they enter a Join with the same kinds of joinables: one small message.
 
     Raises:
@@ -254,7 +254,7 @@ def same_joinables(mesh: Mesh, device: torch.device, joinables: Sequence[Any], t
         )
 
 
-def same_hook(mesh: Mesh, hook: Transform | Pipeline) -> None:
+def same_hook(mesh: Communicator, hook: Transform | Pipeline) -> None:
     """Raise on all ranks unless they register the same hook or pipeline.
 
     Raises:
@@ -276,7 +276,7 @@ def same_hook(mesh: Mesh, hook: Transform | Pipeline) -> None:
 
 
 def check_program(
-    mesh: Mesh,
+    mesh: Communicator,
     pipeline: Pipeline,
     on_buffers: Transform | None,
     params: Mapping[str, Tensor],
@@ -308,7 +308,9 @@ def check_program(
         raise DesyncError(problem[1], rank=problem[0])
 
 
-def same_average(mesh: Mesh, averager: str, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor] | None) -> None:
+def same_average(
+    mesh: Communicator, averager: str, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor] | None
+) -> None:
     """Raise on all ranks, before any payload, unless they average the same tensors in the same steps.
 
     Raises:
@@ -349,7 +351,7 @@ def _first_difference(a: list[str], b: list[str]) -> tuple[str, str]:
     return (f"{len(a)} of them", f"{len(b)}")
 
 
-def same_values(mesh: Mesh, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor] | None) -> None:
+def same_values(mesh: Communicator, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor] | None) -> None:
     """Raise on all ranks unless parameters and buffers are equal to the bit.
 
     Raises:
@@ -365,13 +367,13 @@ def same_values(mesh: Mesh, params: Mapping[str, Tensor], buffers: Mapping[str, 
         )
 
 
-def on_first(mesh: Mesh, occasion: str, make: Callable[[], Any]) -> Any:
+def on_first(mesh: Communicator, occasion: str, make: Callable[[], Any]) -> Any:
     """The JSON value that rank 0 makes; its error is raised on all ranks."""
     return _together(mesh, occasion, make if mesh.rank == 0 else lambda: None)[0]
 
 
 def on_each(
-    mesh: Mesh, occasion: str, make: Callable[[], Any], same: Callable[[Any], dict[str, Any]] | None = None
+    mesh: Communicator, occasion: str, make: Callable[[], Any], same: Callable[[Any], dict[str, Any]] | None = None
 ) -> Any:
     """The value that this rank makes, once all ranks have made theirs.
 
@@ -400,7 +402,7 @@ def on_each(
     return made[0]
 
 
-def wait_until_all_see(mesh: Mesh, path: Path, wait_s: float = 5.0) -> None:
+def wait_until_all_see(mesh: Communicator, path: Path, wait_s: float = 5.0) -> None:
     """Wait until all ranks see a path, which a network's file system may show late to some.
 
     Raises:
@@ -417,7 +419,7 @@ def wait_until_all_see(mesh: Mesh, path: Path, wait_s: float = 5.0) -> None:
         time.sleep(0.1)
 
 
-def _together(mesh: Mesh, occasion: str, make: Callable[[], Any]) -> list[Any]:
+def _together(mesh: Communicator, occasion: str, make: Callable[[], Any]) -> list[Any]:
     own: Exception | None = None
     try:
         shown = {"value": make()}

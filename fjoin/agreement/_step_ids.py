@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, NoReturn
 from torch import Tensor
 
 from .._errors import DesyncError
-from ..groups import Mesh
+from ..groups import Communicator
 from ..transforms.pipelines import Rates, number_of
 
 _KEPT = 1000  # steps, whose lanes may be read late
@@ -43,8 +43,8 @@ class StepIds:
         calls: The run's calls in words.
     """
 
-    def __init__(self, mesh: Mesh, axes: tuple[str, ...], ranks: int, calls: Calls) -> None:
-        self._mesh: Callable[[], Mesh | None] = weakref.ref(mesh)
+    def __init__(self, mesh: Communicator, axes: tuple[str, ...], ranks: int, calls: Calls) -> None:
+        self._mesh: Callable[[], Communicator | None] = weakref.ref(mesh)
         self._axes, self._ranks, self._calls = axes, ranks, calls
         self._number = 0  # of the run, among those of its mesh
         self._rates: dict[int, Rates] = {}

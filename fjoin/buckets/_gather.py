@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..groups import Mesh
+from ..groups import Communicator
 from ..transforms.axes import Axis, Work, bind_axes
 from ..transforms.layout import Pieces
 from ..transforms.optimizers import master_of
@@ -18,7 +18,7 @@ from ._aliases import assign_
 from ._storage import Storage
 
 
-def start_gather(storage: Storage, k: int, mesh: Mesh) -> Work | None:
+def start_gather(storage: Storage, k: int, mesh: Communicator) -> Work | None:
     """Start filling a bucket of parameters from all ranks' pieces, in place; None where one rank has all of them."""
     pieces, work = storage.pieces, None
     assert pieces is not None
@@ -67,7 +67,7 @@ def gather_leaves(
             torch._foreach_copy_(list(of.values()), [new[path] for path in of])
 
 
-def gather_changes_(storage: Storage, sharding: Sharding, mesh: Mesh, step: int, effect: Effect) -> int:
+def gather_changes_(storage: Storage, sharding: Sharding, mesh: Communicator, step: int, effect: Effect) -> int:
     """Move the parameters by the encoded changes of all ranks' pieces; returns the number of gathers so far.
 
     Args:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._errors import CheckpointError
 from ..agreement import on_each, on_first, wait_until_all_see
-from ..groups import Mesh
+from ..groups import Communicator
 from ..transforms.axes import Grid
 from ..transforms.base import Merge, map_with_path
 from ..transforms.layout import merged
@@ -77,7 +77,7 @@ class Load:
         CheckpointError: the mesh has other axes; `fresh` names nothing; a value has no place on this number of ranks.
     """
 
-    def __init__(self, leaves: Leaves, mesh: Mesh, like: Snapshot, fresh: tuple[str, ...] = ()) -> None:
+    def __init__(self, leaves: Leaves, mesh: Communicator, like: Snapshot, fresh: tuple[str, ...] = ()) -> None:
         self._leaves, folder, manifest = leaves, leaves.folder, leaves.manifest
         self._folder, self.manifest, self._mesh, self._like = folder, manifest, mesh, like
         self._same = dict(manifest.axes) == dict(mesh.shape)
@@ -257,7 +257,7 @@ def refuse_fresh_params(leaves: Mapping[str, Any], fresh: tuple[str, ...]) -> No
         )
 
 
-def chosen(folder: Folder, mesh: Mesh, step: int | None) -> Leaves | None:
+def chosen(folder: Folder, mesh: Communicator, step: int | None) -> Leaves | None:
     """The newest step that verifies, or a given one; None where the folder holds none. All ranks take the same one.
 
     Each rank checks its share of the bytes, and has the files open that it has checked.

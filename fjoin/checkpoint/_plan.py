@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .._errors import CheckpointError
 from ..agreement import Replicas, form
-from ..groups import Mesh
+from ..groups import Communicator
 from ..transforms.axes import Grid
 from ..transforms.base import Placement
 from ._safetensors import check_form
@@ -229,7 +229,7 @@ class Plan:
             self._objects[i] = _reference(held[i])
         return True
 
-    def refuse_other_forms(self, mesh: Mesh) -> None:
+    def refuse_other_forms(self, mesh: Communicator) -> None:
         """Raise CheckpointError on all ranks where they have values of other names or forms."""
         if len(set(mesh.exchange("the form of the values", self._digest, list))) == 1:
             return
@@ -288,7 +288,7 @@ def _shown(place: Placement) -> dict[str, Any]:
     return {"equal": list(place.equal), "cut": place.cut, "merge": place.merge.value}
 
 
-def drifted(mesh: Mesh, plan: Plan, found: Snapshot) -> dict[str, str]:
+def drifted(mesh: Communicator, plan: Plan, found: Snapshot) -> dict[str, str]:
     """Name -> a line, for each value that is not equal where its placement says so."""
     if mesh.size == 1:
         return {}

@@ -19,7 +19,7 @@ import torch
 
 from .._errors import CheckpointError, described
 from ..agreement import on_each
-from ..groups import Mesh
+from ..groups import Communicator
 from ..transforms.base import Placement
 from ._files import FileEntry, write_small
 from ._folder import Folder
@@ -37,7 +37,7 @@ class RankFile:
         copies: Whether to copy the values, since the next step overwrites them: now, or before the storage writes again.
     """
 
-    def __init__(self, mesh: Mesh, plan: Plan, found: Snapshot, spread: bool, copies: bool) -> None:
+    def __init__(self, mesh: Communicator, plan: Plan, found: Snapshot, spread: bool, copies: bool) -> None:
         self._rank, self._ranks = mesh.rank, mesh.size
         self._written = plan.written(found, spread)
         names = self._written.names
@@ -125,7 +125,7 @@ class Save:
         self,
         folder: Folder,
         name: str,
-        mesh: Mesh,
+        mesh: Communicator,
         run: str,
         about: Mapping[str, Any],
         keep: tuple[int | None, int | None],

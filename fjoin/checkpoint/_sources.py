@@ -11,7 +11,7 @@ from torch import Tensor
 from .._errors import CheckpointError
 from ..agreement import Requests
 from ..ddp import Handle
-from ..groups import Mesh, check_mesh, world_mesh
+from ..groups import Communicator, Mesh, mesh_or_world
 from ..optim import ZeroRedundancyOptimizer
 from ..training import TrainStep, check_state, loaded
 from ..transforms.axes import bind_axes
@@ -40,7 +40,7 @@ class Item(Protocol):
 class PlainItem:
     """An object with a state dict. Values that are equal on all ranks are saved once, others for each rank."""
 
-    def __init__(self, name: str, one: Any, mesh: Mesh) -> None:
+    def __init__(self, name: str, one: Any, mesh: Communicator) -> None:
         self._name, self._one, self._mesh = name, one, mesh
 
     def add(self, found: Snapshot) -> Any:
@@ -67,7 +67,7 @@ class PlainItem:
 class HandleItem:
     """The handle of a registered module: the state of its pipeline, with the placements of that."""
 
-    def __init__(self, name: str, handle: Handle, mesh: Mesh) -> None:
+    def __init__(self, name: str, handle: Handle, mesh: Communicator) -> None:
         self._handle, self._prefix = handle, f"objects.{name}"
         self._names = Names(self._prefix, handle.what, mesh.shape)
 
@@ -85,7 +85,7 @@ class HandleItem:
 class ZeroItem:
     """A ZeroRedundancyOptimizer: each rank saves, and reads, the state of its own slices."""
 
-    def __init__(self, name: str, zero: ZeroRedundancyOptimizer, mesh: Mesh) -> None:
+    def __init__(self, name: str, zero: ZeroRedundancyOptimizer, mesh: Communicator) -> None:
         self._zero, self._prefix, (self._axis,) = zero, f"objects.{name}.state", mesh.shape
 
     def add(self, found: Snapshot) -> Any:
@@ -131,7 +131,7 @@ class ZeroItem:
         return whole
 
 
-def item_of(name: str, one: Any, mesh: Mesh) -> Item:
+def item_of(name: str, one: Any, mesh: Communicator) -> Item:
     """What saves and loads an object.
 
     Raises:
@@ -156,7 +156,7 @@ class OfObjects:
     needs_params = False
     requests: Requests | None = None
 
-    def __init__(self, objects: Mapping[str, Any], mesh: Mesh) -> None:
+    def __init__(self, objects: Mapping[str, Any], mesh: Communicator) -> None:
         for name in objects:
             if inside := [other for other in objects if other.startswith(f"{name}.")]:
                 raise ValueError(f"{inside[0]!r} begins with the name of {name!r}; give the objects other names")
@@ -208,7 +208,7 @@ class Source(Protocol):
         needs_params: Whether `start` needs parameters.
     """
 
-    mesh: Mesh
+    mesh: Communicator
     requests: Requests | None
     needs_params: bool
 
@@ -302,7 +302,7 @@ class OfPipeline:
     needs_params = True
     requests: Requests | None = None
 
-    def __init__(self, pipeline: Pipeline, mesh: Mesh) -> None:
+    def __init__(self, pipeline: Pipeline, mesh: Communicator) -> None:
         self._pipeline, self.mesh = pipeline, mesh
         self._names = Names("pipeline", pipeline, mesh.shape)
 
@@ -356,12 +356,10 @@ def source_of(what: Any, mesh: Mesh | None) -> Source:
         if mesh is not None:
             raise TypeError("a train_step has a mesh of its own; leave mesh= out")
         return OfStep(what)
-    if mesh is not None:
-        check_mesh("save", mesh)
     if isinstance(what, Pipeline):
-        return OfPipeline(what, mesh or world_mesh())
+        return OfPipeline(what, mesh_or_world("save", mesh))
     if isinstance(what, Mapping) and what:
-        return OfObjects(what, mesh or world_mesh())
+        return OfObjects(what, mesh_or_world("save", mesh))
     raise TypeError(
         f"a {type(what).__name__} cannot be saved; pass a train_step, a pipeline, or a dict of objects with a state_dict, such as "
         f'{{"model": model, "optimizer": optimizer}}'

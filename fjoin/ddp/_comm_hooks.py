@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import BuiltinCommHookType
 from torch.distributed.algorithms.ddp_comm_hooks import DDPCommHookType
 
-from ..groups import Mesh, nested_mesh, world_size
+from ..groups import Communicator, nested_mesh, world_size
 from ..transforms.axes import names
 from ..transforms.base import AxisName, Over, Transform, check_over, flag, whole_number
 from ..transforms.codecs import uint8
@@ -55,7 +55,7 @@ class PostLocalSGDState:
             if group is not None and not isinstance(group, dist.ProcessGroup):
                 raise TypeError(f"{name} must be a process group of torch.distributed, or None, got {group!r}")
 
-    def mesh(self) -> Mesh:
+    def mesh(self) -> Communicator:
         """The ranks of `process_group` in the axes "node" and "local", for `fjoin.ddp.register`.
 
         All ranks of `process_group` must call it.

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .._errors import CollectiveTimeout, PeerLost
 from ..agreement import Calls, parameters_fit, same_step
 from ..buckets import copy_if_aliased
-from ..groups import Mesh
+from ..groups import Communicator
 from ..step import Agreements, BucketStages, spanned
 from ..transforms.axes import bind_axes
 from ..transforms.base import Call, Transform, is_accelerator, restrict
@@ -55,11 +55,13 @@ class DDPRun:
     """
 
     plan: Plan
-    mesh: Mesh
+    mesh: Communicator
     leaves: dict[str, Tensor]
     step: int
 
-    def __init__(self, ddp: DistributedDataParallel, hook: Transform, pipeline: Pipeline | None, mesh: Mesh) -> None:
+    def __init__(
+        self, ddp: DistributedDataParallel, hook: Transform, pipeline: Pipeline | None, mesh: Communicator
+    ) -> None:
         self.mesh, self._hook = mesh, hook
         self.plan = plan = make_plan(hook, mesh.shape, *(pipeline.ends if pipeline else ()))
         self.stages: BucketStages = BucketStages(plan, mesh)

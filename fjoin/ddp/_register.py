@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..agreement import same_hook, same_rates
-from ..groups import Mesh, linked_mesh
+from ..groups import Mesh, check_mesh, linked_mesh
 from ..transforms.base import Over, Transform, host_weight, restored, to_state_dict
 from ..transforms.layout import Pieces
 from ..transforms.optimizers import Optimizer, frozen
@@ -363,20 +363,21 @@ def register(model: DistributedDataParallel, what: Transform | Pipeline, mesh: M
         if len(named) > 1:
             raise ValueError(f"{hook!r} has the axes {sorted(named)}; pass mesh=fjoin.mesh(...) that has them")
         mesh = linked_mesh(model.process_group, next(iter(named), "data"), "fjoin.ddp.register")
-    if mesh.size != model.process_group.size():
-        raise ValueError(f"the mesh has {mesh.size} ranks, but the module's group {model.process_group.size()}")
+    ranks = check_mesh("register", mesh)
+    if ranks.size != model.process_group.size():
+        raise ValueError(f"the mesh has {ranks.size} ranks, but the module's group {model.process_group.size()}")
     if hook.pauses or (isinstance(what, Pipeline) and any(part.pauses for part in what.ends)):
         raise ValueError(f"{what!r} holds accumulate(...): accumulate under model.no_sync() instead")
     if model._delay_all_reduce_params:
         raise ValueError("a module with delay_all_reduce_named_params keeps those parameters from its hook")
-    same_hook(mesh, what)
-    if mesh.size > 1 and mesh.rank == 0:
+    same_hook(ranks, what)
+    if ranks.size > 1 and ranks.rank == 0:
         parts = (what.hook, *what.ends) if isinstance(what, Pipeline) else (what,)
-        warn_if_silent(what, parts, tuple(mesh.shape), mesh.size, stacklevel=2)
-    run = DDPRun(model, hook, what if isinstance(what, Pipeline) else None, mesh)
+        warn_if_silent(what, parts, tuple(ranks.shape), ranks.size, stacklevel=2)
+    run = DDPRun(model, hook, what if isinstance(what, Pipeline) else None, ranks)
     if run.pipeline_step is not None:
         if rates := run.pipeline_step.rates():
-            same_rates(mesh, rates)
+            same_rates(ranks, rates)
         guard(model, run)
 
     def fjoin_hook(state: DDPRun, bucket: GradBucket) -> torch.futures.Future[Tensor]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..agreement import Record
-from ..groups import Mesh
+from ..groups import Communicator
 from ..optim import ForeachStepper, divides
 from ..step import CountsOfAll, Decision, EndStates, StepCheck, init_ends
 from ..training import unscale
@@ -32,7 +32,7 @@ class UsedParameters:
         mesh: The ranks.
     """
 
-    def __init__(self, params: Mapping[str, Tensor], mesh: Mesh) -> None:
+    def __init__(self, params: Mapping[str, Tensor], mesh: Communicator) -> None:
         self._record = Record(mesh, tuple(mesh.shape), list(params), small=True)
         self._here = here = set[str]()
         for path, p in params.items():

@@ -16,7 +16,7 @@ from ..transforms.base import devices
 from ._failures import BACKEND_ERROR, Connections, Store, Unanswered, event_loops, within
 from ._group_mesh import GroupMesh, timeout_of
 from ._meetings import Meetings
-from ._mesh import Mesh
+from ._mesh import Communicator
 from ._message import comes
 
 TRANSPORTS = ("auto", "gloo", "shared")
@@ -83,7 +83,7 @@ def links_to_host(
     return None
 
 
-def linked_mesh(group: dist.ProcessGroup, name: str, occasion: str) -> Mesh:
+def linked_mesh(group: dist.ProcessGroup, name: str, occasion: str) -> Communicator:
     """A mesh of one axis over the user's process group, with shared memory where all its ranks are on one host.
 
     Args:
@@ -119,7 +119,7 @@ def meet_and_connect(
     ordered: bool,
     transport: str,
     owned: bool = True,
-) -> Mesh:
+) -> Communicator:
     """The mesh over new groups.
 
     Args:

@@ -21,7 +21,7 @@ from ._axis import GroupAxis
 from ._failures import Connections, Failures, Store, is_backend_error, shut
 from ._host_axis import HostAxis
 from ._meetings import Meetings
-from ._mesh import Mesh
+from ._mesh import Communicator
 from ._message import comes
 from ._teardown import destroy
 from ._traffic import Traffic
@@ -38,7 +38,7 @@ ENDED: list[str] = []
 MESHES: weakref.WeakSet[GroupMesh] = weakref.WeakSet()
 
 
-class GroupMesh(Mesh):
+class GroupMesh(Communicator):
     """A mesh over process groups. It takes the groups down when a rank fails.
 
     Args:
@@ -237,7 +237,7 @@ def _every_axis() -> list[GroupAxis]:
 TIMEOUT_S = 600.0
 
 
-def mesh_from_group(group: Any) -> Mesh:
+def mesh_from_group(group: Any) -> Communicator:
     """A mesh of one axis, "data", over the user's process group, which it takes down when a rank fails."""
     return GroupMesh(
         {"data": group.size()}, {"data": group}, group, timeout_of(group), False, Connections(()), owned=False

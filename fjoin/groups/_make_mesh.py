@@ -22,7 +22,7 @@ from ._connect import chosen_transport, limited, meet_and_connect
 from ._failures import Connections
 from ._group_mesh import ENDED, MESHES, TIMEOUT_S, GroupMesh, mesh_from_group, timeout_of
 from ._launch import Launch, read_launch
-from ._mesh import Mesh, SimulatedMesh, check_mesh
+from ._mesh import Communicator, Mesh, SimulatedMesh, check_mesh
 
 _SHORTEST, _LONGEST = 1e-3, 1e8  # seconds, the range of the backends' clocks
 
@@ -86,7 +86,7 @@ def mesh(
         launch = read_launch(os.environ)
         if launch is None:
             sizes = _sizes(axes, 1)
-            return Mesh(sizes, {name: One() for name in sizes}, 0)
+            return Communicator(sizes, {name: One() for name in sizes}, 0)
         # With fewer GPUs than ranks on this host all ranks use the CPU; with enough GPUs, both devices work.
         count, here, kind = devices.count(), launch.local_size, devices.kind()
         gpus = kind is not None and count >= here
@@ -161,7 +161,7 @@ def _sizes(shape: Mapping[str, int], ranks: int) -> dict[str, int]:
     return {name: ranks // known if size == -1 else size for name, size in shape.items()}
 
 
-def _from_device_mesh(device_mesh: DeviceMesh, timeout_s: float, ordered: bool, transport: str) -> Mesh:
+def _from_device_mesh(device_mesh: DeviceMesh, timeout_s: float, ordered: bool, transport: str) -> Communicator:
     names = device_mesh.mesh_dim_names
     if not names:
         raise ValueError(
@@ -188,7 +188,7 @@ def _group_of(ranks: list[int], timeout: datetime.timedelta) -> dist.ProcessGrou
     return dist.new_group(ranks, timeout=timeout, use_local_synchronization=not world_mesh)  # type: ignore[return-value]
 
 
-def world_mesh() -> Mesh:
+def world_mesh() -> Communicator:
     """A mesh of all ranks with the axis "data": over the default group where there is one, without own groups."""
     simulated = any(axis.simulated for axis in bound().values())
     if dist.is_initialized() and not simulated:
@@ -199,7 +199,16 @@ def world_mesh() -> Mesh:
             f"the default process group was taken down after a failure: {ENDED[-1]}; to train on in this process, all ranks "
             f"must call fjoin.mesh(...) or torch.distributed.init_process_group(...) again"
         )
-    return mesh({"data": -1})
+    return check_mesh("mesh", mesh({"data": -1}))
+
+
+def mesh_or_world(where: str, mesh: Mesh | None) -> Communicator:
+    """The mesh that a user has passed, or one of all ranks.
+
+    Raises:
+        TypeError: it is no Mesh.
+    """
+    return world_mesh() if mesh is None else check_mesh(where, mesh)
 
 
 def _simulated() -> list[Axis]:
@@ -211,7 +220,7 @@ def world_size() -> int:
     return math.prod(axis.size for axis in axes) if (axes := _simulated()) else world_mesh().size
 
 
-def nested_mesh(shape: dict[str, int], group: Any = None) -> Mesh:
+def nested_mesh(shape: dict[str, int], group: Any = None) -> Communicator:
     """A mesh of several axes over a process group; consecutive ranks form the groups of the last axes.
 
     All ranks of `group` must call it. Where `group` has not all ranks, they must have made the same number of groups
@@ -222,7 +231,7 @@ def nested_mesh(shape: dict[str, int], group: Any = None) -> Mesh:
         group: The process group; by default all ranks.
     """
     if group is None and (_simulated() or not dist.is_initialized()):
-        return mesh(shape)
+        return check_mesh("mesh", mesh(shape))
     whole = dist.group.WORLD if group is None else group
     ranks, here = dist.get_process_group_ranks(whole), dist.get_rank()
     grid = torch.tensor(ranks).reshape(tuple(shape.values()))
@@ -257,12 +266,12 @@ def bind(mesh: Mesh) -> Iterator[None]:
     ...     tx.psum(torch.tensor(2.0), "data")
     tensor(2.)
     """
-    check_mesh("bind", mesh)
+    ranks = check_mesh("bind", mesh)
     try:
-        with bind_in_backward(mesh.axes, bound_call()):
+        with bind_in_backward(ranks.axes, bound_call()):
             yield
     except RuntimeError as error:
         failures = (PeerLost, CollectiveTimeout, DesyncError, TransportError)
-        if isinstance(error, failures) or mesh.is_backend_error(error):
-            mesh.raise_root_cause(error, None)
+        if isinstance(error, failures) or ranks.is_backend_error(error):
+            ranks.raise_root_cause(error, None)
         raise

@@ -67,36 +67,54 @@ class Mesh:
         axes: Axis name -> the object that runs collectives over it.
         rank: This rank among all ranks of the mesh, the last axis varying fastest.
         size: The number of ranks.
-        traffic: Counts the messages of this rank.
 
     >>> mesh = fjoin.mesh({"node": 1, "local": -1})
     >>> mesh.shape, mesh.rank, mesh.size
     ({'node': 1, 'local': 1}, 0, 1)
     """
 
-    shape: dict[str, int]
-    axes: dict[str, Any]
-    rank: int
-    use: Use
-    traffic: Traffic
-
     def __init__(self, shape: dict[str, int], axes: dict[str, Any], rank: int) -> None:
         self.shape, self.axes, self.rank = shape, axes, rank
         self.size: int = math.prod(shape.values())
-        self.use, self.traffic = Use(), Traffic()
 
     def __repr__(self) -> str:
         return f"mesh({self.shape}, rank={self.rank})"
 
     @property
-    def group(self) -> Any:
-        """An identifier of the ranks of this mesh: equal for two meshes over the same ranks."""
-        return "one rank"
-
-    @property
     def device(self) -> torch.device:
         """The device of small messages."""
         return torch.device("cpu")
+
+    def close(self) -> None:
+        """Free the process groups of this mesh, with their threads and connections; it cannot be used afterwards.
+
+        Groups passed to fjoin, and those of a DeviceMesh, stay. A mesh is closed automatically when it is no longer
+        referenced, and all meshes are closed at the end of the program.
+        """
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self.close()
+
+
+class Communicator(Mesh):
+    """A mesh as the parts of the shell use it; here that of one rank, which sends nothing.
+
+    Attributes:
+        use: The steps of this rank on the mesh.
+        traffic: Counts the messages of this rank.
+    """
+
+    def __init__(self, shape: dict[str, int], axes: dict[str, Any], rank: int) -> None:
+        super().__init__(shape, axes, rank)
+        self.use, self.traffic = Use(), Traffic()
+
+    @property
+    def group(self) -> Any:
+        """An identifier of the ranks of this mesh: equal for two meshes over the same ranks."""
+        return "one rank"
 
     def over(self, names: tuple[str, ...]) -> list[Any]:
         """The axes to reduce over, in turn; a single joint axis where one covers them all."""
@@ -169,16 +187,6 @@ class Mesh:
         """Wait for a CUDA event. The kernels before it may wait for a rank that has failed."""
         event.synchronize()
 
-    def close(self) -> None:
-        """Free the process groups of this mesh, with their threads and connections; it cannot be used afterwards.
-
-        Groups passed to fjoin, and those of a DeviceMesh, stay. A mesh is closed automatically when it is no longer
-        referenced, and all meshes are closed at the end of the program.
-        """
-
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is not None:
             self.report_failure(error, None)
@@ -220,13 +228,14 @@ class Mesh:
         return error
 
 
-def check_mesh(where: str, mesh: Any) -> None:
-    """Raise TypeError unless `mesh` is a Mesh."""
-    if not isinstance(mesh, Mesh):
+def check_mesh(where: str, mesh: Any) -> Communicator:
+    """Raise TypeError unless `mesh` is a Mesh; returns it."""
+    if not isinstance(mesh, Communicator):
         raise TypeError(f"{where}: mesh must be a Mesh, made by fjoin.mesh({{'data': -1}}), got {mesh!r}")
+    return mesh
 
 
-class SimulatedMesh(Mesh):
+class SimulatedMesh(Communicator):
     @property
     def group(self) -> Any:
         return self.over(tuple(self.shape))[0].group

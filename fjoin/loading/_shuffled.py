@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from ..groups import Mesh, check_mesh, world_mesh
+from ..groups import Mesh, mesh_or_world
 from ..transforms.base import flag, whole_number
 
 _ROUNDS = 12  # fewer leave some orders of four and five numbers more frequent than others
@@ -102,9 +102,7 @@ class Shuffled(Sampler[list[int]]):
         self, n: int, batch_size: int, seed: int = 0, *, mesh: Mesh | None = None, drop_last: bool = False
     ) -> None:
         whole_number("n", n, 0)
-        if mesh is not None:
-            check_mesh("Shuffled", mesh)
-        mesh = mesh or world_mesh()
+        mesh = mesh_or_world("Shuffled", mesh)
         whole_number("batch_size", batch_size, mesh.size)
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise TypeError(f"seed must be a whole number, got {seed!r}")

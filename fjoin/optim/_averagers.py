@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..agreement import same_average
-from ..groups import Mesh, bind, mesh_from_group, nested_mesh, world_mesh, world_size
+from ..groups import Communicator, bind, mesh_from_group, nested_mesh, world_mesh, world_size
 from ..transforms.averaging import average_parameters
 from ..transforms.base import AxisName, Transform, whole_number
 from ..transforms.sync import average_buffers
@@ -21,7 +21,7 @@ from ..transforms.sync import average_buffers
 Buffers = Iterable[Tensor] | Callable[[], Iterable[Tensor]]
 # torch's stand-in for a group, on ranks outside of it.
 _OUTSIDE = dist.GroupMember.NON_GROUP_MEMBER
-ALONE = Mesh({"data": 1}, {}, 0)
+ALONE = Communicator({"data": 1}, {}, 0)
 
 
 class ModelAverager:
@@ -40,10 +40,10 @@ class ModelAverager:
         self.warmup_steps: int = whole_number("warmup_steps", warmup_steps, 0)
         self.step: int = 0
         self._buffers = buffers if buffers is None or callable(buffers) else _tensors("buffers", buffers)
-        self._mesh: Mesh | None = self._mesh_of(process_group)
+        self._mesh: Communicator | None = self._mesh_of(process_group)
         self._compared = False  # with the other ranks
 
-    def _mesh_over(self, group: Any) -> Mesh:
+    def _mesh_over(self, group: Any) -> Communicator:
         """The ranks of a process group, None for all ranks, as a mesh."""
         raise NotImplementedError
 
@@ -51,7 +51,7 @@ class ModelAverager:
         """The axes over which this step averages; None where it averages nothing."""
         raise NotImplementedError
 
-    def _mesh_of(self, group: Any) -> Mesh:
+    def _mesh_of(self, group: Any) -> Communicator:
         if group is not None and group is not _OUTSIDE and not isinstance(group, dist.ProcessGroup):
             raise TypeError(
                 f"process_group must be a process group of torch.distributed, or None for all ranks, got {group!r}"
@@ -59,7 +59,7 @@ class ModelAverager:
         return ALONE if group is _OUTSIDE else self._mesh_over(group)
 
     @property
-    def mesh(self) -> Mesh:
+    def mesh(self) -> Communicator:
         """The ranks, as a mesh."""
         if self._mesh is None:
             self._mesh = self._mesh_of(None)
@@ -195,7 +195,7 @@ class PeriodicModelAverager(ModelAverager):
     def __repr__(self) -> str:
         return f"PeriodicModelAverager(period={self.period}, warmup_steps={self.warmup_steps})"
 
-    def _mesh_over(self, group: Any) -> Mesh:
+    def _mesh_over(self, group: Any) -> Communicator:
         return world_mesh() if group is None else mesh_from_group(group)
 
     def _axes(self) -> AxisName | None:
@@ -254,7 +254,7 @@ class HierarchicalModelAverager(ModelAverager):
             before = size
         return found
 
-    def _mesh_over(self, group: Any) -> Mesh:
+    def _mesh_over(self, group: Any) -> Communicator:
         ranks, last = world_size() if group is None else group.size(), list(self.period_group_size_dict.values())[-1]
         if last != ranks:
             raise ValueError(

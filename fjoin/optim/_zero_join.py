@@ -18,7 +18,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from ..agreement import read_now
-from ..groups import GroupAxis, Mesh, mesh_from_group, plain
+from ..groups import Communicator, GroupAxis, mesh_from_group, plain
 from ..shared_memory import flat_view
 from ._zero_shard import Gradients, Shard, own_gradients
 
@@ -51,7 +51,7 @@ def numbers_of(p: Tensor, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def gather_states(
-    mesh: Mesh, to: int, owned: Iterable[Owned], shapes: Sequence[torch.Size], device: torch.device
+    mesh: Communicator, to: int, owned: Iterable[Owned], shapes: Sequence[torch.Size], device: torch.device
 ) -> dict[int, dict[str, Any]] | None:
     """The states of all parameters by their number, on rank `to`; None on the other ranks.
 
@@ -157,7 +157,7 @@ class StepsInAJoin(torch_join.Joinable):
 
     def __init__(self) -> None:
         super().__init__()
-        self._uneven: Mesh | None = None  # for the messages of a Join
+        self._uneven: Communicator | None = None  # for the messages of a Join
         self._watch: Any = None  # of the forward passes in a Join
         self._notified = False  # whether a Join has been notified of this iteration
 
@@ -165,7 +165,7 @@ class StepsInAJoin(torch_join.Joinable):
     def shadow_step(self) -> None:
         """The step of a rank that is out of input."""
 
-    def _in_a_join(self) -> Mesh | None:
+    def _in_a_join(self) -> Communicator | None:
         """The mesh for a step in a Join; None outside of it."""
         return self._uneven if self._join_config.enable else None
 
@@ -245,7 +245,7 @@ class ZeroHook(torch_join.JoinHook):
             raise error
 
 
-def gradients(mesh: Mesh, shards: Sequence[Shard], live: bool) -> list[Gradients]:
+def gradients(mesh: Communicator, shards: Sequence[Shard], live: bool) -> list[Gradients]:
     """The gradients by group and path: those of this rank, or on a rank without input its slices of another's.
 
     DistributedDataParallel leaves no gradients on a rank without input. The lowest of the other ranks sends it

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..groups import Mesh, mesh_from_group
+from ..groups import Communicator, mesh_from_group
 from ._optimizer import Optimizer, step_as
 from ._param_groups import Hyperparameters, without_params
 from ._zero_join import NoState, Owned, StepsInAJoin, gather_states, gradients, numbers_of
@@ -165,7 +165,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, StepsInAJoin):
         """The step of a rank that is out of input."""
         self._step(self._uneven, False, {})
 
-    def _step(self, join: Mesh | None, live: bool, arguments: dict[str, Any]) -> None:
+    def _step(self, join: Communicator | None, live: bool, arguments: dict[str, Any]) -> None:
         """Step and gather, over the mesh of a Join or of all ranks, with input or without."""
         mesh, local = join or self._mesh, self._local
         axis = mesh.axes["data"]

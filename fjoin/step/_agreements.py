@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..agreement import Calls, Requests, StepIds, StepRecord, Sums, numbers
-from ..groups import Mesh
+from ..groups import Communicator
 from ..transforms.layout import Bucket
 from ..transforms.pipelines import Plan, Programs, Rates, axes_of
 from ._verdict import CountsOfAll, StepCheck
@@ -38,7 +38,7 @@ class Agreements:
 
     plan: Plan
 
-    def __init__(self, mesh: Mesh, programs: Programs, calls: Calls, norm: bool = False) -> None:
+    def __init__(self, mesh: Communicator, programs: Programs, calls: Calls, norm: bool = False) -> None:
         self._mesh, self._programs, self._parts = mesh, programs, programs.parts
         self.plan = plan = programs.plan
         self.of_all: StepRecord = StepRecord(mesh, plan.agree)

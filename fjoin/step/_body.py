@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..buckets import Storage, assign_, copy_if_aliased
-from ..groups import Mesh, StepEnd
+from ..groups import Communicator, StepEnd
 from ..transforms.axes import bind_axes
 from ..transforms.base import Call, named_leaves
 from ..transforms.optimizers import masters_of, state_fields
@@ -43,7 +43,7 @@ def init_ends(
 def run_end(
     op: Ends,
     old: EndStates,
-    mesh: Mesh,
+    mesh: Communicator,
     own: dict[str, Tensor],
     states: Mapping[str, Any],
     lent: Iterable[Tensor],

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..agreement import StepRecord, Sums
 from ..buckets import GradBuffer, Storage, copy_if_aliased
-from ..groups import Mesh, keep_freed
+from ..groups import Communicator, keep_freed
 from ..transforms.axes import Axis, PieceSum, Work
 from ..transforms.base import Call, Transform, divisor_of, only, restrict
 from ..transforms.combinators import stages
@@ -85,7 +85,7 @@ class BucketHook:
     by_weight: bool = True
     clip = None
 
-    def __init__(self, plan: Plan, mesh: Mesh, record: StepRecord, grads: GradCheck, accumulates: bool) -> None:
+    def __init__(self, plan: Plan, mesh: Communicator, record: StepRecord, grads: GradCheck, accumulates: bool) -> None:
         self._plan, self._early, self._grads = plan, plan.early, grads
         self._record, self._equal, self._accumulates = record, False, accumulates
         self._flat = plan.early is not None and takes_flat(plan.early)
@@ -205,7 +205,7 @@ class AllReduceHook:
 
     carries_record = True
 
-    def __init__(self, plan: Plan, mesh: Mesh, record: StepRecord, grads: GradCheck) -> None:
+    def __init__(self, plan: Plan, mesh: Communicator, record: StepRecord, grads: GradCheck) -> None:
         assert plan.reduce is not None
         self._hook, self._plan, self._mesh, self._record, self._grads = plan.hook, plan, mesh, record, grads
         self._over, self.by_weight, self._axes = plan.over, plan.by_weight, record.axes
@@ -381,7 +381,7 @@ class Scatter:
                 self._out.buffer = self._out.grads
 
 
-def make_hook(plan: Plan, mesh: Mesh, record: StepRecord, grads: GradCheck, accumulates: bool) -> StepHook:
+def make_hook(plan: Plan, mesh: Communicator, record: StepRecord, grads: GradCheck, accumulates: bool) -> StepHook:
     """The hook that runs a plan.
 
     Args:

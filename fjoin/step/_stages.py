@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..buckets import GradBuffer, assign_, copy_if_aliased
-from ..groups import Mesh
+from ..groups import Communicator
 from ..transforms.axes import Work, bind_axes, bound
 from ..transforms.base import ALONE, BucketSums, Call, Transform
 from ..transforms.combinators import behind, behind_all, counting, counts_needed, stages
@@ -33,7 +33,7 @@ def run_stages(
     states: Any,
     storage: HasParams,
     outgoing: Sequence[GradBuffer],
-    mesh: Mesh,
+    mesh: Communicator,
     call: Call,
 ) -> tuple[Any, ...]:
     """Run stages on all gradients, one after the other, and write the result in place; returns the new states.
@@ -78,7 +78,7 @@ class BucketStages:
     flat: bool
     fresh: bool
 
-    def __init__(self, plan: Plan, mesh: Mesh, flat: bool = False, fresh: bool = False) -> None:
+    def __init__(self, plan: Plan, mesh: Communicator, flat: bool = False, fresh: bool = False) -> None:
         self._early, self._mesh, self.flat, self.fresh = plan.early, mesh, flat, fresh
         self.parts: list[Transform] = stages(plan.hook)
         self.n_early: int = 0 if plan.early is None else len(stages(plan.early))

@@ -13,7 +13,7 @@ from torch import Tensor
 from .._errors import NonFinite
 from ..agreement import DeviceReads, Requests, StepIds, StepRecord, numbers, step_of
 from ..buckets import GradBuffer
-from ..groups import Mesh
+from ..groups import Communicator
 from ..transforms.axes import Axis
 from ..transforms.base import NONFINITE, is_host, ranks_in, to_device
 from ..transforms.pipelines import Effect, Flag, Plan, inverse
@@ -268,7 +268,7 @@ class StepCheck:
         ranks: int,
         norm: bool = False,
         skips: bool = False,
-        mesh: Mesh | None = None,
+        mesh: Communicator | None = None,
         ids: StepIds | None = None,
         requests: Requests | None = None,
     ) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..buckets import Storage
-from ..groups import Mesh
+from ..groups import Communicator
 from ..step import HookState
 from ..transforms.combinators import NormState, label_of
 from ..transforms.optimizers import InjectState, value_at
@@ -125,7 +125,7 @@ class Metrics:
 class Meter:
     """Measures the calls of this rank that make up a step."""
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Communicator) -> None:
         self._traffic, self._seconds = mesh.traffic, 0.0
         self._simulated = any(axis.simulated for axis in mesh.axes.values())  # whose messages are not counted
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from .._errors import JoinError
 from .._functional import warn_of_module_params
 from ..buckets import GradBuffer, GradHooks, Storage, copy_if_aliased
-from ..groups import Mesh
+from ..groups import Communicator
 from ..step import StateData, StepCheck, StepHook, power_near
 from ..transforms.axes import Axis, BoundCall, Work, bind_axes, bind_call, bind_in_backward
 from ._loss import Loss
@@ -174,7 +174,7 @@ class Units:
     """
 
     def __init__(
-        self, hook: StepHook, step_check: StepCheck, mesh: Mesh, axes: tuple[str, ...], weighs: bool, calls: int
+        self, hook: StepHook, step_check: StepCheck, mesh: Communicator, axes: tuple[str, ...], weighs: bool, calls: int
     ) -> None:
         self._usual, self._scales, self._step_check = hook.unit, hook.by_weight and weighs, step_check
         self._mesh, self._axes, self._calls = mesh, axes, calls
@@ -220,7 +220,7 @@ class Passes:
         ranks: Their number.
     """
 
-    def __init__(self, loss: Loss, mesh: Mesh, axes: tuple[str, ...], ranks: int) -> None:
+    def __init__(self, loss: Loss, mesh: Communicator, axes: tuple[str, ...], ranks: int) -> None:
         self._loss, self._mesh, self._ranks = loss, mesh, ranks
         self._shadowed = shadowed(mesh.axes, axes)
         self._reached = False  # whether a backward pass has reached a parameter

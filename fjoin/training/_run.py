@@ -7,7 +7,7 @@ from typing import Any
 
 from ..agreement import numbers, own_values
 from ..buckets import BucketQueue, Storage
-from ..groups import Mesh
+from ..groups import Communicator
 from ..step import STEP, Agreements, StateData, StepCheck, StepHook, make_hook, named, spanned
 from ..transforms.base import Transform
 from ..transforms.pipelines import FLUSH, Pipeline, Program, Programs, execute, make_plan, parts_of
@@ -22,7 +22,7 @@ class Run:
     """Runs the steps of one pipeline on this rank; `TrainStep` is its public face."""
 
     pipeline: Pipeline
-    mesh: Mesh
+    mesh: Communicator
     accumulate: int
     on_buffers: Transform | None
     ends: tuple[Transform, ...]
@@ -34,7 +34,7 @@ class Run:
         self,
         loss: Loss,
         pipeline: Pipeline,
-        mesh: Mesh,
+        mesh: Communicator,
         accumulate: int,
         on_buffers: Transform | None,
     ) -> None:

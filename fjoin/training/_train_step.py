@@ -404,7 +404,7 @@ def train_step(
     whole_number("accumulate", accumulate, 1)
     if bucket_bytes is not None:
         whole_number("bucket_bytes", bucket_bytes, 1)
-    mesh = mesh or make_mesh({"data": -1})
+    mesh = check_mesh("train_step", mesh or make_mesh({"data": -1}))
     if any(part.pauses for part in pipeline.ends):
         raise ValueError(
             "after=... or on_state=... holds accumulate(...), but parameters cannot be accumulated; use every(steps, ...)"

@@ -20,14 +20,14 @@ from .._errors import JoinError
 from ..agreement import read_now
 from ..ddp._buckets import gradients
 from ..ddp._hook import REGISTERED, DDPRun
-from ..groups import Mesh
+from ..groups import Communicator
 
 
 class Iteration(Protocol):
     """The part of a `Join` that its hooks use."""
 
     last_joiner: int | None
-    mesh: Mesh
+    mesh: Communicator
 
     def notify(self, syncs: bool) -> None: ...
 

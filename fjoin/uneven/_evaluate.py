@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._errors import DesyncError
 from ..agreement import read_now
-from ..groups import Mesh, check_mesh, world_mesh
+from ..groups import Communicator, Mesh, mesh_or_world
 from ..training import weigh
 from ..transforms.base import iterable, to_device
 
@@ -66,9 +66,7 @@ def evaluate(
     >>> fjoin.evaluate(lambda x: {"mean": x.mean(), "sum": {"n": len(x)}}, batches, weight=len)
     Evaluation(means={'mean': 3.0}, sums={'n': 4.0}, weight=4.0, batches=2)
     """
-    if mesh is not None:
-        check_mesh("evaluate", mesh)
-    mesh = mesh or world_mesh()
+    mesh = mesh_or_world("evaluate", mesh)
     try:
         if not callable(metric_fn):
             raise TypeError(f"metric_fn must be a function of a batch, got {metric_fn!r}")
@@ -89,7 +87,7 @@ def _go_through(
     metric_fn: Callable[[Any], dict[str, Any]],
     loader: Iterable[Any],
     weight: Callable[[Any], float] | None,
-    mesh: Mesh,
+    mesh: Communicator,
 ) -> dict[str, Any]:
     means: dict[str, Tensor] = {}
     sums: dict[str, Tensor] = {}
@@ -159,7 +157,7 @@ def _combine(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     return out
 
 
-def _sent(values: dict[str, Tensor], mesh: Mesh | None = None) -> dict[str, Any]:
+def _sent(values: dict[str, Tensor], mesh: Communicator | None = None) -> dict[str, Any]:
     return {name: [list(value.shape), read_now(mesh, value.flatten())] for name, value in values.items()}
 
 

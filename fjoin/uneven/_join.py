@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from .._errors import EarlyTermination, JoinError
 from ..agreement import Record, Sums, same_joinables
-from ..groups import Mesh, mesh_from_group
+from ..groups import Communicator, mesh_from_group
 from ..transforms.axes import Work
 from ._members import JoinConfig, Members
 
@@ -28,7 +28,7 @@ class Roll:
         now: The message of that iteration, which may be under way.
     """
 
-    def __init__(self, mesh: Mesh, device: torch.device) -> None:
+    def __init__(self, mesh: Communicator, device: torch.device) -> None:
         axes, flags = tuple(mesh.shape), (_LIVE, _SYNCS)
         self._record = Record(mesh, axes, (), flags, small=True, device=device)
         self.now: Sums | None = None
@@ -124,7 +124,7 @@ class Join:
         self._before_step = kwargs.get("before_step")
         self._enable, self._throw = enable, throw_on_early_termination
         first = members.joinables[0]
-        self.mesh: Mesh = getattr(first, "mesh", None) or mesh_from_group(first.join_process_group)
+        self.mesh: Communicator = getattr(first, "mesh", None) or mesh_from_group(first.join_process_group)
         self._device = self.mesh.device
         if self._device.type != "cpu":
             self._device = members.notifier.join_device

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
-from ..groups import Mesh, mesh_from_group, world_mesh
+from ..groups import Communicator, Mesh, check_mesh, mesh_from_group, world_mesh
 from ..transforms.axes import bind_axes
 from ..transforms.sync import JoinHook as PureHook
 
@@ -22,9 +22,9 @@ class PureJoinable(Joinable):
     """
 
     state: Any
-    mesh: Mesh
+    mesh: Communicator
 
-    def __init__(self, hook: PureHook | Callable[..., PureHook], state: Any, mesh: Mesh) -> None:
+    def __init__(self, hook: PureHook | Callable[..., PureHook], state: Any, mesh: Communicator) -> None:
         super().__init__()
         self._hook, self.state, self.mesh = hook, state, mesh
 
@@ -89,7 +89,7 @@ def as_joinable(
     if not isinstance(hook, PureHook) and not callable(hook):
         raise TypeError(f"as_joinable takes a transforms.JoinHook or a function that makes one, got {hook!r}")
     if mesh is None:
-        mesh = world_mesh()
-    elif not isinstance(mesh, Mesh):
-        mesh = mesh_from_group(mesh)
-    return PureJoinable(hook, state, mesh)
+        return PureJoinable(hook, state, world_mesh())
+    return PureJoinable(
+        hook, state, check_mesh("as_joinable", mesh) if isinstance(mesh, Mesh) else mesh_from_group(mesh)
+    )

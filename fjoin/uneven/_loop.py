@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar, overload
 
 from .._errors import DesyncError, EarlyTermination, JoinError
 from ..agreement import Record, Requests, Sums
-from ..groups import Mesh, check_mesh, world_mesh
+from ..groups import Communicator, Mesh, mesh_or_world
 from ..loading import END, JoinedLoop, LookAhead, Position, left_alone
 from ..training import NO_BATCH, JoinedLoader, TrainStep, weigh
 from ..transforms.base import whole_number
@@ -86,7 +86,7 @@ class Loop(JoinedLoop[B]):
     def __init__(
         self,
         loader: Iterable[B],
-        mesh: Mesh,
+        mesh: Communicator,
         weight: Callable[[B], float] | None,
         empty: Any,
         throw: bool,
@@ -276,10 +276,8 @@ def join(
             raise TypeError(
                 "when_exhausted is for join(loader, steps=...); without steps every rank runs the body itself"
             )
-        if mesh is not None:
-            check_mesh("join", mesh)
         whole_number("accumulate", accumulate, 1)
-        return Loop(loader, mesh or world_mesh(), weight, empty, throw_on_early_termination, accumulate)
+        return Loop(loader, mesh_or_world("join", mesh), weight, empty, throw_on_early_termination, accumulate)
     if mesh is not None or weight is not None or accumulate != 1:
         raise TypeError("join(loader, steps=...) takes no mesh, no weight and no accumulate; the steps have their own")
     steps = list(steps)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fjoin.groups import Mesh
+from fjoin.groups import Communicator
 from fjoin.transforms.axes import Axis
 
 
@@ -70,7 +70,7 @@ class EchoAxis(Axis):
         return _Work(self._sends("gather", [own], [other]))
 
 
-class EchoMesh(Mesh):
+class EchoMesh(Communicator):
     def __init__(self, axis: EchoAxis | None = None) -> None:
         super().__init__({"data": 2}, {"data": EchoAxis() if axis is None else axis}, 0)
 

@@ -18,7 +18,7 @@ from fjoin.groups import _message as _unfinished
 from fjoin.step import _interleave, _stages as _bucket_stages
 from fjoin.step._verdict import GradCheck
 from fjoin.training._passes import GradOutput
-from fjoin.transforms.base import _devices
+from fjoin.transforms.base import devices
 from tests.devices.clocks import HOST, Clocks
 from tests.devices.echo import EchoAxis
 
@@ -111,7 +111,7 @@ class Streams(TorchDispatchMode):
             self.clocks.launch(self.current, name, reads, [*writes, *made])
         return out
 
-    # -- what transforms/base/_devices.py gives -------------------------------------------------------
+    # -- what transforms/base/devices.py gives -------------------------------------------------------
 
     def new_stream(self, device: Any) -> Stream:
         return Stream(self, self.fresh("side"))
@@ -166,12 +166,12 @@ class Streams(TorchDispatchMode):
         patches = [
             on(module, name, new)
             for modules, name, new in (
-                ((_devices, _device_reads, _unfinished, _leaves, _interleave), "is_accelerator", yes),
+                ((devices, _device_reads, _unfinished, _leaves, _interleave), "is_accelerator", yes),
                 ((_flat_params, _grad_buffer), "is_host", lambda device: False),
-                ((_devices, _unfinished), "here", self.here),
-                ((_devices, _device_reads), "to_host", self.to_host),
-                ((_devices,), "new_stream", self.new_stream),
-                ((_devices, _leaves), "current_stream", self.current_stream),
+                ((devices, _unfinished), "here", self.here),
+                ((devices, _device_reads), "to_host", self.to_host),
+                ((devices,), "new_stream", self.new_stream),
+                ((devices, _leaves), "current_stream", self.current_stream),
                 (
                     (_bucket_stages,),
                     "travel",

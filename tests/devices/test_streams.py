@@ -17,7 +17,7 @@ from fjoin.buckets import GradBuffer, start_gather
 from fjoin.step._hook import AllReduceHook
 from fjoin.step._interleave import SideStreams, Started
 from fjoin.training._flat_memory import FlatMemory
-from fjoin.transforms.base import _devices
+from fjoin.transforms.base import devices
 from tests.devices.echo import EchoMesh
 from tests.devices.streams import MAIN, Stream, Streams
 
@@ -97,7 +97,7 @@ def test_steps_may_be_in_another_stream_than_init(name: str) -> None:
 def _does_not_wait_for_the_caller(side: Any, function: Any) -> Any:
     with side._streams[0]:
         function()
-        return Started(torch.device("cpu"), _devices.here(torch.device("cpu")))
+        return Started(torch.device("cpu"), devices.here(torch.device("cpu")))
 
 
 def _does_not_wait_for_the_first(side: Any, function: Any) -> Any:

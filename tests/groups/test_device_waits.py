@@ -63,7 +63,7 @@ def wait_in_vain() -> Any:
 
     import fjoin
     from fjoin.groups import _group_mesh
-    from fjoin.transforms.base import _devices
+    from fjoin.transforms.base import devices
 
     mesh = fjoin.mesh({"data": -1}, timeout_s=0.05)
     out: list[Any] = []
@@ -74,9 +74,9 @@ def wait_in_vain() -> Any:
     for times in (float("inf"), 3):  # at the end of a program messages under way are aborted only if they do not end
         event = Later(times)
         with (
-            mock.patch.object(_devices, "in_use", lambda: True),
-            mock.patch.object(_devices, "current", lambda: torch.device("cpu")),
-            mock.patch.object(_devices, "here", lambda device, event=event: event),
+            mock.patch.object(devices, "in_use", lambda: True),
+            mock.patch.object(devices, "current", lambda: torch.device("cpu")),
+            mock.patch.object(devices, "here", lambda device, event=event: event),
             mock.patch.object(_group_mesh, "_LAST_S", 0.05),
             mock.patch.object(mesh, "_take_down", out.append),
         ):
