@@ -15,10 +15,8 @@ from torch import Tensor
 from .._errors import CheckpointError
 from ._files import typed_errors
 from ._folder import Folder
-from ._manifest import Manifest
-from ._safetensors import DTYPES, Leaf, Part, TensorFile
-
-OWN_FILES = frozenset({"manifest.json", "COMMIT"})  # beside those that a manifest lists
+from ._manifest import OWN_FILES, Leaf, Manifest, Part
+from ._safetensors import DTYPES, TensorFile
 
 
 class Leaves:
@@ -35,7 +33,6 @@ class Leaves:
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder, self.manifest = folder, manifest
         self._files: dict[int, TensorFile] = {}
-        self._last = -1
 
     def __enter__(self) -> Leaves:
         return self
@@ -54,9 +51,6 @@ class Leaves:
         if index not in self._files:
             entry = self.manifest.files[index]
             self._files[index] = TensorFile(self.folder / entry.name, entry)
-        if self._last != index and self._last in self._files:
-            self._files[self._last].release()  # at most one block is kept in memory, however many files there are
-        self._last = index
         return self._files[index]
 
     def part(self, path: str, part: Part, memory: Tensor | None = None) -> Tensor:
@@ -98,20 +92,13 @@ class Leaves:
         if leaf.parts[0].start is None:
             return {_label(path, part): self.part(path, part) for part in leaf.parts}
         pieces = sorted(leaf.parts, key=lambda part: (part.start or 0, part.rank or 0))
-        if any(part.start != end for part, end in zip(pieces, self._ends(path, pieces), strict=True)):
+        ends = [0, *itertools.accumulate(self.check(path, part) for part in pieces)]
+        if [*(part.start for part in pieces), math.prod(leaf.shape)] != ends:
             return {f"{_label(path, part)}[{part.start}]": self.part(path, part) for part in pieces}
         whole = torch.empty(math.prod(leaf.shape), dtype=DTYPES[leaf.dtype], device="cpu")
-        for part in pieces:
-            values = self.part(path, part)
-            whole[part.start : (part.start or 0) + len(values)] = values
+        for part, begin, end in zip(pieces, ends, ends[1:], strict=False):
+            whole[begin:end] = self.part(path, part)
         return {path: whole.reshape(leaf.shape)}
-
-    def _ends(self, path: str, pieces: list[Part]) -> list[int]:
-        """Where each piece of a whole would begin."""
-        ends = [0]
-        for part in pieces:
-            ends.append(max(ends[-1], (part.start or 0) + self.check(path, part)))
-        return ends[:-1]
 
     def verify(self, share: tuple[int, int] = (0, 1)) -> None:
         """Raise CheckpointError where something is wrong with the files; the first problems are named."""

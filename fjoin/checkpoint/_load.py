@@ -18,8 +18,8 @@ from ..transforms.base import Merge, map_with_path
 from ..transforms.layout import merged
 from ._folder import Folder
 from ._leaves import Leaves, newest_verified
-from ._manifest import read_commit
-from ._safetensors import DTYPES, Leaf, Part
+from ._manifest import Leaf, Part, read_commit
+from ._safetensors import DTYPES
 from ._sources import Source
 from ._values import Snapshot, Values, extra_together, matches, put_together, taken_apart
 

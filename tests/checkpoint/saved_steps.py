@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fjoin.checkpoint._files import FileEntry
 from fjoin.checkpoint._folder import Folder
-from fjoin.checkpoint._manifest import Manifest
-from fjoin.checkpoint._safetensors import Leaf, Part, write_file
+from fjoin.checkpoint._manifest import Leaf, Manifest, Part
+from fjoin.checkpoint._safetensors import write_file
 
 RUN = "a" * 32
 CODES = {
