@@ -51,16 +51,14 @@ def typed_errors(action: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def decoding(path: Path | str) -> Iterator[None]:
-    """Any error inside becomes a CheckpointError that names the file.
+    """Any error of a value that is odd becomes a CheckpointError that names the file.
 
     Checksums find what happens by chance; what is decoded with a right one and is odd all the same was forged, or written by
     another program. So it is enough that an error names the file, and that nothing is read beyond it.
     """
     try:
         yield
-    except CheckpointError:
-        raise
-    except Exception as error:
+    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
         reason = str(error) if type(error) is ValueError else described(error)  # most of them are our own
         raise CheckpointError(f"{path}: {reason}; {DAMAGED}") from error
 

@@ -182,13 +182,9 @@ def _pieces(values: dict[str, Any]) -> Iterator[str]:
         yield f"{comma}{json.dumps(key)}:"
         comma = ",\n"
         if isinstance(value, dict):
-            yield "{"
-            yield ",\n".join(f"{json.dumps(name)}:{json.dumps(one)}" for name, one in value.items())
-            yield "}"
+            yield "{" + ",\n".join(f"{json.dumps(name)}:{json.dumps(one)}" for name, one in value.items()) + "}"
         elif isinstance(value, list):
-            yield "["
-            yield ",\n".join(json.dumps(one) for one in value)
-            yield "]"
+            yield "[" + ",\n".join(map(json.dumps, value)) + "]"
         else:
             yield json.dumps(value)
     yield "}\n"

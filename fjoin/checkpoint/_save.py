@@ -271,10 +271,9 @@ class Save:
         """On rank 0: wait for the files of the others, and commit."""
         if self._mesh.rank:
             return
-        manifest = Manifest(self._run, uuid.uuid4().hex, self._step, self._folder.newest_id(), dict(self._mesh.shape))
-        manifest.notes, manifest.extra = self._notes, self._about.get("extra")
+        parent, axes = self._folder.newest_id(), dict(self._mesh.shape)
+        manifest = Manifest(self._run, uuid.uuid4().hex, self._step, parent, axes, notes=self._notes, **self._about)
         manifest.library = {"torch": str(torch.__version__), "python": platform.python_version()}
-        manifest.spec, manifest.settings = self._about.get("spec"), dict(self._about.get("settings", {}))
         for rank in range(self._mesh.size):
             add_side(manifest, rank, self._side_of(rank))
         for rank in range(self._mesh.size):

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import fjoin
 from fjoin.checkpoint._files import FileEntry
-from fjoin.checkpoint._manifest import Leaf, Manifest, Part
+from fjoin.checkpoint._manifest import OWN_FILES, Leaf, Manifest, Part, read_step, write_commit
 from tests.checkpoint.saved_steps import fill, new_manifest
 from tests.helpers import raises_text
 
@@ -114,6 +115,18 @@ def test_fields_that_are_not_as_expected_are_refused(tmp_path: Path, change: Cal
 @pytest.mark.parametrize("data", [b"", b"[]", b"{", b"\xff", b"[" * 200_000, b'{"version": 1}'], ids=range(6))
 def test_other_texts_are_refused(data: bytes) -> None:
     raises_text(fjoin.CheckpointError, lambda: Manifest.from_bytes(data), "manifest.json", "use another step")
+
+
+@pytest.mark.parametrize("odd", [{}, {"$dict": [1]}, {"$dict": [[[], 1]]}, {"$tensor": []}, {"$float": "x"}], ids=str)
+def test_an_odd_state_dict_under_right_checksums_is_one_error(tmp_path: Path, odd: Any) -> None:
+    objects = {"it": torch.nn.Linear(1, 1)}
+    path = fjoin.save(tmp_path, objects, 1)
+    manifest = read_step(path)
+    manifest.ranks[0]["objects"]["it"] = odd
+    for name in OWN_FILES:
+        (path / name).unlink()
+    write_commit(path, manifest)
+    raises_text(fjoin.CheckpointError, lambda: fjoin.load(tmp_path, objects), "manifest.json", "use another step")
 
 
 def test_no_call_of_json_writes_many_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
