@@ -214,14 +214,15 @@ class TensorFile:
     def _read(self, out: memoryview, begin: int, what: str) -> None:
         """Fill a buffer with the bytes from `begin` on. A block that it takes whole is checked in its place."""
         while out:
-            index = begin // BLOCK
-            count = min(len(out), (index + 1) * BLOCK - begin)
-            if index not in self._checked and count == self._size(index):
+            index, skip = divmod(begin, BLOCK)
+            count = min(len(out), BLOCK - skip)
+            if index in self._checked:
+                read_at(self._fd, out[:count], begin, self.path)
+            elif count == self._size(index):
                 self._check(index, out[:count], what)
             else:
-                if index not in self._checked:
-                    self._check(index, memoryview(bytearray(self._size(index))), what)
-                read_at(self._fd, out[:count], begin, self.path)
+                self._check(index, block := memoryview(bytearray(self._size(index))), what)
+                out[:count] = block[skip : skip + count]
             out, begin = out[count:], begin + count
 
     def _size(self, index: int) -> int:
