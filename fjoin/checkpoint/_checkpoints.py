@@ -188,7 +188,7 @@ class Checkpoints:
         assert self._plan is not None
         self._plan.refuse_other_forms(self._mesh)
         self._run, name = on_first(self._mesh, "the start of a save", lambda: self._begin(number))
-        self._back, about = None, {**self._source.about()._asdict(), "extra": found.extra[0]}
+        self._back, about = None, {**self._source.about(), "extra": found.extra[0]}
         save = Save(self._folder, name, self._mesh, self._run, about, (self._keep_last, self._keep_every))
         save.begin(number, found, self._plan, copies=self._background)
         self._saving = save

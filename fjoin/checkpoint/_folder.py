@@ -17,7 +17,6 @@ from ._files import make_folders, sync_folder, typed_errors
 from ._manifest import Commit, Manifest, check_files, read_commit, read_step, write_commit
 
 _STEP = re.compile(r"step-(\d{8,})")
-_TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{32}")
 
 
 class Folder:
@@ -43,7 +42,8 @@ class Folder:
         self._refuse_existing(step)
         if newer := [other for other in self.all_steps() if other > step]:
             raise CheckpointError(
-                f"{self.path} holds step {newer[-1]}, and step {step} is to be saved; choose another folder, or reject newer steps"
+                f"{self.path} holds step {newer[-1]}, and step {step} is to be saved; choose another folder, or go back to an older step "
+                f"by Checkpoints.restore(step=...): the next save of the same object sets the newer ones aside"
             )
         make_folders(self.path)
         temporary = self._temporary()
@@ -64,12 +64,8 @@ class Folder:
         Raises:
             CheckpointError: The step exists, the newest step is not the parent, the files are not those of the manifest,
                 or the system refuses. The step does not exist then, unless the message says that it may.
-            TypeError: The manifest holds a value that would not be read back.
         """
         target = self.step_path(manifest.step)
-        self._check_parent(manifest)
-        if tmp.parent != self.path or not _TEMPORARY.fullmatch(tmp.name):
-            raise ValueError(f"{tmp} is no temporary folder of {self.path}; take what begin() returns")
         check_files(tmp, manifest)
         commit = write_commit(tmp, manifest)
         sync_folder(tmp)
@@ -108,9 +104,7 @@ class Folder:
         path = self.refuse_missing(step)
         manifest = read_step(path)
         if manifest.step != step:
-            raise CheckpointError(
-                f"{path} holds step {manifest.step}; rename it to {self.step_path(manifest.step).name}"
-            )
+            raise CheckpointError(f"{path} holds step {manifest.step}; call it {self.step_path(manifest.step).name}")
         return path, manifest
 
     def refuse_missing(self, step: int) -> Path:
@@ -126,8 +120,6 @@ class Folder:
 
     def quarantine(self, newer_than: int, run_uuid: str) -> list[Path]:
         """Rename the steps after this one to `step-00000500.rejected-<uuid>`. Returns the new paths."""
-        if not re.fullmatch("[0-9a-f]{32}", run_uuid):
-            raise ValueError(f"run_uuid={run_uuid!r}, expected the 32 hexadecimal digits of a uuid")
         renamed = []
         for step in self.all_steps():
             if step > newer_than:
@@ -146,10 +138,6 @@ class Folder:
 
         Steps of other runs, and steps whose COMMIT cannot be read, are left alone.
         """
-        if keep_last < 1 or (keep_every is not None and keep_every < 1):
-            raise ValueError(
-                f"keep_last={keep_last!r}, keep_every={keep_every!r}: expected at least 1, or None for the second"
-            )
         own = [step for step in self.steps() if self._run_of(step) == run]
         deleted = [step for step in own[:-keep_last] if keep_every is None or step % keep_every]
         for step in deleted:
@@ -162,8 +150,6 @@ class Folder:
 
     def discard(self, tmp: Path) -> None:
         """Delete a temporary folder, such as that of a save that has failed."""
-        if not _TEMPORARY.fullmatch(tmp.name) or tmp.parent != self.path:
-            raise ValueError(f"{tmp} is no temporary folder of {self.path}")
         with typed_errors(f"delete {tmp}"):
             shutil.rmtree(tmp)
 

@@ -13,12 +13,10 @@ import torch
 from torch import Tensor
 
 from .._errors import CheckpointError
-from ._files import typed_errors
+from ._files import DAMAGED, typed_errors
 from ._folder import Folder
-from ._manifest import Manifest
-from ._safetensors import DTYPES, Leaf, Part, TensorFile
-
-OWN_FILES = frozenset({"manifest.json", "COMMIT"})  # beside those that a manifest lists
+from ._manifest import OWN_FILES, Leaf, Manifest, Part
+from ._safetensors import DTYPES, TensorFile
 
 
 class Leaves:
@@ -35,7 +33,6 @@ class Leaves:
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder, self.manifest = folder, manifest
         self._files: dict[int, TensorFile] = {}
-        self._last = -1
 
     def __enter__(self) -> Leaves:
         return self
@@ -54,9 +51,6 @@ class Leaves:
         if index not in self._files:
             entry = self.manifest.files[index]
             self._files[index] = TensorFile(self.folder / entry.name, entry)
-        if self._last != index and self._last in self._files:
-            self._files[self._last].release()  # at most one block is kept in memory, however many files there are
-        self._last = index
         return self._files[index]
 
     def part(self, path: str, part: Part, memory: Tensor | None = None) -> Tensor:
@@ -82,11 +76,9 @@ class Leaves:
         fits = list(own) == leaf.shape if part.start is None else len(own) == 1
         fits = fits and (part.start or 0) + math.prod(own) <= math.prod(leaf.shape) and (own is not shape or not double)
         if not fits or dtype != (torch.float64 if double else DTYPES[leaf.dtype]):
-            found, where = f"{dtype} {list(shape)}", f"{file.path}: {part.name!r}, a part of {path!r}"
-            form = f"{leaf.dtype} {leaf.shape}" + (f" from element {part.start} on" if part.start is not None else "")
-            raise CheckpointError(
-                f"{where}, is {found}, expected of {form}; the files are of another step: use another one"
-            )
+            found, form = f"{dtype} {list(shape)}", f"{leaf.dtype} {leaf.shape}"
+            where = f"{file.path}: {part.name!r}, a part of {path!r} from element {part.start or 0} on"
+            raise CheckpointError(f"{where}, is {found}, which does not fit {form}; {DAMAGED}")
         return math.prod(own)
 
     def values(self, path: str) -> dict[str, Tensor]:
@@ -95,23 +87,14 @@ class Leaves:
         Else one for each rank, under `path@rank-3`, or for each piece, under `path@rank-3[start]`.
         """
         leaf = self.manifest.leaves[path]
-        if leaf.parts[0].start is None:
-            return {_label(path, part): self.part(path, part) for part in leaf.parts}
         pieces = sorted(leaf.parts, key=lambda part: (part.start or 0, part.rank or 0))
-        if any(part.start != end for part, end in zip(pieces, self._ends(path, pieces), strict=True)):
-            return {f"{_label(path, part)}[{part.start}]": self.part(path, part) for part in pieces}
+        ends = [0, *itertools.accumulate(self.check(path, part) for part in pieces)]
+        if [*(part.start for part in pieces), math.prod(leaf.shape)] != ends:
+            return {_label(path, part): self.part(path, part) for part in pieces}
         whole = torch.empty(math.prod(leaf.shape), dtype=DTYPES[leaf.dtype], device="cpu")
-        for part in pieces:
-            values = self.part(path, part)
-            whole[part.start : (part.start or 0) + len(values)] = values
+        for part, begin, end in zip(pieces, ends, ends[1:], strict=False):
+            whole[begin:end] = self.part(path, part)
         return {path: whole.reshape(leaf.shape)}
-
-    def _ends(self, path: str, pieces: list[Part]) -> list[int]:
-        """Where each piece of a whole would begin."""
-        ends = [0]
-        for part in pieces:
-            ends.append(max(ends[-1], (part.start or 0) + self.check(path, part)))
-        return ends[:-1]
 
     def verify(self, share: tuple[int, int] = (0, 1)) -> None:
         """Raise CheckpointError where something is wrong with the files; the first problems are named."""
@@ -155,7 +138,8 @@ class Leaves:
 
 
 def _label(path: str, part: Part) -> str:
-    return path if part.rank is None else f"{path}@rank-{part.rank}"
+    rank, start = part.rank, part.start
+    return path + ("" if rank is None else f"@rank-{rank}") + ("" if start is None else f"[{start}]")
 
 
 class Newest(NamedTuple):
@@ -166,34 +150,22 @@ class Newest(NamedTuple):
     refused: list[tuple[int, str]]
 
 
-def verified(folder: Folder, step: int) -> tuple[Path, Manifest]:
-    """As `folder.read`, once all bytes of the step have been checked."""
-    path, manifest = folder.read(step)
-    with Leaves(path, manifest) as leaves:
-        leaves.verify()
-    return path, manifest
-
-
-def newest_verified(
-    folder: Folder, read: Callable[[int], Any] | None = None, steps: Sequence[int] | None = None
-) -> Newest | None:
+def newest_verified(folder: Folder, read: Callable[[int], Any], steps: Sequence[int]) -> Newest | None:
     """The newest step that can be read, or None where the folder holds no step at all.
 
     Args:
-        read: Reads a step, or raises a CheckpointError; by default `verified`.
-        steps: All steps, ascending; by default those that the folder shows.
+        read: Reads a step, or raises a CheckpointError.
+        steps: All steps, ascending.
 
     Raises:
         CheckpointError: There are steps, and none can be read; each is named with the reason.
     """
     refused: list[tuple[int, str]] = []
-    for step in reversed(folder.all_steps() if steps is None else steps):
+    for step in reversed(steps):
         try:
-            found = read(step) if read else verified(folder, step)
+            return Newest(step, read(step), refused)
         except CheckpointError as error:
             refused.append((step, str(error)))
-        else:
-            return Newest(step, found, refused)
     if refused:
         reasons = "".join(f"\n  {folder.step_path(step)}: {reason}" for step, reason in refused)
         raise CheckpointError(

@@ -16,12 +16,13 @@ from ..groups import Communicator
 from ..transforms.axes import Grid
 from ..transforms.base import Merge, map_with_path
 from ..transforms.layout import merged
+from ._files import decoding
 from ._folder import Folder
 from ._leaves import Leaves, newest_verified
-from ._manifest import read_commit
-from ._safetensors import DTYPES, Leaf, Part
+from ._manifest import Leaf, Part, read_commit
+from ._safetensors import DTYPES
 from ._sources import Source
-from ._values import Snapshot, Values, extra_together, matches, put_together, taken_apart
+from ._values import Snapshot, Values, matches, put_together, taken_apart
 
 _NAME = "data"
 
@@ -51,14 +52,8 @@ def position_of(values: Mapping[str, Any], own: Mapping[str, Any], data: Any) ->
     if data is None:
         return lambda: None
     if own.get(_NAME) is None:
-        raise CheckpointError(
-            "the checkpoint has no position of data; it was saved without data=, so restore it without, too"
-        )
+        raise CheckpointError("the checkpoint has no position of data; restore it without data=, as it was saved")
     return partial(data.load_state_dict, put_together(own[_NAME], values))
-
-
-def is_position(name: str) -> bool:
-    return name.startswith(f"{_NAME}.")
 
 
 class Load:
@@ -105,7 +100,7 @@ class Load:
             self.values.add(name, partial(self._value, name))
             return
         of, rank = placement["of"], self._mesh.rank if self._same else 0  # a value that one rank had by itself
-        if not self._same and not is_position(of):
+        if not self._same and not of.startswith(f"{_NAME}."):
             raise self._unmerged(of, "the ranks had values of their own")
         if placement["rank"] == rank:
             self.values.add(of, partial(self._leaves.part, name, self.manifest.leaves[name].parts[0]))
@@ -228,33 +223,27 @@ def _between(leaves: Leaves, name: str, leaf: Leaf, parts: list[Part], start: in
         out[low - start : high - start] = values[low - first : high - first]
         filled += high - low
     if filled != stop - start:
-        raise CheckpointError(
-            f"the parts of {name!r} do not hold the elements from {start} to {stop}; use another step"
-        )
+        raise CheckpointError(f"no part of {name!r} holds the elements from {start} to {stop}; use another step")
     return out
 
 
-def empty_params(leaves: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Path -> a parameter without values, of a manifest's leaves."""
-    return {
-        name.removeprefix("params."): torch.zeros(leaf.shape, dtype=DTYPES[leaf.dtype])
-        for name, leaf in leaves.items()
-        if name.startswith("params.")
-    }
+def empty_params(leaves: Mapping[str, Leaf], fresh: tuple[str, ...]) -> dict[str, Tensor]:
+    """Path -> a parameter without values, of a manifest's leaves.
+
+    Raises:
+        CheckpointError: parameters are to start anew, which are not given.
+    """
+    names = [name for name in leaves if name.startswith("params.")]
+    if anew := [name for name in names if matches(name, fresh)]:
+        raise CheckpointError(f"fresh= names {anew[0]!r}, which has no value at the start; pass restore(params, ...)")
+    forms = {name.removeprefix("params."): leaves[name] for name in names}
+    return {path: torch.zeros(leaf.shape, dtype=DTYPES[leaf.dtype]) for path, leaf in forms.items()}
 
 
 def filled(prefix: str, tree: Any, values: Values) -> Any:
     """A tree of tensors with the values under a prefix in their place, as far as there are such."""
     saved = values.under(prefix)
     return map_with_path(lambda path, leaf: saved[path].to(leaf.device) if path in saved else leaf, tree)
-
-
-def refuse_fresh_params(leaves: Mapping[str, Any], fresh: tuple[str, ...]) -> None:
-    """Raise CheckpointError where parameters are to start anew, which are not given."""
-    if names := [name for name in leaves if name.startswith("params.") and matches(name, fresh)]:
-        raise CheckpointError(
-            f"fresh= names {names[0]!r}, whose value at the start is not known; pass restore(params, ...)"
-        )
 
 
 def chosen(folder: Folder, mesh: Communicator, step: int | None) -> Leaves | None:
@@ -334,28 +323,31 @@ def restored(
 def _from(
     leaves: Leaves, source: Source, params: Any, buffers: dict[str, Tensor] | None, fresh: tuple[str, ...], data: Any
 ) -> Restored:
-    mesh, manifest = source.mesh, leaves.manifest
+    mesh, manifest, where = source.mesh, leaves.manifest, leaves.folder / "manifest.json"
     if params is None:
-        refuse_fresh_params(manifest.leaves, fresh)
-        params = empty_params(manifest.leaves)
+        params = empty_params(manifest.leaves, fresh)
     state = source.start(params, buffers)
     if fresh and source.needs_params:  # what starts anew starts from the parameters and buffers of the checkpoint
 
         def read_params() -> tuple[Any, Any]:
-            values = Load(leaves, mesh, source.snapshot(state), fresh).values
-            return filled("params", params, values), buffers and filled("buffers", buffers, values)
+            found = source.snapshot(state)
+            with decoding(where):
+                values = Load(leaves, mesh, found, fresh).values
+                return filled("params", params, values), buffers and filled("buffers", buffers, values)
 
         state = source.start(*on_each(mesh, "the parameters of a checkpoint", read_params))
 
     def read() -> tuple[Callable[[], Any], Callable[[], None], Any]:
-        load = Load(leaves, mesh, source.snapshot(state), fresh)
-        own, values = load.own(), load.values
-        place = position_of(values, own, data)
-        return source.load(state, values, own), place, extra_together(manifest.extra, values)
+        found = source.snapshot(state)
+        with decoding(where):
+            load = Load(leaves, mesh, found, fresh)
+            own, values = load.own(), load.values
+            place = position_of(values, own, data)
+            return source.load(state, values, own), place, put_together(manifest.extra, values, plain=True)
 
     take, place, extra = on_each(mesh, "the values of a checkpoint", read)  # nothing has changed yet
     loaded = on_each(mesh, "the end of a load", lambda: (take(), place())[0])
-    spec = source.about().spec
+    spec = source.about()["spec"]
     differs = manifest.spec != spec and not fresh
     note = f"the checkpoint is of {manifest.spec}, and this run of {spec}; its values are taken" if differs else ""
     return Restored(loaded, manifest.run, manifest.step, extra, note)

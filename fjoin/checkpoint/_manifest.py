@@ -1,4 +1,8 @@
-"""The manifest of a checkpoint, and its commit."""
+"""The manifest of a checkpoint, and its commit.
+
+COMMIT covers the manifest, and the manifest every byte of the files, by checksums. So what is read here is what fjoin has
+written, or was forged with right checksums: the checks keep such a file from reading elsewhere, and every other oddity is one error.
+"""
 
 from __future__ import annotations
 
@@ -7,34 +11,54 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, fields
+import reprlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from .._errors import CheckpointError
-from ._files import (
-    BLOCK,
-    FileEntry,
-    Refused,
-    array,
-    mapping,
-    open_file,
-    parse,
-    plain,
-    read_small,
-    record,
-    refuse,
-    text,
-    typed_errors,
-    whole,
-    write_small,
-)
-from ._safetensors import Leaf, read_leaf
+from ._files import BLOCK, FileEntry, decoding, open_file, read_small, typed_errors, write_blocks
+from ._safetensors import DTYPES, check_shape
 
 VERSION = 1
+OWN_FILES = frozenset({"manifest.json", "COMMIT"})  # beside those that a manifest lists
 _FILE = re.compile(r"[A-Za-z0-9._-]+")
 _UUID = re.compile(r"[0-9a-f]{32}")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor of a file that is a leaf, or a piece of one.
+
+    Attributes:
+        file: The index in `Manifest.files`.
+        name: The tensor's name in the file.
+        rank: The rank whose value it is; None where all ranks have it.
+        start: Of a piece, its first element in the flattened leaf; None for a whole leaf.
+    """
+
+    file: int
+    name: str
+    rank: int | None = None
+    start: int | None = None
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A tensor of the state.
+
+    Attributes:
+        shape: Of the whole leaf.
+        dtype: The name in torch, such as "float32".
+        placement: Where the ranks have it; any JSON.
+        parts: Either one whole part, or one of each rank, or pieces.
+    """
+
+    shape: list[int]
+    dtype: str
+    placement: dict[str, Any]
+    parts: list[Part]
 
 
 @dataclass
@@ -72,17 +96,9 @@ class Manifest:
     version: int = VERSION
 
     def to_bytes(self) -> bytes:
-        """The manifest as JSON. It is written leaf by leaf, so that other threads run in between.
-
-        Raises:
-            TypeError: A value would not be read back as it is.
-        """
+        """The manifest as JSON. It is written leaf by leaf, so that other threads run in between."""
         values = {one.name: getattr(self, one.name) for one in fields(self)}
-        values["files"] = [*map(asdict, self.files)]
-        try:
-            _read(values | {"leaves": {}})  # leaves are made of checked values, and there are many
-        except Refused as error:
-            raise TypeError(f"a manifest cannot be written: {error}") from None
+        values["files"] = [*map(vars, self.files)]
         values["leaves"] = {
             path: vars(leaf) | {"parts": [*map(vars, leaf.parts)]} for path, leaf in self.leaves.items()
         }
@@ -90,20 +106,74 @@ class Manifest:
 
     @staticmethod
     def from_bytes(data: bytes, where: str = "manifest.json") -> Manifest:
-        """The manifest that `to_bytes` has written. Every field is checked.
+        """The manifest that `to_bytes` has written.
 
         Args:
             where: The file, for errors.
 
         Raises:
-            CheckpointError: A field is missing, unknown or not as expected, or the version is unknown.
+            CheckpointError: A field is not as expected, or the version is unknown.
         """
-        try:
-            return _read(parse(data, "the text"))
-        except Refused as error:
-            raise CheckpointError(
-                f"{where}: {error}; the file is damaged or of another program: use another step"
-            ) from error
+        with decoding(where):
+            given = json.loads(data)
+            if (version := given.get("version")) != VERSION:
+                what = f"this fjoin reads version {VERSION}; read it with the fjoin that wrote it, or a newer one"
+                raise CheckpointError(f"{where}: version is {version!r}: {what}")
+            given["files"] = [FileEntry(**one) for one in given["files"]]
+            given["leaves"] = {
+                path: Leaf(**leaf | {"parts": [Part(**part) for part in leaf["parts"]]})
+                for path, leaf in given["leaves"].items()
+            }
+            found = Manifest(**given)
+            found._check()
+        return found
+
+    def _check(self) -> None:
+        """Raise ValueError where a read would go beyond the folder, the files, the ranks, or a leaf."""
+        sound = Manifest("", "", 0)
+        for name, value in vars(self).items():
+            kind = type(getattr(sound, name))
+            if type(value) is not kind and name not in ("spec", "extra"):
+                raise ValueError(f"{name} is {reprlib.repr(value)}, expected {kind.__name__}")
+        if not (_UUID.fullmatch(self.run) and _UUID.fullmatch(self.id)):
+            raise ValueError(f"run is {self.run!r} and id {self.id!r}, expected the 32 hexadecimal digits of a uuid")
+        ranks, counts = math.prod(self.axes.values()), {len(held) for held in self.numbers.values()}
+        own = all(type(one) is dict for one in self.ranks) and len(self.ranks) in (0, ranks)
+        if not own or not counts <= {1, ranks}:
+            raise ValueError(f"ranks or numbers are not of the {ranks} ranks of the axes {self.axes}")
+        self._check_files()
+        self._check_parts(ranks)
+
+    def _check_files(self) -> None:
+        names = [one.name for one in self.files]
+        for name in names:
+            if not _FILE.fullmatch(name) or ".." in name or name in (".", *OWN_FILES):
+                what = "letters, digits, and single . _ -, other than manifest.json and COMMIT"
+                raise ValueError(f"the name of a file is {name!r}, expected {what}")
+        if len({*names}) != len(names):
+            raise ValueError(f"the names of files are {names}, expected different ones")
+        for one in self.files:
+            if len(one.blocks) != -(-one.size // BLOCK):
+                raise ValueError(f"{one.name} has {len(one.blocks)} blocks, expected one for each {BLOCK} bytes")
+
+    def _check_parts(self, ranks: int) -> None:
+        """Every part is in a file that is listed, is of a rank of the mesh, lies in its leaf, and is one leaf's only."""
+        owners: dict[tuple[int, str], str] = {}
+        for path, leaf in self.leaves.items():
+            where, numel = f"leaves[{path!r}]", math.prod(check_shape(leaf.shape))
+            if leaf.dtype not in DTYPES or type(leaf.placement) is not dict or not leaf.parts:
+                raise ValueError(f"{where} is {leaf}, expected a dtype of {sorted(DTYPES)}, a placement, and parts")
+            for part in leaf.parts:
+                inside = _within(part.file, len(self.files)) and (part.rank is None or _within(part.rank, ranks))
+                if not inside or not (part.start is None or _within(part.start, numel + 1)):
+                    raise ValueError(f"{where} has {part}, of {len(self.files)} files, {ranks} ranks, {numel} elements")
+                if (part.file, part.name) in owners:
+                    raise ValueError(f"{where} has {part}, which is also of {owners[part.file, part.name]!r}")
+                owners[part.file, part.name] = path
+
+
+def _within(value: Any, limit: int) -> bool:
+    return type(value) is int and 0 <= value < limit
 
 
 def _pieces(values: dict[str, Any]) -> Iterator[str]:
@@ -112,107 +182,12 @@ def _pieces(values: dict[str, Any]) -> Iterator[str]:
         yield f"{comma}{json.dumps(key)}:"
         comma = ",\n"
         if isinstance(value, dict):
-            yield "{"
-            yield ",\n".join(f"{json.dumps(name)}:{json.dumps(one)}" for name, one in value.items())
-            yield "}"
+            yield "{" + ",\n".join(f"{json.dumps(name)}:{json.dumps(one)}" for name, one in value.items()) + "}"
         elif isinstance(value, list):
-            yield "["
-            yield ",\n".join(json.dumps(one) for one in value)
-            yield "]"
+            yield "[" + ",\n".join(map(json.dumps, value)) + "]"
         else:
             yield json.dumps(value)
     yield "}\n"
-
-
-def _read(value: Any) -> Manifest:
-    version = mapping(value, "the manifest").get("version")
-    if type(version) is not int or version != VERSION:
-        what = f"this fjoin reads version {VERSION}; read it with the fjoin that wrote it, or a newer one"
-        raise Refused(f"version is {version!r}: {what}")
-    given = dict(record(value, "the manifest", {one.name for one in fields(Manifest)}))
-    for name in ("run", "id", "parent"):
-        if not _UUID.fullmatch(text(given[name], name)) and (name != "parent" or given[name]):
-            refuse(name, given[name], "the 32 hexadecimal digits of a uuid")
-    for name, check in _CHECKS.items():
-        given[name] = check(given[name], name)
-    ranks = math.prod(given["axes"].values())
-    if len(given["ranks"]) not in (0, ranks):
-        refuse("the length of ranks", len(given["ranks"]), f"0 or {ranks}, the number of ranks of axes")
-    for path, numbers in given["numbers"].items():
-        if len(numbers) not in (1, ranks):
-            refuse(f"the length of numbers[{path!r}]", len(numbers), f"1 or {ranks}, the number of ranks of axes")
-    _check_files(given["files"])
-    _check_parts(given["leaves"], len(given["files"]), ranks)
-    return Manifest(**given)
-
-
-def _dict_of(check: Callable[[Any, str], Any]) -> Callable[[Any, str], dict[str, Any]]:
-    return lambda value, where: {k: check(v, f"{where}[{k!r}]") for k, v in mapping(value, where).items()}
-
-
-def _list_of(check: Callable[[Any, str], Any]) -> Callable[[Any, str], list[Any]]:
-    return lambda value, where: [check(item, f"{where}[{index}]") for index, item in enumerate(array(value, where))]
-
-
-def _object(value: Any, where: str) -> dict[str, Any]:
-    return mapping(plain(value, where), where)
-
-
-def _size(value: Any, where: str) -> int:
-    return whole(value, where, 1)
-
-
-def _number(value: Any, where: str) -> Any:
-    return (
-        refuse(where, value, "a number, string, bool or None") if type(value) in (list, dict) else plain(value, where)
-    )
-
-
-def _file(value: Any, where: str) -> FileEntry:
-    given = record(value, where, {"name", "size", "blocks"})
-    name, size = text(given["name"], f"name of {where}"), whole(given["size"], f"size of {where}")
-    if not _FILE.fullmatch(name) or ".." in name or name in (".", "manifest.json", "COMMIT"):
-        refuse(f"name of {where}", name, "letters, digits, and single . _ -, other than manifest.json and COMMIT")
-    blocks = [whole(crc, f"a block of {where}", 0, 2**32 - 1) for crc in array(given["blocks"], f"blocks of {where}")]
-    if len(blocks) != -(-size // BLOCK):
-        refuse(f"the number of blocks of {where}", len(blocks), f"one for each {BLOCK} of {size} bytes")
-    return FileEntry(name, size, blocks)
-
-
-_CHECKS: dict[str, Callable[[Any, str], Any]] = {
-    "step": whole,
-    "axes": _dict_of(_size),
-    "spec": plain,
-    "settings": _object,
-    "library": _dict_of(text),
-    "leaves": _dict_of(read_leaf),
-    "numbers": _dict_of(_list_of(_number)),
-    "ranks": _list_of(_object),
-    "notes": _list_of(text),
-    "extra": plain,
-    "files": _list_of(_file),
-}
-
-
-def _check_files(files: list[FileEntry]) -> None:
-    if len(names := {file.name for file in files}) != len(files):
-        refuse("the names of files", sorted(names), f"{len(files)} different ones")
-
-
-def _check_parts(leaves: dict[str, Leaf], files: int, ranks: int) -> None:
-    """Every part is in a file that is listed, is of a rank of the mesh, and is one leaf's only."""
-    owners: dict[tuple[int, str], str] = {}
-    for path, leaf in leaves.items():
-        where = f"leaves[{path!r}]"
-        for part in leaf.parts:
-            whole(part.file, f"file of a part of {where}", 0, files - 1)
-            whole(part.rank or 0, f"rank of a part of {where}", 0, ranks - 1)
-            if (part.file, part.name) in owners:
-                refuse(f"a part of {where}", part, f"another one than of leaves[{owners[part.file, part.name]!r}]")
-            owners[part.file, part.name] = path
-
-
-_LARGEST_MANIFEST = 4 << 30
 
 
 class Commit(NamedTuple):
@@ -232,7 +207,7 @@ def read_step(path: Path) -> Manifest:
     if path.is_symlink():
         raise CheckpointError(f"{path} is a link, expected a folder; put the folder itself there")
     commit = read_commit(path)
-    data = read_small(path / "manifest.json", _LARGEST_MANIFEST)
+    data = read_small(path / "manifest.json")
     if hashlib.sha256(data).hexdigest() != commit.sha256:
         names = f"{path / 'manifest.json'} is not the one that COMMIT beside it covers"
         raise CheckpointError(f"{names}: one of the two is damaged; use another step")
@@ -246,14 +221,11 @@ def read_step(path: Path) -> Manifest:
 
 def read_commit(path: Path) -> Commit:
     """The content of the COMMIT in a step's folder. Every byte of it is checked, except against the manifest."""
-    data = read_small(path / "COMMIT", 1000)
-    try:
-        given = record(parse(data, "it"), "it", set(Commit._fields))
-        commit = Commit(**{key: text(value, key) for key, value in given.items()})
-    except Refused as error:
-        raise CheckpointError(f"{path / 'COMMIT'}: {error}; the file is damaged: use another step") from error
-    if _commit_bytes(commit) != data:
-        raise CheckpointError(f"{path / 'COMMIT'} is damaged: it is not written as fjoin does; use another step")
+    data = read_small(path / "COMMIT")
+    with decoding(path / "COMMIT"):
+        commit = Commit(**json.loads(data))
+        if _commit_bytes(commit) != data:
+            raise ValueError("it is not written as fjoin does")
     return commit
 
 
@@ -265,8 +237,8 @@ def write_commit(path: Path, manifest: Manifest) -> Commit:
     """Write a manifest, and then the COMMIT that covers it, durably."""
     data = manifest.to_bytes()
     commit = Commit(manifest.id, manifest.run, hashlib.sha256(data).hexdigest())
-    write_small(path / "manifest.json", data)
-    write_small(path / "COMMIT", _commit_bytes(commit))
+    write_blocks(path / "manifest.json", [data])
+    write_blocks(path / "COMMIT", [_commit_bytes(commit)])
     return commit
 
 

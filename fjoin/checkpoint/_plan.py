@@ -21,7 +21,7 @@ from ..groups import Communicator
 from ..transforms.axes import Grid
 from ..transforms.base import Placement
 from ._safetensors import check_form
-from ._values import Snapshot, bytes_of
+from ._values import Snapshot
 
 _SMALL = 1 << 16  # elements; a larger one has memory of its own, which is freed once it is written
 
@@ -146,7 +146,7 @@ class Writers:
                 continue
             place = found.places[name]
             part = _cut_part(found, name, value, place) if place.cut else (tuple(value.shape), None)
-            size = 0 if place.cut else bytes_of(value)
+            size = 0 if place.cut else value.nbytes
             writes = self._next(place.equal, size) == self._rank
             if part is None or not writes:
                 continue
@@ -165,9 +165,7 @@ def _cut_part(found: Snapshot, name: str, value: Tensor, place: Placement) -> tu
     """The shape of the whole and the start of this rank's slice; None where it holds nothing."""
     own = found.slice_of(name)
     if own is None:
-        raise ValueError(
-            f"the value {name!r} is cut over {place.cut!r}, but belongs to no parameter; it cannot be saved"
-        )
+        raise ValueError(f"{name!r} is cut over {place.cut!r}, but belongs to no parameter; it cannot be saved")
     if not own.holds:
         return None
     whole = own.whole or not value.dim() or value.numel() != own.stop - own.start
@@ -260,9 +258,8 @@ class Plan:
                     f"{names[place.name]!r} and {path!r} are both called {place.name!r} in the file; rename one"
                 )
             names[place.name] = path
-            alone = (
-                path in found.by_content and place.rank is not None
-            )  # other ranks may have another form, or no such value
+            # Of these, other ranks may have another form, or none.
+            alone = path in found.by_content and place.rank is not None
             leaves[place.name if alone else path] = {
                 "shape": list(place.shape),
                 "dtype": str(found.values[path].dtype).removeprefix("torch."),

@@ -11,7 +11,6 @@ import threading
 import uuid
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,11 @@ from .._errors import CheckpointError, described
 from ..agreement import on_each
 from ..groups import Communicator
 from ..transforms.base import Placement
-from ._files import FileEntry, write_small
+from ._files import FileEntry, write_blocks
 from ._folder import Folder
-from ._manifest import Manifest
+from ._manifest import Leaf, Manifest, Part
 from ._plan import Copies, Plan, drifted
-from ._safetensors import Leaf, Part, write_file
+from ._safetensors import write_file
 from ._values import Snapshot
 
 
@@ -69,7 +68,7 @@ class RankFile:
         tensors = self._tensors.tensors() if isinstance(self._tensors, Copies) else self._tensors
         self._tensors = {}
         entry = write_file(folder / name, tensors, {"format": "pt"})
-        side = json.dumps(self._side | {"file": asdict(entry)})
+        side = json.dumps(self._side | {"file": vars(entry)}, allow_nan=False)  # not every reader of JSON knows NaN
         self._report(folder, f'{side[:-1]}, "leaves": {self._written.leaves}}}')
 
     def fail(self, folder: Path, error: Exception) -> None:
@@ -78,7 +77,7 @@ class RankFile:
 
     def _report(self, folder: Path, side: str) -> None:
         new = folder / f"{side_name(self._rank)}.new"
-        write_small(new, side.encode())
+        write_blocks(new, [side.encode()])
         os.rename(new, folder / side_name(self._rank))
 
 
@@ -272,10 +271,9 @@ class Save:
         """On rank 0: wait for the files of the others, and commit."""
         if self._mesh.rank:
             return
-        manifest = Manifest(self._run, uuid.uuid4().hex, self._step, self._folder.newest_id(), dict(self._mesh.shape))
-        manifest.notes, manifest.extra = self._notes, self._about.get("extra")
+        parent, axes = self._folder.newest_id(), dict(self._mesh.shape)
+        manifest = Manifest(self._run, uuid.uuid4().hex, self._step, parent, axes, notes=self._notes, **self._about)
         manifest.library = {"torch": str(torch.__version__), "python": platform.python_version()}
-        manifest.spec, manifest.settings = self._about.get("spec"), dict(self._about.get("settings", {}))
         for rank in range(self._mesh.size):
             add_side(manifest, rank, self._side_of(rank))
         for rank in range(self._mesh.size):

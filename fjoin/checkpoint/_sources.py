@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,23 +18,9 @@ from ..transforms.axes import bind_axes
 from ..transforms.base import Merge, Placement, named_leaves
 from ..transforms.layout import Pieces
 from ..transforms.pipelines import Pipeline, buffers_placement, params_placement
-from ._values import About, Names, Slice, Snapshot, Values, put_together, taken_apart, tree_from
+from ._values import Names, Slice, Snapshot, Values, put_together, taken_apart, tree_from
 
 _GROUPS = "$groups"  # stands for the state of a ZeroRedundancyOptimizer whose slices are among the values
-
-
-class Item(Protocol):
-    """One of the objects that are saved and loaded together."""
-
-    def add(self, found: Snapshot) -> Any:
-        """Add what this rank has of it; returns what is no tensor, as JSON."""
-
-    def load(self, values: Values, shown: Any) -> Callable[[], None]:
-        """A function that loads the values of a checkpoint, by name. Until it is called nothing has changed.
-
-        Args:
-            shown: What `add` returned.
-        """
 
 
 class PlainItem:
@@ -44,6 +30,7 @@ class PlainItem:
         self._name, self._one, self._mesh = name, one, mesh
 
     def add(self, found: Snapshot) -> Any:
+        """Add what this rank has of it; returns what is no tensor, as JSON."""
         tensors: dict[str, Tensor] = {}
         shown = taken_apart(self._state(), f"objects.{self._name}", tensors)
         found.add_by_content(dict(sorted(tensors.items())), self._mesh.shape)  # in one order on all ranks
@@ -60,6 +47,11 @@ class PlainItem:
         return found
 
     def load(self, values: Values, shown: Any) -> Callable[[], None]:
+        """A function that loads the values of a checkpoint, by name. Until it is called nothing has changed.
+
+        Args:
+            shown: What `add` returned.
+        """
         state = put_together(shown, values)
         return lambda: self._one.load_state_dict(state)
 
@@ -121,14 +113,15 @@ class ZeroItem:
         """A slice in a tensor of the whole shape, of which `load_state_dict` reads only this rank's slice."""
         own = self._slice(name)
         if own is None:
-            raise CheckpointError(
-                f"{self._prefix} has a state of the parameter {name.partition('.')[0]}, which is not here"
-            )
+            raise CheckpointError(f"{self._prefix} has the state {name!r}, whose parameter is not here")
         if own.whole or not value.dim():
             return value
         whole = torch.empty(own.shape, dtype=value.dtype)  # memory that nothing touches is none
         whole.view(-1)[own.start : own.stop] = value
         return whole
+
+
+Item = PlainItem | HandleItem | ZeroItem
 
 
 def item_of(name: str, one: Any, mesh: Communicator) -> Item:
@@ -139,11 +132,8 @@ def item_of(name: str, one: Any, mesh: Communicator) -> Item:
     """
     if isinstance(one, Handle) and one.axes.keys() == mesh.shape.keys():
         return HandleItem(name, one, mesh)
-    if (
-        isinstance(one, ZeroRedundancyOptimizer)
-        and one.slices() is not None
-        and [one.world_size] == [*mesh.shape.values()]
-    ):
+    sliced = isinstance(one, ZeroRedundancyOptimizer) and one.slices() is not None
+    if sliced and [one.world_size] == [*mesh.shape.values()]:
         return ZeroItem(name, one, mesh)
     if not hasattr(one, "state_dict") or not hasattr(one, "load_state_dict"):
         raise TypeError(f"{name!r} is a {type(one).__name__}, expected an object with state_dict and load_state_dict")
@@ -162,8 +152,8 @@ class OfObjects:
                 raise ValueError(f"{inside[0]!r} begins with the name of {name!r}; give the objects other names")
         self._items, self.mesh = {name: item_of(name, one, mesh) for name, one in objects.items()}, mesh
 
-    def about(self) -> About:
-        return About(sorted(self._items), {})
+    def about(self) -> dict[str, Any]:
+        return {"spec": sorted(self._items), "settings": {}}
 
     def number(self, state: Any) -> int:
         if type(state) is not int or state < 0:
@@ -199,41 +189,14 @@ class OfObjects:
 _HELD = ("params.", "pipeline.optimizer.", "pipeline.inner.optimizer.")  # by the storage of a train_step
 
 
-class Source(Protocol):
-    """Something that is saved and loaded.
+class OfStep:
+    """A train_step; its state is a `TrainState`.
 
     Attributes:
         mesh: The ranks.
         requests: What a rank asks of all of them, where its steps carry that.
         needs_params: Whether `start` needs parameters.
     """
-
-    mesh: Communicator
-    requests: Requests | None
-    needs_params: bool
-
-    def about(self) -> About:
-        """What the manifest says of it."""
-
-    def number(self, state: Any) -> int:
-        """The number of steps that a state has taken."""
-
-    def snapshot(self, state: Any) -> Snapshot:
-        """What this rank has of it."""
-
-    def start(self, params: Any, buffers: Any) -> Any:
-        """A state at the start, which gives the form of a load."""
-
-    def load(self, state: Any, values: Values, rank: Mapping[str, Any]) -> Callable[[], Any]:
-        """A function that returns the state with the values of a checkpoint, by name. Until it is called nothing of the run has changed.
-
-        Args:
-            rank: What only this rank has saved.
-        """
-
-
-class OfStep:
-    """A train_step; its state is a `TrainState`."""
 
     needs_params = True
 
@@ -245,10 +208,12 @@ class OfStep:
         on_buffers = run.on_buffers
         self._on_buffers = None if on_buffers is None else Names("on_buffers", on_buffers, self.mesh.shape)
 
-    def about(self) -> About:
-        return About(repr(self._step.pipeline), {"bucket_bytes": self._step.bucket_bytes})
+    def about(self) -> dict[str, Any]:
+        """What the manifest says of it, the same on all ranks."""
+        return {"spec": repr(self._step.pipeline), "settings": {"bucket_bytes": self._step.bucket_bytes}}
 
     def number(self, state: Any) -> int:
+        """The number of steps that a state has taken."""
         return check_state(state).step
 
     def snapshot(self, state: Any) -> Snapshot:
@@ -275,9 +240,15 @@ class OfStep:
         return found
 
     def start(self, params: Any, buffers: Any) -> Any:
+        """A state at the start, which gives the form of a load."""
         return self._step.init(params, buffers)
 
     def load(self, state: Any, values: Values, rank: Mapping[str, Any]) -> Callable[[], Any]:
+        """A function that returns the state with the values of a checkpoint, by name. Until it is called nothing of the run has changed.
+
+        Args:
+            rank: What only this rank has saved.
+        """
         run, counts, saved = self._step.run, dict(values.under("run")), values.under("buffers")
         if saved.keys() != (state.buffers or {}).keys():
             raise CheckpointError(
@@ -306,8 +277,8 @@ class OfPipeline:
         self._pipeline, self.mesh = pipeline, mesh
         self._names = Names("pipeline", pipeline, mesh.shape)
 
-    def about(self) -> About:
-        return About(repr(self._pipeline), {})
+    def about(self) -> dict[str, Any]:
+        return {"spec": repr(self._pipeline), "settings": {}}
 
     def number(self, state: Any) -> int:
         _, own = self._pair(state)
@@ -344,6 +315,9 @@ class OfPipeline:
         params, own = state
         new = tree_from("params", params, values.under("params")), self._names.tree(own, values)
         return lambda: new
+
+
+Source = OfStep | OfPipeline | OfObjects
 
 
 def source_of(what: Any, mesh: Mesh | None) -> Source:

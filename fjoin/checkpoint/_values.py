@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
+import reprlib
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -179,13 +179,6 @@ def slices_of(pieces: Pieces) -> Slices:
     return slice_of
 
 
-class About(NamedTuple):
-    """Fields of a manifest, the same on all ranks."""
-
-    spec: Any
-    settings: dict[str, Any]
-
-
 @dataclass
 class Snapshot:
     """The values of one rank.
@@ -260,105 +253,68 @@ class Snapshot:
         return None
 
 
-def bytes_of(value: Tensor) -> int:
-    return value.numel() * value.element_size()
-
-
-_IN_FILE = "$tensor"
-_NAME = "extra"
+_TENSOR, _DICT, _TUPLE, _FLOAT, _METADATA = "$tensor", "$dict", "$tuple", "$float", "$metadata"
+_VERSIONS = "_metadata"  # the attribute of a module's state dict that holds the versions of its parts
 
 
 def extra_apart(extra: Any, tensors: dict[str, Tensor]) -> Any:
-    """A copy of the value as JSON; its tensors are put into `tensors` by name.
+    """The JSON of what a user keeps, whose tensors are put into `tensors` by name. Its dicts stay as they are.
 
     Raises:
         TypeError: it holds something else than finite numbers, text, None, lists, tensors, and dicts with text as keys.
     """
     try:
-        shown = _shown(extra, _NAME, tensors)
-        kept = json.loads(json.dumps(shown, allow_nan=False))
-        if kept != shown:
-            raise TypeError(f"{shown!r} would be read back as {kept!r}")
+        return taken_apart(extra, "extra", tensors, plain=True)
     except (TypeError, ValueError, RecursionError) as error:
         raise TypeError(
             f"extra must be JSON, with tensors where you like: finite numbers, text, lists, and dicts with text as keys: {error}"
         ) from None
-    return kept
 
 
-def _shown(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        if name in tensors:
-            raise ValueError(f"two tensors of it would be called {name!r}; rename a key")
-        tensors[name] = value.detach()
-        return {_IN_FILE: name}
-    if isinstance(value, dict):
-        if _IN_FILE in value:
-            raise ValueError(f"{name} has the key {_IN_FILE!r}, which stands for a tensor in the file; rename it")
-        return {key: _shown(one, f"{name}.{key}", tensors) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_shown(one, f"{name}.{i}", tensors) for i, one in enumerate(value)]
-    return value
-
-
-def extra_together(shown: Any, values: Mapping[str, Any]) -> Any:
-    """The value that `extra_apart` took apart."""
-    if isinstance(shown, list):
-        return [extra_together(one, values) for one in shown]
-    if isinstance(shown, dict):
-        return (
-            values[shown[_IN_FILE]]
-            if _IN_FILE in shown
-            else {key: extra_together(v, values) for key, v in shown.items()}
-        )
-    return shown
-
-
-_TENSOR, _DICT, _TUPLE, _FLOAT, _METADATA = "$tensor", "$dict", "$tuple", "$float", "$metadata"
-_VERSIONS = "_metadata"  # the attribute of a module's state dict that holds the versions of its parts
-
-
-def taken_apart(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+def taken_apart(value: Any, name: str, tensors: dict[str, Tensor], plain: bool = False) -> Any:
     """The JSON of a state dict, whose tensors are put into `tensors` by name.
+
+    Args:
+        plain: Whether only tensors have a form of their own in it, and dicts, tuples and numbers that are not finite have none.
 
     Raises:
         TypeError: a value is neither tensor nor container, nor JSON.
     """
     if isinstance(value, Tensor):
         if name in tensors:
-            raise ValueError(f"two tensors of the state dicts are called {name!r}; give the objects other names")
-        tensors[name] = value
+            raise ValueError(f"two tensors would be called {name!r}; give the objects, or the keys, other names")
+        tensors[name] = value.detach() if value.requires_grad else value
         return {_TENSOR: name}
     if isinstance(value, dict):
-        items = [[_key(key, name), taken_apart(one, f"{name}.{key}", tensors)] for key, one in value.items()]
+        for key in value:
+            if not isinstance(key, str if plain else (str, int)) or (plain and key == _TENSOR):
+                expected = f"text other than {_TENSOR!r}" if plain else "text or a whole number"
+                raise TypeError(f"{name} has the key {key!r}, expected {expected}")
+        items = [[key, taken_apart(one, f"{name}.{key}", tensors, plain)] for key, one in value.items()]
+        if plain:
+            return dict(items)
         metadata = getattr(value, _VERSIONS, None)
         return {_DICT: items} | ({} if metadata is None else {_METADATA: taken_apart(dict(metadata), name, {})})
-    if isinstance(value, (list, tuple)):
-        parts = [taken_apart(one, f"{name}.{i}", tensors) for i, one in enumerate(value)]
+    if isinstance(value, list) or (isinstance(value, tuple) and not plain):
+        parts = [taken_apart(one, f"{name}.{i}", tensors, plain) for i, one in enumerate(value)]
         return {_TUPLE: parts} if isinstance(value, tuple) else parts
     if isinstance(value, float) and not math.isfinite(value):
-        return {_FLOAT: repr(value)}
-    if value is None or isinstance(value, (bool, int, float, str)):
+        if not plain:
+            return {_FLOAT: repr(value)}
+    elif value is None or isinstance(value, (bool, int, float, str)):
         return value
-    raise TypeError(
-        f"{name} is a {type(value).__name__}, which cannot be saved; a state dict holds tensors, numbers, text, and containers of them"
-    )
+    what = f"{reprlib.repr(value)}, a {type(value).__name__}"
+    raise TypeError(f"{name} is {what}, which cannot be saved; keep tensors, numbers, text, and containers of them")
 
 
-def _key(key: Any, name: str) -> Any:
-    if not isinstance(key, (str, int)):
-        raise TypeError(f"{name} has the key {key!r}; a state dict that is saved has text or whole numbers as keys")
-    return key
-
-
-def put_together(shown: Any, tensors: Mapping[str, Any]) -> Any:
-    """The state dict that `taken_apart` took apart.
+def put_together(shown: Any, tensors: Mapping[str, Any], plain: bool = False) -> Any:
+    """What `taken_apart` took apart, with the same `plain`.
 
     Raises:
         CheckpointError: a tensor is not there.
     """
     if isinstance(shown, list):
-        return [put_together(one, tensors) for one in shown]
+        return [put_together(one, tensors, plain) for one in shown]
     if not isinstance(shown, dict):
         return shown
     if _TENSOR in shown:
@@ -368,6 +324,8 @@ def put_together(shown: Any, tensors: Mapping[str, Any]) -> Any:
                 f"there is no value {name}: what fresh= names must have a value at the start; name less of it"
             )
         return tensors[name]
+    if plain:
+        return {key: put_together(one, tensors, plain) for key, one in shown.items()}
     if _FLOAT in shown:
         return float(shown[_FLOAT])
     if _TUPLE in shown:

@@ -6,6 +6,7 @@ import json
 import math
 import uuid
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from torch import Tensor
 
 from fjoin.checkpoint._files import FileEntry
 from fjoin.checkpoint._folder import Folder
-from fjoin.checkpoint._manifest import Manifest
-from fjoin.checkpoint._safetensors import Leaf, Part, write_file
+from fjoin.checkpoint._leaves import Leaves, Newest, newest_verified as newest_of
+from fjoin.checkpoint._manifest import Leaf, Manifest, Part
+from fjoin.checkpoint._safetensors import write_file
 
 RUN = "a" * 32
 CODES = {
@@ -75,6 +77,18 @@ def fill(folder: Path, step: int, parent: str = "", run: str = RUN, seed: int = 
     leaves["error"] = Leaf([5], "float32", {}, [Part(rank, f"error@rank-{rank}", rank) for rank in range(2)])
     leaves["m"] = Leaf([3, 4], "float32", {"cut": "data"}, [Part(0, "m@0", 0, 0), Part(1, "m@7", 1, 7)])
     return new_manifest(step, parent, run, files=files, leaves=leaves, numbers={"calls": [step]})
+
+
+def newest_verified(folder: Folder, read: Callable[[int], Any] | None = None) -> Newest | None:
+    """The newest step of which every byte verifies, as a load chooses it."""
+
+    def verified(step: int) -> tuple[Path, Manifest]:
+        path, manifest = folder.read(step)
+        with Leaves(path, manifest) as leaves:
+            leaves.verify()
+        return path, manifest
+
+    return newest_of(folder, read or verified, folder.all_steps())
 
 
 def save(folder: Folder, step: int, run: str = RUN, seed: int = 0) -> Path:

@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from fjoin.checkpoint._folder import Folder
-from fjoin.checkpoint._leaves import newest_verified
-from tests.checkpoint.saved_steps import save
+from tests.checkpoint.saved_steps import newest_verified, save
 
 Call = tuple[str, tuple[Any, ...]]
 

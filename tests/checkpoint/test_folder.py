@@ -14,8 +14,7 @@ import pytest
 
 import fjoin
 from fjoin.checkpoint._folder import Folder
-from fjoin.checkpoint._leaves import newest_verified
-from tests.checkpoint.saved_steps import RUN, fill, save
+from tests.checkpoint.saved_steps import RUN, fill, newest_verified, save
 from tests.helpers import raises_text
 
 OTHER = "b" * 32
@@ -50,7 +49,7 @@ def test_begin_refuses_what_exists_before_the_first_byte(tmp_path: Path) -> None
         raises_text(fjoin.CheckpointError, lambda: folder.begin(20), "step-00000020", "never replaced")
         folder.step_path(20).rmdir() if folder.step_path(20).is_dir() else folder.step_path(20).unlink()
     raises_text(fjoin.CheckpointError, lambda: folder.begin(10), "step-00000010", "exists")
-    raises_text(fjoin.CheckpointError, lambda: folder.begin(9), "step 10", "step 9")
+    raises_text(fjoin.CheckpointError, lambda: folder.begin(9), "step 10", "step 9", "restore(step=...)")
     assert names(folder) == ["step-00000010"]
     assert folder.begin(11) != folder.begin(11)
 
@@ -79,10 +78,6 @@ def test_commit_refuses_files_that_are_not_those_of_the_manifest(tmp_path: Path)
     after(lambda path: (path / "rank-1.safetensors").write_bytes(b"1"), "rank-1", "1 bytes")
     after(lambda path: (path / "more").write_bytes(b""), "more", "does not list")
     assert names(folder) == []
-    with pytest.raises(ValueError, match="no temporary folder"):
-        folder.commit(tmp_path, fill(folder.begin(1), 1))
-    with pytest.raises(ValueError, match="no temporary folder"):
-        folder.discard(tmp_path)
 
 
 def test_two_runs_in_one_folder_are_noticed(tmp_path: Path) -> None:
@@ -256,8 +251,6 @@ def test_newer_steps_are_put_aside(tmp_path: Path) -> None:
     assert folder.steps() == [1] and folder.quarantine(1, RUN) == []
     save(folder, 2)
     assert folder.steps() == [1, 2] and len(folder.quarantine(1, RUN)) == 1 and len(names(folder)) == 4
-    with pytest.raises(ValueError, match="uuid"):
-        folder.quarantine(0, "../x")
 
 
 def test_old_steps_of_ones_own_run_are_deleted(tmp_path: Path) -> None:
@@ -268,6 +261,3 @@ def test_old_steps_of_ones_own_run_are_deleted(tmp_path: Path) -> None:
     (folder.step_path(3) / "COMMIT").write_bytes(b"?")
     assert folder.retain(1, None, RUN) == [5] and folder.steps() == [2, 3, 6]
     assert all(name.startswith("step-") for name in names(folder))
-    for keep in ((0, None), (1, 0)):
-        with pytest.raises(ValueError, match="at least 1"):
-            folder.retain(*keep, RUN)

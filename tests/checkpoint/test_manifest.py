@@ -1,4 +1,4 @@
-"""The manifest: it is read as it was written, and every field of another kind is refused with its place."""
+"""The manifest: it is read as it was written, and what a read could take beyond its files, ranks and leaves is refused."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import fjoin
 from fjoin.checkpoint._files import FileEntry
-from fjoin.checkpoint._manifest import Manifest
-from fjoin.checkpoint._safetensors import Leaf, Part
+from fjoin.checkpoint._manifest import OWN_FILES, Leaf, Manifest, Part, read_step, write_commit
 from tests.checkpoint.saved_steps import fill, new_manifest
 from tests.helpers import raises_text
 
@@ -54,71 +54,45 @@ def put(*path: Any) -> Callable[[Any], None]:
     return change
 
 
-def deep(levels: int) -> Any:
-    value: Any = 1
-    for _ in range(levels):
-        value = [value]
-    return value
-
-
-NAN, PART = float("nan"), ("leaves", "m", "parts", 0)
+PART = ("leaves", "m", "parts", 0)
 CASES: list[tuple[Callable[[Any], Any], str]] = [
     (put("version", 2), "version is 2: this fjoin reads version 1; read it with"),
     (put("version", True), "version is True"),
-    (put("version", "1"), "version is '1'"),
     (lambda value: value.pop("version"), "version is None"),
-    (lambda value: value.pop("notes"), "the set of keys of the manifest"),
-    (put("more", 1), "the set of keys of the manifest"),
-    (put("run", "A" * 32), "run is"),
-    (put("run", ""), "run is ''"),
-    (put("id", 3), "id is 3"),
-    (put("parent", "x"), "parent is 'x'"),
-    (put("step", -1), "step is -1"),
+    (put("more", 1), "more"),
+    (put("run", "../x"), "run is '../x'"),
     (put("step", True), "step is True"),
-    (put("step", 1.0), "step is 1.0"),
-    (put("step", 2**63), "step is"),
-    (put("axes", "data", 0), "axes['data'] is 0"),
-    (put("axes", "data", True), "axes['data'] is True"),
-    (put("axes", []), "axes is []"),
-    (put("axes", "data", 3), "the number of ranks"),
-    (put("spec", deep(70)), "nested"),
+    (put("axes", "data", 0), "0 ranks"),
+    (put("axes", "data", 3), "3 ranks"),
     (put("settings", []), "settings is []"),
-    (put("library", "torch", 2), "library['torch'] is 2"),
-    (put("numbers", "calls", 3), "numbers['calls'] is 3"),
-    (put("numbers", "calls", [[]]), "numbers['calls'][0]"),
-    (put("numbers", "calls", [1, 2, 3]), "the length of numbers['calls'] is 3"),
-    (put("ranks", [{}]), "the length of ranks is 1"),
-    (put("ranks", [1, 2]), "ranks[0] is 1"),
-    (put("notes", [1]), "notes[0] is 1"),
-    (put("leaves", "m", "shape", [-3, -4]), "a dim of leaves['m'] is -3"),
-    (put("leaves", "m", "shape", [3, True]), "a dim of leaves['m'] is True"),
-    (put("leaves", "m", "dtype", "float31"), "the dtype of leaves['m'] is 'float31'"),
-    (put("leaves", "m", "placement", None), "the placement of leaves['m']"),
-    (put("leaves", "m", "parts", []), "the parts of leaves['m'] is []"),
-    (put("leaves", "m", {}), "the set of keys of leaves['m']"),
-    (put(*PART, "file", 2), "file of a part of leaves['m'] is 2"),
-    (put(*PART, "file", None), "file of a part of leaves['m'] is None"),
-    (put(*PART, "file", -1), "file of a part of leaves['m'] is -1"),
-    (put(*PART, "rank", 2), "rank of a part of leaves['m'] is 2"),
-    (put(*PART, "rank", False), "rank of a part of leaves['m'] is False"),
-    (put(*PART, "start", 13), "start of a part of leaves['m'] is 13"),
-    (put(*PART, "start", None), "one whole part, or one of each rank, or pieces"),
-    (put(*PART, "name", 1), "name of a part of leaves['m'] is 1"),
-    (put(*PART, "name", "steps"), "another one than of leaves['steps']"),
-    (put("leaves", "error", "parts", 1, "rank", 0), "no two parts of one rank"),
-    (put("leaves", "error", "parts", 1, "rank", None), "one whole part"),
-    (put("files", 0, "name", "../a"), "name of files[0]"),
-    (put("files", 0, "name", "a/b"), "name of files[0]"),
-    (put("files", 0, "name", "a..b"), "name of files[0]"),
-    (put("files", 0, "name", "."), "name of files[0]"),
-    (put("files", 0, "name", "a\n"), "name of files[0]"),
-    (put("files", 0, "name", "COMMIT"), "name of files[0]"),
+    (put("numbers", "calls", 3), "int"),
+    (put("numbers", "calls", [1, 2, 3]), "2 ranks"),
+    (put("ranks", [{}]), "2 ranks"),
+    (put("ranks", [1, 2]), "2 ranks"),
+    (put("leaves", "m", "shape", [-3, -4]), "[-3, -4]"),
+    (put("leaves", "m", "shape", [3, True]), "[3, True]"),
+    (put("leaves", "m", "shape", [0, 2**62]), "a shape is"),
+    (put("leaves", "m", "dtype", "float31"), "float31"),
+    (put("leaves", "m", "placement", None), "leaves['m']"),
+    (put("leaves", "m", "parts", []), "leaves['m']"),
+    (put(*PART, "file", 2), "leaves['m'] has Part(file=2"),
+    (put(*PART, "file", None), "leaves['m'] has Part(file=None"),
+    (put(*PART, "file", -1), "leaves['m'] has Part(file=-1"),
+    (put(*PART, "rank", 2), "of 2 files, 2 ranks, 12 elements"),
+    (put(*PART, "rank", -1), "rank=-1"),
+    (put(*PART, "start", 13), "start=13"),
+    (put(*PART, "start", -1), "start=-1"),
+    (put(*PART, "name", "steps"), "which is also of 'steps'"),
+    (put("files", 0, "name", "../a"), "'../a'"),
+    (put("files", 0, "name", "a/b"), "'a/b'"),
+    (put("files", 0, "name", "a..b"), "'a..b'"),
+    (put("files", 0, "name", "."), "'.'"),
+    (put("files", 0, "name", "a\n"), "'a\\n'"),
+    (put("files", 0, "name", "COMMIT"), "'COMMIT'"),
+    (put("files", 0, "name", "manifest.json"), "'manifest.json'"),
     (put("files", 0, "name", "rank-1.safetensors"), "the names of files"),
-    (put("files", 0, "size", -1), "size of files[0] is -1"),
-    (put("files", 0, "size", 2**40), "the number of blocks of files[0]"),
-    (put("files", 0, "blocks", [2**32]), "a block of files[0] is"),
-    (put("files", 0, "blocks", ["1"]), "a block of files[0] is '1'"),
-    (put("files", {}), "files is {}"),
+    (put("files", 0, "size", 2**40), "1 blocks"),
+    (put("files", 0, "size", "1"), "str"),
 ]
 
 
@@ -133,25 +107,21 @@ def test_fields_that_are_not_as_expected_are_refused(tmp_path: Path, change: Cal
     )
 
 
-TEXTS = {
-    b"": "JSON", b"[]": "the manifest is []", b"{": "JSON", b"\xff": "JSON", b'{"version":1,"version":1}': "twice",
-    b"[" * 200_000: "nested", b'{"version": NaN}': "NaN", b'{"version": 1e999}': "version is inf",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("data", TEXTS, ids=range(len(TEXTS)))
+@pytest.mark.parametrize("data", [b"", b"[]", b"{", b"\xff", b"[" * 200_000, b'{"version": 1}'], ids=range(6))
 def test_other_texts_are_refused(data: bytes) -> None:
-    raises_text(fjoin.CheckpointError, lambda: Manifest.from_bytes(data), "manifest.json", TEXTS[data])
+    raises_text(fjoin.CheckpointError, lambda: Manifest.from_bytes(data), "manifest.json", "use another step")
 
 
-@pytest.mark.parametrize("extra", [NAN, float("inf"), (1, 2), {1: 2}, [object()], [[{"a": {2}}]], b"x", deep(2000)])
-def test_values_that_would_not_be_read_back_are_not_written(extra: Any) -> None:
-    raises_text(TypeError, new_manifest(0, extra=extra).to_bytes, "extra")
-
-
-def test_an_infinity_in_a_number_is_refused() -> None:
-    data = new_manifest(0, extra=[5.5]).to_bytes().replace(b"5.5", b"1e999")
-    raises_text(fjoin.CheckpointError, lambda: Manifest.from_bytes(data), "extra[0] is inf")
+@pytest.mark.parametrize("odd", [{}, {"$dict": [1]}, {"$dict": [[[], 1]]}, {"$tensor": []}, {"$float": "x"}], ids=str)
+def test_an_odd_state_dict_under_right_checksums_is_one_error(tmp_path: Path, odd: Any) -> None:
+    objects = {"it": torch.nn.Linear(1, 1)}
+    path = fjoin.save(tmp_path, objects, 1)
+    manifest = read_step(path)
+    manifest.ranks[0]["objects"]["it"] = odd
+    for name in OWN_FILES:
+        (path / name).unlink()
+    write_commit(path, manifest)
+    raises_text(fjoin.CheckpointError, lambda: fjoin.load(tmp_path, objects), "manifest.json", "use another step")
 
 
 def test_no_call_of_json_writes_many_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
