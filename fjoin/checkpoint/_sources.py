@@ -176,12 +176,12 @@ class OfObjects:
             raise CheckpointError(
                 f"the checkpoint is of {sorted(shown)}, but here are {sorted(self._items)}; pass the same names"
             )
-        loads = [item.load(values, shown[name]) for name, item in self._items.items()]
+        loads, steps = [item.load(values, shown[name]) for name, item in self._items.items()], rank["steps"]
 
         def take() -> Any:
             for load in loads:
                 load()
-            return rank["steps"]
+            return steps
 
         return take
 
@@ -249,7 +249,8 @@ class OfStep:
         Args:
             rank: What only this rank has saved.
         """
-        run, counts, saved = self._step.run, dict(values.under("run")), values.under("buffers")
+        run, counts, saved = self._step.run, values.under("run"), values.under("buffers")
+        weight, batches = counts["weight"] or None, counts["batches"]
         if saved.keys() != (state.buffers or {}).keys():
             raise CheckpointError(
                 f"the checkpoint has the buffers {sorted(saved)}, but here are {sorted(state.buffers or {})}; pass restore(params, buffers)"
@@ -261,8 +262,8 @@ class OfStep:
         on_buffers = () if self._on_buffers is None else self._on_buffers.tree(state.on_buffers, values)
 
         def take() -> Any:
-            run.step_check.weight = counts["weight"] or None
-            return loaded(state, run.token, params, pipeline, buffers, on_buffers, counts["batches"], run.accumulate)
+            run.step_check.weight = weight
+            return loaded(state, run.token, params, pipeline, buffers, on_buffers, batches, run.accumulate)
 
         return take
 

@@ -44,7 +44,6 @@ SERVED: dict[str, list[Any]] = {
     "preserve_rng_state": [True, False],
 }
 REFUSED: dict[str, list[tuple[Any, type[Exception], str]]] = {
-    "context_fn": [(3, TypeError, "must be a function")],
     "early_stop": [("no", TypeError, "early_stop")],
     "preserve_rng_state": [("no", TypeError, "preserve_rng_state")],
 }

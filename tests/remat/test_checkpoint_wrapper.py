@@ -248,7 +248,6 @@ def test_on_processes(pool: Any, run: Any, how: str) -> None:
 
 def test_bad_input() -> None:
     raises_text(TypeError, lambda: fjoin.checkpoint_wrapper(torch.sin), "module")  # type: ignore[arg-type]
-    raises_text(TypeError, lambda: fjoin.checkpoint_wrapper(Block(), checkpoint_impl="no"), "CheckpointImpl")  # type: ignore[arg-type]
     raises_text(TypeError, lambda: fjoin.checkpoint_wrapper(Block(), contexts=None), "'contexts'")
     raises_text(
         TypeError, lambda: fjoin.offload_wrapper(Block(), "/folder"), "offload must be 'cpu' or a codec", "/folder"

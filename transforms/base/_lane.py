@@ -58,7 +58,7 @@ def host_words(names: Iterable[str], values: list[float], dtype: torch.dtype, ra
 
 
 def host_lane(words: list[float], names: Iterable[str], dtype: torch.dtype, ranks: int) -> dict[str, float]:
-    """`decode_lane` for host numbers."""
+    """`decode_words` for host numbers: name -> sum."""
     if dtype is not torch.float64:
         base = _base(ranks)
         words = [high * base + low for high, low in zip(words[::2], words[1::2], strict=True)]
@@ -112,11 +112,6 @@ def wide_scalar(name: str, value: Any, device: torch.device | None, dtype: torch
         raise TypeError(f"{name!r} in the lane must be a number or a 0-d tensor, got {value!r}")
     _check_fits(name, as_float(f"{name!r} in the lane", value), dtype, ranks)
     return torch.full((), float(value), dtype=torch.float64, device=device)
-
-
-def decode_lane(words: Tensor, names: Iterable[str], ranks: int) -> dict[str, Tensor]:
-    """The sums back from the sum of the words: name -> 0-d float64."""
-    return dict(zip(names, decode_words(words, ranks).unbind(0), strict=True))
 
 
 def decode_words(words: Tensor, ranks: int) -> Tensor:

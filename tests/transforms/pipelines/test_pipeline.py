@@ -9,7 +9,7 @@ import torch
 
 from fjoin import transforms as tx
 from fjoin.transforms.base import encode_lane, host_lane, host_words, rank_bit, ranks_in
-from fjoin.transforms.base._lane import decode_lane
+from fjoin.transforms.base._lane import decode_words
 from tests.helpers import max_diff, raises_text, same_bits
 
 # -- means -------------------------------------------------------------------------------------------
@@ -70,7 +70,7 @@ def test_a_float32_lane_counts_exactly(ranks: int) -> None:
     counts = torch.randint(0, max(top, 2), (ranks,), generator=g).tolist()
     lanes = [{"count": float(c), "minus": -0.125 * c, "loss": 1e-3 * (c % 7), "big": 1e30} for c in counts]
     total = sum(encode_lane(lane, torch.float32, ranks) for lane in lanes)
-    out = decode_lane(total, lanes[0], ranks)
+    out = dict(zip(lanes[0], decode_words(total, ranks), strict=True))
     assert out["count"] == sum(counts)
     assert out["minus"] == pytest.approx(-0.125 * sum(counts), rel=1e-7)
     assert out["loss"] == pytest.approx(sum(lane["loss"] for lane in lanes), rel=1e-6)
@@ -86,7 +86,7 @@ def test_a_float32_lane_counts_exactly(ranks: int) -> None:
 def test_lane_preserves_nonfinite_values(value: float) -> None:
     for dtype in (torch.float32, torch.float64):
         total = encode_lane({"a": value, "b": 1.0}, dtype, 3) + encode_lane({"a": 1.0, "b": 1.0}, dtype, 3)
-        out = decode_lane(total, ["a", "b"], 3)
+        out = dict(zip("ab", decode_words(total, 3), strict=True))
         assert not torch.isfinite(out["a"]) and out["b"] == 2
 
 
