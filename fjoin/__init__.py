@@ -48,7 +48,6 @@ from ._errors import (
 )
 from ._functional import functional as functional, value_and_grad as value_and_grad
 from ._version import __version__ as __version__
-from ._watch import show as show, trace as trace
 from .checkpoint import Checkpoints as Checkpoints, load as load, save as save
 from .groups import Mesh as Mesh, bind as bind, mesh as mesh
 from .loading import Shuffled as Shuffled
@@ -65,6 +64,8 @@ from .training import (
     TrainState as TrainState,
     TrainStep as TrainStep,
     load_into as load_into,
+    show as show,
+    trace as trace,
     train_step as train_step,
 )
 from .uneven import (

@@ -156,7 +156,7 @@ def test_a_run_that_fails_leaves_what_it_has_recorded(pool: Pool, tmp_path: Path
 
 
 def test_many_events_are_written_while_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fjoin._watch._KEPT", 10)
+    monkeypatch.setattr("fjoin.training._watch._KEPT", 10)
     step = fjoin.train_step(lambda p, x: (p["w"] * x).sum(), tx.fuse(tx.mean("data"), tx.sgd(0.1)))
     state = step.init({"w": torch.zeros(3)})
     with fjoin.trace(tmp_path / "run.json"):
@@ -181,7 +181,7 @@ def test_a_trace_within_a_trace_and_a_folder_that_is_not_there(tmp_path: Path) -
 
 
 def test_a_full_disk_costs_the_trace_and_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fjoin._watch._KEPT", 1)
+    monkeypatch.setattr("fjoin.training._watch._KEPT", 1)
     (tmp_path / "run.json.1.rank-0.new").symlink_to("/dev/full")
     step = fjoin.train_step(lambda p, x: (p["w"] * x).sum(), tx.fuse(tx.mean("data"), tx.sgd(0.1)))
     states = [step.init({"w": torch.zeros(3)})]

@@ -14,10 +14,10 @@ from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
-from .groups import TIMELINES, Sent
-from .step import STEP
-from .training import Metrics
-from .transforms.axes import bound
+from ..groups import TIMELINES, Sent
+from ..step import STEP
+from ..transforms.axes import bound
+from ._metrics import Metrics
 
 Sink: TypeAlias = Callable[[dict[str, float], int], object]
 
