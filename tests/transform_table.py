@@ -116,9 +116,7 @@ TRANSFORMS: dict[str, list[Callable[[], tx.Transform]]] = {
         lambda: tx.every(2, tx.chain(tx.stateless(_to_norm_one), tx.compress(tx.int8(block=4), tx.mean("data")))),
         lambda: tx.error_feedback(tx.chain(tx.stateless(_to_norm_one), tx.compress(tx.int8(block=4), tx.mean("data")))),
     ],
-    "clip_by_global_norm": [
-        lambda: tx.clip_by_global_norm(0.5),
-    ],
+    "clip_by_global_norm": [lambda: tx.clip_by_global_norm(0.5)],
     "clip_by_value": [lambda: tx.clip_by_value(0.5)],
     "record_norm": [tx.record_norm, lambda: tx.chain(tx.mean("data"), tx.record_norm())],
     "every": [lambda: tx.every(2, tx.mean("data"))],

@@ -13,15 +13,7 @@ from torch import Tensor
 import fjoin
 from fjoin import transforms as tx
 from tests.helpers import max_diff, raises_text
-from tests.training.plan_problem import (
-    NAN,
-    PIPELINES,
-    UNEVEN,
-    product,
-    purely,
-    start,
-    weight_of,
-)
+from tests.training.plan_problem import NAN, PIPELINES, UNEVEN, product, purely, start, weight_of
 
 REGISTERED = (
     "mean, then an average",

@@ -103,8 +103,7 @@ def test_the_divisor_of_a_join_has_no_effect(pool: Any) -> None:
 def test_uneven_inputs_in_a_torch_join(pool: Any, hook: str) -> None:
     """A fused pipeline keeps all ranks equal there too: a rank without input takes the same steps."""
     check(
-        pool.run(2, train, [[3, 2, 4, 1], [5, 1]], hook, True, "torch", SMALL),
-        reference([[3, 2, 4, 1], [5, 1]], hook),
+        pool.run(2, train, [[3, 2, 4, 1], [5, 1]], hook, True, "torch", SMALL), reference([[3, 2, 4, 1], [5, 1]], hook)
     )
 
 

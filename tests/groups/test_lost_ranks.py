@@ -369,8 +369,7 @@ def interrupt(rank: int, report: Report, place: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "reason"),
-    [("loss", "KeyboardInterrupt"), ("body", "an interrupt"), ("evaluate", "KeyboardInterrupt")],
+    ("place", "reason"), [("loss", "KeyboardInterrupt"), ("body", "an interrupt"), ("evaluate", "KeyboardInterrupt")]
 )
 def test_every_later_error_names_the_interrupt(place: str, reason: str) -> None:
     with Ranks(2, interrupt, place) as run:

@@ -33,10 +33,7 @@ def selective() -> Any:
 
 SERVED: dict[str, list[Any]] = {
     "use_reentrant": [True, False, None],
-    "context_fn": [
-        selective,
-        functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default]),
-    ],
+    "context_fn": [selective, functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])],
     "determinism_check": ["default", "none"],
     "respect_saved_tensors_hooks": [True, False, None],
     "debug": [False, True],

@@ -58,10 +58,7 @@ LAYOUTS: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
     "negated, empty": ((0,), negated),
 }  # fmt: skip
 # Layouts that only an input can have.
-INPUTS = {
-    "expanded": ((4, 3), lambda x: x[:1].expand(4, 3)),
-    "expanded, 1-d": ((5,), lambda x: x[:1].expand(5)),
-}
+INPUTS = {"expanded": ((4, 3), lambda x: x[:1].expand(4, 3)), "expanded, 1-d": ((5,), lambda x: x[:1].expand(5))}
 
 
 def on_axes(mesh: Any, bound: bool, layout: str, dtype: torch.dtype) -> dict[str, Any]:

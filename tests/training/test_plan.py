@@ -8,16 +8,7 @@ import torch
 import fjoin
 from fjoin import transforms as tx
 from tests.helpers import max_diff, raises_text
-from tests.training.plan_problem import (
-    NAN,
-    PIPELINES,
-    SGD,
-    UNEVEN,
-    axes_for,
-    by_step,
-    purely,
-    start,
-)
+from tests.training.plan_problem import NAN, PIPELINES, SGD, UNEVEN, axes_for, by_step, purely, start
 
 
 @pytest.mark.sample(12)

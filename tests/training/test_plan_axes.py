@@ -11,15 +11,7 @@ import fjoin
 from fjoin import transforms as tx
 from tests.helpers import max_diff, raises_text
 from tests.traffic import watched
-from tests.training.plan_problem import (
-    NODES,
-    SGD,
-    UNEVEN,
-    by_step,
-    product,
-    purely,
-    start,
-)
+from tests.training.plan_problem import NODES, SGD, UNEVEN, by_step, product, purely, start
 
 
 def looped(pipeline: tx.Pipeline, batches: list[float], **options: Any) -> Any:

@@ -9,14 +9,7 @@ import torch
 
 import fjoin
 from fjoin import transforms as tx
-from tests.training.plan_problem import (
-    NAN,
-    SGD,
-    by_step,
-    product,
-    purely,
-    start,
-)
+from tests.training.plan_problem import NAN, SGD, by_step, product, purely, start
 
 
 @pytest.mark.parametrize("on_device", [False, True])

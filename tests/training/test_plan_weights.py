@@ -9,15 +9,7 @@ import torch
 
 import fjoin
 from fjoin import transforms as tx
-from tests.training.plan_problem import (
-    MOMENTUM,
-    NODES,
-    SGD,
-    product,
-    purely,
-    start,
-    weight_of,
-)
+from tests.training.plan_problem import MOMENTUM, NODES, SGD, product, purely, start, weight_of
 
 
 def test_an_average_of_parameters_counts_its_window() -> None:

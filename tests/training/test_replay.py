@@ -51,11 +51,7 @@ def one_process(xs: list[Tensor]) -> Any:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(
-    "sizes",
-    [[4], [2, 2], [3, 1, 5]],
-    ids=str,
-)
+@pytest.mark.parametrize("sizes", [[4], [2, 2], [3, 1, 5]], ids=str)
 def test_batch_norm_over_all_ranks_matches_one_process(sizes: list[int], shape: str) -> None:
     xs = inputs(sizes, SHAPES[shape])
     y, (mean, var), (grad, scale_grad, bias_grad) = one_process(xs)

@@ -42,11 +42,7 @@ def train(pipeline: tx.Pipeline, sizes: dict[str, int], steps: int = 5, **option
 
     def one_rank(rank: int) -> Any:
         step = fjoin.train_step(
-            loss_fn,
-            pipeline,
-            mesh=fjoin.mesh(sizes),
-            weight=lambda b: b[1],
-            bucket_bytes=bucket_bytes,
+            loss_fn, pipeline, mesh=fjoin.mesh(sizes), weight=lambda b: b[1], bucket_bytes=bucket_bytes
         )
         state = step.init(start(dtype))
         for b in step.join([batch(rank, i, dtype) for i in range(steps - rank % 3)], empty=batch(0, 0, dtype)):

@@ -19,12 +19,7 @@ from fjoin.transforms.base._spec import _FACTORIES
 from tests.optimizer_table import OPTIMIZERS
 from tests.transform_table import TRANSFORMS
 
-SCHEDULES = {
-    "cosine",
-    "linear",
-    "warmup",
-    "warmup_cosine",
-}
+SCHEDULES = {"cosine", "linear", "warmup", "warmup_cosine"}
 PIPELINES = {"fuse", "dynamic_loss_scale", "local_sgd", "post_local_sgd", "diloco", "zero"}
 OF_STATES = {"average_state"}  # these take the state of an optimizer
 SHARDED = {"scatter_mean"}  # its result is slices; see tests/transforms/sharding

@@ -65,12 +65,7 @@ def test_largest_value_does_not_overflow_the_largest_code(monkeypatch: pytest.Mo
     monkeypatch.setattr(tx.Noise, "uniform", lambda self: torch.full(self.positions.shape, 1 - 2.0**-24))
     over = (x.amax(1) * (1 / (x.amax(1) / 127.0)) > 127).sum()
     assert over > 0
-    for codec in (
-        tx.int8(stochastic=True),
-        tx.int4(stochastic=True),
-        tx.qsgd(127),
-        tx.fp8(stochastic=True),
-    ):
+    for codec in (tx.int8(stochastic=True), tx.int4(stochastic=True), tx.qsgd(127), tx.fp8(stochastic=True)):
         noise = tx.Noise(torch.zeros(3000, 8, dtype=torch.int32), torch.tensor(0), torch.tensor(0))
         assert (codec.decode(codec.encode(x, noise), 8) > 0).all(), codec
 

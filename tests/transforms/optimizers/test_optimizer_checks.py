@@ -165,13 +165,7 @@ def test_a_handwritten_optimizer_is_checked_too() -> None:
         state.step.add_(1)
 
     opt, p = tx.Optimizer(init_param, step_param, step_param_), torch.ones(3)
-    for wrong in (
-        init_param(torch.ones(1)),
-        init_param(torch.ones(3).double()),
-        FrozenState(torch.zeros(())),
-        None,
-        p,
-    ):
+    for wrong in (init_param(torch.ones(1)), init_param(torch.ones(3).double()), FrozenState(torch.zeros(())), None, p):
         before = len(seen)
         for call in (lambda w=wrong: opt.step_param_(p, p, w), lambda w=wrong: opt.step({"w": p}, {"w": p}, {"w": w})):
             with pytest.raises((TypeError, ValueError), match="state"):

@@ -15,11 +15,7 @@ from fjoin.transforms import checkpoint_policies as policies
 from tests.helpers import raises_text
 
 pytestmark = pytest.mark.usefixtures("host")
-POLICIES = [
-    policies.nothing_saveable,
-    policies.dots_saveable,
-    policies.everything_saveable,
-]
+POLICIES = [policies.nothing_saveable, policies.dots_saveable, policies.everything_saveable]
 
 
 def gradient(fn: Callable[[Tensor], Tensor]) -> Tensor:

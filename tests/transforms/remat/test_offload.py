@@ -123,11 +123,7 @@ def test_codes_take_the_predicted_bytes() -> None:
 
 def test_raises_on_offload_of_cpu_values_to_the_cpu() -> None:
     x = torch.ones(3, requires_grad=True)
-    for policy in (
-        policies.everything_saveable,
-        policies.offload_dot_with_no_batch_dims(),
-        policies.dots_saveable,
-    ):
+    for policy in (policies.everything_saveable, policies.offload_dot_with_no_batch_dims(), policies.dots_saveable):
         f = tx.remat(lambda x: torch.tanh(x.view(1, 3) @ x.view(3, 1)), policy, "cpu")
         raises_text(ValueError, lambda: f(x * 2), "on the CPU already")  # noqa: B023
     raises_text(ValueError, lambda: tx.remat(torch.exp, offload="cpu")(x * 2), "on the CPU already")
