@@ -9,8 +9,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
+import fjoin
+from fjoin import transforms as tx
 from tests.ranks import Ranks
+from tests.reducer.in_backward import in_backward
 
 Report = Callable[[Any], None]
 
@@ -24,12 +28,6 @@ def _train(
     amid_backward: bool = False,
 ) -> None:
     """Train; `act(rank, step)` runs inside the loss, or amid backward, and may misbehave. Reports how it ended."""
-    import torch
-
-    import fjoin
-    from fjoin import transforms as tx
-    from tests.reducer.in_backward import in_backward
-
     seen = 0
 
     def loss_fn(params: Any, batch: Any) -> Any:
@@ -141,11 +139,6 @@ def test_a_stopped_rank_is_noticed_at_the_timeout() -> None:
 
 
 def leave(rank: int, report: Report, how: str) -> None:
-    import torch
-
-    import fjoin
-    from fjoin import transforms as tx
-
     step = fjoin.train_step(lambda p, b: (p["w"] * b).sum(), tx.fuse(tx.mean("data"), tx.sgd(0.1)),
                             mesh=fjoin.mesh({"data": -1}, timeout_s=300))  # fmt: skip
     state = step.init({"w": torch.ones(3)})
@@ -199,11 +192,6 @@ KEPT: list[Any] = []
 
 
 def never_come(rank: int, report: Report) -> None:
-    import torch
-
-    import fjoin
-    from fjoin import transforms as tx
-
     mesh = fjoin.mesh({"data": -1}, timeout_s=2)
     if rank == 1:  # runs another program
         KEPT.append(mesh)
@@ -224,11 +212,6 @@ def test_a_rank_in_another_program_is_reported() -> None:
 
 
 def fail_in_init(rank: int, report: Report) -> None:
-    import torch
-
-    import fjoin
-    from fjoin import transforms as tx
-
     optimizer = tx.partition({"w": tx.sgd(0.1), "v" if rank == 1 else "*": tx.sgd(0.2)})
     step = fjoin.train_step(lambda p, b: (p["w"] * b).sum(), tx.fuse(tx.mean("data"), optimizer),
                             mesh=fjoin.mesh({"data": -1}, timeout_s=300))  # fmt: skip
@@ -265,6 +248,4 @@ def test_errors_that_count_as_a_lost_peer(pool: Any, text: str, kind: str) -> No
 
 
 def account_of(text: str) -> str:
-    import fjoin
-
     return type(fjoin.mesh({"data": -1}).root_cause(RuntimeError(text), 0)).__name__

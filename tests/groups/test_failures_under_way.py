@@ -7,7 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
+import fjoin
+from fjoin import transforms as tx
 from tests.ranks import Ranks
 
 Report = Callable[[Any], None]
@@ -15,11 +18,6 @@ Report = Callable[[Any], None]
 
 def fail(rank: int, report: Report, transport: str, where: str) -> None:
     """Rank 1 fails in the fourth step, or beside it; all report what they can read then."""
-    import torch
-
-    import fjoin
-    from fjoin import transforms as tx
-
     torch.set_num_threads(1)
     mesh = fjoin.mesh({"data": -1}, timeout_s=60, transport=transport)
     calls = 0
@@ -71,10 +69,6 @@ KEPT: list[Any] = []
 
 def fail_alone(rank: int, report: Report) -> None:
     """Rank 0 fails while a message is under way that no other rank takes part in."""
-    import torch
-
-    import fjoin
-
     torch.set_num_threads(1)
     mesh = fjoin.mesh({"data": -1}, timeout_s=60)
     KEPT.append(mesh)  # on the other ranks beyond this function

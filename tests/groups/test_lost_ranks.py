@@ -12,7 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
+import fjoin
+from fjoin import transforms as tx
 from tests.ranks import Ranks
 
 Report = Callable[[Any], None]
@@ -30,18 +35,11 @@ def ended(report: Report, run: Callable[[], Any]) -> None:
 
 
 def a_step(mesh: Any, loss: Callable[[Any, Any], Any] = lambda p, b: (p["w"] * b).sum()) -> Any:
-    import fjoin
-    from fjoin import transforms as tx
-
     return fjoin.train_step(loss, tx.fuse(tx.mean("data"), tx.sgd(0.1)), mesh=mesh)
 
 
 def die_at(rank: int, report: Report, place: str, stop: bool, timeout_s: float) -> None:
     """The last rank, or the first one if it stops, ends at a place at which the others meet it in the store."""
-    import torch
-
-    import fjoin
-
     dies = rank == (0 if stop else 1)
 
     def here(at: str) -> None:
@@ -102,10 +100,6 @@ class Bar:
 
 
 def hold_the_loop(rank: int, report: Report, how: str) -> None:
-    import torch
-
-    import fjoin
-
     step = a_step(fjoin.mesh({"data": -1}, timeout_s=LONG_S))
     state = step.init({"w": torch.ones(3)})
     batches = step.join([torch.ones(3)] * 4)
@@ -133,11 +127,6 @@ def test_a_loop_that_is_kept_in_a_variable_ends_with_its_for_loop(how: str) -> N
 
 
 def blame(rank: int, report: Report) -> None:
-    import torch
-
-    import fjoin
-    from fjoin import transforms as tx
-
     mesh = fjoin.mesh({"data": -1}, timeout_s=LONG_S)
     pipeline, params = tx.fuse(tx.mean("data"), tx.sgd(0.1)), {"w": torch.ones(300)}
 
@@ -163,13 +152,6 @@ def test_error_names_the_lost_rank_not_one_that_left_its_loop() -> None:
 
 
 def join_a_registered_module(rank: int, report: Report) -> None:
-    import torch
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
-
-    import fjoin
-    from fjoin import transforms as tx
-
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=LONG_S))
     ddp = DistributedDataParallel(torch.nn.Linear(4, 2))
     optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
@@ -196,13 +178,6 @@ def test_a_registered_hook_does_not_keep_the_connections_of_a_failed_join() -> N
 
 def fail_in_a_module(rank: int, report: Report, how: str, transport: str) -> None:
     os.environ["FJOIN_TRANSPORT"] = transport
-    import torch
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
-
-    import fjoin
-    from fjoin import transforms as tx
-
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=2 if how == "stop" else LONG_S))
     ddp = DistributedDataParallel(torch.nn.Linear(4, 2))
     fjoin.ddp.register(ddp, tx.fuse(tx.mean("data"), tx.sgd(0.1)))
@@ -227,11 +202,6 @@ def test_a_registered_hook_raises_typed_errors_out_of_backward(how: str, expecte
 
 def report_without_ending(rank: int, report: Report, what: str) -> None:
     """Rank 1 reports its own failure, or that it has noticed one of rank 2; no connection ends."""
-    import torch
-
-    import fjoin
-    from fjoin import transforms as tx
-
     mesh = fjoin.mesh({"data": -1}, timeout_s=LONG_S)
     errors = {
         "own": ValueError("bad batch"),
@@ -265,11 +235,6 @@ def test_rank_that_waits_for_a_message_reads_failure_reports(what: str, kind: st
 
 
 def make_meshes(rank: int, report: Report, how: str) -> None:
-    import torch
-
-    import fjoin
-    from fjoin import transforms as tx
-
     def used() -> tuple[int, int]:
         """Once it stays the same for a while: threads end by themselves."""
         gc.collect()
@@ -311,11 +276,6 @@ def test_meshes_give_back_threads_and_descriptors(how: str) -> None:
 
 def interrupt(rank: int, report: Report, place: str) -> None:
     """Rank 1 is interrupted in a loss, in the body of a loop or in an evaluation; what each later call says on both ranks."""
-    import torch
-
-    import fjoin
-    from fjoin import transforms as tx
-
     once = [place] if rank == 1 else []
 
     def at(here: str) -> None:

@@ -7,16 +7,14 @@ import tempfile
 import threading
 
 import pytest
+import torch
 
+import fjoin
 from tests.groups.test_lost_ranks import LONG_S, Report, a_step, ended
 from tests.ranks import Ranks
 
 
 def run_other_code(rank: int, report: Report, what: str) -> None:
-    import torch
-
-    import fjoin
-
     other = rank == 1
 
     def run() -> None:
@@ -66,10 +64,6 @@ def test_a_rank_that_runs_other_code_raises_before_the_first_message(what: str, 
 
 
 def be_late(rank: int, report: Report) -> None:
-    import torch
-
-    import fjoin
-
     with tempfile.TemporaryFile() as file:
         kept = os.dup(2)
         os.dup2(file.fileno(), 2)

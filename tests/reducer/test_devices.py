@@ -20,7 +20,7 @@ from fjoin import transforms as tx
 from fjoin.agreement import DeviceReads
 from fjoin.testing._devices import NoWaiting
 from fjoin.transforms.axes._simulate import SimulatedAxis
-from fjoin.transforms.base import choose_state
+from fjoin.transforms.base import _devices, choose_state
 from fjoin.transforms.sync import BatchNormState
 from tests.helpers import same_bits
 from tests.pool import Pool
@@ -175,8 +175,6 @@ def test_optimizers_step_in_place_without_waiting(name: str) -> None:
 
 def with_one_gpu(rank: int, report: Any) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = "2"
-    from fjoin.transforms.base import _devices
-
     _devices.kind, _devices.count = lambda: "cuda", lambda: 1
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

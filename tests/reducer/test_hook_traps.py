@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
 import subprocess
 import sys
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -192,9 +194,6 @@ def test_hooks_that_return_no_tensor_are_refused(needs: Any, given: Any, text: s
 
 def states_alive() -> list[int]:
     """How many of a hook's old states live on after each step, without Python's search for cycles."""
-    import gc
-    import weakref
-
     seen: list[Any] = []
     inner = _smooth()
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import fjoin
 from fjoin import transforms as tx
@@ -45,7 +46,6 @@ def _pipeline(hook: str) -> tx.Pipeline:
 
 def counted(model: str, hook: str, batches_of_rank: list[int]) -> tuple[list[tuple[str, int, str]], int]:
     """(collective, payload bytes, dtype) of all that a loop over `join` sends, and the profiler's own count."""
-    import torch.distributed as dist
 
     def loss_fn(params: Any, batch: Any) -> Any:
         return sum((p * batch).double().sum() for p in params.values())

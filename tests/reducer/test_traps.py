@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -108,8 +108,6 @@ def test_parameter_transforms_know_the_weight() -> None:
 
 
 def test_optimizers_start_from_the_parameters_that_all_have() -> None:
-    from typing import NamedTuple
-
     class Anchor(NamedTuple):
         step: Tensor
         first: Tensor

@@ -132,8 +132,6 @@ def test_a_grid(pool: Any) -> None:
 @contextlib.contextmanager
 def hosts_of(ranks: int) -> Iterator[None]:
     """A context in which hosts have so many ranks."""
-    import torch.distributed as dist
-
     own, transport = _hosts.host_name, os.environ.pop("FJOIN_TRANSPORT", "auto")
     _hosts.host_name = lambda: f"host {dist.get_rank() // ranks}"  # type: ignore[assignment]
     try:
@@ -144,8 +142,6 @@ def hosts_of(ranks: int) -> Iterator[None]:
 
 
 def several_hosts(ranks: int) -> Any:
-    import torch.distributed as dist
-
     sent: list[int] = []
     all_reduce = dist.all_reduce
 
@@ -248,8 +244,6 @@ def test_ranks_that_call_different_collectives_raise(pool: Any) -> None:
 
 
 def settings() -> Any:
-    import torch.distributed as dist
-
     with pytest.raises(fjoin.DesyncError, match="transport='gloo'"):
         fjoin.mesh({"data": -1}, transport="gloo" if dist.get_rank() else "shared")
     with pytest.raises(ValueError, match="transport must be one of 'auto', 'gloo', 'shared', got 'tcp'"):

@@ -169,9 +169,6 @@ def test_a_mesh_that_was_taken_down_does_not_reach_other_ranks(pool: Any) -> Non
 
 
 def freed_without_looking_for_cycles() -> list[bool]:
-    import gc
-    import weakref
-
     gc.collect()
     gc.disable()
     try:

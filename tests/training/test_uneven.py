@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from fjoin import transforms as tx
 from tests.helpers import max_diff, same_bits
@@ -91,8 +92,6 @@ def test_a_thousand_simulated_cases(block: int) -> None:
 
 def gloo_cases(seeds: list[int]) -> list[dict[str, Any]]:
     """Each case on this rank, with the number of sums that torch.distributed was asked for."""
-    import torch.distributed as dist
-
     out = []
     for seed in seeds:
         sizes, optimizer, over, clip = _case(seed)
@@ -120,8 +119,6 @@ def test_thirty_cases_on_gloo(pool: Any, ranks: int) -> None:
 
 
 def ordered_case(seed: int, ranks: int) -> dict[str, Any]:
-    import torch.distributed as dist
-
     sizes = [[3, 2, 4], [5], [], [1, 1]][:ranks]
     batches = make_batches(seed, sizes, torch.float32)[dist.get_rank()]
     return train_one_rank(batches, _pipeline("adamw", "weight", True), ordered=True, dtype=torch.float32)

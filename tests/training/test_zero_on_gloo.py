@@ -10,6 +10,7 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
+from fjoin.transforms.axes import _environment as _piece_sum
 from tests.optimizer_table import OPTIMIZERS
 from tests.sharded_problem import gradients, start
 from tests.sharded_table import PAIRS
@@ -59,8 +60,6 @@ def different(steps: int, part: int) -> list[str]:
 
 def sabotaged(steps: int, part: int) -> list[str]:
     """The same with gradients of a wrong rank's piece, which must differ."""
-    from fjoin.transforms.axes import _environment as _piece_sum
-
     right = _piece_sum.sum_of_pieces
     _piece_sum.sum_of_pieces = lambda *args: right(*args) * 1.0001  # type: ignore[attr-defined]
     try:

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from fjoin import transforms as tx
 from tests.helpers import same_bits
+from tests.oracle.torch_join import spread_after_first_step_of_epoch_2
 from tests.oracle.whole_batch import make_batches, make_model, mean_loss
 from tests.reducer.one_rank import train_one_rank
 
@@ -20,10 +22,6 @@ OPTIMIZERS: dict[str, tuple[Any, Any]] = {
 
 
 def drift(name: str) -> tuple[tuple[float, float], dict[str, Any]]:
-    import torch.distributed as dist
-
-    from tests.oracle.torch_join import spread_after_first_step_of_epoch_2
-
     batches = make_batches(0, [[4, 4, 4], [4]])[dist.get_rank()]
     theirs = spread_after_first_step_of_epoch_2(make_model, OPTIMIZERS[name][0], batches, mean_loss)
     ours = train_one_rank(batches, tx.fuse(tx.mean("data"), OPTIMIZERS[name][1]()), epochs=2, check=True)

@@ -10,6 +10,8 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
+from fjoin.transforms.axes import bind_axes
+from fjoin.transforms.pipelines import Recorder
 from tests.collective_table import DIFFERENTIABLE, DTYPES, OPS, SIZES, inputs
 from tests.helpers import max_diff, raises_text, same_bits
 
@@ -126,9 +128,6 @@ def test_control_flow_on_a_sum() -> None:
 
 def test_trees_travel_packed() -> None:
     """A tree of any form is sent in one message per dtype."""
-    from fjoin.transforms.axes import bind_axes
-    from fjoin.transforms.pipelines import Recorder
-
     notes: list[Any] = []
     tree = {
         "a": torch.ones(3),
@@ -158,9 +157,6 @@ def test_trees_travel_packed() -> None:
 
 def test_large_trees_travel_in_several_messages() -> None:
     """A leaf is never split, and a large one travels alone."""
-    from fjoin.transforms.axes import bind_axes
-    from fjoin.transforms.pipelines import Recorder
-
     notes: list[Any] = []
     tree = [torch.full((10**6 * n,), float(n), dtype=dtype) for n, dtype in ((3, torch.float32), (1, torch.float64))]
     tree = [*tree, torch.ones(3 * 10**6), torch.full((7 * 10**6,), 2.0), torch.ones(()), torch.ones(1)]

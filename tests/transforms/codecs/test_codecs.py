@@ -14,6 +14,7 @@ from fjoin import transforms as tx
 from fjoin.transforms.base import fingerprint
 from fjoin.transforms.codecs import _blocks as _scaled, key_of, places_of
 from fjoin.transforms.codecs._blocks import in_a_byte, pack, unpack, width
+from fjoin.transforms.reductions._coded_sum import Term, coded_mean
 from tests.helpers import raises_text, same_bits
 
 ON_AVERAGE: dict[str, Any] = {
@@ -109,8 +110,6 @@ def test_random_bits_depend_on_seed_step_and_path_only() -> None:
 
 
 def test_stochastic_codecs_need_a_hook_that_counts_steps() -> None:
-    from fjoin.transforms.reductions._coded_sum import Term, coded_mean
-
     def bare() -> Any:
         one = torch.ones((), dtype=torch.float64)
         return coded_mean(Term(tx.qsgd(), torch.ones(4), one, torch.zeros(0)), "data")

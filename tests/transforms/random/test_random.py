@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fjoin import transforms as tx
+from fjoin.transforms.random import _threefry
 
 SHAPES = [(), (0, 4), (2, 3, 4)]
 
@@ -50,8 +51,6 @@ KNOWN = [
 
 @pytest.mark.parametrize(("key", "counter", "want"), KNOWN)
 def test_known_answers(key: Any, counter: Any, want: Any) -> None:
-    from fjoin.transforms.random import _threefry
-
     number = int.from_bytes(b"".join(word.to_bytes(4) for word in counter), signed=True)
     got = _threefry(torch.tensor(key).to(torch.int32), torch.tensor(number))
     assert tuple(x.item() & 0xFFFFFFFF for x in got) == want
