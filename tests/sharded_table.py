@@ -29,24 +29,16 @@ PAIRS = {
     "world": Pair(tx.zero(tx.mean("data", over="world"), ADAM, "data"), tx.fuse(tx.mean("data", over="world"), ADAM)),
     "clip": Pair(tx.fuse(tx.chain(SCATTER, CLIP), ADAM), tx.fuse(tx.chain(MEAN, CLIP), ADAM), tolerance=1e-5),
     "clip, Muon": Pair(tx.fuse(tx.chain(SCATTER, CLIP), MUON), tx.fuse(tx.chain(MEAN, CLIP), MUON), tolerance=2e-2),
-    "values": Pair(
-        tx.fuse(tx.chain(SCATTER, tx.clip_by_value(0.5)), ADAM), tx.fuse(tx.chain(MEAN, tx.clip_by_value(0.5)), ADAM)
-    ),
-    "before": Pair(
-        tx.fuse(tx.chain(tx.clip_by_value(0.5), SCATTER), ADAM), tx.fuse(tx.chain(tx.clip_by_value(0.5), MEAN), ADAM)
-    ),
+    "values": Pair(tx.fuse(tx.chain(SCATTER, tx.clip_by_value(0.5)), ADAM), tx.fuse(tx.chain(MEAN, tx.clip_by_value(0.5)), ADAM)),
+    "before": Pair(tx.fuse(tx.chain(tx.clip_by_value(0.5), SCATTER), ADAM), tx.fuse(tx.chain(tx.clip_by_value(0.5), MEAN), ADAM)),
     "skip": Pair(tx.skip_if_nonfinite(tx.fuse(SCATTER, MUON)), tx.skip_if_nonfinite(tx.fuse(MEAN, MUON))),
     "scale": Pair(
         tx.dynamic_loss_scale(tx.fuse(SCATTER, ADAM), 8.0, growth_interval=3),
         tx.dynamic_loss_scale(tx.fuse(MEAN, ADAM), 8.0, growth_interval=3),
     ),
-    "masters": Pair(
-        tx.fuse(SCATTER, tx.mixed_precision(ADAM)), tx.fuse(MEAN, tx.mixed_precision(ADAM)), options={"dtype": torch.bfloat16}
-    ),
+    "masters": Pair(tx.fuse(SCATTER, tx.mixed_precision(ADAM)), tx.fuse(MEAN, tx.mixed_precision(ADAM)), options={"dtype": torch.bfloat16}),
     "nodes": Pair(tx.fuse(tx.chain(tx.scatter_mean("local"), tx.mean("node")), MUON), tx.fuse(INNER, MUON), NODES),
-    "nodes, by zero": Pair(
-        tx.zero(tx.mean(("node", "local")), ADAM, "local"), tx.fuse(tx.mean(("node", "local")), ADAM), NODES, 1e-5
-    ),
+    "nodes, by zero": Pair(tx.zero(tx.mean(("node", "local")), ADAM, "local"), tx.fuse(tx.mean(("node", "local")), ADAM), NODES, 1e-5),
     "nodes apart": Pair(
         tx.fuse(tx.scatter_mean("local"), ADAM, tx.every(2, tx.average_parameters("node"))),
         tx.fuse(tx.mean("local"), ADAM, tx.every(2, tx.average_parameters("node"))),

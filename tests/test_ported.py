@@ -55,9 +55,7 @@ def _run(rank: int, report: Any, command: str, change: str = "") -> None:
     report((code, out.getvalue()))
 
 
-@pytest.mark.parametrize(
-    ("command", "ranks"), [pytest.param(*run, marks=[pytest.mark.long] * (run[1] == 1)) for run in RUNS]
-)
+@pytest.mark.parametrize(("command", "ranks"), [pytest.param(*run, marks=[pytest.mark.long] * (run[1] == 1)) for run in RUNS])  # fmt: skip
 def test_a_port_trains_what_its_reference_trains(command: str, ranks: int) -> None:
     with Ranks(ranks, _run, command) as run:
         for _ in range(ranks):

@@ -26,9 +26,7 @@ PIPELINES = {
         tx.zero(tx.chain(tx.mean("data"), tx.clip_by_global_norm(0.1)), ADAM, "data"),
         tx.fuse(tx.chain(tx.mean("data"), tx.clip_by_global_norm(0.1)), ADAM),
     ),
-    "skip": (
-        tx.skip_if_nonfinite(tx.zero(tx.mean("data"), ADAM, "data")), tx.skip_if_nonfinite(tx.fuse(tx.mean("data"), ADAM))
-    ),
+    "skip": (tx.skip_if_nonfinite(tx.zero(tx.mean("data"), ADAM, "data")), tx.skip_if_nonfinite(tx.fuse(tx.mean("data"), ADAM))),
 }  # fmt: skip
 
 

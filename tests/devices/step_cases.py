@@ -185,9 +185,7 @@ OPTIONS: dict[str, Case] = {
     "left out, zero": Case(lambda: tx.skip_if_nonfinite(zero()()), poisoned=(1,)),
     "loss scale": Case(scaled(mean), poisoned=(1, 2)),
     "loss scale, zero": Case(scaled(zero()), poisoned=(2,)),
-    "loss scale, clip, kept states": Case(
-        scaled(lambda: tx.fuse(tx.chain(tx.mean("data"), CLIP), ADAM)), {"donate": False}, poisoned=(1,)
-    ),
+    "loss scale, clip, kept states": Case(scaled(lambda: tx.fuse(tx.chain(tx.mean("data"), CLIP), ADAM)), {"donate": False}, poisoned=(1,)),
     "buffers of each rank": Case(mean, loss="buffers"),
     "buffers, every second step": Case(mean, {"on_buffers": tx.every(2, tx.average_buffers("data"))}, "buffers"),
     "a moving average": Case(averaged(tx.chain(tx.every(2, tx.average_parameters("data")), tx.ema(0.9)))),

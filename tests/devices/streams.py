@@ -172,17 +172,13 @@ class Streams(TorchDispatchMode):
                 ((_devices, _device_reads), "to_host", self.to_host),
                 ((_devices,), "new_stream", self.new_stream),
                 ((_devices, _leaves), "current_stream", self.current_stream),
-                (
-                    (_bucket_stages,),
-                    "travel",
-                    lambda axes, layout, in_streams: in_streams and travel(axes, layout, True),
-                ),
+                ((_bucket_stages,), "travel", lambda axes, layout, in_streams: in_streams and travel(axes, layout, True)),
                 ((GradCheck,), "__init__", on_device),
                 ((BucketQueue,), "arrived", in_leaf_stream),
                 ((GradOutput,), "backward", and_joined),
             )
             for module in modules
-        ]
+        ]  # fmt: skip
         with contextlib.ExitStack() as stack:
             for patch in patches:
                 stack.enter_context(patch)

@@ -34,13 +34,10 @@ LIMITS: dict[str, tuple[Make, int]] = {
     "with a clip of the norm": (lambda: tx.fuse(tx.chain(MEAN, tx.clip_by_global_norm(1.0)), tx.adamw(3e-4)), 127),
     "messages in bfloat16": (lambda: tx.fuse(tx.compress(torch.bfloat16, MEAN), tx.adamw(3e-4)), 176),
     "messages in int8": (lambda: tx.fuse(tx.compress(tx.int8(), tx.mean("data")), tx.adamw(3e-4)), 353),
-    "in int8, with error feedback": (
-        lambda: tx.fuse(tx.error_feedback(tx.compress(tx.int8(), tx.mean("data"))), tx.adamw(3e-4)),
-        624,
-    ),
+    "in int8, with error feedback": (lambda: tx.fuse(tx.error_feedback(tx.compress(tx.int8(), tx.mean("data"))), tx.adamw(3e-4)), 624),
     "Lion": (lambda: tx.fuse(MEAN, tx.lion(3e-4)), 205),
     "scatter_mean": (lambda: tx.fuse(SCATTER, tx.adamw(3e-4)), 154),
-}
+}  # fmt: skip
 
 
 def launches(make: Make) -> int:

@@ -66,9 +66,7 @@ def test_arguments_of_a_class() -> None:
     assert tx.as_functional_optim(torch.optim.Adam, 0.1, (0.5, 0.9), fused=True) == tx.adam(0.1, (0.5, 0.9))
     raises_text(TypeError, lambda: tx.as_functional_optim(torch.optim.SGD, learning_rate=0.1), "learning_rate")
     raises_text(ValueError, lambda: tx.as_functional_optim(torch.optim.SGD, lr=-1.0), "lr must be at least 0")
-    raises_text(
-        ValueError, lambda: tx.as_functional_optim(torch.optim.LBFGS), "LBFGS", "register_functional_optim", "AdamW"
-    )
+    raises_text(ValueError, lambda: tx.as_functional_optim(torch.optim.LBFGS), "LBFGS", "register_functional_optim", "AdamW")  # fmt: skip
 
 
 def test_a_key_can_be_taken_once() -> None:

@@ -274,9 +274,7 @@ def bad_input() -> None:
     raises_text(TypeError, lambda: zero(ps, tx.partition, parts={"*": tx.sgd(0.1)}), "by path")
     raises_text(ValueError, lambda: zero([], torch.optim.SGD), "empty")
     raises_text(ValueError, lambda: zero(ps, torch.optim.SGD, lr=-1.0), "-1.0")
-    raises_text(
-        ValueError, lambda: zero([*ps, nn.Parameter(torch.ones(3, device="meta"))], torch.optim.SGD), "'cpu', 'meta'"
-    )
+    raises_text(ValueError, lambda: zero([*ps, nn.Parameter(torch.ones(3, device="meta"))], torch.optim.SGD), "'cpu', 'meta'")  # fmt: skip
     made = zero(ps, torch.optim.SGD, lr=0.1)
     raises_text(RuntimeError, made.state_dict, "consolidate_state_dict")
     raises_text(RuntimeError, lambda: made.state[ps[0]], "consolidate_state_dict")

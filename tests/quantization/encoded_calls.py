@@ -61,9 +61,5 @@ def calls(codec: Any, n: int, me: int) -> dict[str, tuple[Callable[..., Any], tu
         "all_to_all": (quantized("all_to_all"), (fresh[1], list(all_of.split(50))), fresh[1]),
         "all_to_all_single": (quantized("all_to_all_single"), (b, all_of), [b]),
         "all_reduce": (quantized("all_reduce"), (c,), [c]),
-        "splits": (
-            quantized("all_to_all_single"),
-            (split, torch.ones(sum(uneven)), [50 * r + me for r in range(n)], uneven),
-            [split],
-        ),
-    }
+        "splits": (quantized("all_to_all_single"), (split, torch.ones(sum(uneven)), [50 * r + me for r in range(n)], uneven), [split]),
+    }  # fmt: skip

@@ -214,9 +214,7 @@ def registered(device: str, hooks: list[str], small: bool) -> dict[str, Any]:
     return out
 
 
-@pytest.mark.parametrize(
-    "small", [True, pytest.param(False, marks=pytest.mark.long)], ids=["small buckets", "one bucket"]
-)
+@pytest.mark.parametrize("small", [True, pytest.param(False, marks=pytest.mark.long)], ids=["small buckets", "one bucket"])  # fmt: skip
 def test_modules(ranks: tuple[str, Pool], small: bool) -> None:
     device, pool = ranks
     start = {path: p.detach() for path, p in module("cpu").named_parameters()}

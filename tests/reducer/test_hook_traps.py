@@ -170,11 +170,8 @@ def test_a_hook_may_give_leaves_each_others_gradients(needs: Any) -> None:
 def test_hooks_that_return_something_else_are_refused() -> None:
     for hook, texts in (
         (tx.stateless(lambda g: g.mean()), ["'w'", "shape ()", "expected (2,)"]),
-        (
-            tx.Transform(lambda p: (), lambda g, s, params=None, **e: (None, s), needs=tx.Needs.LEAVES),
-            ["returned None"],
-        ),
-    ):
+        (tx.Transform(lambda p: (), lambda g, s, params=None, **e: (None, s), needs=tx.Needs.LEAVES), ["returned None"]),
+    ):  # fmt: skip
         step = fjoin.train_step(lambda p, b: p["w"].sum(), tx.fuse(hook, tx.sgd(1.0)))
         state = step.init({"w": torch.zeros(2)})
         raises_text(ValueError, lambda step=step, state=state: step(state, None), *texts)

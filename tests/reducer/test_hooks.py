@@ -49,13 +49,11 @@ HOOKS: dict[str, Any] = {
     "every": lambda: tx.every(2, tx.mean("data")),
     "noop": tx.identity,
     "bfloat16": lambda: tx.compress(torch.bfloat16, tx.chain(tx.clip_by_value(0.1), tx.mean("data"))),
-    "bfloat16 by path": lambda: tx.partition(
-        {"*.bias": tx.mean("data"), "*": tx.compress(torch.bfloat16, tx.mean("data", over="world"))}
-    ),
+    "bfloat16 by path": lambda: tx.partition({"*.bias": tx.mean("data"), "*": tx.compress(torch.bfloat16, tx.mean("data", over="world"))}),
     "memory, flat": lambda: _momentum("data"),
     "memory, leaves": lambda: _momentum_of_leaves("data"),
     "memory, some": lambda: tx.masked(_momentum_of_leaves("data"), ["*.weight"]),
-}
+}  # fmt: skip
 STEPS = 4
 
 

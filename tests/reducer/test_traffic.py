@@ -18,15 +18,11 @@ MODELS = {
     "only large ones": lambda: {"big": torch.ones(1_000_001), "big2": torch.ones(1_100_000)},
     "several buckets": lambda: {f"p{i}": torch.ones(1000 + 70 * i) for i in range(12)},
     "bfloat16": lambda: {"a": torch.ones(10, dtype=torch.bfloat16), "b": torch.ones(5, dtype=torch.bfloat16)},
-    "mixed": lambda: {
-        "a": torch.ones(10, dtype=torch.bfloat16),
-        "b": torch.ones(5),
-        "c": torch.ones(4, dtype=torch.float64),
-    },
+    "mixed": lambda: {"a": torch.ones(10, dtype=torch.bfloat16), "b": torch.ones(5), "c": torch.ones(4, dtype=torch.float64)},
     "float64": lambda: {"a": torch.ones(10, dtype=torch.float64)},
     "a large bucket": lambda: {f"p{i}": torch.ones(100_000 + i) for i in range(7)},
     "with an empty leaf": lambda: {"a": torch.ones(10), "none": torch.ones(0, 3)},
-}
+}  # fmt: skip
 HOOKS: dict[str, Any] = {
     "mean": lambda: tx.mean("data"),
     "mean, clip": lambda: tx.chain(tx.mean("data"), tx.clip_by_global_norm(1.0)),

@@ -62,9 +62,7 @@ def test_backward_inside_the_loss_adds_no_gradients() -> None:
 
 
 @pytest.mark.parametrize("over", ["live", "world"])
-@pytest.mark.parametrize(
-    "make", [tx.mean, tx.scatter_mean, lambda axis, over: tx.compress(tx.float32(), tx.mean(axis, over))]
-)
+@pytest.mark.parametrize("make", [tx.mean, tx.scatter_mean, lambda axis, over: tx.compress(tx.float32(), tx.mean(axis, over))])  # fmt: skip
 def test_windows_have_the_mean_of_their_calls_whatever_ranks_count_by(make: Any, over: str) -> None:
     """Within a window by weights; between ranks as `over` says, as in the pure form."""
     batches = [[(1.0, 3.0), (5.0, 1.0)], [(7.0, 2.0), (0.0, 2.0)], [(9.0, 0.0), (9.0, 0.0)]]
@@ -185,9 +183,7 @@ def test_numpy_weights() -> None:
 
 
 @pytest.mark.parametrize("size", [1000, 2])
-@pytest.mark.parametrize(
-    "hook", [tx.mean("data"), tx.chain(tx.clip_by_value(1e9), tx.mean("data"))], ids=["mean", "other"]
-)
+@pytest.mark.parametrize("hook", [tx.mean("data"), tx.chain(tx.clip_by_value(1e9), tx.mean("data"))], ids=["mean", "other"])  # fmt: skip
 def test_gradients_that_share_memory_in_a_window(size: int, hook: tx.Transform) -> None:
     """A second micro-batch adds in place to the first one's gradient, which two leaves may share."""
     step = fjoin.train_step(
@@ -208,9 +204,7 @@ def test_torch_adds_shared_gradients_twice() -> None:
     assert a.grad.unique().tolist() == b.grad.unique().tolist() == [5.0]
 
 
-@pytest.mark.parametrize(
-    "hook", [tx.mean("data"), tx.chain(tx.clip_by_value(1e9), tx.mean("data"))], ids=["mean", "other"]
-)
+@pytest.mark.parametrize("hook", [tx.mean("data"), tx.chain(tx.clip_by_value(1e9), tx.mean("data"))], ids=["mean", "other"])  # fmt: skip
 @pytest.mark.parametrize("window", [1, 2])
 def test_16_bit_loss_divides_by_the_rounded_weights(hook: tx.Transform, window: int) -> None:
     """bfloat16 makes 1000 of the weight 1001: divided by 1001 the mean of equal gradients would not be theirs."""

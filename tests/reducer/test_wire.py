@@ -54,10 +54,8 @@ METHODS: dict[str, Any] = {
     "dgc": lambda codec: tx.dgc("data", 0.2, codec=None if codec.stochastic else codec, warmup_steps=3),
     "one_bit_adam": lambda codec: tx.one_bit_adam("data", 2, codec=codec),
     "power_sgd": lambda codec: tx.error_feedback(tx.compress(codec, tx.power_sgd("data", 1, min_compression_rate=1.0))),
-    "two in a chain": lambda codec: tx.chain(
-        tx.tap(len), tx.ef21(tx.compress(codec, tx.mean("data"))), tx.clip_by_value(1.0)
-    ),
-}
+    "two in a chain": lambda codec: tx.chain(tx.tap(len), tx.ef21(tx.compress(codec, tx.mean("data"))), tx.clip_by_value(1.0)),
+}  # fmt: skip
 ALL = {**HOOKS, **METHODS}
 FLOATS = {"by path"}  # in which some gradients travel as they are
 SIZES = [5, 3, 0]  # batches of each rank

@@ -52,10 +52,8 @@ WRAPS: dict[str, Any] = {
     "without batches": functools.partial(fjoin.checkpoint_wrapper, policy=policies.dots_with_no_batch_dims_saveable),
     "host": fjoin.offload_wrapper,
     "twice": lambda module: fjoin.checkpoint_wrapper(fjoin.checkpoint_wrapper(module)),
-    "checkpoint_fn": functools.partial(
-        fjoin.checkpoint_wrapper, checkpoint_fn=torch.utils.checkpoint.checkpoint, use_reentrant=False
-    ),
-}
+    "checkpoint_fn": functools.partial(fjoin.checkpoint_wrapper, checkpoint_fn=torch.utils.checkpoint.checkpoint, use_reentrant=False),
+}  # fmt: skip
 
 
 @exact_host()
@@ -250,9 +248,7 @@ def test_bad_input() -> None:
     raises_text(TypeError, lambda: fjoin.checkpoint_wrapper(torch.sin), "module")  # type: ignore[arg-type]
     raises_text(TypeError, lambda: fjoin.checkpoint_wrapper(Block(), checkpoint_impl="no"), "CheckpointImpl")  # type: ignore[arg-type]
     raises_text(TypeError, lambda: fjoin.checkpoint_wrapper(Block(), contexts=None), "'contexts'")
-    raises_text(
-        TypeError, lambda: fjoin.offload_wrapper(Block(), "/folder"), "offload must be 'cpu' or a codec", "/folder"
-    )
+    raises_text(TypeError, lambda: fjoin.offload_wrapper(Block(), "/folder"), "offload must be 'cpu' or a codec", "/folder")  # fmt: skip
     raises_text(ValueError, lambda: fjoin.offload_wrapper(Block())(torch.ones(2, 4)), "on the CPU already")
     compiled = Block()
     compiled.compile(backend="eager")

@@ -56,9 +56,7 @@ USES: dict[str, Callable[[Any, Any], Any]] = {
 def test_next_use_raises_after_an_assignment(change: str, use: str) -> None:
     step, state = made()
     CHANGES[change](state.params)
-    raises_text(
-        TypeError, lambda: USES[use](step, state), "state.params", "assigned or deleted", "copy_", "step.init(params)"
-    )
+    raises_text(TypeError, lambda: USES[use](step, state), "state.params", "assigned or deleted", "copy_", "step.init(params)")  # fmt: skip
     assert state.params["w"].tolist() == [1.0, 1.0]  # raised only once
 
 

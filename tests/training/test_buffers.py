@@ -192,9 +192,7 @@ def test_counts_of_any_kind_become_the_largest(dtype: torch.dtype) -> None:
 def test_raises_on_bad_input() -> None:
     pipeline = tx.fuse(tx.mean("data"), tx.sgd(0.1))
     raises_text(TypeError, lambda: counting(pipeline, on_buffers="mean"), "on_buffers", "'mean'")
-    raises_text(
-        ValueError, lambda: counting(pipeline, on_buffers=tx.accumulate(2, tx.average_buffers("data"))), "every"
-    )
+    raises_text(ValueError, lambda: counting(pipeline, on_buffers=tx.accumulate(2, tx.average_buffers("data"))), "every")  # fmt: skip
 
     alone = fjoin.train_step(lambda p, b: (p["w"] * b).sum(), pipeline, on_buffers=tx.average_buffers("data"))
     raises_text(ValueError, lambda: alone.init({"w": torch.ones(2)}), "on_buffers", "no buffers")

@@ -59,11 +59,7 @@ CASES: dict[str, tuple[tx.Pipeline, int, list[float]]] = {
     "all open": (tx.local_sgd(SGD, tx.mean("data"), 5), 2, [-5.0, -5.0]),
     "no step": (tx.local_sgd(SGD, tx.mean("data"), 5), 0, [0.0, 0.0]),
     "outer": (tx.diloco(SGD, tx.mean("data"), 2, tx.sgd(0.5)), 3, [-3.75, -3.75]),
-    "hierarchy": (
-        tx.fuse(tx.identity(), SGD, after=tx.chain(tx.every(2, tx.average_parameters("data"), first=0))),
-        4,
-        [-10.0, -10.0],
-    ),
+    "hierarchy": (tx.fuse(tx.identity(), SGD, after=tx.chain(tx.every(2, tx.average_parameters("data"), first=0))), 4, [-10.0, -10.0]),
     "pending": (tx.diloco(SGD, tx.mean("data"), 2, tx.sgd(1.0), delay=1), 2, [-5.0, -5.0]),
     "pending, then open": (tx.diloco(SGD, tx.mean("data"), 3, tx.sgd(1.0), delay=2), 4, [-7.5, -7.5]),
     "later phase": (tx.post_local_sgd(SGD, tx.mean("data"), 3, 2), 4, [-10.0, -10.0]),
@@ -73,7 +69,7 @@ CASES: dict[str, tuple[tx.Pipeline, int, list[float]]] = {
     "switch": (then(tx.every(3, tx.switch_after(0, tx.identity(), AVERAGE))), 2, [-5.0, -5.0]),
     "period in a period": (then(tx.every(2, tx.every(2, AVERAGE))), 2, [-5.0, -5.0]),
     "not touched": (tx.fuse(tx.mean("data"), SGD, after=tx.stateless(lambda p: p + 1)), 2, [-3.0, -3.0]),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -361,9 +357,7 @@ APART = {
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize(
-    "kind, name", [("step", name) for name in APART] + [("module", name) for name in list(APART)[:3]]
-)
+@pytest.mark.parametrize("kind, name", [("step", name) for name in APART] + [("module", name) for name in list(APART)[:3]])  # fmt: skip
 def test_ranks_that_do_not_flush_together_raise(kind: str, name: str) -> None:
     steps, flushes = APART[name]
     with Ranks(len(steps), apart, kind, steps, flushes) as run:

@@ -118,9 +118,7 @@ def test_small_gradients_survive_in_float16() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    "hook", [tx.mean("data"), tx.chain(tx.clip_by_value(1e9), tx.mean("data"))], ids=["plain", "other"]
-)
+@pytest.mark.parametrize("hook", [tx.mean("data"), tx.chain(tx.clip_by_value(1e9), tx.mean("data"))], ids=["plain", "other"])  # fmt: skip
 def test_windows_and_narrow_losses(hook: tx.Transform, dtype: torch.dtype) -> None:
     """The mean of equal gradients is their value, even if the loss dtype rounds weights and scales."""
 

@@ -47,17 +47,13 @@ WAYS: dict[str, tuple[Callable[[float], tx.Optimizer], Change]] = {
     "an object": (lambda lr: tx.adamw(Rate(lr, lr)), _keep),
     "an object that differs later": (lambda lr: tx.sgd(Rate(0.1, lr)), _keep),
     "a tensor": (lambda lr: tx.sgd(lambda step: torch.tensor(lr)), _keep),
-    "a closure of a part": (
-        lambda lr: tx.partition({"w": tx.sgd(lambda step: lr), "*": tx.sgd(0.1)}), _keep,
-    ),
+    "a closure of a part": (lambda lr: tx.partition({"w": tx.sgd(lambda step: lr), "*": tx.sgd(0.1)}), _keep),
     "a closure around masters": (lambda lr: tx.mixed_precision(tx.sgd(lambda step: lr)), _keep),
     "an injected schedule": (
         lambda lr: _injected(tx.adamw(0.1, weight_decay=lambda step: lr)), _keep,  # type: ignore[arg-type]
     ),
     "injected values": (lambda lr: _injected(tx.sgd(0.1)), _inject),
-    "injected values of a part": (
-        lambda lr: tx.partition({"w": _injected(tx.sgd(0.1)), "*": tx.adam(0.1)}), _inject,
-    ),
+    "injected values of a part": (lambda lr: tx.partition({"w": _injected(tx.sgd(0.1)), "*": tx.adam(0.1)}), _inject),
     "injected values around masters": (lambda lr: tx.mixed_precision(_injected(tx.sgd(0.1))), _inject),
 }  # fmt: skip
 HOOKS: dict[str, Callable[[tx.Optimizer], tx.Pipeline]] = {

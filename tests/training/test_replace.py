@@ -26,11 +26,9 @@ PIPELINES: dict[str, Callable[[], tx.Pipeline]] = {
     "plain": lambda: tx.fuse(tx.mean("data"), tx.adamw(0.1)),
     "masters": lambda: tx.fuse(tx.mean("data"), tx.mixed_precision(tx.adamw(0.1))),
     "zero": lambda: tx.zero(tx.mean("data"), tx.adamw(0.1), "data"),
-    "zero, masters, encoded": lambda: tx.zero(
-        tx.mean("data"), tx.mixed_precision(tx.adamw(0.1)), "data", gather_codec=tx.int8()
-    ),
+    "zero, masters, encoded": lambda: tx.zero(tx.mean("data"), tx.mixed_precision(tx.adamw(0.1)), "data", gather_codec=tx.int8()),
     "zero, encoded": lambda: tx.zero(tx.mean("data"), tx.adamw(0.1), "data", gather_codec=tx.int8()),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PIPELINES)
@@ -115,9 +113,7 @@ def test_values_that_do_not_fit_change_nothing() -> None:
     model = Tied()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     two = {"head.weight": torch.zeros(7, 4), "embed.weight": torch.ones(7, 4)}
-    raises_text(
-        ValueError, lambda: fjoin.load_into(model, {"norm.weight": torch.zeros(4), "x": torch.zeros(1)}), "['x']"
-    )
+    raises_text(ValueError, lambda: fjoin.load_into(model, {"norm.weight": torch.zeros(4), "x": torch.zeros(1)}), "['x']")  # fmt: skip
     raises_text(ValueError, lambda: fjoin.load_into(model, {"norm.weight": torch.zeros(5)}), "(5,)", "(4,)")
     raises_text(ValueError, lambda: fjoin.load_into(model, two), "shares", "head.weight", "embed.weight")
     raises_text(TypeError, lambda: fjoin.load_into({}, {}), "module")  # type: ignore[type-var]

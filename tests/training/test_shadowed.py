@@ -23,10 +23,8 @@ KINDS: dict[str, Any] = {
     "ppermute": lambda y: 1 + tx.ppermute(y.sum(), "data", [(0, 1)]).square(),
     "all_to_all_single": lambda y: 1 + tx.all_to_all_single(y, "data").sum().square(),
     "encoded": lambda y: 1 + tx.quantized(tx.all_gather, tx.int8())(y.detach().sum(1), "data").sum().square(),
-    "batch norm": lambda y: (
-        1 + tx.sync_batch_norm(y, BatchNormState(torch.zeros(4), torch.ones(4)), axis="data")[0].square().mean()
-    ),
-}
+    "batch norm": lambda y: (1 + tx.sync_batch_norm(y, BatchNormState(torch.zeros(4), torch.ones(4)), axis="data")[0].square().mean()),
+}  # fmt: skip
 
 
 def train(kind: Any, batches: int, mesh: Any = None, **join: Any) -> Any:

@@ -21,13 +21,10 @@ OPTIMIZERS: dict[str, tuple[Any, Any]] = {
         lambda: tx.sgd(0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
         lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
     ),
-    "dampening": (
-        lambda: tx.sgd(0.1, momentum=0.9, dampening=0.3),
-        lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, dampening=0.3),
-    ),
+    "dampening": (lambda: tx.sgd(0.1, momentum=0.9, dampening=0.3), lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, dampening=0.3)),
     "adam": (lambda: tx.adam(0.01, amsgrad=True), lambda p: torch.optim.Adam(p, 0.01, amsgrad=True)),
     "adamw": (lambda: tx.adamw(0.01, weight_decay=0.1), lambda p: torch.optim.AdamW(p, 0.01, weight_decay=0.1)),
-}
+}  # fmt: skip
 MODES = ["weight", "live", "world"]
 
 

@@ -159,10 +159,8 @@ COUNTED = {
     "zero": tx.zero(tx.mean("data"), tx.adamw(0.1), "data"),
     "clip": tx.zero(tx.chain(tx.mean("data"), tx.clip_by_global_norm(1.0)), tx.adamw(0.1), "data"),
     "muon": tx.zero(tx.mean("data"), tx.partition({"*.weight": tx.muon(0.1), "*": tx.adamw(0.1)}), "data"),
-    "int8": tx.fuse(
-        tx.error_feedback(tx.compress(tx.int8(), tx.scatter_mean("data"))), tx.adamw(0.1), gather_codec=tx.int8()
-    ),
-}
+    "int8": tx.fuse(tx.error_feedback(tx.compress(tx.int8(), tx.scatter_mean("data"))), tx.adamw(0.1), gather_codec=tx.int8()),
+}  # fmt: skip
 
 
 def sent_bytes(name: str) -> tuple[list[int], int, dict[str, Tensor]]:

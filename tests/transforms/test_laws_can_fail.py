@@ -286,17 +286,13 @@ def _decode(change: Callable[[Tensor], Tensor]) -> Any:
 BROKEN_CODECS = {
     "encodes_purely": _codec(encode=_encode_writes),
     "says_its_width": _codec(width=lambda n: 2 * n + 1),
-    "stays_near": [
-        _codec(decode=_decode(torch.neg)),
-        _codec(decode=_decode(lambda x: 0 * x)),
-        _codec(decode=_decode(lambda x: x + 1e-9)),
-    ],
+    "stays_near": [_codec(decode=_decode(torch.neg)), _codec(decode=_decode(lambda x: 0 * x)), _codec(decode=_decode(lambda x: x + 1e-9))],
     "serves_large_and_small": _codec(encode=lambda x: tx.bfloat16().encode(x.half().float())),
     "tells_nonfinite": _codec(encode=lambda x: tx.bfloat16().encode(x.clamp(-1e9, 1e9))),
     "reads_rows_alone": _codec(encode=lambda x: tx.bfloat16().encode(x - x.nan_to_num().mean())),
     "keeps_to_elements": _codec(encode=lambda x: tx.bfloat16().encode(x.nan_to_num().cumsum(1))),
     "is_data": lambda: tx.int8(block=_SEEN.append(1) or len(_SEEN)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("law", _laws("codec"), ids=lambda law: law.__name__)

@@ -105,9 +105,7 @@ def test_raises_on_bad_input() -> None:
 def test_raises_on_a_hyperparameter_that_is_no_number(value: Any) -> None:
     params, _ = _trees(1)
     opt = tx.inject_hyperparameters(tx.sgd(0.1))
-    raises_text(
-        TypeError, lambda: tx.with_hyperparameters(opt.init(params), lr=value), "lr must be a number", repr(value)
-    )
+    raises_text(TypeError, lambda: tx.with_hyperparameters(opt.init(params), lr=value), "lr must be a number", repr(value))  # fmt: skip
     step = fjoin.train_step(lambda p, batch: (p["w"] * batch).sum(), tx.fuse(tx.mean("data"), opt))
     state = step.init({"w": torch.ones(2)})
     raises_text(TypeError, lambda: state.with_hyperparameters(lr=value), "lr must be a number", repr(value))

@@ -209,11 +209,9 @@ def test_gradients_with_other_memory_layouts(make: Any, dtype: torch.dtype) -> N
     }  # fmt: skip
     grads = {
         "expanded": lambda p: torch.ones((), dtype=dtype).expand(p.shape),
-        "turned": lambda p: (
-            torch.randn(*p.shape[::-1], generator=torch.Generator().manual_seed(2)).to(dtype).permute(3, 2, 1, 0)
-        ),
+        "turned": lambda p: (torch.randn(*p.shape[::-1], generator=torch.Generator().manual_seed(2)).to(dtype).permute(3, 2, 1, 0)),
         "last": lambda p: (p * 0.5).contiguous(memory_format=torch.channels_last),
-    }
+    }  # fmt: skip
     for p in params.values():
         for grad in grads.values():
             g = grad(p)

@@ -52,9 +52,7 @@ def test_explain_raises_on_stages_that_read_values() -> None:
         return (g, s) if g["w"].sum().item() > 0 else (tx.psum(g, "data"), s)
 
     part = tx.chain(tx.mean("data"), tx.Transform(lambda p: (), peek))
-    raises_text(
-        TypeError, lambda: tx.explain(part, {"w": torch.zeros(3)}, {"data": 2}), "peek", "reads a tensor's value"
-    )
+    raises_text(TypeError, lambda: tx.explain(part, {"w": torch.zeros(3)}, {"data": 2}), "peek", "reads a tensor's value")  # fmt: skip
 
 
 def test_explain_of_nested_axes() -> None:

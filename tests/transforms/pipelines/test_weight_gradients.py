@@ -81,9 +81,7 @@ CASES: dict[str, Case] = {
     "both axes": (lambda: tx.fuse(tx.mean(("node", "local")), SGD), two_steps),
     "chain": (lambda: tx.fuse(tx.chain(tx.mean("local"), tx.mean("node")), SGD), two_steps),
     "hierarchical": (lambda: tx.fuse(tx.hierarchical_mean("local", "node"), SGD), two_steps),
-    "nodes": (
-        lambda: tx.fuse(tx.mean("local"), SGD, after=tx.every(2, tx.average_parameters("node"))), between_nodes
-    ),
+    "nodes": (lambda: tx.fuse(tx.mean("local"), SGD, after=tx.every(2, tx.average_parameters("node"))), between_nodes),
     "pieces": (lambda: tx.zero(tx.mean("local"), SGD, "local"), two_steps),
     "pieces, nodes": (lambda: tx.zero(tx.mean(("node", "local")), SGD, "local"), two_steps),
 }  # fmt: skip

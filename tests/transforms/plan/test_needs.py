@@ -76,9 +76,7 @@ def difference(hook: tx.Transform, bucket_bytes: int, batch: float) -> float:
 
 
 @pytest.mark.sample(3)
-@pytest.mark.parametrize(
-    "pair", list(itertools.product(STAGES, repeat=2)), ids=lambda pair: " then ".join(map(str, pair))
-)
+@pytest.mark.parametrize("pair", list(itertools.product(STAGES, repeat=2)), ids=lambda pair: " then ".join(map(str, pair)))  # fmt: skip
 def test_a_chain_needs_what_its_stages_do(pair: tuple[Needs, Needs]) -> None:
     first, second = (STAGES[needs]() for needs in pair)
     chain = tx.chain(first, second)

@@ -194,9 +194,7 @@ ERRORS: dict[str, tuple[Any, Any, str]] = {
     "a width": (lambda: tx.random.bits(tx.random.key(0), (), 4), ValueError, "8, 16, 32 or 64"),
     "a dtype": (lambda: tx.random.uniform(tx.random.key(0), (), torch.int32), TypeError, "floating point"),
     "no numbers": (lambda: tx.random.randint(tx.random.key(0), (), 3, 3), ValueError, "from 3 to below 3"),
-    "fewer draws than chances": (
-        lambda: tx.random.bernoulli(KEY, torch.full((3, 4), 0.5), (4,)), RuntimeError, "expand",
-    ),
+    "fewer draws than chances": (lambda: tx.random.bernoulli(KEY, torch.full((3, 4), 0.5), (4,)), RuntimeError, "expand"),
     "fewer draws than bounds": (lambda: tx.random.uniform(KEY, (), minval=torch.zeros(2)), RuntimeError, "expand"),
     "a fraction": (lambda: tx.random.randint(KEY, (3,), 0, 5.5), TypeError, "integer"),  # type: ignore[arg-type]
     "a negative number": (lambda: tx.random.permutation(KEY, -2), ValueError, "permutation: x"),

@@ -64,17 +64,13 @@ def test_the_shell_refuses_it(bad: str, form: str) -> None:
     raises_text(ValueError, lambda: fjoin.evaluate(lambda x: {"m": x}, [1.0], weight=lambda x: given), "must be")
     raises_text(ValueError, lambda: list(fjoin.join([1.0], weight=lambda x: given)), "must be")
     pipeline, params = tx.fuse(tx.identity(), tx.sgd(0.1)), {"w": torch.ones(2)}
-    raises_text(
-        ValueError, lambda: pipeline.step(params, params, pipeline.init(params), weight=given), "weight must be"
-    )
+    raises_text(ValueError, lambda: pipeline.step(params, params, pipeline.init(params), weight=given), "weight must be")  # fmt: skip
 
 
 @pytest.mark.parametrize("given", [1j, "1", torch.tensor(1j), [1.0]], ids=repr)
 def test_no_number_is_a_type_error(given: Any) -> None:
     hook, g = tx.mean("data"), {"w": torch.ones(2)}
-    raises_text(
-        TypeError, lambda: tx.simulate(lambda: hook.update(g, (), weight=given), {"data": 1}), "must be a number"
-    )
+    raises_text(TypeError, lambda: tx.simulate(lambda: hook.update(g, (), weight=given), {"data": 1}), "must be a number")  # fmt: skip
 
 
 @pytest.mark.parametrize("over", ["weight", "live", "world"])

@@ -135,6 +135,4 @@ def test_empty_and_no_gradient() -> None:
 
 def test_bad_input() -> None:
     raises_text(TypeError, lambda: tx.saved_residuals(3), "fn must be a function")  # type: ignore[arg-type]
-    raises_text(
-        Exception, lambda: tx.saved_residuals(lambda x: x * x.sum().item(), torch.ones(2)), "_local_scalar_dense"
-    )
+    raises_text(Exception, lambda: tx.saved_residuals(lambda x: x * x.sum().item(), torch.ones(2)), "_local_scalar_dense")  # fmt: skip

@@ -107,10 +107,7 @@ AROUND: dict[str, tuple[Callable[[], Any], Callable[[], Callable[[Tensor], Tenso
     "a mode for functions": (SinIsCos, lambda: waves),
     "a mode for operations": (Doubled, lambda: waves),
     "torch.device": (lambda: torch.device("cpu"), lambda: lambda x: (x * torch.arange(4)).sin() + torch.ones(4) * x.cos()),
-    "another device": (
-        lambda: torch.device("meta"),
-        lambda: lambda x: (x * (2 if torch.empty(0).device.type == "meta" else 3)).sin(),
-    ),
+    "another device": (lambda: torch.device("meta"), lambda: lambda x: (x * (2 if torch.empty(0).device.type == "meta" else 3)).sin()),
     "set_default_device": (default_device, lambda: lambda x: (x * torch.arange(4)).sin() + torch.ones(4) * x.cos()),
     "set_default_dtype": (default_dtype, lambda: lambda x: (x * torch.full((4,), 0.3)).sin() * torch.full((4,), 0.7)),
     "autocast": (lambda: torch.autocast("cpu", dtype=torch.bfloat16), lambda: lambda x: (x @ x.t() @ x).sin()),
