@@ -67,12 +67,10 @@ def test_a_port_trains_what_its_reference_trains(command: str, ranks: int) -> No
 @pytest.mark.parametrize(
     ("command", "change"),
     [
-        ("nanogpt/train_step.py", "learning_rate"),
-        ("mnist/train_step.py", "gamma"),
-        ("classification/train_step.py", "model_ema_decay"),
-        ("gpt2/train_step.py", "weight_decay"),
+        ("nanogpt/train_step.py", "learning_rate"), ("mnist/train_step.py", "gamma"),
+        ("classification/train_step.py", "model_ema_decay"), ("gpt2/train_step.py", "weight_decay"),
     ],
-)
+)  # fmt: skip
 def test_a_comparison_sees_a_number_changed_by_a_hundredth(command: str, change: str) -> None:
     with Ranks(1, _run, command, change) as run:
         _, _, (code, text) = run.next(120)

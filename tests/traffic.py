@@ -14,16 +14,9 @@ from fjoin.transforms.pipelines import Explanation
 
 # Of each function which argument is sent.
 _SENDS: dict[str, int | None] = {
-    "all_reduce": 0,
-    "broadcast": 0,
-    "all_gather": 1,
-    "all_gather_into_tensor": 1,
-    "all_to_all": 1,
-    "all_to_all_single": 1,
-    "reduce_scatter": 1,
-    "reduce_scatter_tensor": 1,
-    "barrier": None,
-}
+    "all_reduce": 0, "broadcast": 0, "all_gather": 1, "all_gather_into_tensor": 1, "all_to_all": 1,
+    "all_to_all_single": 1, "reduce_scatter": 1, "reduce_scatter_tensor": 1, "barrier": None,
+}  # fmt: skip
 
 
 class Sent(NamedTuple):

@@ -16,18 +16,9 @@ from tests.helpers import max_diff, raises_text
 from tests.training.plan_problem import NAN, PIPELINES, UNEVEN, product, purely, start, weight_of
 
 REGISTERED = (
-    "mean, then an average",
-    "local steps",
-    "world",
-    "first means, then local steps",
-    "two stages",
-    "one leaf",
-    "by hand",
-    "local SGD",
-    "DiLoCo",
-    "streaming",
-    "moving average",
-)
+    "mean, then an average", "local steps", "world", "first means, then local steps", "two stages", "one leaf",
+    "by hand", "local SGD", "DiLoCo", "streaming", "moving average",
+)  # fmt: skip
 
 
 class Holder(torch.nn.Module):

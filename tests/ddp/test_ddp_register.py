@@ -33,12 +33,9 @@ def clipping(hook: str) -> Any:
 
 
 def train(
-    sizes: list[list[int]],
-    hook: str = "mean",
-    fused: bool = True,
-    join: str = "ours",
+    sizes: list[list[int]], hook: str = "mean", fused: bool = True, join: str = "ours",
     options: dict[str, Any] | None = None,
-) -> Any:
+) -> Any:  # fmt: skip
     """Every sample counts once, whatever the ranks' batches."""
     ddp = DistributedDataParallel(make_model(), **(options or {}))
     if fused:

@@ -44,13 +44,9 @@ def net_params() -> dict[str, Tensor]:
     """With the names of the table of transforms, an empty parameter and a number."""
     g = torch.Generator().manual_seed(0)
     shapes = {
-        "layer.weight": (5, 4),
-        "layer.bias": (4,),
-        "last.weight": (4, 3),
-        "last.bias": (3,),
-        "none": (0, 2),
+        "layer.weight": (5, 4), "layer.bias": (4,), "last.weight": (4, 3), "last.bias": (3,), "none": (0, 2),
         "scale": (),
-    }
+    }  # fmt: skip
     return {path: torch.randn(shape, generator=g, dtype=torch.float64) for path, shape in shapes.items()}
 
 
@@ -206,12 +202,9 @@ def host(tree: Any) -> dict[str, Tensor]:
 def run(case: Case, device: str, mesh: Any) -> dict[str, Any]:
     """A rank's run: its parameters, buffers and state at the end, and what each step has reported."""
     step = fjoin.train_step(
-        LOSSES[case.loss],
-        case.pipeline(),
-        mesh=mesh,
-        weight=lambda batch: 1.0 + mesh.rank,
+        LOSSES[case.loss], case.pipeline(), mesh=mesh, weight=lambda batch: 1.0 + mesh.rank,
         **{"bucket_bytes": 64, **case.options},
-    )
+    )  # fmt: skip
     params = {path: p.to(device) for path, p in net_params().items()}
     buffers = {"mean": torch.zeros(5, dtype=torch.float64, device=device), "count": torch.zeros((), device=device)}
     state, seen, calls = (

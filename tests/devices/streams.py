@@ -135,11 +135,8 @@ class Streams(TorchDispatchMode):
     def used(self) -> Iterator[Self]:
         """The steps of this thread are on this device."""
         init, arrived, backward, travel = (
-            GradCheck.__init__,
-            BucketQueue.arrived,
-            GradOutput.backward,
-            _interleave.travel,
-        )
+            GradCheck.__init__, BucketQueue.arrived, GradOutput.backward, _interleave.travel,
+        )  # fmt: skip
         leaves: set[str] = set()
 
         def on_device(check: Any, *args: Any, **kwargs: Any) -> None:

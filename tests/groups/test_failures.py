@@ -20,13 +20,9 @@ Report = Callable[[Any], None]
 
 
 def _train(
-    rank: int,
-    report: Report,
-    act: Callable[[int, int], None],
-    timeout_s: float = 300.0,
-    steps: int = 6,
+    rank: int, report: Report, act: Callable[[int, int], None], timeout_s: float = 300.0, steps: int = 6,
     amid_backward: bool = False,
-) -> None:
+) -> None:  # fmt: skip
     """Train; `act(rank, step)` runs inside the loss, or amid backward, and may misbehave. Reports how it ended."""
     seen = 0
 

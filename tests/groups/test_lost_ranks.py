@@ -315,13 +315,9 @@ def interrupt(rank: int, report: Report, place: str) -> None:
     except (KeyboardInterrupt, fjoin.PeerLost) as error:
         first = type(error).__name__
     later = [
-        *runs.values(),
-        bound,
-        lambda: step.init(params),
-        lambda: step.flush(state),
-        lambda: list(fjoin.join(batches, mesh=mesh)),
-        lambda: a_step(mesh).init(params),
-    ]
+        *runs.values(), bound, lambda: step.init(params), lambda: step.flush(state),
+        lambda: list(fjoin.join(batches, mesh=mesh)), lambda: a_step(mesh).init(params),
+    ]  # fmt: skip
     found = list[Any]()
     for run in later:
         ended(found.append, run)

@@ -89,13 +89,10 @@ def test_aux_may_have_another_structure_for_another_shape() -> None:
 
 
 NUMPY: dict[str, Any] = {
-    "0-d": np.array(2.0, np.float32),
-    "a scalar": np.float32(2.0),
-    "an index": np.int64(2),
-    "read-only": np.asarray(jnp.arange(3.0)),
-    "backwards": np.arange(3.0, dtype=np.float32)[::-1],
+    "0-d": np.array(2.0, np.float32), "a scalar": np.float32(2.0), "an index": np.int64(2),
+    "read-only": np.asarray(jnp.arange(3.0)), "backwards": np.arange(3.0, dtype=np.float32)[::-1],
     "big-endian": np.arange(3, dtype=">f4"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NUMPY)

@@ -37,21 +37,10 @@ def torchs(name: str, params: list[Tensor] | None = None, **options: Any) -> Any
 @pytest.mark.parametrize(
     "cls",
     [
-        "SGD",
-        "Adam",
-        "AdamW",
-        "NAdam",
-        "RAdam",
-        "Adamax",
-        "Adagrad",
-        "Adadelta",
-        "Adafactor",
-        "RMSprop",
-        "Rprop",
-        "ASGD",
-        "Muon",
+        "SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "Adafactor", "RMSprop", "Rprop",
+        "ASGD", "Muon",
     ],
-)
+)  # fmt: skip
 def test_every_class_has_a_counterpart(cls: str) -> None:
     """One step with the defaults of the class gives the same result."""
     made = getattr(torch.optim, cls)

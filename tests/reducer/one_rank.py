@@ -14,14 +14,9 @@ from tests.oracle.whole_batch import make_model
 
 
 def train_one_rank(
-    batches: list[Any],
-    pipeline: tx.Pipeline,
-    epochs: int = 1,
-    ordered: bool = False,
-    check: bool = False,
-    dtype: torch.dtype = torch.float64,
-    **settings: Any,
-) -> dict[str, Any]:
+    batches: list[Any], pipeline: tx.Pipeline, epochs: int = 1, ordered: bool = False, check: bool = False,
+    dtype: torch.dtype = torch.float64, **settings: Any,
+) -> dict[str, Any]:  # fmt: skip
     """Train on this rank's batches; returns the results step by step."""
     apply, params, _ = fjoin.functional(make_model(dtype=dtype))
 

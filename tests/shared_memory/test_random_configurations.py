@@ -26,11 +26,9 @@ HOOKS: dict[str, Any] = {
     "top_k": lambda: tx.error_feedback(tx.compress(tx.top_k(0.2), tx.mean("data"))),
 }
 OPTIMIZERS: dict[str, Any] = {
-    "sgd": lambda: tx.sgd(0.1, momentum=0.9),
-    "adamw": lambda: tx.adamw(0.01),
-    "muon": lambda: tx.muon(0.01),
+    "sgd": lambda: tx.sgd(0.1, momentum=0.9), "adamw": lambda: tx.adamw(0.01), "muon": lambda: tx.muon(0.01),
     "adafactor": lambda: tx.adafactor(0.01),
-}
+}  # fmt: skip
 COLLECTIVES: dict[str, Any] = {
     "psum": lambda x, w: tx.psum(x, "data"),
     "pmean": lambda x, w: tx.pmean(x, "data"),

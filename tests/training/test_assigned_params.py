@@ -44,11 +44,9 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "or": _or,
 }
 USES: dict[str, Callable[[Any, Any], Any]] = {
-    "step": lambda step, state: step(state, 1.0),
-    "params": lambda step, state: state.params,
-    "clone": lambda step, state: state.clone(),
-    "pipeline": lambda step, state: state.pipeline,
-}
+    "step": lambda step, state: step(state, 1.0), "params": lambda step, state: state.params,
+    "clone": lambda step, state: state.clone(), "pipeline": lambda step, state: state.pipeline,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("use", USES)

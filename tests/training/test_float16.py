@@ -19,12 +19,9 @@ HOOKS: dict[str, Any] = {
 
 
 def trained(
-    hook: tx.Transform,
-    batches: list[tuple[float, float]],
-    on_device: bool = False,
-    loss_dtype: Any = None,
+    hook: tx.Transform, batches: list[tuple[float, float]], on_device: bool = False, loss_dtype: Any = None,
     **settings: Any,
-) -> Any:
+) -> Any:  # fmt: skip
     """Each batch is (gradient of every element, weight)."""
 
     def loss(params: Any, batch: Any) -> Tensor:

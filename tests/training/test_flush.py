@@ -190,14 +190,9 @@ def test_flush_within_a_window_of_accumulation() -> None:
 
 def streaming() -> Any:
     pipeline = tx.diloco(
-        tx.sgd(0.1),
-        tx.error_feedback(tx.compress(tx.int8(), tx.mean("data"))),
-        4,
-        tx.sgd(0.7, momentum=0.9),
-        fragments=2,
-        delay=2,
-        mix=0.5,
-    )
+        tx.sgd(0.1), tx.error_feedback(tx.compress(tx.int8(), tx.mean("data"))), 4, tx.sgd(0.7, momentum=0.9),
+        fragments=2, delay=2, mix=0.5,
+    )  # fmt: skip
     step = fjoin.train_step(lambda p, b: sum((v * b).square().sum() for v in p.values()), pipeline)
     state = step.init({"w": torch.ones(5), "v": torch.ones(3)})
     for i in range(7):
@@ -349,11 +344,9 @@ def apart(rank: int, report: Any, kind: str, steps: list[int], flushes: list[boo
 
 
 APART = {
-    "a step later": ([7, 6], [True, True]),
-    "in a step that averages": ([7, 5], [True, True]),
-    "not on all": ([7, 7, 7], [True, False, False]),
-    "before any step": ([5, 0], [True, True]),
-}
+    "a step later": ([7, 6], [True, True]), "in a step that averages": ([7, 5], [True, True]),
+    "not on all": ([7, 7, 7], [True, False, False]), "before any step": ([5, 0], [True, True]),
+}  # fmt: skip
 
 
 @pytest.mark.sample(2)

@@ -158,11 +158,9 @@ def test_warns_once_about_discarded_buffer_updates(given: str) -> None:
             apply(params, buffers if given == "all" else {}, ROWS)
     assert len(seen) == 1 and seen[0].filename == __file__
     for part in (
-        "'1.num_batches_tracked'",
-        "apply.with_buffers(params, buffers, ...)",
-        "step.init(params, buffers)",
+        "'1.num_batches_tracked'", "apply.with_buffers(params, buffers, ...)", "step.init(params, buffers)",
         "eval mode",
-    ):
+    ):  # fmt: skip
         assert part in str(seen[0].message)
 
 

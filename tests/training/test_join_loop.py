@@ -62,13 +62,8 @@ def test_simulator_raises_if_a_rank_leaves_the_loop() -> None:
 
 def test_no_batch_error_names_the_empty_argument() -> None:
     for use in (
-        lambda b: b.shape,
-        lambda b: b[0],
-        lambda b: len(b),
-        lambda b: list(b),
-        lambda b: b + 1,
-        lambda b: bool(b),
-    ):
+        lambda b: b.shape, lambda b: b[0], lambda b: len(b), lambda b: list(b), lambda b: b + 1, lambda b: bool(b),
+    ):  # fmt: skip
         raises_text(fjoin.NoBatch, lambda: use(fjoin.NO_BATCH), "empty=")  # noqa: B023
     assert repr(fjoin.NO_BATCH) == "fjoin.NO_BATCH"
 

@@ -188,13 +188,9 @@ def test_in_a_pure_step(hook: str, name: str) -> None:
         return params
 
     text = raises_text(
-        fjoin.DesyncError,
-        lambda: tx.simulate(rank, {"data": 3}, [0.1, 0.1, 0.3]),
-        "rank 2 steps with",
-        "=0.3",
-        "rank 0",
-        "=0.1",
-    )
+        fjoin.DesyncError, lambda: tx.simulate(rank, {"data": 3}, [0.1, 0.1, 0.3]), "rank 2 steps with", "=0.3",
+        "rank 0", "=0.1",
+    )  # fmt: skip
     assert ("weight_decay" if "schedule" in name else "lr") in text
     tx.simulate(rank, {"data": 3}, [0.3] * 3)
 

@@ -35,12 +35,9 @@ def by_effective_ranks(hook: tx.Transform) -> tx.Transform:
         return {path: g * ranks.to(g.dtype) for path, g in out.items()}, EffectiveState(new)
 
     return tx.Transform(
-        lambda params: EffectiveState(hook.init(params)),
-        update,
-        hook.needs,
-        inner.reduction("squares"),
+        lambda params: EffectiveState(hook.init(params)), update, hook.needs, inner.reduction("squares"),
         hook.compression,
-    )
+    )  # fmt: skip
 
 
 def plain() -> tx.Transform:

@@ -31,9 +31,7 @@ CODECS: dict[str, list[Callable[[], tx.Codec]]] = {
     "float16": [tx.float16],
     "float32": [tx.float32],
     "fp8": [
-        tx.fp8,
-        lambda: tx.fp8(block=3, dtype=torch.float8_e5m2),
-        lambda: tx.fp8(stochastic=True),
+        tx.fp8, lambda: tx.fp8(block=3, dtype=torch.float8_e5m2), lambda: tx.fp8(stochastic=True),
         lambda: tx.fp8(dtype=torch.float8_e5m2, stochastic=True),
     ],
     "int4": [tx.int4, lambda: tx.int4(block=3), lambda: tx.int4(stochastic=True)],
@@ -42,7 +40,7 @@ CODECS: dict[str, list[Callable[[], tx.Codec]]] = {
     "sign": [tx.sign, lambda: tx.sign(block=3), lambda: tx.sign(block=None)],
     "top_k": [lambda: tx.top_k(0.3), lambda: tx.top_k(0.01, tx.int8(block=3)), lambda: tx.top_k(1.0, tx.qsgd())],
     "uint8": [tx.uint8, lambda: tx.uint8(block=3), lambda: tx.uint8(block=512)],
-}
+}  # fmt: skip
 
 
 # Lossy means; and a row for each codec.

@@ -108,12 +108,9 @@ def _writes_where_others_are() -> tx.Transform:
         return out, new
 
     return tx.Transform(
-        right.init,
-        update,
-        needs=tx.Needs.LAYOUT,
-        reduces=right.reduces and tx.Reduction(right.reduces.sums),
+        right.init, update, needs=tx.Needs.LAYOUT, reduces=right.reduces and tx.Reduction(right.reduces.sums),
         compression=right.compression,
-    )
+    )  # fmt: skip
 
 
 def _sums_later() -> tx.Transform:
@@ -249,12 +246,9 @@ def _lossy(change: Callable[[Any, Any], Any]) -> Callable[[], tx.Transform]:
         return out, state
 
     return lambda: tx.Transform(
-        right.init,
-        update,
-        needs=tx.Needs.LAYOUT,
-        reduces=right.reduces and tx.Reduction(right.reduces.sums),
+        right.init, update, needs=tx.Needs.LAYOUT, reduces=right.reduces and tx.Reduction(right.reduces.sums),
         compression=right.compression,
-    )
+    )  # fmt: skip
 
 
 BROKEN_FEEDBACK = {

@@ -99,15 +99,12 @@ def torch_loop(kind: str, sizes: list[list[int]]) -> Any:
 @pytest.mark.parametrize(
     ("kind", "ranks", "sizes"),
     [
-        ("ddp", 2, SIZES),
-        ("fully_shard", 2, SIZES),
-        ("fully_shard", 2, [[], [2, 3]]),
-        ("fully_shard", 4, [[1], [2, 2, 2], [], [3, 1]]),
-        ("tensor", 2, [[2, 4, 1]]),
+        ("ddp", 2, SIZES), ("fully_shard", 2, SIZES), ("fully_shard", 2, [[], [2, 3]]),
+        ("fully_shard", 4, [[1], [2, 2, 2], [], [3, 1]]), ("tensor", 2, [[2, 4, 1]]),
         ("tensor and fully_shard", 4, SIZES),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_models_that_communicate_equal_one_process(pool: Any, kind: str, ranks: int, sizes: list[list[int]]) -> None:
     """Every rank runs forward, backward and step equally often, and repeated batches count nothing."""
     want = reference(sizes)

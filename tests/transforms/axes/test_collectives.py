@@ -130,11 +130,8 @@ def test_trees_travel_packed() -> None:
     """A tree of any form is sent in one message per dtype."""
     notes: list[Any] = []
     tree = {
-        "a": torch.ones(3),
-        "b": [torch.ones(2, 2), torch.ones(())],
-        "c": torch.ones(4, dtype=torch.float64),
-        "d": 1,
-    }
+        "a": torch.ones(3), "b": [torch.ones(2, 2), torch.ones(())], "c": torch.ones(4, dtype=torch.float64), "d": 1,
+    }  # fmt: skip
     with bind_axes({"data": Recorder("data", 4, notes, {"data": 4})}):
         tx.psum(tree, "data")
         assert [(m.dtype, m.payload_bytes) for m in notes] == [

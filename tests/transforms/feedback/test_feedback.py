@@ -15,20 +15,13 @@ from fjoin.transforms.reductions import ErrorState
 from tests.helpers import max_diff, raises_text, same_bits
 
 CODECS: dict[str, Any] = {
-    "bfloat16": tx.bfloat16,
-    "int8": lambda: tx.int8(block=4),
-    "int4": lambda: tx.int4(block=4),
-    "fp8": tx.fp8,
-    "top_k": lambda: tx.top_k(0.2),
-    "sign": tx.sign,
-    "qsgd": tx.qsgd,
-}
+    "bfloat16": tx.bfloat16, "int8": lambda: tx.int8(block=4), "int4": lambda: tx.int4(block=4), "fp8": tx.fp8,
+    "top_k": lambda: tx.top_k(0.2), "sign": tx.sign, "qsgd": tx.qsgd,
+}  # fmt: skip
 OVERS: dict[str, Any] = {
-    "mean": lambda: tx.mean("data"),
-    "live": lambda: tx.mean("data", over="live"),
-    "world": lambda: tx.mean("data", over="world"),
-    "sum": lambda: tx.sum_over("data"),
-}
+    "mean": lambda: tx.mean("data"), "live": lambda: tx.mean("data", over="live"),
+    "world": lambda: tx.mean("data", over="world"), "sum": lambda: tx.sum_over("data"),
+}  # fmt: skip
 STEPS = 12
 
 

@@ -189,15 +189,10 @@ def test_torch_fused_sgd_still_ignores_half_precision_on_cpu() -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: tx.sgd(0.1, momentum=0.9),
-        lambda: tx.adamw(0.1),
-        lambda: tx.adam(0.1, amsgrad=True),
-        tx.rmsprop,
-        tx.lion,
-        tx.lamb,
-        tx.adafactor,
+        lambda: tx.sgd(0.1, momentum=0.9), lambda: tx.adamw(0.1), lambda: tx.adam(0.1, amsgrad=True), tx.rmsprop,
+        tx.lion, tx.lamb, tx.adafactor,
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_gradients_with_other_memory_layouts(make: Any, dtype: torch.dtype) -> None:
     """Kernels go through memory: transposed, expanded or channels-last tensors must be laid out first."""

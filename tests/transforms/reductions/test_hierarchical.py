@@ -13,12 +13,9 @@ from fjoin import transforms as tx
 from tests.helpers import max_diff, raises_text, same_bits
 
 SHAPES = [
-    {"node": 2, "local": 2},
-    {"node": 2, "local": 3},
-    {"node": 3, "local": 2},
-    {"node": 1, "local": 3},
+    {"node": 2, "local": 2}, {"node": 2, "local": 3}, {"node": 3, "local": 2}, {"node": 1, "local": 3},
     {"node": 3, "local": 1},
-]
+]  # fmt: skip
 
 
 def _grads(rank: int, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:

@@ -51,13 +51,10 @@ def test_collectives_round_a_sum_once(dtype: torch.dtype) -> None:
 
 
 HOOKS: dict[str, Callable[[], tx.Transform]] = {
-    "mean": lambda: tx.mean("data"),
-    "scatter_mean": lambda: tx.scatter_mean("data"),
-    "sum_over": lambda: tx.chain(tx.sum_over("data")),
-    "accumulate": lambda: tx.accumulate(1, tx.mean("data")),
-    "every": lambda: tx.every(1, tx.mean("data")),
-    "cast": lambda: tx.compress(torch.float16, tx.mean("data")),
-}
+    "mean": lambda: tx.mean("data"), "scatter_mean": lambda: tx.scatter_mean("data"),
+    "sum_over": lambda: tx.chain(tx.sum_over("data")), "accumulate": lambda: tx.accumulate(1, tx.mean("data")),
+    "every": lambda: tx.every(1, tx.mean("data")), "cast": lambda: tx.compress(torch.float16, tx.mean("data")),
+}  # fmt: skip
 
 
 @pytest.mark.sample(3)

@@ -303,12 +303,10 @@ AROUND: dict[str, Callable[[], Any]] = {
     "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
 }
 RESULTS: dict[str, Callable[[World, Tensor], Any]] = {
-    "tensor": lambda m, h: h,
-    "object": lambda m, h: Notes(3, h.sin(), [h], {"h": h}),
-    "others": lambda m, h: (h, 3, "text", {"none": None}),
-    "parameter": lambda m, h: (h, m.scale),
+    "tensor": lambda m, h: h, "object": lambda m, h: Notes(3, h.sin(), [h], {"h": h}),
+    "others": lambda m, h: (h, 3, "text", {"none": None}), "parameter": lambda m, h: (h, m.scale),
     "buffer": lambda m, h: (h, m.mean),
-}
+}  # fmt: skip
 
 
 def of_result(out: Any) -> Tensor:

@@ -50,11 +50,9 @@ def by_inner(x: Tensor) -> Tensor:
 
 
 READS: dict[str, Callable[[Tensor], Tensor]] = {
-    "is_leaf": by_leaf,
-    "numpy": lambda x: x * float(x.detach().numpy().max()),
-    "data_ptr": lambda x: x.sin() + 0 * (x.data_ptr() % 2),
-    "requires_grad": by_inner,
-}
+    "is_leaf": by_leaf, "numpy": lambda x: x * float(x.detach().numpy().max()),
+    "data_ptr": lambda x: x.sin() + 0 * (x.data_ptr() % 2), "requires_grad": by_inner,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", READS)

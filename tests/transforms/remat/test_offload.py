@@ -194,11 +194,8 @@ def test_pinned_memory_on_a_gpu() -> None:
 
     want, plain = step(lambda block: block)
     for policy in (
-        None,
-        policies.everything_saveable,
-        policies.dots_saveable,
-        policies.offload_dot_with_no_batch_dims(),
-    ):
+        None, policies.everything_saveable, policies.dots_saveable, policies.offload_dot_with_no_batch_dims(),
+    ):  # fmt: skip
         for _ in range(3):
             got, kept = step(lambda block: tx.remat(block, policy, "cpu"))  # noqa: B023
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)

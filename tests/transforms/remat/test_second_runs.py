@@ -92,12 +92,9 @@ def test_own_operations_are_not_counted(name: str, policy: str, transform: str) 
 
 # Functions that return what they reach.
 RETURNS: dict[str, Callable[[Tensor], Any]] = {
-    "parameter": lambda x: (x * W, W),
-    "view of a parameter": lambda x: (x * W, W.view(2, 2)),
-    "argument": lambda x: (x * W, x),
-    "tensor": lambda x: (x * W, COUNT),
-    "twice": lambda x: (x * W, W, W),
-}
+    "parameter": lambda x: (x * W, W), "view of a parameter": lambda x: (x * W, W.view(2, 2)),
+    "argument": lambda x: (x * W, x), "tensor": lambda x: (x * W, COUNT), "twice": lambda x: (x * W, W, W),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -193,12 +193,9 @@ def test_flags_of_the_first_run_are_restored_for_the_second(name: str) -> None:
 
 
 DRAWS: dict[str, Callable[[], float]] = {
-    "torch": lambda: torch.rand(()).item(),
-    "random": random.random,
-    "random.gauss": lambda: random.gauss(0, 1),
-    "numpy": lambda: float(np.random.rand()),
-    "numpy.randn": lambda: float(np.random.randn()),
-}
+    "torch": lambda: torch.rand(()).item(), "random": random.random, "random.gauss": lambda: random.gauss(0, 1),
+    "numpy": lambda: float(np.random.rand()), "numpy.randn": lambda: float(np.random.randn()),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("transform", ["plain", "grad"])

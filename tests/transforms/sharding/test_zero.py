@@ -266,12 +266,10 @@ def test_a_derivative_through_a_sharded_step() -> None:
 @pytest.mark.parametrize(
     "ranks",
     [
-        2,
-        pytest.param(7, marks=pytest.mark.long),
-        pytest.param(16, marks=pytest.mark.long),
+        2, pytest.param(7, marks=pytest.mark.long), pytest.param(16, marks=pytest.mark.long),
         pytest.param(64, marks=pytest.mark.long),
     ],
-)
+)  # fmt: skip
 def test_more_ranks_than_leaves_and_many_steps(ranks: int) -> None:
     """Pieces smaller than the alignment, and empty ones."""
     optimizer = tx.partition({"*.weight": tx.muon(0.1), "*.bias": tx.adamw(0.1), "*": tx.sgd(0.1, momentum=0.9)})
