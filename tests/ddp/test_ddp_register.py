@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fjoin
 from fjoin import transforms as tx
 from tests.ddp.register_problem import EVEN, HOOKS, SIZES, SMALL, check, samples
+from tests.helpers import stepped
 from tests.oracle import whole_batch
 from tests.oracle.whole_batch import make_batches, make_model, mean_loss
 
@@ -120,8 +121,7 @@ def test_every_hook_is_what_it_is_in_a_train_step(pool: Any, hook: str, options:
         step = fjoin.train_step(loss_fn, tx.fuse(HOOKS[hook](), tx.adamw(0.05)), weight=samples)
         state = step.init(params)
         for _ in range(2):
-            for batch in step.join(batches):
-                state, _ = step(state, batch)
+            state = stepped(step, state, step.join(batches))
         return {path: p.clone() for path, p in state.params.items()}
 
     want = tx.simulate(one_rank, {"data": 2}, make_batches(1, EVEN))[0]

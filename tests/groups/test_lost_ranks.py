@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fjoin
 from fjoin import transforms as tx
+from tests.helpers import stepped
 from tests.ranks import Ranks
 
 Report = Callable[[Any], None]
@@ -59,9 +60,7 @@ def die_at(rank: int, report: Report, place: str, stop: bool, timeout_s: float) 
         mesh = fjoin.mesh({"data": -1}, timeout_s=timeout_s)
         here("before init")
         step = a_step(mesh, loss_fn)
-        state = step.init({"w": torch.ones(3)})
-        for batch in step.join([torch.ones(3)] * 2):
-            state, _ = step(state, batch)
+        stepped(step, step.init({"w": torch.ones(3)}), step.join([torch.ones(3)] * 2))
         fjoin.evaluate(metric_fn, [torch.ones(3)], mesh=mesh)
 
     ended(report, run)

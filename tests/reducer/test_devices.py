@@ -22,7 +22,7 @@ from fjoin.testing._devices import NoWaiting
 from fjoin.transforms.axes._simulate import SimulatedAxis
 from fjoin.transforms.base import _devices, choose_state
 from fjoin.transforms.sync import BatchNormState
-from tests.helpers import same_bits
+from tests.helpers import same_bits, stepped
 from tests.pool import Pool
 from tests.ranks import Ranks
 from tests.training.small import net_loss, net_params, net_trained
@@ -123,8 +123,7 @@ def test_no_step_waits_for_its_device(hook: str, bucket_bytes: int, sent: list[s
         batch = torch.empty(3, 5, dtype=torch.float64, device="meta")
         state, _ = step(state, batch)  # in which buffers are made
         with NoWaiting():
-            for _ in range(3):
-                state, _ = step(state, batch)
+            state = stepped(step, state, [batch] * 3)
         assert all(p.device.type == "meta" for p in state.params.values())
 
     tx.simulate(one_rank, {"data": 3})

@@ -12,7 +12,7 @@ from torch import Tensor
 import fjoin
 from fjoin import transforms as tx
 from fjoin.agreement import _device_reads
-from tests.helpers import max_diff, raises_text, same_bits
+from tests.helpers import max_diff, raises_text, same_bits, stepped
 from tests.training.small import MEAN_SGD, product, step_of
 
 X = torch.ones(2)
@@ -58,8 +58,7 @@ def _poisoned_sqrt(batch: Tensor, loss: Any) -> Any:
 
 def test_a_window_that_is_not_finite_is_lost_whole() -> None:
     step, state = step_of(accumulate=3)
-    for batch in (X, X):
-        state, _ = step(state, batch)
+    state = stepped(step, state, (X, X))
     raises_text(fjoin.NonFinite, lambda: step(state, X * float("nan")))
     weights = []
     for _ in range(6):

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import fjoin
 from fjoin import transforms as tx
+from tests.helpers import stepped
 from tests.traffic import watched
 
 MODELS = {
@@ -56,8 +57,7 @@ def counted(model: str, hook: str, batches_of_rank: list[int]) -> tuple[list[tup
             experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True),
         ) as profile,
     ):
-        for batch in step.join([1.0] * batches_of_rank[dist.get_rank()]):
-            state, _ = step(state, batch)
+        state = stepped(step, state, step.join([1.0] * batches_of_rank[dist.get_rank()]))
     step.close()
     sent = [(one.name, one.bytes, one.dtype) for one in seen]
     return sent, sum(event.name.startswith("c10d::") for event in profile.events())

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
-from tests.helpers import raises_text, same_bits
+from tests.helpers import raises_text, same_bits, stepped
 
 MEAN_SGD = tx.fuse(tx.mean("data"), tx.sgd(1.0))
 
@@ -70,9 +70,7 @@ def test_windows_have_the_mean_of_their_calls_whatever_ranks_count_by(make: Any,
     def one_rank(own: Any) -> float:
         pipeline = tx.fuse(make("data", over), tx.sgd(1.0))
         step = fjoin.train_step(lambda p, batch: p["w"].sum() * batch[0], pipeline, accumulate=2, weight=lambda b: b[1])
-        state = step.init({"w": torch.zeros(3)})
-        for batch in own:
-            state, _ = step(state, batch)
+        state = stepped(step, step.init({"w": torch.zeros(3)}), own)
         return float(state.params["w"][1])
 
     def purely(own: Any) -> float:
@@ -165,9 +163,7 @@ def test_skipping_on_the_device() -> None:
     for on_device in (False, True):
         step = fjoin.train_step(_linear, pipeline)
         step.run.step_check.grads.on_device = on_device
-        state = step.init(_w())
-        for batch in (1.0, float("nan"), 1.0, 1.0, 1.0):
-            state, _ = step(state, batch)
+        state = stepped(step, step.init(_w()), (1.0, float("nan"), 1.0, 1.0, 1.0))
         assert state.pipeline.skipped == 1
         results.append({k: p.clone() for k, p in state.params.items()})
     assert same_bits(results[0], results[1])
@@ -189,9 +185,7 @@ def test_gradients_that_share_memory_in_a_window(size: int, hook: tx.Transform) 
     step = fjoin.train_step(
         lambda p, b: ((p["a"].view(-1) + p["b"].view(-1)) * b).sum(), tx.fuse(hook, tx.sgd(1.0)), accumulate=3
     )
-    state = step.init({"a": torch.zeros(size, 1000), "b": torch.zeros(size, 1000)})
-    for batch in (1.0, 2.0, 6.0):
-        state, _ = step(state, batch)
+    state = stepped(step, step.init({"a": torch.zeros(size, 1000), "b": torch.zeros(size, 1000)}), (1.0, 2.0, 6.0))
     assert state.params["a"].unique().tolist() == state.params["b"].unique().tolist() == [-3.0]
 
 

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fjoin
 from fjoin import transforms as tx
 from fjoin.transforms import checkpoint_policies as policies
-from tests.helpers import raises_text
+from tests.helpers import raises_text, stepped
 from tests.transforms.remat.exact import exact_host
 
 
@@ -208,9 +208,7 @@ def test_train_step(how: str) -> None:
             tx.fuse(tx.mean("data"), tx.adamw(0.1)),
             mesh=fjoin.mesh({"data": 1}),
         )
-        state = step.init(params)
-        for batch in torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(0)):
-            state, _ = step(state, batch)
+        state = stepped(step, step.init(params), torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(0)))
         return state.params
 
     torch.testing.assert_close(run(WRAPS[how]), run(None), rtol=0, atol=0)

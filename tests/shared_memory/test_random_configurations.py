@@ -12,6 +12,7 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
+from tests.helpers import stepped
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 HOOKS: dict[str, Any] = {
@@ -80,9 +81,7 @@ def trained(c: Configuration, mesh: Any, bound: bool) -> Any:
             step = fjoin.train_step(
                 loss, pipeline, mesh=mesh, bucket_bytes=c.bucket_bytes, weight=lambda x: 1 + mesh.rank
             )
-            state = step.init(params)
-            for batch in batches:
-                state, _ = step(state, batch)
+            state = stepped(step, step.init(params), batches)
             params = {path: leaf.clone() for path, leaf in state.params.items()}
         with contextlib.nullcontext() if bound else fjoin.bind(mesh):
             state = pipeline.init(params)

@@ -17,6 +17,7 @@ from torch import Tensor
 import fjoin
 from fjoin import transforms as tx
 from fjoin.shared_memory import _rendezvous as _hosts
+from tests.helpers import stepped
 from tests.ranks import Ranks
 
 Report = Callable[[Any], None]
@@ -96,8 +97,7 @@ def steps(transport: str, pipeline: str, ordered: bool = True) -> Any:
     step = fjoin.train_step(loss, made[pipeline](), mesh=mesh)
     state = step.init(params)
     batches = [torch.tensor([0.5 + i + mesh.rank]) for i in range(4 if mesh.rank else 6)]
-    for batch in step.join(batches):
-        state, _ = step(state, batch)
+    state = stepped(step, state, step.join(batches))
     out = {path: leaf.detach().clone() for path, leaf in state.params.items()}
     del state, step
     mesh.close()

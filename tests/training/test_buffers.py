@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fjoin
 from fjoin import transforms as tx
-from tests.helpers import max_diff, raises_text, same_bits
+from tests.helpers import max_diff, raises_text, same_bits, stepped
 
 F64 = torch.float64
 CHOICES: dict[str, Any] = {
@@ -124,8 +124,7 @@ def test_any_dtype_and_ranks_without_weight(transform: tx.Transform, on_device: 
     def one_rank(value: float) -> Any:
         step, state = counting(tx.fuse(tx.mean("data"), tx.sgd(0.1)), on_buffers=transform)
         step.run.step_check.grads.on_device = on_device
-        for x in (value, 7.0):
-            state, _ = step(state, torch.full((2,), x))
+        state = stepped(step, state, (torch.full((2,), x) for x in (value, 7.0)))
         return {path: (b.dtype, b.tolist()) for path, b in state.buffers.items()}
 
     for out in tx.simulate(one_rank, {"data": 2}, [7.0, 3.0]):
@@ -136,8 +135,7 @@ def test_any_dtype_and_ranks_without_weight(transform: tx.Transform, on_device: 
 def test_skipped_step_changes_no_buffer(on_device: bool) -> None:
     step, state = counting(tx.skip_if_nonfinite(tx.fuse(tx.mean("data"), tx.sgd(0.1))))
     step.run.step_check.grads.on_device = on_device
-    for x in (1.0, float("nan"), 2.0):
-        state, _ = step(state, torch.full((2,), x))
+    state = stepped(step, state, (torch.full((2,), x) for x in (1.0, float("nan"), 2.0)))
     assert state.buffers["n"] == 2 and state.buffers["x"].tolist() == [2.0, 2.0] and state.pipeline.skipped == 1
 
 
@@ -145,8 +143,7 @@ def test_skipped_step_changes_no_buffer(on_device: bool) -> None:
 def test_skipped_window_changes_no_buffer(on_device: bool) -> None:
     step, state = counting(tx.skip_if_nonfinite(tx.fuse(tx.mean("data"), tx.sgd(0.1))), accumulate=2)
     step.run.step_check.grads.on_device = on_device
-    for x in (1.0, 2.0, float("nan"), 3.0):
-        state, _ = step(state, torch.full((2,), x))
+    state = stepped(step, state, (torch.full((2,), x) for x in (1.0, 2.0, float("nan"), 3.0)))
     assert state.buffers["n"] == 2 and state.buffers["x"].tolist() == [2.0, 2.0]
     step, state = counting(tx.fuse(tx.mean("data"), tx.sgd(0.1)), accumulate=2)
     state, _ = step(state, torch.full((2,), float("nan")))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
+from tests.helpers import stepped
 
 HOOKS: dict[str, Any] = {
     "mean": lambda: tx.mean("data"),
@@ -85,9 +86,7 @@ def test_two_levels() -> None:
         hook = tx.chain(tx.mean("local"), tx.mean("node"))
         step = fjoin.train_step(lambda p, b: (p["w"] * b).sum(), tx.fuse(hook, tx.sgd(1.0)), weight=lambda b: w,
                                 mesh=fjoin.mesh({"node": 2, "local": 2}))  # fmt: skip
-        state = step.init({"w": torch.zeros(3, dtype=torch.float16)})
-        for _ in range(3):
-            state, _ = step(state, 16.0)
+        state = stepped(step, step.init({"w": torch.zeros(3, dtype=torch.float16)}), [16.0] * 3)
         return state.params["w"].tolist()
 
     out = tx.simulate(one_rank, {"node": 2, "local": 2}, [4096.0, 1024.0, 100_000.0, 8.0])
@@ -140,9 +139,7 @@ def test_other_dtypes_exchange_no_weights() -> None:
         )
         exchange = step.run.mesh.exchange
         step.run.mesh.exchange = lambda *args: (met.append(dtype), exchange(*args))[1]  # type: ignore[method-assign]
-        state = step.init({"w": torch.zeros(3, dtype=dtype)})
-        for _ in range(3):
-            state, _ = step(state, 1.0)
+        stepped(step, step.init({"w": torch.zeros(3, dtype=dtype)}), [1.0] * 3)
 
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         one_rank(dtype)

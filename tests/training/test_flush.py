@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import fjoin
 from fjoin import transforms as tx
-from tests.helpers import max_diff, raises_text
+from tests.helpers import max_diff, raises_text, stepped
 from tests.ranks import Ranks
 
 SGD, AVERAGE = tx.sgd(1.0), tx.average_parameters("data")
@@ -44,9 +44,7 @@ def purely(pipeline: tx.Pipeline, batches: list[float]) -> Any:
 
 def by_step(pipeline: tx.Pipeline, batches: list[float]) -> Any:
     step = fjoin.train_step(product, pipeline, weight=abs)
-    state = step.init({"w": torch.zeros(1, dtype=torch.float64)})
-    for batch in batches:
-        state, _ = step(state, batch)
+    state = stepped(step, step.init({"w": torch.zeros(1, dtype=torch.float64)}), batches)
     state = step.flush(state)
     step.close()
     return state.params, state.pipeline, step.flush(state).params
@@ -152,9 +150,7 @@ def test_a_switch_averages_the_open_window() -> None:
 
 def test_close_warns_of_a_window_within_a_period() -> None:
     step = fjoin.train_step(product, then(tx.every(2, tx.every(2, AVERAGE))))
-    state = step.init({"w": torch.zeros(1)})
-    for _ in range(2):
-        state, _ = step(state, 1.0)
+    stepped(step, step.init({"w": torch.zeros(1)}), [1.0] * 2)
     with pytest.warns(UserWarning, match=r"after step 1 a window of every\(2, every\(2"):
         step.close()
 
@@ -163,8 +159,7 @@ def test_close_warns_of_steps_that_are_not_averaged() -> None:
     step = fjoin.train_step(product, tx.local_sgd(SGD, tx.mean("data"), 2))
     state = step.init({"w": torch.zeros(1)})
     step.close()
-    for _ in range(3):
-        state, _ = step(state, 1.0)
+    state = stepped(step, state, [1.0] * 3)
     with pytest.warns(UserWarning, match=r"after step 2 a window of every\(2.*step\.flush"):
         step.close()
     state = step.flush(state)
@@ -195,8 +190,7 @@ def streaming() -> Any:
     )  # fmt: skip
     step = fjoin.train_step(lambda p, b: sum((v * b).square().sum() for v in p.values()), pipeline)
     state = step.init({"w": torch.ones(5), "v": torch.ones(3)})
-    for i in range(7):
-        state, _ = step(state, torch.tensor(1.0 + step.rank + i))
+    state = stepped(step, state, (torch.tensor(1.0 + step.rank + i) for i in range(7)))
     state = step.flush(state)
     return [part.anchor for part in state.pipeline.after], [part.pending for part in state.pipeline.after]
 
@@ -217,9 +211,7 @@ def delayed(name: str, rank: int) -> list[float]:
     found = []
     for steps in range(4, 10):
         step = fjoin.train_step(product, then(DELAYED[name]), mesh=fjoin.mesh({"data": 2}), weight=abs)
-        state = step.init({"w": torch.zeros(1)})
-        for i in range(steps):
-            state, _ = step(state, 1.0 + 2 * rank + i)
+        state = stepped(step, step.init({"w": torch.zeros(1)}), (1.0 + 2 * rank + i for i in range(steps)))
         state = step.flush(state)
         found.append(state.params["w"].item())
     return found
@@ -242,8 +234,7 @@ def left_out(bad: tuple[int, ...], on_device: bool) -> Any:
     step = fjoin.train_step(product, tx.local_sgd(SGD, tx.mean("data"), 3))
     step.run.step_check.grads.on_device = on_device
     state = step.init({"w": torch.zeros(1)})
-    for i in range(4):
-        state, _ = step(state, math.nan if step.rank == 1 and i in bad else 1.0)
+    state = stepped(step, state, (math.nan if step.rank == 1 and i in bad else 1.0 for i in range(4)))
     with pytest.raises(fjoin.NonFinite) as info:
         step.flush(state)
     assert state.step == 4
@@ -263,12 +254,8 @@ def test_init_begins_without_the_errors_of_an_earlier_run() -> None:
     def again() -> Any:
         step = fjoin.train_step(product, tx.local_sgd(SGD, tx.mean("data"), 9))
         for _ in range(2):
-            state = step.init({"w": torch.zeros(1)})
-            for batch in (1.0, math.nan if step.rank == 1 else 1.0):
-                state, _ = step(state, batch)
-        state = step.init({"w": torch.zeros(1)})
-        for _ in range(3):
-            state, _ = step(state, 1.0)
+            state = stepped(step, step.init({"w": torch.zeros(1)}), (1.0, math.nan if step.rank == 1 else 1.0))
+        state = stepped(step, step.init({"w": torch.zeros(1)}), [1.0] * 3)
         return step.flush(state).params["w"].item()
 
     assert tx.simulate(again, {"data": 2}) == [-3.0] * 2

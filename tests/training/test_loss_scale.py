@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import fjoin
 from fjoin import transforms as tx
 from fjoin.ddp._run import ScaledLoss
-from tests.helpers import max_diff, raises_text, same_bits
+from tests.helpers import max_diff, raises_text, same_bits, stepped
 from tests.oracle import grad_scaler
 from tests.training.small import product, step_of
 
@@ -130,8 +130,7 @@ def test_windows_and_narrow_losses(hook: tx.Transform, dtype: torch.dtype) -> No
             accumulate=3,
         )
         state = step.init({"w": torch.zeros(2), "v": torch.zeros(2)})
-        for i in range(6):
-            state, _ = step(state, X if n or i < 4 else X * 7)
+        state = stepped(step, state, (X if n or i < 4 else X * 7 for i in range(6)))
         return state.params["w"].tolist(), state.pipeline.scale.item()
 
     for params, scale in tx.simulate(one_rank, {"data": 3}, [1001, 77, 0]):
@@ -143,8 +142,7 @@ def test_rank_that_ends_within_a_window_still_counts() -> None:
 
     def one_rank(batches: list[Tensor]) -> list[float]:
         step, state = step_of(pipeline=pipeline, accumulate=2)
-        for batch in step.join(batches):
-            state, _ = step(state, batch)
+        state = stepped(step, state, step.join(batches))
         return [float(v) for v in state.params["w"]]
 
     for w in tx.simulate(one_rank, {"data": 2}, [[X, X], [X * 4]]):
@@ -154,8 +152,7 @@ def test_rank_that_ends_within_a_window_still_counts() -> None:
 def test_a_window_that_overflows_is_lost_whole() -> None:
     """A NaN of one window does not enter the next, also in pure pipelines with accumulate."""
     step, state = step_of(pipeline=tx.dynamic_loss_scale(tx.fuse(tx.mean("data"), tx.sgd(0.5))), accumulate=2)
-    for batch in (X * NAN, X, X, X):
-        state, _ = step(state, batch)
+    state = stepped(step, state, (X * NAN, X, X, X))
     assert state.params["w"].tolist() == [0.5, 0.5] and state.pipeline.skipped == 1 and state.pipeline.streak == 1
     inner = tx.fuse(tx.accumulate(2, tx.identity()), tx.sgd(0.5))
     for pipeline in (tx.skip_if_nonfinite(inner), tx.dynamic_loss_scale(inner, init_scale=1.0)):
@@ -173,8 +170,7 @@ def test_no_rank_with_weight_counts_as_no_step() -> None:
             weight=lambda b: b[0],
         )
         step.run.step_check.grads.on_device = on_device
-        for batch in (X, X * 0, X):
-            state, _ = step(state, batch)
+        state = stepped(step, state, (X, X * 0, X))
         assert state.pipeline.scale == 2.0**17 and state.pipeline.skipped == 0 and state.pipeline.streak == 0
 
 

@@ -9,6 +9,7 @@ import torch
 
 import fjoin
 from fjoin import transforms as tx
+from tests.helpers import stepped
 from tests.training.plan_problem import NAN, SGD, by_step, product, purely, start
 
 
@@ -90,8 +91,7 @@ def test_only_the_ranks_with_bad_gradients_are_named(name: str, on_device: bool)
         step.run.step_check.grads.on_device = on_device
         state = step.init(start())
         with pytest.raises(fjoin.NonFinite) as info:
-            for batch in batches:
-                state, _ = step(state, batch)
+            state = stepped(step, state, batches)
         return info.value.step, info.value.ranks
 
     batches = [[1.0] * 6, [1.0, NAN, 1.0, 1.0, 1.0, 1.0], [1.0] * 6]

@@ -12,7 +12,7 @@ from torch import nn
 
 import fjoin
 from fjoin import transforms as tx
-from tests.helpers import raises_text
+from tests.helpers import raises_text, stepped
 
 START = {"w": torch.linspace(-1, 1, 40).view(8, 5), "b": torch.ones(5)}
 OTHER = {"w": torch.linspace(2, 3, 40).view(8, 5), "b": torch.zeros(5)}
@@ -97,9 +97,7 @@ def test_a_module_with_tied_weights_and_buffers() -> None:
         return out.square().mean(), None, buffers
 
     step = fjoin.train_step(loss, tx.fuse(tx.mean("data"), tx.sgd(0.1)))
-    state = step.init(params, buffers)
-    for i in range(3):
-        state, _ = step(state, torch.arange(5) + i % 2)
+    state = stepped(step, step.init(params, buffers), (torch.arange(5) + i % 2 for i in range(3)))
     assert fjoin.load_into(other, state) is other and other.head.weight is other.embed.weight
     other.eval()
     want = apply.eval()(state.params, state.buffers, torch.arange(7))

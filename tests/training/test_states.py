@@ -16,7 +16,7 @@ from torch import Tensor
 import fjoin
 from fjoin import transforms as tx
 from fjoin.buckets import _storage as _leaves
-from tests.helpers import raises_text, same_bits
+from tests.helpers import raises_text, same_bits, stepped
 from tests.training.small import X, one, quadratic, start
 
 
@@ -210,9 +210,7 @@ def test_residuals_are_by_path(hook: str, bucket_bytes: int) -> None:
             lambda p, x: (p["m"] @ x).square().sum() + p["a"].sum() * x.sum() + p["b"].sum(), pipeline,
             bucket_bytes=bucket_bytes,
         )  # fmt: skip
-        state = step.init(params)
-        for i in range(2):
-            state, _ = step(state, torch.arange(6.0) + i + tx.axis_index("data"))
+        state = stepped(step, step.init(params), (torch.arange(6.0) + i + tx.axis_index("data") for i in range(2)))
         return tx.to_state_dict(state.pipeline)
 
     for saved in tx.simulate(one_rank, {"data": 2}):

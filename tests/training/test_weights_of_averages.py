@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
-from tests.helpers import max_diff
+from tests.helpers import max_diff, stepped
 
 NAN = math.nan
 RATE = 0.5
@@ -163,9 +163,7 @@ def test_the_optimizers_state_is_averaged_by_the_same_weights() -> None:
 
     def shell(batches: list[Batch]) -> Any:
         step = fjoin.train_step(loss, pipeline, weight=lambda batch: batch.weight)
-        state = step.init(start())
-        for batch in batches[:2]:
-            state, _ = step(state, batch)
+        state = stepped(step, step.init(start()), batches[:2])
         return state.clone().pipeline.inner.optimizer["w"].momentum
 
     own, windows = [1.0, 2.0 * 0.5 + 4.0, 0.0], [2.0, 4.0, 0.0]

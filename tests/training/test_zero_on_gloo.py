@@ -11,6 +11,7 @@ from torch import Tensor
 import fjoin
 from fjoin import transforms as tx
 from fjoin.transforms.axes import _environment as _piece_sum
+from tests.helpers import stepped
 from tests.optimizer_table import OPTIMIZERS
 from tests.sharded_problem import gradients, start
 from tests.sharded_table import PAIRS
@@ -24,8 +25,7 @@ def train(pipeline: tx.Pipeline, mesh: Any, steps: int, dtype: torch.dtype) -> d
     step = fjoin.train_step(loss_fn, pipeline, mesh=mesh, weight=lambda b: b[1], bucket_bytes=512)
     state = step.init(start(dtype))
     data = [(gradients(step.rank, i, dtype), 1.0 + (step.rank + i) % 3) for i in range(steps - step.rank % 2)]
-    for batch in step.join(data):
-        state, _ = step(state, batch)
+    state = stepped(step, state, step.join(data))
     new = state.clone().params
     step.close()
     return dict(new)

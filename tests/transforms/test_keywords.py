@@ -12,6 +12,7 @@ import torch
 import fjoin
 from fjoin import transforms as tx
 from tests.changed_weights import with_weights
+from tests.helpers import stepped
 
 NAMES = ("weight", "lane", "step", "persistent", "flush", "donated", "sharded_over")
 
@@ -85,9 +86,7 @@ def purely(pipeline: tx.Pipeline) -> None:
 
 def by_step(pipeline: tx.Pipeline) -> None:
     step = fjoin.train_step(lambda p, b: sum((v * b).sum() for v in p.values()), pipeline, weight=lambda b: 2.0)
-    state = step.init(start())
-    for _ in range(2):
-        state, _ = step(state, 1.0)
+    state = stepped(step, step.init(start()), [1.0] * 2)
     step.flush(state)
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import fjoin
 from fjoin import transforms as tx
-from tests.helpers import max_diff, raises_text, same_bits
+from tests.helpers import max_diff, raises_text, same_bits, stepped
 from tests.oracle.whole_batch import make_batches
 from tests.uneven.loop_problem import SIZES, make_model, reference, samples
 
@@ -50,9 +50,7 @@ def alone(batches: list[Any], accumulate: int, which: int) -> Any:
 
     pipeline = tx.fuse(tx.mean("data"), [tx.adamw(0.05), tx.sgd(0.1)][which])
     step = fjoin.train_step(loss_fn, pipeline, weight=samples, accumulate=accumulate)
-    state = step.init(params)
-    for batch in step.join(batches):
-        state, _ = step(state, batch)
+    state = stepped(step, step.init(params), step.join(batches))
     return {p: v.clone() for p, v in state.params.items()}
 
 
@@ -87,8 +85,7 @@ def test_each_of_several_steps_must_be_called() -> None:
 
     def loop() -> None:
         nonlocal state
-        for batch in fjoin.join([torch.ones(2)], steps=[a, b]):
-            state, _ = a(state, batch)
+        state = stepped(a, state, fjoin.join([torch.ones(2)], steps=[a, b]))
 
     raises_text(fjoin.JoinError, loop, "did not call step 1 of steps")
     raises_text(TypeError, lambda: fjoin.join([], steps=[]), "steps", "at least one")

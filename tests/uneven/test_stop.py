@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import fjoin
 from fjoin import transforms as tx
-from tests.helpers import raises_text
+from tests.helpers import raises_text, stepped
 from tests.traffic import watched
 from tests.training.small import MEAN_SGD, step_of
 
@@ -117,8 +117,7 @@ def test_stop_outside_a_loop_raises() -> None:
     for loop in (step.join([X]), fjoin.join([X])):
         raises_text(fjoin.JoinError, loop.stop, "while no loop runs", "inside the body")
     loop = step.join([X])
-    for batch in loop:
-        state, _ = step(state, batch)
+    state = stepped(step, state, loop)
     raises_text(fjoin.JoinError, loop.stop, "while no loop runs")
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 import fjoin
 from fjoin import transforms as tx
 from fjoin.transforms.optimizers import FrozenState
-from tests.helpers import max_diff, params_like, raises_text, same_bits
+from tests.helpers import max_diff, params_like, raises_text, same_bits, stepped
 from tests.parity_table import KINDS
 
 
@@ -213,9 +213,7 @@ def test_masters_in_a_training_step() -> None:
     def one_rank(batches: list[Tensor]) -> Tensor:
         opt = tx.mixed_precision(tx.sgd(0.25))
         step = fjoin.train_step(loss_fn, tx.fuse(tx.mean("data"), opt))
-        state = step.init({"w": torch.full((3,), 256.0).bfloat16()})
-        for batch in step.join(batches):
-            state, _ = step(state, batch)
+        state = stepped(step, step.init({"w": torch.full((3,), 256.0).bfloat16()}), step.join(batches))
         assert state.pipeline.optimizer["w"].master.tolist() == [254.0] * 3
         return state.params["w"].clone()
 

@@ -12,7 +12,7 @@ from torch import Tensor
 import fjoin
 from fjoin import transforms as tx
 from fjoin.shared_memory import combine
-from tests.helpers import same_bits
+from tests.helpers import same_bits, stepped
 from tests.pool import Pool
 
 DTYPES = [torch.bfloat16, torch.float16]
@@ -149,8 +149,7 @@ def test_a_window_that_is_lost_leaves_nothing_behind() -> None:
     with pytest.raises(RuntimeError, match="stop"):
         step(state, -torch.ones(3, dtype=torch.bfloat16))
     state = given.clone()
-    for _ in range(4):
-        state, _ = step(state, torch.ones(3, dtype=torch.bfloat16))
+    state = stepped(step, state, [torch.ones(3, dtype=torch.bfloat16)] * 4)
     assert state.params["w"].tolist() == [-0.5] * 3
 
 
