@@ -45,3 +45,9 @@ def stepped(step: Any, state: Any, batches: Iterable[Any]) -> Any:
     for batch in batches:
         state, _ = step(state, batch)
     return state
+
+
+def judged(step: Any, on_device: Any) -> Any:
+    """The step, whose gradients the device judges in place of the host."""
+    step.run.step_check.grads.on_device = on_device
+    return step

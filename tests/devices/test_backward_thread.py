@@ -15,7 +15,7 @@ from fjoin.transforms.axes import _environment as _axis_env
 from tests.devices.echo import EchoMesh
 from tests.devices.test_streams import PIPELINES, loss_fn
 from tests.devices.threaded_models import all_of, elsewhere
-from tests.helpers import stepped
+from tests.helpers import raises_text, stepped
 from tests.pool import JobFailed
 
 
@@ -42,8 +42,7 @@ def test_what_is_computed_again_there_communicates(pool: Any) -> None:
 
 
 def test_a_thread_without_bindings_is_found(pool: Any) -> None:
-    with pytest.raises(JobFailed, match="UnboundAxis"):
-        pool.run(2, all_of, True)
+    raises_text(JobFailed, lambda: pool.run(2, all_of, True), "UnboundAxis")
 
 
 def test_torch_keeps_nothing_in_threads_that_end_on_the_host() -> None:

@@ -16,6 +16,7 @@ from fjoin.groups import StepEnd, _group_mesh, _teardown
 from fjoin.groups._message import Unfinished
 from fjoin.step import StepCheck
 from fjoin.transforms.base import _devices
+from tests.helpers import judged
 from tests.ranks import Ranks
 
 Report = Callable[[Any], None]
@@ -173,8 +174,9 @@ def test_groups_of_nccl_are_aborted_at_the_same_time() -> None:
 
 
 def test_loop_end_raises_for_a_nonfinite_step_on_a_device() -> None:
-    step = fjoin.train_step(lambda p, batch: (p["w"] * batch).sum(), tx.fuse(tx.mean("data"), tx.sgd(1.0)))
-    step.run.step_check.grads.on_device = True
+    step = judged(
+        fjoin.train_step(lambda p, batch: (p["w"] * batch).sum(), tx.fuse(tx.mean("data"), tx.sgd(1.0))), True
+    )
     for bad in (0, 1, 2):  # the last one and the one before are not read by a later step
         state = step.init({"w": torch.zeros(2)})
         with pytest.raises(fjoin.NonFinite, match=f"step {bad}"):

@@ -89,8 +89,7 @@ def test_torchs_sgd_still_takes_a_negative_rate() -> None:
 
 def test_torchs_adagrad_still_fails_where_a_gradient_is_missing() -> None:
     params = [torch.ones(2), torch.ones(3)]
-    with pytest.raises(RuntimeError, match="size"):
-        torchs("adagrad", params).step([None, torch.ones(3)])
+    raises_text(RuntimeError, lambda: torchs("adagrad", params).step([None, torch.ones(3)]), "size")
     opt, tree = tx.adagrad(0.1), {"a": torch.ones(2), "b": torch.ones(3)}
     raises_text(ValueError, lambda: opt.step(tree, {"b": torch.ones(3)}, opt.init(tree)), "lacks ['a']")
 
@@ -118,8 +117,7 @@ def test_torch_schedulers_still_reject_functional_optimizers() -> None:
     """A scheduler needs param_groups; the optimizer reads its rate from defaults."""
     one = torchs("sgd, plain", [torch.ones(1)])
     assert not hasattr(one, "param_groups")
-    with pytest.raises(TypeError, match="not an Optimizer"):
-        torch.optim.lr_scheduler.StepLR(one, 1)
+    raises_text(TypeError, lambda: torch.optim.lr_scheduler.StepLR(one, 1), "not an Optimizer")
 
 
 def test_torch_still_warns_at_every_construction() -> None:

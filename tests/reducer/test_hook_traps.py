@@ -18,7 +18,7 @@ from torch import Tensor
 import fjoin
 from fjoin import transforms as tx
 from fjoin.step._interleave import Coroutine, Interleaver
-from tests.helpers import max_diff, raises_text
+from tests.helpers import judged, max_diff, raises_text
 from tests.training.small import net_batch, net_loss, net_params
 
 
@@ -42,8 +42,7 @@ def test_nonfinite_first_step_does_not_change_the_hook_state(order: str, on_devi
     """The first step adds names to the lane in the state; even so, the hook's memory must stay unchanged."""
     parts = [_smooth(), tx.mean("data")]
     pipeline = tx.skip_if_nonfinite(tx.fuse(tx.chain(*parts if order == "before" else parts[::-1]), tx.sgd(0.1)))
-    step = fjoin.train_step(net_loss, pipeline)
-    step.run.step_check.grads.on_device = on_device
+    step = judged(fjoin.train_step(net_loss, pipeline), on_device)
     state, params = step.init(net_params()), net_params()
     pure = pipeline.init(params)
     with fjoin.bind(fjoin.mesh({"data": -1})):
@@ -254,8 +253,7 @@ def test_interrupted_step_ends_its_threads_silently(monkeypatch: Any, where: str
     else:
         tasks[0].go_on()
         tasks[0]._turn = Interrupted(tasks[0]._turn, where)  # type: ignore[assignment]
-    with pytest.raises(KeyboardInterrupt):
-        tasks[0].go_on()
+    raises_text(KeyboardInterrupt, lambda: tasks[0].go_on())
     waves.clear()
     for task in tasks:
         assert task._thread is not None

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
-from tests.helpers import raises_text, same_bits, stepped
+from tests.helpers import judged, raises_text, same_bits, stepped
 
 MEAN_SGD = tx.fuse(tx.mean("data"), tx.sgd(1.0))
 
@@ -161,8 +161,7 @@ def test_skipping_on_the_device() -> None:
     pipeline = tx.skip_if_nonfinite(tx.fuse(tx.mean("data"), tx.sgd(1.0), after=tx.stateless(lambda p: p + 1)))
     results = []
     for on_device in (False, True):
-        step = fjoin.train_step(_linear, pipeline)
-        step.run.step_check.grads.on_device = on_device
+        step = judged(fjoin.train_step(_linear, pipeline), on_device)
         state = stepped(step, step.init(_w()), (1.0, float("nan"), 1.0, 1.0, 1.0))
         assert state.pipeline.skipped == 1
         results.append({k: p.clone() for k, p in state.params.items()})

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
+from tests.helpers import judged
 
 NAN = math.nan
 SGD, MOMENTUM = tx.sgd(0.5), tx.sgd(0.5, momentum=0.9, weight_decay=0.1)
@@ -44,8 +45,7 @@ def purely(pipeline: tx.Pipeline, batches: Sequence[Any], dtype: torch.dtype = t
 def by_step(
     pipeline: tx.Pipeline, axes: dict[str, int], batches: Sequence[Any], on_device: bool, dtype: torch.dtype = torch.float64
 ) -> Any:  # fmt: skip
-    step = fjoin.train_step(product, pipeline, mesh=fjoin.mesh(axes), weight=weight_of)
-    step.run.step_check.grads.on_device = on_device
+    step = judged(fjoin.train_step(product, pipeline, mesh=fjoin.mesh(axes), weight=weight_of), on_device)
     state, seen = step.init(start(dtype)), []
     for batch in batches:
         state, _ = step(state, batch)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
-from tests.helpers import stepped
+from tests.helpers import judged, stepped
 
 HOOKS: dict[str, Any] = {
     "mean": lambda: tx.mean("data"),
@@ -29,8 +29,7 @@ def trained(
         out = (params["w"] * batch[0]).sum() + (params["v"] * batch[0]).sum().half()
         return out if loss_dtype is None else out.to(loss_dtype)
 
-    step = fjoin.train_step(loss, tx.fuse(hook, tx.sgd(1.0)), weight=lambda b: b[1], **settings)
-    step.run.step_check.grads.on_device = on_device
+    step = judged(fjoin.train_step(loss, tx.fuse(hook, tx.sgd(1.0)), weight=lambda b: b[1], **settings), on_device)
     state, seen = step.init({"w": torch.zeros(3, dtype=torch.float16), "v": torch.zeros(2)}), []
     for batch in step.join(batches):
         state, metrics = step(state, batch)

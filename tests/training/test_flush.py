@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import fjoin
 from fjoin import transforms as tx
-from tests.helpers import max_diff, raises_text, stepped
+from tests.helpers import judged, max_diff, raises_text, stepped
 from tests.ranks import Ranks
 
 SGD, AVERAGE = tx.sgd(1.0), tx.average_parameters("data")
@@ -231,8 +231,7 @@ def test_a_flush_uses_messages_under_way_within_periods_and_at_a_switch(pool: An
 
 def left_out(bad: tuple[int, ...], on_device: bool) -> Any:
     """The NonFinite of a flush after four steps, and the parameters after a second flush; rank 1 has bad batches."""
-    step = fjoin.train_step(product, tx.local_sgd(SGD, tx.mean("data"), 3))
-    step.run.step_check.grads.on_device = on_device
+    step = judged(fjoin.train_step(product, tx.local_sgd(SGD, tx.mean("data"), 3)), on_device)
     state = step.init({"w": torch.zeros(1)})
     state = stepped(step, state, (math.nan if step.rank == 1 and i in bad else 1.0 for i in range(4)))
     with pytest.raises(fjoin.NonFinite) as info:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import fjoin
 from fjoin import transforms as tx
 from fjoin.ddp._run import ScaledLoss
-from tests.helpers import max_diff, raises_text, same_bits, stepped
+from tests.helpers import judged, max_diff, raises_text, same_bits, stepped
 from tests.oracle import grad_scaler
 from tests.training.small import product, step_of
 
@@ -85,8 +85,7 @@ def test_in_a_step_as_in_the_pure_pipeline(hook: str, on_device: bool) -> None:
 
     def one_rank(mine: list[Any]) -> Any:
         batches = [torch.tensor(b) for b in mine]
-        step = fjoin.train_step(half_loss, pipeline, weight=lambda b: b[0].item())
-        step.run.step_check.grads.on_device = on_device
+        step = judged(fjoin.train_step(half_loss, pipeline, weight=lambda b: b[0].item()), on_device)
         state = step.init({"w": torch.ones(2), "v": torch.ones(2)})
         losses, scales = [], []
         for batch in step.join(batches):

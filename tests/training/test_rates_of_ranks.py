@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fjoin
 from fjoin import transforms as tx
-from tests.helpers import raises_text
+from tests.helpers import judged, raises_text
 from tests.pool import Pool
 
 
@@ -74,8 +74,7 @@ def _loss(params: Any, batch: Tensor) -> Tensor:
 
 
 def _train(pipeline: tx.Pipeline, change: Change, lr: float, on_device: bool = False, steps: int = 5) -> Any:
-    step = fjoin.train_step(_loss, pipeline)
-    step.run.step_check.grads.on_device = on_device
+    step = judged(fjoin.train_step(_loss, pipeline), on_device)
     state = step.init({"w": torch.ones(3, 2), "b": torch.ones(2)})
     for i in range(steps):
         state = change(state, lr if i > 1 else 0.1)
