@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fjoin import transforms as tx
-from tests.sharded_table import PAIRS
+from tests.sharded_problem import PAIRS
 from tests.training.plan_problem import PIPELINES
 from tests.transform_table import TRANSFORMS
 

@@ -13,8 +13,7 @@ from fjoin import transforms as tx
 from fjoin.transforms.axes import _environment as _piece_sum
 from tests.helpers import stepped
 from tests.optimizer_table import OPTIMIZERS
-from tests.sharded_problem import gradients, start
-from tests.sharded_table import PAIRS
+from tests.sharded_problem import PAIRS, gradients, start
 
 
 def loss_fn(params: Any, batch: Any) -> Tensor:

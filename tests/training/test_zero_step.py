@@ -13,7 +13,7 @@ from torch import Tensor
 import fjoin
 from fjoin import transforms as tx
 from tests.optimizer_table import OPTIMIZERS
-from tests.sharded_table import PAIRS
+from tests.sharded_problem import PAIRS
 from tests.traffic import sent_to_others
 
 SHAPES = {
