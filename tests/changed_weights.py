@@ -32,25 +32,10 @@ def with_weights(change: Callable[[Any], Any], hook: tx.Transform) -> tx.Transfo
     return tx.Transform(init, update, hook.needs, inner.reduction(), hook.compression, hook.pauses)
 
 
-def _root(weight: Any) -> Any:
-    return weight**0.5
-
-
-def _equal(weight: Any) -> Any:
-    return 1.0
-
-
-def _three_times(weight: Any) -> Any:
-    return weight * 3
-
-
-def _none_of_one(weight: Any) -> Any:
-    return weight * (weight != 1)
-
-
 # Weight -> the weight that the reduction inside gets. The last one leaves out the rank of weight 1.
 CHANGES: dict[str, Callable[[Any], Any]] = {
-    "root": _root, "equal": _equal, "three times": _three_times, "none of one": _none_of_one
+    "root": lambda weight: weight**0.5, "equal": lambda weight: 1.0, "three times": lambda weight: weight * 3,
+    "none of one": lambda weight: weight * (weight != 1),
 }  # fmt: skip
 MOST = [pytest.param(name, marks=[pytest.mark.long] * (name in ("equal", "three times"))) for name in CHANGES]
 WEIGHTS = [1.0, 9.0, 4.0, 16.0]  # of four ranks, all above 0: a rank without input has no gradient of its own in a step

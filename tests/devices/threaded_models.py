@@ -19,20 +19,11 @@ from fjoin.transforms.sync import BatchNormState
 from tests.devices.engine_thread import in_engine_thread
 from tests.helpers import stepped
 
-
-def _again(fn: Callable[..., Any], *args: Any) -> Any:
-    return checkpoint(fn, *args, use_reentrant=False)
-
-
-def _remat(fn: Callable[..., Any], *args: Any) -> Any:
-    return tx.remat(fn)(*args)
-
-
-def _plain(fn: Callable[..., Any], *args: Any) -> Any:
-    return fn(*args)
-
-
-HOW: dict[str, Callable[..., Any]] = {"plain": _plain, "checkpoint": _again, "remat": _remat}
+HOW: dict[str, Callable[..., Any]] = {
+    "plain": lambda fn, *args: fn(*args),
+    "checkpoint": lambda fn, *args: checkpoint(fn, *args, use_reentrant=False),
+    "remat": lambda fn, *args: tx.remat(fn)(*args),
+}
 
 
 def _summed(p: Any, x: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
@@ -116,10 +115,6 @@ def test_no_codec_asks_for_the_default_dtype(make: Any, kind: Any, default: torc
         torch.set_default_dtype(torch.float32)
 
 
-def _times_ten(g: Tensor) -> Tensor:
-    return 10 * g
-
-
 def test_correct_custom_transforms_and_codecs_pass() -> None:
     """Stages after a mean have no restrictions, and handwritten transforms need not be JSON."""
 
@@ -133,7 +128,7 @@ def test_correct_custom_transforms_and_codecs_pass() -> None:
             right.init, right.update, needs=tx.Needs.NOTHING, reduces=right.reduces and tx.Reduction(right.reduces.sums)
         )
 
-    fjoin.testing.check_transform(lambda: tx.chain(tx.mean("data"), tx.stateless(_times_ten)))
+    fjoin.testing.check_transform(lambda: tx.chain(tx.mean("data"), tx.stateless(lambda g: 10 * g)))
     fjoin.testing.check_transform(lambda: tx.chain(tx.mean("data"), tx.stateless(torch.neg)))
     fjoin.testing.check_transform(transform)
     fjoin.testing.check_codec(codec)

@@ -202,10 +202,6 @@ def _optimizer(**changed: Any) -> Callable[[], tx.Optimizer]:
     return lambda: tx.Optimizer(**{**kept, **changed})
 
 
-def _step_writes(param: Tensor, grad: Tensor, state: Any) -> Any:
-    return param.sub_(grad), state
-
-
 def _step_other(param: Tensor, grad: Tensor, state: Any, **guards: Any) -> None:
     param.sub_(grad)
 
@@ -215,16 +211,12 @@ def _step_counts_calls(param: Tensor, grad: Tensor, state: Any, **guards: Any) -
     param.sub_(grad * len(_SEEN))
 
 
-def _step_row_norm(param: Tensor, grad: Tensor, state: Any) -> Any:
-    return param - grad / grad.norm(), state
-
-
 BROKEN_OPTIMIZERS = {
-    "step_param_is_pure": _optimizer(step_param=_step_writes),
+    "step_param_is_pure": _optimizer(step_param=lambda param, grad, state: (param.sub_(grad), state)),
     "in_place_agrees": _optimizer(step_param_=_step_other),
     "found_inf_stops_it": _optimizer(step_param_=_step_other),
     "tree_step_agrees": _optimizer(step_param_=_step_other),
-    "flat_is_leaves": _optimizer(step_param=_step_row_norm),
+    "flat_is_leaves": _optimizer(step_param=lambda param, grad, state: (param - grad / grad.norm(), state)),
     "resumes": _optimizer(step_param_=_step_counts_calls),
     "is_data": lambda: tx.sgd(_SEEN.append(1) or 0.1 * len(_SEEN)),
 }
@@ -269,16 +261,12 @@ def _codec(**changed: Any) -> Callable[[], tx.Codec]:
     return lambda: tx.Codec(**{**kept, **changed})
 
 
-def _encode_writes(x: Tensor) -> Tensor:
-    return tx.bfloat16().encode(x.mul_(1.0))
-
-
 def _decode(change: Callable[[Tensor], Tensor]) -> Any:
     return lambda data, n: change(tx.bfloat16().decode(data, n))
 
 
 BROKEN_CODECS = {
-    "encodes_purely": _codec(encode=_encode_writes),
+    "encodes_purely": _codec(encode=lambda x: tx.bfloat16().encode(x.mul_(1.0))),
     "says_its_width": _codec(width=lambda n: 2 * n + 1),
     "stays_near": [_codec(decode=_decode(torch.neg)), _codec(decode=_decode(lambda x: 0 * x)), _codec(decode=_decode(lambda x: x + 1e-9))],
     "serves_large_and_small": _codec(encode=lambda x: tx.bfloat16().encode(x.half().float())),
