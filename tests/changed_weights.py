@@ -49,10 +49,8 @@ def values(rank: int, step: int = 0) -> Tensor:
 # A rank's share is its weight ("weight"), 1 where it has some ("live", and "world" with all ranks as the divisor), or
 # its weight in a sum that nothing divides (None). These reductions lose nothing, or so little that 1e-6 is enough.
 MEANS: dict[str, tuple[Callable[[], tx.Transform], str | None]] = {
-    "mean": (lambda: tx.mean("data"), "weight"),
-    "mean of live ranks": (lambda: tx.mean("data", over="live"), "live"),
-    "mean of all ranks": (lambda: tx.mean("data", over="world"), "world"),
-    "sum": (lambda: tx.sum_over("data"), None),
+    "mean": (lambda: tx.mean("data"), "weight"), "mean of live ranks": (lambda: tx.mean("data", over="live"), "live"),
+    "mean of all ranks": (lambda: tx.mean("data", over="world"), "world"), "sum": (lambda: tx.sum_over("data"), None),
     "mean of two axes": (lambda: tx.mean(("node", "local")), "weight"),
     "chain": (lambda: tx.chain(tx.mean("local"), tx.mean("node")), "weight"),
     "hierarchical": (lambda: tx.hierarchical_mean("local", "node"), "weight"),
@@ -69,7 +67,7 @@ MEANS: dict[str, tuple[Callable[[], tx.Transform], str | None]] = {
     "masked": (lambda: tx.masked(tx.mean("data"), "w"), "weight"),
     "fed back": (lambda: tx.error_feedback(tx.compress(tx.float32(), tx.mean("data"))), "weight"),
     "ef21": (lambda: tx.ef21(tx.compress(tx.float32(), tx.mean("data"))), "weight"),
-}
+}  # fmt: skip
 # Reductions with other results: the wrapper is compared with the reduction at the changed weights.
 OTHERS: dict[str, Callable[[], tx.Transform]] = {
     "int8": lambda: tx.compress(tx.int8(block=4), tx.mean("data")),

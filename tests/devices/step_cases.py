@@ -76,13 +76,10 @@ def with_buffers(params: Any, buffers: Any, batch: Tensor) -> Any:
 
 
 LOSSES: dict[str, Any] = {
-    "plain": net_loss,
-    "remat": lambda params, batch: tx.remat(net_loss)(params, batch),
-    "offload": offloaded(None),
-    "offload, all": offloaded(policies.everything_saveable),
-    "buffers": with_buffers,
+    "plain": net_loss, "remat": lambda params, batch: tx.remat(net_loss)(params, batch), "offload": offloaded(None),
+    "offload, all": offloaded(policies.everything_saveable), "buffers": with_buffers,
     "auxiliary": lambda params, batch: (net_loss(params, batch), {"sum": {"samples": len(batch)}, "first": batch[0]}),
-}
+}  # fmt: skip
 
 # -- the tables ---------------------------------------------------------------------------------------------------------
 
@@ -208,10 +205,8 @@ def run(case: Case, device: str, mesh: Any) -> dict[str, Any]:
     params = {path: p.to(device) for path, p in net_params().items()}
     buffers = {"mean": torch.zeros(5, dtype=torch.float64, device=device), "count": torch.zeros((), device=device)}
     state, seen, calls = (
-        step.init(params, buffers if case.loss == "buffers" else None),
-        [],
-        case.options.get("accumulate", 1),
-    )
+        step.init(params, buffers if case.loss == "buffers" else None), [], case.options.get("accumulate", 1),
+    )  # fmt: skip
     batches = [net_batch(mesh.rank, i).to(device) for i in range(calls * SIZES[mesh.rank])]
     if mesh.rank == 1:
         for i in case.poisoned:

@@ -165,13 +165,11 @@ class Streams(TorchDispatchMode):
             for modules, name, new in (
                 ((_devices, _device_reads, _unfinished, _leaves, _interleave), "is_accelerator", yes),
                 ((_flat_params, _grad_buffer), "is_host", lambda device: False),
-                ((_devices, _unfinished), "here", self.here),
-                ((_devices, _device_reads), "to_host", self.to_host),
+                ((_devices, _unfinished), "here", self.here), ((_devices, _device_reads), "to_host", self.to_host),
                 ((_devices,), "new_stream", self.new_stream),
                 ((_devices, _leaves), "current_stream", self.current_stream),
                 ((_bucket_stages,), "travel", lambda axes, layout, in_streams: in_streams and travel(axes, layout, True)),
-                ((GradCheck,), "__init__", on_device),
-                ((BucketQueue,), "arrived", in_leaf_stream),
+                ((GradCheck,), "__init__", on_device), ((BucketQueue,), "arrived", in_leaf_stream),
                 ((GradOutput,), "backward", and_joined),
             )
             for module in modules

@@ -18,13 +18,10 @@ _LAYER: dict[str, tuple[int, ...]] = {
     "up.weight": (4 * WIDTH, WIDTH), "up.bias": (4 * WIDTH,), "down.weight": (WIDTH, 4 * WIDTH), "down.bias": (WIDTH,),
 }  # fmt: skip
 SHAPES: dict[str, tuple[int, ...]] = {
-    "words.weight": (VOCABULARY, WIDTH),
-    "places.weight": (CONTEXT, WIDTH),
-    **{f"layers.{i}.{name}": shape for i in range(12) for name, shape in _LAYER.items()},
-    "norm.weight": (WIDTH,),
-    "norm.bias": (WIDTH,),
-    "head.weight": (VOCABULARY, WIDTH),
-}
+    "words.weight": (VOCABULARY, WIDTH), "places.weight": (CONTEXT, WIDTH),
+    **{f"layers.{i}.{name}": shape for i in range(12) for name, shape in _LAYER.items()}, "norm.weight": (WIDTH,),
+    "norm.bias": (WIDTH,), "head.weight": (VOCABULARY, WIDTH),
+}  # fmt: skip
 MEAN, SCATTER = tx.mean("data"), tx.scatter_mean("data")
 RATE = tx.warmup_cosine(3e-4, 100, 2000)
 # Each with the most launches that it may have, messages included: what it has now.

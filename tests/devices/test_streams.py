@@ -140,14 +140,10 @@ def _reads_at_once(reads: Any, newest: bool, keep: bool = False) -> Any:
 on = mock.patch.object
 FAULTS: dict[str, tuple[str, Callable[[], Any], str]] = {
     "the side stream does not wait for the caller": (
-        "fed back",
-        lambda: on(SideStreams, "start", _does_not_wait_for_the_caller),
-        "in 'side",
+        "fed back", lambda: on(SideStreams, "start", _does_not_wait_for_the_caller), "in 'side",
     ),
     "the caller does not wait for the side stream": (
-        "fed back",
-        lambda: on(Started, "wait", lambda end: None),
-        "in 'main', after the write to it by",
+        "fed back", lambda: on(Started, "wait", lambda end: None), "in 'main', after the write to it by",
     ),
     "a message is not awaited": ("mean", lambda: on(GradBuffer, "wait", lambda out: setattr(out, "work", None)), "by psum in 'message"),
     "the lane is written after the message has begun": (
@@ -156,26 +152,18 @@ FAULTS: dict[str, tuple[str, Callable[[], Any], str]] = {
         "aten::copy_ in 'leaf', after the write to it by psum",
     ),
     "parameters are stepped while a gather reads them": (
-        "zero",
-        lambda: on(FlatMemory, "_step_buckets", _gathers_first),
-        "after the read of it by gather",
+        "zero", lambda: on(FlatMemory, "_step_buckets", _gathers_first), "after the read of it by gather",
     ),
     "the next forward does not wait for a gather": (
-        "zero",
-        lambda: on(FlatMemory, "gather", lambda memory, op, effect: None),
-        "after the write to it by gather",
+        "zero", lambda: on(FlatMemory, "gather", lambda memory, op, effect: None), "after the write to it by gather",
     ),
     "the host reads a copy before its event": ("mean", lambda: on(_device_reads, "_await", lambda mesh, event: None), "a read in 'host'"),
     "the host reads a copy before its step": ("mean", lambda: on(DeviceReads, "read", _reads_at_once), "a read in 'host'"),
     "memory is freed in one stream and reused in another": (
-        "fed back",
-        lambda: on(SideStreams, "start", _with_memory_of_the_caller),
-        "free memory is reused by",
+        "fed back", lambda: on(SideStreams, "start", _with_memory_of_the_caller), "free memory is reused by",
     ),
     "a bucket does not wait for the sums of the first": (
-        "power_sgd",
-        lambda: on(SideStreams, "start", _does_not_wait_for_the_first),
-        "in 'side",
+        "power_sgd", lambda: on(SideStreams, "start", _does_not_wait_for_the_first), "in 'side",
     ),
 }  # fmt: skip
 

@@ -201,10 +201,8 @@ def with_norm(p: Any, stats: Any, batch: Any) -> Any:
     x = batch @ p["w"]
     mean = 0.5 * stats["bn"]["mean"] + 0.5 * x.mean(0)
     return (
-        ((x - mean) ** 2).mean(),
-        {"x": x},
-        {"bn": {"mean": jax.lax.stop_gradient(mean)}, "count": stats["count"] + 1},
-    )
+        ((x - mean) ** 2).mean(), {"x": x}, {"bn": {"mean": jax.lax.stop_gradient(mean)}, "count": stats["count"] + 1},
+    )  # fmt: skip
 
 
 def test_buffers_in_a_step_beside_plain_jax() -> None:

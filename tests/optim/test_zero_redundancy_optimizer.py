@@ -21,15 +21,11 @@ from tests.helpers import raises_text
 from tests.traffic import sent_to_others, watched
 
 CLASSES = {
-    "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
-    "Adam": (torch.optim.Adam, {"lr": 0.01, "amsgrad": True}),
-    "AdamW": (torch.optim.AdamW, {"lr": 0.01, "foreach": False}),
-    "Adagrad": (torch.optim.Adagrad, {"lr": 0.1}),
-    "RMSprop": (torch.optim.RMSprop, {"lr": 0.01, "centered": True}),
-    "Adadelta": (torch.optim.Adadelta, {}),
-    "NAdam": (torch.optim.NAdam, {}),
-    "Adafactor": (torch.optim.Adafactor, {"lr": 0.01}),
-}
+    "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}), "Adam": (torch.optim.Adam, {"lr": 0.01, "amsgrad": True}),
+    "AdamW": (torch.optim.AdamW, {"lr": 0.01, "foreach": False}), "Adagrad": (torch.optim.Adagrad, {"lr": 0.1}),
+    "RMSprop": (torch.optim.RMSprop, {"lr": 0.01, "centered": True}), "Adadelta": (torch.optim.Adadelta, {}),
+    "NAdam": (torch.optim.NAdam, {}), "Adafactor": (torch.optim.Adafactor, {"lr": 0.01}),
+}  # fmt: skip
 
 
 class Unknown(torch.optim.SGD):

@@ -317,12 +317,10 @@ def test_bytes_travel(pool: Any, codec: str) -> None:
         for me, sent in enumerate(pool.run(n, payload, codec)):
             gather, each = ("all_gather", "torch.uint8", width(50)), ("all_to_all_single", "torch.uint8", n * width(50))
             want = {
-                "all_gather": [gather],
-                "all_to_all": [each],
-                "all_to_all_single": [each],
+                "all_gather": [gather], "all_to_all": [each], "all_to_all_single": [each],
                 "all_reduce": [("all_gather", "torch.uint8", width(100))] if n == 2 else [each, gather],
                 "splits": [("all_to_all_single", "torch.uint8", sum(width(50 * me + r) for r in range(n)))],
-            }
+            }  # fmt: skip
             assert sent == (want if n > 1 else dict.fromkeys(want, []))
 
 

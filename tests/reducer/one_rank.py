@@ -38,11 +38,9 @@ def train_one_rank(
                     digests.append(digest(state))
     out = {
         "params": {path: p.clone() for path, p in state.params.items()},
-        "optimizer": optree.tree_map(torch.clone, state.pipeline.optimizer),
-        "losses": losses,
-        "calls": calls,
+        "optimizer": optree.tree_map(torch.clone, state.pipeline.optimizer), "losses": losses, "calls": calls,
         "digests": digests,
-    }
+    }  # fmt: skip
     step.close()
     return out
 

@@ -32,10 +32,8 @@ HOOKS: dict[str, Any] = {
 }  # fmt: skip
 # The bytes that one rank sends of a payload in a ring.
 SENT = {
-    "all_reduce": lambda n: 2 * (n - 1) / n,
-    "all_gather": lambda n: n - 1,
-    "all_to_all_single": lambda n: (n - 1) / n,
-}
+    "all_reduce": lambda n: 2 * (n - 1) / n, "all_gather": lambda n: n - 1, "all_to_all_single": lambda n: (n - 1) / n,
+}  # fmt: skip
 
 
 @pytest.fixture

@@ -84,13 +84,11 @@ def counted(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
 
 
 WITHOUT_DATA: dict[str, Any] = {
-    **{name: make for name, (make, _) in HOOKS.items()},
-    "mean": lambda: tx.mean("data"),
-    "over all ranks": lambda: tx.mean("data", over="world"),
-    "local": tx.identity,
+    **{name: make for name, (make, _) in HOOKS.items()}, "mean": lambda: tx.mean("data"),
+    "over all ranks": lambda: tx.mean("data", over="world"), "local": tx.identity,
     "counted": lambda: tx.chain(tx.mean("data"), tx.Transform(lambda params: (torch.zeros(()),), counted)),
     "left out": lambda: tx.skip_if_nonfinite(tx.mean("data")),
-}
+}  # fmt: skip
 
 
 @pytest.fixture

@@ -25,15 +25,12 @@ MODELS = {
     "with an empty leaf": lambda: {"a": torch.ones(10), "none": torch.ones(0, 3)},
 }  # fmt: skip
 HOOKS: dict[str, Any] = {
-    "mean": lambda: tx.mean("data"),
-    "mean, clip": lambda: tx.chain(tx.mean("data"), tx.clip_by_global_norm(1.0)),
-    "live": lambda: tx.mean("data", over="live"),
-    "sum": lambda: tx.sum_over("data"),
+    "mean": lambda: tx.mean("data"), "mean, clip": lambda: tx.chain(tx.mean("data"), tx.clip_by_global_norm(1.0)),
+    "live": lambda: tx.mean("data", over="live"), "sum": lambda: tx.sum_over("data"),
     "leaf, mean": lambda: tx.chain(tx.stateless(torch.neg), tx.mean("data")),
-    "clip, mean": lambda: tx.chain(tx.clip_by_value(1.0), tx.mean("data")),
-    "noop": lambda: tx.identity(),
+    "clip, mean": lambda: tx.chain(tx.clip_by_value(1.0), tx.mean("data")), "noop": lambda: tx.identity(),
     "by path": lambda: tx.partition({"a": tx.mean("data"), "*": tx.sum_over("data")}),
-}
+}  # fmt: skip
 BUCKET_BYTES = dict.fromkeys(MODELS, 20_000) | {"a large bucket": 1_200_000}
 
 

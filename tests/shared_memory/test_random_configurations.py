@@ -31,13 +31,11 @@ OPTIMIZERS: dict[str, Any] = {
     "adafactor": lambda: tx.adafactor(0.01),
 }  # fmt: skip
 COLLECTIVES: dict[str, Any] = {
-    "psum": lambda x, w: tx.psum(x, "data"),
-    "pmean": lambda x, w: tx.pmean(x, "data"),
-    "pmax": lambda x, w: tx.pmax(x, "data"),
-    "pbroadcast": lambda x, w: tx.pbroadcast(x, "data", w - 1),
+    "psum": lambda x, w: tx.psum(x, "data"), "pmean": lambda x, w: tx.pmean(x, "data"),
+    "pmax": lambda x, w: tx.pmax(x, "data"), "pbroadcast": lambda x, w: tx.pbroadcast(x, "data", w - 1),
     "all_gather": lambda x, w: tx.all_gather(x, "data").sum(0),
     "ppermute": lambda x, w: tx.ppermute(x, "data", [(i, (i + 1) % w) for i in range(w)]),
-}
+}  # fmt: skip
 
 
 class Configuration:

@@ -40,15 +40,11 @@ def small_limit(kind: int) -> tuple[int, int]:
 
 # Where the system refuses -> what is replaced. The first ones are seen by each rank alone, the last ones while it connects.
 CALLS: dict[str, tuple[Any, str, Any]] = {
-    "memory": (os, "memfd_create", refuses),
-    "memory's size": (os, "posix_fallocate", refuses),
-    "an event": (os, "eventfd", refuses),
-    "a descriptor in a packet": (_hosts, "send", only_plain),
-    "files of any size": (resource, "getrlimit", small_limit),
-    "a descriptor later": (_packets, "send", only_plain),
-    "the memory of another rank": (_packets.Peer, "read", refuses),
-    "memory later": (_memory.os, "memfd_create", None),
-}
+    "memory": (os, "memfd_create", refuses), "memory's size": (os, "posix_fallocate", refuses),
+    "an event": (os, "eventfd", refuses), "a descriptor in a packet": (_hosts, "send", only_plain),
+    "files of any size": (resource, "getrlimit", small_limit), "a descriptor later": (_packets, "send", only_plain),
+    "the memory of another rank": (_packets.Peer, "read", refuses), "memory later": (_memory.os, "memfd_create", None),
+}  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -38,15 +38,12 @@ def calls(axis: Any, rank: int, n: int, dtype: torch.dtype) -> dict[str, Tensor]
     give = tuple((rank + i) % 3 for i in range(w))
     take = tuple((i + rank) % 3 for i in range(w))
     out = {
-        "psum": axis.run("psum", x, None),
-        "pbroadcast": axis.run("pbroadcast", x, w - 1),
-        "all_gather": axis.run("all_gather", x, None),
-        "all_to_all": axis.run("all_to_all", rows, None),
+        "psum": axis.run("psum", x, None), "pbroadcast": axis.run("pbroadcast", x, w - 1),
+        "all_gather": axis.run("all_gather", x, None), "all_to_all": axis.run("all_to_all", rows, None),
         "all_to_all_single": axis.run("all_to_all_single", torch.cat([rows] * 3)[: sum(give)], (give, take)),
         "ppermute": axis.run("ppermute", x, tuple((i, (i + 1) % w) for i in range(1, w))),
-        "psum_scatter": axis.run("psum_scatter", rows, None),
-        "transposed": axis.run("psum", rows.t(), None),
-    }
+        "psum_scatter": axis.run("psum_scatter", rows, None), "transposed": axis.run("psum", rows.t(), None),
+    }  # fmt: skip
     if not dtype.is_complex:
         out["pmax"], out["pmin"] = axis.run("pmax", x, None), axis.run("pmin", x, None)
     return out

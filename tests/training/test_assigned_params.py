@@ -35,14 +35,10 @@ def _or(params: Any) -> None:
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "assign": lambda p: p.__setitem__("w", torch.zeros(2)),
     "assign what it was": lambda p: p.__setitem__("w", p["w"].clone()),
-    "add": lambda p: p.__setitem__("new", torch.zeros(2)),
-    "update": lambda p: p.update(w=torch.zeros(2)),
-    "delete": _delete,
-    "pop": lambda p: p.pop("w"),
-    "clear": lambda p: p.clear(),
-    "setdefault": lambda p: p.setdefault("new", torch.zeros(2)),
-    "or": _or,
-}
+    "add": lambda p: p.__setitem__("new", torch.zeros(2)), "update": lambda p: p.update(w=torch.zeros(2)),
+    "delete": _delete, "pop": lambda p: p.pop("w"), "clear": lambda p: p.clear(),
+    "setdefault": lambda p: p.setdefault("new", torch.zeros(2)), "or": _or,
+}  # fmt: skip
 USES: dict[str, Callable[[Any, Any], Any]] = {
     "step": lambda step, state: step(state, 1.0), "params": lambda step, state: state.params,
     "clone": lambda step, state: state.clone(), "pipeline": lambda step, state: state.pipeline,

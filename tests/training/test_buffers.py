@@ -15,12 +15,10 @@ from tests.helpers import max_diff, raises_text, same_bits, stepped
 
 F64 = torch.float64
 CHOICES: dict[str, Any] = {
-    "keep": None,
-    "average": lambda: tx.average_buffers("data"),
-    "broadcast": lambda: tx.broadcast_buffers("data"),
+    "keep": None, "average": lambda: tx.average_buffers("data"), "broadcast": lambda: tx.broadcast_buffers("data"),
     "every second": lambda: tx.every(2, tx.average_buffers("data")),
     "by path": lambda: tx.partition({"*mean": tx.average_buffers("data"), "*": tx.identity()}),
-}
+}  # fmt: skip
 SIZES = [[3, 5], [], [4, 2, 6, 2]]
 
 

@@ -177,10 +177,8 @@ def test_no_rank_with_weight_counts_as_no_step() -> None:
 def test_overflow_is_detected_with_sign_based_optimizers(bad: float) -> None:
     """sign(nan) is 0, so that parameters stay finite; a frozen leaf's gradient counts too, as in a step."""
     makers = {
-        "lion": tx.lion(0.1),
-        "rprop": tx.rprop(0.1),
-        "frozen": tx.partition({"w": tx.frozen(), "*": tx.sgd(0.1)}),
-    }
+        "lion": tx.lion(0.1), "rprop": tx.rprop(0.1), "frozen": tx.partition({"w": tx.frozen(), "*": tx.sgd(0.1)}),
+    }  # fmt: skip
     for optimizer in makers.values():
         fused = tx.fuse(tx.mean("data"), optimizer)
         for pipeline in (tx.dynamic_loss_scale(fused, init_scale=4.0), tx.skip_if_nonfinite(fused)):

@@ -27,10 +27,8 @@ def make(calls_module: bool = True, hook: Any = None, mesh: Any = None, **settin
 
 
 HOOKS = [
-    tx.mean("data"),
-    tx.compress(tx.int8(), tx.mean("data")),
-    tx.chain(tx.mean("data"), tx.clip_by_global_norm(1.0)),
-]
+    tx.mean("data"), tx.compress(tx.int8(), tx.mean("data")), tx.chain(tx.mean("data"), tx.clip_by_global_norm(1.0)),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

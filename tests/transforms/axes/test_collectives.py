@@ -135,10 +135,8 @@ def test_trees_travel_packed() -> None:
     with bind_axes({"data": Recorder("data", 4, notes, {"data": 4})}):
         tx.psum(tree, "data")
         assert [(m.dtype, m.payload_bytes) for m in notes] == [
-            (torch.float32, 32),
-            (torch.float64, 32),
-            (torch.int64, 8),
-        ]
+            (torch.float32, 32), (torch.float64, 32), (torch.int64, 8),
+        ]  # fmt: skip
         notes.clear()
         out = tx.all_gather(tree, "data")
         assert len(notes) == 3 and out["b"][0].shape == (4, 2, 2)

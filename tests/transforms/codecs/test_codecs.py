@@ -18,14 +18,11 @@ from fjoin.transforms.reductions._coded_sum import Term, coded_mean
 from tests.helpers import raises_text, same_bits
 
 ON_AVERAGE: dict[str, Any] = {
-    "bfloat16": lambda: tx.bfloat16(stochastic=True),
-    "fp8": lambda: tx.fp8(stochastic=True),
+    "bfloat16": lambda: tx.bfloat16(stochastic=True), "fp8": lambda: tx.fp8(stochastic=True),
     "fp8_e5m2": lambda: tx.fp8(dtype=torch.float8_e5m2, stochastic=True),
-    "int8": lambda: tx.int8(block=16, stochastic=True),
-    "int4": lambda: tx.int4(block=16, stochastic=True),
-    "qsgd": lambda: tx.qsgd(levels=3, block=16),
-    "top_k of noise": lambda: tx.top_k(1.0, tx.qsgd()),
-}
+    "int8": lambda: tx.int8(block=16, stochastic=True), "int4": lambda: tx.int4(block=16, stochastic=True),
+    "qsgd": lambda: tx.qsgd(levels=3, block=16), "top_k of noise": lambda: tx.top_k(1.0, tx.qsgd()),
+}  # fmt: skip
 
 
 def thrown(codec: tx.Codec, x: Tensor, seed: int = 0, step: int = 0) -> Tensor:

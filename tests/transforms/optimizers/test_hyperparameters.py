@@ -137,18 +137,15 @@ def test_a_hyperparameter_that_is_a_tensor() -> None:
 MAPPED: dict[str, Any] = {
     "sgd": lambda x: tx.sgd(x, momentum=x, weight_decay=x),
     "sgd, dampening": lambda x: tx.sgd(0.1, momentum=0.9, dampening=x),
-    "adam": lambda x: tx.adam(x, eps=x, weight_decay=x),
-    "adamw": lambda x: tx.adamw(x, eps=x, weight_decay=x),
+    "adam": lambda x: tx.adam(x, eps=x, weight_decay=x), "adamw": lambda x: tx.adamw(x, eps=x, weight_decay=x),
     "nadam": lambda x: tx.nadam(x, eps=x, weight_decay=x, momentum_decay=x),
-    "radam": lambda x: tx.radam(x, eps=x, weight_decay=x),
-    "adamax": lambda x: tx.adamax(x, eps=x, weight_decay=x),
+    "radam": lambda x: tx.radam(x, eps=x, weight_decay=x), "adamax": lambda x: tx.adamax(x, eps=x, weight_decay=x),
     "adagrad": lambda x: tx.adagrad(x, lr_decay=x, weight_decay=x, initial_accumulator_value=x, eps=x),
     "adadelta": lambda x: tx.adadelta(x, rho=x, eps=x, weight_decay=x),
     "rmsprop": lambda x: tx.rmsprop(x, alpha=x, eps=x, weight_decay=x, momentum=x),
-    "asgd": lambda x: tx.asgd(x, lambd=x, alpha=x, weight_decay=x),
-    "lion": lambda x: tx.lion(x, weight_decay=x),
+    "asgd": lambda x: tx.asgd(x, lambd=x, alpha=x, weight_decay=x), "lion": lambda x: tx.lion(x, weight_decay=x),
     "lamb": lambda x: tx.lamb(x, eps=x, weight_decay=x),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MAPPED)

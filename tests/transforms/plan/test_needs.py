@@ -47,11 +47,9 @@ def _by_tree(grads: Any) -> Any:
 
 STAGES = {
     Needs.NOTHING: lambda: tx.stateless(torch.sin, elementwise=True),
-    Needs.LEAVES: lambda: _stage(Needs.LEAVES, _by_leaf),
-    Needs.PATHS: lambda: _stage(Needs.PATHS, _by_path),
-    Needs.LAYOUT: lambda: _stage(Needs.LAYOUT, _by_layout),
-    Needs.TREE: lambda: _stage(Needs.TREE, _by_tree),
-}
+    Needs.LEAVES: lambda: _stage(Needs.LEAVES, _by_leaf), Needs.PATHS: lambda: _stage(Needs.PATHS, _by_path),
+    Needs.LAYOUT: lambda: _stage(Needs.LAYOUT, _by_layout), Needs.TREE: lambda: _stage(Needs.TREE, _by_tree),
+}  # fmt: skip
 
 
 def loss(params: Any, batch: float) -> Tensor:

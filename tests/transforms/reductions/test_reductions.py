@@ -114,26 +114,21 @@ def test_raises_on_bad_input() -> None:
 
 
 ALL: dict[str, Any] = {
-    "mean": lambda: tx.mean("data"),
-    "mean over two axes": lambda: tx.mean(("node", "data")),
-    "live": lambda: tx.mean("data", over="live"),
-    "world": lambda: tx.mean("data", over="world"),
-    "sum": lambda: tx.sum_over("data"),
-    "hierarchical": lambda: tx.hierarchical_mean("data", "node"),
+    "mean": lambda: tx.mean("data"), "mean over two axes": lambda: tx.mean(("node", "data")),
+    "live": lambda: tx.mean("data", over="live"), "world": lambda: tx.mean("data", over="world"),
+    "sum": lambda: tx.sum_over("data"), "hierarchical": lambda: tx.hierarchical_mean("data", "node"),
     "hierarchical, encoded": lambda: tx.hierarchical_mean("data", "node", tx.int8(), over="world"),
     "int8": lambda: tx.compress(tx.int8(), tx.mean("data", over="world")),
     "bfloat16": lambda: tx.compress(torch.bfloat16, tx.mean("data")),
     "stochastic": lambda: tx.compress(tx.bfloat16(stochastic=True), tx.mean("data")),
     "feedback": lambda: tx.error_feedback(tx.compress(tx.int8(), tx.mean("data"))),
     "ef21": lambda: tx.ef21(tx.compress(tx.int8(), tx.mean("data"))),
-    "power_sgd": lambda: tx.power_sgd("data", min_compression_rate=0.5),
-    "every": lambda: tx.every(1, tx.mean("data")),
+    "power_sgd": lambda: tx.power_sgd("data", min_compression_rate=0.5), "every": lambda: tx.every(1, tx.mean("data")),
     "switch": lambda: tx.switch_after(0, tx.identity(), tx.mean("data")),
     "masked": lambda: tx.masked(tx.mean("data"), "*"),
     "by path": lambda: tx.partition({"w": tx.mean("data"), "*": tx.sum_over("data")}),
-    "chain": lambda: tx.chain(tx.mean("data"), tx.mean("node")),
-    "buffers": lambda: tx.average_buffers("data"),
-}
+    "chain": lambda: tx.chain(tx.mean("data"), tx.mean("node")), "buffers": lambda: tx.average_buffers("data"),
+}  # fmt: skip
 
 
 def params_of(rank: int) -> Any:

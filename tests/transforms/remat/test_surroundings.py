@@ -24,10 +24,8 @@ from fjoin.transforms import checkpoint_policies as policies
 from fjoin.transforms.rematerialization._modes import FLAGS
 
 POLICIES: dict[str, Any] = {
-    "nothing": None,
-    "dots": policies.dots_saveable,
-    "own": lambda op, *args, **kw: "mul" in str(op),
-}
+    "nothing": None, "dots": policies.dots_saveable, "own": lambda op, *args, **kw: "mul" in str(op),
+}  # fmt: skip
 
 
 class SinIsCos(TorchFunctionMode):
