@@ -114,10 +114,8 @@ def resumed() -> Any:
     """A run that goes on from a copy of its state, saved while a change waits for its message."""
     step = fjoin.train_step(loss, pipeline("encoded"), donate=False)
     state = stepped(step, step.init(start()), batches(step.rank, 5))
-    again, pending = (
-        copy.deepcopy(state._body.ends.after),
-        {k: v.clone() for k, v in state._body.ends.after.pending.items()},
-    )
+    again = copy.deepcopy(state._body.ends.after)
+    pending = {k: v.clone() for k, v in state._body.ends.after.pending.items()}
     state = stepped(step, state, batches(step.rank, 9)[5:])
     return max_diff(again.pending, pending) == 0, state.clone().params
 

@@ -123,10 +123,8 @@ def test_nested(transform: str) -> None:
     def both(x: Tensor, w: Tensor) -> Tensor:
         return block(block(x, w), w)
 
-    want, got = (
-        TRANSFORMS[transform](both),
-        TRANSFORMS[transform](tx.remat(outer, policies.save_only_these_names("h"))),
-    )
+    want = TRANSFORMS[transform](both)
+    got = TRANSFORMS[transform](tx.remat(outer, policies.save_only_these_names("h")))
     for a, b in zip(tree_leaves(got), tree_leaves(want), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
