@@ -286,7 +286,7 @@ class SinIsCos(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def _dtype() -> Iterator[None]:
+def default_dtype() -> Iterator[None]:
     torch.set_default_dtype(torch.float64)
     try:
         yield
@@ -296,7 +296,7 @@ def _dtype() -> Iterator[None]:
 
 AROUND: dict[str, Callable[[], Any]] = {
     "nothing": contextlib.nullcontext, "function mode": SinIsCos, "device": lambda: torch.device("cpu"),
-    "dtype": _dtype, "math": lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
+    "dtype": default_dtype, "math": lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
     "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
 }  # fmt: skip
 RESULTS: dict[str, Callable[[World, Tensor], Any]] = {

@@ -15,22 +15,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from fjoin import transforms as tx
 from fjoin.transforms import checkpoint_policies as policies
 from fjoin.transforms.rematerialization._modes import FLAGS
+from tests.transforms.remat.fuzz import SinIsCos, default_dtype
 
 POLICIES: dict[str, Any] = {
     "nothing": None, "dots": policies.dots_saveable, "own": lambda op, *args, **kw: "mul" in str(op),
 }  # fmt: skip
-
-
-class SinIsCos(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return torch.cos(*args) if func in (torch.sin, Tensor.sin) else func(*args, **(kwargs or {}))
 
 
 class Doubled(TorchDispatchMode):
@@ -74,15 +69,6 @@ def default_device() -> Any:
         yield
     finally:
         torch.set_default_device(None)
-
-
-@contextlib.contextmanager
-def default_dtype() -> Any:
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 def parametrized() -> Callable[[Tensor], Tensor]:
