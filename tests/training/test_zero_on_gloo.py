@@ -13,11 +13,7 @@ from fjoin import transforms as tx
 from fjoin.transforms.axes import _environment as _piece_sum
 from tests.helpers import stepped
 from tests.optimizer_table import OPTIMIZERS
-from tests.sharded_problem import PAIRS, gradients, start
-
-
-def loss_fn(params: Any, batch: Any) -> Tensor:
-    return sum((p * g).sum() for p, g in zip(params.values(), batch[0].values(), strict=True))  # type: ignore[return-value]
+from tests.sharded_problem import PAIRS, gradients, loss_fn, start
 
 
 def train(pipeline: tx.Pipeline, mesh: Any, steps: int, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -13,28 +13,12 @@ from torch import Tensor
 import fjoin
 from fjoin import transforms as tx
 from tests.optimizer_table import OPTIMIZERS
-from tests.sharded_problem import PAIRS
+from tests.sharded_problem import PAIRS, gradients, loss_fn, start
 from tests.traffic import sent_to_others
-
-SHAPES = {
-    "a.weight": (9, 7), "a.bias": (9,), "b.weight": (33, 3), "scale": (), "empty": (0, 3), "b.bias": (33,), "c.weight": (4, 4),
-}  # fmt: skip
-
-
-def start(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    gen = torch.Generator().manual_seed(1)
-    return {path: torch.randn(shape, generator=gen).to(dtype) for path, shape in SHAPES.items()}
 
 
 def batch(rank: int, step: int, dtype: torch.dtype = torch.float32) -> tuple[dict[str, Tensor], float]:
-    gen = torch.Generator().manual_seed(100 * rank + step)
-    return {path: torch.randn(shape, generator=gen).to(dtype) for path, shape in SHAPES.items()}, 1.0 + (
-        rank + step
-    ) % 3
-
-
-def loss_fn(params: Any, batch: Any) -> Tensor:
-    return sum((p * g).sum() for p, g in zip(params.values(), batch[0].values(), strict=True))  # type: ignore[return-value]
+    return gradients(rank, step, dtype), 1.0 + (rank + step) % 3
 
 
 def train(pipeline: tx.Pipeline, sizes: dict[str, int], steps: int = 5, **options: Any) -> list[Any]:
