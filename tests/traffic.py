@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -26,35 +27,40 @@ class Sent(NamedTuple):
     bytes: int
 
 
+_LOCK, _WATCHING, _KEPT = threading.Lock(), list[list[Sent]](), dict[str, Any]()
+
+
+def _watch(name: str, place: int | None) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = [] if place is None else args[place] if place < len(args) else kwargs["tensor"]
+        parts = [given] if isinstance(given, Tensor) else given
+        dtypes, size = (
+            ", ".join(sorted({str(x.dtype) for x in parts})),
+            sum(x.numel() * x.element_size() for x in parts),
+        )
+        for sent in _WATCHING:
+            sent.append(Sent(name, sum(x.numel() for x in parts), dtypes, size))
+        return _KEPT[name](*args, **kwargs)
+
+    return call
+
+
 @contextlib.contextmanager
 def watched() -> Iterator[list[Sent]]:
-    """Each message of this process's calls of `torch.distributed.<name>`, in their order."""
+    """Each message of this process's calls of `torch.distributed.<name>`, in their order. Threads may watch at one time."""
     sent: list[Sent] = []
-    kept = {name: getattr(dist, name) for name in _SENDS}
-
-    def watch(name: str, place: int | None) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            given = [] if place is None else args[place] if place < len(args) else kwargs["tensor"]
-            parts = [given] if isinstance(given, Tensor) else given
-            sent.append(
-                Sent(
-                    name,
-                    sum(x.numel() for x in parts),
-                    ", ".join(sorted({str(x.dtype) for x in parts})),
-                    sum(x.numel() * x.element_size() for x in parts),
-                )
-            )
-            return kept[name](*args, **kwargs)
-
-        return call
-
-    for name, place in _SENDS.items():
-        setattr(dist, name, watch(name, place))
+    with _LOCK:
+        for name, place in _SENDS.items() if not _WATCHING else ():
+            _KEPT[name] = getattr(dist, name)
+            setattr(dist, name, _watch(name, place))
+        _WATCHING.append(sent)
     try:
         yield sent
     finally:
-        for name, function in kept.items():
-            setattr(dist, name, function)
+        with _LOCK:
+            _WATCHING[:] = [one for one in _WATCHING if one is not sent]
+            for name, function in _KEPT.items() if not _WATCHING else ():
+                setattr(dist, name, function)
 
 
 def announced(what: Explanation) -> list[Message]:

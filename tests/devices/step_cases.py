@@ -171,7 +171,6 @@ OPTIONS: dict[str, Case] = {
     "DiLoCo, late, kept states": Case(lambda: tx.diloco(ADAM, tx.mean("data"), **DILOCO), {"donate": False}),
     "DiLoCo, late, int8": Case(lambda: tx.diloco(ADAM, tx.error_feedback(tx.compress(tx.int8(block=8), tx.mean("data"))), **DILOCO)),
     "DiLoCo, fragments": Case(lambda: tx.diloco(ADAM, tx.mean("data"), 4, delay=1, fragments=2, mix=0.5), flush=True),
-
     "clip": Case(lambda: tx.fuse(tx.chain(tx.mean("data"), CLIP), ADAM)),
     "left out": Case(lambda: tx.skip_if_nonfinite(mean()), poisoned=(1, 2)),
     "left out, feedback": Case(lambda: tx.skip_if_nonfinite(coded()), poisoned=(1,)),

@@ -85,8 +85,6 @@ PIPELINES = {
     "DiLoCo": tx.diloco(MOMENTUM, tx.mean("data"), 2, tx.sgd(0.7, momentum=0.9, nesterov=True)),
     "DiLoCo between nodes": tx.diloco(MOMENTUM, tx.mean("node"), 2, tx.adam(0.1), hook=tx.mean("local")),
     "streaming": tx.diloco(MOMENTUM, tx.mean("data"), 2, tx.sgd(0.7, momentum=0.9), fragments=2, delay=1, mix=0.5),
-
-
     "moving average": tx.fuse(tx.identity(), MOMENTUM, after=tx.every(2, tx.chain(tx.average_parameters("data"), tx.ema(0.9)))),
     "encoded": tx.fuse(FED_BACK, SGD, after=EVERY),
 }  # fmt: skip

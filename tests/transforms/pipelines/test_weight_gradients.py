@@ -73,7 +73,6 @@ CASES: dict[str, Case] = {
     "sum": (lambda: tx.fuse(tx.sum_over("local"), SGD), summed),
     "mean, momentum": (lambda: tx.fuse(tx.mean("local"), tx.sgd(RATE, momentum=0.9)), with_momentum),
     "mean, clip": (lambda: tx.fuse(tx.chain(tx.mean("local"), tx.clip_by_global_norm(20.0)), SGD), clipped),
-
     "accumulate": (lambda: tx.fuse(tx.accumulate(2, tx.mean("local")), SGD), accumulated),
     "masked": (lambda: tx.fuse(tx.masked(tx.mean("local"), "w"), SGD), two_steps),
     "average": (lambda: tx.local_sgd(SGD, tx.mean("local"), 2), averaged),
