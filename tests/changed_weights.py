@@ -32,25 +32,10 @@ def with_weights(change: Callable[[Any], Any], hook: tx.Transform) -> tx.Transfo
     return tx.Transform(init, update, hook.needs, inner.reduction(), hook.compression, hook.pauses)
 
 
-def _root(weight: Any) -> Any:
-    return weight**0.5
-
-
-def _equal(weight: Any) -> Any:
-    return 1.0
-
-
-def _three_times(weight: Any) -> Any:
-    return weight * 3
-
-
-def _none_of_one(weight: Any) -> Any:
-    return weight * (weight != 1)
-
-
 # Weight -> the weight that the reduction inside gets. The last one leaves out the rank of weight 1.
 CHANGES: dict[str, Callable[[Any], Any]] = {
-    "root": _root, "equal": _equal, "three times": _three_times, "none of one": _none_of_one
+    "root": lambda weight: weight**0.5, "equal": lambda weight: 1.0, "three times": lambda weight: weight * 3,
+    "none of one": lambda weight: weight * (weight != 1),
 }  # fmt: skip
 MOST = [pytest.param(name, marks=[pytest.mark.long] * (name in ("equal", "three times"))) for name in CHANGES]
 WEIGHTS = [1.0, 9.0, 4.0, 16.0]  # of four ranks, all above 0: a rank without input has no gradient of its own in a step
@@ -64,10 +49,8 @@ def values(rank: int, step: int = 0) -> Tensor:
 # A rank's share is its weight ("weight"), 1 where it has some ("live", and "world" with all ranks as the divisor), or
 # its weight in a sum that nothing divides (None). These reductions lose nothing, or so little that 1e-6 is enough.
 MEANS: dict[str, tuple[Callable[[], tx.Transform], str | None]] = {
-    "mean": (lambda: tx.mean("data"), "weight"),
-    "mean of live ranks": (lambda: tx.mean("data", over="live"), "live"),
-    "mean of all ranks": (lambda: tx.mean("data", over="world"), "world"),
-    "sum": (lambda: tx.sum_over("data"), None),
+    "mean": (lambda: tx.mean("data"), "weight"), "mean of live ranks": (lambda: tx.mean("data", over="live"), "live"),
+    "mean of all ranks": (lambda: tx.mean("data", over="world"), "world"), "sum": (lambda: tx.sum_over("data"), None),
     "mean of two axes": (lambda: tx.mean(("node", "local")), "weight"),
     "chain": (lambda: tx.chain(tx.mean("local"), tx.mean("node")), "weight"),
     "hierarchical": (lambda: tx.hierarchical_mean("local", "node"), "weight"),
@@ -84,7 +67,7 @@ MEANS: dict[str, tuple[Callable[[], tx.Transform], str | None]] = {
     "masked": (lambda: tx.masked(tx.mean("data"), "w"), "weight"),
     "fed back": (lambda: tx.error_feedback(tx.compress(tx.float32(), tx.mean("data"))), "weight"),
     "ef21": (lambda: tx.ef21(tx.compress(tx.float32(), tx.mean("data"))), "weight"),
-}
+}  # fmt: skip
 # Reductions with other results: the wrapper is compared with the reduction at the changed weights.
 OTHERS: dict[str, Callable[[], tx.Transform]] = {
     "int8": lambda: tx.compress(tx.int8(block=4), tx.mean("data")),

@@ -41,9 +41,7 @@ OPS: dict[str, tuple[Any, Any, Any]] = {
     "pbroadcast": (lambda x, n: tx.pbroadcast(x, "data", n - 1), lambda n: (2, 3), lambda xs, r: xs[-1]),
     "all_gather": (lambda x, n: tx.all_gather(x, "data"), lambda n: (2, 3), lambda xs, r: torch.stack(xs)),
     "all_gather dim": (lambda x, n: tx.all_gather(x, "data", dim=1), lambda n: (2, 3), lambda xs, r: torch.stack(xs, 1)),
-    "all_gather tiled": (
-        lambda x, n: tx.all_gather(x, "data", dim=1, tiled=True), lambda n: (2, 3), lambda xs, r: torch.cat(xs, 1),
-    ),
+    "all_gather tiled": (lambda x, n: tx.all_gather(x, "data", dim=1, tiled=True), lambda n: (2, 3), lambda xs, r: torch.cat(xs, 1)),
     "psum_scatter": (lambda x, n: tx.psum_scatter(x, "data"), lambda n: (n, 3), lambda xs, r: sum(xs)[r]),
     "psum_scatter dim": (lambda x, n: tx.psum_scatter(x, "data", dim=1), lambda n: (3, n), lambda xs, r: sum(xs)[:, r]),
     "psum_scatter tiled": (
@@ -51,9 +49,7 @@ OPS: dict[str, tuple[Any, Any, Any]] = {
         lambda xs, r: sum(xs)[:, 2 * r : 2 * r + 2],
     ),
     "all_to_all": (lambda x, n: tx.all_to_all(x, "data"), lambda n: (n, 3), lambda xs, r: torch.stack([x[r] for x in xs])),
-    "all_to_all dims": (
-        lambda x, n: tx.all_to_all(x, "data", 1, 0), lambda n: (3, n), lambda xs, r: torch.stack([x[:, r] for x in xs]),
-    ),
+    "all_to_all dims": (lambda x, n: tx.all_to_all(x, "data", 1, 0), lambda n: (3, n), lambda xs, r: torch.stack([x[:, r] for x in xs])),
     "all_to_all tiled": (
         lambda x, n: tx.all_to_all(x, "data", 1, 0, tiled=True), lambda n: (3, 2 * n),
         lambda xs, r: torch.cat([x[:, 2 * r : 2 * r + 2] for x in xs], 0),
@@ -67,9 +63,6 @@ OPS: dict[str, tuple[Any, Any, Any]] = {
         lambda xs, r: torch.cat([x.split([rows(s, t, len(xs)) for t in range(len(xs))])[r] for s, x in enumerate(xs)]),
     ),
     "ppermute": (lambda x, n: tx.ppermute(x, "data", ring(n)), lambda n: (2, 3), lambda xs, r: xs[r - 1]),
-    "ppermute partial": (
-        lambda x, n: tx.ppermute(x, "data", ring(n)[:-1]), lambda n: (2, 3),
-        lambda xs, r: xs[r - 1] if r else xs[0] * 0,
-    ),
+    "ppermute partial": (lambda x, n: tx.ppermute(x, "data", ring(n)[:-1]), lambda n: (2, 3), lambda xs, r: xs[r - 1] if r else xs[0] * 0),
 }  # fmt: skip
 DIFFERENTIABLE = [op for op in OPS if not op.startswith(("pmax", "pmin"))]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -37,3 +38,16 @@ def raises_text(kind: type[BaseException], function: Callable[[], object], *part
             assert part in text, f"{part!r} not in {text!r}"
         return text
     raise AssertionError(f"expected a {kind.__name__}, nothing was raised")
+
+
+def stepped(step: Any, state: Any, batches: Iterable[Any]) -> Any:
+    """The state after a step on each of the batches."""
+    for batch in batches:
+        state, _ = step(state, batch)
+    return state
+
+
+def judged(step: Any, on_device: Any) -> Any:
+    """The step, whose gradients the device judges in place of the host."""
+    step.run.step_check.grads.on_device = on_device
+    return step

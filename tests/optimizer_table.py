@@ -8,10 +8,7 @@ from fjoin import transforms as tx
 
 OPTIMIZERS: dict[str, list[Callable[[], tx.Optimizer]]] = {
     "adadelta": [lambda: tx.adadelta(), lambda: tx.adadelta(0.5, rho=0.5, weight_decay=0.1, maximize=True)],
-    "adafactor": [
-        lambda: tx.adafactor(0.1),
-        lambda: tx.adafactor(tx.linear(0.1, 0.0, 9), eps=(1e-2, 0.1), weight_decay=0.1),
-    ],
+    "adafactor": [lambda: tx.adafactor(0.1), lambda: tx.adafactor(tx.linear(0.1, 0.0, 9), eps=(1e-2, 0.1), weight_decay=0.1)],
     "adagrad": [lambda: tx.adagrad(0.1), lambda: tx.adagrad(0.1, lr_decay=0.1, initial_accumulator_value=0.5)],
     "adam": [lambda: tx.adam(0.1), lambda: tx.adam(0.1, weight_decay=0.1, amsgrad=True, maximize=True)],
     "adamax": [lambda: tx.adamax(0.1), lambda: tx.adamax(tx.cosine(0.1, 9), betas=(0.5, 0.9), weight_decay=0.1)],
@@ -37,10 +34,7 @@ OPTIMIZERS: dict[str, list[Callable[[], tx.Optimizer]]] = {
     ],
     "nadam": [lambda: tx.nadam(0.1), lambda: tx.nadam(0.1, weight_decay=0.1, decoupled_weight_decay=True)],
     "partition": [lambda: tx.partition({"*.weight": tx.sgd(0.1, momentum=0.9), "*": tx.adamw(0.1)})],
-    "radam": [
-        lambda: tx.radam(0.1),
-        lambda: tx.radam(0.1, betas=(0.5, 0.6), weight_decay=0.1, decoupled_weight_decay=True),
-    ],
+    "radam": [lambda: tx.radam(0.1), lambda: tx.radam(0.1, betas=(0.5, 0.6), weight_decay=0.1, decoupled_weight_decay=True)],
     "rmsprop": [lambda: tx.rmsprop(0.1), lambda: tx.rmsprop(0.1, momentum=0.9, centered=True, weight_decay=0.1)],
     "rprop": [lambda: tx.rprop(0.1), lambda: tx.rprop(0.1, etas=(0.1, 3.0), step_sizes=(0.01, 0.2), maximize=True)],
     "sgd": [
@@ -48,4 +42,4 @@ OPTIMIZERS: dict[str, list[Callable[[], tx.Optimizer]]] = {
         lambda: tx.sgd(tx.linear(0.1, 0.0, 5), momentum=0.9, dampening=0.5, weight_decay=0.1),
         lambda: tx.sgd(0.1, momentum=0.9, nesterov=True, maximize=True),
     ],
-}
+}  # fmt: skip

@@ -50,9 +50,7 @@ def in_places(*places: str) -> list[Any]:
 
 
 @pytest.mark.sample(4)
-@pytest.mark.parametrize(
-    ("name", "place", "sizes"), in_places(*(p for p in PLACES[2:] if p not in ON_RANKS), PLACES[0])
-)
+@pytest.mark.parametrize(("name", "place", "sizes"), in_places(*(p for p in PLACES[2:] if p not in ON_RANKS), PLACES[0]))  # fmt: skip
 def test_in_one_process(name: str, place: str, sizes: str) -> None:
     check(name, place, sizes)
 

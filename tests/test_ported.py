@@ -55,9 +55,7 @@ def _run(rank: int, report: Any, command: str, change: str = "") -> None:
     report((code, out.getvalue()))
 
 
-@pytest.mark.parametrize(
-    ("command", "ranks"), [pytest.param(*run, marks=[pytest.mark.long] * (run[1] == 1)) for run in RUNS]
-)
+@pytest.mark.parametrize(("command", "ranks"), [pytest.param(*run, marks=[pytest.mark.long] * (run[1] == 1)) for run in RUNS])  # fmt: skip
 def test_a_port_trains_what_its_reference_trains(command: str, ranks: int) -> None:
     with Ranks(ranks, _run, command) as run:
         for _ in range(ranks):
@@ -69,12 +67,10 @@ def test_a_port_trains_what_its_reference_trains(command: str, ranks: int) -> No
 @pytest.mark.parametrize(
     ("command", "change"),
     [
-        ("nanogpt/train_step.py", "learning_rate"),
-        ("mnist/train_step.py", "gamma"),
-        ("classification/train_step.py", "model_ema_decay"),
-        ("gpt2/train_step.py", "weight_decay"),
+        ("nanogpt/train_step.py", "learning_rate"), ("mnist/train_step.py", "gamma"),
+        ("classification/train_step.py", "model_ema_decay"), ("gpt2/train_step.py", "weight_decay"),
     ],
-)
+)  # fmt: skip
 def test_a_comparison_sees_a_number_changed_by_a_hundredth(command: str, change: str) -> None:
     with Ranks(1, _run, command, change) as run:
         _, _, (code, text) = run.next(120)

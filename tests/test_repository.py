@@ -59,9 +59,7 @@ def test_pure_part_does_not_import_distributed_or_fjoin(file: Path) -> None:
     assert not uses and "importlib" not in code
 
 
-@pytest.mark.parametrize(
-    "face", [file for file in _sources() if file.name == "__init__.py"], ids=lambda f: f.parent.name
-)
+@pytest.mark.parametrize("face", [file for file in _sources() if file.name == "__init__.py"], ids=lambda f: f.parent.name)  # fmt: skip
 def test_faces_only_pass_names_on(face: Path) -> None:
     for node in ast.parse(face.read_text()).body:
         assert isinstance(node, (ast.ImportFrom, ast.Expr, ast.If))

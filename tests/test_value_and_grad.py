@@ -15,11 +15,9 @@ from tests.helpers import raises_text
 def params() -> dict[str, Any]:
     torch.manual_seed(0)
     return {
-        "w": torch.randn(3, 4),
-        "in": [torch.randn(4), torch.randn(())],
-        "unused": torch.randn(2),
+        "w": torch.randn(3, 4), "in": [torch.randn(4), torch.randn(())], "unused": torch.randn(2),
         "none": torch.randn(0),
-    }
+    }  # fmt: skip
 
 
 def loss_fn(p: Any, x: Tensor, *, scale: float = 1.0) -> Tensor:

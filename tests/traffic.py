@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -15,16 +16,9 @@ from fjoin.transforms.pipelines import Explanation
 
 # Of each function which argument is sent.
 _SENDS: dict[str, int | None] = {
-    "all_reduce": 0,
-    "broadcast": 0,
-    "all_gather": 1,
-    "all_gather_into_tensor": 1,
-    "all_to_all": 1,
-    "all_to_all_single": 1,
-    "reduce_scatter": 1,
-    "reduce_scatter_tensor": 1,
-    "barrier": None,
-}
+    "all_reduce": 0, "broadcast": 0, "all_gather": 1, "all_gather_into_tensor": 1, "all_to_all": 1,
+    "all_to_all_single": 1, "reduce_scatter": 1, "reduce_scatter_tensor": 1, "barrier": None,
+}  # fmt: skip
 
 
 class Sent(NamedTuple):
@@ -34,36 +28,40 @@ class Sent(NamedTuple):
     bytes: int
 
 
+_LOCK, _WATCHING, _KEPT = threading.Lock(), list[list[Sent]](), dict[str, Any]()
+
+
+def _watch(name: str, place: int | None) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = [] if place is None else args[place] if place < len(args) else kwargs["tensor"]
+        parts = [given] if isinstance(given, Tensor) else given
+        dtypes, size = (
+            ", ".join(sorted({str(x.dtype) for x in parts})),
+            sum(x.numel() * x.element_size() for x in parts),
+        )
+        for sent in _WATCHING:
+            sent.append(Sent(name, sum(x.numel() for x in parts), dtypes, size))
+        return _KEPT[name](*args, **kwargs)
+
+    return call
+
+
 @contextlib.contextmanager
 def watched() -> Iterator[list[Sent]]:
-    """Each message of this process's calls of `torch.distributed.<name>`, in their order."""
+    """Each message of this process's calls of `torch.distributed.<name>`, in their order. Threads may watch at one time."""
     sent: list[Sent] = []
-    kept = {name: getattr(dist, name) for name in _SENDS}
-
-    def watch(name: str, place: int | None) -> Any:
-        @functools.wraps(kept[name])  # with its signature
-        def call(*args: Any, **kwargs: Any) -> Any:
-            given = [] if place is None else args[place] if place < len(args) else kwargs["tensor"]
-            parts = [given] if isinstance(given, Tensor) else given
-            sent.append(
-                Sent(
-                    name,
-                    sum(x.numel() for x in parts),
-                    ", ".join(sorted({str(x.dtype) for x in parts})),
-                    sum(x.numel() * x.element_size() for x in parts),
-                )
-            )
-            return kept[name](*args, **kwargs)
-
-        return call
-
-    for name, place in _SENDS.items():
-        setattr(dist, name, watch(name, place))
+    with _LOCK:
+        for name, place in _SENDS.items() if not _WATCHING else ():
+            _KEPT[name] = getattr(dist, name)
+            setattr(dist, name, _watch(name, place))
+        _WATCHING.append(sent)
     try:
         yield sent
     finally:
-        for name, function in kept.items():
-            setattr(dist, name, function)
+        with _LOCK:
+            _WATCHING[:] = [one for one in _WATCHING if one is not sent]
+            for name, function in _KEPT.items() if not _WATCHING else ():
+                setattr(dist, name, function)
 
 
 def announced(what: Explanation) -> list[Message]:

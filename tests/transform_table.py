@@ -84,10 +84,7 @@ TRANSFORMS: dict[str, list[Callable[[], tx.Transform]]] = {
             tx.partition({"layer.*": tx.compress(tx.int4(), tx.mean("data")), "*": tx.mean("data")})
         ),
     ],
-    "dgc": [
-        lambda: tx.dgc("data", k=0.3, clip=1.0),
-        lambda: tx.dgc("data", nesterov=True, warmup_steps=2, over="live"),
-    ],
+    "dgc": [lambda: tx.dgc("data", k=0.3, clip=1.0), lambda: tx.dgc("data", nesterov=True, warmup_steps=2, over="live")],
     "ef21": [
         lambda: tx.ef21(tx.compress(tx.int8(block=4), tx.mean("data"))),
         lambda: tx.ef21(tx.compress(torch.bfloat16, tx.mean("data", over="live")), without_input="flush"),
@@ -116,9 +113,7 @@ TRANSFORMS: dict[str, list[Callable[[], tx.Transform]]] = {
         lambda: tx.every(2, tx.chain(tx.stateless(_to_norm_one), tx.compress(tx.int8(block=4), tx.mean("data")))),
         lambda: tx.error_feedback(tx.chain(tx.stateless(_to_norm_one), tx.compress(tx.int8(block=4), tx.mean("data")))),
     ],
-    "clip_by_global_norm": [
-        lambda: tx.clip_by_global_norm(0.5),
-    ],
+    "clip_by_global_norm": [lambda: tx.clip_by_global_norm(0.5)],
     "clip_by_value": [lambda: tx.clip_by_value(0.5)],
     "record_norm": [tx.record_norm, lambda: tx.chain(tx.mean("data"), tx.record_norm())],
     "every": [lambda: tx.every(2, tx.mean("data"))],
@@ -148,4 +143,4 @@ TRANSFORMS: dict[str, list[Callable[[], tx.Transform]]] = {
         lambda: tx.switch_after(2, tx.identity(), tx.mean("data")),
         lambda: tx.switch_after(2, tx.stateless(_to_norm_one), tx.compress(tx.int8(block=4), tx.mean("data"))),
     ],
-}
+}  # fmt: skip

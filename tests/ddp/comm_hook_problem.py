@@ -27,17 +27,13 @@ TYPES = [member.name for member in DDPCommHookType]
 ONE_OF_EACH = [pytest.param(name, marks=pytest.mark.long if "RANK2" in name else ()) for name in TYPES]
 
 TORCHS: dict[str, Any] = {
-    "ALLREDUCE": default_hooks.allreduce_hook,
-    "FP16_COMPRESS": default_hooks.fp16_compress_hook,
+    "ALLREDUCE": default_hooks.allreduce_hook, "FP16_COMPRESS": default_hooks.fp16_compress_hook,
     "BF16_COMPRESS": default_hooks.bf16_compress_hook,
     "QUANTIZE_PER_TENSOR": quantization_hooks.quantization_pertensor_hook,
-    "QUANTIZE_PER_CHANNEL": quantization_hooks.quantization_perchannel_hook,
-    "POWER_SGD": powerSGD_hook.powerSGD_hook,
-    "POWER_SGD_RANK2": powerSGD_hook.powerSGD_hook,
-    "BATCHED_POWER_SGD": powerSGD_hook.batched_powerSGD_hook,
-    "BATCHED_POWER_SGD_RANK2": powerSGD_hook.batched_powerSGD_hook,
-    "NOOP": debugging_hooks.noop_hook,
-}
+    "QUANTIZE_PER_CHANNEL": quantization_hooks.quantization_perchannel_hook, "POWER_SGD": powerSGD_hook.powerSGD_hook,
+    "POWER_SGD_RANK2": powerSGD_hook.powerSGD_hook, "BATCHED_POWER_SGD": powerSGD_hook.batched_powerSGD_hook,
+    "BATCHED_POWER_SGD_RANK2": powerSGD_hook.batched_powerSGD_hook, "NOOP": debugging_hooks.noop_hook,
+}  # fmt: skip
 QUANTIZED = {"QUANTIZE_PER_TENSOR": None, "QUANTIZE_PER_CHANNEL": 512}  # elements that share a scale
 HALF = {"FP16_COMPRESS": 2.0**-11, "BF16_COMPRESS": 2.0**-8}  # the largest relative error of rounding
 HOOKS = [*TORCHS.values(), post_localSGD_hook.post_localSGD_hook]

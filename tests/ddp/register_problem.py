@@ -39,15 +39,11 @@ HOOKS: dict[str, Any] = {
     "mean, clip": lambda: tx.chain(tx.mean("data"), tx.clip_by_global_norm(0.1)),
     "mean, two stages": lambda: tx.chain(tx.mean("data"), tx.clip_by_value(0.05), tx.clip_by_global_norm(0.1)),
     "clip, mean": lambda: tx.chain(tx.clip_by_value(0.5), tx.mean("data"), tx.clip_by_global_norm(0.1)),
-    "by path": lambda: tx.partition(
-        {"*.weight": tx.mean("data"), "*": tx.chain(tx.mean("data"), tx.clip_by_value(0.01))}
-    ),
+    "by path": lambda: tx.partition({"*.weight": tx.mean("data"), "*": tx.chain(tx.mean("data"), tx.clip_by_value(0.01))}),
     "by hand": by_hand,
-    "a partial": lambda: tx.chain(
-        tx.mean("data"), tx.Transform(lambda p: (), functools.partial(times, 0.5), needs=tx.Needs.LEAVES)
-    ),
+    "a partial": lambda: tx.chain(tx.mean("data"), tx.Transform(lambda p: (), functools.partial(times, 0.5), needs=tx.Needs.LEAVES)),
     "mean of mean": lambda: tx.chain(tx.mean("data"), tx.mean("data", over="live")),
-}
+}  # fmt: skip
 
 
 def samples(batch: Any) -> int:

@@ -13,29 +13,12 @@ from torch import Tensor
 import fjoin
 from fjoin import transforms as tx
 from tests.helpers import max_diff, raises_text
-from tests.training.plan_problem import (
-    NAN,
-    PIPELINES,
-    UNEVEN,
-    product,
-    purely,
-    start,
-    weight_of,
-)
+from tests.training.plan_problem import NAN, PIPELINES, UNEVEN, product, purely, start, weight_of
 
 REGISTERED = (
-    "mean, then an average",
-    "local steps",
-    "world",
-    "first means, then local steps",
-    "two stages",
-    "one leaf",
-    "by hand",
-    "local SGD",
-    "DiLoCo",
-    "streaming",
-    "moving average",
-)
+    "mean, then an average", "local steps", "world", "first means, then local steps", "two stages", "one leaf",
+    "by hand", "local SGD", "DiLoCo", "streaming", "moving average",
+)  # fmt: skip
 
 
 class Holder(torch.nn.Module):
@@ -93,10 +76,8 @@ def test_only_the_rank_with_bad_gradients_is_named(pool: Any, name: str) -> None
 
 def flushed_after_a_bad_pass() -> Any:
     model = torch.nn.parallel.DistributedDataParallel(Holder(torch.float64))
-    handle, rank = (
-        fjoin.ddp.register(model, tx.local_sgd(tx.sgd(1.0), tx.mean("data"), 9)),
-        torch.distributed.get_rank(),
-    )
+    handle = fjoin.ddp.register(model, tx.local_sgd(tx.sgd(1.0), tx.mean("data"), 9))
+    rank = torch.distributed.get_rank()
     for batch in (1.0, 1.0, NAN if rank else 1.0):
         model.zero_grad()
         model(batch).backward()

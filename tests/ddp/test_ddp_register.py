@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fjoin
 from fjoin import transforms as tx
 from tests.ddp.register_problem import EVEN, HOOKS, SIZES, SMALL, check, samples
+from tests.helpers import stepped
 from tests.oracle import whole_batch
 from tests.oracle.whole_batch import make_batches, make_model, mean_loss
 
@@ -33,12 +34,9 @@ def clipping(hook: str) -> Any:
 
 
 def train(
-    sizes: list[list[int]],
-    hook: str = "mean",
-    fused: bool = True,
-    join: str = "ours",
+    sizes: list[list[int]], hook: str = "mean", fused: bool = True, join: str = "ours",
     options: dict[str, Any] | None = None,
-) -> Any:
+) -> Any:  # fmt: skip
     """Every sample counts once, whatever the ranks' batches."""
     ddp = DistributedDataParallel(make_model(), **(options or {}))
     if fused:
@@ -103,8 +101,7 @@ def test_the_divisor_of_a_join_has_no_effect(pool: Any) -> None:
 def test_uneven_inputs_in_a_torch_join(pool: Any, hook: str) -> None:
     """A fused pipeline keeps all ranks equal there too: a rank without input takes the same steps."""
     check(
-        pool.run(2, train, [[3, 2, 4, 1], [5, 1]], hook, True, "torch", SMALL),
-        reference([[3, 2, 4, 1], [5, 1]], hook),
+        pool.run(2, train, [[3, 2, 4, 1], [5, 1]], hook, True, "torch", SMALL), reference([[3, 2, 4, 1], [5, 1]], hook)
     )
 
 
@@ -124,8 +121,7 @@ def test_every_hook_is_what_it_is_in_a_train_step(pool: Any, hook: str, options:
         step = fjoin.train_step(loss_fn, tx.fuse(HOOKS[hook](), tx.adamw(0.05)), weight=samples)
         state = step.init(params)
         for _ in range(2):
-            for batch in step.join(batches):
-                state, _ = step(state, batch)
+            state = stepped(step, state, step.join(batches))
         return {path: p.clone() for path, p in state.params.items()}
 
     want = tx.simulate(one_rank, {"data": 2}, make_batches(1, EVEN))[0]

@@ -123,9 +123,7 @@ def refused_later() -> bool:
     raises_text(TypeError, lambda: table(torch.tensor([0])).sum().backward(), "sparse=False")
     spectrum = nn.ParameterDict({"w": torch.ones(2, dtype=torch.complex64)})
     stepped = tx.fuse(tx.mean("data"), tx.sgd(0.1))
-    raises_text(
-        TypeError, lambda: fjoin.ddp.register(DistributedDataParallel(spectrum), stepped), "'w' has complex dtype"
-    )
+    raises_text(TypeError, lambda: fjoin.ddp.register(DistributedDataParallel(spectrum), stepped), "'w' has complex dtype")  # fmt: skip
     fjoin.ddp.register(DistributedDataParallel(spectrum), tx.mean("data"))
     ddp = DistributedDataParallel(make_model())
     raises_text(ValueError, lambda: fjoin.ddp.register(ddp, tx.accumulate(2, tx.mean("data"))), "no_sync()")

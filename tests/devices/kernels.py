@@ -86,11 +86,7 @@ def steps(
         return _Loss.apply(kernels, *params.values())
 
     on = mock.patch.object
-    with (
-        on(DeviceReads, "add", lambda *args: None),
-        on(Passes, "_run", forward),
-        kernels_without_meta(),
-    ):
+    with on(DeviceReads, "add", lambda *args: None), on(Passes, "_run", forward), kernels_without_meta():
         modes = contextlib.ExitStack()
         modes.enter_context(memory or contextlib.nullcontext())
         params = {path: torch.empty(shape, device="meta") for path, shape in shapes.items()}

@@ -143,21 +143,13 @@ class Device:
         is_one = lambda device: device.type == "cpu"  # noqa: E731
         with contextlib.ExitStack() as stack:
             for patch in (
-                on(GradCheck, "__init__", on_device),
-                on(Message, "__init__", made),
-                on(Message, "wait", wait_late),
-                on(Run, "ends_here", ends),
-                on(_group_mesh, "destroy", cut),
-                on(_group_mesh, "_SETTLE_S", 0.3),
-                on(_axis.GroupAxis, "begin_gather", gathers),
-                on(_device_reads, "is_accelerator", is_one),
-                on(_device_reads, "to_host", self.to_host),
-                on(_unfinished, "is_accelerator", is_one),
-                on(_unfinished, "here", self.here),
-                on(_leaves, "is_accelerator", is_one),
+                on(GradCheck, "__init__", on_device), on(Message, "__init__", made), on(Message, "wait", wait_late),
+                on(Run, "ends_here", ends), on(_group_mesh, "destroy", cut), on(_group_mesh, "_SETTLE_S", 0.3),
+                on(_axis.GroupAxis, "begin_gather", gathers), on(_device_reads, "is_accelerator", is_one),
+                on(_device_reads, "to_host", self.to_host), on(_unfinished, "is_accelerator", is_one),
+                on(_unfinished, "here", self.here), on(_leaves, "is_accelerator", is_one),
                 on(_leaves, "current_stream", lambda device: "stream"),
-                on(_flat_params, "is_host", lambda device: False),
-                on(_grad_buffer, "is_host", lambda device: False),
-            ):
+                on(_flat_params, "is_host", lambda device: False), on(_grad_buffer, "is_host", lambda device: False),
+            ):  # fmt: skip
                 stack.enter_context(patch)
             yield

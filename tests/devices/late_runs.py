@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+import warnings
 from typing import Any
 from unittest import mock
 
@@ -70,8 +71,6 @@ def reference(name: str) -> list[list[list[float]]]:
 
 @contextlib.contextmanager
 def _quiet() -> Any:
-    import warnings
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of local steps that are not averaged at the end
         yield

@@ -44,13 +44,9 @@ def net_params() -> dict[str, Tensor]:
     """With the names of the table of transforms, an empty parameter and a number."""
     g = torch.Generator().manual_seed(0)
     shapes = {
-        "layer.weight": (5, 4),
-        "layer.bias": (4,),
-        "last.weight": (4, 3),
-        "last.bias": (3,),
-        "none": (0, 2),
+        "layer.weight": (5, 4), "layer.bias": (4,), "last.weight": (4, 3), "last.bias": (3,), "none": (0, 2),
         "scale": (),
-    }
+    }  # fmt: skip
     return {path: torch.randn(shape, generator=g, dtype=torch.float64) for path, shape in shapes.items()}
 
 
@@ -80,13 +76,10 @@ def with_buffers(params: Any, buffers: Any, batch: Tensor) -> Any:
 
 
 LOSSES: dict[str, Any] = {
-    "plain": net_loss,
-    "remat": lambda params, batch: tx.remat(net_loss)(params, batch),
-    "offload": offloaded(None),
-    "offload, all": offloaded(policies.everything_saveable),
-    "buffers": with_buffers,
+    "plain": net_loss, "remat": lambda params, batch: tx.remat(net_loss)(params, batch), "offload": offloaded(None),
+    "offload, all": offloaded(policies.everything_saveable), "buffers": with_buffers,
     "auxiliary": lambda params, batch: (net_loss(params, batch), {"sum": {"samples": len(batch)}, "first": batch[0]}),
-}
+}  # fmt: skip
 
 # -- the tables ---------------------------------------------------------------------------------------------------------
 
@@ -178,16 +171,13 @@ OPTIONS: dict[str, Case] = {
     "DiLoCo, late, kept states": Case(lambda: tx.diloco(ADAM, tx.mean("data"), **DILOCO), {"donate": False}),
     "DiLoCo, late, int8": Case(lambda: tx.diloco(ADAM, tx.error_feedback(tx.compress(tx.int8(block=8), tx.mean("data"))), **DILOCO)),
     "DiLoCo, fragments": Case(lambda: tx.diloco(ADAM, tx.mean("data"), 4, delay=1, fragments=2, mix=0.5), flush=True),
-
     "clip": Case(lambda: tx.fuse(tx.chain(tx.mean("data"), CLIP), ADAM)),
     "left out": Case(lambda: tx.skip_if_nonfinite(mean()), poisoned=(1, 2)),
     "left out, feedback": Case(lambda: tx.skip_if_nonfinite(coded()), poisoned=(1,)),
     "left out, zero": Case(lambda: tx.skip_if_nonfinite(zero()()), poisoned=(1,)),
     "loss scale": Case(scaled(mean), poisoned=(1, 2)),
     "loss scale, zero": Case(scaled(zero()), poisoned=(2,)),
-    "loss scale, clip, kept states": Case(
-        scaled(lambda: tx.fuse(tx.chain(tx.mean("data"), CLIP), ADAM)), {"donate": False}, poisoned=(1,)
-    ),
+    "loss scale, clip, kept states": Case(scaled(lambda: tx.fuse(tx.chain(tx.mean("data"), CLIP), ADAM)), {"donate": False}, poisoned=(1,)),
     "buffers of each rank": Case(mean, loss="buffers"),
     "buffers, every second step": Case(mean, {"on_buffers": tx.every(2, tx.average_buffers("data"))}, "buffers"),
     "a moving average": Case(averaged(tx.chain(tx.every(2, tx.average_parameters("data")), tx.ema(0.9)))),
@@ -208,19 +198,14 @@ def host(tree: Any) -> dict[str, Tensor]:
 def run(case: Case, device: str, mesh: Any) -> dict[str, Any]:
     """A rank's run: its parameters, buffers and state at the end, and what each step has reported."""
     step = fjoin.train_step(
-        LOSSES[case.loss],
-        case.pipeline(),
-        mesh=mesh,
-        weight=lambda batch: 1.0 + mesh.rank,
+        LOSSES[case.loss], case.pipeline(), mesh=mesh, weight=lambda batch: 1.0 + mesh.rank,
         **{"bucket_bytes": 64, **case.options},
-    )
+    )  # fmt: skip
     params = {path: p.to(device) for path, p in net_params().items()}
     buffers = {"mean": torch.zeros(5, dtype=torch.float64, device=device), "count": torch.zeros((), device=device)}
     state, seen, calls = (
-        step.init(params, buffers if case.loss == "buffers" else None),
-        [],
-        case.options.get("accumulate", 1),
-    )
+        step.init(params, buffers if case.loss == "buffers" else None), [], case.options.get("accumulate", 1),
+    )  # fmt: skip
     batches = [net_batch(mesh.rank, i).to(device) for i in range(calls * SIZES[mesh.rank])]
     if mesh.rank == 1:
         for i in case.poisoned:

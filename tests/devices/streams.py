@@ -135,11 +135,8 @@ class Streams(TorchDispatchMode):
     def used(self) -> Iterator[Self]:
         """The steps of this thread are on this device."""
         init, arrived, backward, travel = (
-            GradCheck.__init__,
-            BucketQueue.arrived,
-            GradOutput.backward,
-            _interleave.travel,
-        )
+            GradCheck.__init__, BucketQueue.arrived, GradOutput.backward, _interleave.travel,
+        )  # fmt: skip
         leaves: set[str] = set()
 
         def on_device(check: Any, *args: Any, **kwargs: Any) -> None:
@@ -168,21 +165,15 @@ class Streams(TorchDispatchMode):
             for modules, name, new in (
                 ((devices, _device_reads, _unfinished, _leaves, _interleave), "is_accelerator", yes),
                 ((_flat_params, _grad_buffer), "is_host", lambda device: False),
-                ((devices, _unfinished), "here", self.here),
-                ((devices, _device_reads), "to_host", self.to_host),
+                ((devices, _unfinished), "here", self.here), ((devices, _device_reads), "to_host", self.to_host),
                 ((devices,), "new_stream", self.new_stream),
                 ((devices, _leaves), "current_stream", self.current_stream),
-                (
-                    (_bucket_stages,),
-                    "travel",
-                    lambda axes, layout, in_streams: in_streams and travel(axes, layout, True),
-                ),
-                ((GradCheck,), "__init__", on_device),
-                ((BucketQueue,), "arrived", in_leaf_stream),
+                ((_bucket_stages,), "travel", lambda axes, layout, in_streams: in_streams and travel(axes, layout, True)),
+                ((GradCheck,), "__init__", on_device), ((BucketQueue,), "arrived", in_leaf_stream),
                 ((GradOutput,), "backward", and_joined),
             )
             for module in modules
-        ]
+        ]  # fmt: skip
         with contextlib.ExitStack() as stack:
             for patch in patches:
                 stack.enter_context(patch)

@@ -15,6 +15,7 @@ from fjoin.transforms.axes import _environment as _axis_env
 from tests.devices.echo import EchoMesh
 from tests.devices.test_streams import PIPELINES, loss_fn
 from tests.devices.threaded_models import all_of, elsewhere
+from tests.helpers import raises_text, stepped
 from tests.pool import JobFailed
 
 
@@ -24,9 +25,7 @@ def trained(name: str, threaded: bool) -> list[torch.Tensor]:
     params = {"a": torch.randn(3, 4), "b": torch.zeros(4), "c": torch.randn(4, 3), "d": torch.zeros(3)}
     with elsewhere() if threaded else contextlib.nullcontext():
         step = fjoin.train_step(loss_fn, make(), mesh=EchoMesh(), weight=len, bucket_bytes=40, **options)
-        state = step.init(params)
-        for i in range(4):
-            state, _ = step(state, torch.randn(2 + i % 3, 3))
+        state = stepped(step, step.init(params), (torch.randn(2 + i % 3, 3) for i in range(4)))
     return [p.detach().clone() for p in state.params.values()]
 
 
@@ -43,8 +42,7 @@ def test_what_is_computed_again_there_communicates(pool: Any) -> None:
 
 
 def test_a_thread_without_bindings_is_found(pool: Any) -> None:
-    with pytest.raises(JobFailed, match="UnboundAxis"):
-        pool.run(2, all_of, True)
+    raises_text(JobFailed, lambda: pool.run(2, all_of, True), "UnboundAxis")
 
 
 def test_torch_keeps_nothing_in_threads_that_end_on_the_host() -> None:

@@ -37,16 +37,10 @@ VERDICTS: dict[str, set[str] | str] = {
 MORE: dict[str, tuple[Callable[[], tx.Pipeline], dict[str, Any]]] = {
     "loss scale": (lambda: tx.dynamic_loss_scale(tx.fuse(tx.mean("data"), tx.sgd(0.1)), 8.0, growth_interval=3), {}),
     "ema": (lambda: tx.fuse(tx.mean("data"), tx.adamw(0.1), after=tx.ema(0.9)), {}),
-    "injected schedule": (
-        lambda: tx.fuse(tx.mean("data"), tx.inject_hyperparameters(tx.adamw(tx.warmup_cosine(0.1, 2, 9)))),
-        {},
-    ),
+    "injected schedule": (lambda: tx.fuse(tx.mean("data"), tx.inject_hyperparameters(tx.adamw(tx.warmup_cosine(0.1, 2, 9)))), {}),
     "norm": (lambda: tx.fuse(tx.chain(tx.mean("data"), tx.record_norm()), tx.lion(0.01)), {}),
-    "muon": (
-        lambda: tx.fuse(tx.mean("data"), tx.partition({"[bd]": tx.sgd(0.1, momentum=0.5), "*": tx.muon(0.1)})),
-        {},
-    ),
-}
+    "muon": (lambda: tx.fuse(tx.mean("data"), tx.partition({"[bd]": tx.sgd(0.1, momentum=0.5), "*": tx.muon(0.1)})), {}),
+}  # fmt: skip
 ALL = {**PIPELINES, **MORE}
 
 

@@ -9,12 +9,12 @@ import torch
 
 import fjoin
 from fjoin import transforms as tx
+from tests.helpers import judged
 
 
 def stepped(pipeline: tx.Pipeline, slope: float, on_device: bool) -> Any:
     """The parameters after a step with this gradient, or the name of its error."""
-    step = fjoin.train_step(lambda p, batch: (p["w"] * batch).sum(), pipeline)
-    step.run.step_check.grads.on_device = on_device
+    step = judged(fjoin.train_step(lambda p, batch: (p["w"] * batch).sum(), pipeline), on_device)
     state, _ = step(step.init({"w": torch.zeros(3)}), torch.full((3,), slope))
     try:
         step.close()

@@ -18,13 +18,10 @@ _LAYER: dict[str, tuple[int, ...]] = {
     "up.weight": (4 * WIDTH, WIDTH), "up.bias": (4 * WIDTH,), "down.weight": (WIDTH, 4 * WIDTH), "down.bias": (WIDTH,),
 }  # fmt: skip
 SHAPES: dict[str, tuple[int, ...]] = {
-    "words.weight": (VOCABULARY, WIDTH),
-    "places.weight": (CONTEXT, WIDTH),
-    **{f"layers.{i}.{name}": shape for i in range(12) for name, shape in _LAYER.items()},
-    "norm.weight": (WIDTH,),
-    "norm.bias": (WIDTH,),
-    "head.weight": (VOCABULARY, WIDTH),
-}
+    "words.weight": (VOCABULARY, WIDTH), "places.weight": (CONTEXT, WIDTH),
+    **{f"layers.{i}.{name}": shape for i in range(12) for name, shape in _LAYER.items()}, "norm.weight": (WIDTH,),
+    "norm.bias": (WIDTH,), "head.weight": (VOCABULARY, WIDTH),
+}  # fmt: skip
 MEAN, SCATTER = tx.mean("data"), tx.scatter_mean("data")
 RATE = tx.warmup_cosine(3e-4, 100, 2000)
 # Each with the most launches that it may have, messages included: what it has now.
@@ -34,13 +31,10 @@ LIMITS: dict[str, tuple[Make, int]] = {
     "with a clip of the norm": (lambda: tx.fuse(tx.chain(MEAN, tx.clip_by_global_norm(1.0)), tx.adamw(3e-4)), 127),
     "messages in bfloat16": (lambda: tx.fuse(tx.compress(torch.bfloat16, MEAN), tx.adamw(3e-4)), 176),
     "messages in int8": (lambda: tx.fuse(tx.compress(tx.int8(), tx.mean("data")), tx.adamw(3e-4)), 353),
-    "in int8, with error feedback": (
-        lambda: tx.fuse(tx.error_feedback(tx.compress(tx.int8(), tx.mean("data"))), tx.adamw(3e-4)),
-        624,
-    ),
+    "in int8, with error feedback": (lambda: tx.fuse(tx.error_feedback(tx.compress(tx.int8(), tx.mean("data"))), tx.adamw(3e-4)), 624),
     "Lion": (lambda: tx.fuse(MEAN, tx.lion(3e-4)), 205),
     "scatter_mean": (lambda: tx.fuse(SCATTER, tx.adamw(3e-4)), 154),
-}
+}  # fmt: skip
 
 
 def launches(make: Make) -> int:

@@ -33,9 +33,7 @@ def known() -> dict[str, dict[str, Any]]:
     trained = {path: p.detach() for path, p in one.state_dict().items()}
     var, mean = torch.var_mean(first, 0)
     return {
-        "evaluate": {
-            "mean": x.mean(), "columns": x.mean(0), "positive": (x > 0).sum(), "weight": torch.tensor(float(len(x)))
-        },
+        "evaluate": {"mean": x.mean(), "columns": x.mean(0), "positive": (x > 0).sum(), "weight": torch.tensor(float(len(x)))},
         "generic Join": {"count": torch.tensor([4.0])},
         "sync_batch_norm": {"mean": 0.1 * mean, "var": 0.9 + 0.1 * var},
         "Join": trained,

@@ -11,6 +11,9 @@ from unittest import mock
 import pytest
 import torch
 
+from fjoin.buckets import GradBuffer
+from fjoin.step._hook import AllReduceHook
+from fjoin.training._flat_memory import FlatMemory
 from tests.devices.poisoned import poisoned
 from tests.goldens.golden_paths import registered, trained
 from tests.goldens.golden_problem import WEIGHTS
@@ -39,10 +42,6 @@ def _launches_and_writes(launch: Any) -> Any:
 
 def _fault(name: str | None) -> Any:
     """Take a part of fjoin out."""
-    from fjoin.buckets import GradBuffer
-    from fjoin.step._hook import AllReduceHook
-    from fjoin.training._flat_memory import FlatMemory
-
     parts: dict[str, Any] = {
         "wait": lambda: mock.patch.object(GradBuffer, "wait", lambda self: None),
         "gathers": lambda: mock.patch.object(FlatMemory, "gather", lambda self, op, effect: None),

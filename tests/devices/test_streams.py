@@ -29,17 +29,14 @@ PIPELINES: dict[str, tuple[Callable[[], tx.Pipeline], dict[str, Any]]] = {
     "clipped": (lambda: tx.fuse(tx.chain(MEAN, tx.clip_by_global_norm(0.5)), tx.adamw(0.1)), {}),
     "int8": (lambda: tx.fuse(tx.compress(INT8, tx.mean("data")), tx.adamw(0.1)), {}),
     "fed back": (lambda: tx.fuse(tx.error_feedback(tx.compress(INT8, tx.mean("data"))), tx.adamw(0.1)), {}),
-    "power_sgd": (
-        lambda: tx.fuse(tx.error_feedback(tx.power_sgd("data", min_compression_rate=0.5)), tx.adamw(0.1)),
-        {},
-    ),
+    "power_sgd": (lambda: tx.fuse(tx.error_feedback(tx.power_sgd("data", min_compression_rate=0.5)), tx.adamw(0.1)), {}),
     "zero": (lambda: tx.fuse(SCATTER, tx.adamw(0.1)), {}),
     "zero, int8 gather": (lambda: tx.fuse(SCATTER, tx.adamw(0.1), gather_codec=INT8), {}),
     "local": (lambda: tx.local_sgd(tx.sgd(0.1), tx.mean("data"), 2), {}),
     "skip": (lambda: tx.skip_if_nonfinite(tx.fuse(MEAN, tx.adamw(0.1))), {}),
     "accumulate": (lambda: tx.fuse(MEAN, tx.adamw(0.1)), {"accumulate": 2}),
     "state kept": (lambda: tx.fuse(MEAN, tx.adamw(0.1)), {"donate": False}),
-}
+}  # fmt: skip
 
 
 def loss_fn(p: Any, batch: torch.Tensor) -> torch.Tensor:
@@ -143,56 +140,32 @@ def _reads_at_once(reads: Any, newest: bool, keep: bool = False) -> Any:
 on = mock.patch.object
 FAULTS: dict[str, tuple[str, Callable[[], Any], str]] = {
     "the side stream does not wait for the caller": (
-        "fed back",
-        lambda: on(SideStreams, "start", _does_not_wait_for_the_caller),
-        "in 'side",
+        "fed back", lambda: on(SideStreams, "start", _does_not_wait_for_the_caller), "in 'side",
     ),
     "the caller does not wait for the side stream": (
-        "fed back",
-        lambda: on(Started, "wait", lambda end: None),
-        "in 'main', after the write to it by",
+        "fed back", lambda: on(Started, "wait", lambda end: None), "in 'main', after the write to it by",
     ),
-    "a message is not awaited": (
-        "mean",
-        lambda: on(GradBuffer, "wait", lambda out: setattr(out, "work", None)),
-        "by psum in 'message",
-    ),
+    "a message is not awaited": ("mean", lambda: on(GradBuffer, "wait", lambda out: setattr(out, "work", None)), "by psum in 'message"),
     "the lane is written after the message has begun": (
         "mean",
         lambda: on(AllReduceHook, "launch", _writes_the_lane_after),
         "aten::copy_ in 'leaf', after the write to it by psum",
     ),
     "parameters are stepped while a gather reads them": (
-        "zero",
-        lambda: on(FlatMemory, "_step_buckets", _gathers_first),
-        "after the read of it by gather",
+        "zero", lambda: on(FlatMemory, "_step_buckets", _gathers_first), "after the read of it by gather",
     ),
     "the next forward does not wait for a gather": (
-        "zero",
-        lambda: on(FlatMemory, "gather", lambda memory, op, effect: None),
-        "after the write to it by gather",
+        "zero", lambda: on(FlatMemory, "gather", lambda memory, op, effect: None), "after the write to it by gather",
     ),
-    "the host reads a copy before its event": (
-        "mean",
-        lambda: on(_device_reads, "_await", lambda mesh, event: None),
-        "a read in 'host'",
-    ),
-    "the host reads a copy before its step": (
-        "mean",
-        lambda: on(DeviceReads, "read", _reads_at_once),
-        "a read in 'host'",
-    ),
+    "the host reads a copy before its event": ("mean", lambda: on(_device_reads, "_await", lambda mesh, event: None), "a read in 'host'"),
+    "the host reads a copy before its step": ("mean", lambda: on(DeviceReads, "read", _reads_at_once), "a read in 'host'"),
     "memory is freed in one stream and reused in another": (
-        "fed back",
-        lambda: on(SideStreams, "start", _with_memory_of_the_caller),
-        "free memory is reused by",
+        "fed back", lambda: on(SideStreams, "start", _with_memory_of_the_caller), "free memory is reused by",
     ),
     "a bucket does not wait for the sums of the first": (
-        "power_sgd",
-        lambda: on(SideStreams, "start", _does_not_wait_for_the_first),
-        "in 'side",
+        "power_sgd", lambda: on(SideStreams, "start", _does_not_wait_for_the_first), "in 'side",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -17,21 +17,13 @@ from fjoin.training._passes import GradOutput
 from fjoin.transforms.axes import _environment as _axis_env, _environment as _call_env
 from fjoin.transforms.sync import BatchNormState
 from tests.devices.engine_thread import in_engine_thread
+from tests.helpers import stepped
 
-
-def _again(fn: Callable[..., Any], *args: Any) -> Any:
-    return checkpoint(fn, *args, use_reentrant=False)
-
-
-def _remat(fn: Callable[..., Any], *args: Any) -> Any:
-    return tx.remat(fn)(*args)
-
-
-def _plain(fn: Callable[..., Any], *args: Any) -> Any:
-    return fn(*args)
-
-
-HOW: dict[str, Callable[..., Any]] = {"plain": _plain, "checkpoint": _again, "remat": _remat}
+HOW: dict[str, Callable[..., Any]] = {
+    "plain": lambda fn, *args: fn(*args),
+    "checkpoint": lambda fn, *args: checkpoint(fn, *args, use_reentrant=False),
+    "remat": lambda fn, *args: tx.remat(fn)(*args),
+}
 
 
 def _summed(p: Any, x: Tensor) -> Tensor:
@@ -70,8 +62,7 @@ def trained(mesh: fjoin.Mesh, body: str, how: str, threaded: bool, fault: bool =
         stack.enter_context(elsewhere() if threaded else contextlib.nullcontext())
         for module in (_axis_env, _call_env) if fault else ():
             stack.enter_context(mock.patch.object(module, "bindings_of_caller", lambda: _axis_env._NONE))
-        for batch in step.join(batches, when_exhausted="replay"):
-            state, _ = step(state, batch)
+        state = stepped(step, state, step.join(batches, when_exhausted="replay"))
     out: list[float] = state.params["a"].flatten().tolist()
     return out
 

@@ -12,6 +12,14 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import fjoin
+from fjoin import transforms as tx
+from tests.reducer.in_backward import in_backward
+
 from .plan import Fault
 
 Report = Callable[[Any], None]
@@ -79,8 +87,6 @@ def run(rank: int, report: Report, fault: Fault) -> None:
 
 
 def digest(params: Any) -> str:
-    import torch
-
     flat = torch.cat([p.detach().reshape(-1) for p in params.values()])
     return hashlib.sha256(flat.numpy().tobytes()).hexdigest()[:16]
 
@@ -95,8 +101,6 @@ def readable(state: Callable[[], Any]) -> str:
 
 
 def problem() -> tuple[dict[str, Any], Callable[[int, int], Any]]:
-    import torch
-
     chance = torch.Generator().manual_seed(0)
     params = {"w": torch.randn(6, 4, generator=chance), "b": torch.zeros(4), "u": torch.randn(40, 8, generator=chance)}
 
@@ -107,8 +111,6 @@ def problem() -> tuple[dict[str, Any], Callable[[int, int], Any]]:
 
 
 def pipeline(fault: Fault, inject: Injector, lr: float = 0.01) -> Any:
-    from fjoin import transforms as tx
-
     hooks = {
         "mean": lambda: tx.mean("data"),
         "clip": lambda: tx.chain(tx.mean("data"), tx.clip_by_global_norm(1.0)),
@@ -128,8 +130,6 @@ def pipeline(fault: Fault, inject: Injector, lr: float = 0.01) -> Any:
 
 
 def loss_of(params: Any, x: Any) -> Any:
-    import torch
-
     return (torch.tanh(x @ params["w"] + params["b"])).square().mean() + params["u"].square().mean()
 
 
@@ -142,11 +142,6 @@ def loader(fault: Fault, rank: int, batch: Callable[[int, int], Any], inject: In
 
 
 def train_step(rank: int, fault: Fault, inject: Injector) -> Iterator[None]:
-    import torch
-
-    import fjoin
-    from tests.reducer.in_backward import in_backward
-
     params, batch = problem()
     mesh = fjoin.mesh({"data": -1}, timeout_s=fault.timeout_s)
     inject.at("before init")
@@ -190,10 +185,6 @@ def train_step(rank: int, fault: Fault, inject: Injector) -> Iterator[None]:
 
 
 def pure_step(rank: int, fault: Fault, inject: Injector) -> Iterator[None]:
-    import torch
-
-    import fjoin
-
     params, batch = problem()
     mesh = fjoin.mesh({"data": -1}, timeout_s=fault.timeout_s)
     pipe = pipeline(fault, inject)
@@ -211,18 +202,12 @@ def pure_step(rank: int, fault: Fault, inject: Injector) -> Iterator[None]:
 
 
 def module(fault: Fault) -> Any:
-    import torch
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
-
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=fault.timeout_s))
     torch.manual_seed(0)
     return DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Linear(8, 4)))
 
 
 def registered(rank: int, fault: Fault, inject: Injector) -> Iterator[None]:
-    import fjoin
-
     _, batch = problem()
     ddp = module(fault)
     fjoin.ddp.register(ddp, pipeline(fault, inject))
@@ -238,10 +223,6 @@ def registered(rank: int, fault: Fault, inject: Injector) -> Iterator[None]:
 
 
 def joined(rank: int, fault: Fault, inject: Injector) -> Iterator[None]:
-    import torch
-
-    import fjoin
-
     _, batch = problem()
     ddp = module(fault)
     optimizer = torch.optim.AdamW(ddp.parameters(), 0.01)

@@ -8,10 +8,8 @@ import random
 # How a program trains -> the places in it where a fault can hit.
 PLACES = {
     "train_step": ("before init", "loader", "weight", "loss", "backward", "stage", "body", "evaluate"),
-    "pipeline.step": ("loader", "loss", "body"),
-    "ddp.register": ("loss", "body"),
-    "fjoin.Join": ("loss", "body"),
-}
+    "pipeline.step": ("loader", "loss", "body"), "ddp.register": ("loss", "body"), "fjoin.Join": ("loss", "body"),
+}  # fmt: skip
 HOOKS = ("mean", "clip", "int8", "power_sgd", "switch")
 # The time-out of runs that only a time-out ends.
 SHORT_S = 2.0

@@ -30,11 +30,7 @@ COLLECTIVES = Section(
             exact=True,
         ),
         Row('lax.psum_scatter(x, "data")', 'tx.psum_scatter(x, "data")'),
-        Row(
-            'lax.psum_scatter(x, "data", scatter_dimension=0, tiled=True)',
-            'tx.psum_scatter(x, "data", dim=0, tiled=True)',
-            "`dim`",
-        ),
+        Row('lax.psum_scatter(x, "data", scatter_dimension=0, tiled=True)', 'tx.psum_scatter(x, "data", dim=0, tiled=True)', "`dim`"),
         Row('lax.all_to_all(x, "data", 0, 1)', 'tx.all_to_all(x, "data", 0, 1)', exact=True),
         Row('lax.all_to_all(x, "data", 0, 1, tiled=True)', 'tx.all_to_all(x, "data", 0, 1, tiled=True)', exact=True),
         Row('lax.axis_index("data")', 'tx.axis_index("data")', "int32 in jax, int64 in torch", exact=True),
@@ -46,7 +42,7 @@ COLLECTIVES = Section(
             exact=True,
         ),
     ],
-)
+)  # fmt: skip
 
 GRID = Section(
     "Several axes",
@@ -69,19 +65,13 @@ GRADIENTS = Section(
     "`grad` is `jax.grad` and `torch.func.grad`; `c` is 1 + the rank's index; `w`, (3,), is equal on all ranks.",
     [
         Row('grad(lambda x: (c * lax.psum(x, "data")).sum())(x)', 'grad(lambda x: (c * tx.psum(x, "data")).sum())(x)'),
-        Row(
-            'grad(lambda x: (c * lax.pmean(x, "data")).sum())(x)', 'grad(lambda x: (c * tx.pmean(x, "data")).sum())(x)'
-        ),
+        Row('grad(lambda x: (c * lax.pmean(x, "data")).sum())(x)', 'grad(lambda x: (c * tx.pmean(x, "data")).sum())(x)'),
         Row(
             'grad(lambda x: lax.psum(x**2, "data").sum())(x)',
             'grad(lambda x: tx.psum(x**2, "data").sum() / tx.axis_size("data"))(x)',
             SUMMED,
         ),
-        Row(
-            'grad(lambda x: lax.pmean(x**2, "data").sum())(x)',
-            'grad(lambda x: (x**2).sum())(x) / tx.axis_size("data")',
-            "as above",
-        ),
+        Row('grad(lambda x: lax.pmean(x**2, "data").sum())(x)', 'grad(lambda x: (x**2).sum())(x) / tx.axis_size("data")', "as above"),
         Row("grad(lambda w: (w * x).sum())(w)", 'tx.psum(grad(lambda w: (w * x).sum())(w), "data")', OWN),
         Row(
             'grad(lambda w: lax.pmean((w * x).sum(), "data"))(w)',
@@ -125,7 +115,7 @@ GRADIENTS = Section(
             'grad(lambda x: (c * tx.ppermute(x, "data", [(0, 1), (1, 2)]) ** 2).sum())(x)',
         ),
     ],
-)
+)  # fmt: skip
 
 TRAINING = Section(
     "Training on 8 ranks",

@@ -42,11 +42,8 @@ def ranks(text: str, axes: dict[str, int] | None = None) -> Any:
 
     def one(x: Any) -> Any:
         own = {
-            "x": x,
-            "c": 1.0 + tx.axis_index(tuple(axes)),
-            "w": torch.tensor(data.W),
-            "p": {"w": torch.tensor(data.W)},
-        }
+            "x": x, "c": 1.0 + tx.axis_index(tuple(axes)), "w": torch.tensor(data.W), "p": {"w": torch.tensor(data.W)},
+        }  # fmt: skip
         if "loss" in text or "step" in text:
             pipeline = tx.fuse(tx.mean("data"), tx.adam(0.1))
             own |= {"loss": loss, "pipeline": pipeline, "step": fjoin.train_step(loss, pipeline)}

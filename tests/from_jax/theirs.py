@@ -45,11 +45,8 @@ def ranks(text: str, axes: dict[str, int] | None = None) -> Any:
 
     def one(x: Any) -> Any:
         own = {
-            "x": x,
-            "c": 1.0 + lax.axis_index(tuple(axes)),
-            "w": jnp.asarray(data.W),
-            "p": {"w": jnp.asarray(data.W)},
-        }
+            "x": x, "c": 1.0 + lax.axis_index(tuple(axes)), "w": jnp.asarray(data.W), "p": {"w": jnp.asarray(data.W)},
+        }  # fmt: skip
         own |= {"opt": optax.adam(0.1), "loss": lambda p, x: jnp.mean((jnp.tanh(x @ p["w"]) - 1.0) ** 2)}
         return jax.tree.map(lambda v: jnp.asarray(v)[None], eval(text, NAMES | own))
 

@@ -22,7 +22,4 @@ MESSAGES_AGAIN: dict[str, str] = {
 # Files of text: a pipeline's spec bears the names of its factories and of their arguments.
 NAMES = "compress for cast and quantized_mean; identity for noop; every and average_parameters; a reduction in place of axis and wire"
 PHASES = "The table of `explain` has no phases, no rows of parts, no balance of matrices; a clip has no mode."
-TEXTS_AGAIN: dict[str, tuple[str, ...]] = {
-    "plans.json": (NAMES, PHASES),
-    "explained.json": (NAMES, PHASES),
-}
+TEXTS_AGAIN: dict[str, tuple[str, ...]] = {"plans.json": (NAMES, PHASES), "explained.json": (NAMES, PHASES)}

@@ -14,17 +14,7 @@ import torch.distributed as dist
 
 import fjoin
 from fjoin import transforms as tx
-from tests.goldens.golden_problem import (
-    STEPS,
-    WEIGHTS,
-    Module,
-    buffers_of,
-    gradients,
-    loss_fn,
-    loss_of,
-    start,
-    weight,
-)
+from tests.goldens.golden_problem import STEPS, WEIGHTS, Module, buffers_of, gradients, loss_fn, loss_of, start, weight
 from tests.goldens.golden_records import Records, kept
 from tests.goldens.golden_rows import ROWS, Row
 from tests.traffic import Sent, watched

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fjoin import transforms as tx
-from tests.sharded_table import PAIRS
+from tests.sharded_problem import PAIRS
 from tests.training.plan_problem import PIPELINES
 from tests.transform_table import TRANSFORMS
 
@@ -82,12 +82,8 @@ OTHERS: dict[str, Row] = {
     "mean, Adam": Row(lambda: tx.fuse(MEAN, ADAM), THREE),
     "zero": Row(lambda: tx.zero(MEAN, ADAM, "data"), THREE),
     "scatter, clip": Row(lambda: tx.fuse(tx.chain(SCATTER, tx.clip_by_global_norm(0.5)), ADAM), THREE),
-    "loss scale": Row(
-        lambda: tx.dynamic_loss_scale(tx.fuse(MEAN, MOMENTUM), 8.0, growth_interval=2), THREE, poisoned=True
-    ),
-    "loss scale, float16": Row(
-        lambda: tx.dynamic_loss_scale(tx.fuse(MEAN, MOMENTUM), 8.0, growth_interval=2), TWO, F16, poisoned=True
-    ),
+    "loss scale": Row(lambda: tx.dynamic_loss_scale(tx.fuse(MEAN, MOMENTUM), 8.0, growth_interval=2), THREE, poisoned=True),
+    "loss scale, float16": Row(lambda: tx.dynamic_loss_scale(tx.fuse(MEAN, MOMENTUM), 8.0, growth_interval=2), TWO, F16, poisoned=True),
     "loss scale, int8": Row(
         lambda: tx.dynamic_loss_scale(tx.fuse(tx.compress(INT8, tx.mean("data")), MOMENTUM), 8.0, growth_interval=2),
         TWO,
@@ -115,46 +111,25 @@ OTHERS: dict[str, Row] = {
         BF16,
     ),
     "accumulate in the step": Row(lambda: tx.fuse(MEAN, MOMENTUM), THREE, options={"accumulate": 2}, paths=ONLY_STEP),
-    "accumulate in the step, zero": Row(
-        lambda: tx.zero(MEAN, ADAM, "data"), TWO, options={"accumulate": 2}, paths=ONLY_STEP
-    ),
-    "first whole, then int8": Row(
-        lambda: tx.fuse(tx.switch_after(2, MEAN, tx.compress(INT8, tx.mean("data"))), MOMENTUM), THREE
-    ),
-    "first whole, then ef21": Row(
-        lambda: tx.fuse(tx.switch_after(2, MEAN, tx.ef21(tx.compress(INT8, tx.mean("data")))), MOMENTUM), TWO
-    ),
-    "power_sgd": Row(
-        lambda: tx.fuse(tx.error_feedback(tx.power_sgd("data", min_compression_rate=0.5, warmup_steps=1)), MOMENTUM),
-        THREE,
-    ),
+    "accumulate in the step, zero": Row(lambda: tx.zero(MEAN, ADAM, "data"), TWO, options={"accumulate": 2}, paths=ONLY_STEP),
+    "first whole, then int8": Row(lambda: tx.fuse(tx.switch_after(2, MEAN, tx.compress(INT8, tx.mean("data"))), MOMENTUM), THREE),
+    "first whole, then ef21": Row(lambda: tx.fuse(tx.switch_after(2, MEAN, tx.ef21(tx.compress(INT8, tx.mean("data")))), MOMENTUM), TWO),
+    "power_sgd": Row(lambda: tx.fuse(tx.error_feedback(tx.power_sgd("data", min_compression_rate=0.5, warmup_steps=1)), MOMENTUM), THREE),
     "dgc": Row(lambda: tx.fuse(tx.dgc("data", k=0.25, clip=1.0, warmup_steps=2), MOMENTUM), THREE),
     "1-bit Adam, world": Row(lambda: tx.fuse(tx.one_bit_adam("data", 2, over="world"), tx.sgd(0.1)), THREE),
     "zero, int8 gather": Row(lambda: tx.fuse(SCATTER, ADAM, gather_codec=INT8), THREE),
-    "zero, int8 both ways": Row(
-        lambda: tx.fuse(tx.error_feedback(tx.compress(INT8, SCATTER)), ADAM, gather_codec=INT8), THREE
-    ),
-    "zero of nodes, int8 gather": Row(
-        lambda: tx.fuse(tx.chain(tx.scatter_mean("local"), tx.mean("node")), ADAM, gather_codec=INT8), NODES
-    ),
-    "partition by axes": Row(
-        lambda: tx.fuse(tx.partition({"layer.*": tx.mean("local"), "*": tx.mean("node")}), MOMENTUM), NODES
-    ),
-    "partition by kinds": Row(
-        lambda: tx.fuse(tx.partition({"layer.*": tx.compress(INT8, tx.mean("data")), "*": MEAN}), MOMENTUM), THREE
-    ),
-    "masked by axis": Row(
-        lambda: tx.fuse(tx.chain(tx.masked(tx.mean("local"), "layer.*"), tx.mean("node")), MOMENTUM), NODES
-    ),
+    "zero, int8 both ways": Row(lambda: tx.fuse(tx.error_feedback(tx.compress(INT8, SCATTER)), ADAM, gather_codec=INT8), THREE),
+    "zero of nodes, int8 gather": Row(lambda: tx.fuse(tx.chain(tx.scatter_mean("local"), tx.mean("node")), ADAM, gather_codec=INT8), NODES),
+    "partition by axes": Row(lambda: tx.fuse(tx.partition({"layer.*": tx.mean("local"), "*": tx.mean("node")}), MOMENTUM), NODES),
+    "partition by kinds": Row(lambda: tx.fuse(tx.partition({"layer.*": tx.compress(INT8, tx.mean("data")), "*": MEAN}), MOMENTUM), THREE),
+    "masked by axis": Row(lambda: tx.fuse(tx.chain(tx.masked(tx.mean("local"), "layer.*"), tx.mean("node")), MOMENTUM), NODES),
     "mean of means": Row(lambda: tx.fuse(tx.chain(tx.mean("local"), tx.mean("node", over="live")), MOMENTUM), NODES),
     "state kept": Row(lambda: tx.fuse(MEAN, MOMENTUM), TWO, options={"donate": False}, paths=ONLY_STEP),
     "sums": Row(lambda: tx.fuse(MEAN, MOMENTUM), THREE, loss="sums", paths=ONLY_STEP),
-    "sums, int8": Row(
-        lambda: tx.fuse(tx.compress(INT8, tx.mean("data")), MOMENTUM), THREE, loss="sums", paths=ONLY_STEP
-    ),
+    "sums, int8": Row(lambda: tx.fuse(tx.compress(INT8, tx.mean("data")), MOMENTUM), THREE, loss="sums", paths=ONLY_STEP),
     "sums, masked": Row(lambda: tx.fuse(tx.masked(MEAN, "layer.*"), MOMENTUM), THREE, loss="sums", paths=ONLY_STEP),
     "by hand, root of the weight": Row(lambda: tx.fuse(_root_of_weight(MEAN), MOMENTUM), TWO),
-}
+}  # fmt: skip
 
 ROWS: dict[str, Row] = {
     **{

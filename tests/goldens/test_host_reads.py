@@ -18,12 +18,8 @@ from tests.goldens.golden_rows import ROWS
 
 # Kernels without an implementation for tensors without data.
 KERNELS = (
-    "_fused_sgd_",
-    "_fused_sgd_.tensor_lr",
-    "_fused_adam_.tensor_lr",
-    "_fused_adamw_.tensor_lr",
-    "_fused_adagrad_",
-)
+    "_fused_sgd_", "_fused_sgd_.tensor_lr", "_fused_adam_.tensor_lr", "_fused_adamw_.tensor_lr", "_fused_adagrad_",
+)  # fmt: skip
 NO_STEP = {  # a train_step refuses these; JAX needs values
     "other: loss scale, float16",
     *(name for name in ROWS if name.startswith("from_optax ")),

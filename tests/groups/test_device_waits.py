@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
+import pytest
+import torch
+
+import fjoin
+from fjoin import transforms as tx
+from fjoin.groups import StepEnd, _group_mesh, _teardown
+from fjoin.groups._message import Unfinished
+from fjoin.step import StepCheck
+from fjoin.transforms.base import devices
+from tests.helpers import judged
 from tests.ranks import Ranks
 
 Report = Callable[[Any], None]
@@ -22,11 +34,6 @@ class Later:
 
 
 def wait_for_a_device(rank: int, report: Report) -> None:
-    import torch
-
-    import fjoin
-    from fjoin.step import StepCheck
-
     mesh = fjoin.mesh({"data": -1}, timeout_s=300)
     if rank == 1:
         mesh.report_failure(ValueError("bad batch"), 3)
@@ -57,14 +64,6 @@ def test_no_wait_for_a_device_is_endless(pool: Any) -> None:
 
 
 def wait_in_vain() -> Any:
-    from unittest import mock
-
-    import torch
-
-    import fjoin
-    from fjoin.groups import _group_mesh
-    from fjoin.transforms.base import devices
-
     mesh = fjoin.mesh({"data": -1}, timeout_s=0.05)
     out: list[Any] = []
     try:
@@ -88,9 +87,6 @@ def wait_in_vain() -> Any:
 
 
 def test_before_an_abort_a_rank_waits_for_steps_that_all_have_begun() -> None:
-    from fjoin.groups import StepEnd
-    from fjoin.groups._message import Unfinished
-
     for failed_in, want in ((3, ["", "", "step 3"]), (None, ["", "", "step 3"]), (2, ["", "step 2", "step 3"])):
         steps = Unfinished()
         ends = [steps.add(StepEnd(step, Later(times))) for step, times in ((1, 8), (2, 8), (3, float("inf")))]
@@ -104,14 +100,6 @@ def test_before_an_abort_a_rank_waits_for_steps_that_all_have_begun() -> None:
 
 def fail_while_the_device_is_behind(rank: int, report: Report) -> None:
     """Rank 1 fails in step 3. The device of rank 0 has not ended step 2, to which rank 1 has contributed, nor step 3."""
-    from unittest import mock
-
-    import torch
-
-    import fjoin
-    from fjoin import transforms as tx
-    from fjoin.groups import StepEnd, _group_mesh
-    from fjoin.groups._message import Unfinished
 
     def end(self: Unfinished, step: int, device: Any) -> StepEnd:
         return self.add(StepEnd(step, Later(float("inf") if step > 2 else 20)))
@@ -157,13 +145,6 @@ def test_state_is_torn_if_its_messages_never_arrive() -> None:
 
 
 def test_each_step_and_flush_on_a_device_notes_its_end(monkeypatch: Any) -> None:
-    import torch
-
-    import fjoin
-    from fjoin import transforms as tx
-    from fjoin.groups import StepEnd
-    from fjoin.groups._message import Unfinished
-
     monkeypatch.setattr(Unfinished, "end", lambda self, step, device: self.add(StepEnd(step, Later(float("inf")))))
     step = fjoin.train_step(lambda p, batch: (p["w"] * batch).sum(), tx.local_sgd(tx.sgd(1.0), tx.mean("data"), 4))
     state, ended = step.init({"w": torch.zeros(2)}), []
@@ -180,10 +161,6 @@ def test_each_step_and_flush_on_a_device_notes_its_end(monkeypatch: Any) -> None
 
 def test_groups_of_nccl_are_aborted_at_the_same_time() -> None:
     """Each abort waits for the device, on which messages of the other group wait too."""
-    import threading
-
-    from fjoin.groups import _teardown
-
     both = threading.Barrier(2, timeout=30)
 
     class Group:
@@ -197,14 +174,9 @@ def test_groups_of_nccl_are_aborted_at_the_same_time() -> None:
 
 
 def test_loop_end_raises_for_a_nonfinite_step_on_a_device() -> None:
-    import pytest
-    import torch
-
-    import fjoin
-    from fjoin import transforms as tx
-
-    step = fjoin.train_step(lambda p, batch: (p["w"] * batch).sum(), tx.fuse(tx.mean("data"), tx.sgd(1.0)))
-    step.run.step_check.grads.on_device = True
+    step = judged(
+        fjoin.train_step(lambda p, batch: (p["w"] * batch).sum(), tx.fuse(tx.mean("data"), tx.sgd(1.0))), True
+    )
     for bad in (0, 1, 2):  # the last one and the one before are not read by a later step
         state = step.init({"w": torch.zeros(2)})
         with pytest.raises(fjoin.NonFinite, match=f"step {bad}"):

@@ -5,31 +5,26 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
+import fjoin
+from fjoin import transforms as tx
 from tests.ranks import Ranks
+from tests.reducer.in_backward import in_backward
 
 Report = Callable[[Any], None]
 
 
 def _train(
-    rank: int,
-    report: Report,
-    act: Callable[[int, int], None],
-    timeout_s: float = 300.0,
-    steps: int = 6,
+    rank: int, report: Report, act: Callable[[int, int], None], timeout_s: float = 300.0, steps: int = 6,
     amid_backward: bool = False,
-) -> None:
+) -> None:  # fmt: skip
     """Train; `act(rank, step)` runs inside the loss, or amid backward, and may misbehave. Reports how it ended."""
-    import torch
-
-    import fjoin
-    from fjoin import transforms as tx
-    from tests.reducer.in_backward import in_backward
-
     seen = 0
 
     def loss_fn(params: Any, batch: Any) -> Any:
@@ -141,11 +136,6 @@ def test_a_stopped_rank_is_noticed_at_the_timeout() -> None:
 
 
 def leave(rank: int, report: Report, how: str) -> None:
-    import torch
-
-    import fjoin
-    from fjoin import transforms as tx
-
     step = fjoin.train_step(lambda p, b: (p["w"] * b).sum(), tx.fuse(tx.mean("data"), tx.sgd(0.1)),
                             mesh=fjoin.mesh({"data": -1}, timeout_s=300))  # fmt: skip
     state = step.init({"w": torch.ones(3)})
@@ -199,11 +189,6 @@ KEPT: list[Any] = []
 
 
 def never_come(rank: int, report: Report) -> None:
-    import torch
-
-    import fjoin
-    from fjoin import transforms as tx
-
     mesh = fjoin.mesh({"data": -1}, timeout_s=2)
     if rank == 1:  # runs another program
         KEPT.append(mesh)
@@ -224,11 +209,6 @@ def test_a_rank_in_another_program_is_reported() -> None:
 
 
 def fail_in_init(rank: int, report: Report) -> None:
-    import torch
-
-    import fjoin
-    from fjoin import transforms as tx
-
     optimizer = tx.partition({"w": tx.sgd(0.1), "v" if rank == 1 else "*": tx.sgd(0.2)})
     step = fjoin.train_step(lambda p, b: (p["w"] * b).sum(), tx.fuse(tx.mean("data"), optimizer),
                             mesh=fjoin.mesh({"data": -1}, timeout_s=300))  # fmt: skip
@@ -265,6 +245,74 @@ def test_errors_that_count_as_a_lost_peer(pool: Any, text: str, kind: str) -> No
 
 
 def account_of(text: str) -> str:
-    import fjoin
-
     return type(fjoin.mesh({"data": -1}).root_cause(RuntimeError(text), 0)).__name__
+
+
+def fail(rank: int, report: Report, transport: str, where: str) -> None:
+    """Rank 1 fails in the fourth step, or beside it; all report what they can read then."""
+    torch.set_num_threads(1)
+    mesh = fjoin.mesh({"data": -1}, timeout_s=60, transport=transport)
+    calls = 0
+
+    def bad(place: str) -> None:
+        if rank == 1 and calls == 4 and place == where:
+            raise ValueError("bad batch")
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        bad("before the parameters are used")
+        y = params["a"].sum() * batch.sum() * (rank + 1)
+        bad("after the first use")
+        return y + (params["b"] * batch.sum()).sum()
+
+    pipeline = tx.zero(tx.mean("data"), tx.adamw(0.1), "data")
+    step = fjoin.train_step(loss_fn, pipeline, mesh=mesh, bucket_bytes=1000)
+    state = step.init({"a": torch.ones(30001), "b": torch.ones(40003)})
+    batches = [torch.ones(2)] * 8
+    try:
+        for _ in step.join(batches) if where == "the body of a loop" else batches:
+            if where == "the body of a loop" and rank == 1 and calls == 3:
+                raise ValueError("bad batch")
+            state, _ = step(state, batches[0])
+    except Exception as error:
+        sums = [round(float(value.sum()), 3) for value in state.params.values()]
+        report((type(error).__name__, state.step, sums, len(tx.to_state_dict(state.pipeline)) > 0))
+
+
+PLACES = ["before the parameters are used", "after the first use", "the body of a loop"]
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("transport", ["shared", "gloo"])
+@pytest.mark.parametrize("where", PLACES)
+def test_the_state_of_the_last_step_can_be_read_on_all_ranks(where: str, transport: str) -> None:
+    with Ranks(3, fail, transport, where) as run:
+        found = sorted(run.next() for _ in range(3))
+    kinds, steps, sums, read = zip(*(value for _, _, value in found), strict=True)
+    assert kinds == ("PeerLost", "ValueError", "PeerLost")
+    assert steps == (3, 3, 3) and all(read)
+    assert sums[0] == sums[1] == sums[2]
+    assert sums[0][0] < 30001 - 3 * 0.09 * 30001, "three steps of about 0.1"
+
+
+def fail_alone(rank: int, report: Report) -> None:
+    """Rank 0 fails while a message is under way that no other rank takes part in."""
+    torch.set_num_threads(1)
+    mesh = fjoin.mesh({"data": -1}, timeout_s=60)
+    KEPT.append(mesh)  # on the other ranks beyond this function
+    if rank == 0:
+        mesh.reduce_(torch.ones(100_000), ("data",))
+        time.sleep(0.5)  # until a thread of gloo has begun it
+        begin = time.monotonic()
+        try:
+            with mesh:
+                raise ValueError("bad batch")
+        except ValueError:
+            report(time.monotonic() - begin)
+
+
+def test_failure_does_not_wait_for_pending_messages() -> None:
+    with Ranks(3, fail_alone) as run:
+        seconds = run.next()[2]
+    assert seconds < 20, "it is the mesh's time-out otherwise"

@@ -44,10 +44,7 @@ REFUSED: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "a rank without a size": ({"RANK": "0"}, ("RANK=0", "WORLD_SIZE is not")),
     "srun without a place to meet": (SRUN, ("srun", "1 of 2", "MASTER_ADDR and MASTER_PORT")),
     "mpirun without a port": ({**MPIRUN, "MASTER_ADDR": "a"}, ("mpirun", "1 of 2", "MASTER_PORT are not")),
-    "a rank of Open MPI alone": (
-        {"OMPI_COMM_WORLD_RANK": "1"},
-        ("OMPI_COMM_WORLD_RANK=1", "OMPI_COMM_WORLD_SIZE is not set"),
-    ),
+    "a rank of Open MPI alone": ({"OMPI_COMM_WORLD_RANK": "1"}, ("OMPI_COMM_WORLD_RANK=1", "OMPI_COMM_WORLD_SIZE is not set")),
     "a size of Open MPI alone": ({"OMPI_COMM_WORLD_SIZE": "2"}, ("OMPI_COMM_WORLD_RANK is not", "train alone")),
     "a rank of PMI alone": ({"PMI_RANK": "1", **MEET}, ("PMI_RANK=1", "PMI_SIZE")),
     "a rank of Slurm alone": ({"SLURM_PROCID": "1"}, ("Slurm", "SLURM_PROCID=1")),
@@ -56,7 +53,7 @@ REFUSED: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "a size that is no number": ({**MPIRUN, "OMPI_COMM_WORLD_SIZE": "x"}, ("OMPI_COMM_WORLD_SIZE must be", "'x'")),
     "no number": ({"RANK": "a", "WORLD_SIZE": "2"}, ("RANK must be a whole number", "'a'")),
     "a rank beyond the size": ({"RANK": "2", "WORLD_SIZE": "2"}, ("RANK=2", "WORLD_SIZE=2")),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", KNOWN)

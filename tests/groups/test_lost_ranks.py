@@ -12,7 +12,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
+import fjoin
+from fjoin import transforms as tx
+from tests.helpers import stepped
 from tests.ranks import Ranks
 
 Report = Callable[[Any], None]
@@ -30,18 +36,11 @@ def ended(report: Report, run: Callable[[], Any]) -> None:
 
 
 def a_step(mesh: Any, loss: Callable[[Any, Any], Any] = lambda p, b: (p["w"] * b).sum()) -> Any:
-    import fjoin
-    from fjoin import transforms as tx
-
     return fjoin.train_step(loss, tx.fuse(tx.mean("data"), tx.sgd(0.1)), mesh=mesh)
 
 
 def die_at(rank: int, report: Report, place: str, stop: bool, timeout_s: float) -> None:
     """The last rank, or the first one if it stops, ends at a place at which the others meet it in the store."""
-    import torch
-
-    import fjoin
-
     dies = rank == (0 if stop else 1)
 
     def here(at: str) -> None:
@@ -61,9 +60,7 @@ def die_at(rank: int, report: Report, place: str, stop: bool, timeout_s: float) 
         mesh = fjoin.mesh({"data": -1}, timeout_s=timeout_s)
         here("before init")
         step = a_step(mesh, loss_fn)
-        state = step.init({"w": torch.ones(3)})
-        for batch in step.join([torch.ones(3)] * 2):
-            state, _ = step(state, batch)
+        stepped(step, step.init({"w": torch.ones(3)}), step.join([torch.ones(3)] * 2))
         fjoin.evaluate(metric_fn, [torch.ones(3)], mesh=mesh)
 
     ended(report, run)
@@ -102,10 +99,6 @@ class Bar:
 
 
 def hold_the_loop(rank: int, report: Report, how: str) -> None:
-    import torch
-
-    import fjoin
-
     step = a_step(fjoin.mesh({"data": -1}, timeout_s=LONG_S))
     state = step.init({"w": torch.ones(3)})
     batches = step.join([torch.ones(3)] * 4)
@@ -133,11 +126,6 @@ def test_a_loop_that_is_kept_in_a_variable_ends_with_its_for_loop(how: str) -> N
 
 
 def blame(rank: int, report: Report) -> None:
-    import torch
-
-    import fjoin
-    from fjoin import transforms as tx
-
     mesh = fjoin.mesh({"data": -1}, timeout_s=LONG_S)
     pipeline, params = tx.fuse(tx.mean("data"), tx.sgd(0.1)), {"w": torch.ones(300)}
 
@@ -163,13 +151,6 @@ def test_error_names_the_lost_rank_not_one_that_left_its_loop() -> None:
 
 
 def join_a_registered_module(rank: int, report: Report) -> None:
-    import torch
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
-
-    import fjoin
-    from fjoin import transforms as tx
-
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=LONG_S))
     ddp = DistributedDataParallel(torch.nn.Linear(4, 2))
     optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
@@ -196,13 +177,6 @@ def test_a_registered_hook_does_not_keep_the_connections_of_a_failed_join() -> N
 
 def fail_in_a_module(rank: int, report: Report, how: str, transport: str) -> None:
     os.environ["FJOIN_TRANSPORT"] = transport
-    import torch
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
-
-    import fjoin
-    from fjoin import transforms as tx
-
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=2 if how == "stop" else LONG_S))
     ddp = DistributedDataParallel(torch.nn.Linear(4, 2))
     fjoin.ddp.register(ddp, tx.fuse(tx.mean("data"), tx.sgd(0.1)))
@@ -227,11 +201,6 @@ def test_a_registered_hook_raises_typed_errors_out_of_backward(how: str, expecte
 
 def report_without_ending(rank: int, report: Report, what: str) -> None:
     """Rank 1 reports its own failure, or that it has noticed one of rank 2; no connection ends."""
-    import torch
-
-    import fjoin
-    from fjoin import transforms as tx
-
     mesh = fjoin.mesh({"data": -1}, timeout_s=LONG_S)
     errors = {
         "own": ValueError("bad batch"),
@@ -265,11 +234,6 @@ def test_rank_that_waits_for_a_message_reads_failure_reports(what: str, kind: st
 
 
 def make_meshes(rank: int, report: Report, how: str) -> None:
-    import torch
-
-    import fjoin
-    from fjoin import transforms as tx
-
     def used() -> tuple[int, int]:
         """Once it stays the same for a while: threads end by themselves."""
         gc.collect()
@@ -311,11 +275,6 @@ def test_meshes_give_back_threads_and_descriptors(how: str) -> None:
 
 def interrupt(rank: int, report: Report, place: str) -> None:
     """Rank 1 is interrupted in a loss, in the body of a loop or in an evaluation; what each later call says on both ranks."""
-    import torch
-
-    import fjoin
-    from fjoin import transforms as tx
-
     once = [place] if rank == 1 else []
 
     def at(here: str) -> None:
@@ -355,13 +314,9 @@ def interrupt(rank: int, report: Report, place: str) -> None:
     except (KeyboardInterrupt, fjoin.PeerLost) as error:
         first = type(error).__name__
     later = [
-        *runs.values(),
-        bound,
-        lambda: step.init(params),
-        lambda: step.flush(state),
-        lambda: list(fjoin.join(batches, mesh=mesh)),
-        lambda: a_step(mesh).init(params),
-    ]
+        *runs.values(), bound, lambda: step.init(params), lambda: step.flush(state),
+        lambda: list(fjoin.join(batches, mesh=mesh)), lambda: a_step(mesh).init(params),
+    ]  # fmt: skip
     found = list[Any]()
     for run in later:
         ended(found.append, run)
@@ -369,8 +324,7 @@ def interrupt(rank: int, report: Report, place: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "reason"),
-    [("loss", "KeyboardInterrupt"), ("body", "an interrupt"), ("evaluate", "KeyboardInterrupt")],
+    ("place", "reason"), [("loss", "KeyboardInterrupt"), ("body", "an interrupt"), ("evaluate", "KeyboardInterrupt")]
 )
 def test_every_later_error_names_the_interrupt(place: str, reason: str) -> None:
     with Ranks(2, interrupt, place) as run:

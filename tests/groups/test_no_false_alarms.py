@@ -10,7 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
+import fjoin
+from fjoin import transforms as tx
 from tests.groups.test_lost_ranks import LONG_S, a_step, ended
 from tests.ranks import Ranks
 
@@ -24,11 +30,6 @@ def late() -> None:
 
 def rows(rank: int) -> None:
     """The ranks of the second row end while the first row continues."""
-    import torch
-
-    import fjoin
-    from fjoin import transforms as tx
-
     mesh = fjoin.mesh({"row": 2, "data": 2}, timeout_s=LONG_S)
     with fjoin.bind(mesh):
         tx.psum(torch.ones(1), "data")
@@ -41,11 +42,6 @@ def rows(rank: int) -> None:
 
 def broadcast(rank: int) -> None:
     """Rank 2 has its part of a broadcast at once and closes the mesh, while the others wait for rank 1."""
-    import torch
-
-    import fjoin
-    from fjoin import transforms as tx
-
     with fjoin.mesh({"data": -1}, timeout_s=LONG_S) as mesh, fjoin.bind(mesh):
         if rank == 1:
             late()
@@ -54,11 +50,6 @@ def broadcast(rank: int) -> None:
 
 def again(rank: int) -> None:
     """All ranks catch an error of the first meshes and make new ones."""
-    import torch
-
-    import fjoin
-    from fjoin import transforms as tx
-
     mesh = fjoin.mesh({"data": -1}, timeout_s=LONG_S)
     with fjoin.bind(mesh):
         tx.psum(torch.ones(1), "data")  # all have made it
@@ -77,12 +68,6 @@ def again(rank: int) -> None:
 
 def two_modules(rank: int) -> None:
     """The hook of a module raises on all ranks alike; another module over the same group works."""
-    import torch
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
-
-    import fjoin
-    from fjoin import transforms as tx
 
     def refuse(grads: Any) -> None:
         if rank == 0:
@@ -104,10 +89,6 @@ def two_modules(rank: int) -> None:
 
 def fork(rank: int) -> None:
     """A forked process frees its copy of the mesh."""
-    import torch
-
-    import fjoin
-
     mesh = fjoin.mesh({"data": -1}, timeout_s=LONG_S)
     step = a_step(mesh)
     state = step.init({"w": torch.ones(2)})
@@ -121,10 +102,6 @@ def fork(rank: int) -> None:
 
 
 def without_descriptors(rank: int) -> None:
-    import torch
-
-    import fjoin
-
     step = a_step(fjoin.mesh({"data": -1}, timeout_s=LONG_S))
     state = step.init({"w": torch.ones(2)})
     state, _ = step(state, torch.ones(2))
@@ -139,12 +116,6 @@ def without_descriptors(rank: int) -> None:
 
 def device_meshes(rank: int) -> None:
     """Meshes over a DeviceMesh are made and dropped, by one rank later than by the others."""
-    import torch
-    from torch.distributed.device_mesh import init_device_mesh
-
-    import fjoin
-    from fjoin import transforms as tx
-
     torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=LONG_S))
     device_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local"))
     kept = []

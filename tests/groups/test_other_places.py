@@ -1,22 +1,24 @@
-"""Ranks that run other code or are at other places in the program get an error; a rank that is only late is awaited."""
+"""Ranks that run other programs or are at other places in one get an error; a rank that is only late is awaited."""
 
 from __future__ import annotations
 
 import os
 import tempfile
 import threading
+from typing import Any
 
 import pytest
+import torch
 
+import fjoin
+from fjoin import transforms as tx
 from tests.groups.test_lost_ranks import LONG_S, Report, a_step, ended
+from tests.helpers import raises_text
 from tests.ranks import Ranks
+from tests.training.small import MEAN_SGD, product, step_of
 
 
 def run_other_code(rank: int, report: Report, what: str) -> None:
-    import torch
-
-    import fjoin
-
     other = rank == 1
 
     def run() -> None:
@@ -43,17 +45,15 @@ def run_other_code(rank: int, report: Report, what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "parts"),
     [
-        ("nothing", None),
-        ("shape", ["rank 1 makes a mesh of shape {'data': 3, 'node': 1}"]),
+        ("nothing", None), ("shape", ["rank 1 makes a mesh of shape {'data': 3, 'node': 1}"]),
         ("one mesh more", ["rank 1 in fjoin.mesh", "in step.init"]),
         ("evaluate", ["rank 1 in fjoin.evaluate", "rank 0 in step.init"]),
-        ("sync", ["rank 1 differs", "sync: None there"]),
-        ("plain loop", ["rank 1 runs a loop without step.join"]),
+        ("sync", ["rank 1 differs", "sync: None there"]), ("plain loop", ["rank 1 runs a loop without step.join"]),
         ("throw", ["rank 1 runs", "throw_on_early_termination=True"]),
         ("throw later", ["settings of step.join", "throw_on_early_termination"]),
         ("replay", ["rank 1 runs", "when_exhausted='replay'"]),
     ],
-)
+)  # fmt: skip
 def test_a_rank_that_runs_other_code_raises_before_the_first_message(what: str, parts: list[str] | None) -> None:
     with Ranks(3, run_other_code, what) as run:
         for rank, _, (kind, text, odd) in sorted(run.next(30) for _ in range(3)):
@@ -66,10 +66,6 @@ def test_a_rank_that_runs_other_code_raises_before_the_first_message(what: str, 
 
 
 def be_late(rank: int, report: Report) -> None:
-    import torch
-
-    import fjoin
-
     with tempfile.TemporaryFile() as file:
         kept = os.dup(2)
         os.dup2(file.fileno(), 2)
@@ -88,3 +84,46 @@ def be_late(rank: int, report: Report) -> None:
 def test_nothing_is_printed_while_a_rank_is_late() -> None:
     with Ranks(2, be_late) as run:
         assert [run.next(30)[2] for _ in range(2)] == ["", ""]
+
+
+X = torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    ("change", "texts"),
+    [
+        ({"pipeline": tx.fuse(tx.mean("data"), tx.sgd(0.2))}, ["pipeline", "sgd(lr=0.2)", "sgd(lr=0.1)"]),
+        ({"pipeline": tx.fuse(tx.mean("data", over="live"), tx.sgd(0.1))}, ["pipeline", "over='live'"]),
+        ({"params": {"w": torch.ones(3)}}, ["parameters", "w: float32[3]", "w: float32[2]"]),
+        ({"params": {"w": torch.ones(2, dtype=torch.float64)}}, ["parameters", "float64"]),
+        ({"params": {"w": torch.ones(2), "v": torch.ones(1)}}, ["parameters", "2 of them", "1"]),
+        ({"settings": {"bucket_bytes": 7}}, ["bucket_bytes", "7"]),
+        ({"settings": {"accumulate": 2}}, ["accumulate", "2"]),
+        ({"settings": {"weight": len}}, ["weight", "weight(batch)", "1 for each rank"]),
+        ({"buffers": {"n": torch.ones(1)}}, ["buffers"]),
+    ],
+    ids=lambda v: next(iter(v)) if isinstance(v, dict) else None,
+)
+def test_another_program_on_one_rank(change: dict[str, Any], texts: list[str]) -> None:
+    def one_rank(odd: bool) -> str:
+        mine = change if odd else {}
+        step = fjoin.train_step(product, mine.get("pipeline", MEAN_SGD), **mine.get("settings", {}))
+        return raises_text(
+            fjoin.DesyncError,
+            lambda: step.init(mine.get("params", {"w": torch.ones(2)}), mine.get("buffers")), "Nothing has been sent", *texts,
+        )  # fmt: skip
+
+    for text in tx.simulate(one_rank, {"data": 3}, [False, True, False]):
+        assert text.startswith("rank 1 differs from rank 0 in its")
+
+
+def test_other_names_of_sums_on_one_rank() -> None:
+    def one_rank(name: str) -> str:
+        step, state = step_of(lambda p, b: (product(p, b), {"sum": {name: 1}}))
+        return raises_text(fjoin.DesyncError, lambda: step(state, X), "['a']", "['b']", "on rank 1")
+
+    tx.simulate(one_rank, {"data": 2}, ["a", "b"])
+    step, state = step_of(lambda p, b: (product(p, b), {"sum": {f"n{len(seen)}": seen.append(1) or 1}}))
+    seen: list[int] = []
+    state, _ = step(state, X)
+    raises_text(ValueError, lambda: step(state, X), "['n1']", "['n0']", "must stay the same")

@@ -124,13 +124,8 @@ def on_a_process(rank: int, report: Any, pipeline: str, first: str, second: str)
 
 
 OF_OTHER_SIZES = [
-    ("step", "join"),
-    ("step", "average"),
-    ("flush", "join"),
-    ("join", "average"),
-    ("step", "pass"),
-    ("join", "pass"),
-]
+    ("step", "join"), ("step", "average"), ("flush", "join"), ("join", "average"), ("step", "pass"), ("join", "pass"),
+]  # fmt: skip
 
 
 @pytest.mark.long

@@ -14,13 +14,10 @@ from tests.helpers import raises_text, same_bits
 from tests.ranks import Ranks
 
 HOOKS: dict[str, Any] = {
-    "mean": lambda: tx.mean("data"),
-    "clip": lambda: tx.chain(tx.mean("data"), tx.clip_by_global_norm(1e4)),
-    "int8": lambda: tx.compress(tx.int8(), tx.mean("data")),
-    "noop": lambda: tx.identity(),
-    "twice": lambda: tx.chain(tx.mean("data"), tx.mean("data", over="live")),
-    "left out": lambda: tx.mean("data"),
-}
+    "mean": lambda: tx.mean("data"), "clip": lambda: tx.chain(tx.mean("data"), tx.clip_by_global_norm(1e4)),
+    "int8": lambda: tx.compress(tx.int8(), tx.mean("data")), "noop": lambda: tx.identity(),
+    "twice": lambda: tx.chain(tx.mean("data"), tx.mean("data", over="live")), "left out": lambda: tx.mean("data"),
+}  # fmt: skip
 
 
 def two_steps(hook: str, mesh: Any = None, on_device: bool = False) -> Any:

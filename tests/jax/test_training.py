@@ -17,6 +17,7 @@ import fjoin
 import fjoin.jax
 from fjoin import transforms as tx
 from fjoin.loading._guards import refuse_fork
+from tests.helpers import stepped
 
 SIZES = [[4, 3, 2, 6], [5, 1], []]  # of the batches of three ranks
 
@@ -48,8 +49,7 @@ def trained(loss_fn: Any, pipeline: tx.Pipeline) -> dict[str, np.ndarray]:
         step = fjoin.train_step(loss_fn, pipeline, weight=lambda batch: len(batch[0]))
         state = step.init({path: jnp.asarray(p) for path, p in start().items()})
         for _ in range(2):
-            for batch in step.join(batches(rank), empty=None):
-                state, _ = step(state, batch)
+            state = stepped(step, state, step.join(batches(rank), empty=None))
         state = step.flush(state)
         return {path: p.numpy().copy() for path, p in state.params.items()}
 
@@ -121,8 +121,7 @@ def test_a_run_that_is_resumed_goes_on_with_the_same_keys(tmp_path: pathlib.Path
     with fjoin.Checkpoints(tmp_path / "run", again) as runs:
         state = runs.restore(start_in_torch())
     assert state.step == 2
-    for batch in batches(0)[2:]:
-        state, _ = again(state, batch)
+    state = stepped(again, state, batches(0)[2:])
     assert all(torch.equal(state.params[path], whole.params[path]) for path in state.params)
 
 

@@ -359,17 +359,9 @@ def test_a_rank_that_fails_is_reported(pool: Any) -> None:
 
 
 ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
-    "period 0": (
-        lambda: fjoin.PeriodicModelAverager(0),
-        ValueError,
-        "period must be a whole number, at least 1, got 0",
-    ),
+    "period 0": (lambda: fjoin.PeriodicModelAverager(0), ValueError, "period must be a whole number, at least 1, got 0"),
     "period 1.5": (lambda: fjoin.PeriodicModelAverager(1.5), ValueError, "got 1.5"),  # type: ignore[arg-type]
-    "warmup": (
-        lambda: fjoin.PeriodicModelAverager(2, -1),
-        ValueError,
-        "warmup_steps must be a whole number, at least 0",
-    ),
+    "warmup": (lambda: fjoin.PeriodicModelAverager(2, -1), ValueError, "warmup_steps must be a whole number, at least 0"),
     "group": (lambda: fjoin.PeriodicModelAverager(2, 0, "world"), TypeError, "process_group must be"),
     "buffers": (lambda: fjoin.PeriodicModelAverager(2, buffers=[1]), TypeError, "buffers must be tensors"),  # type: ignore[list-item]
     "one buffer": (lambda: fjoin.PeriodicModelAverager(2, buffers=torch.ones(2)), TypeError, "buffers must be tensors"),
@@ -390,7 +382,7 @@ ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
         TypeError,
         "got str",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ERRORS)

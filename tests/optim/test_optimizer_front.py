@@ -231,14 +231,11 @@ def test_groups_and_states_that_do_not_fit() -> None:
     model = make_model()
     first, second = list(model[0].parameters()), list(model[2].parameters())
     for opt, extra in (
-        (tx.adamw(), {"amsgrad": True}),
-        (tx.sgd(0.1), {"maximize": True}),
-        (tx.adam(), {"decoupled_weight_decay": True}),
-        (tx.mixed_precision(tx.adamw()), {"amsgrad": True}),
-        (tx.partition({"*": tx.adamw()}), {"betas": (0.5, 0.9)}),
-        (tx.adafactor(), {"eps": (1e-3, 1e-3)}),
+        (tx.adamw(), {"amsgrad": True}), (tx.sgd(0.1), {"maximize": True}),
+        (tx.adam(), {"decoupled_weight_decay": True}), (tx.mixed_precision(tx.adamw()), {"amsgrad": True}),
+        (tx.partition({"*": tx.adamw()}), {"betas": (0.5, 0.9)}), (tx.adafactor(), {"eps": (1e-3, 1e-3)}),
         (tx.sgd(lambda step: 0.1), {"lr": 0.5}),
-    ):
+    ):  # fmt: skip
         raises_text(
             ValueError,
             lambda opt=opt, extra=extra: fjoin.Optimizer([{"params": zip("ab", first, strict=True), **extra}], opt),

@@ -21,16 +21,14 @@ LR = torch.optim.lr_scheduler
 
 # Our optimizer, torch's, and torch's arguments in addition to lr=0.01.
 PAIRS: dict[str, tuple[Callable[..., Any], Any, dict[str, Any]]] = {
-    "adam": (tx.adam, torch.optim.Adam, {}),
-    "adamw": (tx.adamw, torch.optim.AdamW, {"betas": (0.8, 0.95)}),
-    "nadam": (tx.nadam, torch.optim.NAdam, {}),
-    "sgd": (tx.sgd, torch.optim.SGD, {}),
+    "adam": (tx.adam, torch.optim.Adam, {}), "adamw": (tx.adamw, torch.optim.AdamW, {"betas": (0.8, 0.95)}),
+    "nadam": (tx.nadam, torch.optim.NAdam, {}), "sgd": (tx.sgd, torch.optim.SGD, {}),
     "sgd, momentum": (tx.sgd, torch.optim.SGD, {"momentum": 0.9}),
     "sgd, dampening": (tx.sgd, torch.optim.SGD, {"dampening": 0.5, "weight_decay": 0.1}),
     "sgd, nesterov": (tx.sgd, torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
     "a master": (lambda lr, **options: tx.mixed_precision(tx.sgd(lr, **options)), torch.optim.SGD, {}),
     "rmsprop": (tx.rmsprop, torch.optim.RMSprop, {}),
-}
+}  # fmt: skip
 CYCLES: dict[str, Callable[[Any], Any]] = {
     "OneCycleLR": lambda o: LR.OneCycleLR(o, max_lr=0.05, total_steps=12),
     "CyclicLR": lambda o: LR.CyclicLR(o, base_lr=0.001, max_lr=0.05, step_size_up=3),

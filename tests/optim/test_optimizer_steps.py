@@ -9,7 +9,7 @@ import torch
 
 import fjoin
 from fjoin import transforms as tx
-from tests.helpers import max_diff
+from tests.helpers import judged, max_diff
 from tests.optimizer_table import OPTIMIZERS
 from tests.oracle.whole_batch import make_batches, make_model, parameters
 from tests.reducer.one_rank import train_one_rank, unfused_one_rank
@@ -40,8 +40,7 @@ def test_a_step_is_the_pure_pipelines(make: Any, bucket_bytes: int) -> None:
 @pytest.mark.parametrize("on_device", [False, True])
 def test_skipped_step_changes_nothing(make: Any, on_device: bool) -> None:
     """The decision is the host's, or a tensor that the host does not read."""
-    step = fjoin.train_step(net_loss, tx.skip_if_nonfinite(tx.fuse(tx.mean("data"), make())))
-    step.run.step_check.grads.on_device = on_device
+    step = judged(fjoin.train_step(net_loss, tx.skip_if_nonfinite(tx.fuse(tx.mean("data"), make()))), on_device)
     state = step.init(net_params())
     state, _ = step(state, net_batch(0, 0))
     kept = state.clone()

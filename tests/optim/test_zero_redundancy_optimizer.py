@@ -21,15 +21,11 @@ from tests.helpers import raises_text
 from tests.traffic import sent_to_others, watched
 
 CLASSES = {
-    "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
-    "Adam": (torch.optim.Adam, {"lr": 0.01, "amsgrad": True}),
-    "AdamW": (torch.optim.AdamW, {"lr": 0.01, "foreach": False}),
-    "Adagrad": (torch.optim.Adagrad, {"lr": 0.1}),
-    "RMSprop": (torch.optim.RMSprop, {"lr": 0.01, "centered": True}),
-    "Adadelta": (torch.optim.Adadelta, {}),
-    "NAdam": (torch.optim.NAdam, {}),
-    "Adafactor": (torch.optim.Adafactor, {"lr": 0.01}),
-}
+    "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}), "Adam": (torch.optim.Adam, {"lr": 0.01, "amsgrad": True}),
+    "AdamW": (torch.optim.AdamW, {"lr": 0.01, "foreach": False}), "Adagrad": (torch.optim.Adagrad, {"lr": 0.1}),
+    "RMSprop": (torch.optim.RMSprop, {"lr": 0.01, "centered": True}), "Adadelta": (torch.optim.Adadelta, {}),
+    "NAdam": (torch.optim.NAdam, {}), "Adafactor": (torch.optim.Adafactor, {"lr": 0.01}),
+}  # fmt: skip
 
 
 class Unknown(torch.optim.SGD):
@@ -274,9 +270,7 @@ def bad_input() -> None:
     raises_text(TypeError, lambda: zero(ps, tx.partition, parts={"*": tx.sgd(0.1)}), "by path")
     raises_text(ValueError, lambda: zero([], torch.optim.SGD), "empty")
     raises_text(ValueError, lambda: zero(ps, torch.optim.SGD, lr=-1.0), "-1.0")
-    raises_text(
-        ValueError, lambda: zero([*ps, nn.Parameter(torch.ones(3, device="meta"))], torch.optim.SGD), "'cpu', 'meta'"
-    )
+    raises_text(ValueError, lambda: zero([*ps, nn.Parameter(torch.ones(3, device="meta"))], torch.optim.SGD), "'cpu', 'meta'")  # fmt: skip
     made = zero(ps, torch.optim.SGD, lr=0.1)
     raises_text(RuntimeError, made.state_dict, "consolidate_state_dict")
     raises_text(RuntimeError, lambda: made.state[ps[0]], "consolidate_state_dict")

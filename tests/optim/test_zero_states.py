@@ -135,9 +135,7 @@ def odd() -> Any:
     made = fjoin.ZeroRedundancyOptimizer(ddp.module.named_parameters(), Odd, lr=0.1)
     ddp(torch.ones(2, 4)).sum().backward()
     made.step()
-    raises_text(
-        TypeError, lambda: made.consolidate_state_dict(0), "must consist of tensors", "['deep'][0] is a Generator"
-    )
+    raises_text(TypeError, lambda: made.consolidate_state_dict(0), "must consist of tensors", "['deep'][0] is a Generator")  # fmt: skip
 
 
 def test_a_state_that_cannot_be_sent_is_refused_on_all_ranks(pool: Any) -> None:
@@ -148,9 +146,7 @@ def refused() -> None:
     ddp = small()
     weight, bias = ddp.module.weight, ddp.module.bias
     made = fjoin.ZeroRedundancyOptimizer([weight], torch.optim.SGD, lr=0.1)
-    raises_text(
-        ValueError, lambda: made.add_param_group({"params": [bias], "maximize": True}), "'maximize' cannot differ"
-    )
+    raises_text(ValueError, lambda: made.add_param_group({"params": [bias], "maximize": True}), "'maximize' cannot differ")  # fmt: skip
     ddp(torch.ones(2, 4)).sum().backward()
     made.step()
     raises_text(TypeError, lambda: copy.deepcopy(made), "state_dict")

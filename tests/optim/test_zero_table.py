@@ -51,23 +51,18 @@ class Own(torch.optim.Optimizer):
 
 # With hyperparameters to save, and to begin with where a state is loaded, which must then not matter.
 CLASSES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
-    "Adadelta": (torch.optim.Adadelta, {"rho": 0.8}, {}),
-    "Adafactor": (torch.optim.Adafactor, {"lr": 0.02}, {}),
+    "Adadelta": (torch.optim.Adadelta, {"rho": 0.8}, {}), "Adafactor": (torch.optim.Adafactor, {"lr": 0.02}, {}),
     "Adagrad": (torch.optim.Adagrad, {"lr_decay": 0.1, "lr": 0.1}, {}),
     "Adam": (torch.optim.Adam, {"amsgrad": True, "lr": 0.02}, {"amsgrad": True}),
     "AdamW": (torch.optim.AdamW, {"betas": (0.8, 0.9), "lr": 0.02}, {}),
-    "Adamax": (torch.optim.Adamax, {"lr": 0.02}, {}),
-    "ASGD": (torch.optim.ASGD, {"lambd": 0.1, "t0": 2.0}, {}),
-    "Muon": (torch.optim.Muon, {"momentum": 0.8, "lr": 0.02}, {}),
-    "NAdam": (torch.optim.NAdam, {"lr": 0.02}, {}),
-    "RAdam": (torch.optim.RAdam, {"lr": 0.2}, {}),
-    "RMSprop": (torch.optim.RMSprop, {"momentum": 0.9}, {}),
+    "Adamax": (torch.optim.Adamax, {"lr": 0.02}, {}), "ASGD": (torch.optim.ASGD, {"lambd": 0.1, "t0": 2.0}, {}),
+    "Muon": (torch.optim.Muon, {"momentum": 0.8, "lr": 0.02}, {}), "NAdam": (torch.optim.NAdam, {"lr": 0.02}, {}),
+    "RAdam": (torch.optim.RAdam, {"lr": 0.2}, {}), "RMSprop": (torch.optim.RMSprop, {"momentum": 0.9}, {}),
     "RMSprop centered": (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}, {"centered": True}),
     "Rprop": (torch.optim.Rprop, {"lr": 0.02}, {}),
     "SGD": (torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.1, "lr": 0.1}, {}),
-    "SGD without momentum": (torch.optim.SGD, {"lr": 0.1}, {}),
-    "Own": (Own, {"lr": 0.01}, {}),
-}
+    "SGD without momentum": (torch.optim.SGD, {"lr": 0.1}, {}), "Own": (Own, {"lr": 0.01}, {}),
+}  # fmt: skip
 HOOKED = [name for name in CLASSES if name != "Own"]
 
 
@@ -182,10 +177,8 @@ def test_training_matches_torch_and_states_load_anywhere(pool: Any, name: str, h
     # On with ours in torch's optimizer, with torch's in ours, and with ours on other numbers of ranks.
     same(of_torch(name, state, weights, range(3, 5)), end, out)
     for ranks, late, (w, s) in [
-        (1, True, (middle[0], middle[1])),
-        (3, True, (weights, state)),
-        (2, False, (weights, state)),
-    ]:
+        (1, True, (middle[0], middle[1])), (3, True, (weights, state)), (2, False, (weights, state)),
+    ]:  # fmt: skip
         got = pool.run(ranks, of_zero, name, hooked, late, s, w, range(3, 5))
         same((got[0][0], got[-1][1]), end, out)
 

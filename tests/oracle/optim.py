@@ -10,11 +10,9 @@ from torch import Tensor
 
 
 def run(
-    make: Callable[[list[Tensor]], torch.optim.Optimizer],
-    start: Sequence[Tensor],
-    grads: Sequence[Sequence[Tensor]],
+    make: Callable[[list[Tensor]], torch.optim.Optimizer], start: Sequence[Tensor], grads: Sequence[Sequence[Tensor]],
     scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
-) -> list[Tensor]:
+) -> list[Tensor]:  # fmt: skip
     """The displacement of each parameter after all steps."""
     params = [p.clone().requires_grad_() for p in start]
     optimizer = make(params)

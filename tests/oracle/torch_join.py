@@ -12,11 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def spread_after_first_step_of_epoch_2(
-    make_model: Callable[[], torch.nn.Module],
-    make_optimizer: Callable[[Any], torch.optim.Optimizer],
-    batches: Sequence[Any],
-    loss: Callable[[torch.nn.Module, Any], torch.Tensor],
-) -> tuple[float, float]:
+    make_model: Callable[[], torch.nn.Module], make_optimizer: Callable[[Any], torch.optim.Optimizer],
+    batches: Sequence[Any], loss: Callable[[torch.nn.Module, Any], torch.Tensor],
+) -> tuple[float, float]:  # fmt: skip
     """The largest difference between ranks in any parameter: after epoch 1, and after one more step."""
     ddp = DistributedDataParallel(make_model())
     optimizer = make_optimizer(ddp.parameters())

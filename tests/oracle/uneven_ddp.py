@@ -9,17 +9,10 @@ import torch
 
 
 def train(
-    model: torch.nn.Module,
-    make_optimizer: Callable[[Any], torch.optim.Optimizer],
-    batches: Sequence[Sequence[Any]],
-    loss: Callable[[torch.nn.Module, Any], torch.Tensor],
-    *,
-    by_world: bool = True,
-    window: int = 1,
-    of_window: bool = False,
-    epochs: int = 1,
-    before_step: Callable[[torch.nn.Module], Any] | None = None,
-) -> tuple[list[torch.Tensor], list[Any]]:
+    model: torch.nn.Module, make_optimizer: Callable[[Any], torch.optim.Optimizer], batches: Sequence[Sequence[Any]],
+    loss: Callable[[torch.nn.Module, Any], torch.Tensor], *, by_world: bool = True, window: int = 1,
+    of_window: bool = False, epochs: int = 1, before_step: Callable[[torch.nn.Module], Any] | None = None,
+) -> tuple[list[torch.Tensor], list[Any]]:  # fmt: skip
     """Train on the batches of all ranks together.
 
     Args:

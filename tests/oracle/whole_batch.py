@@ -38,14 +38,9 @@ def mean_loss(model: torch.nn.Module, batch: Batch) -> Tensor:
 
 
 def train(
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batches: Sequence[Sequence[Batch]],
-    over: str = "weight",
-    loss: Callable[[torch.nn.Module, Batch], Tensor] = mean_loss,
-    clip: float | None = None,
-    ranks: int | None = None,
-) -> list[float]:
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[Sequence[Batch]], over: str = "weight",
+    loss: Callable[[torch.nn.Module, Batch], Tensor] = mean_loss, clip: float | None = None, ranks: int | None = None,
+) -> list[float]:  # fmt: skip
     """Train on the batches of all ranks, step by step; a rank that is out of them is left out.
 
     Args:

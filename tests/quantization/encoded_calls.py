@@ -15,15 +15,10 @@ from fjoin import transforms as tx
 
 # Each codec, and its largest error relative to the largest value encoded with it.
 CODECS: dict[str, tuple[Any, float]] = {
-    "fp16": ("fp16", 2.0**-11),
-    "torch's fp16": (DQuantType.FP16, 2.0**-11),
-    "bfp16": ("BFP16", 2.0**-8),
-    "torch's bfp16": (DQuantType.BFP16, 2.0**-8),
-    "fp8": (tx.fp8(block=8), 1 / 15),
-    "int8": (tx.int8(), 1 / 253),
-    "int4": (tx.int4(block=4), 1 / 13),
-    "float32": (tx.float32(), 1e-7),
-}
+    "fp16": ("fp16", 2.0**-11), "torch's fp16": (DQuantType.FP16, 2.0**-11), "bfp16": ("BFP16", 2.0**-8),
+    "torch's bfp16": (DQuantType.BFP16, 2.0**-8), "fp8": (tx.fp8(block=8), 1 / 15), "int8": (tx.int8(), 1 / 253),
+    "int4": (tx.int4(block=4), 1 / 13), "float32": (tx.float32(), 1e-7),
+}  # fmt: skip
 SUM = dist.ReduceOp.SUM
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 SHAPES: list[tuple[int, ...]] = [(), (7,), (3, 5), (2, 1, 4), (0, 3)]
@@ -61,9 +56,5 @@ def calls(codec: Any, n: int, me: int) -> dict[str, tuple[Callable[..., Any], tu
         "all_to_all": (quantized("all_to_all"), (fresh[1], list(all_of.split(50))), fresh[1]),
         "all_to_all_single": (quantized("all_to_all_single"), (b, all_of), [b]),
         "all_reduce": (quantized("all_reduce"), (c,), [c]),
-        "splits": (
-            quantized("all_to_all_single"),
-            (split, torch.ones(sum(uneven)), [50 * r + me for r in range(n)], uneven),
-            [split],
-        ),
-    }
+        "splits": (quantized("all_to_all_single"), (split, torch.ones(sum(uneven)), [50 * r + me for r in range(n)], uneven), [split]),
+    }  # fmt: skip

@@ -14,14 +14,9 @@ from tests.oracle.whole_batch import make_model
 
 
 def train_one_rank(
-    batches: list[Any],
-    pipeline: tx.Pipeline,
-    epochs: int = 1,
-    ordered: bool = False,
-    check: bool = False,
-    dtype: torch.dtype = torch.float64,
-    **settings: Any,
-) -> dict[str, Any]:
+    batches: list[Any], pipeline: tx.Pipeline, epochs: int = 1, ordered: bool = False, check: bool = False,
+    dtype: torch.dtype = torch.float64, **settings: Any,
+) -> dict[str, Any]:  # fmt: skip
     """Train on this rank's batches; returns the results step by step."""
     apply, params, _ = fjoin.functional(make_model(dtype=dtype))
 
@@ -43,11 +38,9 @@ def train_one_rank(
                     digests.append(digest(state))
     out = {
         "params": {path: p.clone() for path, p in state.params.items()},
-        "optimizer": optree.tree_map(torch.clone, state.pipeline.optimizer),
-        "losses": losses,
-        "calls": calls,
+        "optimizer": optree.tree_map(torch.clone, state.pipeline.optimizer), "losses": losses, "calls": calls,
         "digests": digests,
-    }
+    }  # fmt: skip
     step.close()
     return out
 

@@ -26,18 +26,14 @@ HOOKS: dict[str, Any] = {
     "top_k": lambda: tx.ef21(tx.compress(tx.top_k(0.01), tx.mean("data"))),
     "dgc": lambda: tx.dgc("data", warmup_steps=2),
     "one_bit_adam": lambda: tx.one_bit_adam("data", 2),
-    "dgc by path": lambda: tx.partition(
-        {"b": tx.dgc("data", warmup_steps=1), "*": tx.compress(tx.int8(), tx.mean("data"))}
-    ),
+    "dgc by path": lambda: tx.partition({"b": tx.dgc("data", warmup_steps=1), "*": tx.compress(tx.int8(), tx.mean("data"))}),
     "skipped": lambda: tx.skip_if_nonfinite(tx.partition({"b": tx.mean("data"), "*": tx.one_bit_adam("data", 2)})),
     "by path": lambda: tx.partition({"b": tx.mean("data"), "*": tx.compress(tx.int8(), tx.mean("data"))}),
-}
+}  # fmt: skip
 # The bytes that one rank sends of a payload in a ring.
 SENT = {
-    "all_reduce": lambda n: 2 * (n - 1) / n,
-    "all_gather": lambda n: n - 1,
-    "all_to_all_single": lambda n: (n - 1) / n,
-}
+    "all_reduce": lambda n: 2 * (n - 1) / n, "all_gather": lambda n: n - 1, "all_to_all_single": lambda n: (n - 1) / n,
+}  # fmt: skip
 
 
 @pytest.fixture

@@ -20,9 +20,9 @@ from fjoin import transforms as tx
 from fjoin.agreement import DeviceReads
 from fjoin.testing._devices import NoWaiting
 from fjoin.transforms.axes._simulate import SimulatedAxis
-from fjoin.transforms.base import choose_state
+from fjoin.transforms.base import choose_state, devices
 from fjoin.transforms.sync import BatchNormState
-from tests.helpers import same_bits
+from tests.helpers import same_bits, stepped
 from tests.pool import Pool
 from tests.ranks import Ranks
 from tests.training.small import net_loss, net_params, net_trained
@@ -84,13 +84,11 @@ def counted(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
 
 
 WITHOUT_DATA: dict[str, Any] = {
-    **{name: make for name, (make, _) in HOOKS.items()},
-    "mean": lambda: tx.mean("data"),
-    "over all ranks": lambda: tx.mean("data", over="world"),
-    "local": tx.identity,
+    **{name: make for name, (make, _) in HOOKS.items()}, "mean": lambda: tx.mean("data"),
+    "over all ranks": lambda: tx.mean("data", over="world"), "local": tx.identity,
     "counted": lambda: tx.chain(tx.mean("data"), tx.Transform(lambda params: (torch.zeros(()),), counted)),
     "left out": lambda: tx.skip_if_nonfinite(tx.mean("data")),
-}
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -123,8 +121,7 @@ def test_no_step_waits_for_its_device(hook: str, bucket_bytes: int, sent: list[s
         batch = torch.empty(3, 5, dtype=torch.float64, device="meta")
         state, _ = step(state, batch)  # in which buffers are made
         with NoWaiting():
-            for _ in range(3):
-                state, _ = step(state, batch)
+            state = stepped(step, state, [batch] * 3)
         assert all(p.device.type == "meta" for p in state.params.values())
 
     tx.simulate(one_rank, {"data": 3})
@@ -175,8 +172,6 @@ def test_optimizers_step_in_place_without_waiting(name: str) -> None:
 
 def with_one_gpu(rank: int, report: Any) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = "2"
-    from fjoin.transforms.base import devices
-
     devices.kind, devices.count = lambda: "cuda", lambda: 1
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -188,12 +183,8 @@ def test_every_rank_warns_if_there_are_too_few_gpus() -> None:
     with Ranks(2, with_one_gpu) as run:
         for _ in range(2):
             _, _, (backend, (text,)) = run.next(60)
-            assert (
-                backend == "gloo"
-                and "2 ranks" in text
-                and "fewer GPUs, 1" in text
-                and "init_process_group('nccl')" in text
-            )
+            assert backend == "gloo" and "2 ranks" in text and "fewer GPUs, 1" in text
+            assert "init_process_group('nccl')" in text
 
 
 def module(device: str) -> torch.nn.Module:
@@ -216,9 +207,7 @@ def registered(device: str, hooks: list[str], small: bool) -> dict[str, Any]:
     return out
 
 
-@pytest.mark.parametrize(
-    "small", [True, pytest.param(False, marks=pytest.mark.long)], ids=["small buckets", "one bucket"]
-)
+@pytest.mark.parametrize("small", [True, pytest.param(False, marks=pytest.mark.long)], ids=["small buckets", "one bucket"])  # fmt: skip
 def test_modules(ranks: tuple[str, Pool], small: bool) -> None:
     device, pool = ranks
     start = {path: p.detach() for path, p in module("cpu").named_parameters()}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
 import subprocess
 import sys
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from torch import Tensor
 import fjoin
 from fjoin import transforms as tx
 from fjoin.step._interleave import Coroutine, Interleaver
-from tests.helpers import max_diff, raises_text
+from tests.helpers import judged, max_diff, raises_text
 from tests.training.small import net_batch, net_loss, net_params
 
 
@@ -40,8 +42,7 @@ def test_nonfinite_first_step_does_not_change_the_hook_state(order: str, on_devi
     """The first step adds names to the lane in the state; even so, the hook's memory must stay unchanged."""
     parts = [_smooth(), tx.mean("data")]
     pipeline = tx.skip_if_nonfinite(tx.fuse(tx.chain(*parts if order == "before" else parts[::-1]), tx.sgd(0.1)))
-    step = fjoin.train_step(net_loss, pipeline)
-    step.run.step_check.grads.on_device = on_device
+    step = judged(fjoin.train_step(net_loss, pipeline), on_device)
     state, params = step.init(net_params()), net_params()
     pure = pipeline.init(params)
     with fjoin.bind(fjoin.mesh({"data": -1})):
@@ -168,11 +169,8 @@ def test_a_hook_may_give_leaves_each_others_gradients(needs: Any) -> None:
 def test_hooks_that_return_something_else_are_refused() -> None:
     for hook, texts in (
         (tx.stateless(lambda g: g.mean()), ["'w'", "shape ()", "expected (2,)"]),
-        (
-            tx.Transform(lambda p: (), lambda g, s, params=None, **e: (None, s), needs=tx.Needs.LEAVES),
-            ["returned None"],
-        ),
-    ):
+        (tx.Transform(lambda p: (), lambda g, s, params=None, **e: (None, s), needs=tx.Needs.LEAVES), ["returned None"]),
+    ):  # fmt: skip
         step = fjoin.train_step(lambda p, b: p["w"].sum(), tx.fuse(hook, tx.sgd(1.0)))
         state = step.init({"w": torch.zeros(2)})
         raises_text(ValueError, lambda step=step, state=state: step(state, None), *texts)
@@ -192,9 +190,6 @@ def test_hooks_that_return_no_tensor_are_refused(needs: Any, given: Any, text: s
 
 def states_alive() -> list[int]:
     """How many of a hook's old states live on after each step, without Python's search for cycles."""
-    import gc
-    import weakref
-
     seen: list[Any] = []
     inner = _smooth()
 
@@ -258,8 +253,7 @@ def test_interrupted_step_ends_its_threads_silently(monkeypatch: Any, where: str
     else:
         tasks[0].go_on()
         tasks[0]._turn = Interrupted(tasks[0]._turn, where)  # type: ignore[assignment]
-    with pytest.raises(KeyboardInterrupt):
-        tasks[0].go_on()
+    raises_text(KeyboardInterrupt, lambda: tasks[0].go_on())
     waves.clear()
     for task in tasks:
         assert task._thread is not None

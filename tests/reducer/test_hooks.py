@@ -15,10 +15,6 @@ from tests.helpers import max_diff, same_bits
 from tests.training.small import net_batch, net_loss, net_params
 
 
-def _negate(g: Tensor) -> Tensor:
-    return -g
-
-
 def _momentum(axis: str) -> tx.Transform:
     """A reduction with a memory of each parameter, and two messages, the second from the first's result."""
 
@@ -40,7 +36,7 @@ def _momentum_of_leaves(axis: str) -> tx.Transform:
 
 HOOKS: dict[str, Any] = {
     "clip, mean": lambda: tx.chain(tx.clip_by_value(0.1), tx.mean("data")),
-    "leaf, mean, clip all": lambda: tx.chain(tx.stateless(_negate), tx.mean("data"), tx.clip_by_global_norm(0.1)),
+    "leaf, mean, clip all": lambda: tx.chain(tx.stateless(lambda g: -g), tx.mean("data"), tx.clip_by_global_norm(0.1)),
     "mean of means": lambda: tx.chain(tx.mean("data"), tx.mean("data", over="live")),
     "by path": lambda: tx.partition({"*.bias": tx.mean("data", over="live"), "*": tx.sum_over("data")}),
     "some": lambda: tx.masked(tx.mean("data"), ["b.*", "scale"]),
@@ -49,13 +45,11 @@ HOOKS: dict[str, Any] = {
     "every": lambda: tx.every(2, tx.mean("data")),
     "noop": tx.identity,
     "bfloat16": lambda: tx.compress(torch.bfloat16, tx.chain(tx.clip_by_value(0.1), tx.mean("data"))),
-    "bfloat16 by path": lambda: tx.partition(
-        {"*.bias": tx.mean("data"), "*": tx.compress(torch.bfloat16, tx.mean("data", over="world"))}
-    ),
+    "bfloat16 by path": lambda: tx.partition({"*.bias": tx.mean("data"), "*": tx.compress(torch.bfloat16, tx.mean("data", over="world"))}),
     "memory, flat": lambda: _momentum("data"),
     "memory, leaves": lambda: _momentum_of_leaves("data"),
     "memory, some": lambda: tx.masked(_momentum_of_leaves("data"), ["*.weight"]),
-}
+}  # fmt: skip
 STEPS = 4
 
 

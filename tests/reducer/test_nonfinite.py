@@ -12,7 +12,7 @@ from torch import Tensor
 import fjoin
 from fjoin import transforms as tx
 from fjoin.agreement import _device_reads
-from tests.helpers import max_diff, raises_text, same_bits
+from tests.helpers import judged, max_diff, raises_text, same_bits, stepped
 from tests.training.small import MEAN_SGD, product, step_of
 
 X = torch.ones(2)
@@ -58,8 +58,7 @@ def _poisoned_sqrt(batch: Tensor, loss: Any) -> Any:
 
 def test_a_window_that_is_not_finite_is_lost_whole() -> None:
     step, state = step_of(accumulate=3)
-    for batch in (X, X):
-        state, _ = step(state, batch)
+    state = stepped(step, state, (X, X))
     raises_text(fjoin.NonFinite, lambda: step(state, X * float("nan")))
     weights = []
     for _ in range(6):
@@ -172,8 +171,7 @@ def test_ranks_with_local_gradients_agree_on_nonfinite_steps(hook: str, on_devic
 
     def one_rank(batch: Tensor) -> Any:
         pipeline = tx.fuse(LOCAL_HOOKS[hook](), tx.sgd(0.1))
-        step = fjoin.train_step(loss, pipeline)
-        step.run.step_check.grads.on_device = on_device
+        step = judged(fjoin.train_step(loss, pipeline), on_device)
         state = step.init({"w": torch.ones(2), "v": torch.ones(2)})
 
         def run() -> None:
@@ -185,8 +183,7 @@ def test_ranks_with_local_gradients_agree_on_nonfinite_steps(hook: str, on_devic
         assert ("'v'" in text) == (bool(batch[0]) and not on_device)
         assert torch.equal(state.params["w"], torch.ones(2)) and torch.equal(state.params["v"], torch.ones(2))
 
-        skipping = fjoin.train_step(loss, tx.skip_if_nonfinite(pipeline))
-        skipping.run.step_check.grads.on_device = on_device
+        skipping = judged(fjoin.train_step(loss, tx.skip_if_nonfinite(pipeline)), on_device)
         state = skipping.init({"w": torch.ones(2), "v": torch.ones(2)})
         state, _ = skipping(state, batch)
         assert torch.equal(state.params["w"], torch.ones(2)) and state.pipeline.skipped == 1
@@ -200,8 +197,7 @@ def test_ranks_with_local_gradients_agree_on_nonfinite_steps(hook: str, on_devic
 def test_host_counters_advance_in_steps_without_effect(on_device: bool) -> None:
     """They count all calls, in a skipped step as in the pure pipeline, and where no rank has weight."""
     pipeline = tx.skip_if_nonfinite(tx.fuse(tx.chain(tx.mean("data"), tx.every(2, tx.clip_by_value(1.0))), tx.sgd(0.1)))
-    step = fjoin.train_step(product, pipeline, weight=lambda b: float(b[1] != 0))
-    step.run.step_check.grads.on_device = on_device
+    step = judged(fjoin.train_step(product, pipeline, weight=lambda b: float(b[1] != 0)), on_device)
     state = step.init({"w": torch.ones(2)})
     pure, params = pipeline.init({"w": torch.ones(2)}), {"w": torch.ones(2)}
     with fjoin.bind(fjoin.mesh({"data": -1})):

@@ -127,9 +127,7 @@ def test_on_processes_as_simulated(pool: Any, hook: str, bucket_bytes: int) -> N
     assert max_diff(real[0][0], start) > 1e-2
 
 
-@pytest.mark.parametrize(
-    "hook", [hook for hook in HOOKS if "batched" not in hook and hook not in ("bfloat16", "int8 late")]
-)
+@pytest.mark.parametrize("hook", [hook for hook in HOOKS if "batched" not in hook and hook not in ("bfloat16", "int8 late")])  # fmt: skip
 def test_buckets_do_not_matter(hook: str) -> None:
     one, *others = (tx.simulate(lambda: trained(hook, size), {"data": 3}) for size in (10**6, 300, 1))  # noqa: B023
     for other in others:

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import fjoin
 from fjoin import transforms as tx
+from tests.helpers import stepped
 from tests.traffic import watched
 
 MODELS = {
@@ -17,25 +19,18 @@ MODELS = {
     "only large ones": lambda: {"big": torch.ones(1_000_001), "big2": torch.ones(1_100_000)},
     "several buckets": lambda: {f"p{i}": torch.ones(1000 + 70 * i) for i in range(12)},
     "bfloat16": lambda: {"a": torch.ones(10, dtype=torch.bfloat16), "b": torch.ones(5, dtype=torch.bfloat16)},
-    "mixed": lambda: {
-        "a": torch.ones(10, dtype=torch.bfloat16),
-        "b": torch.ones(5),
-        "c": torch.ones(4, dtype=torch.float64),
-    },
+    "mixed": lambda: {"a": torch.ones(10, dtype=torch.bfloat16), "b": torch.ones(5), "c": torch.ones(4, dtype=torch.float64)},
     "float64": lambda: {"a": torch.ones(10, dtype=torch.float64)},
     "a large bucket": lambda: {f"p{i}": torch.ones(100_000 + i) for i in range(7)},
     "with an empty leaf": lambda: {"a": torch.ones(10), "none": torch.ones(0, 3)},
-}
+}  # fmt: skip
 HOOKS: dict[str, Any] = {
-    "mean": lambda: tx.mean("data"),
-    "mean, clip": lambda: tx.chain(tx.mean("data"), tx.clip_by_global_norm(1.0)),
-    "live": lambda: tx.mean("data", over="live"),
-    "sum": lambda: tx.sum_over("data"),
+    "mean": lambda: tx.mean("data"), "mean, clip": lambda: tx.chain(tx.mean("data"), tx.clip_by_global_norm(1.0)),
+    "live": lambda: tx.mean("data", over="live"), "sum": lambda: tx.sum_over("data"),
     "leaf, mean": lambda: tx.chain(tx.stateless(torch.neg), tx.mean("data")),
-    "clip, mean": lambda: tx.chain(tx.clip_by_value(1.0), tx.mean("data")),
-    "noop": lambda: tx.identity(),
+    "clip, mean": lambda: tx.chain(tx.clip_by_value(1.0), tx.mean("data")), "noop": lambda: tx.identity(),
     "by path": lambda: tx.partition({"a": tx.mean("data"), "*": tx.sum_over("data")}),
-}
+}  # fmt: skip
 BUCKET_BYTES = dict.fromkeys(MODELS, 20_000) | {"a large bucket": 1_200_000}
 
 
@@ -45,7 +40,6 @@ def _pipeline(hook: str) -> tx.Pipeline:
 
 def counted(model: str, hook: str, batches_of_rank: list[int]) -> tuple[list[tuple[str, int, str]], int]:
     """(collective, payload bytes, dtype) of all that a loop over `join` sends, and the profiler's own count."""
-    import torch.distributed as dist
 
     def loss_fn(params: Any, batch: Any) -> Any:
         return sum((p * batch).double().sum() for p in params.values())
@@ -60,8 +54,7 @@ def counted(model: str, hook: str, batches_of_rank: list[int]) -> tuple[list[tup
             experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True),
         ) as profile,
     ):
-        for batch in step.join([1.0] * batches_of_rank[dist.get_rank()]):
-            state, _ = step(state, batch)
+        state = stepped(step, state, step.join([1.0] * batches_of_rank[dist.get_rank()]))
     step.close()
     sent = [(one.name, one.bytes, one.dtype) for one in seen]
     return sent, sum(event.name.startswith("c10d::") for event in profile.events())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
-from tests.helpers import raises_text, same_bits
+from tests.helpers import judged, raises_text, same_bits, stepped
 
 MEAN_SGD = tx.fuse(tx.mean("data"), tx.sgd(1.0))
 
@@ -62,9 +62,7 @@ def test_backward_inside_the_loss_adds_no_gradients() -> None:
 
 
 @pytest.mark.parametrize("over", ["live", "world"])
-@pytest.mark.parametrize(
-    "make", [tx.mean, tx.scatter_mean, lambda axis, over: tx.compress(tx.float32(), tx.mean(axis, over))]
-)
+@pytest.mark.parametrize("make", [tx.mean, tx.scatter_mean, lambda axis, over: tx.compress(tx.float32(), tx.mean(axis, over))])  # fmt: skip
 def test_windows_have_the_mean_of_their_calls_whatever_ranks_count_by(make: Any, over: str) -> None:
     """Within a window by weights; between ranks as `over` says, as in the pure form."""
     batches = [[(1.0, 3.0), (5.0, 1.0)], [(7.0, 2.0), (0.0, 2.0)], [(9.0, 0.0), (9.0, 0.0)]]
@@ -72,9 +70,7 @@ def test_windows_have_the_mean_of_their_calls_whatever_ranks_count_by(make: Any,
     def one_rank(own: Any) -> float:
         pipeline = tx.fuse(make("data", over), tx.sgd(1.0))
         step = fjoin.train_step(lambda p, batch: p["w"].sum() * batch[0], pipeline, accumulate=2, weight=lambda b: b[1])
-        state = step.init({"w": torch.zeros(3)})
-        for batch in own:
-            state, _ = step(state, batch)
+        state = stepped(step, step.init({"w": torch.zeros(3)}), own)
         return float(state.params["w"][1])
 
     def purely(own: Any) -> float:
@@ -108,8 +104,6 @@ def test_parameter_transforms_know_the_weight() -> None:
 
 
 def test_optimizers_start_from_the_parameters_that_all_have() -> None:
-    from typing import NamedTuple
-
     class Anchor(NamedTuple):
         step: Tensor
         first: Tensor
@@ -167,11 +161,8 @@ def test_skipping_on_the_device() -> None:
     pipeline = tx.skip_if_nonfinite(tx.fuse(tx.mean("data"), tx.sgd(1.0), after=tx.stateless(lambda p: p + 1)))
     results = []
     for on_device in (False, True):
-        step = fjoin.train_step(_linear, pipeline)
-        step.run.step_check.grads.on_device = on_device
-        state = step.init(_w())
-        for batch in (1.0, float("nan"), 1.0, 1.0, 1.0):
-            state, _ = step(state, batch)
+        step = judged(fjoin.train_step(_linear, pipeline), on_device)
+        state = stepped(step, step.init(_w()), (1.0, float("nan"), 1.0, 1.0, 1.0))
         assert state.pipeline.skipped == 1
         results.append({k: p.clone() for k, p in state.params.items()})
     assert same_bits(results[0], results[1])
@@ -187,17 +178,13 @@ def test_numpy_weights() -> None:
 
 
 @pytest.mark.parametrize("size", [1000, 2])
-@pytest.mark.parametrize(
-    "hook", [tx.mean("data"), tx.chain(tx.clip_by_value(1e9), tx.mean("data"))], ids=["mean", "other"]
-)
+@pytest.mark.parametrize("hook", [tx.mean("data"), tx.chain(tx.clip_by_value(1e9), tx.mean("data"))], ids=["mean", "other"])  # fmt: skip
 def test_gradients_that_share_memory_in_a_window(size: int, hook: tx.Transform) -> None:
     """A second micro-batch adds in place to the first one's gradient, which two leaves may share."""
     step = fjoin.train_step(
         lambda p, b: ((p["a"].view(-1) + p["b"].view(-1)) * b).sum(), tx.fuse(hook, tx.sgd(1.0)), accumulate=3
     )
-    state = step.init({"a": torch.zeros(size, 1000), "b": torch.zeros(size, 1000)})
-    for batch in (1.0, 2.0, 6.0):
-        state, _ = step(state, batch)
+    state = stepped(step, step.init({"a": torch.zeros(size, 1000), "b": torch.zeros(size, 1000)}), (1.0, 2.0, 6.0))
     assert state.params["a"].unique().tolist() == state.params["b"].unique().tolist() == [-3.0]
 
 
@@ -210,9 +197,7 @@ def test_torch_adds_shared_gradients_twice() -> None:
     assert a.grad.unique().tolist() == b.grad.unique().tolist() == [5.0]
 
 
-@pytest.mark.parametrize(
-    "hook", [tx.mean("data"), tx.chain(tx.clip_by_value(1e9), tx.mean("data"))], ids=["mean", "other"]
-)
+@pytest.mark.parametrize("hook", [tx.mean("data"), tx.chain(tx.clip_by_value(1e9), tx.mean("data"))], ids=["mean", "other"])  # fmt: skip
 @pytest.mark.parametrize("window", [1, 2])
 def test_16_bit_loss_divides_by_the_rounded_weights(hook: tx.Transform, window: int) -> None:
     """bfloat16 makes 1000 of the weight 1001: divided by 1001 the mean of equal gradients would not be theirs."""

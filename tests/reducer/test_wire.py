@@ -21,16 +21,10 @@ from tests.traffic import announced, watched
 from tests.training.small import net_loss, net_params, net_trained
 
 CODECS: dict[str, Any] = {
-    "bfloat16": tx.bfloat16,
-    "float16": tx.float16,
-    "fp8": lambda: tx.fp8(block=8),
-    "int8": lambda: tx.int8(block=8),
-    "int4": lambda: tx.int4(block=8),
-    "bfloat16 by chance": lambda: tx.bfloat16(stochastic=True),
-    "qsgd": lambda: tx.qsgd(levels=127, block=8),
-    "uint8": lambda: tx.uint8(block=8),
-    "top_k": lambda: tx.top_k(0.5),
-}
+    "bfloat16": tx.bfloat16, "float16": tx.float16, "fp8": lambda: tx.fp8(block=8), "int8": lambda: tx.int8(block=8),
+    "int4": lambda: tx.int4(block=8), "bfloat16 by chance": lambda: tx.bfloat16(stochastic=True),
+    "qsgd": lambda: tx.qsgd(levels=127, block=8), "uint8": lambda: tx.uint8(block=8), "top_k": lambda: tx.top_k(0.5),
+}  # fmt: skip
 # The allowed deviation of steps, relative to the distance moved by a run in float32; a step the wrong way would be off by 2.
 ROOM = {
     "bfloat16": 0.02, "float16": 0.02, "fp8": 0.15, "int8": 0.05, "int4": 0.5, "bfloat16 by chance": 0.04, "qsgd": 0.1,
@@ -54,10 +48,8 @@ METHODS: dict[str, Any] = {
     "dgc": lambda codec: tx.dgc("data", 0.2, codec=None if codec.stochastic else codec, warmup_steps=3),
     "one_bit_adam": lambda codec: tx.one_bit_adam("data", 2, codec=codec),
     "power_sgd": lambda codec: tx.error_feedback(tx.compress(codec, tx.power_sgd("data", 1, min_compression_rate=1.0))),
-    "two in a chain": lambda codec: tx.chain(
-        tx.tap(len), tx.ef21(tx.compress(codec, tx.mean("data"))), tx.clip_by_value(1.0)
-    ),
-}
+    "two in a chain": lambda codec: tx.chain(tx.tap(len), tx.ef21(tx.compress(codec, tx.mean("data"))), tx.clip_by_value(1.0)),
+}  # fmt: skip
 ALL = {**HOOKS, **METHODS}
 FLOATS = {"by path"}  # in which some gradients travel as they are
 SIZES = [5, 3, 0]  # batches of each rank

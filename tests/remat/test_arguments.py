@@ -33,16 +33,10 @@ def selective() -> Any:
 
 SERVED: dict[str, list[Any]] = {
     "use_reentrant": [True, False, None],
-    "context_fn": [
-        selective,
-        functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default]),
-    ],
-    "determinism_check": ["default", "none"],
-    "respect_saved_tensors_hooks": [True, False, None],
-    "debug": [False, True],
-    "early_stop": [True, False],
-    "preserve_rng_state": [True, False],
-}
+    "context_fn": [selective, functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])],
+    "determinism_check": ["default", "none"], "respect_saved_tensors_hooks": [True, False, None],
+    "debug": [False, True], "early_stop": [True, False], "preserve_rng_state": [True, False],
+}  # fmt: skip
 REFUSED: dict[str, list[tuple[Any, type[Exception], str]]] = {
     "early_stop": [("no", TypeError, "early_stop")],
     "preserve_rng_state": [("no", TypeError, "preserve_rng_state")],

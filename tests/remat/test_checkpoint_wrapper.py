@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fjoin
 from fjoin import transforms as tx
 from fjoin.transforms import checkpoint_policies as policies
-from tests.helpers import raises_text
+from tests.helpers import raises_text, stepped
 from tests.transforms.remat.exact import exact_host
 
 
@@ -52,10 +52,8 @@ WRAPS: dict[str, Any] = {
     "without batches": functools.partial(fjoin.checkpoint_wrapper, policy=policies.dots_with_no_batch_dims_saveable),
     "host": fjoin.offload_wrapper,
     "twice": lambda module: fjoin.checkpoint_wrapper(fjoin.checkpoint_wrapper(module)),
-    "checkpoint_fn": functools.partial(
-        fjoin.checkpoint_wrapper, checkpoint_fn=torch.utils.checkpoint.checkpoint, use_reentrant=False
-    ),
-}
+    "checkpoint_fn": functools.partial(fjoin.checkpoint_wrapper, checkpoint_fn=torch.utils.checkpoint.checkpoint, use_reentrant=False),
+}  # fmt: skip
 
 
 @exact_host()
@@ -210,9 +208,7 @@ def test_train_step(how: str) -> None:
             tx.fuse(tx.mean("data"), tx.adamw(0.1)),
             mesh=fjoin.mesh({"data": 1}),
         )
-        state = step.init(params)
-        for batch in torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(0)):
-            state, _ = step(state, batch)
+        state = stepped(step, step.init(params), torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(0)))
         return state.params
 
     torch.testing.assert_close(run(WRAPS[how]), run(None), rtol=0, atol=0)
@@ -249,9 +245,7 @@ def test_on_processes(pool: Any, run: Any, how: str) -> None:
 def test_bad_input() -> None:
     raises_text(TypeError, lambda: fjoin.checkpoint_wrapper(torch.sin), "module")  # type: ignore[arg-type]
     raises_text(TypeError, lambda: fjoin.checkpoint_wrapper(Block(), contexts=None), "'contexts'")
-    raises_text(
-        TypeError, lambda: fjoin.offload_wrapper(Block(), "/folder"), "offload must be 'cpu' or a codec", "/folder"
-    )
+    raises_text(TypeError, lambda: fjoin.offload_wrapper(Block(), "/folder"), "offload must be 'cpu' or a codec", "/folder")  # fmt: skip
     raises_text(ValueError, lambda: fjoin.offload_wrapper(Block())(torch.ones(2, 4)), "on the CPU already")
     compiled = Block()
     compiled.compile(backend="eager")

@@ -58,10 +58,7 @@ LAYOUTS: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
     "negated, empty": ((0,), negated),
 }  # fmt: skip
 # Layouts that only an input can have.
-INPUTS = {
-    "expanded": ((4, 3), lambda x: x[:1].expand(4, 3)),
-    "expanded, 1-d": ((5,), lambda x: x[:1].expand(5)),
-}
+INPUTS = {"expanded": ((4, 3), lambda x: x[:1].expand(4, 3)), "expanded, 1-d": ((5,), lambda x: x[:1].expand(5))}
 
 
 def on_axes(mesh: Any, bound: bool, layout: str, dtype: torch.dtype) -> dict[str, Any]:
@@ -70,15 +67,12 @@ def on_axes(mesh: Any, bound: bool, layout: str, dtype: torch.dtype) -> dict[str
     x = lay(values(shape, dtype, mesh.rank))
     rows = torch.stack([x] * mesh.size) if x.dim() else x.expand(mesh.size)
     calls: dict[str, Callable[[], Any]] = {
-        "psum": lambda: tx.psum(x, "data"),
-        "tree": lambda: tx.psum({"a": x, "b": [x, rows]}, "data"),
-        "pbroadcast": lambda: tx.pbroadcast(x, "data", mesh.size - 1),
-        "all_gather": lambda: tx.all_gather(x, "data"),
-        "psum_scatter": lambda: tx.psum_scatter(rows, "data"),
-        "all_to_all": lambda: tx.all_to_all(rows, "data"),
+        "psum": lambda: tx.psum(x, "data"), "tree": lambda: tx.psum({"a": x, "b": [x, rows]}, "data"),
+        "pbroadcast": lambda: tx.pbroadcast(x, "data", mesh.size - 1), "all_gather": lambda: tx.all_gather(x, "data"),
+        "psum_scatter": lambda: tx.psum_scatter(rows, "data"), "all_to_all": lambda: tx.all_to_all(rows, "data"),
         "all_to_all_single": lambda: tx.all_to_all_single(rows, "data"),
         "ppermute": lambda: tx.ppermute(x, "data", [(i, (i + 1) % mesh.size) for i in range(mesh.size)]),
-    }
+    }  # fmt: skip
     if not dtype.is_complex:
         calls |= {"pmax": lambda: tx.pmax(x, "data"), "pmin": lambda: tx.pmin(x, "data")}
     before = x.clone()

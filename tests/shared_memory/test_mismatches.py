@@ -11,6 +11,7 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
+from tests.helpers import raises_text
 
 LARGE = 40_000
 Call = Callable[[int, int], Any]
@@ -56,5 +57,4 @@ def test_arguments_that_differ(pool: Any, ranks: int, what: str, n: int) -> None
 
 @pytest.mark.parametrize("what", CALLS)
 def test_simulator_raises_on_mismatched_arguments(what: str) -> None:
-    with pytest.raises(tx.CollectiveMismatch):
-        tx.simulate(lambda r: CALLS[what](r, 3), {"data": 2}, [0, 1])
+    raises_text(tx.CollectiveMismatch, lambda: tx.simulate(lambda r: CALLS[what](r, 3), {"data": 2}, [0, 1]))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
+from tests.helpers import stepped
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 HOOKS: dict[str, Any] = {
@@ -26,19 +27,15 @@ HOOKS: dict[str, Any] = {
     "top_k": lambda: tx.error_feedback(tx.compress(tx.top_k(0.2), tx.mean("data"))),
 }
 OPTIMIZERS: dict[str, Any] = {
-    "sgd": lambda: tx.sgd(0.1, momentum=0.9),
-    "adamw": lambda: tx.adamw(0.01),
-    "muon": lambda: tx.muon(0.01),
+    "sgd": lambda: tx.sgd(0.1, momentum=0.9), "adamw": lambda: tx.adamw(0.01), "muon": lambda: tx.muon(0.01),
     "adafactor": lambda: tx.adafactor(0.01),
-}
+}  # fmt: skip
 COLLECTIVES: dict[str, Any] = {
-    "psum": lambda x, w: tx.psum(x, "data"),
-    "pmean": lambda x, w: tx.pmean(x, "data"),
-    "pmax": lambda x, w: tx.pmax(x, "data"),
-    "pbroadcast": lambda x, w: tx.pbroadcast(x, "data", w - 1),
+    "psum": lambda x, w: tx.psum(x, "data"), "pmean": lambda x, w: tx.pmean(x, "data"),
+    "pmax": lambda x, w: tx.pmax(x, "data"), "pbroadcast": lambda x, w: tx.pbroadcast(x, "data", w - 1),
     "all_gather": lambda x, w: tx.all_gather(x, "data").sum(0),
     "ppermute": lambda x, w: tx.ppermute(x, "data", [(i, (i + 1) % w) for i in range(w)]),
-}
+}  # fmt: skip
 
 
 class Configuration:
@@ -82,9 +79,7 @@ def trained(c: Configuration, mesh: Any, bound: bool) -> Any:
             step = fjoin.train_step(
                 loss, pipeline, mesh=mesh, bucket_bytes=c.bucket_bytes, weight=lambda x: 1 + mesh.rank
             )
-            state = step.init(params)
-            for batch in batches:
-                state, _ = step(state, batch)
+            state = stepped(step, step.init(params), batches)
             params = {path: leaf.clone() for path, leaf in state.params.items()}
         with contextlib.nullcontext() if bound else fjoin.bind(mesh):
             state = pipeline.init(params)

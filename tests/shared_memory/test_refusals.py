@@ -18,6 +18,7 @@ import torch.distributed as dist
 import fjoin
 from fjoin import transforms as tx
 from fjoin.shared_memory import HostChannel, HostLinks, _memory, _packets, _rendezvous as _hosts
+from tests.helpers import raises_text
 from tests.ranks import Ranks
 
 Report = Callable[[Any], None]
@@ -39,15 +40,11 @@ def small_limit(kind: int) -> tuple[int, int]:
 
 # Where the system refuses -> what is replaced. The first ones are seen by each rank alone, the last ones while it connects.
 CALLS: dict[str, tuple[Any, str, Any]] = {
-    "memory": (os, "memfd_create", refuses),
-    "memory's size": (os, "posix_fallocate", refuses),
-    "an event": (os, "eventfd", refuses),
-    "a descriptor in a packet": (_hosts, "send", only_plain),
-    "files of any size": (resource, "getrlimit", small_limit),
-    "a descriptor later": (_packets, "send", only_plain),
-    "the memory of another rank": (_packets.Peer, "read", refuses),
-    "memory later": (_memory.os, "memfd_create", None),
-}
+    "memory": (os, "memfd_create", refuses), "memory's size": (os, "posix_fallocate", refuses),
+    "an event": (os, "eventfd", refuses), "a descriptor in a packet": (_hosts, "send", only_plain),
+    "files of any size": (resource, "getrlimit", small_limit), "a descriptor later": (_packets, "send", only_plain),
+    "the memory of another rank": (_packets.Peer, "read", refuses), "memory later": (_memory.os, "memfd_create", None),
+}  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -155,11 +152,9 @@ def test_a_refused_packet_is_an_error_at_once_on_both_ranks(
         HostChannel(first, 0, [0, 1], 0).reduce_("psum", torch.ones(size))
     assert os.strerror(getattr(errno, code)) in str(error.value) and reported == [error.value]
     monkeypatch.undo()
-    with pytest.raises(fjoin.PeerLost, match="rank 0 of this host has closed its connection"):
-        waits.wait()
+    raises_text(fjoin.PeerLost, lambda: waits.wait(), "rank 0 of this host has closed its connection")
     assert time.monotonic() - start < 2.0
-    with pytest.raises(fjoin.JoinError, match="closed"):
-        HostChannel(first, 0, [0, 1], 0).reduce_("psum", torch.ones(size))
+    raises_text(fjoin.JoinError, lambda: HostChannel(first, 0, [0, 1], 0).reduce_("psum", torch.ones(size)), "closed")
     second.close()
 
 
@@ -178,8 +173,7 @@ def test_a_closed_peer_is_no_refusal(monkeypatch: pytest.MonkeyPatch, code: str)
     second.close()
     work.wait()
     assert got == [5.0]
-    with pytest.raises(fjoin.PeerLost):
-        channel.reduce_("psum", torch.ones(5)).wait()
+    raises_text(fjoin.PeerLost, lambda: channel.reduce_("psum", torch.ones(5)).wait())
     first.close()
     assert not sent.is_done()
 
@@ -204,8 +198,7 @@ def test_memory_that_is_refused_later(monkeypatch: pytest.MonkeyPatch, call: str
             HostChannel(first, 0, [0, 1], 0).reduce_("psum", torch.ones(100_000))
         else:
             getattr(first, call)(100_000, torch.float32)
-    with pytest.raises(fjoin.PeerLost):
-        HostChannel(second, 0, [0, 1], 1).reduce_("psum", torch.ones(5)).wait()
+    raises_text(fjoin.PeerLost, lambda: HostChannel(second, 0, [0, 1], 1).reduce_("psum", torch.ones(5)).wait())
     second.close()
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 import fjoin
 from fjoin import transforms as tx
 from fjoin.shared_memory import _rendezvous as _hosts
+from tests.helpers import raises_text, stepped
 from tests.ranks import Ranks
 
 Report = Callable[[Any], None]
@@ -37,15 +38,12 @@ def calls(axis: Any, rank: int, n: int, dtype: torch.dtype) -> dict[str, Tensor]
     give = tuple((rank + i) % 3 for i in range(w))
     take = tuple((i + rank) % 3 for i in range(w))
     out = {
-        "psum": axis.run("psum", x, None),
-        "pbroadcast": axis.run("pbroadcast", x, w - 1),
-        "all_gather": axis.run("all_gather", x, None),
-        "all_to_all": axis.run("all_to_all", rows, None),
+        "psum": axis.run("psum", x, None), "pbroadcast": axis.run("pbroadcast", x, w - 1),
+        "all_gather": axis.run("all_gather", x, None), "all_to_all": axis.run("all_to_all", rows, None),
         "all_to_all_single": axis.run("all_to_all_single", torch.cat([rows] * 3)[: sum(give)], (give, take)),
         "ppermute": axis.run("ppermute", x, tuple((i, (i + 1) % w) for i in range(1, w))),
-        "psum_scatter": axis.run("psum_scatter", rows, None),
-        "transposed": axis.run("psum", rows.t(), None),
-    }
+        "psum_scatter": axis.run("psum_scatter", rows, None), "transposed": axis.run("psum", rows.t(), None),
+    }  # fmt: skip
     if not dtype.is_complex:
         out["pmax"], out["pmin"] = axis.run("pmax", x, None), axis.run("pmin", x, None)
     return out
@@ -96,8 +94,7 @@ def steps(transport: str, pipeline: str, ordered: bool = True) -> Any:
     step = fjoin.train_step(loss, made[pipeline](), mesh=mesh)
     state = step.init(params)
     batches = [torch.tensor([0.5 + i + mesh.rank]) for i in range(4 if mesh.rank else 6)]
-    for batch in step.join(batches):
-        state, _ = step(state, batch)
+    state = stepped(step, state, step.join(batches))
     out = {path: leaf.detach().clone() for path, leaf in state.params.items()}
     del state, step
     mesh.close()
@@ -132,8 +129,6 @@ def test_a_grid(pool: Any) -> None:
 @contextlib.contextmanager
 def hosts_of(ranks: int) -> Iterator[None]:
     """A context in which hosts have so many ranks."""
-    import torch.distributed as dist
-
     own, transport = _hosts.host_name, os.environ.pop("FJOIN_TRANSPORT", "auto")
     _hosts.host_name = lambda: f"host {dist.get_rank() // ranks}"  # type: ignore[assignment]
     try:
@@ -144,8 +139,6 @@ def hosts_of(ranks: int) -> Iterator[None]:
 
 
 def several_hosts(ranks: int) -> Any:
-    import torch.distributed as dist
-
     sent: list[int] = []
     all_reduce = dist.all_reduce
 
@@ -167,8 +160,7 @@ def several_hosts(ranks: int) -> Any:
                 work.wait()
         finally:
             dist.all_reduce = all_reduce
-        with pytest.raises(ValueError, match="all ranks on one host"):
-            fjoin.mesh({"data": -1}, transport="shared")
+        raises_text(ValueError, lambda: fjoin.mesh({"data": -1}, transport="shared"), "all ranks on one host")
     return kind, sums, sent
 
 
@@ -236,8 +228,7 @@ def test_training_on_several_hosts(pool: Any) -> None:
 def mismatched() -> Any:
     mesh = fjoin.mesh({"data": -1}, transport="shared")
     axis = mesh.axes["data"]
-    with pytest.raises(fjoin.DesyncError, match="another collective"):
-        axis.run("psum", torch.ones(5 + mesh.rank), None)
+    raises_text(fjoin.DesyncError, lambda: axis.run("psum", torch.ones(5 + mesh.rank), None), "another collective")
     other = fjoin.mesh({"data": -1}, transport="shared")
     with pytest.raises(fjoin.DesyncError, match="another collective"):
         other.axes["data"].run("psum" if other.rank else "pmax", torch.ones(50_000), None)
@@ -248,8 +239,6 @@ def test_ranks_that_call_different_collectives_raise(pool: Any) -> None:
 
 
 def settings() -> Any:
-    import torch.distributed as dist
-
     with pytest.raises(fjoin.DesyncError, match="transport='gloo'"):
         fjoin.mesh({"data": -1}, transport="gloo" if dist.get_rank() else "shared")
     with pytest.raises(ValueError, match="transport must be one of 'auto', 'gloo', 'shared', got 'tcp'"):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
+from tests.helpers import judged
 
 NAN = math.nan
 SGD, MOMENTUM = tx.sgd(0.5), tx.sgd(0.5, momentum=0.9, weight_decay=0.1)
@@ -44,8 +45,7 @@ def purely(pipeline: tx.Pipeline, batches: Sequence[Any], dtype: torch.dtype = t
 def by_step(
     pipeline: tx.Pipeline, axes: dict[str, int], batches: Sequence[Any], on_device: bool, dtype: torch.dtype = torch.float64
 ) -> Any:  # fmt: skip
-    step = fjoin.train_step(product, pipeline, mesh=fjoin.mesh(axes), weight=weight_of)
-    step.run.step_check.grads.on_device = on_device
+    step = judged(fjoin.train_step(product, pipeline, mesh=fjoin.mesh(axes), weight=weight_of), on_device)
     state, seen = step.init(start(dtype)), []
     for batch in batches:
         state, _ = step(state, batch)
@@ -85,8 +85,6 @@ PIPELINES = {
     "DiLoCo": tx.diloco(MOMENTUM, tx.mean("data"), 2, tx.sgd(0.7, momentum=0.9, nesterov=True)),
     "DiLoCo between nodes": tx.diloco(MOMENTUM, tx.mean("node"), 2, tx.adam(0.1), hook=tx.mean("local")),
     "streaming": tx.diloco(MOMENTUM, tx.mean("data"), 2, tx.sgd(0.7, momentum=0.9), fragments=2, delay=1, mix=0.5),
-
-
     "moving average": tx.fuse(tx.identity(), MOMENTUM, after=tx.every(2, tx.chain(tx.average_parameters("data"), tx.ema(0.9)))),
     "encoded": tx.fuse(FED_BACK, SGD, after=EVERY),
 }  # fmt: skip

@@ -57,13 +57,9 @@ def net_batch(rank: int, step: int) -> Tensor:
 
 
 def net_trained(
-    hook: tx.Transform,
-    sizes: list[int],
-    bucket_bytes: int,
-    device: str = "cpu",
-    dtype: torch.dtype = torch.float64,
+    hook: tx.Transform, sizes: list[int], bucket_bytes: int, device: str = "cpu", dtype: torch.dtype = torch.float64,
     mesh: fjoin.Mesh | None = None,
-) -> tuple[dict[str, Tensor], list[tuple[float, float]]]:
+) -> tuple[dict[str, Tensor], list[tuple[float, float]]]:  # fmt: skip
     """A rank's run over as many batches as `sizes` says for it, rank r with weight 1 + r: parameters, and each step's (loss, weight)."""
     mesh = mesh or fjoin.mesh({"data": -1}, timeout_s=60)
     pipeline = tx.fuse(hook, tx.adam(0.05))

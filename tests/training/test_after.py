@@ -10,7 +10,7 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
-from tests.helpers import same_bits
+from tests.helpers import judged, raises_text, same_bits
 
 NAN = float("nan")
 
@@ -34,8 +34,9 @@ def averaged(hook: tx.Transform) -> tx.Pipeline:
 
 def by_step(pipeline: tx.Pipeline, batches: list[Any], on_device: bool) -> Any:
     """A batch of None is one of weight 0."""
-    step = fjoin.train_step(product, pipeline, weight=lambda batch: 1.0 if batch is not None else 0.0)
-    step.run.step_check.grads.on_device = on_device
+    step = judged(
+        fjoin.train_step(product, pipeline, weight=lambda batch: 1.0 if batch is not None else 0.0), on_device
+    )
     state, seen = step.init({"w": torch.zeros(2)}), []
     for batch in batches:
         state, _ = step(state, batch)
@@ -102,13 +103,11 @@ def test_due_average_is_taken_in_a_skipped_step(on_device: bool) -> None:
 @pytest.mark.parametrize("on_device", [False, True])
 def test_nonfinite_step_changes_nothing(on_device: bool) -> None:
     pipeline = tx.fuse(tx.mean("data"), tx.sgd(0.5), after=tx.stateless(_plus_one))
-    step = fjoin.train_step(product, pipeline)
-    step.run.step_check.grads.on_device = on_device
+    step = judged(fjoin.train_step(product, pipeline), on_device)
     state = step.init({"w": torch.zeros(2)})
     try:
         state, _ = step(state, NAN)
-        with pytest.raises(fjoin.NonFinite):
-            step.close()
+        raises_text(fjoin.NonFinite, lambda: step.close())
     except fjoin.NonFinite:
         assert not on_device
     assert state.params["w"].tolist() == [0.0, 0.0]
@@ -122,8 +121,7 @@ def test_buffers_are_transformed_in_every_step_too(on_device: bool) -> None:
         return (params["w"] * batch).sum(), None, {"n": buffers["n"] + 10}
 
     pipeline = tx.skip_if_nonfinite(tx.fuse(tx.mean("data"), tx.sgd(0.5)))
-    step = fjoin.train_step(loss, pipeline, on_buffers=tx.every(2, tx.stateless(_plus_one)))
-    step.run.step_check.grads.on_device = on_device
+    step = judged(fjoin.train_step(loss, pipeline, on_buffers=tx.every(2, tx.stateless(_plus_one))), on_device)
     state, seen = step.init({"w": torch.zeros(2)}, {"n": torch.tensor(0.0)}), []
     for batch in (1.0, NAN, 1.0, 1.0):
         state, _ = step(state, batch)

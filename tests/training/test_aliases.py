@@ -9,6 +9,7 @@ import torch
 
 import fjoin
 from fjoin import transforms as tx
+from tests.helpers import stepped
 
 ALL_WAYS = pytest.mark.parametrize("donate", [True, False])
 
@@ -69,6 +70,5 @@ def test_a_buffer_of_the_gradients_gathered_so_far_is_a_copy(donate: bool) -> No
 
     step = fjoin.train_step(loss_fn, tx.fuse(tx.mean("data"), tx.sgd(0.1)), accumulate=2, donate=donate)
     state = step.init({"w": torch.zeros(1)}, {"seen": torch.zeros(1)})
-    for batch in (3.0, 5.0):
-        state, _ = step(state, torch.tensor([batch]))
+    state = stepped(step, state, (torch.tensor([batch]) for batch in (3.0, 5.0)))
     assert state.buffers["seen"].item() == 3.0  # type: ignore[index]

@@ -35,20 +35,14 @@ def _or(params: Any) -> None:
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "assign": lambda p: p.__setitem__("w", torch.zeros(2)),
     "assign what it was": lambda p: p.__setitem__("w", p["w"].clone()),
-    "add": lambda p: p.__setitem__("new", torch.zeros(2)),
-    "update": lambda p: p.update(w=torch.zeros(2)),
-    "delete": _delete,
-    "pop": lambda p: p.pop("w"),
-    "clear": lambda p: p.clear(),
-    "setdefault": lambda p: p.setdefault("new", torch.zeros(2)),
-    "or": _or,
-}
+    "add": lambda p: p.__setitem__("new", torch.zeros(2)), "update": lambda p: p.update(w=torch.zeros(2)),
+    "delete": _delete, "pop": lambda p: p.pop("w"), "clear": lambda p: p.clear(),
+    "setdefault": lambda p: p.setdefault("new", torch.zeros(2)), "or": _or,
+}  # fmt: skip
 USES: dict[str, Callable[[Any, Any], Any]] = {
-    "step": lambda step, state: step(state, 1.0),
-    "params": lambda step, state: state.params,
-    "clone": lambda step, state: state.clone(),
-    "pipeline": lambda step, state: state.pipeline,
-}
+    "step": lambda step, state: step(state, 1.0), "params": lambda step, state: state.params,
+    "clone": lambda step, state: state.clone(), "pipeline": lambda step, state: state.pipeline,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("use", USES)
@@ -56,9 +50,7 @@ USES: dict[str, Callable[[Any, Any], Any]] = {
 def test_next_use_raises_after_an_assignment(change: str, use: str) -> None:
     step, state = made()
     CHANGES[change](state.params)
-    raises_text(
-        TypeError, lambda: USES[use](step, state), "state.params", "assigned or deleted", "copy_", "step.init(params)"
-    )
+    raises_text(TypeError, lambda: USES[use](step, state), "state.params", "assigned or deleted", "copy_", "step.init(params)")  # fmt: skip
     assert state.params["w"].tolist() == [1.0, 1.0]  # raised only once
 
 

@@ -11,16 +11,14 @@ from torch import Tensor, nn
 
 import fjoin
 from fjoin import transforms as tx
-from tests.helpers import max_diff, raises_text, same_bits
+from tests.helpers import max_diff, raises_text, same_bits, stepped
 
 F64 = torch.float64
 CHOICES: dict[str, Any] = {
-    "keep": None,
-    "average": lambda: tx.average_buffers("data"),
-    "broadcast": lambda: tx.broadcast_buffers("data"),
+    "keep": None, "average": lambda: tx.average_buffers("data"), "broadcast": lambda: tx.broadcast_buffers("data"),
     "every second": lambda: tx.every(2, tx.average_buffers("data")),
     "by path": lambda: tx.partition({"*mean": tx.average_buffers("data"), "*": tx.identity()}),
-}
+}  # fmt: skip
 SIZES = [[3, 5], [], [4, 2, 6, 2]]
 
 
@@ -124,8 +122,7 @@ def test_any_dtype_and_ranks_without_weight(transform: tx.Transform, on_device: 
     def one_rank(value: float) -> Any:
         step, state = counting(tx.fuse(tx.mean("data"), tx.sgd(0.1)), on_buffers=transform)
         step.run.step_check.grads.on_device = on_device
-        for x in (value, 7.0):
-            state, _ = step(state, torch.full((2,), x))
+        state = stepped(step, state, (torch.full((2,), x) for x in (value, 7.0)))
         return {path: (b.dtype, b.tolist()) for path, b in state.buffers.items()}
 
     for out in tx.simulate(one_rank, {"data": 2}, [7.0, 3.0]):
@@ -136,8 +133,7 @@ def test_any_dtype_and_ranks_without_weight(transform: tx.Transform, on_device: 
 def test_skipped_step_changes_no_buffer(on_device: bool) -> None:
     step, state = counting(tx.skip_if_nonfinite(tx.fuse(tx.mean("data"), tx.sgd(0.1))))
     step.run.step_check.grads.on_device = on_device
-    for x in (1.0, float("nan"), 2.0):
-        state, _ = step(state, torch.full((2,), x))
+    state = stepped(step, state, (torch.full((2,), x) for x in (1.0, float("nan"), 2.0)))
     assert state.buffers["n"] == 2 and state.buffers["x"].tolist() == [2.0, 2.0] and state.pipeline.skipped == 1
 
 
@@ -145,8 +141,7 @@ def test_skipped_step_changes_no_buffer(on_device: bool) -> None:
 def test_skipped_window_changes_no_buffer(on_device: bool) -> None:
     step, state = counting(tx.skip_if_nonfinite(tx.fuse(tx.mean("data"), tx.sgd(0.1))), accumulate=2)
     step.run.step_check.grads.on_device = on_device
-    for x in (1.0, 2.0, float("nan"), 3.0):
-        state, _ = step(state, torch.full((2,), x))
+    state = stepped(step, state, (torch.full((2,), x) for x in (1.0, 2.0, float("nan"), 3.0)))
     assert state.buffers["n"] == 2 and state.buffers["x"].tolist() == [2.0, 2.0]
     step, state = counting(tx.fuse(tx.mean("data"), tx.sgd(0.1)), accumulate=2)
     state, _ = step(state, torch.full((2,), float("nan")))
@@ -192,9 +187,7 @@ def test_counts_of_any_kind_become_the_largest(dtype: torch.dtype) -> None:
 def test_raises_on_bad_input() -> None:
     pipeline = tx.fuse(tx.mean("data"), tx.sgd(0.1))
     raises_text(TypeError, lambda: counting(pipeline, on_buffers="mean"), "on_buffers", "'mean'")
-    raises_text(
-        ValueError, lambda: counting(pipeline, on_buffers=tx.accumulate(2, tx.average_buffers("data"))), "every"
-    )
+    raises_text(ValueError, lambda: counting(pipeline, on_buffers=tx.accumulate(2, tx.average_buffers("data"))), "every")  # fmt: skip
 
     alone = fjoin.train_step(lambda p, b: (p["w"] * b).sum(), pipeline, on_buffers=tx.average_buffers("data"))
     raises_text(ValueError, lambda: alone.init({"w": torch.ones(2)}), "on_buffers", "no buffers")

@@ -14,7 +14,7 @@ from torch import Tensor
 import fjoin
 from fjoin import transforms as tx
 from fjoin.groups import GroupAxis
-from tests.helpers import max_diff
+from tests.helpers import max_diff, stepped
 
 STREAMS = {
     "one fragment": dict(every=4, delay=2),
@@ -44,9 +44,7 @@ def batches(rank: int, steps: int) -> list[Tensor]:
 
 def by_step(name: str, steps: int, donate: bool) -> Any:
     step = fjoin.train_step(loss, pipeline(name), donate=donate)
-    state = step.init(start())
-    for batch in batches(step.rank, steps):
-        state, _ = step(state, batch)
+    state = stepped(step, step.init(start()), batches(step.rank, steps))
     return state.clone().params, state.pipeline.after
 
 
@@ -95,9 +93,7 @@ def seconds_waited(slow_s: float) -> float:
     GroupAxis.begin_reduce = slow  # type: ignore[method-assign,assignment]
     try:
         step = fjoin.train_step(computed, tx.diloco(tx.sgd(0.1), tx.mean("data"), every=4))
-        state = step.init(start())
-        for batch in batches(step.rank, 12):
-            state, _ = step(state, batch)
+        stepped(step, step.init(start()), batches(step.rank, 12))
         return Late.waited
     finally:
         GroupAxis.begin_reduce = reduce_  # type: ignore[method-assign]
@@ -117,15 +113,10 @@ def test_a_step_does_not_wait_for_counts(pool: Any) -> None:
 def resumed() -> Any:
     """A run that goes on from a copy of its state, saved while a change waits for its message."""
     step = fjoin.train_step(loss, pipeline("encoded"), donate=False)
-    state = step.init(start())
-    for batch in batches(step.rank, 5):
-        state, _ = step(state, batch)
-    again, pending = (
-        copy.deepcopy(state._body.ends.after),
-        {k: v.clone() for k, v in state._body.ends.after.pending.items()},
-    )
-    for batch in batches(step.rank, 9)[5:]:
-        state, _ = step(state, batch)
+    state = stepped(step, step.init(start()), batches(step.rank, 5))
+    again = copy.deepcopy(state._body.ends.after)
+    pending = {k: v.clone() for k, v in state._body.ends.after.pending.items()}
+    state = stepped(step, state, batches(step.rank, 9)[5:])
     return max_diff(again.pending, pending) == 0, state.clone().params
 
 

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fjoin
 from fjoin import transforms as tx
-from tests.helpers import same_bits
+from tests.helpers import same_bits, stepped
 
 X = torch.tensor([1.0, 2.0])
 # The records of these are read one step late.
@@ -35,8 +35,7 @@ def gone_back(name: str, donate: bool, steps: int) -> Any:
     for _ in range(steps):
         state, _ = step(state, X * 3)
     state = kept
-    for _ in range(4):
-        state, _ = step(state, X)
+    state = stepped(step, state, [X] * 4)
     return state.params, state.step
 
 

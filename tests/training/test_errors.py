@@ -25,14 +25,8 @@ X = torch.ones(2)
         (lambda: fjoin.train_step(product, tx.sgd(0.1)), TypeError, ["pipeline must be a Pipeline"]),
         (lambda: fjoin.train_step(product, MEAN_SGD, accumulate=0), ValueError, ["accumulate", "at least 1", "0"]),
         (lambda: fjoin.train_step(product, MEAN_SGD, bucket_bytes=0), ValueError, ["bucket_bytes", "at least 1"]),
-        (
-            lambda: fjoin.train_step(product, tx.fuse(tx.accumulate(2, tx.mean("data")), tx.sgd(0.1))),
-            ValueError, ["accumulate=k"],
-        ),
-        (
-            lambda: fjoin.train_step(product, tx.fuse(tx.mean("rows"), tx.sgd(0.1))),
-            NameError, ["'rows'", "['data']"],
-        ),
+        (lambda: fjoin.train_step(product, tx.fuse(tx.accumulate(2, tx.mean("data")), tx.sgd(0.1))), ValueError, ["accumulate=k"]),
+        (lambda: fjoin.train_step(product, tx.fuse(tx.mean("rows"), tx.sgd(0.1))), NameError, ["'rows'", "['data']"]),
         (lambda: fjoin.mesh({}), ValueError, ["at least one axis"]),
         (lambda: fjoin.mesh({"data": 2}), ValueError, ["does not fit 1 ranks"]),
         (lambda: fjoin.mesh({"a": -1, "b": -1}), ValueError, ["one of them may be -1"]),
@@ -166,9 +160,7 @@ def test_raises_on_bad_states_and_gradients() -> None:
             "(3,)",
             "(2,)",
         )
-        raises_text(
-            TypeError, lambda: pipeline.step(params, {"w": X.double()}, pipeline.init(params)), "float64", "float32"
-        )
+        raises_text(TypeError, lambda: pipeline.step(params, {"w": X.double()}, pipeline.init(params)), "float64", "float32")  # fmt: skip
         other = pipeline.init({"w": X, "v": X})
         raises_text(ValueError, lambda: pipeline.step(params, {"w": X}, other), "another tree or another pipeline")
         chain = tx.chain(tx.mean("data"), tx.clip_by_value(1.0))
@@ -178,9 +170,7 @@ def test_raises_on_bad_states_and_gradients() -> None:
 def test_patterns_that_match_nothing() -> None:
     params = {"a.weight": X, "a.bias": X}
     raises_text(ValueError, lambda: tx.partition({"*.weight": tx.sgd(0.1)}).init(params), "'a.bias'", "add '*'")
-    raises_text(
-        ValueError, lambda: tx.partition({"b.*": tx.sgd(0.1), "*": tx.sgd(0.1)}).init(params), "['b.*']", "'a.bias'"
-    )
+    raises_text(ValueError, lambda: tx.partition({"b.*": tx.sgd(0.1), "*": tx.sgd(0.1)}).init(params), "['b.*']", "'a.bias'")  # fmt: skip
     raises_text(ValueError, lambda: tx.masked(tx.identity(), "b.*").init(params), "'b.*' matches no path")
     step = fjoin.train_step(product, tx.fuse(tx.mean("data"), tx.partition({"nope": tx.sgd(0.1), "*": tx.sgd(0.2)})))
     raises_text(ValueError, lambda: step.init({"w": X}), "['nope']")

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 import fjoin
 from fjoin import transforms as tx
-from tests.helpers import raises_text
+from tests.helpers import raises_text, stepped
 
 START = {"w": torch.ones(3), "used by one": torch.ones(2), "never": torch.ones(2), "frozen": torch.ones(1)}
 
@@ -26,8 +26,7 @@ def run(batches: list[Any], epochs: int = 2, accumulate: int = 1) -> None:
     step = fjoin.train_step(loss_fn, tx.fuse(tx.mean("data"), tx.sgd(0.1)), accumulate=accumulate)
     state = step.init(START)
     for _ in range(epochs):
-        for batch in step.join(batches):
-            state, _ = step(state, batch)
+        state = stepped(step, state, step.join(batches))
 
 
 def warned(*ranks: list[Any], **options: Any) -> list[str]:
@@ -53,9 +52,7 @@ def test_parameters_without_a_gradient_on_any_rank_are_named_once() -> None:
 def test_a_run_in_which_all_are_used_warns_of_nothing() -> None:
     def one_rank(count: int) -> None:
         step = fjoin.train_step(lambda p, x: (p["w"] * x).sum(), tx.fuse(tx.mean("data"), tx.sgd(0.1)))
-        state = step.init({"w": torch.zeros(3)})
-        for batch in step.join(torch.ones(count, 3)):
-            state, _ = step(state, batch)
+        stepped(step, step.init({"w": torch.zeros(3)}), step.join(torch.ones(count, 3)))
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
+from tests.helpers import judged, stepped
 
 HOOKS: dict[str, Any] = {
     "mean": lambda: tx.mean("data"),
@@ -19,20 +20,16 @@ HOOKS: dict[str, Any] = {
 
 
 def trained(
-    hook: tx.Transform,
-    batches: list[tuple[float, float]],
-    on_device: bool = False,
-    loss_dtype: Any = None,
+    hook: tx.Transform, batches: list[tuple[float, float]], on_device: bool = False, loss_dtype: Any = None,
     **settings: Any,
-) -> Any:
+) -> Any:  # fmt: skip
     """Each batch is (gradient of every element, weight)."""
 
     def loss(params: Any, batch: Any) -> Tensor:
         out = (params["w"] * batch[0]).sum() + (params["v"] * batch[0]).sum().half()
         return out if loss_dtype is None else out.to(loss_dtype)
 
-    step = fjoin.train_step(loss, tx.fuse(hook, tx.sgd(1.0)), weight=lambda b: b[1], **settings)
-    step.run.step_check.grads.on_device = on_device
+    step = judged(fjoin.train_step(loss, tx.fuse(hook, tx.sgd(1.0)), weight=lambda b: b[1], **settings), on_device)
     state, seen = step.init({"w": torch.zeros(3, dtype=torch.float16), "v": torch.zeros(2)}), []
     for batch in step.join(batches):
         state, metrics = step(state, batch)
@@ -65,13 +62,9 @@ BEHIND: dict[str, Any] = {
     "by path": lambda: tx.partition({"w": tx.mean("data"), "*": tx.mean("data")}),
     "whole tree, mean": lambda: tx.chain(tx.clip_by_global_norm(1e4), tx.mean("data")),
     "twice": lambda: tx.chain(tx.mean("data"), tx.mean("data", over="live")),
-    "sum": lambda: tx.chain(tx.sum_over("data"), tx.stateless(_by_weight)),
+    "sum": lambda: tx.chain(tx.sum_over("data"), tx.stateless(lambda g: g / 8.0)),
     "late": lambda: tx.switch_after(2, tx.chain(tx.clip_by_value(1e4), tx.mean("data")), tx.mean("data")),
 }
-
-
-def _by_weight(g: Tensor) -> Tensor:
-    return g / 8.0
 
 
 @pytest.mark.sample(2)
@@ -88,9 +81,7 @@ def test_two_levels() -> None:
         hook = tx.chain(tx.mean("local"), tx.mean("node"))
         step = fjoin.train_step(lambda p, b: (p["w"] * b).sum(), tx.fuse(hook, tx.sgd(1.0)), weight=lambda b: w,
                                 mesh=fjoin.mesh({"node": 2, "local": 2}))  # fmt: skip
-        state = step.init({"w": torch.zeros(3, dtype=torch.float16)})
-        for _ in range(3):
-            state, _ = step(state, 16.0)
+        state = stepped(step, step.init({"w": torch.zeros(3, dtype=torch.float16)}), [16.0] * 3)
         return state.params["w"].tolist()
 
     out = tx.simulate(one_rank, {"node": 2, "local": 2}, [4096.0, 1024.0, 100_000.0, 8.0])
@@ -143,9 +134,7 @@ def test_other_dtypes_exchange_no_weights() -> None:
         )
         exchange = step.run.mesh.exchange
         step.run.mesh.exchange = lambda *args: (met.append(dtype), exchange(*args))[1]  # type: ignore[method-assign]
-        state = step.init({"w": torch.zeros(3, dtype=dtype)})
-        for _ in range(3):
-            state, _ = step(state, 1.0)
+        stepped(step, step.init({"w": torch.zeros(3, dtype=dtype)}), [1.0] * 3)
 
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         one_rank(dtype)

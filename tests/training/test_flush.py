@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import fjoin
 from fjoin import transforms as tx
-from tests.helpers import max_diff, raises_text
+from tests.helpers import judged, max_diff, raises_text, stepped
 from tests.ranks import Ranks
 
 SGD, AVERAGE = tx.sgd(1.0), tx.average_parameters("data")
@@ -44,9 +44,7 @@ def purely(pipeline: tx.Pipeline, batches: list[float]) -> Any:
 
 def by_step(pipeline: tx.Pipeline, batches: list[float]) -> Any:
     step = fjoin.train_step(product, pipeline, weight=abs)
-    state = step.init({"w": torch.zeros(1, dtype=torch.float64)})
-    for batch in batches:
-        state, _ = step(state, batch)
+    state = stepped(step, step.init({"w": torch.zeros(1, dtype=torch.float64)}), batches)
     state = step.flush(state)
     step.close()
     return state.params, state.pipeline, step.flush(state).params
@@ -59,11 +57,7 @@ CASES: dict[str, tuple[tx.Pipeline, int, list[float]]] = {
     "all open": (tx.local_sgd(SGD, tx.mean("data"), 5), 2, [-5.0, -5.0]),
     "no step": (tx.local_sgd(SGD, tx.mean("data"), 5), 0, [0.0, 0.0]),
     "outer": (tx.diloco(SGD, tx.mean("data"), 2, tx.sgd(0.5)), 3, [-3.75, -3.75]),
-    "hierarchy": (
-        tx.fuse(tx.identity(), SGD, after=tx.chain(tx.every(2, tx.average_parameters("data"), first=0))),
-        4,
-        [-10.0, -10.0],
-    ),
+    "hierarchy": (tx.fuse(tx.identity(), SGD, after=tx.chain(tx.every(2, tx.average_parameters("data"), first=0))), 4, [-10.0, -10.0]),
     "pending": (tx.diloco(SGD, tx.mean("data"), 2, tx.sgd(1.0), delay=1), 2, [-5.0, -5.0]),
     "pending, then open": (tx.diloco(SGD, tx.mean("data"), 3, tx.sgd(1.0), delay=2), 4, [-7.5, -7.5]),
     "later phase": (tx.post_local_sgd(SGD, tx.mean("data"), 3, 2), 4, [-10.0, -10.0]),
@@ -73,7 +67,7 @@ CASES: dict[str, tuple[tx.Pipeline, int, list[float]]] = {
     "switch": (then(tx.every(3, tx.switch_after(0, tx.identity(), AVERAGE))), 2, [-5.0, -5.0]),
     "period in a period": (then(tx.every(2, tx.every(2, AVERAGE))), 2, [-5.0, -5.0]),
     "not touched": (tx.fuse(tx.mean("data"), SGD, after=tx.stateless(lambda p: p + 1)), 2, [-3.0, -3.0]),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -156,9 +150,7 @@ def test_a_switch_averages_the_open_window() -> None:
 
 def test_close_warns_of_a_window_within_a_period() -> None:
     step = fjoin.train_step(product, then(tx.every(2, tx.every(2, AVERAGE))))
-    state = step.init({"w": torch.zeros(1)})
-    for _ in range(2):
-        state, _ = step(state, 1.0)
+    stepped(step, step.init({"w": torch.zeros(1)}), [1.0] * 2)
     with pytest.warns(UserWarning, match=r"after step 1 a window of every\(2, every\(2"):
         step.close()
 
@@ -167,8 +159,7 @@ def test_close_warns_of_steps_that_are_not_averaged() -> None:
     step = fjoin.train_step(product, tx.local_sgd(SGD, tx.mean("data"), 2))
     state = step.init({"w": torch.zeros(1)})
     step.close()
-    for _ in range(3):
-        state, _ = step(state, 1.0)
+    state = stepped(step, state, [1.0] * 3)
     with pytest.warns(UserWarning, match=r"after step 2 a window of every\(2.*step\.flush"):
         step.close()
     state = step.flush(state)
@@ -194,18 +185,12 @@ def test_flush_within_a_window_of_accumulation() -> None:
 
 def streaming() -> Any:
     pipeline = tx.diloco(
-        tx.sgd(0.1),
-        tx.error_feedback(tx.compress(tx.int8(), tx.mean("data"))),
-        4,
-        tx.sgd(0.7, momentum=0.9),
-        fragments=2,
-        delay=2,
-        mix=0.5,
-    )
+        tx.sgd(0.1), tx.error_feedback(tx.compress(tx.int8(), tx.mean("data"))), 4, tx.sgd(0.7, momentum=0.9),
+        fragments=2, delay=2, mix=0.5,
+    )  # fmt: skip
     step = fjoin.train_step(lambda p, b: sum((v * b).square().sum() for v in p.values()), pipeline)
     state = step.init({"w": torch.ones(5), "v": torch.ones(3)})
-    for i in range(7):
-        state, _ = step(state, torch.tensor(1.0 + step.rank + i))
+    state = stepped(step, state, (torch.tensor(1.0 + step.rank + i) for i in range(7)))
     state = step.flush(state)
     return [part.anchor for part in state.pipeline.after], [part.pending for part in state.pipeline.after]
 
@@ -226,9 +211,7 @@ def delayed(name: str, rank: int) -> list[float]:
     found = []
     for steps in range(4, 10):
         step = fjoin.train_step(product, then(DELAYED[name]), mesh=fjoin.mesh({"data": 2}), weight=abs)
-        state = step.init({"w": torch.zeros(1)})
-        for i in range(steps):
-            state, _ = step(state, 1.0 + 2 * rank + i)
+        state = stepped(step, step.init({"w": torch.zeros(1)}), (1.0 + 2 * rank + i for i in range(steps)))
         state = step.flush(state)
         found.append(state.params["w"].item())
     return found
@@ -248,11 +231,9 @@ def test_a_flush_uses_messages_under_way_within_periods_and_at_a_switch(pool: An
 
 def left_out(bad: tuple[int, ...], on_device: bool) -> Any:
     """The NonFinite of a flush after four steps, and the parameters after a second flush; rank 1 has bad batches."""
-    step = fjoin.train_step(product, tx.local_sgd(SGD, tx.mean("data"), 3))
-    step.run.step_check.grads.on_device = on_device
+    step = judged(fjoin.train_step(product, tx.local_sgd(SGD, tx.mean("data"), 3)), on_device)
     state = step.init({"w": torch.zeros(1)})
-    for i in range(4):
-        state, _ = step(state, math.nan if step.rank == 1 and i in bad else 1.0)
+    state = stepped(step, state, (math.nan if step.rank == 1 and i in bad else 1.0 for i in range(4)))
     with pytest.raises(fjoin.NonFinite) as info:
         step.flush(state)
     assert state.step == 4
@@ -272,12 +253,8 @@ def test_init_begins_without_the_errors_of_an_earlier_run() -> None:
     def again() -> Any:
         step = fjoin.train_step(product, tx.local_sgd(SGD, tx.mean("data"), 9))
         for _ in range(2):
-            state = step.init({"w": torch.zeros(1)})
-            for batch in (1.0, math.nan if step.rank == 1 else 1.0):
-                state, _ = step(state, batch)
-        state = step.init({"w": torch.zeros(1)})
-        for _ in range(3):
-            state, _ = step(state, 1.0)
+            state = stepped(step, step.init({"w": torch.zeros(1)}), (1.0, math.nan if step.rank == 1 else 1.0))
+        state = stepped(step, step.init({"w": torch.zeros(1)}), [1.0] * 3)
         return step.flush(state).params["w"].item()
 
     assert tx.simulate(again, {"data": 2}) == [-3.0] * 2
@@ -353,17 +330,13 @@ def apart(rank: int, report: Any, kind: str, steps: list[int], flushes: list[boo
 
 
 APART = {
-    "a step later": ([7, 6], [True, True]),
-    "in a step that averages": ([7, 5], [True, True]),
-    "not on all": ([7, 7, 7], [True, False, False]),
-    "before any step": ([5, 0], [True, True]),
-}
+    "a step later": ([7, 6], [True, True]), "in a step that averages": ([7, 5], [True, True]),
+    "not on all": ([7, 7, 7], [True, False, False]), "before any step": ([5, 0], [True, True]),
+}  # fmt: skip
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize(
-    "kind, name", [("step", name) for name in APART] + [("module", name) for name in list(APART)[:3]]
-)
+@pytest.mark.parametrize("kind, name", [("step", name) for name in APART] + [("module", name) for name in list(APART)[:3]])  # fmt: skip
 def test_ranks_that_do_not_flush_together_raise(kind: str, name: str) -> None:
     steps, flushes = APART[name]
     with Ranks(len(steps), apart, kind, steps, flushes) as run:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fjoin
 from fjoin import transforms as tx
-from tests.helpers import max_diff, raises_text, same_bits
+from tests.helpers import max_diff, raises_text, same_bits, stepped
 
 THROWS_AWAY = pytest.mark.filterwarnings("ignore:this forward pass has updated buffers")
 
@@ -133,8 +133,7 @@ def test_training_with_tied_and_frozen_parameters_and_buffers() -> None:
         step = fjoin.train_step(loss_fn, tx.fuse(tx.mean("data"), tx.adamw(0.1)))
         state = step.init(params, buffers)
         frozen = buffers["frozen.weight"].clone()
-        for batch in step.join([x] * len(x)):
-            state, _ = step(state, batch)
+        state = stepped(step, state, step.join([x] * len(x)))
         assert torch.equal(state.buffers["frozen.weight"], frozen)
         return {k: p.clone() for k, p in state.params.items()}
 
@@ -158,11 +157,9 @@ def test_warns_once_about_discarded_buffer_updates(given: str) -> None:
             apply(params, buffers if given == "all" else {}, ROWS)
     assert len(seen) == 1 and seen[0].filename == __file__
     for part in (
-        "'1.num_batches_tracked'",
-        "apply.with_buffers(params, buffers, ...)",
-        "step.init(params, buffers)",
+        "'1.num_batches_tracked'", "apply.with_buffers(params, buffers, ...)", "step.init(params, buffers)",
         "eval mode",
-    ):
+    ):  # fmt: skip
         assert part in str(seen[0].message)
 
 

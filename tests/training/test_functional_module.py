@@ -248,16 +248,14 @@ class Bound(nn.Module):
 
 
 MODULES: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
-    "bound": lambda: (Bound(), X),
-    "lstm": lambda: (nn.LSTM(4, 3, 2, bidirectional=True), X),
-    "gru": lambda: (nn.GRU(4, 3), X),
-    "transformer": lambda: (nn.TransformerEncoderLayer(4, 2, 8, 0.0), X),
+    "bound": lambda: (Bound(), X), "lstm": lambda: (nn.LSTM(4, 3, 2, bidirectional=True), X),
+    "gru": lambda: (nn.GRU(4, 3), X), "transformer": lambda: (nn.TransformerEncoderLayer(4, 2, 8, 0.0), X),
     "weight_norm": lambda: (nn.utils.weight_norm(nn.Linear(4, 3)), X),
     "parametrized": lambda: (nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)), X),
     "spectral_norm": lambda: (nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3)).eval(), X),
     "pruned": lambda: (prune.l1_unstructured(nn.Linear(4, 3), "weight", 0.5), X),
     "one in two places": lambda: (nn.Sequential(*[nn.Linear(4, 4)] * 2, nn.Sequential(nn.Tanh())), X),
-}
+}  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:.*(weight_norm|torch.jit.script|is deprecated)")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
-from tests.helpers import raises_text
+from tests.helpers import raises_text, stepped
 from tests.training.small import step_of
 
 X = torch.ones(2)
@@ -42,8 +42,7 @@ def test_one_loop_at_a_time() -> None:
     next(loop)
     raises_text(fjoin.JoinError, lambda: next(iter(step.join([X]))), "still running")
     loop.close()  # type: ignore[attr-defined]
-    for batch in step.join([X]):
-        state, _ = step(state, batch)
+    state = stepped(step, state, step.join([X]))
 
 
 def test_simulator_raises_if_a_rank_leaves_the_loop() -> None:
@@ -62,13 +61,8 @@ def test_simulator_raises_if_a_rank_leaves_the_loop() -> None:
 
 def test_no_batch_error_names_the_empty_argument() -> None:
     for use in (
-        lambda b: b.shape,
-        lambda b: b[0],
-        lambda b: len(b),
-        lambda b: list(b),
-        lambda b: b + 1,
-        lambda b: bool(b),
-    ):
+        lambda b: b.shape, lambda b: b[0], lambda b: len(b), lambda b: list(b), lambda b: b + 1, lambda b: bool(b),
+    ):  # fmt: skip
         raises_text(fjoin.NoBatch, lambda: use(fjoin.NO_BATCH), "empty=")  # noqa: B023
     assert repr(fjoin.NO_BATCH) == "fjoin.NO_BATCH"
 
@@ -124,8 +118,7 @@ def test_a_loader_that_raises() -> None:
 
     step, state = step_of()
     with pytest.raises(OSError, match="disk gone"):
-        for batch in step.join(broken()):
-            state, _ = step(state, batch)
+        state = stepped(step, state, step.join(broken()))
 
 
 def test_a_loader_may_not_call_the_step() -> None:
@@ -201,13 +194,10 @@ def test_resuming_in_the_middle_of_an_epoch() -> None:
     def one_rank(n: int) -> Any:
         step, state = step_of()
         whole = LOADERS["list"](n)
-        for batch in step.join(whole):
-            state, _ = step(state, batch)
+        state = stepped(step, state, step.join(whole))
         again, part = step_of()
-        for batch in again.join(itertools.islice(whole, 2)):
-            part, _ = again(part, batch)
-        for batch in again.join(whole[part.batches :]):
-            part, _ = again(part, batch)
+        part = stepped(again, part, again.join(itertools.islice(whole, 2)))
+        part = stepped(again, part, again.join(whole[part.batches :]))
         return torch.equal(part.params["w"], state.params["w"]), part.batches == state.batches == n
 
     assert tx.simulate(one_rank, {"data": 3}, [4, 1, 3]) == [(True, True)] * 3

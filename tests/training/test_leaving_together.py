@@ -11,6 +11,7 @@ import torch
 
 import fjoin
 from fjoin import transforms as tx
+from tests.helpers import stepped
 from tests.pool import Pool
 
 BATCH = torch.tensor([1.0, 2.0])
@@ -61,8 +62,7 @@ def _run(how: str, stops: list[int], mesh: Any, kept: list[Any]) -> Any:
     train()
     found = fjoin.evaluate(lambda batch: {"loss": _loss(state.params, batch)}, [BATCH] * (mesh.rank + 1), mesh=mesh)
     if how != "window":
-        for batch in step.join([BATCH] * (2 - mesh.rank)):
-            state, _ = step(state, batch)
+        state = stepped(step, state, step.join([BATCH] * (2 - mesh.rank)))
     return state.step, state.params["w"].tolist(), found.batches
 
 
@@ -94,12 +94,8 @@ def test_one_rank_alone_is_a_failure(pool: Pool, how: str, stops: list[int], tra
     early = stops.index(5)
     results = pool.run(2, on_ranks, how, stops, transport)
     kind, text = results[1 - early]
-    assert (
-        kind == "PeerLost"
-        and f"rank {early} left the loop over" in text
-        and "others have not" in text
-        and "stop()" in text
-    )
+    assert kind == "PeerLost" and f"rank {early} left the loop over" in text and "others have not" in text
+    assert "stop()" in text
     assert results[early][0] in ("JoinError", "PeerLost"), "this rank learns of it at its next use of the mesh"
 
 

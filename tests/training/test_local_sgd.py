@@ -20,9 +20,7 @@ PIPELINES = {
     "average": tx.local_sgd(ADAM, tx.mean("data"), 3),
     "average of states": tx.local_sgd(ADAM, tx.mean("data"), 3, state="average"),
     "int8": tx.local_sgd(ADAM, tx.error_feedback(tx.compress(tx.int8(), tx.mean("data"))), 3),
-    "post-local": tx.post_local_sgd(
-        ADAM, tx.mean("node"), 3, 4, hook=tx.mean(("node", "local")), local=tx.mean("local")
-    ),
+    "post-local": tx.post_local_sgd(ADAM, tx.mean("node"), 3, 4, hook=tx.mean(("node", "local")), local=tx.mean("local")),
     "hierarchical": tx.fuse(
         tx.identity(),
         ADAM,
@@ -35,9 +33,7 @@ PIPELINES = {
     "DiLoCo, bf16": tx.diloco(ADAM, tx.error_feedback(tx.compress(tx.bfloat16(), tx.mean("data"))), 3),
     "DiLoCo, top-k": tx.diloco(ADAM, tx.error_feedback(tx.compress(tx.top_k(0.1), tx.mean("data"))), 3),
     "DiLoCo, by its own reduction": tx.diloco(ADAM, tx.power_sgd("data", min_compression_rate=1.0), 3),
-    "streaming": tx.diloco(
-        ADAM, tx.error_feedback(tx.compress(tx.int4(), tx.mean("data"))), 6, fragments=3, delay=2, mix=0.5
-    ),
+    "streaming": tx.diloco(ADAM, tx.error_feedback(tx.compress(tx.int4(), tx.mean("data"))), 6, fragments=3, delay=2, mix=0.5),
     "nested periods": tx.fuse(tx.identity(), ADAM, after=tx.every(2, tx.every(2, tx.average_parameters("data")))),
     "switch": tx.fuse(
         tx.identity(),
@@ -50,7 +46,7 @@ PIPELINES = {
             ),
         ),
     ),
-}
+}  # fmt: skip
 ENDS = {name for name in PIPELINES if name not in ("hierarchical", "nested periods", "post-local", "switch")}
 
 

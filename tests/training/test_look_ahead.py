@@ -11,7 +11,7 @@ import torch
 
 import fjoin
 from fjoin import transforms as tx
-from tests.helpers import raises_text
+from tests.helpers import raises_text, stepped
 
 
 def step_of() -> Any:
@@ -25,8 +25,7 @@ def _number(batch: Any) -> Any:
 
 def by_step(loader: Any) -> float:
     step, state = step_of()
-    for batch in step.join(loader):
-        state, _ = step(state, batch)
+    state = stepped(step, state, step.join(loader))
     return float(state.params["w"])
 
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import fjoin
 from fjoin import transforms as tx
 from fjoin.ddp._run import ScaledLoss
-from tests.helpers import max_diff, raises_text, same_bits
+from tests.helpers import judged, max_diff, raises_text, same_bits, stepped
 from tests.oracle import grad_scaler
 from tests.training.small import product, step_of
 
@@ -85,8 +85,7 @@ def test_in_a_step_as_in_the_pure_pipeline(hook: str, on_device: bool) -> None:
 
     def one_rank(mine: list[Any]) -> Any:
         batches = [torch.tensor(b) for b in mine]
-        step = fjoin.train_step(half_loss, pipeline, weight=lambda b: b[0].item())
-        step.run.step_check.grads.on_device = on_device
+        step = judged(fjoin.train_step(half_loss, pipeline, weight=lambda b: b[0].item()), on_device)
         state = step.init({"w": torch.ones(2), "v": torch.ones(2)})
         losses, scales = [], []
         for batch in step.join(batches):
@@ -118,9 +117,7 @@ def test_small_gradients_survive_in_float16() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    "hook", [tx.mean("data"), tx.chain(tx.clip_by_value(1e9), tx.mean("data"))], ids=["plain", "other"]
-)
+@pytest.mark.parametrize("hook", [tx.mean("data"), tx.chain(tx.clip_by_value(1e9), tx.mean("data"))], ids=["plain", "other"])  # fmt: skip
 def test_windows_and_narrow_losses(hook: tx.Transform, dtype: torch.dtype) -> None:
     """The mean of equal gradients is their value, even if the loss dtype rounds weights and scales."""
 
@@ -132,8 +129,7 @@ def test_windows_and_narrow_losses(hook: tx.Transform, dtype: torch.dtype) -> No
             accumulate=3,
         )
         state = step.init({"w": torch.zeros(2), "v": torch.zeros(2)})
-        for i in range(6):
-            state, _ = step(state, X if n or i < 4 else X * 7)
+        state = stepped(step, state, (X if n or i < 4 else X * 7 for i in range(6)))
         return state.params["w"].tolist(), state.pipeline.scale.item()
 
     for params, scale in tx.simulate(one_rank, {"data": 3}, [1001, 77, 0]):
@@ -145,8 +141,7 @@ def test_rank_that_ends_within_a_window_still_counts() -> None:
 
     def one_rank(batches: list[Tensor]) -> list[float]:
         step, state = step_of(pipeline=pipeline, accumulate=2)
-        for batch in step.join(batches):
-            state, _ = step(state, batch)
+        state = stepped(step, state, step.join(batches))
         return [float(v) for v in state.params["w"]]
 
     for w in tx.simulate(one_rank, {"data": 2}, [[X, X], [X * 4]]):
@@ -156,8 +151,7 @@ def test_rank_that_ends_within_a_window_still_counts() -> None:
 def test_a_window_that_overflows_is_lost_whole() -> None:
     """A NaN of one window does not enter the next, also in pure pipelines with accumulate."""
     step, state = step_of(pipeline=tx.dynamic_loss_scale(tx.fuse(tx.mean("data"), tx.sgd(0.5))), accumulate=2)
-    for batch in (X * NAN, X, X, X):
-        state, _ = step(state, batch)
+    state = stepped(step, state, (X * NAN, X, X, X))
     assert state.params["w"].tolist() == [0.5, 0.5] and state.pipeline.skipped == 1 and state.pipeline.streak == 1
     inner = tx.fuse(tx.accumulate(2, tx.identity()), tx.sgd(0.5))
     for pipeline in (tx.skip_if_nonfinite(inner), tx.dynamic_loss_scale(inner, init_scale=1.0)):
@@ -175,8 +169,7 @@ def test_no_rank_with_weight_counts_as_no_step() -> None:
             weight=lambda b: b[0],
         )
         step.run.step_check.grads.on_device = on_device
-        for batch in (X, X * 0, X):
-            state, _ = step(state, batch)
+        state = stepped(step, state, (X, X * 0, X))
         assert state.pipeline.scale == 2.0**17 and state.pipeline.skipped == 0 and state.pipeline.streak == 0
 
 
@@ -184,10 +177,8 @@ def test_no_rank_with_weight_counts_as_no_step() -> None:
 def test_overflow_is_detected_with_sign_based_optimizers(bad: float) -> None:
     """sign(nan) is 0, so that parameters stay finite; a frozen leaf's gradient counts too, as in a step."""
     makers = {
-        "lion": tx.lion(0.1),
-        "rprop": tx.rprop(0.1),
-        "frozen": tx.partition({"w": tx.frozen(), "*": tx.sgd(0.1)}),
-    }
+        "lion": tx.lion(0.1), "rprop": tx.rprop(0.1), "frozen": tx.partition({"w": tx.frozen(), "*": tx.sgd(0.1)}),
+    }  # fmt: skip
     for optimizer in makers.values():
         fused = tx.fuse(tx.mean("data"), optimizer)
         for pipeline in (tx.dynamic_loss_scale(fused, init_scale=4.0), tx.skip_if_nonfinite(fused)):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
-from tests.helpers import raises_text, same_bits
+from tests.helpers import raises_text, same_bits, stepped
 from tests.training.small import step_of
 
 X = torch.ones(2)
@@ -28,11 +28,9 @@ ADAM = tx.fuse(tx.chain(tx.clip_by_value(0.5), tx.mean("data")), tx.adam(0.1))
 @pytest.mark.parametrize("within", [1, 2], ids=["in the middle", "in the last call"])
 def test_the_last_completed_step_can_be_read(within: int) -> None:
     step, state = step_of(loss, ADAM, accumulate=3)
-    for _ in range(3):
-        state, _ = step(state, X)
+    state = stepped(step, state, [X] * 3)
     whole, first = state.clone(), state
-    for _ in range(within):
-        state, _ = step(state, X)
+    state = stepped(step, state, [X] * within)
     raises_text(fjoin.DonatedState, lambda: first.params, "donated to step 1")
     assert state.batches == 3 + within
     raises_text(ValueError, lambda: step(state, X * 9), "bad batch")
@@ -54,9 +52,7 @@ def test_buffers_and_positions_are_those_of_the_last_completed_step(donate: bool
         return loss(params, batch), None, {"n": buffers["n"] + 1}
 
     step = fjoin.train_step(counts, ADAM, accumulate=2, donate=donate)
-    state = step.init({"w": X, "v": X.clone()}, {"n": torch.tensor(0)})
-    for _ in range(3):
-        state, _ = step(state, X)
+    state = stepped(step, step.init({"w": X, "v": X.clone()}, {"n": torch.tensor(0)}), [X] * 3)
     raises_text(ValueError, lambda: step(state, X * 9), "bad batch")
     if donate:
         assert (state.buffers["n"], state.batches, state.step) == (2, 2, 1)  # type: ignore[index]
@@ -69,8 +65,7 @@ def test_buffers_and_positions_are_those_of_the_last_completed_step(donate: bool
 @pytest.mark.parametrize("donate", [True, False])
 def test_a_window_that_is_not_finite_leaves_the_position_of_the_last_completed_step(donate: bool) -> None:
     step, state = step_of(loss, ADAM, accumulate=2, donate=donate)
-    for _ in range(3):
-        state, _ = step(state, X)
+    state = stepped(step, state, [X] * 3)
     raises_text(fjoin.NonFinite, lambda: step(state, X * float("nan")))
     assert (state.batches, state.step) == (2, 1)
     for _ in range(2):
@@ -81,9 +76,7 @@ def test_a_window_that_is_not_finite_leaves_the_position_of_the_last_completed_s
 def fails_on_one_rank() -> Any:
     mesh = fjoin.mesh({"data": -1}, timeout_s=30)
     step = fjoin.train_step(loss, ADAM, mesh=mesh, accumulate=2)
-    state = step.init({"w": X, "v": X.clone()})
-    for _ in range(3):
-        state, _ = step(state, X)
+    state = stepped(step, step.init({"w": X, "v": X.clone()}), [X] * 3)
     try:
         for _ in range(3):
             state, _ = step(state, X * (9 if mesh.rank == 0 else 1))

@@ -9,14 +9,8 @@ import torch
 
 import fjoin
 from fjoin import transforms as tx
-from tests.training.plan_problem import (
-    NAN,
-    SGD,
-    by_step,
-    product,
-    purely,
-    start,
-)
+from tests.helpers import judged, stepped
+from tests.training.plan_problem import NAN, SGD, by_step, product, purely, start
 
 
 @pytest.mark.parametrize("on_device", [False, True])
@@ -39,8 +33,7 @@ def test_rank_with_local_gradients_skips_only_its_own_steps(on_device: bool) -> 
 def not_finite(hook: tx.Transform, on_device: bool, batches: list[float], as_loop: bool) -> Any:
     """The step of the NonFinite, its text, and the state after it."""
     pipeline = tx.fuse(hook, SGD, after=tx.every(4, tx.mean("data" if "node" not in repr(hook) else "node")))
-    step = fjoin.train_step(product, pipeline, mesh=fjoin.mesh({"data": -1}))
-    step.run.step_check.grads.on_device = on_device
+    step = judged(fjoin.train_step(product, pipeline, mesh=fjoin.mesh({"data": -1})), on_device)
     state, calls = step.init(start()), 0
     try:
         for batch in step.join(batches) if as_loop else batches:
@@ -93,12 +86,10 @@ def test_only_the_ranks_with_bad_gradients_are_named(name: str, on_device: bool)
     """Their values have reached all ranks; the gradients may differ between ranks."""
 
     def one_rank(batches: list[float]) -> Any:
-        step = fjoin.train_step(product, tx.fuse(WARMUPS[name], SGD), mesh=fjoin.mesh({"data": 3}))
-        step.run.step_check.grads.on_device = on_device
+        step = judged(fjoin.train_step(product, tx.fuse(WARMUPS[name], SGD), mesh=fjoin.mesh({"data": 3})), on_device)
         state = step.init(start())
         with pytest.raises(fjoin.NonFinite) as info:
-            for batch in batches:
-                state, _ = step(state, batch)
+            state = stepped(step, state, batches)
         return info.value.step, info.value.ranks
 
     batches = [[1.0] * 6, [1.0, NAN, 1.0, 1.0, 1.0, 1.0], [1.0] * 6]

@@ -9,15 +9,8 @@ import torch
 
 import fjoin
 from fjoin import transforms as tx
-from tests.training.plan_problem import (
-    MOMENTUM,
-    NODES,
-    SGD,
-    product,
-    purely,
-    start,
-    weight_of,
-)
+from tests.helpers import stepped
+from tests.training.plan_problem import MOMENTUM, NODES, SGD, product, purely, start, weight_of
 
 
 def test_an_average_of_parameters_counts_its_window() -> None:
@@ -26,9 +19,7 @@ def test_an_average_of_parameters_counts_its_window() -> None:
 
     def one(batches: list[float]) -> float:
         step = fjoin.train_step(lambda p, b: p["w"] * b, pipeline)
-        state = step.init({"w": torch.tensor(0.0, dtype=torch.float64)})
-        for batch in step.join(batches):
-            state, _ = step(state, batch)
+        state = stepped(step, step.init({"w": torch.tensor(0.0, dtype=torch.float64)}), step.join(batches))
         return float(state.params["w"])
 
     assert tx.simulate(one, {"data": 2}, [[1.0, 1.0], [10.0]]) == [(2 * -2.0 + 1 * -10.0) / 3] * 2

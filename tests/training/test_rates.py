@@ -14,14 +14,10 @@ from fjoin import transforms as tx
 from tests.helpers import max_diff, raises_text
 
 BAD: dict[str, tuple[type[Exception], Any]] = {
-    "nan": (ValueError, math.nan),
-    "inf": (ValueError, math.inf),
-    "a nan tensor": (ValueError, torch.tensor(math.nan)),
-    "a vector": (ValueError, torch.ones(2)),
-    "a string": (TypeError, "0.1"),
-    "nothing": (TypeError, None),
+    "nan": (ValueError, math.nan), "inf": (ValueError, math.inf), "a nan tensor": (ValueError, torch.tensor(math.nan)),
+    "a vector": (ValueError, torch.ones(2)), "a string": (TypeError, "0.1"), "nothing": (TypeError, None),
     "a bool": (TypeError, True),
-}
+}  # fmt: skip
 
 
 def from_step_one(value: Any) -> Callable[[Any], Any]:

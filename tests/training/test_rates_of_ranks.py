@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fjoin
 from fjoin import transforms as tx
-from tests.helpers import raises_text
+from tests.helpers import judged, raises_text
 from tests.pool import Pool
 
 
@@ -47,17 +47,13 @@ WAYS: dict[str, tuple[Callable[[float], tx.Optimizer], Change]] = {
     "an object": (lambda lr: tx.adamw(Rate(lr, lr)), _keep),
     "an object that differs later": (lambda lr: tx.sgd(Rate(0.1, lr)), _keep),
     "a tensor": (lambda lr: tx.sgd(lambda step: torch.tensor(lr)), _keep),
-    "a closure of a part": (
-        lambda lr: tx.partition({"w": tx.sgd(lambda step: lr), "*": tx.sgd(0.1)}), _keep,
-    ),
+    "a closure of a part": (lambda lr: tx.partition({"w": tx.sgd(lambda step: lr), "*": tx.sgd(0.1)}), _keep),
     "a closure around masters": (lambda lr: tx.mixed_precision(tx.sgd(lambda step: lr)), _keep),
     "an injected schedule": (
         lambda lr: _injected(tx.adamw(0.1, weight_decay=lambda step: lr)), _keep,  # type: ignore[arg-type]
     ),
     "injected values": (lambda lr: _injected(tx.sgd(0.1)), _inject),
-    "injected values of a part": (
-        lambda lr: tx.partition({"w": _injected(tx.sgd(0.1)), "*": tx.adam(0.1)}), _inject,
-    ),
+    "injected values of a part": (lambda lr: tx.partition({"w": _injected(tx.sgd(0.1)), "*": tx.adam(0.1)}), _inject),
     "injected values around masters": (lambda lr: tx.mixed_precision(_injected(tx.sgd(0.1))), _inject),
 }  # fmt: skip
 HOOKS: dict[str, Callable[[tx.Optimizer], tx.Pipeline]] = {
@@ -78,8 +74,7 @@ def _loss(params: Any, batch: Tensor) -> Tensor:
 
 
 def _train(pipeline: tx.Pipeline, change: Change, lr: float, on_device: bool = False, steps: int = 5) -> Any:
-    step = fjoin.train_step(_loss, pipeline)
-    step.run.step_check.grads.on_device = on_device
+    step = judged(fjoin.train_step(_loss, pipeline), on_device)
     state = step.init({"w": torch.ones(3, 2), "b": torch.ones(2)})
     for i in range(steps):
         state = change(state, lr if i > 1 else 0.1)
@@ -192,13 +187,9 @@ def test_in_a_pure_step(hook: str, name: str) -> None:
         return params
 
     text = raises_text(
-        fjoin.DesyncError,
-        lambda: tx.simulate(rank, {"data": 3}, [0.1, 0.1, 0.3]),
-        "rank 2 steps with",
-        "=0.3",
-        "rank 0",
-        "=0.1",
-    )
+        fjoin.DesyncError, lambda: tx.simulate(rank, {"data": 3}, [0.1, 0.1, 0.3]), "rank 2 steps with", "=0.3",
+        "rank 0", "=0.1",
+    )  # fmt: skip
     assert ("weight_decay" if "schedule" in name else "lr") in text
     tx.simulate(rank, {"data": 3}, [0.3] * 3)
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import fjoin
 from fjoin import transforms as tx
-from tests.helpers import raises_text
+from tests.helpers import raises_text, stepped
 
 START = {"w": torch.linspace(-1, 1, 40).view(8, 5), "b": torch.ones(5)}
 OTHER = {"w": torch.linspace(2, 3, 40).view(8, 5), "b": torch.zeros(5)}
@@ -26,11 +26,9 @@ PIPELINES: dict[str, Callable[[], tx.Pipeline]] = {
     "plain": lambda: tx.fuse(tx.mean("data"), tx.adamw(0.1)),
     "masters": lambda: tx.fuse(tx.mean("data"), tx.mixed_precision(tx.adamw(0.1))),
     "zero": lambda: tx.zero(tx.mean("data"), tx.adamw(0.1), "data"),
-    "zero, masters, encoded": lambda: tx.zero(
-        tx.mean("data"), tx.mixed_precision(tx.adamw(0.1)), "data", gather_codec=tx.int8()
-    ),
+    "zero, masters, encoded": lambda: tx.zero(tx.mean("data"), tx.mixed_precision(tx.adamw(0.1)), "data", gather_codec=tx.int8()),
     "zero, encoded": lambda: tx.zero(tx.mean("data"), tx.adamw(0.1), "data", gather_codec=tx.int8()),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PIPELINES)
@@ -99,9 +97,7 @@ def test_a_module_with_tied_weights_and_buffers() -> None:
         return out.square().mean(), None, buffers
 
     step = fjoin.train_step(loss, tx.fuse(tx.mean("data"), tx.sgd(0.1)))
-    state = step.init(params, buffers)
-    for i in range(3):
-        state, _ = step(state, torch.arange(5) + i % 2)
+    state = stepped(step, step.init(params, buffers), (torch.arange(5) + i % 2 for i in range(3)))
     assert fjoin.load_into(other, state) is other and other.head.weight is other.embed.weight
     other.eval()
     want = apply.eval()(state.params, state.buffers, torch.arange(7))
@@ -115,9 +111,7 @@ def test_values_that_do_not_fit_change_nothing() -> None:
     model = Tied()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     two = {"head.weight": torch.zeros(7, 4), "embed.weight": torch.ones(7, 4)}
-    raises_text(
-        ValueError, lambda: fjoin.load_into(model, {"norm.weight": torch.zeros(4), "x": torch.zeros(1)}), "['x']"
-    )
+    raises_text(ValueError, lambda: fjoin.load_into(model, {"norm.weight": torch.zeros(4), "x": torch.zeros(1)}), "['x']")  # fmt: skip
     raises_text(ValueError, lambda: fjoin.load_into(model, {"norm.weight": torch.zeros(5)}), "(5,)", "(4,)")
     raises_text(ValueError, lambda: fjoin.load_into(model, two), "shares", "head.weight", "embed.weight")
     raises_text(TypeError, lambda: fjoin.load_into({}, {}), "module")  # type: ignore[type-var]

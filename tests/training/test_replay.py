@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import fjoin
 from fjoin import transforms as tx
 from fjoin.transforms.sync import BatchNormState
-from tests.helpers import max_diff, raises_text, same_bits
+from tests.helpers import max_diff, raises_text, same_bits, stepped
 from tests.training.small import product, step_of
 
 SHAPES = {"rows": (4,), "pictures": (4, 3, 2)}
@@ -51,11 +51,7 @@ def one_process(xs: list[Tensor]) -> Any:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(
-    "sizes",
-    [[4], [2, 2], [3, 1, 5]],
-    ids=str,
-)
+@pytest.mark.parametrize("sizes", [[4], [2, 2], [3, 1, 5]], ids=str)
 def test_batch_norm_over_all_ranks_matches_one_process(sizes: list[int], shape: str) -> None:
     xs = inputs(sizes, SHAPES[shape])
     y, (mean, var), (grad, scale_grad, bias_grad) = one_process(xs)
@@ -203,5 +199,4 @@ def test_replay_raises_on_a_bad_mode_or_a_missing_batch() -> None:
 
 def one_rank_raises(n: int) -> None:
     step, state = step_of()
-    for batch in step.join([torch.ones(2)] * n, when_exhausted="replay"):
-        state, _ = step(state, batch)
+    state = stepped(step, state, step.join([torch.ones(2)] * n, when_exhausted="replay"))

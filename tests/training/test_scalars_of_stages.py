@@ -35,12 +35,9 @@ def by_effective_ranks(hook: tx.Transform) -> tx.Transform:
         return {path: g * ranks.to(g.dtype) for path, g in out.items()}, EffectiveState(new)
 
     return tx.Transform(
-        lambda params: EffectiveState(hook.init(params)),
-        update,
-        hook.needs,
-        inner.reduction("squares"),
+        lambda params: EffectiveState(hook.init(params)), update, hook.needs, inner.reduction("squares"),
         hook.compression,
-    )
+    )  # fmt: skip
 
 
 def plain() -> tx.Transform:
@@ -172,3 +169,35 @@ def test_they_cost_no_message(pool: Any) -> None:
     for found in pool.run(2, messages):
         for name, (with_scalars, without) in found.items():
             assert with_scalars == without >= 9, (name, found)
+
+
+MEANS = {"a plain mean": tx.mean("data"), "an encoded mean": tx.compress(tx.float32(), tx.mean("data"))}
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_stage_after_a_reduction_gets_the_weight_and_sums_of_the_group(name: str) -> None:
+    """The weight is that of all ranks, and the lane holds their sums, in pipeline.step and in a train_step."""
+    seen: list[tuple[float, Any, set[str]]] = []
+
+    def update(grads: Any, state: Any, params: Any, call: tx.Call) -> Any:
+        seen.append(
+            (float(call.weight), call.group and (float(call.group.weight), call.group.axes), set(call.lane or {}))
+        )
+        return grads, state
+
+    pipeline = tx.fuse(tx.chain(MEANS[name], tx.Transform(lambda params: (), update, tx.Needs.TREE)), tx.sgd(0.1))
+    params = {"w": torch.ones(3)}
+
+    def purely(weight: float) -> None:
+        pipeline.step(params, params, pipeline.init(params), weight=weight, lane={"loss": 1.0})
+
+    def by_step(weight: float) -> None:
+        step = fjoin.train_step(lambda p, batch: p["w"].sum(), pipeline, weight=lambda batch: batch)
+        step(step.init(params), weight)
+
+    for run in purely, by_step:
+        seen.clear()
+        tx.simulate(run, {"data": 2}, [1.0, 3.0])
+        assert len(seen) == 2
+        for weight, group, lane in seen:
+            assert weight == 4.0 and group == (4.0, ("data",)) and {"weight", "loss"} <= lane

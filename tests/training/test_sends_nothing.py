@@ -7,18 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
-
-
-def _negate(g: Tensor) -> Tensor:
-    return -g
-
-
-def _average(p: Any, s: Any, params: Any = None, **extra: Any) -> Any:
-    return tx.pmean(p, "data"), s
 
 
 def warned(pipeline: tx.Pipeline, ranks: int) -> list[str]:
@@ -48,8 +39,8 @@ TALKS = {
     "identity": tx.fuse(tx.identity(), SGD),
     "identity in some steps": tx.fuse(tx.every(2, tx.identity()), SGD),
     "after": tx.fuse(tx.identity(), SGD, after=tx.every(2, tx.mean("data"))),
-    "by hand": tx.fuse(tx.Transform(lambda p: (), _average), SGD),
-    "a function": tx.fuse(tx.stateless(_negate), SGD),  # which may communicate
+    "by hand": tx.fuse(tx.Transform(lambda p: (), lambda p, s, params=None, **extra: (tx.pmean(p, "data"), s)), SGD),
+    "a function": tx.fuse(tx.stateless(lambda g: -g), SGD),  # which may communicate
 }
 
 

@@ -10,7 +10,7 @@ import torch
 import fjoin
 from fjoin import transforms as tx
 from fjoin.transforms.sync import BatchNormState
-from tests.helpers import raises_text
+from tests.helpers import raises_text, stepped
 
 KINDS: dict[str, Any] = {
     "psum": lambda y: tx.psum(torch.ones(()), "data"),
@@ -23,10 +23,8 @@ KINDS: dict[str, Any] = {
     "ppermute": lambda y: 1 + tx.ppermute(y.sum(), "data", [(0, 1)]).square(),
     "all_to_all_single": lambda y: 1 + tx.all_to_all_single(y, "data").sum().square(),
     "encoded": lambda y: 1 + tx.quantized(tx.all_gather, tx.int8())(y.detach().sum(1), "data").sum().square(),
-    "batch norm": lambda y: (
-        1 + tx.sync_batch_norm(y, BatchNormState(torch.zeros(4), torch.ones(4)), axis="data")[0].square().mean()
-    ),
-}
+    "batch norm": lambda y: (1 + tx.sync_batch_norm(y, BatchNormState(torch.zeros(4), torch.ones(4)), axis="data")[0].square().mean()),
+}  # fmt: skip
 
 
 def train(kind: Any, batches: int, mesh: Any = None, **join: Any) -> Any:
@@ -39,8 +37,7 @@ def train(kind: Any, batches: int, mesh: Any = None, **join: Any) -> Any:
 
     step = fjoin.train_step(loss, tx.fuse(tx.mean("data"), tx.sgd(0.01)), mesh=mesh)
     state = step.init({"w": torch.ones(8, 4)})
-    for batch in step.join([torch.randn(4, 8) for _ in range(batches)], **join):
-        state, _ = step(state, batch)
+    state = stepped(step, state, step.join([torch.randn(4, 8) for _ in range(batches)], **join))
     return state.params["w"], state.step
 
 
@@ -105,9 +102,7 @@ def over_another_axis(batches: int, axis: Any) -> Any:
         return tx.psum(params["w"] * x, axis)
 
     step = fjoin.train_step(loss, tx.fuse(tx.mean("data"), tx.sgd(0.5)), mesh=mesh)
-    state = step.init({"w": torch.tensor(0.0)}, sync=None)
-    for batch in step.join([1.0] * batches):
-        state, _ = step(state, batch)
+    state = stepped(step, step.init({"w": torch.tensor(0.0)}, sync=None), step.join([1.0] * batches))
     return state.step
 
 

@@ -18,10 +18,8 @@ from tests.training.small import X, one, quadratic, start
 SIZES = [[3, 2, 4], [5], []]
 
 HOOKS = {
-    "mean": lambda: tx.mean("data"),
-    "live": lambda: tx.mean("data", over="live"),
-    "world": lambda: tx.mean("data", over="world"),
-    "sum": lambda: tx.sum_over("data"),
+    "mean": lambda: tx.mean("data"), "live": lambda: tx.mean("data", over="live"),
+    "world": lambda: tx.mean("data", over="world"), "sum": lambda: tx.sum_over("data"),
     "mean, clip": lambda: tx.chain(tx.mean("data"), tx.clip_by_global_norm(0.1)),
     "mean, two stages": lambda: tx.chain(tx.mean("data"), tx.clip_by_value(0.05), tx.clip_by_global_norm(0.1)),
     "clip, mean": lambda: tx.chain(tx.clip_by_value(0.05), tx.mean("data")),
@@ -29,7 +27,7 @@ HOOKS = {
     "masked": lambda: tx.chain(tx.mean("data"), tx.masked(tx.clip_by_value(0.01), "*.bias")),
     "switched": lambda: tx.switch_after(2, tx.mean("data"), tx.mean("data", over="live")),
     "mean of mean": lambda: tx.chain(tx.skip_if_nonfinite(tx.mean("data")), tx.identity()),
-}
+}  # fmt: skip
 OPTIMIZERS = {
     "adamw": lambda: tx.adamw(tx.warmup_cosine(0.05, 2, 10), weight_decay=0.1),
     "by path": lambda: tx.partition({"*.bias": tx.sgd(0.1, momentum=0.9), "0.*": tx.frozen(), "*": tx.adam(0.05)}),

@@ -11,7 +11,7 @@ from torch import Tensor
 import fjoin
 from fjoin import transforms as tx
 from fjoin.transforms.layout import make_layout
-from tests.helpers import max_diff, raises_text, same_bits
+from tests.helpers import max_diff, raises_text, same_bits, stepped
 from tests.oracle.whole_batch import make_batches, make_model, parameters
 from tests.reducer.one_rank import train_one_rank
 
@@ -81,9 +81,7 @@ def test_large_tensors_are_sent_without_a_copy() -> None:
             return (params["big"] * batch).sum() / 1000 + params["small"].sum() * batch
 
         step = fjoin.train_step(loss_fn, tx.fuse(tx.mean("data"), tx.adamw(0.1)))
-        state = step.init(params)
-        for batch in step.join([x] * int(x)):
-            state, _ = step(state, batch)
+        state = stepped(step, step.init(params), step.join([x] * int(x)))
         return {path: p.clone() for path, p in state.params.items()}
 
     a, b = tx.simulate(one_rank, {"data": 2}, [1.0, 3.0])
@@ -138,9 +136,7 @@ def test_two_axes_at_once() -> None:
             lambda p, b: torch.nn.functional.cross_entropy(apply(p, {}, b[0]), b[1]),
             tx.fuse(hook, tx.adamw(0.01)), mesh=fjoin.mesh({"node": 2, "local": 2}), weight=lambda b: len(b[1]),
         )  # fmt: skip
-        state = step.init(params)
-        for batch in step.join(mine):
-            state, _ = step(state, batch)
+        state = stepped(step, step.init(params), step.join(mine))
         return {path: p.clone() for path, p in state.params.items()}
 
     pipeline = tx.fuse(tx.mean("data"), tx.adamw(0.01))
@@ -193,8 +189,7 @@ def test_a_gradient_that_a_function_leaves_out_is_zero(accumulate: int, bucket_b
             accumulate=accumulate,
         )
         state = step.init({"a": torch.ones(2), "b": torch.ones(2)})
-        for _ in range(accumulate):
-            state, _ = step(state, torch.full((2,), 1.0 + rank))
+        state = stepped(step, state, [torch.full((2,), 1.0 + rank)] * accumulate)
         return state.params
 
     for params in tx.simulate(one_rank, {"data": 2}, [0, 1]):

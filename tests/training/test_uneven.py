@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from fjoin import transforms as tx
 from tests.helpers import max_diff, same_bits
@@ -20,13 +21,10 @@ OPTIMIZERS: dict[str, tuple[Any, Any]] = {
         lambda: tx.sgd(0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
         lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
     ),
-    "dampening": (
-        lambda: tx.sgd(0.1, momentum=0.9, dampening=0.3),
-        lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, dampening=0.3),
-    ),
+    "dampening": (lambda: tx.sgd(0.1, momentum=0.9, dampening=0.3), lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, dampening=0.3)),
     "adam": (lambda: tx.adam(0.01, amsgrad=True), lambda p: torch.optim.Adam(p, 0.01, amsgrad=True)),
     "adamw": (lambda: tx.adamw(0.01, weight_decay=0.1), lambda p: torch.optim.AdamW(p, 0.01, weight_decay=0.1)),
-}
+}  # fmt: skip
 MODES = ["weight", "live", "world"]
 
 
@@ -91,8 +89,6 @@ def test_a_thousand_simulated_cases(block: int) -> None:
 
 def gloo_cases(seeds: list[int]) -> list[dict[str, Any]]:
     """Each case on this rank, with the number of sums that torch.distributed was asked for."""
-    import torch.distributed as dist
-
     out = []
     for seed in seeds:
         sizes, optimizer, over, clip = _case(seed)
@@ -120,8 +116,6 @@ def test_thirty_cases_on_gloo(pool: Any, ranks: int) -> None:
 
 
 def ordered_case(seed: int, ranks: int) -> dict[str, Any]:
-    import torch.distributed as dist
-
     sizes = [[3, 2, 4], [5], [], [1, 1]][:ranks]
     batches = make_batches(seed, sizes, torch.float32)[dist.get_rank()]
     return train_one_rank(batches, _pipeline("adamw", "weight", True), ordered=True, dtype=torch.float32)

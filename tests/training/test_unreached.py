@@ -9,7 +9,7 @@ import torch
 
 import fjoin
 from fjoin import transforms as tx
-from tests.helpers import raises_text
+from tests.helpers import raises_text, stepped
 
 X, Y = torch.ones(4, 3), torch.zeros(4, dtype=torch.long)
 
@@ -27,10 +27,8 @@ def make(calls_module: bool = True, hook: Any = None, mesh: Any = None, **settin
 
 
 HOOKS = [
-    tx.mean("data"),
-    tx.compress(tx.int8(), tx.mean("data")),
-    tx.chain(tx.mean("data"), tx.clip_by_global_norm(1.0)),
-]
+    tx.mean("data"), tx.compress(tx.int8(), tx.mean("data")), tx.chain(tx.mean("data"), tx.clip_by_global_norm(1.0)),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -47,8 +45,7 @@ def on_a_process(sizes: list[int]) -> str:
     mesh = fjoin.mesh({"data": -1}, timeout_s=30)
     step, state = make(mesh=mesh)
     try:
-        for batch in step.join([X] * sizes[mesh.rank]):
-            state, _ = step(state, batch)
+        state = stepped(step, state, step.join([X] * sizes[mesh.rank]))
     except (ValueError, fjoin.PeerLost) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
@@ -64,8 +61,7 @@ def test_on_all_ranks(pool: Any, sizes: list[int]) -> None:
 def test_ranks_and_steps_without_weight_do_not_raise() -> None:
     def one_rank(n: int) -> int:
         step, state = make(calls_module=False, weight=lambda batch: float(batch.sum() > 0))
-        for batch in step.join([torch.zeros(4, 3), X, X][: n and n + 1]):
-            state, _ = step(state, batch)
+        state = stepped(step, state, step.join([torch.zeros(4, 3), X, X][: n and n + 1]))
         return state.step
 
     assert tx.simulate(one_rank, {"data": 3}, [2, 0, 1]) == [3, 3, 3]
@@ -78,9 +74,7 @@ def test_a_later_step_may_reach_no_parameter() -> None:
         return params["w"].sum() * batch if batch else torch.zeros((), requires_grad=True)
 
     step = fjoin.train_step(loss, tx.fuse(tx.mean("data"), tx.sgd(1.0)))
-    state = step.init({"w": torch.zeros(2), "never": torch.zeros(1)})
-    for batch in (1.0, 0.0, 1.0):
-        state, _ = step(state, batch)
+    state = stepped(step, step.init({"w": torch.zeros(2), "never": torch.zeros(1)}), (1.0, 0.0, 1.0))
     assert state.params["w"].tolist() == [-2.0, -2.0]
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
-from tests.helpers import max_diff
+from tests.helpers import judged, max_diff, stepped
 
 NAN = math.nan
 RATE = 0.5
@@ -44,8 +44,7 @@ def purely(pipeline: tx.Pipeline, batches: list[Batch]) -> list[float]:
 
 def by_step(pipeline: tx.Pipeline, batches: list[Batch], on_device: bool, axes: Any = None) -> list[float]:
     mesh = fjoin.mesh(axes or {"data": -1})
-    step = fjoin.train_step(loss, pipeline, mesh=mesh, weight=lambda batch: batch.weight)
-    step.run.step_check.grads.on_device = on_device
+    step = judged(fjoin.train_step(loss, pipeline, mesh=mesh, weight=lambda batch: batch.weight), on_device)
     state, seen = step.init(start()), []
     for batch in batches:
         state, _ = step(state, batch)
@@ -163,9 +162,7 @@ def test_the_optimizers_state_is_averaged_by_the_same_weights() -> None:
 
     def shell(batches: list[Batch]) -> Any:
         step = fjoin.train_step(loss, pipeline, weight=lambda batch: batch.weight)
-        state = step.init(start())
-        for batch in batches[:2]:
-            state, _ = step(state, batch)
+        state = stepped(step, step.init(start()), batches[:2])
         return state.clone().pipeline.inner.optimizer["w"].momentum
 
     own, windows = [1.0, 2.0 * 0.5 + 4.0, 0.0], [2.0, 4.0, 0.0]
@@ -188,10 +185,12 @@ def test_buffers_are_averaged_by_rank_weights(hook: str, on_device: bool) -> Non
     batches = [[Batch(1.0, 2.0), Batch(NAN, 7.0)], [Batch(2.0, 6.0), Batch(4.0, 1.0)]]
 
     def one_rank(own: list[Batch]) -> list[float]:
-        step = fjoin.train_step(
-            with_buffers, pipeline, weight=lambda batch: batch.weight, on_buffers=tx.average_buffers("data")
+        step = judged(
+            fjoin.train_step(
+                with_buffers, pipeline, weight=lambda batch: batch.weight, on_buffers=tx.average_buffers("data")
+            ),
+            on_device,
         )
-        step.run.step_check.grads.on_device = on_device
         state, seen = step.init(start(), {"n": torch.zeros(2, dtype=torch.float64)}), []
         for batch in own:
             state, _ = step(state, batch)

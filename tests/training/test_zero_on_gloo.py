@@ -10,21 +10,17 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
+from fjoin.transforms.axes import _environment as _piece_sum
+from tests.helpers import stepped
 from tests.optimizer_table import OPTIMIZERS
-from tests.sharded_problem import gradients, start
-from tests.sharded_table import PAIRS
-
-
-def loss_fn(params: Any, batch: Any) -> Tensor:
-    return sum((p * g).sum() for p, g in zip(params.values(), batch[0].values(), strict=True))  # type: ignore[return-value]
+from tests.sharded_problem import PAIRS, gradients, loss_fn, start
 
 
 def train(pipeline: tx.Pipeline, mesh: Any, steps: int, dtype: torch.dtype) -> dict[str, Tensor]:
     step = fjoin.train_step(loss_fn, pipeline, mesh=mesh, weight=lambda b: b[1], bucket_bytes=512)
     state = step.init(start(dtype))
     data = [(gradients(step.rank, i, dtype), 1.0 + (step.rank + i) % 3) for i in range(steps - step.rank % 2)]
-    for batch in step.join(data):
-        state, _ = step(state, batch)
+    state = stepped(step, state, step.join(data))
     new = state.clone().params
     step.close()
     return dict(new)
@@ -59,8 +55,6 @@ def different(steps: int, part: int) -> list[str]:
 
 def sabotaged(steps: int, part: int) -> list[str]:
     """The same with gradients of a wrong rank's piece, which must differ."""
-    from fjoin.transforms.axes import _environment as _piece_sum
-
     right = _piece_sum.sum_of_pieces
     _piece_sum.sum_of_pieces = lambda *args: right(*args) * 1.0001  # type: ignore[attr-defined]
     try:

@@ -13,28 +13,12 @@ from torch import Tensor
 import fjoin
 from fjoin import transforms as tx
 from tests.optimizer_table import OPTIMIZERS
-from tests.sharded_table import PAIRS
+from tests.sharded_problem import PAIRS, gradients, loss_fn, start
 from tests.traffic import sent_to_others
-
-SHAPES = {
-    "a.weight": (9, 7), "a.bias": (9,), "b.weight": (33, 3), "scale": (), "empty": (0, 3), "b.bias": (33,), "c.weight": (4, 4),
-}  # fmt: skip
-
-
-def start(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    gen = torch.Generator().manual_seed(1)
-    return {path: torch.randn(shape, generator=gen).to(dtype) for path, shape in SHAPES.items()}
 
 
 def batch(rank: int, step: int, dtype: torch.dtype = torch.float32) -> tuple[dict[str, Tensor], float]:
-    gen = torch.Generator().manual_seed(100 * rank + step)
-    return {path: torch.randn(shape, generator=gen).to(dtype) for path, shape in SHAPES.items()}, 1.0 + (
-        rank + step
-    ) % 3
-
-
-def loss_fn(params: Any, batch: Any) -> Tensor:
-    return sum((p * g).sum() for p, g in zip(params.values(), batch[0].values(), strict=True))  # type: ignore[return-value]
+    return gradients(rank, step, dtype), 1.0 + (rank + step) % 3
 
 
 def train(pipeline: tx.Pipeline, sizes: dict[str, int], steps: int = 5, **options: Any) -> list[Any]:
@@ -42,11 +26,7 @@ def train(pipeline: tx.Pipeline, sizes: dict[str, int], steps: int = 5, **option
 
     def one_rank(rank: int) -> Any:
         step = fjoin.train_step(
-            loss_fn,
-            pipeline,
-            mesh=fjoin.mesh(sizes),
-            weight=lambda b: b[1],
-            bucket_bytes=bucket_bytes,
+            loss_fn, pipeline, mesh=fjoin.mesh(sizes), weight=lambda b: b[1], bucket_bytes=bucket_bytes
         )
         state = step.init(start(dtype))
         for b in step.join([batch(rank, i, dtype) for i in range(steps - rank % 3)], empty=batch(0, 0, dtype)):
@@ -163,10 +143,8 @@ COUNTED = {
     "zero": tx.zero(tx.mean("data"), tx.adamw(0.1), "data"),
     "clip": tx.zero(tx.chain(tx.mean("data"), tx.clip_by_global_norm(1.0)), tx.adamw(0.1), "data"),
     "muon": tx.zero(tx.mean("data"), tx.partition({"*.weight": tx.muon(0.1), "*": tx.adamw(0.1)}), "data"),
-    "int8": tx.fuse(
-        tx.error_feedback(tx.compress(tx.int8(), tx.scatter_mean("data"))), tx.adamw(0.1), gather_codec=tx.int8()
-    ),
-}
+    "int8": tx.fuse(tx.error_feedback(tx.compress(tx.int8(), tx.scatter_mean("data"))), tx.adamw(0.1), gather_codec=tx.int8()),
+}  # fmt: skip
 
 
 def sent_bytes(name: str) -> tuple[list[int], int, dict[str, Tensor]]:

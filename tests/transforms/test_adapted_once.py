@@ -53,21 +53,15 @@ def _logging(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 KINDS: dict[str, Any] = {
-    "function": _plain,
-    "partial": functools.partial(_named, by=1.0),
+    "function": _plain, "partial": functools.partial(_named, by=1.0),
     "partial by place": functools.partial(_first, 1.0),
-    "partial of a partial": functools.partial(functools.partial(_named), by=1.0),
-    "bound method": Scaled().update,
-    "static method": Scaled.still,
-    "class method": Scaled.of_class,
-    "object": Scaled(),
-    "decorated": _logging(_plain),
+    "partial of a partial": functools.partial(functools.partial(_named), by=1.0), "bound method": Scaled().update,
+    "static method": Scaled.still, "class method": Scaled.of_class, "object": Scaled(), "decorated": _logging(_plain),
     "decorated partial": _logging(functools.partial(_named, by=1.0)),
     "compiled": torch.compile(_plain, backend="eager"),
-    "compiled method": torch.compile(Scaled().update, backend="eager"),
-    "cached": functools.lru_cache(None)(_plain),
+    "compiled method": torch.compile(Scaled().update, backend="eager"), "cached": functools.lru_cache(None)(_plain),
     "only by place": lambda grads, state, params=None, /, *, weight=None: (grads * weight, state),
-}
+}  # fmt: skip
 
 
 def three_times(value: Any) -> Any:

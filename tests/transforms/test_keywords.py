@@ -12,6 +12,7 @@ import torch
 import fjoin
 from fjoin import transforms as tx
 from tests.changed_weights import with_weights
+from tests.helpers import stepped
 
 NAMES = ("weight", "lane", "step", "persistent", "flush", "donated", "sharded_over")
 
@@ -51,18 +52,14 @@ def _same(weight: Any) -> Any:
 
 
 BEFORE: dict[str, Callable[[tx.Transform], tx.Transform]] = {
-    "alone": lambda t: t,
-    "chain": lambda t: tx.chain(t, tx.mean("data")),
-    "masked": lambda t: tx.masked(t, "w"),
-    "partition": lambda t: tx.partition({"w": t, "*": tx.identity()}),
-    "every": lambda t: tx.every(1, t),
-    "switch_after": lambda t: tx.switch_after(0, tx.identity(), t),
-    "inner": lambda t: with_weights(_same, t),
+    "alone": lambda t: t, "chain": lambda t: tx.chain(t, tx.mean("data")), "masked": lambda t: tx.masked(t, "w"),
+    "partition": lambda t: tx.partition({"w": t, "*": tx.identity()}), "every": lambda t: tx.every(1, t),
+    "switch_after": lambda t: tx.switch_after(0, tx.identity(), t), "inner": lambda t: with_weights(_same, t),
     "in two": lambda t: with_weights(_same, tx.masked(tx.every(1, t), "w")),
     "fed back": lambda t: tx.error_feedback(tx.chain(t, tx.compress(tx.int8(), tx.mean("data")))),
     "cast": lambda t: tx.compress(torch.bfloat16, tx.chain(t, tx.mean("data"))),
     "accumulate": lambda t: tx.accumulate(1, t),
-}
+}  # fmt: skip
 BEHIND: dict[str, Callable[[tx.Transform], tx.Transform]] = {
     "chain": lambda t: tx.chain(tx.mean("data"), t),
     "masked": lambda t: tx.chain(tx.mean("data"), tx.masked(t, "w")),
@@ -85,9 +82,7 @@ def purely(pipeline: tx.Pipeline) -> None:
 
 def by_step(pipeline: tx.Pipeline) -> None:
     step = fjoin.train_step(lambda p, b: sum((v * b).sum() for v in p.values()), pipeline, weight=lambda b: 2.0)
-    state = step.init(start())
-    for _ in range(2):
-        state, _ = step(state, 1.0)
+    state = stepped(step, step.init(start()), [1.0] * 2)
     step.flush(state)
 
 

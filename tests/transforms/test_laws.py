@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
@@ -19,12 +18,7 @@ from fjoin.transforms.base._spec import _FACTORIES
 from tests.optimizer_table import OPTIMIZERS
 from tests.transform_table import TRANSFORMS
 
-SCHEDULES = {
-    "cosine",
-    "linear",
-    "warmup",
-    "warmup_cosine",
-}
+SCHEDULES = {"cosine", "linear", "warmup", "warmup_cosine"}
 PIPELINES = {"fuse", "dynamic_loss_scale", "local_sgd", "post_local_sgd", "diloco", "zero"}
 OF_STATES = {"average_state"}  # these take the state of an optimizer
 SHARDED = {"scatter_mean"}  # its result is slices; see tests/transforms/sharding
@@ -36,9 +30,7 @@ CODECS: dict[str, list[Callable[[], tx.Codec]]] = {
     "float16": [tx.float16],
     "float32": [tx.float32],
     "fp8": [
-        tx.fp8,
-        lambda: tx.fp8(block=3, dtype=torch.float8_e5m2),
-        lambda: tx.fp8(stochastic=True),
+        tx.fp8, lambda: tx.fp8(block=3, dtype=torch.float8_e5m2), lambda: tx.fp8(stochastic=True),
         lambda: tx.fp8(dtype=torch.float8_e5m2, stochastic=True),
     ],
     "int4": [tx.int4, lambda: tx.int4(block=3), lambda: tx.int4(stochastic=True)],
@@ -47,7 +39,7 @@ CODECS: dict[str, list[Callable[[], tx.Codec]]] = {
     "sign": [tx.sign, lambda: tx.sign(block=3), lambda: tx.sign(block=None)],
     "top_k": [lambda: tx.top_k(0.3), lambda: tx.top_k(0.01, tx.int8(block=3)), lambda: tx.top_k(1.0, tx.qsgd())],
     "uint8": [tx.uint8, lambda: tx.uint8(block=3), lambda: tx.uint8(block=512)],
-}
+}  # fmt: skip
 
 
 # Lossy means; and a row for each codec.
@@ -123,10 +115,6 @@ def test_no_codec_asks_for_the_default_dtype(make: Any, kind: Any, default: torc
         torch.set_default_dtype(torch.float32)
 
 
-def _times_ten(g: Tensor) -> Tensor:
-    return 10 * g
-
-
 def test_correct_custom_transforms_and_codecs_pass() -> None:
     """Stages after a mean have no restrictions, and handwritten transforms need not be JSON."""
 
@@ -140,7 +128,7 @@ def test_correct_custom_transforms_and_codecs_pass() -> None:
             right.init, right.update, needs=tx.Needs.NOTHING, reduces=right.reduces and tx.Reduction(right.reduces.sums)
         )
 
-    fjoin.testing.check_transform(lambda: tx.chain(tx.mean("data"), tx.stateless(_times_ten)))
+    fjoin.testing.check_transform(lambda: tx.chain(tx.mean("data"), tx.stateless(lambda g: 10 * g)))
     fjoin.testing.check_transform(lambda: tx.chain(tx.mean("data"), tx.stateless(torch.neg)))
     fjoin.testing.check_transform(transform)
     fjoin.testing.check_codec(codec)

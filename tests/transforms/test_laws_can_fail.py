@@ -108,12 +108,9 @@ def _writes_where_others_are() -> tx.Transform:
         return out, new
 
     return tx.Transform(
-        right.init,
-        update,
-        needs=tx.Needs.LAYOUT,
-        reduces=right.reduces and tx.Reduction(right.reduces.sums),
+        right.init, update, needs=tx.Needs.LAYOUT, reduces=right.reduces and tx.Reduction(right.reduces.sums),
         compression=right.compression,
-    )
+    )  # fmt: skip
 
 
 def _sums_later() -> tx.Transform:
@@ -205,10 +202,6 @@ def _optimizer(**changed: Any) -> Callable[[], tx.Optimizer]:
     return lambda: tx.Optimizer(**{**kept, **changed})
 
 
-def _step_writes(param: Tensor, grad: Tensor, state: Any) -> Any:
-    return param.sub_(grad), state
-
-
 def _step_other(param: Tensor, grad: Tensor, state: Any, **guards: Any) -> None:
     param.sub_(grad)
 
@@ -218,16 +211,14 @@ def _step_counts_calls(param: Tensor, grad: Tensor, state: Any, **guards: Any) -
     param.sub_(grad * len(_SEEN))
 
 
-def _step_row_norm(param: Tensor, grad: Tensor, state: Any) -> Any:
-    return param - grad / grad.norm(), state
-
-
 BROKEN_OPTIMIZERS = {
-    "step_param_is_pure": _optimizer(step_param=_step_writes),
+    "step_param_is_pure": _optimizer(step_param=lambda param, grad, state: (param.sub_(grad), state)),
     "in_place_agrees": _optimizer(step_param_=_step_other),
     "found_inf_stops_it": _optimizer(step_param_=_step_other),
     "tree_step_agrees": _optimizer(step_param_=_step_other),
-    "flat_is_leaves": _optimizer(step_param=_step_row_norm, elementwise=True),
+    "flat_is_leaves": _optimizer(
+        step_param=lambda param, grad, state: (param - grad / grad.norm(), state), elementwise=True
+    ),
     "resumes": _optimizer(step_param_=_step_counts_calls),
     "is_data": lambda: tx.sgd(_SEEN.append(1) or 0.1 * len(_SEEN)),
 }
@@ -249,12 +240,9 @@ def _lossy(change: Callable[[Any, Any], Any]) -> Callable[[], tx.Transform]:
         return out, state
 
     return lambda: tx.Transform(
-        right.init,
-        update,
-        needs=tx.Needs.LAYOUT,
-        reduces=right.reduces and tx.Reduction(right.reduces.sums),
+        right.init, update, needs=tx.Needs.LAYOUT, reduces=right.reduces and tx.Reduction(right.reduces.sums),
         compression=right.compression,
-    )
+    )  # fmt: skip
 
 
 BROKEN_FEEDBACK = {
@@ -275,28 +263,20 @@ def _codec(**changed: Any) -> Callable[[], tx.Codec]:
     return lambda: tx.Codec(**{**kept, **changed})
 
 
-def _encode_writes(x: Tensor) -> Tensor:
-    return tx.bfloat16().encode(x.mul_(1.0))
-
-
 def _decode(change: Callable[[Tensor], Tensor]) -> Any:
     return lambda data, n: change(tx.bfloat16().decode(data, n))
 
 
 BROKEN_CODECS = {
-    "encodes_purely": _codec(encode=_encode_writes),
+    "encodes_purely": _codec(encode=lambda x: tx.bfloat16().encode(x.mul_(1.0))),
     "says_its_width": _codec(width=lambda n: 2 * n + 1),
-    "stays_near": [
-        _codec(decode=_decode(torch.neg)),
-        _codec(decode=_decode(lambda x: 0 * x)),
-        _codec(decode=_decode(lambda x: x + 1e-9)),
-    ],
+    "stays_near": [_codec(decode=_decode(torch.neg)), _codec(decode=_decode(lambda x: 0 * x)), _codec(decode=_decode(lambda x: x + 1e-9))],
     "serves_large_and_small": _codec(encode=lambda x: tx.bfloat16().encode(x.half().float())),
     "tells_nonfinite": _codec(encode=lambda x: tx.bfloat16().encode(x.clamp(-1e9, 1e9))),
     "reads_rows_alone": _codec(encode=lambda x: tx.bfloat16().encode(x - x.nan_to_num().mean())),
     "keeps_to_elements": _codec(encode=lambda x: tx.bfloat16().encode(x.nan_to_num().cumsum(1))),
     "is_data": lambda: tx.int8(block=_SEEN.append(1) or len(_SEEN)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("law", _laws("codec"), ids=lambda law: law.__name__)

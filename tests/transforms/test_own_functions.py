@@ -15,12 +15,10 @@ from fjoin.transforms.base import fingerprint
 from tests.helpers import raises_text, same_bits
 
 STAGES: dict[str, Any] = {
-    "three arguments": lambda g, s, params=None: (g, s),
-    "two arguments": lambda g, s: (g, s),
-    "a weight": lambda g, s, params=None, *, weight=None: (g, s),
-    "any positions": lambda *args: args[:2],
+    "three arguments": lambda g, s, params=None: (g, s), "two arguments": lambda g, s: (g, s),
+    "a weight": lambda g, s, params=None, *, weight=None: (g, s), "any positions": lambda *args: args[:2],
     "all keywords": lambda g, s, params=None, **extra: (g, s),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", STAGES)

@@ -51,10 +51,8 @@ def test_an_encoded_mean_is_near_the_mean(
 ) -> None:
     """Results are bitwise equal on all ranks, and values of ranks of weight 0 have no effect."""
     made, room = codec
-    hook, trees = (
-        tx.compress(made, tx.mean("data"), seed=seed),
-        [leaves_of(shapes, seed + r, size) for r in range(len(weights))],
-    )
+    hook = tx.compress(made, tx.mean("data"), seed=seed)
+    trees = [leaves_of(shapes, seed + r, size) for r in range(len(weights))]
 
     def one_rank(grads: Any, weight: float) -> Any:
         given_ = grads if weight else {path: g * math.nan for path, g in grads.items()}

@@ -141,9 +141,7 @@ def _functions(k: int) -> dict[str, Callable[[Tensor], Tensor]]:
         "a tuple in a tuple": (lambda g: g * ((1.0,), (2.0,))[1][0], lambda g: g * ((1.0,), (3.0,))[1][0]),
         "a set of constants": (lambda g: g * (g.dim() in {1, 2}), lambda g: g * (g.dim() in {0, 3})),
         "a function inside": (lambda g: (lambda x: x * 2)(g), lambda g: (lambda x: x * 3)(g)),
-        "a function inside a function inside": (
-            lambda g: (lambda: (lambda x: x * 2)(g))(), lambda g: (lambda: (lambda x: x * 3)(g))(),
-        ),
+        "a function inside a function inside": (lambda g: (lambda: (lambda x: x * 2)(g))(), lambda g: (lambda: (lambda x: x * 3)(g))()),
         "a default argument": (lambda g, k=2.0: g * k, lambda g, k=3.0: g * k),
         "a default argument by name": (lambda g, *, k=2.0: g * k, lambda g, *, k=3.0: g * k),
         "a default that is a number of numpy": (lambda g, k=NUMPY_TWO: g * k, lambda g, k=NUMPY_THREE: g * k),
@@ -152,9 +150,7 @@ def _functions(k: int) -> dict[str, Callable[[Tensor], Tensor]]:
         "a default that is a range": (lambda g, k=range(2): g * k, lambda g, k=range(3): g * k),
         "a default of arrays": (lambda g, k=(TWOS, {"a": {2}}): g * k, lambda g, k=(TWOS, {"a": {3}}): g * k),
         "a default that is a tensor": (lambda g, k=TWO: g * k, lambda g, k=THREE: g * k),
-        "a default argument of a function inside": (
-            lambda g: (lambda x, k=2.0: x * k)(g), lambda g: (lambda x, k=3.0: x * k)(g),
-        ),
+        "a default argument of a function inside": (lambda g: (lambda x, k=2.0: x * k)(g), lambda g: (lambda x, k=3.0: x * k)(g)),
         "a list inside": (lambda g: sum([g * i for i in range(2)]), lambda g: sum([g * i for i in range(3)])),
     }  # fmt: skip
     return {name: pair[k] for name, pair in pairs.items()}

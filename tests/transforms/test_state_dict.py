@@ -74,9 +74,7 @@ def test_raises_on_bad_states() -> None:
     for bad in (torch.tensor(1.7), torch.tensor(float("nan"))):
         raises_text(TypeError, lambda: tx.from_state_dict(counts, {"n": bad}), "'n'", "float32", "int64")  # noqa: B023
     switch = tx.switch_after(1, tx.identity(), tx.identity())
-    raises_text(
-        TypeError, lambda: tx.from_state_dict(switch.init({}), {"step": torch.tensor(1)}), "'step'", "expected a int"
-    )
+    raises_text(TypeError, lambda: tx.from_state_dict(switch.init({}), {"step": torch.tensor(1)}), "'step'", "expected a int")  # fmt: skip
     raises_text(ValueError, lambda: tx.to_state_dict({"a": {"b": 1}, "a.b": 2}), "['a.b']", "rename")
 
 

@@ -139,13 +139,11 @@ def test_registered_windows_that_ranks_leave_open_count(pool: Any, counts: list[
 @pytest.mark.parametrize(
     "options",
     [
-        {"find_unused_parameters": True},
-        {"static_graph": True},
-        {"gradient_as_bucket_view": True},
+        {"find_unused_parameters": True}, {"static_graph": True}, {"gradient_as_bucket_view": True},
         {"bucket_cap_mb": 1e-5},
     ],
     ids=lambda o: next(iter(o)),
-)
+)  # fmt: skip
 @pytest.mark.parametrize("counts", [[4, 1], [0, 3, 2]], ids=str)
 def test_options_of_ddp(pool: Any, options: dict[str, Any], counts: list[int]) -> None:
     if options.get("static_graph"):

@@ -145,9 +145,7 @@ def test_a_loader_that_reuses_any_batch_of_a_window_is_found() -> None:
             yield buffers[i % 3].fill_(float(i))
 
     list(batch.clone() for batch in fjoin.join(reusing(), accumulate=1))
-    raises_text(
-        fjoin.JoinError, lambda: list(fjoin.join(reusing(), accumulate=3)), "memory of the current one", "clone()"
-    )
+    raises_text(fjoin.JoinError, lambda: list(fjoin.join(reusing(), accumulate=3)), "memory of the current one", "clone()")  # fmt: skip
 
 
 def loop_alone(window: int) -> str:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import fjoin
 from fjoin import transforms as tx
-from tests.helpers import raises_text
+from tests.helpers import raises_text, stepped
 from tests.traffic import watched
 from tests.training.small import MEAN_SGD, step_of
 
@@ -20,15 +20,12 @@ AVERAGE = tx.local_sgd(tx.sgd(0.1), tx.mean("data"), 3)
 LATE = {"mean": 0, "local SGD": 1, "seldom": 1, "seldom, skips": 1, "zero": 0, "no message": 1}
 LATE |= {"mean, on a device": 1, "seldom, on a device": 2}
 PIPELINES: dict[str, Any] = {
-    "mean": (MEAN_SGD, {}),
-    "local SGD": (AVERAGE, {}),
-    "seldom": (tx.local_sgd(tx.sgd(0.1), tx.mean("data"), 100), {}),
+    "mean": (MEAN_SGD, {}), "local SGD": (AVERAGE, {}), "seldom": (tx.local_sgd(tx.sgd(0.1), tx.mean("data"), 100), {}),
     "seldom, skips": (tx.skip_if_nonfinite(tx.local_sgd(tx.sgd(0.1), tx.mean("data"), 100)), {}),
-    "zero": (tx.zero(tx.mean("data"), tx.sgd(0.1), "data"), {}),
-    "mean, on a device": (MEAN_SGD, {}),
+    "zero": (tx.zero(tx.mean("data"), tx.sgd(0.1), "data"), {}), "mean, on a device": (MEAN_SGD, {}),
     "seldom, on a device": (tx.local_sgd(tx.sgd(0.1), tx.mean("data"), 100), {}),
     "no message": (tx.fuse(tx.identity(), tx.sgd(0.1)), {}),
-}
+}  # fmt: skip
 
 
 def stopped(
@@ -117,8 +114,7 @@ def test_stop_outside_a_loop_raises() -> None:
     for loop in (step.join([X]), fjoin.join([X])):
         raises_text(fjoin.JoinError, loop.stop, "while no loop runs", "inside the body")
     loop = step.join([X])
-    for batch in loop:
-        state, _ = step(state, batch)
+    state = stepped(step, state, loop)
     raises_text(fjoin.JoinError, loop.stop, "while no loop runs")
 
 

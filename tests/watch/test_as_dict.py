@@ -174,14 +174,11 @@ def test_rates_that_are_set_while_training() -> None:
     ("optimizer", "want"),
     [
         (tx.inject_hyperparameters(tx.partition({"w": tx.sgd(0.1), "*": tx.adam(0.2)})), {"lr/w": 0.1, "lr/*": 0.2}),
-        (
-            tx.partition({"w": tx.partition({"w": tx.sgd(0.1)}), "*": tx.mixed_precision(tx.sgd(0.3))}),
-            {"lr/w/w": 0.1, "lr/*": 0.3},
-        ),
+        (tx.partition({"w": tx.partition({"w": tx.sgd(0.1)}), "*": tx.mixed_precision(tx.sgd(0.3))}), {"lr/w/w": 0.1, "lr/*": 0.3}),
         (tx.mixed_precision(tx.partition({"w": tx.frozen(), "*": tx.lion(lambda step: 0.4)})), {"lr/*": 0.4}),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_rates_inside_wrappers_and_partitions(optimizer: tx.Optimizer, want: dict[str, float]) -> None:
     step = fjoin.train_step(loss_fn, tx.fuse(tx.mean("data"), optimizer))
     _, metrics = step(step.init(PARAMS), batches(0, 1)[0])

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 import fjoin
 from fjoin import transforms as tx
 from fjoin.groups import TIMELINES
-from tests.helpers import raises_text
+from tests.helpers import raises_text, stepped
 from tests.pool import Pool
 
 MODEL = torch.nn.Sequential(*[torch.nn.Linear(500, 500) for _ in range(4)])
@@ -122,8 +122,7 @@ def test_simulated_ranks_are_processes_of_one_file(tmp_path: Path) -> None:
         step = fjoin.train_step(loss_fn, PIPELINES["mean"](), weight=len)
         state = step.init(PARAMS)
         with fjoin.trace(tmp_path / "run.json"):
-            for batch in step.join([torch.randn(3, 500)] * (rank + 1)):
-                state, _ = step(state, batch)
+            state = stepped(step, state, step.join([torch.randn(3, 500)] * (rank + 1)))
 
     tx.simulate(one_rank, {"data": 3}, [0, 1, 2])
     events = events_of(tmp_path / "run.json")
@@ -160,8 +159,7 @@ def test_many_events_are_written_while_it_runs(tmp_path: Path, monkeypatch: pyte
     step = fjoin.train_step(lambda p, x: (p["w"] * x).sum(), tx.fuse(tx.mean("data"), tx.sgd(0.1)))
     state = step.init({"w": torch.zeros(3)})
     with fjoin.trace(tmp_path / "run.json"):
-        for _ in range(50):
-            state, _ = step(state, torch.ones(3))
+        state = stepped(step, state, [torch.ones(3)] * 50)
         assert (tmp_path / "run.json.1.rank-0.new").stat().st_size > 5000
     assert sum(e["name"] == "step" for e in events_of(tmp_path / "run.json")) == 50
 

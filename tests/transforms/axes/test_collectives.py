@@ -10,6 +10,8 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
+from fjoin.transforms.axes import bind_axes
+from fjoin.transforms.pipelines import Recorder
 from tests.collective_table import DIFFERENTIABLE, DTYPES, OPS, SIZES, inputs
 from tests.helpers import max_diff, raises_text, same_bits
 
@@ -126,23 +128,15 @@ def test_control_flow_on_a_sum() -> None:
 
 def test_trees_travel_packed() -> None:
     """A tree of any form is sent in one message per dtype."""
-    from fjoin.transforms.axes import bind_axes
-    from fjoin.transforms.pipelines import Recorder
-
     notes: list[Any] = []
     tree = {
-        "a": torch.ones(3),
-        "b": [torch.ones(2, 2), torch.ones(())],
-        "c": torch.ones(4, dtype=torch.float64),
-        "d": 1,
-    }
+        "a": torch.ones(3), "b": [torch.ones(2, 2), torch.ones(())], "c": torch.ones(4, dtype=torch.float64), "d": 1,
+    }  # fmt: skip
     with bind_axes({"data": Recorder("data", 4, notes, {"data": 4})}):
         tx.psum(tree, "data")
         assert [(m.dtype, m.payload_bytes) for m in notes] == [
-            (torch.float32, 32),
-            (torch.float64, 32),
-            (torch.int64, 8),
-        ]
+            (torch.float32, 32), (torch.float64, 32), (torch.int64, 8),
+        ]  # fmt: skip
         notes.clear()
         out = tx.all_gather(tree, "data")
         assert len(notes) == 3 and out["b"][0].shape == (4, 2, 2)
@@ -158,9 +152,6 @@ def test_trees_travel_packed() -> None:
 
 def test_large_trees_travel_in_several_messages() -> None:
     """A leaf is never split, and a large one travels alone."""
-    from fjoin.transforms.axes import bind_axes
-    from fjoin.transforms.pipelines import Recorder
-
     notes: list[Any] = []
     tree = [torch.full((10**6 * n,), float(n), dtype=dtype) for n, dtype in ((3, torch.float32), (1, torch.float64))]
     tree = [*tree, torch.ones(3 * 10**6), torch.full((7 * 10**6,), 2.0), torch.ones(()), torch.ones(1)]
@@ -232,5 +223,4 @@ def test_a_derivative_forward_is_refused_and_not_lost() -> None:
         with torch.autograd.forward_ad.dual_level():
             return tx.psum(torch.autograd.forward_ad.make_dual(x, x), "data")
 
-    with pytest.raises(NotImplementedError, match="jvp"):
-        tx.simulate(one_rank, {"data": 1}, [torch.ones(2)])
+    raises_text(NotImplementedError, lambda: tx.simulate(one_rank, {"data": 1}, [torch.ones(2)]), "jvp")

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 import fjoin
 from fjoin import transforms as tx
@@ -18,8 +20,6 @@ from tests.traffic import watched
 
 
 def on_gloo(ops: list[str]) -> list[Any]:
-    import torch.distributed as dist
-
     n, rank, out = dist.get_world_size(), dist.get_rank(), []
     with fjoin.bind(fjoin.mesh({"data": -1})):
         for op in ops:
@@ -125,8 +125,6 @@ def test_two_ranks_send_large_messages_in_chunks(pool: Any, n: int) -> None:
 
 
 def on_a_grid() -> Any:
-    from torch.distributed.device_mesh import init_device_mesh
-
     out = []
     for mesh in (
         fjoin.mesh({"node": 2, "local": -1}),
@@ -198,7 +196,6 @@ def test_compiled_collectives_are_right_or_refuse(pool: Any) -> None:
 
 def raw_trap() -> float:
     """The result of torch's own functional collective under vmap under compile."""
-    import torch.distributed as dist
     import torch.distributed._functional_collectives as funcol
 
     def f(x: Tensor) -> Tensor:

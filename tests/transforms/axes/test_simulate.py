@@ -107,9 +107,7 @@ def test_a_shared_leaf_can_be_trained_through_lockstep_ranks() -> None:
 
 
 def test_a_step_inside_the_simulator_must_use_its_axes() -> None:
-    raises_text(
-        ValueError, lambda: tx.simulate(lambda: fjoin.mesh({"rows": 2}), {"data": 2}), "inside simulate", "'data': 2"
-    )
+    raises_text(ValueError, lambda: tx.simulate(lambda: fjoin.mesh({"rows": 2}), {"data": 2}), "inside simulate", "'data': 2")  # fmt: skip
     raises_text(ValueError, lambda: tx.simulate(lambda: fjoin.mesh({"data": 3}), {"data": 2}), "does not fit 2 ranks")
     assert tx.simulate(lambda: fjoin.mesh({"data": -1}).rank, {"data": 2}) == [0, 1]
 

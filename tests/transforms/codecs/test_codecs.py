@@ -14,17 +14,15 @@ from fjoin import transforms as tx
 from fjoin.transforms.base import fingerprint
 from fjoin.transforms.codecs import _blocks as _scaled, key_of, places_of
 from fjoin.transforms.codecs._blocks import in_a_byte, pack, unpack, width
+from fjoin.transforms.reductions._coded_sum import Term, coded_mean
 from tests.helpers import raises_text, same_bits
 
 ON_AVERAGE: dict[str, Any] = {
-    "bfloat16": lambda: tx.bfloat16(stochastic=True),
-    "fp8": lambda: tx.fp8(stochastic=True),
+    "bfloat16": lambda: tx.bfloat16(stochastic=True), "fp8": lambda: tx.fp8(stochastic=True),
     "fp8_e5m2": lambda: tx.fp8(dtype=torch.float8_e5m2, stochastic=True),
-    "int8": lambda: tx.int8(block=16, stochastic=True),
-    "int4": lambda: tx.int4(block=16, stochastic=True),
-    "qsgd": lambda: tx.qsgd(levels=3, block=16),
-    "top_k of noise": lambda: tx.top_k(1.0, tx.qsgd()),
-}
+    "int8": lambda: tx.int8(block=16, stochastic=True), "int4": lambda: tx.int4(block=16, stochastic=True),
+    "qsgd": lambda: tx.qsgd(levels=3, block=16), "top_k of noise": lambda: tx.top_k(1.0, tx.qsgd()),
+}  # fmt: skip
 
 
 def thrown(codec: tx.Codec, x: Tensor, seed: int = 0, step: int = 0) -> Tensor:
@@ -65,12 +63,7 @@ def test_largest_value_does_not_overflow_the_largest_code(monkeypatch: pytest.Mo
     monkeypatch.setattr(tx.Noise, "uniform", lambda self: torch.full(self.positions.shape, 1 - 2.0**-24))
     over = (x.amax(1) * (1 / (x.amax(1) / 127.0)) > 127).sum()
     assert over > 0
-    for codec in (
-        tx.int8(stochastic=True),
-        tx.int4(stochastic=True),
-        tx.qsgd(127),
-        tx.fp8(stochastic=True),
-    ):
+    for codec in (tx.int8(stochastic=True), tx.int4(stochastic=True), tx.qsgd(127), tx.fp8(stochastic=True)):
         noise = tx.Noise(torch.zeros(3000, 8, dtype=torch.int32), torch.tensor(0), torch.tensor(0))
         assert (codec.decode(codec.encode(x, noise), 8) > 0).all(), codec
 
@@ -114,8 +107,6 @@ def test_random_bits_depend_on_seed_step_and_path_only() -> None:
 
 
 def test_stochastic_codecs_need_a_hook_that_counts_steps() -> None:
-    from fjoin.transforms.reductions._coded_sum import Term, coded_mean
-
     def bare() -> Any:
         one = torch.ones((), dtype=torch.float64)
         return coded_mean(Term(tx.qsgd(), torch.ones(4), one, torch.zeros(0)), "data")

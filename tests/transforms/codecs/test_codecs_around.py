@@ -14,10 +14,7 @@ from tests.helpers import max_diff, raises_text, same_bits
 
 FED_BACK_INSIDE: dict[str, Callable[[], tx.Transform]] = {
     "later": lambda: tx.error_feedback(tx.power_sgd("data", warmup_steps=2, min_compression_rate=1.0)),
-    "by path": lambda: tx.error_feedback(
-        tx.partition({"w": tx.power_sgd("data", min_compression_rate=1.0), "*": tx.mean("data")})
-    ),
-
+    "by path": lambda: tx.error_feedback(tx.partition({"w": tx.power_sgd("data", min_compression_rate=1.0), "*": tx.mean("data")})),
     "torch's": lambda: fjoin.ddp.powerSGD_hook(1, start_powerSGD_iter=2, min_compression_rate=1.0),
     "batched": lambda: fjoin.ddp.batched_powerSGD_hook(1, 2, min_compression_rate=1.0),
 }  # fmt: skip

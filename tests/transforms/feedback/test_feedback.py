@@ -11,24 +11,18 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
+from fjoin.transforms.base import BucketSums, restrict
 from fjoin.transforms.reductions import ErrorState
 from tests.helpers import max_diff, raises_text, same_bits
 
 CODECS: dict[str, Any] = {
-    "bfloat16": tx.bfloat16,
-    "int8": lambda: tx.int8(block=4),
-    "int4": lambda: tx.int4(block=4),
-    "fp8": tx.fp8,
-    "top_k": lambda: tx.top_k(0.2),
-    "sign": tx.sign,
-    "qsgd": tx.qsgd,
-}
+    "bfloat16": tx.bfloat16, "int8": lambda: tx.int8(block=4), "int4": lambda: tx.int4(block=4), "fp8": tx.fp8,
+    "top_k": lambda: tx.top_k(0.2), "sign": tx.sign, "qsgd": tx.qsgd,
+}  # fmt: skip
 OVERS: dict[str, Any] = {
-    "mean": lambda: tx.mean("data"),
-    "live": lambda: tx.mean("data", over="live"),
-    "world": lambda: tx.mean("data", over="world"),
-    "sum": lambda: tx.sum_over("data"),
-}
+    "mean": lambda: tx.mean("data"), "live": lambda: tx.mean("data", over="live"),
+    "world": lambda: tx.mean("data", over="world"), "sum": lambda: tx.sum_over("data"),
+}  # fmt: skip
 STEPS = 12
 
 
@@ -306,3 +300,39 @@ def test_call_without_input_gives_zeros_or_the_estimate(make: Any, flush: Any, o
     for ranks in (2, 3):
         with_it, without = (tx.simulate(one_rank, {"data": ranks}, xs[:ranks], [p] * ranks) for p in (True, False))
         assert max_diff(with_it, without) < 1e-6
+
+
+SHAPES = {"plain": (3,), "a": (5,), "b": (2, 3)}
+BUCKETS = (["plain"], ["a"], ["b"])  # nothing in the first one is encoded
+OF_STEPS = [2.0, 0.0, 3.0, 1.0]
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["shared", "apart"])
+@pytest.mark.parametrize("without_input", ["freeze", "flush"])
+def test_buckets_equal_the_whole(without_input: Any, apart: bool) -> None:
+    """Also where each bucket has a table of weights of its own, as after a load, and where one has another history."""
+
+    def one_rank() -> None:
+        encoded = tx.compress(tx.bfloat16(), tx.mean("data"))
+        hook = tx.error_feedback(tx.partition({"plain": tx.mean("data"), "*": encoded}), without_input)
+        rank = int(tx.axis_index("data"))
+        g = torch.Generator().manual_seed(rank)
+        params = {path: torch.zeros(shape) for path, shape in SHAPES.items()}
+        whole = hook.init(params)
+        if apart:
+            whole.last["b"] = torch.tensor([[4.0, 7.0]], dtype=torch.float64)
+        states = [restrict(whole, params, paths) for paths in BUCKETS]
+        for step, weight in enumerate(OF_STEPS):
+            weight = weight if rank else OF_STEPS[-1 - step]
+            grads = {path: torch.randn(shape, generator=g) for path, shape in SHAPES.items()}
+            out, whole = hook.update(grads, whole, weight=weight)
+            first: BucketSums | None = None
+            for i, paths in enumerate(BUCKETS):
+                sums = BucketSums(torch.float32, first)
+                some = {path: grads[path] for path in paths}
+                one, states[i] = hook.update(some, states[i], weight=weight, sums=sums)
+                first = first or sums
+                assert same_bits(one, {path: out[path] for path in paths})
+                assert same_bits(states[i], restrict(whole, params, paths))
+
+    tx.simulate(one_rank, {"data": 2})  # where no residual depends on the buckets

@@ -14,15 +14,13 @@ from fjoin.testing import LAWS
 
 SGD = tx.sgd(0.7, momentum=0.9, nesterov=True)
 AVERAGES: dict[str, Callable[[], tx.Transform]] = {
-    "every call": lambda: tx.average_parameters("data"),
-    "live": lambda: tx.average_parameters("data", over="live"),
+    "every call": lambda: tx.average_parameters("data"), "live": lambda: tx.average_parameters("data", over="live"),
     "periodic": lambda: tx.every(3, tx.average_parameters("data"), first=1),
     "two axes": lambda: tx.every(2, tx.average_parameters(("local", "node"))),
-    "mean": lambda: tx.every(2, tx.mean("data")),
-    "outer": lambda: tx.outer_step(tx.mean("data"), SGD, 3),
+    "mean": lambda: tx.every(2, tx.mean("data")), "outer": lambda: tx.outer_step(tx.mean("data"), SGD, 3),
     "outer, int8": lambda: tx.outer_step(tx.error_feedback(tx.compress(tx.int8(), tx.mean("data"))), SGD, 2),
     "outer, later": lambda: tx.outer_step(tx.mean("data"), tx.adam(0.1), 3, delay=2),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("law", LAWS["average"])

@@ -73,9 +73,7 @@ def test_more_fragments_than_parameters() -> None:
 
 def test_patterns_of_fragments_match_all_parameters() -> None:
     pipeline = tx.diloco(SGD, tx.mean("data"), 9, fragments=("a*", "b*"))
-    raises_text(
-        ValueError, lambda: pipeline.init({"a": torch.zeros(9), "b": torch.zeros(1), "c": torch.zeros(1)}), "'c'"
-    )
+    raises_text(ValueError, lambda: pipeline.init({"a": torch.zeros(9), "b": torch.zeros(1), "c": torch.zeros(1)}), "'c'")  # fmt: skip
     raises_text(ValueError, lambda: pipeline.init({"a": torch.zeros(9)}), "match no path", "b*")
 
 
@@ -89,17 +87,13 @@ def test_wires_over_more_axes_and_patterns_in_lists() -> None:
 PIPELINES = {
     "local": tx.local_sgd(MOMENTUM, tx.mean("data"), 1),
     "outer": tx.diloco(MOMENTUM, tx.mean("data"), 1),
-    "chain": tx.fuse(
-        tx.identity(), MOMENTUM, after=tx.chain(tx.every(1, tx.average_parameters("data"), first=0), tx.ema(0.5))
-    ),
-    "parts": tx.fuse(
-        tx.identity(), MOMENTUM, after=tx.partition({"w": tx.every(1, tx.average_parameters("data"), first=0)})
-    ),
+    "chain": tx.fuse(tx.identity(), MOMENTUM, after=tx.chain(tx.every(1, tx.average_parameters("data"), first=0), tx.ema(0.5))),
+    "parts": tx.fuse(tx.identity(), MOMENTUM, after=tx.partition({"w": tx.every(1, tx.average_parameters("data"), first=0)})),
     "state": tx.local_sgd(MOMENTUM, tx.mean("data"), 1, state="average"),
     "average": tx.fuse(tx.identity(), MOMENTUM, after=tx.average_parameters("data")),
     "switch": tx.post_local_sgd(MOMENTUM, tx.mean("data"), 1, 0),
     "skips": tx.skip_if_nonfinite(tx.local_sgd(MOMENTUM, tx.mean("data"), 1)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PIPELINES)
@@ -195,16 +189,12 @@ def test_parameters_of_several_dtypes() -> None:
     [
         tx.local_sgd(MOMENTUM, tx.mean("data"), 3, state="average"),
         tx.local_sgd(MOMENTUM, tx.error_feedback(tx.compress(tx.int8(), tx.mean("data"))), 3),
-        tx.diloco(
-            MOMENTUM, tx.error_feedback(tx.compress(tx.int4(), tx.mean("data"))), 4, fragments=2, delay=1, mix=0.5
-        ),
+        tx.diloco(MOMENTUM, tx.error_feedback(tx.compress(tx.int4(), tx.mean("data"))), 4, fragments=2, delay=1, mix=0.5),
         tx.diloco(MOMENTUM, tx.error_feedback(tx.compress(tx.top_k(0.5), tx.mean("data"))), 4),
-        tx.fuse(
-            tx.identity(), MOMENTUM, after=tx.chain(tx.every(2, tx.average_parameters("data"), first=0), tx.ema(0.5))
-        ),
+        tx.fuse(tx.identity(), MOMENTUM, after=tx.chain(tx.every(2, tx.average_parameters("data"), first=0), tx.ema(0.5))),
     ],
     ids=["average", "int8", "streaming", "top_k", "ema"],
-)
+)  # fmt: skip
 def test_many_ranks_in_one_process(pipeline: tx.Pipeline) -> None:
     """As many ranks as a laptop simulates."""
 

@@ -12,7 +12,7 @@ from torch import Tensor
 import fjoin
 from fjoin import transforms as tx
 from fjoin.transforms.optimizers import FrozenState
-from tests.helpers import max_diff, params_like, raises_text, same_bits
+from tests.helpers import max_diff, params_like, raises_text, same_bits, stepped
 from tests.parity_table import KINDS
 
 
@@ -105,9 +105,7 @@ def test_raises_on_bad_input() -> None:
 def test_raises_on_a_hyperparameter_that_is_no_number(value: Any) -> None:
     params, _ = _trees(1)
     opt = tx.inject_hyperparameters(tx.sgd(0.1))
-    raises_text(
-        TypeError, lambda: tx.with_hyperparameters(opt.init(params), lr=value), "lr must be a number", repr(value)
-    )
+    raises_text(TypeError, lambda: tx.with_hyperparameters(opt.init(params), lr=value), "lr must be a number", repr(value))  # fmt: skip
     step = fjoin.train_step(lambda p, batch: (p["w"] * batch).sum(), tx.fuse(tx.mean("data"), opt))
     state = step.init({"w": torch.ones(2)})
     raises_text(TypeError, lambda: state.with_hyperparameters(lr=value), "lr must be a number", repr(value))
@@ -139,18 +137,15 @@ def test_a_hyperparameter_that_is_a_tensor() -> None:
 MAPPED: dict[str, Any] = {
     "sgd": lambda x: tx.sgd(x, momentum=x, weight_decay=x),
     "sgd, dampening": lambda x: tx.sgd(0.1, momentum=0.9, dampening=x),
-    "adam": lambda x: tx.adam(x, eps=x, weight_decay=x),
-    "adamw": lambda x: tx.adamw(x, eps=x, weight_decay=x),
+    "adam": lambda x: tx.adam(x, eps=x, weight_decay=x), "adamw": lambda x: tx.adamw(x, eps=x, weight_decay=x),
     "nadam": lambda x: tx.nadam(x, eps=x, weight_decay=x, momentum_decay=x),
-    "radam": lambda x: tx.radam(x, eps=x, weight_decay=x),
-    "adamax": lambda x: tx.adamax(x, eps=x, weight_decay=x),
+    "radam": lambda x: tx.radam(x, eps=x, weight_decay=x), "adamax": lambda x: tx.adamax(x, eps=x, weight_decay=x),
     "adagrad": lambda x: tx.adagrad(x, lr_decay=x, weight_decay=x, initial_accumulator_value=x, eps=x),
     "adadelta": lambda x: tx.adadelta(x, rho=x, eps=x, weight_decay=x),
     "rmsprop": lambda x: tx.rmsprop(x, alpha=x, eps=x, weight_decay=x, momentum=x),
-    "asgd": lambda x: tx.asgd(x, lambd=x, alpha=x, weight_decay=x),
-    "lion": lambda x: tx.lion(x, weight_decay=x),
+    "asgd": lambda x: tx.asgd(x, lambd=x, alpha=x, weight_decay=x), "lion": lambda x: tx.lion(x, weight_decay=x),
     "lamb": lambda x: tx.lamb(x, eps=x, weight_decay=x),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MAPPED)
@@ -215,9 +210,7 @@ def test_masters_in_a_training_step() -> None:
     def one_rank(batches: list[Tensor]) -> Tensor:
         opt = tx.mixed_precision(tx.sgd(0.25))
         step = fjoin.train_step(loss_fn, tx.fuse(tx.mean("data"), opt))
-        state = step.init({"w": torch.full((3,), 256.0).bfloat16()})
-        for batch in step.join(batches):
-            state, _ = step(state, batch)
+        state = stepped(step, step.init({"w": torch.full((3,), 256.0).bfloat16()}), step.join(batches))
         assert state.pipeline.optimizer["w"].master.tolist() == [254.0] * 3
         return state.params["w"].clone()
 

@@ -33,12 +33,8 @@ CASES: list[tuple[str, tx.Optimizer, Any]] = [
     ("adam", tx.adam(0.01, (0.8, 0.9), 1e-3), optax.adam(0.01, 0.8, 0.9, 1e-3)),
     ("sgd", tx.sgd(0.1, momentum=0.9, nesterov=True), optax.sgd(0.1, momentum=0.9, nesterov=True)),
     ("adamax", tx.adamax(0.01), optax.adamax(0.01)),
-    (
-        "adafactor",
-        tx.adafactor(0.05, eps=(1e-15, 1e-3)),
-        optax.adafactor(_relative(0.05), min_dim_size_to_factor=1, eps=1e-30),
-    ),
-]
+    ("adafactor", tx.adafactor(0.05, eps=(1e-15, 1e-3)), optax.adafactor(_relative(0.05), min_dim_size_to_factor=1, eps=1e-30)),
+]  # fmt: skip
 
 
 def _grads(steps: int) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:

@@ -68,13 +68,10 @@ def test_a_gradient_of_another_form_is_refused(name: str, make: Callable[[], tx.
     state = part.init_param(p)
     before = optree.tree_map(torch.clone, state)
     given: list[tuple[type[Exception], Any, str]] = [
-        (ValueError, torch.ones(6, 4), "(6, 4)"),
-        (ValueError, torch.ones(1), "(1,)"),
-        (TypeError, torch.ones(4, 6).double(), "float64"),
-        (ValueError, torch.ones(4, 6, device="meta"), "meta"),
-        (TypeError, torch.ones(4, 6).to_sparse(), "sparse"),
-        (TypeError, None, "None"),
-    ]
+        (ValueError, torch.ones(6, 4), "(6, 4)"), (ValueError, torch.ones(1), "(1,)"),
+        (TypeError, torch.ones(4, 6).double(), "float64"), (ValueError, torch.ones(4, 6, device="meta"), "meta"),
+        (TypeError, torch.ones(4, 6).to_sparse(), "sparse"), (TypeError, None, "None"),
+    ]  # fmt: skip
     for kind, grad, text in given:
         raises_text(kind, lambda grad=grad: part.step_param_(p, grad, state), "grad", text)  # type: ignore[misc]
     assert same_bits(p, MATRICES["w.weight"]) and same_bits(state, before)
@@ -165,13 +162,7 @@ def test_a_handwritten_optimizer_is_checked_too() -> None:
         state.step.add_(1)
 
     opt, p = tx.Optimizer(init_param, step_param, step_param_), torch.ones(3)
-    for wrong in (
-        init_param(torch.ones(1)),
-        init_param(torch.ones(3).double()),
-        FrozenState(torch.zeros(())),
-        None,
-        p,
-    ):
+    for wrong in (init_param(torch.ones(1)), init_param(torch.ones(3).double()), FrozenState(torch.zeros(())), None, p):
         before = len(seen)
         for call in (lambda w=wrong: opt.step_param_(p, p, w), lambda w=wrong: opt.step({"w": p}, {"w": p}, {"w": w})):
             with pytest.raises((TypeError, ValueError), match="state"):

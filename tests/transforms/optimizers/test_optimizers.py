@@ -189,15 +189,10 @@ def test_torch_fused_sgd_still_ignores_half_precision_on_cpu() -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: tx.sgd(0.1, momentum=0.9),
-        lambda: tx.adamw(0.1),
-        lambda: tx.adam(0.1, amsgrad=True),
-        tx.rmsprop,
-        tx.lion,
-        tx.lamb,
-        tx.adafactor,
+        lambda: tx.sgd(0.1, momentum=0.9), lambda: tx.adamw(0.1), lambda: tx.adam(0.1, amsgrad=True), tx.rmsprop,
+        tx.lion, tx.lamb, tx.adafactor,
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_gradients_with_other_memory_layouts(make: Any, dtype: torch.dtype) -> None:
     """Kernels go through memory: transposed, expanded or channels-last tensors must be laid out first."""
@@ -209,11 +204,9 @@ def test_gradients_with_other_memory_layouts(make: Any, dtype: torch.dtype) -> N
     }  # fmt: skip
     grads = {
         "expanded": lambda p: torch.ones((), dtype=dtype).expand(p.shape),
-        "turned": lambda p: (
-            torch.randn(*p.shape[::-1], generator=torch.Generator().manual_seed(2)).to(dtype).permute(3, 2, 1, 0)
-        ),
+        "turned": lambda p: (torch.randn(*p.shape[::-1], generator=torch.Generator().manual_seed(2)).to(dtype).permute(3, 2, 1, 0)),
         "last": lambda p: (p * 0.5).contiguous(memory_format=torch.channels_last),
-    }
+    }  # fmt: skip
     for p in params.values():
         for grad in grads.values():
             g = grad(p)
@@ -238,15 +231,12 @@ def test_in_place_step_of_a_transposed_parameter() -> None:
     ("make", "texts"),
     [
         *((lambda make=make: make(-1.0), ["lr", "-1.0"]) for make in BY_RATE.values()),
-        (lambda: tx.adadelta(rho=1.5), ["rho", "1.5"]),
-        (lambda: tx.adagrad(lr_decay=-0.1), ["lr_decay", "-0.1"]),
+        (lambda: tx.adadelta(rho=1.5), ["rho", "1.5"]), (lambda: tx.adagrad(lr_decay=-0.1), ["lr_decay", "-0.1"]),
         (lambda: tx.adagrad(initial_accumulator_value=-1.0), ["initial_accumulator_value"]),
-        (lambda: tx.rmsprop(alpha=-0.5), ["alpha", "-0.5"]),
-        (lambda: tx.rmsprop(momentum=-0.5), ["momentum", "-0.5"]),
+        (lambda: tx.rmsprop(alpha=-0.5), ["alpha", "-0.5"]), (lambda: tx.rmsprop(momentum=-0.5), ["momentum", "-0.5"]),
         (lambda: tx.rprop(etas=(1.1, 1.2)), ["etas", "(1.1, 1.2)"]),
         (lambda: tx.nadam(momentum_decay=-1.0), ["momentum_decay"]),
-        (lambda: tx.lion(betas=(0.9, 1.0)), ["betas", "(0.9, 1.0)"]),
-        (lambda: tx.lamb(eps=-1e-6), ["eps"]),
+        (lambda: tx.lion(betas=(0.9, 1.0)), ["betas", "(0.9, 1.0)"]), (lambda: tx.lamb(eps=-1e-6), ["eps"]),
         (lambda: tx.adafactor(beta2_decay=0.8), ["beta2_decay", "0.8"]),
         (lambda: tx.adafactor(d=0.5), ["d must be at least 1", "0.5"]),
         (lambda: tx.adafactor(eps=(-1.0, 1e-3)), ["eps1", "-1.0"]),
@@ -256,7 +246,7 @@ def test_in_place_step_of_a_transposed_parameter() -> None:
         (lambda: tx.muon().init(params_like()), ["matrices only", "'layer.bias': (3,)", "'scale': ()", "partition"]),
         (lambda: tx.partition({"layer.*": tx.muon(), "*": tx.sgd()}).init(params_like()), ["'layer.bias': (3,)"]),
     ],
-)
+)  # fmt: skip
 def test_wrong_hyperparameters(make: Any, texts: list[str]) -> None:
     raises_text(ValueError, make, *texts)
 

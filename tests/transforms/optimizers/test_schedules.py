@@ -73,9 +73,7 @@ def test_schedules_take_numbers_and_tensors() -> None:
 def test_raises_on_bad_input() -> None:
     raises_text(ValueError, lambda: tx.warmup(-1, tx.linear(0.1, 0.0, 3)), "warmup_steps", "-1")
     raises_text(ValueError, lambda: tx.from_torch_scheduler(OTHERS["MultiStepLR"], 0.1, 0), "total_steps", "0")
-    raises_text(
-        TypeError, lambda: tx.from_torch_scheduler(torchs.ReduceLROnPlateau, 0.1, 3), "ReduceLROnPlateau", "step"
-    )
+    raises_text(TypeError, lambda: tx.from_torch_scheduler(torchs.ReduceLROnPlateau, 0.1, 3), "ReduceLROnPlateau", "step")  # fmt: skip
 
 
 def test_a_table_takes_several_steps_at_once() -> None:

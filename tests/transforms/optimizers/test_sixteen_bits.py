@@ -55,9 +55,7 @@ def _in_place(opt: tx.Optimizer, param: Tensor, grads: list[Tensor]) -> tuple[Te
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float32])
-@pytest.mark.parametrize(
-    ("name", "options"), CASES, ids=lambda value: value if isinstance(value, str) else str(bool(value))
-)
+@pytest.mark.parametrize(("name", "options"), CASES, ids=lambda value: value if isinstance(value, str) else str(bool(value)))  # fmt: skip
 def test_finite_where_torch_optim_is(name: str, options: dict[str, Any], dtype: torch.dtype, scale: float) -> None:
     param, grads = _problem(dtype, scale)
     opt = KINDS[name].ours(**options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -67,8 +68,6 @@ def test_a_hook_is_traced_whole(name: str) -> None:
 
 
 def on_a_process(names: list[str]) -> list[float]:
-    import warnings
-
     warnings.simplefilter("ignore")
     found = []
     for name in names:

@@ -26,12 +26,10 @@ def test_explain_covers_periodic_stages() -> None:
         what = tx.explain(pipeline, params, {"data": 4}, at_step=step)
         *others, last, lastly = [(r.stage, r.when, len(r.messages)) for r in what.rows]
         assert [*others, *sorted([last, lastly])] == [
-            (repr(switch), f"step {step}", int(sends)),
-            ("clip_by_global_norm(1.0)", "each step", 0),
-            ("(the step's own counts)", f"step {step}", 1),
-            ("adam(lr=0.1)", "each step, 1 of 2 leaves", 0),
+            (repr(switch), f"step {step}", int(sends)), ("clip_by_global_norm(1.0)", "each step", 0),
+            ("(the step's own counts)", f"step {step}", 1), ("adam(lr=0.1)", "each step, 1 of 2 leaves", 0),
             ("sgd(lr=0.1)", "each step, 1 of 2 leaves", 0),
-        ]
+        ]  # fmt: skip
         text = str(what)
         assert ("psum(data)" in text) and f"step {step}" in text.splitlines()[-1]
         assert text.splitlines()[-1].startswith("total per rank and step") and what.messages == 1 + sends
@@ -52,9 +50,7 @@ def test_explain_raises_on_stages_that_read_values() -> None:
         return (g, s) if g["w"].sum().item() > 0 else (tx.psum(g, "data"), s)
 
     part = tx.chain(tx.mean("data"), tx.Transform(lambda p: (), peek))
-    raises_text(
-        TypeError, lambda: tx.explain(part, {"w": torch.zeros(3)}, {"data": 2}), "peek", "reads a tensor's value"
-    )
+    raises_text(TypeError, lambda: tx.explain(part, {"w": torch.zeros(3)}, {"data": 2}), "peek", "reads a tensor's value")  # fmt: skip
 
 
 def test_explain_of_nested_axes() -> None:
@@ -76,11 +72,9 @@ def test_explain_finds_periodic_stages_inside_others() -> None:
     want = [len(sent(tx.every(2, cast(mean)), step)) for step in range(4)]
     assert want == [0, 2, 0, 2]
     for hook in (
-        cast(tx.every(2, mean)),
-        tx.error_feedback(cast(tx.every(2, mean))),
-        tx.masked(tx.every(2, cast(mean)), "*"),
+        cast(tx.every(2, mean)), tx.error_feedback(cast(tx.every(2, mean))), tx.masked(tx.every(2, cast(mean)), "*"),
         cast(tx.chain(tx.clip_by_value(1.0), tx.every(2, mean))),
-    ):
+    ):  # fmt: skip
         assert [len(sent(hook, step)) for step in range(4)] == want
     late = cast(tx.switch_after(1, tx.identity(), mean))
     assert [len(sent(late, step)) for step in range(3)] == [0, 2, 2]

@@ -40,9 +40,7 @@ def steps(rank: int, make: Callable[[int], tx.Pipeline], ranks: tuple[int, int])
 @pytest.mark.parametrize("name", PIPELINES)
 def test_another_pipeline_is_named(name: str) -> None:
     make = PIPELINES[name]
-    raises_text(
-        DesyncError, lambda: tx.simulate(steps, {"data": 2}, [0, 1], [make] * 2, [(0, 1)] * 2), "rank 1", "pipeline"
-    )
+    raises_text(DesyncError, lambda: tx.simulate(steps, {"data": 2}, [0, 1], [make] * 2, [(0, 1)] * 2), "rank 1", "pipeline")  # fmt: skip
     for equal in (0, 1):
         tx.simulate(steps, {"data": 2}, [0, 1], [make] * 2, [(equal, equal)] * 2)
 
@@ -54,9 +52,7 @@ def test_a_schedule_of_an_outer_optimizer_that_differs_by_rank() -> None:
 
         return tx.diloco(tx.sgd(0.1), tx.mean("data"), every=1, outer=tx.sgd(rate))
 
-    raises_text(
-        DesyncError, lambda: tx.simulate(steps, {"data": 2}, [0, 1], [make] * 2, [(0, 1)] * 2), "rank 1", "lr=0.2"
-    )
+    raises_text(DesyncError, lambda: tx.simulate(steps, {"data": 2}, [0, 1], [make] * 2, [(0, 1)] * 2), "rank 1", "lr=0.2")  # fmt: skip
 
 
 @tx.factory

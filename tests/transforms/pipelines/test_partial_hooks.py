@@ -10,7 +10,7 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
-from tests.helpers import max_diff
+from tests.helpers import max_diff, stepped
 
 HOOKS: dict[str, Any] = {
     "masked": lambda: tx.masked(tx.mean("data"), "w"),
@@ -50,9 +50,7 @@ def purely(name: str, rank: int, as_tensor: bool = False) -> Any:
 
 def in_train_step(name: str, rank: int) -> Any:
     step = fjoin.train_step(loss_fn, pipeline(name), weight=lambda batch: batch[1])
-    state = step.init(START)
-    for i in range(6):
-        state, _ = step(state, batch_of(rank, i))
+    state = stepped(step, step.init(START), (batch_of(rank, i) for i in range(6)))
     return {path: p.clone() for path, p in state.params.items()}
 
 

@@ -73,7 +73,6 @@ CASES: dict[str, Case] = {
     "sum": (lambda: tx.fuse(tx.sum_over("local"), SGD), summed),
     "mean, momentum": (lambda: tx.fuse(tx.mean("local"), tx.sgd(RATE, momentum=0.9)), with_momentum),
     "mean, clip": (lambda: tx.fuse(tx.chain(tx.mean("local"), tx.clip_by_global_norm(20.0)), SGD), clipped),
-
     "accumulate": (lambda: tx.fuse(tx.accumulate(2, tx.mean("local")), SGD), accumulated),
     "masked": (lambda: tx.fuse(tx.masked(tx.mean("local"), "w"), SGD), two_steps),
     "average": (lambda: tx.local_sgd(SGD, tx.mean("local"), 2), averaged),
@@ -81,9 +80,7 @@ CASES: dict[str, Case] = {
     "both axes": (lambda: tx.fuse(tx.mean(("node", "local")), SGD), two_steps),
     "chain": (lambda: tx.fuse(tx.chain(tx.mean("local"), tx.mean("node")), SGD), two_steps),
     "hierarchical": (lambda: tx.fuse(tx.hierarchical_mean("local", "node"), SGD), two_steps),
-    "nodes": (
-        lambda: tx.fuse(tx.mean("local"), SGD, after=tx.every(2, tx.average_parameters("node"))), between_nodes
-    ),
+    "nodes": (lambda: tx.fuse(tx.mean("local"), SGD, after=tx.every(2, tx.average_parameters("node"))), between_nodes),
     "pieces": (lambda: tx.zero(tx.mean("local"), SGD, "local"), two_steps),
     "pieces, nodes": (lambda: tx.zero(tx.mean(("node", "local")), SGD, "local"), two_steps),
 }  # fmt: skip

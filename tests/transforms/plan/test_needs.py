@@ -47,11 +47,9 @@ def _by_tree(grads: Any) -> Any:
 
 STAGES = {
     Needs.NOTHING: lambda: tx.stateless(torch.sin, elementwise=True),
-    Needs.LEAVES: lambda: _stage(Needs.LEAVES, _by_leaf),
-    Needs.PATHS: lambda: _stage(Needs.PATHS, _by_path),
-    Needs.LAYOUT: lambda: _stage(Needs.LAYOUT, _by_layout),
-    Needs.TREE: lambda: _stage(Needs.TREE, _by_tree),
-}
+    Needs.LEAVES: lambda: _stage(Needs.LEAVES, _by_leaf), Needs.PATHS: lambda: _stage(Needs.PATHS, _by_path),
+    Needs.LAYOUT: lambda: _stage(Needs.LAYOUT, _by_layout), Needs.TREE: lambda: _stage(Needs.TREE, _by_tree),
+}  # fmt: skip
 
 
 def loss(params: Any, batch: float) -> Tensor:
@@ -76,9 +74,7 @@ def difference(hook: tx.Transform, bucket_bytes: int, batch: float) -> float:
 
 
 @pytest.mark.sample(3)
-@pytest.mark.parametrize(
-    "pair", list(itertools.product(STAGES, repeat=2)), ids=lambda pair: " then ".join(map(str, pair))
-)
+@pytest.mark.parametrize("pair", list(itertools.product(STAGES, repeat=2)), ids=lambda pair: " then ".join(map(str, pair)))  # fmt: skip
 def test_a_chain_needs_what_its_stages_do(pair: tuple[Needs, Needs]) -> None:
     first, second = (STAGES[needs]() for needs in pair)
     chain = tx.chain(first, second)

@@ -149,17 +149,15 @@ def test_donated_gradients_take_the_means(kind: str, dtype: torch.dtype) -> None
 
 
 AROUND: dict[str, tuple[Callable[[tx.Transform], tx.Transform], bool]] = {
-    "fed back": (tx.error_feedback, True),
-    "late": (lambda hook: tx.switch_after(1, tx.mean("data"), hook), True),
+    "fed back": (tx.error_feedback, True), "late": (lambda hook: tx.switch_after(1, tx.mean("data"), hook), True),
     "by path": (lambda hook: tx.partition({"*": hook}), True),
     "first": (lambda hook: tx.chain(hook, tx.clip_by_value(1.0)), True),
     "second": (lambda hook: tx.chain(tx.clip_by_value(1.0), hook), False),
-    "accumulated": (lambda hook: tx.accumulate(1, hook), False),
-    "masked": (lambda hook: tx.masked(hook, "*"), False),
+    "accumulated": (lambda hook: tx.accumulate(1, hook), False), "masked": (lambda hook: tx.masked(hook, "*"), False),
     "cast": (lambda hook: tx.compress(torch.bfloat16, hook), True),
     "by chance": (lambda hook: tx.compress(tx.bfloat16(stochastic=True), hook), True),
     "by one's own": (lambda hook: dataclasses.replace(hook, update=lambda *a, **k: hook.update(*a, **k)), False),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("around", AROUND)

@@ -146,10 +146,8 @@ def test_a_step_of_a_pipeline_is_its_program() -> None:
     pipeline = tx.fuse(MEAN, tx.sgd(0.5, momentum=0.5), after=AVERAGE)
 
     def rank(value: float, weight: float) -> Any:
-        params, state = (
-            {"w": torch.ones(2, dtype=torch.float64)},
-            pipeline.init({"w": torch.ones(2, dtype=torch.float64)}),
-        )
+        params = {"w": torch.ones(2, dtype=torch.float64)}
+        state = pipeline.init({"w": torch.ones(2, dtype=torch.float64)})
         for _ in range(3):
             params, state = pipeline.step(
                 params, {"w": torch.full((2,), value, dtype=torch.float64)}, state, weight=weight

@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fjoin import transforms as tx
+from fjoin.transforms.random import _threefry
 
 SHAPES = [(), (0, 4), (2, 3, 4)]
 
@@ -50,8 +51,6 @@ KNOWN = [
 
 @pytest.mark.parametrize(("key", "counter", "want"), KNOWN)
 def test_known_answers(key: Any, counter: Any, want: Any) -> None:
-    from fjoin.transforms.random import _threefry
-
     number = int.from_bytes(b"".join(word.to_bytes(4) for word in counter), signed=True)
     got = _threefry(torch.tensor(key).to(torch.int32), torch.tensor(number))
     assert tuple(x.item() & 0xFFFFFFFF for x in got) == want
@@ -195,9 +194,7 @@ ERRORS: dict[str, tuple[Any, Any, str]] = {
     "a width": (lambda: tx.random.bits(tx.random.key(0), (), 4), ValueError, "8, 16, 32 or 64"),
     "a dtype": (lambda: tx.random.uniform(tx.random.key(0), (), torch.int32), TypeError, "floating point"),
     "no numbers": (lambda: tx.random.randint(tx.random.key(0), (), 3, 3), ValueError, "from 3 to below 3"),
-    "fewer draws than chances": (
-        lambda: tx.random.bernoulli(KEY, torch.full((3, 4), 0.5), (4,)), RuntimeError, "expand",
-    ),
+    "fewer draws than chances": (lambda: tx.random.bernoulli(KEY, torch.full((3, 4), 0.5), (4,)), RuntimeError, "expand"),
     "fewer draws than bounds": (lambda: tx.random.uniform(KEY, (), minval=torch.zeros(2)), RuntimeError, "expand"),
     "a fraction": (lambda: tx.random.randint(KEY, (3,), 0, 5.5), TypeError, "integer"),  # type: ignore[arg-type]
     "a negative number": (lambda: tx.random.permutation(KEY, -2), ValueError, "permutation: x"),

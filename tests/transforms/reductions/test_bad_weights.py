@@ -17,26 +17,18 @@ from tests.helpers import raises_text, same_bits
 
 BAD = {"negative": -1.0, "nan": math.nan, "inf": math.inf, "tiny": 1e-46, "huge": 1e39}
 FORMS: dict[str, Callable[[float], Any]] = {
-    "a number": float,
-    "a tensor": lambda w: torch.tensor(w, dtype=torch.float64),
-    "a numpy number": np.float64,
-}
+    "a number": float, "a tensor": lambda w: torch.tensor(w, dtype=torch.float64), "a numpy number": np.float64,
+}  # fmt: skip
 HOOKS: dict[str, Callable[[], tx.Transform]] = {
-    "mean": lambda: tx.mean("data"),
-    "live": lambda: tx.mean("data", over="live"),
-    "world": lambda: tx.mean("data", over="world"),
-    "sum_over": lambda: tx.sum_over("data"),
-    "scatter_mean": lambda: tx.scatter_mean("data"),
-    "accumulate": lambda: tx.accumulate(2, tx.mean("data")),
+    "mean": lambda: tx.mean("data"), "live": lambda: tx.mean("data", over="live"),
+    "world": lambda: tx.mean("data", over="world"), "sum_over": lambda: tx.sum_over("data"),
+    "scatter_mean": lambda: tx.scatter_mean("data"), "accumulate": lambda: tx.accumulate(2, tx.mean("data")),
     "chain": lambda: tx.chain(tx.clip_by_value(9.0), tx.mean("data")),
-    "masked": lambda: tx.masked(tx.mean("data"), "w"),
-    "int8": lambda: tx.compress(tx.int8(), tx.mean("data")),
+    "masked": lambda: tx.masked(tx.mean("data"), "w"), "int8": lambda: tx.compress(tx.int8(), tx.mean("data")),
     "error feedback": lambda: tx.error_feedback(tx.compress(tx.int8(), tx.mean("data"))),
-    "power_sgd": lambda: tx.power_sgd("data", 1),
-    "hierarchical": lambda: tx.hierarchical_mean("data", "node"),
-    "ema": lambda: tx.ema(0.9),
-    "average": lambda: tx.average_parameters("data"),
-}
+    "power_sgd": lambda: tx.power_sgd("data", 1), "hierarchical": lambda: tx.hierarchical_mean("data", "node"),
+    "ema": lambda: tx.ema(0.9), "average": lambda: tx.average_parameters("data"),
+}  # fmt: skip
 
 
 @pytest.mark.sample(3)
@@ -64,17 +56,13 @@ def test_the_shell_refuses_it(bad: str, form: str) -> None:
     raises_text(ValueError, lambda: fjoin.evaluate(lambda x: {"m": x}, [1.0], weight=lambda x: given), "must be")
     raises_text(ValueError, lambda: list(fjoin.join([1.0], weight=lambda x: given)), "must be")
     pipeline, params = tx.fuse(tx.identity(), tx.sgd(0.1)), {"w": torch.ones(2)}
-    raises_text(
-        ValueError, lambda: pipeline.step(params, params, pipeline.init(params), weight=given), "weight must be"
-    )
+    raises_text(ValueError, lambda: pipeline.step(params, params, pipeline.init(params), weight=given), "weight must be")  # fmt: skip
 
 
 @pytest.mark.parametrize("given", [1j, "1", torch.tensor(1j), [1.0]], ids=repr)
 def test_no_number_is_a_type_error(given: Any) -> None:
     hook, g = tx.mean("data"), {"w": torch.ones(2)}
-    raises_text(
-        TypeError, lambda: tx.simulate(lambda: hook.update(g, (), weight=given), {"data": 1}), "must be a number"
-    )
+    raises_text(TypeError, lambda: tx.simulate(lambda: hook.update(g, (), weight=given), {"data": 1}), "must be a number")  # fmt: skip
 
 
 @pytest.mark.parametrize("over", ["weight", "live", "world"])

@@ -13,12 +13,9 @@ from fjoin import transforms as tx
 from tests.helpers import max_diff, raises_text, same_bits
 
 SHAPES = [
-    {"node": 2, "local": 2},
-    {"node": 2, "local": 3},
-    {"node": 3, "local": 2},
-    {"node": 1, "local": 3},
+    {"node": 2, "local": 2}, {"node": 2, "local": 3}, {"node": 3, "local": 2}, {"node": 1, "local": 3},
     {"node": 3, "local": 1},
-]
+]  # fmt: skip
 
 
 def _grads(rank: int, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
@@ -69,10 +66,8 @@ def test_nothing_is_lost_between_nodes(axes: dict[str, int], without_input: Any)
 
     for hook in (
         tx.error_feedback(tx.hierarchical_mean("local", "node", tx.int4(block=4)), without_input),
-        tx.error_feedback(
-            tx.compress(tx.qsgd(3, block=4), tx.hierarchical_mean("local", "node"), seed=1), without_input
-        ),
-    ):
+        tx.error_feedback(tx.compress(tx.qsgd(3, block=4), tx.hierarchical_mean("local", "node"), seed=1), without_input),
+    ):  # fmt: skip
         results = tx.simulate(lambda: one_rank(hook), axes)  # noqa: B023
         for key in ("a", "b"):
             residual, given = (sum(r[i][key] for r in results) for i in (2, 1))

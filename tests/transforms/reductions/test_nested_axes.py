@@ -98,14 +98,7 @@ def test_both_axes_at_once(case: str, over: Any) -> None:
 TOTALS = {"live": "2 nodes, not 3 ranks", "world": "2 nodes, not 4 ranks"}
 
 
-@pytest.mark.parametrize(
-    "over",
-    [
-        "weight",
-        "live",
-        "world",
-    ],
-)
+@pytest.mark.parametrize("over", ["weight", "live", "world"])
 def test_total_of_a_chain_covers_all_ranks(over: Any) -> None:
     for make in (CHAINS["mean"], CHAINS["encoded"]):
 

@@ -1,4 +1,4 @@
-"""Reductions that are no plain sum, differences and moving errors, and inspecting values that pass."""
+"""Reductions that are no plain sum, differences and moving errors, inspecting values that pass, and parameters."""
 
 from __future__ import annotations
 
@@ -111,3 +111,63 @@ def test_raises_on_bad_input() -> None:
         "stochastic",
         "compress(qsgd(), hierarchical_mean",
     )
+
+
+ALL: dict[str, Any] = {
+    "mean": lambda: tx.mean("data"), "mean over two axes": lambda: tx.mean(("node", "data")),
+    "live": lambda: tx.mean("data", over="live"), "world": lambda: tx.mean("data", over="world"),
+    "sum": lambda: tx.sum_over("data"), "hierarchical": lambda: tx.hierarchical_mean("data", "node"),
+    "hierarchical, encoded": lambda: tx.hierarchical_mean("data", "node", tx.int8(), over="world"),
+    "int8": lambda: tx.compress(tx.int8(), tx.mean("data", over="world")),
+    "bfloat16": lambda: tx.compress(torch.bfloat16, tx.mean("data")),
+    "stochastic": lambda: tx.compress(tx.bfloat16(stochastic=True), tx.mean("data")),
+    "feedback": lambda: tx.error_feedback(tx.compress(tx.int8(), tx.mean("data"))),
+    "ef21": lambda: tx.ef21(tx.compress(tx.int8(), tx.mean("data"))),
+    "power_sgd": lambda: tx.power_sgd("data", min_compression_rate=0.5), "every": lambda: tx.every(1, tx.mean("data")),
+    "switch": lambda: tx.switch_after(0, tx.identity(), tx.mean("data")),
+    "masked": lambda: tx.masked(tx.mean("data"), "*"),
+    "by path": lambda: tx.partition({"w": tx.mean("data"), "*": tx.sum_over("data")}),
+    "chain": lambda: tx.chain(tx.mean("data"), tx.mean("node")), "buffers": lambda: tx.average_buffers("data"),
+}  # fmt: skip
+
+
+def params_of(rank: int) -> Any:
+    return {"w": torch.full((4, 4), 5.0 + rank), "b": torch.tensor(-1.0 - rank)}
+
+
+def one_step(make: Any, weight: Any, ranks: int = 2) -> Any:
+    pipeline = tx.fuse(tx.identity(), tx.sgd(1.0), after=make())
+    params = params_of(int(tx.axis_index(("node", "data"))))
+    grads = {path: torch.zeros_like(p) for path, p in params.items()}
+    return pipeline.step(params, grads, pipeline.init(params), weight=weight)[0]
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("as_tensor", [False, True])
+@pytest.mark.parametrize("name", ALL)
+def test_without_weight_parameters_stay(name: str, as_tensor: bool, ranks: int) -> None:
+    weight: Any = torch.zeros((), dtype=torch.float64) if as_tensor else 0.0
+    for rank, params in enumerate(tx.simulate(lambda: one_step(ALL[name], weight), {"node": 1, "data": ranks})):
+        assert same_bits(params, params_of(rank))
+
+
+def test_a_node_without_weight_takes_the_others_average() -> None:
+    weights = [0.0, 0.0, 1.0, 3.0]
+    chain = ALL["chain"]
+    for params in tx.simulate(lambda w: one_step(chain, w), {"node": 2, "data": 2}, weights):
+        assert params["b"].item() == (-1.0 - 2) / 4 + 3 * (-1.0 - 3) / 4
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_gradients_without_weight_are_zero(name: str) -> None:
+    """In a hook, a gradient without weight on any rank changes no parameter."""
+
+    def one_rank() -> Any:
+        hook, grads = ALL[name](), params_of(int(tx.axis_index(("node", "data"))))
+        return hook.update(grads, hook.init(grads), grads, weight=0.0)[0]
+
+    if name in ("buffers",):
+        return
+    for out in tx.simulate(one_rank, {"node": 1, "data": 2}):
+        assert all(not leaf.any() for leaf in out.values())

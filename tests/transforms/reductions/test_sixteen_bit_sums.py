@@ -12,7 +12,7 @@ from torch import Tensor
 import fjoin
 from fjoin import transforms as tx
 from fjoin.shared_memory import combine
-from tests.helpers import same_bits
+from tests.helpers import raises_text, same_bits, stepped
 from tests.pool import Pool
 
 DTYPES = [torch.bfloat16, torch.float16]
@@ -51,13 +51,10 @@ def test_collectives_round_a_sum_once(dtype: torch.dtype) -> None:
 
 
 HOOKS: dict[str, Callable[[], tx.Transform]] = {
-    "mean": lambda: tx.mean("data"),
-    "scatter_mean": lambda: tx.scatter_mean("data"),
-    "sum_over": lambda: tx.chain(tx.sum_over("data")),
-    "accumulate": lambda: tx.accumulate(1, tx.mean("data")),
-    "every": lambda: tx.every(1, tx.mean("data")),
-    "cast": lambda: tx.compress(torch.float16, tx.mean("data")),
-}
+    "mean": lambda: tx.mean("data"), "scatter_mean": lambda: tx.scatter_mean("data"),
+    "sum_over": lambda: tx.chain(tx.sum_over("data")), "accumulate": lambda: tx.accumulate(1, tx.mean("data")),
+    "every": lambda: tx.every(1, tx.mean("data")), "cast": lambda: tx.compress(torch.float16, tx.mean("data")),
+}  # fmt: skip
 
 
 @pytest.mark.sample(3)
@@ -149,11 +146,9 @@ def test_a_window_that_is_lost_leaves_nothing_behind() -> None:
     state = step.init({"w": torch.zeros(3, dtype=torch.bfloat16)})
     given = state
     state, _ = step(state, torch.ones(3, dtype=torch.bfloat16) * 100)
-    with pytest.raises(RuntimeError, match="stop"):
-        step(state, -torch.ones(3, dtype=torch.bfloat16))
+    raises_text(RuntimeError, lambda: step(state, -torch.ones(3, dtype=torch.bfloat16)), "stop")
     state = given.clone()
-    for _ in range(4):
-        state, _ = step(state, torch.ones(3, dtype=torch.bfloat16))
+    state = stepped(step, state, [torch.ones(3, dtype=torch.bfloat16)] * 4)
     assert state.params["w"].tolist() == [-0.5] * 3
 
 

@@ -286,7 +286,7 @@ class SinIsCos(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def _dtype() -> Iterator[None]:
+def default_dtype() -> Iterator[None]:
     torch.set_default_dtype(torch.float64)
     try:
         yield
@@ -295,20 +295,15 @@ def _dtype() -> Iterator[None]:
 
 
 AROUND: dict[str, Callable[[], Any]] = {
-    "nothing": contextlib.nullcontext,
-    "function mode": SinIsCos,
-    "device": lambda: torch.device("cpu"),
-    "dtype": _dtype,
-    "math": lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
+    "nothing": contextlib.nullcontext, "function mode": SinIsCos, "device": lambda: torch.device("cpu"),
+    "dtype": default_dtype, "math": lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
     "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
-}
+}  # fmt: skip
 RESULTS: dict[str, Callable[[World, Tensor], Any]] = {
-    "tensor": lambda m, h: h,
-    "object": lambda m, h: Notes(3, h.sin(), [h], {"h": h}),
-    "others": lambda m, h: (h, 3, "text", {"none": None}),
-    "parameter": lambda m, h: (h, m.scale),
+    "tensor": lambda m, h: h, "object": lambda m, h: Notes(3, h.sin(), [h], {"h": h}),
+    "others": lambda m, h: (h, 3, "text", {"none": None}), "parameter": lambda m, h: (h, m.scale),
     "buffer": lambda m, h: (h, m.mean),
-}
+}  # fmt: skip
 
 
 def of_result(out: Any) -> Tensor:

@@ -15,11 +15,7 @@ from fjoin.transforms import checkpoint_policies as policies
 from tests.helpers import raises_text
 
 pytestmark = pytest.mark.usefixtures("host")
-POLICIES = [
-    policies.nothing_saveable,
-    policies.dots_saveable,
-    policies.everything_saveable,
-]
+POLICIES = [policies.nothing_saveable, policies.dots_saveable, policies.everything_saveable]
 
 
 def gradient(fn: Callable[[Tensor], Tensor]) -> Tensor:
@@ -43,10 +39,6 @@ def test_one_tensor_given_twice_stays_one(policy: Any) -> None:
     assert torch.equal(gradient(lambda h: wrapped(h, h, h)[0]), gradient(lambda h: attend(h, h, h)[0]))
 
 
-def by_leaf(x: Tensor) -> Tensor:
-    return x.sin() if x.is_leaf else x.cos().exp()
-
-
 def by_inner(x: Tensor) -> Tensor:
     y = x.detach()
     y.requires_grad = True
@@ -54,11 +46,9 @@ def by_inner(x: Tensor) -> Tensor:
 
 
 READS: dict[str, Callable[[Tensor], Tensor]] = {
-    "is_leaf": by_leaf,
-    "numpy": lambda x: x * float(x.detach().numpy().max()),
-    "data_ptr": lambda x: x.sin() + 0 * (x.data_ptr() % 2),
-    "requires_grad": by_inner,
-}
+    "is_leaf": lambda x: x.sin() if x.is_leaf else x.cos().exp(), "numpy": lambda x: x * float(x.detach().numpy().max()),
+    "data_ptr": lambda x: x.sin() + 0 * (x.data_ptr() % 2), "requires_grad": by_inner,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", READS)

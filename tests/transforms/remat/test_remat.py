@@ -70,12 +70,10 @@ TRANSFORMS: dict[str, Callable[[Any], Any]] = {
     "jacrev(jacrev)": lambda f: func.jacrev(func.jacrev(f, 1), 1)(X, W),
     "vmap(grad)": lambda f: func.vmap(func.grad(loss(f), 1), (0, None))(X[:, None], W),
     "grad(vmap)": lambda f: func.grad(lambda w: func.vmap(loss(f), (0, None))(X[:, None], w).sum())(W),
-    "vmap(vmap(grad))": lambda f: func.vmap(func.vmap(func.grad(loss(f), 1), (0, None)), (None, 0))(
-        X[:, None], torch.stack([W, W + 1])
-    ),
+    "vmap(vmap(grad))": lambda f: func.vmap(func.vmap(func.grad(loss(f), 1), (0, None)), (None, 0))(X[:, None], torch.stack([W, W + 1])),
     "grad(grad)": lambda f: func.grad(lambda w: func.grad(loss(f), 1)(X, w).square().sum())(W),
     "compile": lambda f: plain(torch.compile(f, backend="aot_eager")),
-}
+}  # fmt: skip
 POLICIES: dict[str, Any] = {
     "default": None,
     "everything_saveable": policies.everything_saveable,
@@ -125,10 +123,8 @@ def test_nested(transform: str) -> None:
     def both(x: Tensor, w: Tensor) -> Tensor:
         return block(block(x, w), w)
 
-    want, got = (
-        TRANSFORMS[transform](both),
-        TRANSFORMS[transform](tx.remat(outer, policies.save_only_these_names("h"))),
-    )
+    want = TRANSFORMS[transform](both)
+    got = TRANSFORMS[transform](tx.remat(outer, policies.save_only_these_names("h")))
     for a, b in zip(tree_leaves(got), tree_leaves(want), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
@@ -220,10 +216,8 @@ WRAPS: dict[str, Callable[[Any], Any]] = {
     "closure": lambda model: tx.remat(lambda *args, **kwargs: model(*args, **kwargs)),
     "method": lambda model: tx.remat(model.forward),
     "partial": lambda model: tx.remat(functools.partial(type(model).forward, model)),
-    "container": lambda model: tx.remat(
-        lambda *args, _held={"models": [model]}, **kwargs: _held["models"][0](*args, **kwargs)
-    ),
-}
+    "container": lambda model: tx.remat(lambda *args, _held={"models": [model]}, **kwargs: _held["models"][0](*args, **kwargs)),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("how", WRAPS)

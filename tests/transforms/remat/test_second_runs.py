@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from fjoin import transforms as tx
 from fjoin.transforms import checkpoint_policies as policies
 from tests.helpers import raises_text
+from tests.transforms.remat.fuzz import Square
 
 pytestmark = pytest.mark.usefixtures("host")
 POLICIES: dict[str, dict[str, Any]] = {
@@ -29,17 +30,6 @@ POLICIES: dict[str, dict[str, Any]] = {
 X = torch.linspace(-1, 1, 12).view(3, 4)
 W = nn.Parameter(torch.linspace(0.5, 1.5, 4))
 COUNT = torch.zeros(4)
-
-
-class Old(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return 2 * ctx.saved_tensors[0] * grad
 
 
 def force(x: Tensor) -> Tensor:
@@ -92,12 +82,9 @@ def test_own_operations_are_not_counted(name: str, policy: str, transform: str) 
 
 # Functions that return what they reach.
 RETURNS: dict[str, Callable[[Tensor], Any]] = {
-    "parameter": lambda x: (x * W, W),
-    "view of a parameter": lambda x: (x * W, W.view(2, 2)),
-    "argument": lambda x: (x * W, x),
-    "tensor": lambda x: (x * W, COUNT),
-    "twice": lambda x: (x * W, W, W),
-}
+    "parameter": lambda x: (x * W, W), "view of a parameter": lambda x: (x * W, W.view(2, 2)),
+    "argument": lambda x: (x * W, x), "tensor": lambda x: (x * W, COUNT), "twice": lambda x: (x * W, W, W),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -154,7 +141,7 @@ INSIDE: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
     "grad": lambda: force,
     "vmap": lambda: lambda x: torch.func.vmap(lambda row: row.sin() * row.sum())(x) * x,
     "jacrev": lambda: lambda x: torch.func.jacrev(lambda z: z.sin().sum())(x) * x,
-    "old form": lambda: lambda x: force(x) * Old.apply(x),  # type: ignore[no-untyped-call,no-any-return]
+    "old form": lambda: lambda x: force(x) * Square.apply(x),  # type: ignore[no-untyped-call,no-any-return]
     "buffer": lambda: (lambda m: lambda x: m(x) * force(x))(nn.BatchNorm1d(4)),
     "dropout": lambda: lambda x: F.dropout(force(x), 0.5) * x,
     "parameter": lambda: lambda x: force(x * W) * W,

@@ -15,24 +15,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from fjoin import transforms as tx
 from fjoin.transforms import checkpoint_policies as policies
 from fjoin.transforms.rematerialization._modes import FLAGS
+from tests.transforms.remat.fuzz import SinIsCos, default_dtype
 
 POLICIES: dict[str, Any] = {
-    "nothing": None,
-    "dots": policies.dots_saveable,
-    "own": lambda op, *args, **kw: "mul" in str(op),
-}
-
-
-class SinIsCos(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return torch.cos(*args) if func in (torch.sin, Tensor.sin) else func(*args, **(kwargs or {}))
+    "nothing": None, "dots": policies.dots_saveable, "own": lambda op, *args, **kw: "mul" in str(op),
+}  # fmt: skip
 
 
 class Doubled(TorchDispatchMode):
@@ -78,15 +71,6 @@ def default_device() -> Any:
         torch.set_default_device(None)
 
 
-@contextlib.contextmanager
-def default_dtype() -> Any:
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
 def parametrized() -> Callable[[Tensor], Tensor]:
     linear = nn.Linear(4, 4)
     parametrize.register_parametrization(linear, "weight", Triple())
@@ -107,10 +91,7 @@ AROUND: dict[str, tuple[Callable[[], Any], Callable[[], Callable[[Tensor], Tenso
     "a mode for functions": (SinIsCos, lambda: waves),
     "a mode for operations": (Doubled, lambda: waves),
     "torch.device": (lambda: torch.device("cpu"), lambda: lambda x: (x * torch.arange(4)).sin() + torch.ones(4) * x.cos()),
-    "another device": (
-        lambda: torch.device("meta"),
-        lambda: lambda x: (x * (2 if torch.empty(0).device.type == "meta" else 3)).sin(),
-    ),
+    "another device": (lambda: torch.device("meta"), lambda: lambda x: (x * (2 if torch.empty(0).device.type == "meta" else 3)).sin()),
     "set_default_device": (default_device, lambda: lambda x: (x * torch.arange(4)).sin() + torch.ones(4) * x.cos()),
     "set_default_dtype": (default_dtype, lambda: lambda x: (x * torch.full((4,), 0.3)).sin() * torch.full((4,), 0.7)),
     "autocast": (lambda: torch.autocast("cpu", dtype=torch.bfloat16), lambda: lambda x: (x @ x.t() @ x).sin()),
@@ -196,12 +177,9 @@ def test_flags_of_the_first_run_are_restored_for_the_second(name: str) -> None:
 
 
 DRAWS: dict[str, Callable[[], float]] = {
-    "torch": lambda: torch.rand(()).item(),
-    "random": random.random,
-    "random.gauss": lambda: random.gauss(0, 1),
-    "numpy": lambda: float(np.random.rand()),
-    "numpy.randn": lambda: float(np.random.randn()),
-}
+    "torch": lambda: torch.rand(()).item(), "random": random.random, "random.gauss": lambda: random.gauss(0, 1),
+    "numpy": lambda: float(np.random.rand()), "numpy.randn": lambda: float(np.random.randn()),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("transform", ["plain", "grad"])

@@ -1,4 +1,4 @@
-"""A sharded pipeline equals the unsharded one to the bit: all optimizers, any number of ranks."""
+"""A sharded pipeline equals the unsharded one to the bit: all optimizers, any number of ranks; pieces of a sharded mean."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from fjoin import transforms as tx
 from fjoin.transforms.optimizers import SGDState
 from tests.helpers import raises_text
 from tests.optimizer_table import OPTIMIZERS
-from tests.sharded_problem import STEPS, gradients, run, start
-from tests.sharded_table import PAIRS
+from tests.sharded_problem import PAIRS, STEPS, gradients, run, start
 
 
 def same(got: list[Any], want: list[Any]) -> None:
@@ -266,12 +265,10 @@ def test_a_derivative_through_a_sharded_step() -> None:
 @pytest.mark.parametrize(
     "ranks",
     [
-        2,
-        pytest.param(7, marks=pytest.mark.long),
-        pytest.param(16, marks=pytest.mark.long),
+        2, pytest.param(7, marks=pytest.mark.long), pytest.param(16, marks=pytest.mark.long),
         pytest.param(64, marks=pytest.mark.long),
     ],
-)
+)  # fmt: skip
 def test_more_ranks_than_leaves_and_many_steps(ranks: int) -> None:
     """Pieces smaller than the alignment, and empty ones."""
     optimizer = tx.partition({"*.weight": tx.muon(0.1), "*.bias": tx.adamw(0.1), "*": tx.sgd(0.1, momentum=0.9)})
@@ -325,3 +322,17 @@ def test_a_parameter_that_the_optimizer_refuses_has_no_cost() -> None:
     raises_text(
         ValueError, lambda: tx.simulate(lambda rank: pipeline.init(params), {"data": 2}, [0, 1]), "matrices only", "'b'"
     )
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_values_that_persist_stay_where_no_rank_has_weight(ranks: int) -> None:
+    """Each rank gets its shard, as of a mean."""
+
+    def one_rank(weight: float) -> Any:
+        hook, given = tx.scatter_mean("data"), {"w": torch.arange(40.0), "b": torch.tensor(7.0)}
+        return hook.update(given, hook.init(given), given, weight=weight, persistent=True)[0]
+
+    kept, meant = (tx.simulate(one_rank, {"data": ranks}, [weight] * ranks) for weight in (0.0, 2.0))
+    for one, other in zip(kept, meant, strict=True):
+        assert all(torch.equal(one[path], other[path]) for path in ("w", "b"))
+    assert torch.cat([one["w"] for one in kept]).tolist() == list(range(40))

@@ -11,7 +11,7 @@ from torch import nn
 
 import fjoin
 from fjoin import transforms as tx
-from tests.helpers import raises_text
+from tests.helpers import raises_text, stepped
 
 
 def make_model(momentum: float | None = 0.1, affine: bool = True, tracks: bool = True) -> nn.Module:
@@ -40,9 +40,7 @@ def train(model: nn.Module, batches: list[torch.Tensor]) -> Any:
         return (out * torch.linspace(-1, 1, 5, dtype=torch.float64)).sum(1).square().mean(), None, buffers
 
     step = fjoin.train_step(loss_fn, tx.fuse(tx.mean("data"), tx.sgd(0.1)), weight=len)
-    state = step.init(params, buffers)
-    for batch in step.join(batches, when_exhausted="replay"):
-        state, _ = step(state, batch)
+    state = stepped(step, step.init(params, buffers), step.join(batches, when_exhausted="replay"))
     evaluated = apply.eval()(state.params, state.buffers, data(9, 0))
     return state.clone().params, state.buffers, evaluated
 
