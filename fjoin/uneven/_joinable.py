@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
-from ..groups import Communicator, Mesh, check_mesh, mesh_from_group, world_mesh
+from ..groups import Communicator, Mesh, mesh_from_group, mesh_or_world
 from ..transforms.axes import bind_axes
 from ..transforms.sync import JoinHook as PureHook
 
@@ -88,8 +88,6 @@ def as_joinable(
     """
     if not isinstance(hook, PureHook) and not callable(hook):
         raise TypeError(f"as_joinable takes a transforms.JoinHook or a function that makes one, got {hook!r}")
-    if mesh is None:
-        return PureJoinable(hook, state, world_mesh())
-    return PureJoinable(
-        hook, state, check_mesh("as_joinable", mesh) if isinstance(mesh, Mesh) else mesh_from_group(mesh)
-    )
+    if mesh is None or isinstance(mesh, Mesh):
+        return PureJoinable(hook, state, mesh_or_world("as_joinable", mesh))
+    return PureJoinable(hook, state, mesh_from_group(mesh))
