@@ -74,7 +74,9 @@ class Mesh:
     """
 
     def __init__(self, shape: dict[str, int], axes: dict[str, Any], rank: int) -> None:
-        self.shape, self.axes, self.rank = shape, axes, rank
+        self.shape: dict[str, int] = shape
+        self.axes: dict[str, Any] = axes
+        self.rank: int = rank
         self.size: int = math.prod(shape.values())
 
     def __repr__(self) -> str:
@@ -109,7 +111,8 @@ class Communicator(Mesh):
 
     def __init__(self, shape: dict[str, int], axes: dict[str, Any], rank: int) -> None:
         super().__init__(shape, axes, rank)
-        self.use, self.traffic = Use(), Traffic()
+        self.use: Use = Use()
+        self.traffic: Traffic = Traffic()
 
     @property
     def group(self) -> Any:

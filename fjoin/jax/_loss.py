@@ -93,8 +93,8 @@ def loss(f: Callable[..., Any], *, buffers: bool = False, seed: int | None = Non
 
     Returns:
         A function of tensors, differentiable once, by `params` only. Tensors of 64-bit integers in its arguments become 32-bit
-        ones where all their values fit; where a tensor is float64, jax computes with 64 bits. Under torch.no_grad() jax computes the
-        value only.
+        ones where all their values fit; where a tensor is float64, jax computes with 64 bits. Under `torch.no_grad()` jax computes
+        the value only.
 
     Raises:
         ImportError: by `import fjoin.jax`: jax is not installed.

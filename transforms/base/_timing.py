@@ -52,9 +52,10 @@ class Period(NamedTuple):
 class Timing:
     """When a transform runs those inside it; `Transform(..., timing=None)`: in each call, with messages that never change.
 
-    runs: (call, at_end) -> the transforms that run in that call, counted from 0, each with its own number of the call.
-        None: all, with the same number; only the messages change. at_end: whether they run on parameters, at the end of a step.
-    flushes: calls -> the transforms that run in a flush after so many calls. None: those of what runs in the last one.
+    Attributes:
+        runs: (call, at_end) -> the transforms that run in that call, counted from 0, each with its own number of the call.
+            None: all, with the same number; only the messages change. at_end: whether they run on parameters, at the end of a step.
+        flushes: calls -> the transforms that run in a flush after so many calls. None: those of what runs in the last one.
     """
 
     runs: Callable[[int, bool], Runs] | None = None
