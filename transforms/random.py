@@ -113,6 +113,8 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
     >>> at_step_3 = tx.random.fold_in(tx.random.key(0), 3)
     """
     if isinstance(data, Tensor):
+        if data.is_floating_point():
+            raise TypeError(f"fold_in: data must be whole numbers, got a tensor of {data.dtype}")
         return torch.stack(_threefry(key, _unsigned(data.to(key.device))), -1)
     if not 0 <= operator.index(data) < 2**32:
         raise ValueError(f"fold_in: data must be from 0 to below 2^32, got {data}")

@@ -1,4 +1,4 @@
-"""The position of a loop over data, in a checkpoint."""
+"""Restores a checkpoint: chooses a verified step, and reads the values of this rank and the position of its loop over data."""
 
 from __future__ import annotations
 

@@ -372,8 +372,8 @@ def register(model: DistributedDataParallel, what: Transform | Pipeline, mesh: M
         raise ValueError("a module with delay_all_reduce_named_params keeps those parameters from its hook")
     same_hook(ranks, what)
     if ranks.size > 1 and ranks.rank == 0:
-        parts = (what.hook, *what.ends) if isinstance(what, Pipeline) else (what,)
-        warn_if_silent(what, parts, tuple(ranks.shape), ranks.size, stacklevel=2)
+        ends = what.ends if isinstance(what, Pipeline) else ()
+        warn_if_silent(what, hook, ends, tuple(ranks.shape), ranks.size, stacklevel=2)
     run = DDPRun(model, hook, what if isinstance(what, Pipeline) else None, ranks)
     if run.pipeline_step is not None:
         if rates := run.pipeline_step.rates():

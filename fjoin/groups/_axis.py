@@ -110,8 +110,6 @@ class GroupAxis(Axis):
         name: The name of the axis, in what is counted.
     """
 
-    travels = True
-
     def __init__(
         self,
         group: dist.ProcessGroup,

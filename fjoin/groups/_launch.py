@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -37,6 +38,9 @@ _LAUNCHERS = (
     _Variables("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     _Variables("Slurm's srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 )
+
+# How launchers whose other variables nobody reads here call the number of a process.
+_OTHERS = ("MV2_COMM_WORLD_RANK", "FLUX_TASK_RANK", "JSM_NAMESPACE_RANK", "PALS_RANKID", "PMIX_RANK")
 
 _ALONE = (
     "so this process would train alone; set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, or start the program by "
@@ -81,10 +85,15 @@ def read_launch(environ: Mapping[str, str]) -> Launch | None:
         return _checked(environ, *of[1:])
     if any(of.rank in environ and environ.get(of.size) == "1" for of in _LAUNCHERS):
         return None  # what else is set is of a launcher around that one
-    for of in _LAUNCHERS:
-        if (rank := _number(environ, of.rank, "0")) > 0:
-            of_size = f"{of.size} is {environ.get(of.size) or 'not set'}"
-            raise ValueError(f"{of.launcher} has started this process as {of.rank}={rank}, but {of_size}, {_ALONE}")
+    for name in (*(of.rank for of in _LAUNCHERS), *_OTHERS):
+        if (rank := _number(environ, name, "0")) > 0:
+            raise ValueError(f"{name}={rank} is set, but not the number of all processes, {_ALONE}")
+    if _number(environ, "SLURM_NTASKS", "1") > 1 and environ.get("SLURM_PROCID") == "0":
+        warnings.warn(
+            f"this process runs alone, though its Slurm job has {environ['SLURM_NTASKS']} tasks; start it by srun or torchrun to train "
+            f"on all of them, or set RANK=0 and WORLD_SIZE=1 to say that it is meant to",
+            stacklevel=3,
+        )
     return None
 
 

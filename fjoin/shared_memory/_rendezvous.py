@@ -61,7 +61,7 @@ def host_name() -> str:
 
 _RANK = struct.Struct("<q")
 _CREDENTIALS = struct.Struct("3i")  # process, user and group
-_LOOK_S, _AGAIN_S = 0.25, 0.01
+_LOOK_S, _AGAIN_S, _GREETING_S = 0.25, 0.01, 5.0
 
 
 class Doorway:
@@ -155,7 +155,7 @@ class Doorway:
 def _greeted_by(connection: socket.socket, end: float) -> int:
     """The rank that has greeted; -1 for a process that is no rank of this user."""
     if _user_of(connection) == os.geteuid():
-        connection.settimeout(max(end - time.monotonic(), _AGAIN_S))
+        connection.settimeout(max(min(end - time.monotonic(), _GREETING_S), _AGAIN_S))
         with contextlib.suppress(OSError):
             data = connection.recv(_RANK.size)
             connection.setblocking(False)

@@ -21,7 +21,7 @@ class _Work:
 class EchoAxis(Axis):
     """An axis of two ranks whose messages are under way until they are awaited."""
 
-    size, travels = 2, True
+    size = 2
 
     def index(self) -> Tensor:
         return torch.tensor(0)

@@ -75,6 +75,14 @@ def test_a_rank_of_weight_zero_is_not_counted() -> None:
     assert max_diff(torch.cat([out[0][2][0], out[2][2][0]]), grad) < 1e-9
     for _, new, _ in tx.simulate(normalize, {"data": 2}, xs, [0.0, 0.0]):
         assert new.mean.tolist() == [0.0] * 4 and new.var.tolist() == [1.0] * 4
+    for odd in (torch.ones(3), torch.ones(3, 4, dtype=torch.int64)):
+        raises_text(
+            ValueError,
+            lambda x=odd: tx.sync_batch_norm(x, (torch.zeros(4), torch.ones(4)), axis="data"),
+            "(N, C, ...)",
+            str(odd.dtype),
+            str(tuple(odd.shape)),
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -17,7 +17,7 @@ def warned(pipeline: tx.Pipeline, ranks: int) -> list[str]:
 
     def one_rank() -> None:
         step = fjoin.train_step(lambda p, b: (p["w"] * b).sum(), pipeline)
-        step.init({"w": torch.zeros(2)})
+        step.init({"w": torch.zeros(2), "b": torch.zeros(1)})
 
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -31,13 +31,15 @@ SILENT = {
     "clip": tx.fuse(tx.chain(tx.clip_by_value(1.0), tx.clip_by_global_norm(1.0)), SGD),
     "by path": tx.fuse(tx.partition({"*": tx.clip_by_value(1.0)}), SGD),
     "clip alone": tx.fuse(tx.chain(tx.clip_by_value(1.0), tx.identity()), SGD),  # a chain leaves identity out
+    "identity in some steps": tx.fuse(tx.every(2, tx.identity()), SGD),
+    "identity for some leaves": tx.fuse(tx.partition({"w": tx.identity(), "b": tx.clip_by_value(1.0)}), SGD),
+    "identity at the end": tx.fuse(tx.clip_by_value(1.0), SGD, after=tx.switch_after(10, tx.identity(), tx.ema(0.9))),
     "some steps": tx.skip_if_nonfinite(tx.fuse(tx.every(2, tx.clip_by_value(1.0)), SGD)),
 }
 TALKS = {
     "mean": tx.fuse(tx.mean("data"), SGD),
     "some": tx.fuse(tx.masked(tx.mean("data"), "*"), SGD),
     "identity": tx.fuse(tx.identity(), SGD),
-    "identity in some steps": tx.fuse(tx.every(2, tx.identity()), SGD),
     "after": tx.fuse(tx.identity(), SGD, after=tx.every(2, tx.mean("data"))),
     "by hand": tx.fuse(tx.Transform(lambda p: (), lambda p, s, params=None, **extra: (tx.pmean(p, "data"), s)), SGD),
     "a function": tx.fuse(tx.stateless(lambda g: -g), SGD),  # which may communicate

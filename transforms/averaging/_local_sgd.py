@@ -51,8 +51,9 @@ def local_sgd(
     [tensor(-2.), tensor(-2.)]
     """
     whole_number("local_sgd: every", every, 1)
+    after = _averages("local_sgd", reduction, every, None)
     on_state = on_state_of("local_sgd", state, reduction, every, None)
-    return fuse(identity() if hook is None else hook, inner, _averages("local_sgd", reduction, every, None), on_state)
+    return fuse(identity() if hook is None else hook, inner, after, on_state)
 
 
 @factory
@@ -78,8 +79,8 @@ def post_local_sgd(
         reduction: The average of the parameters, as for `local_sgd`.
         every: The period of the averages in steps.
         warmup_steps: The number of steps with the mean of all gradients.
-        hook: The reduction of the gradients in these steps; by default `reduction`.
-        local: The reduction of the gradients afterwards; by default none.
+        hook: The reduction of the gradients in these steps; by default `reduction`, also its codec.
+        local: The reduction of the gradients afterwards; by default none. With it also `hook` must be given.
         state: As for `local_sgd`.
         then: A transform of the averaged gradients, such as `clip_by_global_norm(1.0)`.
 
@@ -87,6 +88,7 @@ def post_local_sgd(
         A `Pipeline`.
 
     Raises:
+        ValueError: `local` without `hook`, which must reduce over its axes too.
         ValueError, TypeError: as `local_sgd`.
 
     Same as: post_localSGD_hook and PeriodicModelAverager in a PostLocalSGDOptimizer, with over="world", for one value
@@ -99,6 +101,8 @@ def post_local_sgd(
     """
     whole_number("post_local_sgd: every", every, 1)
     whole_number("post_local_sgd: warmup_steps", warmup_steps, 0)
+    if local is not None and hook is None:
+        raise ValueError("post_local_sgd: with local= give also hook=, the mean of all gradients in the first steps")
     gradients = switch_after(warmup_steps, hook or reduction, local or identity())
     after = switch_after(warmup_steps, identity(), _averages("post_local_sgd", reduction, every, 0))
     on_state = on_state_of("post_local_sgd", state, reduction, every, 0)

@@ -75,12 +75,10 @@ class Axis:
 
     Attributes:
         size: The number of ranks.
-        travels: Whether messages are under way while this process computes.
         simulated: Whether the ranks are simulated in one process.
     """
 
     size: int
-    travels = False
     simulated = False
 
     def index(self) -> Tensor:

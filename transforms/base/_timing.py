@@ -14,7 +14,11 @@ if TYPE_CHECKING:
 
 
 Runs: TypeAlias = "list[tuple[Transform, int]]"
-_STARTS = ("warmup", "start")  # arguments of a factory outside fjoin that give the step in which its messages change
+_STARTS = (
+    "warmup_steps",
+    "warmup",
+    "start",
+)  # arguments of a factory outside fjoin that give the step in which its messages change
 
 
 class Period(NamedTuple):

@@ -269,7 +269,7 @@ def check_transform(value: Any, where: str) -> Transform:
     elif callable(value):
         hint = "did you forget to call the factory, or do you want stateless(function)?"
     else:
-        hint = "make one with Transform(init, update)"
+        hint = f"write mean({value!r})" if isinstance(value, str) else "make one with Transform(init, update)"
     raise TypeError(f"{where} must be a Transform, got {value!r}; {hint}")
 
 

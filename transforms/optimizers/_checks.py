@@ -148,6 +148,12 @@ def checked(forms: Forms, kernel: Callable[..., None], lists: bool) -> Callable[
             for field in forms.check_state(param, state, lambda: "state"):
                 _check_unrecorded("state", field)
             check_count(state, lambda i=i: f"states[{i}]" if lists else "state")  # type: ignore[misc]
+            pairs = zip(fields(state), fields(states[0] if lists else state), forms.common, strict=True)
+            if any(common and a is not b for a, b, common in pairs):
+                raise ValueError(
+                    f"states[{i}] has counts of its own, and states that are stepped in one call share those of states[0], as the states "
+                    f"of init(params) do; step the others in a call of their own"
+                )
         if not lists or params:
             kernel(params, [grad.detach() for grad in grads] if lists else grads.detach(), states, **guards)
 

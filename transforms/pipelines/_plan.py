@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from ..axes import names
-from ..base import Needs, Over, Transform, changes_with_steps, children, running
+from ..base import Needs, Over, Transform, changes_with_steps, running
 from ..combinators import chain, stages
 
 AXES = ("axis", "local", "node")  # the arguments of our factories that name axes
@@ -128,21 +128,21 @@ def _summed_over(part: Transform, mesh_axes: Collection[str], step: int | None) 
 
 
 def warn_if_silent(
-    what: Any, parts: Collection[Transform | None], mesh_axes: tuple[str, ...], ranks: int, stacklevel: int
+    what: Any,
+    hook: Transform,
+    ends: Collection[Transform | None],
+    mesh_axes: tuple[str, ...],
+    ranks: int,
+    stacklevel: int,
 ) -> None:
-    """Warn if no part of a pipeline communicates and none of them contains `identity`."""
-    given = [part for part in parts if part is not None]
-    if not any(axes_of(part, mesh_axes) or _is_silent(part) for part in given):
+    """Warn if no part of a pipeline communicates, unless its hook is `identity()`."""
+    given = [hook, *(part for part in ends if part is not None)]
+    if not hook.silent and not any(axes_of(part, mesh_axes) for part in given):
         warnings.warn(
             f"nothing in {what!r} reduces over the {ranks} ranks, so each trains on its own batches alone; put "
             f"tx.mean({mesh_axes[0]!r}) into it, or tx.identity() where that is meant",
             stacklevel=stacklevel + 1,
         )
-
-
-def _is_silent(part: Transform) -> bool:
-    """Whether a transform, or one inside it, is meant to send nothing."""
-    return part.silent or any(_is_silent(child) for child in children(part))
 
 
 def takes_flat(part: Transform) -> bool:

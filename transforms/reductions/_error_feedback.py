@@ -64,7 +64,6 @@ class ResidualMemory:
         self.new: dict[str, Tensor] = {}
         self.last = dict(last or {})
         self.coded: dict[str, Tensor] = {}
-        self._growth: dict[str, Any] = {}
 
     def __contains__(self, path: str) -> bool:
         return path in self._error
@@ -104,16 +103,16 @@ class ResidualMemory:
             once: As for `residuals`.
         """
 
-        def change() -> tuple[list[Any], list[Any], tuple[Tensor, ...]]:
+        def change() -> tuple[list[Any], tuple[Tensor, ...]]:
             if not rows:
-                return [], [], ()
-            growth, unsent, new = _change(table, share, divisor, self.flush)
-            return _scalars(growth), _scalars(unsent), new.split(1)
+                return [], ()
+            unsent, new = _change(table, share, divisor, self.flush)
+            return _scalars(unsent), new.split(1)
 
         values = {path: value for path, value in zip(paths, residuals, strict=True) if path in self._error}
         rows, table = self._rows(values)
         # Also without rows: the first bucket may have none, and others some.
-        ratios, unsent_of, last = _made("change", table, change, once)
+        unsent_of, last = _made("change", table, change, once)
         for path, value in values.items():
             if path in self.new:
                 raise ValueError(
@@ -124,7 +123,7 @@ class ResidualMemory:
             if path in rows:
                 row = rows[path]
                 self.new[path] = _plus(value, self._error[path], unsent_of[row])
-                self.last[path], self._growth[path] = last[row], ratios[row]
+                self.last[path] = last[row]
 
     def _rows(self, paths: Iterable[str]) -> tuple[dict[str, int], Tensor]:
         """Path -> row, and the tensors in `last` of these paths, each one once, (rows, 2)."""
@@ -159,12 +158,12 @@ def _sent_part(last: Tensor, share: RankWeight) -> Tensor:
     return torch.where((factor > 0) & (worth > 0), (factor / nonzero_or_one(worth)).clamp(max=1.0), 1.0)
 
 
-def _change(last: Tensor, share: RankWeight, divisor: Tensor, flush: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _change(last: Tensor, share: RankWeight, divisor: Tensor, flush: bool) -> tuple[Tensor, Tensor]:
     """The update of `last` in one call.
 
     Returns:
-        The ratio new divisor / old divisor, (rows,); that ratio minus the sent part, which is the factor of the old
-        residual in the new one, (rows,); and the new `last`, (rows, 2).
+        The ratio new divisor / old divisor minus the sent part, which is the factor of the old residual in the new one,
+        (rows,); and the new `last`, (rows, 2).
     """
     factor, now = to_device(last.device, share.factor), to_device(last.device, divisor, last.dtype)
     (worth, before), counts = last.unbind(1), torch.isfinite(now) & (now > 0)
@@ -172,7 +171,7 @@ def _change(last: Tensor, share: RankWeight, divisor: Tensor, flush: bool) -> tu
     unsent = growth - _sent_part(last, share)
     # A rank without input keeps its residual; the residual's weight is scaled to the new divisor.
     new = torch.where((factor > 0) | flush, torch.maximum(unsent.abs() * worth, factor), growth * worth)
-    return growth, unsent, torch.where(counts, torch.stack([new, now.expand_as(new)], 1), last)
+    return unsent, torch.where(counts, torch.stack([new, now.expand_as(new)], 1), last)
 
 
 def _scalars(x: Tensor) -> list[Any]:

@@ -78,7 +78,7 @@ def run_with_graph(
 
 
 class Region:
-    """A call as a function of a flat list of tensors: those in the arguments, those captured, and tokens of axes.
+    """A call as a function of a flat list of tensors: those in the arguments and those captured.
 
     Args:
         fn: The function.

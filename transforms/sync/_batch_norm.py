@@ -63,6 +63,8 @@ def sync_batch_norm(
     >>> tx.simulate(one_rank, {"data": 2}, [torch.tensor([[1.0]]), torch.tensor([[2.0], [6.0]])])
     [tensor([0.3000]), tensor([0.3000])]
     """
+    if x.dim() < 2 or not x.is_floating_point():
+        raise ValueError(f"sync_batch_norm takes floating-point (N, C, ...), got {x.dtype} of shape {tuple(x.shape)}")
     over = [d for d in range(x.dim()) if d != 1]
     form = [-1] + [1] * (x.dim() - 2)
     running_mean, running_var = state

@@ -84,6 +84,12 @@ def test_wires_over_more_axes_and_patterns_in_lists() -> None:
     assert grouped == tx.diloco(SGD, tx.mean("data"), 4, fragments=(("a", "b"), "*"))
 
 
+def test_old_arguments_and_half_of_the_reductions() -> None:
+    raises_text(TypeError, lambda: tx.local_sgd(SGD, "data", 4, state="average"), "reduction", "mean('data')")  # type: ignore[arg-type]
+    half = {"local": tx.mean("b")}
+    raises_text(ValueError, lambda: tx.post_local_sgd(SGD, tx.mean("a"), 4, 2, **half), "local=", "hook=")  # type: ignore[arg-type]
+
+
 PIPELINES = {
     "local": tx.local_sgd(MOMENTUM, tx.mean("data"), 1),
     "outer": tx.diloco(MOMENTUM, tx.mean("data"), 1),

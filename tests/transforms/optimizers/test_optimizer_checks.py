@@ -180,6 +180,8 @@ def test_states_of_one_kernel_share_their_step_count(make: Callable[[], tx.Optim
     opt.step_params_([p, q], [torch.ones(3), torch.ones(())], shared)
     assert {float(state.step) for state in shared} == {1.0}
     opt.step_params_([], [], [])
+    alone = [opt.init_param(x) for x in (p, q)]
+    raises_text(ValueError, lambda: opt.step_params_([p, q], [p, q], alone), "states[1]", "states[0]", "init(params)")
 
 
 COUNTS = [-1.0, float("nan"), float("inf"), float("-inf")]

@@ -191,6 +191,7 @@ ERRORS: dict[str, tuple[Any, Any, str]] = {
     "no key": (lambda: tx.random.bits(3), TypeError, "a key, .*got 3"),  # type: ignore[arg-type]
     "several keys": (lambda: tx.random.normal(tx.random.split(tx.random.key(0), 3)), TypeError, "torch.vmap over them"),
     "data": (lambda: tx.random.fold_in(tx.random.key(0), 2**32), ValueError, "below 2\\^32"),
+    "a float": (lambda: tx.random.fold_in(KEY, torch.tensor(3.7)), TypeError, "whole numbers.*float32"),
     "a width": (lambda: tx.random.bits(tx.random.key(0), (), 4), ValueError, "8, 16, 32 or 64"),
     "a dtype": (lambda: tx.random.uniform(tx.random.key(0), (), torch.int32), TypeError, "floating point"),
     "no numbers": (lambda: tx.random.randint(tx.random.key(0), (), 3, 3), ValueError, "from 3 to below 3"),
