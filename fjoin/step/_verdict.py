@@ -184,7 +184,7 @@ class GradCheck:
         norms = [out.seen for out in outgoing]
         return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), dtype=torch.float64)
 
-    def scale(
+    def divisor_and_norm(
         self, outgoing: Sequence[GradBuffer], divisor: Any, clip: Callable[[Tensor], Tensor] | None
     ) -> tuple[Any, Tensor | None]:
         """The divisor of the kernels, and the norm of the gradients before they are clipped, where they are."""
@@ -223,7 +223,7 @@ Clip: TypeAlias = Callable[[Tensor], Tensor]
 
 class Decision(NamedTuple):
     effect: Effect
-    scale: Tensor | None = None  # the divisor that the kernels apply to the gradients
+    divisor: Tensor | None = None  # the divisor that the kernels apply to the gradients
     found_inf: Tensor | None = None  # 1 where the kernels must change nothing; None where the host has decided
     error: NonFinite | None = None
     norm: Any = None  # of the gradients after the division, before they are clipped, where it is needed: 0-d float64
@@ -327,18 +327,20 @@ class StepCheck:
             return Decision(effect._replace(live=True, fine=False), error=self._error(step, records, sums, outgoing))
         if not effect.steps:
             return Decision(effect)
-        scale, norm = self.grads.scale(outgoing, divisor, clip)
-        return Decision(effect, None if scale == 1.0 else torch.tensor(float(scale), dtype=torch.float64), norm=norm)
+        divisor, norm = self.grads.divisor_and_norm(outgoing, divisor, clip)
+        return Decision(
+            effect, None if divisor == 1.0 else torch.tensor(float(divisor), dtype=torch.float64), norm=norm
+        )
 
     def _on_device(self, effect: Effect, outgoing: Sequence[GradBuffer], divisor: Any, clip: Clip | None) -> Decision:
         """The decision where only the device knows the effect."""
         found_inf = inverse(effect.steps).to(torch.float32)  # type: ignore[union-attr]
-        scale, norm = self.grads.scale(outgoing, divisor, clip)
-        if isinstance(scale, Tensor):  # a NaN would stay in the padding of the buckets
-            scale = torch.where(found_inf == 0, scale, torch.ones_like(scale))
+        divisor, norm = self.grads.divisor_and_norm(outgoing, divisor, clip)
+        if isinstance(divisor, Tensor):  # a NaN would stay in the padding of the buckets
+            divisor = torch.where(found_inf == 0, divisor, torch.ones_like(divisor))
         else:
-            scale = None if scale == 1.0 else found_inf.new_full((), scale, dtype=torch.float64)
-        return Decision(effect, scale, found_inf, norm=norm)
+            divisor = None if divisor == 1.0 else found_inf.new_full((), divisor, dtype=torch.float64)
+        return Decision(effect, divisor, found_inf, norm=norm)
 
     def _is_fine(self, sums: dict[str, Any], outgoing: Sequence[GradBuffer]) -> Flag:
         """Whether the weights, the loss and the gradients are finite on all ranks that share gradients."""

@@ -141,7 +141,7 @@ class FlatMemory:
     def _step_buckets(self, outgoing: Iterable[tuple[int, GradBuffer]]) -> None:
         """Run the optimizer's kernels on buckets, and begin their gathers."""
         shell, storage, guards = self._shell, self._body.storage, self._decision
-        for index in step_buckets(storage, outgoing, guards.scale, guards.found_inf):
+        for index in step_buckets(storage, outgoing, guards.divisor, guards.found_inf):
             # Fused kernels do not increment the version: without this a graph that still needs the old values,
             # such as the user's own, would silently use the new ones.
             torch.autograd.graph.increment_version(storage.flats[index])

@@ -134,6 +134,7 @@ def mean(axis: AxisName, over: Over = "weight") -> Transform:
     """
     check_over(over)
 
+    # A step on buckets does not call this one: `AllReduceHook` of fjoin/step sums, and the optimizer's kernel divides.
     return _reduction(axis, over)
 
 
