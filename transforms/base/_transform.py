@@ -133,8 +133,8 @@ class ByNorm(NamedTuple):
 class Compression(NamedTuple):
     """The lossy compression of a transform's messages.
 
-    `paths` is a function `params -> paths` of the leaves that are not sent completely. `update` stores their residuals
-    in `extra["memory"]`, if it is given; see `error_feedback`. None: the transform sends the residuals itself later.
+    `paths` is a function `params -> paths` of the leaves that are not sent completely. Where the call has a `memory`,
+    `update` keeps their residuals there; see `error_feedback`. None: the transform sends the residuals itself later.
     """
 
     paths: Callable[[Tree], Collection[str]] | None

@@ -211,7 +211,7 @@ def scatter_mean(axis: str, over: Over = "weight") -> Transform:
         kept = pieces.own(grads) if call.persistent else None
         return Sums(map_with_path(lambda path, _: slices[path], grads), total, words, kept)
 
-    return reduction(axis, over, reduce, fusable=True, scatters=True, takes=("wire", "memory"))
+    return reduction(axis, over, reduce, fusable=True, scatters=True, takes=("wire",))
 
 
 def _sum_rider(of: dict[str, Tensor], axis: str, share: RankWeight, rider: Rider) -> tuple[Tensor, Tensor]:
