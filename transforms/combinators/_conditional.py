@@ -76,7 +76,8 @@ def switch_after(step: int, before: Transform, after: Transform) -> Transform:
     def init(params: Tree) -> State:
         return SwitchState(0, before.init(params), after.init(params))
 
-    phases, timing = {"before": Inner(before, "before"), "after": Inner(after, "after")}, of_switch(step, before, after)
+    phases = {"before": Inner(before, "before"), "after": Inner(after, "after")}
+    timing: Any = of_switch(step, before, after)
 
     @counts_steps
     def update(grads: Tree, state: SwitchState, params: Tree, call: Call) -> tuple[Tree, State]:
@@ -145,7 +146,7 @@ def every(steps: int, transform: Transform, first: int | None = None, except_eve
     if except_every is not None:
         whole_number("except_every", except_every, 1)
     inner = Inner(check_transform(transform, "every: transform"))
-    timing = of_period(period, transform)
+    timing: Any = of_period(period, transform)
 
     def init(params: Tree) -> State:
         return EveryState(0, transform.init(params), _no_weight())

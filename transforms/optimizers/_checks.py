@@ -97,13 +97,11 @@ def check_grad(param: Tensor, grad: Tensor, where: Callable[[], str]) -> None:
         ValueError: another shape or device.
         TypeError: another dtype, or no dense tensor.
     """
-    fine = isinstance(grad, Tensor) and grad.layout is torch.strided and grad.is_floating_point()
-    if fine and grad.shape == param.shape and grad.dtype is param.dtype and grad.device == param.device:
-        return
     check_dense(where(), grad)
     have, want = ((x.dtype, tuple(x.shape), x.device) for x in (grad, param))
-    kind = ValueError if grad.dtype is param.dtype else TypeError
-    raise kind(f"{where()} is of {', '.join(map(str, have))}, but its parameter of {', '.join(map(str, want))}")
+    if have != want:
+        kind = ValueError if grad.dtype is param.dtype else TypeError
+        raise kind(f"{where()} is of {', '.join(map(str, have))}, but its parameter of {', '.join(map(str, want))}")
 
 
 def check_count(state: State, where: Callable[[], str]) -> None:
@@ -116,10 +114,7 @@ def check_count(state: State, where: Callable[[], str]) -> None:
 def refuse_count(count: float, where: Callable[[], str]) -> None:
     """Raise ValueError if a number is no count of steps; with it Adam would divide by zero, or by NaN."""
     if not (count >= 0 and is_finite(count)):
-        raise ValueError(
-            f"{where()} is {count}, expected the number of steps taken, finite and at least 0; start from init(params), or go on with "
-            f"the state that the last step returned"
-        )
+        raise ValueError(f"{where()} is {count}, expected the number of steps taken, 0 in a state of init(params)")
 
 
 def checked(forms: Forms, kernel: Callable[..., None]) -> Callable[..., None]:
@@ -136,12 +131,11 @@ def checked(forms: Forms, kernel: Callable[..., None]) -> Callable[..., None]:
             check_grad(param, grad, lambda: "grad")
             found = forms.check_state(param, state, lambda: "state")
             check_count(state, lambda i=i: f"states[{i}]" if given[2] is states else "state")  # type: ignore[misc]
-            if any(
-                common and a is not b for a, b, common in zip(found, fields(given[2][0]), forms.common, strict=True)
-            ):
+            shared = zip(found, fields(given[2][0]), forms.common, strict=True)
+            if any(common and own is not first for own, first, common in shared):
                 raise ValueError(
-                    f"states[{i}] has counts of its own, and states that are stepped in one call share those of states[0], as the states "
-                    f"of init(params) do; step the others in a call of their own"
+                    f"states[{i}] has counts of its own, but states that are stepped in one call share those of states[0], as "
+                    f"those of init(params) do"
                 )
         if given[0]:
             with torch.no_grad():
@@ -158,7 +152,7 @@ def guarded(step: Callable[..., None]) -> Callable[..., None]:
     known = inspect.signature(step).parameters
     if {"grad_scale", "found_inf"} <= known.keys() or any(p.kind is p.VAR_KEYWORD for p in known.values()):
         return step
-    run = step if "found_inf" in known else functools.partial(_unless, step)
+    chooses = "found_inf" in known
 
     def with_guards(
         params: Any, grads: Any, states: Any, *, grad_scale: Tensor | None = None, found_inf: Tensor | None = None
@@ -169,17 +163,19 @@ def guarded(step: Callable[..., None]) -> Callable[..., None]:
             torch._foreach_div_(optree.tree_leaves(grads), grad_scale)
         if found_inf is None:
             step(params, grads, states)
+        elif chooses:
+            step(params, grads, states, found_inf=found_inf)
         else:
-            run(params, grads, states, found_inf=found_inf)
+            _unless(found_inf != 0, step, params, grads, states)
 
     return with_guards
 
 
-def _unless(step: Callable[..., None], params: Any, grads: Any, states: Any, found_inf: Tensor) -> None:
-    """Step, and take the old values back where `found_inf` is 1; a NaN in the new ones is left behind."""
+def _unless(bad: Tensor, step: Callable[..., None], params: Any, grads: Any, states: Any) -> None:
+    """Step, and take the old values back where `bad`; a NaN in the new ones is left behind."""
     given: Any = (params, states)
     held = list({id(x): x for x in optree.tree_leaves(given)}.values())  # states share their counts
-    old, bad = [torch.empty_like(x) for x in held], found_inf != 0
+    old = [torch.empty_like(x) for x in held]
     torch._foreach_copy_(old, held)
     step(params, grads, states)
     for now, before in zip(held, old, strict=True):

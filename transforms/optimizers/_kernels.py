@@ -66,10 +66,8 @@ def in_place(kernel: Kernel, common: tuple[str, ...] = ("step",)) -> Callable[..
     """
 
     def step_params_(params: list[Tensor], grads: list[Tensor], states: list[Any]) -> None:
-        counts = [torch.stack([getattr(state, name) for state in states]).unbind(0) for name in common]
-        apart = [
-            state._replace(**dict(zip(common, own, strict=True))) for state, *own in zip(states, *counts, strict=True)
-        ]
+        counts = zip(*(torch.stack([getattr(s, name) for s in states]).unbind(0) for name in common), strict=True)
+        apart = [s._replace(**dict(zip(common, own, strict=True))) for s, own in zip(states, counts, strict=True)]
         kernel(params, grads, apart)
         for name in common:
             getattr(states[0], name).copy_(getattr(apart[0], name))
