@@ -45,7 +45,7 @@ class Forms:
 
     def of(self, param: Tensor) -> _Form:
         # What is made while a compiler traces is not of use outside.
-        known = dict[Any, _Form]() if torch.compiler.is_compiling() else self._known
+        known: dict[Any, _Form] = {} if torch.compiler.is_compiling() else self._known
         key = param.shape, param.dtype
         if key not in known:
             state = self.init_param(torch.empty(param.shape, dtype=param.dtype, device="meta"))
