@@ -16,11 +16,8 @@ if TYPE_CHECKING:
 # Transforms, each with its own number of the call, and whether it is flushed after so many calls instead of called.
 Runs: TypeAlias = "list[tuple[Transform, int, bool]]"
 Opened: TypeAlias = "list[tuple[Transform, int]]"  # the same, with those inside in place of the flushed ones
-_STARTS = (
-    "warmup_steps",
-    "warmup",
-    "start",
-)  # arguments of a factory outside fjoin that give the step in which its messages change
+# Arguments of a factory outside fjoin that give the step in which its messages change.
+_STARTS = "warmup_steps", "warmup", "start"
 
 
 class Period(NamedTuple):
