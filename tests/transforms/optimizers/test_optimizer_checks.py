@@ -172,6 +172,23 @@ def test_a_handwritten_optimizer_is_checked_too() -> None:
     assert seen == [(3,)] and max_diff(params, {"w": torch.zeros(3)}) == 0 == max_diff(state["w"].momentum, p)
 
 
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("wrap", [lambda opt: opt, tx.mixed_precision], ids=["itself", "mixed_precision"])
+def test_a_kernel_of_one_parameter_counts_the_steps_of_each(wrap: Any, donate: bool) -> None:
+    whole = tx.sgd(0.1, momentum=0.9)
+    alone = tx.Optimizer(whole.init_param, whole.step_param, lambda p, g, s: whole.step_param_(p, g, s))
+    found = []
+    for opt in (whole, wrap(alone)):
+        pipeline, params = tx.fuse(tx.identity(), opt), {"v": torch.ones(3), "w": torch.ones(2, 2)}
+        state = pipeline.init(params)
+        for _ in range(3):
+            grads = {path: p * 2 for path, p in params.items()}
+            params, state = pipeline.step(params, grads, state, donate=donate)
+        assert {float(own.step) for own in state.optimizer.values()} == {3.0}
+        found.append(params)
+    assert same_bits(*found)
+
+
 @pytest.mark.parametrize("make", [tx.sgd, tx.adamw, tx.rmsprop, lambda: tx.mixed_precision(tx.adam())])
 def test_states_of_one_kernel_share_their_step_count(make: Callable[[], tx.Optimizer]) -> None:
     opt, p, q = make(), torch.ones(3), torch.ones(())
