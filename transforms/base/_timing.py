@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 # Transforms, each with its own number of the call, and whether it is flushed after so many calls instead of called.
 Runs: TypeAlias = "list[tuple[Transform, int, bool]]"
-Opened: TypeAlias = "list[tuple[Transform, int]]"  # the same, with those inside in place of the flushed ones
 # Arguments of a factory outside fjoin that give the step in which its messages change.
 _STARTS = "warmup_steps", "warmup", "start"
 
@@ -112,7 +111,7 @@ def running(part: Transform, step: int | None, at_end: bool = False) -> list[tup
     return [*_opened(part.timing.runs(step, at_end))]
 
 
-def flushed(part: Transform, calls: int) -> Opened:
+def flushed(part: Transform, calls: int) -> list[tuple[Transform, int]]:
     """The transforms that run in a flush after this many calls, each with its own number of the call."""
     if not calls:
         return []
@@ -122,7 +121,8 @@ def flushed(part: Transform, calls: int) -> Opened:
     return [one for child, at in inside_now if at is not None for one in flushed(child, at + 1)]
 
 
-def _opened(runs: Runs) -> Opened:
+def _opened(runs: Runs) -> list[tuple[Transform, int]]:
+    """Those that are called, with what runs inside in the place of those that are flushed."""
     return [one for child, at, flush in runs for one in (flushed(child, at) if flush else [(child, at)])]
 
 

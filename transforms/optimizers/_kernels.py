@@ -89,9 +89,9 @@ def by_formula(step_param: Callable[..., Any], common: tuple[str, ...] = ("step"
         for param, grad, state in zip(params, grads, states, strict=True):
             new, after = step_param(param, grad, state)
             put(param, new)
-            for name, old, field in zip(state._fields, state, after, strict=True):
+            for name, old in state._asdict().items():
                 if old is not None and name not in common:
-                    put(old, field)
+                    put(old, getattr(after, name))
         for name in common:  # at the end, since all parameters begin with the old ones
             put(getattr(states[0], name), getattr(after, name))
 
