@@ -10,7 +10,6 @@ import torch
 
 from fjoin.testing._compare import (
     assert_untouched as assert_untouched,
-    leaves as leaves,
     max_diff as max_diff,
     params_like as params_like,
     same_bits as same_bits,

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from fjoin import transforms as tx
-from tests.collective_table import ring
 
 # Each codec, and its largest error relative to the largest value encoded with it.
 CODECS: dict[str, tuple[Any, float]] = {
@@ -16,14 +15,13 @@ CODECS: dict[str, tuple[Any, float]] = {
     "int8": (tx.int8(), 1 / 253), "int4": (tx.int4(block=4), 1 / 13),
     "int8 by chance": (tx.int8(stochastic=True).keyed(1, 2), 1 / 126),
 }  # fmt: skip
-SERVED = ["psum", "pmean", "psum_scatter", "all_gather", "all_to_all", "all_to_all_single", "ppermute", "pbroadcast"]
+SERVED = ["psum", "pmean", "psum_scatter", "all_gather", "all_to_all", "all_to_all_single"]
 CALLS: dict[str, Any] = {
     "psum": lambda f, x, n: f(x, "data"),
     "pmean": lambda f, x, n: f({k: v for k, v in x.items() if k != "torch.bool"}, "data"),
     "psum_scatter": lambda f, x, n: f({k: v for k, v in x.items() if k != "torch.bool"}, "data"),
     "all_gather": lambda f, x, n: f(x, "data", dim=1), "all_to_all": lambda f, x, n: f(x, "data", tiled=True),
-    "all_to_all_single": lambda f, x, n: f(x, "data"), "ppermute": lambda f, x, n: f(x, "data", ring(n)[1:]),
-    "pbroadcast": lambda f, x, n: f(x, "data", n - 1),
+    "all_to_all_single": lambda f, x, n: f(x, "data"),
 }  # fmt: skip
 
 

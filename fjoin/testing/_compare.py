@@ -23,10 +23,6 @@ def params_like(seed: int = 0, dtype: torch.dtype = torch.float64) -> dict[str, 
     return {path: torch.randn(shape, generator=g, dtype=torch.float64).to(dtype) for path, shape in shapes.items()}
 
 
-def leaves(tree: Any) -> list[Any]:
-    return optree.tree_leaves(tree)
-
-
 def max_diff(a: Any, b: Any) -> float:
     """The largest difference between two trees of the same structure; host values must be equal.
 
@@ -34,7 +30,7 @@ def max_diff(a: Any, b: Any) -> float:
     """
     assert optree.tree_structure(a) == optree.tree_structure(b)
     worst = 0.0
-    for x, y in zip(leaves(a), leaves(b), strict=True):
+    for x, y in zip(optree.tree_leaves(a), optree.tree_leaves(b), strict=True):
         if isinstance(x, Tensor):
             assert x.shape == y.shape and x.dtype == y.dtype, (x.shape, y.shape, x.dtype, y.dtype)
             if x.numel():
@@ -52,7 +48,7 @@ def same_bits(a: Any, b: Any) -> bool:
         return False
     return all(
         _same_tensor(x, y) if isinstance(x, Tensor) and isinstance(y, Tensor) else type(x) is type(y) and x == y
-        for x, y in zip(leaves(a), leaves(b), strict=True)
+        for x, y in zip(optree.tree_leaves(a), optree.tree_leaves(b), strict=True)
     )
 
 
@@ -68,14 +64,25 @@ def _same_tensor(x: Tensor, y: Tensor) -> bool:
 def snapshot(tree: Any) -> Any:
     """A deep copy with the version counters, to detect later changes."""
     copy = optree.tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, tree)
-    versions = [v._version for v in leaves(tree) if isinstance(v, Tensor)]
+    versions = [v._version for v in optree.tree_leaves(tree) if isinstance(v, Tensor)]
     return copy, versions
 
 
 def assert_untouched(tree: Any, before: Any) -> None:
     copy, versions = before
-    assert versions == [v._version for v in leaves(tree) if isinstance(v, Tensor)], "an argument was written into"
+    assert versions == [v._version for v in optree.tree_leaves(tree) if isinstance(v, Tensor)], (
+        "an argument was written into"
+    )
     assert same_bits(tree, copy), "an argument was changed"
+
+
+def repeated(function: Callable[..., Any], *given: Any) -> Any:
+    """The result of a function that gives it twice, and leaves its arguments unchanged."""
+    before = snapshot(given)
+    first, second = function(*given), function(*given)
+    assert_untouched(given, before)
+    assert same_bits(first, second), "the second call gave another answer: there is hidden state"
+    return first
 
 
 def is_data(make: Callable[[], Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,15 +13,14 @@ from .. import transforms as tx
 from ..transforms.base import BucketSums, Call, Needs, merge, restrict
 from ..transforms.pipelines import takes_flat
 from ._compare import (
-    assert_untouched,
     grads_of,
     max_diff,
     on_ranks,
     params_like,
     ranks_of,
+    repeated,
     same_bits,
     saved_and_loaded,
-    snapshot,
 )
 
 
@@ -102,29 +102,29 @@ def _serves(part: tx.Transform, path: str) -> bool:
 
 def is_pure(make: Callable[[], tx.Transform]) -> None:
     """A repeated call gives the same result, and its arguments stay unchanged."""
-    _repeats(make, lambda state, like: state, "the second call gave another answer: there is hidden state")
+    _walk(make, lambda part, update, *given: repeated(update, *given))
 
 
 def resumes(make: Callable[[], tx.Transform]) -> None:
     """Saved to a file and loaded again, the state gives the same next step to the bit."""
-    _repeats(make, saved_and_loaded, "the state that was loaded went another way")
+
+    def both(part: tx.Transform, update: Any, grads: Any, state: Any, params: Any) -> Any:
+        first = update(grads, state, params)
+        other = update(grads, saved_and_loaded(state, part.init(params)), params)
+        assert same_bits(first, other), "the state that was loaded went another way"
+        return first
+
+    _walk(make, both)
 
 
-def _repeats(make: Callable[[], tx.Transform], held: Callable[[Any, Any], Any], text: str) -> None:
-    """Each step gives the same result from its state and from `held` of it, and its arguments stay unchanged."""
+def _walk(make: Callable[[], tx.Transform], step: Callable[..., Any]) -> None:
+    """Some steps by `step(transform, update, grads, state, params) -> (grads, state)`, on one rank and on several."""
 
     def one_rank(part: tx.Transform, params: Any, me: int) -> None:
         state = part.init(params)
-        for step in range(4):
-            grads, weight = grads_of(10 * step + me), weight_of(step, me)
-            given = (grads, state, params)
-            before = snapshot(given)
-            other = held(state, part.init(params))
-            first = part.update(grads, state, params, weight=weight)
-            second = part.update(grads, other, params, weight=weight)
-            assert_untouched(given, before)
-            assert same_bits(first, second), f"{text}, in step {step}"
-            state = first[1]
+        for i in range(4):
+            update = functools.partial(part.update, weight=weight_of(i, me))
+            _, state = step(part, update, grads_of(10 * i + me), state, params)
 
     for alone in (True, False):
         on_ranks(make, one_rank, alone)

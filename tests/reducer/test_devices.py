@@ -231,7 +231,7 @@ def collectives(device: str) -> Any:
             tx.quantized(tx.all_to_all, codec)(x, "data"),
             tx.quantized(tx.psum_scatter, codec)(x, "data"),
             tx.quantized(tx.psum, codec)(x, "data"),
-            tx.quantized(tx.ppermute, codec)(x, "data", [(r, (r + 1) % n) for r in range(n)]),
+            tx.ppermute(x, "data", [(r, (r + 1) % n) for r in range(n)]),
             tx.all_gather(x, "data"), tx.psum_scatter(x, "data"), tx.pmax(x, "data"), tx.pbroadcast(x, "data", 1),
         ]  # fmt: skip
     filled = [torch.empty_like(x) for _ in range(n)]

@@ -13,12 +13,10 @@ if TYPE_CHECKING:
     from ._transform import Transform
 
 
-Runs: TypeAlias = "list[tuple[Transform, int]]"
-_STARTS = (
-    "warmup_steps",
-    "warmup",
-    "start",
-)  # arguments of a factory outside fjoin that give the step in which its messages change
+# Transforms, each with its own number of the call, and whether it is flushed after so many calls instead of called.
+Runs: TypeAlias = "list[tuple[Transform, int, bool]]"
+# Arguments of a factory outside fjoin that give the step in which its messages change.
+_STARTS = "warmup_steps", "warmup", "start"
 
 
 class Period(NamedTuple):
@@ -57,9 +55,10 @@ class Timing:
     """When a transform runs those inside it; `Transform(..., timing=None)`: in each call, with messages that never change.
 
     Attributes:
-        runs: (call, at_end) -> the transforms that run in that call, counted from 0, each with its own number of the call.
-            None: all, with the same number; only the messages change. at_end: whether they run on parameters, at the end of a step.
-        flushes: calls -> the transforms that run in a flush after so many calls. None: those of what runs in the last one.
+        runs: (call, at_end) -> what runs in that call, counted from 0: (transform, its own number of the call, False), or
+            (transform, its own calls so far, True) for one that is flushed. None: all, with the same number; only the messages change.
+            at_end: whether they run on parameters, at the end of a step.
+        flushes: calls -> what runs in a flush after so many calls, in the same form. None: those of what runs in the last one.
     """
 
     runs: Callable[[int, bool], Runs] | None = None
@@ -71,10 +70,10 @@ def of_switch(step: int, before: Transform, after: Transform) -> Timing:
 
     def runs(call: int, at_end: bool) -> Runs:
         if call >= step:
-            return [(after, call - step)]
-        return [(before, call), *(flushed(before, step) if at_end and call == step - 1 else [])]
+            return [(after, call - step, False)]
+        return [(before, call, False), *[(before, step, True)] * (at_end and call == step - 1)]
 
-    return Timing(runs, lambda calls: flushed(after, calls - step) if calls >= step else flushed(before, calls))
+    return Timing(runs, lambda calls: [(after, calls - step, True) if calls >= step else (before, calls, True)])
 
 
 def of_period(period: Period, transform: Transform, delay: int = 0) -> Timing:
@@ -82,13 +81,13 @@ def of_period(period: Period, transform: Transform, delay: int = 0) -> Timing:
 
     def runs(call: int, at_end: bool) -> Runs:
         at = call - delay
-        return [(transform, period.window(at))] if period.due(at) else []
+        return [(transform, period.window(at), False)] if period.due(at) else []
 
     def flushes(calls: int) -> Runs:
         ended, is_open = period.ended(calls), period.open(calls)
-        waiting = [past for past in range(max(calls - delay, 0), calls) if period.due(past)]
-        begun = [(transform, period.window(past)) for past in waiting]
-        return [*begun, *[(transform, ended)] * is_open, *flushed(transform, ended + is_open)]
+        begun = [period.window(past) for past in range(max(calls - delay, 0), calls) if period.due(past)]
+        windows = [*begun, *[ended] * is_open]
+        return [*((transform, window, False) for window in windows), (transform, ended + is_open, True)]
 
     return Timing(runs, flushes)
 
@@ -109,17 +108,22 @@ def running(part: Transform, step: int | None, at_end: bool = False) -> list[tup
     """The transforms that run inside `part` in a step, each with its own number of the step; for step=None all."""
     if step is None or part.timing is None or part.timing.runs is None:
         return [(child, step) for child in children(part)]
-    return [*part.timing.runs(step, at_end)]
+    return [*_opened(part.timing.runs(step, at_end))]
 
 
-def flushed(part: Transform, calls: int) -> Runs:
+def flushed(part: Transform, calls: int) -> list[tuple[Transform, int]]:
     """The transforms that run in a flush after this many calls, each with its own number of the call."""
     if not calls:
         return []
     if part.timing is not None and part.timing.flushes is not None:
-        return part.timing.flushes(calls)
+        return _opened(part.timing.flushes(calls))
     inside_now = running(part, calls - 1)
     return [one for child, at in inside_now if at is not None for one in flushed(child, at + 1)]
+
+
+def _opened(runs: Runs) -> list[tuple[Transform, int]]:
+    """Those that are called, with what runs inside in the place of those that are flushed."""
+    return [one for child, at, flush in runs for one in (flushed(child, at) if flush else [(child, at)])]
 
 
 def unfinished(part: Transform, steps: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 import functools
 import inspect
@@ -28,16 +29,7 @@ class Update:
         takes_call: Whether it takes the context.
     """
 
-    __slots__ = (
-        "_donates",
-        "_flushes",
-        "_others",
-        "_places",
-        "_required",
-        "function",
-        "names",
-        "takes_call",
-    )
+    __slots__ = "_donates", "_flushes", "_others", "_places", "_required", "function", "names", "takes_call"
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function, self.takes_call = function, False
@@ -67,9 +59,7 @@ class Update:
 
     def for_transform(self, owner: Transform) -> Update:
         """The same update with the facts of a transform."""
-        new = object.__new__(Update)
-        new.function, new.names, new._others = self.function, self.names, self._others
-        new._places, new.takes_call, new._required = self._places, self.takes_call, self._required
+        new = copy.copy(self)
         new._donates = "donated" in owner.takes
         new._flushes = owner.accepts("flush")
         return new
@@ -133,8 +123,8 @@ class ByNorm(NamedTuple):
 class Compression(NamedTuple):
     """The lossy compression of a transform's messages.
 
-    `paths` is a function `params -> paths` of the leaves that are not sent completely. `update` stores their residuals
-    in `extra["memory"]`, if it is given; see `error_feedback`. None: the transform sends the residuals itself later.
+    `paths` is a function `params -> paths` of the leaves that are not sent completely. Where the call has a `memory`,
+    `update` keeps their residuals there; see `error_feedback`. None: the transform sends the residuals itself later.
     """
 
     paths: Callable[[Tree], Collection[str]] | None

@@ -34,8 +34,8 @@ def clip_by_global_norm(max_norm: float) -> Transform:
         max_norm: The largest norm; above 0.
 
     Returns:
-        A `Transform` without state. `extra["sharded_over"]` gives the names of the axes over which the tree is sharded;
-        the squares are summed across them.
+        A `Transform` without state. Where its keyword `sharded_over` names the axis over which the tree is sharded, the
+        squares are summed across that axis.
 
     Raises:
         ValueError: `max_norm` is not above 0.

@@ -77,20 +77,19 @@ def switch_after(step: int, before: Transform, after: Transform) -> Transform:
         return SwitchState(0, before.init(params), after.init(params))
 
     phases = {"before": Inner(before, "before"), "after": Inner(after, "after")}
+    timing: Any = of_switch(step, before, after)
 
     @counts_steps
     def update(grads: Tree, state: SwitchState, params: Tree, call: Call) -> tuple[Tree, State]:
         check_state(state, SwitchState)
-        name, own = ("before", state.step) if state.step < step else ("after", state.step - step)
-        grads, new = phases[name].run(grads, state, params, call.inside(step=own))
-        state = with_changes(state, **{name: new})
-        if call.flush:
-            return grads, state
-        if call.persistent and state.step == step - 1:
-            last = call.inside(step=step, weight=0.0, flush=True)
-            grads, new = phases["before"].run(grads, state, params, last)
-            state = with_changes(state, before=new, after=after.init(grads))
-        return grads, with_changes(state, step=state.step + 1)
+        name = "before" if state.step < step else "after"
+        for _, own, flush in timing.flushes(state.step) if call.flush else timing.runs(state.step, call.persistent):
+            at_switch = {"weight": 0.0, "flush": True} if flush and not call.flush else {}
+            grads, new = phases[name].run(grads, state, params, call.inside(step=own, **at_switch))
+            state = with_changes(state, **{name: new})
+            if at_switch:
+                state = with_changes(state, after=after.init(grads))
+        return grads, with_changes(state, step=state.step + (not call.flush))
 
     def sums(state: SwitchState) -> Any:
         part, inner = (before, state.before) if state.step <= step else (after, state.after)
@@ -103,7 +102,7 @@ def switch_after(step: int, before: Transform, after: Transform) -> Transform:
         Needs.NOTHING,
         Reduction(sums) if both else None,
         takes=("donated",),
-        timing=of_switch(step, before, after),
+        timing=timing,
     )
 
 
@@ -147,6 +146,7 @@ def every(steps: int, transform: Transform, first: int | None = None, except_eve
     if except_every is not None:
         whole_number("except_every", except_every, 1)
     inner = Inner(check_transform(transform, "every: transform"))
+    timing: Any = of_period(period, transform)
 
     def init(params: Tree) -> State:
         return EveryState(0, transform.init(params), _no_weight())
@@ -158,23 +158,15 @@ def every(steps: int, transform: Transform, first: int | None = None, except_eve
         window = state.weight + check_weight(call.weight) if persistent else state.weight
         none = torch.zeros_like(window)
 
-        def run(grads: Tree, state: EveryState, step: int, **changes: Any) -> tuple[Tree, EveryState]:
-            grads, new = inner.run(grads, state, params, call.inside(step=step, **changes))
-            return grads, EveryState(state.step, new, none)
+        if not call.flush:
+            state = with_changes(state, step=number + 1, weight=none if period.ends(number) else window)
+        for _, own, flush in timing.flushes(number) if call.flush else timing.runs(number, persistent):
+            weight = {"weight": none if flush else window} if flush or persistent else {}
+            grads, new = inner.run(grads, state, params, call.inside(step=own, flush=flush, **weight))
+            state = EveryState(state.step, new, none)
+        return grads, state
 
-        weight = {"weight": window} if persistent else {}
-        if call.flush:
-            calls = period.ended(number)
-            if period.open(number):
-                grads, state = run(grads, state, calls, flush=False, **weight)
-                calls += 1
-            return run(grads, state, calls, weight=none) if transform.accepts("flush") else (grads, state)
-        state = with_changes(state, step=number + 1, weight=none if period.ends(number) else window)
-        if not period.due(number):  # perhaps another transform runs instead
-            return grads, state
-        return run(grads, state, period.window(number), **weight)
-
-    return Transform(init, update, Needs.NOTHING, takes=("flush",), timing=of_period(period, transform))
+    return Transform(init, update, Needs.NOTHING, takes=("flush",), timing=timing)
 
 
 class AccumulateState(NamedTuple):

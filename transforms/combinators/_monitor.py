@@ -80,8 +80,8 @@ def record_norm() -> Transform:
     gradients are clipped there, `clip_by_global_norm` gives `grad_norm` by itself.
 
     Returns:
-        A `Transform` with state `NormState(norm)`. `extra["sharded_over"]` gives the names of the axes over which the tree is sharded;
-        the squares are summed across them.
+        A `Transform` with state `NormState(norm)`. Where its keyword `sharded_over` names the axis over which the tree is sharded, the
+        squares are summed across that axis.
 
     >>> from fjoin import transforms as tx
     >>> hook = tx.record_norm()

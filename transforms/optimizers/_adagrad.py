@@ -12,7 +12,7 @@ from torch.optim.adagrad import adagrad as torch_adagrad
 from torch.optim.rmsprop import rmsprop as torch_rmsprop
 
 from ..base import factory, to_device
-from ._kernels import by_formula, from_kernel, from_torch, in_place, kernel_lr, new_step, one_param, slots, zeros
+from ._kernels import by_formula, from_kernel, from_torch, in_float32_, in_place, kernel_lr, new_step, slots, zeros
 from ._optimizer import Optimizer, in_float32, lerp, penalized, rate_at, root, used, wide_root
 from ._schedules import ScalarOrSchedule, a_number, not_negative, within
 
@@ -74,15 +74,18 @@ def adagrad(
         rate = rate_at(lr, state.step) / (1 + state.step.double() * lr_decay)
         return param - rate.to(param.dtype) * (grad / (root(total) + eps)), AdagradState(state.step + 1, total)
 
-    formula = by_formula(step_param)
-
     def kernel(params: list[Tensor], grads: list[Tensor], states: list[AdagradState]) -> None:
-        if states[0].step.device.type != "cpu":  # torch's kernel reads the step, and waits for the device
-            return formula(params, grads, states)
         settings: Any = dict(lr=kernel_lr(lr, states[0].step), **numbers, maximize=maximize)
         torch_adagrad(params, grads, slots(states, "sum"), slots(states, "step"), foreach=True, **settings)
 
-    return from_kernel(init_param, step_param, kernel, numbers=tuple(numbers.values()))
+    on_cpu, elsewhere = in_float32_(in_place(kernel)), in_float32_(by_formula(step_param))
+
+    def step_params_(params: list[Tensor], grads: list[Tensor], states: list[Any], **guards: Tensor | None) -> None:
+        # Torch's kernel reads the step, and waits for the device.
+        step = on_cpu if states[0].step.device.type == "cpu" else elsewhere
+        step(params, grads, states, **guards)
+
+    return from_kernel(init_param, step_param, step_params_, numbers.values())
 
 
 class AdadeltaState(NamedTuple):
@@ -306,8 +309,7 @@ def adafactor(
         update = update / (_rms(update) / d).clamp(min=1.0)
         return param - size * update, AdafactorState(step, rows, columns, variance)
 
-    step_params_ = in_place(by_formula(step_param))
-    return Optimizer(init_param, step_param, one_param(step_params_), step_params_, elementwise=False)
+    return from_kernel(init_param, step_param, elementwise=False, widens=True)
 
 
 def _rms(x: Tensor) -> Tensor:

@@ -133,7 +133,7 @@ def _adam(
             step.sub_(found_inf)
 
     init_param = zeros(AdamState, max_exp_avg_sq=amsgrad)
-    return from_kernel(init_param, step_param, numbers=tuple(settings.values()), fused=step_params_)
+    return from_kernel(init_param, step_param, step_params_, settings.values())
 
 
 class NAdamState(NamedTuple):

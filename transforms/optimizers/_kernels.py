@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -39,7 +39,8 @@ def run_fused(
     """
     laid, scale = given, guards.get("grad_scale")
     if not all([tensor.is_contiguous() for tensors in given for tensor in tensors]):
-        dense = [p if _dense(p) else p.contiguous() for p in given[0]]
+        # A tensor made like one without gaps gets its strides.
+        dense = [p if torch.empty_like(p, device="meta").stride() == p.stride() else p.contiguous() for p in given[0]]
         laid = [
             [t if t.stride() == p.stride() else copy_like(p, t) for p, t in zip(dense, ts, strict=False)]
             for ts in given
@@ -56,11 +57,6 @@ def run_fused(
                     old.copy_(new)
 
 
-def _dense(x: Tensor) -> bool:
-    """Whether a tensor has no gaps in memory, so that a tensor made like it gets its strides."""
-    return torch.empty_like(x, device="meta").stride() == x.stride()
-
-
 def in_place(kernel: Kernel, common: tuple[str, ...] = ("step",)) -> Callable[..., None]:
     """`step_params_` from a kernel without `grad_scale` and `found_inf`.
 
@@ -70,29 +66,36 @@ def in_place(kernel: Kernel, common: tuple[str, ...] = ("step",)) -> Callable[..
     """
 
     def step_params_(params: list[Tensor], grads: list[Tensor], states: list[Any]) -> None:
-        counts = [torch.stack([getattr(state, name) for state in states]).unbind(0) for name in common]
-        apart = [
-            state._replace(**dict(zip(common, own, strict=True))) for state, *own in zip(states, *counts, strict=True)
-        ]
+        counts = zip(*(torch.stack([getattr(s, name) for s in states]).unbind(0) for name in common), strict=True)
+        apart = [s._replace(**dict(zip(common, own, strict=True))) for s, own in zip(states, counts, strict=True)]
         kernel(params, grads, apart)
         for name in common:
             getattr(states[0], name).copy_(getattr(apart[0], name))
 
-    return guarded(step_params_, lists=True)
+    return guarded(step_params_)
 
 
-def by_formula(step_param: Callable[..., Any]) -> Kernel:
-    """A kernel that computes the pure step and writes it back, for optimizers without a kernel in torch."""
+def by_formula(step_param: Callable[..., Any], common: tuple[str, ...] = ("step",)) -> Callable[..., None]:
+    """`step_params_` that computes the pure step and writes it back, for optimizers without a kernel in torch."""
 
-    def kernel(params: list[Tensor], grads: list[Tensor], states: list[Any]) -> None:
+    def step_params_(
+        params: list[Tensor], grads: list[Tensor], states: list[Any], *, found_inf: Tensor | None = None
+    ) -> None:
+        bad, after = None if found_inf is None else found_inf != 0, states[0]
+
+        def put(old: Tensor, new: Tensor) -> None:
+            old.copy_(new) if bad is None else torch.where(bad, old, new, out=old)
+
         for param, grad, state in zip(params, grads, states, strict=True):
-            new, fields = step_param(param, grad, state)
-            param.copy_(new)
-            for old, field in zip(state, fields, strict=True):
-                if old is not None:
-                    old.copy_(field)
+            new, after = step_param(param, grad, state)
+            put(param, new)
+            for name, old in state._asdict().items():
+                if old is not None and name not in common:
+                    put(old, getattr(after, name))
+        for name in common:  # at the end, since all parameters begin with the old ones
+            put(getattr(states[0], name), getattr(after, name))
 
-    return kernel
+    return guarded(step_params_)
 
 
 def in_float32_(step_params_: Callable[..., None]) -> Callable[..., None]:
@@ -152,28 +155,26 @@ def new_step(param: Tensor) -> Tensor:
 def from_kernel(
     init_param: Callable[..., Any],
     step_param: Callable[..., Any],
-    kernel: Kernel | None = None,
+    step_params_: Callable[..., None] | None = None,
+    numbers: Iterable[Any] = (),
     common: tuple[str, ...] = ("step",),
-    numbers: tuple[Any, ...] = (),
-    fused: Callable[..., None] | None = None,
     elementwise: bool = True,
+    widens: bool = False,
     **settings: Any,
 ) -> Optimizer:
-    """An optimizer of a pure formula and a kernel, which both compute with 16-bit parameters in float32.
+    """An optimizer of a pure formula and a kernel; the formula gets 16-bit parameters in float32.
 
     Args:
-        kernel: See `in_place`. None: the formula runs.
+        step_params_: The kernel, for parameters of all dtypes. None: the formula runs.
         numbers: The hyperparameters that the kernel takes as numbers only: with a tensor among them the formula runs.
-        fused: `step_params_` in place of a kernel; it gets parameters of all dtypes.
+        common: See `in_place`.
+        widens: Whether the formula gets parameters of all dtypes.
         elementwise, settings: Of `Optimizer`.
     """
-    formula = in_float32(step_param)
-    if any(isinstance(number, Tensor) for number in numbers) or (kernel is None and fused is None):
-        fused = in_place(by_formula(formula), common)
-    elif kernel is not None:
-        fused = in_float32_(in_place(kernel, common))
-    assert fused is not None
-    return Optimizer(init_param, formula, one_param(fused), fused, elementwise, **settings)
+    formula = step_param if widens else in_float32(step_param)
+    if step_params_ is None or any(isinstance(number, Tensor) for number in numbers):
+        step_params_ = by_formula(formula, common)
+    return Optimizer(init_param, formula, one_param(step_params_), step_params_, elementwise, **settings)
 
 
 def from_torch(
@@ -207,7 +208,7 @@ def from_torch(
         lists = (slots(states, name) for name in names)
         function(params, grads, *lists, foreach=foreach, capturable=is_accelerator(step.device), **rate, **settings)
 
-    return from_kernel(init_param, step_param, kernel, common, tuple(settings.values()))
+    return from_kernel(init_param, step_param, in_float32_(in_place(kernel, common)), settings.values(), common)
 
 
 def each_part(optimizer: Optimizer, wrap: Callable[[Optimizer], Optimizer], name: str, **args: Any) -> Optimizer:
@@ -237,12 +238,6 @@ def around(
     part: Optimizer, init_param: Callable[..., Any], step_param: Callable[..., Any], step_params_: Callable[..., None]
 ) -> Optimizer:
     """An optimizer that runs another one, which is no partition, with the same requirements on parameters."""
-    return Optimizer(
-        init_param,
-        step_param,
-        one_param(step_params_),
-        step_params_,
-        part.elementwise,
-        check=part.check,
-        cost=part.cost,
-    )
+    lists = None if part.step_params_ is None else step_params_
+    one = one_param(step_params_)
+    return Optimizer(init_param, step_param, one, lists, part.elementwise, check=part.check, cost=part.cost)

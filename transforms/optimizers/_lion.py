@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..base import factory
-from ._kernels import from_kernel, kernel_lr, slots, zeros
+from ._kernels import from_kernel, in_float32_, in_place, kernel_lr, slots, zeros
 from ._optimizer import Optimizer, lerp, rate_at
 from ._schedules import ScalarOrSchedule, check_betas, not_negative
 
@@ -76,4 +76,4 @@ def lion(
         for state in states:
             state.step.add_(1)
 
-    return from_kernel(zeros(LionState), step_param, kernel, numbers=(beta1, beta2, weight_decay))
+    return from_kernel(zeros(LionState), step_param, in_float32_(in_place(kernel)), (beta1, beta2, weight_decay))

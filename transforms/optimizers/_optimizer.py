@@ -51,27 +51,24 @@ def with_state_fields(states: Mapping[str, Any], new: Mapping[str, Mapping[str, 
 
 
 def _named(state: Any) -> dict[str, Tensor]:
+    """The tensors by a name without a dot: the last key, and where that is taken all keys, with bars."""
     if hasattr(state, "inner"):
         return _named(state.inner)
-    return dict(zip(_names(state), optree.tree_leaves(state), strict=True))
-
-
-def _names(state: Any) -> list[str]:
-    """A name without a dot for each tensor: its last key, and where that is taken its keys, with bars."""
     fields = getattr(type(state), "_fields", ())
-    names: list[str] = []
-    for accessor in optree.tree_accessors(state):
+    named: dict[str, Tensor] = {}
+    accessors, leaves, _ = optree.tree_flatten_with_accessor(state)
+    for accessor, leaf in zip(accessors, leaves, strict=True):
         keys = [str(getattr(entry, "field", entry.entry)).replace(".", "/") for entry in accessor]
         short = keys[-1]
-        taken = len(keys) > 1 and (short in fields or short in names or short.isdigit())
-        names.append("/".join(keys) if taken else short)
-    return names
+        taken = len(keys) > 1 and (short in fields or short in named or short.isdigit())
+        named["/".join(keys) if taken else short] = leaf
+    return named
 
 
 def _with(state: Any, new: Mapping[str, Tensor]) -> Any:
     if hasattr(state, "inner"):
         return state._replace(inner=_with(state.inner, new))
-    return optree.tree_unflatten(optree.tree_structure(state), [new[name] for name in _names(state)])
+    return optree.tree_unflatten(optree.tree_structure(state), [new[name] for name in _named(state)])
 
 
 def rate_at(lr: ScalarOrSchedule, step: Tensor) -> Tensor:
@@ -164,12 +161,17 @@ def apart(part: Optimizer, state: State) -> State:
 
 
 class Ages:
-    """Makes states share their 0-d fields with the first state of their optimizer, dtype, device and age."""
+    """Makes states share their 0-d fields with the first state of their optimizer, dtype, device and age.
+
+    States that are stepped one by one keep their own, since each of these steps counts.
+    """
 
     def __init__(self) -> None:
         self._first: dict[Any, State] = {}
 
     def __call__(self, part: Optimizer, param: Tensor, state: State, *age: Any) -> State:
+        if part.step_params_ is None:
+            return state
         return sharing(part, state, self._first.setdefault((id(part), param.dtype, param.device, *age), state))
 
 
@@ -181,9 +183,10 @@ def age_of(part: Optimizer, found: Sequence[Any]) -> tuple[int, ...]:
 def stepped_together(items: Sequence[Item], ages: Sequence[Any]) -> list[list[Item]]:
     """The parameters that one kernel may step, by optimizer, dtype, device and age."""
     groups: dict[Any, list[Item]] = {}
-    for item, age in zip(items, ages, strict=True):
+    for i, (item, age) in enumerate(zip(items, ages, strict=True)):
         _, part, param, _ = item
-        groups.setdefault((id(part), param.dtype, param.device, age), []).append(item)
+        key = i if part.step_params_ is None else (id(part), param.dtype, param.device, age)
+        groups.setdefault(key, []).append(item)
     return list(groups.values())
 
 
@@ -197,10 +200,8 @@ def step_in_place(
     if part.step_params_ is not None:
         unchecked(part.step_params_)(params, grads, states, **guards)
         return
-    before = apart(part, states[0])
-    for i, (param, grad, state) in enumerate(zip(params, grads, states, strict=True)):
-        own = sharing(part, state, apart(part, before)) if i else state
-        unchecked(part.step_param_)(param, grad, own, **guards)
+    for one in zip(params, grads, states, strict=True):
+        unchecked(part.step_param_)(*one, **guards)
 
 
 def step_lists_(
@@ -255,21 +256,40 @@ def step(
     names, leaves, states, structure, found = matched(optimizer, params, state)
     given = zip(names, leaves, optree.tree_leaves(grads), strict=True)
     items = [(i, optimizer.at(name), param, grad) for i, (name, param, grad) in enumerate(given)]
-    new_leaves, new_states = list(leaves), list(states)
     for some in stepped_together(items, [age_of(part, found[i]) for i, part, *_ in items]):
-        first, part, *_ = some[0]
-        check_count(states[first], lambda name=names[first]: f"state[{name!r}]")  # type: ignore[misc]
-        chosen = [param for *_, param, _ in some], [grad for *_, grad in some], [states[i] for i, *_ in some]
+        places, (part, *_), *chosen = map(list, zip(*some, strict=True))
+        chosen.append([states[i] for i in places])
+        check_count(chosen[-1][0], lambda i=places[0]: f"state[{names[i]!r}]")  # type: ignore[misc]
+        hyper = dict(part.tensors)
         if donate and plain(*chosen):
             step_lists_(part, *chosen, found_inf=found_inf)
-            continue
-        hyper = dict(part.tensors)
         # Kernels take numbers, and for the learning rate a tensor too; they do not run on meta tensors.
-        with_kernels = plain(*chosen, hyper) and hyper.keys() <= {"lr"} and not leaves[first].is_meta
-        run = _on_copies if with_kernels else _leafwise
-        for (i, *_), (param, new) in zip(some, run(part, *chosen), strict=True):
-            new_leaves[i], new_states[i] = param, new
-    return optree.tree_unflatten(structure, new_leaves), optree.tree_unflatten(structure, new_states)
+        elif plain(*chosen, hyper) and hyper.keys() <= {"lr"} and not chosen[0][0].is_meta:
+            chosen = _copies(part, *chosen)
+            step_lists_(part, *chosen)
+        else:
+            made = [like(p, s, *unchecked(part.step_param)(p, g, s)) for p, g, s in zip(*chosen, strict=True)]
+            chosen[0], chosen[2] = map(list, zip(*made, strict=True))
+        for i, param, own in zip(places, chosen[0], chosen[2], strict=True):
+            leaves[i], states[i] = param, own
+    return optree.tree_unflatten(structure, leaves), optree.tree_unflatten(structure, states)
+
+
+def _copies(part: Optimizer, params: list[Tensor], grads: list[Tensor], states: list[Any]) -> list[list[Any]]:
+    """Parameters, gradients and states for a step in place that leaves the given ones as they are.
+
+    Leaf by leaf: one large buffer would be returned to the system after every step, and allocating its pages again
+    takes longer than the step itself. A clone closes gaps in memory, and keeps the strides where there are none.
+    """
+    new_params, shared = [p.detach().clone() for p in params], fields(apart(part, states[0]))
+    new_states = []
+    for p, state in zip(new_params, states, strict=True):
+        own = zip(fields(state), shared, part.common, strict=True)
+        new = [one if common else f if f is None else copy_like(p, f) for f, one, common in own]
+        new_states.append(with_fields(state, new))
+    if part.step_params_ is None:  # a kernel from elsewhere may write into the gradient
+        grads = [copy_like(p, g) for p, g in zip(new_params, grads, strict=True)]
+    return [new_params, grads, new_states]
 
 
 def tensor_arguments(spec: Spec) -> list[tuple[str, Tensor]]:
@@ -278,32 +298,6 @@ def tensor_arguments(spec: Spec) -> list[tuple[str, Tensor]]:
     return [(name, leaf) for name, leaf in own if isinstance(leaf, Tensor)] + [
         pair for child in spec.children for pair in tensor_arguments(child.spec)
     ]
-
-
-def _leafwise(
-    part: Optimizer, params: list[Tensor], grads: list[Tensor], states: list[Any]
-) -> list[tuple[Tensor, Any]]:
-    return [like(p, s, *unchecked(part.step_param)(p, g, s)) for p, g, s in zip(params, grads, states, strict=True)]
-
-
-def _on_copies(
-    part: Optimizer, params: list[Tensor], grads: list[Tensor], states: list[Any]
-) -> list[tuple[Tensor, Any]]:
-    alone = part.step_params_ is None
-    if alone and len(params) > 1:  # each by itself, since the parameters may come to differ in 0-d fields
-        return [_on_copies(part, [p], [g], [s])[0] for p, g, s in zip(params, grads, states, strict=True)]
-    # Leaf by leaf: one large buffer would be returned to the system after every step, and allocating its pages again
-    # takes longer than the step itself. A clone closes gaps in memory, and keeps the strides where there are none.
-    new_params = [p.detach().clone() for p in params]
-    with torch.no_grad():
-        first, new_states = fields(apart(part, states[0])), list[Any]()
-        for p, state in zip(new_params, states, strict=True):
-            own = zip(fields(state), first, part.common, strict=True)
-            new = [one if common else f if f is None else copy_like(p, f) for f, one, common in own]
-            new_states.append(with_fields(state, new))
-        new_grads = [copy_like(p, g) for p, g in zip(new_params, grads, strict=True)] if alone else grads
-        step_in_place(part, new_params, new_grads, new_states)
-    return list(zip(new_params, new_states, strict=True))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -317,9 +311,9 @@ class Optimizer(Specified):
             operations.
         step_param_: `(param, grad, state, *, grad_scale=None, found_inf=None) -> None`, the same in
             place on `param` and on the state's tensors. `grad_scale`, 0-d: divide the gradient by it first; `grad` is
-            then scratch. `found_inf`, 0-d float32: change nothing where it is 1. Gradient and state are checked before
-            it runs: ValueError or TypeError for another shape, dtype or device than the parameter's, and for a parameter
-            that requires grad outside `torch.no_grad`.
+            then scratch. `found_inf`, 0-d float32: change nothing where it is 1. Autograd does not record it, as a step
+            of torch.optim. Gradient and state are checked before it runs: ValueError or TypeError for another shape,
+            dtype or device than the parameter's.
         step_params_: The same for lists of parameters, gradients and states, in one kernel, which counts the step once:
             the states share their 0-d fields, as those of `init(params)` do. None: `step_param_` is called for each parameter.
         elementwise: Whether it may be called on a flat buffer of many parameters, since it steps each element by itself. It
@@ -350,9 +344,9 @@ class Optimizer(Specified):
         object.__setattr__(self, "forms", forms)
         object.__setattr__(self, "tensors", tensor_arguments(self.spec))
         object.__setattr__(self, "step_param", counted(self.step_param))
-        object.__setattr__(self, "step_param_", checked(forms, self.step_param_, lists=False))
+        object.__setattr__(self, "step_param_", checked(forms, self.step_param_))
         if self.step_params_ is not None:
-            object.__setattr__(self, "step_params_", checked(forms, self.step_params_, lists=True))
+            object.__setattr__(self, "step_params_", checked(forms, self.step_params_))
 
     def with_spec(self, spec: Spec) -> Optimizer:
         return replace(self, spec=spec)

@@ -56,14 +56,13 @@ def value_at(hyper: ScalarOrSchedule, step: Tensor) -> float | Tensor:
         dense = value.layout is torch.strided and (step.is_meta or not value.is_meta)
         if not dense or not is_one_number(value):
             raise ValueError(returned("a dense tensor of one real number"))
-        if readable_without_sync(value) and not is_finite(float(value)):
-            raise ValueError(returned("a finite number"))
-        return value.reshape(())
-    if not is_number(value):
+        if not readable_without_sync(value):
+            return value.reshape(())
+    elif not is_number(value):
         raise TypeError(returned("a number"))
-    if not is_finite(value):
+    if not is_finite(float(value) if isinstance(value, Tensor) else value):
         raise ValueError(returned("a finite number"))
-    return value  # type: ignore[no-any-return]
+    return value.reshape(()) if isinstance(value, Tensor) else value  # type: ignore[no-any-return]
 
 
 def is_one_number(value: Tensor) -> bool:
@@ -333,22 +332,12 @@ def a_number(**values: Any) -> None:
 
 def no_schedule(**values: Any) -> None:
     """As `a_number`, where a schedule is refused too."""
-    for name, value in values.items():
-        if not is_number(value) and not isinstance(value, Tensor):
-            raise TypeError(f"{name} must be a number or a tensor of one element, got {value!r}")
-    a_number(**values)
+    _require("a finite number", is_finite, values, schedules=False)
 
 
 def within(least: float, most: float, **values: Any) -> None:
     """Raise ValueError for a hyperparameter outside a range, TypeError for one that is no number."""
     _require(f"from {least:g} to {most:g}", lambda number: least <= number <= most, values)
-
-
-def _require(what: str, fine: Callable[[Any], bool], values: Mapping[str, Any]) -> None:
-    for name, value in values.items():
-        number = _number(name, value)
-        if number is not None and not fine(number):
-            raise ValueError(f"{name} must be {what}, got {value!r}")
 
 
 def check_betas(betas: Any) -> tuple[Any, Any]:
@@ -364,24 +353,22 @@ def check_betas(betas: Any) -> tuple[Any, Any]:
         raise ValueError(f"betas must be two numbers, at least 0 and below 1, got {betas!r}") from None
     if isinstance(beta1, Tensor) != isinstance(beta2, Tensor):
         raise ValueError(f"betas must be two numbers or two tensors, got {betas!r}")
-    for i, beta in enumerate((beta1, beta2)):
-        number = _number(f"betas[{i}]", beta)
-        if callable(beta):
-            raise TypeError(f"betas[{i}] must be a number or a tensor of one element, got {beta!r}")
-        if number is not None and not 0.0 <= number < 1.0:
-            raise ValueError(f"betas must be two numbers, at least 0 and below 1, got {betas!r}")
+    named = {"betas[0]": beta1, "betas[1]": beta2}
+    _require("at least 0 and below 1", lambda number: 0.0 <= number < 1.0, named, schedules=False)
     return tuple(beta.reshape(()) if isinstance(beta, Tensor) else beta for beta in (beta1, beta2))  # type: ignore[return-value]
 
 
-def _number(name: str, value: Any) -> float | Tensor | None:
+def _require(what: str, fine: Callable[[Any], bool], values: Mapping[str, Any], schedules: bool = True) -> None:
+    for name, value in values.items():
+        if callable(value) and not schedules:
+            raise TypeError(f"{name} must be a number or a tensor of one element, got {value!r}")
+        number = _number(name, value)
+        if number is not None and not fine(number):
+            raise ValueError(f"{name} must be {what}, got {value!r}")
+
+
+def _number(name: str, value: Any) -> Any:
     """The value as the host knows it; None where it does not."""
-    if type(value) is float or type(value) is int:
-        return value
-    if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
-        raise TypeError(
-            f"{name} must be a number or a schedule, got torch's {type(value).__name__}; tabulate it with "
-            f"from_torch_scheduler(make, lr, total_steps), or hand fjoin.Optimizer to it"
-        )
     if isinstance(value, Tensor):
         if not is_one_number(value):
             raise ValueError(
@@ -389,8 +376,10 @@ def _number(name: str, value: Any) -> float | Tensor | None:
             )
         return float(value) if readable_without_sync(value) else None
     if is_number(value):
-        return value  # type: ignore[no-any-return]
-    if not callable(value) or isinstance(value, type):
-        hint = f"; write float({value!r})" if isinstance(value, str) else ""
-        raise TypeError(f"{name} must be a number, a tensor of one element or a schedule, got {value!r}{hint}")
-    return None
+        return value
+    if callable(value) and not isinstance(value, type):
+        return None
+    hint = f"; write float({value!r})" if isinstance(value, str) else ""
+    if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
+        hint = "; tabulate it with from_torch_scheduler(make, lr, total_steps), or hand fjoin.Optimizer to it"
+    raise TypeError(f"{name} must be a number, a tensor of one element or a schedule, got {value!r}{hint}")

@@ -15,7 +15,6 @@ from ._kernels import (
     from_kernel,
     from_torch,
     in_float32_,
-    in_place,
     kernel_lr,
     new_step,
     run_fused,
@@ -89,7 +88,7 @@ def sgd(
             grad = grad + momentum * velocity if nesterov else velocity
         return param - rate * grad, SGDState(state.step + 1, velocity)
 
-    formula = in_place(by_formula(in_float32(step_param)))
+    formula = by_formula(in_float32(step_param))
 
     settings: dict[str, Any] = dict(momentum=momentum, dampening=dampening, weight_decay=weight_decay)
     settings.update(nesterov=nesterov, maximize=maximize)
@@ -115,7 +114,7 @@ def sgd(
         step(params, grads, states, **guards)
 
     init_param = zeros(SGDState, momentum=used(momentum))
-    return from_kernel(init_param, step_param, numbers=tuple(settings.values()), fused=on_halves)
+    return from_kernel(init_param, step_param, on_halves, settings.values())
 
 
 class ASGDState(NamedTuple):

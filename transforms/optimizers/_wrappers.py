@@ -14,7 +14,7 @@ from torch import Tensor, optim
 from ..base import State, Tree, factory, fields, readable_without_sync
 from ._adagrad import adadelta, adafactor, adagrad, rmsprop
 from ._adam import adam, adamax, adamw, nadam, radam
-from ._kernels import around, each_part, zeros
+from ._kernels import around, each_part, one_param, zeros
 from ._muon import muon
 from ._optimizer import Optimizer, like, rate_at, step_in_place
 from ._schedules import no_schedule
@@ -42,12 +42,12 @@ def frozen() -> Optimizer:
         del grad
         return param, FrozenState(state.step + 1)
 
-    def step_param_(param: Tensor, grad: Tensor, state: FrozenState, **guards: Tensor | None) -> None:
-        del param, grad
+    def step_params_(params: Any, grads: Any, states: list[FrozenState], **guards: Tensor | None) -> None:
+        del params, grads
         found_inf = guards.get("found_inf")
-        state.step.add_(1 if found_inf is None else 1 - found_inf)
+        states[0].step.add_(1 if found_inf is None else 1 - found_inf)
 
-    return Optimizer(zeros(FrozenState), step_param, step_param_, elementwise=True)
+    return Optimizer(zeros(FrozenState), step_param, one_param(step_params_), step_params_, elementwise=True)
 
 
 class InjectState(NamedTuple):

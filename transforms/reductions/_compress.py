@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -25,11 +25,9 @@ from ..axes import (
     names,
     note,
     packed,
-    pbroadcast,
     place_gathered,
     place_received,
     pmean,
-    ppermute,
     psum,
     psum_scatter,
     split_ranks,
@@ -47,7 +45,6 @@ from ..base import (
     counts_steps,
     factory,
     named_leaves,
-    to_device,
     whole_number,
 )
 from ..codecs import (
@@ -173,8 +170,8 @@ def quantized(collective: C, codec: Codec) -> C:
     ranks: one message to the ranks that sum, and one back). Leaves of other dtypes are sent unencoded, in a message for
     each dtype.
 
-        all_gather, all_to_all, all_to_all_single,     each value is encoded once; a rank receives its own value
-        ppermute, pbroadcast                           as the other ranks decode it
+        all_gather, all_to_all, all_to_all_single      each value is encoded once; a rank receives its own value
+                                                       as the other ranks decode it
         psum_scatter                                   exchanged like these, then summed in float32
         psum, pmean                                    as `compress`: bytes do not grow with the ranks, and all
                                                        ranks receive equal results to the bit
@@ -310,19 +307,6 @@ def _all_to_all_single(
     return packed(x, 1, run)
 
 
-def _ppermute(codec: Codec, x: Tree, axis: str, perm: Sequence[tuple[int, int]]) -> Tree:
-    run = _in_bytes(codec, axis, lambda codes: ppermute(codes, axis, perm))
-    # A rank without a message gets zeros; bytes of zeros need not decode to zeros.
-    is_target = (axis_index(axis) == torch.tensor([int(target) for _, target in perm], dtype=torch.int64)).any()
-    return optree.tree_map(
-        lambda leaf: torch.where(to_device(leaf.device, is_target), leaf, torch.zeros_like(leaf)), packed(x, 0, run)
-    )
-
-
-def _pbroadcast(codec: Codec, x: Tree, axis: str, source: int) -> Tree:
-    return packed(x, 0, _in_bytes(codec, axis, lambda codes: pbroadcast(codes, axis, source)))
-
-
 # The forms of the collectives for leaves in float32, on an axis of several ranks.
 _FORMS: dict[Callable[..., Any], Callable[..., Tree]] = {
     psum: _psum,
@@ -331,6 +315,4 @@ _FORMS: dict[Callable[..., Any], Callable[..., Tree]] = {
     all_gather: _all_gather,
     all_to_all: _all_to_all,
     all_to_all_single: _all_to_all_single,
-    ppermute: _ppermute,
-    pbroadcast: _pbroadcast,
 }

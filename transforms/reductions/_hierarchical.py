@@ -105,7 +105,7 @@ def hierarchical_mean(local: str, node: str, codec: Codec | None = None, over: O
 
     needs = Needs.NOTHING if codec is None or codec.elementwise else Needs.LAYOUT
     lossy = None if codec is None else Compression(named_leaves)
-    return reduction((local, node), over, reduce, needs, compression=lossy, takes=("wire", "memory"))
+    return reduction((local, node), over, reduce, needs, compression=lossy, takes=("wire",))
 
 
 def _across(

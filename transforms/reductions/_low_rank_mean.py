@@ -168,7 +168,7 @@ def make_transform(
         needs | Needs.PATHS,
         Reduction(lambda state: state.reduced, axis, over),
         Compression(loses, encoded=False),
-        takes=("donated", "wire", "memory"),
+        takes=("donated", "wire"),
     )
 
 

@@ -88,7 +88,7 @@ def _reduction(axis: AxisName, over: Over | None) -> Transform:
             summed = optree.tree_map(lambda g: divided(g, divisor * scale), summed)
         return Sums(summed, total, words)
 
-    return reduction(axis, over, reduce, fusable=True, takes=("donated", "wire", "memory"))
+    return reduction(axis, over, reduce, fusable=True, takes=("donated", "wire"))
 
 
 @factory

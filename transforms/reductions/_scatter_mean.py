@@ -151,7 +151,7 @@ def scatter_mean(axis: str, over: Over = "weight") -> Transform:
     The result is a tree with the paths of `grads`. Of each leaf it has the slice in this rank's piece: flat, in logical
     order, empty where no part of the leaf is in the piece. Parameters whose optimizer needs the whole leaf, such as
     `muon`, have one owner, which gets the leaf in its shape. Transforms behind it in a chain get slices, of the
-    parameters too; those that look at the whole tree get `extra["sharded_over"]`, over which they must sum.
+    parameters too; those that look at the whole tree get `call.sharded_over`, over which they must sum.
 
     Pieces are cut from buckets at multiples of 64 bytes. `fuse` and `fjoin.train_step` cut the same ones. Without
     `fuse` they are cut from one bucket of all leaves.
@@ -211,7 +211,7 @@ def scatter_mean(axis: str, over: Over = "weight") -> Transform:
         kept = pieces.own(grads) if call.persistent else None
         return Sums(map_with_path(lambda path, _: slices[path], grads), total, words, kept)
 
-    return reduction(axis, over, reduce, fusable=True, scatters=True, takes=("wire", "memory"))
+    return reduction(axis, over, reduce, fusable=True, scatters=True, takes=("wire",))
 
 
 def _sum_rider(of: dict[str, Tensor], axis: str, share: RankWeight, rider: Rider) -> tuple[Tensor, Tensor]:

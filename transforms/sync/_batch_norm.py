@@ -120,25 +120,18 @@ class SyncBatchNorm(_BatchNorm):
         Raises:
             UnboundAxis: nothing binds the axis, as where the module is called outside a step and `fjoin.bind`.
         """
-        mean, var, momentum = self.running_mean, self.running_var, self.momentum
+        momentum, is_kept = self.momentum, self.running_mean is not None
         if self.training and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
             if momentum is None:  # the average of all batches
                 momentum = 1.0 / float(self.num_batches_tracked)
         none = torch.zeros((), device=x.device)
-        y, new = sync_batch_norm(
-            x,
-            (none if mean is None else mean, none if var is None else var),
-            self.weight,
-            self.bias,
-            axis=self.axis,
-            training=self.training or mean is None,
-            momentum=momentum or 0.0,
-            eps=self.eps,
-        )
-        if self.training and mean is not None and var is not None:
-            mean.copy_(new.mean)
-            var.copy_(new.var)
+        state: Any = (self.running_mean, self.running_var) if is_kept else (none, none)
+        how: Any = dict(axis=self.axis, training=self.training or not is_kept, momentum=momentum or 0.0, eps=self.eps)
+        y, new = sync_batch_norm(x, state, self.weight, self.bias, **how)
+        if self.training and is_kept:
+            for old, value in zip(state, new, strict=True):
+                old.copy_(value)
         return y
 
     def extra_repr(self) -> str:

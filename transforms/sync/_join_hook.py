@@ -13,15 +13,6 @@ from ..axes import axis_index, axis_size, from_one, pmin
 from ..base import AxisName, State, device_of, some_axes, to_device
 
 
-def _same(state: State) -> State:
-    return state
-
-
-def _same_after(state: State, is_last_joiner: bool) -> State:
-    del is_last_joiner
-    return state
-
-
 class JoinHook(NamedTuple):
     """A pair of pure functions over named axes.
 
@@ -39,8 +30,8 @@ class JoinHook(NamedTuple):
     [tensor(1), tensor(2)]
     """
 
-    main: Callable[[State], State] = _same
-    post: Callable[[State, bool], State] = _same_after
+    main: Callable[[State], State] = lambda state: state
+    post: Callable[[State, bool], State] = lambda state, is_last_joiner: state
 
 
 def last_joiner(is_last_joiner: Any, axis: AxisName) -> Tensor:
@@ -57,12 +48,8 @@ def last_joiner(is_last_joiner: Any, axis: AxisName) -> Tensor:
     >>> tx.simulate(lambda last: tx.last_joiner(last, "data"), {"data": 3}, [False, True, True])
     [tensor(1), tensor(1), tensor(1)]
     """
-    return _last(is_last_joiner, axis, None)
-
-
-def _last(is_last_joiner: Any, axis: AxisName, device: torch.device | None) -> Tensor:
-    mine = torch.where(torch.as_tensor(is_last_joiner), axis_index(axis), torch.tensor(axis_size(axis)))
-    found: Tensor = pmin(to_device(device, mine), axis)
+    flag = torch.as_tensor(is_last_joiner)
+    found: Tensor = pmin(torch.where(flag, to_device(flag.device, axis_index(axis)), axis_size(axis)), axis)
     return found
 
 
@@ -89,7 +76,7 @@ def broadcast_from_last(axis: AxisName) -> JoinHook:
     some_axes("broadcast_from_last", axis)
 
     def post(state: State, is_last_joiner: bool) -> State:
-        last = _last(is_last_joiner, axis, device_of(optree.tree_leaves(state)))
+        last = last_joiner(to_device(device_of(optree.tree_leaves(state)), torch.as_tensor(is_last_joiner)), axis)
         return from_one(state, last == axis_index(axis), axis)
 
     return JoinHook(post=post)

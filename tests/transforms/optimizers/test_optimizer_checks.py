@@ -172,6 +172,23 @@ def test_a_handwritten_optimizer_is_checked_too() -> None:
     assert seen == [(3,)] and max_diff(params, {"w": torch.zeros(3)}) == 0 == max_diff(state["w"].momentum, p)
 
 
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("wrap", [lambda opt: opt, tx.mixed_precision], ids=["itself", "mixed_precision"])
+def test_a_kernel_of_one_parameter_counts_the_steps_of_each(wrap: Any, donate: bool) -> None:
+    whole = tx.sgd(0.1, momentum=0.9)
+    alone = tx.Optimizer(whole.init_param, whole.step_param, lambda p, g, s: whole.step_param_(p, g, s))
+    found = []
+    for opt in (whole, wrap(alone)):
+        pipeline, params = tx.fuse(tx.identity(), opt), {"v": torch.ones(3), "w": torch.ones(2, 2)}
+        state = pipeline.init(params)
+        for _ in range(3):
+            grads = {path: p * 2 for path, p in params.items()}
+            params, state = pipeline.step(params, grads, state, donate=donate)
+        assert {float(own.step) for own in state.optimizer.values()} == {3.0}
+        found.append(params)
+    assert same_bits(*found)
+
+
 @pytest.mark.parametrize("make", [tx.sgd, tx.adamw, tx.rmsprop, lambda: tx.mixed_precision(tx.adam())])
 def test_states_of_one_kernel_share_their_step_count(make: Callable[[], tx.Optimizer]) -> None:
     opt, p, q = make(), torch.ones(3), torch.ones(())
@@ -224,21 +241,17 @@ def test_step_count_is_not_checked_under_transforms() -> None:
 
 
 @pytest.mark.parametrize(("name", "make"), ROWS, ids=[name for name, _ in ROWS])
-def test_in_place_step_raises_on_tensors_that_require_grad(name: str, make: Callable[[], tx.Optimizer]) -> None:
-    part, p = at(make), MATRICES["w.weight"].clone()
-    fresh = lambda: part.init_param(p)  # noqa: E731
-    leaf = p.clone().requires_grad_()
-    recorded = optree.tree_map(lambda field: field.clone().requires_grad_(), fresh())
+def test_a_step_in_place_is_not_recorded_and_a_graph_notices_it(name: str, make: Callable[[], tx.Optimizer]) -> None:
+    """As a step of torch.optim."""
+    part, leaf, want = at(make), MATRICES["w.weight"].clone().requires_grad_(), MATRICES["w.weight"].clone()
     for kernel in kernels(part):
-        for param in (leaf, leaf * 1):
-            raises_text(
-                ValueError, lambda q=param, k=kernel: k(q, p.clone(), fresh()), "param", "requires grad", "no_grad"
-            )  # type: ignore[misc]
-        raises_text(ValueError, lambda k=kernel: k(p, p.clone(), recorded), "state", "requires grad", "detach")  # type: ignore[misc]
-        assert same_bits(leaf.detach(), MATRICES["w.weight"]) and same_bits(p, MATRICES["w.weight"])
-        kernel(p.clone(), p.clone().requires_grad_(), fresh())  # a gradient is only read
-        with torch.no_grad():
-            kernel(leaf.clone(), p.clone(), fresh())
+        grad = torch.ones_like(leaf, requires_grad=True)
+        kernel(want, grad, part.init_param(want))
+        loss = (leaf * leaf).sum()
+        kernel(leaf, grad, part.init_param(leaf.detach()))
+        assert leaf.is_leaf and same_bits(leaf.detach(), want)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
 
 
 @pytest.mark.parametrize(("name", "make"), ROWS, ids=[name for name, _ in ROWS])

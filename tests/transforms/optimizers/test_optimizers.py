@@ -236,7 +236,7 @@ def test_in_place_step_of_a_transposed_parameter() -> None:
         (lambda: tx.rmsprop(alpha=-0.5), ["alpha", "-0.5"]), (lambda: tx.rmsprop(momentum=-0.5), ["momentum", "-0.5"]),
         (lambda: tx.rprop(etas=(1.1, 1.2)), ["etas", "(1.1, 1.2)"]),
         (lambda: tx.nadam(momentum_decay=-1.0), ["momentum_decay"]),
-        (lambda: tx.lion(betas=(0.9, 1.0)), ["betas", "(0.9, 1.0)"]), (lambda: tx.lamb(eps=-1e-6), ["eps"]),
+        (lambda: tx.lion(betas=(0.9, 1.0)), ["betas[1]", "1.0"]), (lambda: tx.lamb(eps=-1e-6), ["eps"]),
         (lambda: tx.adafactor(beta2_decay=0.8), ["beta2_decay", "0.8"]),
         (lambda: tx.adafactor(d=0.5), ["d must be at least 1", "0.5"]),
         (lambda: tx.adafactor(eps=(-1.0, 1e-3)), ["eps1", "-1.0"]),

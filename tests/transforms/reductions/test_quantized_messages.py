@@ -45,8 +45,6 @@ def test_messages(monkeypatch: pytest.MonkeyPatch, codec: str) -> None:
         "all_to_all": [("all_to_all", *ints), ("all_to_all", torch.uint8, row * n)],
         "all_to_all_single": [("all_to_all", *ints), ("all_to_all", torch.uint8, row * n)],
         "psum_scatter": [("psum_scatter", *ints), ("all_to_all", torch.uint8, row * n)],
-        "ppermute": [("ppermute", *ints), ("ppermute", torch.uint8, whole)],
-        "pbroadcast": [("pbroadcast", *ints), ("pbroadcast", torch.uint8, whole)],
     }
     for name, want in once.items():
         f = tx.quantized(getattr(tx, name), made)
