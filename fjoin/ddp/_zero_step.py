@@ -78,7 +78,7 @@ def hook_with_zero_step(
     run = DDPRun(ddp, pipeline.hook, pipeline, mesh)
     keep_stepped(ddp, run.leaves)
     states = _States(run, paths, zero)
-    zero.attach(states)
+    zero.run = states
 
     def zero_step(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         states.fit()
