@@ -107,7 +107,9 @@ class Join:
         self._synced = 0  # the iterations that synchronised gradients
         self._stepped: dict[int, int] = {}  # optimizer -> their number at its last step
         self._watch: Any = None
-        self._warned = False
+        listed = {id(p) for one in self._all if isinstance(one, Optimizer) for p in _params(one)}
+        # Parameters that none of its optimizers steps.
+        self._unlisted = {id(p) for hook in self.ddps for p in hook.params} - listed
 
     def _hook_of(self, joinable: Any, kwargs: dict[str, Any]) -> Any:
         if isinstance(joinable, DistributedDataParallel):
@@ -200,20 +202,20 @@ class Join:
                 rank=gone[0],
                 step=self.iterations - 1,
             )
-        if not syncs and (others := self.syncing()):
-            raise JoinError(
-                f"this rank is inside no_sync in an iteration in which rank {others[0]} synchronises gradients; all ranks "
-                f"with input must accumulate in the same iterations",
-                rank=others[0],
-            )
         return self._now
 
-    def check_begun(self) -> None:
-        """Raise where another joinable than the first of the list is used first."""
+    def check(self, hook: DDPHook | None) -> None:
+        """Raise where another joinable than the first of the list is used first, or where ranks disagree on no_sync."""
         if self._now is None:
             raise JoinError(
                 f"the loop does not use the {type(self._first).__name__} first, which is the first joinable of the list; ranks without "
                 f"input use all in the order of the list, so pass Join the order of the loop, such as [d, optimizer_d, g, optimizer_g]"
+            )
+        if hook is not None and not hook.ddp.require_backward_grad_sync and (others := self.syncing()):
+            raise JoinError(
+                f"this rank is inside no_sync in an iteration in which rank {others[0]} synchronises gradients; all ranks "
+                f"with input must accumulate in the same iterations",
+                rank=others[0],
             )
 
     def _sees_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -221,10 +223,8 @@ class Join:
         if self.shadowing:
             return
         if not any(optimizer is one for one in self._all):
-            listed = {id(p) for one in self._all if isinstance(one, Optimizer) for p in _params(one)}
-            behind = {id(p) for hook in self.ddps for p in hook.params} - listed
-            if not self._warned and any(id(p) in behind for p in _params(optimizer)):
-                self._warned = True
+            if self._unlisted and not self._unlisted.isdisjoint(map(id, _params(optimizer))):
+                self._unlisted = set()
                 warnings.warn(
                     f"this {type(optimizer).__name__} steps the parameters of a DistributedDataParallel in a Join that does not know "
                     f"it: on ranks that are out of input its state will fall behind. Pass it too: Join([ddp, optimizer])",
@@ -308,13 +308,13 @@ class _JoinConfig:
         self._join, self._is_first, self._hook = join, is_first, hook
 
     def notify(self) -> Work | None:
-        join, hook = self._join, self._hook
+        join, hook, work = self._join, self._hook, None
         if join.shadowing or (hook is not None and not hook.before_forward()):
             return None
         if self._is_first:
-            return join.begin(all(one.ddp.require_backward_grad_sync for one in join.ddps[:1]))
-        join.check_begun()
-        return None
+            work = join.begin(all(one.ddp.require_backward_grad_sync for one in join.ddps[:1]))
+        join.check(hook)
+        return work
 
     @property
     def is_first_joinable(self) -> bool:

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fjoin
 from fjoin import transforms as tx
+from tests.ddp.ddp_problem import ZeroRedundancyOptimizer
 from tests.helpers import raises_text
 from tests.traffic import sent_to_others, watched
 
@@ -220,7 +221,7 @@ def without_a_module(kind: str) -> list[Tensor]:
     optimizer: Any = {
         "sgd": lambda: sgd,
         "zero": lambda: fjoin.ZeroRedundancyOptimizer([param], torch.optim.SGD, lr=1.0),
-        "torch's zero": lambda: torchs_zero([param]),
+        "torch's zero": lambda: ZeroRedundancyOptimizer([param], torch.optim.SGD, lr=1.0),
         "local": lambda: fjoin.PostLocalSGDOptimizer(sgd, fjoin.PeriodicModelAverager(2)),
     }[kind]()
     with fjoin.Join([setter, optimizer]):
@@ -228,13 +229,6 @@ def without_a_module(kind: str) -> list[Tensor]:
             setter.set(1.0 + dist.get_rank())
             optimizer.step()
     return [param.detach().clone()]
-
-
-def torchs_zero(params: Any) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-    return ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=1.0)
 
 
 @pytest.mark.parametrize("kind", ["sgd", "zero", "torch's zero", "local"])

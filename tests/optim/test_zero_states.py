@@ -115,28 +115,6 @@ def test_a_state_with_master_copies_is_loaded(pool: Any) -> None:
         assert all(torch.equal(value, resumed[path]) for path, value in whole.items())
 
 
-class Odd(torch.optim.SGD):
-    """An optimizer with a state that cannot be sent."""
-
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.state[p]["m"] = {"deep": [torch.Generator()]}
-        return super().step(closure)  # type: ignore[no-untyped-call]
-
-
-def odd() -> Any:
-    ddp = small()
-    made = fjoin.ZeroRedundancyOptimizer(ddp.module.named_parameters(), Odd, lr=0.1)
-    ddp(torch.ones(2, 4)).sum().backward()
-    made.step()
-    raises_text(TypeError, lambda: made.consolidate_state_dict(0), "must consist of tensors", "['deep'][0] is a Generator")  # fmt: skip
-
-
-def test_a_state_that_cannot_be_sent_is_refused_on_all_ranks(pool: Any) -> None:
-    pool.run(2, odd)
-
-
 def refused() -> None:
     ddp = small()
     weight, bias = ddp.module.weight, ddp.module.bias
