@@ -39,7 +39,7 @@ TITLES = {
 # Members that fjoin's own parts use, and no user.
 HIDDEN = {
     "Handle": "checksum dict_of pieces",
-    "Join": "begin check ddps live shadowing syncing",
+    "Join": "begin check live shadowing syncing",
     "TrainState": "settled",
     "ZeroRedundancyOptimizer": "join_hook owned slices",
 }
