@@ -39,9 +39,9 @@ TITLES = {
 # Members that fjoin's own parts use, and no user.
 HIDDEN = {
     "Handle": "checksum dict_of pieces",
-    "Join": "live notify syncing use",
+    "Join": "begin check live shadowing syncing",
     "TrainState": "settled",
-    "ZeroRedundancyOptimizer": "attach owned shadow_step slices",
+    "ZeroRedundancyOptimizer": "join_hook owned slices",
 }
 
 

@@ -23,7 +23,7 @@ ALLOWED = {
     "loading": 4,  # random numbers of the host
     "optim/_optimizer.py": 1,  # torch's own GradScaler reads it too
     "optim/_param_groups.py": 2,  # counts of states that are loaded
-    "optim/_zero_join.py": 2,  # sizes and flags are copied to a device
+    "optim/_zero_state.py": 1,  # sizes and flags are copied to a device
     "shared_memory": 1,  # memory of the host
     "step/_agreements.py": 1,  # of DeviceReads
     "step/_verdict.py": 7,  # values of the host, and the error of a step on which the host has decided; of DeviceReads

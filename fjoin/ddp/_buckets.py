@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import _DEFAULT_FIRST_BUCKET_BYTES, GradBucket, _compute_bucket_assignment_by_size
 from torch.nn.parallel import DistributedDataParallel
 
-from ..buckets import GradBuffer
+from ..buckets import GradBuffer, gradients
 from ..step import StepCheck
 from ..transforms.axes import Work
 from ..transforms.base import is_accelerator
@@ -34,20 +34,6 @@ def raise_after_backward(error: Exception) -> None:
         raise error
 
     after_backward(last)
-
-
-def gradients(bucket: GradBucket) -> list[Tensor]:
-    """The gradients in one of the module's buckets, as views with the parameters' strides.
-
-    torch's own views are contiguous, but the memory is in the parameters' order.
-    """
-    views = []
-    for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True):
-        dense = torch.empty_like(p, device="meta").stride() == p.stride()  # strides without gaps
-        views.append(
-            g.as_strided(p.size(), p.stride(), g.storage_offset()) if dense and g.stride() != p.stride() else g
-        )
-    return views
 
 
 class DDPBucket(GradBuffer):

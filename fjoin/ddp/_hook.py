@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
@@ -235,7 +234,3 @@ class DDPRun:
         if self.pipeline_step is not None:
             self.agreements.begin_flush(self.step)
             execute(self._programs.parts.ends, ModuleMemory(self), FLUSH)
-
-
-# The modules that have a hook of ours, which divides by itself, with the paths of the parameters that it steps.
-REGISTERED: weakref.WeakKeyDictionary[DistributedDataParallel, frozenset[str]] = weakref.WeakKeyDictionary()

@@ -18,13 +18,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..agreement import same_hook, same_rates
+from ..buckets import REGISTERED
 from ..groups import Mesh, check_mesh, linked_mesh
 from ..transforms.base import Over, Transform, host_weight, restored, to_state_dict
 from ..transforms.layout import Pieces
 from ..transforms.optimizers import Optimizer, frozen
 from ..transforms.pipelines import Explanation, Pipeline, PipelineState, axes_of, fuse, warn_if_silent
 from ._comm_hooks import comm_hook
-from ._hook import REGISTERED, DDPRun
+from ._hook import DDPRun
 
 
 def keep_stepped(model: DistributedDataParallel, paths: Iterable[str]) -> None:

@@ -17,7 +17,7 @@ from ..optim import WholeLeaves, WholeState, ZeroRedundancyOptimizer, slice_stat
 from ..transforms.base import Spec, Transform, to_state_dict
 from ..transforms.optimizers import Item, Optimizer
 from ..transforms.pipelines import zero as sharded
-from . import _comm_hooks, _comm_hooks as _power_sgd_hooks
+from . import _comm_hooks
 from ._hook import DDPRun
 from ._register import keep_stepped
 
@@ -51,10 +51,11 @@ def hook_with_zero_step(
         NCCL.
     """
     del shard_buckets
-    if not isinstance(ddp, DistributedDataParallel):
-        raise TypeError(f"hook_with_zero_step: ddp must be a DistributedDataParallel, got a {type(ddp).__name__}")
-    if not isinstance(zero, ZeroRedundancyOptimizer):
-        raise TypeError(f"hook_with_zero_step: zero must be a fjoin.ZeroRedundancyOptimizer, got {zero!r}")
+    if not isinstance(ddp, DistributedDataParallel) or not isinstance(zero, ZeroRedundancyOptimizer):
+        raise TypeError(
+            f"hook_with_zero_step takes a DistributedDataParallel and its fjoin.ZeroRedundancyOptimizer, got {type(ddp).__name__} and "
+            f"{type(zero).__name__}"
+        )
     if not zero.overlap_with_ddp:
         raise ValueError(
             "hook_with_zero_step needs ZeroRedundancyOptimizer(..., overlap_with_ddp=True); without it call zero.step() after "
@@ -78,7 +79,7 @@ def hook_with_zero_step(
     run = DDPRun(ddp, pipeline.hook, pipeline, mesh)
     keep_stepped(ddp, run.leaves)
     states = _States(run, paths, zero)
-    zero.attach(states)
+    zero.run = states
 
     def zero_step(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         states.fit()
@@ -94,15 +95,14 @@ hook_with_zero_step_interleaved = hook_with_zero_step  # torch's two differ in w
 def _transform(hook: Any) -> Transform:
     if isinstance(hook, Transform):
         return hook
-    rooms = _comm_hooks, _power_sgd_hooks
-    known = ("torch.distributed.algorithms.ddp_comm_hooks.", *(room.__name__ for room in rooms))  # not a user's hook
-    ours = next((found for room in rooms if (found := getattr(room, getattr(hook, "__name__", ""), None))), None)
-    if not callable(ours) or not str(getattr(hook, "__module__", "")).startswith(known):
+    known = ("torch.distributed.algorithms.ddp_comm_hooks.", _comm_hooks.__name__)  # not a user's own of the same name
+    is_known = str(getattr(hook, "__module__", "")).startswith(known)
+    make: Callable[[], Transform] | None = getattr(_comm_hooks, getattr(hook, "__name__", ""), None)
+    if not is_known or make is None:
         raise TypeError(
             f"hook_with_zero_step: hook must be one of torch's or fjoin's communication hooks, or a Transform, got {hook!r}"
         )
-    made: Transform = ours()
-    return made
+    return make()
 
 
 def _by_group(zero: ZeroRedundancyOptimizer, paths: dict[Tensor, str]) -> Optimizer:

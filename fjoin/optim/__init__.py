@@ -8,4 +8,5 @@ from ._optimizer import Optimizer as Optimizer
 from ._param_groups import ForeachStepper as ForeachStepper, divides as divides
 from ._post_local_sgd_optimizer import PostLocalSGDOptimizer as PostLocalSGDOptimizer
 from ._zero_redundancy_optimizer import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
-from ._zero_shard import WholeLeaves as WholeLeaves, WholeState as WholeState, slice_state as slice_state
+from ._zero_shard import WholeLeaves as WholeLeaves
+from ._zero_state import WholeState as WholeState, slice_state as slice_state

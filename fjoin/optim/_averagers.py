@@ -25,7 +25,7 @@ ALONE = Communicator({"data": 1}, {}, 0)
 
 
 class ModelAverager:
-    """Base of the averagers; it averages in place, so that every parameter keeps its memory.
+    """Averages over levels of groups of ranks, in place, so that every parameter keeps its memory.
 
     A copy by copy.deepcopy has the same process group. A pickled one has none, since process groups cannot be pickled:
     an unpickled averager uses the default process group, until `process_group` is set.
@@ -39,24 +39,55 @@ class ModelAverager:
     def __init__(self, warmup_steps: int, process_group: Any, buffers: Buffers | None) -> None:
         self.warmup_steps: int = whole_number("warmup_steps", warmup_steps, 0)
         self.step: int = 0
-        self._buffers = buffers if buffers is None or callable(buffers) else _tensors("buffers", buffers)
+        self._buffers = buffers if buffers is None or callable(buffers) else _tensors(_BUFFERS, buffers)
         self._mesh: Communicator | None = self._mesh_of(process_group)
         self._compared = False  # with the other ranks
+        if max(self._levels()) == 1:
+            warnings.warn(
+                "the largest period is 1: averaging the parameters in every step sends as much as averaging the gradients; use "
+                "DistributedDataParallel alone, or a longer period",
+                UserWarning,
+                stacklevel=3,
+            )
 
-    def _mesh_over(self, group: Any) -> Communicator:
-        """The ranks of a process group, None for all ranks, as a mesh."""
+    def _levels(self) -> dict[int, int]:
+        """Period -> ranks in a group, from small groups to large ones; 0 for all ranks."""
         raise NotImplementedError
+
+    def _count(self) -> int:
+        """The number that a period must divide in a call that averages."""
+        return self.step
+
+    def _sizes(self) -> list[tuple[int, int]]:
+        """(period, ranks in a group), without levels of one rank or of the ranks before, whose averages change nothing."""
+        pairs = [(1, 1), *self._levels().items()]
+        return [(period, size) for (_, before), (period, size) in itertools.pairwise(pairs) if size != before]
 
     def _axes(self) -> AxisName | None:
         """The axes over which this step averages; None where it averages nothing."""
-        raise NotImplementedError
+        due = [i for i, (period, _) in enumerate(self._sizes()) if self._count() % period == 0]
+        return tuple(self.mesh.axes)[-1 - due[-1] :] if due and self.step >= self.warmup_steps else None
 
     def _mesh_of(self, group: Any) -> Communicator:
-        if group is not None and group is not _OUTSIDE and not isinstance(group, dist.ProcessGroup):
+        """The ranks of a process group, None for all ranks, as a mesh; the axis of the smallest groups is the last."""
+        if group is _OUTSIDE:
+            return ALONE
+        if group is not None and not isinstance(group, dist.ProcessGroup):
             raise TypeError(
                 f"process_group must be a process group of torch.distributed, or None for all ranks, got {group!r}"
             )
-        return ALONE if group is _OUTSIDE else self._mesh_over(group)
+        sizes = [1, *(size for _, size in self._sizes())]
+        if sizes == [1, 0]:
+            return world_mesh() if group is None else mesh_from_group(group)
+        ranks, last = world_size() if group is None else group.size(), [*self._levels().values()][-1]
+        if last != ranks:
+            raise ValueError(
+                f"period_group_size_dict: the last size must be the number of ranks of process_group, {ranks}, got {last} in "
+                f"{self._levels()}"
+            )
+        factors = [large // small for small, large in itertools.pairwise(sizes)]
+        shape = {f"level{i}": factor for i, factor in reversed(list(enumerate(factors)))}
+        return nested_mesh(shape, group) if shape else ALONE
 
     @property
     def mesh(self) -> Communicator:
@@ -90,15 +121,14 @@ class ModelAverager:
             DesyncError: in the first call, on all ranks: they average other tensors or in other steps.
             PeerLost, CollectiveTimeout: another rank has failed, or has not arrived.
         """
-        found = _parameters(params)
-        axes = self._axes() if self.step >= self.warmup_steps else None
+        found, axes = _tensors(_PARAMETERS, params), self._axes()
         if self.mesh.size > 1 and (axes is not None or not self._compared):
             self._average(found, axes)
         self.step += 1
 
     def _average(self, params: list[Tensor], axes: AxisName | None) -> None:
         given = self._buffers() if callable(self._buffers) else self._buffers
-        buffers = [] if given is None else _tensors("buffers", given)
+        buffers = [] if given is None else _tensors(_BUFFERS, given)
         if not self._compared:
             same_average(self.mesh, f"{self!r} at step {self.step}", _numbered(params), _numbered(buffers))
             self._compared = True
@@ -108,7 +138,7 @@ class ModelAverager:
         known = set(map(id, means))
         with bind(self.mesh):
             _apply(average_parameters(axes, over="world"), means)
-            _apply(average_buffers(axes), [t for t in _distinct([*params, *buffers]) if id(t) not in known])
+            _apply(average_buffers(axes), [t for t in _tensors("", [*params, *buffers]) if id(t) not in known])
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_mesh": None, "_compared": False}
@@ -119,29 +149,24 @@ class ModelAverager:
         return new
 
 
-def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
-    return list({id(t): t for t in tensors}.values())
+_PARAMETERS = "average_parameters takes model.parameters() or optimizer.param_groups"
+_BUFFERS = "buffers must be tensors, for example model.buffers()"
 
 
-def _tensors(name: str, given: Any) -> list[Tensor]:
-    found = None if isinstance(given, Tensor) or not isinstance(given, Iterable) else list(given)
-    if found is None or not all(isinstance(t, Tensor) for t in found):
-        kind = given if found is None else next(t for t in found if not isinstance(t, Tensor))
-        raise TypeError(f"{name} must be tensors, for example model.{name}(), got {type(kind).__name__}")
-    return _distinct(found)
-
-
-def _parameters(params: Any) -> list[Tensor]:
-    """The parameters, each once, of an iterable of parameters or of param_groups."""
-    if isinstance(params, Tensor) or not isinstance(params, Iterable):
-        raise TypeError(
-            f"average_parameters takes model.parameters() or optimizer.param_groups, got {type(params).__name__}"
-        )
-    found: list[Tensor] = []
-    for one in params:
-        of_group = one.get("params") if isinstance(one, dict) else one
-        found += [of_group] if isinstance(of_group, Tensor) else _tensors("parameters", of_group)
-    return _distinct(found)
+def _tensors(text: str, given: Any) -> list[Tensor]:
+    """The tensors, each once, of an iterable of tensors or of param_groups."""
+    if isinstance(given, Tensor) or not isinstance(given, Iterable):
+        raise TypeError(f"{text}; got {type(given).__name__}")
+    found: dict[int, Tensor] = {}
+    for one in given:
+        if isinstance(one, dict) and "params" in one:
+            params = one["params"]
+            found |= {id(p): p for p in _tensors(text, [params] if isinstance(params, Tensor) else params)}
+        elif isinstance(one, Tensor):
+            found[id(one)] = one
+        else:
+            raise TypeError(f"{text}; got {type(one).__name__}")
+    return list(found.values())
 
 
 def _numbered(tensors: list[Tensor]) -> dict[str, Tensor]:
@@ -189,17 +214,15 @@ class PeriodicModelAverager(ModelAverager):
     ) -> None:
         self.period: int = whole_number("period", period, 1)
         super().__init__(warmup_steps, process_group, buffers)
-        if period == 1:
-            _warn("period")
 
     def __repr__(self) -> str:
         return f"PeriodicModelAverager(period={self.period}, warmup_steps={self.warmup_steps})"
 
-    def _mesh_over(self, group: Any) -> Communicator:
-        return world_mesh() if group is None else mesh_from_group(group)
+    def _levels(self) -> dict[int, int]:
+        return {self.period: 0}
 
-    def _axes(self) -> AxisName | None:
-        return None if (self.step - self.warmup_steps) % self.period else tuple(self.mesh.axes)
+    def _count(self) -> int:
+        return self.step - self.warmup_steps
 
 
 class HierarchicalModelAverager(ModelAverager):
@@ -239,36 +262,12 @@ class HierarchicalModelAverager(ModelAverager):
     ) -> None:
         self.period_group_size_dict: dict[int, int] = _check_levels(period_group_size_dict)
         super().__init__(warmup_steps, process_group, buffers)
-        if max(self.period_group_size_dict) == 1:
-            _warn("the largest period")
 
     def __repr__(self) -> str:
         return f"HierarchicalModelAverager({self.period_group_size_dict}, warmup_steps={self.warmup_steps})"
 
-    def _levels(self) -> list[tuple[int, int]]:
-        """(period, size of the groups), without those of one rank or of the size before, whose averages change nothing."""
-        before, found = 1, []
-        for period, size in self.period_group_size_dict.items():
-            if size > before:
-                found.append((period, size))
-            before = size
-        return found
-
-    def _mesh_over(self, group: Any) -> Communicator:
-        ranks, last = world_size() if group is None else group.size(), list(self.period_group_size_dict.values())[-1]
-        if last != ranks:
-            raise ValueError(
-                f"period_group_size_dict: the last size must be the number of ranks of process_group, {ranks}, got {last} in "
-                f"{self.period_group_size_dict}"
-            )
-        sizes = [1, *(size for _, size in self._levels())]
-        pairs = list(enumerate(zip(sizes, sizes[1:], strict=False)))
-        shape = {f"level{i}": large // small for i, (small, large) in reversed(pairs)}
-        return nested_mesh(shape, group) if shape else ALONE
-
-    def _axes(self) -> AxisName | None:
-        due = [i for i, (period, _) in enumerate(self._levels()) if self.step % period == 0]
-        return tuple(self.mesh.axes)[-1 - due[-1] :] if due else None  # "level0" is the last
+    def _levels(self) -> dict[int, int]:
+        return self.period_group_size_dict
 
 
 def _check_levels(given: Any) -> dict[int, int]:
@@ -280,28 +279,13 @@ def _check_levels(given: Any) -> dict[int, int]:
         raise ValueError(
             f"period_group_size_dict must have at least one period, for example {{4: 8, 16: 16}}, got {given!r}"
         )
-    levels = dict(given)
-    for period, size in levels.items():
+    for period, size in given.items():
         whole_number("period_group_size_dict: a period", period, 1)
         whole_number(f"period_group_size_dict: the size of the groups of period {period}", size, 1)
-    for (inner, small), (outer, large) in itertools.pairwise(levels.items()):
-        if outer % inner:
-            raise ValueError(
-                f"period_group_size_dict: each period must be a multiple of the one before, got {outer} after {inner} in "
-                f"{levels}; sort the periods, and choose multiples"
-            )
-        if large % small:
-            raise ValueError(
-                f"period_group_size_dict: each size must be a multiple of the one before, got {large} after {small} in "
-                f"{levels}; the smaller groups must fit into the larger ones"
-            )
-    return levels
-
-
-def _warn(name: str) -> None:
-    warnings.warn(
-        f"{name} is 1: averaging the parameters in every step sends as much as averaging the gradients; use "
-        f"DistributedDataParallel alone, or a longer period",
-        UserWarning,
-        stacklevel=3,
-    )
+    for name, numbers in (("period", given.keys()), ("size", given.values())):
+        for small, large in itertools.pairwise(numbers):
+            if large % small:
+                raise ValueError(
+                    f"period_group_size_dict: each {name} must be a multiple of the one before, got {large} after {small} in {given}"
+                )
+    return dict(given)

@@ -3,34 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from ..groups import Communicator, mesh_from_group
+from ..groups import mesh_from_group
 from ._optimizer import Optimizer, step_as
 from ._param_groups import Hyperparameters, without_params
-from ._zero_join import NoState, Owned, StepsInAJoin, gather_states, gradients, numbers_of
-from ._zero_shard import (
-    OwnSlice,
-    Shard,
-    WholeLeaves,
-    WholeState,
-    cut_group,
-    gather,
-    give,
-    load_slices,
-    on_device,
-    optimizer_of,
-    own_gradients,
-    own_slices,
-    torchs_state,
-    whole_states,
-)
+from ._zero_shard import OwnSlice, Shard, WholeLeaves, cut_group, gather, give, optimizer_of, own_slices, torchs_state
+from ._zero_state import NoState, Owned, gather_states, load_slices, whole_states
 
 
-class ZeroRedundancyOptimizer(torch.optim.Optimizer, StepsInAJoin):
+class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     """A torch.optim.Optimizer whose state and work are shared out among the ranks.
 
     Each rank steps its own pieces of the parameters, with the gradients that DistributedDataParallel has averaged, and
@@ -41,7 +27,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, StepsInAJoin):
       and `fjoin.ddp.hook_with_zero_step` the module sends pieces instead, and the sum is that of one all-reduce.
     - `param_groups` holds whole parameters, and hyperparameters, which schedulers may change.
     - `state_dict` is whole, in torch's form, on the rank given to `consolidate_state_dict`, for any number of ranks.
-    - In a Join, in any order with its module, ranks without input step their pieces with the gradients of the others.
+    - In a `fjoin.Join` with its module, ranks without input step their pieces with the gradients of the others. torch's Join
+      discards these gradients, so it raises an error.
     - It works with torch.amp.GradScaler, unless `overlap_with_ddp`.
 
     Args:
@@ -52,10 +39,11 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, StepsInAJoin):
         parameters_as_bucket_view: Whether to make the parameters views of the buckets in which they are gathered, which saves copies.
             Nothing else may then have replaced or replace `parameter.data`.
         overlap_with_ddp: The step is taken by `fjoin.ddp.hook_with_zero_step`, in the backward pass, from the first one on.
+            States are loaded and consolidated once it is registered.
         defaults: The arguments of `optimizer_class`.
 
     Raises:
-        TypeError: `optimizer_class` makes no optimizer; no tensors; sparse parameters.
+        TypeError: `optimizer_class` makes no optimizer; no tensors; sparse parameters; at a step: sparse gradients.
         ValueError: no parameters, or on several devices; arguments that `optimizer_class` refuses.
         RuntimeError: `state_dict` on a rank without the consolidated state; `state[parameter]`.
 
@@ -98,10 +86,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, StepsInAJoin):
         self._shards: list[Shard] = []
         self._local: torch.optim.Optimizer | None = None  # on this rank's slices
         self._whole: dict[int, Any] | None = None
-        self._loaded: list[WholeState] = []  # states for the hook, which is not there yet
-        self.run: Any = None  # of a module's hook, which steps; see `hook_with_zero_step`
-        torch.optim.Optimizer.__init__(self, params, hyperparameters)
-        StepsInAJoin.__init__(self)
+        self.run: Any = None  # the states of a module's hook, which steps; see `hook_with_zero_step`
+        super().__init__(params, hyperparameters)
         self.state: Any = NoState()
         devices = {p.device for group in self.param_groups for p in group["params"]}
         if len(devices) > 1:
@@ -135,55 +121,43 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, StepsInAJoin):
             raise
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, **arguments: Any) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Step this rank's pieces, and gather the parameters; returns the result of `closure`, which is called first.
 
         With `overlap_with_ddp` the backward pass has stepped already.
         """
-        join, loss = self._in_a_join(), None
+        loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self.overlap_with_ddp:
-            if self.run is None:
-                raise RuntimeError(
-                    "overlap_with_ddp=True, but no hook steps: call ddp.register_comm_hook(None, "
-                    "fjoin.ddp.hook_with_zero_step(hook, ddp, zero)) first"
-                )
+        if self._local is None:
+            self._hooked()
             if getattr(self, "grad_scale", None) is not None:
                 raise RuntimeError(
                     "the hook has stepped with gradients of a scaled loss; register tx.dynamic_loss_scale(tx.zero(...)) instead"
                 )
             return loss
-        self._notify()
-        self._notified = False
-        self._step(join, True, arguments)
+        give(self._shards)
+        pairs = list(zip(self._local.param_groups, self.param_groups, strict=True))
+        for mine, group in pairs:
+            mine.update(without_params(group))
+        step_as(self, self._local)
+        for mine, group in pairs:  # values that the optimizer keeps there
+            group.update(without_params(mine))
+        gather(self._shards, self._mesh.axes["data"])
         return loss
 
-    @torch.no_grad()
-    def shadow_step(self) -> None:
-        """The step of a rank that is out of input."""
-        self._step(self._uneven, False, {})
+    def _hooked(self) -> Any:
+        if self.run is None:
+            raise RuntimeError(
+                "overlap_with_ddp=True, but no hook steps: call ddp.register_comm_hook(None, "
+                "fjoin.ddp.hook_with_zero_step(hook, ddp, zero)) first"
+            )
+        return self.run
 
-    def _step(self, join: Communicator | None, live: bool, arguments: dict[str, Any]) -> None:
-        """Step and gather, over the mesh of a Join or of all ranks, with input or without."""
-        mesh, local = join or self._mesh, self._local
-        axis = mesh.axes["data"]
-        give(self._shards, own_gradients(self._shards) if join is None else gradients(mesh, self._shards, live))
-        if local is not None:
-            pairs = list(zip(local.param_groups, self.param_groups, strict=True))
-            for mine, group in pairs:
-                mine.update(without_params(group))
-            step_as(self, local, **arguments)
-            for mine, group in pairs:  # what the optimizer keeps there
-                group.update(without_params(mine))
-        gather(self._shards, axis)
-
-    def attach(self, run: Any) -> None:
-        """Let a module's hook step, with the states that have been loaded."""
-        self.run, waiting, self._loaded = run, self._loaded, []
-        if waiting:
-            run.load_states(waiting)
+    def join_hook(self, **kwargs: Any) -> NoReturn:
+        """Called by torch's Join."""
+        raise TypeError("a ZeroRedundancyOptimizer cannot be in a Join of torch; use fjoin.Join([ddp, zero])")
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("a ZeroRedundancyOptimizer has no copies and pickles; use consolidate_state_dict, state_dict")
@@ -195,20 +169,18 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, StepsInAJoin):
 
     def owned(self) -> Iterator[Owned]:
         """This rank's part of the state."""
-        # States that the hook has not taken yet are whole on all ranks.
-        waiting = {p: state for p, _, state in self._loaded} if self.rank == 0 else {}
         every = ((shard, path) for shard in self._shards for path in shard.slices)
         for number, (shard, path) in enumerate(every):
             p, (start, stop) = shard.params[path], shard.pieces.slices[path]
-            if p in waiting:
-                state, (start, stop) = waiting[p], (0, p.numel())
-            elif self._local is not None:
-                state = self._local.state.get(shard.slices[path], {})
+            if self._local is None:
+                state, (start, stop) = self._hooked().state_of(p)
             else:
-                state, (start, stop) = ({}, (0, 0)) if self.run is None else self.run.state_of(p)
-            state = numbers_of(p, torchs_state(self._class, state))
+                state = self._local.state.get(shard.slices[path], {})
+            state = torchs_state(self._class, state)
+            if not p.dim():  # its slice is a vector
+                state = {n: v.reshape(()) if isinstance(v, Tensor) and v.numel() == 1 else v for n, v in state.items()}
             if state and start < stop:
-                yield Owned(number, start, stop, state, self.part.elementwise and p not in waiting)
+                yield Owned(number, start, stop, state, self.part.elementwise)
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Gather the whole state on one rank, on which `state_dict` can then be called; all ranks must call this.
@@ -219,7 +191,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, StepsInAJoin):
         if not 0 <= to < self.world_size:
             raise ValueError(f"consolidate_state_dict: to must be a rank below {self.world_size}, got {to!r}")
         shapes = [p.shape for group in self.param_groups for p in group["params"]]
-        self._whole = gather_states(self._mesh, to, self.owned(), shapes, self.join_device)
+        device = self.param_groups[0]["params"][0].device
+        self._whole = gather_states(self._mesh, to, list(self.owned()), shapes, device)
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """The whole state in torch's form, as of the last `consolidate_state_dict`, on the rank given to that."""
@@ -236,12 +209,10 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, StepsInAJoin):
             ValueError: other groups, or states of another optimizer or shape; nothing is loaded.
         """
         groups, states = whole_states(self.hyper, self._class, self.param_groups, state_dict)
-        if self._local is not None:
-            load_slices(self._local, self._shards, groups, states)
-        elif self.run is not None:
-            self.run.load_states(states)
+        if self._local is None:
+            self._hooked().load_states(states)
         else:
-            self._loaded = [(p, part, on_device(state, p.device)) for p, part, state in states if state]
+            load_slices(self._local, self._shards, groups, iter(states))
         for group, loaded in zip(self.param_groups, groups, strict=True):
             group.update(loaded)
         self._whole = None

@@ -2,61 +2,27 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Literal, NoReturn
 
-import torch
+import torch.distributed as dist
 import torch.distributed.algorithms.join as torch_join
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .._errors import EarlyTermination, JoinError
 from ..agreement import Record, Sums, same_joinables
 from ..groups import Communicator, mesh_from_group
 from ..transforms.axes import Work
-from ._members import JoinConfig, Members
+from ._ddp_hook import DDPHook
 
 # The flags of an iteration's record.
 _LIVE, _SYNCS = "has input", "synchronises"
-
-
-class Roll:
-    """The ranks that have input, and those that synchronise gradients, in the last iteration of this rank.
-
-    Attributes:
-        now: The message of that iteration, which may be under way.
-    """
-
-    def __init__(self, mesh: Communicator, device: torch.device) -> None:
-        axes, flags = tuple(mesh.shape), (_LIVE, _SYNCS)
-        self._record = Record(mesh, axes, (), flags, small=True, device=device)
-        self.now: Sums | None = None
-
-    def _send(self, live: bool = False, syncs: bool = False) -> Sums:
-        """Start an iteration's message: the ranks that have input, and those that synchronise gradients in it."""
-        return self._record.send(self._record.flagged(self._record.flagged({}, _LIVE, live), _SYNCS, syncs))
-
-    def call(self, syncs: bool) -> None:
-        """Begin an iteration with input."""
-        self.now = self._send(live=True, syncs=syncs)
-
-    def call_without_input(self) -> tuple[int, ...]:
-        """Begin an iteration without input: the ranks that have some. Where none has, there is no iteration."""
-        sums = self._send()
-        live = sums.ranks(_LIVE)
-        if live:
-            self.now = sums
-        return live
-
-    def live(self) -> tuple[int, ...]:
-        return self.now.ranks(_LIVE) if self.now is not None else ()
-
-    def syncing(self) -> tuple[int, ...]:
-        return self.now.ranks(_SYNCS) if self.now is not None else ()
-
-
-WARN_AFTER = 1000
 
 
 class Join:
@@ -72,7 +38,8 @@ class Join:
     optimizer and joinable. Pass learning-rate schedulers that step in every iteration as well. The loop must then
     step once in each iteration that synchronises gradients, and run one forward pass for each backward pass; to
     accumulate, use `ddp.no_sync()`. Modules, and optimizers whose steps send messages, must be used in the order of the
-    list: `Join([d, zero_d, g, zero_g])`. A torch.amp.GradScaler is not supported: its scale would be part of the gradients.
+    list, such as `Join([d, zero_d, g, zero_g])`, but an optimizer's turn is after the modules that it steps. A
+    torch.amp.GradScaler is not supported: its scale would be part of the gradients.
 
     Args:
         joinables: Objects of `Joinable`, torch's or ours, DistributedDataParallel and
@@ -91,13 +58,12 @@ class Join:
         iterations: The number of iterations that this rank has taken part in, with or without its own input.
 
     Raises:
-        ValueError: no joinable, or joinables of different process groups.
+        ValueError: nothing that communicates, or joinables of different process groups.
         TypeError: an object that is no joinable, optimizer or scheduler; one whose step needs arguments; a
             DistributedDataParallel that notifies no Join.
         JoinError: at the start of the block: a joinable is already in another Join. Inside: a rank accumulates under
-            no_sync where others synchronise; another order than that of the list; a module's second forward pass before
-            its backward pass; an optimizer that does not step once in an iteration. At its end: this rank has
-            communicated and never notified the Join.
+            no_sync where others synchronise; the loop begins with another joinable than the list; a module's second
+            forward pass before its backward pass; an optimizer that does not step once in an iteration.
         DesyncError: at the start of the block, on all ranks: other joinables on some rank.
         EarlyTermination: on all ranks, see above; a RuntimeError, as torch's.
         PeerLost: another rank left the block by an exception. Its process group is destroyed.
@@ -113,6 +79,10 @@ class Join:
     (0, 1)
     """
 
+    last_joiner: int | None = None
+    iterations: int = 0
+    shadowing = False  # whether this rank is out of input
+
     def __init__(
         self,
         joinables: Sequence[Any],
@@ -120,34 +90,60 @@ class Join:
         throw_on_early_termination: bool = False,
         **kwargs: Any,
     ) -> None:
-        self._members = members = Members(joinables, self, kwargs)
+        self._all, self._enable, self._throw = list(joinables), enable, throw_on_early_termination
         self._before_step = kwargs.get("before_step")
-        self._enable, self._throw = enable, throw_on_early_termination
-        first = members.joinables[0]
-        self.mesh: Communicator = getattr(first, "mesh", None) or mesh_from_group(first.join_process_group)
-        self._device = self.mesh.device
-        if self._device.type != "cpu":
-            self._device = members.notifier.join_device
-        self._roll = Roll(self.mesh, self._device)
-        self._shadowing = False
-        self._watches: list[Any] = []
-        self._warned = False
-        self._sent_before = 0
-        self.last_joiner: int | None = None
-        self.iterations: int = 0
+        self._joinables = [one for one in self._all if hasattr(one, "join_process_group")]
+        _check(self._all, self._joinables)
+        self._first = next((one for one in self._joinables if not _steps(one)), self._joinables[0])
+        self.mesh: Communicator = getattr(self._first, "mesh", None) or mesh_from_group(self._first.join_process_group)
+        self._device = self._first.join_device if self.mesh.device.type != "cpu" else self.mesh.device
+        axes, flags = tuple(self.mesh.shape), (_LIVE, _SYNCS)
+        self._record = Record(self.mesh, axes, (), flags, small=True, device=self._device)
+        self._now: Sums | None = None  # the message of this iteration, which may be under way
+        hooks = {id(one): self._hook_of(one, kwargs) for one in self._joinables if not _steps(one)}
+        self._hooks, self.ddps = list(hooks.values()), [hook for hook in hooks.values() if isinstance(hook, DDPHook)]
+        in_turn = sorted(self._all, key=self._place)
+        self._turns = [hooks.get(id(one), one) for one in in_turn]
+        self._synced = 0  # the iterations that synchronised gradients
+        self._stepped: dict[int, int] = {}  # optimizer -> their number at its last step
+        self._watch: Any = None
+        listed = {id(p) for one in self._all if isinstance(one, Optimizer) for p in _params(one)}
+        # Parameters that none of its optimizers steps.
+        self._unlisted = {id(p) for hook in self.ddps for p in hook.params} - listed
+
+    def _hook_of(self, joinable: Any, kwargs: dict[str, Any]) -> Any:
+        if isinstance(joinable, DistributedDataParallel):
+            return DDPHook(joinable, self, kwargs.get("divide_by_initial_world_size", True))
+        return joinable.join_hook(**kwargs)
+
+    def _place(self, one: Any) -> tuple[int, bool, int]:
+        """The turn of an object in an iteration: its place in the list, but after the modules that it steps.
+
+        Optimizers that send no messages come after all others, and schedulers last.
+        """
+        at = next(i for i, other in enumerate(self._all) if other is one)
+        if not _steps(one):
+            return at, False, at
+        if not _sends(one):
+            return len(self._all), isinstance(one, LRScheduler), at
+        mine = set(map(id, _params(one)))
+        stepped = [hook.ddp for hook in self.ddps if not mine.isdisjoint(map(id, hook.params))]
+        return max([at, *(i for i, other in enumerate(self._all) if other in stepped)]), True, at
 
     def __enter__(self) -> Join:
         if not self._enable:
             return self
-        self._members.check_free()
-        same_joinables(self.mesh, self._device, self._members.all, self._throw)
-        self._sent_before = self.mesh.sent()
-        self._members.enter(self._notify)
-        if self._members.ddps:
-            self._watches = [
-                register_optimizer_step_pre_hook(self._sees_step),
-                register_optimizer_step_post_hook(self._saw_step),
-            ]
+        for one in self._joinables:
+            if isinstance(one._join_config, _JoinConfig):
+                raise JoinError(f"this {type(one).__name__} is inside another Join already; leave that one first")
+        same_joinables(self.mesh, self._device, self._all, self._throw)
+        self._configs = [one._join_config for one in self._joinables]
+        modules = {id(hook.ddp): hook for hook in self.ddps}
+        for one in self._joinables:
+            one._join_config = _JoinConfig(self, one is self._first, modules.get(id(one)))
+        for hook in self.ddps:
+            hook.enter()
+        self._watch = register_optimizer_step_pre_hook(self._sees_step)
         return self
 
     def __exit__(
@@ -161,9 +157,11 @@ class Join:
             elif not isinstance(error, EarlyTermination):  # all ranks raise that at the same place
                 self._fail(error)
         finally:
-            self._members.leave()
-            for watch in self._watches:
-                watch.remove()
+            self._watch.remove()
+            for one, config in zip(self._joinables, self._configs, strict=True):
+                one._join_config = config
+            for hook in self.ddps:
+                hook.leave()
         return False
 
     @staticmethod
@@ -177,107 +175,191 @@ class Join:
             EarlyTermination: with throw_on_early_termination: a rank is out of input.
         """
         config = joinable._join_config
-        return config.notify() if isinstance(config, JoinConfig) else torch_join.Join.notify_join_context(joinable)
-
-    # -- called by the hooks ---------------------------------------------------------------------
-
-    def notify(self, syncs: bool) -> None:
-        """Begin an iteration of this rank."""
-        self._members.turns.begin(syncs)
-        self._roll.call(syncs)
-        self.iterations += 1
-        if self._throw:
-            live = self._roll.live()
-            if len(live) < self.mesh.size:
-                gone = [rank for rank in range(self.mesh.size) if rank not in live]
-                raise EarlyTermination(
-                    f"Detected at least one rank that exhausted inputs. Throwing across all ranks. In iteration "
-                    f"{self.iterations - 1} out of input: {', '.join(f'rank {rank}' for rank in gone)}",
-                    rank=gone[0],
-                    step=self.iterations - 1,
-                )
+        return config.notify() if isinstance(config, _JoinConfig) else torch_join.Join.notify_join_context(joinable)
 
     def live(self) -> tuple[int, ...]:
         """The ranks that have input in this iteration."""
-        return self._roll.live()
+        return () if self._now is None else self._now.ranks(_LIVE)
 
     def syncing(self) -> tuple[int, ...]:
         """The ranks with input that synchronise gradients in this iteration."""
-        return self._roll.syncing()
+        return () if self._now is None else self._now.ranks(_SYNCS)
 
-    def _notify(self) -> Work | None:
-        if self._shadowing:
-            return None
-        self.notify(syncs=all(hook.ddp.require_backward_grad_sync for hook in self._members.ddps[:1]))
-        return self._roll.now
+    def _send(self, live: bool, syncs: bool) -> Sums:
+        return self._record.send(self._record.flagged(self._record.flagged({}, _LIVE, live), _SYNCS, syncs))
 
-    def use(self, one: Any) -> None:
-        """A module of this rank begins a pass that synchronises gradients, or an optimizer steps."""
-        if not self._shadowing:
-            self._members.turns.use(one)
+    # -- on a rank with input --------------------------------------------------------------------
+
+    def begin(self, syncs: bool) -> Work | None:
+        """Begin an iteration of this rank; returns its message under way."""
+        self._now = self._send(True, syncs)
+        self.iterations, self._synced = self.iterations + 1, self._synced + syncs
+        if self._throw and len(self.live()) < self.mesh.size:
+            gone = [rank for rank in range(self.mesh.size) if rank not in self.live()]
+            raise EarlyTermination(
+                f"Detected at least one rank that exhausted inputs. Throwing across all ranks. In iteration "
+                f"{self.iterations - 1} out of input: {', '.join(f'rank {rank}' for rank in gone)}",
+                rank=gone[0],
+                step=self.iterations - 1,
+            )
+        return self._now
+
+    def check(self, hook: DDPHook | None) -> None:
+        """Raise where another joinable than the first of the list is used first, or where ranks disagree on no_sync."""
+        if self._now is None:
+            raise JoinError(
+                f"the loop does not use the {type(self._first).__name__} first, which is the first joinable of the list; ranks without "
+                f"input use all in the order of the list, so pass Join the order of the loop, such as [d, optimizer_d, g, optimizer_g]"
+            )
+        if hook is not None and not hook.ddp.require_backward_grad_sync and (others := self.syncing()):
+            raise JoinError(
+                f"this rank is inside no_sync in an iteration in which rank {others[0]} synchronises gradients; all ranks "
+                f"with input must accumulate in the same iterations",
+                rank=others[0],
+            )
 
     def _sees_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self.use(optimizer)
-
-    def _saw_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Inspect a step of this rank's own; warn of an optimizer that steps only on ranks with input."""
-        if self._shadowing:
+        """Check that this rank steps as the ranks without input do; warn of an optimizer that steps only on ranks with input."""
+        if self.shadowing:
             return
-        self._members.turns.stepped(optimizer)
-        for hook in self._members.ddps:
-            hook.saw_step(optimizer)
-        if not self._warned and self._members.lacks(optimizer):
-            self._warned = True
-            warnings.warn(
-                f"this {type(optimizer).__name__} steps the parameters of a DistributedDataParallel in a Join that does not know "
-                f"it: on ranks that are out of input its state will fall behind. Pass it too: Join([ddp, optimizer])",
-                stacklevel=4,
-            )
+        if not any(optimizer is one for one in self._all):
+            if self._unlisted and not self._unlisted.isdisjoint(map(id, _params(optimizer))):
+                self._unlisted = set()
+                warnings.warn(
+                    f"this {type(optimizer).__name__} steps the parameters of a DistributedDataParallel in a Join that does not know "
+                    f"it: on ranks that are out of input its state will fall behind. Pass it too: Join([ddp, optimizer])",
+                    stacklevel=4,
+                )
+        else:
+            passes, self._stepped[id(optimizer)] = self._synced - self._stepped.get(id(optimizer), 0), self._synced
+            if passes != 1:
+                raise JoinError(
+                    f"this {type(optimizer).__name__} has stepped once for {passes} iterations that synchronise gradients, but ranks "
+                    f"without input step once in each one, so their states would fall apart; accumulate under ddp.no_sync(), and step "
+                    f"after each other pass"
+                )
 
     # -- after this rank's own iterations ----------------------------------------------------------
 
     def _shadow(self) -> None:
         """Take part in the others' iterations until all are out of input, then run the post hooks."""
-        self._shadowing = True
-        if not self.iterations and self.mesh.sent() > self._sent_before:
-            self._fail(
-                JoinError(
-                    f"rank {self.mesh.rank} has communicated inside a Join that was never notified; call "
-                    f"Join.notify_join_context(joinable) before the collectives of each iteration, and move collectives "
-                    f"outside of iterations before the block",
-                    rank=self.mesh.rank,
-                )
-            )
-        last, is_last_joiner, shadowed = self.live(), True, 0
+        last, is_last_joiner = self.live(), True
         try:
-            self._members.turns.end()
-            while live := self._roll.call_without_input():
+            self.shadowing = True
+            while live := (sums := self._send(False, False)).ranks(_LIVE):
                 if self._throw:
                     raise EarlyTermination(
                         f"Rank {self.mesh.rank} exhausted all inputs.", rank=self.mesh.rank, step=self.iterations
                     )
-                self._members.take_turns(bool(self._roll.syncing()), self._before_step)
-                last, is_last_joiner = live, False
+                self._now, last, is_last_joiner = sums, live, False
+                self._take_turns(bool(self.syncing()))
                 self.iterations += 1
-                shadowed += 1
-                if shadowed == WARN_AFTER:
-                    warnings.warn(
-                        f"rank {self.mesh.rank} has been out of input for {WARN_AFTER} iterations of other ranks; "
-                        f"such uneven inputs slow training down",
-                        stacklevel=3,
-                    )
             self.last_joiner = min(last, default=0)
-            for hook in self._members.hooks:
+            for hook in self._hooks:
                 hook.post_hook(is_last_joiner)
         except EarlyTermination:
             raise
         except BaseException as error:
             self._fail(error)
         finally:
-            self._shadowing = False
+            self.shadowing = False
+
+    def _take_turns(self, syncs: bool) -> None:
+        """Do the work of an iteration in the order of a rank with input: modules, and where they synchronise also steps."""
+        follows = False  # whether the last turn was a step
+        for turn in self._turns:
+            if not _steps(turn):
+                turn.main_hook()
+            elif syncs:
+                if self._before_step is not None and not follows:
+                    self._before_step()
+                turn.step()
+            follows = _steps(turn)
+        for hook in self.ddps:
+            hook.after_main()
 
     def _fail(self, error: BaseException) -> NoReturn:
-        """Reports the failure to the other ranks and raises its root cause."""
-        self._roll.now = None  # a message that was never awaited also holds connections
-        self._members.release()
+        """Report the failure to the other ranks and raise its root cause.
+
+        The process group's connections close, so that waiting peers are released, once nothing refers to it.
+        """
+        self._now = None  # a message that was never awaited also holds connections
+        for hook in self.ddps:
+            hook.release()
+        for one in self._all:
+            for name, value in list(vars(one).items()):
+                if isinstance(value, dist.ProcessGroup):
+                    vars(one)[name] = None
         self.mesh.raise_root_cause(error, self.iterations)
+
+
+class _JoinConfig:
+    """The `_join_config` of a joinable while it is inside a Join.
+
+    torch's own `notify_join_context` reads these fields before it communicates; it reads `is_first_joinable`
+    when one of torch's joinables notifies. This read triggers our notification, and its value False makes
+    torch do nothing else.
+    """
+
+    enable = False
+    throw_on_early_termination = False
+
+    def __init__(self, join: Join, is_first: bool, hook: DDPHook | None) -> None:
+        self._join, self._is_first, self._hook = join, is_first, hook
+
+    def notify(self) -> Work | None:
+        join, hook, work = self._join, self._hook, None
+        if join.shadowing or (hook is not None and not hook.before_forward()):
+            return None
+        if self._is_first:
+            work = join.begin(all(one.ddp.require_backward_grad_sync for one in join.ddps[:1]))
+        join.check(hook)
+        return work
+
+    @property
+    def is_first_joinable(self) -> bool:
+        self.notify()
+        return False
+
+
+def _steps(one: Any) -> bool:
+    """Whether it is an optimizer or a learning-rate scheduler, which step on all ranks alike."""
+    return isinstance(one, (Optimizer, LRScheduler))
+
+
+def _sends(one: Any) -> bool:
+    """Whether it is an optimizer whose steps send messages: a ZeroRedundancyOptimizer or a PostLocalSGDOptimizer."""
+    return isinstance(one, Optimizer) and (hasattr(one, "process_group") or hasattr(one, "averager"))
+
+
+def _params(optimizer: Any) -> list[Any]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _check(given: Sequence[Any], joinables: Sequence[Any]) -> None:
+    """Raise for objects that cannot be in a Join together."""
+    if not joinables:
+        raise ValueError(
+            f"a Join needs at least one joinable that communicates, got {[type(one).__name__ for one in given]}; wrap a "
+            f"module in DistributedDataParallel, or make a joinable of a function by fjoin.as_joinable"
+        )
+    for one in joinables:
+        if not hasattr(one, "_join_config"):
+            raise TypeError(
+                f"{type(one).__name__} is no complete Joinable; call super().__init__() at the beginning of its __init__"
+            )
+        if one.join_process_group != joinables[0].join_process_group:
+            raise ValueError(
+                f"joinables of one Join must have the same process group, but a {type(one).__name__} has another one than the first"
+            )
+    for one in given:
+        if _steps(one):
+            _, *arguments = inspect.signature(type(one).step).parameters.values()
+            needs = [p.name for p in arguments if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+            if needs:
+                raise TypeError(
+                    f"a {type(one).__name__} cannot be in a Join: its step needs {', '.join(needs)}, which a rank that is out of "
+                    f"input does not have"
+                )
+        elif one not in joinables:
+            raise TypeError(f"a Join takes joinables, optimizers and learning-rate schedulers, got {one!r}")

@@ -380,7 +380,7 @@ ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
     "names": (
         lambda: fjoin.PeriodicModelAverager(2).average_parameters(make_model().named_parameters()),  # type: ignore[arg-type]
         TypeError,
-        "got str",
+        "got tuple",
     ),
 }  # fmt: skip
 

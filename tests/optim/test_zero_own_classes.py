@@ -113,20 +113,20 @@ def test_training_saving_and_loading_match_torch(pool: Any, kind: Any) -> None:
 class Unserved(Plain):
     def change(self, p: Tensor) -> Tensor:
         if p.shape == (7, 5):
-            self.state[p]["kind"] = torch.float32
+            self.state[p]["m"] = {"deep": [torch.Generator()]}
         return super().change(p)
 
 
-def unserved() -> None:
+def unserved() -> str:
     module = nn.Linear(5, 7)
     zero = fjoin.ZeroRedundancyOptimizer(module.parameters(), Unserved)
     DistributedDataParallel(module)(torch.ones(2, 5)).sum().backward()
     zero.step()
-    raises_text(TypeError, lambda: zero.consolidate_state_dict(0), "consist of tensors")
+    return raises_text(TypeError, lambda: zero.consolidate_state_dict(0), "consist of tensors")
 
 
 def test_a_state_that_cannot_travel_is_an_error_on_all_ranks(pool: Any) -> None:
-    pool.run(2, unserved)
+    assert sum("['deep'][0] is a Generator" in text for text in pool.run(2, unserved)) == 1, "on the rank that owns it"
 
 
 def with_a_closure() -> None:

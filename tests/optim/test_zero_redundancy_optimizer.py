@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fjoin
 from fjoin import transforms as tx
+from tests.ddp.ddp_problem import ZeroRedundancyOptimizer
 from tests.helpers import raises_text
 from tests.traffic import sent_to_others, watched
 
@@ -168,8 +169,8 @@ def joined(kind: str) -> Any:
         if late:
             ddp.register_comm_hook(None, fjoin.ddp.hook_with_zero_step(fjoin.ddp.allreduce_hook, ddp, optimizer))
     order = [optimizer, ddp] if kind == "zero first" else [ddp, optimizer]
-    ours = kind in ("whole", "ours", "hooked, ours")
-    context: Any = fjoin.Join(order) if ours else TorchJoin(order)
+    # With a hook the module's shadow pass steps, so that torch's Join needs only the module.
+    context: Any = TorchJoin([ddp]) if kind == "hooked, torch's" else fjoin.Join(order)
     with context:
         for batch in batches(5 - dist.get_rank()):
             optimizer.zero_grad()
@@ -184,12 +185,57 @@ def joined(kind: str) -> Any:
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("kind", ["ours", "zero last", "zero first", "hooked, torch's", "hooked, ours"])
+@pytest.mark.parametrize("kind", ["zero last", "zero first", "hooked, torch's", "hooked, ours"])
 def test_uneven_inputs(pool: Any, kind: str, ranks: int) -> None:
     """torch's own class steps with stale gradients, or hangs; see test_torch_join_hangs."""
     want = pool.run(ranks, joined, "whole")[0]
     for got in pool.run(ranks, joined, kind):
         close(got, want)
+
+
+class Setter(fjoin.Joinable):
+    """Sets the gradients by a message of its own, as in torch's test of its class; ranks without input add nothing."""
+
+    join_device = property(lambda self: torch.device("cpu"))
+    join_process_group = property(lambda self: dist.group.WORLD)
+
+    def __init__(self, param: nn.Parameter) -> None:
+        super().__init__()
+        self.param = param
+
+    def join_hook(self, **kwargs: Any) -> Any:
+        hook = fjoin.JoinHook()
+        hook.main_hook = lambda: self.set(0.0)  # type: ignore[method-assign]
+        return hook
+
+    def set(self, value: float) -> None:
+        fjoin.Join.notify_join_context(self)
+        self.param.grad = torch.full((3,), value)
+        dist.all_reduce(self.param.grad)
+
+
+def without_a_module(kind: str) -> list[Tensor]:
+    """Rank r has 4 - r inputs of value 1 + r."""
+    param = nn.Parameter(torch.zeros(3))
+    setter, sgd = Setter(param), torch.optim.SGD([param], lr=1.0)
+    optimizer: Any = {
+        "sgd": lambda: sgd,
+        "zero": lambda: fjoin.ZeroRedundancyOptimizer([param], torch.optim.SGD, lr=1.0),
+        "torch's zero": lambda: ZeroRedundancyOptimizer([param], torch.optim.SGD, lr=1.0),
+        "local": lambda: fjoin.PostLocalSGDOptimizer(sgd, fjoin.PeriodicModelAverager(2)),
+    }[kind]()
+    with fjoin.Join([setter, optimizer]):
+        for _ in range(4 - dist.get_rank()):
+            setter.set(1.0 + dist.get_rank())
+            optimizer.step()
+    return [param.detach().clone()]
+
+
+@pytest.mark.parametrize("kind", ["sgd", "zero", "torch's zero", "local"])
+def test_a_join_whose_first_joinable_is_a_users_own(pool: Any, kind: str) -> None:
+    for ranks in (1, 3):
+        want = [torch.full((3,), -float(sum((4 - r) * (1 + r) for r in range(ranks))))]
+        assert all(torch.equal(got[0], want[0]) for got in pool.run(ranks, without_a_module, kind))
 
 
 @contextlib.contextmanager
@@ -277,8 +323,12 @@ def bad_input() -> None:
     raises_text(ValueError, lambda: made.consolidate_state_dict(3), "below 1", "got 3")
     raises_text(ValueError, lambda: made.load_state_dict({"state": {}, "param_groups": []}), "groups of []")
     late = zero(ps, torch.optim.SGD, overlap_with_ddp=True, lr=0.1)
-    raises_text(RuntimeError, late.step, "hook_with_zero_step")
+    for early in (late.step, late.consolidate_state_dict):
+        raises_text(RuntimeError, early, "hook_with_zero_step")
     ddp = DistributedDataParallel(nn.Linear(2, 1))
+    raises_text(TypeError, lambda: TorchJoin([ddp, made]), "fjoin.Join([ddp, zero])")
+    ps[0].grad = torch.ones(3).to_sparse()
+    raises_text(TypeError, made.step, "sparse gradients are not supported", "sparse=False")
     hook = fjoin.ddp.hook_with_zero_step
     raises_text(ValueError, lambda: hook(tx.mean("data"), ddp, made), "overlap_with_ddp=True")
     raises_text(ValueError, lambda: hook(tx.mean("data"), ddp, late), "exactly")

@@ -117,7 +117,7 @@ def of_torch(name: str, state: Any, weights: Any, steps: range) -> tuple[Any, An
     return own.state_dict(), optimizer.state_dict()
 
 
-def of_zero(name: str, hooked: bool, late: bool, state: Any, weights: Any, steps: range) -> tuple[Any, Any]:
+def of_zero(name: str, hooked: bool, state: Any, weights: Any, steps: range) -> tuple[Any, Any]:
     """The same on this rank's part of each batch. A state is loaded into an optimizer of other hyperparameters."""
     make, arguments, first = CLASSES[name]
     ddp = DistributedDataParallel(model(name), find_unused_parameters=True)
@@ -125,11 +125,9 @@ def of_zero(name: str, hooked: bool, late: bool, state: Any, weights: Any, steps
         arguments = first
         ddp.module.load_state_dict(weights)
     zero = fjoin.ZeroRedundancyOptimizer(groups(ddp.module), make, overlap_with_ddp=hooked, **arguments)
-    if state is not None and not late:
-        zero.load_state_dict(state)
     if hooked:
         ddp.register_comm_hook(None, fjoin.ddp.hook_with_zero_step(fjoin.ddp.allreduce_hook, ddp, zero))
-    if state is not None and late:
+    if state is not None:
         zero.load_state_dict(state)
     for i in steps:
         set_rates(zero, i)
@@ -171,31 +169,14 @@ def test_training_matches_torch_and_states_load_anywhere(pool: Any, name: str, h
     idle = [own.frozen, *own.unused.parameters()]
     out = {i for i, p in enumerate(order) if any(p is one for one in idle)}
     middle, end = of_torch(name, None, None, range(3)), of_torch(name, None, None, range(5))
-    got = pool.run(2, of_zero, name, hooked, False, None, None, range(3))
+    got = pool.run(2, of_zero, name, hooked, None, None, range(3))
     weights, state = got[0][0], got[1][1]
     same((weights, state), middle, out)
     # On with ours in torch's optimizer, with torch's in ours, and with ours on other numbers of ranks.
     same(of_torch(name, state, weights, range(3, 5)), end, out)
-    for ranks, late, (w, s) in [
-        (1, True, (middle[0], middle[1])), (3, True, (weights, state)), (2, False, (weights, state)),
-    ]:  # fmt: skip
-        got = pool.run(ranks, of_zero, name, hooked, late, s, w, range(3, 5))
+    for ranks, (w, s) in [(1, middle), (3, (weights, state)), (2, (weights, state))]:
+        got = pool.run(ranks, of_zero, name, hooked, s, w, range(3, 5))
         same((got[0][0], got[-1][1]), end, out)
-
-
-def idle_hook(name: str) -> None:
-    """A state that no hook has taken yet is still there to be saved."""
-    state = of_torch(name, None, None, range(2))[1]
-    own = model(name)
-    zero = fjoin.ZeroRedundancyOptimizer(groups(own), torch.optim.SGD, overlap_with_ddp=True, lr=1.0)
-    zero.load_state_dict(state)
-    zero.consolidate_state_dict(1)
-    if dist.get_rank() == 1:
-        torch.testing.assert_close(zero.state_dict()["state"], state["state"], rtol=0, atol=0)
-
-
-def test_a_loaded_state_can_be_saved_before_the_hook_is_there(pool: Any) -> None:
-    pool.run(2, idle_hook, "SGD")
 
 
 def bad_states(hooked: bool) -> None:

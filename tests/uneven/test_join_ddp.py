@@ -78,7 +78,7 @@ def check(
 
 
 @pytest.mark.sample(4)
-@pytest.mark.parametrize("counts", [[3, 1], [0, 2, 4], [2, 2], [1, 3, 3]], ids=str)
+@pytest.mark.parametrize("counts", [[3, 1], [0, 2, 4], [2, 2], [1, 3, 3], [3], [2, 0, 1, 3]], ids=str)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("order", ["ddp first", "optimizer first"])
 def test_ddp_and_optimizer(pool: Any, counts: list[int], optimizer: str, order: str) -> None:
@@ -228,23 +228,24 @@ def test_one_message_where_torch_sends_two(pool: Any) -> None:
 
 
 class _Unused(nn.Module):
-    """One parameter is never used, one in the first iteration only."""
+    """One parameter is never used, one in the first iteration only, one is frozen, and one is used twice."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.a = nn.Linear(4, 2)
         self.idle, self.once = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
 
     def forward(self, x: torch.Tensor, once: bool) -> torch.Tensor:
-        return self.a(x) * (self.once if once else 1)
+        return self.a(self.a(x) @ self.a.weight) * self.frozen * (self.once if once else 1)
 
 
-def unused_parameters(options: dict[str, Any]) -> Any:
+def unused_parameters(options: dict[str, Any], counts: list[int]) -> Any:
     ddp = DistributedDataParallel(_Unused(), **options)
     optimizer = torch.optim.AdamW(ddp.parameters(), 0.1, weight_decay=0.5)
     with fjoin.Join([ddp, optimizer]):
-        for i in range([1, 4][dist.get_rank()]):
+        for i in range(counts[dist.get_rank()]):
             optimizer.zero_grad()
             used = i == 0 or "static_graph" in options
             ddp(torch.ones(3, 4), used).square().mean().backward()
@@ -255,11 +256,13 @@ def unused_parameters(options: dict[str, Any]) -> Any:
     )
 
 
+@pytest.mark.parametrize("counts", [[1, 4], [1, 4, 0, 2]], ids=str)
 @pytest.mark.parametrize(("option", "once"), [("find_unused_parameters", 1), ("static_graph", 4)])
-def test_parameters_unused_on_all_ranks_are_not_stepped(pool: Any, option: str, once: int) -> None:
-    """A static graph uses the same parameters in every iteration."""
-    (steps, a), (steps_1, b) = pool.run(2, unused_parameters, {option: True})
-    assert steps == steps_1 == {"once": once, "a.weight": 4, "a.bias": 4} and same_bits(a, b)
+def test_parameters_unused_on_all_ranks_are_not_stepped(pool: Any, option: str, once: int, counts: list[int]) -> None:
+    """A static graph uses the same parameters in every iteration, and every rank must have run it."""
+    counts = [max(n, once - 3) for n in counts]
+    (steps, first), *_ = found = pool.run(len(counts), unused_parameters, {option: True}, counts)
+    assert steps == {"once": once, "a.weight": 4, "a.bias": 4} and all(same_bits(one, (steps, first)) for one in found)
 
 
 def two_static_graphs() -> Any:

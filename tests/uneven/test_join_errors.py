@@ -134,8 +134,6 @@ def test_raises_on_objects_that_cannot_be_joined() -> None:
     with pytest.raises(TypeError, match=r"Incomplete.*call super\(\).__init__\(\)"):
         fjoin.Join([Incomplete()])
     joinable = fjoin.as_joinable(fjoin.transforms.JoinHook())
-    with pytest.warns(UserWarning, match="do you mean divide_by_initial_world_size"):
-        fjoin.Join([joinable], divide_by_initial_worldsize=False)
     raises_text(TypeError, lambda: fjoin.Join([joinable, copy.copy(model)]), "Linear")
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with pytest.raises(TypeError, match="ReduceLROnPlateau.*metrics"):

@@ -163,23 +163,3 @@ def test_an_exception_on_one_rank_ends_the_others(where: str) -> None:
             else:
                 assert kind == "PeerLost" and failed == 1 and "ValueError: bad hook" in text
                 assert seconds < 10.0
-
-
-def never_notify(rank: int, report: Any) -> None:
-    """Rank 0 is out of input first; the time-out is 300 s."""
-    mesh = fjoin.mesh({"data": -1}, timeout_s=300)
-    one = fjoin.as_joinable(tx.JoinHook(lambda state: tx.psum(state, "data")), torch.zeros(3), mesh=mesh)
-    try:
-        with fjoin.Join([one]), fjoin.bind(mesh):
-            for _ in range(2 + 2 * rank):
-                one.state = tx.psum(one.state, "data")
-            report("leaving") if rank == 0 else None
-    except Exception as error:
-        report((type(error).__name__, str(error)))
-
-
-def test_a_joinable_that_never_notifies() -> None:
-    with Ranks(3, never_notify) as run:
-        for rank, seconds, (kind, text) in run.after("leaving", 3):
-            assert kind == ("JoinError" if rank == 0 else "PeerLost"), (kind, text)
-            assert "rank 0 has communicated" in text and "notify_join_context" in text and seconds < 10.0

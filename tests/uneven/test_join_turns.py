@@ -34,14 +34,6 @@ FINE = {
     "one by one, optimizers first": ("d zd g zg", "zd d zg g"),
     "modules, then optimizers": ("d g zd zg", "d g zd zg"),
 }
-WRONG = {
-    "modules in another order": ("g d zg zd", "d g zg zd"),
-    "one by one, but modules first in the list": ("d zd g zg", "d g zd zg"),
-    "modules first, but one by one in the list": ("d g zd zg", "d zd g zg"),
-    "a module that is left out": ("d zd", "d zd g zg"),
-    "a module twice": ("d zd d g zg", "d zd g zg"),
-    "an optimizer that is left out": ("d zd g", "d zd g zg"),
-}
 
 
 def train(used: Any, listed: Any, stepper: Any, counts: list[int], by_world: Any = True) -> Any:
@@ -78,15 +70,12 @@ def test_the_order_of_the_list_is_kept(pool: Any, order: str, stepper: str) -> N
         assert max_diff(found, want) < 1e-6
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("by_world", [True, False])
 @pytest.mark.parametrize("counts", [[3, 0], [3, 1]], ids=str)
-@pytest.mark.parametrize("order", WRONG)
-def test_another_order_raises_on_all_ranks(pool: Any, order: str, counts: list[int], by_world: bool) -> None:
-    """They raise in the first iteration with another order, long before the time-out."""
-    for kind, text, seconds in pool.run(2, train, *WRONG[order], "zero", counts, by_world):
+def test_a_loop_that_begins_with_another_module_raises_on_all_ranks(pool: Any, counts: list[int]) -> None:
+    """It raises in the first iteration, long before the time-out."""
+    for kind, text, seconds in pool.run(2, train, "g d zg zd", "d g zg zd", "zero", counts):
         assert kind in ("JoinError", "PeerLost") and seconds < 20, (kind, text)
-        assert "Join" in text and ("order" in text or "turn" in text or "not used" in text), text
+        assert "pass Join the order of the loop" in text, text
 
 
 def passes(how: Any, counts: list[int], by_world: Any) -> Any:

@@ -1,0 +1,36 @@
+"""The hooks of torch's DistributedDataParallel: its buckets' gradients, and the facts that a Join needs of a hook of ours."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DistributedDataParallel
+
+# The modules that have a hook of ours, which divides by itself, with the paths of the parameters that it steps.
+REGISTERED: weakref.WeakKeyDictionary[DistributedDataParallel, frozenset[str]] = weakref.WeakKeyDictionary()
+
+
+@runtime_checkable
+class BringsWindow(Protocol):
+    """A hook that counts the ranks with input."""
+
+    def brings_window(self) -> None:
+        """A rank without input brings the gradients of its open accumulation window, so it counts as one with input."""
+
+
+def gradients(bucket: GradBucket) -> list[Tensor]:
+    """The gradients in one of the module's buckets, as views with the parameters' strides.
+
+    torch's own views are contiguous, but the memory is in the parameters' order.
+    """
+    views = []
+    for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True):
+        dense = torch.empty_like(p, device="meta").stride() == p.stride()  # strides without gaps
+        views.append(
+            g.as_strided(p.size(), p.stride(), g.storage_offset()) if dense and g.stride() != p.stride() else g
+        )
+    return views
