@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import fjoin
+from fjoin import transforms as tx
+from fjoin.checkpoint import verify
 from fjoin.checkpoint._folder import Folder
-from tests.checkpoint.saved_steps import RUN, fill, newest_verified, save
+from tests.checkpoint.saved_steps import RUN, fill, newest, save
 from tests.helpers import raises_text
 
 OTHER = "b" * 32
@@ -26,14 +29,13 @@ def names(folder: Folder) -> list[str]:
 
 def test_steps_are_read_back_and_the_newest_is_found(tmp_path: Path) -> None:
     folder = Folder(tmp_path / "runs" / "a")
-    assert newest_verified(folder) is None and folder.steps() == [] and not folder.path.exists()
+    assert newest(folder) is None and folder.steps() == [] and not folder.path.exists()
     paths = [save(folder, step) for step in (5, 100, 123456789)]
     assert folder.steps() == [5, 100, 123456789] and names(folder) == [path.name for path in paths]
     path, manifest = folder.read(100)
     assert path == tmp_path / "runs" / "a" / "step-00000100" and manifest.step == 100
-    newest = newest_verified(folder)
-    assert newest and (newest.step, newest.found[0], newest.refused) == (123456789, paths[2], [])
-    assert newest.found[1].parent == manifest.id
+    found = newest(folder)
+    assert found and (found.step, found.parent) == (123456789, manifest.id)
     raises_text(fjoin.CheckpointError, lambda: folder.read(6), "step-00000006", "[5, 100, 123456789]")
 
 
@@ -121,7 +123,7 @@ def test_a_rename_that_was_not_done_is_an_error(tmp_path: Path, monkeypatch: pyt
     raises_text(
         fjoin.CheckpointError, lambda: folder.commit(temporary, manifest), "the step is not saved", "Input/output"
     )
-    assert folder.steps() == [] and newest_verified(folder) is None
+    assert folder.steps() == [] and newest(folder) is None
 
 
 def test_a_rename_that_another_run_did_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,9 +179,9 @@ def test_a_full_disk_leaves_the_older_steps(tmp_path: Path, monkeypatch: pytest.
                 reason = str(error)
         assert "No space left" in reason and "free some space" in reason
         refused += 1
-        newest = newest_verified(folder)
-        assert newest and (newest.step == 1 or "may be lost" in reason), refused
-        if newest.step == 2:
+        found = newest(folder)
+        assert found and (found.step == 1 or "may be lost" in reason), refused
+        if found.step == 2:
             break
     assert refused >= {"write": 4, "fsync": 6, "mkdir": 1}[call]
 
@@ -200,20 +202,60 @@ def test_a_damaged_newest_step_is_left_for_the_one_before(tmp_path: Path) -> Non
         damaged = bytearray(sound[path])
         damaged[chance.randrange(len(damaged))] ^= 1 << chance.randrange(8)
         path.write_bytes(damaged)
-        newest = newest_verified(folder)
-        assert newest and newest.step == 2 and [step for step, _ in newest.refused] == [3]
-        assert path.name in newest.refused[0][1]
+        assert (found := newest(folder)) and found.step == 2 and path.name in verify(folder.step_path(3))[0]
         path.write_bytes(sound[path])
     for path in sound:
         path.write_bytes((folder.step_path(2) / path.name).read_bytes() if path.suffix == ".json" else sound[path][:-1])
-        assert (newest := newest_verified(folder)) and newest.step == 2, path
+        assert (found := newest(folder)) and found.step == 2, path
         path.unlink()
-        assert (newest := newest_verified(folder)) and newest.step == 2, path
+        assert (found := newest(folder)) and found.step == 2, path
         path.symlink_to(folder.step_path(2) / path.name)
-        assert (newest := newest_verified(folder)) and newest.step == 2, path
+        assert (found := newest(folder)) and found.step == 2, path
         path.unlink()
         path.write_bytes(sound[path])
-    assert (newest := newest_verified(folder)) and newest.step == 3
+    assert (found := newest(folder)) and found.step == 3
+
+
+def damaged(path: Path, chance: random.Random) -> str:
+    """Flip bits of a file, cut its end off, delete it, put another file in its place, or one beside it."""
+    what = chance.choice(["flip", "cut", "delete", "other", "more"])
+    data, others = bytearray(path.read_bytes()), sorted(set(path.parent.iterdir()) - {path})
+    if what == "flip":
+        for _ in range(chance.choice([1, 1, 30])):
+            data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+    path.unlink()
+    if what in ("flip", "cut", "more"):
+        path.write_bytes(data[: chance.randrange(len(data))] if what == "cut" else data)
+    if what in ("other", "more"):
+        (path if what == "other" else path.with_suffix(".more")).write_bytes(chance.choice(others).read_bytes())
+    return f"{what} {path.name}"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_25_damaged_checkpoints_are_refused_and_the_one_before_is_restored(seed: int, tmp_path: Path) -> None:
+    chance, start = random.Random(seed), {"w": torch.zeros(700), "b": torch.zeros(3)}
+    pipeline = tx.zero(tx.mean("data"), tx.adam(0.1), "data")
+
+    def run(rank: int, folder: Path, saves: bool, step: int | None = None) -> Any:
+        one = fjoin.train_step(lambda p, x: sum((v - x).square().sum() for v in p.values()), pipeline)
+        runs = fjoin.Checkpoints(folder, one, every=1)
+        state = runs.restore(start, step=step)
+        for _ in range(2 * saves):
+            state, metrics = one(state, torch.tensor(rank + 1.0))
+            runs.save(state, metrics)
+        return state.step, {path: p.clone() for path, p in state.params.items()}
+
+    def restored(folder: Path, step: int | None = None) -> Any:
+        return tx.simulate(lambda rank: run(rank, folder, False, step), {"data": 2}, [0, 1])
+
+    tx.simulate(lambda rank: run(rank, tmp_path / "sound", True), {"data": 2}, [0, 1])
+    want = restored(tmp_path / "sound", 1)
+    for number in range(25):
+        shutil.copytree(tmp_path / "sound", folder := tmp_path / str(number))
+        what = damaged(chance.choice(sorted((folder / "step-00000002").iterdir())), chance)
+        raises_text(fjoin.CheckpointError, lambda folder=folder: restored(folder, 2))  # type: ignore[misc]
+        for (step, params), (_, expected) in zip(restored(folder), want, strict=True):
+            assert step == 1 and all(torch.equal(params[path], expected[path]) for path in start), what
 
 
 def test_steps_of_which_none_can_be_read_are_an_error(tmp_path: Path) -> None:
@@ -224,15 +266,8 @@ def test_steps_of_which_none_can_be_read_are_an_error(tmp_path: Path) -> None:
     folder.step_path(3).mkdir()  # such as a copy that was cut short
     save(Folder(tmp_path / "elsewhere"), 4)
     folder.step_path(4).symlink_to(Folder(tmp_path / "elsewhere").step_path(4))
-    text = raises_text(
-        fjoin.CheckpointError, lambda: newest_verified(folder), "none can be read", "start anew", "is a link"
-    )
+    text = raises_text(fjoin.CheckpointError, lambda: newest(folder), "none can be read", "start anew", "is a link")
     assert all(str(folder.step_path(step)) in text for step in (1, 2, 3, 4)) and folder.steps() == [1, 2]
-
-    def refuse(step: int) -> Any:
-        raise fjoin.CheckpointError("not this one")
-
-    raises_text(fjoin.CheckpointError, lambda: newest_verified(folder, refuse), "not this one")
 
 
 def test_a_step_under_the_name_of_another_is_refused(tmp_path: Path) -> None:
