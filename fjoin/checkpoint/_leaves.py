@@ -94,9 +94,9 @@ class Leaves:
             if (first, end) == (start, stop):
                 return self.part(path, part, memory)
             if first <= at < min(end, stop):
-                next_at = min(end, stop)
-                out[at - start : next_at - start] = self.part(path, part)[at - first : next_at - first]
-                at = next_at
+                until = min(end, stop)
+                out[at - start : until - start] = self.part(path, part)[at - first : until - first]
+                at = until
         if at != stop:
             raise CheckpointError(f"no part of {path!r} holds the elements from {at} to {stop}; use another step")
         return out
@@ -110,12 +110,11 @@ class Leaves:
         leaf = self.manifest.leaves[path]
         if len(leaf.parts) == 1 and leaf.parts[0].start is None:
             return self.part(path, leaf.parts[0])
-        numel = math.prod(leaf.shape)
-        if None in (starts := [part.start for part in leaf.parts]) or len({*starts}) < len(starts):
-            raise CheckpointError(
-                f"{self.folder}: {path!r} has values of {len(starts)} ranks, expected one; average them first"
-            )
-        return self.between(path, leaf.parts, 0, numel).reshape(leaf.shape)
+        starts = [part.start for part in leaf.parts]
+        if None in starts or len({*starts}) < len(starts):
+            text = f"{self.folder}: {path!r} has values of {len(starts)} ranks, expected one"
+            raise CheckpointError(f"{text}; average them first")
+        return self.between(path, leaf.parts, 0, math.prod(leaf.shape)).reshape(leaf.shape)
 
     def verify(self, share: tuple[int, int] = (0, 1)) -> None:
         """Raise CheckpointError where something is wrong with the files; the first problems are named."""

@@ -204,27 +204,24 @@ class Position(Generic[B]):
             self.last = first
             first = self.load()
         if first is END and self.epoch and isinstance(self.loader, Iterator):
-            name = type(self.loader).__name__
-            text = f"the loader is an iterator, of type {name}, that an epoch before this one has used up"
-            warnings.warn(
-                f"{text}; pass something that iter() starts anew, such as a DataLoader or a list", stacklevel=2
-            )
+            text = f"the loader is an iterator, of type {type(self.loader).__name__}, that an epoch before this one has used up"
+            remedy = "pass something that iter() starts anew, such as a DataLoader or a list"
+            warnings.warn(f"{text}; {remedy}", stacklevel=2)
         if "ahead" in streams:
             streams["now"].restore()
         return first
 
     def _skip(self, count: int) -> None:
         if count:
-            text = f"to resume, the loop loads {count} batches on rank {self._rank} only to skip them; a loader with state_dict"
-            warnings.warn(f"{text}, or a batch sampler fjoin.Shuffled, starts where it was", stacklevel=2)
+            text = f"to resume, the loop loads {count} batches on rank {self._rank} only to skip them"
+            remedy = (
+                "a loader with state_dict and load_state_dict, or a batch sampler fjoin.Shuffled, starts where it was"
+            )
+            warnings.warn(f"{text}; {remedy}", stacklevel=2)
         for i in range(count):
             if next(self._iterator, END) is END:
-                text = (
-                    f"the loader of rank {self._rank} ended after {i} batches, but load_state_dict got a position after"
-                )
-                raise ValueError(
-                    f"{text} {count}; pass a loader of the same data and batch size as the one that was saved"
-                )
+                text = f"the loader of rank {self._rank} ended after {i} batches, but load_state_dict got a position after {count}"
+                raise ValueError(f"{text}; pass a loader of the same data and batch size as the one that was saved")
 
     def load(self) -> Any:
         """The next batch; `END` where there is none."""

@@ -15,7 +15,6 @@ import torch
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.checkpoint import verify
 from fjoin.checkpoint._folder import Folder
 from tests.checkpoint.saved_steps import RUN, fill, newest, save
 from tests.helpers import raises_text
@@ -192,42 +191,24 @@ def test_a_folder_without_permission_is_named(tmp_path: Path) -> None:
     raises_text(fjoin.CheckpointError, lambda: Folder(tmp_path).begin(1), str(tmp_path), "give this user the right")
 
 
-def test_a_damaged_newest_step_is_left_for_the_one_before(tmp_path: Path) -> None:
-    folder = Folder(tmp_path)
-    for step in (1, 2, 3):
-        save(folder, step)
-    sound, chance = {path: path.read_bytes() for path in folder.step_path(3).iterdir()}, random.Random(0)
-    for _ in range(200):
-        path = chance.choice(sorted(sound))
-        damaged = bytearray(sound[path])
-        damaged[chance.randrange(len(damaged))] ^= 1 << chance.randrange(8)
-        path.write_bytes(damaged)
-        assert (found := newest(folder)) and found.step == 2 and path.name in verify(folder.step_path(3))[0]
-        path.write_bytes(sound[path])
-    for path in sound:
-        path.write_bytes((folder.step_path(2) / path.name).read_bytes() if path.suffix == ".json" else sound[path][:-1])
-        assert (found := newest(folder)) and found.step == 2, path
-        path.unlink()
-        assert (found := newest(folder)) and found.step == 2, path
-        path.symlink_to(folder.step_path(2) / path.name)
-        assert (found := newest(folder)) and found.step == 2, path
-        path.unlink()
-        path.write_bytes(sound[path])
-    assert (found := newest(folder)) and found.step == 3
-
-
-def damaged(path: Path, chance: random.Random) -> str:
-    """Flip bits of a file, cut its end off, delete it, put another file in its place, or one beside it."""
-    what = chance.choice(["flip", "cut", "delete", "other", "more"])
+def damaged(path: Path, before: Path, chance: random.Random) -> str:
+    """Flip bits of a file, cut its end off, delete it, put another file or a link in its place, or a file beside it."""
+    what = chance.choice(["flip", "flip", "cut", "delete", "another", "that of the step before", "a link", "more"])
     data, others = bytearray(path.read_bytes()), sorted(set(path.parent.iterdir()) - {path})
+    path.unlink()
     if what == "flip":
         for _ in range(chance.choice([1, 1, 30])):
             data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
-    path.unlink()
-    if what in ("flip", "cut", "more"):
-        path.write_bytes(data[: chance.randrange(len(data))] if what == "cut" else data)
-    if what in ("other", "more"):
-        (path if what == "other" else path.with_suffix(".more")).write_bytes(chance.choice(others).read_bytes())
+    elif what == "cut":
+        del data[chance.randrange(len(data)) :]
+    elif what == "more":
+        path.with_suffix(".more").write_bytes(chance.choice(others).read_bytes())
+    elif what == "a link":
+        path.symlink_to(before / path.name)
+    elif what != "delete":
+        data[:] = (chance.choice(others) if what == "another" else before / path.name).read_bytes()
+    if what not in ("delete", "a link"):
+        path.write_bytes(data)
     return f"{what} {path.name}"
 
 
@@ -252,7 +233,8 @@ def test_25_damaged_checkpoints_are_refused_and_the_one_before_is_restored(seed:
     want = restored(tmp_path / "sound", 1)
     for number in range(25):
         shutil.copytree(tmp_path / "sound", folder := tmp_path / str(number))
-        what = damaged(chance.choice(sorted((folder / "step-00000002").iterdir())), chance)
+        file = chance.choice(sorted((folder / "step-00000002").iterdir()))
+        what = damaged(file, folder / "step-00000001", chance)
         raises_text(fjoin.CheckpointError, lambda folder=folder: restored(folder, 2))  # type: ignore[misc]
         for (step, params), (_, expected) in zip(restored(folder), want, strict=True):
             assert step == 1 and all(torch.equal(params[path], expected[path]) for path in start), what
