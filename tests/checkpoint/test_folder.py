@@ -94,8 +94,14 @@ def test_two_runs_in_one_folder_are_noticed(tmp_path: Path) -> None:
     assert folder.steps() == [10]
 
 
-def failing_rename(monkeypatch: pytest.MonkeyPatch, code: int, done: bool) -> None:
-    rename = os.rename
+@pytest.mark.parametrize(
+    ("code", "done"), [(errno.ENOENT, True), (errno.EIO, True), (errno.EEXIST, True), (errno.EIO, False)]
+)
+def test_a_rename_that_was_done_counts_whatever_it_reports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, done: bool
+) -> None:
+    folder, rename = Folder(tmp_path), os.rename
+    manifest = fill(temporary := folder.begin(1), 1)
 
     def fail(source: str, target: str) -> None:
         if done:
@@ -103,25 +109,10 @@ def failing_rename(monkeypatch: pytest.MonkeyPatch, code: int, done: bool) -> No
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(os, "rename", fail)
-
-
-@pytest.mark.parametrize("code", [errno.ENOENT, errno.EIO, errno.EEXIST])
-def test_a_rename_that_was_done_counts_whatever_it_reports(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
-    folder = Folder(tmp_path)
-    manifest = fill(temporary := folder.begin(1), 1)
-    failing_rename(monkeypatch, code, done=True)
-    assert folder.commit(temporary, manifest) == folder.step_path(1) and folder.read(1)[1] == manifest
-
-
-def test_a_rename_that_was_not_done_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = Folder(tmp_path)
-    manifest = fill(temporary := folder.begin(1), 1)
-    failing_rename(monkeypatch, errno.EIO, done=False)
-    raises_text(
-        fjoin.CheckpointError, lambda: folder.commit(temporary, manifest), "the step is not saved", "Input/output"
-    )
+    if done:
+        assert folder.commit(temporary, manifest) == folder.step_path(1) and folder.read(1)[1] == manifest
+        return
+    raises_text(fjoin.CheckpointError, lambda: folder.commit(temporary, manifest), "is not saved", "Input/output")
     assert folder.steps() == [] and newest(folder) is None
 
 
@@ -192,13 +183,18 @@ def test_a_folder_without_permission_is_named(tmp_path: Path) -> None:
 
 
 def damaged(path: Path, before: Path, chance: random.Random) -> str:
-    """Flip bits of a file, cut its end off, delete it, put another file or a link in its place, or a file beside it."""
-    what = chance.choice(["flip", "flip", "cut", "delete", "another", "that of the step before", "a link", "more"])
+    """Change bits or a run of a file, cut its end off, delete it, put another or a link in its place, or one beside it."""
+    what = chance.choice(
+        ["flip", "flip", "run", "cut", "delete", "another", "that of the step before", "a link", "more"]
+    )
     data, others = bytearray(path.read_bytes()), sorted(set(path.parent.iterdir()) - {path})
     path.unlink()
     if what == "flip":
         for _ in range(chance.choice([1, 1, 30])):
             data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+    elif what == "run":
+        at = chance.randrange(len(data))
+        data[at : at + 64] = bytes(255 - one for one in data[at : at + 64])
     elif what == "cut":
         del data[chance.randrange(len(data)) :]
     elif what == "more":

@@ -213,13 +213,11 @@ ODD: list[tuple[Any, ...]] = [
     (*NOW, "python_rest", 0, 9),
     (*NOW, "python_rest", 1, "x"),
     (*NOW, "torch", torch.zeros(5056, dtype=torch.uint8)),
-    (*NOW, "torch", torch.zeros(3)),
     (*NOW, "cuda", 3),
     (*NOW, None),
     ("streams", {}),
     ("epoch", -1),
     ("batches", "1"),
-    ("steps", None),
     ("rank", True),
     ("ended", 1),
 ]
