@@ -10,7 +10,7 @@ import platform
 import threading
 import uuid
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -31,19 +31,25 @@ _SMALL = 1 << 16  # elements; smaller tensors are copied together, since a copy 
 
 
 @torch.no_grad()
-def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies on the CPU, in the same order."""
-    found, small = dict[str, Tensor](tensors), dict[Any, list[str]]()
+def copied(tensors: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
+    """Copies on the CPU: a function that returns them by name, which makes the views of small ones in the thread that writes."""
+    large, small = dict[str, Tensor](), dict[Any, dict[str, Tensor]]()
     for name, value in tensors.items():
         if value.numel() <= _SMALL:
-            small.setdefault((value.dtype, value.device), []).append(name)
+            small.setdefault((value.dtype, value.device), {})[name] = value
         else:
-            found[name] = value.to("cpu", copy=True)
-    for names in small.values():
-        flat = torch.cat([found[name].reshape(-1) for name in names]).cpu()
-        parts = flat.split([found[name].numel() for name in names])
-        found |= {name: part.view(found[name].shape) for name, part in zip(names, parts, strict=True)}
-    return found
+            large[name] = value.to("cpu", copy=True)
+    flats = [torch.cat([value.reshape(-1) for value in some.values()]).cpu() for some in small.values()]
+    shapes = [{name: value.shape for name, value in some.items()} for some in small.values()]
+
+    def views() -> dict[str, Tensor]:
+        found = dict(large)
+        for some, flat in zip(shapes, flats, strict=True):
+            parts = flat.split([shape.numel() for shape in some.values()])
+            found |= {name: part.view(shape) for (name, shape), part in zip(some.items(), parts, strict=True)}
+        return found
+
+    return views
 
 
 def side_name(rank: int) -> str:
@@ -115,7 +121,9 @@ class Save:
         try:
             plan = self._compare(found, plan)
             mine = {name: found.values[path] for name, path in plan.names.items()}
-            self._tensors = on_each(self._mesh, "the copies of a save", lambda: copied(mine) if copies else mine)
+            self._tensors = on_each(
+                self._mesh, "the copies of a save", lambda: copied(mine) if copies else lambda: mine
+            )
         except BaseException:
             self.give_up()
             raise
@@ -217,8 +225,8 @@ class Save:
 
     def _write(self) -> None:
         """Write this rank's file, then the list, which appears as a whole."""
-        name, tensors = f"rank-{self._mesh.rank:05d}-of-{self._mesh.size:05d}.safetensors", self._tensors
-        self._tensors = {}
+        name, tensors = f"rank-{self._mesh.rank:05d}-of-{self._mesh.size:05d}.safetensors", self._tensors()
+        self._tensors = dict  # so that nothing is kept
         entry = write_file(self._tmp / name, tensors, {"format": "pt"})
         side = json.dumps(self._side | {"file": vars(entry)}, allow_nan=False)  # not every reader of JSON knows NaN
         own = self._tmp / side_name(self._mesh.rank)
