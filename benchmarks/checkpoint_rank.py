@@ -128,7 +128,7 @@ def parts(name: str, rounds: int, folder: Path) -> dict[str, Any]:
     clock("checksums", zlib, "crc32", thread=True)
     clock("write", os, "write", thread=True)
     clock("fsync", os, "fsync", thread=True)
-    clock("file", _save.RankFile, "write")
+    clock("file", _save.Save, "_write")
     clock("commit", _save.Save, "_commit")
     clock("check", Leaves, "verify")
     clock("read", Load, "_value")

@@ -16,23 +16,6 @@ from ..transforms.layout import Bucket, Pieces, Span, views
 from ..transforms.optimizers import Ages, Optimizer, check_rates, compared, master_of
 
 
-class Readers:
-    """Those who still read the memory of a state, each as a function that waits until it no longer does."""
-
-    def __init__(self) -> None:
-        self._waits: list[Callable[[], object]] = []
-
-    def add(self, wait: Callable[[], object]) -> None:
-        """Have `wait` called before the memory is written again."""
-        self._waits.append(wait)
-
-    def wait(self) -> None:
-        """Wait until nobody reads; whatever writes calls this first."""
-        while self._waits:
-            self._waits[-1]()  # where this is interrupted, the next one waits again
-            self._waits.pop()
-
-
 class Leaves:
     """Leaves made in the streams that are the current ones of their devices now.
 
@@ -161,7 +144,6 @@ class Storage:
         leaves: Path -> view into its bucket's flat tensor that requires a gradient, in the order of `params`.
         slots: The optimizer's state of each bucket and span, on the flat range.
         pieces: The pieces of the buckets that ranks own; None where every rank steps all of them.
-        readers: Those who read parameters and slots; whatever writes into them waits first.
         window: Leaf -> the sum of its gradients in the earlier calls of an accumulation window, in float32; of 16-bit leaves.
         exact: The exact values of this rank's piece of each bucket, where a codec sends their changes; otherwise empty.
         together: Whether one kernel steps the buckets of one optimizer, since launches cost more than memory does.
@@ -187,7 +169,6 @@ class Storage:
         self.layout, self.optimizer, self.pieces = layout, optimizer, pieces
         self.exact: list[Tensor] = []
         self.window: dict[Tensor, Tensor] = {}
-        self.readers: Readers = Readers()
         self.together: bool = not all(is_host(bucket.device) for bucket in layout)
         self.float16: bool = any(bucket.dtype is torch.float16 for bucket in layout)
         self.shapes: dict[str, torch.Size] = {path: p.shape for path, p in params.items()}
@@ -215,9 +196,6 @@ class Storage:
         self._make_leaves()
         self.window = self._held.take_grads(before, self.window)
         return True
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "readers": Readers()}
 
     def make_slots(self, exact: bool = False) -> None:
         """Initialise the optimizer's slots from the current parameters.
@@ -360,7 +338,7 @@ class Storage:
     def clone(self) -> Storage:
         """A copy in memory of its own, including gradients that are being accumulated."""
         new = object.__new__(Storage)
-        new.window, new.readers = {}, Readers()
+        new.window = {}
         new.layout, new.optimizer, new.shapes, new.float16 = self.layout, self.optimizer, self.shapes, self.float16
         new.together = self.together
         new.pieces, new.exact = self.pieces, [own.clone() for own in self.exact]

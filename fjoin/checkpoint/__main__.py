@@ -11,18 +11,16 @@ from ._tools import export, show, verify
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m fjoin.checkpoint", description="Look at the checkpoints of a run.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    for name, about, more in (
-        ("show", "print the step and its leaves", ()),
-        ("verify", "read every byte of a step", ()),
-        ("export", "write the parameters to one safetensors file", ("out",)),
-    ):
-        command = commands.add_parser(name, help=about)
-        command.add_argument("path", help="the folder of a run, whose newest step is meant, or of a step")
-        for one in more:
-            command.add_argument(one)
+    parser = argparse.ArgumentParser(
+        prog="python -m fjoin.checkpoint",
+        description="show: print the step and its leaves; verify: read every byte; export: write the parameters to one safetensors file.",
+    )
+    parser.add_argument("command", choices=("show", "verify", "export"))
+    parser.add_argument("path", help="the folder of a run, whose newest step is meant, or of a step")
+    parser.add_argument("out", nargs="?", help="of export, the new file")
     given = parser.parse_args(arguments)
+    if (given.command == "export") != (given.out is not None):
+        parser.error("export takes a path and a new file, the other commands take a path")
     try:
         if given.command == "show":
             print(show(given.path))

@@ -6,7 +6,6 @@ import json
 import os
 import time
 import uuid
-import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -18,10 +17,10 @@ from ..agreement import Requests, checksum, form, on_each, on_first
 from ..groups import Mesh
 from ..training import Metrics, OnSignal
 from ._folder import Folder
-from ._load import add_position, restored
+from ._load import restored
 from ._plan import Plan
 from ._save import Save
-from ._sources import source_of
+from ._sources import add_position, source_of
 from ._values import Snapshot, extra_apart
 
 
@@ -262,8 +261,6 @@ class Checkpoints:
                 raise CheckpointError(f"{self._folder.path} holds no checkpoint; pass the parameters at the start")
             return self._source.start(params, buffers)
         self._run, self.extra, self._back = found.run, found.extra, found.step
-        if found.note and self._mesh.rank == 0:
-            warnings.warn(found.note, stacklevel=2)
         return found.state
 
 
@@ -342,6 +339,4 @@ def load(
         raise CheckpointError(
             f"{path} holds no checkpoint; save one there first, or begin a run with Checkpoints(...).restore(params)"
         )
-    if found.note and source.mesh.rank == 0:
-        warnings.warn(found.note, stacklevel=2)
     return found.state

@@ -123,13 +123,9 @@ def read_at(fd: int, out: memoryview, offset: int, path: Path) -> None:
 
 def read_small(path: Path) -> bytes:
     """The whole content of a regular file."""
-    fd, size = open_file(path)
-    try:
-        content = bytearray(size)
-        read_at(fd, memoryview(content), 0, path)
-    finally:
-        os.close(fd)
-    return bytes(content)
+    fd, _ = open_file(path)
+    with typed_errors(f"read {path}"), open(fd, "rb") as file:
+        return file.read()
 
 
 def sync_folder(path: Path) -> None:

@@ -1,20 +1,18 @@
-"""The leaves of a checkpoint, and the newest that verifies."""
+"""The leaves of a checkpoint."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .._errors import CheckpointError
 from ._files import DAMAGED, typed_errors
-from ._folder import Folder
 from ._manifest import OWN_FILES, Leaf, Manifest, Part
 from ._safetensors import DTYPES, TensorFile
 
@@ -71,30 +69,52 @@ class Leaves:
         """Compare a part's shape and dtype with its leaf, without reading it. Returns the number of its elements."""
         leaf, file = self.manifest.leaves[path], self.file(part.file)
         double = leaf.dtype == "complex128"
-        shape, dtype = file.shape(part.name), file.dtype(part.name)
+        dtype, shape = file.form(part.name)
         own = shape[:-1] if double and shape[-1:] == (2,) else shape
         fits = list(own) == leaf.shape if part.start is None else len(own) == 1
-        fits = fits and (part.start or 0) + math.prod(own) <= math.prod(leaf.shape) and (own is not shape or not double)
+        fits = fits and _begin(part) + math.prod(own) <= math.prod(leaf.shape) and (own is not shape or not double)
         if not fits or dtype != (torch.float64 if double else DTYPES[leaf.dtype]):
             found, form = f"{dtype} {list(shape)}", f"{leaf.dtype} {leaf.shape}"
-            where = f"{file.path}: {part.name!r}, a part of {path!r} from element {part.start or 0} on"
+            where = f"{file.path}: {part.name!r}, a part of {path!r} from element {_begin(part)} on"
             raise CheckpointError(f"{where}, is {found}, which does not fit {form}; {DAMAGED}")
         return math.prod(own)
 
-    def values(self, path: str) -> dict[str, Tensor]:
-        """The values of a leaf: one under its path where all ranks have it or its pieces make a whole.
+    def between(self, path: str, parts: Sequence[Part], start: int, stop: int, memory: Tensor | None = None) -> Tensor:
+        """The elements from `start` to `stop` of a flat leaf, of which some parts are read.
 
-        Else one for each rank, under `path@rank-3`, or for each piece, under `path@rank-3[start]`.
+        Args:
+            memory: As for `part`, which takes it where one part holds just these elements.
+
+        Raises:
+            CheckpointError: the parts do not hold them.
+        """
+        out, at = torch.empty(stop - start, dtype=DTYPES[self.manifest.leaves[path].dtype]), start
+        for part in sorted(parts, key=_begin):
+            first, end = _begin(part), _begin(part) + self.check(path, part)
+            if (first, end) == (start, stop):
+                return self.part(path, part, memory)
+            if first <= at < min(end, stop):
+                until = min(end, stop)
+                out[at - start : until - start] = self.part(path, part)[at - first : until - first]
+                at = until
+        if at != stop:
+            raise CheckpointError(f"no part of {path!r} holds the elements from {at} to {stop}; use another step")
+        return out
+
+    def whole(self, path: str) -> Tensor:
+        """A leaf that all ranks have, or whose pieces make a whole.
+
+        Raises:
+            CheckpointError: the ranks have values of their own.
         """
         leaf = self.manifest.leaves[path]
-        pieces = sorted(leaf.parts, key=lambda part: (part.start or 0, part.rank or 0))
-        ends = [0, *itertools.accumulate(self.check(path, part) for part in pieces)]
-        if [*(part.start for part in pieces), math.prod(leaf.shape)] != ends:
-            return {_label(path, part): self.part(path, part) for part in pieces}
-        whole = torch.empty(math.prod(leaf.shape), dtype=DTYPES[leaf.dtype], device="cpu")
-        for part, begin, end in zip(pieces, ends, ends[1:], strict=False):
-            whole[begin:end] = self.part(path, part)
-        return {path: whole.reshape(leaf.shape)}
+        if len(leaf.parts) == 1 and leaf.parts[0].start is None:
+            return self.part(path, leaf.parts[0])
+        starts = [part.start for part in leaf.parts]
+        if None in starts or len({*starts}) < len(starts):
+            text = f"{self.folder}: {path!r} has values of {len(starts)} ranks, expected one"
+            raise CheckpointError(f"{text}; average them first")
+        return self.between(path, leaf.parts, 0, math.prod(leaf.shape)).reshape(leaf.shape)
 
     def verify(self, share: tuple[int, int] = (0, 1)) -> None:
         """Raise CheckpointError where something is wrong with the files; the first problems are named."""
@@ -129,46 +149,13 @@ class Leaves:
 
     def _check_leaf(self, path: str, leaf: Leaf) -> None:
         end = 0
-        for part in sorted(leaf.parts, key=lambda part: part.start or 0):
-            if (part.start or 0) > end:
+        for part in sorted(leaf.parts, key=_begin):
+            if _begin(part) > end:
                 break
-            end = max(end, (part.start or 0) + self.check(path, part))
+            end = max(end, _begin(part) + self.check(path, part))
         if end != math.prod(leaf.shape):
             raise CheckpointError(f"{self.folder}: no part of {path!r} has element {end}; use another step")
 
 
-def _label(path: str, part: Part) -> str:
-    rank, start = part.rank, part.start
-    return path + ("" if rank is None else f"@rank-{rank}") + ("" if start is None else f"[{start}]")
-
-
-class Newest(NamedTuple):
-    """The newest step that can be read, what was read of it, and the newer ones that cannot, with the reasons."""
-
-    step: int
-    found: Any
-    refused: list[tuple[int, str]]
-
-
-def newest_verified(folder: Folder, read: Callable[[int], Any], steps: Sequence[int]) -> Newest | None:
-    """The newest step that can be read, or None where the folder holds no step at all.
-
-    Args:
-        read: Reads a step, or raises a CheckpointError.
-        steps: All steps, ascending.
-
-    Raises:
-        CheckpointError: There are steps, and none can be read; each is named with the reason.
-    """
-    refused: list[tuple[int, str]] = []
-    for step in reversed(steps):
-        try:
-            return Newest(step, read(step), refused)
-        except CheckpointError as error:
-            refused.append((step, str(error)))
-    if refused:
-        reasons = "".join(f"\n  {folder.step_path(step)}: {reason}" for step, reason in refused)
-        raise CheckpointError(
-            f"{folder.path} holds steps, and none can be read; repair one, or choose another folder to start anew:{reasons}"
-        )
-    return None
+def _begin(part: Part) -> int:
+    return part.start or 0

@@ -1,8 +1,9 @@
-"""Restores a checkpoint: chooses a verified step, and reads the values of this rank and the position of its loop over data."""
+"""Restores a checkpoint: chooses a step that verifies, and reads the values of this rank."""
 
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,42 +19,11 @@ from ..transforms.base import Merge, map_with_path
 from ..transforms.layout import merged
 from ._files import decoding
 from ._folder import Folder
-from ._leaves import Leaves, newest_verified
+from ._leaves import Leaves
 from ._manifest import Leaf, Part, read_commit
 from ._safetensors import DTYPES
-from ._sources import Source
-from ._values import Snapshot, Values, matches, put_together, taken_apart
-
-_NAME = "data"
-
-
-def add_position(found: Snapshot, data: Any) -> None:
-    """Add the position of this rank, which is its own.
-
-    Raises:
-        TypeError: `data` is no loop over data.
-    """
-    if not callable(getattr(data, "state_dict", None)) or not hasattr(data, "stopped"):
-        raise TypeError(
-            f"data must be the loop over the loader, batches = step.join(loader), got a {type(data).__name__}: a loader is one batch "
-            f"ahead of the loop"
-        )
-    tensors: dict[str, Tensor] = {}
-    found.rank[_NAME] = taken_apart(data.state_dict(), _NAME, tensors)
-    found.add_by_content(tensors, ())
-
-
-def position_of(values: Mapping[str, Any], own: Mapping[str, Any], data: Any) -> Callable[[], None]:
-    """A function that loads the position into the loop.
-
-    Raises:
-        CheckpointError: the checkpoint has no position.
-    """
-    if data is None:
-        return lambda: None
-    if own.get(_NAME) is None:
-        raise CheckpointError("the checkpoint has no position of data; restore it without data=, as it was saved")
-    return partial(data.load_state_dict, put_together(own[_NAME], values))
+from ._sources import DATA, Source, position_of
+from ._values import Snapshot, Values, given, matches, put_together
 
 
 class Load:
@@ -73,23 +43,18 @@ class Load:
     """
 
     def __init__(self, leaves: Leaves, mesh: Communicator, like: Snapshot, fresh: tuple[str, ...] = ()) -> None:
-        self._leaves, folder, manifest = leaves, leaves.folder, leaves.manifest
-        self._folder, self.manifest, self._mesh, self._like = folder, manifest, mesh, like
+        self._leaves, self._folder, manifest = leaves, leaves.folder, leaves.manifest
+        self.manifest, self._mesh, self._like = manifest, mesh, like
         self._same = dict(manifest.axes) == dict(mesh.shape)
         if manifest.axes.keys() != mesh.shape.keys():
-            raise CheckpointError(
-                f"{folder} is of a mesh with the axes {list(manifest.axes)}, but this run has {list(mesh.shape)}; load it on a mesh of "
-                f"the same axes, of any sizes"
-            )
+            both = f"of a mesh with the axes {list(manifest.axes)}, but this run has {list(mesh.shape)}"
+            raise CheckpointError(f"{self._folder} is {both}; load it on a mesh of the same axes, of any sizes")
         self._here, self._there = Grid(mesh.shape), Grid(manifest.axes)
         names = {*manifest.leaves, *manifest.numbers, *like.values}
         for pattern in fresh:
             if not any(matches(name, [pattern]) for name in names):
                 raise CheckpointError(f"fresh={pattern!r} is no name; there are {sorted(names)[:8]} and others")
-        self.values = Values()
-        for name, value in like.values.items():
-            if matches(name, fresh):
-                self.values.set(name, value)
+        self.values = Values({name: given(value) for name, value in like.values.items() if matches(name, fresh)})
         for name in (*manifest.leaves, *manifest.numbers):
             if not matches(name, fresh):
                 self._add(name)
@@ -97,13 +62,13 @@ class Load:
     def _add(self, name: str) -> None:
         placement = self.manifest.leaves[name].placement if name in self.manifest.leaves else {}
         if "of" not in placement:
-            self.values.add(name, partial(self._value, name))
+            self.values.reads[name] = partial(self._value, name)
             return
         of, rank = placement["of"], self._mesh.rank if self._same else 0  # a value that one rank had by itself
-        if not self._same and not of.startswith(f"{_NAME}."):
+        if not self._same and not of.startswith(f"{DATA}."):
             raise self._unmerged(of, "the ranks had values of their own")
         if placement["rank"] == rank:
-            self.values.add(of, partial(self._leaves.part, name, self.manifest.leaves[name].parts[0]))
+            self.values.reads[of] = partial(self._leaves.part, name, self.manifest.leaves[name].parts[0])
 
     def own(self) -> dict[str, Any]:
         """What only this rank has saved; on other numbers of ranks that of rank 0."""
@@ -117,8 +82,10 @@ class Load:
     def _value(self, name: str, memory: Tensor | None) -> Any:
         if name in self.manifest.numbers:
             return self._number(name)
-        leaf = self.manifest.leaves[name]
-        self._check_dtype(name)
+        leaf, own = self.manifest.leaves[name], self._like.values.get(name)
+        if isinstance(own, Tensor) and own.dtype is not DTYPES[leaf.dtype]:
+            both = f"{name!r} is {leaf.dtype}, but here {own.dtype}"
+            raise CheckpointError(f"{self._folder}: {both}; begin with parameters and a pipeline of the saved dtypes")
         if leaf.placement.get("cut") is not None:
             return self._slice(name, leaf, memory)
         if leaf.parts[0].rank is None:
@@ -130,13 +97,6 @@ class Load:
         if part is None:
             raise CheckpointError(f"{self._folder} lacks {name!r} of rank {rank}; use another step")
         return self._leaves.part(name, part, memory)
-
-    def _check_dtype(self, name: str) -> None:
-        own, saved = self._like.values.get(name), DTYPES[self.manifest.leaves[name].dtype]
-        if isinstance(own, Tensor) and own.dtype is not saved:
-            raise CheckpointError(
-                f"{self._folder}: {name!r} is {saved}, but here {own.dtype}; begin with parameters and a pipeline of the saved dtypes"
-            )
 
     def _number(self, name: str) -> Any:
         held, rank = self.manifest.numbers[name], self._mesh.rank
@@ -157,45 +117,31 @@ class Load:
         place = tuple(self._here.place(self._mesh.rank, differs).values())
         if all(self.manifest.axes[axis] == self._mesh.shape[axis] for axis in differs):
             return values[place]
+        sizes, merge = [self._mesh.shape[axis] for axis in differs], Merge(leaf.placement["merge"])
         try:
-            return merged(
-                values,
-                [self._mesh.shape[axis] for axis in differs],
-                place,
-                Merge(leaf.placement["merge"]),
-                self._like.values.get(name),
-            )
+            return merged(values, sizes, place, merge, self._like.values.get(name))
         except ValueError as error:
             raise self._unmerged(name, error) from None
 
     def _unmerged(self, name: str, why: object) -> CheckpointError:
-        remedy = (
-            "save after state = step.flush(state), where that makes them equal"
-            if name.startswith("params.")
-            else f"start it anew by fresh=({name!r},)"
-        )
-        return CheckpointError(
-            f"{self._folder}: {name!r} of {dict(self.manifest.axes)} cannot be loaded on {dict(self._mesh.shape)}: {why}; {remedy}"
-        )
+        remedy = f"start it anew by fresh=({name!r},)"
+        if name.startswith("params."):
+            remedy = "save after state = step.flush(state), where that makes them equal"
+        ranks = f"of {dict(self.manifest.axes)} cannot be loaded on {dict(self._mesh.shape)}"
+        return CheckpointError(f"{self._folder}: {name!r} {ranks}: {why}; {remedy}")
 
     def _slice(self, name: str, leaf: Leaf, memory: Tensor | None) -> Tensor:
         """This rank's slice of a leaf, from the parts that hold it."""
         own = self._like.slice_of(name)
         if own is None:
             raise CheckpointError(f"{self._folder} has slices of {name!r}, but here it is not sharded")
-        start, stop = own.start, own.stop
         parts = self._of_group(leaf)
-        if all(part.start is None for part in parts):  # on one rank as a whole
-            if stop:
-                return self._leaves.part(name, parts[0], memory)
-            shape = self._like.values[name].shape if name in self._like.values else leaf.shape
-            return torch.zeros(shape, dtype=DTYPES[leaf.dtype])
-        same = next(
-            (part for part in parts if (part.start, self._leaves.check(name, part)) == (start, stop - start)), None
-        )
-        if same is not None:
-            return self._leaves.part(name, same, memory)
-        return _between(self._leaves, name, leaf, parts, start, stop)
+        if any(part.start is not None for part in parts):
+            return self._leaves.between(name, parts, own.start, own.stop, memory)
+        if own.stop:  # on one rank as a whole
+            return self._leaves.part(name, parts[0], memory)
+        shape = self._like.values[name].shape if name in self._like.values else leaf.shape
+        return torch.zeros(shape, dtype=DTYPES[leaf.dtype])
 
     def _of_group(self, leaf: Leaf) -> list[Part]:
         """The parts of the ranks whose slices make up the value that this rank has a slice of."""
@@ -203,28 +149,9 @@ class Load:
         mine = self._here.place(self._mesh.rank, differs)
         parts = [part for part in leaf.parts if part.rank is None or self._there.place(part.rank, differs) == mine]
         if not parts or any(self.manifest.axes[axis] != self._mesh.shape[axis] for axis in differs):
-            raise CheckpointError(
-                f"{self._folder} has slices that differ over {differs}, of {dict(self.manifest.axes)}; load it on as many ranks of these"
-            )
+            what = f"{self._folder} has slices that differ over {differs}, of {dict(self.manifest.axes)}"
+            raise CheckpointError(f"{what}; load it on as many ranks of these")
         return parts
-
-
-def _between(leaves: Leaves, name: str, leaf: Leaf, parts: list[Part], start: int, stop: int) -> Tensor:
-    """The elements from `start` to `stop` of a flat leaf."""
-    out, filled = torch.empty(stop - start, dtype=DTYPES[leaf.dtype]), 0
-    for part in sorted(parts, key=lambda part: part.start or 0):
-        first = part.start or 0
-        if first >= stop or filled == stop - start:
-            break
-        values = leaves.part(name, part) if first + leaves.check(name, part) > start else None
-        if values is None:
-            continue
-        low, high = max(start, first), min(stop, first + len(values))
-        out[low - start : high - start] = values[low - first : high - first]
-        filled += high - low
-    if filled != stop - start:
-        raise CheckpointError(f"no part of {name!r} holds the elements from {start} to {stop}; use another step")
-    return out
 
 
 def empty_params(leaves: Mapping[str, Leaf], fresh: tuple[str, ...]) -> dict[str, Tensor]:
@@ -281,10 +208,18 @@ def chosen(folder: Folder, mesh: Communicator, step: int | None) -> Leaves | Non
     found = on_first(mesh, "a look for checkpoints", steps)
     if found:
         wait_until_all_see(mesh, folder.step_path(found[-1]))
-    if step is not None:
-        return checked(step)
-    newest = newest_verified(folder, checked, found)
-    return None if newest is None else newest.found
+    refused = ""
+    for number in reversed(found):
+        try:
+            return checked(number)
+        except CheckpointError as error:
+            if step is not None:
+                raise
+            refused += f"\n  {folder.step_path(number)}: {error}"
+    if refused:
+        text = f"{folder.path} holds steps, and none can be read"
+        raise CheckpointError(f"{text}; repair one, or choose another folder to start anew:{refused}")
+    return None
 
 
 class Restored(NamedTuple):
@@ -294,7 +229,6 @@ class Restored(NamedTuple):
     run: str
     step: int
     extra: Any
-    note: str  # how the pipelines differ
 
 
 def restored(
@@ -316,26 +250,13 @@ def restored(
     leaves = chosen(folder, source.mesh, step)
     if leaves is None:
         return None
-    with leaves:
-        return _from(leaves, source, params, buffers, fresh, data)
-
-
-def _from(
-    leaves: Leaves, source: Source, params: Any, buffers: dict[str, Tensor] | None, fresh: tuple[str, ...], data: Any
-) -> Restored:
     mesh, manifest, where = source.mesh, leaves.manifest, leaves.folder / "manifest.json"
-    if params is None:
-        params = empty_params(manifest.leaves, fresh)
-    state = source.start(params, buffers)
-    if fresh and source.needs_params:  # what starts anew starts from the parameters and buffers of the checkpoint
 
-        def read_params() -> tuple[Any, Any]:
-            found = source.snapshot(state)
-            with decoding(where):
-                values = Load(leaves, mesh, found, fresh).values
-                return filled("params", params, values), buffers and filled("buffers", buffers, values)
-
-        state = source.start(*on_each(mesh, "the parameters of a checkpoint", read_params))
+    def read_params() -> tuple[Any, Any]:
+        found = source.snapshot(state)
+        with decoding(where):
+            values = Load(leaves, mesh, found, fresh).values
+            return filled("params", params, values), buffers and filled("buffers", buffers, values)
 
     def read() -> tuple[Callable[[], Any], Callable[[], None], Any]:
         found = source.snapshot(state)
@@ -345,9 +266,16 @@ def _from(
             place = position_of(values, own, data)
             return source.load(state, values, own), place, put_together(manifest.extra, values, plain=True)
 
-    take, place, extra = on_each(mesh, "the values of a checkpoint", read)  # nothing has changed yet
-    loaded = on_each(mesh, "the end of a load", lambda: (take(), place())[0])
+    with leaves:
+        if params is None:
+            params = empty_params(manifest.leaves, fresh)
+        state = source.start(params, buffers)
+        if fresh and source.needs_params:  # what starts anew starts from the parameters and buffers of the checkpoint
+            state = source.start(*on_each(mesh, "the parameters of a checkpoint", read_params))
+        take, place, extra = on_each(mesh, "the values of a checkpoint", read)  # nothing has changed yet
+        loaded = on_each(mesh, "the end of a load", lambda: (take(), place())[0])
     spec = source.about()["spec"]
-    differs = manifest.spec != spec and not fresh
-    note = f"the checkpoint is of {manifest.spec}, and this run of {spec}; its values are taken" if differs else ""
-    return Restored(loaded, manifest.run, manifest.step, extra, note)
+    if manifest.spec != spec and not fresh and mesh.rank == 0:
+        text = f"the checkpoint is of {manifest.spec}, and this run of {spec}; its values are taken"
+        warnings.warn(text, stacklevel=3)
+    return Restored(loaded, manifest.run, manifest.step, extra)

@@ -146,13 +146,9 @@ class TensorFile:
             os.close(self._fd)
             self._fd = -1
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape in the file."""
-        return self._span(name).shape
-
-    def dtype(self, name: str) -> torch.dtype:
-        """The dtype in the file: float64 for what was complex128."""
-        return self._span(name).dtype
+    def form(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+        """The dtype and the shape in the file: float64 with a further dim for what was complex128."""
+        return self._span(name)[:2]
 
     def read(self, name: str, memory: Tensor | None = None) -> Tensor:
         """A tensor, on the CPU.

@@ -1,4 +1,4 @@
-"""What one rank writes in a save: its file, and beside it a list of what is in it."""
+"""One save: each rank writes its file and a list of what is in it, and rank 0 commits."""
 
 from __future__ import annotations
 
@@ -10,75 +10,46 @@ import platform
 import threading
 import uuid
 import warnings
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from .._errors import CheckpointError, described
+from .._errors import CheckpointError
 from ..agreement import on_each
 from ..groups import Communicator
 from ..transforms.base import Placement
 from ._files import FileEntry, write_blocks
 from ._folder import Folder
 from ._manifest import Leaf, Manifest, Part
-from ._plan import Copies, Plan, drifted
+from ._plan import Plan, drifted
 from ._safetensors import write_file
 from ._values import Snapshot
 
+_SMALL = 1 << 16  # elements; smaller tensors are copied together, since a copy from a device takes long to begin
 
-class RankFile:
-    """The part of a snapshot that this rank writes.
 
-    Args:
-        spread: Whether values that several ranks have are spread over their files.
-        copies: Whether to copy the values, since the next step overwrites them: now, or before the storage writes again.
-    """
+@torch.no_grad()
+def copied(tensors: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
+    """Copies on the CPU: a function that returns them by name, which makes the views of small ones in the thread that writes."""
+    large, small = dict[str, Tensor](), dict[Any, dict[str, Tensor]]()
+    for name, value in tensors.items():
+        if value.numel() <= _SMALL:
+            small.setdefault((value.dtype, value.device), {})[name] = value
+        else:
+            large[name] = value.to("cpu", copy=True)
+    flats = [torch.cat([value.reshape(-1) for value in some.values()]).cpu() for some in small.values()]
+    shapes = [{name: value.shape for name, value in some.items()} for some in small.values()]
 
-    def __init__(self, mesh: Communicator, plan: Plan, found: Snapshot, spread: bool, copies: bool) -> None:
-        self._rank, self._ranks = mesh.rank, mesh.size
-        self._written = plan.written(found, spread)
-        names = self._written.names
-        tensors = dict(zip(names, map(found.values.__getitem__, names.values()), strict=True))
-        self._tensors: Copies | dict[str, Any] = tensors
-        if copies:
-            self._tensors = Copies(tensors, self._written.kinds)
-        self._storage = found.storage if copies else None  # until `begin`
-        self._side = {
-            "numbers": {path: found.values[path] for path in plan.numbers},
-            "shared": plan.shared,
-            "rank": found.rank,
-        }
+    def views() -> dict[str, Tensor]:
+        found = dict(large)
+        for some, flat in zip(shapes, flats, strict=True):
+            parts = flat.split([shape.numel() for shape in some.values()])
+            found |= {name: part.view(shape) for (name, shape), part in zip(some.items(), parts, strict=True)}
+        return found
 
-    def begin(self) -> None:
-        """Have the storage wait for the copies before it writes; to be called when the thread that copies has begun."""
-        if self._storage is not None and isinstance(self._tensors, Copies):
-            self._storage.readers.add(self._tensors.done.wait)
-        self._storage = None
-
-    def end(self) -> None:
-        """The storage may write in any case, also where `write` has failed."""
-        if isinstance(self._tensors, Copies):
-            self._tensors.release()
-
-    def write(self, folder: Path) -> None:
-        """Write the file, then the list, which appears as a whole."""
-        name = f"rank-{self._rank:05d}-of-{self._ranks:05d}.safetensors"
-        tensors = self._tensors.tensors() if isinstance(self._tensors, Copies) else self._tensors
-        self._tensors = {}
-        entry = write_file(folder / name, tensors, {"format": "pt"})
-        side = json.dumps(self._side | {"file": vars(entry)}, allow_nan=False)  # not every reader of JSON knows NaN
-        self._report(folder, f'{side[:-1]}, "leaves": {self._written.leaves}}}')
-
-    def fail(self, folder: Path, error: Exception) -> None:
-        """Tell rank 0 why nothing has been written."""
-        self._report(folder, json.dumps({"error": described(error)}))
-
-    def _report(self, folder: Path, side: str) -> None:
-        new = folder / f"{side_name(self._rank)}.new"
-        write_blocks(new, [side.encode()])
-        os.rename(new, folder / side_name(self._rank))
+    return views
 
 
 def side_name(rank: int) -> str:
@@ -149,29 +120,26 @@ class Save:
         self.path, self._step = self._folder.step_path(step), step
         try:
             plan = self._compare(found, plan)
-            self._file = on_each(
-                self._mesh, "the copies of a save", lambda: RankFile(self._mesh, plan, found, not self._notes, copies)
+            mine = {name: found.values[path] for name, path in plan.names.items()}
+            self._tensors = on_each(
+                self._mesh, "the copies of a save", lambda: copied(mine) if copies else lambda: mine
             )
         except BaseException:
             self.give_up()
             raise
+        self._leaves, numbers = plan.leaves, {path: found.values[path] for path in plan.numbers}
+        self._side = {"numbers": numbers, "shared": plan.shared, "rank": found.rank}
 
     def _compare(self, found: Snapshot, plan: Plan) -> Plan:
         """Note the replicas that have drifted apart. Returns the plan with the places of values by content."""
-        odd = drifted(self._mesh, plan, found)
-        if differ := odd.keys() - (found.places.keys() - found.by_content):  # also those that only other ranks have
-            found.places |= dict.fromkeys(differ & found.places.keys(), Placement(()))
-            plan, odd = (
-                Plan(self._mesh.shape, self._mesh.rank, found),
-                {name: odd[name] for name in odd.keys() - differ},
-            )
-        self._notes = list(odd.values())
-        if odd and self._mesh.rank == 0:
-            self._texts.append(f"replicas have drifted apart; those of the lowest rank are saved: {self._brief()}")
-        return plan
-
-    def _brief(self) -> str:
-        return "; ".join([*self._notes[:3], *([f"and {len(self._notes) - 3} more"] if len(self._notes) > 3 else [])])
+        odd = drifted(self._mesh, plan, found.values)
+        apart = odd.keys() - (found.places.keys() - found.by_content)  # also those that only other ranks have
+        found.places |= dict.fromkeys(apart & found.places.keys(), Placement(()))
+        self._notes = [text for name, text in odd.items() if name not in apart]
+        if self._notes and self._mesh.rank == 0:
+            few = "; ".join(self._notes[:3]) + (f"; and {len(self._notes) - 3} more" if self._notes[3:] else "")
+            self._texts.append(f"replicas have drifted apart; those of the lowest rank are saved: {few}")
+        return Plan(self._mesh.shape, self._mesh.rank, found, spread=not self._notes) if odd else plan
 
     def start(self) -> None:
         """Write in a thread; to be followed by `end` or `give_up`."""
@@ -182,8 +150,6 @@ class Save:
         except RuntimeError as error:  # raised by `end`, on all ranks
             self._error = error
             self._ended.set()
-        else:
-            self._file.begin()
 
     def warn(self) -> None:
         """Warn of what has been found, on rank 0; when no other rank waits for it, since warnings may be errors."""
@@ -194,9 +160,8 @@ class Save:
     def _tell(self) -> None:
         """At the end of the program: warn of an error that nobody has waited for."""
         if self._error is not None:
-            warnings.warn(
-                f"at the end of the program: step {self._step} has not been saved: {self._error}", stacklevel=1
-            )
+            text = f"at the end of the program: step {self._step} has not been saved: {self._error}"
+            warnings.warn(text, stacklevel=1)
 
     def end(self) -> None:
         """Wait until all ranks have written, and the checkpoint is committed.
@@ -251,26 +216,25 @@ class Save:
     def _guarded(self) -> None:
         try:
             self._write()
-            self._commit()
+            if self._mesh.rank == 0:
+                self._commit()
         except Exception as error:  # raised by `end`
             self._error = error
         finally:
-            self._file.end()
             self._ended.set()
 
     def _write(self) -> None:
-        """Write this rank's file."""
-        try:
-            self._file.write(self._tmp)
-        except Exception as error:
-            with contextlib.suppress(Exception):  # then rank 0 learns of it in `end`
-                self._file.fail(self._tmp, error)
-            raise
+        """Write this rank's file, then the list, which appears as a whole."""
+        name, tensors = f"rank-{self._mesh.rank:05d}-of-{self._mesh.size:05d}.safetensors", self._tensors()
+        self._tensors = dict  # so that nothing is kept
+        entry = write_file(self._tmp / name, tensors, {"format": "pt"})
+        side = json.dumps(self._side | {"file": vars(entry)}, allow_nan=False)  # not every reader of JSON knows NaN
+        own = self._tmp / side_name(self._mesh.rank)
+        write_blocks(new := own.with_suffix(".new"), [f'{side[:-1]}, "leaves": {self._leaves}}}'.encode()])
+        os.rename(new, own)
 
     def _commit(self) -> None:
         """On rank 0: wait for the files of the others, and commit."""
-        if self._mesh.rank:
-            return
         parent, axes = self._folder.newest_id(), dict(self._mesh.shape)
         manifest = Manifest(self._run, uuid.uuid4().hex, self._step, parent, axes, notes=self._notes, **self._about)
         manifest.library = {"torch": str(torch.__version__), "python": platform.python_version()}
@@ -296,6 +260,4 @@ class Save:
             if not threading.main_thread().is_alive():  # nobody is left to notice that a rank is lost
                 left_s -= _LOOK_S
         side: dict[str, Any] = json.loads(path.read_bytes())
-        if "error" in side:
-            raise CheckpointError(f"rank {rank} could not write its file: {side['error']}", rank=rank)
         return side

@@ -1,8 +1,9 @@
-"""What is saved: a step, a pipeline, modules and optimizers."""
+"""What is saved: a step, a pipeline, modules and optimizers, and the position of a loop over data."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from .._errors import CheckpointError
 from ..agreement import Requests
 from ..ddp import Handle
 from ..groups import Communicator, Mesh, mesh_or_world
+from ..loading import check_position
 from ..optim import ZeroRedundancyOptimizer
 from ..training import TrainStep, check_state, loaded
 from ..transforms.axes import bind_axes
@@ -186,9 +188,6 @@ class OfObjects:
         return take
 
 
-_HELD = ("params.", "pipeline.optimizer.", "pipeline.inner.optimizer.")  # by the storage of a train_step
-
-
 class OfStep:
     """A train_step; its state is a `TrainState`.
 
@@ -226,7 +225,7 @@ class OfStep:
         run = self._step.run
         body = check_state(state).settled(run.token)
         run.agreements.drain(body.step)
-        axes, found = self.mesh.shape, Snapshot(storage=body.storage, held=_HELD)
+        axes, found = self.mesh.shape, Snapshot()
         found.cut("pipeline", body.storage.pieces)
         found.add("params", body.storage.leaves, params_placement(run.pipeline, axes))
         found.add_state(self._names, state.pipeline)
@@ -339,3 +338,35 @@ def source_of(what: Any, mesh: Mesh | None) -> Source:
         f"a {type(what).__name__} cannot be saved; pass a train_step, a pipeline, or a dict of objects with a state_dict, such as "
         f'{{"model": model, "optimizer": optimizer}}'
     )
+
+
+DATA = "data"
+
+
+def add_position(found: Snapshot, data: Any) -> None:
+    """Add the position of this rank, which is its own.
+
+    Raises:
+        TypeError: `data` is no loop over data.
+    """
+    if not callable(getattr(data, "state_dict", None)) or not hasattr(data, "stopped"):
+        text = f"data must be the loop over the loader, batches = step.join(loader), got a {type(data).__name__}"
+        raise TypeError(f"{text}: a loader is one batch ahead of the loop")
+    tensors: dict[str, Tensor] = {}
+    found.rank[DATA] = taken_apart(data.state_dict(), DATA, tensors)
+    found.add_by_content(tensors, ())
+
+
+def position_of(values: Mapping[str, Any], own: Mapping[str, Any], data: Any) -> Callable[[], None]:
+    """A function that loads the position into the loop; every value of it has been looked at.
+
+    Raises:
+        CheckpointError: the checkpoint has no position.
+        ValueError: it is not what a loop has saved.
+    """
+    if data is None:
+        return lambda: None
+    if own.get(DATA) is None:
+        raise CheckpointError("the checkpoint has no position of data; restore it without data=, as it was saved")
+    check_position(position := put_together(own[DATA], values))
+    return partial(data.load_state_dict, position)

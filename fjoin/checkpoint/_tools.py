@@ -59,19 +59,12 @@ def export(path: Path | str, out: Path | str) -> None:
     step, out = _step_folder(path), Path(out)
     if os.path.lexists(out):
         raise CheckpointError(f"{out} exists and is not replaced; choose another name")
-    manifest = read_step(step)
-    params = {}
-    with Leaves(step, manifest) as leaves:
-        for name in manifest.leaves:
-            if name.startswith(_PARAMS):
-                values = leaves.values(name)
-                if values.keys() != {name}:
-                    raise CheckpointError(
-                        f"{step}: {name!r} has values {sorted(values)}, expected one; average them first"
-                    )
-                params[name.removeprefix(_PARAMS)] = values[name]
+    with Leaves(step, read_step(step)) as leaves:
+        leaves.verify()
+        names = leaves.manifest.leaves
+        params = {name.removeprefix(_PARAMS): leaves.whole(name) for name in names if name.startswith(_PARAMS)}
     if not params:
-        raise CheckpointError(f"{step} has no leaves under {_PARAMS!r}; it has {sorted(manifest.leaves)[:5]}")
+        raise CheckpointError(f"{step} has no leaves under {_PARAMS!r}; it has {sorted(names)[:5]}")
     temporary = out.with_name(f"{out.name}.tmp-{uuid.uuid4().hex}")
     write_file(temporary, params, {"format": "pt"})
     with typed_errors(f"rename {temporary} to {out}"):

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from .._errors import CheckpointError
-from ..buckets import Storage
 from ..transforms.base import Placement, Transform, names_of, restored
 from ..transforms.layout import Pieces
 from ..transforms.pipelines import Pipeline, placed
@@ -31,36 +30,33 @@ class Values(Mapping[str, Any]):
         reads: Name -> the function that reads the value.
     """
 
-    def __init__(self, reads: dict[str, Read] | None = None) -> None:
-        self._reads = reads or {}
+    def __init__(self, reads: dict[str, Read]) -> None:
+        self.reads = reads
 
     def __getitem__(self, name: str) -> Any:
-        return self._reads[name](None)
+        return self.reads[name](None)
 
     def into(self, name: str, memory: Tensor) -> Any:
         """The value, which is `memory` itself where it could be read into that."""
-        return self._reads[name](memory)
+        return self.reads[name](memory)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._reads)
+        return iter(self.reads)
 
     def __len__(self) -> int:
-        return len(self._reads)
-
-    def add(self, name: str, read: Read) -> None:
-        """Add a value that a function reads."""
-        self._reads[name] = read
-
-    def set(self, name: str, value: Any) -> None:
-        """Add a value that is there."""
-        self._reads[name] = lambda memory: value
+        return len(self.reads)
 
     def under(self, prefix: str, rename: Callable[[str], str] = lambda name: name) -> Values:
         """The values under a prefix, by the rest of their names."""
-        start = f"{prefix}."
-        return Values(
-            {rename(name.removeprefix(start)): read for name, read in self._reads.items() if name.startswith(start)}
-        )
+        rest = {
+            name.removeprefix(f"{prefix}."): read for name, read in self.reads.items() if name.startswith(f"{prefix}.")
+        }
+        return Values({rename(name): read for name, read in rest.items()})
+
+
+def given(value: Any) -> Read:
+    """Reads a value that is there."""
+    return lambda memory: value
 
 
 class Names:
@@ -101,7 +97,7 @@ class Names:
         leaves = self._leaves(like)
         saved = values.under(self.prefix, self._path)
         for i, path in self._unread:
-            saved.set(path, leaves[i])
+            saved.reads[path] = given(leaves[i])
         return tree_from(self.prefix, like, saved, in_place)
 
     def _leaves(self, state: Any) -> list[Any]:
@@ -191,8 +187,6 @@ class Snapshot:
         form: Equal for snapshots whose names and placements are.
         rank: What only this rank has, as JSON.
         extra: What the user keeps beside it, as JSON, and its tensors, which are among the values.
-        storage: What holds parameters and optimizer states, of a train_step: it can wait before it writes into them.
-        held: The beginnings of the names of the values that the storage holds.
         by_content: The names of values that may differ between ranks, in form too, and are then saved for each rank.
     """
 
@@ -202,8 +196,6 @@ class Snapshot:
     slices: dict[str, Slices] = field(default_factory=dict)
     form: list[Any] = field(default_factory=list)
     rank: dict[str, Any] = field(default_factory=dict)
-    storage: Storage | None = None
-    held: tuple[str, ...] = ()
     by_content: set[str] = field(default_factory=set)
     extra: tuple[Any, Mapping[str, Tensor]] = (None, {})
 
@@ -234,10 +226,6 @@ class Snapshot:
         self.values |= values
         self.places |= places
         self.form.append(form)
-
-    def stays(self, name: str) -> bool:
-        """Whether a value stays as it is until the storage writes again."""
-        return self.storage is not None and name.startswith(self.held)
 
     def cut(self, prefix: str, pieces: Pieces | None) -> None:
         """Values under a prefix may be cut into these pieces."""

@@ -1,5 +1,11 @@
 """Loaders: exact positions, shuffled samples, guards."""
 
 from ._guards import LookAhead as LookAhead
-from ._position import END as END, JoinedLoop as JoinedLoop, Position as Position, left_alone as left_alone
+from ._position import (
+    END as END,
+    JoinedLoop as JoinedLoop,
+    Position as Position,
+    check_position as check_position,
+    left_alone as left_alone,
+)
 from ._shuffled import Shuffled as Shuffled

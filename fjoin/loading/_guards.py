@@ -49,11 +49,11 @@ class LookAhead:
                 continue
             before, version = held[start]
             if before._version != version or (start in copies and not torch.equal(copies[start], _bytes(before))):
-                raise JoinError(
-                    f"the loader has written the next batch into the memory of the current one, a tensor of shape "
-                    f"{tuple(tensor.shape)}, which the loop has still to use: it looks one batch ahead; copy the batch in the "
-                    f"loader, for example by yield batch.clone()"
+                text = "the loader has written the next batch into the memory of the current one, a tensor of shape"
+                remedy = (
+                    "the loop looks one batch ahead; copy the batch in the loader, for example by yield batch.clone()"
                 )
+                raise JoinError(f"{text} {tuple(tensor.shape)}, which is still to be used: {remedy}")
             if not tensor.untyped_storage().resizable():
                 self._again.add(start)
         return following

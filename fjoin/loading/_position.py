@@ -13,13 +13,13 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from .._errors import JoinError
+from .._errors import JoinError, described
 from ..agreement import Requests
 from ..transforms.base import devices, iterable
 from ._guards import refuse_fork
 from ._shuffled import Shuffled
 
-_MT19937_BYTES = 625 * 4  # of its 624 words and the position among them
+_WORDS = 624  # of MT19937, the generator of Python and of numpy
 
 
 class Streams(NamedTuple):
@@ -36,12 +36,7 @@ class Streams(NamedTuple):
     @staticmethod
     def now() -> Streams:
         """Where they are now."""
-        return Streams(
-            torch.get_rng_state(),
-            random.getstate(),
-            devices.rng_state(),
-            _numpy_state(),
-        )
+        return Streams(torch.get_rng_state(), random.getstate(), devices.rng_state(), _numpy_state())
 
     def restore(self) -> None:
         """Continue from here."""
@@ -62,20 +57,26 @@ class Streams(NamedTuple):
             state["cuda"] = self.cuda
         if self.numpy is not None:
             name, words, *rest = self.numpy
-            state.update({"numpy": _packed(words.tolist()), "numpy_rest": [name, *rest]})
+            state |= {"numpy": _packed(words.tolist()), "numpy_rest": [name, *rest]}
         return state
 
     @staticmethod
     def of(state: Mapping[str, Any]) -> Streams:
-        """The inverse of `state_dict`."""
+        """The inverse of `state_dict`. Each generator is tried first, so that one that cannot be is an error here, of any kind."""
         version, normal = state["python_rest"]
-        numpy = None
+        python, cuda, numpy = (version, tuple(_unpacked(state["python"])), normal), state.get("cuda"), None
+        torch.Generator().set_state(own := state["torch"].cpu())
+        random.Random().setstate(python)
+        odd = not isinstance(normal, float | None) or not isinstance(cuda, Tensor | None)
         if "numpy" in state:
-            name, *rest = state["numpy_rest"]
-            numpy = (name, _unpacked(state["numpy"]), *rest)
-        return Streams(
-            state["torch"].cpu(), (version, tuple(_unpacked(state["python"])), normal), state.get("cuda"), numpy
-        )
+            from numpy.random import RandomState
+
+            name, at, *rest = state["numpy_rest"]
+            odd = odd or type(at) is not int or not 0 <= at <= _WORDS  # numpy does not look, and reads its memory there
+            RandomState().set_state(numpy := (name, _unpacked(state["numpy"]), at, *rest))
+        if odd:
+            raise ValueError("a generator of random numbers has values that it cannot have")
+        return Streams(own, python, cuda, numpy)
 
 
 _last: tuple[bytes, Any] = (b"", None)  # the memory of numpy's generator, and its state, which takes long to read
@@ -88,17 +89,14 @@ def _numpy_state() -> tuple[Any, ...] | None:
     """
     global _last
     numpy = sys.modules.get("numpy.random")
-    if numpy is None:
-        return None
-    generator: Any = numpy.get_bit_generator() if hasattr(numpy, "get_bit_generator") else None
+    generator: Any = None if numpy is None else numpy.get_bit_generator()
     if type(generator).__name__ != "MT19937":
-        return tuple(numpy.get_state())
-    memory = ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
-    known, state = _last
+        return None
+    memory, (known, state) = ctypes.string_at(generator.ctypes.state_address, 4 * _WORDS + 4), _last
     if memory != known or state[3]:
-        state = numpy.get_state()
+        state = numpy.get_state()  # type: ignore[union-attr]
         _last = memory, state
-    return tuple(state)
+    return state  # type: ignore[no-any-return]
 
 
 def _packed(words: Any) -> Tensor:
@@ -111,7 +109,24 @@ def _unpacked(words: Tensor) -> list[int]:
 
 B = TypeVar("B")
 END: Any = object()
-_KEYS = {"epoch", "batches", "steps", "ended", "rank", "ranks", "streams"}
+
+
+def check_position(state: Any) -> None:
+    """Look at every value of a position but the loader's own.
+
+    Raises:
+        ValueError: it is not what `state_dict` of a joined loop returns.
+    """
+    try:
+        numbers = [state[name] for name in ("epoch", "batches", "steps", "rank", "ranks")]
+        if any(type(one) is not int or one < 0 for one in numbers) or type(state["ended"]) is not bool:
+            raise ValueError(f"its numbers are {numbers}, and ended is {state['ended']!r}")
+        if "now" not in {name: Streams.of(one) for name, one in state["streams"].items()}:
+            raise ValueError("it has no streams of random numbers")
+    except Exception as error:  # of any value, whatever takes it first
+        text = "load_state_dict takes what state_dict() of a joined loop returned, got"
+        found = sorted(state) if isinstance(state, Mapping) else state
+        raise ValueError(f"{text} {found!r}: {described(error)}") from error
 
 
 class Mark(NamedTuple):
@@ -140,7 +155,13 @@ class Position(Generic[B]):
     """
 
     def __init__(self, loader: Iterable[B], rank: int, ranks: int) -> None:
-        self.loader, self._rank, self._ranks = loader, rank, ranks
+        self.loader: Any = loader
+        self._rank, self._ranks = rank, ranks
+        sampler = loader if isinstance(loader, Shuffled) else getattr(loader, "batch_sampler", None)
+        self._shuffled = sampler if isinstance(sampler, Shuffled) else None
+        # Whether the loader saves and loads its own position, as torchdata's StatefulDataLoader does.
+        both = all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
+        self._saves = both and self._shuffled is None
         self.epoch = self.batches = self.steps = 0
         self.last: Any = END
         self._within = False  # whether a loop has begun this epoch
@@ -154,31 +175,27 @@ class Position(Generic[B]):
         """The first batch of a loop; `END` where there is none."""
         iterable("loader", self.loader)
         resume, self._resume = self._resume, None
+        own = resume if resume and (resume["rank"], resume["ranks"]) == (self._rank, self._ranks) else {}
         if resume is None:
             self.epoch += self._within  # the loop before was left within its epoch
             self.batches = self.steps = 0
-        own = resume is not None and resume["rank"] == self._rank
-        if resume is not None and not own:
+        elif not own:
             self.batches = self.steps
-        again = (
-            own and resume is not None and resume["ended"] and self.batches > 0
-        )  # the last batch is loaded once more
+        streams = {name: Streams.of(state) for name, state in own.get("streams", {}).items()}
+        again = bool(own.get("ended")) and self.batches > 0  # the last batch is loaded once more
         used = self.batches - again
-        streams = {name: Streams.of(state) for name, state in resume["streams"].items()} if resume and own else {}
         self._within, self._next, self._end, self._marks, self.last = True, used, None, {}, END
-        shuffled, state = _shuffled_of(self.loader), None
-        if shuffled is not None:
-            shuffled.set_epoch(self.epoch, used)
-        elif has_state(self.loader):
-            if resume is not None:
-                self.loader.load_state_dict(copy.deepcopy(resume["loader"]))  # type: ignore[attr-defined]
-            state = self._state_of_loader()
+        if self._shuffled is not None:
+            self._shuffled.set_epoch(self.epoch, used)
+        elif resume is not None and self._saves:
+            self.loader.load_state_dict(copy.deepcopy(resume["loader"]))
+        state = self._state_of_loader()
         if streams:
             streams.get("start", streams["now"]).restore()
         self._start = Streams.now()
         refuse_fork(self.loader)
         self._iterator: Iterator[B] = iter(self.loader)
-        if resume is not None and shuffled is None and state is None:
+        if resume is not None and self._shuffled is None and not self._saves:
             self._skip(used)
         if "ahead" in streams:
             streams["ahead"].restore()
@@ -187,28 +204,24 @@ class Position(Generic[B]):
             self.last = first
             first = self.load()
         if first is END and self.epoch and isinstance(self.loader, Iterator):
-            warnings.warn(
-                f"the loader is an iterator, of type {type(self.loader).__name__}, that an epoch before this one has used up; pass "
-                f"something that iter() starts anew, such as a DataLoader or a list",
-                stacklevel=2,
-            )
+            text = f"the loader is an iterator, of type {type(self.loader).__name__}, that an epoch before this one has used up"
+            remedy = "pass something that iter() starts anew, such as a DataLoader or a list"
+            warnings.warn(f"{text}; {remedy}", stacklevel=2)
         if "ahead" in streams:
             streams["now"].restore()
         return first
 
     def _skip(self, count: int) -> None:
         if count:
-            warnings.warn(
-                f"to resume, the loop loads {count} batches on rank {self._rank} only to skip them; a loader with state_dict and "
-                f"load_state_dict, or a batch sampler fjoin.Shuffled, starts where it was",
-                stacklevel=2,
+            text = f"to resume, the loop loads {count} batches on rank {self._rank} only to skip them"
+            remedy = (
+                "a loader with state_dict and load_state_dict, or a batch sampler fjoin.Shuffled, starts where it was"
             )
+            warnings.warn(f"{text}; {remedy}", stacklevel=2)
         for i in range(count):
             if next(self._iterator, END) is END:
-                raise ValueError(
-                    f"the loader of rank {self._rank} ended after {i} batches, but load_state_dict got a position after {count}; pass "
-                    f"a loader of the same data and batch size as the one that was saved"
-                )
+                text = f"the loader of rank {self._rank} ended after {i} batches, but load_state_dict got a position after {count}"
+                raise ValueError(f"{text}; pass a loader of the same data and batch size as the one that was saved")
 
     def load(self) -> Any:
         """The next batch; `END` where there is none."""
@@ -223,9 +236,7 @@ class Position(Generic[B]):
         return batch
 
     def _state_of_loader(self) -> Any:
-        if _shuffled_of(self.loader) is not None or not has_state(self.loader):
-            return None
-        return copy.deepcopy(self.loader.state_dict())  # type: ignore[attr-defined]
+        return copy.deepcopy(self.loader.state_dict()) if self._saves else None
 
     def use(self, live: bool) -> None:
         """An iteration begins, in which this rank has a batch or not."""
@@ -245,61 +256,38 @@ class Position(Generic[B]):
         """See `JoinedLoop.state_dict`."""
         if self._resume is not None:
             return dict(self._resume)
-        if isinstance(self.loader, Iterator) and not has_state(self.loader):
-            raise TypeError(
-                f"state_dict(): the loader is an iterator, of type {type(self.loader).__name__}, which cannot start again; pass "
-                f"something that iter() starts anew, such as a DataLoader or a list, or an object with state_dict and load_state_dict"
-            )
+        if isinstance(self.loader, Iterator) and not self._saves:
+            text = f"state_dict(): the loader is an iterator, of type {type(self.loader).__name__}, which cannot start again"
+            raise TypeError(f"{text}; pass a DataLoader, a list, or an object with state_dict and load_state_dict")
         ended = self._within and self._end == self.batches
         # A rank that is out of input loads its last batch again, for the body.
-        streams, mark = {}, self._marks.get(self.batches - (ended and self.batches > 0))
-        own = _shuffled_of(self.loader) is None and has_state(self.loader)
-        state = (mark.loader if mark else self._state_of_loader()) if own else None
+        streams, mark = (
+            {"now": Streams.now().state_dict()},
+            self._marks.get(self.batches - (ended and self.batches > 0)),
+        )
         if mark and self._start is not None:
-            streams = {"start": self._start.state_dict(), "ahead": mark.streams.state_dict()}
-        streams["now"] = Streams.now().state_dict()
-        return {
-            "epoch": self.epoch,
-            "batches": self.batches,
-            "steps": self.steps,
-            "ended": ended,
-            "rank": self._rank,
-            "ranks": self._ranks,
-            "streams": streams,
-        } | ({"loader": state} if own else {})
+            streams |= {"start": self._start.state_dict(), "ahead": mark.streams.state_dict()}
+        found: dict[str, Any] = {"epoch": self.epoch, "batches": self.batches, "steps": self.steps, "ended": ended}
+        found |= {"rank": self._rank, "ranks": self._ranks, "streams": streams}
+        if self._saves:
+            found["loader"] = mark.loader if mark else self._state_of_loader()
+        return found
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `JoinedLoop.load_state_dict`."""
-        if not isinstance(state, Mapping) or not state.keys() >= _KEYS:
-            found = sorted(state) if isinstance(state, Mapping) else state
-            raise ValueError(f"load_state_dict takes what state_dict() of a joined loop returned, got {found!r}")
-        shuffled = _shuffled_of(self.loader) is not None
-        if not shuffled and (state["rank"], state["ranks"]) != (self._rank, self._ranks):
-            raise ValueError(
-                f"load_state_dict: the position is that of rank {state['rank']} of {state['ranks']}, but this is rank {self._rank} of "
-                f"{self._ranks}; load each rank's own, or, for another number of ranks, use a batch sampler fjoin.Shuffled"
+        check_position(state)
+        if self._shuffled is None and (state["rank"], state["ranks"]) != (self._rank, self._ranks):
+            text = (
+                f"load_state_dict: the position is that of rank {state['rank']} of {state['ranks']}, but this is rank"
             )
-        if not shuffled and ("loader" in state) != has_state(self.loader):
+            remedy = "load each rank's own, or, for another number of ranks, use a batch sampler fjoin.Shuffled"
+            raise ValueError(f"{text} {self._rank} of {self._ranks}; {remedy}")
+        if self._shuffled is None and ("loader" in state) != self._saves:
             one, other = ("has", "has none") if "loader" in state else ("has no", "has one")
-            raise ValueError(
-                f"load_state_dict: the position {one} state of the loader's own, but this loader, of type "
-                f"{type(self.loader).__name__}, {other}; pass a loader of the kind that was saved"
-            )
+            text = f"load_state_dict: the position {one} state of the loader's own, but this loader, of type"
+            raise ValueError(f"{text} {type(self.loader).__name__}, {other}; pass a loader of the kind that was saved")
         self._resume = dict(state)
-        if state["ranks"] != self._ranks:
-            self._resume["rank"] = None
         self.epoch, self.batches, self.steps = state["epoch"], state["batches"], state["steps"]
-
-
-def has_state(loader: Any) -> bool:
-    """Whether a loader saves and loads its own position, as torchdata's StatefulDataLoader does."""
-    return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
-
-
-def _shuffled_of(loader: Any) -> Shuffled | None:
-    """The `Shuffled` that a loader iterates over."""
-    found = loader if isinstance(loader, Shuffled) else getattr(loader, "batch_sampler", None)
-    return found if isinstance(found, Shuffled) else None
 
 
 class JoinedLoop(Generic[B]):
@@ -322,8 +310,7 @@ class JoinedLoop(Generic[B]):
         Raises:
             TypeError: the loader has no length.
         """
-        loader: Any = self._position.loader
-        return len(loader)
+        return len(self._position.loader)
 
     def __bool__(self) -> bool:
         return True  # whatever the length
@@ -352,10 +339,7 @@ class JoinedLoop(Generic[B]):
             JoinError: no loop runs.
         """
         if not self._running:
-            raise JoinError(
-                "stop() was called while no loop runs; call it inside the body of `for batch in batches`, with batches = "
-                "step.join(loader) or fjoin.join(loader)"
-            )
+            raise JoinError("stop() was called while no loop runs; call it inside the body of `for batch in batches`")
         self._requests.ask_end_of_loop()
 
     def state_dict(self) -> dict[str, Any]:

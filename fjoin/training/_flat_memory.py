@@ -135,7 +135,6 @@ class FlatMemory:
             raise decision.error
         if skips is not None:
             body.outer = decision.effect.update_counters(skips, body.outer)
-        body.storage.readers.wait()
         body.torn = tears(body.step)
 
     def _step_buckets(self, outgoing: Iterable[tuple[int, GradBuffer]]) -> None:

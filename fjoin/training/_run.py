@@ -70,7 +70,6 @@ class Run:
         """Run now the transforms that would run in later steps; see `TrainStep.flush`."""
         self.agreements.fit(body.storage.layout)
         self.agreements.begin_flush(body.step)
-        body.storage.readers.wait()
         body.torn = tears(body.step)
         execute(self._programs.parts.ends, FlatMemory(self, body, 0.0, None), FLUSH)
         self.ends_here(body)

@@ -132,12 +132,6 @@ class TrainState:
             )
         return body
 
-    def _writable(self) -> StateData:
-        """The data, once no thread reads it, for a user who may write into the parameters."""
-        body = self._claim()
-        body.storage.readers.wait()
-        return body
-
     def settled(self, owner: object) -> StateData:
         """The data of a completed step, to be saved or replaced.
 
@@ -152,7 +146,7 @@ class TrainState:
     @property
     def params(self) -> Any:
         """The parameters, in the tree given to `init`: views that the next step overwrites."""
-        body = self._writable()
+        body = self._claim()
         tree = body.rebuild({path: leaf.detach() for path, leaf in body.storage.leaves.items()})
         self._read = tree, *optree.tree_flatten(tree)
         return tree
@@ -185,7 +179,7 @@ class TrainState:
     @property
     def pipeline(self) -> Any:
         """The pipeline's state in the form of `pipeline.init` and `pipeline.step`: keyed by path, in views."""
-        body = self._writable()
+        body = self._claim()
         window = torch.as_tensor(body.window.get("weight", 0.0), dtype=torch.float64)
         optimizer = body.rebuild(body.storage.optimizer_states())
         gather = gather_state(body.storage, body.gather)
@@ -212,7 +206,7 @@ class TrainState:
 
     def clone(self) -> TrainState:
         """A copy in memory of its own, which steps of this state do not overwrite."""
-        return TrainState(self._writable().clone())
+        return TrainState(self._claim().clone())
 
     def __copy__(self) -> TrainState:
         return self.clone()
@@ -246,7 +240,7 @@ class TrainState:
         >>> state.replace(params={"w": torch.tensor([5.0, 6.0])}).params["w"]
         tensor([5., 6.])
         """
-        body = self._writable()
+        body = self._claim()
         if body.window:
             raise ValueError("replace within an accumulation window; call it where metrics.stepped is True")
         given = None if params is None else named_leaves(params)
@@ -281,7 +275,6 @@ class TrainState:
             TypeError: a value that is no number.
         """
         body = self._claim()
-        body.storage.readers.wait()
         body.storage.set_slots(with_hyperparameters(body.storage.slots, **values))
         body.version += 1
         return TrainState(body)

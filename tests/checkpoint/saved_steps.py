@@ -6,16 +6,16 @@ import json
 import math
 import uuid
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+import fjoin
 from fjoin.checkpoint._files import FileEntry
 from fjoin.checkpoint._folder import Folder
-from fjoin.checkpoint._leaves import Leaves, Newest, newest_verified as newest_of
+from fjoin.checkpoint._load import chosen
 from fjoin.checkpoint._manifest import Leaf, Manifest, Part
 from fjoin.checkpoint._safetensors import write_file
 
@@ -79,16 +79,13 @@ def fill(folder: Path, step: int, parent: str = "", run: str = RUN, seed: int = 
     return new_manifest(step, parent, run, files=files, leaves=leaves, numbers={"calls": [step]})
 
 
-def newest_verified(folder: Folder, read: Callable[[int], Any] | None = None) -> Newest | None:
-    """The newest step of which every byte verifies, as a load chooses it."""
-
-    def verified(step: int) -> tuple[Path, Manifest]:
-        path, manifest = folder.read(step)
-        with Leaves(path, manifest) as leaves:
-            leaves.verify()
-        return path, manifest
-
-    return newest_of(folder, read or verified, folder.all_steps())
+def newest(folder: Folder) -> Manifest | None:
+    """The manifest of the newest step of which every byte verifies, as a load chooses it."""
+    found = chosen(folder, fjoin.mesh({"data": 1}), None)
+    if found is None:
+        return None
+    found.close()
+    return found.manifest
 
 
 def save(folder: Folder, step: int, run: str = RUN, seed: int = 0) -> Path:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.checkpoint._plan import Copies
+from fjoin.checkpoint import _save
 from tests.helpers import raises_text
 
 START = {"w": torch.linspace(-1, 1, 300_000), "small": torch.ones(7)}
@@ -26,17 +25,17 @@ def make_step(**options: Any) -> fjoin.TrainStep:
 
 
 @pytest.fixture
-def slow_copies(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The thread begins to copy late; the times at which it has begun."""
-    tensors, began = Copies.tensors, list[float]()
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """The thread writes once this is set."""
+    write, gate = _save.write_file, threading.Event()
 
-    def late(self: Copies) -> Any:
-        time.sleep(0.3)
-        began.append(time.monotonic())
-        return tensors(self)  # which ends the wait
+    def late(*args: Any) -> Any:
+        assert gate.wait(60)
+        return write(*args)
 
-    monkeypatch.setattr(Copies, "tensors", late)
-    return began
+    monkeypatch.setattr(_save, "write_file", late)
+    yield gate
+    gate.set()
 
 
 def write_params(step: Any, state: Any) -> Any:
@@ -55,59 +54,56 @@ WRITES: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+@pytest.mark.parametrize("donate", [True, False])
 @pytest.mark.parametrize("what", WRITES)
-def test_whatever_writes_waits_for_the_copies(what: str, slow_copies: list[float], tmp_path: Path) -> None:
-    step = make_step()
+def test_what_is_written_after_the_call_is_not_saved(
+    what: str, donate: bool, gate: threading.Event, tmp_path: Path
+) -> None:
+    step = make_step(donate=donate)
     state, _ = step(step.init(START), torch.ones(()))
     want = state.clone()
     with fjoin.Checkpoints(tmp_path, step, background=True) as runs:
         runs.save(state)
-        WRITES[what](step, state)
-        assert len(slow_copies) == 1  # it has waited
+        WRITES[what](step, state)  # it waits for nothing
+        gate.set()
     again = fjoin.load(tmp_path, make_step(), START)
     for found, expected in (again.params, want.params), (again.pipeline.optimizer, want.pipeline.optimizer):
         one, other = tx.to_state_dict(found), tx.to_state_dict(expected)
         assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_the_forward_and_backward_pass_do_not_wait(slow_copies: list[float], tmp_path: Path) -> None:
-    seen = threading.Event()
-
-    def loss_fn(params: Any, x: Any) -> Any:
-        if not slow_copies:
-            seen.set()
-        return sum((v * x).square().sum() for v in params.values())
-
-    step = fjoin.train_step(loss_fn, tx.fuse(tx.mean("data"), tx.adam(0.1)))
-    state, _ = step(step.init(START), torch.ones(()))
-    seen.clear()
-    with fjoin.Checkpoints(tmp_path, step, background=True) as runs:
-        runs.save(state)
-        assert not slow_copies
-        step(state, torch.ones(()))
-        assert seen.is_set() and slow_copies
-
-
 def test_a_save_that_fails_lets_training_go_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def broken(self: Copies) -> Any:
-        raise MemoryError("no memory for copies")
+    def broken(*args: Any) -> Any:
+        raise MemoryError("no memory to write")
 
-    monkeypatch.setattr(Copies, "tensors", broken)
+    monkeypatch.setattr(_save, "write_file", broken)
     step = make_step()
     state, _ = step(step.init(START), torch.ones(()))
     runs = fjoin.Checkpoints(tmp_path, step, background=True)
     runs.save(state)
     state, _ = step(state, torch.ones(()))
     assert state.step == 2
-    raises_text(fjoin.CheckpointError, runs.wait, "no memory for copies", "step 1 has not been saved")
+    raises_text(fjoin.CheckpointError, runs.wait, "no memory to write", "step 1 has not been saved")
     assert not list(tmp_path.iterdir())
 
 
-def test_states_that_are_kept_whole_are_not_waited_for(slow_copies: list[float], tmp_path: Path) -> None:
-    step = make_step(donate=False)
-    state, _ = step(step.init(START), torch.ones(()))
-    with fjoin.Checkpoints(tmp_path, step, background=True) as runs:
-        runs.save(state)
-        step(state, torch.ones(()))
-    want = state.params["w"].clone()
-    assert torch.equal(fjoin.load(tmp_path, make_step(), START).params["w"], want)
+@pytest.mark.parametrize("background", [False, True])
+def test_tensors_of_every_kind_are_copied(background: bool, tmp_path: Path) -> None:
+    """Small ones of one dtype are copied together."""
+    extra = {
+        "views": [torch.arange(12.0).view(3, 4).T, torch.arange(70_000.0)[::7], torch.ones(3).expand(2, 3)],
+        "odd": [
+            torch.tensor(3),
+            torch.zeros(0, 2),
+            torch.tensor([1 + 2j]).conj(),
+            torch.ones(70_000, dtype=torch.int8),
+        ],
+        "half": [torch.ones(5, dtype=torch.bfloat16), torch.ones(3, dtype=torch.float8_e4m3fn)],
+    }
+    runs = fjoin.Checkpoints(tmp_path, {"model": torch.nn.Linear(1, 1)}, background=background)
+    runs.save(1, extra=extra)
+    runs.restore()
+    for name, values in extra.items():
+        for value, found in zip(values, runs.extra[name], strict=True):
+            assert found.dtype is value.dtype and found.shape == value.shape
+            assert torch.equal(found.to(torch.complex64), value.to(torch.complex64))

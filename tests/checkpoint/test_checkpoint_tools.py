@@ -69,8 +69,9 @@ def test_verify_finds_parts_that_do_not_fit_their_leaves(tmp_path: Path) -> None
         folder = Folder(tmp_path / str(number))
         temporary = folder.begin(1)
         files = [write_file(temporary / "a", {"w": torch.ones(4), "d": torch.ones(4, dtype=torch.float64)})]
-        step = folder.commit(temporary, new_manifest(1, files=files, leaves={"leaf": leaf}))
-        assert len(problems := checkpoint.verify(step)) == 1 and ("'leaf'" in problems[0] or "'v'" in problems[0]), case
+        step = folder.commit(temporary, new_manifest(1, files=files, leaves={"params.leaf": leaf}))
+        assert len(problems := checkpoint.verify(step)) == 1 and ("leaf'" in problems[0] or "'v'" in problems[0]), case
+        raises_text(fjoin.CheckpointError, lambda: checkpoint.export(step, tmp_path / "out"), problems[0])  # noqa: B023
 
 
 def test_export_writes_the_parameters_whole_and_without_their_prefix(tmp_path: Path) -> None:
@@ -95,7 +96,7 @@ def test_export_joins_pieces_and_refuses_parameters_that_differ_by_rank(tmp_path
         folder.commit(temporary, new_manifest(1, files=[write_file(temporary / "a", tensors)], leaves=leaves))
     checkpoint.export(tmp_path / "pieces", tmp_path / "out")
     assert torch.equal(read_safetensors((tmp_path / "out").read_bytes())["w"], flat.reshape(2, 3))
-    raises_text(fjoin.CheckpointError, lambda: checkpoint.export(tmp_path / "each", tmp_path / "no"), "params.w@rank-0")
+    raises_text(fjoin.CheckpointError, lambda: checkpoint.export(tmp_path / "each", tmp_path / "no"), "of 2 ranks")
 
 
 def test_the_program_prints_and_exits_with_0_1_or_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

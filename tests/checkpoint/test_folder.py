@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import fjoin
+from fjoin import transforms as tx
 from fjoin.checkpoint._folder import Folder
-from tests.checkpoint.saved_steps import RUN, fill, newest_verified, save
+from tests.checkpoint.saved_steps import RUN, fill, newest, save
 from tests.helpers import raises_text
 
 OTHER = "b" * 32
@@ -26,14 +28,13 @@ def names(folder: Folder) -> list[str]:
 
 def test_steps_are_read_back_and_the_newest_is_found(tmp_path: Path) -> None:
     folder = Folder(tmp_path / "runs" / "a")
-    assert newest_verified(folder) is None and folder.steps() == [] and not folder.path.exists()
+    assert newest(folder) is None and folder.steps() == [] and not folder.path.exists()
     paths = [save(folder, step) for step in (5, 100, 123456789)]
     assert folder.steps() == [5, 100, 123456789] and names(folder) == [path.name for path in paths]
     path, manifest = folder.read(100)
     assert path == tmp_path / "runs" / "a" / "step-00000100" and manifest.step == 100
-    newest = newest_verified(folder)
-    assert newest and (newest.step, newest.found[0], newest.refused) == (123456789, paths[2], [])
-    assert newest.found[1].parent == manifest.id
+    found = newest(folder)
+    assert found and (found.step, found.parent) == (123456789, manifest.id)
     raises_text(fjoin.CheckpointError, lambda: folder.read(6), "step-00000006", "[5, 100, 123456789]")
 
 
@@ -93,8 +94,14 @@ def test_two_runs_in_one_folder_are_noticed(tmp_path: Path) -> None:
     assert folder.steps() == [10]
 
 
-def failing_rename(monkeypatch: pytest.MonkeyPatch, code: int, done: bool) -> None:
-    rename = os.rename
+@pytest.mark.parametrize(
+    ("code", "done"), [(errno.ENOENT, True), (errno.EIO, True), (errno.EEXIST, True), (errno.EIO, False)]
+)
+def test_a_rename_that_was_done_counts_whatever_it_reports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, done: bool
+) -> None:
+    folder, rename = Folder(tmp_path), os.rename
+    manifest = fill(temporary := folder.begin(1), 1)
 
     def fail(source: str, target: str) -> None:
         if done:
@@ -102,26 +109,11 @@ def failing_rename(monkeypatch: pytest.MonkeyPatch, code: int, done: bool) -> No
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(os, "rename", fail)
-
-
-@pytest.mark.parametrize("code", [errno.ENOENT, errno.EIO, errno.EEXIST])
-def test_a_rename_that_was_done_counts_whatever_it_reports(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
-    folder = Folder(tmp_path)
-    manifest = fill(temporary := folder.begin(1), 1)
-    failing_rename(monkeypatch, code, done=True)
-    assert folder.commit(temporary, manifest) == folder.step_path(1) and folder.read(1)[1] == manifest
-
-
-def test_a_rename_that_was_not_done_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = Folder(tmp_path)
-    manifest = fill(temporary := folder.begin(1), 1)
-    failing_rename(monkeypatch, errno.EIO, done=False)
-    raises_text(
-        fjoin.CheckpointError, lambda: folder.commit(temporary, manifest), "the step is not saved", "Input/output"
-    )
-    assert folder.steps() == [] and newest_verified(folder) is None
+    if done:
+        assert folder.commit(temporary, manifest) == folder.step_path(1) and folder.read(1)[1] == manifest
+        return
+    raises_text(fjoin.CheckpointError, lambda: folder.commit(temporary, manifest), "is not saved", "Input/output")
+    assert folder.steps() == [] and newest(folder) is None
 
 
 def test_a_rename_that_another_run_did_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,9 +169,9 @@ def test_a_full_disk_leaves_the_older_steps(tmp_path: Path, monkeypatch: pytest.
                 reason = str(error)
         assert "No space left" in reason and "free some space" in reason
         refused += 1
-        newest = newest_verified(folder)
-        assert newest and (newest.step == 1 or "may be lost" in reason), refused
-        if newest.step == 2:
+        found = newest(folder)
+        assert found and (found.step == 1 or "may be lost" in reason), refused
+        if found.step == 2:
             break
     assert refused >= {"write": 4, "fsync": 6, "mkdir": 1}[call]
 
@@ -190,30 +182,58 @@ def test_a_folder_without_permission_is_named(tmp_path: Path) -> None:
     raises_text(fjoin.CheckpointError, lambda: Folder(tmp_path).begin(1), str(tmp_path), "give this user the right")
 
 
-def test_a_damaged_newest_step_is_left_for_the_one_before(tmp_path: Path) -> None:
-    folder = Folder(tmp_path)
-    for step in (1, 2, 3):
-        save(folder, step)
-    sound, chance = {path: path.read_bytes() for path in folder.step_path(3).iterdir()}, random.Random(0)
-    for _ in range(200):
-        path = chance.choice(sorted(sound))
-        damaged = bytearray(sound[path])
-        damaged[chance.randrange(len(damaged))] ^= 1 << chance.randrange(8)
-        path.write_bytes(damaged)
-        newest = newest_verified(folder)
-        assert newest and newest.step == 2 and [step for step, _ in newest.refused] == [3]
-        assert path.name in newest.refused[0][1]
-        path.write_bytes(sound[path])
-    for path in sound:
-        path.write_bytes((folder.step_path(2) / path.name).read_bytes() if path.suffix == ".json" else sound[path][:-1])
-        assert (newest := newest_verified(folder)) and newest.step == 2, path
-        path.unlink()
-        assert (newest := newest_verified(folder)) and newest.step == 2, path
-        path.symlink_to(folder.step_path(2) / path.name)
-        assert (newest := newest_verified(folder)) and newest.step == 2, path
-        path.unlink()
-        path.write_bytes(sound[path])
-    assert (newest := newest_verified(folder)) and newest.step == 3
+def damaged(path: Path, before: Path, chance: random.Random) -> str:
+    """Change bits or a run of a file, cut its end off, delete it, put another or a link in its place, or one beside it."""
+    what = chance.choice(
+        ["flip", "flip", "run", "cut", "delete", "another", "that of the step before", "a link", "more"]
+    )
+    data, others = bytearray(path.read_bytes()), sorted(set(path.parent.iterdir()) - {path})
+    path.unlink()
+    if what == "flip":
+        for _ in range(chance.choice([1, 1, 30])):
+            data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+    elif what == "run":
+        at = chance.randrange(len(data))
+        data[at : at + 64] = bytes(255 - one for one in data[at : at + 64])
+    elif what == "cut":
+        del data[chance.randrange(len(data)) :]
+    elif what == "more":
+        path.with_suffix(".more").write_bytes(chance.choice(others).read_bytes())
+    elif what == "a link":
+        path.symlink_to(before / path.name)
+    elif what != "delete":
+        data[:] = (chance.choice(others) if what == "another" else before / path.name).read_bytes()
+    if what not in ("delete", "a link"):
+        path.write_bytes(data)
+    return f"{what} {path.name}"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_25_damaged_checkpoints_are_refused_and_the_one_before_is_restored(seed: int, tmp_path: Path) -> None:
+    chance, start = random.Random(seed), {"w": torch.zeros(700), "b": torch.zeros(3)}
+    pipeline = tx.zero(tx.mean("data"), tx.adam(0.1), "data")
+
+    def run(rank: int, folder: Path, saves: bool, step: int | None = None) -> Any:
+        one = fjoin.train_step(lambda p, x: sum((v - x).square().sum() for v in p.values()), pipeline)
+        runs = fjoin.Checkpoints(folder, one, every=1)
+        state = runs.restore(start, step=step)
+        for _ in range(2 * saves):
+            state, metrics = one(state, torch.tensor(rank + 1.0))
+            runs.save(state, metrics)
+        return state.step, {path: p.clone() for path, p in state.params.items()}
+
+    def restored(folder: Path, step: int | None = None) -> Any:
+        return tx.simulate(lambda rank: run(rank, folder, False, step), {"data": 2}, [0, 1])
+
+    tx.simulate(lambda rank: run(rank, tmp_path / "sound", True), {"data": 2}, [0, 1])
+    want = restored(tmp_path / "sound", 1)
+    for number in range(25):
+        shutil.copytree(tmp_path / "sound", folder := tmp_path / str(number))
+        file = chance.choice(sorted((folder / "step-00000002").iterdir()))
+        what = damaged(file, folder / "step-00000001", chance)
+        raises_text(fjoin.CheckpointError, lambda folder=folder: restored(folder, 2))  # type: ignore[misc]
+        for (step, params), (_, expected) in zip(restored(folder), want, strict=True):
+            assert step == 1 and all(torch.equal(params[path], expected[path]) for path in start), what
 
 
 def test_steps_of_which_none_can_be_read_are_an_error(tmp_path: Path) -> None:
@@ -224,15 +244,8 @@ def test_steps_of_which_none_can_be_read_are_an_error(tmp_path: Path) -> None:
     folder.step_path(3).mkdir()  # such as a copy that was cut short
     save(Folder(tmp_path / "elsewhere"), 4)
     folder.step_path(4).symlink_to(Folder(tmp_path / "elsewhere").step_path(4))
-    text = raises_text(
-        fjoin.CheckpointError, lambda: newest_verified(folder), "none can be read", "start anew", "is a link"
-    )
+    text = raises_text(fjoin.CheckpointError, lambda: newest(folder), "none can be read", "start anew", "is a link")
     assert all(str(folder.step_path(step)) in text for step in (1, 2, 3, 4)) and folder.steps() == [1, 2]
-
-    def refuse(step: int) -> Any:
-        raise fjoin.CheckpointError("not this one")
-
-    raises_text(fjoin.CheckpointError, lambda: newest_verified(folder, refuse), "not this one")
 
 
 def test_a_step_under_the_name_of_another_is_refused(tmp_path: Path) -> None:

@@ -19,8 +19,7 @@ import torch
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.checkpoint import verify
-from fjoin.checkpoint._save import RankFile
+from fjoin.checkpoint import _save, verify
 from tests.ranks import Ranks
 
 START = {"w": torch.zeros(3000), "b": torch.zeros(5)}
@@ -111,16 +110,16 @@ def test_a_kill_at_any_time_leaves_a_whole_checkpoint(
 def writing_slowly(rank: int, report: Any, folder: str, what: str, odd: int) -> None:
     """One rank writes for longer than the mesh waits, or is killed while it writes."""
     warnings.simplefilter("ignore")
-    write = RankFile.write
+    write = _save.write_file
 
-    def slowly(self: Any, to: Path) -> None:
+    def slowly(*args: Any) -> Any:
         time.sleep(0.5 if what == "killed" else 3.0)
         if what == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
-        write(self, to)
+        return write(*args)
 
     if rank == odd:
-        RankFile.write = slowly  # type: ignore[assignment, method-assign]
+        _save.write_file = slowly
     step = make_step(fjoin.mesh({"data": -1}, timeout_s=2))
     runs = fjoin.Checkpoints(folder, step, background=True)
     state, _ = step(step.init(START), batch_of(rank, 0))
@@ -152,14 +151,14 @@ def test_a_file_may_take_longer_than_a_message(tmp_path: Path) -> None:
 def failing_after_a_save(rank: int, report: Any, folder: str) -> None:
     """Rank 0 fails while rank 1 still writes, and rank 1 with it."""
     warnings.simplefilter("ignore")
-    write = RankFile.write
+    write = _save.write_file
 
-    def slowly(self: Any, to: Path) -> None:
+    def slowly(*args: Any) -> Any:
         time.sleep(1.0)
-        write(self, to)
+        return write(*args)
 
     if rank == 1:
-        RankFile.write = slowly  # type: ignore[assignment, method-assign]
+        _save.write_file = slowly
     step = make_step(fjoin.mesh({"data": -1}))
     state, _ = step(step.init(START), batch_of(rank, 0))
     try:

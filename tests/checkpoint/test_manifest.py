@@ -73,6 +73,7 @@ CASES: list[tuple[Callable[[Any], Any], str]] = [
     (put("leaves", "m", "shape", [3, True]), "[3, True]"),
     (put("leaves", "m", "shape", [0, 2**62]), "a shape is"),
     (put("leaves", "m", "dtype", "float31"), "float31"),
+    (put("leaves", "m", "dtype", {}), "unhashable"),
     (put("leaves", "m", "placement", None), "leaves['m']"),
     (put("leaves", "m", "parts", []), "leaves['m']"),
     (put(*PART, "file", 2), "leaves['m'] has Part(file=2"),

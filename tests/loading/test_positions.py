@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -195,6 +198,50 @@ def test_what_cannot_be_saved_or_loaded() -> None:
         state, _ = step(state, batch)
     loop.load_state_dict(good)
     assert loop.state_dict() == good, "a position that has been loaded is kept until the loop begins"
+
+
+NOW = ("streams", "now")
+ODD: list[tuple[Any, ...]] = [
+    (*NOW, "numpy_rest", 1, 10**9),  # numpy would read its memory there
+    (*NOW, "numpy_rest", 1, 625),
+    (*NOW, "numpy_rest", 1, -1),
+    (*NOW, "numpy_rest", 1, 1.0),
+    (*NOW, "numpy_rest", 2, "x"),
+    (*NOW, "numpy_rest", []),
+    (*NOW, "numpy", torch.zeros(8, dtype=torch.uint8)),
+    (*NOW, "python", torch.zeros(625 * 8, dtype=torch.uint8).fill_(255)),
+    (*NOW, "python_rest", 0, 9),
+    (*NOW, "python_rest", 1, "x"),
+    (*NOW, "torch", torch.zeros(5056, dtype=torch.uint8)),
+    (*NOW, "cuda", 3),
+    (*NOW, None),
+    ("streams", {}),
+    ("epoch", -1),
+    ("batches", "1"),
+    ("rank", True),
+    ("ended", 1),
+]
+
+
+@pytest.mark.parametrize("odd", ODD, ids=lambda odd: " ".join(map(str, odd))[:40])
+def test_an_odd_position_is_refused(odd: tuple[Any, ...], tmp_path: Path) -> None:
+    """As it is, and in a checkpoint under right checksums: there nothing is executed, and nothing read beyond it."""
+    import numpy.random  # noqa: F401
+
+    loop = fjoin.join([1, 2])
+    next(iter(loop))
+    position = copy.deepcopy(loop.state_dict())
+    *way, key, new = odd
+    place: Any = position
+    for one in way:
+        place = place[one]
+    place[key] = new
+    raises_text(ValueError, lambda: fjoin.join([1, 2]).load_state_dict(position), "state_dict() of a joined loop")
+    model = {"model": torch.nn.Linear(1, 1)}
+    fjoin.save(tmp_path, model, 1, data=SimpleNamespace(state_dict=lambda: position, stopped=False))
+    again = fjoin.join([1, 2])
+    raises_text(fjoin.CheckpointError, lambda: fjoin.load(tmp_path, model, data=again), "manifest.json", "another step")
+    assert again.state_dict()["batches"] == 0
 
 
 def test_leaving_a_loop_counts_as_an_epoch() -> None:
