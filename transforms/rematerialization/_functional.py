@@ -26,11 +26,7 @@ _VALUES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch
 
 
 class _Captured(Exception):
-    """A function has used tensors that a transform differentiates by, and that no search had found."""
-
-    def __init__(self, found: list[Tensor]) -> None:
-        super().__init__()
-        self.found = found
+    """A function has used tensors, the argument, that a transform differentiates by and that no search had found."""
 
 
 class _Swap(OfOneRun):
@@ -88,6 +84,10 @@ def _levels() -> list[int]:
     return [one.level() for one in _functorch.get_interpreter_stack() or ()]
 
 
+def _kinds() -> set[Any]:
+    return {one.key() for one in _functorch.get_interpreter_stack() or ()}
+
+
 def _as_seen(x: Tensor) -> Tensor:
     """What a tensor is in the region around this one."""
     return _THREADS.swaps[-1].of.get(id(x), x) if _THREADS.swaps else x
@@ -123,16 +123,12 @@ class Region:
         self.tensors = [*call.tensors, *self._captured]
         here = max(self._levels, default=-1)
         # Those of which the function sees results that require a gradient: the others belong to outer transforms.
-        self._moving = [
-            i
-            for i, x in enumerate(self.tensors)
-            if x.requires_grad and _differentiable(x) and _functorch.maybe_get_level(x) == here
-        ]
+        level = _functorch.maybe_get_level
+        moves = [x.requires_grad and _differentiable(x) and level(x) == here for x in self.tensors]
+        self._moving = [i for i, one in enumerate(moves) if one]
         # Many operations, and the order of random numbers, are others below a level or with a graph: the first run has
         # what later runs have. A vmap alone takes no level: torch.func would refuse writes into buffers.
-        vmap = _functorch.TransformType.Vmap
-        levels = _functorch.get_interpreter_stack() or ()
-        self._with_graph = bool(self._moving or keeper or any(one.key() != vmap for one in levels))
+        self._with_graph = bool(self._moving or keeper or _kinds() - {_functorch.TransformType.Vmap})
         self.in_plain_autograd, self._grads = not self._levels, torch.is_grad_enabled()
         self.result: list[Any] = []  # one list for all batched copies of the region
 
@@ -290,15 +286,15 @@ def call_transformed(call: FlatCall, make: Callable[[], tuple[Rerun, Keeper | No
             break
         except _Captured as more:
             region.rerun.undo()
-            captured += more.found
+            captured += more.args[0]
     else:
         raise RuntimeError(
             f"remat: each of {_MOST} runs of {call.fn!r} has used other tensors that require a gradient; pass them as arguments"
         )
     call.tensors, region.tensors = [], []
-    of = {"argument": lambda i: tensors[i], "result": lambda i: out[i], "value": lambda x: x}
+    of: dict[str, Any] = {"argument": tensors, "result": out}
     form, leaves = region.result
-    return optree.tree_unflatten(form, [of[kind](which) for kind, which in leaves])
+    return optree.tree_unflatten(form, [of[kind][which] if kind in of else which for kind, which in leaves])
 
 
 @contextlib.contextmanager
@@ -348,8 +344,7 @@ def _replaced(tensors: Sequence[Tensor], places: Sequence[int], values: Sequence
 
 def _forward_mode() -> bool:
     """Whether a forward-mode derivative is active: it mixes operations on tangents with those of the function."""
-    levels = _functorch.get_interpreter_stack() or ()
-    return torch.autograd.forward_ad._current_level >= 0 or any(x.key() == _functorch.TransformType.Jvp for x in levels)
+    return torch.autograd.forward_ad._current_level >= 0 or _functorch.TransformType.Jvp in _kinds()
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -67,7 +67,8 @@ def _in_module(module: nn.Module) -> list[Any]:
     own = [x for name, x in vars(module).items() if name not in _OF_MODULES and type(x) not in _PLAIN]
     # An activation that an earlier call has left is not used because it can be reached.
     own = [x for x in own if not isinstance(x, Tensor) or x.is_leaf or not x.requires_grad]
-    return [*module._parameters.values(), *module._buffers.values(), *own]
+    forward = () if _is_closed(type(module).__module__) else (type(module).forward,)
+    return [*module._parameters.values(), *module._buffers.values(), *own, *forward]
 
 
 def _inside(x: Any) -> Iterable[Any]:
@@ -79,10 +80,14 @@ def _inside(x: Any) -> Iterable[Any]:
         return _in_function(x)
     if isinstance(x, (list, tuple, dict)):
         values = x.values() if isinstance(x, dict) else x
-        is_table = len(x) > _TABLE and type(next(iter(values))) in _PLAIN
-        return () if is_table else values
+        return () if is_table(values) else values
     held = None if _is_closed(type(x).__module__) else getattr(x, "__dict__", None)
     return held.values() if isinstance(held, dict) else ()
+
+
+def is_table(values: Collection[Any]) -> bool:
+    """Whether a container is a large one of numbers or texts, of which tensors are no part."""
+    return len(values) > _TABLE and type(next(iter(values))) in _PLAIN
 
 
 def _in_function(function: types.FunctionType) -> list[Any]:

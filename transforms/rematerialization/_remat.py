@@ -165,12 +165,10 @@ def _compiled(fn: Callable[..., Any], policy: Policy, preserve_rng_state: bool, 
             )
         return CheckpointPolicy.MUST_SAVE if keep is Keep.SAVE else CheckpointPolicy.PREFER_RECOMPUTE
 
-    if policy is nothing_saveable:
-        return checkpoint(fn, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs)
-    contexts = functools.partial(create_selective_checkpoint_contexts, of_op)
-    return checkpoint(
-        fn, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, context_fn=contexts, **kwargs
-    )
+    more: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state, **kwargs}
+    if policy is not nothing_saveable:
+        more["context_fn"] = functools.partial(create_selective_checkpoint_contexts, of_op)
+    return checkpoint(fn, *args, **more)
 
 
 _reached = uncompiled(reached)

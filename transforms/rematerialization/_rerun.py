@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from operator import is_
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from ..axes import bind_axes, bind_call, bound, bound_call
 from ._keeper import memory_of
-from ._reached import Reached
+from ._reached import Reached, is_table
 
 _C: Any = torch._C
 
@@ -29,7 +29,7 @@ def parts_of(modules: Iterable[nn.Module]) -> list[Any]:
     for module in modules:
         held = vars(module)
         parts += [held, module._parameters, module._buffers, module._modules]
-        parts += [x for x in held.values() if type(x) is list]
+        parts += [x for x in held.values() if type(x) is list and not is_table(x)]
     return parts
 
 
@@ -139,10 +139,7 @@ class Rerun:
         yield torch.get_rng_state, torch.set_rng_state
         for device in devices:
             module = torch.get_device_module(device)
-            yield (
-                functools.partial(module.get_rng_state, device),
-                functools.partial(module.set_rng_state, device=device),
-            )
+            yield partial(module.get_rng_state, device), partial(module.set_rng_state, device=device)
         for generator in self._reached_generators:
             yield generator.get_state, generator.set_state
 

@@ -21,7 +21,7 @@ from ._flat_call import path_words
 from ._functional import is_tracked
 from ._keeper import listening, memory_of, run_op, written_by
 from ._offload import Handle
-from ._reached import Reached, reached
+from ._reached import reached
 from ._rerun import function_modes, parts_of, put_part
 
 _SKIPPED = tuple(str(Path(module.__file__ or "").parent) for module in (torch, optree)) + (str(Path(__file__).parent),)
@@ -122,16 +122,16 @@ def _residuals(fn: Callable[..., Any], args: Any, kwargs: Any, by_first: bool) -
     # Which ones gradients are required of is asked before the transforms are out of the way.
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     likes = {i: _like(leaves[i], is_tracked(leaves[i]) or by_first and paths[i][:2] == (0, 0)) for i in places}
-    inside = {id(x): (name, _like(x, is_tracked(x))) for name, x in _in_modules(found)}
-    others = [x for x in found.tensors if id(x) not in inside and not _is_wrapped(x)]
+    named = {id(x): name for root in found.roots for name, x in (*root.named_parameters(), *root.named_buffers())}
+    inside = {id(x): _like(x, is_tracked(x)) for x in found.tensors}
+    own = [x for x in found.tensors if not torch._C._functorch.is_functorch_wrapped_tensor(x)]
     with contextlib.ExitStack() as stack:
         fake = stack.enter_context(_without_values(fn))
-        counted = tuple(x for x in others if not x.is_inference())
+        counted = tuple(x for x in own if not x.is_inference())
         stack.enter_context(torch.autograd._unsafe_preserve_version_counter(counted))  # type: ignore[attr-defined]
-        for x in others:
+        for x in (*own, *map(fake.from_tensor, own)):  # those that no module holds are used as they are
             memories.give(x, "a tensor of the function")
-            memories.give(fake.from_tensor(x), "a tensor of the function")
-        new = {i: memories.give(make(), name) for i, (name, make) in inside.items()}
+        new = {i: memories.give(make(), named.get(i, "a tensor of the function")) for i, make in inside.items()}
         for part in parts_of(found.modules()):
             stack.callback(put_part, part, part.copy())
             put_part(part, part.copy(), new)
@@ -151,7 +151,7 @@ class _Memories:
     """The memory of tensors: its name, whether the caller holds it too, and what is kept."""
 
     def __init__(self) -> None:
-        self._names: dict[int, str] = {}
+        self.names: dict[int, str] = {}
         self._given: set[int] = set()
         self._kept: dict[int, Residual] = {}
         self._holds: list[Tensor] = []  # so that no memory is freed and its address used again
@@ -159,12 +159,7 @@ class _Memories:
     def name(self, x: Tensor, name: str) -> None:
         """Name it."""
         self._holds.append(x)
-        self._names[memory_of(x)] = name
-
-    def made(self, x: Tensor, name: str) -> None:
-        """Name it, unless it has a name."""
-        if memory_of(x) not in self._names:
-            self.name(x, name)
+        self.names[memory_of(x)] = name
 
     def give(self, x: Tensor, name: str) -> Tensor:
         """Name memory that the caller holds."""
@@ -183,17 +178,7 @@ class _Memories:
 
     def residuals(self) -> Residuals:
         """All that is kept."""
-        return Residuals(one._replace(name=self._names.get(memory, one.name)) for memory, one in self._kept.items())
-
-
-def _in_modules(found: Reached) -> Iterator[tuple[str, Tensor]]:
-    """The parameters, buffers and other tensors of the modules that a function reaches, with their names."""
-    for root in found.roots:
-        for prefix, module in root.named_modules():
-            for part in parts_of([module]):
-                for key, x in part.items() if isinstance(part, dict) else enumerate(part):
-                    if isinstance(x, Tensor) and (x.is_leaf or not x.requires_grad):
-                        yield f"{prefix}.{key}" if prefix else str(key), x
+        return Residuals(one._replace(name=self.names.get(memory, one.name)) for memory, one in self._kept.items())
 
 
 def _like(x: Tensor, moves: bool) -> Callable[[], Tensor]:
@@ -209,17 +194,12 @@ def _like(x: Tensor, moves: bool) -> Callable[[], Tensor]:
     return make
 
 
-def _is_wrapped(x: Tensor) -> bool:
-    return bool(torch._C._functorch.is_functorch_wrapped_tensor(x))
-
-
 @contextlib.contextmanager
 def _without_values(fn: Callable[..., Any]) -> Iterator[FakeTensorMode]:
     """A context in which operations have results without values, below all transforms and unseen by all modes."""
     autograd: Any = torch._C._autograd
-    message = (
-        autograd._saved_tensors_hooks_get_disabled_error_message()
-    )  # of torch.func, which takes the right to hooks
+    # torch.func takes the right to hooks.
+    message = autograd._saved_tensors_hooks_get_disabled_error_message()
     with _disable_current_modes(), function_modes(()), temporarily_clear_interpreter_stack(), torch.enable_grad():
         if message is not None:
             autograd._saved_tensors_hooks_enable()
@@ -250,8 +230,8 @@ class _Origins(TorchDispatchMode):
             raise ValueError(f"saved_residuals changes no values, and {func} writes into a tensor that no module holds")
         out = run_op(func, types, args, kwargs)
         for x in tree_leaves(out):
-            if isinstance(x, Tensor):
-                self._memories.made(x, f"{func.overloadpacket.__name__} at {_line()}")
+            if isinstance(x, Tensor) and memory_of(x) not in self._memories.names:
+                self._memories.name(x, f"{func.overloadpacket.__name__} at {_line()}")
         return out
 
 
