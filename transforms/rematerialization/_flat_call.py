@@ -9,7 +9,7 @@ import optree
 from torch import Tensor
 
 from ._reached import reached
-from ._rerun import Rerun
+from ._rerun import Rerun, version_of
 
 
 class FlatCall:
@@ -69,8 +69,3 @@ def path_words(path: tuple[Any, ...]) -> str:
     """A path in (args, kwargs)."""
     _, first, *rest = path
     return repr(first) + "".join(f"[{part!r}]" for part in rest)
-
-
-def version_of(x: Tensor) -> int:
-    """How often a tensor has been written into."""
-    return 0 if x.is_inference() else x._version

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch.autograd.forward_ad import _set_fwd_grad_enabled  # type: ignore[attr-defined]
 
-from ._flat_call import FlatCall, version_of
+from ._flat_call import FlatCall
 from ._keeper import Keeper, Recording, Replaying
-from ._rerun import OfOneRun, Rerun, function_modes
+from ._rerun import OfOneRun, Rerun, function_modes, version_of
 
 _functorch: Any = torch._C._functorch
 _MOST = 8  # runs that look for tensors that a function uses

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from ._flat_call import FlatCall, version_of
+from ._flat_call import FlatCall
 from ._keeper import Keeper, Recording, Replaying, differs, memory_of, moved
 from ._offload import Handle, Store
-from ._rerun import Rerun
+from ._rerun import Rerun, version_of
 
 
 class _Outside(NamedTuple):

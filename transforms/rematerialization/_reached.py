@@ -64,11 +64,12 @@ def reached(fn: Callable[..., Any], *arguments: Any) -> Reached:
 def _in_module(module: nn.Module) -> list[Any]:
     if isinstance(module, torch.jit.ScriptModule):
         return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    own = [x for name, x in vars(module).items() if name not in _OF_MODULES and type(x) not in _PLAIN]
+    held = vars(module)
+    own = [x for name, x in held.items() if name not in _OF_MODULES and type(x) not in _PLAIN]
     # An activation that an earlier call has left is not used because it can be reached.
     own = [x for x in own if not isinstance(x, Tensor) or x.is_leaf or not x.requires_grad]
     forward = () if _is_closed(type(module).__module__) else (type(module).forward,)
-    return [*module._parameters.values(), *module._buffers.values(), *own, *forward]
+    return [*held["_parameters"].values(), *held["_buffers"].values(), *own, *forward]
 
 
 def _inside(x: Any) -> Iterable[Any]:

@@ -28,7 +28,7 @@ def parts_of(modules: Iterable[nn.Module]) -> list[Any]:
     parts: list[Any] = []
     for module in modules:
         held = vars(module)
-        parts += [held, module._parameters, module._buffers, module._modules]
+        parts += [held, held["_parameters"], held["_buffers"], held["_modules"]]
         parts += [x for x in held.values() if type(x) is list and not is_table(x)]
     return parts
 
@@ -59,10 +59,12 @@ class Rerun:
         modules = found.modules()
         self._parts = parts_of(modules)
         self._states: list[Any] = []  # copies of the parts
-        tensors = {id(x): x for m in modules for x in (*m._buffers.values(), *vars(m).values()) if _is_state(x)}
+        tensors = {id(x): x for m in modules for x in (*m.buffers(False), *vars(m).values()) if _is_state(x)}
         self._tensors = list(tensors.values())
         # A norm writes its statistics without a new version.
-        self._norms = {id(x) for m in modules if m.training and "running_mean" in m._buffers for x in m.buffers(False)}
+        self._norms = {
+            id(x) for m in modules if m.training and "running_mean" in vars(m)["_buffers"] for x in m.buffers(False)
+        }
         self._written: dict[int, tuple[Tensor, int, Tensor]] = {}  # by id: a tensor, its version and values before
         self._random: list[tuple[Callable[[], Tensor], Callable[[Tensor], Any], Tensor]] = []
         self._autocast: list[tuple[str, torch.dtype, bool, bool]] = []
@@ -82,7 +84,7 @@ class Rerun:
             self._random = [(get, put, get()) for get, put in self._generators(devices)]
         self._states = [part.copy() for part in self._parts]
         with torch.no_grad():
-            self._written = {id(x): (x, x._version, x.clone()) for x in self._tensors}
+            self._written = {id(x): (x, version_of(x), x.clone()) for x in self._tensors}
         cache = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(cache and self._cached)
         try:
@@ -128,11 +130,17 @@ class Rerun:
             _C._set_torch_function_state(self._subclasses)
             for context in (function_modes(self.functions), bind_axes(self._axes), bind_call(self._call)):
                 stack.enter_context(context)
+            versions = {i: version_of(x) for i, (x, _, _) in self._written.items()}
             yield {memory_of(x) for x in stands.values()}
+            if any(version_of(x) != versions[i] for i, (x, _, _) in self._written.items()):
+                raise ValueError(
+                    "a function in remat has written into a buffer of a module by another name than the module's, and so twice; "
+                    "write by the module's"
+                )
 
     def _changed(self) -> dict[int, tuple[Tensor, int, Tensor]]:
         """The tensors that the first run has written into."""
-        return {i: one for i, one in self._written.items() if i in self._norms or one[0]._version != one[1]}
+        return {i: one for i, one in self._written.items() if i in self._norms or version_of(one[0]) != one[1]}
 
     def _generators(self, devices: Iterable[torch.device]) -> Iterator[tuple[Any, Any]]:
         """How to read and set the states of torch's generators, and of those that the function reaches."""
@@ -142,6 +150,11 @@ class Rerun:
             yield partial(module.get_rng_state, device), partial(module.set_rng_state, device=device)
         for generator in self._reached_generators:
             yield generator.get_state, generator.set_state
+
+
+def version_of(x: Tensor) -> int:
+    """How often a tensor has been written into."""
+    return 0 if x.is_inference() else x._version
 
 
 def _is_state(x: Any) -> bool:

@@ -175,6 +175,17 @@ def test_a_write_into_a_tensor_that_no_module_holds_is_an_error(write: str, hold
     raises_text(ValueError, lambda: tx.remat(f)(x), "written into a tensor of shape (4,) that no module holds")
 
 
+def test_a_write_into_a_buffer_by_another_name_is_an_error() -> None:
+    module, x = Own(STATE["nothing"]), torch.ones(3, 4, requires_grad=True)
+    mean = module.mean
+
+    def f(x: Tensor) -> Tensor:
+        mean.add_(1)
+        return module(x) * mean.clone()
+
+    raises_text(ValueError, lambda: tx.remat(f)(x).sum().backward(), "by another name")
+
+
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("wrap", [lambda f: f, tx.remat], ids=["plain", "remat"])
 def test_plans_write_into_no_tensor(wrap: Any, write: str) -> None:
