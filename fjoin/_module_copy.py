@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ._module_references import Rebuilding, References, copy_slots
-from .transforms.rematerialization import slots_of
+from ._module_references import Rebuilding, References, copy_slots, slots_of
 
 TENSORS = ("_parameters", "_buffers", "_modules")
 

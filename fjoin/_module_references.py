@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .transforms.rematerialization import SIMPLE, filled, slots_of
+SIMPLE = frozenset((type(None), str, bytes, int, float, complex, bool))
 
 
 def contents(value: Any, objects: int) -> tuple[Iterable[Any], int]:
@@ -61,6 +61,26 @@ def _blank(value: Any) -> Any:
     with contextlib.suppress(TypeError):
         return (types.SimpleNamespace if isinstance(value, types.SimpleNamespace) else object).__new__(type(value))
     return None
+
+
+def filled(cell: Any) -> bool:
+    """Whether a variable of a closure has a value."""
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:  # not assigned yet
+        return False
+    return True
+
+
+def slots_of(x: Any) -> tuple[str, ...]:
+    """The names of an object's attributes in slots."""
+    named: list[str] = []
+    for kind in type(x).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        for name in [slots] if isinstance(slots, str) else slots:
+            private = name.startswith("__") and not name.endswith("__")
+            named.append(f"_{kind.__name__.lstrip('_')}{name}" if private else name)
+    return tuple(name for name in named if name not in ("__dict__", "__weakref__"))
 
 
 def copy_slots(of: Any, to: Any) -> None:

@@ -1,254 +1,228 @@
-"""Rematerialisation under the transforms of torch.func."""
+"""A call under transforms of torch.func: an autograd.Function that runs the function again for each derivative."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import optree
 import torch
+import torch.autograd.forward_ad
 from torch import Tensor
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch.autograd.forward_ad import _set_fwd_grad_enabled  # type: ignore[attr-defined]
 
-from ..axes import bind_axes, bind_call, bound, bound_call
-from ._captured import Captured, Substitute, within
-from ._keeper import Keeper, memory_of
-from ._modes import function_modes
-from ._offload import HOST, Store
-from ._plain import HooksRefused, PlainRegion, path_words, refuse_iterators, version_of, written_into
-from ._reach import Found, Place, captured, form_of, rebuilt
-from ._rerun import Record
-from .checkpoint_policies import Keep, Policy, everything_saveable, nothing_saveable
+from ._flat_call import FlatCall
+from ._keeper import Keeper, Recording, Replaying
+from ._rerun import OfOneRun, Rerun, function_modes, version_of
+
+_functorch: Any = torch._C._functorch
+_MOST = 8  # runs that look for tensors that a function uses
+# Values in a result in which there are no tensors.
+_VALUES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, set, frozenset)
 
 
-def is_differentiable(x: Tensor) -> bool:
-    """Whether a tensor has a dtype that derivatives have."""
+class _Captured(Exception):
+    """A function has used tensors, the argument, that a transform differentiates by and that no search had found."""
+
+
+class _Swap(OfOneRun):
+    """Replaces tensors by others in every function of torch, and looks for those that nobody knows.
+
+    Args:
+        of: id -> replacement.
+        known: The ids of tensors that are no surprise; None where no others are looked for.
+        levels: Those of the transforms around the region: tensors of others are the function's own.
+    """
+
+    def __init__(self, of: dict[int, Tensor], known: set[int] | None, levels: list[int]) -> None:
+        super().__init__()
+        self.of, self.known, self._levels = of, known, levels
+        self.foreign: dict[int, Tensor] = {}
+
+    def __enter__(self) -> Any:
+        _THREADS.swaps.append(self)
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        _THREADS.swaps.pop()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = {name: self.swap(value) for name, value in kwargs.items()} if kwargs else {}
+        return func(*map(self.swap, args), **kwargs)
+
+    def swap(self, x: Any) -> Any:
+        """What a function of torch gets instead of an argument."""
+        if not isinstance(x, Tensor):
+            return type(x)(map(self.swap, x)) if type(x) in (list, tuple) else x
+        new = self.of.get(id(x))
+        if new is None and self.known is not None and id(x) not in self.known and self._is_foreign(x):
+            self.foreign[id(x)] = x
+        return x if new is None else new
+
+    def _is_foreign(self, x: Tensor) -> bool:
+        """Whether a tensor is a leaf, or belongs to a transform that is not active here."""
+        level = _functorch.maybe_get_level(x)
+        if level > 0:
+            return level in self._levels and level not in _levels()
+        return not _functorch.is_functorch_wrapped_tensor(x) and x.requires_grad and x.is_leaf
+
+
+class _Threads(threading.local):
+    def __init__(self) -> None:
+        self.swaps: list[_Swap] = []
+
+
+_THREADS = _Threads()
+
+
+def _levels() -> list[int]:
+    return [one.level() for one in _functorch.get_interpreter_stack() or ()]
+
+
+def _kinds() -> set[Any]:
+    return {one.key() for one in _functorch.get_interpreter_stack() or ()}
+
+
+def _as_seen(x: Tensor) -> Tensor:
+    """What a tensor is in the region around this one."""
+    return _THREADS.swaps[-1].of.get(id(x), x) if _THREADS.swaps else x
+
+
+def is_tracked(x: Tensor) -> bool:
+    """Whether a transform may differentiate, or batch, by a tensor."""
+    return x.requires_grad or bool(_functorch.is_functorch_wrapped_tensor(_as_seen(x)))
+
+
+def _differentiable(x: Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
 
 
-def with_values(tensors: Sequence[Tensor], places: Sequence[int], values: Sequence[Tensor]) -> list[Tensor]:
-    """A list of tensors with others in some places."""
-    new = list(tensors)
-    for i, value in zip(places, values, strict=True):
-        new[i] = value
-    return new
-
-
-def with_graph(
-    of: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor], functional: bool
-) -> tuple[tuple[Tensor, ...], Callable[[Sequence[Tensor]], Sequence[Tensor | None]]]:
-    """The results of a function and its pullback, from the gradients of the results to those of the inputs.
-
-    Args:
-        of: The function.
-        inputs: Its arguments.
-        functional: Whether torch.func makes the graph, as for calls under its transforms. In one of plain autograd
-            everything works that works there.
-    """
-    if functional or torch._C._are_functorch_transforms_active():
-        made: Any = torch.func.vjp(of, *inputs)
-        out, vjp = made
-        return out, lambda grads: vjp(tuple(grads))
-    higher = torch.is_grad_enabled()
-    with torch.enable_grad():
-        starts = [x.view_as(x) if higher and x.requires_grad else x.detach().requires_grad_() for x in inputs]
-        results = of(*starts)
-
-    def pullback(grads: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        ends = [(x, grad) for x, grad in zip(results, grads, strict=True) if x.requires_grad]
-        if not ends:
-            return [None] * len(starts)
-        outs, given = zip(*ends, strict=True)
-        return torch.autograd.grad(outs, starts, given, create_graph=higher, allow_unused=True)
-
-    return results, pullback
-
-
-def run_with_graph(
-    of: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor], functional: bool
-) -> tuple[Tensor, ...]:
-    """The results of a function that runs as in `with_graph`; the graph is gone then. They may be of any dtype."""
-    if not functional:
-        return tuple(x.detach() for x in with_graph(of, inputs, False)[0])
-    nothing = torch.zeros(())  # vjp takes at least one input
-    made: Any = torch.func.vjp(lambda _, *values: (nothing, of(*values)), nothing, *inputs, has_aux=True)
-    return tuple(made[2])
-
-
 class Region:
-    """A call as a function of a flat list of tensors: those in the arguments and those captured.
+    """A call as a function of a flat list of tensors: those in the arguments, and those captured.
 
     Args:
-        fn: The function.
-        args, kwargs: Its arguments.
-        found: The tensors that it can reach.
-        record: What the first run leaves for later runs.
+        call: The call.
+        captured: Tensors that a transform differentiates by, beside those that a search finds.
+        rerun: What later runs find.
+        keeper: Keeps results of operations; None where nothing is kept.
 
     Attributes:
-        record: What the first run leaves for later runs.
         tensors: The list, until the first run has ended.
-        levels: Those of the transforms around the call.
+        result: The form of the result, once the first run has ended: its structure, and its leaves by kind and value.
     """
 
-    def __init__(self, fn: Callable[..., Any], args: Any, kwargs: Any, found: Found, record: Record) -> None:
-        given_tree: Any = (args, kwargs)
-        leaves, self._form = optree.tree_flatten(given_tree, none_is_leaf=True)
-        self._fn, self.record = fn, record
-        self._static = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self._places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        given = [leaves[i] for i in self._places]
-        self._captured = [x for x in found.tracked.values() if all(x is not g for g in given)]
-        self._state = {memory_of(x): x for x in found.state.values() if all(x is not g for g in given)}
-        self._same = found.state
-        self._grads = torch.is_grad_enabled()
-        self._axes, self._call = bound(), bound_call()
-        self.tensors: list[Tensor] = [*given, *self._captured]
-        self.levels = [level.level() for level in torch._C._functorch.get_interpreter_stack() or ()]
-        self._moves = [x.requires_grad for x in self.tensors]
+    def __init__(self, call: FlatCall, captured: Sequence[Tensor], rerun: Rerun, keeper: Keeper | None) -> None:
+        self._call, self.rerun, self._keeper, self._levels = call, rerun, keeper, _levels()
+        self._count, own = len(call.tensors), set(map(id, call.tensors))
+        self._captured = [x for x in (*call.found.tensors, *captured) if id(x) not in own and is_tracked(x)]
+        self.tensors = [*call.tensors, *self._captured]
+        here = max(self._levels, default=-1)
         # Those of which the function sees results that require a gradient: the others belong to outer transforms.
-        here = max(self.levels, default=-1)
-        of = torch._C._functorch.maybe_get_level
-        self._seen = [
-            i for i, x in enumerate(self.tensors) if self._moves[i] and is_differentiable(x) and of(x) == here
-        ]
+        level = _functorch.maybe_get_level
+        moves = [x.requires_grad and _differentiable(x) and level(x) == here for x in self.tensors]
+        self._moving = [i for i, one in enumerate(moves) if one]
         # Many operations, and the order of random numbers, are others below a level or with a graph: the first run has
         # what later runs have. A vmap alone takes no level: torch.func would refuse writes into buffers.
-        levels = torch._C._functorch.get_interpreter_stack() or ()
-        leveled = record.keeper is not None or any(
-            one.key() != torch._C._functorch.TransformType.Vmap for one in levels
-        )
-        self._with_graph = leveled if self.levels else bool(self._seen)
-        self.arguments = len(given)  # the number of tensors in the arguments
+        self._with_graph = bool(self._moving or keeper or _kinds() - {_functorch.TransformType.Vmap})
+        self.in_plain_autograd, self._grads = not self._levels, torch.is_grad_enabled()
+        self.result: list[Any] = []  # one list for all batched copies of the region
 
-    def run(self, tensors: Sequence[Tensor], watch: set[int] | None = None) -> Any:
-        """Call the function.
+    def _run(self, tensors: Sequence[Tensor], known: set[int] | None) -> Any:
+        of = dict(zip(map(id, self._captured), tensors[self._count :], strict=True))
+        mode: Any = contextlib.nullcontext()
+        if known is not None:
+            mode = Recording.of(self._keeper)
+        elif not _forward_mode():
+            mode = Replaying.of(self._keeper, self._keeper.values if self._keeper else [])
+        with function_modes(self.rerun.functions), _Swap(of, known, self._levels) as swap, mode:
+            out = self._call.run(tensors)
+        if swap.foreign:
+            raise _Captured(list(swap.foreign.values()))
+        return out
+
+    def flat(self, tensors: Sequence[Tensor], known: set[int] | None = None) -> list[Tensor]:
+        """Call the function; in the first run with a graph, which is gone after it.
 
         Args:
             tensors: In the place of `self.tensors`.
-            watch: The ids of tracked tensors that are no surprise; None where nobody looks for others.
+            known: In the first run, the ids of tensors that are no surprise.
 
         Returns:
-            Its result, a pytree.
+            The tensors in its result that are no arguments, each once.
 
         Raises:
-            Captured: it has used other tracked tensors.
+            _Captured: it has used other tensors.
         """
-        values = list(self._static)
-        for i, x in zip(self._places, tensors, strict=False):
-            values[i] = x
-        args, kwargs = cast("tuple[Any, Any]", optree.tree_unflatten(self._form, values))
-        end = self.arguments + len(self._captured)
-        of = {
-            id(old): new
-            for old, new in zip(self._captured, tensors[self.arguments : end], strict=True)
-            if old is not new
-        }
-        of.update(self.record.stand_ins)
-        moves = dict(zip(map(id, tensors), self._moves, strict=False))
-        mode = Substitute(of, dict(self._state), self.record.before, watch, moves=moves, levels=self.levels)
-        with bind_axes(self._axes), bind_call(self._call):
-            out = self.record.call(self._fn, args, kwargs, mode)
-        if mode.foreign:
-            raise Captured(list(mode.foreign.values()))
-        return out
+        if known is None or not self._with_graph:
+            return self._flat(tensors, known)
+        nothing = torch.zeros(())  # vjp takes at least one input
 
-    def flat(self, tensors: Sequence[Tensor], watch: set[int] | None = None) -> list[Tensor]:
-        """Call the function: the tensors in its result that are no arguments, each once."""
-        if watch is None or not self._with_graph:
-            return self._flat(tensors, watch)
-        seen = self._seen
+        def of(_: Tensor, *values: Tensor) -> tuple[Tensor, Any]:
+            new = _replaced(tensors, self._moving, values)
+            return nothing, tuple(self._flat(new, known | set(map(id, new))))
 
-        def of(*values: Tensor) -> tuple[Tensor, ...]:
-            new = with_values(tensors, seen, values)
-            return tuple(self._flat(new, watch | set(map(id, new))))
+        inputs = [tensors[i] for i in self._moving]
+        if self._levels:
+            made: Any = torch.func.vjp(of, nothing, *inputs, has_aux=True)
+            return list(made[2])
+        with torch.enable_grad():
+            return [x.detach() for x in of(nothing, *(x.detach().requires_grad_() for x in inputs))[1]]
 
-        return list(run_with_graph(of, [tensors[i] for i in seen], bool(self.levels)))
-
-    def _flat(self, tensors: Sequence[Tensor], watch: set[int] | None) -> list[Tensor]:
-        out = self.run(tensors, watch)
-        places = {id(x): Place("argument", i) for i, x in enumerate(self._captured, self.arguments)}
-        places |= {id(x): Place("argument", i) for i, x in enumerate(tensors)}
-        same = self._same.keys() | set(map(id, self.record.stand_ins.values()))
+    def _flat(self, tensors: Sequence[Tensor], known: set[int] | None) -> list[Tensor]:
+        leaves, form = optree.tree_flatten(self._run(tensors, known))
+        places = {id(x): ("argument", self._count + i) for i, x in enumerate(self._captured)}
+        places |= {id(x): ("argument", i) for i, x in enumerate(tensors)}
         found: list[Tensor] = []
-
-        def place(x: Tensor) -> Any:
-            if id(x) in same:  # a buffer, which stays what it is
-                return x
-            if id(x) not in places:
-                places[id(x)] = Place("result", len(found))
-                found.append(x)
-            return places[id(x)]
-
-        form = form_of(out, place)
-        if watch is not None:
-            self.record.result = form
+        for i, x in enumerate(leaves):
+            if isinstance(x, Tensor):
+                if id(x) not in places:
+                    places[id(x)] = "result", len(found)
+                    found.append(x)
+                leaves[i] = places[id(x)]
+            elif isinstance(x, _VALUES):
+                leaves[i] = "value", x
+            else:
+                raise TypeError(
+                    f"a function in remat under torch.func has returned a {type(x).__name__}, in which no tensors are looked for; "
+                    f"return a list, or register the class as a pytree"
+                )
+        if known is not None:
+            self.result[:] = form, leaves
         return found
 
     def first(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Run for the first time; the graph of the run, if any, is gone after it."""
-        # Without a graph a view of a leaf would pass for another leaf.
-        tensors = [x.detach() for x in tensors]
-        versions = [version_of(x) for x in tensors[: self.arguments]]
-        with self.record.first(tensors), torch.set_grad_enabled(self._grads):
-            # Not the tensors themselves, which would get the graph of the region.
-            out = [x.detach() for x in self.flat(tensors, watch=set(map(id, tensors)))]
-        if self.record.keeper is not None:
-            self.record.keeper.finish()
-            self.record.keeper.settle(out)
-        for i, (x, before) in enumerate(zip(tensors, versions, strict=False)):
-            if version_of(x) != before:
-                raise written_into(self._path(i))
+        """Run for the first time."""
+        tensors = [x.detach() for x in tensors]  # without a graph a view of a leaf would pass for another leaf
+        versions = list(map(version_of, tensors))
+        with self.rerun.first(tensors), torch.set_grad_enabled(self._grads):
+            out = [x.detach() for x in self.flat(tensors, set(map(id, tensors)))]
+        if self._keeper is not None:
+            self._keeper.finish(out)
+        self._call.refuse_writes(tensors, versions, self.rerun)
         return out
 
     def again(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Run again, with the random numbers, autocast and buffers of the first time."""
-        with self.record.again():
+        """Run again."""
+        with self.rerun.again():
             return self.flat(tensors)
 
-    def _path(self, i: int) -> str:
-        return path_words(optree.treespec_paths(self._form)[self._places[i]])
+    def batched(self, in_dims: Sequence[int | None], randomness: str) -> Region:
+        """The same function of batched tensors; results have their batches first."""
+        new, inner = copy.copy(self), self.flat
 
-    def batched(self, in_dims: Sequence[int | None], randomness: str) -> Batched:
-        """The same function of batched tensors."""
-        return Batched(self, in_dims, randomness)
+        def flat(tensors: Sequence[Tensor], known: set[int] | None = None) -> list[Tensor]:
+            def one(*values: Tensor) -> tuple[Tensor, ...]:
+                return tuple(inner(values, known and known | set(map(id, values))))
 
+            return list(torch.func.vmap(one, tuple(in_dims), randomness=randomness)(*tensors))
 
-class Batched:
-    """A region inside a torch.func.vmap."""
-
-    def __init__(self, inner: Any, in_dims: Sequence[int | None], randomness: str) -> None:
-        self._inner, self._in_dims, self._randomness = inner, tuple(in_dims), randomness
-        self.record: Record = inner.record
-        self.arguments: int = inner.arguments
-        self._grads: bool = inner._grads
-        self.levels: list[int] = inner.levels
-
-    def flat(self, tensors: Sequence[Tensor], watch: set[int] | None = None) -> list[Tensor]:
-        """See `Region.flat`; results have their batches first."""
-
-        def one(*values: Tensor) -> tuple[Tensor, ...]:
-            return tuple(self._inner.flat(values, watch and watch | set(map(id, values))))
-
-        return list(torch.func.vmap(one, self._in_dims, randomness=self._randomness)(*tensors))
-
-    def first(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """See `Region.first`."""
-        return Region.first(self, tensors)  # type: ignore[arg-type]
-
-    def again(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """See `Region.again`."""
-        return Region.again(self, tensors)  # type: ignore[arg-type]
-
-    def _path(self, i: int) -> str:
-        return str(self._inner._path(i))
-
-    def batched(self, in_dims: Sequence[int | None], randomness: str) -> Batched:
-        return Batched(self, in_dims, randomness)
-
-
-_MOST = 8  # runs that look for tensors that a function uses
+        new.flat = flat  # type: ignore[method-assign]
+        return new
 
 
 class _Again(torch.autograd.Function):
@@ -264,22 +238,22 @@ class _Again(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
-        ctx.mark_non_differentiable(*(x for x in output if not (x.is_floating_point() or x.is_complex())))
+        ctx.mark_non_differentiable(*(x for x in output if not _differentiable(x)))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        region, tensors = ctx.region, [torch._C._functorch.unwrap_if_dead(x) for x in ctx.saved_tensors]
-        moving = [i for i, x in enumerate(tensors) if ctx.needs_input_grad[i + 1] and is_differentiable(x)]
+        region, tensors = ctx.region, [_functorch.unwrap_if_dead(x) for x in ctx.saved_tensors]
+        moving = [i for i, x in enumerate(tensors) if ctx.needs_input_grad[i + 1] and _differentiable(x)]
         used = [i for i, grad in enumerate(grads) if grad is not None]
         out: list[Any] = [None] * len(tensors)
         if used and moving:
 
             def of(*values: Tensor) -> tuple[Tensor, ...]:
-                results = region.again(with_values(tensors, moving, values))
+                results = region.again(_replaced(tensors, moving, values))
                 return tuple(results[i] for i in used)
 
-            pullback = with_graph(of, [tensors[i] for i in moving], bool(region.levels))[1]
-            for i, grad in zip(moving, pullback([grads[i] for i in used]), strict=True):  # type: ignore[misc]
+            pullback = _pullback(of, [tensors[i] for i in moving], region.in_plain_autograd)
+            for i, grad in zip(moving, pullback(tuple(grads[i] for i in used)), strict=True):
                 out[i] = grad
         return None, *out
 
@@ -289,7 +263,7 @@ class _Again(torch.autograd.Function):
         moving = [i for i, t in enumerate(tangents) if t is not None]
 
         def of(*values: Tensor) -> tuple[Tensor, ...]:
-            return tuple(region.again(with_values(tensors, moving, values)))
+            return tuple(region.again(_replaced(tensors, moving, values)))
 
         primals, moved = [tensors[i] for i in moving], [tangents[i] for i in moving]
         with _below(primals, moved) as (primals, moved), _set_fwd_grad_enabled(True):
@@ -299,6 +273,78 @@ class _Again(torch.autograd.Function):
     def vmap(info: Any, in_dims: Any, region: Any, *tensors: Tensor) -> tuple[Any, Any]:
         out = _Again.apply(region.batched(in_dims[1:], info.randomness), *tensors)  # type: ignore[no-untyped-call]
         return out, (0,) * len(out)
+
+
+def call_transformed(call: FlatCall, make: Callable[[], tuple[Rerun, Keeper | None]]) -> Any:
+    """Call a function under transforms; `make` gives new records for each attempt."""
+    captured: list[Tensor] = []
+    for _ in range(_MOST):
+        region = Region(call, captured, *make())
+        try:
+            with _within(region.tensors) as tensors, function_modes(()):
+                out = _Again.apply(region, *tensors)  # type: ignore[no-untyped-call]
+            break
+        except _Captured as more:
+            region.rerun.undo()
+            captured += more.args[0]
+    else:
+        raise RuntimeError(
+            f"remat: each of {_MOST} runs of {call.fn!r} has used other tensors that require a gradient; pass them as arguments"
+        )
+    call.tensors, region.tensors = [], []
+    of: dict[str, Any] = {"argument": tensors, "result": out}
+    form, leaves = region.result
+    return optree.tree_unflatten(form, [of[kind][which] if kind in of else which for kind, which in leaves])
+
+
+@contextlib.contextmanager
+def _within(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    """A context for a region, with its tensors as the region around it has them; that does not watch what this one does."""
+    if not _THREADS.swaps:
+        yield tensors
+        return
+    outer = _THREADS.swaps[-1]
+    new = list(map(outer.swap, tensors))
+    known, outer.known = outer.known, None
+    try:
+        yield new
+    finally:
+        outer.known = known
+
+
+def _pullback(of: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor], plain: bool) -> Callable[[Any], Any]:
+    """From the gradients of a function's results to those of its inputs.
+
+    In plain autograd that is what works there, and an input that is not used has no gradient.
+    """
+    if not plain or torch._C._are_functorch_transforms_active():
+        made: Any = torch.func.vjp(of, *inputs)
+        return cast("Callable[[Any], Any]", made[1])
+    higher = torch.is_grad_enabled()
+    with torch.enable_grad():
+        starts = [x.view_as(x) if higher and x.requires_grad else x.detach().requires_grad_() for x in inputs]
+        results = of(*starts)
+
+    def pullback(grads: Any) -> Any:
+        ends = [(x, grad) for x, grad in zip(results, grads, strict=True) if x.requires_grad]
+        if not ends:
+            return [None] * len(starts)
+        outs, given = zip(*ends, strict=True)
+        return torch.autograd.grad(outs, starts, given, create_graph=higher, allow_unused=True)
+
+    return pullback
+
+
+def _replaced(tensors: Sequence[Tensor], places: Sequence[int], values: Sequence[Tensor]) -> list[Tensor]:
+    new = list(tensors)
+    for i, value in zip(places, values, strict=True):
+        new[i] = value
+    return new
+
+
+def _forward_mode() -> bool:
+    """Whether a forward-mode derivative is active: it mixes operations on tangents with those of the function."""
+    return torch.autograd.forward_ad._current_level >= 0 or _functorch.TransformType.Jvp in _kinds()
 
 
 @contextlib.contextmanager
@@ -313,65 +359,4 @@ def _below(*groups: list[Any]) -> Iterator[Any]:
     inner = retrieve_current_functorch_interpreter()
     level = inner.level()
     with inner.lower():
-        yield [[torch._C._functorch._unwrap_for_grad(x, level) for x in group] for group in groups]
-
-
-class How(NamedTuple):
-    """How a function is to run.
-
-    policy: Which results to keep.
-    store: Where they wait, and the arguments with them; None for the device.
-    preserve_rng_state: Whether a later run has the random numbers of the first.
-    early_stop: Whether a later run in plain autograd ends once it has what gradients use.
-    """
-
-    policy: Policy
-    store: Store | None
-    preserve_rng_state: bool
-    early_stop: bool = True
-
-    def keeper(self) -> Keeper | None:
-        """What keeps results in one call."""
-        if self.policy is nothing_saveable:
-            return None
-        if self.store is None:
-            return Keeper(self.policy, Keep.SAVE, HOST)
-        return Keeper(self.policy, Keep.OFFLOAD, self.store)
-
-
-def call(fn: Callable[..., Any], how: How, args: Any, kwargs: Any) -> Any:
-    """Call a function so that its backward pass runs it again."""
-    if how.policy is everything_saveable and how.store is None:
-        return fn(*args, **kwargs)
-    refuse_iterators(args, kwargs)
-    if torch._C._are_functorch_transforms_active():
-        return _call_transformed(fn, how, args, kwargs)
-    if not torch.is_grad_enabled():
-        return fn(*args, **kwargs)
-    found = captured(fn, args, kwargs)
-    record = Record(how.preserve_rng_state, found.places, how.keeper())
-    try:
-        return PlainRegion(fn, args, kwargs, found, record, how.store, how.early_stop).first(args, kwargs)
-    except HooksRefused:
-        return _call_transformed(fn, how, args, kwargs)
-
-
-def _call_transformed(fn: Callable[..., Any], how: How, args: Any, kwargs: Any) -> Any:
-    found = captured(fn, args, kwargs)
-    for _ in range(_MOST):
-        record = Record(how.preserve_rng_state, found.places, how.keeper(), uncached=True)
-        region = Region(fn, args, kwargs, found, record)
-        try:
-            with within(region.tensors) as tensors, function_modes(()):
-                out = _Again.apply(region, *tensors)  # type: ignore[no-untyped-call]
-            break
-        except Captured as more:
-            record.undo()
-            found.tracked.update({id(x): x for x in more.found})
-    else:
-        raise RuntimeError(
-            f"remat: each of {_MOST} runs of {fn!r} has used other tensors that require a gradient; pass them as arguments"
-        )
-    region.tensors = []
-    of = {"argument": tensors, "result": out}
-    return rebuilt(record.result, lambda place: of[place.kind][place.number])
+        yield [[_functorch._unwrap_for_grad(x, level) for x in group] for group in groups]

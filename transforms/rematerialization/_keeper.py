@@ -1,39 +1,53 @@
-"""Results that a policy keeps, by operation and run, and their names."""
+"""What a policy keeps of a run: results of operations of ATen, by operation and number of its run, and their names."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import optree
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_flatten
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..base import text
 from ._offload import Handle, Store
-from .checkpoint_policies import Keep, Policy, keep_of, keep_of_name
+from .checkpoint_policies import Keep, Named, Policy, keep_of, keep_of_name
+
+_UNCOUNTED = (torch.ops.aten.detach.default,)  # hooks on saved tensors use it, too
+# Which occurrence of an operation: other operations between may differ between two runs.
+Place = tuple[Any, int]
 
 
-def tensors_in(args: Any, kwargs: Any) -> Iterator[Tensor]:
+def memory_of(x: Tensor) -> int:
+    """A number that tensors share which share memory."""
+    try:
+        with torch._C.DisableTorchFunction():  # out of sight of modes for functions
+            return int(x.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # sparse, or a wrapper of a transform
+        return -id(x)
+
+
+def tensors_in(args: Any, kwargs: Any) -> list[Tensor]:
     """The tensors in the arguments of an operation of ATen, which are flat but for lists."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from (x for x in value if isinstance(x, Tensor))
+    values = (*args, *kwargs.values())
+    flat = [x for value in values for x in (value if isinstance(value, (list, tuple)) else (value,))]
+    return [x for x in flat if isinstance(x, Tensor)]
 
 
 def written_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """The tensors that an operation writes into."""
-    found: list[Tensor] = []
+    if not func._schema.is_mutable:
+        return []
+    found: list[Any] = []
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[i] if i < len(args) else kwargs.get(argument.name)
-            found += tensors_in((value,), {})
-    return found
+            found.append(args[i] if i < len(args) else kwargs.get(argument.name))
+    return tensors_in(found, {})
 
 
 def draws(op: Any, args: Any, kwargs: Any) -> bool:
@@ -46,64 +60,19 @@ def draws(op: Any, args: Any, kwargs: Any) -> bool:
     return True
 
 
-class Part(NamedTuple):
-    """A tensor in the result of an operation."""
-
-    memory: StorageWeakRef
-    device: torch.device
-    dtype: torch.dtype
-    offset: Any
-    size: torch.Size
-    stride: tuple[int, ...]
-
-
-def memory_of(x: Tensor) -> int:
-    """A number that tensors share which share memory."""
-    try:
-        with torch._C.DisableTorchFunction():  # out of sight of modes for functions
-            return int(x.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):  # sparse, or a wrapper of a transform
-        return -id(x)
-
-
-def part_of(x: Any) -> Any:
-    """A tensor as a `Part`; other values as they are."""
-    if not isinstance(x, Tensor):
-        return x
-    return Part(StorageWeakRef(x.untyped_storage()), x.device, x.dtype, x.storage_offset(), x.size(), x.stride())
-
-
-def tensor_of(part: Part) -> Tensor:
-    """A tensor again, whose memory is still there."""
-    storage = torch.UntypedStorage._new_with_weak_ptr(part.memory.cdata)  # type: ignore[attr-defined]
-    return torch.empty(0, dtype=part.dtype, device=part.device).set_(storage, part.offset, part.size, part.stride)
-
-
-# Which occurrence of an operation: other operations between may differ between two runs.
-Place = tuple[Any, int]
-
-
-_LEAF = tree_flatten(0)[1]
-
-
 class Step(NamedTuple):
     """An operation that has run."""
 
     place: Place
-    shapes: tuple[torch.Size, ...]  # of its arguments
+    shapes: list[torch.Size]  # of its arguments, to be compared
     form: Any  # the structure of the result
-    parts: list[Any]  # of the result: tensors as `Part`s, other values as they are
+    leaves: list[Any]  # the result; of a step that is kept, tensors are slots in `Keeper.values`
     number: int  # in the order of the run
-
-
-class Kept(NamedTuple):
-    """The result of an operation."""
-
-    shapes: tuple[torch.Size, ...]  # of its arguments, to be compared
-    form: Any  # the structure of the result
-    leaves: list[Any]  # its tensors as `Slot`s, other values as they are
-    number: int  # of the operation, in the order of the run
     written: bool = False  # whether a later operation writes into it
+
+    def slots(self) -> list[int]:
+        """Of a step that is kept: the places of its tensors."""
+        return [leaf.number for leaf in self.leaves if isinstance(leaf, Slot)]
 
 
 class Slot(NamedTuple):
@@ -113,11 +82,11 @@ class Slot(NamedTuple):
 
 
 class Keeper:
-    """Records a run's results that a policy keeps, for later runs.
+    """Records the results of one run that a policy keeps, for later runs.
 
     Args:
         policy: Which results to keep.
-        kept: What its True means.
+        meaning: What its True means.
         store: Where values wait that it offloads.
 
     Attributes:
@@ -126,122 +95,157 @@ class Keeper:
         count: The number of operations so far.
     """
 
-    def __init__(self, policy: Policy, kept: Keep, store: Store) -> None:
-        self._policy, self._meaning, self._store = policy, kept, store
-        self.clear()
-
-    def clear(self) -> None:
-        """Begin anew."""
-        self.kept: dict[Place, Kept] = {}
-        self.values: list[Tensor | Handle | None] = []
+    def __init__(self, policy: Policy, meaning: Keep, store: Store) -> None:
+        self._policy, self._meaning, self._store = policy, meaning, store
+        self.kept: dict[Place, Step] = {}
+        self.values: list[Any] = []
         self._away: list[bool] = []  # whether a value is to wait elsewhere
-        self._moved: list[tuple[int, Handle]] = []
-        self._numbers: dict[int, list[int]] = {}  # memory -> numbers of the values in it
         self._origins: dict[int, Step] = {}  # memory -> the operation that has made it
         self.count = 0
 
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
-        """A context for the calls of `made`, `writes` and `named`."""
-        with _running(self):
-            yield
-
-    def finish(self, last: int | None = None) -> None:
-        """The run has ended: move what is to wait elsewhere, and forget what no backward pass uses.
-
-        Args:
-            last: The number of operations after which later runs stop; None where they run to the end.
-        """
-        for place, kept in list(self.kept.items()):
-            if last is not None and kept.number > last:
-                for leaf in self.kept.pop(place).leaves:
-                    if isinstance(leaf, Slot):
-                        self.values[leaf.number], self._away[leaf.number] = None, False
-        chosen = [i for i, away in enumerate(self._away) if away]
-        if chosen:
-            values: list[Any] = [self.values[i] for i in chosen]
-            for i, x, handle in zip(chosen, values, self._store.put(values), strict=True):
-                self.values[i] = handle
-                if isinstance(handle, Handle):
-                    note_moved(x, handle)
-                    self._moved.append((memory_of(x), handle))
-        self._numbers, self._origins = {}, {}
-
-    def settle(self, results: Sequence[Tensor]) -> None:
-        """The run's results are given to the caller, who may write into them."""
-        own = {memory_of(x) for x in results} if self._moved else set()
-        for memory, handle in self._moved:
-            if memory in own:
-                handle.settle()
-        self._moved = []
-
-    # -- while it records -----------------------------------------------------------------------
-
-    def made(self, place: Place, shapes: tuple[torch.Size, ...], op: Any, args: Any, kwargs: Any, out: Any) -> None:
+    def made(self, place: Place, op: Any, args: Any, kwargs: Any, out: Any) -> None:
         """An operation has run: keep its result if the policy says so."""
-        self.count += 1
-        if draws(op, args, kwargs):
-            return
-        leaves, form = ([out], _LEAF) if isinstance(out, Tensor) else tree_flatten(out)
-        if any(isinstance(x, Tensor) and x.layout is not torch.strided for x in leaves):
-            return
-        makes = {memory_of(x) for x in leaves if isinstance(x, Tensor)} - {
-            memory_of(x) for x in tensors_in(args, kwargs)
-        }
-        step = Step(place, shapes, form, [part_of(x) for x in leaves], self.count)
-        for memory in makes:
-            self._origins[memory] = step
         keep = keep_of(self._policy, self._meaning, op, *args, **kwargs)
-        if keep is Keep.RECOMPUTE:
+        by_name = isinstance(self._policy, Named)  # a name may come later
+        if keep is Keep.RECOMPUTE and not by_name:
             return
-        if makes:
-            self._keep(step, leaves, keep)
-        else:  # a view: the memory is kept
-            for x in leaves:
-                if isinstance(x, Tensor):
-                    self._keep_origin(memory_of(x), keep)
+        leaves, form = tree_flatten(out)
+        tensors, given = [x for x in leaves if isinstance(x, Tensor)], tensors_in(args, kwargs)
+        new = set(map(memory_of, tensors)) - set(map(memory_of, given))
+        if not new or any(x.layout is not torch.strided for x in tensors):
+            return
+        leaves = [x.detach() if isinstance(x, Tensor) else x for x in leaves]
+        step = Step(place, [x.shape for x in given], form, leaves, self.count)
+        if by_name:
+            self._origins.update(dict.fromkeys(new, step))
+        if keep is not Keep.RECOMPUTE:
+            self._keep(step, keep)
+
+    def named(self, x: Tensor, name: str) -> None:
+        """A value has got a name: keep the result of the operation that made it, if the policy keeps values of this name."""
+        keep, step = keep_of_name(self._policy, self._meaning, name), self._origins.get(memory_of(x))
+        if keep is not Keep.RECOMPUTE and step is not None and step.place not in self.kept:
+            self._keep(step, keep)
 
     def writes(self, x: Tensor) -> None:
         """An operation is about to write into a tensor: what is kept of its memory is copied."""
         memory = memory_of(x)
         self._origins.pop(memory, None)
-        numbers = set(self._numbers.pop(memory, ()))
-        for n in numbers:
-            value = self.values[n]
-            assert isinstance(value, Tensor)
-            self.values[n] = value.clone()
-        for place, kept in self.kept.items() if numbers else ():
-            if any(isinstance(leaf, Slot) and leaf.number in numbers for leaf in kept.leaves):
-                self.kept[place] = kept._replace(written=True)
+        for place, kept in self.kept.items():
+            for slot in kept.slots():
+                if memory_of(self.values[slot]) == memory:
+                    self.values[slot] = self.values[slot].clone()
+                    self.kept[place] = kept._replace(written=True)
 
-    def named(self, x: Tensor, name: str) -> None:
-        """A value has got a name: keep the result of the operation that made it, if the policy keeps values of this name."""
-        keep = keep_of_name(self._policy, self._meaning, name)
-        if keep is not Keep.RECOMPUTE:
-            self._keep_origin(memory_of(x), keep)
+    def finish(self, out: Any, last: int | None = None) -> None:
+        """The run has ended: move what is to wait elsewhere, and forget what no backward pass uses.
 
-    def _keep_origin(self, memory: int, keep: Keep) -> None:
-        step = self._origins.get(memory)
-        if step is None or step.place in self.kept:
-            return
-        leaves = []
-        for part in step.parts:
-            if isinstance(part, Part) and part.memory.expired():
-                return
-            leaves.append(tensor_of(part) if isinstance(part, Part) else part)
-        self._keep(step, leaves, keep)
+        Args:
+            out: The result of the run, into which the caller may write.
+            last: The number of operations after which later runs stop; None where they run to the end.
+        """
+        self._origins = {}
+        for place, kept in list(self.kept.items()):
+            if last is not None and kept.number >= last:
+                for slot in self.kept.pop(place).slots():
+                    self.values[slot], self._away[slot] = None, False
+        away = [i for i, one in enumerate(self._away) if one]
+        results = set(map(memory_of, tensors_in(optree.tree_leaves(out), {}))) if away else set()
+        for i, value in zip(away, moved(self._store, [self.values[i] for i in away]), strict=True):
+            if isinstance(value, Handle) and memory_of(self.values[i]) in results:
+                value.settle()
+            self.values[i] = value
 
-    def _keep(self, step: Step, leaves: list[Any], keep: Keep) -> None:
-        slots: list[Any] = []
-        for x in leaves:
+    def _keep(self, step: Step, keep: Keep) -> None:
+        leaves: list[Any] = []
+        for x in step.leaves:
+            leaves.append(Slot(len(self.values)) if isinstance(x, Tensor) else x)
             if isinstance(x, Tensor):
-                self._numbers.setdefault(memory_of(x), []).append(len(self.values))
-                slots.append(Slot(len(self.values)))
-                self.values.append(x.detach())
+                self.values.append(x)
                 self._away.append(keep is Keep.OFFLOAD)
-            else:
-                slots.append(x)
-        self.kept[step.place] = Kept(step.shapes, step.form, slots, step.number)
+        self.kept[step.place] = step._replace(leaves=leaves)
+
+
+class _Mode(TorchDispatchMode):
+    """Numbers the runs of each operation."""
+
+    def __init__(self, keeper: Keeper, values: Sequence[Any] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.keeper, self._values, self._counts = keeper, values, Counter[Any]()
+
+    @classmethod
+    def of(cls, keeper: Keeper | None, *values: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
+        """The mode; where nothing is kept, no mode."""
+        return contextlib.nullcontext() if keeper is None else cls(keeper, *values)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "prim" or func in _UNCOUNTED:  # prim asks a tensor without values for its device
+            return run_op(func, types, args, kwargs)
+        place = func, self._counts[func]
+        self._counts[func] += 1
+        return self.run(place, types, args, kwargs)
+
+    def run(self, place: Place, types: Any, args: Any, kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+class Recording(_Mode):
+    """Tells a keeper of all operations."""
+
+    def __enter__(self) -> Any:
+        torch.clear_autocast_cache()  # of casts from before, which later runs do not have
+        _THREADS.keepers.append(self.keeper)
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        _THREADS.keepers.pop()
+
+    def run(self, place: Place, types: Any, args: Any, kwargs: Any) -> Any:
+        func = place[0]
+        for x in written_by(func, args, kwargs):
+            self.keeper.writes(x)
+        out = run_op(func, types, args, kwargs)
+        self.keeper.count += 1
+        if not func._schema.is_mutable and not draws(func, args, kwargs):
+            self.keeper.made(place, func, args, kwargs, out)
+        return out
+
+
+class Replaying(_Mode):
+    """Operations whose results are kept do not run."""
+
+    def run(self, place: Place, types: Any, args: Any, kwargs: Any) -> Any:
+        func, kept = place[0], self.keeper.kept.get(place)
+        if kept is None:
+            return run_op(func, types, args, kwargs)
+        shapes = [x.shape for x in tensors_in(args, kwargs)]
+        if kept.shapes != shapes:
+            raise differs(f"{func} got shapes {list(map(tuple, shapes))}, before {list(map(tuple, kept.shapes))}")
+        leaves = [self._value(x, kept.written) if isinstance(x, Slot) else x for x in kept.leaves]
+        return tree_unflatten(leaves, kept.form)
+
+    def _value(self, slot: Slot, copied: bool) -> Any:
+        value = self._values[slot.number]
+        if isinstance(value, Handle):
+            return value.get()
+        return value.clone() if copied else value.detach()
+
+
+def run_op(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operation below a mode, out of sight of modes for functions, which see those of tensor subclasses again."""
+    if not types:
+        return func(*args, **kwargs)
+    with torch._C.DisableTorchFunction():
+        return func(*args, **kwargs)
+
+
+def differs(what: str) -> RuntimeError:
+    """The error of a later run that is not as the first."""
+    return RuntimeError(
+        f"a function in remat did not do the same in the backward pass: {what}; it must depend on its arguments only"
+    )
 
 
 class _Threads(threading.local):
@@ -254,15 +258,6 @@ _THREADS = _Threads()
 
 
 @contextlib.contextmanager
-def _running(keeper: Keeper) -> Iterator[None]:
-    _THREADS.keepers.append(keeper)
-    try:
-        yield
-    finally:
-        _THREADS.keepers.pop()
-
-
-@contextlib.contextmanager
 def listening(name: Callable[[Tensor, str], Any], moved: Callable[[Tensor, Handle], Any]) -> Iterator[None]:
     """A context in which functions are told of each value that gets a name, and of each that waits elsewhere."""
     _THREADS.listeners.append((name, moved))
@@ -272,29 +267,13 @@ def listening(name: Callable[[Tensor, str], Any], moved: Callable[[Tensor, Handl
         _THREADS.listeners.pop()
 
 
-@contextlib.contextmanager
-def unheard() -> Iterator[None]:
-    """A context in which nobody is told of anything."""
-    outer = _THREADS.keepers, _THREADS.listeners
-    _THREADS.keepers, _THREADS.listeners = [], []
-    try:
-        yield
-    finally:
-        _THREADS.keepers, _THREADS.listeners = outer
-
-
-def note_name(x: Tensor, name: str) -> None:
-    """A value has got a name."""
-    if _THREADS.keepers:
-        _THREADS.keepers[-1].named(x, name)
-    for named, _ in _THREADS.listeners:
-        named(x, name)
-
-
-def note_moved(x: Tensor, handle: Handle) -> None:
-    """A value waits elsewhere."""
-    for _, moved in _THREADS.listeners:
-        moved(x, handle)
+def moved(store: Store, values: Sequence[Tensor]) -> list[Any]:
+    """Handles of values that wait in a store; those that it does not take stay as they are."""
+    out = store.put(values) if values else []
+    for x, handle in zip(values, out, strict=True):
+        if isinstance(handle, Handle) and _THREADS.listeners:
+            _THREADS.listeners[-1][1](x, handle)
+    return list(out)
 
 
 def checkpoint_name(x: Tensor, name: str) -> Tensor:
@@ -329,7 +308,10 @@ class _Name(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, name: str) -> Tensor:
-        note_name(x, name)
+        for keeper in _THREADS.keepers[-1:]:
+            keeper.named(x, name)
+        for named, _ in _THREADS.listeners[-1:]:
+            named(x, name)
         return x.view_as(x)
 
     @staticmethod

@@ -2,62 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
 from collections.abc import Callable
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ..base import flag, uncompiled
-from ._functional import How, call
-from ._offload import Offload, store_for
-from ._reach import captured
+from ..base import constant, flag, uncompiled
+from ._flat_call import FlatCall
+from ._functional import call_transformed
+from ._keeper import Keeper
+from ._offload import HOST, Offload, Store, store_for
+from ._plain import HooksRefused, PlainRegion
+from ._reached import reached
+from ._rerun import Rerun
 from .checkpoint_policies import Keep, Named, Policy, everything_saveable, keep_of, nothing_saveable
-
-
-def compiled(fn: Callable[..., Any], policy: Policy, preserve_rng_state: bool, args: Any, kwargs: Any) -> Any:
-    """Call a function in code that is being compiled."""
-    if policy is everything_saveable:
-        return fn(*args, **kwargs)
-    if policy is nothing_saveable:
-        return checkpoint(fn, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs)
-
-    def of_op(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        keep = keep_of(policy, Keep.SAVE, op, *args, **kwargs)
-        if keep is Keep.OFFLOAD:
-            raise NotImplementedError(
-                f"remat: the policy {policy!r} offloads the result of {op}, which torch.compile cannot; name a place, "
-                f"remat(..., offload=), and the function runs uncompiled"
-            )
-        return CheckpointPolicy.MUST_SAVE if keep is Keep.SAVE else CheckpointPolicy.PREFER_RECOMPUTE
-
-    contexts = functools.partial(create_selective_checkpoint_contexts, of_op)
-    return checkpoint(
-        fn, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, context_fn=contexts, **kwargs
-    )
-
-
-_captured = uncompiled(captured)
-
-
-def reaches_state(fn: Callable[..., Any], args: Any, kwargs: Any) -> bool:
-    """Whether a function reaches buffers or other tensors that it may write into; asked when it is compiled.
-
-    torch.compile computes again from what is in a buffer after the write.
-    """
-    modules = tuple(x for x in (*args, *kwargs.values()) if isinstance(x, nn.Module))
-    return _reaches_state(fn, *modules)
-
-
-def _reaches_state(fn: Callable[..., Any], *modules: nn.Module) -> bool:
-    return bool(_captured(fn, *modules).state)
-
-
-_reaches_state._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch._dynamo.assume_constant_result does
-
 
 F = TypeVar("F", bound=Callable[..., Any])
 Runner: TypeAlias = Callable[[Callable[..., Any], Any, Any], Any]  # fn, args, kwargs -> its result
@@ -75,12 +38,11 @@ def remat(
     torch.func.functional_call, and within itself. Results and derivatives are those of `fn`. With forward-mode
     derivatives of torch.func, `fn` runs once more in the forward pass and nothing is kept.
 
-    - Arguments and results are pytrees, whose leaves need not be tensors. Tensors in attributes of an object that `fn`
-      returns, such as a dataclass, are results too.
+    - Arguments and results are pytrees, whose leaves need not be tensors. In plain autograd a result may be any object.
     - Derivatives by tensors that `fn` uses without taking them, such as the parameters of a module, are right too.
-    - The second run has the random numbers, autocast, modes, axes and weight of the first one, and buffers that `fn`
-      writes into, such as those of a BatchNorm, are written once. Attributes, lists, dicts and variables that it changes
-      are afterwards as the first run has left them.
+    - The second run has the random numbers of torch, autocast, modes for functions, axes and weight of the first one, and
+      the state of modules: buffers that `fn` writes into, such as those of a BatchNorm, and attributes that it sets are
+      changed once. Other objects of Python are changed twice, as in torch: keep state in modules, or return it.
     - In torch.compile it is torch.utils.checkpoint, whose policies know no names; a function that reaches buffers, or
       whose values wait elsewhere, is not compiled.
 
@@ -98,10 +60,10 @@ def remat(
         A function with the arguments and results of `fn`.
 
     Raises:
-        TypeError: no function; an `offload` of another type; raised by the call: a result that is an
-            iterator; a torch.Generator used inside.
-        ValueError: a stochastic codec; raised by the call: `fn` writes into an argument; values on the CPU that "cpu"
-            should move.
+        TypeError: no function; an `offload` of another type; raised by the call: an argument that is an iterator; under
+            torch.func, a result that is an object of an unknown class.
+        ValueError: a stochastic codec; raised by the call: `fn` writes into an argument, or into a tensor that no module
+            holds; values on the CPU that "cpu" should move.
         NotImplementedError: in torch.compile, a policy of one's own that offloads.
         RuntimeError: raised in the backward pass: the second run does something else than the first.
 
@@ -142,17 +104,78 @@ def runner_of(
         raise TypeError(f"remat: policy must be a function, got {policy!r}")
     flag("preserve_rng_state", preserve_rng_state)
     flag("early_stop", early_stop)
-    chosen: Policy = nothing_saveable if policy is None else policy
     store = None if offload is None else store_for(offload)
-    how = How(chosen, store, preserve_rng_state, early_stop)
-    moves = offload is not None or isinstance(policy, Named) and policy.offloads
-    eager = uncompiled(call)
+    how = _How(nothing_saveable if policy is None else policy, store, preserve_rng_state, early_stop)
+    offloads = store is not None or isinstance(policy, Named) and policy.offloads
+    eager = uncompiled(how.call)
 
     def run(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            if not moves and not reaches_state(fn, args, kwargs):
-                return compiled(fn, chosen, preserve_rng_state, args, kwargs)
-            return eager(fn, how, args, kwargs)
-        return call(fn, how, args, kwargs)
+        if not torch.compiler.is_compiling():
+            return how.call(fn, args, kwargs)
+        if offloads or _reaches_state(fn, *(x for x in (*args, *kwargs.values()) if isinstance(x, nn.Module))):
+            return eager(fn, args, kwargs)
+        return _compiled(fn, how.policy, preserve_rng_state, args, kwargs)
 
     return run
+
+
+class _How(NamedTuple):
+    """How a function is to run."""
+
+    policy: Policy
+    store: Store | None
+    preserve_rng_state: bool
+    early_stop: bool
+
+    def call(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call it."""
+        transformed = torch._C._are_functorch_transforms_active()
+        nothing_to_do = self.policy is everything_saveable and self.store is None
+        if nothing_to_do or not transformed and not torch.is_grad_enabled():
+            return fn(*args, **kwargs)
+        flat = FlatCall(fn, args, kwargs)
+
+        def make(cached: bool = False) -> tuple[Rerun, Keeper | None]:
+            return Rerun(flat.found, self.preserve_rng_state, cached), self._keeper()
+
+        if not transformed:
+            with contextlib.suppress(HooksRefused):
+                return PlainRegion(flat, *make(True), self.store, self.early_stop).first(args, kwargs)
+        return call_transformed(flat, make)
+
+    def _keeper(self) -> Keeper | None:
+        if self.policy is nothing_saveable:
+            return None
+        if self.store is None:
+            return Keeper(self.policy, Keep.SAVE, HOST)
+        return Keeper(self.policy, Keep.OFFLOAD, self.store)
+
+
+def _compiled(fn: Callable[..., Any], policy: Policy, preserve_rng_state: bool, args: Any, kwargs: Any) -> Any:
+    """Call a function in code that is being compiled, by torch's checkpoint."""
+    if policy is everything_saveable:
+        return fn(*args, **kwargs)
+
+    def of_op(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        keep = keep_of(policy, Keep.SAVE, op, *args, **kwargs)
+        if keep is Keep.OFFLOAD:
+            raise NotImplementedError(
+                f"remat: the policy {policy!r} offloads the result of {op}, which torch.compile cannot; name a place, "
+                f"remat(..., offload=), and the function runs uncompiled"
+            )
+        return CheckpointPolicy.MUST_SAVE if keep is Keep.SAVE else CheckpointPolicy.PREFER_RECOMPUTE
+
+    more: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state, **kwargs}
+    if policy is not nothing_saveable:
+        more["context_fn"] = functools.partial(create_selective_checkpoint_contexts, of_op)
+    return checkpoint(fn, *args, **more)
+
+
+_reached = uncompiled(reached)
+
+
+@constant
+def _reaches_state(fn: Callable[..., Any], *modules: nn.Module) -> bool:
+    """Whether a function reaches buffers or other tensors that it may write into: torch.compile computes again from what is
+    in them after the write."""
+    return any(not x.requires_grad for x in _reached(fn, *modules).tensors)

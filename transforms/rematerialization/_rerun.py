@@ -1,230 +1,178 @@
-"""The record of a first run, which later runs restore."""
+"""What a later run of a function finds as the first one did: state of modules, random numbers, autocast, modes, axes."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
-import torch.autograd.forward_ad
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from ._captured import note_moves, within
-from ._keeper import Keeper, memory_of, note_moved
-from ._modes import RandomNumbers, Recording, Replaying, Surroundings, function_modes, uncounted
-from ._offload import Handle, Store
-from ._places import Changed, Places
+from ..axes import bind_axes, bind_call, bound, bound_call
+from ._keeper import memory_of
+from ._reached import Reached, is_table
+
+_C: Any = torch._C
 
 
-class Record:
-    """Random numbers, autocast, modes, buffers that the function writes into, and places in which it leaves something.
+class OfOneRun(TorchFunctionMode):
+    """A mode for functions that later runs do not have."""
 
-    Attributes:
-        keeper: Keeps results of operations; None where nothing is kept.
-        stand_ins: In a later run: id of a buffer -> what the function gets in its place.
-        result: The form of the function's result.
+
+def parts_of(modules: Iterable[nn.Module]) -> list[Any]:
+    """The dicts of modules, and the lists among their attributes, such as the weights of an LSTM."""
+    parts: list[Any] = []
+    for module in modules:
+        held = vars(module)
+        parts += [held, held["_parameters"], held["_buffers"], held["_modules"]]
+        parts += [x for x in held.values() if type(x) is list and not is_table(x)]
+    return parts
+
+
+def put_part(part: Any, copy: Any, of: Mapping[int, Tensor] | None = None) -> None:
+    """Give a dict or a list the entries of a copy, with other tensors in the place of some, by id."""
+    if isinstance(part, list):
+        part[:] = [of.get(id(x), x) for x in copy] if of else copy
+        return
+    if of:
+        copy = {key: of.get(id(x), x) for key, x in copy.items()}
+    if len(part) != len(copy) or not all(map(is_, part.values(), copy.values())) or not all(map(is_, part, copy)):
+        part.clear()
+        part.update(copy)
+
+
+class Rerun:
+    """What surrounds the first run of a function, and what it changes in modules.
+
+    Args:
+        found: What the function reaches.
+        preserve_rng_state: Whether later runs have the random numbers of the first.
+        cached: Whether autocast may keep casts: those made without a graph must not be used with one.
     """
 
-    def __init__(
-        self, preserve_rng_state: bool, places: Places, keeper: Keeper | None = None, uncached: bool = False
-    ) -> None:
-        self.keeper = keeper
-        self.values: list[Any] | None = None  # what the keeper has kept, where the graph holds it
-        self.result: Any = None
-        self.stand_ins: dict[int, Tensor] = {}  # in a later run: id of a buffer -> what the function gets instead
-        self.surroundings = Surroundings()
-        self._preserve_rng, self._uncached = preserve_rng_state, uncached
-        self._written: dict[int, tuple[Tensor, Tensor]] = {}  # by id: a buffer, and its values before the first run
-        self._places = places
-        self._before: list[Any] = []  # of the places, while the function runs for the first time
-        self._changed = Changed()
-        self._again = False
-        self._random: RandomNumbers | None = None
-        self._autocast: list[tuple[str, bool, torch.dtype]] = []
+    def __init__(self, found: Reached, preserve_rng_state: bool, cached: bool) -> None:
+        self._reached_generators, self._preserve_rng_state, self._cached = found.generators, preserve_rng_state, cached
+        modules = found.modules()
+        self._parts = parts_of(modules)
+        self._states: list[Any] = []  # copies of the parts
+        tensors = {id(x): x for m in modules for x in (*m.buffers(False), *vars(m).values()) if _is_state(x)}
+        self._tensors = list(tensors.values())
+        # A norm writes its statistics without a new version.
+        self._norms = {
+            id(x) for m in modules if m.training and "running_mean" in vars(m)["_buffers"] for x in m.buffers(False)
+        }
+        self._written: dict[int, tuple[Tensor, int, Tensor]] = {}  # by id: a tensor, its version and values before
+        self._random: list[tuple[Callable[[], Tensor], Callable[[Tensor], Any], Tensor]] = []
+        self._autocast: list[tuple[str, torch.dtype, bool, bool]] = []
+        self.functions = [mode for mode in _get_current_function_mode_stack() if not isinstance(mode, OfOneRun)]
+        self._subclasses = _C._get_torch_function_state()
+        self._axes, self._call = bound(), bound_call()
 
     @contextlib.contextmanager
     def first(self, tensors: Sequence[Tensor]) -> Iterator[None]:
         """A context for the first run."""
-        self._written, self._before = {}, self._places.read()
         devices = {x.device for x in tensors if x.device.type not in ("cpu", "meta")}
         self._autocast = [
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in ("cpu", *sorted({device.type for device in devices}))
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), self._cached)
+            for kind in sorted({"cpu", *(device.type for device in devices)})
         ]
-        if self._preserve_rng:
-            self._random = RandomNumbers(devices)
-        with contextlib.ExitStack() as stack:
-            if self._uncached:
-                stack.enter_context(uncached_autocast())
-            if self.keeper is not None:
-                torch.clear_autocast_cache()  # of casts from before, which later runs do not have
-                self.keeper.clear()
+        if self._preserve_rng_state:
+            self._random = [(get, put, get()) for get, put in self._generators(devices)]
+        self._states = [part.copy() for part in self._parts]
+        with torch.no_grad():
+            self._written = {id(x): (x, version_of(x), x.clone()) for x in self._tensors}
+        cache = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(cache and self._cached)
+        try:
             yield
-        self._changed, self._before = self._places.changes(self._before), []
-        if self._random is not None:
-            self._random.settle()
+        finally:
+            torch.set_autocast_cache_enabled(cache)
+        self._written = self._changed()
+
+    def holds(self, x: Tensor) -> bool:
+        """Whether a tensor is a parameter, or state of a module, of which later runs get their own."""
+        return id(x) in self._written or isinstance(x, nn.Parameter)
 
     def undo(self) -> None:
-        """Go back to before the first run, which has not ended."""
-        if self._random is not None:
-            self._random.set()
+        """Go back to before the first run, which has failed."""
+        for _, put, state in self._random:
+            put(state)
+        for part, state in zip(self._parts, self._states, strict=True):
+            put_part(part, state)
         with torch.no_grad():
-            for buffer, before in self._written.values():
-                buffer.copy_(before)
-        if self._before:
-            self._places.write(self._before)
+            for x, _, before in self._changed().values():
+                x.copy_(before)
 
     @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        """A context for a later run, after which all places and generators are as before it."""
-        outer = self._again, self.stand_ins
-        with contextlib.ExitStack() as stack:
-            for kind, enabled, dtype in self._autocast:
-                stack.enter_context(
-                    torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=not self._uncached)
-                )
-            torch.clear_autocast_cache()
-            if self._random is not None:
-                stack.enter_context(self._random.again())
-            stack.enter_context(self._places.unchanged())
-            if self._before:  # the first run has not ended, and asks for a gradient
-                self._places.write(self._before)
-            else:
-                self._changed.undo()
-            with uncounted():
-                stand_ins = {i: _copy(before, buffer) for i, (buffer, before) in self._written.items()}
-            self._again, self.stand_ins = True, stand_ins
-            try:
-                yield
-            finally:
-                self._again, self.stand_ins = outer
+    def again(self) -> Iterator[set[int]]:
+        """A context for a later run, after which modules and generators are as before it.
 
-    def call(self, fn: Callable[..., Any], args: Any, kwargs: Any, mode: Any) -> Any:
-        """Call the function in one of these contexts, below the modes of the first run and a mode of this one.
-
-        No operations but the function's own are seen by modes, and count.
+        It yields the memory of what stands in the place of tensors that the function writes into.
         """
-        keeper = self.keeper
         with contextlib.ExitStack() as stack:
-            if not self._again:
-                stack.enter_context(function_modes(self.surroundings.functions))
-                stack.enter_context(mode)
-                if keeper is not None:
-                    stack.enter_context(keeper.recording())
-                    stack.enter_context(Recording(keeper))
-                return fn(*args, **kwargs)
-            stack.enter_context(self.surroundings.again())
-            stack.enter_context(mode)
-            if keeper is not None and not forward_mode():
-                values: Any = keeper.values if self.values is None else self.values
-                stack.enter_context(Replaying(keeper.kept, values))
-            return self.surroundings.call(fn, args, kwargs)
+            for autocast in self._autocast:
+                stack.enter_context(torch.autocast(*autocast))
+            torch.clear_autocast_cache()
+            for get, put, before in self._random:
+                stack.callback(put, get())
+                put(before)
+            with torch.no_grad():
+                stands = {i: before.clone() for i, (_, _, before) in self._written.items()}
+            for part, state in zip(self._parts, self._states, strict=True):
+                stack.callback(put_part, part, part.copy())
+                put_part(part, state, stands)
+            # A backward pass that begins in a function of a tensor subclass has these off.
+            stack.callback(_C._set_torch_function_state, _C._get_torch_function_state())
+            _C._set_torch_function_state(self._subclasses)
+            for context in (function_modes(self.functions), bind_axes(self._axes), bind_call(self._call)):
+                stack.enter_context(context)
+            versions = {i: version_of(x) for i, (x, _, _) in self._written.items()}
+            yield {memory_of(x) for x in stands.values()}
+            if any(version_of(x) != versions[i] for i, (x, _, _) in self._written.items()):
+                raise ValueError(
+                    "a function in remat has written into a buffer of a module by another name than the module's, and so twice; "
+                    "write by the module's"
+                )
 
-    def before(self, buffer: Tensor) -> Tensor:
-        """Called before the function writes into a buffer: the buffer itself in the first run, later a stand-in."""
-        with uncounted():
-            if self._again:
-                if id(buffer) not in self.stand_ins:
-                    self.stand_ins[id(buffer)] = _copy(buffer, buffer)
-                return self.stand_ins[id(buffer)]
-            self._written[id(buffer)] = buffer, _copy(buffer, None)
-            return buffer
+    def _changed(self) -> dict[int, tuple[Tensor, int, Tensor]]:
+        """The tensors that the first run has written into."""
+        return {i: one for i, one in self._written.items() if i in self._norms or version_of(one[0]) != one[1]}
+
+    def _generators(self, devices: Iterable[torch.device]) -> Iterator[tuple[Any, Any]]:
+        """How to read and set the states of torch's generators, and of those that the function reaches."""
+        yield torch.get_rng_state, torch.set_rng_state
+        for device in devices:
+            module = torch.get_device_module(device)
+            yield partial(module.get_rng_state, device), partial(module.set_rng_state, device=device)
+        for generator in self._reached_generators:
+            yield generator.get_state, generator.set_state
 
 
-def _copy(values: Tensor, like: Tensor | None) -> Tensor:
-    with torch.no_grad():
-        new = values.detach().clone()
-        return new.requires_grad_() if like is not None and like.requires_grad else new
+def version_of(x: Tensor) -> int:
+    """How often a tensor has been written into."""
+    return 0 if x.is_inference() else x._version
 
 
-def forward_mode() -> bool:
-    """Whether a forward-mode derivative is active: it mixes operations on tangents with those of the function."""
-    if torch.autograd.forward_ad._current_level >= 0:
-        return True
-    stack = torch._C._functorch.get_interpreter_stack() or []
-    return any(level.key() == torch._C._functorch.TransformType.Jvp for level in stack)
+def _is_state(x: Any) -> bool:
+    if not isinstance(x, Tensor) or isinstance(x, nn.Parameter) or x.requires_grad or x.is_inference():
+        return False
+    return not torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
 @contextlib.contextmanager
-def uncached_autocast() -> Iterator[None]:
-    """A context in which autocast keeps no casts: those made without a graph must not be used with one."""
-    cached = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
+def function_modes(modes: Sequence[Any]) -> Iterator[None]:
+    """A context with these modes for functions, and no others."""
+    before = [_C._pop_torch_function_stack() for _ in range(_C._len_torch_function_stack())]
     try:
+        for mode in modes:
+            _C._push_on_torch_function_stack(mode)
         yield
     finally:
-        torch.set_autocast_cache_enabled(cached)
-
-
-class SavedTensors:
-    """The arguments of a call, and what a policy keeps of its first run.
-
-    Args:
-        tensors: The arguments.
-        outside: The memory of tensors that exist without the function.
-        record: What the first run leaves for later runs.
-        store: Where those arguments wait that are results of other operations; None where the graph holds them.
-    """
-
-    def __init__(
-        self, tensors: Sequence[Tensor], outside: Collection[int], record: Record, store: Store | None
-    ) -> None:
-        self._record, self._count = record, len(tensors)
-        self._saver: Any = None  # the result of a node that saves the arguments, and what a policy keeps
-        self._handles: dict[int, Handle] = {}  # arguments that wait elsewhere
-        moving = [i for i, x in enumerate(tensors) if _is_activation(x) and memory_of(x) not in outside]
-        if store is not None and moving:
-            note_moves()
-            waits = store.put([tensors[i].detach() for i in moving])
-            self._handles = {i: one for i, one in zip(moving, waits, strict=True) if isinstance(one, Handle)}
-        for i, handle in self._handles.items():
-            note_moved(tensors[i], handle)
-            handle.settle()
-        left = [x for i, x in enumerate(tensors) if i not in self._handles]
-        keeper = record.keeper
-        self._kept = [] if keeper is None else keeper.values
-        kept = [x for x in self._kept if isinstance(x, Tensor)]
-        self._kept = [None if isinstance(x, Tensor) else x for x in self._kept]
-        self._tensors = [i for i in range(len(tensors)) if i not in self._handles]
-        self._values_kept = [i for i, x in enumerate(keeper.values) if isinstance(x, Tensor)] if keeper else []
-        if keeper is not None:
-            keeper.values = []
-        if left or kept:
-            with torch.enable_grad(), within([]):
-                anchor = torch.empty(0, requires_grad=True)
-                # The node alone would not keep what it has saved, before torch 2.13.
-                self._saver = _Save.apply(anchor, *(x.detach() for x in (*left, *kept)))  # type: ignore[no-untyped-call]
-
-    def load(self) -> list[Tensor]:
-        """The arguments; what is kept goes to the record."""
-        saved = [] if self._saver is None else list(self._saver.grad_fn.saved_tensors)
-        tensors: list[Any] = [None] * self._count
-        for i, x in zip(self._tensors, saved, strict=False):
-            tensors[i] = x
-        for i, handle in self._handles.items():
-            tensors[i] = handle.get()
-        values = list(self._kept)
-        for i, x in zip(self._values_kept, saved[len(self._tensors) :], strict=True):
-            values[i] = x
-        self._record.values = values
-        return tensors
-
-
-class _Save(torch.autograd.Function):
-    """Saves tensors as any operation does, so that hooks on saved tensors see them."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
-        ctx.save_for_backward(*tensors)
-        return anchor.new_empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        raise AssertionError("nothing depends on it")
-
-
-def _is_activation(x: Tensor) -> bool:
-    """Whether a tensor is the result of an operation that a derivative goes through, and no view of a parameter."""
-    floats = x.is_floating_point() or x.is_complex()
-    return floats and x.grad_fn is not None and not (x._is_view() and x._base is not None and x._base.is_leaf)
+        while _C._len_torch_function_stack():
+            _C._pop_torch_function_stack()
+        for mode in reversed(before):
+            _C._push_on_torch_function_stack(mode)

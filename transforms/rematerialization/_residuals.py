@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,181 +12,17 @@ import optree
 import torch
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
-from ._keeper import listening, memory_of, unheard, written_by
-from ._modes import function_modes, run_op, unchanged_host
+from ._flat_call import path_words
+from ._functional import is_tracked
+from ._keeper import listening, memory_of, run_op, written_by
 from ._offload import Handle
-from ._plain import HOOKS_REFUSED, HooksRefused, path_words
-from ._reach import captured, is_tracked, tensors_of
-
-
-class Abstract(NamedTuple):
-    """Arguments without values.
-
-    args, kwargs: The arguments.
-    given: Memory that the caller holds too, by address -> the argument, or the name of the parameter or buffer.
-    """
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    given: dict[int, str]
-
-
-@contextlib.contextmanager
-def abstract(fn: Callable[..., Any], args: Any, kwargs: Any, by_first: bool = False) -> Iterator[Abstract]:
-    """A context in which operations have results without values, below all transforms and unseen by all modes and hooks.
-
-    Modules have parameters and buffers without values; afterwards they have their own again, whatever the function has
-    assigned. Gradients are required of tensors that require them, and with `by_first` of the first argument.
-    """
-    found = captured(fn, args, kwargs)
-    whole: Any = (args, kwargs)
-    leaves, form = optree.tree_flatten(whole, none_is_leaf=True)
-    paths = optree.treespec_paths(form)
-    likes = {
-        i: _like(x, is_tracked(x) or by_first and paths[i][:2] == (0, 0))
-        for i, x in enumerate(leaves)
-        if isinstance(x, Tensor)
-    }
-    inside = {id(slot.value): _like(slot.value, is_tracked(slot.value)) for slot in found.slots}
-    others = [x for x in (*found.tracked.values(), *found.state.values()) if id(x) not in inside and not _wrapped(x)]
-    given: dict[int, str] = {}
-    with contextlib.ExitStack() as stack:
-        for context in (
-            found.places.unchanged(),
-            unchanged_host(),
-            _disable_current_modes(),
-            function_modes(()),
-            temporarily_clear_interpreter_stack(),
-            _without_hooks(),
-            unheard(),
-            torch.enable_grad(),
-            _typed_errors(fn),
-            torch.autograd._unsafe_preserve_version_counter(  # type: ignore[attr-defined]
-                tuple(x for x in others if not x.is_inference())
-            ),
-        ):
-            stack.enter_context(context)
-        fake = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(_Protected(fake))
-        stack.enter_context(_Lent())
-        for x in others:
-            given[memory_of(x)] = given[memory_of(fake.from_tensor(x))] = "a tensor of the function"
-        new = {i: like.make() for i, like in inside.items()}
-        for slot in found.slots:
-            slot.held[slot.key] = new[id(slot.value)]
-            given[memory_of(new[id(slot.value)])] = slot.name
-        for i, like in likes.items():
-            leaves[i] = like.make()
-            given[memory_of(leaves[i])] = f"argument {path_words(paths[i])}"
-        again: Any = optree.tree_unflatten(form, leaves)
-        yield Abstract(again[0], again[1], given)
-
-
-@contextlib.contextmanager
-def _without_hooks() -> Iterator[None]:
-    """A context without saved-tensor hooks, but with the right to them, which torch.func takes."""
-    autograd: Any = torch._C._autograd
-    message = autograd._saved_tensors_hooks_get_disabled_error_message()
-    if message is not None:
-        autograd._saved_tensors_hooks_enable()
-    hooks = []
-    while (pair := autograd._top_saved_tensors_default_hooks(True)) is not None:
-        hooks.append(pair)
-        autograd._pop_saved_tensors_default_hooks()
-    try:
-        yield
-    finally:
-        for pair in reversed(hooks):
-            autograd._push_saved_tensors_default_hooks(*pair)
-        if message is not None:
-            autograd._saved_tensors_hooks_disable(message)
-
-
-@contextlib.contextmanager
-def _typed_errors(fn: Callable[..., Any]) -> Iterator[None]:
-    """A context that says which functions cannot run without values."""
-    name = getattr(fn, "__qualname__", type(fn).__name__)
-    where = f"saved_residuals runs {name} on tensors without values, and it"
-    try:
-        yield
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        raise ValueError(f"{where} depends on the values of tensors, by {error}") from error
-    except HooksRefused as error:
-        raise ValueError(f"{where} uses torch.func, within which saved tensors are not seen") from error
-    except RuntimeError as error:
-        if HOOKS_REFUSED not in str(error):
-            raise
-        raise ValueError(f"{where} uses torch.func, within which saved tensors are not seen") from error
-
-
-class _Protected(TorchDispatchMode):
-    """Writes go into tensors without values, never into those that have them."""
-
-    def __init__(self, fake: FakeTensorMode) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._fake = fake
-        self._written: dict[int, Tensor] = {}  # by memory, kept so that no other tensor gets its address
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func._schema.is_mutable:
-            for x in written_by(func, args, kwargs):
-                if not isinstance(x, FakeTensor):
-                    self._written[memory_of(x)] = x
-        if self._written:
-            args, kwargs = tree_map_only(Tensor, self._swap, (args, kwargs))
-        return run_op(func, types, args, kwargs)
-
-    def _swap(self, x: Tensor) -> Tensor:
-        written = not isinstance(x, FakeTensor) and memory_of(x) in self._written
-        return self._fake.from_tensor(x) if written else x
-
-
-class _Lent(TorchFunctionMode):
-    """Arrays of numpy are copies."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if getattr(func, "__name__", "") not in ("numpy", "__array__", "__dlpack__"):
-            return func(*args, **kwargs)
-        if isinstance(args[0], FakeTensor):
-            raise DataDependentOutputException(func)
-        with _disable_current_modes():
-            return func(args[0].detach().clone(), *args[1:], **kwargs)
-
-
-class _Like(NamedTuple):
-    shape: Any
-    stride: Any
-    dtype: torch.dtype
-    device: torch.device
-    moves: bool
-    is_parameter: bool
-
-    def make(self) -> Tensor:
-        new = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
-        moves = self.moves and (new.is_floating_point() or new.is_complex())
-        return nn.Parameter(new, moves) if self.is_parameter else new.requires_grad_(moves)
-
-
-def _like(x: Tensor, moves: bool) -> _Like:
-    return _Like(x.shape, x.stride(), x.dtype, x.device, moves, isinstance(x, nn.Parameter))
-
-
-def _wrapped(x: Tensor) -> bool:
-    return bool(torch._C._functorch.is_functorch_wrapped_tensor(x))
-
+from ._reached import reached
+from ._rerun import function_modes, parts_of, put_part
 
 _SKIPPED = tuple(str(Path(module.__file__ or "").parent) for module in (torch, optree)) + (str(Path(__file__).parent),)
 
@@ -244,7 +79,7 @@ class Residuals(tuple[Residual, ...]):
 
 
 def saved_residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Residuals:
-    """What a function keeps for its backward pass. Nothing is computed, changed or left behind, and no memory is used.
+    """What a function keeps for its backward pass. Nothing is computed, no memory is used, and modules stay as they are.
 
     Derivatives are by the arguments, parameters and other tensors that require a gradient; where the result depends on
     none, by the first argument, as in torch.func.grad. What a `remat` inside the function keeps is what its policy says.
@@ -259,7 +94,8 @@ def saved_residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Residu
 
     Raises:
         TypeError: no function.
-        ValueError: the function depends on the values of tensors, or uses torch.func inside.
+        ValueError: the function depends on the values of tensors, uses torch.func inside, or writes into a tensor that no
+            module holds.
 
     >>> from fjoin import transforms as tx
     >>> def block(w, x):
@@ -278,48 +114,124 @@ def saved_residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Residu
 
 def _residuals(fn: Callable[..., Any], args: Any, kwargs: Any, by_first: bool) -> Residuals | None:
     """See `saved_residuals`; None if the result depends on nothing that requires a gradient."""
-    names: dict[int, str] = {}
-    found: dict[int, Residual] = {}
-    holds: list[Any] = []  # so that no memory is freed and its address used again
-    with ExitStack() as stack:
-        of = stack.enter_context(abstract(fn, args, kwargs, by_first))
-        names |= of.given
-
-        def add(x: Tensor, handle: Handle | None = None) -> Tensor:
-            memory = memory_of(x)
-            where, size = ("device", x.untyped_storage().nbytes()) if handle is None else (handle.where, handle.held)
-            if memory not in found or found[memory].where != "device":
-                found[memory] = Residual(
-                    names.get(memory, "a constant"), tuple(x.shape), x.dtype, size, where, memory in of.given
-                )
-            holds.append(x)
-            return x
-
-        def name(x: Tensor, text: str) -> None:
-            names[memory_of(x)] = text
-
-        stack.enter_context(_Origins(names, holds))
-        stack.enter_context(listening(name, add))
-        stack.enter_context(saved_tensors_hooks(add, lambda x: x))
-        out = fn(*of.args, **of.kwargs)
-        if not any(x.requires_grad for x in tensors_of(out)):
+    found = reached(fn, args, kwargs)
+    given: Any = (args, kwargs)
+    leaves, form = optree.tree_flatten(given, none_is_leaf=True)
+    paths = optree.treespec_paths(form)
+    memories = _Memories()
+    # Which ones gradients are required of is asked before the transforms are out of the way.
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    likes = {i: _like(leaves[i], is_tracked(leaves[i]) or by_first and paths[i][:2] == (0, 0)) for i in places}
+    named = {id(x): name for root in found.roots for name, x in (*root.named_parameters(), *root.named_buffers())}
+    inside = {id(x): _like(x, is_tracked(x)) for x in found.tensors}
+    own = [x for x in found.tensors if not torch._C._functorch.is_functorch_wrapped_tensor(x)]
+    with contextlib.ExitStack() as stack:
+        fake = stack.enter_context(_without_values(fn))
+        counted = tuple(x for x in own if not x.is_inference())
+        stack.enter_context(torch.autograd._unsafe_preserve_version_counter(counted))  # type: ignore[attr-defined]
+        for x in (*own, *map(fake.from_tensor, own)):  # those that no module holds are used as they are
+            memories.give(x, "a tensor of the function")
+        new = {i: memories.give(make(), named.get(i, "a tensor of the function")) for i, make in inside.items()}
+        for part in parts_of(found.modules()):
+            stack.callback(put_part, part, part.copy())
+            put_part(part, part.copy(), new)
+        for i, make in likes.items():
+            leaves[i] = memories.give(make(), f"argument {path_words(paths[i])}")
+        again: Any = optree.tree_unflatten(form, leaves)
+        stack.enter_context(_Origins(memories))
+        stack.enter_context(listening(memories.name, memories.keep))
+        stack.enter_context(saved_tensors_hooks(memories.keep, lambda x: x))
+        out = fn(*again[0], **again[1])
+        if not any(isinstance(x, Tensor) and x.requires_grad for x in optree.tree_leaves(out)):
             return None
-    return Residuals(one._replace(name=names.get(memory, one.name)) for memory, one in found.items())
+    return memories.residuals()
+
+
+class _Memories:
+    """The memory of tensors: its name, whether the caller holds it too, and what is kept."""
+
+    def __init__(self) -> None:
+        self.names: dict[int, str] = {}
+        self._given: set[int] = set()
+        self._kept: dict[int, Residual] = {}
+        self._holds: list[Tensor] = []  # so that no memory is freed and its address used again
+
+    def name(self, x: Tensor, name: str) -> None:
+        """Name it."""
+        self._holds.append(x)
+        self.names[memory_of(x)] = name
+
+    def give(self, x: Tensor, name: str) -> Tensor:
+        """Name memory that the caller holds."""
+        self.name(x, name)
+        self._given.add(memory_of(x))
+        return x
+
+    def keep(self, x: Tensor, handle: Handle | None = None) -> Tensor:
+        """A tensor is kept, or waits elsewhere."""
+        self._holds.append(x)
+        memory = memory_of(x)
+        where, size = ("device", x.untyped_storage().nbytes()) if handle is None else (handle.where, handle.held)
+        if memory not in self._kept or self._kept[memory].where != "device":
+            self._kept[memory] = Residual("a constant", tuple(x.shape), x.dtype, size, where, memory in self._given)
+        return x
+
+    def residuals(self) -> Residuals:
+        """All that is kept."""
+        return Residuals(one._replace(name=self.names.get(memory, one.name)) for memory, one in self._kept.items())
+
+
+def _like(x: Tensor, moves: bool) -> Callable[[], Tensor]:
+    """What makes a tensor of the same form."""
+    shape, stride, dtype, device = x.shape, x.stride(), x.dtype, x.device
+    moves = moves and (dtype.is_floating_point or dtype.is_complex)
+    is_parameter = isinstance(x, nn.Parameter)
+
+    def make() -> Tensor:
+        new = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+        return nn.Parameter(new, moves) if is_parameter else new.requires_grad_(moves)
+
+    return make
+
+
+@contextlib.contextmanager
+def _without_values(fn: Callable[..., Any]) -> Iterator[FakeTensorMode]:
+    """A context in which operations have results without values, below all transforms and unseen by all modes."""
+    autograd: Any = torch._C._autograd
+    # torch.func takes the right to hooks.
+    message = autograd._saved_tensors_hooks_get_disabled_error_message()
+    with _disable_current_modes(), function_modes(()), temporarily_clear_interpreter_stack(), torch.enable_grad():
+        if message is not None:
+            autograd._saved_tensors_hooks_enable()
+        try:
+            with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+                yield fake
+        except RuntimeError as error:
+            name = getattr(fn, "__qualname__", type(fn).__name__)
+            raise ValueError(
+                f"saved_residuals runs {name} on tensors without values, which fails where it depends on values or uses torch.func: "
+                f"{error}"
+            ) from error
+        finally:
+            if message is not None:
+                autograd._saved_tensors_hooks_disable(message)
 
 
 class _Origins(TorchDispatchMode):
-    """Names memory by the operation that makes it."""
+    """Names memory by the operation that makes it, and refuses writes into tensors with values."""
 
-    def __init__(self, names: dict[int, str], holds: list[Any]) -> None:
+    def __init__(self, memories: _Memories) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._names, self._holds = names, holds
+        self._memories = memories
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = run_op(func, types, args, kwargs or {})
+        kwargs = kwargs or {}
+        if not all(isinstance(x, FakeTensor) for x in written_by(func, args, kwargs)):
+            raise ValueError(f"saved_residuals changes no values, and {func} writes into a tensor that no module holds")
+        out = run_op(func, types, args, kwargs)
         for x in tree_leaves(out):
-            if isinstance(x, Tensor):
-                self._holds.append(x)
-                self._names.setdefault(memory_of(x), f"{func.overloadpacket.__name__} at {_line()}")
+            if isinstance(x, Tensor) and memory_of(x) not in self._memories.names:
+                self._memories.name(x, f"{func.overloadpacket.__name__} at {_line()}")
         return out
 
 

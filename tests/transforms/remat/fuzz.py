@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -17,9 +16,6 @@ from torch.overrides import TorchFunctionMode
 import fjoin
 from fjoin import transforms as tx
 from fjoin.transforms import checkpoint_policies as policies
-
-TOTAL = torch.zeros(4)
-CALLS = 0
 
 
 class Square(torch.autograd.Function):
@@ -37,23 +33,14 @@ class Square(torch.autograd.Function):
 
 @dataclasses.dataclass
 class Notes:
-    """State that is no module."""
+    """A result that is an object."""
 
-    count: int = 0
-    mean: Tensor = dataclasses.field(default_factory=lambda: torch.zeros(4))
-    seen: list[Any] = dataclasses.field(default_factory=list)
-    table: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-
-class Slotted:
-    __slots__ = ("count", "mean")
-
-    def __init__(self) -> None:
-        self.count, self.mean = 0, torch.ones(4)
+    mean: Tensor
+    seen: list[Tensor]
 
 
 class World(nn.Module):
-    """Parameters, buffers, and objects, which the operations use."""
+    """Parameters, buffers, and attributes, which the operations use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +52,7 @@ class World(nn.Module):
         self.mean: Tensor
         self.plain, self.calls = torch.ones(4), 0
         self.last: Any = None
-        self.notes, self.slotted = Notes(), Slotted()
+        self.seen: list[Tensor] = []
 
     def left(self) -> dict[str, Any]:
         """What calls have left: values, and which objects are the first ones."""
@@ -73,23 +60,12 @@ class World(nn.Module):
         found |= {f"grad of {name}": None if p.grad is None else p.grad.clone() for name, p in self.named_parameters()}
         found |= {"plain": self.plain.clone(), "calls": self.calls, "training": self.training}
         found |= {"last": None if self.last is None else self.last.detach().clone()}
-        found |= {f"notes.{name}": _copy(value) for name, value in vars(self.notes).items()}
-        found |= {"slotted": (self.slotted.count, self.slotted.mean.clone()), "total": TOTAL.clone(), "global": CALLS}
-        return found
+        return found | {"seen": [x.clone() for x in self.seen]}
 
     def held(self) -> dict[str, Any]:
         """The objects in the places that operations may change."""
         places = {**self._buffers, **self.norm._buffers, **self._parameters, "plain": self.plain, "last": self.last}
-        places |= {"seen": self.notes.seen, "table": self.notes.table, "notes.mean": self.notes.mean}
-        return places | {"slotted.mean": self.slotted.mean, **{f"seen {i}": x for i, x in enumerate(self.notes.seen)}}
-
-
-def _copy(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        return {key: _copy(one) for key, one in value.items()}
-    return [_copy(one) for one in value] if isinstance(value, list) else value
+        return places | {"seen": self.seen, **{f"seen {i}": x for i, x in enumerate(self.seen)}}
 
 
 def op_count(m: World, h: Tensor) -> Tensor:
@@ -132,33 +108,9 @@ def op_last(m: World, h: Tensor) -> Tensor:
     return h + m.last
 
 
-def op_notes(m: World, h: Tensor) -> Tensor:
-    m.notes.count += 1
-    m.notes.mean += h.detach().sum(0)
-    return h * m.notes.count + m.notes.mean
-
-
-def op_list(m: World, h: Tensor) -> Tensor:
-    m.notes.seen.append(h.detach().exp())
-    return h / len(m.notes.seen)
-
-
-def op_dict(m: World, h: Tensor) -> Tensor:
-    m.notes.table["h"] = m.notes.table.get("h", torch.ones(4)) + h.detach().mean(0)
-    return h * m.notes.table["h"]
-
-
-def op_slots(m: World, h: Tensor) -> Tensor:
-    m.slotted.count += 1
-    m.slotted.mean.add_(0.5)
-    return (h * m.slotted.mean.clone()).cos() * m.slotted.count
-
-
-def op_global(m: World, h: Tensor) -> Tensor:
-    global CALLS
-    CALLS += 1
-    TOTAL.add_(0.25)
-    return h * TOTAL.clone() + CALLS
+def op_seen(m: World, h: Tensor) -> Tensor:
+    m.seen.append(h.detach().exp())
+    return h / len(m.seen)
 
 
 def op_force(m: World, h: Tensor) -> Tensor:
@@ -238,14 +190,6 @@ def op_again(m: World, h: Tensor) -> Tensor:
     return tx.remat(lambda h: (m.linear(h).sin() * m.scale).tanh())(h)
 
 
-def op_python_random(m: World, h: Tensor) -> Tensor:
-    return h.sin() * random.random()
-
-
-def op_numpy_random(m: World, h: Tensor) -> Tensor:
-    return h.cos() * float(np.random.rand())
-
-
 OPS: dict[str, Callable[[World, Tensor], Tensor]] = {
     **{name[3:]: value for name, value in list(globals().items()) if name.startswith("op_")},
     "linear": lambda m, h: m.linear(h),
@@ -285,22 +229,12 @@ class SinIsCos(TorchFunctionMode):
         return torch.cos(*args) if func in (torch.sin, Tensor.sin) else func(*args, **(kwargs or {}))
 
 
-@contextlib.contextmanager
-def default_dtype() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
 AROUND: dict[str, Callable[[], Any]] = {
     "nothing": contextlib.nullcontext, "function mode": SinIsCos, "device": lambda: torch.device("cpu"),
-    "dtype": default_dtype, "math": lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
     "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
 }  # fmt: skip
 RESULTS: dict[str, Callable[[World, Tensor], Any]] = {
-    "tensor": lambda m, h: h, "object": lambda m, h: Notes(3, h.sin(), [h], {"h": h}),
+    "tensor": lambda m, h: h, "object": lambda m, h: Notes(h.sin(), [h]),
     "others": lambda m, h: (h, 3, "text", {"none": None}), "parameter": lambda m, h: (h, m.scale),
     "buffer": lambda m, h: (h, m.mean),
 }  # fmt: skip
@@ -309,7 +243,7 @@ RESULTS: dict[str, Callable[[World, Tensor], Any]] = {
 def of_result(out: Any) -> Tensor:
     """A number that depends on all tensors of a result."""
     if isinstance(out, Notes):
-        return of_result([out.mean, *out.seen, out.table["h"]])
+        return of_result([out.mean, *out.seen])
     parts = out if isinstance(out, (tuple, list)) else [out]
     return sum((x.sin() * 1.7).sum() for x in parts if isinstance(x, Tensor))  # type: ignore[return-value]
 
@@ -376,12 +310,7 @@ def outcome(case: Case, plain: bool) -> dict[str, Any]:
         case: The case.
         plain: Whether the function runs as it is.
     """
-    global CALLS
-    CALLS = 0
-    TOTAL.zero_()
     torch.manual_seed(0)
-    random.seed(0)
-    np.random.seed(0)
     block = Block(case)
     found: dict[str, Any] = {}
     run = block if plain else None
@@ -418,4 +347,4 @@ def _step(case: Case, block: Block, run: Callable[[Tensor], Any], x: Tensor) -> 
                 grad = torch.func.vmap(torch.func.grad(of), randomness="different")(torch.stack([x, x + 1]))
         found |= {"grad": grad.detach().clone()}
     found |= world.left()
-    return found | {"random": (torch.get_rng_state(), random.random(), np.random.rand())}
+    return found | {"random": torch.get_rng_state()}

@@ -77,10 +77,9 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
     "add_": lambda b: b.add_(1), "data": lambda b: b.data.add_(1), "view": lambda b: b.view(2, 2).add_(1),
     "row": lambda b: b[0].add_(1), "item": lambda b: b.__setitem__(0, 3.0),
     "item +=": lambda b: b.__setitem__(0, b[0] + 1), "detach": lambda b: b.detach().mul_(2),
-    "unbind": lambda b: b.unbind()[1].add_(1), "foreach": lambda b: torch._foreach_add_([b], 1.0),
+    "unbind": lambda b: b.unbind()[1].add_(1),
     "init": lambda b: nn.init.constant_(b, b[0].item() + 1),
     "aten": lambda b: torch.ops.aten.add_.Tensor(b, torch.ones(4)), "out": lambda b: torch.add(b, 1, out=b),
-    "numpy": lambda b: b.numpy().__iadd__(1),
 }  # fmt: skip
 
 

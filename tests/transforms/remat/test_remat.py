@@ -357,20 +357,19 @@ def test_derivatives_by_tensors_that_are_no_arguments() -> None:
 
 @pytest.mark.parametrize("policy", ["nothing_saveable", "dots_saveable", "of one's own"])
 def test_values_stored_by_the_function_do_not_change(policy: str) -> None:
-    seen: list[list[Tensor]] = []
+    class Stores(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            a = torch.tanh(x @ W)
+            b = a @ W
+            self.seen = [a, b, (b + a).view(-1)]
+            return torch.tanh(b + a) @ W + x
 
-    def f(x: Tensor) -> Tensor:
-        a = torch.tanh(x @ W)
-        b = a @ W
-        seen.append([a, b, (b + a).view(-1)])
-        return torch.tanh(b + a) @ W + x
-
-    x = X.clone().requires_grad_()
-    out = tx.remat(f, POLICIES[policy])(x)
-    stored = list(seen[0])
+    module, x = Stores(), X.clone().requires_grad_()
+    out = tx.remat(module, POLICIES[policy])(x)
+    stored = list(module.seen)
     before = [value.detach().clone() for value in stored]
     out.sum().backward()
-    assert len(seen) == 1 and all(a is b for a, b in zip(seen[0], stored, strict=True))
+    assert all(a is b for a, b in zip(module.seen, stored, strict=True))
     torch.testing.assert_close([value.detach() for value in stored], before, rtol=0, atol=0)
 
 
@@ -398,7 +397,7 @@ def test_the_last_layer_does_not_run_again() -> None:
 
 
 def test_bad_input() -> None:
-    x, generator = torch.ones(2, requires_grad=True), torch.Generator()
+    x = torch.ones(2, requires_grad=True)
     raises_text(TypeError, lambda: tx.remat(3), "fn")
     raises_text(TypeError, lambda: tx.remat(torch.sin, "dots_saveable"), "policy")
     raises_text(TypeError, lambda: tx.remat(torch.sin, lambda op, *args: 1)(x), "must return a bool")
@@ -406,15 +405,9 @@ def test_bad_input() -> None:
     raises_text(TypeError, lambda: policies.save_only_these_names("a", 3), "3")
     raises_text(TypeError, lambda: tx.checkpoint_name(x, ""), "nonempty")
     raises_text(TypeError, lambda: tx.checkpoint_name(3, "x"), "int")
-    raises_text(TypeError, lambda: tx.remat(lambda x: map(abs, [x * 2]))(x), "returned a map")
     raises_text(ValueError, lambda: tx.remat(lambda tree: tree["a"].add_(1))({"a": x * 1}), "['a']")
-    raises_text(TypeError, lambda: tx.remat(lambda x: x * torch.rand(2, generator=generator))(x), "torch.Generator")
     raises_text(TypeError, lambda: tx.remat(lambda xs: sum(xs))(y for y in [x * 1, x]), "argument 0 is an iterator")
     raises_text(TypeError, lambda: tx.remat(lambda x, of: x)(x, of=iter([x])), "argument 'of' is an iterator")
-    numbers = (n for n in range(3))
-    raises_text(TypeError, lambda: tx.remat(lambda x: x * next(numbers))(x), "generator")
-    left = iter([1.0, 2.0])
-    raises_text(TypeError, lambda: tx.remat(lambda x: x * next(left))(x), "iterator", "a list and an index")
     sizes = itertools.count(2)
     unsteady = tx.remat(lambda x: (x @ torch.ones(2, next(sizes))).sum(), policies.dots_saveable)
     raises_text(RuntimeError, lambda: unsteady(x * 1).backward(), "did not do the same")
