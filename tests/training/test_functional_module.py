@@ -74,6 +74,10 @@ def test_attribute_changes_are_shared_with_the_module() -> None:
 
     model = Counts()
     apply, params, _ = fjoin.functional(model)
+    linear = nn.Linear(4, 1)
+    linear.register_forward_hook(lambda module, args, out: setattr(module, "seen", out))
+    apply_linear, weights, _ = fjoin.functional(linear)
+    assert apply_linear(weights, {}, X) is linear.seen
     for i in range(3):
         model.factor = float(i)
         assert torch.equal(apply({"scale": torch.tensor(3.0)}, {}, X), X * 3 * i)
