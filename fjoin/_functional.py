@@ -76,7 +76,7 @@ class Apply:
         values: dict[str, Tensor] = {
             path: nn.Parameter(torch.empty_like(own[path], device="meta")) for path in trained & own.keys()
         }
-        copies = _Copies(values, trained, training, self._paths)
+        copies = _Copies(self, values)
         shell = copies.of(module, "")
         self._shell: nn.Module = module if copies.compiled else shell
         self._paths.add(self._shell)
@@ -137,7 +137,7 @@ class Apply:
             for alias in self._aliases.keys() & given.keys():
                 given.setdefault(self._aliases[alias], given.pop(alias))
         module = self._now()
-        copies = _Copies(given, self._trained, self._training, self._paths)
+        copies = _Copies(self, given)
         copy = copies.of(module, "")
         copies.check()
         if copies.compiled:
@@ -225,17 +225,14 @@ class _Copies:
 
     Args:
         given: Path -> tensor.
-        trained: The paths that must be given.
-        training: The mode of the copies; None for that of the module.
-        paths: Of the module's tensors.
 
     Attributes:
         buffers: Path -> the buffer that the copy was given, a clone, since a module writes into its buffers in place.
         compiled: Whether the module cannot be copied, since compiled code refers to it.
     """
 
-    def __init__(self, given: dict[str, Tensor], trained: frozenset[str], training: bool | None, paths: _Paths) -> None:
-        self._given, self._trained, self._training, self._paths = given, trained, training, paths
+    def __init__(self, apply: Apply, given: dict[str, Tensor]) -> None:
+        self._given, self._trained, self._training, self._paths = given, apply._trained, apply._training, apply._paths
         self.buffers: dict[str, Tensor] = {}
         self.compiled = False
         self._places: dict[str, tuple[dict[str, Any], str]] = {}  # path -> the dict that has it, and its name there
@@ -276,31 +273,25 @@ class _Copies:
             self._assigning.append((own, new.copy(), copy))
         return copy
 
-    def _tensors(self, own: dict[str, Any], prefix: str, given: dict[str, Tensor]) -> dict[str, Any]:
-        """Parameters or buffers of a module, with the given tensors in their places."""
+    def _tensors(self, own: dict[str, Any], prefix: str, found: dict[str, Tensor]) -> dict[str, Any]:
+        """Parameters or buffers of a module, with those of `found` in their places."""
         held = own.copy()
         for name, tensor in own.items():
             if tensor is None:
                 continue
             path = self._paths.of(tensor) or prefix + name
-            new = given.get(path)
+            new = found.get(path)
             if new is None:
-                new = self._missing(path, tensor) if given is self._given else self._buffer(path, tensor)
+                new = self._given.get(path)
+                if new is None and (path in self._trained or tensor.requires_grad):
+                    lacking = sorted(self._trained - self._given.keys()) or [path]
+                    raise ValueError(f"params lacks {lacking}; pass all that functional returned")
+                new = tensor if new is None else new
+                if found is self.buffers:
+                    new = found[path] = new.clone()
             held[name] = new
             self._places.setdefault(path, (held, name))
         return held
-
-    def _buffer(self, path: str, own: Tensor) -> Tensor:
-        given = self._given.get(path)
-        self.buffers[path] = new = (self._missing(path, own) if given is None else given).clone()
-        return new
-
-    def _missing(self, path: str, own: Tensor) -> Tensor:
-        """The module's own tensor, unless it must be given."""
-        if path in self._trained or own.requires_grad:
-            lacking = sorted(self._trained - self._given.keys()) or [path]
-            raise ValueError(f"params lacks {lacking}; pass all that functional returned")
-        return own
 
     def check(self) -> None:
         """Raises a ValueError if a path was given that the module does not have."""
