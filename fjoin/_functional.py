@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import optree
@@ -15,16 +16,22 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ._module_copy import ModuleCopies
 from .transforms.base import flag, path_string
 
 # Parameter -> path, of the modules that `functional` has taken.
 TAKEN: Any = WeakIdKeyDictionary()
 
 
-def warn_of_module_params(loss: Tensor, stacklevel: int) -> None:
-    """Warn if a loss depends on the parameters of a module itself, and not only on those given to its `Apply`."""
-    seen, waiting = set[Any](), [loss.grad_fn]
+def refuse_module_params(tensors: Iterable[Any], path_of: Callable[[Tensor], str | None] = TAKEN.get) -> None:
+    """Check that tensors do not depend on the parameters of a module itself, but only on those given to its `Apply`.
+
+    Args:
+        path_of: The path of a parameter of such a module; None for any other tensor.
+
+    Raises:
+        ValueError: they do.
+    """
+    seen, waiting = set[Any](), [tensor.grad_fn for tensor in tensors if isinstance(tensor, Tensor)]
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
@@ -32,13 +39,13 @@ def warn_of_module_params(loss: Tensor, stacklevel: int) -> None:
         seen.add(node)
         waiting.extend(before for before, _ in node.next_functions)
         leaf = getattr(node, "variable", None)
-        if leaf is not None and (path := TAKEN.get(leaf)) is not None:
-            warnings.warn(
-                f"the loss reads the parameter {path!r} of the module itself, which keeps its value: functional has made a function of "
-                f"it, whose parameters are those given to apply. Read params[{path!r}] instead",
-                stacklevel=stacklevel,
+        if leaf is not None and (path := path_of(leaf)) is not None:
+            raise ValueError(
+                f"the result reads the parameter {path!r} of the module itself, which keeps its value: functional has made a "
+                f"function of it, whose parameters are those given to apply. A forward pass must reach its submodules by "
+                f"attributes, self.name = ..., nn.ModuleList or nn.ModuleDict, and not by a plain list, dict, object, closure "
+                f"or bound method; elsewhere read params[{path!r}]"
             )
-            return
 
 
 class Apply:
@@ -50,41 +57,32 @@ class Apply:
     - Entries missing in `buffers` have the module's values. `params` must be complete.
     - A call follows the module: its mode, its hooks and wrappers, and its plain attributes, which a forward pass may assign.
       `apply.eval()` and `apply.train()` are functions of one mode.
+    - The forward pass must reach submodules and parameters by attributes, nn.ModuleList or nn.ModuleDict.
 
     Each call has a shallow copy of the module, so threads and simulated ranks may share an `Apply`. The module's own parameters and
     buffers are neither used nor changed. It is not kept alive: without it, a call does what it did when `functional` took it. A
     compiled module is not copied; only one thread at a time can call it.
     """
 
-    def __init__(self, module: nn.Module, trained: frozenset[str], training: bool | None = None) -> None:
-        self._trained, self._training, self._warned = trained, training, False
-        self._lock = threading.Lock()
-        self._known: Any = WeakIdKeyDictionary()  # the module's tensors -> their paths
-        self._copies = ModuleCopies(module, self._known, training)
-        for path in self._copies.places:
-            self._known[self._copies.own(path)] = path
-        me = weakref.ref(self)
-
-        def forget(_: Any) -> None:
-            if (apply := me()) is not None:
-                apply._copies.forget()
-
-        self._module = weakref.ref(module, forget)
+    def __init__(
+        self, module: nn.Module, trained: frozenset[str], training: bool | None = None, paths: _Paths | None = None
+    ) -> None:
+        self._trained, self._training, self._warned, self._searched = trained, training, False, False
+        self._lock, self._module = threading.Lock(), weakref.ref(module)
+        self._paths = _Paths() if paths is None else paths
+        self._aliases = self._paths.add(module)
         # In the place of a module that is gone; of what is trained it has no values.
-        self._shell = module if self._copies.whole else self._without_values()
-        self._of_shell = ModuleCopies(self._shell, {}, training)
+        own = {self._paths.of(t) or path: t for path, t in module.named_parameters()}
+        values: dict[str, Tensor] = {
+            path: nn.Parameter(torch.empty_like(own[path], device="meta")) for path in trained & own.keys()
+        }
+        copies = _Copies(self, values)
+        shell = copies.of(module, "")
+        self._shell: nn.Module = module if copies.compiled else shell
+        self._paths.add(self._shell)
 
     def __repr__(self) -> str:
-        return f"Apply({type(self._now()[0]).__name__}, training={self._training})"
-
-    def _without_values(self) -> nn.Module:
-        copies = self._copies
-
-        def value(path: str) -> Tensor:
-            own = copies.own(path)
-            return nn.Parameter(torch.empty_like(own, device="meta")) if path in self._trained else own
-
-        return copies.take({path: value(path) for path in copies.places}).modules[0]  # type: ignore[no-any-return]
+        return f"Apply({type(self._now()).__name__}, training={self._training})"
 
     def eval(self) -> Apply:
         """This function with the module in eval mode, whatever mode the module itself is in.
@@ -93,11 +91,11 @@ class Apply:
         >>> apply.eval()(params, buffers, torch.ones(3))
         tensor([1., 1., 1.])
         """
-        return Apply(self._now()[0], self._trained, training=False)
+        return Apply(self._now(), self._trained, False, self._paths)
 
     def train(self) -> Apply:
         """This function with the module in training mode, whatever mode the module itself is in."""
-        return Apply(self._now()[0], self._trained, training=True)
+        return Apply(self._now(), self._trained, True, self._paths)
 
     def __call__(self, params: dict[str, Tensor], buffers: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
         """The forward pass.
@@ -106,91 +104,61 @@ class Apply:
             UserWarning: once, where the module updates buffers: the update is discarded.
 
         Raises:
-            ValueError: a path that the module does not have, or params that lack one.
+            ValueError: a path that the module does not have, or params that lack one; the module reaches a parameter of its own
+                by other objects, found in the first call with gradients.
         """
-        return self._call(params, buffers, args, kwargs, keeps=False)[0]
+        out, given, after = self._call(params, buffers, args, kwargs)
+        if given and not self._warned:
+            self._warn_of_updates(given, after)
+        return out
 
     def with_buffers(
         self, params: dict[str, Tensor], buffers: dict[str, Tensor], *args: Any, **kwargs: Any
     ) -> tuple[Any, dict[str, Tensor]]:
         """The forward pass and the buffers after it, as `(out, buffers)`."""
-        return self._call(params, buffers, args, kwargs, keeps=True)
+        out, _, after = self._call(params, buffers, args, kwargs)
+        return out, {path: after.get(self._aliases.get(path, path), tensor) for path, tensor in buffers.items()}
 
     def __reduce__(self) -> Any:
-        return Apply, (self._now()[0], self._trained, self._training)
+        return Apply, (self._now(), self._trained, self._training)
 
-    def _now(self) -> tuple[nn.Module, ModuleCopies]:
-        """The module as it is, and what makes copies of it."""
+    def _now(self) -> nn.Module:
         module = self._module()
-        if module is None:
-            return self._shell, self._of_shell
-        if not self._copies.fit():
-            self._copies = ModuleCopies(module, self._known, self._training)
-        return module, self._copies
+        return self._shell if module is None else module
 
     def _call(
-        self,
-        params: dict[str, Tensor],
-        buffers: dict[str, Tensor],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        keeps: bool,
-    ) -> tuple[Any, dict[str, Tensor]]:
-        if torch.compiler.is_compiling():
-            return self._traced(self._copies, {**params, **buffers}, buffers, args, kwargs)
-        module, copies = self._now()
-        given = self._given(copies, params, buffers)
-        if copies.whole:
-            with self._alone(module):
-                return self._traced(copies, given, buffers, args, kwargs)
-        # The module writes into its buffers in place, so give it copies.
-        new = {path: given[path].clone() for path in copies.buffers}
-        given.update(new)
-        made = copies.take(given)
-        out = made.modules[0](*args, **kwargs)
-
-        def after(path: str) -> Tensor:
-            i, kind, name = copies.places[copies.aliases.get(path, path)]
-            held: Tensor = made.modules[i].__dict__[kind][name]
-            return held
-
-        updated = {path: after(path) for path in (buffers if keeps else () if self._warned else new)}
-        copies.give_back(made)
-        if not keeps and not self._warned:
-            self._warn_of_updates(new, updated)
-        return out, updated
-
-    def _given(
-        self, copies: ModuleCopies, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
-        """Path -> tensor, of all that the module has."""
+        self, params: dict[str, Tensor], buffers: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Tensor], dict[str, Tensor]]:
+        """The output, the buffers that the module was given, and those after the call."""
         given = {**params, **buffers}
-        if given.keys() == copies.places.keys():
-            return given
-        for alias in given.keys() & copies.aliases.keys() - copies.places.keys():
-            given.setdefault(copies.aliases[alias], given.pop(alias))
-        if unknown := sorted(given.keys() - copies.places.keys()):
-            raise ValueError(f"the module has no parameter or buffer {unknown}; it has {list(copies.places)}")
-        for path in copies.places.keys() - given.keys():
-            if path in self._trained or (own := copies.own(path)).requires_grad:
-                lacking = sorted(p for p in copies.places.keys() - given.keys() if p in self._trained) or [path]
-                raise ValueError(f"params lacks {lacking}; pass all that functional returned")
-            given[path] = own
-        return given
+        if torch.compiler.is_compiling():
+            return self._traced(given, args, kwargs)
+        if self._aliases:
+            for alias in self._aliases.keys() & given.keys():
+                given.setdefault(self._aliases[alias], given.pop(alias))
+        module = self._now()
+        copies = _Copies(self, given)
+        copy = copies.of(module, "")
+        copies.check()
+        if copies.compiled:
+            with self._alone(module):
+                return self._traced(given, args, kwargs)
+        out = copy(*args, **kwargs)
+        copies.write_back()
+        if not self._searched and torch.is_grad_enabled():
+            found: Any = out
+            refuse_module_params(optree.tree_leaves(found), self._paths.of)
+            self._searched = True
+        return out, copies.buffers, copies.after() if copies.buffers else {}
 
     def _traced(
-        self,
-        copies: ModuleCopies,
-        given: dict[str, Tensor],
-        buffers: dict[str, Tensor],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> tuple[Any, dict[str, Tensor]]:
+        self, given: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Tensor], dict[str, Tensor]]:
         """The call by torch.func.functional_call, which torch.compile traces."""
-        given.update({path: (given[path] if path in given else copies.own(path)).clone() for path in copies.buffers})
         module = self._module() if self._training is None else self._shell
-        out = torch.func.functional_call(self._shell if module is None else module, given, args, kwargs)
-        return out, {path: given[path] for path in buffers}
+        module = self._shell if module is None else module
+        given.update({path: given.get(path, own).clone() for path, own in module.named_buffers()})
+        return torch.func.functional_call(module, given, args, kwargs), {}, given
 
     @contextlib.contextmanager
     def _alone(self, module: nn.Module) -> Iterator[None]:
@@ -214,13 +182,9 @@ class Apply:
                 part.training = mode
             self._lock.release()
 
-    def _warn_of_updates(self, new: dict[str, Tensor], after: dict[str, Tensor]) -> None:
-        """Warn if the module has updated one of the buffers `new` that it was given, in place or by assignment."""
-        updated = [
-            path
-            for path, tensor in new.items()
-            if after[path] is not tensor or (not tensor.is_inference() and tensor._version)
-        ]
+    def _warn_of_updates(self, given: dict[str, Tensor], after: dict[str, Tensor]) -> None:
+        """Warn if the module has updated one of the buffers that it was given, in place or by assignment."""
+        updated = [p for p, t in given.items() if after[p] is not t or (not t.is_inference() and t._version)]
         if not updated:
             return
         self._warned = True
@@ -230,8 +194,125 @@ class Apply:
             f"apply.with_buffers(params, buffers, ...), which train_step takes as step.init(params, buffers) and "
             f"loss_fn(params, buffers, batch) -> (loss, aux, buffers); where they are not wanted call apply.eval(), or put the "
             f"module into eval mode",
-            stacklevel=4,
+            stacklevel=3,
         )
+
+
+class _Paths:
+    """The paths that tensors of a module had when it was taken, which they keep where it is wrapped later."""
+
+    def __init__(self) -> None:
+        self.known: dict[int, tuple[weakref.ref[Tensor], str]] = {}  # by identity; WeakIdKeyDictionary is slower
+
+    def add(self, module: nn.Module) -> dict[str, str]:
+        """Add a module's tensors; returns the further paths of shared ones -> path."""
+        aliases = {}
+        named = (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+        for here, tensor in (pair for pairs in named for pair in pairs):
+            if (path := self.of(tensor)) is None:
+                self.known[id(tensor)] = weakref.ref(tensor), here
+            elif path != here:
+                aliases[here] = path
+        return aliases
+
+    def of(self, tensor: Tensor) -> str | None:
+        found = self.known.get(id(tensor))
+        return found[1] if found is not None and found[0]() is tensor else None
+
+
+class _Copies:
+    """Shallow copies of a module and its submodules for one call.
+
+    Args:
+        given: Path -> tensor.
+
+    Attributes:
+        buffers: Path -> the buffer that the copy was given, a clone, since a module writes into its buffers in place.
+        compiled: Whether the module cannot be copied, since compiled code refers to it.
+    """
+
+    def __init__(self, apply: Apply, given: dict[str, Tensor]) -> None:
+        self._given, self._trained, self._training, self._paths = given, apply._trained, apply._training, apply._paths
+        self.buffers: dict[str, Tensor] = {}
+        self.compiled = False
+        self._places: dict[str, tuple[dict[str, Any], str]] = {}  # path -> the dict that has it, and its name there
+        self._done: dict[int, Any] = {}  # copies by the identity of modules
+        self._assigning: list[tuple[dict[str, Any], dict[str, Any], Any]] = []  # of a module, its copy before, the copy
+        frame: Any = sys.modules.get("torch._dynamo.eval_frame")
+        self._optimized = None if frame is None else frame.OptimizedModule
+
+    def of(self, module: nn.Module, prefix: str) -> Any:
+        """A copy of one module; one without tensors stands for itself."""
+        own, kind = module.__dict__, type(module)
+        if "_compiled_call_impl" in own or kind is self._optimized:
+            self.compiled = True
+        if (copy := self._done.get(id(module))) is not None:
+            return copy
+        params, buffers, children = own["_parameters"], own["_buffers"], own["_modules"]
+        if not (params or buffers or children or self._training is not None):
+            return module
+        copy = self._done[id(module)] = object.__new__(kind)
+        new = own.copy()
+        object.__setattr__(copy, "__dict__", new)
+        if self._training is not None:
+            new["training"] = self._training
+        if params:
+            new["_parameters"] = self._tensors(params, prefix, self._given)
+        if buffers:
+            new["_buffers"] = self._tensors(buffers, prefix, self.buffers)
+        if children:
+            new["_modules"] = {
+                name: None if child is None else self.of(child, f"{prefix}{name}.") for name, child in children.items()
+            }
+        if isinstance(module, nn.RNNBase):  # it keeps lists of its parameters
+            weights = [getattr(copy, name, None) for name in module._flat_weights_names]
+            new["_flat_weights"] = weights
+            new["_flat_weight_refs"] = [None if w is None else weakref.ref(w) for w in weights]
+        # Forward passes of torch's own classes assign no attributes.
+        if not kind.__module__.startswith("torch.nn.modules.") or own["_forward_hooks"] or own["_forward_pre_hooks"]:
+            self._assigning.append((own, new.copy(), copy))
+        return copy
+
+    def _tensors(self, own: dict[str, Any], prefix: str, found: dict[str, Tensor]) -> dict[str, Any]:
+        """Parameters or buffers of a module, with those of `found` in their places."""
+        held = own.copy()
+        for name, tensor in own.items():
+            if tensor is None:
+                continue
+            path = self._paths.of(tensor) or prefix + name
+            new = found.get(path)
+            if new is None:
+                new = self._given.get(path)
+                if new is None and (path in self._trained or tensor.requires_grad):
+                    lacking = sorted(self._trained - self._given.keys()) or [path]
+                    raise ValueError(f"params lacks {lacking}; pass all that functional returned")
+                new = tensor if new is None else new
+                if found is self.buffers:
+                    new = found[path] = new.clone()
+            held[name] = new
+            self._places.setdefault(path, (held, name))
+        return held
+
+    def check(self) -> None:
+        """Raises a ValueError if a path was given that the module does not have."""
+        if unknown := self._given.keys() - self._places.keys():
+            raise ValueError(f"the module has no parameter or buffer {sorted(unknown)}; it has {list(self._places)}")
+
+    def after(self) -> dict[str, Tensor]:
+        """Path -> what a copy has there now."""
+        return {path: held[name] for path, (held, name) in self._places.items()}
+
+    def write_back(self) -> None:
+        """Write the plain attributes that a call has assigned, such as kept losses, to the modules."""
+        for own, before, copy in self._assigning:
+            for name, value in copy.__dict__.items():
+                if before.get(name, self) is not value and name != "training" and not _is_wrapped(value):
+                    own[name] = value
+
+
+def _is_wrapped(value: Any) -> bool:
+    """Whether a value is of a transform of torch.func, at whose end it has no meaning."""
+    return isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value)
 
 
 def functional(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, Tensor]]:
@@ -247,7 +328,6 @@ def functional(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, T
 
     Raises:
         TypeError: `module` is no nn.Module, or holds one of torch.jit.
-        ValueError: it keeps a view of a parameter that cannot be made of other values.
 
     Same as: torch.func.functional_call over the module's own tensors.
 
@@ -289,7 +369,8 @@ def value_and_grad(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callab
     Raises:
         TypeError: raised by the call: a leaf that is no tensor of floating point or complex numbers; `loss_fn` returns no
             tensor, or no pair with `has_aux`.
-        ValueError: raised by the call: the loss is not 0-d, or depends on no leaf.
+        ValueError: raised by the call: the loss is not 0-d, or depends on no leaf, or on parameters
+            of a module that `functional` has taken.
 
     Same as: jax.value_and_grad.
 
@@ -329,7 +410,7 @@ def value_and_grad(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callab
             raise ValueError("value_and_grad: the loss depends on no leaf of params")
         nonlocal known
         if not known:
-            warn_of_module_params(loss, stacklevel=3)
+            refuse_module_params([loss])
             known = True
         grads = torch.autograd.grad(loss, own, allow_unused=True, materialize_grads=True) if leaves else ()
         value: Any = loss.detach()

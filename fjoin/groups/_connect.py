@@ -11,15 +11,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._errors import CollectiveTimeout, DesyncError, PeerLost, TransportError
-from ..shared_memory import Doorway, HostLinks, connect
+from ..shared_memory import Doorway, HostLinks, PeerGone, connect
 from ..transforms.base import devices
-from ._failures import BACKEND_ERROR, Connections, Store, Unanswered, event_loops, within
+from ._failures import BACKEND_ERROR, Store, Unanswered, within
 from ._group_mesh import GroupMesh, timeout_of
 from ._meetings import Meetings
 from ._mesh import Communicator
 from ._message import comes
 
 TRANSPORTS = ("auto", "gloo", "shared")
+_GONE = "? "  # before the reason of a rank that has only noticed that another one gave up
 
 
 def chosen_transport(transport: str) -> str:
@@ -50,28 +51,30 @@ def links_to_host(
         TransportError: on all ranks: one of them cannot connect.
         CollectiveTimeout: a rank does not come in time.
     """
-    me, store = dist.get_rank(), Store()
+    me, store, refused = dist.get_rank(), Store(), f"refused/{doorways[min(doorways)][1]}"
     if len({host for host, _ in doorways.values()}) == len(doorways):
         return None
     addresses = {rank: at for rank, (host, at) in doorways.items() if host == doorway.host and rank != me}
-    name = {rank: f"refused/{at}" for rank, (_, at) in doorways.items()}
+
+    def check() -> None:
+        if (text := store.get(timeout_s, refused)) is not None:
+            raise TransportError(text)
+
     links, reason = None, ""
-    if addresses:
-        links, reason = connect(
-            doorway,
-            me,
-            addresses,
-            timeout_s,
-            lambda text: store.set(timeout_s, name[me], text),
-            lambda rank: store.get(timeout_s, name[rank]),
-        )
+    try:
+        links = connect(doorway, me, addresses, timeout_s, check) if addresses else None
+    except PeerGone as error:  # its own reason follows
+        reason = f"{_GONE}{error}"
+    except (OSError, TransportError) as error:
+        reason = str(error) if isinstance(error, TransportError) else f"rank {me}: {error}"
+        store.set(timeout_s, refused, reason)
     try:
         reasons = meetings.exchange("fjoin.mesh", reason, lambda values: values, list(doorways))
     except BaseException:
         if links is not None:
             links.close()
         raise
-    found = [one for one in reasons if one]
+    found = sorted(filter(None, reasons), key=lambda text: text.startswith(_GONE))
     if not found:
         return links
     if links is not None:
@@ -104,7 +107,7 @@ def linked_mesh(group: dist.ProcessGroup, name: str, occasion: str) -> Communica
             found = meetings.exchange(occasion, own, lambda values: values, ranks)
             if len({host for host, _ in found}) == 1 and shares:
                 links = links_to_host(doorway, dict(zip(ranks, found, strict=True)), meetings, timeout_s, False)
-    return GroupMesh({name: len(ranks)}, {name: group}, group, timeout_s, False, Connections(()), False, links)
+    return GroupMesh({name: len(ranks)}, {name: group}, group, timeout_s, False, False, links)
 
 
 T = TypeVar("T")
@@ -133,18 +136,16 @@ def meet_and_connect(
     try:
         with Doorway() as doorway:
             doorways = _meet(meetings, sizes, grid, timeout_s, ordered, transport, doorway)
-            before = event_loops()
             shares = transport != "gloo"
             groups = limited(timeout_s, lambda: _communicating(connect(), timeout_s))
             world_mesh = groups.pop("", None) or next(iter(groups.values()))
-            connections = Connections(event_loops() - before)
             links = links_to_host(doorway, doorways, meetings, timeout_s, transport == "shared") if shares else None
     except dist.DistNetworkError as error:
         raise PeerLost(
             f"the process that hosts the rendezvous store, rank 0 where nothing else is set, has ended while the ranks made "
             f"their mesh; look at its output. {error}"
         ) from error
-    return GroupMesh(sizes, groups, world_mesh, timeout_s, ordered, connections, owned, links)
+    return GroupMesh(sizes, groups, world_mesh, timeout_s, ordered, owned, links)
 
 
 def _communicating(made: dict[str, Any], timeout_s: float) -> dict[str, Any]:

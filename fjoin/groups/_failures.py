@@ -1,4 +1,4 @@
-"""Reports of failed ranks: through the store, and by connections that end."""
+"""Reports of failed ranks: through the store, and by processes that end."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ import json
 import os
 import queue
 import re
-import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
 from .._errors import CollectiveTimeout, DesyncError, FjoinError, PeerLost, described
-from ..shared_memory import Late, PeerGone
+from ..shared_memory import Late, PeerGone, host_name
 
 T = TypeVar("T")
 # Calls with a longer limit also wait for the answer to an earlier call.
@@ -132,122 +131,22 @@ class Store:
             raise
 
 
-_OPEN = "/proc/self/fd"
-_ESTABLISHED = 1  # a state of TCP
+_EXITING = 4  # a flag of the kernel, set before the process's connections end
 
 
-def event_loops() -> set[int]:
-    """Descriptors of this process's epoll instances: gloo makes one per group to watch the group's connections."""
-    found = set()
-    for fd in _descriptors():
-        with contextlib.suppress(OSError):  # closed meanwhile, such as the listing's own descriptor
-            if os.readlink(f"{_OPEN}/{fd}") == "anon_inode:[eventpoll]":
-                found.add(fd)
-    return found
+def _start_of(pid: int) -> str | None:
+    """When a process has started, which tells it from a later one of the same number; "" where it has ended.
 
-
-def _descriptors() -> list[int]:
-    return [int(fd) for fd in os.listdir(_OPEN)] if os.path.isdir(_OPEN) else []
-
-
-class _Socket(NamedTuple):
-    fd: int
-    inode: int  # identifies the socket: the number of a descriptor may later be reused for another file
-
-
-class Connections:
-    """The connections that some event loops watch at construction; by default all connections of this process.
-
-    `know` finds the connections to a rank: a connection has the same two ends in both processes.
+    None where that cannot be read, as where no descriptor is left.
     """
-
-    def __init__(self, loops: Iterable[int] | None = None) -> None:
-        self._by_ends: dict[str, _Socket] = {}
-        for fd in _descriptors() if loops is None else [fd for loop in loops for fd in _targets(loop)]:
-            with _duplicate(fd) as connection:
-                if connection is not None and (ends := _ends(connection)) is not None:
-                    self._by_ends[" ".join(ends)] = _Socket(fd, os.fstat(connection.fileno()).st_ino)
-        self._to: dict[int, list[_Socket]] = {}
-
-    def addresses(self) -> list[str]:
-        """The ends of these connections in the order in which the process at the other end writes them."""
-        return [" ".join(reversed(ends.split(" "))) for ends in self._by_ends]
-
-    def know(self, rank: int, addresses: list[str]) -> None:
-        """Find the connections to a rank, given its `addresses`."""
-        self._to[rank] = [self._by_ends[ends] for ends in addresses if ends in self._by_ends]
-
-    def known(self, rank: int) -> bool:
-        return rank in self._to
-
-    def gone(self) -> set[int]:
-        """The ranks whose connections, at least one each, have all ended."""
-        return {rank for rank, sockets in self._to.items() if sockets and not any(map(_is_open, sockets))}
-
-    def opened(self) -> list[socket.socket]:
-        """The connections that are still open, each with a descriptor of its own."""
-        found = []
-        for one in self._by_ends.values():
-            # os.dup, since the method `dup` of a socket would make gloo's descriptor blocking.
-            with contextlib.suppress(OSError):
-                if os.fstat(one.fd).st_ino == one.inode:
-                    found.append(socket.socket(fileno=os.dup(one.fd)))
-        return found
-
-
-def shut(connections: Iterable[socket.socket]) -> None:
-    """End connections in both directions, for this process and all processes that it has forked.
-
-    Processes forked by a rank, such as the workers of a DataLoader, inherit its sockets. gloo only closes the sockets
-    when a group is destroyed, and the peers do not notice this while such a process lives.
-    """
-    for connection in connections:
-        with connection, contextlib.suppress(OSError):  # it may have ended
-            connection.shutdown(socket.SHUT_RDWR)
-
-
-@contextlib.contextmanager
-def _duplicate(fd: int) -> Iterator[socket.socket | None]:
-    """A socket through a descriptor of its own; None where `fd` is no socket."""
-    connection = None
-    with contextlib.suppress(OSError):  # closed meanwhile, or not a socket
-        if os.readlink(f"{_OPEN}/{fd}").startswith("socket:"):
-            connection = socket.socket(fileno=os.dup(fd))
     try:
-        yield connection
-    finally:
-        if connection is not None:
-            connection.close()
-
-
-def _is_open(one: _Socket) -> bool:
-    try:
-        if os.fstat(one.fd).st_ino != one.inode:
-            return False
-    except OSError:  # closed
-        return False
-    with _duplicate(one.fd) as connection:
-        if connection is None:  # this process has no descriptor left to look through
-            return True
-        return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _ESTABLISHED
-
-
-def _ends(connection: socket.socket) -> tuple[str, str] | None:
-    """The addresses of this end and of the other one; None where `connection` is no established TCP connection."""
-    try:
-        names = connection.getsockname(), connection.getpeername()
-    except OSError:  # it listens, or its peer has gone
+        with open(f"/proc/{pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()  # the name before may have spaces
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    except OSError:
         return None
-    if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
-        return None
-    here, there = (f"{name[0].removeprefix('::ffff:')}:{name[1]}" for name in names)
-    return here, there
-
-
-def _targets(loop: int) -> list[int]:
-    with contextlib.suppress(OSError), open(f"/proc/self/fdinfo/{loop}") as lines:
-        return [int(line.split()[1]) for line in lines if line.startswith("tfd:")]
-    return []
+    return "" if fields[0] in "ZX" or int(fields[6]) & _EXITING else fields[19]
 
 
 # The time limit for the store's answers after a failure.
@@ -266,7 +165,7 @@ class Failures:
         name: The name of the mesh, the same on all its ranks.
         rank: This rank in the mesh.
         ranks: The mesh's ranks, as the default process group numbers them.
-        connections: The connections of its groups, where these are known.
+        owned: Whether each rank says when it closes the mesh, so that one that ends without a word was killed.
         calls: The number of collectives that this rank has called, where that is known; otherwise 0.
     """
 
@@ -276,21 +175,24 @@ class Failures:
         name: str,
         rank: int,
         ranks: Sequence[int],
-        connections: Connections,
+        owned: bool = False,
         calls: Callable[[], int] = lambda: 0,
     ) -> None:
         self._calls = calls
         self._store, self._name, self._rank, self._ranks, self._size = store, name, rank, ranks, len(ranks)
-        # After one broken connection gloo closes the whole group; only a rank without any connection has surely ended.
-        self._all, self._own = Connections(), connections
+        self._owned, self._process, self._said = owned, os.getpid(), False
+        # This process: its host and numbering of processes, its number, and its start.
+        self._own = [host_name("pid"), os.getpid(), _start_of(os.getpid())]
+        self._processes: dict[int, list[Any]] = {}  # of the other ranks, by rank
         self._gone_before: set[int] = set()  # the ranks that were gone at the last check
         self._leaves = False  # whether this rank waits for the others to leave a loop
         self._left = 0  # the number of collectives before the last end that all ranks agreed on
         with contextlib.suppress(RuntimeError):
-            store.set(_ANSWER_S, f"{self._name}/connections/{rank}", json.dumps(self._all.addresses()))
+            store.set(_ANSWER_S, f"{self._name}/process/{rank}", json.dumps(self._own))
 
     def report(self, error: BaseException, step: int | None) -> None:
         """Reports a failure to the other ranks, unless another report came first."""
+        self._said = True
         if isinstance(error, (PeerLost, CollectiveTimeout)):
             failed, text = error.rank, str(error)
         else:
@@ -311,22 +213,40 @@ class Failures:
                 return _KINDS[report["kind"]](report["text"], rank=report["rank"], step=report["step"])
         return self._left_alone()
 
-    def gone(self) -> set[int]:
-        """The ranks that have ended, judging by connections; if none has, those that have closed their mesh."""
-        others = [rank for rank in range(self._size) if rank != self._rank and not self._all.known(rank)]
-        with contextlib.suppress(RuntimeError):
-            if not self._connections_of(others):  # a late rank must not hide another one
-                for rank in others:
-                    self._connections_of([rank])
-        return self._all.gone() or self._own.gone()
+    def closes(self) -> None:
+        """Tell the other ranks that this one has closed its mesh, and was not killed."""
+        if self._owned and not self._said and self._process == os.getpid():
+            self._said = True
+            with contextlib.suppress(RuntimeError):
+                self._store.set(_ANSWER_S, f"{self._name}/closed/{self._rank}", "")
+                self._store.set(_ANSWER_S, f"{self._name}/closed", "")
 
-    def _connections_of(self, ranks: list[int]) -> bool:
-        """Look up the connections to some ranks; returns whether all of them have made this mesh."""
-        texts = self._store.get_all(_ANSWER_S, [f"{self._name}/connections/{rank}" for rank in ranks]) if ranks else []
-        for rank, text in zip(ranks, texts or (), strict=False):
-            for connections in (self._all, self._own):
-                connections.know(rank, json.loads(text))
-        return texts is not None
+    def gone(self) -> set[int]:
+        """The ranks whose processes on this host have ended; if none has, those that have closed their mesh."""
+        others = [rank for rank in range(self._size) if rank != self._rank]
+        with contextlib.suppress(RuntimeError):
+            self._processes_of([rank for rank in others if rank not in self._processes])
+        return {rank for rank in others if self._has_ended(rank)} or self._closed(others)
+
+    def _has_ended(self, rank: int) -> bool:
+        """Whether a rank has surely ended. Of one on another host nothing is known."""
+        host, pid, start = self._processes.get(rank, ("", 0, ""))
+        return host == self._own[0] and _start_of(pid) not in (start, None)
+
+    def _closed(self, ranks: Collection[int]) -> set[int]:
+        """Those of some ranks that have closed their mesh."""
+        with contextlib.suppress(RuntimeError):
+            if self._store.get(_ANSWER_S, f"{self._name}/closed") is not None:
+                return {r for r in ranks if self._store.get(_ANSWER_S, f"{self._name}/closed/{r}") is not None}
+        return set()
+
+    def _processes_of(self, ranks: list[int]) -> None:
+        """Look up the processes of some ranks: in one request once all of them have made this mesh."""
+        keys = [f"{self._name}/process/{rank}" for rank in ranks]
+        texts: Sequence[str | None] | None = self._store.get_all(_ANSWER_S, keys) if ranks else []
+        if texts is None:  # a late rank must not hide another one
+            texts = [self._store.get(_ANSWER_S, key) for key in keys]
+        self._processes.update({r: json.loads(text) for r, text in zip(ranks, texts, strict=True) if text})
 
     @contextlib.contextmanager
     def leaving(self, text: str) -> Iterator[int]:
@@ -371,13 +291,13 @@ class Failures:
             failure = self.lost(step, str(error), self._ranks.index(error.rank))
         else:
             failure = (self.late if _LATE.search(str(error)) else self.lost)(step, str(error))
-        # A rank that fails reports before its connections end, so read the report after the connections.
+        # A rank that fails reports before it ends, so read the report afterwards.
         return self.reported() or failure
 
     def lost(self, step: int | None, reason: str, known: int | None = None) -> PeerLost:
         """The error of a connection that has ended without a report; `known` is the rank at its other end.
 
-        That rank may have closed it since it has lost another one, so ranks without any connection are named first.
+        That rank may have closed it since it has lost another one, so ranks that have ended are named first.
         """
         gone = sorted(self.gone()) if self._size > 2 else [1 - self._rank]
         gone = gone or ([] if known is None else [known])
@@ -402,17 +322,23 @@ class Failures:
         )
 
     def raise_if_any(self, awaited: Collection[int]) -> None:
-        """Raise where another rank has reported a failure, or where all awaited ranks are gone.
+        """Raise where another rank has reported a failure, where all awaited ranks are gone, or where one was killed.
 
-        They must be gone in two checks in a row, since their last messages may still arrive. If only some of them are
-        gone, these may already have done their part.
+        They must be gone in two checks in a row, since their last messages may still arrive. If some have ended in order,
+        these may already have done their part.
         """
         before, self._gone_before = self._gone_before, self.gone()
-        # A report precedes the end of a connection, so read the report after the connections.
+        # A report precedes the end of its rank, so read the report afterwards.
         if (failure := self.reported()) is not None:
             raise failure
-        if awaited and set(awaited) <= before & self._gone_before:
+        gone = before & self._gone_before & set(awaited)
+        if awaited and (gone == set(awaited) or (self._owned and self._killed(gone))):
             _raise(self.lost(None, ""))
+
+    def _killed(self, gone: set[int]) -> set[int]:
+        """Those of some ranks that have ended without closing their mesh."""
+        ended = {rank for rank in gone if self._has_ended(rank)}
+        return ended - self._closed(ended) if ended else ended
 
 
 def is_backend_error(error: BaseException) -> bool:

@@ -18,7 +18,7 @@ from .._errors import CollectiveTimeout, DesyncError, FjoinError, PeerLost, clos
 from ..shared_memory import HostLinks
 from ..transforms.base import devices
 from ._axis import GroupAxis
-from ._failures import Connections, Failures, Store, is_backend_error, shut
+from ._failures import Failures, Store, is_backend_error
 from ._host_axis import HostAxis
 from ._meetings import Meetings
 from ._mesh import Communicator
@@ -42,7 +42,6 @@ class GroupMesh(Communicator):
     """A mesh over process groups. It takes the groups down when a rank fails.
 
     Args:
-        connections: The connections of these groups, where these are known.
         owned: Whether the groups were made for this mesh, so that they are destroyed with it.
         links: The connections to the ranks of this host; None where all messages use the groups.
     """
@@ -54,7 +53,6 @@ class GroupMesh(Communicator):
         world_mesh: Any,
         timeout_s: float,
         ordered: bool,
-        connections: Connections,
         owned: bool = True,
         links: HostLinks | None = None,
     ) -> None:
@@ -65,7 +63,7 @@ class GroupMesh(Communicator):
         def calls() -> int:
             return 0 if (mesh := me()) is None else mesh.calls()
 
-        self._failures = failures = Failures(self._store, name, world_mesh.rank(), ranks, connections, calls)
+        self._failures = failures = Failures(self._store, name, world_mesh.rank(), ranks, owned, calls)
 
         def look(group: Any) -> Callable[[], None]:
             """A check for failures, for ranks that wait for a message over a group."""
@@ -101,7 +99,7 @@ class GroupMesh(Communicator):
         backends = dict(pair.split(":") for pair in dist.get_backend_config(world_mesh).split(","))
         # Values for the host are sent from CPU memory where the backend can, so they do not wait for kernels.
         self._elsewhere = backends.get("cpu", "nccl") == "nccl"
-        self._connections, self._down = connections, False
+        self._down = False
         self._all = {id(axis): axis for axis in (*axes.values(), whole)}.values()
         self._owned, self._process = owned, os.getpid()
         if links is not None:
@@ -109,6 +107,7 @@ class GroupMesh(Communicator):
             weakref.finalize(self, links.close).atexit = False
         if owned:
             weakref.finalize(self, destroy, list(self._all), _every_axis, "", self._process).atexit = False
+        weakref.finalize(self, failures.closes)
         MESHES.add(self)
 
     @property
@@ -170,12 +169,9 @@ class GroupMesh(Communicator):
             self.report(error, step)
             failed_in = getattr(error, "step", None)
             self.use.unfinished.settle(_SETTLE_S, step if failed_in is None else failed_in)
-            opened = self._connections.opened()
             if self.size > 1 and any(axis.group is not None and axis.group is dist.group.WORLD for axis in self._all):
                 ENDED.append(described(error))
             self._take_down(described(error))
-            # Last, since the messages under way may still end, and gloo may not notice connections that are cut.
-            shut(opened)
 
     def leave_together(self, text: str, limit_s: float | None = None) -> bool:
         if self._down or self._process != os.getpid() or self.lost() is not None:
@@ -200,6 +196,7 @@ class GroupMesh(Communicator):
             failed = not comes(event, _LAST_S)  # a peer may have ended before it reached the same message
         if self._links is not None:
             self._links.settle(_SETTLE_S)
+        self._failures.closes()
         self._take_down("a message to a rank that has ended was under way" if failed else "")
 
     def _take_down(self, failure: str) -> None:
@@ -239,9 +236,7 @@ TIMEOUT_S = 600.0
 
 def mesh_from_group(group: Any) -> Communicator:
     """A mesh of one axis, "data", over the user's process group, which it takes down when a rank fails."""
-    return GroupMesh(
-        {"data": group.size()}, {"data": group}, group, timeout_of(group), False, Connections(()), owned=False
-    )
+    return GroupMesh({"data": group.size()}, {"data": group}, group, timeout_of(group), False, owned=False)
 
 
 def timeout_of(group: Any) -> float:

@@ -19,7 +19,6 @@ from .._errors import CollectiveTimeout, DesyncError, JoinError, PeerLost, Trans
 from ..transforms.axes import Axis, One, bind_in_backward, bound, bound_call
 from ..transforms.base import devices, flag, is_number
 from ._connect import chosen_transport, limited, meet_and_connect
-from ._failures import Connections
 from ._group_mesh import ENDED, MESHES, TIMEOUT_S, GroupMesh, mesh_from_group, timeout_of
 from ._launch import Launch, read_launch
 from ._mesh import Communicator, Mesh, SimulatedMesh, check_mesh
@@ -246,7 +245,7 @@ def nested_mesh(shape: dict[str, int], group: Any = None) -> Communicator:
                 groups = {**groups, name: one} if here in line else groups
             elif here in line:
                 groups[name] = dist.new_group(line, timeout=timeout, use_local_synchronization=True)
-    return GroupMesh(shape, groups, whole, timeout.total_seconds(), False, Connections(()), owned=False)
+    return GroupMesh(shape, groups, whole, timeout.total_seconds(), False, owned=False)
 
 
 @contextlib.contextmanager

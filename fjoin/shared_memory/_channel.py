@@ -70,18 +70,8 @@ class HostChannel:
             return take([parts[rank] for rank in self.ranks])
 
         call = zlib.crc32(f"{op} {source.dtype} {same}".encode())
-        exchange = Exchange(
-            self.links,
-            (self.number, self._message),
-            source,
-            others,
-            call,
-            taken,
-            pushes,
-            settles,
-            inline,
-            self._failing,
-        )
+        key = self.number, self._message
+        exchange = Exchange(self.links, key, source, others, call, taken, self._failing, pushes, settles, inline)
         # Profilers see it, as they see the messages of a process group.
         with record_function(f"fjoin::{op}") if profiler._is_profiler_enabled else contextlib.nullcontext():
             self.links.start(exchange)

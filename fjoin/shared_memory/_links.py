@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 import torch
@@ -18,66 +19,66 @@ from torch import Tensor
 from .._errors import DesyncError, JoinError, TransportError, closed
 from ..transforms.base import uncompiled
 from ._memory import HostMemory, Region
-from ._packets import DROPPED, INLINE, INLINE_BYTES, MEMORY, PART, ROOM, TAKEN, Head, Late, Peer, PeerGone, Sleeper
+from ._packets import DROPPED, INLINE, INLINE_BYTES, MEMORY, PART, ROOM, TAKEN, Head, Late, Peer, PeerGone, poll_of
 
 _NOTHING = torch.empty(0)
 
 
+@dataclass(eq=False)
 class Exchange:
     """A message in which every rank gives each other rank a part.
 
-    Args:
+    Attributes:
         links: The connections.
         key: The number of the axis, and that of the message on it.
         source: This rank's values, 1-d and contiguous.
         given: Rank -> the range of `source` that it gets.
         fingerprint: Of the call; it must be the same on all ranks.
         take: Gets rank -> its part, of `source`'s dtype, and copies what it needs. It may return a number, which travels
-            with the answer that the part has been taken.
+            with the answer that the part has been taken. None once the parts have been taken.
+        failing: Raises where a rank has failed; called at intervals of a wait.
         pushes: Whether `take` writes into the parts, for their ranks. Then `source` holds their results once all others
             have taken theirs.
         settles: Whether a wait also waits until all others have taken their parts, so that `source` may be written into. It
             does where others read `source` itself, and not a copy.
         inline: Whether small parts may travel in the packets, which are not answered.
-        failing: Raises where a rank has failed; called at intervals of a wait.
-
-    Attributes:
-        number: That of this rank's `take`.
         waiting: A context in which the host waits.
-        total: The sum of the numbers of this rank's `take` and those of all ranks that have answered; the same on all ranks
-            once all have answered.
+        numbers: That of this rank's `take` first, and those of all ranks that have answered.
+        from_memory: The ranks whose part was not in a packet: they get an answer.
     """
 
-    def __init__(
-        self,
-        links: HostLinks,
-        key: tuple[int, int],
-        source: Tensor,
-        given: dict[int, tuple[int, int]],
-        fingerprint: int,
-        take: Callable[[dict[int, Tensor]], float | None],
-        pushes: bool = False,
-        settles: bool = False,
-        inline: bool = True,
-        failing: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._links, self.key, self.source, self.given = links, key, source, given
-        self.fingerprint, self.pushes, self._failing = fingerprint, pushes, failing
-        self._take: Callable[[dict[int, Tensor]], float | None] | None = take
-        self._settles, self.inline = settles or pushes, inline and not pushes
-        self.number, self._numbers = 0.0, list[float]()
-        self.taken, self.is_settled, self.untaken, self.from_memory = False, False, set[int](), list[int]()
-        self.failed: Exception | None = None
-        self.waiting: AbstractContextManager[None] = nullcontext()
-        self._copy: Region | None = None
-        self._result: Tensor | None = None
+    links: HostLinks
+    key: tuple[int, int]
+    source: Tensor
+    given: dict[int, tuple[int, int]]
+    fingerprint: int
+    take: Callable[[dict[int, Tensor]], float | None] | None
+    failing: Callable[[], None]
+    pushes: bool = False
+    settles: bool = False
+    inline: bool = True
+    waiting: AbstractContextManager[None] = field(default_factory=nullcontext)
+    is_settled: bool = False
+    untaken: set[int] = field(default_factory=set)
+    from_memory: list[int] = field(default_factory=list)
+    numbers: list[float] = field(default_factory=list)
+    failed: Exception | None = None
+    _copy: Region | None = None
+    _result: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.settles, self.inline = self.settles or self.pushes, self.inline and not self.pushes
+
+    @property
+    def taken(self) -> bool:
+        return self.take is None
 
     def place(self, memory: HostMemory) -> tuple[int, int, int]:
         """Where other ranks can read `source`, or a copy of it: a region, its size, and the first byte in it."""
         lazy = self.source.is_conj() or self.source.is_neg()  # its memory does not hold its values
         found = None if lazy else memory.find(self.source)
         if found is not None:
-            self._settles = True
+            self.settles = True
             return found
         nbytes = self.source.numel() * self.source.element_size()
         self._copy = memory.borrow(nbytes)
@@ -88,12 +89,11 @@ class Exchange:
 
     def try_take(self) -> bool:
         """Take the parts, if all are here. An error is kept for this message's `wait`, whichever thread takes the parts."""
-        peers = self._links.peers
-        if not all(self.key in peers[rank].parts for rank in self.given):
+        peers, take = self.links.peers, self.take
+        if take is None or not all(self.key in peers[rank].parts for rank in self.given):
             return False
         packets = {rank: peers[rank].parts.pop(self.key) for rank in self.given}
-        take, self._take = self._take, None  # it may refer to this object
-        self.taken = True
+        self.take = None  # it may refer to this object
         odd = [rank for rank, packet in packets.items() if packet.fingerprint != self.fingerprint]
         if odd:
             self.failed = DesyncError(
@@ -101,55 +101,56 @@ class Exchange:
                 f"the same program on all ranks"
             )
             return True
-        assert take is not None
         self.from_memory = [rank for rank, packet in packets.items() if packet.shared]
         try:
-            self.number = take({rank: one.values.view(self.source.dtype) for rank, one in packets.items()}) or 0.0
+            number = take({rank: one.values.view(self.source.dtype) for rank, one in packets.items()})
+            self.numbers.insert(0, number or 0.0)
         except Exception as error:
             self.failed = error
-        self._numbers.append(self.number)
+            self.numbers.insert(0, 0.0)
         return True
 
     def settle(self) -> bool:
         """Whether all other ranks have taken their parts, so that `source` may be overwritten."""
         for rank in list(self.untaken):
-            value = self._links.peers[rank].taken.pop(self.key, None)
+            value = self.links.peers[rank].taken.pop(self.key, None)
             if value is not None:
-                self._numbers.append(value)
+                self.numbers.append(value)
                 self.untaken.discard(rank)
         if self.untaken or not self.taken:
             return False
         if self._copy is not None:
             if self.pushes and self._result is not None:
                 self._result.copy_(self.source)
-            self._links.memory.give_back(self._copy)
+            self.links.memory.give_back(self._copy)
             self._copy = self._result = None
         self.source, self.is_settled = _NOTHING, True
         return True
 
     @property
     def total(self) -> float:
-        return sum(sorted(self._numbers))  # in one order on all ranks
+        """The sum of all numbers: the same on all ranks once all have answered."""
+        return sum(sorted(self.numbers))  # in one order on all ranks
 
     def arrived(self) -> bool:
         """Whether a wait would not wait."""
-        self._links.progress()
-        return self.is_done() or self.failed is not None or self._links.lost(self.needed())
+        self.links.progress()
+        return self.is_done() or self.failed is not None or self.links.lost(self.needed())
 
     def is_done(self) -> bool:
-        return self.taken and self.failed is None and (not self._settles or self.is_settled)
+        return self.taken and self.failed is None and (not self.settles or self.is_settled)
 
     @uncompiled
     def wait(self) -> None:
         """Wait for the parts, and where `settles` until all have taken theirs."""
         with self.waiting:
-            self._links.wait(lambda: self.failed is not None or self.is_done(), self.needed, self._failing)
+            self.links.wait(lambda: self.failed is not None or self.is_done(), self.needed, self.failing)
         if self.failed is not None:
             raise self.failed
 
     def needed(self) -> list[int]:
         """The ranks that a wait would wait for."""
-        peers = self._links.peers
+        peers = self.links.peers
         if not self.taken:
             return [rank for rank in self.given if self.key not in peers[rank].parts]
         return list(self.untaken)
@@ -199,12 +200,13 @@ class HostLinks:
         self._under_way: list[Exchange] = []
         self._room = bytearray(ROOM)
         self._lock = threading.RLock()
+        self._moved, self._reads = threading.Condition(self._lock), False  # whether a thread sleeps until packets come
         self.closed, self.count, self._failure = False, 0, ""
         self.report: Callable[[TransportError], object] = lambda error: None
         self.memory = HostMemory()
-        self.sleeper = Sleeper(self._lock, self.peers.values())
-        for peer in self.peers.values():
-            peer.send(Head(MEMORY), fd=self.memory.fd)
+        self.memory.give_back(self.memory.borrow(1))  # a limit shows here, and in a packet as large as any
+        for i, peer in enumerate(self.peers.values()):
+            peer.send(Head(MEMORY), b"" if i else bytes(2 * INLINE_BYTES), self.memory.fd)
         _OPEN.add(self)
 
     def meet(self, check: Callable[[], None] = lambda: None) -> None:
@@ -221,15 +223,15 @@ class HostLinks:
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A tensor of zeros whose messages need no copy."""
-        try:
-            return self.memory.zeros(numel, dtype)
-        except OSError as error:
-            self._fail(error)
+        return self._made(self.memory.zeros, numel, dtype)
 
     def lend(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A tensor of arbitrary values whose messages need no copy."""
+        return self._made(self.memory.lend, numel, dtype)
+
+    def _made(self, make: Callable[[int, torch.dtype], Tensor], numel: int, dtype: torch.dtype) -> Tensor:
         try:
-            return self.memory.lend(numel, dtype)
+            return make(numel, dtype)
         except OSError as error:
             self._fail(error)
 
@@ -260,26 +262,24 @@ class HostLinks:
     # -- receiving ---------------------------------------------------------------------------------
 
     def _move(self) -> None:
-        """Read all packets that have arrived, send those that wait, and take the parts of messages that are complete."""
+        """Read all packets that have arrived, send those that wait, and take the parts of messages that are complete.
+
+        A thread that sleeps wakes when packets come. No other one reads them, or it would sleep on.
+        """
         for peer in self.peers.values():
             peer.flush()
-            while not peer.ended and peer.read(self._room):
+            while not self._reads and not peer.ended and peer.read(self._room):
                 pass
         self._advance()
 
     def _advance(self) -> None:
         """Take the parts of all messages that are complete."""
-        before = len(self._under_way)
-        moved = False
         for exchange in self._under_way:
-            if not exchange.taken and exchange.try_take():
-                moved = True
+            if exchange.try_take():
                 axis, message = exchange.key
                 for rank in exchange.from_memory:
-                    self.peers[rank].send(Head(TAKEN, axis, message=message, number=exchange.number))
+                    self.peers[rank].send(Head(TAKEN, axis, message=message, number=exchange.numbers[0]))
         self._under_way = [exchange for exchange in self._under_way if not exchange.settle()]
-        if moved or len(self._under_way) < before:
-            self.sleeper.wake()
 
     # -- waiting -----------------------------------------------------------------------------------
 
@@ -334,14 +334,27 @@ class HostLinks:
                 if now >= end:
                     raise Late(f"Operation timed out: a message between ranks of this host, after {limit_s:g} s")
                 pause = min(looks, end) - now
-                reads = self.sleeper.enters(pause)
-            if reads:
-                self.sleeper.sleep(pause)
+                if self._reads:
+                    self._moved.wait(pause)
+                else:
+                    self._sleep(pause)
             now = time.monotonic()
             if now >= looks:
                 check()
                 now = time.monotonic()
                 looks = now + _LOOK_S
+
+    def _sleep(self, seconds: float) -> None:
+        """Sleep until a packet comes; without the lock, so that other threads may start messages."""
+        poll = poll_of(self.peers.values())
+        self._reads = True
+        self._lock.release()
+        try:
+            poll.poll(seconds * 1e3)
+        finally:
+            self._lock.acquire()
+            self._reads = False
+            self._moved.notify_all()
 
     def settle(self, limit_s: float) -> None:
         """Wait, before this rank closes its connections, for all messages under way that no lost rank is needed for.
@@ -370,7 +383,7 @@ class HostLinks:
                     peer.connection.shutdown(socket.SHUT_RDWR)
                 peer.close()
             self._under_way.clear()
-            self.sleeper.close()
+            self._moved.notify_all()
 
 
 _OPEN: weakref.WeakSet[HostLinks] = weakref.WeakSet()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .._errors import JoinError
-from .._functional import warn_of_module_params
+from .._functional import refuse_module_params
 from ..buckets import GradBuffer, GradHooks, Storage, copy_if_aliased
 from ..groups import Communicator
 from ..step import StateData, StepCheck, StepHook, power_near
@@ -265,7 +265,7 @@ class Passes:
         with bind_in_backward(forward.axes, forward.call):
             if forward.loss is not None:
                 with self.hooks.keeping():
-                    self._backward(forward.loss, grad_output, storage, 0)
+                    self._backward(forward.loss, grad_output, storage)
             elif forward.replayed is not None:
                 with storage.grads_aside(), self.hooks.keeping():
                     NOTHING.backward(forward.replayed)
@@ -274,24 +274,21 @@ class Passes:
         """Run the backward pass of a step, whose gradients the queue sends."""
         with bind_in_backward(forward.axes, forward.call):
             if forward.loss is not None:
-                self._backward(forward.loss, grad_output, storage, 2)
+                self._backward(forward.loss, grad_output, storage)
             elif forward.replayed is not None and self.hooks.queue is not None:
                 with self.hooks.queue.muted(storage):
                     NOTHING.backward(forward.replayed)
 
-    def _backward(self, loss: Tensor, grad_output: GradOutput, storage: Storage, inside: int) -> None:
-        """Run the backward pass, and check that it reaches a parameter, until one pass has.
-
-        Args:
-            inside: The number of calls between a step's and this one, beyond those within a window, for the place of a
-                warning.
+    def _backward(self, loss: Tensor, grad_output: GradOutput, storage: Storage) -> None:
+        """The backward pass; the first loss is checked.
 
         Raises:
-            ValueError: it reaches no parameter.
+            ValueError: it reaches no parameter, or one of a module that `functional` has taken.
         """
-        grad_output.backward(loss)
         if self._reached:
-            return
+            return grad_output.backward(loss)
+        refuse_module_params([loss])
+        grad_output.backward(loss)
         queue = self.hooks.queue
         taken = queue is not None and any(any(out.taken) for out in queue.outgoing)
         kept = bool(storage.window) or any(leaf.grad is not None for leaf in storage.leaves.values())
@@ -302,4 +299,3 @@ class Passes:
                 "batch out, give it weight 0"
             )
         self._reached = True
-        warn_of_module_params(loss, stacklevel=8 + inside)

@@ -92,7 +92,7 @@ def raise_with_a_child(rank: int, report: Report, who: int) -> None:
     _train(rank, report, act)
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="sockets are found in /proc")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="processes are looked up in /proc")
 @pytest.mark.parametrize(("who", "ranks"), [(1, 2), (0, 3)])
 def test_a_living_child_of_a_failed_rank_does_not_hide_its_failure(who: int, ranks: int) -> None:
     with Ranks(ranks, raise_with_a_child, who) as run:
@@ -117,6 +117,32 @@ def test_a_killed_rank_is_noticed(who: int, ranks: int) -> None:
         for _, seconds, (kind, text, _, step, steps) in run.after("dying", ranks - 1):
             assert kind == "PeerLost" and step == 2 and steps == 2, (kind, text)
             assert seconds < 4.0
+
+
+def die_with_a_child(rank: int, report: Report, transport: str) -> None:
+    os.environ["FJOIN_TRANSPORT"] = transport
+
+    def act(rank: int, step: int) -> None:
+        if (rank, step) == (1, 2):
+            if (child := os.fork()) == 0:  # as a DataLoader's worker, it has the sockets of this rank
+                signal.pause()
+            report(("child", child))
+            report("dying")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    _train(rank, report, act)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="processes are looked up in /proc")
+@pytest.mark.parametrize("transport", ["gloo", "shared"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_living_child_of_a_killed_rank_does_not_hide_its_end(ranks: int, transport: str) -> None:
+    with Ranks(ranks, die_with_a_child, transport) as run:
+        found = run.after("dying", ranks)
+        (child,) = (value[1] for _, _, value in found if value[0] == "child")
+        os.kill(child, signal.SIGKILL)
+    for _, seconds, (kind, text, *failed, _) in (one for one in found if one[2][0] != "child"):
+        assert (kind, failed) == ("PeerLost", [1, 2]) and seconds < 10.0, text
 
 
 def stop(rank: int, report: Report, who: int, when: int) -> None:

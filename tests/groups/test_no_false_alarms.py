@@ -143,3 +143,23 @@ def test_no_rank_is_taken_for_lost(name: str) -> None:
     ranks = PROGRAMS[name][1]
     with Ranks(ranks, go, name) as run:
         assert [run.next()[2] for _ in range(ranks)] == [("fine", "", None)] * ranks
+
+
+def end_without_close(rank: int, report: Report) -> None:
+    """Rank 2 has its part of a broadcast at once, drops its mesh and ends, while rank 3 waits for rank 1."""
+
+    def run() -> None:
+        mesh = fjoin.mesh({"data": -1}, timeout_s=LONG_S)
+        with fjoin.bind(mesh):
+            if rank == 1:
+                late()
+            tx.pbroadcast(torch.ones(1), "data", 0)
+
+    ended(report, run)
+    if rank == 2:
+        os._exit(0)
+
+
+def test_a_rank_that_drops_its_mesh_and_ends_was_not_killed() -> None:
+    with Ranks(4, end_without_close) as run:
+        assert [run.next()[2] for _ in range(4)] == [("fine", "", None)] * 4

@@ -99,10 +99,10 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 
 
 def test_ranks_of_other_users_and_name_spaces_are_on_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = _hosts.host_name()
-    assert own == _hosts.host_name()
+    own = _hosts.host_name("net", "user")
+    assert own == _hosts.host_name("net", "user")
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    other_user = _hosts.host_name()
+    other_user = _hosts.host_name("net", "user")
     monkeypatch.undo()
     monkeypatch.setattr(os, "readlink", lambda path: f"{path}:[1]")
-    assert len({own, other_user, _hosts.host_name()}) == 3
+    assert len({own, other_user, _hosts.host_name("net", "user")}) == 3

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.shared_memory import HostChannel, HostLinks, _memory, _packets, _rendezvous as _hosts
+from fjoin.shared_memory import HostChannel, HostLinks, _packets, _rendezvous as _hosts
 from tests.helpers import raises_text
 from tests.ranks import Ranks
 
@@ -40,10 +40,10 @@ def small_limit(kind: int) -> tuple[int, int]:
 
 # Where the system refuses -> what is replaced. The first ones are seen by each rank alone, the last ones while it connects.
 CALLS: dict[str, tuple[Any, str, Any]] = {
+    "files of any size": (resource, "getrlimit", small_limit), "a socket": (_hosts, "_new_socket", refuses),
     "memory": (os, "memfd_create", refuses), "memory's size": (os, "posix_fallocate", refuses),
-    "an event": (os, "eventfd", refuses), "a descriptor in a packet": (_hosts, "send", only_plain),
-    "files of any size": (resource, "getrlimit", small_limit), "a descriptor later": (_packets, "send", only_plain),
-    "the memory of another rank": (_packets.Peer, "read", refuses), "memory later": (_memory.os, "memfd_create", None),
+    "a descriptor in a packet": (_packets, "send", only_plain),
+    "the memory of another rank": (_packets.Peer, "read", refuses),
 }  # fmt: skip
 
 
@@ -51,17 +51,12 @@ CALLS: dict[str, tuple[Any, str, Any]] = {
 def refused(what: str) -> Iterator[None]:
     owner, name, other = CALLS[what]
     own, transport = getattr(owner, name), os.environ.pop("FJOIN_TRANSPORT")
-    _hosts.can_share.cache_clear()
-    if other is None:  # not before the ranks have looked whether they can share
-        assert _hosts.can_share()
-        other = refuses
     setattr(owner, name, other)
     try:
         yield
     finally:
         setattr(owner, name, own)
         os.environ["FJOIN_TRANSPORT"] = transport
-        _hosts.can_share.cache_clear()
 
 
 def with_a_refusal(what: str) -> Any:
