@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import sys
 import threading
 import warnings
@@ -264,12 +265,12 @@ class _Copies:
             new["_modules"] = {
                 name: None if child is None else self.of(child, f"{prefix}{name}.") for name, child in children.items()
             }
-        if isinstance(module, nn.RNNBase):  # it keeps lists of its parameters
+        keeps_lists, assigns = _facts(kind)
+        if keeps_lists:
             weights = [getattr(copy, name, None) for name in module._flat_weights_names]
             new["_flat_weights"] = weights
             new["_flat_weight_refs"] = [None if w is None else weakref.ref(w) for w in weights]
-        # Forward passes of torch's own classes assign no attributes.
-        if not kind.__module__.startswith("torch.nn.modules.") or own["_forward_hooks"] or own["_forward_pre_hooks"]:
+        if assigns or own["_forward_hooks"] or own["_forward_pre_hooks"]:
             self._assigning.append((own, new.copy(), copy))
         return copy
 
@@ -279,7 +280,8 @@ class _Copies:
         for name, tensor in own.items():
             if tensor is None:
                 continue
-            path = self._paths.of(tensor) or prefix + name
+            known = self._paths.known.get(id(tensor))
+            path = known[1] if known is not None and known[0]() is tensor else prefix + name
             new = found.get(path)
             if new is None:
                 new = self._given.get(path)
@@ -305,9 +307,18 @@ class _Copies:
     def write_back(self) -> None:
         """Write the plain attributes that a call has assigned, such as kept losses, to the modules."""
         for own, before, copy in self._assigning:
-            for name, value in copy.__dict__.items():
+            now = copy.__dict__
+            if len(now) == len(before) and not any(map(operator.is_not, now.values(), before.values())):
+                continue
+            for name, value in now.items():
                 if before.get(name, self) is not value and name != "training" and not _is_wrapped(value):
                     own[name] = value
+
+
+@functools.lru_cache(maxsize=256)
+def _facts(kind: type) -> tuple[bool, bool]:
+    """Whether modules of a class keep lists of their parameters, and whether their forward pass may assign attributes."""
+    return issubclass(kind, nn.RNNBase), not kind.__module__.startswith("torch.nn.modules.")
 
 
 def _is_wrapped(value: Any) -> bool:
