@@ -265,9 +265,9 @@ class _Copies:
             new["_modules"] = {
                 name: None if child is None else self.of(child, f"{prefix}{name}.") for name, child in children.items()
             }
-        keeps_lists, assigns = _facts(kind)
+        keeps_lists, assigns = _facts(kind)  # type: ignore[arg-type]
         if keeps_lists:
-            weights = [getattr(copy, name, None) for name in module._flat_weights_names]
+            weights = [getattr(copy, name, None) for name in module._flat_weights_names]  # type: ignore[union-attr]
             new["_flat_weights"] = weights
             new["_flat_weight_refs"] = [None if w is None else weakref.ref(w) for w in weights]
         if assigns or own["_forward_hooks"] or own["_forward_pre_hooks"]:
@@ -316,7 +316,7 @@ class _Copies:
 
 
 @functools.lru_cache(maxsize=256)
-def _facts(kind: type) -> tuple[bool, bool]:
+def _facts(kind: Any) -> tuple[bool, bool]:
     """Whether modules of a class keep lists of their parameters, and whether their forward pass may assign attributes."""
     return issubclass(kind, nn.RNNBase), not kind.__module__.startswith("torch.nn.modules.")
 
