@@ -16,6 +16,7 @@ import importlib.util
 import inspect
 import io
 import json
+import re
 import subprocess
 import sys
 import tokenize
@@ -257,6 +258,13 @@ def test_a_file_has_at_most_300_code_lines(module: str) -> None:
 def test_a_room_has_at_most_a_dozen_files(room: str) -> None:
     files = [m for m in sources() if room_of(m) == room and not m.endswith(("__init__", "__main__"))]
     assert len(files) <= 12
+
+
+@pytest.mark.parametrize("room", sorted(rooms()))
+def test_a_face_that_lists_files_lists_those_of_its_room(room: str) -> None:
+    listed = re.findall(r"^(_\w+) {2,}\S", sources().get(f"{room}.__init__", ""), re.MULTILINE)
+    files = [m.rpartition(".")[2] for m in sources() if room_of(m) == room and not m.endswith(("__init__", "__main__"))]
+    assert sorted(listed) in ([], sorted(files))
 
 
 def test_counts_of_a_small_example() -> None:

@@ -18,8 +18,7 @@ from ..groups import Mesh
 from ..training import Metrics, OnSignal
 from ._folder import Folder
 from ._load import restored
-from ._plan import Plan
-from ._save import Save
+from ._save import Plan, Save
 from ._sources import add_position, source_of
 from ._values import Snapshot, extra_apart
 

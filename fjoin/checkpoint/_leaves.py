@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from .._errors import CheckpointError
-from ._files import DAMAGED, typed_errors
+from ._files import DAMAGED, DTYPES, TensorFile, typed_errors
 from ._manifest import OWN_FILES, Leaf, Manifest, Part
-from ._safetensors import DTYPES, TensorFile
 
 
 class Leaves:

@@ -17,11 +17,10 @@ from ..groups import Communicator
 from ..transforms.axes import Grid
 from ..transforms.base import Merge, map_with_path
 from ..transforms.layout import merged
-from ._files import decoding
+from ._files import DTYPES, decoding
 from ._folder import Folder
 from ._leaves import Leaves
 from ._manifest import Leaf, Part, read_commit
-from ._safetensors import DTYPES
 from ._sources import DATA, Source, position_of
 from ._values import Snapshot, Values, given, matches, put_together
 

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .._errors import CheckpointError
-from ._files import BLOCK, FileEntry, decoding, open_file, read_small, typed_errors, write_blocks
-from ._safetensors import DTYPES, check_shape
+from ._files import BLOCK, DTYPES, FileEntry, check_shape, decoding, open_file, read_small, typed_errors, write_blocks
 
 VERSION = 1
 OWN_FILES = frozenset({"manifest.json", "COMMIT"})  # beside those that a manifest lists

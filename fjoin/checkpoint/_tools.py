@@ -7,11 +7,10 @@ import uuid
 from pathlib import Path
 
 from .._errors import CheckpointError
-from ._files import sync_folder, typed_errors
+from ._files import sync_folder, typed_errors, write_file
 from ._folder import Folder
 from ._leaves import Leaves
 from ._manifest import read_step
-from ._safetensors import write_file
 
 _PARAMS = "params."
 

@@ -1,4 +1,15 @@
-"""One step on buckets: its hook, its stages, what follows from what ranks said."""
+"""One step on buckets: its hook, its stages, what follows from what ranks said.
+
+Files, from the ground up:
+_hook_state    the hook's state, as a step stores it
+_verdict       whether to step, from the record and the gradients; the divisor that the optimizer's kernels apply
+_interleave    stages of several buckets in turns, and side streams
+_run           the optimizer's kernels on buckets
+_body          the data of a training state, and the ends of a step
+_agreements    the records that ranks sum
+_stages        the stages of a hook, on buckets and on the whole tree
+_hook          the hook: `AllReduceHook` sums and gives the divisor of a plain mean
+"""
 
 from ._agreements import Agreements as Agreements
 from ._body import EndStates as EndStates, StateData as StateData, init_ends as init_ends, run_end as run_end

@@ -1,4 +1,18 @@
-"""`train_step`: its passes, its state, its loop over uneven inputs; its numbers and its timeline while it trains."""
+"""`train_step`: its passes, its state, its loop over uneven inputs; its numbers and its timeline while it trains.
+
+Files, in the order in which a step meets them:
+_train_step    `train_step` and `TrainStep`
+_join          the loop over uneven inputs, and its last batch for a rank without input
+_run           a step on this rank: windows, forward, backward, and the program behind them
+_passes        the forward and backward passes; a rank of weight 0 computes nothing and brings zeros
+_loss          calls of the user's functions
+_flat_memory   the program's operations on flat buckets
+_state         `TrainState`
+_metrics       what a step returns beside it
+_failures      a step that raised, and what the other ranks learn of it
+_signals       a signal as a request
+_watch         `show` and `trace`
+"""
 
 from ._join import NO_BATCH as NO_BATCH, JoinedLoader as JoinedLoader
 from ._loss import weigh as weigh

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 import fjoin
-from fjoin.checkpoint._files import FileEntry
+from fjoin.checkpoint._files import FileEntry, write_file
 from fjoin.checkpoint._folder import Folder
 from fjoin.checkpoint._load import chosen
 from fjoin.checkpoint._manifest import Leaf, Manifest, Part
-from fjoin.checkpoint._safetensors import write_file
 
 RUN = "a" * 32
 CODES = {

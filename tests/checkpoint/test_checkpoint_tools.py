@@ -12,9 +12,9 @@ import torch
 import fjoin
 from fjoin import checkpoint
 from fjoin.checkpoint.__main__ import main
+from fjoin.checkpoint._files import write_file
 from fjoin.checkpoint._folder import Folder
 from fjoin.checkpoint._manifest import Leaf, Part
-from fjoin.checkpoint._safetensors import write_file
 from tests.checkpoint.saved_steps import a_state, new_manifest, read_safetensors, save
 from tests.helpers import raises_text
 

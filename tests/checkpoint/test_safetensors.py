@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 import fjoin
-from fjoin.checkpoint._files import FileEntry
-from fjoin.checkpoint._safetensors import TensorFile, write_file
+from fjoin.checkpoint._files import FileEntry, TensorFile, write_file
 from tests.checkpoint.saved_steps import CODES, entry_of, read_safetensors
 from tests.helpers import raises_text
 
