@@ -15,6 +15,7 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .transforms.base import flag, path_string
@@ -23,16 +24,28 @@ from .transforms.base import flag, path_string
 TAKEN: Any = WeakIdKeyDictionary()
 
 
-def refuse_module_params(tensors: Iterable[Any], path_of: Callable[[Tensor], str | None] = TAKEN.get) -> None:
+_BY_ATTRIBUTES = (
+    "functional has made a function of it, whose parameters and buffers are those given to apply. A forward pass must reach its "
+    "submodules by attributes, self.name = ..., nn.ModuleList or nn.ModuleDict, and not by a plain list, dict, object, closure or "
+    "bound method"
+)
+
+
+def refuse_module_params(
+    tensors: Iterable[Any], path_of: Callable[[Tensor], str | None] = TAKEN.get, given: Iterable[Any] = ()
+) -> None:
     """Check that tensors do not depend on the parameters of a module itself, but only on those given to its `Apply`.
 
     Args:
         path_of: The path of a parameter of such a module; None for any other tensor.
+        given: Tensors that may depend on them.
 
     Raises:
         ValueError: they do.
     """
-    seen, waiting = set[Any](), [tensor.grad_fn for tensor in tensors if isinstance(tensor, Tensor)]
+    known = [tensor for tensor in given if isinstance(tensor, Tensor)]
+    seen: set[Any] = {*map(id, known), *(tensor.grad_fn for tensor in known)}
+    waiting = [tensor.grad_fn for tensor in tensors if isinstance(tensor, Tensor)]
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
@@ -40,12 +53,10 @@ def refuse_module_params(tensors: Iterable[Any], path_of: Callable[[Tensor], str
         seen.add(node)
         waiting.extend(before for before, _ in node.next_functions)
         leaf = getattr(node, "variable", None)
-        if leaf is not None and (path := path_of(leaf)) is not None:
+        if leaf is not None and id(leaf) not in seen and (path := path_of(leaf)) is not None:
             raise ValueError(
-                f"the result reads the parameter {path!r} of the module itself, which keeps its value: functional has made a "
-                f"function of it, whose parameters are those given to apply. A forward pass must reach its submodules by "
-                f"attributes, self.name = ..., nn.ModuleList or nn.ModuleDict, and not by a plain list, dict, object, closure "
-                f"or bound method; elsewhere read params[{path!r}]"
+                f"the result reads the parameter {path!r} of the module itself, which keeps its value: {_BY_ATTRIBUTES}; elsewhere "
+                f"read params[{path!r}]"
             )
 
 
@@ -68,7 +79,10 @@ class Apply:
     def __init__(
         self, module: nn.Module, trained: frozenset[str], training: bool | None = None, paths: _Paths | None = None
     ) -> None:
-        self._trained, self._training, self._warned, self._searched = trained, training, False, False
+        self._trained, self._training, self._warned = trained, training, False
+        self._called = self._searched = (
+            False  # whether a call has shown that it runs copies only, and reads none of its own tensors
+        )
         self._lock, self._module = threading.Lock(), weakref.ref(module)
         self._paths = _Paths() if paths is None else paths
         self._aliases = self._paths.add(module)
@@ -105,8 +119,8 @@ class Apply:
             UserWarning: once, where the module updates buffers: the update is discarded.
 
         Raises:
-            ValueError: a path that the module does not have, or params that lack one; the module reaches a parameter of its own
-                by other objects, found in the first call with gradients.
+            ValueError: a path that the module does not have, or params that lack one; the first call runs a submodule that it
+                reaches by other objects than attributes; the first call with gradients outside torch.func reads such a parameter.
         """
         out, given, after = self._call(params, buffers, args, kwargs)
         if given and not self._warned:
@@ -144,11 +158,17 @@ class Apply:
         if copies.compiled:
             with self._alone(module):
                 return self._traced(given, args, kwargs)
-        out = copy(*args, **kwargs)
+        if self._called:
+            out = copy(*args, **kwargs)
+        else:
+            with copies.running_alone():
+                out = copy(*args, **kwargs)
+            self._called = True
         copies.write_back()
-        if not self._searched and torch.is_grad_enabled():
+        if not self._searched and torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active():
             found: Any = out
-            refuse_module_params(optree.tree_leaves(found), self._paths.of)
+            everything: Any = (params, buffers, args, kwargs)
+            refuse_module_params(optree.tree_leaves(found), self._paths.of, optree.tree_leaves(everything))
             self._searched = True
         return out, copies.buffers, copies.after() if copies.buffers else {}
 
@@ -294,6 +314,20 @@ class _Copies:
             held[name] = new
             self._places.setdefault(path, (held, name))
         return held
+
+    @contextlib.contextmanager
+    def running_alone(self) -> Iterator[None]:
+        """A context in which this thread may run the copies, and not the modules in whose place they stand."""
+        here = threading.get_ident()
+
+        def refuse(part: nn.Module, args: Any) -> None:
+            if threading.get_ident() == here and self._done.get(id(part), part) is not part:
+                raise ValueError(
+                    f"the forward pass runs a {type(part).__name__} of the module itself: {_BY_ATTRIBUTES}"
+                )
+
+        with register_module_forward_pre_hook(refuse):
+            yield
 
     def check(self) -> None:
         """Raises a ValueError if a path was given that the module does not have."""

@@ -83,7 +83,7 @@ _last: tuple[bytes, Any] = (b"", None)  # the memory of numpy's generator, and i
 
 
 def _numpy_state() -> tuple[Any, ...] | None:
-    """The state of numpy's stream, read anew only where it has moved.
+    """The state of numpy's stream, None for another generator than its default, MT19937; read anew only where it has moved.
 
     A normal number that is left over from a pair is not in the memory of the generator, so a state with one is read each time.
     """
@@ -261,10 +261,8 @@ class Position(Generic[B]):
             raise TypeError(f"{text}; pass a DataLoader, a list, or an object with state_dict and load_state_dict")
         ended = self._within and self._end == self.batches
         # A rank that is out of input loads its last batch again, for the body.
-        streams, mark = (
-            {"now": Streams.now().state_dict()},
-            self._marks.get(self.batches - (ended and self.batches > 0)),
-        )
+        mark = self._marks.get(self.batches - (ended and self.batches > 0))
+        streams = {"now": Streams.now().state_dict()}
         if mark and self._start is not None:
             streams |= {"start": self._start.state_dict(), "ahead": mark.streams.state_dict()}
         found: dict[str, Any] = {"epoch": self.epoch, "batches": self.batches, "steps": self.steps, "ended": ended}

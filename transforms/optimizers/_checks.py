@@ -138,13 +138,18 @@ def checked(forms: Forms, kernel: Callable[..., None]) -> Callable[..., None]:
                     f"those of init(params) do"
                 )
         if given[0]:
-            with torch.no_grad():
-                kernel(params, grads, states, **guards)
-            # Fused kernels do not: a graph that needs the old values would silently use the new ones.
-            torch.autograd.graph.increment_version(given[0])
+            unrecorded(lambda: kernel(params, grads, states, **guards), given[0])
 
     made.unchecked = kernel  # type: ignore[attr-defined]
     return made
+
+
+def unrecorded(step: Callable[[], None], params: list[Tensor]) -> None:
+    """Step parameters that a graph may need."""
+    with torch.no_grad():
+        step()
+    # Fused kernels do not increment the version: a graph that needs the old values would silently use the new ones.
+    torch.autograd.graph.increment_version(params)
 
 
 def guarded(step: Callable[..., None]) -> Callable[..., None]:

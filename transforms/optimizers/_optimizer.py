@@ -27,7 +27,7 @@ from ..base import (
     widened,
     with_fields,
 )
-from ._checks import Forms, check_count, checked, counted, unchecked
+from ._checks import Forms, check_count, checked, counted, unchecked, unrecorded
 from ._schedules import ScalarOrSchedule, value_at, watched
 
 
@@ -209,10 +209,7 @@ def step_lists_(
 ) -> None:
     """`step_in_place` for parameters that a graph may need; the guards may lie on another device."""
     here = {name: None if guard is None else guard.to(params[0].device) for name, guard in guards.items()}
-    with torch.no_grad():
-        step_in_place(part, params, grads, states, **here)
-    # Fused kernels do not increment the version: a graph that needs the old values would silently use the new ones.
-    torch.autograd.graph.increment_version(params)
+    unrecorded(lambda: step_in_place(part, params, grads, states, **here), params)
 
 
 def matched(optimizer: Optimizer, params: Tree, state: State) -> tuple[list[str], list[Any], list[Any], Any, list[Any]]:

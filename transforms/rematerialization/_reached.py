@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import types
@@ -79,7 +80,7 @@ def _inside(x: Any) -> Iterable[Any]:
         return x.func, *x.args, *x.keywords.values()
     if isinstance(x, types.FunctionType):
         return _in_function(x)
-    if isinstance(x, (list, tuple, dict)):
+    if isinstance(x, (list, tuple, set, frozenset, collections.deque, dict)):
         values = x.values() if isinstance(x, dict) else x
         return () if is_table(values) else values
     held = None if _is_closed(type(x).__module__) else getattr(x, "__dict__", None)
@@ -88,7 +89,7 @@ def _inside(x: Any) -> Iterable[Any]:
 
 def is_table(values: Collection[Any]) -> bool:
     """Whether a container is a large one of numbers or texts, of which tensors are no part."""
-    return len(values) > _TABLE and type(next(iter(values))) in _PLAIN
+    return len(values) > _TABLE and all(type(x) in _PLAIN for x in values)
 
 
 def _in_function(function: types.FunctionType) -> list[Any]:

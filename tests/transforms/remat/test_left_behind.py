@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import gc
@@ -266,3 +267,19 @@ def test_no_class_is_kept_alive() -> None:
     kind = use()
     gc.collect()
     assert kind() is None
+
+
+@pytest.mark.parametrize("kind", [set, collections.deque, lambda some: [None] * 101 + some, lambda some: {"a": some}])
+def test_modules_in_containers_are_reached(kind: Callable[[Any], Any]) -> None:
+    norm = nn.BatchNorm1d(4)
+    held = kind([norm])
+
+    def fn(x: Tensor) -> Tensor:
+        assert held
+        return norm_of(held)(x).sin()
+
+    def norm_of(held: Any) -> Any:
+        return held["a"][0] if isinstance(held, dict) else next(one for one in held if one is not None)
+
+    tx.remat(fn)(torch.ones(3, 4, requires_grad=True)).sum().backward()
+    assert norm.num_batches_tracked == 1
