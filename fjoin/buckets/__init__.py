@@ -8,5 +8,5 @@ from ._gather import (
     start_gather as start_gather,
 )
 from ._grad_buffer import BucketQueue as BucketQueue, GradBuffer as GradBuffer, GradHooks as GradHooks
-from ._module_hooks import REGISTERED as REGISTERED, BringsWindow as BringsWindow, gradients as gradients
+from ._module_hooks import REGISTERED as REGISTERED, gradients as gradients
 from ._storage import Storage as Storage

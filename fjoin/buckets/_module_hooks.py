@@ -1,9 +1,8 @@
-"""The hooks of torch's DistributedDataParallel: its buckets' gradients, and the facts that a Join needs of a hook of ours."""
+"""The hooks of torch's DistributedDataParallel: its buckets' gradients, and which modules have a hook of ours."""
 
 from __future__ import annotations
 
 import weakref
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -12,14 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 # The modules that have a hook of ours, which divides by itself, with the paths of the parameters that it steps.
 REGISTERED: weakref.WeakKeyDictionary[DistributedDataParallel, frozenset[str]] = weakref.WeakKeyDictionary()
-
-
-@runtime_checkable
-class BringsWindow(Protocol):
-    """A hook that counts the ranks with input."""
-
-    def brings_window(self) -> None:
-        """A rank without input brings the gradients of its open accumulation window, so it counts as one with input."""
 
 
 def gradients(bucket: GradBucket) -> list[Tensor]:

@@ -54,7 +54,7 @@ def hook_with_zero_step(
     if not isinstance(ddp, DistributedDataParallel) or not isinstance(zero, ZeroRedundancyOptimizer):
         raise TypeError(
             f"hook_with_zero_step takes a DistributedDataParallel and its fjoin.ZeroRedundancyOptimizer, got {type(ddp).__name__} and "
-            f"{type(zero).__name__}"
+            f"{type(zero).__module__}.{type(zero).__name__}"
         )
     if not zero.overlap_with_ddp:
         raise ValueError(

@@ -165,7 +165,6 @@ class Failures:
         name: The name of the mesh, the same on all its ranks.
         rank: This rank in the mesh.
         ranks: The mesh's ranks, as the default process group numbers them.
-        owned: Whether each rank says when it closes the mesh, so that one that ends without a word was killed.
         calls: The number of collectives that this rank has called, where that is known; otherwise 0.
     """
 
@@ -175,14 +174,13 @@ class Failures:
         name: str,
         rank: int,
         ranks: Sequence[int],
-        owned: bool = False,
         calls: Callable[[], int] = lambda: 0,
     ) -> None:
         self._calls = calls
         self._store, self._name, self._rank, self._ranks, self._size = store, name, rank, ranks, len(ranks)
-        self._owned, self._process, self._said = owned, os.getpid(), False
-        # This process: its host and numbering of processes, its number, and its start.
-        self._own = [host_name("pid"), os.getpid(), _start_of(os.getpid())]
+        # This process: its host and numbering of processes, its number, and its start; None where /proc shows other processes.
+        numbered = os.path.exists("/proc/self") and os.readlink("/proc/self") == str(os.getpid())
+        self._own = [host_name("pid"), os.getpid(), _start_of(os.getpid()) if numbered else None]
         self._processes: dict[int, list[Any]] = {}  # of the other ranks, by rank
         self._gone_before: set[int] = set()  # the ranks that were gone at the last check
         self._leaves = False  # whether this rank waits for the others to leave a loop
@@ -192,7 +190,6 @@ class Failures:
 
     def report(self, error: BaseException, step: int | None) -> None:
         """Reports a failure to the other ranks, unless another report came first."""
-        self._said = True
         if isinstance(error, (PeerLost, CollectiveTimeout)):
             failed, text = error.rank, str(error)
         else:
@@ -214,9 +211,8 @@ class Failures:
         return self._left_alone()
 
     def closes(self) -> None:
-        """Tell the other ranks that this one has closed its mesh, and was not killed."""
-        if self._owned and not self._said and self._process == os.getpid():
-            self._said = True
+        """Tell the other ranks that this one has closed its mesh, while its process may live on."""
+        if self._own[1] == os.getpid():
             with contextlib.suppress(RuntimeError):
                 self._store.set(_ANSWER_S, f"{self._name}/closed/{self._rank}", "")
                 self._store.set(_ANSWER_S, f"{self._name}/closed", "")
@@ -231,7 +227,7 @@ class Failures:
     def _has_ended(self, rank: int) -> bool:
         """Whether a rank has surely ended. Of one on another host nothing is known."""
         host, pid, start = self._processes.get(rank, ("", 0, ""))
-        return host == self._own[0] and _start_of(pid) not in (start, None)
+        return bool(start) and host == self._own[0] and _start_of(pid) not in (start, None)
 
     def _closed(self, ranks: Collection[int]) -> set[int]:
         """Those of some ranks that have closed their mesh."""
@@ -322,23 +318,17 @@ class Failures:
         )
 
     def raise_if_any(self, awaited: Collection[int]) -> None:
-        """Raise where another rank has reported a failure, where all awaited ranks are gone, or where one was killed.
+        """Raise where another rank has reported a failure, or where all awaited ranks are gone.
 
-        They must be gone in two checks in a row, since their last messages may still arrive. If some have ended in order,
-        these may already have done their part.
+        They must be gone in two checks in a row, since their last messages may still arrive. If only some have ended, these
+        may have done their part.
         """
         before, self._gone_before = self._gone_before, self.gone()
         # A report precedes the end of its rank, so read the report afterwards.
         if (failure := self.reported()) is not None:
             raise failure
-        gone = before & self._gone_before & set(awaited)
-        if awaited and (gone == set(awaited) or (self._owned and self._killed(gone))):
+        if awaited and set(awaited) <= before & self._gone_before:
             _raise(self.lost(None, ""))
-
-    def _killed(self, gone: set[int]) -> set[int]:
-        """Those of some ranks that have ended without closing their mesh."""
-        ended = {rank for rank in gone if self._has_ended(rank)}
-        return ended - self._closed(ended) if ended else ended
 
 
 def is_backend_error(error: BaseException) -> bool:

@@ -63,7 +63,7 @@ class GroupMesh(Communicator):
         def calls() -> int:
             return 0 if (mesh := me()) is None else mesh.calls()
 
-        self._failures = failures = Failures(self._store, name, world_mesh.rank(), ranks, owned, calls)
+        self._failures = failures = Failures(self._store, name, world_mesh.rank(), ranks, calls)
 
         def look(group: Any) -> Callable[[], None]:
             """A check for failures, for ranks that wait for a message over a group."""
@@ -107,7 +107,7 @@ class GroupMesh(Communicator):
             weakref.finalize(self, links.close).atexit = False
         if owned:
             weakref.finalize(self, destroy, list(self._all), _every_axis, "", self._process).atexit = False
-        weakref.finalize(self, failures.closes)
+            weakref.finalize(self, failures.closes).atexit = False
         MESHES.add(self)
 
     @property

@@ -121,10 +121,10 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             raise
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None, **arguments: Any) -> Any:  # type: ignore[override]
         """Step this rank's pieces, and gather the parameters; returns the result of `closure`, which is called first.
 
-        With `overlap_with_ddp` the backward pass has stepped already.
+        Further arguments are handed to the optimizer of the pieces. With `overlap_with_ddp` the backward pass has stepped already.
         """
         loss = None
         if closure is not None:
@@ -141,7 +141,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         pairs = list(zip(self._local.param_groups, self.param_groups, strict=True))
         for mine, group in pairs:
             mine.update(without_params(group))
-        step_as(self, self._local)
+        step_as(self, self._local, **arguments)
         for mine, group in pairs:  # values that the optimizer keeps there
             group.update(without_params(mine))
         gather(self._shards, self._mesh.axes["data"])

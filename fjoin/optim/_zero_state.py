@@ -62,7 +62,7 @@ def gather_states(
     rows, bad = "[]", ""
     try:
         rows = json.dumps([(*one[:3], _described(one.state, device, parts), one.sliced) for one in owned])
-    except TypeError as error:  # the other ranks wait for this one's part
+    except Exception as error:  # the other ranks wait for this one's part
         bad = str(error)
     head = torch.frombuffer(bytearray(rows.encode()), dtype=torch.uint8).to(device)
     sent = torch.cat([head, *parts])

@@ -207,7 +207,7 @@ def travel(axes: dict[str, Any], layout: tuple[Bucket, ...], in_streams: bool) -
     They do not with a single rank, in the simulator, with more coroutines than `MOST`, or with one bucket, which is ready
     last.
     """
-    real = any(axis.size > 1 for axis in axes.values()) and len(layout) > 1
+    real = any(axis.size > 1 and not axis.simulated for axis in axes.values()) and len(layout) > 1
     if in_streams:
         return real and all(is_accelerator(bucket.device) for bucket in layout)
     return real and len(layout) <= MOST and all(bucket.device.type == "cpu" for bucket in layout)

@@ -18,13 +18,13 @@ from torch.nn.parallel.distributed import _find_tensors
 
 from .._errors import JoinError
 from ..agreement import read_now
-from ..buckets import REGISTERED, BringsWindow, gradients
+from ..buckets import REGISTERED, gradients
 
 if TYPE_CHECKING:
     from ._join import Join
 
-# For a module with static_graph, the parameters that its passes use, which are always the same.
-_USED: weakref.WeakKeyDictionary[DistributedDataParallel, set[int]] = weakref.WeakKeyDictionary()
+# For a module with static_graph, the parameters that no rank uses, which are those without a gradient in its first step.
+_UNUSED: weakref.WeakKeyDictionary[DistributedDataParallel, list[int]] = weakref.WeakKeyDictionary()
 
 
 class DDPHook(JoinHook):
@@ -67,9 +67,6 @@ class DDPHook(JoinHook):
         self._handles = [ddp.register_forward_hook(self._after_forward)]
         if not self._by_world:
             self._handles += [p.register_hook(self._scale) for p in self.params]
-        if ddp.static_graph:
-            used = _USED.setdefault(ddp, set())
-            self._handles += [p.register_hook(lambda grad, i=i: used.add(i)) for i, p in enumerate(self.params)]
 
     def leave(self) -> None:
         for handle in self._handles:
@@ -107,6 +104,13 @@ class DDPHook(JoinHook):
 
     def _begins_backward(self, grad: Tensor) -> None:
         self._waits = False
+
+    def sees_step(self, optimizer: Any) -> None:
+        """Called on a rank with input before an optimizer steps."""
+        if self.ddp.static_graph and self.ddp not in _UNUSED:
+            stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            if any(p.grad is not None and id(p) in stepped for p in self.params):
+                _UNUSED[self.ddp] = [i for i, p in enumerate(self.params) if p.grad is None]
 
     def _sync_buffers(self) -> None:
         """Replaces torch's method, which takes the buffers from rank 0, or sends a message to find a rank."""
@@ -151,7 +155,7 @@ class DDPHook(JoinHook):
             return
         if self._in_window:
             for _, run in ddp._comm_hooks:
-                if isinstance(run, BringsWindow):
+                if hasattr(run, "brings_window"):  # it counts this rank as one with input
                     run.brings_window()
         works = []
         for bucket in reducer._get_zeros_like_grad_buckets():
@@ -171,15 +175,16 @@ class DDPHook(JoinHook):
 
     def _leave_out_unused(self) -> None:
         """Remove the gradients of parameters that no rank has used, as on ranks with input."""
-        counts = [i in _USED[self.ddp] for i in range(len(self.params))] if _USED.get(self.ddp) else []
+        for i in _UNUSED.get(self.ddp, ()):
+            self.params[i].grad = None
         if self.ddp.find_unused_parameters and not self.ddp.static_graph:
             used = self.ddp.reducer._get_local_used_map().zero_()  # this rank's own last pass no longer counts
             self.ddp.process_group.allreduce([used]).wait()
             counts = read_now(self._join.mesh, used)
             used.zero_()
-        for p, count in zip(self.params, counts, strict=bool(counts)):
-            if not count:
-                p.grad = None
+            for p, count in zip(self.params, counts, strict=True):
+                if not count:
+                    p.grad = None
 
     def _fill(self, bucket: Any) -> None:
         # Without a hook the reducer divides while it fills a bucket; hooks divide by themselves.

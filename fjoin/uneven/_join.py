@@ -62,7 +62,7 @@ class Join:
         TypeError: an object that is no joinable, optimizer or scheduler; one whose step needs arguments; a
             DistributedDataParallel that notifies no Join.
         JoinError: at the start of the block: a joinable is already in another Join. Inside: a rank accumulates under
-            no_sync where others synchronise; the loop begins with another joinable than the list; a module's second
+            no_sync where others synchronise; the loop uses modules in another order than the list; a module's second
             forward pass before its backward pass; an optimizer that does not step once in an iteration.
         DesyncError: at the start of the block, on all ranks: other joinables on some rank.
         EarlyTermination: on all ranks, see above; a RuntimeError, as torch's.
@@ -104,6 +104,9 @@ class Join:
         self._hooks, self.ddps = list(hooks.values()), [hook for hook in hooks.values() if isinstance(hook, DDPHook)]
         in_turn = sorted(self._all, key=self._place)
         self._turns = [hooks.get(id(one), one) for one in in_turn]
+        self._due: list[
+            Any
+        ] = []  # the modules whose forward pass is still to come in this iteration, the next one last
         self._synced = 0  # the iterations that synchronised gradients
         self._stepped: dict[int, int] = {}  # optimizer -> their number at its last step
         self._watch: Any = None
@@ -192,7 +195,10 @@ class Join:
 
     def begin(self, syncs: bool) -> Work | None:
         """Begin an iteration of this rank; returns its message under way."""
+        if self._due:
+            self._refuse_order()
         self._now = self._send(True, syncs)
+        self._due = [turn.ddp for turn in reversed(self._turns) if isinstance(turn, DDPHook)]
         self.iterations, self._synced = self.iterations + 1, self._synced + syncs
         if self._throw and len(self.live()) < self.mesh.size:
             gone = [rank for rank in range(self.mesh.size) if rank not in self.live()]
@@ -205,18 +211,21 @@ class Join:
         return self._now
 
     def check(self, hook: DDPHook | None) -> None:
-        """Raise where another joinable than the first of the list is used first, or where ranks disagree on no_sync."""
-        if self._now is None:
-            raise JoinError(
-                f"the loop does not use the {type(self._first).__name__} first, which is the first joinable of the list; ranks without "
-                f"input use all in the order of the list, so pass Join the order of the loop, such as [d, optimizer_d, g, optimizer_g]"
-            )
+        """Raise where modules are not used in the order of the list, or where ranks disagree on no_sync."""
+        if self._now is None or (hook is not None and (not self._due or self._due.pop() is not hook.ddp)):
+            self._refuse_order()
         if hook is not None and not hook.ddp.require_backward_grad_sync and (others := self.syncing()):
             raise JoinError(
                 f"this rank is inside no_sync in an iteration in which rank {others[0]} synchronises gradients; all ranks "
                 f"with input must accumulate in the same iterations",
                 rank=others[0],
             )
+
+    def _refuse_order(self) -> NoReturn:
+        raise JoinError(
+            "the loop does not use each module once in an iteration, in the order of the list, as ranks without input do; pass Join "
+            "the order of the loop, such as [d, optimizer_d, g, optimizer_g]"
+        )
 
     def _sees_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Check that this rank steps as the ranks without input do; warn of an optimizer that steps only on ranks with input."""
@@ -238,6 +247,8 @@ class Join:
                     f"without input step once in each one, so their states would fall apart; accumulate under ddp.no_sync(), and step "
                     f"after each other pass"
                 )
+            for hook in self.ddps:
+                hook.sees_step(optimizer)
 
     # -- after this rank's own iterations ----------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -14,6 +15,7 @@ import torch
 
 import fjoin
 from fjoin import transforms as tx
+from fjoin.groups._failures import Failures
 from tests.ranks import Ranks
 from tests.reducer.in_backward import in_backward
 
@@ -134,8 +136,7 @@ def die_with_a_child(rank: int, report: Report, transport: str) -> None:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="processes are looked up in /proc")
-@pytest.mark.parametrize("transport", ["gloo", "shared"])
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(("ranks", "transport"), [(2, "gloo"), (2, "shared"), (3, "shared")])
 def test_a_living_child_of_a_killed_rank_does_not_hide_its_end(ranks: int, transport: str) -> None:
     with Ranks(ranks, die_with_a_child, transport) as run:
         found = run.after("dying", ranks)
@@ -143,6 +144,33 @@ def test_a_living_child_of_a_killed_rank_does_not_hide_its_end(ranks: int, trans
         os.kill(child, signal.SIGKILL)
     for _, seconds, (kind, text, *failed, _) in (one for one in found if one[2][0] != "child"):
         assert (kind, failed) == ("PeerLost", [1, 2]) and seconds < 10.0, text
+
+
+class Texts(dict[str, str]):
+    """A store in this process."""
+
+    def set(self, seconds: float, key: str, text: str) -> None:
+        self[key] = text
+
+    def get(self, seconds: float, key: str) -> str | None:  # type: ignore[override]
+        return super().get(key)
+
+    def get_all(self, seconds: float, keys: list[str]) -> list[str]:
+        return [self[key] for key in keys]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="processes are looked up in /proc")
+def test_a_process_is_told_from_a_later_one_of_its_number() -> None:
+    def gone(change: Callable[[list[Any]], list[Any]]) -> set[int]:
+        store: Any = Texts()
+        failures = Failures(store, "mesh", 0, [0, 1])
+        store["mesh/process/1"] = json.dumps(change(json.loads(store["mesh/process/0"])))
+        return failures.gone()
+
+    assert gone(lambda own: own) == set() and gone(lambda own: [*own[:2], "1"]) == {1}
+    assert gone(lambda own: [own[0], 2**22 + 1, "1"]) == {1}
+    # Of another host, and of a process that did not see itself in /proc, nothing is known.
+    assert gone(lambda own: ["elsewhere", 2**22 + 1, "1"]) == gone(lambda own: [own[0], 2**22 + 1, None]) == set()
 
 
 def stop(rank: int, report: Report, who: int, when: int) -> None:

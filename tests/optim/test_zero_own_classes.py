@@ -117,16 +117,24 @@ class Unserved(Plain):
         return super().change(p)
 
 
-def unserved() -> str:
+class Sparse(Plain):
+    def change(self, p: Tensor) -> Tensor:
+        if p.shape == (7, 5):
+            self.state[p]["m"] = torch.ones(3).to_sparse()
+        return super().change(p)
+
+
+def unserved(kind: Any) -> str:
     module = nn.Linear(5, 7)
-    zero = fjoin.ZeroRedundancyOptimizer(module.parameters(), Unserved)
+    zero = fjoin.ZeroRedundancyOptimizer(module.parameters(), kind)
     DistributedDataParallel(module)(torch.ones(2, 5)).sum().backward()
     zero.step()
     return raises_text(TypeError, lambda: zero.consolidate_state_dict(0), "consist of tensors")
 
 
 def test_a_state_that_cannot_travel_is_an_error_on_all_ranks(pool: Any) -> None:
-    assert sum("['deep'][0] is a Generator" in text for text in pool.run(2, unserved)) == 1, "on the rank that owns it"
+    for kind, text in ((Unserved, "['deep'][0] is a Generator"), (Sparse, "memory format")):
+        assert sum(text in found for found in pool.run(2, unserved, kind)) == 1, "on the rank that owns it"
 
 
 def with_a_closure() -> None:

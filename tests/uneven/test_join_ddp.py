@@ -265,6 +265,34 @@ def test_parameters_unused_on_all_ranks_are_not_stepped(pool: Any, option: str, 
     assert steps == {"once": once, "a.weight": 4, "a.bias": 4} and all(same_bits(one, (steps, first)) for one in found)
 
 
+class _ByRank(nn.Module):
+    """Each rank uses another branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.branches = nn.ModuleList([nn.Linear(4, 2), nn.Linear(4, 2), nn.Linear(4, 2)])
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.branches[dist.get_rank()](x)
+
+
+def other_branches(counts: list[int]) -> Any:
+    ddp = DistributedDataParallel(_ByRank(), static_graph=True)
+    optimizer = torch.optim.AdamW(ddp.parameters(), 0.1)
+    with fjoin.Join([ddp, optimizer]):
+        for _ in range(counts[dist.get_rank()]):
+            optimizer.zero_grad()
+            ddp(torch.ones(3, 4)).square().mean().backward()
+            optimizer.step()
+    return state_of(optimizer, [p for p in ddp.parameters() if p in optimizer.state])
+
+
+def test_a_static_graph_whose_ranks_use_different_parameters(pool: Any) -> None:
+    a, b = pool.run(2, other_branches, [2, 5])
+    assert len(a) == 4 and same_bits(a, b)
+
+
 def two_static_graphs() -> Any:
     """One steps before the other has run; a second epoch in which a rank has no input at all."""
     ddps = [DistributedDataParallel(_Unused(), static_graph=True) for _ in range(2)]

@@ -70,10 +70,11 @@ def test_the_order_of_the_list_is_kept(pool: Any, order: str, stepper: str) -> N
         assert max_diff(found, want) < 1e-6
 
 
-@pytest.mark.parametrize("counts", [[3, 0], [3, 1]], ids=str)
-def test_a_loop_that_begins_with_another_module_raises_on_all_ranks(pool: Any, counts: list[int]) -> None:
-    """It raises in the first iteration, long before the time-out."""
-    for kind, text, seconds in pool.run(2, train, "g d zg zd", "d g zg zd", "zero", counts):
+@pytest.mark.parametrize("counts", [[3, 0], [3, 1], [2, 2]], ids=str)
+@pytest.mark.parametrize("used", ["g d zg zd", "d d g zg zd", "d g g zd zg"])
+def test_modules_in_another_order_raise_on_all_ranks(pool: Any, used: str, counts: list[int]) -> None:
+    """They raise in the first iteration, long before the time-out."""
+    for kind, text, seconds in pool.run(2, train, used, "d g zg zd", "zero", counts):
         assert kind in ("JoinError", "PeerLost") and seconds < 20, (kind, text)
         assert "pass Join the order of the loop" in text, text
 
