@@ -80,9 +80,8 @@ class Apply:
         self, module: nn.Module, trained: frozenset[str], training: bool | None = None, paths: _Paths | None = None
     ) -> None:
         self._trained, self._training, self._warned = trained, training, False
-        self._called = self._searched = (
-            False  # whether a call has shown that it runs copies only, and reads none of its own tensors
-        )
+        # Whether a call has shown that it runs copies only, and that it reads none of the module's own tensors.
+        self._called = self._searched = False
         self._lock, self._module = threading.Lock(), weakref.ref(module)
         self._paths = _Paths() if paths is None else paths
         self._aliases = self._paths.add(module)
@@ -166,9 +165,8 @@ class Apply:
             self._called = True
         copies.write_back()
         if not self._searched and torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active():
-            found: Any = out
             everything: Any = (params, buffers, args, kwargs)
-            refuse_module_params(optree.tree_leaves(found), self._paths.of, optree.tree_leaves(everything))
+            refuse_module_params(optree.tree_leaves(out), self._paths.of, optree.tree_leaves(everything))
             self._searched = True
         return out, copies.buffers, copies.after() if copies.buffers else {}
 
@@ -444,7 +442,7 @@ def value_and_grad(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callab
             out = loss_fn(optree.tree_unflatten(structure, own), *args, **kwargs)
         if has_aux and not (isinstance(out, tuple) and len(out) == 2):
             raise TypeError(f"value_and_grad: with has_aux loss_fn must return (loss, aux), got {type(out).__name__}")
-        loss, aux = out if has_aux else (out, None)
+        loss = out[0] if has_aux else out
         if not isinstance(loss, Tensor):
             raise TypeError(f"value_and_grad: loss_fn must return a tensor, got {type(loss).__name__}")
         if loss.dim():
@@ -460,8 +458,7 @@ def value_and_grad(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callab
         grads = torch.autograd.grad(loss, own, allow_unused=True, materialize_grads=True) if leaves else ()
         value: Any = loss.detach()
         if has_aux:
-            held: Any = aux
-            value = value, optree.tree_map(_without_graph, held)
+            value = value, optree.tree_map(_without_graph, out[1])
         return value, optree.tree_unflatten(structure, grads)
 
     return functools.update_wrapper(
