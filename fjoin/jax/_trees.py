@@ -119,17 +119,8 @@ def to_torch(tree: Any) -> Any:
     >>> fjoin.jax.to_torch({"w": jnp.arange(2.0)})
     {'w': tensor([0., 1.])}
     """
-    return optree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, tensors_of(tree))
-
-
-def tensors_of(tree: Any) -> Any:
-    """A tree with tensors that are views of jax's arrays."""
     adopt(tree)
-
-    def tensor(array: Any) -> Tensor:
-        return to_tensor(array) if array.ndim else to_tensor(array).clone()
-
-    return optree.tree_map(lambda x: tensor(x) if isinstance(x, jax.Array) else x, tree)
+    return optree.tree_map(lambda x: to_tensor(x).clone() if isinstance(x, jax.Array) else x, tree)
 
 
 def to_jax(tree: Any) -> Any:

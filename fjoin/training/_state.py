@@ -31,9 +31,9 @@ def flatten(params: Any) -> tuple[dict[str, Tensor], Callable[[dict[str, Any]], 
             f"params must be a pytree of tensors, such as a dict from paths to tensors, got {params!r}{hint}"
         )
     if "jax" in sys.modules:
-        from ..jax._trees import tensors_of
+        from ..jax import to_torch
 
-        params = tensors_of(params)
+        params = to_torch(params)
     names, leaves, structure = flatten_in_insertion_order(params)
     twice = sorted(name for name, count in Counter(names).items() if count > 1)
     if twice:

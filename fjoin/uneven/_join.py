@@ -104,9 +104,8 @@ class Join:
         self._hooks, self.ddps = list(hooks.values()), [hook for hook in hooks.values() if isinstance(hook, DDPHook)]
         in_turn = sorted(self._all, key=self._place)
         self._turns = [hooks.get(id(one), one) for one in in_turn]
-        self._due: list[
-            Any
-        ] = []  # the modules whose forward pass is still to come in this iteration, the next one last
+        # The modules whose forward pass is still to come in this iteration, the next one last.
+        self._due: list[DistributedDataParallel] = []
         self._synced = 0  # the iterations that synchronised gradients
         self._stepped: dict[int, int] = {}  # optimizer -> their number at its last step
         self._watch: Any = None
@@ -257,14 +256,15 @@ class Join:
         last, is_last_joiner = self.live(), True
         try:
             self.shadowing = True
-            while live := (sums := self._send(False, False)).ranks(_LIVE):
+            self._now = self._send(False, False)  # in no variable of this frame, which an error keeps
+            while live := self.live():
                 if self._throw:
                     raise EarlyTermination(
                         f"Rank {self.mesh.rank} exhausted all inputs.", rank=self.mesh.rank, step=self.iterations
                     )
-                self._now, last, is_last_joiner = sums, live, False
+                last, is_last_joiner = live, False
                 self._take_turns(bool(self.syncing()))
-                self.iterations += 1
+                self._now, self.iterations = self._send(False, False), self.iterations + 1
             self.last_joiner = min(last, default=0)
             for hook in self._hooks:
                 hook.post_hook(is_last_joiner)
@@ -301,7 +301,10 @@ class Join:
             for name, value in list(vars(one).items()):
                 if isinstance(value, dist.ProcessGroup):
                     vars(one)[name] = None
-        self.mesh.raise_root_cause(error, self.iterations)
+        try:
+            self.mesh.raise_root_cause(error, self.iterations)
+        finally:  # a frame that refers to its exception lives until a garbage collection, with connections in it
+            del error
 
 
 class _JoinConfig:
