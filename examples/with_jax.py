@@ -7,6 +7,7 @@ import _small
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 import fjoin
@@ -26,13 +27,18 @@ def loss(params, batch):
 def with_jax_alone(ranks):
     """The parameters after an epoch of one process on the batches of all ranks."""
     optimizer = optax.sgd(_small.LEARNING_RATE, momentum=0.9)
+
+    @jax.jit
+    def one_step(own, state, batch):
+        updates, state = optimizer.update(jax.grad(loss)(own, batch), state, own)
+        return optax.apply_updates(own, updates), state
+
     own, batches = params, [_batches(rank) for rank in range(ranks)]
     state = optimizer.init(own)
     for i in range(max(map(len, batches))):
         live = [batch for rank in batches for batch in rank[i : i + 1]]
-        x, labels = (jnp.concatenate([part.numpy() for part in parts]) for parts in zip(*live, strict=True))
-        updates, state = optimizer.update(jax.grad(loss)(own, (x, labels)), state, own)
-        own = optax.apply_updates(own, updates)
+        batch = [np.concatenate([part.numpy() for part in parts]) for parts in zip(*live, strict=True)]
+        own, state = one_step(own, state, batch)
     return fjoin.jax.flat(fjoin.jax.to_torch(own))
 
 
