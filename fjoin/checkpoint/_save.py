@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from .._errors import CheckpointError
 from ..agreement import Replicas, form, on_each
@@ -109,7 +110,7 @@ class Plan:
     """
 
     def __init__(self, axes: Mapping[str, int], rank: int, found: Snapshot, spread: bool = True) -> None:
-        self._form, self._shapes = found.form, _shapes(found)
+        self._form, self._kinds = found.form, [_kind(value) for value in found.values.values()]
         tensors = {name: value for name, value in found.values.items() if isinstance(value, Tensor)}
         for name, value in tensors.items():
             check_form(name, value)
@@ -146,7 +147,10 @@ class Plan:
 
     def fits(self, found: Snapshot) -> bool:
         """Whether it is the plan of these values too."""
-        return self._form == found.form and self._shapes == _shapes(found)
+        if self._form != found.form or len(self._kinds) != len(found.values):
+            return False
+        # One by one: a list of them all makes Python's garbage collector run.
+        return all(kind == _kind(value) for kind, value in zip(self._kinds, found.values.values(), strict=True))
 
     def refuse_other_forms(self, mesh: Communicator) -> None:
         """Raise CheckpointError on all ranks where they have values of other names or forms."""
@@ -159,9 +163,9 @@ class Plan:
         raise CheckpointError(f"the ranks have values of other names or forms: {what}; {remedy}", rank=rank)
 
 
-def _shapes(found: Snapshot) -> list[Any]:
-    """The dtypes and shapes of tensors, and the types of numbers."""
-    return [(one.dtype, one.shape) if isinstance(one, Tensor) else type(one) for one in found.values.values()]
+def _kind(value: Any) -> Any:
+    """The dtype and shape of a tensor, or the type of a number."""
+    return (value.dtype, value.shape) if isinstance(value, Tensor) else type(value)
 
 
 def drifted(mesh: Communicator, plan: Plan, values: Mapping[str, Any]) -> dict[str, str]:
@@ -182,14 +186,12 @@ def copied(tensors: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
             small.setdefault((value.dtype, value.device), {})[name] = value
         else:
             large[name] = value.to("cpu", copy=True)
-    flats = [torch.cat([value.reshape(-1) for value in some.values()]).cpu() for some in small.values()]
-    shapes = [{name: value.shape for name, value in some.items()} for some in small.values()]
+    flats = [_flatten_dense_tensors(tuple(some.values())).cpu() for some in small.values()]
 
     def views() -> dict[str, Tensor]:
         found = dict(large)
-        for some, flat in zip(shapes, flats, strict=True):
-            parts = flat.split([shape.numel() for shape in some.values()])
-            found |= {name: part.view(shape) for (name, shape), part in zip(some.items(), parts, strict=True)}
+        for some, flat in zip(small.values(), flats, strict=True):
+            found |= zip(some, _unflatten_dense_tensors(flat, tuple(some.values())), strict=True)
         return found
 
     return views
