@@ -20,7 +20,7 @@ from ..transforms.base import devices
 from ._axis import GroupAxis
 from ._failures import Failures, Store, is_backend_error
 from ._host_axis import HostAxis
-from ._meetings import Meetings
+from ._meetings import LEAVES, Meetings
 from ._mesh import Communicator
 from ._message import comes
 from ._teardown import destroy
@@ -179,7 +179,7 @@ class GroupMesh(Communicator):
         meetings = self._meetings if limit_s is None else self._meetings.within(limit_s)
         try:
             with self._failures.leaving(text) as calls:
-                counts = meetings.exchange("the end of a loop that is left", calls, list, self._ranks)
+                counts = meetings.exchange(LEAVES, calls, list, self._ranks)
                 return all(count == calls for count in counts)
         except KeyboardInterrupt:  # nothing raises out of a generator that is being dropped
             _thread.interrupt_main()

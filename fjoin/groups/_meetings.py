@@ -17,6 +17,7 @@ from ._failures import Store, Unanswered
 _SHORTEST_S, _LONGEST_S = 1e-3, 0.05  # pauses between two reads of a key
 _CHECK_S = 0.2  # time between two checks for failures
 _APART = 5  # the number of checks in a row that must find the other rank at another meeting
+LEAVES = "the end of a loop that is left"  # the occasion of ranks that leave a loop before its end
 
 
 class Meetings:
@@ -45,6 +46,7 @@ class Meetings:
 
         Raises:
             DesyncError: a member is at another place in the program.
+            PeerLost: a member has left a loop in which others go on.
             CollectiveTimeout: a member does not come in time, or the store does not answer.
         """
         end, here = time.monotonic() + self._timeout_s, False
@@ -146,6 +148,13 @@ def _alone() -> bool:
 
 
 def _refuse(places: dict[int, str]) -> NoReturn:
+    for rank, place in places.items():
+        if place == LEAVES:
+            raise PeerLost(
+                f"rank {rank} left the loop over its batches, and others have not; to end it on all ranks at once, call stop() on the "
+                f"loop, or leave it on all ranks after the same step",
+                rank=rank,
+            )
     first = next(iter(places.values()))
     odd = next((rank for rank, place in places.items() if place != first), next(reversed(places)))
     raise DesyncError(

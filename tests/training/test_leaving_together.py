@@ -99,6 +99,15 @@ def test_one_rank_alone_is_a_failure(pool: Pool, how: str, stops: list[int], tra
     assert results[early][0] in ("JoinError", "PeerLost"), "this rank learns of it at its next use of the mesh"
 
 
+@pytest.mark.parametrize("early", [0, 1])
+def test_one_rank_leaves_before_its_first_step(pool: Pool, early: int) -> None:
+    stops = [10**6, 10**6]
+    stops[early] = 0
+    results = pool.run(2, on_ranks, "before", stops, "auto")
+    kind, text = results[1 - early]
+    assert kind == "PeerLost" and f"rank {early} left the loop over" in text and "stop()" in text
+
+
 def test_simulated_ranks_leave_together() -> None:
     def rank() -> Any:
         return _run("break", [5, 5], fjoin.mesh({"data": -1}), [])

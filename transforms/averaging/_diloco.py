@@ -146,22 +146,22 @@ def outer_step(
         number, named = state.step, named_leaves(values)
         state = with_changes(state, step=number + (not call.flush), weight=state.weight + check_weight(call.weight))
 
-        def used(at: int) -> tuple[dict[str, Tensor], OuterState]:
-            return use(named, state, call.inside(step=period.window(at)))
+        def used(window: int) -> tuple[dict[str, Tensor], OuterState]:
+            return use(named, state, call.inside(step=window))
 
         if call.flush:
             waiting = [past for past in range(max(number - delay, 0), number) if period.due(past)]
             if waiting:
-                named, state = used(waiting[0])
+                named, state = used(period.window(waiting[0]))
             if period.open(number):
                 state = change(named, state)
-                named, state = used(number + period.steps)
+                named, state = used(period.ended(number))
             return map_with_path(lambda path, _: named[path], values), state
         if period.due(number):
             state = change(named, state)
         if not period.due(number - delay):
             return values, state
-        named, state = used(number - delay)
+        named, state = used(period.window(number - delay))
         return map_with_path(lambda path, _: named[path], values), state
 
     return Transform(init, update, Needs.NOTHING, takes=("flush",), timing=of_period(period, reduction, delay))

@@ -314,3 +314,28 @@ def test_behind_an_average_the_moving_average_of_a_rank_without_input_goes_on(ov
     third = (second - 3.0 + second - 2.0) / 2
     want = 0.5 * (0.5 * first + 0.5 * second) + 0.5 * third
     assert tx.simulate(one_rank, {"data": 2}, list(gradients)) == [want, want]
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+def test_a_flush_gives_the_reduction_the_number_of_its_window(delay: int) -> None:
+    """It begins or ends a warm-up where an uncut window would; `explain` counts alike."""
+    seen: list[int] = []
+
+    def noted(values: Any, state: Any, params: Any, call: Any) -> tuple[Any, Any]:
+        seen.append(call.step)
+        return values, state
+
+    reduction = tx.chain(tx.Transform(lambda params: (), noted, takes=("step",)), tx.mean("data"))
+    outer = tx.outer_step(reduction, tx.sgd(1.0), every=4, delay=delay)
+
+    def flushed(calls: int) -> list[int]:
+        params, state = tree(problem(1)[0]), outer.init(tree(problem(1)[0]))
+        for _ in range(calls):
+            params, state = outer.update(params, state)
+        seen.clear()
+        outer.update(params, state, flush=True)
+        return list(seen)
+
+    found = tx.simulate(lambda: [flushed(calls) for calls in range(1, 10)], {"data": 1})[0]
+    late = {4: [0], 5: [0], 8: [1], 9: [1]} if delay else {}
+    assert found == [late.get(calls, []) + [calls // 4] * (calls % 4 > 0) for calls in range(1, 10)]
