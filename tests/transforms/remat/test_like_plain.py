@@ -74,7 +74,7 @@ class Written(nn.Module):
 
 
 WRITES: dict[str, Callable[[Tensor], Any]] = {
-    "add_": lambda b: b.add_(1), "data": lambda b: b.data.add_(1), "view": lambda b: b.view(2, 2).add_(1),
+    "add_": lambda b: b.add_(1), "view": lambda b: b.view(2, 2).add_(1),
     "row": lambda b: b[0].add_(1), "item": lambda b: b.__setitem__(0, 3.0),
     "item +=": lambda b: b.__setitem__(0, b[0] + 1), "detach": lambda b: b.detach().mul_(2),
     "unbind": lambda b: b.unbind()[1].add_(1),
