@@ -147,10 +147,9 @@ class Plan:
 
     def fits(self, found: Snapshot) -> bool:
         """Whether it is the plan of these values too."""
-        if self._form != found.form or len(self._kinds) != len(found.values):
-            return False
         # One by one: a list of them all makes Python's garbage collector run.
-        return all(kind == _kind(value) for kind, value in zip(self._kinds, found.values.values(), strict=True))
+        pairs = zip(self._kinds, found.values.values(), strict=True)
+        return self._form == found.form and all(kind == _kind(value) for kind, value in pairs)
 
     def refuse_other_forms(self, mesh: Communicator) -> None:
         """Raise CheckpointError on all ranks where they have values of other names or forms."""
