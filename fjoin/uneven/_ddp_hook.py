@@ -141,12 +141,11 @@ class DDPHook(JoinHook):
 
     def main_hook(self) -> None:
         """Take part in one iteration: with zeros, or with the gradients of an open accumulation window."""
-        ddp, syncs = self.ddp, bool(self._join.syncing())
+        ddp, reducer, syncs = self.ddp, self.ddp.reducer, bool(self._join.syncing())
         if ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued:
             raise JoinError(
                 "with static_graph=True every rank must have at least one batch: this one has never run the graph that it shadows"
             )
-        reducer = ddp.reducer
         reducer._rebuild_buckets()
         for due in (ddp._check_sync_bufs_pre_fwd(), ddp._check_sync_bufs_post_fwd()):
             if due:

@@ -256,15 +256,14 @@ class Join:
         last, is_last_joiner = self.live(), True
         try:
             self.shadowing = True
-            self._now = self._send(False, False)  # in no variable of this frame, which an error keeps
-            while live := self.live():
+            while live := (sums := self._send(False, False)).ranks(_LIVE):
                 if self._throw:
                     raise EarlyTermination(
                         f"Rank {self.mesh.rank} exhausted all inputs.", rank=self.mesh.rank, step=self.iterations
                     )
-                last, is_last_joiner = live, False
+                self._now, last, is_last_joiner = sums, live, False
                 self._take_turns(bool(self.syncing()))
-                self._now, self.iterations = self._send(False, False), self.iterations + 1
+                self.iterations += 1
             self.last_joiner = min(last, default=0)
             for hook in self._hooks:
                 hook.post_hook(is_last_joiner)

@@ -1,4 +1,19 @@
-"""A hook, an optimizer and transforms of parameters as one step; its plan, its placements, its explanation."""
+"""A hook, an optimizer and transforms of parameters as one step; its plan, its placements, its explanation.
+
+Files, in the order in which a call meets them:
+_pipeline          `Pipeline`; donated states; rates that ranks compare
+_fuse              `fuse`: its init, step and flush
+_zero              `zero`
+_sharded           the pieces that a rank steps, and how parameters are gathered
+_skip              `skip_if_nonfinite` and `dynamic_loss_scale`
+_program           a step as operations, and `Effect`: what stays where no rank has weight, or a step is skipped
+_tree_memory       carries the operations out on trees
+_plan              how a pipeline runs, read off its spec
+_placements        which ranks have which part of the state
+_counting_memory   carries the operations out without data, and counts
+_explain           `explain`
+_explanation       its table
+"""
 
 from ._counting_memory import CountingMemory as CountingMemory
 from ._explain import explain as explain, explain_memory as explain_memory

@@ -1,4 +1,19 @@
-"""Means and sums over ranks, whole and encoded; error feedback, PowerSGD, and the mean of ZeRO."""
+"""Means and sums over ranks, whole and encoded; error feedback, PowerSGD, and the mean of ZeRO.
+
+Files, from the ground up:
+_coded_sum        messages that are encoded, sent, decoded and summed; where a residual is added to them
+_mean             `mean` and `sum_over`, and the division by the total weight
+_compress         `compress`, and torch's encoded collectives by axis name
+_error_feedback   `error_feedback`: stores the residuals
+_hierarchical     `hierarchical_mean`
+_scatter_mean     the mean of ZeRO, and the gather of parameters behind it
+_factors          matrices as products of two thin ones
+_low_rank_mean    the common part of both PowerSGDs
+_power_sgd        `power_sgd` and `batched_power_sgd`
+_ef21             `ef21`
+_dgc              `dgc`
+_one_bit_adam     `one_bit_adam`
+"""
 
 from ._coded_sum import MeanState as MeanState, cut as cut, init_mean as init_mean
 from ._compress import (

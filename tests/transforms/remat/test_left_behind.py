@@ -219,6 +219,15 @@ def test_torchs_checkpoint_writes_twice_and_its_gradients_are_wrong() -> None:
     raises_text(ValueError, lambda: run(tx.remat), "no module holds")
 
 
+def test_a_write_by_data_into_a_buffer_happens_twice_as_with_torch() -> None:
+    """It leaves no version, so nothing shows it without a comparison of values in each call."""
+    for wrap in (lambda f: lambda x: checkpoint(f, x, use_reentrant=False), tx.remat):
+        module = nn.BatchNorm1d(1).eval()
+        module.forward = lambda x, m=module: (x * m.running_var.data.add_(1).clone()).exp()  # type: ignore[method-assign, misc]
+        wrap(module)(torch.ones(1, requires_grad=True)).sum().backward()
+        assert module.running_var.item() == 3.0
+
+
 NEED_VALUES: dict[str, Callable[[Tensor], Tensor]] = {
     "branch": lambda x: x.sin() * 2 if x.detach().sum() > 0 else x.cos(),
     "item": lambda x: x * x.detach().sum().item(),
