@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-import sys
 import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import optree
 import torch
@@ -22,22 +21,20 @@ from .transforms.base import flag, path_string
 
 # Parameter -> path, of the modules that `functional` has taken.
 TAKEN: Any = WeakIdKeyDictionary()
-
+# The output of a module, the buffers that it was given, and those after the call.
+_Outcome: TypeAlias = tuple[Any, dict[str, Tensor], dict[str, Tensor]]
 
 _BY_ATTRIBUTES = (
-    "functional has made a function of it, whose parameters and buffers are those given to apply. A forward pass must reach its "
-    "submodules by attributes, self.name = ..., nn.ModuleList or nn.ModuleDict, and not by a plain list, dict, object, closure or "
-    "bound method"
+    "functional has made a function of it. A forward pass must reach its submodules by attributes, self.name = ..., nn.ModuleList "
+    "or nn.ModuleDict, and not by a plain list, dict, object, closure or bound method"
 )
 
 
-def refuse_module_params(
-    tensors: Iterable[Any], path_of: Callable[[Tensor], str | None] = TAKEN.get, given: Iterable[Any] = ()
-) -> None:
+def refuse_module_params(tensors: Iterable[Any], given: Iterable[Any] = ()) -> None:
     """Check that tensors do not depend on the parameters of a module itself, but only on those given to its `Apply`.
 
     Args:
-        path_of: The path of a parameter of such a module; None for any other tensor.
+        tensors: Results.
         given: Tensors that may depend on them.
 
     Raises:
@@ -53,7 +50,7 @@ def refuse_module_params(
         seen.add(node)
         waiting.extend(before for before, _ in node.next_functions)
         leaf = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) not in seen and (path := path_of(leaf)) is not None:
+        if leaf is not None and id(leaf) not in seen and (path := TAKEN.get(leaf)) is not None:
             raise ValueError(
                 f"the result reads the parameter {path!r} of the module itself, which keeps its value: {_BY_ATTRIBUTES}; elsewhere "
                 f"read params[{path!r}]"
@@ -67,33 +64,32 @@ class Apply:
       discards an update of buffers warns.
     - `apply.with_buffers(...)` returns `(out, buffers)` with the buffers that the module updated, such as running statistics.
     - Entries missing in `buffers` have the module's values. `params` must be complete.
-    - A call follows the module: its mode, its hooks and wrappers, and its plain attributes, which a forward pass may assign.
-      `apply.eval()` and `apply.train()` are functions of one mode.
+    - A call follows the module: its mode, its hooks, layers that are replaced by others with the same paths, and its plain
+      attributes, which a forward pass may assign. `apply.eval()` and `apply.train()` are functions of one mode.
     - The forward pass must reach submodules and parameters by attributes, nn.ModuleList or nn.ModuleDict.
 
     Each call has a shallow copy of the module, so threads and simulated ranks may share an `Apply`. The module's own parameters and
     buffers are neither used nor changed. It is not kept alive: without it, a call does what it did when `functional` took it. A
-    compiled module is not copied; only one thread at a time can call it.
+    compiled module is not copied: it holds the given tensors during a call, and only one thread at a time may call it.
     """
 
-    def __init__(
-        self, module: nn.Module, trained: frozenset[str], training: bool | None = None, paths: _Paths | None = None
-    ) -> None:
+    def __init__(self, module: nn.Module, trained: frozenset[str], training: bool | None = None) -> None:
         self._trained, self._training, self._warned = trained, training, False
         # Whether a call has shown that it runs copies only, and that it reads none of the module's own tensors.
         self._called = self._searched = False
-        self._lock, self._module = threading.Lock(), weakref.ref(module)
-        self._paths = _Paths() if paths is None else paths
-        self._aliases = self._paths.add(module)
+        self._module = weakref.ref(module)
+        first: dict[int, str] = {}
+        named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+        # The further paths of shared tensors -> the first one.
+        self._aliases = {path: first[id(t)] for path, t in named if first.setdefault(id(t), path) != path}
         # In the place of a module that is gone; of what is trained it has no values.
-        own = {self._paths.of(t) or path: t for path, t in module.named_parameters()}
-        values: dict[str, Tensor] = {
-            path: nn.Parameter(torch.empty_like(own[path], device="meta")) for path in trained & own.keys()
-        }
+        values: dict[str, Tensor] = {}
+        for path, p in module.named_parameters():
+            if path in trained:
+                TAKEN[p], values[path] = path, nn.Parameter(torch.empty_like(p, device="meta"))
         copies = _Copies(self, values)
         shell = copies.of(module, "")
         self._shell: nn.Module = module if copies.compiled else shell
-        self._paths.add(self._shell)
 
     def __repr__(self) -> str:
         return f"Apply({type(self._now()).__name__}, training={self._training})"
@@ -105,11 +101,11 @@ class Apply:
         >>> apply.eval()(params, buffers, torch.ones(3))
         tensor([1., 1., 1.])
         """
-        return Apply(self._now(), self._trained, False, self._paths)
+        return Apply(self._now(), self._trained, False)
 
     def train(self) -> Apply:
         """This function with the module in training mode, whatever mode the module itself is in."""
-        return Apply(self._now(), self._trained, True, self._paths)
+        return Apply(self._now(), self._trained, True)
 
     def __call__(self, params: dict[str, Tensor], buffers: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
         """The forward pass.
@@ -123,7 +119,16 @@ class Apply:
         """
         out, given, after = self._call(params, buffers, args, kwargs)
         if given and not self._warned:
-            self._warn_of_updates(given, after)
+            updated = [p for p, t in given.items() if after[p] is not t or (not t.is_inference() and t._version)]
+            if updated:
+                self._warned = True
+                warnings.warn(
+                    f"this forward pass has updated buffers of the module, {updated[0]!r} among them, which apply(params, buffers, "
+                    f"...) throws away; keep them by out, buffers = apply.with_buffers(params, buffers, ...), and in train_step by "
+                    f"step.init(params, buffers) and loss_fn(params, buffers, batch) -> (loss, aux, buffers), or put the module "
+                    f"into eval mode",
+                    stacklevel=2,
+                )
         return out
 
     def with_buffers(
@@ -140,103 +145,40 @@ class Apply:
         module = self._module()
         return self._shell if module is None else module
 
-    def _call(
-        self, params: dict[str, Tensor], buffers: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, dict[str, Tensor], dict[str, Tensor]]:
-        """The output, the buffers that the module was given, and those after the call."""
+    def _call(self, params: dict[str, Tensor], buffers: dict[str, Tensor], args: Any, kwargs: Any) -> _Outcome:
         given = {**params, **buffers}
         if torch.compiler.is_compiling():
             return self._traced(given, args, kwargs)
         if self._aliases:
-            for alias in self._aliases.keys() & given.keys():
-                given.setdefault(self._aliases[alias], given.pop(alias))
+            given = {self._aliases.get(path, path): tensor for path, tensor in given.items()}
         module = self._now()
         copies = _Copies(self, given)
         copy = copies.of(module, "")
         copies.check()
         if copies.compiled:
-            with self._alone(module):
+            modes = {part: part.training for part in module.modules()}
+            try:
+                if self._training is not None:
+                    module.train(self._training)
                 return self._traced(given, args, kwargs)
-        if self._called:
+            finally:
+                for part, mode in modes.items():
+                    part.training = mode
+        with contextlib.nullcontext() if self._called else copies.running_alone():
             out = copy(*args, **kwargs)
-        else:
-            with copies.running_alone():
-                out = copy(*args, **kwargs)
-            self._called = True
+        self._called = True
         copies.write_back()
         if not self._searched and torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active():
             everything: Any = (params, buffers, args, kwargs)
-            refuse_module_params(optree.tree_leaves(out), self._paths.of, optree.tree_leaves(everything))
+            refuse_module_params(optree.tree_leaves(out), optree.tree_leaves(everything))
             self._searched = True
         return out, copies.buffers, copies.after() if copies.buffers else {}
 
-    def _traced(
-        self, given: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, dict[str, Tensor], dict[str, Tensor]]:
+    def _traced(self, given: dict[str, Tensor], args: Any, kwargs: Any) -> _Outcome:
         """The call by torch.func.functional_call, which torch.compile traces."""
-        module = self._module() if self._training is None else self._shell
-        module = self._shell if module is None else module
+        module = self._now() if self._training is None else self._shell
         given.update({path: given.get(path, own).clone() for path, own in module.named_buffers()})
         return torch.func.functional_call(module, given, args, kwargs), {}, given
-
-    @contextlib.contextmanager
-    def _alone(self, module: nn.Module) -> Iterator[None]:
-        """For a module that holds the given tensors during a call: one thread at a time, in the mode of this function.
-
-        Raises:
-            RuntimeError: another thread calls it now.
-        """
-        if not self._lock.acquire(blocking=False):
-            raise RuntimeError(
-                f"two threads, or two simulated ranks, call the compiled {type(module).__name__} at the same time; give "
-                f"each its own fjoin.functional(...), or leave the module uncompiled"
-            )
-        modes = {part: part.training for part in module.modules()}
-        try:
-            if self._training is not None:
-                module.train(self._training)
-            yield
-        finally:
-            for part, mode in modes.items():
-                part.training = mode
-            self._lock.release()
-
-    def _warn_of_updates(self, given: dict[str, Tensor], after: dict[str, Tensor]) -> None:
-        """Warn if the module has updated one of the buffers that it was given, in place or by assignment."""
-        updated = [p for p, t in given.items() if after[p] is not t or (not t.is_inference() and t._version)]
-        if not updated:
-            return
-        self._warned = True
-        warnings.warn(
-            f"this forward pass has updated buffers of the module, {updated[0]!r} among them, which apply(params, buffers, ...) throws "
-            f"away, so that the module in eval mode will use the old ones; keep them by out, buffers = "
-            f"apply.with_buffers(params, buffers, ...), which train_step takes as step.init(params, buffers) and "
-            f"loss_fn(params, buffers, batch) -> (loss, aux, buffers); where they are not wanted call apply.eval(), or put the "
-            f"module into eval mode",
-            stacklevel=3,
-        )
-
-
-class _Paths:
-    """The paths that tensors of a module had when it was taken, which they keep where it is wrapped later."""
-
-    def __init__(self) -> None:
-        self.known: dict[int, tuple[weakref.ref[Tensor], str]] = {}  # by identity; WeakIdKeyDictionary is slower
-
-    def add(self, module: nn.Module) -> dict[str, str]:
-        """Add a module's tensors; returns the further paths of shared ones -> path."""
-        aliases = {}
-        named = (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
-        for here, tensor in (pair for pairs in named for pair in pairs):
-            if (path := self.of(tensor)) is None:
-                self.known[id(tensor)] = weakref.ref(tensor), here
-            elif path != here:
-                aliases[here] = path
-        return aliases
-
-    def of(self, tensor: Tensor) -> str | None:
-        found = self.known.get(id(tensor))
-        return found[1] if found is not None and found[0]() is tensor else None
 
 
 class _Copies:
@@ -251,23 +193,22 @@ class _Copies:
     """
 
     def __init__(self, apply: Apply, given: dict[str, Tensor]) -> None:
-        self._given, self._trained, self._training, self._paths = given, apply._trained, apply._training, apply._paths
+        self._given, self._trained, self._training = given, apply._trained, apply._training
         self.buffers: dict[str, Tensor] = {}
         self.compiled = False
+        self._paths: dict[int, str] = {}  # the first path of a tensor, by its identity
         self._places: dict[str, tuple[dict[str, Any], str]] = {}  # path -> the dict that has it, and its name there
         self._done: dict[int, Any] = {}  # copies by the identity of modules
         self._assigning: list[tuple[dict[str, Any], dict[str, Any], Any]] = []  # of a module, its copy before, the copy
-        frame: Any = sys.modules.get("torch._dynamo.eval_frame")
-        self._optimized = None if frame is None else frame.OptimizedModule
 
     def of(self, module: nn.Module, prefix: str) -> Any:
         """A copy of one module; one without tensors stands for itself."""
         own, kind = module.__dict__, type(module)
-        if "_compiled_call_impl" in own or kind is self._optimized:
-            self.compiled = True
         if (copy := self._done.get(id(module))) is not None:
             return copy
         params, buffers, children = own["_parameters"], own["_buffers"], own["_modules"]
+        if "_compiled_call_impl" in own or "_orig_mod" in children:
+            self.compiled = True
         if not (params or buffers or children or self._training is not None):
             return module
         copy = self._done[id(module)] = object.__new__(kind)
@@ -283,12 +224,11 @@ class _Copies:
             new["_modules"] = {
                 name: None if child is None else self.of(child, f"{prefix}{name}.") for name, child in children.items()
             }
-        keeps_lists, assigns = _facts(kind)  # type: ignore[arg-type]
-        if keeps_lists:
-            weights = [getattr(copy, name, None) for name in module._flat_weights_names]  # type: ignore[union-attr]
+        if "_flat_weights" in own:  # nn.RNNBase keeps a list of its parameters
+            weights = [getattr(copy, name, None) for name in own["_flat_weights_names"]]
             new["_flat_weights"] = weights
             new["_flat_weight_refs"] = [None if w is None else weakref.ref(w) for w in weights]
-        if assigns or own["_forward_hooks"] or own["_forward_pre_hooks"]:
+        if not kind.__module__.startswith("torch.nn.modules.") or own["_forward_hooks"] or own["_forward_pre_hooks"]:
             self._assigning.append((own, new.copy(), copy))
         return copy
 
@@ -298,8 +238,7 @@ class _Copies:
         for name, tensor in own.items():
             if tensor is None:
                 continue
-            known = self._paths.known.get(id(tensor))
-            path = known[1] if known is not None and known[0]() is tensor else prefix + name
+            path = self._paths.setdefault(id(tensor), prefix + name)
             new = found.get(path)
             if new is None:
                 new = self._given.get(path)
@@ -347,12 +286,6 @@ class _Copies:
                     own[name] = value
 
 
-@functools.lru_cache(maxsize=256)
-def _facts(kind: Any) -> tuple[bool, bool]:
-    """Whether modules of a class keep lists of their parameters, and whether their forward pass may assign attributes."""
-    return issubclass(kind, nn.RNNBase), not kind.__module__.startswith("torch.nn.modules.")
-
-
 def _is_wrapped(value: Any) -> bool:
     """Whether a value is of a transform of torch.func, at whose end it has no meaning."""
     return isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value)
@@ -382,17 +315,13 @@ def functional(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, T
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"functional takes an nn.Module, got {module!r}")
-    for path, part in module.named_modules():
-        if isinstance(part, torch.jit.ScriptModule):
-            raise TypeError(
-                f"{path!r} is a module of torch.jit, whose parameters cannot be replaced; pass the module that was scripted or traced"
-            )
-    trained = {path: p for path, p in module.named_parameters() if p.requires_grad}
-    for path, p in trained.items():
-        TAKEN[p] = path
+    if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
+        raise TypeError(
+            "functional cannot replace parameters of torch.jit; pass the module that was scripted or traced"
+        )
     # Copies, since optimizers of torch and the module's own calls write into its tensors in place.
     values = {path: t.detach().clone() for path, t in (*module.named_parameters(), *module.named_buffers())}
-    params = {path: values.pop(path) for path in trained}
+    params = {path: values.pop(path) for path, p in module.named_parameters() if p.requires_grad}
     return Apply(module, frozenset(params)), params, values
 
 
@@ -412,8 +341,8 @@ def value_and_grad(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callab
     Raises:
         TypeError: raised by the call: a leaf that is no tensor of floating point or complex numbers; `loss_fn` returns no
             tensor, or no pair with `has_aux`.
-        ValueError: raised by the call: the loss is not 0-d, or depends on no leaf, or on parameters
-            of a module that `functional` has taken.
+        ValueError: raised by the call: the loss depends on parameters of a module that `functional` has taken.
+        RuntimeError: raised by torch: the loss is not 0-d, or depends on no leaf.
 
     Same as: jax.value_and_grad.
 
@@ -428,6 +357,7 @@ def value_and_grad(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callab
 
     known = False  # whether a loss has been searched for parameters of a module
 
+    @functools.wraps(loss_fn, updated=())
     def of(params: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         leaves, structure = optree.tree_flatten(params)
         for i, leaf in enumerate(leaves):
@@ -445,12 +375,6 @@ def value_and_grad(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callab
         loss = out[0] if has_aux else out
         if not isinstance(loss, Tensor):
             raise TypeError(f"value_and_grad: loss_fn must return a tensor, got {type(loss).__name__}")
-        if loss.dim():
-            raise ValueError(
-                f"value_and_grad: the loss has shape {tuple(loss.shape)}, expected (); take its mean or its sum"
-            )
-        if leaves and not loss.requires_grad:
-            raise ValueError("value_and_grad: the loss depends on no leaf of params")
         nonlocal known
         if not known:
             refuse_module_params([loss])
@@ -458,13 +382,7 @@ def value_and_grad(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callab
         grads = torch.autograd.grad(loss, own, allow_unused=True, materialize_grads=True) if leaves else ()
         value: Any = loss.detach()
         if has_aux:
-            value = value, optree.tree_map(_without_graph, out[1])
+            value = value, optree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, out[1])
         return value, optree.tree_unflatten(structure, grads)
 
-    return functools.update_wrapper(
-        of, loss_fn, functools.WRAPPER_ASSIGNMENTS if hasattr(loss_fn, "__name__") else (), ()
-    )
-
-
-def _without_graph(x: Any) -> Any:
-    return x.detach() if isinstance(x, Tensor) else x
+    return of
