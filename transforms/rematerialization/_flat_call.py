@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import optree
@@ -23,8 +23,6 @@ class FlatCall:
         tensors: Those in the arguments, until the first run has ended.
         found: What the function reaches.
 
-    Raises:
-        TypeError: an argument is an iterator.
     """
 
     def __init__(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> None:
@@ -33,12 +31,6 @@ class FlatCall:
         self.fn, self._places = fn, [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         self.tensors: list[Tensor] = [leaves[i] for i in self._places]
         self._others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        for i, leaf in enumerate(self._others):
-            if leaf is not None and isinstance(leaf, Iterator):
-                raise TypeError(
-                    f"remat: argument {self._path(i)} is an iterator, of which nothing is left when the function runs again; "
-                    f"pass a list"
-                )
         self.found = reached(fn, *self._others)
 
     def run(self, tensors: Sequence[Tensor]) -> Any:
@@ -55,14 +47,16 @@ class FlatCall:
             if version_of(x) != before and (i < len(self._places) or not rerun.holds(x)):
                 what = f"a tensor of shape {tuple(x.shape)} that no module holds"
                 if i < len(self._places):
-                    what = f"its argument {self._path(self._places[i])}"
+                    what = f"its argument {path_words(self.paths()[i])}"
                 raise ValueError(
                     f"a function in remat has written into {what}, and would do so again in the backward pass; write into a copy "
                     f"and return it, or into a buffer of a module"
                 )
 
-    def _path(self, i: int) -> str:
-        return path_words(optree.treespec_paths(self._form)[i])
+    def paths(self) -> list[tuple[Any, ...]]:
+        """Of the tensors in the arguments: their paths in (args, kwargs)."""
+        paths = optree.treespec_paths(self._form)
+        return [paths[i] for i in self._places]
 
 
 def path_words(path: tuple[Any, ...]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
@@ -14,6 +13,7 @@ import torch.autograd.forward_ad
 from torch import Tensor
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch.autograd.forward_ad import _set_fwd_grad_enabled  # type: ignore[attr-defined]
+from torch.overrides import _get_current_function_mode_stack
 
 from ._flat_call import FlatCall
 from ._keeper import Keeper, Recording, Replaying
@@ -42,14 +42,7 @@ class _Swap(OfOneRun):
         super().__init__()
         self.of, self.known, self._levels = of, known, levels
         self.foreign: dict[int, Tensor] = {}
-
-    def __enter__(self) -> Any:
-        _THREADS.swaps.append(self)
-        return super().__enter__()  # type: ignore[no-untyped-call]
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        _THREADS.swaps.pop()
+        self.used: set[int] = set()  # the ids of tensors that have been replaced
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = {name: self.swap(value) for name, value in kwargs.items()} if kwargs else {}
@@ -60,7 +53,9 @@ class _Swap(OfOneRun):
         if not isinstance(x, Tensor):
             return type(x)(map(self.swap, x)) if type(x) in (list, tuple) else x
         new = self.of.get(id(x))
-        if new is None and self.known is not None and id(x) not in self.known and self._is_foreign(x):
+        if new is not None:
+            self.used.add(id(x))
+        elif self.known is not None and id(x) not in self.known and self._is_foreign(x):
             self.foreign[id(x)] = x
         return x if new is None else new
 
@@ -72,30 +67,19 @@ class _Swap(OfOneRun):
         return not _functorch.is_functorch_wrapped_tensor(x) and x.requires_grad and x.is_leaf
 
 
-class _Threads(threading.local):
-    def __init__(self) -> None:
-        self.swaps: list[_Swap] = []
-
-
-_THREADS = _Threads()
-
-
 def _levels() -> list[int]:
     return [one.level() for one in _functorch.get_interpreter_stack() or ()]
 
 
-def _kinds() -> set[Any]:
-    return {one.key() for one in _functorch.get_interpreter_stack() or ()}
+def _around() -> _Swap | None:
+    """The mode of the region around this one."""
+    modes = reversed(_get_current_function_mode_stack())
+    return next((mode for mode in modes if isinstance(mode, _Swap)), None)
 
 
-def _as_seen(x: Tensor) -> Tensor:
+def _seen(x: Tensor, around: _Swap | None) -> Tensor:
     """What a tensor is in the region around this one."""
-    return _THREADS.swaps[-1].of.get(id(x), x) if _THREADS.swaps else x
-
-
-def is_tracked(x: Tensor) -> bool:
-    """Whether a transform may differentiate, or batch, by a tensor."""
-    return x.requires_grad or bool(_functorch.is_functorch_wrapped_tensor(_as_seen(x)))
+    return x if around is None else around.of.get(id(x), x)
 
 
 def _differentiable(x: Tensor) -> bool:
@@ -108,6 +92,7 @@ class Region:
     Args:
         call: The call.
         captured: Tensors that a transform differentiates by, beside those that a search finds.
+        around: The mode of the region around this one.
         rerun: What later runs find.
         keeper: Keeps results of operations; None where nothing is kept.
 
@@ -116,21 +101,25 @@ class Region:
         result: The form of the result, once the first run has ended: its structure, and its leaves by kind and value.
     """
 
-    def __init__(self, call: FlatCall, captured: Sequence[Tensor], rerun: Rerun, keeper: Keeper | None) -> None:
+    def __init__(
+        self, call: FlatCall, captured: Sequence[Tensor], around: _Swap | None, rerun: Rerun, keeper: Keeper | None
+    ) -> None:
         self._call, self.rerun, self._keeper, self._levels = call, rerun, keeper, _levels()
         self._count, own = len(call.tensors), set(map(id, call.tensors))
-        self._captured = [x for x in (*call.found.tensors, *captured) if id(x) not in own and is_tracked(x)]
+        # Those by which a transform may differentiate, or batch.
+        reached = [x for x in (*call.found.tensors, *captured) if id(x) not in own]
+        wrapped = _functorch.is_functorch_wrapped_tensor
+        self._captured = [x for x in reached if x.requires_grad or wrapped(_seen(x, around))]
         self.tensors = [*call.tensors, *self._captured]
         here = max(self._levels, default=-1)
         # Those of which the function sees results that require a gradient: the others belong to outer transforms.
         level = _functorch.maybe_get_level
         moves = [x.requires_grad and _differentiable(x) and level(x) == here for x in self.tensors]
         self._moving = [i for i, one in enumerate(moves) if one]
-        # Many operations, and the order of random numbers, are others below a level or with a graph: the first run has
-        # what later runs have. A vmap alone takes no level: torch.func would refuse writes into buffers.
-        self._with_graph = bool(self._moving or keeper or _kinds() - {_functorch.TransformType.Vmap})
-        self.in_plain_autograd, self._grads = not self._levels, torch.is_grad_enabled()
-        self.result: list[Any] = []  # one list for all batched copies of the region
+        self._grads = torch.is_grad_enabled()
+        # One object for all batched copies of the region.
+        self.result: list[Any] = []
+        self._used: set[int] = set()
 
     def _run(self, tensors: Sequence[Tensor], known: set[int] | None) -> Any:
         of = dict(zip(map(id, self._captured), tensors[self._count :], strict=True))
@@ -143,10 +132,17 @@ class Region:
             out = self._call.run(tensors)
         if swap.foreign:
             raise _Captured(list(swap.foreign.values()))
+        self._used |= swap.used
         return out
 
+    def uses(self, i: int) -> bool:
+        """Whether a tensor of the list is an argument, or captured and used: others have no gradient."""
+        return i < self._count or id(self._captured[i - self._count]) in self._used
+
     def flat(self, tensors: Sequence[Tensor], known: set[int] | None = None) -> list[Tensor]:
-        """Call the function; in the first run with a graph, which is gone after it.
+        """Call the function; in the first run with a graph, which is gone after it, and a level of torch.func.
+
+        Many operations, and the order of random numbers, are others below a level: the first run has what later runs have.
 
         Args:
             tensors: In the place of `self.tensors`.
@@ -158,7 +154,7 @@ class Region:
         Raises:
             _Captured: it has used other tensors.
         """
-        if known is None or not self._with_graph:
+        if known is None:
             return self._flat(tensors, known)
         nothing = torch.zeros(())  # vjp takes at least one input
 
@@ -166,12 +162,8 @@ class Region:
             new = _replaced(tensors, self._moving, values)
             return nothing, tuple(self._flat(new, known | set(map(id, new))))
 
-        inputs = [tensors[i] for i in self._moving]
-        if self._levels:
-            made: Any = torch.func.vjp(of, nothing, *inputs, has_aux=True)
-            return list(made[2])
-        with torch.enable_grad():
-            return [x.detach() for x in of(nothing, *(x.detach().requires_grad_() for x in inputs))[1]]
+        made: Any = torch.func.vjp(of, nothing, *(tensors[i] for i in self._moving), has_aux=True)
+        return list(made[2])
 
     def _flat(self, tensors: Sequence[Tensor], known: set[int] | None) -> list[Tensor]:
         leaves, form = optree.tree_flatten(self._run(tensors, known))
@@ -206,11 +198,6 @@ class Region:
         self._call.refuse_writes(tensors, versions, self.rerun)
         return out
 
-    def again(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Run again."""
-        with self.rerun.again():
-            return self.flat(tensors)
-
     def batched(self, in_dims: Sequence[int | None], randomness: str) -> Region:
         """The same function of batched tensors; results have their batches first."""
         new, inner = copy.copy(self), self.flat
@@ -243,18 +230,19 @@ class _Again(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         region, tensors = ctx.region, [_functorch.unwrap_if_dead(x) for x in ctx.saved_tensors]
-        moving = [i for i, x in enumerate(tensors) if ctx.needs_input_grad[i + 1] and _differentiable(x)]
+        needed = [i for i, needs in enumerate(ctx.needs_input_grad[1:]) if needs and region.uses(i)]
+        moving = [i for i in needed if _differentiable(tensors[i])]
         used = [i for i, grad in enumerate(grads) if grad is not None]
         out: list[Any] = [None] * len(tensors)
         if used and moving:
 
             def of(*values: Tensor) -> tuple[Tensor, ...]:
-                results = region.again(_replaced(tensors, moving, values))
+                results = region.flat(_replaced(tensors, moving, values))
                 return tuple(results[i] for i in used)
 
-            pullback = _pullback(of, [tensors[i] for i in moving], region.in_plain_autograd)
-            for i, grad in zip(moving, pullback(tuple(grads[i] for i in used)), strict=True):
-                out[i] = grad
+            with region.rerun.again():
+                made: Any = torch.func.vjp(of, *(tensors[i] for i in moving))
+            out = _replaced(out, moving, made[1](tuple(grads[i] for i in used)))
         return None, *out
 
     @staticmethod
@@ -263,10 +251,10 @@ class _Again(torch.autograd.Function):
         moving = [i for i, t in enumerate(tangents) if t is not None]
 
         def of(*values: Tensor) -> tuple[Tensor, ...]:
-            return tuple(region.again(_replaced(tensors, moving, values)))
+            return tuple(region.flat(_replaced(tensors, moving, values)))
 
         primals, moved = [tensors[i] for i in moving], [tangents[i] for i in moving]
-        with _below(primals, moved) as (primals, moved), _set_fwd_grad_enabled(True):
+        with region.rerun.again(), _below(primals, moved) as (primals, moved), _set_fwd_grad_enabled(True):
             return cast("tuple[Any, ...]", torch.func.jvp(of, tuple(primals), tuple(moved))[1])
 
     @staticmethod
@@ -279,72 +267,41 @@ def call_transformed(call: FlatCall, make: Callable[[], tuple[Rerun, Keeper | No
     """Call a function under transforms; `make` gives new records for each attempt."""
     captured: list[Tensor] = []
     for _ in range(_MOST):
-        region = Region(call, captured, *make())
+        around, (rerun, keeper) = _around(), make()
         try:
-            with _within(region.tensors) as tensors, function_modes(()):
+            with function_modes(()):  # the mode around this region does not take it for a part of its function
+                region = Region(call, captured, around, rerun, keeper)
+                tensors = [_seen(x, around) for x in region.tensors]
                 out = _Again.apply(region, *tensors)  # type: ignore[no-untyped-call]
             break
         except _Captured as more:
-            region.rerun.undo()
+            rerun.undo()
             captured += more.args[0]
     else:
         raise RuntimeError(
             f"remat: each of {_MOST} runs of {call.fn!r} has used other tensors that require a gradient; pass them as arguments"
         )
+    if around is not None:
+        for i, x in enumerate(region.tensors):
+            if region.uses(i):
+                around.swap(x)
     call.tensors, region.tensors = [], []
     of: dict[str, Any] = {"argument": tensors, "result": out}
     form, leaves = region.result
     return optree.tree_unflatten(form, [of[kind][which] if kind in of else which for kind, which in leaves])
 
 
-@contextlib.contextmanager
-def _within(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """A context for a region, with its tensors as the region around it has them; that does not watch what this one does."""
-    if not _THREADS.swaps:
-        yield tensors
-        return
-    outer = _THREADS.swaps[-1]
-    new = list(map(outer.swap, tensors))
-    known, outer.known = outer.known, None
-    try:
-        yield new
-    finally:
-        outer.known = known
-
-
-def _pullback(of: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor], plain: bool) -> Callable[[Any], Any]:
-    """From the gradients of a function's results to those of its inputs.
-
-    In plain autograd that is what works there, and an input that is not used has no gradient.
-    """
-    if not plain or torch._C._are_functorch_transforms_active():
-        made: Any = torch.func.vjp(of, *inputs)
-        return cast("Callable[[Any], Any]", made[1])
-    higher = torch.is_grad_enabled()
-    with torch.enable_grad():
-        starts = [x.view_as(x) if higher and x.requires_grad else x.detach().requires_grad_() for x in inputs]
-        results = of(*starts)
-
-    def pullback(grads: Any) -> Any:
-        ends = [(x, grad) for x, grad in zip(results, grads, strict=True) if x.requires_grad]
-        if not ends:
-            return [None] * len(starts)
-        outs, given = zip(*ends, strict=True)
-        return torch.autograd.grad(outs, starts, given, create_graph=higher, allow_unused=True)
-
-    return pullback
-
-
-def _replaced(tensors: Sequence[Tensor], places: Sequence[int], values: Sequence[Tensor]) -> list[Tensor]:
-    new = list(tensors)
-    for i, value in zip(places, values, strict=True):
-        new[i] = value
+def _replaced(values: Sequence[Any], places: Sequence[int], others: Sequence[Any]) -> list[Any]:
+    new = list(values)
+    for i, other in zip(places, others, strict=True):
+        new[i] = other
     return new
 
 
 def _forward_mode() -> bool:
     """Whether a forward-mode derivative is active: it mixes operations on tangents with those of the function."""
-    return torch.autograd.forward_ad._current_level >= 0 or _functorch.TransformType.Jvp in _kinds()
+    kinds = [one.key() for one in _functorch.get_interpreter_stack() or ()]
+    return torch.autograd.forward_ad._current_level >= 0 or _functorch.TransformType.Jvp in kinds
 
 
 @contextlib.contextmanager

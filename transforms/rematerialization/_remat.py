@@ -60,8 +60,8 @@ def remat(
         A function with the arguments and results of `fn`.
 
     Raises:
-        TypeError: no function; an `offload` of another type; raised by the call: an argument that is an iterator; under
-            torch.func, a result that is an object of an unknown class.
+        TypeError: no function; an `offload` of another type; raised by the call: under torch.func, a result that is an object
+            of an unknown class.
         ValueError: a stochastic codec; raised by the call: `fn` writes into an argument, or into a tensor that no module
             holds; values on the CPU that "cpu" should move.
         NotImplementedError: in torch.compile, a policy of one's own that offloads.

@@ -11,18 +11,15 @@ from typing import Any, NamedTuple
 import optree
 import torch
 from torch import Tensor, nn
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ._flat_call import path_words
-from ._functional import is_tracked
+from ._flat_call import FlatCall, path_words
 from ._keeper import listening, memory_of, run_op, written_by
 from ._offload import Handle
-from ._reached import reached
-from ._rerun import function_modes, parts_of, put_part
+from ._rerun import parts_of, put_part
 
 _SKIPPED = tuple(str(Path(module.__file__ or "").parent) for module in (torch, optree)) + (str(Path(__file__).parent),)
 
@@ -114,34 +111,30 @@ def saved_residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Residu
 
 def _residuals(fn: Callable[..., Any], args: Any, kwargs: Any, by_first: bool) -> Residuals | None:
     """See `saved_residuals`; None if the result depends on nothing that requires a gradient."""
-    found = reached(fn, args, kwargs)
-    given: Any = (args, kwargs)
-    leaves, form = optree.tree_flatten(given, none_is_leaf=True)
-    paths = optree.treespec_paths(form)
-    memories = _Memories()
-    # Which ones gradients are required of is asked before the transforms are out of the way.
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    likes = {i: _like(leaves[i], is_tracked(leaves[i]) or by_first and paths[i][:2] == (0, 0)) for i in places}
+    call = FlatCall(fn, args, kwargs)
+    found, memories = call.found, _Memories()
     named = {id(x): name for root in found.roots for name, x in (*root.named_parameters(), *root.named_buffers())}
-    inside = {id(x): _like(x, is_tracked(x)) for x in found.tensors}
-    own = [x for x in found.tensors if not torch._C._functorch.is_functorch_wrapped_tensor(x)]
     with contextlib.ExitStack() as stack:
         fake = stack.enter_context(_without_values(fn))
-        counted = tuple(x for x in own if not x.is_inference())
+        counted = tuple(x for x in found.tensors if not x.is_inference())
         stack.enter_context(torch.autograd._unsafe_preserve_version_counter(counted))  # type: ignore[attr-defined]
-        for x in (*own, *map(fake.from_tensor, own)):  # those that no module holds are used as they are
+        for x in (
+            *found.tensors,
+            *map(fake.from_tensor, found.tensors),
+        ):  # those that no module holds are used as they are
             memories.give(x, "a tensor of the function")
-        new = {i: memories.give(make(), named.get(i, "a tensor of the function")) for i, make in inside.items()}
+        new = {id(x): memories.give(_like(x), named.get(id(x), "a tensor of the function")) for x in found.tensors}
         for part in parts_of(found.modules()):
             stack.callback(put_part, part, part.copy())
             put_part(part, part.copy(), new)
-        for i, make in likes.items():
-            leaves[i] = memories.give(make(), f"argument {path_words(paths[i])}")
-        again: Any = optree.tree_unflatten(form, leaves)
+        given = []
+        for path, x in zip(call.paths(), call.tensors, strict=True):
+            by = by_first and path[:2] == (0, 0)
+            given.append(memories.give(_like(x, by), f"argument {path_words(path)}"))
         stack.enter_context(_Origins(memories))
         stack.enter_context(listening(memories.name, memories.keep))
         stack.enter_context(saved_tensors_hooks(memories.keep, lambda x: x))
-        out = fn(*again[0], **again[1])
+        out = call.run(given)
         if not any(isinstance(x, Tensor) and x.requires_grad for x in optree.tree_leaves(out)):
             return None
     return memories.residuals()
@@ -181,40 +174,25 @@ class _Memories:
         return Residuals(one._replace(name=self.names.get(memory, one.name)) for memory, one in self._kept.items())
 
 
-def _like(x: Tensor, moves: bool) -> Callable[[], Tensor]:
-    """What makes a tensor of the same form."""
-    shape, stride, dtype, device = x.shape, x.stride(), x.dtype, x.device
-    moves = moves and (dtype.is_floating_point or dtype.is_complex)
-    is_parameter = isinstance(x, nn.Parameter)
-
-    def make() -> Tensor:
-        new = torch.empty_strided(shape, stride, dtype=dtype, device=device)
-        return nn.Parameter(new, moves) if is_parameter else new.requires_grad_(moves)
-
-    return make
+def _like(x: Tensor, by: bool = False) -> Tensor:
+    """A tensor of the same form; a gradient may be asked by it as by the first one, or in any case."""
+    moves = (x.requires_grad or by) and (x.is_floating_point() or x.is_complex())
+    new = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+    return nn.Parameter(new, moves) if isinstance(x, nn.Parameter) else new.requires_grad_(moves)
 
 
 @contextlib.contextmanager
 def _without_values(fn: Callable[..., Any]) -> Iterator[FakeTensorMode]:
-    """A context in which operations have results without values, below all transforms and unseen by all modes."""
-    autograd: Any = torch._C._autograd
-    # torch.func takes the right to hooks.
-    message = autograd._saved_tensors_hooks_get_disabled_error_message()
-    with _disable_current_modes(), function_modes(()), temporarily_clear_interpreter_stack(), torch.enable_grad():
-        if message is not None:
-            autograd._saved_tensors_hooks_enable()
-        try:
-            with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-                yield fake
-        except RuntimeError as error:
-            name = getattr(fn, "__qualname__", type(fn).__name__)
-            raise ValueError(
-                f"saved_residuals runs {name} on tensors without values, which fails where it depends on values or uses torch.func: "
-                f"{error}"
-            ) from error
-        finally:
-            if message is not None:
-                autograd._saved_tensors_hooks_disable(message)
+    """A context in which operations have results without values."""
+    try:
+        with torch.enable_grad(), FakeTensorMode(allow_non_fake_inputs=True) as fake:
+            yield fake
+    except RuntimeError as error:
+        name = getattr(fn, "__qualname__", type(fn).__name__)
+        raise ValueError(
+            f"saved_residuals runs {name} on tensors without values, which fails where it depends on values or uses torch.func: "
+            f"{error}"
+        ) from error
 
 
 class _Origins(TorchDispatchMode):

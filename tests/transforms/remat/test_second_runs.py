@@ -148,8 +148,6 @@ INSIDE: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
     "grad": lambda: force,
     "vmap": lambda: lambda x: torch.func.vmap(lambda row: row.sin() * row.sum())(x) * x,
     "jacrev": lambda: lambda x: torch.func.jacrev(lambda z: z.sin().sum())(x) * x,
-    "old form": lambda: lambda x: force(x) * Square.apply(x),  # type: ignore[no-untyped-call,no-any-return]
-    "buffer": lambda: (lambda m: lambda x: m(x) * force(x))(nn.BatchNorm1d(4)),
     "dropout": lambda: lambda x: F.dropout(force(x), 0.5) * x,
     "parameter": lambda: lambda x: force(x * W) * W,
     "nested": lambda: lambda x: tx.remat(lambda x: force(x).sin())(x) * x,
@@ -166,6 +164,15 @@ def test_torch_func_inside(name: str, policy: str) -> None:
         f, x = wrap(INSIDE[name]()), X.clone().requires_grad_()
         found.append(torch.autograd.grad(f(x).square().sum(), (x, W), allow_unused=True))
     torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=1e-6)
+
+
+def test_torch_func_inside_takes_what_torch_func_takes() -> None:
+    x, norm = X.clone().requires_grad_(), nn.BatchNorm1d(4)
+    for f, text in (
+        (lambda x: force(x) * Square.apply(x), "must override the setup_context"),  # type: ignore[no-untyped-call]
+        (lambda x: norm(x) * force(x), "would mutate a captured Tensor"),
+    ):
+        raises_text(RuntimeError, lambda: tx.remat(f)(x), text)  # noqa: B023
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
