@@ -14,33 +14,30 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext,
 
 from .transforms.rematerialization import Keep, Offload, Policy, Runner, checkpoint_policies, runner_of
 
-_KEPT = {
+_KEPT: dict[Any, Keep] = {
+    True: Keep.SAVE,
+    False: Keep.RECOMPUTE,
     CheckpointPolicy.MUST_SAVE: Keep.SAVE,
     CheckpointPolicy.PREFER_SAVE: Keep.SAVE,
     CheckpointPolicy.MUST_RECOMPUTE: Keep.RECOMPUTE,
     CheckpointPolicy.PREFER_RECOMPUTE: Keep.RECOMPUTE,
-    **{getattr(CheckpointPolicy, name): Keep.OFFLOAD for name in dir(CheckpointPolicy) if name.endswith("CPU_OFFLOAD")},
+    CheckpointPolicy.MUST_CPU_OFFLOAD: Keep.OFFLOAD,
+    CheckpointPolicy.PREFER_CPU_OFFLOAD: Keep.OFFLOAD,
 }
 # torch's arguments that say how to run again; they have no effect, since both forms of its checkpoint are one here.
 _IGNORED = ("use_reentrant", "determinism_check", "respect_saved_tensors_hooks", "debug")
 
 
 def run_with(given: dict[str, Any]) -> Runner:
-    """What calls a module's forward as these arguments say.
-
-    Raises:
-        ValueError: both a policy and a context_fn.
-    """
+    """What calls a module's forward as these arguments say."""
     options = {name: value for name, value in given.items() if name not in _IGNORED}
     context_fn = options.pop("context_fn", None)
     if context_fn is None:
         return runner_of(**options)
-    if options.get("policy") is not None:
-        raise ValueError("checkpoint_wrapper: context_fn and policy both say what to keep; give one of them")
 
     def run(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         # Made for each call, as torch does: a policy may count.
-        return runner_of(**{**options, "policy": policy_of(context_fn())})(fn, args, kwargs)
+        return runner_of(policy_of(context_fn()), **options)(fn, args, kwargs)
 
     return run
 
@@ -51,7 +48,7 @@ def policy_of(contexts: Any) -> Policy:
     Raises:
         TypeError: other contexts.
     """
-    first = contexts[0] if isinstance(contexts, tuple) and len(contexts) == 2 else None
+    first, _ = contexts
     if not isinstance(first, _CachingTorchDispatchMode):
         raise TypeError(
             f"checkpoint_wrapper: context_fn must return what torch's create_selective_checkpoint_contexts(policy) returns, got "
@@ -60,10 +57,7 @@ def policy_of(contexts: Any) -> Policy:
     of_torch, context = first.policy_fn, SelectiveCheckpointContext(is_recompute=False)
 
     def policy(op: Any, *args: Any, **kwargs: Any) -> Keep:
-        found = of_torch(context, op, *args, **kwargs)
-        if isinstance(found, bool):
-            return Keep.SAVE if found else Keep.RECOMPUTE
-        return _KEPT[found]
+        return _KEPT[of_torch(context, op, *args, **kwargs)]
 
     return policy
 
@@ -111,8 +105,9 @@ def checkpoint_wrapper(
         The module's twin.
 
     Raises:
-        TypeError: no module; raised by Python: unknown arguments; raised by the call: other contexts of context_fn.
-        ValueError: a module that is compiled, or one of torch.jit; both a policy and a context_fn.
+        TypeError: no module; raised by Python: unknown arguments; raised by the call: other contexts of context_fn, a
+            policy beside context_fn.
+        ValueError: a module that is compiled, or one of torch.jit.
 
     >>> import fjoin
     >>> block = fjoin.checkpoint_wrapper(torch.nn.Linear(2, 2))
@@ -161,15 +156,16 @@ def _twin(module: nn.Module, run: Runner, made_by: tuple[Any, Any]) -> nn.Module
         raise ValueError(
             f"{made_by[0].__name__}: the {type(module).__name__} is compiled; wrap it first, then compile it"
         )
-    plain = type(module)
+    plain: Any = type(module)
+    wrapped = issubclass(plain, CheckpointWrapper)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        own = None if issubclass(plain, CheckpointWrapper) else vars(self).get("_own_forward")
-        return run(types.MethodType(plain.forward, self) if own is None else own, args, kwargs)
+        own = None if wrapped else vars(self).get("_own_forward")
+        return run(own or types.MethodType(plain.forward, self), args, kwargs)
 
-    bases = (plain,) if issubclass(plain, CheckpointWrapper) else (plain, CheckpointWrapper)
-    first, before = (plain._plain, plain._made_by) if issubclass(plain, CheckpointWrapper) else (plain, ())
+    first, before = (plain._plain, plain._made_by) if wrapped else (plain, ())
     made = {"_plain": first, "_made_by": (*before, made_by), "forward": forward, "__module__": plain.__module__}
+    bases = (plain,) if wrapped else (plain, CheckpointWrapper)
     twin: Any = nn.Module.__new__(type(f"Checkpointed{plain.__name__}", bases, made))
     twin.__dict__ = vars(module)
     if "forward" in vars(module):  # set on the module itself

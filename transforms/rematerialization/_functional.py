@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import optree
@@ -20,28 +20,22 @@ from ._keeper import Keeper, Recording, Replaying
 from ._rerun import OfOneRun, Rerun, function_modes, version_of
 
 _functorch: Any = torch._C._functorch
-_MOST = 8  # runs that look for tensors that a function uses
 # Values in a result in which there are no tensors.
 _VALUES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, set, frozenset)
 
 
-class _Captured(Exception):
-    """A function has used tensors, the argument, that a transform differentiates by and that no search had found."""
-
-
 class _Swap(OfOneRun):
-    """Replaces tensors by others in every function of torch, and looks for those that nobody knows.
+    """Replaces tensors by others in every function of torch, and refuses those that nobody knows.
 
     Args:
         of: id -> replacement.
-        known: The ids of tensors that are no surprise; None where no others are looked for.
+        known: The ids of the arguments; None where no others are looked for.
         levels: Those of the transforms around the region: tensors of others are the function's own.
     """
 
     def __init__(self, of: dict[int, Tensor], known: set[int] | None, levels: list[int]) -> None:
         super().__init__()
         self.of, self.known, self._levels = of, known, levels
-        self.foreign: dict[int, Tensor] = {}
         self.used: set[int] = set()  # the ids of tensors that have been replaced
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -56,7 +50,10 @@ class _Swap(OfOneRun):
         if new is not None:
             self.used.add(id(x))
         elif self.known is not None and id(x) not in self.known and self._is_foreign(x):
-            self.foreign[id(x)] = x
+            raise RuntimeError(
+                f"a function in remat under torch.func uses a tensor of shape {tuple(x.shape)} that requires a gradient and is not "
+                f"reached from it; pass it as an argument"
+            )
         return x if new is None else new
 
     def _is_foreign(self, x: Tensor) -> bool:
@@ -91,7 +88,6 @@ class Region:
 
     Args:
         call: The call.
-        captured: Tensors that a transform differentiates by, beside those that a search finds.
         around: The mode of the region around this one.
         rerun: What later runs find.
         keeper: Keeps results of operations; None where nothing is kept.
@@ -101,13 +97,11 @@ class Region:
         result: The form of the result, once the first run has ended: its structure, and its leaves by kind and value.
     """
 
-    def __init__(
-        self, call: FlatCall, captured: Sequence[Tensor], around: _Swap | None, rerun: Rerun, keeper: Keeper | None
-    ) -> None:
+    def __init__(self, call: FlatCall, around: _Swap | None, rerun: Rerun, keeper: Keeper | None) -> None:
         self._call, self.rerun, self._keeper, self._levels = call, rerun, keeper, _levels()
         self._count, own = len(call.tensors), set(map(id, call.tensors))
         # Those by which a transform may differentiate, or batch.
-        reached = [x for x in (*call.found.tensors, *captured) if id(x) not in own]
+        reached = [x for x in call.found.tensors if id(x) not in own]
         wrapped = _functorch.is_functorch_wrapped_tensor
         self._captured = [x for x in reached if x.requires_grad or wrapped(_seen(x, around))]
         self.tensors = [*call.tensors, *self._captured]
@@ -121,17 +115,16 @@ class Region:
         self.result: list[Any] = []
         self._used: set[int] = set()
 
-    def _run(self, tensors: Sequence[Tensor], known: set[int] | None) -> Any:
+    def _run(self, tensors: Sequence[Tensor], first: bool) -> Any:
         of = dict(zip(map(id, self._captured), tensors[self._count :], strict=True))
         mode: Any = contextlib.nullcontext()
-        if known is not None:
+        if first:
             mode = Recording.of(self._keeper)
         elif not _forward_mode():
             mode = Replaying.of(self._keeper, self._keeper.values if self._keeper else [])
+        known = set(map(id, tensors)) if first else None
         with function_modes(self.rerun.functions), _Swap(of, known, self._levels) as swap, mode:
             out = self._call.run(tensors)
-        if swap.foreign:
-            raise _Captured(list(swap.foreign.values()))
         self._used |= swap.used
         return out
 
@@ -139,34 +132,33 @@ class Region:
         """Whether a tensor of the list is an argument, or captured and used: others have no gradient."""
         return i < self._count or id(self._captured[i - self._count]) in self._used
 
-    def flat(self, tensors: Sequence[Tensor], known: set[int] | None = None) -> list[Tensor]:
+    def flat(self, tensors: Sequence[Tensor], first: bool = False) -> list[Tensor]:
         """Call the function; in the first run with a graph, which is gone after it, and a level of torch.func.
 
         Many operations, and the order of random numbers, are others below a level: the first run has what later runs have.
 
         Args:
             tensors: In the place of `self.tensors`.
-            known: In the first run, the ids of tensors that are no surprise.
+            first: Whether this is the first run.
 
         Returns:
             The tensors in its result that are no arguments, each once.
 
         Raises:
-            _Captured: it has used other tensors.
+            RuntimeError: it uses other tensors, by which a transform differentiates.
         """
-        if known is None:
-            return self._flat(tensors, known)
+        if not first:
+            return self._flat(tensors, first)
         nothing = torch.zeros(())  # vjp takes at least one input
 
         def of(_: Tensor, *values: Tensor) -> tuple[Tensor, Any]:
-            new = _replaced(tensors, self._moving, values)
-            return nothing, tuple(self._flat(new, known | set(map(id, new))))
+            return nothing, tuple(self._flat(_replaced(tensors, self._moving, values), first))
 
         made: Any = torch.func.vjp(of, nothing, *(tensors[i] for i in self._moving), has_aux=True)
         return list(made[2])
 
-    def _flat(self, tensors: Sequence[Tensor], known: set[int] | None) -> list[Tensor]:
-        leaves, form = optree.tree_flatten(self._run(tensors, known))
+    def _flat(self, tensors: Sequence[Tensor], first: bool) -> list[Tensor]:
+        leaves, form = optree.tree_flatten(self._run(tensors, first))
         places = {id(x): ("argument", self._count + i) for i, x in enumerate(self._captured)}
         places |= {id(x): ("argument", i) for i, x in enumerate(tensors)}
         found: list[Tensor] = []
@@ -183,7 +175,7 @@ class Region:
                     f"a function in remat under torch.func has returned a {type(x).__name__}, in which no tensors are looked for; "
                     f"return a list, or register the class as a pytree"
                 )
-        if known is not None:
+        if first:
             self.result[:] = form, leaves
         return found
 
@@ -192,7 +184,7 @@ class Region:
         tensors = [x.detach() for x in tensors]  # without a graph a view of a leaf would pass for another leaf
         versions = list(map(version_of, tensors))
         with self.rerun.first(tensors), torch.set_grad_enabled(self._grads):
-            out = [x.detach() for x in self.flat(tensors, set(map(id, tensors)))]
+            out = [x.detach() for x in self.flat(tensors, True)]
         if self._keeper is not None:
             self._keeper.finish(out)
         self._call.refuse_writes(tensors, versions, self.rerun)
@@ -202,11 +194,9 @@ class Region:
         """The same function of batched tensors; results have their batches first."""
         new, inner = copy.copy(self), self.flat
 
-        def flat(tensors: Sequence[Tensor], known: set[int] | None = None) -> list[Tensor]:
-            def one(*values: Tensor) -> tuple[Tensor, ...]:
-                return tuple(inner(values, known and known | set(map(id, values))))
-
-            return list(torch.func.vmap(one, tuple(in_dims), randomness=randomness)(*tensors))
+        def flat(tensors: Sequence[Tensor], first: bool = False) -> list[Tensor]:
+            one = torch.func.vmap(lambda *values: tuple(inner(values, first)), tuple(in_dims), randomness=randomness)
+            return list(one(*tensors))
 
         new.flat = flat  # type: ignore[method-assign]
         return new
@@ -263,24 +253,13 @@ class _Again(torch.autograd.Function):
         return out, (0,) * len(out)
 
 
-def call_transformed(call: FlatCall, make: Callable[[], tuple[Rerun, Keeper | None]]) -> Any:
-    """Call a function under transforms; `make` gives new records for each attempt."""
-    captured: list[Tensor] = []
-    for _ in range(_MOST):
-        around, (rerun, keeper) = _around(), make()
-        try:
-            with function_modes(()):  # the mode around this region does not take it for a part of its function
-                region = Region(call, captured, around, rerun, keeper)
-                tensors = [_seen(x, around) for x in region.tensors]
-                out = _Again.apply(region, *tensors)  # type: ignore[no-untyped-call]
-            break
-        except _Captured as more:
-            rerun.undo()
-            captured += more.args[0]
-    else:
-        raise RuntimeError(
-            f"remat: each of {_MOST} runs of {call.fn!r} has used other tensors that require a gradient; pass them as arguments"
-        )
+def call_transformed(call: FlatCall, rerun: Rerun, keeper: Keeper | None) -> Any:
+    """Call a function under transforms."""
+    around = _around()
+    with function_modes(()):  # the mode around this region does not take it for a part of its function
+        region = Region(call, around, rerun, keeper)
+        tensors = [_seen(x, around) for x in region.tensors]
+        out = _Again.apply(region, *tensors)  # type: ignore[no-untyped-call]
     if around is not None:
         for i, x in enumerate(region.tensors):
             if region.uses(i):

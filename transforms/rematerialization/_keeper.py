@@ -66,19 +66,10 @@ class Step(NamedTuple):
     place: Place
     shapes: list[torch.Size]  # of its arguments, to be compared
     form: Any  # the structure of the result
-    leaves: list[Any]  # the result; of a step that is kept, tensors are slots in `Keeper.values`
+    leaves: list[Any]  # the result; of a step that is kept, the class Tensor in place of tensors
     number: int  # in the order of the run
+    slots: Sequence[int] = ()  # of a step that is kept, the places of these in `Keeper.values`
     written: bool = False  # whether a later operation writes into it
-
-    def slots(self) -> list[int]:
-        """Of a step that is kept: the places of its tensors."""
-        return [leaf.number for leaf in self.leaves if isinstance(leaf, Slot)]
-
-
-class Slot(NamedTuple):
-    """The place of a tensor among those kept."""
-
-    number: int
 
 
 class Keeper:
@@ -132,7 +123,7 @@ class Keeper:
         memory = memory_of(x)
         self._origins.pop(memory, None)
         for place, kept in self.kept.items():
-            for slot in kept.slots():
+            for slot in kept.slots:
                 if memory_of(self.values[slot]) == memory:
                     self.values[slot] = self.values[slot].clone()
                     self.kept[place] = kept._replace(written=True)
@@ -147,7 +138,7 @@ class Keeper:
         self._origins = {}
         for place, kept in list(self.kept.items()):
             if last is not None and kept.number >= last:
-                for slot in self.kept.pop(place).slots():
+                for slot in self.kept.pop(place).slots:
                     self.values[slot], self._away[slot] = None, False
         away = [i for i, one in enumerate(self._away) if one]
         results = set(map(memory_of, tensors_in(optree.tree_leaves(out), {}))) if away else set()
@@ -157,13 +148,12 @@ class Keeper:
             self.values[i] = value
 
     def _keep(self, step: Step, keep: Keep) -> None:
-        leaves: list[Any] = []
-        for x in step.leaves:
-            leaves.append(Slot(len(self.values)) if isinstance(x, Tensor) else x)
-            if isinstance(x, Tensor):
-                self.values.append(x)
-                self._away.append(keep is Keep.OFFLOAD)
-        self.kept[step.place] = step._replace(leaves=leaves)
+        tensors = [x for x in step.leaves if isinstance(x, Tensor)]
+        leaves = [Tensor if isinstance(x, Tensor) else x for x in step.leaves]
+        slots = range(len(self.values), len(self.values) + len(tensors))
+        self.kept[step.place] = step._replace(leaves=leaves, slots=slots)
+        self.values += tensors
+        self._away += [keep is Keep.OFFLOAD] * len(tensors)
 
 
 class _Mode(TorchDispatchMode):
@@ -223,11 +213,12 @@ class Replaying(_Mode):
         shapes = [x.shape for x in tensors_in(args, kwargs)]
         if kept.shapes != shapes:
             raise differs(f"{func} got shapes {list(map(tuple, shapes))}, before {list(map(tuple, kept.shapes))}")
-        leaves = [self._value(x, kept.written) if isinstance(x, Slot) else x for x in kept.leaves]
+        slots = iter(kept.slots)
+        leaves = [self._value(next(slots), kept.written) if x is Tensor else x for x in kept.leaves]
         return tree_unflatten(leaves, kept.form)
 
-    def _value(self, slot: Slot, copied: bool) -> Any:
-        value = self._values[slot.number]
+    def _value(self, slot: int, copied: bool) -> Any:
+        value = self._values[slot]
         if isinstance(value, Handle):
             return value.get()
         return value.clone() if copied else value.detach()

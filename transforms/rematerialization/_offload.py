@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -34,13 +34,6 @@ class Handle:
         """Let what follows on the device wait until the value may be written into."""
 
 
-class Store(Protocol):
-    """A place for values."""
-
-    def put(self, values: Sequence[Tensor]) -> list[Tensor | Handle]:
-        """Handles of values that wait there; those that it does not take stay as they are."""
-
-
 def is_abstract(x: Tensor) -> bool:
     """Whether a tensor has no values."""
     return x.device.type == "meta" or isinstance(x, FakeTensor)
@@ -56,27 +49,17 @@ class Abstract(Handle):
         return self._x.clone()
 
 
-class _Group:
-    """Values that were moved together; they come back together, and the group before starts to."""
-
-    def __init__(self, before: _Group | None) -> None:
-        self.handles: list[weakref.ref[_InHost]] = []
-        self.before = None if before is None else weakref.ref(before)
-        self._came = False
-
-    def come(self) -> None:
-        """Let them come back, once: those that have come and gone need not."""
-        came, self._came = self._came, True
-        for ref in () if came else self.handles:
-            if (handle := ref()) is not None:
-                handle.prefetch()
+# Of values that were moved together.
+_Group: TypeAlias = "list[weakref.ref[_InHost]]"
 
 
 class _InHost(Handle):
+    """A value in pinned memory; the first one of its group to come back brings the group, and the one before it."""
+
     where = "cpu"
 
-    def __init__(self, x: Tensor, stream: Any, group: _Group) -> None:
-        self._device, self._stream, self._group = x.device, stream, group
+    def __init__(self, x: Tensor, stream: Any, group: _Group, before: _Group) -> None:
+        self._device, self._stream, self._groups = x.device, stream, (group, before)
         with stream:
             self._host = torch.empty_like(x, device="cpu", pin_memory=True)
             self._host.copy_(x, non_blocking=True)
@@ -87,19 +70,19 @@ class _InHost(Handle):
     def settle(self) -> None:
         current_stream(self._device).wait_event(self._copied)
 
-    def prefetch(self) -> None:
+    def _come(self) -> tuple[Tensor, Any]:
         if self._back is None:
             with self._stream:
                 back = self._host.to(self._device, non_blocking=True)
                 self._back = back, self._stream.record_event()
+        return self._back
 
     def get(self) -> Tensor:
-        self._group.come()
-        if self._group.before is not None and (before := self._group.before()) is not None:
-            before.come()
-        self.prefetch()
-        assert self._back is not None
-        (back, arrived), self._back = self._back, None
+        for group in self._groups:
+            while group:  # once: those that have come and gone need not
+                if (handle := group.pop(0)()) is not None:
+                    handle._come()
+        (back, arrived), self._back = self._come(), None
         current = current_stream(self._device)
         current.wait_event(arrived)
         back.record_stream(current)
@@ -107,15 +90,17 @@ class _InHost(Handle):
 
 
 class Host:
-    """Pinned memory of the host, with copies on a stream of their own."""
+    """Pinned memory of the host, with copies on a stream of their own.
+
+    `put` returns handles of values that wait there; those that it does not take stay as they are.
+    """
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, Any] = {}
         self._last = threading.local()
 
     def put(self, values: Sequence[Tensor]) -> list[Tensor | Handle]:
-        last = getattr(self._last, "group", None)
-        group = _Group(None if last is None else last())
+        before, group = getattr(self._last, "group", []), list[Any]()
         there = [x.device.type == "cpu" and not isinstance(x, FakeTensor) for x in values]
         if there and all(there):
             raise ValueError(
@@ -127,10 +112,10 @@ class Host:
             if stays:
                 out.append(x)
             else:
-                out.append(Abstract(x, "cpu") if is_abstract(x) else _InHost(x, self._stream(x.device), group))
-        group.handles = [weakref.ref(x) for x in out if isinstance(x, _InHost)]
-        if group.handles:
-            self._last.group = weakref.ref(group)
+                out.append(Abstract(x, "cpu") if is_abstract(x) else _InHost(x, self._stream(x.device), group, before))
+        group += [weakref.ref(x) for x in out if isinstance(x, _InHost)]
+        if group:
+            self._last.group = group
         return out
 
     def _stream(self, device: torch.device) -> Any:
@@ -141,9 +126,8 @@ class Host:
 
 
 HOST = Host()
-
-
 Offload: TypeAlias = "str | Codec"  # "cpu": pinned memory of the host; a codec: bytes in its form
+Store: TypeAlias = "Host | Coded"
 
 
 def store_for(offload: Offload) -> Store:
@@ -176,7 +160,7 @@ class _Codes(Handle):
 
 
 class Coded:
-    """The codes of a codec, in the memory of the device."""
+    """The codes of a codec, in the memory of the device; `put` as that of the host."""
 
     def __init__(self, codec: Codec) -> None:
         self._codec = codec

@@ -24,6 +24,9 @@ class _Outside(NamedTuple):
     version: int
 
 
+_SAVED = object()
+
+
 class _Enough(BaseException):
     """All that a backward pass needs has been computed again."""
 
@@ -60,8 +63,7 @@ class PlainRegion:
         self._values: dict[int, Tensor] = {}  # those computed again and not yet read
         self._lock = threading.RLock()
         self._saver: Any = None  # the result of a node that saves the arguments, and what is kept
-        self._numbers: list[int] = []  # the places of these
-        self._waiting: list[Any] = []  # handles of the others, in their places
+        self._waiting: list[Any] = []  # what is not saved there, such as handles, and `_SAVED` for the others
 
     def first(self, args: Any, kwargs: Any) -> Any:
         """Run for the first time."""
@@ -110,9 +112,8 @@ class PlainRegion:
         if self._keeper is not None:
             values += self._keeper.values
             self._keeper.values = []
-        self._numbers = [i for i, x in enumerate(values) if isinstance(x, Tensor)]
-        saved = [values[i] for i in self._numbers]
-        self._waiting = [None if isinstance(x, Tensor) else x for x in values]
+        saved = [x for x in values if isinstance(x, Tensor)]
+        self._waiting = [_SAVED if isinstance(x, Tensor) else x for x in values]
         with torch._C.DisableTorchFunction():  # a region around this one does not take it for a part of its function
             self._saver = _Save.apply(torch.empty(0, requires_grad=True), *saved)  # type: ignore[no-untyped-call]
 
@@ -120,9 +121,8 @@ class PlainRegion:
         """The arguments, and what is kept."""
         if self._saver is None:  # the first run asks for a gradient
             return self._call.tensors, []
-        values = list(self._waiting)
-        for i, x in zip(self._numbers, self._saver.grad_fn.saved_tensors, strict=True):
-            values[i] = x
+        saved = iter(self._saver.grad_fn.saved_tensors)
+        values = [next(saved) if x is _SAVED else x for x in self._waiting]
         count = len(self._moves)
         return [x.get() if isinstance(x, Handle) else x for x in values[:count]], values[count:]
 

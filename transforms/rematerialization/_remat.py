@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import types
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -16,12 +15,17 @@ from ..base import constant, flag, uncompiled
 from ._flat_call import FlatCall
 from ._functional import call_transformed
 from ._keeper import Keeper
-from ._offload import HOST, Offload, Store, store_for
+from ._offload import HOST, Offload, store_for
 from ._plain import HooksRefused, PlainRegion
 from ._reached import reached
 from ._rerun import Rerun
 from .checkpoint_policies import Keep, Named, Policy, everything_saveable, keep_of, nothing_saveable
 
+_OF_TORCH = {
+    Keep.SAVE: CheckpointPolicy.MUST_SAVE,
+    Keep.OFFLOAD: CheckpointPolicy.MUST_CPU_OFFLOAD,
+    Keep.RECOMPUTE: CheckpointPolicy.PREFER_RECOMPUTE,
+}
 F = TypeVar("F", bound=Callable[..., Any])
 Runner: TypeAlias = Callable[[Callable[..., Any], Any, Any], Any]  # fn, args, kwargs -> its result
 
@@ -64,8 +68,8 @@ def remat(
             of an unknown class.
         ValueError: a stochastic codec; raised by the call: `fn` writes into an argument, or into a tensor that no module
             holds; values on the CPU that "cpu" should move.
-        NotImplementedError: in torch.compile, a policy of one's own that offloads.
-        RuntimeError: raised in the backward pass: the second run does something else than the first.
+        RuntimeError: raised by the call: under torch.func, `fn` uses a tensor that requires a gradient, and that is neither an
+            argument nor reached from `fn`; raised in the backward pass: the second run does something else than the first.
 
     Source: Chen et al. 2016, https://arxiv.org/abs/1604.06174; jax.checkpoint.
 
@@ -81,11 +85,11 @@ def remat(
         raise TypeError(f"remat: fn must be a function, got {fn!r}")
     run = runner_of(policy, offload, preserve_rng_state)
 
+    @functools.wraps(fn, updated=())
     def again(*args: Any, **kwargs: Any) -> Any:
         return run(fn, args, kwargs)
 
-    names = functools.WRAPPER_ASSIGNMENTS if isinstance(fn, types.FunctionType) else ()
-    return cast(F, functools.update_wrapper(again, fn, names, ()))
+    return again  # type: ignore[return-value]
 
 
 def runner_of(
@@ -105,50 +109,37 @@ def runner_of(
     flag("preserve_rng_state", preserve_rng_state)
     flag("early_stop", early_stop)
     store = None if offload is None else store_for(offload)
-    how = _How(nothing_saveable if policy is None else policy, store, preserve_rng_state, early_stop)
+    of_op: Policy = nothing_saveable if policy is None else policy
     offloads = store is not None or isinstance(policy, Named) and policy.offloads
-    eager = uncompiled(how.call)
 
-    def run(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            return how.call(fn, args, kwargs)
-        if offloads or _reaches_state(fn, *(x for x in (*args, *kwargs.values()) if isinstance(x, nn.Module))):
-            return eager(fn, args, kwargs)
-        return _compiled(fn, how.policy, preserve_rng_state, args, kwargs)
-
-    return run
-
-
-class _How(NamedTuple):
-    """How a function is to run."""
-
-    policy: Policy
-    store: Store | None
-    preserve_rng_state: bool
-    early_stop: bool
-
-    def call(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call it."""
+    def call(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         transformed = torch._C._are_functorch_transforms_active()
-        nothing_to_do = self.policy is everything_saveable and self.store is None
+        nothing_to_do = of_op is everything_saveable and store is None
         if nothing_to_do or not transformed and not torch.is_grad_enabled():
             return fn(*args, **kwargs)
         flat = FlatCall(fn, args, kwargs)
 
         def make(cached: bool = False) -> tuple[Rerun, Keeper | None]:
-            return Rerun(flat.found, self.preserve_rng_state, cached), self._keeper()
+            rerun = Rerun(flat.found, preserve_rng_state, cached)
+            if of_op is nothing_saveable:
+                return rerun, None
+            return rerun, Keeper(of_op, Keep.SAVE if store is None else Keep.OFFLOAD, store or HOST)
 
         if not transformed:
             with contextlib.suppress(HooksRefused):
-                return PlainRegion(flat, *make(True), self.store, self.early_stop).first(args, kwargs)
-        return call_transformed(flat, make)
+                return PlainRegion(flat, *make(True), store, early_stop).first(args, kwargs)
+        return call_transformed(flat, *make())
 
-    def _keeper(self) -> Keeper | None:
-        if self.policy is nothing_saveable:
-            return None
-        if self.store is None:
-            return Keeper(self.policy, Keep.SAVE, HOST)
-        return Keeper(self.policy, Keep.OFFLOAD, self.store)
+    eager = uncompiled(call)
+
+    def run(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            return call(fn, args, kwargs)
+        if offloads or _reaches_state(fn, *(x for x in (*args, *kwargs.values()) if isinstance(x, nn.Module))):
+            return eager(fn, args, kwargs)
+        return _compiled(fn, of_op, preserve_rng_state, args, kwargs)
+
+    return run
 
 
 def _compiled(fn: Callable[..., Any], policy: Policy, preserve_rng_state: bool, args: Any, kwargs: Any) -> Any:
@@ -157,13 +148,7 @@ def _compiled(fn: Callable[..., Any], policy: Policy, preserve_rng_state: bool, 
         return fn(*args, **kwargs)
 
     def of_op(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        keep = keep_of(policy, Keep.SAVE, op, *args, **kwargs)
-        if keep is Keep.OFFLOAD:
-            raise NotImplementedError(
-                f"remat: the policy {policy!r} offloads the result of {op}, which torch.compile cannot; name a place, "
-                f"remat(..., offload=), and the function runs uncompiled"
-            )
-        return CheckpointPolicy.MUST_SAVE if keep is Keep.SAVE else CheckpointPolicy.PREFER_RECOMPUTE
+        return _OF_TORCH[keep_of(policy, Keep.SAVE, op, *args, **kwargs)]
 
     more: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state, **kwargs}
     if policy is not nothing_saveable:

@@ -69,7 +69,6 @@ class Rerun:
         self._random: list[tuple[Callable[[], Tensor], Callable[[Tensor], Any], Tensor]] = []
         self._autocast: list[tuple[str, torch.dtype, bool, bool]] = []
         self.functions = [mode for mode in _get_current_function_mode_stack() if not isinstance(mode, OfOneRun)]
-        self._subclasses = _C._get_torch_function_state()
         self._axes, self._call = bound(), bound_call()
 
     @contextlib.contextmanager
@@ -125,9 +124,6 @@ class Rerun:
             for part, state in zip(self._parts, self._states, strict=True):
                 stack.callback(put_part, part, part.copy())
                 put_part(part, state, stands)
-            # A backward pass that begins in a function of a tensor subclass has these off.
-            stack.callback(_C._set_torch_function_state, _C._get_torch_function_state())
-            _C._set_torch_function_state(self._subclasses)
             for context in (function_modes(self.functions), bind_axes(self._axes), bind_call(self._call)):
                 stack.enter_context(context)
             versions = {i: version_of(x) for i, (x, _, _) in self._written.items()}

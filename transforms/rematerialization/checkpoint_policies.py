@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
@@ -36,26 +37,20 @@ class Keep(enum.Enum):
 Policy: TypeAlias = Callable[..., "Keep | bool"]
 
 
+@dataclasses.dataclass(frozen=True, repr=False)
 class Named:
     """A policy by the names that `checkpoint_name` gives, and one for operations."""
 
+    words: str
     of_name: Callable[[str], Keep | bool]
-    offloads: bool
-
-    def __init__(
-        self,
-        words: str,
-        of_name: Callable[[str], Keep | bool],
-        of_op: Policy = lambda op, *args, **kwargs: False,
-        offloads: bool = False,
-    ) -> None:
-        self._words, self.of_name, self._of_op, self.offloads = words, of_name, of_op, offloads
+    of_op: Policy = lambda op, *args, **kwargs: False
+    offloads: bool = False
 
     def __call__(self, op: Any, *args: Any, **kwargs: Any) -> Keep | bool:
-        return self._of_op(op, *args, **kwargs)
+        return self.of_op(op, *args, **kwargs)
 
     def __repr__(self) -> str:
-        return self._words
+        return self.words
 
 
 def keep_of(policy: Policy, kept: Keep, op: Any, *args: Any, **kwargs: Any) -> Keep:

@@ -355,6 +355,13 @@ def test_derivatives_by_tensors_that_are_no_arguments() -> None:
     torch.testing.assert_close(hidden.value.grad, X.sum(0))
 
 
+def test_tensors_that_are_not_reached_are_an_error_under_func() -> None:
+    hidden = Hidden(torch.ones(3, dtype=torch.float64, requires_grad=True))
+    f = tx.remat(lambda y: (y * hidden.value).sum())
+    raises_text(RuntimeError, lambda: func.grad(f)(X), "(3,)", "pass it as an argument")
+    assert torch.equal(func.grad(lambda y: tx.remat(torch.mul)(y, hidden.value).sum())(X), torch.ones_like(X))
+
+
 @pytest.mark.parametrize("policy", ["nothing_saveable", "dots_saveable", "of one's own"])
 def test_values_stored_by_the_function_do_not_change(policy: str) -> None:
     class Stores(nn.Module):
@@ -406,7 +413,7 @@ def test_bad_input() -> None:
     raises_text(TypeError, lambda: tx.checkpoint_name(x, ""), "nonempty")
     raises_text(TypeError, lambda: tx.checkpoint_name(3, "x"), "int")
     raises_text(ValueError, lambda: tx.remat(lambda tree: tree["a"].add_(1))({"a": x * 1}), "['a']")
-    of_iterator = tx.remat(lambda xs: sum(y.sin() for y in xs).sum())
+    of_iterator = tx.remat(lambda xs: sum((y.sin() for y in xs), x).sum())
     raises_text(RuntimeError, lambda: of_iterator(y for y in [x * 1, x]).backward(), "did not do the same")
     sizes = itertools.count(2)
     unsteady = tx.remat(lambda x: (x @ torch.ones(2, next(sizes))).sum(), policies.dots_saveable)
