@@ -115,19 +115,6 @@ class Region:
         self.result: list[Any] = []
         self._used: set[int] = set()
 
-    def _run(self, tensors: Sequence[Tensor], first: bool) -> Any:
-        of = dict(zip(map(id, self._captured), tensors[self._count :], strict=True))
-        mode: Any = contextlib.nullcontext()
-        if first:
-            mode = Recording.of(self._keeper)
-        elif not _forward_mode():
-            mode = Replaying.of(self._keeper, self._keeper.values if self._keeper else [])
-        known = set(map(id, tensors)) if first else None
-        with function_modes(self.rerun.functions), _Swap(of, known, self._levels) as swap, mode:
-            out = self._call.run(tensors)
-        self._used |= swap.used
-        return out
-
     def uses(self, i: int) -> bool:
         """Whether a tensor of the list is an argument, or captured and used: others have no gradient."""
         return i < self._count or id(self._captured[i - self._count]) in self._used
@@ -158,7 +145,17 @@ class Region:
         return list(made[2])
 
     def _flat(self, tensors: Sequence[Tensor], first: bool) -> list[Tensor]:
-        leaves, form = optree.tree_flatten(self._run(tensors, first))
+        of = dict(zip(map(id, self._captured), tensors[self._count :], strict=True))
+        mode: Any = contextlib.nullcontext()
+        if first:
+            mode = Recording.of(self._keeper)
+        elif not _forward_mode():
+            mode = Replaying.of(self._keeper, self._keeper.values if self._keeper else [])
+        known = set(map(id, tensors)) if first else None
+        with function_modes(self.rerun.functions), _Swap(of, known, self._levels) as swap, mode:
+            out = self._call.run(tensors)
+        self._used |= swap.used
+        leaves, form = optree.tree_flatten(out)
         places = {id(x): ("argument", self._count + i) for i, x in enumerate(self._captured)}
         places |= {id(x): ("argument", i) for i, x in enumerate(tensors)}
         found: list[Tensor] = []

@@ -86,7 +86,7 @@ class PlainRegion:
             with self._rerun.first(tensors), Recording.of(keeper), saved_tensors_hooks(pack, self._unpack):
                 out = self._call.fn(*args, **kwargs)
         except RuntimeError as error:
-            if HOOKS_REFUSED not in str(error):
+            if "don't yet support saved tensor hooks" not in str(error):
                 raise
             self._rerun.undo()
             raise HooksRefused from None
@@ -188,9 +188,6 @@ class PlainRegion:
 
 def _words(form: Any) -> str:
     return "nothing more" if form is None else f"a tensor of shape {tuple(form[0])} and {form[1]}"
-
-
-HOOKS_REFUSED = "don't yet support saved tensor hooks"
 
 
 class _Save(torch.autograd.Function):

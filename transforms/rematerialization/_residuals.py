@@ -118,19 +118,18 @@ def _residuals(fn: Callable[..., Any], args: Any, kwargs: Any, by_first: bool) -
         fake = stack.enter_context(_without_values(fn))
         counted = tuple(x for x in found.tensors if not x.is_inference())
         stack.enter_context(torch.autograd._unsafe_preserve_version_counter(counted))  # type: ignore[attr-defined]
-        for x in (
-            *found.tensors,
-            *map(fake.from_tensor, found.tensors),
-        ):  # those that no module holds are used as they are
-            memories.give(x, "a tensor of the function")
-        new = {id(x): memories.give(_like(x), named.get(id(x), "a tensor of the function")) for x in found.tensors}
+        new = {}
+        for x in found.tensors:  # modules hold those without values; others are used as they are
+            name = named.get(id(x), "a tensor of the function")
+            memories.name(x, name, True)
+            new[id(x)] = memories.name(fake.from_tensor(x), name, True)
         for part in parts_of(found.modules()):
             stack.callback(put_part, part, part.copy())
             put_part(part, part.copy(), new)
         given = []
         for path, x in zip(call.paths(), call.tensors, strict=True):
-            by = by_first and path[:2] == (0, 0)
-            given.append(memories.give(_like(x, by), f"argument {path_words(path)}"))
+            like = _like(x, x.requires_grad or by_first and path[:2] == (0, 0))
+            given.append(memories.name(like, f"argument {path_words(path)}", True))
         stack.enter_context(_Origins(memories))
         stack.enter_context(listening(memories.name, memories.keep))
         stack.enter_context(saved_tensors_hooks(memories.keep, lambda x: x))
@@ -149,15 +148,12 @@ class _Memories:
         self._kept: dict[int, Residual] = {}
         self._holds: list[Tensor] = []  # so that no memory is freed and its address used again
 
-    def name(self, x: Tensor, name: str) -> None:
-        """Name it."""
+    def name(self, x: Tensor, name: str, given: bool = False) -> Tensor:
+        """Name it; `given` by the caller, or not."""
         self._holds.append(x)
         self.names[memory_of(x)] = name
-
-    def give(self, x: Tensor, name: str) -> Tensor:
-        """Name memory that the caller holds."""
-        self.name(x, name)
-        self._given.add(memory_of(x))
+        if given:
+            self._given.add(memory_of(x))
         return x
 
     def keep(self, x: Tensor, handle: Handle | None = None) -> Tensor:
@@ -174,9 +170,9 @@ class _Memories:
         return Residuals(one._replace(name=self.names.get(memory, one.name)) for memory, one in self._kept.items())
 
 
-def _like(x: Tensor, by: bool = False) -> Tensor:
-    """A tensor of the same form; a gradient may be asked by it as by the first one, or in any case."""
-    moves = (x.requires_grad or by) and (x.is_floating_point() or x.is_complex())
+def _like(x: Tensor, moves: bool) -> Tensor:
+    """A tensor of the same form."""
+    moves = moves and (x.is_floating_point() or x.is_complex())
     new = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
     return nn.Parameter(new, moves) if isinstance(x, nn.Parameter) else new.requires_grad_(moves)
 

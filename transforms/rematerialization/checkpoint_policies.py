@@ -240,9 +240,7 @@ def _first(found: Iterable[Keep | bool]) -> Keep | bool:
 
 def _check_ends(where: str, src: str, dst: str) -> None:
     if (src, dst) != ("device", "pinned_host"):
-        raise ValueError(
-            f"{where} offloads from 'device' to 'pinned_host', got {src!r} and {dst!r}; remat(..., offload=) names other places"
-        )
+        raise ValueError(f"{where} offloads from 'device' to 'pinned_host', got {src!r} and {dst!r}")
 
 
 def _call(name: str, names: tuple[str, ...]) -> str:
