@@ -39,25 +39,25 @@ def tensors_in(args: Any, kwargs: Any) -> list[Tensor]:
     return [x for x in flat if isinstance(x, Tensor)]
 
 
-def written_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+def _by_name(op: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """The arguments of an operation by their names."""
+    values = {one.name: one.default_value for one in op._schema.arguments}
+    return values | dict(zip(values, args, strict=False)) | kwargs
+
+
+def written_by(op: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """The tensors that an operation writes into."""
-    if not func._schema.is_mutable:
+    if not op._schema.is_mutable:
         return []
-    found: list[Any] = []
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            found.append(args[i] if i < len(args) else kwargs.get(argument.name))
-    return tensors_in(found, {})
+    values = _by_name(op, args, kwargs)
+    return tensors_in([values[one.name] for one in op._schema.arguments if one.is_write], {})
 
 
 def draws(op: Any, args: Any, kwargs: Any) -> bool:
     """Whether an operation draws random numbers: it always runs again, so that later ones draw theirs."""
     if torch.Tag.nondeterministic_seeded not in op.tags:
         return False
-    for i, argument in enumerate(op._schema.arguments):
-        if argument.name == "dropout_p":  # attention draws only with dropout
-            return bool(args[i] if i < len(args) else kwargs.get("dropout_p", argument.default_value))
-    return True
+    return bool(_by_name(op, args, kwargs).get("dropout_p", True))  # attention draws only with dropout
 
 
 class Step(NamedTuple):

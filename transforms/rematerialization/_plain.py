@@ -56,9 +56,9 @@ class PlainRegion:
         self._first_place = [first[id(x)] for x in tensors]
         self._results = [not x.is_leaf for x in tensors]
         self._moves = [x.requires_grad for x in tensors]
-        own = set(map(memory_of, tensors))
+        self._own = set(map(memory_of, tensors))
         # With the tensors, so that their memory is not used for others.
-        self._outside = {memory: x for x in call.found.tensors if (memory := memory_of(x)) not in own}
+        self._outside = {memory: x for x in call.found.tensors if (memory := memory_of(x)) not in self._own}
         self._forms: list[Any] = []  # of the tensors that the graph has saved, by number
         self._values: dict[int, Tensor] = {}  # those computed again and not yet read
         self._lock = threading.RLock()
@@ -69,13 +69,12 @@ class PlainRegion:
         """Run for the first time."""
         keeper, last = self._keeper, 0
         tensors = self._call.tensors
-        own = set(map(memory_of, tensors))
         watched = [*tensors, *self._outside.values()]
         versions = list(map(version_of, watched))
 
         def pack(x: Tensor) -> Any:
             nonlocal last
-            if self._is_outside(x, own):
+            if self._is_outside(x, self._own):
                 return _Outside(x, version_of(x))
             self._forms.append((x.shape, x.dtype, x.device))
             if keeper is not None:  # a second run now would be recorded with the first

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from ..axes import bind_axes, bind_call, bound, bound_call
@@ -119,7 +120,7 @@ class Rerun:
             for get, put, before in self._random:
                 stack.callback(put, get())
                 put(before)
-            with torch.no_grad():
+            with torch.no_grad(), temporarily_clear_interpreter_stack():  # state is of no transform
                 stands = {i: before.clone() for i, (_, _, before) in self._written.items()}
             for part, state in zip(self._parts, self._states, strict=True):
                 stack.callback(put_part, part, part.copy())
