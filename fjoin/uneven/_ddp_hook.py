@@ -7,6 +7,7 @@ messages bring. This one keeps them, so that every optimizer takes the same step
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,9 +49,6 @@ class DDPHook(JoinHook):
         self._by_world = by_world or ddp in REGISTERED  # a registered hook divides by itself
         ignored = ddp.parameters_to_ignore
         self.params = [p for name, p in ddp.module.named_parameters() if p.requires_grad and name not in ignored]
-        # The Join's setting under torch's name, where other code reads it.
-        self._attributes = {"_divide_by_initial_world_size": by_world, "_sync_buffers": self._sync_buffers}
-        self._before: dict[str, Any] = {}
         self._handles: list[Any] = []
         self._in_window = False  # whether the parameters hold gradients of no_sync passes
         self._scaled = True  # whether the gradients of earlier passes have been scaled, in this pass
@@ -59,21 +57,16 @@ class DDPHook(JoinHook):
         self._kept: list[Tensor | None] = []
 
     def enter(self) -> None:
-        ddp, self._waits = self.ddp, False
-        if ddp.logger is not None:  # sets join_uneven_inputs in DDP's log
-            ddp.logger._set_uneven_input_join()
-        self._before = {name: vars(ddp)[name] for name in self._attributes if name in vars(ddp)}
-        vars(ddp).update(self._attributes)
-        self._handles = [ddp.register_forward_hook(self._after_forward)]
+        self._waits = False
+        vars(self.ddp)["_sync_buffers"] = self._sync_buffers  # in the place of the method of its class
+        self._handles = [self.ddp.register_forward_hook(self._after_forward)]
         if not self._by_world:
             self._handles += [p.register_hook(self._scale) for p in self.params]
 
     def leave(self) -> None:
         for handle in self._handles:
             handle.remove()
-        for name in self._attributes:
-            vars(self.ddp).pop(name, None)
-        vars(self.ddp).update(self._before)
+        vars(self.ddp).pop("_sync_buffers", None)
 
     # -- on a rank with input ------------------------------------------------------------------
 
@@ -100,10 +93,7 @@ class DDPHook(JoinHook):
             for x in _find_tensors(out):
                 if x.requires_grad:
                     self._waits = True
-                    x.register_hook(self._begins_backward)
-
-    def _begins_backward(self, grad: Tensor) -> None:
-        self._waits = False
+                    x.register_hook(lambda grad: setattr(self, "_waits", False))
 
     def sees_step(self, optimizer: Any) -> None:
         """Called on a rank with input before an optimizer steps."""
@@ -170,21 +160,19 @@ class DDPHook(JoinHook):
             buffer.copy_(value if isinstance(value, Tensor) else value[0])
             for p, g in zip(params, grads, strict=True):
                 p.grad = g
-        self._leave_out_unused()
+        for i in self._unused():
+            self.params[i].grad = None
         reducer._push_all_rebuilt_params()
 
-    def _leave_out_unused(self) -> None:
-        """Remove the gradients of parameters that no rank has used, as on ranks with input."""
-        for i in _UNUSED.get(self.ddp, ()):
-            self.params[i].grad = None
-        if self.ddp.find_unused_parameters and not self.ddp.static_graph:
-            used = self.ddp.reducer._get_local_used_map().zero_()  # this rank's own last pass no longer counts
-            self.ddp.process_group.allreduce([used]).wait()
-            counts = read_now(self._join.mesh, used)
-            used.zero_()
-            for p, count in zip(self.params, counts, strict=True):
-                if not count:
-                    p.grad = None
+    def _unused(self) -> Sequence[int]:
+        """The parameters that no rank has used, which have no gradient on ranks with input either."""
+        if self.ddp.static_graph or not self.ddp.find_unused_parameters:
+            return _UNUSED.get(self.ddp, ())
+        used = self.ddp.reducer._get_local_used_map().zero_()  # this rank's own last pass no longer counts
+        self.ddp.process_group.allreduce([used]).wait()
+        counts = read_now(self._join.mesh, used)
+        used.zero_()
+        return [i for i, count in enumerate(counts) if not count]
 
     def _fill(self, bucket: Any) -> None:
         # Without a hook the reducer divides while it fills a bucket; hooks divide by themselves.
@@ -211,9 +199,3 @@ class DDPHook(JoinHook):
             params_and_buffers_to_ignore={*ddp.parameters_to_ignore, *REGISTERED.get(ddp, ())},
             broadcast_buffers=ddp.forward_sync_buffers,
         )
-
-    def release(self) -> None:
-        """Release the process group, so that its connections close; the module cannot be used after that."""
-        self.leave()
-        for name in ("reducer", "logger", "process_group"):
-            self.ddp.__dict__[name] = None

@@ -71,16 +71,21 @@ def evaluate(
         if not callable(metric_fn):
             raise TypeError(f"metric_fn must be a function of a batch, got {metric_fn!r}")
         iterable("loader", loader)
-        mine = _go_through(metric_fn, loader, weight, mesh)
-        found = mesh.exchange("fjoin.evaluate", mine, _combine)
+        found = mesh.exchange("fjoin.evaluate", _go_through(metric_fn, loader, weight, mesh), _combine)
     except BaseException as error:
         mesh.raise_root_cause(error, None)
     if "problem" in found:
         raise DesyncError(found["problem"], rank=found["rank"])
-    weighted, sums = _tensors(found["means"]), _tensors(found["sums"])
-    total = found["weight"]
-    means = {name: value / total if total else value * torch.nan for name, value in weighted.items()}
-    return Evaluation(_plain(means), _plain(sums), total, found["batches"])
+    total, named = found["weight"], {MEANS: dict[str, Any](), SUMS: dict[str, Any]()}
+    for kind, name, shape, values in found["metrics"]:
+        value = torch.tensor(values, dtype=torch.float64).view(shape)
+        if kind == MEANS:
+            value = value / total if total else value * torch.nan
+        named[kind][name] = value if shape else float(value)
+    return Evaluation(named[MEANS], named[SUMS], total, found["batches"])
+
+
+MEANS, SUMS = "means", "sums"  # the kinds of metrics
 
 
 def _go_through(
@@ -89,81 +94,55 @@ def _go_through(
     weight: Callable[[Any], float] | None,
     mesh: Communicator,
 ) -> dict[str, Any]:
-    means: dict[str, Tensor] = {}
-    sums: dict[str, Tensor] = {}
+    """This rank's sums over its batches: [kind, name, shape, values] of each metric, the weight and the number of batches."""
+    sums: dict[tuple[str, str], Tensor] = {}
     total, batches = 0.0, 0
     with torch.no_grad():
         for batch in loader:
-            w, out = weigh(weight, batch), metric_fn(batch)
-            if not isinstance(out, dict):
-                raise TypeError(f"metric_fn must return a dict name -> mean over the batch, got {out!r}")
-            own, summed = {name: value for name, value in out.items() if name != "sum"}, out.get("sum", {})
-            if not isinstance(summed, dict):
-                raise TypeError(f"metric_fn must return a dict name -> number under 'sum', got {summed!r}")
-            for into, values, factor in ((means, own, w), (sums, summed, 1.0)):
-                if batches and values.keys() != into.keys():
-                    raise ValueError(f"metric_fn returned the names {sorted(values)}, before that {sorted(into)}")
-                for name, value in values.items():
-                    wide = _number(name, value)
-                    if name in into and into[name].shape != wide.shape:
-                        raise ValueError(
-                            f"the metric {name!r} has shape {tuple(wide.shape)}, before that {tuple(into[name].shape)}"
-                        )
-                    # A batch of weight 0 adds nothing, even where its mean is nan: 0 * nan would be nan. Sums stay on their
-                    # device, so that the host waits once, at the end.
-                    before = into.get(name, torch.zeros_like(wide))
-                    into[name] = before + (to_device(before.device, wide) * factor if factor else 0.0)
+            w, metrics = weigh(weight, batch), _metrics(metric_fn(batch))
+            now, before = ({key: tuple(value.shape) for key, value in some.items()} for some in (metrics, sums))
+            if batches and now != before:
+                raise ValueError(f"metric_fn returned metrics of the shapes {now}, before that {before}")
+            for key, value in metrics.items():
+                # A batch of weight 0 adds nothing, even where its mean is nan: 0 * nan would be nan. Sums stay on their
+                # device, so that the host waits once, at the end.
+                factor, so_far = w if key[0] == MEANS else 1.0, sums.get(key, torch.zeros_like(value))
+                sums[key] = so_far + (to_device(so_far.device, value) * factor if factor else 0.0)
             total, batches = total + w, batches + 1
-    return {"means": _sent(means, mesh), "sums": _sent(sums, mesh), "weight": total, "batches": batches}
+    sent = [[*key, list(value.shape), read_now(mesh, value.flatten())] for key, value in sorted(sums.items())]
+    return {"metrics": sent, "weight": total, "batches": batches}
 
 
-def _number(name: Any, value: Any) -> Tensor:
-    """A metric as a float64 tensor.
+def _metrics(out: Any) -> dict[tuple[str, str], Tensor]:
+    """(kind, name) -> float64 tensor.
 
     Raises:
-        TypeError: its name is no string, or it is no real number or tensor.
+        TypeError: `metric_fn` returned something else than real numbers and tensors by name.
     """
-    if isinstance(name, str) and isinstance(value, Tensor) and not value.is_complex():
-        return value.detach().to(torch.float64)
-    if not (isinstance(name, str) and isinstance(value, numbers.Real)):
-        raise TypeError(f"a metric is a string with a real number or a tensor of them, got {name!r}: {value!r}")
-    return torch.tensor(float(value), dtype=torch.float64)
+    if not isinstance(out, dict) or not isinstance(out.get("sum", {}), dict):
+        raise TypeError(
+            f"metric_fn must return a dict name -> mean over the batch, with a dict name -> number under 'sum', got {out!r}"
+        )
+    given = {(MEANS, name): value for name, value in out.items() if name != "sum"}
+    given |= {(SUMS, name): value for name, value in out.get("sum", {}).items()}
+    for (_, name), value in given.items():
+        real = not value.is_complex() if isinstance(value, Tensor) else isinstance(value, numbers.Real)
+        if not (isinstance(name, str) and real):
+            raise TypeError(f"a metric is a string with a real number or a tensor of them, got {name!r}: {value!r}")
+    plain = {key: value if isinstance(value, Tensor) else float(value) for key, value in given.items()}
+    return {key: torch.as_tensor(value, dtype=torch.float64).detach() for key, value in plain.items()}
 
 
 def _combine(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """The sums over all ranks, in rank order."""
-    known = [(rank, one) for rank, one in enumerate(ranks) if one["batches"]]
-    names = [
-        [sorted((name, shape) for name, (shape, _) in one[kind].items()) for kind in ("means", "sums")]
-        for _, one in known
-    ]
-    for (rank, _), own in zip(known, names, strict=True):
-        if own != names[0]:
-            return {
-                "rank": rank,
-                "problem": f"metric_fn returned the names and shapes {own} on rank {rank}, but {names[0]} on rank "
-                f"{known[0][0]}; they must be the same",
-            }
-    out: dict[str, Any] = {
-        "weight": sum(one["weight"] for one in ranks),
-        "batches": sum(one["batches"] for one in ranks),
-    }
-    for kind in ("means", "sums"):
-        added: dict[str, Tensor] = {}
-        for _, one in known:
-            for name, value in _tensors(one[kind]).items():
-                added[name] = added[name] + value if name in added else value
-        out[kind] = _sent(added)
-    return out
-
-
-def _sent(values: dict[str, Tensor], mesh: Communicator | None = None) -> dict[str, Any]:
-    return {name: [list(value.shape), read_now(mesh, value.flatten())] for name, value in values.items()}
-
-
-def _tensors(values: dict[str, Any]) -> dict[str, Tensor]:
-    return {name: torch.tensor(flat, dtype=torch.float64).view(shape) for name, (shape, flat) in values.items()}
-
-
-def _plain(values: dict[str, Tensor]) -> dict[str, Any]:
-    return {name: value if value.dim() else float(value) for name, value in values.items()}
+    known = {rank: one["metrics"] for rank, one in enumerate(ranks) if one["batches"]}
+    forms = {rank: [metric[:3] for metric in metrics] for rank, metrics in known.items()}
+    for rank, own in forms.items():
+        if own != (first := next(iter(forms.values()))):
+            text = f"metric_fn returned {own} on rank {rank}, but {first} on rank {next(iter(forms))}; they must be the same"
+            return {"rank": rank, "problem": text}
+    metrics = []
+    for some in zip(*known.values(), strict=True):  # one metric of all ranks
+        columns = zip(*(values for *_, values in some), strict=True)
+        metrics.append([*some[0][:3], [sum(column) for column in columns]])
+    return {"metrics": metrics} | {name: sum(one[name] for one in ranks) for name in ("weight", "batches")}

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any, Literal, NoReturn
 
-import torch.distributed as dist
 import torch.distributed.algorithms.join as torch_join
+from torch._C._distributed_c10d import Logger, ProcessGroup, Reducer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -59,8 +57,8 @@ class Join:
 
     Raises:
         ValueError: nothing that communicates, or joinables of different process groups.
-        TypeError: an object that is no joinable, optimizer or scheduler; one whose step needs arguments; a
-            DistributedDataParallel that notifies no Join.
+        TypeError: an object that is no joinable, optimizer or scheduler; a DistributedDataParallel that notifies no Join;
+            on a rank without input: an optimizer or scheduler whose step needs arguments.
         JoinError: at the start of the block: a joinable is already in another Join. Inside: a rank accumulates under
             no_sync where others synchronise; the loop uses modules in another order than the list; a module's second
             forward pass before its backward pass; an optimizer that does not step once in an iteration.
@@ -102,7 +100,7 @@ class Join:
         self._now: Sums | None = None  # the message of this iteration, which may be under way
         hooks = {id(one): self._hook_of(one, kwargs) for one in self._joinables if not _steps(one)}
         self._hooks, self.ddps = list(hooks.values()), [hook for hook in hooks.values() if isinstance(hook, DDPHook)]
-        in_turn = sorted(self._all, key=self._place)
+        in_turn = [self._all[at] for at in sorted(range(len(self._all)), key=self._place)]
         self._turns = [hooks.get(id(one), one) for one in in_turn]
         # The modules whose forward pass is still to come in this iteration, the next one last.
         self._due: list[DistributedDataParallel] = []
@@ -118,12 +116,12 @@ class Join:
             return DDPHook(joinable, self, kwargs.get("divide_by_initial_world_size", True))
         return joinable.join_hook(**kwargs)
 
-    def _place(self, one: Any) -> tuple[int, bool, int]:
+    def _place(self, at: int) -> tuple[int, bool, int]:
         """The turn of an object in an iteration: its place in the list, but after the modules that it steps.
 
         Optimizers that send no messages come after all others, and schedulers last.
         """
-        at = next(i for i, other in enumerate(self._all) if other is one)
+        one = self._all[at]
         if not _steps(one):
             return at, False, at
         if not _sends(one):
@@ -148,9 +146,7 @@ class Join:
         self._watch = register_optimizer_step_pre_hook(self._sees_step)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> Literal[False]:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> Literal[False]:
         if not self._enable:
             return False
         try:
@@ -294,11 +290,9 @@ class Join:
         The process group's connections close, so that waiting peers are released, once nothing refers to it.
         """
         self._now = None  # a message that was never awaited also holds connections
-        for hook in self.ddps:
-            hook.release()
         for one in self._all:
             for name, value in list(vars(one).items()):
-                if isinstance(value, dist.ProcessGroup):
+                if isinstance(value, (ProcessGroup, Reducer, Logger)):
                     vars(one)[name] = None
         try:
             self.mesh.raise_root_cause(error, self.iterations)
@@ -357,22 +351,10 @@ def _check(given: Sequence[Any], joinables: Sequence[Any]) -> None:
             f"module in DistributedDataParallel, or make a joinable of a function by fjoin.as_joinable"
         )
     for one in joinables:
-        if not hasattr(one, "_join_config"):
-            raise TypeError(
-                f"{type(one).__name__} is no complete Joinable; call super().__init__() at the beginning of its __init__"
-            )
         if one.join_process_group != joinables[0].join_process_group:
             raise ValueError(
-                f"joinables of one Join must have the same process group, but a {type(one).__name__} has another one than the first"
+                f"joinables of one Join must have the same process group, but that of {one!r} is another one"
             )
     for one in given:
-        if _steps(one):
-            _, *arguments = inspect.signature(type(one).step).parameters.values()
-            needs = [p.name for p in arguments if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
-            if needs:
-                raise TypeError(
-                    f"a {type(one).__name__} cannot be in a Join: its step needs {', '.join(needs)}, which a rank that is out of "
-                    f"input does not have"
-                )
-        elif one not in joinables:
+        if not _steps(one) and one not in joinables:
             raise TypeError(f"a Join takes joinables, optimizers and learning-rate schedulers, got {one!r}")

@@ -14,7 +14,7 @@ from ..transforms.axes import bind_axes
 from ..transforms.sync import JoinHook as PureHook
 
 
-class PureJoinable(Joinable):
+class PureJoinable(Joinable, JoinHook):
     """A state updated by pure functions, as an object for a Join; made by `as_joinable`.
 
     Attributes:
@@ -26,13 +26,23 @@ class PureJoinable(Joinable):
 
     def __init__(self, hook: PureHook | Callable[..., PureHook], state: Any, mesh: Communicator) -> None:
         super().__init__()
-        self._hook, self.state, self.mesh = hook, state, mesh
+        self._given, self.state, self.mesh = hook, state, mesh
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        hook = self._hook if isinstance(self._hook, PureHook) else self._hook(**kwargs)
-        if not isinstance(hook, PureHook):
-            raise TypeError(f"the hook must be a transforms.JoinHook, got {hook!r}; write tx.JoinHook(main, post)")
-        return _OnState(self, hook)
+        self._hook = self._given if isinstance(self._given, PureHook) else self._given(**kwargs)
+        if not isinstance(self._hook, PureHook):
+            raise TypeError(
+                f"the hook must be a transforms.JoinHook, got {self._hook!r}; write tx.JoinHook(main, post)"
+            )
+        return self
+
+    def main_hook(self) -> None:
+        with bind_axes(self.mesh.axes):
+            self.state = self._hook.main(self.state)
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        with bind_axes(self.mesh.axes):
+            self.state = self._hook.post(self.state, is_last_joiner)
 
     @property
     def join_device(self) -> torch.device:
@@ -41,19 +51,6 @@ class PureJoinable(Joinable):
     @property
     def join_process_group(self) -> Any:
         return self.mesh.group
-
-
-class _OnState(JoinHook):
-    def __init__(self, owner: PureJoinable, hook: PureHook) -> None:
-        self._owner, self._hook = owner, hook
-
-    def main_hook(self) -> None:
-        with bind_axes(self._owner.mesh.axes):
-            self._owner.state = self._hook.main(self._owner.state)
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        with bind_axes(self._owner.mesh.axes):
-            self._owner.state = self._hook.post(self._owner.state, is_last_joiner)
 
 
 def as_joinable(
@@ -73,9 +70,6 @@ def as_joinable(
     Returns:
         A joinable with the attribute `state`.
 
-    Raises:
-        TypeError: `hook` is neither a JoinHook nor a function.
-
     >>> from fjoin import transforms as tx
     >>> counter = fjoin.as_joinable(tx.JoinHook(main=lambda n: n + tx.psum(0, "data")), 0)
     >>> with fjoin.Join([counter]):
@@ -86,8 +80,6 @@ def as_joinable(
     >>> counter.state
     tensor(3)
     """
-    if not isinstance(hook, PureHook) and not callable(hook):
-        raise TypeError(f"as_joinable takes a transforms.JoinHook or a function that makes one, got {hook!r}")
-    if mesh is None or isinstance(mesh, Mesh):
-        return PureJoinable(hook, state, mesh_or_world("as_joinable", mesh))
-    return PureJoinable(hook, state, mesh_from_group(mesh))
+    if isinstance(mesh, dist.ProcessGroup):
+        return PureJoinable(hook, state, mesh_from_group(mesh))
+    return PureJoinable(hook, state, mesh_or_world("as_joinable", mesh))

@@ -17,24 +17,16 @@ Weighed = tuple[Any, float]  # a batch and its weight
 
 
 class Windows:
-    """Loads a rank's batches in windows of one length. Where the input ends, a window is shorter, and those after it are empty.
+    """Loads a rank's batches in windows. Where the input ends, a window is shorter, and those after it are empty.
 
     Args:
         position: The position in the loader.
         weigh: `batch -> weight`.
-        length: The number of batches of a window.
     """
 
-    def __init__(self, position: Position[Any], weigh: Callable[[Any], float], length: int) -> None:
-        self._position, self._weigh, self._length = position, weigh, length
-        self._look_ahead, self._ended = LookAhead(), False
-
-    def first(self) -> list[Weighed]:
-        """The window that the loop begins with."""
-        window = list[Weighed]()
-        self._add(window, self._load(self._position.begin))
-        self.fill(window, [], self._length)
-        return window
+    def __init__(self, position: Position[Any], weigh: Callable[[Any], float]) -> None:
+        self._position, self._weigh = position, weigh
+        self._load, self._look_ahead, self._ended = position.begin, LookAhead(), False
 
     def fill(self, window: list[Weighed], held: list[Weighed], least: int) -> None:
         """Load batches into a window until it has at least `least` or the input has ended.
@@ -43,17 +35,10 @@ class Windows:
             JoinError: the loader has written into the memory of a batch of `held`, or of the window.
         """
         while len(window) < least and not self._ended:
-            batches = [batch for batch, _ in (*held, *window)]
-            self._add(window, self._look_ahead(batches, lambda: self._load(self._position.load)))
-
-    def _load(self, load: Callable[[], Any]) -> Weighed:
-        batch = load()
-        return batch, 0.0 if batch is END else self._weigh(batch)
-
-    def _add(self, window: list[Weighed], loaded: Weighed) -> None:
-        self._ended = loaded[0] is END
-        if not self._ended:
-            window.append(loaded)
+            batch = self._look_ahead([one for one, _ in (*held, *window)], self._load)
+            self._load, self._ended = self._position.load, batch is END
+            if not self._ended:
+                window.append((batch, self._weigh(batch)))
 
 
 B = TypeVar("B")
@@ -119,8 +104,8 @@ class Loop(JoinedLoop[B]):
         self._asks.begin()
         self.number, self.batches, self.stopped, position = 0, 0, False, self._position
         try:
-            windows = Windows(position, partial(weigh, self._weigh), self._accumulate)
-            window = windows.first()
+            windows, window = Windows(position, partial(weigh, self._weigh)), list[Weighed]()
+            windows.fill(window, [], self._accumulate)
             self.number, self.batches = position.steps, position.batches
             given = self._empty if position.last is END else position.last
             total, have = self._sums(self._send(window))

@@ -63,33 +63,3 @@ def copies(what: str, how: str) -> None:
 @pytest.mark.parametrize("what", WHAT)
 def test_a_registered_module_is_saved_and_copied(pool: Any, what: str, how: str) -> None:
     pool.run(2, copies, what, how)
-
-
-def noticed_in_a_join() -> Any:
-    """The attributes that torch's own Join leaves on a module, for code that reads them."""
-    seen = []
-    for divides in (True, False):
-        model = DistributedDataParallel(torch.nn.Linear(3, 2))
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        before = dict(vars(model))
-        with fjoin.Join([model, optimizer], divide_by_initial_world_size=divides):
-            for _ in range(1 + torch.distributed.get_rank()):
-                optimizer.zero_grad()
-                model(torch.ones(2, 3)).sum().backward()
-                optimizer.step()
-            seen.append(model._divide_by_initial_world_size)
-            assert model._get_ddp_logging_data()["join_uneven_inputs"]
-        assert vars(model).keys() == before.keys()
-        model._divide_by_initial_world_size = "kept"
-        with fjoin.Join([model, optimizer], enable=False):
-            assert model._divide_by_initial_world_size == "kept"
-        with fjoin.Join([model, optimizer]):
-            assert model._divide_by_initial_world_size is True
-        assert model._divide_by_initial_world_size == "kept"
-    untouched = DistributedDataParallel(torch.nn.Linear(3, 2))
-    assert not untouched._get_ddp_logging_data().get("join_uneven_inputs")
-    return seen
-
-
-def test_join_sets_the_module_attributes_of_torch(pool: Any) -> None:
-    assert pool.run(2, noticed_in_a_join) == [[True, False]] * 2

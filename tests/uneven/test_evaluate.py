@@ -61,7 +61,7 @@ def test_no_batch_at_all_and_weight_zero() -> None:
 
 def test_raises_on_bad_input() -> None:
     raises_text(TypeError, lambda: fjoin.evaluate(lambda x: x, [1.0]), "name -> mean")  # type: ignore[arg-type,return-value]
-    raises_text(ValueError, lambda: fjoin.evaluate(lambda x: {str(x): x}, [1.0, 2.0]), "['2.0']", "['1.0']")
+    raises_text(ValueError, lambda: fjoin.evaluate(lambda x: {str(x): x}, [1.0, 2.0]), "'2.0'", "'1.0'")
     raises_text(ValueError, lambda: fjoin.evaluate(lambda x: {"m": x}, [1.0], weight=lambda x: -1), "not negative")
 
     for value, texts in (

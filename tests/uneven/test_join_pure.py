@@ -121,7 +121,6 @@ def test_the_configuration_is_reset_after_an_exception() -> None:
 
 
 def test_a_hook_that_is_none() -> None:
-    raises_text(TypeError, lambda: fjoin.as_joinable(3), "JoinHook", "3")
     raises_text(TypeError, lambda: fjoin.Join([fjoin.as_joinable(lambda: 3)]), "tx.JoinHook(main, post)", "3")
 
 
