@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from ..agreement import same_hook
 from ..groups import linked_mesh
 from ..optim import WholeLeaves, WholeState, ZeroRedundancyOptimizer, slice_state
 from ..transforms.base import Spec, Transform, to_state_dict
-from ..transforms.optimizers import Item, Optimizer
+from ..transforms.optimizers import Optimizer
 from ..transforms.pipelines import zero as sharded
 from . import _comm_hooks
 from ._hook import DDPRun
@@ -78,11 +78,9 @@ def hook_with_zero_step(
     same_hook(mesh, pipeline.hook)
     run = DDPRun(ddp, pipeline.hook, pipeline, mesh)
     keep_stepped(ddp, run.leaves)
-    states = _States(run, paths, zero)
-    zero.run = states
+    zero.run = _States(run, paths)
 
     def zero_step(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        states.fit()
         return run(bucket)
 
     zero_step.__annotations__ = {}  # torch compares annotations with classes, but here they are strings
@@ -116,24 +114,10 @@ def _by_group(zero: ZeroRedundancyOptimizer, paths: dict[Tensor, str]) -> Optimi
 class _States:
     """The optimizer's states in a module's hook, by parameter."""
 
-    def __init__(self, run: DDPRun, paths: dict[Tensor, str], zero: ZeroRedundancyOptimizer) -> None:
+    def __init__(self, run: DDPRun, paths: dict[Tensor, str]) -> None:
         step, pieces = run.pipeline_step, run.pieces
         assert step is not None and pieces is not None
-        self._paths, self._pieces, self._stepper, self._at = paths, pieces, step.stepper, step.pipeline.optimizer.at
-        self._groups, self._hyper = zero.param_groups, zero.hyper
-
-    def fit(self) -> None:
-        """Give states the fields that the hyperparameters of this pass need."""
-        self._stepper.fit(self._items(), self._hyper.sizes(self._groups))
-
-    def _items(self) -> Iterator[Item]:
-        for path, own in self._own().items():
-            yield path, self._at(path), own, None
-
-    def _own(self) -> dict[str, Tensor]:
-        """Path -> this rank's slice of a parameter."""
-        own: dict[str, Tensor] = self._pieces.own({path: p.detach() for p, path in self._paths.items()})
-        return own
+        self._paths, self._pieces, self._stepper = paths, pieces, step.stepper
 
     def state_of(self, param: Tensor) -> tuple[dict[str, Any], tuple[int, int]]:
         """This rank's state of a parameter by name, and the slice that it is of."""
@@ -144,7 +128,7 @@ class _States:
 
     def load_states(self, states: Iterable[WholeState]) -> None:
         """Take this rank's slices of these whole states."""
-        own, items = self._own(), []
+        own, items = self._pieces.own({path: p.detach() for p, path in self._paths.items()}), []
         for p, part, state in states:
             if state and (path := self._paths.get(p)) is not None:
                 items.append(

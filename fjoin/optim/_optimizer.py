@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..transforms.base import check_dense, to_state_dict
+from ..transforms.base import check_dense
 from ..transforms.optimizers import Item, Optimizer as StepParamOptimizer
 from ._param_groups import ForeachStepper, Hyperparameters
 
@@ -22,8 +22,7 @@ def step_as(front: Any, local: torch.optim.Optimizer, *args: Any, **kwargs: Any)
     """Step an optimizer with what a GradScaler has set on the one in front of it; None where it is not to step."""
     given = {name: value for name, value in guards_of(front).items() if value is not None}
     if getattr(local, "_step_supports_amp_scaling", False):
-        for name, value in given.items():
-            setattr(local, name, value)
+        vars(local).update(given)
         try:
             return local.step(*args, **kwargs)
         finally:
@@ -31,11 +30,9 @@ def step_as(front: Any, local: torch.optim.Optimizer, *args: Any, **kwargs: Any)
                 delattr(local, name)
     if "found_inf" in given and given["found_inf"].item():
         return None
-    if "grad_scale" in given:
-        for group in local.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.grad.div_(given["grad_scale"].to(p.grad.device))
+    grads = [p.grad for group in local.param_groups for p in group["params"] if p.grad is not None]
+    for grad in grads if "grad_scale" in given else ():
+        grad.div_(given["grad_scale"].to(grad.device))
     return local.step(*args, **kwargs)
 
 
@@ -85,11 +82,10 @@ class Optimizer(torch.optim.Optimizer):
                 f"{optimizer!r} keeps its hyperparameters in its state; here they are in param_groups: omit it"
             )
         self._optimizer = optimizer
-        self._stepper = ForeachStepper()  # it must not refer to this object: a cycle would delay freeing the states
         self._hyper = Hyperparameters(optimizer)
         super().__init__(params, dict(self._hyper.defaults))
+        self._stepper = ForeachStepper()  # it must not refer to this object: a cycle would delay freeing the states
         self._check()
-        self._ready = True
 
     def _check(self) -> None:
         """Check that the optimizer can serve all groups, and initialise its states."""
@@ -102,8 +98,8 @@ class Optimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             self._hyper.check(group)
         # Initialise at once, since torch.distributed.checkpoint takes a step where there is no state.
-        items = [item for item in self._items() if item[2].requires_grad]
-        self._stepper.begin(items, self._show)
+        self._stepper.shown = self.state
+        self._stepper.begin(item for item in self._items() if item[2].requires_grad)
 
     def _items(self) -> list[Item]:
         """(key of the state, optimizer with the group's hyperparameters, parameter, gradient) of all parameters."""
@@ -116,7 +112,7 @@ class Optimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as torch's method; a group that the optimizer cannot serve is not added."""
         super().add_param_group(param_group)
-        if hasattr(self, "_ready"):  # not while the constructor adds the first groups
+        if hasattr(self, "_stepper"):  # not while the constructor adds the first groups
             try:
                 self._check()
             except (ValueError, TypeError):
@@ -124,7 +120,7 @@ class Optimizer(torch.optim.Optimizer):
                 raise
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_optimizer", "_hyper", "_stepper", "_ready")
+        own = ("_optimizer", "_hyper", "_stepper")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}  # type: ignore[no-untyped-call]
 
     def _by_path(self) -> dict[str, Tensor]:
@@ -149,19 +145,15 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        everything = self._items()
-        items = [item for item in everything if item[3] is not None]
+        items = [item for item in self._items() if item[3] is not None]
+        self._stepper.shown = self.state  # which others may have replaced, or cleared
         if len(self.state) != len(self._stepper.states):
             cleared = [param for param in self._stepper.states if param not in self.state]
             for param in cleared:  # their states start anew
                 del self._stepper.states[param]
         self._stepper.check(items)
-        self._stepper.fit(everything, self._hyper.sizes(self.param_groups), self._show)
-        self._stepper.step(items, self._show, **guards_of(self))
+        self._stepper.step(items, **guards_of(self))
         return loss
-
-    def _show(self, param: Tensor, state: Any) -> None:
-        self.state[param] = to_state_dict(state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state made by `state_dict`, for the same parameters in the same order.
@@ -169,25 +161,21 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             ValueError: other groups, or states of another optimizer.
         """
-        order = [
-            (name, param, group)
-            for group in self.param_groups
-            for name, param in zip(_names(group), group["params"], strict=True)
-        ]
-        keys = [(key, group) for group in state_dict["param_groups"] for key in group["params"]]  # numbers, or names
         saved = state_dict["state"]  # in the saved dtypes; torch would convert them to the parameters' dtypes
-        for group in state_dict["param_groups"]:
-            self._hyper.check(group)
         given = []
-        for (key, its), (name, param, mine) in zip(keys, order, strict=False):
-            if one := saved.get(key):
-                given.append((param, self._hyper.of_saved({**mine, **its}, name, param, one), param, one))
+        for its, mine in zip(state_dict["param_groups"], self.param_groups, strict=False):
+            self._hyper.check(its)
+            at = self._hyper.at({**mine, **its})
+            for key, name, param in zip(its["params"], _names(mine), mine["params"], strict=False):  # keys may be names
+                if one := saved.get(key):
+                    given.append((param, at(name), param, one))
         states = self._stepper.prepared(given)
         super().load_state_dict(state_dict)
         for group in self.param_groups:
             for name in self._hyper.defaults:
                 group.setdefault(name, self.defaults[name])
-        self._stepper.adopt(states, self._show)
+        self._stepper.shown = self.state
+        self._stepper.adopt(states)
 
 
 def _names(group: dict[str, Any]) -> list[str]:

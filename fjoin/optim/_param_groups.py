@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..transforms.base import fields, is_number, restored, to_state_dict, with_fields
+from ..transforms.base import fields, is_number, restored, to_state_dict
 from ..transforms.optimizers import (
     Ages,
     Item,
@@ -18,7 +18,6 @@ from ..transforms.optimizers import (
     check_grad,
     check_rates,
     compared,
-    empty_fields,
     leaf_arguments,
     refuse_count,
     remade,
@@ -51,13 +50,7 @@ class Hyperparameters:
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
         self.defaults: dict[str, Any] = {} if optimizer.select else own_by_group(optimizer)
-        self._resizing = [name for name in self.defaults if name != "betas" and self._resizes(name)]
         self._made: dict[Any, Any] = {}
-
-    def _resizes(self, name: str) -> bool:
-        """Whether a value, 0 or not, determines which fields a state has."""
-        without, with_it = (empty_fields(self.optimizer, name, value) for value in (0.0, 0.5))
-        return without is not None and with_it is not None and without != with_it
 
     def at(self, group: Mapping[str, Any]) -> Callable[[str], Any]:
         """Path -> the optimizer with the present values of a group.
@@ -75,18 +68,6 @@ class Hyperparameters:
         made = self._made[values]
         return lambda path: made
 
-    def sizes(self, groups: Iterable[Mapping[str, Any]]) -> list[bool]:
-        """What determines the fields of the states under these groups."""
-        return [group[name] != 0 for group in groups for name in self._resizing]
-
-    def of_saved(self, group: Mapping[str, Any], path: str, param: Tensor, saved: Mapping[str, Any]) -> Any:
-        """The optimizer of a saved state, by name: that of the saved group, where this determines the state's fields."""
-        if self._resizing:
-            other = self.at(group)(path)
-            if set(other.forms.of(param).filled()) == saved.keys():
-                return other
-        return self.optimizer.at(path)
-
     def check(self, group: Mapping[str, Any]) -> None:
         """Raise where a group has another value of a hyperparameter that is the same for all groups.
 
@@ -95,7 +76,7 @@ class Hyperparameters:
         """
         fixed = _arguments(self.optimizer)
         for name in sorted(fixed.keys() & group.keys() - self.defaults.keys()):
-            if not all(_same(group[name], own) for own in fixed[name]):
+            if any(_plain(group[name]) != _plain(own) for own in fixed[name]):
                 raise ValueError(
                     f"{name!r} cannot differ by group: a group has {group[name]!r}, but the optimizer has "
                     f"{', '.join(map(repr, fixed[name]))}; it is no number, or the optimizer follows a schedule or differs by path; "
@@ -126,15 +107,9 @@ def _arguments(optimizer: Optimizer) -> dict[str, list[Any]]:
     return found
 
 
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
-        return len(a) == len(b) and all(map(_same, a, b))
-    if callable(a) or callable(b):
-        return a is b
-    try:
-        return bool(a == b)
-    except RuntimeError:  # tensors of several elements
-        return False
+def _plain(value: Any) -> Any:
+    """A value of a group, in which a list is as good as a tuple."""
+    return tuple(value) if isinstance(value, list) else value
 
 
 def without_params(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -142,55 +117,25 @@ def without_params(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
 
-Changed = Callable[[Any, Any], None]
-
-
-def ignore(key: Any, state: Any) -> None:
-    del key, state
-
-
 class ForeachStepper:
     """The states of parameters by key. Parameters of one age (number of steps) share the 0-d tensors of their states.
 
-    Methods call their argument `changed` with a key and its new state wherever a state is replaced by another object.
+    Attributes:
+        states: Key -> state.
+        shown: Where each state also is by name, for `torch.optim.Optimizer.state`; None: nowhere.
     """
 
     def __init__(self) -> None:
         self.states: dict[Any, Any] = {}
-        self._sizes: list[bool] | None = None  # for which all states have their fields
+        self.shown: dict[Any, Any] | None = None
         self._seen: dict[Any, Any] = {}  # key -> the parameter's shape, strides, dtype and device when it was checked
 
-    def begin(self, items: Iterable[Item], changed: Changed = ignore) -> None:
+    def begin(self, items: Iterable[Item]) -> None:
         """Initialise the states of the parameters that have none; all these states are of one age."""
         ages = Ages()
         for key, part, param, _ in items:
             if key not in self.states:
-                self._put(key, ages(part, param, part.init_param(param.detach())), changed)
-
-    def fit(self, items: Iterable[Item], sizes: list[bool], changed: Changed = ignore) -> None:
-        """Initialise the state fields that an optimizer now needs for the first time, such as a momentum that was 0.
-
-        Args:
-            sizes: See `Hyperparameters.sizes`; where these are as in the last call, nothing is done.
-
-        Raises:
-            ValueError: a momentum with dampening that begins after the first step.
-        """
-        if sizes == self._sizes:
-            return
-        for key, part, param, _ in items:
-            if (state := self.states.get(key)) is None:
-                continue
-            new = part.init_param(param.detach())
-            pairs = list(zip(fields(state), fields(new), strict=True))
-            if any(old is None and fresh is not None for old, fresh in pairs):
-                if own_by_group(part).get("dampening") and state.step.item() > 0:
-                    raise ValueError(
-                        f"{part!r}: momentum with dampening cannot begin in step {int(state.step)}, since the first step has no "
-                        f"dampening; give the optimizer a small momentum from the start"
-                    )
-                self._put(key, with_fields(new, [fresh if old is None else old for old, fresh in pairs]), changed)
-        self._sizes = sizes
+                self._put(key, ages(part, param, part.init_param(param.detach())))
 
     def check(self, items: Sequence[Item]) -> None:
         """Raise where these parameters cannot be stepped; nothing has changed then.
@@ -230,26 +175,24 @@ class ForeachStepper:
         }
         return [rate for hypers, step in steps.values() for rate in check_rates(hypers, step)]
 
-    def step(self, items: Iterable[Item], changed: Changed = ignore, **guards: Tensor | None) -> None:
+    def step(self, items: Sequence[Item], **guards: Tensor | None) -> None:
         """Step these parameters, which have been checked; the step counts of the others stay."""
         of_one_age = Counter(id(state.step) for state in self.states.values())
-        items = list(items)
-        self.begin(items, changed)
+        self.begin(items)
         ages = [id(self.states[key].step) for key, *_ in items]
         for some in stepped_together(items, ages):
             key, part, *_ = some[0]
-            if (
-                len(some) < of_one_age[id(self.states[key].step)]
-            ):  # the others keep their age, and so the shared tensors
+            if len(some) < of_one_age[id(self.states[key].step)]:  # the others keep their age, and the shared tensors
                 own = apart(part, self.states[key])
                 for key, *_ in some:
-                    self._put(key, sharing(part, self.states[key], own), changed)
+                    self._put(key, sharing(part, self.states[key], own))
             keys, _, params, grads = zip(*some, strict=True)
             step_lists_(part, list(params), list(grads), [self.states[key] for key in keys], **guards)
 
-    def _put(self, key: Any, state: Any, changed: Changed) -> None:
+    def _put(self, key: Any, state: Any) -> None:
         self.states[key] = state
-        changed(key, state)
+        if self.shown is not None:
+            self.shown[key] = to_state_dict(state)
 
     def prepared(self, given: Iterable[tuple[Any, Optimizer, Tensor, dict[str, Any]]]) -> dict[Any, Any]:
         """States from tensors by name, given as (key, optimizer, parameter, state); equal ages share 0-d tensors again.
@@ -266,12 +209,12 @@ class ForeachStepper:
             )
         return new
 
-    def adopt(self, states: dict[Any, Any], changed: Changed = ignore) -> None:
+    def adopt(self, states: dict[Any, Any]) -> None:
         """Take the states that `prepared` made."""
-        self.states, self._sizes = states, None
+        self.states.clear()
         self._seen.clear()
         for key, state in states.items():
-            changed(key, state)
+            self._put(key, state)
 
 
 def loaded(whose: str, part: Optimizer, param: Tensor, named: Mapping[str, Any]) -> Any:

@@ -165,7 +165,7 @@ def whole_states(
         merged.append({**mine, **theirs, "params": mine["params"]})
         for p, key in zip(mine["params"], theirs["params"], strict=True):
             state = our_state(optimizer_class, saved.get(key, {}))
-            part = hyper.of_saved(merged[-1], "", p, state) if state else hyper.optimizer
+            part = hyper.at(merged[-1])("")
             if state and not isinstance(part, WholeLeaves):
                 loaded(whose(p), part, torch.empty_like(p, device="meta"), state)  # or raise
             found.append((p, part, state))

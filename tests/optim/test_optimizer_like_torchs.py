@@ -24,10 +24,10 @@ PAIRS: dict[str, tuple[Callable[..., Any], Any, dict[str, Any]]] = {
     "adam": (tx.adam, torch.optim.Adam, {}), "adamw": (tx.adamw, torch.optim.AdamW, {"betas": (0.8, 0.95)}),
     "nadam": (tx.nadam, torch.optim.NAdam, {}), "sgd": (tx.sgd, torch.optim.SGD, {}),
     "sgd, momentum": (tx.sgd, torch.optim.SGD, {"momentum": 0.9}),
-    "sgd, dampening": (tx.sgd, torch.optim.SGD, {"dampening": 0.5, "weight_decay": 0.1}),
+    "sgd, dampening": (tx.sgd, torch.optim.SGD, {"momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1}),
     "sgd, nesterov": (tx.sgd, torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
-    "a master": (lambda lr, **options: tx.mixed_precision(tx.sgd(lr, **options)), torch.optim.SGD, {}),
-    "rmsprop": (tx.rmsprop, torch.optim.RMSprop, {}),
+    "a master": (lambda lr, **options: tx.mixed_precision(tx.sgd(lr, **options)), torch.optim.SGD, {"momentum": 0.9}),
+    "rmsprop": (tx.rmsprop, torch.optim.RMSprop, {"momentum": 0.1}),
 }  # fmt: skip
 CYCLES: dict[str, Callable[[Any], Any]] = {
     "OneCycleLR": lambda o: LR.OneCycleLR(o, max_lr=0.05, total_steps=12),
@@ -38,21 +38,24 @@ CYCLES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("cycle", CYCLES)
 @pytest.mark.parametrize("name", PAIRS)
 def test_schedulers_that_cycle_the_momentum(name: str, cycle: str) -> None:
-    """An optimizer without momentum gets momentum buffers when a scheduler sets it."""
+    """One that has a momentum from the start."""
     make, torchs, options = PAIRS[name]
     a, b = make_model(), make_model()
-    if name == "rmsprop" and cycle == "CyclicLR":  # torch's own, made without momentum, has no place for one
-        options = {"momentum": 0.1}
+    if name == "sgd":
+        options = {"momentum": 0.9}
     ours = fjoin.Optimizer(a.parameters(), make(0.01, **options))
     theirs = torchs(b.parameters(), lr=0.01, foreach=False, **options)
     assert max_diff(train(a, ours, 10, CYCLES[cycle](ours)), train(b, theirs, 10, CYCLES[cycle](theirs))) < 1e-13
     assert len({id(state[f"{'inner.' * (name == 'a master')}step"]) for state in ours.state.values()}) == 1
 
 
-def test_momentum_may_be_turned_on_and_off() -> None:
+def test_momentum_may_be_turned_off_and_on() -> None:
     a, b = make_model(), make_model()
-    ours, theirs = fjoin.Optimizer(a.parameters(), tx.sgd(0.1)), torch.optim.SGD(b.parameters(), 0.1, foreach=False)
-    for i, momentum in enumerate((0.0, 0.9, 0.0, 0.5)):
+    ours, theirs = (
+        fjoin.Optimizer(a.parameters(), tx.sgd(0.1, momentum=0.9)),
+        torch.optim.SGD(b.parameters(), 0.1, momentum=0.9, foreach=False),
+    )
+    for i, momentum in enumerate((0.9, 0.0, 0.5, 0.5)):
         for optimizer in (ours, theirs):
             optimizer.param_groups[0]["momentum"] = momentum
         assert max_diff(train(a, ours, 2, first=2 * i), train(b, theirs, 2, first=2 * i)) < 1e-14
@@ -65,12 +68,12 @@ def test_momentum_may_be_turned_on_and_off() -> None:
 
 
 @pytest.mark.parametrize("wrap", [lambda opt: opt, tx.mixed_precision])
-def test_raises_if_momentum_with_dampening_starts_late(wrap: Any) -> None:
+def test_raises_if_momentum_starts_late(wrap: Any) -> None:
     model = make_model()
-    late = fjoin.Optimizer(model.parameters(), wrap(tx.sgd(0.1, dampening=0.5)))
+    late = fjoin.Optimizer(model.parameters(), wrap(tx.sgd(0.1)))
     before = train(model, late, 2)
     late.param_groups[0]["momentum"] = 0.9
-    raises_text(ValueError, lambda: train(model, late, 1, first=2), "dampening", "step 2")
+    raises_text(ValueError, lambda: train(model, late, 1, first=2), "momentum is 0.9", "begin with a small momentum")
     assert max_diff(dict(model.named_parameters()), before) == 0
 
 

@@ -70,7 +70,6 @@ from ._wrappers import (
     MixedState as MixedState,
     as_functional_optim as as_functional_optim,
     compared as compared,
-    empty_fields as empty_fields,
     frozen as frozen,
     inject_hyperparameters as inject_hyperparameters,
     leaf_arguments as leaf_arguments,

@@ -21,10 +21,6 @@ class _Form(NamedTuple):
     names: list[str]
     fields: list[tuple[torch.Size, torch.dtype, bool] | None]  # shape, dtype, whether it is on the parameter's device
 
-    def filled(self) -> list[str]:
-        """The names of the fields that are tensors."""
-        return [name for name, field in zip(self.names, self.fields, strict=True) if field is not None]
-
 
 class Forms:
     """The forms of an optimizer's states, by the shape and dtype of the parameter."""

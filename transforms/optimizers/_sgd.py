@@ -95,6 +95,8 @@ def sgd(
 
     def step_params_(params: list[Tensor], grads: list[Tensor], states: list[Any], **guards: Tensor | None) -> None:
         step = states[0].step
+        if momentum and states[0].momentum is None:  # a group got one
+            raise ValueError(f"momentum is {momentum}, but was 0 when the state was made: begin with a small momentum")
         # The kernel is told by the host whether this is the first step.
         if momentum and dampening and step.device.type != "cpu":
             return formula(params, grads, states, **guards)
