@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -27,12 +26,10 @@ ALONE = Communicator({"data": 1}, {}, 0)
 class ModelAverager:
     """Averages over levels of groups of ranks, in place, so that every parameter keeps its memory.
 
-    A copy by copy.deepcopy has the same process group. A pickled one has none, since process groups cannot be pickled:
-    an unpickled averager uses the default process group, until `process_group` is set.
-
     Attributes:
         step: The number of calls of `average_parameters`; it decides which calls average.
         warmup_steps: The number of calls before the first average.
+        mesh: The ranks.
         process_group: The process group; None in a world of one rank, where nothing is averaged.
     """
 
@@ -40,7 +37,7 @@ class ModelAverager:
         self.warmup_steps: int = whole_number("warmup_steps", warmup_steps, 0)
         self.step: int = 0
         self._buffers = buffers if buffers is None or callable(buffers) else _tensors(_BUFFERS, buffers)
-        self._mesh: Communicator | None = self._mesh_of(process_group)
+        self.mesh: Communicator = self._mesh_of(process_group)
         self._compared = False  # with the other ranks
         if max(self._levels()) == 1:
             warnings.warn(
@@ -72,10 +69,6 @@ class ModelAverager:
         """The ranks of a process group, None for all ranks, as a mesh; the axis of the smallest groups is the last."""
         if group is _OUTSIDE:
             return ALONE
-        if group is not None and not isinstance(group, dist.ProcessGroup):
-            raise TypeError(
-                f"process_group must be a process group of torch.distributed, or None for all ranks, got {group!r}"
-            )
         sizes = [1, *(size for _, size in self._sizes())]
         if sizes == [1, 0]:
             return world_mesh() if group is None else mesh_from_group(group)
@@ -90,20 +83,13 @@ class ModelAverager:
         return nested_mesh(shape, group) if shape else ALONE
 
     @property
-    def mesh(self) -> Communicator:
-        """The ranks, as a mesh."""
-        if self._mesh is None:
-            self._mesh = self._mesh_of(None)
-        return self._mesh
-
-    @property
     def process_group(self) -> Any:
         group = self.mesh.group
         return group if isinstance(group, dist.ProcessGroup) else None
 
     @process_group.setter
     def process_group(self, group: Any) -> None:
-        self._mesh, self._compared = self._mesh_of(group), False
+        self.mesh, self._compared = self._mesh_of(group), False
 
     @torch.no_grad()
     def average_parameters(self, params: Iterable[Tensor] | Iterable[dict[str, Any]]) -> None:
@@ -140,14 +126,6 @@ class ModelAverager:
             _apply(average_parameters(axes, over="world"), means)
             _apply(average_buffers(axes), [t for t in _tensors("", [*params, *buffers]) if id(t) not in known])
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_mesh": None, "_compared": False}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        new = self.__class__.__new__(self.__class__)
-        vars(new).update(copy.deepcopy(self.__getstate__(), memo), _mesh=self._mesh)
-        return new
-
 
 _PARAMETERS = "average_parameters takes model.parameters() or optimizer.param_groups"
 _BUFFERS = "buffers must be tensors, for example model.buffers()"
@@ -157,16 +135,10 @@ def _tensors(text: str, given: Any) -> list[Tensor]:
     """The tensors, each once, of an iterable of tensors or of param_groups."""
     if isinstance(given, Tensor) or not isinstance(given, Iterable):
         raise TypeError(f"{text}; got {type(given).__name__}")
-    found: dict[int, Tensor] = {}
-    for one in given:
-        if isinstance(one, dict) and "params" in one:
-            params = one["params"]
-            found |= {id(p): p for p in _tensors(text, [params] if isinstance(params, Tensor) else params)}
-        elif isinstance(one, Tensor):
-            found[id(one)] = one
-        else:
-            raise TypeError(f"{text}; got {type(one).__name__}")
-    return list(found.values())
+    found = [t for one in given for t in (one["params"] if isinstance(one, dict) else [one])]
+    if others := [one for one in found if not isinstance(one, Tensor)]:
+        raise TypeError(f"{text}; got {type(others[0]).__name__}")
+    return list({id(t): t for t in found}.values())
 
 
 def _numbered(tensors: list[Tensor]) -> dict[str, Tensor]:
@@ -174,11 +146,8 @@ def _numbered(tensors: list[Tensor]) -> dict[str, Tensor]:
 
 
 def _apply(transform: Transform, tensors: list[Tensor]) -> None:
-    """Run a transform in place, on the tensors of each device by themselves."""
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for t in tensors:
-        by_device.setdefault(t.device, []).append(t.detach())
-    for given in by_device.values():
+    """Run a transform in place."""
+    if given := [t.detach() for t in tensors]:
         torch._foreach_copy_(given, transform.update(given, transform.init(given))[0])
 
 
@@ -194,7 +163,7 @@ class PeriodicModelAverager(ModelAverager):
 
     Raises:
         ValueError: `period` is no whole number from 1, or `warmup_steps` none from 0.
-        TypeError: `process_group` is no process group; `buffers` holds other things than tensors.
+        TypeError: `buffers` holds other things than tensors.
 
     Warns:
         UserWarning: `period` is 1.
@@ -241,7 +210,7 @@ class HierarchicalModelAverager(ModelAverager):
     Raises:
         ValueError: no period, a period or a size that is no multiple of the one before, or a last size that is not the
             number of ranks; `warmup_steps` is no whole number from 0.
-        TypeError: `period_group_size_dict` is no mapping; as `PeriodicModelAverager`.
+        TypeError: as `PeriodicModelAverager`.
 
     Warns:
         UserWarning: the largest period is 1.
@@ -270,19 +239,14 @@ class HierarchicalModelAverager(ModelAverager):
         return self.period_group_size_dict
 
 
-def _check_levels(given: Any) -> dict[int, int]:
-    if given is not None and not isinstance(given, Mapping):
-        raise TypeError(
-            f"period_group_size_dict must be a mapping from periods to sizes of groups, for example {{4: 8, 16: 16}}, got {given!r}"
-        )
+def _check_levels(given: Mapping[int, int] | None) -> dict[int, int]:
     if not given:
         raise ValueError(
             f"period_group_size_dict must have at least one period, for example {{4: 8, 16: 16}}, got {given!r}"
         )
-    for period, size in given.items():
-        whole_number("period_group_size_dict: a period", period, 1)
-        whole_number(f"period_group_size_dict: the size of the groups of period {period}", size, 1)
     for name, numbers in (("period", given.keys()), ("size", given.values())):
+        for number in numbers:
+            whole_number(f"period_group_size_dict: a {name}", number, 1)
         for small, large in itertools.pairwise(numbers):
             if large % small:
                 raise ValueError(

@@ -19,9 +19,7 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
       schedulers work.
     - `state_dict` is that of `optim`, with the averager's step under "step". The states of torch's class can be loaded.
     - The optimizer's state is never averaged.
-    - It can be copied, and pickled where `optim` can: a `fjoin.Optimizer` can if the arguments of its optimizer can. A
-      pickled averager returns to the default process group, see its class. As with any torch.optim.Optimizer, the copy
-      has no hooks.
+    - Hooks of `state_dict` and `load_state_dict` are those of `optim`: register them there.
     - It works with torch.amp.GradScaler: a rank that leaves out a step still takes part in the average.
 
     Args:
@@ -31,7 +29,7 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
             `start_localSGD_iter` of the communication hook.
 
     Raises:
-        TypeError: `optim` is no torch.optim.Optimizer, or `averager` no averager.
+        TypeError: `optim` is no torch.optim.Optimizer.
 
     Same as: torch.distributed.optim.PostLocalSGDOptimizer.
 
@@ -55,11 +53,6 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
         if not isinstance(optim, torch.optim.Optimizer):
             raise TypeError(
                 f"PostLocalSGDOptimizer: optim must be a torch.optim.Optimizer, or a fjoin.Optimizer, got {optim!r}"
-            )
-        if not callable(getattr(averager, "average_parameters", None)) or not hasattr(averager, "step"):
-            raise TypeError(
-                f"PostLocalSGDOptimizer: averager must be an averager, for example fjoin.PeriodicModelAverager(period=4), got "
-                f"{averager!r}"
             )
         self.__setstate__({"optim": optim, "averager": averager})
 
@@ -100,12 +93,7 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """The state of the optimizer, with the averager's step under "step"."""
-        for before in self._optimizer_state_dict_pre_hooks.values():
-            before(self)
-        found: dict[str, Any] = {**self.optim.state_dict(), "step": self.averager.step}
-        for after in self._optimizer_state_dict_post_hooks.values():
-            found = new if (new := after(self, found)) is not None else found
-        return found
+        return {**self.optim.state_dict(), "step": self.averager.step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
         """Load a state made by `state_dict`, or by that of torch's class.
@@ -117,8 +105,6 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
             UserWarning: there is no "step"; the averager starts at step 0 again.
         """
         given = dict(state_dict)
-        for before in self._optimizer_load_state_dict_pre_hooks.values():
-            given = new if (new := before(self, given)) is not None else given
         step = given.pop("step", None)
         if step is not None:
             whole_number("the averager's step in the state", step, 0)
@@ -131,5 +117,3 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
                 stacklevel=2,
             )
         self.averager.step = step or 0
-        for after in self._optimizer_load_state_dict_post_hooks.values():
-            after(self)

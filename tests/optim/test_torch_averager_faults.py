@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from typing import Any
 
 import torch
@@ -91,23 +90,6 @@ def interface() -> Any:
 
 def test_closures_defaults_and_hooks_are_still_missing(pool: Any) -> None:
     assert pool.run(1, interface) == [True]
-
-
-def pickled() -> Any:
-    theirs, ours = optimizers(params_with_gradients())
-    reported = raises_text(TypeError, lambda: pickle.dumps(theirs.averager))
-    raises = False
-    try:  # torch.optim.Optimizer's own pickling drops the averager, or asks for attributes that are missing
-        raises = not hasattr(pickle.loads(pickle.dumps(theirs)), "averager")
-    except (TypeError, AttributeError):
-        raises = True
-    return reported, raises, pickle.loads(pickle.dumps(ours)).averager.process_group is dist.group.WORLD
-
-
-def test_they_can_still_not_be_pickled(pool: Any) -> None:
-    for reported, torchs_fails, restored in pool.run(2, pickled):
-        assert "pickle" in reported and torchs_fails, "torch's can be pickled now"
-        assert restored
 
 
 def loaded() -> Any:
