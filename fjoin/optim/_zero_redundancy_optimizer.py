@@ -32,7 +32,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     - It works with torch.amp.GradScaler, unless `overlap_with_ddp`.
 
     Args:
-        params: As in torch.optim: tensors, or groups of them, on one device.
+        params: As in torch.optim: tensors, or groups of them.
         optimizer_class: A class of torch.optim, or a function of fjoin.transforms that makes an optimizer, such as
             `tx.lion`.
         process_group: The ranks; by default all.
@@ -44,7 +44,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
 
     Raises:
         TypeError: `optimizer_class` makes no optimizer; no tensors; sparse parameters; at a step: sparse gradients.
-        ValueError: no parameters, or on several devices; arguments that `optimizer_class` refuses.
+        ValueError: no parameters; arguments that `optimizer_class` refuses.
         RuntimeError: `state_dict` on a rank without the consolidated state; `state[parameter]`.
 
     Same as: torch.distributed.optim.ZeroRedundancyOptimizer, which owns whole parameters and broadcasts each.
@@ -89,36 +89,32 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         self.run: Any = None  # the states of a module's hook, which steps; see `hook_with_zero_step`
         super().__init__(params, hyperparameters)
         self.state: Any = NoState()
-        devices = {p.device for group in self.param_groups for p in group["params"]}
-        if len(devices) > 1:
-            raise ValueError(f"ZeroRedundancyOptimizer: parameters on {sorted(map(str, devices))}; expected one device")
-        groups = [self._add(group) for group in self.param_groups]
+        self._shards, groups = map(list, zip(*map(self._cut, self.param_groups), strict=True))
         if not self.overlap_with_ddp:
             known = not isinstance(self.part, WholeLeaves)
             self._local = Optimizer(groups, self.part) if known else optimizer_class(groups, **defaults)
 
-    def _add(self, group: dict[str, Any]) -> dict[str, Any]:
-        """Cut the parameters of a group, and return the group of this rank's pieces; the pieces of other groups stay."""
+    def _cut(self, group: dict[str, Any]) -> tuple[Shard, dict[str, Any]]:
+        """The pieces of the parameters of a group, and the group of this rank's pieces."""
         self.hyper.check(group)
-        self._shards.append(cut_group(group["params"], self.part, self.world_size, self.rank, self._as_views))
+        shard = cut_group(group["params"], self.part, self.world_size, self.rank, self._as_views)
         # On all ranks, since an optimizer may keep values in its groups, such as a count.
-        slices = self._shards[-1].slices.values()
-        return {**without_params(group), "params": [one for one in slices if one.numel()]}
+        return shard, {**without_params(group), "params": [one for one in shard.slices.values() if one.numel()]}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as torch's method. It gets pieces of its own; the other pieces do not move."""
         super().add_param_group(param_group)
         if not self._shards:  # while the constructor adds the first groups
             return
-        before = len(self._shards)
         try:
             if self._local is None:
                 raise RuntimeError("the parameters of a module that steps them in its backward pass are fixed")
-            self._local.add_param_group(self._add(self.param_groups[-1]))
+            shard, own = self._cut(self.param_groups[-1])
+            self._local.add_param_group(own)
         except Exception:
             self.param_groups.pop()
-            del self._shards[before:]
             raise
+        self._shards.append(shard)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **arguments: Any) -> Any:  # type: ignore[override]
@@ -169,9 +165,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
 
     def owned(self) -> Iterator[Owned]:
         """This rank's part of the state."""
-        every = ((shard, path) for shard in self._shards for path in shard.slices)
-        for number, (shard, path) in enumerate(every):
-            p, (start, stop) = shard.params[path], shard.pieces.slices[path]
+        every = ((shard, *one) for shard in self._shards for one in shard.params.items())
+        for number, (shard, path, p) in enumerate(every):
+            start, stop = shard.pieces.slices[path]
             if self._local is None:
                 state, (start, stop) = self._hooked().state_of(p)
             else:
@@ -188,8 +184,6 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         Args:
             to: The rank, in the process group.
         """
-        if not 0 <= to < self.world_size:
-            raise ValueError(f"consolidate_state_dict: to must be a rank below {self.world_size}, got {to!r}")
         shapes = [p.shape for group in self.param_groups for p in group["params"]]
         device = self.param_groups[0]["params"][0].device
         self._whole = gather_states(self._mesh, to, list(self.owned()), shapes, device)

@@ -59,11 +59,6 @@ def optimizer_of(optimizer_class: Any, arguments: dict[str, Any]) -> tuple[Any, 
         ValueError: values that it refuses.
     """
     if isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer):
-        if issubclass(optimizer_class, torch.optim.LBFGS):
-            raise TypeError(
-                f"{optimizer_class.__name__} searches along a direction of all parameters, so no rank can step its own share of them; "
-                f"use it without ZeroRedundancyOptimizer"
-            )
         probe = torch.zeros(1, 1, requires_grad=True)
         defaults = optimizer_class([probe], **arguments).defaults  # type: ignore[arg-type]
         known = optimizer_class in OF_TORCH

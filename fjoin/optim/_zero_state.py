@@ -6,8 +6,6 @@ It travels as tensors and JSON, so that no rank unpickles what another one sends
 from __future__ import annotations
 
 import itertools
-import json
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, cast
 
@@ -15,7 +13,6 @@ import optree
 import torch
 from torch import Tensor
 
-from ..agreement import read_now
 from ..groups import Communicator, GroupAxis, plain
 from ..shared_memory import flat_view
 from ..transforms.base import to_state_dict
@@ -58,31 +55,29 @@ def gather_states(
             tuples and dicts of these.
     """
     axis: GroupAxis = mesh.axes["data"]
-    parts: list[Tensor] = []
-    rows, bad = "[]", ""
+    parts, mine = [torch.empty(0, dtype=torch.uint8, device=device)], list[Any]()
     try:
-        rows = json.dumps([(*one[:3], _described(one.state, device, parts), one.sliced) for one in owned])
+        mine = [(*one[:3], _described(one.state, device, parts), one.sliced) for one in owned]
+        bad = ""
     except Exception as error:  # the other ranks wait for this one's part
         bad = str(error)
-    head = torch.frombuffer(bytearray(rows.encode()), dtype=torch.uint8).to(device)
-    sent = torch.cat([head, *parts])
-    lengths = torch.tensor([len(head), len(sent), bool(bad)], device=device)
-    every = read_now(mesh, axis.run("all_gather", lengths, None))
+    sizes = [part.numel() for part in parts]
+    every = mesh.exchange("consolidate_state_dict", [mine, sizes, bool(bad)], list)
     if refusing := [rank for rank, (*_, refuses) in enumerate(every) if refuses]:
         raise TypeError(
             "consolidate_state_dict: the state of an optimizer must consist of tensors, numbers and strings, in lists, tuples and "
             f"dicts; it does not on ranks {refusing}{f', here {bad}' if bad else ''}"
         )
-    sizes, here = [size for _, size, _ in every], axis.rank == to
-    give = tuple(len(sent) if rank == to else 0 for rank in range(axis.size))
-    received = axis.run("all_to_all_single", sent, (give, tuple(sizes) if here else (0,) * axis.size))
-    if not here:
+    take = [sum(sizes) if axis.rank == to else 0 for _, sizes, _ in every]
+    give = [sum(sizes) if rank == to else 0 for rank in range(axis.size)]
+    received = axis.run("all_to_all_single", torch.cat(parts), (tuple(give), tuple(take)))
+    if axis.rank != to:
         return None
     found: dict[int, list[Owned]] = {}
-    for (n, *_), data in zip(every, received.split(sizes), strict=True):
-        values = _Bytes(data[n:])
-        for number, start, stop, named, sliced in json.loads(bytes(read_now(mesh, data[:n]))):
-            found.setdefault(number, []).append(Owned(number, start, stop, _rebuilt(named, values), sliced))
+    for (rows, sizes, _), data in zip(every, received.split(take), strict=True):
+        tensors = data.split(sizes)
+        for number, start, stop, named, sliced in rows:
+            found.setdefault(number, []).append(Owned(number, start, stop, _rebuilt(named, tensors), sliced))
     return {number: _joined(some, shapes[number]) for number, some in sorted(found.items())}
 
 
@@ -94,7 +89,7 @@ def _described(value: Any, device: torch.device, parts: list[Tensor], where: str
     if isinstance(value, Tensor):
         raw = plain(value.detach().to(device))
         parts.append(flat_view(raw).view(torch.uint8))
-        return [str(raw.dtype).removeprefix("torch."), list(raw.shape)]
+        return [str(raw.dtype).removeprefix("torch."), [len(parts) - 1, *raw.shape]]
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if type(value) in (list, tuple):
@@ -104,28 +99,17 @@ def _described(value: Any, device: torch.device, parts: list[Tensor], where: str
     raise TypeError(f"{where} is a {type(value).__name__}")
 
 
-class _Bytes:
-    """Tensors out of the bytes that a rank has sent, one after the other."""
-
-    def __init__(self, data: Tensor) -> None:
-        self._data = data
-
-    def take(self, dtype: torch.dtype, shape: list[int]) -> Tensor:
-        size = math.prod(shape) * dtype.itemsize
-        taken, self._data = self._data[:size], self._data[size:]
-        return taken.clone().view(dtype).reshape(shape)
-
-
-def _rebuilt(described: Any, values: _Bytes) -> Any:
-    """What `_described` described."""
+def _rebuilt(described: Any, tensors: Sequence[Tensor]) -> Any:
+    """What `_described` described; `tensors` are its parts as bytes."""
     if not isinstance(described, list):
         return described
     kind, content = described
     if kind == "dict":
-        return {key: _rebuilt(one, values) for key, one in content}
+        return {key: _rebuilt(one, tensors) for key, one in content}
     if kind in ("list", "tuple"):
-        return {"list": list, "tuple": tuple}[kind](_rebuilt(one, values) for one in content)
-    return values.take(getattr(torch, kind), content)
+        return {"list": list, "tuple": tuple}[kind](_rebuilt(one, tensors) for one in content)
+    part, *shape = content
+    return tensors[part].clone().view(getattr(torch, kind)).reshape(shape)
 
 
 def _joined(parts: list[Owned], shape: torch.Size) -> dict[str, Any]:
@@ -163,9 +147,9 @@ def whole_states(
     for mine, theirs in zip(groups, given, strict=True):
         hyper.check(theirs)
         merged.append({**mine, **theirs, "params": mine["params"]})
+        part = hyper.at(merged[-1])("")
         for p, key in zip(mine["params"], theirs["params"], strict=True):
             state = our_state(optimizer_class, saved.get(key, {}))
-            part = hyper.at(merged[-1])("")
             if state and not isinstance(part, WholeLeaves):
                 loaded(whose(p), part, torch.empty_like(p, device="meta"), state)  # or raise
             found.append((p, part, state))

@@ -198,15 +198,3 @@ def bad_states(hooked: bool) -> None:
 @pytest.mark.parametrize("hooked", [False, True])
 def test_bad_state_raises_on_all_ranks_and_loads_nothing(pool: Any, hooked: bool) -> None:
     pool.run(3, bad_states, hooked)
-
-
-def needs_all() -> None:
-    raises_text(
-        TypeError,
-        lambda: fjoin.ZeroRedundancyOptimizer(nn.Linear(2, 2).parameters(), torch.optim.LBFGS),
-        "LBFGS", "all parameters",
-    )  # fmt: skip
-
-
-def test_lbfgs_is_refused(pool: Any) -> None:
-    pool.run(1, needs_all)
