@@ -30,9 +30,9 @@ def step_as(front: Any, local: torch.optim.Optimizer, *args: Any, **kwargs: Any)
                 delattr(local, name)
     if "found_inf" in given and given["found_inf"].item():
         return None
-    grads = [p.grad for group in local.param_groups for p in group["params"] if p.grad is not None]
-    for grad in grads if "grad_scale" in given else ():
-        grad.div_(given["grad_scale"].to(grad.device))
+    if "grad_scale" in given:
+        for grad in [p.grad for group in local.param_groups for p in group["params"] if p.grad is not None]:
+            grad.div_(given["grad_scale"].to(grad.device))
     return local.step(*args, **kwargs)
 
 

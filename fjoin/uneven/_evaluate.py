@@ -106,7 +106,7 @@ def _go_through(
             for key, value in metrics.items():
                 # A batch of weight 0 adds nothing, even where its mean is nan: 0 * nan would be nan. Sums stay on their
                 # device, so that the host waits once, at the end.
-                factor, so_far = w if key[0] == MEANS else 1.0, sums.get(key, torch.zeros_like(value))
+                factor, so_far = w if key[0] == MEANS else 1.0, sums[key] if batches else torch.zeros_like(value)
                 sums[key] = so_far + (to_device(so_far.device, value) * factor if factor else 0.0)
             total, batches = total + w, batches + 1
     sent = [[*key, list(value.shape), read_now(mesh, value.flatten())] for key, value in sorted(sums.items())]
