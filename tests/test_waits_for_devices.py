@@ -22,7 +22,7 @@ ALLOWED = {
     "jax/_optax.py": 1,  # arrays of the host
     "loading": 4,  # random numbers of the host
     "optim/_optimizer.py": 1,  # torch's own GradScaler reads it too
-    "optim/_param_groups.py": 2,  # counts of states that are loaded
+    "optim/_param_groups.py": 1,  # counts of states that are loaded
     "optim/_zero_state.py": 1,  # sizes and flags are copied to a device
     "shared_memory": 1,  # memory of the host
     "step/_agreements.py": 1,  # of DeviceReads
