@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from _pytest.runner import runtestprotocol
 from hypothesis import settings
 
-from tests.pool import Pool
+from tests.pool import NOT_CONNECTED, Pool
 
 # The same examples in every run, and no time limits on a busy machine.
 settings.register_profile("fjoin", max_examples=60, deadline=None, derandomize=True, database=None)
@@ -65,6 +66,19 @@ def pytest_collection() -> None:
 def pytest_collection_finish() -> None:
     gc.enable()
     gc.freeze()
+
+
+def pytest_runtest_protocol(item: pytest.Function, nextitem: pytest.Item | None) -> bool:
+    """Run a test again whose ranks gloo has failed to connect."""
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    reports = runtestprotocol(item, nextitem=nextitem, log=False)
+    if any(report.failed and NOT_CONNECTED in f"{report.longrepr} {report.sections}" for report in reports):
+        item._initrequest()
+        reports = runtestprotocol(item, nextitem=nextitem, log=False)
+    for report in reports:
+        item.ihook.pytest_runtest_logreport(report=report)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
