@@ -184,7 +184,7 @@ def _all_reduce(call: _Call, tensor: Any, op: Any) -> _Result:
         return [reduced(call.gather(tensor, sizes))], [tensor]
     n = tensor.numel()
     sizes = [-(-n // call.ranks)] * call.ranks
-    chunks = cut(tensor.reshape(-1).float(), call.ranks, sizes[0])
+    chunks = cut(tensor.reshape(-1).float(), call.ranks)
     return [torch.cat([*call.gather(reduced(call.exchange(chunks.unbind(), sizes)), sizes)])[:n]], [tensor]
 
 

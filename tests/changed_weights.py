@@ -29,7 +29,7 @@ def with_weights(change: Callable[[Any], Any], hook: tx.Transform) -> tx.Transfo
         out, new = inner.update(grads, state, params, weight=weight, **extra)
         return out, AroundState(new)
 
-    return tx.Transform(init, update, hook.needs, inner.reduction(), hook.compression, hook.pauses)
+    return tx.Transform(init, update, hook.needs, compression=hook.compression, pauses=hook.pauses, wraps="whole")
 
 
 # Weight -> the weight that the reduction inside gets. The last one leaves out the rank of weight 1.
@@ -66,21 +66,16 @@ MEANS: dict[str, tuple[Callable[[], tx.Transform], str | None]] = {
     "accumulated": (lambda: tx.accumulate(1, tx.mean("data")), "weight"),
     "masked": (lambda: tx.masked(tx.mean("data"), "w"), "weight"),
     "fed back": (lambda: tx.error_feedback(tx.compress(tx.float32(), tx.mean("data"))), "weight"),
-    "ef21": (lambda: tx.ef21(tx.compress(tx.float32(), tx.mean("data"))), "weight"),
 }  # fmt: skip
 # Reductions with other results: the wrapper is compared with the reduction at the changed weights.
 OTHERS: dict[str, Callable[[], tx.Transform]] = {
     "int8": lambda: tx.compress(tx.int8(block=4), tx.mean("data")),
-    "top_k": lambda: tx.error_feedback(tx.compress(tx.top_k(0.5), tx.mean("data")), without_input="flush"),
+    "top_k": lambda: tx.error_feedback(tx.compress(tx.top_k(0.5), tx.mean("data"))),
     "int4, fed back": lambda: tx.error_feedback(tx.compress(tx.int4(block=4), tx.mean("data"))),
     "bfloat16": lambda: tx.compress(torch.bfloat16, tx.mean("data")),
-    "ef21 of top_k": lambda: tx.ef21(tx.compress(tx.top_k(0.5), tx.mean("data"))),
-    "dgc": lambda: tx.dgc("data", k=0.5, clip=9.0),
     "low rank": lambda: tx.power_sgd("data", 1, min_compression_rate=0.5),
-    "low rank, fed back": lambda: tx.error_feedback(tx.power_sgd("data", 1, min_compression_rate=0.5), "flush"),
+    "low rank, fed back": lambda: tx.error_feedback(tx.power_sgd("data", 1, min_compression_rate=0.5)),
     "batched low rank": lambda: tx.batched_power_sgd("data", 1, min_compression_rate=0.5, over="live"),
-    "1-bit Adam": lambda: tx.one_bit_adam("data", 1),
-    "1-bit Adam, world": lambda: tx.one_bit_adam("data", 1, over="world"),
     "two means": lambda: tx.switch_after(1, tx.mean("data"), tx.compress(tx.int8(block=4), tx.mean("data"))),
 }  # fmt: skip
 ALL = {**{name: make for name, (make, _) in MEANS.items()}, **OTHERS}

@@ -170,11 +170,6 @@ TRANSFORMS: dict[str, Case] = {
                                  (TWICE, ValueError, "('data', 'data') names an axis twice"), ((), ValueError, "at least one axis"))
     },
     "hierarchical_mean(3, ...)": (lambda: tx.hierarchical_mean(3, "node"), ValueError, ("local", "3")),  # type: ignore[arg-type]
-    "a lane of vectors": (reduced(lane={"a": torch.ones(2)}), ValueError, ("'a'", "(2,)")),
-    "a lane of texts": (reduced(lane={"a": "1"}), TypeError, ("'a'", "'1'")),
-    "a lane of 1e300": (reduced(lane={"a": 1e300}), ValueError, ("'a'", "1e+300")),
-    "a lane of 10**400": (reduced(lane={"a": 10**400}), ValueError, ("'a'", "1329 bits")),
-    "a lane that is a list": (reduced(lane=[1]), TypeError, ("lane", "[1]")),
     "a mean of weight 10**400": (reduced(weight=10**400), ValueError, ("weight", "finite")),
     "a mean of weight 1e300": (reduced(weight=1e300), ValueError, ("weight", "1e+300")),
     "a mean of weight 'x'": (reduced(weight="x"), TypeError, ("weight", "'x'")),

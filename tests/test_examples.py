@@ -21,7 +21,7 @@ EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 # The packages that an example needs in addition to fjoin.
 NEEDS = {"with_accelerate.py": "accelerate", "with_lightning.py": "lightning"}
 # Examples of one process; they assert their results.
-ALONE = ["learn_the_rate.py", "sweep.py"]
+ALONE = ["learn_the_rate.py", "papers.py", "sweep.py"]
 RECIPES = sorted(
     path.name
     for path in EXAMPLES.glob("*.py")
@@ -63,6 +63,7 @@ def test_commands(launcher: list[str]) -> None:
 
 
 def _run_alone(rank: int, report: Any, name: str) -> None:
+    sys.path.insert(0, str(EXAMPLES))
     runpy.run_path(str(EXAMPLES / name), run_name="__main__")
     report("done")
 

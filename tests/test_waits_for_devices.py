@@ -27,9 +27,9 @@ ALLOWED = {
     "shared_memory": 1,  # memory of the host
     "step/_agreements.py": 1,  # of DeviceReads
     "step/_verdict.py": 7,  # values of the host, and the error of a step on which the host has decided; of DeviceReads
-    "testing": 3,
+    "testing": 1,
     "training/_metrics.py": 1,  # a number of steps, on the host
-    "training/_passes.py": 3,  # the scale of a 16-bit loss in an accumulation window
+    "training/_passes.py": 1,  # the scale of a 16-bit loss in an accumulation window
 }
 
 

@@ -79,30 +79,24 @@ TRANSFORMS: dict[str, list[Callable[[], tx.Transform]]] = {
     ],
     "error_feedback": [
         lambda: tx.error_feedback(tx.compress(tx.int8(block=4), tx.mean("data"))),
-        lambda: tx.error_feedback(tx.compress(torch.bfloat16, tx.mean("data", over="world")), without_input="flush"),
+        lambda: tx.error_feedback(tx.compress(torch.bfloat16, tx.mean("data", over="world"))),
         lambda: tx.error_feedback(
             tx.partition({"layer.*": tx.compress(tx.int4(), tx.mean("data")), "*": tx.mean("data")})
         ),
-    ],
-    "dgc": [lambda: tx.dgc("data", k=0.3, clip=1.0), lambda: tx.dgc("data", nesterov=True, warmup_steps=2, over="live")],
-    "ef21": [
-        lambda: tx.ef21(tx.compress(tx.int8(block=4), tx.mean("data"))),
-        lambda: tx.ef21(tx.compress(torch.bfloat16, tx.mean("data", over="live")), without_input="flush"),
-        lambda: tx.ef21(tx.compress(tx.top_k(0.5), tx.sum_over("data"))),
     ],
     "power_sgd": [
         lambda: tx.power_sgd("data", min_compression_rate=1.0),
         lambda: tx.power_sgd("data", 2, min_compression_rate=0.5, warm_start=False, over="live", seed=3),
         lambda: tx.power_sgd("data", 2, warmup_steps=1, min_compression_rate=0.5, epsilon=1e-8, over="world"),
         lambda: tx.error_feedback(tx.power_sgd("data", min_compression_rate=1.0)),
-        lambda: tx.error_feedback(tx.compress(tx.bfloat16(), tx.power_sgd("data", min_compression_rate=1.0)), "flush"),
+        lambda: tx.error_feedback(tx.compress(tx.bfloat16(), tx.power_sgd("data", min_compression_rate=1.0))),
         lambda: tx.compress(tx.int8(block=4), tx.power_sgd("data", min_compression_rate=1.0, over="world")),
         lambda: tx.partition({"layer.*": tx.power_sgd("data", min_compression_rate=1.0), "*": tx.mean("data")}),
     ],
     "batched_power_sgd": [
         lambda: tx.batched_power_sgd("data", min_compression_rate=1.0),
         lambda: tx.batched_power_sgd("data", min_compression_rate=1.0, warm_start=False, over="live"),
-        lambda: tx.error_feedback(tx.batched_power_sgd("data", min_compression_rate=1.0, warmup_steps=1), "flush"),
+        lambda: tx.error_feedback(tx.batched_power_sgd("data", min_compression_rate=1.0, warmup_steps=1)),
         lambda: tx.compress(torch.bfloat16, tx.batched_power_sgd("data", min_compression_rate=1.0, over="world")),
     ],
     "chain": [
@@ -129,7 +123,6 @@ TRANSFORMS: dict[str, list[Callable[[], tx.Transform]]] = {
         lambda: tx.masked(tx.every(2, tx.mean("data")), "layer.weight"),
     ],
     "mean": [lambda: tx.mean("data"), lambda: tx.mean("data", over="live"), lambda: tx.mean("data", over="world")],
-    "one_bit_adam": [lambda: tx.one_bit_adam("data", 1), lambda: tx.one_bit_adam("data", 2, over="live")],
     "partition": [
         lambda: tx.partition({"layer.*": tx.mean("data"), "*": tx.sum_over("data")}),
         lambda: tx.partition({"*bias": tx.identity(), "*": tx.clip_by_value(0.2)}),

@@ -7,7 +7,7 @@ clip         clip_by_global_norm  clip_by_value
 agree        mean  sum_over  average_buffers  broadcast_buffers
 shard        scatter_mean  zero
 local SGD    local_sgd  post_local_sgd  diloco  ema  ema_params  outer_step  average_parameters  average_state
-wire         compress  quantized  error_feedback  ef21  dgc  one_bit_adam  power_sgd
+wire         compress  quantized  error_feedback  power_sgd
              batched_power_sgd  hierarchical_mean
 codecs       Codec  Noise  bfloat16  bfp16  float16  float32  fp8  int8  uint8  int4  qsgd  sign  top_k
 join, layers  JoinHook  broadcast_from_last  last_joiner  current_weight  current_call  sync_batch_norm  convert_sync_batchnorm
@@ -142,12 +142,9 @@ from .pipelines import (
 from .reductions import (
     batched_power_sgd as batched_power_sgd,
     compress as compress,
-    dgc as dgc,
-    ef21 as ef21,
     error_feedback as error_feedback,
     hierarchical_mean as hierarchical_mean,
     mean as mean,
-    one_bit_adam as one_bit_adam,
     power_sgd as power_sgd,
     quantized as quantized,
     scatter_mean as scatter_mean,

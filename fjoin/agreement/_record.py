@@ -16,15 +16,16 @@ from ..transforms.axes import Work, axis_index, bind_axes
 from ..transforms.base import (
     NONFINITE,
     decode_words,
-    encode_lane,
-    host_lane,
+    encode_words,
+    host_sums,
     host_words,
-    lane_dtype,
     mask_words,
     rank_bit,
     ranks_in,
-    step_lane,
+    record_names,
+    stacked,
     to_device,
+    words_dtype,
     words_per_scalar,
 )
 from ..transforms.layout import Bucket
@@ -165,7 +166,7 @@ class Record:
         own = [values.get(name, 0.0) for name in self.names]
         if not self._small:
             if device.type != "cpu" or Tensor in map(type, own):
-                return encode_lane(dict(zip(self.names, own, strict=True)), dtype, self.ranks, device)
+                return encode_words(stacked(own, device), dtype, self.ranks)
             own = host_words(self.names, own, dtype, self.ranks)
         return torch.tensor(own, dtype=dtype)
 
@@ -179,7 +180,7 @@ class Record:
             return dict(zip(self.names, words.tolist(), strict=True))
         if words.device.type != "cpu" or as_tensors:
             return dict(zip(self.names, decode_words(words.clone(), self.ranks).unbind(0), strict=True))
-        return dict(host_lane(words.tolist(), self.names, words.dtype, self.ranks))
+        return dict(host_sums(words.tolist(), self.names, words.dtype, self.ranks))
 
     def send(self, values: Mapping[str, Any]) -> Sums:
         """Start summing this rank's values in a message of their own."""
@@ -237,7 +238,7 @@ def flag_words(flag: str, ranks: int) -> list[str]:
 
 
 class StepRecord(Record):
-    """The record of the steps of one rank, summed over some axes; see `step_lane` for its names."""
+    """The record of the steps of one rank, summed over some axes; see `record_names`."""
 
     dtype: torch.dtype
     device: torch.device
@@ -245,7 +246,7 @@ class StepRecord(Record):
 
     def __init__(self, mesh: Communicator, axes: tuple[str, ...]) -> None:
         super().__init__(mesh, axes, ())
-        self.names, self._sums = step_lane(self.ranks), list[str]()  # the names in aux["sum"], sorted
+        self.names, self._sums = record_names(self.ranks), list[str]()  # the names in aux["sum"], sorted
 
     def agree(self, values: dict[str, Any]) -> bool:
         """Agree on the names in the first step: only ranks with a batch know the names of aux["sum"].
@@ -254,12 +255,12 @@ class StepRecord(Record):
             Whether any rank knew them.
         """
         found = sum_names(self.mesh, self.axes, _sums_in(values) if values["weight"] else None)
-        self.names, self._sums = step_lane(self.ranks, found or ()), list(found or ())
+        self.names, self._sums = record_names(self.ranks, found or ()), list(found or ())
         return found is not None
 
     def fit(self, layout: tuple[Bucket, ...]) -> None:
         """Take the dtype and the device that go with these buckets."""
-        self.dtype = lane_dtype(bucket.dtype for bucket in layout)
+        self.dtype = words_dtype(bucket.dtype for bucket in layout)
         self.device = layout[0].device if layout else torch.device("cpu")
 
     def check(self, values: dict[str, Any]) -> None:
@@ -292,30 +293,17 @@ class StepRecord(Record):
         own = {name: value for name, value in values.items() if not name.startswith(NONFINITE)}
         return self.flagged(own, NONFINITE, left_out)
 
-    def once(self, sums: dict[str, Any], step_id: float) -> dict[str, Any]:
-        """The sums of one reduction.
 
-        Several reductions in a row may have added up the record several times; `step_id` tells how often, and all other sums
-        are divided by that.
-        """
-        times = sums["step_id"] / (self.ranks * step_id)
-        times = torch.round(times).clamp(min=1) if isinstance(times, Tensor) else max(round(times), 1)
-        # `step_id` stays as it is: it shows where the ranks have called different steps.
-        return {name: value if name == "step_id" else value / times for name, value in sums.items()}
-
-
-def own_values(
-    share: float, weight: float, loss: Tensor | None, sums: dict[str, Any], window: dict[str, Any]
-) -> dict[str, Any]:
+def own_values(weight: float, loss: Tensor | None, sums: dict[str, Any], window: dict[str, Any]) -> dict[str, Any]:
     """What a rank knows before its gradients, added to that of earlier calls of the window.
 
     Args:
-        share: Its share in the mean.
+        weight: Its weight in the mean.
         sums: The user's sums.
         window: The values of the earlier calls.
     """
     value: Any = 0.0 if loss is None else weight * host_number(loss.detach())
-    own: dict[str, Any] = {"total": share, "weight": weight, "loss": value}
+    own: dict[str, Any] = {"live": float(weight > 0), "weight": weight, "loss": value}
     if isinstance(value, Tensor):
         own["bad"] = (~torch.isfinite(value)).to(torch.float64)
     else:
@@ -325,6 +313,7 @@ def own_values(
         own = {name: own.get(name, 0.0) + window.get(name, 0.0) for name in {**window, **own}}
         bad = own["bad"]
         own["bad"] = torch.clamp(bad, max=1.0) if isinstance(bad, Tensor) else min(bad, 1.0)
+        own["live"] = min(own["live"], 1.0)
     return own
 
 

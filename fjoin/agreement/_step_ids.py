@@ -1,4 +1,4 @@
-"""Numbers that tell steps apart: of each step by its mesh, its index and its hyperparameters. They travel in the lane.
+"""Numbers that tell steps apart: of each step by its mesh, its index and its hyperparameters. They travel in the record.
 
 The sum over the ranks tells each of them whether all have called the same step with the same hyperparameters.
 """
@@ -15,7 +15,7 @@ from .._errors import DesyncError
 from ..groups import Communicator
 from ..transforms.pipelines import Rates, number_of
 
-_KEPT = 1000  # steps, whose lanes may be read late
+_KEPT = 1000  # steps, whose records may be read late
 
 
 def step_of(step: int, late: int) -> int:
@@ -75,14 +75,12 @@ class StepIds:
     def check(self, step: int, sums: dict[str, Any], late: int) -> None:
         """Raise DesyncError unless all ranks have called the same step; sums on a device are not read.
 
-        Some hooks sum the lane more than once, so the sum is a multiple of ranks * number.
-
         Args:
             step: The present step.
             late: See `CountsOfAll`.
         """
         of = step_of(step, late)
-        if self._number and not isinstance(sums["step_id"], Tensor) and sums["step_id"] % (self._ranks * self.of(of)):
+        if self._number and not isinstance(sums["step_id"], Tensor) and sums["step_id"] != self._ranks * self.of(of):
             effect, calls = "nothing has changed" if late < 2 else "each has taken its own step", self._calls
             text = f"step {of}: {calls.differ}, or only some of them {calls.flush}; {effect}. {calls.remedy}"
             self._refuse(of, calls.step, text, effect)

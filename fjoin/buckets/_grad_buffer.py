@@ -20,9 +20,9 @@ class GradBuffer:
     """The gradients of one bucket in one step.
 
     Attributes:
-        buffer: The gradients, followed by the lane if this bucket carries it: the message of a plain reduction.
+        buffer: The gradients, followed by the words of the record if this bucket carries them: the message of a plain reduction.
         grads: The gradients' part of the buffer, or a hook's result.
-        lane: The lane's part of the buffer, maybe empty.
+        words: The record's part of the buffer, maybe empty.
         pieces: The pieces of this bucket; None where it is not sharded.
         scattered: Whether `grads` is this rank's piece of the bucket.
         total: The sum of the elements of `buffer` after its message, where the message has told it.
@@ -31,9 +31,9 @@ class GradBuffer:
     Args:
         bucket: The bucket.
         shapes: Path -> the parameter's shape.
-        lane_words: The elements of the lane in this buffer.
+        n_words: The elements of the record in this buffer.
         pieces: See above.
-        memory: A flat buffer of zeros for the gradients and the lane, of which messages need no copy.
+        memory: A flat buffer of zeros for the gradients and the record, of which messages need no copy.
     """
 
     taken: list[bool]
@@ -48,7 +48,7 @@ class GradBuffer:
         self,
         bucket: Bucket,
         shapes: Mapping[str, torch.Size],
-        lane_words: int,
+        n_words: int,
         pieces: Pieces | None = None,
         memory: Tensor | None = None,
     ) -> None:
@@ -56,10 +56,10 @@ class GradBuffer:
         self.direct: bool = bucket.direct and memory is None
         numel = 0 if self.direct else bucket.numel
         if memory is None:
-            memory = torch.zeros(numel + lane_words, dtype=bucket.dtype, device=bucket.device)
+            memory = torch.zeros(numel + n_words, dtype=bucket.dtype, device=bucket.device)
         self.buffer: Tensor = memory
         self._own = self.grads = self.buffer[:numel]
-        self.lane: Tensor = self.buffer[numel:]
+        self.words: Tensor = self.buffer[numel:]
         self._padding: Tensor | None = None  # the elements between leaves
         used = torch.zeros(numel, dtype=torch.bool)
         for path, at in zip(bucket.paths, bucket.offsets, strict=True):

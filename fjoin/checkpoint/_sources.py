@@ -233,9 +233,7 @@ class OfStep:
             found.add("buffers", body.buffers, buffers_placement(run.on_buffers, axes))
             if self._on_buffers is not None:
                 found.add_state(self._on_buffers, body.buffers_state)
-        counts = {"batches": body.batches, "weight": run.step_check.weight or 0.0}  # None before the first input
-        mine = Placement((), None, Merge.MEAN)
-        found.add("run", counts, mine)
+        found.add("run", {"batches": body.batches}, Placement((), None, Merge.MEAN))
         return found
 
     def start(self, params: Any, buffers: Any) -> Any:
@@ -249,7 +247,7 @@ class OfStep:
             rank: What only this rank has saved.
         """
         run, counts, saved = self._step.run, values.under("run"), values.under("buffers")
-        weight, batches = counts["weight"] or None, counts["batches"]
+        batches = counts["batches"]
         if saved.keys() != (state.buffers or {}).keys():
             raise CheckpointError(
                 f"the checkpoint has the buffers {sorted(saved)}, but here are {sorted(state.buffers or {})}; pass restore(params, buffers)"
@@ -261,7 +259,6 @@ class OfStep:
         on_buffers = () if self._on_buffers is None else self._on_buffers.tree(state.on_buffers, values)
 
         def take() -> Any:
-            run.step_check.weight = weight
             return loaded(state, run.token, params, pipeline, buffers, on_buffers, batches, run.accumulate)
 
         return take

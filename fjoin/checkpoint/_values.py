@@ -75,7 +75,7 @@ class Names:
         self.prefix, self._part, self._axes = prefix, part, axes
         self.structure: Any = None
         self._positions: list[int] = []  # among the leaves, of those with a name
-        self._paths: dict[str, str] = {}  # name -> path in `to_state_dict`, of leaves and empty dicts
+        self._paths: dict[str, str] = {}  # name -> path in `to_state_dict`
         self._unread: list[tuple[int, str]] = []  # the position, and the path
         self.places: dict[str, Placement] = {}
         self.params: dict[str, tuple[str, ...]] = {}
@@ -95,9 +95,14 @@ class Names:
             CheckpointError: other names, shapes or dtypes.
         """
         leaves = self._leaves(like)
-        saved = values.under(self.prefix, self._path)
+        saved = values.under(self.prefix, lambda name: self._paths.get(name, name))
         for i, path in self._unread:
             saved.reads[path] = given(leaves[i])
+        for path in [path for path in saved.reads if ".last." in path]:
+            # Before 0.3 a residual was in units of weight * gradient, beside the (weight, divisor) of its sums.
+            error = self._paths.get(path.replace(".last.", ".error.", 1), "")
+            if error in saved.reads:
+                saved.reads[error] = _divided(saved.reads[error], saved.reads.pop(path))
         return tree_from(self.prefix, like, saved, in_place)
 
     def _leaves(self, state: Any) -> list[Any]:
@@ -116,13 +121,9 @@ class Names:
                     self.params[f"{self.prefix}.{name}"] = params
         return leaves
 
-    def _path(self, name: str) -> str:
-        """The path of a name; of one in a dict that is still empty at the start, behind that of the dict."""
-        words = name.split(".")
-        for length in range(len(words), 0, -1):
-            if (start := ".".join(words[:length])) in self._paths:
-                return ".".join([self._paths[start], *words[length:]])
-        return name
+
+def _divided(residual: Read, last: Read) -> Read:
+    return lambda memory: residual(None) / (float(last(None)[0, 1]) or 1.0)
 
 
 def tree_from(what: str, like: Any, values: Mapping[str, Any], in_place: bool = False) -> Any:

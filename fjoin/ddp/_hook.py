@@ -13,9 +13,9 @@ from .._errors import CollectiveTimeout, PeerLost
 from ..agreement import Calls, parameters_fit, same_step
 from ..buckets import copy_if_aliased
 from ..groups import Communicator
-from ..step import Agreements, BucketStages, spanned
+from ..step import Agreements, BucketStages, first_call, spanned
 from ..transforms.axes import bind_axes
-from ..transforms.base import Call, Transform, is_accelerator, restrict
+from ..transforms.base import Transform, is_accelerator, restrict
 from ..transforms.layout import Pieces
 from ..transforms.pipelines import (
     FLUSH,
@@ -94,6 +94,10 @@ class DDPRun:
             self.pipeline_step = ModuleStep(pipeline, plan, self.agreements.check, params, self.pieces)
         self.hook_state: tuple[Any, ...] = copy_if_aliased(self.stages.init(held, self.pieces), self.flats)
         self.values: dict[str, float] = {}  # this rank's record of this pass
+        one = hook.one_reduction
+        self.counts: str = (
+            "live" if one is not None and one.over in ("live", "world") else "weight"
+        )  # what `total` is of
         # Whether the hook is a plain sum and nothing else. The kernels of an optimizer may then divide.
         self.is_sum: bool = plan.reduce is not None and len(self.stages.parts) == 1
         self.step = 0
@@ -182,19 +186,20 @@ class DDPRun:
         self._missing = set(self.leaves)
         self.weight, self.pending = (0.0 if shadows else 1.0) if self.pending is None else self.pending, None
         rates = [] if self.pipeline_step is None else self.pipeline_step.begin(self.step, scaled=not shadows)
-        self.values = {"weight": self.weight, "step_id": self.agreements.begin(self.step, rates)}
+        step_id = self.agreements.begin(self.step, rates)
+        self.values = {"weight": self.weight, "live": float(self.weight > 0), "step_id": step_id}
         program = self._programs.of(self.step)
         if program is not self._program:
             # The messages of the hook are under way during backward, between the operations before it and the rest.
             at, hook = next((i, op) for i, op in enumerate(program) if isinstance(op, Stages))
             self._program, self._early, self._late, self._is_partial = program, program[:at], program[at:], hook.partial
-        if not self.is_sum:
-            carried = self.values if self.pipeline_step is not None else None
-            sends = bool(self.plan.reduced(self.step).axes)
-            # The last pass's buckets, the same number on all ranks.
-            self.stages.begin(Call(self.weight, carried, self.step, donated=True), torch.float64, self._buckets, sends)
         self._memory = ModuleMemory(self)
         execute(self._early, spanned(self._memory, self.mesh.traffic))
+        if not self.is_sum:
+            on_device = self.agreements.check.grads.on_device
+            call = first_call(self.values, self.step, self._memory.begun, on_device)
+            # The last pass's buckets, the same number on all ranks.
+            self.stages.begin(call, self._buckets, bool(self.plan.reduced(self.step).axes))
 
     def _forget(self) -> None:
         """Discard a pass that has ended or failed."""

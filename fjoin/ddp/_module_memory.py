@@ -12,11 +12,10 @@ from torch import Tensor
 
 from ..agreement import Sums, numbers
 from ..buckets import gather_leaves
-from ..step import CountsOfAll, power_near, run_end
+from ..step import CountsOfAll, run_end, totals_in
 from ..transforms.axes import bind_axes
-from ..transforms.base import Call, divisor_of, merge
+from ..transforms.base import Call, Totals, merge
 from ..transforms.pipelines import FLUSH, Agree, Effect, Ends, Gather, Judge, Stages
-from ..transforms.reductions import MeanState
 from ._buckets import DDPBucket, after_backward, divide
 from ._run import ModuleScatter, keep_unused_state
 
@@ -29,9 +28,8 @@ class ModuleMemory:
 
     def __init__(self, run: DDPRun) -> None:
         self._run, self._step = run, run.pipeline_step
-        self._begun: Sums | None = None  # the record of the ranks that share gradients, where it is sent first
+        self.begun: dict[tuple[str, ...], Sums] = {}  # by axes, the records that are sent before the gradients
         self._counts: Sums | None = None  # that of all ranks that loop together, where these are more
-        self._found: MeanState | None = None  # the sums of the last reduction
         self._states: tuple[Any, ...] = run.hook_state
         self._sums: dict[str, Any] = {"weight": 0.0}  # the record
         self._used: set[str] | None = None
@@ -56,38 +54,34 @@ class ModuleMemory:
             out.wait()
             if by_kernels and step is not None:
                 step.check.grads.observe(out)  # while later messages are still under way
-        found = None if run.plan.reduce is None else self._summed()
+        reduced = None if run.plan.reduce is None else self._divide_by()
         if not by_kernels:
             divide(run.outs, self._divisor)
             self._divisor = 1.0
-        if run.is_sum:
-            self._states = (found,)
-        else:
-            found = self._finish(found)
-        if found is not None:
-            self._found = found
-            run.total.take(found.total)
+        self._states = ((),) if run.is_sum else self._finish(reduced)
+        if (sums := self.begun.get(run.plan.reduced(run.step).axes)) is not None:
+            found = sums.read(run.agreements.check.grads.on_device)
+            run.total.take(torch.as_tensor(found[run.counts], dtype=torch.float64))
         if step is not None and not by_kernels:
             for out in run.outs:
                 step.check.grads.observe(out)
         if run.pieces is not None:  # what the buckets hold is no gradient; before an error that ends the pass
             after_backward(self._drop_grads)
 
-    def _finish(self, reduced: MeanState | None) -> MeanState | None:
-        """Run the other stages of the hook; returns the sums of the last reduction.
+    def _finish(self, reduced: tuple[tuple[str, ...], Totals] | None) -> tuple[Any, ...]:
+        """Run the other stages of the hook; returns the states of all.
 
         Args:
-            reduced: The sums of a plain reduction before them.
+            reduced: The axes of a plain reduction before them, and the sums of the weights over these.
         """
         run = self._run
         count = run.stages.n_early or int(reduced is not None)
-        buckets, rest, found = run.stages.finish(run.outs, run.hook_state[count:], run, reduced)
-        early: tuple[Any, ...] = () if reduced is None else (reduced,)
+        buckets, rest = run.stages.finish(run.outs, run.hook_state[count:], run, reduced)
+        early: tuple[Any, ...] = () if reduced is None else run.hook_state[:1]
         if buckets:
             merged = merge(buckets, run.leaves)
             early = merged if count > 1 else (merged,)
-        self._states = (*early, *rest)
-        return found
+        return (*early, *rest)
 
     @property
     def _factor(self) -> float:
@@ -95,14 +89,16 @@ class ModuleMemory:
         run = self._run
         return run.weight if run.plan.by_weight else float(run.weight > 0)
 
+    @property
+    def _record(self) -> Sums:
+        """The record of the ranks that share gradients, sent before these."""
+        return self.begun[self._run.plan.reduced(self._run.step).axes]
+
     def send(self, out: DDPBucket) -> None:
         """Start summing a bucket in place, times its `unit`, or this rank's piece of it: a plain reduction."""
-        run, begun = self._run, self._begun
-        assert begun is not None
-        if out.grads.dtype is torch.float16 and 0 < begun["total"] < math.inf:
-            # Weighted sums of gradients would overflow: scale by a power of two near 1 / total, which loses no bit. The
-            # host waits for the weights here; bfloat16 has the range of float32.
-            out.unit = power_near(begun["total"])
+        run = self._run
+        if out.grads.dtype is torch.float16 and 0 < (total := self._of_all(self._record.wait())) < math.inf:
+            out.unit = 1 / total  # sums of weight * gradient would not fit; the host waits for the weights here
         factor = self._factor * out.unit
         if factor == 0.0:
             out.grads.zero_()  # 0 times NaN is NaN
@@ -113,16 +109,22 @@ class ModuleMemory:
         else:
             out.work = run.mesh.reduce_(out.grads, run.plan.reduced(run.step).axes)
 
-    def _summed(self) -> MeanState:
-        """The sums of a plain reduction, whose gradients are still to be divided."""
-        run, begun = self._run, self._begun
-        assert begun is not None
+    def _of_all(self, sums: Mapping[str, Any]) -> Any:
+        """The divisor of a plain reduction."""
+        run, over = self._run, self._run.plan.over
+        if over == "world":
+            return float(run.agreements.of_hook(run.step).ranks)
+        return 1.0 if over is None else sums["live" if over == "live" else "weight"]
+
+    def _divide_by(self) -> tuple[tuple[str, ...], Totals]:
+        """Find the divisor of a plain reduction; returns its axes, and the sums of the weights over these."""
+        run = self._run
         # A hook alone need not know them on the host.
-        sums = begun.wait() if self._step is not None else begun.read(run.agreements.check.grads.on_device)
-        self._divisor = divisor_of(run.plan.over, sums["total"], run.agreements.of_hook(run.step).ranks)
-        names = () if self._step is None else run.values
-        lane = {name: torch.tensor(sums[name], dtype=torch.float64) for name in names}
-        return MeanState(torch.as_tensor(sums["total"], dtype=torch.float64), lane)
+        sums = (
+            self._record.wait() if self._step is not None else self._record.read(run.agreements.check.grads.on_device)
+        )
+        self._divisor = self._of_all(sums)
+        return run.plan.reduced(run.step).axes, totals_in(sums)
 
     def _drop_grads(self) -> None:
         for p in self._run.leaves.values():
@@ -132,8 +134,8 @@ class ModuleMemory:
         run, step = self._run, self._step
         if op.moment == "begin" and op.late:
             self._counts = run.agreements.send({"step_id": run.values["step_id"]})
-        elif op.moment == "begin" and not op.rides:
-            self._begun = run.agreements.record(op.axes).send({"total": self._factor, **run.values})
+        elif op.moment in ("begin", "share"):
+            self.begun[op.axes] = run.agreements.record(op.axes).send(run.values)
         elif op.moment == "used" and run.used is not None:
             self._used = run.used.anywhere()
         elif op.moment == "pieces" and step is not None:
@@ -145,7 +147,7 @@ class ModuleMemory:
         """Agree on the record of ranks whose gradients differ, and so may their decisions."""
         run, step = self._run, self._step
         assert step is not None
-        values = {**run.values, "total": run.weight}
+        values = dict(run.values)
         self._sums = numbers(
             step.check.grads.verdict(run.outs, run.agreements.record(axes), values), step.check.reads.now
         )
@@ -155,13 +157,8 @@ class ModuleMemory:
         run, step = self._run, self._step
         assert step is not None
         reduced = run.plan.reduced(run.step)
-        if self._begun is not None:
-            self._sums = self._begun.wait()
-        elif reduced.equal:
-            assert self._found is not None
-            record = run.agreements.of_hook(run.step)
-            sums = numbers({**self._found.lane, "total": self._found.total}, run.agreements.check.reads.now)
-            self._sums = record.once({**sums, "loss": 0.0}, run.values["step_id"])
+        if reduced.equal:
+            self._sums = self._record.wait()
         counts: Sequence[CountsOfAll] | None = None
         if reduced.axes != run.plan.agree:
             counts = () if self._counts is None else run.agreements.read(run.step, self._counts)
@@ -194,7 +191,7 @@ class ModuleMemory:
         if self._ended:
             return
         axis = None if run.pieces is None else run.pieces.axis
-        call = Call(self._sums["weight"], None, run.step).inside(flush=effect is FLUSH, sharded_over=axis)
+        call = Call(self._sums["weight"], run.step).inside(flush=effect is FLUSH, sharded_over=axis)
         step.ends = run_end(op, step.ends, run.mesh, self._own, step.stepper.states, run.flats, effect, call)
 
     def gather(self, op: Gather, effect: Effect) -> None:

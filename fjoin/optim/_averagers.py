@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ..agreement import same_average
 from ..groups import Communicator, bind, mesh_from_group, nested_mesh, world_mesh, world_size
-from ..transforms.averaging import average_parameters
 from ..transforms.base import AxisName, Transform, whole_number
+from ..transforms.reductions import mean
 from ..transforms.sync import average_buffers
 
 Buffers = Iterable[Tensor] | Callable[[], Iterable[Tensor]]
@@ -123,8 +123,9 @@ class ModelAverager:
         means = [p for p in params if p.is_floating_point() or p.is_complex()]
         known = set(map(id, means))
         with bind(self.mesh):
-            _apply(average_parameters(axes, over="world"), means)
-            _apply(average_buffers(axes), [t for t in _tensors("", [*params, *buffers]) if id(t) not in known])
+            _apply(mean(axes, over="world"), means, [torch.promote_types(p.dtype, torch.float32) for p in means])
+            rest = [t for t in _tensors("", [*params, *buffers]) if id(t) not in known]
+            _apply(average_buffers(axes), rest, [t.dtype for t in rest])
 
 
 _PARAMETERS = "average_parameters takes model.parameters() or optimizer.param_groups"
@@ -145,10 +146,11 @@ def _numbered(tensors: list[Tensor]) -> dict[str, Tensor]:
     return {f"tensor {i}": t for i, t in enumerate(tensors)}
 
 
-def _apply(transform: Transform, tensors: list[Tensor]) -> None:
-    """Run a transform in place."""
+def _apply(transform: Transform, tensors: list[Tensor], dtypes: list[torch.dtype]) -> None:
+    """Run a transform in place, on values of these dtypes."""
     if given := [t.detach() for t in tensors]:
-        torch._foreach_copy_(given, transform.update(given, transform.init(given))[0])
+        values = [t.to(dtype) for t, dtype in zip(given, dtypes, strict=True)]
+        torch._foreach_copy_(given, transform.update(values, transform.init(values))[0])
 
 
 class PeriodicModelAverager(ModelAverager):

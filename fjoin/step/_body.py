@@ -93,8 +93,8 @@ class StateData:
     step: int = 0  # the number of steps taken
     batches: int = 0  # the number of batches consumed on this rank
     calls: int = 0  # the number of calls of the step, larger than `step` where gradients are accumulated
-    window: dict[str, Any] = field(default_factory=dict)  # lane sums of an open window
-    unit: float = 1.0  # the factor that scales this window's gradients in messages
+    window: dict[str, Any] = field(default_factory=dict)  # this rank's record of an open window
+    first: float = 1.0  # the first weight above 0 in this window
     version: int = 0
     torn: str = ""
     lost: str = ""  # why the open window is lost; all else is intact, so the state can still be read
@@ -102,9 +102,7 @@ class StateData:
     outer: Any = None  # the state of a pipeline that leaves steps out, without that of its inner pipeline
 
     def hook_state(self) -> Any:
-        """The hook's state; after a plain reduction it is made only on demand."""
-        if callable(self.hook):
-            self.hook = self.hook()
+        """The hook's state."""
         return self.hook.whole() if isinstance(self.hook, HookState) else self.hook
 
     def lose_window(self, calls: int) -> None:

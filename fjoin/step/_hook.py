@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,11 +13,10 @@ from ..agreement import StepRecord, Sums
 from ..buckets import GradBuffer, Storage, copy_if_aliased
 from ..groups import Communicator, keep_freed
 from ..transforms.axes import Axis, PieceSum, Work
-from ..transforms.base import Call, Transform, divisor_of, only, restrict
+from ..transforms.base import Call, Share, Totals, Transform, only, restrict, totals_of
 from ..transforms.combinators import stages
-from ..transforms.layout import Pieces, bind_pieces, lane_bucket
+from ..transforms.layout import Pieces, bind_pieces, record_bucket
 from ..transforms.pipelines import Plan, takes_flat
-from ..transforms.reductions import MeanState
 from ._hook_state import FLAT, Form, HookState
 from ._stages import BucketStages
 from ._verdict import Clip, GradCheck
@@ -27,12 +26,12 @@ class StepHook(Protocol):
     """Runs the hook of a step on its buckets: `AllReduceHook` or `BucketHook`.
 
     Attributes:
-        unit: The factor that scales gradients in messages. The initial value serves all dtypes except float16.
         by_weight: Whether a rank counts by its weight. Otherwise each rank with a batch counts 1.
+        factor: What remains to be multiplied into this rank's gradients before they are sent: 0-d, or None for nothing.
     """
 
-    unit: float
     by_weight: bool
+    factor: Tensor | None
 
     @property
     def clip(self) -> Clip | None:
@@ -41,35 +40,50 @@ class StepHook(Protocol):
     def init(self, storage: Storage) -> Any:
         """The initial state."""
 
-    def loss_factor(self, share: Any) -> Any:
-        """The factor of the loss, given this rank's share in the mean."""
+    def loss_factor(self, weight: float, first: float, agrees: bool) -> float:
+        """The factor of the loss.
+
+        Args:
+            weight: This rank's weight, or 1 or 0 where ranks do not count by their weights.
+            first: The first weight above 0 of this rank's window.
+            agrees: Whether the ranks agree on their weights before they send gradients, as they do for float16.
+        """
 
     def prepare(self, storage: Storage) -> list[GradBuffer]:
         """The buffers of the messages."""
 
-    def start(self, state: Any, storage: Storage, record: StepRecord, values: dict[str, Any], step: int) -> None:
+    def start(
+        self,
+        state: Any,
+        storage: Storage,
+        record: StepRecord,
+        values: dict[str, Any],
+        step: int,
+        begun: Begun,
+        first: float,
+    ) -> None:
         """Prepare for the buckets of a step.
 
         Args:
             record: The record over the axes that the hook reduces over in this step.
             values: This rank's values in it.
             step: The number of steps before this one.
+            begun: By axes, the records that are under way already.
+            first: See `loss_factor`.
         """
 
     def launch(self, index: int, out: GradBuffer) -> Work | None:
         """Start the messages of a full bucket."""
 
-    def finish(
-        self, old: Any, storage: Storage, outgoing: list[GradBuffer], values: dict[str, Any]
-    ) -> tuple[dict[str, Any] | None, Any]:
+    def finish(self, old: Any, storage: Storage, outgoing: list[GradBuffer]) -> tuple[dict[str, Any] | None, Any]:
         """Complete the messages after backward, and look at the gradients.
 
         Returns:
             The summed record, or None where it takes a verdict; the divisor of the gradients.
         """
 
-    def new_state(self, sums: dict[str, Any], outgoing: list[GradBuffer]) -> Any:
-        """The state after the step, or a function that makes it; once."""
+    def new_state(self, outgoing: list[GradBuffer]) -> Any:
+        """The state after the step; once."""
 
     def stop(self) -> None:
         """Discard a step that has failed."""
@@ -78,21 +92,45 @@ class StepHook(Protocol):
         """Free the buffers."""
 
 
+Begun: TypeAlias = Mapping[tuple[str, ...], Sums]
+
+
+def applied(factor: Tensor | None, grads: Tensor) -> None:
+    """Multiply gradients by a factor, in place. Infinite elements become NaN, which no later stage makes finite again."""
+    if factor is not None:
+        torch.nan_to_num_(grads.mul_(factor), nan=math.nan, posinf=math.nan, neginf=math.nan)
+
+
+def first_call(values: Mapping[str, Any], step: int, begun: Begun, on_device: bool) -> Call:
+    """The call of a hook's first stage. It knows the sums of the weights in these records, and waits for them where a stage
+    needs them."""
+    call = Call(values["weight"], step, donated=True)
+    for axes, sums in begun.items():
+        call.agreed(axes, lambda sums=sums: totals_in(sums.read(on_device)))  # type: ignore[misc]
+    return call
+
+
+def totals_in(sums: Mapping[str, Any]) -> Totals:
+    """The sums of the weights in a record."""
+    return totals_of(sums["weight"], sums["live"])
+
+
 class BucketHook:
     """Runs a hook other than a plain reduction, step by step. The hook applies the weights itself."""
 
-    unit: float = 1.0
     by_weight: bool = True
     clip = None
 
-    def __init__(self, plan: Plan, mesh: Communicator, record: StepRecord, grads: GradCheck, accumulates: bool) -> None:
+    def __init__(self, plan: Plan, mesh: Communicator, grads: GradCheck, accumulates: bool) -> None:
         self._plan, self._early, self._grads = plan, plan.early, grads
-        self._record, self._equal, self._accumulates = record, False, accumulates
+        self._accumulates = accumulates
+        self.factor: Tensor | None = None
         self._flat = plan.early is not None and takes_flat(plan.early)
         last = stages(plan.early)[-1:] if plan.early is not None else []
         fresh = any(part.reduces is not None and part.reduces.fusable for part in last)
         self._stages = BucketStages(plan, mesh, self._flat, fresh)
         self._given = 1.0  # the factor that a window of several calls has put on gradients; the hook weighs them itself
+        self._sums: Sums | None = None  # the record, where it is sent before the gradients
         self._old: tuple[HookState, Storage] | None = None  # the state and the parameters from which this step begins
         self._state: HookState | None = None  # of this step
         self._pieces: list[Pieces | None] = []  # by bucket, where the stages that run on it shard
@@ -123,9 +161,9 @@ class BucketHook:
         with bind_pieces(storage.pieces and storage.pieces.flat(k, FLAT)):
             return early.init({FLAT: storage.flats[k]})
 
-    def loss_factor(self, share: Any) -> Any:
-        """The factor of the loss: share * unit where micro-batches are added, otherwise 1."""
-        return share * self.unit if self._accumulates else 1.0
+    def loss_factor(self, weight: float, first: float, agrees: bool) -> float:
+        """The factor of the loss: its part of the window where micro-batches are added, otherwise 1."""
+        return weight / first if self._accumulates else 1.0
 
     # -- bucket by bucket -----------------------------------------------------------------------
 
@@ -137,18 +175,27 @@ class BucketHook:
             self._pieces = [pieces.flat(k, FLAT) if self._flat else pieces.only(k) for k in range(len(layout))]
         return [GradBuffer(bucket, storage.shapes, 0, pieces and pieces.only(k)) for k, bucket in enumerate(layout)]
 
-    def start(self, state: HookState, storage: Storage, record: StepRecord, values: dict[str, Any], step: int) -> None:
+    def start(
+        self,
+        state: HookState,
+        storage: Storage,
+        record: StepRecord,
+        values: dict[str, Any],
+        step: int,
+        begun: Begun,
+        first: float,
+    ) -> None:
         """Prepare for the buckets of a step; see `StepHook`."""
-        (reduced, self._equal), self._record = self._plan.reduced(step), record
-        self._given = values["total"] * self.unit if self._accumulates and values["total"] else 1.0
-        # The hook's messages carry the record, unless that is sent separately.
-        carried = {name: v for name, v in values.items() if name != "total"} if self._equal else None
-        call = Call(values["weight"], carried, step, donated=True, unit=self.unit)
-        self._stages.begin(call, record.dtype, storage.layout, bool(reduced))
+        reduced = self._plan.reduced(step)
+        self._given = values["weight"] / first if self._accumulates and values["weight"] else 1.0
+        self._sums = begun.get(reduced.axes) if reduced.equal else None
+        call = first_call(values, step, begun, self._grads.on_device)
+        self._stages.begin(call, storage.layout, bool(reduced.axes))
         self._old = state, storage
 
     def launch(self, index: int, out: GradBuffer) -> Work | None:
         """Run one bucket's hook until its first message is under way; `wait` runs it to its end."""
+        applied(self.factor, out.grads)
         if self._given != 1.0:
             out.grads.div_(self._given)
         self._grads.before_hook(out)
@@ -163,7 +210,7 @@ class BucketHook:
     def stop(self) -> None:
         """Discard a step that has failed."""
         self._stages.stop()
-        self._old = None
+        self._old = self._sums = None
 
     def close(self) -> None:
         """Free the buffers."""
@@ -172,21 +219,19 @@ class BucketHook:
     # -- after backward -------------------------------------------------------------------------
 
     def finish(
-        self, old: HookState, storage: Storage, outgoing: list[GradBuffer], values: dict[str, Any]
+        self, old: HookState, storage: Storage, outgoing: list[GradBuffer]
     ) -> tuple[dict[str, Any] | None, float]:
         """Run the other stages on all gradients; returns the summed record, and 1 as the divisor."""
         for out in outgoing:
             out.wait()
-        buckets, rest, found = self._stages.finish(outgoing, old.rest, storage)
+        buckets, rest = self._stages.finish(outgoing, old.rest, storage)
         self._state, self._old = HookState(buckets, rest, old.form), None
         for out in outgoing:
             self._grads.observe(out)
-        if not self._equal or found is None:
-            return None, 1.0
-        sums = self._grads.readable({**found.lane, "total": found.total})
-        return self._record.once(sums, values["step_id"]), 1.0
+        sums, self._sums = self._sums, None
+        return None if sums is None else sums.read(self._grads.on_device), 1.0
 
-    def new_state(self, sums: dict[str, Any], outgoing: list[GradBuffer]) -> HookState | None:
+    def new_state(self, outgoing: list[GradBuffer]) -> HookState | None:
         """The state after the step."""
         state, self._state = self._state, None
         return state
@@ -195,11 +240,12 @@ class BucketHook:
 class AllReduceHook:
     """Runs a hook that begins with `mean` or `sum_over` and contains no further reduction.
 
+    The buckets are summed in place, each rank's gradients times its weight, since the loss carries that, and times a power of
+    two near 1 / ranks, which loses no bit: with equal weights and a power of two of ranks the sum is already the mean, and no
+    kernel has to divide. Sums of float16 gradients would not fit: there the ranks agree on their weights first, and each sends
+    its share of the mean.
+
     Attributes:
-        unit: The power of two that scales gradients in messages, which loses no bit. It is near 1 / ranks: with equal
-            weights and a power of two of ranks the sum is already the mean, and no kernel has to divide. See `Units`
-            for float16.
-        by_weight: Whether a rank counts by its weight. Otherwise each rank with a batch counts 1.
         carries_record: Whether a bucket's message may carry the record.
     """
 
@@ -209,10 +255,13 @@ class AllReduceHook:
         assert plan.reduce is not None
         self._hook, self._plan, self._mesh, self._record, self._grads = plan.hook, plan, mesh, record, grads
         self._over, self.by_weight, self._axes = plan.over, plan.by_weight, record.axes
-        self.unit = power_near(record.ranks)
+        self.factor: Tensor | None = None
+        self._unit = 2.0 ** -math.floor(math.log2(record.ranks))
+        self._agrees = False  # whether the ranks agree on their weights before they send gradients
+        self._first = 1.0  # the first weight above 0 of this rank's window
         self._carrier: GradBuffer | None = None  # the bucket whose message carries the record
         self._stages = BucketStages(plan, mesh)  # those behind the reduction run on all buckets
-        self._states: Any = None  # of this step, where stages run behind the reduction
+        self._state: Any = None  # of this step
         self._alone: Sums | None = None  # the record's own message, where no bucket carries it
 
     @property
@@ -226,14 +275,14 @@ class AllReduceHook:
         params = {path: leaf.detach() for path, leaf in storage.leaves.items()}
         return copy_if_aliased(self._hook.init(params), storage.flats)
 
-    def loss_factor(self, share: Any) -> Any:
-        """The factor of the loss: starting backward from the share applies the weight at no cost."""
-        return share * self.unit
+    def loss_factor(self, weight: float, first: float, agrees: bool) -> float:
+        """The factor of the loss: starting backward from the weight applies it at no cost."""
+        return weight / first if agrees else weight * self._unit
 
     def prepare(self, storage: Storage) -> list[GradBuffer]:
         """The buffers of the messages."""
         layout, words = storage.layout, self._record.n_words
-        carrier, pieces = lane_bucket(layout) if self.carries_record else None, storage.pieces
+        carrier, pieces = record_bucket(layout) if self.carries_record else None, storage.pieces
         outgoing = []
         for i, bucket in enumerate(layout):
             own = words if i == carrier else 0
@@ -242,22 +291,39 @@ class AllReduceHook:
         self._carrier = None if carrier is None else outgoing[carrier]
         return outgoing
 
-    def start(self, state: Any, storage: Storage, record: StepRecord, values: dict[str, Any], step: int) -> None:
+    def start(
+        self,
+        state: Any,
+        storage: Storage,
+        record: StepRecord,
+        values: dict[str, Any],
+        step: int,
+        begun: Begun,
+        first: float,
+    ) -> None:
         """Prepare for the buckets of a step; see `StepHook`."""
+        self._first, self._agrees = first, storage.float16
         if self._plan.rest:
-            call = Call(values["weight"], {name: v for name, v in values.items() if name != "total"}, step)
-            self._stages.begin(call, record.dtype, storage.layout, sends=False)
+            self._stages.begin(Call(values["weight"], step), storage.layout, sends=False)
         if self._carrier is None:
             self._alone = record.send(values)
         else:
-            record.write(values, self._carrier.lane)
+            record.write(values, self._carrier.words)
 
     def launch(self, index: int, out: GradBuffer) -> Work:
+        applied(self.factor, out.grads)
+        if self._agrees and self._over is not None:  # the gradients carry weight / first
+            of_all = Share(self._first, self._divisor(self.sums())).times(out.grads, in_place=True)
+            if of_all is not out.grads:
+                out.grads.copy_(of_all)
+        return self._send(out)
+
+    def _send(self, out: GradBuffer) -> Work:
         return self._mesh.reduce_(out.buffer, self._axes)
 
     def stop(self) -> None:
         """Discard a step that has failed."""
-        self._alone = self._states = None
+        self._alone = self._state = None
 
     def close(self) -> None:
         """Free the buffers."""
@@ -267,17 +333,17 @@ class AllReduceHook:
         """The summed record; waits for its message."""
         if self._carrier is not None:
             self._carrier.wait()
-            return self._record.read(self._carrier.lane, self._grads.on_device)
+            return self._record.read(self._carrier.words, self._grads.on_device)
         assert self._alone is not None
         return self._alone.read(self._grads.on_device)
 
-    def divisor(self, sums: dict[str, Any]) -> Any:
-        """The remaining divisor of the summed gradients."""
-        return self._total(sums) * self.unit
+    def _divisor(self, sums: dict[str, Any]) -> Any:
+        """The divisor of the sums of weight * gradient."""
+        if self._over == "world":
+            return float(self._record.ranks)
+        return 1.0 if self._over is None else sums["live" if self._over == "live" else "weight"]
 
-    def finish(
-        self, old: Any, storage: Storage, outgoing: list[GradBuffer], values: dict[str, Any]
-    ) -> tuple[dict[str, Any], Any]:
+    def finish(self, old: Any, storage: Storage, outgoing: list[GradBuffer]) -> tuple[dict[str, Any], Any]:
         """Complete the messages after backward; see `StepHook`."""
         rest = self._plan.rest
         for out in outgoing:
@@ -285,47 +351,33 @@ class AllReduceHook:
             if not rest:
                 self._grads.observe(out)  # while later messages are still under way
         sums = self.sums()
-        divisor = self.divisor(sums)
+        divisor = (
+            (1.0 if self._over is not None else 1 / self._first) if self._agrees else self._divisor(sums) * self._unit
+        )
         if not rest:
+            self._state = self._kept(outgoing, divisor)
             return sums, divisor
         for out in outgoing:
             out.total = None  # the stages make other values of these
             out.grads.div_(torch.where(divisor == 0, 1.0, divisor) if isinstance(divisor, Tensor) else divisor or 1.0)
-        first = self.state(sums, outgoing)()
-        self._states = (first, *self._stages.finish(outgoing, old[1:], storage, first)[1])
+        axes, totals = self._record.axes, totals_in(sums)
+        self._state = (old[0], *self._stages.finish(outgoing, old[1:], storage, (axes, totals))[1])
         for out in outgoing:
             self._grads.observe(out)
         return sums, 1.0
 
-    def new_state(self, sums: dict[str, Any], outgoing: list[GradBuffer]) -> Any:
-        """The state after the step, or a function that makes it."""
-        states, self._states = self._states, None
-        return self.state(sums, outgoing) if states is None else states
-
-    def state(self, sums: dict[str, Any], outgoing: list[GradBuffer]) -> Callable[[], Any]:
-        """A function that makes the state that the pure hook would have after these messages."""
-        clips, total = self.clip is not None, sums["total"] if self._over is None else self._total(sums)
-        by_norm = None if self._plan.clip is None else self._plan.clip.by_norm
+    def _kept(self, outgoing: list[GradBuffer], divisor: Any) -> Any:
+        """The state of a hook whose stages are done with the step."""
+        if self._plan.clip is None:
+            return ()
+        by_norm = self._plan.clip.by_norm
         keeps = None if by_norm is None else by_norm.keeps
-        norm = None if keeps is None else self._grads.norm_of(outgoing) / self.divisor(sums)
+        return (), () if keeps is None else keeps(self._grads.norm_of(outgoing) / divisor)
 
-        def make() -> Any:  # must not refer to this object: a state would keep it alive
-            state = MeanState(_wide(total), {n: _wide(v) for n, v in sums.items() if n != "total"})
-            return (state, () if keeps is None else keeps(norm)) if clips else state
-
-        return make
-
-    def _total(self, sums: dict[str, Any]) -> Any:
-        return divisor_of(self._over, sums["total"], self._record.ranks)
-
-
-def power_near(total: float) -> float:
-    """The power of two near 1 / total."""
-    return 2.0 ** -math.floor(math.log2(total))
-
-
-def _wide(value: Any) -> Tensor:
-    return torch.as_tensor(value, dtype=torch.float64)
+    def new_state(self, outgoing: list[GradBuffer]) -> Any:
+        """The state after the step."""
+        state, self._state = self._state, None
+        return state
 
 
 class ReduceScatterHook(AllReduceHook):
@@ -339,11 +391,12 @@ class ReduceScatterHook(AllReduceHook):
         with bind_pieces(storage.pieces):
             return super().init(storage)
 
-    def start(self, state: Any, storage: Storage, record: StepRecord, values: dict[str, Any], step: int) -> None:
+    def start(self, *args: Any) -> None:
+        """See `StepHook`."""
         self._under_way: list[Scatter] = []
-        super().start(state, storage, record, values, step)
+        super().start(*args)
 
-    def launch(self, index: int, out: GradBuffer) -> Work:
+    def _send(self, out: GradBuffer) -> Work:
         while self._under_way and self._under_way[0].arrived():  # so that its gradients can be freed
             self._under_way.pop(0).wait()
         self._under_way.append(Scatter(out, self._mesh.axes[self._axes[0]]))
@@ -388,6 +441,6 @@ def make_hook(plan: Plan, mesh: Communicator, record: StepRecord, grads: GradChe
         accumulates: Whether a step has several calls.
     """
     if plan.reduce is None:
-        return BucketHook(plan, mesh, record, grads, accumulates)
+        return BucketHook(plan, mesh, grads, accumulates)
     kind = ReduceScatterHook if plan.reduce.sharded_over else AllReduceHook
     return kind(plan, mesh, record, grads)

@@ -62,7 +62,7 @@ class _Abandon(BaseException):
 class Coroutine:
     """A function that runs in turns with those of other buckets."""
 
-    def __init__(self, interleaver: Interleaver, function: Callable[[Callable[[], None]], Any]) -> None:
+    def __init__(self, interleaver: Interleaver, function: Callable[[], Any]) -> None:
         self._interleaver, self._function = interleaver, function
         self.done: bool = False
         self._error: BaseException | None = None
@@ -101,7 +101,7 @@ class Coroutine:
         try:
             axes: dict[str, Any] = {name: _Pausing(axis, self) for name, axis in self._interleaver.axes.items()}
             with torch.no_grad(), bind_axes({**self._interleaver.outer, **axes}):
-                self._function(self.pause)
+                self._function()
         except _Abandon:
             pass
         except BaseException as error:
@@ -173,12 +173,8 @@ class Interleaver:
         self.axes, self.outer = axes, bound()
         self._tasks: list[Coroutine] = []
 
-    def start(self, function: Callable[[Callable[[], None]], Any]) -> Coroutine:
-        """Run a function until its first message is under way; the returned `wait` continues it.
-
-        Args:
-            function: Its argument is `pause`, which passes the turn to the others.
-        """
+    def start(self, function: Callable[[], Any]) -> Coroutine:
+        """Run a function until its first message is under way; the returned `wait` continues it."""
         task = Coroutine(self, function)
         self._tasks.append(task)
         task.go_on()

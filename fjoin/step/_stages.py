@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -11,11 +11,10 @@ from torch import Tensor
 from ..buckets import GradBuffer, assign_, copy_if_aliased
 from ..groups import Communicator
 from ..transforms.axes import Work, bind_axes, bound
-from ..transforms.base import ALONE, BucketSums, Call, Transform
-from ..transforms.combinators import behind, behind_all, counting, counts_needed, stages
+from ..transforms.base import Call, Totals, Transform
+from ..transforms.combinators import behind, stages
 from ..transforms.layout import Bucket, Pieces, bind_pieces
 from ..transforms.pipelines import Plan
-from ..transforms.reductions import MeanState
 from ._hook_state import FLAT
 from ._interleave import Interleaver, SideStreams, travel
 
@@ -53,7 +52,7 @@ def run_stages(
         for part, state in zip(parts, states, strict=True):
             grads, after = part.run(grads, state, params, call)
             new.append(copy_if_aliased(after, [*(out.grads for out in outgoing), *storage.flats]))
-            call = behind(part, after, call)
+            call = behind(part, call)
             if part.sharded_over and pieces is not None:
                 params = pieces.own(params)
                 for out in outgoing:
@@ -82,9 +81,7 @@ class BucketStages:
         self._early, self._mesh, self.flat, self.fresh = plan.early, mesh, flat, fresh
         self.parts: list[Transform] = stages(plan.hook)
         self.n_early: int = 0 if plan.early is None else len(stages(plan.early))
-        self._counts = counts_needed(self.parts)
-        self.sums_dtype: torch.dtype = torch.float32  # of the words that the first bucket carries
-        self._call = ALONE  # of the first stage, in this step
+        self._call = Call()  # of the first stage, in this step
         self._calls: list[BucketCall] = []
         self._bound: dict[str, Any] = {}
         self._layout: tuple[Bucket, ...] = ()
@@ -103,18 +100,16 @@ class BucketStages:
                     params = pieces.own(params)
         return tuple(states)
 
-    def begin(self, call: Call, dtype: torch.dtype, layout: tuple[Bucket, ...], sends: bool) -> None:
+    def begin(self, call: Call, layout: tuple[Bucket, ...], sends: bool) -> None:
         """Prepare for the buckets of a step.
 
         Args:
             call: The call of the first stage, to which the gradients are given up.
-            dtype: The dtype of the words that the first bucket carries.
             layout: The buckets.
             sends: Whether the hook sends anything in this step.
         """
         self.stop()
-        axes, self.sums_dtype = self._mesh.axes, dtype
-        self._call = counting(self._counts, call)
+        axes, self._call = self._mesh.axes, call
         self._bound = {**bound(), **axes}  # backward may run in a thread where no axis is bound
         if self._layout is not layout:
             self._layout, self._in_waves = layout, travel(axes, layout, False)
@@ -133,7 +128,7 @@ class BucketStages:
         """
         if self._early is None:
             return None
-        call = BucketCall(self, old, params, self._calls[0] if self._calls else None, pieces)
+        call = BucketCall(self, old, params, pieces)
         call.out = out
         self._calls.append(call)
         if self._interleaver is not None:
@@ -144,38 +139,41 @@ class BucketStages:
             call()
         return call
 
-    def update(self, grads: Any, state: Any, params: Any, sums: BucketSums, pieces: Pieces | None) -> tuple[Any, Any]:
+    def update(self, grads: Any, state: Any, params: Any, pieces: Pieces | None) -> tuple[Any, Any]:
         """Call the stages of a bucket; returns their gradients and state."""
         assert self._early is not None
         with bind_pieces(pieces):
-            return self._early.run(grads, state, params, self._call.inside(sums=sums))
+            return self._early.run(grads, state, params, self._call)
 
     def finish(
-        self, outgoing: Sequence[GradBuffer], old: Sequence[Any], storage: HasParams, reduced: MeanState | None = None
-    ) -> tuple[tuple[Any, ...], tuple[Any, ...], MeanState | None]:
+        self,
+        outgoing: Sequence[GradBuffer],
+        old: Sequence[Any],
+        storage: HasParams,
+        reduced: tuple[tuple[str, ...], Totals] | None = None,
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Run the stages behind those of the buckets on all gradients, whose messages have arrived.
 
         Args:
             old: The states of these stages.
-            reduced: The state of the first stage, where it is a plain reduction that has been run elsewhere.
+            reduced: The axes of the first stage and the sums of the weights over them, where it is a plain reduction that has
+                been run elsewhere.
 
         Returns:
-            The states of the buckets, the states of these stages, and the sums of the last stage that reduces.
+            The states of the buckets, and the states of these stages.
         """
         states, call = tuple(one.state for one in self._calls), self._call
         self.stop()
-        count, found = int(reduced is not None), reduced
-        if states and self._early is not None:
-            count, found = self.n_early, None if self._early.sums is None else self._early.sums(states[0])
+        count = self.n_early if states else int(reduced is not None)
         parts, rest = self.parts[count:], tuple[Any, ...]()
         if parts:
-            call = call.inside(donated=False, sums=BucketSums(self.sums_dtype))
-            if count:
-                call = behind_all(self.parts[:count], states[0] if states else reduced, call)
+            call = call.inside(donated=False)
+            if reduced is not None:
+                call.agreed(*reduced)
+            for part in self.parts[:count]:
+                call = behind(part, call)
             rest = run_stages(parts, old, storage, outgoing, self._mesh, call)
-        for part, state in zip(parts, rest, strict=True):
-            found = found if part.sums is None else part.sums(state)
-        return states, rest, found
+        return states, rest
 
     def stop(self) -> None:
         """Discard a step that has failed."""
@@ -187,33 +185,15 @@ class BucketStages:
 class BucketCall:
     """One bucket's call of the stages that run on buckets, in one step."""
 
-    def __init__(
-        self,
-        run: BucketStages,
-        old: Any,
-        params: dict[str, Tensor],
-        first: BucketCall | None,
-        pieces: Pieces | None = None,
-    ) -> None:
-        self._run, self._old, self._params, self._pieces, self.done = run, old, params, pieces, False
-        self._first = first
-        self.sums: BucketSums = BucketSums(run.sums_dtype, None if first is None else first.sums)
+    def __init__(self, run: BucketStages, old: Any, params: dict[str, Tensor], pieces: Pieces | None = None) -> None:
+        self._run, self._old, self._params, self._pieces = run, old, params, pieces
         self.state: Any = None
         self.out: Any = None
 
-    def __call__(self, pause: Callable[[], None] | None = None) -> None:
-        out, run, first = self.out, self._run, self._first
-
-        def wait_for_first() -> bool:
-            """Let the first bucket's call go on, where its sums may be needed before this bucket has sent anything."""
-            if first is None or first.done or pause is None:
-                return False
-            pause()
-            return True
-
+    def __call__(self) -> None:
+        out, run = self.out, self._run
         grads = {FLAT: out.grads} if run.flat else out.by_path()
-        with self.sums.waiting(wait_for_first):
-            new, state = run.update(grads, self._old, self._params, self.sums, self._pieces)
+        new, state = run.update(grads, self._old, self._params, self._pieces)
         self.state = copy_if_aliased(state, [out.grads, *self._params.values()])
         if new is None:
             raise ValueError(
@@ -227,8 +207,7 @@ class BucketCall:
             assign_(grads, new)
         if run.flat and not out.scattered:
             out.clear_padding()  # a hook may have left any values there
-        self.done = True
-        self._first = self._old = None  # the old state is not needed any more
+        self._old = None  # it is not needed any more
 
     def wait(self) -> None:
         return None

@@ -20,7 +20,7 @@ from ..transforms.pipelines import Effect, Flag, Plan, inverse
 
 
 def masks(sums: dict[str, Any]) -> list[Any]:
-    """The words of the lane that hold one bit per rank."""
+    """The words of the record that hold one bit per rank."""
     return [value for name, value in sums.items() if name.startswith(NONFINITE)]
 
 
@@ -134,8 +134,8 @@ class GradCheck:
 
     def begin(self, plan: Plan, step: int) -> None:
         """Begin a step. Where a hook leaves the ranks with different gradients, their own are looked at before it."""
-        axes, equal = plan.reduced(step)
-        self._own_bad = [] if axes and not equal else None
+        reduced = plan.reduced(step)
+        self._own_bad = [] if reduced.axes and not reduced.equal else None
 
     def before_hook(self, out: GradBuffer) -> None:
         """Look at this rank's own gradients in a bucket, if need be."""
@@ -146,7 +146,7 @@ class GradCheck:
     def verdict(self, outgoing: Sequence[GradBuffer], record: StepRecord, values: dict[str, Any]) -> dict[str, Any]:
         """The summed record, with a bit for each rank whose gradients are not finite.
 
-        Those after a reduction hold values of other ranks too: they make the total NaN, and the rank's bit tells of its own
+        Those after a reduction hold values of other ranks too: they make the number of live ranks NaN, and the rank's bit tells of its own
         gradients before.
 
         Args:
@@ -154,7 +154,7 @@ class GradCheck:
         """
         bad = self.bad(outgoing)
         if self._own_bad is not None:
-            values = {**values, "total": _nan_if(bad, values["total"])}
+            values = {**values, "live": _nan_if(bad, values["live"])}
             bad = functools.reduce(_either, self._own_bad, 0.0)
         return record.send(record.flagged(values, NONFINITE, bad)).read(self.on_device)
 
@@ -259,8 +259,7 @@ class StepCheck:
     Attributes:
         grads: Looks at the gradients.
         left_out: 1 where this rank left out the last step, which others may have taken: all raise in the next one.
-        reads: The decisions on steps, with the sums of their weights, that the host has not read yet.
-        weight: The sum of the weights in the newest step for which the host knows it.
+        reads: The decisions on steps that the host has not read yet.
     """
 
     def __init__(
@@ -276,7 +275,6 @@ class StepCheck:
         self._skips, self._ids, self._requests = skips, ids, requests or Requests(ranks)
         self.grads: GradCheck = GradCheck(norm)
         self.left_out: Any = 0.0
-        self.weight: float | None = None
         self.reads: DeviceReads = DeviceReads(mesh)
 
     def decide(
@@ -316,12 +314,10 @@ class StepCheck:
             self.left_out = left_out.double() if isinstance(left_out, Tensor) else float(left_out)
         asked = [of_all["has_next"] for _, of_all in records if "has_next" in of_all]
         if isinstance(raises, Tensor):
-            self.reads.add((step, records), torch.stack([raises.double(), sums["weight"], *asked]))
+            self.reads.add((step, records), torch.stack([raises.double(), *asked]))
             effect = Effect(live, fine & inverse(left | other), raises)
             return self._on_device(effect, outgoing, divisor, clip)
         self._requests.note(*asked)
-        if live:
-            self.weight = sums["weight"]
         effect = Effect(live, fine & inverse(left))
         if raises:
             return Decision(effect._replace(live=True, fine=False), error=self._error(step, records, sums, outgoing))
@@ -344,7 +340,7 @@ class StepCheck:
 
     def _is_fine(self, sums: dict[str, Any], outgoing: Sequence[GradBuffer]) -> Flag:
         """Whether the weights, the loss and the gradients are finite on all ranks that share gradients."""
-        scalars = [sums["weight"], sums["total"], sums["loss"]]
+        scalars = [sums["weight"], sums["live"], sums["loss"]]
         if isinstance(sums["weight"], Tensor):
             bad = torch.stack([*masks(sums), torch.as_tensor(self.grads.bad_anywhere(outgoing), dtype=torch.float64)])
             return torch.isfinite(torch.stack(scalars)).all() & (bad == 0).all()
@@ -361,7 +357,7 @@ class StepCheck:
             assert self._ids is not None
             if isinstance(of_all["step_id"], Tensor):
                 own = self.ranks * self._ids.of(step_of(step, late))
-                other = other | (torch.remainder(of_all["step_id"], own) != 0)
+                other = other | (of_all["step_id"] != own)
             else:
                 self._ids.check(step, of_all, late)
         return other
@@ -381,7 +377,7 @@ class StepCheck:
 
     def look(self) -> None:
         """Take the requests in the records of a device, except in that of the last step."""
-        for _, (_, _, *asked) in self.reads.read(False, keep=True):
+        for _, (_, *asked) in self.reads.read(False, keep=True):
             self._requests.note(*asked)
 
     def raise_pending(self) -> None:
@@ -410,10 +406,8 @@ class StepCheck:
         self.left_out = 0.0
 
     def _read(self, newest: bool) -> None:
-        for (step, records), (raises, weight, *asked) in self.reads.read(newest):
+        for (step, records), (raises, *asked) in self.reads.read(newest):
             self._requests.note(*asked)
-            if weight:
-                self.weight = weight
             if raises:
                 self._raise_for(step, records)
 

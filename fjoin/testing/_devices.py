@@ -37,7 +37,7 @@ def stays_on_its_device(make: Callable[[], tx.Transform]) -> None:
             weights = (1.0, 2.0, None, 0.0, torch.ones(()), elsewhere) if len(paths) == len(whole) else (1.0, elsewhere)
             for call, weight in enumerate(weights):
                 with _watched(call):
-                    out, state = part.update(_elsewhere(some), state, some, weight=weight, lane={"x": 1.0})
+                    out, state = part.update(_elsewhere(some), state, some, weight=weight)
                 assert all(leaf.device == _ELSEWHERE for leaf in optree.tree_leaves(out)), (
                     "gradients came back on the host"
                 )

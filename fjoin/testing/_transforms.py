@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .. import transforms as tx
-from ..transforms.base import BucketSums, Call, Needs, merge, restrict
+from ..transforms.base import Call, Needs, merge, reduced_over, restrict
 from ..transforms.pipelines import takes_flat
 from ._compare import (
     grads_of,
@@ -64,13 +64,10 @@ def goes_bucket_by_bucket(make: Callable[[], tx.Transform]) -> None:
         ]
         for step in range(3):
             grads, weight = grads_of(10 * step + me), float(me)
-            out, whole = part.update(grads, whole, params, weight=weight, lane={"x": 1.0})
-            first: BucketSums | None = None
+            out, whole = part.update(grads, whole, params, weight=weight)
+            call = Call(weight)  # one for all buckets: their ranks agree once
             for i, pick in enumerate(picks):
-                sums = BucketSums(torch.float32, first)
-                call = Call(weight, {"x": 1.0}).inside(sums=sums)
                 one, states[i] = part.run(pick(grads), states[i], pick(params), call)
-                first = first or sums
                 assert (one is None) == (out is None)
                 assert out is None or layout or same_bits(one, pick(out)), "a bucket alone gave another answer"
             if layout:  # codes depend on the layout
@@ -155,7 +152,7 @@ def ignores_weight_zero(make: Callable[[], tx.Transform]) -> None:
     def run(poison: bool) -> Any:
         def one_rank(part: tx.Transform, params: Any, me: int) -> Any:
             state, outs = part.init(params), []
-            for step in range(4 if part.sums else 1):
+            for step in range(4 if reduced_over(part) else 1):
                 grads, idle = grads_of(10 * step + me), me == 1 and step % 2 == 0
                 if idle and poison:
                     grads = _nan(grads)
@@ -175,20 +172,16 @@ def _nan(grads: Any) -> Any:
 
 def is_itself_alone(make: Callable[[], tx.Transform]) -> None:
     """On an axis of one rank a mean returns the gradients, and a sum returns them times the weight."""
-    part = make()
-    if not part.sums:
+    reduces = make().reduces
+    if reduces is None:
         return
 
     def one_rank(part: tx.Transform, params: Any, me: int) -> Any:
-        return part.update(grads_of(me), part.init(params), params, weight=2.0)
+        return part.update(grads_of(me), part.init(params), params, weight=2.0)[0]
 
-    ((out, state),) = on_ranks(make, one_rank, alone=True)
-    if out is None:
-        return
-    assert part.sums(state).total.item() in (1.0, 2.0), "it has counted another weight"
-    if part.reduces is not None and _axis_of(part) is not None:
-        times = 2.0 if part.reduces.over is None else 1.0
-        assert max_diff(out, {path: times * g for path, g in grads_of(0).items()}) < 1e-6, "it gave something else"
+    (out,) = on_ranks(make, one_rank, alone=True)
+    times = 2.0 if reduces.over is None else 1.0
+    assert max_diff(out, {path: times * g for path, g in grads_of(0).items()}) < 1e-6, "it gave something else"
 
 
 def forgets_the_order_of_ranks(make: Callable[[], tx.Transform]) -> None:

@@ -44,6 +44,7 @@ class FlatMemory:
         self._shell, self._body, self._weight, self._buffers = shell, body, weight, buffers
         self.sums: dict[str, Any] | None = None
         self._counts: Sums | None = None
+        self._begun: dict[tuple[str, ...], Sums] = {}  # by axes, the records that are sent before the gradients
         self._divisor: Any = 1.0
         self._decision = Decision(FLUSH)
         self._gathers: list[Work] = []  # of parameters, under way
@@ -94,14 +95,14 @@ class FlatMemory:
         agreements = self._shell.agreements
         if agreements.plan.reduce is None:
             agreements.check.grads.begin(agreements.plan, body.step)
-        hook.start(body.hook, storage, self._record, self._values, body.step)
+        hook.start(body.hook, storage, self._record, self._values, body.step, self._begun, body.first)
         self._backward()
         self._queue.finish()
         return True
 
     def observe(self) -> None:
         body, outgoing = self._body, self._queue.outgoing
-        self.sums, self._divisor = self._shell.hook.finish(body.hook, body.storage, outgoing, self._values)
+        self.sums, self._divisor = self._shell.hook.finish(body.hook, body.storage, outgoing)
 
     def agree(self, op: Agree) -> None:
         shell, outgoing = self._shell, self._queue.outgoing
@@ -109,8 +110,10 @@ class FlatMemory:
             shell.agreements.check.grads.share(outgoing, shell.mesh.axes[op.axes[0]])
         elif op.moment == "verdict":
             self.sums = shell.agreements.check.grads.verdict(outgoing, self._record, self._values)
-        elif not op.rides:
+        elif op.late:
             self._counts = shell.agreements.send(self._own_counts)
+        elif not op.rides:
+            self._begun[op.axes] = shell.agreements.record(op.axes).send(self._values)
 
     def judge(self, op: Judge) -> Effect:
         """Decide whether this step may change anything.
@@ -181,7 +184,7 @@ class FlatMemory:
             self._body.buffers = effect.keep(self._buffers, self._body.buffers_before)
 
     def _call(self, weight: Any, effect: Effect) -> Call:
-        return Call(weight, None, self._body.step).inside(flush=effect is FLUSH)
+        return Call(weight, self._body.step).inside(flush=effect is FLUSH)
 
     def gather(self, op: Gather, effect: Effect) -> None:
         shell, storage = self._shell, self._body.storage
@@ -209,8 +212,6 @@ class FlatMemory:
         if self._shell.on_buffers is None:
             self._take_buffers(effect)
         if self.sums is not None:
-            new = partial(self._shell.hook.new_state, self.sums, self._queue.outgoing)
-            kept = effect.keep(new, body.hook)
-            body.hook = new() if kept is new else kept
+            body.hook = effect.keep(partial(self._shell.hook.new_state, self._queue.outgoing), body.hook)
             self._queue.free()
         body.torn = ""

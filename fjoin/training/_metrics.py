@@ -221,7 +221,7 @@ class RecordedNorms:
         if self._kept is False:
             return {}
         found = dict[str, Tensor]()
-        states: Any = [hook.rest if isinstance(hook, HookState) else () if callable(hook) else hook, after]
+        states: Any = [hook.rest if isinstance(hook, HookState) else hook, after]
         for node in optree.tree_leaves(states, is_leaf=lambda node: isinstance(node, NormState)):
             if isinstance(node, NormState):
                 found["grad_norm"] = node.norm

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from .._errors import JoinError
 from .._functional import refuse_module_params
-from ..buckets import GradBuffer, GradHooks, Storage, copy_if_aliased
+from ..buckets import GradHooks, Storage, copy_if_aliased
 from ..groups import Communicator
-from ..step import StateData, StepCheck, StepHook, power_near
-from ..transforms.axes import Axis, BoundCall, Work, bind_axes, bind_call, bind_in_backward
+from ..step import StateData
+from ..transforms.axes import Axis, BoundCall, bind_axes, bind_call, bind_in_backward
 from ._loss import Loss
 
 
@@ -83,11 +83,13 @@ def shadowed(axes: Mapping[str, Any], along: Collection[str]) -> dict[str, Axis]
 
 
 class GradOutput(NamedTuple):
-    """What a backward pass starts from, so that the gradients carry this rank's share and the scale of the loss."""
+    """What a backward pass starts from, so that the gradients carry this rank's factor and the scale of the loss."""
 
     start: Any = 1.0  # the gradient of the loss: a number, or a 0-d tensor like the loss
-    share: float = 0.0  # the share of this rank's gradients in the mean
-    rest: Tensor | None = None  # the part of the factor that `start` cannot carry, for the gradients; 0-d float64
+    rest: Tensor | None = None  # what the gradients are still to be multiplied by before they are sent; 0-d float64
+    rounding: float = (
+        1.0  # the factor by which `start` is larger than this rank's weight, where a 16-bit loss rounds it
+    )
 
     def backward(self, loss: Tensor) -> None:
         start = self.start
@@ -96,104 +98,45 @@ class GradOutput(NamedTuple):
         loss.backward(start)
 
 
-def grad_output_of(loss: Tensor | None, share: float, hook: StepHook, scale: Tensor | None, adds: bool) -> GradOutput:
-    """The gradient to start backward from: the loss factor of `hook`, times the loss scale if there is one.
+def grad_output_of(loss: Tensor | None, factor: float, scale: Tensor | None, adds: bool) -> GradOutput:
+    """The gradient to start backward from: the loss's factor, times its scale if there is one.
+
+    A 16-bit loss would round the factor, so there the gradients are multiplied. In a window they cannot be, and the rounded
+    weight counts. Other losses carry the factor: a model with collectives of its own mixes the ranks' losses in its backward
+    pass.
 
     Args:
-        loss: The loss; a 16-bit loss rounds the share to its own precision. None where this rank has no batch.
-        share: This rank's share in the mean.
+        loss: The loss. None where this rank has no batch.
+        factor: The hook's factor of the loss; see `StepHook.loss_factor`.
         scale: The scale of the loss, 0-d float32, or None.
         adds: Whether gradients of several micro-batches are added before they are sent, so that each must already
-            carry its share.
+            carry its factor.
 
     Raises:
-        ValueError: the share does not fit into the loss's dtype.
+        ValueError: the factor does not fit into the loss's dtype.
     """
+    wide = None if scale is None else scale.double()
+    rest = None if wide is None else 1 / wide
     if loss is None:
-        return GradOutput(0.0, 0.0, 1 / scale.double() if adds and scale is not None else None)
-    factor, narrow = hook.loss_factor(share), loss.dtype.itemsize < 4
-    if scale is None:
-        if narrow and factor != 1.0:
-            factor = _rounded(factor, loss.dtype)
-            if not math.isfinite(factor):
-                raise ValueError(
-                    f"the weight {share!r} of this batch is too large for a loss of {loss.dtype}; return the loss as float32, "
-                    f"or use smaller weights (only their ratios matter)"
-                )
-            share = factor / hook.unit
-        return GradOutput(factor, share)
-    wide = scale.to(loss.device, torch.float64)
-    if not adds:
-        start = wide.to(loss.dtype)
-        return GradOutput(start, share, factor / start.double())
-    if narrow:
-        rounded = _rounded(wide.item() * factor, loss.dtype)
-        if math.isfinite(rounded):  # otherwise the gradients overflow, and the step is left out
-            share = rounded / wide.item() / hook.unit
-    return GradOutput((wide * factor).to(loss.dtype), share, 1 / wide)
-
-
-def _rounded(value: float, dtype: torch.dtype) -> float:
-    return float(torch.tensor(value, dtype=dtype).item())
-
-
-class Unscaler:
-    """Removes the loss's scale from each bucket of gradients before the hook.
-
-    Attributes:
-        rest: See `GradOutput`; None where nothing remains to be applied, as in a step without a batch on this rank.
-    """
-
-    def __init__(self, hook: StepHook) -> None:
-        self._hook = hook
-        self.rest: Tensor | None = None
-
-    def launch(self, index: int, out: GradBuffer) -> Work | None:
-        if self.rest is not None:
-            unscale(out.grads, self.rest)
-        return self._hook.launch(index, out)
-
-
-def unscale(grads: Tensor, factor: Tensor) -> None:
-    """Multiply in place. Infinite elements become NaN, which no later stage makes finite again."""
-    torch.nan_to_num_(grads.mul_(factor), nan=math.nan, posinf=math.nan, neginf=math.nan)
-
-
-class Units:
-    """The factor that scales gradients in messages, for each accumulation window.
-
-    Sums of weight * gradient overflow float16 from weights of thousands on. For float16 the unit is near
-    1 / (sum of the weights). This is the sum of the newest step for which all ranks know it; before the first such step
-    the ranks exchange their weights in the store. So the unit is the same on all ranks, and changes no bit of results
-    that float16 holds in full precision.
-
-    Args:
-        hook: Its unit serves all other dtypes.
-        weighs: Whether batches have weights.
-        calls: The number of calls in a window.
-    """
-
-    def __init__(
-        self, hook: StepHook, step_check: StepCheck, mesh: Communicator, axes: tuple[str, ...], weighs: bool, calls: int
-    ) -> None:
-        self._usual, self._scales, self._step_check = hook.unit, hook.by_weight and weighs, step_check
-        self._mesh, self._axes, self._calls = mesh, axes, calls
-        self._first = 0.0  # the sum of the weights that the ranks have exchanged
-
-    def of_window(self, storage: Storage, weight: float) -> float:
-        """The unit of a window.
-
-        Args:
-            weight: This rank's weight in the window's first call.
-        """
-        if not (storage.float16 and self._scales):
-            return self._usual
-        total = self._step_check.weight
-        if total is None:
-            if not self._first:
-                self._first = self._mesh.exchange("the first step", weight * self._calls, sum, self._axes)
-            total = self._first
-        return power_near(total) if 0 < total < math.inf else self._usual
+        return GradOutput(0.0, rest if adds else None)
+    rounding = 1.0
+    if loss.dtype.itemsize < 4 and factor not in (0.0, 1.0):
+        if adds:
+            exact = factor * (1.0 if wide is None else wide.item())
+            rounding = float(torch.tensor(exact, dtype=loss.dtype)) / exact
+            factor *= rounding
+        else:
+            rest = torch.tensor(factor, dtype=torch.float64) * (1.0 if rest is None else rest)
+            factor = 1.0
+    if wide is None and not math.isfinite(factor):
+        raise ValueError(
+            f"the weight of this batch is too large for a loss of {loss.dtype}; return the loss as float32, or use smaller weights "
+            f"(only their ratios matter)"
+        )
+    if wide is None:
+        return GradOutput(factor, rest, rounding)
+    # Where the scaled loss overflows the gradients do too, and the step is left out.
+    return GradOutput((wide * factor).to(loss.device, loss.dtype), rest, rounding if math.isfinite(rounding) else 1.0)
 
 
 NOTHING = GradOutput(0.0)  # for a backward pass whose gradients are discarded

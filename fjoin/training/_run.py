@@ -15,7 +15,7 @@ from ._failures import CALLS
 from ._flat_memory import FlatMemory, tears
 from ._loss import Loss, user_sums
 from ._metrics import LearningRates, Meter, Metrics, RecordedNorms
-from ._passes import Forward, GradOutput, Iteration, Passes, Units, Unscaler, grad_output_of
+from ._passes import Forward, GradOutput, Iteration, Passes, grad_output_of
 
 
 class Run:
@@ -48,13 +48,12 @@ class Run:
         self._programs = Programs(plan, parts, "buckets")
         self.agreements: Agreements = Agreements(mesh, self._programs, CALLS, norm=plan.clip is not None)
         self.ranks, self.step_check = self.agreements.ranks, self.agreements.check
-        reduced, record = plan.reduced(0).axes, self.agreements.of_hook(0)
+        record = self.agreements.of_hook(0)
         self.hook: StepHook = make_hook(plan, mesh, record, self.step_check.grads, accumulate > 1)
         # Whether each bucket's gather begins once it has been stepped.
         self.gathers_buckets: bool = sharding is not None and sharding.codec is None and pipeline.after is None
-        self._units = Units(self.hook, self.step_check, mesh, reduced, loss.weighs and bool(reduced), accumulate)
         self.passes: Passes = Passes(loss, mesh, self.axes, self.ranks)
-        self._unscaler = Unscaler(self.hook) if pipeline.skips and pipeline.skips.scaled else None
+        self._scales = pipeline.skips is not None and pipeline.skips.scaled
         self._queue: BucketQueue | None = None
         self._meter, self.recorded_norms = Meter(mesh), RecordedNorms()
         self._learning_rates = LearningRates()
@@ -151,14 +150,14 @@ class Run:
     def _own(self, body: StateData, forward: Forward) -> tuple[GradOutput, dict[str, Any]]:
         """What backward starts from, and this rank's values of the window so far."""
         loss, weight = forward.loss, forward.weight
-        if not body.window:
-            body.unit = self._units.of_window(body.storage, weight)
-        self.hook.unit = body.unit
-        scale = body.outer.scale if self._unscaler is not None else None
-        share = weight if self.hook.by_weight else float(weight > 0)
-        grad_output = grad_output_of(loss, share, self.hook, scale, self.accumulate > 1)
+        counted = weight if self.hook.by_weight else float(weight > 0)
+        if not body.window or not body.window["weight"]:
+            body.first = counted or 1.0
+        scale = body.outer.scale if self._scales else None
+        factor = self.hook.loss_factor(counted, body.first, body.storage.float16)
+        grad_output = grad_output_of(loss, factor, scale, self.accumulate > 1)
         sums = {} if loss is None else user_sums(forward.aux)
-        own = own_values(grad_output.share, weight, loss, sums, body.window)
+        own = own_values(weight * grad_output.rounding, loss, sums, body.window)
         if not body.window:
             body.storage.clear_grads()  # a backward pass outside the step may have left gradients
             body.buffers_before, body.batches_before, body.version_before = body.buffers, body.batches, body.version
@@ -179,8 +178,7 @@ class Run:
         record = agreements.of_hook(body.step)
         counts = agreements.of_all.complete(own, step_id, has_next)
         values = counts if record is agreements.of_all else record.complete(own, step_id)
-        if self._unscaler is not None:
-            self._unscaler.rest = grad_output.rest
+        self.hook.factor = grad_output.rest
         memory = FlatMemory(self, body, values["weight"], forward.buffers)
         backward = partial(self.passes.backward, forward, grad_output, body.storage)
         memory.begin(queue, backward, record, values, counts)
@@ -192,7 +190,7 @@ class Run:
             return self._queue
         settled = self.agreements.of_all.agree(own)
         self.agreements.fit(storage.layout)
-        queue = BucketQueue(self.hook.prepare(storage), named((self._unscaler or self.hook).launch, self.mesh.traffic))
+        queue = BucketQueue(self.hook.prepare(storage), named(self.hook.launch, self.mesh.traffic))
         self.passes.hooks.queue = queue
         # Where no rank has a batch yet, the ranks agree again in the next step.
         self._queue = queue if settled else None

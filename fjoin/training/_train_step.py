@@ -362,8 +362,8 @@ def train_step(
             at the cost of a copy in each step.
         weight: `batch -> float`, this batch's weight in the mean: its samples, its tokens; 0, or from 1e-30 to 1e30. By default
             each rank that has a batch counts 1. It is a number of the host: for a tensor on a device the host waits in
-            each step. A 16-bit loss rounds it to its own precision. The weighted gradients of float16 parameters are
-            scaled by a power of two in messages, so that weights of thousands do not overflow in a `mean`.
+            each step. In a window of several calls a 16-bit loss rounds it to its own precision. Gradients of float16 travel times
+            this rank's share of the sum of the weights, so that weights of thousands do not overflow in a `mean`.
         bucket_bytes: The size in bytes at which a bucket of gradients is sent; by default 5 MiB on the CPU and 25 MiB on
             accelerators. More, such as 20 * 2**20, can be faster where a hook sends little of each bucket in several messages, as
             `power_sgd` does.

@@ -41,17 +41,13 @@ def test_stages_and_what_is_inside_them(tmp_path: Path) -> None:
     assert {name for name in names_in(tmp_path) if name.endswith(".b") or "." not in name[9:]} == {
         "params.b",
         "run.batches",
-        "run.weight",
         "pipeline.step",
         "pipeline.window",
         "pipeline.hook.error_feedback#0.error.b",
-        "pipeline.hook.error_feedback#0.last.b",
         "pipeline.hook.error_feedback#1.error.b",
-        "pipeline.hook.error_feedback#1.last.b",
         "pipeline.after.ema#0.average.b",
         "pipeline.after.ema#1.average.b",
     }
-    assert not [name for name in names_in(tmp_path) if "total" in name or "lane" in name]  # no call reads them
 
 
 def test_a_stage_more_renames_no_other(tmp_path: Path) -> None:
@@ -89,15 +85,14 @@ def test_names_that_start_anew(fresh: tuple[str, ...], anew: set[str], tmp_path:
             assert before.any() and torch.equal(value, torch.zeros_like(value) if name in anew else before)
 
 
-def test_a_dict_that_grows_after_the_start_is_restored(tmp_path: Path) -> None:
+def test_a_dict_that_grows_after_the_start_does_not_fit(tmp_path: Path) -> None:
     def update(grads: Any, state: Any, params: Any = None) -> Any:
         return grads, {"first": state["first"] or {"b": grads["b"].clone()}}
 
     keeps = tx.Transform(lambda params: {"first": {}}, update, tx.Needs.LEAVES)
     step = step_of(tx.chain(tx.mean("data"), keeps))
     saved(tmp_path, step)
-    again = fjoin.load(tmp_path, step, START)
-    assert torch.equal(again.pipeline.hook[1]["first"]["b"], torch.ones(3))
+    raises_text(fjoin.CheckpointError, lambda: fjoin.load(tmp_path, step, START), "first.b")
 
 
 def test_names_are_computed_once_for_a_form(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -197,5 +192,4 @@ def test_a_slice_belongs_to_the_parameter_at_its_place_in_the_state(tmp_path: Pa
 
     for before, after in tx.simulate(one_rank, {"data": 2}, [0, 1]):
         for name, value in before.items():
-            if "lane" not in name and "total" not in name:
-                assert torch.equal(torch.as_tensor(value), torch.as_tensor(after[name])), name
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(after[name])), name

@@ -24,13 +24,9 @@ def make_step() -> fjoin.TrainStep:
 
 
 def values_of(state: fjoin.TrainState) -> dict[str, torch.Tensor]:
-    """Name -> value, without the sums of the last step, which no step reads."""
+    """Name -> value."""
     found = tx.to_state_dict((state.params, state.pipeline))
-    return {
-        name: torch.as_tensor(value).clone()
-        for name, value in found.items()
-        if ".lane." not in name and ".total" not in name
-    }
+    return {name: torch.as_tensor(value).clone() for name, value in found.items()}
 
 
 def saved(folder: Path) -> dict[str, torch.Tensor]:

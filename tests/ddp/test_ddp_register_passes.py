@@ -102,7 +102,7 @@ def fed_back_now_and_then(fused: bool) -> float:
     for x in (true, residual):
         dist.all_reduce(x)
     assert residual.abs().max() > 0.1
-    return (-ddp.module.other.detach() * dist.get_world_size() + residual - true).abs().max().item()
+    return ((-ddp.module.other.detach() + residual) * dist.get_world_size() - true).abs().max().item()
 
 
 @pytest.mark.parametrize("fused", [True, False])

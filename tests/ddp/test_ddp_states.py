@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fjoin
 from fjoin import transforms as tx
-from tests.helpers import max_diff, same_bits
+from tests.helpers import same_bits
 
 INPUTS = [1.0, float("nan"), 1.0, 1.0, 1.0]
 
@@ -50,45 +49,6 @@ def _three_ways() -> list[list[float]]:
 def test_skipped_steps_count_as_calls(pool: Any) -> None:
     for ways in pool.run(2, _three_ways):
         assert ways == [[-1.0, -1.0, 0.0, 1.0, 2.0]] * 3
-
-
-class _Spare(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.used, self.spare = nn.Linear(3, 2), nn.Linear(3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.used(x)
-
-
-def _differences(options: dict[str, bool], later: bool) -> Any:
-    hook = tx.ef21(tx.compress(tx.float32(), tx.mean("data")))
-    ddp = DistributedDataParallel(_Spare(), **options)
-    fjoin.ddp.register(ddp, tx.switch_after(1, tx.mean("data"), hook) if later else hook)
-    grads = []
-    for step in range(4):
-        ddp.zero_grad()
-        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * step + torch.distributed.get_rank()))
-        ddp(x).square().sum().backward()
-        grads.append({path: p.grad.clone() for path, p in ddp.module.named_parameters() if p.grad is not None})
-    return grads
-
-
-@pytest.mark.parametrize("later", [False, True])
-@pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
-def test_ef21_with_unused_parameters(pool: Any, option: str, later: bool) -> None:
-    got = pool.run(2, _differences, {option: True}, later)
-    for step in range(4):
-        want: dict[str, Tensor] = {}
-        for rank in range(2):
-            module = _Spare()
-            module(
-                torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * step + rank))
-            ).square().sum().backward()
-            want = {k: want.get(k, 0) + p.grad / 2 for k, p in module.used.named_parameters()}
-        for ours in got:
-            assert max_diff({k: ours[step][f"used.{k}"] for k in want}, want) < 1e-5
 
 
 def _cut_anew() -> Any:

@@ -24,8 +24,8 @@ PATHS = ("gloo", "registered")
 LAST = re.compile("never waited for: psum of [0-9]+ torch.float64")
 SOME = [
     "other: mean", "other: zero", "other: zero, int8 gather", "other: scatter, clip",
-    "other: accumulate in the step, zero", "other: loss scale", "other: skip, ef21",
-    "other: power_sgd", "other: dgc", "other: first whole, then int8", "other: partition by kinds", "other: mean of means",
+    "other: accumulate in the step, zero", "other: loss scale",
+    "other: power_sgd", "other: first whole, then int8", "other: partition by kinds", "other: mean of means",
     "other: masters, average of states", "other: sums, int8", "average_every 0", "outer_step 0", "average_buffers 0",
     "hierarchical_average 0",
 ]  # fmt: skip

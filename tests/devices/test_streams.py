@@ -118,9 +118,9 @@ def _with_memory_of_the_caller(side: Any, function: Any) -> Any:
     return work
 
 
-def _writes_the_lane_after(hook: Any, index: int, out: Any) -> Any:
+def _writes_the_record_after(hook: Any, index: int, out: Any) -> Any:
     work = _LAUNCH(hook, index, out)
-    out.lane.copy_(out.lane.clone())
+    out.words.copy_(out.words.clone())
     return work
 
 
@@ -146,9 +146,9 @@ FAULTS: dict[str, tuple[str, Callable[[], Any], str]] = {
         "fed back", lambda: on(Started, "wait", lambda end: None), "in 'main', after the write to it by",
     ),
     "a message is not awaited": ("mean", lambda: on(GradBuffer, "wait", lambda out: setattr(out, "work", None)), "by psum in 'message"),
-    "the lane is written after the message has begun": (
+    "the record is written after the message has begun": (
         "mean",
-        lambda: on(AllReduceHook, "launch", _writes_the_lane_after),
+        lambda: on(AllReduceHook, "launch", _writes_the_record_after),
         "aten::copy_ in 'leaf', after the write to it by psum",
     ),
     "parameters are stepped while a gather reads them": (

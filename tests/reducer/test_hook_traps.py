@@ -39,7 +39,7 @@ def _smooth() -> tx.Transform:
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("order", ["before", "behind"])
 def test_nonfinite_first_step_does_not_change_the_hook_state(order: str, on_device: bool) -> None:
-    """The first step adds names to the lane in the state; even so, the hook's memory must stay unchanged."""
+    """The hook's memory must stay unchanged."""
     parts = [_smooth(), tx.mean("data")]
     pipeline = tx.skip_if_nonfinite(tx.fuse(tx.chain(*parts if order == "before" else parts[::-1]), tx.sgd(0.1)))
     step = judged(fjoin.train_step(net_loss, pipeline), on_device)
@@ -245,7 +245,7 @@ def test_interrupted_step_ends_its_threads_silently(monkeypatch: Any, where: str
     said: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", said.append)
     waves = Interleaver({})
-    tasks = [Coroutine(waves, lambda pause: pause()) for _ in range(2)]
+    tasks = [Coroutine(waves, lambda i=i: tasks[i].pause()) for i in range(2)]
     waves._tasks.extend(tasks)
     tasks[1].go_on()
     if where == "acquire":

@@ -26,7 +26,7 @@ def made(rank: int = 1, **settings: Any) -> tx.Transform:
 HOOKS: dict[str, Any] = {
     "alone": made,
     "fed back": lambda: tx.error_feedback(made()),
-    "cold, flush": lambda: tx.error_feedback(made(warm_start=False, over="live"), "flush"),
+    "cold": lambda: tx.error_feedback(made(warm_start=False, over="live")),
     "late, clipped": lambda: tx.chain(tx.error_feedback(made(warmup_steps=2)), tx.clip_by_global_norm(0.5)),
     "by path": lambda: tx.partition({"*.weight": tx.error_feedback(made()), "*": tx.mean("data", over="world")}),
     "bfloat16": lambda: tx.error_feedback(tx.compress(torch.bfloat16, made())),

@@ -105,7 +105,7 @@ def registered(hook: tx.Transform, rank: int, weight: float) -> list[Tensor]:
 
 ON_TWO = [name for name in NAMES if axes_for(name) == {"data": 4}]
 SOME = [
-    "mean", "mean of all ranks", "sum", "masked", "encoded, live", "ef21", "top_k", "low rank, fed back", "two means",
+    "mean", "mean of all ranks", "sum", "masked", "encoded, live", "top_k", "low rank, fed back", "two means",
 ]  # fmt: skip
 
 

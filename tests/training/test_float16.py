@@ -124,24 +124,6 @@ def test_scaling_all_weights_by_a_power_of_two_changes_nothing() -> None:
         assert [[seen[:2] for seen in rank] for rank in run(times)] == want
 
 
-def test_other_dtypes_exchange_no_weights() -> None:
-    """The ranks exchange weights in the store before the first step of float16 parameters, and only there."""
-    met = []
-
-    def one_rank(dtype: torch.dtype) -> None:
-        step = fjoin.train_step(
-            lambda p, b: (p["w"] * b).sum(), tx.fuse(tx.mean("data"), tx.sgd(1.0)), weight=lambda b: 2.0
-        )
-        exchange = step.run.mesh.exchange
-        step.run.mesh.exchange = lambda *args: (met.append(dtype), exchange(*args))[1]  # type: ignore[method-assign]
-        stepped(step, step.init({"w": torch.zeros(3, dtype=dtype)}), [1.0] * 3)
-
-    for dtype in (torch.float16, torch.bfloat16, torch.float32):
-        one_rank(dtype)
-    usual = met.count(torch.float32)
-    assert (met.count(torch.float16), met.count(torch.bfloat16)) == (usual + 1, usual)
-
-
 def real_ranks(weights: list[float]) -> Any:
     mesh = fjoin.mesh({"data": -1}, timeout_s=60)
     return trained(tx.mean("data"), [(16.0 * (mesh.rank + 1), w) for w in weights], mesh=mesh)

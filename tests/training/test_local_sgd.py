@@ -82,7 +82,7 @@ def test_messages_are_those_announced(pool: Any, name: str) -> None:
     ranks = 4 if axes_of(name, 2) == NODES else 2
     params = start()
     found = pool.run(ranks, messages, name, ranks)
-    for i in range(1, 13):  # in the first step ranks compare their lanes too
+    for i in range(1, 13):  # in the first step ranks compare their records too
         what = tx.explain(PIPELINES[name], params, axes_of(name, ranks), at_step=i)
         expected = sorted(m.payload_bytes for row in what.rows for m in row.messages)
         for seen, _ in found:

@@ -95,11 +95,6 @@ def test_average_uses_the_master_copies() -> None:
         assert masters[0] == pytest.approx(masters[1], abs=0.01)
 
 
-def test_a_reserved_name_in_the_lane() -> None:
-    pipeline, params = tx.fuse(tx.identity(), SGD), start()
-    raises_text(ValueError, lambda: pipeline.step(params, params, pipeline.init(params), lane={"weight": 1.0}), "taken")
-
-
 def looped(pipeline: tx.Pipeline, batches: list[float], **options: Any) -> Any:
     step = fjoin.train_step(lambda p, b: p["w"] * b, pipeline, mesh=fjoin.mesh(NODES), **options)
     state, calls = step.init({"w": torch.tensor(0.0)}), 0

@@ -14,7 +14,7 @@ import fjoin
 from fjoin import transforms as tx
 from fjoin.agreement import Requests
 from fjoin.training import OnSignal
-from fjoin.transforms.base import host_lane, host_words
+from fjoin.transforms.base import host_sums, host_words
 from tests.helpers import raises_text
 from tests.training.small import step_of
 
@@ -40,7 +40,7 @@ def test_three_counts_in_one_scalar(ranks: int, dtype: torch.dtype) -> None:
             times = 1 if rank == 2 and ranks > 3 else times
             words = mine * times if words is None else words + mine * times
         assert words is not None
-        reader, total = Requests(ranks), host_lane(words.tolist(), ["has_next"], dtype, ranks)["has_next"]
+        reader, total = Requests(ranks), host_sums(words.tolist(), ["has_next"], dtype, ranks)["has_next"]
         reader.note(total)
         assert (reader.saves_agreed, reader.stop_agreed) == (save > 0, stop > 0)
         if next_ in (0, ranks) or ranks < 4:

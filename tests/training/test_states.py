@@ -188,10 +188,8 @@ def test_process_groups_go_with_the_step(pool: Any) -> None:
 
 OWING = {
     "fed back": lambda: tx.error_feedback(tx.compress(tx.int4(), tx.mean("data"))),
-    "dgc": lambda: tx.dgc("data", k=0.5),
     "power_sgd": lambda: tx.error_feedback(tx.power_sgd("data", 1, min_compression_rate=0.1)),
     "batched": lambda: tx.error_feedback(tx.batched_power_sgd("data", 1, min_compression_rate=0.1)),
-    "ef21": lambda: tx.ef21(tx.compress(tx.int4(), tx.mean("data"))),
 }
 
 

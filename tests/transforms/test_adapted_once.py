@@ -75,7 +75,7 @@ def three_times(value: Any) -> Any:
 def test_update_gets_the_keywords_it_names(kind: str) -> None:
     for part in three_times(kind):
         g = torch.tensor(2.0)
-        out, _ = part.update(g, (), g, weight=3.0, lane={"n": 1.0}, step=0, persistent=True)
+        out, _ = part.update(g, (), g, weight=3.0, step=0, persistent=True)
         assert out.item() == 6.0
         inside = tx.chain(tx.every(1, part), tx.masked(tx.identity(), "*"))
         assert inside.update(g, inside.init(g), g, weight=3.0, step=0)[0].item() == 6.0

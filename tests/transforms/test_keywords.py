@@ -14,7 +14,7 @@ from fjoin import transforms as tx
 from tests.changed_weights import with_weights
 from tests.helpers import stepped
 
-NAMES = ("weight", "lane", "step", "persistent", "flush", "donated", "sharded_over")
+NAMES = ("weight", "step", "persistent", "flush", "donated", "sharded_over")
 
 
 def stage(name: str | None, seen: list[Any]) -> tx.Transform:
@@ -26,16 +26,15 @@ def stage(name: str | None, seen: list[Any]) -> tx.Transform:
         return grads, state
 
     def names_all(
-        grads: Any, state: Any, params: Any = None, *, weight: Any = None, lane: Any = None, step: Any = None,
+        grads: Any, state: Any, params: Any = None, *, weight: Any = None, step: Any = None,
         persistent: bool = False, flush: bool = False, donated: bool = False, sharded_over: Any = None,
     ) -> Any:  # fmt: skip
-        given = (weight, lane, step, persistent, flush, donated, sharded_over)
+        given = (weight, step, persistent, flush, donated, sharded_over)
         return saw(grads, state, params, **dict(zip(NAMES, given, strict=True)))
 
     functions: dict[str | None, Callable[..., Any]] = {
         None: lambda g, s, params=None: saw(g, s, params),
         "weight": lambda g, s, params=None, *, weight=None: saw(g, s, params, weight=weight),
-        "lane": lambda g, s, params=None, *, lane=None: saw(g, s, params, lane=lane),
         "step": lambda g, s, params=None, *, step=None: saw(g, s, params, step=step),
         "persistent": lambda g, s, params=None, *, persistent=False: saw(g, s, params, persistent=persistent),
         "flush": lambda g, s, params=None, *, flush=False: saw(g, s, params, flush=flush),
@@ -76,7 +75,7 @@ def purely(pipeline: tx.Pipeline) -> None:
     params: Any = start()
     state = pipeline.init(params)
     for _ in range(2):
-        params, state = pipeline.step(params, start(), state, weight=2.0, lane={"n": 1.0})
+        params, state = pipeline.step(params, start(), state, weight=2.0)
     pipeline.flush(params, state)
 
 
@@ -109,7 +108,7 @@ def column(calls: list[dict[str, Any]], name: str) -> list[Any]:
 @pytest.mark.parametrize("run", [purely, by_step])
 @pytest.mark.parametrize("where", BEFORE)
 def test_a_stage_before_the_reduction(where: str, run: Any) -> None:
-    """Its rank's weight and lane; the number of the step. No flush calls it."""
+    """Its rank's weight; the number of the step. No flush calls it."""
 
     def make(own: tx.Transform) -> tx.Pipeline:
         return tx.fuse(BEFORE[where](own), tx.sgd(0.1))
@@ -120,22 +119,18 @@ def test_a_stage_before_the_reduction(where: str, run: Any) -> None:
     assert column(calls, "weight") == [2.0, 2.0] and column(calls, "step") == [0, 1]
     assert column(calls, "persistent") == column(calls, "flush") == [False, False]
     assert column(calls, "sharded_over") == [None, None]
-    if run is purely and where != "partition":  # of whose parts one carries the lane
-        assert [lane["n"] for lane in column(calls, "lane")] == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("run", [purely, by_step])
 @pytest.mark.parametrize("where", BEHIND)
 def test_a_stage_behind_the_reduction(where: str, run: Any) -> None:
-    """The sums of both ranks."""
+    """The sum of both ranks' weights."""
 
     def make(own: tx.Transform) -> tx.Pipeline:
         return tx.fuse(BEHIND[where](own), tx.sgd(0.1))
 
     calls = calls_of(run, make)
     assert column(calls, "weight") == [4.0, 4.0] and column(calls, "step") == [0, 1]
-    if run is purely:
-        assert [float(lane["n"]) for lane in column(calls, "lane")] == [2.0, 2.0]
 
 
 @pytest.mark.parametrize("run", [purely, by_step])

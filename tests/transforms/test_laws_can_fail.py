@@ -62,9 +62,8 @@ def _on_some_buckets() -> tx.Transform:
 
 
 def _broken_chain() -> tx.Transform:
-    def update(grads: Any, state: Any, params: Any = None, *, lane: Any = None, **extra: Any) -> Any:
-        factor = 1.0 if "total" in extra else 2.0
-        return {k: g * factor * (1 + len(calls)) for k, g in grads.items()}, state
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        return {k: g * (1 + len(calls)) for k, g in grads.items()}, state
 
     calls: list[int] = []
     made = tx.Transform(lambda params: calls.append(1) or (), update)
@@ -80,11 +79,6 @@ def _rank_first() -> tx.Transform:
         return {k: out[k] + first[k] for k in out}, state
 
     return tx.Transform(inner.init, update, reduces=inner.reduces)
-
-
-def _wrong_total() -> tx.Transform:
-    inner = tx.mean("data")
-    return tx.Transform(inner.init, inner.update, reduces=tx.Reduction(lambda s: s._replace(total=s.total + 5)))
 
 
 def _another_way() -> tx.Transform:
@@ -108,7 +102,7 @@ def _writes_where_others_are() -> tx.Transform:
         return out, new
 
     return tx.Transform(
-        right.init, update, needs=tx.Needs.LAYOUT, reduces=right.reduces and tx.Reduction(right.reduces.sums),
+        right.init, update, needs=tx.Needs.LAYOUT, reduces=right.reduces,
         compression=right.compression,
     )  # fmt: skip
 
@@ -125,7 +119,7 @@ def _sums_later() -> tx.Transform:
     return tx.Transform(
         lambda params: (inner.init(params), {k: 0 * p for k, p in params.items()}),
         update,
-        reduces=tx.Reduction(lambda s: s[0]),
+        reduces=tx.Reduction("data", "weight"),
     )
 
 
@@ -176,7 +170,7 @@ BROKEN_TRANSFORMS = {
     "goes_bucket_by_bucket": [_plain(_normalises, needs=tx.Needs.LEAVES), _norm_in_state, _on_some_buckets],
     "chains": [_broken_chain],
     "ignores_weight_zero": [_plain(_needs_all), _sums_later],
-    "is_itself_alone": [_wrong_total, _another_way],
+    "is_itself_alone": [_another_way],
     "forgets_the_order_of_ranks": [_rank_first],
     "forgets_what_is_not_finite": [_momentum],
     "resumes": [lambda: tx.Transform(lambda params: (_MARK,), _known_by_identity), _forgets_on_disk],
@@ -240,7 +234,7 @@ def _lossy(change: Callable[[Any, Any], Any]) -> Callable[[], tx.Transform]:
         return out, state
 
     return lambda: tx.Transform(
-        right.init, update, needs=tx.Needs.LAYOUT, reduces=right.reduces and tx.Reduction(right.reduces.sums),
+        right.init, update, needs=tx.Needs.LAYOUT, reduces=right.reduces,
         compression=right.compression,
     )  # fmt: skip
 

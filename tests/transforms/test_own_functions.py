@@ -40,7 +40,7 @@ def test_a_stage_needs_no_keywords(name: str) -> None:
         pipeline, p = tx.fuse(made, tx.sgd(0.1)), params
         state = pipeline.init(p)
         for _ in range(4):
-            p, state = pipeline.step(p, params, state, weight=2.0, lane={"n": 1.0})
+            p, state = pipeline.step(p, params, state, weight=2.0)
         return p
 
     for wrapper in around:

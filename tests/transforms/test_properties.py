@@ -61,9 +61,8 @@ def test_an_encoded_mean_is_near_the_mean(
     results = tx.simulate(one_rank, {"data": len(weights)}, trees, weights)
     want = weighted(trees, weights)
     largest = max([t.abs().max().item() for tree in trees for t in tree.values() if t.numel()], default=0.0)
-    for out, state in results:
+    for out, _ in results:
         assert same_bits(out, results[0][0])
-        assert abs(hook.sums(state).total.item() - sum(weights)) <= 1e-7 * sum(weights)  # type: ignore[misc]
         for path, value in want.items():
             assert out[path].shape == value.shape
             if value.numel():
@@ -92,16 +91,13 @@ def test_nonfinite_gradients_raise_on_all_ranks(
     LOSSY,
     SHAPES,
     st.lists(WEIGHTS.filter(lambda w: len(w) > 1), min_size=1, max_size=4),
-    st.booleans(),
     st.integers(0, 99),
 )
-def test_results_and_residuals_add_up_to_the_means(
-    codec: tx.Codec, shapes: Any, steps: Any, flush: bool, seed: int
-) -> None:
-    """The sum of the results, and of the residuals divided as the last sum, is the sum of the means."""
+def test_results_and_residuals_add_up_to_the_means(codec: tx.Codec, shapes: Any, steps: Any, seed: int) -> None:
+    """The sum of the results, and of the residuals, is the sum of the means."""
     ranks = len(steps[0])
     steps = [(step * ranks)[:ranks] for step in steps]
-    hook = tx.error_feedback(tx.compress(codec, tx.mean("data"), seed=seed), "flush" if flush else "freeze")
+    hook = tx.error_feedback(tx.compress(codec, tx.mean("data"), seed=seed))
 
     def one_rank(rank: int) -> Any:
         state, outs = hook.init(leaves_of(shapes, 0)), []
@@ -112,14 +108,13 @@ def test_results_and_residuals_add_up_to_the_means(
 
     results = tx.simulate(one_rank, {"data": ranks}, list(range(ranks)))
     totals = [sum(step) for step in steps]
-    last = [1.0, *(total for total in totals if total)][-1]
     for path in leaves_of(shapes, 0):
         came = sum(out[path].double() for out in results[0][0])
         went = sum(
             w * leaves_of(shapes, 10 * i + r)[path].double() / totals[i]
             for i, step in enumerate(steps) for r, w in enumerate(step) if w
         )  # fmt: skip
-        residual = sum(error[path].double() for _, error in results) / last
+        residual = sum(error[path].double() for _, error in results)
         gap = torch.as_tensor(came + residual - went)
         assert gap.numel() == 0 or gap.abs().max() <= 1e-4 * len(steps)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ HOOK = tx.chain(tx.accumulate(2, tx.mean("data")), tx.switch_after(3, tx.identit
 
 
 def test_pipeline_resumes_in_the_middle_of_a_window() -> None:
-    """The state has windows, host counters, a lane unknown to init, hyperparameters, masters and parts by path."""
+    """The state has windows, host counters, hyperparameters, masters and parts by path."""
     optimizer = tx.inject_hyperparameters(
         tx.partition({"*bias": tx.mixed_precision(tx.sgd(0.1, momentum=0.9)), "scale": tx.frozen(), "*": tx.adam(0.01)})
     )
@@ -28,11 +27,11 @@ def test_pipeline_resumes_in_the_middle_of_a_window() -> None:
         params, grads = params_like(), params_like(100)
         state = pipeline.init(params)
         for n in range(5):
-            params, state = pipeline.step(params, grads, state, weight=1.0 + n, lane={"loss": 2.0})
+            params, state = pipeline.step(params, grads, state, weight=1.0 + n)
         loaded = saved_and_loaded(state, pipeline.init(params_like()))
         assert same_bits(loaded, state)
-        a = pipeline.step(params, grads, state, weight=3.0, lane={"loss": 2.0})
-        assert same_bits(pipeline.step(params, grads, loaded, weight=3.0, lane={"loss": 2.0}), a)
+        a = pipeline.step(params, grads, state, weight=3.0)
+        assert same_bits(pipeline.step(params, grads, loaded, weight=3.0), a)
 
     tx.simulate(one_rank, {"data": 2})
 
@@ -52,7 +51,7 @@ def test_the_state_of_a_step_is_saved_by_path() -> None:
     step = fjoin.train_step(net_loss, pipeline)
     state, _ = step(step.init(net_params()), net_batch(0, 0))
     saved = tx.to_state_dict(state.pipeline)
-    assert "optimizer.a.weight.exp_avg" in saved and saved["hook.total"] == 1
+    assert "optimizer.a.weight.exp_avg" in saved
     assert same_bits(saved_and_loaded(state.pipeline, pipeline.init(net_params())), state.pipeline)
 
 
@@ -82,11 +81,7 @@ def test_trees_of_any_form() -> None:
     trees: list[Any] = [torch.tensor(3.0), {}, (), [], {"a": ()}, {"a": [1, {"b": torch.ones(2)}, None, 2.5]}, 7]
     for tree in trees:
         assert same_bits(saved_and_loaded(tree, tree), tree)
-    assert tx.from_state_dict({}, {"a": 1, "b.c": 2}) == {"a": 1, "b.c": 2}
-    beside = {"a": {}, "a.b": torch.ones(2)}
-    assert same_bits(tx.from_state_dict(beside, tx.to_state_dict(beside)), beside)
-    ordered = {"b": collections.OrderedDict(), "a": torch.ones(1)}
-    assert type(tx.from_state_dict(ordered, {"a": torch.ones(1), "b.x": 1})["b"]) is collections.OrderedDict
+    raises_text(ValueError, lambda: tx.from_state_dict({}, {"a": 1, "b.c": 2}), "['a', 'b.c']", "here it has []")
     grown = tx.from_state_dict({"a": torch.zeros(2)}, {"a": torch.ones(2, requires_grad=True) * 2})
     assert not grown["a"].requires_grad
     narrow = tx.from_state_dict({"a": torch.zeros(2, dtype=torch.bfloat16)}, {"a": torch.ones(2)})
@@ -94,19 +89,3 @@ def test_trees_of_any_form() -> None:
     kept: Tensor = torch.ones(2)
     loaded = tx.from_state_dict({"a": kept}, {"a": kept})
     assert loaded["a"].data_ptr() != kept.data_ptr()
-
-
-def test_a_state_with_other_counts_in_its_lane_loads() -> None:
-    """No call reads the counts of the last message, and a step may send others than the one that was saved."""
-    hook, params = tx.chain(tx.mean("data"), tx.clip_by_global_norm(1.0)), {"w": torch.ones(2)}
-
-    def lane_of(lane: dict[str, float]) -> Any:
-        grads, state = hook.update(params, hook.init(params), params, weight=3.0, lane=lane)
-        return state
-
-    with_one, with_two = (
-        tx.simulate(lambda own: lane_of(own), {"data": 1}, [lane])[0] for lane in ({"a": 1.0}, {"b": 2.0, "c": 3.0})
-    )
-    restored = tx.from_state_dict(with_one, tx.to_state_dict(with_two))
-    assert {name: value.item() for name, value in restored[0].lane.items()} == {"b": 2.0, "c": 3.0}
-    assert restored[0].total.item() == 3.0

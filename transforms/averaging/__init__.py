@@ -1,7 +1,6 @@
 """Averages of parameters: local SGD, DiLoCo, moving averages."""
 
 from ._average import (
-    AverageState as AverageState,
     average_parameters as average_parameters,
     average_state as average_state,
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import optree
 import torch
@@ -12,51 +12,52 @@ from ..axes import bound, pmax
 from ..base import (
     AxisName,
     Call,
-    Inner,
     Needs,
     Over,
+    State,
     Transform,
     Tree,
     check_transform,
-    check_weight,
+    device_of,
     factory,
+    init_empty,
     map_with_path,
     named_leaves,
-    readable_without_sync,
+    reduced_over,
     some_axes,
     where,
 )
 from ..combinators import every
-from ..pipelines import NAME, Rates, axes_of, check_sum, number_of
-from ..reductions import MeanState, mean
+from ..pipelines import Rates, agree, axes_of
+from ..reductions import mean
 
 
 class WindowMean:
     """A reduction of parameters, or of their changes.
 
     Its `over` gives the weights of the ranks: those of their windows ("weight"), 1 for each rank with a window of weight
-    above 0 ("live"), or 1 for each rank ("world").
+    above 0 ("live"), or 1 for each rank ("world"). The ranks agree on their weights in a message before.
     """
 
     def __init__(self, name: str, reduction: Transform) -> None:
-        if check_transform(reduction, f"{name}: reduction").sums is None:
+        if check_transform(reduction, f"{name}: reduction").one_reduction is None and not reduced_over(reduction):
             raise TypeError(
                 f"{name}: {reduction!r} is no reduction that all parameters share; use mean, compress(codec, mean(axis)), "
                 f"error_feedback(...) and so on"
             )
-        assert reduction.reduces is not None
-        self._inner, self._over = Inner(reduction, "hook"), reduction.reduces.over
+        one = reduction.one_reduction
+        self._reduction, self._over = reduction, None if one is None else one.over
 
     def __call__(
         self, values: Tree, state: Any, call: Call, rates: Rates = (), weight: Any = None
     ) -> tuple[Tree, Any, Tensor]:
-        """The mean, the hook's new state, and whether any rank has weight, 0-d bool.
+        """The mean, the reduction's new state, and whether any rank has weight, 0-d bool.
 
         Sums of weight * value would overflow float16, and bfloat16 would round them: the mean is taken in at least
         float32.
 
         Args:
-            state: The outer state.
+            state: That of the reduction.
             call: The outer call.
             rates: Hyperparameters that must be the same on all ranks.
             weight: The weight of this rank's window, where it is not that of the call.
@@ -64,20 +65,12 @@ class WindowMean:
         Raises:
             DesyncError: they are not.
         """
-        weight = check_weight(call.weight if weight is None else weight)
-        factor: Any = None if self._over == "world" else weight
-        if factor is not None and readable_without_sync(factor):
-            factor = factor.item()  # saves passes over the values
-        lane = {"weight": weight, **({NAME: number_of(rates)} if rates else {})}
-        inside = call.inside(weight=factor, lane=lane, persistent=False, flush=False)
-        new, inner = self._inner.run(at_least_f32(values), state, None, inside)
-        sums = self._inner.transform.sums
-        assert sums is not None
-        summed = sums(inner).lane
-        if rates:
-            axes = tuple(name for name in bound() if name in axes_of(self._inner.transform, tuple(bound())))
-            check_sum(rates, summed[NAME], axes, call.step or 0)
-        return new, inner, summed["weight"] > 0
+        axes = tuple(name for name in bound() if name in axes_of(self._reduction, tuple(bound())))
+        own = call.inside(persistent=False, flush=False, **({} if weight is None else {"weight": weight}))
+        totals = agree(own, axes, rates, device_of(optree.tree_leaves(values)))
+        own = own.inside(weight=None) if self._over == "world" else own
+        new, inner = self._reduction.run(at_least_f32(values), state, None, own)
+        return new, inner, torch.as_tensor(totals.weight) > 0
 
 
 def at_least_f32(values: Tree) -> Tree:
@@ -91,10 +84,6 @@ def like(values: Tree, given: Tree) -> Tree:
 
 def no_weight() -> Tensor:
     return torch.zeros((), dtype=torch.float64)
-
-
-class AverageState(NamedTuple):
-    hook: MeanState
 
 
 @factory
@@ -113,7 +102,7 @@ def average_parameters(axis: AxisName, over: Over = "weight") -> Transform:
         over: The divisor.
 
     Returns:
-        A `Transform` of parameters, equal on all ranks afterwards. State: `AverageState(hook)`.
+        A `Transform` of parameters, equal on all ranks afterwards. It has no state.
 
     Raises:
         ValueError: `over` is none of the three; `axis` names none, or one twice.
@@ -133,17 +122,12 @@ def average_parameters(axis: AxisName, over: Over = "weight") -> Transform:
     some_axes("average_parameters", axis)
     reduce = WindowMean("average_parameters", mean(axis, over))
 
-    def init(params: Tree) -> AverageState:
-        return AverageState(mean(axis, over).init(params))
-
-    def update(values: Tree, state: AverageState, params: Tree, call: Call) -> tuple[Tree, AverageState]:
+    def update(values: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, State]:
         del params
-        average, hook, live = reduce(values, state, call)
-        return where(live, like(average, values), values), AverageState(hook)
+        average, _, live = reduce(values, (), call)
+        return where(live, like(average, values), values), state
 
-    return Transform(
-        init, update, Needs.NOTHING, equalizes=lambda state: state.hook.lane.get("weight", state.hook.total)
-    )
+    return Transform(init_empty, update, Needs.NOTHING, equalizes=axis)
 
 
 StatePolicy: TypeAlias = Literal["keep", "average"]
@@ -161,7 +145,7 @@ def average_state(axis: AxisName, over: Over = "weight") -> Transform:
         over: The weights of the ranks; see `average_parameters`.
 
     Returns:
-        A `Transform` of a tree path -> name -> tensor. State: `AverageState(hook)`.
+        A `Transform` of a tree path -> name -> tensor. It has no state.
 
     Raises:
         TypeError: at `init`: a value that is no mean of anything: not floating-point, or a scalar that belongs to the
@@ -175,7 +159,7 @@ def average_state(axis: AxisName, over: Over = "weight") -> Transform:
     some_axes("average_state", axis)
     reduce = WindowMean("average_state", mean(axis, over))
 
-    def init(values: Tree) -> AverageState:
+    def init(values: Tree) -> State:
         named = named_leaves(values)
         whole = {_split(path)[0] for path, value in named.items() if value.dim()}
         for path, value in named.items():
@@ -185,18 +169,18 @@ def average_state(axis: AxisName, over: Over = "weight") -> Transform:
                     f"average_state: {name!r} of the state of {param!r} ({value.dtype}, shape {tuple(value.shape)}) has no "
                     f"mean; choose others, as in on_state=masked(average_state(...), '*.exp_avg')"
                 )
-        return AverageState(mean(axis, over).init(values))
+        return ()
 
-    def update(values: Tree, state: AverageState, params: Tree, call: Call) -> tuple[Tree, AverageState]:
+    def update(values: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, State]:
         del params
         named = named_leaves(values)
         counts = {path: value for path, value in named.items() if _split(path)[1] == "step"}
         rest = {path: value for path, value in named.items() if path not in counts}
-        average, hook, live = reduce(rest, state, call)
+        average, _, live = reduce(rest, (), call)
         new = {**like(average, rest), **(pmax(counts, axis) if counts else {})}
-        return map_with_path(lambda path, old: torch.where(live, new[path], old), values), AverageState(hook)
+        return map_with_path(lambda path, old: torch.where(live, new[path], old), values), state
 
-    return Transform(init, update, Needs.LEAVES | Needs.PATHS)
+    return Transform(init, update, Needs.LEAVES | Needs.PATHS, equalizes=axis)
 
 
 def _split(path: str) -> tuple[str, str]:
@@ -221,8 +205,8 @@ def on_state_of(
         )
     if policy == "keep":
         return None
-    of = reduction.reduces
-    if of is None or of.axis is None:
+    of = reduction.one_reduction
+    if of is None:
         raise ValueError(
             f"{name}: state='average' needs a reduction of one mean, got {reduction!r}; use fuse(..., on_state=)"
         )

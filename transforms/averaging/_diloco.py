@@ -128,7 +128,7 @@ def outer_step(
 
     def use(values: dict[str, Tensor], state: OuterState, call: Call) -> tuple[dict[str, Tensor], OuterState]:
         rates = rates_of(optimizer, state.anchor, state.optimizer)
-        mean, inner, live = reduce(state.pending, state, call, rates, state.pending_weight)
+        mean, inner, live = reduce(state.pending, state.hook, call, rates, state.pending_weight)
         new = optimizer.step(state.anchor, mean, state.optimizer)
         anchor, outer = choose_state(live, new, (state.anchor, state.optimizer))
         mixed = anchor

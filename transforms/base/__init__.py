@@ -1,17 +1,7 @@
 """What every transform is made of: checks, trees, specs, calls, weights, timing, and `Transform` itself."""
 
 from . import devices as devices
-from ._call import (
-    ALONE as ALONE,
-    EMPTY as EMPTY,
-    NAMES as NAMES,
-    BucketSums as BucketSums,
-    Call as Call,
-    Group as Group,
-    Rider as Rider,
-    first_of as first_of,
-    no_words as no_words,
-)
+from ._call import NAMES as NAMES, Call as Call
 from ._check import (
     AxisName as AxisName,
     CollectiveMismatch as CollectiveMismatch,
@@ -35,45 +25,27 @@ from ._check import (
     text as text,
     whole_number as whole_number,
 )
-from ._lane import (
-    NONFINITE as NONFINITE,
-    Lane as Lane,
-    check_lane as check_lane,
-    decode_words as decode_words,
-    encode_lane as encode_lane,
-    host_lane as host_lane,
-    host_words as host_words,
-    lane_dtype as lane_dtype,
-    mask_words as mask_words,
-    rank_bit as rank_bit,
-    ranks_in as ranks_in,
-    step_lane as step_lane,
-    words_per_scalar as words_per_scalar,
-)
 from ._placement import (
     Averaged as Averaged,
     Merge as Merge,
     PerRank as PerRank,
     Placement as Placement,
     Restarted as Restarted,
-    Shares as Shares,
     Summed as Summed,
     marks as marks,
 )
 from ._share import (
+    Number as Number,
     Over as Over,
-    RankWeight as RankWeight,
-    Unit as Unit,
+    Share as Share,
+    Totals as Totals,
     check_over as check_over,
     check_weight as check_weight,
-    divisor_of as divisor_of,
     host_weight as host_weight,
-    lacks_unit as lacks_unit,
     nonzero_or_one as nonzero_or_one,
-    share_in as share_in,
-    share_of as share_of,
-    unit_near as unit_near,
-    unless_idle as unless_idle,
+    stacked as stacked,
+    totals_of as totals_of,
+    weight_of as weight_of,
 )
 from ._spec import (
     PickledBySpec as PickledBySpec,
@@ -99,6 +71,7 @@ from ._timing import (
     children as children,
     of_period as of_period,
     of_switch as of_switch,
+    reduced_over as reduced_over,
     running as running,
     unfinished as unfinished,
 )
@@ -142,6 +115,19 @@ from ._tree import (
     with_fields as with_fields,
     zeros_at_least_f32 as zeros_at_least_f32,
     zeros_like as zeros_like,
+)
+from ._words import (
+    NONFINITE as NONFINITE,
+    decode_words as decode_words,
+    encode_words as encode_words,
+    host_sums as host_sums,
+    host_words as host_words,
+    mask_words as mask_words,
+    rank_bit as rank_bit,
+    ranks_in as ranks_in,
+    record_names as record_names,
+    words_dtype as words_dtype,
+    words_per_scalar as words_per_scalar,
 )
 from .devices import (
     constant as constant,

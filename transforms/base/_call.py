@@ -1,29 +1,20 @@
-"""The context of a call of `update`, and the scalars that ride with its messages."""
+"""The context of a call of `update`, and this rank's share in it."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ._lane import check_lane, encode_words, lane_dtype, wide_scalar
-
-
-class Group(NamedTuple):
-    """The ranks that share a gradient behind a reduction. Behind several, those of all their axes."""
-
-    weight: Any  # the sum of their weights
-    live: Any  # the number of them with weight; None where nothing has counted it
-    axes: tuple[str, ...]  # the axes that they have been reduced over
-
+from ._check import AxisName, axis_names
+from ._share import Number, Over, Share, Totals, check_over, stacked, totals_of, weight_of
+from ._tree import device_of, readable_without_sync
 
 # The keywords that an `update` gets where it names them, each with the value that means that it was not given.
 KEYWORDS: Mapping[str, Any] = {
     "weight": None,
-    "lane": None,
     "step": None,
     "persistent": False,
     "flush": False,
@@ -37,8 +28,6 @@ class Call:
     """What one call of `Transform.update` may know. It is not changed: `inside` makes another one.
 
     Attributes:
-        weight: This rank's share in the step's mean, a number or a 0-d tensor; None is 1. Behind a reduction: its total.
-        lane: Named scalars that are summed along with the gradients, or None.
         step: The number of the pipeline's steps before this one, a host integer, equal on all ranks. Periods and warm-ups
             depend on it. None: a transform counts its own calls.
         persistent: The input is parameters or buffers, which persist between steps. A reduction returns them unchanged
@@ -46,89 +35,139 @@ class Call:
         flush: No step has been taken; a transform that has gathered the weights of several steps runs now.
         donated: No caller needs the gradients any more, so `update` may write into them. No two of them share memory.
         sharded_over: The axis over which the input is sharded; None where each rank has all of it.
-        group: The ranks behind a reduction; None before the first.
-        unit: A power of two that makes sums of weight * gradient fit float16; None: a reduction sums the weights first.
+        axes: The axes over which the input has been reduced already.
         wire: The codec of the messages, in an encoded transform.
         memory: The residuals of this call, inside error feedback.
-        sums: For a call on one of several buckets: the sums that only the first bucket's messages carry.
         extra: Keywords that are not of fjoin, for the transforms that name them.
         handed: The names of the keywords beside which this context was given to a transform that takes keywords. It hands
             them on itself, or not.
     """
 
     __slots__ = (
+        "_totals",
+        "_weight",
+        "axes",
         "donated",
         "extra",
         "flush",
-        "group",
         "handed",
-        "lane",
         "memory",
         "persistent",
         "sharded_over",
         "step",
-        "sums",
-        "unit",
-        "weight",
         "wire",
     )
 
-    weight: Any
-    lane: Mapping[str, Any] | None
+    # The sum of a tensor over axes, and the number of their ranks. The room of the axes lies above this one, and sets them.
+    psum: ClassVar[Callable[[Tensor, AxisName], Tensor]]
+    axis_size: ClassVar[Callable[[AxisName], int]]
+
     step: int | None
     persistent: bool
     flush: bool
     donated: bool
     sharded_over: str | None
-    group: Group | None
-    unit: float | None
+    axes: tuple[str, ...]
     wire: Any  # a `Codec`
-    memory: Any  # a `ResidualMemory`
-    sums: BucketSums | None
+    memory: Any  # a `Residuals`
     extra: Mapping[str, Any]
     handed: frozenset[str]
 
-    def __init__(
-        self,
-        weight: Any = None,
-        lane: Mapping[str, Any] | None = None,
-        step: int | None = None,
-        *,
-        donated: bool = False,
-        unit: float | None = None,
-    ) -> None:
-        self.weight, self.lane, self.step, self.donated, self.unit = weight, lane, step, donated, unit
+    def __init__(self, weight: Any = None, step: int | None = None, *, donated: bool = False) -> None:
+        self._weight, self.step, self.donated = weight, step, donated
+        self._totals: dict[frozenset[str], Totals | Callable[[], Totals]] = {}
         self.persistent = self.flush = False
-        self.sharded_over = self.group = self.wire = self.memory = self.sums = None
-        self.extra, self.handed = _NOTHING, _NONE
+        self.sharded_over = self.wire = self.memory = None
+        self.axes, self.extra, self.handed = (), _NOTHING, _NONE
+
+    @property
+    def weight(self) -> Any:
+        """This rank's weight in the step's mean, a number or a 0-d tensor; None is 1. Behind a reduction: that of all its ranks."""
+        return self.totals().weight if self.axes else self._weight
+
+    def share(self, axis: AxisName, over: Over = "weight", device: torch.device | None = None) -> Share:
+        """The factor of this rank's values in a mean over axes, agreed on by all their ranks.
+
+            over="weight"   w / sum of w
+            over="live"     [w > 0] / sum of [w > 0]
+            over="world"    [w > 0] / number of ranks
+
+        The ranks send their weights in one message of 16 bytes, in the first call for these axes. Over the world they send none,
+        unless something is kept where no rank has weight: parameters, residuals. So all ranks must ask for the same shares.
+        Behind a reduction over other axes w is the weight of the ranks that share its result, and for the world 1.
+
+        Args:
+            device: Where the message is made, if the host does not know the weight.
+
+        >>> from fjoin import transforms as tx
+        >>> def one_rank(grad, weight):
+        ...     return tx.psum(tx.Call(weight).share("data").times(grad), "data")
+        >>> tx.simulate(one_rank, {"data": 2}, [torch.tensor(1.0), torch.tensor(4.0)], [2, 1])
+        [tensor(2.), tensor(2.)]
+        """
+        check_over(over)
+        if over == "world" and not self.persistent and self.memory is None:
+            return Share(1.0 if self.axes else _counts(weight_of(self._weight)), float(Call.axis_size(axis)))
+        own, sums = self.totals((), device), self.totals(axis, device)
+        if over == "weight":
+            return Share(own.weight, sums.weight, sums.alive)
+        if over == "live":
+            return Share(own.live, sums.live, sums.alive)
+        return Share(1.0 if self.axes else own.live, float(Call.axis_size(axis)), sums.alive)
+
+    def totals(self, axis: AxisName = (), device: torch.device | None = None) -> Totals:
+        """The sums of the weights, over the axes that have been reduced over and these; see `share`."""
+        more = axis_names(axis) if axis else ()
+        key, again = frozenset((*self.axes, *more)), not set(self.axes).isdisjoint(more)
+        known = None if again else self._totals.get(key)
+        if known is not None:
+            if not isinstance(known, Totals):
+                known = self._totals[key] = known()
+            return known
+        if not key:
+            weight = weight_of(self._weight)
+            found = totals_of(weight, _counts(weight))
+        else:  # behind reductions of the ranks that share their result; those may have asked for no share
+            own = self.totals((), device) if self.axes and more else self.inside(axes=()).totals((), device)
+            words = stacked((own.weight, own.live), device or device_of(()))
+            summed = Call.psum(words, more or self.axes)
+            found = totals_of(*(summed.tolist() if readable_without_sync(summed) else summed.unbind(0)))
+        if not again:
+            self._totals[key] = found
+        return found
+
+    def agreed(self, axes: Collection[str], totals: Totals | Callable[[], Totals]) -> None:
+        """Let the call, and those inside it with the same weight, know the sums of the weights over these axes.
+
+        Args:
+            totals: The sums, or a function that waits for them.
+        """
+        self._totals[frozenset((*self.axes, *axes))] = totals
+
+    def behind(self, axes: Collection[str]) -> Call:
+        """The call of what runs behind a reduction over these axes."""
+        return self.inside(axes=(*self.axes, *axes)) if axes else self
 
     def inside(self, **changes: Any) -> Call:
         """The context of a call inside this one, with some attributes changed.
 
-        Another weight is that of a rank by itself: what earlier reductions have counted does not go with it.
+        Another weight is that of a rank by itself: what has been reduced and agreed on before does not go with it.
 
         Raises:
             TypeError: a name that is no attribute.
         """
         new: Call = object.__new__(Call)
-        new.weight, new.lane, new.step, new.donated = self.weight, self.lane, self.step, self.donated
-        new.persistent, new.flush = self.persistent, self.flush
-        new.sharded_over, new.group = self.sharded_over, self.group
-        new.unit, new.wire, new.memory = self.unit, self.wire, self.memory
-        new.sums, new.extra, new.handed = self.sums, self.extra, self.handed
+        new._weight, new._totals, new.axes = self._weight, self._totals, self.axes
+        new.step, new.donated, new.persistent, new.flush = self.step, self.donated, self.persistent, self.flush
+        new.sharded_over, new.wire, new.memory = self.sharded_over, self.wire, self.memory
+        new.extra, new.handed = self.extra, self.handed
         if "weight" in changes:
-            new.group = None
+            new._weight, new._totals, new.axes = changes.pop("weight"), {}, ()
         for name, value in changes.items():
             if name not in _SLOTS:
-                raise TypeError(f"a call has no {name!r}; it has {', '.join(sorted(_SLOTS))}")
+                raise TypeError(f"a call has no {name!r}; it has weight, {', '.join(sorted(_SLOTS))}")
             setattr(new, name, value)
         return new
-
-    def keyword(self, name: str) -> Any:
-        """The value of a keyword for a transform that takes keywords."""
-        if name == "lane" and self.sums is not None and not self.sums.is_first:
-            return None  # it is sent with the first bucket only
-        return getattr(self, name)
 
     def keywords(self, named: Collection[str], others: bool, required: Collection[str] = ()) -> dict[str, Any]:
         """The keywords for an `update`.
@@ -140,11 +179,11 @@ class Call:
         """
         found: dict[str, Any] = {}
         for name, unset in KEYWORDS.items():
-            value = self.keyword(name)
+            value = getattr(self, name)
             if name in named:
                 if value is not unset or name in required:
                     found[name] = value
-            elif others and name not in _NEVER_IN_EXTRA and (value is not unset or name in ("weight", "lane")):
+            elif others and name not in _NEVER_IN_EXTRA and (value is not unset or name == "weight"):
                 found[name] = value
         for name in _INTERNAL.intersection(named):
             if getattr(self, name) is not None:
@@ -157,12 +196,11 @@ class Call:
         return found
 
 
-_SLOTS = frozenset(Call.__slots__)
-_INTERNAL = frozenset(("unit", "wire", "memory"))  # keywords only for who names them
+_SLOTS = frozenset(name for name in Call.__slots__ if not name.startswith("_"))
+_INTERNAL = frozenset(("wire", "memory"))  # keywords only for who names them
 NAMES = _INTERNAL | KEYWORDS.keys()
 _NOTHING: Mapping[str, Any] = {}
 _NONE = frozenset[str]()
-ALONE = Call()  # a call by hand without keywords
 
 
 def call_of(keywords: Mapping[str, Any]) -> Call:
@@ -172,189 +210,26 @@ def call_of(keywords: Mapping[str, Any]) -> Call:
     Keywords beside it win: a transform that calls another one with `weight=...` gives it another weight, and one that does
     not hand on a keyword that it got gives it none.
     """
+    call = Call()
     if not keywords:
-        return ALONE
-    given = dict(keywords)
-    call, changes = ALONE, {}
+        return call
+    given, changes = dict(keywords), {}
     if isinstance(given.get("call"), Call):
         call = given.pop("call")
         changes = {name: KEYWORDS[name] for name in call.handed if name not in given}
         if call.handed:
             changes["handed"] = _NONE
-    if hasattr(given.get("sums"), "is_first"):
-        changes["sums"] = given.pop("sums")
     for name in NAMES.intersection(given):  # `NAMES & given.keys()` is not traced by torch 2.11
         value = given.pop(name)
-        if value is not (call.keyword(name) if name in KEYWORDS else getattr(call, name)):
+        if value is not getattr(call, name):
             changes[name] = value
     if given and any(call.extra.get(name, call) is not value for name, value in given.items()):
         changes["extra"] = {**call.extra, **given}
     return call.inside(**changes) if changes else call
 
 
-T = TypeVar("T")
-
-
-class BucketSums:
-    """What is made once in a step, in the call on its first bucket, for the calls on all its buckets.
-
-    The sums of the rider are such: only the messages of the first bucket carry it.
-
-    Every bucket runs the same reductions in the same order, so the n-th one of a bucket takes the sums of the n-th one of
-    the first.
-
-    Args:
-        dtype: The dtype of words in messages that are not encoded.
-        first: The `BucketSums` of the first bucket; None for the first itself.
-    """
-
-    dtype: torch.dtype
-
-    __slots__ = ("_first", "_kept", "_made", "_next", "_pause", "dtype")
-
-    def __init__(self, dtype: torch.dtype, first: BucketSums | None = None) -> None:
-        self.dtype, self._first = dtype, first
-        self._pause: Callable[[], bool] | None = None
-        self._made: dict[tuple[int, str], Any] = {}  # by the number of the reduction
-        self._next = self._kept = 0
-
-    @property
-    def is_first(self) -> bool:
-        return self._first is None
-
-    @contextlib.contextmanager
-    def waiting(self, pause: Callable[[], bool]) -> Iterator[None]:
-        """A context in which `pause` lets the first bucket's call go on; it returns whether there is anything to wait for."""
-        self._pause = pause
-        try:
-            yield
-        finally:
-            self._pause = None
-
-    def take(self) -> int:
-        """The number of the reduction that begins, from 0."""
-        self._next += 1
-        return self._next - 1
-
-    def keep(self, found: tuple[Tensor, dict[str, Tensor]]) -> None:
-        """Keep the sums of the first bucket's next reduction."""
-        self._made[self._kept, ""] = found
-        self._kept += 1
-
-    def of(self, number: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """The sums of a reduction of the first bucket.
-
-        Raises:
-            RuntimeError: the first bucket has run fewer reductions.
-        """
-        found: tuple[Tensor, dict[str, Tensor]] = self._of_first(number, "")
-        return found
-
-    def once(self, number: int, name: str, make: Callable[[], T]) -> T:
-        """What a reduction makes in the call on the first bucket.
-
-        Args:
-            number: The number of the reduction.
-            name: The name of the value, one of several.
-            make: Makes it.
-        """
-        if self._first is None:
-            self._made[number, name] = made = make()
-            return made
-        found: T = self._of_first(number, name)
-        return found
-
-    def _of_first(self, number: int, name: str) -> Any:
-        assert self._first is not None
-        made, kept = self._first._made, self._first._kept
-        while (number, name) not in made and self._pause is not None and self._pause():
-            pass
-        if (number, name) not in made:
-            raise RuntimeError(
-                f"a transform runs its reduction {number} on one bucket, but only {kept} on the first; a reduction must run on "
-                f"every bucket, also where it has no leaves"
-            )
-        return made[number, name]
-
-
-class Rider:
-    """The scalars that travel with one reduction: words of its message, made from the lane of a call.
-
-    In the calls on all buckets but the first there are none.
-    """
-
-    __slots__ = ("_lane", "_number", "_sums")
-
-    def __init__(self, call: Call) -> None:
-        check_lane(call.lane)
-        self._sums = call.sums
-        self._number = 0 if self._sums is None else self._sums.take()
-        carries = self._sums is None or self._sums.is_first
-        self._lane = dict(call.lane) if call.lane and carries else {}
-
-    def without_words(self) -> Rider:
-        """The same rider for messages that do not carry its words."""
-        other = object.__new__(Rider)
-        other._sums, other._number, other._lane = self._sums, self._number, {}
-        return other
-
-    @property
-    def total(self) -> Tensor:
-        """The sum of the ranks' factors in the first bucket's message, in a call on another bucket."""
-        assert self._sums is not None
-        return self._sums.of(self._number)[0]
-
-    @property
-    def goes_along(self) -> bool:
-        """Whether this call's message carries the factor and the rider."""
-        return self._sums is None or self._sums.is_first
-
-    def once(self, name: str, make: Callable[[], T]) -> T:
-        """What the reduction makes once for all buckets, in the call on the first one."""
-        return make() if self._sums is None else self._sums.once(self._number, name, make)
-
-    def dtype(self, leaves: Iterable[Tensor]) -> torch.dtype:
-        """The dtype of words in a message with these leaves that is not encoded."""
-        return lane_dtype(leaf.dtype for leaf in leaves) if self._sums is None else self._sums.dtype
-
-    def words(
-        self, dtype: torch.dtype, ranks: int, device: torch.device | None, factor: Tensor | None = None
-    ) -> Tensor:
-        """The words to send.
-
-        Args:
-            ranks: The number of ranks whose words are added in this dtype.
-            factor: This rank's factor, to be the first scalar.
-        """
-        given = self._lane if factor is None else {"total": factor, **self._lane}
-        if not given:
-            return torch.empty(0, dtype=dtype, device=device)
-        values = [wide_scalar(name, value, device, dtype, ranks) for name, value in given.items()]
-        return encode_words(torch.stack(values), dtype, ranks)
-
-    def settle(self, total: Tensor, sums: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The sum of the factors and the sums of the lane by name, of this call's message or of the first bucket's.
-
-        Args:
-            total: The sum of the factors, 0-d float64; not read in the calls on other buckets.
-            sums: The sums of the rider, (scalars,) float64.
-        """
-        if self._sums is not None and not self._sums.is_first:
-            return self._sums.of(self._number)
-        found = total, dict(zip(self._lane, sums.unbind(0), strict=True))
-        if self._sums is not None:
-            self._sums.keep(found)
-        return found
-
-
-EMPTY = Rider(ALONE)  # for a message beside the one that carries the rider
-
-
-def first_of(sums: Tensor) -> tuple[Tensor, Tensor]:
-    """The sum of the factors, 0-d, and those of the rider, of a message whose first scalar is the factor."""
-    return sums[0], sums[1:]
-
-
-def no_words() -> Tensor:
-    """The sums of a rider in a call that carries none."""
-    return torch.zeros(0, dtype=torch.float64)
+def _counts(weight: Number) -> Number:
+    """1 for a rank with weight, 0 for another one; NaN stays."""
+    if isinstance(weight, Tensor):
+        return torch.where(weight.isnan(), weight, (weight > 0).to(weight.dtype))
+    return float(weight > 0)

@@ -213,7 +213,7 @@ def one_axis(name: str, axis: Any) -> str:
     Raises:
         ValueError: it is no name, or several.
 
-    >>> one_axis("dgc", ("data",))
+    >>> one_axis("scatter_mean", ("data",))
     'data'
     """
     if isinstance(axis, str):

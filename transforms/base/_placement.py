@@ -13,7 +13,7 @@ class Merge(enum.Enum):
     """What a run on other ranks begins with, where the ranks had values of their own."""
 
     SUM = "sum"  # their sum, in units of which it is one: what has not been sent yet
-    SHARE = "share"  # of (weight, divisor): the sum of the weights, and the divisor of the first rank
+    SHARE = "share"  # in files from before 0.3, of (weight, divisor): the sum of the weights, and the divisor of the first rank
     MEAN = "mean"  # their mean
     RESTART = "restart"  # the value at the start
     REFUSE = "refuse"  # nothing is right
@@ -45,7 +45,6 @@ class Mark(enum.Enum):
 PerRank: TypeAlias = Annotated[T, Mark.PER_RANK]
 Summed: TypeAlias = Annotated[T, Mark.PER_RANK, Merge.SUM]
 Averaged: TypeAlias = Annotated[T, Mark.PER_RANK, Merge.MEAN]
-Shares: TypeAlias = Annotated[T, Mark.PER_RANK, Merge.SHARE]
 Restarted: TypeAlias = Annotated[T, Mark.PER_RANK, Merge.RESTART]
 
 

@@ -1,23 +1,23 @@
-"""The factor of a rank in a reduction: its weight, or 1 if it has weight."""
+"""Weights of ranks, their sums, and the share of a rank in a mean."""
 
 from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from ._call import Call
 from ._check import is_finite
-from ._tree import Tree, readable_without_sync, to_device, where
-from .devices import scaled
+from ._tree import Tree, plain, readable_without_sync, to_device, where
+from .devices import divided, scaled
 
 _LEAST, _MOST = 1e-30, 1e30
 
-Unit: TypeAlias = float | Tensor  # a power of two that scales gradients in messages
 Over: TypeAlias = Literal["weight", "live", "world"]
+Number: TypeAlias = float | Tensor  # a number where the host knows it, otherwise 0-d float64
 
 
 def check_over(over: Any) -> None:
@@ -25,29 +25,32 @@ def check_over(over: Any) -> None:
         raise ValueError(f"over must be 'weight', 'live' or 'world', got {over!r}")
 
 
-def check_weight(weight: Any) -> Tensor:
-    """The weight as a 0-d float64 tensor; None is 1.
+def weight_of(weight: Any) -> Number:
+    """A weight as a number, or as a 0-d float64 tensor where Python cannot read it now; None is 1.
 
-    A tensor that Python cannot read, since it is on a device or under a transform, becomes NaN where it is out of
-    range, and so do the sums with it.
+    A tensor that is on a device or under a transform becomes NaN where it is out of range, and so do the sums with it.
 
     Raises:
         ValueError: a weight that is neither 0 nor from 1e-30 to 1e30, or a tensor that is not 0-d.
         TypeError: no number.
     """
     if weight is None:
-        return torch.ones((), dtype=torch.float64)
-    if isinstance(weight, Tensor):
-        if weight.dim():
-            raise ValueError(f"weight must be a scalar, got a tensor of shape {tuple(weight.shape)}")
-        if weight.is_complex():
-            raise TypeError(f"weight must be a number, got a tensor of {weight.dtype}")
-        wide = weight.to(torch.float64)
-        if readable_without_sync(wide):
-            known_weight("weight", wide.item())
-            return wide
-        return torch.where((wide == 0) | ((wide >= _LEAST) & (wide <= _MOST)), wide, torch.full_like(wide, math.nan))
-    return torch.tensor(known_weight("weight", weight), dtype=torch.float64)
+        return 1.0
+    if not isinstance(weight, Tensor):
+        return known_weight("weight", weight)
+    if weight.dim():
+        raise ValueError(f"weight must be a scalar, got a tensor of shape {tuple(weight.shape)}")
+    if weight.is_complex():
+        raise TypeError(f"weight must be a number, got a tensor of {weight.dtype}")
+    wide = weight.to(torch.float64)
+    if readable_without_sync(wide):
+        return known_weight("weight", wide.item())
+    return torch.where((wide == 0) | ((wide >= _LEAST) & (wide <= _MOST)), wide, torch.full_like(wide, math.nan))
+
+
+def check_weight(weight: Any) -> Tensor:
+    """`weight_of` as a tensor."""
+    return torch.as_tensor(weight_of(weight), dtype=torch.float64)
 
 
 def host_weight(name: str, weight: Any) -> float:
@@ -89,88 +92,109 @@ def known_weight(name: str, weight: Any) -> float:
     )
 
 
-class RankWeight(NamedTuple):
-    """The factor of a rank in a reduction."""
-
-    factor: Tensor  # the factor of its gradients in the sum, 0-d float64
-    known: float | None  # the factor where the host knows it; 1 and 0 then cost nothing
-
-    def to(self, device: torch.device | None) -> RankWeight:
-        """The same factor on a device, without a copy from the host where it is a number."""
-        if self.known is None or device is None or device == self.factor.device:
-            return self._replace(factor=to_device(device, self.factor))
-        return self._replace(factor=torch.full((), self.known, dtype=self.factor.dtype, device=device))
-
-    def masked(self, x: Tensor) -> Tensor:
-        """`x`, or zeros if this rank's factor is 0, whatever `x` contains: 0 * nan would be nan."""
-        if self.known is None:
-            return torch.where(to_device(x.device, self.factor) > 0, x, torch.zeros_like(x))
-        return x if self.known else torch.zeros_like(x)
-
-    def times(self, x: Tensor, unit: Unit = 1.0) -> Tensor:
-        """`x` times the factor and a unit; zeros if the factor is 0. A 16-bit product is rounded once."""
-        x = self.masked(x)
-        if self.known is None or isinstance(unit, Tensor):
-            return scaled(x, self.factor * unit)
-        return x if self.known * unit in (0.0, 1.0) else x * (self.known * unit)
+def stacked(values: Iterable[Number], device: torch.device | None) -> Tensor:
+    """Numbers as a vector of float64 on a device, made without a copy from the host."""
+    scalars = [
+        to_device(device, value, torch.float64)
+        if isinstance(value, Tensor)
+        else torch.full((), value, dtype=torch.float64, device=device)
+        for value in values
+    ]
+    return torch.stack(scalars)
 
 
-def share_of(weight: Any, over: Over) -> RankWeight:
-    """The factor of a rank: its weight for over="weight"; otherwise 1 if it has weight, and 0 if not.
+class Totals(NamedTuple):
+    """Sums over ranks."""
 
-    Raises:
-        ValueError: as `check_weight` does.
-    """
-    factor = check_weight(weight)
-    known = None if isinstance(weight, Tensor) else 1.0 if weight is None else float(weight)
-    if over == "weight":
-        return RankWeight(factor, known)
-    counted = torch.where(factor.isnan(), factor, (factor > 0).to(factor.dtype))
-    return RankWeight(counted, None if known is None else float(known > 0))
+    weight: Number  # of their weights
+    live: Number  # the number of them with weight
+    alive: bool | Tensor  # whether any has weight
 
 
-def share_in(call: Call, over: Over) -> RankWeight:
-    """The factor in a reduction of what this rank has: of its own gradients, or of a mean that it shares with others.
-
-    Behind a reduction a mean over the weights counts by the weights of the ranks that share it, one over the live ranks
-    by their number. All groups have equally many ranks, so that one over the world counts them alike.
-
-    Raises:
-        ValueError: as `check_weight` does.
-    """
-    of_group = None if call.group is None else {"weight": call.group.weight, "live": call.group.live}.get(over)
-    return share_of(call.weight, over) if of_group is None else RankWeight(check_weight(of_group), None)
+def totals_of(weight: Number, live: Number) -> Totals:
+    """The sums over ranks of their weights, and of 1 for each with weight. A NaN is weight, so that it is not passed over."""
+    return Totals(weight, live, weight != 0)
 
 
-def divisor_of(over: Over | None, total: Any, ranks: int) -> Any:
-    """The divisor of a sum over ranks: 1 for a sum, the number of ranks over the world, otherwise the total of their factors.
+class Share(NamedTuple):
+    """The factor of this rank's values in a mean over ranks, weight / total, or in a sum, weight."""
 
-    Args:
-        total: A number, or a 0-d tensor; so is the divisor of a mean.
-    """
-    if over is None:
-        return 1.0
-    if over != "world":
-        return total
-    return torch.full_like(total, ranks) if isinstance(total, Tensor) else float(ranks)
+    weight: Number  # of this rank, or of the ranks that share the values
+    total: Number | None  # of all ranks; None for a sum
+    alive: bool | Tensor = True  # whether any rank has weight
+
+    def times(self, x: Tensor, plus: Tensor | None = None, in_place: bool = False) -> Tensor:
+        """The factor times a tensor, in its dtype; a 16-bit product is rounded once. Where the weight is 0, the product is 0
+        whatever the tensor holds: 0 * nan would be nan.
+
+        Equal weights of n ranks divide by n, as torch does.
+
+        Args:
+            plus: A tensor to add, in at least the same precision; it is left out where no rank has weight.
+            in_place: Whether the product may be written over the tensor.
+        """
+        weight, total = self.weight, self.total
+        if plus is not None:
+            if isinstance(total, float) and isinstance(weight, float) and weight:
+                return torch.add(plus, x, alpha=weight / total)
+            own = plus + self.times(x)
+            return self.unless_idle(own, torch.zeros_like(own))
+        if isinstance(weight, Tensor):
+            weight = to_device(x.device, weight)
+            none = weight == 0
+            some = torch.where(none, torch.ones_like(weight), weight)
+            out = scaled(x, some) if total is None else divided(x, _on(x.device, total) / some)
+            out = torch.where(none, torch.zeros_like(out), out)
+        elif weight == 0:
+            out = x.zero_() if in_place else torch.zeros_like(x)
+        elif total is None:
+            out = x if weight == 1.0 else x.mul_(weight) if in_place else x * weight
+        elif isinstance(total, Tensor):
+            total = _on(x.device, total)
+            out = divided(x, total if weight == 1.0 else total / weight)
+        else:
+            ratio = total / weight
+            out = x if ratio == 1.0 else x.div_(ratio) if in_place else x / ratio
+        return out
+
+    def behind_sum(self, leaves: list[Tensor]) -> bool:
+        """Whether to divide by the total behind the sum of weight * leaf, and not before: all but float16 holds such sums.
+
+        So equal values have their value as the mean, and 16-bit numbers are rounded less often.
+        """
+        return self.total is not None and all([leaf.dtype is not torch.float16 for leaf in leaves])
+
+    def divided(self, sums: list[Tensor]) -> list[Tensor]:
+        """Fresh sums of weight * leaf, divided by the total, maybe in place; by nothing where it is 0."""
+        total = self.total
+        if not sums or (isinstance(total, float) and total in (0.0, 1.0)):
+            return sums
+        divisor: Any = total if isinstance(total, float) else nonzero_or_one(torch.as_tensor(total))
+        if plain(sums) and all([leaf.dtype.itemsize >= 4 for leaf in sums]):
+            torch._foreach_div_(sums, divisor)
+            return sums
+        if isinstance(divisor, float):
+            return [leaf / divisor for leaf in sums]
+        return [divided(leaf, to_device(leaf.device, divisor)) for leaf in sums]
+
+    def is_alive(self, device: torch.device) -> Tensor:
+        """`alive` as a 0-d bool tensor, made without a wait for a device."""
+        if isinstance(self.alive, bool):
+            return torch.full((), self.alive, dtype=torch.bool, device=device)
+        return to_device(device, self.alive)
+
+    def unless_idle(self, new: Tree, old: Tree) -> Tree:
+        """The result of a reduction of values that persist between steps, or its input if no rank has weight.
+
+        The mean without weights is 0. That is right for gradients, which then change nothing, but not for parameters.
+        """
+        if isinstance(self.alive, bool):
+            return new if self.alive else old
+        return where(self.alive, new, old)
 
 
-def unless_idle(total: Tensor, new: Tree, old: Tree, persistent: bool) -> Tree:
-    """The result of a reduction, or with `persistent` its input if no rank has weight.
-
-    The mean without weights is 0. That is right for gradients, which then change nothing, but not for parameters.
-    """
-    return where(total != 0, new, old) if persistent else new
-
-
-def lacks_unit(unit: float | None, leaf: Tensor) -> bool:
-    """Whether a sum of weight * gradient waits for the sum of the weights, to be scaled by `unit_near`."""
-    return unit is None and leaf.dtype is torch.float16
-
-
-def unit_near(total: Tensor) -> Tensor:
-    """The power of two near 1 / total, 0-d: the sum of weight * gradient * unit fits float16 where the mean does."""
-    return torch.where(total > 0, torch.exp2(-torch.floor(torch.log2(total))), torch.ones_like(total))
+def _on(device: torch.device, value: Number) -> Any:
+    return to_device(device, value) if isinstance(value, Tensor) else value
 
 
 def nonzero_or_one(divisor: Tensor) -> Tensor:

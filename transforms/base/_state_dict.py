@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,15 +34,14 @@ def to_state_dict(state: State) -> dict[str, Any]:
     {'w.step': tensor(0.), 'w.momentum': tensor([0., 0.])}
     """
     names, leaves, _ = _named(state)
-    return {name: leaf for name, leaf in zip(names, leaves, strict=True) if not isinstance(leaf, dict)}
+    return dict(zip(names, leaves, strict=True))
 
 
 def from_state_dict(like: State, state_dict: Mapping[str, Any]) -> State:
     """The state from which `to_state_dict` made a dict.
 
     Args:
-        like: A state of the same form, from `init`. Its values do not matter; its dtypes and devices are kept. A dict
-            that is empty in it, such as that of a lane at the start, takes all entries that were saved there, by name.
+        like: A state of the same form, from `init`. Its values do not matter; its dtypes and devices are kept.
         state_dict: The result of `to_state_dict`.
 
     Returns:
@@ -75,23 +73,14 @@ def restored(what: str, like: State, saved: Mapping[str, Any], in_place: bool = 
     """
     if not isinstance(saved, Mapping):
         raise TypeError(f"{what} must be a mapping from names to tensors and numbers, got {saved!r}")
-    names, positions, structure = _named(without_unread(like))
-    taken = set(names)
-    free = [name for name in saved if name not in taken]
-    open_ended = {name: _behind(name, free) for name, place in zip(names, positions, strict=True) if _is_empty(place)}
-    want = taken - open_ended.keys()
-    have = saved.keys() - {full for found in open_ended.values() for full in found}
-    if want != have:
-        raise ValueError(f"{what} has {sorted(map(str, have))}, but here it has {sorted(want)}")
+    names, positions, structure = _named(like)
+    if saved.keys() != set(names):
+        raise ValueError(f"{what} has {sorted(map(str, saved))}, but here it has {sorted(names)}")
     shared: dict[Any, Tensor] = {}
     taken_places = set[int]()
     leaves: list[Any] = []
     for name, place in zip(names, positions, strict=True):
-        if name in open_ended:
-            filled = copy.copy(place)
-            filled.update({key: _copied(saved[full]) for full, key in open_ended[name].items()})
-            leaves.append(filled)
-        elif isinstance(place, Tensor):
+        if isinstance(place, Tensor):
             own = in_place and place.dim() > 0 and place.is_contiguous() and id(place) not in taken_places
             given = saved.into(name, place) if own else saved[name]  # type: ignore[attr-defined]
             if not isinstance(given, Tensor):
@@ -118,11 +107,11 @@ def restored(what: str, like: State, saved: Mapping[str, Any], in_place: bool = 
 
 
 def _named(state: State) -> tuple[list[str], list[Any], Any]:
-    """Names, leaves and the structure; empty dicts are leaves."""
-    accessors, leaves, structure = optree.tree_flatten_with_accessor(state, is_leaf=_is_empty)
+    """Names, leaves and the structure."""
+    accessors, leaves, structure = optree.tree_flatten_with_accessor(state)
     names = [".".join(map(_entry, accessor)) for accessor in accessors]
     for name, leaf in zip(names, leaves, strict=True):
-        if not isinstance(leaf, (Tensor, int, float, str, dict)):
+        if not isinstance(leaf, (Tensor, int, float, str)):
             raise TypeError(
                 f"{f'the state has at {name!r}' if name else 'the state is'} a {type(leaf).__name__}, which cannot be saved; expected a "
                 f"pytree of tensors and numbers, such as the state of a transform, or state.pipeline of a train_step"
@@ -135,7 +124,7 @@ def _named(state: State) -> tuple[list[str], list[Any], Any]:
 
 def names_of(state: State) -> list[tuple[str, bool]]:
     """Of each leaf, in optree's order: its name in `to_state_dict`, and whether a later call reads it."""
-    names, leaves, _ = _named(state)
+    names, _, _ = _named(state)
     accessors, nodes, _ = optree.tree_flatten_with_accessor(state, is_leaf=lambda node: hasattr(node, "unread"))
     unread = tuple(
         ".".join([*map(_entry, accessor), field])
@@ -143,36 +132,9 @@ def names_of(state: State) -> list[tuple[str, bool]]:
         for field in getattr(node, "unread", ())
     )
     return [
-        (name, name not in unread and not name.startswith(tuple(f"{field}." for field in unread)))
-        for name, leaf in zip(names, leaves, strict=True)
-        if not isinstance(leaf, dict)
+        (name, name not in unread and not name.startswith(tuple(f"{field}." for field in unread))) for name in names
     ]
-
-
-def without_unread(state: State) -> State:
-    """The state with empty dicts in the place of those in the fields that a class names in `unread`."""
-
-    def emptied(node: Any) -> Any:
-        if not hasattr(node, "unread"):
-            return node
-        return node._replace(**{name: {} for name in node.unread if isinstance(getattr(node, name), dict)})
-
-    return optree.tree_map(emptied, state, is_leaf=lambda node: hasattr(node, "unread"))
 
 
 def _entry(entry: Any) -> str:
     return str(getattr(entry, "field", entry.entry))
-
-
-def _is_empty(node: Any) -> bool:
-    return isinstance(node, dict) and not node
-
-
-def _behind(name: str, free: list[str]) -> dict[str, str]:
-    """Full name -> the part after `name`, for the free names that begin with `name`."""
-    prefix = name + "." if name else ""
-    return {full: full.removeprefix(prefix) for full in free if str(full).startswith(prefix)}
-
-
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value

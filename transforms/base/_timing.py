@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+from ._check import axis_names
+
 if TYPE_CHECKING:
     from ._transform import Transform
 
@@ -109,6 +111,17 @@ def running(part: Transform, step: int | None, at_end: bool = False) -> list[tup
     if step is None or part.timing is None or part.timing.runs is None:
         return [(child, step) for child in children(part)]
     return [*_opened(part.timing.runs(step, at_end))]
+
+
+def reduced_over(part: Transform, step: int | None = None, at_end: bool = False) -> set[str]:
+    """The axes over which a transform makes all of its input equal in a step; for step=None in each one that runs it."""
+    axis = part.equalizes if part.reduces is None else part.reduces.axis
+    if axis is not None:
+        return set(axis_names(axis))
+    inside = [reduced_over(child, at, at_end) for child, at in running(part, step, at_end)] if part.wraps else []
+    if part.wraps == "stages":
+        return set().union(*inside)
+    return set.intersection(*inside) if inside else set()
 
 
 def flushed(part: Transform, calls: int) -> list[tuple[Transform, int]]:

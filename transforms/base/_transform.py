@@ -102,13 +102,12 @@ class Needs(enum.Flag):
 
 
 class Reduction(NamedTuple):
-    """The reduction of a transform over the ranks."""
+    """The weighted mean or sum over ranks that a transform takes of its input."""
 
-    sums: Callable[[State], Any]  # state -> `MeanState`, the total weight and the lane of the last message
-    axis: AxisName | None = None  # for a transform that is only a weighted mean or sum: its axes
-    over: Literal["weight", "live", "world"] | None = None  # the divisor of that mean; None: it sums
-    # Whether the transform is one psum of weight * gradient, weight and lane, then the division, with a `MeanState` as
-    # state. A step then sums buckets in place, and leaves the division to the optimizer's kernel.
+    axis: AxisName
+    over: Literal["weight", "live", "world"] | None  # the divisor of the mean; None: it sums
+    # Whether it is one psum of share * gradient, without a state. A step then sums weight * gradient in place, and leaves the
+    # division to the optimizer's kernel.
     fusable: bool = False
     scatters: bool = False  # whether each rank gets only its piece of the result
 
@@ -137,12 +136,11 @@ class Transform(Specified):
 
     Args:
         init: `params -> state`.
-        update: `(grads, state, params=None, *, weight=None, lane=None, **extra) -> (grads, state)`.
-            `weight` is this rank's share in the step's mean (a number or a 0-d tensor; None is 1), `lane` a dict of
-            named scalars that are summed along with the gradients. It may return None for the gradients if there is no
-            step in this call (see `accumulate`); then the following stages are not run. The state of parameters is in
-            dicts keyed by their paths, inside tuples, NamedTuples, lists and dicts. It may leave out keywords that it does
-            not use. Others that it may name:
+        update: `(grads, state, params=None, *, weight=None, **extra) -> (grads, state)`.
+            `weight` is this rank's weight in the step's mean (a number or a 0-d tensor; None is 1). It may return None for
+            the gradients if there is no step in this call (see `accumulate`); then the following stages are not run. The
+            state of parameters is in dicts keyed by their paths, inside tuples, NamedTuples, lists and dicts. It may leave
+            out keywords that it does not use. Others that it may name:
 
             - `step`: the number of the pipeline's steps before this one, a host integer, equal on all ranks. Periods
               and warm-ups depend on it. A transform without this keyword counts its own calls.
@@ -152,19 +150,20 @@ class Transform(Specified):
               those inside it. Other transforms are not called.
             - `donated`: no caller needs the gradients any more, so `update` may write into them.
             - `sharded_over`: the axis over which the input is sharded.
-            - `call`: all of these in one `Call`, for `(grads, state, params, call)` in the place of keywords.
+            - `call`: all of these in one `Call`, for `(grads, state, params, call)` in the place of keywords. Its `share` is
+              this rank's factor in a mean: `psum(call.share(axis).times(grad), axis)` is that mean.
         needs: The requirements of `update` on its input; by default the whole tree.
-        reduces: The reduction, for a transform that carries the lane.
+        reduces: The reduction, for a transform that takes one mean or sum of its input.
         compression: The compression, for a transform that does not send the complete gradient.
         pauses: Whether `update` may return None for the gradients.
         takes: Of an `update` with `call`: the attributes of it that change what it does, as the names of keywords do for
             others: "flush", "donated", "sharded_over", "wire".
         timing: When it runs those inside it, and when its messages change; None: they are the same in each step.
         wraps: "stages": it only runs those inside it, one after the other. "whole": all leaves go through the one inside.
+            "parts": each leaf, or each call, goes through one of those inside.
         by_norm: For a transform that only scales all gradients by a function of their norm: that function.
         silent: Whether it is meant to send nothing, where others would warn of that.
-        equalizes: Of parameters or buffers, for a transform after which the ranks have equal values in each call: from its
-            state to the weight of all ranks in that call.
+        equalizes: Of parameters, buffers or states: the axes over whose ranks they are equal after each call.
         spec: The transform as data; `factory` fills it in.
 
     >>> import torch
@@ -181,17 +180,17 @@ class Transform(Specified):
     pauses: bool = False
     takes: Collection[str] = ()
     timing: Timing | None = None
-    wraps: Literal["stages", "whole"] | None = None
+    wraps: Literal["stages", "whole", "parts"] | None = None
     by_norm: ByNorm | None = None
     silent: bool = False
-    equalizes: Callable[[State], Any] | None = None
+    equalizes: AxisName | None = None
     spec: Spec = Spec("")
 
     def __post_init__(self) -> None:
         if not isinstance(self.needs, Needs):
             raise TypeError(f"needs must be a Needs, such as Needs.LEAVES | Needs.PATHS, got {self.needs!r}")
         update = self.update if isinstance(self.update, Update) else Update(self.update)
-        children = [child for child in self.spec.children if isinstance(child, Transform)]
+        children = _inside(self)
 
         def set_(name: str, value: Any) -> None:
             object.__setattr__(self, name, value)
@@ -210,23 +209,29 @@ class Transform(Specified):
         out: tuple[Tree, State] = update.run(grads, state, params, call)
         return out
 
+    @functools.cached_property
+    def is_reducing(self) -> bool:
+        """Whether it, or a transform inside it, takes a mean or a sum over ranks."""
+        return self.reduces is not None or any(child.is_reducing for child in _inside(self))
+
     @property
-    def sums(self) -> Callable[[State], Any] | None:
-        """`Reduction.sums`; None for a transform that does not carry the lane."""
-        return self.reduces.sums if self.reduces else None
+    def one_reduction(self) -> Reduction | None:
+        """The only reduction through which all leaves go; None where there are none or several."""
+        if self.reduces is not None or self.wraps not in ("stages", "whole"):
+            return self.reduces
+        inside = [child for child in _inside(self) if child.is_reducing]
+        return inside[0].one_reduction if len(inside) == 1 else None
 
     @functools.cached_property
     def sharded_over(self) -> str | None:
         """The axis over which the result is sharded; None where each rank gets all of it."""
         if self.reduces and self.reduces.scatters:
             return str(self.reduces.axis)
-        inside = (child.sharded_over for child in self.spec.children if isinstance(child, Transform))
-        return next(filter(None, inside), None)
+        return next(filter(None, (child.sharded_over for child in _inside(self))), None)
 
     def accepts(self, keyword: str) -> bool:
         """Whether `update`, or that of a transform inside, does something with this attribute of a call."""
-        inside = (child for child in self.spec.children if isinstance(child, Transform))
-        return keyword in self.takes or any(child.accepts(keyword) for child in inside)
+        return keyword in self.takes or any(child.accepts(keyword) for child in _inside(self))
 
     def with_spec(self, spec: Spec) -> Transform:
         return replace(self, spec=spec)
@@ -235,6 +240,10 @@ class Transform(Specified):
     def _spec(self) -> Spec:
         update: Any = self.update
         return self.spec if self.spec.name else spec_of_function(update.function)
+
+
+def _inside(transform: Transform) -> list[Transform]:
+    return [child for child in transform.spec.children if isinstance(child, Transform)]
 
 
 def _compression_of(children: Sequence[Transform]) -> Compression | None:
@@ -296,24 +305,6 @@ class Inner:
         if not hasattr(state, self.field):
             raise other_state(state)
         return self.transform.run(grads, getattr(state, self.field), params, call)
-
-    def reduction(self, *own: str, same: bool = False) -> Reduction | None:
-        """The reduction of the outer transform.
-
-        Args:
-            own: The names that the outer transform has put into the lane itself.
-            same: Whether the outer transform computes the same mean or sum as the inner one, in another form.
-        """
-        if self.transform.reduces is None:
-            return None
-        sums = self.transform.reduces.sums
-
-        def of_inner(state: State) -> Any:
-            found = sums(getattr(state, self.field))
-            return found._replace(lane={name: value for name, value in found.lane.items() if name not in own})
-
-        axis, over = self.transform.reduces.axis, self.transform.reduces.over
-        return Reduction(of_inner, axis, over) if same else Reduction(of_inner)
 
 
 def other_state(state: Any, expected: str = "the state") -> ValueError:

@@ -302,7 +302,7 @@ def _plan(fine: Tensor, new: Any, old: Any, pairs: list[Any], places: dict[Any, 
     if type(new) is type(old) and hasattr(new, "choose"):
         own = new.choose(fine, old)
         return lambda chosen: own
-    if isinstance(new, dict) and isinstance(old, dict):  # the first call may add names, such as a lane's
+    if isinstance(new, dict) and isinstance(old, dict):  # the first call may add names
         named = {key: _plan(fine, part, old.get(key), pairs, places) for key, part in new.items()}
         return lambda chosen: {key: part(chosen) for key, part in named.items()}
     if isinstance(new, (tuple, list)) and type(new) is type(old) and len(new) == len(old):
@@ -376,8 +376,7 @@ def _zip(states: list[State], join: Callable[[list[dict[str, Any]]], dict[str, A
     if isinstance(first, dict):
         if any(state for state in states) and all(state.keys() <= paths for state in states):
             return join(states)
-        # Some states may lack a name, such as a name of the lane, which the first call adds.
-        return {key: _zip([state[key] for state in states if key in state], join, paths) for key in first}
+        return {key: _zip([state[key] for state in states], join, paths) for key in first}
     if isinstance(first, (tuple, list)):
         children = [_zip(list(column), join, paths) for column in zip(*states, strict=True)]
         return type(first)(*children) if hasattr(first, "_fields") else type(first)(children)

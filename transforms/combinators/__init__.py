@@ -1,13 +1,8 @@
 """Transforms made of others, clipping, and looks at the gradients."""
 
 from ._chain import (
-    LIVE as LIVE,
-    WEIGHTS as WEIGHTS,
     behind as behind,
-    behind_all as behind_all,
     chain as chain,
-    counting as counting,
-    counts_needed as counts_needed,
     identity as identity,
     stages as stages,
     stateless as stateless,

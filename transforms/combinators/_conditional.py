@@ -16,7 +16,6 @@ from ..base import (
     Inner,
     Needs,
     Period,
-    Reduction,
     State,
     Summed,
     Timing,
@@ -91,19 +90,7 @@ def switch_after(step: int, before: Transform, after: Transform) -> Transform:
                 state = with_changes(state, after=after.init(grads))
         return grads, with_changes(state, step=state.step + (not call.flush))
 
-    def sums(state: SwitchState) -> Any:
-        part, inner = (before, state.before) if state.step <= step else (after, state.after)
-        return part.sums(inner) if part.sums else None
-
-    both = before.reduces and after.reduces
-    return Transform(
-        init,
-        update,
-        Needs.NOTHING,
-        Reduction(sums) if both else None,
-        takes=("donated",),
-        timing=timing,
-    )
+    return Transform(init, update, Needs.NOTHING, takes=("donated",), timing=timing, wraps="parts")
 
 
 class EveryState(NamedTuple):
@@ -127,8 +114,7 @@ def every(steps: int, transform: Transform, first: int | None = None, except_eve
             this period, replaces it there.
 
     Returns:
-        A `Transform` with state `EveryState(step, inner, weight)`. It does not carry the lane, which must be sent in
-        every step.
+        A `Transform` with state `EveryState(step, inner, weight)`.
 
     Raises:
         ValueError: `steps` or `except_every` is no whole number from 1, or `first` none from 0.
@@ -173,7 +159,6 @@ class AccumulateState(NamedTuple):
     step: int  # calls so far, on the host
     weight: Summed[Tensor]  # the sum of the weights in this window so far, 0-d float64
     grads: Summed[Tree]  # sum of weight * gradient in this window, like the parameters; of 16-bit ones in float32
-    lane: Summed[dict[str, Tensor]]  # sums of the lane in this window
     inner: State
 
     def choose(self, fine: Tensor, old: AccumulateState) -> AccumulateState:
@@ -197,7 +182,7 @@ def accumulate(steps: int, transform: Transform) -> Transform:
         transform: The transform that runs at the end of each window, for example `mean("data")`.
 
     Returns:
-        A `Transform` with state `AccumulateState(step, weight, grads, lane, inner)`.
+        A `Transform` with state `AccumulateState(step, weight, grads, inner)`.
 
     Raises:
         ValueError: `steps` is no whole number, or below 1.
@@ -217,7 +202,7 @@ def accumulate(steps: int, transform: Transform) -> Transform:
 
     def fresh(params: Tree, step: int, inner: State) -> AccumulateState:
         zeros = optree.tree_map(lambda p: torch.zeros_like(p, dtype=wide_dtype(p.dtype)), params)
-        return AccumulateState(step, _no_weight(), zeros, {}, inner)
+        return AccumulateState(step, _no_weight(), zeros, inner)
 
     def init(params: Tree) -> State:
         return fresh(params, 0, transform.init(params))
@@ -227,17 +212,15 @@ def accumulate(steps: int, transform: Transform) -> Transform:
         gathered = optree.tree_map(
             lambda a, g: torch.where(w > 0, a + widened(g) * w.to(a.dtype), a), state.grads, grads
         )
-        total, lane = state.weight + w, call.lane or {}
-        summed = {k: state.lane.get(k, 0.0) + torch.as_tensor(v, dtype=torch.float64) for k, v in lane.items()}
-        count = state.step + 1
+        total, count = state.weight + w, state.step + 1
         if count % steps:
-            return None, AccumulateState(count, total, gathered, summed, state.inner)
+            return None, AccumulateState(count, total, gathered, state.inner)
         divisor = torch.where(total > 0, total, torch.ones_like(total))
         mean = optree.tree_map(lambda a, g: (a / divisor.to(a.dtype)).to(g.dtype), gathered, grads)
-        out, new = inner.run(mean, state, params, call.inside(weight=total, lane=summed or None))
+        out, new = inner.run(mean, state, params, call.inside(weight=total))
         return out, fresh(grads, count, new)
 
-    return Transform(init, update, Needs.NOTHING, inner.reduction(), pauses=True, timing=Timing(), wraps="whole")
+    return Transform(init, update, Needs.NOTHING, pauses=True, timing=Timing(), wraps="whole")
 
 
 def _no_weight() -> Tensor:

@@ -12,7 +12,6 @@ from ..base import (
     Call,
     Compression,
     Needs,
-    Reduction,
     State,
     Transform,
     Tree,
@@ -107,7 +106,7 @@ def masked(transform: Transform, which: Which) -> Transform:
             new, state = transform.run(_chosen(which, grads), state, some, call)
         return replace_leaves(grads, _not_none(new, "masked")), state
 
-    # `reduces` is not set: the leaves that are not chosen differ between ranks.
+    # `wraps` is not set: the leaves that are not chosen differ between ranks.
     lossy = transform.compression
     if lossy and (paths := lossy.paths):
         lossy = lossy._replace(paths=lambda params: paths(_chosen(which, params)))
@@ -197,22 +196,18 @@ def _partition_transforms(parts: dict[Patterns, Transform]) -> Transform:
         return tuple(parts[pattern].init(chosen) for pattern, chosen in _all_used(parts, params).items())
 
     def update(grads: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, State]:
+        if len(state) != len(parts):
+            raise ValueError(
+                f"this partition has {len(parts)} parts, but the state has {len(state)}; it is another pipeline's state"
+            )
         of = None if params is None else _labelled(parts, params)
         new_state, new = list(state), {}
         for i, (pattern, chosen) in enumerate(_labelled(parts, grads).items()):
-            here = call if i == carrier or call.lane is None else call.inside(lane=None)
             with default_device_of(grads):
-                out, new_state[i] = parts[pattern].run(chosen, state[i], of and of[pattern], here)
+                out, new_state[i] = parts[pattern].run(chosen, state[i], of and of[pattern], call)
             new.update(_not_none(out, "partition"))
         return replace_leaves(grads, new), tuple(new_state)
 
-    # The lane is sent only once: with the first part that reduces.
-    reducing = [i for i, part in enumerate(parts.values()) if part.reduces]
-    carrier = reducing[0] if reducing else None
-    first = next(iter(parts.values()))
-    reduces = Reduction(lambda state: first.sums(state[0])) if len(reducing) == len(parts) else None  # type: ignore[misc]
-    equalizing = all(part.equalizes for part in parts.values())
-    equalizes = (lambda state: first.equalizes(state[0])) if equalizing else None  # type: ignore[misc]
     lossy = {pattern: part.compression for pattern, part in parts.items() if part.compression}
     functions = {pattern: one.paths for pattern, one in lossy.items() if one.paths}
 
@@ -226,10 +221,9 @@ def _partition_transforms(parts: dict[Patterns, Transform]) -> Transform:
         init,
         update,
         Needs.LEAVES | Needs.PATHS,
-        reduces,
-        compression,
+        compression=compression,
         takes=("donated",),
-        equalizes=equalizes,
+        wraps="parts",
     )
 
 
@@ -261,7 +255,7 @@ def in_fragments(*parts: Transform) -> Transform:
     The largest group is as small as groups of neighbours allow. Each group has a leaf at least.
 
     Args:
-        parts: The transforms; none of them carries the lane.
+        parts: The transforms.
 
     Returns:
         A `Transform`; its state is the tuple of the parts' states.
@@ -287,7 +281,6 @@ def in_fragments(*parts: Transform) -> Transform:
     def update(grads: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, State]:
         new, states = {}, list(state)
         leaves = None if params is None else named_leaves(params)
-        call = call.inside(lane=None)
         for i, (part, some) in enumerate(zip(parts, fragments(grads, len(parts)), strict=True)):
             of = None if leaves is None else {path: leaves[path] for path in some}
             with default_device_of(grads):

@@ -4,8 +4,8 @@ from ._buckets import (
     Bucket as Bucket,
     Span as Span,
     bucket_sizes as bucket_sizes,
-    lane_bucket as lane_bucket,
     make_layout as make_layout,
+    record_bucket as record_bucket,
     views as views,
 )
 from ._pieces import (

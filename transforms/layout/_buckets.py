@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..base import lane_dtype
+from ..base import words_dtype
 
 # Measured on gloo: larger messages are faster up to about 25 MB on loopback, but at 1 to 3 Gbit/s 5 MiB is best, since
 # no computation overlaps with the last bucket's message. A tensor of 4 MB gets its own message, which needs no copy.
@@ -125,9 +125,14 @@ def views(bucket: Bucket, flat: Tensor, shapes: Mapping[str, torch.Size]) -> lis
     ]
 
 
-def lane_bucket(layout: tuple[Bucket, ...]) -> int | None:
-    """The bucket that carries the lane: the first flat one of the lane's dtype, if there is any."""
-    dtype = lane_dtype(bucket.dtype for bucket in layout)
+def record_bucket(layout: tuple[Bucket, ...]) -> int | None:
+    """The bucket whose message carries the record of a step: the first flat one of the record's dtype, if there is any.
+
+    Beside float16 none does: the ranks must know the sum of their weights before they send those gradients.
+    """
+    if any(bucket.dtype is torch.float16 for bucket in layout):
+        return None
+    dtype = words_dtype(bucket.dtype for bucket in layout)
     for i, bucket in enumerate(layout):
         if not bucket.direct and bucket.dtype is dtype:
             return i

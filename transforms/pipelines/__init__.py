@@ -7,7 +7,6 @@ _zero              `zero`
 _sharded           the pieces that a rank steps, and how parameters are gathered
 _skip              `skip_if_nonfinite` and `dynamic_loss_scale`
 _program           a step as operations, and `Effect`: what stays where no rank has weight, or a step is skipped
-_tree_memory       carries the operations out on trees
 _plan              how a pipeline runs, read off its spec
 _placements        which ranks have which part of the state
 _counting_memory   carries the operations out without data, and counts
@@ -18,12 +17,11 @@ _explanation       its table
 from ._counting_memory import CountingMemory as CountingMemory
 from ._explain import explain as explain, explain_memory as explain_memory
 from ._explanation import Explanation as Explanation, Recorder as Recorder
-from ._fuse import fuse as fuse
+from ._fuse import PipelineState as PipelineState, by_path as by_path, fuse as fuse
 from ._pipeline import (
-    NAME as NAME,
     Pipeline as Pipeline,
     Rates as Rates,
-    check_sum as check_sum,
+    agree as agree,
     number_of as number_of,
     parts_of as parts_of,
     rates_of as rates_of,
@@ -61,5 +59,4 @@ from ._skip import (
     dynamic_loss_scale as dynamic_loss_scale,
     skip_if_nonfinite as skip_if_nonfinite,
 )
-from ._tree_memory import PipelineState as PipelineState, by_path as by_path
 from ._zero import zero as zero

@@ -10,24 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..axes import Message, all_to_all_single, axis_size, bind_axes, names, psum
+from ..axes import Message, all_to_all_single, bind_axes, names, psum
 from ..base import (
-    ALONE,
-    BucketSums,
     Call,
     Transform,
     Tree,
     axis_sizes,
     check_dense,
-    encode_lane,
     flatten_in_insertion_order,
-    lane_dtype,
     named_leaves,
+    record_names,
     restrict,
-    step_lane,
+    totals_of,
+    words_dtype,
+    words_per_scalar,
 )
-from ..combinators import counting, counts_needed, stages
-from ..layout import Bucket, Pieces, bind_pieces, lane_bucket
+from ..combinators import behind, stages
+from ..layout import Bucket, Pieces, bind_pieces, record_bucket
 from ..optimizers import masters_of, state_fields
 from ._explanation import Recorder, run_stage
 from ._pipeline import Pipeline, parts_of
@@ -116,11 +115,8 @@ class CountingMemory:
             self._slots: Any = {} if self.optimizer is None else self.optimizer.init(self.own)
         self.plan = make_plan(self.hook, self.sizes, *self._parts.transforms)
         self.programs = Programs(self.plan, self._parts, self._place)
-        own = step_lane(self._ranks(self.plan.reduced(0).axes))[1:]
-        self._dtype = lane_dtype(bucket.dtype for bucket in self.layout)
-        if self._place == "module":
-            own, self._dtype = ("weight", "step_id") * (self.optimizer is not None), torch.float64
-        self._record = dict.fromkeys(own, 0.0) or None
+        in_module = self._place == "module"
+        self._dtype = torch.float64 if in_module else words_dtype(bucket.dtype for bucket in self.layout)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -130,11 +126,6 @@ class CountingMemory:
 
     def _ranks(self, axes: tuple[str, ...]) -> int:
         return math.prod(self.sizes.get(name, 1) for name in axes)
-
-    @property
-    def sums_first(self) -> bool:
-        """Whether the ranks sum their weights before the buckets of a plain reduction, in a message of their own."""
-        return self._place == "module" and self.plan.reduce is not None
 
     def sent(self, op: Op, step: int = 0, position: int = 0) -> tuple[Message, ...]:
         """The messages of an operation.
@@ -161,12 +152,13 @@ class CountingMemory:
     def stages(self, op: Stages) -> bool:
         (part,), step = op.parts, self._step
         count = len(stages(self.plan.early)) if self.plan.early is not None and self.layout else 0
-        is_stage = part.reduces is not None or any(part is one for one in stages(self.hook))
-        record = self._record if is_stage and self.plan.reduced(step).equal else None
         values = self.values("hook", self._position)
         sharded = {"sharded_over": self.pieces.axis} if self.pieces is not None and values is self.own else {}
-        call = Call(None, record, step).inside(sums=BucketSums(self._dtype), **sharded)
-        call = counting(counts_needed(stages(self.hook)), call)
+        call = Call(None, step).inside(**sharded)
+        for axes in self.plan.reduced(step).shares:  # the ranks have agreed on these
+            call.agreed(axes, totals_of(1.0, 1.0))
+        for before in stages(self.hook)[: self._position]:
+            call = behind(before, call)
         if part is self.plan.reduce:
             self._reduce(part)
         elif part is self.plan.clip and not (sharded and self._place == "module"):
@@ -213,14 +205,14 @@ class CountingMemory:
 
     def _words(self, axes: tuple[str, ...]) -> Tensor:
         """The record in a message of its own."""
-        ranks = self._ranks(axes)
-        return encode_lane(dict.fromkeys(step_lane(ranks), 0.0), self._dtype, ranks)
+        count = len(record_names(self._ranks(axes))) * words_per_scalar(self._dtype)
+        return torch.zeros(count, dtype=self._dtype)
 
     def _update_buckets(self, part: Transform, values: Tree, call: Call) -> None:
-        """Run a stage bucket by bucket; the first bucket carries the record."""
+        """Run a stage bucket by bucket."""
         assert self.plan.early is not None
         flat = takes_flat(self.plan.early) and not (self._place == "module" and self.pieces)
-        full, sums = part.init(values), BucketSums(self._dtype)
+        full = part.init(values)
         for k, bucket in enumerate(self.layout):
             pieces, some = in_bucket(k, bucket, values, self.pieces, self._place, flat)
             with bind_pieces(pieces):
@@ -229,19 +221,18 @@ class CountingMemory:
                     state = part.init(some)
                 else:
                     state = restrict(full, self.params, some)
-                of_bucket = BucketSums(self._dtype, sums) if k else sums
-                run_stage(part, some, some, state, call.inside(sums=of_bucket))
+                run_stage(part, some, some, state, call)
 
     def _reduce(self, part: Transform) -> None:
-        """Run a plain reduction; one of its messages carries the record, if there is a record and a bucket for it."""
-        assert part.reduces is not None and part.reduces.axis is not None
-        in_module, axis, total = self._place == "module", part.reduces.axis, torch.ones((), dtype=torch.float64)
-        sums = BucketSums(self._dtype)
-        sums.keep((total, {}))  # of the message of the record
-        carrier = None if in_module or part.sharded_over else lane_bucket(self.layout)
-        words = encode_lane({"total": total, **(self._record or {})}, self._dtype, axis_size(axis))
-        if carrier is None:
-            psum(self._words(names(axis)) if in_module else words, axis)
+        """Run a plain reduction; one of its messages carries the record, if there is a bucket for it."""
+        assert part.reduces is not None
+        in_module, axis = self._place == "module", part.reduces.axis
+        carrier = None if in_module or part.sharded_over else record_bucket(self.layout)
+        words = self._words(names(axis))
+        if carrier is None and not in_module:
+            psum(words, axis)
+        call = Call()
+        call.agreed(names(axis), totals_of(1.0, 1.0))
         for i, bucket in enumerate(self.layout):
             if in_module and self.pieces is not None:
                 send_slices(self.pieces.among(bucket.paths), bucket)
@@ -250,4 +241,4 @@ class CountingMemory:
             if i == carrier:  # behind the gradients, in the same buffer
                 some = {"": torch.cat([some[""], words])}
             with bind_pieces(pieces):
-                part.run(some, part.init(some), some, ALONE.inside(sums=BucketSums(self._dtype, sums)))
+                part.run(some, part.init(some), some, call)

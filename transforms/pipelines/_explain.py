@@ -56,7 +56,7 @@ def explain(
     >>> pipeline = tx.fuse(tx.mean("data"), tx.sgd(0.1, momentum=0.9))
     >>> what = explain(pipeline, {"w": torch.zeros(1000)}, {"data": 8})
     >>> what.messages, what.payload_bytes, what.state_bytes
-    (1, 4080, 4012)
+    (1, 4080, 4004)
     """
     if bucket_bytes is not None:
         whole_number("bucket_bytes", bucket_bytes, 1)
@@ -91,6 +91,7 @@ class _Table:
     def __init__(self, memory: CountingMemory, step: int) -> None:
         self._memory, self._step = memory, step
         self._hook: list[Row] = []
+        self._counts: list[Row] = []  # the records that ranks send beside the gradients
         self._agreed: list[Row] = []
         self._stepped: list[Row] = []
         self._pieces: list[Row] = []
@@ -99,7 +100,7 @@ class _Table:
 
     def rows(self) -> list[Row]:
         """The rows: hook, what ranks agree on, optimizer, what comes after it."""
-        rows = [*self._hook, *self._agreed, *self._stepped, *self._ends, *self._pieces, *self._buffers]
+        rows = [*self._hook, *self._counts, *self._agreed, *self._stepped, *self._ends, *self._pieces, *self._buffers]
         pipeline = self._memory.pipeline
         if isinstance(pipeline, Pipeline) and pipeline.skips is not None:
             own = _state_bytes(pipeline.skips.begin(()))
@@ -117,8 +118,10 @@ class _Table:
         elif isinstance(op, Agree) and op.moment == "pieces":
             sent = memory.sent(op)
             self._pieces.insert(0, Row("(whether all pieces are finite)", Needs.TREE, "each step", sent, 0))
+        elif isinstance(op, Agree):
+            if sent := memory.sent(op, self._step):
+                self._counts.append(Row("(the step's own counts)", Needs.LAYOUT, self._when(memory.hook), sent, 0))
         elif isinstance(op, Step) and memory.optimizer is not None:
-            self._agreed = [*self._records(), *self._agreed]
             self._stepped = _optimizer_rows(memory.optimizer, memory.own)
         elif isinstance(op, Ends):
             rows = self._buffers if op.on == "buffers" else self._ends
@@ -138,24 +141,6 @@ class _Table:
 
     def _when(self, part: Transform) -> str:
         return f"step {self._step}" if changes_with_steps(part) else "each step"
-
-    def _records(self) -> list[Row]:
-        """The messages that carry only the record of a step."""
-        memory = self._memory
-        ops = [
-            op
-            for op in memory.programs.of(self._step)
-            if isinstance(op, Agree)
-            and op.moment in ("begin", "verdict")
-            # Others are shown with the buckets whose sums they divide.
-            and (op.late or op.moment == "verdict" or not memory.sums_first)
-        ]
-        found = [memory.sent(op) for op in ops]
-        return [
-            Row("(the step's own counts)", Needs.LAYOUT, self._when(memory.hook), messages, 0)
-            for messages in found
-            if messages
-        ]
 
     def _of_gather(self, op: Gather) -> Row:
         """The messages with the parameters that each rank has stepped."""

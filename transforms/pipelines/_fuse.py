@@ -3,40 +3,67 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
 
+import optree
 import torch
+from torch import Tensor
 
-from ..axes import bound
+from ..axes import bound, psum
 from ..base import (
     NAMES,
     Call,
-    Lane,
     State,
+    Summed,
     Transform,
     Tree,
+    all_finite,
     changes_with_steps,
     check_dense,
-    check_lane,
     check_same,
     check_transform,
     constant,
+    device_of,
     factory,
     flag as check_flag,
+    map_with_path,
     named_leaves,
+    path_string,
     plain,
     readable_without_sync,
+    to_device,
+    weight_of,
+    where,
     with_changes,
+    zeros_like,
 )
 from ..codecs import Codec
-from ..combinators import LIVE, WEIGHTS
+from ..combinators import behind, stages
 from ..layout import Pieces, bind_pieces
-from ..optimizers import Optimizer, masters_of, matched, state_fields
-from ._pipeline import NAME as RATES, Pipeline, Skips, in_own_memory, use
-from ._plan import make_plan
-from ._program import FLUSH, Parts, Program, Programs, execute
+from ..optimizers import (
+    Optimizer,
+    masters_of,
+    matched,
+    state_fields,
+    step as step_tree,
+    with_masters,
+    with_state_fields,
+)
+from ..reductions import mean_with_words
+from ._pipeline import Pipeline, Skips, agree, agreed, are_apart, in_own_memory, mark_of, rates_of, use, words_of
+from ._plan import Reduced, make_plan
+from ._program import FLUSH, Effect, flag
 from ._sharded import sharding_of
-from ._tree_memory import Owner, PipelineState, TreeMemory, by_path
+
+
+class PipelineState(NamedTuple):
+    hook: State
+    optimizer: State  # the tree of the parameters with an optimizer state at every leaf
+    after: State
+    on_state: State
+    step: int  # steps so far, skipped ones included, on the host; periods count by it
+    window: Summed[Tensor]  # this rank's weights in the calls of `accumulate` since the last step, 0-d float64
+    gather: State = ()  # of a sharded pipeline
 
 
 @factory
@@ -66,7 +93,7 @@ def fuse(
 
     Returns:
         A `Pipeline`: `init(params) -> state` and
-        `step(params, grads, state, *, weight=None, lane=None, donate=False) -> (params, state)`. With `donate` the caller
+        `step(params, grads, state, *, weight=None, donate=False) -> (params, state)`. With `donate` the caller
         gives up all three: parameters and state are stepped in place, and gradients are overwritten. The parameters returned
         are the given ones, unless `after` or a gather makes others.
         State: `PipelineState(hook, optimizer, after, on_state, step, window, gather)`.
@@ -118,18 +145,17 @@ def pipeline_of(
         skips: For a pipeline that skips steps with non-finite gradients after the hook: the state that counts them.
     """
     sharding = sharding_of(hook, optimizer, after, on_state, gather_codec)
-    owner = Owner(hook, optimizer, after, on_state, gather_codec, sharding, skips is not None)
-    parts = Parts(after, on_state, sharding.axis if sharding else None, skips is not None)
-    programs: dict[tuple[tuple[str, int], ...], Programs] = {}  # by the axes that are bound
-    alike = not changes_with_steps(hook)
+    alike, parts = not changes_with_steps(hook), stages(hook)
+    plans: dict[tuple[tuple[str, int], ...], Any] = {}  # by the axes that are bound
 
-    @constant  # a compiled step has one program
-    def program_of(step: int) -> Program:
-        """The program of a step over the axes that are bound here."""
+    @constant  # in a compiled step these are constants, so no transform is among them
+    def how(step: int) -> tuple[Reduced, bool]:
+        """How the hook reduces in a step over the axes that are bound here, and whether its first stage is all of that, a plain one."""
         axes = tuple((name, axis.size) for name, axis in bound().items())
-        if axes not in programs:
-            programs[axes] = Programs(make_plan(hook, dict(axes)), parts, "tree")
-        return programs[axes].of(step)
+        if axes not in plans:
+            plans[axes] = make_plan(hook, dict(axes))
+        plan = plans[axes]
+        return plan.reduced(step), plan.reduce is not None and not plan.reduce.sharded_over
 
     def pieces_of(params: Tree, state: PipelineState) -> Pieces | None:
         """The pieces of the parameters, of which the state must be."""
@@ -173,7 +199,6 @@ def pipeline_of(
         state: Any,
         *,
         weight: Any = None,
-        lane: Lane | None = None,
         donate: bool = False,
         **extra: Any,
     ) -> tuple[Tree, State]:
@@ -182,7 +207,7 @@ def pipeline_of(
             raise TypeError(
                 f"step takes no {min(taken)!r}, which is the step's own; keywords for transforms need other names"
             )
-        call = Call(weight, lane, old.step).inside(extra=extra)
+        call = Call(weight, old.step).inside(extra=extra)
         use(old.window, check_flag("donate", donate))
         if not donate:
             return run(params, grads, state, call)
@@ -192,20 +217,88 @@ def pipeline_of(
             return run(params, in_own_memory(grads, params), state, call.inside(donated=True))
 
     def run(params: Tree, grads: Tree, state: Any, call: Call) -> tuple[Tree, State]:
-        old, lane = inside(state), call.lane
+        old = inside(state)
         check_same("grads", grads, "params", params)
-        check_lane(lane)
-        for taken in ("weight", RATES, WEIGHTS, LIVE):
-            if lane and taken in lane:
-                raise ValueError(f"{taken!r} in the lane is taken by the step itself; choose another name")
-        memory = TreeMemory(owner, params, old, pieces_of(params, old), call)
-        memory.begin(skips.prepare(grads, state) if skips else grads, plain(params, grads))
-        effect = execute(program_of(0 if alike else old.step), memory)
-        inner = memory.state
-        if not skips:
-            return memory.params, inner
-        outer = with_changes(state, inner=inner)
-        return memory.params, outer if effect is None else effect.update_counters(skips, outer)
+        pieces = pieces_of(params, old)
+        held = sharding.held(pieces, params, old.gather) if sharding and pieces else params
+        rates = rates_of(optimizer, held, old.optimizer)
+        if old.step == 0 and plain(params, grads):
+            rates = [*mark_of(hook, optimizer, after, on_state, gather_codec), *rates]
+        grads = skips.prepare(grads, state) if skips else grads
+
+        (axes, equal, _), is_plain = how(0 if alike else old.step)
+        device = device_of(optree.tree_leaves(grads))
+        with bind_pieces(pieces):
+            # The sum of weight * gradient carries the weights, and is divided by theirs: no message is added.
+            found = mean_with_words(parts[0], grads, call, words_of(call, rates, device)) if is_plain else None
+            if found is not None:
+                grads, summed = found
+                totals = agreed(call, axes, rates, summed)
+                mean, hook_state = _rest(parts, grads, old.hook, params, behind(parts[0], call))
+            else:
+                if not hook.pauses:
+                    totals = agree(call, axes, rates, device)
+                    grads = grads if equal or not axes else _unless_idle(call, grads)
+                mean, hook_state = hook.run(grads, old.hook, params, call)
+        if mean is None:
+            window = old.window + torch.as_tensor(weight_of(call.weight))
+            return params, put(state, with_changes(old, hook=hook_state, window=window))
+        if hook.pauses:
+            window = old.window + to_device(old.window.device, torch.as_tensor(weight_of(call.weight)))
+            totals = agree(call.inside(weight=window), axes, rates, device)
+
+        fine = torch.ones((), dtype=torch.bool)
+        if skips:
+            fine = all_finite(mean)
+            other = (sharding.axis,) if sharding else () if equal else axes
+            fine = psum((~fine).to(torch.float64), other) == 0 if other else fine
+        effect = Effect(flag(torch.as_tensor(totals.weight) > 0), flag(fine))
+
+        slots = old.optimizer
+        ends = call.inside(weight=totals.weight, donated=False, sharded_over=pieces and pieces.axis)
+        if effect.steps is not False:
+            if call.donated and pieces is None and are_apart(held):
+                bad = (~effect.steps).to(torch.float32) if isinstance(effect.steps, Tensor) else None
+                held, slots = step_tree(optimizer, held, mean, slots, True, bad)
+            else:
+                held, slots = effect.where(optimizer.step(held, mean, slots), (held, slots))
+        new = with_changes(
+            old,
+            hook=effect.keep(hook_state, old.hook),
+            step=old.step + 1,
+            window=torch.zeros_like(old.window),
+        )
+        params, new = finish(params, held, slots, new, pieces, ends, effect)
+        outer = put(state, new)
+        return params, effect.update_counters(skips, outer) if skips else outer
+
+    def finish(
+        params: Tree, held: Tree, slots: State, new: PipelineState, pieces: Pieces | None, call: Call, effect: Effect
+    ) -> tuple[Tree, PipelineState]:
+        """What comes behind the optimizer: the transforms of parameters and of its state, and the gather of the pieces."""
+        if after is not None:
+            masters, kept = effect.after(after, masters_of(held, slots), new.after, call)
+            held, slots = with_masters(masters, held, slots)
+            new = with_changes(new, after=kept)
+        if on_state is not None:
+            named = by_path(held, slots)
+            fields, kept = effect.after(on_state, state_fields(named), new.on_state, call, held)
+            replaced = with_state_fields(named, fields)
+            slots = map_with_path(lambda path, _: replaced[path], held)
+            new = with_changes(new, on_state=kept)
+        new = with_changes(new, optimizer=slots)
+        if sharding is None or pieces is None:
+            return held, new
+        # A transform of the parameters may have changed them in a step without effect too.
+        gathered = effect if after is None else effect.at_end
+        if gathered.steps is False:
+            return params, new
+        whole, gather = sharding.gather(pieces, params, held, slots, new.gather)
+        params = whole if gather_codec is None else gathered.where(whole, params)
+        return params, with_changes(new, gather=gather)
+
+    def put(state: Any, new: PipelineState) -> Any:
+        return with_changes(state, inner=new) if skips else new
 
     def flush(params: Tree, state: Any) -> tuple[Tree, State]:
         old = inside(state)
@@ -217,10 +310,37 @@ def pipeline_of(
                 "as its windows say before flush",
                 stacklevel=3,
             )
-        call = Call(0.0, step=old.step).inside(flush=True)
-        memory = TreeMemory(owner, params, old, pieces_of(params, old), call)
-        matched(optimizer, memory.held, old.optimizer)
-        execute(parts.ends, memory, FLUSH)
-        return memory.params, with_changes(state, inner=memory.state) if skips else memory.state
+        pieces = pieces_of(params, old)
+        held = sharding.held(pieces, params, old.gather) if sharding and pieces else params
+        matched(optimizer, held, old.optimizer)
+        call = Call(0.0, step=old.step).inside(flush=True, sharded_over=pieces and pieces.axis)
+        params, new = finish(params, held, old.optimizer, old, pieces, call, FLUSH)
+        return params, put(state, new)
 
     return Pipeline(init, step, flush, hook, optimizer, after, on_state, sharding, skips=skips)
+
+
+def _rest(parts: list[Transform], grads: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, State]:
+    """Run the stages behind the first one of a hook; the gradients and the state of the hook."""
+    if len(parts) == 1:
+        return grads, state
+    new = [state[0]]
+    for part, own in zip(parts[1:], state[1:], strict=True):
+        grads, kept = part.run(grads, own, params, call.inside(donated=False))
+        new.append(kept)
+        call = behind(part, call)
+    return grads, tuple(new)
+
+
+def _unless_idle(call: Call, grads: Tree) -> Tree:
+    """The gradients, or zeros for a rank without weight: some of them stay its own, though ranks step together."""
+    weight = call.totals().weight
+    if isinstance(weight, float):
+        return grads if weight else zeros_like(grads)
+    return where(weight > 0, grads, zeros_like(grads))
+
+
+def by_path(params: Tree, slots: State) -> dict[str, Any]:
+    """Path -> optimizer state."""
+    paths, _, structure = optree.tree_flatten_with_path(params)
+    return dict(zip(map(path_string, paths), structure.flatten_up_to(slots), strict=True))

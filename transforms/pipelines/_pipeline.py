@@ -12,8 +12,23 @@ import optree
 import torch
 from torch import Tensor
 
-from ..axes import all_gather, axis_size
-from ..base import AxisName, DesyncError, DonatedState, Spec, Specified, State, Transform, Tree, fingerprint, plain
+from ..axes import all_gather, axis_size, psum
+from ..base import (
+    Call,
+    DesyncError,
+    DonatedState,
+    Spec,
+    Specified,
+    State,
+    Totals,
+    Transform,
+    Tree,
+    fingerprint,
+    plain,
+    readable_without_sync,
+    stacked,
+    totals_of,
+)
 from ..optimizers import Optimizer, check_rates, compared, states_of
 from ._program import Parts
 from ._sharded import Sharding
@@ -91,9 +106,8 @@ class _Spans:
 
 
 Rates = Sequence[tuple[str, float]]
-NAME = "rates"  # in the lane
 _PIPELINE = "pipeline"
-# Numbers in [2^19, 2^20): none is a multiple of another, and their sums over 2^14 ranks are exact in the lane.
+# Numbers in [2^19, 2^20): none is a multiple of another, and their sums over 2^14 ranks are exact in words.
 LEAST = 2**19
 
 
@@ -122,13 +136,38 @@ def rates_of(optimizer: Optimizer, params: Tree, slots: State) -> list[tuple[str
     return [rate for some, step in hypers if some for rate in check_rates(some, step)]
 
 
-def check_sum(rates: Rates, summed: Tensor, axes: AxisName, step: int) -> None:
+def words_of(call: Call, rates: Rates, device: torch.device | None) -> Tensor:
+    """What a rank tells the others of a call, (2 or 3,) float64: its weight, whether it has any, the number of its rates."""
+    return stacked([*call.totals()[:2], *([number_of(rates)] if rates else [])], device)
+
+
+def agree(call: Call, axes: Sequence[str], rates: Rates, device: torch.device | None) -> Totals:
+    """The sums of the weights over the ranks of some axes, which the call knows then; one message.
+
+    Raises:
+        DesyncError: on all ranks: they have other rates.
+    """
+    words = words_of(call, rates, device)
+    return agreed(call, axes, rates, psum(words, tuple(axes)) if axes else words)
+
+
+def agreed(call: Call, axes: Sequence[str], rates: Rates, summed: Tensor) -> Totals:
+    """As `agree`, from the sum of all ranks' `words_of`."""
+    values = summed.tolist() if readable_without_sync(summed) else list(summed.unbind(0))
+    if rates and axes:
+        _check(rates, summed[2].detach(), tuple(axes), call.step or 0)
+    totals = totals_of(*values[:2])
+    call.agreed(axes, totals)
+    return totals
+
+
+def _check(rates: Rates, summed: Tensor, axes: tuple[str, ...], step: int) -> None:
     """Raise DesyncError on all ranks of some axes unless they have these hyperparameters.
 
     Args:
-        summed: The sum of `number_of(rates)` over the ranks, one or more times.
+        summed: The sum of `number_of(rates)` over the ranks.
     """
-    if float(summed.detach()) % (axis_size(axes) * number_of(rates)) == 0:
+    if float(summed) % (axis_size(axes) * number_of(rates)) == 0:
         return
     for some in (rates[:1], rates[1:]):  # of other pipelines there may be another number
         ranks = all_gather(torch.tensor([value for _, value in some], dtype=torch.float64), axes)
@@ -170,7 +209,7 @@ class Pipeline(Specified):
 
     Args:
         init: `params -> state`; the state is `PipelineState(hook, optimizer, after, on_state, step, window)`.
-        step: `(params, grads, state, *, weight=None, lane=None) -> (params, state)`, pure.
+        step: `(params, grads, state, *, weight=None) -> (params, state)`, pure.
         flush: `(params, state) -> (params, state)`, pure: runs now the transforms after the optimizer that would run in
             later steps, with the weights since their last run, and uses results that wait. For the end of a run.
         hook, optimizer, after, on_state: The parts of the pipeline; the last two may be None.

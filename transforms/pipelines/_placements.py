@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..base import Merge, Placement, State, Transform, children, marks, running, spec_of
+from ..base import Merge, Placement, State, Transform, children, marks, reduced_over, spec_of
 from ..combinators import stages
+from ._fuse import PipelineState
 from ._pipeline import Pipeline
 from ._plan import axes_of
-from ._tree_memory import PipelineState
 
 
 class Placed(NamedTuple):
@@ -33,15 +33,15 @@ def placed(part: Pipeline | Transform, state: State, axes: Iterable[str]) -> Ite
     elif part.skips is None:
         yield from _of_pipeline(names, top, part, state)
     else:
-        yield from _of_leaves(names, top, state._replace(inner=()), _behind(names, part.hook, Over()))
+        yield from _of_leaves(names, top, state._replace(inner=()), _behind(part.hook, Over()))
         yield from _of_pipeline(names, top.to("inner"), part, state.inner)
 
 
 def params_placement(pipeline: Pipeline, axes: Mapping[str, int]) -> Placement:
     """The placement of the parameters that a pipeline steps."""
-    own = _behind(tuple(axes), pipeline.hook, Over())
+    own = _behind(pipeline.hook, Over())
     for stage in stages(pipeline.after) if pipeline.after is not None else ():
-        own = _behind(tuple(axes), stage, own)
+        own = _behind(stage, own)
     whole = own.equal | ({own.cut} if own.cut else set())  # they have been gathered
     return Placement(_in_order(tuple(axes), whole), None, Merge.REFUSE)
 
@@ -50,7 +50,7 @@ def buffers_placement(on_buffers: Transform | None, axes: Mapping[str, int]) -> 
     """The placement of the buffers of a model, each of which a rank changes by itself."""
     equal = frozenset[str]()
     for stage in stages(on_buffers) if on_buffers is not None else ():
-        equal |= _always(tuple(axes), stage)
+        equal |= reduced_over(stage)
     return Placement(_in_order(tuple(axes), equal), None, Merge.MEAN)
 
 
@@ -90,7 +90,7 @@ class At(NamedTuple):
 
 def _of_pipeline(names: tuple[str, ...], at: At, pipeline: Pipeline, state: PipelineState) -> Iterator[Placed]:
     rest = state._replace(hook=(), optimizer=(), after=(), on_state=())
-    own = _behind(names, pipeline.hook, Over())
+    own = _behind(pipeline.hook, Over())
     yield from _of_part(names, at.to("hook"), pipeline.hook, state.hook, Over())
     at_end = own
     for name, part in (("after", pipeline.after), ("on_state", pipeline.on_state)):
@@ -98,7 +98,7 @@ def _of_pipeline(names: tuple[str, ...], at: At, pipeline: Pipeline, state: Pipe
             yield from _of_part(names, at.to(name), part, getattr(state, name), own)
         if name == "on_state" and part is not None:
             for stage in stages(part):
-                at_end = _behind(names, stage, at_end)
+                at_end = _behind(stage, at_end)
     tree = at.to("optimizer")._replace(params=("",), in_tree=True)
     yield from _of_leaves(names, tree, state.optimizer, at_end, Merge.MEAN)
     yield from _of_leaves(names, at, rest, own, before=Over())
@@ -119,7 +119,7 @@ def _of_part(names: tuple[str, ...], at: At, part: Transform, state: State, befo
         numbers[kind] += 1
         here = at.to(i, label) if len(parts) > 1 else at._replace(name=f"{at.name}.{label}".removeprefix("."))
         yield from _of_stage(names, here, stage, own, before)
-        before = _behind(names, stage, before)
+        before = _behind(stage, before)
 
 
 def _of_stage(names: tuple[str, ...], at: At, part: Transform, state: State, before: Over) -> Iterator[Placed]:
@@ -179,24 +179,11 @@ def _of_leaves(
         yield Placed(at.path, at.name, Placement(_in_order(names, equal), cut, merge), at.params)
 
 
-def _behind(names: tuple[str, ...], part: Transform, before: Over) -> Over:
+def _behind(part: Transform, before: Over) -> Over:
     """Where the output of a transform is equal in every step."""
-    equal = before.equal | _always(names, part)
+    equal = before.equal | reduced_over(part)
     cut = part.sharded_over or before.cut
     return Over(equal - {cut}, cut)
-
-
-def _always(names: tuple[str, ...], part: Transform) -> frozenset[str]:
-    """The axes over which a transform makes all values equal in every step."""
-    if part.equalizes is not None and not children(part):
-        return frozenset(axes_of(part, names))
-    pauses = any(not running(part, step) for step in (0, 1)) and part.timing is not None
-    if part.sums is part.equalizes is None or pauses:
-        return frozenset()
-    inside = [_always(names, child) for child, _ in running(part, None)]
-    if part.wraps == "stages":
-        return frozenset().union(*inside)
-    return frozenset.intersection(*inside) if inside else frozenset(axes_of(part, names))
 
 
 def _in_order(names: tuple[str, ...], equal: frozenset[str] | set[str]) -> tuple[str, ...]:

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from ..axes import names
-from ..base import Needs, Over, Transform, changes_with_steps, running
+from ..base import Needs, Over, Transform, changes_with_steps, reduced_over, running
 from ..combinators import chain, stages
-
-AXES = ("axis", "local", "node")  # the arguments of our factories that name axes
 
 
 class Reduced(NamedTuple):
     """The reduction of a hook in one step.
 
     axes: the axes over which it reduces: their ranks take or skip a step together. Empty where it sends nothing.
-    equal: whether its own messages make the gradients and the lane equal on all of these ranks.
+    equal: whether its own messages make the gradients equal on all of these ranks.
+    shares: the axes over which ranks agree on the sums of their weights, for the means in it.
     """
 
     axes: tuple[str, ...]
     equal: bool
+    shares: tuple[tuple[str, ...], ...] = ()
 
 
 class Plan(NamedTuple):
@@ -82,9 +82,9 @@ def make_plan(hook: Transform, sizes: Mapping[str, int], *ends: Transform, adds:
     always = None if changes_with_steps(hook) else _reduced(hook, mesh_axes, 0)
     plan = Plan(hook, mesh_axes, agree, always)
     own = first.reduces if first is not None else None
-    alone = own is not None and own.fusable and reach <= set(names(own.axis or ()))
+    alone = own is not None and own.fusable and reach <= set(names(own.axis))
     alone = alone and own is not None and not (adds and own.over in ("live", "world"))
-    if alone and not any(part.reduces for part in parts[1:]):
+    if alone and not any(part.is_reducing for part in parts[1:]):
         if len(parts) == 2 and parts[1].by_norm is not None:
             return plan._replace(reduce=first, clip=parts[1])
         return plan._replace(reduce=first, rest=tuple(parts[1:]))
@@ -95,36 +95,41 @@ def make_plan(hook: Transform, sizes: Mapping[str, int], *ends: Transform, adds:
 def _reduced(hook: Transform, mesh_axes: tuple[str, ...], step: int) -> Reduced:
     reach = axes_of(hook, mesh_axes, step)
     axes = tuple(name for name in mesh_axes if name in reach)
-    return Reduced(axes, bool(axes) and hook.sums is not None and _summed_over(hook, mesh_axes, step) >= set(axes))
+    shares = dict.fromkeys(tuple(name for name in mesh_axes if name in one) for one in _shares(hook, step, frozenset()))
+    equal = bool(axes) and reduced_over(hook, step) >= set(axes)
+    return Reduced(axes, equal, tuple(one for one in shares if one))
+
+
+def _shares(part: Transform, step: int | None, before: frozenset[str]) -> Iterator[frozenset[str]]:
+    """The axes over which weights are summed for the means in a transform.
+
+    Args:
+        before: The axes that have been reduced over before.
+    """
+    if part.reduces is not None:
+        yield before.union(names(part.reduces.axis))
+        return
+    for child, at in running(part, step):
+        yield from _shares(child, at, before)
+        if part.wraps == "stages":
+            before = before | reduced_over(child, at)
 
 
 def axes_of(part: Transform, mesh_axes: Collection[str], step: int | None = None, at_end: bool = False) -> set[str]:
-    """The axes over which a transform may communicate: those in its arguments, or all if it calls an unknown function.
+    """The axes over which a transform may communicate: those that it states, or all if it calls an unknown function.
 
     Args:
         step: Only in this step, counted from 0; None: in any step.
         at_end: Whether `part` runs on parameters, at the end of a step.
     """
-    if not part.spec.name or "function" in dict(part.spec.args):
+    own = part.equalizes if part.reduces is None else part.reduces.axis
+    found = set(names(own)) if own is not None else set[str]()
+    if not found and (not part.spec.name or "function" in dict(part.spec.args)):
         return set(mesh_axes)
-    found: set[str] = set()
-    ours = part.spec.is_ours
-    for argument, value in part.spec.args:
-        for name in value if isinstance(value, tuple) else (value,):
-            # Any argument of a factory outside fjoin may name an axis.
-            if isinstance(name, str) and (argument in AXES or (name in mesh_axes and not ours)):
-                found.add(name)
+    if not part.spec.is_ours:  # any argument may name an axis
+        given = [each for _, value in part.spec.args for each in (value if isinstance(value, tuple) else (value,))]
+        found.update(name for name in given if isinstance(name, str) and name in mesh_axes)
     return found.union(*(axes_of(child, mesh_axes, at, at_end) for child, at in running(part, step, at_end)))
-
-
-def _summed_over(part: Transform, mesh_axes: Collection[str], step: int | None) -> set[str]:
-    """The axes over which a transform makes all gradients equal and sums the lane."""
-    if part.sums is None:
-        return set()
-    inside = [_summed_over(child, mesh_axes, at) for child, at in running(part, step)]
-    if part.wraps == "stages":
-        return set().union(*inside)
-    return set.intersection(*inside) if inside else axes_of(part, mesh_axes, step)
 
 
 def warn_if_silent(

@@ -45,7 +45,7 @@ class Effect(NamedTuple):
         Each argument may be a function that returns the state; see `choose_state`.
         """
         if self.steps is True:
-            return new
+            return new() if callable(new) else new
         return choose_state(torch.as_tensor(self.steps), new, old)
 
     def where(self, new: Tree, old: Tree) -> Tree:
@@ -129,14 +129,14 @@ class Observe:
 class Agree:
     """The ranks of some axes agree on numbers, by the sum of a record of each of them.
 
-    moment: "begin": weights, loss, the user's sums, what is known before the gradients. "verdict": whether the gradients
-        after the hook are finite, their norm, and where nothing needs it earlier what "begin" has. "pieces": a verdict of
-        pieces, over the axis that shards. "used": the parameters that some rank has used.
+    moment: "begin": weights, loss, the user's sums, what is known before the gradients. "share": weights, for a mean over
+        other axes. "verdict": whether the gradients after the hook are finite, their norm, and where nothing needs it earlier
+        what "begin" has. "pieces": a verdict of pieces, over the axis that shards. "used": the parameters that some rank has used.
     rides: whether it travels in the messages of the hook; otherwise in one of its own.
     late: whether it may be read in the next step, if nothing in this one needs it.
     """
 
-    moment: Literal["begin", "verdict", "pieces", "used"]
+    moment: Literal["begin", "share", "verdict", "pieces", "used"]
     axes: tuple[str, ...]
     rides: bool = False
     late: bool = False
@@ -180,8 +180,8 @@ Op: TypeAlias = Stages | Observe | Agree | Judge | Step | Ends | Gather | Keep
 Program: TypeAlias = tuple[Op, ...]
 
 
-# Where a step runs: on trees, on the flat buckets of a train_step, in a registered module's buckets.
-Place = Literal["tree", "buckets", "module"]
+# Where a step runs: on the flat buckets of a train_step, or in a registered module's buckets.
+Place = Literal["buckets", "module"]
 
 
 class Parts(NamedTuple):
@@ -246,7 +246,7 @@ def program(plan: Plan, parts: Parts, step: int, place: Place) -> Program:
     Args:
         step: The number of the step, from 0. Steps that send the same messages have equal programs.
     """
-    axes, equal = plan.reduced(step)
+    axes, equal, _ = plan.reduced(step)
     hook = Stages(tuple(stages(plan.hook)), partial=bool(axes) and not equal)
     early, late = agreements(plan, parts, step, place)
     if not parts.steps:
@@ -257,27 +257,30 @@ def program(plan: Plan, parts: Parts, step: int, place: Place) -> Program:
 def agreements(plan: Plan, parts: Parts, step: int, place: Place) -> tuple[tuple[Agree, ...], tuple[Agree, ...]]:
     """What the ranks agree on before the messages of the hook, and with or after them.
 
-    Where ranks loop together, in a train_step or a module, all of them must know of each other in every step. A hook that
-    makes gradients equal on all of them carries the record; otherwise it goes alone. Where the hook leaves different
-    gradients, the ranks that step together need a verdict after it, in which the record rides if nobody needs it earlier.
+    Where ranks loop together all of them must know of each other in every step. The record of a plain reduction rides in its
+    messages; for other hooks it goes before them, since their means need the sum of the weights. Where the hook leaves
+    different gradients, the ranks that step together need a verdict after it, in which the record rides if nobody needs it
+    earlier.
     """
-    axes, equal = plan.reduced(step)
+    axes, equal, shares = plan.reduced(step)
     together = plan.agree
     early: list[Agree] = []
     late: list[Agree] = []
-    if place == "module" and plan.reduce is not None:  # torch's buckets have no room for a record
-        early.append(Agree("begin", axes))
-    elif equal and parts.steps:
+    plain = plan.reduce is not None
+    if plain and equal and place == "buckets":
         late.append(Agree("begin", axes, rides=True))
+    elif plain or equal or shares:  # torch's buckets have no room for a record
+        early.append(Agree("begin", axes))
+    early += [Agree("share", one) for one in shares if not plain and one != axes]
     if parts.used:
         late.append(Agree("used", parts.used))
     if not parts.steps:
         return tuple(early), tuple(late)
-    if place != "tree" and axes != together and not (place == "module" and parts.skips):
+    if axes != together and not (place == "module" and parts.skips):
         early.append(Agree("begin", together, late=True))
-    if plan.hook.sharded_over is not None and (place != "tree" or (parts.skips and equal)):
+    if plan.hook.sharded_over is not None:
         late.append(Agree("pieces", (plan.hook.sharded_over,)))
-    if not equal and (axes or place != "tree"):  # without axes each rank decides for itself
+    if not equal:
         late.append(Agree("verdict", axes))
     return tuple(early), tuple(late)
 

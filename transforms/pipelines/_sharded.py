@@ -147,7 +147,7 @@ def sharding_of(
         )
     axis = str(found[0].sharded_over)
     for part in _around(hook):
-        if part.wraps is None and not _shards(part):
+        if part.wraps not in ("stages", "whole") and not _shards(part):
             raise ValueError(
                 f"fuse: {part!r} cannot hold a scatter_mean: it may leave some gradients whole, which no rank would own"
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import optree
 import torch
@@ -13,7 +13,6 @@ from torch import Tensor
 from ..base import (
     Call,
     Inner,
-    Reduction,
     State,
     Transform,
     Tree,
@@ -36,7 +35,6 @@ from ._pipeline import Pipeline, Skips
 class SkipState(NamedTuple):
     inner: State
     skipped: Tensor  # calls without effect so far, 0-d int64
-    sums: Any = ()  # the sums of a reduction inside in the last call, with effect or not
 
 
 Skippable = TypeVar("Skippable", Transform, Pipeline)
@@ -58,7 +56,7 @@ def skip_if_nonfinite(part: Skippable) -> Skippable:
         part: A `Pipeline` or a `Transform`.
 
     Returns:
-        A `Pipeline` or a `Transform`, like `part`, with state `SkipState(inner, skipped, sums)`.
+        A `Pipeline` or a `Transform`, like `part`, with state `SkipState(inner, skipped)`.
 
     Raises:
         TypeError: `part` is neither.
@@ -92,23 +90,18 @@ def _count(state: SkipState, fine: Tensor) -> SkipState:
 def _skip_transform(part: Transform) -> Transform:
     inside = Inner(part)
 
-    def sums_of(inner: State) -> Any:
-        return part.sums(inner) if part.sums else ()
-
     def init(params: Tree) -> State:
-        inner = part.init(params)
-        return SkipState(inner, no_calls(), sums_of(inner))
+        return SkipState(part.init(params), no_calls())
 
     def update(grads: Tree, state: SkipState, params: Tree, call: Call) -> tuple[Tree, State]:
         out, inner = inside.run(grads, state, params, call)
         if out is None:
-            return None, with_changes(state, inner=inner, sums=sums_of(inner))
+            return None, with_changes(state, inner=inner)
         fine = all_finite(out)
         kept = choose_state(fine, inner, state.inner)
-        return where(fine, out, zeros_like(out)), SkipState(kept, state.skipped + ~fine, sums_of(inner))
+        return where(fine, out, zeros_like(out)), SkipState(kept, state.skipped + ~fine)
 
-    reduces = Reduction(lambda state: state.sums) if part.reduces else None
-    return Transform(init, update, reduces=reduces, takes=("donated",))
+    return Transform(init, update, takes=("donated",), wraps="parts")
 
 
 def guarded(part: Pipeline, skips: Skips) -> Pipeline:

@@ -60,7 +60,7 @@ from ..codecs import (
     places_of,
     refuse_derivative,
 )
-from ._coded_sum import Term, coded_mean
+from ._coded_sum import coded_sum
 
 _CASTS: dict[torch.dtype, Callable[[], Codec]] = {
     torch.bfloat16: bfloat16,
@@ -85,8 +85,8 @@ def compress(codec: Codec | torch.dtype, hook: Transform, seed: int = 0) -> Tran
     twice the codes of its gradients, less 1 / ranks of it, however many ranks there are. Two ranks send all their codes
     to each other, which are as many bytes, and encode once.
 
-    Weights and lane are sent with the codes, in float64, and are exact. Results have the gradients' dtypes, and are equal
-    on all ranks to the bit. On an axis of one rank nothing is sent, and nothing is encoded.
+    Each rank encodes its share of the mean; the ranks agree on the sum of their weights before. Results have the gradients'
+    dtypes, and are equal on all ranks to the bit. On an axis of one rank nothing is sent, and nothing is encoded.
 
     Args:
         codec: For example `int8()`; or a dtype: torch.bfloat16, float16, float8_e4m3fn or float8_e5m2, and float32 for
@@ -142,8 +142,7 @@ def _encoded(codec: Codec, hook: Transform, seed: int) -> Transform:
         def update(grads: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, State]:
             return hook.run(grads, state, params, call.inside(wire=codec))
 
-        reduces = hook.reduces and hook.reduces._replace(fusable=False, scatters=False)
-        return Transform(hook.init, update, needs, reduces, lossy, takes=("donated",), wraps="whole")
+        return Transform(hook.init, update, needs, compression=lossy, takes=("donated",), wraps="whole")
 
     def init(params: Tree) -> CompressState:
         return CompressState(hook.init(params), 0)
@@ -155,9 +154,8 @@ def _encoded(codec: Codec, hook: Transform, seed: int) -> Transform:
         return out, CompressState(new, state.step + 1)
 
     # Random bits are keyed by path.
-    return Transform(
-        init, stochastic, needs | Needs.PATHS, inner.reduction(same=True), lossy, takes=("donated",), wraps="whole"
-    )
+    needs |= Needs.PATHS
+    return Transform(init, stochastic, needs, compression=lossy, takes=("donated",), wraps="whole")
 
 
 C = TypeVar("C", bound=Callable[..., Any])
@@ -249,17 +247,14 @@ def _in_bytes(codec: Codec, axis: AxisName, move: Callable[[Tensor], Tensor]) ->
 
 
 def _psum(codec: Codec, x: Tree, axis: AxisName) -> Tree:
-    return packed(x, 0, lambda flat: _mean(codec, flat, axis) * axis_size(axis))
+    def run(flat: Tensor) -> Tensor:
+        return coded_sum(codec, flat, axis, places_of({"": flat}, flat.device) if codec.stochastic else None)[0]
+
+    return packed(x, 0, run)
 
 
 def _pmean(codec: Codec, x: Tree, axis: AxisName) -> Tree:
-    return packed(x, 0, lambda flat: _mean(codec, flat, axis))
-
-
-def _mean(codec: Codec, flat: Tensor, axis: AxisName) -> Tensor:
-    one, words = (torch.ones(shape, dtype=torch.float64, device=flat.device) for shape in ((), (0,)))
-    positions = places_of({"": flat}, flat.device) if codec.stochastic else None
-    return coded_mean(Term(codec, flat, one, words, positions=positions), axis).mean
+    return optree.tree_map(lambda total: total / axis_size(axis), _psum(codec, x, axis))
 
 
 def _psum_scatter(codec: Codec, x: Tree, axis: AxisName, *, dim: int = 0, tiled: bool = False) -> Tree:

@@ -1,4 +1,4 @@
-"""Matrices as products of two thin ones."""
+"""A mean in which some leaves are sent as two thin factors: the common part of both PowerSGDs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..axes import axis_size, psum
-from ..base import AxisName, plain, readable_without_sync
+from ..axes import psum
+from ..base import AxisName, Call, Share, plain, readable_without_sync, words_dtype
 from ..codecs import Codec, Noise, key_of, places_of
-from ._coded_sum import Term, coded_mean
+from ._coded_sum import choose, coded_sum, usable
 
 
 def draw(seed: int, name: str, step: int, rank: int, columns: int, like: Tensor) -> Tensor:
@@ -29,72 +29,14 @@ def draw(seed: int, name: str, step: int, rank: int, columns: int, like: Tensor)
     return (2 * unit - (1 - 2**-24)).to(torch.promote_types(like.dtype, torch.float32)).view(rank, columns)
 
 
-class FeedbackWeight(NamedTuple):
-    """A `RankWeight` of a rank that may have residuals."""
-
-    factor: Tensor
-    known: float | None
-    flush: bool  # whether it sends its residuals where the factor is 0
-
-    def message(self, grad: Tensor, error: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-        """The message of a leaf, factor * gradient + residual; None for no message.
-
-        It is in new memory where there is a residual and the factor is known and not 0.
-        """
-        grad, error = as_dtype(grad, dtype), None if error is None else as_dtype(error, dtype)
-        if self.known == 0.0:  # 0 * nan would be nan
-            return error if self.flush else None
-        if self.known is not None:
-            if error is not None:
-                return torch.add(error, grad, alpha=self.known)
-            return grad if self.known == 1.0 else grad * self.known
-        own = torch.where(self.factor > 0, grad * self.factor.to(dtype), torch.zeros_like(grad))
-        return own if error is None else torch.where(self.sends, own + error, torch.zeros_like(own))
-
-    @property
-    def sends(self) -> Tensor:
-        return (self.factor > 0) | self.flush
-
-
-class Exchange(NamedTuple):
-    """Sums floats and the words of the lane over the ranks."""
-
-    axis: AxisName
-    wire: Codec | None  # the codec of the floats; with a codec the words are float64
-    feeds: bool  # whether the encoding errors of `wire` are needed
-    leaf: str  # a path of the bucket, which keys random bits
-
-    def __call__(self, name: str, parts: list[Tensor], words: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The sums of the parts, the sums of the words, and the encoding error of this rank's message `name`, flat."""
-        flat = [part.reshape(-1) for part in parts]
-        if self.wire is None:
-            if not parts and not words.numel():
-                return words, words, None
-            summed = psum(torch.cat([*flat, words]), self.axis)
-            n = summed.numel() - words.numel()
-            return summed[:n], summed[n:], None
-        joined = torch.cat(flat) if flat else words.new_zeros(0, dtype=torch.float32)
-        if not parts and not words.numel():
-            return joined, words, None
-        one = words.new_ones(())
-        positions = places_of({f"{name} of {self.leaf}": joined}, joined.device) if self.wire.stochastic else None
-        term = Term(self.wire, joined, one, words, one if self.feeds else None, positions)
-        reduced = coded_mean(term, self.axis)
-        return reduced.mean * axis_size(self.axis), reduced.words, reduced.lost
-
-
-def cut(flat: Tensor, shapes: list[torch.Size]) -> list[Tensor]:
+def _cut(flat: Tensor, shapes: list[torch.Size]) -> list[Tensor]:
     """The tensors of these shapes in a flat tensor; views."""
     pieces = flat.split([shape.numel() for shape in shapes]) if shapes else ()
     return [p if len(shape) == 1 else p.view(shape) for p, shape in zip(pieces, shapes, strict=True)]
 
 
-def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+def _as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype is dtype else x.to(dtype)
-
-
-def shaped(x: Tensor, like: Tensor) -> Tensor:
-    return x if x.shape == like.shape else x.view(like.shape)
 
 
 class Block(NamedTuple):
@@ -106,7 +48,7 @@ class Block(NamedTuple):
 
     paths: list[str]
     start: list[Tensor]  # Q of each matrix, (rank, columns)
-    sent: list[Tensor] | None  # this rank's message of each matrix, (rows, columns); None for no message
+    sent: list[Tensor]  # this rank's term of the mean of each matrix, (rows, columns)
     parts: list[Tensor]  # this rank's part of P^T = Q M^T of each matrix, (rank, rows)
     alone: bool  # whether it is a block of one for the reason above
 
@@ -121,9 +63,9 @@ _LINE = 64  # bytes
 
 
 def blocks_of(
-    leaves: Mapping[str, Tensor], q: Mapping[str, Tensor], message: Callable[[str], Tensor | None], dtype: torch.dtype
+    leaves: Mapping[str, Tensor], q: Mapping[str, Tensor], term: Callable[[str], Tensor], dtype: torch.dtype
 ) -> list[Block]:
-    """The matrices with a factor in `q`, blocks of one last; `message`: path -> this rank's message."""
+    """The matrices with a factor in `q`, blocks of one last; `term`: path -> this rank's term of the mean."""
     groups: dict[tuple[int, int, int], list[str]] = {}
     for path, start in q.items():
         groups.setdefault((leaves[path].shape[0], start.shape[0], start.shape[1]), []).append(path)
@@ -136,45 +78,26 @@ def blocks_of(
             together.append((paths, False))
     made = []
     for paths, alone in together + single:
-        starts = [as_dtype(q[path], dtype) for path in paths]
-        rows = leaves[paths[0]].shape[0]
-        sent: list[Tensor] = []
-        parts: list[Tensor] = []
+        starts, sent, parts = [_as_dtype(q[path], dtype) for path in paths], list[Tensor](), list[Tensor]()
         for path, first in zip(paths, starts, strict=True):
-            if (given := message(path)) is not None:
-                sent.append(given if given.dim() == 2 else given.reshape(rows, first.shape[1]))
-                parts.append(torch.mm(first, sent[-1].T))  # now, while the message is in the cache
-            else:
-                parts.append(first.new_zeros(first.shape[0], rows))
-        made.append(Block(paths, starts, sent or None, parts, alone))
+            own = term(path)
+            sent.append(own if own.dim() == 2 else own.reshape(-1, first.shape[1]))
+            parts.append(torch.mm(first, sent[-1].T))  # now, while the term is in the cache
+        made.append(Block(paths, starts, sent, parts, alone))
     return made
 
 
-def compute_q(
-    block: Block, p: Tensor, share: FeedbackWeight, old: Mapping[str, Tensor]
-) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """This rank's part of Q = P^T M of each matrix, (rank, columns), and the new residuals M - P Q.
-
-    Residuals are computed for the matrices in `old`.
-
-    Args:
-        old: Path -> old residual.
-    """
+def compute_q(block: Block, p: Tensor, feeds: Mapping[str, Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """This rank's part of Q = P^T M of each matrix, (rank, columns), and M - P Q for the paths in `feeds`."""
     own: list[Tensor] = []
-    residuals: dict[str, Tensor] = {}
-    for i, (path, p_t) in enumerate(zip(block.paths, p.unbind(0), strict=True)):
-        sent = None if block.sent is None else block.sent[i]
-        own.append(torch.zeros_like(block.start[i]) if sent is None else torch.mm(p_t, sent))
-        if path not in old:
-            continue
-        if sent is not None and share.known and plain([sent]):
-            # In place: `FeedbackWeight.message` made new memory. Transposed, which takes three quarters of the time.
-            residuals[path] = sent.T.addmm_(own[i].T, p_t, alpha=-1.0).T
-            continue
-        kept = as_dtype(old[path], p.dtype).reshape(p.shape[2], -1)
-        base = kept if sent is None else sent if share.known is not None else torch.where(share.sends, sent, kept)
-        residuals[path] = torch.addmm(base, p_t.T, own[i], alpha=-1.0)
-    return own, residuals
+    left: dict[str, Tensor] = {}
+    for path, p_t, sent in zip(block.paths, p.unbind(0), block.sent, strict=True):
+        own.append(torch.mm(p_t, sent))
+        if path in feeds:  # the term is new memory, as a sum
+            # Transposed, which takes three quarters of the time.
+            rest = sent.T.addmm_ if plain(sent) else sent.T.addmm
+            left[path] = rest(own[-1].T, p_t, alpha=-1.0).T
+    return own, left
 
 
 def products(blocks: list[Block], p: list[Tensor], q: list[Tensor], outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -209,95 +132,128 @@ def orthonormal(p: Tensor, epsilon: float) -> Tensor:
     return u
 
 
-class Finiteness(NamedTuple):
-    """Which summed factors are usable as they are."""
-
-    scales: list[Tensor]  # the largest absolute values of the rows of each block's Q, (matrices, rank, 1)
-    live: Tensor  # 0-d bool: some rank has weight
-    whole: bool  # known on the host: some rank has weight, everything is finite, and no row is 0
-
-    def fine(self, i: int) -> Tensor:
-        """Whether the sum of each matrix of a block is used, (matrices, 1, 1)."""
-        return self.live & torch.isfinite(self.scales[i]).all(dim=1, keepdim=True)
+class Reduced(NamedTuple):
+    means: dict[str, Tensor]  # path -> mean, in the leaf's shape and dtype
+    errors: dict[str, Tensor]  # path -> new residual, for the paths of the given residuals
+    q: dict[str, Tensor]  # path -> the Q that the next call starts from
 
 
-def check_finite(qs: list[Tensor], counted: Tensor) -> Finiteness:
-    scales = [torch.linalg.vector_norm(q, math.inf, dim=2, keepdim=True) for q in qs]
-    live = counted != 0
-    joined = torch.cat([scale.view(-1) for scale in scales]) if scales else counted.view(1)
-    whole = False
-    if readable_without_sync(joined) and readable_without_sync(counted):
-        whole = bool(live & (joined > 0).all() & torch.isfinite(joined).all())
-    return Finiteness(scales, live, whole)
-
-
-def next_start(block: Block, q: Tensor, i: int, finite: Finiteness, fresh: Callable[[str, Tensor], Tensor]) -> Tensor:
-    """The factors that the next step starts from: this step's Q, with new rows in place of rows that are 0."""
-    scale = finite.scales[i]
-    if finite.whole:
-        return q / scale
-    dead = scale == 0
-    scaled = q / torch.where(dead, torch.ones_like(scale), scale)
-    new = torch.stack([fresh(path, start) for path, start in zip(block.paths, block.start, strict=True)])
-    return torch.where(finite.fine(i), torch.where(dead, new.to(q), scaled), torch.stack(block.start))
-
-
-def matrix_residuals(
-    blocks: list[Block],
-    p: list[Tensor],
-    residuals: Mapping[str, Tensor],
-    lost: list[Tensor] | None,
-    old: Mapping[str, Tensor],
-    finite: Finiteness,
-) -> dict[str, Tensor]:
-    """Residuals of the compressed matrices.
+def low_rank_mean(
+    leaves: Mapping[str, Tensor],
+    q: Mapping[str, Tensor],
+    axis: AxisName,
+    epsilon: float,
+    share: Share,
+    call: Call,
+    errors: Mapping[str, Tensor],
+    fresh: Callable[[str, Tensor], Tensor],
+) -> Reduced:
+    """The mean of leaves; those with a factor in `q` are sent as two factors.
 
     Args:
-        p: The orthonormal P^T of each block.
-        residuals: Path -> M - P Q, new memory; see `compute_q`.
-        lost: The encoding error of each block's Q; None where it is not encoded.
-        old: Path -> old residual, which is kept where the sum of a matrix is not used.
+        q: Path -> the Q to start from.
+        call: Of it, `wire` and `donated` are used; if donated, the means may take the gradients' memory.
+        errors: Path -> residual.
+        fresh: (path, a Q) -> random numbers in place of its rows that have become 0.
     """
-    new: dict[str, Tensor] = {}
-    for i, block in enumerate(blocks):
+    coded = call.wire is not None
+    dtype = torch.float32 if coded else words_dtype(leaf.dtype for leaf in leaves.values())
+    # Leaves that are summed uncompressed and unencoded have no residual.
+    errors = {path: _as_dtype(e, dtype) for path, e in errors.items() if coded or path in q}
+
+    def term(path: str) -> Tensor:
+        return share.times(_as_dtype(leaves[path], dtype), errors.get(path))
+
+    def exchange(name: str, parts: list[Tensor]) -> tuple[Tensor, Tensor | None]:
+        flat = torch.cat([part.reshape(-1) for part in parts]) if parts else torch.zeros(0, dtype=dtype)
+        return _sum(f"{name} of {next(iter(leaves), '')}", flat, axis, call.wire, coded and bool(errors))
+
+    blocks = blocks_of(leaves, q, term, dtype)
+    others = {path: leaf.shape for path, leaf in leaves.items() if path not in q and leaf.numel()}
+    first, lost = exchange("P", [*(part for block in blocks for part in block.parts), *map(term, others)])
+    left_sizes, right_sizes = [block.sizes[0] for block in blocks], [block.sizes[1] for block in blocks]
+    size = sum(shape.numel() for shape in left_sizes)
+    p_t = [orthonormal(p, epsilon) for p in _cut(first[:size], left_sizes)]
+    own, residuals = list[Tensor](), dict[str, Tensor]()
+    for block, p in zip(blocks, p_t, strict=True):
+        some, left = compute_q(block, p, errors)
+        own += some
+        residuals |= left
+    second, missed = exchange("Q", own)
+    totals = _cut(second, right_sizes)
+
+    outputs: dict[str, Tensor] = {}
+    if call.donated and plain(list(leaves.values())):
+        matrices = {path: leaves[path] for path in q}
+        outputs = {path: m.view(len(m), -1) for path, m in matrices.items() if m.dtype is dtype and m.is_contiguous()}
+    means = products(blocks, p_t, totals, outputs)
+    means.update(zip(others, _cut(first[size:], list(others.values())), strict=True))
+    made = _next(
+        blocks, p_t, totals, None if missed is None else _cut(missed, right_sizes), share, residuals, errors, fresh
+    )
+    if lost is not None:
+        sums = dict(zip(others, _cut(first[size:], list(others.values())), strict=True))
+        for path, error in zip(others, _cut(lost[size:], list(others.values())), strict=True):
+            if path in errors:
+                made.errors[path] = choose(usable(share, sums[path]), error, errors[path])
+    return Reduced(
+        {p: _as_dtype(means[p].view(x.shape), x.dtype) if p in means else x for p, x in leaves.items()},
+        {path: new.reshape(errors[path].shape) for path, new in made.errors.items()},
+        {path: _as_dtype(new, q[path].dtype) for path, new in made.q.items()},
+    )
+
+
+def _sum(name: str, flat: Tensor, axis: AxisName, wire: Codec | None, feeds: bool) -> tuple[Tensor, Tensor | None]:
+    """The sum of floats over the ranks, and the encoding error of this rank's message."""
+    if not flat.numel():
+        return flat, None
+    if wire is None:
+        return psum(flat, axis), None
+    return coded_sum(wire, flat, axis, places_of({name: flat}, flat.device) if wire.stochastic else None, feeds)
+
+
+def _next(
+    blocks: list[Block],
+    p: list[Tensor],
+    totals: list[Tensor],
+    missed: list[Tensor] | None,
+    share: Share,
+    residuals: Mapping[str, Tensor],
+    old: Mapping[str, Tensor],
+    fresh: Callable[[str, Tensor], Tensor],
+) -> Reduced:
+    """The next Q of each matrix, with new rows in place of those that are 0, and the residuals.
+
+    Where no rank has weight, or the sum of a matrix is 0 or not finite, both stay as they are.
+
+    Args:
+        missed: The encoding error of each block's Q; None where it is not encoded.
+    """
+    made = Reduced({}, {}, {})
+    scales = [torch.linalg.vector_norm(q, math.inf, dim=2, keepdim=True) for q in totals]
+    whole = False  # known on the host: some rank has weight, everything is finite, and no row is 0
+    if (
+        scales
+        and isinstance(share.alive, bool)
+        and readable_without_sync(joined := torch.cat([s.view(-1) for s in scales]))
+    ):
+        whole = share.alive and bool((joined > 0).all() & torch.isfinite(joined).all())
+    for i, (block, q, scale) in enumerate(zip(blocks, totals, scales, strict=True)):
+        fine = torch.isfinite(scale).all(dim=1, keepdim=True) & share.is_alive(scale.device)
+        fine = fine & (scale != 0).any(dim=1, keepdim=True)
+        if whole:
+            new = q / scale
+        else:
+            dead = scale == 0
+            drawn = torch.stack([fresh(path, start) for path, start in zip(block.paths, block.start, strict=True)])
+            new = torch.where(dead, drawn.to(q), q / torch.where(dead, torch.ones_like(scale), scale))
+            new = torch.where(fine, new, torch.stack(block.start))
+        made.q.update(zip(block.paths, new.unbind(0), strict=True))
         for j, path in enumerate(block.paths):
             if path not in residuals:
                 continue
             error = residuals[path]
-            if lost is not None:
-                add = error.addmm_ if plain([error]) else error.addmm
-                error = add(p[i][j].T, lost[i][j])
-            if not finite.whole:
-                error = torch.where(finite.fine(i)[j], error, old[path].reshape(error.shape))
-            new[path] = error
-    return new
-
-
-def uncompressed_residuals(
-    shapes: Mapping[str, torch.Size],
-    lost: Tensor,
-    sums: Tensor,
-    old: Mapping[str, Tensor],
-    share: FeedbackWeight,
-    finite: Finiteness,
-) -> dict[str, Tensor]:
-    """Residuals of the leaves that are encoded but not compressed.
-
-    Args:
-        shapes: Path -> shape, of all these leaves.
-        lost: Their encoding errors, flat.
-        sums: Their sums over the ranks, flat.
-        old: As for `matrix_residuals`.
-    """
-    whole = finite.whole and share.known and bool(torch.isfinite(sums).all())
-    new: dict[str, Tensor] = {}
-    sizes = list(shapes.values())
-    for path, error, total in zip(shapes, cut(lost, sizes), cut(sums, sizes), strict=True):
-        if path not in old:
-            continue
-        if whole:
-            new[path] = error
-        else:
-            residual = error if share.known else torch.where(share.sends, error, old[path] + error)
-            new[path] = torch.where(finite.live & torch.isfinite(total).all(), residual, old[path])
-    return new
+            if missed is not None:
+                error = (error.addmm_ if plain(error) else error.addmm)(p[i][j].T, missed[i][j])
+            made.errors[path] = error if whole else torch.where(fine[j], error, old[path].reshape(error.shape))
+    return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import optree
 import torch
 from torch import Tensor
 
@@ -11,25 +12,22 @@ from ..base import (
     Compression,
     Needs,
     Over,
-    RankWeight,
-    Rider,
+    Reduction,
+    State,
     Transform,
     Tree,
     check_over,
-    decode_words,
     device_of,
     factory,
-    first_of,
-    lane_dtype,
+    init_empty,
     named_leaves,
-    nonzero_or_one,
     one_axis,
     real,
     to_device,
+    words_dtype,
 )
-from ..codecs import Codec, check_codec, places_of, refuse_derivative
-from ._coded_sum import Reduced, Sums, Term, coded_mean, cut, ravel, reduction, split, unravel, with_residual
-from ._error_feedback import ResidualMemory
+from ..codecs import Codec, check_codec
+from ._coded_sum import coded_sum, cut, encoded, ravel, unravel
 
 
 @factory
@@ -52,8 +50,7 @@ def hierarchical_mean(local: str, node: str, codec: Codec | None = None, over: O
         over: The divisor; see `mean`.
 
     Returns:
-        A `Transform` whose `update` returns a tree like `grads`, equal on all ranks.
-        State: `MeanState(total, lane)`.
+        A `Transform` whose `update` returns a tree like `grads`, equal on all ranks. It has no state.
 
     Raises:
         ValueError: `over` is none of the three; `local` and `node` are the same axis; `codec` is stochastic.
@@ -77,79 +74,35 @@ def hierarchical_mean(local: str, node: str, codec: Codec | None = None, over: O
             f"compress({codec!r}, hierarchical_mean(...))"
         )
 
-    def reduce(grads: Tree, share: RankWeight, rider: Rider, call: Call) -> Sums:
+    both = (local, node)
+
+    def across(codec: Codec, x: Tensor, places: Tensor | None, feeds: bool) -> tuple[Tensor, Tensor | None]:
+        """The sum of all ranks' floats, of which the nodes exchange codes: each rank those of its part."""
+        inside, n = axis_size(local), len(x)
+        here = to_device(x.device, axis_index(local)).view(1)
+        part = psum_scatter(cut(x, inside), local)
+        mine = None if places is None else cut(places, inside).index_select(0, here)[0]
+        part, lost = coded_sum(codec, part, node, mine, feeds)
+        if lost is not None:  # the residual of the node's message lies on the rank that has sent it
+            rows = torch.arange(inside, device=x.device).unsqueeze(1) == here
+            lost = torch.where(rows, lost, 0.0).flatten()[:n]
+        return all_gather(part, local).flatten()[:n], lost
+
+    def update(grads: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, State]:
+        grads = optree.tree_map(torch.as_tensor, grads)
         of = named_leaves(grads)
         real(of, "hierarchical_mean")
-        inside, nodes = axis_size(local), axis_size(node)
-        dtype = lane_dtype(leaf.dtype for leaf in of.values())
-        own = share.masked(ravel(of.values(), device_of(of.values()), dtype))
-        own = own if share.known == 1.0 else own * share.factor.to(own.dtype)
-        words = rider.words(dtype, inside * nodes, own.device, share.factor)
-        size = -(-own.numel() // inside)
-        rows = torch.cat([cut(own, inside, size), words.expand(inside, -1)], dim=1)
-        part = psum_scatter(rows, local)
-        wire = call.wire or codec
-        if wire is None or nodes == 1:
-            part = psum(part, node)
-            total, sums = first_of(decode_words(part[size:], inside * nodes))
-            part = part[:size] / nonzero_or_one(total).to(part)
+        device, wire = device_of(of.values()), call.wire or codec
+        share = call.share(both, over, device)
+        if wire is not None and axis_size(node) > 1:
+            out = encoded(grads, share, call.inside(wire=wire), across)
         else:
-            refuse_derivative(of.values(), "differentiate through the hook without its codec, or detach the gradients")
-            here, header = first_of(decode_words(part[size:], inside * nodes))
-            reduced = _across(wire, part[:size], here, header, local, node, of, call.memory, over)
-            total, part, sums = reduced.total, reduced.mean, reduced.words
-        if over == "world":
-            part = part * (total / (inside * nodes)).to(part)
-        whole = all_gather(part, local).flatten()
-        return Sums(unravel(whole[: own.numel()], grads), total, sums)
+            flat = ravel(of.values(), device, words_dtype(leaf.dtype for leaf in of.values()))
+            flat = share._replace(total=None).times(flat)
+            (part,) = share.divided([psum(psum_scatter(cut(flat, axis_size(local)), local), node)])
+            out = unravel(all_gather(part, local).flatten()[: len(flat)], grads)
+        return (share.unless_idle(out, grads) if call.persistent else out), state
 
     needs = Needs.NOTHING if codec is None or codec.elementwise else Needs.LAYOUT
     lossy = None if codec is None else Compression(named_leaves)
-    return reduction((local, node), over, reduce, needs, compression=lossy, takes=("wire",))
-
-
-def _across(
-    codec: Codec,
-    part: Tensor,
-    here: Tensor,
-    header: Tensor,
-    local: str,
-    node: str,
-    of: dict[str, Tensor],
-    memory: ResidualMemory | None,
-    over: Over,
-) -> Reduced:
-    """The mean over the nodes of this rank's part of the gradients.
-
-    A rank keeps the residual of its node's messages for its part, whichever rank of the node has input. So a node
-    without input keeps the residual, or flushes it.
-
-    Args:
-        part: (size,), the node's sum of weight * gradient.
-        here: The node's total, 0-d float64.
-    """
-    mean, inside, size = (part / nonzero_or_one(here).to(part)).float(), axis_size(local), len(part)
-    at = to_device(part.device, axis_index(local)).view(1)
-
-    def mine(whole: Tensor) -> Tensor:
-        return cut(whole, inside, size).index_select(0, at)[0]
-
-    def run(term: Term) -> Reduced:
-        return coded_mean(term, node)
-
-    term = Term(codec, mean, here, header, positions=mine(places_of(of, part.device)) if codec.stochastic else None)
-    if memory is None:
-        return run(term)
-    if memory.per_rank:
-        raise TypeError(
-            "between nodes a rank keeps the residual of its node, which ef21 cannot use; use error_feedback"
-        )
-    share = RankWeight(here, None)
-    errors = memory.residuals(of, share)
-    reduced, residual = with_residual(run, term, None, mine(ravel(errors, part.device)), memory.flush)
-    ranks = inside * axis_size(node)
-    divisor = torch.full_like(reduced.total, ranks) if over == "world" else reduced.total
-    rows = torch.arange(inside, device=part.device).unsqueeze(1) == at
-    residual = torch.where(rows, residual, torch.zeros_like(residual)).flatten()
-    memory.keep(of, split(residual[: sum(e.numel() for e in errors)], errors), share, divisor)
-    return reduced
+    return Transform(init_empty, update, needs, Reduction(both, over), lossy, takes=("wire",))

@@ -5,6 +5,9 @@ A rank without input takes part with weight 0 and contributes exactly nothing. U
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import optree
 import torch
 from torch import Tensor
@@ -13,82 +16,102 @@ from ..axes import axis_size, psum, sum_donated
 from ..base import (
     AxisName,
     Call,
+    Needs,
     Over,
-    RankWeight,
-    Rider,
+    Reduction,
+    Share,
+    State,
     Transform,
     Tree,
-    Unit,
     check_over,
     decode_words,
     device_of,
-    divided,
-    divisor_of,
+    encode_words,
     factory,
-    first_of,
-    lacks_unit,
-    no_words,
-    nonzero_or_one,
+    init_empty,
     plain,
+    readable_without_sync,
     some_axes,
-    unit_near,
+    words_dtype,
 )
-from ._coded_sum import Sums, encoded_mean, reduction
-
-
-def _weighted_sum(
-    grads: Tree, axis: AxisName, share: RankWeight, rider: Rider, unit: float | None, donated: bool
-) -> tuple[Sums, Unit]:
-    """The sum times a unit that makes it fit the gradients' dtype, and the unit; written over `donated` gradients."""
-    leaves, structure = optree.tree_flatten(grads)
-
-    def add(waiting: list[int], unit: Unit, *words: Tensor) -> list[Tensor]:
-        """Replace these leaves by their sums; returns the sum of the words."""
-        sent = [*(share.times(leaves[i], unit) for i in waiting), *words]
-        summed = sum_donated(sent, axis) if donated and plain(sent) else psum(sent, axis)
-        for i, total in zip(waiting, summed, strict=False):
-            leaves[i] = total
-        return summed[len(waiting) :]
-
-    # These wait for the sum of the weights, which is no float16 and so travels apart from them in any case.
-    waits = [lacks_unit(unit, leaf) for leaf in leaves]
-    early, late = ([i for i, wait in enumerate(waits) if wait is last] for last in (False, True))
-    scale: Unit = unit or 1.0
-    if rider.goes_along:
-        words = rider.words(rider.dtype(leaves), axis_size(axis), device_of(leaves), share.factor)
-        total, sums = first_of(decode_words(add(early, scale, words)[0], axis_size(axis)))
-    else:
-        add(early, scale)
-        total, sums = rider.total, no_words()
-    if late:
-        scale = unit_near(total)
-        add(late, scale)
-    return Sums(optree.tree_unflatten(structure, leaves), total, sums), scale
+from ..codecs import Codec
+from ._coded_sum import coded_sum, encoded
 
 
 def _reduction(axis: AxisName, over: Over | None) -> Transform:
     """`mean`, or the weighted sum where `over` is None."""
     some_axes("sum_over" if over is None else "mean", axis)
 
-    def reduce(grads: Tree, share: RankWeight, rider: Rider, call: Call) -> Sums:
+    def update(grads: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, State]:
+        del params
+        leaves, structure = optree.tree_flatten(grads)
+        leaves = [torch.as_tensor(leaf) for leaf in leaves]
+        share = share_of(call, axis, over, device_of(leaves))
         if call.wire is not None and axis_size(axis) > 1:
-            return encoded_mean(grads, axis, share, over, rider, call)
-        unit = call.unit if call.unit is None or over in (None, "weight") else 1.0
-        donated = call.donated and not call.persistent
-        (summed, total, words, _), scale = _weighted_sum(grads, axis, share, rider, unit, donated)
-        if over is None:
-            if isinstance(scale, Tensor) or scale != 1.0:
-                summed = optree.tree_map(lambda g: divided(g, torch.as_tensor(scale)), summed)
-            return Sums(summed, total, words)
-        divisor = nonzero_or_one(divisor_of(over, total, axis_size(axis)))
-        leaves = optree.tree_leaves(summed)
-        if leaves and plain(leaves) and all(leaf.dtype.itemsize >= 4 for leaf in leaves):  # they are fresh, or donated
-            torch._foreach_div_(leaves, divisor * scale)
+            coded = functools.partial(_coded, axis)
+            out = encoded(optree.tree_unflatten(structure, leaves), share, call, coded)
         else:
-            summed = optree.tree_map(lambda g: divided(g, divisor * scale), summed)
-        return Sums(summed, total, words)
+            out = optree.tree_unflatten(structure, mean_of(leaves, share, axis, call.donated and not call.persistent))
+        return (share.unless_idle(out, grads) if call.persistent else out), state
 
-    return reduction(axis, over, reduce, fusable=True, takes=("donated", "wire"))
+    return Transform(init_empty, update, Needs.NOTHING, Reduction(axis, over, fusable=True), takes=("donated", "wire"))
+
+
+def _coded(axis: AxisName, codec: Codec, x: Tensor, places: Tensor | None, feeds: bool) -> tuple[Tensor, Tensor | None]:
+    return coded_sum(codec, x, axis, places, feeds)
+
+
+def share_of(call: Call, axis: AxisName, over: Over | None, device: torch.device | None) -> Share:
+    """This rank's share in a mean, or its weight in a sum."""
+    if over is not None:
+        return call.share(axis, over, device)
+    if call.persistent:
+        return call.share(axis, "weight", device)._replace(total=None)
+    return Share(call.totals((), device).weight, None)
+
+
+def mean_of(leaves: list[Tensor], share: Share, axis: AxisName, donated: bool = False) -> list[Tensor]:
+    """The means, or the sums, of leaves over the ranks; they may be written over `donated` leaves."""
+    late = share.behind_sum(leaves)
+    own = share._replace(total=None) if late else share
+    sums = _sum(leaves, [own.times(leaf, in_place=donated and plain(leaf)) for leaf in leaves], axis, donated)
+    return share.divided(sums) if late else sums
+
+
+def _sum(leaves: list[Tensor], own: list[Tensor], axis: AxisName, donated: bool) -> list[Tensor]:
+    """The sums of `own` over the ranks; in place, by the same collective on all of them whatever their weights."""
+    if not plain(own):
+        return psum(own, axis)
+    fresh = [new.clone() if new is leaf and not donated else new for new, leaf in zip(own, leaves, strict=False)]
+    return sum_donated([*fresh, *own[len(leaves) :]], axis)
+
+
+def mean_with_words(part: Transform, grads: Tree, call: Call, words: Tensor) -> tuple[Tree, Tensor] | None:
+    """A plain `mean` or `sum_over` whose message carries more: the sum of weight * gradient, divided by the sum of the weights.
+
+    Args:
+        part: The transform.
+        call: Of its first stage.
+        words: (n,) float64, of which the first two are `Call.totals`.
+
+    Returns:
+        The mean, which may lie in the memory of donated gradients, and the sum of the words over the ranks. None for gradients
+        whose sums need the share to fit: float16.
+    """
+    of, own, (leaves, structure) = part.reduces, call.totals(), optree.tree_flatten(grads)
+    assert of is not None
+    share = Share(own.weight if of.over in (None, "weight") else own.live, 1.0)
+    if not all([isinstance(leaf, Tensor) for leaf in leaves]) or not share.behind_sum(leaves):
+        return None
+    ranks, dtype = axis_size(of.axis), words_dtype(leaf.dtype for leaf in leaves)
+    donated = call.donated and plain(leaves)
+    own_sums = [share._replace(total=None).times(leaf, in_place=donated) for leaf in leaves]
+    sent = encode_words(words, dtype, ranks)
+    *sums, summed = _sum(leaves, [*own_sums, sent], of.axis, donated)
+    found = decode_words(summed, ranks)
+    total: Any = {"weight": found[0], "live": found[1], "world": float(ranks), None: 1.0}[of.over]
+    total = float(total) if readable_without_sync(found) else total
+    return optree.tree_unflatten(structure, share._replace(total=total).divided(sums)), found
 
 
 @factory
@@ -101,12 +124,12 @@ def mean(axis: AxisName, over: Over = "weight") -> Transform:
         over="live"     sum_r [w_r > 0] g_r / sum_r [w_r > 0]
         over="world"    sum_r [w_r > 0] g_r / size of the axis
 
-    The weight and the lane are sent in the same message as the gradients. Where all weights are 0, the result is 0.
-
-    The message holds the sum of weight * gradient in the gradient's dtype. For float16 it is multiplied by a power of
-    two near 1 / the sum of the weights, so that it fits where the mean does: the weights are summed first. Numbers of
-    16 bits are added in float32 and rounded once, but for gloo's and NCCL's own all-reduce, which adds two ranks'
-    values at a time in the dtype of the message.
+    The ranks agree on the sum of their weights first, in a message of 16 bytes; over the world they need none. Then each
+    sends its share of the mean, in the gradient's dtype, so that a message fits where the mean does. In `fuse` and in a
+    train_step a plain mean costs no message for that: there the sum of weight * gradient is divided behind the message, by
+    the weight that it has carried. Where all weights are 0, the result is 0. Numbers of 16 bits are added in float32 and
+    rounded once, but for gloo's and NCCL's own all-reduce, which adds two ranks' values at a time in the dtype of the
+    message.
 
     Args:
         axis: The axis, or a tuple of axes, to average over.
@@ -114,7 +137,7 @@ def mean(axis: AxisName, over: Over = "weight") -> Transform:
 
     Returns:
         A `Transform` whose `update` returns a tree like `grads`, equal on all ranks.
-        State: `MeanState(total, lane)`, the sums from the last message.
+        It has no state.
 
     Raises:
         ValueError: `over` is none of the three; `axis` names none, or one twice; at `update`: the weight is neither 0
@@ -133,8 +156,6 @@ def mean(axis: AxisName, over: Over = "weight") -> Transform:
     [tensor(2.), tensor(2.), tensor(2.)]
     """
     check_over(over)
-
-    # A step on buckets does not call this one: `AllReduceHook` of fjoin/step sums, and the optimizer's kernel divides.
     return _reduction(axis, over)
 
 
@@ -146,8 +167,7 @@ def sum_over(axis: AxisName) -> Transform:
         axis: The axis, or a tuple of axes, to sum over.
 
     Returns:
-        A `Transform` whose `update` returns a tree like `grads`, equal on all ranks.
-        State: `MeanState(total, lane)`; `total` is the sum of the weights.
+        A `Transform` whose `update` returns a tree like `grads`, equal on all ranks. It has no state.
 
     Raises:
         ValueError, TypeError, UnboundAxis: as `mean`.

@@ -3,16 +3,118 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple, TypeAlias
 
+import optree
 import torch
 from torch import Tensor
 
-from ..base import AxisName, Needs, Over, Transform, Tree, factory, named_leaves, whole_number
+from ..axes import axis_size
+from ..base import (
+    AxisName,
+    Call,
+    Compression,
+    Needs,
+    Over,
+    Reduction,
+    Share,
+    Transform,
+    Tree,
+    check_over,
+    counts_steps,
+    device_of,
+    factory,
+    flag,
+    named_leaves,
+    positive,
+    real,
+    some_axes,
+    whole_number,
+)
+from ..codecs import refuse_derivative
 from ..combinators import switch_after
-from ._factors import draw
-from ._low_rank_mean import CallArgs, PowerSGDState, Result, Settings, check_settings, low_rank_mean, make_transform
+from ._factors import Reduced, draw, low_rank_mean
 from ._mean import mean
+
+
+class PowerSGDState(NamedTuple):
+    q: dict[str, Tensor]  # path of a compressed leaf -> the Q that the next call starts from, (rank, columns)
+    step: int  # calls so far, on the host
+
+
+class Settings(NamedTuple):
+    axis: AxisName
+    rank: int
+    min_compression_rate: float
+    warm_start: bool
+    epsilon: float
+    seed: int
+    over: Over
+
+    def rank_of(self, rows: int, columns: int) -> int:
+        """The rank of the factors of a matrix of this shape; 0 where it is not compressed."""
+        rank = min(rows, columns, self.rank)
+        return rank if (rows + columns) * rank * self.min_compression_rate < rows * columns else 0
+
+
+def _check(given: Settings) -> None:
+    some_axes("power_sgd", given.axis)
+    check_over(given.over)
+    whole_number("rank", given.rank, 1)
+    whole_number("seed", given.seed)
+    positive("min_compression_rate", given.min_compression_rate)
+    positive("epsilon", given.epsilon, zero=True)
+    flag("warm_start", given.warm_start)
+
+
+# (leaves, state, this rank's share, the call, path -> residual) -> the means, the new residuals and the next Q
+Reduce: TypeAlias = Callable[[dict[str, Tensor], PowerSGDState, Share, Call, dict[str, Tensor]], Reduced]
+
+
+def _transform(
+    settings: Settings,
+    needs: Needs,
+    start: Callable[[Tree], dict[str, Tensor]],
+    reduce: Reduce,
+    loses: Callable[[Tree], list[str]],
+) -> Transform:
+    """A transform around `reduce`, which runs on several ranks.
+
+    Args:
+        start: Parameters -> the first Q.
+        loses: Parameters -> the paths of the leaves that are compressed.
+    """
+    axis, over = settings.axis, settings.over
+
+    def init(params: Tree) -> PowerSGDState:
+        return PowerSGDState(start(params) if settings.warm_start else {}, 0)
+
+    @counts_steps
+    def update(grads: Tree, state: PowerSGDState, params: Tree, call: Call) -> tuple[Tree, PowerSGDState]:
+        del params
+        grads, step = optree.tree_map(torch.as_tensor, grads), state.step + 1
+        leaves, memory = named_leaves(grads), call.memory
+        share = call.share(axis, over, device_of(leaves.values()))
+        if axis_size(axis) == 1:
+            out = optree.tree_map(share.times, grads)
+            return (share.unless_idle(out, grads) if call.persistent else out), state._replace(step=step)
+        real(leaves, "power_sgd")
+        if call.wire is not None:
+            refuse_derivative(leaves.values(), "differentiate through the hook without its codec")
+        known = dict[str, Tensor]()
+        if memory is not None:
+            mine = {path: leaf for path, leaf in leaves.items() if path in memory.old}
+            known = dict(zip(mine, memory.of(mine), strict=True))
+        made = reduce(leaves, state, share, call, known)
+        if memory is not None:
+            memory.keep({path: new.to(known[path].dtype) for path, new in made.errors.items()})
+        out = optree.tree_unflatten(optree.tree_structure(grads), [made.means[path] for path in leaves])
+        out = share.unless_idle(out, grads) if call.persistent else out
+        return out, PowerSGDState({path: made.q.get(path, old) for path, old in state.q.items()}, step)
+
+    reduces, compression = Reduction(axis, over), Compression(loses, encoded=False)
+    return Transform(init, update, needs | Needs.PATHS, reduces, compression, takes=("donated", "wire"))
 
 
 @factory
@@ -29,18 +131,18 @@ def power_sgd(
 ) -> Transform:
     """The weighted mean of all ranks' gradients, with matrices sent as two thin factors.
 
-    With M_r = w_r g_r, as a matrix of shape[0] x all other dimensions, and Q of `rank` columns, the same on all ranks:
+    With M_r = w_r g_r / sum of w, as a matrix of shape[0] x all other dimensions, and Q of `rank` columns, the same on all
+    ranks:
 
-        P = orthonormal(sum_r M_r Q),   Q = sum_r M_r^T P,   result = P Q^T / sum_r w_r
+        P = orthonormal(sum_r M_r Q),   Q = sum_r M_r^T P,   result = P Q^T
 
     The result is the mean projected onto the columns that M Q spans. The part orthogonal to them is lost, unless the
     transform is inside `error_feedback(power_sgd(...))`: there each rank keeps M_r - P Q_r^T and adds it to its next
     M_r, so that over all steps nothing is lost.
 
-    One message carries P, the leaves that are not compressed, and the lane; a second one carries Q. Without a
-    compressed leaf there is no second message. All are sent in float32, or in float64 if a gradient is float64. Inside
-    `compress` they are encoded, but the lane is exact. On an axis of one rank nothing is sent and nothing is
-    compressed.
+    One message carries P and the leaves that are not compressed; a second one carries Q. Without a compressed leaf there is
+    no second message. All are sent in float32, or in float64 if a gradient is float64; inside `compress` they are encoded.
+    On an axis of one rank nothing is sent and nothing is compressed.
 
     Args:
         axis: The axis, or a tuple of axes, to average over.
@@ -51,13 +153,13 @@ def power_sgd(
             least 1, matrices with fewer rows or columns than `rank` are not compressed; below 1, such a matrix is sent
             with as many columns as it takes to lose nothing.
         warm_start: Start from the last call's Q; if False, from random numbers in every call.
-        epsilon: Added to the norm by which each column of M Q is divided, in units of the summed gradients.
+        epsilon: Added to the norm by which each column of M Q is divided, in units of the mean.
         seed: Seed of the random numbers, which also depend on the path and, without warm start, on the step.
         over: The divisor; see `mean`.
 
     Returns:
         A `Transform` whose `update` returns a tree like `grads`, equal on all ranks with equal arithmetic.
-        State: `PowerSGDState(reduced, counted, q, step)`. A column of Q that has become 0 is drawn again. Where no rank
+        State: `PowerSGDState(q, step)`. A column of Q that has become 0 is drawn again. Where no rank
         has weight, or a matrix is not finite, its Q and its residual do not change.
 
     Raises:
@@ -75,7 +177,7 @@ def power_sgd(
     [tensor(2.), tensor(2.)]
     """
     settings = Settings(axis, rank, min_compression_rate, warm_start, epsilon, seed, over)
-    check_settings(settings)
+    _check(settings)
     if whole_number("warmup_steps", warmup_steps, 0):
         return switch_after(warmup_steps, mean(axis, over), power_sgd(**settings._asdict()))
 
@@ -107,14 +209,17 @@ def power_sgd(
     def again(path: str, like: Tensor) -> Tensor:
         return draw(seed, path, 0, like.shape[0], like.shape[1], like)
 
-    def reduce(leaves: dict[str, Tensor], state: PowerSGDState, given: CallArgs) -> Result:
+    def reduce(
+        leaves: dict[str, Tensor], state: PowerSGDState, share: Share, call: Call, errors: dict[str, Tensor]
+    ) -> Reduced:
         q = kept(leaves, state) if warm_start else drawn(leaves, state.step)
-        return low_rank_mean(leaves, q, again, settings, given)
+        made = low_rank_mean(leaves, q, axis, epsilon, share, call, errors, again)
+        return made if warm_start else made._replace(q={})
 
     def first(params: Tree) -> dict[str, Tensor]:
         return drawn(named_leaves(params), 0)
 
-    return make_transform(settings, Needs.LEAVES, first, reduce, lambda params: list(shapes(named_leaves(params))))
+    return _transform(settings, Needs.LEAVES, first, reduce, lambda params: list(shapes(named_leaves(params))))
 
 
 @factory
@@ -155,7 +260,7 @@ def batched_power_sgd(
     tensor([2., 2., 2., 2.])
     """
     settings = Settings(axis, rank, min_compression_rate, warm_start, epsilon, seed, over)
-    check_settings(settings)
+    _check(settings)
     if whole_number("warmup_steps", warmup_steps, 0):
         return switch_after(warmup_steps, mean(axis, over), batched_power_sgd(**settings._asdict()))
 
@@ -173,34 +278,34 @@ def batched_power_sgd(
         leaves = named_leaves(params)
         return dict.fromkeys(leaves, drawn(leaves, 0)) if size(leaves)[1] else {}
 
-    def reduce(leaves: dict[str, Tensor], state: PowerSGDState, given: CallArgs) -> Result:
+    def reduce(
+        leaves: dict[str, Tensor], state: PowerSGDState, share: Share, call: Call, errors: dict[str, Tensor]
+    ) -> Reduced:
         side, rank = size(leaves)
         if not rank:
-            return low_rank_mean(
-                leaves, {}, lambda _, like: like, settings, given._replace(errors=given.errors if given.wire else {})
-            )
+            return low_rank_mean(leaves, {}, axis, epsilon, share, call, errors, lambda _, like: like)
         kept = state.q.get(next(iter(leaves)), torch.empty(0, 0))
         fits = kept.shape[0] >= rank and kept.shape[1] >= side
         start = kept[:rank, :side] if fits else drawn(leaves, state.step)
-        errors = {"": _square(given.errors, leaves, side)} if given.errors.keys() >= leaves.keys() else {}
+        squares = {"": _square(errors, leaves, side)} if errors.keys() >= leaves.keys() else {}
+
+        def again(_: str, like: Tensor) -> Tensor:
+            return draw(seed, "", 0, rank, side, like)
+
         made = low_rank_mean(
-            {"": _square(leaves, leaves, side)},
-            {"": start},
-            lambda _, like: draw(seed, "", 0, rank, side, like),
-            settings,
-            given._replace(errors=errors),
+            {"": _square(leaves, leaves, side)}, {"": start}, axis, epsilon, share, call, squares, again
         )
-        return made._replace(
-            means=_pieces(made.means[""], leaves),
-            errors=_pieces(made.errors[""], given.errors, leaves) if errors else {},
-            q=dict.fromkeys(leaves, _inside(kept, made.q[""])) if made.q and fits else {},
+        return Reduced(
+            _pieces(made.means[""], leaves),
+            _pieces(made.errors[""], errors, leaves) if squares else {},
+            dict.fromkeys(leaves, _inside(kept, made.q[""])) if warm_start and fits else {},
         )
 
     def loses(params: Tree) -> list[str]:
         leaves = named_leaves(params)
         return list(leaves) if size(leaves)[1] else []
 
-    return make_transform(settings, Needs.LAYOUT, first, reduce, loses)
+    return _transform(settings, Needs.LAYOUT, first, reduce, loses)
 
 
 def _inside(whole: Tensor, corner: Tensor) -> Tensor:

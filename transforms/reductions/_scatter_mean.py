@@ -8,36 +8,28 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..axes import all_to_all_single, axis_index, axis_size, note, psum
+from ..axes import all_to_all_single, axis_index, note
 from ..base import (
     Call,
+    Needs,
     Over,
-    RankWeight,
+    Reduction,
     Restarted,
-    Rider,
+    State,
     Transform,
     Tree,
-    Unit,
     check_over,
-    decode_words,
     device_of,
-    divided,
-    divisor_of,
     factory,
-    first_of,
-    lacks_unit,
+    init_empty,
     map_with_path,
     named_leaves,
-    no_words,
-    nonzero_or_one,
-    plain,
     sum_in_order,
-    unit_near,
     widened,
 )
 from ..codecs import Codec, decode_pieces, encode_rows
 from ..layout import Pieces, pieces_here
-from ._coded_sum import Reduced, Sums, Term, encoded_mean, reduction, row_of, weighted_mean, with_error
+from ._coded_sum import send, summed
 
 
 class Cut(NamedTuple):
@@ -118,28 +110,6 @@ def _from_all(own: Tensor, pieces: Pieces, sizes: tuple[int, ...]) -> Tensor:
     return all_to_all_single(own.repeat(pieces.ranks), pieces.axis, input_split_sizes=given, output_split_sizes=sizes)
 
 
-def coded_scatter(term: Term, axis: str, out: Tensor | None = None, *, sizes: tuple[int, ...]) -> Reduced:
-    """As `coded_mean`, but `mean` has only this rank's part of it, and is not sent to the others.
-
-    Args:
-        sizes: The number of floats for each rank.
-    """
-    del out
-    note(axis, f"{term.floats.numel()} floats")
-    here, ranks = int(axis_index(axis)), len(sizes)
-    places = [None] * ranks if term.positions is None else term.positions.unsqueeze(0).split(sizes, dim=1)
-    pieces = zip(term.floats.unsqueeze(0).split(sizes, dim=1), places, strict=True)
-    codes = [encode_rows(term.codec, piece, here, positions=where) for piece, where in pieces]
-    end = term.ends(1)
-    rows = [row_of(code, end)[0] for code in codes]
-    give, take = list(map(len, rows)), [len(rows[here])] * ranks
-    data = all_to_all_single(torch.cat(rows), axis, input_split_sizes=give, output_split_sizes=take)
-    reduced = weighted_mean(term, axis, data.view(ranks, take[here]), sizes[here])
-    if term.times is None:
-        return reduced
-    return with_error(reduced, term, decode_pieces(term.codec, torch.cat(codes, dim=1)[0], sizes))
-
-
 @factory
 def scatter_mean(axis: str, over: Over = "weight") -> Transform:
     """The mean of all ranks' gradients, of which each rank gets the piece that it owns.
@@ -162,8 +132,7 @@ def scatter_mean(axis: str, over: Over = "weight") -> Transform:
         over: The divisor; see `mean`.
 
     Returns:
-        A `Transform` whose `update` returns this rank's slices.
-        State: `MeanState(total, lane)`, as of `mean`. The lane is sent in a small message of its own.
+        A `Transform` whose `update` returns this rank's slices. It has no state.
 
     Raises:
         TypeError: `axis` is not one name.
@@ -188,37 +157,44 @@ def scatter_mean(axis: str, over: Over = "weight") -> Transform:
         )
     check_over(over)
 
-    def reduce(grads: Tree, share: RankWeight, rider: Rider, call: Call) -> Sums:
-        pieces, of, wire = pieces_here(grads, axis), named_leaves(grads), call.wire
-        found = _sum_rider(of, axis, share, rider) if rider.goes_along else None
-        slices: dict[str, Tensor] = {}
-        sums: list[Tensor] = []
-        scale: Unit = (call.unit or 1.0) if over == "weight" else 1.0
-        if any(lacks_unit(call.unit, leaf) for leaf in of.values()):
-            scale = unit_near(divisor_of(over, found[0] if found else rider.total, axis_size(axis)))
+    def update(grads: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, State]:
+        del params
+        pieces, of = pieces_here(grads, axis), named_leaves(grads)
+        share, slices = call.share(axis, over, device_of(of.values())), dict[str, Tensor]()
+        late = share.behind_sum(list(of.values()))
+        own_share = share._replace(total=None) if late else share
         for k in range(len(pieces.buckets)):
-            if wire is not None and pieces.ranks > 1:
-                scatter = functools.partial(coded_scatter, sizes=pieces.sizes(k))
-                into = functools.partial(_like, pieces, k, of)
-                given = pieces.with_padding(k, of)
-                slices.update(encoded_mean(given, axis, share, over, rider.without_words(), call, scatter, into).out)
+            if call.wire is not None and pieces.ranks > 1:
+                reduce = functools.partial(_coded_scatter, axis, pieces.sizes(k))
+                own = send(pieces.with_padding(k, of), share, call, reduce)
             else:
-                sums.append(_scatter(pieces, k, share.times(pieces.pack(k, of), scale), axis))
-        total, words = found or (rider.total, no_words())
-        divisor = nonzero_or_one(divisor_of(over, total, axis_size(axis)))
-        for k, piece in enumerate(sums):
-            slices.update(pieces.leaves_own(k, _divided(piece, divisor * scale)))
-        kept = pieces.own(grads) if call.persistent else None
-        return Sums(map_with_path(lambda path, _: slices[path], grads), total, words, kept)
+                own = _scatter(pieces, k, own_share.times(pieces.pack(k, of)), axis)
+                own = share.divided([own])[0] if late else own
+            slices.update({path: part.to(of[path].dtype) for path, part in pieces.leaves_own(k, own).items()})
+        out = map_with_path(lambda path, _: slices[path], grads)
+        return (share.unless_idle(out, pieces.own(grads)) if call.persistent else out), state
 
-    return reduction(axis, over, reduce, fusable=True, scatters=True, takes=("wire",))
+    return Transform(init_empty, update, Needs.NOTHING, Reduction(axis, over, True, True), takes=("wire",))
 
 
-def _sum_rider(of: dict[str, Tensor], axis: str, share: RankWeight, rider: Rider) -> tuple[Tensor, Tensor]:
-    """The sums of the factors and of the rider, in a message of their own."""
-    ranks = axis_size(axis)
-    words = rider.words(rider.dtype(of.values()), ranks, device_of(of.values()), share.factor)
-    return first_of(decode_words(psum(words, axis), ranks))
+def _coded_scatter(
+    axis: str, sizes: tuple[int, ...], codec: Codec, x: Tensor, places: Tensor | None, feeds: bool
+) -> tuple[Tensor, Tensor | None]:
+    """As `coded_sum`, but the sum is only this rank's part, and is not sent to the others.
+
+    Args:
+        sizes: The number of floats for each rank.
+    """
+    note(axis, f"{len(x)} floats")
+    here, ranks = int(axis_index(axis)), len(sizes)
+    at = [None] * ranks if places is None else places.unsqueeze(0).split(sizes, dim=1)
+    pieces = zip(x.unsqueeze(0).split(sizes, dim=1), at, strict=True)
+    codes = [encode_rows(codec, piece, here, positions=where)[0] for piece, where in pieces]
+    give, take = list(map(len, codes)), [len(codes[here])] * ranks
+    sent = torch.cat(codes)
+    data = all_to_all_single(sent, axis, input_split_sizes=give, output_split_sizes=take)
+    total = summed(codec, data.view(ranks, take[here]), sizes[here])
+    return total, x - decode_pieces(codec, sent, sizes) if feeds else None
 
 
 def _scatter(pieces: Pieces, k: int, flat: Tensor, axis: str) -> Tensor:
@@ -226,15 +202,3 @@ def _scatter(pieces: Pieces, k: int, flat: Tensor, axis: str) -> Tensor:
     own = pieces.sizes(k)[pieces.rank]
     rows = all_to_all_single(flat, axis, input_split_sizes=pieces.sizes(k), output_split_sizes=(own,) * pieces.ranks)
     return sum_in_order(rows.view(pieces.ranks, own).unbind(0))
-
-
-def _divided(piece: Tensor, divisor: Tensor) -> Tensor:
-    if plain(piece) and piece._base is None and piece.dtype.itemsize >= 4:
-        torch._foreach_div_([piece], divisor)
-        return piece
-    return divided(piece, divisor)
-
-
-def _like(pieces: Pieces, k: int, given: dict[str, Tensor], piece: Tensor) -> dict[str, Tensor]:
-    """Path -> slice of this rank's piece, in the dtypes of the given leaves."""
-    return {path: part.to(given[path].dtype) for path, part in pieces.leaves_own(k, piece).items()}

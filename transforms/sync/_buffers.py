@@ -13,18 +13,19 @@ from ..axes import axis_index, axis_size, from_one, pmax, pmin, psum
 from ..base import (
     AxisName,
     Needs,
+    State,
     Transform,
     Tree,
     check_weight,
     device_of,
     factory,
+    init_empty,
     map_with_path,
     named_leaves,
     readable_without_sync,
     some_axes,
     to_device,
 )
-from ..reductions import MeanState, init_mean
 
 
 @factory
@@ -41,7 +42,7 @@ def average_buffers(axis: AxisName) -> Transform:
 
     Returns:
         A `Transform` for `fjoin.train_step(..., on_buffers=...)`: it takes a tree of buffers in place of gradients.
-        State: `MeanState(total, {})`; `total` is the sum of the weights.
+        It has no state.
 
     Warns:
         UserWarning: at `init`: a buffer is a vector of length 1, which its mean would not be.
@@ -58,12 +59,12 @@ def average_buffers(axis: AxisName) -> Transform:
     """
     some_axes("average_buffers", axis)
 
-    def init(buffers: Tree) -> MeanState:
+    def init(buffers: Tree) -> State:
         warn_of_unit_vectors(named_leaves(buffers))
-        return init_mean(buffers)
+        return ()
 
-    def update(buffers: Tree, state: MeanState, params: Tree = None, *, weight: Any = None, **extra: Any) -> Any:
-        del state, params, extra
+    def update(buffers: Tree, state: State, params: Tree = None, *, weight: Any = None, **extra: Any) -> Any:
+        del params, extra
         held = named_leaves(buffers)
         factor = to_device(device_of(held.values()), check_weight(weight))
         has = factor > 0
@@ -73,9 +74,9 @@ def average_buffers(axis: AxisName) -> Transform:
         terms, total = psum((terms, factor), axis)
         found = {**{path: b / total for path, b in terms.items()}, **pmax(counts, axis)}
         new = {path: _narrow(torch.where(total > 0, found[path], wide[path]), b) for path, b in held.items()}
-        return map_with_path(lambda path, _: new[path], buffers), MeanState(total, {})
+        return map_with_path(lambda path, _: new[path], buffers), state
 
-    return Transform(init, update, Needs.LEAVES, equalizes=lambda state: state.total)
+    return Transform(init, update, Needs.LEAVES, equalizes=axis)
 
 
 def warn_of_unit_vectors(buffers: Mapping[str, Tensor]) -> None:
@@ -101,7 +102,7 @@ def broadcast_buffers(axis: AxisName) -> Transform:
         axis: The axis, or a tuple of axes, along which to broadcast.
 
     Returns:
-        A `Transform`, as `average_buffers`; `total` is 1 where some rank has weight, else 0.
+        A `Transform`, as `average_buffers`.
 
     Raises:
         ValueError, UnboundAxis: at `update`, as `mean`.
@@ -116,17 +117,17 @@ def broadcast_buffers(axis: AxisName) -> Transform:
     """
     some_axes("broadcast_buffers", axis)
 
-    def update(buffers: Tree, state: MeanState, params: Tree = None, *, weight: Any = None, **extra: Any) -> Any:
-        del state, params, extra
+    def update(buffers: Tree, state: State, params: Tree = None, *, weight: Any = None, **extra: Any) -> Any:
+        del params, extra
         held, ranks = named_leaves(buffers), axis_size(axis)
         here = to_device(device_of(held.values()), axis_index(axis))
         first = pmin(torch.where(to_device(here.device, check_weight(weight)) > 0, here, ranks), axis)
         new = {
             path: torch.where(first < ranks, b, held[path]) for path, b in from_one(held, first == here, axis).items()
         }
-        return map_with_path(lambda path, _: new[path], buffers), MeanState((first < ranks).double(), {})
+        return map_with_path(lambda path, _: new[path], buffers), state
 
-    return Transform(init_mean, update, Needs.LEAVES, equalizes=lambda state: state.total)
+    return Transform(init_empty, update, Needs.LEAVES, equalizes=axis)
 
 
 _LEAST = torch.iinfo(torch.int64).min

@@ -55,7 +55,7 @@ def hook_runs(name: str) -> float:
     run, params = compiled(hook.update), start()
     state = other = hook.init(params)
     for step in range(2):
-        given = {"weight": 3.0, "lane": {"n": 1.0}}
+        given = {"weight": 3.0}
         out, state = hook.update(grads(step), state, params, **given)
         got, other = run(grads(step), other, params, **given)
         worst = max(worst, max_diff((out, state), (got, other)))

@@ -1,4 +1,4 @@
-"""Means, the lane, windows and steps of pure pipelines, by hand."""
+"""Means, words, windows and steps of pure pipelines, by hand."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from fjoin import transforms as tx
-from fjoin.transforms.base import encode_lane, host_lane, host_words, rank_bit, ranks_in
-from fjoin.transforms.base._lane import decode_words
+from fjoin.transforms.base import decode_words, encode_words, host_sums, host_words, rank_bit, ranks_in
 from tests.helpers import max_diff, raises_text, same_bits
 
 # -- means -------------------------------------------------------------------------------------------
@@ -24,34 +23,25 @@ def test_means_by_hand(dtype: torch.dtype) -> None:
     ]
     ws = [torch.tensor(v, dtype=torch.float64) for v in (3.0, 1.0, 0.0)]
 
-    def run(hook: tx.Transform) -> tuple[list[float], float]:
+    def run(hook: tx.Transform) -> list[float]:
         out = tx.simulate(lambda g, w: hook.update(g, hook.init(g), weight=w), {"data": 3}, gs, ws)
         assert all(same_bits(o[0], out[0][0]) and o[0].dtype == dtype for o in out)
-        return out[0][0].tolist(), out[0][1].total.item()
+        return out[0][0].tolist()
 
-    assert run(tx.mean("data")) == ([2.5, 5.0], 4.0)
-    assert run(tx.mean("data", over="live")) == ([3.0, 6.0], 2.0)
-    assert run(tx.mean("data", over="world"))[0] == pytest.approx([2.0, 4.0], rel=2**-8)
-    assert run(tx.mean("data", over="world"))[1] == 3.0
-    assert run(tx.sum_over("data")) == ([10.0, 20.0], 4.0)
+    assert run(tx.mean("data")) == [2.5, 5.0]
+    assert run(tx.mean("data", over="live")) == [3.0, 6.0]
+    assert run(tx.mean("data", over="world")) == pytest.approx([2.0, 4.0], rel=2**-8)
+    assert run(tx.sum_over("data")) == [10.0, 20.0]
 
 
-def test_lane_is_summed_and_later_stages_get_the_weight() -> None:
+def test_later_means_count_by_the_weights_of_the_ranks_that_share_a_value() -> None:
     hook = tx.chain(tx.mean("local"), tx.mean("node"))
 
     def one_rank(g: float, w: float) -> Any:
-        return hook.update(g, hook.init(torch.tensor(g)), weight=w, lane={"loss": w * 10, "n": 1})
+        return hook.update(g, hook.init(torch.tensor(g)), weight=w)[0].item()
 
     out = tx.simulate(one_rank, {"node": 2, "local": 2}, [1.0, 2.0, 3.0, 100.0], [1.0, 2.0, 3.0, 0.0])
-    for g, state in out:
-        assert g.item() == pytest.approx((1 + 4 + 9) / 6)
-        sums = hook.sums(state)  # type: ignore[misc]
-        assert sums.total == 6 and sums.lane["loss"] == 60 and sums.lane["n"] == 4
-    raises_text(
-        ValueError,
-        lambda: tx.simulate(lambda g: tx.mean("data").update(g, (), lane={"total": 1}), {"data": 1}, [1.0]),
-        "'total'",
-    )
+    assert out == pytest.approx([(1 + 4 + 9) / 6] * 4)
 
 
 def test_all_weights_zero_give_zero() -> None:
@@ -61,29 +51,32 @@ def test_all_weights_zero_give_zero() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8, 100, 512])
-def test_a_float32_lane_counts_exactly(ranks: int) -> None:
+def test_words_in_float32_count_exactly(ranks: int) -> None:
     """Sums up to 2^48 / ranks to the unit, negative and fractional values to float32's precision or better."""
     g = torch.Generator().manual_seed(ranks)
     top = 2**48 // ranks // ranks
     counts = torch.randint(0, max(top, 2), (ranks,), generator=g).tolist()
-    lanes = [{"count": float(c), "minus": -0.125 * c, "loss": 1e-3 * (c % 7), "big": 1e30} for c in counts]
-    total = sum(encode_lane(lane, torch.float32, ranks) for lane in lanes)
-    out = dict(zip(lanes[0], decode_words(total, ranks), strict=True))
+    of_ranks = [{"count": float(c), "minus": -0.125 * c, "loss": 1e-3 * (c % 7), "big": 1e30} for c in counts]
+    total = sum(_words(one, torch.float32, ranks) for one in of_ranks)
+    out = dict(zip(of_ranks[0], decode_words(total, ranks), strict=True))
     assert out["count"] == sum(counts)
     assert out["minus"] == pytest.approx(-0.125 * sum(counts), rel=1e-7)
-    assert out["loss"] == pytest.approx(sum(lane["loss"] for lane in lanes), rel=1e-6)
+    assert out["loss"] == pytest.approx(sum(one["loss"] for one in of_ranks), rel=1e-6)
     assert out["big"] == pytest.approx(1e30 * ranks, rel=1e-7 * ranks)
-    for lane in lanes:
-        words = host_words(lane, list(lane.values()), torch.float32, ranks)
-        assert words == pytest.approx(encode_lane(lane, torch.float64, ranks).new_tensor(words).tolist())
-        assert torch.tensor(words).equal(encode_lane(lane, torch.float32, ranks))
-    assert host_lane(total.tolist(), lanes[0], torch.float32, ranks) == {k: v.item() for k, v in out.items()}
+    for one in of_ranks:
+        words = host_words(one, list(one.values()), torch.float32, ranks)
+        assert torch.tensor(words).equal(_words(one, torch.float32, ranks))
+    assert host_sums(total.tolist(), of_ranks[0], torch.float32, ranks) == {k: v.item() for k, v in out.items()}
+
+
+def _words(values: dict[str, float], dtype: torch.dtype, ranks: int) -> Any:
+    return encode_words(torch.tensor(list(values.values()), dtype=torch.float64), dtype, ranks)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_lane_preserves_nonfinite_values(value: float) -> None:
+def test_words_preserve_nonfinite_values(value: float) -> None:
     for dtype in (torch.float32, torch.float64):
-        total = encode_lane({"a": value, "b": 1.0}, dtype, 3) + encode_lane({"a": 1.0, "b": 1.0}, dtype, 3)
+        total = _words({"a": value, "b": 1.0}, dtype, 3) + _words({"a": 1.0, "b": 1.0}, dtype, 3)
         out = dict(zip("ab", decode_words(total, 3), strict=True))
         assert not torch.isfinite(out["a"]) and out["b"] == 2
 
@@ -101,14 +94,13 @@ def test_accumulation_is_exact_over_calls_and_ranks() -> None:
     def one_rank(gs: list[float], ws: list[float]) -> Any:
         state, outs = hook.init(torch.tensor(0.0, dtype=torch.float64)), []
         for g, w in zip(gs, ws, strict=True):
-            out, state = hook.update(torch.tensor(g, dtype=torch.float64), state, weight=w, lane={"n": w})
+            out, state = hook.update(torch.tensor(g, dtype=torch.float64), state, weight=w)
             outs.append(out)
-        return outs, hook.sums(state)  # type: ignore[misc]
+        return outs
 
     out = tx.simulate(one_rank, {"data": 2}, [[1.0, 2.0], [3.0, float("nan")]], [[1, 2], [4, 0]])
-    for outs, sums in out:
+    for outs in out:
         assert outs[0] is None and outs[1].item() == pytest.approx((1 + 4 + 12) / 7, rel=1e-15)
-        assert sums.total == 7 and sums.lane["n"] == 7
 
 
 def test_later_stages_do_not_run_within_a_window() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fjoin import transforms as tx
 from fjoin.transforms.axes import Axis, bind_axes
-from fjoin.transforms.base import BucketSums, restrict
+from fjoin.transforms.base import Call, restrict
 from tests.helpers import max_diff, raises_text, same_bits
 from tests.power_problem import COMPRESSED, SHAPES, draws, exact, made
 
@@ -57,7 +57,7 @@ def test_a_low_rank_is_reproduced(rank: int) -> None:
 
 
 def telescoped(hook: tx.Transform, idle: bool, dtype: torch.dtype = torch.float64) -> Any:
-    """The sum of the results times their divisors, the error at the end, and the sum of the inputs."""
+    """The sum of the results, the residual at the end, and the sum of the inputs divided as each sum."""
     rank, ranks = int(tx.axis_index("data")), tx.axis_size("data")
     wrapped = hook.spec.name == "error_feedback"
     state = hook.init(draws(rank, dtype))
@@ -70,23 +70,19 @@ def telescoped(hook: tx.Transform, idle: bool, dtype: torch.dtype = torch.float6
         weight, grads = weights[rank], draws(100 * rank + step, dtype)
         shown = grads if weight else {path: g * float("nan") for path, g in grads.items()}
         new, state = hook.update(shown, state, weight=weight)
-        total = hook.sums(state).total  # type: ignore[misc]
-        assert total == (
-            sum(weights) if over == "weight" else ranks if over == "world" else sum(w > 0 for w in weights)
-        )
+        total = sum(weights) if over == "weight" else ranks if over == "world" else sum(w > 0 for w in weights)
         factor = weight if over == "weight" else float(weight > 0)
         last = total if total else last
         out = {path: v + new[path].double() for path, v in out.items()}
         given = {path: v + factor * grads[path].double() / last for path, v in given.items()}
-    return out, {path: e / last for path, e in state.error.items()} if wrapped else {}, given
+    return out, state.error if wrapped else {}, given
 
 
 @pytest.mark.sample(12)
 @pytest.mark.parametrize("idle", [False, True], ids=["all live", "some idle"])
-@pytest.mark.parametrize("without_input", ["freeze", "flush"])
 @pytest.mark.parametrize("over", ["weight", "live", "world"])
 @pytest.mark.parametrize("kind", ["each", "batched", "cold", "late", "bfloat16", "int8"])
-def test_sent_and_residual_add_up_to_the_input(kind: str, over: Any, without_input: Any, idle: bool) -> None:
+def test_sent_and_residual_add_up_to_the_input(kind: str, over: Any, idle: bool) -> None:
     room = 1e-9
     if kind == "batched":
         hook: tx.Transform = tx.batched_power_sgd("data", 2, min_compression_rate=1.0, over=over)
@@ -94,7 +90,7 @@ def test_sent_and_residual_add_up_to_the_input(kind: str, over: Any, without_inp
         hook = made(2, over=over, warm_start=kind != "cold", warmup_steps=3 * (kind == "late"))
     if kind in ("bfloat16", "int8"):
         hook, room = tx.compress(tx.bfloat16() if kind == "bfloat16" else tx.int8(block=16), hook), 1e-3
-    hook = tx.error_feedback(hook, without_input)
+    hook = tx.error_feedback(hook)
     for ranks in (2, 3, 5) if over == "weight" else (3,):
         results = tx.simulate(lambda: telescoped(hook, idle), {"data": ranks})
         lossy = results[0][1].keys()
@@ -144,13 +140,11 @@ def test_results_do_not_depend_on_the_buckets(rank: int) -> None:
         for step in range(3):
             grads = {path: torch.randn(shape, generator=g) for path, shape in ODD.items()}
             weight = float(step != 1)
-            out, whole = hook.update(grads, whole, weight=weight, lane={"x": 1.0})
-            first: BucketSums | None = None
+            out, whole = hook.update(grads, whole, weight=weight)
+            call = Call(weight)
             for i, paths in enumerate(buckets):
-                sums = BucketSums(torch.float32, first)
                 some = {path: grads[path] for path in paths}
-                one, states[i] = hook.update(some, states[i], weight=weight, lane={"x": 1.0}, sums=sums)
-                first = first or sums
+                one, states[i] = hook.run(some, states[i], None, call)
                 assert same_bits(one, {path: out[path] for path in paths})
                 assert same_bits(states[i], restrict(whole, params, paths))
 
@@ -181,10 +175,10 @@ def test_mixed_dtypes_travel_in_one_message() -> None:
         "b": torch.zeros(30, 30, dtype=torch.float64),
         "c": torch.zeros(3, dtype=torch.float16),
     }
-    assert messages(params) == [(30 + 30 + 3 + 1, torch.float64), (60, torch.float64)]
+    assert messages(params) == [(2, torch.float64), (30 + 30 + 3, torch.float64), (60, torch.float64)]
 
 
-def messages(params: Any, **extra: Any) -> list[tuple[int, torch.dtype]]:
+def messages(params: Any) -> list[tuple[int, torch.dtype]]:
     sent: list[tuple[int, torch.dtype]] = []
 
     class Counting(Axis):
@@ -199,23 +193,19 @@ def messages(params: Any, **extra: Any) -> list[tuple[int, torch.dtype]]:
 
     hook = tx.power_sgd("data")
     with bind_axes({"data": Counting()}):
-        hook.update(params, hook.init(params), **extra)
+        hook.update(params, hook.init(params))
     return sent
 
 
 def test_no_message_without_something_in_it() -> None:
-    def sizes(params: Any, **extra: Any) -> list[int]:
-        return [size for size, _ in messages(params, **extra)]
+    def sizes(params: Any) -> list[int]:
+        return [size for size, _ in messages(params)]
 
     matrix, vector, empty = torch.ones(30, 20), torch.ones(7), torch.ones(0, 4)
-    assert sizes({"m": matrix, "v": vector, "e": empty}) == [30 + 7 + 2, 20]
-    assert sizes({"m": matrix}) == [30 + 2, 20]
-    assert sizes({"v": vector}) == [7 + 2]
+    assert sizes({"m": matrix, "v": vector, "e": empty}) == [2, 30 + 7, 20]  # first the weights
+    assert sizes({"m": matrix}) == [2, 30, 20]
+    assert sizes({"v": vector}) == [2, 7]
     assert sizes({}) == [2] == sizes({"e": empty})
-    first = BucketSums(torch.float32)
-    first.keep((torch.ones(()), {}))
-    for params, want in (({"m": matrix}, [30, 20]), ({"v": vector}, [7]), ({"e": empty}, []), ({}, [])):
-        assert sizes(params, sums=BucketSums(torch.float32, first)) == want
 
 
 def test_single_rank_does_not_compress() -> None:
@@ -223,14 +213,12 @@ def test_single_rank_does_not_compress() -> None:
     grads = draws(3)
     (out, state), *_ = tx.simulate(lambda: hook.update(grads, hook.init(grads), weight=4.0), {"data": 1})
     assert max_diff(out, grads) < 1e-6 and all((e == 0).all() for e in state.error.values())
-    assert state.inner.reduced.total == 4.0
 
 
 def test_an_empty_tree() -> None:
     for hook in (tx.power_sgd("data"), tx.batched_power_sgd("data"), tx.error_feedback(tx.power_sgd("data"))):
-        for out, state in tx.simulate(lambda: hook.update({}, hook.init({}), weight=2.0, lane={"x": 1.5}), {"data": 2}):  # noqa: B023
-            sums = hook.sums(state)  # type: ignore[misc]
-            assert out == {} and sums.total == 4.0 and sums.lane["x"] == 3.0
+        for out, _ in tx.simulate(lambda: hook.update({}, hook.init({}), weight=2.0), {"data": 2}):  # noqa: B023
+            assert out == {}
 
 
 def test_without_warm_start_every_step_draws() -> None:
@@ -294,8 +282,3 @@ def test_raises_on_bad_input() -> None:
             ValueError, lambda: tx.simulate(lambda: hook.update(params, state), {"data": 2}), "'a'", "(2, 9)"  # noqa: B023
         )  # fmt: skip
         assert "another rank" in text
-    raises_text(
-        ValueError,
-        lambda: tx.simulate(lambda: hook.update(params, hook.init(params), lane={"total": 1.0}), {"data": 2}),
-        "'total'",
-    )

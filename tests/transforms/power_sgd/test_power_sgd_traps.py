@@ -77,8 +77,8 @@ def test_nonfinite_gradients_do_not_affect_the_next_step(bad: float, coded: bool
 
 
 def test_call_without_weight_changes_nothing() -> None:
-    def one_rank(how: Any, over: Any) -> Any:
-        hook = tx.error_feedback(made(2, over=over), how)
+    def one_rank(over: Any) -> Any:
+        hook = tx.error_feedback(made(2, over=over))
         _, state = hook.update(draws(int(tx.axis_index("data"))), hook.init(draws(0)))
         poisoned = {path: g * float("nan") for path, g in draws(1).items()}
         out, after = hook.update(poisoned, state, weight=0.0)
@@ -87,16 +87,14 @@ def test_call_without_weight_changes_nothing() -> None:
         assert same_bits(after.error, state.error) and same_bits(after.inner.q, state.inner.q)
         return out
 
-    for how in ("freeze", "flush"):
-        for over in ("weight", "live", "world"):
-            for out in tx.simulate(one_rank, {"data": 3}, [how] * 3, [over] * 3):
-                assert all((v == 0).all() for v in out.values())
+    for over in ("weight", "live", "world"):
+        for out in tx.simulate(one_rank, {"data": 3}, [over] * 3):
+            assert all((v == 0).all() for v in out.values())
 
 
-@pytest.mark.parametrize("without_input", ["freeze", "flush"])
-def test_a_weight_in_a_tensor_is_a_weight(without_input: Any) -> None:
+def test_a_weight_in_a_tensor_is_a_weight() -> None:
     def one_rank(wrap: Any) -> Any:
-        hook, rank = tx.error_feedback(made(2), without_input), int(tx.axis_index("data"))
+        hook, rank = tx.error_feedback(made(2)), int(tx.axis_index("data"))
         state = hook.init(draws(0, torch.float64))
         for step in range(4):
             weight = float((rank + step) % 3)
@@ -111,7 +109,7 @@ def test_a_weight_in_a_tensor_is_a_weight(without_input: Any) -> None:
 DONATING: dict[str, tx.Transform] = {
     "alone": made(2),
     "fed back": tx.error_feedback(made(2)),
-    "cold, flush": tx.error_feedback(made(2, warm_start=False), "flush"),
+    "cold": tx.error_feedback(made(2, warm_start=False)),
     "late": tx.error_feedback(made(2, warmup_steps=2)),
     "batched": tx.error_feedback(tx.batched_power_sgd("data", 2, min_compression_rate=1.0)),
     "by path": tx.partition({("a", "conv"): tx.error_feedback(made(2)), "*": made(2)}),

@@ -17,20 +17,20 @@ SCATTER, VOTE = tx.scatter_mean("local"), tx.masked(MEAN, "*.weight")
 AVERAGE, STATE = tx.every(2, tx.average_parameters("data")), tx.every(4, tx.average_state("data"))
 OWN = Agree("verdict", ())  # each rank decides for itself
 RIDES, ALONE = Agree("begin", ("data",), rides=True), Agree("begin", ("data",), late=True)
+FIRST, CODED = Agree("begin", ("data",)), tx.compress(tx.int8(), MEAN)
 
 # hook, the parts of the pipeline, axes, step, where it runs, and the operations but for those that all programs have.
 PROGRAMS: dict[str, Any] = {
     "a mean": (MEAN, Parts(), DATA, 0, "buckets", [Stages((MEAN,)), RIDES]),
     "a mean of a module": (MEAN, Parts(), DATA, 0, "module", [Agree("begin", ("data",)), Stages((MEAN,))]),
     "a mean, then an average": (MEAN, Parts(AVERAGE), DATA, 0, "buckets", [Stages((MEAN,)), RIDES]),
-    "an optimizer's state": (MEAN, Parts(None, STATE), DATA, 0, "tree", [Stages((MEAN,)), RIDES]),
-    "one leaf": (VOTE, Parts(), DATA, 0, "buckets", [Stages((VOTE,), partial=True), Agree("verdict", ("data",))]),
+    "an optimizer's state": (MEAN, Parts(None, STATE), DATA, 0, "buckets", [Stages((MEAN,)), RIDES]),
+    "encoded": (CODED, Parts(), DATA, 0, "buckets", [FIRST, Stages((CODED,))]),
+    "one leaf": (VOTE, Parts(), DATA, 0, "buckets", [FIRST, Stages((VOTE,), partial=True), Agree("verdict", ("data",))]),
     "nothing, then an average": (tx.identity(), Parts(AVERAGE), DATA, 0, "buckets", [ALONE, Stages(()), OWN]),
-    "nothing, purely": (tx.identity(), Parts(AVERAGE), DATA, 0, "tree", [Stages(())]),
-    # The state of a switch has the sums of both its transforms, or none.
     "a switch before": (
         tx.switch_after(3, MEAN, tx.identity()), Parts(AVERAGE), DATA, 2, "buckets",
-        [Stages((tx.switch_after(3, MEAN, tx.identity()),), partial=True), Agree("verdict", ("data",))],
+        [FIRST, Stages((tx.switch_after(3, MEAN, tx.identity()),))],
     ),
     "a switch after": (tx.switch_after(3, MEAN, tx.identity()), Parts(AVERAGE), DATA, 3, "buckets", [ALONE, None, OWN]),
     "local steps of nodes": (
@@ -39,15 +39,10 @@ PROGRAMS: dict[str, Any] = {
     ),
     "pieces": (
         tx.chain(SCATTER, NODE), Parts(shards="local"), NODES, 0, "buckets",
-        [Stages((SCATTER, NODE)), Agree("begin", ("node", "local"), rides=True), Agree("pieces", ("local",))],
-    ),
-    "pieces, purely": (
-        tx.chain(SCATTER, NODE), Parts(shards="local"), NODES, 0, "tree",
-        [Stages((SCATTER, NODE)), Agree("begin", ("node", "local"), rides=True)],
-    ),
-    "pieces, purely, that are checked": (
-        tx.chain(SCATTER, NODE), Parts(shards="local", skips=True), NODES, 0, "tree",
-        [Stages((SCATTER, NODE)), Agree("begin", ("node", "local"), rides=True), Agree("pieces", ("local",))],
+        [
+            Agree("begin", ("node", "local")), Agree("share", ("local",)), Stages((SCATTER, NODE)),
+            Agree("pieces", ("local",)),
+        ],
     ),
 }  # fmt: skip
 
@@ -74,8 +69,8 @@ def test_steps_that_send_the_same_have_equal_programs() -> None:
     plan = make_plan(tx.switch_after(3, MEAN, tx.identity()), DATA, AVERAGE)
     made = [program(plan, Parts(AVERAGE), step, "buckets") for step in range(6)]
     assert made[0] == made[1] == made[2] != made[3] == made[4] == made[5]
-    assert program(make_plan(MEAN, DATA), Parts(), 0, "tree") == program(
-        make_plan(tx.mean("data"), DATA), Parts(), 9, "tree"
+    assert program(make_plan(MEAN, DATA), Parts(), 0, "buckets") == program(
+        make_plan(tx.mean("data"), DATA), Parts(), 9, "buckets"
     )
 
 
@@ -115,7 +110,7 @@ class Listed:
 
 def test_the_executor_runs_operations_in_their_order() -> None:
     parts, memory = Parts(AVERAGE, STATE, "data"), Listed()
-    effect = execute(program(make_plan(MEAN, DATA, AVERAGE, STATE), parts, 0, "tree"), memory)
+    effect = execute(program(make_plan(MEAN, DATA, AVERAGE, STATE), parts, 0, "buckets"), memory)
     assert effect == Effect(True, False)
     assert memory.seen == [
         "stages", "observe", "begin", "judge", "step False", "ends on params", "ends on optimizer", "gather over data", "keep"
@@ -126,12 +121,12 @@ def test_a_hook_alone_has_no_optimizer() -> None:
     memory = Listed()
     parts = Parts(used=("data",), steps=False)
     execute(program(make_plan(VOTE, DATA), parts, 0, "module"), memory, Effect(True))
-    assert memory.seen == ["stages", "observe", "used", "keep"]
+    assert memory.seen == ["begin", "stages", "observe", "used", "keep"]
 
 
 def test_program_ends_within_a_window() -> None:
     memory = Listed(pauses=True)
-    assert execute(program(make_plan(MEAN, DATA), Parts(), 0, "tree"), memory) is None
+    assert execute(program(make_plan(MEAN, DATA), Parts(), 0, "buckets"), memory) is None
     assert memory.seen == ["stages"]
 
 

@@ -29,7 +29,7 @@ def _one_rank(hook: tx.Transform, as_tensor: bool) -> Any:
     weight: Any = float(rank % 4)  # some have none, a whole node maybe
     grads = {k: v * float("nan") for k, v in _grads(rank).items()} if weight == 0 else _grads(rank)
     weight = torch.tensor(weight, dtype=torch.float64) if as_tensor else weight
-    return hook.update(grads, hook.init(grads), weight=weight, lane={"n": 10.0 * rank})
+    return hook.update(grads, hook.init(grads), weight=weight)
 
 
 @pytest.mark.sample(2)
@@ -39,15 +39,14 @@ def _one_rank(hook: tx.Transform, as_tensor: bool) -> Any:
 def test_result_matches_the_mean_over_both_axes(axes: dict[str, int], over: Any, as_tensor: bool) -> None:
     two, one = tx.hierarchical_mean("local", "node", over=over), tx.mean(("node", "local"), over)
     got, want = (tx.simulate(lambda: _one_rank(hook, as_tensor), axes) for hook in (two, one))  # noqa: B023
-    for (out, state), (expected, reported) in zip(got, want, strict=True):
-        assert max_diff(out, expected) < 1e-15 and max_diff(state, reported) == 0
+    for (out, _), (expected, _) in zip(got, want, strict=True):
+        assert max_diff(out, expected) < 1e-15
         assert same_bits(out, got[0][0])
 
 
 @pytest.mark.sample(3)
-@pytest.mark.parametrize("without_input", ["freeze", "flush"])
 @pytest.mark.parametrize("axes", SHAPES, ids=str)
-def test_nothing_is_lost_between_nodes(axes: dict[str, int], without_input: Any) -> None:
+def test_nothing_is_lost_between_nodes(axes: dict[str, int]) -> None:
     """The results and all residuals equal the inputs, also where a whole node has no input for a while."""
 
     def one_rank(hook: tx.Transform) -> Any:
@@ -62,11 +61,11 @@ def test_nothing_is_lost_between_nodes(axes: dict[str, int], without_input: Any)
             total = float(tx.psum(weight, ("node", "local"))) or total
             came = {k: v + out[k] for k, v in came.items()}
             given = {k: v + weight * grads[k] / total for k, v in given.items()}
-        return came, given, {k: e / total for k, e in state.error.items()}
+        return came, given, state.error
 
     for hook in (
-        tx.error_feedback(tx.hierarchical_mean("local", "node", tx.int4(block=4)), without_input),
-        tx.error_feedback(tx.compress(tx.qsgd(3, block=4), tx.hierarchical_mean("local", "node"), seed=1), without_input),
+        tx.error_feedback(tx.hierarchical_mean("local", "node", tx.int4(block=4))),
+        tx.error_feedback(tx.compress(tx.qsgd(3, block=4), tx.hierarchical_mean("local", "node"), seed=1)),
     ):  # fmt: skip
         results = tx.simulate(lambda: one_rank(hook), axes)  # noqa: B023
         for key in ("a", "b"):
@@ -82,15 +81,15 @@ def _zeros() -> dict[str, Tensor]:
 @pytest.mark.parametrize("over", ["weight", "live", "world"])
 @pytest.mark.parametrize("axes", SHAPES, ids=str)
 def test_encoded_across_nodes(axes: dict[str, int], over: Any) -> None:
-    """Near the mean, its weights and lane exact, the same on all ranks."""
+    """Near the mean, and the same on all ranks."""
     for hook in (
         tx.hierarchical_mean("local", "node", tx.int8(), over),
         tx.compress(tx.int8(), tx.hierarchical_mean("local", "node", over=over)),
     ):
         got = tx.simulate(lambda: _one_rank(hook, False), axes)  # noqa: B023
         want = tx.simulate(lambda: _one_rank(tx.mean(("node", "local"), over), False), axes)
-        for (out, state), (expected, reported) in zip(got, want, strict=True):
-            assert max_diff(out, expected) < (0.03 if axes["node"] > 1 else 1e-15) and max_diff(state, reported) == 0
+        for (out, _), (expected, _) in zip(got, want, strict=True):
+            assert max_diff(out, expected) < (0.03 if axes["node"] > 1 else 1e-15)
             assert same_bits(out, got[0][0])
 
 

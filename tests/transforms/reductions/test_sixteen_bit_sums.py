@@ -92,8 +92,8 @@ def test_weighted_mean_is_close_to_the_exact_mean(dtype: torch.dtype, over: Any)
         return hook.update(x, hook.init(x), weight=w)[0]
 
     for got in tx.simulate(rank, {"data": 5}, xs, weights):
-        # Each product is rounded, then the sum, then the quotient.
-        assert _close(got, _exact(xs, factors) / divisor, dtype, 3)
+        # Each product is rounded, then the sum, then the quotient; in float16 each of the five terms of the mean.
+        assert _close(got, _exact(xs, factors) / divisor, dtype, 6 if dtype is torch.float16 else 3)
 
 
 @pytest.mark.parametrize("k", [512, 1024])

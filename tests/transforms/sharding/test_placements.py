@@ -102,10 +102,10 @@ ADAM = tx.adamw(0.1)
 INT8 = tx.compress(tx.int8(), tx.mean("data"))
 # pipeline, axes, the axes over which parameters are equal, and of some values (equal, cut).
 KNOWN: dict[str, tuple[tx.Pipeline, dict[str, int], tuple[str, ...], dict[str, tuple[tuple[str, ...], str | None]]]] = {
-    "mean": (tx.fuse(tx.mean("data"), ADAM), ONE, ("data",), {"optimizer.w.exp_avg": (("data",), None), "hook.total": (("data",), None)}),
+    "mean": (tx.fuse(tx.mean("data"), ADAM), ONE, ("data",), {"optimizer.w.exp_avg": (("data",), None)}),
     "feedback": (
         tx.fuse(tx.error_feedback(INT8), ADAM), ONE, ("data",),
-        {"hook.error.w": ((), None), "hook.inner.total": (("data",), None), "optimizer.w.exp_avg": (("data",), None)},
+        {"hook.error.w": ((), None), "optimizer.w.exp_avg": (("data",), None)},
     ),
     "zero": (
         tx.zero(tx.mean("data"), ADAM, "data"), ONE, ("data",),
@@ -116,11 +116,11 @@ KNOWN: dict[str, tuple[tx.Pipeline, dict[str, int], tuple[str, ...], dict[str, t
     "average each step": (tx.fuse(tx.identity(), ADAM, after=tx.average_parameters("data")), ONE, ("data",), {}),
     "two means": (
         tx.fuse(tx.chain(tx.mean("local"), tx.mean("node")), ADAM), TWO, ("node", "local"),
-        {"hook.0.total": (("local",), None), "hook.1.total": (("node", "local"), None)},
+        {"optimizer.w.exp_avg": (("node", "local"), None)},
     ),
     "local steps of nodes": (
         tx.fuse(tx.mean("local"), ADAM, after=tx.every(4, tx.average_parameters("node"))), TWO, ("local",),
-        {"optimizer.w.exp_avg": (("local",), None), "hook.total": (("local",), None)},
+        {"optimizer.w.exp_avg": (("local",), None)},
     ),
     "zero in a node": (
         tx.fuse(tx.chain(tx.scatter_mean("local"), tx.mean("node")), ADAM), TWO, ("node", "local"),

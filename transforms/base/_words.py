@@ -1,4 +1,4 @@
-"""The lane: a few named scalars in the message that carries the gradients.
+"""A few scalars in a message of floats, and the names of those that a step of the shell sends.
 
 A float32 message holds each scalar as two words, v = high * base + low, with base a power of two
 chosen so that the sum of all ranks' low words stays exact: whole numbers are exact as long as
@@ -9,29 +9,14 @@ from __future__ import annotations
 
 import functools
 import math
-import numbers
-from collections.abc import Iterable, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-from ._check import as_float
-from ._tree import to_device
 
-Lane: TypeAlias = Mapping[str, Any]
-
-
-def check_lane(lane: Lane | None) -> None:
-    """Raise TypeError if the lane is no mapping, ValueError if it uses a reserved name."""
-    if lane is not None and not isinstance(lane, Mapping):
-        raise TypeError(f"lane must be a mapping from names to scalars, got {lane!r}")
-    if lane and "total" in lane:
-        raise ValueError("'total' in the lane is taken by the sum of the weights; choose another name")
-
-
-def lane_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
-    """The dtype of the lane for payloads of these dtypes: float64 if one of them is, float32 otherwise."""
+def words_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """The dtype of words beside payloads of these dtypes: float64 if one of them is, float32 otherwise."""
     return torch.float64 if torch.float64 in set(dtypes) else torch.float32
 
 
@@ -44,34 +29,32 @@ def _base(ranks: int) -> float:
 
 
 def host_words(names: Iterable[str], values: list[float], dtype: torch.dtype, ranks: int) -> list[float]:
-    """`encode_lane` for host numbers."""
+    """`encode_words` for host numbers.
+
+    Raises:
+        ValueError: a number whose words, summed over the ranks, might not fit the dtype.
+    """
     if dtype is torch.float64:
         return values
     base, most = _base(ranks), _most(dtype, ranks)
     words: list[float] = []
     for name, value in zip(names, values, strict=True):
-        if not -most <= value <= most:
-            _check_fits(name, value, dtype, ranks)
+        if not -most <= value <= most and math.isfinite(value):
+            raise ValueError(
+                f"{name.removeprefix('sum.')!r} is {value!r}, but a message of {dtype} carries at most {most:.3g} for each "
+                f"rank; scale it down"
+            )
         high = float(math.trunc(value / base)) if math.isfinite(value) else 0.0
         words += (high, value - high * base)
     return words
 
 
-def host_lane(words: list[float], names: Iterable[str], dtype: torch.dtype, ranks: int) -> dict[str, float]:
+def host_sums(words: list[float], names: Iterable[str], dtype: torch.dtype, ranks: int) -> dict[str, float]:
     """`decode_words` for host numbers: name -> sum."""
     if dtype is not torch.float64:
         base = _base(ranks)
         words = [high * base + low for high, low in zip(words[::2], words[1::2], strict=True)]
     return dict(zip(names, words, strict=True))
-
-
-def encode_lane(lane: Lane, dtype: torch.dtype, ranks: int, device: torch.device | None = None) -> Tensor:
-    """The lane as a vector of words, (words * scalars,), in the order of its names."""
-    if not lane:
-        return torch.zeros(0, dtype=dtype, device=device)
-    return encode_words(
-        torch.stack([wide_scalar(name, v, device, dtype, ranks) for name, v in lane.items()]), dtype, ranks
-    )
 
 
 def encode_words(values: Tensor, dtype: torch.dtype, ranks: int) -> Tensor:
@@ -84,36 +67,6 @@ def encode_words(values: Tensor, dtype: torch.dtype, ranks: int) -> Tensor:
     return torch.stack([high, values - high * base], dim=1).reshape(-1).to(dtype)
 
 
-@functools.cache
-def _most(dtype: torch.dtype, ranks: int) -> float:
-    """The largest number of one rank that a message can carry."""
-    return torch.finfo(dtype).max / ranks * (1.0 if dtype is torch.float64 else _base(ranks))
-
-
-def _check_fits(name: str, value: float, dtype: torch.dtype, ranks: int) -> None:
-    """Raise ValueError for a finite number whose words, summed over the ranks, might not fit the dtype."""
-    most = _most(dtype, ranks)
-    if math.isfinite(value) and abs(value) > most:
-        raise ValueError(
-            f"{name.removeprefix('sum.')!r} in the lane is {value!r}, but a message of {dtype} carries at most {most:.3g} for each "
-            f"rank; scale it down"
-        )
-
-
-def wide_scalar(name: str, value: Any, device: torch.device | None, dtype: torch.dtype, ranks: int) -> Tensor:
-    """A scalar of the lane as 0-d float64, checked for a message of this dtype."""
-    if isinstance(value, Tensor):
-        if value.dim() or value.is_complex():
-            raise ValueError(
-                f"{name!r} in the lane must be a real scalar, got a tensor of shape {tuple(value.shape)}, {value.dtype}"
-            )
-        return to_device(device, value, torch.float64)
-    if not isinstance(value, numbers.Real):
-        raise TypeError(f"{name!r} in the lane must be a number or a 0-d tensor, got {value!r}")
-    _check_fits(name, as_float(f"{name!r} in the lane", value), dtype, ranks)
-    return torch.full((), float(value), dtype=torch.float64, device=device)
-
-
 def decode_words(words: Tensor, ranks: int) -> Tensor:
     """The sums back from the sum of the words, (scalars,) float64."""
     wide = words.to(torch.float64)
@@ -121,6 +74,12 @@ def decode_words(words: Tensor, ranks: int) -> Tensor:
         return wide
     pairs = wide.reshape(-1, 2)
     return pairs[:, 0] * _base(ranks) + pairs[:, 1]
+
+
+@functools.cache
+def _most(dtype: torch.dtype, ranks: int) -> float:
+    """The largest number of one rank that a message can carry."""
+    return torch.finfo(dtype).max / ranks * (1.0 if dtype is torch.float64 else _base(ranks))
 
 
 NONFINITE = "nonfinite"  # the flag of ranks whose loss or gradients are not finite
@@ -152,14 +111,14 @@ def ranks_in(masks: Iterable[float]) -> tuple[int, ...]:
     )
 
 
-def step_lane(ranks: int, sums: Iterable[str] = ()) -> tuple[str, ...]:
-    """The names in the lane of a train_step: its own, then the user's sums.
+def record_names(ranks: int, sums: Iterable[str] = ()) -> tuple[str, ...]:
+    """The names in the record of a train_step: its own, then the user's sums.
 
-    - total: the sum of the ranks' factors in the mean
+    - live: the number of ranks with weight
     - weight, loss: the sums of the weights and of weight * loss
     - has_next: the number of ranks that have another batch, and those of ranks that ask to save and to stop, see `Requests`
     - step_id: a number of the step that a rank has called and of its hyperparameters, the same on all ranks
     - nonfinite0, ...: a bit for each rank whose loss, or whose own gradient, is not finite
     """
     masks = (f"{NONFINITE}{i}" for i in range(mask_words(ranks)))
-    return ("total", "weight", "loss", "has_next", "step_id", *masks, *(f"sum.{name}" for name in sums))
+    return ("live", "weight", "loss", "has_next", "step_id", *masks, *(f"sum.{name}" for name in sums))
