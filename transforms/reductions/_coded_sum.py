@@ -99,7 +99,7 @@ def coded_sum(
 
     Args:
         places: (n,) int32, the position of each float, for a stochastic codec; see `places_of`.
-        feeds: Whether the second result is needed.
+        feeds: Whether the second result is needed. It lies in the memory of `x`.
 
     Returns:
         The sum, and the encoding error of this rank's message, plus that of the sum in the chunk that it summed.
@@ -123,8 +123,10 @@ def coded_sum(
         at, size = None if places is None else cut(places, len(rows)), rows.shape[1]
         note(name, f"{n} floats")
         codes = encode_rows(codec, rows, sender, i, at)
-        lost = (x - codec.decode(codes, size).flatten()[:n]) if feeds else None
         total = summed(codec, all_to_all(codes, name) if many else all_gather(codes[0], name), size)
+        if feeds:  # behind the message, since codes may lie in the memory of x
+            own = codec.decode(codes, size).flatten()[:n]
+            lost = torch.sub(x, own, out=x if plain(x, own) else None)
         if many:
             here = to_device(x.device, axis_index(name)).view(1)
             mine = None if at is None else at.index_select(0, here)
@@ -161,7 +163,7 @@ def send(of: dict[str, Tensor], share: Share, call: Call, reduce: Reduce) -> Ten
 
     Args:
         of: Path -> gradient.
-        call: Of it, `wire` and `memory` are used.
+        call: Of it, `wire`, `memory` and `donated` are used.
         reduce: The sum of one message, as of `coded_sum` over some axes.
 
     Raises:
@@ -171,7 +173,9 @@ def send(of: dict[str, Tensor], share: Share, call: Call, reduce: Reduce) -> Ten
     refuse_derivative(of.values(), "differentiate through the hook without its codec, or detach the gradients")
     codec, memory, device = call.wire, call.memory, device_of(of.values())
     errors = None if memory is None else memory.of(of)
-    flat = share.times(ravel(of.values(), device), None if errors is None else ravel(errors, device))
+    given = ravel(of.values(), device)
+    fresh = (call.donated or len(of) > 1) and plain(given)
+    flat = share.times(given, None if errors is None else ravel(errors, device), in_place=fresh)
     if not flat.numel():
         return flat
     total, lost = reduce(codec, flat, places_of(of, device) if codec.stochastic else None, memory is not None)
