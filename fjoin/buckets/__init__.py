@@ -1,6 +1,6 @@
 """Parameters, slots and gradients in flat memory; which leaf is in which bucket says fjoin.transforms.layout."""
 
-from ._aliases import assign_ as assign_, copy_if_aliased as copy_if_aliased, load_params as load_params
+from ._aliases import assign_ as assign_, load_params as load_params
 from ._gather import (
     gather_changes_ as gather_changes_,
     gather_leaves as gather_leaves,

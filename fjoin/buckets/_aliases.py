@@ -1,26 +1,15 @@
-"""Values that share memory with flat buffers, and values written into them."""
+"""Values written into flat buffers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
-import optree
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ..transforms.base import apart_from, copy_if_aliased
 from ..transforms.optimizers import master_of
 from ._storage import Storage
-
-
-def copy_if_aliased(state: Any, lent: Iterable[Tensor]) -> Any:
-    """The state, with copies of its tensors that share memory with tensors in `lent`; the copies are detached."""
-    own = _apart_from(lent)
-    with torch.no_grad():
-        if all(own(leaf) is leaf for leaf in optree.tree_leaves(state)):
-            return state
-        return optree.tree_map(own, state)
 
 
 def assign_(places: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
@@ -30,7 +19,7 @@ def assign_(places: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
         TypeError: there is no tensor for a place.
         ValueError: a value has another shape than its place.
     """
-    to, new, own = [], [], _apart_from(places.values())
+    to, new, own = [], [], apart_from(places.values())
     for path, place in places.items():
         value = values.get(path) if isinstance(values, Mapping) else values
         if not isinstance(value, Tensor):
@@ -47,19 +36,6 @@ def assign_(places: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
             new.append(own(value))
     if to:
         torch._foreach_copy_(to, new)
-
-
-def _apart_from(lent: Iterable[Tensor]) -> Callable[[Any], Any]:
-    """A function that clones a tensor that shares memory with one of these, and returns any other value unchanged."""
-    # The same for all views of one tensor, and 0 for what holds no elements.
-    starts = {x.untyped_storage().data_ptr() for x in lent} - {0}
-
-    def own(x: Any) -> Any:
-        if type(x) is not Tensor and (not isinstance(x, Tensor) or is_traceable_wrapper_subclass(x)):
-            return x
-        return x.clone() if x.layout is torch.strided and x.untyped_storage().data_ptr() in starts else x
-
-    return own
 
 
 @torch.no_grad()

@@ -11,11 +11,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .._errors import CollectiveTimeout, PeerLost
 from ..agreement import Calls, parameters_fit, same_step
-from ..buckets import copy_if_aliased
 from ..groups import Communicator
 from ..step import Agreements, BucketStages, first_call, spanned
 from ..transforms.axes import bind_axes
-from ..transforms.base import Transform, is_accelerator, restrict
+from ..transforms.base import Transform, copy_if_aliased, is_accelerator, restrict
 from ..transforms.layout import Pieces
 from ..transforms.pipelines import (
     FLUSH,

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..buckets import Storage, assign_, copy_if_aliased
+from ..buckets import Storage, assign_
 from ..groups import Communicator, StepEnd
 from ..transforms.axes import bind_axes
-from ..transforms.base import Call, named_leaves
+from ..transforms.base import Call, copy_if_aliased, named_leaves
 from ..transforms.optimizers import masters_of, state_fields
 from ..transforms.pipelines import Effect, Ends, Pipeline
 from ._hook_state import HookState
@@ -36,7 +36,7 @@ def init_ends(
         after = copy_if_aliased(pipeline.after.init(masters), [*lent, *masters.values()])
     if pipeline.on_state:
         fields = state_fields(states)
-        on_state = copy_if_aliased(pipeline.on_state.init(fields), named_leaves(fields).values())
+        on_state = copy_if_aliased(pipeline.on_state.init(fields), fields)
     return EndStates(after, on_state)
 
 
@@ -63,7 +63,7 @@ def run_end(
         places, kept, lent = held, old.after, [*lent, *held.values()]
     else:
         held = state_fields(states)
-        places, kept, lent = named_leaves(held), old.on_state, named_leaves(held).values()
+        places, kept, lent = named_leaves(held), old.on_state, held
     with torch.no_grad(), bind_axes(mesh.axes):
         new, fresh = effect.after(op.part, held, kept, call, None if op.on == "params" else own)
         fresh = copy_if_aliased(fresh, lent)

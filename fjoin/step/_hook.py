@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ..agreement import StepRecord, Sums
-from ..buckets import GradBuffer, Storage, copy_if_aliased
+from ..buckets import GradBuffer, Storage
 from ..groups import Communicator, keep_freed
 from ..transforms.axes import Axis, PieceSum, Work
-from ..transforms.base import Call, Share, Totals, Transform, only, restrict, totals_of
+from ..transforms.base import Call, Share, Totals, Transform, copy_if_aliased, nonzero_or_one, only, restrict, totals_of
 from ..transforms.combinators import stages
 from ..transforms.layout import Pieces, bind_pieces, record_bucket
 from ..transforms.pipelines import Plan, takes_flat
@@ -312,8 +312,9 @@ class AllReduceHook:
 
     def launch(self, index: int, out: GradBuffer) -> Work:
         applied(self.factor, out.grads)
-        if self._agrees and self._over is not None:  # the gradients carry weight / first
-            of_all = Share(self._first, self._divisor(self.sums())).times(out.grads, in_place=True)
+        if self._agrees:  # the gradients carry weight / first
+            total = None if self._over is None else nonzero_or_one(self._divisor(self.sums()))
+            of_all = Share(self._first, total).times(out.grads, in_place=True)
             if of_all is not out.grads:
                 out.grads.copy_(of_all)
         return self._send(out)
@@ -351,15 +352,13 @@ class AllReduceHook:
             if not rest:
                 self._grads.observe(out)  # while later messages are still under way
         sums = self.sums()
-        divisor = (
-            (1.0 if self._over is not None else 1 / self._first) if self._agrees else self._divisor(sums) * self._unit
-        )
+        divisor = 1.0 if self._agrees else self._divisor(sums) * self._unit
         if not rest:
             self._state = self._kept(outgoing, divisor)
             return sums, divisor
         for out in outgoing:
             out.total = None  # the stages make other values of these
-            out.grads.div_(torch.where(divisor == 0, 1.0, divisor) if isinstance(divisor, Tensor) else divisor or 1.0)
+            out.grads.div_(nonzero_or_one(divisor))
         axes, totals = self._record.axes, totals_in(sums)
         self._state = (old[0], *self._stages.finish(outgoing, old[1:], storage, (axes, totals))[1])
         for out in outgoing:

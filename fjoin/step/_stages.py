@@ -8,10 +8,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..buckets import GradBuffer, assign_, copy_if_aliased
+from ..buckets import GradBuffer, assign_
 from ..groups import Communicator
 from ..transforms.axes import Work, bind_axes, bound
-from ..transforms.base import Call, Totals, Transform
+from ..transforms.base import Call, Totals, Transform, copy_if_aliased
 from ..transforms.combinators import behind, stages
 from ..transforms.layout import Bucket, Pieces, bind_pieces
 from ..transforms.pipelines import Plan

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from .._errors import JoinError
 from .._functional import refuse_module_params
-from ..buckets import GradHooks, Storage, copy_if_aliased
+from ..buckets import GradHooks, Storage
 from ..groups import Communicator
 from ..step import StateData
 from ..transforms.axes import Axis, BoundCall, bind_axes, bind_call, bind_in_backward
+from ..transforms.base import copy_if_aliased
 from ._loss import Loss
 
 
@@ -128,10 +129,10 @@ def grad_output_of(loss: Tensor | None, factor: float, scale: Tensor | None, add
         else:
             rest = torch.tensor(factor, dtype=torch.float64) * (1.0 if rest is None else rest)
             factor = 1.0
-    if wide is None and not math.isfinite(factor):
+    if wide is None and not (rounding and math.isfinite(factor)):
         raise ValueError(
-            f"the weight of this batch is too large for a loss of {loss.dtype}; return the loss as float32, or use smaller weights "
-            f"(only their ratios matter)"
+            f"the weight of this batch is too {'large' if rounding else 'small'} for a loss of {loss.dtype}; return the loss as float32, "
+            f"or use other weights (only their ratios matter)"
         )
     if wide is None:
         return GradOutput(factor, rest, rounding)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
-from tests.helpers import judged, stepped
+from tests.helpers import judged, raises_text, stepped
 
 HOOKS: dict[str, Any] = {
     "mean": lambda: tx.mean("data"),
@@ -92,6 +92,31 @@ def test_sum_is_not_divided() -> None:
     """A sum without a division at the end must fit float16 itself."""
     for seen in of(2, BEHIND["sum"], [4.0] * 2):
         assert [w for w, _, _ in seen] == [-24.0, -48.0]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_sum_over_uneven_ranks(accumulate: int) -> None:
+    per_rank = [[(16.0, 2.0)] * 2, [(32.0, 1.0), (8.0, 5.0)], [(4.0, 0.0), (4.0, 3.0)]]
+    seen = tx.simulate(lambda b: trained(tx.sum_over("data"), b, accumulate=accumulate), {"data": 3}, per_rank)
+    want = [-64.0, -148.0] if accumulate == 1 else [-148.0]
+    assert [[(w, v) for w, v, _ in rank] for rank in seen] == [[(w, w) for w in want]] * 3
+
+
+@pytest.mark.parametrize("hook", [*HOOKS, "clip, mean"])
+def test_step_without_weight(hook: str) -> None:
+    """It changes nothing, and the next one goes on."""
+    make = {**HOOKS, **BEHIND}[hook]
+    per_rank = [[(16.0, w) for w in (1.0, 0.0, 3.0)], [(32.0, w) for w in (1.0, 0.0, 3.0)]]
+    for seen in tx.simulate(lambda b: trained(make(), b), {"data": 2}, per_rank):
+        assert [w for w, _, _ in seen] == [-24.0, -24.0, -48.0]
+
+
+@pytest.mark.parametrize("weight", [1e-9, 1e9])
+def test_weight_that_a_loss_of_float16_cannot_hold_in_a_window(weight: float) -> None:
+    step = fjoin.train_step(lambda p, b: (p["w"] * b).sum().half(), tx.fuse(tx.mean("data"), tx.sgd(1.0)), accumulate=2,
+                            weight=lambda b: weight, mesh=fjoin.mesh({"data": 1}))  # fmt: skip
+    text = ("too small" if weight < 1 else "too large", "torch.float16", "float32")
+    raises_text(ValueError, lambda: step(step.init({"w": torch.zeros(3)}), 16.0), *text)
 
 
 @pytest.mark.parametrize("hook", [*HOOKS, "clip, mean"])

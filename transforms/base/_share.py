@@ -147,6 +147,8 @@ class Share(NamedTuple):
             out = torch.where(none, torch.zeros_like(out), out)
         elif weight == 0:
             out = x.zero_() if in_place else torch.zeros_like(x)
+            if not plain(x):  # a derivative's backward pass sends too, on all ranks
+                out = torch.where(torch.ones((), dtype=torch.bool, device=x.device), out, x)
         elif total is None:
             out = x if weight == 1.0 else x.mul_(weight) if in_place else x * weight
         elif isinstance(total, Tensor):
@@ -169,7 +171,7 @@ class Share(NamedTuple):
         total = self.total
         if not sums or (isinstance(total, float) and total in (0.0, 1.0)):
             return sums
-        divisor: Any = total if isinstance(total, float) else nonzero_or_one(torch.as_tensor(total))
+        divisor = nonzero_or_one(total)
         if plain(sums) and all([leaf.dtype.itemsize >= 4 for leaf in sums]):
             torch._foreach_div_(sums, divisor)
             return sums
@@ -197,6 +199,8 @@ def _on(device: torch.device, value: Number) -> Any:
     return to_device(device, value) if isinstance(value, Tensor) else value
 
 
-def nonzero_or_one(divisor: Tensor) -> Tensor:
-    """The divisor with 1 in place of 0, so an empty sum stays 0."""
+def nonzero_or_one(divisor: Any) -> Any:
+    """The divisor, a number or a tensor, with 1 in place of 0, so an empty sum stays 0."""
+    if not isinstance(divisor, Tensor):
+        return divisor or 1.0
     return torch.where(divisor == 0, torch.ones_like(divisor), divisor)

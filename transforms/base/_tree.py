@@ -12,6 +12,7 @@ import optree
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 Tree: TypeAlias = Any  # a pytree of tensors
 State: TypeAlias = Any  # a pytree of tensors and host integers
@@ -126,6 +127,28 @@ def plain(*trees: Tree) -> bool:
         return False
     given: Tree = trees
     return not (torch.is_grad_enabled() and any([t.requires_grad for t in optree.tree_leaves(given)]))
+
+
+def copy_if_aliased(state: Tree, lent: Tree) -> Tree:
+    """The state, with copies of its tensors that share memory with tensors in `lent`; the copies are detached."""
+    if not (leaves := optree.tree_leaves(state)):
+        return state
+    own = apart_from(optree.tree_leaves(lent))
+    with torch.no_grad():
+        return state if all(own(leaf) is leaf for leaf in leaves) else optree.tree_map(own, state)
+
+
+def apart_from(lent: Iterable[Tensor]) -> Callable[[Any], Any]:
+    """A function that clones a tensor that shares memory with one of these, and returns any other value unchanged."""
+    # The same for all views of one tensor, and 0 for what holds no elements.
+    starts = {x.untyped_storage().data_ptr() for x in lent if isinstance(x, Tensor)} - {0}
+
+    def own(x: Any) -> Any:
+        if type(x) is not Tensor and (not isinstance(x, Tensor) or is_traceable_wrapper_subclass(x)):
+            return x
+        return x.clone() if x.layout is torch.strided and x.untyped_storage().data_ptr() in starts else x
+
+    return own
 
 
 def transformed() -> bool:

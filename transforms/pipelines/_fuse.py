@@ -23,6 +23,7 @@ from ..base import (
     check_same,
     check_transform,
     constant,
+    copy_if_aliased,
     device_of,
     factory,
     flag as check_flag,
@@ -214,7 +215,10 @@ def pipeline_of(
         with torch.no_grad():
             if not plain(params, grads):
                 return run(params, grads, state, call)
-            return run(params, in_own_memory(grads, params), state, call.inside(donated=True))
+            # A transform may keep parameters that it has got or returned.
+            states = copy_if_aliased((old.hook, old.after, old.on_state), (params, old.optimizer))
+            old = with_changes(old, hook=states[0], after=states[1], on_state=states[2])
+            return run(params, in_own_memory(grads, params), put(state, old), call.inside(donated=True))
 
     def run(params: Tree, grads: Tree, state: Any, call: Call) -> tuple[Tree, State]:
         old = inside(state)
@@ -258,6 +262,7 @@ def pipeline_of(
         ends = call.inside(weight=totals.weight, donated=False, sharded_over=pieces and pieces.axis)
         if effect.steps is not False:
             if call.donated and pieces is None and are_apart(held):
+                hook_state = copy_if_aliased(hook_state, (held, mean))
                 bad = (~effect.steps).to(torch.float32) if isinstance(effect.steps, Tensor) else None
                 held, slots = step_tree(optimizer, held, mean, slots, True, bad)
             else:

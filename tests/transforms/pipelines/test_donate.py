@@ -36,7 +36,24 @@ PIPELINES: dict[str, Callable[[], tx.Pipeline]] = {
     "zero": lambda: tx.zero(tx.mean("data"), ADAM, "data"),
     "no reduction": lambda: tx.fuse(tx.identity(), ADAM),
     "kept": lambda: tx.fuse(tx.chain(tx.mean("data"), KEEPS), ADAM),
+    "kept as they are": lambda: tx.fuse(kept(lambda values, params: values), ADAM),
+    "parameters kept": lambda: tx.fuse(kept(lambda values, params: params), ADAM),
+    "kept at the end": lambda: tx.fuse(tx.mean("data"), ADAM, after=kept(lambda values, params: values)),
+    "local": lambda: tx.local_sgd(ADAM, tx.mean("data"), 2),
+    "local, encoded": lambda: tx.local_sgd(tx.sgd(0.1), tx.compress(tx.int8(), tx.mean("data")), 1),
+    "local, fed back": lambda: tx.local_sgd(tx.sgd(0.1), tx.error_feedback(tx.power_sgd("data")), 2),
+    "diloco": lambda: tx.diloco(ADAM, tx.mean("data"), 2, fragments=2),
+    "diloco, late": lambda: tx.diloco(ADAM, tx.mean("data"), 2, delay=1, mix=0.5),
 }
+
+
+def kept(of: Callable[[Any, Any], Any]) -> tx.Transform:
+    """Adds a tenth of what its state holds, which is what it got in the step before: its input, or the parameters."""
+
+    def update(values: Any, state: Any, params: Any = None) -> Any:
+        return optree.tree_map(lambda x, y: x + 0.1 * y, values, state), of(values, params)
+
+    return tx.Transform(lambda params: params, update)
 
 
 def _keeps() -> tx.Transform:

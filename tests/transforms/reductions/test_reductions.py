@@ -115,3 +115,17 @@ def test_gradients_without_weight_are_zero(name: str) -> None:
         return
     for out in tx.simulate(one_rank, {"node": 1, "data": 2}):
         assert all(not leaf.any() for leaf in out.values())
+
+
+@pytest.mark.parametrize("of", [float, torch.tensor])
+@pytest.mark.parametrize("weights", [[2.0, 1.0], [2.0, 0.0], [0.0, 1.0]])
+def test_derivative_of_a_mean_of_idle_ranks(weights: list[float], of: Any) -> None:
+    """The loss is the sum over both ranks of the squared mean, so each rank's derivative is 4 mean share."""
+
+    def one_rank(x: torch.Tensor, weight: float) -> torch.Tensor:
+        hook = tx.mean("data")
+        return torch.func.grad(lambda x: (hook.update(x, hook.init(x), weight=of(weight))[0] ** 2).sum())(x)
+
+    xs, shares = torch.tensor([[1.0, 2.0], [4.0, 5.0]]), torch.tensor(weights) / sum(weights)
+    want = 4.0 * shares[:, None] * (shares @ xs)
+    torch.testing.assert_close(torch.stack(tx.simulate(one_rank, {"data": 2}, list(xs), weights)), want)
