@@ -103,6 +103,8 @@ class Names:
             error = self._paths.get(path.replace(".last.", ".error.", 1), "")
             if error in saved.reads:
                 saved.reads[error] = _divided(saved.reads[error], saved.reads.pop(path))
+        for path in [path for path in saved.reads if path.endswith(".counted") and path not in self._paths.values()]:
+            del saved.reads[path]  # of PowerSGD before 0.3
         return tree_from(self.prefix, like, saved, in_place)
 
     def _leaves(self, state: Any) -> list[Any]:

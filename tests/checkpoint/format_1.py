@@ -29,12 +29,13 @@ STEPS = 3
 
 
 def pipelines() -> dict[str, tx.Pipeline]:
-    """One with residuals and averages, one whose states are cut, and one whose ranks differ."""
+    """Two with residuals, of which one has averages, one whose states are cut, and one whose ranks differ."""
     feedback = tx.chain(tx.error_feedback(tx.compress(tx.int8(block=4), tx.mean("data"))), tx.clip_by_global_norm(5.0))
     return {
         "feedback": tx.skip_if_nonfinite(tx.fuse(feedback, tx.adamw(0.1), after=tx.ema(0.5))),
         "zero": tx.zero(tx.mean("data"), tx.mixed_precision(tx.adam(0.1)), "data"),
         "local": tx.local_sgd(tx.sgd(0.1, momentum=0.5), tx.mean("data"), 2),
+        "power": tx.fuse(tx.error_feedback(tx.power_sgd("data", min_compression_rate=1.0)), tx.sgd(0.1)),
     }
 
 
