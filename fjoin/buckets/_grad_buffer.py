@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -202,24 +202,28 @@ def _is_shared(grad: Tensor) -> bool:
 _ALONE = 2
 
 
+# Starts the hook of one bucket, given its number and its gradients.
+Launch: TypeAlias = Callable[[int, GradBuffer], "Work | None"]
+
+
 class BucketQueue:
     """Launches the buckets' messages in the buckets' order, whatever order they fill in.
 
     Args:
         outgoing: The buckets.
-        launch: Starts the hook of one bucket, given its index and buffer; called in the thread that fills the bucket.
     """
 
     outgoing: list[GradBuffer]
 
-    def __init__(self, outgoing: list[GradBuffer], launch: Callable[[int, GradBuffer], Work | None]) -> None:
-        self.outgoing, self._launch = outgoing, launch
+    def __init__(self, outgoing: list[GradBuffer]) -> None:
+        self.outgoing = outgoing
         self._next = len(outgoing)
         self._open = False
         self._kept: dict[Tensor, Tensor | None] | None = None  # the gradients set aside while muted
 
-    def start(self, storage: Storage) -> None:
-        self._next, self._open = 0, True
+    def start(self, storage: Storage, launch: Launch) -> None:
+        """Take the gradients of these parameters, and launch the buckets in the thread that fills them."""
+        self._next, self._open, self._launch = 0, True, launch
         for out, leaves in zip(self.outgoing, storage.by_bucket, strict=True):
             out.start(leaves, storage.window)
 

@@ -12,27 +12,13 @@ from torch.nn.parallel import DistributedDataParallel
 from .._errors import CollectiveTimeout, PeerLost
 from ..agreement import Calls, parameters_fit, same_step
 from ..groups import Communicator
-from ..step import Agreements, BucketStages, first_call, spanned
+from ..step import STEP, Agreements, BucketStages, first_call
 from ..transforms.axes import bind_axes
 from ..transforms.base import Transform, copy_if_aliased, is_accelerator, restrict
 from ..transforms.layout import Pieces
-from ..transforms.pipelines import (
-    FLUSH,
-    CountingMemory,
-    Effect,
-    Explanation,
-    Pipeline,
-    Plan,
-    Program,
-    Programs,
-    Stages,
-    execute,
-    explain_memory,
-    make_plan,
-    parts_of,
-)
+from ..transforms.pipelines import FLUSH, Counting, Explanation, Pipeline, Plan, explained, make_plan, parts_of
 from ._buckets import DDPBucket, TotalWeight, first_buckets
-from ._module_memory import ModuleMemory
+from ._module_pass import ModulePass
 from ._run import ModuleStep, UsedParameters
 
 CALLS = Calls(
@@ -84,9 +70,8 @@ class DDPRun:
             ddp.find_unused_parameters or ddp.static_graph
         )
         self.used: UsedParameters | None = UsedParameters(params, mesh) if asks else None
-        parts = parts_of(hook if pipeline is None else pipeline, used=tuple(mesh.shape) if asks else ())
-        self._programs = Programs(plan, parts, "module")
-        self.agreements: Agreements = Agreements(mesh, self._programs, CALLS)
+        parts = parts_of(hook if pipeline is None else pipeline)
+        self.agreements: Agreements = Agreements(mesh, plan, parts, "module", CALLS)
         self.pipeline_step: ModuleStep | None = None
         if pipeline is not None:
             self.agreements.ids.number()
@@ -108,11 +93,7 @@ class DDPRun:
         self._futures: list[torch.futures.Future[Tensor]] = []
         self._missing = set[str]()  # the parameters whose buckets have not yet come in this pass
         self._buckets = first_buckets(ddp, params)
-        self._program: Program = ()  # of this pass
-        self._early: Program = ()
-        self._late: Program = ()
-        self._is_partial = False
-        self._memory: ModuleMemory | None = None  # of this pass
+        self._pass: ModulePass | None = None
 
     @property
     def what(self) -> Pipeline | Transform:
@@ -125,8 +106,8 @@ class DDPRun:
         sharding = what.sharding if isinstance(what, Pipeline) else None
         pieces = None if sharding is None else sharding.pieces
         uses, buckets = self.used is not None, self._buckets
-        memory = CountingMemory(what, self.leaves, self.mesh.shape, lambda _: buckets, uses=uses, pieces=pieces)
-        return explain_memory(memory, at_step)
+        of = Counting(what, self.leaves, self.mesh.shape, lambda _: buckets, uses=uses, pieces=pieces)
+        return explained(of, at_step)
 
     # -- bucket by bucket -------------------------------------------------------------------------------
 
@@ -187,32 +168,30 @@ class DDPRun:
         rates = [] if self.pipeline_step is None else self.pipeline_step.begin(self.step, scaled=not shadows)
         step_id = self.agreements.begin(self.step, rates)
         self.values = {"weight": self.weight, "live": float(self.weight > 0), "step_id": step_id}
-        program = self._programs.of(self.step)
-        if program is not self._program:
-            # The messages of the hook are under way during backward, between the operations before it and the rest.
-            at, hook = next((i, op) for i, op in enumerate(program) if isinstance(op, Stages))
-            self._program, self._early, self._late, self._is_partial = program, program[:at], program[at:], hook.partial
-        self._memory = ModuleMemory(self)
-        execute(self._early, spanned(self._memory, self.mesh.traffic))
+        self._pass = ModulePass(self)
+        with self.mesh.traffic.span(STEP) as span:
+            if span is not None:
+                span.next("agree: begin")
+            self._pass.begin()
         if not self.is_sum:
             on_device = self.agreements.check.grads.on_device
-            call = first_call(self.values, self.step, self._memory.begun, on_device)
+            call = first_call(self.values, self.step, self._pass.begun, on_device)
             # The last pass's buckets, the same number on all ranks.
             self.stages.begin(call, self._buckets, bool(self.plan.reduced(self.step).axes))
 
     def _forget(self) -> None:
         """Discard a pass that has ended or failed."""
         self.stages.stop()
-        self.outs, self._futures, self._missing, self._memory = [], [], set(), None
+        self.outs, self._futures, self._missing, self._pass = [], [], set(), None
 
     def _launch(self, out: DDPBucket) -> None:
-        if self._is_partial and not self.weight:
+        if not self.weight and self.plan.reduced(self.step).is_partial:
             out.grads.zero_()
         if self.pipeline_step is not None:
             self.pipeline_step.before_hook(out)
         if self.plan.reduce is not None:
-            assert self._memory is not None
-            self._memory.send(out)
+            assert self._pass is not None
+            self._pass.send(out)
             return
         if self.plan.early is None:
             return
@@ -225,8 +204,9 @@ class DDPRun:
     # -- after the last bucket ----------------------------------------------------------------------------
 
     def _finish(self) -> None:
-        assert self._memory is not None
-        execute(self._late, spanned(self._memory, self.mesh.traffic), Effect(True))
+        assert self._pass is not None
+        with self.mesh.traffic.span(STEP) as span:
+            self._pass.close(span)
         self.step += 1
         self._buckets = tuple(out.bucket for out in self.outs)
         for future, out in zip(self._futures, self.outs, strict=True):
@@ -237,4 +217,4 @@ class DDPRun:
         """Run now the transforms that would run in later steps; see `TrainStep.flush`."""
         if self.pipeline_step is not None:
             self.agreements.begin_flush(self.step)
-            execute(self._programs.parts.ends, ModuleMemory(self), FLUSH)
+            ModulePass(self).end(FLUSH)

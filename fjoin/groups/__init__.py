@@ -28,4 +28,4 @@ from ._make_mesh import (
 )
 from ._mesh import Communicator as Communicator, Mesh as Mesh, check_mesh as check_mesh
 from ._message import StepEnd as StepEnd, plain as plain
-from ._traffic import TIMELINES as TIMELINES, Sent as Sent, Traffic as Traffic, is_watched as is_watched
+from ._traffic import TIMELINES as TIMELINES, Sent as Sent, Span as Span, Traffic as Traffic

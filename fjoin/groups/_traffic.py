@@ -79,15 +79,12 @@ class Traffic:
             message = Sent(Message(op, axis, x.dtype, payload, sent), self.stage, time.perf_counter_ns())
         return _Waiting(self, message)
 
-    def span(self, name: str) -> AbstractContextManager[object]:
-        """A context for a part of the program, which traces and torch's profiler show by this name."""
-        if not is_watched():
-            return _NOTHING
-        line = timeline()
-        return profiler.record_function(f"fjoin/{name}") if line is None else _Span(self, name, line)
+    def span(self, name: str) -> AbstractContextManager[Span | None]:
+        """A context for a part of the program, which traces and torch's profiler show by this name. Where neither looks it is None."""
+        return Span(self, name, timeline()) if is_watched() else _NOTHING
 
 
-_NOTHING = contextlib.nullcontext()
+_NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 
 
 class _Waiting:
@@ -109,16 +106,35 @@ class _Waiting:
             line.message(sent, self._begun_ns, ended_ns)
 
 
-class _Span:
-    """A part of the program of which a timeline is told."""
+class Span:
+    """A part of the program of which a timeline is told, or torch's profiler."""
 
-    def __init__(self, traffic: Traffic, name: str, line: Timeline) -> None:
+    def __init__(self, traffic: Traffic, name: str, line: Timeline | None) -> None:
         self._traffic, self._name, self._line = traffic, name, line
+        self._record = profiler.record_function(f"fjoin/{name}") if line is None else None
+        self._inner: Span | None = None
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Span:
+        if self._record is not None:
+            self._record.__enter__()
         self._outer, self._traffic.stage = self._traffic.stage, self._name
         self._begun_ns = time.perf_counter_ns()
+        return self
+
+    def next(self, name: str) -> None:
+        """End the part inside this one, and begin another one."""
+        self._end()
+        self._inner = Span(self._traffic, name, self._line).__enter__()
+
+    def _end(self) -> None:
+        if self._inner is not None:
+            self._inner.__exit__()
+            self._inner = None
 
     def __exit__(self, *error: object) -> None:
-        self._line.span(self._name, self._begun_ns, time.perf_counter_ns())
+        self._end()
+        if self._line is not None:
+            self._line.span(self._name, self._begun_ns, time.perf_counter_ns())
+        if self._record is not None:
+            self._record.__exit__(None, None, None)
         self._traffic.stage = self._outer

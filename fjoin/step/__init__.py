@@ -4,7 +4,7 @@ Files, from the ground up:
 _hook_state    the hook's state, as a step stores it
 _verdict       whether to step, from the record and the gradients; the divisor that the optimizer's kernels apply
 _interleave    stages of several buckets in turns, and side streams
-_run           the optimizer's kernels on buckets
+_step_buckets  the optimizer's kernels on buckets
 _body          the data of a training state, and the ends of a step
 _agreements    the records that ranks sum
 _stages        the stages of a hook, on buckets and on the whole tree
@@ -21,6 +21,6 @@ from ._hook import (
     totals_in as totals_in,
 )
 from ._hook_state import HookState as HookState
-from ._run import STEP as STEP, named as named, spanned as spanned, step_buckets as step_buckets
 from ._stages import BucketStages as BucketStages
+from ._step_buckets import STEP as STEP, named as named, step_buckets as step_buckets
 from ._verdict import CountsOfAll as CountsOfAll, Decision as Decision, StepCheck as StepCheck

@@ -11,7 +11,7 @@ from typing import Any
 from ..agreement import Calls, Requests, StepIds, StepRecord, Sums, numbers
 from ..groups import Communicator
 from ..transforms.layout import Bucket
-from ..transforms.pipelines import Plan, Programs, Rates, axes_of
+from ..transforms.pipelines import Parts, Place, Plan, Rates, Records, axes_of, records_of
 from ._verdict import CountsOfAll, StepCheck
 
 
@@ -31,16 +31,20 @@ class Agreements:
         ranks: The number of these ranks.
 
     Args:
-        programs: The programs of the steps.
+        plan, parts, place: See `records_of`.
         calls: The calls of the run in words, for errors.
         norm: Whether the norm of the gradients is needed.
     """
 
     plan: Plan
 
-    def __init__(self, mesh: Communicator, programs: Programs, calls: Calls, norm: bool = False) -> None:
-        self._mesh, self._programs, self._parts = mesh, programs, programs.parts
-        self.plan = plan = programs.plan
+    def __init__(
+        self, mesh: Communicator, plan: Plan, parts: Parts, place: Place, calls: Calls, norm: bool = False
+    ) -> None:
+        self._mesh, self.plan, self._parts, self._place = mesh, plan, parts, place
+        self._always = (
+            None if plan.always is None else records_of(plan, parts, 0, place)
+        )  # where each step has the same
         self.of_all: StepRecord = StepRecord(mesh, plan.agree)
         self._records = {plan.agree: self.of_all}  # by axes
         self.ranks: int = self.of_all.ranks
@@ -65,6 +69,10 @@ class Agreements:
             if self._layout is not None:
                 record.fit(self._layout)
         return self._records[axes]
+
+    def records(self, step: int) -> Records:
+        """What the ranks sum in a step beside their gradients."""
+        return self._always or records_of(self.plan, self._parts, step, self._place)
 
     def of_hook(self, step: int) -> StepRecord:
         """The record over the ranks that the hook reduces over in a step."""
@@ -101,7 +109,7 @@ class Agreements:
             now: The record of this step.
         """
         counts = self._take(step)
-        if any(axes_of(part, self._mesh.shape, step, at_end=True) for part in self._parts.transforms):
+        if any(axes_of(part, self._mesh.shape, step, at_end=True) for part in self._parts.ends):
             return [
                 *counts,
                 CountsOfAll(1, now.read(self.check.grads.on_device)),
@@ -148,7 +156,7 @@ class Agreements:
             NonFinite, DesyncError: on all ranks.
         """
         self.check.drain()
-        if not any(self._programs.is_apart(at) for at in (step, max(step - 1, 0))):
+        if not any(self.records(at).apart for at in (step, max(step - 1, 0))):
             return
         self._raise_late(step)
         number = self.ids.of_flush  # and the step travels as the weight
@@ -168,7 +176,7 @@ class Agreements:
         """
         self.check.drain()
         self._raise_late(step)
-        if self._has_sent and not self._parts.skips and self._programs.is_apart(step - 1):
+        if self._has_sent and not self._parts.skips and self.records(step - 1).apart:
             self.check.raise_left_out(step - 1, self._sum({}))
 
     def _raise_late(self, step: int) -> None:

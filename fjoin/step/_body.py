@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,9 +12,9 @@ from torch import Tensor
 from ..buckets import Storage, assign_
 from ..groups import Communicator, StepEnd
 from ..transforms.axes import bind_axes
-from ..transforms.base import Call, copy_if_aliased, named_leaves
+from ..transforms.base import Call, Transform, copy_if_aliased, named_leaves
 from ..transforms.optimizers import masters_of, state_fields
-from ..transforms.pipelines import Effect, Ends, Pipeline
+from ..transforms.pipelines import Effect, Pipeline
 from ._hook_state import HookState
 
 
@@ -41,7 +41,8 @@ def init_ends(
 
 
 def run_end(
-    op: Ends,
+    part: Transform,
+    on: Literal["params", "optimizer"],
     old: EndStates,
     mesh: Communicator,
     own: dict[str, Tensor],
@@ -53,26 +54,27 @@ def run_end(
     """Run the transform of the parameters, or of their master copies, or of the optimizer's state; returns the new states.
 
     Args:
+        on: What it transforms.
         own: Path -> the parameters, or slices of them, that this rank steps.
         states: The optimizer's states by path; may be empty for a transform of parameters without master copies.
         lent: The memory of the parameters, which a state must not share.
         call: The call, with the sum of the weights of all ranks that share the gradients.
     """
-    if op.on == "params":
+    if on == "params":
         held: Any = masters_of(own, dict(states)) if states else own
         places, kept, lent = held, old.after, [*lent, *held.values()]
     else:
         held = state_fields(states)
         places, kept, lent = named_leaves(held), old.on_state, held
     with torch.no_grad(), bind_axes(mesh.axes):
-        new, fresh = effect.after(op.part, held, kept, call, None if op.on == "params" else own)
+        new, fresh = effect.after(part, held, kept, call, None if on == "params" else own)
         fresh = copy_if_aliased(fresh, lent)
         if new is not held:  # a transform with a period returns its input in the other steps
-            assign_(places, new if op.on == "params" else named_leaves(new))
-            for path, param in own.items() if op.on == "params" else ():
+            assign_(places, new if on == "params" else named_leaves(new))
+            for path, param in own.items() if on == "params" else ():
                 if held[path] is not param:
                     param.copy_(held[path])
-    return old._replace(after=fresh) if op.on == "params" else old._replace(on_state=fresh)
+    return old._replace(after=fresh) if on == "params" else old._replace(on_state=fresh)
 
 
 @dataclass

@@ -134,8 +134,7 @@ class GradCheck:
 
     def begin(self, plan: Plan, step: int) -> None:
         """Begin a step. Where a hook leaves the ranks with different gradients, their own are looked at before it."""
-        reduced = plan.reduced(step)
-        self._own_bad = [] if reduced.axes and not reduced.equal else None
+        self._own_bad = [] if plan.reduced(step).is_partial else None
 
     def before_hook(self, out: GradBuffer) -> None:
         """Look at this rank's own gradients in a bucket, if need be."""
@@ -320,7 +319,7 @@ class StepCheck:
         self._requests.note(*asked)
         effect = Effect(live, fine & inverse(left))
         if raises:
-            return Decision(effect._replace(live=True, fine=False), error=self._error(step, records, sums, outgoing))
+            return Decision(Effect(True, False), error=self._error(step, records, sums, outgoing))
         if not effect.steps:
             return Decision(effect)
         divisor, norm = self.grads.divisor_and_norm(outgoing, divisor, clip)

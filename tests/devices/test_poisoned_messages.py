@@ -13,7 +13,7 @@ import torch
 
 from fjoin.buckets import GradBuffer
 from fjoin.step._hook import AllReduceHook
-from fjoin.training._flat_memory import FlatMemory
+from fjoin.training._flat_step import FlatStep
 from tests.devices.poisoned import poisoned
 from tests.goldens.golden_paths import registered, trained
 from tests.goldens.golden_problem import WEIGHTS
@@ -44,7 +44,7 @@ def _fault(name: str | None) -> Any:
     """Take a part of fjoin out."""
     parts: dict[str, Any] = {
         "wait": lambda: mock.patch.object(GradBuffer, "wait", lambda self: None),
-        "gathers": lambda: mock.patch.object(FlatMemory, "gather", lambda self, op, effect: None),
+        "gathers": lambda: mock.patch.object(FlatStep, "_gather", lambda self, sharding, effect: None),
         "written": lambda: mock.patch.object(AllReduceHook, "launch", _launches_and_writes(AllReduceHook.launch)),
     }
     return contextlib.nullcontext() if name is None else parts[name]()

@@ -16,7 +16,7 @@ from fjoin.agreement import DeviceReads, _device_reads
 from fjoin.buckets import GradBuffer, start_gather
 from fjoin.step._hook import AllReduceHook
 from fjoin.step._interleave import SideStreams, Started
-from fjoin.training._flat_memory import FlatMemory
+from fjoin.training._flat_step import FlatStep
 from fjoin.transforms.base import devices
 from tests.devices.echo import EchoMesh
 from tests.devices.streams import MAIN, Stream, Streams
@@ -102,7 +102,7 @@ def _does_not_wait_for_the_first(side: Any, function: Any) -> Any:
     return _START(side, function)
 
 
-_START, _LAUNCH, _STEP = SideStreams.start, AllReduceHook.launch, FlatMemory._step_buckets
+_START, _LAUNCH, _STEP = SideStreams.start, AllReduceHook.launch, FlatStep._step_buckets
 
 
 def _with_memory_of_the_caller(side: Any, function: Any) -> Any:
@@ -152,10 +152,10 @@ FAULTS: dict[str, tuple[str, Callable[[], Any], str]] = {
         "aten::copy_ in 'leaf', after the write to it by psum",
     ),
     "parameters are stepped while a gather reads them": (
-        "zero", lambda: on(FlatMemory, "_step_buckets", _gathers_first), "after the read of it by gather",
+        "zero", lambda: on(FlatStep, "_step_buckets", _gathers_first), "after the read of it by gather",
     ),
     "the next forward does not wait for a gather": (
-        "zero", lambda: on(FlatMemory, "gather", lambda memory, op, effect: None), "after the write to it by gather",
+        "zero", lambda: on(FlatStep, "_gather", lambda self, sharding, effect: None), "after the write to it by gather",
     ),
     "the host reads a copy before its event": ("mean", lambda: on(_device_reads, "_await", lambda mesh, event: None), "a read in 'host'"),
     "the host reads a copy before its step": ("mean", lambda: on(DeviceReads, "read", _reads_at_once), "a read in 'host'"),

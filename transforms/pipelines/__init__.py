@@ -6,16 +6,17 @@ _fuse              `fuse`: its init, step and flush
 _zero              `zero`
 _sharded           the pieces that a rank steps, and how parameters are gathered
 _skip              `skip_if_nonfinite` and `dynamic_loss_scale`
-_program           a step as operations, and `Effect`: what stays where no rank has weight, or a step is skipped
-_plan              how a pipeline runs, read off its spec
+_effect            what changes where no rank has weight, or a step is skipped
+_plan              how a pipeline runs, and what its ranks agree on, read off its spec
 _placements        which ranks have which part of the state
-_counting_memory   carries the operations out without data, and counts
 _explain           `explain`
+_counting          a step without data, which counts its messages
 _explanation       its table
 """
 
-from ._counting_memory import CountingMemory as CountingMemory
-from ._explain import explain as explain, explain_memory as explain_memory
+from ._counting import Counting as Counting
+from ._effect import FLUSH as FLUSH, Effect as Effect, Flag as Flag, inverse as inverse
+from ._explain import explain as explain, explained as explained
 from ._explanation import Explanation as Explanation, Recorder as Recorder
 from ._fuse import PipelineState as PipelineState, by_path as by_path, fuse as fuse
 from ._pipeline import (
@@ -32,25 +33,15 @@ from ._placements import (
     placed as placed,
 )
 from ._plan import (
+    Parts as Parts,
+    Place as Place,
     Plan as Plan,
+    Records as Records,
     axes_of as axes_of,
     make_plan as make_plan,
+    records_of as records_of,
     takes_flat as takes_flat,
     warn_if_silent as warn_if_silent,
-)
-from ._program import (
-    FLUSH as FLUSH,
-    Agree as Agree,
-    Effect as Effect,
-    Ends as Ends,
-    Flag as Flag,
-    Gather as Gather,
-    Judge as Judge,
-    Program as Program,
-    Programs as Programs,
-    Stages as Stages,
-    execute as execute,
-    inverse as inverse,
 )
 from ._sharded import Sharding as Sharding
 from ._skip import (

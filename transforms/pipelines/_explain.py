@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import optree
@@ -13,10 +13,9 @@ from ..base import Needs, Transform, Tree, changes_with_steps, check_transform, 
 from ..combinators import stages
 from ..layout import Bucket, bucket_sizes, make_layout
 from ..optimizers import Optimizer
-from ._counting_memory import CountingMemory
+from ._counting import Counting
 from ._explanation import Explanation as Explanation, Row
 from ._pipeline import Pipeline
-from ._program import Agree, Ends, Gather, Op, Stages, Step
 
 
 def explain(
@@ -73,83 +72,51 @@ def explain(
 
     sharding = pipeline.sharding if isinstance(pipeline, Pipeline) else None
     of = functools.partial(sharding.pieces, bucket_bytes=sizes[0], direct_bytes=sizes[1]) if sharding else None
-    return explain_memory(CountingMemory(pipeline, params, axes, cut, buffers, on_buffers, pieces=of), at_step)
+    return explained(Counting(pipeline, params, axes, cut, buffers, on_buffers, pieces=of), at_step)
 
 
-def explain_memory(memory: CountingMemory, at_step: int) -> Explanation:
-    """`explain` for a given memory."""
-    with memory.running():
-        table = _Table(memory, at_step)
-        for op in memory.programs.of(at_step):
-            table.add(op)
-        return Explanation(tuple(table.rows()), memory.sizes)
+def explained(of: Counting, at_step: int) -> Explanation:
+    """`explain` of a step without data."""
+    with of.running():
+        return Explanation(tuple(_rows(of, at_step)), of.sizes)
 
 
-class _Table:
-    """The rows of a table, from the operations of the program of a step."""
+def _rows(of: Counting, step: int) -> Iterator[Row]:
+    """The stages of the hook, what ranks agree on, the optimizer, and what comes after it."""
+    records, pipeline = of.records(step), of.pipeline
 
-    def __init__(self, memory: CountingMemory, step: int) -> None:
-        self._memory, self._step = memory, step
-        self._hook: list[Row] = []
-        self._counts: list[Row] = []  # the records that ranks send beside the gradients
-        self._agreed: list[Row] = []
-        self._stepped: list[Row] = []
-        self._pieces: list[Row] = []
-        self._ends: list[Row] = []
-        self._buffers: list[Row] = []
+    def when(part: Transform) -> str:
+        return f"step {step}" if changes_with_steps(part) else "each step"
 
-    def rows(self) -> list[Row]:
-        """The rows: hook, what ranks agree on, optimizer, what comes after it."""
-        rows = [*self._hook, *self._counts, *self._agreed, *self._stepped, *self._ends, *self._pieces, *self._buffers]
-        pipeline = self._memory.pipeline
-        if isinstance(pipeline, Pipeline) and pipeline.skips is not None:
-            own = _state_bytes(pipeline.skips.begin(()))
-            rows.append(Row(f"{pipeline.spec.name or 'custom'}(...)", Needs.TREE, "each step", (), own))
-        return rows
+    def ends(part: Transform | None, on: Literal["params", "optimizer", "buffers"]) -> Iterator[Row]:
+        for one in stages(part) if part is not None else ():
+            state = _state_bytes(one.init(of.values(on)))
+            yield Row(repr(one), one.needs, when(one), of.sent(of.end, one, on, step), state)
 
-    def add(self, op: Op) -> None:
-        """Add the rows of an operation."""
-        memory = self._memory
-        if isinstance(op, Stages):
-            self._hook += [self._of_stage(part, "hook", i) for i, part in enumerate(op.parts)]
-        elif isinstance(op, Agree) and op.moment == "used":
-            sent = memory.sent(op)
-            self._agreed.append(Row("(parameters that are used)", Needs.LAYOUT, "each step", sent, 0))
-        elif isinstance(op, Agree) and op.moment == "pieces":
-            sent = memory.sent(op)
-            self._pieces.insert(0, Row("(whether all pieces are finite)", Needs.TREE, "each step", sent, 0))
-        elif isinstance(op, Agree):
-            if sent := memory.sent(op, self._step):
-                self._counts.append(Row("(the step's own counts)", Needs.LAYOUT, self._when(memory.hook), sent, 0))
-        elif isinstance(op, Step) and memory.optimizer is not None:
-            self._stepped = _optimizer_rows(memory.optimizer, memory.own)
-        elif isinstance(op, Ends):
-            rows = self._buffers if op.on == "buffers" else self._ends
-            rows += [self._of_stage(part, op.on) for part in stages(op.part)]
-        elif isinstance(op, Gather):
-            self._pieces.append(self._of_gather(op))
-
-    def _of_stage(self, part: Transform, on: Literal["hook", "params", "optimizer", "buffers"], at: int = 0) -> Row:
-        """The row of a transform of these values.
-
-        Args:
-            at: The position of the stage in the hook.
-        """
-        memory = self._memory
-        sent = memory.sent(Stages((part,)) if on == "hook" else Ends(part, on), self._step, at)
-        return Row(repr(part), part.needs, self._when(part), sent, _state_bytes(part.init(memory.values(on, at))))
-
-    def _when(self, part: Transform) -> str:
-        return f"step {self._step}" if changes_with_steps(part) else "each step"
-
-    def _of_gather(self, op: Gather) -> Row:
-        """The messages with the parameters that each rank has stepped."""
-        memory = self._memory
-        assert isinstance(memory.pipeline, Pipeline) and memory.pipeline.sharding and memory.pieces
-        sharding, slots = memory.pipeline.sharding, memory.pipeline.optimizer.init(memory.own)
+    for i, part in enumerate(stages(of.hook)):
+        state = _state_bytes(part.init(of.values("hook", i)))
+        yield Row(repr(part), part.needs, when(part), of.sent(of.stage, i, step), state)
+    late = [of.plan.reduced(step).axes] if records.verdict else []
+    for axes in (*records.before, *([of.plan.agree] if records.apart else []), *late):
+        if sent := of.sent(of.record, axes):
+            yield Row("(the step's own counts)", Needs.LAYOUT, when(of.hook), sent, 0)
+    if of.uses:
+        yield Row("(parameters that are used)", Needs.LAYOUT, "each step", of.sent(of.used), 0)
+    if of.optimizer is not None:
+        yield from _optimizer_rows(of.optimizer, of.own)
+    yield from ends(of.parts.after, "params")
+    yield from ends(of.parts.on_state, "optimizer")
+    if records.pieces is not None:
+        sent = of.sent(of.verdict_on_pieces, records.pieces)
+        yield Row("(whether all pieces are finite)", Needs.TREE, "each step", sent, 0)
+    if isinstance(pipeline, Pipeline) and (sharding := pipeline.sharding) is not None and of.pieces is not None:
         codec = "" if sharding.codec is None else f" by {sharding.codec!r}"
-        state = _state_bytes(sharding.init(memory.pieces, memory.own, slots))
-        return Row(f"(the parameters of all ranks{codec})", Needs.LAYOUT, "each step", memory.sent(op), state)
+        state = _state_bytes(sharding.init(of.pieces, of.own, pipeline.optimizer.init(of.own)))
+        yield Row(f"(the parameters of all ranks{codec})", Needs.LAYOUT, "each step", of.sent(of.gather), state)
+    yield from ends(of.parts.on_buffers, "buffers")
+    if isinstance(pipeline, Pipeline) and pipeline.skips is not None:
+        own = _state_bytes(pipeline.skips.begin(()))
+        yield Row(f"{pipeline.spec.name or 'custom'}(...)", Needs.TREE, "each step", (), own)
 
 
 def _optimizer_rows(optimizer: Optimizer, params: dict[str, Tensor]) -> list[Row]:

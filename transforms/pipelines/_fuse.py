@@ -51,9 +51,9 @@ from ..optimizers import (
     with_state_fields,
 )
 from ..reductions import mean_with_words
+from ._effect import FLUSH, Effect, flag
 from ._pipeline import Pipeline, Skips, agree, agreed, are_apart, in_own_memory, mark_of, rates_of, use, words_of
 from ._plan import Reduced, make_plan
-from ._program import FLUSH, Effect, flag
 from ._sharded import sharding_of
 
 

@@ -30,7 +30,7 @@ from ..base import (
     totals_of,
 )
 from ..optimizers import Optimizer, check_rates, compared, states_of
-from ._program import Parts
+from ._plan import Parts
 from ._sharded import Sharding
 
 
@@ -247,14 +247,12 @@ class Pipeline(Specified):
         return replace(self, spec=spec)
 
 
-def parts_of(what: Pipeline | Transform, on_buffers: Transform | None = None, used: tuple[str, ...] = ()) -> Parts:
-    """What the programs of a pipeline, or of a hook alone, depend on.
+def parts_of(what: Pipeline | Transform, on_buffers: Transform | None = None) -> Parts:
+    """The parts of a pipeline, or of a hook alone.
 
     Args:
         on_buffers: The transform of the buffers, in a train_step.
-        used: The axes over which ranks agree on the parameters in use, where a pass need not use all.
     """
     if isinstance(what, Transform):
-        return Parts(on_buffers=on_buffers, used=used, steps=False)
-    shards = None if what.sharding is None else what.sharding.axis
-    return Parts(what.after, what.on_state, shards, what.skips is not None, on_buffers, used)
+        return Parts(on_buffers=on_buffers, steps=False)
+    return Parts(what.after, what.on_state, what.skips is not None, on_buffers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ..axes import names
 from ..base import Needs, Over, Transform, changes_with_steps, reduced_over, running
@@ -22,6 +22,49 @@ class Reduced(NamedTuple):
     axes: tuple[str, ...]
     equal: bool
     shares: tuple[tuple[str, ...], ...] = ()
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether the hook leaves some gradients as each rank's own, although ranks step together, as `masked(mean(...))` does."""
+        return bool(self.axes) and not self.equal
+
+
+class Parts(NamedTuple):
+    """The parts of a pipeline on which it depends what its ranks agree on."""
+
+    after: Transform | None = None
+    on_state: Transform | None = None
+    skips: bool = False  # whether it skips steps that are not finite
+    on_buffers: Transform | None = None  # the transform of the buffers, in a train_step
+    steps: bool = True  # whether there is an optimizer, and not the hook alone
+
+    @property
+    def ends(self) -> tuple[Transform, ...]:
+        """The transforms at the end of a step."""
+        return tuple(part for part in (self.after, self.on_state, self.on_buffers) if part is not None)
+
+
+# Where a step runs: on the flat buckets of a train_step, or in a registered module's buckets.
+Place = Literal["buckets", "module"]
+
+
+class Records(NamedTuple):
+    """What the ranks sum in a step beside their gradients.
+
+    before: the axes of the records that go before the gradients, each in a message of its own: of the ranks that share gradients, and
+        of those whose weights a mean in the hook needs.
+    rides: whether the record of the ranks that share gradients travels in the messages of the hook.
+    apart: whether a record of all ranks that loop together goes too, since the hook leaves some of them out. It is read in the next
+        step, if nothing in this one needs it.
+    pieces: the axis over which a verdict on pieces is summed after the hook, or None.
+    verdict: whether the record goes after the hook, which leaves different gradients: with it goes whether they are finite.
+    """
+
+    before: tuple[tuple[str, ...], ...] = ()
+    rides: bool = False
+    apart: bool = False
+    pieces: str | None = None
+    verdict: bool = False
 
 
 class Plan(NamedTuple):
@@ -90,6 +133,23 @@ def make_plan(hook: Transform, sizes: Mapping[str, int], *ends: Transform, adds:
         return plan._replace(reduce=first, rest=tuple(parts[1:]))
     whole = next((i for i, part in enumerate(parts) if Needs.TREE in part.needs), len(parts))
     return plan._replace(early=chain(*parts[:whole]) if whole else None, rest=tuple(parts[whole:]))
+
+
+def records_of(plan: Plan, parts: Parts, step: int, place: Place) -> Records:
+    """The records of a step, by its number.
+
+    Where ranks loop together all of them must know of each other in every step. The record of a plain reduction travels in its
+    messages; for other hooks it goes before them, since their means need the sum of the weights. torch's buckets have no room for it.
+    """
+    axes, equal, shares = plan.reduced(step)
+    plain = plan.reduce is not None
+    rides = plain and equal and place == "buckets"
+    before = [axes] if not rides and (plain or equal or shares) else []
+    before += [one for one in shares if not plain and one != axes]
+    if not parts.steps:
+        return Records(tuple(before), rides)
+    apart = axes != plan.agree and not (place == "module" and parts.skips)
+    return Records(tuple(before), rides, apart, plan.hook.sharded_over, not equal)
 
 
 def _reduced(hook: Transform, mesh_axes: tuple[str, ...], step: int) -> Reduced:

@@ -1,4 +1,4 @@
-"""A step that counts what it would send."""
+"""A step without data, which counts what it would send."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ from ..layout import Bucket, Pieces, bind_pieces, record_bucket
 from ..optimizers import masters_of, state_fields
 from ._explanation import Recorder, run_stage
 from ._pipeline import Pipeline, parts_of
-from ._plan import make_plan, takes_flat
-from ._program import Agree, Effect, Ends, Gather, Judge, Op, Place, Programs, Stages, execute
+from ._plan import Parts, Place, Records, make_plan, records_of, takes_flat
 
 
 def in_bucket(
@@ -60,8 +59,8 @@ def send_slices(pieces: Pieces, bucket: Bucket) -> None:
 MOST_RANKS = 2**20
 
 
-class CountingMemory:
-    """A memory without data, over which the executor counts the messages of operations.
+class Counting:
+    """A step without data, whose parts are run over axes that only record the messages.
 
     Args:
         pipeline: A pipeline, or a hook alone.
@@ -95,12 +94,12 @@ class CountingMemory:
             raise TypeError(f"explain takes a pipeline or a transform, got {pipeline!r}")
         self.hook: Transform = pipeline.hook if isinstance(pipeline, Pipeline) else pipeline
         self.optimizer = pipeline.optimizer if isinstance(pipeline, Pipeline) else None
-        self._parts = parts_of(pipeline, on_buffers, tuple(axes) if uses else ())
+        self.parts: Parts = parts_of(pipeline, on_buffers)
         self._place: Place = "buckets" if uses is None else "module"
+        self.uses: bool = bool(uses)
         for path, leaf in named_leaves(params).items():
             check_dense(f"params[{path!r}]", leaf)
         self._notes: list[Message] = []
-        self._step, self._position = 0, 0
         self._recorders = {name: Recorder(name, n, self._notes, self.sizes) for name, n in self.sizes.items()}
         paths, leaves, _ = flatten_in_insertion_order(params)
         self.pieces: Pieces | None = None
@@ -113,8 +112,7 @@ class CountingMemory:
             in_buckets = self.pieces.buckets if self.pieces and self._place == "buckets" else None
             self.layout = in_buckets or layout(self.params)
             self._slots: Any = {} if self.optimizer is None else self.optimizer.init(self.own)
-        self.plan = make_plan(self.hook, self.sizes, *self._parts.transforms)
-        self.programs = Programs(self.plan, self._parts, self._place)
+        self.plan = make_plan(self.hook, self.sizes, *self.parts.ends)
         in_module = self._place == "module"
         self._dtype = torch.float64 if in_module else words_dtype(bucket.dtype for bucket in self.layout)
 
@@ -127,15 +125,14 @@ class CountingMemory:
     def _ranks(self, axes: tuple[str, ...]) -> int:
         return math.prod(self.sizes.get(name, 1) for name in axes)
 
-    def sent(self, op: Op, step: int = 0, position: int = 0) -> tuple[Message, ...]:
-        """The messages of an operation.
+    def records(self, step: int) -> Records:
+        """What the ranks sum in a step beside their gradients."""
+        return records_of(self.plan, self.parts, step, self._place)
 
-        Args:
-            position: For a stage of the hook, or a transform that runs in its place: its number among the stages.
-        """
+    def sent(self, part: Callable[..., object], *args: Any) -> tuple[Message, ...]:
+        """The messages of a part of the step: of one of the methods below."""
         del self._notes[:]
-        self._step, self._position = step, position
-        execute((op,), self, Effect(True))
+        part(*args)
         return tuple(self._notes)
 
     def values(self, on: str, position: int = 0) -> Tree:
@@ -147,59 +144,56 @@ class CountingMemory:
             return self.own if behind else self.params
         return masters_of(self.own, self._slots) if on == "params" else state_fields(self._slots)
 
-    # -- the operations ---------------------------------------------------------------------------
+    # -- the parts of a step ----------------------------------------------------------------------
 
-    def stages(self, op: Stages) -> bool:
-        (part,), step = op.parts, self._step
-        count = len(stages(self.plan.early)) if self.plan.early is not None and self.layout else 0
-        values = self.values("hook", self._position)
+    def stage(self, i: int, step: int) -> None:
+        """Run the i-th stage of the hook in a step."""
+        parts = stages(self.hook)
+        part, count = parts[i], len(stages(self.plan.early)) if self.plan.early is not None and self.layout else 0
+        values = self.values("hook", i)
         sharded = {"sharded_over": self.pieces.axis} if self.pieces is not None and values is self.own else {}
         call = Call(None, step).inside(**sharded)
         for axes in self.plan.reduced(step).shares:  # the ranks have agreed on these
             call.agreed(axes, totals_of(1.0, 1.0))
-        for before in stages(self.hook)[: self._position]:
+        for before in parts[:i]:
             call = behind(before, call)
         if part is self.plan.reduce:
             self._reduce(part)
         elif part is self.plan.clip and not (sharded and self._place == "module"):
             pass  # the step knows the norm itself; of pieces it is in the message that says whether they are finite
-        elif self._position < count:
+        elif i < count:
             self._update_buckets(part, values, call)
         else:
             params = self.own if values is self.own else self.params
             run_stage(part, values, params, part.init(values), call)
-        return True
 
-    def observe(self) -> None: ...
+    def record(self, axes: tuple[str, ...]) -> None:
+        """Send a record in a message of its own."""
+        if self._ranks(axes) > 1:
+            psum(self._words(axes), axes)
 
-    def agree(self, op: Agree) -> None:
-        """Count the message of a record that does not ride."""
-        if op.rides or self._ranks(op.axes) == 1:
-            return
-        if op.moment == "pieces":
-            psum(torch.zeros(2, dtype=torch.float64), op.axes)
-        elif op.moment == "used":
-            psum(torch.zeros(len(self.params)), op.axes)
-        else:
-            psum(self._words(op.axes), op.axes)
+    def used(self) -> None:
+        """Agree on the parameters in use."""
+        if self._ranks(tuple(self.sizes)) > 1:
+            psum(torch.zeros(len(self.params)), tuple(self.sizes))
 
-    def judge(self, op: Judge) -> Effect:
-        return Effect(True)
+    def verdict_on_pieces(self, axis: str) -> None:
+        """Agree on whether all pieces are finite, and on their norm."""
+        if self._ranks((axis,)) > 1:
+            psum(torch.zeros(2, dtype=torch.float64), axis)
 
-    def step(self, effect: Effect) -> None: ...
+    def end(self, part: Transform, on: str, step: int) -> None:
+        """Run a transform at the end of a step."""
+        values = self.values(on)
+        sharded = None if self.pieces is None or on == "buffers" else self.pieces.axis
+        call = Call(step=step).inside(persistent=True, sharded_over=sharded)
+        run_stage(part, values, self.params, part.init(values), call)
 
-    def ends(self, op: Ends, effect: Effect) -> None:
-        values = self.values(op.on)
-        sharded = None if self.pieces is None or op.on == "buffers" else self.pieces.axis
-        call = Call(step=self._step).inside(persistent=True, sharded_over=sharded)
-        run_stage(op.part, values, self.params, op.part.init(values), call)
-
-    def gather(self, op: Gather, effect: Effect) -> None:
+    def gather(self) -> None:
+        """Give all ranks the parameters that each has stepped."""
         if isinstance(self.pipeline, Pipeline) and self.pipeline.sharding and self.pieces:
             sharding, slots = self.pipeline.sharding, self._slots
             sharding.gather(self.pieces, self.params, self.own, slots, sharding.init(self.pieces, self.own, slots))
-
-    def keep(self, effect: Effect) -> None: ...
 
     # -- the messages of a hook -------------------------------------------------------------------
 

@@ -1,19 +1,17 @@
-"""The optimizer's kernels on buckets, and the spans of a step in a trace."""
+"""The optimizer's kernels on buckets."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
 
-from ..buckets import GradBuffer, Storage
-from ..groups import Traffic, is_watched
+from ..buckets import GradBuffer, Launch, Storage
+from ..groups import Traffic
 from ..transforms.axes import Work
 from ..transforms.base import fields
 from ..transforms.optimizers import age_of, step_in_place, stepped_together, unchecked
-from ..transforms.pipelines import Agree, Ends
 
 
 def step_buckets(
@@ -44,20 +42,10 @@ def step_buckets(
     yield from (index for index, _ in found)
 
 
-STEP = "step"  # around the others
-_NAMES = {
-    "stages": "backward and launches",
-    "observe": "wait for gradients",
-    "judge": "judge",
-    "step": "optimizer",
-    "gather": "gather of parameters",
-    "keep": "states",
-}
+STEP = "step"  # the span around the others
 
 
-def named(
-    launch: Callable[[int, GradBuffer], Work | None], traffic: Traffic
-) -> Callable[[int, GradBuffer], Work | None]:
+def named(launch: Launch, traffic: Traffic) -> Launch:
     """A function that launches buckets, whose messages have the numbers of these in traces."""
 
     def run(index: int, out: GradBuffer) -> Work | None:
@@ -65,30 +53,3 @@ def named(
             return launch(index, out)
 
     return run
-
-
-def spanned(memory: Any, traffic: Traffic) -> Any:
-    """The memory, whose operations are spans where somebody watches."""
-    return Spanned(memory, traffic) if is_watched() else memory
-
-
-class Spanned:
-    """A memory whose operations are spans."""
-
-    def __init__(self, memory: Any, traffic: Traffic) -> None:
-        self._memory, self._traffic = memory, traffic
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        method = getattr(self._memory, name)
-
-        def run(*args: Any) -> Any:
-            op = args[0] if args else None
-            title = _NAMES.get(name, name)
-            if isinstance(op, Agree):
-                title = f"agree: {op.moment}"
-            elif isinstance(op, Ends):
-                title = f"{op.part.spec.name or 'after'} of {op.on}"
-            with self._traffic.span(title):
-                return method(*args)
-
-        return run

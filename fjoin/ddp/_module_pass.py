@@ -1,34 +1,40 @@
-"""A step in a module's backward pass: the memory of a registered module."""
+"""A step in the backward pass of a registered module."""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from ..agreement import Sums, numbers
 from ..buckets import gather_leaves
+from ..groups import Span
 from ..step import CountsOfAll, run_end, totals_in
 from ..transforms.axes import bind_axes
-from ..transforms.base import Call, Totals, merge
-from ..transforms.pipelines import FLUSH, Agree, Effect, Ends, Gather, Judge, Stages
+from ..transforms.base import Call, Totals, Transform, merge
+from ..transforms.pipelines import FLUSH, Effect, Sharding
 from ._buckets import DDPBucket, after_backward, divide
-from ._run import ModuleScatter, keep_unused_state
+from ._run import ModuleScatter, ModuleStep, keep_unused_state
 
 if TYPE_CHECKING:
     from ._hook import DDPRun
 
 
-class ModuleMemory:
-    """One pass of a module: its buckets, whose messages are under way, and the parameters."""
+class ModulePass:
+    """One pass of a module: its buckets, whose messages are under way, and the parameters.
+
+    Attributes:
+        begun: By axes, the records that are sent before the gradients.
+    """
 
     def __init__(self, run: DDPRun) -> None:
         self._run, self._step = run, run.pipeline_step
-        self.begun: dict[tuple[str, ...], Sums] = {}  # by axes, the records that are sent before the gradients
+        self._records = run.agreements.records(run.step)
+        self.begun: dict[tuple[str, ...], Sums] = {}
         self._counts: Sums | None = None  # that of all ranks that loop together, where these are more
         self._states: tuple[Any, ...] = run.hook_state
         self._sums: dict[str, Any] = {"weight": 0.0}  # the record
@@ -43,11 +49,41 @@ class ModuleMemory:
         assert self._step is not None
         return self._step.own()
 
-    def stages(self, op: Stages) -> bool:
-        """`DDPRun` has started the stages already, bucket by bucket, in torch's backward pass."""
-        return True
+    def begin(self) -> None:
+        """Send what goes before the gradients. `DDPRun` then starts the stages, bucket by bucket, in torch's backward pass."""
+        run = self._run
+        for axes in self._records.before:
+            self.begun[axes] = run.agreements.record(axes).send(run.values)
+        if self._records.apart:
+            self._counts = run.agreements.send({"step_id": run.values["step_id"]})
 
-    def observe(self) -> None:
+    def close(self, span: Span | None) -> None:
+        """Complete the pass, whose buckets have all come: the hook's other stages, and the step."""
+        run, step, records = self._run, self._step, self._records
+        if span is not None:
+            span.next("wait for gradients")
+        self._observe()
+        if run.used is not None:
+            self._used = run.used.anywhere()
+        effect = Effect(True)
+        if step is not None:
+            if span is not None:
+                span.next("agree: verdict")
+            if records.pieces is not None:
+                step.check.grads.share(run.outs, run.mesh.axes[records.pieces])
+            if records.verdict:
+                self._verdict(run.plan.reduced(run.step).axes)
+            effect = self._judge(step)
+            if span is not None:
+                span.next("optimizer")
+            self._step_params(step)
+            self.end(effect)
+        if span is not None:
+            span.next("states")
+        new = keep_unused_state(self._used, self._states, run.hook_state, run.leaves)
+        run.hook_state = effect.keep(new, run.hook_state)
+
+    def _observe(self) -> None:
         run, step = self._run, self._step
         by_kernels = run.is_sum and step is not None  # they may divide
         for out in run.outs:
@@ -130,19 +166,6 @@ class ModuleMemory:
         for p in self._run.leaves.values():
             p.grad = None
 
-    def agree(self, op: Agree) -> None:
-        run, step = self._run, self._step
-        if op.moment == "begin" and op.late:
-            self._counts = run.agreements.send({"step_id": run.values["step_id"]})
-        elif op.moment in ("begin", "share"):
-            self.begun[op.axes] = run.agreements.record(op.axes).send(run.values)
-        elif op.moment == "used" and run.used is not None:
-            self._used = run.used.anywhere()
-        elif op.moment == "pieces" and step is not None:
-            step.check.grads.share(run.outs, run.mesh.axes[op.axes[0]])
-        elif op.moment == "verdict":
-            self._verdict(op.axes)
-
     def _verdict(self, axes: tuple[str, ...]) -> None:
         """Agree on the record of ranks whose gradients differ, and so may their decisions."""
         run, step = self._run, self._step
@@ -153,9 +176,8 @@ class ModuleMemory:
         )
         run.total.take(torch.tensor(self._sums["weight"] if axes else math.nan, dtype=torch.float64))
 
-    def judge(self, op: Judge) -> Effect:
-        run, step = self._run, self._step
-        assert step is not None
+    def _judge(self, step: ModuleStep) -> Effect:
+        run = self._run
         reduced = run.plan.reduced(run.step)
         if reduced.equal:
             self._sums = self._record.wait()
@@ -166,9 +188,8 @@ class ModuleMemory:
         effect: Effect = self._decision.effect
         return effect
 
-    def step(self, effect: Effect) -> None:
-        run, step, used, decision = self._run, self._step, self._used, self._decision
-        assert step is not None
+    def _step_params(self, step: ModuleStep) -> None:
+        run, used, decision = self._run, self._used, self._decision
         scale = None
         if step.by_kernels(decision, run.outs, used) and self._divisor != 1.0:
             scale = torch.tensor(self._divisor, dtype=torch.float64)
@@ -185,32 +206,38 @@ class ModuleMemory:
         ]
         step.stepper.step(items, grad_scale=scale, found_inf=decision.found_inf)
 
-    def ends(self, op: Ends, effect: Effect) -> None:
-        run, step = self._run, self._step
+    def end(self, effect: Effect) -> None:
+        """Transform the parameters and the optimizer's state at the end of a step, and gather the parameters."""
+        step = self._step
         assert step is not None
         if self._ended:
             return
+        pipeline = step.pipeline
+        if pipeline.after is not None:
+            self._transform(step, pipeline.after, "params", effect)
+        if pipeline.on_state is not None:
+            self._transform(step, pipeline.on_state, "optimizer", effect)
+        if pipeline.sharding is not None:
+            # A transform of the parameters may have changed them in a step without effect too.
+            gathered = effect if pipeline.after is None else effect.at_end
+            if gathered.steps is not False:
+                self._gather(step, pipeline.sharding, gathered)
+
+    def _transform(self, step: ModuleStep, part: Transform, on: Literal["params", "optimizer"], effect: Effect) -> None:
+        run = self._run
         axis = None if run.pieces is None else run.pieces.axis
         call = Call(self._sums["weight"], run.step).inside(flush=effect is FLUSH, sharded_over=axis)
-        step.ends = run_end(op, step.ends, run.mesh, self._own, step.stepper.states, run.flats, effect, call)
+        step.ends = run_end(part, on, step.ends, run.mesh, self._own, step.stepper.states, run.flats, effect, call)
 
-    def gather(self, op: Gather, effect: Effect) -> None:
-        run, step, pieces = self._run, self._step, self._run.pieces
-        assert step is not None and pieces is not None and step.pipeline.sharding is not None
-        if self._ended:
-            return
-        sharding, own = step.pipeline.sharding, self._own
+    def _gather(self, step: ModuleStep, sharding: Sharding, effect: Effect) -> None:
+        run, pieces, own = self._run, self._run.pieces, self._own
+        assert pieces is not None
         with torch.no_grad():
             if sharding.codec is None:
-                gather_leaves(pieces, own, run.leaves, run.mesh.axes[op.axis])
+                gather_leaves(pieces, own, run.leaves, run.mesh.axes[sharding.axis])
                 return
             params = {path: p.detach() for path, p in run.leaves.items()}
             slots: Mapping[str, Any] = dict(step.stepper.states)
             with bind_axes(run.mesh.axes):
                 new, step.gather_state = sharding.gather(pieces, params, own, slots, step.gather_state)
             torch._foreach_copy_(list(params.values()), list(effect.where(new, params).values()))
-
-    def keep(self, effect: Effect) -> None:
-        run = self._run
-        new = keep_unused_state(self._used, self._states, run.hook_state, run.leaves)
-        run.hook_state = effect.keep(new, run.hook_state)
