@@ -43,7 +43,7 @@ from ._primitive import (
     note as note,
     packed as packed,
     sent_bytes as sent_bytes,
-    sum_donated as sum_donated,
+    sum_plain as sum_plain,
     to_order as to_order,
 )
 from ._simulate import Grid as Grid, simulate as simulate

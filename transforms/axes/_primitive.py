@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import optree
@@ -262,22 +262,24 @@ def reduce_over(op: str, tree: Tree, axis: AxisName) -> Tree:
     return tree
 
 
-def sum_donated(leaves: list[Tensor], axis: AxisName) -> list[Tensor]:
+def sum_plain(leaves: list[Tensor], axis: AxisName, kept: Sequence[Tensor] = ()) -> list[Tensor]:
     """psum of tensors that may be overwritten. All messages travel at once.
 
     Args:
         leaves: No transform wraps them, and no two of them share memory.
+        kept: Those that must not be overwritten.
 
     Returns:
         The sums, in the memory of `leaves` or in that of the messages.
     """
-    if not all(can_send(leaf, False) for leaf in leaves):
+    if not all([can_send(leaf, False) for leaf in leaves]):
         refuse(leaves, False)
+    keep = set(map(id, kept))
     for one in _lookup_all(axis) if leaves else ():
         sums, waits = list(leaves), []
         for members in messages(leaves, True):
             parts = [leaves[i] for i in members]
-            if len(parts) == 1 and parts[0].is_contiguous():
+            if len(parts) == 1 and parts[0].is_contiguous() and id(parts[0]) not in keep:
                 waits.append(one.start_(parts[0].view(-1)))
                 continue
             sizes = [x.numel() for x in parts]

@@ -159,6 +159,12 @@ class Share(NamedTuple):
             out = x if ratio == 1.0 else x.div_(ratio) if in_place else x / ratio
         return out
 
+    def of(self, leaves: list[Tensor], in_place: bool = False) -> list[Tensor]:
+        """`times` of each leaf."""
+        if self.total is None and isinstance(self.weight, float) and self.weight == 1.0:
+            return leaves
+        return [self.times(leaf, in_place=in_place) for leaf in leaves]
+
     def behind_sum(self, leaves: list[Tensor]) -> bool:
         """Whether to divide by the total behind the sum of weight * leaf, and not before: all but float16 holds such sums.
 

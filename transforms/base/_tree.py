@@ -92,7 +92,7 @@ def fields(state: State) -> list[Any]:
 
 def with_changes(state: N, **changes: Any) -> N:
     """As `state._replace(**changes)`, of which torch.compile of torch 2.11 makes an empty tuple."""
-    return type(state)(*(changes.get(name, value) for name, value in zip(state._fields, state, strict=True)))
+    return type(state)(*[changes.get(name, value) for name, value in zip(state._fields, state, strict=True)])
 
 
 def with_fields(state: State, new: Iterable[Any]) -> State:

@@ -22,11 +22,33 @@ class _Form(NamedTuple):
     fields: list[tuple[torch.Size, torch.dtype, bool] | None]  # shape, dtype, whether it is on the parameter's device
 
 
+class Last(NamedTuple):
+    """Parameters and states that have passed the checks."""
+
+    form: Any
+    names: list[str]
+    alike: bool  # whether all parameters have one optimizer, one dtype and one device
+
+
+def form_of(structure: Any, others: Any, leaves: list[Any]) -> Any:
+    """What checks look at in parameters and states; None where a leaf is no tensor."""
+    try:
+        kinds = [(x.shape, x.dtype, x.device, x.layout) for x in leaves]
+    except AttributeError:
+        return None
+    return structure, others, kinds
+
+
 class Forms:
-    """The forms of an optimizer's states, by the shape and dtype of the parameter."""
+    """The forms of an optimizer's states, by the shape and dtype of the parameter.
+
+    Attributes:
+        last: Those of the last step of a tree.
+    """
 
     def __init__(self, init_param: Callable[[Tensor], State]) -> None:
         self.init_param = init_param
+        self.last: Last | None = None
         self._known: dict[Any, _Form] = {}
 
     @functools.cached_property
@@ -38,6 +60,17 @@ class Forms:
     def common(self) -> tuple[bool, ...]:
         """For each field of a state, whether one value serves all elements of a flat buffer."""
         return tuple(field is not None and field.dim() == 0 for field in fields(self.probe))
+
+    @functools.cached_property
+    def _counts(self) -> tuple[list[int], int]:
+        """The positions among the tensors of a state of those that serve all elements, and the number of tensors."""
+        held = [common for common, field in zip(self.common, fields(self.probe), strict=True) if field is not None]
+        return [j for j, common in enumerate(held) if common], len(held)
+
+    def of_one_age(self, slots: list[Any], count: int) -> bool:
+        """Whether states, given as their tensors one after the other, share all 0-d fields."""
+        places, width = self._counts
+        return len(slots) == width * count and all([x is slots[j] for j in places for x in slots[j::width]])
 
     def of(self, param: Tensor) -> _Form:
         # What is made while a compiler traces is not of use outside.

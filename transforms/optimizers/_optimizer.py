@@ -6,7 +6,7 @@ import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import optree
 import torch
@@ -27,7 +27,7 @@ from ..base import (
     widened,
     with_fields,
 )
-from ._checks import Forms, check_count, checked, counted, unchecked, unrecorded
+from ._checks import Forms, Last, check_count, checked, counted, form_of, unchecked, unrecorded
 from ._schedules import ScalarOrSchedule, value_at, watched
 
 
@@ -212,18 +212,46 @@ def step_lists_(
     unrecorded(lambda: step_in_place(part, params, grads, states, **here), params)
 
 
-def matched(optimizer: Optimizer, params: Tree, state: State) -> tuple[list[str], list[Any], list[Any], Any, list[Any]]:
-    """As `states_of`, and the fields of each state.
+class Matched(NamedTuple):
+    """Parameters and their states, checked."""
+
+    names: list[str]
+    leaves: list[Any]
+    states: list[Any]
+    structure: Any
+    groups: list[tuple[Optimizer, list[int]]]  # the parameters that one kernel may step
+
+
+def matched(optimizer: Optimizer, params: Tree, state: State) -> Matched:
+    """Parameters and states, if these are of the form that `init` gives them.
+
+    Those of the form of the last call need no further check.
 
     Raises:
-        ValueError: a state of other parameters, or of another optimizer.
+        ValueError, TypeError: a state of other parameters, or of another optimizer.
     """
-    names, leaves, states, structure = states_of(params, state)
-    found = [
-        optimizer.at(name).forms.check_state(param, own, lambda name=name: f"state[{name!r}]")  # type: ignore[misc]
-        for name, param, own in zip(names, leaves, states, strict=True)
-    ]
-    return names, leaves, states, structure, found
+    leaves, structure = optree.tree_flatten(params)
+    slots, of_slots = optree.tree_flatten(state)
+    forms, form = optimizer.forms, form_of(structure, of_slots, [*leaves, *slots])
+    traced = torch.compiler.is_compiling()  # what is made then is not of use outside
+    last = None if traced else forms.last
+    if last is not None and form is not None and last.form == form:
+        names, states = last.names, structure.flatten_up_to(state)
+    else:
+        names, leaves, states, structure = states_of(params, state)
+        for name, param, own in zip(names, leaves, states, strict=True):
+            optimizer.at(name).forms.check_state(param, own, lambda name=name: f"state[{name!r}]")  # type: ignore[misc]
+        alike = optimizer.select is None and not traced and len({(x.dtype, x.device) for x in leaves}) == 1
+        last = Last(form, names, alike)
+        if not traced:
+            forms.last = last
+    if last.alike and optimizer.step_params_ is not None and forms.of_one_age(slots, len(leaves)):
+        return Matched(names, leaves, states, structure, [(optimizer, list(range(len(leaves))))])
+    parts = [optimizer.at(name) for name in names]
+    items: list[Item] = [(i, part, param, None) for i, (part, param) in enumerate(zip(parts, leaves, strict=True))]
+    ages = [age_of(part, fields(own)) for part, own in zip(parts, states, strict=True)]
+    groups = [(some[0][1], [i for i, *_ in some]) for some in stepped_together(items, ages)]
+    return Matched(names, leaves, states, structure, groups)
 
 
 def states_of(params: Tree, state: State) -> tuple[list[str], list[Any], list[Any], Any]:
@@ -250,26 +278,22 @@ def step(
         found_inf: 0-d, with `donate`: change nothing where it is 1.
     """
     check_same("grads", grads, "params", params)
-    names, leaves, states, structure, found = matched(optimizer, params, state)
-    given = zip(names, leaves, optree.tree_leaves(grads), strict=True)
-    items = [(i, optimizer.at(name), param, grad) for i, (name, param, grad) in enumerate(given)]
-    for some in stepped_together(items, [age_of(part, found[i]) for i, part, *_ in items]):
-        places, (part, *_), *chosen = map(list, zip(*some, strict=True))
-        chosen.append([states[i] for i in places])
-        check_count(chosen[-1][0], lambda i=places[0]: f"state[{names[i]!r}]")  # type: ignore[misc]
+    names, leaves, states, structure, groups = matched(optimizer, params, state)
+    given, new_leaves, new_states = optree.tree_leaves(grads), list(leaves), list(states)
+    for part, places in groups:
+        chosen: list[list[Any]] = [[of[i] for i in places] for of in (leaves, given, states)]
+        check_count(chosen[2][0], lambda i=places[0]: f"state[{names[i]!r}]")  # type: ignore[misc]
         hyper = dict(part.tensors)
-        if donate and plain(*chosen):
-            step_lists_(part, *chosen, found_inf=found_inf)
-        # Kernels take numbers, and for the learning rate a tensor too; they do not run on meta tensors.
-        elif plain(*chosen, hyper) and hyper.keys() <= {"lr"} and not chosen[0][0].is_meta:
-            chosen = _copies(part, *chosen)
-            step_lists_(part, *chosen)
-        else:
+        if not plain(*chosen) or not (donate or (plain(hyper) and hyper.keys() <= {"lr"} and not chosen[0][0].is_meta)):
+            # Kernels take numbers, and for the learning rate a tensor too; they do not run on meta tensors.
             made = [like(p, s, *unchecked(part.step_param)(p, g, s)) for p, g, s in zip(*chosen, strict=True)]
             chosen[0], chosen[2] = map(list, zip(*made, strict=True))
+        else:
+            chosen = chosen if donate else _copies(part, *chosen)
+            step_lists_(part, *chosen, found_inf=found_inf)
         for i, param, own in zip(places, chosen[0], chosen[2], strict=True):
-            leaves[i], states[i] = param, own
-    return optree.tree_unflatten(structure, leaves), optree.tree_unflatten(structure, states)
+            new_leaves[i], new_states[i] = param, own
+    return optree.tree_unflatten(structure, new_leaves), optree.tree_unflatten(structure, new_states)
 
 
 def _copies(part: Optimizer, params: list[Tensor], grads: list[Tensor], states: list[Any]) -> list[list[Any]]:
@@ -278,12 +302,16 @@ def _copies(part: Optimizer, params: list[Tensor], grads: list[Tensor], states: 
     Leaf by leaf: one large buffer would be returned to the system after every step, and allocating its pages again
     takes longer than the step itself. A clone closes gaps in memory, and keeps the strides where there are none.
     """
-    new_params, shared = [p.detach().clone() for p in params], fields(apart(part, states[0]))
-    new_states = []
-    for p, state in zip(new_params, states, strict=True):
-        own = zip(fields(state), shared, part.common, strict=True)
-        new = [one if common else f if f is None else copy_like(p, f) for f, one, common in own]
-        new_states.append(with_fields(state, new))
+    new_params = [p.detach().clone() for p in params]
+    of: Tree = states
+    slots, structure = optree.tree_flatten(of)
+    shared = {id(count): count.clone() for count in itertools.compress(fields(states[0]), part.common)}
+    owners = [p for p, own in zip(new_params, structure.children(), strict=True) for _ in range(own.num_leaves)]
+    new_slots = [
+        shared[id(x)] if id(x) in shared else x.clone() if x.stride() == p.stride() else copy_like(p, x)
+        for p, x in zip(owners, slots, strict=True)
+    ]
+    new_states: Any = optree.tree_unflatten(structure, new_slots)
     if part.step_params_ is None:  # a kernel from elsewhere may write into the gradient
         grads = [copy_like(p, g) for p, g in zip(new_params, grads, strict=True)]
     return [new_params, grads, new_states]

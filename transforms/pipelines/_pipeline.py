@@ -72,7 +72,7 @@ def are_apart(params: Tree) -> bool:
 
 def _apart(leaves: list[Any]) -> bool:
     """Whether all are contiguous tensors and none begins before the end of another: the common case, found fast."""
-    if not all(isinstance(x, Tensor) and x.layout is torch.strided and x.is_contiguous() for x in leaves):
+    if not all([isinstance(x, Tensor) and x.layout is torch.strided and x.is_contiguous() for x in leaves]):
         return False
     spans = sorted([(x.data_ptr(), x.nbytes) for x in leaves if x.nbytes])
     return all([a + size <= b for (a, size), (b, _) in itertools.pairwise(spans)])

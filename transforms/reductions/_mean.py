@@ -12,7 +12,7 @@ import optree
 import torch
 from torch import Tensor
 
-from ..axes import axis_size, psum, sum_donated
+from ..axes import axis_size, psum, sum_plain
 from ..base import (
     AxisName,
     Call,
@@ -73,17 +73,9 @@ def share_of(call: Call, axis: AxisName, over: Over | None, device: torch.device
 def mean_of(leaves: list[Tensor], share: Share, axis: AxisName, donated: bool = False) -> list[Tensor]:
     """The means, or the sums, of leaves over the ranks; they may be written over `donated` leaves."""
     late = share.behind_sum(leaves)
-    own = share._replace(total=None) if late else share
-    sums = _sum(leaves, [own.times(leaf, in_place=donated and plain(leaf)) for leaf in leaves], axis, donated)
+    own = (share._replace(total=None) if late else share).of(leaves, donated)
+    sums = sum_plain(own, axis, () if donated else leaves) if plain(own) else psum(own, axis)
     return share.divided(sums) if late else sums
-
-
-def _sum(leaves: list[Tensor], own: list[Tensor], axis: AxisName, donated: bool) -> list[Tensor]:
-    """The sums of `own` over the ranks; in place, by the same collective on all of them whatever their weights."""
-    if not plain(own):
-        return psum(own, axis)
-    fresh = [new.clone() if new is leaf and not donated else new for new, leaf in zip(own, leaves, strict=False)]
-    return sum_donated([*fresh, *own[len(leaves) :]], axis)
 
 
 def mean_with_words(part: Transform, grads: Tree, call: Call, words: Tensor) -> tuple[Tree, Tensor] | None:
@@ -100,18 +92,17 @@ def mean_with_words(part: Transform, grads: Tree, call: Call, words: Tensor) -> 
     """
     of, own, (leaves, structure) = part.reduces, call.totals(), optree.tree_flatten(grads)
     assert of is not None
-    share = Share(own.weight if of.over in (None, "weight") else own.live, 1.0)
-    if not all([isinstance(leaf, Tensor) for leaf in leaves]) or not share.behind_sum(leaves):
+    if not all([isinstance(leaf, Tensor) and leaf.dtype is not torch.float16 for leaf in leaves]):
         return None
-    ranks, dtype = axis_size(of.axis), words_dtype(leaf.dtype for leaf in leaves)
-    donated = call.donated and plain(leaves)
-    own_sums = [share._replace(total=None).times(leaf, in_place=donated) for leaf in leaves]
-    sent = encode_words(words, dtype, ranks)
-    *sums, summed = _sum(leaves, [*own_sums, sent], of.axis, donated)
+    weight = own.weight if of.over in (None, "weight") else own.live
+    ranks, dtype = axis_size(of.axis), words_dtype([leaf.dtype for leaf in leaves])
+    sent = [*Share(weight, None).of(leaves, call.donated), encode_words(words, dtype, ranks)]
+    # By the same collective on all ranks, whatever their weights.
+    *sums, summed = sum_plain(sent, of.axis, () if call.donated else leaves) if plain(sent) else psum(sent, of.axis)
     found = decode_words(summed, ranks)
     total: Any = {"weight": found[0], "live": found[1], "world": float(ranks), None: 1.0}[of.over]
     total = float(total) if readable_without_sync(found) else total
-    return optree.tree_unflatten(structure, share._replace(total=total).divided(sums)), found
+    return optree.tree_unflatten(structure, Share(weight, total).divided(sums)), found
 
 
 @factory
