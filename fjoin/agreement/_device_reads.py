@@ -44,6 +44,9 @@ class DeviceReads:
         self._mesh: Callable[[], Communicator | None] = (lambda: None) if mesh is None else weakref.ref(mesh)
         self._under_way: list[tuple[Any, Tensor, Any]] = []
 
+    def __len__(self) -> int:
+        return len(self._under_way)
+
     def add(self, what: Any, words: Tensor, event: Any = None) -> None:
         """Start copying a vector to the host.
 

@@ -96,8 +96,9 @@ class Requests:
     def note(self, *sums: float) -> None:
         """Take the requests of all ranks from sums of `has_next`, which all ranks read after the same step."""
         asked = [has_next // self._digit for has_next in sums if has_next >= self._digit and math.isfinite(has_next)]
-        self.saves_agreed += any(save_and_stop % self._digit > 0 for save_and_stop in asked)
-        self.stop_agreed |= any(save_and_stop >= self._digit for save_and_stop in asked)
+        if asked:
+            self.saves_agreed += any(save_and_stop % self._digit > 0 for save_and_stop in asked)
+            self.stop_agreed |= any(save_and_stop >= self._digit for save_and_stop in asked)
 
     def with_next(self, has_next: float) -> float:
         """The number of ranks with another batch, from the sum of `has_next`."""

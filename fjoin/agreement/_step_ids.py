@@ -48,6 +48,7 @@ class StepIds:
         self._axes, self._ranks, self._calls = axes, ranks, calls
         self._number = 0  # of the run, among those of its mesh
         self._rates: dict[int, Rates] = {}
+        self._begun: tuple[int, float] = (-1, 0.0)  # the step that began last, and its number
 
     def number(self) -> None:
         """Take the next number among the runs of the mesh; once."""
@@ -61,16 +62,19 @@ class StepIds:
         if rates or self._rates:
             self._rates[step] = tuple(rates)
             self._rates.pop(step - _KEPT, None)
-        return self.of(step)
+        self._begun = step, number_of(self._number, step, self._rates.get(step, ()))
+        return self._begun[1]
 
     def of(self, step: int) -> float:
         """The number of a step that this rank has begun."""
+        if step == self._begun[0]:
+            return self._begun[1]
         return number_of(self._number, step, self._rates.get(step, ()))
 
     @property
     def of_flush(self) -> float:
         """The number of a flush; it is no step's."""
-        return 2 * self.of(-1)
+        return 2 * number_of(self._number, -1, ())
 
     def check(self, step: int, sums: dict[str, Any], late: int) -> None:
         """Raise DesyncError unless all ranks have called the same step; sums on a device are not read.

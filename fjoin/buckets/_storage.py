@@ -44,7 +44,7 @@ class Leaves:
 
     def are_here(self) -> bool:
         """Whether they were made in the current streams."""
-        return self._made_in == self._streams()
+        return not self._devices or self._made_in == self._streams()
 
     def take_grads(self, before: Leaves, window: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
         """Take over the gradients of other leaves; returns the sums of the window by these leaves."""

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._errors import CollectiveTimeout, DesyncError, JoinError, PeerLost, TransportError
-from ..transforms.axes import Axis, One, bind_in_backward, bound, bound_call
+from ..transforms.axes import Axis, One, bind_axes, bound
 from ..transforms.base import devices, flag, is_number
 from ._connect import chosen_transport, limited, meet_and_connect
 from ._group_mesh import ENDED, MESHES, TIMEOUT_S, GroupMesh, mesh_from_group, timeout_of
@@ -267,7 +267,7 @@ def bind(mesh: Mesh) -> Iterator[None]:
     """
     ranks = check_mesh("bind", mesh)
     try:
-        with bind_in_backward(ranks.axes, bound_call()):
+        with bind_axes(ranks.axes, in_backward=True):
             yield
     except RuntimeError as error:
         failures = (PeerLost, CollectiveTimeout, DesyncError, TransportError)

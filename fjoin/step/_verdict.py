@@ -123,7 +123,7 @@ class GradCheck:
         """1 if a gradient is not finite, otherwise 0: a number where the host may read them, otherwise a tensor."""
         self._look()
         if self.readable_without_sync(outgoing):
-            return float(any(not math.isfinite(out.seen.item()) and has_nonfinite(out.grads) for out in outgoing))
+            return float(any([not math.isfinite(out.seen.item()) and has_nonfinite(out.grads) for out in outgoing]))
         return 1.0 - torch.isfinite(torch.stack([out.seen.double() for out in outgoing])).all().double()
 
     def bad_anywhere(self, outgoing: Sequence[GradBuffer]) -> Any:
@@ -300,26 +300,21 @@ class StepCheck:
             DesyncError: the ranks have called different steps.
         """
         records = [CountsOfAll(0, sums)] if counts is None else counts
-        other = self._is_other(step, records)
-        left: Flag = False  # whether some rank has left out an earlier step
-        for late, of_all in records:
-            left = left | _any_set(masks(of_all)) if late else left
-        live = (sums["weight"] != 0) & inverse(other)
-        fine: Flag = live is False or left is True or self._is_fine(sums, outgoing)
-        left_out = inverse(fine) & live & inverse(left | other)
-        raises = left | other | (left_out & (counts is None and not self._skips))
-        self.left_out = 0.0
-        if counts is not None and not self._skips:
-            self.left_out = left_out.double() if isinstance(left_out, Tensor) else float(left_out)
-        asked = [of_all["has_next"] for _, of_all in records if "has_next" in of_all]
-        if isinstance(raises, Tensor):
-            self.reads.add((step, records), torch.stack([raises.double(), *asked]))
-            effect = Effect(live, fine & inverse(left | other), raises)
-            return self._on_device(effect, outgoing, divisor, clip)
-        self._requests.note(*asked)
-        effect = Effect(live, fine & inverse(left))
-        if raises:
+        if any([isinstance(value, Tensor) for value in (sums["weight"], *[of_all["weight"] for _, of_all in records])]):
+            return self._on_device(step, records, sums, outgoing, divisor, clip, counts is None)
+        if (ids := self._ids) is not None:
+            for late, of_all in records:
+                ids.check(step, of_all, late)
+        # Whether some rank has left out an earlier step.
+        left = any([any(masks(of_all)) for late, of_all in records if late])
+        live = sums["weight"] != 0
+        fine = not live or left or self._is_fine(sums, outgoing)
+        bad = live and not left and not fine
+        self.left_out = float(bad and counts is not None and not self._skips)
+        self._requests.note(*asked_in(records))
+        if left or (bad and counts is None and not self._skips):
             return Decision(Effect(True, False), error=self._error(step, records, sums, outgoing))
+        effect = Effect(live, fine)
         if not effect.steps:
             return Decision(effect)
         divisor, norm = self.grads.divisor_and_norm(outgoing, divisor, clip)
@@ -327,8 +322,35 @@ class StepCheck:
             effect, None if divisor == 1.0 else torch.tensor(float(divisor), dtype=torch.float64), norm=norm
         )
 
-    def _on_device(self, effect: Effect, outgoing: Sequence[GradBuffer], divisor: Any, clip: Clip | None) -> Decision:
-        """The decision where only the device knows the effect."""
+    def _on_device(
+        self,
+        step: int,
+        records: Sequence[CountsOfAll],
+        sums: dict[str, Any],
+        outgoing: Sequence[GradBuffer],
+        divisor: Any,
+        clip: Clip | None,
+        together: bool,
+    ) -> Decision:
+        """The decision where only the device knows the effect. The host reads it later.
+
+        Args:
+            together: Whether all ranks that loop together share the gradients.
+        """
+        other: Flag = False  # whether the ranks have called different steps
+        left: Flag = False
+        for late, of_all in records:
+            if self._ids is not None:
+                other = other | (of_all["step_id"] != self.ranks * self._ids.of(step_of(step, late)))
+            left = left | _any_set(masks(of_all)) if late else left
+        live = (sums["weight"] != 0) & inverse(other)
+        fine: Flag = left is True or self._is_fine(sums, outgoing)
+        left_out = inverse(fine) & live & inverse(left | other)
+        raises = left | other | (left_out & (together and not self._skips))
+        self.left_out = 0.0 if together or self._skips else torch.as_tensor(left_out, dtype=torch.float64)
+        words = [torch.as_tensor(raises, dtype=torch.float64), *asked_in(records)]
+        self.reads.add((step, records), torch.stack(words))
+        effect = Effect(live, fine & inverse(left | other), raises)
         found_inf = inverse(effect.steps).to(torch.float32)  # type: ignore[union-attr]
         divisor, norm = self.grads.divisor_and_norm(outgoing, divisor, clip)
         if isinstance(divisor, Tensor):  # a NaN would stay in the padding of the buckets
@@ -345,22 +367,6 @@ class StepCheck:
             return torch.isfinite(torch.stack(scalars)).all() & (bad == 0).all()
         return all(map(math.isfinite, scalars)) and not any(masks(sums)) and not self.grads.bad_anywhere(outgoing)
 
-    def _is_other(self, step: int, records: Sequence[CountsOfAll]) -> Flag:
-        """Whether the ranks have called different steps.
-
-        Raises:
-            DesyncError: the host knows that they have.
-        """
-        other: Flag = False
-        for late, of_all in records if self._ids is not None else ():
-            assert self._ids is not None
-            if isinstance(of_all["step_id"], Tensor):
-                own = self.ranks * self._ids.of(step_of(step, late))
-                other = other | (of_all["step_id"] != own)
-            else:
-                self._ids.check(step, of_all, late)
-        return other
-
     def _error(
         self, step: int, records: Sequence[CountsOfAll], sums: dict[str, Any], outgoing: Sequence[GradBuffer]
     ) -> NonFinite:
@@ -376,7 +382,7 @@ class StepCheck:
 
     def look(self) -> None:
         """Take the requests in the records of a device, except in that of the last step."""
-        for _, (_, *asked) in self.reads.read(False, keep=True):
+        for _, (_, *asked) in self.reads.read(False, keep=True) if self.reads else ():
             self._requests.note(*asked)
 
     def raise_pending(self) -> None:
@@ -405,7 +411,7 @@ class StepCheck:
         self.left_out = 0.0
 
     def _read(self, newest: bool) -> None:
-        for (step, records), (raises, *asked) in self.reads.read(newest):
+        for (step, records), (raises, *asked) in self.reads.read(newest) if self.reads else ():
             self._requests.note(*asked)
             if raises:
                 self._raise_for(step, records)
@@ -423,6 +429,11 @@ class StepCheck:
         """Raise NonFinite if some ranks left out a step, which others may have taken."""
         if any(masks(counts)):
             raise error_of_some(step, counts, self.ranks)
+
+
+def asked_in(records: Sequence[CountsOfAll]) -> list[Any]:
+    """The counts of ranks with another batch, and of their requests."""
+    return [of_all["has_next"] for _, of_all in records if "has_next" in of_all]
 
 
 def _any_set(words: Sequence[Any]) -> Flag:

@@ -15,7 +15,7 @@ from .._functional import refuse_module_params
 from ..buckets import GradHooks, Storage
 from ..groups import Communicator
 from ..step import StateData
-from ..transforms.axes import Axis, BoundCall, bind_axes, bind_call, bind_in_backward
+from ..transforms.axes import Axis, BoundCall, bind_axes
 from ..transforms.base import copy_if_aliased
 from ._loss import Loss
 
@@ -197,7 +197,7 @@ class Passes:
     ) -> tuple[Tensor, Any, dict[str, Tensor] | None]:
         storage = body.storage
         params = body.rebuild(dict(storage.leaves))
-        with torch.enable_grad(), bind_axes(axes), bind_call(call):
+        with torch.enable_grad(), bind_axes(axes, call):
             loss, aux, buffers = self._loss(params, body.buffers, batch)
         torch.clear_autocast_cache()  # an autocast around the loop would keep casts of these parameters for the next step
         if aux is not None or buffers is not None:
@@ -206,7 +206,7 @@ class Passes:
 
     def backward_within(self, forward: Forward, grad_output: GradOutput, storage: Storage) -> None:
         """Run the backward pass of a call within a window: gradients are added, and nothing is sent."""
-        with bind_in_backward(forward.axes, forward.call):
+        with bind_axes(forward.axes, forward.call, in_backward=True):
             if forward.loss is not None:
                 with self.hooks.keeping():
                     self._backward(forward.loss, grad_output, storage)
@@ -216,7 +216,7 @@ class Passes:
 
     def backward(self, forward: Forward, grad_output: GradOutput, storage: Storage) -> None:
         """Run the backward pass of a step, whose gradients the queue sends."""
-        with bind_in_backward(forward.axes, forward.call):
+        with bind_axes(forward.axes, forward.call, in_backward=True):
             if forward.loss is not None:
                 self._backward(forward.loss, grad_output, storage)
             elif forward.replayed is not None and self.hooks.queue is not None:

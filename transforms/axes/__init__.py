@@ -27,8 +27,6 @@ from ._environment import (
     PieceSum as PieceSum,
     Work as Work,
     bind_axes as bind_axes,
-    bind_call as bind_call,
-    bind_in_backward as bind_in_backward,
     bound as bound,
     bound_call as bound_call,
     current_call as current_call,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -176,25 +175,44 @@ THREADS = _Threads()
 _NONE, _KEY = _Bindings(), "fjoin: the thread that has called backward"
 
 
-@contextlib.contextmanager
-def bind_in_backward(axes: dict[str, Axis], call: BoundCall) -> Iterator[None]:
-    """Bind axes and the call in this thread inside a with block, and in autograd's threads that run its backward passes.
+class bind_axes:
+    """Binds axis names, and a call, in this thread inside a with block; the outer bindings are restored after it.
 
-    On a device these are other threads, and a function that is computed again there may communicate.
+    Args:
+        call: None keeps the call that is bound.
+        in_backward: Whether autograd's threads that run backward passes of the block see the bindings too. On a device these are
+            other threads, and a function that is computed again there may communicate.
     """
-    if THREADS.caller is None:
-        THREADS.caller = _Bindings()
-        if _may_stash():
-            # Once for each thread: torch hands it to autograd's threads, and to those of messages, which must not free it.
-            torch._C._stash_obj_in_tls(_KEY, THREADS.caller)
-    here, caller = THREADS, THREADS.caller
-    before, before_caller = (here.axes, here.call), (caller.axes, caller.call)
-    here.axes, here.call = {**bound(), **axes}, call
-    caller.axes, caller.call = here.axes, call
-    try:
-        yield
-    finally:
-        (here.axes, here.call), (caller.axes, caller.call) = before, before_caller
+
+    __slots__ = ("_axes", "_before", "_before_caller", "_call", "_in_backward")
+
+    def __init__(self, axes: dict[str, Axis], call: BoundCall | None = None, in_backward: bool = False) -> None:
+        self._axes, self._call, self._in_backward = axes, call, in_backward
+
+    def __enter__(self) -> None:
+        here = THREADS
+        self._before = here.axes, here.call
+        here.axes = {**(here.axes or bindings_of_caller().axes), **self._axes}
+        if self._call is not None:
+            here.call = self._call
+        if self._in_backward:
+            caller = here.caller = here.caller or _stashed()
+            self._before_caller = caller.axes, caller.call
+            caller.axes, caller.call = here.axes, bound_call()
+
+    def __exit__(self, *error: object) -> None:
+        THREADS.axes, THREADS.call = self._before
+        if self._in_backward and (caller := THREADS.caller) is not None:
+            caller.axes, caller.call = self._before_caller
+
+
+def _stashed() -> _Bindings:
+    """Bindings of this thread that its backward passes can see."""
+    caller = _Bindings()
+    if _may_stash():
+        # Once for each thread: torch hands it to autograd's threads, and to those of messages, which must not free it.
+        torch._C._stash_obj_in_tls(_KEY, caller)
+    return caller
 
 
 def _may_stash() -> bool:
@@ -219,17 +237,6 @@ def bindings_of_caller() -> _Bindings:
 def bound() -> dict[str, Axis]:
     """The axes bound in this thread, by name."""
     return THREADS.axes or bindings_of_caller().axes
-
-
-@contextlib.contextmanager
-def bind_axes(axes: dict[str, Axis]) -> Iterator[None]:
-    """Bind axis names in this thread inside a with block; the outer bindings are restored after it."""
-    before = THREADS.axes
-    THREADS.axes = {**bound(), **axes}
-    try:
-        yield
-    finally:
-        THREADS.axes = before
 
 
 def lookup(name: str) -> Axis:
@@ -270,16 +277,6 @@ class One(Axis):
 def bound_call() -> BoundCall:
     """The call that is bound in this thread."""
     return bindings_of_caller().call if THREADS.call is None else THREADS.call
-
-
-@contextlib.contextmanager
-def bind_call(call: BoundCall) -> Iterator[None]:
-    """Bind a call in this thread inside a with block."""
-    before, THREADS.call = THREADS.call, call
-    try:
-        yield
-    finally:
-        THREADS.call = before
 
 
 def current_weight() -> Any:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from ..axes import bind_axes, bind_call, bound, bound_call
+from ..axes import bind_axes, bound, bound_call
 from ._keeper import memory_of
 from ._reached import Reached, is_table
 
@@ -125,7 +125,7 @@ class Rerun:
             for part, state in zip(self._parts, self._states, strict=True):
                 stack.callback(put_part, part, part.copy())
                 put_part(part, state, stands)
-            for context in (function_modes(self.functions), bind_axes(self._axes), bind_call(self._call)):
+            for context in (function_modes(self.functions), bind_axes(self._axes, self._call)):
                 stack.enter_context(context)
             versions = {i: version_of(x) for i, (x, _, _) in self._written.items()}
             yield {memory_of(x) for x in stands.values()}
