@@ -248,6 +248,7 @@ class StepRecord(Record):
     def __init__(self, mesh: Communicator, axes: tuple[str, ...]) -> None:
         super().__init__(mesh, axes, ())
         self.names, self._sums = record_names(self.ranks), list[str]()  # the names in aux["sum"], sorted
+        self._fine = frozenset[str]()  # the names of values that have been checked
 
     def agree(self, values: dict[str, Any]) -> bool:
         """Agree on the names in the first step: only ranks with a batch know the names of aux["sum"].
@@ -256,7 +257,7 @@ class StepRecord(Record):
             Whether any rank knew them.
         """
         found = sum_names(self.mesh, self.axes, _sums_in(values) if values["weight"] else None)
-        self.names, self._sums = record_names(self.ranks, found or ()), list(found or ())
+        self.names, self._sums, self._fine = record_names(self.ranks, found or ()), list(found or ()), frozenset()
         return found is not None
 
     def fit(self, layout: tuple[Bucket, ...]) -> None:
@@ -266,13 +267,14 @@ class StepRecord(Record):
 
     def check(self, values: dict[str, Any]) -> None:
         """Raise ValueError unless aux["sum"] has the names of the first step."""
-        if not values["weight"]:
+        if not values["weight"] or values.keys() == self._fine:
             return
         have, want = sorted(_sums_in(values)), self._sums
         if have != want:
             raise ValueError(
                 f"aux['sum'] has the names {have}, but in the first step it had {want}; they must stay the same"
             )
+        self._fine = frozenset(values)
 
     def complete(self, values: dict[str, Any], step_id: float, has_next: float = 0.0) -> dict[str, Any]:
         """This rank's record, from its `own_values`.

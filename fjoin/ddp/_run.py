@@ -14,7 +14,7 @@ from torch import Tensor
 from ..agreement import Record
 from ..groups import Communicator
 from ..optim import ForeachStepper, divides
-from ..step import CountsOfAll, Decision, EndStates, StepCheck, applied, init_ends
+from ..step import CountsOfAll, Decision, EndStates, StepCheck, init_ends, multiply_
 from ..transforms.axes import Axis
 from ..transforms.base import check_dense, merge, restored, restrict, sum_of_pieces
 from ..transforms.layout import Pieces
@@ -262,7 +262,7 @@ class ModuleStep:
     def before_hook(self, out: DDPBucket) -> None:
         """Divide the gradients of a bucket, not yet sent, by the scale of the loss; note whether they are finite."""
         if self.scaling is not None:
-            applied(1 / self.outer.scale.double(), out.grads)
+            multiply_(out.grads, 1 / self.outer.scale.double())
             if self.scaling.missed:
                 out.grads.fill_(math.nan)  # makes all ranks leave the step out
         self.check.grads.before_hook(out)

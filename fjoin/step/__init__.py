@@ -15,9 +15,9 @@ from ._agreements import Agreements as Agreements
 from ._body import EndStates as EndStates, StateData as StateData, init_ends as init_ends, run_end as run_end
 from ._hook import (
     StepHook as StepHook,
-    applied as applied,
     first_call as first_call,
     make_hook as make_hook,
+    multiply_ as multiply_,
     totals_in as totals_in,
 )
 from ._hook_state import HookState as HookState

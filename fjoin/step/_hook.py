@@ -95,10 +95,9 @@ class StepHook(Protocol):
 Begun: TypeAlias = Mapping[tuple[str, ...], Sums]
 
 
-def applied(factor: Tensor | None, grads: Tensor) -> None:
-    """Multiply gradients by a factor, in place. Infinite elements become NaN, which no later stage makes finite again."""
-    if factor is not None:
-        torch.nan_to_num_(grads.mul_(factor), nan=math.nan, posinf=math.nan, neginf=math.nan)
+def multiply_(grads: Tensor, factor: Tensor) -> None:
+    """Multiply gradients in place. Infinite elements become NaN, which no later stage makes finite again."""
+    torch.nan_to_num_(grads.mul_(factor), nan=math.nan, posinf=math.nan, neginf=math.nan)
 
 
 def first_call(values: Mapping[str, Any], step: int, begun: Begun, on_device: bool) -> Call:
@@ -195,7 +194,8 @@ class BucketHook:
 
     def launch(self, index: int, out: GradBuffer) -> Work | None:
         """Run one bucket's hook until its first message is under way; `wait` runs it to its end."""
-        applied(self.factor, out.grads)
+        if self.factor is not None:
+            multiply_(out.grads, self.factor)
         if self._given != 1.0:
             out.grads.div_(self._given)
         self._grads.before_hook(out)
@@ -311,7 +311,8 @@ class AllReduceHook:
             record.write(values, self._carrier.words)
 
     def launch(self, index: int, out: GradBuffer) -> Work:
-        applied(self.factor, out.grads)
+        if self.factor is not None:
+            multiply_(out.grads, self.factor)
         if self._agrees:  # the gradients carry weight / first
             total = None if self._over is None else nonzero_or_one(self._divisor(self.sums()))
             of_all = Share(self._first, total).times(out.grads, in_place=True)
@@ -354,7 +355,10 @@ class AllReduceHook:
         sums = self.sums()
         divisor = 1.0 if self._agrees else self._divisor(sums) * self._unit
         if not rest:
-            self._state = self._kept(outgoing, divisor)
+            clip = self._plan.clip
+            keeps = None if clip is None or clip.by_norm is None else clip.by_norm.keeps
+            kept = () if keeps is None else keeps(self._grads.norm_of(outgoing) / divisor)
+            self._state = () if clip is None else ((), kept)
             return sums, divisor
         for out in outgoing:
             out.total = None  # the stages make other values of these
@@ -364,14 +368,6 @@ class AllReduceHook:
         for out in outgoing:
             self._grads.observe(out)
         return sums, 1.0
-
-    def _kept(self, outgoing: list[GradBuffer], divisor: Any) -> Any:
-        """The state of a hook whose stages are done with the step."""
-        if self._plan.clip is None:
-            return ()
-        by_norm = self._plan.clip.by_norm
-        keeps = None if by_norm is None else by_norm.keeps
-        return (), () if keeps is None else keeps(self._grads.norm_of(outgoing) / divisor)
 
     def new_state(self, outgoing: list[GradBuffer]) -> Any:
         """The state after the step."""

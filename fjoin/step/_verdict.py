@@ -105,8 +105,6 @@ class GradCheck:
 
     def _look(self) -> None:
         """Look at the buckets of a device."""
-        if not self._waiting:
-            return
         groups: dict[torch.dtype, list[GradBuffer]] = {}
         for out in self._waiting:
             groups.setdefault(out.grads.dtype, []).append(out)
@@ -121,7 +119,8 @@ class GradCheck:
 
     def bad(self, outgoing: Sequence[GradBuffer]) -> Any:
         """1 if a gradient is not finite, otherwise 0: a number where the host may read them, otherwise a tensor."""
-        self._look()
+        if self._waiting:
+            self._look()
         if self.readable_without_sync(outgoing):
             return float(any([not math.isfinite(out.seen.item()) and has_nonfinite(out.grads) for out in outgoing]))
         return 1.0 - torch.isfinite(torch.stack([out.seen.double() for out in outgoing])).all().double()
@@ -166,7 +165,8 @@ class GradCheck:
         told = all(out.total is not None and math.isfinite(out.total) for out in outgoing)  # the same on all ranks
         if told and outgoing and not self._norm:
             return
-        self._look()
+        if self._waiting:
+            self._look()
         bad = torch.as_tensor(self.bad(outgoing), dtype=torch.float64)
         squares = sum((out.seen.double() ** 2 for out in outgoing if self._norm), torch.zeros_like(bad))
         summed = axis.run_(torch.stack([bad, squares]))
@@ -176,7 +176,8 @@ class GradCheck:
 
     def norm_of(self, outgoing: Sequence[GradBuffer]) -> Tensor:
         """The 2-norm of all gradients together, 0-d float64, from the norms of the buckets."""
-        self._look()
+        if self._waiting:
+            self._look()
         if self.readable_without_sync(outgoing) and not all(math.isfinite(out.seen.item()) for out in outgoing):
             for out in outgoing:  # finite gradients whose squares overflow float32
                 out.seen = torch.linalg.vector_norm(out.grads.double())
