@@ -11,18 +11,13 @@ from ._record import (
 )
 from ._same import (
     Replicas as Replicas,
-    check_program as check_program,
     checksum as checksum,
+    described_tensors as described_tensors,
     form as form,
     on_each as on_each,
     on_first as on_first,
     parameters_fit as parameters_fit,
-    same_average as same_average,
-    same_hook as same_hook,
-    same_joinables as same_joinables,
-    same_loops as same_loops,
-    same_rates as same_rates,
-    same_step as same_step,
+    same as same,
     same_values as same_values,
     wait_until_all_see as wait_until_all_see,
 )

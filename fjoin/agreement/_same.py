@@ -15,9 +15,6 @@ from torch import Tensor
 
 from .._errors import CheckpointError, DesyncError, described
 from ..groups import Communicator
-from ..transforms.base import Transform
-from ..transforms.pipelines import Pipeline
-from ._device_reads import read_now
 
 _SMALL = 1 << 16  # elements
 _CHUNK = 1 << 22  # words of 32 bits that are read at a time on a device
@@ -141,46 +138,64 @@ def _pairs(values: list[dict[str, tuple[str, int]]]) -> dict[str, list[int]]:
     return found
 
 
-def same_rates(mesh: Communicator, rates: list[tuple[str, float]]) -> None:
-    """Raise on all ranks unless they begin with the same hyperparameters.
+NOTHING_SENT = "Nothing has been sent; run the same program with the same settings on all ranks"
+
+
+def same(
+    mesh: Communicator,
+    occasion: str,
+    parts: Mapping[str, Any],
+    remedy: str = NOTHING_SENT,
+    *,
+    shown: Mapping[str, Any] = {},
+    axes: tuple[str, ...] = (),
+    step: int | None = None,
+) -> None:
+    """Raise on all ranks of some axes, before any payload, unless they have the same parts.
+
+    Args:
+        occasion: The place in the program, in words.
+        parts: Name -> JSON.
+        remedy: What to do, for the error.
+        shown: What the error shows in the place of some parts.
+        axes: All by default.
+        step: The number of this rank's step, for the error.
 
     Raises:
-        DesyncError: naming the first rank that differs from the majority.
+        DesyncError: naming the ranks that differ from the majority, and the part that differs.
     """
-    if problem := mesh.exchange("fjoin.ddp.register", repr(rates), _odd):
-        rank, there, usual = problem
-        raise DesyncError(
-            f"rank {rank} has the hyperparameters {there}, but other ranks {usual}; a schedule must not depend on the rank",
-            rank=rank,
-        )
+    if problem := mesh.exchange(occasion, [dict(parts), {**parts, **shown}], _compare, axes):
+        raise DesyncError(f"{problem[1]}. {remedy}", rank=problem[0], step=step)
 
 
-def same_loops(mesh: Communicator, axes: tuple[str, ...], loop: str) -> None:
-    """Raise on all ranks of some axes, before the first message, unless they run the same kind of loop.
-
-    Raises:
-        DesyncError: naming the first rank that differs from the majority.
-    """
-    if problem := mesh.exchange("the first step", loop, _odd, axes):
-        rank, there, usual = problem
-        raise DesyncError(
-            f"rank {rank} runs {there}, but other ranks {usual}; run the same loop on all ranks", rank=rank
-        )
+def described_tensors(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Paths, dtypes and shapes."""
+    return [f"{path}: {str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for path, t in tensors.items()]
 
 
-def same_step(mesh: Communicator, step: int) -> None:
-    """Raise on all ranks unless they continue from the same step.
+def _compare(values: list[Any]) -> Any:
+    for part in values[0][0]:
+        texts = [str(mine[part]) for mine, _ in values]
+        usual = Counter(texts).most_common(1)[0][0]
+        odd = [rank for rank, text in enumerate(texts) if text != usual]
+        if odd:
+            like = texts.index(usual)
+            there, here = values[odd[0]][1][part], values[like][1][part]
+            if isinstance(there, list):
+                there, here = _first_difference(there, here)
+            ranks = ", ".join(map(str, odd))
+            return [
+                odd[0],
+                f"rank {ranks} differs from rank {like} in its {part}: {there} there, {here} on rank {like}",
+            ]
+    return None
 
-    Raises:
-        DesyncError: naming the first rank that differs from the majority.
-    """
-    if problem := mesh.exchange("the first pass after load_state_dict", step, _odd):
-        rank, there, usual = problem
-        raise DesyncError(
-            f"rank {rank} goes on from step {there}, but other ranks from step {usual}; load the same state on all ranks",
-            rank=rank,
-            step=there,
-        )
+
+def _first_difference(a: list[str], b: list[str]) -> tuple[str, str]:
+    for x, y in zip(a, b, strict=False):
+        if x != y:
+            return x, y
+    return (f"{len(a)} of them", f"{len(b)}")
 
 
 def parameters_fit(mesh: Communicator, fit: bool, step: int) -> None:
@@ -199,12 +214,6 @@ def parameters_fit(mesh: Communicator, fit: bool, step: int) -> None:
             rank=odd,
             step=step,
         )
-
-
-def _odd(values: list[Any]) -> Any:
-    """The first rank whose value differs from the majority's: `[rank, value, majority's value]`; None if none does."""
-    usual = Counter(values).most_common(1)[0][0]
-    return next(([rank, value, usual] for rank, value in enumerate(values) if value != usual), None)
 
 
 def sum_names(mesh: Communicator, axes: tuple[str, ...], mine: list[str] | None) -> tuple[str, ...] | None:
@@ -231,124 +240,6 @@ def _common_names(values: list[list[str] | None]) -> dict[str, Any]:
                 f"they must be the same on all ranks",
             }
     return {"names": known[0][1] if known else None}
-
-
-def same_joinables(mesh: Communicator, device: torch.device, joinables: Sequence[Any], throws: bool) -> None:
-    """Raise on all ranks unless they enter a Join with the same kinds of joinables: one small message.
-
-    Raises:
-        DesyncError: naming the first rank that differs from rank 0.
-    """
-    kinds = [f"{type(joinable).__module__}.{type(joinable).__qualname__}" for joinable in joinables]
-    mine = torch.tensor([zlib.crc32(repr((kinds, throws)).encode())], device=device)
-    for axis in reversed(mesh.over(tuple(mesh.shape))):
-        mine = axis.run("all_gather", mine, None)
-    seen = read_now(mesh, mine.flatten())
-    odd = [rank for rank, value in enumerate(seen) if value != seen[0]]
-    if odd:
-        raise DesyncError(
-            f"rank {odd[0]} enters this Join with other joinables, or another throw_on_early_termination, than rank 0; "
-            f"here: {[type(joinable).__name__ for joinable in joinables]}. All ranks must enter with the same ones in the same "
-            f"order",
-            rank=odd[0],
-        )
-
-
-def same_hook(mesh: Communicator, hook: Transform | Pipeline) -> None:
-    """Raise on all ranks unless they register the same hook or pipeline.
-
-    Raises:
-        DesyncError: naming the first rank that differs from rank 0.
-    """
-
-    def odd(values: list[list[str]]) -> Any:
-        for rank, (spec, shown) in enumerate(values):
-            if spec != values[0][0]:
-                return [
-                    rank,
-                    f"rank {rank} registers {shown}, but rank 0 {values[0][1]}; register the same on all ranks",
-                ]
-        return None
-
-    problem = mesh.exchange("fjoin.ddp.register", [hook.spec.canonical(), repr(hook)], odd)
-    if problem:
-        raise DesyncError(problem[1], rank=problem[0])
-
-
-def check_program(
-    mesh: Communicator,
-    pipeline: Pipeline,
-    on_buffers: Transform | None,
-    params: Mapping[str, Tensor],
-    bucket_bytes: int,
-    accumulate: int,
-    weighs: str,
-    buffers: Mapping[str, Tensor] | None,
-    sync: str | None,
-) -> None:
-    """Raise on all ranks, before any payload, unless they run the same program on the same shapes.
-
-    Raises:
-        DesyncError: naming the ranks that differ from the majority, and the part of the program that differs.
-    """
-    mine = {
-        "pipeline": pipeline.spec.canonical(),
-        "parameters": _describe(params),
-        "buffers": _describe(buffers or {}),
-        "transform of buffers": "none" if on_buffers is None else on_buffers.spec.canonical(),
-        "mesh": str(mesh.shape),
-        "bucket_bytes": bucket_bytes,
-        "accumulate": accumulate,
-        "weight": weighs,
-        "sync": repr(sync),
-    }
-    shown = {**mine, "pipeline": repr(pipeline), "transform of buffers": repr(on_buffers)}
-    problem = mesh.exchange("step.init", [mine, shown], _compare)
-    if problem:
-        raise DesyncError(problem[1], rank=problem[0])
-
-
-def same_average(
-    mesh: Communicator, averager: str, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor] | None
-) -> None:
-    """Raise on all ranks, before any payload, unless they average the same tensors in the same steps.
-
-    Raises:
-        DesyncError: naming the ranks that differ from the majority, and the part that differs.
-    """
-    mine = {"averager": averager, "parameters": _describe(params), "buffers": _describe(buffers or {})}
-    if problem := mesh.exchange("the first average of parameters", [mine, mine], _compare):
-        raise DesyncError(problem[1], rank=problem[0])
-
-
-def _describe(tensors: Mapping[str, Tensor]) -> list[str]:
-    return [f"{path}: {str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for path, t in tensors.items()]
-
-
-def _compare(values: list[Any]) -> Any:
-    for part in values[0][0]:
-        texts = [str(mine[part]) for mine, _ in values]
-        usual = Counter(texts).most_common(1)[0][0]
-        odd = [rank for rank, text in enumerate(texts) if text != usual]
-        if odd:
-            like = texts.index(usual)
-            there, here = values[odd[0]][1][part], values[like][1][part]
-            if isinstance(there, list):
-                there, here = _first_difference(there, here)
-            ranks = ", ".join(map(str, odd))
-            return [
-                odd[0],
-                f"rank {ranks} differs from rank {like} in its {part}: {there} there, {here} on rank {like}. "
-                f"Nothing has been sent; run the same program with the same settings on all ranks",
-            ]
-    return None
-
-
-def _first_difference(a: list[str], b: list[str]) -> tuple[str, str]:
-    for x, y in zip(a, b, strict=False):
-        if x != y:
-            return x, y
-    return (f"{len(a)} of them", f"{len(b)}")
 
 
 def same_values(mesh: Communicator, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor] | None) -> None:

@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from .._errors import CollectiveTimeout, PeerLost
-from ..agreement import Calls, parameters_fit, same_step
+from ..agreement import Calls, parameters_fit, same
 from ..groups import Communicator
 from ..step import STEP, Agreements, BucketStages, first_call
 from ..transforms.axes import bind_axes
@@ -159,7 +159,8 @@ class DDPRun:
         self._forget()
         shadows = torch._C._current_graph_task_id() < 0  # called by a Join, on a rank without input
         if self.loaded:
-            same_step(self.mesh, self.step)
+            remedy = "Load the same state on all ranks"
+            same(self.mesh, "the first pass after load_state_dict", {"step": self.step}, remedy, step=self.step)
             if self.pipeline_step is not None and self.pipeline_step.pipeline.ends:
                 parameters_fit(self.mesh, self.pipeline_step.fits(), self.step)
             self.loaded = False

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..agreement import same_hook, same_rates
+from ..agreement import same
 from ..buckets import REGISTERED
 from ..groups import Mesh, check_mesh, linked_mesh
 from ..transforms.base import Over, Transform, host_weight, restored, to_state_dict
@@ -371,14 +371,21 @@ def register(model: DistributedDataParallel, what: Transform | Pipeline, mesh: M
         raise ValueError(f"{what!r} holds accumulate(...): accumulate under model.no_sync() instead")
     if model._delay_all_reduce_params:
         raise ValueError("a module with delay_all_reduce_named_params keeps those parameters from its hook")
-    same_hook(ranks, what)
+    same(
+        ranks,
+        "fjoin.ddp.register",
+        {"hook": what.spec.canonical()},
+        "Register the same on all ranks",
+        shown={"hook": repr(what)},
+    )
     if ranks.size > 1 and ranks.rank == 0:
         ends = what.ends if isinstance(what, Pipeline) else ()
         warn_if_silent(what, hook, ends, tuple(ranks.shape), ranks.size, stacklevel=2)
     run = DDPRun(model, hook, what if isinstance(what, Pipeline) else None, ranks)
     if run.pipeline_step is not None:
         if rates := run.pipeline_step.rates():
-            same_rates(ranks, rates)
+            remedy = "A schedule must not depend on the rank"
+            same(ranks, "fjoin.ddp.register", {"hyperparameters": dict(rates)}, remedy)
         guard(model, run)
 
     def fjoin_hook(state: DDPRun, bucket: GradBucket) -> torch.futures.Future[Tensor]:

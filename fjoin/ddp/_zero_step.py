@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from ..agreement import same_hook
+from ..agreement import same
 from ..groups import linked_mesh
 from ..optim import WholeLeaves, WholeState, ZeroRedundancyOptimizer, slice_state
 from ..transforms.base import Spec, Transform, to_state_dict
@@ -75,7 +75,8 @@ def hook_with_zero_step(
         )
     pipeline = sharded(_transform(hook), _by_group(zero, paths), "data")
     mesh = linked_mesh(ddp.process_group, "data", "fjoin.ddp.hook_with_zero_step")
-    same_hook(mesh, pipeline.hook)
+    own, remedy = pipeline.hook, "Register the same on all ranks"
+    same(mesh, "fjoin.ddp.register", {"hook": own.spec.canonical()}, remedy, shown={"hook": repr(own)})
     run = DDPRun(ddp, pipeline.hook, pipeline, mesh)
     keep_stepped(ddp, run.leaves)
     zero.run = _States(run, paths)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..agreement import same_average
+from ..agreement import described_tensors, same
 from ..groups import Communicator, bind, mesh_from_group, nested_mesh, world_mesh, world_size
 from ..transforms.base import AxisName, Transform, whole_number
 from ..transforms.reductions import mean
@@ -116,7 +116,12 @@ class ModelAverager:
         given = self._buffers() if callable(self._buffers) else self._buffers
         buffers = [] if given is None else _tensors(_BUFFERS, given)
         if not self._compared:
-            same_average(self.mesh, f"{self!r} at step {self.step}", _numbered(params), _numbered(buffers))
+            parts = {
+                "averager": f"{self!r} at step {self.step}",
+                "parameters": described_tensors(_numbered(params)),
+                "buffers": described_tensors(_numbered(buffers)),
+            }
+            same(self.mesh, "the first average of parameters", parts)
             self._compared = True
         if axes is None:
             return

@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from .._errors import DesyncError, EarlyTermination, JoinError, NoBatch, NonFinite
-from ..agreement import Record, Requests, same_loops
+from ..agreement import Record, Requests, same
 from ..loading import END, JoinedLoop, LookAhead, left_alone
 from ._failures import Failures
 from ._passes import Iteration
@@ -51,7 +51,9 @@ class InLoop:
             begins: Whether the loop begins here, so that it is not compared again.
         """
         if not self._compared:
-            same_loops(self._run.mesh, self._run.axes, loop)
+            same(
+                self._run.mesh, "the first step", {"loop": loop}, "Run the same loop on all ranks", axes=self._run.axes
+            )
             self._compared = begins
 
     def enter(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 from torch import Tensor
 
 from .._errors import NonFinite
-from ..agreement import check_program, same_values
+from ..agreement import described_tensors, same, same_values
 from ..buckets import Storage
 from ..groups import Mesh, check_mesh, mesh as make_mesh
 from ..step import StateData, init_ends
@@ -64,17 +64,19 @@ def make_state_data(
             pieces = pipeline.sharding.pieces(flat, bucket_bytes)
     layout = pieces.buckets if pieces else make_layout(flat, labels(pipeline.optimizer), bucket_bytes)
     run.agreements.ids.number()
-    check_program(
-        mesh,
-        pipeline,
-        run.on_buffers,
-        flat,
-        bucket_sizes(flat.values(), bucket_bytes)[0],
-        run.accumulate,
-        run.weighs,
-        buffers,
-        sync,
-    )
+    on_buffers = run.on_buffers
+    parts = {
+        "pipeline": pipeline.spec.canonical(),
+        "parameters": described_tensors(flat),
+        "buffers": described_tensors(buffers or {}),
+        "transform of buffers": "none" if on_buffers is None else on_buffers.spec.canonical(),
+        "mesh": str(mesh.shape),
+        "bucket_bytes": bucket_sizes(flat.values(), bucket_bytes)[0],
+        "accumulate": run.accumulate,
+        "weight": run.weighs,
+        "sync": repr(sync),
+    }
+    same(mesh, "step.init", parts, shown={"pipeline": repr(pipeline), "transform of buffers": repr(on_buffers)})
     run.passes.check(buffers is not None)
     if run.ranks > 1 and mesh.rank == 0:
         warn_if_silent(pipeline, pipeline.hook, pipeline.ends, tuple(mesh.shape), run.ranks, stacklevel=4)

@@ -48,10 +48,10 @@ def run_other_code(rank: int, report: Report, what: str) -> None:
         ("nothing", None), ("shape", ["rank 1 makes a mesh of shape {'data': 3, 'node': 1}"]),
         ("one mesh more", ["rank 1 in fjoin.mesh", "in step.init"]),
         ("evaluate", ["rank 1 in fjoin.evaluate", "rank 0 in step.init"]),
-        ("sync", ["rank 1 differs", "sync: None there"]), ("plain loop", ["rank 1 runs a loop without step.join"]),
-        ("throw", ["rank 1 runs", "throw_on_early_termination=True"]),
+        ("sync", ["rank 1 differs", "sync: None there"]), ("plain loop", ["rank 1 differs", "loop: a loop without step.join there"]),
+        ("throw", ["rank 1 differs", "throw_on_early_termination=True"]),
         ("throw later", ["settings of step.join", "throw_on_early_termination"]),
-        ("replay", ["rank 1 runs", "when_exhausted='replay'"]),
+        ("replay", ["rank 1 differs", "when_exhausted='replay'"]),
     ],
 )  # fmt: skip
 def test_a_rank_that_runs_other_code_raises_before_the_first_message(what: str, parts: list[str] | None) -> None:

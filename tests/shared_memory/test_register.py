@@ -79,5 +79,5 @@ def one_rank_prefers_gloo() -> Any:
 
 def test_ranks_that_differ(pool: Any) -> None:
     for text in pool.run(2, elsewhere):
-        assert "rank 1 registers" in text
+        assert "rank 1 differs from rank 0 in its hook" in text
     assert all(pool.run(2, one_rank_prefers_gloo))  # then all use it

@@ -97,7 +97,12 @@ def test_other_joinables_on_one_rank() -> None:
     def one_rank(n: int) -> str:
         mesh = fjoin.mesh({"data": -1})
         joinables = [fjoin.as_joinable(tx.JoinHook(), mesh=mesh) for _ in range(n)]
-        return raises_text(fjoin.DesyncError, lambda: fjoin.Join(joinables).__enter__(), "rank 2 enters", "same order")
+        return raises_text(
+            fjoin.DesyncError,
+            lambda: fjoin.Join(joinables).__enter__(),
+            "rank 2 differs from rank 0 in its joinables",
+            "same order",
+        )
 
     assert len(tx.simulate(one_rank, {"data": 3}, [1, 1, 2])) == 3
 
