@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 # Transforms, each with its own number of the call, and whether it is flushed after so many calls instead of called.
 Runs: TypeAlias = "list[tuple[Transform, int, bool]]"
-# Arguments of a factory outside fjoin that give the step in which its messages change.
-_STARTS = "warmup_steps", "warmup", "start"
 
 
 class Period(NamedTuple):
@@ -101,9 +99,7 @@ def children(part: Any) -> list[Transform]:
 
 def changes_with_steps(part: Transform) -> bool:
     """Whether a transform behaves differently in some steps."""
-    starts = [value for name, value in part.spec.args if name in _STARTS]
-    own = part.timing is not None or any(type(value) is not int or value > 0 for value in starts)
-    return own or any(changes_with_steps(child) for child in children(part))
+    return part.timing is not None or any(changes_with_steps(child) for child in children(part))
 
 
 def running(part: Transform, step: int | None, at_end: bool = False) -> list[tuple[Transform, int | None]]:
