@@ -14,6 +14,7 @@ _hook          the hook: `AllReduceHook` sums and gives the divisor of a plain m
 from ._agreements import Agreements as Agreements
 from ._body import EndStates as EndStates, StateData as StateData, init_ends as init_ends, run_end as run_end
 from ._hook import (
+    Opened as Opened,
     StepHook as StepHook,
     first_call as first_call,
     make_hook as make_hook,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,24 +21,43 @@ from ._hook_state import FLAT, Form, HookState
 from ._stages import BucketStages
 from ._verdict import Clip, GradCheck
 
+Begun: TypeAlias = Mapping[tuple[str, ...], Sums]
 
-class StepHook(Protocol):
-    """Runs the hook of a step on its buckets: `AllReduceHook` or `BucketHook`.
+
+class Opened(NamedTuple):
+    """A step that begins on this rank.
+
+    record: the record over the axes that the hook reduces over in this step, and this rank's `values` in it.
+    step: the number of steps before this one.
+    begun: by axes, the records that are under way already.
+    first: the first weight above 0 of this rank's window.
+    """
+
+    storage: Storage
+    record: StepRecord
+    values: dict[str, Any]
+    step: int
+    begun: Begun
+    first: float
+
+
+class StepHook:
+    """Runs the hook of a step on its buckets.
 
     Attributes:
         by_weight: Whether a rank counts by its weight. Otherwise each rank with a batch counts 1.
         factor: What remains to be multiplied into this rank's gradients before they are sent: 0-d, or None for nothing.
+        clip: The function from the norm of the reduced gradients to their clip factor; None where nothing is clipped.
     """
 
-    by_weight: bool
-    factor: Tensor | None
-
-    @property
-    def clip(self) -> Clip | None:
-        """The function from the norm of the reduced gradients to their clip factor; None where nothing is clipped."""
+    by_weight: bool = True
+    factor: Tensor | None = None
+    clip: Clip | None = None
+    _state: Any = None  # of this step
 
     def init(self, storage: Storage) -> Any:
         """The initial state."""
+        raise NotImplementedError
 
     def loss_factor(self, weight: float, first: float, agrees: bool) -> float:
         """The factor of the loss.
@@ -48,32 +67,19 @@ class StepHook(Protocol):
             first: The first weight above 0 of this rank's window.
             agrees: Whether the ranks agree on their weights before they send gradients, as they do for float16.
         """
+        raise NotImplementedError
 
     def prepare(self, storage: Storage) -> list[GradBuffer]:
         """The buffers of the messages."""
+        raise NotImplementedError
 
-    def start(
-        self,
-        state: Any,
-        storage: Storage,
-        record: StepRecord,
-        values: dict[str, Any],
-        step: int,
-        begun: Begun,
-        first: float,
-    ) -> None:
-        """Prepare for the buckets of a step.
-
-        Args:
-            record: The record over the axes that the hook reduces over in this step.
-            values: This rank's values in it.
-            step: The number of steps before this one.
-            begun: By axes, the records that are under way already.
-            first: See `loss_factor`.
-        """
+    def start(self, state: Any, opened: Opened) -> None:
+        """Prepare for the buckets of a step."""
+        raise NotImplementedError
 
     def launch(self, index: int, out: GradBuffer) -> Work | None:
         """Start the messages of a full bucket."""
+        raise NotImplementedError
 
     def finish(self, old: Any, storage: Storage, outgoing: list[GradBuffer]) -> tuple[dict[str, Any] | None, Any]:
         """Complete the messages after backward, and look at the gradients.
@@ -81,18 +87,20 @@ class StepHook(Protocol):
         Returns:
             The summed record, or None where it takes a verdict; the divisor of the gradients.
         """
+        raise NotImplementedError
 
-    def new_state(self, outgoing: list[GradBuffer]) -> Any:
+    def new_state(self) -> Any:
         """The state after the step; once."""
+        state, self._state = self._state, None
+        return state
 
     def stop(self) -> None:
         """Discard a step that has failed."""
+        self._state = None
 
     def close(self) -> None:
         """Free the buffers."""
-
-
-Begun: TypeAlias = Mapping[tuple[str, ...], Sums]
+        self.stop()
 
 
 def multiply_(grads: Tensor, factor: Tensor) -> None:
@@ -114,16 +122,12 @@ def totals_in(sums: Mapping[str, Any]) -> Totals:
     return totals_of(sums["weight"], sums["live"])
 
 
-class BucketHook:
+class BucketHook(StepHook):
     """Runs a hook other than a plain reduction, step by step. The hook applies the weights itself."""
-
-    by_weight: bool = True
-    clip = None
 
     def __init__(self, plan: Plan, mesh: Communicator, grads: GradCheck, accumulates: bool) -> None:
         self._plan, self._early, self._grads = plan, plan.early, grads
         self._accumulates = accumulates
-        self.factor: Tensor | None = None
         self._flat = plan.early is not None and takes_flat(plan.early)
         last = stages(plan.early)[-1:] if plan.early is not None else []
         fresh = any(part.reduces is not None and part.reduces.fusable for part in last)
@@ -131,7 +135,6 @@ class BucketHook:
         self._given = 1.0  # the factor that a window of several calls has put on gradients; the hook weighs them itself
         self._sums: Sums | None = None  # the record, where it is sent before the gradients
         self._old: tuple[HookState, Storage] | None = None  # the state and the parameters from which this step begins
-        self._state: HookState | None = None  # of this step
         self._pieces: list[Pieces | None] = []  # by bucket, where the stages that run on it shard
 
     def init(self, storage: Storage) -> Any:
@@ -174,23 +177,14 @@ class BucketHook:
             self._pieces = [pieces.flat(k, FLAT) if self._flat else pieces.only(k) for k in range(len(layout))]
         return [GradBuffer(bucket, storage.shapes, 0, pieces and pieces.only(k)) for k, bucket in enumerate(layout)]
 
-    def start(
-        self,
-        state: HookState,
-        storage: Storage,
-        record: StepRecord,
-        values: dict[str, Any],
-        step: int,
-        begun: Begun,
-        first: float,
-    ) -> None:
-        """Prepare for the buckets of a step; see `StepHook`."""
-        reduced = self._plan.reduced(step)
-        self._given = values["weight"] / first if self._accumulates and values["weight"] else 1.0
-        self._sums = begun.get(reduced.axes) if reduced.equal else None
-        call = first_call(values, step, begun, self._grads.on_device)
-        self._stages.begin(call, storage.layout, bool(reduced.axes))
-        self._old = state, storage
+    def start(self, state: HookState, opened: Opened) -> None:
+        """Prepare for the buckets of a step."""
+        reduced, weight = self._plan.reduced(opened.step), opened.values["weight"]
+        self._given = weight / opened.first if self._accumulates and weight else 1.0
+        self._sums = opened.begun.get(reduced.axes) if reduced.equal else None
+        call = first_call(opened.values, opened.step, opened.begun, self._grads.on_device)
+        self._stages.begin(call, opened.storage.layout, bool(reduced.axes))
+        self._old = state, opened.storage
 
     def launch(self, index: int, out: GradBuffer) -> Work | None:
         """Run one bucket's hook until its first message is under way; `wait` runs it to its end."""
@@ -210,11 +204,7 @@ class BucketHook:
     def stop(self) -> None:
         """Discard a step that has failed."""
         self._stages.stop()
-        self._old = self._sums = None
-
-    def close(self) -> None:
-        """Free the buffers."""
-        self.stop()
+        self._old = self._sums = self._state = None
 
     # -- after backward -------------------------------------------------------------------------
 
@@ -231,13 +221,8 @@ class BucketHook:
         sums, self._sums = self._sums, None
         return None if sums is None else sums.read(self._grads.on_device), 1.0
 
-    def new_state(self, outgoing: list[GradBuffer]) -> HookState | None:
-        """The state after the step."""
-        state, self._state = self._state, None
-        return state
 
-
-class AllReduceHook:
+class AllReduceHook(StepHook):
     """Runs a hook that begins with `mean` or `sum_over` and contains no further reduction.
 
     The buckets are summed in place, each rank's gradients times its weight, since the loss carries that, and times a power of
@@ -255,20 +240,14 @@ class AllReduceHook:
         assert plan.reduce is not None
         self._hook, self._plan, self._mesh, self._record, self._grads = plan.hook, plan, mesh, record, grads
         self._over, self.by_weight, self._axes = plan.over, plan.by_weight, record.axes
-        self.factor: Tensor | None = None
+        by_norm = None if plan.clip is None else plan.clip.by_norm
+        self.clip = None if by_norm is None else by_norm.factor
         self._unit = 2.0 ** -math.floor(math.log2(record.ranks))
         self._agrees = False  # whether the ranks agree on their weights before they send gradients
         self._first = 1.0  # the first weight above 0 of this rank's window
         self._carrier: GradBuffer | None = None  # the bucket whose message carries the record
         self._stages = BucketStages(plan, mesh)  # those behind the reduction run on all buckets
-        self._state: Any = None  # of this step
         self._alone: Sums | None = None  # the record's own message, where no bucket carries it
-
-    @property
-    def clip(self) -> Clip | None:
-        """The function from the norm of the gradients to their clip factor; None where nothing is clipped."""
-        by_norm = None if self._plan.clip is None else self._plan.clip.by_norm
-        return None if by_norm is None else by_norm.factor
 
     def init(self, storage: Storage) -> Any:
         """The initial state."""
@@ -291,20 +270,12 @@ class AllReduceHook:
         self._carrier = None if carrier is None else outgoing[carrier]
         return outgoing
 
-    def start(
-        self,
-        state: Any,
-        storage: Storage,
-        record: StepRecord,
-        values: dict[str, Any],
-        step: int,
-        begun: Begun,
-        first: float,
-    ) -> None:
-        """Prepare for the buckets of a step; see `StepHook`."""
-        self._first, self._agrees = first, storage.float16
+    def start(self, state: Any, opened: Opened) -> None:
+        """Prepare for the buckets of a step."""
+        values, record, layout = opened.values, opened.record, opened.storage.layout
+        self._first, self._agrees = opened.first, opened.storage.float16
         if self._plan.rest:
-            self._stages.begin(Call(values["weight"], step), storage.layout, sends=False)
+            self._stages.begin(Call(values["weight"], opened.step), layout, sends=False)
         if self._carrier is None:
             self._alone = record.send(values)
         else:
@@ -369,11 +340,6 @@ class AllReduceHook:
             self._grads.observe(out)
         return sums, 1.0
 
-    def new_state(self, outgoing: list[GradBuffer]) -> Any:
-        """The state after the step."""
-        state, self._state = self._state, None
-        return state
-
 
 class ReduceScatterHook(AllReduceHook):
     """Runs a hook that begins with `scatter_mean` and contains no further reduction."""
@@ -386,10 +352,10 @@ class ReduceScatterHook(AllReduceHook):
         with bind_pieces(storage.pieces):
             return super().init(storage)
 
-    def start(self, *args: Any) -> None:
-        """See `StepHook`."""
+    def start(self, state: Any, opened: Opened) -> None:
+        """Prepare for the buckets of a step."""
         self._under_way: list[Scatter] = []
-        super().start(*args)
+        super().start(state, opened)
 
     def _send(self, out: GradBuffer) -> Work:
         while self._under_way and self._under_way[0].arrived():  # so that its gradients can be freed

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from ..agreement import StepRecord, Sums
 from ..buckets import BucketQueue, GradBuffer, gather_changes_, start_gather
 from ..groups import Span
-from ..step import Decision, StateData, run_end, step_buckets
+from ..step import Decision, Opened, StateData, run_end, step_buckets
 from ..transforms.axes import Work, bind_axes
 from ..transforms.base import Call, Transform
 from ..transforms.pipelines import FLUSH, Effect, Sharding
@@ -82,7 +81,7 @@ class FlatStep:
         queue.start(storage, shell.launch if span is None else shell.named_launch)
         if agreements.plan.reduce is None:
             check.grads.begin(agreements.plan, step)
-        hook.start(body.hook, storage, record, values, step, begun, body.first)
+        hook.start(body.hook, Opened(storage, record, values, step, begun, body.first))
         backward()
         queue.finish()
         if span is not None:
@@ -105,7 +104,7 @@ class FlatStep:
         self.end(decision.effect)
         if span is not None:
             span.next("states")
-        body.hook = decision.effect.keep(partial(hook.new_state, outgoing), body.hook)
+        body.hook = decision.effect.keep(hook.new_state, body.hook)
         queue.free()
         body.torn = ""
 
