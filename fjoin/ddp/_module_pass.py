@@ -120,12 +120,6 @@ class ModulePass:
         return (*early, *rest)
 
     @property
-    def _factor(self) -> float:
-        """This rank's factor in a plain reduction."""
-        run = self._run
-        return run.weight if run.plan.by_weight else float(run.weight > 0)
-
-    @property
     def _record(self) -> Sums:
         """The record of the ranks that share gradients, sent before these."""
         return self.begun[self._run.plan.reduced(self._run.step).axes]
@@ -135,7 +129,7 @@ class ModulePass:
         run = self._run
         if out.grads.dtype is torch.float16 and 0 < (total := self._of_all(self._record.wait())) < math.inf:
             out.unit = 1 / total  # sums of weight * gradient would not fit; the host waits for the weights here
-        factor = self._factor * out.unit
+        factor = run.plan.counted(run.weight) * out.unit
         if factor == 0.0:
             out.grads.zero_()  # 0 times NaN is NaN
         elif factor != 1.0:
@@ -147,10 +141,7 @@ class ModulePass:
 
     def _of_all(self, sums: Mapping[str, Any]) -> Any:
         """The divisor of a plain reduction."""
-        run, over = self._run, self._run.plan.over
-        if over == "world":
-            return float(run.agreements.of_hook(run.step).ranks)
-        return 1.0 if over is None else sums["live" if over == "live" else "weight"]
+        return self._run.plan.divisor(sums, self._run.agreements.of_hook(self._run.step).ranks)
 
     def _divide_by(self) -> tuple[tuple[str, ...], Totals]:
         """Find the divisor of a plain reduction; returns its axes, and the sums of the weights over these."""

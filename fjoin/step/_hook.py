@@ -239,7 +239,7 @@ class AllReduceHook(StepHook):
     def __init__(self, plan: Plan, mesh: Communicator, record: StepRecord, grads: GradCheck) -> None:
         assert plan.reduce is not None
         self._hook, self._plan, self._mesh, self._record, self._grads = plan.hook, plan, mesh, record, grads
-        self._over, self.by_weight, self._axes = plan.over, plan.by_weight, record.axes
+        self.by_weight, self._axes = plan.by_weight, record.axes
         by_norm = None if plan.clip is None else plan.clip.by_norm
         self.clip = None if by_norm is None else by_norm.factor
         self._unit = 2.0 ** -math.floor(math.log2(record.ranks))
@@ -285,7 +285,7 @@ class AllReduceHook(StepHook):
         if self.factor is not None:
             multiply_(out.grads, self.factor)
         if self._agrees:  # the gradients carry weight / first
-            total = None if self._over is None else nonzero_or_one(self._divisor(self.sums()))
+            total = None if self._plan.over is None else nonzero_or_one(self._divisor(self.sums()))
             of_all = Share(self._first, total).times(out.grads, in_place=True)
             if of_all is not out.grads:
                 out.grads.copy_(of_all)
@@ -311,10 +311,7 @@ class AllReduceHook(StepHook):
         return self._alone.read(self._grads.on_device)
 
     def _divisor(self, sums: dict[str, Any]) -> Any:
-        """The divisor of the sums of weight * gradient."""
-        if self._over == "world":
-            return float(self._record.ranks)
-        return 1.0 if self._over is None else sums["live" if self._over == "live" else "weight"]
+        return self._plan.divisor(sums, self._record.ranks)
 
     def finish(self, old: Any, storage: Storage, outgoing: list[GradBuffer]) -> tuple[dict[str, Any], Any]:
         """Complete the messages after backward; see `StepHook`."""

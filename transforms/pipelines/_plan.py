@@ -100,6 +100,16 @@ class Plan(NamedTuple):
         """Whether ranks count by their weights in `reduce`; if not, they count by having a batch."""
         return self.over in (None, "weight")
 
+    def counted(self, weight: float) -> float:
+        """What a rank of this weight counts in `reduce`."""
+        return weight if self.by_weight else float(weight > 0)
+
+    def divisor(self, sums: Mapping[str, Any], ranks: int) -> Any:
+        """The divisor of `reduce`, from the sums over this number of ranks of their `weight` and `live`."""
+        if self.over == "world":
+            return float(ranks)
+        return 1.0 if self.over is None else sums["live" if self.over == "live" else "weight"]
+
     def reduced(self, step: int) -> Reduced:
         """The reduction of the hook in a step, counted from 0."""
         return self.always or _reduced(self.hook, self.mesh_axes, step)
