@@ -127,8 +127,10 @@ class ModulePass:
     def send(self, out: DDPBucket) -> None:
         """Start summing a bucket in place, times its `unit`, or this rank's piece of it: a plain reduction."""
         run = self._run
-        if out.grads.dtype is torch.float16 and 0 < (total := self._of_all(self._record.wait())) < math.inf:
-            out.unit = 1 / total  # sums of weight * gradient would not fit; the host waits for the weights here
+        if out.grads.dtype is torch.float16:
+            total = run.plan.divisor(self._record.wait(), run.agreements.of_hook(run.step).ranks)
+            if 0 < total < math.inf:
+                out.unit = 1 / total  # sums of weight * gradient would not fit; the host waits for the weights here
         factor = run.plan.counted(run.weight) * out.unit
         if factor == 0.0:
             out.grads.zero_()  # 0 times NaN is NaN
@@ -139,19 +141,15 @@ class ModulePass:
         else:
             out.work = run.mesh.reduce_(out.grads, run.plan.reduced(run.step).axes)
 
-    def _of_all(self, sums: Mapping[str, Any]) -> Any:
-        """The divisor of a plain reduction."""
-        return self._run.plan.divisor(sums, self._run.agreements.of_hook(self._run.step).ranks)
-
     def _divide_by(self) -> tuple[tuple[str, ...], Totals]:
         """Find the divisor of a plain reduction; returns its axes, and the sums of the weights over these."""
         run = self._run
+        axes = run.plan.reduced(run.step).axes
+        record = self.begun[axes]
         # A hook alone need not know them on the host.
-        sums = (
-            self._record.wait() if self._step is not None else self._record.read(run.agreements.check.grads.on_device)
-        )
-        self._divisor = self._of_all(sums)
-        return run.plan.reduced(run.step).axes, totals_in(sums)
+        sums = record.wait() if self._step is not None else record.read(run.agreements.check.grads.on_device)
+        self._divisor = run.plan.divisor(sums, run.agreements.record(axes).ranks)
+        return axes, totals_in(sums)
 
     def _drop_grads(self) -> None:
         for p in self._run.leaves.values():

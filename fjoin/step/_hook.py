@@ -285,7 +285,9 @@ class AllReduceHook(StepHook):
         if self.factor is not None:
             multiply_(out.grads, self.factor)
         if self._agrees:  # the gradients carry weight / first
-            total = None if self._plan.over is None else nonzero_or_one(self._divisor(self.sums()))
+            total = (
+                None if self._plan.over is None else nonzero_or_one(self._plan.divisor(self.sums(), self._record.ranks))
+            )
             of_all = Share(self._first, total).times(out.grads, in_place=True)
             if of_all is not out.grads:
                 out.grads.copy_(of_all)
@@ -310,9 +312,6 @@ class AllReduceHook(StepHook):
         assert self._alone is not None
         return self._alone.read(self._grads.on_device)
 
-    def _divisor(self, sums: dict[str, Any]) -> Any:
-        return self._plan.divisor(sums, self._record.ranks)
-
     def finish(self, old: Any, storage: Storage, outgoing: list[GradBuffer]) -> tuple[dict[str, Any], Any]:
         """Complete the messages after backward; see `StepHook`."""
         rest = self._plan.rest
@@ -321,7 +320,7 @@ class AllReduceHook(StepHook):
             if not rest:
                 self._grads.observe(out)  # while later messages are still under way
         sums = self.sums()
-        divisor = 1.0 if self._agrees else self._divisor(sums) * self._unit
+        divisor = 1.0 if self._agrees else self._plan.divisor(sums, self._record.ranks) * self._unit
         if not rest:
             clip = self._plan.clip
             keeps = None if clip is None or clip.by_norm is None else clip.by_norm.keeps

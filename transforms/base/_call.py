@@ -118,7 +118,10 @@ class Call:
     def totals(self, axis: AxisName = (), device: torch.device | None = None) -> Totals:
         """The sums of the weights, over the axes that have been reduced over and these; see `share`."""
         more = axis_names(axis) if axis else ()
-        key, again = frozenset((*self.axes, *more)), not set(self.axes).isdisjoint(more)
+        # Over axes of one rank there is nothing to sum.
+        all_of = (*self.axes, *more)
+        key = frozenset([name for name in all_of if Call.axis_size(name) > 1] if all_of else ())
+        again = not set(self.axes).isdisjoint(more)
         known = None if again else self._totals.get(key)
         if known is not None:
             if not isinstance(known, Totals):

@@ -147,7 +147,7 @@ def agree(call: Call, axes: Sequence[str], rates: Rates, device: torch.device | 
     Raises:
         DesyncError: on all ranks: they have other rates.
     """
-    words = words_of(call, rates, device)
+    words, axes = words_of(call, rates, device), [name for name in axes if axis_size(name) > 1]
     return agreed(call, axes, rates, psum(words, tuple(axes)) if axes else words)
 
 

@@ -102,13 +102,14 @@ class Plan(NamedTuple):
 
     def counted(self, weight: float) -> float:
         """What a rank of this weight counts in `reduce`."""
-        return weight if self.by_weight else float(weight > 0)
+        return weight if self.over in (None, "weight") else float(weight > 0)
 
     def divisor(self, sums: Mapping[str, Any], ranks: int) -> Any:
         """The divisor of `reduce`, from the sums over this number of ranks of their `weight` and `live`."""
-        if self.over == "world":
+        over = self.over
+        if over == "world":
             return float(ranks)
-        return 1.0 if self.over is None else sums["live" if self.over == "live" else "weight"]
+        return 1.0 if over is None else sums["live" if over == "live" else "weight"]
 
     def reduced(self, step: int) -> Reduced:
         """The reduction of the hook in a step, counted from 0."""

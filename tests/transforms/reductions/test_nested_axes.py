@@ -107,3 +107,32 @@ def test_behind_a_chain_the_weight_is_that_of_all_ranks(over: Any) -> None:
             return float(seen[0])
 
         assert tx.simulate(one_rank, NODES, WEIGHTS["uneven"]) == [sum(WEIGHTS["uneven"])] * 4
+
+
+BESIDE_ONE: dict[str, Callable[[], tuple[tx.Transform, tx.Transform]]] = {
+    "encoded": lambda: tuple(tx.compress(tx.int8(), tx.mean(axis)) for axis in (("data", "model"), "data")),  # type: ignore[return-value]
+    "behind": lambda: (tx.chain(tx.mean("model"), tx.mean("data")), tx.mean("data")),
+    "before": lambda: (tx.chain(tx.mean("data"), tx.mean("model")), tx.mean("data")),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE_ONE)
+def test_an_axis_of_one_rank_sends_nothing(name: str) -> None:
+    params = {"w": torch.zeros(45)}
+    here, there = BESIDE_ONE[name]()
+
+    both, one = {"data": 4, "model": 1}, {"data": 4}
+    assert tx.explain(here, params, both).payload_bytes == tx.explain(there, params, one).payload_bytes
+
+
+@pytest.mark.parametrize("name", BESIDE_ONE)
+def test_an_axis_of_one_rank_changes_nothing(name: str) -> None:
+    def one_rank(value: float, weight: float, hook: tx.Transform) -> Any:
+        grads = {"w": torch.full((45,), value)}
+        return hook.update(grads, hook.init(grads), weight=weight)[0]["w"]
+
+    found = [
+        tx.simulate(lambda v, w, h=hook: one_rank(v, w, h), axes, [1.0, 2.0, 3.0], [2.0, 1.0, 0.0])
+        for hook, axes in zip(BESIDE_ONE[name](), ({"data": 3, "model": 1}, {"data": 3}), strict=True)
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
