@@ -1,5 +1,6 @@
 """What ranks say to each other: records, step ids, requests, comparisons."""
 
+from ._apart import put_together as put_together, taken_apart as taken_apart
 from ._device_reads import DeviceReads as DeviceReads, numbers as numbers, read_now as read_now
 from ._record import (
     Record as Record,

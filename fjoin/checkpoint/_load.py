@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._errors import CheckpointError
-from ..agreement import on_each, on_first, wait_until_all_see
+from ..agreement import on_each, on_first, put_together, wait_until_all_see
 from ..groups import Communicator
 from ..transforms.axes import Grid
 from ..transforms.base import Merge, map_with_path
@@ -22,7 +22,7 @@ from ._folder import Folder
 from ._leaves import Leaves
 from ._manifest import Leaf, Part, read_commit
 from ._sources import DATA, Source, position_of
-from ._values import Snapshot, Values, given, matches, put_together
+from ._values import Snapshot, Values, given, matches
 
 
 class Load:

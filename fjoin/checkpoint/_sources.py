@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._errors import CheckpointError
-from ..agreement import Requests
+from ..agreement import Requests, put_together, taken_apart
 from ..ddp import Handle
 from ..groups import Communicator, Mesh, mesh_or_world
 from ..loading import check_position
@@ -20,7 +20,7 @@ from ..transforms.axes import bind_axes
 from ..transforms.base import Merge, Placement, named_leaves
 from ..transforms.layout import Pieces
 from ..transforms.pipelines import Pipeline, buffers_placement, params_placement
-from ._values import Names, Slice, Snapshot, Values, put_together, taken_apart, tree_from
+from ._values import Names, Slice, Snapshot, Values, tree_from
 
 _GROUPS = "$groups"  # stands for the state of a ZeroRedundancyOptimizer whose slices are among the values
 

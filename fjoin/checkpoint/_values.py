@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import reprlib
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -15,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .._errors import CheckpointError
+from ..agreement import taken_apart
 from ..transforms.base import Placement, Transform, names_of, restored
 from ..transforms.layout import Pieces
 from ..transforms.pipelines import Pipeline, placed
@@ -244,10 +242,6 @@ class Snapshot:
         return None
 
 
-_TENSOR, _DICT, _TUPLE, _FLOAT, _METADATA = "$tensor", "$dict", "$tuple", "$float", "$metadata"
-_VERSIONS = "_metadata"  # the attribute of a module's state dict that holds the versions of its parts
-
-
 def extra_apart(extra: Any, tensors: dict[str, Tensor]) -> Any:
     """The JSON of what a user keeps, whose tensors are put into `tensors` by name. Its dicts stay as they are.
 
@@ -260,69 +254,3 @@ def extra_apart(extra: Any, tensors: dict[str, Tensor]) -> Any:
         raise TypeError(
             f"extra must be JSON, with tensors where you like: finite numbers, text, lists, and dicts with text as keys: {error}"
         ) from None
-
-
-def taken_apart(value: Any, name: str, tensors: dict[str, Tensor], plain: bool = False) -> Any:
-    """The JSON of a state dict, whose tensors are put into `tensors` by name.
-
-    Args:
-        plain: Whether only tensors have a form of their own in it, and dicts, tuples and numbers that are not finite have none.
-
-    Raises:
-        TypeError: a value is neither tensor nor container, nor JSON.
-    """
-    if isinstance(value, Tensor):
-        if name in tensors:
-            raise ValueError(f"two tensors would be called {name!r}; give the objects, or the keys, other names")
-        tensors[name] = value.detach() if value.requires_grad else value
-        return {_TENSOR: name}
-    if isinstance(value, dict):
-        for key in value:
-            if not isinstance(key, str if plain else (str, int)) or (plain and key == _TENSOR):
-                expected = f"text other than {_TENSOR!r}" if plain else "text or a whole number"
-                raise TypeError(f"{name} has the key {key!r}, expected {expected}")
-        items = [[key, taken_apart(one, f"{name}.{key}", tensors, plain)] for key, one in value.items()]
-        if plain:
-            return dict(items)
-        metadata = getattr(value, _VERSIONS, None)
-        return {_DICT: items} | ({} if metadata is None else {_METADATA: taken_apart(dict(metadata), name, {})})
-    if isinstance(value, list) or (isinstance(value, tuple) and not plain):
-        parts = [taken_apart(one, f"{name}.{i}", tensors, plain) for i, one in enumerate(value)]
-        return {_TUPLE: parts} if isinstance(value, tuple) else parts
-    if isinstance(value, float) and not math.isfinite(value):
-        if not plain:
-            return {_FLOAT: repr(value)}
-    elif value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    what = f"{reprlib.repr(value)}, a {type(value).__name__}"
-    raise TypeError(f"{name} is {what}, which cannot be saved; keep tensors, numbers, text, and containers of them")
-
-
-def put_together(shown: Any, tensors: Mapping[str, Any], plain: bool = False) -> Any:
-    """What `taken_apart` took apart, with the same `plain`.
-
-    Raises:
-        CheckpointError: a tensor is not there.
-    """
-    if isinstance(shown, list):
-        return [put_together(one, tensors, plain) for one in shown]
-    if not isinstance(shown, dict):
-        return shown
-    if _TENSOR in shown:
-        name = shown[_TENSOR]
-        if name not in tensors:
-            raise CheckpointError(
-                f"there is no value {name}: what fresh= names must have a value at the start; name less of it"
-            )
-        return tensors[name]
-    if plain:
-        return {key: put_together(one, tensors, plain) for key, one in shown.items()}
-    if _FLOAT in shown:
-        return float(shown[_FLOAT])
-    if _TUPLE in shown:
-        return tuple(put_together(one, tensors) for one in shown[_TUPLE])
-    found = {key: put_together(one, tensors) for key, one in shown[_DICT]}
-    if _METADATA in shown:
-        found = OrderedDict(found)
-        setattr(found, _VERSIONS, put_together(shown[_METADATA], {}))
-    return found

@@ -13,6 +13,7 @@ import optree
 import torch
 from torch import Tensor
 
+from ..agreement import put_together, taken_apart
 from ..groups import Communicator, GroupAxis, plain
 from ..shared_memory import flat_view
 from ..transforms.base import to_state_dict
@@ -55,61 +56,37 @@ def gather_states(
             tuples and dicts of these.
     """
     axis: GroupAxis = mesh.axes["data"]
-    parts, mine = [torch.empty(0, dtype=torch.uint8, device=device)], list[Any]()
+    tensors, raw, mine = dict[str, Tensor](), dict[str, Tensor](), list[Any]()
     try:
-        mine = [(*one[:3], _described(one.state, device, parts), one.sliced) for one in owned]
+        mine = [(*one[:3], taken_apart(one.state, f"{one.number}.{one.start}", tensors), one.sliced) for one in owned]
+        raw = {name: plain(tensor.to(device)) for name, tensor in tensors.items()}
         bad = ""
     except Exception as error:  # the other ranks wait for this one's part
         bad = str(error)
-    sizes = [part.numel() for part in parts]
-    every = mesh.exchange("consolidate_state_dict", [mine, sizes, bool(bad)], list)
+    forms = [(name, str(one.dtype).removeprefix("torch."), list(one.shape), one.nbytes) for name, one in raw.items()]
+    every = mesh.exchange("consolidate_state_dict", [mine, forms, bool(bad)], list)
     if refusing := [rank for rank, (*_, refuses) in enumerate(every) if refuses]:
         raise TypeError(
             "consolidate_state_dict: the state of an optimizer must consist of tensors, numbers and strings, in lists, tuples and "
             f"dicts; it does not on ranks {refusing}{f', here {bad}' if bad else ''}"
         )
-    take = [sum(sizes) if axis.rank == to else 0 for _, sizes, _ in every]
-    give = [sum(sizes) if rank == to else 0 for rank in range(axis.size)]
+    sizes = [sum(nbytes for *_, nbytes in of) for _, of, _ in every]
+    take = [size if axis.rank == to else 0 for size in sizes]
+    give = [sizes[axis.rank] if rank == to else 0 for rank in range(axis.size)]
+    parts = [
+        torch.empty(0, dtype=torch.uint8, device=device),
+        *(flat_view(one).view(torch.uint8) for one in raw.values()),
+    ]
     received = axis.run("all_to_all_single", torch.cat(parts), (tuple(give), tuple(take)))
     if axis.rank != to:
         return None
     found: dict[int, list[Owned]] = {}
-    for (rows, sizes, _), data in zip(every, received.split(take), strict=True):
-        tensors = data.split(sizes)
-        for number, start, stop, named, sliced in rows:
-            found.setdefault(number, []).append(Owned(number, start, stop, _rebuilt(named, tensors), sliced))
+    for (rows, forms, _), data in zip(every, received.split(take), strict=True):
+        pieces = zip(forms, data.split([nbytes for *_, nbytes in forms]), strict=True)
+        held = {name: one.clone().view(getattr(torch, kind)).reshape(shape) for (name, kind, shape, _), one in pieces}
+        for number, start, stop, shown, sliced in rows:
+            found.setdefault(number, []).append(Owned(number, start, stop, put_together(shown, held), sliced))
     return {number: _joined(some, shapes[number]) for number, some in sorted(found.items())}
-
-
-def _described(value: Any, device: torch.device, parts: list[Tensor], where: str = "state") -> Any:
-    """A value for JSON, in which a list [kind, content] stands for all but numbers, strings and None.
-
-    The bytes of its tensors are appended to `parts`.
-    """
-    if isinstance(value, Tensor):
-        raw = plain(value.detach().to(device))
-        parts.append(flat_view(raw).view(torch.uint8))
-        return [str(raw.dtype).removeprefix("torch."), [len(parts) - 1, *raw.shape]]
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if type(value) in (list, tuple):
-        return [type(value).__name__, [_described(one, device, parts, f"{where}[{i}]") for i, one in enumerate(value)]]
-    if isinstance(value, dict) and all(isinstance(key, (int, str)) for key in value):
-        return ["dict", [(key, _described(one, device, parts, f"{where}[{key!r}]")) for key, one in value.items()]]
-    raise TypeError(f"{where} is a {type(value).__name__}")
-
-
-def _rebuilt(described: Any, tensors: Sequence[Tensor]) -> Any:
-    """What `_described` described; `tensors` are its parts as bytes."""
-    if not isinstance(described, list):
-        return described
-    kind, content = described
-    if kind == "dict":
-        return {key: _rebuilt(one, tensors) for key, one in content}
-    if kind in ("list", "tuple"):
-        return {"list": list, "tuple": tuple}[kind](_rebuilt(one, tensors) for one in content)
-    part, *shape = content
-    return tensors[part].clone().view(getattr(torch, kind)).reshape(shape)
 
 
 def _joined(parts: list[Owned], shape: torch.Size) -> dict[str, Any]:

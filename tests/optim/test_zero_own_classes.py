@@ -133,7 +133,7 @@ def unserved(kind: Any) -> str:
 
 
 def test_a_state_that_cannot_travel_is_an_error_on_all_ranks(pool: Any) -> None:
-    for kind, text in ((Unserved, "['deep'][0] is a Generator"), (Sparse, "memory format")):
+    for kind, text in ((Unserved, "a Generator"), (Sparse, "memory format")):
         assert sum(text in found for found in pool.run(2, unserved, kind)) == 1, "on the rank that owns it"
 
 
