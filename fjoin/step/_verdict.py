@@ -80,12 +80,6 @@ class GradCheck:
         """Whether the host may read these gradients without waiting for a device."""
         return not self.on_device and all([out.grads.is_cpu for out in outgoing])
 
-    def readable(self, sums: dict[str, Tensor]) -> dict[str, Any]:
-        """Sums as numbers where the host may read them without waiting; otherwise as they are."""
-        if self.on_device or not all([v.is_cpu for v in sums.values()]):
-            return dict(sums)
-        return {name: v.item() for name, v in sums.items()}
-
     def observe(self, out: GradBuffer) -> None:
         """Record a statistic of a bucket's gradients after the hook, for the decision: one pass over them.
 
