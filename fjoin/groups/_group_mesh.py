@@ -5,7 +5,9 @@ from __future__ import annotations
 import _thread
 import contextlib
 import functools
+import math
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -14,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .._errors import CollectiveTimeout, DesyncError, FjoinError, PeerLost, closed, described
+from .._errors import CollectiveTimeout, DesyncError, FjoinError, JoinError, PeerLost, closed, described
 from ..shared_memory import HostLinks
 from ..transforms.base import devices
 from ._axis import GroupAxis
@@ -173,17 +175,24 @@ class GroupMesh(Communicator):
                 ENDED.append(described(error))
             self._take_down(described(error))
 
-    def leave_together(self, text: str, limit_s: float | None = None) -> bool:
-        if self._down or self._process != os.getpid() or self.lost() is not None:
-            return False
-        meetings = self._meetings if limit_s is None else self._meetings.within(limit_s)
+    def leave(self, text: str, step: int | None, limit_s: float = math.inf) -> BaseException | None:
+        # While the interpreter ends, no thread can start to ask the store; the others learn that this process has ended.
+        if self.size == 1 or self._down or self._process != os.getpid() or sys.is_finalizing():
+            return None
+        if self.lost() is None and self._all_leave(text, limit_s):
+            return None
+        failure = self.lost() or JoinError(text, rank=self.rank, step=step)
+        self.report_failure(failure, step)
+        return failure
+
+    def _all_leave(self, text: str, limit_s: float) -> bool:
         try:
             with self._failures.leaving(text) as calls:
-                counts = meetings.exchange(LEAVES, calls, list, self._ranks)
+                counts = self._meetings.within(limit_s).exchange(LEAVES, calls, list, self._ranks)
                 return all(count == calls for count in counts)
-        except KeyboardInterrupt:  # nothing raises out of a generator that is being dropped
+        except KeyboardInterrupt:
             _thread.interrupt_main()
-        except FjoinError:
+        except (FjoinError, RuntimeError):  # of a rank that goes on or has failed, or of the store
             pass
         return False
 

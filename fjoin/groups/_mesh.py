@@ -202,14 +202,19 @@ class Communicator(Mesh):
     def report_failure(self, error: BaseException, step: int | None) -> None:
         """Reports a failure of this rank to the other ranks, and ends the messages that they wait for."""
 
-    def leave_together(self, text: str, limit_s: float | None = None) -> bool:
-        """Whether all ranks leave a loop here, which this rank is leaving before its end; waits for them.
+    def leave(self, text: str, step: int | None, limit_s: float = math.inf) -> BaseException | None:
+        """Leave a loop before its end. Waits for the other ranks to leave it here too, and reports a failure if they do not.
+
+        It never raises, since it may run while an iterator is dropped.
 
         Args:
             text: The error of ranks that go on.
             limit_s: The longest time to wait, where that is shorter than the mesh's time-out.
+
+        Returns:
+            The failure; None where all ranks have left.
         """
-        return True
+        return None
 
     def raise_root_cause(self, error: BaseException, step: int | None) -> NoReturn:
         """Reports an error to the other ranks, and raises its root cause."""

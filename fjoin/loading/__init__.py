@@ -6,6 +6,5 @@ from ._position import (
     JoinedLoop as JoinedLoop,
     Position as Position,
     check_position as check_position,
-    left_alone as left_alone,
 )
 from ._shuffled import Shuffled as Shuffled

@@ -7,13 +7,13 @@ import ctypes
 import random
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Generic, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
-from .._errors import JoinError, described
+from .._errors import EarlyTermination, JoinError, NonFinite, described
 from ..agreement import Requests
 from ..transforms.base import devices, iterable
 from ._guards import refuse_fork
@@ -224,8 +224,8 @@ class Position(Generic[B]):
                 raise ValueError(f"{text}; pass a loader of the same data and batch size as the one that was saved")
 
     def load(self) -> Any:
-        """The next batch; `END` where there is none."""
-        return self._load(Mark(Streams.now(), self._state_of_loader()))
+        """The next batch; `END` where there is none, and after that."""
+        return END if self._end is not None else self._load(Mark(Streams.now(), self._state_of_loader()))
 
     def _load(self, mark: Mark) -> Any:
         number, self._next = self._next, self._next + 1
@@ -291,16 +291,74 @@ class Position(Generic[B]):
 class JoinedLoop(Generic[B]):
     """A loop that ends on all ranks together. Each `for` loop over it is an epoch.
 
+    It is not an iterator itself: a `for` loop drops its iterator when it ends, so that the other ranks learn of a `break` at
+    once, even where this object is kept in a variable.
+
     Attributes:
         stopped: Whether the last loop ended because some rank had called `stop`; the same on all ranks.
     """
 
-    def __init__(self, loader: Iterable[B], rank: int, ranks: int) -> None:
-        self._position = Position(loader, rank, ranks)
+    def __init__(
+        self, loader: Iterable[B], name: str, rank: int, ranks: int, throw: bool, requests: Callable[[], Requests]
+    ) -> None:
+        self._position, self._requests = Position(loader, rank, ranks), requests
+        self._name, self._rank, self._ranks, self._throw = name, rank, ranks, throw
         self._running = self.stopped = False
 
     def __iter__(self) -> Iterator[B]:
+        """An epoch.
+
+        An exception of the loader or a message passes through here, and is reported to the other ranks. Whatever else leaves the loop
+        early closes or drops this generator between two iterations, be it `break`, another iterable that ends before, or an
+        exception in the body. That is an end if all ranks do so in the same iteration.
+        """
+        self._begin()
+        self._running, self.stopped = True, False
+        try:
+            yield from self._epoch()
+        except GeneratorExit:
+            self._leave(
+                f"rank {self._rank} left the loop over {self._name} in iteration {self._position.steps - 1}, and others have not. Where "
+                f"an exception or an interrupt ended it, see that rank's own error. To end it on all ranks at once, call stop() on the "
+                f"loop: batches = {self._name}(loader), and batches.stop() in its body; or leave it on all ranks after the same step"
+            )
+            raise
+        except (EarlyTermination, NonFinite):  # all ranks raise these at the same place
+            raise
+        except BaseException as error:
+            self._fail(error)
+        finally:
+            self._running = False
+            self._end()
+
+    def _begin(self) -> None:
+        """Raise where no loop may begin."""
         raise NotImplementedError
+
+    def _epoch(self) -> Iterator[B]:
+        """The batches for the body."""
+        raise NotImplementedError
+
+    def _leave(self, text: str) -> None:
+        """The loop was left between two iterations; `text` is the error of ranks that go on. It does not raise."""
+        raise NotImplementedError
+
+    def _fail(self, error: BaseException) -> NoReturn:
+        """Report an error to the other ranks, and raise its root cause."""
+        raise NotImplementedError
+
+    def _end(self) -> None:
+        """The loop has ended, in whatever way."""
+        raise NotImplementedError
+
+    def _throw_if_uneven(self, have: float) -> None:
+        """Raise, where the user wants that, if only some ranks have a batch for the next iteration."""
+        if self._throw and 0 < have < self._ranks:
+            raise EarlyTermination(
+                f"{self._ranks - int(have)} of {self._ranks} ranks are out of input in iteration {self._position.steps} while the "
+                f"others have more, and throw_on_early_termination is set",
+                step=self._position.steps,
+            )
 
     def __len__(self) -> int:
         """The number of this rank's own batches in an epoch, for progress bars. The loop runs as long as any rank has one.
@@ -315,10 +373,6 @@ class JoinedLoop(Generic[B]):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({type(self._position.loader).__name__}, epoch={self.epoch})"
-
-    @property
-    def _requests(self) -> Requests:
-        raise NotImplementedError
 
     @property
     def epoch(self) -> int:
@@ -338,7 +392,7 @@ class JoinedLoop(Generic[B]):
         """
         if not self._running:
             raise JoinError("stop() was called while no loop runs; call it inside the body of `for batch in batches`")
-        self._requests.ask_end_of_loop()
+        self._requests().ask_end_of_loop()
 
     def state_dict(self) -> dict[str, Any]:
         """The position of this rank: in the body that after this iteration, between loops that of the next epoch.
@@ -376,12 +430,3 @@ class JoinedLoop(Generic[B]):
         if self._running:
             raise JoinError("load_state_dict was called inside the loop; call it before `for batch in batches`")
         self._position.load_state_dict(state)
-
-
-def left_alone(rank: int, name: str, number: int) -> str:
-    """The text for a rank that has left a loop while others have not."""
-    return (
-        f"rank {rank} left the loop over {name} in iteration {number}, and others have not. Where an exception or an interrupt ended it, "
-        f"see that rank's own error. To end it on all ranks at once, call stop() on the loop: batches = {name}(loader), and "
-        f"batches.stop() in its body; or leave it by break or return on all ranks after the same step"
-    )

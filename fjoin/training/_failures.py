@@ -26,14 +26,12 @@ class Failures:
 
     Attributes:
         last_step: The number of the step that began last; None before the first.
-        together: Whether all ranks raised the last error at the same place.
     """
 
     def __init__(self, run: Run) -> None:
         self._run, self._mesh = run, run.mesh
         self._broken: tuple[type[FjoinError], str] | None = None  # the failure after which the step cannot run
         self.last_step: int | None = None
-        self.together = False
 
     def alone(self) -> contextlib.AbstractContextManager[None]:
         """A context in which no other thread of this rank can run a step of this mesh."""
@@ -77,10 +75,9 @@ class Failures:
             self._break(cause)
             raise
 
-    def leave(self, error: JoinError) -> None:
-        """Report that this rank left a loop before its end, unless all ranks leave it or raised at the same place."""
-        if self._broken is None and self._run.ranks > 1 and not self.together:
-            if self._mesh.leave_together(str(error)):
-                return
-            self._break(error)
-            self._mesh.report_failure(error, self.last_step)
+    def leave(self, text: str) -> None:
+        """Leave a loop before its end; see `Communicator.leave`."""
+        if self._broken is None and self._run.ranks > 1:
+            failure = self._mesh.leave(text, self.last_step)
+            if failure is not None:
+                self._break(failure)

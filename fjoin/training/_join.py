@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from .._errors import DesyncError, EarlyTermination, JoinError, NoBatch, NonFinite
+from .._errors import DesyncError, JoinError, NoBatch
 from ..agreement import Record, Requests, same
-from ..loading import END, JoinedLoop, LookAhead, left_alone
+from ..loading import END, JoinedLoop, LookAhead
 from ._failures import Failures
 from ._passes import Iteration
 from ._run import Run
@@ -57,13 +56,23 @@ class InLoop:
             self._compared = begins
 
     def enter(self) -> None:
-        """Check that a loop may begin."""
+        """Begin a loop.
+
+        Raises:
+            JoinError: another one is still running.
+        """
         self.failures.check()
         if self.iteration is not None:
             error = JoinError("a loop over this step's join is still running; finish it before starting another")
             if self.ranks > 1:  # the old loop may have been left with its iterator in a variable, so other ranks wait
                 self.fail(error)
             raise error
+        self.requests.begin()
+
+    def exit(self) -> None:
+        """Note that the loop has ended, in whatever way."""
+        self.iteration = None
+        self.requests.end()
 
     def count(self, has_batch: bool, throw: bool, replays: bool) -> float:
         """The number of ranks that have a batch: the only message outside steps.
@@ -86,19 +95,15 @@ class InLoop:
         """Note that the body has called the step in an iteration.
 
         Raises:
-            JoinError: it may not call it now.
+            JoinError: it has done so before.
         """
-        if iteration.number < 0:
-            raise JoinError(
-                "the loader of step.join called the step; only the loop's body may", step=self.failures.last_step
-            )
-        if iteration.called:
+        if self in iteration.called:
             raise JoinError(
                 f"the loop body called the step twice in iteration {iteration.number}; call it exactly once in each, "
                 f"and use fjoin.train_step(..., accumulate=k) for several batches in one step",
                 step=self.failures.last_step,
             )
-        iteration.called = True
+        iteration.called.add(self)
 
     def end(self) -> None:
         """End a loop that has ended on all ranks.
@@ -133,8 +138,7 @@ class InLoop:
 
 def _of_all(paths: list[list[str]]) -> list[str]:
     """The paths that are in the lists of all ranks."""
-    first, *others = paths
-    return [path for path in first if all(path in one for one in map(set, others))]
+    return [path for path in paths[0] if all(path in one for one in paths)]
 
 
 B = TypeVar("B")
@@ -167,131 +171,85 @@ NO_BATCH: Any = _NoBatch()
 class JoinedLoader(JoinedLoop[B]):
     """A loader that ends on all ranks together; made by `TrainStep.join` and, with `steps`, by `join`.
 
-    It is not an iterator itself: a `for` loop frees its iterator when
-    it ends, so a `break` is reported to the other ranks at once, even where this object is kept in a variable.
-
     Attributes:
         stopped: Whether the last loop ended because some rank had called `stop`; the same on all ranks.
     """
 
     stopped: bool
 
-    def __init__(self, steps: Sequence[InLoop], loader: Iterable[B], **options: Any) -> None:
-        if options["when_exhausted"] not in ("shadow", "replay"):
-            raise ValueError(f"when_exhausted must be 'shadow' or 'replay', got {options['when_exhausted']!r}")
-        super().__init__(loader, steps[0].rank, steps[0].ranks)
-        self._steps, self._options = steps, options
+    def __init__(
+        self,
+        steps: Sequence[InLoop],
+        loader: Iterable[B],
+        empty: Any,
+        throw_on_early_termination: bool,
+        when_exhausted: str,
+    ) -> None:
+        if when_exhausted not in ("shadow", "replay"):
+            raise ValueError(f"when_exhausted must be 'shadow' or 'replay', got {when_exhausted!r}")
+        name = "step.join" if len(steps) == 1 else "fjoin.join"
+        super().__init__(
+            loader, name, steps[0].rank, steps[0].ranks, throw_on_early_termination, lambda: steps[0].requests
+        )
+        self._steps, self._empty, self._replays = steps, empty, when_exhausted == "replay"
 
-    @property
-    def _requests(self) -> Requests:
-        return self._steps[0].requests
-
-    def __iter__(self) -> Iterator[B]:
-        return self._iterate(self._steps, **self._options)
-
-    def _iterate(
-        self, steps: Sequence[InLoop], empty: Any, throw_on_early_termination: bool, when_exhausted: str
-    ) -> Iterator[B]:
-        for step in steps:
+    def _begin(self) -> None:
+        for step in self._steps:
             step.enter()
-        first, name = steps[0], "step.join" if len(steps) == 1 else "fjoin.join"
-        position, finished, replays = self._position, False, when_exhausted == "replay"
-        self._running, self.stopped = True, False
-        for step in steps:
-            step.requests.begin()
-        try:
-            current, look_ahead = _load(steps, position.begin), LookAhead()
-            number = position.steps
-            given: Any = empty if position.last is END else position.last
-            have = first.count(current is not END, throw_on_early_termination, replays)
-            if throw_on_early_termination and 0 < have < first.ranks:
-                _stop_early(first, have)
-            if replays and have > 0 and current is END and given is NO_BATCH:
-                raise NoBatch(
-                    "when_exhausted='replay' runs the model on every rank, but this rank has no batch at all; pass "
-                    "step.join(loader, when_exhausted='replay', empty=a_batch)"
-                )
-            more, iterations = have > 0, list[Iteration]()
-            while more:
-                following = END if current is END else look_ahead(current, partial(_load, steps, position.load))
-                if current is not END:
-                    given = current
-                iterations = [Iteration(number, current is not END, following is not END, replays) for _ in steps]
-                for step, iteration in zip(steps, iterations, strict=True):
-                    step.iteration = iteration
-                position.use(current is not END)
-                yield given
-                for i, (step, iteration) in enumerate(zip(steps, iterations, strict=True)):
-                    if not iteration.called:
-                        which = "the step" if len(steps) == 1 else f"step {i} of steps=[...]"
-                        raise JoinError(
-                            f"the loop body did not call {which} in iteration {number}; call it exactly once in each iteration "
-                            f"(to leave a batch out, give it weight 0)",
-                            step=step.failures.last_step,
-                        )
-                    step.iteration = None
-                # Only a rank that is out of input has to wait for this number. Any step that has ended a window has it.
-                others = next((iteration.others for iteration in iterations if iteration.others is not None), None)
-                self.stopped = others is not None and any(step.requests.stop_agreed for step in steps)
-                if others is not None and (throw_on_early_termination or following is END or self.stopped):
-                    have = others()
-                    if self.stopped:
-                        break
-                    if throw_on_early_termination and 0 < have < first.ranks:
-                        _stop_early(first, have)
-                    more = have > 0
-                current, number = following, number + 1
-            finished = True
-            if not have:
-                position.finish()
+
+    def _epoch(self) -> Iterator[B]:
+        steps, position, look_ahead, replays = self._steps, self._position, LookAhead(), self._replays
+        current: Any = position.begin()
+        given: Any = self._empty if position.last is END else position.last
+        have = steps[0].count(current is not END, self._throw, replays)
+        self._throw_if_uneven(have)
+        if replays and have > 0 and current is END and given is NO_BATCH:
+            raise NoBatch(
+                "when_exhausted='replay' runs the model on every rank, but this rank has no batch at all; pass "
+                "step.join(loader, when_exhausted='replay', empty=a_batch)"
+            )
+        while have:
+            following = look_ahead(current, position.load)
+            if current is not END:
+                given = current
+            iteration = Iteration(position.steps, current is not END, following is not END, replays)
             for step in steps:
-                step.end()
-            self.stopped |= any(step.requests.stop_agreed for step in steps)
-        except GeneratorExit:
-            last = next((iteration.others for iteration in iterations if iteration.others is not None), None)
-            finished = last is not None and last() == 0  # no rank has another batch
-            raise
-        except BaseException as error:
-            finished = True
-            if not isinstance(error, (EarlyTermination, NonFinite)):  # all ranks raise these at the same place
-                _tell(steps, error)
-            raise
-        finally:
-            self._running = False
-            for step in steps:
+                step.iteration = iteration
+            position.use(current is not END)
+            yield given
+            for i, step in enumerate(steps):
+                if step not in iteration.called:
+                    which = "the step" if len(steps) == 1 else f"step {i} of steps=[...]"
+                    raise JoinError(
+                        f"the loop body did not call {which} in iteration {iteration.number}; call it exactly once in each iteration "
+                        f"(to leave a batch out, give it weight 0)",
+                        step=step.failures.last_step,
+                    )
                 step.iteration = None
-                step.requests.end()
-            if not finished:
-                for step in steps:
-                    text = left_alone(step.rank, name, number)
-                    step.failures.leave(JoinError(text, rank=step.rank, step=step.failures.last_step))
-
-
-def _tell(steps: Sequence[InLoop], error: BaseException) -> NoReturn:
-    """Reports an error to the ranks of all steps, and raises its root cause."""
-    for step in steps[1:]:
-        with contextlib.suppress(BaseException):
-            step.fail(error)
-    steps[0].fail(error)
-    raise error
-
-
-def _load(steps: Sequence[InLoop], load: Callable[[], Any]) -> Any:
-    for step in steps:
-        step.iteration = Iteration(
-            -1, False, False
-        )  # detects a loader that calls the step, which would take a step that no other rank takes
-    try:
-        return load()
-    finally:
+            others = iteration.others  # only a rank that is out of input has to wait for this number
+            self.stopped = others is not None and any(step.requests.stop_agreed for step in steps)
+            if others is not None and (self._throw or following is END or self.stopped):
+                have = others()
+                if self.stopped:
+                    break
+                self._throw_if_uneven(have)
+            current = following
+        if not have:
+            position.finish()
         for step in steps:
-            step.iteration = None
+            step.end()
+        self.stopped |= any(step.requests.stop_agreed for step in steps)
 
+    def _leave(self, text: str) -> None:
+        for step in self._steps:
+            step.failures.leave(text)
 
-def _stop_early(step: InLoop, have: float) -> NoReturn:
-    after = "before the first step" if step.failures.last_step is None else f"after step {step.failures.last_step}"
-    raise EarlyTermination(
-        f"{step.ranks - int(have)} of {step.ranks} ranks are out of input {after} while the others have "
-        f"more, and throw_on_early_termination is set",
-        step=step.failures.last_step,
-    )
+    def _fail(self, error: BaseException) -> NoReturn:
+        for step in self._steps[1:]:
+            with contextlib.suppress(BaseException):
+                step.fail(error)
+        self._steps[0].fail(error)
+
+    def _end(self) -> None:
+        for step in self._steps:
+            step.exit()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -22,13 +22,13 @@ from ._loss import Loss
 
 @dataclass
 class Iteration:
-    """One iteration of the loop, as the step sees it."""
+    """One iteration of the loop, as its steps see it."""
 
     number: int
     live: bool  # whether this rank has a batch
     has_next: bool  # whether it has another batch after this one
     replays: bool = False  # whether ranks without weight still run `loss_fn`
-    called: bool = False  # whether the body has called the step
+    called: set[object] = field(default_factory=set)  # the steps that the body has called
     others: Callable[[], float] | None = None  # the number of ranks that have another batch, once a window has ended
 
 

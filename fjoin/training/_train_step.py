@@ -230,7 +230,6 @@ class TrainStep:
                 self._in_loop.compare("step.flush before any step", begins=False)
                 self.run.flush(body)
             except NonFinite:  # raised by all ranks at the same place; nothing has changed
-                self._failures.together = True
                 raise
             except BaseException as error:
                 self._in_loop.fail(error)
@@ -262,7 +261,6 @@ class TrainStep:
 
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         self._failures.check()
-        self._failures.together = False
         iteration, body, given = self._in_loop.iteration, None, None
         try:
             if iteration is not None:
@@ -277,7 +275,6 @@ class TrainStep:
             metrics = self.run(body, batch, iteration)
             self._left = body.step, bool(body.window)
         except NonFinite:  # raised by all ranks at the same place; nothing has changed
-            self._failures.together = True
             if given is not None and body is not None and given is not body:
                 given.lose_window(body.calls)
             raise

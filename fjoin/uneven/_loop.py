@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, NoReturn, TypeVar, overload
 
-from .._errors import DesyncError, EarlyTermination, JoinError
+from .._errors import DesyncError, JoinError
 from ..agreement import Record, Requests, Sums
 from ..groups import Communicator, Mesh, mesh_or_world
-from ..loading import END, JoinedLoop, LookAhead, Position, left_alone
+from ..loading import END, JoinedLoop, LookAhead, Position
 from ..training import NO_BATCH, JoinedLoader, TrainStep, weigh
 from ..transforms.base import whole_number
 
@@ -26,7 +26,7 @@ class Windows:
 
     def __init__(self, position: Position[Any], weigh: Callable[[Any], float]) -> None:
         self._position, self._weigh = position, weigh
-        self._load, self._look_ahead, self._ended = position.begin, LookAhead(), False
+        self._load, self._look_ahead = position.begin, LookAhead()
 
     def fill(self, window: list[Weighed], held: list[Weighed], least: int) -> None:
         """Load batches into a window until it has at least `least` or the input has ended.
@@ -34,11 +34,12 @@ class Windows:
         Raises:
             JoinError: the loader has written into the memory of a batch of `held`, or of the window.
         """
-        while len(window) < least and not self._ended:
+        while len(window) < least:
             batch = self._look_ahead([one for one, _ in (*held, *window)], self._load)
-            self._load, self._ended = self._position.load, batch is END
-            if not self._ended:
-                window.append((batch, self._weigh(batch)))
+            self._load = self._position.load
+            if batch is END:
+                return
+            window.append((batch, self._weigh(batch)))
 
 
 B = TypeVar("B")
@@ -77,16 +78,12 @@ class Loop(JoinedLoop[B]):
         throw: bool,
         accumulate: int = 1,
     ) -> None:
-        super().__init__(loader, mesh.rank, mesh.size)
-        self._mesh, self._weigh, self._empty, self._throw, self._accumulate = mesh, weight, empty, throw, accumulate
-        self._record = Record(mesh, tuple(mesh.shape), ("weight", "batches", "accumulate"))
         self._asks = Requests(mesh.size)
+        super().__init__(loader, "fjoin.join", mesh.rank, mesh.size, throw, lambda: self._asks)
+        self._mesh, self._weigh, self._empty, self._accumulate = mesh, weight, empty, accumulate
+        self._record = Record(mesh, tuple(mesh.shape), ("weight", "batches", "accumulate"))
         self.live = self.sync_gradients = False
         self.weight, self.total, self.number, self.batches = 0.0, 0.0, 0, 0
-
-    @property
-    def _requests(self) -> Requests:
-        return self._asks
 
     @property
     def scale(self) -> float:
@@ -97,60 +94,49 @@ class Loop(JoinedLoop[B]):
         """
         return self.weight * self._mesh.size / self.total if self.total else 0.0
 
-    def __iter__(self) -> Iterator[B]:
+    def _begin(self) -> None:
         if self._running:
             raise JoinError("this loop is still running; finish it, or make another with fjoin.join(...)")
-        self._running, finished = True, False
         self._asks.begin()
-        self.number, self.batches, self.stopped, position = 0, 0, False, self._position
-        try:
-            windows, window = Windows(position, partial(weigh, self._weigh)), list[Weighed]()
-            windows.fill(window, [], self._accumulate)
-            self.number, self.batches = position.steps, position.batches
-            given = self._empty if position.last is END else position.last
-            total, have = self._sums(self._send(window))
-            while have and not self.stopped:
-                if self._throw and have < self._mesh.size:
-                    raise EarlyTermination(
-                        f"{self._mesh.size - have} of {self._mesh.size} ranks are out of input in iteration {self.number} while "
-                        f"the others have more, and throw_on_early_termination is set",
-                        step=self.number,
-                    )
-                following = list[Weighed]()
-                for i in range(self._accumulate):
-                    self.sync_gradients = i == self._accumulate - 1
-                    windows.fill(following, window[i:], self._accumulate if self.sync_gradients else i + 1)
-                    if self.sync_gradients:
-                        answer = self._send(following)  # under way while the body runs
-                    self.live, self.total = i < len(window), total
-                    current, self.weight = window[i] if self.live else (END, 0.0)
-                    position.use(self.live)
-                    self.batches += self.live
-                    if self.live and (self.weight or given is NO_BATCH):
-                        given = current
-                    if total:
-                        yield given
-                    self.number += 1
-                total, have = self._sums(answer)
-                window = following
-            finished = True
-            if not have:
-                position.finish()
-        except GeneratorExit:
-            raise
-        except BaseException as error:
-            finished = True
-            if not isinstance(error, EarlyTermination):  # all ranks raise that at the same place
-                self._mesh.raise_root_cause(error, self.number)
-            raise
-        finally:
-            self._running = False
-            self._asks.end()
-            if not finished and self._mesh.size > 1:
-                # A body that ended because a peer was lost is not the first to have left.
-                text = left_alone(self._mesh.rank, "fjoin.join", self.number)
-                if not self._mesh.leave_together(text, _TOGETHER_S):
-                    self._mesh.report_failure(self._mesh.lost() or JoinError(text), self.number)
+        self.number, self.batches = 0, 0
+
+    def _epoch(self) -> Iterator[B]:
+        position = self._position
+        windows, window = Windows(position, partial(weigh, self._weigh)), list[Weighed]()
+        windows.fill(window, [], self._accumulate)
+        self.number, self.batches = position.steps, position.batches
+        given = self._empty if position.last is END else position.last
+        total, have = self._sums(self._send(window))
+        while have and not self.stopped:
+            self._throw_if_uneven(have)
+            following = list[Weighed]()
+            for i in range(self._accumulate):
+                self.sync_gradients = i == self._accumulate - 1
+                windows.fill(following, window[i:], self._accumulate if self.sync_gradients else i + 1)
+                if self.sync_gradients:
+                    answer = self._send(following)  # under way while the body runs
+                self.live, self.total = i < len(window), total
+                current, self.weight = window[i] if self.live else (END, 0.0)
+                position.use(self.live)
+                self.batches += self.live
+                if self.live and (self.weight or given is NO_BATCH):
+                    given = current
+                if total:
+                    yield given
+                self.number += 1
+            total, have = self._sums(answer)
+            window = following
+        if not have:
+            position.finish()
+
+    def _leave(self, text: str) -> None:
+        self._mesh.leave(text, self.number, _TOGETHER_S)
+
+    def _fail(self, error: BaseException) -> NoReturn:
+        self._mesh.raise_root_cause(error, self.number)
+
+    def _end(self) -> None:
+        self._asks.end()
 
     def state_dict(self) -> dict[str, Any]:
         """See `JoinedLoop.state_dict`; with accumulate=k in the last iteration of a window, where `sync_gradients` is True.
