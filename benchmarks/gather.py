@@ -23,13 +23,13 @@ import torch
 import torch.distributed as dist
 from launch import join, launch
 
-from fjoin.groups import _axis
+from fjoin.groups import _axis, mesh_over
 
 BYTES, MESSAGES, APART_S, ROUNDS = 2_621_448, 7, 0.022, {"1gbit": 15, "100mbit": 5}
 
 
 def measure(rate: str) -> dict[str, float]:
-    axis = _axis.GroupAxis(dist.group.WORLD)
+    axis = mesh_over(dist.group.WORLD).axes["data"]
     codes, one = torch.zeros(BYTES, dtype=torch.uint8), torch.zeros(BYTES // 2, dtype=torch.bfloat16)
     rows, factor = [torch.zeros(BYTES, dtype=torch.uint8) for _ in range(axis.size)], torch.randn(200, 200)
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import BuiltinCommHookType
 from torch.distributed.algorithms.ddp_comm_hooks import DDPCommHookType
 
-from ..groups import Communicator, nested_mesh, world_size
+from ..groups import Communicator, mesh_over, world_size
 from ..transforms.axes import names
 from ..transforms.base import AxisName, Over, Transform, check_over, flag, whole_number
 from ..transforms.codecs import uint8
@@ -68,7 +68,7 @@ class PostLocalSGDState:
         local = self._local(ranks)
         if ranks % local:
             raise ValueError(f"subgroups of {local} ranks do not divide the {ranks} ranks of process_group")
-        return nested_mesh({"node": ranks // local, "local": local}, self.process_group)
+        return mesh_over(self.process_group, {"node": ranks // local, "local": local})
 
     def _local(self, ranks: int) -> int:
         """The number of ranks in a subgroup."""

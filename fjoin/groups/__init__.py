@@ -1,9 +1,9 @@
 """Ranks: meshes of named axes over process groups, their messages, their failures.
 
 Files, from the ground up:
-_failures      a rank that raised says so in the store; one that was killed is found by its process
-_message       messages under way, whose waits look for failures; waits for devices
 _traffic       what a rank sends over the axes, and how long its host waits
+_failures      a rank that raised says so in the store; one that was killed is found by its process
+_message       messages under way, whose waits look for failures; `poll`, the wait for what cannot wait itself
 _launch        the place of this process among those that a launcher has started
 _meetings      values that differ in size, exchanged in the store; ranks at different places are a DesyncError there
 _mesh          `Mesh`, and the `Communicator` that the shell uses
@@ -12,18 +12,16 @@ _host_axis     an axis in shared memory
 _teardown      the end of process groups
 _group_mesh    a mesh over process groups: what it does when a message fails
 _connect       how ranks meet and choose their transport
-_make_mesh     `mesh` and `bind`
+_make_mesh     `mesh`, meshes over the user's groups, and `bind`
 """
 
 from ._axis import GroupAxis as GroupAxis, keep_freed as keep_freed
 from ._connect import linked_mesh as linked_mesh
-from ._group_mesh import mesh_from_group as mesh_from_group
 from ._make_mesh import (
     bind as bind,
     mesh as mesh,
     mesh_or_world as mesh_or_world,
-    nested_mesh as nested_mesh,
-    world_mesh as world_mesh,
+    mesh_over as mesh_over,
     world_size as world_size,
 )
 from ._mesh import Communicator as Communicator, Mesh as Mesh, check_mesh as check_mesh

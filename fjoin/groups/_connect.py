@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import os
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -13,11 +15,12 @@ from torch import Tensor
 from .._errors import CollectiveTimeout, DesyncError, PeerLost, TransportError
 from ..shared_memory import Doorway, HostLinks, PeerGone, connect
 from ..transforms.base import devices
-from ._failures import BACKEND_ERROR, Store, Unanswered, within
+from ._axis import backend_of
+from ._failures import LATE, Store, Unanswered, is_backend_error, within
 from ._group_mesh import GroupMesh, timeout_of
 from ._meetings import Meetings
 from ._mesh import Communicator
-from ._message import comes
+from ._message import poll
 
 TRANSPORTS = ("auto", "gloo", "shared")
 _GONE = "? "  # before the reason of a rank that has only noticed that another one gave up
@@ -61,29 +64,85 @@ def links_to_host(
             raise TransportError(text)
 
     links, reason = None, ""
-    try:
-        links = connect(doorway, me, addresses, timeout_s, check) if addresses else None
-    except PeerGone as error:  # its own reason follows
-        reason = f"{_GONE}{error}"
-    except (OSError, TransportError) as error:
-        reason = str(error) if isinstance(error, TransportError) else f"rank {me}: {error}"
-        store.set(timeout_s, refused, reason)
-    try:
-        reasons = meetings.exchange("fjoin.mesh", reason, lambda values: values, list(doorways))
-    except BaseException:
-        if links is not None:
-            links.close()
-        raise
-    found = sorted(filter(None, reasons), key=lambda text: text.startswith(_GONE))
-    if not found:
-        return links
-    if links is not None:
-        links.close()
+    with contextlib.ExitStack() as given_up:
+        try:
+            if addresses:
+                links = connect(doorway, me, addresses, timeout_s, check)
+                given_up.callback(links.close)
+        except PeerGone as error:  # its own reason follows
+            reason = f"{_GONE}{error}"
+        except (OSError, TransportError) as error:
+            reason = str(error) if isinstance(error, TransportError) else f"rank {me}: {error}"
+            store.set(timeout_s, refused, reason)
+        reasons = sorted(
+            filter(None, meetings.exchange("fjoin.mesh", reason, list, list(doorways))),
+            key=lambda text: text.startswith(_GONE),
+        )
+        if not reasons:
+            given_up.pop_all()
+            return links
     if required:
         raise TransportError(
-            f"transport='shared': {found[0]}; raise the limit, or use transport='auto', which then takes gloo"
+            f"transport='shared': {reasons[0]}; raise the limit, or use transport='auto', which then takes gloo"
         )
     return None
+
+
+T = TypeVar("T")
+_CONNECTED_S = 30.0  # torch's attempts to connect end by themselves, later than their time-out
+
+
+def connected_mesh(
+    occasion: str,
+    what: str,
+    shape: dict[str, int],
+    ranks: list[int],
+    connect: Callable[[], dict[str, Any]],
+    timeout_s: float,
+    transport: str,
+    ordered: bool = False,
+    owned: bool = False,
+) -> Communicator:
+    """A mesh whose ranks meet before they connect: they compare what they make, and those of one host share memory.
+
+    Args:
+        occasion: The place in the program, in words.
+        what: What this rank makes, in words.
+        ranks: The ranks of the mesh, which all call this.
+        connect: Makes the groups by axis; see `GroupMesh`.
+
+    Raises:
+        DesyncError: a rank makes something else, or is at another place in the program.
+        ValueError: `transport` is "shared", and the ranks are on several hosts.
+        PeerLost: the process that hosts the store has ended.
+        CollectiveTimeout, TransportError: see `limited` and `links_to_host`.
+    """
+    meetings, links = Meetings(Store(), "meshes", timeout_s, lambda rank: None), None
+    try:
+        with Doorway() as doorway:
+            found = meetings.exchange(occasion, [what, doorway.host, doorway.address], list, ranks)
+            for rank, (other, *_) in zip(ranks, found, strict=True):
+                if other != found[0][0]:
+                    raise DesyncError(
+                        f"rank {rank} makes {other}, but rank {ranks[0]} {found[0][0]}; make the same meshes in the same order on "
+                        f"all ranks",
+                        rank=rank,
+                    )
+            if transport == "shared" and len({host for _, host, _ in found}) > 1:
+                raise ValueError(
+                    "transport='shared' needs all ranks on one host, with Linux; with transport='auto' those of one host share "
+                    "memory"
+                )
+            groups = limited(timeout_s, connect)
+            if transport != "gloo":
+                doorways = {rank: (host, address) for rank, (_, host, address) in zip(ranks, found, strict=True)}
+                links = links_to_host(doorway, doorways, meetings, timeout_s, transport == "shared")
+    except dist.DistNetworkError as error:
+        raise PeerLost(
+            f"the process that hosts the rendezvous store, rank 0 where nothing else is set, has ended while the ranks made "
+            f"their mesh; look at its output. {error}"
+        ) from error
+    return GroupMesh(shape, groups, timeout_s, ordered, owned, links)
 
 
 def linked_mesh(group: dist.ProcessGroup, name: str, occasion: str) -> Communicator:
@@ -94,61 +153,45 @@ def linked_mesh(group: dist.ProcessGroup, name: str, occasion: str) -> Communica
         occasion: The place in the program, in words, for ranks that are elsewhere.
 
     Raises:
-        DesyncError: on all ranks: some rank is at another place in the program.
+        DesyncError: on all ranks: some rank is at another place in the program, or FJOIN_TRANSPORT differs.
         CollectiveTimeout: not all ranks arrive in time.
     """
-    timeout_s, ranks = timeout_of(group), dist.get_process_group_ranks(group)
-    links = None
-    if len(ranks) > 1:
-        with Doorway() as doorway:
-            shares = chosen_transport("auto") != "gloo" and dist.get_backend(group) == "gloo"
-            meetings = Meetings(Store(), group.group_name, timeout_s, lambda rank: None)
-            own = [doorway.host if shares else "", doorway.address]
-            found = meetings.exchange(occasion, own, lambda values: values, ranks)
-            if len({host for host, _ in found}) == 1 and shares:
-                links = links_to_host(doorway, dict(zip(ranks, found, strict=True)), meetings, timeout_s, False)
-    return GroupMesh({name: len(ranks)}, {name: group}, group, timeout_s, False, False, links)
+    ranks = dist.get_process_group_ranks(group)
+    shares = chosen_transport("auto") != "gloo" and dist.get_backend(group) == "gloo"
+    shape, transport = {name: len(ranks)}, "auto" if shares else "gloo"
+    what = f"a mesh of shape {shape}, transport={transport!r}"
+    return connected_mesh(occasion, what, shape, ranks, lambda: {name: group}, timeout_of(group), transport)
 
 
-T = TypeVar("T")
-_CONNECTED_S = 30.0  # torch's attempts to connect end by themselves, later than their time-out
+def new_groups(
+    shape: Mapping[str, int], grid: Tensor, timeout_s: float, whole: dist.ProcessGroup | None = None
+) -> dict[str, Any]:
+    """New process groups over a grid of ranks: axis name -> the group, and "" -> that of all ranks where there are several axes.
 
-
-def meet_and_connect(
-    sizes: dict[str, int],
-    grid: Tensor,
-    connect: Callable[[], dict[str, Any]],
-    timeout_s: float,
-    ordered: bool,
-    transport: str,
-    owned: bool = True,
-) -> Communicator:
-    """The mesh over new groups.
+    A grid of all ranks of the run is that of a mesh that all of them make, and all make all groups: their names are not used
+    again. Otherwise each rank makes its own ones, which must stay until the program ends: torch names them by their ranks and
+    by the current number of groups, so a later one could get the name of a destroyed one, and with it the addresses.
 
     Args:
-        connect: Makes the groups by axis, that of all ranks under "" or the only one.
-
-    Raises:
-        PeerLost: the process that hosts the store has ended.
-        DesyncError, ValueError, CollectiveTimeout, TransportError: see `_meet`, `limited` and `links_to_host`.
+        whole: A group of all ranks of the grid, instead of a new one.
     """
-    meetings = Meetings(Store(), "meshes", timeout_s, lambda rank: None)
-    try:
-        with Doorway() as doorway:
-            doorways = _meet(meetings, sizes, grid, timeout_s, ordered, transport, doorway)
-            shares = transport != "gloo"
-            groups = limited(timeout_s, lambda: _communicating(connect(), timeout_s))
-            world_mesh = groups.pop("", None) or next(iter(groups.values()))
-            links = links_to_host(doorway, doorways, meetings, timeout_s, transport == "shared") if shares else None
-    except dist.DistNetworkError as error:
-        raise PeerLost(
-            f"the process that hosts the rendezvous store, rank 0 where nothing else is set, has ended while the ranks made "
-            f"their mesh; look at its output. {error}"
-        ) from error
-    return GroupMesh(sizes, groups, world_mesh, timeout_s, ordered, owned, links)
+    ranks, me, timeout = sorted(grid.flatten().tolist()), dist.get_rank(), datetime.timedelta(seconds=timeout_s)
+    everyone, groups = len(ranks) == dist.get_world_size(), dict[str, Any]()
+    lines = {name: grid.movedim(dim, -1).reshape(-1, shape[name]).tolist() for dim, name in enumerate(shape)}
+    if len(shape) > 1:
+        lines[""] = [ranks]
+    for name, all_of in lines.items():
+        for line in all_of:
+            if whole is not None and len(line) == len(ranks):
+                groups[name] = whole
+            elif everyone or me in line:
+                group = dist.new_group(line, timeout=timeout, use_local_synchronization=not everyone)
+                if me in line:
+                    groups[name] = group
+    return groups
 
 
-def _communicating(made: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+def communicating(made: dict[str, Any], timeout_s: float) -> dict[str, Any]:
     """The groups, with an accelerator's communicators made.
 
     They would be made by the first message, where nothing limits the wait for a rank that has failed before it.
@@ -161,51 +204,14 @@ def _communicating(made: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         words = torch.zeros(1, device=devices.current())
         for group in groups:  # in the same order on all ranks
             dist.all_reduce(words, group=group)
-        if not comes(devices.here(words.device), timeout_s):
+        if not poll(devices.here(words.device).query, timeout_s):
             raise CollectiveTimeout(f"not all ranks have made their communicators within {timeout_s:g} s")
     return made
 
 
 def speaks(group: Any, kind: str | None) -> bool:
     """Whether a group has messages of its own between devices of a kind."""
-    backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
-    return kind is not None and backends.get(kind, "gloo") != "gloo"
-
-
-def _meet(
-    meetings: Meetings,
-    sizes: dict[str, int],
-    grid: Tensor,
-    timeout_s: float,
-    ordered: bool,
-    transport: str,
-    doorway: Doorway,
-) -> dict[int, tuple[str, str]]:
-    """Compare the mesh with the other ranks' meshes, before any group is made.
-
-    Returns:
-        Rank -> its host, and the address of its doorway.
-
-    Raises:
-        DesyncError: they differ.
-        ValueError: `transport` is "shared", and the ranks are on several hosts.
-        CollectiveTimeout: a rank does not arrive.
-    """
-    ranks = grid.flatten().tolist()
-    mine = f"a mesh of shape {sizes}, timeout_s={timeout_s:g}, ordered={ordered}, transport={transport!r}"
-    all_of = meetings.exchange("fjoin.mesh", [mine, doorway.host, doorway.address], lambda values: values, ranks)
-    odd = [rank for rank, (other, *_) in zip(ranks, all_of, strict=True) if other != all_of[0][0]]
-    if odd:
-        raise DesyncError(
-            f"rank {odd[0]} makes {all_of[ranks.index(odd[0])][0]}, but rank {ranks[0]} {all_of[0][0]}; make the same meshes in the "
-            f"same order on all ranks",
-            rank=odd[0],
-        )
-    if transport == "shared" and len({host for _, host, _ in all_of}) > 1:
-        raise ValueError(
-            "transport='shared' needs all ranks on one host, with Linux; with transport='auto' those of one host share memory"
-        )
-    return {rank: (host, address) for rank, (_, host, address) in zip(ranks, all_of, strict=True)}
+    return kind is not None and backend_of(group, kind) not in ("", "gloo")
 
 
 def limited(timeout_s: float, call: Callable[[], T]) -> T:
@@ -214,7 +220,6 @@ def limited(timeout_s: float, call: Callable[[], T]) -> T:
     Raises:
         CollectiveTimeout: not all ranks have connected in time.
     """
-    cause: RuntimeError
     device = devices.current() if devices.in_use() else None
 
     def on_device() -> T:
@@ -224,13 +229,10 @@ def limited(timeout_s: float, call: Callable[[], T]) -> T:
 
     try:
         return within(timeout_s + 0.5, on_device, _CONNECTED_S)
-    except (Unanswered, dist.DistError) as error:
-        cause = error
     except RuntimeError as error:
-        if not BACKEND_ERROR.search(str(error)) and "imed out" not in str(error) and "imeout" not in str(error):
+        if not (isinstance(error, Unanswered) or is_backend_error(error) or LATE.search(str(error))):
             raise
-        cause = error
-    raise CollectiveTimeout(
-        f"the ranks could not be connected within {timeout_s:g} s: one of them has not started, has "
-        f"ended, or cannot be reached; look at the other ranks' output. {cause}"
-    ) from cause
+        raise CollectiveTimeout(
+            f"the ranks could not be connected within {timeout_s:g} s: one of them has not started, has "
+            f"ended, or cannot be reached; look at the other ranks' output. {error}"
+        ) from error

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from .._errors import CollectiveTimeout, DesyncError, FjoinError, PeerLost, described
 from ..shared_memory import Late, PeerGone, host_name
+from ._traffic import Traffic
 
 T = TypeVar("T")
 # Calls with a longer limit also wait for the answer to an earlier call.
@@ -72,7 +73,7 @@ def _await_left() -> None:
 
 
 class Store:
-    """The default store of torch.distributed, with keys of fjoin's own.
+    """JSON values in the default store of torch.distributed, under keys of fjoin's own.
 
     The first argument of each call is the time limit for the answer, in seconds. While an earlier call is unanswered,
     calls with a limit of at most 1 s fail at once; after a broken connection all calls fail.
@@ -88,24 +89,22 @@ class Store:
         self._unanswered: threading.Event | None = None
         self._broken: str = ""
 
-    def set(self, seconds: float, key: str, text: str) -> None:
-        self._ask(seconds, lambda: self._store.set(key, text))
+    def set(self, seconds: float, key: str, value: Any) -> None:
+        self._ask(seconds, lambda: self._store.set(key, json.dumps(value)))
 
-    def get(self, seconds: float, key: str) -> str | None:
-        """The text under a key; None where the key is not set yet."""
-        found = self._ask(seconds, lambda: self._store.get(key) if self._store.check([key]) else None)
-        return None if found is None else found.decode()
+    def get(self, seconds: float, key: str) -> Any:
+        """The value under a key; None where the key is not set yet."""
+        return self.get_all(seconds, [key])[0]
 
-    def get_all(self, seconds: float, keys: list[str]) -> list[str] | None:
-        """The texts under some keys, in one request where the store can; None where one of them is missing."""
+    def get_all(self, seconds: float, keys: list[str]) -> list[Any]:
+        """The values under some keys: in one request where the store can and all of them are set."""
 
-        def get() -> list[bytes] | None:
-            if not self._store.check(keys):
-                return None
-            return self._store.multi_get(keys) if self._store.has_extended_api() else list(map(self._store.get, keys))  # type: ignore[no-any-return]
+        def get() -> list[bytes | None]:
+            if len(keys) > 1 and self._store.has_extended_api() and self._store.check(keys):
+                return self._store.multi_get(keys)  # type: ignore[no-any-return]
+            return [self._store.get(key) if self._store.check([key]) else None for key in keys]
 
-        found = self._ask(seconds, get)
-        return None if found is None else [text.decode() for text in found]
+        return [None if text is None else json.loads(text) for text in self._ask(seconds, get)]
 
     def add(self, seconds: float, key: str) -> int:
         """Increment a key by one; returns the new value."""
@@ -153,7 +152,9 @@ def _start_of(pid: int) -> str | None:
 _ANSWER_S = 0.5
 # The texts of gloo's errors, which have no class of their own; NCCL's and the store's errors have one.
 BACKEND_ERROR = re.compile(r"gloo/\S*:\d+|^Application timeout caused pair closure")
-_LATE = re.compile(r"timed out|timeout", re.IGNORECASE)
+LATE = re.compile(r"timed out|timeout", re.IGNORECASE)
+# Stores of meshes that have failed: the rank that hosts one must keep it, since other ranks still look up the failure.
+_KEPT: list[Store] = []
 _KINDS = {kind.__name__: kind for kind in (PeerLost, CollectiveTimeout, DesyncError)}
 
 
@@ -165,84 +166,76 @@ class Failures:
         name: The name of the mesh, the same on all its ranks.
         rank: This rank in the mesh.
         ranks: The mesh's ranks, as the default process group numbers them.
-        calls: The number of collectives that this rank has called, where that is known; otherwise 0.
+        traffic: Counts the messages of this rank.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        name: str,
-        rank: int,
-        ranks: Sequence[int],
-        calls: Callable[[], int] = lambda: 0,
-    ) -> None:
-        self._calls = calls
+    def __init__(self, store: Store, name: str, rank: int, ranks: Sequence[int], traffic: Traffic) -> None:
         self._store, self._name, self._rank, self._ranks, self._size = store, name, rank, ranks, len(ranks)
+        self._traffic = traffic
         # This process: its host and numbering of processes, its number, and its start; None where /proc shows other processes.
         numbered = os.path.exists("/proc/self") and os.readlink("/proc/self") == str(os.getpid())
         self._own = [host_name("pid"), os.getpid(), _start_of(os.getpid()) if numbered else None]
         self._processes: dict[int, list[Any]] = {}  # of the other ranks, by rank
         self._gone_before: set[int] = set()  # the ranks that were gone at the last check
         self._leaves = False  # whether this rank waits for the others to leave a loop
-        self._left = 0  # the number of collectives before the last end that all ranks agreed on
+        self._tell(f"process/{rank}", self._own)
+
+    def _tell(self, key: str, value: Any) -> None:
+        """Put a value into the store, whose host may have failed."""
         with contextlib.suppress(RuntimeError):
-            store.set(_ANSWER_S, f"{self._name}/process/{rank}", json.dumps(self._own))
+            self._store.set(_ANSWER_S, f"{self._name}/{key}", value)
+
+    def _told(self, key: str) -> Any:
+        """A value in the store; None where there is none, or the store does not answer."""
+        with contextlib.suppress(RuntimeError):
+            return self._store.get(_ANSWER_S, f"{self._name}/{key}")
+        return None
 
     def report(self, error: BaseException, step: int | None) -> None:
-        """Reports a failure to the other ranks, unless another report came first."""
+        """Report the root cause of a failure to the other ranks, unless another report came first."""
+        error = self.root_cause(error, step)
         if isinstance(error, (PeerLost, CollectiveTimeout)):
             failed, text = error.rank, str(error)
         else:
             where = "" if step is None else f" in step {step}"
             failed, text = self._rank, f"rank {self._rank} failed{where}: {described(error)}"
         kind = type(error).__name__ if type(error).__name__ in _KINDS else "PeerLost"
+        _KEPT.append(self._store)
         report = {"by": self._rank, "rank": failed, "step": step, "kind": kind, "text": text}
         with contextlib.suppress(RuntimeError):  # the store's host may have failed
             if self._store.add(_ANSWER_S, f"{self._name}/failures") == 1:
-                self._store.set(_ANSWER_S, f"{self._name}/failure", json.dumps(report))
+                self._tell("failure", report)
 
     def reported(self) -> FjoinError | None:
         """The failure that another rank has reported, or that it has left a loop in which this one goes on, if any."""
-        with contextlib.suppress(RuntimeError):
-            text = self._store.get(_ANSWER_S, f"{self._name}/failure")
-            report = None if text is None else json.loads(text)
-            if report and report["by"] != self._rank and (self._leaves or report["rank"] != self._rank):
-                return _KINDS[report["kind"]](report["text"], rank=report["rank"], step=report["step"])
-        return self._left_alone()
+        report = self._told("failure")
+        if report and report["by"] != self._rank and (self._leaves or report["rank"] != self._rank):
+            return _KINDS[report["kind"]](report["text"], rank=report["rank"], step=report["step"])
+        notice = self._told("leaving")
+        if notice and notice["messages"] < self._traffic.messages:
+            return PeerLost(f"rank {notice['rank']} failed: JoinError: {notice['text']}", rank=notice["rank"])
+        return None
 
     def closes(self) -> None:
         """Tell the other ranks that this one has closed its mesh, while its process may live on."""
         if self._own[1] == os.getpid():
-            with contextlib.suppress(RuntimeError):
-                self._store.set(_ANSWER_S, f"{self._name}/closed/{self._rank}", "")
-                self._store.set(_ANSWER_S, f"{self._name}/closed", "")
+            self._tell(f"closed/{self._rank}", True)
+            self._tell("closed", True)
 
     def gone(self) -> set[int]:
         """The ranks whose processes on this host have ended; if none has, those that have closed their mesh."""
         others = [rank for rank in range(self._size) if rank != self._rank]
         with contextlib.suppress(RuntimeError):
-            self._processes_of([rank for rank in others if rank not in self._processes])
-        return {rank for rank in others if self._has_ended(rank)} or self._closed(others)
+            if unknown := [rank for rank in others if rank not in self._processes]:
+                found = self._store.get_all(_ANSWER_S, [f"{self._name}/process/{rank}" for rank in unknown])
+                self._processes.update({rank: process for rank, process in zip(unknown, found, strict=True) if process})
+        ended = {rank for rank in others if self._has_ended(rank)}
+        return ended if ended or not self._told("closed") else {r for r in others if self._told(f"closed/{r}")}
 
     def _has_ended(self, rank: int) -> bool:
         """Whether a rank has surely ended. Of one on another host nothing is known."""
         host, pid, start = self._processes.get(rank, ("", 0, ""))
         return bool(start) and host == self._own[0] and _start_of(pid) not in (start, None)
-
-    def _closed(self, ranks: Collection[int]) -> set[int]:
-        """Those of some ranks that have closed their mesh."""
-        with contextlib.suppress(RuntimeError):
-            if self._store.get(_ANSWER_S, f"{self._name}/closed") is not None:
-                return {r for r in ranks if self._store.get(_ANSWER_S, f"{self._name}/closed/{r}") is not None}
-        return set()
-
-    def _processes_of(self, ranks: list[int]) -> None:
-        """Look up the processes of some ranks: in one request once all of them have made this mesh."""
-        keys = [f"{self._name}/process/{rank}" for rank in ranks]
-        texts: Sequence[str | None] | None = self._store.get_all(_ANSWER_S, keys) if ranks else []
-        if texts is None:  # a late rank must not hide another one
-            texts = [self._store.get(_ANSWER_S, key) for key in keys]
-        self._processes.update({r: json.loads(text) for r, text in zip(ranks, texts, strict=True) if text})
 
     @contextlib.contextmanager
     def leaving(self, text: str) -> Iterator[int]:
@@ -252,41 +245,37 @@ class Failures:
             text: The error of those that go on.
 
         Yields:
-            The number of collectives that this rank has called.
+            The number of messages of this rank.
         """
-        self._leaves, calls = True, self._calls()
-        notice = {"rank": self._rank, "calls": calls, "text": text}
+        notice = {"rank": self._rank, "messages": self._traffic.messages, "text": text}
+        self._leaves = True
         try:
-            with contextlib.suppress(RuntimeError):
-                self._store.set(_ANSWER_S, f"{self._name}/leaving", json.dumps(notice))
-            yield calls
-            self._left = calls
+            self._tell("leaving", notice)
+            yield self._traffic.messages
         finally:
             self._leaves = False
 
-    def _left_alone(self) -> FjoinError | None:
-        """The error where another rank has left a loop and this one has gone on."""
-        with contextlib.suppress(RuntimeError):
-            text = self._store.get(_ANSWER_S, f"{self._name}/leaving")
-            notice = None if text is None else json.loads(text)
-            if notice and self._left < notice["calls"] < self._calls():
-                return PeerLost(f"rank {notice['rank']} failed: JoinError: {notice['text']}", rank=notice["rank"])
-        return None
+    def left_together(self) -> None:
+        """All ranks have come to leave the loop, and none has left it yet: the announcement has had its use."""
+        self._tell("leaving", None)
 
     def root_cause(self, error: BaseException, step: int | None) -> BaseException:
         """The typed error for an error of the backend: a failure that another rank has reported, or a lost or late rank.
 
-        Other errors are returned as they are.
+        Other errors are returned as they are. An error that knows no step is told this one.
         """
-        if not is_backend_error(error):
-            return error
+        cause = self._cause(error, step) if is_backend_error(error) else error
+        if isinstance(cause, (PeerLost, CollectiveTimeout)) and cause.step is None:
+            cause.step = step
+        return cause
+
+    def _cause(self, error: BaseException, step: int | None) -> FjoinError:
         # A message's handle left in a frame of the failed call would keep connections open.
         traceback.clear_frames(error.__traceback__)
-        failure: FjoinError
         if isinstance(error, PeerGone):
-            failure = self.lost(step, str(error), self._ranks.index(error.rank))
+            failure: FjoinError = self.lost(step, str(error), self._ranks.index(error.rank))
         else:
-            failure = (self.late if _LATE.search(str(error)) else self.lost)(step, str(error))
+            failure = (self.late if LATE.search(str(error)) else self.lost)(step, str(error))
         # A rank that fails reports before it ends, so read the report afterwards.
         return self.reported() or failure
 
@@ -322,13 +311,17 @@ class Failures:
 
         They must be gone in two checks in a row, since their last messages may still arrive. If only some have ended, these
         may have done their part.
+
+        Args:
+            awaited: As the default process group numbers them, this rank or not.
         """
         before, self._gone_before = self._gone_before, self.gone()
         # A report precedes the end of its rank, so read the report afterwards.
         if (failure := self.reported()) is not None:
             raise failure
-        if awaited and set(awaited) <= before & self._gone_before:
-            _raise(self.lost(None, ""))
+        others = {self._ranks.index(rank) for rank in awaited} - {self._rank}
+        if others and others <= before & self._gone_before:
+            raise self.lost(None, "")
 
 
 def is_backend_error(error: BaseException) -> bool:
@@ -340,8 +333,11 @@ def is_backend_error(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or bool(BACKEND_ERROR.search(str(error)))
 
 
-def _raise(error: FjoinError) -> NoReturn:
+def raise_from(cause: BaseException, error: BaseException) -> NoReturn:
+    """Raise the root cause of an error, which may be the error itself."""
     try:
-        raise error
-    finally:
-        del error
+        if cause is error:
+            raise error
+        raise cause from error
+    finally:  # a frame that refers to its exception lives until a garbage collection, with connections in it
+        del cause, error

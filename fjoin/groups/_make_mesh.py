@@ -16,11 +16,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._errors import CollectiveTimeout, DesyncError, JoinError, PeerLost, TransportError
-from ..transforms.axes import Axis, One, bind_axes, bound
+from ..transforms.axes import One, bind_axes, bound
 from ..transforms.base import devices, flag, is_number
-from ._connect import chosen_transport, limited, meet_and_connect
-from ._group_mesh import ENDED, MESHES, TIMEOUT_S, GroupMesh, mesh_from_group, timeout_of
-from ._launch import Launch, read_launch
+from ._connect import chosen_transport, communicating, connected_mesh, limited, new_groups
+from ._failures import is_backend_error
+from ._group_mesh import ENDED, MESHES, TIMEOUT_S, GroupMesh, timeout_of
+from ._launch import read_launch
 from ._mesh import Communicator, Mesh, SimulatedMesh, check_mesh
 
 _SHORTEST, _LONGEST = 1e-3, 1e8  # seconds, the range of the backends' clocks
@@ -68,54 +69,34 @@ def mesh(
     flag("ordered", ordered)
     transport = chosen_transport(transport)
     if isinstance(axes, DeviceMesh):
-        return _from_device_mesh(axes, timeout_s, ordered, transport)
-    if not isinstance(axes, Mapping) or not all(isinstance(name, str) for name in axes):
-        raise TypeError(f"axes must be a mapping from axis names to sizes, for example {{'data': -1}}, got {axes!r}")
-    if not axes:
-        raise ValueError("a mesh needs at least one axis, for example {'data': -1}")
-    simulated: dict[str, Any] = {name: axis for name, axis in bound().items() if axis.simulated}
-    if simulated:
-        sizes = _sizes(axes, math.prod(axis.size for axis in simulated.values()))
-        if sizes != {name: axis.size for name, axis in simulated.items()}:
+        if not axes.mesh_dim_names:
             raise ValueError(
-                f"inside simulate the mesh must be { ({n: a.size for n, a in simulated.items()}) }, got {sizes}"
+                "the DeviceMesh has no mesh_dim_names; make it with init_device_mesh(..., mesh_dim_names=('data',))"
             )
-        return SimulatedMesh(sizes, dict(simulated), next(iter(simulated.values())).world_rank)
-    if not dist.is_initialized():
-        launch = read_launch(os.environ)
-        if launch is None:
-            sizes = _sizes(axes, 1)
-            return Communicator(sizes, {name: One() for name in sizes}, 0)
-        # With fewer GPUs than ranks on this host all ranks use the CPU; with enough GPUs, both devices work.
-        count, here, kind = devices.count(), launch.local_size, devices.kind()
-        gpus = kind is not None and count >= here
-        if gpus:
-            devices.use(launch.local_rank)
-        elif count:
-            warnings.warn(
-                f"this host has {here} ranks, and they see fewer GPUs, {count}: they use the CPU, with gloo. Start as many ranks as GPUs; "
-                f"or, where each rank sees GPUs of its own, call torch.distributed.init_process_group('nccl') before fjoin.mesh",
-                stacklevel=2,
-            )
-        backend = f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}" if gpus else "gloo"  # type: ignore[arg-type]
-        _connect(backend, timeout_s, launch)
-    sizes = _sizes(axes, dist.get_world_size())
-    grid = torch.arange(dist.get_world_size()).reshape(tuple(sizes.values()))
-    timeout = datetime.timedelta(seconds=timeout_s)
+        # Its groups are the user's, which stay when a mesh is taken down: the mesh has groups of its own.
+        sizes, grid = dict(zip(axes.mesh_dim_names, axes.mesh.shape, strict=True)), axes.mesh
+    elif not isinstance(axes, Mapping) or not all(isinstance(name, str) for name in axes):
+        raise TypeError(f"axes must be a mapping from axis names to sizes, for example {{'data': -1}}, got {axes!r}")
+    elif not axes:
+        raise ValueError("a mesh needs at least one axis, for example {'data': -1}")
+    elif simulated := _simulated():
+        sizes = _sizes(axes, math.prod(axis.size for axis in simulated.values()))
+        if sizes != (known := {name: axis.size for name, axis in simulated.items()}):
+            raise ValueError(f"inside simulate the mesh must be {known}, got {sizes}")
+        return SimulatedMesh(sizes, simulated, next(iter(simulated.values())).world_rank)
+    elif not dist.is_initialized() and not _initialize(timeout_s):
+        sizes = _sizes(axes, 1)
+        return Communicator(sizes, {name: One() for name in sizes}, 0)
+    else:
+        sizes = _sizes(axes, dist.get_world_size())
+        grid = torch.arange(dist.get_world_size()).reshape(tuple(sizes.values()))
+    what = f"a mesh of shape {sizes}, timeout_s={timeout_s:g}, ordered={ordered}, transport={transport!r}"
+    ranks, owned = grid.flatten().tolist(), not isinstance(axes, DeviceMesh)
 
     def connect() -> dict[str, Any]:
-        groups, me = {}, dist.get_rank()
-        lines = {name: grid.movedim(dim, -1).reshape(-1, sizes[name]).tolist() for dim, name in enumerate(sizes)}
-        if len(sizes) > 1:
-            lines[""] = [grid.flatten().tolist()]
-        for name, all_of in lines.items():
-            for line in all_of:
-                group = dist.new_group(line, timeout=timeout)
-                if me in line:
-                    groups[name] = group
-        return groups
+        return communicating(new_groups(sizes, grid, timeout_s), timeout_s)
 
-    return meet_and_connect(sizes, grid, connect, timeout_s, ordered, transport)
+    return connected_mesh("fjoin.mesh", what, sizes, ranks, connect, timeout_s, transport, ordered, owned)
 
 
 # Without these a thread of torch's ends the process about a minute after a rank has failed, whatever the program does.
@@ -126,18 +107,34 @@ NCCL_SETTINGS = {
 }
 
 
-def _connect(backend: str, timeout_s: float, launch: Launch) -> None:
-    """Initialise torch.distributed."""
-    timeout = datetime.timedelta(seconds=timeout_s)
-    if "nccl" in backend:
+def _initialize(timeout_s: float) -> bool:
+    """Whether a launcher has started this process with others. Then initialize torch.distributed.
+
+    Where each rank of this host has a GPU, both devices work, otherwise all ranks use the CPU.
+    """
+    if (launch := read_launch(os.environ)) is None:
+        return False
+    count, kind, backend = devices.count(), devices.kind(), "gloo"
+    if kind is not None and count >= launch.local_size:
+        devices.use(launch.local_rank)
+        backend = f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
         for name, value in NCCL_SETTINGS.items():
             os.environ.setdefault(name, value)
+    elif count:
+        warnings.warn(
+            f"this host has {launch.local_size} ranks, and they see fewer GPUs, {count}: they use the CPU, with gloo. Start as many "
+            f"ranks as GPUs; or, where each rank sees GPUs of its own, call torch.distributed.init_process_group('nccl') before "
+            f"fjoin.mesh",
+            stacklevel=3,
+        )
+    timeout = datetime.timedelta(seconds=timeout_s)
     limited(
         timeout_s,
         lambda: dist.init_process_group(backend, timeout=timeout, rank=launch.rank, world_size=launch.size),
     )
     # Threads of groups that still exist when the interpreter ends can abort the process.
     atexit.register(_close, os.getpid())
+    return True
 
 
 def _close(process: int) -> None:
@@ -160,45 +157,9 @@ def _sizes(shape: Mapping[str, int], ranks: int) -> dict[str, int]:
     return {name: ranks // known if size == -1 else size for name, size in shape.items()}
 
 
-def _from_device_mesh(device_mesh: DeviceMesh, timeout_s: float, ordered: bool, transport: str) -> Communicator:
-    names = device_mesh.mesh_dim_names
-    if not names:
-        raise ValueError(
-            "the DeviceMesh has no mesh_dim_names; make it with init_device_mesh(..., mesh_dim_names=('data',))"
-        )
-    sizes = dict(zip(names, device_mesh.mesh.shape, strict=True))
-    timeout = datetime.timedelta(seconds=timeout_s)
-
-    def connect() -> dict[str, Any]:
-        # Groups of our own with the same members: taking them down must leave the user's groups intact.
-        groups = {name: _group_of(dist.get_process_group_ranks(device_mesh.get_group(name)), timeout) for name in names}
-        if len(groups) > 1:
-            groups[""] = _group_of(sorted(device_mesh.mesh.flatten().tolist()), timeout)
-        return groups
-
-    # These groups stay until the program ends. torch names such groups by their ranks and by the current number of
-    # groups, so a later group could get the name of a destroyed one, and with it the addresses of that group.
-    return meet_and_connect(sizes, device_mesh.mesh, connect, timeout_s, ordered, transport, owned=False)
-
-
-def _group_of(ranks: list[int], timeout: datetime.timedelta) -> dist.ProcessGroup:
-    """A new group. One of all ranks gets a name of its own, since a name made from the ranks can be used only once."""
-    world_mesh = len(ranks) == dist.get_world_size()
-    return dist.new_group(ranks, timeout=timeout, use_local_synchronization=not world_mesh)  # type: ignore[return-value]
-
-
-def world_mesh() -> Communicator:
-    """A mesh of all ranks with the axis "data": over the default group where there is one, without own groups."""
-    simulated = any(axis.simulated for axis in bound().values())
-    if dist.is_initialized() and not simulated:
-        ENDED.clear()
-        return mesh_from_group(dist.group.WORLD)
-    if ENDED and not simulated:
-        raise JoinError(
-            f"the default process group was taken down after a failure: {ENDED[-1]}; to train on in this process, all ranks "
-            f"must call fjoin.mesh(...) or torch.distributed.init_process_group(...) again"
-        )
-    return check_mesh("mesh", mesh({"data": -1}))
+def _simulated() -> dict[str, Any]:
+    """The axes of the simulation in which this thread is a rank."""
+    return {name: axis for name, axis in bound().items() if axis.simulated}
 
 
 def mesh_or_world(where: str, mesh: Mesh | None) -> Communicator:
@@ -207,45 +168,42 @@ def mesh_or_world(where: str, mesh: Mesh | None) -> Communicator:
     Raises:
         TypeError: it is no Mesh.
     """
-    return world_mesh() if mesh is None else check_mesh(where, mesh)
-
-
-def _simulated() -> list[Axis]:
-    return [axis for axis in bound().values() if axis.simulated]
+    return mesh_over() if mesh is None else check_mesh(where, mesh)
 
 
 def world_size() -> int:
     """The number of all ranks: processes, simulated ranks, or one. Under torchrun it initialises torch.distributed."""
-    return math.prod(axis.size for axis in axes) if (axes := _simulated()) else world_mesh().size
+    return math.prod(axis.size for axis in axes.values()) if (axes := _simulated()) else mesh_over().size
 
 
-def nested_mesh(shape: dict[str, int], group: Any = None) -> Communicator:
-    """A mesh of several axes over a process group; consecutive ranks form the groups of the last axes.
+def mesh_over(group: Any = None, shape: Mapping[str, int] | None = None) -> Communicator:
+    """A mesh over a process group; consecutive ranks form the groups of the last axes.
 
-    All ranks of `group` must call it. Where `group` has not all ranks, they must have made the same number of groups
-    before, since torch names new groups by that number. The new groups stay until the program ends.
+    All ranks of the group must call it. It is taken down when a rank fails, and so are the mesh's groups of parts of it, which
+    otherwise stay until the program ends. Where it has not all ranks of the run, all of it must have made the same number of
+    groups before, since torch names new groups by that number.
 
     Args:
-        shape: Axis name -> size, the slowest varying first; the product is the size of the group.
-        group: The process group; by default all ranks.
+        group: The process group; by default all ranks, processes or simulated, or one.
+        shape: Axis name -> size, the slowest varying first; the product is the size of the group. By default one axis, "data".
+
+    Raises:
+        JoinError: the default process group was taken down after a failure, and there is no other one yet.
     """
-    if group is None and (_simulated() or not dist.is_initialized()):
-        return check_mesh("mesh", mesh(shape))
-    whole = dist.group.WORLD if group is None else group
-    ranks, here = dist.get_process_group_ranks(whole), dist.get_rank()
-    grid = torch.tensor(ranks).reshape(tuple(shape.values()))
-    timeout = datetime.timedelta(seconds=timeout_of(whole))
-    groups = {}
-    for dim, name in enumerate(shape):
-        for line in grid.movedim(dim, -1).reshape(-1, shape[name]).tolist():
-            if len(line) == len(ranks):
-                groups[name] = whole
-            elif len(ranks) == dist.get_world_size():
-                one = dist.new_group(line, timeout=timeout)  # called on all ranks
-                groups = {**groups, name: one} if here in line else groups
-            elif here in line:
-                groups[name] = dist.new_group(line, timeout=timeout, use_local_synchronization=True)
-    return GroupMesh(shape, groups, whole, timeout.total_seconds(), False, owned=False)
+    shape = shape or {"data": -1}
+    if group is None:
+        if _simulated() or not dist.is_initialized():
+            if ENDED and not _simulated():
+                raise JoinError(
+                    f"the default process group was taken down after a failure: {ENDED[-1]}; to train on in this process, all ranks "
+                    f"must call fjoin.mesh(...) or torch.distributed.init_process_group(...) again"
+                )
+            return check_mesh("mesh", mesh(shape))
+        ENDED.clear()
+        group = dist.group.WORLD
+    sizes = _sizes(shape, group.size())
+    grid = torch.tensor(dist.get_process_group_ranks(group)).reshape(tuple(sizes.values()))
+    return GroupMesh(sizes, new_groups(sizes, grid, timeout_of(group), group))
 
 
 @contextlib.contextmanager
@@ -271,6 +229,6 @@ def bind(mesh: Mesh) -> Iterator[None]:
             yield
     except RuntimeError as error:
         failures = (PeerLost, CollectiveTimeout, DesyncError, TransportError)
-        if isinstance(error, failures) or ranks.is_backend_error(error):
+        if isinstance(error, failures) or is_backend_error(error):
             ranks.raise_root_cause(error, None)
         raise

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,8 +12,9 @@ import torch.distributed as dist
 
 from .._errors import CollectiveTimeout, DesyncError, PeerLost
 from ._failures import Store, Unanswered
+from ._message import poll
 
-_SHORTEST_S, _LONGEST_S = 1e-3, 0.05  # pauses between two reads of a key
+_LONGEST_S = 0.05  # the longest pause between two reads of a key
 _CHECK_S = 0.2  # time between two checks for failures
 _APART = 5  # the number of checks in a row that must find the other rank at another meeting
 LEAVES = "the end of a loop that is left"  # the occasion of ranks that leave a loop before its end
@@ -34,33 +34,38 @@ class Meetings:
         self._store, self._rank = store, dist.get_rank()
         self._name, self._timeout_s, self._check = name, timeout_s, check
 
-    def within(self, timeout_s: float) -> Meetings:
-        """The same meetings with a shorter time limit."""
-        return Meetings(self._store, self._name, min(timeout_s, self._timeout_s), self._check)
-
-    def exchange(self, occasion: str, value: Any, combine: Callable[[list[Any]], Any], members: Sequence[int]) -> Any:
+    def exchange(
+        self,
+        occasion: str,
+        value: Any,
+        combine: Callable[[list[Any]], Any],
+        members: Sequence[int],
+        limit_s: float | None = None,
+    ) -> Any:
         """`combine` of the members' JSON values in the members' order: computed by the first member, the same on all.
 
         Args:
             occasion: The place in the program, in words.
+            limit_s: A time limit that is shorter than that of all meetings, in seconds.
 
         Raises:
             DesyncError: a member is at another place in the program.
             PeerLost: a member has left a loop in which others go on.
             CollectiveTimeout: a member does not come in time, or the store does not answer.
         """
-        end, here = time.monotonic() + self._timeout_s, False
+        limit_s = self._timeout_s if limit_s is None else min(limit_s, self._timeout_s)
+        end, here = time.monotonic() + limit_s, False
         try:
             place = self._arrive(end, occasion, value, members)
             if self._rank == members[0]:
                 found = self._collect(end, place, combine, members)
-                self._store.set(_left(end), f"{place}/result", json.dumps(found))
+                self._store.set(_left(end), f"{place}/result", found)
             else:  # the first member waits as long, and then names the absent rank
                 found = self._get(end + _CHECK_S, place, "result", members[0]) or {"absent": members[0]}
         except Unanswered:
             raise CollectiveTimeout(
                 f"the host of the rendezvous store has not answered rank {self._rank} in {occasion} within "
-                f"{self._timeout_s:g} s: it is stopped, or the network to it is cut"
+                f"{limit_s:g} s: it is stopped, or the network to it is cut"
             ) from None
         except DesyncError:
             here = True  # the other rank still has to read where this one was
@@ -68,11 +73,11 @@ class Meetings:
         finally:
             if not here:
                 with contextlib.suppress(RuntimeError):
-                    self._store.set(_CHECK_S, f"waiting/{self._rank}", "null")
+                    self._store.set(_CHECK_S, f"waiting/{self._rank}", None)
         if "absent" in found:
             raise CollectiveTimeout(
                 f"rank {found['absent']} did not come to {occasion}, where the ranks compare their programs, within "
-                f"{self._timeout_s:g} s; is it running the same program, and is no part of it under `if rank == 0:`?",
+                f"{limit_s:g} s; is it running the same program, and is no part of it under `if rank == 0:`?",
                 rank=found["absent"],
             )
         if "places" in found:
@@ -85,10 +90,10 @@ class Meetings:
         ranks = f"{self._name}/{','.join(map(str, members))}"
         number = self._store.add(_left(end), f"{ranks}/count/{self._rank}")
         place = f"{ranks}/{number}"
-        self._store.set(_left(end), f"{place}/{self._rank}", json.dumps([occasion, value]))
+        self._store.set(_left(end), f"{place}/{self._rank}", [occasion, value])
         if _alone():
             where = {"place": place, "occasion": occasion, "members": list(members)}
-            self._store.set(_left(end), f"waiting/{self._rank}", json.dumps(where))
+            self._store.set(_left(end), f"waiting/{self._rank}", where)
         return place
 
     def _collect(
@@ -108,34 +113,31 @@ class Meetings:
 
         The key is polled: the store's own wait prints a warning twice a second, and does not look at failures.
         """
-        pause, checked, apart, seen = _SHORTEST_S, time.monotonic(), 0, ""
-        while (text := self._store.get(_left(end), f"{place}/{key}")) is None:
-            now = time.monotonic()
-            if now > end:
-                return None
-            if now - checked > _CHECK_S:
-                left = False
-                try:
-                    self._check(rank)  # first: a rank that has failed may be at another place already
-                except (PeerLost, DesyncError):
-                    if not seen:
-                        raise
-                    left = True  # it has left that other place, for the same reason
-                elsewhere = self._elsewhere(end, place, rank)
-                apart, seen = apart + 1 if elsewhere else 0, elsewhere or seen
-                if left or apart == _APART:
-                    own = json.loads(self._store.get(_left(end), f"{place}/{self._rank}") or "[]")
-                    _refuse({self._rank: own[0], rank: seen})
-                checked = now
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_S)
-        return json.loads(text)
+        apart, seen = 0, ""
+
+        def check() -> None:
+            nonlocal apart, seen
+            left = False
+            try:
+                self._check(rank)  # first: a rank that has failed may be at another place already
+            except (PeerLost, DesyncError):
+                if not seen:
+                    raise
+                left = True  # it has left that other place, for the same reason
+            elsewhere = self._elsewhere(end, place, rank)
+            apart, seen = apart + 1 if elsewhere else 0, elsewhere or seen
+            if left or apart == _APART:
+                own, _ = self._store.get(_left(end), f"{place}/{self._rank}")
+                _refuse({self._rank: own, rank: seen})
+
+        ask = lambda: self._store.get(_left(end), f"{place}/{key}")  # noqa: E731
+        return poll(ask, end - time.monotonic(), check, _CHECK_S, _LONGEST_S)
 
     def _elsewhere(self, end: float, place: str, rank: int) -> str:
         """The meeting in which a rank waits for this one, where this one has not arrived at it; otherwise ""."""
         if not _alone():
             return ""
-        there = json.loads(self._store.get(_left(end), f"waiting/{rank}") or "null")
+        there = self._store.get(_left(end), f"waiting/{rank}")
         if there is None or there["place"] == place or self._rank not in there["members"]:
             return ""
         came = self._store.get(_left(end), f"{there['place']}/{self._rank}") is not None

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from .._errors import JoinError
-from ..transforms.axes import Done, Grid, Work
+from ..transforms.axes import Done, Work
+from ._failures import raise_from
 from ._message import Unfinished
 from ._traffic import Traffic
 
@@ -160,31 +161,11 @@ class Communicator(Mesh):
             DesyncError: a rank is at another place in the program.
             CollectiveTimeout, PeerLost: a rank does not arrive, or has failed.
         """
-        try:
-            return self._exchange(occasion, value, combine, axes)
-        except Exception as error:
-            if not self.is_backend_error(error):
-                raise
-            raise self.root_cause(error, None) from error
-
-    def _exchange(self, occasion: str, value: Any, combine: Callable[[list[Any]], Any], axes: tuple[str, ...]) -> Any:
         return combine([value])
-
-    def _members(self, axes: tuple[str, ...]) -> list[int]:
-        """The ranks with this rank's place along all other axes, in rank order; all ranks where `axes` is empty."""
-        return Grid(self.shape).members(self.rank, axes or tuple(self.shape))
 
     def lost(self) -> BaseException | None:
         """The failure of another rank that has been reported or detected; None where there is none."""
         return None
-
-    def sent(self) -> int:
-        """The number of collectives called over the group of this mesh, where that is known; otherwise 0."""
-        return 0
-
-    def calls(self) -> int:
-        """The number of collectives that this rank has sent over all groups of this mesh, where that is known."""
-        return 0
 
     def await_event(self, event: Any) -> None:
         """Wait for a CUDA event. The kernels before it may wait for a rank that has failed."""
@@ -195,9 +176,8 @@ class Communicator(Mesh):
             self.report_failure(error, None)
         self.close()
 
-    def report(self, error: BaseException, step: int | None) -> BaseException:
-        """Reports an error to the other ranks, without taking anything down; returns the error to raise."""
-        return error
+    def report(self, error: BaseException, step: int | None) -> None:
+        """Reports an error to the other ranks, without taking anything down."""
 
     def report_failure(self, error: BaseException, step: int | None) -> None:
         """Reports a failure of this rank to the other ranks, and ends the messages that they wait for."""
@@ -221,15 +201,9 @@ class Communicator(Mesh):
         cause = self.root_cause(error, step)
         self.report_failure(cause, step)
         try:
-            if cause is error:
-                raise error
-            raise cause from error
-        finally:  # a frame that refers to its exception lives until a garbage collection, with connections in it
+            raise_from(cause, error)
+        finally:  # see there
             del cause, error
-
-    def is_backend_error(self, error: BaseException) -> bool:
-        """Whether the backend raised this error, as it does when a peer is gone."""
-        return False
 
     def root_cause(self, error: BaseException, step: int | None) -> BaseException:
         """The root cause of an error that a collective raised."""
@@ -248,7 +222,9 @@ class SimulatedMesh(Communicator):
     def group(self) -> Any:
         return self.over(tuple(self.shape))[0].group
 
-    def _exchange(self, occasion: str, value: Any, combine: Callable[[list[Any]], Any], axes: tuple[str, ...]) -> Any:
+    def exchange(
+        self, occasion: str, value: Any, combine: Callable[[list[Any]], Any], axes: tuple[str, ...] = ()
+    ) -> Any:
         over = self.over(axes if len(axes) == 1 else tuple(self.shape))
         if len(over) > 1:
             raise ValueError(f"a mesh must name all simulated axes in their order, got {list(self.shape)}")

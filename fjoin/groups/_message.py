@@ -4,34 +4,43 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..transforms.axes import Work
 from ..transforms.base import here, is_accelerator
 
+T = TypeVar("T")
 
-def comes(event: Any, seconds: float, look: Callable[[], None] = lambda: None) -> bool:
-    """Whether a device reaches an event within `seconds`; `look` is called twice a second meanwhile.
 
-    CUDA's own wait has no time limit, so the event is polled, at growing intervals.
+def poll(
+    ask: Callable[[], T],
+    seconds: float,
+    check: Callable[[], None] = lambda: None,
+    check_s: float = 0.5,
+    longest_s: float = 1e-3,
+) -> T | None:
+    """The first answer that is true, asked for at growing intervals; None where none comes within `seconds`.
+
+    Args:
+        check: Raises where another rank has failed; called every `check_s` seconds meanwhile.
+        longest_s: The longest interval. The first one is a fiftieth of it.
     """
-    start, pause = time.monotonic(), 2e-5
-    looked = start
-    while not event.query():
+    start, pause = time.monotonic(), longest_s / 50
+    checked = start
+    while not (found := ask()):
         now = time.monotonic()
         if now - start > seconds:
-            return False
-        if now - looked > 0.5:
-            look()
-            looked = now
+            return None
+        if now - checked > check_s:
+            check()
+            checked = now
         time.sleep(pause)
-        pause = min(2 * pause, 1e-3)
-    return True
+        pause = min(2 * pause, longest_s)
+    return found
 
 
 @dataclass
@@ -72,7 +81,7 @@ class Unfinished:
         ends, self._ends = self._ends, []
         for end in ends:
             may_come = step is None or end.step < step
-            if not (comes(end.event, max(until - time.monotonic(), 0.0)) if may_come else end.event.query()):
+            if not poll(end.event.query, until - time.monotonic() if may_come else 0.0):
                 end.failed = (
                     f"the device of this rank had not ended step {end.step} when a rank failed, and its messages never arrived, so this "
                     f"state is neither old nor new; load a checkpoint"
@@ -81,17 +90,6 @@ class Unfinished:
 
 # The time between two checks for failures while a message is awaited.
 _LOOK_AFTER = datetime.timedelta(seconds=1)
-
-
-class Copied:
-    """A message under way, whose values are then copied to another tensor."""
-
-    def __init__(self, work: Work, values: Tensor, to: Tensor) -> None:
-        self._work, self._values, self._to = work, values, to
-
-    def wait(self) -> None:
-        self._work.wait()
-        self._to.copy_(self._values)
 
 
 class Message:
@@ -143,14 +141,18 @@ class Message:
 
 
 class Received:
-    """A collective under way; a call waits for it and returns its result."""
+    """A collective under way; a call waits for its messages and returns the tensor that they fill."""
 
-    def __init__(self, message: Message, out: Tensor) -> None:
-        self._message, self._out = message, out
-        self.arrived = message.arrived
+    def __init__(self, messages: Sequence[Any], out: Tensor) -> None:
+        self._messages, self._out = messages, out
+
+    def arrived(self) -> bool:
+        """Whether all messages have arrived, so that a call would not wait."""
+        return all(message.arrived() for message in self._messages)
 
     def __call__(self) -> Tensor:
-        self._message.wait()
+        for message in self._messages:
+            message.wait()
         return self._out
 
 

@@ -7,21 +7,19 @@ import gc
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
 from torch.nn.parallel import DistributedDataParallel
 
-from ._axis import GroupAxis
+from ._axis import AXES, GroupAxis
 
 
-def destroy(axes: list[GroupAxis], every: Callable[[], Iterable[GroupAxis]], failure: str, process: int) -> None:
-    """Destroy the groups of some axes, for all meshes.
+def destroy(axes: list[GroupAxis], failure: str, process: int) -> None:
+    """Destroy the groups of some axes, for all axes: a group that one still held would keep its connections open.
 
     Args:
-        every: The axes of all meshes.
         failure: The failure in words, if there was one: messages that will never end may be under way, and peers that wait
             for them get an error at once. Where it is "", NCCL's messages are awaited.
         process: The process that made them. In a forked process the groups have no threads, and are left as they are.
@@ -33,7 +31,7 @@ def destroy(axes: list[GroupAxis], every: Callable[[], Iterable[GroupAxis]], fai
         _abort([group for group in groups if group.name() == "nccl"])
     while groups:
         group = groups.pop()
-        for axis in (*axes, *every()):
+        for axis in list(AXES):
             if axis.group is group:
                 axis.group, axis.failure = None, failure
         _forget(group)

@@ -41,24 +41,18 @@ def timeline() -> Timeline | None:
     return (TIMELINES.get(threading.get_ident()) or TIMELINES.get(0)) if TIMELINES else None
 
 
-def is_watched() -> bool:
-    """Whether a trace is recorded, or torch's profiler runs."""
-    return bool(TIMELINES) or profiler._is_profiler_enabled
-
-
 class Traffic:
     """Counts the messages of one rank, and names parts of its program in traces.
 
     Attributes:
+        messages: Their number.
         sent_bytes: The bytes that it has sent, as `explain` counts them.
         waited_ns: Nanoseconds for which the host has waited for messages.
         stage: What the next messages are sent for.
     """
 
-    sent_bytes: int
-
     def __init__(self) -> None:
-        self.sent_bytes = self.waited_ns = 0
+        self.messages = self.sent_bytes = self.waited_ns = 0
         self.stage = ""
 
     def launched(
@@ -73,6 +67,7 @@ class Traffic:
         """
         payload = x.numel() * x.element_size()
         sent = sent_bytes(op, payload, ranks, arg, rank)
+        self.messages += 1
         self.sent_bytes += sent
         message = None
         if TIMELINES:
@@ -81,7 +76,7 @@ class Traffic:
 
     def span(self, name: str) -> AbstractContextManager[Span | None]:
         """A context for a part of the program, which traces and torch's profiler show by this name. Where neither looks it is None."""
-        return Span(self, name, timeline()) if is_watched() else _NOTHING
+        return Span(self, name, timeline()) if TIMELINES or profiler._is_profiler_enabled else _NOTHING
 
 
 _NOTHING: AbstractContextManager[None] = contextlib.nullcontext()

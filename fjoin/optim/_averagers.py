@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..agreement import described_tensors, same
-from ..groups import Communicator, bind, mesh_from_group, nested_mesh, world_mesh, world_size
+from ..groups import Communicator, bind, mesh_over, world_size
 from ..transforms.base import AxisName, Transform, whole_number
 from ..transforms.reductions import mean
 from ..transforms.sync import average_buffers
@@ -71,7 +71,7 @@ class ModelAverager:
             return ALONE
         sizes = [1, *(size for _, size in self._sizes())]
         if sizes == [1, 0]:
-            return world_mesh() if group is None else mesh_from_group(group)
+            return mesh_over(group)
         ranks, last = world_size() if group is None else group.size(), [*self._levels().values()][-1]
         if last != ranks:
             raise ValueError(
@@ -80,7 +80,7 @@ class ModelAverager:
             )
         factors = [large // small for small, large in itertools.pairwise(sizes)]
         shape = {f"level{i}": factor for i, factor in reversed(list(enumerate(factors)))}
-        return nested_mesh(shape, group) if shape else ALONE
+        return mesh_over(group, shape) if shape else ALONE
 
     @property
     def process_group(self) -> Any:

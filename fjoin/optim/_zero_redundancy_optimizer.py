@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..groups import mesh_from_group
+from ..groups import mesh_over
 from ._optimizer import Optimizer, step_as
 from ._param_groups import Hyperparameters, without_params
 from ._zero_shard import OwnSlice, Shard, WholeLeaves, cut_group, gather, give, optimizer_of, own_slices, torchs_state
@@ -77,7 +77,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         self.process_group: Any = dist.group.WORLD if process_group is None else process_group
         if self.process_group is None:
             raise ValueError("a ZeroRedundancyOptimizer needs torch.distributed.init_process_group first")
-        self._mesh = mesh_from_group(self.process_group)
+        self._mesh = mesh_over(self.process_group)
         self.world_size, self.rank = self._mesh.size, self._mesh.rank
         self.part, hyperparameters = optimizer_of(optimizer_class, defaults)
         self.hyper: Hyperparameters = Hyperparameters(self.part)

@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .._errors import EarlyTermination, JoinError
 from ..agreement import Record, Sums, same
-from ..groups import Communicator, mesh_from_group
+from ..groups import Communicator, mesh_over
 from ..transforms.axes import Work
 from ._ddp_hook import DDPHook
 
@@ -93,7 +93,7 @@ class Join:
         self._joinables = [one for one in self._all if hasattr(one, "join_process_group")]
         _check(self._all, self._joinables)
         self._first = next((one for one in self._joinables if not _steps(one)), self._joinables[0])
-        self.mesh: Communicator = getattr(self._first, "mesh", None) or mesh_from_group(self._first.join_process_group)
+        self.mesh: Communicator = getattr(self._first, "mesh", None) or mesh_over(self._first.join_process_group)
         self._device = self._first.join_device if self.mesh.device.type != "cpu" else self.mesh.device
         axes, flags = tuple(self.mesh.shape), (_LIVE, _SYNCS)
         self._record = Record(self.mesh, axes, (), flags, small=True, device=self._device)

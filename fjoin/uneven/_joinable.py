@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
-from ..groups import Communicator, Mesh, mesh_from_group, mesh_or_world
+from ..groups import Communicator, Mesh, mesh_or_world, mesh_over
 from ..transforms.axes import bind_axes
 from ..transforms.sync import JoinHook as PureHook
 
@@ -81,5 +81,5 @@ def as_joinable(
     tensor(3)
     """
     if isinstance(mesh, dist.ProcessGroup):
-        return PureJoinable(hook, state, mesh_from_group(mesh))
+        return PureJoinable(hook, state, mesh_over(mesh))
     return PureJoinable(hook, state, mesh_or_world("as_joinable", mesh))

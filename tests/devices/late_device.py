@@ -134,10 +134,10 @@ class Device:
             tensors = [x for x in leaves if isinstance(x, Tensor)]
             self.step_ends(body.ended.event.place if body.ended is not None else 0, tensors)
 
-        def cut(axes: Any, every: Any, failure: str, process: int) -> None:
+        def cut(axes: Any, failure: str, process: int) -> None:
             if failure:
                 self.cut()
-            destroy(axes, every, failure, process)
+            destroy(axes, failure, process)
 
         make: Any = Message.__init__
         is_one = lambda device: device.type == "cpu"  # noqa: E731

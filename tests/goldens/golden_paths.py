@@ -109,10 +109,10 @@ def _train(seen: dict[str, Any], row: Row, weights: str, mesh: Any) -> None:
     seen["at"] = "step 0"
     for step in range(STEPS):
         batch = gradients(row, mesh.rank, step), weight(weights, mesh.rank, step)
-        before = mesh.sent()
+        before = mesh.traffic.messages
         with watched() as messages:
             state, metrics = step_of(state, batch)
-        called = mesh.sent() - before
+        called = mesh.traffic.messages - before
         seen["messages"].append(_sent(messages) if messages or not called else [f"{called} calls"])
         sums = sorted((metrics.sums or {}).items())
         seen["losses"].append([float(metrics.loss), float(metrics.weight), *(float(x) for _, x in sums)])

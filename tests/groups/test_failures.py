@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -15,6 +14,7 @@ import torch
 
 import fjoin
 from fjoin import transforms as tx
+from fjoin.groups import Traffic
 from fjoin.groups._failures import Failures
 from tests.ranks import Ranks
 from tests.reducer.in_backward import in_backward
@@ -146,25 +146,25 @@ def test_a_living_child_of_a_killed_rank_does_not_hide_its_end(ranks: int, trans
         assert (kind, failed) == ("PeerLost", [1, 2]) and seconds < 10.0, text
 
 
-class Texts(dict[str, str]):
+class Values(dict[str, Any]):
     """A store in this process."""
 
-    def set(self, seconds: float, key: str, text: str) -> None:
-        self[key] = text
+    def set(self, seconds: float, key: str, value: Any) -> None:
+        self[key] = value
 
-    def get(self, seconds: float, key: str) -> str | None:  # type: ignore[override]
+    def get(self, seconds: float, key: str) -> Any:  # type: ignore[override]
         return super().get(key)
 
-    def get_all(self, seconds: float, keys: list[str]) -> list[str]:
+    def get_all(self, seconds: float, keys: list[str]) -> list[Any]:
         return [self[key] for key in keys]
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="processes are looked up in /proc")
 def test_a_process_is_told_from_a_later_one_of_its_number() -> None:
     def gone(change: Callable[[list[Any]], list[Any]]) -> set[int]:
-        store: Any = Texts()
-        failures = Failures(store, "mesh", 0, [0, 1])
-        store["mesh/process/1"] = json.dumps(change(json.loads(store["mesh/process/0"])))
+        store: Any = Values()
+        failures = Failures(store, "mesh", 0, [0, 1], Traffic())
+        store["mesh/process/1"] = change(store["mesh/process/0"])
         return failures.gone()
 
     assert gone(lambda own: own) == set() and gone(lambda own: [*own[:2], "1"]) == {1}

@@ -127,9 +127,20 @@ def device_meshes(rank: int) -> None:
             kept.append(mesh)
 
 
+def two_loops(rank: int) -> None:
+    """All ranks leave a loop before its end; in the next one over the same group a rank is late."""
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=LONG_S))
+    for last in (1, 4):
+        for i, _ in enumerate(fjoin.join([torch.ones(2)] * 6)):
+            if rank == 0 and i == 3:
+                late()
+            if i == last:
+                break
+
+
 PROGRAMS: dict[str, tuple[Callable[[int], None], int]] = {
     "rows": (rows, 4), "broadcast": (broadcast, 4), "again": (again, 2), "two modules": (two_modules, 2), "fork": (fork, 2),
-    "without descriptors": (without_descriptors, 2), "device meshes": (device_meshes, 4),
+    "without descriptors": (without_descriptors, 2), "device meshes": (device_meshes, 4), "two loops": (two_loops, 2),
 }  # fmt: skip
 
 

@@ -16,6 +16,7 @@ import torch
 
 import fjoin
 from fjoin import transforms as tx
+from fjoin.groups import Traffic
 from fjoin.groups._failures import Failures
 from fjoin.shared_memory import PeerGone
 from tests.ranks import Ranks
@@ -76,7 +77,7 @@ def test_error_does_not_name_a_rank_that_lost_another(monkeypatch: pytest.Monkey
         def get(self, *args: Any) -> None:
             return None
 
-    failures = Failures(Nothing(), "mesh", 2, [10, 11, 12, 13])  # type: ignore[arg-type]
+    failures = Failures(Nothing(), "mesh", 2, [10, 11, 12, 13], Traffic())  # type: ignore[arg-type]
     for gone, blamed in (({1}, 1), ({0, 1}, None), (set(), 0), ({0}, 0)):
         monkeypatch.setattr(failures, "gone", lambda gone=gone: gone)
         cause = failures.root_cause(PeerGone(10), 3)

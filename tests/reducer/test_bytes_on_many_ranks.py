@@ -13,7 +13,7 @@ from torch.testing._internal.distributed import fake_pg as fake_pg  # which regi
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.groups import mesh_from_group
+from fjoin.groups import mesh_over
 from tests.traffic import watched
 
 HOOKS: dict[str, Any] = {
@@ -48,7 +48,7 @@ def test_counted_and_announced(fake_group: int, hook: str) -> None:
     params, made = {"w": torch.ones(300, 100), "b": torch.ones(16)}, HOOKS[hook]()
     state = made.init(params)
     for step in range(3):
-        with fjoin.bind(mesh_from_group(dist.group.WORLD)), watched() as sent:
+        with fjoin.bind(mesh_over(dist.group.WORLD)), watched() as sent:
             _, state = made.update(params, state, params)
         rows = tx.explain(made, params, {"data": fake_group}, bucket_bytes=10**9, at_step=step).rows
         # A step sends its record in the place of the weights.

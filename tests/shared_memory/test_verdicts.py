@@ -39,13 +39,13 @@ def steps(transport: str, hook: str, bad: str, n: int) -> Any:
                 x[5], x[-5] = torch.inf, -torch.inf
         if i == 1 and bad == "overflow":  # of the sum of the elements, which are finite, as is the loss
             x[: n // 2] = 1e38
-        before = mesh.sent()
+        before = mesh.traffic.messages
         try:
             state, metrics = step(state, x)
             assert bool(torch.isfinite(torch.as_tensor(metrics.weight)))
         except fjoin.NonFinite as raised:
             error = f"{sorted(raised.ranks)} {raised.paths}"
-        sent.append(mesh.sent() - before)
+        sent.append(mesh.traffic.messages - before)
     return {path: p.clone() for path, p in state.params.items()}, error, sent
 
 

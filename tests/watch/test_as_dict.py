@@ -41,11 +41,11 @@ def numbers_of(name: str, transport: str) -> Any:
     step = fjoin.train_step(loss_fn, PIPELINES[name](), mesh=mesh, weight=len)
     state, found, sent = step.init(PARAMS), [], []
     for i, batch in enumerate(step.join(batches(mesh.rank, 3))):
-        before = mesh.sent()
+        before = mesh.traffic.messages
         state, metrics = step(state, batch)
         if i:
             found.append(metrics.as_dict())
-        sent.append(mesh.sent() - before)
+        sent.append(mesh.traffic.messages - before)
     step.close()
     return found, sent
 
@@ -75,7 +75,7 @@ def silent(name: str, transport: str, reads: bool) -> Any:
         if reads:
             show(metrics)
             metrics.as_dict()
-    return mesh.sent()
+    return mesh.traffic.messages
 
 
 def test_it_sends_nothing(pool: Pool) -> None:
