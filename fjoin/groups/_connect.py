@@ -94,33 +94,32 @@ _CONNECTED_S = 30.0  # torch's attempts to connect end by themselves, later than
 
 def connected_mesh(
     occasion: str,
-    what: str,
     shape: dict[str, int],
-    ranks: list[int],
-    connect: Callable[[], dict[str, Any]],
+    grid: Tensor,
     timeout_s: float,
     transport: str,
     ordered: bool = False,
     owned: bool = False,
+    groups: dict[str, Any] | None = None,
 ) -> Communicator:
     """A mesh whose ranks meet before they connect: they compare what they make, and those of one host share memory.
 
     Args:
         occasion: The place in the program, in words.
-        what: What this rank makes, in words.
-        ranks: The ranks of the mesh, which all call this.
-        connect: Makes the groups by axis; see `GroupMesh`.
+        grid: The ranks of the mesh, which all call this, along its axes.
+        groups: The groups by axis, see `GroupMesh`; by default new ones.
 
     Raises:
-        DesyncError: a rank makes something else, or is at another place in the program.
+        DesyncError: a rank makes another mesh, or is at another place in the program.
         ValueError: `transport` is "shared", and the ranks are on several hosts.
         PeerLost: the process that hosts the store has ended.
         CollectiveTimeout, TransportError: see `limited` and `links_to_host`.
     """
+    own, ranks = f"a mesh of shape {shape}, ordered={ordered}, transport={transport!r}", grid.flatten().tolist()
     meetings, links = Meetings(Store(), "meshes", timeout_s, lambda rank: None), None
     try:
         with Doorway() as doorway:
-            found = meetings.exchange(occasion, [what, doorway.host, doorway.address], list, ranks)
+            found = meetings.exchange(occasion, [own, doorway.host, doorway.address], list, ranks)
             for rank, (other, *_) in zip(ranks, found, strict=True):
                 if other != found[0][0]:
                     raise DesyncError(
@@ -133,7 +132,8 @@ def connected_mesh(
                     "transport='shared' needs all ranks on one host, with Linux; with transport='auto' those of one host share "
                     "memory"
                 )
-            groups = limited(timeout_s, connect)
+            if groups is None:
+                groups = limited(timeout_s, lambda: new_groups(shape, grid, timeout_s))
             if transport != "gloo":
                 doorways = {rank: (host, address) for rank, (_, host, address) in zip(ranks, found, strict=True)}
                 links = links_to_host(doorway, doorways, meetings, timeout_s, transport == "shared")
@@ -159,8 +159,7 @@ def linked_mesh(group: dist.ProcessGroup, name: str, occasion: str) -> Communica
     ranks = dist.get_process_group_ranks(group)
     shares = chosen_transport("auto") != "gloo" and dist.get_backend(group) == "gloo"
     shape, transport = {name: len(ranks)}, "auto" if shares else "gloo"
-    what = f"a mesh of shape {shape}, transport={transport!r}"
-    return connected_mesh(occasion, what, shape, ranks, lambda: {name: group}, timeout_of(group), transport)
+    return connected_mesh(occasion, shape, torch.tensor(ranks), timeout_of(group), transport, groups={name: group})
 
 
 def new_groups(
@@ -172,8 +171,14 @@ def new_groups(
     again. Otherwise each rank makes its own ones, which must stay until the program ends: torch names them by their ranks and
     by the current number of groups, so a later one could get the name of a destroyed one, and with it the addresses.
 
+    An accelerator's communicators are made here. They would be made by the first message, where nothing limits the wait for a
+    rank that has failed before it.
+
     Args:
         whole: A group of all ranks of the grid, instead of a new one.
+
+    Raises:
+        CollectiveTimeout: a rank has not made its communicators in time.
     """
     ranks, me, timeout = sorted(grid.flatten().tolist()), dist.get_rank(), datetime.timedelta(seconds=timeout_s)
     everyone, groups = len(ranks) == dist.get_world_size(), dict[str, Any]()
@@ -188,25 +193,14 @@ def new_groups(
                 group = dist.new_group(line, timeout=timeout, use_local_synchronization=not everyone)
                 if me in line:
                     groups[name] = group
-    return groups
-
-
-def communicating(made: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-    """The groups, with an accelerator's communicators made.
-
-    They would be made by the first message, where nothing limits the wait for a rank that has failed before it.
-
-    Raises:
-        CollectiveTimeout: a rank has not come in time.
-    """
-    groups = [group for group in made.values() if speaks(group, devices.kind())]
-    if groups:
+    speaking = [group for group in groups.values() if group is not whole and speaks(group, devices.kind())]
+    if speaking:
         words = torch.zeros(1, device=devices.current())
-        for group in groups:  # in the same order on all ranks
+        for group in speaking:  # in the same order on all ranks
             dist.all_reduce(words, group=group)
         if not poll(devices.here(words.device).query, timeout_s):
             raise CollectiveTimeout(f"not all ranks have made their communicators within {timeout_s:g} s")
-    return made
+    return groups
 
 
 def speaks(group: Any, kind: str | None) -> bool:

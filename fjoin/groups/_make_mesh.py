@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .._errors import CollectiveTimeout, DesyncError, JoinError, PeerLost, TransportError
 from ..transforms.axes import One, bind_axes, bound
 from ..transforms.base import devices, flag, is_number
-from ._connect import chosen_transport, communicating, connected_mesh, limited, new_groups
+from ._connect import chosen_transport, connected_mesh, limited, new_groups
 from ._failures import is_backend_error
 from ._group_mesh import ENDED, MESHES, TIMEOUT_S, GroupMesh, timeout_of
 from ._launch import read_launch
@@ -90,13 +90,8 @@ def mesh(
     else:
         sizes = _sizes(axes, dist.get_world_size())
         grid = torch.arange(dist.get_world_size()).reshape(tuple(sizes.values()))
-    what = f"a mesh of shape {sizes}, timeout_s={timeout_s:g}, ordered={ordered}, transport={transport!r}"
-    ranks, owned = grid.flatten().tolist(), not isinstance(axes, DeviceMesh)
-
-    def connect() -> dict[str, Any]:
-        return communicating(new_groups(sizes, grid, timeout_s), timeout_s)
-
-    return connected_mesh("fjoin.mesh", what, sizes, ranks, connect, timeout_s, transport, ordered, owned)
+    owned = not isinstance(axes, DeviceMesh)
+    return connected_mesh("fjoin.mesh", sizes, grid, timeout_s, transport, ordered, owned)
 
 
 # Without these a thread of torch's ends the process about a minute after a rank has failed, whatever the program does.
