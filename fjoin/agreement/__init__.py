@@ -1,4 +1,12 @@
-"""What ranks say to each other: records, step ids, requests, comparisons."""
+"""What ranks say to each other: records, step ids, requests, comparisons.
+
+Files, in the order in which a step meets them:
+_record         the record that ranks sum in a step: `own_values` of this rank, `StepRecord`, its message `Sums`; `Requests` in it
+_step_ids       numbers that tell steps apart, which travel in the record
+_device_reads   small tensors that the host reads later
+_same           what must be the same on all ranks; errors that all raise together
+_apart          objects as JSON, with their tensors apart
+"""
 
 from ._apart import put_together as put_together, taken_apart as taken_apart
 from ._device_reads import DeviceReads as DeviceReads, numbers as numbers, read_now as read_now

@@ -42,7 +42,6 @@ class GradBuffer:
     scattered: bool
     grads: Tensor
     missing: int
-    filled: bool
 
     def __init__(
         self,
@@ -75,7 +74,7 @@ class GradBuffer:
             (), device=bucket.device
         )  # the norm or the sum of `grads`; see GradCheck.observe
         self.total: float | None = None
-        self.missing, self.filled = 0, False
+        self.missing = 0
         self.used: list[bool] = [False] * len(bucket.paths)  # whether a gradient of each leaf has ever come
 
     def start(self, leaves: list[Tensor], window: dict[Tensor, Tensor] | None = None) -> None:
@@ -85,7 +84,7 @@ class GradBuffer:
             window: The sums of earlier gradients, to be added; see `Storage`.
         """
         self._window = window or {}
-        self.leaves, self.missing, self.filled, self.work = leaves, len(leaves), False, None
+        self.leaves, self.missing, self.work = leaves, len(leaves), None
         self.total, self._given = None, []
         self.scattered = False
         # A hook may have replaced it by its result. On the host a direct buffer keeps the last gradient until the next one
@@ -139,6 +138,7 @@ class GradBuffer:
                 self.buffer = self.grads = torch.zeros_like(leaf).view(-1)
             else:
                 self._views[i].zero_()
+        self.missing = 0
         self._copy_given()
 
     def clear_padding(self) -> None:
@@ -258,12 +258,11 @@ class BucketQueue:
             return  # a function's backward gave none; `finish` fills in zeros
         out = self.outgoing[index]
         out.copy_grad(i, leaf)
-        if out.missing == 0:
-            out.filled = True
+        if not out.missing:
             self._advance()
 
     def _advance(self) -> None:
-        while self._next < len(self.outgoing) and self.outgoing[self._next].filled:
+        while self._next < len(self.outgoing) and not self.outgoing[self._next].missing:
             out = self.outgoing[self._next]
             out.work = self._launch(self._next, out)
             self._next += 1
@@ -272,9 +271,8 @@ class BucketQueue:
         """Fill and launch the buckets that backward did not complete, after it has ended."""
         self._open = False
         for out in self.outgoing:
-            if not out.filled:
+            if out.missing:
                 out.fill()
-                out.filled = True
         self._advance()
 
 

@@ -45,12 +45,10 @@ class StepHook:
     """Runs the hook of a step on its buckets.
 
     Attributes:
-        by_weight: Whether a rank counts by its weight. Otherwise each rank with a batch counts 1.
         factor: What remains to be multiplied into this rank's gradients before they are sent: 0-d, or None for nothing.
         clip: The function from the norm of the reduced gradients to their clip factor; None where nothing is clipped.
     """
 
-    by_weight: bool = True
     factor: Tensor | None = None
     clip: Clip | None = None
     _state: Any = None  # of this step
@@ -239,7 +237,7 @@ class AllReduceHook(StepHook):
     def __init__(self, plan: Plan, mesh: Communicator, record: StepRecord, grads: GradCheck) -> None:
         assert plan.reduce is not None
         self._hook, self._plan, self._mesh, self._record, self._grads = plan.hook, plan, mesh, record, grads
-        self.by_weight, self._axes = plan.by_weight, record.axes
+        self._axes = record.axes
         by_norm = None if plan.clip is None else plan.clip.by_norm
         self.clip = None if by_norm is None else by_norm.factor
         self._unit = 2.0 ** -math.floor(math.log2(record.ranks))

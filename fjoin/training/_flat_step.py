@@ -78,7 +78,7 @@ class FlatStep:
             self._counts = agreements.send(counts)
         if span is not None:
             span.next("backward and launches")
-        queue.start(storage, shell.launch if span is None else shell.named_launch)
+        queue.start(storage, hook.launch if span is None else shell.named_launch)
         if agreements.plan.reduce is None:
             check.grads.begin(agreements.plan, step)
         hook.start(body.hook, Opened(storage, record, values, step, begun, body.first))

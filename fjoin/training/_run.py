@@ -49,7 +49,6 @@ class Run:
         self.ranks, self.step_check = self.agreements.ranks, self.agreements.check
         record = self.agreements.of_hook(0)
         self.hook: StepHook = make_hook(plan, mesh, record, self.step_check.grads, accumulate > 1)
-        self.launch: Launch = self.hook.launch
         self.named_launch: Launch = named(self.hook.launch, mesh.traffic)  # for traces
         # Whether each bucket's gather begins once it has been stepped.
         self.gathers_buckets: bool = sharding is not None and sharding.codec is None and pipeline.after is None
@@ -152,7 +151,7 @@ class Run:
     def _own(self, body: StateData, forward: Forward) -> tuple[GradOutput, dict[str, Any]]:
         """What backward starts from, and this rank's values of the window so far."""
         loss, weight = forward.loss, forward.weight
-        counted = weight if self.hook.by_weight else float(weight > 0)
+        counted = self.agreements.plan.counted(weight)
         if not body.window or not body.window["weight"]:
             body.first = counted or 1.0
         scale = body.outer.scale if self._scales else None

@@ -1,4 +1,11 @@
-"""Names of ranks, collectives by name, and the simulator of ranks."""
+"""Names of ranks, collectives by name, and the simulator of ranks.
+
+Files, from the ground up:
+_environment   `Axis`, an interpreter of collectives; the axes that are bound in a thread
+_primitive     one collective on one tensor; how a tree is packed into messages; sums in place
+_collectives   `psum` and the others, by the name of an axis
+_simulate      ranks simulated in one process
+"""
 
 from ._collectives import (
     all_gather as all_gather,

@@ -148,7 +148,7 @@ class Axis:
 
 
 class BoundCall(NamedTuple):
-    """The call of a train_step in which something runs; see transforms/_call_env.py."""
+    """The call of a train_step in which something runs."""
 
     weight: Any = 1.0
     number: Any = None

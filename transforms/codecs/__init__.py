@@ -1,4 +1,11 @@
-"""The forms of floats in messages."""
+"""The forms of floats in messages.
+
+Files, from the ground up:
+_codec    `Codec`; floats as rows of codes, and their random bits
+_blocks   a scale for each block: int8, int4, uint8, fp8
+_signs    few values: signs, and multiples of a norm
+_sparse   some of the elements
+"""
 
 from ._blocks import fp8 as fp8, int4 as int4, int8 as int8, uint8 as uint8
 from ._codec import (

@@ -1,4 +1,12 @@
-"""Transforms made of others, clipping, and looks at the gradients."""
+"""Transforms made of others, clipping, and looks at the gradients.
+
+Files, simple ones first:
+_chain         `chain`, `identity`, `stateless`; the call of the stage behind another one
+_conditional   `every`, `switch_after`, `accumulate`
+_partition     `partition`, `masked`
+_clip          clipping, by norm and by value
+_monitor       `tap`, and norms that are recorded
+"""
 
 from ._chain import (
     behind as behind,

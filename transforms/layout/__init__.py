@@ -1,4 +1,9 @@
-"""Who owns which element: buckets, and the pieces of them that ranks own."""
+"""Who owns which element: buckets, and the pieces of them that ranks own.
+
+Files, from the ground up:
+_buckets   which leaf is where in which bucket; which bucket's message carries the record
+_pieces    which rank owns which part of a bucket
+"""
 
 from ._buckets import (
     Bucket as Bucket,

@@ -1,4 +1,17 @@
-"""Optimizers in step_param style, their schedules and their wrappers."""
+"""Optimizers in step_param style, their schedules and their wrappers.
+
+Files, from the ground up:
+_schedules   hyperparameters: numbers, and functions of the step
+_checks      checks of gradients and states; `unchecked` is the function behind them
+_optimizer   `Optimizer`, on one parameter, on lists and on trees
+_kernels     steps in place: torch's kernels, which divide and clip by `grad_scale`, or the formula
+_sgd         SGD, averaged SGD, Rprop
+_adam        Adam and its relatives
+_adagrad     Adagrad, Adadelta, RMSprop, Adafactor
+_lion        Lion
+_muon        Muon
+_wrappers    optimizers around others, and optimizers by torch's names
+"""
 
 from ._adagrad import (
     AdadeltaState as AdadeltaState,

@@ -95,14 +95,9 @@ class Plan(NamedTuple):
         assert self.reduce is not None and self.reduce.reduces is not None
         return self.reduce.reduces.over
 
-    @property
-    def by_weight(self) -> bool:
-        """Whether ranks count by their weights in `reduce`; if not, they count by having a batch."""
-        return self.over in (None, "weight")
-
     def counted(self, weight: float) -> float:
-        """What a rank of this weight counts in `reduce`."""
-        return weight if self.over in (None, "weight") else float(weight > 0)
+        """What a rank of this weight counts: in `reduce`, or its weight where the hook counts by itself."""
+        return weight if self.reduce is None or self.over in (None, "weight") else float(weight > 0)
 
     def divisor(self, sums: Mapping[str, Any], ranks: int) -> Any:
         """The divisor of `reduce`, from the sums over this number of ranks of their `weight` and `live`."""

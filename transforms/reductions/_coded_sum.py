@@ -90,7 +90,7 @@ def choose(fine: bool | Tensor, new: Tensor, old: Tensor) -> Tensor:
 
 
 def coded_sum(
-    codec: Codec, x: Tensor, axis: AxisName, places: Tensor | None = None, feeds: bool = False
+    axis: AxisName, codec: Codec, x: Tensor, places: Tensor | None = None, feeds: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """The sum of all ranks' (n,) float32 through encoded messages, equal on all ranks to the bit.
 

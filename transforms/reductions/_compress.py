@@ -248,7 +248,7 @@ def _in_bytes(codec: Codec, axis: AxisName, move: Callable[[Tensor], Tensor]) ->
 
 def _psum(codec: Codec, x: Tree, axis: AxisName) -> Tree:
     def run(flat: Tensor) -> Tensor:
-        return coded_sum(codec, flat, axis, places_of({"": flat}, flat.device) if codec.stochastic else None)[0]
+        return coded_sum(axis, codec, flat, places_of({"": flat}, flat.device) if codec.stochastic else None)[0]
 
     return packed(x, 0, run)
 

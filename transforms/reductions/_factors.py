@@ -209,7 +209,7 @@ def _sum(name: str, flat: Tensor, axis: AxisName, wire: Codec | None, feeds: boo
         return flat, None
     if wire is None:
         return psum(flat, axis), None
-    return coded_sum(wire, flat, axis, places_of({name: flat}, flat.device) if wire.stochastic else None, feeds)
+    return coded_sum(axis, wire, flat, places_of({name: flat}, flat.device) if wire.stochastic else None, feeds)
 
 
 def _next(

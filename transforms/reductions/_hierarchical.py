@@ -82,7 +82,7 @@ def hierarchical_mean(local: str, node: str, codec: Codec | None = None, over: O
         here = to_device(x.device, axis_index(local)).view(1)
         part = psum_scatter(cut(x, inside), local)
         mine = None if places is None else cut(places, inside).index_select(0, here)[0]
-        part, lost = coded_sum(codec, part, node, mine, feeds)
+        part, lost = coded_sum(node, codec, part, mine, feeds)
         if lost is not None:  # the residual of the node's message lies on the rank that has sent it
             rows = torch.arange(inside, device=x.device).unsqueeze(1) == here
             lost = torch.where(rows, lost, 0.0).flatten()[:n]

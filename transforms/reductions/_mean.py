@@ -34,7 +34,6 @@ from ..base import (
     some_axes,
     words_dtype,
 )
-from ..codecs import Codec
 from ._coded_sum import coded_sum, encoded
 
 
@@ -48,17 +47,12 @@ def _reduction(axis: AxisName, over: Over | None) -> Transform:
         leaves = [torch.as_tensor(leaf) for leaf in leaves]
         share = share_of(call, axis, over, device_of(leaves))
         if call.wire is not None and axis_size(axis) > 1:
-            coded = functools.partial(_coded, axis)
-            out = encoded(optree.tree_unflatten(structure, leaves), share, call, coded)
+            out = encoded(optree.tree_unflatten(structure, leaves), share, call, functools.partial(coded_sum, axis))
         else:
             out = optree.tree_unflatten(structure, mean_of(leaves, share, axis, call.donated and not call.persistent))
         return (share.unless_idle(out, grads) if call.persistent else out), state
 
     return Transform(init_empty, update, Needs.NOTHING, Reduction(axis, over, fusable=True), takes=("donated", "wire"))
-
-
-def _coded(axis: AxisName, codec: Codec, x: Tensor, places: Tensor | None, feeds: bool) -> tuple[Tensor, Tensor | None]:
-    return coded_sum(codec, x, axis, places, feeds)
 
 
 def share_of(call: Call, axis: AxisName, over: Over | None, device: torch.device | None) -> Share:

@@ -108,7 +108,7 @@ def test_random_bits_depend_on_seed_step_and_path_only() -> None:
 
 def test_stochastic_codecs_need_a_hook_that_counts_steps() -> None:
     def bare() -> Any:
-        return coded_sum(tx.qsgd(), torch.ones(4), "data")
+        return coded_sum("data", tx.qsgd(), torch.ones(4))
 
     raises_text(ValueError, lambda: tx.simulate(bare, {"data": 2}), "stochastic", "compress")
     raises_text(ValueError, lambda: tx.compress(tx.qsgd(), tx.mean("data"), seed=0.5), "seed", "0.5")  # type: ignore[arg-type]
