@@ -57,13 +57,13 @@ class StepHook:
         """The initial state."""
         raise NotImplementedError
 
-    def loss_factor(self, weight: float, first: float, agrees: bool) -> float:
+    def loss_factor(self, weight: float, first: float, float16: bool) -> float:
         """The factor of the loss.
 
         Args:
             weight: This rank's weight, or 1 or 0 where ranks do not count by their weights.
             first: The first weight above 0 of this rank's window.
-            agrees: Whether the ranks agree on their weights before they send gradients, as they do for float16.
+            float16: Whether some parameters are float16, so that the ranks agree on their weights before they send gradients.
         """
         raise NotImplementedError
 
@@ -161,7 +161,7 @@ class BucketHook(StepHook):
         with bind_pieces(storage.pieces and storage.pieces.flat(k, FLAT)):
             return early.init({FLAT: storage.flats[k]})
 
-    def loss_factor(self, weight: float, first: float, agrees: bool) -> float:
+    def loss_factor(self, weight: float, first: float, float16: bool) -> float:
         """The factor of the loss: its part of the window where micro-batches are added, otherwise 1."""
         return weight / first if self._accumulates else 1.0
 
@@ -241,7 +241,7 @@ class AllReduceHook(StepHook):
         by_norm = None if plan.clip is None else plan.clip.by_norm
         self.clip = None if by_norm is None else by_norm.factor
         self._unit = 2.0 ** -math.floor(math.log2(record.ranks))
-        self._agrees = False  # whether the ranks agree on their weights before they send gradients
+        self._float16 = False  # whether the ranks agree on their weights before they send gradients, since some of these are float16
         self._first = 1.0  # the first weight above 0 of this rank's window
         self._carrier: GradBuffer | None = None  # the bucket whose message carries the record
         self._stages = BucketStages(plan, mesh)  # those behind the reduction run on all buckets
@@ -252,9 +252,9 @@ class AllReduceHook(StepHook):
         params = {path: leaf.detach() for path, leaf in storage.leaves.items()}
         return copy_if_aliased(self._hook.init(params), storage.flats)
 
-    def loss_factor(self, weight: float, first: float, agrees: bool) -> float:
+    def loss_factor(self, weight: float, first: float, float16: bool) -> float:
         """The factor of the loss: starting backward from the weight applies it at no cost."""
-        return weight / first if agrees else weight * self._unit
+        return weight / first if float16 else weight * self._unit
 
     def prepare(self, storage: Storage) -> list[GradBuffer]:
         """The buffers of the messages."""
@@ -271,7 +271,7 @@ class AllReduceHook(StepHook):
     def start(self, state: Any, opened: Opened) -> None:
         """Prepare for the buckets of a step."""
         values, record, layout = opened.values, opened.record, opened.storage.layout
-        self._first, self._agrees = opened.first, opened.storage.float16
+        self._first, self._float16 = opened.first, opened.storage.float16
         if self._plan.rest:
             self._stages.begin(Call(values["weight"], opened.step), layout, sends=False)
         if self._carrier is None:
@@ -282,7 +282,7 @@ class AllReduceHook(StepHook):
     def launch(self, index: int, out: GradBuffer) -> Work:
         if self.factor is not None:
             multiply_(out.grads, self.factor)
-        if self._agrees:  # the gradients carry weight / first
+        if self._float16:  # the gradients carry weight / first
             total = (
                 None if self._plan.over is None else nonzero_or_one(self._plan.divisor(self.sums(), self._record.ranks))
             )
@@ -318,7 +318,7 @@ class AllReduceHook(StepHook):
             if not rest:
                 self._grads.observe(out)  # while later messages are still under way
         sums = self.sums()
-        divisor = 1.0 if self._agrees else self._plan.divisor(sums, self._record.ranks) * self._unit
+        divisor = 1.0 if self._float16 else self._plan.divisor(sums, self._record.ranks) * self._unit
         if not rest:
             clip = self._plan.clip
             keeps = None if clip is None or clip.by_norm is None else clip.by_norm.keeps

@@ -64,9 +64,9 @@ def _sharded(part: Any, axis: str) -> Any:
     make = part.spec.factory if isinstance(part, Transform) else None
     if make is None:
         return part
-    args = dict(part.spec.args)
-    if part.spec.name == "mean" and axis in names(args["axis"]):
-        rest = tuple(one for one in names(args["axis"]) if one != axis)
-        found = scatter_mean(axis, args["over"])
-        return chain(found, mean(rest if len(rest) > 1 else rest[0], args["over"])) if rest else found
-    return call_factory(make, ((name, _sharded(value, axis)) for name, value in args.items()))
+    of = part.reduces
+    if of is not None and of.fusable and not of.scatters and of.over is not None and axis in names(of.axis):
+        rest = tuple(one for one in names(of.axis) if one != axis)
+        found = scatter_mean(axis, of.over)
+        return chain(found, mean(rest if len(rest) > 1 else rest[0], of.over)) if rest else found
+    return call_factory(make, ((name, _sharded(value, axis)) for name, value in part.spec.args))
