@@ -8,20 +8,20 @@ _step_buckets  the optimizer's kernels on buckets
 _body          the data of a training state, and the ends of a step
 _agreements    the records that ranks sum
 _stages        the stages of a hook, on buckets and on the whole tree
-_hook          the hook: `AllReduceHook` sums and gives the divisor of a plain mean
+_reducer       runs the hook: `SumReducer` sums buckets in place, `StagedReducer` runs any stages
 """
 
 from ._agreements import Agreements as Agreements
 from ._body import EndStates as EndStates, StateData as StateData, init_ends as init_ends, run_end as run_end
-from ._hook import (
+from ._hook_state import HookState as HookState
+from ._reducer import (
     Opened as Opened,
-    StepHook as StepHook,
+    Reducer as Reducer,
     first_call as first_call,
-    make_hook as make_hook,
+    make_reducer as make_reducer,
     multiply_ as multiply_,
     totals_in as totals_in,
 )
-from ._hook_state import HookState as HookState
 from ._stages import BucketStages as BucketStages
 from ._step_buckets import STEP as STEP, named as named, step_buckets as step_buckets
 from ._verdict import CountsOfAll as CountsOfAll, Decision as Decision, StepCheck as StepCheck

@@ -69,7 +69,7 @@ class FlatStep:
             NonFinite, DesyncError: on all ranks; the state is as before.
         """
         shell, body, span, outgoing = self._shell, self._body, self._span, queue.outgoing
-        agreements, hook, storage, step = shell.agreements, shell.hook, body.storage, body.step
+        agreements, reducer, storage, step = shell.agreements, shell.reducer, body.storage, body.step
         check, records = agreements.check, agreements.records(step)
         if span is not None:
             span.next("agree: begin")
@@ -78,15 +78,15 @@ class FlatStep:
             self._counts = agreements.send(counts)
         if span is not None:
             span.next("backward and launches")
-        queue.start(storage, hook.launch if span is None else shell.named_launch)
+        queue.start(storage, reducer.launch if span is None else shell.named_launch)
         if agreements.plan.reduce is None:
             check.grads.begin(agreements.plan, step)
-        hook.start(body.hook, Opened(storage, record, values, step, begun, body.first))
+        reducer.start(body.hook, Opened(storage, record, values, step, begun, body.first))
         backward()
         queue.finish()
         if span is not None:
             span.next("wait for gradients")
-        self.sums, divisor = hook.finish(body.hook, storage, outgoing)
+        self.sums, divisor = reducer.finish(body.hook, storage, outgoing)
         if span is not None:
             span.next("agree: verdict")
         if records.pieces is not None:
@@ -95,7 +95,7 @@ class FlatStep:
             self.sums = check.grads.verdict(outgoing, record, values)
         assert self.sums is not None
         late = None if self._counts is None else agreements.read(step, self._counts)
-        self._decision = decision = check.decide(step, self.sums, outgoing, divisor, hook.clip, late)
+        self._decision = decision = check.decide(step, self.sums, outgoing, divisor, reducer.clip, late)
         self._raise_or_count()
         if span is not None:
             span.next("optimizer")
@@ -104,7 +104,7 @@ class FlatStep:
         self.end(decision.effect)
         if span is not None:
             span.next("states")
-        body.hook = decision.effect.keep(hook.new_state, body.hook)
+        body.hook = decision.effect.keep(reducer.new_state, body.hook)
         queue.free()
         body.torn = ""
 

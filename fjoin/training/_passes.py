@@ -108,7 +108,7 @@ def grad_output_of(loss: Tensor | None, factor: float, scale: Tensor | None, add
 
     Args:
         loss: The loss. None where this rank has no batch.
-        factor: The hook's factor of the loss; see `StepHook.loss_factor`.
+        factor: The hook's factor of the loss; see `Reducer.loss_factor`.
         scale: The scale of the loss, 0-d float32, or None.
         adds: Whether gradients of several micro-batches are added before they are sent, so that each must already
             carry its factor.

@@ -8,7 +8,7 @@ from typing import Any
 from ..agreement import numbers, own_values
 from ..buckets import BucketQueue, Launch, Storage
 from ..groups import Communicator, Span
-from ..step import STEP, Agreements, StateData, StepCheck, StepHook, make_hook, named
+from ..step import STEP, Agreements, Reducer, StateData, StepCheck, make_reducer, named
 from ..transforms.base import Transform
 from ..transforms.pipelines import Pipeline, make_plan, parts_of
 from ._failures import CALLS
@@ -48,8 +48,8 @@ class Run:
         self.agreements: Agreements = Agreements(mesh, plan, parts, "buckets", CALLS, norm=plan.clip is not None)
         self.ranks, self.step_check = self.agreements.ranks, self.agreements.check
         record = self.agreements.of_hook(0)
-        self.hook: StepHook = make_hook(plan, mesh, record, self.step_check.grads, accumulate > 1)
-        self.named_launch: Launch = named(self.hook.launch, mesh.traffic)  # for traces
+        self.reducer: Reducer = make_reducer(plan, mesh, record, self.step_check.grads, accumulate > 1)
+        self.named_launch: Launch = named(self.reducer.launch, mesh.traffic)  # for traces
         # Whether each bucket's gather begins once it has been stepped.
         self.gathers_buckets: bool = sharding is not None and sharding.codec is None and pipeline.after is None
         self.passes: Passes = Passes(loss, mesh, self.axes, self.ranks)
@@ -63,7 +63,7 @@ class Run:
         """Free buffers and hooks."""
         self.passes.hooks.detach()
         self.passes.hooks.queue = self._queue = None
-        self.hook.close()
+        self.reducer.close()
 
     def flush(self, body: StateData) -> None:
         """Run now the transforms that would run in later steps; see `TrainStep.flush`."""
@@ -87,7 +87,7 @@ class Run:
 
     def stop(self) -> None:
         """Take no more gradients until the next step."""
-        self.hook.stop()
+        self.reducer.stop()
         if self._queue is not None:
             self._queue.stop()
 
@@ -134,7 +134,7 @@ class Run:
         record = agreements.of_hook(body.step)
         counts = agreements.of_all.complete(own, step_id, has_next)
         values = counts if record is agreements.of_all else record.complete(own, step_id)
-        self.hook.factor = grad_output.rest
+        self.reducer.factor = grad_output.rest
         one = FlatStep(self, body, values["weight"], forward.buffers, span)
         one.run(queue, partial(passes.backward, forward, grad_output, storage), record, values, counts)
         of_all = one.of_all
@@ -155,7 +155,7 @@ class Run:
         if not body.window or not body.window["weight"]:
             body.first = counted or 1.0
         scale = body.outer.scale if self._scales else None
-        factor = self.hook.loss_factor(counted, body.first, body.storage.float16)
+        factor = self.reducer.loss_factor(counted, body.first, body.storage.float16)
         grad_output = grad_output_of(loss, factor, scale, self.accumulate > 1)
         sums = {} if loss is None else user_sums(forward.aux)
         own = own_values(weight * grad_output.rounding, loss, sums, body.window)
@@ -168,7 +168,7 @@ class Run:
         """The queue of the buckets. In the first step the ranks agree on the names of the user's sums."""
         settled = self.agreements.of_all.agree(own)
         self.agreements.fit(storage.layout)
-        queue = BucketQueue(self.hook.prepare(storage))
+        queue = BucketQueue(self.reducer.prepare(storage))
         self.passes.hooks.queue = queue
         # Where no rank has a batch yet, the ranks agree again in the next step.
         self._queue = queue if settled else None

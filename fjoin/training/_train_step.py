@@ -96,7 +96,7 @@ def make_state_data(
     # After `sync`, from the final parameters.
     storage.make_slots(exact=pipeline.sharding is not None and pipeline.sharding.codec is not None)
     held = storage.own_leaves()
-    hook = run.hook.init(storage)
+    hook = run.reducer.init(storage)
     slots = storage.optimizer_states() if pipeline.ends else {}
     ends = init_ends(pipeline, held, slots, storage.flats)
     run.close()

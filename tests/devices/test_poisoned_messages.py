@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fjoin.buckets import GradBuffer
-from fjoin.step._hook import AllReduceHook
+from fjoin.step._reducer import SumReducer
 from fjoin.training._flat_step import FlatStep
 from tests.devices.poisoned import poisoned
 from tests.goldens.golden_paths import registered, trained
@@ -45,7 +45,7 @@ def _fault(name: str | None) -> Any:
     parts: dict[str, Any] = {
         "wait": lambda: mock.patch.object(GradBuffer, "wait", lambda self: None),
         "gathers": lambda: mock.patch.object(FlatStep, "_gather", lambda self, sharding, effect: None),
-        "written": lambda: mock.patch.object(AllReduceHook, "launch", _launches_and_writes(AllReduceHook.launch)),
+        "written": lambda: mock.patch.object(SumReducer, "launch", _launches_and_writes(SumReducer.launch)),
     }
     return contextlib.nullcontext() if name is None else parts[name]()
 

@@ -14,8 +14,8 @@ import fjoin
 from fjoin import transforms as tx
 from fjoin.agreement import DeviceReads, _device_reads
 from fjoin.buckets import GradBuffer, start_gather
-from fjoin.step._hook import AllReduceHook
 from fjoin.step._interleave import SideStreams, Started
+from fjoin.step._reducer import SumReducer
 from fjoin.training._flat_step import FlatStep
 from fjoin.transforms.base import devices
 from tests.devices.echo import EchoMesh
@@ -102,7 +102,7 @@ def _does_not_wait_for_the_first(side: Any, function: Any) -> Any:
     return _START(side, function)
 
 
-_START, _LAUNCH, _STEP = SideStreams.start, AllReduceHook.launch, FlatStep._step_buckets
+_START, _LAUNCH, _STEP = SideStreams.start, SumReducer.launch, FlatStep._step_buckets
 
 
 def _with_memory_of_the_caller(side: Any, function: Any) -> Any:
@@ -148,7 +148,7 @@ FAULTS: dict[str, tuple[str, Callable[[], Any], str]] = {
     "a message is not awaited": ("mean", lambda: on(GradBuffer, "wait", lambda out: setattr(out, "work", None)), "by psum in 'message"),
     "the record is written after the message has begun": (
         "mean",
-        lambda: on(AllReduceHook, "launch", _writes_the_record_after),
+        lambda: on(SumReducer, "launch", _writes_the_record_after),
         "aten::copy_ in 'leaf', after the write to it by psum",
     ),
     "parameters are stepped while a gather reads them": (

@@ -1,4 +1,4 @@
-"""The hook of a step on buckets: a sum, a scatter, or any stages."""
+"""Runs the hook of a step on buckets: a sum, a scatter, or any stages."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Opened(NamedTuple):
     first: float
 
 
-class StepHook:
+class Reducer:
     """Runs the hook of a step on its buckets.
 
     Attributes:
@@ -120,7 +120,7 @@ def totals_in(sums: Mapping[str, Any]) -> Totals:
     return totals_of(sums["weight"], sums["live"])
 
 
-class BucketHook(StepHook):
+class StagedReducer(Reducer):
     """Runs a hook other than a plain reduction, step by step. The hook applies the weights itself."""
 
     def __init__(self, plan: Plan, mesh: Communicator, grads: GradCheck, accumulates: bool) -> None:
@@ -220,7 +220,7 @@ class BucketHook(StepHook):
         return None if sums is None else sums.read(self._grads.on_device), 1.0
 
 
-class AllReduceHook(StepHook):
+class SumReducer(Reducer):
     """Runs a hook that begins with `mean` or `sum_over` and contains no further reduction.
 
     The buckets are summed in place, each rank's gradients times its weight, since the loss carries that, and times a power of
@@ -311,7 +311,7 @@ class AllReduceHook(StepHook):
         return self._alone.read(self._grads.on_device)
 
     def finish(self, old: Any, storage: Storage, outgoing: list[GradBuffer]) -> tuple[dict[str, Any], Any]:
-        """Complete the messages after backward; see `StepHook`."""
+        """Complete the messages after backward; see `Reducer`."""
         rest = self._plan.rest
         for out in outgoing:
             out.wait()
@@ -335,7 +335,7 @@ class AllReduceHook(StepHook):
         return sums, 1.0
 
 
-class ReduceScatterHook(AllReduceHook):
+class ScatterReducer(SumReducer):
     """Runs a hook that begins with `scatter_mean` and contains no further reduction."""
 
     carries_record = False
@@ -389,13 +389,13 @@ class Scatter:
                 self._out.buffer = self._out.grads
 
 
-def make_hook(plan: Plan, mesh: Communicator, record: StepRecord, grads: GradCheck, accumulates: bool) -> StepHook:
-    """The hook that runs a plan.
+def make_reducer(plan: Plan, mesh: Communicator, record: StepRecord, grads: GradCheck, accumulates: bool) -> Reducer:
+    """The reducer that runs a plan.
 
     Args:
         accumulates: Whether a step has several calls.
     """
     if plan.reduce is None:
-        return BucketHook(plan, mesh, grads, accumulates)
-    kind = ReduceScatterHook if plan.reduce.sharded_over else AllReduceHook
+        return StagedReducer(plan, mesh, grads, accumulates)
+    kind = ScatterReducer if plan.reduce.sharded_over else SumReducer
     return kind(plan, mesh, record, grads)
