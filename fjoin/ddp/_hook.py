@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .._errors import CollectiveTimeout, PeerLost
 from ..agreement import Calls, parameters_fit, same
-from ..groups import Communicator
+from ..groups import Communicator, raise_from
 from ..step import STEP, Agreements, BucketStages, first_call
 from ..transforms.axes import bind_axes
 from ..transforms.base import Transform, copy_if_aliased, is_accelerator, restrict
@@ -139,16 +139,13 @@ class DDPRun:
         except BaseException as error:
             self._forget()
             failure = self.mesh.root_cause(error, self.step)
+            if isinstance(failure, (PeerLost, CollectiveTimeout)):
+                # The group stays: the module's reducer, which runs this, holds it. All ranks may raise other errors alike.
+                self.mesh.report(failure, self.step)
             try:
-                if isinstance(failure, (PeerLost, CollectiveTimeout)):
-                    # The group stays: the module's reducer, which runs this, holds it. All ranks may raise other
-                    # errors alike.
-                    self.mesh.report(failure, self.step)
-                if failure is error:
-                    raise
-                raise failure from error
+                raise_from(failure, error)
             finally:
-                del failure, error
+                del failure
         return future
 
     def brings_window(self) -> None:

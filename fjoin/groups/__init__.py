@@ -17,6 +17,7 @@ _make_mesh     `mesh`, meshes over the user's groups, and `bind`
 
 from ._axis import GroupAxis as GroupAxis, keep_freed as keep_freed
 from ._connect import linked_mesh as linked_mesh
+from ._failures import raise_from as raise_from
 from ._make_mesh import (
     bind as bind,
     mesh as mesh,
