@@ -16,9 +16,9 @@ METHODS = {"item", "tolist", "cpu", "numpy", "synchronize"}
 ALLOWED = {
     "agreement/_device_reads.py": 4,  # the file
     "agreement/_record.py": 3,  # words of the host, and a loss on it
-    "agreement/_same.py": 3,  # before the first step, before a Join begins, and in a save
+    "agreement/_same.py": 2,  # before the first step, and in a save
     "checkpoint": 4,  # copies for files
-    "groups": 6,  # numbers of ranks, on the host; and a mesh without other ranks
+    "groups": 4,  # numbers of ranks, on the host; and a mesh without other ranks
     "jax/_optax.py": 1,  # arrays of the host
     "loading": 4,  # random numbers of the host
     "optim/_optimizer.py": 1,  # torch's own GradScaler reads it too
@@ -26,7 +26,7 @@ ALLOWED = {
     "optim/_zero_state.py": 1,  # sizes and flags are copied to a device
     "shared_memory": 1,  # memory of the host
     "step/_agreements.py": 1,  # of DeviceReads
-    "step/_verdict.py": 7,  # values of the host, and the error of a step on which the host has decided; of DeviceReads
+    "step/_verdict.py": 6,  # values of the host, and the error of a step on which the host has decided; of DeviceReads
     "testing": 1,
     "training/_metrics.py": 1,  # a number of steps, on the host
     "training/_passes.py": 1,  # the scale of a 16-bit loss in an accumulation window
