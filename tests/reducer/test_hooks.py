@@ -130,8 +130,7 @@ def fail_on_one_rank(wave: int) -> tuple[str, str, int]:
         kind, text = type(error).__name__, str(error)
     else:
         kind, text = "nothing", ""
-    # Those of buckets; a question to the store may still wait for its answer.
-    new = {thread for thread in set(threading.enumerate()) - before if thread.name.endswith("(_run)")}
+    new = {t for t in threading.enumerate() if t not in before and t.name.endswith("(_run)")}  # those of buckets
     for thread in new:
         thread.join(5.0)
     return kind, text, sum(thread.is_alive() for thread in new)
