@@ -4,6 +4,6 @@ from ._average import (
     average_parameters as average_parameters,
     average_state as average_state,
 )
-from ._diloco import OuterState as OuterState, diloco as diloco, outer_step as outer_step
-from ._ema import EmaState as EmaState, ema as ema, ema_params as ema_params
+from ._diloco import diloco as diloco, outer_step as outer_step
+from ._ema import ema as ema, ema_params as ema_params
 from ._local_sgd import local_sgd as local_sgd, post_local_sgd as post_local_sgd

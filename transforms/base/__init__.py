@@ -48,7 +48,6 @@ from ._share import (
     weight_of as weight_of,
 )
 from ._spec import (
-    PickledBySpec as PickledBySpec,
     Spec as Spec,
     Specified as Specified,
     _show as _show,

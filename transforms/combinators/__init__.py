@@ -17,9 +17,6 @@ from ._chain import (
 )
 from ._clip import clip_by_global_norm as clip_by_global_norm, clip_by_value as clip_by_value
 from ._conditional import (
-    AccumulateState as AccumulateState,
-    EveryState as EveryState,
-    SwitchState as SwitchState,
     accumulate as accumulate,
     every as every,
     switch_after as switch_after,
@@ -32,5 +29,4 @@ from ._partition import (
     label_of as label_of,
     masked as masked,
     partition as partition,
-    replace_leaves as replace_leaves,
 )

@@ -14,20 +14,13 @@ _wrappers    optimizers around others, and optimizers by torch's names
 """
 
 from ._adagrad import (
-    AdadeltaState as AdadeltaState,
-    AdafactorState as AdafactorState,
-    AdagradState as AdagradState,
-    RMSpropState as RMSpropState,
     adadelta as adadelta,
     adafactor as adafactor,
     adagrad as adagrad,
     rmsprop as rmsprop,
 )
 from ._adam import (
-    AdamaxState as AdamaxState,
     AdamState as AdamState,
-    NAdamState as NAdamState,
-    RAdamState as RAdamState,
     adam as adam,
     adamax as adamax,
     adamw as adamw,
@@ -40,7 +33,7 @@ from ._checks import (
     refuse_count as refuse_count,
     unchecked as unchecked,
 )
-from ._lion import LionState as LionState, lion as lion
+from ._lion import lion as lion
 from ._muon import MuonState as MuonState, muon as muon
 from ._optimizer import (
     Ages as Ages,
@@ -69,8 +62,6 @@ from ._schedules import (
     warmup_cosine as warmup_cosine,
 )
 from ._sgd import (
-    ASGDState as ASGDState,
-    RpropState as RpropState,
     SGDState as SGDState,
     asgd as asgd,
     rprop as rprop,
@@ -80,7 +71,6 @@ from ._wrappers import (
     OF_TORCH as OF_TORCH,
     FrozenState as FrozenState,
     InjectState as InjectState,
-    MixedState as MixedState,
     as_functional_optim as as_functional_optim,
     compared as compared,
     frozen as frozen,

@@ -45,8 +45,6 @@ from ._plan import (
 )
 from ._sharded import Sharding as Sharding
 from ._skip import (
-    LossScaleState as LossScaleState,
-    SkipState as SkipState,
     dynamic_loss_scale as dynamic_loss_scale,
     skip_if_nonfinite as skip_if_nonfinite,
 )

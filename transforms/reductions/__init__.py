@@ -13,7 +13,6 @@ _power_sgd        `power_sgd` and `batched_power_sgd`
 
 from ._coded_sum import cut as cut
 from ._compress import (
-    CompressState as CompressState,
     compress as compress,
     quantized as quantized,
 )
