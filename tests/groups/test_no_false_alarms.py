@@ -129,10 +129,10 @@ def device_meshes(rank: int) -> None:
 
 def two_loops(rank: int) -> None:
     """All ranks leave a loop before its end; in the next one over the same group a rank is late."""
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=LONG_S))
+    mesh = fjoin.mesh({"data": -1}, transport="gloo", timeout_s=LONG_S)
     for last in (1, 4):
-        for i, _ in enumerate(fjoin.join([torch.ones(2)] * 6)):
-            if rank == 0 and i == 3:
+        for i, _ in enumerate(fjoin.join([torch.ones(2)] * 6, mesh=mesh)):
+            if rank == 0 and last == 4 and i == 2:
                 late()
             if i == last:
                 break

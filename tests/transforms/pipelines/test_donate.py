@@ -87,8 +87,16 @@ def train(rank: Any, make: Callable[[], tx.Pipeline], donate: bool, steps: int =
     return params, state
 
 
+KEEPING = [name for name in PIPELINES if name.startswith(("kept", "parameters", "local", "diloco"))]
+
+
+@pytest.mark.parametrize("name", KEEPING)
+def test_what_a_transform_keeps_is_not_stepped(name: str) -> None:
+    test_it_is_the_pure_step(name)
+
+
 @pytest.mark.sample(3)
-@pytest.mark.parametrize("name", PIPELINES)
+@pytest.mark.parametrize("name", [name for name in PIPELINES if name not in KEEPING])
 def test_it_is_the_pure_step(name: str) -> None:
     ranks = list(range(3))
     want, got = (

@@ -24,6 +24,7 @@ RECORDS: dict[str, Any] = {
     "a mean of a module": (MEAN, Parts(), DATA, 0, "module", FIRST),
     "a mean, then an average": (MEAN, Parts(AVERAGE), DATA, 0, "buckets", RIDES),
     "an optimizer's state": (MEAN, Parts(None, STATE), DATA, 0, "buckets", RIDES),
+    "a mean over one rank": (MEAN, Parts(), {"data": 1, "model": 4}, 0, "buckets", Records(((),), apart=True, verdict=True)),
     "encoded": (CODED, Parts(), DATA, 0, "buckets", FIRST),
     "one leaf": (VOTE, Parts(), DATA, 0, "buckets", Records((("data",),), verdict=True)),
     "one leaf, without an optimizer": (VOTE, Parts(steps=False), DATA, 0, "module", FIRST),
