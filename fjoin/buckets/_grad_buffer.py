@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -155,6 +155,11 @@ class GradBuffer:
     def scatter(self, piece: Tensor) -> None:
         """Take this rank's piece of the reduced gradients."""
         self.grads, self.scattered = piece, True
+
+    def in_pieces(self) -> tuple[Tensor, Sequence[int]]:
+        """The gradients, those of each rank's piece together, and where each piece begins, with the end of the last one."""
+        assert self.pieces is not None
+        return self.buffer, self.pieces.bounds[0]
 
     def pack_own(self, slices: Mapping[str, Tensor]) -> Tensor:
         """This rank's piece, from its slices."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..buckets import GradBuffer, gradients
 from ..step import StepCheck
 from ..transforms.axes import Work
-from ..transforms.base import is_accelerator
+from ..transforms.base import is_accelerator, nonzero_or_one
 from ..transforms.layout import Bucket, Pieces
 
 
@@ -39,26 +40,36 @@ def raise_after_backward(error: Exception) -> None:
 class DDPBucket(GradBuffer):
     """One of the module's buckets in one backward pass.
 
-    Attributes:
-        unit: The factor that scales its gradients in the message.
+    Args:
+        of: The bucket, as in the passes before.
+        pieces: Its pieces, where it is sharded.
+        bucket: torch's, with the gradients.
     """
 
     buffer: Tensor
-    unit: float
     grads: Tensor
     pieces: Pieces | None
     scattered: bool
+    direct: bool
 
-    unit = 1.0
-
-    def __init__(self, paths: tuple[str, ...], bucket: GradBucket, pieces: Pieces | None = None) -> None:
+    def __init__(self, of: Bucket, pieces: Pieces | None, bucket: GradBucket) -> None:
         self.buffer = self.grads = bucket.buffer()
-        self.pieces, self.scattered = pieces, False
+        self.bucket, self.pieces, self.scattered, self.direct = of, pieces, False, False
         self.work: Work | None = None
         self.total: float | None = None
         self.seen: Tensor = torch.zeros((), device=self.grads.device)
-        self._by_path = dict(zip(paths, gradients(bucket), strict=True))
-        self.bucket: Bucket = _bucket(paths, self.grads.numel(), self.grads)
+        self._by_path = dict(zip(of.paths, gradients(bucket), strict=True))
+
+    def in_pieces(self) -> tuple[Tensor, Sequence[int]]:
+        """As of a `GradBuffer`, packed: the slices of each rank are in the order of the module's bucket."""
+        assert self.pieces is not None
+        grads = {path: grad.reshape(-1) for path, grad in self._by_path.items()}
+        parts, sizes = [self.grads[:0]], []
+        for slices in self.pieces.slices_of_all:
+            own = [grads[path][start:stop] for path in self.bucket.paths for start, stop in (slices[path],) if stop]
+            parts += own
+            sizes.append(sum(map(len, own)))
+        return torch.cat(parts), list(itertools.accumulate(sizes, initial=0))
 
     def pack_own(self, slices: Mapping[str, Tensor]) -> Tensor:
         """This rank's slices, one after the other."""
@@ -111,21 +122,19 @@ def first_buckets(ddp: DistributedDataParallel, params: Mapping[str, Tensor]) ->
     limits = limits or [*first, ddp.bucket_bytes_cap]
     groups, _ = _compute_bucket_assignment_by_size(list(params.values()), limits)
     return tuple(
-        _bucket(tuple(paths[i] for i in group), sum(params[paths[i]].numel() for i in group), params[paths[group[0]]])
+        bucket_of(tuple(paths[i] for i in group), sum(params[paths[i]].numel() for i in group), params[paths[group[0]]])
         for group in reversed(groups)
     )
 
 
-def _bucket(paths: tuple[str, ...], numel: int, like: Tensor) -> Bucket:
+def bucket_of(paths: tuple[str, ...], numel: int, like: Tensor) -> Bucket:
+    """One of the module's buckets, in which a tensor like this one has so many elements."""
     return Bucket(paths, (), numel, like.dtype, like.device, True, ())
 
 
-def divide(outs: Iterable[DDPBucket], divisor: float | Tensor) -> None:
-    """Divide summed gradients by the divisor and their unit, in place; by nothing where the divisor is 0."""
-    if isinstance(divisor, Tensor):
-        divisor = torch.where(divisor == 0, 1.0, divisor)
+def divide(outs: Iterable[GradBuffer], divisor: float | Tensor) -> None:
+    """Divide summed gradients in place; by nothing where the divisor is 0."""
+    divisor = nonzero_or_one(divisor)
     for out in outs:
-        rest = divisor * out.unit
-        if isinstance(rest, Tensor) or rest not in (0.0, 1.0):
-            out.grads.div_(rest)
-        out.unit = 1.0
+        if isinstance(divisor, Tensor) or divisor != 1.0:
+            out.grads.div_(divisor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -11,15 +12,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .._errors import CollectiveTimeout, PeerLost
 from ..agreement import Calls, parameters_fit, same
+from ..buckets import GradBuffer
 from ..groups import Communicator, raise_from
-from ..step import STEP, Agreements, BucketStages, first_call
+from ..optim import divides
+from ..step import STEP, Agreements, EndStates, HookState, Reducer, StepData, make_reducer
 from ..transforms.axes import bind_axes
-from ..transforms.base import Transform, copy_if_aliased, is_accelerator, restrict
-from ..transforms.layout import Pieces
-from ..transforms.pipelines import FLUSH, Counting, Explanation, Pipeline, Plan, explained, make_plan, parts_of
-from ._buckets import DDPBucket, TotalWeight, first_buckets
+from ..transforms.base import Transform, is_accelerator, restored, to_state_dict
+from ..transforms.combinators import stages
+from ..transforms.layout import Bucket, Pieces
+from ..transforms.pipelines import Counting, Explanation, Pipeline, Plan, explained, make_plan, parts_of
+from ._buckets import DDPBucket, TotalWeight, bucket_of, first_buckets
 from ._module_pass import ModulePass
-from ._run import ModuleStep, UsedParameters
+from ._run import ModuleParams, ScaledLoss, UsedParameters
 
 CALLS = Calls(
     step="a pass",
@@ -34,21 +38,23 @@ class DDPRun:
     """Runs a hook or pipeline in a module's backward passes: on each bucket, and after the last one.
 
     Attributes:
-        leaves: Path -> parameter.
-        flats: The parameters' memory, which the states of pure functions must not share.
+        params: The parameters, with the states of their optimizer.
+        body: The data of the state: that of the hook, and of what runs behind the optimizer.
+        scaling: Of a pipeline in `dynamic_loss_scale`.
+        error: Of this pass's hyperparameters.
     """
 
     plan: Plan
     mesh: Communicator
+    pipeline: Pipeline | None
     leaves: dict[str, Tensor]
-    step: int
 
     def __init__(
         self, ddp: DistributedDataParallel, hook: Transform, pipeline: Pipeline | None, mesh: Communicator
     ) -> None:
-        self.mesh, self._hook = mesh, hook
-        self.plan = plan = make_plan(hook, mesh.shape, *(pipeline.ends if pipeline else ()))
-        self.stages: BucketStages = BucketStages(plan, mesh)
+        self.mesh, self.hook, self.pipeline = mesh, hook, pipeline
+        # After a pass the gradients are the hook's result.
+        self.plan = plan = make_plan(hook, mesh.shape, *(pipeline.ends if pipeline else ()), clips=False)
         if pipeline is None and hook.sharded_over:
             raise ValueError(
                 f"{hook!r} leaves each rank only its piece of the gradients, so it needs the optimizer that steps the piece; register "
@@ -57,57 +63,115 @@ class DDPRun:
         ignored = ddp.parameters_to_ignore
         params = {path: p for path, p in ddp.module.named_parameters() if p.requires_grad and path not in ignored}
         self.leaves, self._path_of = params, {p: path for path, p in params.items()}
-        self.flats: list[Tensor] = [p.detach() for p in params.values()]
-        held = {path: p.detach() for path, p in params.items()}
         self.pieces: Pieces | None = None
-        self._pieces_of: dict[tuple[str, ...], Pieces] = {}  # of the module's buckets, by their paths
         if pipeline is not None and pipeline.sharding is not None:
             # By the parameters, not by the module's buckets, which change after the first pass.
             with bind_axes(mesh.axes):
-                self.pieces = pipeline.sharding.pieces(held)
+                self.pieces = pipeline.sharding.pieces({path: p.detach() for path, p in params.items()})
         # A parameter that no rank uses is not stepped, and the hook's state for it must stay unchanged.
         asks = (pipeline is not None or hook.compression is not None) and (
             ddp.find_unused_parameters or ddp.static_graph
         )
         self.used: UsedParameters | None = UsedParameters(params, mesh) if asks else None
+        layout = first_buckets(ddp, params)
+        self._buckets = {bucket.paths: (bucket, self._pieces_of(bucket)) for bucket in layout}
         parts = parts_of(hook if pipeline is None else pipeline)
         self.agreements: Agreements = Agreements(mesh, plan, parts, "module", CALLS)
-        self.pipeline_step: ModuleStep | None = None
+        self.reducer: Reducer = make_reducer(plan, mesh, self.agreements, "module", False)
+        self.params: ModuleParams = ModuleParams(params, self.pieces, layout)
+        skips = None if pipeline is None else pipeline.skips
+        ends, self.divides = EndStates(), False
+        self.scaling: ScaledLoss | None = None
         if pipeline is not None:
             self.agreements.ids.number()
-            self.pipeline_step = ModuleStep(pipeline, plan, self.agreements.check, params, self.pieces)
-        self.hook_state: tuple[Any, ...] = copy_if_aliased(self.stages.init(held, self.pieces), self.flats)
-        self.values: dict[str, float] = {}  # this rank's record of this pass
+            ends, at = self.params.init(pipeline), pipeline.optimizer.at
+            self.divides = all(
+                divides(part, dtype) for part, dtype in {(at(path), p.dtype) for path, p in params.items()}
+            )
+            self.scaling = ScaledLoss(params.values()) if skips and skips.scaled else None
+        with bind_axes(mesh.axes):
+            state = self.reducer.init(self.params)
+        outer = skips.begin(()) if skips else None
+        self.body: StepData = StepData(storage=self.params, hook=state, ends=ends, outer=outer)
         one = hook.one_reduction
         self.counts: str = (
             "live" if one is not None and one.over in ("live", "world") else "weight"
         )  # what `total` is of
-        # Whether the hook is a plain sum and nothing else. The kernels of an optimizer may then divide.
-        self.is_sum: bool = plan.reduce is not None and len(self.stages.parts) == 1
-        self.step = 0
         self.total: TotalWeight = TotalWeight(self.agreements.check, waits=pipeline is not None)
         self.loaded: bool = False  # whether a state has been loaded since the last pass
+        self._loaded_checksum = 0
         self.pending: float | None = None  # the weight for the next synchronised pass
-        self.weight: float = 1.0
-        self.outs: list[DDPBucket] = []
+        self.error: TypeError | ValueError | None = None
+        self._weight = 1.0
+        self._outs: list[GradBuffer] = []
         self._futures: list[torch.futures.Future[Tensor]] = []
         self._missing = set[str]()  # the parameters whose buckets have not yet come in this pass
-        self._buckets = first_buckets(ddp, params)
         self._pass: ModulePass | None = None
 
     @property
     def what(self) -> Pipeline | Transform:
         """The pipeline, or the hook where only that is registered."""
-        return self._hook if self.pipeline_step is None else self.pipeline_step.pipeline
+        return self.pipeline or self.hook
 
     def explain(self, at_step: int) -> Explanation:
         """The messages of a pass, with the buckets of the last pass, or before any pass those of the first."""
-        what = self.what
-        sharding = what.sharding if isinstance(what, Pipeline) else None
+        sharding = None if self.pipeline is None else self.pipeline.sharding
         pieces = None if sharding is None else sharding.pieces
-        uses, buckets = self.used is not None, self._buckets
-        of = Counting(what, self.leaves, self.mesh.shape, lambda _: buckets, uses=uses, pieces=pieces)
+        uses, buckets = self.used is not None, self.params.layout
+        of = Counting(self.what, self.leaves, self.mesh.shape, lambda _: buckets, uses=uses, pieces=pieces)
         return explained(of, at_step)
+
+    def checksum(self) -> int:
+        """A checksum of the parameters; 0 where all ranks have equal parameters after each step."""
+        return self.params.checksum() if self.pipeline is not None and self.pipeline.ends else 0
+
+    # -- the state ------------------------------------------------------------------------------------
+
+    @property
+    def stages(self) -> tuple[Any, ...]:
+        """The states of the hook's stages, keyed by path."""
+        whole, count = self.body.hook_state(), len(stages(self.hook))
+        return whole if count > 1 else (whole,) if count else ()
+
+    def state_dict(self, state: Any) -> dict[str, Any]:
+        """The state of the hook and of the optimizer, given in the form of `Handle.pipeline`, by name."""
+        outer, count = self.body.outer, len(stages(self.hook))
+        inner = state if outer is None else state.inner
+        whole = inner if self.pipeline is None else inner.hook
+        found = {"hook": to_state_dict(whole if count > 1 else (whole,) if count else ())}
+        if self.pipeline is None:
+            return found
+        return found | {
+            "outer": to_state_dict(None if outer is None else state._replace(inner=outer.inner)),
+            "after": to_state_dict(inner.after),
+            "on_state": to_state_dict(inner.on_state),
+            "gather": to_state_dict(inner.gather),
+            "optimizer": {path: to_state_dict(one) for path, one in inner.optimizer.items()},
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Load a state by name, with the step after which it was saved, the total, and the checksum of its parameters.
+
+        Raises:
+            ValueError: the state of another pipeline, or of other parameters; nothing is loaded.
+        """
+        body, params, pipeline = self.body, self.params, self.pipeline
+        new = restored("the state of the hook", self.stages, saved["hook"])
+        if pipeline is not None:
+            outer = restored("the state of the outer", body.outer, saved["outer"])
+            after = restored("the state of the after", body.ends.after, saved["after"])
+            on_state = restored("the state of on_state", body.ends.on_state, saved["on_state"])
+            gather = restored("the state of the gather", params.gather, saved["gather"])
+            if pipeline.sharding is not None and self.pieces is not None:
+                pipeline.sharding.check(self.pieces, gather)
+            params.load_states(saved["optimizer"], pipeline.optimizer.at)
+            body.outer, body.ends, params.gather = outer, EndStates(after, on_state), gather
+            self._loaded_checksum = saved["parameters"]
+        whole = new if len(new) > 1 else new[0] if new else ()
+        body.hook = body.hook.split(whole) if isinstance(body.hook, HookState) else whole
+        body.step, self.loaded = saved["step"], True
+        self.agreements.forget()
+        self.total.take(torch.tensor(saved["total"], dtype=torch.float64))
 
     # -- bucket by bucket -------------------------------------------------------------------------------
 
@@ -118,9 +182,10 @@ class DDPRun:
                 "the module has sparse gradients, which are not supported; for nn.Embedding pass sparse=False"
             )
         paths = tuple(self._path_of[p] for p in bucket.parameters())
-        if self.pieces is not None and paths not in self._pieces_of:
-            self._pieces_of[paths] = self.pieces.among(paths)
-        out = DDPBucket(paths, bucket, self._pieces_of.get(paths))
+        if paths not in self._buckets:
+            new = bucket_of(paths, bucket.buffer().numel(), bucket.buffer())
+            self._buckets[paths] = new, self._pieces_of(new)
+        out = DDPBucket(*self._buckets[paths], bucket)
         # Without `index` and `is_last`: in a static graph's first pass all buckets have index 0, and none is last.
         future: torch.futures.Future[Tensor] = torch.futures.Future(
             devices=[out.grads.device] if is_accelerator(out.grads.device) else None
@@ -129,19 +194,19 @@ class DDPRun:
             if not self._missing:
                 self._begin()
             self._missing.difference_update(out.bucket.paths)
-            self.outs.append(out)
+            self._outs.append(out)
             self._futures.append(future)
             with torch.no_grad():
-                with self.mesh.traffic.span(f"bucket {len(self.outs) - 1}"):
+                with self.mesh.traffic.span(f"bucket {len(self._outs) - 1}"):
                     self._launch(out)
                 if not self._missing:
                     self._finish()
         except BaseException as error:
             self._forget()
-            failure = self.mesh.root_cause(error, self.step)
+            failure = self.mesh.root_cause(error, self.body.step)
             if isinstance(failure, (PeerLost, CollectiveTimeout)):
                 # The group stays: the module's reducer, which runs this, holds it. All ranks may raise other errors alike.
-                self.mesh.report(failure, self.step)
+                self.mesh.report(failure, self.body.step)
             try:
                 raise_from(failure, error)
             finally:
@@ -152,67 +217,79 @@ class DDPRun:
         """A rank without input brings the gradients of its open accumulation window, so it counts as one with input."""
         self.pending = 1.0 if self.pending is None else self.pending
 
+    def _pieces_of(self, bucket: Bucket) -> Pieces | None:
+        return None if self.pieces is None else self.pieces.among(bucket.paths)
+
     def _begin(self) -> None:
         self._forget()
-        shadows = torch._C._current_graph_task_id() < 0  # called by a Join, on a rank without input
+        step, shadows = (
+            self.body.step,
+            torch._C._current_graph_task_id() < 0,
+        )  # called by a Join, on a rank without input
         if self.loaded:
             remedy = "Load the same state on all ranks"
-            same(self.mesh, "the first pass after load_state_dict", {"step": self.step}, remedy, step=self.step)
-            if self.pipeline_step is not None and self.pipeline_step.pipeline.ends:
-                parameters_fit(self.mesh, self.pipeline_step.fits(), self.step)
+            same(self.mesh, "the first pass after load_state_dict", {"step": step}, remedy, step=step)
+            if self.pipeline is not None and self.pipeline.ends:
+                parameters_fit(self.mesh, self._loaded_checksum == self.checksum(), step)
             self.loaded = False
         self._missing = set(self.leaves)
-        self.weight, self.pending = (0.0 if shadows else 1.0) if self.pending is None else self.pending, None
-        rates = [] if self.pipeline_step is None else self.pipeline_step.begin(self.step, scaled=not shadows)
-        step_id = self.agreements.begin(self.step, rates)
-        self.values = {"weight": self.weight, "live": float(self.weight > 0), "step_id": step_id}
+        weight = (0.0 if shadows else 1.0) if self.pending is None else self.pending
+        self._weight, self.pending = weight, None
+        if self.scaling is not None and not shadows:
+            self.scaling.check()
+        self.params.begin()
+        self.error, rates = None, list[tuple[str, float]]()
+        try:
+            rates = self.params.check_rates()
+        except (TypeError, ValueError) as error:
+            self.error = error
+        step_id = self.agreements.begin(step, rates)
+        values = {"weight": weight, "live": float(weight > 0), "step_id": step_id}
         self._pass = ModulePass(self)
         with self.mesh.traffic.span(STEP) as span:
             if span is not None:
                 span.next("agree: begin")
-            self._pass.begin()
-        if not self.is_sum:
-            on_device = self.agreements.check.grads.on_device
-            call = first_call(self.values, self.step, self._pass.begun, on_device)
-            # The last pass's buckets, the same number on all ranks.
-            self.stages.begin(call, self._buckets, bool(self.plan.reduced(self.step).axes))
+            record = self.agreements.of_hook(step)
+            self._pass.open(record, values, {"step_id": step_id}, self.plan.counted(weight))
 
     def _forget(self) -> None:
         """Discard a pass that has ended or failed."""
-        self.stages.stop()
-        self.outs, self._futures, self._missing, self._pass = [], [], set(), None
+        self.reducer.stop()
+        self._outs, self._futures, self._missing, self._pass = [], [], set(), None
 
     def _launch(self, out: DDPBucket) -> None:
-        if not self.weight and self.plan.reduced(self.step).is_partial:
+        if not self._weight and self.plan.reduced(self.body.step).is_partial:
             out.grads.zero_()
-        if self.pipeline_step is not None:
-            self.pipeline_step.before_hook(out)
-        if self.plan.reduce is not None:
-            assert self._pass is not None
-            self._pass.send(out)
-            return
-        if self.plan.early is None:
-            return
-        paths, params = out.bucket.paths, {path: self.leaves[path].detach() for path in out.bucket.paths}
-        count = self.stages.n_early
-        states = tuple(restrict(state, self.leaves, paths) for state in self.hook_state[:count])
-        pieces = out.pieces if self.plan.early.sharded_over else None
-        out.work = self.stages.launch(out, states if count > 1 else states[0], params, pieces)
+        if self.scaling is not None:  # NaN makes all ranks leave the step out
+            scale = self.body.outer.scale.double()
+            self.reducer.factor = torch.full_like(scale, math.nan) if self.scaling.missed else 1 / scale
+        out.work = self.reducer.launch(len(self._outs) - 1, out)
 
     # -- after the last bucket ----------------------------------------------------------------------------
 
     def _finish(self) -> None:
         assert self._pass is not None
+        body, outs, layout = self.body, self._outs, self.params.layout
         with self.mesh.traffic.span(STEP) as span:
-            self._pass.close(span)
-        self.step += 1
-        self._buckets = tuple(out.bucket for out in self.outs)
-        for future, out in zip(self._futures, self.outs, strict=True):
+            self._pass.span = span
+            self._pass.close_pass(outs)
+        body.step += 1
+        if len(outs) != len(layout) or any(out.bucket is not bucket for out, bucket in zip(outs, layout, strict=True)):
+            self.params.layout = layout = tuple(out.bucket for out in outs)
+            self._buckets = {out.bucket.paths: (out.bucket, out.pieces) for out in outs}
+            if isinstance(body.hook, HookState):
+                body.hook = body.hook.relaid(layout)
+        for future, out in zip(self._futures, outs, strict=True):
             future.set_result(out.buffer if out.scattered else out.grads)
         self._forget()
 
+    def drop_grads(self) -> None:
+        """Leave no gradients at the parameters."""
+        for p in self.leaves.values():
+            p.grad = None
+
     def flush(self) -> None:
         """Run now the transforms that would run in later steps; see `TrainStep.flush`."""
-        if self.pipeline_step is not None:
-            self.agreements.begin_flush(self.step)
-            ModulePass(self).end(FLUSH)
+        self.agreements.begin_flush(self.body.step)
+        self.params.begin()
+        ModulePass(self).flush()

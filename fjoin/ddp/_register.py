@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..agreement import same
 from ..buckets import REGISTERED
 from ..groups import Mesh, check_mesh, linked_mesh
-from ..transforms.base import Over, Transform, host_weight, restored, to_state_dict
+from ..transforms.base import Over, Transform, host_weight
 from ..transforms.layout import Pieces
 from ..transforms.optimizers import Optimizer, frozen
 from ..transforms.pipelines import Explanation, Pipeline, PipelineState, axes_of, fuse, warn_if_silent
@@ -80,8 +80,8 @@ def guard(model: DistributedDataParallel, run: DDPRun) -> None:
     not add to them. An optimizer that steps the same parameters again is warned of.
     """
     global _watch
-    assert run.pipeline_step is not None
-    at, still = run.pipeline_step.pipeline.optimizer.at, frozen()
+    assert run.pipeline is not None
+    at, still = run.pipeline.optimizer.at, frozen()
     stepped = {path: p for path, p in run.leaves.items() if at(path) != still}
     for path, p in stepped.items():
         _STEPPED[p] = path
@@ -94,13 +94,13 @@ class _DropSpent:
     """Before a forward pass: drops the gradients that the last step has used. In a copy of the module it does nothing."""
 
     def __init__(self, run: DDPRun, params: list[Tensor]) -> None:
-        self._run, self._params, self._used = weakref.ref(run), params, run.step
+        self._run, self._params, self._used = weakref.ref(run), params, run.body.step
 
     def __call__(self, module: Any, args: Any) -> None:
         run = self._run()
-        if run is None or run.step == self._used or not torch.is_grad_enabled():
+        if run is None or run.body.step == self._used or not torch.is_grad_enabled():
             return
-        self._used = run.step
+        self._used = run.body.step
         for p in self._params:
             p.grad = None
 
@@ -155,12 +155,12 @@ class Handle:
 
     @property
     def step(self) -> int:
-        return self._run.step
+        return self._run.body.step
 
     @property
     def skipped(self) -> int:
-        own = self._run.pipeline_step
-        return 0 if own is None or own.outer is None else int(own.outer.skipped)
+        outer = self._run.body.outer
+        return 0 if outer is None else int(outer.skipped)
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss times its scale, to call backward on; for a pipeline in `dynamic_loss_scale`.
@@ -168,10 +168,10 @@ class Handle:
         Raises:
             TypeError: the pipeline scales no losses.
         """
-        own = self._run.pipeline_step
-        if own is None or own.scaling is None:
+        run = self._run
+        if run.scaling is None:
             raise TypeError("only a pipeline in dynamic_loss_scale(...) scales losses; call loss.backward()")
-        return own.scaling(loss, own.outer.scale)
+        return run.scaling(loss, run.body.outer.scale)
 
     @property
     def total(self) -> float:
@@ -187,7 +187,7 @@ class Handle:
             NonFinite: on all ranks: some of them left out one of the last two steps.
             DesyncError: on all ranks: others have begun a pass, or flush after another step.
         """
-        if self._run.pipeline_step is None:
+        if self._run.pipeline is None:
             raise TypeError("only a pipeline has parameters to average; a hook alone is registered")
         self._run.flush()
 
@@ -220,24 +220,22 @@ class Handle:
     @property
     def pipeline(self) -> Any:
         """The state in the form of `pipeline.init` and `pipeline.step`, keyed by path, in views; of a hook alone, the hook's."""
-        run, parts = self._run, self._run.stages.parts
-        hook = run.hook_state if len(parts) > 1 else run.hook_state[0] if parts else ()
-        own = run.pipeline_step
-        if own is None:
+        run, body = self._run, self._run.body
+        hook = body.hook_state()
+        if run.pipeline is None:
             return hook
-        window = torch.zeros((), dtype=torch.float64)
-        state = PipelineState(hook, dict(own.stepper.states), *own.ends, run.step, window, own.gather_state)
-        return state if own.outer is None else own.outer._replace(inner=state)
+        window, slots = torch.zeros((), dtype=torch.float64), run.params.optimizer_states()
+        state = PipelineState(hook, slots, *body.ends, body.step, window, run.params.gather)
+        return state if body.outer is None else body.outer._replace(inner=state)
 
     @property
     def checksum(self) -> int:
         """A number of the parameters that go with the state; 0 where all ranks have equal ones after each step."""
-        own = self._run.pipeline_step
-        return 0 if own is None else own.checksum()
+        return self._run.checksum()
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the hook and of the optimizer: tensors and numbers, by parameter path, never by bucket."""
-        return self.dict_of(self.pipeline, self._run.step, self._run.total.read(), self.checksum)
+        return self.dict_of(self.pipeline, self.step, self.total, self.checksum)
 
     def dict_of(self, state: Any, step: int, total: float, parameters: int) -> dict[str, Any]:
         """What `load_state_dict` takes, of a state in the form of `pipeline`.
@@ -245,21 +243,8 @@ class Handle:
         Args:
             step, total, parameters: As in `state_dict`.
         """
-        own, parts = self._run.pipeline_step, self._run.stages.parts
-        inner = state if own is None or own.outer is None else state.inner
-        hook = inner if own is None else inner.hook
-        stages = hook if len(parts) > 1 else (hook,) if parts else ()
-        found: dict[str, Any] = {"step": step, "total": total, "hook": to_state_dict(stages)}
-        if own is None:
-            return found
-        return found | {
-            "outer": to_state_dict(None if own.outer is None else state._replace(inner=own.outer.inner)),
-            "after": to_state_dict(inner.after),
-            "on_state": to_state_dict(inner.on_state),
-            "gather": to_state_dict(inner.gather),
-            "optimizer": {path: to_state_dict(one) for path, one in inner.optimizer.items()},
-            "parameters": parameters,
-        }
+        found = {"step": step, "total": total} | self._run.state_dict(state)
+        return found if self._run.pipeline is None else found | {"parameters": parameters}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state made by `state_dict`, for the same pipeline and parameters. All ranks must load the same step.
@@ -277,18 +262,12 @@ class Handle:
             DesyncError: in the next backward pass, on all ranks: they have loaded different steps, or a rank has other
                 weights than those with which its state was saved.
         """
-        run = self._run
         if (expected := self.state_dict().keys()) != state_dict.keys():
             raise ValueError(
                 f"a state_dict() of this hook has {sorted(expected)}, got {sorted(state_dict)}; a pipeline and a hook alone have "
                 f"different states"
             )
-        hook_state = restored("the state of the hook", run.hook_state, state_dict["hook"])
-        if run.pipeline_step is not None:
-            run.pipeline_step.load_state_dict(state_dict)
-        run.agreements.forget()
-        run.hook_state, run.step, run.loaded = hook_state, state_dict["step"], True
-        run.total.take(torch.tensor(state_dict["total"], dtype=torch.float64))
+        self._run.load_state_dict(state_dict)
 
 
 class _Live(list[Any]):
@@ -382,8 +361,8 @@ def register(model: DistributedDataParallel, what: Transform | Pipeline, mesh: M
         ends = what.ends if isinstance(what, Pipeline) else ()
         warn_if_silent(what, hook, ends, tuple(ranks.shape), ranks.size, stacklevel=2)
     run = DDPRun(model, hook, what if isinstance(what, Pipeline) else None, ranks)
-    if run.pipeline_step is not None:
-        if rates := run.pipeline_step.rates():
+    if run.pipeline is not None:
+        if rates := run.params.check_rates():
             remedy = "A schedule must not depend on the rank"
             same(ranks, "fjoin.ddp.register", {"hyperparameters": dict(rates)}, remedy)
         guard(model, run)
@@ -394,7 +373,7 @@ def register(model: DistributedDataParallel, what: Transform | Pipeline, mesh: M
     fjoin_hook.__annotations__ = {}  # torch compares annotations with classes, but here they are strings
     model.register_comm_hook(run, fjoin_hook)
     model._comm_hooks = _Live(model._comm_hooks)
-    keep_stepped(model, run.leaves if run.pipeline_step is not None else ())
+    keep_stepped(model, run.leaves if run.pipeline is not None else ())
     return Handle(run)
 
 

@@ -1,11 +1,10 @@
-"""A pipeline's step in the backward pass of a module."""
+"""The parameters of a registered module in its steps, and what its backward passes tell of them."""
 
 from __future__ import annotations
 
-import math
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,14 +12,12 @@ from torch import Tensor
 
 from ..agreement import Record
 from ..groups import Communicator
-from ..optim import ForeachStepper, divides
-from ..step import CountsOfAll, Decision, EndStates, StepCheck, init_ends, multiply_
-from ..transforms.axes import Axis
-from ..transforms.base import check_dense, merge, restored, restrict, sum_of_pieces
-from ..transforms.layout import Pieces
-from ..transforms.optimizers import compared
-from ..transforms.pipelines import Effect, Pipeline, Plan
-from ._buckets import DDPBucket, raise_after_backward
+from ..optim import ForeachStepper
+from ..step import EndStates, init_ends
+from ..transforms.base import check_dense
+from ..transforms.layout import Bucket, Pieces
+from ..transforms.optimizers import Item, Optimizer, compared, master_of
+from ..transforms.pipelines import Pipeline, Sharding
 
 
 class UsedParameters:
@@ -42,49 +39,6 @@ class UsedParameters:
         bits = {path: float(path in self._here) for path in self._record.names}
         self._here.clear()
         return {path for path, bit in self._record.send(bits).wait().items() if bit}
-
-
-def keep_unused_state(
-    used: set[str] | None, new: tuple[Any, ...], old: tuple[Any, ...], paths: Mapping[str, Any]
-) -> tuple[Any, ...]:
-    """A hook's states after a pass, with the old state for parameters that no rank has used.
-
-    Args:
-        used: The parameters that some rank has used; None for all.
-    """
-    if used is None or len(used) == len(paths):
-        return new
-    rest = paths.keys() - used
-    return tuple(
-        merge([restrict(after, paths, used), restrict(before, paths, rest)], paths)
-        for after, before in zip(new, old, strict=True)
-    )
-
-
-class ModuleScatter:
-    """The message of one bucket: each rank sends every other rank the slices that this one owns.
-
-    The slices of a rank travel in the order of the module's bucket.
-    """
-
-    def __init__(self, out: DDPBucket, axis: Axis) -> None:
-        assert out.pieces is not None
-        self._out, self._rank = out, out.pieces.rank
-        grads = {path: grad.reshape(-1) for path, grad in out.by_path().items()}
-        parts = [
-            [grads[path][start:stop] for path in out.bucket.paths for start, stop in (slices[path],) if stop]
-            for slices in out.pieces.slices_of_all
-        ]
-        empty = out.grads[:0]
-        self._own = torch.cat([empty, *parts[self._rank]])
-        give, take = [sum(map(len, of)) for of in parts], [len(self._own)] * len(parts)
-        give[self._rank] = take[self._rank] = 0
-        sent = torch.cat([empty, *(part for rank, of in enumerate(parts) if rank != self._rank for part in of)])
-        self._received = axis.begin("all_to_all_single", sent, (tuple(give), tuple(take)))
-
-    def wait(self) -> None:
-        """Add the slices."""
-        self._out.scatter(sum_of_pieces(self._received(), len(self._own), self._own, self._rank))
 
 
 class ScaledLoss:
@@ -149,150 +103,91 @@ def _nothing() -> _Pass | None:
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
-class ModuleStep:
-    """The state of a pipeline on a module's own parameters, and the decisions on its steps; `ModuleMemory` takes them.
-
-    Args:
-        leaves: Path -> parameter.
-        pieces: The pieces that ranks own, for a pipeline that shards.
+class ModuleParams:
+    """A module's own parameters, where they are, and the states of their optimizer: what `Step` needs of a `Storage`.
 
     Attributes:
+        leaves: Path -> parameter.
+        flats: The parameters' memory, which the states of pure functions must not share.
+        layout: The buckets of the last pass; before any pass those of the first.
         stepper: Steps parameters; holds the optimizer's states.
-        ends, outer: The states of the transforms after the optimizer, and of `skip_if_nonfinite` or `dynamic_loss_scale`.
-        scaling: For a pipeline in `dynamic_loss_scale`.
+        gather: The state of the gather, for a pipeline that shards.
+
+    Args:
+        pieces: The pieces that ranks own, for a pipeline that shards.
     """
 
-    pipeline: Pipeline
+    def __init__(self, leaves: dict[str, Tensor], pieces: Pieces | None, layout: tuple[Bucket, ...]) -> None:
+        self.leaves, self.pieces, self.layout = leaves, pieces, layout
+        self.flats: list[Tensor] = [p.detach() for p in leaves.values()]
+        self.exact: list[Tensor] = []
+        self.shapes: dict[str, torch.Size] = {path: p.shape for path, p in leaves.items()}
+        self.float16: bool = any(p.dtype is torch.float16 for p in leaves.values())
+        self.stepper: ForeachStepper = ForeachStepper()
+        self._watched: list[Item] = []
+        self._sharding: Sharding | None = None
+        self.gather: Any = ()
+        self._own: dict[str, Tensor] = {}
 
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        plan: Plan,
-        check: StepCheck,
-        leaves: Mapping[str, Tensor],
-        pieces: Pieces | None = None,
-    ) -> None:
-        self.pipeline, self._plan, self._leaves = pipeline, plan, leaves
-        self._pieces = pieces
-        self._skips = skips = pipeline.skips
-        self._loaded_checksum = 0
-        held = {path: p.detach() for path, p in leaves.items()}
+    def init(self, pipeline: Pipeline) -> EndStates:
+        """Make the states of a pipeline's optimizer; returns those of the transforms behind it."""
+        held = {path: p.detach() for path, p in self.leaves.items()}
         for path, p in held.items():
             check_dense(f"parameter {path!r}", p)
         pipeline.check(held)
-        self._flats = list(held.values())  # which the states of pure functions must not share
-        held = held if pieces is None else pieces.own(held)
-        self.outer: Any = skips.begin(()) if skips else None
-        at = pipeline.optimizer.at
-        items = [(path, at(path), p, None) for path, p in held.items()]
-        self.stepper: ForeachStepper = ForeachStepper()
+        own, at = held if self.pieces is None else self.pieces.own(held), pipeline.optimizer.at
+        items: list[Item] = [(path, at(path), p, None) for path, p in own.items()]
         self.stepper.begin(items)
         slots = self.stepper.states
-        sharding = pipeline.sharding
-        self.gather_state: Any = () if sharding is None or pieces is None else sharding.init(pieces, held, dict(slots))
-        self.ends: EndStates = init_ends(pipeline, held, slots, self._flats)
         self._watched = [item for item in items if compared(item[1], slots[item[0]])]
-        self._divides = all(divides(part, dtype) for part, dtype in {(at(path), p.dtype) for path, p in held.items()})
-        self.check = check
-        self.scaling: ScaledLoss | None = ScaledLoss(leaves.values()) if skips and skips.scaled else None
-        self._error: TypeError | ValueError | None = None  # of this pass's hyperparameters
+        self._sharding = pipeline.sharding
+        if self.pieces is not None and pipeline.sharding is not None:
+            self.gather = pipeline.sharding.init(self.pieces, own, dict(slots))
+        return init_ends(pipeline, own, slots, self.flats)
 
-    def rates(self) -> list[tuple[str, float]]:
+    @property
+    def has_masters(self) -> bool:
+        return any(master_of(state) is not None for state in self.stepper.states.values())
+
+    def check_rates(self) -> list[tuple[str, float]]:
         """The hyperparameters of the next step that may differ between ranks, by name."""
         return self.stepper.check_rates(self._watched)
 
-    def own(self) -> dict[str, Tensor]:
-        """Path -> the values that this rank steps: parameters, or slices of them."""
-        held = {path: p.detach() for path, p in self._leaves.items()}
-        sharding = self.pipeline.sharding
-        if self._pieces is None or sharding is None:
-            return held
-        own: dict[str, Tensor] = sharding.held(self._pieces, held, self.gather_state)
-        return own
+    def begin(self) -> None:
+        """Begin a pass, in which `own_leaves` gives the same tensors."""
+        self._own = {}
 
-    def fits(self) -> bool:
-        """Whether the module has the parameters that go with the loaded state."""
-        return self._loaded_checksum == self.checksum()
+    def own_leaves(self) -> dict[str, Tensor]:
+        """Path -> the values that this rank steps: parameters, or slices of them.
+
+        Some slices are copies, which the gather gives to the parameters.
+        """
+        if not self._own:
+            held = {path: p.detach() for path, p in self.leaves.items()}
+            if self.pieces is not None and self._sharding is not None:
+                held = self._sharding.held(self.pieces, held, self.gather)
+            self._own = held
+        return self._own
+
+    def optimizer_states(self) -> dict[str, Any]:
+        """Path -> the state of the parameter, or of this rank's slice."""
+        return dict(self.stepper.states)
 
     def checksum(self) -> int:
-        """A checksum of the parameters; 0 where all ranks have equal parameters after each step."""
-        if not self.pipeline.ends:
-            return 0
-        words = (p.detach().reshape(-1).view(_WORDS[p.itemsize]) for p in self._leaves.values())
+        """A checksum of the parameters."""
+        words = (p.detach().reshape(-1).view(_WORDS[p.itemsize]) for p in self.leaves.values())
         return zlib.crc32(repr([int(each.sum(dtype=torch.int64)) for each in words]).encode())
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state made by `state_dict`, for the same pipeline and parameters.
+    def load_states(self, saved: Mapping[str, Any], at: Callable[[str], Optimizer]) -> None:
+        """Take the optimizer's states, by path and by name.
 
         Raises:
-            ValueError: the state of another pipeline, or of other parameters; nothing is loaded.
+            ValueError: they are of other parameters, or of another optimizer.
         """
-        outer = restored("the state of the outer", self.outer, state_dict["outer"])
-        after = restored("the state of the after", self.ends.after, state_dict["after"])
-        on_state = restored("the state of on_state", self.ends.on_state, state_dict["on_state"])
-        gather = restored("the state of the gather", self.gather_state, state_dict["gather"])
-        if self.pipeline.sharding is not None and self._pieces is not None:
-            self.pipeline.sharding.check(self._pieces, gather)
-        saved, at = state_dict["optimizer"], self.pipeline.optimizer.at
         if self.stepper.states.keys() != saved.keys():
             raise ValueError(
                 f"the optimizer's state is of {sorted(saved)}, but the module has {sorted(self.stepper.states)}"
             )
-        own = self.own()
+        self.begin()
+        own = self.own_leaves()
         self.stepper.adopt(self.stepper.prepared((path, at(path), own[path], s) for path, s in saved.items()))
-        self.outer, self.ends, self.gather_state = outer, EndStates(after, on_state), gather
-        self._loaded_checksum = state_dict["parameters"]
-
-    def begin(self, step: int, scaled: bool) -> list[tuple[str, float]]:
-        """Begin a pass; returns the hyperparameters of its step.
-
-        Args:
-            scaled: Whether its gradients must come from a scaled loss; if not, the rank has no input.
-        """
-        if self.scaling is not None and scaled:
-            self.scaling.check()
-        self.check.grads.begin(self._plan, step)
-        self._error = None
-        try:
-            return self.rates()
-        except (TypeError, ValueError) as error:
-            self._error = error
-            return []
-
-    def before_hook(self, out: DDPBucket) -> None:
-        """Divide the gradients of a bucket, not yet sent, by the scale of the loss; note whether they are finite."""
-        if self.scaling is not None:
-            multiply_(out.grads, 1 / self.outer.scale.double())
-            if self.scaling.missed:
-                out.grads.fill_(math.nan)  # makes all ranks leave the step out
-        self.check.grads.before_hook(out)
-
-    def decide(
-        self, step: int, outs: list[DDPBucket], sums: dict[str, float], counts: Sequence[CountsOfAll] | None
-    ) -> tuple[Decision, bool]:
-        """Decide on a step.
-
-        Args:
-            outs: The buckets, each observed, not yet divided.
-            sums: The record, summed over the ranks that share the gradients.
-            counts: See `StepCheck.decide`.
-
-        Returns:
-            The decision, and whether the step ends here with an error, which is raised after the backward pass.
-        """
-        if self._error is not None:
-            raise_after_backward(self._error)
-            return Decision(Effect(True, False)), True
-        decision = self.check.decide(step, sums, outs, 1.0, None, counts)
-        if self.scaling is not None and (missed := self.scaling.take_error()) is not None:
-            raise_after_backward(missed)
-        if self._skips is not None:
-            self.outer = decision.effect.update_counters(self._skips, self.outer)
-        elif decision.error is not None:
-            raise_after_backward(decision.error)
-            return decision, not decision.changes
-        return decision, False
-
-    def by_kernels(self, decision: Decision, outs: list[DDPBucket], used: set[str] | None) -> bool:
-        """Whether the optimizer's kernels may divide the gradients."""
-        return self._divides and decision.changes and used is None and self.check.grads.readable_without_sync(outs)

@@ -116,9 +116,8 @@ class _States:
     """The optimizer's states in a module's hook, by parameter."""
 
     def __init__(self, run: DDPRun, paths: dict[Tensor, str]) -> None:
-        step, pieces = run.pipeline_step, run.pieces
-        assert step is not None and pieces is not None
-        self._paths, self._pieces, self._stepper = paths, pieces, step.stepper
+        assert run.pieces is not None
+        self._paths, self._pieces, self._stepper = paths, run.pieces, run.params.stepper
 
     def state_of(self, param: Tensor) -> tuple[dict[str, Any], tuple[int, int]]:
         """This rank's state of a parameter by name, and the slice that it is of."""

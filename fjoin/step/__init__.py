@@ -9,19 +9,18 @@ _body          the data of a training state, and the ends of a step
 _agreements    the records that ranks sum
 _stages        the stages of a hook, on buckets and on the whole tree
 _reducer       runs the hook: `SumReducer` sums buckets in place, `StagedReducer` runs any stages
+_step          `Step`: a whole step, of a train_step and of a registered module
 """
 
 from ._agreements import Agreements as Agreements
-from ._body import EndStates as EndStates, StateData as StateData, init_ends as init_ends, run_end as run_end
-from ._hook_state import HookState as HookState
-from ._reducer import (
-    Opened as Opened,
-    Reducer as Reducer,
-    first_call as first_call,
-    make_reducer as make_reducer,
-    multiply_ as multiply_,
-    totals_in as totals_in,
+from ._body import (
+    EndStates as EndStates,
+    StateData as StateData,
+    StepData as StepData,
+    init_ends as init_ends,
 )
-from ._stages import BucketStages as BucketStages
+from ._hook_state import HookState as HookState
+from ._reducer import Reducer as Reducer, make_reducer as make_reducer
+from ._step import Step as Step
 from ._step_buckets import STEP as STEP, named as named, step_buckets as step_buckets
-from ._verdict import CountsOfAll as CountsOfAll, Decision as Decision, StepCheck as StepCheck
+from ._verdict import Decision as Decision, StepCheck as StepCheck

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from ..buckets import Storage, assign_
 from ..groups import Communicator, StepEnd
 from ..transforms.axes import bind_axes
 from ..transforms.base import Call, Transform, copy_if_aliased, named_leaves
+from ..transforms.layout import Bucket, Pieces
 from ..transforms.optimizers import masters_of, state_fields
 from ..transforms.pipelines import Effect, Pipeline
 from ._hook_state import HookState
@@ -77,14 +78,49 @@ def run_end(
     return old._replace(after=fresh) if on == "params" else old._replace(on_state=fresh)
 
 
-@dataclass
-class StateData:
+class Params(Protocol):
+    """Parameters, and the states of their optimizer, wherever they are: in a `Storage`, or in a module.
+
+    Attributes: as of a `Storage`.
+    """
+
+    leaves: dict[str, Tensor]
+    flats: list[Tensor]
+    layout: tuple[Bucket, ...]
+    pieces: Pieces | None
+    shapes: dict[str, torch.Size]
+    float16: bool
+    exact: list[Tensor]
+
+    @property
+    def has_masters(self) -> bool: ...
+
+    def own_leaves(self) -> dict[str, Tensor]: ...
+
+    def optimizer_states(self) -> dict[str, Any]: ...
+
+
+@dataclass(kw_only=True)
+class StepData:
+    """What a `Step` changes in place."""
+
+    storage: Params
+    hook: Any
+    ends: EndStates
+    step: int = 0  # the number of steps taken
+    outer: Any = None  # the state of a pipeline that leaves steps out, without that of its inner pipeline
+
+    def hook_state(self) -> Any:
+        """The hook's state, keyed by path."""
+        return self.hook.whole() if isinstance(self.hook, HookState) else self.hook
+
+
+@dataclass(kw_only=True)
+class StateData(StepData):
     """The data behind a `TrainState`. Steps change it in place; only the state with the same `version` may use it."""
 
     storage: Storage
     buffers: dict[str, Tensor] | None
-    hook: Any
-    ends: EndStates
     rebuild: Callable[[dict[str, Any]], Any]  # from path -> leaf to the tree that the user gave
     owner: object  # the token of the step that made it; only that step can run it
     buffers_state: Any = ()  # of the transform of the buffers
@@ -92,20 +128,14 @@ class StateData:
     buffers_before: dict[str, Tensor] | None = None  # the buffers before this step's first forward pass
     batches_before: int = 0  # the batches before this step's first call
     version_before: int = 0  # the version of the state given to this step's first call
-    step: int = 0  # the number of steps taken
     batches: int = 0  # the number of batches consumed on this rank
     calls: int = 0  # the number of calls of the step, larger than `step` where gradients are accumulated
     window: dict[str, Any] = field(default_factory=dict)  # this rank's record of an open window
     first: float = 1.0  # the first weight above 0 in this window
     version: int = 0
-    torn: str = ""
+    torn: bool = False  # whether a step has failed after it had changed some of the parameters
     lost: str = ""  # why the open window is lost; all else is intact, so the state can still be read
     ended: StepEnd | None = None  # the end of its last step on a device; copies share it
-    outer: Any = None  # the state of a pipeline that leaves steps out, without that of its inner pipeline
-
-    def hook_state(self) -> Any:
-        """The hook's state."""
-        return self.hook.whole() if isinstance(self.hook, HookState) else self.hook
 
     def lose_window(self, calls: int) -> None:
         """Discard the micro-batches of an open window: the state is again that of the last completed step."""

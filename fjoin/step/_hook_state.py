@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -33,18 +34,38 @@ class HookState(NamedTuple):
     rest: tuple[Any, ...]  # the states of the stages that run on the whole tree
     form: Form
 
+    def of_bucket(self, index: int, bucket: Bucket) -> Any:
+        """The state of the stages on a bucket, which may be another one than the state has at this place."""
+        form = self.form
+        if form.flat or (index < len(form.layout) and form.layout[index] is bucket):
+            return self.buckets[index]
+        early = self._early()
+        return restrict(early if form.n_early > 1 else early[0], form.shapes, bucket.paths)
+
+    def after(self, buckets: tuple[Any, ...], rest: tuple[Any, ...], layout: list[Bucket]) -> HookState:
+        """The state after a step, in the form of this one, from those of the buckets of the step."""
+        form = self.form
+        if form.flat or (len(layout) == len(form.layout) and all(map(operator.is_, layout, form.layout))):
+            return HookState(buckets, rest, form)
+        return self.split(HookState(buckets, rest, replace(form, layout=tuple(layout))).whole())
+
+    def relaid(self, layout: tuple[Bucket, ...]) -> HookState:
+        """The same state by other buckets."""
+        return self._replace(form=replace(self.form, layout=layout)).split(self.whole())
+
     def whole(self) -> Any:
         """The state in the form of the pure hook: keyed by path."""
+        whole = (*self._early(), *self.rest)
+        return whole if self.form.stages > 1 else whole[0] if whole else ()
+
+    def _early(self) -> Any:
+        """The states of the stages that run bucket by bucket, keyed by path."""
         form = self.form
-        early: Any = ()
-        if form.n_early:
-            parts = list(self.buckets)
-            if form.flat:
-                parts = [_by_path(p, form, k) for k, p in enumerate(parts)]
-            merged = merge(parts, form.shapes)
-            early = merged if form.n_early > 1 else (merged,)
-        whole = (*early, *self.rest)
-        return whole if form.stages > 1 else whole[0] if whole else ()
+        if not form.n_early:
+            return ()
+        parts = [_by_path(p, form, k) if form.flat else p for k, p in enumerate(self.buckets)]
+        merged = merge(parts, form.shapes)
+        return merged if form.n_early > 1 else (merged,)
 
     def split(self, whole: Any) -> HookState:
         """The stored form of another state, given in the form of the pure hook; the inverse of `whole`."""

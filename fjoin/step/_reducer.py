@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 
 from ..agreement import StepRecord, Sums
-from ..buckets import GradBuffer, Storage
+from ..buckets import GradBuffer
 from ..groups import Communicator, keep_freed
 from ..transforms.axes import Axis, PieceSum, Work
 from ..transforms.base import Call, Share, Totals, Transform, copy_if_aliased, nonzero_or_one, only, restrict, totals_of
 from ..transforms.combinators import stages
 from ..transforms.layout import Pieces, bind_pieces, record_bucket
-from ..transforms.pipelines import Plan, takes_flat
+from ..transforms.pipelines import Place, Plan, takes_flat
+from ._agreements import Agreements
+from ._body import Params
 from ._hook_state import FLAT, Form, HookState
 from ._stages import BucketStages
 from ._verdict import Clip, GradCheck
@@ -30,10 +32,10 @@ class Opened(NamedTuple):
     record: the record over the axes that the hook reduces over in this step, and this rank's `values` in it.
     step: the number of steps before this one.
     begun: by axes, the records that are under way already.
-    first: the first weight above 0 of this rank's window.
+    first: the first weight above 0 of this rank's window. Where no loss carries the weight: the weight.
     """
 
-    storage: Storage
+    storage: Params
     record: StepRecord
     values: dict[str, Any]
     step: int
@@ -53,12 +55,12 @@ class Reducer:
     clip: Clip | None = None
     _state: Any = None  # of this step
 
-    def init(self, storage: Storage) -> Any:
+    def init(self, storage: Params) -> Any:
         """The initial state."""
         raise NotImplementedError
 
     def loss_factor(self, weight: float, first: float, float16: bool) -> float:
-        """The factor of the loss.
+        """The factor of the loss, where a loss carries it.
 
         Args:
             weight: This rank's weight, or 1 or 0 where ranks do not count by their weights.
@@ -67,7 +69,7 @@ class Reducer:
         """
         raise NotImplementedError
 
-    def prepare(self, storage: Storage) -> list[GradBuffer]:
+    def prepare(self, storage: Params) -> list[GradBuffer]:
         """The buffers of the messages."""
         raise NotImplementedError
 
@@ -79,7 +81,7 @@ class Reducer:
         """Start the messages of a full bucket."""
         raise NotImplementedError
 
-    def finish(self, old: Any, storage: Storage, outgoing: list[GradBuffer]) -> tuple[dict[str, Any] | None, Any]:
+    def finish(self, old: Any, storage: Params, outgoing: list[GradBuffer]) -> tuple[dict[str, Any] | None, Any]:
         """Complete the messages after backward, and look at the gradients.
 
         Returns:
@@ -123,19 +125,19 @@ def totals_in(sums: Mapping[str, Any]) -> Totals:
 class StagedReducer(Reducer):
     """Runs a hook other than a plain reduction, step by step. The hook applies the weights itself."""
 
-    def __init__(self, plan: Plan, mesh: Communicator, grads: GradCheck, accumulates: bool) -> None:
+    def __init__(self, plan: Plan, mesh: Communicator, grads: GradCheck, accumulates: bool, flat: bool) -> None:
         self._plan, self._early, self._grads = plan, plan.early, grads
         self._accumulates = accumulates
-        self._flat = plan.early is not None and takes_flat(plan.early)
+        self._flat = flat and plan.early is not None and takes_flat(plan.early)
         last = stages(plan.early)[-1:] if plan.early is not None else []
         fresh = any(part.reduces is not None and part.reduces.fusable for part in last)
         self._stages = BucketStages(plan, mesh, self._flat, fresh)
         self._given = 1.0  # the factor that a window of several calls has put on gradients; the hook weighs them itself
         self._sums: Sums | None = None  # the record, where it is sent before the gradients
-        self._old: tuple[HookState, Storage] | None = None  # the state and the parameters from which this step begins
-        self._pieces: list[Pieces | None] = []  # by bucket, where the stages that run on it shard
+        self._old: tuple[HookState, Params] | None = None  # the state and the parameters from which this step begins
+        self._pieces: list[Pieces | None] = []  # by flat bucket, where the stages that run on it shard
 
-    def init(self, storage: Storage) -> Any:
+    def init(self, storage: Params) -> Any:
         """The initial state; its `HookState.whole` is `hook.init(params)`."""
         by_path = {path: leaf.detach() for path, leaf in storage.leaves.items()}
         layout, early = storage.layout, self._early
@@ -157,7 +159,7 @@ class StagedReducer(Reducer):
         form = Form(layout, storage.shapes, self._flat, count, len(self._stages.parts), storage.pieces)
         return HookState(buckets, after, form)
 
-    def _init_flat(self, early: Transform, k: int, storage: Storage) -> Any:
+    def _init_flat(self, early: Transform, k: int, storage: Params) -> Any:
         with bind_pieces(storage.pieces and storage.pieces.flat(k, FLAT)):
             return early.init({FLAT: storage.flats[k]})
 
@@ -167,12 +169,12 @@ class StagedReducer(Reducer):
 
     # -- bucket by bucket -----------------------------------------------------------------------
 
-    def prepare(self, storage: Storage) -> list[GradBuffer]:
+    def prepare(self, storage: Params) -> list[GradBuffer]:
         """The buffers of the buckets."""
         layout, pieces = storage.layout, storage.pieces
         self._pieces = [None] * len(layout)
-        if pieces is not None and self._early is not None and self._early.sharded_over:
-            self._pieces = [pieces.flat(k, FLAT) if self._flat else pieces.only(k) for k in range(len(layout))]
+        if pieces is not None and self._flat and self._early is not None and self._early.sharded_over:
+            self._pieces = [pieces.flat(k, FLAT) for k in range(len(layout))]
         return [GradBuffer(bucket, storage.shapes, 0, pieces and pieces.only(k)) for k, bucket in enumerate(layout)]
 
     def start(self, state: HookState, opened: Opened) -> None:
@@ -194,10 +196,11 @@ class StagedReducer(Reducer):
         if self._early is None or self._old is None:
             return None
         state, storage = self._old
-        params = {FLAT: storage.flats[index]}
-        if not self._flat:
-            params = {path: storage.leaves[path].detach() for path in storage.layout[index].paths}
-        return self._stages.launch(out, state.buckets[index], params, self._pieces[index])
+        old = state.of_bucket(index, out.bucket)
+        if self._flat:
+            return self._stages.launch(out, old, {FLAT: storage.flats[index]}, self._pieces[index])
+        params = {path: storage.leaves[path].detach() for path in out.bucket.paths}
+        return self._stages.launch(out, old, params, out.pieces if self._early.sharded_over else None)
 
     def stop(self) -> None:
         """Discard a step that has failed."""
@@ -207,13 +210,13 @@ class StagedReducer(Reducer):
     # -- after backward -------------------------------------------------------------------------
 
     def finish(
-        self, old: HookState, storage: Storage, outgoing: list[GradBuffer]
+        self, old: HookState, storage: Params, outgoing: list[GradBuffer]
     ) -> tuple[dict[str, Any] | None, float]:
         """Run the other stages on all gradients; returns the summed record, and 1 as the divisor."""
         for out in outgoing:
             out.wait()
         buckets, rest = self._stages.finish(outgoing, old.rest, storage)
-        self._state, self._old = HookState(buckets, rest, old.form), None
+        self._state, self._old = old.after(buckets, rest, [out.bucket for out in outgoing]), None
         for out in outgoing:
             self._grads.observe(out)
         sums, self._sums = self._sums, None
@@ -228,15 +231,19 @@ class SumReducer(Reducer):
     kernel has to divide. Sums of float16 gradients would not fit: there the ranks agree on their weights first, and each sends
     its share of the mean.
 
+    Args:
+        weighs: Whether it multiplies the gradients by the weight, since no loss carries it.
+
     Attributes:
         carries_record: Whether a bucket's message may carry the record.
     """
 
     carries_record = True
 
-    def __init__(self, plan: Plan, mesh: Communicator, record: StepRecord, grads: GradCheck) -> None:
+    def __init__(self, plan: Plan, mesh: Communicator, record: StepRecord, grads: GradCheck, weighs: bool) -> None:
         assert plan.reduce is not None
         self._hook, self._plan, self._mesh, self._record, self._grads = plan.hook, plan, mesh, record, grads
+        self._weighs = weighs
         self._axes = record.axes
         by_norm = None if plan.clip is None else plan.clip.by_norm
         self.clip = None if by_norm is None else by_norm.factor
@@ -247,7 +254,7 @@ class SumReducer(Reducer):
         self._stages = BucketStages(plan, mesh)  # those behind the reduction run on all buckets
         self._alone: Sums | None = None  # the record's own message, where no bucket carries it
 
-    def init(self, storage: Storage) -> Any:
+    def init(self, storage: Params) -> Any:
         """The initial state."""
         params = {path: leaf.detach() for path, leaf in storage.leaves.items()}
         return copy_if_aliased(self._hook.init(params), storage.flats)
@@ -256,7 +263,7 @@ class SumReducer(Reducer):
         """The factor of the loss: starting backward from the weight applies it at no cost."""
         return weight / first if float16 else weight * self._unit
 
-    def prepare(self, storage: Storage) -> list[GradBuffer]:
+    def prepare(self, storage: Params) -> list[GradBuffer]:
         """The buffers of the messages."""
         layout, words = storage.layout, self._record.n_words
         carrier, pieces = record_bucket(layout) if self.carries_record else None, storage.pieces
@@ -274,10 +281,10 @@ class SumReducer(Reducer):
         self._first, self._float16 = opened.first, opened.storage.float16
         if self._plan.rest:
             self._stages.begin(Call(values["weight"], opened.step), layout, sends=False)
-        if self._carrier is None:
-            self._alone = record.send(values)
-        else:
+        if self._carrier is not None:
             record.write(values, self._carrier.words)
+        else:
+            self._alone = opened.begun.get(self._axes) or record.send(values)
 
     def launch(self, index: int, out: GradBuffer) -> Work:
         if self.factor is not None:
@@ -289,6 +296,8 @@ class SumReducer(Reducer):
             of_all = Share(self._first, total).times(out.grads, in_place=True)
             if of_all is not out.grads:
                 out.grads.copy_(of_all)
+        elif self._weighs:
+            Share(self._first * self._unit, None).times(out.grads, in_place=True)
         return self._send(out)
 
     def _send(self, out: GradBuffer) -> Work:
@@ -310,7 +319,7 @@ class SumReducer(Reducer):
         assert self._alone is not None
         return self._alone.read(self._grads.on_device)
 
-    def finish(self, old: Any, storage: Storage, outgoing: list[GradBuffer]) -> tuple[dict[str, Any], Any]:
+    def finish(self, old: Any, storage: Params, outgoing: list[GradBuffer]) -> tuple[dict[str, Any], Any]:
         """Complete the messages after backward; see `Reducer`."""
         rest = self._plan.rest
         for out in outgoing:
@@ -340,7 +349,7 @@ class ScatterReducer(SumReducer):
 
     carries_record = False
 
-    def init(self, storage: Storage) -> Any:
+    def init(self, storage: Params) -> Any:
         """The initial state."""
         keep_freed()
         with bind_pieces(storage.pieces):
@@ -374,7 +383,7 @@ class Scatter:
         assert out.pieces is not None
         self._out = out
         self.total: float | None = None
-        self._work: PieceSum | None = axis.begin_scatter(out.buffer, out.pieces.bounds[0], out.pieces.rank)
+        self._work: PieceSum | None = axis.begin_scatter(*out.in_pieces(), out.pieces.rank)
 
     def arrived(self) -> bool:
         """Whether a wait would not wait."""
@@ -389,13 +398,15 @@ class Scatter:
                 self._out.buffer = self._out.grads
 
 
-def make_reducer(plan: Plan, mesh: Communicator, record: StepRecord, grads: GradCheck, accumulates: bool) -> Reducer:
+def make_reducer(plan: Plan, mesh: Communicator, agreements: Agreements, place: Place, accumulates: bool) -> Reducer:
     """The reducer that runs a plan.
 
     Args:
+        place: Where its buckets are.
         accumulates: Whether a step has several calls.
     """
+    grads = agreements.check.grads
     if plan.reduce is None:
-        return StagedReducer(plan, mesh, grads, accumulates)
+        return StagedReducer(plan, mesh, grads, accumulates, flat=place == "buckets")
     kind = ScatterReducer if plan.reduce.sharded_over else SumReducer
-    return kind(plan, mesh, record, grads)
+    return kind(plan, mesh, agreements.of_hook(0), grads, weighs=place == "module")

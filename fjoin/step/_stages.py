@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,22 +15,15 @@ from ..transforms.base import Call, Totals, Transform, copy_if_aliased
 from ..transforms.combinators import behind, stages
 from ..transforms.layout import Bucket, Pieces, bind_pieces
 from ..transforms.pipelines import Plan
+from ._body import Params
 from ._hook_state import FLAT
 from ._interleave import Interleaver, SideStreams, travel
-
-
-class HasParams(Protocol):
-    """Parameters by path, and the flat memory that holds them."""
-
-    leaves: dict[str, Tensor]
-    flats: list[Tensor]
-    pieces: Pieces | None
 
 
 def run_stages(
     parts: Sequence[Transform],
     states: Any,
-    storage: HasParams,
+    storage: Params,
     outgoing: Sequence[GradBuffer],
     mesh: Communicator,
     call: Call,
@@ -149,7 +142,7 @@ class BucketStages:
         self,
         outgoing: Sequence[GradBuffer],
         old: Sequence[Any],
-        storage: HasParams,
+        storage: Params,
         reduced: tuple[tuple[str, ...], Totals] | None = None,
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Run the stages behind those of the buckets on all gradients, whose messages have arrived.

@@ -219,7 +219,7 @@ class Decision(NamedTuple):
     effect: Effect
     divisor: Tensor | None = None  # the divisor that the kernels apply to the gradients
     found_inf: Tensor | None = None  # 1 where the kernels must change nothing; None where the host has decided
-    error: NonFinite | None = None
+    error: Exception | None = None  # all ranks raise it
     norm: Any = None  # of the gradients after the division, before they are clipped, where it is needed: 0-d float64
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from ..agreement import numbers, own_values
@@ -12,7 +11,7 @@ from ..step import STEP, Agreements, Reducer, StateData, StepCheck, make_reducer
 from ..transforms.base import Transform
 from ..transforms.pipelines import Pipeline, make_plan, parts_of
 from ._failures import CALLS
-from ._flat_step import FlatStep, tears
+from ._flat_step import FlatStep
 from ._loss import Loss, user_sums
 from ._metrics import LearningRates, Meter, Metrics, RecordedNorms
 from ._passes import Forward, GradOutput, Iteration, Passes, grad_output_of
@@ -47,8 +46,7 @@ class Run:
         sharding = pipeline.sharding
         self.agreements: Agreements = Agreements(mesh, plan, parts, "buckets", CALLS, norm=plan.clip is not None)
         self.ranks, self.step_check = self.agreements.ranks, self.agreements.check
-        record = self.agreements.of_hook(0)
-        self.reducer: Reducer = make_reducer(plan, mesh, record, self.step_check.grads, accumulate > 1)
+        self.reducer: Reducer = make_reducer(plan, mesh, self.agreements, "buckets", accumulate > 1)
         self.named_launch: Launch = named(self.reducer.launch, mesh.traffic)  # for traces
         # Whether each bucket's gather begins once it has been stepped.
         self.gathers_buckets: bool = sharding is not None and sharding.codec is None and pipeline.after is None
@@ -69,10 +67,13 @@ class Run:
         """Run now the transforms that would run in later steps; see `TrainStep.flush`."""
         self.agreements.fit(body.storage.layout)
         self.agreements.begin_flush(body.step)
-        body.torn = tears(body.step)
-        FlatStep(self, body, 0.0, None).flush()
+        body.torn = True
+        one, body.buffers_before = FlatStep(self, body), body.buffers
+        one.flush()
+        if body.buffers is not None:
+            one.end_buffers(body.buffers, 0.0)
         self.ends_here(body)
-        body.torn = ""
+        body.torn = False
 
     def ends_here(self, body: StateData) -> None:
         """Note where the state's last step ends in the stream of its device."""
@@ -135,8 +136,20 @@ class Run:
         counts = agreements.of_all.complete(own, step_id, has_next)
         values = counts if record is agreements.of_all else record.complete(own, step_id)
         self.reducer.factor = grad_output.rest
-        one = FlatStep(self, body, values["weight"], forward.buffers, span)
-        one.run(queue, partial(passes.backward, forward, grad_output, storage), record, values, counts)
+        if span is not None:
+            span.next("agree: begin")
+        one = FlatStep(self, body, span)
+        one.open(record, values, counts, body.first)
+        if span is not None:
+            span.next("backward and launches")
+        queue.start(storage, self.reducer.launch if span is None else self.named_launch)
+        passes.backward(forward, grad_output, storage)
+        queue.finish()
+        one.close_pass(queue.outgoing)
+        if forward.buffers is not None:
+            one.end_buffers(forward.buffers, values["weight"])
+        queue.free()
+        body.torn = False
         of_all = one.of_all
         if iteration is not None:
             iteration.others = lambda: agreements.has_next(of_all())

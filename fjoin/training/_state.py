@@ -119,7 +119,12 @@ class TrainState:
                 "this state was made by another train_step's init, or by an earlier init of this step; call init of this step "
                 "on its parameters: step.init(state.params)"
             )
-        torn = body.torn or (body.ended and body.ended.failed)
+        torn = body.ended and body.ended.failed
+        if body.torn:
+            torn = (
+                f"step {body.step} failed after it had changed some of the parameters, so this state is neither old nor "
+                f"new; load a checkpoint, or use donate=False to keep the old state whole"
+            )
         if torn or (owner is not None and body.lost):
             raise TornState(torn or body.lost, step=body.step)
         # A lost window has overwritten nothing: the states given to its calls are the state of the last completed step.

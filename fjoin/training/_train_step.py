@@ -102,7 +102,7 @@ def make_state_data(
     run.close()
     run.token = object()  # states of an earlier init may have another layout
     outer = pipeline.skips.begin(()) if pipeline.skips else None
-    body = StateData(storage, own, hook, ends, rebuild, owner=run.token, outer=outer)
+    body = StateData(storage=storage, buffers=own, hook=hook, ends=ends, rebuild=rebuild, owner=run.token, outer=outer)
     body.buffers_before = own
     if own is not None and run.on_buffers is not None:
         body.buffers_state = run.on_buffers.init(own)

@@ -102,7 +102,7 @@ def _does_not_wait_for_the_first(side: Any, function: Any) -> Any:
     return _START(side, function)
 
 
-_START, _LAUNCH, _STEP = SideStreams.start, SumReducer.launch, FlatStep._step_buckets
+_START, _LAUNCH, _STEP = SideStreams.start, SumReducer.launch, FlatStep._step_params
 
 
 def _with_memory_of_the_caller(side: Any, function: Any) -> Any:
@@ -124,11 +124,10 @@ def _writes_the_record_after(hook: Any, index: int, out: Any) -> Any:
     return work
 
 
-def _gathers_first(memory: Any, outgoing: Any) -> None:
-    outgoing = list(outgoing)
-    for index, _ in outgoing:
-        start_gather(memory._body.storage, index, memory._shell.mesh)
-    _STEP(memory, outgoing)
+def _gathers_first(step: Any, outgoing: Any) -> None:
+    for index in range(len(outgoing)):
+        start_gather(step._body.storage, index, step._run.mesh)
+    _STEP(step, outgoing)
 
 
 def _reads_at_once(reads: Any, newest: bool, keep: bool = False) -> Any:
@@ -152,7 +151,7 @@ FAULTS: dict[str, tuple[str, Callable[[], Any], str]] = {
         "aten::copy_ in 'leaf', after the write to it by psum",
     ),
     "parameters are stepped while a gather reads them": (
-        "zero", lambda: on(FlatStep, "_step_buckets", _gathers_first), "after the read of it by gather",
+        "zero", lambda: on(FlatStep, "_step_params", _gathers_first), "after the read of it by gather",
     ),
     "the next forward does not wait for a gather": (
         "zero", lambda: on(FlatStep, "_gather", lambda self, sharding, effect: None), "after the write to it by gather",

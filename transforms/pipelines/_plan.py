@@ -111,7 +111,9 @@ class Plan(NamedTuple):
         return self.always or _reduced(self.hook, self.mesh_axes, step)
 
 
-def make_plan(hook: Transform, sizes: Mapping[str, int], *ends: Transform, adds: bool = False) -> Plan:
+def make_plan(
+    hook: Transform, sizes: Mapping[str, int], *ends: Transform, adds: bool = False, clips: bool = True
+) -> Plan:
     """The plan of a pipeline, or of a hook alone.
 
     Args:
@@ -120,6 +122,7 @@ def make_plan(hook: Transform, sizes: Mapping[str, int], *ends: Transform, adds:
         ends: The transforms of parameters, optimizer state and buffers at the end of a step.
         adds: Whether gradients of several calls, each times its weight, are added before they are sent. Then only a mean by these weights
             can be summed in place.
+        clips: Whether the optimizer's kernel may clip. Then the gradients themselves are left as they were.
     """
     mesh_axes = tuple(name for name, size in sizes.items() if size > 1) or tuple(sizes)
     reach = axes_of(hook, sizes)
@@ -134,7 +137,7 @@ def make_plan(hook: Transform, sizes: Mapping[str, int], *ends: Transform, adds:
     alone = own is not None and own.fusable and reach <= set(names(own.axis))
     alone = alone and own is not None and not (adds and own.over in ("live", "world"))
     if alone and not any(part.is_reducing for part in parts[1:]):
-        if len(parts) == 2 and parts[1].by_norm is not None:
+        if clips and len(parts) == 2 and parts[1].by_norm is not None:
             return plan._replace(reduce=first, clip=parts[1])
         return plan._replace(reduce=first, rest=tuple(parts[1:]))
     whole = next((i for i, part in enumerate(parts) if Needs.TREE in part.needs), len(parts))

@@ -1,0 +1,173 @@
+"""`Step`: one step of a pipeline, from the records before its gradients to the states behind it."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Protocol
+
+from ..agreement import StepRecord, Sums, numbers
+from ..buckets import GradBuffer
+from ..groups import Communicator, Span
+from ..transforms.base import Call, Transform
+from ..transforms.pipelines import FLUSH, Effect, Pipeline, Sharding
+from ._agreements import Agreements
+from ._body import StepData, run_end
+from ._reducer import Begun, Opened, Reducer
+from ._verdict import Decision
+
+
+class Runs(Protocol):
+    """What runs the steps of one pipeline on this rank: a train_step, or a registered module."""
+
+    mesh: Communicator
+    agreements: Agreements
+    reducer: Reducer
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """None: a hook alone, whose result somebody else steps with."""
+
+
+class Step:
+    """One step on this rank. Those who hold the parameters say in a subclass how they are stepped and gathered.
+
+        one.open(record, values, counts)                     # records of weights leave, where a mean needs them first
+        out.work = run.reducer.launch(index, out)            # in backward, for each bucket: its message leaves
+        one.close_pass(outgoing)                             # sums arrive; ranks decide alike; the optimizer steps
+
+    Attributes:
+        sums: The record, summed over the ranks that share the gradients, once it is known.
+        span: Takes the names of the parts of the step, where somebody watches.
+
+    Args:
+        body: The data of the state, which the step changes in place.
+    """
+
+    waits = False  # whether the host waits for the sums, so that it may decide at once
+
+    def __init__(self, run: Runs, body: StepData, span: Span | None = None) -> None:
+        self._run, self._body, self.span = run, body, span
+        self.sums: dict[str, Any] | None = None
+        self._begun: Begun = {}  # by axes, the records that were sent before the gradients
+        self._counts: Sums | None = None  # the record of all ranks that loop together, where these are more
+        self._divisor: Any = 1.0  # of the gradients
+        self._decision = Decision(FLUSH)
+
+    def open(self, record: StepRecord, values: dict[str, Any], counts: dict[str, Any], first: float = 1.0) -> None:
+        """Send the records that go before the gradients, and prepare for these.
+
+        Args:
+            record: The record of the ranks that share the gradients.
+            values: This rank's values in it.
+            counts: This rank's values in the record of all ranks that loop together.
+            first: See `Opened`.
+        """
+        run, body = self._run, self._body
+        agreements, self._record, self._values = run.agreements, record, values
+        self._records = records = agreements.records(body.step)
+        self._begun = begun = {axes: agreements.record(axes).send(values) for axes in records.before}
+        if records.apart:
+            self._counts = agreements.send(counts)
+        if agreements.plan.reduce is None:
+            agreements.check.grads.begin(agreements.plan, body.step)
+        run.reducer.start(body.hook, Opened(body.storage, record, values, body.step, begun, first))
+
+    def close_pass(self, outgoing: list[GradBuffer]) -> None:
+        """Complete the step, whose buckets are all under way.
+
+        Raises:
+            NonFinite, DesyncError: on all ranks; the state is as before.
+        """
+        reducer, body, span = self._run.reducer, self._body, self.span
+        if span is not None:
+            span.next("wait for gradients")
+        self.sums, self._divisor = reducer.finish(body.hook, body.storage, outgoing)
+        if span is not None:
+            span.next("agree: verdict")
+        self._decision = decision = self.decide(outgoing)
+        if decision.error is not None:
+            self._refuse(decision.error)
+        elif self._run.pipeline is not None and (skips := self._run.pipeline.skips) is not None:
+            body.outer = decision.effect.update_counters(skips, body.outer)
+        if span is not None:
+            span.next("optimizer")
+        self._step_params(outgoing)
+        if decision.error is None:
+            self.end(decision.effect)
+        if span is not None:
+            span.next("states")
+        body.hook = decision.effect.keep(reducer.new_state, body.hook)
+
+    def flush(self) -> None:
+        """Run now the transforms that would run in later steps."""
+        self.end(FLUSH)
+
+    # -- what differs by who holds the parameters ------------------------------------------------
+
+    def _refuse(self, error: Exception) -> None:
+        """Raise the error of a step that changes nothing."""
+        raise error
+
+    def _step_params(self, outgoing: list[GradBuffer]) -> None:
+        """Run the optimizer, if the decision is to."""
+        raise NotImplementedError
+
+    def _own_leaves(self) -> dict[str, Any]:
+        """Path -> the values that this rank steps."""
+        return self._body.storage.own_leaves()
+
+    def _gather(self, sharding: Sharding, effect: Effect) -> None:
+        """Give all ranks the parameters that each has stepped its pieces of."""
+        raise NotImplementedError
+
+    # -- what all have in common -----------------------------------------------------------------
+
+    def decide(self, outgoing: list[GradBuffer]) -> Decision:
+        """What follows for this step from the record and the gradients, alike on all ranks that share these."""
+        run, step = self._run, self._body.step
+        agreements, records, check = run.agreements, self._records, run.agreements.check
+        if run.pipeline is None:
+            return Decision(Effect(True))
+        if records.pieces is not None:
+            check.grads.share(outgoing, run.mesh.axes[records.pieces])
+        if records.verdict:
+            self.sums = check.grads.verdict(outgoing, self._record, self._values)
+        assert self.sums is not None
+        if self.waits:
+            self.sums = numbers(self.sums, check.reads.now)
+        late = None
+        if self._record is not agreements.of_all:
+            late = () if self._counts is None else agreements.read(step, self._counts)
+        return check.decide(step, self.sums, outgoing, self._divisor, run.reducer.clip, late)
+
+    def end(self, effect: Effect) -> None:
+        """Transform the parameters and the optimizer's state at the end of a step, and gather the parameters."""
+        pipeline = self._run.pipeline
+        if pipeline is None:
+            return
+        if pipeline.after is not None:
+            self._transform(pipeline.after, "params", effect)
+        if pipeline.on_state is not None:
+            self._transform(pipeline.on_state, "optimizer", effect)
+        if pipeline.sharding is not None:
+            # A transform of the parameters may have changed them in a step without effect too.
+            gathered = effect if pipeline.after is None else effect.at_end
+            if gathered.steps is not False:
+                if self.span is not None:
+                    self.span.next("gather of parameters")
+                self._gather(pipeline.sharding, gathered)
+
+    def _name(self, part: Transform, on: str) -> None:
+        if self.span is not None:
+            self.span.next(f"{part.spec.name or 'after'} of {on}")
+
+    def _transform(self, part: Transform, on: Literal["params", "optimizer"], effect: Effect) -> None:
+        body, storage = self._body, self._body.storage
+        self._name(part, on)
+        call = self._call(0.0 if self.sums is None else self.sums["weight"], effect)
+        call = call.inside(sharded_over=None if storage.pieces is None else storage.pieces.axis)
+        states = storage.optimizer_states() if storage.has_masters or on == "optimizer" else {}
+        lent = [*storage.flats, *storage.exact]
+        body.ends = run_end(part, on, body.ends, self._run.mesh, self._own_leaves(), states, lent, effect, call)
+
+    def _call(self, weight: Any, effect: Effect) -> Call:
+        return Call(weight, self._body.step).inside(flush=effect is FLUSH)
