@@ -250,7 +250,7 @@ class StepRecord(Record):
         self.names, self._sums = record_names(self.ranks), list[str]()  # the names in aux["sum"], sorted
         self._fine = frozenset[str]()  # the names of values that have been checked
 
-    def agree(self, values: dict[str, Any]) -> bool:
+    def settle_names(self, values: dict[str, Any]) -> bool:
         """Agree on the names in the first step: only ranks with a batch know the names of aux["sum"].
 
         Returns:

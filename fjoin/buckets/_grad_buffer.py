@@ -25,7 +25,7 @@ class GradBuffer:
         words: The record's part of the buffer, maybe empty.
         pieces: The pieces of this bucket; None where it is not sharded.
         scattered: Whether `grads` is this rank's piece of the bucket.
-        total: The sum of the elements of `buffer` after its message, where the message has told it.
+        told: The sum of the elements of `buffer` after its message, where the message has told it.
         direct: Whether autograd's gradient itself becomes the message.
 
     Args:
@@ -73,7 +73,7 @@ class GradBuffer:
         self.seen: Tensor = torch.zeros(
             (), device=bucket.device
         )  # the norm or the sum of `grads`; see GradCheck.observe
-        self.total: float | None = None
+        self.told: float | None = None
         self.missing = 0
         self.used: list[bool] = [False] * len(bucket.paths)  # whether a gradient of each leaf has ever come
 
@@ -85,7 +85,7 @@ class GradBuffer:
         """
         self._window = window or {}
         self.leaves, self.missing, self.work = leaves, len(leaves), None
-        self.total, self._given = None, []
+        self.told, self._given = None, []
         self.scattered = False
         # A hook may have replaced it by its result. On the host a direct buffer keeps the last gradient until the next one
         # comes: free memory at the end of the heap would go back to the system, and be faulted in again.
@@ -149,7 +149,7 @@ class GradBuffer:
         """Wait for the bucket's messages; on CUDA only the stream waits."""
         if self.work is not None:
             self.work.wait()
-            self.total = getattr(self.work, "total", None)
+            self.told = getattr(self.work, "total", None)
             self.work = None
 
     def scatter(self, piece: Tensor) -> None:

@@ -250,7 +250,8 @@ class DDPRun:
             if span is not None:
                 span.next("agree: begin")
             record = self.agreements.of_hook(step)
-            self._pass.open(record, values, {"step_id": step_id}, self.plan.counted(weight))
+            factor = None if self.scaling is None else 1 / self.body.outer.scale.double()
+            self._pass.open(record, values, {"step_id": step_id}, self.plan.counted(weight), factor)
 
     def _forget(self) -> None:
         """Discard a pass that has ended or failed."""
@@ -260,9 +261,8 @@ class DDPRun:
     def _launch(self, out: DDPBucket) -> None:
         if not self._weight and self.plan.reduced(self.body.step).is_partial:
             out.grads.zero_()
-        if self.scaling is not None:  # NaN makes all ranks leave the step out
-            scale = self.body.outer.scale.double()
-            self.reducer.factor = torch.full_like(scale, math.nan) if self.scaling.missed else 1 / scale
+        if self.scaling is not None and self.scaling.missed:
+            out.grads.fill_(math.nan)  # makes all ranks leave the step out
         out.work = self.reducer.launch(len(self._outs) - 1, out)
 
     # -- after the last bucket ----------------------------------------------------------------------------

@@ -33,6 +33,7 @@ class Opened(NamedTuple):
     step: the number of steps before this one.
     begun: by axes, the records that are under way already.
     first: the first weight above 0 of this rank's window. Where no loss carries the weight: the weight.
+    factor: what remains to be multiplied into this rank's gradients before they are sent: 0-d, or None for nothing.
     """
 
     storage: Params
@@ -41,18 +42,18 @@ class Opened(NamedTuple):
     step: int
     begun: Begun
     first: float
+    factor: Tensor | None
 
 
 class Reducer:
     """Runs the hook of a step on its buckets.
 
     Attributes:
-        factor: What remains to be multiplied into this rank's gradients before they are sent: 0-d, or None for nothing.
         clip: The function from the norm of the reduced gradients to their clip factor; None where nothing is clipped.
     """
 
-    factor: Tensor | None = None
     clip: Clip | None = None
+    _factor: Tensor | None = None  # of this step, see `Opened`
     _state: Any = None  # of this step
 
     def init(self, storage: Params) -> Any:
@@ -113,11 +114,11 @@ def first_call(values: Mapping[str, Any], step: int, begun: Begun, on_device: bo
     needs them."""
     call = Call(values["weight"], step, donated=True)
     for axes, sums in begun.items():
-        call.agreed(axes, lambda sums=sums: totals_in(sums.read(on_device)))  # type: ignore[misc]
+        call.agreed(axes, lambda sums=sums: _totals_in(sums.read(on_device)))  # type: ignore[misc]
     return call
 
 
-def totals_in(sums: Mapping[str, Any]) -> Totals:
+def _totals_in(sums: Mapping[str, Any]) -> Totals:
     """The sums of the weights in a record."""
     return totals_of(sums["weight"], sums["live"])
 
@@ -179,7 +180,7 @@ class StagedReducer(Reducer):
 
     def start(self, state: HookState, opened: Opened) -> None:
         """Prepare for the buckets of a step."""
-        reduced, weight = self._plan.reduced(opened.step), opened.values["weight"]
+        reduced, weight, self._factor = self._plan.reduced(opened.step), opened.values["weight"], opened.factor
         self._given = weight / opened.first if self._accumulates and weight else 1.0
         self._sums = opened.begun.get(reduced.axes) if reduced.equal else None
         call = first_call(opened.values, opened.step, opened.begun, self._grads.on_device)
@@ -188,8 +189,8 @@ class StagedReducer(Reducer):
 
     def launch(self, index: int, out: GradBuffer) -> Work | None:
         """Run one bucket's hook until its first message is under way; `wait` runs it to its end."""
-        if self.factor is not None:
-            multiply_(out.grads, self.factor)
+        if self._factor is not None:
+            multiply_(out.grads, self._factor)
         if self._given != 1.0:
             out.grads.div_(self._given)
         self._grads.before_hook(out)
@@ -278,7 +279,7 @@ class SumReducer(Reducer):
     def start(self, state: Any, opened: Opened) -> None:
         """Prepare for the buckets of a step."""
         values, record, layout = opened.values, opened.record, opened.storage.layout
-        self._first, self._float16 = opened.first, opened.storage.float16
+        self._first, self._factor, self._float16 = opened.first, opened.factor, opened.storage.float16
         if self._plan.rest:
             self._stages.begin(Call(values["weight"], opened.step), layout, sends=False)
         if self._carrier is not None:
@@ -287,8 +288,8 @@ class SumReducer(Reducer):
             self._alone = opened.begun.get(self._axes) or record.send(values)
 
     def launch(self, index: int, out: GradBuffer) -> Work:
-        if self.factor is not None:
-            multiply_(out.grads, self.factor)
+        if self._factor is not None:
+            multiply_(out.grads, self._factor)
         if self._float16:  # the gradients carry weight / first
             total = (
                 None if self._plan.over is None else nonzero_or_one(self._plan.divisor(self.sums(), self._record.ranks))
@@ -335,9 +336,9 @@ class SumReducer(Reducer):
             self._state = () if clip is None else ((), kept)
             return sums, divisor
         for out in outgoing:
-            out.total = None  # the stages make other values of these
+            out.told = None  # the stages make other values of these
             out.grads.div_(nonzero_or_one(divisor))
-        axes, totals = self._record.axes, totals_in(sums)
+        axes, totals = self._record.axes, _totals_in(sums)
         self._state = (old[0], *self._stages.finish(outgoing, old[1:], storage, (axes, totals))[1])
         for out in outgoing:
             self._grads.observe(out)

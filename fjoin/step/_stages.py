@@ -130,7 +130,7 @@ class BucketStages:
             if self._side is not None:
                 return self._side.start(call)
             call()
-        return call
+        return None
 
     def update(self, grads: Any, state: Any, params: Any, pieces: Pieces | None) -> tuple[Any, Any]:
         """Call the stages of a bucket; returns their gradients and state."""
@@ -201,6 +201,3 @@ class BucketCall:
         if run.flat and not out.scattered:
             out.clear_padding()  # a hook may have left any values there
         self._old = None  # it is not needed any more
-
-    def wait(self) -> None:
-        return None

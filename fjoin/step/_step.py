@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal, Protocol
 
+from torch import Tensor
+
 from ..agreement import StepRecord, Sums, numbers
 from ..buckets import GradBuffer
 from ..groups import Communicator, Span
@@ -30,7 +32,7 @@ class Runs(Protocol):
 class Step:
     """One step on this rank. Those who hold the parameters say in a subclass how they are stepped and gathered.
 
-        one.open(record, values, counts)                     # records of weights leave, where a mean needs them first
+        one.open(record, values, counts, first)              # records of weights leave, where a mean needs them first
         out.work = run.reducer.launch(index, out)            # in backward, for each bucket: its message leaves
         one.close_pass(outgoing)                             # sums arrive; ranks decide alike; the optimizer steps
 
@@ -52,14 +54,21 @@ class Step:
         self._divisor: Any = 1.0  # of the gradients
         self._decision = Decision(FLUSH)
 
-    def open(self, record: StepRecord, values: dict[str, Any], counts: dict[str, Any], first: float = 1.0) -> None:
+    def open(
+        self,
+        record: StepRecord,
+        values: dict[str, Any],
+        counts: dict[str, Any],
+        first: float,
+        factor: Tensor | None = None,
+    ) -> None:
         """Send the records that go before the gradients, and prepare for these.
 
         Args:
             record: The record of the ranks that share the gradients.
             values: This rank's values in it.
             counts: This rank's values in the record of all ranks that loop together.
-            first: See `Opened`.
+            first, factor: See `Opened`.
         """
         run, body = self._run, self._body
         agreements, self._record, self._values = run.agreements, record, values
@@ -69,7 +78,7 @@ class Step:
             self._counts = agreements.send(counts)
         if agreements.plan.reduce is None:
             agreements.check.grads.begin(agreements.plan, body.step)
-        run.reducer.start(body.hook, Opened(body.storage, record, values, body.step, begun, first))
+        run.reducer.start(body.hook, Opened(body.storage, record, values, body.step, begun, first, factor))
 
     def close_pass(self, outgoing: list[GradBuffer]) -> None:
         """Complete the step, whose buckets are all under way.

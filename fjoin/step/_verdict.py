@@ -95,7 +95,7 @@ class GradCheck:
             wide = torch.float64 if out.scattered else torch.promote_types(out.grads.dtype, torch.float32)
             out.seen = torch.linalg.vector_norm(out.grads, dtype=wide).double()
         else:
-            out.seen = out.grads.sum() if out.total is None else torch.tensor(out.total)
+            out.seen = out.grads.sum() if out.told is None else torch.tensor(out.told)
 
     def _look(self) -> None:
         """Look at the buckets of a device."""
@@ -156,7 +156,7 @@ class GradCheck:
         Where the messages have told a finite total of all pieces, and no norm is needed, nothing is sent.
         """
         self._of_pieces, self._bad_pieces = axis, 0.0
-        told = all(out.total is not None and math.isfinite(out.total) for out in outgoing)  # the same on all ranks
+        told = all(out.told is not None and math.isfinite(out.told) for out in outgoing)  # the same on all ranks
         if told and outgoing and not self._norm:
             return
         if self._waiting:

@@ -25,7 +25,7 @@ class Iteration:
     """One iteration of the loop, as its steps see it."""
 
     number: int
-    live: bool  # whether this rank has a batch
+    has_batch: bool
     has_next: bool  # whether it has another batch after this one
     replays: bool = False  # whether ranks without weight still run `loss_fn`
     called: set[object] = field(default_factory=set)  # the steps that the body has called
@@ -176,7 +176,7 @@ class Passes:
 
     def weigh(self, batch: Any, iteration: Iteration | None) -> float:
         """The weight of this rank's batch; 0 where it is out of input."""
-        return self._loss.weigh(batch) if iteration is None or iteration.live else 0.0
+        return self._loss.weigh(batch) if iteration is None or iteration.has_batch else 0.0
 
     def forward(self, body: StateData, batch: Any, weight: float, number: int, iteration: Iteration | None) -> Forward:
         """Run the forward pass. A rank without weight runs it only for a model with collectives of its own."""

@@ -104,7 +104,11 @@ class Run:
             span.next("prepare")
         self._meter.begin(bool(body.window))
         rates, weight = storage.check_rates(), passes.weigh(batch, iteration)
-        live, comes, reads = iteration is None or iteration.live, self.step_check.synchronize, self.step_check.reads
+        has_batch, comes, reads = (
+            iteration is None or iteration.has_batch,
+            self.step_check.synchronize,
+            self.step_check.reads,
+        )
         within = bool((body.calls + 1) % self.accumulate)  # a window: nothing is sent
         if not within:
             skipped: Any = 0 if self.pipeline.skips is None else body.outer.skipped
@@ -126,7 +130,7 @@ class Run:
                 span.next("backward")
             passes.backward_within(forward, grad_output, storage)
             body.window, body.buffers, body.calls = own, forward.buffers, body.calls + 1
-            body.batches += live
+            body.batches += has_batch
             self._meter.end()
             return Metrics(body.step, False, forward.aux, dict, comes)
 
@@ -135,11 +139,10 @@ class Run:
         record = agreements.of_hook(body.step)
         counts = agreements.of_all.complete(own, step_id, has_next)
         values = counts if record is agreements.of_all else record.complete(own, step_id)
-        self.reducer.factor = grad_output.rest
         if span is not None:
             span.next("agree: begin")
         one = FlatStep(self, body, span)
-        one.open(record, values, counts, body.first)
+        one.open(record, values, counts, body.first, grad_output.rest)
         if span is not None:
             span.next("backward and launches")
         queue.start(storage, self.reducer.launch if span is None else self.named_launch)
@@ -155,7 +158,7 @@ class Run:
             iteration.others = lambda: agreements.has_next(of_all())
         self.ends_here(body)
         body.window = {}
-        body.batches += live
+        body.batches += has_batch
         body.calls, body.step = body.calls + 1, body.step + 1
         others |= {**one.measured, **self._meter.end()}
         summed = lambda: numbers(of_all(), reads.now)  # noqa: E731
@@ -179,7 +182,7 @@ class Run:
 
     def _first_queue(self, storage: Storage, own: dict[str, Any]) -> BucketQueue:
         """The queue of the buckets. In the first step the ranks agree on the names of the user's sums."""
-        settled = self.agreements.of_all.agree(own)
+        settled = self.agreements.of_all.settle_names(own)
         self.agreements.fit(storage.layout)
         queue = BucketQueue(self.reducer.prepare(storage))
         self.passes.hooks.queue = queue
