@@ -38,7 +38,6 @@ TITLES = {
 }
 # Members that fjoin's own parts use, and no user.
 HIDDEN = {
-    "Handle": "checksum dict_of pieces",
     "Join": "begin check live shadowing syncing",
     "TrainState": "settled",
     "ZeroRedundancyOptimizer": "join_hook owned slices",

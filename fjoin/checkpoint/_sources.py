@@ -63,16 +63,16 @@ class HandleItem:
 
     def __init__(self, name: str, handle: Handle, mesh: Communicator) -> None:
         self._handle, self._prefix = handle, f"objects.{name}"
-        self._names = Names(self._prefix, handle.what, mesh.shape)
+        self._names = Names(self._prefix, handle.run.what, mesh.shape)
 
     def add(self, found: Snapshot) -> Any:
         handle = self._handle
         found.add_state(self._names, handle.pipeline)
-        found.cut(self._prefix, handle.pieces)
-        return taken_apart({"step": handle.step, "total": handle.total, "parameters": handle.checksum}, "", {})
+        found.cut(self._prefix, handle.run.pieces)
+        return taken_apart(handle.run.numbers, "", {})
 
     def load(self, values: Values, shown: Any) -> Callable[[], None]:
-        state = self._handle.dict_of(self._names.tree(self._handle.pipeline, values), **put_together(shown, {}))
+        state = self._handle.run.dict_of(self._names.tree(self._handle.pipeline, values), **put_together(shown, {}))
         return lambda: self._handle.load_state_dict(state)
 
 
@@ -132,7 +132,7 @@ def item_of(name: str, one: Any, mesh: Communicator) -> Item:
     Raises:
         TypeError: it has no state dict.
     """
-    if isinstance(one, Handle) and one.axes.keys() == mesh.shape.keys():
+    if isinstance(one, Handle) and one.run.mesh.shape.keys() == mesh.shape.keys():
         return HandleItem(name, one, mesh)
     sliced = isinstance(one, ZeroRedundancyOptimizer) and one.slices() is not None
     if sliced and [one.world_size] == [*mesh.shape.values()]:

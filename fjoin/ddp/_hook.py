@@ -20,7 +20,7 @@ from ..transforms.axes import bind_axes
 from ..transforms.base import Transform, is_accelerator, restored, to_state_dict
 from ..transforms.combinators import stages
 from ..transforms.layout import Bucket, Pieces
-from ..transforms.pipelines import Counting, Explanation, Pipeline, Plan, explained, make_plan, parts_of
+from ..transforms.pipelines import Counting, Explanation, Pipeline, PipelineState, Plan, explained, make_plan, parts_of
 from ._buckets import DDPBucket, TotalWeight, bucket_of, first_buckets
 from ._module_pass import ModulePass
 from ._run import ModuleParams, ScaledLoss, UsedParameters
@@ -125,6 +125,21 @@ class DDPRun:
         """A checksum of the parameters; 0 where all ranks have equal parameters after each step."""
         return self.params.checksum() if self.pipeline is not None and self.pipeline.ends else 0
 
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """What goes with the state: the step, the total of the weights, and the checksum of the parameters."""
+        return {"step": self.body.step, "total": self.total.read(), "parameters": self.checksum()}
+
+    @property
+    def state(self) -> Any:
+        """The state in the form of the pipeline, or of the hook alone."""
+        body, params = self.body, self.params
+        if self.pipeline is None:
+            return body.hook_state()
+        window, slots = torch.zeros((), dtype=torch.float64), params.optimizer_states()
+        state = PipelineState(body.hook_state(), slots, *body.ends, body.step, window, params.gather)
+        return state if body.outer is None else body.outer._replace(inner=state)
+
     # -- the state ------------------------------------------------------------------------------------
 
     @property
@@ -133,12 +148,13 @@ class DDPRun:
         whole, count = self.body.hook_state(), len(stages(self.hook))
         return whole if count > 1 else (whole,) if count else ()
 
-    def state_dict(self, state: Any) -> dict[str, Any]:
-        """The state of the hook and of the optimizer, given in the form of `Handle.pipeline`, by name."""
+    def dict_of(self, state: Any, step: int, total: float, parameters: int) -> dict[str, Any]:
+        """What `load_state_dict` takes, of a state in the form of `state`, and of its `numbers`."""
         outer, count = self.body.outer, len(stages(self.hook))
         inner = state if outer is None else state.inner
         whole = inner if self.pipeline is None else inner.hook
-        found = {"hook": to_state_dict(whole if count > 1 else (whole,) if count else ())}
+        hook = whole if count > 1 else (whole,) if count else ()
+        found = {"step": step, "total": total, "hook": to_state_dict(hook)}
         if self.pipeline is None:
             return found
         return found | {
@@ -147,6 +163,7 @@ class DDPRun:
             "on_state": to_state_dict(inner.on_state),
             "gather": to_state_dict(inner.gather),
             "optimizer": {path: to_state_dict(one) for path, one in inner.optimizer.items()},
+            "parameters": parameters,
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:

@@ -21,9 +21,8 @@ from ..agreement import same
 from ..buckets import REGISTERED
 from ..groups import Mesh, check_mesh, linked_mesh
 from ..transforms.base import Over, Transform, host_weight
-from ..transforms.layout import Pieces
 from ..transforms.optimizers import Optimizer, frozen
-from ..transforms.pipelines import Explanation, Pipeline, PipelineState, axes_of, fuse, warn_if_silent
+from ..transforms.pipelines import Explanation, Pipeline, axes_of, fuse, warn_if_silent
 from ._comm_hooks import comm_hook
 from ._hook import DDPRun
 
@@ -140,7 +139,7 @@ class Handle:
     """
 
     def __init__(self, run: DDPRun) -> None:
-        self._run = run
+        self.run: DDPRun = run
 
     def weight(self, weight: float) -> None:
         """Set this rank's weight in the mean for the next synchronised backward pass; 1 where it is not set.
@@ -151,15 +150,15 @@ class Handle:
             ValueError: a weight that is neither 0 nor from 1e-30 to 1e30.
             TypeError: no number.
         """
-        self._run.pending = host_weight("weight", weight)
+        self.run.pending = host_weight("weight", weight)
 
     @property
     def step(self) -> int:
-        return self._run.body.step
+        return self.run.body.step
 
     @property
     def skipped(self) -> int:
-        outer = self._run.body.outer
+        outer = self.run.body.outer
         return 0 if outer is None else int(outer.skipped)
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -168,14 +167,14 @@ class Handle:
         Raises:
             TypeError: the pipeline scales no losses.
         """
-        run = self._run
+        run = self.run
         if run.scaling is None:
             raise TypeError("only a pipeline in dynamic_loss_scale(...) scales losses; call loss.backward()")
         return run.scaling(loss, run.body.outer.scale)
 
     @property
     def total(self) -> float:
-        return self._run.total.read()
+        return self.run.total.read()
 
     def flush(self) -> None:
         """Average what the ranks have trained since the last average; for the end of training, on all ranks.
@@ -187,9 +186,9 @@ class Handle:
             NonFinite: on all ranks: some of them left out one of the last two steps.
             DesyncError: on all ranks: others have begun a pass, or flush after another step.
         """
-        if self._run.pipeline is None:
+        if self.run.pipeline is None:
             raise TypeError("only a pipeline has parameters to average; a hook alone is registered")
-        self._run.flush()
+        self.run.flush()
 
     def explain(self, at_step: int = 0) -> Explanation:
         """The messages of a synchronised backward pass, as by `fjoin.transforms.explain`; also before any pass.
@@ -200,51 +199,16 @@ class Handle:
         Args:
             at_step: The number of the pass, counted from 0; see `fjoin.transforms.explain`.
         """
-        return self._run.explain(at_step)
-
-    @property
-    def what(self) -> Pipeline | Transform:
-        """The pipeline, or the hook where only that is registered."""
-        return self._run.what
-
-    @property
-    def axes(self) -> dict[str, int]:
-        """Axis name -> number of ranks."""
-        return dict(self._run.mesh.shape)
-
-    @property
-    def pieces(self) -> Pieces | None:
-        """The pieces that ranks own, of a pipeline that shards."""
-        return self._run.pieces
+        return self.run.explain(at_step)
 
     @property
     def pipeline(self) -> Any:
         """The state in the form of `pipeline.init` and `pipeline.step`, keyed by path, in views; of a hook alone, the hook's."""
-        run, body = self._run, self._run.body
-        hook = body.hook_state()
-        if run.pipeline is None:
-            return hook
-        window, slots = torch.zeros((), dtype=torch.float64), run.params.optimizer_states()
-        state = PipelineState(hook, slots, *body.ends, body.step, window, run.params.gather)
-        return state if body.outer is None else body.outer._replace(inner=state)
-
-    @property
-    def checksum(self) -> int:
-        """A number of the parameters that go with the state; 0 where all ranks have equal ones after each step."""
-        return self._run.checksum()
+        return self.run.state
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the hook and of the optimizer: tensors and numbers, by parameter path, never by bucket."""
-        return self.dict_of(self.pipeline, self.step, self.total, self.checksum)
-
-    def dict_of(self, state: Any, step: int, total: float, parameters: int) -> dict[str, Any]:
-        """What `load_state_dict` takes, of a state in the form of `pipeline`.
-
-        Args:
-            step, total, parameters: As in `state_dict`.
-        """
-        found = {"step": step, "total": total} | self._run.state_dict(state)
-        return found if self._run.pipeline is None else found | {"parameters": parameters}
+        return self.run.dict_of(self.pipeline, **self.run.numbers)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state made by `state_dict`, for the same pipeline and parameters. All ranks must load the same step.
@@ -267,7 +231,7 @@ class Handle:
                 f"a state_dict() of this hook has {sorted(expected)}, got {sorted(state_dict)}; a pipeline and a hook alone have "
                 f"different states"
             )
-        self._run.load_state_dict(state_dict)
+        self.run.load_state_dict(state_dict)
 
 
 class _Live(list[Any]):

@@ -31,7 +31,7 @@ def train(name: str, on_device: bool) -> tuple[int, list[float], Any]:
     """The number of waits in the passes, the totals, and the gradients."""
     ddp = DistributedDataParallel(make_model(), **SMALL)
     handle = fjoin.ddp.register(ddp, MADE[name]())
-    grads = handle._run.agreements.check.grads
+    grads = handle.run.agreements.check.grads
     grads.on_device = on_device
     waits, totals, now = [0], [], DeviceReads.now
 
@@ -49,7 +49,7 @@ def train(name: str, on_device: bool) -> tuple[int, list[float], Any]:
         with mock.patch.object(DeviceReads, "now", counted), mock.patch.object(_record, "read_now", read_now):
             mean_loss(ddp, batch).backward()
         totals.append(handle.total)
-    reads = handle._run.agreements.check.reads
+    reads = handle.run.agreements.check.reads
     assert len(reads._under_way) == (on_device and name != "pipeline"), "the host may run ahead by one pass"
     return waits[0], totals, [p.grad for p in ddp.parameters()]
 

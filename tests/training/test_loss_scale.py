@@ -210,7 +210,7 @@ def registered(bad: float) -> Any:
         seen.append(
             (
                 handle.skipped,
-                handle._run.body.outer.scale.item(),
+                handle.run.body.outer.scale.item(),
                 ddp.module.weight.detach().flatten().tolist(),
             )
         )
@@ -223,7 +223,7 @@ def registered(bad: float) -> Any:
             saved = handle.state_dict()
     saved["outer"]["scale"] += 1.0
     handle.load_state_dict(saved)
-    loaded = handle._run.body.outer.scale.item()
+    loaded = handle.run.body.outer.scale.item()
     before = ddp.module.weight.detach().clone()
 
     def window(first: Any, second: Any) -> None:
