@@ -15,11 +15,6 @@ from ._gather import (
     gather_state as gather_state,
     start_gather as start_gather,
 )
-from ._grad_buffer import (
-    BucketQueue as BucketQueue,
-    GradBuffer as GradBuffer,
-    GradHooks as GradHooks,
-    Launch as Launch,
-)
+from ._grad_buffer import BucketQueue as BucketQueue, GradBuffer as GradBuffer, GradHooks as GradHooks
 from ._module_hooks import REGISTERED as REGISTERED, gradients as gradients
 from ._storage import Storage as Storage

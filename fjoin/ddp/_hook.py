@@ -214,8 +214,7 @@ class DDPRun:
             self._outs.append(out)
             self._futures.append(future)
             with torch.no_grad():
-                with self.mesh.traffic.span(f"bucket {len(self._outs) - 1}"):
-                    self._launch(out)
+                self._launch(out)
                 if not self._missing:
                     self._finish()
         except BaseException as error:
@@ -280,7 +279,8 @@ class DDPRun:
             out.grads.zero_()
         if self.scaling is not None and self.scaling.missed:
             out.grads.fill_(math.nan)  # makes all ranks leave the step out
-        out.work = self.reducer.launch(len(self._outs) - 1, out)
+        assert self._pass is not None
+        out.work = self._pass.launch(len(self._outs) - 1, out)
 
     # -- after the last bucket ----------------------------------------------------------------------------
 

@@ -4,7 +4,6 @@ Files, from the ground up:
 _hook_state    the hook's state, as a step stores it
 _verdict       whether to step, from the record and the gradients; the divisor that the optimizer's kernels apply
 _interleave    stages of several buckets in turns, and side streams
-_step_buckets  the optimizer's kernels on buckets
 _body          the data of a training state, and the ends of a step
 _agreements    the records that ranks sum
 _stages        the stages of a hook, on buckets and on the whole tree
@@ -21,6 +20,5 @@ from ._body import (
 )
 from ._hook_state import HookState as HookState
 from ._reducer import Reducer as Reducer, make_reducer as make_reducer
-from ._step import Step as Step
-from ._step_buckets import STEP as STEP, named as named, step_buckets as step_buckets
+from ._step import STEP as STEP, Step as Step
 from ._verdict import Decision as Decision, StepCheck as StepCheck

@@ -9,12 +9,15 @@ from torch import Tensor
 from ..agreement import StepRecord, Sums, numbers
 from ..buckets import GradBuffer
 from ..groups import Communicator, Span
+from ..transforms.axes import Work
 from ..transforms.base import Call, Transform
 from ..transforms.pipelines import FLUSH, Effect, Pipeline, Sharding
 from ._agreements import Agreements
 from ._body import StepData, run_end
 from ._reducer import Begun, Opened, Reducer
 from ._verdict import Decision
+
+STEP = "step"  # the span around the others
 
 
 class Runs(Protocol):
@@ -33,7 +36,7 @@ class Step:
     """One step on this rank. Those who hold the parameters say in a subclass how they are stepped and gathered.
 
         one.open(record, values, counts, first)              # records of weights leave, where a mean needs them first
-        out.work = run.reducer.launch(index, out)            # in backward, for each bucket: its message leaves
+        out.work = one.launch(index, out)                    # in backward, for each bucket: its message leaves
         one.close_pass(outgoing)                             # sums arrive; ranks decide alike; the optimizer steps
 
     Attributes:
@@ -79,6 +82,11 @@ class Step:
         if agreements.plan.reduce is None:
             agreements.check.grads.begin(agreements.plan, body.step)
         run.reducer.start(body.hook, Opened(body.storage, record, values, body.step, begun, first, factor))
+
+    def launch(self, index: int, out: GradBuffer) -> Work | None:
+        """Start the messages of a full bucket, which have its number in traces."""
+        with self._run.mesh.traffic.span(f"bucket {index}"):
+            return self._run.reducer.launch(index, out)
 
     def close_pass(self, outgoing: list[GradBuffer]) -> None:
         """Complete the step, whose buckets are all under way.

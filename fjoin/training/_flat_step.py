@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ..buckets import GradBuffer, gather_changes_, start_gather
-from ..step import StateData, Step, step_buckets
+from ..buckets import GradBuffer, Storage, gather_changes_, start_gather
+from ..step import StateData, Step
 from ..transforms.axes import Work, bind_axes
+from ..transforms.base import fields
+from ..transforms.optimizers import age_of, step_in_place, stepped_together, unchecked
 from ..transforms.pipelines import Effect, Sharding
 
 if TYPE_CHECKING:
@@ -90,3 +92,31 @@ class FlatStep(Step):
         work = start_gather(self._body.storage, index, self._run.mesh)
         if work is not None:
             self._gathers = [*self._gathers, work]
+
+
+def step_buckets(
+    storage: Storage, outgoing: Iterable[tuple[int, GradBuffer]], grad_scale: Tensor | None, found_inf: Tensor | None
+) -> Iterator[int]:
+    """Step buckets, and yield the number of each once it has been stepped.
+
+    On the CPU a bucket is stepped at a time, whose gradients may be in the cache. On an accelerator one kernel steps all parameters of
+    one optimizer: there a step of many buckets is bound by the host, which launches kernels.
+
+    Args:
+        outgoing: (number of the bucket, its gradients).
+        grad_scale, found_inf: See `Optimizer`.
+    """
+    if not storage.together:
+        for index, out in outgoing:
+            with torch.no_grad():
+                for part, param, grad, slots in storage.ranges(index, out.grads):
+                    unchecked(part.step_param_)(param, grad, slots, grad_scale=grad_scale, found_inf=found_inf)
+            yield index
+        return
+    found = [(index, storage.ranges(index, out.grads)) for index, out in outgoing]
+    items = [(slots, part, param, grad) for _, some in found for part, param, grad, slots in some]
+    with torch.no_grad():
+        for group in stepped_together(items, [age_of(part, fields(slots)) for slots, part, _, _ in items]):
+            states, parts, params, grads = map(list, zip(*group, strict=True))
+            step_in_place(parts[0], params, grads, states, grad_scale=grad_scale, found_inf=found_inf)
+    yield from (index for index, _ in found)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from ..agreement import numbers, own_values
-from ..buckets import BucketQueue, Launch, Storage
+from ..buckets import BucketQueue, Storage
 from ..groups import Communicator, Span
-from ..step import STEP, Agreements, Reducer, StateData, StepCheck, make_reducer, named
+from ..step import STEP, Agreements, Reducer, StateData, StepCheck, make_reducer
 from ..transforms.base import Transform
 from ..transforms.pipelines import Pipeline, make_plan, parts_of
 from ._failures import CALLS
@@ -47,7 +47,6 @@ class Run:
         self.agreements: Agreements = Agreements(mesh, plan, parts, "buckets", CALLS, norm=plan.clip is not None)
         self.ranks, self.step_check = self.agreements.ranks, self.agreements.check
         self.reducer: Reducer = make_reducer(plan, mesh, self.agreements, "buckets", accumulate > 1)
-        self.named_launch: Launch = named(self.reducer.launch, mesh.traffic)  # for traces
         # Whether each bucket's gather begins once it has been stepped.
         self.gathers_buckets: bool = sharding is not None and sharding.codec is None and pipeline.after is None
         self.passes: Passes = Passes(loss, mesh, self.axes, self.ranks)
@@ -145,7 +144,7 @@ class Run:
         one.open(record, values, counts, body.first, grad_output.rest)
         if span is not None:
             span.next("backward and launches")
-        queue.start(storage, self.reducer.launch if span is None else self.named_launch)
+        queue.start(storage, self.reducer.launch if span is None else one.launch)
         passes.backward(forward, grad_output, storage)
         queue.finish()
         one.close_pass(queue.outgoing)
