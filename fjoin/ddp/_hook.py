@@ -214,7 +214,12 @@ class DDPRun:
             self._outs.append(out)
             self._futures.append(future)
             with torch.no_grad():
-                self._launch(out)
+                if not self._weight and self.plan.reduced(self.body.step).is_partial:
+                    out.grads.zero_()
+                if self.scaling is not None and self.scaling.missed:
+                    out.grads.fill_(math.nan)  # makes all ranks leave the step out
+                assert self._pass is not None
+                out.work = self._pass.launch(len(self._outs) - 1, out)
                 if not self._missing:
                     self._finish()
         except BaseException as error:
@@ -273,14 +278,6 @@ class DDPRun:
         """Discard a pass that has ended or failed."""
         self.reducer.stop()
         self._outs, self._futures, self._missing, self._pass = [], [], set(), None
-
-    def _launch(self, out: DDPBucket) -> None:
-        if not self._weight and self.plan.reduced(self.body.step).is_partial:
-            out.grads.zero_()
-        if self.scaling is not None and self.scaling.missed:
-            out.grads.fill_(math.nan)  # makes all ranks leave the step out
-        assert self._pass is not None
-        out.work = self._pass.launch(len(self._outs) - 1, out)
 
     # -- after the last bucket ----------------------------------------------------------------------------
 
