@@ -243,10 +243,8 @@ class DDPRun:
 
     def _begin(self) -> None:
         self._forget()
-        step, shadows = (
-            self.body.step,
-            torch._C._current_graph_task_id() < 0,
-        )  # called by a Join, on a rank without input
+        step = self.body.step
+        shadows = torch._C._current_graph_task_id() < 0  # called by a Join, on a rank without input
         if self.loaded:
             remedy = "Load the same state on all ranks"
             same(self.mesh, "the first pass after load_state_dict", {"step": step}, remedy, step=step)
