@@ -227,9 +227,9 @@ class StagedReducer(Reducer):
 class SumReducer(Reducer):
     """Runs a hook that begins with `mean` or `sum_over` and contains no further reduction.
 
-    The buckets are summed in place, each rank's gradients times its weight, since the loss carries that, and times a power of
-    two near 1 / ranks, which loses no bit: with equal weights and a power of two of ranks the sum is already the mean, and no
-    kernel has to divide. Sums of float16 gradients would not fit: there the ranks agree on their weights first, and each sends
+    The buckets are summed in place, each rank's gradients times its weight. A loss carries that, and a power of two near
+    1 / ranks, which loses no bit: with equal weights and a power of two of ranks the sum is already the mean, and no kernel
+    has to divide. Sums of float16 gradients would not fit: there the ranks agree on their weights first, and each sends
     its share of the mean.
 
     Args:
@@ -248,7 +248,7 @@ class SumReducer(Reducer):
         self._axes = record.axes
         by_norm = None if plan.clip is None else plan.clip.by_norm
         self.clip = None if by_norm is None else by_norm.factor
-        self._unit = 2.0 ** -math.floor(math.log2(record.ranks))
+        self._unit = 1.0 if weighs else 2.0 ** -math.floor(math.log2(record.ranks))
         self._float16 = False  # whether the ranks agree on their weights before they send gradients, since some of these are float16
         self._first = 1.0  # the first weight above 0 of this rank's window
         self._carrier: GradBuffer | None = None  # the bucket whose message carries the record
@@ -298,7 +298,7 @@ class SumReducer(Reducer):
             if of_all is not out.grads:
                 out.grads.copy_(of_all)
         elif self._weighs:
-            Share(self._first * self._unit, None).times(out.grads, in_place=True)
+            Share(self._first, None).times(out.grads, in_place=True)
         return self._send(out)
 
     def _send(self, out: GradBuffer) -> Work:
