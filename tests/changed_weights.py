@@ -19,14 +19,13 @@ class AroundState(NamedTuple):
 @tx.factory
 def with_weights(change: Callable[[Any], Any], hook: tx.Transform) -> tx.Transform:
     """The hook, whose ranks count by `change(weight)`, written as docs/your-own-transform.md teaches."""
-    inner = tx.Inner(hook)
 
     def init(params: Any) -> AroundState:
         return AroundState(hook.init(params))
 
     def update(grads: Any, state: Any, params: Any = None, *, weight: Any = None, **extra: Any) -> Any:
         weight = change(1.0 if weight is None else weight)
-        out, new = inner.update(grads, state, params, weight=weight, **extra)
+        out, new = hook.update(grads, state.inner, params, weight=weight, **extra)
         return out, AroundState(new)
 
     return tx.Transform(init, update, hook.needs, compression=hook.compression, pauses=hook.pauses, wraps="whole")

@@ -59,7 +59,6 @@ from .base import (
     Call as Call,
     CollectiveMismatch as CollectiveMismatch,
     Compression as Compression,
-    Inner as Inner,
     Merge as Merge,
     Needs as Needs,
     PerRank as PerRank,

@@ -21,12 +21,11 @@ class EffectiveState(NamedTuple):
 @tx.factory
 def by_effective_ranks(hook: tx.Transform) -> tx.Transform:
     """The mean times (sum of weights)^2 / (sum of squared weights), which is the number of ranks if they are equal."""
-    inner = tx.Inner(hook)
 
     def update(grads: Any, state: Any, params: Any = None, *, weight: Any = None, **extra: Any) -> Any:
         own = torch.as_tensor(1.0 if weight is None else weight, dtype=torch.float64)
         total, squares = tx.psum((own, own * own), "data")
-        out, new = inner.update(grads, state, params, weight=weight, **extra)
+        out, new = hook.update(grads, state.inner, params, weight=weight, **extra)
         ranks = total**2 / squares.clamp(min=1e-9)
         return {path: g * ranks.to(g.dtype) for path, g in out.items()}, EffectiveState(new)
 

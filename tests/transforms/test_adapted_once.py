@@ -167,15 +167,6 @@ def test_copy_with_another_update_takes_its_keywords() -> None:
     assert "wire" in hook.takes and copied.takes == {"weight"}
 
 
-def test_parameters_by_keyword_only() -> None:
-    def update(grads: Any, state: Any, *, params: Any = None) -> Any:
-        return params, state
-
-    params = {"w": torch.ones(2)}
-    hook = tx.chain(tx.Transform(lambda params: (), update), tx.identity())
-    assert hook.update({"w": torch.zeros(2)}, hook.init(params), params)[0]["w"].tolist() == [1.0, 1.0]
-
-
 def test_an_update_can_be_wrapped() -> None:
     inner = tx.clip_by_value(1.0)
 

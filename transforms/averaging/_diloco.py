@@ -17,16 +17,15 @@ from ..base import (
     Summed,
     Transform,
     Tree,
-    check_state,
     check_weight,
     choose_state,
-    counts_steps,
     factory,
     is_finite,
     is_number,
     map_with_path,
     named_leaves,
     of_period,
+    own_state,
     where,
     whole_number,
     with_changes,
@@ -139,10 +138,9 @@ def outer_step(
         )
         return where(live, like(mixed, values), values), state
 
-    @counts_steps
     def update(values: Tree, state: OuterState, params: Tree, call: Call) -> tuple[Tree, OuterState]:
         del params
-        check_state(state, OuterState)
+        state = own_state(state, OuterState, call)
         number, named = state.step, named_leaves(values)
         state = with_changes(state, step=number + (not call.flush), weight=state.weight + check_weight(call.weight))
 

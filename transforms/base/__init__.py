@@ -1,7 +1,7 @@
 """What every transform is made of: checks, trees, specs, calls, weights, timing, and `Transform` itself."""
 
 from . import devices as devices
-from ._call import NAMES as NAMES, Call as Call
+from ._call import KEYWORDS as KEYWORDS, Call as Call
 from ._check import (
     AxisName as AxisName,
     CollectiveMismatch as CollectiveMismatch,
@@ -77,14 +77,12 @@ from ._timing import (
 from ._transform import (
     ByNorm as ByNorm,
     Compression as Compression,
-    Inner as Inner,
     Needs as Needs,
     Reduction as Reduction,
     Transform as Transform,
-    check_state as check_state,
     check_transform as check_transform,
-    counts_steps as counts_steps,
     init_empty as init_empty,
+    own_state as own_state,
 )
 from ._tree import (
     OF_MODULE as OF_MODULE,

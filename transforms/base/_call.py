@@ -13,15 +13,9 @@ from ._share import Number, Over, Share, Totals, check_over, stacked, totals_of,
 from ._tree import device_of, readable_without_sync
 
 # The keywords that an `update` gets where it names them, each with the value that means that it was not given.
-KEYWORDS: Mapping[str, Any] = {
-    "weight": None,
-    "step": None,
-    "persistent": False,
-    "flush": False,
-    "donated": False,
-    "sharded_over": None,
-}
-_NEVER_IN_EXTRA = ("flush", "donated")  # only by name: who hands on `**extra` need not know what they ask for
+_IN_EXTRA: Mapping[str, Any] = {"weight": None, "step": None, "persistent": False, "sharded_over": None}
+# Who hands on `**extra` need not know what these ask for.
+KEYWORDS: Mapping[str, Any] = {**_IN_EXTRA, "flush": False, "donated": False, "wire": None, "memory": None}
 
 
 class Call:
@@ -71,14 +65,14 @@ class Call:
     wire: Any  # a `Codec`
     memory: Any  # a `Residuals`
     extra: Mapping[str, Any]
-    handed: frozenset[str]
+    handed: Collection[str]
 
     def __init__(self, weight: Any = None, step: int | None = None, *, donated: bool = False) -> None:
         self._weight, self.step, self.donated = weight, step, donated
         self._totals: dict[frozenset[str], Totals | Callable[[], Totals]] = {}
         self.persistent = self.flush = False
         self.sharded_over = self.wire = self.memory = None
-        self.axes, self.extra, self.handed = (), _NOTHING, _NONE
+        self.axes, self.extra, self.handed = (), _NOTHING, ()
 
     @property
     def weight(self) -> Any:
@@ -172,38 +166,26 @@ class Call:
             setattr(new, name, value)
         return new
 
-    def keywords(self, named: Collection[str], others: bool, required: Collection[str] = ()) -> dict[str, Any]:
+    def keywords(self, named: Mapping[str, bool], others: bool) -> dict[str, Any]:
         """The keywords for an `update`.
 
         Args:
-            named: The names in its signature.
+            named: The names in its signature, and whether they have no default.
             others: Whether it takes any keyword. It then gets `call` too, to hand on what has no keyword.
-            required: The names without a default.
         """
-        found: dict[str, Any] = {}
+        found = {name: value for name, value in self.extra.items() if others or name in named}
         for name, unset in KEYWORDS.items():
-            value = getattr(self, name)
-            if name in named:
-                if value is not unset or name in required:
+            if name in named or (others and name in _IN_EXTRA):
+                value = getattr(self, name)
+                if value is not unset or named.get(name, True):
                     found[name] = value
-            elif others and name not in _NEVER_IN_EXTRA and (value is not unset or name == "weight"):
-                found[name] = value
-        for name in _INTERNAL.intersection(named):
-            if getattr(self, name) is not None:
-                found[name] = getattr(self, name)
-        for name, value in self.extra.items():
-            if others or name in named:
-                found[name] = value
         if others:
-            found["call"] = self.inside(donated=False, handed=frozenset(KEYWORDS.keys() & found.keys()))
+            found["call"] = self.inside(donated=False, handed=KEYWORDS.keys() & found.keys())
         return found
 
 
 _SLOTS = frozenset(name for name in Call.__slots__ if not name.startswith("_"))
-_INTERNAL = frozenset(("wire", "memory"))  # keywords only for who names them
-NAMES = _INTERNAL | KEYWORDS.keys()
 _NOTHING: Mapping[str, Any] = {}
-_NONE = frozenset[str]()
 
 
 def call_of(keywords: Mapping[str, Any]) -> Call:
@@ -213,22 +195,11 @@ def call_of(keywords: Mapping[str, Any]) -> Call:
     Keywords beside it win: a transform that calls another one with `weight=...` gives it another weight, and one that does
     not hand on a keyword that it got gives it none.
     """
-    call = Call()
-    if not keywords:
-        return call
-    given, changes = dict(keywords), {}
-    if isinstance(given.get("call"), Call):
-        call = given.pop("call")
-        changes = {name: KEYWORDS[name] for name in call.handed if name not in given}
-        if call.handed:
-            changes["handed"] = _NONE
-    for name in NAMES.intersection(given):  # `NAMES & given.keys()` is not traced by torch 2.11
-        value = given.pop(name)
-        if value is not getattr(call, name):
-            changes[name] = value
-    if given and any(call.extra.get(name, call) is not value for name, value in given.items()):
-        changes["extra"] = {**call.extra, **given}
-    return call.inside(**changes) if changes else call
+    given = dict(keywords)
+    call = given.pop("call", None) or Call()
+    changes = {name: given.pop(name, KEYWORDS[name]) for name in KEYWORDS if name in given or name in call.handed}
+    changes = {name: value for name, value in changes.items() if value is not getattr(call, name)}
+    return call.inside(**changes, handed=(), extra={**call.extra, **given}) if keywords else call
 
 
 def _counts(weight: Number) -> Number:

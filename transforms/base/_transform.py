@@ -2,90 +2,21 @@
 
 from __future__ import annotations
 
-import copy
 import enum
 import functools
 import inspect
 import operator
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from ._call import KEYWORDS, NAMES, Call, call_of
+from ._call import KEYWORDS, Call, call_of
 from ._check import AxisName
 from ._spec import Spec, Specified, spec_of_function
 from ._timing import Timing
 from ._tree import State, Tree, with_changes
 
-
-class Update:
-    """The `update` of a transform: a function `(grads, state, params=None, **keywords) -> (grads, state)`.
-
-    It is made once from the function that was given, and stays the same in copies of the transform.
-
-    Attributes:
-        function: The function that was given. It takes `(grads, state, params, call)`, or keywords.
-        names: The keywords that it names.
-        takes_call: Whether it takes the context.
-    """
-
-    __slots__ = "_donates", "_flushes", "_others", "_places", "_required", "function", "names", "takes_call"
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function, self.takes_call = function, False
-        self._donates = self._flushes = True
-        try:
-            parameters = inspect.signature(function).parameters.values()
-        except (TypeError, ValueError):  # a builtin, which is called with the gradients, the state and the parameters
-            self.names, self._others, self._places = frozenset[str](), False, 3
-            self._required = self.names
-            return
-        kinds = [p.kind for p in parameters]
-        by_name = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        self._others = inspect.Parameter.VAR_KEYWORD in kinds
-        self.takes_call = any(p.name == "call" and p.kind in by_name for p in parameters)
-        many = inspect.Parameter.VAR_POSITIONAL in kinds
-        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        by_place = [p.name for p in parameters if p.kind in positional and p.name not in ("call", *KEYWORDS)][:3]
-        places = len(by_place)
-        if places < 2 and not many and not self._others:
-            raise TypeError(
-                f"update is called as update(grads, state, params=None, ...), but {function!r} takes {places} arguments"
-            )
-        self._places = 3 if many or places < 2 else places
-        by_name_only = [p for p in parameters if p.kind in by_name and p.name not in by_place]
-        self.names = frozenset(p.name for p in by_name_only)
-        self._required = frozenset(p.name for p in by_name_only if p.default is inspect.Parameter.empty)
-
-    def for_transform(self, owner: Transform) -> Update:
-        """The same update with the facts of a transform."""
-        new = copy.copy(self)
-        new._donates = "donated" in owner.takes
-        new._flushes = owner.accepts("flush")
-        return new
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("__name__", "__qualname__"):  # for functools.wraps
-            return getattr(self.function, name)
-        raise AttributeError(name)
-
-    def __call__(self, grads: Tree, state: State, params: Tree = None, **keywords: Any) -> tuple[Tree, State]:
-        return self.run(grads, state, params, call_of(keywords))
-
-    def run(self, grads: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, State]:
-        """Call the function, with what it takes of the context."""
-        if call.flush and not self._flushes:
-            return grads, state
-        if call.donated and not self._donates:
-            call = call.inside(donated=False)
-        if self.takes_call:
-            out: tuple[Tree, State] = self.function(*(grads, state, params)[: self._places], call=call)
-            return out
-        given = call.keywords(self.names, self._others, self._required)
-        if "params" in self.names:  # by keyword only
-            given["params"] = params
-        out = self.function(*(grads, state, params)[: self._places], **given)
-        return out
+S = TypeVar("S", bound=NamedTuple)
 
 
 class Needs(enum.Flag):
@@ -186,10 +117,15 @@ class Transform(Specified):
     equalizes: AxisName | None = None
     spec: Spec = Spec("")
 
+    # Made of these.
+    _function: Callable[[Tree, State, Tree, Call], tuple[Tree, State]] = field(init=False)
+    _flushes: bool = field(init=False)
+
     def __post_init__(self) -> None:
         if not isinstance(self.needs, Needs):
             raise TypeError(f"needs must be a Needs, such as Needs.LEAVES | Needs.PATHS, got {self.needs!r}")
-        update = self.update if isinstance(self.update, Update) else Update(self.update)
+        given = self.update.function if isinstance(self.update, _Update) else self.update
+        function, names = _with_call(given)
         children = _inside(self)
 
         def set_(name: str, value: Any) -> None:
@@ -197,17 +133,21 @@ class Transform(Specified):
 
         set_("needs", functools.reduce(operator.or_, (child.needs for child in children), self.needs))
         set_("pauses", self.pauses or any(child.pauses for child in children))
-        # Of an `update` by keywords the names say it; what is given may be that of the transform of which it is a copy.
-        set_("takes", (frozenset(self.takes) if update.takes_call else frozenset()) | (update.names & NAMES))
+        # What is given beside keywords may be that of the transform of which it is a copy.
+        set_("takes", frozenset(self.takes) if names is None else names.intersection(KEYWORDS))
         if self.compression is None:
             set_("compression", _compression_of(children))
-        set_("update", update.for_transform(self))
+        set_("update", _Update(given, self))
+        set_("_function", function)
+        set_("_flushes", self.accepts("flush"))
 
     def run(self, grads: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, State]:
         """`update` in a given context."""
-        update: Any = self.update
-        out: tuple[Tree, State] = update.run(grads, state, params, call)
-        return out
+        if call.flush and not self._flushes:
+            return grads, state
+        if call.donated and "donated" not in self.takes:
+            call = call.inside(donated=False)
+        return self._function(grads, state, params, call)
 
     @functools.cached_property
     def is_reducing(self) -> bool:
@@ -240,6 +180,51 @@ class Transform(Specified):
     def _spec(self) -> Spec:
         update: Any = self.update
         return self.spec if self.spec.name else spec_of_function(update.function)
+
+
+@dataclass(frozen=True, slots=True)
+class _Update:
+    """The `update` of a transform, as it is called with keywords."""
+
+    function: Callable[..., tuple[Tree, State]]  # that was given
+    transform: Transform
+
+    def __call__(self, grads: Tree, state: State, params: Tree = None, **keywords: Any) -> tuple[Tree, State]:
+        return self.transform.run(grads, state, params, call_of(keywords))
+
+
+def _with_call(function: Callable[..., Any]) -> tuple[Callable[..., Any], frozenset[str] | None]:
+    """A user's function as `(grads, state, params, call)`, and the keywords that it names; None where it is one already."""
+    kind, parameters = inspect.Parameter, inspect.signature(function).parameters.values()
+    by_place = [p.name for p in parameters if p.kind in (kind.POSITIONAL_ONLY, kind.POSITIONAL_OR_KEYWORD)]
+    given = by_place[: 2 if by_place[2:] and by_place[2] in ("call", *KEYWORDS) else 3]
+    required = {
+        p.name: p.default is kind.empty
+        for p in parameters
+        if p.kind in (kind.KEYWORD_ONLY, kind.POSITIONAL_OR_KEYWORD) and p.name not in given
+    }
+    kinds = {p.kind for p in parameters}
+    places = 3 if kind.VAR_POSITIONAL in kinds else len(given)
+    if places < 2 or "params" in required:
+        raise TypeError(
+            f"update is called as update(grads, state, params=None, ...), but {function!r} takes {places} arguments by place"
+        )
+    if "call" in required:
+        return function, None
+    return functools.partial(_by_keywords, function, places, required, kind.VAR_KEYWORD in kinds), frozenset(required)
+
+
+def _by_keywords(
+    function: Any,
+    places: int,
+    required: dict[str, bool],
+    others: bool,
+    grads: Tree,
+    state: State,
+    params: Tree,
+    call: Call,
+) -> Any:
+    return function(*(grads, state, params)[:places], **call.keywords(required, others))
 
 
 def _inside(transform: Transform) -> list[Transform]:
@@ -278,65 +263,15 @@ def init_empty(params: Tree) -> State:
     return ()
 
 
-class Inner:
-    """A transform inside another one, whose state is a field of the outer state.
-
-    Args:
-        transform: The inner transform.
-        field: The name of the field.
-    """
-
-    transform: Transform
-    field: str
-
-    def __init__(self, transform: Transform, field: str = "inner") -> None:
-        self.transform, self.field = transform, field
-
-    def update(self, grads: Tree, state: Any, params: Tree, **keywords: Any) -> tuple[Tree, State]:
-        """Call the inner transform with the keywords of the outer call, and return its result and its new state.
-
-        Args:
-            state: The outer state.
-        """
-        return self.run(grads, state, params, call_of(keywords))
-
-    def run(self, grads: Tree, state: Any, params: Tree, call: Call) -> tuple[Tree, State]:
-        """`update` in a given context."""
-        if not hasattr(state, self.field):
-            raise other_state(state)
-        return self.transform.run(grads, getattr(state, self.field), params, call)
-
-
-def other_state(state: Any, expected: str = "the state") -> ValueError:
-    """The error for the state of another transform."""
-    return ValueError(
-        f"state is a {type(state).__name__}, expected {expected} that this transform's init or update returned; it is another "
-        f"pipeline's state"
-    )
-
-
-U = TypeVar("U", bound=Callable[..., Any])
-
-
-def counts_steps(update: U) -> U:
-    """Decorates an `update`: a given `step` replaces its state's own count of calls.
+def own_state(state: Any, kind: type[S], call: Call | None = None) -> S:
+    """The state of a transform, in which the call's step replaces its own count of calls.
 
     Raises:
-        ValueError: at a call: a state without such a count, which is that of another transform.
+        ValueError: it is not of this kind.
     """
-
-    @functools.wraps(update)
-    def counted(grads: Tree, state: Any, params: Tree, call: Call) -> tuple[Tree, State]:
-        if "step" not in getattr(state, "_fields", ()):
-            raise other_state(state)
-        state = state if call.step is None else with_changes(state, step=call.step)
-        out: tuple[Tree, State] = update(grads, state, params, call)
-        return out
-
-    return counted  # type: ignore[return-value]
-
-
-def check_state(state: State, kind: type) -> None:
-    """Raise ValueError unless a transform gets a state of its own kind."""
     if not isinstance(state, kind):
-        raise other_state(state, f"the {kind.__name__}")
+        raise ValueError(
+            f"state is a {type(state).__name__}, expected the {kind.__name__} that this transform's init or update returned; "
+            f"it is another pipeline's state"
+        )
+    return state if call is None or call.step is None else with_changes(state, step=call.step)

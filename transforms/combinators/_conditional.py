@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ..base import (
     Call,
-    Inner,
     Needs,
     Period,
     State,
@@ -21,15 +20,14 @@ from ..base import (
     Timing,
     Transform,
     Tree,
-    check_state,
     check_transform,
     check_weight,
     choose_state,
-    counts_steps,
     device_of,
     factory,
     of_period,
     of_switch,
+    own_state,
     to_device,
     whole_number,
     wide_dtype,
@@ -75,16 +73,15 @@ def switch_after(step: int, before: Transform, after: Transform) -> Transform:
     def init(params: Tree) -> State:
         return SwitchState(0, before.init(params), after.init(params))
 
-    phases = {"before": Inner(before, "before"), "after": Inner(after, "after")}
+    phases = {"before": before, "after": after}
     timing: Any = of_switch(step, before, after)
 
-    @counts_steps
     def update(grads: Tree, state: SwitchState, params: Tree, call: Call) -> tuple[Tree, State]:
-        check_state(state, SwitchState)
+        state = own_state(state, SwitchState, call)
         name = "before" if state.step < step else "after"
         for _, own, flush in timing.flushes(state.step) if call.flush else timing.runs(state.step, call.persistent):
             at_switch = {"weight": 0.0, "flush": True} if flush and not call.flush else {}
-            grads, new = phases[name].run(grads, state, params, call.inside(step=own, **at_switch))
+            grads, new = phases[name].run(grads, getattr(state, name), params, call.inside(step=own, **at_switch))
             state = with_changes(state, **{name: new})
             if at_switch:
                 state = with_changes(state, after=after.init(grads))
@@ -131,15 +128,14 @@ def every(steps: int, transform: Transform, first: int | None = None, except_eve
     period = Period(steps, steps - 1 if first is None else whole_number("first", first, 0), except_every)
     if except_every is not None:
         whole_number("except_every", except_every, 1)
-    inner = Inner(check_transform(transform, "every: transform"))
+    check_transform(transform, "every: transform")
     timing: Any = of_period(period, transform)
 
     def init(params: Tree) -> State:
         return EveryState(0, transform.init(params), _no_weight())
 
-    @counts_steps
     def update(grads: Tree, state: EveryState, params: Tree, call: Call) -> tuple[Tree, State]:
-        check_state(state, EveryState)
+        state = own_state(state, EveryState, call)
         number, persistent = state.step, call.persistent
         window = state.weight + check_weight(call.weight) if persistent else state.weight
         none = torch.zeros_like(window)
@@ -148,7 +144,7 @@ def every(steps: int, transform: Transform, first: int | None = None, except_eve
             state = with_changes(state, step=number + 1, weight=none if period.ends(number) else window)
         for _, own, flush in timing.flushes(number) if call.flush else timing.runs(number, persistent):
             weight = {"weight": none if flush else window} if flush or persistent else {}
-            grads, new = inner.run(grads, state, params, call.inside(step=own, flush=flush, **weight))
+            grads, new = transform.run(grads, state.inner, params, call.inside(step=own, flush=flush, **weight))
             state = EveryState(state.step, new, none)
         return grads, state
 
@@ -198,7 +194,7 @@ def accumulate(steps: int, transform: Transform) -> Transform:
     (None, tensor(3.))
     """
     whole_number("steps", steps, 1)
-    inner = Inner(check_transform(transform, "accumulate: transform"))
+    check_transform(transform, "accumulate: transform")
 
     def fresh(params: Tree, step: int, inner: State) -> AccumulateState:
         zeros = optree.tree_map(lambda p: torch.zeros_like(p, dtype=wide_dtype(p.dtype)), params)
@@ -208,6 +204,7 @@ def accumulate(steps: int, transform: Transform) -> Transform:
         return fresh(params, 0, transform.init(params))
 
     def update(grads: Tree, state: AccumulateState, params: Tree, call: Call) -> tuple[Tree, State]:
+        own_state(state, AccumulateState)
         w = to_device(device_of(optree.tree_leaves(grads)), check_weight(call.weight))
         gathered = optree.tree_map(
             lambda a, g: torch.where(w > 0, a + widened(g) * w.to(a.dtype), a), state.grads, grads
@@ -217,7 +214,7 @@ def accumulate(steps: int, transform: Transform) -> Transform:
             return None, AccumulateState(count, total, gathered, state.inner)
         divisor = torch.where(total > 0, total, torch.ones_like(total))
         mean = optree.tree_map(lambda a, g: (a / divisor.to(a.dtype)).to(g.dtype), gathered, grads)
-        out, new = inner.run(mean, state, params, call.inside(weight=total))
+        out, new = transform.run(mean, state.inner, params, call.inside(weight=total))
         return out, fresh(grads, count, new)
 
     return Transform(init, update, Needs.NOTHING, pauses=True, timing=Timing(), wraps="whole")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..axes import bound, psum
 from ..base import (
-    NAMES,
+    KEYWORDS,
     Call,
     State,
     Summed,
@@ -204,7 +204,7 @@ def pipeline_of(
         **extra: Any,
     ) -> tuple[Tree, State]:
         old = inside(state)
-        if taken := (NAMES | {"call"}).intersection(extra):
+        if taken := {"call", *KEYWORDS}.intersection(extra):
             raise TypeError(
                 f"step takes no {min(taken)!r}, which is the step's own; keywords for transforms need other names"
             )

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ..base import (
     Call,
-    Inner,
     State,
     Transform,
     Tree,
@@ -21,6 +20,7 @@ from ..base import (
     choose_state,
     factory,
     named_leaves,
+    own_state,
     to_device,
     where,
     whole_number,
@@ -88,13 +88,11 @@ def _count(state: SkipState, fine: Tensor) -> SkipState:
 
 
 def _skip_transform(part: Transform) -> Transform:
-    inside = Inner(part)
-
     def init(params: Tree) -> State:
         return SkipState(part.init(params), no_calls())
 
     def update(grads: Tree, state: SkipState, params: Tree, call: Call) -> tuple[Tree, State]:
-        out, inner = inside.run(grads, state, params, call)
+        out, inner = part.run(grads, own_state(state, SkipState).inner, params, call)
         if out is None:
             return None, with_changes(state, inner=inner)
         fine = all_finite(out)

@@ -36,15 +36,14 @@ from ..base import (
     AxisName,
     Call,
     Compression,
-    Inner,
     Needs,
     State,
     Transform,
     Tree,
     check_transform,
-    counts_steps,
     factory,
     named_leaves,
+    own_state,
     whole_number,
 )
 from ..codecs import (
@@ -136,7 +135,7 @@ def _encoded(codec: Codec, hook: Transform, seed: int) -> Transform:
     if hook.compression and hook.compression.encoded:
         raise TypeError(f"{hook!r} is to be encoded by {codec!r}, but encodes already; leave one of them out")
     needs = Needs.NOTHING if codec.elementwise else Needs.LAYOUT
-    inner, lossy = Inner(hook), Compression(named_leaves)
+    lossy = Compression(named_leaves)
     if not codec.stochastic:
 
         def update(grads: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, State]:
@@ -147,10 +146,10 @@ def _encoded(codec: Codec, hook: Transform, seed: int) -> Transform:
     def init(params: Tree) -> CompressState:
         return CompressState(hook.init(params), 0)
 
-    @counts_steps
     def stochastic(grads: Tree, state: CompressState, params: Tree, call: Call) -> tuple[Tree, CompressState]:
+        state = own_state(state, CompressState, call)
         wire = replace(codec, key=(seed, state.step))
-        out, new = inner.run(grads, state, params, call.inside(wire=wire))
+        out, new = hook.run(grads, state.inner, params, call.inside(wire=wire))
         return out, CompressState(new, state.step + 1)
 
     # Random bits are keyed by path.

@@ -9,7 +9,6 @@ from torch import Tensor
 from ..base import (
     Call,
     Compression,
-    Inner,
     Needs,
     State,
     Summed,
@@ -17,6 +16,7 @@ from ..base import (
     Tree,
     check_transform,
     factory,
+    own_state,
     zeros_at_least_f32,
 )
 from ._coded_sum import Residuals
@@ -69,7 +69,7 @@ def error_feedback(hook: Transform) -> Transform:
     tensor([12700.,    20.])
     """
     check_transform(hook, "error_feedback: hook")
-    lossy, inner = hook.compression, Inner(hook)
+    lossy = hook.compression
     if lossy is None or lossy.paths is None:
         raise TypeError(
             f"nothing in {hook!r} is {'lost' if lossy else 'encoded'}, so there is no error to feed back; write "
@@ -83,8 +83,8 @@ def error_feedback(hook: Transform) -> Transform:
         return ErrorState(hook.init(params), errors)
 
     def update(grads: Tree, state: ErrorState, params: Tree, call: Call) -> tuple[Tree, ErrorState]:
-        memory = Residuals(state.error)
-        out, new = inner.run(grads, state, params, call.inside(memory=memory))
+        memory = Residuals(own_state(state, ErrorState).error)
+        out, new = hook.run(grads, state.inner, params, call.inside(memory=memory))
         return out, ErrorState(new, {**state.error, **memory.new})
 
     # Chunk ownership, and so the second residual, depends on the bucket layout.

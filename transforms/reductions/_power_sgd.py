@@ -22,11 +22,11 @@ from ..base import (
     Transform,
     Tree,
     check_over,
-    counts_steps,
     device_of,
     factory,
     flag,
     named_leaves,
+    own_state,
     positive,
     real,
     some_axes,
@@ -90,9 +90,9 @@ def _transform(
     def init(params: Tree) -> PowerSGDState:
         return PowerSGDState(start(params) if settings.warm_start else {}, 0)
 
-    @counts_steps
     def update(grads: Tree, state: PowerSGDState, params: Tree, call: Call) -> tuple[Tree, PowerSGDState]:
         del params
+        state = own_state(state, PowerSGDState, call)
         grads, step = optree.tree_map(torch.as_tensor, grads), state.step + 1
         leaves, memory = named_leaves(grads), call.memory
         share = call.share(axis, over, device_of(leaves.values()))
