@@ -54,8 +54,6 @@ from ._spec import (
     call_factory as call_factory,
     factory as factory,
     fingerprint as fingerprint,
-    spec_of as spec_of,
-    spec_of_function as spec_of_function,
 )
 from ._state_dict import (
     from_state_dict as from_state_dict,

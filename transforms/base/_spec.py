@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ParamSpec, TypeVar
 
-import numpy as np
 import torch
 
 
@@ -106,19 +105,14 @@ class Spec:
                 parts += [_show(item) for item in value]
             elif parameter is None or parameter.default is inspect.Parameter.empty:
                 parts.append(_show(value))
-            elif not _same(parameter.default, value):
+            elif (type(value), repr(value)) != (type(parameter.default), repr(parameter.default)):
                 parts.append(f"{key}={_show(value)}")
         return f"{self.name}({', '.join(parts)})"
 
 
-def _same(a: Any, b: Any) -> bool:
-    return type(a) is type(b) and repr(a) == repr(b)
-
-
 def _show(value: Any) -> str:
-    spec = spec_of(value)
-    if spec is not None:
-        return repr(spec)
+    if isinstance(getattr(value, "spec", None), Spec):
+        return repr(value.spec)
     if isinstance(value, functools.partial):
         parts = [value.func, *value.args, *value.keywords.values()]
         return f"partial({', '.join(map(_show, parts))})"
@@ -131,19 +125,6 @@ def _show(value: Any) -> str:
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{k!r}: {_show(v)}" for k, v in value.items()) + "}"
     return repr(value)
-
-
-def spec_of(value: Any) -> Spec | None:
-    """The spec of a transform, an optimizer and so on; the spec of its function if it has no factory."""
-    spec = getattr(value, "spec", None)
-    if not isinstance(spec, Spec):
-        return None
-    return spec if spec.name else getattr(value, "_spec", spec)
-
-
-def spec_of_function(function: Callable[..., Any]) -> Spec:
-    """The spec of an object without a factory: it is identified by its function."""
-    return Spec("custom", (("function", function),))
 
 
 def factory(function: Callable[P, T]) -> Callable[P, T]:
@@ -179,8 +160,8 @@ def factory(function: Callable[P, T]) -> Callable[P, T]:
                 f"chain(...)"
             )
         made: Any = function(*bound.args, **bound.kwargs)
-        if not made.spec.name:  # a result with a name was made by another factory
-            made = made.with_spec(spec)
+        if made.spec.factory is None:  # otherwise another one made it
+            made = replace(made, spec=spec)
         return made  # type: ignore[no-any-return]
 
     _FACTORIES[name] = make
@@ -198,13 +179,12 @@ def encode(value: Any) -> Any:
         return value
     if isinstance(value, Spec):
         return {"name": value.name, "args": {k: encode(v) for k, v in value.args}}
-    spec = spec_of(value)
-    if spec is not None:
-        return encode(spec)
+    if isinstance(getattr(value, "spec", None), Spec):
+        return encode(value.spec)
     if isinstance(value, torch.dtype):
         return {"dtype": str(value).removeprefix("torch.")}
-    if isinstance(value, torch.Tensor):
-        return {"tensor": value.detach().cpu().tolist(), "dtype": str(value.dtype).removeprefix("torch.")}
+    if hasattr(value, "tolist"):  # a tensor, or an array of numpy
+        return {"tensor": value.tolist(), "dtype": str(value.dtype).removeprefix("torch.")}
     if isinstance(value, (list, tuple)):
         return [encode(v) for v in value]
     if isinstance(value, Mapping):
@@ -214,8 +194,6 @@ def encode(value: Any) -> Any:
     if callable(value):
         named = value if hasattr(value, "__qualname__") else type(value)
         return {"function": f"{named.__module__}.{named.__qualname__}", "code": _code_hash(value)}
-    if isinstance(value, (np.ndarray, np.generic)):
-        return {"array": value.tolist(), "dtype": str(value.dtype)}
     if isinstance(value, range):
         return {"range": [value.start, value.stop, value.step]}
     if isinstance(value, (set, frozenset)):  # whose order differs between processes
@@ -225,7 +203,6 @@ def encode(value: Any) -> Any:
 
 def _code_hash(function: Any) -> str:
     """A hash of a function's code and default arguments."""
-    function = getattr(function, "adapts", function)  # what an adapted `update` calls
     function = getattr(function, "__func__", function)
     if not hasattr(function, "__code__") and callable(function):
         function = type(function).__call__
@@ -264,10 +241,15 @@ def call_factory(make: Callable[..., Any], args: Iterable[tuple[str, Any]]) -> A
     return make(*bound.args, **bound.kwargs)
 
 
-class PickledBySpec:
-    """Pickles a factory and its arguments, where a factory made the object: the functions in it have no names."""
+class Specified:
+    """Equality, hash and repr by spec; pickled as a factory and its arguments, since the functions in it have no names."""
 
     spec: Spec
+
+    def identify(self, **functions: Any) -> None:
+        """Give an object that no factory has made a spec of its functions."""
+        if self.spec.factory is None:
+            object.__setattr__(self, "spec", Spec("custom", tuple(functions.items())))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         make = self.spec.factory
@@ -277,23 +259,11 @@ class PickledBySpec:
         del memo
         return self  # nothing in it changes
 
-
-@dataclass(frozen=True, eq=False)
-class Specified(PickledBySpec):
-    """Equality, hash and repr by spec."""
-
-    @property
-    def _spec(self) -> Spec:
-        return self.spec  # type: ignore[attr-defined,no-any-return]
-
-    def with_spec(self, spec: Spec) -> Any:
-        return replace(self, spec=spec)  # type: ignore[call-arg]
-
     def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and self._spec == other._spec  # type: ignore[attr-defined]
+        return type(other) is type(self) and self.spec == other.spec
 
     def __hash__(self) -> int:
-        return hash(self._spec)
+        return hash(self.spec)
 
     def __repr__(self) -> str:
-        return repr(self._spec)
+        return repr(self.spec)

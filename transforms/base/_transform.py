@@ -7,12 +7,12 @@ import functools
 import inspect
 import operator
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from ._call import KEYWORDS, Call, call_of
 from ._check import AxisName
-from ._spec import Spec, Specified, spec_of_function
+from ._spec import Spec, Specified
 from ._timing import Timing
 from ._tree import State, Tree, with_changes
 
@@ -126,6 +126,7 @@ class Transform(Specified):
             raise TypeError(f"needs must be a Needs, such as Needs.LEAVES | Needs.PATHS, got {self.needs!r}")
         given = self.update.function if isinstance(self.update, _Update) else self.update
         function, names = _with_call(given)
+        self.identify(function=given)
         children = _inside(self)
 
         def set_(name: str, value: Any) -> None:
@@ -172,14 +173,6 @@ class Transform(Specified):
     def accepts(self, keyword: str) -> bool:
         """Whether `update`, or that of a transform inside, does something with this attribute of a call."""
         return keyword in self.takes or any(child.accepts(keyword) for child in _inside(self))
-
-    def with_spec(self, spec: Spec) -> Transform:
-        return replace(self, spec=spec)
-
-    @property
-    def _spec(self) -> Spec:
-        update: Any = self.update
-        return self.spec if self.spec.name else spec_of_function(update.function)
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,16 +107,9 @@ class Codec(Specified):
     key: Key | None = None
     spec: Spec = Spec("")
 
-    def with_spec(self, spec: Spec) -> Codec:
-        return replace(self, spec=spec)
-
-    @property
-    def _spec(self) -> Spec:
-        if self.spec.name:
-            return self.spec
+    def __post_init__(self) -> None:
         functions = {"encode": self.encode, "decode": self.decode, "width": self.width}
-        options = {"elementwise": self.elementwise, "stochastic": self.stochastic, "key": self.key}
-        return Spec("custom", tuple({**functions, **options}.items()))
+        self.identify(**functions, elementwise=self.elementwise, stochastic=self.stochastic, key=self.key)
 
     def keyed(self, seed: int, step: int) -> Codec:
         """The same codec with the key of its random bits: `seed` and `step`, both equal on all ranks."""

@@ -228,7 +228,7 @@ def each_part(optimizer: Optimizer, wrap: Callable[[Optimizer], Optimizer], name
         part = select(path)
         if id(part) not in wrapped:
             spec = Spec(name, (("optimizer", part), *args.items()))
-            wrapped[id(part)] = part, wrap(part).with_spec(spec)
+            wrapped[id(part)] = part, replace(wrap(part), spec=spec)
         return wrapped[id(part)][1]
 
     return replace(optimizer, select=at, spec=Spec(""))  # whose factory gives it a spec

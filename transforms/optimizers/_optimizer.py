@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 import optree
@@ -23,7 +23,6 @@ from ..base import (
     map_with_path,
     path_string,
     plain,
-    spec_of_function,
     widened,
     with_fields,
 )
@@ -365,6 +364,7 @@ class Optimizer(Specified):
     instead_of_transform = "an optimizer comes last: write fuse(hook, optimizer)"
 
     def __post_init__(self) -> None:
+        self.identify(function=unchecked(self.step_param))
         forms = Forms(self.init_param)
         object.__setattr__(self, "forms", forms)
         object.__setattr__(self, "tensors", tensor_arguments(self.spec))
@@ -372,13 +372,6 @@ class Optimizer(Specified):
         object.__setattr__(self, "step_param_", checked(forms, self.step_param_))
         if self.step_params_ is not None:
             object.__setattr__(self, "step_params_", checked(forms, self.step_params_))
-
-    def with_spec(self, spec: Spec) -> Optimizer:
-        return replace(self, spec=spec)
-
-    @property
-    def _spec(self) -> Spec:
-        return self.spec if self.spec.name else spec_of_function(unchecked(self.step_param))
 
     def at(self, path: str) -> Optimizer:
         """The optimizer of the parameter at `path`."""

@@ -20,7 +20,6 @@ from ..base import (
     is_finite,
     is_number,
     readable_without_sync,
-    spec_of_function,
     to_device,
     whole_number,
 )
@@ -81,7 +80,7 @@ def watched(spec: Spec, injected: bool = False) -> tuple[tuple[str, Any], ...]:
         TypeError: another hyperparameter than lr follows a schedule, and none does.
     """
     found: list[tuple[str, Any]] = []
-    for name, value in spec.args:
+    for name, value in spec.args if spec.factory else ():
         if hasattr(value, "step_param"):
             found += watched(value.spec, injected or spec.name == "inject_hyperparameters")
         elif callable(value) and name != "lr" and not injected and spec.is_ours:
@@ -129,9 +128,8 @@ class Schedule(Specified):
     def __call__(self, step: Any) -> Tensor:
         return self.function(torch.as_tensor(step, dtype=torch.float64))
 
-    @property
-    def _spec(self) -> Spec:
-        return self.spec if self.spec.name else spec_of_function(self.function)
+    def __post_init__(self) -> None:
+        self.identify(function=self.function)
 
 
 @factory

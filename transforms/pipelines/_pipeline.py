@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import optree
@@ -242,9 +242,6 @@ class Pipeline(Specified):
             self.skips.check(params)
 
     instead_of_transform = "a pipeline is complete already; put the transform into its hook"
-
-    def with_spec(self, spec: Spec) -> Pipeline:
-        return replace(self, spec=spec)
 
 
 def parts_of(what: Pipeline | Transform, on_buffers: Transform | None = None) -> Parts:

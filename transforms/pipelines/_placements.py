@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..base import Merge, Placement, State, Transform, children, marks, reduced_over, spec_of
+from ..base import Merge, Placement, State, Transform, children, marks, reduced_over
 from ..combinators import stages
 from ._fuse import PipelineState
 from ._pipeline import Pipeline
@@ -112,9 +112,7 @@ def _of_part(names: tuple[str, ...], at: At, part: Transform, state: State, befo
     """
     parts, numbers = stages(part), Counter[str]()
     for i, stage in enumerate(parts):
-        spec = spec_of(stage)
-        assert spec is not None
-        kind, own = spec.name, state[i] if len(parts) > 1 else state
+        kind, own = stage.spec.name, state[i] if len(parts) > 1 else state
         label = f"{kind}#{numbers[kind]}"
         numbers[kind] += 1
         here = at.to(i, label) if len(parts) > 1 else at._replace(name=f"{at.name}.{label}".removeprefix("."))

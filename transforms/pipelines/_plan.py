@@ -193,7 +193,7 @@ def axes_of(part: Transform, mesh_axes: Collection[str], step: int | None = None
     """
     own = part.equalizes if part.reduces is None else part.reduces.axis
     found = set(names(own)) if own is not None else set[str]()
-    if not found and (not part.spec.name or "function" in dict(part.spec.args)):
+    if not found and "function" in dict(part.spec.args):
         return set(mesh_axes)
     if not part.spec.is_ours:  # any argument may name an axis
         given = [each for _, value in part.spec.args for each in (value if isinstance(value, tuple) else (value,))]
