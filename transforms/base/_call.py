@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -37,42 +38,23 @@ class Call:
             them on itself, or not.
     """
 
-    __slots__ = (
-        "_totals",
-        "_weight",
-        "axes",
-        "donated",
-        "extra",
-        "flush",
-        "handed",
-        "memory",
-        "persistent",
-        "sharded_over",
-        "step",
-        "wire",
-    )
-
     # The sum of a tensor over axes, and the number of their ranks. The room of the axes lies above this one, and sets them.
     psum: ClassVar[Callable[[Tensor, AxisName], Tensor]]
     axis_size: ClassVar[Callable[[AxisName], int]]
 
     step: int | None
-    persistent: bool
-    flush: bool
     donated: bool
-    sharded_over: str | None
-    axes: tuple[str, ...]
-    wire: Any  # a `Codec`
-    memory: Any  # a `Residuals`
-    extra: Mapping[str, Any]
-    handed: Collection[str]
+    persistent = flush = False
+    sharded_over: str | None = None
+    axes: tuple[str, ...] = ()
+    wire: Any = None  # a `Codec`
+    memory: Any = None  # a `Residuals`
+    extra: Mapping[str, Any] = MappingProxyType({})
+    handed: Collection[str] = ()
 
     def __init__(self, weight: Any = None, step: int | None = None, *, donated: bool = False) -> None:
         self._weight, self.step, self.donated = weight, step, donated
         self._totals: dict[frozenset[str], Totals | Callable[[], Totals]] = {}
-        self.persistent = self.flush = False
-        self.sharded_over = self.wire = self.memory = None
-        self.axes, self.extra, self.handed = (), _NOTHING, ()
 
     @property
     def weight(self) -> Any:
@@ -154,15 +136,12 @@ class Call:
             TypeError: a name that is no attribute.
         """
         new: Call = object.__new__(Call)
-        new._weight, new._totals, new.axes = self._weight, self._totals, self.axes
-        new.step, new.donated, new.persistent, new.flush = self.step, self.donated, self.persistent, self.flush
-        new.sharded_over, new.wire, new.memory = self.sharded_over, self.wire, self.memory
-        new.extra, new.handed = self.extra, self.handed
+        new.__dict__.update(self.__dict__)
         if "weight" in changes:
             new._weight, new._totals, new.axes = changes.pop("weight"), {}, ()
         for name, value in changes.items():
-            if name not in _SLOTS:
-                raise TypeError(f"a call has no {name!r}; it has weight, {', '.join(sorted(_SLOTS))}")
+            if not hasattr(new, name):
+                raise TypeError(f"a call has no {name!r}")
             setattr(new, name, value)
         return new
 
@@ -182,10 +161,6 @@ class Call:
         if others:
             found["call"] = self.inside(donated=False, handed=KEYWORDS.keys() & found.keys())
         return found
-
-
-_SLOTS = frozenset(name for name in Call.__slots__ if not name.startswith("_"))
-_NOTHING: Mapping[str, Any] = {}
 
 
 def call_of(keywords: Mapping[str, Any]) -> Call:
