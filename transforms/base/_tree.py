@@ -274,8 +274,7 @@ def check_dense(name: str, leaf: Any) -> None:
         raise TypeError(f"{name} has dtype {leaf.dtype}; only floating-point tensors can be trained")
 
 
-# From the chosen tensors to a state.
-Build: TypeAlias = Callable[[list[Any]], Any]
+_SMALL = 16  # elements; copies of as few cost nothing
 
 
 def choose_state(fine: Tensor, new: Any, old: Any) -> State:
@@ -291,74 +290,50 @@ def choose_state(fine: Tensor, new: Any, old: Any) -> State:
 
     A state with a method `choose(fine, old)` is replaced by the result of that method.
     """
-    pairs: list[Any] = []
-    build = _plan(fine, _made(new), _made(old), pairs, {})
-    chosen: list[Any] = [None] * len(pairs)
-    for some in _groups(pairs):
-        found = _choose(fine, [pairs[i] for i in some])
-        for i, tensor in zip(some, found, strict=True):
-            chosen[i], pairs[i] = tensor, None
-    return build(chosen)
+    paths, leaves, structure = _by_path(new)
+    before = dict(zip(*_by_path(old)[:2], strict=True))
+    olds = [before.pop(path, leaf) for path, leaf in zip(paths, leaves, strict=True)]  # the first call may add names
+    places, groups = _together(fine, leaves, olds)
+    for some in groups.values():
+        _choose(fine, leaves, olds, some)
+    return optree.tree_unflatten(structure, [leaves[i] for i in places])
 
 
-def _made(state: Any) -> State:
+def _by_path(state: Any) -> tuple[list[Any], list[Any], Any]:
     while callable(state):
         state = state()
-    return state
+    return optree.tree_flatten_with_path(state, is_leaf=lambda node: hasattr(node, "choose"))
 
 
-def _plan(fine: Tensor, new: Any, old: Any, pairs: list[Any], places: dict[Any, int]) -> Build:
-    """A function that makes the state from the chosen tensors, which are listed in `pairs`; it refers to none of them.
-
-    Args:
-        places: The place of each pair, by identity.
-    """
-    if not isinstance(new, (tuple, dict)) and new is old:  # the compiler compares no containers by identity
-        return lambda chosen: new
-    if isinstance(new, Tensor) and isinstance(old, Tensor):
-        place = len(pairs)
-        if not transformed():  # the compiler knows no identities
-            place = places.setdefault((id(new), id(old)), place)
-        if place == len(pairs):
-            pairs.append((new, old))
-        return lambda chosen: chosen[place]
-    if type(new) is type(old) and hasattr(new, "choose"):
-        own = new.choose(fine, old)
-        return lambda chosen: own
-    if isinstance(new, dict) and isinstance(old, dict):  # the first call may add names
-        named = {key: _plan(fine, part, old.get(key), pairs, places) for key, part in new.items()}
-        return lambda chosen: {key: part(chosen) for key, part in named.items()}
-    if isinstance(new, (tuple, list)) and type(new) is type(old) and len(new) == len(old):
-        kind, parts = type(new), [_plan(fine, n, o, pairs, places) for n, o in zip(new, old, strict=True)]
-        if hasattr(new, "_fields"):
-            return lambda chosen: kind(*(part(chosen) for part in parts))
-        return lambda chosen: kind(part(chosen) for part in parts)
-    return lambda chosen: new
-
-
-def _groups(pairs: list[Any]) -> list[list[int]]:
-    """The places of pairs that are chosen together."""
-    if transformed():
-        return [[i] for i in range(len(pairs))]
+def _together(fine: Tensor, leaves: list[Any], olds: list[Any]) -> tuple[list[int], dict[Any, list[int]]]:
+    """The place from which each leaf gets its chosen tensor, and the places of those that are chosen together."""
+    first: dict[Any, int] = {}
     groups: dict[Any, list[int]] = {}
-    for i, (new, old) in enumerate(pairs):
-        alike = new.shape == old.shape and new.dtype is old.dtype and new.device == old.device
-        small = alike and new.numel() <= _SMALL and type(new) is type(old) is Tensor
-        groups.setdefault((new.shape, new.dtype, new.device) if small else i, []).append(i)
-    return list(groups.values())
+    places = list(range(len(leaves)))
+    for i, (new, old) in enumerate(zip(leaves, olds, strict=True)):
+        if hasattr(new, "choose"):
+            leaves[i] = new.choose(fine, old)
+        elif isinstance(new, Tensor) and isinstance(old, Tensor) and new is not old:
+            key: Any = i
+            if not transformed():  # the compiler knows no identities
+                places[i] = first.setdefault((id(new), id(old)), i)
+                forms = [(x.shape, x.dtype, x.device, type(x)) for x in (new, old)]
+                if new.numel() <= _SMALL and type(new) is Tensor and forms[0] == forms[1]:
+                    key = forms[0]
+            if places[i] == i:
+                groups.setdefault(key, []).append(i)
+    return places, groups
 
 
-_SMALL = 16  # elements; copies of as few cost nothing
-
-
-def _choose(fine: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    """The chosen tensors of pairs of one shape, in one choice."""
-    new, old = pairs[0] if len(pairs) == 1 else (torch.stack(given) for given in zip(*pairs, strict=True))
-    all_of = (new, old) if pairs[0][0].dim() else (new, old, fine)
+def _choose(fine: Tensor, leaves: list[Any], olds: list[Any], some: list[int]) -> None:
+    """Put the chosen tensors of one shape in the places of the new ones, in one choice."""
+    new, old = [of[some[0]] if len(some) == 1 else torch.stack([of[i] for i in some]) for of in (leaves, olds)]
+    all_of = (new, old) if leaves[some[0]].dim() else (new, old, fine)
     # On the host it would have to wait for the device.
     device = next((x.device for x in all_of if x.device.type != "cpu"), new.device)
     chosen = torch.where(to_device(device, fine), to_device(device, new), to_device(device, old))
-    return [chosen] if len(pairs) == 1 else list(chosen.unbind(0))
+    for i, tensor in zip(some, [chosen] if len(some) == 1 else chosen.unbind(0), strict=True):
+        leaves[i], olds[i] = tensor, None
 
 
 def restrict(state: State, paths: Collection[str], chosen: Collection[str]) -> State:
