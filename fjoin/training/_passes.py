@@ -62,10 +62,6 @@ class ShadowedAxis(Axis):
         out: Axis | None = self._axis.joint(axes)
         return out
 
-    def note(self, what: str) -> None:
-        if self._name not in self._along:
-            self._axis.note(what)
-
     def check_rows(self, width: int, give: tuple[int, ...], take: tuple[int, ...]) -> None:
         if self._name in self._along:
             self._refuse("all_to_all_single")

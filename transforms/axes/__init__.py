@@ -45,7 +45,6 @@ from ._primitive import (
     as_tensor as as_tensor,
     from_order as from_order,
     names as names,
-    note as note,
     packed as packed,
     sent_bytes as sent_bytes,
     sum_plain as sum_plain,

@@ -100,9 +100,6 @@ class Axis:
         """Start psum of a flat tensor in place; the returned function waits for the message."""
         return self.begin_reduce(x).wait
 
-    def note(self, what: str) -> None:
-        """Record a description of the floats in the next message of bytes; the simulator compares it between ranks."""
-
     def check_rows(self, width: int, give: tuple[int, ...], take: tuple[int, ...]) -> None:
         """Record the numbers of rows in the next all_to_all_single of bytes; the simulator compares them."""
 

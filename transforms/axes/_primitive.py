@@ -49,21 +49,8 @@ class Message(NamedTuple):
     sent_bytes: int  # the bytes that one rank sends in a ring
 
 
-# In units of the rank's payload, on an axis of n ranks, of which each sends to its neighbour in a ring.
-_SHARES: dict[str, Callable[[int], float]] = {
-    "psum": lambda n: 2 * (n - 1) / n,
-    "pmax": lambda n: 2 * (n - 1) / n,
-    "pmin": lambda n: 2 * (n - 1) / n,
-    "all_gather": lambda n: n - 1,
-    "psum_scatter": lambda n: (n - 1) / n,
-    "all_to_all": lambda n: (n - 1) / n,
-    "pbroadcast": lambda n: (n - 1) / n,
-    "ppermute": lambda n: 1,
-}
-
-
 def sent_bytes(op: str, payload: int, ranks: int, arg: Any = None, rank: int = 0) -> int:
-    """The bytes that one rank sends.
+    """The bytes that one rank sends to its neighbour in a ring.
 
     Args:
         op: The name of the collective.
@@ -74,7 +61,8 @@ def sent_bytes(op: str, payload: int, ranks: int, arg: Any = None, rank: int = 0
     if op == "all_to_all_single":
         give, _ = arg
         return round(payload * (1 - give[rank] / max(sum(give), 1)))
-    return round(payload * _SHARES[op](ranks))
+    sums = 2 if op in ("psum", "pmax", "pmin") else 1
+    return round(payload * {"all_gather": ranks - 1, "ppermute": 1}.get(op, sums * (ranks - 1) / ranks))
 
 
 # Measured: packing 37 MB takes 2 to 3 times as long in one piece, whose memory comes from the system anew each time.
@@ -154,17 +142,11 @@ def packed(
     if not all([can_send(leaf, ordered) for leaf in leaves]):
         refuse(tree, ordered)
     out: list[Any] = [None] * len(leaves)
+    rows = [leaf.reshape((*leaf.shape[:lead], math.prod(leaf.shape[lead:]))) for leaf in leaves]
     for members in messages(leaves, alone):
-        if len(members) == 1:
-            (i,) = members
-            flat = leaves[i].reshape((*leaves[i].shape[:lead], math.prod(leaves[i].shape[lead:])))
-        else:
-            flat = torch.cat(
-                [leaves[i].reshape((*leaves[i].shape[:lead], math.prod(leaves[i].shape[lead:]))) for i in members],
-                dim=-1,
-            )
+        flat = rows[members[0]] if len(members) == 1 else torch.cat([rows[i] for i in members], dim=-1)
         result = run_(flat) if run_ is not None and len(members) > 1 and plain(flat) else run(flat)
-        sizes = [math.prod(leaves[i].shape[lead:]) for i in members]
+        sizes = [rows[i].shape[-1] for i in members]
         for i, piece in zip(members, result.split(sizes, dim=-1), strict=True):
             out[i] = piece.reshape((*result.shape[:-1], *leaves[i].shape[lead:]))
     return optree.tree_unflatten(structure, out)
@@ -240,12 +222,6 @@ class _Collective(torch.autograd.Function):
 
 
 _apply_function: Callable[..., Tensor] = _Collective.apply
-
-
-def note(axis: AxisName, what: str) -> None:
-    """Describe the floats in the next message of bytes over an axis; the simulator compares it between ranks."""
-    for one in _lookup_all(axis):
-        one.note(what)
 
 
 def apply_one(op: str, x: Tensor, axis: Axis, arg: Any = None) -> Tensor:

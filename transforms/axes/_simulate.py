@@ -72,7 +72,6 @@ class SimulatedAxis(Axis):
         self.size = len(group.members)
         self.rank = group.members.index(me)
         self.world_rank = me
-        self._noted = ""
 
     @property
     def group(self) -> object:
@@ -82,23 +81,18 @@ class SimulatedAxis(Axis):
     def index(self) -> Tensor:
         return torch.tensor(self.rank)
 
-    def note(self, what: str) -> None:
-        """Make the next collective fail if ranks have noted different contents of its bytes."""
-        self._noted = f" of {what}"
-
     def check_rows(self, width: int, give: tuple[int, ...], take: tuple[int, ...]) -> None:
         """Raise CollectiveMismatch if a rank sends rows of another number or width than the receiver expects."""
         rows = torch.empty(sum(give), 0)
         self._world.meet(self._me, self._group, f"all_to_all_single(rows of {width})", (rows, (give, take)), _cross)
 
     def run(self, op: str, x: Tensor, arg: Any) -> Tensor:
-        noted, self._noted = self._noted, ""
         if op == "all_to_all_single":  # whose rows and sizes differ between ranks
             call = f"{op}({str(x.dtype).removeprefix('torch.')}[:, {str(list(x.shape[1:]))[1:]})"
             rows: Tensor = self._world.meet(self._me, self._group, call, (x.detach(), arg), _cross)
             return rows
         detail = "" if arg is None else f", {arg!r}"
-        call = f"{op}({str(x.dtype).removeprefix('torch.')}{list(x.shape)}{detail}){noted}"
+        call = f"{op}({str(x.dtype).removeprefix('torch.')}{list(x.shape)}{detail})"
         out: Tensor = self._world.meet(self._me, self._group, call, x.detach(), lambda xs: _combine(op, xs, arg))
         return out
 
@@ -150,19 +144,15 @@ def _copies(x: Tensor, n: int) -> list[Tensor]:
 
 class _World:
     def __init__(self, shape: dict[str, int]) -> None:
-        self.shape = dict(shape)
-        coordinates = list(itertools.product(*map(range, shape.values())))
-        self.size = n = len(coordinates)
+        self.shape, grid = shape, Grid(shape)
+        self.size = n = math.prod(shape.values())
         self.everyone = _Group(" x ".join(shape), tuple(range(n)))
         self.groups: list[dict[str, _Group]] = [{} for _ in range(n)]
-        for i, axis in enumerate(shape):
-            lines = collections.defaultdict(list)
-            for rank, c in enumerate(coordinates):
-                lines[c[:i] + c[i + 1 :]].append(rank)
-            for members in lines.values():
-                group = _Group(axis, tuple(members))
-                for rank in members:
-                    self.groups[rank][axis] = group
+        for axis, rank in itertools.product(shape, range(n)):
+            if grid.place(rank)[axis] == 0:
+                group = _Group(axis, tuple(grid.members(rank, [axis])))
+                for member in group.members:
+                    self.groups[member][axis] = group
         self.turn = [threading.Semaphore(0) for _ in range(n)]
         self.back = threading.Semaphore(0)
         self.ready = collections.deque(range(n))
@@ -262,10 +252,6 @@ class _World:
         return self.results
 
 
-def lockstep(function: Callable[..., Any], shape: dict[str, int], args: Sequence[tuple[Any, ...]]) -> list[Any]:
-    return _World(shape).run(function, args)
-
-
 MOST = 4096  # a rank is a thread
 
 
@@ -303,4 +289,4 @@ def simulate(function: Callable[..., Any], axes: Mapping[str, int], *args: Seque
         if len(arg) != n:
             raise ValueError(f"argument {i} has {len(arg)} values for {n} ranks; pass one value per rank")
     rows = [tuple(arg[rank] for arg in args) for rank in range(n)]
-    return lockstep(function, dict(axes), rows)
+    return _World(dict(axes)).run(function, rows)

@@ -12,56 +12,36 @@ from ..base import factory, flag, whole_number
 from ._codec import Codec, Noise, as_bytes, read, stochastic_round
 
 
-def in_a_byte(base: int) -> int:
-    """The number of digits of a base in a byte.
+def bits_of(base: int) -> int:
+    """The bits of a digit below `base`: 1, 2, 4 or 8, so that a byte holds whole digits.
 
-    >>> [in_a_byte(base) for base in (2, 3, 15, 255)]
-    [8, 5, 2, 1]
+    >>> [bits_of(base) for base in (2, 3, 15, 255)]
+    [1, 2, 4, 8]
     """
-    count = 1
-    while base ** (count + 1) <= 256:
-        count += 1
-    return count
+    return next(bits for bits in (1, 2, 4, 8) if base <= 2**bits)
 
 
 def width(n: int, base: int) -> int:
     """Bytes of n digits."""
-    return -(-n // in_a_byte(base))
+    return -(-n * bits_of(base) // 8)
 
 
 def pack(digits: Tensor, base: int) -> Tensor:
     """Pack (rows, n) uint8 below `base` as (rows, width(n)); the digits of the first part of a row are the lowest."""
-    count, base, n = in_a_byte(base), whole_bits(base), digits.shape[1]
-    if count == 1:
-        return digits
-    parts = torch.nn.functional.pad(digits, (0, -n % count)).unflatten(1, (count, -1)).unbind(1)
+    bits, n = bits_of(base), digits.shape[1]
+    parts = torch.nn.functional.pad(digits, (0, -n % (8 // bits))).unflatten(1, (8 // bits, -1)).unbind(1)
     packed = parts[0]
     for i, part in enumerate(parts[1:], start=1):
-        packed = packed + part * base**i
+        packed = packed + part * 2 ** (i * bits)
     return packed
 
 
 def unpack(data: Tensor, n: int, base: int) -> Tensor:
     """The inverse of `pack`: (rows, width(n)) -> (rows, n)."""
-    count, base = in_a_byte(base), whole_bits(base)
-    if count == 1:
+    bits = bits_of(base)
+    if bits == 8:
         return data
-    digits = []
-    for _ in range(count):
-        if base & (base - 1):
-            quotient = torch.div(data, base, rounding_mode="floor")
-            digits.append(data - quotient * base)
-            data = quotient
-        else:  # several times as fast
-            digits.append(data & (base - 1))
-            data = data >> (base.bit_length() - 1)
-    return torch.cat(digits, dim=1)[:, :n]
-
-
-def whole_bits(base: int) -> int:
-    """The next power of two if a byte holds as many digits of it, the base itself otherwise."""
-    power = 1 << (base - 1).bit_length()
-    return power if in_a_byte(power) == in_a_byte(base) else base
+    return torch.cat([data >> at & (2**bits - 1) for at in range(0, 8, bits)], dim=1)[:, :n]
 
 
 def check_block(block: int | None, may_be_none: bool = False) -> None:
@@ -185,10 +165,7 @@ def whole(block: int | None, largest: int, stochastic: bool, measure: Callable[[
 
     def code(x: Tensor, uniform: Tensor | None) -> Tensor:
         # The code of a non-finite value is arbitrary, but must not change its neighbours.
-        codes = rounded(x, uniform, largest).add_(largest)
-        if (bits := whole_bits(base)) & (bits - 1) == 0:
-            return codes.to(torch.uint8) & (bits - 1)
-        return codes.nan_to_num_().clamp(0, base - 1).to(torch.uint8)
+        return rounded(x, uniform, largest).add_(largest).to(torch.uint8) & (2 ** bits_of(base) - 1)
 
     return make(code, lambda codes: codes.to(torch.float32).sub_(largest), base=base)
 

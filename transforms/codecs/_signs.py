@@ -50,7 +50,7 @@ def sign(block: int | None = 4096) -> Codec:
 def qsgd(levels: int = 7, block: int = 64) -> Codec:
     """Whole multiples of a block's norm / levels, with stochastic rounding: unbiased.
 
-    Bytes per element: 1 / 5, 1 / 3, 1/2 or 1 for up to 1, 2, 7 or 127 levels, and 4 / block.
+    Bytes per element: 1/4, 1/2 or 1 for up to 1, 7 or 127 levels, and 4 / block.
 
     Args:
         levels: Steps from 0 to the norm, 1 to 127.

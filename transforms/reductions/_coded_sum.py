@@ -10,7 +10,7 @@ import optree
 import torch
 from torch import Tensor
 
-from ..axes import all_gather, all_to_all, axis_index, axis_size, names, note
+from ..axes import all_gather, all_to_all, axis_index, axis_size, names
 from ..base import (
     AxisName,
     Call,
@@ -121,7 +121,6 @@ def coded_sum(
         many = ranks > 2
         rows = cut(x, ranks if many else 1)
         at, size = None if places is None else cut(places, len(rows)), rows.shape[1]
-        note(name, f"{n} floats")
         codes = encode_rows(codec, rows, sender, i, at)
         total = summed(codec, all_to_all(codes, name) if many else all_gather(codes[0], name), size)
         if feeds:  # behind the message, since codes may lie in the memory of x

@@ -23,7 +23,6 @@ from ..axes import (
     check_splits,
     lookup,
     names,
-    note,
     packed,
     place_gathered,
     place_received,
@@ -222,8 +221,6 @@ def _quantized(
     # None is no leaf: omitted leaves take no space in a message, and the paths do not change.
     others = optree.tree_map(lambda leaf: None if leaf.is_floating_point() else leaf, x)
     others = collective(others, axis, *args, **kwargs)
-    if floating:
-        note(axis, ", ".join(f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" for leaf in floating))
     floats = optree.tree_map(lambda leaf: leaf.to(torch.float32) if leaf.is_floating_point() else None, x)
     floats = _FORMS[collective](codec, floats, axis, *args, **kwargs)
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..axes import all_to_all_single, axis_index, note
+from ..axes import all_to_all_single, axis_index
 from ..base import (
     Call,
     Needs,
@@ -185,7 +185,6 @@ def _coded_scatter(
     Args:
         sizes: The number of floats for each rank.
     """
-    note(axis, f"{len(x)} floats")
     here, ranks = int(axis_index(axis)), len(sizes)
     at = [None] * ranks if places is None else places.unsqueeze(0).split(sizes, dim=1)
     pieces = zip(x.unsqueeze(0).split(sizes, dim=1), at, strict=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 from fjoin import transforms as tx
 from fjoin.transforms.base import fingerprint
 from fjoin.transforms.codecs import _blocks as _scaled, key_of, places_of
-from fjoin.transforms.codecs._blocks import in_a_byte, pack, unpack, width
+from fjoin.transforms.codecs._blocks import bits_of, pack, unpack, width
 from fjoin.transforms.reductions._coded_sum import coded_sum
 from tests.helpers import raises_text, same_bits
 
@@ -171,7 +171,7 @@ def test_packed_digits_round_trip(base: int) -> None:
         digits = torch.randint(0, base, (3, n), generator=torch.Generator().manual_seed(n)).to(torch.uint8)
         packed = pack(digits, base)
         assert packed.shape == (3, width(n, base)) and torch.equal(unpack(packed, n, base), digits)
-        assert width(n, base) == -(-n // in_a_byte(base)) and base ** in_a_byte(base) <= 256
+        assert width(n, base) == math.ceil(n * bits_of(base) / 8) and base <= 2 ** bits_of(base)
 
 
 def test_stochastic_bfloat16_with_flushed_denormals() -> None:
