@@ -138,13 +138,3 @@ def test_states_of_other_shapes_and_dims_that_are_none() -> None:
         lambda: tx.simulate(lambda: tx.all_gather({"a": torch.ones(2)}, "data", dim=5), {"data": 2}),
         "dim is 5",
     )
-
-
-def test_warns_if_vectors_of_length_one_are_averaged() -> None:
-    model = torch.nn.Sequential(
-        torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(4, 4)), torch.nn.BatchNorm1d(4)
-    )
-    _, _, buffers = fjoin.functional(model)
-    with pytest.warns(UserWarning, match="length 1.*broadcast_buffers"):
-        tx.average_buffers("data").init(buffers)
-    tx.partition({"*_[uv]": tx.broadcast_buffers("data"), "*": tx.average_buffers("data")}).init(buffers)

@@ -20,7 +20,6 @@ from ..base import (
     check_transform,
     device_of,
     factory,
-    init_empty,
     map_with_path,
     named_leaves,
     reduced_over,
@@ -123,11 +122,10 @@ def average_parameters(axis: AxisName, over: Over = "weight") -> Transform:
     reduce = WindowMean("average_parameters", mean(axis, over))
 
     def update(values: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, State]:
-        del params
         average, _, live = reduce(values, (), call)
         return where(live, like(average, values), values), state
 
-    return Transform(init_empty, update, Needs.NOTHING, equalizes=axis)
+    return Transform(lambda params: (), update, Needs.NOTHING, equalizes=axis)
 
 
 StatePolicy: TypeAlias = Literal["keep", "average"]
@@ -172,7 +170,6 @@ def average_state(axis: AxisName, over: Over = "weight") -> Transform:
         return ()
 
     def update(values: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, State]:
-        del params
         named = named_leaves(values)
         counts = {path: value for path, value in named.items() if _split(path)[1] == "step"}
         rest = {path: value for path, value in named.items() if path not in counts}

@@ -139,7 +139,6 @@ def outer_step(
         return where(live, like(mixed, values), values), state
 
     def update(values: Tree, state: OuterState, params: Tree, call: Call) -> tuple[Tree, OuterState]:
-        del params
         state = own_state(state, OuterState, call)
         number, named = state.step, named_leaves(values)
         state = with_changes(state, step=number + (not call.flush), weight=state.weight + check_weight(call.weight))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import optree
 import torch
 from torch import Tensor
 
 from ..base import (
+    Call,
     Needs,
     State,
     Transform,
@@ -64,11 +65,8 @@ def ema(decay: float) -> Transform:
     def init(params: Tree) -> EmaState:
         return EmaState(torch.zeros((), dtype=torch.bool), zeros_at_least_f32(params))
 
-    def update(
-        values: Tree, state: EmaState, params: Tree = None, *, weight: Any = None, **extra: Any
-    ) -> tuple[Tree, EmaState]:
-        del params, extra
-        has = check_weight(weight) > 0
+    def update(values: Tree, state: EmaState, params: Tree, call: Call) -> tuple[Tree, EmaState]:
+        has = check_weight(call.weight) > 0
         named = named_leaves(values)
         device = device_of(named.values())
         has, started = to_device(device, has), to_device(device, state.started)

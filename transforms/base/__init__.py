@@ -79,7 +79,6 @@ from ._transform import (
     Reduction as Reduction,
     Transform as Transform,
     check_transform as check_transform,
-    init_empty as init_empty,
     own_state as own_state,
 )
 from ._tree import (

@@ -256,7 +256,6 @@ class Specified:
         return super().__reduce_ex__(protocol) if make is None else (call_factory, (make, self.spec.args))
 
     def __deepcopy__(self, memo: Any) -> Any:
-        del memo
         return self  # nothing in it changes
 
     def __eq__(self, other: object) -> bool:

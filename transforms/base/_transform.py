@@ -250,12 +250,6 @@ def check_transform(value: Any, where: str) -> Transform:
     raise TypeError(f"{where} must be a Transform, got {value!r}; {hint}")
 
 
-def init_empty(params: Tree) -> State:
-    """The init of a transform without state."""
-    del params
-    return ()
-
-
 def own_state(state: Any, kind: type[S], call: Call | None = None) -> S:
     """The state of a transform, in which the call's step replaces its own count of calls.
 

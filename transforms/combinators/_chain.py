@@ -18,7 +18,6 @@ from ..base import (
     children,
     factory,
     flag,
-    init_empty,
     reduced_over,
 )
 from ..layout import pieces_here
@@ -117,10 +116,9 @@ def identity() -> Transform:
     """
 
     def update(grads: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, State]:
-        del params, call
         return grads, state
 
-    return Transform(init_empty, update, Needs.NOTHING, wraps="stages", silent=True)
+    return Transform(lambda params: (), update, Needs.NOTHING, wraps="stages", silent=True)
 
 
 @factory
@@ -148,7 +146,6 @@ def stateless(function: Callable[..., Any], elementwise: bool = False) -> Transf
     flag("elementwise", elementwise)
 
     def update(grads: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, State]:
-        del params, call
         return optree.tree_map(function, grads), state
 
-    return Transform(init_empty, update, Needs.NOTHING if elementwise else Needs.LEAVES)
+    return Transform(lambda params: (), update, Needs.NOTHING if elementwise else Needs.LEAVES)

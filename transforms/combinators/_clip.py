@@ -8,7 +8,7 @@ import optree
 import torch
 
 from ..axes import psum
-from ..base import ByNorm, Call, Needs, State, Transform, Tree, factory, global_norm, init_empty
+from ..base import ByNorm, Call, Needs, State, Transform, Tree, factory, global_norm
 
 
 def _positive(name: str, value: float) -> None:
@@ -48,7 +48,6 @@ def clip_by_global_norm(max_norm: float) -> Transform:
     _positive("max_norm", max_norm)
 
     def update(grads: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, State]:
-        del params
         norm = global_norm(grads)
         if call.sharded_over:
             norm = psum(norm * norm, call.sharded_over).sqrt()
@@ -56,7 +55,7 @@ def clip_by_global_norm(max_norm: float) -> Transform:
         return optree.tree_map(lambda g: g * factor.to(g.dtype), grads), state
 
     return Transform(
-        init_empty, update, takes=("sharded_over",), by_norm=ByNorm(lambda norm: _clip_factor(norm, max_norm))
+        lambda params: (), update, takes=("sharded_over",), by_norm=ByNorm(lambda norm: _clip_factor(norm, max_norm))
     )
 
 
@@ -81,7 +80,6 @@ def clip_by_value(max_value: float) -> Transform:
     _positive("max_value", max_value)
 
     def update(grads: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, State]:
-        del params, call
         return optree.tree_map(lambda g: g.clamp(-max_value, max_value), grads), state
 
-    return Transform(init_empty, update, Needs.NOTHING)
+    return Transform(lambda params: (), update, Needs.NOTHING)

@@ -19,7 +19,6 @@ from ..base import (
     factory,
     global_norm,
     has_no_data,
-    init_empty,
     named_leaves,
 )
 
@@ -51,13 +50,12 @@ def tap(function: Callable[[dict[str, Tensor]], Any]) -> Transform:
         raise TypeError(f"tap takes a function of a dict path -> gradient, got {function!r}")
 
     def update(grads: Tree, state: State, params: Tree = None, **extra: Any) -> tuple[Tree, State]:
-        del params, extra
         leaves = named_leaves(grads)
         if not has_no_data(leaves):
             function(leaves)
         return grads, state
 
-    return Transform(init_empty, update, Needs.LEAVES | Needs.PATHS)
+    return Transform(lambda params: (), update, Needs.LEAVES | Needs.PATHS)
 
 
 class NormState(NamedTuple):
@@ -90,7 +88,6 @@ def record_norm() -> Transform:
     """
 
     def update(grads: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, NormState]:
-        del state, params
         norm = global_norm(grads)
         if call.sharded_over:
             norm = psum(norm * norm, call.sharded_over).sqrt()

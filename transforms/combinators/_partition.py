@@ -191,22 +191,31 @@ def _all_used(parts: Mapping[Patterns, Any], params: Tree) -> dict[Patterns, dic
     return labelled
 
 
-def _partition_transforms(parts: dict[Patterns, Transform]) -> Transform:
-    def init(params: Tree) -> State:
-        return tuple(parts[pattern].init(chosen) for pattern, chosen in _all_used(parts, params).items())
+def _run_parts(
+    where: str, parts: Sequence[Transform], split: Callable[[Tree], Sequence[dict[str, Any]]]
+) -> Callable[[Tree, State, Tree, Call], tuple[Tree, State]]:
+    """The update of transforms each of which gets some of the leaves by path, as `split` says."""
 
     def update(grads: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, State]:
         if len(state) != len(parts):
             raise ValueError(
-                f"this partition has {len(parts)} parts, but the state has {len(state)}; it is another pipeline's state"
+                f"this {where} has {len(parts)} parts, but the state has {len(state)}; it is another pipeline's state"
             )
-        of = None if params is None else _labelled(parts, params)
-        new_state, new = list(state), {}
-        for i, (pattern, chosen) in enumerate(_labelled(parts, grads).items()):
+        new, states = {}, []
+        of = [None] * len(parts) if params is None else split(params)
+        for part, some, own, known in zip(parts, split(grads), state, of, strict=True):
             with default_device_of(grads):
-                out, new_state[i] = parts[pattern].run(chosen, state[i], of and of[pattern], call)
-            new.update(_not_none(out, "partition"))
-        return replace_leaves(grads, new), tuple(new_state)
+                out, after = part.run(some, own, known, call)
+            new.update(_not_none(out, where))
+            states.append(after)
+        return replace_leaves(grads, new), tuple(states)
+
+    return update
+
+
+def _partition_transforms(parts: dict[Patterns, Transform]) -> Transform:
+    def init(params: Tree) -> State:
+        return tuple(parts[pattern].init(chosen) for pattern, chosen in _all_used(parts, params).items())
 
     lossy = {pattern: part.compression for pattern, part in parts.items() if part.compression}
     functions = {pattern: one.paths for pattern, one in lossy.items() if one.paths}
@@ -217,14 +226,9 @@ def _partition_transforms(parts: dict[Patterns, Transform]) -> Transform:
 
     encoded = any(one.encoded for one in lossy.values())
     compression = Compression(paths if functions else None, encoded) if lossy else None
-    return Transform(
-        init,
-        update,
-        Needs.LEAVES | Needs.PATHS,
-        compression=compression,
-        takes=("donated",),
-        wraps="parts",
-    )
+    update = _run_parts("partition", list(parts.values()), lambda tree: list(_labelled(parts, tree).values()))
+    needs = Needs.LEAVES | Needs.PATHS
+    return Transform(init, update, needs, compression=compression, takes=("donated",), wraps="parts")
 
 
 def _partition_optimizers(parts: dict[Patterns, Optimizer]) -> Optimizer:
@@ -252,7 +256,7 @@ def _partition_optimizers(parts: dict[Patterns, Optimizer]) -> Optimizer:
 def in_fragments(*parts: Transform) -> Transform:
     """Splits the leaves, in the order of their paths, into as many groups as there are parts, and runs one on each.
 
-    The largest group is as small as groups of neighbours allow. Each group has a leaf at least.
+    The groups have nearly equal numbers of leaves, and one at least.
 
     Args:
         parts: The transforms.
@@ -278,49 +282,19 @@ def in_fragments(*parts: Transform) -> Transform:
     def init(params: Tree) -> State:
         return tuple(part.init(some) for part, some in zip(parts, fragments(params, len(parts)), strict=True))
 
-    def update(grads: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, State]:
-        new, states = {}, list(state)
-        leaves = None if params is None else named_leaves(params)
-        for i, (part, some) in enumerate(zip(parts, fragments(grads, len(parts)), strict=True)):
-            of = None if leaves is None else {path: leaves[path] for path in some}
-            with default_device_of(grads):
-                out, states[i] = part.run(some, state[i], of, call)
-            new.update(out)
-        return replace_leaves(grads, new), tuple(states)
-
-    needs = Needs.LEAVES | Needs.PATHS | Needs.TREE
-    return Transform(init, update, needs)
+    update = _run_parts("diloco", parts, lambda tree: fragments(tree, len(parts)))
+    return Transform(init, update, Needs.LEAVES | Needs.PATHS | Needs.TREE)
 
 
 def fragments(tree: Tree, count: int) -> list[dict[str, torch.Tensor]]:
-    """The leaves by path in `count` groups of neighbours, whose largest is as small as possible.
+    """The leaves by path in `count` groups of neighbours, of nearly equal numbers of leaves.
 
     Raises:
         ValueError: fewer leaves than groups.
     """
-    leaves = named_leaves(tree)
+    leaves = list(named_leaves(tree).items())
     if count > len(leaves):
-        raise ValueError(f"{count} fragments need as many parameters, got {len(leaves)}: {list(leaves)}")
-    sizes = {path: leaf.numel() for path, leaf in leaves.items()}
-    low, high = max(sizes.values()), sum(sizes.values())
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if len(_groups(sizes, middle)) <= count else (middle + 1, high)
-    groups = _groups(sizes, low)
-    while len(groups) < count:  # split a group; no group gets larger
-        i = max((i for i, group in enumerate(groups) if len(group) > 1), key=lambda i: sum(sizes[p] for p in groups[i]))
-        groups[i : i + 1] = groups[i][: len(groups[i]) // 2], groups[i][len(groups[i]) // 2 :]
-    return [{path: leaves[path] for path in group} for group in groups]
-
-
-def _groups(sizes: dict[str, int], most: int) -> list[list[str]]:
-    """The fewest groups of neighbours of at most this size each."""
-    groups: list[list[str]] = []
-    room = -1
-    for path, size in sizes.items():
-        if size > room:
-            groups.append([])
-            room = most
-        groups[-1].append(path)
-        room -= size
-    return groups
+        raise ValueError(
+            f"{count} fragments need as many parameters, got {len(leaves)}: {[path for path, _ in leaves]}"
+        )
+    return [dict(leaves[i * len(leaves) // count : (i + 1) * len(leaves) // count]) for i in range(count)]

@@ -19,7 +19,6 @@ from ..base import (
     check_over,
     device_of,
     factory,
-    init_empty,
     named_leaves,
     one_axis,
     real,
@@ -105,4 +104,4 @@ def hierarchical_mean(local: str, node: str, codec: Codec | None = None, over: O
 
     needs = Needs.NOTHING if codec is None or codec.elementwise else Needs.LAYOUT
     lossy = None if codec is None else Compression(named_leaves)
-    return Transform(init_empty, update, needs, Reduction(both, over), lossy, takes=("wire",))
+    return Transform(lambda params: (), update, needs, Reduction(both, over), lossy, takes=("wire",))

@@ -28,7 +28,6 @@ from ..base import (
     device_of,
     encode_words,
     factory,
-    init_empty,
     plain,
     readable_without_sync,
     some_axes,
@@ -52,7 +51,9 @@ def _reduction(axis: AxisName, over: Over | None) -> Transform:
             out = optree.tree_unflatten(structure, mean_of(leaves, share, axis, call.donated and not call.persistent))
         return (share.unless_idle(out, grads) if call.persistent else out), state
 
-    return Transform(init_empty, update, Needs.NOTHING, Reduction(axis, over, fusable=True), takes=("donated", "wire"))
+    return Transform(
+        lambda params: (), update, Needs.NOTHING, Reduction(axis, over, fusable=True), takes=("donated", "wire")
+    )
 
 
 def share_of(call: Call, axis: AxisName, over: Over | None, device: torch.device | None) -> Share:

@@ -21,7 +21,6 @@ from ..base import (
     check_over,
     device_of,
     factory,
-    init_empty,
     map_with_path,
     named_leaves,
     sum_in_order,
@@ -174,7 +173,7 @@ def scatter_mean(axis: str, over: Over = "weight") -> Transform:
         out = map_with_path(lambda path, _: slices[path], grads)
         return (share.unless_idle(out, pieces.own(grads)) if call.persistent else out), state
 
-    return Transform(init_empty, update, Needs.NOTHING, Reduction(axis, over, True, True), takes=("wire",))
+    return Transform(lambda params: (), update, Needs.NOTHING, Reduction(axis, over, True, True), takes=("wire",))
 
 
 def _coded_scatter(

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from ..axes import axis_index, axis_size, from_one, pmax, pmin, psum
 from ..base import (
     AxisName,
+    Call,
     Needs,
     State,
     Transform,
@@ -19,10 +16,8 @@ from ..base import (
     check_weight,
     device_of,
     factory,
-    init_empty,
     map_with_path,
     named_leaves,
-    readable_without_sync,
     some_axes,
     to_device,
 )
@@ -44,9 +39,6 @@ def average_buffers(axis: AxisName) -> Transform:
         A `Transform` for `fjoin.train_step(..., on_buffers=...)`: it takes a tree of buffers in place of gradients.
         It has no state.
 
-    Warns:
-        UserWarning: at `init`: a buffer is a vector of length 1, which its mean would not be.
-
     Raises:
         TypeError: at `update`: a buffer of uint64 or of a quantized dtype.
         ValueError, UnboundAxis: at `update`, as `mean`.
@@ -59,14 +51,9 @@ def average_buffers(axis: AxisName) -> Transform:
     """
     some_axes("average_buffers", axis)
 
-    def init(buffers: Tree) -> State:
-        warn_of_unit_vectors(named_leaves(buffers))
-        return ()
-
-    def update(buffers: Tree, state: State, params: Tree = None, *, weight: Any = None, **extra: Any) -> Any:
-        del params, extra
+    def update(buffers: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, State]:
         held = named_leaves(buffers)
-        factor = to_device(device_of(held.values()), check_weight(weight))
+        factor = to_device(device_of(held.values()), check_weight(call.weight))
         has = factor > 0
         wide = {path: _wide(path, b) for path, b in held.items()}
         terms = {path: torch.where(has, b * factor, 0.0) for path, b in wide.items() if b.is_floating_point()}
@@ -76,20 +63,7 @@ def average_buffers(axis: AxisName) -> Transform:
         new = {path: _narrow(torch.where(total > 0, found[path], wide[path]), b) for path, b in held.items()}
         return map_with_path(lambda path, _: new[path], buffers), state
 
-    return Transform(init, update, Needs.LEAVES, equalizes=axis)
-
-
-def warn_of_unit_vectors(buffers: Mapping[str, Tensor]) -> None:
-    """Warn of buffers that are vectors of length 1, as spectral_norm's: the mean of several is shorter."""
-    for path, b in buffers.items():
-        if b.dim() == 1 and b.numel() > 1 and b.is_floating_point() and readable_without_sync(b):
-            if abs(float(torch.linalg.vector_norm(b.double())) - 1) < 1e-4 and b.count_nonzero() > 1:
-                warnings.warn(
-                    f"the buffer {path!r} is a vector of length 1, as spectral_norm's, and the mean of the ranks' vectors is shorter; "
-                    f"take it from one rank: partition({{{path!r}: broadcast_buffers(axis), '*': average_buffers(axis)}})",
-                    stacklevel=2,
-                )
-                return
+    return Transform(lambda params: (), update, Needs.LEAVES, equalizes=axis)
 
 
 @factory
@@ -117,17 +91,16 @@ def broadcast_buffers(axis: AxisName) -> Transform:
     """
     some_axes("broadcast_buffers", axis)
 
-    def update(buffers: Tree, state: State, params: Tree = None, *, weight: Any = None, **extra: Any) -> Any:
-        del params, extra
+    def update(buffers: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, State]:
         held, ranks = named_leaves(buffers), axis_size(axis)
         here = to_device(device_of(held.values()), axis_index(axis))
-        first = pmin(torch.where(to_device(here.device, check_weight(weight)) > 0, here, ranks), axis)
+        first = pmin(torch.where(to_device(here.device, check_weight(call.weight)) > 0, here, ranks), axis)
         new = {
             path: torch.where(first < ranks, b, held[path]) for path, b in from_one(held, first == here, axis).items()
         }
         return map_with_path(lambda path, _: new[path], buffers), state
 
-    return Transform(init_empty, update, Needs.LEAVES, equalizes=axis)
+    return Transform(lambda params: (), update, Needs.LEAVES, equalizes=axis)
 
 
 _LEAST = torch.iinfo(torch.int64).min
