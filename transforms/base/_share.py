@@ -37,14 +37,14 @@ def weight_of(weight: Any) -> Number:
     if weight is None:
         return 1.0
     if not isinstance(weight, Tensor):
-        return known_weight("weight", weight)
+        return host_weight("weight", weight)
     if weight.dim():
         raise ValueError(f"weight must be a scalar, got a tensor of shape {tuple(weight.shape)}")
     if weight.is_complex():
         raise TypeError(f"weight must be a number, got a tensor of {weight.dtype}")
     wide = weight.to(torch.float64)
     if readable_without_sync(wide):
-        return known_weight("weight", wide.item())
+        return host_weight("weight", wide)
     return torch.where((wide == 0) | ((wide >= _LEAST) & (wide <= _MOST)), wide, torch.full_like(wide, math.nan))
 
 
@@ -56,27 +56,17 @@ def check_weight(weight: Any) -> Tensor:
 def host_weight(name: str, weight: Any) -> float:
     """The weight as a float, from a number, or from a tensor or an array of one element.
 
-    Raises:
-        ValueError, TypeError: as `known_weight`; several elements.
-    """
-    if hasattr(weight, "item"):
-        try:
-            weight = weight.item()
-        except (RuntimeError, ValueError):
-            raise ValueError(f"{name} must be a scalar, got {weight!r}") from None
-    return known_weight(name, weight)
-
-
-def known_weight(name: str, weight: Any) -> float:
-    """The weight as a float.
-
     Weights have bounds, because their sums, and sums of their products with losses, are sent in float32. Only their
     ratios count.
 
     Raises:
-        ValueError: neither 0 nor from 1e-30 to 1e30.
+        ValueError: neither 0 nor from 1e-30 to 1e30; several elements.
         TypeError: no number.
     """
+    try:
+        weight = weight.item() if hasattr(weight, "item") else weight
+    except (RuntimeError, ValueError):
+        raise ValueError(f"{name} must be a scalar, got {weight!r}") from None
     if not isinstance(weight, numbers.Real):
         raise TypeError(f"{name} must be a number, got {weight!r}")
     number: Any = weight  # numbers.Real has no order to a checker of types

@@ -13,6 +13,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from ._tree import flatten_in_insertion_order
+
 
 def code_text(code: types.CodeType) -> str:
     """Code and its constants as text; the functions inside it are among its constants."""
@@ -49,23 +51,8 @@ class Spec:
     @property
     def children(self) -> tuple[Any, ...]:
         """The arguments that have a spec themselves, in order, also those inside containers."""
-        found: list[Any] = []
-
-        def search(value: Any) -> None:
-            if value is None or type(value) in (float, int, bool, str):
-                return
-            if isinstance(getattr(value, "spec", None), Spec):
-                found.append(value)
-            elif isinstance(value, (list, tuple)):
-                for item in value:
-                    search(item)
-            elif isinstance(value, Mapping):
-                for item in value.values():
-                    search(item)
-
-        for _, value in self.args:
-            search(value)
-        return tuple(found)
+        _, leaves, _ = flatten_in_insertion_order([value for _, value in self.args])
+        return tuple(leaf for leaf in leaves if isinstance(getattr(leaf, "spec", None), Spec))
 
     @functools.cached_property
     def depth(self) -> int:
@@ -254,9 +241,6 @@ class Specified:
     def __reduce_ex__(self, protocol: Any) -> Any:
         make = self.spec.factory
         return super().__reduce_ex__(protocol) if make is None else (call_factory, (make, self.spec.args))
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return self  # nothing in it changes
 
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and self.spec == other.spec
