@@ -17,13 +17,11 @@ from ..base import (
     State,
     Transform,
     Tree,
-    check_transform,
     device_of,
     factory,
     map_with_path,
     named_leaves,
     reduced_over,
-    some_axes,
     where,
 )
 from ..combinators import every
@@ -39,7 +37,7 @@ class WindowMean:
     """
 
     def __init__(self, name: str, reduction: Transform) -> None:
-        if check_transform(reduction, f"{name}: reduction").one_reduction is None and not reduced_over(reduction):
+        if reduction.one_reduction is None and not reduced_over(reduction):
             raise TypeError(
                 f"{name}: {reduction!r} is no reduction that all parameters share; use mean, compress(codec, mean(axis)), "
                 f"error_feedback(...) and so on"
@@ -118,7 +116,6 @@ def average_parameters(axis: AxisName, over: Over = "weight") -> Transform:
     >>> tx.simulate(one_rank, {"data": 2}, [torch.tensor(1.0), torch.tensor(4.0)], [2, 1])
     [tensor(2.), tensor(2.)]
     """
-    some_axes("average_parameters", axis)
     reduce = WindowMean("average_parameters", mean(axis, over))
 
     def update(values: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, State]:
@@ -154,7 +151,6 @@ def average_state(axis: AxisName, over: Over = "weight") -> Transform:
     >>> tx.fuse(tx.identity(), tx.adam(0.1), on_state=tx.every(4, tx.average_state("data"))).on_state
     every(4, average_state('data'))
     """
-    some_axes("average_state", axis)
     reduce = WindowMean("average_state", mean(axis, over))
 
     def init(values: Tree) -> State:

@@ -11,6 +11,8 @@ from torch import Tensor
 from ..base import (
     Averaged,
     Call,
+    Count,
+    Index,
     Needs,
     Period,
     State,
@@ -50,9 +52,9 @@ class OuterState(NamedTuple):
 def outer_step(
     reduction: Transform,
     optimizer: Optimizer,
-    every: int = 1,
-    first: int | None = None,
-    delay: int = 0,
+    every: Count = 1,
+    first: Index | None = None,
+    delay: Index = 0,
     mix: float = 0.0,
 ) -> Transform:
     """Steps the parameters by an outer optimizer on their mean change over the ranks, once in `every` calls.
@@ -99,9 +101,7 @@ def outer_step(
     reduce = WindowMean("outer_step", reduction)
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"outer_step: optimizer must be an Optimizer such as sgd(0.7), got {optimizer!r}")
-    whole_number("outer_step: every", every, 1)
-    period = Period(every, every - 1 if first is None else whole_number("outer_step: first", first, 0))
-    whole_number("outer_step: delay", delay, 0)
+    period = Period(every, every - 1 if first is None else first)
     if delay >= every:
         raise ValueError(
             f"outer_step: delay must be below every={every}, got {delay}; the next message would begin before"
@@ -168,11 +168,11 @@ def outer_step(
 def diloco(
     inner: Optimizer,
     reduction: Transform,
-    every: int,
+    every: Count,
     outer: Optimizer | None = None,
     *,
     fragments: int | Sequence[Patterns] = 1,
-    delay: int = 0,
+    delay: Index = 0,
     mix: float = 0.0,
     state: StatePolicy = "keep",
     hook: Transform | None = None,
@@ -209,7 +209,6 @@ def diloco(
     >>> tx.diloco(tx.adamw(1e-3), tx.mean("data"), every=50).after
     outer_step(mean('data'), sgd(lr=0.7, momentum=0.9, nesterov=True), every=50)
     """
-    whole_number("diloco: every", every, 1)
     outer = sgd(0.7, momentum=0.9, nesterov=True) if outer is None else outer
     patterns = None if isinstance(fragments, int) else _patterns(fragments)
     count = whole_number("diloco: fragments", fragments if patterns is None else len(patterns), 1)

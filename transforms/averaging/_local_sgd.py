@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..base import Transform, check_transform, factory, whole_number
+from ..base import Count, Index, Transform, factory
 from ..combinators import chain, every as run_every, identity, switch_after
 from ..optimizers import Optimizer, sgd
 from ..pipelines import Pipeline, fuse
@@ -14,7 +14,7 @@ from ._diloco import outer_step
 def local_sgd(
     inner: Optimizer,
     reduction: Transform,
-    every: int,
+    every: Count,
     *,
     state: StatePolicy = "keep",
     hook: Transform | None = None,
@@ -50,7 +50,6 @@ def local_sgd(
     >>> tx.simulate(one_rank, {"data": 2}, [[1.0, 1.0], [3.0, 3.0]])
     [tensor(-2.), tensor(-2.)]
     """
-    whole_number("local_sgd: every", every, 1)
     after = _averages("local_sgd", reduction, every, None)
     on_state = on_state_of("local_sgd", state, reduction, every, None)
     return fuse(identity() if hook is None else hook, inner, after, on_state)
@@ -60,8 +59,8 @@ def local_sgd(
 def post_local_sgd(
     inner: Optimizer,
     reduction: Transform,
-    every: int,
-    warmup_steps: int,
+    every: Count,
+    warmup_steps: Index,
     *,
     hook: Transform | None = None,
     local: Transform | None = None,
@@ -99,8 +98,6 @@ def post_local_sgd(
     >>> tx.post_local_sgd(tx.sgd(0.1), tx.mean("data"), every=4, warmup_steps=100).hook
     switch_after(100, mean('data'), identity())
     """
-    whole_number("post_local_sgd: every", every, 1)
-    whole_number("post_local_sgd: warmup_steps", warmup_steps, 0)
     if local is not None and hook is None:
         raise ValueError("post_local_sgd: with local= give also hook=, the mean of all gradients in the first steps")
     gradients = switch_after(warmup_steps, hook or reduction, local or identity())
@@ -113,7 +110,7 @@ def post_local_sgd(
 
 def _averages(name: str, reduction: Transform, every: int, first: int | None) -> Transform:
     """The averages of the parameters; by other reductions than a plain mean, of their changes since the last one."""
-    of = check_transform(reduction, f"{name}: reduction").reduces
+    of = reduction.reduces
     if of is not None and of.fusable and not of.scatters and of.over is not None:
         return run_every(every, average_parameters(of.axis, of.over), first)
     return outer_step(reduction, sgd(1.0), every, first)

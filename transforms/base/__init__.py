@@ -5,9 +5,11 @@ from ._call import KEYWORDS as KEYWORDS, Call as Call
 from ._check import (
     AxisName as AxisName,
     CollectiveMismatch as CollectiveMismatch,
+    Count as Count,
     DesyncError as DesyncError,
     DonatedState as DonatedState,
     FjoinError as FjoinError,
+    Index as Index,
     UnboundAxis as UnboundAxis,
     as_float as as_float,
     axis_names as axis_names,

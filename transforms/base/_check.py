@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import numbers
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 
@@ -42,6 +43,8 @@ class DonatedState(FjoinError):
 
 # One axis, or several axes used as one.
 AxisName: TypeAlias = str | tuple[str, ...]
+Count: TypeAlias = int  # of a factory's argument: at least 1
+Index: TypeAlias = int  # of a factory's argument: at least 0
 
 
 def is_number(value: Any) -> bool:
@@ -245,3 +248,12 @@ def text(name: str, value: Any) -> str:
     if not isinstance(value, str) or not value:
         raise TypeError(f"{name} takes names that are nonempty strings, got {value!r}")
     return value
+
+
+# The checks of the arguments of a factory, by their annotations.
+CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "bool": flag,
+    "AxisName": some_axes,
+    "Count": functools.partial(whole_number, least=1),
+    "Index": functools.partial(whole_number, least=0),
+}

@@ -13,6 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from ._check import CHECKS
 from ._tree import flatten_in_insertion_order
 
 
@@ -48,7 +49,7 @@ class Spec:
     def __getitem__(self, key: str) -> Any:
         return dict(self.args)[key]
 
-    @property
+    @functools.cached_property
     def children(self) -> tuple[Any, ...]:
         """The arguments that have a spec themselves, in order, also those inside containers."""
         _, leaves, _ = flatten_in_insertion_order([value for _, value in self.args])
@@ -117,7 +118,8 @@ def _show(value: Any) -> str:
 def factory(function: Callable[P, T]) -> Callable[P, T]:
     """Decorates a factory: its results carry a spec, with the factory's name and arguments.
 
-    The factory is registered under its own name, so a name can be used only once.
+    The factory is registered under its own name, so a name can be used only once. Arguments that are annotated as a bool, an
+    `AxisName`, a `Count`, an `Index` or a `Transform` are checked.
 
     Raises:
         ValueError: another factory has this name; at a call: an argument is nested 100 deep already.
@@ -140,6 +142,14 @@ def factory(function: Callable[P, T]) -> Callable[P, T]:
             raise TypeError(f"{name}: {error}; it takes {', '.join(signature.parameters)}") from None
         bound.apply_defaults()
         bound.arguments = {key: _number(value) for key, value in bound.arguments.items()}
+        for key, value in bound.arguments.items():
+            parameter = signature.parameters[key]
+            several = parameter.kind is parameter.VAR_POSITIONAL
+            kind, _, optional = str(parameter.annotation).partition(" | ")
+            given = [(f"argument {i}", one) for i, one in enumerate(value)] if several else [(key, value)]
+            for what, one in given:
+                if kind in CHECKS and (one is not None or optional != "None"):
+                    CHECKS[kind](f"{name}: {what}", one)
         spec = Spec(name, tuple(bound.arguments.items()))
         if spec.depth > DEEPEST:
             raise ValueError(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from ._call import KEYWORDS, Call, call_of
-from ._check import AxisName
+from ._check import CHECKS, AxisName
 from ._spec import Spec, Specified
 from ._timing import Timing
 from ._tree import State, Tree, with_changes
@@ -248,6 +248,9 @@ def check_transform(value: Any, where: str) -> Transform:
     else:
         hint = f"write mean({value!r})" if isinstance(value, str) else "make one with Transform(init, update)"
     raise TypeError(f"{where} must be a Transform, got {value!r}; {hint}")
+
+
+CHECKS["Transform"] = lambda where, value: check_transform(value, where)
 
 
 def own_state(state: Any, kind: type[S], call: Call | None = None) -> S:

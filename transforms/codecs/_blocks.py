@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from ..base import factory, flag, whole_number
+from ..base import Count, factory
 from ._codec import Codec, Noise, as_bytes, read, stochastic_round
 
 
@@ -42,11 +42,6 @@ def unpack(data: Tensor, n: int, base: int) -> Tensor:
     if bits == 8:
         return data
     return torch.cat([data >> at & (2**bits - 1) for at in range(0, 8, bits)], dim=1)[:, :n]
-
-
-def check_block(block: int | None, may_be_none: bool = False) -> None:
-    if block is not None or not may_be_none:
-        whole_number("block, if not None," if may_be_none else "block", block, 1)
 
 
 def in_blocks(x: Tensor, block: int | None) -> Iterator[Tensor]:
@@ -99,8 +94,6 @@ def scaled(
         base: The number of codes.
         measure: (rows, blocks, size) -> (rows, blocks): the value that is mapped to `largest`.
     """
-    check_block(block, may_be_none=True)
-    flag("stochastic", stochastic)
 
     def encode(x: Tensor, noise: Noise | None = None) -> Tensor:
         scales, codes = list[Tensor](), list[Tensor]()
@@ -171,7 +164,7 @@ def whole(block: int | None, largest: int, stochastic: bool, measure: Callable[[
 
 
 @factory
-def int8(block: int = 256, stochastic: bool = False) -> Codec:
+def int8(block: Count = 256, stochastic: bool = False) -> Codec:
     """One byte: 255 values in equal steps, from the negative of a block's largest absolute value to that value.
 
     The error is at most 1 / 254 of that value. Bytes per element: 1 + 4 / block.
@@ -193,12 +186,11 @@ def int8(block: int = 256, stochastic: bool = False) -> Codec:
     >>> codec.decode(codec.encode(x), 3), codec.width(3)
     (tensor([[127.,  -3.,   0.]]), 7)
     """
-    check_block(block)
     return whole(block, 127, stochastic)
 
 
 @factory
-def int4(block: int = 64, stochastic: bool = False) -> Codec:
+def int4(block: Count = 64, stochastic: bool = False) -> Codec:
     """Half a byte: 15 values. Bytes per element: 1/2 + 4 / block; an odd element has a byte of its own.
 
     Args:
@@ -215,7 +207,6 @@ def int4(block: int = 64, stochastic: bool = False) -> Codec:
     >>> codec.decode(codec.encode(x), 3), codec.width(3)
     (tensor([[ 7., -3.,  0.]]), 6)
     """
-    check_block(block)
     return whole(block, 7, stochastic)
 
 
@@ -228,7 +219,7 @@ _FP8 = {
 
 
 @factory
-def fp8(block: int = 256, dtype: torch.dtype = torch.float8_e4m3fn, stochastic: bool = False) -> Codec:
+def fp8(block: Count = 256, dtype: torch.dtype = torch.float8_e4m3fn, stochastic: bool = False) -> Codec:
     """One byte, a small float: three or two bits of fraction, and a scale for each block.
 
     Args:
@@ -249,7 +240,6 @@ def fp8(block: int = 256, dtype: torch.dtype = torch.float8_e4m3fn, stochastic: 
     >>> codec.decode(codec.encode(x), 3), codec.width(3)
     (tensor([[448.0000,  -3.2500,   9.0000]]), 7)
     """
-    check_block(block)
     if dtype not in _FP8:
         raise ValueError(f"dtype must be one of {sorted(map(str, _FP8))}, got {dtype!r}")
     largest, shift, unit, fraction, smallest = _FP8[dtype]
@@ -268,7 +258,7 @@ def fp8(block: int = 256, dtype: torch.dtype = torch.float8_e4m3fn, stochastic: 
 
 
 @factory
-def uint8(block: int | None = None) -> Codec:
+def uint8(block: Count | None = None) -> Codec:
     """One byte: 255 equal steps from the smallest value of a block to its largest; 0 is one of the values.
 
     The error is at most 1 / 510 of their distance. It is good for values that mostly have one sign. Bytes per element:
@@ -290,7 +280,6 @@ def uint8(block: int | None = None) -> Codec:
     >>> codec.decode(codec.encode(x), 3), codec.width(3)
     (tensor([[  0., 255.,   3.]]), 8)
     """
-    check_block(block, may_be_none=True)
 
     def encode(x: Tensor) -> Tensor:
         scales, zeros = [x.new_zeros(x.shape[0], 0)], [x.new_zeros(x.shape[0], 0, dtype=torch.uint8)]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..base import Spec, Specified, factory, flag, to_device, whole_number
+from ..base import Spec, Specified, factory, to_device, whole_number
 
 Key = tuple[int, int]  # seed, step
 
@@ -208,7 +208,7 @@ def bfloat16(stochastic: bool = False) -> Codec:
     >>> bfloat16().decode(bfloat16().encode(torch.tensor([[1.0, 1.001]])), 2)
     tensor([[1., 1.]])
     """
-    if not flag("stochastic", stochastic):
+    if not stochastic:
         return _plain(torch.bfloat16)
 
     def encode(x: Tensor, noise: Noise) -> Tensor:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..base import factory, nonzero_or_one, whole_number
-from ._blocks import blocks, check_block, in_blocks, largest_of, pack, times_scale, unpack, whole, width
+from ..base import Count, factory, nonzero_or_one, whole_number
+from ._blocks import blocks, in_blocks, largest_of, pack, times_scale, unpack, whole, width
 from ._codec import Codec, as_bytes, read
 
 
 @factory
-def sign(block: int | None = 4096) -> Codec:
+def sign(block: Count | None = 4096) -> Codec:
     """One bit: the sign, times the mean absolute value of a block.
 
     So a block of zeros is decoded as zeros, and a rank without input adds nothing. Bytes per element: 1 / 8 + 4 /
@@ -32,7 +32,6 @@ def sign(block: int | None = 4096) -> Codec:
     >>> codec.decode(codec.encode(x), 3), codec.width(3)
     (tensor([[ 2., -2.,  2.]]), 5)
     """
-    check_block(block, may_be_none=True)
 
     def encode(x: Tensor) -> Tensor:
         scales = [x.new_zeros(x.shape[0], 0), *(cut.abs().mean(dim=2) for cut in in_blocks(x, block))]
@@ -47,7 +46,7 @@ def sign(block: int | None = 4096) -> Codec:
 
 
 @factory
-def qsgd(levels: int = 7, block: int = 64) -> Codec:
+def qsgd(levels: int = 7, block: Count = 64) -> Codec:
     """Whole multiples of a block's norm / levels, with stochastic rounding: unbiased.
 
     Bytes per element: 1/4, 1/2 or 1 for up to 1, 7 or 127 levels, and 4 / block.
@@ -72,7 +71,6 @@ def qsgd(levels: int = 7, block: int = 64) -> Codec:
     >>> tx.simulate(lambda g: hook.update(g, hook.init(g))[0], {"data": 2}, 2 * [torch.tensor([3.0, -4.0])])[0]
     tensor([ 3., -4.])
     """
-    check_block(block)
     whole_number("levels", levels, 1, 127)
 
     # Squares could overflow and underflow where the values themselves do not.

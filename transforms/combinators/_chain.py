@@ -14,10 +14,8 @@ from ..base import (
     State,
     Transform,
     Tree,
-    check_transform,
     children,
     factory,
-    flag,
     reduced_over,
 )
 from ..layout import pieces_here
@@ -45,10 +43,7 @@ def chain(*transforms: Transform) -> Transform:
     >>> both.update(torch.tensor(3.0), both.init(torch.tensor(0.0)))[0]
     tensor(10.)
     """
-    parts: list[Transform] = []
-    for i, transform in enumerate(transforms):
-        check_transform(transform, f"chain: argument {i}")
-        parts += stages(transform)
+    parts = [stage for transform in transforms for stage in stages(transform)]
     if not parts:
         return identity()
     if len(parts) == 1:
@@ -143,7 +138,6 @@ def stateless(function: Callable[..., Any], elementwise: bool = False) -> Transf
     """
     if not callable(function):
         raise TypeError(f"stateless takes a function of one gradient leaf, got {function!r}")
-    flag("elementwise", elementwise)
 
     def update(grads: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, State]:
         return optree.tree_map(function, grads), state

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from ..base import (
     Call,
+    Count,
+    Index,
     Needs,
     Period,
     State,
@@ -20,7 +22,6 @@ from ..base import (
     Timing,
     Transform,
     Tree,
-    check_transform,
     check_weight,
     choose_state,
     device_of,
@@ -29,7 +30,6 @@ from ..base import (
     of_switch,
     own_state,
     to_device,
-    whole_number,
     wide_dtype,
     widened,
     with_changes,
@@ -43,7 +43,7 @@ class SwitchState(NamedTuple):
 
 
 @factory
-def switch_after(step: int, before: Transform, after: Transform) -> Transform:
+def switch_after(step: Index, before: Transform, after: Transform) -> Transform:
     """Runs one transform for the first `step` calls, and another one afterwards.
 
     Args:
@@ -66,9 +66,6 @@ def switch_after(step: int, before: Transform, after: Transform) -> Transform:
     >>> first, late.update(torch.tensor(1.0), state)[0]
     (tensor(1.), tensor(-1.))
     """
-    whole_number("step", step, 0)
-    check_transform(before, "switch_after: before")
-    check_transform(after, "switch_after: after")
 
     def init(params: Tree) -> State:
         return SwitchState(0, before.init(params), after.init(params))
@@ -97,7 +94,9 @@ class EveryState(NamedTuple):
 
 
 @factory
-def every(steps: int, transform: Transform, first: int | None = None, except_every: int | None = None) -> Transform:
+def every(
+    steps: Count, transform: Transform, first: Index | None = None, except_every: Count | None = None
+) -> Transform:
     """Runs a transform in every `steps`-th call; in the other calls the gradients pass unchanged.
 
     For parameters, after an optimizer, the transform gets the sum of the weights of all calls since its last run: the
@@ -124,11 +123,7 @@ def every(steps: int, transform: Transform, first: int | None = None, except_eve
     >>> first, second.update(torch.tensor(1.0), state)[0]
     (tensor(1.), tensor(-1.))
     """
-    whole_number("steps", steps, 1)
-    period = Period(steps, steps - 1 if first is None else whole_number("first", first, 0), except_every)
-    if except_every is not None:
-        whole_number("except_every", except_every, 1)
-    check_transform(transform, "every: transform")
+    period = Period(steps, steps - 1 if first is None else first, except_every)
     timing: Any = of_period(period, transform)
 
     def init(params: Tree) -> State:
@@ -167,7 +162,7 @@ class AccumulateState(NamedTuple):
 
 
 @factory
-def accumulate(steps: int, transform: Transform) -> Transform:
+def accumulate(steps: Count, transform: Transform) -> Transform:
     """Accumulates the gradients of `steps` calls and passes their weighted mean to a transform once.
 
     In the other calls the gradients are None: chain and fuse stop there, and nothing is sent or stepped. The window's
@@ -193,8 +188,6 @@ def accumulate(steps: int, transform: Transform) -> Transform:
     >>> first, hook.update(torch.tensor(4.0), state, weight=2)[0]
     (None, tensor(3.))
     """
-    whole_number("steps", steps, 1)
-    check_transform(transform, "accumulate: transform")
 
     def fresh(params: Tree, step: int, inner: State) -> AccumulateState:
         zeros = optree.tree_map(lambda p: torch.zeros_like(p, dtype=wide_dtype(p.dtype)), params)

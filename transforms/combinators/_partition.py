@@ -91,7 +91,6 @@ def masked(transform: Transform, which: Which) -> Transform:
     >>> clip.update(g, clip.init(g))[0]
     {'a.weight': tensor(1.), 'a.bias': tensor(3.)}
     """
-    check_transform(transform, "masked: transform")
     check_which("masked: which", which)
 
     def init(params: Tree) -> State:
@@ -276,8 +275,6 @@ def in_fragments(*parts: Transform) -> Transform:
     """
     if not parts:
         raise ValueError("in_fragments needs at least one transform")
-    for i, part in enumerate(parts):
-        check_transform(part, f"in_fragments: argument {i}")
 
     def init(params: Tree) -> State:
         return tuple(part.init(some) for part, some in zip(parts, fragments(params, len(parts)), strict=True))

@@ -18,7 +18,6 @@ from ..base import (
     factory,
     map_with_path,
     named_leaves,
-    some_axes,
     to_device,
 )
 
@@ -49,7 +48,6 @@ def average_buffers(axis: AxisName) -> Transform:
     >>> tx.simulate(one_rank, {"data": 2}, [1.0, 4.0], [5, 7], [2, 1])[0]
     {'var': tensor(2.), 'n': tensor(7)}
     """
-    some_axes("average_buffers", axis)
 
     def update(buffers: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, State]:
         held = named_leaves(buffers)
@@ -89,7 +87,6 @@ def broadcast_buffers(axis: AxisName) -> Transform:
     >>> tx.simulate(one_rank, {"data": 3}, [1.0, 4.0, 9.0], [0, 1, 1])
     [tensor(4.), tensor(4.), tensor(4.)]
     """
-    some_axes("broadcast_buffers", axis)
 
     def update(buffers: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, State]:
         held, ranks = named_leaves(buffers), axis_size(axis)
