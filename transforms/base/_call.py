@@ -14,9 +14,9 @@ from ._share import Number, Over, Share, Totals, check_over, stacked, totals_of,
 from ._tree import device_of, readable_without_sync
 
 # The keywords that an `update` gets where it names them, each with the value that means that it was not given.
-_IN_EXTRA: Mapping[str, Any] = {"weight": None, "step": None, "persistent": False, "sharded_over": None}
+IN_EXTRA: Mapping[str, Any] = {"weight": None, "step": None, "persistent": False, "sharded_over": None}
 # Who hands on `**extra` need not know what these ask for.
-KEYWORDS: Mapping[str, Any] = {**_IN_EXTRA, "flush": False, "donated": False, "wire": None, "memory": None}
+KEYWORDS: Mapping[str, Any] = {**IN_EXTRA, "flush": False, "donated": False, "wire": None, "memory": None}
 
 
 class Call:
@@ -123,10 +123,6 @@ class Call:
         """
         self._totals[frozenset((*self.axes, *axes))] = totals
 
-    def behind(self, axes: Collection[str]) -> Call:
-        """The call of what runs behind a reduction over these axes."""
-        return self.inside(axes=(*self.axes, *axes)) if axes else self
-
     def inside(self, **changes: Any) -> Call:
         """The context of a call inside this one, with some attributes changed.
 
@@ -144,23 +140,6 @@ class Call:
                 raise TypeError(f"a call has no {name!r}")
             setattr(new, name, value)
         return new
-
-    def keywords(self, named: Mapping[str, bool], others: bool) -> dict[str, Any]:
-        """The keywords for an `update`.
-
-        Args:
-            named: The names in its signature, and whether they have no default.
-            others: Whether it takes any keyword. It then gets `call` too, to hand on what has no keyword.
-        """
-        found = {name: value for name, value in self.extra.items() if others or name in named}
-        for name, unset in KEYWORDS.items():
-            if name in named or (others and name in _IN_EXTRA):
-                value = getattr(self, name)
-                if value is not unset or named.get(name, True):
-                    found[name] = value
-        if others:
-            found["call"] = self.inside(donated=False, handed=KEYWORDS.keys() & found.keys())
-        return found
 
 
 def call_of(keywords: Mapping[str, Any]) -> Call:

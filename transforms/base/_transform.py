@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from ._call import KEYWORDS, Call, call_of
+from ._call import IN_EXTRA, KEYWORDS, Call, call_of
 from ._check import CHECKS, AxisName
 from ._spec import Spec, Specified
 from ._timing import Timing
@@ -210,14 +210,29 @@ def _with_call(function: Callable[..., Any]) -> tuple[Callable[..., Any], frozen
 def _by_keywords(
     function: Any,
     places: int,
-    required: dict[str, bool],
+    named: dict[str, bool],
     others: bool,
     grads: Tree,
     state: State,
     params: Tree,
     call: Call,
 ) -> Any:
-    return function(*(grads, state, params)[:places], **call.keywords(required, others))
+    """Call a function with the keywords that it names, or with all but a few.
+
+    Args:
+        places: The number of arguments that it takes by place.
+        named: The names in its signature, and whether they have no default.
+        others: Whether it takes any keyword. It then gets `call` too, to hand on what has no keyword.
+    """
+    found = {name: value for name, value in call.extra.items() if others or name in named}
+    for name, unset in KEYWORDS.items():
+        if name in named or (others and name in IN_EXTRA):
+            value = getattr(call, name)
+            if value is not unset or named.get(name, True):
+                found[name] = value
+    if others:
+        found["call"] = call.inside(donated=False, handed=KEYWORDS.keys() & found.keys())
+    return function(*(grads, state, params)[:places], **found)
 
 
 def _inside(transform: Transform) -> list[Transform]:

@@ -132,12 +132,12 @@ def keyed(codec: Codec, seed: int, step: int) -> Codec:
     return replace(codec, key=(whole_number("seed", seed), whole_number("step", step)), spec=Spec(""))
 
 
-def check_codec(name: str, value: Any, allow_stochastic: bool = True) -> Codec:
+def check_codec(name: str, value: Any) -> Codec:
     """Return `value` if it is a codec without a key.
 
     Raises:
         TypeError: it is no codec.
-        ValueError: it has a key, or is stochastic and `allow_stochastic` is False.
+        ValueError: it has a key.
     """
     if not isinstance(value, Codec):
         raise TypeError(f"{name} must be a Codec, got {value!r}; for example int8()")
@@ -145,8 +145,6 @@ def check_codec(name: str, value: Any, allow_stochastic: bool = True) -> Codec:
         raise ValueError(
             f"{name} has a key already: {value!r}; pass it without, and the seed as an argument of the hook"
         )
-    if value.stochastic and not allow_stochastic:
-        raise ValueError(f"{name} must be a codec that is not stochastic, got {value!r}")
     return value
 
 

@@ -88,8 +88,8 @@ def behind(part: Transform, call: Call) -> Call:
     """The call of the stage behind another one: behind a reduction or an average it has the weight of all its ranks."""
     if part.reduces is None and part.equalizes is None and part.wraps is None:
         return call
-    call = call.behind(sorted(reduced_over(part, call.step)))
-    return call.inside(sharded_over=part.sharded_over) if part.sharded_over else call
+    axes = (*call.axes, *sorted(reduced_over(part, call.step)))
+    return call.inside(axes=axes, sharded_over=part.sharded_over or call.sharded_over)
 
 
 def stages(transform: Transform) -> list[Transform]:

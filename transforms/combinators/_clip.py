@@ -16,6 +16,12 @@ def _positive(name: str, value: float) -> None:
         raise ValueError(f"{name} must be a number above 0, got {value!r}")
 
 
+def norm_of(grads: Tree, call: Call) -> torch.Tensor:
+    """The norm of all gradients, those of the other ranks' pieces included."""
+    norm = global_norm(grads)
+    return psum(norm * norm, call.sharded_over).sqrt() if call.sharded_over else norm
+
+
 def _clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
     """The factor of torch.nn.utils.clip_grad_norm_: min(1, max_norm / (norm + 1e-6))."""
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
@@ -48,10 +54,7 @@ def clip_by_global_norm(max_norm: float) -> Transform:
     _positive("max_norm", max_norm)
 
     def update(grads: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, State]:
-        norm = global_norm(grads)
-        if call.sharded_over:
-            norm = psum(norm * norm, call.sharded_over).sqrt()
-        factor = _clip_factor(norm, max_norm)
+        factor = _clip_factor(norm_of(grads, call), max_norm)
         return optree.tree_map(lambda g: g * factor.to(g.dtype), grads), state
 
     return Transform(

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..axes import psum
 from ..base import (
     ByNorm,
     Call,
@@ -17,10 +16,10 @@ from ..base import (
     Transform,
     Tree,
     factory,
-    global_norm,
     has_no_data,
     named_leaves,
 )
+from ._clip import norm_of
 
 
 @factory
@@ -88,10 +87,7 @@ def record_norm() -> Transform:
     """
 
     def update(grads: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, NormState]:
-        norm = global_norm(grads)
-        if call.sharded_over:
-            norm = psum(norm * norm, call.sharded_over).sqrt()
-        return grads, NormState(norm.to(torch.float64))
+        return grads, NormState(norm_of(grads, call).to(torch.float64))
 
     return Transform(
         lambda params: NormState(torch.tensor(float("nan"), dtype=torch.float64)),
