@@ -37,7 +37,6 @@ from ._placement import (
     marks as marks,
 )
 from ._share import (
-    Number as Number,
     Over as Over,
     Share as Share,
     Totals as Totals,

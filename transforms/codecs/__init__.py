@@ -11,7 +11,6 @@ from ._blocks import fp8 as fp8, int4 as int4, int8 as int8, uint8 as uint8
 from ._codec import (
     Codec as Codec,
     Noise as Noise,
-    as_bytes as as_bytes,
     bfloat16 as bfloat16,
     bfp16 as bfp16,
     check_codec as check_codec,
