@@ -63,7 +63,6 @@ SLIPS: dict[str, Any] = {
     "one that is injected": lambda: stepped(tx.inject_hyperparameters(tx.sgd(SCHEDULE))),
     "one in warmup": lambda: stepped(tx.sgd(tx.warmup(3, SCHEDULE))),
     "an array as lr": lambda: tx.adam(jnp.asarray(0.1)),
-    "an array as the weight of a pure step": lambda: PIPELINE.step(OURS, OURS, PIPELINE.init(OURS), weight=jnp.ones(())),
     "arrays in pipeline.init": lambda: PIPELINE.init(THEIRS),
     "arrays as params of pipeline.step": lambda: PIPELINE.step(THEIRS, OURS, PIPELINE.init(OURS)),
     "arrays as grads of pipeline.step": lambda: PIPELINE.step(OURS, THEIRS, PIPELINE.init(OURS)),

@@ -29,6 +29,8 @@ def width(n: int, base: int) -> int:
 def pack(digits: Tensor, base: int) -> Tensor:
     """Pack (rows, n) uint8 below `base` as (rows, width(n)); the digits of the first part of a row are the lowest."""
     bits, n = bits_of(base), digits.shape[1]
+    if bits == 8:
+        return digits
     parts = torch.nn.functional.pad(digits, (0, -n % (8 // bits))).unflatten(1, (8 // bits, -1)).unbind(1)
     packed = parts[0]
     for i, part in enumerate(parts[1:], start=1):
