@@ -6,7 +6,6 @@ The others are lost; use it inside `error_feedback`, which sends them later.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,7 +39,10 @@ def top_k(k: float, codec: Codec | None = None) -> Codec:
     >>> codec.decode(codec.encode(x), 4), codec.width(4)
     (tensor([[ 3.,  0.,  0., -4.]]), 12)
     """
-    _check_k(k)
+    share = isinstance(k, float) and 0.0 < k <= 1.0
+    number = isinstance(k, int) and not isinstance(k, bool) and k >= 1
+    if not (share or number):
+        raise ValueError(f"k must be a share in (0.0, 1.0] or a whole number, at least 1, got {k!r}")
     inner = float32() if codec is None else check_codec("codec", codec)
 
     def encode(x: Tensor, noise: Noise | None = None) -> Tensor:
@@ -62,13 +64,6 @@ def top_k(k: float, codec: Codec | None = None) -> Codec:
         return inner.width(_count(k, n)) + _count(k, n) * _place_dtype(n).itemsize
 
     return Codec(encode, decode, width, stochastic=inner.stochastic)
-
-
-def _check_k(k: Any) -> None:
-    share = isinstance(k, float) and 0.0 < k <= 1.0
-    number = isinstance(k, int) and not isinstance(k, bool) and k >= 1
-    if not (share or number):
-        raise ValueError(f"k must be a share in (0.0, 1.0] or a whole number, at least 1, got {k!r}")
 
 
 def _count(k: float, n: int) -> int:
