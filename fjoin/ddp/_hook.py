@@ -115,11 +115,8 @@ class DDPRun:
 
     def explain(self, at_step: int) -> Explanation:
         """The messages of a pass, with the buckets of the last pass, or before any pass those of the first."""
-        sharding = None if self.pipeline is None else self.pipeline.sharding
-        pieces = None if sharding is None else sharding.pieces
-        uses, buckets = self.used is not None, self.params.layout
-        of = Counting(self.what, self.leaves, self.mesh.shape, lambda _: buckets, uses=uses, pieces=pieces)
-        return explained(of, at_step)
+        uses = self.used is not None
+        return explained(Counting(self.what, self.leaves, self.mesh.shape, buckets=self.params.layout, uses=uses), at_step)
 
     def checksum(self) -> int:
         """A checksum of the parameters; 0 where all ranks have equal parameters after each step."""

@@ -9,15 +9,13 @@ _skip              `skip_if_nonfinite` and `dynamic_loss_scale`
 _effect            what changes where no rank has weight, or a step is skipped
 _plan              how a pipeline runs, and what its ranks agree on, read off its spec
 _placements        which ranks have which part of the state
-_explain           `explain`
 _counting          a step without data, which counts its messages
-_explanation       its table
+_explain           `explain`, and its table
 """
 
-from ._counting import Counting as Counting
+from ._counting import Counting as Counting, Recorder as Recorder
 from ._effect import FLUSH as FLUSH, Effect as Effect, Flag as Flag, inverse as inverse
-from ._explain import explain as explain, explained as explained
-from ._explanation import Explanation as Explanation, Recorder as Recorder
+from ._explain import Explanation as Explanation, explain as explain, explained as explained
 from ._fuse import PipelineState as PipelineState, by_path as by_path, fuse as fuse
 from ._pipeline import (
     Pipeline as Pipeline,

@@ -5,17 +5,20 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
+import optree
 import torch
 from torch import Tensor
 
-from ..axes import Message, all_to_all_single, bind_axes, names, psum
+from ..axes import Axis, Message, all_to_all_single, bind_axes, names, psum, sent_bytes, to_order
 from ..base import (
     Call,
+    Needs,
     Transform,
     Tree,
     axis_sizes,
+    changes_with_steps,
     check_dense,
     flatten_in_insertion_order,
     named_leaves,
@@ -26,34 +29,46 @@ from ..base import (
     words_per_scalar,
 )
 from ..combinators import behind, stages
-from ..layout import Bucket, Pieces, bind_pieces, record_bucket
+from ..layout import Bucket, Pieces, bind_pieces, make_layout, record_bucket
 from ..optimizers import masters_of, state_fields
-from ._explanation import Recorder, run_stage
 from ._pipeline import Pipeline, parts_of
-from ._plan import Parts, Place, Records, make_plan, records_of, takes_flat
+from ._plan import make_plan, records_of, takes_flat
 
 
-def in_bucket(
-    k: int, bucket: Bucket, values: Tree, pieces: Pieces | None, place: Place, flat: bool
-) -> tuple[Pieces | None, dict[str, Tensor]]:
-    """The pieces of the bucket of number k, and its values: one flat tensor, or leaves.
+class Row(NamedTuple):
+    """One stage of a pipeline in one step."""
 
-    A module's buckets are not those from which pieces are cut, so one bucket may hold parts of several.
-    """
-    leaves = {path: values[path] for path in bucket.paths}
-    if pieces is not None and place == "module":
-        return pieces.among(bucket.paths), leaves
-    if not flat:
-        return pieces and pieces.only(k), leaves
-    return pieces and pieces.flat(k, ""), {"": torch.zeros(bucket.numel, dtype=bucket.dtype)}
+    stage: str  # its repr
+    needs: Needs
+    when: str  # "each step", with the number of its leaves; or "step 3" where other steps may have others
+    messages: tuple[Message, ...]
+    state_bytes: int  # the bytes that one rank keeps between steps
 
 
-def send_slices(pieces: Pieces, bucket: Bucket) -> None:
-    """The message of a module's bucket: all slices of other ranks at once."""
-    sizes = [sum(stop - start for start, stop in of.values()) for of in pieces.slices_of_all]
-    give, take = [0, *sizes[1:]], [0, *(sizes[0] for _ in sizes[1:])]
-    flat = torch.zeros(sum(give), dtype=bucket.dtype)
-    all_to_all_single(flat, pieces.axis, input_split_sizes=give, output_split_sizes=take)
+class Recorder(Axis):
+    """An axis that records messages and returns values of the right shape."""
+
+    def __init__(self, name: str, size: int, notes: list[Message], whole: dict[str, int]) -> None:
+        self.name, self.size, self._notes, self._whole = name, size, notes, whole
+
+    def index(self) -> Tensor:
+        return torch.tensor(0, device="cpu")
+
+    def run(self, op: str, x: Tensor, arg: Any) -> Tensor:
+        sent, splits = to_order(x, op == "pmax") if op in ("pmax", "pmin") else x, op == "all_to_all_single"
+        payload = sent.numel() * sent.element_size()
+        of_ring = sent_bytes(op, payload, self.size, *[arg] * splits)
+        self._notes.append(Message(op, self.name, sent.dtype, payload, of_ring))
+        if splits:
+            return x.new_zeros(sum(arg[1]), *x.shape[1:])
+        if op == "all_gather":
+            return x.new_zeros(self.size, *x.shape)
+        return x.new_zeros(x.shape[1:]) if op == "psum_scatter" else torch.zeros_like(x)
+
+    def joint(self, axes: tuple[str, ...]) -> Recorder | None:
+        if axes != tuple(self._whole):
+            return None
+        return type(self)(" x ".join(axes), math.prod(self._whole.values()), self._notes, self._whole)
 
 
 MOST_RANKS = 2**20
@@ -66,12 +81,10 @@ class Counting:
         pipeline: A pipeline, or a hook alone.
         params: The parameters; only paths, shapes and dtypes are used.
         axes: Axis name -> number of ranks.
-        layout: A function from a dict path -> leaf to buckets.
-        buffers: The buffers.
-        on_buffers: The transform of the buffers, if any.
-        pieces: A function from a dict path -> leaf to the pieces that ranks own, for a pipeline that shards.
-        uses: For the buckets of a DistributedDataParallel, whose messages carry gradients only: whether the ranks agree on
-            the parameters in use. None for other buckets.
+        sizes: The sizes of buckets in bytes; see `bucket_sizes`.
+        buckets: Those of a DistributedDataParallel, whose messages carry gradients only.
+        uses: Whether its ranks agree on the parameters in use.
+        buffers, on_buffers: The buffers, and their transform.
 
     Raises:
         TypeError: neither pipeline nor transform; a leaf that is no dense tensor.
@@ -83,156 +96,206 @@ class Counting:
         pipeline: Pipeline | Transform,
         params: Tree,
         axes: Mapping[str, int],
-        layout: Callable[[dict[str, Tensor]], tuple[Bucket, ...]],
+        sizes: tuple[int | None, int | None] = (None, None),
+        *,
+        buckets: tuple[Bucket, ...] | None = None,
+        uses: bool = False,
         buffers: Mapping[str, Tensor] | None = None,
         on_buffers: Transform | None = None,
-        uses: bool | None = None,
-        pieces: Callable[[dict[str, Tensor]], Pieces] | None = None,
     ) -> None:
-        self.pipeline, self.sizes = pipeline, axis_sizes(axes, MOST_RANKS)
+        self.sizes = axis_sizes(axes, MOST_RANKS)
         if not isinstance(pipeline, (Pipeline, Transform)):
             raise TypeError(f"explain takes a pipeline or a transform, got {pipeline!r}")
-        self.hook: Transform = pipeline.hook if isinstance(pipeline, Pipeline) else pipeline
-        self.optimizer = pipeline.optimizer if isinstance(pipeline, Pipeline) else None
-        self.parts: Parts = parts_of(pipeline, on_buffers)
-        self._place: Place = "buckets" if uses is None else "module"
-        self.uses: bool = bool(uses)
+        self._pipeline = pipeline if isinstance(pipeline, Pipeline) else None
+        self._hook = pipeline.hook if isinstance(pipeline, Pipeline) else pipeline
+        self._parts, self._in_module, self._uses = parts_of(pipeline, on_buffers), buckets is not None, uses
         for path, leaf in named_leaves(params).items():
             check_dense(f"params[{path!r}]", leaf)
         self._notes: list[Message] = []
         self._recorders = {name: Recorder(name, n, self._notes, self.sizes) for name, n in self.sizes.items()}
         paths, leaves, _ = flatten_in_insertion_order(params)
-        self.pieces: Pieces | None = None
+        self._pieces: Pieces | None = None
         with self.running():
-            self.params = {path: torch.zeros(p.shape, dtype=p.dtype) for path, p in zip(paths, leaves, strict=True)}
-            self.pieces = pieces(self.params) if pieces else None
-            # The values that this rank steps.
-            self.own: dict[str, Tensor] = self.pieces.own(self.params) if self.pieces else self.params
+            self._params = {path: torch.zeros(p.shape, dtype=p.dtype) for path, p in zip(paths, leaves, strict=True)}
+            if self._pipeline is not None and self._pipeline.sharding is not None:
+                self._pieces = self._pipeline.sharding.pieces(self._params, *sizes)
             self._buffers = {path: torch.zeros(b.shape, dtype=b.dtype) for path, b in (buffers or {}).items()}
-            in_buckets = self.pieces.buckets if self.pieces and self._place == "buckets" else None
-            self.layout = in_buckets or layout(self.params)
-            self._slots: Any = {} if self.optimizer is None else self.optimizer.init(self.own)
-        self.plan = make_plan(self.hook, self.sizes, *self.parts.ends)
-        in_module = self._place == "module"
-        self._dtype = torch.float64 if in_module else words_dtype(bucket.dtype for bucket in self.layout)
+            in_step = self._pieces.buckets if self._pieces else make_layout(self._params, lambda path: 0, *sizes)
+        # The values that this rank steps.
+        self._own: dict[str, Tensor] = self._pieces.own(self._params) if self._pieces else self._params
+        self._layout = in_step if buckets is None else buckets
+        self._plan = make_plan(self._hook, self.sizes, *self._parts.ends)
+        self._dtype = torch.float64 if self._in_module else words_dtype(bucket.dtype for bucket in self._layout)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """A context without data, with the axes bound."""
-        with torch.device("meta"), bind_axes(self._recorders), bind_pieces(self.pieces), torch.no_grad():  # type: ignore[arg-type]
+        with torch.device("meta"), bind_axes(self._recorders), bind_pieces(self._pieces), torch.no_grad():  # type: ignore[arg-type]
             yield
+
+    def rows(self, step: int) -> Iterator[Row]:
+        """The stages of the hook, what ranks agree on, the optimizer, and what comes after it."""
+        records = records_of(self._plan, self._parts, step, "module" if self._in_module else "buckets")
+        parts, reduced, pieces, own = stages(self._hook), self._plan.reduced(step), self._pieces, self._own
+        call = Call(None, step)
+        for axes in reduced.shares:  # the ranks have agreed on these
+            call.agreed(axes, totals_of(1.0, 1.0))
+        values = self._params
+        for i, part in enumerate(parts):
+            sent = self._sent(self._stage, i, part, values, call)
+            yield _row(part, step, sent, part.init(values))
+            call = behind(part, call)
+            values = own if part.sharded_over else values
+        agreed = [*records.before, *[self._plan.agree] * records.apart, *[reduced.axes] * records.verdict]
+        for axes in agreed:
+            if sent := self._sum(self._words(axes), axes):
+                yield Row("(the step's own counts)", Needs.LAYOUT, _when(self._hook, step), sent, 0)
+        if self._uses:
+            sent = self._sum(torch.zeros(len(self._params)), tuple(self.sizes))
+            yield Row("(parameters that are used)", Needs.LAYOUT, "each step", sent, 0)
+        slots: Any = {}
+        if self._pipeline is not None:
+            slots = self._pipeline.optimizer.init(own)
+            yield from _optimizer_rows(self._pipeline, own, slots)
+        if self._parts.after is not None:
+            yield from self._ends(self._parts.after, step, masters_of(own, slots))
+        yield from self._ends(self._parts.on_state, step, state_fields(slots))
+        if records.pieces is not None:
+            sent = self._sum(torch.zeros(2, dtype=torch.float64), (records.pieces,))
+            yield Row("(whether all pieces are finite)", Needs.TREE, "each step", sent, 0)
+        if self._pipeline is not None and (sharding := self._pipeline.sharding) is not None and pieces is not None:
+            codec = "" if sharding.codec is None else f" by {sharding.codec!r}"
+            state = sharding.init(pieces, own, slots)
+            sent = self._sent(sharding.gather, pieces, self._params, own, slots, state)
+            yield Row(f"(the parameters of all ranks{codec})", Needs.LAYOUT, "each step", sent, _bytes_of(state))
+        yield from self._ends(self._parts.on_buffers, step, self._buffers, sharded=False)
+        if self._pipeline is not None and self._pipeline.skips is not None:
+            state = self._pipeline.skips.begin(())
+            yield Row(f"{self._pipeline.spec.name or 'custom'}(...)", Needs.TREE, "each step", (), _bytes_of(state))
+
+    def _sent(self, run: Callable[..., object], *args: Any) -> tuple[Message, ...]:
+        """The messages of a part of the step."""
+        del self._notes[:]
+        run(*args)
+        return tuple(self._notes)
+
+    def _sum(self, words: Tensor, axes: tuple[str, ...]) -> tuple[Message, ...]:
+        """The messages of a sum over the ranks of some axes, if there are several."""
+        return self._sent(psum, words, axes) if self._ranks(axes) > 1 else ()
 
     def _ranks(self, axes: tuple[str, ...]) -> int:
         return math.prod(self.sizes.get(name, 1) for name in axes)
-
-    def records(self, step: int) -> Records:
-        """What the ranks sum in a step beside their gradients."""
-        return records_of(self.plan, self.parts, step, self._place)
-
-    def sent(self, part: Callable[..., object], *args: Any) -> tuple[Message, ...]:
-        """The messages of a part of the step: of one of the methods below."""
-        del self._notes[:]
-        part(*args)
-        return tuple(self._notes)
-
-    def values(self, on: str, position: int = 0) -> Tree:
-        """The values of a stage of the hook, or of the transform at the end of a step."""
-        if on == "buffers":
-            return self._buffers
-        if on == "hook":
-            behind = self.pieces is not None and any(part.sharded_over for part in stages(self.hook)[:position])
-            return self.own if behind else self.params
-        return masters_of(self.own, self._slots) if on == "params" else state_fields(self._slots)
-
-    # -- the parts of a step ----------------------------------------------------------------------
-
-    def stage(self, i: int, step: int) -> None:
-        """Run the i-th stage of the hook in a step."""
-        parts = stages(self.hook)
-        part, count = parts[i], len(stages(self.plan.early)) if self.plan.early is not None and self.layout else 0
-        values = self.values("hook", i)
-        sharded = {"sharded_over": self.pieces.axis} if self.pieces is not None and values is self.own else {}
-        call = Call(None, step).inside(**sharded)
-        for axes in self.plan.reduced(step).shares:  # the ranks have agreed on these
-            call.agreed(axes, totals_of(1.0, 1.0))
-        for before in parts[:i]:
-            call = behind(before, call)
-        if part is self.plan.reduce:
-            self._reduce(part)
-        elif part is self.plan.clip and not (sharded and self._place == "module"):
-            pass  # the step knows the norm itself; of pieces it is in the message that says whether they are finite
-        elif i < count:
-            self._update_buckets(part, values, call)
-        else:
-            params = self.own if values is self.own else self.params
-            run_stage(part, values, params, part.init(values), call)
-
-    def record(self, axes: tuple[str, ...]) -> None:
-        """Send a record in a message of its own."""
-        if self._ranks(axes) > 1:
-            psum(self._words(axes), axes)
-
-    def used(self) -> None:
-        """Agree on the parameters in use."""
-        if self._ranks(tuple(self.sizes)) > 1:
-            psum(torch.zeros(len(self.params)), tuple(self.sizes))
-
-    def verdict_on_pieces(self, axis: str) -> None:
-        """Agree on whether all pieces are finite, and on their norm."""
-        if self._ranks((axis,)) > 1:
-            psum(torch.zeros(2, dtype=torch.float64), axis)
-
-    def end(self, part: Transform, on: str, step: int) -> None:
-        """Run a transform at the end of a step."""
-        values = self.values(on)
-        sharded = None if self.pieces is None or on == "buffers" else self.pieces.axis
-        call = Call(step=step).inside(persistent=True, sharded_over=sharded)
-        run_stage(part, values, self.params, part.init(values), call)
-
-    def gather(self) -> None:
-        """Give all ranks the parameters that each has stepped."""
-        if isinstance(self.pipeline, Pipeline) and self.pipeline.sharding and self.pieces:
-            sharding, slots = self.pipeline.sharding, self._slots
-            sharding.gather(self.pieces, self.params, self.own, slots, sharding.init(self.pieces, self.own, slots))
-
-    # -- the messages of a hook -------------------------------------------------------------------
 
     def _words(self, axes: tuple[str, ...]) -> Tensor:
         """The record in a message of its own."""
         count = len(record_names(self._ranks(axes))) * words_per_scalar(self._dtype)
         return torch.zeros(count, dtype=self._dtype)
 
-    def _update_buckets(self, part: Transform, values: Tree, call: Call) -> None:
-        """Run a stage bucket by bucket."""
-        assert self.plan.early is not None
-        flat = takes_flat(self.plan.early) and not (self._place == "module" and self.pieces)
-        full = part.init(values)
-        for k, bucket in enumerate(self.layout):
-            pieces, some = in_bucket(k, bucket, values, self.pieces, self._place, flat)
+    def _ends(self, part: Transform | None, step: int, values: Tree, sharded: bool = True) -> Iterator[Row]:
+        """A transform at the end of a step."""
+        axis = self._pieces.axis if self._pieces is not None and sharded else None
+        call = Call(step=step).inside(persistent=True, sharded_over=axis)
+        for one in stages(part) if part is not None else ():
+            state = one.init(values)
+            yield _row(one, step, self._sent(_run, one, values, self._params, state, call), state)
+
+    def _stage(self, i: int, part: Transform, values: dict[str, Tensor], call: Call) -> None:
+        """Run a stage of the hook."""
+        early = stages(self._plan.early) if self._plan.early is not None and self._layout else []
+        if part is self._plan.reduce or i < len(early):
+            self._in_buckets(part, values, call)
+        elif part is not self._plan.clip or (self._in_module and call.sharded_over):
+            # The step knows the norm itself; of pieces it is in the message that says whether they are finite.
+            _run(part, values, values, part.init(values), call)
+
+    def _in_buckets(self, part: Transform, values: dict[str, Tensor], call: Call) -> None:
+        """Run a stage bucket by bucket. One message of a plain reduction carries the record, if there is a bucket for it."""
+        plain, carrier, words = part is self._plan.reduce, None, torch.zeros(0)
+        # A module's buckets are not those from which pieces are cut, so one bucket may hold parts of several.
+        in_parts = self._in_module and self._pieces is not None
+        flat = plain or (self._plan.early is not None and takes_flat(self._plan.early) and not in_parts)
+        if plain and part.reduces is not None and not self._in_module:
+            words, carrier = self._words(names(part.reduces.axis)), record_bucket(self._layout)
+            if carrier is None or part.sharded_over:
+                carrier = None
+                psum(words, part.reduces.axis)
+        full = None if flat else part.init(values)
+        for k, bucket in enumerate(self._layout):
+            pieces = self._pieces
+            if pieces is not None:
+                pieces = pieces.among(bucket.paths) if in_parts else pieces.flat(k, "") if flat else pieces.only(k)
+                if plain and in_parts:
+                    _send_slices(pieces, bucket)
+                    continue
             with bind_pieces(pieces):
                 if flat:
+                    some = {"": torch.zeros(bucket.numel, dtype=bucket.dtype)}
                     some = pieces.own(some) if pieces and call.sharded_over else some
+                    if k == carrier:  # behind the gradients, in the same buffer
+                        some = {"": torch.cat([some[""], words])}
                     state = part.init(some)
                 else:
-                    state = restrict(full, self.params, some)
-                run_stage(part, some, some, state, call)
+                    some = {path: values[path] for path in bucket.paths}
+                    state = restrict(full, self._params, some)
+                _run(part, some, some, state, call)
 
-    def _reduce(self, part: Transform) -> None:
-        """Run a plain reduction; one of its messages carries the record, if there is a bucket for it."""
-        assert part.reduces is not None
-        in_module, axis = self._place == "module", part.reduces.axis
-        carrier = None if in_module or part.sharded_over else record_bucket(self.layout)
-        words = self._words(names(axis))
-        if carrier is None and not in_module:
-            psum(words, axis)
-        call = Call()
-        call.agreed(names(axis), totals_of(1.0, 1.0))
-        for i, bucket in enumerate(self.layout):
-            if in_module and self.pieces is not None:
-                send_slices(self.pieces.among(bucket.paths), bucket)
-                continue
-            pieces, some = in_bucket(i, bucket, self.params, self.pieces, self._place, True)
-            if i == carrier:  # behind the gradients, in the same buffer
-                some = {"": torch.cat([some[""], words])}
-            with bind_pieces(pieces):
-                part.run(some, part.init(some), some, call)
+
+def _send_slices(pieces: Pieces, bucket: Bucket) -> None:
+    """The message of a module's bucket: all slices of other ranks at once."""
+    sizes = [sum(stop - start for start, stop in of.values()) for of in pieces.slices_of_all]
+    give, take = [0, *sizes[1:]], [0, *(sizes[0] for _ in sizes[1:])]
+    flat = torch.zeros(sum(give), dtype=bucket.dtype)
+    all_to_all_single(flat, pieces.axis, input_split_sizes=give, output_split_sizes=take)
+
+
+def _row(part: Transform, step: int, sent: tuple[Message, ...], state: Any) -> Row:
+    return Row(repr(part), part.needs, _when(part, step), sent, _bytes_of(state))
+
+
+def _when(part: Transform, step: int) -> str:
+    return f"step {step}" if changes_with_steps(part) else "each step"
+
+
+def _optimizer_rows(pipeline: Pipeline, params: dict[str, Tensor], states: Any) -> Iterator[Row]:
+    """One row for each different optimizer, with the number of its leaves."""
+    served: dict[Any, list[str]] = {}
+    for path in params:
+        served.setdefault(id(pipeline.optimizer.at(path)), []).append(path)
+    for paths in served.values():
+        part = pipeline.optimizer.at(paths[0])
+        when = "each step" if len(paths) == len(params) else f"each step, {len(paths)} of {len(params)} leaves"
+        needs = Needs.NOTHING if part.elementwise else Needs.LEAVES
+        yield Row(repr(part), needs, when, (), _bytes_of([states[path] for path in paths]))
+
+
+def _bytes_of(state: Any) -> int:
+    """The bytes of the tensors of a state, each counted once."""
+    found = {id(t): t for t in optree.tree_leaves(state) if isinstance(t, Tensor)}
+    return sum(t.numel() * t.element_size() for t in found.values())
+
+
+def _run(part: Transform, values: Tree, params: dict[str, Tensor], state: Any, call: Call) -> None:
+    """Call a stage in the step of the call.
+
+    Raises:
+        TypeError: it reads a tensor's value.
+    """
+    try:
+        part.run(dict(values), _at(state, call.step or 0), params, call)
+    except (RuntimeError, NotImplementedError) as error:
+        if "meta tensor" not in str(error).lower():  # a part of torch's errors for tensors without data
+            raise
+        raise TypeError(
+            f"{part!r} reads a tensor's value ({error}), so its messages are not known before it runs; decide by "
+            f"host integers in the state, or with torch.where"
+        ) from None
+
+
+def _at(state: Any, step: int) -> Any:
+    """The state with its host counters `step` set to this step; of windows of several calls, before their last call."""
+    if hasattr(state, "before_the_end"):
+        return state.before_the_end(_at(state.inner, step))
+    if hasattr(state, "_fields"):
+        parts = zip(state._fields, state, strict=True)
+        return type(state)(*(step if name == "step" and type(v) is int else _at(v, step) for name, v in parts))
+    return type(state)(_at(part, step) for part in state) if type(state) in (tuple, list) else state

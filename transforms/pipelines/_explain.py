@@ -1,21 +1,72 @@
-"""`explain`: the messages of a pipeline, before it runs."""
+"""`explain`: the messages of a pipeline, before it runs; its table."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import optree
 from torch import Tensor
 
-from ..base import Needs, Transform, Tree, changes_with_steps, check_transform, whole_number
-from ..combinators import stages
-from ..layout import Bucket, bucket_sizes, make_layout
-from ..optimizers import Optimizer
-from ._counting import Counting
-from ._explanation import Explanation as Explanation, Row
+from ..axes import Message
+from ..base import Transform, Tree, check_transform, whole_number
+from ..layout import bucket_sizes
+from ._counting import Counting, Row
 from ._pipeline import Pipeline
+
+
+class Explanation(NamedTuple):
+    """The result of `explain`; print it, or read its rows. All figures are for one rank and one step."""
+
+    rows: tuple[Row, ...]  # hook, optimizer, parameter transform, in this order
+    axes: dict[str, int]  # name -> ranks
+
+    @property
+    def messages(self) -> int:
+        return sum(len(row.messages) for row in self.rows)
+
+    @property
+    def payload_bytes(self) -> int:
+        return sum(m.payload_bytes for row in self.rows for m in row.messages)
+
+    @property
+    def sent_bytes(self) -> int:
+        return sum(m.sent_bytes for row in self.rows for m in row.messages)
+
+    @property
+    def state_bytes(self) -> int:
+        return sum(row.state_bytes for row in self.rows)
+
+    def __str__(self) -> str:
+        table = [("stage", "needs", "when", "collective", "dtype", "messages", "payload", "sent", "state")]
+        for row in self.rows:
+            groups: dict[tuple[str, str], list[Message]] = {}
+            for m in row.messages:
+                groups.setdefault((f"{m.collective}({m.axis})", str(m.dtype).removeprefix("torch.")), []).append(m)
+            first, *others = [(*key, *_sums(some)) for key, some in groups.items()] or [("-", "-", *_sums(()))]
+            stage = row.stage if len(row.stage) <= 60 else row.stage[:57] + "..."
+            table.append((stage, str(row.needs), row.when, *first, _bytes(row.state_bytes)))
+            table += [("", "", "", *line, "") for line in others]
+        when = next((row.when for row in self.rows if row.when.startswith("step ")), "")
+        sums = _sums([m for row in self.rows for m in row.messages])
+        table.append(("total per rank and step", "", when, "", "", *sums, _bytes(self.state_bytes)))
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in table)
+
+
+def _sums(messages: Sequence[Message]) -> tuple[str, str, str]:
+    """The number of messages, their payloads, and what is sent."""
+    payloads, sent = sum(m.payload_bytes for m in messages), sum(m.sent_bytes for m in messages)
+    return str(len(messages)), _bytes(payloads), _bytes(sent)
+
+
+def _bytes(n: int) -> str:
+    value, unit = float(n), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if value < 1000:
+            break
+        value, unit = value / 1000, larger
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"
 
 
 def explain(
@@ -64,86 +115,11 @@ def explain(
         check_transform(on_buffers, "explain: on_buffers")
         if buffers is None:
             raise ValueError(f"on_buffers={on_buffers!r} was given without buffers")
-
     sizes = bucket_sizes(optree.tree_leaves(params), bucket_bytes)  # before the stages get tensors without data
-
-    def cut(leaves: dict[str, Tensor]) -> tuple[Bucket, ...]:
-        return make_layout(leaves, lambda path: 0, *sizes)
-
-    sharding = pipeline.sharding if isinstance(pipeline, Pipeline) else None
-    of = functools.partial(sharding.pieces, bucket_bytes=sizes[0], direct_bytes=sizes[1]) if sharding else None
-    return explained(Counting(pipeline, params, axes, cut, buffers, on_buffers, pieces=of), at_step)
+    return explained(Counting(pipeline, params, axes, sizes, buffers=buffers, on_buffers=on_buffers), at_step)
 
 
 def explained(of: Counting, at_step: int) -> Explanation:
     """`explain` of a step without data."""
     with of.running():
-        return Explanation(tuple(_rows(of, at_step)), of.sizes)
-
-
-def _rows(of: Counting, step: int) -> Iterator[Row]:
-    """The stages of the hook, what ranks agree on, the optimizer, and what comes after it."""
-    records, pipeline = of.records(step), of.pipeline
-
-    def when(part: Transform) -> str:
-        return f"step {step}" if changes_with_steps(part) else "each step"
-
-    def ends(part: Transform | None, on: Literal["params", "optimizer", "buffers"]) -> Iterator[Row]:
-        for one in stages(part) if part is not None else ():
-            state = _state_bytes(one.init(of.values(on)))
-            yield Row(repr(one), one.needs, when(one), of.sent(of.end, one, on, step), state)
-
-    for i, part in enumerate(stages(of.hook)):
-        state = _state_bytes(part.init(of.values("hook", i)))
-        yield Row(repr(part), part.needs, when(part), of.sent(of.stage, i, step), state)
-    late = [of.plan.reduced(step).axes] if records.verdict else []
-    for axes in (*records.before, *([of.plan.agree] if records.apart else []), *late):
-        if sent := of.sent(of.record, axes):
-            yield Row("(the step's own counts)", Needs.LAYOUT, when(of.hook), sent, 0)
-    if of.uses:
-        yield Row("(parameters that are used)", Needs.LAYOUT, "each step", of.sent(of.used), 0)
-    if of.optimizer is not None:
-        yield from _optimizer_rows(of.optimizer, of.own)
-    yield from ends(of.parts.after, "params")
-    yield from ends(of.parts.on_state, "optimizer")
-    if records.pieces is not None:
-        sent = of.sent(of.verdict_on_pieces, records.pieces)
-        yield Row("(whether all pieces are finite)", Needs.TREE, "each step", sent, 0)
-    if isinstance(pipeline, Pipeline) and (sharding := pipeline.sharding) is not None and of.pieces is not None:
-        codec = "" if sharding.codec is None else f" by {sharding.codec!r}"
-        state = _state_bytes(sharding.init(of.pieces, of.own, pipeline.optimizer.init(of.own)))
-        yield Row(f"(the parameters of all ranks{codec})", Needs.LAYOUT, "each step", of.sent(of.gather), state)
-    yield from ends(of.parts.on_buffers, "buffers")
-    if isinstance(pipeline, Pipeline) and pipeline.skips is not None:
-        own = _state_bytes(pipeline.skips.begin(()))
-        yield Row(f"{pipeline.spec.name or 'custom'}(...)", Needs.TREE, "each step", (), own)
-
-
-def _optimizer_rows(optimizer: Optimizer, params: dict[str, Tensor]) -> list[Row]:
-    """One row for each different optimizer, with the number of its leaves."""
-    states = optimizer.init(params)
-    served: dict[int, tuple[Optimizer, list[str]]] = {}
-    for path in params:
-        part = optimizer.at(path)
-        served.setdefault(id(part), (part, []))[1].append(path)
-    return [
-        Row(
-            repr(part),
-            Needs.NOTHING if part.elementwise else Needs.LEAVES,
-            _how_many(paths, params),
-            (),
-            _state_bytes([states[path] for path in paths]),
-        )
-        for part, paths in served.values()
-    ]
-
-
-def _how_many(paths: list[str], params: dict[str, Tensor]) -> str:
-    return "each step" if len(paths) == len(params) else f"each step, {len(paths)} of {len(params)} leaves"
-
-
-def _state_bytes(state: Any) -> int:
-    return sum(
-        t.numel() * t.element_size()
-        for t in {id(t): t for t in optree.tree_leaves(state) if isinstance(t, Tensor)}.values()
-    )
+        return Explanation(tuple(of.rows(at_step)), of.sizes)
