@@ -2,8 +2,7 @@
 
 Files, in the order in which a call meets them:
 _pipeline          `Pipeline`; donated states; rates that ranks compare
-_fuse              `fuse`: its init, step and flush
-_zero              `zero`
+_fuse              `fuse`: its init, step and flush; `zero`
 _sharded           the pieces that a rank steps, and how parameters are gathered
 _skip              `skip_if_nonfinite` and `dynamic_loss_scale`
 _effect            what changes where no rank has weight, or a step is skipped
@@ -16,7 +15,7 @@ _explain           `explain`, and its table
 from ._counting import Counting as Counting, Recorder as Recorder
 from ._effect import FLUSH as FLUSH, Effect as Effect, Flag as Flag, inverse as inverse
 from ._explain import Explanation as Explanation, explain as explain, explained as explained
-from ._fuse import PipelineState as PipelineState, by_path as by_path, fuse as fuse
+from ._fuse import PipelineState as PipelineState, fuse as fuse, zero as zero
 from ._pipeline import (
     Pipeline as Pipeline,
     Rates as Rates,
@@ -41,9 +40,8 @@ from ._plan import (
     takes_flat as takes_flat,
     warn_if_silent as warn_if_silent,
 )
-from ._sharded import Sharding as Sharding
+from ._sharded import Sharding as Sharding, by_path as by_path
 from ._skip import (
     dynamic_loss_scale as dynamic_loss_scale,
     skip_if_nonfinite as skip_if_nonfinite,
 )
-from ._zero import zero as zero

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -24,9 +25,11 @@ from ..base import (
     Transform,
     Tree,
     fingerprint,
+    named_leaves,
     plain,
     readable_without_sync,
     stacked,
+    to_device,
     totals_of,
 )
 from ..optimizers import Optimizer, check_rates, compared, states_of
@@ -50,59 +53,18 @@ def use(mark: Tensor, donated: bool) -> None:
         held._donated = True
 
 
-def in_own_memory(grads: Tree, params: Tree) -> Tree:
-    """Gradients that may be overwritten: those that share memory with others, or with parameters, are copied."""
-    if _apart([*optree.tree_leaves(params), *optree.tree_leaves(grads)]):
-        return grads
-    taken = _Spans(optree.tree_leaves(params))
-
-    def own(grad: Any) -> Any:
-        if not isinstance(grad, Tensor) or grad.layout is not torch.strided or taken.add(grad):
-            return grad
-        return grad.contiguous() if _is_spread(grad) else grad.clone(memory_format=torch.contiguous_format)
-
-    return optree.tree_map(own, grads)
-
-
-def are_apart(params: Tree) -> bool:
-    """Whether no two leaves share memory, so that each can be stepped in place."""
-    leaves, taken = optree.tree_leaves(params), _Spans(())
-    return _apart(leaves) or all(taken.add(leaf) for leaf in leaves)
-
-
-def _apart(leaves: list[Any]) -> bool:
-    """Whether all are contiguous tensors and none begins before the end of another: the common case, found fast."""
-    if not all([isinstance(x, Tensor) and x.layout is torch.strided and x.is_contiguous() for x in leaves]):
+def are_apart(*trees: Tree) -> bool:
+    """Whether no two leaves share memory, and each is in one piece, so that it can be changed in place."""
+    given: Tree = trees
+    leaves = optree.tree_leaves(given)
+    if not all([isinstance(x, Tensor) and x.layout is torch.strided and _in_one_piece(x) for x in leaves]):
         return False
     spans = sorted([(x.data_ptr(), x.nbytes) for x in leaves if x.nbytes])
     return all([a + size <= b for (a, size), (b, _) in itertools.pairwise(spans)])
 
 
-def _is_spread(x: Tensor) -> bool:
-    """Whether elements of a tensor share memory, or there are gaps between them."""
-    return not bool(torch.ops.aten.is_non_overlapping_and_dense.default(x))
-
-
-class _Spans:
-    """Parts of memory that are taken."""
-
-    def __init__(self, tensors: Iterable[Any]) -> None:
-        self._by_storage: dict[int, list[tuple[int, int]]] = {}
-        for x in tensors:
-            if isinstance(x, Tensor) and x.layout is torch.strided:
-                self.add(x)
-
-    def add(self, x: Tensor) -> bool:
-        """Take the memory of a tensor; False if some of it is taken, or it is not in one piece."""
-        if _is_spread(x):
-            return False
-        start = x.data_ptr()
-        span = start, start + x.nbytes
-        others = self._by_storage.setdefault(x.untyped_storage().data_ptr(), [])
-        if x.nbytes and any(low < span[1] and span[0] < high for low, high in others):
-            return False
-        others.append(span)
-        return True
+def _in_one_piece(x: Tensor) -> bool:
+    return x.is_contiguous() or bool(torch.ops.aten.is_non_overlapping_and_dense.default(x))
 
 
 Rates = Sequence[tuple[str, float]]
@@ -188,19 +150,33 @@ def _text(name: str, rank: int, value: float, first: float, step: int) -> str:
     )
 
 
-def _as_they_are(grads: Tree, state: Any) -> Tree:
-    del state
-    return grads
-
-
 class Skips(NamedTuple):
     """The state of a pipeline that runs another one and skips its non-finite steps."""
 
     begin: Callable[[State], Any]  # inner state -> outer state, which has the inner one in the field `inner`
     update_counters: Callable[[Any, Tensor], Any]  # (state, fine) -> state, after a step; `fine`, 0-d bool: with effect
     scaled: bool = False  # whether the gradients are those of the loss times `state.scale`
-    prepare: Callable[[Tree, Any], Tree] = _as_they_are  # `(grads, state) -> grads`, before the hook
-    check: Callable[[Tree], None] | None = None  # raises for parameters that cannot be trained
+
+
+def unscaled(grads: Tree, scale: Tensor) -> Tree:
+    """The gradients of a loss from those of the loss times a scale. An overflow becomes NaN, which no stage can make finite again."""
+    factor = 1 / scale.to(torch.float64)
+
+    def one(grad: Tensor) -> Tensor:
+        own = (grad * to_device(grad.device, factor)).to(grad.dtype)
+        return torch.nan_to_num(own, nan=math.nan, posinf=math.nan, neginf=math.nan)
+
+    return optree.tree_map(one, grads)
+
+
+def refuse_float16(params: Tree) -> None:
+    """Raise TypeError for float16 parameters, whose unscaled gradients would underflow."""
+    for path, leaf in named_leaves(params).items():
+        if leaf.dtype is torch.float16:
+            raise TypeError(
+                f"params[{path!r}] is float16, in which gradients vanish once they are unscaled; keep parameters in float32 and "
+                f"let the loss cast them, by .half() or under torch.autocast"
+            )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -238,8 +214,8 @@ class Pipeline(Specified):
         """Raise for parameters that this pipeline cannot train."""
         if self.optimizer.check:
             self.optimizer.check(params)
-        if self.skips and self.skips.check:
-            self.skips.check(params)
+        if self.skips and self.skips.scaled:
+            refuse_float16(params)
 
     instead_of_transform = "a pipeline is complete already; put the transform into its hook"
 
