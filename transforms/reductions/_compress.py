@@ -1,4 +1,4 @@
-"""Encoded means, and torch's encoded collectives by axis name."""
+"""Encoded means, error feedback, and torch's encoded collectives by axis name."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ from ..base import (
     Inner,
     Needs,
     State,
+    Summed,
     Transform,
     Tree,
     check_transform,
@@ -46,6 +47,7 @@ from ..base import (
     factory,
     named_leaves,
     whole_number,
+    zeros_at_least_f32,
 )
 from ..codecs import (
     Codec,
@@ -60,7 +62,7 @@ from ..codecs import (
     places_of,
     refuse_derivative,
 )
-from ._coded_sum import coded_sum
+from ._coded_sum import Residuals, coded_sum
 
 _CASTS: dict[torch.dtype, Callable[[], Codec]] = {
     torch.bfloat16: bfloat16,
@@ -116,46 +118,107 @@ def compress(codec: Codec | torch.dtype, hook: Transform, seed: int = 0) -> Tran
     tensor([64.0000,  1.5000])
     """
     whole_number("seed", seed)
-    return _encoded(_codec_of(codec), check_transform(hook, "compress: hook"), seed)
-
-
-def _codec_of(codec: Codec | torch.dtype) -> Codec:
-    if not isinstance(codec, torch.dtype):
-        return check_codec("compress: codec", codec)
-    if codec not in _CASTS:
-        raise ValueError(f"compress: a dtype must be one of {sorted(map(str, _CASTS))}, got {codec!r}")
-    return _CASTS[codec]()
-
-
-def _encoded(codec: Codec, hook: Transform, seed: int) -> Transform:
+    if isinstance(codec, torch.dtype):
+        if codec not in _CASTS:
+            raise ValueError(f"compress: a dtype must be one of {sorted(map(str, _CASTS))}, got {codec!r}")
+        codec = _CASTS[codec]()
+    form = check_codec("compress: codec", codec)
+    check_transform(hook, "compress: hook")
     if not hook.accepts("wire"):
         raise TypeError(
             f"{hook!r} sends nothing that can be encoded; wrap a mean or a sum_over, or make a Transform whose update has the "
             f"keyword wire"
         )
     if hook.compression and hook.compression.encoded:
-        raise TypeError(f"{hook!r} is to be encoded by {codec!r}, but encodes already; leave one of them out")
-    needs = Needs.NOTHING if codec.elementwise else Needs.LAYOUT
-    inner, lossy = Inner(hook), Compression(named_leaves)
-    if not codec.stochastic:
-
-        def update(grads: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, State]:
-            return hook.run(grads, state, params, call.inside(wire=codec))
-
-        return Transform(hook.init, update, needs, compression=lossy, takes=("donated",), wraps="whole")
+        raise TypeError(f"{hook!r} is to be encoded by {form!r}, but encodes already; leave one of them out")
+    inner = Inner(hook)
 
     def init(params: Tree) -> CompressState:
         return CompressState(hook.init(params), 0)
 
     @counts_steps
     def stochastic(grads: Tree, state: CompressState, params: Tree, call: Call) -> tuple[Tree, CompressState]:
-        wire = replace(codec, key=(seed, state.step))
-        out, new = inner.run(grads, state, params, call.inside(wire=wire))
+        out, new = inner.run(grads, state, params, call.inside(wire=replace(form, key=(seed, state.step))))
         return out, CompressState(new, state.step + 1)
 
-    # Random bits are keyed by path.
-    needs |= Needs.PATHS
-    return Transform(init, stochastic, needs, compression=lossy, takes=("donated",), wraps="whole")
+    def update(grads: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, State]:
+        return hook.run(grads, state, params, call.inside(wire=form))
+
+    needs = Needs.NOTHING if form.elementwise else Needs.LAYOUT
+    needs |= Needs.PATHS if form.stochastic else Needs.NOTHING  # random bits are keyed by path
+    made = Transform(hook.init, update, needs, compression=Compression(named_leaves), takes=("donated",), wraps="whole")
+    return replace(made, init=init, update=stochastic) if form.stochastic else made
+
+
+class ErrorState(NamedTuple):
+    inner: State
+    error: Summed[dict[str, Tensor]]  # path -> residual, not sent yet, in units of the mean, at least float32
+
+
+@factory
+def error_feedback(hook: Transform) -> Transform:
+    """Adds to each message the residual of this rank's earlier messages.
+
+        u <- w g / W + e,  u' = u as the others decode it,  e <- u - u'
+
+    with w the rank's weight and W that of all ranks. On three and more ranks the mean is encoded again for its way back; the
+    rank that summed it keeps that error. So nothing is lost forever: over all steps, the sum of the hook's results, plus the
+    sum of the ranks' residuals, equals the sum of all means, rounded to float32 where something is encoded. A rank without
+    input sends its residual.
+
+    A step in which no rank has input, or whose result is not finite, uses up no residual (`power_sgd` decides this for
+    each matrix, `hierarchical_mean` for each rank's part). Residuals stay bounded only if the error of a codec is
+    smaller than its input, as for casts, `int8`, `sign`, `top_k` and `power_sgd`. `qsgd` with few levels is unbiased,
+    but its error may be larger.
+
+    Args:
+        hook: A hook that encodes or projects over one axis: `compress`, `power_sgd`, alone or
+            in `partition`, or in a `chain` with stages that send nothing.
+
+    Returns:
+        A `Transform` with state `ErrorState(inner, error)`; `error` differs between ranks.
+
+    Raises:
+        TypeError: nothing is encoded in `hook`.
+        ValueError: at `update`: encoded over several axes at once, or twice.
+
+    Source: Seide et al., 1-Bit Stochastic Gradient Descent, Interspeech 2014; Karimireddy et al., Error Feedback Fixes
+        SignSGD, arXiv:1901.09847; the second error: Tang et al., DoubleSqueeze, arXiv:1905.05957.
+
+    >>> from fjoin import transforms as tx
+    >>> hook = error_feedback(tx.compress(tx.int8(), tx.mean("data")))
+    >>> def one_rank(g):
+    ...     state, sums = hook.init(g), 0.0
+    ...     for _ in range(100):
+    ...         mean, state = hook.update(g, state)
+    ...         sums = sums + mean
+    ...     return sums
+    >>> tx.simulate(one_rank, {"data": 2}, [torch.tensor([127.0, 0.3]), torch.tensor([127.0, 0.1])])[0]
+    tensor([12700.,    20.])
+    """
+    check_transform(hook, "error_feedback: hook")
+    lossy, inner = hook.compression, Inner(hook)
+    if lossy is None or lossy.paths is None:
+        raise TypeError(
+            f"nothing in {hook!r} is {'lost' if lossy else 'encoded'}, so there is no error to feed back; write "
+            f"error_feedback(compress(codec, mean(axis)))"
+        )
+    paths = lossy.paths
+
+    def init(params: Tree) -> ErrorState:
+        lost = set(paths(params))
+        errors = {path: zero for path, zero in zeros_at_least_f32(params).items() if path in lost}
+        return ErrorState(hook.init(params), errors)
+
+    def update(grads: Tree, state: ErrorState, params: Tree, call: Call) -> tuple[Tree, ErrorState]:
+        memory = Residuals(state.error)
+        out, new = inner.run(grads, state, params, call.inside(memory=memory))
+        return out, ErrorState(new, {**state.error, **memory.new})
+
+    # Chunk ownership, and so the second residual, depends on the bucket layout.
+    needs = Needs.LAYOUT if lossy.encoded else Needs.NOTHING
+    compression = Compression(None, lossy.encoded)
+    return Transform(init, update, needs, compression=compression, takes=("donated",), wraps="whole")
 
 
 C = TypeVar("C", bound=Callable[..., Any])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..axes import psum
 from ..base import AxisName, Call, Share, plain, readable_without_sync, words_dtype
-from ..codecs import Codec, Noise, key_of, places_of
+from ..codecs import Noise, key_of, places_of
 from ._coded_sum import choose, coded_sum, usable
 
 
@@ -33,10 +33,6 @@ def _cut(flat: Tensor, shapes: list[torch.Size]) -> list[Tensor]:
     """The tensors of these shapes in a flat tensor; views."""
     pieces = flat.split([shape.numel() for shape in shapes]) if shapes else ()
     return [p if len(shape) == 1 else p.view(shape) for p, shape in zip(pieces, shapes, strict=True)]
-
-
-def _as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x if x.dtype is dtype else x.to(dtype)
 
 
 class Block(NamedTuple):
@@ -78,7 +74,7 @@ def blocks_of(
             together.append((paths, False))
     made = []
     for paths, alone in together + single:
-        starts, sent, parts = [_as_dtype(q[path], dtype) for path in paths], list[Tensor](), list[Tensor]()
+        starts, sent, parts = [q[path].to(dtype) for path in paths], list[Tensor](), list[Tensor]()
         for path, first in zip(paths, starts, strict=True):
             own = term(path)
             sent.append(own if own.dim() == 2 else own.reshape(-1, first.shape[1]))
@@ -156,17 +152,21 @@ def low_rank_mean(
         errors: Path -> residual.
         fresh: (path, a Q) -> random numbers in place of its rows that have become 0.
     """
-    coded = call.wire is not None
+    wire, coded = call.wire, call.wire is not None
     dtype = torch.float32 if coded else words_dtype(leaf.dtype for leaf in leaves.values())
     # Leaves that are summed uncompressed and unencoded have no residual.
-    errors = {path: _as_dtype(e, dtype) for path, e in errors.items() if coded or path in q}
+    errors = {path: e.to(dtype) for path, e in errors.items() if coded or path in q}
 
     def term(path: str) -> Tensor:
-        return share.times(_as_dtype(leaves[path], dtype), errors.get(path))
+        return share.times(leaves[path].to(dtype), errors.get(path))
 
     def exchange(name: str, parts: list[Tensor]) -> tuple[Tensor, Tensor | None]:
+        """The sum of parts over the ranks, and the encoding error of this rank's message."""
         flat = torch.cat([part.reshape(-1) for part in parts]) if parts else torch.zeros(0, dtype=dtype)
-        return _sum(f"{name} of {next(iter(leaves), '')}", flat, axis, call.wire, coded and bool(errors))
+        if not flat.numel() or wire is None:
+            return psum(flat, axis) if flat.numel() else flat, None
+        keyed = {f"{name} of {next(iter(leaves), '')}": flat}
+        return coded_sum(axis, wire, flat, places_of(keyed, flat.device) if wire.stochastic else None, bool(errors))
 
     blocks = blocks_of(leaves, q, term, dtype)
     others = {path: leaf.shape for path, leaf in leaves.items() if path not in q and leaf.numel()}
@@ -188,28 +188,17 @@ def low_rank_mean(
         outputs = {path: m.view(len(m), -1) for path, m in matrices.items() if m.dtype is dtype and m.is_contiguous()}
     means = products(blocks, p_t, totals, outputs)
     means.update(zip(others, _cut(first[size:], list(others.values())), strict=True))
-    made = _next(
-        blocks, p_t, totals, None if missed is None else _cut(missed, right_sizes), share, residuals, errors, fresh
-    )
+    left_out = None if missed is None else _cut(missed, right_sizes)
+    made = _next(blocks, p_t, totals, left_out, share, residuals, errors, fresh)
     if lost is not None:
-        sums = dict(zip(others, _cut(first[size:], list(others.values())), strict=True))
         for path, error in zip(others, _cut(lost[size:], list(others.values())), strict=True):
             if path in errors:
-                made.errors[path] = choose(usable(share, sums[path]), error, errors[path])
+                made.errors[path] = choose(usable(share, means[path]), error, errors[path])
     return Reduced(
-        {p: _as_dtype(means[p].view(x.shape), x.dtype) if p in means else x for p, x in leaves.items()},
+        {p: means[p].view(x.shape).to(x.dtype) if p in means else x for p, x in leaves.items()},
         {path: new.reshape(errors[path].shape) for path, new in made.errors.items()},
-        {path: _as_dtype(new, q[path].dtype) for path, new in made.q.items()},
+        {path: new.to(q[path].dtype) for path, new in made.q.items()},
     )
-
-
-def _sum(name: str, flat: Tensor, axis: AxisName, wire: Codec | None, feeds: bool) -> tuple[Tensor, Tensor | None]:
-    """The sum of floats over the ranks, and the encoding error of this rank's message."""
-    if not flat.numel():
-        return flat, None
-    if wire is None:
-        return psum(flat, axis), None
-    return coded_sum(axis, wire, flat, places_of({name: flat}, flat.device) if wire.stochastic else None, feeds)
 
 
 def _next(
