@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -19,7 +20,6 @@ from ..transforms.optimizers import (
     check_rates,
     compared,
     leaf_arguments,
-    refuse_count,
     remade,
     sharing,
     step_in_place,
@@ -229,7 +229,9 @@ def loaded(whose: str, part: Optimizer, param: Tensor, named: Mapping[str, Any])
     named = {name: torch.as_tensor(value) if is_number(value) else value for name, value in named.items()}
     state = restored(f"the state of {whose}", part.init_param(param.detach()), named)
     count = next(named[name] for name, field in to_state_dict(state).items() if field is state.step)
-    refuse_count(float(count.to(state.step.dtype)), lambda: f"in the state of {whose}, step")
+    number = float(count.to(state.step.dtype))
+    if not (number >= 0 and math.isfinite(number)):
+        raise ValueError(f"in the state of {whose}, step is {number}, expected the number of steps taken")
     return state
 
 

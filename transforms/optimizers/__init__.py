@@ -5,10 +5,9 @@ _schedules   hyperparameters: numbers, and functions of the step
 _checks      checks of gradients and states; `unchecked` is the function behind them
 _optimizer   `Optimizer`, on one parameter, on lists and on trees
 _kernels     steps in place: torch's kernels, which divide and clip by `grad_scale`, or the formula
-_sgd         SGD, averaged SGD, Rprop
+_sgd         SGD, averaged SGD, Rprop, Lion
 _adam        Adam and its relatives
 _adagrad     Adagrad, Adadelta, RMSprop, Adafactor
-_lion        Lion
 _muon        Muon
 _wrappers    optimizers around others, and optimizers by torch's names
 """
@@ -20,7 +19,6 @@ from ._adagrad import (
     rmsprop as rmsprop,
 )
 from ._adam import (
-    AdamState as AdamState,
     adam as adam,
     adamax as adamax,
     adamw as adamw,
@@ -30,11 +28,9 @@ from ._adam import (
 )
 from ._checks import (
     check_grad as check_grad,
-    refuse_count as refuse_count,
     unchecked as unchecked,
 )
-from ._lion import lion as lion
-from ._muon import MuonState as MuonState, muon as muon
+from ._muon import muon as muon
 from ._optimizer import (
     Ages as Ages,
     Item as Item,
@@ -62,14 +58,13 @@ from ._schedules import (
     warmup_cosine as warmup_cosine,
 )
 from ._sgd import (
-    SGDState as SGDState,
     asgd as asgd,
+    lion as lion,
     rprop as rprop,
     sgd as sgd,
 )
 from ._wrappers import (
     OF_TORCH as OF_TORCH,
-    FrozenState as FrozenState,
     InjectState as InjectState,
     as_functional_optim as as_functional_optim,
     compared as compared,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeAlias
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import optree
 import torch
@@ -27,7 +27,7 @@ from ..base import (
     widened,
     with_fields,
 )
-from ._checks import Forms, Last, check_count, checked, counted, form_of, unchecked, unrecorded
+from ._checks import Forms, Last, checked, form_of, unchecked, unrecorded
 from ._schedules import ScalarOrSchedule, value_at, watched
 
 
@@ -212,20 +212,13 @@ def step_lists_(
     unrecorded(lambda: step_in_place(part, params, grads, states, **here), params)
 
 
-class Matched(NamedTuple):
-    """Parameters and their states, checked."""
+def matched(
+    optimizer: Optimizer, params: Tree, state: State
+) -> tuple[list[Any], list[Any], Any, list[tuple[Optimizer, list[int]]]]:
+    """Parameters, states and the structure of the tree, if the states are of the form that `init` gives them.
 
-    names: list[str]
-    leaves: list[Any]
-    states: list[Any]
-    structure: Any
-    groups: list[tuple[Optimizer, list[int]]]  # the parameters that one kernel may step
-
-
-def matched(optimizer: Optimizer, params: Tree, state: State) -> Matched:
-    """Parameters and states, if these are of the form that `init` gives them.
-
-    Those of the form of the last call need no further check.
+    Those of the form of the last call need no further check. The last result are the places of the parameters that one
+    kernel may step.
 
     Raises:
         ValueError, TypeError: a state of other parameters, or of another optimizer.
@@ -246,12 +239,11 @@ def matched(optimizer: Optimizer, params: Tree, state: State) -> Matched:
         if not traced:
             forms.last = last
     if last.alike and optimizer.step_params_ is not None and forms.of_one_age(slots, len(leaves)):
-        return Matched(names, leaves, states, structure, [(optimizer, list(range(len(leaves))))])
+        return leaves, states, structure, [(optimizer, list(range(len(leaves))))]
     parts = [optimizer.at(name) for name in names]
     items: list[Item] = [(i, part, param, None) for i, (part, param) in enumerate(zip(parts, leaves, strict=True))]
     ages = [age_of(part, fields(own)) for part, own in zip(parts, states, strict=True)]
-    groups = [(some[0][1], [i for i, *_ in some]) for some in stepped_together(items, ages)]
-    return Matched(names, leaves, states, structure, groups)
+    return leaves, states, structure, [(some[0][1], [i for i, *_ in some]) for some in stepped_together(items, ages)]
 
 
 def states_of(params: Tree, state: State) -> tuple[list[str], list[Any], list[Any], Any]:
@@ -278,15 +270,14 @@ def step(
         found_inf: 0-d, with `donate`: change nothing where it is 1.
     """
     check_same("grads", grads, "params", params)
-    names, leaves, states, structure, groups = matched(optimizer, params, state)
+    leaves, states, structure, groups = matched(optimizer, params, state)
     given, new_leaves, new_states = optree.tree_leaves(grads), list(leaves), list(states)
     for part, places in groups:
         chosen: list[list[Any]] = [[of[i] for i in places] for of in (leaves, given, states)]
-        check_count(chosen[2][0], lambda i=places[0]: f"state[{names[i]!r}]")  # type: ignore[misc]
         hyper = dict(part.tensors)
         if not plain(*chosen) or not (donate or (plain(hyper) and hyper.keys() <= {"lr"} and not chosen[0][0].is_meta)):
             # Kernels take numbers, and for the learning rate a tensor too; they do not run on meta tensors.
-            made = [like(p, s, *unchecked(part.step_param)(p, g, s)) for p, g, s in zip(*chosen, strict=True)]
+            made = [like(p, s, *part.step_param(p, g, s)) for p, g, s in zip(*chosen, strict=True)]
             chosen[0], chosen[2] = map(list, zip(*made, strict=True))
         else:
             chosen = chosen if donate else _copies(part, *chosen)
@@ -368,17 +359,13 @@ class Optimizer(Specified):
         forms = Forms(self.init_param)
         object.__setattr__(self, "forms", forms)
         object.__setattr__(self, "tensors", tensor_arguments(self.spec))
-        object.__setattr__(self, "step_param", counted(self.step_param))
         object.__setattr__(self, "step_param_", checked(forms, self.step_param_))
         if self.step_params_ is not None:
             object.__setattr__(self, "step_params_", checked(forms, self.step_params_))
 
-    def with_spec(self, spec: Spec) -> Optimizer:
-        return replace(self, spec=spec)
-
     @property
     def _spec(self) -> Spec:
-        return self.spec if self.spec.name else spec_of_function(unchecked(self.step_param))
+        return self.spec if self.spec.name else spec_of_function(self.step_param)
 
     def at(self, path: str) -> Optimizer:
         """The optimizer of the parameter at `path`."""
@@ -413,6 +400,6 @@ class Optimizer(Specified):
 
         Raises:
             ValueError, TypeError: `grads` or `state` has not the structure, shapes, dtypes and devices that belong to
-                `params`; a state's `step` is negative or not finite, where looking at it waits for no device.
+                `params`.
         """
         return step(self, params, grads, state)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -118,8 +119,10 @@ def with_hyperparameters(state: State, **values: float | Tensor) -> State:
             return node
         known.update(node.hyperparameters)
         changed = dict(node.hyperparameters)
-        for name in values.keys() & changed.keys():  # states that shared a tensor share the new one
-            changed[name] = new.setdefault(id(changed[name]), _as_like(changed[name], values[name]))
+        for name in values.keys() & changed.keys():
+            old, value = changed[name], values[name]
+            made = value.reshape(()).to(old, copy=True) if isinstance(value, Tensor) else torch.full_like(old, value)
+            changed[name] = new.setdefault(id(old), made)  # states that shared a tensor share the new one
         return node._replace(hyperparameters=changed)
 
     out = optree.tree_map(change, state, is_leaf=lambda node: isinstance(node, InjectState))
@@ -132,23 +135,13 @@ def with_hyperparameters(state: State, **values: float | Tensor) -> State:
     return out
 
 
-def injected(state: State) -> list[tuple[str, Tensor]]:
-    """The hyperparameters in optimizer states by name: 0-d tensors that `with_hyperparameters` changes."""
-    nodes = optree.tree_leaves(state, is_leaf=lambda node: isinstance(node, InjectState))
-    return [pair for node in nodes if isinstance(node, InjectState) for pair in node.hyperparameters.items()]
-
-
 def compared(part: Optimizer, state: State) -> tuple[tuple[str, Any], ...]:
     """The hyperparameters by name that ranks compare, and that may become non-finite: schedules, and those in the state."""
-    holds = isinstance(state, InjectState) or hasattr(state, "inner")
-    return (*part.watched, *(injected(state) if holds else ()))
-
-
-def _as_like(old: Tensor, value: float | Tensor) -> Tensor:
-    """A value in the dtype and on the device of another one."""
-    if isinstance(value, Tensor):
-        return value.reshape(()).to(old, copy=True)
-    return torch.full_like(old, value)
+    if not hasattr(state, "inner"):
+        return part.watched
+    nodes = optree.tree_leaves(state, is_leaf=lambda node: isinstance(node, InjectState))
+    own = (node.hyperparameters.items() for node in nodes if isinstance(node, InjectState))
+    return (*part.watched, *itertools.chain.from_iterable(own))
 
 
 def remade(part: Optimizer, values: Mapping[str, Any]) -> Optimizer:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fjoin import transforms as tx
-from fjoin.transforms.optimizers import SGDState
+from fjoin.transforms.optimizers._sgd import SGDState
 from tests.helpers import raises_text
 from tests.optimizer_table import OPTIMIZERS
 from tests.sharded_problem import PAIRS, STEPS, gradients, run, start
