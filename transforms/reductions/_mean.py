@@ -16,7 +16,6 @@ from ..axes import all_gather, axis_index, axis_size, psum, psum_scatter, sum_pl
 from ..base import (
     AxisName,
     Call,
-    Compression,
     Needs,
     Over,
     Reduction,
@@ -39,7 +38,7 @@ from ..base import (
     to_device,
     words_dtype,
 )
-from ..codecs import Codec, check_codec
+from ..codecs import Codec
 from ._coded_sum import coded_sum, cut, encoded, ravel, unravel
 
 
@@ -175,7 +174,7 @@ def sum_over(axis: AxisName) -> Transform:
 
 
 @factory
-def hierarchical_mean(local: str, node: str, codec: Codec | None = None, over: Over = "weight") -> Transform:
+def hierarchical_mean(local: str, node: str, over: Over = "weight") -> Transform:
     """The mean over two axes: the ranks inside a node, whose links are fast, and the nodes.
 
     It has three stages:
@@ -184,20 +183,19 @@ def hierarchical_mean(local: str, node: str, codec: Codec | None = None, over: O
     - ranks with the same index in their node sum their parts (psum over `node`);
     - the ranks of a node exchange the results (all_gather over `local`).
 
-    So each rank sends across nodes only 1 / (ranks of the node) of the bytes that a mean over all ranks would send.
+    So each rank sends across nodes only 1 / (ranks of the node) of the bytes that a mean over all ranks would send. In
+    `compress(codec, hierarchical_mean(...))` the messages between nodes are encoded.
 
     Args:
         local: The axis inside a node.
         node: The axis across nodes.
-        codec: The codec of messages between nodes; None: floats. `compress(codec, hierarchical_mean(...))` does the
-            same, and stochastic codecs need that form.
         over: The divisor; see `mean`.
 
     Returns:
         A `Transform` whose `update` returns a tree like `grads`, equal on all ranks. It has no state.
 
     Raises:
-        ValueError: `over` is none of the three; `local` and `node` are the same axis; `codec` is stochastic.
+        ValueError: `over` is none of the three; `local` and `node` are the same axis.
 
     Same as: torch's hierarchical sharding of HYBRID_SHARD.
 
@@ -212,12 +210,6 @@ def hierarchical_mean(local: str, node: str, codec: Codec | None = None, over: O
     local, node = one_axis("hierarchical_mean: local", local), one_axis("hierarchical_mean: node", node)
     if local == node:
         raise ValueError(f"local and node must be two axes, got {local!r} for both")
-    if codec is not None and check_codec("codec", codec).stochastic:
-        raise ValueError(
-            f"{codec!r} is stochastic, and its random bits are keyed by steps; write "
-            f"compress({codec!r}, hierarchical_mean(...))"
-        )
-
     both = (local, node)
 
     def across(codec: Codec, x: Tensor, places: Tensor | None, feeds: bool) -> tuple[Tensor, Tensor | None]:
@@ -236,10 +228,10 @@ def hierarchical_mean(local: str, node: str, codec: Codec | None = None, over: O
         grads = optree.tree_map(torch.as_tensor, grads)
         of = named_leaves(grads)
         real(of, "hierarchical_mean")
-        device, wire = device_of(of.values()), call.wire or codec
+        device = device_of(of.values())
         share = call.share(both, over, device)
-        if wire is not None and axis_size(node) > 1:
-            out = encoded(grads, share, call.inside(wire=wire), across)
+        if call.wire is not None and axis_size(node) > 1:
+            out = encoded(grads, share, call, across)
         else:
             flat = ravel(of.values(), device, words_dtype(leaf.dtype for leaf in of.values()))
             flat = share._replace(total=None).times(flat)
@@ -247,6 +239,4 @@ def hierarchical_mean(local: str, node: str, codec: Codec | None = None, over: O
             out = unravel(all_gather(part, local).flatten()[: len(flat)], grads)
         return (share.unless_idle(out, grads) if call.persistent else out), state
 
-    needs = Needs.NOTHING if codec is None or codec.elementwise else Needs.LAYOUT
-    lossy = None if codec is None else Compression(named_leaves)
-    return Transform(init_empty, update, needs, Reduction(both, over), lossy, takes=("wire",))
+    return Transform(init_empty, update, Needs.NOTHING, Reduction(both, over), takes=("wire",))
