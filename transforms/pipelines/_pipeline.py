@@ -6,7 +6,7 @@ import itertools
 import math
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import optree
@@ -136,18 +136,13 @@ def _check(rates: Rates, summed: Tensor, axes: tuple[str, ...], step: int) -> No
         for rank, there in enumerate(ranks.tolist()):
             for (name, _), value, first in zip(some, there, ranks[0].tolist(), strict=True):
                 if value != first:
-                    raise DesyncError(_text(name, rank, value, first, step), rank=rank, step=step)
-
-
-def _text(name: str, rank: int, value: float, first: float, step: int) -> str:
-    if name == _PIPELINE:
-        return (
-            f"step {step}: rank {rank} has another pipeline than rank 0; make it from the same arguments on all ranks"
-        )
-    return (
-        f"step {step}: rank {rank} steps with {name}={value!r}, but rank 0 with {name}={first!r}; a schedule must not depend "
-        f"on the rank or its data, and with_hyperparameters(...) takes equal values on all ranks"
-    )
+                    text = (
+                        f"rank {rank} steps with {name}={value!r}, but rank 0 with {name}={first!r}; a schedule must not depend on "
+                        f"the rank or its data, and with_hyperparameters(...) takes equal values on all ranks"
+                    )
+                    if name == _PIPELINE:
+                        text = f"rank {rank} has another pipeline than rank 0; make it from the same arguments on all ranks"
+                    raise DesyncError(f"step {step}: {text}", rank=rank, step=step)
 
 
 class Skips(NamedTuple):
@@ -218,9 +213,6 @@ class Pipeline(Specified):
             refuse_float16(params)
 
     instead_of_transform = "a pipeline is complete already; put the transform into its hook"
-
-    def with_spec(self, spec: Spec) -> Pipeline:
-        return replace(self, spec=spec)
 
 
 def parts_of(what: Pipeline | Transform, on_buffers: Transform | None = None) -> Parts:

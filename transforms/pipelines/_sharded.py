@@ -88,21 +88,13 @@ class Sharding:
                 f"the gather's state is a {type(state).__name__}, but this pipeline has gather_codec={self.codec!r}; it is another "
                 f"pipeline's state"
             )
-        if state.cut == (here := cut_of(pieces)):
-            return
-        if state.cut.ranks != here.ranks:
+        if state.cut != (here := cut_of(pieces)):
             raise ValueError(
-                f"the state is cut into pieces for {state.cut.ranks} ranks, but the axis {self.axis!r} has {here.ranks}; reshard it: "
-                f"put the slices of the {state.cut.ranks} ranks together, and start this pipeline's init with them cut anew"
+                f"the state is cut into pieces for {state.cut.ranks} ranks, and is of rank {state.cut.rank}, but {self.axis!r} has "
+                f"{here.ranks} and this is rank {here.rank}. Each rank must be given its own state; for another number of ranks reshard "
+                f"it: put the slices of all ranks together, and start this pipeline's init with them cut anew. Where ranks agree, it "
+                f"is of other pieces: those of other parameters, of another optimizer, or of another bucket_bytes"
             )
-        if state.cut.rank != here.rank:
-            raise ValueError(
-                f"the state is of the pieces of rank {state.cut.rank}, but this is rank {here.rank} of {self.axis!r}; each rank must be "
-                f"given its own state"
-            )
-        raise ValueError(
-            "the state is of other pieces: those of other parameters, of another optimizer, or of another bucket_bytes"
-        )
 
     def held(self, pieces: Pieces, params: Tree, state: ShardState | GatherState) -> Tree:
         """This rank's slices of the parameters, or their exact values."""

@@ -69,7 +69,7 @@ def skip_if_nonfinite(part: Skippable) -> Skippable:
     tensor(1.)
     """
     if isinstance(part, Pipeline):
-        return _guarded(part, Skips(lambda inner: SkipState(inner, _no_calls()), _count))
+        return _guarded(part, Skips(lambda inner: SkipState(inner, _no_calls()), _count))  # type: ignore[return-value]
     if isinstance(part, Optimizer):
         raise TypeError(
             "skip_if_nonfinite takes a pipeline or a transform; write skip_if_nonfinite(fuse(hook, optimizer))"
