@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -229,8 +228,7 @@ def loaded(whose: str, part: Optimizer, param: Tensor, named: Mapping[str, Any])
     named = {name: torch.as_tensor(value) if is_number(value) else value for name, value in named.items()}
     state = restored(f"the state of {whose}", part.init_param(param.detach()), named)
     count = next(named[name] for name, field in to_state_dict(state).items() if field is state.step)
-    number = float(count.to(state.step.dtype))
-    if not (number >= 0 and math.isfinite(number)):
+    if not 0 <= (number := float(count.to(state.step.dtype))) < float("inf"):
         raise ValueError(f"in the state of {whose}, step is {number}, expected the number of steps taken")
     return state
 

@@ -16,10 +16,9 @@ from ..base import State, Tree, factory, fields, readable_without_sync
 from ._adagrad import adadelta, adafactor, adagrad, rmsprop
 from ._adam import adam, adamax, adamw, nadam, radam
 from ._kernels import around, each_part, one_param, zeros
-from ._muon import muon
 from ._optimizer import Optimizer, like, rate_at, step_in_place
 from ._schedules import no_schedule
-from ._sgd import asgd, rprop, sgd
+from ._sgd import asgd, muon, rprop, sgd
 
 
 class FrozenState(NamedTuple):

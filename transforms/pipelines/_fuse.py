@@ -52,13 +52,16 @@ from ..optimizers import (
     with_state_fields,
 )
 from ..reductions import mean, mean_with_words, scatter_mean
-from ._effect import FLUSH, Effect, Flag, flag
 from ._pipeline import (
+    FLUSH,
+    Effect,
+    Flag,
     Pipeline,
     Skips,
     agree,
     agreed,
     are_apart,
+    flag,
     mark_of,
     rates_of,
     refuse_float16,

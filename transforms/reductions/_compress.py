@@ -62,7 +62,7 @@ from ..codecs import (
     places_of,
     refuse_derivative,
 )
-from ._coded_sum import Residuals, coded_sum
+from ._mean import Residuals, coded_sum
 
 _CASTS: dict[torch.dtype, Callable[[], Codec]] = {
     torch.bfloat16: bfloat16,

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..axes import psum
 from ..base import AxisName, Call, Share, plain, readable_without_sync, words_dtype
 from ..codecs import Noise, key_of, places_of
-from ._coded_sum import choose, coded_sum, usable
+from ._mean import choose, coded_sum, usable
 
 
 def draw(seed: int, name: str, step: int, rank: int, columns: int, like: Tensor) -> Tensor:

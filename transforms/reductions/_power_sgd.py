@@ -34,9 +34,8 @@ from ..base import (
 )
 from ..codecs import refuse_derivative
 from ..combinators import switch_after
-from ._coded_sum import ravel, split
 from ._factors import draw, low_rank_mean
-from ._mean import mean
+from ._mean import mean, ravel, split
 
 
 class PowerSGDState(NamedTuple):

@@ -29,7 +29,7 @@ from ..base import (
 )
 from ..codecs import Codec, decode_pieces, encode_rows
 from ..layout import Pieces, pieces_here
-from ._coded_sum import send, summed
+from ._mean import send, summed
 
 
 class Cut(NamedTuple):

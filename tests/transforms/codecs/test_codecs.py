@@ -14,7 +14,7 @@ from fjoin import transforms as tx
 from fjoin.transforms.base import fingerprint
 from fjoin.transforms.codecs import _blocks as _scaled, key_of, places_of
 from fjoin.transforms.codecs._blocks import in_a_byte, pack, unpack, width
-from fjoin.transforms.reductions._coded_sum import coded_sum
+from fjoin.transforms.reductions._mean import coded_sum
 from tests.helpers import raises_text, same_bits
 
 ON_AVERAGE: dict[str, Any] = {

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fjoin import transforms as tx
-from fjoin.transforms.optimizers._muon import MuonState
+from fjoin.transforms.optimizers._sgd import MuonState
 from fjoin.transforms.optimizers._wrappers import FrozenState
 from tests.helpers import max_diff, raises_text, same_bits
 from tests.optimizer_table import OPTIMIZERS
