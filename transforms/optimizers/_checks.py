@@ -22,14 +22,6 @@ class _Form(NamedTuple):
     fields: list[tuple[torch.Size, torch.dtype, bool] | None]  # shape, dtype, whether it is on the parameter's device
 
 
-class Last(NamedTuple):
-    """Parameters and states that have passed the checks."""
-
-    form: Any
-    names: list[str]
-    alike: bool  # whether all parameters have one optimizer, one dtype and one device
-
-
 def form_of(structure: Any, others: Any, leaves: list[Any]) -> Any:
     """What checks look at in parameters and states; None where a leaf is no tensor."""
     try:
@@ -43,12 +35,13 @@ class Forms:
     """The forms of an optimizer's states, by the shape and dtype of the parameter.
 
     Attributes:
-        last: Those of the last step of a tree.
+        last: Of the tree whose step has passed the checks last: its form, the paths of its parameters, and whether all of them have one
+            optimizer, one dtype and one device.
     """
 
     def __init__(self, init_param: Callable[[Tensor], State]) -> None:
         self.init_param = init_param
-        self.last: Last | None = None
+        self.last: tuple[Any, list[str], bool] = (None, [], False)
         self._known: dict[Any, _Form] = {}
 
     @functools.cached_property

@@ -27,7 +27,7 @@ from ..base import (
     widened,
     with_fields,
 )
-from ._checks import Forms, Last, checked, form_of, unchecked, unrecorded
+from ._checks import Forms, checked, form_of, unchecked, unrecorded
 from ._schedules import ScalarOrSchedule, value_at, watched
 
 
@@ -51,17 +51,14 @@ def with_state_fields(states: Mapping[str, Any], new: Mapping[str, Mapping[str, 
 
 
 def _named(state: Any) -> dict[str, Tensor]:
-    """The tensors by a name without a dot: the last key, and where that is taken all keys, with bars."""
+    """The tensors by a name without a dot: the keys that lead there, with bars."""
     if hasattr(state, "inner"):
         return _named(state.inner)
-    fields = getattr(type(state), "_fields", ())
     named: dict[str, Tensor] = {}
     accessors, leaves, _ = optree.tree_flatten_with_accessor(state)
     for accessor, leaf in zip(accessors, leaves, strict=True):
         keys = [str(getattr(entry, "field", entry.entry)).replace(".", "/") for entry in accessor]
-        short = keys[-1]
-        taken = len(keys) > 1 and (short in fields or short in named or short.isdigit())
-        named["/".join(keys) if taken else short] = leaf
+        named["/".join(keys)] = leaf
     return named
 
 
@@ -227,18 +224,17 @@ def matched(
     slots, of_slots = optree.tree_flatten(state)
     forms, form = optimizer.forms, form_of(structure, of_slots, [*leaves, *slots])
     traced = torch.compiler.is_compiling()  # what is made then is not of use outside
-    last = None if traced else forms.last
-    if last is not None and form is not None and last.form == form:
-        names, states = last.names, structure.flatten_up_to(state)
+    last, names, alike = (None, [], False) if traced else forms.last
+    if form is not None and last == form:
+        states = structure.flatten_up_to(state)
     else:
         names, leaves, states, structure = states_of(params, state)
         for name, param, own in zip(names, leaves, states, strict=True):
             optimizer.at(name).forms.check_state(param, own, lambda name=name: f"state[{name!r}]")  # type: ignore[misc]
         alike = optimizer.select is None and not traced and len({(x.dtype, x.device) for x in leaves}) == 1
-        last = Last(form, names, alike)
         if not traced:
-            forms.last = last
-    if last.alike and optimizer.step_params_ is not None and forms.of_one_age(slots, len(leaves)):
+            forms.last = form, names, alike
+    if alike and optimizer.step_params_ is not None and forms.of_one_age(slots, len(leaves)):
         return leaves, states, structure, [(optimizer, list(range(len(leaves))))]
     parts = [optimizer.at(name) for name in names]
     items: list[Item] = [(i, part, param, None) for i, (part, param) in enumerate(zip(parts, leaves, strict=True))]

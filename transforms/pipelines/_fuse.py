@@ -21,7 +21,6 @@ from ..base import (
     all_finite,
     call_factory,
     changes_with_steps,
-    check_dense,
     check_same,
     check_transform,
     constant,
@@ -30,7 +29,6 @@ from ..base import (
     factory,
     flag as check_flag,
     map_with_path,
-    named_leaves,
     plain,
     readable_without_sync,
     to_device,
@@ -200,9 +198,8 @@ def pipeline_of(
     def inside(state: Any) -> PipelineState:
         old = getattr(state, "inner", None) if skips else state
         if not isinstance(old, PipelineState):
-            kind = "state with the field `inner`" if skips else "PipelineState"
             raise ValueError(
-                f"state is a {type(state).__name__}, expected the {kind} that this pipeline's init or step returned"
+                f"state is a {type(state).__name__}, expected one that this pipeline's init or step returned"
             )
         return old
 
@@ -313,8 +310,7 @@ def pipeline_of(
 
     def flush(params: Tree, state: Any) -> tuple[Tree, State]:
         old = inside(state)
-        for path, leaf in named_leaves(params).items():
-            check_dense(f"params[{path!r}]", leaf)
+        check_same("params", params, "params", params)
         if readable_without_sync(old.window) and old.window > 0:
             warnings.warn(
                 "flush leaves out the gradients of an unfinished window of accumulate(...), which have had no step; call step as often "

@@ -146,15 +146,13 @@ def use(mark: Tensor, donated: bool) -> None:
 def are_apart(*trees: Tree) -> bool:
     """Whether no two leaves share memory, and each is in one piece, so that it can be changed in place."""
     given: Tree = trees
-    leaves = optree.tree_leaves(given)
-    if not all([isinstance(x, Tensor) and x.layout is torch.strided and _in_one_piece(x) for x in leaves]):
+    leaves, in_one_piece = optree.tree_leaves(given), torch.ops.aten.is_non_overlapping_and_dense.default
+    if not all([isinstance(x, Tensor) and x.layout is torch.strided for x in leaves]):
+        return False
+    if not all([x.is_contiguous() or in_one_piece(x) for x in leaves]):
         return False
     spans = sorted([(x.data_ptr(), x.nbytes) for x in leaves if x.nbytes])
     return all([a + size <= b for (a, size), (b, _) in itertools.pairwise(spans)])
-
-
-def _in_one_piece(x: Tensor) -> bool:
-    return x.is_contiguous() or bool(torch.ops.aten.is_non_overlapping_and_dense.default(x))
 
 
 Rates = Sequence[tuple[str, float]]
@@ -175,9 +173,7 @@ def mark_of(*parts: object) -> list[tuple[str, float]]:
 
 def rates_of(optimizer: Optimizer, params: Tree, slots: State) -> list[tuple[str, float]]:
     """The hyperparameters that may differ between ranks, by name; without those that Python cannot read now."""
-    if not plain(params, slots):
-        return []
-    if optimizer.select is None and not compared(optimizer, optimizer.forms.probe):
+    if not plain(params, slots) or (optimizer.select is None and not compared(optimizer, optimizer.forms.probe)):
         return []
     names, _, states, _ = states_of(params, slots)
     parts = {}

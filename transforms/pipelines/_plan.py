@@ -208,8 +208,7 @@ def warn_if_silent(
     stacklevel: int,
 ) -> None:
     """Warn if no part of a pipeline communicates, unless its hook is `identity()`."""
-    given = [hook, *(part for part in ends if part is not None)]
-    if not hook.silent and not any(axes_of(part, mesh_axes) for part in given):
+    if not hook.silent and not any(axes_of(part, mesh_axes) for part in (hook, *ends) if part is not None):
         warnings.warn(
             f"nothing in {what!r} reduces over the {ranks} ranks, so each trains on its own batches alone; put "
             f"tx.mean({mesh_axes[0]!r}) into it, or tx.identity() where that is meant",
