@@ -323,12 +323,11 @@ def masters_of(params: Tree, state: State) -> Tree:
 def with_masters(masters: Tree, params: Tree, state: State) -> tuple[Tree, State]:
     """Parameters and state with new values for the result of `masters_of`."""
 
-    leaves, structure = optree.tree_flatten(params)
-    new: list[tuple[Tensor, Any]] = []
-    given: list[Any] = structure.flatten_up_to(masters)
-    for master, param, s in zip(given, leaves, structure.flatten_up_to(state), strict=True):
-        new.append((master, s) if master_of(s) is None else (master.to(param.dtype), with_master(s, master)))
-    return structure.unflatten([param for param, _ in new]), structure.unflatten([s for _, s in new])
+    def kept(param: Tensor, master: Tensor, s: Any) -> Any:
+        return s if master_of(s) is None else with_master(s, master)
+
+    new = optree.tree_map(lambda param, master: master.to(param.dtype), params, masters)
+    return new, optree.tree_map(kept, params, masters, state)
 
 
 OF_TORCH: Mapping[type, Callable[..., Optimizer]] = {

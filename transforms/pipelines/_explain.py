@@ -161,12 +161,12 @@ class Recorder(Axis):
         return torch.tensor(0, device="cpu")
 
     def run(self, op: str, x: Tensor, arg: Any) -> Tensor:
-        sent, splits = to_order(x, op == "pmax") if op in ("pmax", "pmin") else x, op == "all_to_all_single"
-        payload = sent.numel() * sent.element_size()
-        of_ring = sent_bytes(op, payload, self.size, *[arg] * splits)
+        sent = to_order(x, op == "pmax") if op in ("pmax", "pmin") else x
+        payload, splits = sent.numel() * sent.element_size(), arg if op == "all_to_all_single" else None
+        of_ring = sent_bytes(op, payload, self.size, splits)
         self._notes.append(Message(op, self.name, sent.dtype, payload, of_ring))
-        if splits:
-            return x.new_zeros(sum(arg[1]), *x.shape[1:])
+        if splits is not None:
+            return x.new_zeros(sum(splits[1]), *x.shape[1:])
         if op == "all_gather":
             return x.new_zeros(self.size, *x.shape)
         return x.new_zeros(x.shape[1:]) if op == "psum_scatter" else torch.zeros_like(x)
@@ -257,8 +257,8 @@ class Counting:
             yield _row(part, step, sent, part.init(values))
             call = behind(part, call)
             values = own if part.sharded_over else values
-        agreed = [*records.before, *[self._plan.agree] * records.apart, *[reduced.axes] * records.verdict]
-        for axes in agreed:
+        late = [axes for axes, goes in ((self._plan.agree, records.apart), (reduced.axes, records.verdict)) if goes]
+        for axes in (*records.before, *late):
             if sent := self._sum(self._words(axes), axes):
                 yield Row("(the step's own counts)", Needs.LAYOUT, _when(self._hook, step), sent, 0)
         if self._uses:

@@ -172,8 +172,8 @@ def _power_sgd(
         """The shape of the Q of each matrix that is compressed, (rank, columns), by path; all leaves together are at ""."""
         sizes = {p: (x.shape[0], x.numel() // x.shape[0]) for p, x in leaves.items() if x.dim() > 1 and x.numel()}
         if batched:
-            side = math.isqrt(max(sum(leaf.numel() for leaf in leaves.values()) - 1, 0)) + 1
-            sizes = {"": (side, side)}
+            count = sum(leaf.numel() for leaf in leaves.values())
+            sizes = {"": (math.isqrt(count - 1) + 1,) * 2} if count else {}
         found = {}
         for path, (rows, columns) in sizes.items():
             own = min(rows, columns, rank)
@@ -182,9 +182,8 @@ def _power_sgd(
         return found
 
     def drawn(path: str, shape: tuple[int, ...], step: int, leaves: Mapping[str, Tensor]) -> Tensor:
-        return draw(
-            seed, path, step, shape[0], shape[1], leaves[path] if path in leaves else next(iter(leaves.values()))
-        )
+        like = leaves[path] if path in leaves else next(iter(leaves.values()))
+        return draw(seed, path, step, shape[0], shape[1], like)
 
     def started(path: str, shape: tuple[int, int], state: PowerSGDState, leaves: Mapping[str, Tensor]) -> Tensor:
         """The Q of a matrix to start from."""
