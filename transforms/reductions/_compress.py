@@ -22,14 +22,12 @@ from ..axes import (
     axis_size,
     check_splits,
     lookup,
-    names,
     note,
     packed,
     place_gathered,
     place_received,
     pmean,
     psum,
-    psum_scatter,
     split_ranks,
 )
 from ..base import (
@@ -233,7 +231,6 @@ def quantized(collective: C, codec: Codec) -> C:
 
         all_gather, all_to_all, all_to_all_single      each value is encoded once; a rank receives its own value
                                                        as the other ranks decode it
-        psum_scatter                                   exchanged like these, then summed in float32
         psum, pmean                                    as `compress`: bytes do not grow with the ranks, and all
                                                        ranks receive equal results to the bit
 
@@ -320,19 +317,6 @@ def _pmean(codec: Codec, x: Tree, axis: AxisName) -> Tree:
     return optree.tree_map(lambda total: total / axis_size(axis), _psum(codec, x, axis))
 
 
-def _psum_scatter(codec: Codec, x: Tree, axis: AxisName, *, dim: int = 0, tiled: bool = False) -> Tree:
-    def exchange(codes: Tensor) -> Tensor:
-        """Row s goes to rank s; the result has a row from each rank. They move over one axis after another."""
-        moved = codes.reshape((*[axis_size(name) for name in names(axis)], codes.shape[1]))
-        for i, name in enumerate(names(axis)):
-            moved = all_to_all(moved, name, i, i)
-        return moved.reshape(codes.shape)
-
-    received = _in_bytes(codec, axis, exchange)
-    out = packed(split_ranks("psum_scatter", x, axis, dim, tiled), 1, lambda rows: received(rows).sum(0))
-    return optree.tree_map(lambda leaf: leaf.movedim(0, dim), out) if tiled else out
-
-
 def _all_gather(codec: Codec, x: Tree, axis: AxisName, *, dim: int = 0, tiled: bool = False) -> Tree:
     run = _in_bytes(codec, axis, lambda codes: all_gather(codes, axis))
     return place_gathered(packed(x, 0, run), dim, tiled)
@@ -369,7 +353,6 @@ def _all_to_all_single(
 _FORMS: dict[Callable[..., Any], Callable[..., Tree]] = {
     psum: _psum,
     pmean: _pmean,
-    psum_scatter: _psum_scatter,
     all_gather: _all_gather,
     all_to_all: _all_to_all,
     all_to_all_single: _all_to_all_single,
