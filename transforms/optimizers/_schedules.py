@@ -300,10 +300,7 @@ def from_torch_scheduler(make: Callable[[Optimizer], Any], lr: float, total_step
     for _ in range(total_steps):
         values.append(float(optimizer.param_groups[0]["lr"]))
         optimizer.step()
-        try:
-            scheduler.step()
-        except TypeError as error:
-            raise TypeError(f"a {type(scheduler).__name__} does not depend on the step alone: {error}") from error
+        scheduler.step()
     return tabulated(tuple(values))
 
 

@@ -47,26 +47,15 @@ class Sharding:
         """The pieces of these parameters, by their paths, shapes and dtypes, and the ranks of the bound axis.
 
         Raises:
-            ValueError: two leaves have one path, or they are on several devices.
+            ValueError: two leaves have one path.
         """
         ranks, rank = axis_size(self.axis), int(axis_index(self.axis))
         paths, leaves, _ = flatten_in_insertion_order(params)
-        key = (
-            ranks,
-            rank,
-            bucket_bytes,
-            direct_bytes,
-            *((path, p.shape, p.dtype, p.device) for path, p in zip(paths, leaves, strict=True)),
-        )
+        forms = ((path, p.shape, p.dtype, p.device) for path, p in zip(paths, leaves, strict=True))
+        key = (ranks, rank, bucket_bytes, direct_bytes, *forms)
         if key not in self._made:
             named_leaves(params)  # raises where two leaves have one path
             named = dict(zip(paths, leaves, strict=True))
-            other = next((path for path, p in named.items() if p.device != leaves[0].device), None)
-            if other is not None:
-                raise ValueError(
-                    f"params[{other!r}] lies on {named[other].device}, but params[{paths[0]!r}] on {leaves[0].device}; a pipeline that "
-                    f"shards takes parameters of one device"
-                )
             self._made[key] = cut(named, self._optimizer, self.axis, ranks, rank, bucket_bytes, direct_bytes)
         return self._made[key]
 

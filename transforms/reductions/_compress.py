@@ -257,17 +257,12 @@ def quantized(collective: C, codec: Codec) -> C:
     """
     if not any(collective is served for served in _FORMS):
         served = ", ".join(each.__name__ for each in _FORMS)
-        raise TypeError(f"quantized serves {served}, got {_called(collective)}; for a hook write compress(codec, hook)")
+        got = getattr(collective, "__name__", None) or repr(collective)
+        raise TypeError(f"quantized serves {served}, got {got}; for a hook write compress(codec, hook)")
     if not isinstance(codec, Codec):
-        raise TypeError(
-            f"quantized takes a collective and a Codec, got {_called(codec)}; for example quantized(psum, int8())"
-        )
+        raise TypeError(f"quantized takes a Codec, got {codec!r}; for example quantized(psum, int8())")
     # A partial: its fingerprint depends on the codec.
     return functools.update_wrapper(functools.partial(_quantized, collective, codec), collective)  # type: ignore[return-value]
-
-
-def _called(value: Any) -> str:
-    return getattr(value, "__name__", None) or repr(value)
 
 
 def _quantized(
