@@ -322,12 +322,9 @@ def masters_of(params: Tree, state: State) -> Tree:
 
 def with_masters(masters: Tree, params: Tree, state: State) -> tuple[Tree, State]:
     """Parameters and state with new values for the result of `masters_of`."""
-
-    def kept(param: Tensor, master: Tensor, s: Any) -> Any:
-        return s if master_of(s) is None else with_master(s, master)
-
     new = optree.tree_map(lambda param, master: master.to(param.dtype), params, masters)
-    return new, optree.tree_map(kept, params, masters, state)
+    kept = optree.tree_map(lambda master, s: s if master_of(s) is None else with_master(s, master), masters, state)
+    return new, kept
 
 
 OF_TORCH: Mapping[type, Callable[..., Optimizer]] = {
