@@ -55,7 +55,7 @@ MEANS: dict[str, tuple[Callable[[], tx.Transform], str | None]] = {
     "hierarchical": (lambda: tx.hierarchical_mean("local", "node"), "weight"),
     "hierarchical, live": (lambda: tx.hierarchical_mean("local", "node", over="live"), "live"),
     "hierarchical, world": (lambda: tx.hierarchical_mean("local", "node", over="world"), "world"),
-    "hierarchical, encoded": (lambda: tx.hierarchical_mean("local", "node", tx.float32()), "weight"),
+    "hierarchical, encoded": (lambda: tx.compress(tx.float32(), tx.hierarchical_mean("local", "node")), "weight"),
     "encoded": (lambda: tx.compress(tx.float32(), tx.mean("data")), "weight"),
     "encoded, live": (lambda: tx.compress(tx.float32(), tx.mean("data", over="live")), "live"),
     "encoded, world": (lambda: tx.compress(tx.float32(), tx.mean("data", over="world")), "world"),

@@ -15,11 +15,10 @@ CODECS: dict[str, tuple[Any, float]] = {
     "int8": (tx.int8(), 1 / 253), "int4": (tx.int4(block=4), 1 / 13),
     "int8 by chance": (tx.int8(stochastic=True).keyed(1, 2), 1 / 126),
 }  # fmt: skip
-SERVED = ["psum", "pmean", "psum_scatter", "all_gather", "all_to_all", "all_to_all_single"]
+SERVED = ["psum", "pmean", "all_gather", "all_to_all", "all_to_all_single"]
 CALLS: dict[str, Any] = {
     "psum": lambda f, x, n: f(x, "data"),
     "pmean": lambda f, x, n: f({k: v for k, v in x.items() if k != "torch.bool"}, "data"),
-    "psum_scatter": lambda f, x, n: f({k: v for k, v in x.items() if k != "torch.bool"}, "data"),
     "all_gather": lambda f, x, n: f(x, "data", dim=1), "all_to_all": lambda f, x, n: f(x, "data", tiled=True),
     "all_to_all_single": lambda f, x, n: f(x, "data"),
 }  # fmt: skip

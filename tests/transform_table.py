@@ -72,10 +72,10 @@ TRANSFORMS: dict[str, list[Callable[[], tx.Transform]]] = {
     "hierarchical_mean": [
         lambda: tx.hierarchical_mean("local", "node"),
         lambda: tx.hierarchical_mean("local", "node", over="world"),
-        lambda: tx.hierarchical_mean("node", "local", tx.int8(block=4), over="live"),
+        lambda: tx.compress(tx.int8(block=4), tx.hierarchical_mean("node", "local", over="live")),
         lambda: tx.compress(tx.bfloat16(), tx.hierarchical_mean("local", "node")),
         lambda: tx.error_feedback(tx.compress(tx.int8(stochastic=True), tx.hierarchical_mean("node", "local"))),
-        lambda: tx.error_feedback(tx.hierarchical_mean("local", "node", tx.int8(block=4))),
+        lambda: tx.error_feedback(tx.compress(tx.int8(block=4), tx.hierarchical_mean("local", "node"))),
     ],
     "error_feedback": [
         lambda: tx.error_feedback(tx.compress(tx.int8(block=4), tx.mean("data"))),

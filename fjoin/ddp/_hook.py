@@ -20,7 +20,7 @@ from ..transforms.axes import bind_axes
 from ..transforms.base import Transform, is_accelerator, restored, to_state_dict
 from ..transforms.combinators import stages
 from ..transforms.layout import Bucket, Pieces
-from ..transforms.pipelines import Counting, Explanation, Pipeline, PipelineState, Plan, explained, make_plan, parts_of
+from ..transforms.pipelines import Counting, Explanation, Pipeline, PipelineState, Plan, make_plan, parts_of
 from ._buckets import DDPBucket, TotalWeight, bucket_of, first_buckets
 from ._module_pass import ModulePass
 from ._run import ModuleParams, ScaledLoss, UsedParameters
@@ -115,11 +115,8 @@ class DDPRun:
 
     def explain(self, at_step: int) -> Explanation:
         """The messages of a pass, with the buckets of the last pass, or before any pass those of the first."""
-        sharding = None if self.pipeline is None else self.pipeline.sharding
-        pieces = None if sharding is None else sharding.pieces
-        uses, buckets = self.used is not None, self.params.layout
-        of = Counting(self.what, self.leaves, self.mesh.shape, lambda _: buckets, uses=uses, pieces=pieces)
-        return explained(of, at_step)
+        what, uses, buckets = self.what, self.used is not None, self.params.layout
+        return Counting(what, self.leaves, self.mesh.shape, buckets=buckets, uses=uses).explanation(at_step)
 
     def checksum(self) -> int:
         """A checksum of the parameters; 0 where all ranks have equal parameters after each step."""

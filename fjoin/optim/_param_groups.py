@@ -19,7 +19,6 @@ from ..transforms.optimizers import (
     check_rates,
     compared,
     leaf_arguments,
-    refuse_count,
     remade,
     sharing,
     step_in_place,
@@ -229,7 +228,8 @@ def loaded(whose: str, part: Optimizer, param: Tensor, named: Mapping[str, Any])
     named = {name: torch.as_tensor(value) if is_number(value) else value for name, value in named.items()}
     state = restored(f"the state of {whose}", part.init_param(param.detach()), named)
     count = next(named[name] for name, field in to_state_dict(state).items() if field is state.step)
-    refuse_count(float(count.to(state.step.dtype)), lambda: f"in the state of {whose}, step")
+    if not 0 <= (number := float(count.to(state.step.dtype))) < float("inf"):
+        raise ValueError(f"in the state of {whose}, step is {number}, expected the number of steps taken")
     return state
 
 

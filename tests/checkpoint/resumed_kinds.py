@@ -34,7 +34,7 @@ class Kind(NamedTuple):
 
 def of_two_axes() -> tx.Pipeline:
     """The weights are averaged over all ranks in each step, the biases over the nodes in every third one."""
-    coded = tx.error_feedback(tx.hierarchical_mean("local", "node", INT8))
+    coded = tx.error_feedback(tx.compress(INT8, tx.hierarchical_mean("local", "node")))
     hook = tx.partition({"*.weight": coded, "*": tx.mean("local")})
     return tx.fuse(hook, tx.adamw(0.05), after=tx.every(3, tx.average_parameters("node")))
 

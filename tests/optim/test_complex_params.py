@@ -40,9 +40,8 @@ def _in_torchs_form(opt: tx.Optimizer) -> None:
 
 ENTRANCES: dict[str, Callable[[tx.Optimizer], Any]] = {
     "init": lambda opt: opt.init({"w": _complex()}), "init_param": lambda opt: opt.init_param(_complex()),
-    "a gradient": lambda opt: opt.step_param(torch.zeros(2), _complex(), opt.init_param(torch.zeros(2))),
+    "a gradient": lambda opt: opt.step_param_(torch.zeros(2), _complex(), opt.init_param(torch.zeros(2))),
     "step": lambda opt: opt.step({"w": _complex()}, {"w": _complex()}, opt.init({"w": torch.zeros(2)})),
-    "step_param": lambda opt: opt.step_param(_complex(), _complex(), opt.init_param(torch.zeros(2))),
     "step_param_": lambda opt: opt.step_param_(_complex(), _complex(), opt.init_param(torch.zeros(2))),
     "step_params_": _in_lists, "fjoin.Optimizer": _in_torchs_form,
     "pipeline": lambda opt: tx.fuse(tx.mean("data"), opt).init({"w": _complex()}),

@@ -146,7 +146,7 @@ def test_raises_on_bad_states_and_gradients() -> None:
     raises_text(TypeError, lambda: step({"w": X}, X), "from step.init", "dict")
     pipeline, params = MEAN_SGD, {"w": X}
     with fjoin.bind(fjoin.mesh({"data": -1})):
-        raises_text(ValueError, lambda: pipeline.step(params, {"w": X}, ()), "PipelineState")
+        raises_text(ValueError, lambda: pipeline.step(params, {"w": X}, ()), "a tuple", "init or step returned")
         raises_text(
             ValueError,
             lambda: pipeline.step(params, {"v": X}, pipeline.init(params)),

@@ -48,7 +48,7 @@ LOSSY: dict[str, list[Callable[[], tx.Transform]]] = {
     "world": [lambda: tx.compress(tx.int4(block=3), tx.mean("data", over="world"))],
     "cast": [lambda: tx.compress(torch.bfloat16, tx.mean("data"))],
     "hierarchical": [
-        lambda: tx.hierarchical_mean("local", "node", tx.int4(block=5)),
+        lambda: tx.compress(tx.int4(block=5), tx.hierarchical_mean("local", "node")),
         lambda: tx.compress(tx.int4(), tx.hierarchical_mean("node", "local", over="world")),
     ],
     "power_sgd": [

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from ._check import is_finite
+from ._check import CHECKS, is_finite
 from ._tree import Tree, plain, readable_without_sync, to_device, where
 from .devices import divided, scaled
 
@@ -23,6 +23,9 @@ Number: TypeAlias = float | Tensor  # a number where the host knows it, otherwis
 def check_over(over: Any) -> None:
     if over not in ("weight", "live", "world"):
         raise ValueError(f"over must be 'weight', 'live' or 'world', got {over!r}")
+
+
+CHECKS["Over"] = lambda where, over: check_over(over)
 
 
 def weight_of(weight: Any) -> Number:

@@ -119,7 +119,7 @@ def factory(function: Callable[P, T]) -> Callable[P, T]:
     """Decorates a factory: its results carry a spec, with the factory's name and arguments.
 
     The factory is registered under its own name, so a name can be used only once. Arguments that are annotated as a bool, an
-    `AxisName`, a `Count`, an `Index` or a `Transform` are checked.
+    `AxisName`, a `Count`, an `Index`, an `Over` or a `Transform` are checked.
 
     Raises:
         ValueError: another factory has this name; at a call: an argument is nested 100 deep already.

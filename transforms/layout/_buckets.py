@@ -81,26 +81,26 @@ def make_layout(
     def size(path: str) -> int:
         return params[path].numel() * params[path].element_size()
 
+    def close(when: int, paths: list[str], direct: bool = False) -> None:
+        done.append((when, _bucket(params, sorted(paths, key=lambda path: owner.get(path, 0)), label, direct)))
+
     first_bytes = min(FIRST_BYTES, bucket_bytes) if sum(map(size, params)) > bucket_bytes else bucket_bytes
     for when, path in enumerate(reversed(list(params))):
         key = (params[path].dtype, params[path].device, path in owner)
         if size(path) >= direct_bytes and path not in owner:
-            done.append((when, _bucket(params, [path], label, direct=True)))
+            close(when, [path], direct=True)
             continue
         paths, filled = filling.get(key, ([], 0))
         paths.append(path)
         filling[key] = paths, filled + size(path)
         if filled + size(path) >= (bucket_bytes if done else first_bytes):
-            done.append((when, _bucket(params, sorted(paths, key=lambda p: owner.get(p, 0)), label)))
-            del filling[key]
+            close(when, filling.pop(key)[0])
     for paths, _ in filling.values():
-        done.append((len(params), _bucket(params, sorted(paths, key=lambda p: owner.get(p, 0)), label)))
+        close(len(params), paths)
     return tuple(bucket for _, bucket in sorted(done, key=lambda pair: pair[0]))
 
 
-def _bucket(
-    params: Mapping[str, Tensor], paths: list[str], label: Callable[[str], Hashable], direct: bool = False
-) -> Bucket:
+def _bucket(params: Mapping[str, Tensor], paths: list[str], label: Callable[[str], Hashable], direct: bool) -> Bucket:
     by_label: dict[Hashable, list[str]] = {}
     for path in paths:
         by_label.setdefault(label(path), []).append(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import functools
 import itertools
@@ -51,22 +52,23 @@ class Pieces:
     @functools.cached_property
     def slices(self) -> dict[str, tuple[int, int]]:
         """Path -> (start, stop), this rank's slice of the flat leaf."""
-        return {path: span for k in range(len(self.buckets)) for path, span in self.slices_in(k, self.rank).items()}
+        return self._slices_of(self.rank)
 
     @functools.cached_property
     def fingerprint(self) -> int:
         """A number that differs for other buckets, cuts or numbers of ranks."""
-        return zlib.crc32(
-            repr([(bucket.paths, cuts) for bucket, cuts in zip(self.buckets, self.bounds, strict=True)]).encode()
-        )
+        cuts = [(bucket.paths, bounds) for bucket, bounds in zip(self.buckets, self.bounds, strict=True)]
+        return zlib.crc32(repr(cuts).encode())
 
     @functools.cached_property
     def slices_of_all(self) -> list[dict[str, tuple[int, int]]]:
         """`slices` of each rank."""
-        ranks, buckets = range(self.ranks), range(len(self.buckets))
-        return [{path: span for k in buckets for path, span in self.slices_in(k, rank).items()} for rank in ranks]
+        return [self._slices_of(rank) for rank in range(self.ranks)]
 
-    def slices_in(self, k: int, rank: int) -> dict[str, tuple[int, int]]:
+    def _slices_of(self, rank: int) -> dict[str, tuple[int, int]]:
+        return {path: span for k in range(len(self.buckets)) for path, span in self._slices_in(k, rank).items()}
+
+    def _slices_in(self, k: int, rank: int) -> dict[str, tuple[int, int]]:
         """Path -> (start, stop), a rank's slices of the leaves in one bucket."""
         (low, high), found = self.bounds[k][rank : rank + 2], {}
         for path, at in zip(self.buckets[k].paths, self.buckets[k].offsets, strict=True):
@@ -86,11 +88,7 @@ class Pieces:
     def own(self, tree: Tree) -> Tree:
         """This rank's slices of the leaves, views where the leaves are contiguous."""
 
-        def one(path: str, leaf: Tensor) -> Tensor:
-            start, stop = self.slices[path]
-            return leaf.reshape(-1)[start:stop].view(self.shape(path))
-
-        return map_with_path(one, tree)
+        return map_with_path(lambda p, leaf: leaf.reshape(-1)[slice(*self.slices[p])].view(self.shape(p)), tree)
 
     def only(self, k: int) -> Pieces:
         """The pieces of one bucket."""
@@ -101,23 +99,18 @@ class Pieces:
         buckets, bounds = [], []
         for k, bucket in enumerate(self.buckets):
             if chosen := tuple(path for path in bucket.paths if path in paths):
-                at, offsets = 0, []
-                for path in chosen:
-                    offsets.append(at)
-                    at += self.shapes[path].numel()
-                sizes = [
-                    sum(stop - start for path, (start, stop) in self.slices_in(k, rank).items() if path in chosen)
-                    for rank in range(self.ranks)
-                ]
-                buckets.append(bucket._replace(paths=chosen, offsets=tuple(offsets), numel=at))
+                *offsets, numel = itertools.accumulate((self.shapes[path].numel() for path in chosen), initial=0)
+                spans = [self._slices_in(k, rank) for rank in range(self.ranks)]
+                sizes = [sum(of[path][1] - of[path][0] for path in chosen) for of in spans]
+                buckets.append(bucket._replace(paths=chosen, offsets=tuple(offsets), numel=numel))
                 bounds.append((0, *itertools.accumulate(sizes)))
         return replace(self, buckets=tuple(buckets), bounds=tuple(bounds))
 
     def flat(self, k: int, name: str) -> Pieces:
         """The pieces of one bucket as a tree of one flat tensor."""
-        numel = self.buckets[k].numel
         bucket = self.buckets[k]._replace(paths=(name,), offsets=(0,))
-        return Pieces(self.axis, self.rank, (bucket,), (self.bounds[k],), {name: torch.Size([numel])}, frozenset())
+        shapes = {name: torch.Size([bucket.numel])}
+        return replace(self.only(k), buckets=(bucket,), shapes=shapes, whole=frozenset())
 
     def pack(self, k: int, leaves: Mapping[str, Tensor]) -> Tensor:
         """A bucket's leaves as one flat tensor, with zeros between them."""
@@ -190,12 +183,8 @@ def cut(
     bounds = []
     for bucket in buckets:
         if bucket.paths[0] in owner:
-            of = [owner[path] for path in bucket.paths]
-            starts = [
-                next((at for at, o in zip(bucket.offsets, of, strict=True) if o >= r), bucket.numel)
-                for r in range(1, ranks)
-            ]
-            bounds.append((0, *starts, bucket.numel))
+            starts = [bisect.bisect_left([owner[path] for path in bucket.paths], r) for r in range(ranks)]
+            bounds.append((*((*bucket.offsets, bucket.numel)[at] for at in starts), bucket.numel))
         else:
             align = ALIGN_BYTES // bucket.dtype.itemsize
             size = -(-bucket.numel // (ranks * align)) * align
@@ -252,17 +241,24 @@ def merged(
     >>> merged(old, (4,), (3,), Merge.SUM, None).item()
     0.0
     """
-    first = next(iter(values.values()))
+    first, *others = values.values()
     adds = merge in (Merge.SUM, Merge.SHARE)
-    if not adds and all(_same(value, first) for value in values.values()):
-        return first
+    if not adds:
+        bits = [value.contiguous().reshape(-1).view(torch.uint8) for value in values.values()]
+        if all(x.shape == first.shape and torch.equal(own, bits[0]) for x, own in zip(others, bits[1:], strict=True)):
+            return first
     if merge is Merge.MEAN:
-        return _mean(list(values.values()))
+        together = torch.stack([first, *others])
+        if not first.is_floating_point():  # counters, such as those of a normalization
+            return together.amax(0)
+        return together.to(torch.promote_types(first.dtype, torch.float32)).mean(0).to(first.dtype)
     if merge is Merge.RESTART and start is not None:
         return start
     if not adds:
         raise ValueError("the ranks had values of their own, which no rule merges for another number of ranks")
-    mine = [value for old, value in sorted(values.items()) if _folded(old, sizes) == place]
+    # Places beyond the new sizes are folded onto the others.
+    folded = {old: tuple(at % size for at, size in zip(old, sizes, strict=True)) for old in sorted(values)}
+    mine = [values[old] for old, new in folded.items() if new == place]
     if not mine:
         return torch.zeros_like(first)
     total = torch.stack(mine).sum(0, dtype=first.dtype)
@@ -271,33 +267,11 @@ def merged(
     return total
 
 
-def _folded(old: Spot, sizes: Sequence[int]) -> Spot:
-    """The new place that takes over an old one: places beyond the new sizes are folded onto the others."""
-    return tuple(at % size for at, size in zip(old, sizes, strict=True))
-
-
-def _mean(values: list[Tensor]) -> Tensor:
-    if not values[0].is_floating_point():  # counters, such as those of a normalization
-        return torch.stack(values).amax(0)
-    wide = torch.stack(values).to(torch.promote_types(values[0].dtype, torch.float32))
-    return wide.mean(0).to(values[0].dtype)
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    """Whether all bits are equal."""
-    return a.shape == b.shape and torch.equal(*(x.contiguous().reshape(-1).view(torch.uint8) for x in (a, b)))
-
-
 class _Bound(threading.local):
     pieces: Pieces | None = None
 
 
 _BOUND = _Bound()
-
-
-def bound_pieces() -> Pieces | None:
-    """The pieces bound in this thread."""
-    return _BOUND.pieces
 
 
 @contextlib.contextmanager
@@ -312,8 +286,8 @@ def bind_pieces(pieces: Pieces | None) -> Iterator[None]:
 
 def pieces_here(tree: Tree, axis: str) -> Pieces:
     """The bound pieces; without them, those of a tree of elementwise parameters, in one bucket per dtype and device."""
-    if (bound := bound_pieces()) is not None:
-        return bound
+    if _BOUND.pieces is not None:
+        return _BOUND.pieces
     paths, leaves, _ = flatten_in_insertion_order(tree)
     named: dict[str, Any] = dict(zip(paths, leaves, strict=True))
     return cut(named, None, axis, axis_size(axis), int(axis_index(axis)), 2**62, 2**62)

@@ -5,36 +5,15 @@ _schedules   hyperparameters: numbers, and functions of the step
 _checks      checks of gradients and states; `unchecked` is the function behind them
 _optimizer   `Optimizer`, on one parameter, on lists and on trees
 _kernels     steps in place: torch's kernels, which divide and clip by `grad_scale`, or the formula
-_sgd         SGD, averaged SGD, Rprop
+_sgd         SGD, averaged SGD, Rprop, Lion, Muon
 _adam        Adam and its relatives
 _adagrad     Adagrad, Adadelta, RMSprop, Adafactor
-_lion        Lion
-_muon        Muon
 _wrappers    optimizers around others, and optimizers by torch's names
 """
 
-from ._adagrad import (
-    adadelta as adadelta,
-    adafactor as adafactor,
-    adagrad as adagrad,
-    rmsprop as rmsprop,
-)
-from ._adam import (
-    AdamState as AdamState,
-    adam as adam,
-    adamax as adamax,
-    adamw as adamw,
-    lamb as lamb,
-    nadam as nadam,
-    radam as radam,
-)
-from ._checks import (
-    check_grad as check_grad,
-    refuse_count as refuse_count,
-    unchecked as unchecked,
-)
-from ._lion import lion as lion
-from ._muon import MuonState as MuonState, muon as muon
+from ._adagrad import adadelta as adadelta, adafactor as adafactor, adagrad as adagrad, rmsprop as rmsprop
+from ._adam import adam as adam, adamax as adamax, adamw as adamw, lamb as lamb, nadam as nadam, radam as radam
+from ._checks import check_grad as check_grad, unchecked as unchecked
 from ._optimizer import (
     Ages as Ages,
     Item as Item,
@@ -61,15 +40,9 @@ from ._schedules import (
     warmup as warmup,
     warmup_cosine as warmup_cosine,
 )
-from ._sgd import (
-    SGDState as SGDState,
-    asgd as asgd,
-    rprop as rprop,
-    sgd as sgd,
-)
+from ._sgd import asgd as asgd, lion as lion, muon as muon, rprop as rprop, sgd as sgd
 from ._wrappers import (
     OF_TORCH as OF_TORCH,
-    FrozenState as FrozenState,
     InjectState as InjectState,
     as_functional_optim as as_functional_optim,
     compared as compared,

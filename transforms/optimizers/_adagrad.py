@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from torch.optim.rmsprop import rmsprop as torch_rmsprop
 from ..base import factory, to_device
 from ._kernels import by_formula, from_kernel, from_torch, in_float32_, in_place, kernel_lr, new_step, slots, zeros
 from ._optimizer import Optimizer, in_float32, lerp, penalized, rate_at, root, used, wide_root
-from ._schedules import ScalarOrSchedule, a_number, not_negative, within
+from ._schedules import ScalarOrSchedule, not_negative, within
 
 
 class AdagradState(NamedTuple):
@@ -272,11 +273,8 @@ def adafactor(
         raise ValueError(f"eps must be (eps1, eps2), of which eps1 may be None, got {eps!r}")
     eps1, eps2 = eps
     not_negative(lr=lr, weight_decay=weight_decay, eps1=0.0 if eps1 is None else eps1, eps2=eps2)
-    a_number(beta2_decay=beta2_decay, d=d)
-    if isinstance(beta2_decay, (int, float)) and not beta2_decay <= 0:
-        raise ValueError(f"beta2_decay must be at most 0, got {beta2_decay!r}")
-    if isinstance(d, (int, float)) and not d >= 1:
-        raise ValueError(f"d must be at least 1, got {d!r}")
+    within(-math.inf, 0.0, beta2_decay=beta2_decay)
+    within(1.0, math.inf, d=d)
 
     def init_param(param: Tensor) -> AdafactorState:
         if param.dim() < 2:

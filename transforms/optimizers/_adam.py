@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,6 +14,8 @@ from ..base import factory
 from ._kernels import from_kernel, from_torch, kernel_lr, new_step, run_fused, slots, zeros
 from ._optimizer import Optimizer, lerp, penalized, rate_at, root, wide_root
 from ._schedules import ScalarOrSchedule, check_betas, not_negative
+
+Betas: TypeAlias = tuple[float | Tensor, float | Tensor]
 
 
 class AdamState(NamedTuple):
@@ -89,13 +91,7 @@ def adamw(
 
 
 def _adam(
-    lr: ScalarOrSchedule,
-    betas: tuple[float | Tensor, float | Tensor],
-    eps: float,
-    weight_decay: float,
-    amsgrad: bool,
-    maximize: bool,
-    decoupled: bool,
+    lr: ScalarOrSchedule, betas: Betas, eps: float, weight_decay: float, amsgrad: bool, maximize: bool, decoupled: bool
 ) -> Optimizer:
     not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
     beta1, beta2 = check_betas(betas)

@@ -11,7 +11,7 @@ import optree
 import torch
 from torch import Tensor
 
-from ..base import State, check_dense, fields, is_finite, readable_without_sync
+from ..base import State, check_dense, fields
 
 
 class _Form(NamedTuple):
@@ -20,14 +20,6 @@ class _Form(NamedTuple):
     structure: Any
     names: list[str]
     fields: list[tuple[torch.Size, torch.dtype, bool] | None]  # shape, dtype, whether it is on the parameter's device
-
-
-class Last(NamedTuple):
-    """Parameters and states that have passed the checks."""
-
-    form: Any
-    names: list[str]
-    alike: bool  # whether all parameters have one optimizer, one dtype and one device
 
 
 def form_of(structure: Any, others: Any, leaves: list[Any]) -> Any:
@@ -43,12 +35,13 @@ class Forms:
     """The forms of an optimizer's states, by the shape and dtype of the parameter.
 
     Attributes:
-        last: Those of the last step of a tree.
+        last: Of the tree whose step has passed the checks last: its form, the paths of its parameters, and whether all of them have one
+            optimizer, one dtype and one device.
     """
 
     def __init__(self, init_param: Callable[[Tensor], State]) -> None:
         self.init_param = init_param
-        self.last: Last | None = None
+        self.last: tuple[Any, list[str], bool] = (None, [], False)
         self._known: dict[Any, _Form] = {}
 
     @functools.cached_property
@@ -133,19 +126,6 @@ def check_grad(param: Tensor, grad: Tensor, where: Callable[[], str]) -> None:
         raise kind(f"{where()} is of {', '.join(map(str, have))}, but its parameter of {', '.join(map(str, want))}")
 
 
-def check_count(state: State, where: Callable[[], str]) -> None:
-    """Raise ValueError if a state's `step` is no count of steps; it does not wait for a device."""
-    step = getattr(state, "step", None)
-    if isinstance(step, Tensor) and readable_without_sync(step) and step.numel() == 1:
-        refuse_count(float(step), lambda: f"{where()}.step")
-
-
-def refuse_count(count: float, where: Callable[[], str]) -> None:
-    """Raise ValueError if a number is no count of steps; with it Adam would divide by zero, or by NaN."""
-    if not (count >= 0 and is_finite(count)):
-        raise ValueError(f"{where()} is {count}, expected the number of steps taken, 0 in a state of init(params)")
-
-
 def checked(forms: Forms, kernel: Callable[..., None]) -> Callable[..., None]:
     """A kernel, of one parameter or of lists, that checks its arguments before it changes anything.
 
@@ -159,7 +139,6 @@ def checked(forms: Forms, kernel: Callable[..., None]) -> Callable[..., None]:
             check_dense("param", param)
             check_grad(param, grad, lambda: "grad")
             found = forms.check_state(param, state, lambda: "state")
-            check_count(state, lambda i=i: f"states[{i}]" if given[2] is states else "state")  # type: ignore[misc]
             shared = zip(found, fields(given[2][0]), forms.common, strict=True)
             if any(common and own is not first for own, first, common in shared):
                 raise ValueError(
@@ -214,20 +193,6 @@ def _unless(bad: Tensor, step: Callable[..., None], params: Any, grads: Any, sta
     step(params, grads, states)
     for now, before in zip(held, old, strict=True):
         torch.where(bad, before, now, out=now)
-
-
-def counted(step_param: Callable[..., Any]) -> Callable[..., Any]:
-    """A formula that first checks the dtypes and the state's count of steps; `unchecked` returns the original formula."""
-    step_param = unchecked(step_param)
-
-    def made(param: Tensor, grad: Tensor, state: State) -> tuple[Tensor, State]:
-        check_dense("param", param)
-        check_dense("grad", grad)
-        check_count(state, lambda: "state")
-        return step_param(param, grad, state)  # type: ignore[no-any-return]
-
-    made.unchecked = step_param  # type: ignore[attr-defined]
-    return made
 
 
 def unchecked(step: Callable[..., Any]) -> Callable[..., Any]:

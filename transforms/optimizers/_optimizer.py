@@ -6,7 +6,7 @@ import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import optree
 import torch
@@ -26,7 +26,7 @@ from ..base import (
     widened,
     with_fields,
 )
-from ._checks import Forms, Last, check_count, checked, counted, form_of, unchecked, unrecorded
+from ._checks import Forms, checked, form_of, unchecked, unrecorded
 from ._schedules import ScalarOrSchedule, value_at, watched
 
 
@@ -50,17 +50,14 @@ def with_state_fields(states: Mapping[str, Any], new: Mapping[str, Mapping[str, 
 
 
 def _named(state: Any) -> dict[str, Tensor]:
-    """The tensors by a name without a dot: the last key, and where that is taken all keys, with bars."""
+    """The tensors by a name without a dot: the keys that lead there, with bars."""
     if hasattr(state, "inner"):
         return _named(state.inner)
-    fields = getattr(type(state), "_fields", ())
     named: dict[str, Tensor] = {}
     accessors, leaves, _ = optree.tree_flatten_with_accessor(state)
     for accessor, leaf in zip(accessors, leaves, strict=True):
         keys = [str(getattr(entry, "field", entry.entry)).replace(".", "/") for entry in accessor]
-        short = keys[-1]
-        taken = len(keys) > 1 and (short in fields or short in named or short.isdigit())
-        named["/".join(keys) if taken else short] = leaf
+        named["/".join(keys)] = leaf
     return named
 
 
@@ -211,20 +208,13 @@ def step_lists_(
     unrecorded(lambda: step_in_place(part, params, grads, states, **here), params)
 
 
-class Matched(NamedTuple):
-    """Parameters and their states, checked."""
+def matched(
+    optimizer: Optimizer, params: Tree, state: State
+) -> tuple[list[Any], list[Any], Any, list[tuple[Optimizer, list[int]]]]:
+    """Parameters, states and the structure of the tree, if the states are of the form that `init` gives them.
 
-    names: list[str]
-    leaves: list[Any]
-    states: list[Any]
-    structure: Any
-    groups: list[tuple[Optimizer, list[int]]]  # the parameters that one kernel may step
-
-
-def matched(optimizer: Optimizer, params: Tree, state: State) -> Matched:
-    """Parameters and states, if these are of the form that `init` gives them.
-
-    Those of the form of the last call need no further check.
+    Those of the form of the last call need no further check. The last result are the places of the parameters that one
+    kernel may step.
 
     Raises:
         ValueError, TypeError: a state of other parameters, or of another optimizer.
@@ -233,24 +223,22 @@ def matched(optimizer: Optimizer, params: Tree, state: State) -> Matched:
     slots, of_slots = optree.tree_flatten(state)
     forms, form = optimizer.forms, form_of(structure, of_slots, [*leaves, *slots])
     traced = torch.compiler.is_compiling()  # what is made then is not of use outside
-    last = None if traced else forms.last
-    if last is not None and form is not None and last.form == form:
-        names, states = last.names, structure.flatten_up_to(state)
+    last, names, alike = (None, [], False) if traced else forms.last
+    if form is not None and last == form:
+        states = structure.flatten_up_to(state)
     else:
         names, leaves, states, structure = states_of(params, state)
         for name, param, own in zip(names, leaves, states, strict=True):
             optimizer.at(name).forms.check_state(param, own, lambda name=name: f"state[{name!r}]")  # type: ignore[misc]
         alike = optimizer.select is None and not traced and len({(x.dtype, x.device) for x in leaves}) == 1
-        last = Last(form, names, alike)
         if not traced:
-            forms.last = last
-    if last.alike and optimizer.step_params_ is not None and forms.of_one_age(slots, len(leaves)):
-        return Matched(names, leaves, states, structure, [(optimizer, list(range(len(leaves))))])
+            forms.last = form, names, alike
+    if alike and optimizer.step_params_ is not None and forms.of_one_age(slots, len(leaves)):
+        return leaves, states, structure, [(optimizer, list(range(len(leaves))))]
     parts = [optimizer.at(name) for name in names]
     items: list[Item] = [(i, part, param, None) for i, (part, param) in enumerate(zip(parts, leaves, strict=True))]
     ages = [age_of(part, fields(own)) for part, own in zip(parts, states, strict=True)]
-    groups = [(some[0][1], [i for i, *_ in some]) for some in stepped_together(items, ages)]
-    return Matched(names, leaves, states, structure, groups)
+    return leaves, states, structure, [(some[0][1], [i for i, *_ in some]) for some in stepped_together(items, ages)]
 
 
 def states_of(params: Tree, state: State) -> tuple[list[str], list[Any], list[Any], Any]:
@@ -277,15 +265,14 @@ def step(
         found_inf: 0-d, with `donate`: change nothing where it is 1.
     """
     check_same("grads", grads, "params", params)
-    names, leaves, states, structure, groups = matched(optimizer, params, state)
+    leaves, states, structure, groups = matched(optimizer, params, state)
     given, new_leaves, new_states = optree.tree_leaves(grads), list(leaves), list(states)
     for part, places in groups:
         chosen: list[list[Any]] = [[of[i] for i in places] for of in (leaves, given, states)]
-        check_count(chosen[2][0], lambda i=places[0]: f"state[{names[i]!r}]")  # type: ignore[misc]
         hyper = dict(part.tensors)
         if not plain(*chosen) or not (donate or (plain(hyper) and hyper.keys() <= {"lr"} and not chosen[0][0].is_meta)):
             # Kernels take numbers, and for the learning rate a tensor too; they do not run on meta tensors.
-            made = [like(p, s, *unchecked(part.step_param)(p, g, s)) for p, g, s in zip(*chosen, strict=True)]
+            made = [like(p, s, *part.step_param(p, g, s)) for p, g, s in zip(*chosen, strict=True)]
             chosen[0], chosen[2] = map(list, zip(*made, strict=True))
         else:
             chosen = chosen if donate else _copies(part, *chosen)
@@ -364,11 +351,10 @@ class Optimizer(Specified):
     instead_of_transform = "an optimizer comes last: write fuse(hook, optimizer)"
 
     def __post_init__(self) -> None:
-        self.identify(function=unchecked(self.step_param))
+        self.identify(function=self.step_param)
         forms = Forms(self.init_param)
         object.__setattr__(self, "forms", forms)
         object.__setattr__(self, "tensors", tensor_arguments(self.spec))
-        object.__setattr__(self, "step_param", counted(self.step_param))
         object.__setattr__(self, "step_param_", checked(forms, self.step_param_))
         if self.step_params_ is not None:
             object.__setattr__(self, "step_params_", checked(forms, self.step_params_))
@@ -406,6 +392,6 @@ class Optimizer(Specified):
 
         Raises:
             ValueError, TypeError: `grads` or `state` has not the structure, shapes, dtypes and devices that belong to
-                `params`; a state's `step` is negative or not finite, where looking at it waits for no device.
+                `params`.
         """
         return step(self, params, grads, state)

@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from ..base import (
+    Count,
+    Index,
     Spec,
     Specified,
     _show,
@@ -133,7 +135,7 @@ class Schedule(Specified):
 
 
 @factory
-def linear(start: float, end: float, total_steps: int) -> Schedule:
+def linear(start: float, end: float, total_steps: Count) -> Schedule:
     """From `start` in step 0 in a straight line to `end` in step `total_steps`, then constant.
 
         start + (end - start) min(s / total_steps, 1)
@@ -154,12 +156,11 @@ def linear(start: float, end: float, total_steps: int) -> Schedule:
     [0.0, 0.25, 1.0, 1.0]
     """
     finite(start=start, end=end)
-    whole_number("total_steps", total_steps, 1)
     return Schedule(lambda step: start + (end - start) * torch.clamp(step / total_steps, max=1.0), finite=True)
 
 
 @factory
-def cosine(start: float, total_steps: int, end: float = 0.0) -> Schedule:
+def cosine(start: float, total_steps: Count, end: float = 0.0) -> Schedule:
     """From `start` in step 0 along half a cosine to `end` in step `total_steps`, then constant.
 
         end + (start - end) (1 + cos(pi min(s / total_steps, 1))) / 2
@@ -180,7 +181,6 @@ def cosine(start: float, total_steps: int, end: float = 0.0) -> Schedule:
     [1.0, 0.5, 0.0, 0.0]
     """
     finite(start=start, end=end)
-    whole_number("total_steps", total_steps, 1)
 
     def function(step: Tensor) -> Tensor:
         done = torch.clamp(step / total_steps, max=1.0)
@@ -190,7 +190,7 @@ def cosine(start: float, total_steps: int, end: float = 0.0) -> Schedule:
 
 
 @factory
-def warmup_cosine(peak: float, warmup_steps: int, total_steps: int, end: float = 0.0) -> Schedule:
+def warmup_cosine(peak: float, warmup_steps: Index, total_steps: int, end: float = 0.0) -> Schedule:
     """Linear warm-up to `peak`, then half a cosine down to `end`.
 
     Step s has peak (s + 1) / warmup_steps while s < warmup_steps, so the first step is not 0. Step `warmup_steps - 1`
@@ -214,7 +214,6 @@ def warmup_cosine(peak: float, warmup_steps: int, total_steps: int, end: float =
     [0.5, 1.0, 1.0, 0.5, 0.0]
     """
     finite(peak=peak, end=end)
-    whole_number("warmup_steps", warmup_steps, 0)
     whole_number("total_steps", total_steps, warmup_steps + 1)
     rest = cosine(peak, total_steps - warmup_steps, end)
 
@@ -226,7 +225,7 @@ def warmup_cosine(peak: float, warmup_steps: int, total_steps: int, end: float =
 
 
 @factory
-def warmup(warmup_steps: int, then: Callable[[Any], Any]) -> Schedule:
+def warmup(warmup_steps: Index, then: Callable[[Any], Any]) -> Schedule:
     """A linear warm-up to the first value of another schedule, then that schedule.
 
     Step s has then(0) (s + 1) / warmup_steps while s < warmup_steps, so the first step is not 0, and then(s -
@@ -249,7 +248,6 @@ def warmup(warmup_steps: int, then: Callable[[Any], Any]) -> Schedule:
     >>> [warmup(2, tx.linear(1.0, 0.0, 4))(s).item() for s in (0, 1, 2, 4, 6)]
     [0.5, 1.0, 1.0, 0.5, 0.0]
     """
-    whole_number("warmup_steps", warmup_steps, 0)
     if not callable(then):
         raise TypeError(f"warmup: then must be a schedule, got {then!r}; for a fixed rate pass lambda step: {then!r}")
 
@@ -304,10 +302,7 @@ def from_torch_scheduler(make: Callable[[Optimizer], Any], lr: float, total_step
     for _ in range(total_steps):
         values.append(float(optimizer.param_groups[0]["lr"]))
         optimizer.step()
-        try:
-            scheduler.step()
-        except TypeError as error:
-            raise TypeError(f"a {type(scheduler).__name__} does not depend on the step alone: {error}") from error
+        scheduler.step()
     return tabulated(tuple(values))
 
 

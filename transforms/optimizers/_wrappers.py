@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -15,10 +16,9 @@ from ..base import State, Tree, factory, fields, readable_without_sync
 from ._adagrad import adadelta, adafactor, adagrad, rmsprop
 from ._adam import adam, adamax, adamw, nadam, radam
 from ._kernels import around, each_part, one_param, zeros
-from ._muon import muon
 from ._optimizer import Optimizer, like, rate_at, step_in_place
 from ._schedules import no_schedule
-from ._sgd import asgd, rprop, sgd
+from ._sgd import asgd, muon, rprop, sgd
 
 
 class FrozenState(NamedTuple):
@@ -118,8 +118,10 @@ def with_hyperparameters(state: State, **values: float | Tensor) -> State:
             return node
         known.update(node.hyperparameters)
         changed = dict(node.hyperparameters)
-        for name in values.keys() & changed.keys():  # states that shared a tensor share the new one
-            changed[name] = new.setdefault(id(changed[name]), _as_like(changed[name], values[name]))
+        for name in values.keys() & changed.keys():
+            old, value = changed[name], values[name]
+            made = value.reshape(()).to(old, copy=True) if isinstance(value, Tensor) else torch.full_like(old, value)
+            changed[name] = new.setdefault(id(old), made)  # states that shared a tensor share the new one
         return node._replace(hyperparameters=changed)
 
     out = optree.tree_map(change, state, is_leaf=lambda node: isinstance(node, InjectState))
@@ -132,23 +134,13 @@ def with_hyperparameters(state: State, **values: float | Tensor) -> State:
     return out
 
 
-def injected(state: State) -> list[tuple[str, Tensor]]:
-    """The hyperparameters in optimizer states by name: 0-d tensors that `with_hyperparameters` changes."""
-    nodes = optree.tree_leaves(state, is_leaf=lambda node: isinstance(node, InjectState))
-    return [pair for node in nodes if isinstance(node, InjectState) for pair in node.hyperparameters.items()]
-
-
 def compared(part: Optimizer, state: State) -> tuple[tuple[str, Any], ...]:
     """The hyperparameters by name that ranks compare, and that may become non-finite: schedules, and those in the state."""
-    holds = isinstance(state, InjectState) or hasattr(state, "inner")
-    return (*part.watched, *(injected(state) if holds else ()))
-
-
-def _as_like(old: Tensor, value: float | Tensor) -> Tensor:
-    """A value in the dtype and on the device of another one."""
-    if isinstance(value, Tensor):
-        return value.reshape(()).to(old, copy=True)
-    return torch.full_like(old, value)
+    if not hasattr(state, "inner"):
+        return part.watched
+    nodes = optree.tree_leaves(state, is_leaf=lambda node: isinstance(node, InjectState))
+    own = (node.hyperparameters.items() for node in nodes if isinstance(node, InjectState))
+    return (*part.watched, *itertools.chain.from_iterable(own))
 
 
 def remade(part: Optimizer, values: Mapping[str, Any]) -> Optimizer:
@@ -330,13 +322,9 @@ def masters_of(params: Tree, state: State) -> Tree:
 
 def with_masters(masters: Tree, params: Tree, state: State) -> tuple[Tree, State]:
     """Parameters and state with new values for the result of `masters_of`."""
-
-    leaves, structure = optree.tree_flatten(params)
-    new: list[tuple[Tensor, Any]] = []
-    given: list[Any] = structure.flatten_up_to(masters)
-    for master, param, s in zip(given, leaves, structure.flatten_up_to(state), strict=True):
-        new.append((master, s) if master_of(s) is None else (master.to(param.dtype), with_master(s, master)))
-    return structure.unflatten([param for param, _ in new]), structure.unflatten([s for _, s in new])
+    new = optree.tree_map(lambda param, master: master.to(param.dtype), params, masters)
+    kept = optree.tree_map(lambda master, s: s if master_of(s) is None else with_master(s, master), masters, state)
+    return new, kept
 
 
 OF_TORCH: Mapping[type, Callable[..., Optimizer]] = {

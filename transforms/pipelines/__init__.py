@@ -1,37 +1,30 @@
 """A hook, an optimizer and transforms of parameters as one step; its plan, its placements, its explanation.
 
 Files, in the order in which a call meets them:
-_pipeline          `Pipeline`; donated states; rates that ranks compare
-_fuse              `fuse`: its init, step and flush
-_zero              `zero`
+_pipeline          `Pipeline`; the effect of a step; donated states; rates that ranks compare
+_fuse              `fuse`: its init, step and flush; `zero`
 _sharded           the pieces that a rank steps, and how parameters are gathered
 _skip              `skip_if_nonfinite` and `dynamic_loss_scale`
-_effect            what changes where no rank has weight, or a step is skipped
 _plan              how a pipeline runs, and what its ranks agree on, read off its spec
 _placements        which ranks have which part of the state
-_explain           `explain`
-_counting          a step without data, which counts its messages
-_explanation       its table
+_explain           `explain`: a step without data, which counts its messages
 """
 
-from ._counting import Counting as Counting
-from ._effect import FLUSH as FLUSH, Effect as Effect, Flag as Flag, inverse as inverse
-from ._explain import explain as explain, explained as explained
-from ._explanation import Explanation as Explanation, Recorder as Recorder
-from ._fuse import PipelineState as PipelineState, by_path as by_path, fuse as fuse
+from ._explain import Counting as Counting, Explanation as Explanation, Recorder as Recorder, explain as explain
+from ._fuse import PipelineState as PipelineState, fuse as fuse, zero as zero
 from ._pipeline import (
+    FLUSH as FLUSH,
+    Effect as Effect,
+    Flag as Flag,
     Pipeline as Pipeline,
     Rates as Rates,
     agree as agree,
+    inverse as inverse,
     number_of as number_of,
     parts_of as parts_of,
     rates_of as rates_of,
 )
-from ._placements import (
-    buffers_placement as buffers_placement,
-    params_placement as params_placement,
-    placed as placed,
-)
+from ._placements import buffers_placement as buffers_placement, params_placement as params_placement, placed as placed
 from ._plan import (
     Parts as Parts,
     Place as Place,
@@ -43,9 +36,5 @@ from ._plan import (
     takes_flat as takes_flat,
     warn_if_silent as warn_if_silent,
 )
-from ._sharded import Sharding as Sharding
-from ._skip import (
-    dynamic_loss_scale as dynamic_loss_scale,
-    skip_if_nonfinite as skip_if_nonfinite,
-)
-from ._zero import zero as zero
+from ._sharded import Sharding as Sharding, by_path as by_path
+from ._skip import dynamic_loss_scale as dynamic_loss_scale, skip_if_nonfinite as skip_if_nonfinite

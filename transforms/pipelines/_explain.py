@@ -1,21 +1,104 @@
-"""`explain`: the messages of a pipeline, before it runs."""
+"""`explain`: the messages of a pipeline before it runs, counted in a step without data."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import optree
+import torch
 from torch import Tensor
 
-from ..base import Needs, Transform, Tree, changes_with_steps, check_transform, whole_number
-from ..combinators import stages
-from ..layout import Bucket, bucket_sizes, make_layout
-from ..optimizers import Optimizer
-from ._counting import Counting
-from ._explanation import Explanation as Explanation, Row
-from ._pipeline import Pipeline
+from ..axes import Axis, Message, all_to_all_single, bind_axes, names, psum, sent_bytes, to_order
+from ..base import (
+    Call,
+    Needs,
+    Transform,
+    Tree,
+    axis_sizes,
+    changes_with_steps,
+    check_dense,
+    check_transform,
+    flatten_in_insertion_order,
+    named_leaves,
+    record_names,
+    restrict,
+    totals_of,
+    whole_number,
+    words_dtype,
+    words_per_scalar,
+)
+from ..combinators import behind, stages
+from ..layout import Bucket, Pieces, bind_pieces, bucket_sizes, make_layout, record_bucket
+from ..optimizers import masters_of, state_fields
+from ._pipeline import Pipeline, parts_of
+from ._plan import make_plan, records_of, takes_flat
+
+
+class Row(NamedTuple):
+    """One stage of a pipeline in one step."""
+
+    stage: str  # its repr
+    needs: Needs
+    when: str  # "each step", with the number of its leaves; or "step 3" where other steps may have others
+    messages: tuple[Message, ...]
+    state_bytes: int  # the bytes that one rank keeps between steps
+
+
+class Explanation(NamedTuple):
+    """The result of `explain`; print it, or read its rows. All figures are for one rank and one step."""
+
+    rows: tuple[Row, ...]  # hook, optimizer, parameter transform, in this order
+    axes: dict[str, int]  # name -> ranks
+
+    @property
+    def messages(self) -> int:
+        return sum(len(row.messages) for row in self.rows)
+
+    @property
+    def payload_bytes(self) -> int:
+        return sum(m.payload_bytes for row in self.rows for m in row.messages)
+
+    @property
+    def sent_bytes(self) -> int:
+        return sum(m.sent_bytes for row in self.rows for m in row.messages)
+
+    @property
+    def state_bytes(self) -> int:
+        return sum(row.state_bytes for row in self.rows)
+
+    def __str__(self) -> str:
+        table = [("stage", "needs", "when", "collective", "dtype", "messages", "payload", "sent", "state")]
+        for row in self.rows:
+            groups: dict[tuple[str, str], list[Message]] = {}
+            for m in row.messages:
+                groups.setdefault((f"{m.collective}({m.axis})", str(m.dtype).removeprefix("torch.")), []).append(m)
+            first, *others = [(*key, *_sums(some)) for key, some in groups.items()] or [("-", "-", *_sums(()))]
+            stage = row.stage if len(row.stage) <= 60 else row.stage[:57] + "..."
+            table.append((stage, str(row.needs), row.when, *first, _bytes(row.state_bytes)))
+            table += [("", "", "", *line, "") for line in others]
+        when = next((row.when for row in self.rows if row.when.startswith("step ")), "")
+        sums = _sums([m for row in self.rows for m in row.messages])
+        table.append(("total per rank and step", "", when, "", "", *sums, _bytes(self.state_bytes)))
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in table)
+
+
+def _sums(messages: Sequence[Message]) -> tuple[str, str, str]:
+    """The number of messages, their payloads, and what is sent."""
+    payloads, sent = sum(m.payload_bytes for m in messages), sum(m.sent_bytes for m in messages)
+    return str(len(messages)), _bytes(payloads), _bytes(sent)
+
+
+def _bytes(n: int) -> str:
+    value, unit = float(n), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if value < 1000:
+            break
+        value, unit = value / 1000, larger
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"
 
 
 def explain(
@@ -64,86 +147,266 @@ def explain(
         check_transform(on_buffers, "explain: on_buffers")
         if buffers is None:
             raise ValueError(f"on_buffers={on_buffers!r} was given without buffers")
-
     sizes = bucket_sizes(optree.tree_leaves(params), bucket_bytes)  # before the stages get tensors without data
-
-    def cut(leaves: dict[str, Tensor]) -> tuple[Bucket, ...]:
-        return make_layout(leaves, lambda path: 0, *sizes)
-
-    sharding = pipeline.sharding if isinstance(pipeline, Pipeline) else None
-    of = functools.partial(sharding.pieces, bucket_bytes=sizes[0], direct_bytes=sizes[1]) if sharding else None
-    return explained(Counting(pipeline, params, axes, cut, buffers, on_buffers, pieces=of), at_step)
+    return Counting(pipeline, params, axes, sizes, buffers=buffers, on_buffers=on_buffers).explanation(at_step)
 
 
-def explained(of: Counting, at_step: int) -> Explanation:
-    """`explain` of a step without data."""
-    with of.running():
-        return Explanation(tuple(_rows(of, at_step)), of.sizes)
+class Recorder(Axis):
+    """An axis that records messages and returns values of the right shape."""
+
+    def __init__(self, name: str, size: int, notes: list[Message], whole: dict[str, int]) -> None:
+        self.name, self.size, self._notes, self._whole = name, size, notes, whole
+
+    def index(self) -> Tensor:
+        return torch.tensor(0, device="cpu")
+
+    def run(self, op: str, x: Tensor, arg: Any) -> Tensor:
+        sent = to_order(x, op == "pmax") if op in ("pmax", "pmin") else x
+        payload, splits = sent.numel() * sent.element_size(), arg if op == "all_to_all_single" else None
+        of_ring = sent_bytes(op, payload, self.size, splits)
+        self._notes.append(Message(op, self.name, sent.dtype, payload, of_ring))
+        if splits is not None:
+            return x.new_zeros(sum(splits[1]), *x.shape[1:])
+        if op == "all_gather":
+            return x.new_zeros(self.size, *x.shape)
+        return x.new_zeros(x.shape[1:]) if op == "psum_scatter" else torch.zeros_like(x)
+
+    def joint(self, axes: tuple[str, ...]) -> Recorder | None:
+        if axes != tuple(self._whole):
+            return None
+        return type(self)(" x ".join(axes), math.prod(self._whole.values()), self._notes, self._whole)
 
 
-def _rows(of: Counting, step: int) -> Iterator[Row]:
-    """The stages of the hook, what ranks agree on, the optimizer, and what comes after it."""
-    records, pipeline = of.records(step), of.pipeline
+MOST_RANKS = 2**20
 
-    def when(part: Transform) -> str:
-        return f"step {step}" if changes_with_steps(part) else "each step"
 
-    def ends(part: Transform | None, on: Literal["params", "optimizer", "buffers"]) -> Iterator[Row]:
+class Counting:
+    """A step without data, whose parts are run over axes that only record the messages.
+
+    Args:
+        pipeline: A pipeline, or a hook alone.
+        params: The parameters; only paths, shapes and dtypes are used.
+        axes: Axis name -> number of ranks.
+        sizes: The sizes of buckets in bytes; see `bucket_sizes`.
+        buckets: Those of a DistributedDataParallel, whose messages carry gradients only.
+        uses: Whether its ranks agree on the parameters in use.
+        buffers, on_buffers: The buffers, and their transform.
+
+    Raises:
+        TypeError: neither pipeline nor transform; a leaf that is no dense tensor.
+        ValueError: axes that no mesh can have.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline | Transform,
+        params: Tree,
+        axes: Mapping[str, int],
+        sizes: tuple[int | None, int | None] = (None, None),
+        *,
+        buckets: tuple[Bucket, ...] | None = None,
+        uses: bool = False,
+        buffers: Mapping[str, Tensor] | None = None,
+        on_buffers: Transform | None = None,
+    ) -> None:
+        self._sizes = axis_sizes(axes, MOST_RANKS)
+        if not isinstance(pipeline, (Pipeline, Transform)):
+            raise TypeError(f"explain takes a pipeline or a transform, got {pipeline!r}")
+        self._pipeline = pipeline if isinstance(pipeline, Pipeline) else None
+        self._hook = pipeline.hook if isinstance(pipeline, Pipeline) else pipeline
+        self._parts, self._in_module, self._uses = parts_of(pipeline, on_buffers), buckets is not None, uses
+        for path, leaf in named_leaves(params).items():
+            check_dense(f"params[{path!r}]", leaf)
+        self._notes: list[Message] = []
+        self._recorders = {name: Recorder(name, n, self._notes, self._sizes) for name, n in self._sizes.items()}
+        paths, leaves, _ = flatten_in_insertion_order(params)
+        self._pieces: Pieces | None = None
+        with self._running():
+            self._params = {path: torch.zeros(p.shape, dtype=p.dtype) for path, p in zip(paths, leaves, strict=True)}
+            if self._pipeline is not None and self._pipeline.sharding is not None:
+                self._pieces = self._pipeline.sharding.pieces(self._params, *sizes)
+            self._buffers = {path: torch.zeros(b.shape, dtype=b.dtype) for path, b in (buffers or {}).items()}
+            in_step = self._pieces.buckets if self._pieces else make_layout(self._params, lambda path: 0, *sizes)
+        # The values that this rank steps.
+        self._own: dict[str, Tensor] = self._pieces.own(self._params) if self._pieces else self._params
+        self._layout = in_step if buckets is None else buckets
+        self._plan = make_plan(self._hook, self._sizes, *self._parts.ends)
+        self._dtype = torch.float64 if self._in_module else words_dtype(bucket.dtype for bucket in self._layout)
+
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[None]:
+        """A context without data, with the axes bound."""
+        with torch.device("meta"), bind_axes(self._recorders), bind_pieces(self._pieces), torch.no_grad():  # type: ignore[arg-type]
+            yield
+
+    def explanation(self, step: int) -> Explanation:
+        """The messages of a step."""
+        with self._running():
+            return Explanation(tuple(self._rows(step)), self._sizes)
+
+    def _rows(self, step: int) -> Iterator[Row]:
+        """The stages of the hook, what ranks agree on, the optimizer, and what comes after it."""
+        records = records_of(self._plan, self._parts, step, "module" if self._in_module else "buckets")
+        parts, reduced, pieces, own = stages(self._hook), self._plan.reduced(step), self._pieces, self._own
+        call = Call(None, step)
+        for axes in reduced.shares:  # the ranks have agreed on these
+            call.agreed(axes, totals_of(1.0, 1.0))
+        values = self._params
+        for i, part in enumerate(parts):
+            sent = self._sent(self._stage, i, part, values, call)
+            yield _row(part, step, sent, part.init(values))
+            call = behind(part, call)
+            values = own if part.sharded_over else values
+        late = [axes for axes, goes in ((self._plan.agree, records.apart), (reduced.axes, records.verdict)) if goes]
+        for axes in (*records.before, *late):
+            if sent := self._sum(self._words(axes), axes):
+                yield Row("(the step's own counts)", Needs.LAYOUT, _when(self._hook, step), sent, 0)
+        if self._uses:
+            sent = self._sum(torch.zeros(len(self._params)), tuple(self._sizes))
+            yield Row("(parameters that are used)", Needs.LAYOUT, "each step", sent, 0)
+        slots: Any = {}
+        if self._pipeline is not None:
+            slots = self._pipeline.optimizer.init(own)
+            yield from _optimizer_rows(self._pipeline, own, slots)
+        if self._parts.after is not None:
+            yield from self._ends(self._parts.after, step, masters_of(own, slots))
+        yield from self._ends(self._parts.on_state, step, state_fields(slots))
+        if records.pieces is not None:
+            sent = self._sum(torch.zeros(2, dtype=torch.float64), (records.pieces,))
+            yield Row("(whether all pieces are finite)", Needs.TREE, "each step", sent, 0)
+        if self._pipeline is not None and (sharding := self._pipeline.sharding) is not None and pieces is not None:
+            codec = "" if sharding.codec is None else f" by {sharding.codec!r}"
+            state = sharding.init(pieces, own, slots)
+            sent = self._sent(sharding.gather, pieces, self._params, own, slots, state)
+            yield Row(f"(the parameters of all ranks{codec})", Needs.LAYOUT, "each step", sent, _bytes_of(state))
+        yield from self._ends(self._parts.on_buffers, step, self._buffers, sharded=False)
+        if self._pipeline is not None and self._pipeline.skips is not None:
+            state = self._pipeline.skips.begin(())
+            yield Row(f"{self._pipeline.spec.name or 'custom'}(...)", Needs.TREE, "each step", (), _bytes_of(state))
+
+    def _sent(self, run: Callable[..., object], *args: Any) -> tuple[Message, ...]:
+        """The messages of a part of the step."""
+        del self._notes[:]
+        run(*args)
+        return tuple(self._notes)
+
+    def _sum(self, words: Tensor, axes: tuple[str, ...]) -> tuple[Message, ...]:
+        """The messages of a sum over the ranks of some axes, if there are several."""
+        return self._sent(psum, words, axes) if self._ranks(axes) > 1 else ()
+
+    def _ranks(self, axes: tuple[str, ...]) -> int:
+        return math.prod(self._sizes.get(name, 1) for name in axes)
+
+    def _words(self, axes: tuple[str, ...]) -> Tensor:
+        """The record in a message of its own."""
+        count = len(record_names(self._ranks(axes))) * words_per_scalar(self._dtype)
+        return torch.zeros(count, dtype=self._dtype)
+
+    def _ends(self, part: Transform | None, step: int, values: Tree, sharded: bool = True) -> Iterator[Row]:
+        """A transform at the end of a step."""
+        axis = self._pieces.axis if self._pieces is not None and sharded else None
+        call = Call(step=step).inside(persistent=True, sharded_over=axis)
         for one in stages(part) if part is not None else ():
-            state = _state_bytes(one.init(of.values(on)))
-            yield Row(repr(one), one.needs, when(one), of.sent(of.end, one, on, step), state)
+            state = one.init(values)
+            yield _row(one, step, self._sent(_run, one, values, self._params, state, call), state)
 
-    for i, part in enumerate(stages(of.hook)):
-        state = _state_bytes(part.init(of.values("hook", i)))
-        yield Row(repr(part), part.needs, when(part), of.sent(of.stage, i, step), state)
-    late = [of.plan.reduced(step).axes] if records.verdict else []
-    for axes in (*records.before, *([of.plan.agree] if records.apart else []), *late):
-        if sent := of.sent(of.record, axes):
-            yield Row("(the step's own counts)", Needs.LAYOUT, when(of.hook), sent, 0)
-    if of.uses:
-        yield Row("(parameters that are used)", Needs.LAYOUT, "each step", of.sent(of.used), 0)
-    if of.optimizer is not None:
-        yield from _optimizer_rows(of.optimizer, of.own)
-    yield from ends(of.parts.after, "params")
-    yield from ends(of.parts.on_state, "optimizer")
-    if records.pieces is not None:
-        sent = of.sent(of.verdict_on_pieces, records.pieces)
-        yield Row("(whether all pieces are finite)", Needs.TREE, "each step", sent, 0)
-    if isinstance(pipeline, Pipeline) and (sharding := pipeline.sharding) is not None and of.pieces is not None:
-        codec = "" if sharding.codec is None else f" by {sharding.codec!r}"
-        state = _state_bytes(sharding.init(of.pieces, of.own, pipeline.optimizer.init(of.own)))
-        yield Row(f"(the parameters of all ranks{codec})", Needs.LAYOUT, "each step", of.sent(of.gather), state)
-    yield from ends(of.parts.on_buffers, "buffers")
-    if isinstance(pipeline, Pipeline) and pipeline.skips is not None:
-        own = _state_bytes(pipeline.skips.begin(()))
-        yield Row(f"{pipeline.spec.name or 'custom'}(...)", Needs.TREE, "each step", (), own)
+    def _stage(self, i: int, part: Transform, values: dict[str, Tensor], call: Call) -> None:
+        """Run a stage of the hook."""
+        early = stages(self._plan.early) if self._plan.early is not None and self._layout else []
+        if part is self._plan.reduce or i < len(early):
+            self._in_buckets(part, values, call)
+        elif part is not self._plan.clip or (self._in_module and call.sharded_over):
+            # The step knows the norm itself; of pieces it is in the message that says whether they are finite.
+            _run(part, values, values, part.init(values), call)
+
+    def _in_buckets(self, part: Transform, values: dict[str, Tensor], call: Call) -> None:
+        """Run a stage bucket by bucket. One message of a plain reduction carries the record, if there is a bucket for it."""
+        plain, carrier, words = part is self._plan.reduce, None, torch.zeros(0)
+        # A module's buckets are not those from which pieces are cut, so one bucket may hold parts of several.
+        in_parts = self._in_module and self._pieces is not None
+        flat = plain or (self._plan.early is not None and takes_flat(self._plan.early) and not in_parts)
+        if plain and part.reduces is not None and not self._in_module:
+            words, carrier = self._words(names(part.reduces.axis)), record_bucket(self._layout)
+            if carrier is None or part.sharded_over:
+                carrier = None
+                psum(words, part.reduces.axis)
+        full = None if flat else part.init(values)
+        for k, bucket in enumerate(self._layout):
+            pieces = self._pieces
+            if pieces is not None:
+                pieces = pieces.among(bucket.paths) if in_parts else pieces.flat(k, "") if flat else pieces.only(k)
+                if plain and in_parts:
+                    _send_slices(pieces, bucket)
+                    continue
+            with bind_pieces(pieces):
+                if flat:
+                    some = {"": torch.zeros(bucket.numel, dtype=bucket.dtype)}
+                    some = pieces.own(some) if pieces and call.sharded_over else some
+                    if k == carrier:  # behind the gradients, in the same buffer
+                        some = {"": torch.cat([some[""], words])}
+                    state = part.init(some)
+                else:
+                    some = {path: values[path] for path in bucket.paths}
+                    state = restrict(full, self._params, some)
+                _run(part, some, some, state, call)
 
 
-def _optimizer_rows(optimizer: Optimizer, params: dict[str, Tensor]) -> list[Row]:
+def _send_slices(pieces: Pieces, bucket: Bucket) -> None:
+    """The message of a module's bucket: all slices of other ranks at once."""
+    sizes = [sum(stop - start for start, stop in of.values()) for of in pieces.slices_of_all]
+    give, take = [0, *sizes[1:]], [0, *(sizes[0] for _ in sizes[1:])]
+    flat = torch.zeros(sum(give), dtype=bucket.dtype)
+    all_to_all_single(flat, pieces.axis, input_split_sizes=give, output_split_sizes=take)
+
+
+def _row(part: Transform, step: int, sent: tuple[Message, ...], state: Any) -> Row:
+    return Row(repr(part), part.needs, _when(part, step), sent, _bytes_of(state))
+
+
+def _when(part: Transform, step: int) -> str:
+    return f"step {step}" if changes_with_steps(part) else "each step"
+
+
+def _optimizer_rows(pipeline: Pipeline, params: dict[str, Tensor], states: Any) -> Iterator[Row]:
     """One row for each different optimizer, with the number of its leaves."""
-    states = optimizer.init(params)
-    served: dict[int, tuple[Optimizer, list[str]]] = {}
+    served: dict[Any, list[str]] = {}
     for path in params:
-        part = optimizer.at(path)
-        served.setdefault(id(part), (part, []))[1].append(path)
-    return [
-        Row(
-            repr(part),
-            Needs.NOTHING if part.elementwise else Needs.LEAVES,
-            _how_many(paths, params),
-            (),
-            _state_bytes([states[path] for path in paths]),
-        )
-        for part, paths in served.values()
-    ]
+        served.setdefault(id(pipeline.optimizer.at(path)), []).append(path)
+    for paths in served.values():
+        part = pipeline.optimizer.at(paths[0])
+        when = "each step" if len(paths) == len(params) else f"each step, {len(paths)} of {len(params)} leaves"
+        needs = Needs.NOTHING if part.elementwise else Needs.LEAVES
+        yield Row(repr(part), needs, when, (), _bytes_of([states[path] for path in paths]))
 
 
-def _how_many(paths: list[str], params: dict[str, Tensor]) -> str:
-    return "each step" if len(paths) == len(params) else f"each step, {len(paths)} of {len(params)} leaves"
+def _bytes_of(state: Any) -> int:
+    """The bytes of the tensors of a state, each counted once."""
+    found = {id(t): t for t in optree.tree_leaves(state) if isinstance(t, Tensor)}
+    return sum(t.numel() * t.element_size() for t in found.values())
 
 
-def _state_bytes(state: Any) -> int:
-    return sum(
-        t.numel() * t.element_size()
-        for t in {id(t): t for t in optree.tree_leaves(state) if isinstance(t, Tensor)}.values()
-    )
+def _run(part: Transform, values: Tree, params: dict[str, Tensor], state: Any, call: Call) -> None:
+    """Call a stage in the step of the call.
+
+    Raises:
+        TypeError: it reads a tensor's value.
+    """
+    try:
+        part.run(dict(values), _at(state, call.step or 0), params, call)
+    except (RuntimeError, NotImplementedError) as error:
+        if "meta tensor" not in str(error).lower():  # a part of torch's errors for tensors without data
+            raise
+        raise TypeError(
+            f"{part!r} reads a tensor's value ({error}), so its messages are not known before it runs; decide by "
+            f"host integers in the state, or with torch.where"
+        ) from None
+
+
+def _at(state: Any, step: int) -> Any:
+    """The state with its host counters `step` set to this step; of windows of several calls, before their last call."""
+    if hasattr(state, "before_the_end"):
+        return state.before_the_end(_at(state.inner, step))
+    if hasattr(state, "_fields"):
+        parts = zip(state._fields, state, strict=True)
+        return type(state)(*(step if name == "step" and type(v) is int else _at(v, step) for name, v in parts))
+    return type(state)(_at(part, step) for part in state) if type(state) in (tuple, list) else state

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import optree
 import torch
 from torch import Tensor
 
-from ..axes import bound, psum
+from ..axes import bound, names, psum
 from ..base import (
     KEYWORDS,
     Call,
@@ -18,18 +19,15 @@ from ..base import (
     Transform,
     Tree,
     all_finite,
+    call_factory,
     changes_with_steps,
-    check_dense,
     check_same,
-    check_transform,
     constant,
     copy_if_aliased,
     device_of,
     factory,
     flag as check_flag,
     map_with_path,
-    named_leaves,
-    path_string,
     plain,
     readable_without_sync,
     to_device,
@@ -39,7 +37,7 @@ from ..base import (
     zeros_like,
 )
 from ..codecs import Codec
-from ..combinators import behind, stages
+from ..combinators import chain, stages
 from ..layout import Pieces, bind_pieces
 from ..optimizers import (
     Optimizer,
@@ -50,11 +48,26 @@ from ..optimizers import (
     with_masters,
     with_state_fields,
 )
-from ..reductions import mean_with_words
-from ._effect import FLUSH, Effect, flag
-from ._pipeline import Pipeline, Skips, agree, agreed, are_apart, in_own_memory, mark_of, rates_of, use, words_of
+from ..reductions import mean, mean_with_words, scatter_mean
+from ._pipeline import (
+    FLUSH,
+    Effect,
+    Flag,
+    Pipeline,
+    Skips,
+    agree,
+    agreed,
+    are_apart,
+    flag,
+    mark_of,
+    rates_of,
+    refuse_float16,
+    unscaled,
+    use,
+    words_of,
+)
 from ._plan import Reduced, make_plan
-from ._sharded import sharding_of
+from ._sharded import by_path, sharding_of
 
 
 class PipelineState(NamedTuple):
@@ -114,21 +127,12 @@ def fuse(
     >>> pipeline.step(params, {"w": torch.tensor([9.0])}, pipeline.init(params))[0]
     {'w': tensor([0.5000])}
     """
-    check_transform(hook, "fuse: hook")
     if not isinstance(optimizer, Optimizer):
-        hint = "write fuse(hook, optimizer), for example fuse(mean('data'), sgd(0.1))"
-        got = repr(optimizer)
+        got, hint = repr(optimizer), "write fuse(hook, optimizer), for example fuse(mean('data'), sgd(0.1))"
         if isinstance(optimizer, torch.optim.Optimizer):
-            got, hint = (
-                f"torch's {type(optimizer).__name__}",
-                "write fuse(hook, tx.sgd(lr)), or another of the functional optimizers",
-            )
+            got = f"torch's {type(optimizer).__name__}"
+            hint = "write fuse(hook, tx.sgd(lr)), or another of the functional optimizers"
         raise TypeError(f"fuse: optimizer must be an Optimizer, got {got}; {hint}")
-    if after is not None:
-        check_transform(after, "fuse: after")
-    if on_state is not None:
-        check_transform(on_state, "fuse: on_state")
-
     return pipeline_of(hook, optimizer, after, on_state, gather_codec)
 
 
@@ -147,6 +151,7 @@ def pipeline_of(
     """
     sharding = sharding_of(hook, optimizer, after, on_state, gather_codec)
     alike, parts = not changes_with_steps(hook), stages(hook)
+    behind_sum = chain(replace(parts[0], update=_as_they_are), *parts[1:]) if parts else hook
     plans: dict[tuple[tuple[str, int], ...], Any] = {}  # by the axes that are bound
 
     @constant  # in a compiled step these are constants, so no transform is among them
@@ -156,19 +161,19 @@ def pipeline_of(
         if axes not in plans:
             plans[axes] = make_plan(hook, dict(axes))
         plan = plans[axes]
-        return plan.reduced(step), plan.reduce is not None and not plan.reduce.sharded_over
+        return plan.reduced(step), plan.reduce is not None and not behind_sum.sharded_over
 
-    def pieces_of(params: Tree, state: PipelineState) -> Pieces | None:
-        """The pieces of the parameters, of which the state must be."""
+    def stepped(params: Tree, state: PipelineState) -> tuple[Pieces | None, Tree]:
+        """What this rank steps of the parameters: the pieces, of which the state must be, and their values."""
         if sharding is None:
-            return None
+            return None, params
         pieces = sharding.pieces(params)
         sharding.check(pieces, state.gather)
-        return pieces
+        return pieces, sharding.held(pieces, params, state.gather)
 
     def init(params: Tree) -> State:
-        if skips and skips.check:
-            skips.check(params)
+        if skips and skips.scaled:
+            refuse_float16(params)
         pieces = sharding.pieces(params) if sharding else None
         own = pieces.own(params) if pieces else params
         slots = optimizer.init(own)
@@ -188,11 +193,13 @@ def pipeline_of(
     def inside(state: Any) -> PipelineState:
         old = getattr(state, "inner", None) if skips else state
         if not isinstance(old, PipelineState):
-            kind = "state with the field `inner`" if skips else "PipelineState"
             raise ValueError(
-                f"state is a {type(state).__name__}, expected the {kind} that this pipeline's init or step returned"
+                f"state is a {type(state).__name__}, expected one that this pipeline's init or step returned"
             )
         return old
+
+    def put(state: Any, new: PipelineState) -> Any:
+        return with_changes(state, inner=new) if skips else new
 
     def step(
         params: Tree,
@@ -213,22 +220,24 @@ def pipeline_of(
         if not donate:
             return run(params, grads, state, call)
         with torch.no_grad():
-            if not plain(params, grads):
-                return run(params, grads, state, call)
-            # A transform may keep parameters that it has got or returned.
-            states = copy_if_aliased((old.hook, old.after, old.on_state), (params, old.optimizer))
-            old = with_changes(old, hook=states[0], after=states[1], on_state=states[2])
-            return run(params, in_own_memory(grads, params), put(state, old), call.inside(donated=True))
+            if plain(params, grads):
+                # A transform may keep parameters that it has got or returned.
+                states = copy_if_aliased((old.hook, old.after, old.on_state), (params, old.optimizer))
+                old = with_changes(old, hook=states[0], after=states[1], on_state=states[2])
+                if not are_apart(params, grads):  # so that gradients may be overwritten
+                    grads = optree.tree_map(lambda g: g.clone() if isinstance(g, Tensor) else g, grads)
+                state, call = put(state, old), call.inside(donated=True)
+            return run(params, grads, state, call)
 
     def run(params: Tree, grads: Tree, state: Any, call: Call) -> tuple[Tree, State]:
         old = inside(state)
         check_same("grads", grads, "params", params)
-        pieces = pieces_of(params, old)
-        held = sharding.held(pieces, params, old.gather) if sharding and pieces else params
+        pieces, held = stepped(params, old)
         rates = rates_of(optimizer, held, old.optimizer)
         if old.step == 0 and plain(params, grads):
             rates = [*mark_of(hook, optimizer, after, on_state, gather_codec), *rates]
-        grads = skips.prepare(grads, state) if skips else grads
+        if skips and skips.scaled:
+            grads = unscaled(grads, state.scale)
 
         (axes, equal, _), is_plain = how(0 if alike else old.step)
         device = device_of(optree.tree_leaves(grads))
@@ -238,25 +247,21 @@ def pipeline_of(
             if found is not None:
                 grads, summed = found
                 totals = agreed(call, axes, rates, summed)
-                mean, hook_state = _rest(parts, grads, old.hook, params, behind(parts[0], call))
-            else:
-                if not hook.pauses:
-                    totals = agree(call, axes, rates, device)
-                    grads = grads if equal or not axes else _unless_idle(call, grads)
-                mean, hook_state = hook.run(grads, old.hook, params, call)
-        if mean is None:
-            window = old.window + torch.as_tensor(weight_of(call.weight))
-            return params, put(state, with_changes(old, hook=hook_state, window=window))
-        if hook.pauses:
+            elif not hook.pauses:
+                totals = agree(call, axes, rates, device)
+                grads = grads if equal or not axes else _unless_idle(call, grads)
+            mean, hook_state = (hook if found is None else behind_sum).run(grads, old.hook, params, call)
+        if mean is None or hook.pauses:
             window = old.window + to_device(old.window.device, torch.as_tensor(weight_of(call.weight)))
+            if mean is None:
+                return params, put(state, with_changes(old, hook=hook_state, window=window))
             totals = agree(call.inside(weight=window), axes, rates, device)
 
-        fine = torch.ones((), dtype=torch.bool)
+        fine: Flag = True
         if skips:
-            fine = all_finite(mean)
-            other = (sharding.axis,) if sharding else () if equal else axes
-            fine = psum((~fine).to(torch.float64), other) == 0 if other else fine
-        effect = Effect(flag(torch.as_tensor(totals.weight) > 0), flag(fine))
+            finite, other = all_finite(mean), (sharding.axis,) if sharding else () if equal else axes
+            fine = flag(psum((~finite).to(torch.float64), other) == 0 if other else finite)
+        effect = Effect(flag(torch.as_tensor(totals.weight) > 0), fine)
 
         slots = old.optimizer
         ends = call.inside(weight=totals.weight, donated=False, sharded_over=pieces and pieces.axis)
@@ -267,12 +272,8 @@ def pipeline_of(
                 held, slots = step_tree(optimizer, held, mean, slots, True, bad)
             else:
                 held, slots = effect.where(optimizer.step(held, mean, slots), (held, slots))
-        new = with_changes(
-            old,
-            hook=effect.keep(hook_state, old.hook),
-            step=old.step + 1,
-            window=torch.zeros_like(old.window),
-        )
+        kept = effect.keep(hook_state, old.hook)
+        new = with_changes(old, hook=kept, step=old.step + 1, window=torch.zeros_like(old.window))
         params, new = finish(params, held, slots, new, pieces, ends, effect)
         outer = put(state, new)
         return params, effect.update_counters(skips, outer) if skips else outer
@@ -302,21 +303,16 @@ def pipeline_of(
         params = whole if gather_codec is None else gathered.where(whole, params)
         return params, with_changes(new, gather=gather)
 
-    def put(state: Any, new: PipelineState) -> Any:
-        return with_changes(state, inner=new) if skips else new
-
     def flush(params: Tree, state: Any) -> tuple[Tree, State]:
         old = inside(state)
-        for path, leaf in named_leaves(params).items():
-            check_dense(f"params[{path!r}]", leaf)
+        check_same("params", params, "params", params)
         if readable_without_sync(old.window) and old.window > 0:
             warnings.warn(
                 "flush leaves out the gradients of an unfinished window of accumulate(...), which have had no step; call step as often "
                 "as its windows say before flush",
                 stacklevel=3,
             )
-        pieces = pieces_of(params, old)
-        held = sharding.held(pieces, params, old.gather) if sharding and pieces else params
+        pieces, held = stepped(params, old)
         matched(optimizer, held, old.optimizer)
         call = Call(0.0, step=old.step).inside(flush=True, sharded_over=pieces and pieces.axis)
         params, new = finish(params, held, old.optimizer, old, pieces, call, FLUSH)
@@ -325,16 +321,9 @@ def pipeline_of(
     return Pipeline(init, step, flush, hook, optimizer, after, on_state, sharding, skips=skips)
 
 
-def _rest(parts: list[Transform], grads: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, State]:
-    """Run the stages behind the first one of a hook; the gradients and the state of the hook."""
-    if len(parts) == 1:
-        return grads, state
-    new = [state[0]]
-    for part, own in zip(parts[1:], state[1:], strict=True):
-        grads, kept = part.run(grads, own, params, call.inside(donated=False))
-        new.append(kept)
-        call = behind(part, call)
-    return grads, tuple(new)
+def _as_they_are(grads: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, State]:
+    del params, call
+    return grads, state
 
 
 def _unless_idle(call: Call, grads: Tree) -> Tree:
@@ -345,7 +334,59 @@ def _unless_idle(call: Call, grads: Tree) -> Tree:
     return where(weight > 0, grads, zeros_like(grads))
 
 
-def by_path(params: Tree, slots: State) -> dict[str, Any]:
-    """Path -> optimizer state."""
-    paths, _, structure = optree.tree_flatten_with_path(params)
-    return dict(zip(map(path_string, paths), structure.flatten_up_to(slots), strict=True))
+@factory
+def zero(
+    hook: Transform,
+    optimizer: Optimizer,
+    axis: str,
+    *,
+    after: Transform | None = None,
+    on_state: Transform | None = None,
+    gather_codec: Codec | None = None,
+) -> Pipeline:
+    """ZeRO, stage 1: the optimizer's state and its work are shared out among the ranks of an axis.
+
+    `fuse` with a hook in which each `mean` over `axis` is a `scatter_mean`. A mean over several axes becomes a
+    scatter_mean over `axis` and a mean over the others.
+
+    Args:
+        hook: A transform of the gradients that holds one `mean` over `axis`.
+        optimizer: Any optimizer.
+        axis: The axis over which to shard.
+        after, on_state, gather_codec: As for `fuse`.
+
+    Returns:
+        A `Pipeline`: `fuse(scatter_mean(axis), optimizer)` for the hook `mean(axis)`, and so on.
+
+    Raises:
+        ValueError: `hook` holds no mean over `axis`; as `fuse`.
+        TypeError: as `fuse`.
+
+    Same as: torch's ZeroRedundancyOptimizer and DeepSpeed's stage 1.
+    Source: Rajbhandari et al., ZeRO, arXiv:1910.02054.
+
+    >>> from fjoin import transforms as tx
+    >>> tx.zero(tx.chain(tx.mean("data"), tx.clip_by_global_norm(1.0)), tx.adamw(1e-3), "data").hook
+    chain(scatter_mean('data'), clip_by_global_norm(1.0))
+    """
+    if not isinstance(axis, str):
+        raise TypeError(f"zero takes the name of one axis, got {axis!r}")
+    sharded = _sharded(hook, axis)
+    if not sharded.sharded_over:
+        raise ValueError(f"zero: {hook!r} holds no mean over {axis!r}; write zero(mean({axis!r}), ...)")
+    return fuse(sharded, optimizer, after, on_state, gather_codec)
+
+
+def _sharded(part: Any, axis: str) -> Any:
+    """The transform, with scatter_mean in the place of mean."""
+    if isinstance(part, tuple):
+        return tuple(_sharded(one, axis) for one in part)
+    make = part.spec.factory if isinstance(part, Transform) else None
+    if make is None:
+        return part
+    of = part.reduces
+    if of is not None and of.fusable and not of.scatters and of.over is not None and axis in names(of.axis):
+        rest = tuple(one for one in names(of.axis) if one != axis)
+        found = scatter_mean(axis, of.over)
+        return chain(found, mean(rest if len(rest) > 1 else rest[0], of.over)) if rest else found
+    return call_factory(make, ((name, _sharded(value, axis)) for name, value in part.spec.args))

@@ -1,12 +1,14 @@
-"""`Pipeline`; donated states; rates that ranks compare."""
+"""`Pipeline`; the effect of a step; donated states; rates that ranks compare."""
 
 from __future__ import annotations
 
 import itertools
+import math
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import optree
 import torch
@@ -23,15 +25,106 @@ from ..base import (
     Totals,
     Transform,
     Tree,
+    check_weight,
+    choose_state,
     fingerprint,
+    named_leaves,
     plain,
     readable_without_sync,
     stacked,
+    to_device,
     totals_of,
+    where,
 )
 from ..optimizers import Optimizer, check_rates, compared, states_of
 from ._plan import Parts
 from ._sharded import Sharding
+
+# A bool where the host knows it, a 0-d bool tensor otherwise.
+Flag: TypeAlias = "bool | Tensor"
+
+
+class Effect:
+    """The effect of a step on this rank.
+
+    Attributes:
+        live: At least one of the ranks that share the gradients has weight.
+        fine: The gradients may be used.
+        raises: A flag of the device: the host will raise for this step later, so nothing may change.
+        steps: Whether the optimizer takes a step.
+    """
+
+    __slots__ = ("fine", "live", "raises", "steps")
+
+    def __init__(self, live: Flag, fine: Flag = True, raises: Flag = False) -> None:
+        self.live, self.fine, self.raises = live, fine, raises
+        if live is False or fine is False:
+            self.steps: Flag = False
+        else:
+            self.steps = fine if live is True else live if fine is True else live & fine
+
+    @property
+    def at_end(self) -> Effect:
+        """The effect for transforms at the end of the step, which run although the optimizer took none."""
+        return Effect(True if self.raises is False else ~torch.as_tensor(self.raises))
+
+    def keep(self, new: Any, old: Any) -> Any:
+        """The state after the step, or the state before it with advanced host counters.
+
+        Each argument may be a function that returns the state; see `choose_state`.
+        """
+        if self.steps is True:
+            return new() if callable(new) else new
+        return choose_state(torch.as_tensor(self.steps), new, old)
+
+    def where(self, new: Tree, old: Tree) -> Tree:
+        """The tensors after the step, or the tensors before it, leaf by leaf."""
+        if isinstance(self.steps, Tensor):
+            return where(self.steps, new, old)
+        return new if self.steps else old
+
+    def update_counters(self, skips: Any, outer: Any) -> Any:
+        """The state around a pipeline that skips steps, after this step: it counts the step, unless no rank had input."""
+        if self.live is False:
+            return outer
+        counted = skips.update_counters(outer, torch.as_tensor(self.fine))
+        return counted if self.live is True else choose_state(self.live, counted, outer)
+
+    def weight(self, weight: Any) -> Any:
+        """The weight of this step in an average over steps: 0 for a step without effect."""
+        if isinstance(self.steps, Tensor):
+            weight = to_device(self.steps.device, check_weight(weight))
+            return torch.where(self.steps, weight, torch.zeros_like(weight))
+        return weight if self.steps else 0.0
+
+    def after(
+        self, transform: Transform, values: Tree, state: State, call: Call, params: Tree = None
+    ) -> tuple[Tree, State]:
+        """Transform the parameters, the buffers, or the optimizer's state, at the end of each step, those without effect
+        included.
+
+        Args:
+            call: The call, with the weight of this step and the number of the steps before it.
+            params: The parameters, where `values` are others.
+        """
+        at_end = call.inside(weight=self.weight(call.weight), persistent=True)
+        run = partial(transform.run, values, state, values if params is None else params, at_end)
+        if self.raises is False:
+            return run()
+        return choose_state(~torch.as_tensor(self.raises), run, (values, state))
+
+
+FLUSH = Effect(False)  # of a flush, in which no step is taken; recognised by identity
+
+
+def inverse(a: Flag) -> Flag:
+    """Flags are joined by & and |; ~ would make a number of a bool."""
+    return not a if isinstance(a, bool) else ~a
+
+
+def flag(condition: Tensor) -> Flag:
+    """A bool where Python can read the tensor without waiting for a device, the tensor otherwise."""
+    return bool(condition) if readable_without_sync(condition) else condition
 
 
 def use(mark: Tensor, donated: bool) -> None:
@@ -50,59 +143,16 @@ def use(mark: Tensor, donated: bool) -> None:
         held._donated = True
 
 
-def in_own_memory(grads: Tree, params: Tree) -> Tree:
-    """Gradients that may be overwritten: those that share memory with others, or with parameters, are copied."""
-    if _apart([*optree.tree_leaves(params), *optree.tree_leaves(grads)]):
-        return grads
-    taken = _Spans(optree.tree_leaves(params))
-
-    def own(grad: Any) -> Any:
-        if not isinstance(grad, Tensor) or grad.layout is not torch.strided or taken.add(grad):
-            return grad
-        return grad.contiguous() if _is_spread(grad) else grad.clone(memory_format=torch.contiguous_format)
-
-    return optree.tree_map(own, grads)
-
-
-def are_apart(params: Tree) -> bool:
-    """Whether no two leaves share memory, so that each can be stepped in place."""
-    leaves, taken = optree.tree_leaves(params), _Spans(())
-    return _apart(leaves) or all(taken.add(leaf) for leaf in leaves)
-
-
-def _apart(leaves: list[Any]) -> bool:
-    """Whether all are contiguous tensors and none begins before the end of another: the common case, found fast."""
-    if not all([isinstance(x, Tensor) and x.layout is torch.strided and x.is_contiguous() for x in leaves]):
+def are_apart(*trees: Tree) -> bool:
+    """Whether no two leaves share memory, and each is in one piece, so that it can be changed in place."""
+    given: Tree = trees
+    leaves, in_one_piece = optree.tree_leaves(given), torch.ops.aten.is_non_overlapping_and_dense.default
+    if not all([isinstance(x, Tensor) and x.layout is torch.strided for x in leaves]):
+        return False
+    if not all([x.is_contiguous() or in_one_piece(x) for x in leaves]):
         return False
     spans = sorted([(x.data_ptr(), x.nbytes) for x in leaves if x.nbytes])
     return all([a + size <= b for (a, size), (b, _) in itertools.pairwise(spans)])
-
-
-def _is_spread(x: Tensor) -> bool:
-    """Whether elements of a tensor share memory, or there are gaps between them."""
-    return not bool(torch.ops.aten.is_non_overlapping_and_dense.default(x))
-
-
-class _Spans:
-    """Parts of memory that are taken."""
-
-    def __init__(self, tensors: Iterable[Any]) -> None:
-        self._by_storage: dict[int, list[tuple[int, int]]] = {}
-        for x in tensors:
-            if isinstance(x, Tensor) and x.layout is torch.strided:
-                self.add(x)
-
-    def add(self, x: Tensor) -> bool:
-        """Take the memory of a tensor; False if some of it is taken, or it is not in one piece."""
-        if _is_spread(x):
-            return False
-        start = x.data_ptr()
-        span = start, start + x.nbytes
-        others = self._by_storage.setdefault(x.untyped_storage().data_ptr(), [])
-        if x.nbytes and any(low < span[1] and span[0] < high for low, high in others):
-            return False
-        others.append(span)
-        return True
 
 
 Rates = Sequence[tuple[str, float]]
@@ -123,9 +173,7 @@ def mark_of(*parts: object) -> list[tuple[str, float]]:
 
 def rates_of(optimizer: Optimizer, params: Tree, slots: State) -> list[tuple[str, float]]:
     """The hyperparameters that may differ between ranks, by name; without those that Python cannot read now."""
-    if not plain(params, slots):
-        return []
-    if optimizer.select is None and not compared(optimizer, optimizer.forms.probe):
+    if not plain(params, slots) or (optimizer.select is None and not compared(optimizer, optimizer.forms.probe)):
         return []
     names, _, states, _ = states_of(params, slots)
     parts = {}
@@ -174,23 +222,13 @@ def _check(rates: Rates, summed: Tensor, axes: tuple[str, ...], step: int) -> No
         for rank, there in enumerate(ranks.tolist()):
             for (name, _), value, first in zip(some, there, ranks[0].tolist(), strict=True):
                 if value != first:
-                    raise DesyncError(_text(name, rank, value, first, step), rank=rank, step=step)
-
-
-def _text(name: str, rank: int, value: float, first: float, step: int) -> str:
-    if name == _PIPELINE:
-        return (
-            f"step {step}: rank {rank} has another pipeline than rank 0; make it from the same arguments on all ranks"
-        )
-    return (
-        f"step {step}: rank {rank} steps with {name}={value!r}, but rank 0 with {name}={first!r}; a schedule must not depend "
-        f"on the rank or its data, and with_hyperparameters(...) takes equal values on all ranks"
-    )
-
-
-def _as_they_are(grads: Tree, state: Any) -> Tree:
-    del state
-    return grads
+                    text = (
+                        f"rank {rank} steps with {name}={value!r}, but rank 0 with {name}={first!r}; a schedule must not depend on "
+                        f"the rank or its data, and with_hyperparameters(...) takes equal values on all ranks"
+                    )
+                    if name == _PIPELINE:
+                        text = f"rank {rank} has another pipeline than rank 0; make it from the same arguments on all ranks"
+                    raise DesyncError(f"step {step}: {text}", rank=rank, step=step)
 
 
 class Skips(NamedTuple):
@@ -199,8 +237,27 @@ class Skips(NamedTuple):
     begin: Callable[[State], Any]  # inner state -> outer state, which has the inner one in the field `inner`
     update_counters: Callable[[Any, Tensor], Any]  # (state, fine) -> state, after a step; `fine`, 0-d bool: with effect
     scaled: bool = False  # whether the gradients are those of the loss times `state.scale`
-    prepare: Callable[[Tree, Any], Tree] = _as_they_are  # `(grads, state) -> grads`, before the hook
-    check: Callable[[Tree], None] | None = None  # raises for parameters that cannot be trained
+
+
+def unscaled(grads: Tree, scale: Tensor) -> Tree:
+    """The gradients of a loss from those of the loss times a scale. An overflow becomes NaN, which no stage can make finite again."""
+    factor = 1 / scale.to(torch.float64)
+
+    def one(grad: Tensor) -> Tensor:
+        own = (grad * to_device(grad.device, factor)).to(grad.dtype)
+        return torch.nan_to_num(own, nan=math.nan, posinf=math.nan, neginf=math.nan)
+
+    return optree.tree_map(one, grads)
+
+
+def refuse_float16(params: Tree) -> None:
+    """Raise TypeError for float16 parameters, whose unscaled gradients would underflow."""
+    for path, leaf in named_leaves(params).items():
+        if leaf.dtype is torch.float16:
+            raise TypeError(
+                f"params[{path!r}] is float16, in which gradients vanish once they are unscaled; keep parameters in float32 and "
+                f"let the loss cast them, by .half() or under torch.autocast"
+            )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -238,8 +295,8 @@ class Pipeline(Specified):
         """Raise for parameters that this pipeline cannot train."""
         if self.optimizer.check:
             self.optimizer.check(params)
-        if self.skips and self.skips.check:
-            self.skips.check(params)
+        if self.skips and self.skips.scaled:
+            refuse_float16(params)
 
     instead_of_transform = "a pipeline is complete already; put the transform into its hook"
 

@@ -10,7 +10,6 @@ import torch
 
 from ..base import Merge, Placement, State, Transform, children, marks, reduced_over
 from ..combinators import stages
-from ._fuse import PipelineState
 from ._pipeline import Pipeline
 from ._plan import axes_of
 
@@ -30,27 +29,34 @@ def placed(part: Pipeline | Transform, state: State, axes: Iterable[str]) -> Ite
     names, top = tuple(axes), At("", "")
     if isinstance(part, Transform):
         yield from _of_part(names, top, part, state, Over())
-    elif part.skips is None:
-        yield from _of_pipeline(names, top, part, state)
-    else:
-        yield from _of_leaves(names, top, state._replace(inner=()), _behind(part.hook, Over()))
-        yield from _of_pipeline(names, top.to("inner"), part, state.inner)
+        return
+    own = at_end = _behind(part.hook, Over())
+    if part.skips is not None:
+        yield from _of_leaves(names, top, state._replace(inner=()), own)
+        top, state = top.to("inner"), state.inner
+    yield from _of_part(names, top.to("hook"), part.hook, state.hook, Over())
+    if part.after is not None:
+        yield from _of_part(names, top.to("after"), part.after, state.after, own)
+    if part.on_state is not None:
+        yield from _of_part(names, top.to("on_state"), part.on_state, state.on_state, own)
+        at_end = _behind(part.on_state, own)
+    tree = top.to("optimizer")._replace(params=("",), in_tree=True)
+    yield from _of_leaves(names, tree, state.optimizer, at_end, Merge.MEAN)
+    rest = state._replace(hook=(), optimizer=(), after=(), on_state=())
+    yield from _of_leaves(names, top, rest, own, before=Over())
 
 
 def params_placement(pipeline: Pipeline, axes: Mapping[str, int]) -> Placement:
     """The placement of the parameters that a pipeline steps."""
     own = _behind(pipeline.hook, Over())
-    for stage in stages(pipeline.after) if pipeline.after is not None else ():
-        own = _behind(stage, own)
+    own = own if pipeline.after is None else _behind(pipeline.after, own)
     whole = own.equal | ({own.cut} if own.cut else set())  # they have been gathered
     return Placement(_in_order(tuple(axes), whole), None, Merge.REFUSE)
 
 
 def buffers_placement(on_buffers: Transform | None, axes: Mapping[str, int]) -> Placement:
     """The placement of the buffers of a model, each of which a rank changes by itself."""
-    equal = frozenset[str]()
-    for stage in stages(on_buffers) if on_buffers is not None else ():
-        equal |= reduced_over(stage)
+    equal = set[str]() if on_buffers is None else reduced_over(on_buffers)
     return Placement(_in_order(tuple(axes), equal), None, Merge.MEAN)
 
 
@@ -88,22 +94,6 @@ class At(NamedTuple):
         return inside._replace(params=(*self.params, f"{above}.{key}" if above else key))
 
 
-def _of_pipeline(names: tuple[str, ...], at: At, pipeline: Pipeline, state: PipelineState) -> Iterator[Placed]:
-    rest = state._replace(hook=(), optimizer=(), after=(), on_state=())
-    own = _behind(pipeline.hook, Over())
-    yield from _of_part(names, at.to("hook"), pipeline.hook, state.hook, Over())
-    at_end = own
-    for name, part in (("after", pipeline.after), ("on_state", pipeline.on_state)):
-        if part is not None:
-            yield from _of_part(names, at.to(name), part, getattr(state, name), own)
-        if name == "on_state" and part is not None:
-            for stage in stages(part):
-                at_end = _behind(stage, at_end)
-    tree = at.to("optimizer")._replace(params=("",), in_tree=True)
-    yield from _of_leaves(names, tree, state.optimizer, at_end, Merge.MEAN)
-    yield from _of_leaves(names, at, rest, own, before=Over())
-
-
 def _of_part(names: tuple[str, ...], at: At, part: Transform, state: State, before: Over) -> Iterator[Placed]:
     """The placements of a transform's state.
 
@@ -126,12 +116,11 @@ def _of_stage(names: tuple[str, ...], at: At, part: Transform, state: State, bef
         for i, (child, own) in enumerate(zip(inside, state, strict=True)):
             yield from _of_part(names, at.to(i), child, own, before)
         return
-    held = {"inner": inside[0]} if len(inside) == 1 and hasattr(state, "inner") else {}
-    if len(inside) == 2 and hasattr(state, "before") and hasattr(state, "after"):
-        held = {"before": inside[0], "after": inside[1]}
-    for name, child in held.items():
-        yield from _of_part(names, at.to(name), child, getattr(state, name), before)
-    state = state._replace(**dict.fromkeys(held, ())) if held else state
+    fields = {1: ("inner",), 2: ("before", "after")}.get(len(inside), ())
+    if fields and all(hasattr(state, name) for name in fields):
+        for name, child in zip(fields, inside, strict=True):
+            yield from _of_part(names, at.to(name), child, getattr(state, name), before)
+        state = state._replace(**dict.fromkeys(fields, ()))
     yield from _of_leaves(names, at, state, reach, before=before)
 
 

@@ -129,17 +129,15 @@ def make_plan(
     union = reach.union(*(axes_of(part, sizes) for part in ends))
     agree = (*(name for name in mesh_axes if name in union), *sorted(union - sizes.keys())) or mesh_axes
     parts = stages(hook)
-    first = parts[0] if parts else None
+    own = parts[0].reduces if parts else None
     # If a later stage communicates too, only the last one knows the sums over all ranks.
     always = None if changes_with_steps(hook) else _reduced(hook, mesh_axes, 0)
     plan = Plan(hook, mesh_axes, agree, always)
-    own = first.reduces if first is not None else None
     alone = own is not None and own.fusable and reach <= set(names(own.axis))
-    alone = alone and own is not None and not (adds and own.over in ("live", "world"))
-    if alone and not any(part.is_reducing for part in parts[1:]):
+    if alone and not (adds and own and own.over in ("live", "world")) and not any(p.is_reducing for p in parts[1:]):
         if clips and len(parts) == 2 and parts[1].by_norm is not None:
-            return plan._replace(reduce=first, clip=parts[1])
-        return plan._replace(reduce=first, rest=tuple(parts[1:]))
+            return plan._replace(reduce=parts[0], clip=parts[1])
+        return plan._replace(reduce=parts[0], rest=tuple(parts[1:]))
     whole = next((i for i, part in enumerate(parts) if Needs.TREE in part.needs), len(parts))
     return plan._replace(early=chain(*parts[:whole]) if whole else None, rest=tuple(parts[whole:]))
 
@@ -210,8 +208,7 @@ def warn_if_silent(
     stacklevel: int,
 ) -> None:
     """Warn if no part of a pipeline communicates, unless its hook is `identity()`."""
-    given = [hook, *(part for part in ends if part is not None)]
-    if not hook.silent and not any(axes_of(part, mesh_axes) for part in given):
+    if not hook.silent and not any(axes_of(part, mesh_axes) for part in (hook, *ends) if part is not None):
         warnings.warn(
             f"nothing in {what!r} reduces over the {ranks} ranks, so each trains on its own batches alone; put "
             f"tx.mean({mesh_axes[0]!r}) into it, or tx.identity() where that is meant",

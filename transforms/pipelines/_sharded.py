@@ -5,10 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import optree
+
 from ..axes import axis_index, axis_size
-from ..base import Needs, Transform, Tree, flatten_in_insertion_order, map_with_path, named_leaves, with_changes
+from ..base import (
+    Needs,
+    State,
+    Transform,
+    Tree,
+    children,
+    flatten_in_insertion_order,
+    map_with_path,
+    named_leaves,
+    path_string,
+    with_changes,
+)
 from ..codecs import Codec, check_codec
-from ..combinators import stages
 from ..layout import Pieces, cut
 from ..optimizers import Optimizer, master_of
 from ..reductions import GatherState, ShardState, cut_of, gather, gather_changes
@@ -35,26 +47,15 @@ class Sharding:
         """The pieces of these parameters, by their paths, shapes and dtypes, and the ranks of the bound axis.
 
         Raises:
-            ValueError: two leaves have one path, or they are on several devices.
+            ValueError: two leaves have one path.
         """
         ranks, rank = axis_size(self.axis), int(axis_index(self.axis))
         paths, leaves, _ = flatten_in_insertion_order(params)
-        key = (
-            ranks,
-            rank,
-            bucket_bytes,
-            direct_bytes,
-            *((path, p.shape, p.dtype, p.device) for path, p in zip(paths, leaves, strict=True)),
-        )
+        forms = ((path, p.shape, p.dtype, p.device) for path, p in zip(paths, leaves, strict=True))
+        key = (ranks, rank, bucket_bytes, direct_bytes, *forms)
         if key not in self._made:
             named_leaves(params)  # raises where two leaves have one path
             named = dict(zip(paths, leaves, strict=True))
-            other = next((path for path, p in named.items() if p.device != leaves[0].device), None)
-            if other is not None:
-                raise ValueError(
-                    f"params[{other!r}] lies on {named[other].device}, but params[{paths[0]!r}] on {leaves[0].device}; a pipeline that "
-                    f"shards takes parameters of one device"
-                )
             self._made[key] = cut(named, self._optimizer, self.axis, ranks, rank, bucket_bytes, direct_bytes)
         return self._made[key]
 
@@ -62,7 +63,7 @@ class Sharding:
         """The state of the gather."""
         if self.codec is None:
             return ShardState(cut_of(pieces))
-        named, states = named_leaves(own), _leaves_of(own, slots)
+        named, states = named_leaves(own), by_path(own, slots)
         return GatherState(
             cut_of(pieces),
             0,
@@ -76,21 +77,13 @@ class Sharding:
                 f"the gather's state is a {type(state).__name__}, but this pipeline has gather_codec={self.codec!r}; it is another "
                 f"pipeline's state"
             )
-        if state.cut == (here := cut_of(pieces)):
-            return
-        if state.cut.ranks != here.ranks:
+        if state.cut != (here := cut_of(pieces)):
             raise ValueError(
-                f"the state is cut into pieces for {state.cut.ranks} ranks, but the axis {self.axis!r} has {here.ranks}; reshard it: "
-                f"put the slices of the {state.cut.ranks} ranks together, and start this pipeline's init with them cut anew"
+                f"the state is cut into pieces for {state.cut.ranks} ranks, and is of rank {state.cut.rank}, but {self.axis!r} has "
+                f"{here.ranks} and this is rank {here.rank}. Each rank must be given its own state; for another number of ranks reshard "
+                f"it: put the slices of all ranks together, and start this pipeline's init with them cut anew. Where ranks agree, it "
+                f"is of other pieces: those of other parameters, of another optimizer, or of another bucket_bytes"
             )
-        if state.cut.rank != here.rank:
-            raise ValueError(
-                f"the state is of the pieces of rank {state.cut.rank}, but this is rank {here.rank} of {self.axis!r}; each rank must be "
-                f"given its own state"
-            )
-        raise ValueError(
-            "the state is of other pieces: those of other parameters, of another optimizer, or of another bucket_bytes"
-        )
 
     def held(self, pieces: Pieces, params: Tree, state: ShardState | GatherState) -> Tree:
         """This rank's slices of the parameters, or their exact values."""
@@ -109,17 +102,16 @@ class Sharding:
         """
         if self.codec is None:
             return gather(pieces, own, params), state
-        states, named = _leaves_of(own, slots) if slots else {}, named_leaves(own)
+        states, named = by_path(own, slots) if slots else {}, named_leaves(own)
         exact = {path: leaf if (m := master_of(states.get(path))) is None else m for path, leaf in named.items()}
         new = gather_changes(pieces, exact, params, self.codec, state.step)
         return new, with_changes(state, step=state.step + 1, master={path: named[path] for path in state.master})
 
 
-def _leaves_of(own: Tree, slots: Any) -> dict[str, Any]:
+def by_path(params: Tree, slots: State) -> dict[str, Any]:
     """Path -> optimizer state."""
-    found: dict[str, Any] = {}
-    map_with_path(lambda path, _, state: found.setdefault(path, [state]), own, slots)
-    return {path: state for path, (state,) in found.items()}
+    paths, _, structure = optree.tree_flatten_with_path(params)
+    return dict(zip(map(path_string, paths), structure.flatten_up_to(slots), strict=True))
 
 
 def sharding_of(
@@ -145,14 +137,18 @@ def sharding_of(
             f"fuse: {hook!r} shards twice; shard over one axis, and average over the others: "
             f"chain(scatter_mean('local'), mean('node'))"
         )
-    axis = str(found[0].sharded_over)
-    for part in _around(hook):
-        if part.wraps not in ("stages", "whole") and not _shards(part):
+    axis, around, behind = str(found[0].sharded_over), hook, list[tuple[Transform, tuple[str, ...]]]()
+    while not _shards(around):  # the transforms that hold the one that shards
+        if around.wraps not in ("stages", "whole"):
             raise ValueError(
-                f"fuse: {part!r} cannot hold a scatter_mean: it may leave some gradients whole, which no rank would own"
+                f"fuse: {around!r} cannot hold a scatter_mean: it may leave some gradients whole, which no rank would own"
             )
-    for part in _behind(hook):
-        if axis in axes_of(part, ()):
+        inside = children(around)
+        at = next(i for i, child in enumerate(inside) if child.sharded_over)
+        behind += [(stage, ()) for stage in inside[at + 1 :] if around.wraps == "stages"]
+        around = inside[at]
+    for part, mesh_axes in (*behind, *((part, (axis,)) for part in (after, on_state) if part is not None)):
+        if axis in axes_of(part, mesh_axes):
             raise ValueError(
                 f"fuse: {part!r} communicates over {axis!r} behind {found[0]!r}, but the ranks of {axis!r} then hold different pieces; "
                 f"use it over the other axes"
@@ -162,13 +158,6 @@ def sharding_of(
                 f"fuse: {part!r} cannot work behind {found[0]!r}, which leaves each rank flat slices of the leaves; put it before, or "
                 f"give its update the keyword sharded_over, the axis over which it must sum"
             )
-    for part in filter(None, (after, on_state)):
-        if axis in axes_of(part, (axis,)):
-            raise ValueError(
-                f"fuse: {part!r} communicates over {axis!r}, but the ranks of {axis!r} hold different pieces; use it over the other axes"
-            )
-        if part.needs & (Needs.LEAVES | Needs.LAYOUT | Needs.TREE) and not part.accepts("sharded_over"):
-            raise ValueError(f"fuse: {part!r} cannot work on the pieces that {found[0]!r} leaves each rank")
     return Sharding(axis, optimizer, codec)
 
 
@@ -178,28 +167,5 @@ def _shards(part: Transform) -> bool:
 
 def _walk(part: Transform) -> Iterator[Transform]:
     yield part
-    for child in part.spec.children:
-        if isinstance(child, Transform):
-            yield from _walk(child)
-
-
-def _around(part: Transform) -> Iterator[Transform]:
-    """The transforms that hold the one that shards, and that one itself."""
-    if part.sharded_over:
-        yield part
-        for child in part.spec.children:
-            if isinstance(child, Transform):
-                yield from _around(child)
-
-
-def _behind(part: Transform) -> Iterator[Transform]:
-    """The stages behind the one that shards."""
-    parts = stages(part)
-    at = next((i for i, stage in enumerate(parts) if stage.sharded_over), len(parts))
-    yield from parts[at + 1 :]
-    if at < len(parts) and parts[at] is not part:
-        yield from _behind(parts[at])
-    elif at < len(parts):
-        for child in part.spec.children:
-            if isinstance(child, Transform):
-                yield from _behind(child)
+    for child in children(part):
+        yield from _walk(child)

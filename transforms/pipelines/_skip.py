@@ -6,12 +6,12 @@ import math
 import numbers
 from typing import NamedTuple, TypeVar
 
-import optree
 import torch
 from torch import Tensor
 
 from ..base import (
     Call,
+    Count,
     State,
     Transform,
     Tree,
@@ -19,11 +19,9 @@ from ..base import (
     check_transform,
     choose_state,
     factory,
-    named_leaves,
     own_state,
     to_device,
     where,
-    whole_number,
     with_changes,
     zeros_like,
 )
@@ -71,25 +69,15 @@ def skip_if_nonfinite(part: Skippable) -> Skippable:
     tensor(1.)
     """
     if isinstance(part, Pipeline):
-        return guarded(part, Skips(lambda inner: SkipState(inner, no_calls()), _count))  # type: ignore[return-value]
+        return _guarded(part, Skips(lambda inner: SkipState(inner, _no_calls()), _count))  # type: ignore[return-value]
     if isinstance(part, Optimizer):
         raise TypeError(
             "skip_if_nonfinite takes a pipeline or a transform; write skip_if_nonfinite(fuse(hook, optimizer))"
         )
-    return _skip_transform(check_transform(part, "skip_if_nonfinite: part"))
+    check_transform(part, "skip_if_nonfinite: part")
 
-
-def no_calls() -> Tensor:
-    return torch.zeros((), dtype=torch.int64)
-
-
-def _count(state: SkipState, fine: Tensor) -> SkipState:
-    return with_changes(state, skipped=state.skipped + ~fine)
-
-
-def _skip_transform(part: Transform) -> Transform:
     def init(params: Tree) -> State:
-        return SkipState(part.init(params), no_calls())
+        return SkipState(part.init(params), _no_calls())
 
     def update(grads: Tree, state: SkipState, params: Tree, call: Call) -> tuple[Tree, State]:
         out, inner = part.run(grads, own_state(state, SkipState).inner, params, call)
@@ -102,7 +90,15 @@ def _skip_transform(part: Transform) -> Transform:
     return Transform(init, update, takes=("donated",), wraps="parts")
 
 
-def guarded(part: Pipeline, skips: Skips) -> Pipeline:
+def _no_calls() -> Tensor:
+    return torch.zeros((), dtype=torch.int64)
+
+
+def _count(state: SkipState, fine: Tensor) -> SkipState:
+    return with_changes(state, skipped=state.skipped + ~fine)
+
+
+def _guarded(part: Pipeline, skips: Skips) -> Pipeline:
     """A pipeline that runs another one and skips its steps with non-finite gradients after the hook."""
     if part.skips is not None:
         raise ValueError(
@@ -127,7 +123,7 @@ def dynamic_loss_scale(
     init_scale: float = 2.0**16,
     growth_factor: float = 2.0,
     backoff_factor: float = 0.5,
-    growth_interval: int = 2000,
+    growth_interval: Count = 2000,
 ) -> Pipeline:
     """Steps with the gradients of a scaled loss, and finds the largest scale that does not overflow.
 
@@ -178,10 +174,9 @@ def dynamic_loss_scale(
         raise ValueError(f"growth_factor must be a finite number above 1, got {growth_factor!r}")
     if not (isinstance(backoff_factor, numbers.Real) and 0 < backoff_factor < 1):
         raise ValueError(f"backoff_factor must be a number between 0 and 1, got {backoff_factor!r}")
-    whole_number("growth_interval", growth_interval, 1)
 
     def begin(inner: State) -> LossScaleState:
-        return LossScaleState(inner, torch.tensor(init_scale, dtype=torch.float32), no_calls(), no_calls())
+        return LossScaleState(inner, torch.tensor(init_scale, dtype=torch.float32), _no_calls(), _no_calls())
 
     def update_counters(state: LossScaleState, fine: Tensor) -> LossScaleState:
         scale, streak, skipped = (to_device(fine.device, t) for t in (state.scale, state.streak + 1, state.skipped))
@@ -191,24 +186,4 @@ def dynamic_loss_scale(
         streak = torch.where(fine & ~due, streak, torch.zeros_like(streak))
         return LossScaleState(state.inner, torch.where(fine, kept, shrunk), streak, skipped + ~fine)
 
-    return guarded(pipeline, Skips(begin, update_counters, True, _unscaled, refuse_float16))
-
-
-def _unscaled(grads: Tree, state: LossScaleState) -> Tree:
-    factor = 1 / state.scale.to(torch.float64)
-    return optree.tree_map(lambda g: overflow_as_nan((g * to_device(g.device, factor)).to(g.dtype)), grads)
-
-
-def overflow_as_nan(grad: Tensor) -> Tensor:
-    """The gradient with NaN in place of infinities, which no stage can make finite again."""
-    return torch.nan_to_num(grad, nan=math.nan, posinf=math.nan, neginf=math.nan)
-
-
-def refuse_float16(params: Tree) -> None:
-    """Raise TypeError for float16 parameters, whose unscaled gradients would underflow."""
-    for path, leaf in named_leaves(params).items():
-        if leaf.dtype is torch.float16:
-            raise TypeError(
-                f"params[{path!r}] is float16, in which gradients vanish once they are unscaled; keep parameters in float32 and "
-                f"let the loss cast them, by .half() or under torch.autocast"
-            )
+    return _guarded(pipeline, Skips(begin, update_counters, scaled=True))

@@ -1,4 +1,4 @@
-"""Encoded means, and torch's encoded collectives by axis name."""
+"""Encoded means, error feedback, and torch's encoded collectives by axis name."""
 
 from __future__ import annotations
 
@@ -22,13 +22,11 @@ from ..axes import (
     axis_size,
     check_splits,
     lookup,
-    names,
     packed,
     place_gathered,
     place_received,
     pmean,
     psum,
-    psum_scatter,
     split_ranks,
 )
 from ..base import (
@@ -37,13 +35,14 @@ from ..base import (
     Compression,
     Needs,
     State,
+    Summed,
     Transform,
     Tree,
-    check_transform,
     factory,
     named_leaves,
     own_state,
     whole_number,
+    zeros_at_least_f32,
 )
 from ..codecs import (
     Codec,
@@ -58,7 +57,7 @@ from ..codecs import (
     places_of,
     refuse_derivative,
 )
-from ._coded_sum import coded_sum
+from ._mean import Residuals, coded_sum
 
 _CASTS: dict[torch.dtype, Callable[[], Codec]] = {
     torch.bfloat16: bfloat16,
@@ -114,46 +113,104 @@ def compress(codec: Codec | torch.dtype, hook: Transform, seed: int = 0) -> Tran
     tensor([64.0000,  1.5000])
     """
     whole_number("seed", seed)
-    return _encoded(_codec_of(codec), check_transform(hook, "compress: hook"), seed)
-
-
-def _codec_of(codec: Codec | torch.dtype) -> Codec:
-    if not isinstance(codec, torch.dtype):
-        return check_codec("compress: codec", codec)
-    if codec not in _CASTS:
-        raise ValueError(f"compress: a dtype must be one of {sorted(map(str, _CASTS))}, got {codec!r}")
-    return _CASTS[codec]()
-
-
-def _encoded(codec: Codec, hook: Transform, seed: int) -> Transform:
+    if isinstance(codec, torch.dtype):
+        if codec not in _CASTS:
+            raise ValueError(f"compress: a dtype must be one of {sorted(map(str, _CASTS))}, got {codec!r}")
+        codec = _CASTS[codec]()
+    form = check_codec("compress: codec", codec)
     if not hook.accepts("wire"):
         raise TypeError(
             f"{hook!r} sends nothing that can be encoded; wrap a mean or a sum_over, or make a Transform whose update has the "
             f"keyword wire"
         )
     if hook.compression and hook.compression.encoded:
-        raise TypeError(f"{hook!r} is to be encoded by {codec!r}, but encodes already; leave one of them out")
-    needs = Needs.NOTHING if codec.elementwise else Needs.LAYOUT
-    lossy = Compression(named_leaves)
-    if not codec.stochastic:
-
-        def update(grads: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, State]:
-            return hook.run(grads, state, params, call.inside(wire=codec))
-
-        return Transform(hook.init, update, needs, compression=lossy, takes=("donated",), wraps="whole")
+        raise TypeError(f"{hook!r} is to be encoded by {form!r}, but encodes already; leave one of them out")
 
     def init(params: Tree) -> CompressState:
         return CompressState(hook.init(params), 0)
 
     def stochastic(grads: Tree, state: CompressState, params: Tree, call: Call) -> tuple[Tree, CompressState]:
         state = own_state(state, CompressState, call)
-        wire = replace(codec, key=(seed, state.step))
-        out, new = hook.run(grads, state.inner, params, call.inside(wire=wire))
+        out, new = hook.run(grads, state.inner, params, call.inside(wire=replace(form, key=(seed, state.step))))
         return out, CompressState(new, state.step + 1)
 
-    # Random bits are keyed by path.
-    needs |= Needs.PATHS
-    return Transform(init, stochastic, needs, compression=lossy, takes=("donated",), wraps="whole")
+    def update(grads: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, State]:
+        return hook.run(grads, state, params, call.inside(wire=form))
+
+    needs = Needs.NOTHING if form.elementwise else Needs.LAYOUT
+    needs |= Needs.PATHS if form.stochastic else Needs.NOTHING  # random bits are keyed by path
+    made = Transform(hook.init, update, needs, compression=Compression(named_leaves), takes=("donated",), wraps="whole")
+    return replace(made, init=init, update=stochastic) if form.stochastic else made
+
+
+class ErrorState(NamedTuple):
+    inner: State
+    error: Summed[dict[str, Tensor]]  # path -> residual, not sent yet, in units of the mean, at least float32
+
+
+@factory
+def error_feedback(hook: Transform) -> Transform:
+    """Adds to each message the residual of this rank's earlier messages.
+
+        u <- w g / W + e,  u' = u as the others decode it,  e <- u - u'
+
+    with w the rank's weight and W that of all ranks. On three and more ranks the mean is encoded again for its way back; the
+    rank that summed it keeps that error. So nothing is lost forever: over all steps, the sum of the hook's results, plus the
+    sum of the ranks' residuals, equals the sum of all means, rounded to float32 where something is encoded. A rank without
+    input sends its residual.
+
+    A step in which no rank has input, or whose result is not finite, uses up no residual (`power_sgd` decides this for
+    each matrix, `hierarchical_mean` for each rank's part). Residuals stay bounded only if the error of a codec is
+    smaller than its input, as for casts, `int8`, `sign`, `top_k` and `power_sgd`. `qsgd` with few levels is unbiased,
+    but its error may be larger.
+
+    Args:
+        hook: A hook that encodes or projects over one axis: `compress`, `power_sgd`, alone or
+            in `partition`, or in a `chain` with stages that send nothing.
+
+    Returns:
+        A `Transform` with state `ErrorState(inner, error)`; `error` differs between ranks.
+
+    Raises:
+        TypeError: nothing is encoded in `hook`.
+        ValueError: at `update`: encoded over several axes at once, or twice.
+
+    Source: Seide et al., 1-Bit Stochastic Gradient Descent, Interspeech 2014; Karimireddy et al., Error Feedback Fixes
+        SignSGD, arXiv:1901.09847; the second error: Tang et al., DoubleSqueeze, arXiv:1905.05957.
+
+    >>> from fjoin import transforms as tx
+    >>> hook = error_feedback(tx.compress(tx.int8(), tx.mean("data")))
+    >>> def one_rank(g):
+    ...     state, sums = hook.init(g), 0.0
+    ...     for _ in range(100):
+    ...         mean, state = hook.update(g, state)
+    ...         sums = sums + mean
+    ...     return sums
+    >>> tx.simulate(one_rank, {"data": 2}, [torch.tensor([127.0, 0.3]), torch.tensor([127.0, 0.1])])[0]
+    tensor([12700.,    20.])
+    """
+    lossy = hook.compression
+    if lossy is None or lossy.paths is None:
+        raise TypeError(
+            f"nothing in {hook!r} is {'lost' if lossy else 'encoded'}, so there is no error to feed back; write "
+            f"error_feedback(compress(codec, mean(axis)))"
+        )
+    paths = lossy.paths
+
+    def init(params: Tree) -> ErrorState:
+        lost = set(paths(params))
+        errors = {path: zero for path, zero in zeros_at_least_f32(params).items() if path in lost}
+        return ErrorState(hook.init(params), errors)
+
+    def update(grads: Tree, state: ErrorState, params: Tree, call: Call) -> tuple[Tree, ErrorState]:
+        memory = Residuals(own_state(state, ErrorState).error)
+        out, new = hook.run(grads, state.inner, params, call.inside(memory=memory))
+        return out, ErrorState(new, {**state.error, **memory.new})
+
+    # Chunk ownership, and so the second residual, depends on the bucket layout.
+    needs = Needs.LAYOUT if lossy.encoded else Needs.NOTHING
+    compression = Compression(None, lossy.encoded)
+    return Transform(init, update, needs, compression=compression, takes=("donated",), wraps="whole")
 
 
 C = TypeVar("C", bound=Callable[..., Any])
@@ -168,7 +225,6 @@ def quantized(collective: C, codec: Codec) -> C:
 
         all_gather, all_to_all, all_to_all_single      each value is encoded once; a rank receives its own value
                                                        as the other ranks decode it
-        psum_scatter                                   exchanged like these, then summed in float32
         psum, pmean                                    as `compress`: bytes do not grow with the ranks, and all
                                                        ranks receive equal results to the bit
 
@@ -195,17 +251,12 @@ def quantized(collective: C, codec: Codec) -> C:
     """
     if not any(collective is served for served in _FORMS):
         served = ", ".join(each.__name__ for each in _FORMS)
-        raise TypeError(f"quantized serves {served}, got {_called(collective)}; for a hook write compress(codec, hook)")
+        got = getattr(collective, "__name__", None) or repr(collective)
+        raise TypeError(f"quantized serves {served}, got {got}; for a hook write compress(codec, hook)")
     if not isinstance(codec, Codec):
-        raise TypeError(
-            f"quantized takes a collective and a Codec, got {_called(codec)}; for example quantized(psum, int8())"
-        )
+        raise TypeError(f"quantized takes a Codec, got {codec!r}; for example quantized(psum, int8())")
     # A partial: its fingerprint depends on the codec.
     return functools.update_wrapper(functools.partial(_quantized, collective, codec), collective)  # type: ignore[return-value]
-
-
-def _called(value: Any) -> str:
-    return getattr(value, "__name__", None) or repr(value)
 
 
 def _quantized(
@@ -253,19 +304,6 @@ def _pmean(codec: Codec, x: Tree, axis: AxisName) -> Tree:
     return optree.tree_map(lambda total: total / axis_size(axis), _psum(codec, x, axis))
 
 
-def _psum_scatter(codec: Codec, x: Tree, axis: AxisName, *, dim: int = 0, tiled: bool = False) -> Tree:
-    def exchange(codes: Tensor) -> Tensor:
-        """Row s goes to rank s; the result has a row from each rank. They move over one axis after another."""
-        moved = codes.reshape((*[axis_size(name) for name in names(axis)], codes.shape[1]))
-        for i, name in enumerate(names(axis)):
-            moved = all_to_all(moved, name, i, i)
-        return moved.reshape(codes.shape)
-
-    received = _in_bytes(codec, axis, exchange)
-    out = packed(split_ranks("psum_scatter", x, axis, dim, tiled), 1, lambda rows: received(rows).sum(0))
-    return optree.tree_map(lambda leaf: leaf.movedim(0, dim), out) if tiled else out
-
-
 def _all_gather(codec: Codec, x: Tree, axis: AxisName, *, dim: int = 0, tiled: bool = False) -> Tree:
     run = _in_bytes(codec, axis, lambda codes: all_gather(codes, axis))
     return place_gathered(packed(x, 0, run), dim, tiled)
@@ -302,7 +340,6 @@ def _all_to_all_single(
 _FORMS: dict[Callable[..., Any], Callable[..., Tree]] = {
     psum: _psum,
     pmean: _pmean,
-    psum_scatter: _psum_scatter,
     all_gather: _all_gather,
     all_to_all: _all_to_all,
     all_to_all_single: _all_to_all_single,

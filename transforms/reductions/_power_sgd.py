@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple, TypeAlias
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import optree
 import torch
@@ -15,27 +15,26 @@ from ..base import (
     AxisName,
     Call,
     Compression,
+    Count,
+    Index,
     Needs,
     Over,
     Reduction,
-    Share,
     Transform,
     Tree,
-    check_over,
     device_of,
     factory,
-    flag,
     named_leaves,
     own_state,
     positive,
     real,
-    some_axes,
     whole_number,
+    words_dtype,
 )
 from ..codecs import refuse_derivative
 from ..combinators import switch_after
-from ._factors import Reduced, draw, low_rank_mean
-from ._mean import mean
+from ._factors import draw, low_rank_mean
+from ._mean import mean, ravel, split
 
 
 class PowerSGDState(NamedTuple):
@@ -43,86 +42,12 @@ class PowerSGDState(NamedTuple):
     step: int  # calls so far, on the host
 
 
-class Settings(NamedTuple):
-    axis: AxisName
-    rank: int
-    min_compression_rate: float
-    warm_start: bool
-    epsilon: float
-    seed: int
-    over: Over
-
-    def rank_of(self, rows: int, columns: int) -> int:
-        """The rank of the factors of a matrix of this shape; 0 where it is not compressed."""
-        rank = min(rows, columns, self.rank)
-        return rank if (rows + columns) * rank * self.min_compression_rate < rows * columns else 0
-
-
-def _check(given: Settings) -> None:
-    some_axes("power_sgd", given.axis)
-    check_over(given.over)
-    whole_number("rank", given.rank, 1)
-    whole_number("seed", given.seed)
-    positive("min_compression_rate", given.min_compression_rate)
-    positive("epsilon", given.epsilon, zero=True)
-    flag("warm_start", given.warm_start)
-
-
-# (leaves, state, this rank's share, the call, path -> residual) -> the means, the new residuals and the next Q
-Reduce: TypeAlias = Callable[[dict[str, Tensor], PowerSGDState, Share, Call, dict[str, Tensor]], Reduced]
-
-
-def _transform(
-    settings: Settings,
-    needs: Needs,
-    start: Callable[[Tree], dict[str, Tensor]],
-    reduce: Reduce,
-    loses: Callable[[Tree], list[str]],
-) -> Transform:
-    """A transform around `reduce`, which runs on several ranks.
-
-    Args:
-        start: Parameters -> the first Q.
-        loses: Parameters -> the paths of the leaves that are compressed.
-    """
-    axis, over = settings.axis, settings.over
-
-    def init(params: Tree) -> PowerSGDState:
-        return PowerSGDState(start(params) if settings.warm_start else {}, 0)
-
-    def update(grads: Tree, state: PowerSGDState, params: Tree, call: Call) -> tuple[Tree, PowerSGDState]:
-        del params
-        state = own_state(state, PowerSGDState, call)
-        grads, step = optree.tree_map(torch.as_tensor, grads), state.step + 1
-        leaves, memory = named_leaves(grads), call.memory
-        share = call.share(axis, over, device_of(leaves.values()))
-        if axis_size(axis) == 1:
-            out = optree.tree_map(share.times, grads)
-            return (share.unless_idle(out, grads) if call.persistent else out), state._replace(step=step)
-        real(leaves, "power_sgd")
-        if call.wire is not None:
-            refuse_derivative(leaves.values(), "differentiate through the hook without its codec")
-        known = dict[str, Tensor]()
-        if memory is not None:
-            mine = {path: leaf for path, leaf in leaves.items() if path in memory.old}
-            known = dict(zip(mine, memory.of(mine), strict=True))
-        made = reduce(leaves, state, share, call, known)
-        if memory is not None:
-            memory.keep({path: new.to(known[path].dtype) for path, new in made.errors.items()})
-        out = optree.tree_unflatten(optree.tree_structure(grads), [made.means[path] for path in leaves])
-        out = share.unless_idle(out, grads) if call.persistent else out
-        return out, PowerSGDState({path: made.q.get(path, old) for path, old in state.q.items()}, step)
-
-    reduces, compression = Reduction(axis, over), Compression(loses, encoded=False)
-    return Transform(init, update, needs | Needs.PATHS, reduces, compression, takes=("donated", "wire"))
-
-
 @factory
 def power_sgd(
     axis: AxisName,
-    rank: int = 1,
+    rank: Count = 1,
     *,
-    warmup_steps: int = 0,
+    warmup_steps: Index = 0,
     min_compression_rate: float = 2.0,
     warm_start: bool = True,
     epsilon: float = 0.0,
@@ -176,58 +101,15 @@ def power_sgd(
     >>> tx.simulate(one_rank, {"data": 2}, [1.0, 3.0])
     [tensor(2.), tensor(2.)]
     """
-    settings = Settings(axis, rank, min_compression_rate, warm_start, epsilon, seed, over)
-    _check(settings)
-    if whole_number("warmup_steps", warmup_steps, 0):
-        return switch_after(warmup_steps, mean(axis, over), power_sgd(**settings._asdict()))
-
-    def shapes(leaves: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
-        """Path -> (rank, columns) of each compressed leaf."""
-        found = {}
-        for path, leaf in leaves.items():
-            if leaf.dim() > 1 and leaf.numel():
-                columns = leaf.numel() // leaf.shape[0]
-                if rank := settings.rank_of(leaf.shape[0], columns):
-                    found[path] = rank, columns
-        return found
-
-    def drawn(leaves: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
-        return {path: draw(seed, path, step, *shape, leaves[path]) for path, shape in shapes(leaves).items()}
-
-    def kept(leaves: Mapping[str, Tensor], state: PowerSGDState) -> dict[str, Tensor]:
-        found = {}
-        for path, shape in shapes(leaves).items():
-            q = state.q.get(path)
-            if q is None or q.shape != shape:
-                raise ValueError(
-                    f"the gradient at {path!r} needs a Q of shape {shape}, but the state has "
-                    f"{'none' if q is None else tuple(q.shape)}; it is the state of other parameters or of another rank"
-                )
-            found[path] = q
-        return found
-
-    def again(path: str, like: Tensor) -> Tensor:
-        return draw(seed, path, 0, like.shape[0], like.shape[1], like)
-
-    def reduce(
-        leaves: dict[str, Tensor], state: PowerSGDState, share: Share, call: Call, errors: dict[str, Tensor]
-    ) -> Reduced:
-        q = kept(leaves, state) if warm_start else drawn(leaves, state.step)
-        made = low_rank_mean(leaves, q, axis, epsilon, share, call, errors, again)
-        return made if warm_start else made._replace(q={})
-
-    def first(params: Tree) -> dict[str, Tensor]:
-        return drawn(named_leaves(params), 0)
-
-    return _transform(settings, Needs.LEAVES, first, reduce, lambda params: list(shapes(named_leaves(params))))
+    return _power_sgd(False, axis, rank, warmup_steps, min_compression_rate, warm_start, epsilon, seed, over)
 
 
 @factory
 def batched_power_sgd(
     axis: AxisName,
-    rank: int = 1,
+    rank: Count = 1,
     *,
-    warmup_steps: int = 0,
+    warmup_steps: Index = 0,
     min_compression_rate: float = 2.0,
     warm_start: bool = True,
     epsilon: float = 0.0,
@@ -259,75 +141,125 @@ def batched_power_sgd(
     >>> tx.simulate(one_rank, {"data": 2}, [1.0, 3.0])[0]
     tensor([2., 2., 2., 2.])
     """
-    settings = Settings(axis, rank, min_compression_rate, warm_start, epsilon, seed, over)
-    _check(settings)
-    if whole_number("warmup_steps", warmup_steps, 0):
-        return switch_after(warmup_steps, mean(axis, over), batched_power_sgd(**settings._asdict()))
+    return _power_sgd(True, axis, rank, warmup_steps, min_compression_rate, warm_start, epsilon, seed, over)
 
-    def size(leaves: Mapping[str, Tensor]) -> tuple[int, int]:
-        """The rows of the square matrix of these leaves, and the rank of its factors."""
-        elements = sum(leaf.numel() for leaf in leaves.values())
-        side = math.isqrt(elements - 1) + 1 if elements else 0
-        return side, settings.rank_of(side, side)
 
-    def drawn(leaves: Mapping[str, Tensor], step: int) -> Tensor:
-        side, rank = size(leaves)
-        return draw(seed, "", step, rank, side, next(iter(leaves.values())))
+def _power_sgd(
+    batched: bool,
+    axis: AxisName,
+    rank: int,
+    warmup_steps: int,
+    min_compression_rate: float,
+    warm_start: bool,
+    epsilon: float,
+    seed: int,
+    over: Over,
+) -> Transform:
+    whole_number("seed", seed)
+    positive("min_compression_rate", min_compression_rate)
+    positive("epsilon", epsilon, zero=True)
+    if warmup_steps:
+        make = batched_power_sgd if batched else power_sgd
+        settings = dict(min_compression_rate=min_compression_rate, warm_start=warm_start, epsilon=epsilon, seed=seed)
+        return switch_after(warmup_steps, mean(axis, over), make(axis, rank, **settings, over=over))  # type: ignore[arg-type]
 
-    def first(params: Tree) -> dict[str, Tensor]:
+    def shapes(leaves: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
+        """The shape of the Q of each matrix that is compressed, (rank, columns), by path; all leaves together are at ""."""
+        sizes = {p: (x.shape[0], x.numel() // x.shape[0]) for p, x in leaves.items() if x.dim() > 1 and x.numel()}
+        if batched:
+            count = sum(leaf.numel() for leaf in leaves.values())
+            sizes = {"": (math.isqrt(count - 1) + 1,) * 2} if count else {}
+        found = {}
+        for path, (rows, columns) in sizes.items():
+            own = min(rows, columns, rank)
+            if (rows + columns) * own * min_compression_rate < rows * columns:
+                found[path] = own, columns
+        return found
+
+    def drawn(path: str, shape: tuple[int, ...], step: int, leaves: Mapping[str, Tensor]) -> Tensor:
+        like = leaves[path] if path in leaves else next(iter(leaves.values()))
+        return draw(seed, path, step, shape[0], shape[1], like)
+
+    def started(path: str, shape: tuple[int, int], state: PowerSGDState, leaves: Mapping[str, Tensor]) -> Tensor:
+        """The Q of a matrix to start from."""
+        q = state.q.get(next(iter(leaves)) if batched else path)
+        if not warm_start or (batched and not _holds(q, shape)):
+            return drawn(path, shape, state.step, leaves)
+        if q is None or not (batched or q.shape == shape):
+            raise ValueError(
+                f"the gradient at {path!r} needs a Q of shape {shape}, but the state has "
+                f"{'none' if q is None else tuple(q.shape)}; it is the state of other parameters or of another rank"
+            )
+        return q[: shape[0], : shape[1]]
+
+    def init(params: Tree) -> PowerSGDState:
         leaves = named_leaves(params)
-        return dict.fromkeys(leaves, drawn(leaves, 0)) if size(leaves)[1] else {}
+        q = {path: drawn(path, shape, 0, leaves) for path, shape in shapes(leaves).items()} if warm_start else {}
+        return PowerSGDState(dict.fromkeys(leaves, q[""]) if batched and q else q, 0)
 
-    def reduce(
-        leaves: dict[str, Tensor], state: PowerSGDState, share: Share, call: Call, errors: dict[str, Tensor]
-    ) -> Reduced:
-        side, rank = size(leaves)
-        if not rank:
-            return low_rank_mean(leaves, {}, axis, epsilon, share, call, errors, lambda _, like: like)
-        kept = state.q.get(next(iter(leaves)), torch.empty(0, 0))
-        fits = kept.shape[0] >= rank and kept.shape[1] >= side
-        start = kept[:rank, :side] if fits else drawn(leaves, state.step)
-        squares = {"": _square(errors, leaves, side)} if errors.keys() >= leaves.keys() else {}
-
-        def again(_: str, like: Tensor) -> Tensor:
-            return draw(seed, "", 0, rank, side, like)
-
-        made = low_rank_mean(
-            {"": _square(leaves, leaves, side)}, {"": start}, axis, epsilon, share, call, squares, again
-        )
-        return Reduced(
-            _pieces(made.means[""], leaves),
-            _pieces(made.errors[""], errors, leaves) if squares else {},
-            dict.fromkeys(leaves, _inside(kept, made.q[""])) if warm_start and fits else {},
-        )
+    def update(grads: Tree, state: PowerSGDState, params: Tree, call: Call) -> tuple[Tree, PowerSGDState]:
+        del params
+        state = own_state(state, PowerSGDState, call)
+        grads = optree.tree_map(torch.as_tensor, grads)
+        leaves, memory = named_leaves(grads), call.memory
+        share = call.share(axis, over, device_of(leaves.values()))
+        if axis_size(axis) == 1:
+            out = optree.tree_map(share.times, grads)
+            return (share.unless_idle(out, grads) if call.persistent else out), state._replace(step=state.step + 1)
+        real(leaves, "power_sgd")
+        if call.wire is not None:
+            refuse_derivative(leaves.values(), "differentiate through the hook without its codec")
+        errors = dict[str, Tensor]()
+        if memory is not None:
+            mine = {path: leaf for path, leaf in leaves.items() if path in memory.old}
+            errors = dict(zip(mine, memory.of(mine), strict=True))
+        q = {path: started(path, shape, state, leaves) for path, shape in shapes(leaves).items()}
+        together = batched and bool(q)
+        matrices, fed = leaves, errors
+        if together:
+            matrices, fed = _square(leaves), _square(errors) if errors.keys() >= leaves.keys() else {}
+        made = low_rank_mean(matrices, q, axis, epsilon, share, call, fed, lambda p, x: drawn(p, x.shape, 0, {p: x}))
+        means, new, kept = made.means, made.errors, made.q
+        if together:
+            means, new = _leaves_of(means, leaves), _leaves_of(new, errors) if fed else {}
+            old = state.q.get(next(iter(leaves)))
+            kept = dict.fromkeys(leaves, _with_corner(old, kept[""])) if _holds(old, kept[""].shape) else {}
+        if memory is not None:
+            memory.keep({path: error.to(errors[path].dtype) for path, error in new.items()})
+        out = optree.tree_unflatten(optree.tree_structure(grads), [means[path] for path in leaves])
+        out = share.unless_idle(out, grads) if call.persistent else out
+        return out, PowerSGDState({path: kept.get(path, old) for path, old in state.q.items()}, state.step + 1)
 
     def loses(params: Tree) -> list[str]:
         leaves = named_leaves(params)
-        return list(leaves) if size(leaves)[1] else []
+        found = shapes(leaves)
+        return list(leaves if batched and found else found)
 
-    return _transform(settings, Needs.LAYOUT, first, reduce, loses)
+    needs = (Needs.LAYOUT if batched else Needs.LEAVES) | Needs.PATHS
+    compression = Compression(loses, encoded=False)
+    return Transform(init, update, needs, Reduction(axis, over), compression, takes=("donated", "wire"))
 
 
-def _inside(whole: Tensor, corner: Tensor) -> Tensor:
+def _square(leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """All leaves, concatenated and padded, as a square matrix."""
+    flat = ravel(leaves.values(), None, words_dtype(leaf.dtype for leaf in leaves.values()))
+    side = math.isqrt(len(flat) - 1) + 1
+    gap = side * side - len(flat)
+    return {"": (torch.nn.functional.pad(flat, (0, gap)) if gap else flat).view(side, side)}
+
+
+def _leaves_of(square: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The leaves of a square matrix, in the shapes and dtypes of `like`."""
+    leaves, count = list(like.values()), sum(leaf.numel() for leaf in like.values())
+    return dict(zip(like, split(square[""].view(-1)[:count], leaves), strict=True))
+
+
+def _holds(q: Tensor | None, shape: tuple[int, ...]) -> bool:
+    return q is not None and q.shape[0] >= shape[0] and q.shape[1] >= shape[1]
+
+
+def _with_corner(whole: Tensor | None, corner: Tensor) -> Tensor:
     """The matrix `whole` with `corner` in its first rows and columns."""
+    assert whole is not None
     rows, columns = corner.shape
     return torch.cat([torch.cat([corner, whole[:rows, columns:]], dim=1), whole[rows:]])
-
-
-def _square(values: Mapping[str, Tensor], paths: Iterable[str], side: int) -> Tensor:
-    """The leaves, concatenated and padded, as a square matrix."""
-    parts = [values[path].reshape(-1) for path in paths]
-    dtype = torch.float64 if any(part.dtype is torch.float64 for part in parts) else torch.float32
-    parts = [part.to(dtype) for part in parts]
-    flat = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return (
-        flat if flat.numel() == side * side else torch.nn.functional.pad(flat, (0, side * side - flat.numel()))
-    ).view(side, side)
-
-
-def _pieces(square: Tensor, like: Mapping[str, Tensor], paths: Iterable[str] = ()) -> dict[str, Tensor]:
-    """The leaves of a square matrix, in the shapes and dtypes of `like`."""
-    chosen = list(paths or like)
-    sizes = [like[path].numel() for path in chosen]
-    pieces = square.view(-1)[: sum(sizes)].split(sizes)
-    return {path: piece.view(like[path].shape).to(like[path].dtype) for path, piece in zip(chosen, pieces, strict=True)}

@@ -18,7 +18,6 @@ from ..base import (
     State,
     Transform,
     Tree,
-    check_over,
     device_of,
     factory,
     map_with_path,
@@ -28,7 +27,7 @@ from ..base import (
 )
 from ..codecs import Codec, decode_pieces, encode_rows
 from ..layout import Pieces, pieces_here
-from ._coded_sum import send, summed
+from ._mean import send, summed
 
 
 class Cut(NamedTuple):
@@ -154,7 +153,6 @@ def scatter_mean(axis: str, over: Over = "weight") -> Transform:
             f"scatter_mean takes the name of one axis, got {axis!r}; shard over one and average over the others: "
             f"chain(scatter_mean('local'), mean('node'))"
         )
-    check_over(over)
 
     def update(grads: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, State]:
         del params

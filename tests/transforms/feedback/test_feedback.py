@@ -12,7 +12,7 @@ from torch import Tensor
 import fjoin
 from fjoin import transforms as tx
 from fjoin.transforms.base import Call, restrict
-from fjoin.transforms.reductions import ErrorState
+from fjoin.transforms.reductions._compress import ErrorState
 from tests.helpers import max_diff, raises_text, same_bits
 
 CODECS: dict[str, Any] = {

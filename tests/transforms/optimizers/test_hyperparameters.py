@@ -11,7 +11,7 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.transforms.optimizers import FrozenState
+from fjoin.transforms.optimizers._wrappers import FrozenState
 from tests.helpers import max_diff, params_like, raises_text, same_bits, stepped
 from tests.parity_table import KINDS
 

@@ -64,7 +64,7 @@ def test_nothing_is_lost_between_nodes(axes: dict[str, int]) -> None:
         return came, given, state.error
 
     for hook in (
-        tx.error_feedback(tx.hierarchical_mean("local", "node", tx.int4(block=4))),
+        tx.error_feedback(tx.compress(tx.int4(block=4), tx.hierarchical_mean("local", "node"))),
         tx.error_feedback(tx.compress(tx.qsgd(3, block=4), tx.hierarchical_mean("local", "node"), seed=1)),
     ):  # fmt: skip
         results = tx.simulate(lambda: one_rank(hook), axes)  # noqa: B023
@@ -82,15 +82,12 @@ def _zeros() -> dict[str, Tensor]:
 @pytest.mark.parametrize("axes", SHAPES, ids=str)
 def test_encoded_across_nodes(axes: dict[str, int], over: Any) -> None:
     """Near the mean, and the same on all ranks."""
-    for hook in (
-        tx.hierarchical_mean("local", "node", tx.int8(), over),
-        tx.compress(tx.int8(), tx.hierarchical_mean("local", "node", over=over)),
-    ):
-        got = tx.simulate(lambda: _one_rank(hook, False), axes)  # noqa: B023
-        want = tx.simulate(lambda: _one_rank(tx.mean(("node", "local"), over), False), axes)
-        for (out, _), (expected, _) in zip(got, want, strict=True):
-            assert max_diff(out, expected) < (0.03 if axes["node"] > 1 else 1e-15)
-            assert same_bits(out, got[0][0])
+    hook = tx.compress(tx.int8(), tx.hierarchical_mean("local", "node", over=over))
+    got = tx.simulate(lambda: _one_rank(hook, False), axes)
+    want = tx.simulate(lambda: _one_rank(tx.mean(("node", "local"), over), False), axes)
+    for (out, _), (expected, _) in zip(got, want, strict=True):
+        assert max_diff(out, expected) < (0.03 if axes["node"] > 1 else 1e-15)
+        assert same_bits(out, got[0][0])
 
 
 def test_bytes_between_nodes() -> None:
@@ -102,14 +99,14 @@ def test_bytes_between_nodes() -> None:
 
     floats = sent(tx.mean("node"), "node")
     assert sent(tx.hierarchical_mean("local", "node"), "node") < 1.01 * floats / 8
-    assert sent(tx.hierarchical_mean("local", "node", tx.int8()), "node") < 0.26 * floats / 8
+    assert sent(tx.compress(tx.int8(), tx.hierarchical_mean("local", "node")), "node") < 0.26 * floats / 8
 
 
 def trained(hook: str) -> Any:
     mesh = fjoin.mesh({"node": 2, "local": 2}, timeout_s=60)
     made = {
         "floats": tx.hierarchical_mean("local", "node"),
-        "int8": tx.hierarchical_mean("local", "node", tx.int8(block=8)),
+        "int8": tx.compress(tx.int8(block=8), tx.hierarchical_mean("local", "node")),
     }[hook]
 
     def loss_fn(params: Any, batch: Tensor) -> Tensor:

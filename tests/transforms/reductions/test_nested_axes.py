@@ -89,7 +89,7 @@ def test_both_axes_at_once(case: str, over: Any) -> None:
     assert by_hand(over, over, weights) == pytest.approx(want)
     for hook in (
         tx.mean(("node", "local"), over), tx.hierarchical_mean("local", "node", over=over),
-        tx.hierarchical_mean("local", "node", tx.float32(), over),
+        tx.compress(tx.float32(), tx.hierarchical_mean("local", "node", over=over)),
         tx.compress(tx.float32(), tx.mean(("node", "local"), over)),
     ):  # fmt: skip
         assert on_ranks(hook, case) == pytest.approx([want] * (8 if case == "uneven" else 4), abs=1e-6)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fjoin import transforms as tx
 from fjoin.transforms.axes._simulate import SimulatedAxis
-from tests.quantized_calls import AXES, BOTH, CALLS, CODECS, SERVED
+from tests.quantized_calls import CALLS, CODECS, SERVED
 
 
 def sent(monkeypatch: pytest.MonkeyPatch, axes: dict[str, int], function: Any, xs: list[Any]) -> list[Any]:
@@ -43,7 +43,6 @@ def test_messages(monkeypatch: pytest.MonkeyPatch, codec: str) -> None:
         "all_gather": [("all_gather", *ints), ("all_gather", torch.uint8, whole)],
         "all_to_all": [("all_to_all", *ints), ("all_to_all", torch.uint8, row * n)],
         "all_to_all_single": [("all_to_all", *ints), ("all_to_all", torch.uint8, row * n)],
-        "psum_scatter": [("psum_scatter", *ints), ("all_to_all", torch.uint8, row * n)],
     }
     for name, want in once.items():
         f = tx.quantized(getattr(tx, name), made)
@@ -55,8 +54,6 @@ def test_messages(monkeypatch: pytest.MonkeyPatch, codec: str) -> None:
             tuple(other) == ints and to[:2] == ("all_to_all", torch.uint8) and back[:2] == ("all_gather", torch.uint8)
         )
         assert row * n <= to[2] <= (row + 16) * n and row <= back[2] <= row + 8
-    moved = sent(monkeypatch, AXES, lambda x: tx.quantized(tx.psum_scatter, made)(x, BOTH), [torch.ones(6, 5)] * 6)
-    assert moved == [("all_to_all", torch.uint8, 6 * made.width(5))] * 2
     for name in SERVED:  # nothing is encoded for one rank
         f = tx.quantized(getattr(tx, name), made)
         x = {"a": torch.rand(1, 40), "b": torch.rand(1, 3, dtype=torch.float64)}
@@ -113,10 +110,11 @@ def test_bytes_of_a_sum_do_not_grow_with_the_ranks() -> None:
 
 def test_in_a_pipeline() -> None:
     """A custom hook that sends bytes is traced without data, and runs."""
-    scatter, gather = tx.quantized(tx.psum_scatter, tx.int8()), tx.quantized(tx.all_gather, tx.bfloat16())
+    move, gather = tx.quantized(tx.all_to_all, tx.int8()), tx.quantized(tx.all_gather, tx.bfloat16())
 
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-        return gather(scatter(grads, "data", tiled=True), "data", tiled=True), state
+        rows = move({"w": grads["w"].view(tx.axis_size("data"), -1)}, "data")
+        return gather({"w": rows["w"].sum(0)}, "data", tiled=True), state
 
     pipeline = tx.fuse(tx.Transform(lambda params: (), update), tx.sgd(1.0))
     params = {"w": torch.zeros(6)}
