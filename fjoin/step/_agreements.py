@@ -45,11 +45,11 @@ class Agreements:
         self._always = (
             None if plan.always is None else records_of(plan, parts, 0, place)
         )  # where each step has the same
-        self.of_all: StepRecord = StepRecord(mesh, plan.agree)
-        self._records = {plan.agree: self.of_all}  # by axes
+        self.of_all: StepRecord = StepRecord(mesh, plan.loop_axes)
+        self._records = {plan.loop_axes: self.of_all}  # by axes
         self.ranks: int = self.of_all.ranks
         self._layout: tuple[Bucket, ...] | None = None
-        self.ids: StepIds = StepIds(mesh, plan.agree, self.ranks, calls)
+        self.ids: StepIds = StepIds(mesh, plan.loop_axes, self.ranks, calls)
         self._requests = Requests(self.ranks)
         self.check: StepCheck = StepCheck(self.ranks, norm, self._parts.skips, mesh, self.ids, self._requests)
         self._late: tuple[int, Sums] | None = None  # the step of a record that has not been read, and its sums

@@ -114,7 +114,7 @@ def first_call(values: Mapping[str, Any], step: int, begun: Begun, on_device: bo
     needs them."""
     call = Call(values["weight"], step, donated=True)
     for axes, sums in begun.items():
-        call.agreed(axes, lambda sums=sums: _totals_in(sums.read(on_device)))  # type: ignore[misc]
+        call.tell(axes, lambda sums=sums: _totals_in(sums.read(on_device)))  # type: ignore[misc]
     return call
 
 

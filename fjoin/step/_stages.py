@@ -162,7 +162,7 @@ class BucketStages:
         if parts:
             call = call.inside(donated=False)
             if reduced is not None:
-                call.agreed(*reduced)
+                call.tell(*reduced)
             for part in self.parts[:count]:
                 call = behind(part, call)
             rest = run_stages(parts, old, storage, outgoing, self._mesh, call)

@@ -42,7 +42,7 @@ class Run:
         self.on_buffers, self.ends = on_buffers, parts.ends
         plan = make_plan(pipeline.hook, mesh.shape, *self.ends, adds=accumulate > 1)
         self.weighs = "weight(batch)" if loss.weighs else "1 for each rank with a batch"
-        self.axes: tuple[str, ...] = plan.agree
+        self.axes: tuple[str, ...] = plan.loop_axes
         sharding = pipeline.sharding
         self.agreements: Agreements = Agreements(mesh, plan, parts, "buckets", CALLS, norm=plan.clip is not None)
         self.ranks, self.step_check = self.agreements.ranks, self.agreements.check

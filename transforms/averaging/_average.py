@@ -25,7 +25,7 @@ from ..base import (
     where,
 )
 from ..combinators import every
-from ..pipelines import Rates, agree, axes_of
+from ..pipelines import Rates, axes_of, totals_of_step
 from ..reductions import mean
 
 
@@ -64,7 +64,7 @@ class WindowMean:
         """
         axes = tuple(name for name in bound() if name in axes_of(self._reduction, tuple(bound())))
         own = call.inside(persistent=False, flush=False, **({} if weight is None else {"weight": weight}))
-        totals = agree(own, axes, rates, device_of(optree.tree_leaves(values)))
+        totals = totals_of_step(own, axes, rates, device_of(optree.tree_leaves(values)))
         own = own.inside(weight=None) if self._over == "world" else own
         new, inner = self._reduction.run(at_least_f32(values), state, None, own)
         return new, inner, torch.as_tensor(totals.weight) > 0

@@ -115,7 +115,7 @@ class Call:
             self._totals[key] = found
         return found
 
-    def agreed(self, axes: Collection[str], totals: Totals | Callable[[], Totals]) -> None:
+    def tell(self, axes: Collection[str], totals: Totals | Callable[[], Totals]) -> None:
         """Let the call, and those inside it with the same weight, know the sums of the weights over these axes.
 
         Args:

@@ -18,11 +18,11 @@ from ._pipeline import (
     Flag as Flag,
     Pipeline as Pipeline,
     Rates as Rates,
-    agree as agree,
     inverse as inverse,
     number_of as number_of,
     parts_of as parts_of,
     rates_of as rates_of,
+    totals_of_step as totals_of_step,
 )
 from ._placements import buffers_placement as buffers_placement, params_placement as params_placement, placed as placed
 from ._plan import (

@@ -250,14 +250,14 @@ class Counting:
         parts, reduced, pieces, own = stages(self._hook), self._plan.reduced(step), self._pieces, self._own
         call = Call(None, step)
         for axes in reduced.shares:  # the ranks have agreed on these
-            call.agreed(axes, totals_of(1.0, 1.0))
+            call.tell(axes, totals_of(1.0, 1.0))
         values = self._params
         for i, part in enumerate(parts):
             sent = self._sent(self._stage, i, part, values, call)
             yield _row(part, step, sent, part.init(values))
             call = behind(part, call)
             values = own if part.sharded_over else values
-        late = [axes for axes, goes in ((self._plan.agree, records.apart), (reduced.axes, records.verdict)) if goes]
+        late = [axes for axes, goes in ((self._plan.loop_axes, records.apart), (reduced.axes, records.verdict)) if goes]
         for axes in (*records.before, *late):
             if sent := self._sum(self._words(axes), axes):
                 yield Row("(the step's own counts)", Needs.LAYOUT, _when(self._hook, step), sent, 0)

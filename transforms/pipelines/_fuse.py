@@ -55,13 +55,13 @@ from ._pipeline import (
     Flag,
     Pipeline,
     Skips,
-    agree,
-    agreed,
     are_apart,
     flag,
     mark_of,
     rates_of,
     refuse_float16,
+    totals_from,
+    totals_of_step,
     unscaled,
     use,
     words_of,
@@ -246,16 +246,16 @@ def pipeline_of(
             found = mean_with_words(parts[0], grads, call, words_of(call, rates, device)) if is_plain else None
             if found is not None:
                 grads, summed = found
-                totals = agreed(call, axes, rates, summed)
+                totals = totals_from(call, axes, rates, summed)
             elif not hook.pauses:
-                totals = agree(call, axes, rates, device)
+                totals = totals_of_step(call, axes, rates, device)
                 grads = grads if equal or not axes else _unless_idle(call, grads)
             mean, hook_state = (hook if found is None else behind_sum).run(grads, old.hook, params, call)
         if mean is None or hook.pauses:
             window = old.window + to_device(old.window.device, torch.as_tensor(weight_of(call.weight)))
             if mean is None:
                 return params, put(state, with_changes(old, hook=hook_state, window=window))
-            totals = agree(call.inside(weight=window), axes, rates, device)
+            totals = totals_of_step(call.inside(weight=window), axes, rates, device)
 
         fine: Flag = True
         if skips:

@@ -48,20 +48,20 @@ class Effect:
     """The effect of a step on this rank.
 
     Attributes:
-        live: At least one of the ranks that share the gradients has weight.
+        alive: At least one of the ranks that share the gradients has weight.
         fine: The gradients may be used.
         raises: A flag of the device: the host will raise for this step later, so nothing may change.
         steps: Whether the optimizer takes a step.
     """
 
-    __slots__ = ("fine", "live", "raises", "steps")
+    __slots__ = ("fine", "alive", "raises", "steps")
 
-    def __init__(self, live: Flag, fine: Flag = True, raises: Flag = False) -> None:
-        self.live, self.fine, self.raises = live, fine, raises
-        if live is False or fine is False:
+    def __init__(self, alive: Flag, fine: Flag = True, raises: Flag = False) -> None:
+        self.alive, self.fine, self.raises = alive, fine, raises
+        if alive is False or fine is False:
             self.steps: Flag = False
         else:
-            self.steps = fine if live is True else live if fine is True else live & fine
+            self.steps = fine if alive is True else alive if fine is True else alive & fine
 
     @property
     def at_end(self) -> Effect:
@@ -85,10 +85,10 @@ class Effect:
 
     def update_counters(self, skips: Any, outer: Any) -> Any:
         """The state around a pipeline that skips steps, after this step: it counts the step, unless no rank had input."""
-        if self.live is False:
+        if self.alive is False:
             return outer
         counted = skips.update_counters(outer, torch.as_tensor(self.fine))
-        return counted if self.live is True else choose_state(self.live, counted, outer)
+        return counted if self.alive is True else choose_state(self.alive, counted, outer)
 
     def weight(self, weight: Any) -> Any:
         """The weight of this step in an average over steps: 0 for a step without effect."""
@@ -189,23 +189,23 @@ def words_of(call: Call, rates: Rates, device: torch.device | None) -> Tensor:
     return stacked([*call.totals()[:2], *([number_of(rates)] if rates else [])], device)
 
 
-def agree(call: Call, axes: Sequence[str], rates: Rates, device: torch.device | None) -> Totals:
+def totals_of_step(call: Call, axes: Sequence[str], rates: Rates, device: torch.device | None) -> Totals:
     """The sums of the weights over the ranks of some axes, which the call knows then; one message.
 
     Raises:
         DesyncError: on all ranks: they have other rates.
     """
     words, axes = words_of(call, rates, device), [name for name in axes if axis_size(name) > 1]
-    return agreed(call, axes, rates, psum(words, tuple(axes)) if axes else words)
+    return totals_from(call, axes, rates, psum(words, tuple(axes)) if axes else words)
 
 
-def agreed(call: Call, axes: Sequence[str], rates: Rates, summed: Tensor) -> Totals:
-    """As `agree`, from the sum of all ranks' `words_of`."""
+def totals_from(call: Call, axes: Sequence[str], rates: Rates, summed: Tensor) -> Totals:
+    """As `totals_of_step`, from the sum of all ranks' `words_of`."""
     values = summed.tolist() if readable_without_sync(summed) else list(summed.unbind(0))
     if rates and axes:
         _check(rates, summed[2].detach(), tuple(axes), call.step or 0)
     totals = totals_of(*values[:2])
-    call.agreed(axes, totals)
+    call.tell(axes, totals)
     return totals
 
 

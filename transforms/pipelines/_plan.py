@@ -77,12 +77,12 @@ class Plan(NamedTuple):
     clip: a stage that scales by the norm of all gradients, as `clip_by_global_norm`, and is the only one between `reduce`
         and the optimizer. It too becomes part of the kernel's scale.
     rest: the stages that run on the whole tree after these.
-    agree: the axes whose ranks loop together, in all steps: those of the hook and of the transforms at the end of a step.
+    loop_axes: the axes whose ranks loop together, in all steps: those of the hook and of the transforms at the end of a step.
     """
 
     hook: Transform
     mesh_axes: tuple[str, ...]
-    agree: tuple[str, ...]
+    loop_axes: tuple[str, ...]
     always: Reduced | None  # the reduction of the hook, where it is the same in all steps
     reduce: Transform | None = None
     early: Transform | None = None
@@ -127,12 +127,12 @@ def make_plan(
     mesh_axes = tuple(name for name, size in sizes.items() if size > 1) or tuple(sizes)
     reach = axes_of(hook, sizes)
     union = reach.union(*(axes_of(part, sizes) for part in ends))
-    agree = (*(name for name in mesh_axes if name in union), *sorted(union - sizes.keys())) or mesh_axes
+    loop_axes = (*(name for name in mesh_axes if name in union), *sorted(union - sizes.keys())) or mesh_axes
     parts = stages(hook)
     own = parts[0].reduces if parts else None
     # If a later stage communicates too, only the last one knows the sums over all ranks.
     always = None if changes_with_steps(hook) else _reduced(hook, mesh_axes, 0)
-    plan = Plan(hook, mesh_axes, agree, always)
+    plan = Plan(hook, mesh_axes, loop_axes, always)
     alone = own is not None and own.fusable and reach <= set(names(own.axis))
     if alone and not (adds and own and own.over in ("live", "world")) and not any(p.is_reducing for p in parts[1:]):
         if clips and len(parts) == 2 and parts[1].by_norm is not None:
@@ -155,7 +155,7 @@ def records_of(plan: Plan, parts: Parts, step: int, place: Place) -> Records:
     before += [one for one in shares if not plain and one != axes]
     if not parts.steps:
         return Records(tuple(before), rides)
-    apart = axes != plan.agree and not (place == "module" and parts.skips)
+    apart = axes != plan.loop_axes and not (place == "module" and parts.skips)
     return Records(tuple(before), rides, apart, plan.hook.sharded_over, not equal)
 
 
