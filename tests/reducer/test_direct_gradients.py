@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 from unittest import mock
 
@@ -27,18 +28,17 @@ def taken(loss: Any) -> tuple[dict[str, bool], dict[str, int], dict[str, float]]
     torch.manual_seed(0)
     shapes = dict.fromkeys(("first", "second", "left", "right", "expanded"), (SIDE, SIDE)) | {"bias": (SIDE,)}
     params = {path: torch.randn(shape) / SIDE for path, shape in shapes.items()}
-    own, sent, inner = {k: p.clone() for k, p in params.items()}, dict[str, tuple[int, int]](), GradBuffer.copy_grad
+    own, sent, inner = {k: p.clone() for k, p in params.items()}, dict[str, tuple[int, int]](), GradBuffer.take
 
-    def copy_grad(out: GradBuffer, i: int, leaf: Tensor) -> None:
-        assert leaf.grad is not None
-        given = leaf.grad.data_ptr()
-        inner(out, i, leaf)
+    def take(out: GradBuffer) -> None:
+        given = [leaf.grad.data_ptr() for leaf in out.leaves if leaf.grad is not None]
+        inner(out)
         if out.direct:
-            sent[out.bucket.paths[i]] = given, out.buffer.data_ptr()
+            sent[out.bucket.paths[0]] = given[0], out.buffer.data_ptr()
 
     step = fjoin.train_step(loss, tx.fuse(tx.mean("data"), tx.sgd(0.1)), mesh=fjoin.mesh({"data": 1}))
     state = step.init(params)
-    with mock.patch.object(GradBuffer, "copy_grad", copy_grad):
+    with mock.patch.object(GradBuffer, "take", take):
         for _ in range(3):
             x = torch.randn(8, SIDE)
             sent.clear()
@@ -72,3 +72,24 @@ def test_a_use_count_that_takes_shared_gradients_is_found() -> None:
 def test_a_use_count_that_clones_every_gradient_is_found() -> None:
     with mock.patch("fjoin.buckets._grad_buffer._ALONE", 1):
         assert not any(taken(loss_fn)[0].values())
+
+
+def in_any_order(params: Any, batch: tuple[int, torch.Tensor]) -> torch.Tensor:
+    """Its gradients come in the order of the number in the batch; of 6 on, the first parameter has none."""
+    number, x = batch
+    for name in list(itertools.permutations("abc"))[number % 6][number // 6 :]:
+        x = torch.tanh(x @ params[name])
+    return x.square().mean()
+
+
+def test_gradients_come_in_another_order_than_in_the_step_before() -> None:
+    params = {name: torch.eye(4) + 0.1 * i for i, name in enumerate("abc")}
+    own = {name: p.clone() for name, p in params.items()}
+    step = fjoin.train_step(in_any_order, tx.fuse(tx.mean("data"), tx.sgd(0.5)), mesh=fjoin.mesh({"data": 1}))
+    state = step.init(params)
+    for number in (0, 0, 1, 5, 6, 0, 11, 2, 2, 3):
+        batch = number, torch.linspace(-1, 1, 12).view(3, 4) + number
+        grads = torch.func.grad(in_any_order)(own, batch)
+        own = {name: p - 0.5 * grads[name] for name, p in own.items()}
+        state, _ = step(state, batch)
+        assert all(torch.equal(state.params[name], own[name]) for name in own), number
