@@ -124,7 +124,7 @@ def parts(name: str, rounds: int, folder: Path) -> dict[str, Any]:
 
         setattr(holder, name, timed)
 
-    clock("comparison of replicas", _save, "drifted")
+    clock("comparison of replicas", _save.Replicas, "apart")
     clock("checksums", zlib, "crc32", thread=True)
     clock("write", os, "write", thread=True)
     clock("fsync", os, "fsync", thread=True)

@@ -4,77 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import time
 import uuid
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+import torch
 from torch import Tensor
 
 from .._errors import CheckpointError
-from ..agreement import Requests, checksum, form, on_each, on_first
+from ..agreement import checksum, form, on_each, on_first
 from ..groups import Mesh
 from ..training import Metrics, OnSignal
 from ._folder import Folder
 from ._load import restored
+from ._manifest import Manifest
 from ._save import Plan, Save
 from ._sources import add_position, source_of
 from ._values import Snapshot, extra_apart
-
-
-class Due:
-    """Decides after each step whether to save: the same on all ranks.
-
-    Args:
-        every: After steps whose number is a multiple of this.
-        every_s: After this many seconds of rank 0's clock.
-        requests: What the ranks have asked for in their steps, for a train_step.
-        rank: This rank.
-    """
-
-    def __init__(self, every: int | None, every_s: float | None, requests: Requests | None, rank: int) -> None:
-        if every_s is not None and (requests is None or not every_s > 0):
-            raise ValueError(
-                f"every_s must be a number of seconds above 0, for a train_step, got {every_s!r}; other loops save by every="
-            )
-        self._every, self._every_s, self._requests, self._rank = every, every_s, requests, rank
-        self._last, self._saves, self._asks = 0.0, 0, False  # the last is whether this rank's clock has asked
-        self.saved()
-
-    def __call__(self, number: int, metrics: Metrics) -> bool:
-        """Whether to save after this step."""
-        if not metrics.stepped:
-            return False
-        if self._requests is None:
-            return self._every is not None and number % self._every == 0
-        if self._every_s is not None and self._rank == 0 and not self._asks:
-            if time.monotonic() - self._last > self._every_s:
-                self._requests.ask_save()
-                self._asks = True
-        asked = self._requests.saves_agreed > self._saves
-        return asked or (self._every is not None and number % self._every == 0)
-
-    def saved(self) -> None:
-        """The ranks have saved: earlier requests are done, and the clock begins anew."""
-        self._last, self._asks = time.monotonic(), False
-        self._saves = 0 if self._requests is None else self._requests.saves_agreed
-
-
-def same(number: int, data: Any, found: Snapshot) -> dict[str, Any]:
-    """Name -> JSON.
-
-    Args:
-        number: The number of steps.
-        data: The loop over data, or None.
-    """
-    extra, tensors = found.extra
-    return {
-        "the number of steps": number,
-        "extra": [json.dumps(extra), [form(value) for value in tensors.values()], checksum(tensors.values())],
-        "the presence of data": data is not None,
-    }
-
 
 _AFTER_AN_ERROR_S = 5.0  # for the files of other ranks, after an error of this one
 
@@ -137,14 +85,23 @@ class Checkpoints:
                 raise ValueError(f"{name} must be a whole number from 1, or None, got {value!r}")
         self._folder, self._source = Folder(Path(path)), source_of(what, mesh)
         self._mesh, self._requests = self._source.mesh, self._source.requests
-        self._due = Due(every, every_s, self._requests, self._mesh.rank)
-        self._keep_last, self._keep_every = keep_last, keep_every
+        if every_s is not None and (self._requests is None or not every_s > 0):
+            raise ValueError(
+                f"every_s must be a number of seconds above 0, for a train_step, got {every_s!r}; other loops save by every="
+            )
+        self._every, self._every_s, self._keep = every, every_s, (keep_last, keep_every)
         self._run, self.extra, self._background = "", None, background
         self._saving: Save | None = None  # in the background
         self._plan: Plan | None = None
         self._back: int | None = None  # the step that was restored, until the next save
+        self._saved()
         asks = self._requests
         self._on_signal = None if asks is None else OnSignal(asks.ask_save, asks.ask_stop)
+
+    def _saved(self) -> None:
+        """The ranks have saved: earlier requests are done, and the clock of rank 0, which has not asked, begins anew."""
+        self._last, self._asks = time.monotonic(), False
+        self._saves = 0 if self._requests is None else self._requests.saves_agreed
 
     def __enter__(self) -> Self:
         if self._on_signal is not None:
@@ -180,25 +137,42 @@ class Checkpoints:
         if metrics is not None and not self._due(number, metrics):
             return None
         self.wait()
-        found: Snapshot = on_each(
-            self._mesh, "the values of a save", lambda: self._taken(state, extra, data), partial(same, number, data)
-        )
-        assert self._plan is not None
-        self._plan.refuse_other_forms(self._mesh)
+
+        def same(taken: tuple[Snapshot, Plan]) -> dict[str, Any]:
+            shown, tensors = taken[0].extra
+            return {
+                "the number of steps": number,
+                "extra": [json.dumps(shown), [form(value) for value in tensors.values()], checksum(tensors.values())],
+                "the presence of data": data is not None,
+            }
+
+        found, plan = on_each(self._mesh, "the values of a save", lambda: self._taken(state, extra, data), same)
+        plan.refuse_other_forms(self._mesh)
         self._run, name = on_first(self._mesh, "the start of a save", lambda: self._begin(number))
-        self._back, about = None, {**self._source.about(), "extra": found.extra[0]}
-        save = Save(self._folder, name, self._mesh, self._run, about, (self._keep_last, self._keep_every))
-        save.begin(number, found, self._plan, copies=self._background)
-        self._saving = save
-        save.start()
+        self._back, axes, spec = None, dict(self._mesh.shape), self._source.spec
+        manifest = Manifest(self._run, uuid.uuid4().hex, number, "", axes, spec, extra=found.extra[0])
+        manifest.library = {"torch": str(torch.__version__), "python": platform.python_version()}
+        self._saving = Save(self._folder, name, self._mesh, manifest, self._keep, found, plan, self._background)
         if self._background:
-            save.warn()
+            self._saving.warn()
         else:
             self.wait()
-        self._due.saved()
-        return save.path
+        self._saved()
+        return self._folder.step_path(number)
 
-    def _taken(self, state: Any, extra: Any, data: Any) -> Snapshot:
+    def _due(self, number: int, metrics: Metrics) -> bool:
+        """Whether to save after this step: the same on all ranks."""
+        if not metrics.stepped:
+            return False
+        asks = self._requests
+        if asks is not None and self._every_s is not None and self._mesh.rank == 0 and not self._asks:
+            if time.monotonic() - self._last > self._every_s:
+                asks.ask_save()
+                self._asks = True
+        asked = asks is not None and asks.saves_agreed > self._saves
+        return asked or (self._every is not None and number % self._every == 0)
+
+    def _taken(self, state: Any, extra: Any, data: Any) -> tuple[Snapshot, Plan]:
         tensors: dict[str, Tensor] = {}
         kept = extra_apart(extra, tensors)
         found = self._source.snapshot(state)
@@ -207,7 +181,7 @@ class Checkpoints:
             add_position(found, data)
         if self._plan is None or not self._plan.fits(found):
             self._plan = Plan(self._mesh.shape, self._mesh.rank, found)
-        return found
+        return found, self._plan
 
     def _begin(self, step: int) -> tuple[str, str]:
         """On rank 0: the identifier of the run, and a new folder's name. Steps newer than the restored one are set aside."""
@@ -259,8 +233,9 @@ class Checkpoints:
             if params is None and self._source.needs_params:
                 raise CheckpointError(f"{self._folder.path} holds no checkpoint; pass the parameters at the start")
             return self._source.start(params, buffers)
-        self._run, self.extra, self._back = found.run, found.extra, found.step
-        return found.state
+        state, manifest, self.extra = found
+        self._run, self._back = manifest.run, manifest.step
+        return state
 
 
 def save(
@@ -338,4 +313,4 @@ def load(
         raise CheckpointError(
             f"{path} holds no checkpoint; save one there first, or begin a run with Checkpoints(...).restore(params)"
         )
-    return found.state
+    return found[0]

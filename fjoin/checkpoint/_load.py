@@ -6,7 +6,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from ..transforms.layout import merged
 from ._files import DTYPES, decoding
 from ._folder import Folder
 from ._leaves import Leaves
-from ._manifest import Leaf, Part, read_commit
+from ._manifest import Leaf, Manifest, Part, read_commit
 from ._sources import DATA, Source, position_of
 from ._values import Snapshot, Values, given, matches
 
@@ -221,15 +221,6 @@ def chosen(folder: Folder, mesh: Communicator, step: int | None) -> Leaves | Non
     return None
 
 
-class Restored(NamedTuple):
-    """What a restore gives."""
-
-    state: Any
-    run: str
-    step: int
-    extra: Any
-
-
 def restored(
     folder: Folder,
     source: Source,
@@ -238,8 +229,8 @@ def restored(
     step: int | None,
     fresh: tuple[str, ...],
     data: Any,
-) -> Restored | None:
-    """The newest checkpoint that verifies, or None where there is none; the arguments are those of `Checkpoints.restore`.
+) -> tuple[Any, Manifest, Any] | None:
+    """(state, manifest, extra) of the newest checkpoint that verifies, or None; the arguments are those of `Checkpoints.restore`.
 
     Raises:
         CheckpointError: on all ranks.
@@ -273,8 +264,7 @@ def restored(
             state = source.start(*on_each(mesh, "the parameters of a checkpoint", read_params))
         take, place, extra = on_each(mesh, "the values of a checkpoint", read)  # nothing has changed yet
         loaded = on_each(mesh, "the end of a load", lambda: (take(), place())[0])
-    spec = source.about()["spec"]
-    if manifest.spec != spec and not fresh and mesh.rank == 0:
-        text = f"the checkpoint is of {manifest.spec}, and this run of {spec}; its values are taken"
+    if manifest.spec != source.spec and not fresh and mesh.rank == 0:
+        text = f"the checkpoint is of {manifest.spec}, and this run of {source.spec}; its values are taken"
         warnings.warn(text, stacklevel=3)
-    return Restored(loaded, manifest.run, manifest.step, extra)
+    return loaded, manifest, extra

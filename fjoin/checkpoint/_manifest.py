@@ -12,8 +12,7 @@ import math
 import os
 import re
 import reprlib
-from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,6 +59,11 @@ class Leaf:
     parts: list[Part]
 
 
+def leaf_of(shown: dict[str, Any]) -> Leaf:
+    """A leaf, from its JSON."""
+    return Leaf(**shown | {"parts": [Part(**part) for part in shown["parts"]]})
+
+
 @dataclass
 class Manifest:
     """What a checkpoint holds.
@@ -68,7 +72,8 @@ class Manifest:
         run, id, parent: uuids (hex) of the run, of this checkpoint, and of the newest earlier one in the folder, or "".
         step: The number of steps that were done.
         axes: The mesh: sizes by name.
-        spec, settings: The pipeline, and options that resuming needs. Any JSON.
+        spec: The pipeline. Any JSON.
+        settings: Read, and written no more.
         library: Versions by name.
         leaves: By path.
         numbers: Host numbers by path: one of each rank, or a single one that all have.
@@ -95,13 +100,8 @@ class Manifest:
     version: int = VERSION
 
     def to_bytes(self) -> bytes:
-        """The manifest as JSON. It is written leaf by leaf, so that other threads run in between."""
-        values = {one.name: getattr(self, one.name) for one in fields(self)}
-        values["files"] = [*map(vars, self.files)]
-        values["leaves"] = {
-            path: vars(leaf) | {"parts": [*map(vars, leaf.parts)]} for path, leaf in self.leaves.items()
-        }
-        return "".join(_pieces(values)).encode()
+        """The manifest as JSON."""
+        return json.dumps(self, default=vars).encode()
 
     @staticmethod
     def from_bytes(data: bytes, where: str = "manifest.json") -> Manifest:
@@ -119,10 +119,7 @@ class Manifest:
                 what = f"this fjoin reads version {VERSION}; read it with the fjoin that wrote it, or a newer one"
                 raise CheckpointError(f"{where}: version is {version!r}: {what}")
             given["files"] = [FileEntry(**one) for one in given["files"]]
-            given["leaves"] = {
-                path: Leaf(**leaf | {"parts": [Part(**part) for part in leaf["parts"]]})
-                for path, leaf in given["leaves"].items()
-            }
+            given["leaves"] = {path: leaf_of(leaf) for path, leaf in given["leaves"].items()}
             found = Manifest(**given)
             found._check()
         return found
@@ -173,20 +170,6 @@ class Manifest:
 
 def _within(value: Any, limit: int) -> bool:
     return type(value) is int and 0 <= value < limit
-
-
-def _pieces(values: dict[str, Any]) -> Iterator[str]:
-    comma = "{"
-    for key, value in values.items():
-        yield f"{comma}{json.dumps(key)}:"
-        comma = ",\n"
-        if isinstance(value, dict):
-            yield "{" + ",\n".join(f"{json.dumps(name)}:{json.dumps(one)}" for name, one in value.items()) + "}"
-        elif isinstance(value, list):
-            yield "[" + ",\n".join(map(json.dumps, value)) + "]"
-        else:
-            yield json.dumps(value)
-    yield "}\n"
 
 
 class Commit(NamedTuple):

@@ -7,13 +7,12 @@ import contextlib
 import functools
 import json
 import os
-import platform
 import threading
-import uuid
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,68 +25,21 @@ from ..transforms.axes import Grid
 from ..transforms.base import Placement
 from ._files import FileEntry, check_form, write_blocks, write_file
 from ._folder import Folder
-from ._manifest import Leaf, Manifest, Part
+from ._manifest import Leaf, Manifest, Part, leaf_of
 from ._values import Snapshot
 
 
-class Place(NamedTuple):
-    """A part of a leaf in a rank's file."""
-
-    name: str  # in the file
-    shape: tuple[int, ...]  # of the whole leaf
-    rank: int | None  # whose value it is; None: that of all
-    start: int | None  # of a slice, its first element in the flat leaf
-
-
-class Writers:
-    """Gives each value to one of the ranks that have it, so that files are about equally large.
-
-    Args:
-        axes: The mesh.
-        rank: This rank.
-        spread: Whether to spread the values over the ranks; if not, the lowest rank that has one writes it.
-    """
-
-    def __init__(self, axes: Mapping[str, int], rank: int, spread: bool) -> None:
-        self._axes, self._rank, self._spread = set(axes), rank, spread
-        self._load: dict[tuple[str, ...], list[int]] = {}  # along these axes, what each rank has written so far
-        grid = Grid(axes)
-        # The ranks that have the value of this rank, of leaves that are equal over these axes.
-        self.group = functools.cache(lambda equal: grid.members(rank, equal))
-
-    def _next(self, equal: tuple[str, ...], size: int) -> int:
-        """Of the ranks that have this rank's value, the one that has written least so far."""
-        group = self.group(equal)
-        load = self._load.setdefault(equal, [0] * len(group))
-        chosen = load.index(min(load))
-        load[chosen] += size if self._spread else 0
-        return group[chosen]
-
-    def mine(self, found: Snapshot) -> Iterator[tuple[str, Place]]:
-        """(name, place) of the values that this rank writes. All ranks iterate over the same names."""
-        for name, value in found.values.items():
-            if not isinstance(value, Tensor):
-                continue
-            place = found.places[name]
-            part = _cut_part(found, name, value, place) if place.cut else (tuple(value.shape), None)
-            writes = self._next(place.equal, 0 if place.cut else value.nbytes) == self._rank
-            if part is None or not writes:
-                continue
-            shape, start = part
-            rank = self.group(place.equal)[0] if self._axes - {*place.equal, place.cut} else None
-            suffix = ("" if start is None else f"@{start}") + ("" if rank is None else f"@rank-{rank}")
-            yield name, Place(name + suffix, shape, rank, start)
-
-
-def _cut_part(found: Snapshot, name: str, value: Tensor, place: Placement) -> tuple[tuple[int, ...], int | None] | None:
-    """The shape of the whole and the start of this rank's slice; None where it holds nothing."""
+def _part(found: Snapshot, name: str, value: Tensor, cut: str | None) -> tuple[Any, int | None] | None:
+    """The shape of the whole value, and the start of this rank's slice, if it is one; None where this rank holds nothing."""
+    if not cut:
+        return value.shape, None
     own = found.slice_of(name)
     if own is None:
-        raise ValueError(f"{name!r} is cut over {place.cut!r}, but belongs to no parameter; it cannot be saved")
+        raise ValueError(f"{name!r} is cut over {cut!r}, but belongs to no parameter; it cannot be saved")
     if not own.holds:
         return None
     whole = own.whole or not value.dim() or value.numel() != own.stop - own.start
-    return (tuple(value.shape), None) if whole else (tuple(own.shape), own.start)
+    return (value.shape, None) if whole else (own.shape, own.start)
 
 
 class Plan:
@@ -102,7 +54,7 @@ class Plan:
     Attributes:
         names: Name in the file -> name of the value.
         leaves: The leaves of the manifest that these are parts of, as JSON.
-        numbers, shared: The names of the values that are no tensors, and of those of them that all ranks have.
+        numbers: The names of the values that are no tensors, and that this rank saves: rank 0 those that all have.
         replicas: Compares the values that ranks should have in common.
 
     Raises:
@@ -110,16 +62,20 @@ class Plan:
     """
 
     def __init__(self, axes: Mapping[str, int], rank: int, found: Snapshot, spread: bool = True) -> None:
-        self._form, self._kinds = found.form, [_kind(value) for value in found.values.values()]
+        # Equal for values to which the same plan applies.
+        self._fits = found.places | {}, list(found.forms)
+        self._kinds = [_kind(value) for value in found.values.values()]
         tensors = {name: value for name, value in found.values.items() if isinstance(value, Tensor)}
         for name, value in tensors.items():
             check_form(name, value)
-        writers, forms = Writers(axes, rank, spread), {name: form(value) for name, value in tensors.items()}
+        forms = {name: form(value) for name, value in tensors.items()}
+        # Along some axes, the ranks that have the value of this rank.
+        members = functools.cache(functools.partial(Grid(axes).members, rank))
         # Name -> a text that the ranks have in common which should have equal values.
-        groups = {name: f"{writers.group(p.equal)[0]} {p.equal}" for name, p in found.places.items() if p.equal}
+        groups = {name: f"{members(p.equal)[0]} {p.equal}" for name, p in found.places.items() if p.equal}
         self.replicas = Replicas(groups, forms)
-        self.numbers = [name for name in found.values if name not in tensors]
-        self.shared = [name for name in self.numbers if set(found.places[name].equal) == set(axes)]
+        numbers = [name for name in found.values if name not in tensors]
+        self.numbers = [name for name in numbers if not rank or set(found.places[name].equal) != set(axes)]
         # Name -> dtype and shape, of values that all ranks have.
         self._forms = {
             name: forms.get(name) or type(value).__name__
@@ -127,29 +83,36 @@ class Plan:
             if name not in found.by_content and not found.places[name].cut
         }
         self._digest = zlib.crc32(repr(self._forms).encode())
-        self.names, leaves = dict[str, str](), dict[str, Any]()
-        for path, place in writers.mine(found):
-            if place.name in self.names:
-                both = f"{self.names[place.name]!r} and {path!r}"
-                raise ValueError(f"{both} are both called {place.name!r} in the file; rename one")
-            self.names[place.name] = path
-            # Of these, other ranks may have another form, or none.
-            alone = path in found.by_content and place.rank is not None
+        self.names, leaves = dict[str, str](), dict[str, Leaf]()
+        written: dict[tuple[str, ...], list[int]] = {}  # along these axes, what each rank has been given so far
+        for path, value in tensors.items():
             equal, cut, merge = found.places[path]
-            shown = {"equal": list(equal), "cut": cut, "merge": merge.value}
-            leaves[place.name if alone else path] = {
-                "shape": list(place.shape),
-                "dtype": str(tensors[path].dtype).removeprefix("torch."),
-                "placement": shown | ({"of": path, "rank": place.rank} if alone else {}),
-                "part": [place.name, None if alone else place.rank, place.start],
-            }
-        self.leaves = json.dumps(leaves)
+            load = written.setdefault(equal, [0] * len(members(equal)))
+            writer = load.index(min(load))
+            load[writer] += value.nbytes if spread and not cut else 0
+            part = _part(found, path, value, cut)
+            if part is None or members(equal)[writer] != rank:
+                continue
+            shape, start = part
+            of = members(equal)[0] if set(axes) - {*equal, cut} else None  # whose value it is; None: that of all
+            name = path + ("" if start is None else f"@{start}") + ("" if of is None else f"@rank-{of}")
+            if name in self.names:
+                both = f"{self.names[name]!r} and {path!r}"
+                raise ValueError(f"{both} are both called {name!r} in the file; rename one")
+            self.names[name] = path
+            shown: dict[str, Any] = {"equal": list(equal), "cut": cut, "merge": merge.value}
+            dtype = str(value.dtype).removeprefix("torch.")
+            if path in found.by_content and of is not None:  # other ranks may have another form, or none
+                shown |= {"of": path, "rank": of}
+                path, of = name, None
+            leaves[path] = Leaf([*shape], dtype, shown, [Part(rank, name, of, start)])
+        self.leaves = json.dumps(leaves, default=vars)
 
     def fits(self, found: Snapshot) -> bool:
         """Whether it is the plan of these values too."""
         # One by one: a list of them all makes Python's garbage collector run.
         pairs = zip(self._kinds, found.values.values(), strict=True)
-        return self._form == found.form and all(kind == _kind(value) for kind, value in pairs)
+        return self._fits == (found.places, found.forms) and all(kind == _kind(value) for kind, value in pairs)
 
     def refuse_other_forms(self, mesh: Communicator) -> None:
         """Raise CheckpointError on all ranks where they have values of other names or forms."""
@@ -165,12 +128,6 @@ class Plan:
 def _kind(value: Any) -> Any:
     """The dtype and shape of a tensor, or the type of a number."""
     return (value.dtype, value.shape) if isinstance(value, Tensor) else type(value)
-
-
-def drifted(mesh: Communicator, plan: Plan, values: Mapping[str, Any]) -> dict[str, str]:
-    """Name -> a line, for each value that is not equal where its placement says so."""
-    pairs = plan.replicas.apart(mesh, "a comparison of replicas", values)
-    return {name: f"{name} of rank {rank} differs from that of rank {other}" for name, (rank, other) in pairs.items()}
 
 
 _SMALL = 1 << 16  # elements; smaller tensors are copied together, since a copy from a device takes long to begin
@@ -196,25 +153,6 @@ def copied(tensors: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
     return views
 
 
-def side_name(rank: int) -> str:
-    """The name of a rank's list in the temporary folder, until rank 0 has put it into the manifest."""
-    return f"rank-{rank:05d}.json"
-
-
-def add_side(manifest: Manifest, rank: int, side: dict[str, Any]) -> None:
-    """Put into the manifest what a rank has written."""
-    manifest.files.append(FileEntry(**side["file"]))
-    for path, one in side["leaves"].items():
-        name, of_rank, start = one["part"]
-        leaf = manifest.leaves.setdefault(path, Leaf(one["shape"], one["dtype"], one["placement"], []))
-        leaf.parts.append(Part(rank, name, of_rank, start))
-    for path, value in side["numbers"].items():
-        held = manifest.numbers.setdefault(path, [])
-        if not held or path not in side["shared"]:
-            held.append(value)
-    manifest.ranks.append(side["rank"])
-
-
 _ROUND_S = 0.2  # between two meetings of ranks that wait for files
 _LOOK_S = 0.02  # between two looks for another rank's file
 _AFTER_THE_END_S = 60.0  # to wait for it when the program has ended
@@ -223,16 +161,20 @@ _AFTER_THE_END_S = 60.0  # to wait for it when the program has ended
 class Save:
     """One save, in which all ranks take part. In a thread the ranks meet in the folder, and send nothing.
 
+    It is to be followed by `end` or `give_up`.
+
     Args:
         folder: The folder of the run.
         name: The name of the temporary folder, which rank 0 has made.
         mesh: The ranks.
-        run: The identifier of the run.
-        about: Fields of the manifest that are the same on all ranks: spec, settings, extra.
+        manifest: What is the same on all ranks.
         keep: The number of checkpoints to keep, or None for all, and the steps of which multiples are kept.
+        found: The values.
+        plan: Of values of this form.
+        copies: Whether to copy the values, so that the next step may overwrite them.
 
-    Attributes:
-        path: The checkpoint, once it is committed.
+    Raises:
+        CheckpointError: on all ranks: one of them could not copy its values.
     """
 
     def __init__(
@@ -240,53 +182,32 @@ class Save:
         folder: Folder,
         name: str,
         mesh: Communicator,
-        run: str,
-        about: Mapping[str, Any],
+        manifest: Manifest,
         keep: tuple[int | None, int | None],
+        found: Snapshot,
+        plan: Plan,
+        copies: bool,
     ) -> None:
-        self._tmp = folder.path / name
-        self._folder, self._mesh, self._run, self._about, self._keep = folder, mesh, run, about, keep
+        self._folder, self._tmp, self._mesh, self._manifest, self._keep = (
+            folder,
+            folder.path / name,
+            mesh,
+            manifest,
+            keep,
+        )
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
         self._given_up, self._ended = threading.Event(), threading.Event()
         self._texts: list[str] = []  # of warnings
-
-    def begin(self, step: int, found: Snapshot, plan: Plan, copies: bool) -> None:
-        """Agree on what each rank writes.
-
-        Args:
-            plan: Of values of this form.
-            copies: Whether to copy the values, so that the next step may overwrite them.
-
-        Raises:
-            CheckpointError: on all ranks: one of them could not copy its values.
-        """
-        self.path, self._step = self._folder.step_path(step), step
         try:
             plan = self._compare(found, plan)
             mine = {name: found.values[path] for name, path in plan.names.items()}
-            self._tensors = on_each(
-                self._mesh, "the copies of a save", lambda: copied(mine) if copies else lambda: mine
-            )
+            self._tensors = on_each(mesh, "the copies of a save", lambda: copied(mine) if copies else lambda: mine)
         except BaseException:
             self.give_up()
             raise
         self._leaves, numbers = plan.leaves, {path: found.values[path] for path in plan.numbers}
-        self._side = {"numbers": numbers, "shared": plan.shared, "rank": found.rank}
-
-    def _compare(self, found: Snapshot, plan: Plan) -> Plan:
-        """Note the replicas that have drifted apart. Returns the plan with the places of values by content."""
-        odd = drifted(self._mesh, plan, found.values)
-        apart = odd.keys() - (found.places.keys() - found.by_content)  # also those that only other ranks have
-        found.places |= dict.fromkeys(apart & found.places.keys(), Placement(()))
-        self._notes = [text for name, text in odd.items() if name not in apart]
-        if self._notes and self._mesh.rank == 0:
-            few = "; ".join(self._notes[:3]) + (f"; and {len(self._notes) - 3} more" if self._notes[3:] else "")
-            self._texts.append(f"replicas have drifted apart; those of the lowest rank are saved: {few}")
-        return Plan(self._mesh.shape, self._mesh.rank, found, spread=not self._notes) if odd else plan
-
-    def start(self) -> None:
-        """Write in a thread; to be followed by `end` or `give_up`."""
+        self._side = {"numbers": numbers, "rank": found.rank}
         self._thread = threading.Thread(target=self._guarded, name="fjoin save")
         atexit.register(self._tell)
         try:
@@ -294,6 +215,21 @@ class Save:
         except RuntimeError as error:  # raised by `end`, on all ranks
             self._error = error
             self._ended.set()
+
+    def _compare(self, found: Snapshot, plan: Plan) -> Plan:
+        """Note the replicas that have drifted apart. Returns the plan with the places of values by content."""
+        odd = plan.replicas.apart(self._mesh, "a comparison of replicas", found.values)
+        apart = odd.keys() - (found.places.keys() - found.by_content)  # also those that only other ranks have
+        found.places |= dict.fromkeys(apart & found.places.keys(), Placement(()))
+        self._manifest.notes = notes = [
+            f"{name} of rank {rank} differs from that of rank {other}"
+            for name, (rank, other) in odd.items()
+            if name not in apart
+        ]
+        if notes and self._mesh.rank == 0:
+            few = "; ".join(notes[:3]) + (f"; and {len(notes) - 3} more" if notes[3:] else "")
+            self._texts.append(f"replicas have drifted apart; those of the lowest rank are saved: {few}")
+        return Plan(self._mesh.shape, self._mesh.rank, found, spread=not notes) if odd else plan
 
     def warn(self) -> None:
         """Warn of what has been found, on rank 0; when no other rank waits for it, since warnings may be errors."""
@@ -304,7 +240,7 @@ class Save:
     def _tell(self) -> None:
         """At the end of the program: warn of an error that nobody has waited for."""
         if self._error is not None:
-            text = f"at the end of the program: step {self._step} has not been saved: {self._error}"
+            text = f"at the end of the program: step {self._manifest.step} has not been saved: {self._error}"
             warnings.warn(text, stacklevel=1)
 
     def end(self) -> None:
@@ -323,8 +259,8 @@ class Save:
         atexit.unregister(self._tell)
         if failed is not None:
             self.give_up()
-            text = f"step {self._step} has not been saved: {failed}"
-            raise CheckpointError(text, step=self._step) from self._error
+            text = f"step {self._manifest.step} has not been saved: {failed}"
+            raise CheckpointError(text, step=self._manifest.step) from self._error
 
     def _wait(self) -> str | None:
         """Wait for the threads of all ranks; returns what one of them has failed with."""
@@ -373,30 +309,39 @@ class Save:
         self._tensors = dict  # so that nothing is kept
         entry = write_file(self._tmp / name, tensors, {"format": "pt"})
         side = json.dumps(self._side | {"file": vars(entry)}, allow_nan=False)  # not every reader of JSON knows NaN
-        own = self._tmp / side_name(self._mesh.rank)
+        own = self._side_path(self._mesh.rank)
         write_blocks(new := own.with_suffix(".new"), [f'{side[:-1]}, "leaves": {self._leaves}}}'.encode()])
         os.rename(new, own)
 
     def _commit(self) -> None:
         """On rank 0: wait for the files of the others, and commit."""
-        parent, axes = self._folder.newest_id(), dict(self._mesh.shape)
-        manifest = Manifest(self._run, uuid.uuid4().hex, self._step, parent, axes, notes=self._notes, **self._about)
-        manifest.library = {"torch": str(torch.__version__), "python": platform.python_version()}
+        manifest = self._manifest
+        manifest.parent = self._folder.newest_id()
         for rank in range(self._mesh.size):
-            add_side(manifest, rank, self._side_of(rank))
+            side = self._side_of(rank)
+            manifest.files.append(FileEntry(**side["file"]))
+            manifest.ranks.append(side["rank"])
+            for path, leaf in side["leaves"].items():
+                manifest.leaves.setdefault(path, leaf_of(leaf | {"parts": []})).parts.extend(leaf_of(leaf).parts)
+            for path, value in side["numbers"].items():
+                manifest.numbers.setdefault(path, []).append(value)
         for rank in range(self._mesh.size):
-            (self._tmp / side_name(rank)).unlink()
+            self._side_path(rank).unlink()
         self._folder.commit(self._tmp, manifest)
         last, every = self._keep
         try:
             if last is not None:
-                self._folder.retain(last, every, self._run)
+                self._folder.retain(last, every, manifest.run)
         except CheckpointError as error:  # this step is saved
             self._texts.append(f"old checkpoints could not be deleted: {error}")
 
+    def _side_path(self, rank: int) -> Path:
+        """A rank's list, until rank 0 has put it into the manifest."""
+        return self._tmp / f"rank-{rank:05d}.json"
+
     def _side_of(self, rank: int) -> dict[str, Any]:
         """What a rank has written, once it has."""
-        path = self._tmp / side_name(rank)
+        path = self._side_path(rank)
         left_s = _AFTER_THE_END_S
         while not path.exists():  # a folder that hosts share tells nobody of new files
             if self._given_up.wait(_LOOK_S) or left_s < 0:

@@ -153,9 +153,7 @@ class OfObjects:
             if inside := [other for other in objects if other.startswith(f"{name}.")]:
                 raise ValueError(f"{inside[0]!r} begins with the name of {name!r}; give the objects other names")
         self._items, self.mesh = {name: item_of(name, one, mesh) for name, one in objects.items()}, mesh
-
-    def about(self) -> dict[str, Any]:
-        return {"spec": sorted(self._items), "settings": {}}
+        self.spec: Any = sorted(self._items)
 
     def number(self, state: Any) -> int:
         if type(state) is not int or state < 0:
@@ -193,6 +191,7 @@ class OfStep:
 
     Attributes:
         mesh: The ranks.
+        spec: What the manifest says of it, the same on all ranks; JSON.
         requests: What a rank asks of all of them, where its steps carry that.
         needs_params: Whether `start` needs parameters.
     """
@@ -201,15 +200,11 @@ class OfStep:
 
     def __init__(self, step: TrainStep) -> None:
         run = step.run
-        self._step, self.mesh = step, run.mesh
+        self._step, self.mesh, self.spec = step, run.mesh, repr(step.pipeline)
         self.requests: Requests | None = run.agreements.requests
         self._names = Names("pipeline", run.pipeline, self.mesh.shape)
         on_buffers = run.on_buffers
         self._on_buffers = None if on_buffers is None else Names("on_buffers", on_buffers, self.mesh.shape)
-
-    def about(self) -> dict[str, Any]:
-        """What the manifest says of it, the same on all ranks."""
-        return {"spec": repr(self._step.pipeline), "settings": {"bucket_bytes": self._step.bucket_bytes}}
 
     def number(self, state: Any) -> int:
         """The number of steps that a state has taken."""
@@ -271,11 +266,8 @@ class OfPipeline:
     requests: Requests | None = None
 
     def __init__(self, pipeline: Pipeline, mesh: Communicator) -> None:
-        self._pipeline, self.mesh = pipeline, mesh
+        self._pipeline, self.mesh, self.spec = pipeline, mesh, repr(pipeline)
         self._names = Names("pipeline", pipeline, mesh.shape)
-
-    def about(self) -> dict[str, Any]:
-        return {"spec": repr(self._pipeline), "settings": {}}
 
     def number(self, state: Any) -> int:
         _, own = self._pair(state)
