@@ -22,7 +22,7 @@ from ._load import restored
 from ._manifest import Manifest
 from ._save import Plan, Save
 from ._sources import add_position, source_of
-from ._values import Snapshot, extra_apart
+from ._values import Snapshot
 
 _AFTER_AN_ERROR_S = 5.0  # for the files of other ranks, after an error of this one
 
@@ -173,10 +173,8 @@ class Checkpoints:
         return asked or (self._every is not None and number % self._every == 0)
 
     def _taken(self, state: Any, extra: Any, data: Any) -> tuple[Snapshot, Plan]:
-        tensors: dict[str, Tensor] = {}
-        kept = extra_apart(extra, tensors)
         found = self._source.snapshot(state)
-        found.add_extra(kept, tensors, self._mesh.shape)
+        found.add_extra(extra, self._mesh.shape)
         if data is not None:
             add_position(found, data)
         if self._plan is None or not self._plan.fits(found):

@@ -169,7 +169,7 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _CODE_OF}
 _METADATA = "__metadata__"
 
 
-def write_file(path: Path | str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> FileEntry:
+def write_file(path: Path | str, tensors: Mapping[str, Tensor]) -> FileEntry:
     """Write tensors to a new file; it is on the disk when this returns.
 
     complex128, which the format does not have, is written as float64 with a further dim of 2. Tensors on a device are
@@ -178,7 +178,6 @@ def write_file(path: Path | str, tensors: Mapping[str, Tensor], metadata: Mappin
     Args:
         path: The file, which must not exist.
         tensors: Dense tensors by name, of any shape and strides.
-        metadata: Strings for the header's `__metadata__`.
 
     Returns:
         The name, size and checksums of the file.
@@ -187,9 +186,7 @@ def write_file(path: Path | str, tensors: Mapping[str, Tensor], metadata: Mappin
         TypeError: A tensor, or a name, that the format does not have. Nothing is written.
         CheckpointError: The system could not write the file.
     """
-    if any(type(text) is not str for item in (metadata or {}).items() for text in item):
-        raise TypeError(f"metadata is {metadata!r}, expected strings by strings")
-    entries = [f"{json.dumps(_METADATA)}:{json.dumps(metadata, ensure_ascii=False)}"] if metadata else []
+    entries = [f'"{_METADATA}":{{"format":"pt"}}']  # as other writers of torch's tensors say
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # hence all are aligned
     end = 0
     for name in names:  # one by one, so that other threads run in between
@@ -236,7 +233,7 @@ def check_shape(shape: Any) -> tuple[int, ...]:
     return tuple(shape)
 
 
-class _Span(NamedTuple):
+class Span(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     begin: int  # in the file
@@ -284,9 +281,11 @@ class TensorFile:
             os.close(self._fd)
             self._fd = -1
 
-    def form(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
-        """The dtype and the shape in the file: float64 with a further dim for what was complex128."""
-        return self._span(name)[:2]
+    def span(self, name: str) -> Span:
+        """Where a tensor is: of what was complex128, float64 with a further dim."""
+        if name not in self._spans:
+            raise CheckpointError(f"{self.path} has no tensor {name!r}; {DAMAGED}")
+        return self._spans[name]
 
     def read(self, name: str, memory: Tensor | None = None) -> Tensor:
         """A tensor, on the CPU.
@@ -298,7 +297,7 @@ class TensorFile:
         Raises:
             CheckpointError: There is no such tensor, or its bytes are not those that were written.
         """
-        dtype, shape, begin = self._span(name)
+        dtype, shape, begin = self.span(name)
         form = ("cpu", dtype, shape)
         if memory is None or (memory.device.type, memory.dtype, memory.shape) != form or not memory.is_contiguous():
             memory = torch.empty(shape, dtype=dtype, device="cpu")
@@ -316,16 +315,16 @@ class TensorFile:
             if index not in self._checked:
                 self._check(index, memory[: self._size(index)], "the file")
 
-    def _parse(self, size: int) -> dict[str, _Span]:
+    def _parse(self, size: int) -> dict[str, Span]:
         """The header's entries, in the order of the data, which they must fill without a hole."""
         first = 8 + int.from_bytes(self._bytes(0, min(8, size)), "little")
         if first > size:
             raise ValueError(f"the header ends at byte {first} of {size}")
         header = json.loads(self._bytes(8, first))
         header.pop(_METADATA, None)
-        spans, begin = dict[str, _Span](), first
+        spans, begin = dict[str, Span](), first
         for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-            span = _Span(CODES[entry["dtype"]], check_shape(entry["shape"]), begin)
+            span = Span(CODES[entry["dtype"]], check_shape(entry["shape"]), begin)
             end = begin + math.prod(span.shape) * span.dtype.itemsize
             if entry["data_offsets"] != [begin - first, end - first]:
                 where = f"data_offsets of {name!r} is {entry['data_offsets']}, expected {[begin - first, end - first]}"
@@ -334,11 +333,6 @@ class TensorFile:
         if begin != size:
             raise ValueError(f"the last tensor ends at byte {begin}, expected {size}, the end of the file")
         return spans
-
-    def _span(self, name: str) -> _Span:
-        if name not in self._spans:
-            raise CheckpointError(f"{self.path} has no tensor {name!r}; {DAMAGED}")
-        return self._spans[name]
 
     def _bytes(self, begin: int, end: int) -> bytes:
         out = bytearray(end - begin)

@@ -67,12 +67,12 @@ class Leaves:
     def check(self, path: str, part: Part) -> int:
         """Compare a part's shape and dtype with its leaf, without reading it. Returns the number of its elements."""
         leaf, file = self.manifest.leaves[path], self.file(part.file)
-        double = leaf.dtype == "complex128"
-        dtype, shape = file.form(part.name)
-        own = shape[:-1] if double and shape[-1:] == (2,) else shape
+        dtype, shape, _ = file.span(part.name)
+        stored, pair = (torch.float64, (2,)) if leaf.dtype == "complex128" else (DTYPES[leaf.dtype], ())
+        own = shape[: len(shape) - len(pair)]
         fits = list(own) == leaf.shape if part.start is None else len(own) == 1
-        fits = fits and _begin(part) + math.prod(own) <= math.prod(leaf.shape) and (own is not shape or not double)
-        if not fits or dtype != (torch.float64 if double else DTYPES[leaf.dtype]):
+        fits = fits and _begin(part) + math.prod(own) <= math.prod(leaf.shape)
+        if not fits or (dtype, shape) != (stored, own + pair):
             found, form = f"{dtype} {list(shape)}", f"{leaf.dtype} {leaf.shape}"
             where = f"{file.path}: {part.name!r}, a part of {path!r} from element {_begin(part)} on"
             raise CheckpointError(f"{where}, is {found}, which does not fit {form}; {DAMAGED}")

@@ -89,13 +89,7 @@ class Load:
             return self._slice(name, leaf, memory)
         if leaf.parts[0].rank is None:
             return self._leaves.part(name, leaf.parts[0], memory)
-        if not self._same:
-            return self._merged(name, leaf)
-        rank = self._here.members(self._mesh.rank, leaf.placement["equal"])[0]
-        part = next((part for part in leaf.parts if part.rank == rank), None)
-        if part is None:
-            raise CheckpointError(f"{self._folder} lacks {name!r} of rank {rank}; use another step")
-        return self._leaves.part(name, part, memory)
+        return self._merged(name, leaf, memory)
 
     def _number(self, name: str) -> Any:
         held, rank = self.manifest.numbers[name], self._mesh.rank
@@ -106,17 +100,17 @@ class Load:
             return max(held)
         return held[rank if rank < len(held) else 0]
 
-    def _merged(self, name: str, leaf: Leaf) -> Tensor:
-        """The value of this rank, from those of another number of ranks."""
+    def _merged(self, name: str, leaf: Leaf, memory: Tensor | None) -> Tensor:
+        """The value of this rank, from one for each place along the axes over which they differ."""
         differs = [axis for axis in self.manifest.axes if axis not in leaf.placement["equal"]]
-        values = {
-            tuple(self._there.place(part.rank or 0, differs).values()): self._leaves.part(name, part)
-            for part in leaf.parts
-        }
+        parts = {tuple(self._there.place(part.rank or 0, differs).values()): part for part in leaf.parts}
         place = tuple(self._here.place(self._mesh.rank, differs).values())
-        if all(self.manifest.axes[axis] == self._mesh.shape[axis] for axis in differs):
-            return values[place]
         sizes, merge = [self._mesh.shape[axis] for axis in differs], Merge(leaf.placement["merge"])
+        if sizes == [self.manifest.axes[axis] for axis in differs]:
+            if place not in parts:
+                raise CheckpointError(f"{self._folder} lacks {name!r} of rank {self._mesh.rank}; use another step")
+            return self._leaves.part(name, parts[place], memory)
+        values = {one: self._leaves.part(name, part) for one, part in parts.items()}
         try:
             return merged(values, sizes, place, merge, self._like.values.get(name))
         except ValueError as error:

@@ -125,7 +125,10 @@ class Manifest:
         return found
 
     def _check(self) -> None:
-        """Raise ValueError where a read would go beyond the folder, the files, the ranks, or a leaf."""
+        """Raise ValueError where a read would go beyond the folder, the files, the ranks, or a leaf.
+
+        Every part is in a file that is listed, is of a rank of the mesh, and begins in its leaf.
+        """
         sound = Manifest("", "", 0)
         for name, value in vars(self).items():
             kind = type(getattr(sound, name))
@@ -137,24 +140,12 @@ class Manifest:
         own = all(type(one) is dict for one in self.ranks) and len(self.ranks) in (0, ranks)
         if not own or not counts <= {1, ranks}:
             raise ValueError(f"ranks or numbers are not of the {ranks} ranks of the axes {self.axes}")
-        self._check_files()
-        self._check_parts(ranks)
-
-    def _check_files(self) -> None:
-        names = [one.name for one in self.files]
-        for name in names:
-            if not _FILE.fullmatch(name) or ".." in name or name in (".", *OWN_FILES):
-                what = "letters, digits, and single . _ -, other than manifest.json and COMMIT"
-                raise ValueError(f"the name of a file is {name!r}, expected {what}")
-        if len({*names}) != len(names):
-            raise ValueError(f"the names of files are {names}, expected different ones")
         for one in self.files:
+            if not _FILE.fullmatch(one.name) or ".." in one.name or one.name in (".", *OWN_FILES):
+                what = "letters, digits, and single . _ -, other than manifest.json and COMMIT"
+                raise ValueError(f"the name of a file is {one.name!r}, expected {what}")
             if len(one.blocks) != -(-one.size // BLOCK):
                 raise ValueError(f"{one.name} has {len(one.blocks)} blocks, expected one for each {BLOCK} bytes")
-
-    def _check_parts(self, ranks: int) -> None:
-        """Every part is in a file that is listed, is of a rank of the mesh, lies in its leaf, and is one leaf's only."""
-        owners: dict[tuple[int, str], str] = {}
         for path, leaf in self.leaves.items():
             where, numel = f"leaves[{path!r}]", math.prod(check_shape(leaf.shape))
             if leaf.dtype not in DTYPES or type(leaf.placement) is not dict or not leaf.parts:
@@ -163,9 +154,6 @@ class Manifest:
                 inside = _within(part.file, len(self.files)) and (part.rank is None or _within(part.rank, ranks))
                 if not inside or not (part.start is None or _within(part.start, numel + 1)):
                     raise ValueError(f"{where} has {part}, of {len(self.files)} files, {ranks} ranks, {numel} elements")
-                if (part.file, part.name) in owners:
-                    raise ValueError(f"{where} has {part}, which is also of {owners[part.file, part.name]!r}")
-                owners[part.file, part.name] = path
 
 
 def _within(value: Any, limit: int) -> bool:

@@ -53,7 +53,7 @@ class Plan:
 
     Attributes:
         names: Name in the file -> name of the value.
-        leaves: The leaves of the manifest that these are parts of, as JSON.
+        leaves: The leaves of the manifest that these are parts of.
         numbers: The names of the values that are no tensors, and that this rank saves: rank 0 those that all have.
         replicas: Compares the values that ranks should have in common.
 
@@ -106,7 +106,7 @@ class Plan:
                 shown |= {"of": path, "rank": of}
                 path, of = name, None
             leaves[path] = Leaf([*shape], dtype, shown, [Part(rank, name, of, start)])
-        self.leaves = json.dumps(leaves, default=vars)
+        self.leaves = leaves
 
     def fits(self, found: Snapshot) -> bool:
         """Whether it is the plan of these values too."""
@@ -206,8 +206,8 @@ class Save:
         except BaseException:
             self.give_up()
             raise
-        self._leaves, numbers = plan.leaves, {path: found.values[path] for path in plan.numbers}
-        self._side = {"numbers": numbers, "rank": found.rank}
+        numbers = {path: found.values[path] for path in plan.numbers}
+        self._side = {"numbers": numbers, "rank": found.rank, "leaves": plan.leaves}
         self._thread = threading.Thread(target=self._guarded, name="fjoin save")
         atexit.register(self._tell)
         try:
@@ -307,10 +307,11 @@ class Save:
         """Write this rank's file, then the list, which appears as a whole."""
         name, tensors = f"rank-{self._mesh.rank:05d}-of-{self._mesh.size:05d}.safetensors", self._tensors()
         self._tensors = dict  # so that nothing is kept
-        entry = write_file(self._tmp / name, tensors, {"format": "pt"})
-        side = json.dumps(self._side | {"file": vars(entry)}, allow_nan=False)  # not every reader of JSON knows NaN
+        entry = write_file(self._tmp / name, tensors)
+        # Not every reader of JSON knows NaN.
+        side = json.dumps(self._side | {"file": entry}, default=vars, allow_nan=False)
         own = self._side_path(self._mesh.rank)
-        write_blocks(new := own.with_suffix(".new"), [f'{side[:-1]}, "leaves": {self._leaves}}}'.encode()])
+        write_blocks(new := own.with_suffix(".new"), [side.encode()])
         os.rename(new, own)
 
     def _commit(self) -> None:

@@ -62,14 +62,12 @@ class HandleItem:
     """The handle of a registered module: the state of its pipeline, with the placements of that."""
 
     def __init__(self, name: str, handle: Handle, mesh: Communicator) -> None:
-        self._handle, self._prefix = handle, f"objects.{name}"
-        self._names = Names(self._prefix, handle.run.what, mesh.shape)
+        self._handle = handle
+        self._names = Names(f"objects.{name}", handle.run.what, mesh.shape)
 
     def add(self, found: Snapshot) -> Any:
-        handle = self._handle
-        found.add_state(self._names, handle.pipeline)
-        found.cut(self._prefix, handle.run.pieces)
-        return taken_apart(handle.run.numbers, "", {})
+        found.add_state(self._names, self._handle.pipeline, self._handle.run.pieces)
+        return taken_apart(self._handle.run.numbers, "", {})
 
     def load(self, values: Values, shown: Any) -> Callable[[], None]:
         state = self._handle.run.dict_of(self._names.tree(self._handle.pipeline, values), **put_together(shown, {}))
@@ -105,11 +103,8 @@ class ZeroItem:
         return lambda: self._zero.load_state_dict(whole)
 
     def _slice(self, name: str, params: Sequence[str] = ()) -> Slice | None:
-        slices, number = self._zero.slices(), int(name.partition(".")[0])
-        if slices is None or number not in slices:
-            return None
-        shape, start, stop, whole = slices[number]
-        return Slice(shape, start, stop, whole, holds=start < stop)
+        own = (self._zero.slices() or {}).get(int(name.partition(".")[0]))
+        return None if own is None else Slice(*own, holds=own.start < own.stop)
 
     def _in_place(self, name: str, value: Tensor) -> Tensor:
         """A slice in a tensor of the whole shape, of which `load_state_dict` reads only this rank's slice."""
@@ -221,9 +216,8 @@ class OfStep:
         body = check_state(state).settled(run.token)
         run.agreements.drain(body.step)
         axes, found = self.mesh.shape, Snapshot()
-        found.cut("pipeline", body.storage.pieces)
         found.add("params", body.storage.leaves, params_placement(run.pipeline, axes))
-        found.add_state(self._names, state.pipeline)
+        found.add_state(self._names, state.pipeline, body.storage.pieces)
         if body.buffers is not None:
             found.add("buffers", body.buffers, buffers_placement(run.on_buffers, axes))
             if self._on_buffers is not None:
@@ -276,9 +270,8 @@ class OfPipeline:
     def snapshot(self, state: Any) -> Snapshot:
         params, own = self._pair(state)
         found = Snapshot()
-        found.cut("pipeline", self._pieces(params))
         found.add("params", named_leaves(params), params_placement(self._pipeline, self.mesh.shape))
-        found.add_state(self._names, own)
+        found.add_state(self._names, own, self._pieces(params))
         return found
 
     def _pair(self, state: Any) -> Any:

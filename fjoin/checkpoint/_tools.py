@@ -65,7 +65,7 @@ def export(path: Path | str, out: Path | str) -> None:
     if not params:
         raise CheckpointError(f"{step} has no leaves under {_PARAMS!r}; it has {sorted(names)[:5]}")
     temporary = out.with_name(f"{out.name}.tmp-{uuid.uuid4().hex}")
-    write_file(temporary, params, {"format": "pt"})
+    write_file(temporary, params)
     with typed_errors(f"rename {temporary} to {out}"):
         os.rename(temporary, out)
     sync_folder(out.parent)

@@ -200,9 +200,19 @@ class Snapshot:
     by_content: set[str] = field(default_factory=set)
     extra: tuple[Any, Mapping[str, Tensor]] = (None, {})
 
-    def add_extra(self, extra: Any, tensors: Mapping[str, Tensor], axes: Iterable[str]) -> None:
-        """Add what the user keeps, which is the same on all ranks, and its tensors."""
-        self.extra = extra, tensors
+    def add_extra(self, extra: Any, axes: Iterable[str]) -> None:
+        """Add what the user keeps, which is the same on all ranks, and its tensors. Its dicts stay as they are.
+
+        Raises:
+            TypeError: it holds something else than finite numbers, text, None, lists, tensors, and dicts with text as keys.
+        """
+        tensors: dict[str, Tensor] = {}
+        try:
+            self.extra = taken_apart(extra, "extra", tensors, plain=True), tensors
+        except (TypeError, ValueError, RecursionError) as error:
+            raise TypeError(
+                f"extra must be JSON, with tensors where you like: finite numbers, text, lists, and dicts with text as keys: {error}"
+            ) from None
         self._add(tensors, dict.fromkeys(tensors, Placement(tuple(axes))))
 
     def add(self, prefix: str, values: Mapping[str, Any], place: Placement) -> None:
@@ -215,10 +225,13 @@ class Snapshot:
         self._add(values, dict.fromkeys(values, Placement(tuple(axes))))
         self.by_content |= values.keys()
 
-    def add_state(self, names: Names, state: Any) -> None:
-        """Add the leaves of a state."""
+    def add_state(self, names: Names, state: Any, pieces: Pieces | None = None) -> None:
+        """Add the leaves of a state, which may be cut into these pieces."""
         self._add(names.values(state), names.places)
         self.params |= names.params
+        if pieces is not None:
+            self.slices[names.prefix] = slices_of(pieces)
+            self.forms.append(pieces.fingerprint)
 
     def _add(self, values: Mapping[str, Any], places: Mapping[str, Placement]) -> None:
         if not self.values.keys().isdisjoint(values):
@@ -227,29 +240,9 @@ class Snapshot:
         self.values |= values
         self.places |= places
 
-    def cut(self, prefix: str, pieces: Pieces | None) -> None:
-        """Values under a prefix may be cut into these pieces."""
-        if pieces is not None:
-            self.slices[prefix] = slices_of(pieces)
-            self.forms.append(pieces.fingerprint)
-
     def slice_of(self, name: str) -> Slice | None:
         """This rank's slice of a value that is cut; None where it is one of no parameter."""
         for prefix, slices in self.slices.items():
             if name.startswith(f"{prefix}."):
                 return slices(name.removeprefix(f"{prefix}."), self.params.get(name, ()))
         return None
-
-
-def extra_apart(extra: Any, tensors: dict[str, Tensor]) -> Any:
-    """The JSON of what a user keeps, whose tensors are put into `tensors` by name. Its dicts stay as they are.
-
-    Raises:
-        TypeError: it holds something else than finite numbers, text, None, lists, tensors, and dicts with text as keys.
-    """
-    try:
-        return taken_apart(extra, "extra", tensors, plain=True)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise TypeError(
-            f"extra must be JSON, with tensors where you like: finite numbers, text, lists, and dicts with text as keys: {error}"
-        ) from None

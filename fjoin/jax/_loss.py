@@ -204,7 +204,7 @@ class _Compiled:
     """The loss and its gradient, compiled for parameters of one form."""
 
     def __init__(self, f: Callable[..., Any], form: _Form, buffers: bool) -> None:
-        self._form, self.layout = form, Layout((shape, dtype) for shape, dtype in form.leaves)
+        self._form, self.layout = form, Layout(form.leaves)
 
         def value(flats: Any, args: Any, *key: Any) -> tuple[Any, Any]:
             params = optree.tree_unflatten(form.params, self.layout.cut(flats))

@@ -86,9 +86,7 @@ def from_optax(transformation: Any, per_leaf: bool = False) -> Transform:
         if has_no_data(grads):
             return grads, state
         if params is not None and (other := _Shapes.of(params)) != form:
-            raise ValueError(
-                f"grads and params differ: {form.shapes} of {form.dtypes}, but {other.shapes} of {other.dtypes}"
-            )
+            raise ValueError(f"grads and params differ: {form.leaves}, but {other.leaves}")
         run = compiled(form)
         with run.precision():
             given = () if params is None else run.enter(params)
@@ -103,15 +101,14 @@ class _Shapes(NamedTuple):
     """The form of a tree of tensors, hashable."""
 
     structure: Any
-    shapes: tuple[torch.Size, ...]
-    dtypes: tuple[torch.dtype, ...]
+    leaves: tuple[tuple[torch.Size, torch.dtype], ...]
 
     @staticmethod
     def of(tree: Tree) -> _Shapes:
         for path, leaf in named_leaves(tree).items():
             check_dense(f"grads[{path!r}]", leaf)
         leaves, structure = optree.tree_flatten(tree)
-        return _Shapes(structure, tuple(leaf.shape for leaf in leaves), tuple(leaf.dtype for leaf in leaves))
+        return _Shapes(structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
 
 
 class _Compiled:
@@ -119,7 +116,7 @@ class _Compiled:
 
     def __init__(self, begin: Callable[..., Any], step: Callable[..., Any], shapes: _Shapes) -> None:
         self._shapes = shapes
-        self._layout = layout = Layout(zip(shapes.shapes, shapes.dtypes, strict=True))
+        self._layout = layout = Layout(shapes.leaves)
         concatenate = jax.numpy.concatenate
 
         def tree_of(flats: Any) -> Any:
@@ -161,7 +158,7 @@ class _Compiled:
 
     def precision(self) -> contextlib.AbstractContextManager[Any]:
         """A context in which jax computes in 64 bits if a leaf is float64."""
-        return jax.enable_x64(torch.float64 in self._shapes.dtypes)
+        return jax.enable_x64(any(dtype is torch.float64 for _, dtype in self._shapes.leaves))
 
     def enter(self, tree: Tree) -> list[Any]:
         leaves = [leaf.detach() for leaf in optree.tree_leaves(tree)]

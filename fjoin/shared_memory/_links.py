@@ -189,9 +189,6 @@ class HostLinks:
     Args:
         connections: By rank.
         timeout_s: Seconds after which a message fails.
-
-    Attributes:
-        count: The number of messages so far.
     """
 
     def __init__(self, connections: dict[int, socket.socket], timeout_s: float) -> None:
@@ -201,7 +198,7 @@ class HostLinks:
         self._room = bytearray(ROOM)
         self._lock = threading.RLock()
         self._moved, self._reads = threading.Condition(self._lock), False  # whether a thread sleeps until packets come
-        self.closed, self.count, self._failure = False, 0, ""
+        self.closed, self._failure = False, ""
         self.report: Callable[[TransportError], object] = lambda error: None
         self.memory = HostMemory()
         self.memory.give_back(self.memory.borrow(1))  # a limit shows here, and in a packet as large as any
@@ -254,7 +251,6 @@ class HostLinks:
             try:
                 announce(exchange, self.peers, self.memory)
                 self._under_way.append(exchange)
-                self.count += 1
                 self._move()
             except OSError as error:
                 self._fail(error)

@@ -149,7 +149,7 @@ def run_without_gathering(folder: str) -> None:
     whole = sum(2 * 4 * p.numel() for p in of["model"].parameters())
     with Leaves(path, read_step(path)) as leaves:
         file = leaves.file([entry.name for entry in read_step(path).files].index(own.name))
-        held = sum(4 * file.read(name).numel() for name in file.names if ".state." in name and file.form(name)[1])
+        held = sum(4 * file.read(name).numel() for name in file.names if ".state." in name and file.span(name).shape)
     assert 0 < held < 0.8 * whole
 
 

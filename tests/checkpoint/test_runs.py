@@ -248,7 +248,8 @@ def test_nothing_that_was_saved_is_ignored(tmp_path: Path) -> None:
     wide = {path: p.double() for path, p in START.items()}
     raises_text(fjoin.CheckpointError, lambda: again.restore(wide, buffers), "float32", "float64")
     raises_text(fjoin.CheckpointError, lambda: fjoin.load(tmp_path, {"model": torch.nn.Linear(1, 1)}), "['model']")
-    raises_text(TypeError, lambda: runs.save(state, extra={1: 2}), "extra", "text as keys")
+    objects = {"model": torch.nn.Linear(1, 1)}
+    raises_text(TypeError, lambda: fjoin.save(tmp_path, objects, 9, extra={1: 2}), "extra", "text as keys")
     step.close()
 
 
