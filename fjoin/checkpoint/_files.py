@@ -269,12 +269,6 @@ class TensorFile:
             raise
         self.names: list[str] = list(self._spans)
 
-    def __enter__(self) -> TensorFile:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
     def close(self) -> None:
         """Close the file; it can be closed twice."""
         if self._fd >= 0:

@@ -40,7 +40,7 @@ class Folder:
             CheckpointError: The step, or a newer one, exists, or the system refuses. Nothing is written then.
         """
         self._refuse_existing(step)
-        if newer := [other for other in self.all_steps() if other > step]:
+        if newer := [other for other in self.steps() if other > step]:
             raise CheckpointError(
                 f"{self.path} holds step {newer[-1]}, and step {step} is to be saved; choose another folder, or go back to an older step "
                 f"by Checkpoints.restore(step=...): the next save of the same object sets the newer ones aside"
@@ -74,7 +74,7 @@ class Folder:
         try:
             os.rename(tmp, target)
         except OSError as error:
-            if not self._is_there(target, commit):  # a network file system may report an error of what it has done
+            if self._commit_in(target) != commit:  # a network file system may report an error of what it has done
                 raise CheckpointError(f"cannot rename {tmp} to {target}: {error}; the step is not saved") from error
         try:
             sync_folder(self.path)
@@ -83,12 +83,15 @@ class Folder:
         return target
 
     def steps(self) -> list[int]:
-        """The committed steps, ascending."""
-        return [step for step in self.all_steps() if self._has_commit(step)]
+        """All steps, ascending, also those that cannot be read."""
+        with typed_errors(f"list {self.path}"):
+            names = os.listdir(self.path) if self.path.exists() else []
+        matches = [match for name in names if (match := _STEP.fullmatch(name))]
+        return sorted(int(match[1]) for match in matches if self.step_path(int(match[1])).name == match[0])
 
     def newest(self) -> int | None:
         """The newest step, committed or not; None where there is none."""
-        return max(self.all_steps(), default=None)
+        return max(self.steps(), default=None)
 
     def newest_id(self) -> str:
         """The identifier of the newest step, or "" where there is none."""
@@ -121,7 +124,7 @@ class Folder:
     def quarantine(self, newer_than: int, run_uuid: str) -> list[Path]:
         """Rename the steps after this one to `step-00000500.rejected-<uuid>`. Returns the new paths."""
         renamed = []
-        for step in self.all_steps():
+        for step in self.steps():
             if step > newer_than:
                 target = self.path / f"{self.step_path(step).name}.rejected-{run_uuid}"
                 if os.path.lexists(target):
@@ -138,7 +141,8 @@ class Folder:
 
         Steps of other runs, and steps whose COMMIT cannot be read, are left alone.
         """
-        own = [step for step in self.steps() if self._run_of(step) == run]
+        found = {step: self._commit_in(self.step_path(step)) for step in self.steps()}
+        own = [step for step, commit in found.items() if commit is not None and commit.run == run]
         deleted = [step for step in own[:-keep_last] if keep_every is None or step % keep_every]
         for step in deleted:
             temporary = self._temporary()
@@ -156,30 +160,12 @@ class Folder:
     def _temporary(self) -> Path:
         return self.path / f".tmp-{uuid.uuid4().hex}"
 
-    def _names(self) -> list[str]:
-        with typed_errors(f"list {self.path}"):
-            return sorted(os.listdir(self.path)) if self.path.exists() else []
-
-    def all_steps(self) -> list[int]:
-        """All steps, ascending, also those that cannot be read."""
-        matches = [match for name in self._names() if (match := _STEP.fullmatch(name))]
-        return sorted(int(match[1]) for match in matches if self.step_path(int(match[1])).name == match[0])
-
-    def _has_commit(self, step: int) -> bool:
-        path = self.step_path(step)
-        return not path.is_symlink() and os.path.lexists(path / "COMMIT")
-
-    def _run_of(self, step: int) -> str:
+    def _commit_in(self, path: Path) -> Commit | None:
+        """The COMMIT in a step's folder; None where it cannot be read."""
         try:
-            return read_commit(self.step_path(step)).run
+            return read_commit(path)
         except CheckpointError:
-            return ""
-
-    def _is_there(self, target: Path, commit: Commit) -> bool:
-        try:
-            return read_commit(target) == commit
-        except CheckpointError:
-            return False
+            return None
 
     def _refuse_existing(self, step: int) -> None:
         if os.path.lexists(target := self.step_path(step)):
@@ -187,8 +173,7 @@ class Folder:
 
     def _check_parent(self, manifest: Manifest) -> None:
         """The newest step is the parent; else two runs write to this folder."""
-        steps = self.steps()
-        newest = read_commit(self.step_path(steps[-1])).id if steps else ""
+        steps, newest = self.steps(), self.newest_id()
         if newest != manifest.parent or steps[-1:] >= [manifest.step]:
             held = f"step {steps[-1]} with id {newest}" if steps else "no step"
             raise CheckpointError(

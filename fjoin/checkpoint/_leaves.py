@@ -31,12 +31,6 @@ class Leaves:
         self.folder, self.manifest = folder, manifest
         self._files: dict[int, TensorFile] = {}
 
-    def __enter__(self) -> Leaves:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
     def close(self) -> None:
         """Close the files."""
         for file in self._files.values():

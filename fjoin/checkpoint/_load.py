@@ -185,7 +185,8 @@ def chosen(folder: Folder, mesh: Communicator, step: int | None) -> Leaves | Non
                 _, manifest = folder.read(number)
                 if manifest.id != identifier:
                     raise CheckpointError(f"{path} is another checkpoint than on rank 0; all ranks need one folder")
-                leaves = stack.enter_context(Leaves(path, manifest))
+                leaves = Leaves(path, manifest)
+                stack.callback(leaves.close)
                 leaves.verify((mesh.rank, mesh.size))
                 return leaves
 
@@ -196,7 +197,7 @@ def chosen(folder: Folder, mesh: Communicator, step: int | None) -> Leaves | Non
     def steps() -> list[int]:
         if step is not None:
             folder.refuse_missing(step)
-        return folder.all_steps() if step is None else [step]
+        return folder.steps() if step is None else [step]
 
     found = on_first(mesh, "a look for checkpoints", steps)
     if found:
@@ -250,7 +251,7 @@ def restored(
             place = position_of(values, own, data)
             return source.load(state, values, own), place, put_together(manifest.extra, values, plain=True)
 
-    with leaves:
+    with contextlib.closing(leaves):
         if params is None:
             params = empty_params(manifest.leaves, fresh)
         state = source.start(params, buffers)

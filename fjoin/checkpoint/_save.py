@@ -83,7 +83,7 @@ class Plan:
             if name not in found.by_content and not found.places[name].cut
         }
         self._digest = zlib.crc32(repr(self._forms).encode())
-        self.names, leaves = dict[str, str](), dict[str, Leaf]()
+        self.names, self.leaves = dict[str, str](), dict[str, Leaf]()
         written: dict[tuple[str, ...], list[int]] = {}  # along these axes, what each rank has been given so far
         for path, value in tensors.items():
             equal, cut, merge = found.places[path]
@@ -105,8 +105,7 @@ class Plan:
             if path in found.by_content and of is not None:  # other ranks may have another form, or none
                 shown |= {"of": path, "rank": of}
                 path, of = name, None
-            leaves[path] = Leaf([*shape], dtype, shown, [Part(rank, name, of, start)])
-        self.leaves = leaves
+            self.leaves[path] = Leaf([*shape], dtype, shown, [Part(rank, name, of, start)])
 
     def fits(self, found: Snapshot) -> bool:
         """Whether it is the plan of these values too."""
@@ -188,16 +187,11 @@ class Save:
         plan: Plan,
         copies: bool,
     ) -> None:
-        self._folder, self._tmp, self._mesh, self._manifest, self._keep = (
-            folder,
-            folder.path / name,
-            mesh,
-            manifest,
-            keep,
-        )
+        self._folder, self._tmp, self._mesh = folder, folder.path / name, mesh
+        self._manifest, self._keep = manifest, keep
         self._error: Exception | None = None
-        self._thread: threading.Thread | None = None
         self._given_up, self._ended = threading.Event(), threading.Event()
+        self._ended.set()  # until the thread begins
         self._texts: list[str] = []  # of warnings
         try:
             plan = self._compare(found, plan)
@@ -208,10 +202,10 @@ class Save:
             raise
         numbers = {path: found.values[path] for path in plan.numbers}
         self._side = {"numbers": numbers, "rank": found.rank, "leaves": plan.leaves}
-        self._thread = threading.Thread(target=self._guarded, name="fjoin save")
         atexit.register(self._tell)
+        self._ended.clear()
         try:
-            self._thread.start()
+            threading.Thread(target=self._guarded, name="fjoin save").start()
         except RuntimeError as error:  # raised by `end`, on all ranks
             self._error = error
             self._ended.set()
@@ -284,11 +278,9 @@ class Save:
             wait_s: How long the other ranks' files may still take, whose threads write on.
         """
         atexit.unregister(self._tell)
-        if self._thread is not None:
-            self._ended.wait(wait_s)
+        self._ended.wait(wait_s)
         self._given_up.set()
-        if self._thread is not None:
-            self._ended.wait()  # not `join`, which does not wait again once it has been interrupted
+        self._ended.wait()  # not `join`, which does not wait again once it has been interrupted
         if self._mesh.rank == 0 and self._tmp.exists():
             with contextlib.suppress(CheckpointError):  # which would hide the error that is the reason
                 self._folder.discard(self._tmp)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -98,19 +98,20 @@ class ZeroItem:
         states: dict[int, dict[str, Any]] = {}
         for name, value in values.under(self._prefix).items():
             number, _, key = name.partition(".")
-            states.setdefault(int(number), {})[key] = self._in_place(name, value)
+            states.setdefault(int(number), {})[key] = self._in_place(f"{self._prefix}.{name}", value)
         whole = {"state": states, "param_groups": put_together(shown[_GROUPS], {})}
         return lambda: self._zero.load_state_dict(whole)
 
-    def _slice(self, name: str, params: Sequence[str] = ()) -> Slice | None:
-        own = (self._zero.slices() or {}).get(int(name.partition(".")[0]))
+    def _slice(self, name: str) -> Slice | None:
+        number, _, _ = name.removeprefix(f"{self._prefix}.").partition(".")
+        own = (self._zero.slices() or {}).get(int(number))
         return None if own is None else Slice(*own, holds=own.start < own.stop)
 
     def _in_place(self, name: str, value: Tensor) -> Tensor:
         """A slice in a tensor of the whole shape, of which `load_state_dict` reads only this rank's slice."""
         own = self._slice(name)
         if own is None:
-            raise CheckpointError(f"{self._prefix} has the state {name!r}, whose parameter is not here")
+            raise CheckpointError(f"the checkpoint has the state {name!r}, whose parameter is not here")
         if own.whole or not value.dim():
             return value
         whole = torch.empty(own.shape, dtype=value.dtype)  # memory that nothing touches is none
@@ -235,16 +236,11 @@ class OfStep:
         Args:
             rank: What only this rank has saved.
         """
-        run, counts, saved = self._step.run, values.under("run"), values.under("buffers")
-        batches = counts["batches"]
-        if saved.keys() != (state.buffers or {}).keys():
-            raise CheckpointError(
-                f"the checkpoint has the buffers {sorted(saved)}, but here are {sorted(state.buffers or {})}; pass restore(params, buffers)"
-            )
+        run, batches = self._step.run, values["run.batches"]
         # Into the memory of the new state, which nobody has yet.
         params = tree_from("params", named_leaves(state.params), values.under("params"), in_place=True)
         pipeline = self._names.tree(state.pipeline, values, in_place=True)
-        buffers = tree_from("buffers", state.buffers or {}, saved)
+        buffers = tree_from("restore(params, buffers): buffers", state.buffers or {}, values.under("buffers"))
         on_buffers = () if self._on_buffers is None else self._on_buffers.tree(state.on_buffers, values)
 
         def take() -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import uuid
 from pathlib import Path
@@ -27,7 +28,7 @@ def show(path: Path | str) -> str:
     lines = [
         f"{step}: step {manifest.step}, {len(manifest.leaves)} leaves, {size} bytes in {len(manifest.files)} files",
         f"run {manifest.run}, id {manifest.id}, after {manifest.parent or 'no other'}",
-        f"axes {manifest.axes}, versions {manifest.library}, settings {manifest.settings}",
+        f"axes {manifest.axes}, versions {manifest.library}",
         *(f"note: {note}" for note in manifest.notes),
     ]
     for name, leaf in manifest.leaves.items():
@@ -43,7 +44,7 @@ def verify(path: Path | str) -> list[str]:
     """
     step = _step_folder(path)
     try:
-        with Leaves(step, read_step(step)) as leaves:
+        with contextlib.closing(Leaves(step, read_step(step))) as leaves:
             return leaves.problems()
     except CheckpointError as error:
         return [str(error)]
@@ -58,7 +59,7 @@ def export(path: Path | str, out: Path | str) -> None:
     step, out = _step_folder(path), Path(out)
     if os.path.lexists(out):
         raise CheckpointError(f"{out} exists and is not replaced; choose another name")
-    with Leaves(step, read_step(step)) as leaves:
+    with contextlib.closing(Leaves(step, read_step(step))) as leaves:
         leaves.verify()
         names = leaves.manifest.leaves
         params = {name.removeprefix(_PARAMS): leaves.whole(name) for name in names if name.startswith(_PARAMS)}

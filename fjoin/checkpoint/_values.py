@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, NamedTuple
 
 import optree
@@ -158,22 +159,22 @@ class Slice(NamedTuple):
     holds: bool  # whether this rank writes it; of a value without elements one rank does
 
 
-# From the name of a value, behind a prefix, and the paths of parameters that it may belong to, to its slice; None for another value.
-Slices = Callable[[str, Sequence[str]], Slice | None]
+# From the name of a value to its slice; None for another value.
+Slices = Callable[[str], Slice | None]
 
 
-def slices_of(pieces: Pieces) -> Slices:
-    """The slices of a pipeline's state."""
+def slice_in(pieces: Pieces, params: Mapping[str, Sequence[str]], name: str) -> Slice | None:
+    """The slice of a value of a pipeline's state.
 
-    def slice_of(name: str, params: Sequence[str]) -> Slice | None:
-        path = next((path for path in params if path in pieces.shapes), None)
-        if path is None:
-            return None
-        shape, (start, stop) = pieces.shapes[path], pieces.slices[path]
-        holds = bool(stop) or (not shape.numel() and not pieces.rank)
-        return Slice(shape, start, stop, path in pieces.whole, holds)
-
-    return slice_of
+    Args:
+        params: Name -> the paths of parameters that a value may belong to.
+    """
+    path = next((path for path in params.get(name, ()) if path in pieces.shapes), None)
+    if path is None:
+        return None
+    shape, (start, stop) = pieces.shapes[path], pieces.slices[path]
+    holds = bool(stop) or (not shape.numel() and not pieces.rank)
+    return Slice(shape, start, stop, path in pieces.whole, holds)
 
 
 @dataclass
@@ -183,7 +184,6 @@ class Snapshot:
     Attributes:
         values: Name -> tensor or host number.
         places: Name -> placement.
-        params: Name -> the paths of parameters that a value may belong to.
         slices: The beginning of names -> the slices of values of this name that are cut.
         forms: What slices follow from.
         rank: What only this rank has, as JSON.
@@ -193,7 +193,6 @@ class Snapshot:
 
     values: dict[str, Any] = field(default_factory=dict)
     places: dict[str, Placement] = field(default_factory=dict)
-    params: dict[str, tuple[str, ...]] = field(default_factory=dict)
     slices: dict[str, Slices] = field(default_factory=dict)
     forms: list[Any] = field(default_factory=list)
     rank: dict[str, Any] = field(default_factory=dict)
@@ -228,9 +227,8 @@ class Snapshot:
     def add_state(self, names: Names, state: Any, pieces: Pieces | None = None) -> None:
         """Add the leaves of a state, which may be cut into these pieces."""
         self._add(names.values(state), names.places)
-        self.params |= names.params
         if pieces is not None:
-            self.slices[names.prefix] = slices_of(pieces)
+            self.slices[names.prefix] = partial(slice_in, pieces, names.params)
             self.forms.append(pieces.fingerprint)
 
     def _add(self, values: Mapping[str, Any], places: Mapping[str, Placement]) -> None:
@@ -244,5 +242,5 @@ class Snapshot:
         """This rank's slice of a value that is cut; None where it is one of no parameter."""
         for prefix, slices in self.slices.items():
             if name.startswith(f"{prefix}."):
-                return slices(name.removeprefix(f"{prefix}."), self.params.get(name, ()))
+                return slices(name)
         return None

@@ -52,27 +52,18 @@ def _checked(path: tuple[Any, ...], x: Any, narrow: bool) -> Any:
     if isinstance(x, Tensor):
         if x.requires_grad:
             raise TypeError(f"{name} requires a gradient, and a loss of jax has one by params only; detach it")
-        return _narrowed(name, x) if narrow and x.dtype in _WHOLE else x
+        if not narrow or x.dtype not in _WHOLE:
+            return x
+        out = x.to(_WHOLE[x.dtype])
+        if not torch.equal(out.to(x.dtype), x):
+            raise ValueError(
+                f"{name} has whole numbers of {x.dtype} that do not fit {out.dtype}, in which jax computes; call "
+                f"jax.config.update('jax_enable_x64', True) before the run"
+            )
+        return out
     if isinstance(x, (jax.Array, bool, int, float, complex)):
         return x
     raise TypeError(f"{name} is a {type(x).__name__}; a function of jax takes tensors, arrays and numbers")
-
-
-def array_of(x: Tensor) -> Any:
-    """A tensor as an array of jax, in its mode of 64 bits where the tensor needs it."""
-    return to_array(x.detach()).reshape(x.shape)
-
-
-def _narrowed(name: str, x: Tensor) -> Tensor:
-    """Whole numbers in 32 bits."""
-    to = _WHOLE[x.dtype]
-    out = x.to(to)
-    if not torch.equal(out.to(x.dtype), x):
-        raise ValueError(
-            f"{name} has whole numbers of {x.dtype} that do not fit {to}, in which jax computes; call "
-            f"jax.config.update('jax_enable_x64', True) before the run"
-        )
-    return out
 
 
 def loss(f: Callable[..., Any], *, buffers: bool = False, seed: int | None = None) -> Callable[..., Any]:
@@ -242,7 +233,7 @@ class _Compiled:
         params, given = tensors[:count], iter(tensors[count:])
         with jax.enable_x64(self._form.wide or jax.config.jax_enable_x64):
             flats = [to_array(flat) for flat in self.layout.join([p.detach() for p in params], torch.cat)]
-            args = [array_of(next(given)) if isinstance(x, Tensor) else x for x in values]
+            args = [to_array(next(given).detach()).reshape(x.shape) if isinstance(x, Tensor) else x for x in values]
             run = self._value_and_grad if grads else lambda *given: (self._value(*given), ())
             (found, aux), slopes = jax.block_until_ready(run(flats, args, *key))
             leaves, behind.structure = jax.tree.flatten(aux)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -12,19 +13,11 @@ from torch import Tensor
 
 from ..transforms.base import path_string
 
-
-def _import_jax() -> Any:
-    try:
-        import jax
-        import jax.dlpack
-    except ImportError:
-        raise ImportError(
-            "fjoin.jax needs jax: pip install 'fjoin[jax]'; for optax: pip install 'fjoin[optax]'"
-        ) from None
-    return jax
-
-
-jax = _import_jax()
+try:
+    jax: Any = importlib.import_module("jax")
+    importlib.import_module("jax.dlpack")
+except ImportError:
+    raise ImportError("fjoin.jax needs jax: pip install 'fjoin[jax]'; for optax: pip install 'fjoin[optax]'") from None
 
 # A leaf of this many elements is passed to jax alone. That takes about 60 us; joining leaves takes a copy each way.
 _ALONE = 2**16

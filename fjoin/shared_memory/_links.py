@@ -69,10 +69,6 @@ class Exchange:
     def __post_init__(self) -> None:
         self.settles, self.inline = self.settles or self.pushes, self.inline and not self.pushes
 
-    @property
-    def taken(self) -> bool:
-        return self.take is None
-
     def place(self, memory: HostMemory) -> tuple[int, int, int]:
         """Where other ranks can read `source`, or a copy of it: a region, its size, and the first byte in it."""
         lazy = self.source.is_conj() or self.source.is_neg()  # its memory does not hold its values
@@ -117,7 +113,7 @@ class Exchange:
             if value is not None:
                 self.numbers.append(value)
                 self.untaken.discard(rank)
-        if self.untaken or not self.taken:
+        if self.untaken or self.take is not None:
             return False
         if self._copy is not None:
             if self.pushes and self._result is not None:
@@ -138,7 +134,7 @@ class Exchange:
         return self.is_done() or self.failed is not None or self.links.lost(self.needed())
 
     def is_done(self) -> bool:
-        return self.taken and self.failed is None and (not self.settles or self.is_settled)
+        return self.take is None and self.failed is None and (not self.settles or self.is_settled)
 
     @uncompiled
     def wait(self) -> None:
@@ -151,7 +147,7 @@ class Exchange:
     def needed(self) -> list[int]:
         """The ranks that a wait would wait for."""
         peers = self.links.peers
-        if not self.taken:
+        if self.take is not None:
             return [rank for rank in self.given if self.key not in peers[rank].parts]
         return list(self.untaken)
 

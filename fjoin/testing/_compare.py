@@ -114,14 +114,11 @@ def ranks_of(make: Callable[[], tx.Transform]) -> int:
     return math.prod(axes_for(make).values())
 
 
-def rank_in(make: Callable[[], tx.Transform]) -> int:
-    return int(tx.axis_index(tuple(axes_for(make))))
-
-
 def grads_of(seed: int) -> dict[str, Tensor]:
     return params_like(100 + seed)
 
 
 def on_ranks(make: Callable[[], tx.Transform], body: Callable[..., Any], alone: bool = False) -> list[Any]:
     """What `body(transform, params, rank)` returns on each simulated rank."""
-    return tx.simulate(lambda: body(make(), params_like(), rank_in(make)), axes_for(make, alone))
+    axes = axes_for(make, alone)
+    return tx.simulate(lambda: body(make(), params_like(), int(tx.axis_index(tuple(axes)))), axes)

@@ -245,7 +245,7 @@ def test_steps_of_which_none_can_be_read_are_an_error(tmp_path: Path) -> None:
     save(Folder(tmp_path / "elsewhere"), 4)
     folder.step_path(4).symlink_to(Folder(tmp_path / "elsewhere").step_path(4))
     text = raises_text(fjoin.CheckpointError, lambda: newest(folder), "none can be read", "start anew", "is a link")
-    assert all(str(folder.step_path(step)) in text for step in (1, 2, 3, 4)) and folder.steps() == [1, 2]
+    assert all(str(folder.step_path(step)) in text for step in (1, 2, 3, 4))
 
 
 def test_a_step_under_the_name_of_another_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from pathlib import Path
 from typing import Any
@@ -147,7 +148,7 @@ def run_without_gathering(folder: str) -> None:
         fjoin.ZeroRedundancyOptimizer.consolidate_state_dict = gathers  # type: ignore[method-assign]
     (own,) = path.glob(f"rank-{dist.get_rank():05d}-*")
     whole = sum(2 * 4 * p.numel() for p in of["model"].parameters())
-    with Leaves(path, read_step(path)) as leaves:
+    with contextlib.closing(Leaves(path, read_step(path))) as leaves:
         file = leaves.file([entry.name for entry in read_step(path).files].index(own.name))
         held = sum(4 * file.read(name).numel() for name in file.names if ".state." in name and file.span(name).shape)
     assert 0 < held < 0.8 * whole

@@ -238,7 +238,7 @@ def test_nothing_that_was_saved_is_ignored(tmp_path: Path) -> None:
     again = fjoin.Checkpoints(tmp_path, step)
     restored = again.restore(START, {"n": torch.zeros(())})
     assert restored.buffers is not None and restored.buffers["n"] == 1 and again.extra == [1]
-    raises_text(fjoin.CheckpointError, lambda: again.restore(START), "buffers ['n']", "restore(params, buffers)")
+    raises_text(fjoin.CheckpointError, lambda: again.restore(START), "['n']", "restore(params, buffers)")
     buffers = {"n": torch.zeros(())}
     batches = step.join([torch.ones(6)])
     raises_text(fjoin.CheckpointError, lambda: again.restore(START, buffers, data=batches), "no position", "data=")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib.util
 import json
@@ -53,7 +54,7 @@ def test_every_dtype_and_form_is_read_by_a_reader_of_another_hand_and_by_our_own
     data = (tmp_path / "a").read_bytes()
     assert int.from_bytes(data[:8], "little") % 8 == 0
     theirs = read_safetensors(data)
-    with TensorFile(tmp_path / "a", entry) as ours:
+    with contextlib.closing(TensorFile(tmp_path / "a", entry)) as ours:
         assert set(theirs) == set(ours.names) == set(tensors)
         for name, value in tensors.items():
             want = bits(value.detach().resolve_conj().resolve_neg())
@@ -64,7 +65,7 @@ def test_every_dtype_and_form_is_read_by_a_reader_of_another_hand_and_by_our_own
 def test_complex128_is_float64_with_two_columns(tmp_path: Path) -> None:
     value = torch.randn(3, 2, dtype=torch.complex128)
     entry = write_file(tmp_path / "a", {"v": value})
-    with TensorFile(tmp_path / "a", entry) as file:
+    with contextlib.closing(TensorFile(tmp_path / "a", entry)) as file:
         assert file.span("v")[:2] == (torch.float64, (3, 2, 2))
         assert torch.equal(torch.view_as_complex(file.read("v")), value)
 
@@ -101,7 +102,7 @@ def test_files_around_the_ends_of_blocks(tmp_path: Path, more: int) -> None:
     tensors = {"a": big, "b": torch.ones(7, dtype=torch.uint8)}
     entry = write_file(tmp_path / "a", tensors)
     assert entry == entry_of(tmp_path / "a") and len(entry.blocks) == -(-entry.size // BLOCK)
-    with TensorFile(tmp_path / "a", entry) as file:
+    with contextlib.closing(TensorFile(tmp_path / "a", entry)) as file:
         for name in ("b", "a", "b"):
             assert torch.equal(file.read(name), tensors[name])
 
@@ -114,7 +115,7 @@ def test_each_block_is_checked_once_and_only_those_that_are_read(
     calls: list[int] = []
     crc32 = zlib.crc32
     monkeypatch.setattr(zlib, "crc32", lambda data: calls.append(len(data)) or crc32(data))
-    with TensorFile(tmp_path / "a", entry) as file:
+    with contextlib.closing(TensorFile(tmp_path / "a", entry)) as file:
         assert len(calls) == 1
         assert torch.equal(file.read("7"), tensors["7"]) and len(calls) == 3
         for name in (*tensors, *tensors):
@@ -130,7 +131,7 @@ def test_damage_names_the_leaf_and_values_of_other_blocks_are_still_read(tmp_pat
     with path.open("r+b") as out:
         out.seek(-1, os.SEEK_END)
         out.write(b"\7")
-    with TensorFile(path, entry) as file:
+    with contextlib.closing(TensorFile(path, entry)) as file:
         assert torch.equal(file.read("0"), tensors["0"])
         raises_text(fjoin.CheckpointError, lambda: file.read("1"), str(path), "'1'", "checksum", "use another step")
         raises_text(fjoin.CheckpointError, file.verify, str(path), "checksum")
@@ -183,7 +184,7 @@ def test_hostile_headers_are_refused(tmp_path: Path, case: str) -> None:
 
 def test_the_sound_file_beside_the_hostile_ones_is_read(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(raw(one(), FOUR))
-    with TensorFile(tmp_path / "a", entry_of(tmp_path / "a")) as file:
+    with contextlib.closing(TensorFile(tmp_path / "a", entry_of(tmp_path / "a"))) as file:
         assert torch.equal(file.read("w"), torch.zeros(1))
         raises_text(fjoin.CheckpointError, lambda: file.read("v"), "no tensor 'v'")
 
@@ -235,5 +236,5 @@ def test_short_writes_are_continued_and_a_full_disk_is_named(tmp_path: Path, mon
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_tensors_on_a_device(tmp_path: Path) -> None:
     value = torch.randn(5, 3).cuda()
-    with TensorFile(tmp_path / "a", write_file(tmp_path / "a", {"w": value.t()})) as file:
+    with contextlib.closing(TensorFile(tmp_path / "a", write_file(tmp_path / "a", {"w": value.t()}))) as file:
         assert torch.equal(file.read("w"), value.t().cpu())
