@@ -101,11 +101,8 @@ class Leaves:
             CheckpointError: the ranks have values of their own.
         """
         leaf = self.manifest.leaves[path]
-        if len(leaf.parts) == 1 and leaf.parts[0].start is None:
-            return self.part(path, leaf.parts[0])
-        starts = [part.start for part in leaf.parts]
-        if None in starts or len({*starts}) < len(starts):
-            text = f"{self.folder}: {path!r} has values of {len(starts)} ranks, expected one"
+        if len({*map(_begin, leaf.parts)}) < len(leaf.parts):
+            text = f"{self.folder}: {path!r} has values of {len(leaf.parts)} ranks, expected one"
             raise CheckpointError(f"{text}; average them first")
         return self.between(path, leaf.parts, 0, math.prod(leaf.shape)).reshape(leaf.shape)
 

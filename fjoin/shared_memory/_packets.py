@@ -60,9 +60,6 @@ class Head(NamedTuple):
     nbytes: int = 0
     number: float = 0.0
 
-    def pack(self) -> bytes:
-        return _HEAD.pack(*self)
-
 
 class Peer:
     """The connection to another rank of this host, and its memory."""
@@ -86,10 +83,10 @@ class Peer:
         """
         if self.ended or self.deaf:
             return
-        if self.waiting or not self._fits([head.pack(), data], fd):
+        if self.waiting or not self._fits([_HEAD.pack(*head), data], fd):
             if fd is not None:
                 raise OSError(errno.EAGAIN, "a connection has no room for its first packet")
-            self.waiting.append(head.pack() + bytes(data))
+            self.waiting.append(_HEAD.pack(*head) + bytes(data))
 
     def flush(self) -> None:
         """Send the waiting packets that fit."""
