@@ -66,7 +66,6 @@ WRAPS: dict[str, Wrap] = {
     "torch.utils.checkpoint": lambda f: lambda x: checkpoint(f, x, use_reentrant=False),
     "remat": tx.remat,
     "dots_saveable": lambda f: tx.remat(f, policies.dots_saveable),
-    "everything in int8": lambda f: tx.remat(f, policies.everything_saveable, tx.int8()),
 }
 
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..base import text
-from ._offload import Handle, Store
+from ._offload import HOST, Handle
 from .checkpoint_policies import Keep, Named, Policy, keep_of, keep_of_name
 
 _UNCOUNTED = (torch.ops.aten.detach.default,)  # hooks on saved tensors use it, too
@@ -78,7 +78,6 @@ class Keeper:
     Args:
         policy: Which results to keep.
         meaning: What its True means.
-        store: Where values wait that it offloads.
 
     Attributes:
         kept: The operations whose results later runs get.
@@ -86,8 +85,8 @@ class Keeper:
         count: The number of operations so far.
     """
 
-    def __init__(self, policy: Policy, meaning: Keep, store: Store) -> None:
-        self._policy, self._meaning, self._store = policy, meaning, store
+    def __init__(self, policy: Policy, meaning: Keep) -> None:
+        self._policy, self._meaning = policy, meaning
         self.kept: dict[Place, Step] = {}
         self.values: list[Any] = []
         self._away: list[bool] = []  # whether a value is to wait elsewhere
@@ -142,7 +141,7 @@ class Keeper:
                     self.values[slot], self._away[slot] = None, False
         away = [i for i, one in enumerate(self._away) if one]
         results = set(map(memory_of, tensors_in(optree.tree_leaves(out), {}))) if away else set()
-        for i, value in zip(away, moved(self._store, [self.values[i] for i in away]), strict=True):
+        for i, value in zip(away, moved([self.values[i] for i in away]), strict=True):
             if isinstance(value, Handle) and memory_of(self.values[i]) in results:
                 value.settle()
             self.values[i] = value
@@ -242,14 +241,14 @@ def differs(what: str) -> RuntimeError:
 class _Threads(threading.local):
     def __init__(self) -> None:
         self.keepers: list[Keeper] = []
-        self.listeners: list[tuple[Callable[[Tensor, str], Any], Callable[[Tensor, Handle], Any]]] = []
+        self.listeners: list[tuple[Callable[[Tensor, str], Any], Callable[[Tensor], Any]]] = []
 
 
 _THREADS = _Threads()
 
 
 @contextlib.contextmanager
-def listening(name: Callable[[Tensor, str], Any], moved: Callable[[Tensor, Handle], Any]) -> Iterator[None]:
+def listening(name: Callable[[Tensor, str], Any], moved: Callable[[Tensor], Any]) -> Iterator[None]:
     """A context in which functions are told of each value that gets a name, and of each that waits elsewhere."""
     _THREADS.listeners.append((name, moved))
     try:
@@ -258,12 +257,12 @@ def listening(name: Callable[[Tensor, str], Any], moved: Callable[[Tensor, Handl
         _THREADS.listeners.pop()
 
 
-def moved(store: Store, values: Sequence[Tensor]) -> list[Any]:
-    """Handles of values that wait in a store; those that it does not take stay as they are."""
-    out = store.put(values) if values else []
+def moved(values: Sequence[Tensor]) -> list[Any]:
+    """Handles of values that wait on the host; those that do not stay as they are."""
+    out = HOST.put(values) if values else []
     for x, handle in zip(values, out, strict=True):
         if isinstance(handle, Handle) and _THREADS.listeners:
-            _THREADS.listeners[-1][1](x, handle)
+            _THREADS.listeners[-1][1](x)
     return list(out)
 
 

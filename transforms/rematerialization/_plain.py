@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ._flat_call import FlatCall
 from ._keeper import Keeper, Recording, Replaying, differs, memory_of, moved
-from ._offload import Handle, Store
+from ._offload import Handle
 from ._rerun import Rerun, version_of
 
 
@@ -42,14 +42,18 @@ class PlainRegion:
         call: The call.
         rerun: What later runs find.
         keeper: Keeps results of operations; None where nothing is kept.
-        store: Where those arguments wait that are results of other operations; None where the graph holds them.
+        offload: Whether those arguments wait on the host that are results of other operations.
         early_stop: Whether a second run ends once it has what gradients use.
     """
 
-    def __init__(
-        self, call: FlatCall, rerun: Rerun, keeper: Keeper | None, store: Store | None, early_stop: bool
-    ) -> None:
-        self._call, self._rerun, self._keeper, self._store, self._early_stop = call, rerun, keeper, store, early_stop
+    def __init__(self, call: FlatCall, rerun: Rerun, keeper: Keeper | None, offload: bool, early_stop: bool) -> None:
+        self._call, self._rerun, self._keeper, self._offload, self._early_stop = (
+            call,
+            rerun,
+            keeper,
+            offload,
+            early_stop,
+        )
         tensors = call.tensors
         first = {id(x): i for i, x in reversed(list(enumerate(tensors)))}
         # Which arguments are one tensor, and which are results of operations: functions may ask.
@@ -102,9 +106,9 @@ class PlainRegion:
     def _save(self, tensors: Sequence[Tensor]) -> None:
         """Save the arguments, and what is kept, by a node: hooks around the call see them, and versions are checked."""
         values: list[Any] = [x.detach() for x in tensors]
-        if self._store is not None:
+        if self._offload:
             away = [i for i, x in enumerate(tensors) if x.grad_fn is not None and memory_of(x) not in self._outside]
-            for i, value in zip(away, moved(self._store, [values[i] for i in away]), strict=True):
+            for i, value in zip(away, moved([values[i] for i in away]), strict=True):
                 values[i] = value
                 if isinstance(value, Handle):
                     value.settle()

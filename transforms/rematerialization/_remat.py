@@ -15,7 +15,6 @@ from ..base import constant, flag, uncompiled
 from ._flat_call import FlatCall
 from ._functional import call_transformed
 from ._keeper import Keeper
-from ._offload import HOST, Offload, store_for
 from ._plain import HooksRefused, PlainRegion
 from ._reached import reached
 from ._rerun import Rerun
@@ -33,7 +32,7 @@ Runner: TypeAlias = Callable[[Callable[..., Any], Any, Any], Any]  # fn, args, k
 def remat(
     fn: F,
     policy: Policy | None = None,
-    offload: Offload | None = None,
+    offload: str | None = None,
     preserve_rng_state: bool = True,
 ) -> F:
     """A function whose intermediate values are computed again in the backward pass instead of kept.
@@ -55,19 +54,18 @@ def remat(
         policy: Which results of operations to keep, by default none: `dots_saveable`, `save_only_these_names(...)` and
             others by JAX's names, or any function `(op, *args, **kwargs) -> bool` of operations of ATen.
         offload: Where kept values wait, those arguments included that are results of other operations, but no parameters:
-            "cpu" for pinned memory of the host, with copies on a stream of their own; a codec that rounds to the
-            nearest, such as `int8()`, for fewer bytes in place. By default on their device; what a policy offloads by
-            itself then waits in pinned memory.
+            "cpu" for pinned memory of the host, with copies on a stream of their own. By default on their device; what a
+            policy offloads by itself waits in pinned memory in either case.
         preserve_rng_state: Whether to keep the state of torch's random number generators for the second run.
 
     Returns:
         A function with the arguments and results of `fn`.
 
     Raises:
-        TypeError: no function; an `offload` of another type; raised by the call: under torch.func, a result that is an object
-            of an unknown class.
-        ValueError: a stochastic codec; raised by the call: `fn` writes into an argument, or into a tensor that no module
-            holds; values on the CPU that "cpu" should move.
+        TypeError: no function; another `offload`; raised by the call: under torch.func, a result that is an object of an
+            unknown class.
+        ValueError: raised by the call: `fn` writes into an argument, or into a tensor that no module holds; values on the
+            CPU that "cpu" should move.
         RuntimeError: raised by the call: under torch.func, `fn` uses a tensor that requires a gradient, and that is neither an
             argument nor reached from `fn`; raised in the backward pass: the second run does something else than the first.
 
@@ -94,7 +92,7 @@ def remat(
 
 def runner_of(
     policy: Policy | None = None,
-    offload: Offload | None = None,
+    offload: str | None = None,
     preserve_rng_state: bool = True,
     early_stop: bool = True,
 ) -> Runner:
@@ -108,13 +106,14 @@ def runner_of(
         raise TypeError(f"remat: policy must be a function, got {policy!r}")
     flag("preserve_rng_state", preserve_rng_state)
     flag("early_stop", early_stop)
-    store = None if offload is None else store_for(offload)
+    if offload not in (None, "cpu"):
+        raise TypeError(f"remat: offload must be None or 'cpu', got {offload!r}")
     of_op: Policy = nothing_saveable if policy is None else policy
-    offloads = store is not None or isinstance(policy, Named) and policy.offloads
+    offloads = offload is not None or isinstance(policy, Named) and policy.offloads
 
     def call(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         transformed = torch._C._are_functorch_transforms_active()
-        nothing_to_do = of_op is everything_saveable and store is None
+        nothing_to_do = of_op is everything_saveable and offload is None
         if nothing_to_do or not transformed and not torch.is_grad_enabled():
             return fn(*args, **kwargs)
         flat = FlatCall(fn, args, kwargs)
@@ -123,11 +122,11 @@ def runner_of(
             rerun = Rerun(flat.found, preserve_rng_state, cached)
             if of_op is nothing_saveable:
                 return rerun, None
-            return rerun, Keeper(of_op, Keep.SAVE if store is None else Keep.OFFLOAD, store or HOST)
+            return rerun, Keeper(of_op, Keep.SAVE if offload is None else Keep.OFFLOAD)
 
         if not transformed:
             with contextlib.suppress(HooksRefused):
-                return PlainRegion(flat, *make(True), store, early_stop).first(args, kwargs)
+                return PlainRegion(flat, *make(True), offload is not None, early_stop).first(args, kwargs)
         return call_transformed(flat, *make())
 
     eager = uncompiled(call)

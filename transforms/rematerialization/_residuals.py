@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_leaves
 
 from ._flat_call import FlatCall, path_words
 from ._keeper import listening, memory_of, run_op, written_by
-from ._offload import Handle
 from ._rerun import parts_of, put_part
 
 _SKIPPED = tuple(str(Path(module.__file__ or "").parent) for module in (torch, optree)) + (str(Path(__file__).parent),)
@@ -33,7 +32,7 @@ class Residual(NamedTuple):
         shape: Its shape.
         dtype: Its dtype.
         bytes: Bytes of its memory on its device; values that share memory are one.
-        where: "device", or where it waits: "cpu", or the name of a codec.
+        where: "device", or "cpu" where it waits on the host.
         given: Whether the caller holds it too: an argument, a parameter or a buffer.
     """
 
@@ -131,7 +130,7 @@ def _residuals(fn: Callable[..., Any], args: Any, kwargs: Any, by_first: bool) -
             like = _like(x, x.requires_grad or by_first and path[:2] == (0, 0))
             given.append(memories.name(like, f"argument {path_words(path)}", True))
         stack.enter_context(_Origins(memories))
-        stack.enter_context(listening(memories.name, memories.keep))
+        stack.enter_context(listening(memories.name, memories.away))
         stack.enter_context(saved_tensors_hooks(memories.keep, lambda x: x))
         out = call.run(given)
         if not any(isinstance(x, Tensor) and x.requires_grad for x in optree.tree_leaves(out)):
@@ -156,11 +155,14 @@ class _Memories:
             self._given.add(memory_of(x))
         return x
 
-    def keep(self, x: Tensor, handle: Handle | None = None) -> Tensor:
-        """A tensor is kept, or waits elsewhere."""
+    def away(self, x: Tensor) -> None:
+        """A tensor waits on the host."""
+        self.keep(x, "cpu")
+
+    def keep(self, x: Tensor, where: str = "device") -> Tensor:
+        """A tensor is kept."""
         self._holds.append(x)
-        memory = memory_of(x)
-        where, size = ("device", x.untyped_storage().nbytes()) if handle is None else (handle.where, handle.held)
+        memory, size = memory_of(x), x.untyped_storage().nbytes() if where == "device" else 0
         if memory not in self._kept or self._kept[memory].where != "device":
             self._kept[memory] = Residual("a constant", tuple(x.shape), x.dtype, size, where, memory in self._given)
         return x

@@ -56,10 +56,9 @@ def test_reads_are_no_writes(name: str) -> None:
     assert torch.equal(gradient(tx.remat(fn)), gradient(fn))
 
 
-@pytest.mark.parametrize("offload", ["cpu", tx.int8()], ids=str)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_block_that_offloads_inside_another(policy: Any, offload: Any) -> None:
-    inner = tx.remat(lambda h: h.sin().tanh(), offload=offload)
+def test_a_block_that_offloads_inside_another(policy: Any) -> None:
+    inner = tx.remat(lambda h: h.sin().tanh(), offload="cpu")
     got = gradient(tx.remat(lambda h: inner(h).exp(), policy))
     want = gradient(lambda h: h.sin().tanh().exp())
-    torch.testing.assert_close(got, want, rtol=0, atol=0 if offload == "cpu" else 0.5)
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
