@@ -37,20 +37,16 @@ class Keep(enum.Enum):
 Policy: TypeAlias = Callable[..., "Keep | bool"]
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True)
 class Named:
     """A policy by the names that `checkpoint_name` gives, and one for operations."""
 
-    words: str
     of_name: Callable[[str], Keep | bool]
     of_op: Policy = lambda op, *args, **kwargs: False
     offloads: bool = False
 
     def __call__(self, op: Any, *args: Any, **kwargs: Any) -> Keep | bool:
         return self.of_op(op, *args, **kwargs)
-
-    def __repr__(self) -> str:
-        return self.words
 
 
 def keep_of(policy: Policy, kept: Keep, op: Any, *args: Any, **kwargs: Any) -> Keep:
@@ -139,22 +135,24 @@ def save_only_these_names(*names: str) -> Named:
     """Keep the values that `checkpoint_name` has given one of these names.
 
     >>> from fjoin import transforms as tx
-    >>> tx.checkpoint_policies.save_only_these_names("a", "b")
-    save_only_these_names('a', 'b')
+    >>> remat = tx.remat(lambda x: tx.checkpoint_name(x.exp(), "e").sin(), tx.checkpoint_policies.save_only_these_names("e"))
+    >>> torch.func.grad(remat)(torch.zeros(()))
+    tensor(0.5403)
     """
     chosen = _names("save_only_these_names", names)
-    return Named(_call("save_only_these_names", names), lambda name: name in chosen)
+    return Named(lambda name: name in chosen)
 
 
 def save_any_names_but_these(*names: str) -> Named:
     """Keep the values that `checkpoint_name` has given another name.
 
     >>> from fjoin import transforms as tx
-    >>> tx.checkpoint_policies.save_any_names_but_these("a")
-    save_any_names_but_these('a')
+    >>> remat = tx.remat(lambda x: tx.checkpoint_name(x.exp(), "e").sin(), tx.checkpoint_policies.save_any_names_but_these("a"))
+    >>> torch.func.grad(remat)(torch.zeros(()))
+    tensor(0.5403)
     """
     left = _names("save_any_names_but_these", names)
-    return Named(_call("save_any_names_but_these", names), lambda name: name not in left)
+    return Named(lambda name: name not in left)
 
 
 def save_from_both_policies(a: Policy, b: Policy) -> Named:
@@ -162,8 +160,9 @@ def save_from_both_policies(a: Policy, b: Policy) -> Named:
 
     >>> from fjoin import transforms as tx
     >>> policies = tx.checkpoint_policies
-    >>> policies.save_from_both_policies(policies.save_only_these_names("a"), policies.save_only_these_names("b"))
-    save_from_both_policies(save_only_these_names('a'), save_only_these_names('b'))
+    >>> both = policies.save_from_both_policies(policies.save_only_these_names("a"), policies.dots_saveable)
+    >>> torch.func.grad(tx.remat(torch.sin, both))(torch.zeros(()))
+    tensor(1.)
     """
 
     def of_name(name: str) -> Keep | bool:
@@ -173,7 +172,7 @@ def save_from_both_policies(a: Policy, b: Policy) -> Named:
         return _first(policy(op, *args, **kwargs) for policy in (a, b))
 
     offloads = any(isinstance(policy, Named) and policy.offloads for policy in (a, b))
-    return Named(f"save_from_both_policies({a!r}, {b!r})", of_name, of_op, offloads)
+    return Named(of_name, of_op, offloads)
 
 
 def save_and_offload_only_these_names(
@@ -195,17 +194,16 @@ def save_and_offload_only_these_names(
         ValueError: a name that is in both; another source or destination.
 
     >>> from fjoin import transforms as tx
-    >>> tx.checkpoint_policies.save_and_offload_only_these_names(names_which_can_be_saved=["a"], names_which_can_be_offloaded=["b"])
-    save_and_offload_only_these_names('a', offload: 'b')
+    >>> names = {"names_which_can_be_saved": ["a"], "names_which_can_be_offloaded": ["b"]}
+    >>> torch.func.grad(tx.remat(torch.sin, tx.checkpoint_policies.save_and_offload_only_these_names(**names)))(torch.zeros(()))
+    tensor(1.)
     """
     here = "save_and_offload_only_these_names"
     saved, away = _names(here, tuple(names_which_can_be_saved)), _names(here, tuple(names_which_can_be_offloaded))
     if saved & away:
         raise ValueError(f"{here}: {', '.join(sorted(saved & away))} cannot be both saved and offloaded")
     _check_ends(here, offload_src, offload_dst)
-    words = [*map(repr, names_which_can_be_saved), "offload: " + ", ".join(map(repr, names_which_can_be_offloaded))]
     return Named(
-        f"{here}({', '.join(words)})",
         lambda name: Keep.SAVE if name in saved else Keep.OFFLOAD if name in away else Keep.RECOMPUTE,
         offloads=True,
     )
@@ -222,16 +220,15 @@ def offload_dot_with_no_batch_dims(offload_src: str = "device", offload_dst: str
         ValueError: another source or destination.
 
     >>> from fjoin import transforms as tx
-    >>> tx.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
-    offload_dot_with_no_batch_dims('device', 'pinned_host')
+    >>> torch.func.grad(tx.remat(torch.sin, tx.checkpoint_policies.offload_dot_with_no_batch_dims()))(torch.zeros(()))
+    tensor(1.)
     """
-    here = "offload_dot_with_no_batch_dims"
-    _check_ends(here, offload_src, offload_dst)
+    _check_ends("offload_dot_with_no_batch_dims", offload_src, offload_dst)
 
     def of_op(op: Any, *args: Any, **kwargs: Any) -> Keep:
         return Keep.OFFLOAD if op.overloadpacket in _NO_BATCH else Keep.RECOMPUTE
 
-    return Named(_call(here, (offload_src, offload_dst)), lambda name: False, of_op, offloads=True)
+    return Named(lambda name: False, of_op, offloads=True)
 
 
 def _first(found: Iterable[Keep | bool]) -> Keep | bool:
@@ -241,10 +238,6 @@ def _first(found: Iterable[Keep | bool]) -> Keep | bool:
 def _check_ends(where: str, src: str, dst: str) -> None:
     if (src, dst) != ("device", "pinned_host"):
         raise ValueError(f"{where} offloads from 'device' to 'pinned_host', got {src!r} and {dst!r}")
-
-
-def _call(name: str, names: tuple[str, ...]) -> str:
-    return f"{name}({', '.join(map(repr, names))})"
 
 
 def _names(where: str, names: tuple[str, ...]) -> set[str]:
