@@ -13,8 +13,8 @@ from torch.optim.adagrad import adagrad as torch_adagrad
 from torch.optim.rmsprop import rmsprop as torch_rmsprop
 
 from ..base import factory, to_device
-from ._kernels import by_formula, from_kernel, from_torch, in_float32_, in_place, kernel_lr, new_step, slots, zeros
-from ._optimizer import Optimizer, in_float32, lerp, penalized, rate_at, root, used, wide_root
+from ._kernels import from_kernel, from_torch, in_float32_, in_place, kernel_lr, new_step, slots, zeros
+from ._optimizer import Optimizer, decayed, in_float32, lerp, penalized, rate_at, root, used, wide_root
 from ._schedules import ScalarOrSchedule, not_negative, within
 
 
@@ -70,7 +70,7 @@ def adagrad(
         return AdagradState(new_step(param), torch.zeros_like(param) + start)
 
     def step_param(param: Tensor, grad: Tensor, state: AdagradState) -> tuple[Tensor, AdagradState]:
-        grad = penalized(param, grad, weight_decay, maximize)
+        grad = penalized(param, grad, weight_decay)
         total = state.sum + grad * grad
         rate = rate_at(lr, state.step) / (1 + state.step.double() * lr_decay)
         return param - rate.to(param.dtype) * (grad / (root(total) + eps)), AdagradState(state.step + 1, total)
@@ -79,14 +79,8 @@ def adagrad(
         settings: Any = dict(lr=kernel_lr(lr, states[0].step), **numbers, maximize=maximize)
         torch_adagrad(params, grads, slots(states, "sum"), slots(states, "step"), foreach=True, **settings)
 
-    on_cpu, elsewhere = in_float32_(in_place(kernel)), in_float32_(by_formula(step_param))
-
-    def step_params_(params: list[Tensor], grads: list[Tensor], states: list[Any], **guards: Tensor | None) -> None:
-        # Torch's kernel reads the step, and waits for the device.
-        step = on_cpu if states[0].step.device.type == "cpu" else elsewhere
-        step(params, grads, states, **guards)
-
-    return from_kernel(init_param, step_param, step_params_, numbers.values())
+    step_params_ = in_float32_(in_place(kernel))  # torch's kernel reads the step, and waits for a device
+    return from_kernel(init_param, step_param, step_params_, numbers.values(), maximize=maximize, on_devices=False)
 
 
 class AdadeltaState(NamedTuple):
@@ -137,7 +131,7 @@ def adadelta(
     within(0.0, 1.0, rho=rho)
 
     def step_param(param: Tensor, grad: Tensor, state: AdadeltaState) -> tuple[Tensor, AdadeltaState]:
-        grad = penalized(param, grad, weight_decay, maximize)
+        grad = penalized(param, grad, weight_decay)
         square_avg = rho * state.square_avg + (1 - rho) * grad * grad
         delta = (state.acc_delta + eps).sqrt() / (square_avg + eps).sqrt() * grad
         acc_delta = rho * state.acc_delta + (1 - rho) * delta * delta
@@ -145,8 +139,7 @@ def adadelta(
         return param - rate * delta, AdadeltaState(state.step + 1, square_avg, acc_delta)
 
     settings = dict(rho=rho, eps=eps, weight_decay=weight_decay, maximize=maximize)
-    names = "square_avg", "acc_delta", "step"
-    return from_torch(zeros(AdadeltaState), step_param, torch_adadelta, names, lr, settings)
+    return from_torch(zeros(AdadeltaState), step_param, torch_adadelta, lr, settings)
 
 
 class RMSpropState(NamedTuple):
@@ -202,7 +195,7 @@ def rmsprop(
 
     def step_param(param: Tensor, grad: Tensor, state: RMSpropState) -> tuple[Tensor, RMSpropState]:
         rate = rate_at(lr, state.step).to(param.dtype)
-        grad = penalized(param, grad, weight_decay, maximize)
+        grad = penalized(param, grad, weight_decay)
         square_avg = alpha * state.square_avg + (1 - alpha) * grad * grad
         second, grad_avg, velocity = square_avg, state.grad_avg, state.momentum
         if grad_avg is not None:
@@ -218,7 +211,7 @@ def rmsprop(
     )
     names = "square_avg", "grad_avg", "momentum", "step"
     init_param = zeros(RMSpropState, momentum=used(momentum), grad_avg=centered)
-    return from_torch(init_param, step_param, torch_rmsprop, names, lr, settings)
+    return from_torch(init_param, step_param, torch_rmsprop, lr, settings, names=names)
 
 
 class AdafactorState(NamedTuple):
@@ -289,12 +282,10 @@ def adafactor(
 
     def formula(least: float, param: Tensor, grad: Tensor, state: AdafactorState) -> tuple[Tensor, AdafactorState]:
         dtype, rate, step = param.dtype, rate_at(lr, state.step), state.step + 1
-        if maximize:
-            grad = -grad
         wide = step.double()
         share = torch.pow(wide, beta2_decay).to(dtype)
         size = torch.minimum(rate, wide.rsqrt()).to(dtype) * _rms(param).clamp(min=eps2)
-        param = param * (1 - rate * weight_decay).to(dtype)
+        param = decayed(param, rate, weight_decay)
         square, rows, columns, variance = grad * grad, state.row_var, state.col_var, state.variance
         if rows is not None and columns is not None:
             rows = rows + share * (square.mean(-1, keepdim=True) - rows)
@@ -307,7 +298,7 @@ def adafactor(
         update = update / (_rms(update) / d).clamp(min=1.0)
         return param - size * update, AdafactorState(step, rows, columns, variance)
 
-    return from_kernel(init_param, step_param, elementwise=False, widens=True)
+    return from_kernel(init_param, step_param, elementwise=False, maximize=maximize, widens=True)
 
 
 def _rms(x: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch.optim.radam import radam as torch_radam
 
 from ..base import factory
 from ._kernels import from_kernel, from_torch, kernel_lr, new_step, run_fused, slots, zeros
-from ._optimizer import Optimizer, lerp, penalized, rate_at, root, wide_root
+from ._optimizer import Optimizer, lerp, penalized, rate_at, regularized, root, wide_root
 from ._schedules import ScalarOrSchedule, check_betas, not_negative
 
 Betas: TypeAlias = tuple[float | Tensor, float | Tensor]
@@ -102,9 +102,7 @@ def _adam(
         dtype = param.dtype
         rate = rate_at(lr, state.step)
         step = state.step + 1
-        grad = penalized(param, grad, 0.0 if decoupled else weight_decay, maximize)
-        if decoupled:
-            param = param * (1 - rate * weight_decay).to(dtype)
+        param, grad = regularized(param, grad, rate, weight_decay, decoupled)
         exp_avg = lerp(state.exp_avg, grad, 1 - beta1)
         exp_avg_sq = beta2 * state.exp_avg_sq + (1 - beta2) * grad * grad
         largest = None if state.max_exp_avg_sq is None else torch.maximum(state.max_exp_avg_sq, exp_avg_sq)
@@ -129,7 +127,7 @@ def _adam(
             step.sub_(found_inf)
 
     init_param = zeros(AdamState, max_exp_avg_sq=amsgrad)
-    return from_kernel(init_param, step_param, step_params_, settings.values())
+    return from_kernel(init_param, step_param, step_params_, settings.values(), maximize=maximize)
 
 
 class NAdamState(NamedTuple):
@@ -189,9 +187,7 @@ def nadam(
 
     def step_param(param: Tensor, grad: Tensor, state: NAdamState) -> tuple[Tensor, NAdamState]:
         dtype, rate, step = param.dtype, rate_at(lr, state.step), state.step + 1
-        grad = penalized(param, grad, 0.0 if decoupled_weight_decay else weight_decay, maximize)
-        if decoupled_weight_decay:
-            param = param * (1 - rate * weight_decay).to(dtype)
+        param, grad = regularized(param, grad, rate, weight_decay, decoupled_weight_decay)
         wide = step.double()
         mu, mu_next = (beta1 * (1 - 0.5 * torch.pow(0.96, t * momentum_decay)) for t in (wide, wide + 1))
         product = state.mu_product * mu.to(torch.float32)
@@ -206,7 +202,7 @@ def nadam(
     settings = dict(beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, momentum_decay=momentum_decay)
     settings.update(decoupled_weight_decay=decoupled_weight_decay, maximize=maximize)
     names = "exp_avg", "exp_avg_sq", "mu_product", "step"
-    return from_torch(init_param, step_param, torch_nadam, names, lr, settings, common=("step", "mu_product"))
+    return from_torch(init_param, step_param, torch_nadam, lr, settings, names=names, common=("step", "mu_product"))
 
 
 class RAdamState(NamedTuple):
@@ -261,9 +257,7 @@ def radam(
 
     def step_param(param: Tensor, grad: Tensor, state: RAdamState) -> tuple[Tensor, RAdamState]:
         dtype, rate, step = param.dtype, rate_at(lr, state.step), state.step + 1
-        grad = penalized(param, grad, 0.0 if decoupled_weight_decay else weight_decay, maximize)
-        if decoupled_weight_decay:
-            param = param * (1 - rate * weight_decay).to(dtype)
+        param, grad = regularized(param, grad, rate, weight_decay, decoupled_weight_decay)
         exp_avg = lerp(state.exp_avg, grad, 1 - beta1)
         exp_avg_sq = beta2 * state.exp_avg_sq + (1 - beta2) * grad * grad
         wide = step.double()
@@ -281,8 +275,7 @@ def radam(
 
     settings = dict(beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, maximize=maximize)
     settings.update(decoupled_weight_decay=decoupled_weight_decay)
-    names = "exp_avg", "exp_avg_sq", "step"
-    return from_torch(zeros(RAdamState), step_param, torch_radam, names, lr, settings, foreach=None)
+    return from_torch(zeros(RAdamState), step_param, torch_radam, lr, settings, foreach=None)
 
 
 class AdamaxState(NamedTuple):
@@ -332,14 +325,14 @@ def adamax(
 
     def step_param(param: Tensor, grad: Tensor, state: AdamaxState) -> tuple[Tensor, AdamaxState]:
         rate, step = rate_at(lr, state.step), state.step + 1
-        grad = penalized(param, grad, weight_decay, maximize)
+        grad = penalized(param, grad, weight_decay)
         exp_avg = lerp(state.exp_avg, grad, 1 - beta1)
         exp_inf = torch.maximum(beta2 * state.exp_inf, grad.abs() + eps)
         rate = rate / (1 - torch.pow(beta1, step.double()))
         return param - rate.to(param.dtype) * (exp_avg / exp_inf), AdamaxState(step, exp_avg, exp_inf)
 
     settings = dict(beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, maximize=maximize)
-    return from_torch(zeros(AdamaxState), step_param, torch_adamax, ("exp_avg", "exp_inf", "step"), lr, settings)
+    return from_torch(zeros(AdamaxState), step_param, torch_adamax, lr, settings)
 
 
 @factory
@@ -383,8 +376,6 @@ def lamb(
 
     def step_param(param: Tensor, grad: Tensor, state: AdamState) -> tuple[Tensor, AdamState]:
         dtype, rate, step = param.dtype, rate_at(lr, state.step), state.step + 1
-        if maximize:
-            grad = -grad
         exp_avg = lerp(state.exp_avg, grad, 1 - beta1)
         exp_avg_sq = beta2 * state.exp_avg_sq + (1 - beta2) * grad * grad
         wide = step.double()
@@ -398,4 +389,4 @@ def lamb(
         )
         return param - rate.to(dtype) * ratio.to(dtype) * update, AdamState(step, exp_avg, exp_avg_sq, None)
 
-    return from_kernel(zeros(AdamState, max_exp_avg_sq=False), step_param, elementwise=False)
+    return from_kernel(zeros(AdamState, max_exp_avg_sq=False), step_param, elementwise=False, maximize=maximize)

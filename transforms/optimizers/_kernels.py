@@ -98,11 +98,11 @@ def by_formula(step_param: Callable[..., Any], common: tuple[str, ...] = ("step"
     return guarded(step_params_)
 
 
-def in_float32_(step_params_: Callable[..., None]) -> Callable[..., None]:
-    """`step_params_` through float32 copies of 16-bit parameters; see `in_float32`."""
+def in_float32_(step_params_: Callable[..., None], on_devices: bool = True) -> Callable[..., None]:
+    """`step_params_` through float32 copies of 16-bit parameters, on devices too or on CPUs alone; see `in_float32`."""
 
     def wide(params: list[Tensor], grads: list[Tensor], states: list[Any], **guards: Tensor | None) -> None:
-        if not params or params[0].dtype.itemsize >= 4:
+        if not params or params[0].dtype.itemsize >= 4 or not (on_devices or params[0].device.type == "cpu"):
             return step_params_(params, grads, states, **guards)
         new_params = [param.float() for param in params]
         new_states = [widened_state(state) for state in states]
@@ -159,7 +159,9 @@ def from_kernel(
     numbers: Iterable[Any] = (),
     common: tuple[str, ...] = ("step",),
     elementwise: bool = True,
+    maximize: bool = False,
     widens: bool = False,
+    on_devices: bool = True,
     **settings: Any,
 ) -> Optimizer:
     """An optimizer of a pure formula and a kernel; the formula gets 16-bit parameters in float32.
@@ -169,22 +171,35 @@ def from_kernel(
         numbers: The hyperparameters that the kernel takes as numbers only: with a tensor among them the formula runs.
         common: See `in_place`.
         widens: Whether the formula gets parameters of all dtypes.
+        on_devices: Whether the kernel runs on devices; on others than the CPU the formula then runs.
         elementwise, settings: Of `Optimizer`.
     """
-    formula = step_param if widens else in_float32(step_param)
-    if step_params_ is None or any(isinstance(number, Tensor) for number in numbers):
-        step_params_ = by_formula(formula, common)
-    return Optimizer(init_param, formula, one_param(step_params_), step_params_, elementwise, **settings)
+
+    def ascent(param: Tensor, grad: Tensor, state: Any) -> tuple[Tensor, Any]:
+        return step_param(param, -grad, state)
+
+    formula = ascent if maximize else step_param
+    formula = formula if widens else in_float32(formula)
+    in_lists = by_formula(formula, common)
+
+    def chosen(params: list[Tensor], grads: list[Tensor], states: list[Any], **guards: Tensor | None) -> None:
+        step = kernel if states[0].step.device.type == "cpu" else in_lists
+        step(params, grads, states, **guards)
+
+    traced = any(isinstance(number, Tensor) for number in numbers)
+    kernel: Callable[..., None] = in_lists if step_params_ is None or traced else step_params_
+    lists = kernel if on_devices else chosen
+    return Optimizer(init_param, formula, one_param(lists), lists, elementwise, **settings)
 
 
 def from_torch(
     init_param: Callable[..., Any],
     step_param: Callable[..., Any],
     function: Callable[..., None],
-    names: tuple[str, ...],
     lr: ScalarOrSchedule | None,
     settings: dict[str, Any],
     *,
+    names: tuple[str, ...] = (),
     common: tuple[str, ...] = ("step",),
     first: tuple[ScalarOrSchedule, str] | None = None,
     foreach: bool | None = True,
@@ -205,10 +220,11 @@ def from_torch(
                 kept = getattr(state, first[1])
                 kept.copy_(first_rate(first[0], state.step, kept))
         rate = {} if lr is None else {"lr": kernel_lr(lr, step)}
-        lists = (slots(states, name) for name in names)
+        lists = (slots(states, name) for name in names or (*states[0]._fields[1:], "step"))
         function(params, grads, *lists, foreach=foreach, capturable=is_accelerator(step.device), **rate, **settings)
 
-    return from_kernel(init_param, step_param, in_float32_(in_place(kernel, common)), settings.values(), common)
+    step_params_ = in_float32_(in_place(kernel, common))
+    return from_kernel(init_param, step_param, step_params_, settings.values(), common, maximize=settings["maximize"])
 
 
 def each_part(optimizer: Optimizer, wrap: Callable[[Optimizer], Optimizer], name: str, **args: Any) -> Optimizer:

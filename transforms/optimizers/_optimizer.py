@@ -23,6 +23,7 @@ from ..base import (
     map_with_path,
     path_string,
     plain,
+    to_state_dict,
     widened,
     with_fields,
 )
@@ -50,15 +51,10 @@ def with_state_fields(states: Mapping[str, Any], new: Mapping[str, Mapping[str, 
 
 
 def _named(state: Any) -> dict[str, Tensor]:
-    """The tensors by a name without a dot: the keys that lead there, with bars."""
+    """The tensors by a name without a dot."""
     if hasattr(state, "inner"):
         return _named(state.inner)
-    named: dict[str, Tensor] = {}
-    accessors, leaves, _ = optree.tree_flatten_with_accessor(state)
-    for accessor, leaf in zip(accessors, leaves, strict=True):
-        keys = [str(getattr(entry, "field", entry.entry)).replace(".", "/") for entry in accessor]
-        named["/".join(keys)] = leaf
-    return named
+    return {name.replace(".", "/"): leaf for name, leaf in to_state_dict(state).items()}
 
 
 def _with(state: Any, new: Mapping[str, Tensor]) -> Any:
@@ -84,11 +80,21 @@ def used(value: Any) -> bool:
     return isinstance(value, Tensor) or bool(value)
 
 
-def penalized(param: Tensor, grad: Tensor, weight_decay: Any, maximize: bool) -> Tensor:
-    """The gradient of the objective to minimize, with an L2 penalty."""
-    if maximize:
-        grad = -grad
+def penalized(param: Tensor, grad: Tensor, weight_decay: Any) -> Tensor:
+    """The gradient with an L2 penalty."""
     return grad + weight_decay * param if used(weight_decay) else grad
+
+
+def decayed(param: Tensor, rate: Tensor, weight_decay: Any) -> Tensor:
+    """The parameter after a decay that does not enter the gradient."""
+    return param * (1 - rate * weight_decay).to(param.dtype)
+
+
+def regularized(param: Tensor, grad: Tensor, rate: Tensor, weight_decay: Any, decoupled: bool) -> tuple[Tensor, Tensor]:
+    """Parameter and gradient, of which one has the decay."""
+    if decoupled:
+        return decayed(param, rate, weight_decay), grad
+    return param, penalized(param, grad, weight_decay)
 
 
 def root(x: Tensor) -> Tensor:

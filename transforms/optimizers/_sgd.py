@@ -12,7 +12,6 @@ from torch.optim.rprop import rprop as torch_rprop
 
 from ..base import Tree, factory, is_number, named_leaves, whole_number
 from ._kernels import (
-    by_formula,
     from_kernel,
     from_torch,
     in_float32_,
@@ -23,7 +22,7 @@ from ._kernels import (
     slots,
     zeros,
 )
-from ._optimizer import Optimizer, first_rate, in_float32, lerp, penalized, rate_at, used
+from ._optimizer import Optimizer, decayed, first_rate, lerp, penalized, rate_at, used
 from ._schedules import ScalarOrSchedule, a_number, check_betas, not_negative, value_at
 
 
@@ -81,7 +80,7 @@ def sgd(
     def step_param(param: Tensor, grad: Tensor, state: SGDState) -> tuple[Tensor, SGDState]:
         rate = value_at(lr, state.step)
         rate = rate.to(param.dtype) if isinstance(rate, Tensor) else rate
-        grad = penalized(param, grad, weight_decay, maximize)
+        grad = penalized(param, grad, weight_decay)
         velocity = state.momentum
         if velocity is not None and used(momentum):
             velocity = momentum * velocity + (1 - dampening) * grad
@@ -90,8 +89,6 @@ def sgd(
             grad = grad + momentum * velocity if nesterov else velocity
         return param - rate * grad, SGDState(state.step + 1, velocity)
 
-    formula = by_formula(in_float32(step_param))
-
     settings: dict[str, Any] = dict(momentum=momentum, dampening=dampening, weight_decay=weight_decay)
     settings.update(nesterov=nesterov, maximize=maximize)
 
@@ -99,9 +96,6 @@ def sgd(
         step = states[0].step
         if momentum and states[0].momentum is None:  # a group got one
             raise ValueError(f"momentum is {momentum}, but was 0 when the state was made: begin with a small momentum")
-        # The kernel is told by the host whether this is the first step.
-        if momentum and dampening and step.device.type != "cpu":
-            return formula(params, grads, states, **guards)
         # The velocity starts at 0, so only dampening makes the first step different.
         first = bool(momentum) and bool(dampening) and bool(step == 0)
         velocities = slots(states, "momentum") if momentum else []
@@ -110,15 +104,12 @@ def sgd(
         found_inf = guards.get("found_inf")
         step.add_(1 if found_inf is None else 1 - found_inf)
 
-    wide = in_float32_(step_params_)
-
-    def on_halves(params: list[Tensor], grads: list[Tensor], states: list[SGDState], **guards: Tensor | None) -> None:
-        """On CPUs the fused kernel silently leaves most bfloat16 and float16 values unchanged."""
-        step = wide if params and params[0].device.type == "cpu" else step_params_
-        step(params, grads, states, **guards)
-
+    # On CPUs the fused kernel silently leaves most bfloat16 and float16 values unchanged.
+    kernel = in_float32_(step_params_, on_devices=False)
+    # The host tells the kernel whether this is the first step.
+    on_devices = not (used(momentum) and used(dampening))
     init_param = zeros(SGDState, momentum=used(momentum))
-    return from_kernel(init_param, step_param, on_halves, settings.values())
+    return from_kernel(init_param, step_param, kernel, settings.values(), maximize=maximize, on_devices=on_devices)
 
 
 class ASGDState(NamedTuple):
@@ -177,7 +168,7 @@ def asgd(
 
     def step_param(param: Tensor, grad: Tensor, state: ASGDState) -> tuple[Tensor, ASGDState]:
         dtype, rate, step = param.dtype, rate_at(lr, state.step), state.step + 1
-        grad = penalized(param, grad, weight_decay, maximize)
+        grad = penalized(param, grad, weight_decay)
         eta = first_rate(lr, state.step, state.eta).double()
         param = param * (1 - lambd * eta).to(dtype) - eta.to(dtype) * grad
         average = torch.where(state.mu == 1, param, state.ax + (param - state.ax) * state.mu.to(dtype))
@@ -190,7 +181,7 @@ def asgd(
     names, common = ("ax", "mu", "eta", "step"), ("step", "eta", "mu")
     # Not foreach, whose learning rates are rounded to float32 on the way.
     return from_torch(
-        init_param, step_param, torch_asgd, names, lr, settings, common=common, first=(lr, "eta"), foreach=False
+        init_param, step_param, torch_asgd, lr, settings, names=names, common=common, first=(lr, "eta"), foreach=False
     )
 
 
@@ -248,8 +239,6 @@ def rprop(
         return RpropState(step, torch.zeros_like(param), size)
 
     def step_param(param: Tensor, grad: Tensor, state: RpropState) -> tuple[Tensor, RpropState]:
-        if maximize:
-            grad = -grad
         agrees = grad * state.prev
         size = first_rate(lr, state.step, state.step_size)
         size = torch.where(agrees > 0, size * up, torch.where(agrees < 0, size * down, size)).clamp(least, most)
@@ -257,8 +246,7 @@ def rprop(
         return param - grad.sign() * size, RpropState(state.step + 1, grad, size)
 
     settings = dict(step_size_min=least, step_size_max=most, etaminus=down, etaplus=up, maximize=maximize)
-    names = "prev", "step_size", "step"
-    return from_torch(init_param, step_param, torch_rprop, names, None, settings, first=(lr, "step_size"))
+    return from_torch(init_param, step_param, torch_rprop, None, settings, first=(lr, "step_size"))
 
 
 class LionState(NamedTuple):
@@ -304,10 +292,8 @@ def lion(
 
     def step_param(param: Tensor, grad: Tensor, state: LionState) -> tuple[Tensor, LionState]:
         rate = rate_at(lr, state.step)
-        if maximize:
-            grad = -grad
         direction = lerp(state.exp_avg, grad, 1 - beta1).sign()
-        param = param * (1 - rate * weight_decay).to(param.dtype) - rate.to(param.dtype) * direction
+        param = decayed(param, rate, weight_decay) - rate.to(param.dtype) * direction
         return param, LionState(state.step + 1, lerp(state.exp_avg, grad, 1 - beta2))
 
     def kernel(params: list[Tensor], grads: list[Tensor], states: list[LionState]) -> None:
@@ -324,7 +310,8 @@ def lion(
         for state in states:
             state.step.add_(1)
 
-    return from_kernel(zeros(LionState), step_param, in_float32_(in_place(kernel)), (beta1, beta2, weight_decay))
+    numbers = (beta1, beta2, weight_decay)
+    return from_kernel(zeros(LionState), step_param, in_float32_(in_place(kernel)), numbers, maximize=maximize)
 
 
 class MuonState(NamedTuple):
@@ -405,7 +392,7 @@ def muon(
             factor = 0.2 * math.sqrt(max(rows, columns))
         else:
             factor = math.sqrt(max(1, rows / max(columns, 1)))
-        param = param * (1 - rate * weight_decay).to(param.dtype)
+        param = decayed(param, rate, weight_decay)
         return param - (rate * factor).to(param.dtype) * direction.to(param.dtype), MuonState(state.step + 1, velocity)
 
     return from_kernel(zeros(MuonState), step_param, elementwise=False, check=check, cost=_products)
