@@ -10,20 +10,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, _CachingTorchDispatchMode
+from torch.utils.checkpoint import SelectiveCheckpointContext, _CachingTorchDispatchMode
 
-from .transforms.rematerialization import Keep, Policy, Runner, checkpoint_policies, runner_of
+from .transforms.rematerialization import Policy, Runner, checkpoint_policies, runner_of
 
-_KEPT: dict[Any, Keep] = {
-    True: Keep.SAVE,
-    False: Keep.RECOMPUTE,
-    CheckpointPolicy.MUST_SAVE: Keep.SAVE,
-    CheckpointPolicy.PREFER_SAVE: Keep.SAVE,
-    CheckpointPolicy.MUST_RECOMPUTE: Keep.RECOMPUTE,
-    CheckpointPolicy.PREFER_RECOMPUTE: Keep.RECOMPUTE,
-    CheckpointPolicy.MUST_CPU_OFFLOAD: Keep.OFFLOAD,
-    CheckpointPolicy.PREFER_CPU_OFFLOAD: Keep.OFFLOAD,
-}
 # torch's arguments that say how to run again; they have no effect, since both forms of its checkpoint are one here.
 _IGNORED = ("use_reentrant", "determinism_check", "respect_saved_tensors_hooks", "debug")
 
@@ -56,8 +46,8 @@ def policy_of(contexts: Any) -> Policy:
         )
     of_torch, context = first.policy_fn, SelectiveCheckpointContext(is_recompute=False)
 
-    def policy(op: Any, *args: Any, **kwargs: Any) -> Keep:
-        return _KEPT[of_torch(context, op, *args, **kwargs)]
+    def policy(op: Any, *args: Any, **kwargs: Any) -> Any:
+        return of_torch(context, op, *args, **kwargs)
 
     return policy
 

@@ -1,9 +1,9 @@
-"""The place of this process among those that a launcher has started: torchrun, Slurm's srun, or mpirun of Open MPI or MPICH."""
+"""The place of this process among those that a launcher has started: torchrun, Slurm's srun, or Open MPI's mpirun."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 
@@ -16,31 +16,14 @@ class Launch(NamedTuple):
     local_size: int
 
 
-class _Launcher(NamedTuple):
-    """A launcher, and the names of its variables."""
-
-    name: str
-    rank: str
-    size: str
-    local_rank: str
-    local_size: str
-
-
-_TORCHRUN = _Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-# In the order in which they are looked for: an mpirun inside a Slurm job sets both.
-_LAUNCHERS = (
-    _Launcher(
-        "Open MPI's mpirun",
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    _Launcher("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    _Launcher("Slurm's srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
-)
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+# The same four numbers of other launchers, in the order in which they are looked for: an mpirun inside a Slurm job sets both.
+_LAUNCHERS = {
+    "Open MPI's mpirun": tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+    "Slurm's srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+}
 # Numbers of a process in variables that do not say how many processes there are, or of launchers that nobody reads here.
-_OTHERS = ("LOCAL_RANK", "MV2_COMM_WORLD_RANK", "FLUX_TASK_RANK", "JSM_NAMESPACE_RANK", "PALS_RANKID", "PMIX_RANK")
+_OTHERS = ("LOCAL_RANK", "PMI_RANK", "FLUX_TASK_RANK", "PMIX_RANK")
 _REMEDY = "set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, or start the program by torchrun"
 
 
@@ -55,21 +38,21 @@ def read_launch(environ: Mapping[str, str]) -> Launch | None:
     """
     if "RANK" in environ or environ.get("WORLD_SIZE", "1") != "1":
         return _place(environ, _TORCHRUN)
-    for of in _LAUNCHERS:
-        if _number(environ, of.size, "1") <= 1:
+    for launcher, names in _LAUNCHERS.items():
+        if _number(environ, names[1], "1") <= 1:
             continue
-        launch = _place(environ, of)
+        launch = _place(environ, names)
         lacks = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]
         if lacks:
             raise ValueError(
-                f"{of.name} has started this process as {launch.rank} of {launch.size}, but {' and '.join(lacks)} are not set, so "
+                f"{launcher} has started this process as {launch.rank} of {launch.size}, but {' and '.join(lacks)} are not set, so "
                 f"that the processes do not know where to meet; set MASTER_ADDR to the host of process 0 and MASTER_PORT to a free "
                 f"port there, the same for all, or start the program by torchrun"
             )
         return launch
-    if any(of.rank in environ and environ.get(of.size) == "1" for of in _LAUNCHERS):
+    if any(rank in environ and environ.get(size) == "1" for rank, size, *_ in _LAUNCHERS.values()):
         return None  # what else is set is of a launcher around that one
-    for name in (*(of.rank for of in _LAUNCHERS), *_OTHERS):
+    for name in (*(names[0] for names in _LAUNCHERS.values()), *_OTHERS):
         if (rank := _number(environ, name, "0")) > 0:
             raise ValueError(
                 f"{name}={rank} is set, but not the number of all processes, so this process would train alone; {_REMEDY}"
@@ -91,8 +74,8 @@ def _number(environ: Mapping[str, str], name: str, default: str = "") -> int:
         raise ValueError(f"the environment variable {name} must be a whole number, got {text!r}; {_REMEDY}") from None
 
 
-def _place(environ: Mapping[str, str], of: _Launcher) -> Launch:
-    rank, size = _number(environ, of.rank), _number(environ, of.size)
+def _place(environ: Mapping[str, str], names: Sequence[str]) -> Launch:
+    rank, size = (_number(environ, name) for name in names[:2])
     if not 0 <= rank < size:
-        raise ValueError(f"{of.rank}={rank} and {of.size}={size}: the rank must be from 0 to {size - 1}")
-    return Launch(rank, size, _number(environ, of.local_rank, "0"), _number(environ, of.local_size, "1"))
+        raise ValueError(f"{names[0]}={rank} and {names[1]}={size}: the rank must be from 0 to {size - 1}")
+    return Launch(rank, size, _number(environ, names[2], "0"), _number(environ, names[3], "1"))

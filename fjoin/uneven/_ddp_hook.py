@@ -6,7 +6,6 @@ messages bring. This one keeps them, so that every optimizer takes the same step
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +22,6 @@ from ..buckets import REGISTERED, gradients
 
 if TYPE_CHECKING:
     from ._join import Join
-
-# For a module with static_graph, the parameters that no rank uses, which are those without a gradient in its first step.
-_UNUSED: weakref.WeakKeyDictionary[DistributedDataParallel, list[int]] = weakref.WeakKeyDictionary()
 
 
 class DDPHook(JoinHook):
@@ -95,13 +91,6 @@ class DDPHook(JoinHook):
                     self._waits = True
                     x.register_hook(lambda grad: setattr(self, "_waits", False))
 
-    def sees_step(self, optimizer: Any) -> None:
-        """Called on a rank with input before an optimizer steps."""
-        if self.ddp.static_graph and self.ddp not in _UNUSED:
-            stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            if any(p.grad is not None and id(p) in stepped for p in self.params):
-                _UNUSED[self.ddp] = [i for i, p in enumerate(self.params) if p.grad is None]
-
     def _sync_buffers(self) -> None:
         """Replaces torch's method, which takes the buffers from rank 0, or sends a message to find a rank."""
         ddp = self.ddp
@@ -167,7 +156,7 @@ class DDPHook(JoinHook):
     def _unused(self) -> Sequence[int]:
         """The parameters that no rank has used, which have no gradient on ranks with input either."""
         if self.ddp.static_graph or not self.ddp.find_unused_parameters:
-            return _UNUSED.get(self.ddp, ())
+            return ()
         used = self.ddp.reducer._get_local_used_map().zero_()  # this rank's own last pass no longer counts
         self.ddp.process_group.allreduce([used]).wait()
         counts = read_now(self._join.mesh, used)

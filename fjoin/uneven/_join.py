@@ -244,8 +244,6 @@ class Join:
                     f"without input step once in each one, so their states would fall apart; accumulate under ddp.no_sync(), and step "
                     f"after each other pass"
                 )
-            for hook in self.ddps:
-                hook.sees_step(optimizer)
 
     # -- after this rank's own iterations ----------------------------------------------------------
 

@@ -3,43 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from typing import Any, Literal, NoReturn, TypeVar, overload
 
 from .._errors import DesyncError, JoinError
 from ..agreement import Record, Requests, Sums
 from ..groups import Communicator, Mesh, mesh_or_world
-from ..loading import END, JoinedLoop, LookAhead, Position
+from ..loading import END, JoinedLoop, LookAhead
 from ..training import NO_BATCH, JoinedLoader, TrainStep, weigh
 from ..transforms.base import whole_number
 
 Weighed = tuple[Any, float]  # a batch and its weight
-
-
-class Windows:
-    """Loads a rank's batches in windows. Where the input ends, a window is shorter, and those after it are empty.
-
-    Args:
-        position: The position in the loader.
-        weigh: `batch -> weight`.
-    """
-
-    def __init__(self, position: Position[Any], weigh: Callable[[Any], float]) -> None:
-        self._position, self._weigh = position, weigh
-        self._load, self._look_ahead = position.begin, LookAhead()
-
-    def fill(self, window: list[Weighed], held: list[Weighed], least: int) -> None:
-        """Load batches into a window until it has at least `least` or the input has ended.
-
-        Raises:
-            JoinError: the loader has written into the memory of a batch of `held`, or of the window.
-        """
-        while len(window) < least:
-            batch = self._look_ahead([one for one, _ in (*held, *window)], self._load)
-            self._load = self._position.load
-            if batch is END:
-                return
-            window.append((batch, self._weigh(batch)))
 
 
 B = TypeVar("B")
@@ -102,8 +75,9 @@ class Loop(JoinedLoop[B]):
 
     def _epoch(self) -> Iterator[B]:
         position = self._position
-        windows, window = Windows(position, partial(weigh, self._weigh)), list[Weighed]()
-        windows.fill(window, [], self._accumulate)
+        self._load, self._look_ahead = position.begin, LookAhead()
+        window = list[Weighed]()
+        self._fill(window, [], self._accumulate)
         self.number, self.batches = position.steps, position.batches
         given = self._empty if position.last is END else position.last
         total, have = self._sums(self._send(window))
@@ -112,7 +86,7 @@ class Loop(JoinedLoop[B]):
             following = list[Weighed]()
             for i in range(self._accumulate):
                 self.sync_gradients = i == self._accumulate - 1
-                windows.fill(following, window[i:], self._accumulate if self.sync_gradients else i + 1)
+                self._fill(following, window[i:], self._accumulate if self.sync_gradients else i + 1)
                 if self.sync_gradients:
                     answer = self._send(following)  # under way while the body runs
                 self.live, self.total = i < len(window), total
@@ -128,6 +102,19 @@ class Loop(JoinedLoop[B]):
             window = following
         if not have:
             position.finish()
+
+    def _fill(self, window: list[Weighed], held: list[Weighed], least: int) -> None:
+        """Load batches into a window until it has at least `least` or the input has ended.
+
+        Raises:
+            JoinError: the loader has written into the memory of a batch of `held`, or of the window.
+        """
+        while len(window) < least:
+            batch = self._look_ahead([one for one, _ in (*held, *window)], self._load)
+            self._load = self._position.load
+            if batch is END:
+                return
+            window.append((batch, weigh(self._weigh, batch)))
 
     def _leave(self, text: str) -> None:
         self._mesh.leave(text, self.number, _TOGETHER_S)

@@ -36,7 +36,6 @@ KNOWN: dict[str, tuple[dict[str, str], Launch | None]] = {
     "mpirun of one": ({**MPIRUN, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}, None),
     "no local rank": ({"LOCAL_RANK": "-1"}, None),
     "a local rank of one": ({"LOCAL_RANK": "0"}, None),
-    "mpiexec": ({"PMI_RANK": "1", "PMI_SIZE": "3", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "3", **MEET}, Launch(1, 3, 1, 3)),
 }  # fmt: skip
 REFUSED: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "a size without a rank": ({"WORLD_SIZE": "2"}, ("variable RANK must be", "got ''", "torchrun")),
@@ -45,7 +44,7 @@ REFUSED: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "mpirun without a port": ({**MPIRUN, "MASTER_ADDR": "a"}, ("mpirun", "1 of 2", "MASTER_PORT are not")),
     "a rank of Open MPI alone": ({"OMPI_COMM_WORLD_RANK": "1"}, ("OMPI_COMM_WORLD_RANK=1", "not the number", "train alone")),
     "a size of Open MPI alone": ({"OMPI_COMM_WORLD_SIZE": "2"}, ("OMPI_COMM_WORLD_RANK must be", "got ''")),
-    "a rank of PMI alone": ({"PMI_RANK": "1", **MEET}, ("PMI_RANK=1", "not the number")),
+    "mpiexec": ({"PMI_RANK": "1", **MEET}, ("PMI_RANK=1", "not the number")),
     "a rank of Slurm alone": ({"SLURM_PROCID": "1"}, ("SLURM_PROCID=1",)),
     "Flux": ({"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "2"}, ("FLUX_TASK_RANK=1", "torchrun")),
     "PMIx": ({"PMIX_RANK": "2"}, ("PMIX_RANK=2", "torchrun")),

@@ -241,14 +241,13 @@ class _Unused(nn.Module):
         return self.a(self.a(x) @ self.a.weight) * self.frozen * (self.once if once else 1)
 
 
-def unused_parameters(options: dict[str, Any], counts: list[int]) -> Any:
-    ddp = DistributedDataParallel(_Unused(), **options)
+def unused_parameters(counts: list[int]) -> Any:
+    ddp = DistributedDataParallel(_Unused(), find_unused_parameters=True)
     optimizer = torch.optim.AdamW(ddp.parameters(), 0.1, weight_decay=0.5)
     with fjoin.Join([ddp, optimizer]):
         for i in range(counts[dist.get_rank()]):
             optimizer.zero_grad()
-            used = i == 0 or "static_graph" in options
-            ddp(torch.ones(3, 4), used).square().mean().backward()
+            ddp(torch.ones(3, 4), i == 0).square().mean().backward()
             optimizer.step()
     stepped = {name: p for name, p in ddp.module.named_parameters() if p in optimizer.state}
     return {name: float(optimizer.state[p]["step"]) for name, p in stepped.items()}, state_of(
@@ -257,12 +256,9 @@ def unused_parameters(options: dict[str, Any], counts: list[int]) -> Any:
 
 
 @pytest.mark.parametrize("counts", [[1, 4], [1, 4, 0, 2]], ids=str)
-@pytest.mark.parametrize(("option", "once"), [("find_unused_parameters", 1), ("static_graph", 4)])
-def test_parameters_unused_on_all_ranks_are_not_stepped(pool: Any, option: str, once: int, counts: list[int]) -> None:
-    """A static graph uses the same parameters in every iteration, and every rank must have run it."""
-    counts = [max(n, once - 3) for n in counts]
-    (steps, first), *_ = found = pool.run(len(counts), unused_parameters, {option: True}, counts)
-    assert steps == {"once": once, "a.weight": 4, "a.bias": 4} and all(same_bits(one, (steps, first)) for one in found)
+def test_parameters_unused_on_all_ranks_are_not_stepped(pool: Any, counts: list[int]) -> None:
+    (steps, first), *_ = found = pool.run(len(counts), unused_parameters, counts)
+    assert steps == {"once": 1, "a.weight": 4, "a.bias": 4} and all(same_bits(one, (steps, first)) for one in found)
 
 
 class _ByRank(nn.Module):
@@ -271,7 +267,7 @@ class _ByRank(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.branches = nn.ModuleList([nn.Linear(4, 2), nn.Linear(4, 2), nn.Linear(4, 2)])
+        self.branches = nn.ModuleList([nn.Linear(4, 2), nn.Linear(4, 2)])
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.branches[dist.get_rank()](x)
@@ -291,27 +287,6 @@ def other_branches(counts: list[int]) -> Any:
 def test_a_static_graph_whose_ranks_use_different_parameters(pool: Any) -> None:
     a, b = pool.run(2, other_branches, [2, 5])
     assert len(a) == 4 and same_bits(a, b)
-
-
-def two_static_graphs() -> Any:
-    """One steps before the other has run; a second epoch in which a rank has no input at all."""
-    ddps = [DistributedDataParallel(_Unused(), static_graph=True) for _ in range(2)]
-    optimizers = [torch.optim.AdamW(ddp.parameters(), 0.1, weight_decay=0.5) for ddp in ddps]
-    for counts in ([1, 3], [0, 2]):
-        with fjoin.Join([*ddps, *optimizers]):
-            for _ in range(counts[dist.get_rank()]):
-                for ddp, optimizer in zip(ddps, optimizers, strict=True):
-                    optimizer.zero_grad()
-                    ddp(torch.ones(3, 4), True).square().mean().backward()
-                    optimizer.step()
-    return [
-        state_of(o, [p for p in d.module.parameters() if p in o.state]) for d, o in zip(ddps, optimizers, strict=True)
-    ]
-
-
-def test_unused_parameters_of_two_static_graphs(pool: Any) -> None:
-    a, b = pool.run(2, two_static_graphs)
-    assert same_bits(a, b) and [len(states) for states in a] == [3, 3]
 
 
 def in_any_order(order: list[int]) -> Any:

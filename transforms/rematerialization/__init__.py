@@ -4,4 +4,4 @@ from . import checkpoint_policies as checkpoint_policies
 from ._keeper import checkpoint_name as checkpoint_name
 from ._remat import Runner as Runner, remat as remat, runner_of as runner_of
 from ._residuals import Residuals as Residuals, saved_residuals as saved_residuals
-from .checkpoint_policies import Keep as Keep, Policy as Policy
+from .checkpoint_policies import Policy as Policy

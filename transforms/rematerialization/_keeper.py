@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import CheckpointPolicy
 
 from ..base import text
 from ._offload import HOST, Handle
-from .checkpoint_policies import Keep, Named, Policy, keep_of, keep_of_name
+from .checkpoint_policies import OFFLOAD, RECOMPUTE, Named, Policy, keep_of, keep_of_name
 
 _UNCOUNTED = (torch.ops.aten.detach.default,)  # hooks on saved tensors use it, too
 # Which occurrence of an operation: other operations between may differ between two runs.
@@ -85,7 +86,7 @@ class Keeper:
         count: The number of operations so far.
     """
 
-    def __init__(self, policy: Policy, meaning: Keep) -> None:
+    def __init__(self, policy: Policy, meaning: CheckpointPolicy) -> None:
         self._policy, self._meaning = policy, meaning
         self.kept: dict[Place, Step] = {}
         self.values: list[Any] = []
@@ -97,7 +98,7 @@ class Keeper:
         """An operation has run: keep its result if the policy says so."""
         keep = keep_of(self._policy, self._meaning, op, *args, **kwargs)
         by_name = isinstance(self._policy, Named)  # a name may come later
-        if keep is Keep.RECOMPUTE and not by_name:
+        if keep is RECOMPUTE and not by_name:
             return
         leaves, form = tree_flatten(out)
         tensors, given = [x for x in leaves if isinstance(x, Tensor)], tensors_in(args, kwargs)
@@ -108,13 +109,13 @@ class Keeper:
         step = Step(place, [x.shape for x in given], form, leaves, self.count)
         if by_name:
             self._origins.update(dict.fromkeys(new, step))
-        if keep is not Keep.RECOMPUTE:
+        if keep is not RECOMPUTE:
             self._keep(step, keep)
 
     def named(self, x: Tensor, name: str) -> None:
         """A value has got a name: keep the result of the operation that made it, if the policy keeps values of this name."""
         keep, step = keep_of_name(self._policy, self._meaning, name), self._origins.get(memory_of(x))
-        if keep is not Keep.RECOMPUTE and step is not None and step.place not in self.kept:
+        if keep is not RECOMPUTE and step is not None and step.place not in self.kept:
             self._keep(step, keep)
 
     def writes(self, x: Tensor) -> None:
@@ -146,13 +147,13 @@ class Keeper:
                 value.settle()
             self.values[i] = value
 
-    def _keep(self, step: Step, keep: Keep) -> None:
+    def _keep(self, step: Step, keep: CheckpointPolicy) -> None:
         tensors = [x for x in step.leaves if isinstance(x, Tensor)]
         leaves = [Tensor if isinstance(x, Tensor) else x for x in step.leaves]
         slots = range(len(self.values), len(self.values) + len(tensors))
         self.kept[step.place] = step._replace(leaves=leaves, slots=slots)
         self.values += tensors
-        self._away += [keep is Keep.OFFLOAD] * len(tensors)
+        self._away += [keep is OFFLOAD] * len(tensors)
 
 
 class _Mode(TorchDispatchMode):

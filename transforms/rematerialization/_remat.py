@@ -18,13 +18,8 @@ from ._keeper import Keeper
 from ._plain import HooksRefused, PlainRegion
 from ._reached import reached
 from ._rerun import Rerun
-from .checkpoint_policies import Keep, Named, Policy, everything_saveable, keep_of, nothing_saveable
+from .checkpoint_policies import OFFLOAD, SAVE, Named, Policy, everything_saveable, keep_of, nothing_saveable
 
-_OF_TORCH = {
-    Keep.SAVE: CheckpointPolicy.MUST_SAVE,
-    Keep.OFFLOAD: CheckpointPolicy.MUST_CPU_OFFLOAD,
-    Keep.RECOMPUTE: CheckpointPolicy.PREFER_RECOMPUTE,
-}
 F = TypeVar("F", bound=Callable[..., Any])
 Runner: TypeAlias = Callable[[Callable[..., Any], Any, Any], Any]  # fn, args, kwargs -> its result
 
@@ -122,7 +117,7 @@ def runner_of(
             rerun = Rerun(flat.found, preserve_rng_state, cached)
             if of_op is nothing_saveable:
                 return rerun, None
-            return rerun, Keeper(of_op, Keep.SAVE if offload is None else Keep.OFFLOAD)
+            return rerun, Keeper(of_op, SAVE if offload is None else OFFLOAD)
 
         if not transformed:
             with contextlib.suppress(HooksRefused):
@@ -147,7 +142,7 @@ def _compiled(fn: Callable[..., Any], policy: Policy, preserve_rng_state: bool, 
         return fn(*args, **kwargs)
 
     def of_op(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return _OF_TORCH[keep_of(policy, Keep.SAVE, op, *args, **kwargs)]
+        return keep_of(policy, SAVE, op, *args, **kwargs)
 
     more: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state, **kwargs}
     if policy is not nothing_saveable:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
+from torch.utils.checkpoint import CheckpointPolicy
 
 from ..base import text
 
@@ -24,50 +24,52 @@ __all__ = [
 ]
 
 
-class Keep(enum.Enum):
-    """What happens to a value between the forward and the backward pass."""
-
-    RECOMPUTE = "recompute"
-    SAVE = "save"
-    OFFLOAD = "offload"
-
-
-# From an operation of ATen and its arguments to whether to keep its result: a `Keep`, or a bool. True is SAVE, or OFFLOAD
-# where `remat` is told where to.
-Policy: TypeAlias = Callable[..., "Keep | bool"]
+# What becomes of a result, and other words of torch for it.
+RECOMPUTE, SAVE = CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_SAVE
+OFFLOAD = CheckpointPolicy.MUST_CPU_OFFLOAD
+_SAME = {
+    CheckpointPolicy.MUST_RECOMPUTE: RECOMPUTE,
+    CheckpointPolicy.PREFER_SAVE: SAVE,
+    CheckpointPolicy.PREFER_CPU_OFFLOAD: OFFLOAD,
+}
+# From an operation of ATen and its arguments to whether to keep its result: one of torch's words, or a bool. True is SAVE, or
+# OFFLOAD where `remat` says where to.
+Policy: TypeAlias = Callable[..., "CheckpointPolicy | bool"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Named:
     """A policy by the names that `checkpoint_name` gives, and one for operations."""
 
-    of_name: Callable[[str], Keep | bool]
+    of_name: Callable[[str], CheckpointPolicy | bool]
     of_op: Policy = lambda op, *args, **kwargs: False
     offloads: bool = False
 
-    def __call__(self, op: Any, *args: Any, **kwargs: Any) -> Keep | bool:
+    def __call__(self, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy | bool:
         return self.of_op(op, *args, **kwargs)
 
 
-def keep_of(policy: Policy, kept: Keep, op: Any, *args: Any, **kwargs: Any) -> Keep:
+def keep_of(policy: Policy, kept: CheckpointPolicy, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """The policy's choice for an operation; `kept` is what True means.
 
     Raises:
-        TypeError: it is neither a bool nor a `Keep`.
+        TypeError: it is neither a bool nor a `CheckpointPolicy`.
     """
     found = policy(op, *args, **kwargs)
-    if isinstance(found, (Keep, bool)):
+    if isinstance(found, (CheckpointPolicy, bool)):
         return _meant(found, kept)
-    raise TypeError(f"a policy must return a bool or a Keep, got {found!r} for {op}")
+    raise TypeError(f"a policy must return a bool or a CheckpointPolicy, got {found!r} for {op}")
 
 
-def keep_of_name(policy: Policy, kept: Keep, name: str) -> Keep:
+def keep_of_name(policy: Policy, kept: CheckpointPolicy, name: str) -> CheckpointPolicy:
     """The policy's choice for a name; `kept` is what True means."""
-    return _meant(policy.of_name(name), kept) if isinstance(policy, Named) else Keep.RECOMPUTE
+    return _meant(policy.of_name(name), kept) if isinstance(policy, Named) else RECOMPUTE
 
 
-def _meant(found: Keep | bool, kept: Keep) -> Keep:
-    return found if isinstance(found, Keep) else kept if found else Keep.RECOMPUTE
+def _meant(found: CheckpointPolicy | bool, kept: CheckpointPolicy) -> CheckpointPolicy:
+    if isinstance(found, bool):
+        return kept if found else RECOMPUTE
+    return _SAME.get(found, found)
 
 
 _aten = torch.ops.aten
@@ -165,10 +167,10 @@ def save_from_both_policies(a: Policy, b: Policy) -> Named:
     tensor(1.)
     """
 
-    def of_name(name: str) -> Keep | bool:
+    def of_name(name: str) -> CheckpointPolicy | bool:
         return _first(policy.of_name(name) for policy in (a, b) if isinstance(policy, Named))
 
-    def of_op(op: Any, *args: Any, **kwargs: Any) -> Keep | bool:
+    def of_op(op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy | bool:
         return _first(policy(op, *args, **kwargs) for policy in (a, b))
 
     offloads = any(isinstance(policy, Named) and policy.offloads for policy in (a, b))
@@ -204,7 +206,7 @@ def save_and_offload_only_these_names(
         raise ValueError(f"{here}: {', '.join(sorted(saved & away))} cannot be both saved and offloaded")
     _check_ends(here, offload_src, offload_dst)
     return Named(
-        lambda name: Keep.SAVE if name in saved else Keep.OFFLOAD if name in away else Keep.RECOMPUTE,
+        lambda name: SAVE if name in saved else OFFLOAD if name in away else RECOMPUTE,
         offloads=True,
     )
 
@@ -225,14 +227,14 @@ def offload_dot_with_no_batch_dims(offload_src: str = "device", offload_dst: str
     """
     _check_ends("offload_dot_with_no_batch_dims", offload_src, offload_dst)
 
-    def of_op(op: Any, *args: Any, **kwargs: Any) -> Keep:
-        return Keep.OFFLOAD if op.overloadpacket in _NO_BATCH else Keep.RECOMPUTE
+    def of_op(op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return OFFLOAD if op.overloadpacket in _NO_BATCH else RECOMPUTE
 
     return Named(lambda name: False, of_op, offloads=True)
 
 
-def _first(found: Iterable[Keep | bool]) -> Keep | bool:
-    return next((keep for keep in found if keep not in (Keep.RECOMPUTE, False)), False)
+def _first(found: Iterable[CheckpointPolicy | bool]) -> CheckpointPolicy | bool:
+    return next((keep for keep in found if _meant(keep, SAVE) is not RECOMPUTE), False)
 
 
 def _check_ends(where: str, src: str, dst: str) -> None:
