@@ -327,20 +327,13 @@ def with_masters(masters: Tree, params: Tree, state: State) -> tuple[Tree, State
     return new, kept
 
 
+_FACTORIES = (sgd, adam, adamw, nadam, radam, adamax, adagrad, adadelta, adafactor, rmsprop, rprop, asgd, muon)
+_BY_NAME: dict[str, Callable[..., Optimizer]] = {make.__name__: make for make in _FACTORIES}
+# torch's classes have the same names, but for capital letters.
 OF_TORCH: Mapping[type, Callable[..., Optimizer]] = {
-    optim.SGD: sgd,
-    optim.Adam: adam,
-    optim.AdamW: adamw,
-    optim.NAdam: nadam,
-    optim.RAdam: radam,
-    optim.Adamax: adamax,
-    optim.Adagrad: adagrad,
-    optim.Adadelta: adadelta,
-    optim.Adafactor: adafactor,
-    optim.RMSprop: rmsprop,
-    optim.Rprop: rprop,
-    optim.ASGD: asgd,
-    optim.Muon: muon,
+    cls: _BY_NAME[name.lower()]
+    for name, cls in vars(optim).items()
+    if name.lower() in _BY_NAME and isinstance(cls, type)
 }
 _KNOWN: dict[Any, Callable[..., Optimizer]] = dict(OF_TORCH)  # and those registered
 # Arguments that select torch's implementation of a step and do not change its result.

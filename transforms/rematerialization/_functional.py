@@ -68,12 +68,6 @@ def _levels() -> list[int]:
     return [one.level() for one in _functorch.get_interpreter_stack() or ()]
 
 
-def _around() -> _Swap | None:
-    """The mode of the region around this one."""
-    modes = reversed(_get_current_function_mode_stack())
-    return next((mode for mode in modes if isinstance(mode, _Swap)), None)
-
-
 def _seen(x: Tensor, around: _Swap | None) -> Tensor:
     """What a tensor is in the region around this one."""
     return x if around is None else around.of.get(id(x), x)
@@ -252,7 +246,8 @@ class _Again(torch.autograd.Function):
 
 def call_transformed(call: FlatCall, rerun: Rerun, keeper: Keeper | None) -> Any:
     """Call a function under transforms."""
-    around = _around()
+    modes = reversed(_get_current_function_mode_stack())
+    around = next((mode for mode in modes if isinstance(mode, _Swap)), None)
     with function_modes(()):  # the mode around this region does not take it for a part of its function
         region = Region(call, around, rerun, keeper)
         tensors = [_seen(x, around) for x in region.tensors]

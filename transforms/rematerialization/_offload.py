@@ -28,11 +28,6 @@ class Handle:
         """Let what follows on the device wait until the value may be written into."""
 
 
-def is_abstract(x: Tensor) -> bool:
-    """Whether a tensor has no values."""
-    return x.device.type == "meta" or isinstance(x, FakeTensor)
-
-
 # Of values that were moved together.
 _Group: TypeAlias = "list[weakref.ref[_InHost]]"
 
@@ -92,7 +87,7 @@ class Host:
         for x, stays in zip(values, there, strict=True):  # kernels on a GPU have seeds on the CPU, too
             if stays:
                 out.append(x)
-            elif is_abstract(x):
+            elif x.device.type == "meta" or isinstance(x, FakeTensor):
                 out.append(Handle(x))
             else:
                 out.append(_InHost(x, self._stream(x.device), group, before))

@@ -130,7 +130,7 @@ def _residuals(fn: Callable[..., Any], args: Any, kwargs: Any, by_first: bool) -
             like = _like(x, x.requires_grad or by_first and path[:2] == (0, 0))
             given.append(memories.name(like, f"argument {path_words(path)}", True))
         stack.enter_context(_Origins(memories))
-        stack.enter_context(listening(memories.name, memories.away))
+        stack.enter_context(listening(memories.name, lambda x: memories.keep(x, "cpu")))
         stack.enter_context(saved_tensors_hooks(memories.keep, lambda x: x))
         out = call.run(given)
         if not any(isinstance(x, Tensor) and x.requires_grad for x in optree.tree_leaves(out)):
@@ -155,12 +155,8 @@ class _Memories:
             self._given.add(memory_of(x))
         return x
 
-    def away(self, x: Tensor) -> None:
-        """A tensor waits on the host."""
-        self.keep(x, "cpu")
-
     def keep(self, x: Tensor, where: str = "device") -> Tensor:
-        """A tensor is kept."""
+        """A tensor is kept, on its device or on the host."""
         self._holds.append(x)
         memory, size = memory_of(x), x.untyped_storage().nbytes() if where == "device" else 0
         if memory not in self._kept or self._kept[memory].where != "device":

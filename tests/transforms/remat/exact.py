@@ -10,12 +10,12 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from fjoin.transforms.rematerialization._offload import Handle, Host, is_abstract
+from fjoin.transforms.rematerialization._offload import Handle, Host
 
 
 def _put(host: Host, values: Sequence[Tensor]) -> list[Any]:
     with torch._C.DisableTorchFunction():
-        return [Handle(x if is_abstract(x) else x.detach().clone()) for x in values]
+        return [Handle(x.detach().clone()) for x in values]
 
 
 @contextlib.contextmanager
