@@ -39,13 +39,7 @@ def value_at(hyper: ScalarOrSchedule, step: Tensor) -> float | Tensor:
     """
     if not callable(hyper):
         return hyper.reshape(()) if isinstance(hyper, Tensor) and hyper.dim() else hyper
-    try:
-        value: Any = hyper(step)
-    except TypeError as error:
-        raise TypeError(
-            f"the schedule {_show(hyper)} does not take the number of the step, a 0-d tensor: {error}. A schedule of numbers, such as "
-            f"optax's, is lambda step: float(schedule(int(step)))"
-        ) from error
+    value: Any = hyper(step)
     if getattr(hyper, "finite", False):
         return value  # type: ignore[no-any-return]
 
