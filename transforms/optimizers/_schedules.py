@@ -39,7 +39,13 @@ def value_at(hyper: ScalarOrSchedule, step: Tensor) -> float | Tensor:
     """
     if not callable(hyper):
         return hyper.reshape(()) if isinstance(hyper, Tensor) and hyper.dim() else hyper
-    value: Any = hyper(step)
+    try:
+        value: Any = hyper(step)
+    except TypeError as error:
+        raise TypeError(
+            f"the schedule {_show(hyper)} does not take the number of the step, a 0-d tensor: {error}. A schedule of numbers, such as "
+            f"optax's, is lambda step: float(schedule(int(step)))"
+        ) from error
     if getattr(hyper, "finite", False):
         return value  # type: ignore[no-any-return]
 

@@ -281,6 +281,9 @@ def _below(*groups: list[Any]) -> Iterator[Any]:
 
     A forward-mode derivative within a forward-mode derivative needs it: each level may have one tangent.
     """
+    if not torch._C._are_functorch_transforms_active():
+        yield groups
+        return
     inner = retrieve_current_functorch_interpreter()
     level = inner.level()
     with inner.lower():
