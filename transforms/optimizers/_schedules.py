@@ -215,7 +215,13 @@ def warmup_cosine(peak: float, warmup_steps: Index, total_steps: int, end: float
     """
     finite(peak=peak, end=end)
     whole_number("total_steps", total_steps, warmup_steps + 1)
-    return Schedule(warmup(warmup_steps, cosine(peak, total_steps - warmup_steps, end)).function, finite=True)
+    rest = cosine(peak, total_steps - warmup_steps, end)
+
+    def function(step: Tensor) -> Tensor:
+        rise = peak * (step + 1) / max(warmup_steps, 1)
+        return torch.where(step < warmup_steps, rise, rest(torch.clamp(step - warmup_steps, min=0.0)))
+
+    return Schedule(function, finite=True)
 
 
 @factory
