@@ -15,7 +15,7 @@ from ..agreement import Calls, parameters_fit, same
 from ..buckets import GradBuffer
 from ..groups import Communicator, raise_from
 from ..optim import divides
-from ..step import STEP, Agreements, EndStates, HookState, Reducer, StepData, make_reducer
+from ..step import STEP, Agreements, EndStates, HookState, Reducer, StepData, make_reducer, stages_of, whole_of
 from ..transforms.axes import bind_axes
 from ..transforms.base import Transform, is_accelerator, restored, to_state_dict
 from ..transforms.combinators import stages
@@ -99,7 +99,7 @@ class DDPRun:
         )  # what `total` is of
         self.total: TotalWeight = TotalWeight(self.agreements.check, waits=pipeline is not None)
         self.loaded: bool = False  # whether a state has been loaded since the last pass
-        self._loaded_checksum = 0
+        self._loaded_checksum, self._count = 0, len(stages(hook))
         self.pending: float | None = None  # the weight for the next synchronised pass
         self.error: TypeError | ValueError | None = None
         self._weight = 1.0
@@ -139,18 +139,11 @@ class DDPRun:
 
     # -- the state ------------------------------------------------------------------------------------
 
-    @property
-    def stages(self) -> tuple[Any, ...]:
-        """The states of the hook's stages, keyed by path."""
-        whole, count = self.body.hook_state(), len(stages(self.hook))
-        return whole if count > 1 else (whole,) if count else ()
-
     def dict_of(self, state: Any, step: int, total: float, parameters: int) -> dict[str, Any]:
         """What `load_state_dict` takes, of a state in the form of `state`, and of its `numbers`."""
-        outer, count = self.body.outer, len(stages(self.hook))
+        outer = self.body.outer
         inner = state if outer is None else state.inner
-        whole = inner if self.pipeline is None else inner.hook
-        hook = whole if count > 1 else (whole,) if count else ()
+        hook = stages_of(inner if self.pipeline is None else inner.hook, self._count)
         found = {"step": step, "total": total, "hook": to_state_dict(hook)}
         if self.pipeline is None:
             return found
@@ -170,7 +163,8 @@ class DDPRun:
             ValueError: the state of another pipeline, or of other parameters; nothing is loaded.
         """
         body, params, pipeline = self.body, self.params, self.pipeline
-        new = restored("the state of the hook", self.stages, saved["hook"])
+        old = stages_of(body.hook_state(), self._count)
+        whole = whole_of(restored("the state of the hook", old, saved["hook"]))
         if pipeline is not None:
             outer = restored("the state of the outer", body.outer, saved["outer"])
             after = restored("the state of the after", body.ends.after, saved["after"])
@@ -181,7 +175,6 @@ class DDPRun:
             params.load_states(saved["optimizer"], pipeline.optimizer.at)
             body.outer, body.ends, params.gather = outer, EndStates(after, on_state), gather
             self._loaded_checksum = saved["parameters"]
-        whole = new if len(new) > 1 else new[0] if new else ()
         body.hook = body.hook.split(whole) if isinstance(body.hook, HookState) else whole
         body.step, self.loaded = saved["step"], True
         self.agreements.forget()

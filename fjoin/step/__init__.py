@@ -18,7 +18,7 @@ from ._body import (
     StepData as StepData,
     init_ends as init_ends,
 )
-from ._hook_state import HookState as HookState
+from ._hook_state import HookState as HookState, stages_of as stages_of, whole_of as whole_of
 from ._reducer import Reducer as Reducer, make_reducer as make_reducer
 from ._step import STEP as STEP, Step as Step
 from ._verdict import Decision as Decision, StepCheck as StepCheck

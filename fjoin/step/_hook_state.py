@@ -17,6 +17,16 @@ from ..transforms.layout import Bucket, Pieces, views
 FLAT = "(flat)"
 
 
+def whole_of(states: tuple[Any, ...]) -> Any:
+    """The state of a hook, from those of its stages."""
+    return states if len(states) > 1 else states[0] if states else ()
+
+
+def stages_of(whole: Any, count: int) -> tuple[Any, ...]:
+    """The states of a hook's stages, of which there are so many; the inverse of `whole_of`."""
+    return whole if count > 1 else (whole,) if count else ()
+
+
 @dataclass(frozen=True)
 class Form:
     """How the parts of a hook's state make up the whole."""
@@ -55,8 +65,7 @@ class HookState(NamedTuple):
 
     def whole(self) -> Any:
         """The state in the form of the pure hook: keyed by path."""
-        whole = (*self._early(), *self.rest)
-        return whole if self.form.stages > 1 else whole[0] if whole else ()
+        return whole_of((*self._early(), *self.rest))
 
     def _early(self) -> Any:
         """The states of the stages that run bucket by bucket, keyed by path."""
@@ -70,7 +79,7 @@ class HookState(NamedTuple):
     def split(self, whole: Any) -> HookState:
         """The stored form of another state, given in the form of the pure hook; the inverse of `whole`."""
         form = self.form
-        parts = whole if form.stages > 1 else (whole,) if form.stages else ()
+        parts = stages_of(whole, form.stages)
         early, rest = parts[: form.n_early], tuple(parts[form.n_early :])
         if not form.n_early:
             return HookState((), rest, form)

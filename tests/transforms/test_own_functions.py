@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import pytest
@@ -13,6 +13,8 @@ import fjoin
 from fjoin import transforms as tx
 from fjoin.transforms.base import fingerprint
 from tests.helpers import raises_text, same_bits
+
+Index: TypeAlias = str  # a word that fjoin's own factories have for whole numbers
 
 STAGES: dict[str, Any] = {
     "three arguments": lambda g, s, params=None: (g, s), "two arguments": lambda g, s: (g, s),
@@ -138,3 +140,11 @@ def test_states_of_other_shapes_and_dims_that_are_none() -> None:
         lambda: tx.simulate(lambda: tx.all_gather({"a": torch.ones(2)}, "data", dim=5), {"data": 2}),
         "dim is 5",
     )
+
+
+def test_words_for_types_in_a_factory_of_a_user_are_the_users() -> None:
+    @tx.factory
+    def at_index(index: Index) -> tx.Transform:
+        return tx.stateless(lambda grads: grads)
+
+    assert isinstance(at_index("a label"), tx.Transform)

@@ -73,7 +73,7 @@ class Spec:
     @property
     def is_ours(self) -> bool:
         """Whether a factory of this package makes it."""
-        return str(getattr(self.factory, "__module__", "")).startswith(f"{__package__.rpartition('.')[0]}.")
+        return _is_ours(self.factory)
 
     def canonical(self) -> str:
         return json.dumps(encode(self), sort_keys=False)
@@ -98,6 +98,11 @@ class Spec:
         return f"{self.name}({', '.join(parts)})"
 
 
+def _is_ours(function: Any) -> bool:
+    """Whether a function is of this package."""
+    return str(getattr(function, "__module__", "")).startswith(f"{__package__.rpartition('.')[0]}.")
+
+
 def _show(value: Any) -> str:
     if isinstance(getattr(value, "spec", None), Spec):
         return repr(value.spec)
@@ -118,8 +123,7 @@ def _show(value: Any) -> str:
 def factory(function: Callable[P, T]) -> Callable[P, T]:
     """Decorates a factory: its results carry a spec, with the factory's name and arguments.
 
-    The factory is registered under its own name, so a name can be used only once. Arguments that are annotated as a bool, an
-    `AxisName`, a `Count`, an `Index`, an `Over` or a `Transform` are checked.
+    The factory is registered under its own name, so a name can be used only once.
 
     Raises:
         ValueError: another factory has this name; at a call: an argument is nested 100 deep already.
@@ -133,6 +137,9 @@ def factory(function: Callable[P, T]) -> Callable[P, T]:
     if known is not None and known.__module__ != function.__module__:
         raise ValueError(f"a factory called {name!r} exists already, in {known.__module__}; choose another name")
     signature = inspect.signature(function)
+    checks = _is_ours(
+        function
+    )  # by the words of this package for types, see CHECKS; others may mean something else by them
 
     @functools.wraps(function)
     def make(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -142,7 +149,7 @@ def factory(function: Callable[P, T]) -> Callable[P, T]:
             raise TypeError(f"{name}: {error}; it takes {', '.join(signature.parameters)}") from None
         bound.apply_defaults()
         bound.arguments = {key: _number(value) for key, value in bound.arguments.items()}
-        for key, value in bound.arguments.items():
+        for key, value in bound.arguments.items() if checks else ():
             parameter = signature.parameters[key]
             several = parameter.kind is parameter.VAR_POSITIONAL
             kind, _, optional = str(parameter.annotation).partition(" | ")

@@ -207,7 +207,8 @@ def from_torch(
     """An optimizer of a pure formula and one of the functions of torch.optim, which takes all settings as numbers.
 
     Args:
-        function, names: The function, and the fields of the states in the order in which it takes them.
+        function, names: The function, and the fields of the states in the order in which it takes them; by default theirs, with
+            the count at the end.
         lr: The learning rate, where the function takes one.
         settings: Its other arguments.
         first: The learning rate, and the field that keeps that of the first step.
@@ -220,7 +221,8 @@ def from_torch(
                 kept = getattr(state, first[1])
                 kept.copy_(first_rate(first[0], state.step, kept))
         rate = {} if lr is None else {"lr": kernel_lr(lr, step)}
-        lists = (slots(states, name) for name in names or (*states[0]._fields[1:], "step"))
+        count, *others = map(list, zip(*states, strict=True))
+        lists = [slots(states, name) for name in names] or [*others, count]
         function(params, grads, *lists, foreach=foreach, capturable=is_accelerator(step.device), **rate, **settings)
 
     step_params_ = in_float32_(in_place(kernel, common))

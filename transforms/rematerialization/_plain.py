@@ -47,13 +47,8 @@ class PlainRegion:
     """
 
     def __init__(self, call: FlatCall, rerun: Rerun, keeper: Keeper | None, offload: bool, early_stop: bool) -> None:
-        self._call, self._rerun, self._keeper, self._offload, self._early_stop = (
-            call,
-            rerun,
-            keeper,
-            offload,
-            early_stop,
-        )
+        self._call, self._rerun, self._keeper = call, rerun, keeper
+        self._offload, self._early_stop = offload, early_stop
         tensors = call.tensors
         first = {id(x): i for i, x in reversed(list(enumerate(tensors)))}
         # Which arguments are one tensor, and which are results of operations: functions may ask.
