@@ -137,9 +137,8 @@ def factory(function: Callable[P, T]) -> Callable[P, T]:
     if known is not None and known.__module__ != function.__module__:
         raise ValueError(f"a factory called {name!r} exists already, in {known.__module__}; choose another name")
     signature = inspect.signature(function)
-    checks = _is_ours(
-        function
-    )  # by the words of this package for types, see CHECKS; others may mean something else by them
+    # By the words of this package for types, see CHECKS; in another one they may mean something else.
+    checks = _is_ours(function)
 
     @functools.wraps(function)
     def make(*args: P.args, **kwargs: P.kwargs) -> T:
