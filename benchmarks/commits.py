@@ -93,14 +93,20 @@ def make(size: str, kind: str, transport: str) -> Callable[[], None]:
         return mse_loss(apply(params, {}, batch[0]), batch[1])
 
     held: list[Any] = [params]
-    if kind == "loop":
+    if kind in ("loop", "donate"):
         held.append(pipeline.init(params))
+        donate = kind == "donate"
+
+        def with_value(params: Any, batch: Any) -> Any:
+            return fjoin.value_and_grad(loss_fn)(params, batch)[1]
+
+        grad = with_value if donate else torch.func.grad(loss_fn)
 
         def loop() -> None:
             with fjoin.bind(mesh):
                 for _ in range(steps):
-                    grads = torch.func.grad(loss_fn)(held[0], batch)
-                    held[0], held[1] = pipeline.step(held[0], grads, held[1], weight=8.0)
+                    grads = grad(held[0], batch)
+                    held[0], held[1] = pipeline.step(held[0], grads, held[1], weight=8.0, donate=donate)
 
         return loop
     step = fjoin.train_step(loss_fn, pipeline, mesh=mesh, weight=lambda batch: 8.0)
@@ -174,7 +180,7 @@ def compare(row: str, before: Path, rounds: int, port: int) -> str:
     return f"| {row} | {was:.3f} | {now:.3f} | {middle:.3f} | {low:.3f} to {high:.3f} | {fine} |"
 
 
-KINDS = ("train_step", "clip", "int8", "zero", "local", "join", "registered", "loop")
+KINDS = ("train_step", "clip", "int8", "zero", "local", "join", "registered", "loop", "donate")
 ROWS = [f"{size}, {kind}, {transport}" for size in SIZES for kind in KINDS for transport in ("gloo", "shared")]
 
 
