@@ -80,8 +80,8 @@ OTHERS: dict[str, Callable[[], tx.Transform]] = {
 ALL = {**{name: make for name, (make, _) in MEANS.items()}, **OTHERS}
 
 
-def axes_for(name: str) -> dict[str, int]:
-    return {"node": 2, "local": 2} if "'local'" in repr(ALL[name]()) else {"data": 4}
+def axes_for(name: str, ranks: int = 4) -> dict[str, int]:
+    return {"node": 2, "local": 2} if "'local'" in repr(ALL[name]()) else {"data": ranks}
 
 
 def by_hand(shares: list[float], over: str | None, of: list[Tensor]) -> Tensor:

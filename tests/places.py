@@ -17,11 +17,12 @@ from torch.nn.parallel import DistributedDataParallel
 import fjoin
 from fjoin import transforms as tx
 from tests import problem
+from tests.helpers import judged
 from tests.rows import ROWS, Row
 from tests.traffic import Sent, watched
 
-# In "one process" a single rank has the batches of all. The last four need sizes that end: "ended" or "even".
-PLACES = ("one process", "pure", "simulated", "real", "shared", "module", "join", "loop", "Join")
+# In "one process" a single rank has the batches of all; in "device" the device judges. The last three need sizes that end.
+PLACES = ("one process", "pure", "simulated", "device", "real", "shared", "module", "join", "loop", "Join")
 ON_RANKS = ("real", "shared", "module", "Join")
 
 
@@ -54,6 +55,8 @@ def run(name: str, place: str, sizes: str, pool: Any = None, bucket_bytes: int |
 def on_this_rank(name: str, place: str, sizes: str, bucket_bytes: int | None) -> tuple[Any, ...]:
     # Of plain classes: a worker of the pool loads this file under a name of its own.
     row = ROWS[name]
+    if sizes == "poisoned" and row.make().skips is None:
+        row = row._replace(make=lambda make=row.make: tx.skip_if_nonfinite(make()))  # type: ignore[misc]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of pipelines that do not reduce, which are rows too
         if place == "pure":
@@ -133,6 +136,7 @@ def _step(row: Row, place: str, sizes: str, bucket_bytes: int | None) -> Seen:
     step = fjoin.train_step(
         loss, row.make(), mesh=mesh, weight=lambda b: b[1], **{"bucket_bytes": bucket_bytes} | row.options
     )
+    judged(step, place == "device")
     state = step.init(problem.start(row.dtype), problem.buffers(row.dtype) if row.loss == "buffered" else None)
     seen = Seen([], {}, [], [])
     if place == "join":

@@ -5,6 +5,7 @@ All numbers are hundredths, the same bits on every machine.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,12 +17,14 @@ SHAPES = {"layer.weight": (3, 4), "conv.weight": (2, 1, 2), "bias": (3,), "scale
 STEPS = 5
 Params = Any
 
-# The samples of a rank's batch, by (rank + step) % length; 0: a batch of weight 0.
+# The samples of a rank's batch in each step; 0: a batch of weight 0.
 SIZES: dict[str, tuple[tuple[int, ...], ...]] = {
     "even": ((2, 2, 2, 2, 2),) * 4,
     "uneven": ((1, 4, 2, 3, 1), (3, 1, 1, 2, 4), (2, 2, 3, 1, 1), (4, 1, 2, 1, 3)),
     "idle": ((1, 0, 2, 3, 0), (0, 1, 4, 0, 1), (2, 3, 0, 1, 1), (0, 0, 1, 2, 0)),
     "no input": ((1, 0, 2, 3, 1), (0, 0, 4, 0, 2), (2, 0, 0, 1, 1), (1, 0, 1, 2, 0)),
+    # A batch of NaN on one rank, which is one sample: steps that are left out.
+    "poisoned": ((1, -1, 2, 3, 1), (3, 1, 0, 2, 4), (2, 2, 3, -1, 1), (4, 1, 2, 1, 3)),
     # Ranks whose input has ended go on without; the last has none at all.
     "ended": ((1, 4, 2, 3, 1), (3, 1, 0, 0, 0), (2, 2, 3, 1, 0), (0, 0, 0, 0, 0)),
 }
@@ -45,8 +48,9 @@ def size(sizes: str, rank: int, step: int) -> int:
 
 
 def batch(rank: int, step: int, samples: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, int]:
-    """Samples, and their number; one sample of weight 0 in the place of none."""
-    return numbers(1000 + 100 * rank + step, (4, 4), dtype)[: max(samples, 1)], samples
+    """Samples, and their number; one sample of weight 0 in the place of none. -1: one that is not finite."""
+    values = numbers(1000 + 100 * rank + step, (4, 4), dtype)[: max(samples, 1)]
+    return (values * math.nan, 1) if samples < 0 else (values, samples)
 
 
 def whole_batch(sizes: str, ranks: int, step: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, int]:

@@ -6,8 +6,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from fjoin import transforms as tx
+from tests.changed_weights import ALL as REDUCTIONS, CHANGES, MEANS, AroundState, axes_for, with_weights
 
 TWO, THREE, NODES = {"data": 2}, {"data": 3}, {"node": 2, "local": 2}
 MEAN, SCATTER = tx.mean("data"), tx.scatter_mean("data")
@@ -39,7 +41,60 @@ def _of(hook: tx.Transform, optimizer: tx.Optimizer = MOMENTUM, **settings: Any)
     return Row(lambda: tx.fuse(hook, optimizer, **ends), **settings)
 
 
+def summed_by_hand(grad: Tensor) -> Tensor:
+    return tx.psum(grad, "data") / 4
+
+
+PLAIN, HEAVY = tx.sgd(0.5), tx.sgd(0.5, momentum=0.9, weight_decay=0.1)
+FED_BACK = tx.error_feedback(tx.compress(tx.int8(), tx.mean("data")))
+OFTEN = tx.every(1, tx.average_parameters("local"), first=0, except_every=2)
+RARELY = tx.every(2, tx.average_parameters(("node", "local")), first=0)
+PLANS = {
+    "mean": tx.fuse(tx.mean("data"), HEAVY),
+    "mean, then an average": tx.fuse(tx.mean("data"), HEAVY, after=EVERY),
+    "local steps": tx.fuse(tx.identity(), HEAVY, after=EVERY),
+    "local steps of nodes": tx.fuse(tx.mean("local"), HEAVY, after=tx.every(2, tx.mean("node"))),
+    "two periods": tx.fuse(
+        tx.mean("local"), HEAVY, after=tx.chain(tx.every(2, tx.mean("local")), tx.every(3, tx.mean(("node", "local"))))
+    ),
+    "live": tx.fuse(tx.mean("data", over="live"), HEAVY, after=tx.every(2, tx.mean("data", over="live"))),
+    "world": tx.fuse(tx.mean("data", over="world"), HEAVY, after=EVERY),
+    "now and then": tx.fuse(EVERY, HEAVY),
+    "first means, then local steps": tx.fuse(tx.switch_after(3, tx.mean("data"), tx.identity()), HEAVY, after=EVERY),
+    "two stages": tx.fuse(tx.chain(tx.mean("data"), tx.clip_by_global_norm(1.0)), HEAVY, after=EVERY),
+    "one leaf": tx.fuse(tx.masked(tx.mean("data"), "w"), HEAVY),
+    "by hand": tx.fuse(tx.stateless(summed_by_hand), HEAVY),
+    "in fewer bits": tx.fuse(tx.compress(torch.bfloat16, tx.mean("data")), PLAIN, after=EVERY),
+    "local SGD": tx.local_sgd(HEAVY, tx.mean("data"), 2, state="average"),
+    "post-local SGD": tx.post_local_sgd(HEAVY, tx.mean("node"), 2, 1, state="average", hook=ALL, local=tx.mean("local")),
+    "post-local SGD, encoded": tx.post_local_sgd(HEAVY, FED_BACK, 2, 1, hook=tx.mean("data")),
+    "hierarchical": tx.fuse(tx.identity(), HEAVY, after=tx.chain(OFTEN, RARELY)),
+    "DiLoCo": tx.diloco(HEAVY, tx.mean("data"), 2, tx.sgd(0.7, momentum=0.9, nesterov=True)),
+    "DiLoCo between nodes": tx.diloco(HEAVY, tx.mean("node"), 2, tx.adam(0.1), hook=tx.mean("local")),
+    "streaming": tx.diloco(HEAVY, tx.mean("data"), 2, tx.sgd(0.7, momentum=0.9), fragments=2, delay=1, mix=0.5),
+    "moving average": tx.fuse(tx.identity(), HEAVY, after=tx.every(2, tx.chain(tx.average_parameters("data"), tx.ema(0.9)))),
+    "encoded": tx.fuse(FED_BACK, PLAIN, after=EVERY),
+}  # fmt: skip
+
+
+@tx.factory
+def by_effective_ranks(hook: tx.Transform) -> tx.Transform:
+    """The mean times (sum of weights)^2 / (sum of squared weights), which is the number of ranks if they are equal."""
+
+    def update(grads: Any, state: Any, params: Any = None, *, weight: Any = None, **extra: Any) -> Any:
+        own = torch.as_tensor(1.0 if weight is None else weight, dtype=torch.float64)
+        total, squares = tx.psum((own, own * own), "data")
+        out, new = hook.update(grads, state.inner, params, weight=weight, **extra)
+        ranks = total**2 / squares.clamp(min=1e-9)
+        return {path: g * ranks.to(g.dtype) for path, g in out.items()}, AroundState(new)
+
+    return tx.Transform(
+        lambda params: AroundState(hook.init(params)), update, hook.needs, compression=hook.compression, wraps="whole"
+    )
+
+
 LOSSY = 0.05
+SINGLE = tx.compress(tx.float32(), MEAN)
 ROWS: dict[str, Row] = {
     "mean": _of(MEAN, whole=True),
     "mean, Adam": _of(MEAN, ADAM, axes=TWO, whole=True),
@@ -54,7 +109,6 @@ ROWS: dict[str, Row] = {
     "clipped first": _of(tx.chain(tx.clip_by_value(0.05), MEAN)),
     "by path": _of(tx.partition({"layer.*": MEAN, "*": tx.mean("data", over="live")})),
     "masked": _of(tx.masked(MEAN, "layer.*")),
-    "every second step": _of(EVERY),
     "then another": _of(tx.switch_after(2, MEAN, tx.mean("data", over="live"))),
     "skip": Row(lambda: tx.skip_if_nonfinite(tx.fuse(MEAN, MOMENTUM)), whole=True),
     "frozen": _of(MEAN, tx.partition({"layer.*": tx.frozen(), "*": ADAM}), whole=True),
@@ -67,12 +121,22 @@ ROWS: dict[str, Row] = {
     "bfloat16": _of(tx.compress(tx.bfloat16(), MEAN), SGD, tolerance=LOSSY),
     "int8, feedback": _of(tx.error_feedback(tx.compress(tx.int8(block=4), MEAN)), SGD, tolerance=LOSSY),
     "PowerSGD": _of(tx.error_feedback(tx.power_sgd("data", min_compression_rate=0.5)), SGD),
-    "hierarchical": _of(tx.hierarchical_mean("local", "node"), axes=NODES, whole=True),
-    "average": _of(MEAN, after=EVERY, whole=True),
+    "hierarchical mean": _of(tx.hierarchical_mean("local", "node"), axes=NODES, whole=True),
     "local SGD": Row(lambda: tx.local_sgd(MOMENTUM, tx.mean("data"), 2)),
-    "local SGD, averaged states": Row(lambda: tx.local_sgd(MOMENTUM, tx.mean("data"), 2, state="average")),
     "post-local SGD": Row(lambda: tx.post_local_sgd(MOMENTUM, tx.mean("node"), 2, 1, hook=ALL, local=tx.mean("local")), NODES),
-    "DiLoCo": Row(lambda: tx.diloco(MOMENTUM, tx.mean("data"), 2, tx.sgd(0.7, momentum=0.9, nesterov=True))),
-    "DiLoCo, streaming": Row(lambda: tx.diloco(MOMENTUM, tx.mean("data"), 2, SGD, fragments=2, delay=1, mix=0.5)),
-    "moving average": _of(MEAN, after=tx.ema(0.9), whole=True),
+    "ema": _of(MEAN, after=tx.ema(0.9), whole=True),
+    "own sums": _of(tx.chain(tx.clip_by_value(9.0), by_effective_ranks(tx.error_feedback(SINGLE))), tolerance=1e-6),
+    "own sums, by path": _of(tx.partition({"layer.*": by_effective_ranks(MEAN), "*": MEAN})),
+    **{
+        f"roots of weights: {name}": _of(
+            with_weights(CHANGES["root"], make()), SGD, axes=axes_for(name, 3), tolerance=1e-6 if name in MEANS else 0.01
+        )
+        for name, make in REDUCTIONS.items()
+        if name not in ("accumulated", "masked", "batched low rank")
+    },
+    **{
+        name: Row(lambda p=p: p, NODES if "'local'" in repr(p) else {"data": 4}, tolerance=1e-12 if "encoded" not in name else LOSSY)
+        for name, p in PLANS.items()
+        if name not in ("mean", "one leaf", "post-local SGD", "in fewer bits", "local SGD")
+    },
 }  # fmt: skip

@@ -45,6 +45,7 @@ def in_places(*places: str) -> list[Any]:
         for sizes in (("ended",) if place in ENDING else problem.SIZES)
         if (place != "one process" or row.whole)
         and not (place in ("module", "Join") and name in NOT_IN_A_MODULE)
+        and not (sizes == "poisoned" and (place == "one process" or row.loss == "buffered"))
         and not (place == "loop" and row.loss == "buffered")
     ]
 

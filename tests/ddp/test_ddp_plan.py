@@ -1,4 +1,4 @@
-"""A pipeline registered with a DistributedDataParallel is the pure one."""
+"""A registered pipeline whose state is loaded, flushed, or left by a Join."""
 
 from __future__ import annotations
 
@@ -8,96 +8,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.algorithms.join as torch_join
-from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
 from tests.helpers import max_diff, raises_text
-from tests.training.plan_problem import NAN, PIPELINES, UNEVEN, product, purely, start, weight_of
-
-REGISTERED = (
-    "mean, then an average", "local steps", "world", "first means, then local steps", "two stages", "one leaf",
-    "by hand", "local SGD", "DiLoCo", "streaming", "moving average",
-)  # fmt: skip
-
-
-class Holder(torch.nn.Module):
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.w, self.v = (torch.nn.Parameter(p) for p in start(dtype).values())
-
-    def forward(self, batch: float) -> Tensor:
-        return product({"w": self.w, "v": self.v}, batch)
-
-
-def in_module(name: str, batches: list[list[Any]], skips: bool, dtype: torch.dtype = torch.float64) -> Any:
-    """The parameters after each backward pass; a batch of None counts nothing."""
-    pipeline = tx.skip_if_nonfinite(PIPELINES[name]) if skips else PIPELINES[name]
-    model = torch.nn.parallel.DistributedDataParallel(Holder(dtype))
-    handle, seen = fjoin.ddp.register(model, pipeline), []
-    for batch in batches[torch.distributed.get_rank()]:
-        handle.weight(weight_of(batch))
-        model.zero_grad()
-        try:
-            model(0.0 if batch is None else batch).backward()
-        except fjoin.NonFinite as error:
-            return seen, (error.step, error.ranks)
-        seen.append({path: p.detach().clone() for path, p in model.module.named_parameters()})
-    return seen, handle.step
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("name", REGISTERED)
-def test_a_registered_pipeline_is_the_pure_one(pool: Any, name: str) -> None:
-    for skips in (False, True):
-        pipeline, batches = PIPELINES[name], [list(each) for each in UNEVEN["uneven"][:3]]
-        if skips:
-            pipeline, batches[0][1] = tx.skip_if_nonfinite(pipeline), NAN
-        batches = [own + [None] * (4 - len(own)) for own in batches]
-        if name == "by hand":  # which sums over four
-            batches.append([None] * 4)
-        want = tx.simulate(lambda own: purely(pipeline, own)[0], {"data": len(batches)}, batches)  # noqa: B023
-        for (seen, steps), wanted in zip(pool.run(len(batches), in_module, name, batches, skips), want, strict=True):
-            assert steps == 4 and max_diff(seen, wanted) < 1e-12
-
-
-def test_modules_with_local_steps_raise_together(pool: Any) -> None:
-    for rank, (seen, error) in enumerate(
-        pool.run(2, in_module, "local steps", [[1.0] * 4, [1.0, NAN, 1.0, 1.0]], False)
-    ):
-        assert len(seen) == 3 and error == (1, (1,)), rank
-
-
-def test_only_the_rank_with_bad_gradients_is_named(pool: Any) -> None:
-    for seen, error in pool.run(2, in_module, "one leaf", [[1.0] * 4, [1.0, NAN, 1.0, 1.0]], False):
-        assert len(seen) == 1 and error == (1, (1,))
-
-
-def flushed_after_a_bad_pass() -> Any:
-    model = torch.nn.parallel.DistributedDataParallel(Holder(torch.float64))
-    handle = fjoin.ddp.register(model, tx.local_sgd(tx.sgd(1.0), tx.mean("data"), 9))
-    rank = torch.distributed.get_rank()
-    for batch in (1.0, 1.0, NAN if rank else 1.0):
-        model.zero_grad()
-        model(batch).backward()
-    text = raises_text(fjoin.NonFinite, handle.flush, "Rank 1 left step 2 out, which the others took")
-    handle.flush()
-    return bool(text), model.module.w[0].item()
-
-
-def test_flush_raises_if_one_rank_skipped_the_last_pass(pool: Any) -> None:
-    assert pool.run(2, flushed_after_a_bad_pass) == [(True, 1 - (3 * 3 + 2 * 2) / 5)] * 2
+from tests.scalars import Batch, Module, registered
 
 
 def load_another_step() -> Any:
-    model = torch.nn.parallel.DistributedDataParallel(Holder(torch.float64))
-    handle, rank = fjoin.ddp.register(model, PIPELINES["mean"]), torch.distributed.get_rank()
-    saved = handle.state_dict()
-    handle.load_state_dict({**saved, "step": 4 if rank == 1 else 3})
-    text = raises_text(
-        fjoin.DesyncError, lambda: model(1.0).backward(), "rank 1 differs from rank 0 in its step: 4 there, 3"
+    _, handle, train = registered(tx.fuse(tx.mean("data"), tx.sgd(0.5, momentum=0.9)))
+    handle.load_state_dict({**handle.state_dict(), "step": 4 if torch.distributed.get_rank() == 1 else 3})
+    return bool(
+        raises_text(fjoin.DesyncError, lambda: train(1.0), "rank 1 differs from rank 0 in its step: 4 there, 3")
     )
-    return bool(text)
 
 
 def test_ranks_that_load_different_steps_raise(pool: Any) -> None:
@@ -107,9 +30,9 @@ def test_ranks_that_load_different_steps_raise(pool: Any) -> None:
 def resumed(wrapped_first: bool) -> Any:
     """The weight after six steps, the last two of them after a resume in the middle of a window."""
     rank, saved = torch.distributed.get_rank(), None
-    pipeline, inner = tx.local_sgd(tx.sgd(1.0), tx.mean("data"), 3), Holder(torch.float64)
+    pipeline, inner = tx.local_sgd(tx.sgd(1.0), tx.mean("data"), 3), Module()
     for steps in (4, 2):
-        inner, weights = Holder(torch.float64), copy.deepcopy(inner.state_dict())
+        inner, weights = Module(), copy.deepcopy(inner.state_dict())
         if not wrapped_first:
             inner.load_state_dict(weights)
         model = torch.nn.parallel.DistributedDataParallel(inner)
@@ -120,33 +43,31 @@ def resumed(wrapped_first: bool) -> Any:
         for _ in range(steps):
             model.zero_grad()
             if saved is not None and not wrapped_first:
-                return raises_text(fjoin.DesyncError, lambda: model(1.0).backward(), "rank 1 goes on", "after Dist")  # noqa: B023
-            model(1.0 + rank).backward()
+                loss = model(Batch(1.0, 1.0))
+                return raises_text(fjoin.DesyncError, loss.backward, "rank 1 goes on", "after Dist")
+            model(Batch(1.0 + rank, 1.0)).backward()
         saved = copy.deepcopy(handle.state_dict())
     return inner.w[0].item()
 
 
 def test_weights_are_loaded_after_the_module_is_made(pool: Any) -> None:
     """Its constructor sends those of rank 0 to all ranks, which is noticed."""
-    assert pool.run(2, resumed, True) == [1 - 6 * 1.5] * 2
+    assert pool.run(2, resumed, True) == [-6 * 1.5] * 2
     assert all(pool.run(2, resumed, False))
 
 
 def flushed() -> Any:
-    model = torch.nn.parallel.DistributedDataParallel(Holder(torch.float64))
-    handle = fjoin.ddp.register(model, tx.local_sgd(tx.sgd(1.0), tx.mean("data"), 2))
+    module, handle, train = registered(tx.local_sgd(tx.sgd(1.0), tx.mean("data"), 2))
     for _ in range(3):
-        model.zero_grad()
-        model(1.0 + torch.distributed.get_rank()).backward()
+        train(Batch(1.0 + torch.distributed.get_rank(), 1.0))
     handle.flush()
-    only_a_hook = torch.nn.parallel.DistributedDataParallel(Holder(torch.float64))
-    raises_text(TypeError, fjoin.ddp.register(only_a_hook, tx.identity()).flush, "pipeline")
-    return {path: p.detach().clone() for path, p in model.module.named_parameters()}
+    raises_text(TypeError, registered(tx.identity())[1].flush, "pipeline")
+    return {path: p.detach().clone() for path, p in module.named_parameters()}
 
 
 def test_a_registered_pipeline_can_be_flushed(pool: Any) -> None:
     first, second = pool.run(2, flushed)
-    assert max_diff(first, second) == 0 and first["w"].tolist() == [1 - 3 * 1.5] * 2
+    assert max_diff(first, second) == 0 and first["w"].tolist() == [-3 * 1.5] * 2
 
 
 JOINS: dict[str, Any] = {"torch": lambda: torch_join.Join, "ours": lambda: fjoin.Join}

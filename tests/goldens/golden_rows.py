@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from fjoin import transforms as tx
+from tests.rows import PLANS
 from tests.sharded_problem import PAIRS
-from tests.training.plan_problem import PIPELINES
 from tests.transform_table import TRANSFORMS
 
 PATHS = ("pure", "bound", "gloo", "shared", "registered")
@@ -130,7 +130,7 @@ OTHERS: dict[str, Row] = {
 ROWS: dict[str, Row] = {
     **{
         f"plan: {name}": Row(lambda p=p: p, axes_of(repr(p), THREE), torch.float64)  # type: ignore[misc]
-        for name, p in PIPELINES.items()
+        for name, p in PLANS.items()
     },
     **{f"sharded: {name}": _of_pair(pair, pair.sharded) for name, pair in PAIRS.items()},
     **{f"whole: {name}": _of_pair(pair, pair.whole) for name, pair in PAIRS.items()},

@@ -1,69 +1,63 @@
-"""Averages at the end of steps weigh by what has been trained: not by a step that is left out, nor by a later one."""
+"""Averages at the end of steps weigh by what has been trained since the last: by windows, by groups, and not by steps left out."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
-from tests.helpers import judged, max_diff, stepped
+from tests.changed_weights import CHANGES, with_weights
+from tests.helpers import judged, max_diff
+from tests.rows import by_effective_ranks
+from tests.scalars import NAN, PLACES, Batch, check, loss, on_ranks, start
 
-NAN = math.nan
 RATE = 0.5
+SGD, NODES, NOT = tx.sgd(RATE), {"node": 2, "local": 2}, tx.identity()
+EACH_NODE = {"node": 2, "local": 1}
+# By name: pipeline, the batches of each rank, the last `w` of each rank, axes.
+CASES: dict[str, tuple[tx.Pipeline, list[Any], list[float], Any]] = {
+    "a rank without input in the last step of a window": (
+        tx.fuse(NOT, tx.sgd(1.0), after=tx.every(2, tx.mean("data"))),
+        [[Batch(1.0, 1.0)] * 2, [Batch(10.0, 1.0), None]], [(2 * -2.0 + 1 * -10.0) / 3] * 2, None,
+    ),
+    "local weights (1, 0) and (2, 4): after a mean a rank counts by its node": (
+        tx.fuse(tx.mean("local"), SGD, after=tx.mean("node")),
+        [[1.0], [None], [2.0], [4.0]], [(1 * -0.5 + 6 * -0.5 * (2 * 2 + 4 * 4) / 6) / 7] * 4, NODES,
+    ),
+    "a window without weight": (
+        tx.fuse(NOT, tx.sgd(0.5, momentum=0.9), after=tx.every(2, tx.mean("data"))), [[None] * 2] * 2, [0.0] * 2, None
+    ),
+    "two stages over one axis": (
+        tx.fuse(tx.chain(tx.clip_by_value(1e9), tx.mean("data"), tx.mean("data")), SGD),
+        [[1.0], [2.0], [3.0]], [-0.5 * (1 + 4 + 9) / 6] * 3, None,
+    ),
+}  # fmt: skip
 
 
-class Batch(NamedTuple):
-    grad: float
-    weight: float
+@pytest.mark.parametrize("name", CASES)
+def test_by_hand(name: str) -> None:
+    pipeline, ranks, want, axes = CASES[name]
+    check(pipeline, ranks, want, axes)
 
 
-def loss(params: Any, batch: Batch) -> Tensor:
-    return (params["w"] * batch.grad).sum()
+@pytest.mark.parametrize("over", ["weight", "live", "world"])
+@pytest.mark.parametrize("hook", [lambda over: tx.mean("local", over), lambda over: NOT], ids=["reduces", "does not"])
+def test_an_average_behind_a_window_counts_all_its_calls(over: Any, hook: Any) -> None:
+    """1 + 2 + 5 of one rank against 4 of another, and not the last call's 5 against 1."""
+    pipeline = tx.fuse(tx.accumulate(3, hook(over)), SGD, after=tx.mean("node"))
+    first, second = -0.5 * (1 + 4 + 25) / 8, -0.5 * (4 + 1 + 1) / 4
+    for seen in on_ranks(pipeline, [[1.0, 2.0, 5.0], [2.0, 1.0, 1.0]], axes=EACH_NODE):
+        assert seen.w[-1] == pytest.approx((8 * first + 4 * second) / 12, abs=1e-12)
 
 
-def start() -> dict[str, Tensor]:
-    return {"w": torch.zeros(2, dtype=torch.float64)}
-
-
-def purely(pipeline: tx.Pipeline, batches: list[Batch]) -> list[float]:
-    params: Any = start()
-    state, seen = pipeline.init(params), []
-    for batch in batches:
-        params, state = pipeline.step(
-            params, {"w": torch.full_like(params["w"], batch.grad)}, state, weight=batch.weight
-        )
-        seen.append(params["w"][0].item())
-    return seen
-
-
-def by_step(pipeline: tx.Pipeline, batches: list[Batch], on_device: bool, axes: Any = None) -> list[float]:
-    mesh = fjoin.mesh(axes or {"data": -1})
-    step = judged(fjoin.train_step(loss, pipeline, mesh=mesh, weight=lambda batch: batch.weight), on_device)
-    state, seen = step.init(start()), []
-    for batch in batches:
-        state, _ = step(state, batch)
-        seen.append(state.params["w"][0].item())
-    step.flush(state)
-    return seen
-
-
-def check(pipeline: tx.Pipeline, ranks: list[list[Batch]], want: list[list[float]], axes: Any = None) -> None:
-    """By the pure pipeline, and by a step whose verdict the host or the device knows."""
-    axes = axes or {"data": len(ranks)}
-    runs: list[Callable[[list[Batch]], list[float]]] = [
-        lambda own: purely(pipeline, own),
-        lambda own: by_step(pipeline, own, False, axes),
-        lambda own: by_step(pipeline, own, True, axes),
-    ]
-    for run in runs:
-        for seen, expected in zip(tx.simulate(run, axes, ranks), want, strict=True):
-            assert seen == pytest.approx(expected, abs=1e-12)
+def test_a_rank_without_input_takes_no_local_step() -> None:
+    """Its momentum does not move its parameters."""
+    pipeline = tx.fuse(NOT, tx.sgd(1.0, momentum=0.9))
+    check(pipeline, [[1.0] * 3, [1.0, None, None]], [[-1.0, -2.9, -5.61], [-1.0, -1.0, -1.0]])
 
 
 # Rank 0 has a NaN in the second step, rank 1 in the third, rank 2 in the first two, which is all of its window.
@@ -75,7 +69,7 @@ LEFT_OUT = [
 
 
 def averaged(over: str) -> list[list[float]]:
-    """The parameters of each rank after each step, averaged after the second and the fourth."""
+    """`w` of each rank after each step, averaged after the second and the fourth."""
     params, windows, seen = [0.0] * 3, [0.0] * 3, [[], [], []]  # type: ignore[var-annotated]
     for i in range(4):
         for r, batches in enumerate(LEFT_OUT):
@@ -91,21 +85,21 @@ def averaged(over: str) -> list[list[float]]:
     return seen
 
 
+KINDS: dict[str, Any] = {
+    "average": lambda over: tx.fuse(NOT, SGD, after=tx.every(2, tx.average_parameters("data", over=over))),
+    "outer": lambda over: tx.fuse(NOT, SGD, after=tx.outer_step(tx.mean("data", over), tx.sgd(1.0), 2)),
+    "local SGD": lambda over: tx.local_sgd(SGD, tx.mean("data", over), 2),
+    "mean": lambda over: tx.fuse(NOT, SGD, after=tx.every(2, tx.mean("data", over))),
+}
+
+
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("over", ["weight", "live", "world"])
-@pytest.mark.parametrize("kind", ["average", "outer", "local_sgd", "mean"])
-def test_skipped_step_has_weight_zero_in_the_average(kind: str, over: Any) -> None:
-    sgd = tx.sgd(RATE)
-    after = tx.every(2, tx.average_parameters("data", over=over))
-    pipelines = {
-        "average": lambda: tx.fuse(tx.identity(), sgd, after=after),
-        "outer": lambda: tx.fuse(tx.identity(), sgd, after=tx.outer_step(tx.mean("data", over=over), tx.sgd(1.0), 2)),
-        "local_sgd": lambda: tx.local_sgd(sgd, tx.mean("data", over=over), 2),
-        "mean": lambda: tx.fuse(tx.identity(), sgd, after=tx.every(2, tx.mean("data", over))),
-    }
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_that_is_left_out_counts_nothing(kind: str, over: Any) -> None:
     if kind == "mean" and over == "world":  # which divides by all ranks whatever takes part: not an average
         return
-    check(tx.skip_if_nonfinite(pipelines[kind]()), LEFT_OUT, averaged(over))
+    check(tx.skip_if_nonfinite(KINDS[kind](over)), LEFT_OUT, averaged(over))
 
 
 def test_ranks_of_a_node_skip_steps_together() -> None:
@@ -118,84 +112,148 @@ def test_ranks_of_a_node_skip_steps_together() -> None:
     second = -RATE * (2 * 2 + 2 * 6) / 4
     later = second - RATE * (1 * 4 + 3 * 2) / 4
     both = (4 * first + (4 + 4) * later) / 12
-    pipeline = tx.fuse(tx.mean("local"), tx.sgd(RATE), after=tx.every(2, tx.mean("node")))
-    want = [[first, both]] * 2 + [[second, both]] * 2
-    check(tx.skip_if_nonfinite(pipeline), ranks, want, {"node": 2, "local": 2})
+    pipeline = tx.fuse(tx.mean("local"), SGD, after=tx.every(2, tx.mean("node")))
+    check(tx.skip_if_nonfinite(pipeline), ranks, [[first, both]] * 2 + [[second, both]] * 2, NODES)
 
 
 DEFERRED = {
-    "all steps": ([[1.0, 2.0, 5.0, 1.0], [3.0, 1.0, 1.0, 2.0]], [[1.0, 3.0, 50.0, 2.0], [2.0, 1.0, 0.0, 1.0]]),
-    "one left out": ([[1.0, NAN, 5.0, 1.0], [3.0, 1.0, 1.0, 2.0]], [[1.0, 3.0, 50.0, 2.0], [2.0, 1.0, 0.0, 1.0]]),
-    "a later one": ([[1.0, 2.0, NAN, 1.0], [3.0, 1.0, 1.0, 2.0]], [[1.0, 3.0, 50.0, 2.0], [2.0, 1.0, 4.0, 1.0]]),
-    "no input on one": ([[1.0, 2.0, 5.0, 1.0], [0.0, 0.0, 1.0, 2.0]], [[1.0, 3.0, 50.0, 2.0], [0.0, 0.0, 7.0, 1.0]]),
-}  # fmt: skip
+    "all steps": ([[1.0, 2.0, 5.0], [3.0, 1.0, 1.0]], [[1.0, 3.0, 50.0], [2.0, 1.0, 0.0]]),
+    "one left out": ([[1.0, NAN, 5.0], [3.0, 1.0, 1.0]], [[1.0, 3.0, 50.0], [2.0, 1.0, 0.0]]),
+    "a later one": ([[1.0, 2.0, NAN], [3.0, 1.0, 1.0]], [[1.0, 3.0, 50.0], [2.0, 1.0, 4.0]]),
+    "no input on one": ([[1.0, 2.0, 5.0], [0.0, 0.0, 1.0]], [[1.0, 3.0, 50.0], [0.0, 0.0, 7.0]]),
+}
 
 
 @pytest.mark.parametrize("case", DEFERRED)
-def test_deferred_message_uses_the_weights_at_its_start(case: str) -> None:
+def test_a_delayed_average_has_the_weights_at_its_start(case: str) -> None:
     """Begun after the second step and used after the third, whose weights count for the next one."""
     grads, weights = DEFERRED[case]
-    moved = [[-RATE * g if w and not math.isnan(g) else 0.0 for g, w in zip(*one, strict=True)]
-             for one in zip(grads, weights, strict=True)]  # fmt: skip
-    counted = [sum(w for g, w in zip(*one, strict=True) if not math.isnan(g)) for one in (
-        (own[:2], of[:2]) for own, of in zip(grads, weights, strict=True))]  # fmt: skip
+    ranks = [[Batch(g, w) for g, w in zip(*one, strict=True)] for one in zip(grads, weights, strict=True)]
+    moved = [[-RATE * b.grad if b.weight and not math.isnan(b.grad) else 0.0 for b in own] for own in ranks]
+    counted = [sum(b.weight for b in own[:2] if not math.isnan(b.grad)) for own in ranks]
     mean = sum(w * sum(own[:2]) for w, own in zip(counted, moved, strict=True)) / sum(counted)
-    want = [[own[0], sum(own[:2]), mean] for own in moved]
-    ranks = [[Batch(g, w) for g, w in zip(*one, strict=True)][:3] for one in zip(grads, weights, strict=True)]
-    pipeline = tx.fuse(tx.identity(), tx.sgd(RATE), after=tx.outer_step(tx.mean("data"), tx.sgd(1.0), 2, delay=1))
-    check(tx.skip_if_nonfinite(pipeline), ranks, want)
+    pipeline = tx.fuse(NOT, SGD, after=tx.outer_step(tx.mean("data"), tx.sgd(1.0), 2, delay=1))
+    check(tx.skip_if_nonfinite(pipeline), ranks, [[own[0], sum(own[:2]), mean] for own in moved])
 
 
 def test_the_optimizers_state_is_averaged_by_the_same_weights() -> None:
     """Momenta of ranks that have left out a step, after the second step; the momentum is that of torch's SGD."""
     pipeline = tx.skip_if_nonfinite(
-        tx.fuse(tx.identity(), tx.sgd(RATE, momentum=0.5), on_state=tx.every(2, tx.average_state("data")))
+        tx.fuse(NOT, tx.sgd(RATE, momentum=0.5), on_state=tx.every(2, tx.average_state("data")))
     )
-
-    def pure(batches: list[Batch]) -> Any:
-        params: Any = start()
-        state = pipeline.init(params)
-        for batch in batches[:2]:
-            grads = {"w": torch.full_like(params["w"], batch.grad)}
-            params, state = pipeline.step(params, grads, state, weight=batch.weight)
-        return state.inner.optimizer["w"].momentum
-
-    def shell(batches: list[Batch]) -> Any:
-        step = fjoin.train_step(loss, pipeline, weight=lambda batch: batch.weight)
-        state = stepped(step, step.init(start()), batches[:2])
-        return state.clone().pipeline.inner.optimizer["w"].momentum
-
     own, windows = [1.0, 2.0 * 0.5 + 4.0, 0.0], [2.0, 4.0, 0.0]
     want = sum(w * m for w, m in zip(windows, own, strict=True)) / 6.0
-    for run in pure, shell:
-        for found in tx.simulate(run, {"data": 3}, LEFT_OUT):
-            assert max_diff(found, torch.full((2,), want, dtype=torch.float64)) < 1e-12
+    for place in PLACES:
+        for seen in on_ranks(pipeline, [batches[:2] for batches in LEFT_OUT], place):
+            momentum = seen.state.inner.optimizer["w"].momentum
+            assert max_diff(momentum, torch.full((2,), want, dtype=torch.float64)) < 1e-12
+
+
+def test_an_average_of_masters() -> None:
+    """The next step continues from the average, and steps that bfloat16 would lose add up."""
+    pipeline = tx.fuse(NOT, tx.mixed_precision(tx.sgd(0.25)), after=tx.every(2, tx.mean("data")))
+    ranks = [[1.0, 1.0, 0.01, 0.01, 0.01], [3.0, 1.0, 0.02, 0.01, 0.01]]
+    own, seen = [torch.zeros(()), torch.zeros(())], [[], []]  # type: ignore[var-annotated]
+    for i in range(5):
+        own = [p - 0.25 * batches[i] for p, batches in zip(own, ranks, strict=True)]
+        if i % 2:
+            weights = [sum(batches[i - 1 : i + 1]) for batches in ranks]
+            own = [sum(w * p for w, p in zip(weights, own, strict=True)) / sum(weights)] * 2  # type: ignore[list-item]
+        for mine, p in zip(seen, own, strict=True):
+            mine.append(p.bfloat16().item())
+    for place in PLACES:
+        found = on_ranks(pipeline, ranks, place, dtype=torch.bfloat16)
+        masters = [one.state.optimizer["w"].master[0].item() for one in found]
+        assert masters[0] == pytest.approx(masters[1], abs=0.01)
+        for one, want in zip(found, seen, strict=True):
+            assert one.w == pytest.approx(want, abs=0.01)
+            assert one.params[-1]["w"][0] == one.state.optimizer["w"].master[0].bfloat16()
+
+
+AFTER: dict[str, Any] = {
+    "average": lambda over: tx.every(2, tx.average_parameters("data", over=over)),
+    "outer": lambda over: tx.outer_step(tx.mean("data", over=over), tx.sgd(1.0), 2),
+    "outer, encoded": lambda over: tx.outer_step(tx.compress(tx.float32(), tx.mean("data", over)), tx.sgd(1.0), 2),
+}
+# Of each rank in each step; one rank is without input in the second, all are in the third.
+INPUTS = [[1.0, 2.0, None, 1.0], [2.0, None, None, 3.0], [4.0, 1.0, None, None]]
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("over", ["weight", "live", "world"])
+@pytest.mark.parametrize("after", AFTER)
+def test_an_average_counts_windows_in_all_buckets(after: str, over: Any) -> None:
+    """The mean over the ranks of the moves of two steps, each rank's -0.5 times the sum of its gradients."""
+    pipeline = tx.fuse(NOT, SGD, after=AFTER[after](over))
+    windows = [sum(b or 0.0 for b in own[:2]) for own in INPUTS]
+    factors = windows if over == "weight" else [1.0] * 3
+    want = sum(-0.5 * w * f for w, f in zip(windows, factors, strict=True)) / sum(factors)
+    for place, options in (("pure", {}), ("step", {"bucket_bytes": 1})):
+        for seen in on_ranks(pipeline, INPUTS, place, **options):
+            for path, k in (("w", 1), ("v", 2)):
+                torch.testing.assert_close(seen.params[1][path], start()[path] + k * want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["a plain mean", "an encoded mean"])
+def test_a_stage_behind_a_reduction_gets_the_weight_of_the_group(name: str) -> None:
+    seen: list[tuple[float, tuple[str, ...]]] = []
+
+    def update(grads: Any, state: Any, params: Any, call: tx.Call) -> Any:
+        seen.append((float(call.weight), call.axes))
+        return grads, state
+
+    mean = {"a plain mean": tx.mean("data"), "an encoded mean": tx.compress(tx.float32(), tx.mean("data"))}[name]
+    pipeline = tx.fuse(tx.chain(mean, tx.Transform(lambda params: (), update, tx.Needs.TREE)), tx.sgd(0.1))
+    for place in PLACES:
+        seen.clear()
+        on_ranks(pipeline, [[1.0], [3.0]], place)
+        assert seen == [(4.0, ("data",))] * 2
 
 
 @pytest.mark.parametrize("on_device", [False, True])
-@pytest.mark.parametrize("hook", ["noop", "mean"])
+@pytest.mark.parametrize("hook", ["identity", "mean"])
 def test_buffers_are_averaged_by_rank_weights(hook: str, on_device: bool) -> None:
     """A rank that leaves a step out has its buffers from before and weight 0; behind a mean all ranks leave it out."""
 
     def with_buffers(params: Any, buffers: Any, batch: Batch) -> Any:
         return loss(params, batch), None, {"n": buffers["n"] + (0.0 if math.isnan(batch.grad) else batch.grad)}
 
-    made = {"noop": tx.identity, "mean": lambda: tx.mean("data")}[hook]()
-    pipeline = tx.skip_if_nonfinite(tx.fuse(made, tx.sgd(RATE)))
-    batches = [[Batch(1.0, 2.0), Batch(NAN, 7.0)], [Batch(2.0, 6.0), Batch(4.0, 1.0)]]
+    pipeline = tx.skip_if_nonfinite(tx.fuse({"identity": NOT, "mean": tx.mean("data")}[hook], SGD))
 
     def one_rank(own: list[Batch]) -> list[float]:
-        step = judged(
-            fjoin.train_step(
-                with_buffers, pipeline, weight=lambda batch: batch.weight, on_buffers=tx.average_buffers("data")
-            ),
-            on_device,
+        step = fjoin.train_step(
+            with_buffers, pipeline, weight=lambda batch: batch.weight, on_buffers=tx.average_buffers("data")
         )
-        state, seen = step.init(start(), {"n": torch.zeros(2, dtype=torch.float64)}), []
+        state, seen = judged(step, on_device).init(start(), {"n": torch.zeros(2, dtype=torch.float64)}), []
         for batch in own:
             state, _ = step(state, batch)
-            seen.append(state.buffers["n"][0].item())  # type: ignore[index]
+            seen.append(state.buffers["n"][0].item())
         return seen
 
+    batches = [[Batch(1.0, 2.0), Batch(NAN, 7.0)], [Batch(2.0, 6.0), Batch(4.0, 1.0)]]
     first = (2 * 1.0 + 6 * 2.0) / 8
-    assert tx.simulate(one_rank, {"data": 2}, batches) == [[first, first + 4.0 if hook == "noop" else first]] * 2
+    assert tx.simulate(one_rank, {"data": 2}, batches) == [[first, first + 4.0 if hook == "identity" else first]] * 2
+
+
+def test_a_function_of_the_weights_is_that_of_all_ranks() -> None:
+    """`by_effective_ranks` is the mean times (sum of weights)^2 / (sum of squared weights)."""
+    want: list[float] = []
+    for batches in zip(*INPUTS, strict=True):
+        weights = [b or 0.0 for b in batches]
+        total, squares = sum(weights), sum(w * w for w in weights)
+        want.append((want or [0.0])[-1] - (RATE * total if squares else 0.0))
+    for hook in (tx.mean("data"), tx.compress(tx.float32(), tx.mean("data"))):
+        for seen in on_ranks(tx.fuse(by_effective_ranks(hook), SGD), INPUTS, "step", bucket_bytes=1):
+            assert seen.w == pytest.approx(want, abs=1e-5)
+
+
+def test_roots_of_weights_1_and_9() -> None:
+    """Gradients 0 and 4 with weights 1 and 3: 12 / 4. The metrics count the weights themselves: 10."""
+
+    def one_rank(gradient: float, weight: float) -> Any:
+        pipeline = tx.fuse(with_weights(CHANGES["root"], tx.mean("data")), tx.sgd(1.0))
+        step = fjoin.train_step(lambda p, b: p["w"] * b, pipeline, weight=lambda b: weight)
+        state, metrics = step(step.init({"w": torch.zeros((), dtype=torch.float64)}), gradient)
+        return state.params["w"].item(), metrics.weight
+
+    assert tx.simulate(one_rank, {"data": 2}, [0.0, 4.0], [1.0, 9.0]) == [(-3.0, 10.0)] * 2

@@ -1,0 +1,203 @@
+"""Steps that are not finite: who leaves them out, who raises, and what runs in them all the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import fjoin
+from fjoin import transforms as tx
+from tests.helpers import judged, raises_text, same_bits
+from tests.scalars import NAN, PLACES, Batch, as_batch, check, loss, on_ranks, own, registered, run, start
+
+SGD, NOT = tx.sgd(0.5), tx.identity()
+ON_DEVICE = pytest.mark.parametrize("on_device", [False, True])
+
+
+def plus_one(p: torch.Tensor) -> torch.Tensor:
+    return p + 1
+
+
+def counted(steps: int) -> tx.Pipeline:
+    """Adds 1 to the parameters in every so many steps."""
+    return tx.skip_if_nonfinite(tx.fuse(tx.mean("data"), SGD, after=tx.every(steps, tx.stateless(plus_one))))
+
+
+# -- left out ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batches", [[1.0, NAN, 1.0, 1.0], [NAN, 1.0, 1.0, NAN], [1.0, 1.0, NAN, NAN]], ids=str)
+def test_periods_advance_in_steps_that_are_left_out(batches: list[Any]) -> None:
+    w, want = 0.0, []
+    for i, batch in enumerate(batches):
+        w += (0.0 if batch != batch else -0.5) + i % 2
+        want.append(w)
+    check(counted(2), [batches], [want])
+    states = [on_ranks(counted(2), [batches], place)[0].state for place in PLACES]
+    assert all(same_bits(state.inner.after, states[0].inner.after) for state in states)
+    assert {(int(state.skipped), state.inner.after.step) for state in states} == {(sum(b != b for b in batches), 4)}
+
+
+def test_periods_advance_in_steps_without_input() -> None:
+    """An average that is due leaves the parameters as they are; other transforms run as in any step."""
+    batches = [1.0, None, 1.0, None, None, 1.0]
+    check(counted(3), [batches], [[-0.5, -0.5, 0.0, 0.0, 0.0, 0.5]])
+    average = tx.fuse(tx.mean("data"), SGD, after=tx.every(2, tx.mean("data")))
+    check(average, [batches], [[-0.5, -0.5, -1.0, -1.0, -1.0, -1.5]])
+
+
+def test_a_rank_with_gradients_of_its_own_leaves_out_its_own_steps() -> None:
+    """The others take them; an average that is due is taken, without the work of that step."""
+    every = tx.skip_if_nonfinite(tx.fuse(NOT, SGD, after=tx.mean("data")))
+    check(every, [[NAN], [1.0], [3.0]], [(1 * -0.5 + 3 * -1.5) / 4] * 3)
+    for place in PLACES:
+        assert [int(seen.state.skipped) for seen in on_ranks(every, [[NAN], [1.0], [3.0]], place)] == [1, 0, 0]
+    second = tx.skip_if_nonfinite(tx.fuse(NOT, SGD, after=tx.every(2, tx.mean("data"))))
+    ranks = [[Batch(1.0, 1.0), Batch(NAN, 1.0)], [Batch(2.0, 1.0), Batch(3.0, 1.0)], [Batch(3.0, 1.0), Batch(2.0, 1.0)]]
+    mean = (1 * -0.5 + 2 * -2.5 + 2 * -2.5) / 5
+    check(second, ranks, [[-0.5, mean], [-1.0, mean], [-1.5, mean]])
+
+
+def test_the_loss_scale_is_of_each_rank_without_a_reduction() -> None:
+    pipeline = tx.dynamic_loss_scale(tx.fuse(NOT, SGD), init_scale=4.0)
+    for place in PLACES[1:]:
+        found = on_ranks(pipeline, [[NAN], [1.0]], place, dtype=torch.float32)
+        assert [float(seen.state.scale) for seen in found] == [2.0, 4.0]
+
+
+@ON_DEVICE
+def test_buffers_are_transformed_in_every_step(on_device: bool) -> None:
+    """A step that is left out transforms the buffers of the step before it."""
+
+    def counts(params: Any, buffers: Any, batch: Batch) -> Any:
+        return loss(params, batch), None, {"n": buffers["n"] + 10}
+
+    pipeline, over = tx.skip_if_nonfinite(tx.fuse(tx.mean("data"), SGD)), tx.every(2, tx.stateless(plus_one))
+    step = judged(fjoin.train_step(counts, pipeline, on_buffers=over), on_device)
+    state, seen = step.init(start(), {"n": torch.tensor(0.0)}), []
+    for batch in (1.0, NAN, 1.0, 1.0):
+        state, _ = step(state, as_batch(batch))
+        seen.append(state.buffers["n"].item())
+    assert seen == [10.0, 11.0, 21.0, 32.0]
+
+
+# -- raised ------------------------------------------------------------------------------------------
+
+
+@ON_DEVICE
+def test_a_step_that_raises_changes_nothing(on_device: bool) -> None:
+    step = fjoin.train_step(loss, tx.fuse(tx.mean("data"), SGD, after=tx.stateless(plus_one)))
+    state = judged(step, on_device).init(start())
+    try:
+        state, _ = step(state, as_batch(NAN))
+        raises_text(fjoin.NonFinite, step.close)
+    except fjoin.NonFinite:
+        assert not on_device
+    assert state.params["w"].tolist() == [0.0, 0.0]
+
+
+def not_finite(on_device: bool, batches: list[float], as_loop: bool) -> Any:
+    """The number of calls until the NonFinite, its step, its ranks, the state after it, and its text."""
+    pipeline = tx.fuse(NOT, SGD, after=tx.every(4, tx.mean("data")))
+    step = judged(fjoin.train_step(loss, pipeline), on_device)
+    state, calls, given = step.init(start()), 0, [as_batch(batch) for batch in batches]
+    try:
+        for batch in step.join(given) if as_loop else given:
+            calls += 1
+            state, _ = step(state, batch)
+    except fjoin.NonFinite as error:
+        ended = state.step, state.params["w"][0].item()
+        step(state, as_batch(1.0))  # the step can be used again
+        return calls, error.step, error.ranks, ended, str(error)
+    return calls, None, (), (), ""
+
+
+def test_ranks_with_local_steps_raise_together() -> None:
+    """In the second call after a step that one rank left out; the text says that the others took it."""
+    ranks = [[1.0] * 4, [1.0, NAN, 1.0, 1.0], [1.0] * 4]
+    for rank, seen in enumerate(tx.simulate(lambda own: not_finite(False, own, True), {"data": 3}, ranks)):
+        assert seen[:4] == (4, 1, (1,), (3, -1.0 if rank == 1 else -1.5)), rank
+        assert "Rank 1 left step 1 out, which the others took" in seen[4]
+    for *_, found, _, text in tx.simulate(lambda own: not_finite(False, own, True), {"data": 2}, [ranks[1]] * 2):
+        assert found == (0, 1) and "Ranks 0, 1 left step 1 out; wrap" in text
+    late = [[1.0, NAN, 1.0, 1.0, 1.0, 1.0], [1.0] * 6]  # a device is read later
+    seen = [one[:3] for one in tx.simulate(lambda own: not_finite(True, own, False), {"data": 2}, late)]
+    assert seen == [(6, 1, (0,))] * 2
+
+
+@ON_DEVICE
+def test_the_end_of_a_loop_raises_for_its_last_step(on_device: bool) -> None:
+    found = tx.simulate(lambda own: not_finite(on_device, own, True), {"data": 2}, [[1.0, 1.0], [1.0, NAN]])
+    assert [one[:3] for one in found] == [(2, 1, (1,))] * 2
+
+
+HOOKS = {
+    "warm-up": tx.switch_after(9, tx.mean("data"), NOT),
+    "by hand": tx.stateless(lambda grad: tx.psum(grad, "data") / 3),
+    "one leaf": tx.masked(tx.mean("data"), "w"),
+}
+
+
+@ON_DEVICE
+@pytest.mark.parametrize("name", HOOKS)
+def test_only_the_ranks_with_bad_gradients_are_named(name: str, on_device: bool) -> None:
+    """Their values have reached all ranks; the gradients may differ between ranks."""
+
+    def one_rank(batches: list[float]) -> Any:
+        with pytest.raises(fjoin.NonFinite) as info:
+            run(tx.fuse(HOOKS[name], SGD), batches, "device" if on_device else "step")
+        return info.value.step, info.value.ranks
+
+    ranks = [[1.0] * 6, [1.0, NAN, 1.0, 1.0, 1.0, 1.0], [1.0] * 6]
+    assert tx.simulate(one_rank, {"data": 3}, ranks) == [(1, (1,))] * 3
+
+
+def test_a_sum_that_overflows_names_no_rank() -> None:
+    def one_rank() -> Any:
+        step = fjoin.train_step(lambda p, b: (p["w"] * b).sum(), tx.fuse(HOOKS["by hand"], SGD))
+        state = step.init({"w": torch.zeros(2)})
+        with pytest.raises(fjoin.NonFinite, match="the summed gradient of 'w' is not finite") as info:
+            step(state, 1.5e38)
+        return info.value.ranks
+
+    assert tx.simulate(one_rank, {"data": 3}) == [()] * 3
+
+
+# -- in a registered module --------------------------------------------------------------------------
+
+
+def in_module(name: str, ranks: list[list[Any]]) -> Any:
+    """`w` after each pass; of an error its step and ranks."""
+    pipeline = {"counted": counted(2), "local": tx.fuse(NOT, SGD, after=tx.every(2, tx.mean("data")))}.get(name)
+    module, handle, train = registered(pipeline or tx.fuse(HOOKS[name], SGD))
+    seen = []
+    for batch in own(ranks):
+        try:
+            train(batch)
+        except fjoin.NonFinite as error:
+            return seen, (error.step, error.ranks)
+        seen.append(module.w[0].item())
+    return seen, (handle.state_dict()["after"]["step"], handle.skipped)
+
+
+def test_in_a_registered_module(pool: Any) -> None:
+    """Periods advance in passes that are left out; ranks with local steps raise together; the rank with bad gradients is named."""
+    assert pool.run(2, in_module, "counted", [[1.0, NAN, 1.0, 1.0]] * 2) == [([-0.5, 0.5, 0.0, 0.5], (4, 1))] * 2
+    bad = [[1.0] * 4, [1.0, NAN, 1.0, 1.0]]
+    assert [(len(seen), error) for seen, error in pool.run(2, in_module, "local", bad)] == [(3, (1, (1,)))] * 2
+    assert [(len(seen), error) for seen, error in pool.run(2, in_module, "one leaf", bad)] == [(1, (1, (1,)))] * 2
+
+
+def flushed_after_a_bad_pass() -> Any:
+    module, handle, train = registered(tx.local_sgd(tx.sgd(1.0), tx.mean("data"), 9))
+    for batch in own([[1.0, 1.0, 1.0], [1.0, 1.0, NAN]]):
+        train(batch)
+    raises_text(fjoin.NonFinite, handle.flush, "Rank 1 left step 2 out, which the others took")
+    handle.flush()
+    return module.w[0].item()
+
+
+def test_a_flush_raises_if_one_rank_left_out_the_last_pass(pool: Any) -> None:
+    assert pool.run(2, flushed_after_a_bad_pass) == [-(3 * 3 + 2 * 2) / 5] * 2
