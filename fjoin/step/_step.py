@@ -36,7 +36,7 @@ class Step:
     """One step on this rank. Those who hold the parameters say in a subclass how they are stepped and gathered.
 
         one.open(record, values, counts, first)              # records of weights leave, where a mean needs them first
-        out.work = one.launch(index, out)                    # in backward, for each bucket: its message leaves
+        out.work = reducer.launch(index, out)                # in backward, for each bucket: its message leaves; `launch` names it
         one.close_pass(outgoing)                             # sums arrive; ranks decide alike; the optimizer steps
 
     Attributes:

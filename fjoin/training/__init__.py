@@ -3,10 +3,10 @@
 Files, in the order in which a step meets them:
 _train_step    `train_step` and `TrainStep`
 _join          the loop over uneven inputs, and its last batch for a rank without input
-_run           a step on this rank: windows, the forward pass
+_run           a step on this rank: windows, the passes, and between them what `FlatStep` does
 _passes        the forward and backward passes; a rank of weight 0 computes nothing and brings zeros
 _loss          calls of the user's functions
-_flat_step     a step on flat buckets: backward, what ranks agree on, the optimizer
+_flat_step     `FlatStep`, a `Step` on flat buckets: the optimizer, and the gather of parameters
 _state         `TrainState`
 _metrics       what a step returns beside it
 _failures      a step that raised, and what the other ranks learn of it

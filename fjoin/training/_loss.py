@@ -19,11 +19,7 @@ class Loss:
     """`loss_fn` and `weight` of a train_step."""
 
     def __init__(self, loss_fn: Callable[..., Any], weight: Callable[[Any], float] | None) -> None:
-        self._loss_fn, self._weight = loss_fn, weight
-        self.weighs: bool = weight is not None
-
-    def weigh(self, batch: Any) -> float:
-        return weigh(self._weight, batch)
+        self._loss_fn, self.weight = loss_fn, weight
 
     def check(self, buffers: bool) -> None:
         """Raise TypeError unless `loss_fn` takes the arguments that it is called with, `buffers` among them or not."""

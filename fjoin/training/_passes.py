@@ -170,10 +170,6 @@ class Passes:
         """Raise where `loss_fn` cannot be called with (or without) buffers; see `Loss.check`."""
         self._loss.check(buffers)
 
-    def weigh(self, batch: Any, iteration: Iteration | None) -> float:
-        """The weight of this rank's batch; 0 where it is out of input."""
-        return self._loss.weigh(batch) if iteration is None or iteration.has_batch else 0.0
-
     def forward(self, body: StateData, batch: Any, weight: float, number: int, iteration: Iteration | None) -> Forward:
         """Run the forward pass. A rank without weight runs it only for a model with collectives of its own."""
         replays = iteration is not None and iteration.replays

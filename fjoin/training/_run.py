@@ -12,7 +12,7 @@ from ..transforms.base import Transform
 from ..transforms.pipelines import Pipeline, make_plan, parts_of
 from ._failures import CALLS
 from ._flat_step import FlatStep
-from ._loss import Loss, user_sums
+from ._loss import Loss, user_sums, weigh
 from ._metrics import LearningRates, Meter, Metrics, RecordedNorms
 from ._passes import Forward, GradOutput, Iteration, Passes, grad_output_of
 
@@ -41,7 +41,7 @@ class Run:
         parts = parts_of(pipeline, on_buffers)
         self.on_buffers, self.ends = on_buffers, parts.ends
         plan = make_plan(pipeline.hook, mesh.shape, *self.ends, adds=accumulate > 1)
-        self.weighs = "weight(batch)" if loss.weighs else "1 for each rank with a batch"
+        self.weight = loss.weight
         self.axes: tuple[str, ...] = plan.loop_axes
         sharding = pipeline.sharding
         self.agreements: Agreements = Agreements(mesh, plan, parts, "buckets", CALLS, norm=plan.clip is not None)
@@ -102,12 +102,9 @@ class Run:
         if span is not None:
             span.next("prepare")
         self._meter.begin(bool(body.window))
-        rates, weight = storage.check_rates(), passes.weigh(batch, iteration)
-        has_batch, comes, reads = (
-            iteration is None or iteration.has_batch,
-            self.step_check.synchronize,
-            self.step_check.reads,
-        )
+        has_batch = iteration is None or iteration.has_batch
+        comes, reads = self.step_check.synchronize, self.step_check.reads
+        rates, weight = storage.check_rates(), weigh(self.weight, batch) if has_batch else 0.0
         within = bool((body.calls + 1) % self.accumulate)  # a window: nothing is sent
         if not within:
             skipped: Any = 0 if self.pipeline.skips is None else body.outer.skipped

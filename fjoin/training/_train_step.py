@@ -73,7 +73,7 @@ def make_state_data(
         "mesh": str(mesh.shape),
         "bucket_bytes": bucket_sizes(flat.values(), bucket_bytes)[0],
         "accumulate": run.accumulate,
-        "weight": run.weighs,
+        "weight": "1 for each rank with a batch" if run.weight is None else "weight(batch)",
         "sync": repr(sync),
     }
     same(mesh, "step.init", parts, shown={"pipeline": repr(pipeline), "transform of buffers": repr(on_buffers)})

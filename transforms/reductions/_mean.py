@@ -1,6 +1,7 @@
 """Sums and means over ranks: `mean`, `sum_over`, the mean in two levels; encoded sums and their residuals.
 
-A rank without input takes part with weight 0 and contributes exactly nothing. Uneven inputs need nothing more.
+A rank without input takes part with weight 0 and contributes exactly nothing. Uneven inputs need nothing more. A train_step sums
+the buckets of a plain mean by itself, in `SumReducer` of fjoin/step, and its optimizer divides.
 """
 
 from __future__ import annotations
