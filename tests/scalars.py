@@ -58,9 +58,9 @@ class Seen(NamedTuple):
 
 def run(
     pipeline: tx.Pipeline, batches: Sequence[Given], place: str = "pure", axes: Any = None,
-    dtype: torch.dtype = torch.float64, **options: Any,
+    dtype: torch.dtype = torch.float64, flushes: int = 0, **options: Any,
 ) -> Seen:  # fmt: skip
-    """One rank's steps."""
+    """One rank's steps, and so many flushes after them."""
     params, seen, given = start(dtype), [], [as_batch(one) for one in batches]
     if place == "pure":
         state = pipeline.init(params)
@@ -68,12 +68,19 @@ def run(
             grads = {path: torch.full_like(p, batch.grad * (1 + (path == "v"))) for path, p in params.items()}
             params, state = pipeline.step(params, grads, state, weight=batch.weight)
             seen.append(params)
+        for _ in range(flushes):
+            params, state = pipeline.flush(params, state)
+            seen.append(params)
         return Seen(seen, state)
     options = {"weight": lambda batch: batch.weight, "mesh": fjoin.mesh(axes or {"data": -1})} | options
     step = judged(fjoin.train_step(loss, pipeline, **options), place == "device")
     held = step.init(params)
     for batch in given:
         held, _ = step(held, batch)
+        seen.append({path: p.clone() for path, p in held.params.items()})
+    for _ in range(flushes):
+        held = step.flush(held)
+        step.close()  # without a warning
         seen.append({path: p.clone() for path, p in held.params.items()})
     return Seen(seen, held.clone().pipeline)
 

@@ -16,6 +16,7 @@ import fjoin
 from fjoin import transforms as tx
 from tests.helpers import judged, max_diff, raises_text, stepped
 from tests.ranks import Ranks
+from tests.scalars import PLACES, Batch, check, on_ranks, run
 
 SGD, AVERAGE = tx.sgd(1.0), tx.average_parameters("data")
 
@@ -32,24 +33,6 @@ def product(params: Any, batch: Any) -> torch.Tensor:
     return (params["w"] * batch).sum()
 
 
-def purely(pipeline: tx.Pipeline, batches: list[float]) -> Any:
-    params: Any = {"w": torch.zeros(1, dtype=torch.float64)}
-    state = pipeline.init(params)
-    for batch in batches:
-        params, state = pipeline.step(
-            params, {"w": torch.full((1,), batch, dtype=torch.float64)}, state, weight=abs(batch)
-        )
-    return *pipeline.flush(params, state), pipeline.flush(*pipeline.flush(params, state))[0]
-
-
-def by_step(pipeline: tx.Pipeline, batches: list[float]) -> Any:
-    step = fjoin.train_step(product, pipeline, weight=abs)
-    state = stepped(step, step.init({"w": torch.zeros(1, dtype=torch.float64)}), batches)
-    state = step.flush(state)
-    step.close()
-    return state.params, state.pipeline, step.flush(state).params
-
-
 CASES: dict[str, tuple[tx.Pipeline, int, list[float]]] = {
     # Two ranks with gradients 1 and 3 in each step, which are their weights too: means weigh them 1 : 3.
     "nothing open": (tx.local_sgd(SGD, tx.mean("data"), 2), 4, [-10.0, -10.0]),
@@ -63,7 +46,7 @@ CASES: dict[str, tuple[tx.Pipeline, int, list[float]]] = {
     "later phase": (tx.post_local_sgd(SGD, tx.mean("data"), 3, 2), 4, [-10.0, -10.0]),
     "chain": (then(tx.every(3, tx.chain(AVERAGE, tx.ema(0.9)))), 2, [-5.0, -5.0]),
     "masked": (then(tx.every(3, tx.masked(AVERAGE, "w"))), 2, [-5.0, -5.0]),
-    "partition": (then(tx.every(3, tx.partition({"w": AVERAGE}))), 2, [-5.0, -5.0]),
+    "partition": (then(tx.every(3, tx.partition({"w": AVERAGE, "*": AVERAGE}))), 2, [-5.0, -5.0]),
     "switch": (then(tx.every(3, tx.switch_after(0, tx.identity(), AVERAGE))), 2, [-5.0, -5.0]),
     "period in a period": (then(tx.every(2, tx.every(2, AVERAGE))), 2, [-5.0, -5.0]),
     "not touched": (tx.fuse(tx.mean("data"), SGD, after=tx.stateless(lambda p: p + 1)), 2, [-3.0, -3.0]),
@@ -74,13 +57,10 @@ CASES: dict[str, tuple[tx.Pipeline, int, list[float]]] = {
 def test_flush(name: str) -> None:
     """A second flush changes nothing; step counts stay; the pure pipeline and the step agree."""
     pipeline, steps, want = CASES[name]
-    batches = [[1.0] * steps, [3.0] * steps]
-    pure = tx.simulate(lambda own: purely(pipeline, own), {"data": 2}, batches)
-    shell = tx.simulate(lambda own: by_step(pipeline, own), {"data": 2}, batches)
-    for (params, state, again), (got, of_step, twice), expected in zip(pure, shell, want, strict=True):
-        assert params["w"].tolist() == [expected], name
-        assert max_diff(got, params) < 1e-12 and state.step == of_step.step == steps
-        assert max_diff((params, got), (again, twice)) < 1e-12
+    pure, shell = (on_ranks(pipeline, [[1.0] * steps, [3.0] * steps], place, flushes=2) for place in PLACES[:2])
+    for one, other, expected in zip(pure, shell, want, strict=True):
+        assert one.w[-2] == expected and one.state.step == other.state.step == steps
+        assert max_diff(other.params, one.params) < 1e-12 and max_diff(one.params[-1], one.params[-2]) < 1e-12
 
 
 NESTED = {
@@ -104,12 +84,11 @@ def test_a_flush_reaches_all_windows(name: str) -> None:
     A message with a delay replaces what a rank has trained since.
     """
     for steps in range(9):
-        batches = [[1.0] * steps, [3.0] * steps]
-        for run in purely, by_step:
-            found = tx.simulate(lambda own: run(then(NESTED[name]), own), {"data": 2}, batches)  # noqa: B023
-            first, second = (params["w"].item() for params, *_ in found)
-            assert first == second, (steps, run)
-            assert "delay" in repr(NESTED[name]) or first == pytest.approx(-2.5 * steps), (steps, run)
+        for place in PLACES[:2]:
+            ranks = on_ranks(then(NESTED[name]), [[1.0] * steps, [3.0] * steps], place, flushes=1)
+            first, second = (seen.w[-1] for seen in ranks)
+            assert first == second, (steps, place)
+            assert "delay" in repr(NESTED[name]) or first == pytest.approx(-2.5 * steps), (steps, place)
 
 
 @pytest.mark.parametrize("inner", [AVERAGE, tx.chain(AVERAGE, tx.ema(0.9))])
@@ -128,24 +107,9 @@ def test_flush_starts_a_new_window(inner: tx.Transform) -> None:
 
 def test_a_switch_averages_the_open_window() -> None:
     """The third step, in which only rank 0 trains, is averaged at the switch, and the next window is that of rank 1."""
-    after = tx.switch_after(3, tx.every(2, AVERAGE), tx.every(2, AVERAGE))
-
-    def one_rank(batches: list[float]) -> Any:
-        step = fjoin.train_step(product, then(after), weight=lambda b: float(b != 0))
-        state, seen = step.init({"w": torch.zeros(1, dtype=torch.float64)}), []
-        pure = then(after)
-        params: Any = {"w": torch.zeros(1, dtype=torch.float64)}
-        pure_state = pure.init(params)
-        for batch in batches:
-            state, _ = step(state, batch)
-            grads = {"w": torch.full_like(params["w"], batch)}
-            params, pure_state = pure.step(params, grads, pure_state, weight=float(batch != 0))
-            assert state.params["w"].item() == params["w"].item()
-            seen.append(state.params["w"].item())
-        return seen
-
-    first, second = tx.simulate(one_rank, {"data": 2}, [[1.0, 1.0, 8.0, 0.0, 0.0], [1.0, 1.0, 0.0, 1.0, 1.0]])
-    assert first == [-1.0, -2.0, -10.0, -10.0, -12.0] and second == [-1.0, -2.0, -10.0, -11.0, -12.0]
+    pipeline = then(tx.switch_after(3, tx.every(2, AVERAGE), tx.every(2, AVERAGE)))
+    ranks = [[Batch(g, float(g != 0)) for g in own] for own in ([1.0, 1.0, 8.0, 0.0, 0.0], [1.0, 1.0, 0.0, 1.0, 1.0])]
+    check(pipeline, ranks, [[-1.0, -2.0, -10.0, -10.0, -12.0], [-1.0, -2.0, -10.0, -11.0, -12.0]])
 
 
 def test_close_warns_of_a_window_within_a_period() -> None:
@@ -207,25 +171,20 @@ DELAYED = {
 }
 
 
-def delayed(name: str, rank: int) -> list[float]:
+def delayed(name: str, place: str = "step") -> list[float]:
+    rank = int(fjoin.mesh({"data": 2}).rank)
     found = []
     for steps in range(4, 10):
-        step = fjoin.train_step(product, then(DELAYED[name]), mesh=fjoin.mesh({"data": 2}), weight=abs)
-        state = stepped(step, step.init({"w": torch.zeros(1)}), (1.0 + 2 * rank + i for i in range(steps)))
-        state = step.flush(state)
-        found.append(state.params["w"].item())
+        batches = [1.0 + 2 * rank + i for i in range(steps)]
+        found.append(run(then(DELAYED[name]), batches, place, {"data": 2}, torch.float32, flushes=1).w[-1])
     return found
-
-
-def delayed_here(name: str) -> list[float]:
-    return delayed(name, fjoin.mesh({"data": 2}).rank)
 
 
 @pytest.mark.parametrize("name", DELAYED)
 def test_a_flush_uses_messages_under_way_within_periods_and_at_a_switch(pool: Any, name: str) -> None:
-    want = tx.simulate(lambda rank: delayed(name, rank), {"data": 2}, [0, 1])
+    want = tx.simulate(lambda: delayed(name), {"data": 2})
     assert want[0] == want[1]
-    for found in pool.run(2, delayed_here, name):
+    for found in pool.run(2, delayed, name):
         assert found == pytest.approx(want[0], rel=1e-6)
 
 
