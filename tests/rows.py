@@ -124,6 +124,10 @@ ROWS: dict[str, Row] = {
     "hierarchical mean": _of(tx.hierarchical_mean("local", "node"), axes=NODES, whole=True),
     "local SGD": Row(lambda: tx.local_sgd(MOMENTUM, tx.mean("data"), 2)),
     "post-local SGD": Row(lambda: tx.post_local_sgd(MOMENTUM, tx.mean("node"), 2, 1, hook=ALL, local=tx.mean("local")), NODES),
+    "late, encoded": Row(
+        lambda: tx.diloco(HEAVY, tx.error_feedback(SINGLE), 3, tx.sgd(0.7), fragments=2, delay=2, mix=0.5), tolerance=1e-6
+    ),
+    "late, all the time": Row(lambda: tx.diloco(HEAVY, MEAN, 2, tx.sgd(0.7), delay=1), options={"donate": False}),
     "ema": _of(MEAN, after=tx.ema(0.9), whole=True),
     "own sums": _of(tx.chain(tx.clip_by_value(9.0), by_effective_ranks(tx.error_feedback(SINGLE))), tolerance=1e-6),
     "own sums, by path": _of(tx.partition({"layer.*": by_effective_ranks(MEAN), "*": MEAN})),
