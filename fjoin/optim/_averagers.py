@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from ..transforms.base import AxisName, Transform, whole_number
 from ..transforms.reductions import mean
 from ..transforms.sync import average_buffers
 
-Buffers = Iterable[Tensor] | Callable[[], Iterable[Tensor]]
 # torch's stand-in for a group, on ranks outside of it.
 _OUTSIDE = dist.GroupMember.NON_GROUP_MEMBER
 ALONE = Communicator({"data": 1}, {}, 0)
@@ -33,10 +32,9 @@ class ModelAverager:
         process_group: The process group; None in a world of one rank, where nothing is averaged.
     """
 
-    def __init__(self, warmup_steps: int, process_group: Any, buffers: Buffers | None) -> None:
+    def __init__(self, warmup_steps: int, process_group: Any) -> None:
         self.warmup_steps: int = whole_number("warmup_steps", warmup_steps, 0)
         self.step: int = 0
-        self._buffers = buffers if buffers is None or callable(buffers) else _tensors(_BUFFERS, buffers)
         self.mesh: Communicator = self._mesh_of(process_group)
         self._compared = False  # with the other ranks
         if max(self._levels()) == 1:
@@ -107,48 +105,39 @@ class ModelAverager:
             DesyncError: in the first call, on all ranks: they average other tensors or in other steps.
             PeerLost, CollectiveTimeout: another rank has failed, or has not arrived.
         """
-        found, axes = _tensors(_PARAMETERS, params), self._axes()
+        found, axes = _tensors(params), self._axes()
         if self.mesh.size > 1 and (axes is not None or not self._compared):
             self._average(found, axes)
         self.step += 1
 
     def _average(self, params: list[Tensor], axes: AxisName | None) -> None:
-        given = self._buffers() if callable(self._buffers) else self._buffers
-        buffers = [] if given is None else _tensors(_BUFFERS, given)
         if not self._compared:
             parts = {
                 "averager": f"{self!r} at step {self.step}",
-                "parameters": described_tensors(_numbered(params)),
-                "buffers": described_tensors(_numbered(buffers)),
+                "parameters": described_tensors({f"tensor {i}": t for i, t in enumerate(params)}),
             }
             same(self.mesh, "the first average of parameters", parts)
             self._compared = True
         if axes is None:
             return
         means = [p for p in params if p.is_floating_point() or p.is_complex()]
-        known = set(map(id, means))
+        rest = [p for p in params if not (p.is_floating_point() or p.is_complex())]
         with bind(self.mesh):
             _apply(mean(axes, over="world"), means, [torch.promote_types(p.dtype, torch.float32) for p in means])
-            rest = [t for t in _tensors("", [*params, *buffers]) if id(t) not in known]
             _apply(average_buffers(axes), rest, [t.dtype for t in rest])
 
 
 _PARAMETERS = "average_parameters takes model.parameters() or optimizer.param_groups"
-_BUFFERS = "buffers must be tensors, for example model.buffers()"
 
 
-def _tensors(text: str, given: Any) -> list[Tensor]:
+def _tensors(given: Any) -> list[Tensor]:
     """The tensors, each once, of an iterable of tensors or of param_groups."""
     if isinstance(given, Tensor) or not isinstance(given, Iterable):
-        raise TypeError(f"{text}; got {type(given).__name__}")
+        raise TypeError(f"{_PARAMETERS}; got {type(given).__name__}")
     found = [t for one in given for t in (one["params"] if isinstance(one, dict) else [one])]
     if others := [one for one in found if not isinstance(one, Tensor)]:
-        raise TypeError(f"{text}; got {type(others[0]).__name__}")
+        raise TypeError(f"{_PARAMETERS}; got {type(others[0]).__name__}")
     return list({id(t): t for t in found}.values())
-
-
-def _numbered(tensors: list[Tensor]) -> dict[str, Tensor]:
-    return {f"tensor {i}": t for i, t in enumerate(tensors)}
 
 
 def _apply(transform: Transform, tensors: list[Tensor], dtypes: list[torch.dtype]) -> None:
@@ -165,12 +154,9 @@ class PeriodicModelAverager(ModelAverager):
         period: Steps from one average to the next.
         warmup_steps: Steps before the first average; the first is at the end of step `warmup_steps`, counted from 0.
         process_group: The ranks; by default all.
-        buffers: Buffers to average in the same steps: tensors, or a function that gives them, such as `model.buffers`.
-            Integer buffers become the maximum of all ranks.
 
     Raises:
         ValueError: `period` is no whole number from 1, or `warmup_steps` none from 0.
-        TypeError: `buffers` holds other things than tensors.
 
     Warns:
         UserWarning: `period` is 1.
@@ -185,11 +171,9 @@ class PeriodicModelAverager(ModelAverager):
     (PeriodicModelAverager(period=4, warmup_steps=100), 3)
     """
 
-    def __init__(
-        self, period: int, warmup_steps: int = 0, process_group: Any = None, *, buffers: Buffers | None = None
-    ) -> None:
+    def __init__(self, period: int, warmup_steps: int = 0, process_group: Any = None) -> None:
         self.period: int = whole_number("period", period, 1)
-        super().__init__(warmup_steps, process_group, buffers)
+        super().__init__(warmup_steps, process_group)
 
     def __repr__(self) -> str:
         return f"PeriodicModelAverager(period={self.period}, warmup_steps={self.warmup_steps})"
@@ -212,12 +196,11 @@ class HierarchicalModelAverager(ModelAverager):
         period_group_size_dict: Period in steps -> ranks in a group. Each period is a multiple of the one before, each
             size too; the last size is that of `process_group`.
         warmup_steps: Steps before the first average.
-        process_group, buffers: As `PeriodicModelAverager`.
+        process_group: As `PeriodicModelAverager`.
 
     Raises:
         ValueError: no period, a period or a size that is no multiple of the one before, or a last size that is not the
             number of ranks; `warmup_steps` is no whole number from 0.
-        TypeError: as `PeriodicModelAverager`.
 
     Warns:
         UserWarning: the largest period is 1.
@@ -233,11 +216,9 @@ class HierarchicalModelAverager(ModelAverager):
         period_group_size_dict: Mapping[int, int] | None = None,
         warmup_steps: int = 0,
         process_group: Any = None,
-        *,
-        buffers: Buffers | None = None,
     ) -> None:
         self.period_group_size_dict: dict[int, int] = _check_levels(period_group_size_dict)
-        super().__init__(warmup_steps, process_group, buffers)
+        super().__init__(warmup_steps, process_group)
 
     def __repr__(self) -> str:
         return f"HierarchicalModelAverager({self.period_group_size_dict}, warmup_steps={self.warmup_steps})"

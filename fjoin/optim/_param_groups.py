@@ -152,16 +152,13 @@ class ForeachStepper:
             check_grad(param, grad, lambda key=key: f"the gradient of {whose(key)}")  # type: ignore[misc]
             if (state := self.states.get(key)) is None:
                 continue
-            expected = part.forms.of(param)
-            for field, kind, name in zip(fields(state), expected.fields, expected.names, strict=True):
-                if field is None or kind is None:
-                    continue
-                shape, dtype, on_device = kind
-                if field.shape != shape or field.dtype is not dtype or (on_device and field.device != param.device):
-                    raise ValueError(
-                        f"{whose(key)} has become another since the optimizer was made: the state's {name!r} is "
-                        f"{field.dtype}{list(field.shape)} on {field.device}; change the parameters first, then make the optimizer"
-                    )
+            try:
+                part.forms.check_state(param, state, lambda: "its state")
+            except (ValueError, TypeError) as error:
+                raise ValueError(
+                    f"{whose(key)} has become another since the optimizer was made; change the parameters first, then make the "
+                    f"optimizer: {error}"
+                ) from None
             self._seen[key] = form
         self.check_rates(items)
 

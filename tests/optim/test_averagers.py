@@ -154,26 +154,25 @@ def test_parameters_of_several_dtypes(pool: Any) -> None:
         assert messages == 5 and of_two == 2
 
 
-def with_buffers(kind: str, levels: Any, given: str) -> Any:
+def with_buffers(kind: str, levels: Any) -> Any:
     rank = dist.get_rank()
     model = nn.BatchNorm1d(2)
     model.running_mean.fill_(rank)  # type: ignore[union-attr, operator]
     model.num_batches_tracked.fill_(rank)  # type: ignore[union-attr, operator]
     make = fjoin.PeriodicModelAverager if kind == "periodic" else fjoin.HierarchicalModelAverager
-    averager: Any = make(levels, 1, buffers=model.buffers if given == "function" else model.buffers())
+    averager: Any = make(levels, 1)
     seen = []
     for _ in range(5):
-        averager.average_parameters(model.parameters())
+        averager.average_parameters([*model.parameters(), *model.buffers()])
         seen.append((model.running_mean[0].item(), model.num_batches_tracked.item()))  # type: ignore[index, operator, union-attr]
     return seen
 
 
-@pytest.mark.parametrize("given", ["function", "tensors"])
-def test_buffers_are_averaged_in_the_same_steps(pool: Any, given: str) -> None:
+def test_buffers_among_the_parameters_are_averaged(pool: Any) -> None:
     """Integer buffers become the maximum."""
-    for rank, seen in enumerate(pool.run(2, with_buffers, "periodic", 3, given)):
+    for rank, seen in enumerate(pool.run(2, with_buffers, "periodic", 3)):
         assert seen == [(rank, rank)] + [(0.5, 1)] * 4
-    for rank, seen in enumerate(pool.run(4, with_buffers, "hierarchical", {2: 2, 4: 4}, given)):
+    for rank, seen in enumerate(pool.run(4, with_buffers, "hierarchical", {2: 2, 4: 4})):
         pair = (rank // 2 * 2 + 0.5, rank // 2 * 2 + 1)
         assert seen == [(rank, rank)] * 2 + [pair] * 2 + [(1.5, 3)]
 
@@ -319,8 +318,6 @@ ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
     "period 0": (lambda: fjoin.PeriodicModelAverager(0), ValueError, "period must be a whole number, at least 1, got 0"),
     "period 1.5": (lambda: fjoin.PeriodicModelAverager(1.5), ValueError, "got 1.5"),  # type: ignore[arg-type]
     "warmup": (lambda: fjoin.PeriodicModelAverager(2, -1), ValueError, "warmup_steps must be a whole number, at least 0"),
-    "buffers": (lambda: fjoin.PeriodicModelAverager(2, buffers=[1]), TypeError, "buffers must be tensors"),  # type: ignore[list-item]
-    "one buffer": (lambda: fjoin.PeriodicModelAverager(2, buffers=torch.ones(2)), TypeError, "buffers must be tensors"),
     "no levels": (lambda: fjoin.HierarchicalModelAverager(), ValueError, "at least one period"),
     "empty": (lambda: fjoin.HierarchicalModelAverager({}), ValueError, "at least one period"),
     "level 0": (lambda: fjoin.HierarchicalModelAverager({0: 1}), ValueError, "a period must be"),
