@@ -5,75 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 from torch.utils.data import Sampler
 
 from ..groups import Mesh, mesh_or_world
 from ..transforms.base import flag, whole_number
 
-_ROUNDS = 12  # fewer leave some orders of four and five numbers more frequent than others
-_MASK = 2**64 - 1
-
-
-def _mixed(x: int) -> int:
-    """The finaliser of splitmix64: a bijection of 64 bits."""
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _MASK
-    return x ^ (x >> 31)
-
-
-def keys_of(seed: int, epoch: int) -> Tensor:
-    """The keys of a permutation, (rounds + 1,) int64."""
-    key = _mixed((_mixed(seed & _MASK) + epoch * 0x9E3779B97F4A7C15) & _MASK)
-    keys = (_mixed((key + i * 0x9E3779B97F4A7C15) & _MASK) for i in range(1, _ROUNDS + 2))
-    return torch.tensor([k - 2**64 if k >= 2**63 else k for k in keys], dtype=torch.int64)
-
-
-def permute(positions: Tensor, n: int, keys: Tensor) -> Tensor:
-    """The numbers at these positions of a permutation of 0 ... n - 1.
-
-    A Feistel network on the smallest even number of bits that holds n, walked along its cycle until the number is below n.
-    The network alone gives even permutations, so one key tells whether 0 and 1 change places.
-
-    Args:
-        positions: int64, each from 0 to n - 1.
-        keys: (rounds + 1, ...) int64; the further dims broadcast with those of `positions`.
-
-    Returns:
-        A tensor of int64 with the broadcast shape.
-
-    Source: Black, Rogaway, Ciphers with Arbitrary Finite Domains, CT-RSA 2002.
-
-    >>> permute(torch.arange(6), 6, keys_of(0, 0)).sort().values.tolist()
-    [0, 1, 2, 3, 4, 5]
-    """
-    half = max(1, ((n - 1).bit_length() + 1) // 2)
-    low = (1 << half) - 1
-    out = positions.broadcast_to(torch.broadcast_shapes(positions.shape, keys.shape[1:]))
-    outside = torch.ones_like(out, dtype=torch.bool)
-    while bool(outside.any()):
-        left, right = out >> half, out & low
-        for key in keys[1:]:
-            left, right = right, left ^ (_hashed(right, key) & low)
-        new = left << half | right
-        new = torch.where(new < 2, new ^ (keys[0] & 1), new)
-        out = torch.where(outside, new, out)
-        outside = out >= n
-    return out
-
-
-def _hashed(x: Tensor, key: Tensor) -> Tensor:
-    """Bits that depend on all bits of x and the key; products of int64 wrap around."""
-    x = (x ^ key) * -0x61C8864680B583EB
-    x = (x ^ (x >> 32)) * -0x4B47D0C5A1A6F4D3
-    return x ^ (x >> 32)
-
 
 class Shuffled(Sampler[list[int]]):
     """A batch sampler over the steps of all ranks: step t takes the positions t B to (t + 1) B of the epoch's order.
 
-    The order is a permutation of all samples by the seed and the epoch, computed where it is needed. The positions of a step
-    are cut among the ranks, in parts whose sizes differ by at most one. So each epoch visits every sample once over all ranks, for any
+    The order is that of torch's DistributedSampler: `torch.randperm` by the seed + the epoch. The positions of a step are cut
+    among the ranks, in parts whose sizes differ by at most one. So each epoch visits every sample once over all ranks, for any
     number of ranks, and a run that continues on another number of ranks after a step still does.
 
     Use it in a joined loop, which sets the epoch and the step: `step.join(DataLoader(dataset, batch_sampler=Shuffled(...)))`.
@@ -128,7 +70,9 @@ class Shuffled(Sampler[list[int]]):
         return self._n // self._batch_size + bool(self._part(self._n // self._batch_size))
 
     def __iter__(self) -> Iterator[list[int]]:
-        step, keys = self._step, keys_of(self._seed, self._epoch)
+        # Not on the default device, whose generators give other orders.
+        generator = torch.Generator("cpu").manual_seed(self._seed + self._epoch)
+        order, step = torch.randperm(self._n, generator=generator, device="cpu"), self._step
         while part := self._part(step):
-            yield permute(torch.arange(part.start, part.stop), self._n, keys).tolist()
+            yield order[part.start : part.stop].tolist()
             step += 1

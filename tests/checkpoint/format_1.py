@@ -26,6 +26,11 @@ START = {
 BUFFERS = {"mean": torch.zeros(3, dtype=torch.float64), "count": torch.zeros((), dtype=torch.int64)}
 EXTRA = {"best": [0.5, None, "text"], "seen": {"rows": torch.arange(4, dtype=torch.int16)}}
 STEPS = 3
+# In which `fjoin.Shuffled(40, 8, seed=1)` took the samples then.
+ORDER = [
+    28, 19, 6, 3, 17, 26, 9, 15, 34, 2, 36, 0, 35, 13, 27, 8, 18, 24, 32, 12,
+    37, 4, 38, 20, 5, 30, 21, 29, 39, 16, 11, 10, 25, 31, 22, 33, 7, 14, 23, 1,
+]  # fmt: skip
 
 
 def pipelines() -> dict[str, tx.Pipeline]:
@@ -73,10 +78,10 @@ def train(of: dict[str, Any], steps: range) -> None:
 def run(name: str, folder: Path, until: int, saves: bool) -> Any:
     """On each rank: the run from its checkpoint, or its start, to a step."""
     step = make_step(name)
-    data = torch.utils.data.DataLoader(
-        torch.randn(40, 3, generator=torch.Generator().manual_seed(5)).to(start(name)["scale"].dtype),
-        batch_sampler=fjoin.Shuffled(40, 8, seed=1),
-    )
+    values = torch.randn(40, 3, generator=torch.Generator().manual_seed(5)).to(start(name)["scale"].dtype)
+    samples = torch.empty_like(values)
+    samples[torch.randperm(40, generator=torch.Generator().manual_seed(1))] = values[ORDER]
+    data = torch.utils.data.DataLoader(samples, batch_sampler=fjoin.Shuffled(40, 8, seed=1))  # type: ignore[arg-type]
     loop, runs = step.join(data), fjoin.Checkpoints(folder, step)
     state = runs.restore(start(name), BUFFERS, data=loop)
     restored = state.clone()
