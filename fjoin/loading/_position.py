@@ -16,7 +16,6 @@ from torch import Tensor
 from .._errors import EarlyTermination, JoinError, NonFinite, described
 from ..agreement import Requests
 from ..transforms.base import devices, iterable
-from ._guards import refuse_fork
 from ._shuffled import Shuffled
 
 _WORDS = 624  # of MT19937, the generator of Python and of numpy
@@ -193,7 +192,6 @@ class Position(Generic[B]):
         if streams:
             streams.get("start", streams["now"]).restore()
         self._start = Streams.now()
-        refuse_fork(self.loader)
         self._iterator: Iterator[B] = iter(self.loader)
         if resume is not None and self._shuffled is None and not self._saves:
             self._skip(used)

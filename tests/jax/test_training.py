@@ -11,12 +11,10 @@ import numpy as np
 import optax
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 import fjoin
 import fjoin.jax
 from fjoin import transforms as tx
-from fjoin.loading._guards import refuse_fork
 from tests.helpers import stepped
 
 SIZES = [[4, 3, 2, 6], [5, 1], []]  # of the batches of three ranks
@@ -127,12 +125,3 @@ def test_a_run_that_is_resumed_goes_on_with_the_same_keys(tmp_path: pathlib.Path
 
 def start_in_torch() -> Any:
     return {path: torch.from_numpy(p) for path, p in start().items()}
-
-
-def test_a_loader_does_not_fork_a_process_in_which_jax_runs() -> None:
-    jnp.ones(1).block_until_ready()
-    step = fjoin.train_step(fjoin.jax.loss(loss), tx.fuse(MEAN, tx.sgd(0.1)))
-    with pytest.raises(ValueError, match="multiprocessing_context='forkserver'"):
-        next(iter(step.join(DataLoader([1, 2], num_workers=1))))  # type: ignore[arg-type]
-    refuse_fork(DataLoader([1, 2], num_workers=1, multiprocessing_context="forkserver"))  # type: ignore[arg-type]
-    refuse_fork(DataLoader([1, 2]))  # type: ignore[arg-type]
