@@ -54,8 +54,8 @@ class StepIds:
         """Take the next number among the runs of the mesh; once."""
         mesh = self._mesh()
         if not self._number and mesh is not None:
-            mesh.use.steps += 1
-            self._number = mesh.use.steps
+            mesh.steps += 1
+            self._number = mesh.steps
 
     def begin(self, step: int, rates: Rates) -> float:
         """The number of a step that begins now with these hyperparameters."""

@@ -137,7 +137,7 @@ class GroupMesh(Communicator):
         finally:
             self.report(error, step)
             failed_in = getattr(error, "step", None)
-            self.use.unfinished.settle(_SETTLE_S, step if failed_in is None else failed_in)
+            self.unfinished.settle(_SETTLE_S, step if failed_in is None else failed_in)
             if self.size > 1 and any(axis.group is not None and axis.group is dist.group.WORLD for axis in self._all):
                 ENDED.append(described(error))
             self._take_down(described(error))

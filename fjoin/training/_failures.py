@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING, NoReturn
 
 from .._errors import FjoinError, JoinError, described
@@ -32,17 +31,6 @@ class Failures:
         self._run, self._mesh = run, run.mesh
         self._broken: tuple[type[FjoinError], str] | None = None  # the failure after which the step cannot run
         self.last_step: int | None = None
-
-    def alone(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which no other thread of this rank can run a step of this mesh."""
-        return self._mesh.use.alone(self._met) if self._run.ranks > 1 else contextlib.nullcontext()
-
-    def _met(self, error: JoinError, reports: bool) -> None:
-        """Make the step unusable, since two threads have met in it; `reports` the failure to the other ranks."""
-        if self._broken is None:
-            self._break(error)
-            if reports:
-                self._mesh.report_failure(error, self.last_step)
 
     def drain(self) -> None:
         """Raise for a step that changed nothing, which a device tells late; not after a failure."""

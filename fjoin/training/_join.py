@@ -82,11 +82,10 @@ class InLoop:
         """
         settings = f"throw_on_early_termination={throw}, when_exhausted={'replay' if replays else 'shadow'!r}"
         own = 4.0 ** (throw + 2 * replays)  # no mean of different values equals one of them
-        with self.failures.alone():
-            self.compare(f"step.join(loader, {settings})")
-            device = self.device or torch.device("cpu")
-            record = Record(self._run.mesh, self._run.axes, ("batches", "settings"), small=True, device=device)
-            sums = record.send({"batches": float(has_batch), "settings": own}).wait()
+        self.compare(f"step.join(loader, {settings})")
+        device = self.device or torch.device("cpu")
+        record = Record(self._run.mesh, self._run.axes, ("batches", "settings"), small=True, device=device)
+        sums = record.send({"batches": float(has_batch), "settings": own}).wait()
         if sums["settings"] != own * self.ranks:
             raise DesyncError(f"some rank differs from rank {self.rank} in the settings of step.join: here {settings}")
         return sums["batches"]
@@ -116,12 +115,11 @@ class InLoop:
         """
         if self.failures.last_step is None:
             return
-        with self.failures.alone():
-            self._run.agreements.drain(self.failures.last_step + 1)
-            if self._looked:
-                return
-            self._looked, run = True, self._run
-            unused = run.mesh.exchange("the end of the first loop", run.unused(), _of_all, run.axes)
+        self._run.agreements.drain(self.failures.last_step + 1)
+        if self._looked:
+            return
+        self._looked, run = True, self._run
+        unused = run.mesh.exchange("the end of the first loop", run.unused(), _of_all, run.axes)
         if unused and self.rank == 0:
             shown = ", ".join(map(repr, unused[:5])) + (f" and {len(unused) - 5} more" if len(unused) > 5 else "")
             warnings.warn(

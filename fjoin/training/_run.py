@@ -78,7 +78,7 @@ class Run:
         """Note where the state's last step ends in the stream of its device."""
         if body.storage.layout:
             device = body.storage.layout[0].device
-            body.ended = self.mesh.use.unfinished.end(body.step, device)
+            body.ended = self.mesh.unfinished.end(body.step, device)
 
     def unused(self) -> list[str]:
         """The paths of the parameters that have never got a gradient on this rank."""

@@ -166,10 +166,6 @@ class TrainStep:
         """
         if sync not in ("broadcast", "check", None):
             raise ValueError(f"sync must be 'broadcast', 'check' or None, got {sync!r}")
-        with self._failures.alone():
-            return self._init_alone(params, buffers, sync)
-
-    def _init_alone(self, params: Any, buffers: dict[str, Tensor] | None, sync: str | None) -> TrainState:
         self._failures.check()
         refuse_inference("init")
         check_buffers(buffers)
@@ -219,20 +215,19 @@ class TrainStep:
             ValueError: `state` is within an accumulation window.
             PeerLost, CollectiveTimeout, DonatedState, TornState: as a step.
         """
-        with self._failures.alone():
-            self._failures.check()
-            try:
-                body = check_state(state)._claim(self.run.token)
-                if body.window:
-                    raise ValueError("flush within an accumulation window; call it after the last call of a window")
-                if not self._donate:
-                    body = body.clone()
-                self._in_loop.compare("step.flush before any step", begins=False)
-                self.run.flush(body)
-            except NonFinite:  # raised by all ranks at the same place; nothing has changed
-                raise
-            except BaseException as error:
-                self._in_loop.fail(error)
+        self._failures.check()
+        try:
+            body = check_state(state)._claim(self.run.token)
+            if body.window:
+                raise ValueError("flush within an accumulation window; call it after the last call of a window")
+            if not self._donate:
+                body = body.clone()
+            self._in_loop.compare("step.flush before any step", begins=False)
+            self.run.flush(body)
+        except NonFinite:  # raised by all ranks at the same place; nothing has changed
+            raise
+        except BaseException as error:
+            self._in_loop.fail(error)
         self._left = 0, False
         body.version += 1
         return TrainState(body)
@@ -252,14 +247,9 @@ class TrainStep:
             NonFinite: on all ranks; the given state is unchanged and can be used again.
             PeerLost, CollectiveTimeout: another rank failed, or did not arrive in time.
             DesyncError: on all ranks: they have called different steps of one mesh; nothing has changed.
-            JoinError: another thread of this rank runs a step of the same mesh.
             DonatedState, TornState: `state` can no longer be stepped.
             TypeError, ValueError: `loss_fn` or `weight` returned an unusable value; the first loss depends on no parameter.
         """
-        with self._failures.alone():
-            return self._step(state, batch)
-
-    def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         self._failures.check()
         iteration, body, given = self._in_loop.iteration, None, None
         try:

@@ -119,7 +119,7 @@ def fail_while_the_device_is_behind(rank: int, report: Report) -> None:
                 if i == 3 and rank == 0:  # what its host has taken and its device never ends
                     body = states[-1]._body
                     copies.append(states[-1].clone())
-                    body.ended = mesh.use.unfinished.add(StepEnd(3, Later(float("inf"))))
+                    body.ended = mesh.unfinished.add(StepEnd(3, Later(float("inf"))))
                     copies.append(states[-1].clone())
                 state, _ = step(states[-1], None if rank == 1 and i == 3 else torch.full((2,), float(rank)))
                 states.append(state)
@@ -155,7 +155,7 @@ def test_each_step_and_flush_on_a_device_notes_its_end(monkeypatch: Any) -> None
     state = step.flush(state)
     ended.append(state._body.ended)
     assert [end.step for end in ended if end is not None] == [0, 1, 2]
-    step.run.mesh.use.unfinished.settle(0.0, 2)  # of copies too
+    step.run.mesh.unfinished.settle(0.0, 2)  # of copies too
     assert all(end is not None and end.failed for end in ended) and kept._body.ended is ended[1]
 
 

@@ -11,7 +11,6 @@ import torch
 import fjoin
 from fjoin import transforms as tx
 from tests.helpers import raises_text, same_bits
-from tests.ranks import Ranks
 
 HOOKS: dict[str, Any] = {
     "mean": lambda: tx.mean("data"), "clip": lambda: tx.chain(tx.mean("data"), tx.clip_by_global_norm(1e4)),
@@ -114,52 +113,6 @@ def test_the_same_order_is_fine(hook: str) -> None:
         return [state.step for state in states]
 
     assert tx.simulate(one_rank, {"data": 3}, [3, 0, 2]) == [[3, 3, 3]] * 3
-
-
-def in_two_threads(rank: int, report: Any, late: str) -> None:
-    """The second thread's call comes while the first is in its loss, or `init` or the loop's message does."""
-    mesh = fjoin.mesh({"data": -1}, timeout_s=60)
-    inside, refused = threading.Event(), threading.Event()
-
-    def waits(params: Any, batch: Any) -> Any:
-        if batch == 2.0:
-            inside.set()
-            assert refused.wait(60)
-        return (params["w"] * batch).sum()
-
-    def make(loss: Any) -> Any:
-        step = fjoin.train_step(loss, tx.fuse(tx.mean("data"), tx.sgd(1.0)), mesh=mesh)
-        return step, step.init({"w": torch.zeros(3)})
-
-    first, state = make(waits)
-    second, other = make(lambda params, batch: (params["w"] * batch).sum())
-    reported = []
-
-    def run() -> None:
-        assert inside.wait(60)
-        calls = {
-            "step": lambda: second(other, 1.0),
-            "init": lambda: second.init({"w": torch.zeros(3)}),
-            "join": lambda: next(iter(second.join([1.0]))),
-        }
-        reported.append(raises_text(fjoin.JoinError, calls[late], "two threads", "fjoin.mesh(...)"))
-        refused.set()
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    state, _ = first(state, 1.0)
-    state, _ = first(state, 2.0)  # is completed
-    thread.join()
-    for step, last in ((first, state), (second, other)):
-        raises_text(fjoin.FjoinError, lambda step=step, last=last: step(last, 1.0), "cannot go on", "two threads")
-    report((len(reported), state.step, state.params["w"].tolist()))
-
-
-@pytest.mark.parametrize("late", ["step", "init", "join"])
-def test_two_threads_are_refused(late: str) -> None:
-    with Ranks(2, in_two_threads, late) as run:
-        for _ in range(2):
-            assert run.next(60)[2] == (1, 2, [-3.0] * 3)
 
 
 def test_single_rank_may_step_in_two_threads() -> None:
