@@ -8,7 +8,7 @@ import operator
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import optree
@@ -30,19 +30,13 @@ _BY_ATTRIBUTES = (
 )
 
 
-def refuse_module_params(tensors: Iterable[Any], given: Iterable[Any] = ()) -> None:
-    """Check that tensors do not depend on the parameters of a module itself, but only on those given to its `Apply`.
-
-    Args:
-        tensors: Results.
-        given: Tensors that may depend on them.
+def refuse_module_params(loss: Tensor) -> None:
+    """Check that a loss does not depend on the parameters of a module itself, but only on those given to its `Apply`.
 
     Raises:
-        ValueError: they do.
+        ValueError: it does.
     """
-    known = [tensor for tensor in given if isinstance(tensor, Tensor)]
-    seen: set[Any] = {*map(id, known), *(tensor.grad_fn for tensor in known)}
-    waiting = [tensor.grad_fn for tensor in tensors if isinstance(tensor, Tensor)]
+    seen, waiting = set[Any](), [loss.grad_fn]
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
@@ -50,9 +44,9 @@ def refuse_module_params(tensors: Iterable[Any], given: Iterable[Any] = ()) -> N
         seen.add(node)
         waiting.extend(before for before, _ in node.next_functions)
         leaf = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) not in seen and (path := TAKEN.get(leaf)) is not None:
+        if leaf is not None and (path := TAKEN.get(leaf)) is not None:
             raise ValueError(
-                f"the result reads the parameter {path!r} of the module itself, which keeps its value: {_BY_ATTRIBUTES}; elsewhere "
+                f"the loss reads the parameter {path!r} of the module itself, which keeps its value: {_BY_ATTRIBUTES}; elsewhere "
                 f"read params[{path!r}]"
             )
 
@@ -75,8 +69,7 @@ class Apply:
 
     def __init__(self, module: nn.Module, trained: frozenset[str], training: bool | None = None) -> None:
         self._trained, self._training, self._warned = trained, training, False
-        # Whether a call has shown that it runs copies only, and that it reads none of the module's own tensors.
-        self._called = self._searched = False
+        self._called = False  # whether a call has shown that it runs copies only
         self._module = weakref.ref(module)
         first: dict[int, str] = {}
         named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
@@ -115,7 +108,7 @@ class Apply:
 
         Raises:
             ValueError: a path that the module does not have, or params that lack one; the first call runs a submodule that it
-                reaches by other objects than attributes; the first call with gradients outside torch.func reads such a parameter.
+                reaches by other objects than attributes.
         """
         out, given, after = self._call(params, buffers, args, kwargs)
         if given and not self._warned:
@@ -168,10 +161,6 @@ class Apply:
             out = copy(*args, **kwargs)
         self._called = True
         copies.write_back()
-        if not self._searched and torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active():
-            everything: Any = (params, buffers, args, kwargs)
-            refuse_module_params(optree.tree_leaves(out), optree.tree_leaves(everything))
-            self._searched = True
         return out, copies.buffers, copies.after() if copies.buffers else {}
 
     def _traced(self, given: dict[str, Tensor], args: Any, kwargs: Any) -> _Outcome:
@@ -377,7 +366,7 @@ def value_and_grad(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callab
             raise TypeError(f"value_and_grad: loss_fn must return a tensor, got {type(loss).__name__}")
         nonlocal known
         if not known:
-            refuse_module_params([loss])
+            refuse_module_params(loss)
             known = True
         grads = torch.autograd.grad(loss, own, allow_unused=True, materialize_grads=True) if leaves else ()
         value: Any = loss.detach()

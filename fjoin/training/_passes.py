@@ -223,7 +223,7 @@ class Passes:
         """
         if self._reached:
             return grad_output.backward(loss)
-        refuse_module_params([loss])
+        refuse_module_params(loss)
         grad_output.backward(loss)
         queue = self.hooks.queue
         taken = queue is not None and any(any(out.taken) for out in queue.outgoing)
