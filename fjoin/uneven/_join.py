@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any, Literal, NoReturn
 
 import torch.distributed.algorithms.join as torch_join
-from torch._C._distributed_c10d import Logger, ProcessGroup, Reducer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -287,13 +286,9 @@ class Join:
     def _fail(self, error: BaseException) -> NoReturn:
         """Report the failure to the other ranks and raise its root cause.
 
-        The process group's connections close, so that waiting peers are released, once nothing refers to it.
+        The process group's connections close, so that waiting peers are released.
         """
         self._now = None  # a message that was never awaited also holds connections
-        for one in self._all:
-            for name, value in list(vars(one).items()):
-                if isinstance(value, (ProcessGroup, Reducer, Logger)):
-                    vars(one)[name] = None
         try:
             self.mesh.raise_root_cause(error, self.iterations)
         finally:  # a frame that refers to its exception lives until a garbage collection, with connections in it
