@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from contextlib import AbstractContextManager
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.autograd import profiler
@@ -22,21 +22,11 @@ class Sent(NamedTuple):
     launched_ns: int  # by time.perf_counter_ns
 
 
-class Timeline(Protocol):
-    """Takes messages and spans of time while a trace is recorded."""
-
-    def message(self, sent: Sent, begun_ns: int, ended_ns: int) -> None:
-        """The wait for a message has ended."""
-
-    def span(self, name: str, begun_ns: int, ended_ns: int) -> None:
-        """A part of the program has ended."""
+# The recorders of traces: of one thread, which is a simulated rank, or of all threads, under 0.
+TIMELINES: dict[int, Any] = {}
 
 
-# The timelines that are being recorded: of one thread, which is a simulated rank, or of all threads, under 0.
-TIMELINES: dict[int, Timeline] = {}
-
-
-def timeline() -> Timeline | None:
+def timeline() -> Any:
     """The timeline of this rank; None where no trace is recorded."""
     return (TIMELINES.get(threading.get_ident()) or TIMELINES.get(0)) if TIMELINES else None
 
@@ -104,7 +94,7 @@ class _Waiting:
 class Span:
     """A part of the program of which a timeline is told, or torch's profiler."""
 
-    def __init__(self, traffic: Traffic, name: str, line: Timeline | None) -> None:
+    def __init__(self, traffic: Traffic, name: str, line: Any) -> None:
         self._traffic, self._name, self._line = traffic, name, line
         self._record = profiler.record_function(f"fjoin/{name}") if line is None else None
         self._inner: Span | None = None
