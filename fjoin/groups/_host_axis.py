@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -34,7 +35,10 @@ class HostAxis(GroupAxis):
     def __init__(self, links: HostLinks, number: int, *args: Any) -> None:
         super().__init__(*args)
         ranks = dist.get_process_group_ranks(self.group)
-        self.channel = HostChannel(links, number, ranks, self.rank, self.check)
+        self.channel = HostChannel(links, number, ranks, self.rank, self.check, self._launched)
+
+    def _launched(self, op: str, x: Tensor, arg: Any) -> AbstractContextManager[None]:
+        return self.traffic.launched(op, self.name, x, self.size, arg, self.rank)
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A buffer whose messages need no copy."""
@@ -47,32 +51,18 @@ class HostAxis(GroupAxis):
         keep_freed()
         return self.channel.links.lend(numel, dtype)
 
-    def _exchange(self, op: str, x: Tensor, *args: Any, arg: Any = None, **kwargs: Any) -> Exchange:
-        """Start a message; see `HostChannel.exchange`.
-
-        Args:
-            arg: The argument of the collective.
-        """
-        self._open()
-        return self._counted(op, x, self.channel.exchange(op, x, *args, **kwargs), arg)
-
-    def _counted(self, op: str, x: Tensor, work: Exchange, arg: Any = None) -> Exchange:
-        work.waiting = self.traffic.launched(op, self.name, x, self.size, arg, self.rank)
-        return work
-
     def begin_reduce(self, buffer: Tensor) -> Work:
         """Start summing a contiguous buffer in place."""
         if buffer.device.type != "cpu":
             return super().begin_reduce(buffer)
-        self._open()
-        return self._counted("psum", buffer, self.channel.reduce_("psum", buffer.detach().view(-1)))
+        return self.channel.reduce_("psum", buffer.detach().view(-1))
 
     def begin_scatter(self, flat: Tensor, bounds: Sequence[int], rank: int) -> PieceSum:
         """Start summing the pieces of a flat buffer, each on its rank; on the CPU in place."""
         if flat.device.type != "cpu":
             return super().begin_scatter(flat, bounds, rank)
         own, same = flat[bounds[rank] : bounds[rank + 1]], (len(flat), tuple(bounds))
-        work = self._exchange(
+        work = self.channel.exchange(
             "psum_scatter", flat, list(itertools.pairwise(bounds)), lambda parts: combine(parts, [own]),
             settles=True, inline=False, same=same,  # a packet is not answered, and then `total` is not that of all ranks
         )  # fmt: skip
@@ -82,12 +72,11 @@ class HostAxis(GroupAxis):
         """Start a collective; the returned function waits for it and returns the result."""
         if x.device.type != "cpu":
             return super().begin(op, x, arg)
-        self._open()
         n, x = self.size, plain(x)
         m, shape, rest = x.numel(), tuple(x.shape), tuple(x.shape[1:])
         if op in _FOLDS:
             out = x.clone() if op == "psum" else to_order(x.clone(), op == "pmax")
-            work = self._counted(op, out, self.channel.reduce_(op, out.view(-1), _FOLDS[op], shape))
+            work = self.channel.reduce_(op, out.view(-1), _FOLDS[op], shape)
             received = Received([work], out)
             return received if op == "psum" else lambda: from_order(received(), x.dtype)
         same: object = shape
@@ -116,7 +105,7 @@ class HostAxis(GroupAxis):
                 )
             copy_all(out, parts)
 
-        return Received([self._exchange(op, x, ranges, taken, arg=arg, same=same)], out)
+        return Received([self.channel.exchange(op, x, ranges, taken, arg=arg, same=same)], out)
 
     def begin_gather(self, flat: Tensor, sizes: Sequence[int], rank: int) -> Work:
         """Start filling a flat buffer from all ranks' parts of it, of these sizes in rank order; each has its own."""
@@ -131,7 +120,7 @@ class HostAxis(GroupAxis):
                     flat[at[i] : at[i + 1]].copy_(part)
 
         same = flat.numel(), tuple(sizes)
-        return self._exchange("all_gather", own, [(0, len(own))] * self.size, fill, settles=True, same=same)
+        return self.channel.exchange("all_gather", own, [(0, len(own))] * self.size, fill, settles=True, same=same)
 
 
 class OwnPiece(PieceSum):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +31,7 @@ class HostChannel:
         ranks: The ranks, as the links count them.
         rank: The index of this rank among them.
         failing: Raises where another rank has failed; called at intervals of a wait.
+        launched: Counts a message, given its collective, its input and the argument; returns a context in which the host waits.
     """
 
     def __init__(
@@ -38,9 +41,10 @@ class HostChannel:
         ranks: Sequence[int],
         rank: int,
         failing: Callable[[], None] = lambda: None,
+        launched: Callable[[str, Tensor, Any], AbstractContextManager[None]] = lambda *sent: contextlib.nullcontext(),
     ) -> None:
         self.links, self.number, self.ranks, self.rank = links, number, list(ranks), rank
-        self._failing, self._message = failing, 0
+        self._failing, self._launched, self._message = failing, launched, 0
 
     def exchange(
         self,
@@ -52,15 +56,18 @@ class HostChannel:
         settles: bool = False,
         inline: bool = True,
         same: object = None,
+        arg: Any = None,
     ) -> Exchange:
         """Start a message in which the rank at index i gets a range of `source`.
 
         Args:
+            arg: The argument of the collective.
             take: Gets all ranks' parts for this rank, in rank order.
             pushes, settles, inline: See `Exchange`.
             same: Everything that must be the same on all ranks: sizes or shapes, a root, pairs.
         """
         self._message += 1
+        waiting = self._launched(op, source, arg)
         source = flat_view(source.detach())
         others = {rank: ranges[i] for i, rank in enumerate(self.ranks) if i != self.rank}
         first, last = ranges[self.rank]
@@ -71,7 +78,9 @@ class HostChannel:
 
         call = zlib.crc32(f"{op} {source.dtype} {same}".encode())
         key = self.number, self._message
-        exchange = Exchange(self.links, key, source, others, call, taken, self._failing, pushes, settles, inline)
+        exchange = Exchange(
+            self.links, key, source, others, call, taken, self._failing, waiting, pushes, settles, inline
+        )
         # Profilers see it, as they see the messages of a process group.
         with record_function(f"fjoin::{op}") if profiler._is_profiler_enabled else contextlib.nullcontext():
             self.links.start(exchange)

@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -37,12 +37,12 @@ class Exchange:
         take: Gets rank -> its part, of `source`'s dtype, and copies what it needs. It may return a number, which travels
             with the answer that the part has been taken. None once the parts have been taken.
         failing: Raises where a rank has failed; called at intervals of a wait.
+        waiting: A context in which the host waits.
         pushes: Whether `take` writes into the parts, for their ranks. Then `source` holds their results once all others
             have taken theirs.
         settles: Whether a wait also waits until all others have taken their parts, so that `source` may be written into. It
             does where others read `source` itself, and not a copy.
         inline: Whether small parts may travel in the packets, which are not answered.
-        waiting: A context in which the host waits.
         numbers: That of this rank's `take` first, and those of all ranks that have answered.
         from_memory: The ranks whose part was not in a packet: they get an answer.
     """
@@ -54,10 +54,10 @@ class Exchange:
     fingerprint: int
     take: Callable[[dict[int, Tensor]], float | None] | None
     failing: Callable[[], None]
+    waiting: AbstractContextManager[None]
     pushes: bool = False
     settles: bool = False
     inline: bool = True
-    waiting: AbstractContextManager[None] = field(default_factory=nullcontext)
     is_settled: bool = False
     untaken: set[int] = field(default_factory=set)
     from_memory: list[int] = field(default_factory=list)
@@ -131,16 +131,16 @@ class Exchange:
     def arrived(self) -> bool:
         """Whether a wait would not wait."""
         self.links.progress()
-        return self.is_done() or self.failed is not None or self.links.lost(self.needed())
+        return self.is_done() or self.links.lost(self.needed())
 
     def is_done(self) -> bool:
-        return self.take is None and self.failed is None and (not self.settles or self.is_settled)
+        return self.failed is not None or (self.take is None and (not self.settles or self.is_settled))
 
     @uncompiled
     def wait(self) -> None:
         """Wait for the parts, and where `settles` until all have taken theirs."""
         with self.waiting:
-            self.links.wait(lambda: self.failed is not None or self.is_done(), self.needed, self.failing)
+            self.links.wait(self.is_done, self.needed, self.failing)
         if self.failed is not None:
             raise self.failed
 
@@ -158,9 +158,8 @@ def announce(exchange: Exchange, peers: Mapping[int, Peer], memory: HostMemory) 
     place: tuple[int, int, int] | None = None
     for rank, (start, stop) in exchange.given.items():
         peer, part = peers[rank], exchange.source[start:stop]
-        for region in peer.knows.intersection(drops):
-            peer.knows.discard(region)
-            peer.send(Head(DROPPED, region=region))
+        for dropped in drops:
+            peer.send(Head(DROPPED, region=dropped))
         head = exchange.key[0], exchange.fingerprint, exchange.key[1]
         nbytes = part.numel() * part.element_size()
         if nbytes <= INLINE_BYTES and exchange.inline:
@@ -170,7 +169,6 @@ def announce(exchange: Exchange, peers: Mapping[int, Peer], memory: HostMemory) 
         if place is None:
             place = exchange.place(memory)
         region, size, first = place
-        peer.knows.add(region)
         first += start * part.element_size()
         peer.send(Head(PART, *head, region, size, first, nbytes))
         exchange.untaken.add(rank)
@@ -202,13 +200,9 @@ class HostLinks:
             peer.send(Head(MEMORY), b"" if i else bytes(2 * INLINE_BYTES), self.memory.fd)
         _OPEN.add(self)
 
-    def meet(self, check: Callable[[], None] = lambda: None) -> None:
-        """Wait until the memory of all other ranks has arrived."""
-
-        def absent() -> list[int]:
-            return [rank for rank, peer in self.peers.items() if peer.memory < 0]
-
-        self.wait(lambda: not absent(), absent, check)
+    def absent(self) -> list[int]:
+        """The ranks whose memory has not arrived."""
+        return [rank for rank, peer in self.peers.items() if peer.memory < 0]
 
     def reach(self, ranks: Iterable[int]) -> bool:
         """Whether these ranks, this one included, are on this host."""
@@ -262,10 +256,6 @@ class HostLinks:
             peer.flush()
             while not self._reads and not peer.ended and peer.read(self._room):
                 pass
-        self._advance()
-
-    def _advance(self) -> None:
-        """Take the parts of all messages that are complete."""
         for exchange in self._under_way:
             if exchange.try_take():
                 axis, message = exchange.key

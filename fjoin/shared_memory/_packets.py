@@ -68,7 +68,6 @@ class Peer:
         self.connection = connection
         self.memory = -1  # the descriptor of the other process's memory, once that has arrived
         self.regions: dict[int, Region] = {}  # of the other process
-        self.knows: set[int] = set()  # regions of this process that the other one has mapped
         self.parts: dict[tuple[int, int], Part] = {}  # by axis and message
         self.taken: dict[tuple[int, int], float] = {}  # messages whose part from this process it has taken
         self.waiting: deque[bytes] = deque()  # packets that did not fit into the connection

@@ -66,48 +66,7 @@ class Doorway:
         if self._socket is not None:
             self._socket.close()
 
-    def connect(
-        self, rank: int, addresses: Mapping[int, str], timeout_s: float, check: Callable[[], None] = lambda: None
-    ) -> dict[int, socket.socket]:
-        """Connect to other ranks of this host, which all do the same: to lower ranks first.
-
-        Args:
-            rank: This rank.
-            addresses: Rank -> the address of its doorway.
-            timeout_s: The limit, in seconds.
-            check: Raises where another rank cannot connect; called at intervals.
-
-        Raises:
-            CollectiveTimeout: a rank has not come in time.
-            OSError: the system refuses a connection.
-        """
-        end, found = time.monotonic() + timeout_s, dict[int, socket.socket]()
-        try:
-            while missing := addresses.keys() - found.keys():
-                other = min(missing)
-                if other < rank:
-                    connection = _call(addresses[other], rank)
-                else:
-                    other, connection = self._answer()
-                if connection is not None and other in missing:
-                    found[other] = connection
-                    continue
-                if connection is not None:
-                    connection.close()
-                check()
-                if time.monotonic() >= end:
-                    other = min(missing)
-                    raise CollectiveTimeout(
-                        f"rank {rank} could not connect to rank {other}, which is on the same host, within {timeout_s:g} s",
-                        rank=other,
-                    )
-        except BaseException:
-            for connection in found.values():
-                connection.close()
-            raise
-        return found
-
-    def _answer(self) -> tuple[int, socket.socket | None]:
+    def answer(self) -> tuple[int, socket.socket | None]:
         """The next rank that connects, -1 for a process that is no rank of this user; None where none comes now."""
         assert self._socket is not None
         self._socket.settimeout(_LOOK_S)
@@ -151,7 +110,11 @@ def _user_of(connection: socket.socket) -> int:
 
 
 def connect(
-    doorway: Doorway, rank: int, addresses: Mapping[int, str], timeout_s: float, check: Callable[[], None]
+    doorway: Doorway,
+    rank: int,
+    addresses: Mapping[int, str],
+    timeout_s: float,
+    check: Callable[[], None] = lambda: None,
 ) -> HostLinks:
     """Links to other ranks of this host, which all call this.
 
@@ -166,15 +129,28 @@ def connect(
         PeerGone: a rank has given up.
         OSError, TransportError: the system refuses memory, a connection or a packet.
     """
-    found = doorway.connect(rank, addresses, timeout_s, check)
-    links = None
-    try:
+    end, found = time.monotonic() + timeout_s, dict[int, socket.socket]()
+    with contextlib.ExitStack() as given_up:
+        while missing := addresses.keys() - found.keys():
+            other = min(missing)  # all ranks do the same: they connect to lower ranks first
+            if other < rank:
+                connection = _call(addresses[other], rank)
+            else:
+                other, connection = doorway.answer()
+            if connection is not None and other in missing:
+                found[other] = given_up.enter_context(connection)
+                continue
+            if connection is not None:
+                connection.close()
+            check()
+            if time.monotonic() >= end:
+                other = min(missing)
+                raise CollectiveTimeout(
+                    f"rank {rank} could not connect to rank {other}, which is on the same host, within {timeout_s:g} s",
+                    rank=other,
+                )
         links = HostLinks(found, timeout_s)
-        links.meet(check)
-    except BaseException:
-        for connection in found.values():
-            connection.close()
-        if links is not None:
-            links.close()
-        raise
+        given_up.callback(links.close)
+        links.wait(lambda: not links.absent(), links.absent, check)
+        given_up.pop_all()
     return links

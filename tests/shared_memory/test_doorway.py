@@ -32,7 +32,7 @@ def met(doors: list[Doorway], timeout_s: float = 20.0) -> list[Any]:
     def run(rank: int) -> None:
         others = {other: door.address for other, door in enumerate(doors) if other != rank}
         try:
-            found[rank] = doors[rank].connect(rank, others, timeout_s)
+            found[rank] = _hosts.connect(doors[rank], rank, others, timeout_s)
         except Exception as error:
             found[rank] = error
 
@@ -58,11 +58,11 @@ def test_processes_of_another_user_are_ignored(pool: Any) -> None:
         found = met([first, second])
         os.write(stop[1], b".")
         os.waitpid(child, 0)
-        assert [set(one) for one in found] == [{1}, {0}]
+        assert [set(one.peers) for one in found] == [{1}, {0}]
         for fd in (*at, *stop):
             os.close(fd)
-        for connections in found:
-            connections[next(iter(connections))].close()
+        for links in found:
+            links.close()
 
 
 def test_connect_retries_if_the_queue_is_full() -> None:
@@ -80,22 +80,27 @@ def test_connect_retries_if_the_queue_is_full() -> None:
                     break
             full += 1
         found = met(doors)
-        assert 0 < full < 10 and [set(one) for one in found] == [{1}, {0}]
-        for connections in found:
-            connections[next(iter(connections))].close()
+        assert 0 < full < 10 and [set(one.peers) for one in found] == [{1}, {0}]
+        for links in found:
+            links.close()
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:
     with Doorway() as door, Doorway() as other, Doorway() as absent:
         found: list[Any] = []
         addresses = {1: other.address, 2: absent.address}
-        thread = threading.Thread(target=lambda: found.append(other.connect(1, {0: door.address}, 5.0)))
+
+        def run() -> None:
+            with pytest.raises(fjoin.PeerLost, match="rank 0 of this host has closed its connection"):
+                _hosts.connect(other, 1, {0: door.address}, 5.0)
+            found.append(True)
+
+        thread = threading.Thread(target=run)
         thread.start()
         with pytest.raises(fjoin.CollectiveTimeout, match="rank 0 could not connect to rank 2") as error:
-            door.connect(0, addresses, 0.5)
+            _hosts.connect(door, 0, addresses, 0.5)
         thread.join()
-        found[0][0].close()
-        assert error.value.rank == 2
+        assert found and error.value.rank == 2
 
 
 def test_ranks_of_other_users_and_name_spaces_are_on_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
