@@ -23,7 +23,6 @@ from ._mesh import Communicator
 from ._message import poll
 
 TRANSPORTS = ("auto", "gloo", "shared")
-_GONE = "? "  # before the reason of a rank that has only noticed that another one gave up
 
 
 def chosen_transport(transport: str) -> str:
@@ -63,27 +62,22 @@ def links_to_host(
         if (text := store.get(timeout_s, refused)) is not None:
             raise TransportError(text)
 
-    links, reason = None, ""
+    links, failed = None, False
     with contextlib.ExitStack() as given_up:
         try:
             if addresses:
                 links = connect(doorway, me, addresses, timeout_s, check)
                 given_up.callback(links.close)
-        except PeerGone as error:  # its own reason follows
-            reason = f"{_GONE}{error}"
-        except (OSError, TransportError) as error:
-            reason = str(error) if isinstance(error, TransportError) else f"rank {me}: {error}"
-            store.set(timeout_s, refused, reason)
-        reasons = sorted(
-            filter(None, meetings.exchange("fjoin.mesh", reason, list, list(doorways))),
-            key=lambda text: text.startswith(_GONE),
-        )
-        if not reasons:
+        except (PeerGone, OSError, TransportError) as error:
+            failed = True
+            if not isinstance(error, PeerGone):  # which has told its own reason
+                store.set(timeout_s, refused, f"rank {me}: {error}" if isinstance(error, OSError) else str(error))
+        if not any(meetings.exchange("fjoin.mesh", failed, list, list(doorways))):
             given_up.pop_all()
             return links
     if required:
         raise TransportError(
-            f"transport='shared': {reasons[0]}; raise the limit, or use transport='auto', which then takes gloo"
+            f"transport='shared': {store.get(timeout_s, refused)}; raise the limit, or use transport='auto', which then takes gloo"
         )
     return None
 
