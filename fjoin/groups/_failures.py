@@ -11,7 +11,7 @@ import re
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
@@ -177,7 +177,7 @@ class Failures:
         self._own = [host_name("pid"), os.getpid(), _start_of(os.getpid()) if numbered else None]
         self._processes: dict[int, list[Any]] = {}  # of the other ranks, by rank
         self._gone_before: set[int] = set()  # the ranks that were gone at the last check
-        self._leaves = False  # whether this rank waits for the others to leave a loop
+        self.leaves = False  # whether this rank waits for the others to leave a loop
         self._tell(f"process/{rank}", self._own)
 
     def _tell(self, key: str, value: Any) -> None:
@@ -209,7 +209,7 @@ class Failures:
     def reported(self) -> FjoinError | None:
         """The failure that another rank has reported, or that it has left a loop in which this one goes on, if any."""
         report = self._told("failure")
-        if report and report["by"] != self._rank and (self._leaves or report["rank"] != self._rank):
+        if report and report["by"] != self._rank and (self.leaves or report["rank"] != self._rank):
             return _KINDS[report["kind"]](report["text"], rank=report["rank"], step=report["step"])
         notice = self._told("leaving")
         if notice and notice["messages"] < self._traffic.messages:
@@ -237,23 +237,10 @@ class Failures:
         host, pid, start = self._processes.get(rank, ("", 0, ""))
         return bool(start) and host == self._own[0] and _start_of(pid) not in (start, None)
 
-    @contextlib.contextmanager
-    def leaving(self, text: str) -> Iterator[int]:
-        """Announce that this rank leaves a loop, in a with block that waits for the others to do so.
-
-        Args:
-            text: The error of those that go on.
-
-        Yields:
-            The number of messages of this rank.
-        """
-        notice = {"rank": self._rank, "messages": self._traffic.messages, "text": text}
-        self._leaves = True
-        try:
-            self._tell("leaving", notice)
-            yield self._traffic.messages
-        finally:
-            self._leaves = False
+    def leaving(self, text: str) -> None:
+        """Announce that this rank leaves a loop, and waits for the others to do so; `text` is the error of those that go on."""
+        self.leaves = True
+        self._tell("leaving", {"rank": self._rank, "messages": self._traffic.messages, "text": text})
 
     def left_together(self) -> None:
         """All ranks have come to leave the loop, and none has left it yet: the announcement has had its use."""

@@ -159,12 +159,14 @@ class GroupMesh(Communicator):
             return len(set(messages)) == 1
 
         try:
-            with self._failures.leaving(text) as messages:
-                return bool(self._meetings.exchange(LEAVES, messages, same, self._ranks, limit_s))
+            self._failures.leaving(text)
+            return bool(self._meetings.exchange(LEAVES, self.traffic.messages, same, self._ranks, limit_s))
         except KeyboardInterrupt:
             _thread.interrupt_main()
         except (FjoinError, RuntimeError):  # of a rank that goes on or has failed, or of the store
             pass
+        finally:
+            self._failures.leaves = False
         return False
 
     def close(self) -> None:
