@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
@@ -113,23 +112,3 @@ def test_the_same_order_is_fine(hook: str) -> None:
         return [state.step for state in states]
 
     assert tx.simulate(one_rank, {"data": 3}, [3, 0, 2]) == [[3, 3, 3]] * 3
-
-
-def test_single_rank_may_step_in_two_threads() -> None:
-    steps, states = two_steps("mean", fjoin.mesh({"data": -1}))
-
-    def inner(params: Any, batch: Any) -> Any:
-        done = []
-
-        def run() -> None:
-            done.append(steps[0](states[0], 1.0)[0].step)
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
-        assert done == [1]
-        return (params["w"] * batch).sum()
-
-    outer = fjoin.train_step(inner, tx.fuse(tx.mean("data"), tx.sgd(1.0)), mesh=steps[0].run.mesh)
-    state, _ = outer(outer.init({"w": torch.zeros(3)}), 1.0)
-    assert state.step == 1

@@ -13,6 +13,7 @@ import pytest
 
 import fjoin
 from fjoin.shared_memory import Doorway, _rendezvous as _hosts
+from tests.helpers import raises_text
 
 RANK = struct.Struct("<q")
 
@@ -89,13 +90,10 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     with Doorway() as door, Doorway() as other, Doorway() as absent:
         found: list[Any] = []
         addresses = {1: other.address, 2: absent.address}
-
-        def run() -> None:
-            with pytest.raises(fjoin.PeerLost, match="rank 0 of this host has closed its connection"):
-                _hosts.connect(other, 1, {0: door.address}, 5.0)
-            found.append(True)
-
-        thread = threading.Thread(target=run)
+        call = lambda: _hosts.connect(other, 1, {0: door.address}, 5.0)  # noqa: E731
+        thread = threading.Thread(
+            target=lambda: found.append(raises_text(fjoin.PeerLost, call, "closed its connection"))
+        )
         thread.start()
         with pytest.raises(fjoin.CollectiveTimeout, match="rank 0 could not connect to rank 2") as error:
             _hosts.connect(door, 0, addresses, 0.5)
