@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable
 from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from ._axis import AXES, GroupAxis
 
@@ -64,12 +65,12 @@ def _abort(groups: list[Any]) -> None:
 def _forget(group: Any) -> None:
     """Remove torch's own references to a group, which would keep its connections open.
 
-    - Joinables, modules among them, and model averagers hold it as an attribute, and a module's reducer holds it in C++. If
-      the reducer were the last holder, its destructor would wait for threads that wait for Python.
+    - Joinables, modules among them, optimizers and model averagers hold it as an attribute, and a module's reducer holds it
+      in C++. If the reducer were the last holder, its destructor would wait for threads that wait for Python.
     - The functions of torch.distributed.nn hold the default group at the time of their import among their default
       arguments, and making a DistributedDataParallel imports them.
     """
-    kinds = (Joinable, ModelAverager)
+    kinds = (Joinable, ModelAverager, Optimizer)
     places = gc.get_referrers(group)  # objects, or their dicts
     # Each search for referrers takes some 30 ms, so not for torch's own dicts, in which groups are keys.
     dicts = [place for place in places if isinstance(place, dict) and any(value is group for value in place.values())]
