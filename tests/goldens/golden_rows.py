@@ -129,7 +129,7 @@ OTHERS: dict[str, Row] = {
 
 ROWS: dict[str, Row] = {
     **{
-        f"plan: {name}": Row(lambda p=p: p, axes_of(repr(p), THREE), torch.float64)  # type: ignore[misc]
+        f"plan: {name}": Row(lambda p=p: p, axes_of(repr(p), THREE), torch.float64)
         for name, p in PLANS.items()
     },
     **{f"sharded: {name}": _of_pair(pair, pair.sharded) for name, pair in PAIRS.items()},

@@ -270,8 +270,8 @@ def test_raises_on_bad_input() -> None:
         raises_text(TypeError, lambda: fjoin.auto_quantize(func, "fp16"), func.__name__, "all_to_all_single")  # noqa: B023
     raises_text(TypeError, lambda: fjoin.auto_quantize(tx.psum, "fp16"), "psum")
     raises_text(TypeError, lambda: fjoin.auto_quantize(dist.all_gather, "int8"), "'int8'", "int8()")
-    raises_text(TypeError, lambda: fjoin.auto_quantize(dist.all_gather, tx.int8), "int8()")  # type: ignore[arg-type]
-    raises_text(TypeError, lambda: fjoin.auto_quantize(dist.all_gather, torch.float16), "torch.float16")  # type: ignore[arg-type]
+    raises_text(TypeError, lambda: fjoin.auto_quantize(dist.all_gather, tx.int8), "int8()")
+    raises_text(TypeError, lambda: fjoin.auto_quantize(dist.all_gather, torch.float16), "torch.float16")
 
 
 def test_signature_matches_the_wrapped_collective() -> None:

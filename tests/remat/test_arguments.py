@@ -50,7 +50,7 @@ def model() -> nn.Sequential:
 
 def gradients(module: nn.Module) -> list[Tensor]:
     module(torch.ones(3, 4)).sin().sum().backward()
-    return [p.grad for p in module.parameters()]  # type: ignore[misc]
+    return [p.grad for p in module.parameters()]
 
 
 def test_the_tables_have_all_arguments_of_torch() -> None:

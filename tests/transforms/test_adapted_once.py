@@ -96,7 +96,7 @@ def test_accepts_refers_to_the_given_function(kind: str) -> None:
 
 def _depth() -> int:
     frame, found = sys._getframe(), 0
-    while (frame := frame.f_back) is not None:  # type: ignore[assignment]
+    while (frame := frame.f_back) is not None:
         found += 1
     return found
 

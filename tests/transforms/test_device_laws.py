@@ -70,7 +70,7 @@ def counts(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
 
 def test_correct_transforms_pass() -> None:
     for change in (keeps_a_table, moves_without_waiting, lambda g: g * torch.tensor(0.5), torch.neg):
-        stays_on_its_device(lambda change=change: leafwise(change))  # type: ignore[misc]
+        stays_on_its_device(lambda change=change: leafwise(change))
     stays_on_its_device(lambda: tx.Transform(lambda params: (torch.zeros((), dtype=torch.int64),), counts))
 
 

@@ -142,7 +142,7 @@ def test_all_laws_run_on_all_rows() -> None:
         assert {mark.name for mark in marks} == {"parametrize"}
         (cases,) = (mark.args[1] for mark in marks)
         assert not any(case.marks for case in cases)
-        every_row = [make for table in tables for rows in table.values() for make in rows]  # type: ignore[attr-defined]
+        every_row = [make for table in tables for rows in table.values() for make in rows]
         assert {tuple(map(id, case.values)) for case in cases} == {
             (id(m), id(law)) for m in every_row for law in all_laws
         }

@@ -67,8 +67,8 @@ def test_raises_on_bad_states() -> None:
     raises_text(ValueError, lambda: tx.from_state_dict(like, {}), "[]", "w.step")
     raises_text(ValueError, lambda: load(**{"w.momentum": torch.zeros(3)}), "'w.momentum'", "(3,)", "(2,)")
     raises_text(TypeError, lambda: load(**{"w.momentum": 3}), "'w.momentum'", "expected a tensor")
-    raises_text(TypeError, lambda: tx.from_state_dict(like, None), "mapping", "None")  # type: ignore[arg-type]
-    raises_text(ValueError, lambda: tx.from_state_dict(like, {0: 1, "b": 2}), "['0', 'b']")  # type: ignore[dict-item]
+    raises_text(TypeError, lambda: tx.from_state_dict(like, None), "mapping", "None")
+    raises_text(ValueError, lambda: tx.from_state_dict(like, {0: 1, "b": 2}), "['0', 'b']")
     counts = {"n": torch.zeros((), dtype=torch.int64)}
     for bad in (torch.tensor(1.7), torch.tensor(float("nan"))):
         raises_text(TypeError, lambda: tx.from_state_dict(counts, {"n": bad}), "'n'", "float32", "int64")  # noqa: B023

@@ -232,5 +232,5 @@ def test_show_gives_them_to_lines_bars_writers_and_functions(capsys: pytest.Capt
 
 def test_bad_arguments_of_show() -> None:
     raises_text(ValueError, lambda: fjoin.show(0), "every", "0")
-    raises_text(ValueError, lambda: fjoin.show(2.5), "every", "2.5")  # type: ignore[arg-type]
+    raises_text(ValueError, lambda: fjoin.show(2.5), "every", "2.5")
     raises_text(TypeError, lambda: fjoin.show(to=["run.log"]), "to=", "run.log", "(numbers, step)")

@@ -57,7 +57,7 @@ def test_values_out_of_range(make: Any, texts: tuple[str, ...]) -> None:
     ],
 )
 def test_arguments_of_the_wrong_kind(make: Any, texts: tuple[str, ...]) -> None:
-    raises_text((TypeError, ValueError), make, *texts)  # type: ignore[arg-type]
+    raises_text((TypeError, ValueError), make, *texts)
 
 
 def test_more_fragments_than_parameters() -> None:
@@ -80,14 +80,14 @@ def test_patterns_of_fragments_match_all_parameters() -> None:
 def test_wires_over_more_axes_and_patterns_in_lists() -> None:
     wire = tx.error_feedback(tx.compress(tx.int8(), tx.mean(("a", "b"))))
     assert "('a', 'b')" in repr(tx.post_local_sgd(SGD, wire, 4, 2, hook=tx.mean(("a", "b")), local=tx.mean("b")).after)
-    grouped = tx.diloco(SGD, tx.mean("data"), 4, fragments=[["a", "b"], "*"])  # type: ignore[list-item]
+    grouped = tx.diloco(SGD, tx.mean("data"), 4, fragments=[["a", "b"], "*"])
     assert grouped == tx.diloco(SGD, tx.mean("data"), 4, fragments=(("a", "b"), "*"))
 
 
 def test_old_arguments_and_half_of_the_reductions() -> None:
-    raises_text(TypeError, lambda: tx.local_sgd(SGD, "data", 4, state="average"), "reduction", "mean('data')")  # type: ignore[arg-type]
+    raises_text(TypeError, lambda: tx.local_sgd(SGD, "data", 4, state="average"), "reduction", "mean('data')")
     half = {"local": tx.mean("b")}
-    raises_text(ValueError, lambda: tx.post_local_sgd(SGD, tx.mean("a"), 4, 2, **half), "local=", "hook=")  # type: ignore[arg-type]
+    raises_text(ValueError, lambda: tx.post_local_sgd(SGD, tx.mean("a"), 4, 2, **half), "local=", "hook=")
 
 
 PIPELINES = {
@@ -151,7 +151,7 @@ def test_states_without_a_mean() -> None:
     for opt, name in (tx.nadam(), "mu_product"), (tx.asgd(), "eta"):
         raises_text(
             TypeError, lambda opt=opt: tx.local_sgd(opt, tx.mean("data"), 2, state="average").init(p), name, "'w'"
-        )  # type: ignore[misc]
+        )
 
 
 @pytest.mark.parametrize(

@@ -188,7 +188,7 @@ def test_post_local_sgd(ranks: int, warmup: int, inner: str, over: Any) -> None:
             return grad(ranks, weighted, rank, step, params)
         w = [weight(r, step) if weighted else 1.0 for r in range(ranks)]
         each = [grad(ranks, False, r, step, params) for r in range(ranks)]
-        return sum(x * g for x, g in zip(w, each, strict=True)) / sum(w) if sum(w) else None  # type: ignore[operator,misc]
+        return sum(x * g for x, g in zip(w, each, strict=True)) / sum(w) if sum(w) else None
 
     want = oracle.averaged(
         theirs, start, ranks, STEPS, gradient,

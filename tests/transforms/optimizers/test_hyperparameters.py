@@ -60,7 +60,7 @@ def test_change_at_run_time_matches_param_groups() -> None:
 
 def test_schedules_of_any_hyperparameter() -> None:
     params, grads = _trees(5)
-    opt = tx.inject_hyperparameters(tx.adamw(tx.linear(0.1, 0.0, 5), weight_decay=tx.linear(0.0, 0.5, 5)))  # type: ignore[arg-type]
+    opt = tx.inject_hyperparameters(tx.adamw(tx.linear(0.1, 0.0, 5), weight_decay=tx.linear(0.0, 0.5, 5)))
     state, ours, want = opt.init(params), params, params
     plain_state = tx.adamw(0.1).init(params)
     for i, g in enumerate(grads):
@@ -91,7 +91,7 @@ def test_raises_on_bad_input() -> None:
     params, (grads,) = _trees(1)
     by_hand = tx.Optimizer(tx.sgd().init_param, tx.sgd().step_param, tx.sgd().step_param_)
     raises_text(TypeError, lambda: tx.inject_hyperparameters(by_hand), "made by no factory")
-    raises_text(TypeError, lambda: tx.inject_hyperparameters("sgd"), "expected an Optimizer", "'sgd'")  # type: ignore[arg-type]
+    raises_text(TypeError, lambda: tx.inject_hyperparameters("sgd"), "expected an Optimizer", "'sgd'")
     opt = tx.inject_hyperparameters(tx.sgd(0.1))
     state = opt.init(params)
     raises_text(ValueError, lambda: tx.with_hyperparameters(state, momentum=0.9), "['momentum']", "'lr'")
@@ -198,7 +198,7 @@ def test_wide_parameters_need_no_master() -> None:
     got, state = _steps(opt, params, opt.init(params), grads)
     assert state["scale"].master is None and same_bits(got, _steps(plain, params, plain.init(params), grads)[0])
     raises_text(TypeError, lambda: tx.mixed_precision(tx.adamw(), torch.int32), "torch.int32")
-    raises_text(TypeError, lambda: tx.mixed_precision(tx.mean("data")), "Optimizer", "mean('data')")  # type: ignore[arg-type]
+    raises_text(TypeError, lambda: tx.mixed_precision(tx.mean("data")), "Optimizer", "mean('data')")
 
 
 def test_masters_in_a_training_step() -> None:
@@ -265,7 +265,7 @@ def test_schedules_of_plain_python() -> None:
     params = {"w": torch.ones(2)}
     for opt in (make(lambda step: 0.1 if step < 5 else 0.01) for make in (tx.asgd, tx.rprop, tx.sgd)):
         opt.step(params, params, opt.init(params))
-    opt = tx.inject_hyperparameters(tx.sgd(lambda step: 0.1 if step < 1 else 0.01))  # type: ignore[arg-type]
+    opt = tx.inject_hyperparameters(tx.sgd(lambda step: 0.1 if step < 1 else 0.01))
     _, state = opt.step(params, params, opt.init(params))
     assert abs(state["w"].scheduled["lr"] - 0.01) < 1e-12
 

@@ -109,12 +109,12 @@ class Made(TorchDispatchMode):
     """The largest memory that an operation makes, in elements."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.largest = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        before = {x.untyped_storage().data_ptr() for x in optree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)}  # type: ignore[arg-type]
+        before = {x.untyped_storage().data_ptr() for x in optree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         for x in optree.tree_leaves(out):
             if isinstance(x, Tensor) and not x.is_meta and x.untyped_storage().data_ptr() not in before:
                 self.largest = max(self.largest, x.numel())
@@ -197,7 +197,7 @@ def on_processes(transport: str, donate: bool) -> Any:
     state, rank = pipeline.init(params), torch.distributed.get_rank()
 
     def loss(p: Any, x: float) -> Tensor:
-        return sum((leaf.sin() * x).sum() for leaf in optree.tree_leaves(p))  # type: ignore[no-any-return]
+        return sum((leaf.sin() * x).sum() for leaf in optree.tree_leaves(p))
 
     grad = fjoin.value_and_grad(loss)
     with fjoin.bind(fjoin.mesh({"data": -1}, transport=transport, ordered=not donate)):

@@ -53,7 +53,7 @@ STAGES = {
 
 
 def loss(params: Any, batch: float) -> Tensor:
-    return sum(((p * batch + i).sin() * batch).sum() for i, p in enumerate(params.values()))  # type: ignore[return-value]
+    return sum(((p * batch + i).sin() * batch).sum() for i, p in enumerate(params.values()))
 
 
 def start() -> dict[str, Tensor]:
@@ -105,7 +105,7 @@ def test_two_fields_are_enough() -> None:
     mine = tx.Transform(lambda params: 1, update)
     assert mine.needs == Needs.TREE and mine.reduces is mine.compression is None and not mine.pauses
     assert make_plan(mine, {"node": 2, "local": 2}).reduced(0) == (("node", "local"), False, ())
-    raises_text(TypeError, lambda: tx.Transform(lambda params: 1, update, "leaf"), "Needs.LEAVES", "'leaf'")  # type: ignore[arg-type]
+    raises_text(TypeError, lambda: tx.Transform(lambda params: 1, update, "leaf"), "Needs.LEAVES", "'leaf'")
 
 
 def test_accepts_follows_the_signature() -> None:

@@ -188,7 +188,7 @@ KEY = tx.random.key(0)
 ERRORS: dict[str, tuple[Any, Any, str]] = {
     "a seed": (lambda: tx.random.key(-1), ValueError, "seed"),
     "a large seed": (lambda: tx.random.key(2**64), ValueError, "below 2\\^64"),
-    "no key": (lambda: tx.random.bits(3), TypeError, "a key, .*got 3"),  # type: ignore[arg-type]
+    "no key": (lambda: tx.random.bits(3), TypeError, "a key, .*got 3"),
     "several keys": (lambda: tx.random.normal(tx.random.split(tx.random.key(0), 3)), TypeError, "torch.vmap over them"),
     "data": (lambda: tx.random.fold_in(tx.random.key(0), 2**32), ValueError, "below 2\\^32"),
     "a float": (lambda: tx.random.fold_in(KEY, torch.tensor(3.7)), TypeError, "whole numbers.*float32"),
@@ -197,9 +197,9 @@ ERRORS: dict[str, tuple[Any, Any, str]] = {
     "no numbers": (lambda: tx.random.randint(tx.random.key(0), (), 3, 3), ValueError, "from 3 to below 3"),
     "fewer draws than chances": (lambda: tx.random.bernoulli(KEY, torch.full((3, 4), 0.5), (4,)), RuntimeError, "expand"),
     "fewer draws than bounds": (lambda: tx.random.uniform(KEY, (), minval=torch.zeros(2)), RuntimeError, "expand"),
-    "a fraction": (lambda: tx.random.randint(KEY, (3,), 0, 5.5), TypeError, "integer"),  # type: ignore[arg-type]
+    "a fraction": (lambda: tx.random.randint(KEY, (3,), 0, 5.5), TypeError, "integer"),
     "a negative number": (lambda: tx.random.permutation(KEY, -2), ValueError, "permutation: x"),
-    "a number of items": (lambda: tx.random.permutation(KEY, 3.0), ValueError, "permutation: x"),  # type: ignore[arg-type]
+    "a number of items": (lambda: tx.random.permutation(KEY, 3.0), ValueError, "permutation: x"),
 }  # fmt: skip
 
 

@@ -139,4 +139,4 @@ def test_in_a_step_on_processes(pool: Any, hook: str) -> None:
 
 def test_raises_on_bad_input() -> None:
     raises_text(ValueError, lambda: tx.hierarchical_mean("data", "data"), "two axes", "'data'")
-    raises_text(ValueError, lambda: tx.hierarchical_mean("local", "node", over="all"), "over", "'all'")  # type: ignore[arg-type]
+    raises_text(ValueError, lambda: tx.hierarchical_mean("local", "node", over="all"), "over", "'all'")

@@ -121,7 +121,7 @@ def test_in_a_pipeline() -> None:
     (row, *_) = tx.explain(pipeline, params, {"data": 3}).rows
     assert [(m.collective, m.payload_bytes) for m in row.messages] == [("all_to_all", 3 * 6), ("all_gather", 4)]
     grads = [{"w": torch.arange(6.0) * r} for r in range(3)]
-    for new, _ in tx.simulate(lambda g: pipeline.step(params, g, pipeline.init(params)), {"data": 3}, grads):  # type: ignore[arg-type]
+    for new, _ in tx.simulate(lambda g: pipeline.step(params, g, pipeline.init(params)), {"data": 3}, grads):
         assert (new["w"] + 3 * torch.arange(6.0)).abs().max() < 0.1
 
 

@@ -28,7 +28,7 @@ class Block(nn.Module):
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         heads = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
         x = x + tx.checkpoint_name(self.out(heads), "attention")
-        return x + self.down(F.gelu(tx.checkpoint_name(self.up(self.norms[1](x)), "mlp")))  # type: ignore[no-any-return]
+        return x + self.down(F.gelu(tx.checkpoint_name(self.up(self.norms[1](x)), "mlp")))
 
 
 class Transformer(nn.Module):
@@ -94,7 +94,7 @@ class Count(TorchDispatchMode):
     """Counts operations by name."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.of: dict[str, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

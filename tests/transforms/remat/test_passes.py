@@ -1,0 +1,315 @@
+"""Between the passes and behind them: order, memory, changes and writes, and the faults of torch's checkpoint."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+from fjoin import transforms as tx
+from fjoin.transforms import checkpoint_policies as policies
+from tests.helpers import raises_text
+
+from .functions import POLICIES, SinIsCos
+from .operations import WRITES
+
+pytestmark = pytest.mark.usefixtures("host")
+of_policies = pytest.mark.parametrize("policy", ["nothing", "dots", "host", "own"])
+
+
+def again(f: Any, policy: str) -> Any:
+    return tx.remat(f, **POLICIES[policy])
+
+
+@of_policies
+def test_later_code_may_write_into_the_result(policy: str) -> None:
+    layer, grads = nn.Linear(4, 4), []
+    for wrap in (lambda f: f, lambda f: again(f, policy)):
+        leaf = torch.linspace(-1, 1, 24).view(2, 3, 4).requires_grad_()
+        F.relu_(wrap(layer)(leaf)).sum().backward()
+        grads.append(leaf.grad)
+    torch.testing.assert_close(grads[1], grads[0], rtol=0, atol=0)
+
+
+@of_policies
+def test_a_change_between_the_passes_is_an_error(policy: str) -> None:
+    mask, x = torch.ones(3), torch.ones(3, requires_grad=True)
+    y = again(lambda x: (x * mask).sin(), policy)(x)
+    mask.zero_()
+    raises_text(RuntimeError, lambda: y.sum().backward(), "modified by an inplace operation")
+
+
+def test_unused_tensors_may_change_between_the_passes() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 1), nn.BatchNorm1d(1))
+
+        def run(self, x: Tensor) -> Tensor:
+            return self.first(x).tanh()
+
+    both = Both()
+    out = tx.remat(both.run)(torch.ones(2, 4))
+    with torch.no_grad():
+        both.second[0].weight.mul_(2)
+    both.second(out).sum().backward()
+    assert both.first.weight.grad is not None
+
+
+def test_parameters_may_be_stepped_in_the_backward_pass() -> None:
+    """Each is stepped when it has its gradient, before the recomputation, which does not need the last bias."""
+
+    def run(wrap: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        block = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
+        x = torch.ones(2, 5, 3, requires_grad=True)
+        y = wrap(lambda x: block(x).transpose(0, 1) + block[2].bias)(x)
+
+        def step(p: Tensor) -> None:
+            with torch.no_grad():
+                p.add_(p.grad, alpha=-0.1)
+
+        for p in block.parameters():
+            p.register_post_accumulate_grad_hook(step)
+        y.sum().backward()
+        return [*(p.detach() for p in block.parameters()), x.grad]
+
+    assert all(map(torch.equal, run(tx.remat), run(lambda f: f)))
+
+
+def test_gradients_arrive_in_the_order_of_the_plain_function() -> None:
+    """Buckets are sent in this order while the backward pass runs."""
+    blocks, seen, orders = nn.ModuleList(nn.Linear(4, 4) for _ in range(5)), [], []
+    for name, p in blocks.named_parameters():
+        p.register_post_accumulate_grad_hook(lambda p, name=name: seen.append(name))
+    for wrap in (lambda f: f, tx.remat):
+        x = torch.ones(2, 4)
+        for i in range(4):  # the last one is unused
+            x = wrap(lambda x, i=i: blocks[i](x).tanh())(x)  # a closure over all of them
+        seen.clear()
+        x.sum().backward()
+        orders.append(list(seen))
+    assert orders[0] == orders[1] and len(orders[0]) == 8
+
+
+@pytest.mark.parametrize("away", [False, True])
+def test_arguments_are_freed(away: bool) -> None:
+    """Those that wait elsewhere at once, others by the backward pass, although the loss is alive."""
+    h = torch.randn(8, 8, requires_grad=True) * 2
+    kept = StorageWeakRef(h.untyped_storage())
+    options: Any = {"policy": policies.everything_saveable, "offload": "cpu"} if away else {}
+    loss = tx.remat(lambda x: x.sin().tanh().sum(), **options)(h)
+    del h
+    assert kept.expired() == away
+    loss.backward()
+    assert kept.expired()
+
+
+# -- what is reached ----------------------------------------------------------------------------------------------------
+
+
+class Hidden:
+    """Out of reach of a search."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+HELD: dict[str, Any] = {}
+
+
+@of_policies
+def test_values_that_globals_hold(policy: str) -> None:
+    """A dataclass and a deque that are new in each step, with and without torch.func."""
+
+    def loss(w: Tensor, wrap: Callable[[Any], Any]) -> Tensor:
+        HELD.update(state=State(w.sin() * 2), more=collections.deque([w.cos()]))
+        x = torch.linspace(-1, 1, 12).view(3, 4)
+        return wrap(lambda x: (x * HELD["state"].mean + HELD["more"][0]).sin())(x).sum()
+
+    w = torch.linspace(0, 1, 4)
+    want = torch.func.grad(loss)(w, lambda f: f)
+    torch.testing.assert_close(torch.func.grad(loss)(w, lambda f: again(f, policy)), want)
+    leaf = w.clone().requires_grad_()
+    loss(leaf, lambda f: again(f, policy)).backward()
+    torch.testing.assert_close(leaf.grad, want)
+
+
+def test_tensors_that_are_not_reached() -> None:
+    """They get gradients from autograd, and are an error under torch.func, which would lose them."""
+    hidden = Hidden(torch.ones(3, requires_grad=True))
+    f = tx.remat(lambda y: (y * hidden.value).sum())
+    raises_text(RuntimeError, lambda: torch.func.grad(f)(torch.ones(3)), "(3,)", "pass it as an argument")
+    given = torch.func.grad(lambda y: tx.remat(torch.mul)(y, hidden.value).sum())
+    assert given(torch.ones(3)).tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize("kind", [set, collections.deque, lambda some: [None] * 101 + some, lambda some: {"a": some}])
+def test_modules_in_containers_are_reached(kind: Callable[[Any], Any]) -> None:
+    norm = nn.BatchNorm1d(4)
+    held = kind([norm])
+
+    def fn(x: Tensor) -> Tensor:
+        one = held["a"][0] if isinstance(held, dict) else next(one for one in held if one is not None)
+        return one(x).sin()
+
+    tx.remat(fn)(torch.ones(3, 4, requires_grad=True)).sum().backward()
+    assert norm.num_batches_tracked == 1
+
+
+# -- writes -------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class State:
+    """No module."""
+
+    mean: Tensor
+
+
+HOLDERS: dict[str, Callable[[Tensor, Any], Callable[[Tensor], Tensor]]] = {
+    "closure": lambda mean, write: lambda x: (write(mean), (x * mean.clone()).sin())[1],
+    "object": lambda mean, write: (lambda state: lambda x: (write(state.mean), (x * state.mean.clone()).sin())[1])(State(mean)),
+    "argument": lambda mean, write: lambda x, mean=mean: (write(mean), (x * mean.clone()).sin())[1],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_into_a_tensor_that_no_module_holds_is_an_error(write: str, holder: str) -> None:
+    """Plans write into no tensor."""
+    mean, x = torch.ones(4), torch.ones(3, 4, requires_grad=True)
+    f = HOLDERS[holder](mean, WRITES[write])
+    for run in (f, tx.remat(f)):
+        with contextlib.suppress(ValueError):
+            tx.saved_residuals(run, x)
+        assert type(mean) is Tensor and mean.tolist() == [1.0] * 4 and mean._version == 0
+    raises_text(ValueError, lambda: tx.remat(f)(x), "written into a tensor of shape (4,) that no module holds")
+    if write == "add_" and holder != "argument":
+        raises_text(ValueError, lambda: tx.saved_residuals(f, x), "no module holds")
+
+
+def test_writes_into_arguments_and_by_another_name_are_errors() -> None:
+    module, x = nn.BatchNorm1d(4), torch.ones(3, 4, requires_grad=True)
+    mean: Any = module.running_mean
+
+    def f(x: Tensor) -> Tensor:
+        mean.add_(1)
+        return module(x) * mean.clone()
+
+    raises_text(ValueError, lambda: tx.remat(f)(x).sum().backward(), "by another name")
+    raises_text(ValueError, lambda: tx.remat(lambda tree: tree["a"].add_(1))({"a": x * 1}), "['a']")
+
+
+def test_a_second_run_that_does_something_else_is_an_error() -> None:
+    """An iterator is empty in it; or a product has another shape."""
+    x, sizes = torch.ones(2, requires_grad=True), iter(range(2, 9))
+    of_iterator = tx.remat(lambda xs: sum((y.sin() for y in xs), x).sum())
+    raises_text(RuntimeError, lambda: of_iterator(y for y in [x * 1, x]).backward(), "did not do the same")
+    unsteady = tx.remat(lambda x: (x @ torch.ones(2, next(sizes))).sum(), policies.dots_saveable)
+    raises_text(RuntimeError, lambda: unsteady(x * 1).backward(), "did not do the same")
+
+
+# -- faults of torch's own ----------------------------------------------------------------------------------------------
+
+
+def of_torch(f: Any) -> Any:
+    return lambda x: checkpoint(f, x, use_reentrant=False)
+
+
+def test_torchs_checkpoint_writes_twice_and_its_gradients_are_wrong() -> None:
+    def run(wrap: Callable[[Any], Any]) -> tuple[float, float]:
+        mean, x = torch.zeros(1), torch.ones(1, requires_grad=True)
+
+        def f(x: Tensor) -> Tensor:
+            mean.add_(1)
+            return (x * mean.clone()).exp()
+
+        wrap(f)(x).sum().backward()
+        assert x.grad is not None
+        return round(x.grad.item(), 4), mean.item()
+
+    assert run(lambda f: f) == (2.7183, 1.0)
+    assert run(of_torch) == (14.7781, 2.0)
+
+
+def test_torch_checkpoint_loses_function_modes() -> None:
+    def gradient(wrap: Callable[[Any], Any]) -> float:
+        x = torch.tensor(0.3, requires_grad=True)
+        with SinIsCos():
+            out = wrap(lambda x: torch.sin(torch.sin(x)))(x)
+        return round(torch.autograd.grad(out, x)[0].item(), 4)
+
+    assert gradient(lambda f: f) == gradient(tx.remat) == 0.2413 and gradient(of_torch) == 0.0861
+
+
+def test_a_write_by_data_into_a_buffer_happens_twice_as_with_torch() -> None:
+    """It leaves no version, so nothing shows it without a comparison of values in each call."""
+    for wrap in (of_torch, tx.remat):
+        module = nn.BatchNorm1d(1).eval()
+        module.forward = lambda x, m=module: (x * m.running_var.data.add_(1).clone()).exp()
+        wrap(module)(torch.ones(1, requires_grad=True)).sum().backward()
+        assert module.running_var.item() == 3.0
+
+
+# -- torch.compile ------------------------------------------------------------------------------------------------------
+
+
+class Mean(nn.Module):
+    """Writes into a buffer that it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("mean", torch.zeros(3))
+        self.mean: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        self.mean.add_(y.detach().mean(0))
+        return (y * self.mean).sin()
+
+
+def compiled(wrap: Callable[[nn.Module], Any] | None) -> tuple[Tensor, Tensor]:
+    """The gradient and the buffer after a compiled call; of the module itself, and not compiled, without `wrap`."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    module, x = Mean(), torch.linspace(-1, 1, 12).view(4, 3).requires_grad_()
+    (torch.compile(wrap(module), backend="aot_eager") if wrap else module)(x).sum().backward()
+    assert x.grad is not None
+    return x.grad, module.mean
+
+
+@pytest.mark.parametrize("policy", ["nothing", "dots"])
+def test_compiled_functions_that_write_into_buffers(policy: str) -> None:
+    given = again(lambda module, x: module(x), policy)
+    for wrap in (
+        lambda m: again(m, policy), lambda m: again(lambda x: m(x), policy), lambda m: again(m.forward, policy),
+        lambda m: lambda x: given(m, x),
+    ):  # fmt: skip
+        torch.testing.assert_close(compiled(wrap), compiled(None), rtol=1e-5, atol=1e-5)
+
+
+def test_torch_checkpoint_gives_wrong_gradients_if_compiled() -> None:
+    want, got = compiled(None), compiled(of_torch)
+    torch.testing.assert_close(got[1], want[1])
+    assert not torch.allclose(got[0], want[0], rtol=1e-3)
+
+
+def test_functions_without_buffers_are_compiled() -> None:
+    torch._dynamo.reset()
+    linear = nn.Linear(3, 3)
+    torch.compile(tx.remat(lambda x: linear(x).sin()), backend="aot_eager", fullgraph=True)(
+        torch.linspace(-1, 1, 12).view(4, 3)
+    ).sum().backward()
