@@ -109,6 +109,9 @@ ROWS: dict[str, Row] = {
     "clipped first": _of(tx.chain(tx.clip_by_value(0.05), MEAN)),
     "by path": _of(tx.partition({"layer.*": MEAN, "*": tx.mean("data", over="live")})),
     "masked": _of(tx.masked(MEAN, "layer.*")),
+    "one part alone": _of(tx.partition({"layer.*": MEAN, "*": tx.identity()})),
+    "one part alone, then all": _of(tx.switch_after(2, tx.masked(SINGLE, "layer.*"), MEAN), tolerance=1e-6),
+    "a function alone": _of(tx.stateless(torch.neg)),
     "then another": _of(tx.switch_after(2, MEAN, tx.mean("data", over="live"))),
     "skip": Row(lambda: tx.skip_if_nonfinite(tx.fuse(MEAN, MOMENTUM)), whole=True),
     "frozen": _of(MEAN, tx.partition({"layer.*": tx.frozen(), "*": ADAM}), whole=True),
@@ -122,6 +125,9 @@ ROWS: dict[str, Row] = {
     "int8, feedback": _of(tx.error_feedback(tx.compress(tx.int8(block=4), MEAN)), SGD, tolerance=LOSSY),
     "PowerSGD": _of(tx.error_feedback(tx.power_sgd("data", min_compression_rate=0.5)), SGD),
     "hierarchical mean": _of(tx.hierarchical_mean("local", "node"), axes=NODES, whole=True),
+    "hierarchical mean, int8": _of(
+        tx.compress(tx.int8(block=4), tx.hierarchical_mean("local", "node")), SGD, axes=NODES, tolerance=LOSSY
+    ),
     "local SGD": Row(lambda: tx.local_sgd(MOMENTUM, tx.mean("data"), 2)),
     "post-local SGD": Row(lambda: tx.post_local_sgd(MOMENTUM, tx.mean("node"), 2, 1, hook=ALL, local=tx.mean("local")), NODES),
     "late, encoded": Row(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pickle
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -81,47 +80,11 @@ def test_update_gets_the_keywords_it_names(kind: str) -> None:
         assert inside.update(g, inside.init(g), g, weight=3.0, step=0)[0].item() == 6.0
 
 
-def test_a_function_written_in_c() -> None:
-    """divmod takes two arguments, by place: of 7 and the state 2 it makes 3 and the state 1."""
-    for part in three_times(divmod):
-        assert part.update(7, 2, None, weight=3.0, step=0) == (3, 1)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_accepts_refers_to_the_given_function(kind: str) -> None:
     """`accepts` inspects the given function, not its wrappers."""
     for part in three_times(kind):
         assert part.accepts("weight") and not part.accepts("flush") and not part.accepts("donated")
-
-
-def _depth() -> int:
-    frame, found = sys._getframe(), 0
-    while (frame := frame.f_back) is not None:
-        found += 1
-    return found
-
-
-def _depths(make: Callable[[Any], Any]) -> list[int]:
-    """How deep the function is called in each of the transforms, above the first one."""
-    found: list[int] = []
-
-    def update(grads: Any, state: Any, params: Any = None) -> Any:
-        found.append(_depth())
-        return grads, state
-
-    for part in make(update):
-        part.update(torch.ones(1), (), step=0)
-    return [depth - found[0] for depth in found]
-
-
-def test_replacing_a_field_does_not_adapt_again() -> None:
-    assert _depths(lambda update: three_times(update)[:2]) == [0, 0]
-
-
-def test_a_refusal_of_vmap_adds_no_call() -> None:
-    assert _depths(lambda update: three_times(update)[:1] + three_times(update)[2:]) == [0] * len(
-        three_times(_plain)[1:]
-    )
 
 
 @tx.factory
@@ -156,23 +119,7 @@ def test_a_transform_without_a_name_is_identified_by_its_function(fields: Any) -
     assert other.update(torch.tensor(1.0), (), weight=5.0)[0].item() == 5.0
 
 
-def test_a_replaced_transform_is_identified_by_its_function_too() -> None:
-    assert dataclasses.replace(_of(_plain)) == _of(_plain)
-    assert fingerprint(dataclasses.replace(_of(_plain))) == fingerprint(_of(_plain))
-
-
 def test_copy_with_another_update_takes_its_keywords() -> None:
     hook = tx.mean("data")
     copied = dataclasses.replace(hook, update=lambda grads, state, params=None, *, weight=None: (grads, state))
     assert "wire" in hook.takes and copied.takes == {"weight"}
-
-
-def test_an_update_can_be_wrapped() -> None:
-    inner = tx.clip_by_value(1.0)
-
-    @functools.wraps(inner.update)
-    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-        return inner.update(grads, state, params, **extra)
-
-    assert update.__name__ == "update"
-    assert tx.Transform(inner.init, update).update(torch.tensor(3.0), ())[0] == 1.0

@@ -50,12 +50,18 @@ LOSSY: dict[str, list[Callable[[], tx.Transform]]] = {
     "hierarchical": [
         lambda: tx.compress(tx.int4(block=5), tx.hierarchical_mean("local", "node")),
         lambda: tx.compress(tx.int4(), tx.hierarchical_mean("node", "local", over="world")),
+        lambda: tx.compress(tx.qsgd(3, block=4), tx.hierarchical_mean("local", "node", over="live")),
     ],
     "power_sgd": [
         lambda: tx.power_sgd("data", min_compression_rate=1.0),
         lambda: tx.power_sgd("data", min_compression_rate=1.0, warm_start=False, over="world"),
         lambda: tx.compress(tx.int8(), tx.power_sgd("data", min_compression_rate=1.0)),
-        lambda: tx.batched_power_sgd("data", min_compression_rate=1.0),
+        lambda: tx.power_sgd("data", 2, min_compression_rate=1.0, warmup_steps=2, over="live"),
+        lambda: tx.compress(tx.bfloat16(), tx.power_sgd("data", 2, min_compression_rate=1.0)),
+        *(
+            lambda over=over: tx.batched_power_sgd("data", min_compression_rate=1.0, over=over)
+            for over in ("weight", "live", "world")
+        ),
     ],
     "by path": [lambda: tx.partition({"layer.*": tx.compress(tx.int4(), tx.mean("data")), "*": tx.mean("data")})],
     "later": [lambda: tx.switch_after(2, tx.mean("data"), tx.compress(tx.sign(), tx.mean("data")))],

@@ -125,23 +125,6 @@ def test_numbers_of_numpy() -> None:
     assert metrics.sums == {"n": 3.0, "m": 2.0}
 
 
-def test_states_of_other_shapes_and_dims_that_are_none() -> None:
-    hook = tx.error_feedback(tx.compress(tx.int8(), tx.mean("data")))
-    other = hook.init({"w": torch.ones(3)})
-    raises_text(
-        ValueError,
-        lambda: tx.simulate(lambda: hook.update({"w": torch.ones(4)}, other), {"data": 2}),
-        "'w'",
-        "(3,)",
-        "(4,)",
-    )
-    raises_text(
-        ValueError,
-        lambda: tx.simulate(lambda: tx.all_gather({"a": torch.ones(2)}, "data", dim=5), {"data": 2}),
-        "dim is 5",
-    )
-
-
 def test_words_for_types_in_a_factory_of_a_user_are_the_users() -> None:
     @tx.factory
     def at_index(index: Index) -> tx.Transform:

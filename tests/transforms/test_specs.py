@@ -44,14 +44,6 @@ def test_repr_evaluates_to_the_pipeline() -> None:
     assert eval(repr(FULL), vars(tx)) == FULL
 
 
-def test_deep_nesting() -> None:
-    hook = tx.mean("data")
-    for _ in range(99):
-        hook = tx.every(2, hook)
-    assert copy.deepcopy(hook) == hook
-    raises_text(ValueError, lambda: tx.every(2, hook), "every", "101 deep", "at most 100")
-
-
 def test_factory_results_can_be_pickled_and_copied() -> None:
     grads = {"a.bias": torch.tensor([3.0]), "b": torch.tensor([-20.0])}
     for made in FULL, tx.skip_if_nonfinite(FULL), tx.clip_by_value(1.0), tx.int8(), tx.cosine(0.1, 9):

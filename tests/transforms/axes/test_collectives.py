@@ -1,4 +1,4 @@
-"""Collectives by axis name: JAX's meaning, nested, differentiated, mapped."""
+"""Collectives by axis name: JAX's meaning, nested, differentiated, mapped; and the simulator."""
 
 from __future__ import annotations
 
@@ -67,11 +67,6 @@ def test_second_derivatives() -> None:
 
     out = tx.simulate(one_rank, {"data": 3}, [torch.tensor(v) for v in (1.0, 2.0, 3.0)])
     assert all(v.item() == 3 * 3 * 6 * 6.0 for v in out)
-
-
-def test_maximum_has_no_gradient() -> None:
-    run = lambda x: torch.func.grad(lambda x: tx.pmax(x, "data"))(x)  # noqa: E731
-    raises_text(TypeError, lambda: tx.simulate(run, {"data": 2}, [torch.tensor(1.0)] * 2), "pmax has no gradient")
 
 
 @pytest.mark.parametrize("op", list(OPS))
@@ -180,43 +175,6 @@ def test_dtypes_stay(dtype: torch.dtype) -> None:
     assert flags[0].dtype == torch.int64 and torch.equal(flags[0], sum((x > 3).long() for x in xs))
 
 
-def test_error_messages_name_the_cause() -> None:
-    def run(fn: Any) -> Any:
-        return lambda: tx.simulate(fn, {"data": 3}, [torch.ones(4, 3)] * 3)
-
-    raises_text(ValueError, run(lambda x: tx.psum_scatter({"k": x}, "data")), "'k'", "(4, 3)", "dimension 0", "size 3")
-    raises_text(ValueError, run(lambda x: tx.psum_scatter(x, "data", tiled=True)), "a multiple of 3")
-    raises_text(ValueError, run(lambda x: tx.all_to_all(x, "data", 5)), "dimension 5")
-    raises_text(ValueError, run(lambda x: tx.pbroadcast(x, "data", 3)), "0 to 2", "3")
-    raises_text(ValueError, run(lambda x: tx.ppermute(x, "data", [(0, 1), (0, 2)])), "source twice")
-    raises_text(ValueError, run(lambda x: tx.ppermute(x, "data", [(0, 3)])), "target outside axis 'data'")
-    raises_text(tx.UnboundAxis, run(lambda x: tx.psum(x, "node")), "'node'", "['data']", "fjoin.mesh")
-    raises_text(TypeError, run(lambda x: tx.psum(x, 3)), "named by a string", "3")
-
-
-def test_split_sizes_that_do_not_fit() -> None:
-    """The error names row counts on which the ranks do not agree, for any wrong rank."""
-
-    def run(gives: Any, takes: Any, x: Any = None) -> Any:
-        def one_rank(r: Any) -> Any:
-            give, take = (None if sizes is None else sizes[int(r)] for sizes in (gives, takes))
-            tree = {"k": torch.ones(3)} if x is None else x
-            return tx.all_to_all_single(tree, "data", input_split_sizes=give, output_split_sizes=take)
-
-        return lambda: tx.simulate(one_rank, {"data": 2}, [0, 1])
-
-    fine = [(1, 2), (2, 1)], [(1, 2), (2, 1)]
-    assert [out["k"].shape for out in run(*fine)()] == [(3,), (3,)]
-    raises_text(ValueError, run([(1, 2)] * 2, None), "output_split_sizes", "None", "both")
-    raises_text(ValueError, run([(3,)] * 2, [(3,)] * 2), "input_split_sizes", "2 ranks", "(3,)")
-    raises_text(ValueError, run([(4, -1)] * 2, fine[1]), "at least 0", "(4, -1)")
-    raises_text(ValueError, run([(1.5, 1.5)] * 2, fine[1]), "whole number", "1.5")
-    raises_text(ValueError, run([(1, 1)] * 2, [(1, 1)] * 2), "'k'", "(3,)", "must be 2")
-    raises_text(ValueError, run(*fine, x={"z": torch.ones(())}), "'z'", "()")
-    raises_text(ValueError, run(fine[0], [(2, 2), (2, 1)]), "rank 0", "sends itself 1 rows", "takes 2")
-    raises_text(tx.CollectiveMismatch, run(fine[0], [(1, 4), (2, 1)]), "rank 1 sends 2 rows to rank 0, which takes 4")
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when it enters a level
 def test_a_derivative_forward_is_refused_and_not_lost() -> None:
     def one_rank(x: torch.Tensor) -> Any:
@@ -224,3 +182,43 @@ def test_a_derivative_forward_is_refused_and_not_lost() -> None:
             return tx.psum(torch.autograd.forward_ad.make_dual(x, x), "data")
 
     raises_text(NotImplementedError, lambda: tx.simulate(one_rank, {"data": 1}, [torch.ones(2)]), "jvp")
+
+
+# -- the simulator ------------------------------------------------------------------------------------------------------
+
+
+def test_an_error_names_its_rank_and_ends_the_simulation() -> None:
+    def one_rank() -> None:
+        if tx.axis_index("data") == 2:
+            raise ValueError("bad")
+        tx.psum(torch.ones(1), "data")
+
+    with pytest.raises(ValueError, match="bad") as caught:
+        tx.simulate(one_rank, {"data": 3})
+    assert "raised on simulated rank 2 of {'data': 3}" in caught.value.__notes__
+    assert tx.simulate(lambda: tx.psum(1, "data"), {"data": 2}) == [2, 2], "the next simulation is not disturbed"
+
+
+def test_each_lockstep_rank_has_its_own_stream_of_random_numbers() -> None:
+    """Switching between ranks does not disturb a rank's stream: it is that of the rank alone."""
+
+    def one_rank(seed: int) -> list[float]:
+        torch.manual_seed(seed)
+        out = []
+        for _ in range(3):
+            out.append(torch.rand(()).item())
+            tx.psum(torch.ones(1), "data")
+        return out
+
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    together = tx.simulate(one_rank, {"data": 3}, [1, 2, 3])
+    assert torch.equal(torch.get_rng_state(), before), "the caller's stream stays"
+    for seed, own in zip((1, 2, 3), together, strict=True):
+        assert own == tx.simulate(one_rank, {"data": 1}, [seed])[0]
+
+
+def test_grad_mode_is_inherited_from_the_caller() -> None:
+    with torch.no_grad():
+        assert tx.simulate(torch.is_grad_enabled, {"data": 2}) == [False, False]
+    assert tx.simulate(torch.is_grad_enabled, {"data": 2}) == [True, True]

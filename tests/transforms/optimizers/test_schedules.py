@@ -11,7 +11,7 @@ import torch
 from torch.optim import lr_scheduler as torchs
 
 from fjoin import transforms as tx
-from tests.helpers import max_diff, params_like, raises_text
+from tests.helpers import max_diff, params_like
 from tests.oracle import optim
 
 
@@ -68,12 +68,6 @@ def test_schedules_take_numbers_and_tensors() -> None:
             assert schedule(step) == schedule(torch.tensor(float(step))) and schedule(step).dtype == torch.float64
         steps = torch.arange(8.0)
         assert torch.equal(torch.func.vmap(schedule)(steps), torch.stack([schedule(s) for s in steps]))
-
-
-def test_raises_on_bad_input() -> None:
-    raises_text(ValueError, lambda: tx.warmup(-1, tx.linear(0.1, 0.0, 3)), "warmup_steps", "-1")
-    raises_text(ValueError, lambda: tx.from_torch_scheduler(OTHERS["MultiStepLR"], 0.1, 0), "total_steps", "0")
-    raises_text(TypeError, lambda: tx.from_torch_scheduler(torchs.ReduceLROnPlateau, 0.1, 3), "ReduceLROnPlateau", "step")  # fmt: skip
 
 
 def test_a_table_takes_several_steps_at_once() -> None:

@@ -30,6 +30,21 @@ PIPELINES: dict[str, Callable[[], tx.Pipeline]] = {
     "scale": lambda: tx.dynamic_loss_scale(tx.fuse(tx.mean("data"), ADAM)),
     "fed back": lambda: tx.fuse(tx.error_feedback(tx.compress(tx.int8(), tx.mean("data"))), ADAM),
     "power": lambda: tx.fuse(tx.error_feedback(tx.power_sgd("data", 2)), ADAM),
+    "power, each step anew": lambda: tx.fuse(tx.error_feedback(tx.power_sgd("data", 2, warm_start=False)), ADAM),
+    "power, later": lambda: tx.fuse(tx.error_feedback(tx.power_sgd("data", 2, warmup_steps=2)), ADAM),
+    "power, batched": lambda: tx.fuse(
+        tx.error_feedback(tx.batched_power_sgd("data", 2, min_compression_rate=1.0)), ADAM
+    ),
+    "power, by path": lambda: tx.fuse(
+        tx.partition({"a.*": tx.error_feedback(tx.power_sgd("data", 2)), "*": tx.power_sgd("data")}), ADAM
+    ),
+    "cast": lambda: tx.fuse(tx.compress(torch.bfloat16, tx.mean("data")), ADAM),
+    "cast, then clip": lambda: tx.fuse(
+        tx.chain(tx.compress(torch.bfloat16, tx.mean("data")), tx.clip_by_value(0.5)), ADAM
+    ),
+    "cast to float32": lambda: tx.fuse(tx.compress(torch.float32, tx.sum_over("data")), ADAM),
+    "encoded": lambda: tx.fuse(tx.compress(tx.int8(), tx.mean("data", over="world")), ADAM),
+    "encoded by chance": lambda: tx.fuse(tx.compress(tx.int4(stochastic=True), tx.mean("data")), ADAM),
     "average": lambda: tx.fuse(tx.identity(), ADAM, after=tx.every(2, tx.average_parameters("data"), first=0)),
     "ema": lambda: tx.fuse(tx.mean("data"), ADAM, after=tx.ema(0.5)),
     "accumulate": lambda: tx.fuse(tx.every(2, tx.mean("data")), ADAM),
@@ -68,18 +83,18 @@ def _keeps() -> tx.Transform:
 KEEPS = _keeps()
 
 
-def params_of(seed: int = 0) -> dict[str, Any]:
+def params_of(seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     gen = torch.Generator().manual_seed(seed)
-    rand = lambda *shape: torch.randn(*shape, generator=gen)  # noqa: E731
+    rand = lambda *shape: torch.randn(*shape, generator=gen).to(dtype)  # noqa: E731
     # A large leaf travels alone; others are packed.
     return {"a": {"weight": rand(300, 250), "bias": rand(7)}, "b": {"weight": rand(4, 3).t(), "bias": rand(0)}}
 
 
-def train(rank: Any, make: Callable[[], tx.Pipeline], donate: bool, steps: int = 4) -> Any:
-    params, pipeline = params_of(), make()
+def train(rank: Any, make: Callable[[], tx.Pipeline], donate: bool, dtype: torch.dtype = torch.float32) -> Any:
+    params, pipeline = params_of(dtype=dtype), make()
     state, rank = pipeline.init(params), int(rank)
-    for i in range(steps):
-        grads = params_of(1 + 10 * rank + i)
+    for i in range(4):
+        grads = params_of(1 + 10 * rank + i, dtype)
         if i == 2 and rank == 1 and hasattr(state, "inner"):
             grads["a"]["bias"][0] = torch.inf
         weight = 0.0 if (rank, i) == (2, 3) else float(1 + rank)
@@ -98,11 +113,26 @@ def test_what_a_transform_keeps_is_not_stepped(name: str) -> None:
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("name", [name for name in PIPELINES if name not in KEEPING])
 def test_it_is_the_pure_step(name: str) -> None:
-    ranks = list(range(3))
-    want, got = (
-        tx.simulate(lambda r, d=donate: train(r, PIPELINES[name], d), {"data": 3}, ranks) for donate in (False, True)
-    )
-    torch.testing.assert_close(optree.tree_leaves(got), optree.tree_leaves(want), rtol=0, atol=0)
+    """In other dtypes and with two ranks too, where gradients are encoded or of a low rank."""
+    kinds = [(3, torch.float32)]
+    if name.startswith(("power", "cast", "encoded", "fed back")):
+        kinds += [(2, torch.float32), (2, torch.float64), (3, torch.bfloat16)]
+    for ranks, dtype in kinds:
+        want, got = (
+            tx.simulate(lambda r, d=donate: train(r, PIPELINES[name], d, dtype), {"data": ranks}, [*range(ranks)])  # noqa: B023
+            for donate in (False, True)
+        )
+        torch.testing.assert_close(optree.tree_leaves(got), optree.tree_leaves(want), rtol=0, atol=0)
+
+
+def test_power_sgd_writes_the_mean_into_gradients_that_are_donated() -> None:
+    def one_rank(donated: bool) -> bool:
+        hook, grads = tx.power_sgd("data", 2), {"": torch.ones(40, 30)}
+        out, _ = hook.update(grads, hook.init(grads), weight=2.0, donated=donated)
+        return out[""].data_ptr() == grads[""].data_ptr()
+
+    for donated in (False, True):
+        assert tx.simulate(one_rank, {"data": 3}, [donated] * 3) == [donated] * 3
 
 
 class Made(TorchDispatchMode):

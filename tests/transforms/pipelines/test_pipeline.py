@@ -14,42 +14,6 @@ from tests.helpers import max_diff, raises_text, same_bits
 # -- means -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_means_by_hand(dtype: torch.dtype) -> None:
-    gs = [
-        torch.tensor([2.0, 4.0], dtype=dtype),
-        torch.tensor([4.0, 8.0], dtype=dtype),
-        torch.tensor([64.0, 64.0], dtype=dtype),
-    ]
-    ws = [torch.tensor(v, dtype=torch.float64) for v in (3.0, 1.0, 0.0)]
-
-    def run(hook: tx.Transform) -> list[float]:
-        out = tx.simulate(lambda g, w: hook.update(g, hook.init(g), weight=w), {"data": 3}, gs, ws)
-        assert all(same_bits(o[0], out[0][0]) and o[0].dtype == dtype for o in out)
-        return out[0][0].tolist()
-
-    assert run(tx.mean("data")) == [2.5, 5.0]
-    assert run(tx.mean("data", over="live")) == [3.0, 6.0]
-    assert run(tx.mean("data", over="world")) == pytest.approx([2.0, 4.0], rel=2**-8)
-    assert run(tx.sum_over("data")) == [10.0, 20.0]
-
-
-def test_later_means_count_by_the_weights_of_the_ranks_that_share_a_value() -> None:
-    hook = tx.chain(tx.mean("local"), tx.mean("node"))
-
-    def one_rank(g: float, w: float) -> Any:
-        return hook.update(g, hook.init(torch.tensor(g)), weight=w)[0].item()
-
-    out = tx.simulate(one_rank, {"node": 2, "local": 2}, [1.0, 2.0, 3.0, 100.0], [1.0, 2.0, 3.0, 0.0])
-    assert out == pytest.approx([(1 + 4 + 9) / 6] * 4)
-
-
-def test_all_weights_zero_give_zero() -> None:
-    for hook in (tx.mean("data"), tx.mean("data", over="live")):
-        out = tx.simulate(lambda g: hook.update(g, hook.init(g), weight=0), {"data": 2}, [1.0, float("nan")])  # noqa: B023
-        assert [o[0].item() for o in out] == [0.0, 0.0]
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8, 100, 512])
 def test_words_in_float32_count_exactly(ranks: int) -> None:
     """Sums up to 2^48 / ranks to the unit, negative and fractional values to float32's precision or better."""

@@ -132,15 +132,6 @@ def test_the_derivative_in_lockstep(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["mean", "chain", "hierarchical", "accumulate", "average"])
-def test_the_difference_of_two_runs(name: str) -> None:
-    """(f(w + h) - f(w - h)) / 2h, of runs without any derivative; each of four equal ranks adds its own."""
-    got = derivatives(name, WEIGHTS) / 4
-    for i, step in enumerate(1e-5 * torch.eye(4, dtype=torch.float64)):
-        difference = (values(name, WEIGHTS + step) - values(name, WEIGHTS - step)) / 2e-5
-        assert abs(got[i] - difference) < 1e-8
-
-
-@pytest.mark.parametrize("name", ["mean", "chain", "hierarchical", "accumulate", "average"])
 def test_batches_of_weights(name: str) -> None:
     """Two weights of each rank under a vmap of the caller, with their derivatives."""
     several = torch.stack([WEIGHTS, WEIGHTS.flip(0) + 1])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from fjoin import transforms as tx
 from fjoin.transforms.pipelines import Parts, Records, make_plan, records_of
@@ -50,24 +49,3 @@ def test_steps_that_send_the_same_have_equal_records() -> None:
     plan = make_plan(SWITCH, DATA, AVERAGE)
     made = [records_of(plan, Parts(AVERAGE), step, "buckets") for step in range(6)]
     assert made[0] == made[1] == made[2] != made[3] == made[4] == made[5]
-
-
-def test_a_step_of_a_pipeline_is_the_plain_formula() -> None:
-    """A rank's parameters by the pipeline, and by the plain formula: sgd with momentum on the weighted mean."""
-    pipeline = tx.fuse(MEAN, tx.sgd(0.5, momentum=0.5), after=AVERAGE)
-
-    def rank(value: float, weight: float) -> Any:
-        params = {"w": torch.ones(2, dtype=torch.float64)}
-        state = pipeline.init({"w": torch.ones(2, dtype=torch.float64)})
-        for _ in range(3):
-            params, state = pipeline.step(
-                params, {"w": torch.full((2,), value, dtype=torch.float64)}, state, weight=weight
-            )
-        return params["w"][0].item(), state.step
-
-    mean, momentum, expected = (1 * 1 + 3 * 2 + 5 * 0) / 3, 0.0, 1.0
-    for _ in range(3):
-        momentum = 0.5 * momentum + mean
-        expected -= 0.5 * momentum
-    for found, steps in tx.simulate(rank, {"data": 3}, [1.0, 3.0, 5.0], [1.0, 2.0, 0.0]):
-        assert abs(found - expected) < 1e-12 and steps == 3

@@ -59,12 +59,6 @@ def test_the_shell_refuses_it(bad: str, form: str) -> None:
     raises_text(ValueError, lambda: pipeline.step(params, params, pipeline.init(params), weight=given), "weight must be")  # fmt: skip
 
 
-@pytest.mark.parametrize("given", [1j, "1", torch.tensor(1j), [1.0]], ids=repr)
-def test_no_number_is_a_type_error(given: Any) -> None:
-    hook, g = tx.mean("data"), {"w": torch.ones(2)}
-    raises_text(TypeError, lambda: tx.simulate(lambda: hook.update(g, (), weight=given), {"data": 1}), "must be a number")  # fmt: skip
-
-
 @pytest.mark.parametrize("over", ["weight", "live", "world"])
 @pytest.mark.parametrize("bad", ["negative", "nan", "tiny"])
 def test_a_tensor_that_cannot_be_read_makes_the_sums_nan(bad: str, over: Any) -> None:
@@ -111,37 +105,3 @@ def test_none_is_one(name: str) -> None:
     assert same_bits(tx.simulate(rank, axes, values), want)
     for weights in ([None, 1.0, 1], [1.0, None, torch.tensor(1.0)]):
         assert same_bits(tx.simulate(rank, axes, values, weights), want)
-
-
-@pytest.mark.parametrize("codec", [None, tx.float32])
-@pytest.mark.parametrize("over", ["weight", "live", "world"])
-def test_zero_of_a_mean_over_several_axes_is_that_mean(over: Any, codec: Any) -> None:
-    """Uneven nodes: two ranks with input beside one, and one node without."""
-    axes, values, weights = {"node": 3, "local": 2}, [1.0, 2.0, 6.0, 0.0, 9.0, 9.0], [1, 3, 2, 0, 0, 0]
-    factors = weights if over == "weight" else [int(w > 0) for w in weights]
-    divisor = 6 if over == "world" else sum(factors)
-    expected = -sum(f * v for f, v in zip(factors, values, strict=True)) / divisor
-
-    def rank(value: float, weight: int, zero: bool) -> Tensor:
-        hook = (
-            tx.mean(("node", "local"), over)
-            if codec is None
-            else tx.compress(codec(), tx.mean(("node", "local"), over))
-        )
-        pipeline = tx.zero(hook, tx.sgd(1.0), "local") if zero else tx.fuse(hook, tx.sgd(1.0))
-        params = {"w": torch.zeros(40, dtype=torch.float64)}
-        grads = {"w": torch.full_like(params["w"], value)}
-        return pipeline.step(params, grads, pipeline.init(params), weight=weight)[0]["w"]
-
-    for zero in (False, True):
-        for got in tx.simulate(lambda v, w: rank(v, w, zero), axes, values, weights):  # noqa: B023
-            torch.testing.assert_close(got, torch.full_like(got, expected), rtol=1e-6, atol=1e-6)
-
-
-def test_a_chain_of_live_means_is_the_mean_over_both_axes() -> None:
-    def rank(value: float, weight: int) -> Tensor:
-        hook = tx.chain(tx.mean("local", over="live"), tx.mean("node", over="live"))
-        return hook.update(torch.tensor(value), hook.init(torch.tensor(value)), weight=weight)[0]
-
-    found = tx.simulate(rank, {"node": 2, "local": 2}, [1.0, 2.0, 6.0, 0.0], [1, 1, 1, 0])
-    assert found[0].item() == 3.0

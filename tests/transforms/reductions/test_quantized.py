@@ -175,20 +175,3 @@ def test_random_bits_need_a_key() -> None:
         "each piece has random_bits of its own"
     )
     raises_text(ValueError, lambda: tx.qsgd().keyed(0.5, 0), "seed", "0.5")
-
-
-def test_raises_on_bad_input() -> None:
-    raises_text(TypeError, lambda: tx.quantized(tx.pmax, tx.int8()), "pmax", "all_gather", "compress")
-    raises_text(TypeError, lambda: tx.quantized(tx.mean("data"), tx.int8()), "mean('data')", "compress(codec, hook)")
-    raises_text(TypeError, lambda: tx.quantized(tx.psum, tx.int8), "int8", "quantized(psum, int8())")
-    raises_text(TypeError, lambda: tx.quantized(tx.psum, "fp16"), "'fp16'")
-    xs = [torch.ones(3, 2)] * 2
-
-    def on_two(name: str, *args: Any) -> Any:
-        return lambda: tx.simulate(
-            lambda x: tx.quantized(getattr(tx, name), tx.int8())({"w": x}, *args), {"data": 2}, xs
-        )
-
-    raises_text(ValueError, on_two("all_to_all", "data"), "all_to_all", "'w'")
-    raises_text(TypeError, on_two("all_to_all", ("data",)), "('data',)")
-    raises_text(tx.UnboundAxis, lambda: tx.quantized(tx.psum, tx.int8())(torch.ones(2), "nowhere"), "nowhere")

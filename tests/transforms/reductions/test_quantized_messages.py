@@ -108,23 +108,6 @@ def test_bytes_of_a_sum_do_not_grow_with_the_ranks() -> None:
         assert what.messages == (1 if ranks == 2 else 2) and what.sent_bytes < 2.1e6
 
 
-def test_in_a_pipeline() -> None:
-    """A custom hook that sends bytes is traced without data, and runs."""
-    move, gather = tx.quantized(tx.all_to_all, tx.int8()), tx.quantized(tx.all_gather, tx.bfloat16())
-
-    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-        rows = move({"w": grads["w"].view(tx.axis_size("data"), -1)}, "data")
-        return gather({"w": rows["w"].sum(0)}, "data", tiled=True), state
-
-    pipeline = tx.fuse(tx.Transform(lambda params: (), update), tx.sgd(1.0))
-    params = {"w": torch.zeros(6)}
-    (row, *_) = tx.explain(pipeline, params, {"data": 3}).rows
-    assert [(m.collective, m.payload_bytes) for m in row.messages] == [("all_to_all", 3 * 6), ("all_gather", 4)]
-    grads = [{"w": torch.arange(6.0) * r} for r in range(3)]
-    for new, _ in tx.simulate(lambda g: pipeline.step(params, g, pipeline.init(params)), {"data": 3}, grads):
-        assert (new["w"] + 3 * torch.arange(6.0)).abs().max() < 0.1
-
-
 def _sends(f: Any) -> Any:
     return lambda x, give, take: f(x, "data", input_split_sizes=give, output_split_sizes=take)
 

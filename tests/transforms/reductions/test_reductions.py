@@ -44,14 +44,6 @@ def test_tap_receives_the_gradients() -> None:
     step.close()
 
 
-def test_raises_on_bad_input() -> None:
-    coded = tx.compress(tx.int8(), tx.mean("data"))
-    fed = tx.chain(tx.error_feedback(coded), tx.clip_by_value(1.0))
-    raises_text(TypeError, lambda: tx.error_feedback(fed), "nothing in chain(error_feedback", "is lost")
-    by_path = tx.partition({"a": tx.mean("data"), "*": tx.error_feedback(coded)})
-    raises_text(TypeError, lambda: tx.error_feedback(by_path), "nothing in partition(", "is lost")
-
-
 ALL: dict[str, Any] = {
     "mean": lambda: tx.mean("data"), "mean over two axes": lambda: tx.mean(("node", "data")),
     "live": lambda: tx.mean("data", over="live"), "world": lambda: tx.mean("data", over="world"),

@@ -12,7 +12,7 @@ from torch import Tensor
 import fjoin
 from fjoin import transforms as tx
 from fjoin.shared_memory import combine
-from tests.helpers import raises_text, same_bits, stepped
+from tests.helpers import same_bits
 from tests.pool import Pool
 
 DTYPES = [torch.bfloat16, torch.float16]
@@ -132,24 +132,6 @@ def test_a_window_of_a_train_step_is_added_in_float32(dtype: torch.dtype) -> Non
     for _ in range(511):
         state, _ = step(state, torch.zeros(3, dtype=dtype))
     assert (state.params["w"].double() - want + 0.5 / 512).abs().max() <= 2 * torch.finfo(dtype).eps
-
-
-def test_a_window_that_is_lost_leaves_nothing_behind() -> None:
-    step, state = _windows(torch.bfloat16, 4)
-
-    def fails(params: Any, batch: Tensor) -> Tensor:
-        if batch[0] < 0:
-            raise RuntimeError("stop")
-        return (params["w"] * batch).sum()
-
-    step = fjoin.train_step(fails, tx.fuse(tx.mean("data"), tx.sgd(0.5)), accumulate=4)
-    state = step.init({"w": torch.zeros(3, dtype=torch.bfloat16)})
-    given = state
-    state, _ = step(state, torch.ones(3, dtype=torch.bfloat16) * 100)
-    raises_text(RuntimeError, lambda: step(state, -torch.ones(3, dtype=torch.bfloat16)), "stop")
-    state = given.clone()
-    state = stepped(step, state, [torch.ones(3, dtype=torch.bfloat16)] * 4)
-    assert state.params["w"].tolist() == [-0.5] * 3
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

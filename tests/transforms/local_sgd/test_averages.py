@@ -1,0 +1,213 @@
+"""Averages of parameters obey the laws of averages, each of which is broken by a wrong one; their edge cases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import fjoin
+from fjoin import transforms as tx
+from fjoin.testing import LAWS
+from tests.helpers import max_diff, raises_text
+
+SGD, MOMENTUM, NESTEROV = tx.sgd(0.1), tx.sgd(0.1, momentum=0.9), tx.sgd(0.7, momentum=0.9, nesterov=True)
+AVERAGES: dict[str, Callable[[], tx.Transform]] = {
+    "every call": lambda: tx.average_parameters("data"), "live": lambda: tx.average_parameters("data", over="live"),
+    "periodic": lambda: tx.every(3, tx.average_parameters("data"), first=1),
+    "two axes": lambda: tx.every(2, tx.average_parameters(("local", "node"))),
+    "mean": lambda: tx.every(2, tx.mean("data")), "outer": lambda: tx.outer_step(tx.mean("data"), NESTEROV, 3),
+    "outer, int8": lambda: tx.outer_step(tx.error_feedback(tx.compress(tx.int8(), tx.mean("data"))), NESTEROV, 2),
+    "outer, later": lambda: tx.outer_step(tx.mean("data"), tx.adam(0.1), 3, delay=2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("law", LAWS["average"])
+@pytest.mark.parametrize("name", AVERAGES)
+def test_average(name: str, law: Any) -> None:
+    law(AVERAGES[name])
+
+
+def in_buckets(buckets: list[tuple[str, ...]], copied: slice) -> Callable[[], tx.Transform]:
+    """An average in buckets, of which only some are copied back, as torchft's bucketized DiLoCo copies only the last."""
+
+    def update(values: Any, state: Any, params: Any = None, *, weight: Any = None, **extra: Any) -> Any:
+        new = dict(values)
+        for paths in buckets[copied]:
+            mean = tx.average_parameters("data")
+            some = {path: values[path] for path in paths}
+            new.update(mean.update(some, mean.init(some), weight=weight)[0])
+        return new, state
+
+    return lambda: tx.Transform(lambda params: (), update)
+
+
+BUCKETS: list[tuple[str, ...]] = [("layer.weight", "layer.bias"), ("scale", "none")]
+
+
+def own_share(values: Any, state: Any, params: Any = None, *, weight: Any = None, **extra: Any) -> Any:
+    mean = {path: tx.pmean(v, "data") for path, v in values.items()}
+    return {path: torch.lerp(mean[path], v, 1e-12) for path, v in values.items()}, state
+
+
+def plain(values: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+    return {path: tx.pmean(v, "data") for path, v in values.items()}, state
+
+
+def drifting(values: Any, state: Any, params: Any = None, *, weight: Any = None, **extra: Any) -> Any:
+    """A momentum that moves on without input."""
+    return {path: tx.pmean(v, "data") * 0.9 for path, v in values.items()}, state
+
+
+BROKEN: dict[str, Callable[[], tx.Transform]] = {
+    "makes_ranks_equal": in_buckets(BUCKETS, slice(-1, None)),
+    "gives_the_average_to_ranks_without_input": lambda: tx.Transform(lambda params: (), plain),
+    "keeps_parameters_without_input": lambda: tx.Transform(lambda params: (), drifting),
+}
+
+
+@pytest.mark.parametrize("law", LAWS["average"])
+def test_each_law_can_fail(law: Any) -> None:
+    with pytest.raises(AssertionError):
+        law(BROKEN[law.__name__])
+
+
+def test_a_difference_in_the_last_bit_is_found() -> None:
+    with pytest.raises(AssertionError, match="makes_ranks_equal: .* differs between ranks"):
+        fjoin.testing.check_average(lambda: tx.Transform(lambda params: (), own_share))
+
+
+def test_a_bucket_that_is_not_copied_back_is_found_and_all_buckets_are_right() -> None:
+    with pytest.raises(AssertionError, match=r"never averaged: \['layer.bias', 'layer.weight'\]"):
+        fjoin.testing.check_average(in_buckets(BUCKETS, slice(-1, None)))
+    fjoin.testing.check_average(in_buckets(BUCKETS, slice(None)))
+
+
+# -- states and values that do not fit, and 16 bits ----------------------------------------------------------------------
+
+
+def test_wires_over_more_axes_and_patterns_in_lists() -> None:
+    wire = tx.error_feedback(tx.compress(tx.int8(), tx.mean(("a", "b"))))
+    assert "('a', 'b')" in repr(tx.post_local_sgd(SGD, wire, 4, 2, hook=tx.mean(("a", "b")), local=tx.mean("b")).after)
+    grouped = tx.diloco(SGD, tx.mean("data"), 4, fragments=[["a", "b"], "*"])
+    assert grouped == tx.diloco(SGD, tx.mean("data"), 4, fragments=(("a", "b"), "*"))
+
+
+PIPELINES = {
+    "local": tx.local_sgd(MOMENTUM, tx.mean("data"), 1),
+    "outer": tx.diloco(MOMENTUM, tx.mean("data"), 1),
+    "chain": tx.fuse(tx.identity(), MOMENTUM, after=tx.chain(tx.every(1, tx.average_parameters("data"), first=0), tx.ema(0.5))),
+    "parts": tx.fuse(tx.identity(), MOMENTUM, after=tx.partition({"w": tx.every(1, tx.average_parameters("data"), first=0)})),
+    "state": tx.local_sgd(MOMENTUM, tx.mean("data"), 1, state="average"),
+    "average": tx.fuse(tx.identity(), MOMENTUM, after=tx.average_parameters("data")),
+    "switch": tx.post_local_sgd(MOMENTUM, tx.mean("data"), 1, 0),
+    "skips": tx.skip_if_nonfinite(tx.local_sgd(MOMENTUM, tx.mean("data"), 1)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_states_and_parameters_that_do_not_fit(name: str) -> None:
+    """`step` and `flush` raise the same errors."""
+    pipeline, p = PIPELINES[name], {"w": torch.zeros(2)}
+    state = pipeline.init(p)
+    with fjoin.bind(fjoin.mesh({"data": 1})):
+        for given in (3, None, (), p):
+            raises_text(ValueError, lambda: pipeline.step(p, p, given), "state is a", "init or step returned")  # noqa: B023
+            raises_text(ValueError, lambda: pipeline.flush(p, given), "state is a", "init or step returned")  # noqa: B023
+        other: Any
+        for other in {"x": torch.zeros(2)}, [torch.zeros(2)]:
+            raises_text(ValueError, lambda: pipeline.step(other, other, state), "state does not fit params")  # noqa: B023
+            raises_text(ValueError, lambda: pipeline.flush(other, state), "state does not fit params")  # noqa: B023
+        raises_text(ValueError, lambda: pipeline.flush({"w": torch.zeros(3)}, state), "state['w'].momentum", "(3,)")
+        raises_text(TypeError, lambda: pipeline.flush(3, state), "expected a tensor")
+        if name != "skips":
+            foreign = state._replace(optimizer=tx.adam().init(p))
+            raises_text(ValueError, lambda: pipeline.flush(p, foreign), "state['w'] is a AdamState")
+
+
+@pytest.mark.parametrize(
+    "pipeline",
+    [
+        tx.local_sgd(MOMENTUM, tx.mean("data"), 2, state="average"),
+        tx.diloco(MOMENTUM, tx.mean("data"), 2),
+        tx.post_local_sgd(MOMENTUM, tx.mean("data"), 2, 1),
+    ],
+)
+@pytest.mark.parametrize(
+    "params", [{}, {"w": torch.zeros(0)}, {"w": torch.zeros(2), "e": torch.zeros(0, 3), "s": torch.tensor(1.0)}]
+)
+def test_empty_trees_and_empty_leaves(pipeline: tx.Pipeline, params: Any) -> None:
+    def one_rank(scale: float) -> Any:
+        p, state = params, pipeline.init(params)
+        for _ in range(4):
+            p, state = pipeline.step(p, {k: torch.full_like(v, scale) for k, v in params.items()}, state)
+        return p
+
+    first, second = tx.simulate(one_rank, {"data": 2}, [1.0, 3.0])
+    assert max_diff(first, second) == 0 and first.keys() == params.keys()
+
+
+def test_parameters_of_several_dtypes() -> None:
+    pipeline = tx.local_sgd(tx.sgd(1.0), tx.mean("data"), 1)
+    params = {"a": torch.zeros(2), "b": torch.zeros(2, dtype=torch.float64), "c": torch.zeros(2, dtype=torch.bfloat16)}
+
+    def one_rank(scale: float) -> Any:
+        grads = {k: torch.full_like(v, scale) for k, v in params.items()}
+        return pipeline.step(params, grads, pipeline.init(params))[0]
+
+    for found in tx.simulate(one_rank, {"data": 2}, [1.0, 3.0]):
+        assert {k: (v.dtype, v.tolist()) for k, v in found.items()} == {
+            k: (v.dtype, [-2.0, -2.0]) for k, v in params.items()
+        }
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_anchor_gathers_small_changes(dtype: torch.dtype, delay: int) -> None:
+    """One of four ranks moves by 2 in each step; bfloat16 has steps of 2 above 256, and of 1 below."""
+    pipeline = tx.diloco(tx.sgd(1.0), tx.mean("data"), 1 + delay, outer=tx.sgd(1.0), delay=delay)
+
+    def one_rank(rank: int) -> float:
+        p: Any = {"w": torch.full((1,), 256.0, dtype=dtype)}
+        state = pipeline.init(p)
+        for step in range(40):
+            live = step % 2 == 1 or not delay  # a message with a delay replaces what is trained meanwhile
+            grads = {"w": torch.full((1,), 2.0 * live * (rank == 0), dtype=dtype)}
+            p, state = pipeline.step(p, grads, state, weight=1.0)
+        return pipeline.flush(p, state)[0]["w"].item()
+
+    assert tx.simulate(one_rank, {"data": 4}, list(range(4))) == [246.0 if delay else 236.0] * 4
+
+
+@pytest.mark.parametrize("over", ["weight", "world"])
+def test_a_rank_without_input_has_no_change_by_rounding(over: Any) -> None:
+    pipeline = tx.diloco(tx.sgd(1.0), tx.mean("data", over=over), 1, outer=tx.sgd(0.25))
+
+    def one_rank(rank: int) -> list[float]:
+        p: Any = {"w": torch.full((1,), 256.0, dtype=torch.bfloat16)}
+        state, seen = pipeline.init(p), []
+        for step in range(20):
+            grads = {"w": torch.full((1,), 2.0, dtype=torch.bfloat16)}
+            p, state = pipeline.step(p, grads, state, weight=float(step < 8 and rank == 0))
+            seen.append(state.after.anchor["w"].item())
+        return seen
+
+    share = 1.0 if over == "weight" else 0.25
+    want = [256.0 - 0.5 * share * min(step + 1, 8) for step in range(20)]
+    assert tx.simulate(one_rank, {"data": 4}, list(range(4))) == [want] * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("after", [tx.average_parameters("data"), tx.outer_step(tx.mean("data"), tx.sgd(1.0))])
+def test_sixteen_bits(after: tx.Transform, dtype: torch.dtype) -> None:
+    """Weights of many tokens overflow nothing, and the mean of equal parameters is that parameter."""
+
+    def one_rank(value: float, other: float, weight: float) -> Any:
+        p = {"a": torch.tensor([value], dtype=dtype), "b": torch.tensor([other], dtype=dtype)}
+        return after.update(p, after.init({"a": p["a"] * 0, "b": p["b"] * 0}), weight=weight)[0]
+
+    for found in tx.simulate(one_rank, {"data": 3}, [1.1, 1.1, 1.1], [60.0, 30.0, 0.0], [5000.0, 10000.0, 15000.0]):
+        assert found["a"].dtype is dtype and found["a"].tolist() == torch.tensor([1.1], dtype=dtype).tolist()
+        assert found["b"].tolist() == [20.0]
