@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from tests.goldens.allowed import MAY_CHANGE
 from tests.goldens.golden_problem import SHAPES, STEPS
 from tests.goldens.golden_records import load, machine, of_ranks, recorded as recorded_now
-from tests.goldens.golden_rows import ROWS
+from tests.goldens.golden_rows import MAY_CHANGE, ROWS
 
 TOLERANCE = 1e-5  # relative to the largest value of the parameter
 IN_16_BITS = 2e-2
