@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +14,8 @@ from fjoin import transforms as tx
 from tests.changed_weights import with_weights
 from tests.helpers import stepped
 
-NAMES = ("weight", "step", "persistent", "flush", "donated", "sharded_over")
+DEFAULTS = {"weight": None, "step": None, "persistent": False, "flush": False, "donated": False, "sharded_over": None}
+NAMES = tuple(DEFAULTS)
 
 
 def stage(name: str | None, seen: list[Any]) -> tx.Transform:
@@ -32,18 +33,14 @@ def stage(name: str | None, seen: list[Any]) -> tx.Transform:
         given = (weight, step, persistent, flush, donated, sharded_over)
         return saw(grads, state, params, **dict(zip(NAMES, given, strict=True)))
 
-    functions: dict[str | None, Callable[..., Any]] = {
-        None: lambda g, s, params=None: saw(g, s, params),
-        "weight": lambda g, s, params=None, *, weight=None: saw(g, s, params, weight=weight),
-        "step": lambda g, s, params=None, *, step=None: saw(g, s, params, step=step),
-        "persistent": lambda g, s, params=None, *, persistent=False: saw(g, s, params, persistent=persistent),
-        "flush": lambda g, s, params=None, *, flush=False: saw(g, s, params, flush=flush),
-        "donated": lambda g, s, params=None, *, donated=False: saw(g, s, params, donated=donated),
-        "sharded_over": lambda g, s, params=None, *, sharded_over=None: saw(g, s, params, sharded_over=sharded_over),
-        "all": names_all,
-        "extra": saw,
-    }
-    return tx.Transform(lambda params: (), functions[name], tx.Needs.NOTHING)
+    def names_one(grads: Any, state: Any, params: Any = None, **given: Any) -> Any:
+        return saw(grads, state, params, **({name: given.get(name, DEFAULTS[name])} if name in NAMES else {}))
+
+    parameters = [*inspect.signature(names_one).parameters.values()][:-1]
+    if name in NAMES:
+        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None))
+    names_one.__signature__ = inspect.Signature(parameters)
+    return tx.Transform(lambda params: (), {"all": names_all, "extra": saw}.get(name, names_one), tx.Needs.NOTHING)
 
 
 def _same(weight: Any) -> Any:
@@ -206,15 +203,6 @@ def test_wrapper_may_drop_a_keyword(update: Any, expected: float) -> None:
         return alone
 
     assert tx.simulate(rank, {"data": 2}, [1.0, 4.0], [1.0, 3.0]) == [expected] * 2
-
-
-def test_missing_keywords_keep_their_defaults() -> None:
-    for update in (lambda g, s, params=None, weight=7.0: (g * weight, s), functools.partial(_times, weight=7.0)):
-        assert tx.Transform(lambda params: (), update).update(torch.tensor(2.0), ())[0].item() == 14.0
-
-
-def _times(grads: Any, state: Any, params: Any = None, *, weight: Any) -> Any:
-    return grads * weight, state
 
 
 def test_a_parameter_by_place_may_have_the_name_of_a_keyword() -> None:

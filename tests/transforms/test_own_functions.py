@@ -1,7 +1,10 @@
-"""Functions as their users write them: stages without keywords, optimizers without guards, objects of other libraries."""
+"""Functions as their users write them, of whatever kind; optimizers without guards, objects of other libraries."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import pickle
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -12,52 +15,108 @@ from torch import Tensor
 import fjoin
 from fjoin import transforms as tx
 from fjoin.transforms.base import fingerprint
-from tests.helpers import raises_text, same_bits
 
 Index: TypeAlias = str  # a word that fjoin's own factories have for whole numbers
 
-STAGES: dict[str, Any] = {
-    "three arguments": lambda g, s, params=None: (g, s), "two arguments": lambda g, s: (g, s),
-    "a weight": lambda g, s, params=None, *, weight=None: (g, s), "any positions": lambda *args: args[:2],
-    "all keywords": lambda g, s, params=None, **extra: (g, s),
+
+def _plain(grads: Any, state: Any, params: Any = None, *, weight: Any = None) -> Any:
+    return grads * weight, state
+
+
+def _named(grads: Any, state: Any, params: Any = None, *, by: float = 1.0, weight: Any = None) -> Any:
+    return grads * weight * by, state
+
+
+def _first(by: float, grads: Any, state: Any, params: Any = None, *, weight: Any = None) -> Any:
+    return grads * weight * by, state
+
+
+class Scaled:
+    def update(self, grads: Any, state: Any, params: Any = None, *, weight: Any = None) -> Any:
+        return grads * weight, state
+
+    def __call__(self, grads: Any, state: Any, params: Any = None, *, weight: Any = None) -> Any:
+        return grads * weight, state
+
+    @staticmethod
+    def still(grads: Any, state: Any, *, weight: Any = None) -> Any:
+        return grads * weight, state
+
+    @classmethod
+    def of_class(cls, grads: Any, state: Any, *, weight: Any = None) -> Any:
+        return grads * weight, state
+
+
+KINDS: dict[str, Any] = {
+    "function": _plain, "partial": functools.partial(_named, by=1.0),
+    "partial by place": functools.partial(_first, 1.0),
+    "partial of a partial": functools.partial(functools.partial(_named), by=1.0), "bound method": Scaled().update,
+    "static method": Scaled.still, "class method": Scaled.of_class, "object": Scaled(), "decorated": functools.wraps(_plain)(lambda *args,
+        **keywords: _plain(*args, **keywords)),
+    "compiled": torch.compile(_plain, backend="eager"),
+    "compiled method": torch.compile(Scaled().update, backend="eager"), "cached": functools.lru_cache(None)(_plain),
+    "only by place": lambda grads, state, params=None, /, *, weight=None: (grads * weight, state),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", STAGES)
-def test_a_stage_needs_no_keywords(name: str) -> None:
-    """In every wrapper and pipeline the result equals that without the stage."""
-    own = tx.Transform(lambda p: (), STAGES[name])
-    around = {
-        "alone": lambda t: t, "chain": lambda t: tx.chain(t, tx.mean("data")), "masked": lambda t: tx.masked(t, "w"),
-        "partition": lambda t: tx.partition({"w": t, "*": tx.identity()}), "every": lambda t: tx.every(2, t),
-        "switch_after": lambda t: tx.switch_after(1, t, tx.identity()), "accumulate": lambda t: tx.accumulate(2, t),
-        "skip": lambda t: tx.skip_if_nonfinite(t),
-    }  # fmt: skip
-    params = {"w": torch.ones(2), "b": torch.ones(3)}
-
-    def run(stage: tx.Transform, wrapper: str) -> Any:
-        made = around[wrapper](stage)
-        if isinstance(made, tx.Pipeline):
-            return ()
-        pipeline, p = tx.fuse(made, tx.sgd(0.1)), params
-        state = pipeline.init(p)
-        for _ in range(4):
-            p, state = pipeline.step(p, params, state, weight=2.0)
-        return p
-
-    for wrapper in around:
-        if wrapper == "skip":
-            continue
-        got, want = (tx.simulate(lambda s=s: run(s, wrapper), {"data": 2}) for s in (own, tx.identity()))  # noqa: B023
-        assert same_bits(got, want), wrapper
-    step = fjoin.train_step(lambda p, b: (p["w"] * b).sum(), tx.fuse(tx.chain(own, tx.mean("data")), tx.sgd(0.1)))
-    assert torch.equal(step(step.init({"w": torch.ones(2)}), torch.ones(2))[0].params["w"], torch.full((2,), 0.9))
+def three_times(value: Any) -> Any:
+    """The transform, and copies of it with other fields."""
+    made = tx.Transform(lambda params: (), KINDS[value] if isinstance(value, str) else value)
+    again = dataclasses.replace(made, needs=tx.Needs.LEAVES)
+    return made, again, dataclasses.replace(again, silent=True), dataclasses.replace(made, pauses=True)
 
 
-def test_adapted_stages_are_told_apart() -> None:
-    one, other = (tx.Transform(lambda p: (), f) for f in (lambda g, s: (g, s), lambda g, s: (2 * g, s)))
-    assert one != other and fingerprint(one) != fingerprint(other)
-    raises_text(TypeError, lambda: tx.Transform(lambda p: (), lambda g: g), "update(grads, state", "takes 1")
+@pytest.mark.parametrize("kind", KINDS)
+def test_update_gets_the_keywords_it_names(kind: str) -> None:
+    """`accepts` inspects the given function, not its wrappers."""
+    for part in three_times(kind):
+        assert part.accepts("weight") and not part.accepts("flush") and not part.accepts("donated")
+        g = torch.tensor(2.0)
+        out, _ = part.update(g, (), g, weight=3.0, step=0, persistent=True)
+        assert out.item() == 6.0
+        inside = tx.chain(tx.every(1, part), tx.masked(tx.identity(), "*"))
+        assert inside.update(g, inside.init(g), g, weight=3.0, step=0)[0].item() == 6.0
+
+
+def test_an_update_may_take_fewer_arguments() -> None:
+    """None by name, or a keyword by its place; an unset keyword keeps the default."""
+    g = torch.tensor(2.0)
+    for update in (
+        lambda g, s, params=None: (g, s),
+        lambda g, s: (g, s),
+        lambda *args: args[:2],
+        lambda g, s, params=None, **extra: (g, s),
+    ):
+        hook = tx.chain(tx.every(1, tx.Transform(lambda params: (), update)), tx.clip_by_value(9.0))
+        assert (
+            hook.update(g, hook.init(g), g, weight=3.0, step=0)[0] is not None
+            and hook.update(g, hook.init(g))[0] == 2.0
+        )
+    for update in (lambda g, s, params=None, weight=7.0: (g * weight, s), lambda g, s, weight=7.0: (g * weight, s)):
+        made = tx.Transform(lambda params: (), update)
+        assert made.update(g, ())[0] == 14.0 and made.update(g, (), g, weight=2.0)[0] == 4.0
+
+
+@tx.factory
+def scaled(by: float) -> tx.Transform:
+    return tx.Transform(lambda params: (), functools.partial(_named, by=by))
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_pickled_transforms_are_adapted_as_before(times: int) -> None:
+    """Through the factory; the result, the names, the spec and the fingerprint stay."""
+    part, g = scaled(2.0), torch.tensor(2.0)
+    for _ in range(times):
+        part = pickle.loads(pickle.dumps(part))
+    assert part == scaled(2.0) and fingerprint(part) == fingerprint(scaled(2.0))
+    assert part.update(g, (), g, weight=3.0, step=0)[0].item() == 12.0
+    assert part.accepts("weight") and not part.accepts("step")
+
+
+def test_copy_with_another_update_takes_its_keywords() -> None:
+    hook = tx.mean("data")
+    copied = dataclasses.replace(hook, update=lambda grads, state, params=None, *, weight=None: (grads, state))
+    assert "wire" in hook.takes and copied.takes == {"weight"}
 
 
 class State(NamedTuple):

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from fjoin import transforms as tx
 from fjoin.transforms.base import fingerprint
-from tests.helpers import raises_text
 
 FULL = tx.fuse(
     tx.chain(tx.clip_by_value(9.0), tx.mean(("node", "local"), over="live"), tx.clip_by_global_norm(1.0)),
@@ -50,16 +49,6 @@ def test_factory_results_can_be_pickled_and_copied() -> None:
         assert pickle.loads(pickle.dumps(made)) == made and copy.deepcopy(made) == made
     clip = pickle.loads(pickle.dumps(tx.chain(tx.clip_by_value(9.0), tx.stateless(_double))))
     assert clip.update(grads, clip.init(grads))[0] == {"a.bias": 6.0, "b": -18.0}
-    by_hand = tx.Transform(init_nothing, double_all)
-    assert pickle.loads(pickle.dumps(by_hand)) == by_hand
-
-
-def init_nothing(params: Any) -> Any:
-    return ()
-
-
-def double_all(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-    return {path: _double(g) for path, g in grads.items()}, state
 
 
 def test_equality_compares_the_meaning() -> None:
@@ -85,11 +74,6 @@ def test_custom_factory_is_serializable() -> None:
 
     assert repr(halve_for_test()) == "halve_for_test()"
     assert repr(halve_for_test(0.25)) == "halve_for_test(factor=0.25)"
-
-    def mean(axis: str) -> tx.Transform:
-        return tx.identity()
-
-    raises_text(ValueError, lambda: tx.factory(mean), "'mean' exists already")
 
 
 def _times(k: Any, grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
@@ -130,19 +114,13 @@ def _functions(k: int) -> dict[str, Callable[[Tensor], Tensor]]:
     pairs: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
         "a constant": (lambda g: g * 2.0, lambda g: g * 3.0),
         "a tuple of constants": (lambda g: g * (1.0, 2.0)[g.dim() % 2], lambda g: g * (1.0, 3.0)[g.dim() % 2]),
-        "a tuple in a tuple": (lambda g: g * ((1.0,), (2.0,))[1][0], lambda g: g * ((1.0,), (3.0,))[1][0]),
         "a set of constants": (lambda g: g * (g.dim() in {1, 2}), lambda g: g * (g.dim() in {0, 3})),
         "a function inside": (lambda g: (lambda x: x * 2)(g), lambda g: (lambda x: x * 3)(g)),
-        "a function inside a function inside": (lambda g: (lambda: (lambda x: x * 2)(g))(), lambda g: (lambda: (lambda x: x * 3)(g))()),
         "a default argument": (lambda g, k=2.0: g * k, lambda g, k=3.0: g * k),
         "a default argument by name": (lambda g, *, k=2.0: g * k, lambda g, *, k=3.0: g * k),
-        "a default that is a number of numpy": (lambda g, k=NUMPY_TWO: g * k, lambda g, k=NUMPY_THREE: g * k),
         "a default that is an array": (lambda g, k=TWOS: g * k, lambda g, k=THREES: g * k),
-        "a default that is a set": (lambda g, k=frozenset((2, "a")): g * k, lambda g, k=frozenset((3, "a")): g * k),
-        "a default that is a range": (lambda g, k=range(2): g * k, lambda g, k=range(3): g * k),
         "a default of arrays": (lambda g, k=(TWOS, {"a": {2}}): g * k, lambda g, k=(TWOS, {"a": {3}}): g * k),
         "a default that is a tensor": (lambda g, k=TWO: g * k, lambda g, k=THREE: g * k),
-        "a default argument of a function inside": (lambda g: (lambda x, k=2.0: x * k)(g), lambda g: (lambda x, k=3.0: x * k)(g)),
         "a list inside": (lambda g: sum([g * i for i in range(2)]), lambda g: sum([g * i for i in range(3)])),
     }  # fmt: skip
     return {name: pair[k] for name, pair in pairs.items()}

@@ -102,12 +102,6 @@ def trained(name: str, weight: Tensor, of_steps: tuple[Tensor, ...], numel: int 
 STEPS = [list(grads(i).unbind()) for i in range(2)]
 
 
-def values(name: str, weights: Tensor) -> Tensor:
-    """The parameter of the first rank."""
-    run = lambda w, *of_steps: trained(name, w, of_steps)  # noqa: E731
-    return tx.simulate(run, axes_for(name), list(weights.unbind()), *STEPS)[0]
-
-
 def derivatives(name: str, weights: Tensor) -> Tensor:
     """Each rank's derivative by its own weight."""
 
