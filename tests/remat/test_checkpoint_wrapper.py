@@ -141,14 +141,19 @@ def test_wrapper_shares_all_attributes_with_its_module() -> None:
     assert block.training and block.extra == 3 and "_checkpoint" not in repr(own) and "CheckpointedBlock" in repr(own)
 
 
-def test_copies_and_saved_modules() -> None:
+@pytest.mark.parametrize("how", ["default", "twice", "host"])
+def test_copies_and_saved_modules(how: str) -> None:
     own = model(norm=False)
-    fjoin.apply_activation_checkpointing(own, check_fn=is_block)
+    fjoin.apply_activation_checkpointing(own, WRAPS[how], is_block)
     file = io.BytesIO()
     torch.save(own, file)
     file.seek(0)
     for again in (copy.deepcopy(own), torch.load(file, weights_only=False)):
-        assert type(again[0]).__name__ == "CheckpointedBlock" and again[0].first.weight is not own[0].first.weight
+        assert (
+            type(again[0]) is not Block
+            and type(again[0]).__name__ == type(own[0]).__name__
+            and again[0].first.weight is not own[0].first.weight
+        )
         torch.testing.assert_close(trained(copy.deepcopy(again)), trained(copy.deepcopy(own)), rtol=0, atol=0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -126,10 +127,13 @@ def test_a_stage_records_norms_wherever_it_stands(hook: Any) -> None:
 
 def test_calls_within_a_window_have_no_numbers() -> None:
     step = fjoin.train_step(loss_fn, PIPELINES["mean"](), accumulate=3)
-    state, found = step.init(PARAMS), []
+    state, found, seconds = step.init(PARAMS), [], []
     for batch in batches(0, 6):
+        begun = time.perf_counter()
         state, metrics = step(state, batch)
+        seconds.append(time.perf_counter() - begun)
         found.append(metrics.as_dict())
+    assert found[2]["rank/step_s"] > seconds[0] / 2, "the first call prepares buffers"
     assert [bool(numbers) for numbers in found] == [False, False, True] * 2
     assert found[2]["rows"] == 12 and found[5]["lr"] == 0.01
 

@@ -147,7 +147,7 @@ def test_signs() -> None:
     assert tx.sign(block=4).decode(tx.sign(block=4).encode(x), 6).tolist() == [[1.5, -1.5, 1.5, 1.5, -5.0, -5.0]]
 
 
-@pytest.mark.parametrize("n", [1, 7, 1000, 70000])
+@pytest.mark.parametrize("n", [1, 7, 40000, 70000])
 @pytest.mark.parametrize("k", [1, 0.01, 0.3, 1.0])
 def test_top_k_matches_torch_topk(k: Any, n: int) -> None:
     x = torch.randn(2, n, generator=torch.Generator().manual_seed(n))

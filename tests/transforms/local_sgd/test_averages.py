@@ -88,9 +88,11 @@ def test_a_bucket_that_is_not_copied_back_is_found_and_all_buckets_are_right() -
 # -- states and values that do not fit, and 16 bits ----------------------------------------------------------------------
 
 
-def test_wires_over_more_axes_and_patterns_in_lists() -> None:
+def test_what_pipelines_are_made_of() -> None:
     wire = tx.error_feedback(tx.compress(tx.int8(), tx.mean(("a", "b"))))
     assert "('a', 'b')" in repr(tx.post_local_sgd(SGD, wire, 4, 2, hook=tx.mean(("a", "b")), local=tx.mean("b")).after)
+    state = tx.post_local_sgd(SGD, tx.mean("data"), 4, 2, state="average").on_state
+    assert state == tx.switch_after(2, tx.identity(), tx.every(4, tx.average_state("data"), first=0))
     grouped = tx.diloco(SGD, tx.mean("data"), 4, fragments=[["a", "b"], "*"])
     assert grouped == tx.diloco(SGD, tx.mean("data"), 4, fragments=(("a", "b"), "*"))
 
@@ -147,20 +149,6 @@ def test_empty_trees_and_empty_leaves(pipeline: tx.Pipeline, params: Any) -> Non
 
     first, second = tx.simulate(one_rank, {"data": 2}, [1.0, 3.0])
     assert max_diff(first, second) == 0 and first.keys() == params.keys()
-
-
-def test_parameters_of_several_dtypes() -> None:
-    pipeline = tx.local_sgd(tx.sgd(1.0), tx.mean("data"), 1)
-    params = {"a": torch.zeros(2), "b": torch.zeros(2, dtype=torch.float64), "c": torch.zeros(2, dtype=torch.bfloat16)}
-
-    def one_rank(scale: float) -> Any:
-        grads = {k: torch.full_like(v, scale) for k, v in params.items()}
-        return pipeline.step(params, grads, pipeline.init(params))[0]
-
-    for found in tx.simulate(one_rank, {"data": 2}, [1.0, 3.0]):
-        assert {k: (v.dtype, v.tolist()) for k, v in found.items()} == {
-            k: (v.dtype, [-2.0, -2.0]) for k, v in params.items()
-        }
 
 
 @pytest.mark.parametrize("delay", [0, 1])

@@ -87,31 +87,20 @@ INNER = {"sgd": (torch_sgd, tx.sgd(0.05, momentum=0.9)), "adam": (torch_adam, tx
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("over", ["weight", "world"])
 @pytest.mark.parametrize("inner", list(INNER))
+@pytest.mark.parametrize("period, first", [(4, None), (4, 0), (4, 10), (3, 7), (1, 2)])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-def test_local_sgd(ranks: int, inner: str, over: Any) -> None:
+def test_local_sgd(ranks: int, period: int, first: int | None, inner: str, over: Any) -> None:
+    """Averages at the end of each period; or from a first step on, as the periodic model averager of torch."""
     theirs, ours = INNER[inner]
-    weighted = over == "weight"
-    found = run(tx.local_sgd(ours, tx.mean("data", over=over), every=4), {"data": ranks}, weighted)
-    start = problem(ranks)[0]
+    weighted, begin, start = over == "weight", period - 1 if first is None else first, problem(ranks)[0]
+    pipeline = tx.local_sgd(ours, tx.mean("data", over=over), every=period)
+    if first is not None:
+        pipeline = tx.fuse(tx.identity(), ours, tx.every(period, tx.average_parameters("data", over=over), first=first))
     want = oracle.averaged(
         theirs, start, ranks, STEPS, functools.partial(grad, ranks, weighted),
-        lambda step: 0 if (step + 1) % 4 else ranks, [ranks], weight if weighted else None,
+        lambda step: ranks if step >= begin and (step - begin) % period == 0 else 0, [ranks], weight if weighted else None,
     )  # fmt: skip
-    close(found, want, start)
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("period, warmup", [(4, 0), (4, 10), (3, 7), (1, 2)])
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_average_every_has_the_steps_of_the_periodic_model_averager(ranks: int, period: int, warmup: int) -> None:
-    theirs, ours = INNER["sgd"]
-    pipeline = tx.fuse(tx.identity(), ours, tx.every(period, tx.average_parameters("data", over="world"), first=warmup))
-    start = problem(ranks)[0]
-    want = oracle.averaged(
-        theirs, start, ranks, STEPS, functools.partial(grad, ranks, False),
-        lambda step: ranks if step >= warmup and (step - warmup) % period == 0 else 0, [ranks], None,
-    )  # fmt: skip
-    close(run(pipeline, {"data": ranks}, False), want, start)
+    close(run(pipeline, {"data": ranks}, weighted), want, start)
 
 
 @pytest.mark.sample(3)
@@ -143,16 +132,28 @@ def test_hierarchical_average(over: Any, warmup: int) -> None:
 @pytest.mark.sample(12)
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-@pytest.mark.parametrize("delay, mix, count", [(0, 0.0, 1), (0, 0.5, 2), (3, 0.0, 1), (2, 0.25, 3), (9, 0.5, 4)])
-def test_diloco(ranks: int, delay: int, mix: float, count: int, weighted: bool) -> None:
+@pytest.mark.parametrize(
+    "delay, mix, count", [(0, 0.0, 1), (0, 0.25, 2), (3, 0.0, 1), (2, 0.75, 3), (9, 0.25, 4), (0, 0.0, "SlowMo")]
+)
+def test_diloco(ranks: int, delay: int, mix: float, count: Any, weighted: bool) -> None:
+    """SlowMo has another outer optimizer."""
     theirs, ours = INNER["adam"]
+    slow, count = (
+        (dict(lr=0.9, momentum=0.6), 1) if count == "SlowMo" else (dict(lr=0.7, momentum=0.9, nesterov=True), count)
+    )
     pipeline = tx.diloco(
-        ours, tx.mean("data", over="weight" if weighted else "world"), every=10, fragments=count, delay=delay, mix=mix
+        ours,
+        tx.mean("data", over="weight" if weighted else "world"),
+        10,
+        tx.sgd(**slow),
+        fragments=count,
+        delay=delay,
+        mix=mix,
     )
     start = problem(ranks)[0]
     ends = {1: [16], 2: [11, 16], 3: [6, 11, 16], 4: [6, 11, 15, 16]}[count]
     want, shared = oracle.diloco(
-        theirs, lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True), start, ranks, STEPS,
+        theirs, lambda p: torch.optim.SGD(p, **slow), start, ranks, STEPS,
         functools.partial(grad, ranks, weighted), 10, weight if weighted else None,
         list(zip([0, *ends], ends, strict=False)), delay, mix,
     )  # fmt: skip
@@ -162,17 +163,6 @@ def test_diloco(ranks: int, delay: int, mix: float, count: int, weighted: bool) 
     anchors = [flat({k: v for part in own for k, v in part.anchor.items()}) for own in states]
     assert all(torch.equal(anchors[0], other) for other in anchors), "the global parameters differ between ranks"
     torch.testing.assert_close(anchors[0] - start, shared - start, rtol=1e-6, atol=1e-9)
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_slow_mo(ranks: int) -> None:
-    theirs, ours = INNER["sgd"]
-    start = problem(ranks)[0]
-    want, _ = oracle.diloco(
-        theirs, lambda p: torch.optim.SGD(p, lr=0.9, momentum=0.6), start, ranks, STEPS,
-        functools.partial(grad, ranks, True), 12, weight,
-    )  # fmt: skip
-    close(run(tx.diloco(ours, tx.mean("data"), 12, tx.sgd(0.9, momentum=0.6)), {"data": ranks}, True), want, start)
 
 
 @pytest.mark.sample(12)
