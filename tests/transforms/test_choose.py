@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fjoin.transforms.base import choose_state
 from tests.devices.memory import Memory
@@ -18,18 +17,6 @@ class State(NamedTuple):
     step: int
     sums: dict[str, Tensor]
     errors: list[Tensor]
-
-
-class Choices(TorchDispatchMode):
-    """Counts the choices among tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten.where.self
-        return func(*args, **(kwargs or {}))
 
 
 def states(value: float, step: int) -> State:
@@ -45,15 +32,6 @@ def test_every_tensor_is_chosen_and_nan_stays_where_it_is(fine: bool) -> None:
     assert got.step == 8, "host counters count calls"
     assert all(torch.equal(got.sums[name], want.sums[name]) or fine for name in "abc")
     assert all(g.isnan().all() == fine for g in [*got.sums.values(), *got.errors])
-
-
-def test_small_tensors_are_chosen_together_and_a_shared_one_once() -> None:
-    new, old = states(2.0, 1), states(1.0, 0)
-    with Choices() as seen:
-        got = choose_state(torch.tensor(True), (new, new), (old, old))
-    assert seen.count == 1 + len(new.errors)
-    assert got[0].errors[0] is got[1].errors[0] and got[0].sums["b"].item() == 3.0
-    assert len(got[0].sums) == 3 and isinstance(got[0], State)
 
 
 def test_a_state_from_a_function_is_freed_as_it_is_chosen() -> None:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.transforms.optimizers._wrappers import FrozenState
 from tests.helpers import max_diff, params_like, raises_text, same_bits, stepped
 from tests.parity_table import KINDS
 
@@ -185,25 +184,6 @@ def test_masters_in_a_training_step() -> None:
 
     for out in tx.simulate(one_rank, {"data": 2}, [[torch.ones(3)] * 8, [torch.ones(3)] * 5]):
         assert out.dtype == torch.bfloat16 and out.tolist() == [254.0] * 3
-
-
-def test_custom_parts_are_stepped_separately() -> None:
-    """The functions of two optimizers differ only in their closures."""
-
-    def by_hand(rate: float) -> tx.Optimizer:
-        def step_param(param: Tensor, grad: Tensor, state: Any) -> Any:
-            return param - rate * grad, FrozenState(state.step + 1)
-
-        def step_param_(param: Tensor, grad: Tensor, state: Any, **guards: Any) -> None:
-            param.sub_(rate * grad)
-            state.step.add_(1)
-
-        return tx.Optimizer(tx.frozen().init_param, step_param, step_param_)
-
-    opt = tx.mixed_precision(tx.partition({"a": by_hand(0.1), "b": by_hand(0.5)}))
-    params = {"a": torch.zeros(2), "b": torch.zeros(2)}
-    out, _ = opt.step(params, {"a": torch.ones(2), "b": torch.ones(2)}, opt.init(params))
-    assert out["a"].tolist() == [-torch.tensor(0.1).item()] * 2 and out["b"].tolist() == [-0.5] * 2
 
 
 def test_derivatives_through_wrapped_optimizers() -> None:

@@ -1,4 +1,4 @@
-"""What `over` means on nested axes: a mean inside nodes, then one between them, in each pair of kinds."""
+"""What `over` means on nested axes: a mean in nodes, then one between them, in each pair of kinds; and in two levels."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
+from tests.helpers import max_diff, same_bits
 
 NODES = {"node": 2, "local": 2}
 GRADS = [1.0, 2.0, 6.0, 9.0]
@@ -136,3 +138,50 @@ def test_an_axis_of_one_rank_changes_nothing(name: str) -> None:
         for hook, axes in zip(BESIDE_ONE[name](), ({"data": 3, "model": 1}, {"data": 3}), strict=True)
     ]
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+SIZES = [
+    {"node": 2, "local": 2}, {"node": 2, "local": 3}, {"node": 3, "local": 2}, {"node": 1, "local": 3},
+    {"node": 3, "local": 1},
+]  # fmt: skip
+
+
+def _grads(rank: int, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(rank)
+    shapes: list[tuple[str, tuple[int, ...]]] = [("a", (5, 3)), ("b", ()), ("none", (0, 2))]
+    return {name: torch.randn(shape, generator=g, dtype=torch.float64).to(dtype) for name, shape in shapes}
+
+
+def _one_rank(hook: tx.Transform, as_tensor: bool) -> Any:
+    rank = int(tx.axis_index(("node", "local")))
+    weight: Any = float(rank % 4)  # some have none, a whole node maybe
+    grads = {k: v * float("nan") for k, v in _grads(rank).items()} if weight == 0 else _grads(rank)
+    weight = torch.tensor(weight, dtype=torch.float64) if as_tensor else weight
+    return hook.update(grads, hook.init(grads), weight=weight)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("as_tensor", [False, True])
+@pytest.mark.parametrize("over", ["weight", "live", "world"])
+@pytest.mark.parametrize("axes", SIZES, ids=str)
+def test_result_matches_the_mean_over_both_axes(axes: dict[str, int], over: Any, as_tensor: bool) -> None:
+    """To rounding; if it is encoded across nodes, near it, and the same on all ranks."""
+    two, one = tx.hierarchical_mean("local", "node", over=over), tx.mean(("node", "local"), over)
+    want = tx.simulate(lambda: _one_rank(one, as_tensor), axes)
+    for hook, room in ((two, 1e-15), (tx.compress(tx.int8(), two), 0.03 if axes["node"] > 1 else 1e-15)):
+        got = tx.simulate(lambda: _one_rank(hook, as_tensor), axes)  # noqa: B023
+        for (out, _), (expected, _) in zip(got, want, strict=True):
+            assert max_diff(out, expected) < room
+            assert same_bits(out, got[0][0])
+
+
+def test_bytes_between_nodes() -> None:
+    params = {"w": torch.ones(1_000_000)}
+    axes = {"node": 8, "local": 8}
+
+    def sent(hook: tx.Transform, axis: str) -> int:
+        return sum(m.sent_bytes for row in tx.explain(hook, params, axes).rows for m in row.messages if axis in m.axis)
+
+    floats = sent(tx.mean("node"), "node")
+    assert sent(tx.hierarchical_mean("local", "node"), "node") < 1.01 * floats / 8
+    assert sent(tx.compress(tx.int8(), tx.hierarchical_mean("local", "node")), "node") < 0.26 * floats / 8
