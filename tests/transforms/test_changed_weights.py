@@ -47,18 +47,6 @@ def test_a_wrapper_that_changes_weights_changes_the_divisor(name: str, change: s
             torch.testing.assert_close(out["w"].flatten(), by_formula, rtol=1e-6, atol=1e-6)
 
 
-def test_roots_of_weights_1_and_9() -> None:
-    """Gradients 0 and 4 with weights 1 and 3: 12 / 4. The divisor 10 of the weights themselves would give -1.2."""
-    pipeline = tx.fuse(with_weights(CHANGES["root"], tx.mean("data")), tx.sgd(1.0))
-
-    def one_rank(gradient: float, weight: float) -> Any:
-        params = {"w": torch.zeros((), dtype=torch.float64)}
-        new, _ = pipeline.step(params, {"w": params["w"] + gradient}, pipeline.init(params), weight=weight)
-        return new["w"].item()
-
-    assert tx.simulate(one_rank, {"data": 2}, [0.0, 4.0], [1.0, 9.0]) == [-3.0] * 2
-
-
 def test_the_change_ends_with_the_wrapper() -> None:
     """Roots 1, 3 and 2, 0 of weights 1, 9 and 4, 0 inside the nodes; these count by their own weights, 10 and 4."""
     hook = tx.chain(with_weights(CHANGES["root"], tx.mean("local")), tx.mean("node"))

@@ -7,11 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import fjoin
 from fjoin import transforms as tx
 from fjoin.testing._compare import saved_and_loaded
 from tests.helpers import params_like, raises_text, same_bits
-from tests.training.small import net_batch, net_loss, net_params
 
 HOOK = tx.chain(tx.accumulate(2, tx.mean("data")), tx.switch_after(3, tx.identity(), tx.record_norm()))
 
@@ -44,15 +42,6 @@ def test_shared_step_count_is_shared_after_loading() -> None:
     aged = {**state, "scale": state["scale"]._replace(step=torch.tensor(7.0))}
     loaded = tx.from_state_dict(opt.init(params), tx.to_state_dict(aged))
     assert loaded["scale"].step == 7 and len({id(s.step) for s in loaded.values()}) == 2
-
-
-def test_the_state_of_a_step_is_saved_by_path() -> None:
-    pipeline = tx.fuse(tx.mean("data"), tx.adamw(0.1))
-    step = fjoin.train_step(net_loss, pipeline)
-    state, _ = step(step.init(net_params()), net_batch(0, 0))
-    saved = tx.to_state_dict(state.pipeline)
-    assert "optimizer.a.weight.exp_avg" in saved
-    assert same_bits(saved_and_loaded(state.pipeline, pipeline.init(net_params())), state.pipeline)
 
 
 def test_trees_of_any_form() -> None:

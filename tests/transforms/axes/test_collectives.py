@@ -81,13 +81,6 @@ def test_collectives_inside_torch_vmap(op: str) -> None:
         assert torch.equal(out[r], want)
 
 
-def test_constants_count_once_per_rank() -> None:
-    assert [v.item() for v in tx.simulate(lambda x: tx.psum(torch.tensor(2.0), "data"), {"data": 3}, [0.0] * 3)] == [
-        6.0
-    ] * 3
-    assert [v.item() for v in tx.simulate(lambda x: tx.psum(1, "data"), {"data": 3}, [0.0] * 3)] == [3] * 3
-
-
 def test_nested_axes_and_tuples() -> None:
     shape = {"node": 2, "local": 3}
     xs = [torch.tensor(float(2**r)) for r in range(6)]
@@ -107,18 +100,6 @@ def test_nested_axes_and_tuples() -> None:
     assert scattered == [63.0 * r for r in range(6)]
     back = run(lambda x: tx.all_gather(tx.psum_scatter(x * torch.arange(6.0), ("node", "local")), ("node", "local")))
     assert back == [[63.0 * r for r in range(6)]] * 6
-
-
-def test_control_flow_on_a_sum() -> None:
-    """The requirement of a loop over uneven inputs: Python branches on values that are equal on all ranks."""
-
-    def one_rank(count: Tensor) -> Tensor:
-        left, rounds = count, 0
-        while tx.psum((left > 0).long(), "data") > 0:
-            left, rounds = left - 1, rounds + 1
-        return torch.tensor(rounds)
-
-    assert tx.simulate(one_rank, {"data": 4}, [torch.tensor(c) for c in (3, 1, 2, 0)]) == [3] * 4
 
 
 def test_trees_travel_packed() -> None:

@@ -134,7 +134,6 @@ def test_states_and_parameters_that_do_not_fit(name: str) -> None:
     [
         tx.local_sgd(MOMENTUM, tx.mean("data"), 2, state="average"),
         tx.diloco(MOMENTUM, tx.mean("data"), 2),
-        tx.post_local_sgd(MOMENTUM, tx.mean("data"), 2, 1),
     ],
 )
 @pytest.mark.parametrize(

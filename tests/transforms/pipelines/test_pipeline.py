@@ -174,7 +174,7 @@ def _with(of: Any = None) -> tx.Transform:
 
 @pytest.mark.parametrize(
     "of",
-    [torch.device("cpu"), np.ones(2), {1}, slice(2), range(3), 1j, b"x", object()],
+    [torch.device("cpu"), np.ones(2), {1}, object()],
     ids=lambda of: type(of).__name__,
 )
 def test_factories_may_have_arguments_of_any_kind(of: Any) -> None:

@@ -146,15 +146,6 @@ def test_derivatives_by_the_other_weights_if_one_is_zero() -> None:
     torch.testing.assert_close(got[[0, 1, 3]], torch.func.grad(two_steps)(weights)[[0, 1, 3]])
 
 
-def test_autograd_gives_no_warnings() -> None:
-    torch.set_warn_always(True)
-    try:
-        weights = [w.clone().requires_grad_() for w in WEIGHTS]
-        tx.simulate(lambda w, *of_steps: trained("mean", w, of_steps), {"local": 4}, weights, *STEPS)
-    finally:
-        torch.set_warn_always(False)
-
-
 @pytest.mark.xfail(
     strict=True,
     raises=tx.CollectiveMismatch,

@@ -44,15 +44,6 @@ def test_nothing_is_left_after_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("host")
-def test_twice_through_a_graph_that_is_kept() -> None:
-    x = torch.randn(3, requires_grad=True)
-    out = tx.remat(torch.tanh, policies.everything_saveable, "cpu")(x * 2).sum()
-    first = torch.autograd.grad(out, x, retain_graph=True)
-    torch.testing.assert_close(torch.autograd.grad(out, x), first, rtol=0, atol=0)
-    raises_text(RuntimeError, lambda: torch.autograd.grad(out, x), "second time")
-
-
-@pytest.mark.usefixtures("host")
 def test_arguments_that_are_results_wait_too_and_parameters_do_not() -> None:
     w, x = torch.randn(50, 50, requires_grad=True), torch.randn(20, 50)
 

@@ -165,30 +165,6 @@ def test_saved_values_are_not_recomputed(policy: str, transform: str) -> None:
     assert tuple(counts[1].get(n, 0) - counts[0].get(n, 0) for n in ("mm", "bmm", "tanh")) == AGAIN[policy]
 
 
-def kept(f: Any) -> int:
-    """The bytes of the tensors that the graph keeps, each memory once."""
-    found: dict[int, int] = {}
-
-    def pack(x: Tensor) -> Tensor:
-        found[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        out = f(X.clone().requires_grad_(), W.clone().requires_grad_())
-    assert out.requires_grad
-    return sum(found.values())
-
-
-def test_policies_keep_less() -> None:
-    of = {name: kept(remat(block, name)) for name in POLICIES}
-    least = X.nbytes + W.nbytes
-    assert of["default"] == of["nothing_saveable"] == least
-    assert (
-        of["everything_saveable"] == kept(block) > of["dots_saveable"] > of["dots_with_no_batch_dims_saveable"] > least
-    )
-    assert of["save_only_these_names"] == least + 2 * X.nbytes and of["save_any_names_but_these"] == least + X.nbytes
-
-
 def test_other_random_numbers_without_preserve_rng() -> None:
     x = torch.ones(1000, requires_grad=True)
     out = tx.remat(lambda x: F.dropout(x, 0.5), preserve_rng_state=False)(x)
@@ -196,10 +172,10 @@ def test_other_random_numbers_without_preserve_rng() -> None:
     assert x.grad is not None and not torch.equal(x.grad, out.detach())
 
 
-@pytest.mark.parametrize("policy", ["nothing_saveable", "dots_saveable"])
-def test_autocast(policy: str) -> None:
+@pytest.mark.parametrize("policy", [None, policies.dots_saveable, lambda op, *args, **kwargs: "_to_copy" in str(op)])
+def test_autocast(policy: Any) -> None:
     found = []
-    for wrap in (lambda f: f, lambda f: tx.remat(f, POLICIES[policy])):
+    for wrap in (lambda f: f, lambda f: tx.remat(f, policy)):
         torch.manual_seed(0)
         model = nn.Linear(3, 3)
         with torch.autocast("cpu", dtype=torch.bfloat16):

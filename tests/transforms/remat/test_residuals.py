@@ -57,7 +57,11 @@ def test_policies_are_told_apart() -> None:
     of = {how: tx.saved_residuals(model, x, wrap).activation_bytes for how, wrap in WRAPS.items()}
     assert of["plain"] == of["everything"] > of["dots"] > of["only names"] > of["default"]
     assert of["dots"] > of["names to the host"] > of["dots to the host"] == of["all to the host"]
-    assert of["default"] > of["arguments to the host"]
+    assert (
+        of["default"] > of["arguments to the host"]
+        and of["dots"] > of["no batch"] > of["default"]
+        and of["but names"] > of["default"]
+    )
 
 
 def test_parameters_on_meta_and_as_arguments() -> None:
@@ -88,22 +92,6 @@ def test_names() -> None:
     names = {one.name for one in found}
     assert "h" in names and "argument 'scale'['by']" in names
     assert any(name.startswith("exp at test_residuals.py:") for name in names)
-
-
-def test_saved_residuals_changes_no_state() -> None:
-    model = nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(0.5))
-    model.register_buffer("seen", torch.zeros(()))
-    before = {name: x.clone() for name, x in model.state_dict().items()}
-    state = torch.get_rng_state()
-
-    def f(x: Tensor) -> Tensor:
-        model.seen += 1
-        return tx.remat(model)(x)
-
-    assert tx.saved_residuals(f, torch.ones(4, 3, requires_grad=True)).bytes > 0
-    assert all(type(x) in (Tensor, nn.Parameter) for x in model.state_dict(keep_vars=True).values())
-    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_dropout_masks_are_kept_or_drawn_again() -> None:
