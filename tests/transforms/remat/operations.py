@@ -91,6 +91,10 @@ class World(nn.Module):
         return places | {"seen": self.seen, **{f"seen {i}": x for i, x in enumerate(self.seen)}}
 
 
+def last(*values: Any) -> Any:
+    return values[-1]
+
+
 # In-place operations on a tensor of four.
 WRITES: dict[str, Callable[[Tensor], Any]] = {
     "add_": lambda b: b.add_(1), "view": lambda b: b.view(2, 2).add_(1), "row": lambda b: b[0].add_(1),
@@ -101,74 +105,11 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
 }  # fmt: skip
 
 
-def op_count(m: World, h: Tensor) -> Tensor:
-    m.n += 1
-    return h * m.n.clone()
-
-
-def op_mean(m: World, h: Tensor) -> Tensor:
-    m.mean += h.detach().mean(0)
-    return h - m.mean
-
-
-def op_mean_anew(m: World, h: Tensor) -> Tensor:
-    m.mean = 0.9 * m.mean + h.detach().mean(0)
-    return h + m.mean
-
-
-def op_plain(m: World, h: Tensor) -> Tensor:
-    m.plain.mul_(1.5)
-    return h * m.plain.clone()
-
-
-def op_plain_anew(m: World, h: Tensor) -> Tensor:
-    m.plain = m.plain + 1
-    return h * m.plain
-
-
-def op_calls(m: World, h: Tensor) -> Tensor:
-    m.calls += 1
-    return h * m.calls
-
-
-def op_new_attribute(m: World, h: Tensor) -> Tensor:
-    m.more = getattr(m, "more", 0) + 1
-    return h * m.more
-
-
-def op_last(m: World, h: Tensor) -> Tensor:
-    m.last = h.sin()
-    return h + m.last
-
-
-def op_seen(m: World, h: Tensor) -> Tensor:
-    m.seen.append(h.detach().exp())
-    return h / len(m.seen)
-
-
-def op_rows_anew(m: World, h: Tensor) -> Tensor:
-    m.rows[0] = m.rows[0] + 1
-    return h * m.rows[0]
-
-
-def op_training(m: World, h: Tensor) -> Tensor:
-    m.drop.train(not m.drop.training)
-    return m.drop(h) * (2 + m.drop.training)
-
-
 def op_submodule(m: World, h: Tensor) -> Tensor:
     if not hasattr(m, "late"):
         m.late = nn.Linear(2, 2)
     m.parts.add_module(f"late {len(m.parts)}", nn.Identity())
     return h * len(m.parts)
-
-
-def op_force(m: World, h: Tensor) -> Tensor:
-    return torch.func.grad(lambda z: (z.sin() * z).sum())(h * m.scale) * h
-
-
-def op_rows(m: World, h: Tensor) -> Tensor:
-    return torch.func.vmap(lambda row: row.sin() * row.sum())(h)
 
 
 def op_grad_inside(m: World, h: Tensor) -> Tensor:
@@ -178,34 +119,10 @@ def op_grad_inside(m: World, h: Tensor) -> Tensor:
     return torch.autograd.grad((y**3).sum(), y, create_graph=True)[0] * h
 
 
-def op_asks(m: World, h: Tensor) -> Tensor:
-    return h * 2 if h.requires_grad else h * 3
-
-
-def op_asks_grad_mode(m: World, h: Tensor) -> Tensor:
-    return h * 2 if torch.is_grad_enabled() else h * 3
-
-
-def op_device(m: World, h: Tensor) -> Tensor:
-    return h.sin() * 2 if torch.empty(0).device.type == "meta" else h.sin() * 3
-
-
-def op_asks_leaf(m: World, h: Tensor) -> Tensor:
-    return h.sin() if h.is_leaf else h.cos().exp()
-
-
 def op_by_inner(m: World, h: Tensor) -> Tensor:
     y = h.detach()
     y.requires_grad = True
     return h * torch.autograd.grad(y.pow(3).sum(), y)[0]
-
-
-def op_branch(m: World, h: Tensor) -> Tensor:
-    return h.sin() * 2 if h.detach().sum() > 0 else h.cos()
-
-
-def op_one_hot(m: World, h: Tensor) -> Tensor:
-    return h * F.one_hot(torch.tensor([0, 1, 2]), 4).to(h.dtype)
 
 
 def op_in_place(m: World, h: Tensor) -> Tensor:
@@ -222,14 +139,6 @@ def op_product_in_place(m: World, h: Tensor) -> Tensor:
     return product.mul_(2.0).tanh()
 
 
-def op_zeros(m: World, h: Tensor) -> Tensor:
-    return h * torch.zeros(4).numel() + torch.zeros(3, 4)
-
-
-def op_empty(m: World, h: Tensor) -> Tensor:
-    return h * torch.empty(5).numel() * torch.empty(3, 4).fill_(2.0) * torch.ones(3, 1) * h.new_ones(4)
-
-
 def op_attention(m: World, h: Tensor) -> Tensor:
     q = h.view(1, 1, 3, 4)
     return F.scaled_dot_product_attention(q, q.sin(), q.cos()).view(3, 4)
@@ -239,14 +148,6 @@ def op_no_grad(m: World, h: Tensor) -> Tensor:
     with torch.no_grad():
         size = h.norm() + 1
     return h / size
-
-
-def op_named(m: World, h: Tensor) -> Tensor:
-    return tx.checkpoint_name(h.tanh(), "h").sin()
-
-
-def op_again(m: World, h: Tensor) -> Tensor:
-    return tx.remat(lambda h: (m.linear(h).sin() * m.scale).tanh())(h)
 
 
 def op_escapes(m: World, h: Tensor) -> Tensor:
@@ -276,7 +177,30 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Tensor], Tensor
 }  # fmt: skip
 OPS: dict[str, Callable[[World, Tensor], Tensor]] = {
     **{name[3:]: value for name, value in list(globals().items()) if name.startswith("op_")},
-    **{f"write: {name}": lambda m, h, w=write: (w(m.mean), (h * m.mean.clone()).sin())[1] for name, write in WRITES.items()},
+    "force": lambda m, h: torch.func.grad(lambda z: (z.sin() * z).sum())(h * m.scale) * h,
+    "rows": lambda m, h: torch.func.vmap(lambda row: row.sin() * row.sum())(h),
+    "asks": lambda m, h: h * 2 if h.requires_grad else h * 3,
+    "asks_grad_mode": lambda m, h: h * 2 if torch.is_grad_enabled() else h * 3,
+    "device": lambda m, h: h.sin() * 2 if torch.empty(0).device.type == "meta" else h.sin() * 3,
+    "asks_leaf": lambda m, h: h.sin() if h.is_leaf else h.cos().exp(),
+    "branch": lambda m, h: h.sin() * 2 if h.detach().sum() > 0 else h.cos(),
+    "one_hot": lambda m, h: h * F.one_hot(torch.tensor([0, 1, 2]), 4).to(h.dtype),
+    "zeros": lambda m, h: h * torch.zeros(4).numel() + torch.zeros(3, 4),
+    "empty": lambda m, h: h * torch.empty(5).numel() * torch.empty(3, 4).fill_(2.0) * torch.ones(3, 1) * h.new_ones(4),
+    "named": lambda m, h: tx.checkpoint_name(h.tanh(), "h").sin(),
+    "again": lambda m, h: tx.remat(lambda h: (m.linear(h).sin() * m.scale).tanh())(h),
+    "count": lambda m, h: last(m.n.add_(1), h * m.n.clone()),
+    "mean": lambda m, h: last(m.mean.add_(h.detach().mean(0)), h - m.mean.clone()),
+    "mean_anew": lambda m, h: last(setattr(m, "mean", 0.9 * m.mean + h.detach().mean(0)), h + m.mean),
+    "plain": lambda m, h: last(m.plain.mul_(1.5), h * m.plain.clone()),
+    "plain_anew": lambda m, h: last(setattr(m, "plain", m.plain + 1), h * m.plain),
+    "calls": lambda m, h: last(setattr(m, "calls", m.calls + 1), h * m.calls),
+    "new_attribute": lambda m, h: last(setattr(m, "more", getattr(m, "more", 0) + 1), h * m.more),
+    "last": lambda m, h: last(setattr(m, "last", h.sin()), h + m.last),
+    "seen": lambda m, h: last(m.seen.append(h.detach().exp()), h / len(m.seen)),
+    "rows_anew": lambda m, h: last(m.rows.__setitem__(0, m.rows[0] + 1), h * m.rows[0]),
+    "training": lambda m, h: last(m.drop.train(not m.drop.training), m.drop(h) * (2 + m.drop.training)),
+    **{f"write: {name}": lambda m, h, w=write: last(w(m.mean), (h * m.mean.clone()).sin()) for name, write in WRITES.items()},
     **{name: lambda m, h, n=name: MODULES[n][1](m.parts[n], h) for name in MODULES},
     "linear": lambda m, h: m.linear(h),
     "norm": lambda m, h: m.norm(h),
