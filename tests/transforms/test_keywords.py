@@ -97,50 +97,46 @@ def calls_of(run: Callable[[tx.Pipeline], None], make: Callable[[tx.Transform], 
     return named
 
 
-def column(calls: list[dict[str, Any]], name: str) -> list[Any]:
-    return [float(call[name]) if name == "weight" else call[name] for call in calls]
+SGD = tx.sgd(0.1)
+Place = tuple[Callable[[tx.Transform], tx.Pipeline], dict[str, list[Any]]]
+RANKS_OWN = {
+    "weight": [2.0] * 2,
+    "step": [0, 1],
+    "persistent": [False] * 2,
+    "flush": [False] * 2,
+    "sharded_over": [None] * 2,
+}
+OF_ALL = {"weight": [4.0, 4.0, 0.0], "step": [0, 1, 2], "persistent": [True] * 3, "flush": [False, False, True]}
+# Where a stage stands, and what it gets in two steps and a flush: before the reduction its rank's weight, and no flush; behind it
+# the sum of both ranks' weights; at the end that too, and a flush of weight 0.
+PLACES: dict[str, Place] = {
+    **{f"before, {name}": (lambda t, wrap=wrap: tx.fuse(wrap(t), SGD), RANKS_OWN) for name, wrap in BEFORE.items()},
+    **{f"behind, {name}": (lambda t, wrap=wrap: tx.fuse(wrap(t), SGD), {"weight": [4.0] * 2, "step": [0, 1]}) for name,
+     wrap in BEHIND.items()},
+    **{
+        f"at the end, {name}": (lambda t, name=name: tx.fuse(tx.mean("data"), SGD, after=BEFORE[name](t)), OF_ALL)
+        for name in ("alone", "masked", "partition", "every", "switch_after", "in two")
+    },
+    **{
+        f"of pieces, {name}": (
+            lambda t, name=name: tx.fuse(tx.chain(tx.scatter_mean("data"), BEFORE[name](t)), SGD),
+            {"sharded_over": ["data", "data"], "weight": [4.0, 4.0]},
+        )
+        for name in ("alone", "every")
+    },
+}  # fmt: skip
 
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("run", [purely, by_step])
-@pytest.mark.parametrize("where", BEFORE)
-def test_a_stage_before_the_reduction(where: str, run: Any) -> None:
-    """Its rank's weight; the number of the step. No flush calls it."""
-
-    def make(own: tx.Transform) -> tx.Pipeline:
-        return tx.fuse(BEFORE[where](own), tx.sgd(0.1))
-
-    if where == "accumulate" and run is by_step:  # which has an argument of its own
+@pytest.mark.parametrize("place", PLACES)
+def test_what_a_stage_gets(place: str, run: Any) -> None:
+    make, want = PLACES[place]
+    if "accumulate" in place and run is by_step:  # which has an argument of its own
         return
     calls = calls_of(run, make)
-    assert column(calls, "weight") == [2.0, 2.0] and column(calls, "step") == [0, 1]
-    assert column(calls, "persistent") == column(calls, "flush") == [False, False]
-    assert column(calls, "sharded_over") == [None, None]
-
-
-@pytest.mark.parametrize("run", [purely, by_step])
-@pytest.mark.parametrize("where", BEHIND)
-def test_a_stage_behind_the_reduction(where: str, run: Any) -> None:
-    """The sum of both ranks' weights."""
-
-    def make(own: tx.Transform) -> tx.Pipeline:
-        return tx.fuse(BEHIND[where](own), tx.sgd(0.1))
-
-    calls = calls_of(run, make)
-    assert column(calls, "weight") == [4.0, 4.0] and column(calls, "step") == [0, 1]
-
-
-@pytest.mark.parametrize("run", [purely, by_step])
-@pytest.mark.parametrize("where", ["alone", "masked", "partition", "every", "switch_after", "in two"])
-def test_a_stage_at_the_end_of_the_step(where: str, run: Any) -> None:
-    """The weight of all ranks that share the gradients; `persistent`; a flush behind the second step, of weight 0."""
-
-    def make(own: tx.Transform) -> tx.Pipeline:
-        return tx.fuse(tx.mean("data"), tx.sgd(0.1), after=BEFORE[where](own))
-
-    calls = calls_of(run, make)
-    assert column(calls, "weight") == [4.0, 4.0, 0.0] and column(calls, "step") == [0, 1, 2]
-    assert column(calls, "persistent") == [True] * 3 and column(calls, "flush") == [False, False, True]
+    for name, values in want.items():
+        assert [float(call[name]) if name == "weight" else call[name] for call in calls] == values, name
 
 
 @pytest.mark.parametrize("name", [None, *NAMES])
@@ -150,8 +146,8 @@ def test_stage_gets_only_the_keywords_it_names(name: Any) -> None:
         seen: list[Any] = []
         tx.simulate(lambda: purely(tx.fuse(wrap(stage(name, seen)), tx.sgd(0.1))), {"data": 1})  # noqa: B023
         assert len(seen) == 2 and all(call.keys() == ({name} if name else set()) for call in seen)
-        assert name != "weight" or column(seen, name) == [2.0, 2.0]
-        assert name != "step" or column(seen, name) == [0, 1]
+        assert name != "weight" or [float(call[name]) for call in seen] == [2.0, 2.0]
+        assert name != "step" or [call[name] for call in seen] == [0, 1]
 
 
 @pytest.mark.parametrize("donate", [False, True])
@@ -162,19 +158,7 @@ def test_donated(donate: bool) -> None:
         pipeline = tx.fuse(wrap(stage("donated", seen)), tx.sgd(0.1))
         with fjoin.bind(fjoin.mesh({"data": -1})):
             pipeline.step(start(), start(), pipeline.init(start()), donate=donate)
-        assert column(seen, "donated") == [expected]
-
-
-@pytest.mark.parametrize("run", [purely, by_step])
-def test_sharded_over(run: Any) -> None:
-    """The stage follows a scatter_mean, in the chain and inside another stage."""
-    for wrap in (lambda t: t, lambda t: tx.every(1, t)):
-
-        def make(own: tx.Transform) -> tx.Pipeline:
-            return tx.fuse(tx.chain(tx.scatter_mean("data"), wrap(own)), tx.sgd(0.1))  # noqa: B023
-
-        calls = calls_of(run, make)
-        assert column(calls, "sharded_over") == ["data", "data"] and column(calls, "weight") == [4.0, 4.0]
+        assert [call["donated"] for call in seen] == [expected]
 
 
 def _multiplies(grads: Any, state: Any, params: Any = None, *, weight: Any = None, **extra: Any) -> Any:
