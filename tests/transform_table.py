@@ -83,7 +83,6 @@ TRANSFORMS: dict[str, list[Callable[[], tx.Transform]]] = {
         lambda: tx.error_feedback(
             tx.partition({"layer.*": tx.compress(tx.int4(), tx.mean("data")), "*": tx.mean("data")})
         ),
-        lambda: tx.chain(*(tx.error_feedback(tx.compress(tx.int4(), tx.mean(axis))) for axis in ("local", "node"))),
     ],
     "power_sgd": [
         lambda: tx.power_sgd("data", min_compression_rate=1.0),

@@ -84,6 +84,25 @@ def test_each_operation(name: str, policy: str, mode: str) -> None:
     assert check(Case((name, "sin", name), policy=policy, mode=mode)) == "same" or mode in ("grad", "rows")
 
 
+# Reads that look like writes; a draw that is kept; a region in another one; state before what only the other kind of region takes.
+TOGETHER = [
+    "asks_leaf sin",
+    "numpy sin",
+    "data_ptr sin",
+    "by_inner sin",
+    "rand sin dropout",
+    "again force",
+    "calls dropout force",
+]
+
+
+@pytest.mark.parametrize("policy", ["nothing", "dots", "host"])
+@pytest.mark.parametrize("ops", TOGETHER)
+def test_operations_together(ops: str, policy: str) -> None:
+    assert check(Case(tuple(ops.split()), policy=policy)) == "same"
+    assert check(Case(tuple(ops.split()), policy=policy, mode="grad")) in ("same", "unlike")
+
+
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("policy", ["nothing", "own"])
 @pytest.mark.parametrize("result", RESULTS)
