@@ -76,7 +76,7 @@ def rank_1(rank: int) -> float:
 
 
 F32, F64 = torch.float32, torch.float64
-TWO_DIMS, TWO_ONES = "must have 2 dimension(s)", [1.0, 1.0]
+TWO_DIMS = "must have 2 dimension(s)"
 # The call, what torch does, and what we do: a result, or words of an error.
 ROWS: dict[str, tuple[Callable[[Any, int], Any], Any, Any]] = {
     "tensors in a list are not filled": (gathered(FP16, (2, 2), rank_1, F64), ([4.0, 8.0], [0.0, 0.0], F32),

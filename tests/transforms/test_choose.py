@@ -1,4 +1,4 @@
-"""The choice between two states where only a device knows which: few launches, and never three states in memory."""
+"""The choice between two states where only a device knows which, with never three states in memory."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def test_custom_parts_are_identified_by_their_function() -> None:
 
 
 TWO, THREE = torch.tensor(2.0), torch.tensor(3.0)
-NUMPY_TWO, NUMPY_THREE, TWOS, THREES = np.float32(2), np.float32(3), np.full(2, 2), np.full(2, 3)
+TWOS, THREES = np.full(2, 2), np.full(2, 3)
 
 
 def _functions(k: int) -> dict[str, Callable[[Tensor], Tensor]]:
