@@ -33,7 +33,7 @@ class JobFailed(RuntimeError):
 
 
 def _load(file: str, name: str) -> Callable[..., Any]:
-    key = "job_" + os.path.basename(file).removesuffix(".py")
+    key = "job_" + file.removesuffix(".py").replace(os.sep, "_")  # two folders may have files of one name
     module = sys.modules.get(key)
     if module is None:
         spec = importlib.util.spec_from_file_location(key, file)
