@@ -133,7 +133,7 @@ def test_calls_within_a_window_have_no_numbers() -> None:
         state, metrics = step(state, batch)
         seconds.append(time.perf_counter() - begun)
         found.append(metrics.as_dict())
-    assert found[2]["rank/step_s"] > seconds[0] / 2, "the first call prepares buffers"
+    assert found[2]["rank/step_s"] > 0.6 * sum(seconds[:3]), "of all calls of the window"
     assert [bool(numbers) for numbers in found] == [False, False, True] * 2
     assert found[2]["rows"] == 12 and found[5]["lr"] == 0.01
 

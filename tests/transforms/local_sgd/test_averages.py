@@ -168,6 +168,19 @@ def test_an_anchor_gathers_small_changes(dtype: torch.dtype, delay: int) -> None
     assert tx.simulate(one_rank, {"data": 4}, list(range(4))) == [246.0 if delay else 236.0] * 4
 
 
+def test_a_period_that_another_average_serves_ends_too() -> None:
+    part, values = tx.every(1, tx.average_parameters("data"), first=0, except_every=2), {"w": torch.ones(2)}
+
+    def one_rank() -> list[float]:
+        state, seen = part.init(values), []
+        for step in range(4):
+            _, state = part.update(values, state, values, weight=2.0, step=step, persistent=True)
+            seen.append(float(state.weight))
+        return seen
+
+    assert tx.simulate(one_rank, {"data": 2}) == [[0.0] * 4] * 2
+
+
 @pytest.mark.parametrize("over", ["weight", "world"])
 def test_a_rank_without_input_has_no_change_by_rounding(over: Any) -> None:
     pipeline = tx.diloco(tx.sgd(1.0), tx.mean("data", over=over), 1, outer=tx.sgd(0.25))

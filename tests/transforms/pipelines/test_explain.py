@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import optree
 import pytest
 import torch
 from torch import Tensor
@@ -58,6 +59,12 @@ def test_explain_of_nested_axes() -> None:
     for axis, shown in ((("node", "local"), "node x local"), ("local", "local")):
         what = tx.explain(tx.mean(axis), {"w": torch.zeros(10)}, {"node": 2, "local": 4})
         assert [(m.axis, m.collective) for m in what.rows[0].messages] == [(shown, "psum")]
+    keeps = tx.Transform(
+        lambda params: optree.tree_map(torch.zeros_like, params), lambda g, s: (g, s), tx.Needs.NOTHING
+    )
+    pieces = tx.chain(tx.scatter_mean("local"), keeps)
+    behind = tx.explain(tx.fuse(pieces, tx.sgd(0.1)), {"w": torch.zeros(64)}, {"node": 2, "local": 4}).rows[1]
+    assert behind.state_bytes == 64 * 4 / 4, "of a rank's piece"
 
 
 def test_explain_finds_periodic_stages_inside_others() -> None:

@@ -189,18 +189,6 @@ def test_zero_gradient_gives_zeros_and_does_not_affect_the_next_one() -> None:
             assert all(torch.isfinite(q).all() for q in state.q.values())
 
 
-def test_rows_of_q_that_have_become_zero_are_drawn_afresh() -> None:
-    """A gradient of rank 1 leaves one; with it the next, of rank 2, would not be reproduced at once."""
-
-    def one_rank() -> Any:
-        hook, one, two = made(2), exact(0, 1)["a"], exact(0, 2)["a"]
-        _, state = hook.update({"a": one}, hook.init({"a": one}))
-        return hook.update({"a": two}, state)[0]["a"] - two
-
-    for gap in tx.simulate(one_rank, {"data": 2}):
-        assert gap.abs().max() < 1e-9
-
-
 def test_a_bucket_keeps_its_corner_of_a_batched_q() -> None:
     def one_rank(rank: int) -> Any:
         hook, grads = tx.batched_power_sgd("data", 2, min_compression_rate=1.0), draws(rank)

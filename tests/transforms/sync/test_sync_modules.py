@@ -80,3 +80,13 @@ def test_layers_keep_their_tensors_names_and_modes() -> None:
     assert isinstance(new, tx.SyncBatchNorm) and not new.training and new.running_mean is one.running_mean
     assert tx.convert_sync_batchnorm(new) is new
     raises_text(tx.UnboundAxis, lambda: new.train()(torch.ones(2, 3, 1, 1)), "data")
+
+
+def test_a_batch_of_weight_zero_is_not_counted() -> None:
+    def one_rank(rank: int, weight: float) -> Any:
+        state = torch.zeros(2, dtype=torch.float64), torch.ones(2, dtype=torch.float64)
+        return tx.sync_batch_norm(data(0, rank), state, axis="data", weight=weight)[1]
+
+    want = tx.simulate(one_rank, {"data": 2}, [0, 1], [1.0, 1.0])[0]
+    for found in tx.simulate(one_rank, {"data": 3}, [0, 1, 2], [1.0, 1.0, 0.0]):
+        torch.testing.assert_close(tuple(found), tuple(want), rtol=1e-12, atol=1e-12)
