@@ -141,6 +141,9 @@ RECORDS: dict[str, Any] = {
     "local steps of nodes": (
         LOCAL, Parts(tx.every(2, tx.average_parameters("node"))), NODES, 0, "buckets", Records(rides=True, apart=True),
     ),
+    "a module of nodes that skips": (
+        LOCAL, Parts(tx.every(2, tx.average_parameters("node")), None, True), NODES, 0, "module", Records((("local",),)),
+    ),
     "pieces": (
         tx.chain(SCATTER, NODE), Parts(), NODES, 0, "buckets", Records((("node", "local"), ("local",)), pieces="local"),
     ),
