@@ -40,6 +40,9 @@ class Injector:
         if not self._mine or place != fault.place or step != (0 if place == "before init" else fault.step):
             return ""
         self._mine = False  # it happens once
+        if fault.child and os.fork() == 0:  # as a DataLoader's worker, it has all of this rank's sockets
+            threading.Event().wait(30.0)
+            os._exit(0)
         self._report("fault")
         if fault.kind == "exception":
             raise ValueError("injected")
@@ -67,7 +70,7 @@ def continue_later() -> None:
 
 
 def run(rank: int, report: Report, fault: Fault) -> None:
-    """Train, and report (kind of the error, its text, steps of the state, digests after each step, digest of the state)."""
+    """Train, and report the end: (kind of the error, its text, rank, step, digests after each step, digest of the state)."""
     programs = {
         "train_step": train_step, "pipeline.step": pure_step, "ddp.register": registered, "fjoin.Join": joined,
     }  # fmt: skip
@@ -81,9 +84,10 @@ def run(rank: int, report: Report, fault: Fault) -> None:
     except SystemExit:
         raise
     except BaseException as error:
-        report((type(error), str(error), getattr(error, "rank", None), seen, readable(inject.params)))
+        named = getattr(error, "rank", None), getattr(error, "step", None)
+        report((type(error), str(error), *named, seen, readable(inject.params)))
         return
-    report((None, "", None, seen, readable(inject.params)))
+    report((None, "", None, None, seen, readable(inject.params)))
 
 
 def digest(params: Any) -> str:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import fjoin
 from tests.ranks import Ranks
@@ -17,18 +16,34 @@ GONE = ("kill", "exit", "sys.exit", "stop")  # kinds after which the rank itself
 ALIKE = {"nonfinite": fjoin.NonFinite, "other settings": fjoin.DesyncError}  # raised by all ranks
 
 
-@dataclasses.dataclass
-class Outcome:
+class End(NamedTuple):
+    """How a rank ended.
+
+    Attributes:
+        seconds: Since the fault.
+        kind, text, rank, step: Of the error, or None and "".
+        digests, last: Of the parameters after each step, and at the end.
+    """
+
+    seconds: float
+    kind: Any
+    text: str
+    rank: Any
+    step: Any
+    digests: list[str]
+    last: str
+
+
+class Outcome(NamedTuple):
     """How the ranks of one run ended.
 
     Attributes:
         hit: Whether the fault happened.
-        ends: Rank -> (seconds since the fault, kind of the error, text, the rank it names, digests, digest at the end).
         hung: The ranks that have not reported in time.
     """
 
     hit: bool
-    ends: dict[int, tuple[float, Any, str, Any, list[str], str]]
+    ends: dict[int, End]
     hung: list[int]
 
 
@@ -53,7 +68,7 @@ def inflict(fault: Fault) -> Outcome:
     start = at if at is not None else 0.0
     return Outcome(
         at is not None,
-        {rank: (when - start, *rest) for rank, (when, *rest) in ends.items()},
+        {rank: End(when - start, *rest) for rank, (when, *rest) in ends.items()},
         sorted(awaited - ends.keys()),
     )
 
@@ -62,8 +77,8 @@ def problems(fault: Fault, outcome: Outcome) -> list[str]:
     """Everything that is wrong with the end of a run, in words."""
     found = [f"rank {rank} hangs" for rank in outcome.hung]
     ends = outcome.ends
-    longest = max((end[4] for end in ends.values()), key=len, default=[])
-    for rank, (_, kind, text, blamed, digests, last) in ends.items():
+    longest = max((end.digests for end in ends.values()), key=len, default=[])
+    for rank, (_, kind, text, blamed, _, digests, last) in ends.items():
         if digests != longest[: len(digests)]:
             found.append(f"the states of rank {rank} differ from those of other ranks")
         if digests and last != digests[-1]:
@@ -95,5 +110,5 @@ def times_of_notice(fault: Fault, outcome: Outcome) -> list[float]:
         return []
     ends = {rank: end for rank, end in outcome.ends.items() if rank != fault.rank}
     if fault.program == "ddp.register" and fault.ranks > 3:
-        ends = {rank: end for rank, end in ends.items() if end[1] is not fjoin.CollectiveTimeout}
-    return [end[0] for end in ends.values()]
+        ends = {rank: end for rank, end in ends.items() if end.kind is not fjoin.CollectiveTimeout}
+    return [end.seconds for end in ends.values()]

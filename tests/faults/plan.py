@@ -32,6 +32,7 @@ class Fault:
         accumulate, donate: Of the train_step.
         timeout_s: Of the mesh.
         transport: Shared memory ("auto") or gloo.
+        child: Whether the rank has forked a child that outlives it.
     """
 
     kind: str
@@ -45,6 +46,7 @@ class Fault:
     donate: bool
     timeout_s: float
     transport: str
+    child: bool = False
 
 
 def plan(seed: int, faults: int) -> list[Fault]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -17,133 +15,8 @@ from fjoin import transforms as tx
 from fjoin.groups import Traffic
 from fjoin.groups._failures import Failures
 from tests.ranks import Ranks
-from tests.reducer.in_backward import in_backward
 
 Report = Callable[[Any], None]
-
-
-def _train(
-    rank: int, report: Report, act: Callable[[int, int], None], timeout_s: float = 300.0, steps: int = 6,
-    amid_backward: bool = False,
-) -> None:  # fmt: skip
-    """Train; `act(rank, step)` runs inside the loss, or amid backward, and may misbehave. Reports how it ended."""
-    seen = 0
-
-    def loss_fn(params: Any, batch: Any) -> Any:
-        if not amid_backward:
-            act(rank, seen)
-        first = params["w"] * batch
-        first = in_backward(first, lambda: act(rank, seen)) if amid_backward else first
-        return (first * params["u"] * params["v"]).sum()
-
-    step = fjoin.train_step(
-        loss_fn,
-        tx.fuse(tx.mean("data"), tx.adamw(0.1)),
-        mesh=fjoin.mesh({"data": -1}, timeout_s=timeout_s),
-        bucket_bytes=1,
-    )
-    state = step.init({name: torch.ones(1000) for name in "wuv"})
-    try:
-        for batch in step.join([torch.ones(1000)] * steps):
-            state, _ = step(state, batch)
-            seen += 1
-    except Exception as error:
-        report(
-            (type(error).__name__, str(error), getattr(error, "rank", None), getattr(error, "step", None), state.step)
-        )
-        return
-    report(("fine", "", None, None, state.step))
-
-
-def raise_in_step(rank: int, report: Report, who: int, when: int, amid_backward: bool) -> None:
-    def act(rank: int, step: int) -> None:
-        if (rank, step) == (who, when):
-            report("raising")
-            raise ValueError("bad batch")
-
-    _train(rank, report, act, amid_backward=amid_backward)
-
-
-@pytest.mark.parametrize(
-    ("who", "when", "ranks", "amid_backward"), [(1, 0, 2, False), (0, 2, 3, False), (2, 3, 3, False), (0, 1, 3, True)]
-)
-def test_an_exception_on_one_rank_ends_the_others_at_once(who: int, when: int, ranks: int, amid_backward: bool) -> None:
-    """The failed process stays alive and the groups' time-out is 300 s, so only fjoin's report can end the others."""
-    with Ranks(ranks, raise_in_step, who, when, amid_backward) as run:
-        for rank, seconds, (kind, text, failed, step, steps) in run.after("raising", ranks):
-            assert steps == when, "the state is that of the last completed step"
-            if rank == who:
-                assert (kind, text) == ("ValueError", "bad batch")
-            else:
-                assert kind == "PeerLost" and failed == who and step == when
-                assert f"rank {who} failed in step {when}: ValueError: bad batch" in text
-                assert seconds < 10.0
-
-
-def raise_with_a_child(rank: int, report: Report, who: int) -> None:
-    def act(rank: int, step: int) -> None:
-        if (rank, step) == (who, 2):
-            here, there = os.pipe()
-            if os.fork() == 0:  # as a DataLoader does for its workers: the child has all of this rank's sockets
-                os.close(there)
-                os.read(here, 1)  # until this rank is gone
-                os._exit(0)
-            report("raising")
-            raise ValueError("bad batch")
-
-    _train(rank, report, act)
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="processes are looked up in /proc")
-@pytest.mark.parametrize(("who", "ranks"), [(1, 2), (0, 3)])
-def test_a_living_child_of_a_failed_rank_does_not_hide_its_failure(who: int, ranks: int) -> None:
-    with Ranks(ranks, raise_with_a_child, who) as run:
-        for rank, seconds, (kind, text, failed, step, _) in run.after("raising", ranks):
-            if rank != who:
-                assert (kind, failed, step) == ("PeerLost", who, 2), text
-                assert seconds < 10.0
-
-
-def die(rank: int, report: Report, who: int, when: int) -> None:
-    def act(rank: int, step: int) -> None:
-        if (rank, step) == (who, when):
-            report("dying")
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    _train(rank, report, act)
-
-
-@pytest.mark.parametrize(("who", "ranks"), [(1, 2), (0, 2), (2, 3)])
-def test_a_killed_rank_is_noticed(who: int, ranks: int) -> None:
-    with Ranks(ranks, die, who, 2) as run:
-        for _, seconds, (kind, text, _, step, steps) in run.after("dying", ranks - 1):
-            assert kind == "PeerLost" and step == 2 and steps == 2, (kind, text)
-            assert seconds < 4.0
-
-
-def die_with_a_child(rank: int, report: Report, transport: str) -> None:
-    os.environ["FJOIN_TRANSPORT"] = transport
-
-    def act(rank: int, step: int) -> None:
-        if (rank, step) == (1, 2):
-            if (child := os.fork()) == 0:  # as a DataLoader's worker, it has the sockets of this rank
-                signal.pause()
-            report(("child", child))
-            report("dying")
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    _train(rank, report, act)
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="processes are looked up in /proc")
-@pytest.mark.parametrize(("ranks", "transport"), [(2, "gloo"), (2, "shared"), (3, "shared")])
-def test_a_living_child_of_a_killed_rank_does_not_hide_its_end(ranks: int, transport: str) -> None:
-    with Ranks(ranks, die_with_a_child, transport) as run:
-        found = run.after("dying", ranks)
-        (child,) = (value[1] for _, _, value in found if value[0] == "child")
-        os.kill(child, signal.SIGKILL)
-    for _, seconds, (kind, text, *failed, _) in (one for one in found if one[2][0] != "child"):
-        assert (kind, failed) == ("PeerLost", [1, 2]) and seconds < 10.0, text
 
 
 class Values(dict[str, Any]):
@@ -171,22 +44,6 @@ def test_a_process_is_told_from_a_later_one_of_its_number() -> None:
     assert gone(lambda own: [own[0], 2**22 + 1, "1"]) == {1}
     # Of another host, and of a process that did not see itself in /proc, nothing is known.
     assert gone(lambda own: ["elsewhere", 2**22 + 1, "1"]) == gone(lambda own: [own[0], 2**22 + 1, None]) == set()
-
-
-def stop(rank: int, report: Report, who: int, when: int) -> None:
-    def act(rank: int, step: int) -> None:
-        if (rank, step) == (who, when):
-            report("stopping")
-            os.kill(os.getpid(), signal.SIGSTOP)
-
-    _train(rank, report, act, timeout_s=3.0)
-
-
-def test_a_stopped_rank_is_noticed_at_the_timeout() -> None:
-    with Ranks(2, stop, 1, 2) as run:
-        ((_, seconds, (kind, text, _, step, steps)),) = run.after("stopping", 1)
-        assert kind == "CollectiveTimeout" and step == 2 and steps == 2, (kind, text)
-        assert 2.0 < seconds < 6.0
 
 
 def leave(rank: int, report: Report, how: str) -> None:

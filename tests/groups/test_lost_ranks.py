@@ -18,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fjoin
 from fjoin import transforms as tx
-from tests.helpers import stepped
 from tests.ranks import Ranks
 
 Report = Callable[[Any], None]
@@ -37,50 +36,6 @@ def ended(report: Report, run: Callable[[], Any]) -> None:
 
 def a_step(mesh: Any, loss: Callable[[Any, Any], Any] = lambda p, b: (p["w"] * b).sum()) -> Any:
     return fjoin.train_step(loss, tx.fuse(tx.mean("data"), tx.sgd(0.1)), mesh=mesh)
-
-
-def die_at(rank: int, report: Report, place: str, stop: bool, timeout_s: float) -> None:
-    """The last rank, or the first one if it stops, ends at a place at which the others meet it in the store."""
-    dies = rank == (0 if stop else 1)
-
-    def here(at: str) -> None:
-        if dies and at == place:
-            report("now")
-            os.kill(os.getpid(), signal.SIGSTOP if stop else signal.SIGKILL)
-
-    def loss_fn(params: Any, batch: Any) -> Any:
-        here("first loss")
-        return (params["w"] * batch).sum()
-
-    def metric_fn(batch: Any) -> Any:
-        here("evaluate")
-        return {"mean": batch.mean()}
-
-    def run() -> None:
-        mesh = fjoin.mesh({"data": -1}, timeout_s=timeout_s)
-        here("before init")
-        step = a_step(mesh, loss_fn)
-        stepped(step, step.init({"w": torch.ones(3)}), step.join([torch.ones(3)] * 2))
-        fjoin.evaluate(metric_fn, [torch.ones(3)], mesh=mesh)
-
-    ended(report, run)
-
-
-@pytest.mark.parametrize("place", ["before init", "first loss", "evaluate"])
-def test_error_names_a_rank_killed_at_a_meeting_point(place: str) -> None:
-    with Ranks(3, die_at, place, False, LONG_S) as run:
-        for _, seconds, (kind, text, rank) in run.after("now", 2):
-            assert (kind, rank) == ("PeerLost", 1), text
-            assert "lost the connection to rank 1" in text and seconds < 10.0
-
-
-@pytest.mark.parametrize("place", ["before init", "first loss"])
-def test_waits_time_out_if_the_store_host_stops(place: str) -> None:
-    """Rank 0 hosts the store; clients wait for its answers without a time-out."""
-    with Ranks(3, die_at, place, True, 2.0) as run:
-        for _, seconds, (kind, text, _) in run.after("now", 2):
-            assert kind == "CollectiveTimeout" and "within 2 s" in text, text
-            assert seconds < 10.0
 
 
 KEPT: list[Any] = []
@@ -173,30 +128,6 @@ def test_a_registered_hook_does_not_keep_the_connections_of_a_failed_join() -> N
         (_, seconds, (kind, text, rank)), (_, _, (own, *_)) = run.after("now", 2)
         assert own == "ValueError"
         assert (kind, rank) == ("PeerLost", 1) and "ValueError: bad batch" in text and seconds < 10.0
-
-
-def fail_in_a_module(rank: int, report: Report, how: str, transport: str) -> None:
-    os.environ["FJOIN_TRANSPORT"] = transport
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=2 if how == "stop" else LONG_S))
-    ddp = DistributedDataParallel(torch.nn.Linear(4, 2))
-    fjoin.ddp.register(ddp, tx.fuse(tx.mean("data"), tx.sgd(0.1)))
-
-    def run() -> None:
-        for i in range(5):
-            if (rank, i) == (1, 3):
-                report("now")
-                os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
-            ddp(torch.ones(2, 4)).sum().backward()
-
-    ended(report, run)
-
-
-@pytest.mark.parametrize("transport", ["gloo", "auto"])
-@pytest.mark.parametrize(("how", "expected"), [("kill", "PeerLost"), ("stop", "CollectiveTimeout")])
-def test_a_registered_hook_raises_typed_errors_out_of_backward(how: str, expected: str, transport: str) -> None:
-    with Ranks(2, fail_in_a_module, how, transport) as run:
-        ((_, _, (kind, text, rank)),) = run.after("now", 1)
-        assert (kind, rank) == (expected, 1), text
 
 
 def report_without_ending(rank: int, report: Report, what: str) -> None:
