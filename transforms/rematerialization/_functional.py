@@ -206,7 +206,6 @@ class _Again(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
-        ctx.mark_non_differentiable(*(x for x in output if not _differentiable(x)))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
