@@ -81,12 +81,14 @@ class Agreements:
     def begin(self, step: int, rates: Rates) -> float:
         """The number of a step that begins with these hyperparameters; see `StepIds`.
 
-        A step from an earlier state leaves behind the steps after it, with what this rank has left out of them.
+        A step from an earlier state leaves behind the steps after it, with what this rank has left out of them. Ranks that take steps of
+        their own may differ in their optimizers' counts, and so in the values of a schedule: they compare only their first.
         """
+        together = self.plan.always is not None and self.plan.always.axes == self.plan.loop_axes
         if self._begun is not None and step <= self._begun:
             self.check.left_out = 0.0
         self._begun = step
-        return self.ids.begin(step, rates)
+        return self.ids.begin(step, rates if together or step == 0 else ())
 
     def forget(self) -> None:
         """Forget the steps so far: a new run begins. A record that has not been read yet is waited for."""

@@ -68,6 +68,15 @@ HOOKS: dict[str, Callable[[tx.Optimizer], tx.Pipeline]] = {
     "skips": lambda opt: tx.skip_if_nonfinite(tx.fuse(tx.mean("data"), opt)),
 }
 
+# Where ranks take steps of their own they compare only their first: their optimizers' counts may differ.
+ALONE = ("local", "now and then")
+COMPARED = [
+    (hook, name)
+    for hook in HOOKS
+    for name in ("a closure", "injected values")
+    if hook not in ALONE or name == "a closure"
+]
+
 
 def _loss(params: Any, batch: Tensor) -> Tensor:
     return (batch @ params["w"]).square().mean() + params["b"].sum()
@@ -108,8 +117,7 @@ def test_different_rates_raise(name: str, on_device: bool) -> None:
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("name", ["a closure", "injected values"])
-@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize(("hook", "name"), COMPARED)
 def test_different_rates_raise_with_every_hook(hook: str, name: str) -> None:
     _differing(name, hook, 3)
 
@@ -137,8 +145,7 @@ def on_ranks(hook: Any, name: Any) -> tuple[str, int | None]:
     return "", None
 
 
-@pytest.mark.parametrize("hook", ["mean", "zero", "local"])
-@pytest.mark.parametrize("name", ["a closure", "injected values"])
+@pytest.mark.parametrize(("hook", "name"), [pair for pair in COMPARED if pair[0] in ("mean", "zero", "local")])
 def test_on_real_ranks(pool: Pool, hook: str, name: str) -> None:
     for text, rank in pool.run(2, on_ranks, hook, name):
         assert "rank 1 steps with lr=0.2, but rank 0 with lr=0.1" in text and rank == 1
@@ -167,7 +174,7 @@ def test_in_a_registered_module_later(pool: Pool) -> None:
     assert all("lr" in text for text in pool.run(2, registered, True))
 
 
-PURE = [name for name in HOOKS if name not in ("zero", "local")]
+PURE = [name for name in HOOKS if name not in ("zero", *ALONE)]
 
 
 @pytest.mark.sample(3)

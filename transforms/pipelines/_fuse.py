@@ -234,6 +234,8 @@ def pipeline_of(
         check_same("grads", grads, "params", params)
         pieces, held = stepped(params, old)
         rates = rates_of(optimizer, held, old.optimizer)
+        if not alike and old.step:
+            rates = []  # the optimizers of ranks that have stepped alone may differ in their counts
         if old.step == 0 and plain(params, grads):
             rates = [*mark_of(hook, optimizer, after, on_state, gather_codec), *rates]
         if skips and skips.scaled:
