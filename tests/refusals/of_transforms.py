@@ -1,4 +1,4 @@
-"""Unusable arguments, states and values, by public name: a typed error that says which. Others are in tests/test_bad_input.py."""
+"""What the names of fjoin.transforms refuse."""
 
 from __future__ import annotations
 
@@ -6,19 +6,12 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
-from torch import Tensor, nn
-from torch.optim import lr_scheduler
+from torch import nn
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.transforms import checkpoint_policies as policies
 from fjoin.transforms.reductions._mean import coded_sum
-from tests.helpers import params_like, raises_text
-
-from .remat.functions import Notes
-from .remat.operations import Square
 
 NODES = {"node": 2, "local": 2}
 
@@ -28,8 +21,8 @@ def on(call: Callable[..., Any], *given: Any, **axes: int) -> Callable[[], Any]:
     return lambda: tx.simulate(call, axes or {"data": 2}, *given)
 
 
-X, LEAF = torch.ones(4, 3), torch.ones(2, requires_grad=True)
-SGD, MEAN, INT8, NORM = tx.sgd(0.1), tx.mean("data"), tx.int8(), nn.BatchNorm1d(2)
+X = torch.ones(4, 3)
+SGD, MEAN, INT8 = tx.sgd(0.1), tx.mean("data"), tx.int8()
 CODED = tx.compress(INT8, MEAN)
 FED, PARAMS = tx.error_feedback(CODED), {"a": torch.zeros(9), "b": torch.zeros(1)}
 
@@ -61,24 +54,6 @@ def complex_of(make: Callable[[], Any]) -> Callable[[], Any]:
     return updated(make, {"w": torch.ones(3, dtype=torch.complex64)}, {"w": torch.ones(3)}, data=2, node=2)
 
 
-def loaded(like: Any, saved: Any) -> Callable[[], Any]:
-    return lambda: tx.from_state_dict(like, saved)
-
-
-def injected(opt: Any, **values: Any) -> Any:
-    opt = tx.inject_hyperparameters(opt)
-    params = {"w": torch.ones(2)}
-    return opt.step(params, params, tx.with_hyperparameters(opt.init(params), **values))
-
-
-def under_func(f: Callable[..., Any]) -> Callable[[], Any]:
-    return lambda: torch.func.grad(tx.remat(f))(torch.ones(3))
-
-
-def force(x: Tensor) -> Tensor:
-    return torch.func.grad(lambda z: z.sin().sum())(x) * x
-
-
 def deep() -> Any:
     return functools.reduce(lambda hook, _: tx.every(2, hook), range(100), MEAN)
 
@@ -99,13 +74,7 @@ def quantized(name: str, *args: Any) -> Callable[[], Any]:
 
 
 SPLITS = [(1, 2), (2, 1)]
-MOMENTUM = tx.sgd(0.1, momentum=0.9).init({"w": torch.zeros(2)})
-SAVED = tx.to_state_dict(MOMENTUM)
-NAMES = policies.save_and_offload_only_these_names
-BOTH = {"names_which_can_be_saved": ["a", "b"], "names_which_can_be_offloaded": ["b"]}
-BY_RATE = (tx.sgd, tx.adam, tx.adamw, tx.nadam, tx.radam, tx.adamax, tx.adagrad, tx.adadelta, tx.adafactor, tx.rmsprop, tx.rprop, tx.asgd,
-    tx.lion, tx.lamb, tx.muon)  # fmt: skip
-V, T, R = ValueError, TypeError, RuntimeError
+V, T = ValueError, TypeError
 # Public name -> the call, the type of its error, and words of its text.
 ROWS: dict[str, list[tuple[Any, ...]]] = {
     # -- axes
@@ -134,6 +103,11 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         (split(SPLITS, [(1, 4), (2, 1)]), tx.CollectiveMismatch, "rank 1 sends 2 rows to rank 0, which takes 4"),
     ],
     "simulate": [
+        *((lambda n=n: tx.simulate(lambda: 1, {"data": n}), V, "'data'", repr(n)) for n in (0, -2, 1.5, True, "2", None, 10**30, 4097)),
+        (lambda: tx.simulate(lambda: None, {}), V, "axes is empty"), (lambda: tx.simulate(3, {"data": 2}), T, "function", "3"),
+        (lambda: tx.simulate(lambda x: x, {"data": 2}, 3), T, "argument 0", "3"),
+        (lambda: tx.simulate(lambda x: x, {"data": 2}, [1]), V, "1 values for 2 ranks"),
+        (lambda: tx.psum(X, "rows"), tx.UnboundAxis, "'rows'", "Bound here: []", "fjoin.bind", "simulate"),
         (on(lambda: (tx.pmax if tx.axis_index("data") == 1 else tx.psum)(torch.ones(2), "data"), data=3), tx.CollectiveMismatch,
          "axis 'data'",
          "rank 0 calls psum(float32[2])", "rank 1 calls pmax(float32[2])"),
@@ -164,6 +138,7 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         (complex_of(lambda: CODED), T, "'w' is complex", "view_as_real"),
     ],
     "hierarchical_mean": [
+        (lambda: tx.hierarchical_mean(3, "node"), V, "local", "3"),
         (lambda: tx.hierarchical_mean("data", "data"), V, "two axes", "'data'"),
         (lambda: tx.hierarchical_mean("local", "node", over="all"), V, "over", "'all'"),
         (complex_of(lambda: tx.hierarchical_mean("data", "node")), T, "'w' is complex", "view_as_real"),
@@ -188,6 +163,7 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         (on(lambda: tx.quantized(tx.psum, tx.qsgd())(torch.ones(3), "data")), V, "qsgd()", "keyed(seed, step)"),
     ],
     "power_sgd": [
+        (lambda: tx.power_sgd("data").init({"a": {"b": X}, "a.b": X}), V, "several leaves", "'a.b'", "rename"),
         *((lambda rank=rank: tx.power_sgd("data", rank), V, "rank", "at least 1", repr(rank)) for rank in (0, 1.5, True)),
         *((lambda rate=rate: tx.power_sgd("data", min_compression_rate=rate), V, "min_compression_rate", repr(rate)) for rate in (0.0,
          float("nan"), "2")),
@@ -199,15 +175,47 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         (updated(lambda: tx.power_sgd("data"), {"a": torch.ones(9, 8)}, {"a": torch.ones(9, 7)}), V, "'a'", "(1, 8)", "another rank"),
     ],
     "mean": [
+        (lambda: tx.mean("data", over="ranks"), V, "'weight', 'live' or 'world'", "'ranks'"),
+        *((on(lambda given=given: MEAN.update(torch.ones(2), (), weight=given)), kind, "weight", text)
+          for given, kind, text in ((10**400, V, "finite"), (1e300, V, "1e+300"), ("x", T, "'x'"), (-1.0, V, "must be a finite number"))),
         *((on(lambda given=given: MEAN.update(torch.ones(2),
         (), weight=given), data=1), T, "must be a number") for given in (1j, torch.tensor(1j))),
         (on(lambda: MEAN.update(torch.ones(2), (), weight=torch.ones(2)), data=1), V, "must be a scalar"),
     ],
     "scatter_mean": [(lambda: tx.scatter_mean(("node", "local")), T, "one axis", "chain(scatter_mean")],
     "tap": [(lambda: tx.tap(3), T, "3")],
+    "switch_after": [(lambda: tx.switch_after(-1, MEAN, MEAN), V, "step", "-1")],
+    "stateless": [(lambda: tx.stateless(3), T, "stateless", "3"),
+    (lambda: tx.stateless(torch.sign, elementwise="tree"), T, "elementwise", "'tree'")],
+    "masked": [
+        (lambda: tx.masked(MEAN, 3), T, "which", "3"), (lambda: tx.masked(MEAN, ()), V, "which", "()", "nothing"),
+        (lambda: tx.masked(MEAN, [3]), T, "which", "[3]"), (lambda: tx.masked(3, "*"), T, "3"),
+        (lambda: tx.masked(tx.identity(), "c.*").init(PARAMS), V, "'c.*' matches no path"),
+    ],
+    "partition": [
+        (lambda: tx.partition([SGD]), T, "mapping", "sgd(lr=0.1)"), (lambda: tx.partition(None), T, "mapping", "None"),
+        (lambda: tx.partition({3: SGD}), T, "pattern", "3"), (lambda: tx.partition({}), V, "at least one pattern"),
+        (lambda: tx.partition({"*": 3}), T, "'*'", "3"), (lambda: tx.partition({"a": SGD, "*": MEAN}), T, "must be a Transform"),
+        (lambda: tx.partition({"a": SGD}).init(PARAMS), V, "'b'", "add '*'"),
+        (lambda: tx.partition({"c.*": SGD, "*": SGD}).init(PARAMS), V, "['c.*']", "'a'"),
+    ],
+    "clip_by_global_norm": [(lambda: tx.clip_by_global_norm(0), V, "max_norm", "0"),
+    (lambda: tx.clip_by_global_norm("1"), V, "max_norm must be a number", "'1'")],
+    "clip_by_value": [(lambda: tx.clip_by_value(-1.0), V, "max_value", "-1.0")],
     "convert_sync_batchnorm": [(lambda: tx.convert_sync_batchnorm(nn.BatchNorm2d(3))(torch.ones(2, 3, 1, 1)), tx.UnboundAxis, "data")],
     # -- pipelines
+    "chain": [
+        (lambda: tx.chain(SGD, MEAN), T, "argument 0", "an optimizer comes last"),
+        *((lambda first=first: tx.chain(first, MEAN), V, "after accumulate", "accumulate(steps, chain(...))")
+          for first in (tx.accumulate(2, tx.identity()), tx.skip_if_nonfinite(tx.accumulate(2, tx.identity())))),
+        (lambda: tx.chain(tx.mean), T, "forget to call the factory"),
+        (lambda: tx.chain(tx.fuse(MEAN, SGD)), T, "pipeline is complete already"),
+        (lambda: tx.chain(MEAN, tx.clip_by_value(1.0)).update(PARAMS, ((),), None), V, "2 stages, but the state has 1"),
+    ],
     "fuse": [
+        (lambda: tx.fuse(MEAN, MEAN), T, "optimizer must be an Optimizer", "fuse(hook, optimizer)"),
+        (lambda: tx.fuse(SGD, MEAN), T, "an optimizer comes last"), (lambda: tx.fuse(MEAN, SGD, after=3), T, "fuse: after", "3"),
+        (lambda: tx.fuse(SGD), T, "fuse", "'optimizer'", "hook, optimizer, after"),
         (lambda: tx.fuse(tx.chain(tx.scatter_mean("data"), tx.scatter_mean("local")), SGD), V, "shards twice"),
         (lambda: tx.fuse(tx.chain(tx.scatter_mean("data"), tx.power_sgd("node")), SGD), V, "power_sgd", "behind"),
         (lambda: tx.fuse(tx.chain(tx.scatter_mean("data"), MEAN), SGD), V, "mean('data')", "different pieces"),
@@ -258,93 +266,17 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
     ],
     "ema": [(lambda: tx.ema(1.0), V, "decay", "got 1.0")],
     "every": [
+        (lambda: tx.every(0, MEAN), V, "steps", "0"),
         (lambda: tx.every(4, MEAN, first=-1), V, "first", "got -1"),
         (lambda: tx.every(4, MEAN, except_every=0), V, "except_every", "got 0"),
         (deep, V, "every", "101 deep", "at most 100"),
     ],
-    "accumulate": [(updated(lambda: tx.masked(tx.accumulate(2, tx.identity()), "w"), {"w": torch.ones(2)}), V,
+    "accumulate": [(lambda: tx.accumulate(1.5, MEAN), V, "steps", "1.5"),
+        (updated(lambda: tx.masked(tx.accumulate(2, tx.identity()), "w"), {"w": torch.ones(2)}), V,
         "put accumulate around it")],
     "Transform": [
         (lambda: tx.Transform(lambda params: 1, lambda g, s: (g, s), "leaf"), T, "Needs.LEAVES", "'leaf'"),
         (lambda: tx.Transform(lambda params: (), lambda g: g), T, "update(grads, state", "takes 1"),
     ],
     "factory": [(named_mean, V, "'mean' exists already")],
-    # -- optimizers and states
-    **{make.__name__: [(lambda make=make: make(-1.0), V, "lr", "-1.0")] for make in BY_RATE},
-    "hyperparameters": [
-        (lambda: tx.adadelta(rho=1.5), V, "rho", "1.5"), (lambda: tx.adagrad(lr_decay=-0.1), V, "lr_decay", "-0.1"),
-        (lambda: tx.adagrad(initial_accumulator_value=-1.0), V, "initial_accumulator_value"),
-        (lambda: tx.rmsprop(alpha=-0.5), V, "alpha", "-0.5"),
-        (lambda: tx.rmsprop(momentum=-0.5), V, "momentum", "-0.5"), (lambda: tx.rprop(etas=(1.1, 1.2)), V, "etas", "(1.1, 1.2)"),
-        (lambda: tx.nadam(momentum_decay=-1.0), V, "momentum_decay"), (lambda: tx.lion(betas=(0.9, 1.0)), V, "betas[1]", "1.0"),
-        (lambda: tx.lamb(eps=-1e-6), V, "eps"), (lambda: tx.adafactor(beta2_decay=0.8), V, "beta2_decay", "0.8"),
-        (lambda: tx.adafactor(d=0.5), V, "d must be from 1", "0.5"), (lambda: tx.adafactor(eps=(-1.0, 1e-3)), V, "eps1", "-1.0"),
-        (lambda: tx.muon(ns_steps=100), V, "ns_steps", "100"), (lambda: tx.muon(ns_coefficients=(1.0, 2.0)), V, "ns_coefficients"),
-        (lambda: tx.muon(adjust_lr_fn="other"), V, "adjust_lr_fn", "'other'"),
-        (lambda: tx.muon().init(params_like()), V, "matrices only", "'layer.bias': (3,)", "'scale': ()", "partition"),
-        (lambda: tx.partition({"layer.*": tx.muon(), "*": tx.sgd()}).init(params_like()), V, "'layer.bias': (3,)"),
-        (lambda: tx.warmup(-1, tx.linear(0.1, 0.0, 3)), V, "warmup_steps", "-1"),
-        (lambda: tx.from_torch_scheduler(lambda o: lr_scheduler.StepLR(o, 1), 0.1, 0), V, "total_steps", "0"),
-        (lambda: tx.from_torch_scheduler(lr_scheduler.ReduceLROnPlateau, 0.1, 3), T, "ReduceLROnPlateau", "step"),
-    ],
-    "inject_hyperparameters": [
-        (lambda: tx.inject_hyperparameters(tx.Optimizer(SGD.init_param, SGD.step_param, SGD.step_param_)), T, "made by no factory"),
-        (lambda: tx.inject_hyperparameters("sgd"), T, "expected an Optimizer", "'sgd'"),
-    ],
-    "with_hyperparameters": [
-        (lambda: injected(SGD, momentum=0.9), V, "['momentum']", "'lr'"),
-        (lambda: injected(tx.sgd(tx.linear(0.1, 0.1, 1)), lr=0.2), V, "['lr']"),
-        (lambda: injected(SGD, lr=-1.0), V, "lr must be at least 0"),
-        *((lambda value=value: injected(SGD, lr=value), T, "lr must be a number", repr(value))
-          for value in ("x", True, 1j, tx.linear(0.1, 0.1, 1))),
-        *((lambda value=value: injected(SGD, lr=value), V, "lr must be a") for value in (float("nan"), float("inf"), torch.ones(2),
-         torch.tensor(float("nan")))),
-    ],
-    "mixed_precision": [
-        (lambda: tx.mixed_precision(tx.adamw(), torch.int32), T, "torch.int32"),
-        (lambda: tx.mixed_precision(MEAN), T, "Optimizer", "mean('data')"),
-    ],
-    "from_state_dict": [
-        (loaded(MOMENTUM, {**SAVED, "x": 1}), V, "'x'", "w.momentum"), (loaded(MOMENTUM, {}), V, "[]", "w.step"),
-        (loaded(MOMENTUM, {**SAVED, "w.momentum": torch.zeros(3)}), V, "'w.momentum'", "(3,)", "(2,)"),
-        (loaded(MOMENTUM, {**SAVED, "w.momentum": 3}), T, "'w.momentum'", "expected a tensor"),
-        (loaded(MOMENTUM, None), T, "mapping", "None"),
-        (loaded(MOMENTUM, {0: 1, "b": 2}), V, "['0', 'b']"), (loaded({}, {"a": 1, "b.c": 2}), V, "['a', 'b.c']", "here it has []"),
-        (loaded({"n": torch.zeros((), dtype=torch.int64)}, {"n": torch.tensor(1.7)}), T, "'n'", "float32", "int64"),
-        (loaded({"step": 1}, {"step": torch.tensor(1)}), T, "'step'", "expected a int"),
-    ],
-    "to_state_dict": [(lambda: tx.to_state_dict({"a": {"b": 1}, "a.b": 2}), V, "['a.b']", "rename")],
-    # -- rematerialization
-    "remat": [
-        (lambda: tx.remat(3), T, "fn"), (lambda: tx.remat(torch.sin, "dots_saveable"), T, "policy"),
-        (lambda: tx.remat(torch.sin, lambda op, *args: 1)(LEAF), T, "must return a bool"),
-        (lambda: tx.remat(torch.sin, preserve_rng_state=1), T, "preserve_rng_state"),
-        *((lambda way=way: tx.remat(torch.exp, offload=way), T, "offload must be None or 'cpu'", str(way)) for way in (3, "/folder",
-         tx.int8())),
-        (under_func(lambda x: Notes(x.sin(), [x])), T, "register the class"),
-        *((under_func(f), T, "return a list") for f in (lambda x: (y for y in [x * 1]), lambda x: (x, map(abs, [x])),
-         lambda x: {"a": iter([x])})),
-        (lambda: tx.remat(lambda x: force(x) * Square.apply(x))(LEAF), R, "must override the setup_context"),
-        (lambda: tx.remat(lambda x: NORM(x) * force(x))(LEAF.expand(3, 2)), R, "would mutate a captured Tensor"),
-    ],
-    "checkpoint_policies": [
-        (lambda: policies.save_only_these_names("a", 3), T, "3"), (lambda: NAMES(**BOTH), V, "b cannot be both"),
-        (lambda: NAMES(**{**BOTH, "names_which_can_be_saved": [3]}), T, "3"),
-        (lambda: policies.offload_dot_with_no_batch_dims("device", "disk"), V, "'disk'"),
-    ],
-    "checkpoint_name": [(lambda: tx.checkpoint_name(LEAF, ""), T, "nonempty"), (lambda: tx.checkpoint_name(3, "x"), T, "int")],
-    "saved_residuals": [
-        (lambda: tx.saved_residuals(3), T, "fn must be a function"),
-        *((lambda f=f: tx.saved_residuals(f, LEAF), V, "without values") for f in (
-            lambda x: x.sin() if x.detach().sum() > 0 else x.cos(), lambda x: x * x.detach().sum().item(),
-                lambda x: x * x.detach().tolist()[0],
-            lambda x: x * float(x.detach().numpy().sum()), lambda x: x[x.detach().nonzero().squeeze(-1)].sin(), force)),
-        (lambda: torch.func.grad(lambda x: tx.saved_residuals(torch.tanh, x).bytes or x.sum())(torch.ones(2)), V, "uses torch.func"),
-    ],
 }  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ROWS)
-def test_it_is_refused(name: str) -> None:
-    for call, kind, *words in ROWS[name]:
-        raises_text(kind, call, *words)

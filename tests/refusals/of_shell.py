@@ -1,0 +1,177 @@
+"""What the names of fjoin refuse, and values that functions of the user may not return."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
+
+import fjoin
+from fjoin import transforms as tx
+
+X, P = torch.ones(3), {"w": torch.ones(3)}
+MEAN, SGD = tx.mean("data"), tx.sgd(0.1)
+PIPE = tx.fuse(MEAN, SGD)
+NAN, INF = math.nan, math.inf
+V, T = ValueError, TypeError
+Given: Any = object()
+
+
+def loss(params: Any, batch: Any) -> Tensor:
+    return (params["w"] * batch).sum()  # type: ignore[no-any-return]
+
+
+def made(pipeline: Any = PIPE, loss_fn: Any = loss, **options: Any) -> Callable[[], Any]:
+    return lambda: fjoin.train_step(loss_fn, pipeline, **options)
+
+
+def run(loss_fn: Callable[..., Any] = loss, params: Any = P, buffers: Any = None, **options: Any) -> Callable[[], Any]:
+    """A step from `init`; where it is refused, the parameters stay as they are."""
+
+    def steps() -> Any:
+        step = fjoin.train_step(loss_fn, PIPE, **options)
+        state = step.init(params, buffers)
+        try:
+            return step(state, X)[1]
+        finally:
+            assert torch.equal(state.params["w"], X)
+
+    return steps
+
+
+def on(params: Any) -> Callable[[], Any]:
+    return lambda: fjoin.train_step(loss, PIPE).init(params)
+
+
+def summed(value: Any) -> Callable[[], Any]:
+    return run(lambda p, b: (loss(p, b), {"sum": value}))
+
+
+def weighed(value: Any) -> Callable[[], Any]:
+    return run(weight=lambda b: value)
+
+
+def bound(call: Callable[[], Any]) -> Callable[[], Any]:
+    def here() -> Any:
+        with fjoin.bind(fjoin.mesh({"data": -1})):
+            return call()
+
+    return here
+
+
+def stepped(grads: Any, state: Any = Given, params: Any = P) -> Callable[[], Any]:
+    return bound(lambda: PIPE.step(params, grads, PIPE.init(params) if state is Given else state))
+
+
+def inferred(first: bool) -> Callable[[], Any]:
+    def steps() -> None:
+        step = fjoin.train_step(loss, PIPE)
+        state = None if first else step.init(P)
+        with torch.inference_mode():
+            step(step.init(P) if state is None else state, X)
+
+    return steps
+
+
+def again() -> None:
+    step = fjoin.train_step(loss, PIPE, accumulate=2)
+    state = step.init(P)
+    step(state, X)
+    step(state, X)
+
+
+def looked_up(params: Any, batch: Any) -> Tensor:
+    return nn.functional.embedding(torch.tensor([0]), params["w"], sparse=True).sum()
+
+
+def table(rows: int) -> Callable[[], Any]:
+    """Gradients that are sparse, in a bucket with others or in a message of their own."""
+
+    def steps() -> None:
+        step = fjoin.train_step(looked_up, PIPE)
+        step(step.init({"w": torch.ones(rows, 1), "v": torch.ones(2)}), X)
+
+    return steps
+
+
+model, W = nn.Linear(3, 1), torch.ones(2)
+SPARSE, META = X.to_sparse(), torch.ones(3, device="meta")
+ROWS: dict[str, list[tuple[Any, ...]]] = {
+    "mesh": [
+        *((lambda axes=axes: fjoin.mesh(axes), T, repr(axes), "mapping") for axes in ("data", ["data"], None)),
+        (lambda: fjoin.mesh({1: 1}), T, "{1: 1}"), (lambda: fjoin.mesh({}), V, "at least one axis"),
+        (lambda: fjoin.mesh({"data": 2}), V, "does not fit 1 ranks"), (lambda: fjoin.mesh({"a": 0}), V, "does not fit"),
+        (lambda: fjoin.mesh({"a": -1, "b": -1}), V, "one of them may be -1"),
+        (lambda: fjoin.mesh({"a": torch.ones(2)}), V, "does not fit", "tensor"),
+        (lambda: fjoin.mesh({"data": 1}, ordered="yes"), T, "ordered", "'yes'"),
+        *((lambda t=t: fjoin.mesh({"data": -1}, timeout_s=t), V, "timeout_s", "seconds", repr(t))
+          for t in (-1, 0, NAN, INF, 1e30, "5", True, None)),
+    ],
+    "bind": [(lambda: fjoin.bind(None).__enter__(), T, "bind: mesh", "None", "fjoin.mesh")],
+    "evaluate": [
+        (lambda: fjoin.evaluate(loss, [1], mesh="data"), T, "evaluate: mesh", "'data'"),
+        (lambda: fjoin.evaluate(3, [1]), T, "metric_fn", "3"),
+        (lambda: fjoin.evaluate(loss, 3), T, "loader", "iterable", "3"),
+    ],
+    "join": [
+        (lambda: fjoin.join([1], mesh="data"), T, "join: mesh", "'data'"),
+        (lambda: list(fjoin.join(3)), T, "loader", "iterable", "3"),
+        (lambda: list(made()().join(3)), T, "loader", "iterable", "3"),
+    ],
+    "functional": [(lambda: fjoin.functional(W), T, "nn.Module")],
+    "train_step": [
+        (made(mesh="data"), T, "train_step: mesh", "'data'"), (made(donate="yes"), T, "donate", "'yes'"),
+        (made(weight=3), T, "weight", "function", "3"), (made(loss_fn=None), T, "loss_fn must be a function", "None"),
+        (made(MEAN), T, "pipeline must be a Pipeline", "fuse(hook, optimizer)"), (made(SGD), T, "pipeline must be a Pipeline"),
+        (made(accumulate=0), V, "accumulate", "at least 1", "0"), (made(bucket_bytes=0), V, "bucket_bytes", "at least 1"),
+        (made(tx.fuse(tx.accumulate(2, MEAN), SGD)), V, "accumulate=k"),
+        (made(tx.fuse(tx.mean("rows"), SGD)), NameError, "'rows'", "['data']"),
+        # -- parameters and buffers
+        (on(None), T, "params", "None"), (on(model), T, "Linear", "fjoin.functional(module)"),
+        (on(fjoin.functional(model)), T, "tuple", "fjoin.functional(module)"), (on(model.parameters()), T, "params", "generator"),
+        (on({"w": META}), V, "params['w']", "meta"), (on({"w": SPARSE}), T, "params['w']", "sparse"),
+        (on({"w": 3.0}), T, "params['w']", "float"),
+        (on({"w": X.long()}), T, "params['w']", "int64"), (on({"w": X * 1j}), T, "params['w']", "complex64", "view_as_real"),
+        (on({"w": X, "v": META}), V, "params['v'] lies on meta", "params['w'] on cpu", "fjoin.join(loader)"),
+        (on({"w": TwoTensor(X, X)}), T, "params['w']", "TwoTensor", "fjoin.join(loader)"),
+        (on({"a": {"b": X}, "a.b": X}), V, "'a.b'", "rename"), (on({"a": W, "b": W}), V, "'b'", "'a'", "same tensor", "fjoin.functional"),
+        (run(buffers=[X]), T, "buffers", "tensor([1., 1., 1.])"), (run(buffers={"n": 3}), T, "buffers", "{'n': 3}"),
+        (run(buffers={"n": X}), T, "with buffers", "loss_fn(params, buffers, batch)", "(params: 'Any', batch: 'Any')"),
+        (run(lambda p, s, b: (loss(p, b), None, [1]), buffers={"n": X}), T, "buffers", "[1]"),
+        (inferred(True), V, "init", "inference_mode"), (inferred(False), V, "a step", "inference_mode"),
+        # -- losses
+        (run(lambda p, buffers, b: loss(p, b)), T, "without buffers", "loss_fn(params, batch)", "(p, buffers, b)"),
+        (run(lambda p: p["w"].sum()), T, "loss_fn(params, batch)", "(p)"),
+        (run(lambda p, b: p["w"] * b), V, "0-d floating-point loss", "(3,)"), (run(lambda p, b: 3.0), V, "0-d floating-point loss", "3.0"),
+        (run(lambda p, b: b.sum()), V, "does not depend on params"),
+        (run(lambda p, b: (loss(p, b), 1, 2)), T, "loss or (loss, aux)", "3 values"),
+        (table(2), T, "'w'", "sparse", "to_dense"), (table(2_000_000), T, "'w'", "sparse", "to_dense"),
+        *((summed(value), T, "aux['sum']") for value in ([1], None, {3: 1.0})),
+        (summed({"a": "1"}), T, "aux['sum']['a']", "'1'"), (summed({"a": W}), V, "aux['sum']['a']", "(2,)"),
+        (summed({"a": torch.tensor(1j)}), V, "aux['sum']['a']", "complex64"), (summed({"a": 10**400}), V, "aux['sum']['a']", "1329 bits"),
+        (summed({"a": 1e300}), V, "'a'", "1e+300", "float32", "scale it"),
+        # -- weights and states
+        (weighed(10**400), V, "weight(batch)", "finite", "1000000"), (weighed(W), V, "weight(batch)", "scalar", "tensor([1., 1.])"),
+        *((weighed(w), V, "weight(batch)", repr(w), "ratios") for w in (1e300, 1e-42)),
+        *((weighed(w), T, "weight(batch)", repr(w)) for w in ("3", None, [1], 1j)),
+        *((weighed(w), V, "weight(batch) must be a finite number", repr(w)) for w in (-1.0, -1, NAN, INF)),
+        (lambda: made()()({"w": X}, X), T, "from step.init", "dict"), (again, fjoin.DonatedState, "donated to step 0,"),
+    ],
+    "Pipeline": [
+        (stepped({"w": X}, ()), V, "a tuple", "init or step returned"), (stepped({"v": X}), V, "lacks ['w']", "additional ['v']"),
+        (stepped({"w": torch.ones(2)}), V, "grads['w']", "(2,)", "(3,)"), (stepped({"w": X.double()}), T, "float64", "float32"),
+        (bound(lambda: PIPE.step(P, P, PIPE.init({"w": X, "v": X}))), V, "another tree or another pipeline"),
+    ],
+    "explain": [
+        *((lambda n=n: tx.explain(PIPE, P, {"data": n}), V, "'data'", repr(n)) for n in (0, -2, 1.5, True, "2", None, 10**30, 2**21)),
+        (lambda: tx.explain(3, {}, {"data": 2}), T, "takes a pipeline or a transform"),
+        (lambda: tx.explain(PIPE, P, "data"), T, "mapping", "'data'"), (lambda: tx.explain(PIPE, P, {}), V, "{'data': 4}"),
+        (lambda: tx.explain(PIPE, {"w": 3}, {"data": 2}), T, "params['w']", "3", "tensor"),
+        (lambda: tx.explain(PIPE, {"w": X.int()}, {"data": 2}), T, "params['w']", "int32"),
+        *((lambda n=n: tx.explain(PIPE, P, {"data": 2}, bucket_bytes=n), V, "bucket_bytes", repr(n)) for n in (0, "1")),
+    ],
+}  # fmt: skip
