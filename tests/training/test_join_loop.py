@@ -35,7 +35,7 @@ def test_the_body_must_call_the_step_once_and_run_alone() -> None:
     stepped(step, state, step.join([X]))
 
 
-def sums(batches: list[Tensor], empty: Any = None) -> list[float]:
+def sums(batches: list[Tensor], empty: Any = fjoin.NO_BATCH) -> list[float]:
     """Of the batches that the body sees."""
     step, state = step_of()
     seen = []
