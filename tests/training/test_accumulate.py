@@ -1,4 +1,4 @@
-"""Accumulation windows, on simulated ranks."""
+"""Accumulation windows: one step on all their batches; and what is left of one in which a call fails."""
 
 from __future__ import annotations
 
@@ -6,78 +6,155 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+import fjoin
 from fjoin import transforms as tx
-from tests.helpers import max_diff, same_bits
+from tests.helpers import max_diff, raises_text, same_bits, stepped
 from tests.oracle.whole_batch import make_batches, make_model, parameters, train
 from tests.reducer.one_rank import train_one_rank
-from tests.training.small import X, one
+from tests.training.small import MEAN_SGD, step_of
 
-SIZES = [[3, 2, 4], [5], []]
+
+def together(batches: list[Any]) -> Any:
+    return torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
+
+
+def moved(params: Any) -> dict[str, Tensor]:
+    start = parameters(make_model())
+    return {path: p - start[path] for path, p in params.items()}
 
 
 @pytest.mark.parametrize("window", [1, 2, 3, 4])
 def test_accumulation_is_one_step_on_the_window(window: int) -> None:
     """Ranks with 7, 4 and 0 micro-batches; the last windows are incomplete."""
-    sizes = [[3, 2, 4, 1, 2, 5, 3], [5, 1, 2, 2], []]
-    batches = make_batches(3, sizes)
+    batches = make_batches(3, [[3, 2, 4, 1, 2, 5, 3], [5, 1, 2, 2], []])
     pipeline = tx.fuse(tx.mean("data"), tx.adamw(0.05))
     results = tx.simulate(lambda b: train_one_rank(b, pipeline, accumulate=window), {"data": 3}, batches)
-    calls = -(-7 // window) * window
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), 0.05)
-    start = parameters(model)
-    windows = [[_together([m for b in batches for m in b[i : i + window]])] for i in range(0, 7, window)]
+    windows = [[together([m for b in batches for m in b[i : i + window]])] for i in range(0, 7, window)]
     for whole in windows:
         train(model, optimizer, [whole])
     for r in results:
-        assert r["calls"] == calls and len(r["losses"]) == len(windows)
-        moved = {path: p - start[path] for path, p in r["params"].items()}
-        assert max_diff(moved, {path: p - start[path] for path, p in parameters(model).items()}) < 1e-12
+        assert r["calls"] == -(-7 // window) * window and len(r["losses"]) == len(windows)
+        assert max_diff(moved(r["params"]), moved(parameters(model))) < 1e-12
         assert same_bits(r["params"], results[0]["params"])
 
 
-def _together(batches: list[Any]) -> Any:
-    return torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
-
-
-def test_accumulation_with_a_custom_stage() -> None:
-    sizes = [[3, 2, 4], [5, 1]]
-    batches = make_batches(3, sizes)
-    a = tx.simulate(
-        lambda b: train_one_rank(b, tx.fuse(tx.mean("data"), tx.sgd(0.1)), accumulate=2), {"data": 2}, batches
-    )
-    hook = tx.chain(tx.stateless(lambda g: g * 1.0), tx.mean("data"))
-    b = tx.simulate(lambda b: train_one_rank(b, tx.fuse(hook, tx.sgd(0.1)), accumulate=2), {"data": 2}, batches)
-    assert max_diff(a[0]["params"], b[0]["params"]) < 1e-14 and a[0]["calls"] == b[0]["calls"] == 4
-
-
-WHOLE_TREE = {
+HOOKS = {
+    "of a leaf": lambda: tx.chain(tx.stateless(lambda g: g * 1.0), tx.mean("data")),
     "left out": lambda: tx.skip_if_nonfinite(tx.mean("data")),
     "clipped": lambda: tx.chain(tx.clip_by_global_norm(0.05), tx.mean("data")),
     "noop": tx.identity,
 }
 
 
-@pytest.mark.parametrize("hook", WHOLE_TREE)
-def test_a_hook_on_the_whole_tree_is_given_the_mean_of_the_window(hook: str) -> None:
+@pytest.mark.parametrize("hook", HOOKS)
+def test_any_hook_is_given_the_mean_of_the_window(hook: str) -> None:
     """The result equals that of one step on all batches of the window."""
     batches = make_batches(3, [[3, 2, 4, 1], [5, 1, 2, 2]])
-    together = [[_together(b[:2]), _together(b[2:])] for b in batches]
-    start = parameters(make_model())
+    pipeline = tx.fuse(HOOKS[hook](), tx.sgd(0.1))
 
-    def moved(given: Any, window: int) -> Any:
-        pipeline = tx.fuse(WHOLE_TREE[hook](), tx.sgd(0.1))
-        results = tx.simulate(lambda b: train_one_rank(b, pipeline, accumulate=window), {"data": 2}, given)
-        return [{path: p - start[path] for path, p in r["params"].items()} for r in results]
+    def run(given: Any, window: int) -> Any:
+        ranks = tx.simulate(lambda b: train_one_rank(b, pipeline, accumulate=window), {"data": 2}, given)
+        return [moved(r["params"]) for r in ranks]
 
-    want = moved(together, 1)
-    assert max_diff(moved(batches, 2), want) < 1e-13 and want[0]["0.weight"].abs().max() > 1e-3
+    want = run([[together(b[:2]), together(b[2:])] for b in batches], 1)
+    assert max_diff(run(batches, 2), want) < 1e-13 and want[0]["0.weight"].abs().max() > 1e-3
+
+
+X = torch.ones(2)
 
 
 def test_calls_within_a_window_report_no_loss() -> None:
-    step, state = one(tx.fuse(tx.mean("data"), tx.sgd(0.1)), accumulate=2)
+    step, state = step_of(accumulate=2)
     state, metrics = step(state, X)
     assert not metrics.stepped and metrics.loss != metrics.loss and state.step == 0
     state, metrics = step(state, X)
     assert metrics.stepped and metrics.weight == 2 and state.step == 1
+
+
+# -- a call that fails within a window: its gradients are lost, and nothing else ------------------------
+
+
+def loss(params: Any, batch: Tensor) -> Tensor:
+    if batch.sum() > 5:
+        raise ValueError("bad batch")
+    return (params["w"] * batch).sum() + params["v"].sum()
+
+
+ADAM = tx.fuse(tx.chain(tx.clip_by_value(0.5), tx.mean("data")), tx.adam(0.1))
+
+
+@pytest.mark.parametrize("within", [1, 2], ids=["in the middle", "in the last call"])
+def test_the_last_completed_step_can_be_read(within: int) -> None:
+    step, state = step_of(loss, ADAM, accumulate=3)
+    state = stepped(step, state, [X] * 3)
+    whole, first = state.clone(), state
+    state = stepped(step, state, [X] * within)
+    raises_text(fjoin.DonatedState, lambda: first.params, "donated to step 1")
+    assert state.batches == 3 + within
+    raises_text(ValueError, lambda: step(state, X * 9), "bad batch")
+    for left in (state, first):
+        assert same_bits(left.params, whole.params) and same_bits(left.pipeline, whole.pipeline)
+        assert (left.step, left.batches) == (1, 3)
+    raises_text(fjoin.TornState, lambda: step(state, X), "accumulation window", "bad batch", "state.clone()")
+    again = state.clone()
+    assert same_bits(again.params, whole.params) and (again.step, again.batches) == (1, 3)
+    for _ in range(3):  # a window of its own
+        again, metrics = step(again, X)
+        whole, _ = step(whole, X)
+    assert metrics.stepped and metrics.weight == 3.0 and same_bits(again.params, whole.params)
+
+
+@pytest.mark.parametrize("donate", [True, False])
+@pytest.mark.parametrize("how", ["raises", "is not finite"])
+def test_buffers_and_positions_are_those_of_the_last_completed_step(how: str, donate: bool) -> None:
+    def counts(params: Any, buffers: Any, batch: Tensor) -> Any:
+        return loss(params, batch), None, {"n": buffers["n"] + 1}
+
+    step = fjoin.train_step(counts, ADAM, accumulate=2, donate=donate)
+    state = stepped(step, step.init({"w": X, "v": X.clone()}, {"n": torch.tensor(0)}), [X] * 3)
+    if how == "raises":
+        raises_text(ValueError, lambda: step(state, X * 9), "bad batch")
+    else:
+        raises_text(fjoin.NonFinite, lambda: step(state, X * float("nan")))
+    open_window = how == "raises" and not donate  # the state given is whole
+    assert (state.buffers["n"], state.batches, state.step) == ((3, 3, 1) if open_window else (2, 2, 1))  # type: ignore[index]
+    if how == "raises" and donate:
+        return
+    for _ in range(1 if open_window else 2):
+        state, metrics = step(state, X)
+    assert metrics.stepped and metrics.weight == 2 and (state.batches, state.step) == (4, 2)
+
+
+def test_a_window_whose_first_call_is_not_finite_is_lost_whole() -> None:
+    step, state = step_of(pipeline=MEAN_SGD, accumulate=3)
+    state = stepped(step, state, (X * float("nan"), X))
+    raises_text(fjoin.NonFinite, lambda: step(state, X))
+    weights = []
+    for _ in range(6):
+        state, metrics = step(state, X)
+        weights.append(metrics.weight if metrics.stepped else None)
+    assert weights == [None, None, 3.0] * 2 and torch.allclose(state.params["w"], torch.full((2,), 0.8))
+
+
+def fails_on_one_rank() -> Any:
+    mesh = fjoin.mesh({"data": -1}, timeout_s=30)
+    step = fjoin.train_step(loss, ADAM, mesh=mesh, accumulate=2)
+    state = stepped(step, step.init({"w": X, "v": X.clone()}), [X] * 3)
+    try:
+        for _ in range(3):
+            state, _ = step(state, X * (9 if mesh.rank == 0 else 1))
+        kind = "nothing"
+    except (ValueError, fjoin.PeerLost) as error:
+        kind = type(error).__name__
+    again = raises_text(fjoin.FjoinError, lambda: step(state, X), "cannot go on")
+    return kind, again, state.clone().params, state.step, state.batches
+
+
+def test_also_on_ranks_that_lose_a_peer(pool: Any) -> None:
+    (kind, _, here, *counts), (other, again, there, *others) = pool.run(2, fails_on_one_rank)
+    assert (kind, other) == ("ValueError", "PeerLost") and "bad batch" in again
+    assert same_bits(here, there) and counts == others == [1, 2]

@@ -1,8 +1,9 @@
-"""What a new user runs into first: an unused part of the model, a progress bar, a break, a schedule by epochs."""
+"""What a new user runs into first: a progress bar, a break, a schedule by epochs, a pipeline that reduces nothing."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,60 +12,31 @@ from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 import fjoin
 from fjoin import transforms as tx
-from tests.helpers import raises_text, stepped
+from tests.helpers import raises_text
+from tests.training.small import MEAN_SGD, step_of
 
-START = {"w": torch.ones(3), "used by one": torch.ones(2), "never": torch.ones(2), "frozen": torch.ones(1)}
-
-
-def loss_fn(params: Any, batch: Any) -> Any:
-    x, uses = batch
-    loss = (params["w"] * x).sum()
-    return loss + (params["used by one"].sum() if uses else 0.0)
+SGD = tx.sgd(0.1)
 
 
-def run(batches: list[Any], epochs: int = 2, accumulate: int = 1) -> None:
-    step = fjoin.train_step(loss_fn, tx.fuse(tx.mean("data"), tx.sgd(0.1)), accumulate=accumulate)
-    state = step.init(START)
-    for _ in range(epochs):
-        state = stepped(step, state, step.join(batches))
-
-
-def warned(*ranks: list[Any], **options: Any) -> list[str]:
-    with warnings.catch_warnings(record=True) as found:
+def warned(call: Callable[[], Any]) -> list[str]:
+    """The warnings, which must name the line here."""
+    with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        tx.simulate(lambda batches: run(batches, **options), {"data": len(ranks)}, list(ranks))
-    return [str(one.message) for one in found]
+        call()
+    assert all(warning.filename == __file__ for warning in seen)
+    return [str(warning.message) for warning in seen]
 
 
-def test_parameters_without_a_gradient_on_any_rank_are_named_once() -> None:
-    plain, uses = (torch.ones(3), False), (torch.ones(3), True)
-    (text,) = warned([plain] * 3, [plain, uses, plain])
-    assert "2 parameters have got no gradient on any rank" in text and "'frozen', 'never'" in text
-    (text,) = warned([plain] * 3, [plain] * 3)
-    assert "3 parameters" in text and "'used by one'" in text
-    (text,) = warned([plain] * 3, [], [])  # ranks without a batch
-    assert "3 parameters" in text
-    (text,) = warned([uses, plain, plain, plain], [plain] * 4, accumulate=2)  # used early in a window
-    assert "2 parameters" in text and "used by one" not in text
-    assert warned([], []) == []
-
-
-def test_a_run_in_which_all_are_used_warns_of_nothing() -> None:
-    def one_rank(count: int) -> None:
-        step = fjoin.train_step(lambda p, x: (p["w"] * x).sum(), tx.fuse(tx.mean("data"), tx.sgd(0.1)))
-        stepped(step, step.init({"w": torch.zeros(3)}), step.join(torch.ones(count, 3)))
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        tx.simulate(one_rank, {"data": 3}, [2, 1, 0])
-
-
-def test_a_loop_has_the_length_of_this_ranks_loader() -> None:
-    step = fjoin.train_step(loss_fn, tx.fuse(tx.mean("data"), tx.sgd(0.1)))
+def test_a_loop_has_the_length_of_this_ranks_loader_and_a_text() -> None:
+    step, _ = step_of()
     loader = torch.utils.data.DataLoader(list(range(10)), batch_size=4)  # type: ignore[arg-type]
     assert len(step.join(loader)) == 3 and len(fjoin.join(loader)) == 3 and len(step.join([])) == 0
     assert step.join([]) and fjoin.join([]), "a loop is true whatever its length"
     raises_text(TypeError, lambda: len(step.join(iter([]))), "len()")
+    assert repr(step) == "train_step(fuse(mean('data'), sgd(lr=0.1)), rank=0, ranks=1)"
+    apply, _, _ = fjoin.functional(torch.nn.Linear(2, 2))
+    assert repr(apply) == "Apply(Linear, training=None)" and repr(apply.eval()) == "Apply(Linear, training=False)"
+    assert repr(step.join([1])) == "JoinedLoader(list, epoch=0)" and repr(fjoin.join([1])) == "Loop(list, epoch=0)"
 
 
 def test_a_second_epoch_of_an_iterator_warns() -> None:
@@ -72,19 +44,6 @@ def test_a_second_epoch_of_an_iterator_warns() -> None:
     assert list(loop) == [1, 2]
     with pytest.warns(UserWarning, match="list_iterator, that an epoch before this one has used up"):
         assert list(loop) == []
-    raises_text(TypeError, lambda: run_params(torch.nn.Linear(2, 2).parameters()), "fjoin.functional(module)")
-
-
-def run_params(params: Any) -> None:
-    fjoin.train_step(loss_fn, tx.fuse(tx.mean("data"), tx.sgd(0.1))).init(params)
-
-
-def test_reprs() -> None:
-    step = fjoin.train_step(loss_fn, tx.fuse(tx.mean("data"), tx.sgd(0.1)))
-    assert repr(step) == "train_step(fuse(mean('data'), sgd(lr=0.1)), rank=0, ranks=1)"
-    apply, _, _ = fjoin.functional(torch.nn.Linear(2, 2))
-    assert repr(apply) == "Apply(Linear, training=None)" and repr(apply.eval()) == "Apply(Linear, training=False)"
-    assert repr(step.join([1])) == "JoinedLoader(list, epoch=0)" and repr(fjoin.join([1])) == "Loop(list, epoch=0)"
 
 
 def torchs_rates(make: Any, steps: int, per_epoch: int) -> list[float]:
@@ -120,39 +79,84 @@ def test_schedules_of_epochs_and_factors_are_functions_of_the_step() -> None:
 
 def test_errors_say_what_to_write() -> None:
     raises_text(TypeError, lambda: tx.adamw("1e-3"), "lr", "write float('1e-3')")  # type: ignore[arg-type]
-    module, pipeline = torch.nn.Linear(2, 2), tx.fuse(tx.mean("data"), tx.sgd(0.1))
+    module = torch.nn.Linear(2, 2)
     text = raises_text(
-        TypeError, lambda: tx.explain(pipeline, module, {"data": 2}), "a Linear", "fjoin.functional(module)"
+        TypeError, lambda: tx.explain(MEAN_SGD, module, {"data": 2}), "a Linear", "fjoin.functional(module)"
     )
     assert "in_features" not in text
     optimizer = torch.optim.SGD(module.parameters())
     text = raises_text(TypeError, lambda: tx.fuse(tx.mean("data"), optimizer), "torch's SGD", "tx.sgd(lr)")  # type: ignore[arg-type]
     assert "momentum" not in text
-    state = fjoin.train_step(loss_fn, pipeline).init(START)
+    _, state = step_of()
     raises_text(ValueError, lambda: state.with_hyperparameters(lr=1.0), "'lr'", "inject_hyperparameters(optimizer)")
 
 
-@pytest.mark.parametrize(
-    ("batch", "warns"),
-    [
-        ((torch.ones(3, 2), torch.ones(3)), True),
-        ({"x": torch.ones(3, 2), "y": torch.ones(3)}, True),
-        ((torch.ones(2, 2), torch.ones(2)), False),  # as many parts as samples
-        ((torch.ones(4), torch.ones(3), torch.ones(5)), False),  # samples of different lengths
-        (torch.ones(3, 2), False),
-        ([torch.ones(3), torch.ones(3)], False),  # a list is one of samples
-    ],
-    ids=["tuple", "dict", "equal", "samples", "tensor", "list"],
-)
-def test_len_as_the_weight_of_a_batch_of_parts_warns(batch: Any, warns: bool) -> None:
-    def one_step() -> None:
-        loop = fjoin.join([batch], weight=len)
-        assert [loop.weight for _ in loop] == [len(batch)]
+PARTS = torch.ones(3, 2), torch.ones(3)
+BATCHES: dict[str, tuple[Any, bool]] = {
+    "tuple": (PARTS, True), "dict": (dict(zip("xy", PARTS, strict=True)), True),
+    "as many parts as samples": ((torch.ones(2, 2), torch.ones(2)), False),
+    "samples of different lengths": ((torch.ones(4), torch.ones(3), torch.ones(5)), False), "tensor": (PARTS[0], False),
+    "a list of samples": ([torch.ones(3), torch.ones(3)], False),
+}  # fmt: skip
 
-    if warns:
-        with pytest.warns(UserWarning, match="not its 3 samples; write weight=lambda batch"):
-            one_step()
-    else:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            one_step()
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_len_as_the_weight_of_a_batch_of_parts_warns(name: str) -> None:
+    batch, warns = BATCHES[name]
+    loop = fjoin.join([batch], weight=len)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        assert [loop.weight for _ in loop] == [len(batch)]
+    assert ["not its 3 samples; write weight=lambda batch" in str(one.message) for one in seen] == [True] * warns
+
+
+# -- ranks that drift apart, where `identity` does not say that it is meant ----------------------------
+
+CLIP = tx.clip_by_value(1.0)
+SILENT = {
+    "clip": tx.fuse(tx.chain(CLIP, tx.clip_by_global_norm(1.0)), SGD),
+    "by path": tx.fuse(tx.partition({"*": CLIP}), SGD),
+    "clip alone": tx.fuse(tx.chain(CLIP, tx.identity()), SGD),  # a chain leaves identity out
+    "identity in some steps": tx.fuse(tx.every(2, tx.identity()), SGD),
+    "identity for some leaves": tx.fuse(tx.partition({"w": tx.identity(), "v": CLIP}), SGD),
+    "identity at the end": tx.fuse(CLIP, SGD, after=tx.switch_after(10, tx.identity(), tx.ema(0.9))),
+    "some steps": tx.skip_if_nonfinite(tx.fuse(tx.every(2, CLIP), SGD)),
+}
+TALKS = {
+    "mean": MEAN_SGD,
+    "some": tx.fuse(tx.masked(tx.mean("data"), "*"), SGD),
+    "identity": tx.fuse(tx.identity(), SGD),
+    "after": tx.fuse(tx.identity(), SGD, after=tx.every(2, tx.mean("data"))),
+    "by hand": tx.fuse(tx.Transform(lambda p: (), lambda p, s, params=None, **extra: (tx.pmean(p, "data"), s)), SGD),
+    "a function": tx.fuse(tx.stateless(lambda g: -g), SGD),  # which may communicate
+}
+
+
+def of_init(pipeline: tx.Pipeline, ranks: int) -> list[str]:
+    def one_rank() -> None:
+        step = fjoin.train_step(lambda p, b: (p["w"] * b).sum(), pipeline)
+        step.init({"w": torch.zeros(2), "v": torch.zeros(1)})
+
+    return warned(lambda: tx.simulate(one_rank, {"data": ranks}))
+
+
+@pytest.mark.parametrize("name", [*SILENT, *TALKS])
+def test_one_rank_warns_of_a_pipeline_that_reduces_nothing(name: str) -> None:
+    if name in TALKS:
+        assert of_init(TALKS[name], 2) == []
+        return
+    (text,) = of_init(SILENT[name], 3)
+    assert all(part in text for part in ("reduces", "3 ranks", "tx.mean('data')", "tx.identity()"))
+    assert of_init(SILENT[name], 1) == []
+
+
+def of_register() -> list[list[str]]:
+    def register(hook: tx.Transform) -> None:
+        fjoin.ddp.register(torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1)), hook)
+
+    return [warned(lambda hook=hook: register(hook)) for hook in (CLIP, tx.identity(), tx.mean("data"))]  # type: ignore[misc]
+
+
+def test_a_registered_hook_warns_too(pool: Any) -> None:
+    ((text,), *others), second = pool.run(2, of_register)
+    assert "2 ranks" in text and "tx.mean('data')" in text and others == [[], []] and second == [[]] * 3

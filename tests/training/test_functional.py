@@ -1,8 +1,12 @@
-"""A module as a pure function: shared, frozen and buffer tensors, errors, transforms through it."""
+"""A module as a pure function: values, buffers, modes, paths of shared tensors, warnings."""
 
 from __future__ import annotations
 
+import copy
+import gc
+import pickle
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -11,19 +15,22 @@ from torch import Tensor, nn
 
 import fjoin
 from fjoin import transforms as tx
-from tests.helpers import max_diff, raises_text, same_bits, stepped
+from tests.helpers import max_diff, raises_text, same_bits
 
 THROWS_AWAY = pytest.mark.filterwarnings("ignore:this forward pass has updated buffers")
+TOKENS = torch.tensor([0, 1, 2, 3, 4, 0])
+ROWS = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
 
 
 class Tied(nn.Module):
-    """An embedding that is the output matrix too, a frozen layer, a batch norm and a plain buffer."""
+    """An embedding that is the output matrix too, a frozen layer, a batch norm, dropout and plain buffers."""
 
     def __init__(self) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.embed = nn.Embedding(5, 4)
         self.frozen = nn.Linear(4, 4).requires_grad_(False)
-        self.norm = nn.BatchNorm1d(4)
+        self.norm, self.drop = nn.BatchNorm1d(4), nn.Dropout(0.5)
         self.head = nn.Linear(4, 5, bias=False)
         self.head.weight = self.embed.weight
         self.register_buffer("scale", torch.tensor(2.0))
@@ -31,10 +38,7 @@ class Tied(nn.Module):
 
     def forward(self, x: Tensor, *, times: float = 1.0) -> Tensor:
         self.calls = self.calls + 1  # by assignment, not in place
-        return self.head(self.norm(self.frozen(self.embed(x)))) * self.scale * times
-
-
-X = torch.tensor([0, 1, 2, 3, 4, 0])
+        return self.head(self.drop(self.norm(self.frozen(self.embed(x))))) * self.scale * times
 
 
 def test_results_match_the_module() -> None:
@@ -45,107 +49,130 @@ def test_results_match_the_module() -> None:
         "frozen.weight", "frozen.bias", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked", "scale", "calls",
     }  # fmt: skip
     assert not any(t.requires_grad for t in [*params.values(), *buffers.values()])
-    out, after = apply.with_buffers(params, buffers, X, times=3.0)
-    assert torch.equal(out, module(X, times=3.0))
-    assert (
-        max_diff(after, {**dict(module.named_buffers()), **{k: buffers[k] for k in ("frozen.weight", "frozen.bias")}})
-        == 0
-    )
+    torch.manual_seed(1)
+    out, after = apply.with_buffers(params, buffers, TOKENS, times=3.0)
+    torch.manual_seed(1)
+    assert torch.equal(out, module(TOKENS, times=3.0))
+    frozen = {path: buffers[path] for path in ("frozen.weight", "frozen.bias")}
+    assert max_diff(after, {**dict(module.named_buffers()), **frozen}) == 0
     assert after["calls"] == 1 and buffers["calls"] == 0
 
 
 @THROWS_AWAY
 def test_it_is_pure() -> None:
+    """Nothing that is given changes, nor the module, also by an error in it; a shared tensor gets one gradient."""
     module = Tied()
+    module.drop.eval()
     before = {k: v.clone() for k, v in module.state_dict().items()}
     apply, params, buffers = fjoin.functional(module)
     versions = [t._version for t in [*params.values(), *buffers.values()]]
-    a, b = apply(params, buffers, X), apply(params, buffers, X)
-    assert torch.equal(a, b) and same_bits(dict(module.state_dict()), before)
+    a, b = apply(params, buffers, TOKENS), apply(params, buffers, TOKENS)
+    with pytest.raises(IndexError):
+        apply(params, buffers, TOKENS + 100)
+    assert torch.equal(a, b) and torch.equal(apply(params, buffers, TOKENS), a)
+    assert same_bits(dict(module.state_dict()), before)
     assert versions == [t._version for t in [*params.values(), *buffers.values()]]
-    assert torch.equal(apply(params, {}, X), a), "what is missing in buffers has its first value"
-    assert not torch.equal(apply({k: p + 1 for k, p in params.items()}, buffers, X), a)
-
-
-@THROWS_AWAY
-def test_a_shared_tensor_gets_one_gradient() -> None:
-    module = Tied()
-    apply, params, buffers = fjoin.functional(module)
-    got = torch.func.grad(lambda p: apply(p, buffers, X).square().sum())(params)
-    module(X).square().sum().backward()
+    assert torch.equal(apply(params, {}, TOKENS), a), "what is missing in buffers has its first value"
+    assert not torch.equal(apply({k: p + 1 for k, p in params.items()}, buffers, TOKENS), a)
+    got = torch.func.grad(lambda p: apply(p, buffers, TOKENS).square().sum())(params)
+    module(TOKENS).square().sum().backward()
     assert max_diff(got, {k: p.grad for k, p in module.named_parameters() if p.requires_grad}) < 1e-4
-
-
-def test_the_values_are_copies() -> None:
-    module = nn.BatchNorm1d(3)
-    module.bias.requires_grad_(False)
-    _, params, buffers = fjoin.functional(module)
-    before = {k: v.clone() for k, v in {**params, **buffers}.items()}
+    held = {k: v.clone() for k, v in {**params, **buffers}.items()}
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):
             tensor.add_(1)
-    assert same_bits({**params, **buffers}, before), "training the module changes them not"
+    assert same_bits({**params, **buffers}, held), "training the module does not change them"
 
 
 def test_an_ensemble_through_vmap() -> None:
     apply, params, _ = fjoin.functional(nn.Linear(3, 2))
-    many = {k: torch.stack([p, p * 2]) for k, p in params.items()}
-    x = torch.randn(4, 3)
-    out = torch.func.vmap(lambda p: apply(p, {}, x))(many)
-    assert torch.allclose(out[0], apply(params, {}, x)) and torch.allclose(
-        out[1], apply({k: p * 2 for k, p in params.items()}, {}, x)
-    )
+    out = torch.func.vmap(lambda p: apply(p, {}, ROWS))({k: torch.stack([p, p * 2]) for k, p in params.items()})
+    assert torch.allclose(out[0], apply(params, {}, ROWS))
+    assert torch.allclose(out[1], apply({k: p * 2 for k, p in params.items()}, {}, ROWS))
 
 
-def test_no_second_copy_of_the_parameters_is_kept() -> None:
-    apply, params, _ = fjoin.functional(nn.Linear(3, 2))
-    assert all(p.is_meta for p in apply._shell.parameters())
-    raises_text(ValueError, lambda: apply({"weight": params["weight"]}, {}, torch.ones(3)), "params lacks ['bias']")
-    raises_text(
-        ValueError,
-        lambda: apply({**params, "other": params["bias"]}, {}, torch.ones(3)),
-        "['other']",
-        "it has ['weight', 'bias']",
-    )
-    assert apply(params, {}, torch.ones(3)).shape == (2,), "an error leaves nothing behind"
+def test_it_follows_the_mode_of_the_module() -> None:
+    model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1))
+    apply, params, buffers = fjoin.functional(model)
+    quiet, loud = apply.eval(), apply.train()
+    want = copy.deepcopy(model).eval()(ROWS)
+    assert torch.equal(quiet(params, buffers, ROWS), want) and model.training
+    model.eval()
+    for _ in range(2):
+        assert torch.equal(apply(params, buffers, ROWS), want)
+        found = fjoin.evaluate(lambda x: {"mean": apply(params, buffers, x).mean()}, [ROWS])
+        assert abs(found.means["mean"] - want.mean().item()) < 1e-6
+    assert torch.equal(quiet.train().eval()(params, buffers, ROWS), want)
+    assert not torch.equal(loud.with_buffers(params, buffers, ROWS)[0], want) and not model.training
+    assert not torch.equal(quiet({path: 2 * p for path, p in params.items()}, buffers, ROWS), want)
+    model.train()
+    with pytest.warns(UserWarning, match="throws away"):
+        assert not torch.equal(apply(params, buffers, ROWS), want)
+    model[2].eval()
+    assert torch.equal(*(apply.with_buffers(params, buffers, ROWS)[0] for _ in range(2))), "one submodule's mode"
+
+
+def test_attribute_changes_are_shared_with_the_module() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.calls, self.factor, self.log = nn.Parameter(torch.ones(())), 0, 1.0, []  # type: ignore[var-annotated]
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            self.last = x.sum() * self.scale
+            self.log.append(self.calls)
+            return x * self.scale * self.factor
+
+    model = Counts()
+    apply, params, _ = fjoin.functional(model)
+    linear = nn.Linear(3, 1)
+    linear.register_forward_hook(lambda module, args, out: setattr(module, "seen", out))
+    apply_linear, weights, _ = fjoin.functional(linear)
+    assert apply_linear(weights, {}, ROWS) is linear.seen
+    for i in range(3):
+        model.factor = float(i)
+        assert torch.equal(apply({"scale": torch.tensor(3.0)}, {}, ROWS), ROWS * 3 * i)
+    assert model.calls == 3 and model.log == [1, 2, 3]
+    assert torch.equal(model.last, 3 * ROWS.sum()) and model.scale.item() == 1.0
 
 
 @THROWS_AWAY
-def test_an_error_in_the_module_leaves_it_as_it_was() -> None:
-    apply, params, buffers = fjoin.functional(Tied())
-    before = apply(params, buffers, X)
-    try:
-        apply(params, buffers, X + 100)
-    except IndexError:
-        pass
-    assert torch.equal(apply(params, buffers, X), before)
+def test_it_outlives_its_module() -> None:
+    """And keeps no second copy of the parameters."""
+    model = Tied()
+    apply, params, buffers = fjoin.functional(model)
+    gone = weakref.ref(model)
+    want = apply.eval()(params, buffers, TOKENS)
+    del model
+    gc.collect()
+    trained = [p for p in apply._shell.parameters() if p.requires_grad]
+    assert gone() is None and trained and all(p.is_meta for p in trained)
+    for again in (apply, pickle.loads(pickle.dumps(apply)), copy.deepcopy(apply)):
+        assert torch.equal(again.eval()(params, buffers, TOKENS), want)
 
 
-def test_training_with_tied_and_frozen_parameters_and_buffers() -> None:
-    def one_rank(x: Tensor) -> Any:
-        torch.manual_seed(0)
-        apply, params, buffers = fjoin.functional(Tied())
+@THROWS_AWAY
+def test_paths_of_shared_tensors_and_of_others() -> None:
+    model = Tied()
+    apply, params, buffers = fjoin.functional(model)
+    want = apply.eval()(params, buffers, TOKENS)
+    assert torch.equal(apply.eval()(model.state_dict(), {}, TOKENS), want)
+    others = {"norm.weight": params["norm.weight"], "norm.bias": params["norm.bias"]}
+    assert torch.equal(apply.eval()({"head.weight": params["embed.weight"], **others}, buffers, TOKENS), want)
+    raises_text(ValueError, lambda: apply(others, buffers, TOKENS), "params lacks ['embed.weight']")
+    more = {**params, "x": params["embed.weight"]}
+    raises_text(ValueError, lambda: apply(more, buffers, TOKENS), "['x']", "it has [")
+    assert torch.equal(apply.eval()(params, buffers, TOKENS), want), "an error leaves nothing behind"
+    model.extra = nn.Linear(2, 2)
+    raises_text(ValueError, lambda: apply(params, buffers, TOKENS), "params lacks ['extra.")
 
-        def loss_fn(params: Any, buffers: Any, batch: Tensor) -> Any:
-            out, buffers = apply.with_buffers(params, buffers, batch)
-            return nn.functional.cross_entropy(out, batch), None, buffers
 
-        step = fjoin.train_step(loss_fn, tx.fuse(tx.mean("data"), tx.adamw(0.1)))
-        state = step.init(params, buffers)
-        frozen = buffers["frozen.weight"].clone()
-        state = stepped(step, state, step.join([x] * len(x)))
-        assert torch.equal(state.buffers["frozen.weight"], frozen)
-        return {k: p.clone() for k, p in state.params.items()}
-
-    a, b = tx.simulate(one_rank, {"data": 2}, [X, X[:3]])
-    assert same_bits(a, b)
+# -- updates of buffers that are thrown away ---------------------------------------------------------
 
 
 def normed(**settings: Any) -> Any:
     return fjoin.functional(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, **settings)))
-
-
-ROWS = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("given", ["none", "all"])
@@ -163,23 +190,10 @@ def test_warns_once_about_discarded_buffer_updates(given: str) -> None:
         assert part in str(seen[0].message)
 
 
-def test_warns_about_discarded_buffer_assignments() -> None:
-    class Counts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("calls", torch.tensor(0))
-            self.scale = nn.Parameter(torch.ones(1))
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.calls = self.calls + 1
-            return x * self.scale
-
-    apply, params, _ = fjoin.functional(Counts())
+def test_warns_about_an_assignment_and_in_a_train_step() -> None:
+    apply, params, _ = fjoin.functional(Tied())
     with pytest.warns(UserWarning, match="'calls'"):
-        apply(params, {}, ROWS)
-
-
-def test_a_train_step_that_throws_statistics_away_warns() -> None:
+        apply.eval()(params, {}, TOKENS)
     apply, params, _ = normed()
     step = fjoin.train_step(lambda p, b: apply(p, {}, b).square().mean(), tx.fuse(tx.mean("data"), tx.sgd(0.1)))
     with pytest.warns(UserWarning, match="throws away"):

@@ -1,13 +1,10 @@
-"""A pure function follows its module: modes, attributes, wrappers; checkpoints, threads and compilers inside it."""
+"""A pure function of any module: torch's own modules, later layers and hooks, checkpoints, threads and compilers."""
 
 from __future__ import annotations
 
-import copy
 import functools
 import gc
-import pickle
 import threading
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -21,72 +18,22 @@ from torch.utils.checkpoint import checkpoint
 import fjoin
 from fjoin import transforms as tx
 from tests.helpers import max_diff, raises_text
+from tests.training.test_functional import TOKENS, Tied
 
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 
 
-def _net(*inside: nn.Module) -> nn.Module:
+def net(*inside: nn.Module) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8), *inside, nn.Linear(8, 1))
 
 
-def test_it_follows_the_mode_of_the_module() -> None:
-    model = _net(nn.BatchNorm1d(8), nn.Dropout(0.5))
-    apply, params, buffers = fjoin.functional(model)
-    model.eval()
-    want = model(X)
-    for _ in range(2):
-        assert torch.equal(apply(params, buffers, X), want)
-        found = fjoin.evaluate(lambda x: {"mean": apply(params, buffers, x).mean()}, [X])
-        assert abs(found.means["mean"] - want.mean().item()) < 1e-6
-    model.train()
-    with pytest.warns(UserWarning, match="throws away"):
-        assert not torch.equal(apply(params, buffers, X), want)
-    model[2].eval()
-    apply_again = [apply.with_buffers(params, buffers, X)[0] for _ in range(2)]
-    assert torch.equal(*apply_again), "one submodule's mode"
-
-
-def test_functions_of_one_mode() -> None:
-    model = _net(nn.BatchNorm1d(8), nn.Dropout(0.5))
-    apply, params, buffers = fjoin.functional(model)
-    quiet, loud = apply.eval(), apply.train()
-    want = copy.deepcopy(model).eval()(X)
-    assert torch.equal(quiet(params, buffers, X), want) and model.training
-    model.eval()
-    assert torch.equal(quiet.train().eval()(params, buffers, X), want)
-    assert not torch.equal(loud.with_buffers(params, buffers, X)[0], want) and not model.training
-    doubled = {path: 2 * p for path, p in params.items()}
-    assert not torch.equal(quiet(doubled, buffers, X), want)
-
-
-def test_attribute_changes_are_shared_with_the_module() -> None:
-    class Counts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale, self.calls, self.factor, self.log = nn.Parameter(torch.ones(())), 0, 1.0, []  # type: ignore[var-annotated]
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1
-            self.last = x.sum() * self.scale
-            self.log.append(self.calls)
-            return x * self.scale * self.factor
-
-    model = Counts()
-    apply, params, _ = fjoin.functional(model)
-    linear = nn.Linear(4, 1)
-    linear.register_forward_hook(lambda module, args, out: setattr(module, "seen", out))
-    apply_linear, weights, _ = fjoin.functional(linear)
-    assert apply_linear(weights, {}, X) is linear.seen
-    for i in range(3):
-        model.factor = float(i)
-        assert torch.equal(apply({"scale": torch.tensor(3.0)}, {}, X), X * 3 * i)
-    assert model.calls == 3 and model.log == [1, 2, 3]
-    assert torch.equal(model.last, 3 * X.sum()) and model.scale.item() == 1.0
+def leaves_of(params: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {path: p.clone().requires_grad_() for path, p in params.items()}
 
 
 def test_later_layers_and_hooks_take_effect() -> None:
-    model = _net(nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
+    model = net(nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
     apply, params, _ = fjoin.functional(model)
     want = apply(params, {}, X)
     seen: list[str] = []
@@ -100,10 +47,8 @@ def test_later_layers_and_hooks_take_effect() -> None:
     model[0].register_forward_hook(lambda module, args, out: seen.append("hook"))
     assert torch.equal(apply(params, {}, X), want) and seen == ["hook", "layer"]
     fjoin.apply_activation_checkpointing(model, check_fn=lambda part: isinstance(part, nn.Linear))
-    kept: list[Any] = []
-    leaves = {path: p.clone().requires_grad_() for path, p in params.items()}
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):  # type: ignore[func-returns-value]
-        apply(leaves, {}, X).sum().backward()
+    leaves = leaves_of(params)
+    apply(leaves, {}, X).sum().backward()
     grads = torch.func.grad(lambda p: apply(p, {}, X).sum())(params)
     assert max_diff({path: p.grad for path, p in leaves.items()}, grads) < 1e-6
     model[2] = nn.Sequential(model[2])
@@ -138,9 +83,6 @@ class Checkpointed(nn.Module):
         return x.square()
 
 
-THROWS_AWAY = pytest.mark.filterwarnings("ignore:this forward pass has updated buffers")
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("how", HOW)
 def test_checkpoints_inside_the_module(how: str, reentrant: bool) -> None:
@@ -152,16 +94,13 @@ def test_checkpoints_inside_the_module(how: str, reentrant: bool) -> None:
 
     apply, params, _ = fjoin.functional(Checkpointed(how, reentrant))
     plain, _, _ = fjoin.functional(Checkpointed(f"plain {how}"))
+    want = torch.func.grad(lambda p: loss(plain, p))(params)
     for _ in range(2):
-        grads = []
-        for function in (apply, plain):
-            leaves = {path: p.clone().requires_grad_() for path, p in params.items()}
-            loss(function, leaves).backward()
-            grads.append({path: p.grad for path, p in leaves.items()})
-        assert max_diff(*grads) < 1e-6
+        leaves = leaves_of(params)
+        loss(apply, leaves).backward()
+        assert max_diff({path: p.grad for path, p in leaves.items()}, want) < 1e-6
     if not reentrant:
-        value, expected = fjoin.value_and_grad(lambda p: loss(apply, p))(params)
-        assert max_diff(grads[1], expected) < 1e-6
+        assert max_diff(fjoin.value_and_grad(lambda p: loss(apply, p))(params)[1], want) < 1e-6
     step = fjoin.train_step(lambda p, x: apply(p, {}, x).sum(), tx.fuse(tx.mean("data"), tx.sgd(0.1)))
     state, _ = step(step.init(params), X)
     expected = torch.func.grad(lambda p: plain(p, {}, X).sum())(params)
@@ -183,8 +122,8 @@ def test_torch_functional_call_gives_wrong_gradients_of_a_checkpoint() -> None:
 
 def test_a_call_leaves_no_tensors() -> None:
     """Not even in cycles, which the garbage collector would have to find."""
-    apply, params, _ = fjoin.functional(model := _net(nn.Tanh()))
-    given = {path: p.clone().requires_grad_() for path, p in params.items()}
+    apply, params, _ = fjoin.functional(model := net(nn.Tanh()))
+    given = leaves_of(params)
     alive = [weakref.ref(p) for p in given.values()]
     gc.collect()
     gc.disable()
@@ -235,27 +174,22 @@ def test_a_scripted_module_is_refused() -> None:
     raises_text(TypeError, lambda: fjoin.functional(scripted), "torch.jit")
 
 
-def test_simulated_ranks_share_it() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+class Summed(nn.Module):
+    """Which communicates between its two parameters."""
 
-        def forward(self, x: Tensor) -> Tensor:
-            x = tx.psum(x * self.a, "data") * self.b
-            return tx.psum(x, "data")
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
 
-    apply, _, _ = fjoin.functional(Net())
-    given = [
-        {"a": torch.tensor([1.0]), "b": torch.tensor([10.0])},
-        {"a": torch.tensor([2.0]), "b": torch.tensor([100.0])},
-    ]
-    found = tx.simulate(lambda p: apply(p, {}, torch.ones(1)).item(), {"data": 2}, given)
-    assert found == [330.0, 330.0]
+    def forward(self, x: Tensor) -> Tensor:
+        return tx.psum(tx.psum(x * self.a, "data") * self.b, "data")
 
 
-def test_threads_share_it() -> None:
-    apply, params, _ = fjoin.functional(_net(nn.Tanh(), nn.Linear(8, 8)))
+def test_simulated_ranks_and_threads_share_it() -> None:
+    apply, _, _ = fjoin.functional(Summed())
+    given = [{"a": torch.tensor([r + 1.0]), "b": torch.tensor([10.0 ** (r + 1)])} for r in range(2)]
+    assert tx.simulate(lambda p: apply(p, {}, torch.ones(1)).item(), {"data": 2}, given) == [330.0, 330.0]
+    apply, params, _ = fjoin.functional(net(nn.Tanh(), nn.Linear(8, 8)))
     wrong: list[int] = []
 
     def run(i: int) -> None:
@@ -271,22 +205,6 @@ def test_threads_share_it() -> None:
     assert not wrong
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed, self.drop, self.head = nn.Embedding(5, 4), nn.Dropout(0.5), nn.Linear(4, 5, bias=False)
-        self.head.weight = self.embed.weight
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls.add_(1)  # type: ignore[operator]
-        return self.head(self.drop(self.embed(x)))
-
-
-TOKENS = torch.tensor([0, 1, 2, 4])
-
-
 def test_compiled_losses_with_tied_weights() -> None:
     model = Tied().eval()
     apply, params, buffers = fjoin.functional(model)
@@ -297,8 +215,8 @@ def test_compiled_losses_with_tied_weights() -> None:
         assert torch.allclose(out, want) and after["calls"] == expected["calls"] == 1
     assert buffers["calls"] == 0 and model.calls == 0
     model.train()
-    assert not torch.equal(compiled(params)[0], apply.eval().with_buffers(params, buffers, TOKENS)[0])
     quiet = apply.eval()
+    assert not torch.equal(compiled(params)[0], quiet.with_buffers(params, buffers, TOKENS)[0])
     in_eval: Any = torch.compile(
         lambda p: quiet.with_buffers(p, buffers, TOKENS)[0], backend="aot_eager", fullgraph=True
     )
@@ -320,45 +238,6 @@ def test_a_compiled_module_stays_compiled() -> None:
         frames.clear()
         for factor in (1.0, 2.0):
             given = {path: factor * p for path, p in params.items()}
-            want = torch.func.functional_call(model, given, (X,))
-            assert torch.allclose(apply(given, {}, X), want)
+            assert torch.allclose(apply(given, {}, X), torch.func.functional_call(model, given, (X,)))
         assert frames
     torch._dynamo.reset()
-
-
-@THROWS_AWAY
-def test_it_outlives_its_module() -> None:
-    model = Tied()
-    apply, params, buffers = fjoin.functional(model)
-    gone = weakref.ref(model)
-    want = apply.eval()(params, buffers, TOKENS)
-    del model
-    gc.collect()
-    assert gone() is None and all(p.is_meta for p in apply._shell.parameters())
-    assert torch.equal(apply.eval()(params, buffers, TOKENS), want)
-    for again in (pickle.loads(pickle.dumps(apply)), copy.deepcopy(apply)):
-        assert torch.equal(again.eval()(params, buffers, TOKENS), want)
-
-
-@THROWS_AWAY
-def test_paths_of_shared_tensors_and_of_others() -> None:
-    model = Tied()
-    apply, params, buffers = fjoin.functional(model)
-    want = apply.eval()(params, buffers, TOKENS)
-    assert torch.equal(apply.eval()(model.state_dict(), {}, TOKENS), want)
-    assert torch.equal(apply.eval()({"head.weight": params["embed.weight"]}, buffers, TOKENS), want)
-    raises_text(ValueError, lambda: apply({}, buffers, TOKENS), "params lacks ['embed.weight']")
-    raises_text(ValueError, lambda: apply({**params, "x": params["embed.weight"]}, buffers, TOKENS), "['x']")
-    model.extra = nn.Linear(2, 2)
-    raises_text(ValueError, lambda: apply(params, buffers, TOKENS), "params lacks ['extra.")
-
-
-def test_calls_do_not_change_the_buffers_of_the_module() -> None:
-    model = _net(nn.BatchNorm1d(8))
-    before = copy.deepcopy(model.state_dict())
-    apply, params, buffers = fjoin.functional(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        apply(params, {}, X)
-    apply.with_buffers(params, buffers, X)
-    assert all(torch.equal(model.state_dict()[k], v) for k, v in before.items())

@@ -1,10 +1,12 @@
-"""The loop over step.join, and its errors."""
+"""The loop over step.join: its body, its end, its loaders; it looks one batch ahead, so that a loader that writes the next batch
+over the current one is refused."""
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -17,83 +19,60 @@ from tests.training.small import step_of
 X = torch.ones(2)
 
 
-def test_the_body_must_call_the_step_once() -> None:
-    step, state = step_of()
-
-    def never() -> None:
-        for _ in step.join([X, X]):
-            pass
-
-    raises_text(fjoin.JoinError, never, "did not call the step in iteration 0", "weight 0")
-    step, state = step_of()
-
-    def twice() -> None:
-        nonlocal state
+def test_the_body_must_call_the_step_once_and_run_alone() -> None:
+    def loop(calls: int) -> None:
+        step, state = step_of()
         for batch in step.join([X, X]):
-            state, _ = step(state, batch)
-            state, _ = step(state, batch)
+            state = stepped(step, state, [batch] * calls)
 
-    raises_text(fjoin.JoinError, twice, "twice in iteration 0", "accumulate=k")
-
-
-def test_one_loop_at_a_time() -> None:
+    raises_text(fjoin.JoinError, lambda: loop(0), "did not call the step in iteration 0", "weight 0")
+    raises_text(fjoin.JoinError, lambda: loop(2), "twice in iteration 0", "accumulate=k")
     step, state = step_of()
-    loop = iter(step.join([X, X]))
-    next(loop)
+    first = iter(step.join([X, X]))
+    next(first)
     raises_text(fjoin.JoinError, lambda: next(iter(step.join([X]))), "still running")
-    loop.close()  # type: ignore[attr-defined]
-    state = stepped(step, state, step.join([X]))
+    first.close()  # type: ignore[attr-defined]
+    stepped(step, state, step.join([X]))
 
 
-def test_no_batch_error_names_the_empty_argument() -> None:
+def sums(batches: list[Tensor], empty: Any = fjoin.NO_BATCH) -> list[float]:
+    """Of the batches that the body sees."""
+    step, state = step_of()
+    seen = []
+    for batch in step.join(batches, empty=empty):
+        seen.append(float(batch.sum()))
+        state, _ = step(state, batch)
+    return seen
+
+
+def test_a_rank_without_input_sees_its_last_batch_or_the_empty_one() -> None:
     for use in (
         lambda b: b.shape, lambda b: b[0], lambda b: len(b), lambda b: list(b), lambda b: b + 1, lambda b: bool(b),
     ):  # fmt: skip
         raises_text(fjoin.NoBatch, lambda: use(fjoin.NO_BATCH), "empty=")  # noqa: B023
     assert repr(fjoin.NO_BATCH) == "fjoin.NO_BATCH"
-
-    def one_rank(batches: list[Tensor], empty: Any) -> list[float]:
-        step, state = step_of()
-        seen = []
-        for batch in step.join(batches, empty=empty):
-            seen.append(float(batch.sum()))
-            state, _ = step(state, batch)
-        return seen
-
-    assert tx.simulate(one_rank, {"data": 2}, [[X, X], []], [X * 0] * 2) == [[2.0, 2.0], [0.0, 0.0]]
-    raises_text(fjoin.NoBatch, lambda: tx.simulate(one_rank, {"data": 2}, [[X, X], []], [fjoin.NO_BATCH] * 2), "empty=")
-
-
-def test_an_exhausted_rank_sees_its_last_batch_again() -> None:
-    def one_rank(batches: list[Tensor]) -> list[float]:
-        step, state = step_of()
-        seen = []
-        for batch in step.join(batches):
-            seen.append(float(batch.sum()))
-            state, _ = step(state, batch)
-        return seen
-
-    assert tx.simulate(one_rank, {"data": 2}, [[X, X, X], [X * 2]]) == [[2.0] * 3, [4.0] * 3]
+    assert tx.simulate(sums, {"data": 2}, [[X, X], []], [X * 0] * 2) == [[2.0, 2.0], [0.0, 0.0]]
+    raises_text(fjoin.NoBatch, lambda: tx.simulate(sums, {"data": 2}, [[X, X], []]), "empty=")
+    assert tx.simulate(sums, {"data": 2}, [[X, X, X], [X * 2]]) == [[2.0] * 3, [4.0] * 3]
 
 
 def test_throwing_early_on_all_ranks_in_the_same_step() -> None:
-    def one_rank(batches: list[Tensor]) -> Any:
+    def one_rank(n: int) -> Any:
         step, state = step_of()
         calls = 0
         try:
-            for batch in step.join(batches, throw_on_early_termination=True):
+            for batch in step.join([X] * n, throw_on_early_termination=True):
                 state, _ = step(state, batch)
                 calls += 1
         except fjoin.EarlyTermination as error:
-            for batch in step.join([X]):  # the step can be used on
-                state, _ = step(state, batch)
+            stepped(step, state, step.join([X]))  # the step can be used on
             return calls, str(error)
         return calls, ""
 
-    for calls, text in tx.simulate(one_rank, {"data": 3}, [[X] * 4, [X] * 2, [X] * 3]):
+    for calls, text in tx.simulate(one_rank, {"data": 3}, [4, 2, 3]):
         assert calls == 2 and "1 of 3 ranks are out of input in iteration 2" in text
-    assert tx.simulate(one_rank, {"data": 2}, [[X] * 2, [X] * 2]) == [(2, "")] * 2
-    for calls, text in tx.simulate(one_rank, {"data": 2}, [[X], []]):
+    assert tx.simulate(one_rank, {"data": 2}, [2, 2]) == [(2, "")] * 2
+    for calls, text in tx.simulate(one_rank, {"data": 2}, [1, 0]):
         assert calls == 0 and "1 of 2 ranks" in text and "in iteration 0" in text
 
 
@@ -104,10 +83,10 @@ def test_a_loader_that_raises() -> None:
 
     step, state = step_of()
     with pytest.raises(OSError, match="disk gone"):
-        state = stepped(step, state, step.join(broken()))
+        stepped(step, state, step.join(broken()))
 
 
-class _Numbers(torch.utils.data.IterableDataset[Tensor]):
+class Numbers(torch.utils.data.IterableDataset[Tensor]):
     """A dataset that does not know its length."""
 
     def __init__(self, n: int) -> None:
@@ -117,7 +96,7 @@ class _Numbers(torch.utils.data.IterableDataset[Tensor]):
         return (torch.full((2,), float(i)) for i in range(self.n))
 
 
-class _Rows(torch.utils.data.Dataset[Tensor]):
+class Rows(torch.utils.data.Dataset[Tensor]):
     def __init__(self, n: int) -> None:
         self.n = n
 
@@ -129,16 +108,11 @@ class _Rows(torch.utils.data.Dataset[Tensor]):
 
 
 LOADERS: dict[str, Any] = {
-    "list": lambda n: [torch.full((2,), float(i)) for i in range(n)],
-    "generator": lambda n: (torch.full((2,), float(i)) for i in range(n)),
+    "list": lambda n: [*Numbers(n)], "generator": lambda n: iter(Numbers(n)),
     # Not forked from here, where jax may have threads.
-    "workers": lambda n: (
-        torch.utils.data.DataLoader(_Rows(n), batch_size=None, num_workers=1, multiprocessing_context="spawn")
-        if n
-        else []
-    ),
-    "iterable": lambda n: torch.utils.data.DataLoader(_Numbers(n), batch_size=None),
-}
+    "workers": lambda n: torch.utils.data.DataLoader(Rows(n), batch_size=None, num_workers=1, multiprocessing_context="spawn") if n else [],
+    "iterable": lambda n: torch.utils.data.DataLoader(Numbers(n), batch_size=None),
+}  # fmt: skip
 
 
 @pytest.mark.sample(5)
@@ -159,16 +133,132 @@ def test_any_loader_and_the_position_in_it(kind: str) -> None:
     assert out[0][0] == [1, 2, 3, 3, 3, 3] and out[2][0] == [1, 2, 3, 4, 5, 5]
 
 
-def test_resuming_in_the_middle_of_an_epoch() -> None:
-    """Skipping the consumed batches, on each rank its own number, resumes as if nothing had happened."""
+# -- memory of batches ---------------------------------------------------------------------------------
 
-    def one_rank(n: int) -> Any:
-        step, state = step_of()
-        whole = LOADERS["list"](n)
-        state = stepped(step, state, step.join(whole))
-        again, part = step_of()
-        part = stepped(again, part, again.join(itertools.islice(whole, 2)))
-        part = stepped(again, part, again.join(whole[part.batches :]))
-        return torch.equal(part.params["w"], state.params["w"]), part.batches == state.batches == n
 
-    assert tx.simulate(one_rank, {"data": 3}, [4, 1, 3]) == [(True, True)] * 3
+def made() -> Any:
+    step = fjoin.train_step(lambda p, b: (p["w"] * _number(b)).sum(), tx.fuse(tx.mean("data"), tx.sgd(1.0)))
+    return step, step.init({"w": torch.zeros(1)})
+
+
+def _number(batch: Any) -> Any:
+    return batch["x"][0] if isinstance(batch, dict) else batch[0] if isinstance(batch, tuple) else batch
+
+
+def by_step(loader: Any) -> float:
+    step, state = made()
+    state = stepped(step, state, step.join(loader))
+    return float(state.params["w"])
+
+
+def by_steps(loader: Any) -> float:
+    (a, first), (b, second) = made(), made()
+    for batch in fjoin.join(loader, steps=[a, b]):
+        (first, _), (second, _) = a(first, batch), b(second, batch)
+    assert torch.equal(first.params["w"], second.params["w"])
+    return float(first.params["w"])
+
+
+def by_loop(loader: Any) -> float:
+    return -sum(float(_number(batch)) for batch in fjoin.join(loader))
+
+
+LOOPS = pytest.mark.parametrize("loop", [by_step, by_steps, by_loop])
+
+
+def filled() -> Iterator[Any]:
+    buffer = torch.zeros(1)
+    for i in range(4):
+        yield buffer.fill_(i)
+
+
+def viewed() -> Iterator[Any]:
+    buffer = torch.zeros(8)
+    for i in range(4):
+        buffer[:4] = i
+        yield {"x": (buffer[:4].view(2, 2).mean(), buffer[:4]), "name": "text"}
+
+
+def labelled() -> Iterator[Any]:
+    """Only the labels lie in a buffer that is used again."""
+    labels = torch.zeros(1, dtype=torch.long)
+    for i in range(4):
+        labels.copy_(torch.tensor([i]))
+        yield torch.tensor(float(i)), labels
+
+
+def from_numpy() -> Iterator[Any]:
+    """Noticed once the same memory has been given twice."""
+    buffer = np.zeros(1, dtype=np.float32)
+    for i in range(4):
+        buffer[:] = i
+        yield torch.from_numpy(buffer)
+
+
+def of_one_numpy() -> Iterator[Any]:
+    buffer = np.full(2, np.nan)
+    tensor = torch.from_numpy(buffer)
+    for i in range(4):
+        buffer[0] = i
+        yield tensor[0]
+
+
+@LOOPS
+@pytest.mark.parametrize("loader", [filled, viewed, labelled, from_numpy, of_one_numpy])
+def test_a_buffer_that_is_used_again_is_refused(loop: Any, loader: Any) -> None:
+    raises_text(fjoin.JoinError, lambda: loop(loader()), "memory of the current one", "copy the batch in the loader")
+    raises_text(
+        fjoin.JoinError,
+        lambda: tx.simulate(lambda r: loop(loader() if r else []), {"data": 2}, [1, 0]),
+        "copy the batch",
+    )
+
+
+def alternating() -> Iterator[Any]:
+    buffers = torch.zeros(1), torch.zeros(1)
+    for i in range(4):
+        yield buffers[i % 2].fill_(i)
+
+
+def slices_of_a_growing_store() -> Iterator[Any]:
+    store = torch.zeros(4)
+    for i in range(4):
+        store[i] = i
+        yield store[i]
+
+
+FINE: list[Any] = [
+    alternating, slices_of_a_growing_store, lambda: (batch.clone() for batch in filled()),
+    lambda: (torch.from_numpy(np.full(1, i, dtype=np.float32)) for i in range(4)),
+]  # fmt: skip
+
+
+@LOOPS
+@pytest.mark.parametrize("loader", FINE)
+def test_other_loaders_are_not(loop: Any, loader: Any) -> None:
+    assert loop(loader()) == -6.0
+
+
+@LOOPS
+def test_the_same_batch_again_is_fine(loop: Any) -> None:
+    batch = torch.tensor(2.0)
+    assert loop([batch] * 3) == -6.0
+    assert loop([{"x": (batch,)}] * 3) == -6.0
+    constant = np.full(1, 2.0, dtype=np.float32)
+    assert loop(torch.from_numpy(constant) for _ in range(3)) == -6.0
+    assert loop([{"x": (batch, torch.from_numpy(np.full(3, np.nan)))}] * 3) == -6.0
+
+
+def test_a_body_may_write_into_its_batch() -> None:
+    batch, seen = torch.tensor(1.0), []
+    for one in fjoin.join([batch] * 3):
+        seen.append(one.mul_(2).item())
+    assert seen == [2.0, 4.0, 8.0]
+
+
+def test_tensors_without_a_version_pass() -> None:
+    with torch.inference_mode():
+        batches = [torch.tensor(2.0), torch.tensor(4.0)]
+    assert by_loop(batches) == -6.0
+    sparse = [torch.eye(2).to_sparse(), torch.eye(2).to_sparse()]
+    assert len(list(fjoin.join(sparse))) == 2

@@ -1,4 +1,4 @@
-"""A learning rate that is no finite number stops a step before it changes anything."""
+"""A learning rate that is no finite number, or another on one rank, stops a step before it changes anything."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import fjoin
 from fjoin import transforms as tx
-from tests.helpers import max_diff, raises_text
+from tests.helpers import judged, max_diff, raises_text, stepped
+from tests.scalars import registered
+from tests.training.small import step_of
 
 BAD: dict[str, tuple[type[Exception], Any]] = {
     "nan": (ValueError, math.nan), "inf": (ValueError, math.inf), "a nan tensor": (ValueError, torch.tensor(math.nan)),
@@ -34,53 +37,36 @@ def test_in_a_pure_step(bad: str, make: Callable[..., tx.Optimizer]) -> None:
     params = {"w": torch.ones(3)}
     opt = make(from_step_one(value))
     state = opt.init(params)
-    if "inject" in repr(opt):  # which shows the rate of the next step in its state
-        raises_text(kind, lambda: opt.step(params, params, state), "schedule", "step 1", "expected")
-        return
-    params, state = opt.step(params, params, state)
+    if "inject" not in repr(opt):  # which shows the rate of the next step in its state
+        params, state = opt.step(params, params, state)
     raises_text(kind, lambda: opt.step(params, params, state), "schedule", "step 1", "expected")
 
 
-@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("bad", [*BAD, "a tensor that becomes nan"])
 def test_in_a_train_step(bad: str) -> None:
     """The state stays whole: neither torn nor changed."""
-    kind, value = BAD[bad]
-    pipeline = tx.fuse(tx.mean("data"), tx.partition({"a": tx.adamw(0.1), "b": tx.sgd(from_step_one(value))}))
-    step = fjoin.train_step(lambda p, x: ((p["a"] + p["b"]) * x).sum(), pipeline)
-    state = step.init({"a": torch.ones(3), "b": torch.ones(3)})
-    state, _ = step(state, torch.ones(3))
-    before = {path: p.clone() for path, p in state.params.items()}
-    raises_text(kind, lambda: step(state, torch.ones(3)), "from_step_one.<locals>.schedule", "step 1")
-    assert max_diff(state.params, before) == 0
-    assert state.step == 1
-
-
-def test_a_tensor_that_becomes_nan() -> None:
     rate = torch.tensor(0.1)
-    step = fjoin.train_step(lambda p, x: (p["w"] * x).sum(), tx.fuse(tx.mean("data"), tx.sgd(rate)))
-    state, _ = step(step.init({"w": torch.ones(3)}), torch.ones(3))
+    kind, value = BAD.get(bad, (ValueError, None))
+    texts = ("from_step_one.<locals>.schedule", "step 1") if bad in BAD else ("lr must be a finite number", "nan")
+    schedule = from_step_one(value) if bad in BAD else rate
+    pipeline = tx.fuse(tx.mean("data"), tx.partition({"w": tx.adamw(0.1), "v": tx.sgd(schedule)}))
+    step, state = step_of(lambda p, x: ((p["w"] + p["v"]) * x).sum(), pipeline)
+    state, _ = step(state, torch.ones(2))
     rate.fill_(math.nan)
-    before = state.params["w"].clone()
-    raises_text(ValueError, lambda: step(state, torch.ones(3)), "lr must be a finite number", "nan")
-    assert max_diff(state.params["w"], before) == 0
+    before = state.clone().params
+    raises_text(kind, lambda: step(state, torch.ones(2)), *texts)
+    assert max_diff(state.params, before) == 0 and state.step == 1
 
 
 def test_construction_raises_on_bad_values() -> None:
     nan, inf = math.nan, math.inf
     for made in (
-        lambda: tx.sgd(inf),
-        lambda: tx.adamw(nan),
-        lambda: tx.sgd(torch.tensor(inf)),
-        lambda: tx.adam(eps=inf),
-        lambda: tx.sgd(weight_decay=nan),
-        lambda: tx.sgd(momentum=0.9, dampening=nan),
-        lambda: tx.linear(0.0, nan, 5),
-        lambda: tx.linear(inf, 0.0, 5),
-        lambda: tx.cosine(nan, 5),
-        lambda: tx.warmup_cosine(1.0, 1, 5, end=inf),
+        lambda: tx.sgd(inf), lambda: tx.adamw(nan), lambda: tx.sgd(torch.tensor(inf)), lambda: tx.adam(eps=inf),
+        lambda: tx.sgd(weight_decay=nan), lambda: tx.sgd(momentum=0.9, dampening=nan), lambda: tx.linear(0.0, nan, 5),
+        lambda: tx.linear(inf, 0.0, 5), lambda: tx.cosine(nan, 5), lambda: tx.warmup_cosine(1.0, 1, 5, end=inf),
         lambda: tx.from_torch_scheduler(lambda o: torch.optim.lr_scheduler.StepLR(o, 1, nan), 0.1, 2),
         lambda: tx.linear(0.0, 1.0, 10**400 - 1) and tx.linear(0.0, 10**400, 5),  # type: ignore[arg-type]
-    ):
+    ):  # fmt: skip
         raises_text(ValueError, made, "must be")
     raises_text(TypeError, lambda: tx.linear("0", 1.0, 5), "start", "'0'")  # type: ignore[arg-type]
     raises_text(TypeError, lambda: tx.warmup(3, 0.1), "then", "0.1", "lambda step: 0.1")  # type: ignore[arg-type]
@@ -115,19 +101,142 @@ def test_built_in_schedules_are_not_checked_again() -> None:
     assert tx.sgd(tx.warmup(2, from_step_one(0.1))).watched != ()
 
 
-def under_a_module() -> tuple[float, float]:
-    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 2))
-    handle = fjoin.ddp.register(model, tx.fuse(tx.mean("data"), tx.adamw(from_step_one(math.nan))))
-
-    def backward() -> None:
-        model.zero_grad()
-        model(torch.ones(4, 3)).sum().backward()
-
-    backward()
-    before = {path: p.clone() for path, p in model.module.state_dict().items()}
-    raises_text(ValueError, backward, "schedule", "nan in step 1")
-    return max_diff(dict(model.module.state_dict()), before), float(handle.state_dict()["optimizer"]["weight"]["step"])
+def under_a_module() -> float:
+    module, handle, train = registered(tx.fuse(tx.mean("data"), tx.adamw(from_step_one(math.nan))))
+    train(1.0)
+    before = module.w.tolist()
+    raises_text(ValueError, lambda: train(1.0), "schedule", "nan in step 1")
+    assert module.w.tolist() == before
+    return float(handle.state_dict()["optimizer"]["w"]["step"])
 
 
 def test_under_a_registered_module(pool: Any) -> None:
-    assert pool.run(2, under_a_module) == [(0.0, 1.0), (0.0, 1.0)]
+    assert pool.run(2, under_a_module) == [1.0, 1.0]
+
+
+# -- ranks that would step with different hyperparameters: an error on all of them, which names the rank -----------------
+
+
+class Rate:
+    """A schedule that is an object; `later` is its value from step 2 on."""
+
+    def __init__(self, value: float, later: float) -> None:
+        self.value, self.later = value, later
+
+    def __call__(self, step: Any) -> float:
+        return self.value if step < 2 else self.later
+
+
+def injected(opt: tx.Optimizer) -> tx.Optimizer:
+    return tx.inject_hyperparameters(opt)
+
+
+# By name: rank's own rate -> optimizer; the last ones are given values before each step.
+WAYS: dict[str, Callable[[float], tx.Optimizer]] = {
+    "a closure": lambda lr: tx.sgd(lambda step: lr), "an object": lambda lr: tx.adamw(Rate(lr, lr)),
+    "an object that differs later": lambda lr: tx.sgd(Rate(0.1, lr)), "a tensor": lambda lr: tx.sgd(lambda step: torch.tensor(lr)),
+    "a closure of a part": lambda lr: tx.partition({"w": tx.sgd(lambda step: lr), "*": tx.sgd(0.1)}),
+    "a closure around masters": lambda lr: tx.mixed_precision(tx.sgd(lambda step: lr)),
+    "an injected schedule": lambda lr: injected(tx.adamw(0.1, weight_decay=lambda step: lr)),  # type: ignore[arg-type]
+    "values": lambda lr: injected(tx.sgd(0.1)),
+    "values of a part": lambda lr: tx.partition({"w": injected(tx.sgd(0.1)), "*": tx.adam(0.1)}),
+    "values around masters": lambda lr: tx.mixed_precision(injected(tx.sgd(0.1))),
+}  # fmt: skip
+HOOKS: dict[str, Callable[[tx.Optimizer], tx.Pipeline]] = {
+    "mean": lambda opt: tx.fuse(tx.mean("data"), opt),
+    "clip": lambda opt: tx.fuse(tx.chain(tx.mean("data"), tx.clip_by_global_norm(1.0)), opt),
+    "zero": lambda opt: tx.zero(tx.mean("data"), opt, "data"),
+    "int8": lambda opt: tx.fuse(tx.compress(tx.int8(), tx.mean("data")), opt),
+    "power_sgd": lambda opt: tx.fuse(tx.power_sgd("data", 1), opt),
+    "local": lambda opt: tx.local_sgd(opt, tx.mean("data"), every=2),
+    "a part": lambda opt: tx.fuse(tx.masked(tx.mean("data"), "w"), opt),
+    "now and then": lambda opt: tx.fuse(tx.every(2, tx.mean("data")), opt),
+    "skips": lambda opt: tx.skip_if_nonfinite(tx.fuse(tx.mean("data"), opt)),
+}
+# Where ranks take steps of their own they compare only their first: their optimizers' counts may differ.
+ALONE = ("local", "now and then")
+ROWS = [("mean", name) for name in WAYS] + [
+    (hook, name) for hook in HOOKS for name in ("a closure", "values") if hook not in ALONE or name == "a closure"
+]
+
+
+def trained(hook: str, name: str, lr: float, place: str = "step") -> Any:
+    """Five steps, in the place's way."""
+    pipeline, params = HOOKS[hook](WAYS[name](lr)), {"w": torch.ones(3, 2), "b": torch.ones(2)}
+    values = [0.1, 0.1, lr, lr, lr] if name.startswith("values") else [None] * 5
+    if place == "pure":
+        pure = pipeline.init(params)
+        for value in values:
+            pure = pure if value is None else tx.with_hyperparameters(pure, lr=value)
+            params, pure = pipeline.step(params, {k: p.clone() for k, p in params.items()}, pure, weight=1.0)
+        return params
+    step = judged(
+        fjoin.train_step(lambda p, x: (x @ p["w"]).square().mean() + p["b"].sum(), pipeline), place == "device"
+    )
+    state = step.init(params)
+    for value in values:
+        state = state if value is None else state.with_hyperparameters(lr=value)
+        state, _ = step(state, torch.ones(4, 3) / 9)
+    step.run.step_check.drain()
+    return state.clone().params
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("place", ["pure", "step", "device"])
+@pytest.mark.parametrize(("hook", "name"), ROWS)
+def test_different_rates_raise(hook: str, name: str, place: str) -> None:
+    if place == "pure" and hook in ("zero", *ALONE):
+        return
+    text = raises_text(
+        fjoin.DesyncError, lambda: tx.simulate(lambda lr: trained(hook, name, lr, place), {"data": 3}, [0.1, 0.1, 0.3]),
+        "rank 2 steps with", "=0.3", "rank 0", "=0.1",
+    )  # fmt: skip
+    assert ("weight_decay" if "schedule" in name else "lr") in text and (
+        "with_hyperparameters" in text or place == "pure"
+    )
+    same = tx.simulate(lambda lr: trained(hook, name, lr, place), {"data": 2}, [0.3] * 2)
+    assert place == "pure" or hook in ("a part", *ALONE) or torch.equal(same[0]["w"], same[1]["w"])
+
+
+def test_the_error_does_not_change_the_state() -> None:
+    def rank(lr: float) -> Any:
+        step, state = step_of(pipeline=HOOKS["mean"](tx.sgd(Rate(0.1, lr))), donate=False)
+        state = stepped(step, state, [torch.ones(2)] * 2)
+        raises_text(fjoin.DesyncError, lambda: step(state, torch.ones(2)), "step 2", "nothing has changed")
+        return state.step, state.params["w"].tolist()
+
+    a, b = tx.simulate(rank, {"data": 2}, [0.1, 0.3])
+    assert a == b and a[0] == 2
+
+
+def on_this_rank(hook: str, name: str) -> tuple[str, int | None]:
+    try:
+        trained(hook, name, 0.1 + 0.1 * fjoin.mesh({"data": -1}).rank)
+    except fjoin.DesyncError as error:
+        return str(error), error.rank
+    return "", None
+
+
+def in_a_module() -> list[str]:
+    """At once, later, and after loading a state with another rate than the others."""
+    rank = dist.get_rank()
+    mine = 0.1 + 0.1 * rank
+    texts = [raises_text(fjoin.DesyncError, lambda: registered(HOOKS["mean"](tx.sgd(Rate(mine, mine)))))]
+    _, _, train = registered(HOOKS["mean"](tx.sgd(Rate(0.1, mine))))
+    texts.append(raises_text(fjoin.DesyncError, lambda: [train(1.0) for _ in range(4)]))
+    _, handle, train = registered(HOOKS["mean"](injected(tx.sgd(0.1))))
+    train(1.0)
+    saved = handle.state_dict()
+    for state in saved["optimizer"].values():
+        state["hyperparameters.lr"] = state["hyperparameters.lr"] * (1 + rank)
+    handle.load_state_dict(saved)
+    return [*texts, raises_text(fjoin.DesyncError, lambda: train(1.0))]
+
+
+def test_on_real_ranks_and_in_a_registered_module(pool: Any) -> None:
+    for hook, name in (("mean", "a closure"), ("zero", "values"), ("local", "a closure")):
+        for text, rank in pool.run(2, on_this_rank, hook, name):
+            assert "rank 1 steps with lr=0.2, but rank 0 with lr=0.1" in text and rank == 1
+    for at_once, later, loaded in pool.run(2, in_a_module):
+        assert "rank 1 differs from rank 0 in its hyperparameters" in at_once and "lr" in later
+        assert "rank 1 steps with lr=0.2" in loaded and "rank 0 with lr=0.1" in loaded

@@ -1,27 +1,85 @@
-"""Other parameters in a state, and those of a state in a module."""
+"""Other parameters in a state, by assignment and by `replace`, and those of a state in a module."""
 
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable
 from typing import Any
 
+import optree
 import pytest
 import torch
 from torch import nn
 
 import fjoin
 from fjoin import transforms as tx
-from tests.helpers import raises_text, stepped
+from tests.helpers import max_diff, raises_text, stepped
+from tests.training.small import MEAN_SGD
+
+ONES = torch.ones(2)
+
+
+def made(params: Any = None) -> Any:
+    params = {"w": torch.ones(2), "v": torch.zeros(1)} if params is None else params
+    step = fjoin.train_step(lambda p, b: sum((leaf * b).sum() for leaf in optree.tree_leaves(p)), MEAN_SGD)
+    return step, step.init(params)
+
+
+# -- an entry of state.params that is assigned is noticed, since no step looks at it -------------------
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "assign": lambda p: p.__setitem__("w", ONES), "assign what it was": lambda p: p.__setitem__("w", p["w"].clone()),
+    "add": lambda p: p.__setitem__("new", ONES), "update": lambda p: p.update(w=ONES),
+    "delete": lambda p: p.__delitem__("w"), "pop": lambda p: p.pop("w"), "clear": lambda p: p.clear(),
+    "setdefault": lambda p: p.setdefault("new", ONES), "or": lambda p: p.__ior__({"w": ONES}),
+}  # fmt: skip
+USES: dict[str, Callable[[Any, Any], Any]] = {
+    "step": lambda step, state: step(state, 1.0), "params": lambda step, state: state.params,
+    "clone": lambda step, state: state.clone(), "pipeline": lambda step, state: state.pipeline,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_next_use_raises_after_an_assignment(change: str) -> None:
+    for use in USES.values():
+        step, state = made()
+        CHANGES[change](state.params)
+        raises_text(TypeError, lambda: use(step, state), "state.params", "assigned or deleted", "copy_", "step.init(params)")  # noqa: B023  # fmt: skip
+        assert state.params["w"].tolist() == [1.0, 1.0]  # raised only once
+    step, state = made({"layers": [{"w": ONES}, {"w": ONES.clone()}], "head": (torch.ones(1),)})
+    for nested in (lambda: state.params["layers"][1].update(w=ONES), lambda: state.params["layers"].pop()):
+        nested()
+        raises_text(TypeError, lambda: step(state, 1.0), "'layers.1.w'")
+
+
+def test_state_params_is_a_plain_dict() -> None:
+    step, state = made()
+    params = state.params
+    assert type(params) is dict and params is not state.params
+    changed = {**params, "w": torch.zeros(2)}
+    changed["v"] = torch.ones(1)
+    state.params["w"].zero_()
+    dict(state.params)["w"] = torch.ones(2)
+    assert type(copy.deepcopy(state.params)) is dict
+    file = io.BytesIO()
+    torch.save(state.params, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file)["w"], torch.zeros(2))
+    assert optree.tree_structure(state.params) == optree.tree_structure(changed)
+    linear = torch.nn.Linear(2, 1)
+    _, params, _ = fjoin.functional(linear)
+    step, state = made(params)
+    linear.load_state_dict(state.params)
+    torch.func.functional_call(linear, state.params, (torch.ones(1, 2),))
+    state, _ = step(state, 1.0)
+    assert torch.equal(state.params["bias"], params["bias"] - 0.1)
+
+
+# -- replace -------------------------------------------------------------------------------------------
 
 START = {"w": torch.linspace(-1, 1, 40).view(8, 5), "b": torch.ones(5)}
 OTHER = {"w": torch.linspace(2, 3, 40).view(8, 5), "b": torch.zeros(5)}
-
-
-def loss_fn(params: Any, x: Any) -> Any:
-    return (x @ params["w"].float() + params["b"].float()).square().mean()
-
-
 PIPELINES: dict[str, Callable[[], tx.Pipeline]] = {
     "plain": lambda: tx.fuse(tx.mean("data"), tx.adamw(0.1)),
     "masters": lambda: tx.fuse(tx.mean("data"), tx.mixed_precision(tx.adamw(0.1))),
@@ -32,16 +90,18 @@ PIPELINES: dict[str, Callable[[], tx.Pipeline]] = {
 
 
 @pytest.mark.parametrize("name", PIPELINES)
-def test_a_step_from_other_parameters_is_that_of_a_pure_pipeline(name: str) -> None:
+def test_a_step_goes_on_from_other_parameters(name: str) -> None:
     dtype = torch.bfloat16 if "masters" in name else torch.float32
 
+    def loss_fn(params: Any, x: Any) -> Any:
+        return (x @ params["w"].float() + params["b"].float()).square().mean()
+
     def one_rank(rank: int) -> Any:
-        pipeline = PIPELINES[name]()
-        step = fjoin.train_step(loss_fn, pipeline)
+        step = fjoin.train_step(loss_fn, PIPELINES[name]())
         start, other = ({path: p.to(dtype) for path, p in tree.items()} for tree in (START, OTHER))
         state, _ = step(step.init(start), torch.ones(2, 8) * (rank + 1))
         state = state.replace(params=other)
-        assert all(torch.equal(p, other[path]) for path, p in state.params.items()) and state.step == 1
+        assert max_diff(state.params, other) == 0 and state.step == 1
         state, _ = step(state, torch.ones(2, 8))
         return {path: (p - other[path]).float().clone() for path, p in state.params.items()}
 
@@ -54,8 +114,7 @@ def test_buffers_and_bad_values() -> None:
     def with_buffers(params: Any, buffers: Any, x: Any) -> Any:
         return (params["w"] * x).sum(), None, {"count": buffers["count"] + 1}
 
-    step = fjoin.train_step(with_buffers, tx.fuse(tx.mean("data"), tx.sgd(0.1)), accumulate=2)
-    state = step.init({"w": torch.ones(3)}, {"count": torch.zeros(())})
+    step = fjoin.train_step(with_buffers, MEAN_SGD, accumulate=2)
     state, _ = step(step.init({"w": torch.ones(3)}, {"count": torch.zeros(())}), torch.ones(3))
     raises_text(ValueError, lambda: state.replace(params={"w": torch.ones(3)}), "accumulation window")
     state, _ = step(state, torch.ones(3))
@@ -67,12 +126,14 @@ def test_buffers_and_bad_values() -> None:
 
 
 def test_views_of_the_own_parameters() -> None:
-    step = fjoin.train_step(lambda p, x: (p["a"] * x).sum() + p["b"].sum(), tx.fuse(tx.mean("data"), tx.sgd(0.1)))
-    state = step.init({"a": torch.zeros(2, 2), "b": torch.tensor([[1.0, 2.0], [3.0, 4.0]])})
+    _, state = made({"a": torch.zeros(2, 2), "b": torch.tensor([[1.0, 2.0], [3.0, 4.0]])})
     own = state.params
     state = state.replace(params={"a": own["b"].t(), "b": own["a"]})
     assert state.params["a"].tolist() == [[1.0, 3.0], [2.0, 4.0]] and not state.params["b"].any()
     raises_text(ValueError, lambda: state.replace(buffers={}), "has none")
+
+
+# -- into a module -------------------------------------------------------------------------------------
 
 
 class Tied(nn.Module):
@@ -96,23 +157,24 @@ def test_a_module_with_tied_weights_and_buffers() -> None:
         out, buffers = apply.with_buffers(params, buffers, x)
         return out.square().mean(), None, buffers
 
-    step = fjoin.train_step(loss, tx.fuse(tx.mean("data"), tx.sgd(0.1)))
+    step = fjoin.train_step(loss, MEAN_SGD)
     state = stepped(step, step.init(params, buffers), (torch.arange(5) + i % 2 for i in range(3)))
     assert fjoin.load_into(other, state) is other and other.head.weight is other.embed.weight
     other.eval()
     want = apply.eval()(state.params, state.buffers, torch.arange(7))
     assert torch.equal(other(torch.arange(7)), want) and int(other.norm.num_batches_tracked) == 3
     assert not torch.equal(model.embed.weight, other.embed.weight), "the module that was taken stays as it is"
-    by_the_other_name = {"head.weight": torch.zeros(7, 4)}
-    assert not fjoin.load_into(other, by_the_other_name).embed.weight.any()
+    assert not fjoin.load_into(other, {"head.weight": torch.zeros(7, 4)}).embed.weight.any(), "by its other name"
 
 
 def test_values_that_do_not_fit_change_nothing() -> None:
     model = Tied()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     two = {"head.weight": torch.zeros(7, 4), "embed.weight": torch.ones(7, 4)}
-    raises_text(ValueError, lambda: fjoin.load_into(model, {"norm.weight": torch.zeros(4), "x": torch.zeros(1)}), "['x']")  # fmt: skip
-    raises_text(ValueError, lambda: fjoin.load_into(model, {"norm.weight": torch.zeros(5)}), "(5,)", "(4,)")
-    raises_text(ValueError, lambda: fjoin.load_into(model, two), "shares", "head.weight", "embed.weight")
+    for values, *words in (
+        ({"norm.weight": torch.zeros(4), "x": torch.zeros(1)}, "['x']"),
+        ({"norm.weight": torch.zeros(5)}, "(5,)", "(4,)"), (two, "shares", "head.weight", "embed.weight"),
+    ):  # fmt: skip
+        raises_text(ValueError, lambda: fjoin.load_into(model, values), *words)  # noqa: B023
     raises_text(TypeError, lambda: fjoin.load_into({}, {}), "module")  # type: ignore[type-var]
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert max_diff(dict(model.state_dict()), before) == 0

@@ -1,4 +1,4 @@
-"""States: donation, clones, memory, parameter transforms."""
+"""States: donation, clones, memory, going back to an earlier one."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import fjoin
 from fjoin import transforms as tx
 from fjoin.buckets import _storage as _leaves
 from tests.helpers import raises_text, same_bits, stepped
+from tests.scalars import registered
 from tests.training.small import X, one, quadratic, start
 
 
@@ -73,18 +74,14 @@ def test_clones_and_second_states_overlap_too() -> None:
     assert seen == [0, 1] * 3 or sorted(seen) == [0, 0, 0, 1, 1, 1]
 
 
-def test_old_state_stays_valid_without_donation() -> None:
-    step, first = one(tx.fuse(tx.mean("data"), tx.adamw(0.1)), donate=False)
+def test_without_donation_what_was_given_stays() -> None:
+    params = start()
+    step = fjoin.train_step(quadratic, tx.fuse(tx.mean("data"), tx.adamw(0.1)), donate=False)
+    first = step.init(params)
     second, _ = step(first, X)
     assert same_bits(first.params, start()) and not same_bits(second.params, start())
     again, _ = step(first, X)
     assert same_bits(again.params, second.params) and same_bits(again.pipeline.optimizer, second.pipeline.optimizer)
-
-
-def test_the_parameters_given_stay_as_they_were() -> None:
-    params = start()
-    step = fjoin.train_step(quadratic, tx.fuse(tx.mean("data"), tx.sgd(0.1)))
-    step(step.init(params), X)
     assert same_bits(params, start()) and all(p.grad is None for p in params.values())
 
 
@@ -113,31 +110,14 @@ def test_torn_state_raises() -> None:
     def explode(p: Any, s: Any, params: Any = None, **extra: Any) -> Any:
         raise ValueError("boom")
 
-    step, state = one(tx.fuse(tx.mean("data"), tx.sgd(0.1), after=tx.Transform(lambda p: (), explode)))
-    raises_text(ValueError, lambda: step(state, X), "boom")
-    raises_text(fjoin.TornState, lambda: state.params, "step 0", "donate=False")
-    step, state = one(tx.fuse(tx.mean("data"), tx.sgd(0.1), after=tx.Transform(lambda p: (), explode)), donate=False)
-    raises_text(ValueError, lambda: step(state, X), "boom")
-    assert same_bits(state.params, start())
-
-
-def test_a_parameter_transform_runs_after_the_optimizer() -> None:
-    """Local SGD: gradients are not sent, parameters are averaged every other step."""
-
-    def one_rank(scale: float) -> Any:
-        def average(p: Any, s: Any, params: Any = None, **extra: Any) -> Any:
-            return tx.pmean(p, "data"), s
-
-        after = tx.every(2, tx.Transform(lambda p: (), average))
-        step = fjoin.train_step(quadratic, tx.fuse(tx.identity(), tx.sgd(0.01), after=after))
-        state, seen = step.init(start()), []
-        for batch in step.join([X * scale] * 4):
-            state, _ = step(state, batch)
-            seen.append(state.params["w"].clone())
-        return seen
-
-    a, b = tx.simulate(one_rank, {"data": 2}, [1.0, 2.0])
-    assert [torch.equal(x, y) for x, y in zip(a, b, strict=True)] == [False, True, False, True]
+    pipeline = tx.fuse(tx.mean("data"), tx.sgd(0.1), after=tx.Transform(lambda p: (), explode))
+    for donate in (True, False):
+        step, state = one(pipeline, donate=donate)
+        raises_text(ValueError, lambda: step(state, X), "boom")  # noqa: B023
+        if donate:
+            raises_text(fjoin.TornState, lambda: state.params, "step 0", "donate=False")  # noqa: B023
+        else:
+            assert same_bits(state.params, start())
 
 
 def use_a_dead_mesh() -> list[str]:
@@ -234,3 +214,66 @@ def test_leaves_follow_the_current_stream(monkeypatch: Any, accumulate: int) -> 
     got, several = trained(["a", "b", "a"])
     assert len(set(one)) == 1 and [several.count(each) for each in dict.fromkeys(several)] == [2, 1, 3]
     assert torch.equal(got["w"], want["w"])
+
+
+# -- going back to an earlier state: the steps after it leave nothing behind ---------------------------
+
+LOCAL = tx.local_sgd(tx.sgd(0.1), tx.mean("data"), 4)  # whose records are read one step late
+
+
+def gone_back(pipeline: tx.Pipeline, donate: bool, steps: int) -> Any:
+    """The state after 5 steps, where `steps` others were taken from the second state first."""
+    step, state = one(pipeline, donate=donate)
+    state, _ = step(state, X)
+    kept = state.clone() if donate else state
+    stepped(step, state, [X * 3] * steps)
+    state = stepped(step, kept, [X] * 4)
+    return state.params, state.step
+
+
+@pytest.mark.parametrize("donate", [True, False])
+@pytest.mark.parametrize("pipeline", [LOCAL, tx.fuse(tx.mean("data"), tx.sgd(0.1))], ids=["local", "mean"])
+def test_a_step_goes_on_from_an_earlier_state(pipeline: tx.Pipeline, donate: bool) -> None:
+    def one_rank() -> Any:
+        return [gone_back(pipeline, donate, steps) for steps in range(4)]
+
+    for (want, number), *others in tx.simulate(one_rank, {"data": 2}):
+        assert number == 5 and all(same_bits(params, want) and steps == 5 for params, steps in others)
+
+
+def test_a_rank_that_alone_goes_back_is_an_error_on_all_ranks() -> None:
+    def one_rank(rank: int) -> None:
+        step, state = one(LOCAL, donate=False)
+        first, _ = step(state, X)
+        second, _ = step(first, X)
+
+        def on() -> None:
+            nonlocal second
+            for _ in range(2):
+                second, _ = step(first if rank == 1 else second, X)
+
+        raises_text(fjoin.DesyncError, on, "the ranks have called different train_steps")
+
+    tx.simulate(one_rank, {"data": 2}, [0, 1])
+
+
+def module_gone_back() -> Any:
+    results = []
+    for others in (2, 0):
+        module, handle, train = registered(LOCAL)
+        train(1.0)
+        kept = copy.deepcopy((module.state_dict(), handle.state_dict()))
+        for _ in range(others):
+            train(3.0)
+        module.load_state_dict(kept[0])
+        handle.load_state_dict(kept[1])
+        for _ in range(4):
+            train(1.0)
+        assert handle.step == 5
+        results.append({path: p.detach().clone() for path, p in module.named_parameters()})
+    return results
+
+
+def test_a_registered_module_goes_on_from_a_loaded_state(pool: Any) -> None:
+    for back, straight in pool.run(2, module_gone_back):
+        assert same_bits(back, straight)
