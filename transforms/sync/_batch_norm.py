@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..axes import all_gather, current_weight
+from ..axes import all_gather, axis_index, current_weight
 from ..base import AxisName, check_weight, to_device
 
 
@@ -53,6 +53,7 @@ def sync_batch_norm(
 
     Raises:
         UnboundAxis: nothing binds the axis.
+        ValueError: on all ranks, on the host: they have one value per channel together, whose variance is none.
 
     Same as: torch.nn.SyncBatchNorm, which refuses uneven inputs.
 
@@ -78,6 +79,11 @@ def sync_batch_norm(
         own = torch.stack([torch.ones_like(own_mean) * here, own_mean, own_square])
         n, means, squares = all_gather(torch.where(here > 0, own, torch.zeros_like(own)), axis).unbind(1)
         total = n.sum(0)
+        if _is_one(total):
+            raise ValueError(
+                f"Expected more than 1 value per channel when training, got input size {x.size()} on rank {axis_index(axis)}, and the ranks "
+                f"have one in all"
+            )
         safe = torch.where(total > 0, total, torch.ones_like(total))
         mean = (n * means).sum(0) / safe
         square = squares.sum(0) + (n * (means - mean).square()).sum(0)
@@ -96,6 +102,16 @@ def sync_batch_norm(
     if bias is not None:
         y = y + bias.view(form)
     return y.to(x.dtype), BatchNormState(running_mean, running_var)
+
+
+def _is_one(total: Tensor) -> bool:
+    """Whether all counts are 1, as far as Python can read them without waiting for a device."""
+    if torch.compiler.is_compiling():
+        return False
+    while torch._C._functorch.is_functorch_wrapped_tensor(total):
+        total = torch._C._functorch.get_unwrapped(total)
+    plain = type(total) is Tensor and total.is_cpu and torch._C._len_torch_dispatch_stack() == 0
+    return plain and bool(total.numel()) and bool((total == 1).all())
 
 
 M = TypeVar("M", bound=nn.Module)

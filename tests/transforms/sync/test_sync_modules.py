@@ -90,3 +90,22 @@ def test_a_batch_of_weight_zero_is_not_counted() -> None:
     want = tx.simulate(one_rank, {"data": 2}, [0, 1], [1.0, 1.0])[0]
     for found in tx.simulate(one_rank, {"data": 3}, [0, 1, 2], [1.0, 1.0, 0.0]):
         torch.testing.assert_close(tuple(found), tuple(want), rtol=1e-12, atol=1e-12)
+
+
+CALLS: dict[str, Any] = {
+    "autograd": lambda f, x: f(x.clone().requires_grad_()), "grad": lambda f, x: torch.func.grad(f)(x),
+    "vmap": lambda f, x: torch.func.vmap(f)(x[None]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_one_value_per_channel_in_all_ranks_is_torchs_error(call: str) -> None:
+    def one_rank(weight: float) -> Any:
+        def f(x: Any) -> Any:
+            return tx.sync_batch_norm(x, (torch.zeros(2), torch.ones(2)), axis="data", weight=weight)[0].sum()
+
+        return CALLS[call](f, torch.ones(1, 2))
+
+    want = raises_text(ValueError, lambda: nn.BatchNorm1d(2)(torch.ones(1, 2)))
+    raises_text(ValueError, lambda: tx.simulate(one_rank, {"data": 2}, [1.0, 0.0]), want, "the ranks have one in all")
+    tx.simulate(one_rank, {"data": 2}, [1.0, 1.0])
