@@ -59,7 +59,9 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         *((lambda name=name: tx.dynamic_loss_scale(tx.fuse(MEAN, SGD), **{name: None}), V, name, "None")
           for name in ("backoff_factor", "growth_factor")),
     ],
-    "sgd": [(lambda: tx.sgd(0.1, nesterov=True), V, "nesterov needs momentum"),
+    "sgd": [(lambda: tx.sgd(lambda step: {0: 0.1}.get(step, 0.0)), V, "returned 0.1 for 0, but 0.0 for a 0-d tensor", "int(step)"),
+    (lambda: tx.sgd(lambda step, seen=iter(range(9)): next(seen)), V, "returned 0.0 and then 1.0 for step 0", "counter"),
+    (lambda: tx.sgd(0.1, nesterov=True), V, "nesterov needs momentum"),
     (lambda: tx.sgd(0.1, momentum="0.9"), T, "momentum", "'0.9'")],
     "adamw": [(lambda: tx.adamw(0.1, betas=(0.9, 1.0)), V, "betas", "1.0"),
     (lambda: tx.adamw(1e-3, fused=True), T, "adamw", "'fused'", "betas")],

@@ -40,7 +40,7 @@ def value_at(hyper: ScalarOrSchedule, step: Tensor) -> float | Tensor:
     if not callable(hyper):
         return hyper.reshape(()) if isinstance(hyper, Tensor) and hyper.dim() else hyper
     try:
-        value: Any = hyper(step)
+        value: Any = hyper(step if step.device.type == "mps" else step.double())
     except TypeError as error:
         raise TypeError(
             f"the schedule {_show(hyper)} does not take the number of the step, a 0-d tensor: {error}. A schedule of numbers, such as "
@@ -371,8 +371,27 @@ def _number(name: str, value: Any) -> Any:
     if is_number(value):
         return value
     if callable(value) and not isinstance(value, type):
-        return None
+        return _of_the_step(name, value)
     hint = f"; write float({value!r})" if isinstance(value, str) else ""
     if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
         hint = "; tabulate it with from_torch_scheduler(make, lr, total_steps), or hand fjoin.Optimizer to it"
     raise TypeError(f"{name} must be a number, a tensor of one element or a schedule, got {value!r}{hint}")
+
+
+def _of_the_step(name: str, schedule: Callable[[Any], Any]) -> None:
+    """Raise ValueError where a schedule gives a number another value than a tensor, or step 0 two values."""
+    start = torch.zeros((), dtype=torch.float64)
+    try:
+        first, again, of_number = (float(schedule(step)) for step in (start, start.clone(), 0))
+    except Exception:  # it may take tensors only; its values are looked at where it is used
+        return
+    if not math.isclose(first, again) and first == first:
+        raise ValueError(
+            f"{name}: the schedule {_show(schedule)} returned {first} and then {again} for step 0; it may be called several times in a "
+            f"step, so it must be a function of the step alone, without a counter or a draw"
+        )
+    if not math.isclose(first, of_number, rel_tol=1e-3) and first == first:
+        raise ValueError(
+            f"{name}: the schedule {_show(schedule)} returned {of_number} for 0, but {first} for a 0-d tensor, which is what it gets; "
+            f"write int(step) in it"
+        )

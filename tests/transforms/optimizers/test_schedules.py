@@ -28,6 +28,8 @@ CASES: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "cosine": (tx.cosine(0.1, 40, end=0.01), lambda o: torchs.CosineAnnealingLR(o, 40, eta_min=0.01)),
     "warmup_cosine": (tx.warmup_cosine(0.1, 4, 24), _sequence),
     "warmup": (tx.warmup(4, tx.cosine(0.1, 20)), _sequence),
+    # Of one's own, with the numbers of Python.
+    "a ramp": (lambda step: 0.1 * min(1.0, (step + 1) / 7), lambda o: torchs.LambdaLR(o, lambda s: min(1.0, (s + 1) / 7))),
 }  # fmt: skip
 # Those of torch alone.
 OTHERS: dict[str, Callable[[Any], Any]] = {
@@ -63,7 +65,7 @@ def test_training_with_it(name: str) -> None:
 
 
 def test_schedules_take_numbers_and_tensors() -> None:
-    for schedule, _ in CASES.values():
+    for schedule in (ours for name, (ours, _) in CASES.items() if name != "a ramp"):
         for step in range(8):
             assert schedule(step) == schedule(torch.tensor(float(step))) and schedule(step).dtype == torch.float64
         steps = torch.arange(8.0)
