@@ -264,7 +264,7 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         (lambda: tx.outer_step(tx.masked(MEAN, "w"), SGD), T, "no reduction"),
         (lambda: tx.outer_step(MEAN, MEAN), T, "Optimizer", "mean('data')"),
     ],
-    "ema": [(lambda: tx.ema(1.0), V, "decay", "got 1.0")],
+    "ema": [(lambda: tx.ema(1.0), V, "decay", "got 1.0"), (lambda: tx.fuse(tx.chain(MEAN, tx.ema(0.9)), SGD), T, "after=ema(")],
     "every": [
         (lambda: tx.every(0, MEAN), V, "steps", "0"),
         (lambda: tx.every(4, MEAN, first=-1), V, "first", "got -1"),

@@ -78,7 +78,7 @@ def ema(decay: float) -> Transform:
             new[path] = torch.lerp(old, value.to(old.dtype), to_device(old.device, share, old.dtype))
         return values, EmaState(started | has, new)
 
-    return Transform(init, update, Needs.NOTHING)
+    return Transform(init, update, Needs.VALUES)
 
 
 def ema_params(params: Tree, state: State) -> Tree:

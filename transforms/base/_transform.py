@@ -27,6 +27,7 @@ class Needs(enum.Flag):
     PATHS = enum.auto()  # the leaves by their paths
     LAYOUT = enum.auto()  # the layout of the buffer, that is its leaves and their order: the result depends on it
     TREE = enum.auto()  # all leaves at once
+    VALUES = enum.auto()  # parameters or buffers: in a hook, of gradients, it has no use
 
     def __str__(self) -> str:
         return ", ".join(str(flag.name).lower() for flag in self) or "nothing"
