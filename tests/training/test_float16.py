@@ -10,13 +10,19 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
-from tests.helpers import judged, raises_text, stepped
+from tests.helpers import judged, raises_text
+from tests.training.small import step_of
 
-HOOKS: dict[str, Any] = {
-    "mean": lambda: tx.mean("data"),
-    "clip": lambda: tx.chain(tx.mean("data"), tx.clip_by_global_norm(1e4)),
-    "rest": lambda: tx.chain(tx.mean("data"), tx.clip_by_value(1e4)),
-}
+MEAN, CLIP = tx.mean("data"), tx.clip_by_value(1e4)
+# The first reduce first; the others apply the weights themselves, or behind other stages.
+HOOKS = {"mean": MEAN, "clip": tx.chain(MEAN, tx.clip_by_global_norm(1e4)), "rest": tx.chain(MEAN, CLIP)}
+BEHIND = {
+    "clip, mean": tx.chain(CLIP, MEAN), "leaf, mean": tx.chain(tx.stateless(torch.clone), MEAN),
+    "by path": tx.partition({"w": MEAN, "*": MEAN}), "whole tree, mean": tx.chain(tx.clip_by_global_norm(1e4), MEAN),
+    "twice": tx.chain(MEAN, tx.mean("data", over="live")), "late": tx.switch_after(2, tx.chain(CLIP, MEAN), MEAN),
+    "live": tx.chain(CLIP, tx.mean("data", over="live")),
+}  # fmt: skip
+ALL = HOOKS | BEHIND
 
 
 def trained(
@@ -41,99 +47,63 @@ def trained(
 def of(ranks: int, hook: Any, weights: list[float], **settings: Any) -> Any:
     """Rank r has gradients of 16 (r + 1)."""
     per_rank = [[(16.0 * (r + 1), w) for w in weights] for r in range(ranks)]
-    return tx.simulate(lambda b: trained(hook(), b, **settings), {"data": ranks}, per_rank)
+    return tx.simulate(lambda b: trained(hook, b, **settings), {"data": ranks}, per_rank)
 
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("loss_dtype", [None, torch.float32], ids=str)
-@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("hook", ALL)
 def test_weights_of_thousands(hook: str, loss_dtype: Any, on_device: bool) -> None:
     """The mean of 16 and 32 is 24; the parameters are exact."""
-    settings = {"on_device": on_device, "loss_dtype": loss_dtype}
-    for weight in (1.0, 4096.0, 5120.0, 2.0**19):  # which float16 holds, scaled
-        for seen in of(2, HOOKS[hook], [weight] * 4, **settings):
+    for weight in (1.0, 4096.0, 5120.0, 500_000.0, 2.0**19):  # which float16 holds, scaled
+        for seen in of(2, ALL[hook], [weight] * 4, on_device=on_device, loss_dtype=loss_dtype):
             assert seen == [(-24.0 * n, -24.0 * n, 2 * weight) for n in (1, 2, 3, 4)]
 
 
-BEHIND: dict[str, Any] = {
-    "clip, mean": lambda: tx.chain(tx.clip_by_value(1e4), tx.mean("data")),
-    "leaf, mean": lambda: tx.chain(tx.stateless(torch.clone), tx.mean("data")),
-    "by path": lambda: tx.partition({"w": tx.mean("data"), "*": tx.mean("data")}),
-    "whole tree, mean": lambda: tx.chain(tx.clip_by_global_norm(1e4), tx.mean("data")),
-    "twice": lambda: tx.chain(tx.mean("data"), tx.mean("data", over="live")),
-    "sum": lambda: tx.chain(tx.sum_over("data"), tx.stateless(lambda g: g / 8.0)),
-    "late": lambda: tx.switch_after(2, tx.chain(tx.clip_by_value(1e4), tx.mean("data")), tx.mean("data")),
-}
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("on_device", [False, True])
-@pytest.mark.parametrize("hook", [name for name in BEHIND if name != "sum"])
-def test_weights_of_thousands_in_a_mean_behind_other_stages(hook: str, on_device: bool) -> None:
-    for weight in (1.0, 5120.0, 500_000.0):
-        for seen in of(2, BEHIND[hook], [weight] * 4, on_device=on_device):
-            assert seen == [(-24.0 * n, -24.0 * n, 2 * weight) for n in (1, 2, 3, 4)]
+@pytest.mark.parametrize("accumulate", [2, 3])
+@pytest.mark.parametrize("hook", [*HOOKS, "live"])
+def test_weights_of_thousands_in_windows(hook: str, accumulate: int) -> None:
+    """If the hook applies the weights itself, only the gradients accumulated before it are scaled."""
+    for seen in of(2, ALL[hook], [4096.0] * 2 * accumulate, accumulate=accumulate):
+        assert [(w, total) for w, _, total in seen] == [(w, 4096.0 * 2 * accumulate) for w in (-24.0, -48.0)]
 
 
 def test_two_levels() -> None:
-    def one_rank(w: float) -> Any:
-        hook = tx.chain(tx.mean("local"), tx.mean("node"))
-        step = fjoin.train_step(lambda p, b: (p["w"] * b).sum(), tx.fuse(hook, tx.sgd(1.0)), weight=lambda b: w,
-                                mesh=fjoin.mesh({"node": 2, "local": 2}))  # fmt: skip
-        state = stepped(step, step.init({"w": torch.zeros(3, dtype=torch.float16)}), [16.0] * 3)
-        return state.params["w"].tolist()
-
-    out = tx.simulate(one_rank, {"node": 2, "local": 2}, [4096.0, 1024.0, 100_000.0, 8.0])
-    assert all(w == out[0] for w in out) and out[0] == pytest.approx([-48.0] * 3, rel=2e-3)
+    hook, nodes = tx.chain(tx.mean("local"), tx.mean("node")), {"node": 2, "local": 2}
+    batches = [[(16.0, w)] * 3 for w in (4096.0, 1024.0, 100_000.0, 8.0)]
+    first, *others = tx.simulate(lambda b: trained(hook, b, mesh=fjoin.mesh(nodes)), nodes, batches)
+    assert first[-1][:2] == pytest.approx((-48.0, -48.0), rel=2e-3) and all(one == first for one in others)
 
 
-def test_sum_is_not_divided() -> None:
-    """A sum without a division at the end must fit float16 itself."""
-    for seen in of(2, BEHIND["sum"], [4.0] * 2):
-        assert [w for w, _, _ in seen] == [-24.0, -48.0]
+# By name: the hook, the batches of each rank, its options, and the parameters after each step.
+UNEVEN: dict[str, Any] = {
+    # A sum without a division at the end must fit float16 itself.
+    "a sum that is divided": (tx.chain(tx.sum_over("data"), tx.stateless(lambda g: g / 8.0)), [[(16.0, 4.0)] * 2, [(32.0, 4.0)] * 2],
+                              {}, [-24.0, -48.0]),
+    "a sum": (tx.sum_over("data"), [[(16.0, 2.0)] * 2, [(32.0, 1.0), (8.0, 5.0)], [(4.0, 0.0), (4.0, 3.0)]], {}, [-64.0, -148.0]),
+    "a sum of windows": (tx.sum_over("data"), [[(16.0, 2.0)] * 2, [(32.0, 1.0), (8.0, 5.0)], [(4.0, 0.0), (4.0, 3.0)]],
+                         {"accumulate": 2}, [-148.0]),
+    **{f"a step without weight, {name}": (ALL[name], [[(g, w) for w in (1.0, 0.0, 3.0)] for g in (16.0, 32.0)], {}, [-24.0, -24.0, -48.0])
+       for name in (*HOOKS, "clip, mean")},
+    "weights that change": (MEAN, [[(16.0, 0.0), (16.0, 3000.0), (16.0, 30_000.0), (16.0, 800.0)], [(32.0, 0.0), (64.0, 1000.0)]], {},
+                            [0.0, -28.0, -44.0, -60.0]),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_sum_over_uneven_ranks(accumulate: int) -> None:
-    per_rank = [[(16.0, 2.0)] * 2, [(32.0, 1.0), (8.0, 5.0)], [(4.0, 0.0), (4.0, 3.0)]]
-    seen = tx.simulate(lambda b: trained(tx.sum_over("data"), b, accumulate=accumulate), {"data": 3}, per_rank)
-    want = [-64.0, -148.0] if accumulate == 1 else [-148.0]
-    assert [[(w, v) for w, v, _ in rank] for rank in seen] == [[(w, w) for w in want]] * 3
-
-
-@pytest.mark.parametrize("hook", [*HOOKS, "clip, mean"])
-def test_step_without_weight(hook: str) -> None:
-    """It changes nothing, and the next one goes on."""
-    make = {**HOOKS, **BEHIND}[hook]
-    per_rank = [[(16.0, w) for w in (1.0, 0.0, 3.0)], [(32.0, w) for w in (1.0, 0.0, 3.0)]]
-    for seen in tx.simulate(lambda b: trained(make(), b), {"data": 2}, per_rank):
-        assert [w for w, _, _ in seen] == [-24.0, -24.0, -48.0]
+@pytest.mark.parametrize("name", UNEVEN)
+def test_uneven_weights(name: str) -> None:
+    """Ranks without input, batches without weight, and a first step without any weight."""
+    hook, batches, options, want = UNEVEN[name]
+    for seen in tx.simulate(lambda b: trained(hook, b, **options), {"data": len(batches)}, batches):
+        assert [(w, v) for w, v, _ in seen] == [(w, w) for w in want]
 
 
 @pytest.mark.parametrize("weight", [1e-9, 1e9])
 def test_weight_that_a_loss_of_float16_cannot_hold_in_a_window(weight: float) -> None:
-    step = fjoin.train_step(lambda p, b: (p["w"] * b).sum().half(), tx.fuse(tx.mean("data"), tx.sgd(1.0)), accumulate=2,
-                            weight=lambda b: weight, mesh=fjoin.mesh({"data": 1}))  # fmt: skip
     text = ("too small" if weight < 1 else "too large", "torch.float16", "float32")
-    raises_text(ValueError, lambda: step(step.init({"w": torch.zeros(3)}), 16.0), *text)
-
-
-@pytest.mark.parametrize("hook", [*HOOKS, "clip, mean"])
-@pytest.mark.parametrize("accumulate", [2, 3])
-def test_weights_of_thousands_in_windows(hook: str, accumulate: int) -> None:
-    """If the hook applies the weights itself, only the gradients accumulated before it are scaled."""
-    make = HOOKS.get(hook, lambda: tx.chain(tx.clip_by_value(1e4), tx.mean("data", over="live")))
-    for seen in of(2, make, [4096.0] * 2 * accumulate, accumulate=accumulate):
-        assert [w for w, _, _ in seen] == [-24.0, -48.0]
-        assert [total for *_, total in seen] == [4096.0 * 2 * accumulate] * 2
-
-
-def test_weights_that_change_from_step_to_step() -> None:
-    """The table includes ranks without input, batches without weight, and a first step without any weight."""
-    per_rank = [[(16.0, 0.0), (16.0, 3000.0), (16.0, 30_000.0), (16.0, 800.0)], [(32.0, 0.0), (64.0, 1000.0)]]
-    a, b = tx.simulate(lambda batches: trained(HOOKS["mean"](), batches), {"data": 2}, per_rank)
-    assert a == b and [w for w, _, _ in a] == [0.0, -28.0, -44.0, -60.0]
+    step, state = step_of(lambda p, b: (p["w"] * b).sum().half(), accumulate=2, weight=lambda b: weight)
+    raises_text(ValueError, lambda: step(state, 16.0), *text)
 
 
 def test_scaling_all_weights_by_a_power_of_two_changes_nothing() -> None:
@@ -142,16 +112,16 @@ def test_scaling_all_weights_by_a_power_of_two_changes_nothing() -> None:
 
     def run(times: float) -> Any:
         per_rank = [[(g * (r + 1), times * (3 + r)) for g in gradients] for r in range(3)]
-        return tx.simulate(lambda b: trained(tx.mean("data"), b), {"data": 3}, per_rank)
+        ranks = tx.simulate(lambda b: trained(MEAN, b), {"data": 3}, per_rank)
+        return [[seen[:2] for seen in rank] for rank in ranks]
 
-    want = [[seen[:2] for seen in rank] for rank in run(1.0)]
-    for times in (2.0**4, 2.0**10, 2.0**18):
-        assert [[seen[:2] for seen in rank] for rank in run(times)] == want
+    want = run(1.0)
+    assert all(run(times) == want for times in (2.0**4, 2.0**10, 2.0**18))
 
 
 def real_ranks(weights: list[float]) -> Any:
     mesh = fjoin.mesh({"data": -1}, timeout_s=60)
-    return trained(tx.mean("data"), [(16.0 * (mesh.rank + 1), w) for w in weights], mesh=mesh)
+    return trained(MEAN, [(16.0 * (mesh.rank + 1), w) for w in weights], mesh=mesh)
 
 
 def test_on_processes(pool: Any) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import math
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,9 +15,12 @@ import fjoin
 from fjoin import transforms as tx
 from tests.helpers import judged, max_diff, raises_text, stepped
 from tests.ranks import Ranks
-from tests.scalars import PLACES, Batch, check, on_ranks, run
+from tests.scalars import PLACES, Batch, check, on_ranks, registered, run
 
 SGD, AVERAGE = tx.sgd(1.0), tx.average_parameters("data")
+
+
+W = {"w": torch.zeros(1)}
 
 
 def then(after: tx.Transform) -> tx.Pipeline:
@@ -95,12 +97,8 @@ def test_a_flush_reaches_all_windows(name: str) -> None:
 def test_flush_starts_a_new_window(inner: tx.Transform) -> None:
     def one_rank(batches: list[float]) -> float:
         step = fjoin.train_step(product, then(tx.every(3, inner)), weight=lambda b: float(b != 0))
-        state = step.init({"w": torch.zeros(1)})
-        for i, batch in enumerate(batches):
-            state, _ = step(state, batch)
-            if i == 1:
-                state = step.flush(state)
-        return state.params["w"].item()
+        state = step.flush(stepped(step, step.init(W), batches[:2]))
+        return stepped(step, state, batches[2:]).params["w"].item()
 
     assert tx.simulate(one_rank, {"data": 2}, [[6.0, 6.0, 0.0], [0.0, 0.0, 3.0]]) == [-15.0, -15.0]
 
@@ -112,63 +110,52 @@ def test_a_switch_averages_the_open_window() -> None:
     check(pipeline, ranks, [[-1.0, -2.0, -10.0, -10.0, -12.0], [-1.0, -2.0, -10.0, -11.0, -12.0]])
 
 
-def test_close_warns_of_a_window_within_a_period() -> None:
-    step = fjoin.train_step(product, then(tx.every(2, tx.every(2, AVERAGE))))
-    stepped(step, step.init({"w": torch.zeros(1)}), [1.0] * 2)
-    with pytest.warns(UserWarning, match=r"after step 1 a window of every\(2, every\(2"):
-        step.close()
+LOCAL, BUFFERS = tx.local_sgd(SGD, tx.mean("data"), 2), tx.every(3, tx.average_buffers("data"))
 
 
-def test_close_warns_of_steps_that_are_not_averaged() -> None:
-    step = fjoin.train_step(product, tx.local_sgd(SGD, tx.mean("data"), 2))
-    state = step.init({"w": torch.zeros(1)})
+def with_buffers(params: Any, buffers: Any, batch: float) -> Any:
+    return (params["w"] * batch).sum(), None, {"mean": buffers["mean"] + batch}
+
+
+# What is open when a step is closed: a step, its number of calls, and the warning.
+OPEN: dict[str, tuple[Any, int, str]] = {
+    "within a period": (lambda: fjoin.train_step(product, then(tx.every(2, tx.every(2, AVERAGE)))), 2,
+                        r"after step 1 a window of every\(2, every\(2"),
+    "steps": (lambda: fjoin.train_step(product, LOCAL), 3, r"after step 2 a window of every\(2.*step\.flush"),
+    "a window": (lambda: fjoin.train_step(product, tx.fuse(tx.mean("data"), SGD), accumulate=2), 1, "unfinished accumulation window"),
+    "buffers": (lambda: fjoin.train_step(with_buffers, tx.fuse(tx.mean("data"), SGD), on_buffers=BUFFERS), 1,
+                r"after step 0 a window of every\(3, average_buffers.*step\.flush"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPEN)
+def test_close_warns_of_what_is_open(name: str) -> None:
+    make, calls, text = OPEN[name]
+    step = make()
+    state = step.init(W, {"mean": torch.zeros(1)} if name == "buffers" else None)
     step.close()
-    state = stepped(step, state, [1.0] * 3)
-    with pytest.warns(UserWarning, match=r"after step 2 a window of every\(2.*step\.flush"):
+    state = stepped(step, state, [1.0] * calls)
+    with pytest.warns(UserWarning, match=text):
         step.close()
-    state = step.flush(state)
+    if name == "a window":
+        raises_text(ValueError, lambda: step.flush(state), "accumulation window")
+        raises_text(TypeError, lambda: step.flush(None), "TrainState", "NoneType")
+        return
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        state = step.flush(state)
         step.close()
-        state, _ = step(state, 1.0)
-        step.close()
+        if name == "steps":
+            step(state, 1.0)
+            step.close()
 
 
-def test_close_warns_of_an_unfinished_accumulation_window() -> None:
-    step = fjoin.train_step(product, tx.fuse(tx.mean("data"), SGD), accumulate=2)
-    state, _ = step(step.init({"w": torch.zeros(1)}), 1.0)
-    with pytest.warns(UserWarning, match="unfinished accumulation window"):
-        step.close()
-
-
-def test_flush_within_a_window_of_accumulation() -> None:
-    step = fjoin.train_step(product, tx.local_sgd(SGD, tx.mean("data"), 2), accumulate=2)
-    state, _ = step(step.init({"w": torch.zeros(1)}), 1.0)
-    raises_text(ValueError, lambda: step.flush(state), "accumulation window")
-
-
-def streaming() -> Any:
-    pipeline = tx.diloco(
-        tx.sgd(0.1), tx.error_feedback(tx.compress(tx.int8(), tx.mean("data"))), 4, tx.sgd(0.7, momentum=0.9),
-        fragments=2, delay=2, mix=0.5,
-    )  # fmt: skip
-    step = fjoin.train_step(lambda p, b: sum((v * b).square().sum() for v in p.values()), pipeline)
-    state = step.init({"w": torch.ones(5), "v": torch.ones(3)})
-    state = stepped(step, state, (torch.tensor(1.0 + step.rank + i) for i in range(7)))
-    state = step.flush(state)
-    return [part.anchor for part in state.pipeline.after], [part.pending for part in state.pipeline.after]
-
-
-def test_flush_with_messages_under_way(pool: Any) -> None:
-    first, *others = pool.run(3, streaming)
-    assert all(max_diff(first[0], anchors) == 0 for anchors, _ in others)
-
-
+CODED = tx.error_feedback(tx.compress(tx.int8(), tx.mean("data")))
 DELAYED = {
     "switch": tx.switch_after(6, outer(4, delay=2), tx.every(3, AVERAGE)),
     "switch of periods": tx.switch_after(5, tx.every(2, outer(3, delay=2)), outer(4, delay=3)),
-    "period": tx.every(2, outer(3, delay=1)),
-}
+    "period": tx.every(2, outer(3, delay=1)), "encoded": tx.outer_step(CODED, tx.sgd(0.7, momentum=0.9), 4, delay=2),
+}  # fmt: skip
 
 
 def delayed(name: str, place: str = "step") -> list[float]:
@@ -188,11 +175,10 @@ def test_a_flush_uses_messages_under_way_within_periods_and_at_a_switch(pool: An
         assert found == pytest.approx(want[0], rel=1e-6)
 
 
-def left_out(bad: tuple[int, ...], on_device: bool) -> Any:
-    """The NonFinite of a flush after four steps, and the parameters after a second flush; rank 1 has bad batches."""
+def left_out(bad: int, on_device: bool) -> Any:
+    """The NonFinite of a flush after four steps, and the parameters after a second flush; rank 1 has a bad batch."""
     step = judged(fjoin.train_step(product, tx.local_sgd(SGD, tx.mean("data"), 3)), on_device)
-    state = step.init({"w": torch.zeros(1)})
-    state = stepped(step, state, (math.nan if step.rank == 1 and i in bad else 1.0 for i in range(4)))
+    state = stepped(step, step.init(W), (math.nan if step.rank == 1 and i == bad else 1.0 for i in range(4)))
     with pytest.raises(fjoin.NonFinite) as info:
         step.flush(state)
     assert state.step == 4
@@ -203,7 +189,7 @@ def left_out(bad: tuple[int, ...], on_device: bool) -> Any:
 @pytest.mark.parametrize("bad", [2, 3])
 def test_flush_raises_for_nonfinite_last_steps(bad: int, on_device: bool) -> None:
     """The given state stays usable, and the second flush averages it."""
-    for step, ranks, text, param in tx.simulate(lambda: left_out((bad,), on_device), {"data": 2}):
+    for step, ranks, text, param in tx.simulate(lambda: left_out(bad, on_device), {"data": 2}):
         assert (step, ranks) == (bad, (1,)) and "which the others took" in text
         assert param == pytest.approx(-4.0 if bad == 3 else -(3 * 3 + 2 * 2) / 5 - 1)
 
@@ -212,82 +198,46 @@ def test_init_begins_without_the_errors_of_an_earlier_run() -> None:
     def again() -> Any:
         step = fjoin.train_step(product, tx.local_sgd(SGD, tx.mean("data"), 9))
         for _ in range(2):
-            state = stepped(step, step.init({"w": torch.zeros(1)}), (1.0, math.nan if step.rank == 1 else 1.0))
-        state = stepped(step, step.init({"w": torch.zeros(1)}), [1.0] * 3)
-        return step.flush(state).params["w"].item()
+            stepped(step, step.init(W), (1.0, math.nan if step.rank == 1 else 1.0))
+        return step.flush(stepped(step, step.init(W), [1.0] * 3)).params["w"].item()
 
     assert tx.simulate(again, {"data": 2}) == [-3.0] * 2
 
 
-def test_flush_takes_a_state() -> None:
-    step = fjoin.train_step(product, tx.local_sgd(SGD, tx.mean("data"), 9))
-    raises_text(TypeError, lambda: step.flush(None), "TrainState", "NoneType")  # type: ignore[arg-type]
-
-
-BUFFERS = tx.every(3, tx.average_buffers("data"))
-
-
-def with_buffers(steps: int) -> Any:
-    def loss(params: Any, buffers: Any, batch: float) -> Any:
-        return (params["w"] * batch).sum(), None, {"mean": buffers["mean"] + batch}
-
-    step = fjoin.train_step(loss, tx.local_sgd(SGD, tx.mean("data"), 3), weight=abs, on_buffers=BUFFERS)
-    state = step.init({"w": torch.zeros(1)}, {"mean": torch.zeros(1)})
-    for _ in range(steps):
-        state, _ = step(state, 1.0 + 2 * step.rank)
-    state = step.flush(state)
-    step.close()
-    return state.buffers["mean"].item(), step.flush(state).buffers["mean"].item()
-
-
 @pytest.mark.parametrize("steps", [3, 4])
 def test_flush_averages_buffers(steps: int) -> None:
-    assert tx.simulate(with_buffers, {"data": 2}, [steps] * 2) == [(2.5 * steps,) * 2] * 2
-
-
-def test_close_warns_of_buffers_that_are_not_averaged() -> None:
-    def loss(params: Any, buffers: Any, batch: float) -> Any:
-        return (params["w"] * batch).sum(), None, buffers
-
-    step = fjoin.train_step(loss, tx.fuse(tx.mean("data"), SGD), on_buffers=BUFFERS)
-    step(step.init({"w": torch.zeros(1)}, {"mean": torch.zeros(1)}), 1.0)
-    with pytest.warns(UserWarning, match=r"after step 0 a window of every\(3, average_buffers.*step\.flush"):
+    def one_rank() -> Any:
+        step = fjoin.train_step(with_buffers, tx.local_sgd(SGD, tx.mean("data"), 3), weight=abs, on_buffers=BUFFERS)
+        state = stepped(step, step.init(W, {"mean": torch.zeros(1)}), [1.0 + 2 * step.rank] * steps)
+        state = step.flush(state)
         step.close()
+        return state.buffers["mean"].item(), step.flush(state).buffers["mean"].item()  # type: ignore[index]
 
-
-def of_a_step() -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """A function that takes a step, and one that flushes."""
-    step = fjoin.train_step(product, tx.diloco(SGD, tx.mean("data"), 3))
-    state = step.init({"w": torch.zeros(10)})
-
-    def take() -> None:
-        nonlocal state
-        state, _ = step(state, 1.0)
-
-    return take, lambda: step.flush(state)
-
-
-def of_a_module() -> tuple[Callable[[], Any], Callable[[], Any]]:
-    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(10, 1, bias=False))
-    handle = fjoin.ddp.register(model, tx.diloco(SGD, tx.mean("data"), 3))
-    return lambda: model(torch.ones(1, 10)).sum().backward(), handle.flush
+    assert tx.simulate(one_rank, {"data": 2}) == [(2.5 * steps,) * 2] * 2
 
 
 def apart(rank: int, report: Any, kind: str, steps: list[int], flushes: list[bool]) -> None:
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=30))
-    step, flush = of_a_step() if kind == "step" else of_a_module()
     try:
+        if kind == "step":
+            step = fjoin.train_step(product, OUTER)
+            state = step.init(W)
+            take, flush = (lambda state: step(state, 1.0)[0]), step.flush
+        else:
+            _, handle, train = registered(OUTER)
+            state, take, flush = None, lambda state: train(1.0), lambda state: handle.flush()
         for _ in range(steps[rank]):
-            step()
+            state = take(state)
         if flushes[rank]:
-            flush()
+            flush(state)
         for _ in range(0 if flushes[rank] else 4):
-            step()
+            state = take(state)
         report("no error")
     except Exception as error:
         report(f"{type(error).__name__}: {error}")
 
 
+OUTER = tx.diloco(SGD, tx.mean("data"), 3)
 APART = {
     "a step later": ([7, 6], [True, True]), "in a step that averages": ([7, 5], [True, True]),
     "not on all": ([7, 7, 7], [True, False, False]), "before any step": ([5, 0], [True, True]),

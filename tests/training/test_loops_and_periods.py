@@ -10,7 +10,7 @@ import torch
 import fjoin
 from fjoin import transforms as tx
 from tests.helpers import max_diff, raises_text
-from tests.scalars import Batch, as_batch, loss, on_ranks, run, start
+from tests.scalars import Batch, on_ranks, run, start
 from tests.traffic import watched
 
 SGD, NODES, NOT = tx.sgd(0.5), {"node": 2, "local": 2}, tx.identity()
@@ -66,17 +66,25 @@ def test_ranks_loop_together_in_all_phases() -> None:
     assert {w for _, w, _ in out[:2]} == {-3.0} and {w for _, w, _ in out[2:]} == {-5.0}
 
 
+def with_buffers(**settings: Any) -> Any:
+    """A step whose buffers are averaged over all axes, the parameters' gradients over one; and the state."""
+    step = fjoin.train_step(
+        lambda p, buffers, b: (p["w"] * b, None, {**buffers, "v": buffers["v"] + b}), mesh=fjoin.mesh(NODES),
+        on_buffers=OVER, **settings,
+    )  # fmt: skip
+    return step, step.init({"w": torch.tensor(0.0)}, BUFFERS)
+
+
+OVER = tx.average_buffers(("node", "local"))
+BUFFERS = {"v": torch.zeros(()), "count": torch.tensor(1)}
+
+
 def test_loops_end_over_the_axes_of_the_buffers_too() -> None:
     def one(batches: list[float]) -> Any:
-        step = fjoin.train_step(
-            lambda p, buffers, b: (p["w"] * b, None, {"v": buffers["v"] + b}), tx.fuse(tx.mean("local"), tx.sgd(1.0)),
-            mesh=fjoin.mesh(NODES), on_buffers=tx.average_buffers(("node", "local")),
-        )  # fmt: skip
-        state, calls = step.init({"w": torch.tensor(0.0)}, {"v": torch.tensor(0.0)}), 0
+        (step, state), calls = with_buffers(pipeline=tx.fuse(tx.mean("local"), tx.sgd(1.0))), 0
         for batch in step.join(batches):
             state, _ = step(state, batch)
             calls += 1
-        assert state.buffers is not None
         return calls, float(state.params["w"]), float(state.buffers["v"])
 
     out = tx.simulate(one, NODES, [[1.0], [3.0], [2.0, 4.0], [2.0]])
@@ -84,31 +92,29 @@ def test_loops_end_over_the_axes_of_the_buffers_too() -> None:
     assert out == [(2, -2.0, 6.0)] * 2 + [(2, -6.0, 6.0)] * 2
 
 
+AFTER = tx.fuse(tx.mean("local"), SGD, after=tx.mean("node"))
+
+
 @pytest.mark.gloo
 def test_explain_includes_buffers_and_the_message_of_the_loop(pool: Any) -> None:
     """Messages go over the union of the axes and are counted at torch.distributed."""
-    pipeline, over = tx.fuse(tx.mean("local"), SGD, after=tx.mean("node")), tx.average_buffers(("node", "local"))
-    buffers = {"n": torch.zeros(3), "count": torch.tensor(1)}
-    what = tx.explain(pipeline, start(), NODES, buffers=buffers, on_buffers=over)
+    params = {"w": torch.tensor(0.0)}
+    what = tx.explain(AFTER, params, NODES, buffers=BUFFERS, on_buffers=OVER)
     assert [row.stage for row in what.rows if row.messages] == [
         "mean('local')", "(the step's own counts)", "mean('node')", "average_buffers(('node', 'local'))"
     ]  # fmt: skip
     announced = sorted(m.payload_bytes for row in what.rows for m in row.messages)
-    assert [sorted(sent) for sent in pool.run(4, sent_with_buffers, NODES)] == [announced] * 4
-    raises_text(ValueError, lambda: tx.explain(pipeline, start(), NODES, on_buffers=over), "without buffers")
+    assert pool.run(4, sent_with_buffers) == [announced] * 4
+    raises_text(ValueError, lambda: tx.explain(AFTER, params, NODES, on_buffers=OVER), "without buffers")
 
 
-def sent_with_buffers(axes: dict[str, int]) -> list[int]:
+def sent_with_buffers() -> list[int]:
     """The bytes of the messages of a step."""
-    step = fjoin.train_step(
-        lambda p, buffers, b: (loss(p, b), None, {**buffers, "n": buffers["n"] + b.grad}),
-        tx.fuse(tx.mean("local"), SGD, after=tx.mean("node")), mesh=fjoin.mesh(axes), on_buffers=tx.average_buffers(("node", "local")),
-    )  # fmt: skip
-    state = step.init(start(), {"n": torch.zeros(3), "count": torch.tensor(1)})
-    state, _ = step(state, as_batch(1.0))
+    step, state = with_buffers(pipeline=AFTER)
+    state, _ = step(state, 1.0)
     with watched() as sent:
-        step(state, as_batch(2.0))
-    return [one.bytes for one in sent]
+        step(state, 2.0)
+    return sorted(one.bytes for one in sent)
 
 
 def test_an_axis_of_one_rank_needs_no_message() -> None:

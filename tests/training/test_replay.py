@@ -18,33 +18,33 @@ from tests.training.small import product, step_of
 SHAPES = {"rows": (4,), "pictures": (4, 3, 2)}
 
 
-def inputs(sizes: list[int], shape: tuple[int, ...], seed: int = 0) -> list[Tensor]:
+F64 = torch.float64
+SCALE, BIAS = torch.linspace(1, 2, 4, dtype=F64), torch.linspace(-1, 1, 4, dtype=F64)
+
+
+def inputs(sizes: list[int], shape: tuple[int, ...] = (4,), seed: int = 0) -> list[Tensor]:
     g = torch.Generator().manual_seed(seed)
-    return [torch.randn(n, *shape, generator=g, dtype=torch.float64) * 3 + 100 for n in sizes]
+    return [torch.randn(n, *shape, generator=g, dtype=F64) * 3 + 100 for n in sizes]
 
 
 def normalize(x: Tensor, weight: float | None = None) -> Any:
     """Output, new statistics, and the gradients of a loss of this rank's own."""
-    f64 = torch.float64
-    scale, bias = torch.linspace(1, 2, 4, dtype=f64), torch.linspace(-1, 1, 4, dtype=f64)
-    state = BatchNormState(torch.zeros(4, dtype=f64), torch.ones(4, dtype=f64))
+    state = BatchNormState(torch.zeros(4, dtype=F64), torch.ones(4, dtype=F64))
 
     def loss(x: Tensor, scale: Tensor, bias: Tensor) -> Any:
         y, new = tx.sync_batch_norm(x, state, scale, bias, axis="data", weight=weight)
-        factor = 1.0 if weight is None else weight
-        return factor * (y**3).sum(), (y, new)
+        return (1.0 if weight is None else weight) * (y**3).sum(), (y, new)
 
-    (*grads,), (y, new) = torch.func.grad(loss, argnums=(0, 1, 2), has_aux=True)(x, scale, bias)
+    (*grads,), (y, new) = torch.func.grad(loss, argnums=(0, 1, 2), has_aux=True)(x, SCALE, BIAS)
     return y, new, grads
 
 
 def one_process(xs: list[Tensor]) -> Any:
     whole = torch.cat(xs).requires_grad_()
-    norm = nn.BatchNorm1d(4) if whole.dim() == 2 else nn.BatchNorm2d(4)
-    norm = norm.double()
+    norm = (nn.BatchNorm1d(4) if whole.dim() == 2 else nn.BatchNorm2d(4)).double()
     with torch.no_grad():
-        norm.weight.copy_(torch.linspace(1, 2, 4, dtype=torch.float64))
-        norm.bias.copy_(torch.linspace(-1, 1, 4, dtype=torch.float64))
+        norm.weight.copy_(SCALE)
+        norm.bias.copy_(BIAS)
     y = norm(whole)
     (y**3).sum().backward()
     return y.detach(), (norm.running_mean, norm.running_var), (whole.grad, norm.weight.grad, norm.bias.grad)
@@ -66,9 +66,9 @@ def test_batch_norm_over_all_ranks_matches_one_process(sizes: list[int], shape: 
 
 def test_a_rank_of_weight_zero_is_not_counted() -> None:
     """This holds for a batch of NaN; if no rank has weight, the statistics do not change."""
-    xs = inputs([3, 2], (4,))
+    xs = inputs([3, 2])
     y, (mean, var), (grad, *_) = one_process(xs)
-    bad = torch.full((2, 4), float("nan"), dtype=torch.float64)
+    bad = torch.full((2, 4), float("nan"), dtype=F64)
     out = tx.simulate(normalize, {"data": 3}, [xs[0], bad, xs[1]], [1.0, 0.0, 1.0])
     assert max_diff(torch.cat([out[0][0], out[2][0]]), y) < 1e-11
     assert all(max_diff(tuple(o[1]), (mean, var)) < 1e-11 for o in out)
@@ -76,13 +76,8 @@ def test_a_rank_of_weight_zero_is_not_counted() -> None:
     for _, new, _ in tx.simulate(normalize, {"data": 2}, xs, [0.0, 0.0]):
         assert new.mean.tolist() == [0.0] * 4 and new.var.tolist() == [1.0] * 4
     for odd in (torch.ones(3), torch.ones(3, 4, dtype=torch.int64)):
-        raises_text(
-            ValueError,
-            lambda x=odd: tx.sync_batch_norm(x, (torch.zeros(4), torch.ones(4)), axis="data"),
-            "(N, C, ...)",
-            str(odd.dtype),
-            str(tuple(odd.shape)),
-        )
+        call = lambda x=odd: tx.sync_batch_norm(x, (torch.zeros(4), torch.ones(4)), axis="data")  # noqa: E731
+        raises_text(ValueError, call, "(N, C, ...)", str(odd.dtype), str(tuple(odd.shape)))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -122,35 +117,28 @@ def test_nan_loss_of_a_rank_without_weight_is_ignored() -> None:
 # -- in a step ---------------------------------------------------------------------------------------
 
 
-def make_params() -> dict[str, Tensor]:
-    g = torch.Generator().manual_seed(3)
-    shapes = {"w": (4, 4), "scale": (4,), "bias": (4,), "v": (4,)}
-    return {path: torch.randn(s, generator=g, dtype=torch.float64) for path, s in shapes.items()}
-
-
-def make_buffers() -> dict[str, Tensor]:
-    return {"mean": torch.zeros(4, dtype=torch.float64), "var": torch.ones(4, dtype=torch.float64)}
-
-
 def loss_fn(params: Any, buffers: Any, batch: Tensor) -> Any:
     state = BatchNormState(buffers["mean"], buffers["var"])
     y, new = tx.sync_batch_norm(batch @ params["w"], state, params["scale"], params["bias"], axis="data")
     return (torch.tanh(y) @ params["v"]).square().mean(), None, {"mean": new.mean, "var": new.var}
 
 
-def train(batches: list[Tensor], window: int = 1, empty: Any = None) -> Any:
+def train(batches: list[Tensor], window: int = 1) -> Any:
     step = fjoin.train_step(
         loss_fn, tx.fuse(tx.mean("data"), tx.adamw(0.05)), weight=len, mesh=fjoin.mesh({"data": -1}), accumulate=window,
         bucket_bytes=100,
     )  # fmt: skip
-    state = step.init(make_params(), make_buffers())
-    for batch in step.join(batches, when_exhausted="replay", empty=torch.ones(2, 4, dtype=torch.float64)):
+    g = torch.Generator().manual_seed(3)
+    shapes = {"w": (4, 4), "scale": (4,), "bias": (4,), "v": (4,)}
+    params = {path: torch.randn(s, generator=g, dtype=F64) for path, s in shapes.items()}
+    state = step.init(params, {"mean": torch.zeros(4, dtype=F64), "var": torch.ones(4, dtype=F64)})
+    for batch in step.join(batches, when_exhausted="replay", empty=torch.ones(2, 4, dtype=F64)):
         state, metrics = step(state, batch)
     return {k: p.clone() for k, p in state.params.items()}, dict(state.buffers or {}), metrics.loss
 
 
 def shards(sizes: list[list[int]]) -> list[list[Tensor]]:
-    return [inputs(own, (4,), seed=7 + rank) for rank, own in enumerate(sizes)]
+    return [inputs(own, seed=7 + rank) for rank, own in enumerate(sizes)]
 
 
 def train_real(sizes: list[list[int]], window: int) -> Any:
@@ -199,12 +187,11 @@ def test_replayed_batches_do_not_count() -> None:
 
 
 def test_replay_raises_on_a_bad_mode_or_a_missing_batch() -> None:
-    step, state = step_of()
+    step, _ = step_of()
     raises_text(ValueError, lambda: next(iter(step.join([1.0], when_exhausted="repeat"))), "'shadow' or 'replay'")
 
-    raises_text(fjoin.NoBatch, lambda: tx.simulate(one_rank_raises, {"data": 2}, [1, 0]), "empty=a_batch")
+    def one_rank(n: int) -> None:
+        step, state = step_of()
+        stepped(step, state, step.join([torch.ones(2)] * n, when_exhausted="replay"))
 
-
-def one_rank_raises(n: int) -> None:
-    step, state = step_of()
-    state = stepped(step, state, step.join([torch.ones(2)] * n, when_exhausted="replay"))
+    raises_text(fjoin.NoBatch, lambda: tx.simulate(one_rank, {"data": 2}, [1, 0]), "empty=a_batch")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from fjoin.agreement import Requests
 from fjoin.training import OnSignal
 from fjoin.transforms.base import host_sums, host_words
 from tests.helpers import raises_text
-from tests.training.small import step_of
+from tests.training.small import MEAN_SGD, step_of
 
 X = torch.ones(2)
 
@@ -84,43 +85,41 @@ def plain(rank: int, n: int, pipeline: Any, accumulate: int) -> list[tuple[int, 
     "pipeline, accumulate, at", [("mean", 1, 2), ("mean", 3, 2), ("mean", 2, 3), ("local", 1, 3), ("local", 3, 5)]
 )
 def test_a_loop_without_join(pipeline: str, accumulate: int, at: int) -> None:
-    made = (
-        tx.fuse(tx.mean("data"), tx.sgd(0.1)) if pipeline == "mean" else tx.local_sgd(tx.sgd(0.1), tx.mean("data"), 100)
-    )
+    made = MEAN_SGD if pipeline == "mean" else tx.local_sgd(tx.sgd(0.1), tx.mean("data"), 100)
     want = [(at, True, False), (12, False, True)]
     for got in tx.simulate(lambda r: plain(r, 12, made, accumulate), {"data": 3}, [0, 1, 2]):
         assert got == want
 
 
-def test_a_signal_sets_a_flag_and_calls_the_handler_before() -> None:
-    before, calls = signal.getsignal(signal.SIGUSR1), list[int]()
-    try:
-        signal.signal(signal.SIGUSR1, lambda number, frame: calls.append(number))
-        kept, requests = signal.getsignal(signal.SIGUSR1), Requests(2)
-        with OnSignal(requests.ask_save, requests.ask_stop, on=signal.SIGUSR1) as one:
-            assert one.installed
-            os.kill(os.getpid(), signal.SIGUSR1)
-            assert calls == [signal.SIGUSR1] and requests.write(True) == 1 + 3 + 9
-        assert signal.getsignal(signal.SIGUSR1) is kept and not one.installed
-        os.kill(os.getpid(), signal.SIGUSR1)
-        assert len(calls) == 2 and requests.write(True) == 1.0
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-
-
-def test_a_handler_that_was_installed_later_stays() -> None:
+@pytest.fixture
+def usr1() -> Iterator[None]:
     before = signal.getsignal(signal.SIGUSR1)
-    try:
-        signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # which would end the process
-        one = OnSignal(lambda: None, on=signal.SIGUSR1)
-        one.install()
-        later = lambda number, frame: one._handle(number, frame)  # noqa: E731
-        signal.signal(signal.SIGUSR1, later)
+    yield
+    signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_signal_sets_a_flag_and_calls_the_handler_before(usr1: None) -> None:
+    calls = list[int]()
+    signal.signal(signal.SIGUSR1, lambda number, frame: calls.append(number))
+    kept, requests = signal.getsignal(signal.SIGUSR1), Requests(2)
+    with OnSignal(requests.ask_save, requests.ask_stop, on=signal.SIGUSR1) as one:
+        assert one.installed
         os.kill(os.getpid(), signal.SIGUSR1)
-        one.uninstall()
-        assert signal.getsignal(signal.SIGUSR1) is later
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+        assert calls == [signal.SIGUSR1] and requests.write(True) == 1 + 3 + 9
+    assert signal.getsignal(signal.SIGUSR1) is kept and not one.installed
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert len(calls) == 2 and requests.write(True) == 1.0
+
+
+def test_a_handler_that_was_installed_later_stays(usr1: None) -> None:
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # which would end the process
+    one = OnSignal(lambda: None, on=signal.SIGUSR1)
+    one.install()
+    later = lambda number, frame: one._handle(number, frame)  # noqa: E731
+    signal.signal(signal.SIGUSR1, later)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    one.uninstall()
+    assert signal.getsignal(signal.SIGUSR1) is later
 
 
 def test_only_the_main_thread_installs_a_handler() -> None:

@@ -86,18 +86,6 @@ def test_buffers_are_transformed_in_every_step(on_device: bool) -> None:
 # -- raised ------------------------------------------------------------------------------------------
 
 
-@ON_DEVICE
-def test_a_step_that_raises_changes_nothing(on_device: bool) -> None:
-    step = fjoin.train_step(loss, tx.fuse(tx.mean("data"), SGD, after=tx.stateless(plus_one)))
-    state = judged(step, on_device).init(start())
-    try:
-        state, _ = step(state, as_batch(NAN))
-        raises_text(fjoin.NonFinite, step.close)
-    except fjoin.NonFinite:
-        assert not on_device
-    assert state.params["w"].tolist() == [0.0, 0.0]
-
-
 def not_finite(on_device: bool, batches: list[float], as_loop: bool) -> Any:
     """The number of calls until the NonFinite, its step, its ranks, the state after it, and its text."""
     pipeline = tx.fuse(NOT, SGD, after=tx.every(4, tx.mean("data")))

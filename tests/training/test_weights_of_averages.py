@@ -12,7 +12,6 @@ import fjoin
 from fjoin import transforms as tx
 from tests.changed_weights import CHANGES, with_weights
 from tests.helpers import judged, max_diff
-from tests.rows import by_effective_ranks
 from tests.scalars import NAN, PLACES, Batch, check, loss, on_ranks, start
 
 RATE = 0.5
@@ -170,46 +169,6 @@ def test_an_average_of_masters() -> None:
             assert one.params[-1]["w"][0] == one.state.optimizer["w"].master[0].bfloat16()
 
 
-AFTER: dict[str, Any] = {
-    "average": lambda over: tx.every(2, tx.average_parameters("data", over=over)),
-    "outer": lambda over: tx.outer_step(tx.mean("data", over=over), tx.sgd(1.0), 2),
-    "outer, encoded": lambda over: tx.outer_step(tx.compress(tx.float32(), tx.mean("data", over)), tx.sgd(1.0), 2),
-}
-# Of each rank in each step; one rank is without input in the second, all are in the third.
-INPUTS = [[1.0, 2.0, None, 1.0], [2.0, None, None, 3.0], [4.0, 1.0, None, None]]
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("over", ["weight", "live", "world"])
-@pytest.mark.parametrize("after", AFTER)
-def test_an_average_counts_windows_in_all_buckets(after: str, over: Any) -> None:
-    """The mean over the ranks of the moves of two steps, each rank's -0.5 times the sum of its gradients."""
-    pipeline = tx.fuse(NOT, SGD, after=AFTER[after](over))
-    windows = [sum(b or 0.0 for b in own[:2]) for own in INPUTS]
-    factors = windows if over == "weight" else [1.0] * 3
-    want = sum(-0.5 * w * f for w, f in zip(windows, factors, strict=True)) / sum(factors)
-    for place, options in (("pure", {}), ("step", {"bucket_bytes": 1})):
-        for seen in on_ranks(pipeline, INPUTS, place, **options):
-            for path, k in (("w", 1), ("v", 2)):
-                torch.testing.assert_close(seen.params[1][path], start()[path] + k * want, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", ["a plain mean", "an encoded mean"])
-def test_a_stage_behind_a_reduction_gets_the_weight_of_the_group(name: str) -> None:
-    seen: list[tuple[float, tuple[str, ...]]] = []
-
-    def update(grads: Any, state: Any, params: Any, call: tx.Call) -> Any:
-        seen.append((float(call.weight), call.axes))
-        return grads, state
-
-    mean = {"a plain mean": tx.mean("data"), "an encoded mean": tx.compress(tx.float32(), tx.mean("data"))}[name]
-    pipeline = tx.fuse(tx.chain(mean, tx.Transform(lambda params: (), update, tx.Needs.TREE)), tx.sgd(0.1))
-    for place in PLACES:
-        seen.clear()
-        on_ranks(pipeline, [[1.0], [3.0]], place)
-        assert seen == [(4.0, ("data",))] * 2
-
-
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("hook", ["identity", "mean"])
 def test_buffers_are_averaged_by_rank_weights(hook: str, on_device: bool) -> None:
@@ -233,18 +192,6 @@ def test_buffers_are_averaged_by_rank_weights(hook: str, on_device: bool) -> Non
     batches = [[Batch(1.0, 2.0), Batch(NAN, 7.0)], [Batch(2.0, 6.0), Batch(4.0, 1.0)]]
     first = (2 * 1.0 + 6 * 2.0) / 8
     assert tx.simulate(one_rank, {"data": 2}, batches) == [[first, first + 4.0 if hook == "identity" else first]] * 2
-
-
-def test_a_function_of_the_weights_is_that_of_all_ranks() -> None:
-    """`by_effective_ranks` is the mean times (sum of weights)^2 / (sum of squared weights)."""
-    want: list[float] = []
-    for batches in zip(*INPUTS, strict=True):
-        weights = [b or 0.0 for b in batches]
-        total, squares = sum(weights), sum(w * w for w in weights)
-        want.append((want or [0.0])[-1] - (RATE * total if squares else 0.0))
-    for hook in (tx.mean("data"), tx.compress(tx.float32(), tx.mean("data"))):
-        for seen in on_ranks(tx.fuse(by_effective_ranks(hook), SGD), INPUTS, "step", bucket_bytes=1):
-            assert seen.w == pytest.approx(want, abs=1e-5)
 
 
 def test_roots_of_weights_1_and_9() -> None:
