@@ -165,31 +165,3 @@ def test_parameters_that_start_anew_must_be_given(tmp_path: Path) -> None:
         "pass restore",
     )
     assert not fjoin.load(tmp_path, step_of(FEEDBACK), START, fresh=fresh).params["b"].any()
-
-
-def test_a_slice_belongs_to_the_parameter_at_its_place_in_the_state(tmp_path: Path) -> None:
-    """Names of fields and of parameters may read alike."""
-    start = {
-        "weight": torch.linspace(-1, 1, 5),
-        "average.weight": torch.linspace(0, 1, 9).reshape(3, 3),
-        "master.weight": torch.ones(2),
-        "w": torch.ones(7),
-        "w.exp_avg": torch.ones(2, 2),
-    }
-    pipeline = tx.zero(tx.mean("data"), tx.adam(0.1), "data", after=tx.ema(0.5), gather_codec=tx.int8())
-
-    def loss_fn(params: Any, x: torch.Tensor) -> torch.Tensor:
-        return sum((p * x * (i + 1)).square().sum() for i, p in enumerate(params.values()))  # type: ignore[return-value]
-
-    def one_rank(rank: int) -> Any:
-        step = fjoin.train_step(loss_fn, pipeline)
-        state = step.init(start)
-        for _ in range(3):
-            state, _ = step(state, torch.ones(()))
-        fjoin.save(tmp_path, step, state)
-        again = fjoin.load(tmp_path, fjoin.train_step(loss_fn, pipeline), start)
-        return tx.to_state_dict(state.pipeline), tx.to_state_dict(again.pipeline)
-
-    for before, after in tx.simulate(one_rank, {"data": 2}, [0, 1]):
-        for name, value in before.items():
-            assert torch.equal(torch.as_tensor(value), torch.as_tensor(after[name])), name

@@ -266,27 +266,6 @@ def test_objects_keep_their_versions_and_their_names_apart(tmp_path: Path) -> No
     raises_text(ValueError, lambda: fjoin.save(tmp_path / "b", twice, 1), "'a.b'", "other names")
 
 
-def test_a_parameter_may_have_the_name_of_a_part_of_a_state(tmp_path: Path) -> None:
-    params = {name: torch.arange(40.0) for name in ("optimizer", "inner", "hook", "momentum", "0")}
-
-    def run(rank: int, until: int) -> Any:
-        pipeline = tx.skip_if_nonfinite(tx.zero(tx.mean("data"), tx.sgd(0.1, momentum=0.9), "data"))
-        step = fjoin.train_step(lambda p, x: sum((v * x * v).sum() for v in p.values()), pipeline, bucket_bytes=160)
-        runs = fjoin.Checkpoints(tmp_path, step)
-        state = runs.restore(params)
-        while state.step < until:
-            state, _ = step(state, torch.full((), 1e-3))
-        if until == 2:
-            runs.save(state)
-        return {path: p.clone() for path, p in state.params.items()}
-
-    tx.simulate(lambda rank: run(rank, 2), {"data": 3}, [0, 1, 2])
-    cut = tx.simulate(lambda rank: run(rank, 4), {"data": 2}, [0, 1])[0]
-    shutil.rmtree(tmp_path)
-    whole = tx.simulate(lambda rank: run(rank, 4), {"data": 2}, [0, 1])[0]
-    assert all(torch.allclose(cut[path], whole[path], rtol=1e-6) for path in params)
-
-
 def test_what_ranks_have_in_common_is_written_once_by_turns(tmp_path: Path) -> None:
     params = {f"w{i}": torch.ones(1000) for i in range(12)}
 

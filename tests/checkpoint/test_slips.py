@@ -127,30 +127,3 @@ fjoin.Checkpoints(sys.argv[1], step, background=True).save(step.init({"w": torch
 def test_a_save_that_has_failed_unseen_is_told_at_the_end_of_the_program(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", TELLS, str(tmp_path)], capture_output=True, text=True, timeout=120)
     assert "step 0 has not been saved" in done.stderr and "No space left" in done.stderr
-
-
-class Dict(dict[str, Any]):
-    """An object whose state is itself."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return dict(self)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.update(state)
-
-
-@pytest.mark.parametrize("value", [torch.eye(2).to_sparse(), torch.empty(2, device="meta")], ids=["sparse", "meta"])
-@pytest.mark.parametrize("where", ["an object", "extra"])
-def test_tensors_of_no_file_are_refused_before_a_byte_is_written(where: str, value: Any, tmp_path: Path) -> None:
-    objects, extra = ({"it": Dict(x=value)}, None) if where == "an object" else ({"it": Dict()}, {"x": value})
-    raises_text(TypeError, lambda: fjoin.save(tmp_path, objects, 1, extra=extra), "dense tensor", ".x'")
-    assert not list(tmp_path.iterdir())
-
-
-def test_names_that_would_be_one_in_the_file_are_refused(tmp_path: Path) -> None:
-    def one_rank(rank: int) -> None:
-        fjoin.save(tmp_path, {"m": Dict({"w": torch.full((2,), float(rank)), "w@rank-0": torch.zeros(2)})}, 1)
-
-    with pytest.raises((ValueError, fjoin.CheckpointError), match="both called 'objects.m.w@rank-0'"):
-        tx.simulate(one_rank, {"data": 2}, [0, 1])
-    assert not list(tmp_path.glob("step*"))
