@@ -1,11 +1,13 @@
-"""Small checkpoints for tests, and a reader of safetensors that shares no code with fjoin."""
+"""Small checkpoints, files that are forged, and a reader of safetensors that shares no code with fjoin."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import uuid
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,7 @@ def a_state(seed: int = 0) -> dict[str, Tensor]:
         "params.w": torch.randn(40, 30, generator=made),
         "params.b": torch.randn(30, dtype=torch.complex128, generator=made),
         "steps": torch.tensor(3.0),
+        "scales": torch.ones(4, dtype=torch.float64),
     }
 
 
@@ -69,13 +72,17 @@ def fill(folder: Path, step: int, parent: str = "", run: str = RUN, seed: int = 
     rest = [torch.full((5,), float(rank + seed)) for rank in range(2)]
     flat = torch.arange(12.0) + seed
     files = [
-        write_file(folder / "rank-0.safetensors", state | {"error@rank-0": rest[0], "m@0": flat[:7]}),
-        write_file(folder / "rank-1.safetensors", {"error@rank-1": rest[1], "m@7": flat[7:]}),
+        write_file(folder / "rank-0.safetensors", state | {"error@rank-0": rest[0], "params.m@0": flat[:7]}),
+        write_file(folder / "rank-1.safetensors", {"error@rank-1": rest[1], "params.m@7": flat[7:]}),
     ]
     leaves = {name: Leaf(list(t.shape), str(t.dtype)[6:], {}, [Part(0, name)]) for name, t in state.items()}
     leaves["error"] = Leaf([5], "float32", {}, [Part(rank, f"error@rank-{rank}", rank) for rank in range(2)])
-    leaves["m"] = Leaf([3, 4], "float32", {"cut": "data"}, [Part(0, "m@0", 0, 0), Part(1, "m@7", 1, 7)])
-    return new_manifest(step, parent, run, files=files, leaves=leaves, numbers={"calls": [step]})
+    leaves["params.m"] = Leaf(
+        [3, 4], "float32", {"cut": "data"}, [Part(0, "params.m@0", 0, 0), Part(1, "params.m@7", 1, 7)]
+    )
+    numbers, ranks = {"calls": [step], "each": [1, 2.5]}, [{"batches": 3, "seed": 2**127}, {"batches": 4}]
+    given: dict[str, Any] = {"spec": ["mean('data')", None, True], "notes": ["ü"], "extra": {"a": [1, {"b": '\n"'}]}}
+    return new_manifest(step, parent, run, files=files, leaves=leaves, numbers=numbers, ranks=ranks, **given)
 
 
 def newest(folder: Folder) -> Manifest | None:
@@ -93,3 +100,31 @@ def save(folder: Folder, step: int, run: str = RUN, seed: int = 0) -> Path:
     parent = folder.read(steps[-1])[1].id if steps else ""
     temporary = folder.begin(step)
     return folder.commit(temporary, fill(temporary, step, parent, run, seed))
+
+
+def put(*path: Any) -> Callable[[Any], None]:
+    """Sets the value at a path, of which it is the last item."""
+
+    def change(value: Any) -> None:
+        *way, key, new = path
+        for one in way:
+            value = value[one]
+        value[key] = new
+
+    return change
+
+
+def forge(step: Path, name: str, new: Any) -> None:
+    """Change the manifest, or put another text or file in its place, with checksums that fit."""
+    data = (step / "manifest.json").read_bytes()
+    manifest = json.loads(data)
+    if name != "manifest.json":
+        (entry,) = (one for one in manifest["files"] if one["name"] == name)
+        entry |= {"size": len(new), "blocks": [zlib.crc32(new)]}
+        (step / name).write_bytes(new)
+    if callable(new):
+        new(manifest)
+    data = new if name == "manifest.json" and isinstance(new, bytes) else json.dumps(manifest).encode()
+    commit = json.loads((step / "COMMIT").read_bytes()) | {"sha256": hashlib.sha256(data).hexdigest()}
+    (step / "manifest.json").write_bytes(data)
+    (step / "COMMIT").write_text(json.dumps(commit) + "\n")

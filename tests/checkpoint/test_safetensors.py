@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import importlib.util
-import json
 import os
 import zlib
 from pathlib import Path
@@ -135,58 +134,6 @@ def test_damage_names_the_leaf_and_values_of_other_blocks_are_still_read(tmp_pat
         assert torch.equal(file.read("0"), tensors["0"])
         raises_text(fjoin.CheckpointError, lambda: file.read("1"), str(path), "'1'", "checksum", "use another step")
         raises_text(fjoin.CheckpointError, file.verify, str(path), "checksum")
-
-
-def raw(header: Any, data: bytes = b"", length: int | None = None) -> bytes:
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return (len(text) if length is None else length).to_bytes(8, "little") + text + data
-
-
-def one(dtype: Any = "F32", shape: Any = (1,), offsets: Any = (0, 4)) -> dict[str, Any]:
-    return {"w": {"dtype": dtype, "shape": shape, "data_offsets": offsets}}
-
-
-FOUR = bytes(4)
-HOSTILE: dict[str, tuple[bytes, str]] = {
-    "no header": (b"1234", "of 4"),
-    "length beyond the file": (raw(one(), FOUR, 10**6), "the header ends at byte"),
-    "length of 2^63": (raw(one(), FOUR, 2**63), "the header ends at byte"),
-    "length 0": (raw(b"", FOUR), "JSON"),
-    "a list": (raw([1, 2]), "TypeError"),
-    "no JSON": (raw(b"{x}   "), "JSON"),
-    "no UTF-8": (raw(b'{"\xff": 1}'), "decode"),
-    "nested": (raw(b'{"w":' + b"[" * 100_000 + b"]" * 100_000 + b"}"), "recursion"),
-    "a missing key": (raw({"w": {"dtype": "F32", "shape": []}}), "data_offsets"),
-    "unknown dtype": (raw(one("F33"), FOUR), "F33"),
-    "dtype of another kind": (raw(one(["F32"]), FOUR), "list"),
-    "negative dims": (raw(one(shape=(-1, -1)), FOUR), "[-1, -1]"),
-    "bool for a dim": (raw(one(shape=(True,)), FOUR), "[True]"),
-    "float for a dim": (raw(one(shape=(1.0,)), FOUR), "[1.0]"),
-    "huge dim": (raw(b'{"w":{"dtype":"F32","shape":[1' + b"0" * 5000 + b'],"data_offsets":[0,4]}}', FOUR), "digits"),
-    "overflow to empty": (raw(one(shape=(0, 2**40, 2**40), offsets=(0, 0))), "a shape is"),
-    "offsets beyond": (raw(one(offsets=(0, 8)), FOUR), "data_offsets of 'w'"),
-    "negative offset": (raw(one(offsets=(-4, 0)), FOUR), "data_offsets of 'w'"),
-    "offsets backwards": (raw(one(offsets=(4, 0)), FOUR), "data_offsets of 'w'"),
-    "three offsets": (raw(one(offsets=(0, 4, 4)), FOUR), "data_offsets of 'w'"),
-    "other size than the shape": (raw(one(offsets=(0, 3)), FOUR), "data_offsets of 'w'"),
-    "overlap": (raw(one() | {"v": one()["w"]}, FOUR), "no two tensors in one place"),
-    "hole": (raw(one(offsets=(4, 8)), 2 * FOUR), "no hole"),
-    "bytes after the last": (raw(one(), FOUR + b"1"), "the end of the file"),
-}
-
-
-@pytest.mark.parametrize("case", HOSTILE)
-def test_hostile_headers_are_refused(tmp_path: Path, case: str) -> None:
-    path = tmp_path / "a"
-    path.write_bytes(HOSTILE[case][0])
-    raises_text(fjoin.CheckpointError, lambda: TensorFile(path, entry_of(path)), str(path), HOSTILE[case][1])
-
-
-def test_the_sound_file_beside_the_hostile_ones_is_read(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(raw(one(), FOUR))
-    with contextlib.closing(TensorFile(tmp_path / "a", entry_of(tmp_path / "a"))) as file:
-        assert torch.equal(file.read("w"), torch.zeros(1))
-        raises_text(fjoin.CheckpointError, lambda: file.read("v"), "no tensor 'v'")
 
 
 def test_links_pipes_folders_and_missing_files_are_refused(tmp_path: Path) -> None:

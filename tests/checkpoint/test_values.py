@@ -1,0 +1,254 @@
+"""What a save keeps of a run: values under names, and what a user keeps beside them; a load has the same, and reads it once."""
+
+from __future__ import annotations
+
+import os
+import warnings
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fjoin
+from fjoin import transforms as tx
+from fjoin.checkpoint import _values as _names
+from fjoin.checkpoint._files import BLOCK
+from fjoin.checkpoint._folder import Folder
+from tests.helpers import same_bits
+
+START = {"layer": {"w": torch.linspace(-1, 1, 12).reshape(3, 4)}, "b": torch.zeros(3)}
+FEEDBACK = tx.error_feedback(tx.compress(tx.int8(block=4), tx.mean("data")))
+ADAM = tx.adam(0.1)
+X = torch.linspace(0.3, 1.7, 12).reshape(3, 4)
+
+
+def step_of(hook: tx.Transform, optimizer: tx.Optimizer = ADAM, after: tx.Transform | None = None) -> fjoin.TrainStep:
+    return fjoin.train_step(
+        lambda p, x: (p["layer"]["w"] * x).square().sum() + p["b"].sum(), tx.fuse(hook, optimizer, after=after)
+    )
+
+
+def saved(folder: Path, step: fjoin.TrainStep) -> fjoin.TrainState:
+    state, _ = step(step.init(START), X)
+    fjoin.save(folder, step, state)
+    return state
+
+
+def test_stages_and_what_is_inside_them(tmp_path: Path) -> None:
+    hook = tx.chain(FEEDBACK, tx.skip_if_nonfinite(tx.clip_by_global_norm(1.0)), FEEDBACK)
+    saved(tmp_path, step_of(hook, after=tx.chain(tx.ema(0.5), tx.ema(0.9))))
+    _, manifest = Folder(tmp_path).read(1)
+    names = {*manifest.leaves, *manifest.numbers}
+    assert {name for name in names if name.endswith(".b") or "." not in name[9:]} == {
+        "params.b",
+        "run.batches",
+        "pipeline.step",
+        "pipeline.window",
+        "pipeline.hook.error_feedback#0.error.b",
+        "pipeline.hook.error_feedback#1.error.b",
+        "pipeline.after.ema#0.average.b",
+        "pipeline.after.ema#1.average.b",
+    }
+
+
+def test_a_stage_more_renames_no_other_and_arguments_that_differ_are_told(tmp_path: Path) -> None:
+    state = saved(tmp_path, step_of(FEEDBACK))
+    more = step_of(tx.chain(tx.clip_by_value(5.0), FEEDBACK, tx.clip_by_global_norm(9.0)), tx.adam(0.2))
+    with pytest.warns(UserWarning, match=r"the checkpoint is of.*lr=0.1.*lr=0.2") as found:
+        again = fjoin.load(tmp_path, more, START)
+    assert len(found) == 1
+    assert torch.equal(again.pipeline.hook[1].error["b"], state.pipeline.hook.error["b"])
+    assert torch.equal(again.params["layer"]["w"], state.params["layer"]["w"])
+
+
+@pytest.mark.parametrize(
+    ("fresh", "anew"),
+    [
+        (("pipeline.hook",), {"error"}),
+        (("pipeline.hook.error_feedback#0.error.*",), {"error"}),
+        (("*.exp_avg", "pipeline.hook.error_feedback#0.error"), {"error", "exp_avg"}),
+    ],
+)
+def test_names_that_start_anew(fresh: tuple[str, ...], anew: set[str], tmp_path: Path) -> None:
+    def one_rank() -> Any:
+        state = saved(tmp_path, step_of(FEEDBACK)).clone()
+        return state, fjoin.load(tmp_path, step_of(FEEDBACK), START, fresh=fresh)
+
+    for state, again in tx.simulate(one_rank, {"data": 2}):
+        found = {
+            "error": (again.pipeline.hook.error["layer.w"], state.pipeline.hook.error["layer.w"]),
+            "exp_avg": (again.pipeline.optimizer["layer"]["w"].exp_avg, state.pipeline.optimizer["layer"]["w"].exp_avg),
+        }
+        for name, (value, before) in found.items():
+            assert before.any() and torch.equal(value, torch.zeros_like(value) if name in anew else before)
+    assert not fjoin.load(tmp_path, step_of(FEEDBACK), START, fresh=("params.b",)).params["b"].any()
+
+
+ANEW = {
+    "masters": (tx.fuse(tx.mean("data"), tx.mixed_precision(ADAM)), "pipeline.optimizer", torch.bfloat16),
+    "the anchor of an outer step": (tx.diloco(ADAM, tx.mean("data"), 2), "pipeline.after", torch.float32),
+    "exact values of slices": (
+        tx.zero(tx.mean("data"), ADAM, "data", gather_codec=tx.int8()), "pipeline.gather", torch.float32,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", ANEW)
+def test_what_starts_anew_starts_from_the_parameters_of_the_checkpoint(what: str, tmp_path: Path) -> None:
+    pipeline, fresh, dtype = ANEW[what]
+    start = {path: p.to(dtype) for path, p in {"w": torch.linspace(-1, 1, 600), "b": torch.zeros(3)}.items()}
+    far = {path: p + 5 for path, p in start.items()}  # as after long training
+
+    def made() -> fjoin.TrainStep:
+        return fjoin.train_step(lambda p, x: ((p["w"] * x).sum() + p["b"].sum()).float(), pipeline)
+
+    def one_rank() -> float:
+        step, again = made(), made()
+        fjoin.save(tmp_path, step, step.init(far))
+        state = fjoin.load(tmp_path, again, start, fresh=(fresh,))
+        for _ in range(2):
+            state, _ = again(state, torch.ones((), dtype=dtype))
+        return max(float((state.params[path].float() - far[path].float()).abs().max()) for path in start)
+
+    assert max(tx.simulate(one_rank, {"data": 2})) < 0.5
+
+
+def test_names_are_computed_once_for_a_form(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls: list[Any] = []
+    placed = _names.placed
+    monkeypatch.setattr(_names, "placed", lambda *args: calls.append(args) or placed(*args))
+    step = step_of(tx.mean("data"), after=tx.ema(0.5))
+    state = step.init(START)
+    runs = fjoin.Checkpoints(tmp_path, step, every=1)
+    for _ in range(3):
+        state, metrics = step(state, X)
+        runs.save(state, metrics)
+    assert len(calls) == 1
+
+
+def test_states_of_other_shapes_are_saved_in_turn(tmp_path: Path) -> None:
+    pipeline = tx.zero(tx.mean("data"), ADAM, "data")
+
+    def one_rank() -> None:
+        step = fjoin.train_step(lambda p, x: sum((v * x).square().sum() for v in p.values()), pipeline)
+        runs = fjoin.Checkpoints(tmp_path, step)
+        for number, shapes in enumerate(({"a": 6, "b": 3}, {"a": 2, "b": 9}, {"a": 6, "b": 3}), 1):
+            state = step.init({path: torch.ones(n) * number for path, n in shapes.items()})
+            for _ in range(number):
+                state, _ = step(state, torch.ones(()))
+            path = runs.save(state)
+            assert path is not None and fjoin.checkpoint.verify(path) == []
+
+    tx.simulate(one_rank, {"data": 2})
+
+
+def drift(folder: Path) -> tuple[str, Tensor, Tensor]:
+    """A parameter of rank 1 differs. Returns the warning that is raised, and the parameters before a load and after it."""
+    step = step_of(tx.mean("data"))
+    state = step.init(START)
+    state.params["b"].add_(tx.axis_index("data"))
+    own, text = state.params["b"].clone(), "saved"
+    try:
+        fjoin.save(folder, step, state)
+    except UserWarning as warning:
+        text = str(warning)
+    return text, own, fjoin.load(folder, step_of(tx.mean("data")), START).params["b"]
+
+
+def test_a_drift_is_noted_and_healed_and_a_warning_that_is_an_error_parts_no_ranks(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (told, first, _), *others = found = tx.simulate(lambda: drift(tmp_path), {"data": 3})
+    assert "params.b of rank 1 differs from that of rank 0" in told and [text for text, *_ in others] == ["saved"] * 2
+    assert all(torch.equal(after, first) for *_, after in found)
+    assert "params.b of rank 1" in (tmp_path / "step-00000000" / "manifest.json").read_text()
+
+
+def test_what_ranks_have_in_common_is_written_once_by_turns(tmp_path: Path) -> None:
+    params = {f"w{i}": torch.ones(1000) for i in range(12)}
+
+    def run() -> None:
+        pipeline = tx.fuse(tx.mean("data"), tx.sgd(0.1, momentum=0.9))
+        step = fjoin.train_step(lambda p, x: sum(v.sum() for v in p.values()), pipeline)
+        fjoin.save(tmp_path, step, step.init(params))
+
+    tx.simulate(run, {"data": 3})
+    sizes = [path.stat().st_size for path in (tmp_path / "step-00000000").glob("*.safetensors")]
+    assert 96_000 < sum(sizes) < 102_000  # parameters and momenta, and headers
+    assert len(sizes) == 3 and max(sizes) < 1.2 * min(sizes)
+
+
+EXTRA = {
+    "best": 0.5,
+    "history": [1, 2.5, None, "text", {"a.b": [True]}],
+    "mean": torch.arange(6.0).reshape(2, 3),
+    "seen": [torch.tensor(3), torch.zeros(0, 2, dtype=torch.bfloat16), torch.tensor([1 + 2j])],
+    # small ones of one dtype are copied together
+    "views": [torch.arange(12.0).view(3, 4).T, torch.arange(70_000.0)[::7], torch.ones(3).expand(2, 3)],
+    "odd": [torch.tensor([1 + 2j]).conj(), torch.ones(70_000, dtype=torch.int8)],
+    "half": [torch.ones(5, dtype=torch.bfloat16), torch.ones(3, dtype=torch.float8_e4m3fn)],
+}
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_extra_is_read_back_on_any_number_of_ranks(ranks: int, background: bool, tmp_path: Path) -> None:
+    def runs() -> fjoin.Checkpoints:
+        return fjoin.Checkpoints(tmp_path, {"model": torch.nn.Linear(1, 1)}, background=background)
+
+    def save() -> None:
+        run, log = runs(), [1]
+        for step, extra in enumerate(({"a": torch.ones(1)}, None, EXTRA | {"log": log})):
+            run.save(step, extra=extra)
+            log.append(2)
+        run.wait()
+
+    def load() -> Any:
+        run = runs()
+        run.restore()
+        return run.extra
+
+    tx.simulate(save, {"data": 2})
+    want = EXTRA | {"log": [1, 2, 2]}
+    for extra in tx.simulate(load, {"data": ranks}):
+        assert same_bits(extra, want)
+
+
+def test_each_byte_is_checked_once_and_goes_where_it_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = {"w": torch.linspace(-1, 1, BLOCK + 77), "b": torch.ones(5)}
+
+    def made() -> fjoin.TrainStep:
+        return fjoin.train_step(
+            lambda p, x: sum((v * x).square().sum() for v in p.values()), tx.fuse(FEEDBACK, tx.adamw(0.1))
+        )
+
+    step = made()
+    saved, _ = step(step.init(start), torch.ones(()))
+    fjoin.save(tmp_path, step, saved)
+    (file,) = tmp_path.glob("*/*.safetensors")
+    checked, read, places = [0], [0], set[int]()
+    crc32, preadv = zlib.crc32, os.preadv
+
+    def counting_crc32(data: Any, *rest: Any) -> int:
+        checked[0] += memoryview(data).nbytes
+        return crc32(data, *rest)
+
+    def counting_preadv(fd: int, buffers: Any, offset: int) -> int:
+        count = preadv(fd, buffers, offset)
+        read[0] += count
+        places.update(torch.frombuffer(one, dtype=torch.uint8).data_ptr() for one in buffers if len(one))
+        return count
+
+    with monkeypatch.context() as patch:
+        patch.setattr(zlib, "crc32", counting_crc32)
+        patch.setattr(os, "preadv", counting_preadv)
+        state = fjoin.load(tmp_path, made(), start)
+    size = file.stat().st_size
+    assert size <= checked[0] < size + 10_000  # and the names of what is compared
+    assert 2 * size - 2 * BLOCK < read[0] < 2 * size + 10_000  # to be checked, and into its place
+    begin, end = state.params["w"].data_ptr(), state.params["w"].data_ptr() + start["w"].nbytes
+    assert sum(begin <= place < end for place in places) >= start["w"].nbytes // BLOCK - 1
+    assert same_bits(tx.to_state_dict(state.pipeline), tx.to_state_dict(saved.pipeline))
