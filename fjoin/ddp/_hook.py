@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _find_tensors
 
 from .._errors import CollectiveTimeout, PeerLost
 from ..agreement import Calls, parameters_fit, same
@@ -101,6 +103,8 @@ class DDPRun:
         self.loaded: bool = False  # whether a state has been loaded since the last pass
         self._loaded_checksum, self._count = 0, len(stages(hook))
         self.pending: float | None = None  # the weight for the next synchronised pass
+        # Whether a weight was given, or its lack was warned of; whether a pass had none; the sizes of batches in a Join.
+        self.weighed, self.unweighed, self._sizes = False, False, set[int]()
         self.error: TypeError | ValueError | None = None
         self._weight = 1.0
         self._outs: list[GradBuffer] = []
@@ -224,6 +228,19 @@ class DDPRun:
                 del failure
         return future
 
+    def saw(self, batch: Any) -> None:
+        """Warn, once, of batches of several sizes in a Join that count the same for want of a weight."""
+        x = next(iter(_find_tensors(batch)), None)
+        if not self.weighed and x is not None and x.dim() and self.counts == "weight":
+            self._sizes.add(len(x))
+            if len(self._sizes) > 1:
+                self.weighed = True
+                warnings.warn(
+                    f"batches of {sorted(self._sizes)} samples count the same in this Join, since handle.weight was not called; call "
+                    f"handle.weight(samples) before each forward pass, with the handle that fjoin.ddp.register returned",
+                    stacklevel=2,
+                )
+
     def brings_window(self) -> None:
         """A rank without input brings the gradients of its open accumulation window, so it counts as one with input."""
         self.pending = 1.0 if self.pending is None else self.pending
@@ -243,6 +260,7 @@ class DDPRun:
             self.loaded = False
         self._missing = set(self.leaves)
         weight = (0.0 if shadows else 1.0) if self.pending is None else self.pending
+        self.unweighed = self.unweighed or self.pending is None and not shadows
         self._weight, self.pending = weight, None
         if self.scaling is not None and not shadows:
             self.scaling.check()

@@ -150,7 +150,15 @@ class Handle:
             ValueError: a weight that is neither 0 nor from 1e-30 to 1e30.
             TypeError: no number.
         """
-        self.run.pending = host_weight("weight", weight)
+        run = self.run
+        run.pending = host_weight("weight", weight)
+        if run.unweighed and not run.weighed:
+            warnings.warn(
+                "handle.weight is called for the first time after a backward pass, which has counted with weight 1; call it before each "
+                "forward pass: a weight is that of the next backward pass",
+                stacklevel=2,
+            )
+        run.weighed = True
 
     @property
     def step(self) -> int:

@@ -55,7 +55,7 @@ class DDPHook(JoinHook):
     def enter(self) -> None:
         self._waits = False
         vars(self.ddp)["_sync_buffers"] = self._sync_buffers  # in the place of the method of its class
-        self._handles = [self.ddp.register_forward_hook(self._after_forward)]
+        self._handles = [self.ddp.register_forward_hook(self._after_forward, with_kwargs=True)]
         if not self._by_world:
             self._handles += [p.register_hook(self._scale) for p in self.params]
 
@@ -81,10 +81,13 @@ class DDPHook(JoinHook):
         self._scaled, self._in_window = False, self._in_window or not ddp.require_backward_grad_sync
         return True
 
-    def _after_forward(self, module: Any, args: Any, out: Any) -> None:
+    def _after_forward(self, module: Any, args: Any, kwargs: Any, out: Any) -> None:
         if not torch.is_grad_enabled():
             module.require_forward_param_sync = self._syncs_next
-        elif module.require_backward_grad_sync:
+            return
+        for _, run in module._comm_hooks if module in REGISTERED else ():
+            run.saw([*args, *kwargs.values()])
+        if module.require_backward_grad_sync:
             self._in_window = self._in_window and not self._by_world
             for x in _find_tensors(out):
                 if x.requires_grad:
