@@ -1,10 +1,9 @@
-"""Small checkpoints, files that are forged, and a reader of safetensors that shares no code with fjoin."""
+"""Small checkpoints, and files that are forged."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 import uuid
 import zlib
 from collections.abc import Callable
@@ -15,41 +14,12 @@ import torch
 from torch import Tensor
 
 import fjoin
-from fjoin.checkpoint._files import FileEntry, write_file
+from fjoin.checkpoint._files import write_file
 from fjoin.checkpoint._folder import Folder
 from fjoin.checkpoint._load import chosen
 from fjoin.checkpoint._manifest import Leaf, Manifest, Part
 
 RUN = "a" * 32
-CODES = {
-    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "U16": torch.uint16, "I16": torch.int16,
-    "U32": torch.uint32, "I32": torch.int32, "U64": torch.uint64, "I64": torch.int64, "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32,
-    "F64": torch.float64, "C64": torch.complex64,
-}  # fmt: skip
-
-
-def read_safetensors(data: bytes) -> dict[str, Tensor]:
-    """All tensors of a file."""
-    length = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + length])
-    header.pop("__metadata__", None)
-    found = {}
-    for name, entry in header.items():
-        first, last = entry["data_offsets"]
-        raw = bytearray(data[8 + length + first : 8 + length + last])
-        dtype = CODES[entry["dtype"]]
-        assert len(raw) == math.prod(entry["shape"]) * dtype.itemsize
-        flat = torch.frombuffer(raw, dtype=torch.uint8).view(dtype) if raw else torch.empty(0, dtype=dtype)
-        found[name] = flat.reshape(entry["shape"])
-    return found
-
-
-def entry_of(path: Path) -> FileEntry:
-    """The entry of a file as it is, whatever it holds."""
-    data = path.read_bytes()
-    blocks = [zlib.crc32(data[first : first + (4 << 20)]) for first in range(0, len(data), 4 << 20)]
-    return FileEntry(path.name, len(data), blocks)
 
 
 def a_state(seed: int = 0) -> dict[str, Tensor]:

@@ -7,11 +7,11 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import fjoin
 from fjoin import transforms as tx
@@ -21,180 +21,111 @@ TIMEOUT_S, ODD = 2.0, 1  # of the mesh; the rank that differs
 START = {"w": torch.linspace(-1, 1, 6)}
 SGD = tx.sgd(0.1, momentum=0.9)
 MEAN, LOCAL = tx.fuse(tx.mean("data"), SGD), tx.local_sgd(SGD, tx.mean("data"), 50)  # steps of the second need not meet
+ADAMW = tx.fuse(tx.mean("data"), tx.adamw(0.1))
 
 
 def loss_fn(params: Any, x: Tensor) -> Tensor:
     return ((params["w"] * x).sum() - 1) ** 2
 
 
-def batch_of(rank: int) -> Tensor:
-    return torch.full((6,), 1.0 + rank)
-
-
 def train(
-    mesh: Any,
-    folder: Path,
-    saves: Callable[[int, bool], bool],
-    pipeline: tx.Pipeline = MEAN,
-    until: int = 6,
-    **given: Any,
-) -> None:
-    """Save after the steps that `saves` chooses on this rank, which is the odd one or not."""
+    mesh: Any, folder: Path, saves: Callable[[int], bool], until: int = 6, pipeline: tx.Pipeline = MEAN,
+    extra: Any = None, **options: Any,
+) -> None:  # fmt: skip
+    """Save after the steps that `saves` chooses on this rank."""
     step = fjoin.train_step(loss_fn, pipeline, mesh=mesh)
-    runs = fjoin.Checkpoints(folder, step)
+    runs = fjoin.Checkpoints(folder, step, **options)
     state = runs.restore(START)
     while state.step < until:
-        state, _ = step(state, batch_of(mesh.rank))
-        if saves(state.step, mesh.rank == ODD):
-            runs.save(state, **given)
+        state, metrics = step(state, torch.full((6,), 1.0 + mesh.rank))
+        if saves(state.step):
+            runs.save(state, metrics if "every" in options else None, extra=extra)
 
 
-def one_behind(mesh: Any, folder: Path) -> None:
-    train(mesh, folder, lambda step, odd: step == 4 - odd)
-
-
-def one_behind_alone(mesh: Any, folder: Path) -> None:
-    train(mesh, folder, lambda step, odd: step == 4 - odd, LOCAL)
-
-
-def only_one(mesh: Any, folder: Path) -> None:
-    train(mesh, folder, lambda step, odd: odd and step == 3)
-
-
-def only_the_others(mesh: Any, folder: Path) -> None:
-    train(mesh, folder, lambda step, odd: not odd and step == 3)
-
-
-def only_one_at_the_end(mesh: Any, folder: Path) -> None:
-    train(mesh, folder, lambda step, odd: odd and step == 6)
-
-
-def every(mesh: Any, folder: Path) -> None:
+def data(mesh: Any, folder: Path, saves: bool, loads: bool) -> None:
+    """Whether a save has the position of the loop, and a load takes it."""
     step = fjoin.train_step(loss_fn, MEAN, mesh=mesh)
-    runs = fjoin.Checkpoints(folder, step, every=2 + (mesh.rank == ODD))
-    state = runs.restore(START)
-    while state.step < 6:
-        state, metrics = step(state, batch_of(mesh.rank))
-        runs.save(state, metrics)
-
-
-def background(mesh: Any, folder: Path) -> None:
-    step = fjoin.train_step(loss_fn, MEAN, mesh=mesh)
-    runs = fjoin.Checkpoints(folder, step, background=mesh.rank == ODD)
-    state = runs.restore(START)
-    while state.step < 6:
-        state, _ = step(state, batch_of(mesh.rank))
-        runs.save(state)
-
-
-def folders(mesh: Any, folder: Path) -> None:
-    train(mesh, folder / ("odd" if mesh.rank == ODD else "new"), lambda step, odd: step == 4)
-
-
-def extra(mesh: Any, folder: Path, ours: Any, theirs: Any) -> None:
-    train(mesh, folder, lambda step, odd: step == 4, extra=ours if mesh.rank == ODD else theirs)
-
-
-def number_of_a_pipeline(mesh: Any, folder: Path) -> None:
-    params, state = fjoin.load(folder, MEAN, START, mesh=mesh)
-    with fjoin.bind(mesh):
-        for _ in range(2):
-            params, state = MEAN.step(params, {"w": torch.ones(6)}, state)
-    if mesh.rank == ODD:
-        state = state._replace(step=state.step - 1)
-    fjoin.save(folder, MEAN, (params, state), mesh=mesh)
-
-
-def form_of_a_pipeline(mesh: Any, folder: Path, pipelines: tuple[tx.Pipeline, tx.Pipeline], params: Any) -> None:
-    pipeline = pipelines[mesh.rank == ODD]
-    with fjoin.bind(mesh):
-        params, state = pipeline.step(params, params, pipeline.init(params))
-    fjoin.save(folder / "new", pipeline, (params, state), mesh=mesh)
-
-
-def number_of_objects(mesh: Any, folder: Path) -> None:
-    fjoin.save(folder / "new", {"model": torch.nn.Linear(1, 1)}, 5 + (mesh.rank == ODD), mesh=mesh)
-
-
-def restore(mesh: Any, folder: Path, params: Any = None, **given: Any) -> None:
-    step = fjoin.train_step(loss_fn, MEAN, mesh=mesh)
-    fjoin.Checkpoints(folder, step).restore(START if params is None else params, **given)
-
-
-def restore_or_init(mesh: Any, folder: Path) -> None:
-    step = fjoin.train_step(loss_fn, MEAN, mesh=mesh)
-    step.init(START) if mesh.rank == ODD else fjoin.Checkpoints(folder, step).restore(START)
-
-
-def data(mesh: Any, folder: Path, saves: bool) -> None:
-    """Only the odd rank passes the position to a save, or to a restore."""
-    step = fjoin.train_step(loss_fn, MEAN, mesh=mesh)
-    runs, loop, odd = fjoin.Checkpoints(folder, step), step.join([batch_of(mesh.rank)] * 4), mesh.rank == ODD
+    runs, loop = fjoin.Checkpoints(folder, step), step.join([torch.full((6,), 1.0 + mesh.rank)] * 4)
     state = runs.restore(START)
     for batch in loop:
         state, _ = step(state, batch)
         if state.step == 4:
-            runs.save(state, data=loop if odd or not saves else None)
-    if not saves:
-        fjoin.load(folder, step, START, data=loop if odd else None)
+            runs.save(state, data=loop if saves else None)
+    fjoin.load(folder, step, START, data=loop if loads else None)
 
 
-class Case(NamedTuple):
-    """Something that the ranks do differently.
-
-    Attributes:
-        ends: Whether the other ranks end without an error, since they have ended before.
-    """
-
-    run: Callable[..., None]
-    ends: bool = False
+def at(*steps: int) -> Callable[[int], bool]:
+    return lambda step: step in steps
 
 
-CASES: dict[str, Case] = {
-    "one is a step behind": Case(one_behind),
-    "one is a step behind, alone": Case(one_behind_alone),
-    "only one saves": Case(only_one),
-    "only one does not save": Case(only_the_others),
-    "only one saves, at the end": Case(only_one_at_the_end, ends=True),
-    "every": Case(every),
-    "background": Case(background),
-    "folders": Case(folders),
-    "folders of a restore": Case(lambda mesh, folder: restore(mesh, folder / "odd" if mesh.rank == ODD else folder)),
-    "extra of no kind": Case(lambda mesh, folder: extra(mesh, folder, object(), None)),
-    "extra": Case(lambda mesh, folder: extra(mesh, folder, {"epoch": 1}, {"epoch": 2})),
-    "extra tensors": Case(lambda mesh, folder: extra(mesh, folder, {"t": torch.ones(2)}, {"t": torch.zeros(2)})),
-    "extra names": Case(lambda mesh, folder: extra(mesh, folder, {"a": torch.ones(2)}, {"b": torch.ones(2)})),
-    "number of a pipeline": Case(number_of_a_pipeline),
-    "number of objects": Case(number_of_objects),
-    "shapes of a pipeline": Case(
-        lambda mesh, folder: form_of_a_pipeline(mesh, folder, (LOCAL, LOCAL), {"w": torch.ones(5 + (mesh.rank == ODD))})
-    ),
-    "names of a pipeline": Case(
-        lambda mesh, folder: form_of_a_pipeline(mesh, folder, (LOCAL, LOCAL), {f"w{mesh.rank == ODD}": torch.ones(5)})
-    ),
-    "pipelines": Case(
-        lambda mesh, folder: form_of_a_pipeline(mesh, folder, (MEAN, tx.fuse(tx.mean("data"), tx.adamw(0.1))), START)
-    ),
-    "step of a restore": Case(lambda mesh, folder: restore(mesh, folder, step=1 + (mesh.rank == ODD))),
-    "newest or a step": Case(lambda mesh, folder: restore(mesh, folder, step=1 if mesh.rank == ODD else None)),
-    "shapes of a restore": Case(lambda mesh, folder: restore(mesh, folder, {"w": torch.ones(6 + (mesh.rank == ODD))})),
-    "fresh": Case(lambda mesh, folder: restore(mesh, folder, fresh=("pipeline.optimizer",) * (mesh.rank == ODD))),
-    "restore or init": Case(restore_or_init),
-    "data of a save": Case(lambda mesh, folder: data(mesh, folder, True)),
-    "data of a restore": Case(lambda mesh, folder: data(mesh, folder, False)),
+def always(step: int) -> bool:
+    return True
+
+
+def extra(ours: Any, theirs: Any) -> Callable[[Any, Path, bool], None]:
+    return lambda mesh, folder, odd: train(mesh, folder, at(4), extra=ours if odd else theirs)
+
+
+def stepped(mesh: Any, folder: Path, pipeline: tx.Pipeline, params: Any, back: int = 0) -> None:
+    """Save what a pipeline has after three steps."""
+    with fjoin.bind(mesh):
+        state = pipeline.init(params)
+        for _ in range(3):
+            params, state = pipeline.step(params, params, state)
+    fjoin.save(folder / "new", pipeline, (params, state._replace(step=state.step - back)), mesh=mesh)
+
+
+def restore(mesh: Any, folder: Path, params: Any = START, **given: Any) -> None:
+    fjoin.Checkpoints(folder, fjoin.train_step(loss_fn, MEAN, mesh=mesh)).restore(params, **given)
+
+
+def restore_or_init(mesh: Any, folder: Path, odd: bool) -> None:
+    step = fjoin.train_step(loss_fn, MEAN, mesh=mesh)
+    step.init(START) if odd else fjoin.Checkpoints(folder, step).restore(START)
+
+
+ENDS = "only one saves, at the end"  # there the other ranks have ended before, without an error
+CASES: dict[str, Callable[[Any, Path, bool], None]] = {
+    "one is a step behind": lambda mesh, folder, odd: train(mesh, folder, at(4 - odd)),
+    "one is a step behind, alone": lambda mesh, folder, odd: train(mesh, folder, at(4 - odd), pipeline=LOCAL),
+    "only one saves": lambda mesh, folder, odd: train(mesh, folder, at(3) if odd else at()),
+    "only one does not save": lambda mesh, folder, odd: train(mesh, folder, at() if odd else at(3)),
+    ENDS: lambda mesh, folder, odd: train(mesh, folder, at(6) if odd else at()),
+    "every": lambda mesh, folder, odd: train(mesh, folder, always, every=2 + odd),
+    "background": lambda mesh, folder, odd: train(mesh, folder, always, background=odd),
+    "folders": lambda mesh, folder, odd: train(mesh, folder / ("odd" if odd else "new"), at(4)),
+    "folders of a restore": lambda mesh, folder, odd: restore(mesh, folder / "odd" if odd else folder),
+    "extra of no kind": extra(object(), None),
+    "extra": extra({"epoch": 1}, {"epoch": 2}),
+    "extra tensors": extra({"t": torch.ones(2)}, {"t": torch.zeros(2)}),
+    "extra names": extra({"a": torch.ones(2)}, {"b": torch.ones(2)}),
+    "number of a pipeline": lambda mesh, folder, odd: stepped(mesh, folder, MEAN, START, back=odd),
+    "number of objects": lambda mesh, folder, odd: [
+        fjoin.save(folder / "new", {"m": nn.Linear(1, 1)}, 5 + odd, mesh=mesh)
+    ],
+    "shapes of a pipeline": lambda mesh, folder, odd: stepped(mesh, folder, LOCAL, {"w": torch.ones(5 + odd)}),
+    "names of a pipeline": lambda mesh, folder, odd: stepped(mesh, folder, LOCAL, {f"w{odd}": torch.ones(5)}),
+    "pipelines": lambda mesh, folder, odd: stepped(mesh, folder, ADAMW if odd else MEAN, START),
+    "step of a restore": lambda mesh, folder, odd: restore(mesh, folder, step=1 + odd),
+    "newest or a step": lambda mesh, folder, odd: restore(mesh, folder, step=1 if odd else None),
+    "shapes of a restore": lambda mesh, folder, odd: restore(mesh, folder, {"w": torch.ones(6 + odd)}),
+    "fresh": lambda mesh, folder, odd: restore(mesh, folder, fresh=("pipeline.optimizer",) * odd),
+    "restore or init": restore_or_init,
+    "data of a save": lambda mesh, folder, odd: data(mesh, folder, odd, odd),
+    "data of a restore": lambda mesh, folder, odd: data(mesh, folder, True, odd),
 }
 
 
 def run(name: str, transport: str, folder: str) -> tuple[str, bool, float]:
     """The error of this rank, whether it is typed, and the seconds until it was raised."""
     with fjoin.mesh({"data": -1}, transport=transport) as mesh:
-        train(mesh, Path(folder), lambda step, odd: True, until=2)
+        train(mesh, Path(folder), always, until=2)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         mesh = fjoin.mesh({"data": -1}, transport=transport, timeout_s=TIMEOUT_S)
         began = time.monotonic()
         try:
-            CASES[name].run(mesh, Path(folder))
+            CASES[name](mesh, Path(folder), mesh.rank == ODD)
         except Exception as error:
             typed = isinstance(error, fjoin.FjoinError) or (isinstance(error, TypeError) and "extra" in str(error))
             return f"{type(error).__name__}: {error}", typed, time.monotonic() - began
@@ -216,7 +147,7 @@ def resumed(folder: str) -> list[Any]:
 def test_it_is_an_error_on_all_ranks(pool: Any, name: str, ranks: int, transport: str, tmp_path: Path) -> None:
     found = pool.run(ranks, run, name, transport, str(tmp_path))
     assert found[ODD][1], found
-    assert all(typed or (CASES[name].ends and not text) for text, typed, _ in found), found
+    assert all(typed or (name == ENDS and not text) for text, typed, _ in found), found
     assert max(took_s for *_, took_s in found) < 3 * TIMEOUT_S + 1
     held = sorted(os.listdir(tmp_path))
     assert {"step-00000001", "step-00000002"} <= set(held) and not [one for one in held if one.startswith(".tmp")]
