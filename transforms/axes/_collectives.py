@@ -36,8 +36,11 @@ def psum(x: Tree, axis: AxisName) -> Tree:
     >>> tx.simulate(lambda x: tx.psum(x, "data"), {"data": 3}, [1.0, 2.0, 3.0])
     [tensor(6.), tensor(6.), tensor(6.)]
     """
-    x = optree.tree_map(lambda v: t.long() if (t := as_tensor(v)).dtype is torch.bool else t, x)
-    return reduce_over("psum", x, axis)
+    return reduce_over("psum", _counted(x), axis)
+
+
+def _counted(x: Tree) -> Tree:
+    return optree.tree_map(lambda v: t.long() if (t := as_tensor(v)).dtype is torch.bool else t, x)
 
 
 def pmean(x: Tree, axis: AxisName) -> Tree:
@@ -232,7 +235,7 @@ def psum_scatter(x: Tree, axis: AxisName, *, dim: int = 0, tiled: bool = False) 
         tiled: Keep the dimension, n times shorter, instead of dropping it.
 
     Returns:
-        The same structure, new tensors: this rank's pieces of the sums.
+        The same structure, new tensors: this rank's pieces of the sums. Booleans are counted, as int64.
 
     Raises:
         UnboundAxis: nothing binds the axis.
@@ -251,7 +254,7 @@ def psum_scatter(x: Tree, axis: AxisName, *, dim: int = 0, tiled: bool = False) 
             out = apply_one("psum_scatter", out, one)
         return out
 
-    x = split_ranks("psum_scatter", x, axis, dim, tiled)
+    x = split_ranks("psum_scatter", _counted(x), axis, dim, tiled)
     out = packed(x, 1, scatter)
     return optree.tree_map(lambda leaf: leaf.movedim(0, dim), out) if tiled else out
 

@@ -34,7 +34,7 @@ def sign(block: Count | None = 4096) -> Codec:
     """
 
     def encode(x: Tensor) -> Tensor:
-        scales = [x.new_zeros(x.shape[0], 0), *(cut.abs().mean(dim=2) for cut in in_blocks(x, block))]
+        scales = [x.new_zeros(x.shape[0], 0), *(_mean_size(cut) for cut in in_blocks(x, block))]
         return torch.cat([as_bytes(torch.cat(scales, dim=1)), pack((x < 0).to(torch.uint8), 2)], dim=1)
 
     def decode(data: Tensor, n: int) -> Tensor:
@@ -43,6 +43,13 @@ def sign(block: Count | None = 4096) -> Codec:
         return times_scale(signs, read(data[:, :head], torch.float32), block)
 
     return Codec(encode, decode, lambda n: 4 * blocks(n, block) + width(n, 2))
+
+
+def _mean_size(cut: Tensor) -> Tensor:
+    """The mean absolute value of each block; of values near the largest float32 the plain sum would overflow."""
+    n = cut.shape[2]
+    shift = 2.0 ** -n.bit_length()
+    return (cut.abs() * shift).sum(dim=2) / (n * shift)
 
 
 @factory

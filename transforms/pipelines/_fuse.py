@@ -135,7 +135,9 @@ def fuse(
             hint = "write fuse(hook, tx.sgd(lr)), or another of the functional optimizers"
         raise TypeError(f"fuse: optimizer must be an Optimizer, got {got}; {hint}")
     if isinstance(hook, Transform) and Needs.VALUES in hook.needs:
-        raise TypeError(f"fuse: {hook!r} would average gradients; ema is of parameters: write fuse(hook, optimizer, after=ema(...))")
+        raise TypeError(
+            f"fuse: {hook!r} would average gradients; ema is of parameters: write fuse(hook, optimizer, after=ema(...))"
+        )
     return pipeline_of(hook, optimizer, after, on_state, gather_codec)
 
 

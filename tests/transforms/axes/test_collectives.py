@@ -27,6 +27,12 @@ def test_results_match_the_definition(op: str, n: int) -> None:
         assert torch.equal(out[r], expected(xs, r)), (op, r)
 
 
+def test_sums_of_booleans_are_counts() -> None:
+    x = torch.tensor([[True, False], [False, True]])
+    for whole, piece in tx.simulate(lambda: (tx.psum(x, "data"), tx.psum_scatter(x, "data")), {"data": 2}):
+        assert whole.tolist() == [[2, 0], [0, 2]] and piece.tolist() in whole.tolist() and piece.dtype is torch.int64
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_one_rank_without_a_simulator(op: str) -> None:
     call, shape, expected = OPS[op]
