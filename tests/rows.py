@@ -119,6 +119,7 @@ ROWS: dict[str, Row] = {
     "masters": _of(MEAN, tx.mixed_precision(ADAM), dtype=torch.bfloat16, tolerance=0.01),
     "schedule": _of(MEAN, tx.adamw(tx.warmup_cosine(0.1, 2, 6)), whole=True),
     "zero": Row(lambda: tx.zero(MEAN, ADAM, "data"), whole=True),
+    "zero, Muon": Row(lambda: tx.zero(MEAN, tx.partition({"layer.*": tx.muon(0.05), "*": ADAM}), "data"), whole=True, tolerance=1e-9),
     "zero, clipped": _of(tx.chain(SCATTER, tx.clip_by_global_norm(0.1)), ADAM, whole=True),
     "zero within nodes": _of(tx.chain(tx.scatter_mean("local"), tx.mean("node")), ADAM, axes=NODES, whole=True),
     "bfloat16": _of(tx.compress(tx.bfloat16(), MEAN), SGD),

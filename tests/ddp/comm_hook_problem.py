@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -23,8 +22,6 @@ from tests.oracle import comm_hooks as oracle
 SHAPES = [[(700,), (3, 200), ()], [(30, 20), (424,)]]  # of two buckets, the second of 2 x 512 elements
 SIZES = [1301, 1024]
 TYPES = [member.name for member in DDPCommHookType]
-# Those that differ by a number only in long runs.
-ONE_OF_EACH = [pytest.param(name, marks=pytest.mark.long if "RANK2" in name else ()) for name in TYPES]
 
 TORCHS: dict[str, Any] = {
     "ALLREDUCE": default_hooks.allreduce_hook, "FP16_COMPRESS": default_hooks.fp16_compress_hook,

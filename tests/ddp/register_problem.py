@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import fjoin
 from fjoin import transforms as tx
 from tests.helpers import max_diff, same_bits
 from tests.oracle import whole_batch
@@ -37,12 +38,13 @@ def times(k: float, grads: Any, state: Any, params: Any = None, **extra: Any) ->
 HOOKS: dict[str, Any] = {
     "mean": lambda: tx.mean("data"),
     "mean, clip": lambda: tx.chain(tx.mean("data"), tx.clip_by_global_norm(0.1)),
-    "mean, two stages": lambda: tx.chain(tx.mean("data"), tx.clip_by_value(0.05), tx.clip_by_global_norm(0.1)),
     "clip, mean": lambda: tx.chain(tx.clip_by_value(0.5), tx.mean("data"), tx.clip_by_global_norm(0.1)),
     "by path": lambda: tx.partition({"*.weight": tx.mean("data"), "*": tx.chain(tx.mean("data"), tx.clip_by_value(0.01))}),
     "by hand": by_hand,
     "a partial": lambda: tx.chain(tx.mean("data"), tx.Transform(lambda p: (), functools.partial(times, 0.5), needs=tx.Needs.LEAVES)),
     "mean of mean": lambda: tx.chain(tx.mean("data"), tx.mean("data", over="live")),
+    "power_sgd": lambda: fjoin.ddp.powerSGD_hook(start_powerSGD_iter=0, min_compression_rate=1.0),
+    "int8": lambda: fjoin.ddp.quantization_pertensor_hook(),
 }  # fmt: skip
 
 

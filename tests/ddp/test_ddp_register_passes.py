@@ -1,10 +1,11 @@
-"""Passes of a registered module: accumulation, unused parameters, resuming, and the messages sent and counted."""
+"""Passes of a registered module: accumulation, unused parameters, messages, slips, and what waits for a device."""
 
 from __future__ import annotations
 
-import io
 import math
+import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fjoin
 from fjoin import transforms as tx
+from fjoin.agreement import DeviceReads, _record
 from tests.ddp.register_problem import EVEN, HOOKS, SMALL, Branches, check, samples
 from tests.helpers import max_diff, same_bits
 from tests.oracle import whole_batch
@@ -39,14 +41,11 @@ def accumulate() -> Any:
 
 
 def test_accumulation_under_no_sync(pool: Any) -> None:
-    batches = make_batches(1, [[3, 2, 4, 2], [5, 1, 2, 6]])
-    model = make_model()
+    model, batches = make_model(), make_batches(1, [[3, 2, 4, 2], [5, 1, 2, 6]])
     optimizer = torch.optim.AdamW(model.parameters(), 0.05)
-    for i in range(0, 4, 2):
-        live = [own[j] for own in batches for j in (i, i + 1)]
-        optimizer.zero_grad()
-        sum(mean_loss(model, b) * (samples(b) / sum(map(samples, live))) for b in live).backward()
-        optimizer.step()
+    for i in (0, 2):
+        parts = [own[j] for own in batches for j in (i, i + 1)]
+        whole_batch.train(model, optimizer, [[tuple(torch.cat(part) for part in zip(*parts, strict=True))]])  # type: ignore[list-item]
     results = pool.run(2, accumulate)
     check(results, whole_batch.parameters(model))
     assert results[0][1] == 14.0
@@ -60,9 +59,8 @@ def unused(ours: bool) -> Any:
     for step in range(4):
         g = torch.Generator().manual_seed(10 * step + dist.get_rank())
         ddp.zero_grad()
-        ddp(
-            torch.randn(5, 3, generator=g, dtype=torch.float64), [0, 3] if step == 2 else [0, 1 + dist.get_rank()]
-        ).backward()
+        which = [0, 3] if step == 2 else [0, 1 + dist.get_rank()]
+        ddp(torch.randn(5, 3, generator=g, dtype=torch.float64), which).backward()
         if not ours:
             optimizer.step()
     return {path: p.detach().clone() for path, p in ddp.module.named_parameters()}
@@ -110,42 +108,6 @@ def test_residual_of_an_unused_parameter_is_kept(pool: Any, fused: bool) -> None
     assert max(pool.run(2, fed_back_now_and_then, fused)) < 1e-5
 
 
-def resume(hook: str) -> Any:
-    """The second epoch, with a new module that loads the saved state: DDP starts with other buckets."""
-
-    def fresh() -> Any:
-        ddp = DistributedDataParallel(make_model(), **SMALL)
-        return ddp, fjoin.ddp.register(
-            ddp, tx.fuse(tx.chain(HOOKS[hook](), tx.every(2, tx.clip_by_value(0.01))), tx.adamw(0.05))
-        )
-
-    def epoch(ddp: Any, handle: Any) -> None:
-        for batch in make_batches(1, EVEN)[dist.get_rank()]:
-            ddp.zero_grad()
-            handle.weight(samples(batch))
-            mean_loss(ddp, batch).backward()
-
-    ddp, handle = fresh()
-    epoch(ddp, handle)
-    file = io.BytesIO()
-    torch.save((ddp.module.state_dict(), handle.state_dict()), file)
-    file.seek(0)
-    weights, saved = torch.load(file, weights_only=True)
-    other, resumed = fresh()
-    other.module.load_state_dict(weights)
-    resumed.load_state_dict(saved)
-    epoch(ddp, handle)
-    epoch(other, resumed)
-    assert resumed.step == handle.step == 6
-    return [{p: v.detach().clone() for p, v in m.module.named_parameters()} for m in (ddp, other)]
-
-
-@pytest.mark.parametrize("hook", ["mean", "clip, mean", "by path"])
-def test_training_resumes_from_a_saved_state(pool: Any, hook: str) -> None:
-    for going_on, resumed in pool.run(2, resume, hook):
-        assert same_bits(going_on, resumed)
-
-
 def messages(hook: str, alone: bool, options: dict[str, Any]) -> tuple[list[Any], list[Any]]:
     """(elements, dtype) of the messages given to torch.distributed in each pass, and of those announced before and after it."""
     ddp = DistributedDataParallel(make_model(), **options)
@@ -191,32 +153,18 @@ def test_what_is_announced_is_sent(pool: Any, hook: str, alone: bool, options: d
         assert all(announced) or (hook == "noop" and alone)
 
 
-def averaged(weight: float) -> Any:
-    """The parameter after a pass whose gradients stay as they are on each rank."""
-    ddp = DistributedDataParallel(nn.Linear(1, 1, bias=False))
-    handle = fjoin.ddp.register(ddp, tx.fuse(tx.identity(), tx.sgd(1.0), after=tx.mean("data")))
-    with torch.no_grad():
-        ddp.module.weight.zero_()
-    handle.weight(weight if dist.get_rank() else 1.0)
-    ddp(torch.full((1, 1), 4.0 * dist.get_rank())).sum().backward()
-    return ddp.module.weight.item()
-
-
-def test_parameters_are_averaged_by_weight(pool: Any) -> None:
-    assert pool.run(2, averaged, 3.0) == [-3.0, -3.0]
-
-
+# Whose weights are counted after backward.
 AFTER_BACKWARD = {
-    "clip first": lambda: tx.chain(tx.clip_by_global_norm(1.0), tx.mean("data")),
-    "skip": lambda: tx.skip_if_nonfinite(tx.compress(tx.int8(), tx.mean("data"))),
-}
+    "clip first": tx.chain(tx.clip_by_global_norm(1.0), tx.mean("data")),
+    "skip": tx.skip_if_nonfinite(tx.compress(tx.int8(), tx.mean("data"))),
+}  # fmt: skip
 
 
 def passes_of(hook: str, weights: list[list[float]], bad: list[int]) -> Any:
     """In each pass the total and whether parameters have moved; the ranks that are found to be bad in the last one."""
     torch.manual_seed(0)
     ddp, rank, seen = DistributedDataParallel(nn.Linear(3, 2)), dist.get_rank(), []
-    handle = fjoin.ddp.register(ddp, tx.fuse(AFTER_BACKWARD[hook](), tx.adamw(0.1, weight_decay=0.5)))
+    handle = fjoin.ddp.register(ddp, tx.fuse(AFTER_BACKWARD[hook], tx.adamw(0.1, weight_decay=0.5)))
     for own in weights:
         before = ddp.module.weight.detach().clone()
         handle.weight(own[rank])
@@ -238,3 +186,101 @@ def test_ranks_that_are_summed_after_backward_are_counted(pool: Any, hook: str) 
     for seen, ranks in pool.run(3, passes_of, hook, [[1.0, 2.0, 0.0], [0.0] * 3], [0, 2]):
         assert seen == [(3.0, True), (0.0, False)]
         assert ranks == (None if hook == "skip" else ())
+
+
+# -- slips around a module that steps in its backward pass --------------------------------------------
+
+X = torch.ones(4, 3)
+
+
+def stepped_twice(kind: Any) -> list[str]:
+    ddp = DistributedDataParallel(nn.Linear(3, 1))
+    if kind == "a part":  # the optimizer steps only what the pipeline leaves alone
+        pipeline = tx.fuse(tx.mean("data"), tx.partition({"weight": tx.sgd(0.1), "*": tx.frozen()}))
+        optimizer = torch.optim.SGD([ddp.module.bias], lr=0.1)  # type: ignore[list-item]
+    else:
+        pipeline = tx.fuse(tx.mean("data"), tx.sgd(0.1))
+        other = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD((other if kind == "another model" else ddp).parameters(), lr=0.1)
+    fjoin.ddp.register(ddp, tx.mean("data") if kind == "only a hook" else pipeline)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            ddp(X).square().mean().backward()
+            optimizer.step()
+    return [str(one.message) for one in seen if "steps" in str(one.message)]
+
+
+@pytest.mark.parametrize("kind", ["the same", "only a hook", "another model", "a part"])
+def test_warns_once_about_an_optimizer_beside_a_registered_pipeline(pool: Any, kind: str) -> None:
+    for found in pool.run(2, stepped_twice, kind):
+        assert len(found) == (kind == "the same") and all("remove optimizer.step()" in text for text in found)
+
+
+def without_zero_grad(zero_grad: Any, view: Any, window: Any) -> Any:
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Linear(3, 1), gradient_as_bucket_view=view)
+    fjoin.ddp.register(ddp, tx.fuse(tx.mean("data"), tx.sgd(0.1, momentum=0.9)))
+    for i in range(6):
+        if zero_grad and i % window == 0:
+            ddp.zero_grad()
+        if (i + 1) % window:
+            with ddp.no_sync():
+                ddp(X + i).square().mean().backward()
+        else:
+            ddp(X + i).square().mean().backward()
+            assert ddp.module.weight.grad is not None, "it can be read after the pass"  # type: ignore[union-attr]
+    return [p.detach().clone() for p in ddp.parameters()]
+
+
+@pytest.mark.parametrize("window", [1, 2, 3])
+@pytest.mark.parametrize("view", [False, True])
+def test_a_loop_without_zero_grad_steps_as_one_with_it(pool: Any, view: bool, window: int) -> None:
+    (with_it,), (without,) = (pool.run(1, without_zero_grad, zero, view, window) for zero in (True, False))
+    assert max_diff(with_it, without) == 0
+
+
+# -- a registered hook alone does not wait for a device in a pass; with a pipeline the host decides on the step -----------
+
+MADE = {
+    "mean": tx.mean("data"),
+    "bfloat16": tx.compress(torch.bfloat16, tx.mean("data")),
+    "clipped": tx.chain(tx.mean("data"), tx.clip_by_global_norm(0.1)),
+    "pipeline": tx.fuse(tx.mean("data"), tx.sgd(0.1)),
+}
+
+
+def waited(name: str, on_device: bool) -> tuple[int, list[float], Any]:
+    """The number of waits in the passes, the totals, and the gradients."""
+    ddp = DistributedDataParallel(make_model(), **SMALL)
+    handle = fjoin.ddp.register(ddp, MADE[name])
+    grads = handle.run.agreements.check.grads
+    grads.on_device = on_device
+    waits, totals, now = [0], [], DeviceReads.now
+
+    def counted(*args: Any) -> Any:
+        waits[0] += 1
+        return now(*args)
+
+    def read_now(mesh: Any, x: torch.Tensor) -> Any:
+        waits[0] += 1
+        return x.tolist()
+
+    for batch in make_batches(1, [[3, 2, 4, 2], [5, 1, 2, 6]])[dist.get_rank()]:
+        ddp.zero_grad()
+        handle.weight(samples(batch))
+        with mock.patch.object(DeviceReads, "now", counted), mock.patch.object(_record, "read_now", read_now):
+            mean_loss(ddp, batch).backward()
+        totals.append(handle.total)
+    reads = handle.run.agreements.check.reads
+    assert len(reads._under_way) == (on_device and name != "pipeline"), "the host may run ahead by one pass"
+    return waits[0], totals, [p.grad for p in ddp.parameters()]
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_hook_alone_does_not_wait(name: str, pool: Any) -> None:
+    there, here = (pool.run(2, waited, name, on_device) for on_device in (True, False))
+    for (waits, totals, grads), (_, want, others) in zip(there, here, strict=True):
+        assert (waits == 0) == (name != "pipeline")
+        assert totals == want == [8.0, 3.0, 6.0, 8.0]
+        assert max_diff(grads, others) < 1e-6
