@@ -1,4 +1,4 @@
-"""A program that ends without taking its process groups down."""
+"""Programs that end without taking their process groups down, or while one is made: no thread of these aborts them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import socket
 import subprocess
 import sys
 
-PROGRAM = """
+import pytest
+
+TRAINED = """
 import atexit, os
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 import torch
@@ -29,12 +31,28 @@ for batch in step.join([torch.ones(1000)] * 3):
     state, _ = step(state, batch)
 assert dist.is_initialized()
 """
+# A thread still connects.
+TIMED_OUT = """
+import sys
+import fjoin
+try:
+    fjoin.mesh({"data": -1}, timeout_s=1.0)
+except fjoin.CollectiveTimeout:
+    sys.exit(3)
+"""
 
 
-def test_groups_are_taken_down_when_the_program_ends(tmp_path: pathlib.Path) -> None:
-    """Otherwise their threads can abort the process: "terminate called without an active exception"."""
+@pytest.mark.parametrize(
+    ("program", "ranks", "out", "status"),
+    [
+        (TRAINED, "01", "initialized: False axis: None\n", 0),
+        *((TIMED_OUT, rank, "", 3) for rank in "01"),
+    ],
+)
+def test_programs_end(tmp_path: pathlib.Path, program: str, ranks: str, out: str, status: int) -> None:
+    """Otherwise with "terminate called without an active exception"."""
     file = tmp_path / "program.py"
-    file.write_text(PROGRAM)
+    file.write_text(program)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
@@ -43,9 +61,9 @@ def test_groups_are_taken_down_when_the_program_ends(tmp_path: pathlib.Path) -> 
             [sys.executable, str(file)], env={**os.environ, **meet, "RANK": rank, "LOCAL_RANK": rank}, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )
-        for rank in ("0", "1")
+        for rank in ranks
     ]  # fmt: skip
     for process in started:
-        out, errors = process.communicate(timeout=120)
-        assert process.returncode == 0, errors
-        assert out == "initialized: False axis: None\n"
+        found, errors = process.communicate(timeout=120)
+        assert process.returncode == status, errors
+        assert found == out

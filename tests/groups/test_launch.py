@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-import socket
-from typing import Any
 
 import pytest
 import torch
 
 import fjoin
 from fjoin.groups._launch import Launch, read_launch
+from tests.groups.ends import ends
 from tests.helpers import raises_text
-from tests.processes import context
 
 MEET = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 SRUN = {"SLURM_PROCID": "1", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "1"}
@@ -71,29 +69,17 @@ def test_a_process_that_would_train_alone_raises(name: str) -> None:
     raises_text(ValueError, lambda: read_launch(environ), *parts)
 
 
-def train(environ: dict[str, str], report: Any) -> None:
-    os.environ.pop("RANK", None)
-    os.environ.pop("WORLD_SIZE", None)
-    os.environ.update(environ)
+def train(rank: int, launcher: str) -> tuple[int, int, list[float]]:
+    for name in TORCHRUN.keys() & os.environ.keys():
+        del os.environ[name]
+    own = {"srun": {**SRUN, "SLURM_PROCID": str(rank)}, "mpirun": {**MPIRUN, "OMPI_COMM_WORLD_RANK": str(rank)}}
+    os.environ.update(own[launcher])
     mesh = fjoin.mesh({"data": -1}, timeout_s=60)
     x = torch.ones(2) * (mesh.rank + 1)
     mesh.reduce_(x, ("data",)).wait()
-    report.send((mesh.rank, mesh.size, x.tolist()))
+    return mesh.rank, mesh.size, x.tolist()
 
 
 @pytest.mark.parametrize("launcher", ["srun", "mpirun"])
 def test_ranks_of_other_launchers_train_together(launcher: str) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    base = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
-    started = []
-    for rank in ("0", "1"):
-        of = {**SRUN, "SLURM_PROCID": rank} if launcher == "srun" else {**MPIRUN, "OMPI_COMM_WORLD_RANK": rank}
-        here, there = context.Pipe()
-        started.append((context.Process(target=train, args=({**base, **of}, there), daemon=True), here))
-        started[-1][0].start()
-    for rank, (process, report) in enumerate(started):
-        assert report.poll(90) and report.recv() == (rank, 2, [3.0, 3.0])
-        process.join(90)
-        assert process.exitcode == 0
+    assert [end.value for end in ends(2, train, launcher)] == [(0, 2, [3.0, 3.0]), (1, 2, [3.0, 3.0])]

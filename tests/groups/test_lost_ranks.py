@@ -1,4 +1,4 @@
-"""Ranks that end or stop outside the messages of a step: the others learn of it, and of the right rank; meshes that are closed."""
+"""Ranks that fail, leave, are killed or stop: typed errors on the others, which name the right rank; meshes that are closed."""
 
 from __future__ import annotations
 
@@ -18,27 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fjoin
 from fjoin import transforms as tx
-from tests.ranks import Ranks
+from tests.groups.ends import KEPT, LONG_S, End, a_step, end_of, ends, params
 
-Report = Callable[[Any], None]
-LONG_S = 300.0
-
-
-def ended(report: Report, run: Callable[[], Any]) -> None:
-    """Report how a function ends: (name of the error, its text, the rank it names)."""
-    try:
-        run()
-    except Exception as error:
-        report((type(error).__name__, str(error), getattr(error, "rank", None)))
-    else:
-        report(("fine", "", None))
-
-
-def a_step(mesh: Any, loss: Callable[[Any, Any], Any] = lambda p, b: (p["w"] * b).sum()) -> Any:
-    return fjoin.train_step(loss, tx.fuse(tx.mean("data"), tx.sgd(0.1)), mesh=mesh)
-
-
-KEPT: list[Any] = []
+X = torch.ones(2)
 
 
 class Bar:
@@ -53,118 +35,272 @@ class Bar:
             yield batch
 
 
-def hold_the_loop(rank: int, report: Report, how: str) -> None:
-    step = a_step(fjoin.mesh({"data": -1}, timeout_s=LONG_S))
-    state = step.init({"w": torch.ones(3)})
-    batches = step.join([torch.ones(3)] * 4)
-    KEPT.append(batches)
+def leave(rank: int, how: str) -> list[End]:
+    """Rank 1 leaves a loop that a variable holds, calls the step in an iteration not once, or is interrupted; then all calls."""
+    once = [how] if rank == 1 else []
 
-    def run() -> None:
-        nonlocal state
+    def at(place: str) -> bool:
+        here = once == [place]
+        once[:] = [] if here else once
+        if here and place.startswith("interrupt"):
+            os.kill(os.getpid(), signal.SIGINT)
+        return here
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        at("interrupt in a loss")
+        return (params["w"] * batch).sum()
+
+    def count(batch: Any) -> Any:
+        at("interrupt in an evaluation")
+        return {"n": len(batch)}
+
+    def loop() -> None:
+        new = state
         for i, batch in enumerate(Bar(batches) if how == "progress bar" else batches):
-            if (rank, i) == (1, 2):
-                report("leaving")
-                if how == "raise":
-                    raise ValueError("bad batch")
+            if i == 2 and (at("break") or at("progress bar")):
                 break
-            state, _ = step(state, batch)
+            if i == 2 and at("raise"):
+                raise KeyError("user code")
+            for _ in range(1 if i != 2 else 0 if at("never") else 2 if at("twice") else 1):
+                new, _ = step(new, batch)
+            at("interrupt in the body")
 
-    ended(report, run)
-
-
-@pytest.mark.parametrize("how", ["break", "raise", "progress bar"])
-def test_a_loop_that_is_kept_in_a_variable_ends_with_its_for_loop(how: str) -> None:
-    with Ranks(2, hold_the_loop, how) as run:
-        (kind, *_), (other, text, _) = (value for _, _, value in reversed(run.after("leaving", 2)))
-        assert kind == ("ValueError" if how == "raise" else "fine")
-        assert other == "PeerLost" and "rank 1 left the loop over step.join in iteration 2" in text
-
-
-def blame(rank: int, report: Report) -> None:
-    mesh = fjoin.mesh({"data": -1}, timeout_s=LONG_S)
-    pipeline, params = tx.fuse(tx.mean("data"), tx.sgd(0.1)), {"w": torch.ones(300)}
-
-    def run() -> None:
-        new, state = params, pipeline.init(params)
-        loop = fjoin.join([torch.ones(300)] * 10, mesh=mesh)
+    def bound() -> None:
         with fjoin.bind(mesh):
-            for i, batch in enumerate(loop):
-                if (rank, i) == (1, 3):
-                    report("now")
-                    os.kill(os.getpid(), signal.SIGKILL)
-                if rank == 0:
-                    threading.Event().wait(0.05)  # the third rank notices first
-                new, state = pipeline.step(new, {"w": batch}, state, weight=loop.weight)
+            tx.psum(X, "data")
 
-    ended(report, run)
+    mesh = fjoin.mesh({"data": -1}, timeout_s=LONG_S)
+    step = a_step(mesh, loss_fn)
+    state, batches = step.init(params()), step.join([X] * 4)
+    KEPT.append(batches)
+    first = {
+        "interrupt in a loss": lambda: step(state, X),
+        "interrupt in an evaluation": lambda: fjoin.evaluate(count, [X], mesh=mesh),
+    }.get(how, loop)
+    later = [
+        lambda: fjoin.evaluate(count, [X], mesh=mesh), lambda: step(state, X), lambda: list(step.join([X])), bound,
+        lambda: step.init(params()), lambda: step.flush(state), lambda: list(fjoin.join([X], mesh=mesh)),
+        lambda: a_step(mesh).init(params()),
+    ]  # fmt: skip
+    return [end._replace(value=None) for end in map(end_of, [first, *later])]
 
 
-def test_error_names_the_lost_rank_not_one_that_left_its_loop() -> None:
-    with Ranks(3, blame) as run:
-        for _, _, (kind, text, rank) in run.after("now", 2):
-            assert (kind, rank) == ("PeerLost", 1), text
+LEFT = "rank 1 left the loop over step.join in iteration 2"
 
 
-def join_a_registered_module(rank: int, report: Report) -> None:
+@pytest.mark.parametrize(
+    ("how", "own", "reason"),
+    [
+        ("break", "fine", LEFT),
+        ("progress bar", "fine", LEFT),
+        ("raise", "KeyError", LEFT),
+        ("never", "JoinError", "did not call the step in iteration 2"),
+        ("twice", "JoinError", "called the step twice in iteration 2"),
+        ("interrupt in a loss", "KeyboardInterrupt", "KeyboardInterrupt"),
+        ("interrupt in the body", "KeyboardInterrupt", "an interrupt"),
+        ("interrupt in an evaluation", "KeyboardInterrupt", "KeyboardInterrupt"),
+    ],
+)
+def test_the_reason_is_in_this_and_every_later_error_of_all_ranks(how: str, own: str, reason: str) -> None:
+    (first, *later), (kind, *later_there) = (end.value for end in ends(2, leave, how))
+    assert kind.kind == own and first.kind == "PeerLost" and reason in first.text, first
+    for one in (*later, *later_there):
+        assert one.kind in ("PeerLost", "JoinError") and reason in one.text, one
+        assert "cannot go on, it failed before" in one.text or "was taken down after a failure" in one.text, one
+
+
+def never_come(rank: int) -> None:
+    """Rank 1 runs another program."""
+    mesh = fjoin.mesh({"data": -1}, timeout_s=2)
+    KEPT.append(mesh)
+    if rank != 1:
+        a_step(mesh).init(params())
+
+
+def fail_in_init(rank: int) -> None:
+    optimizer = tx.partition({"w": tx.sgd(0.1), "v" if rank == 1 else "*": tx.sgd(0.2)})
+    mesh = fjoin.mesh({"data": -1}, timeout_s=LONG_S)
+    fjoin.train_step(lambda p, b: (p["w"] * b).sum(), tx.fuse(tx.mean("data"), optimizer), mesh=mesh).init(
+        {**params(), "u": torch.ones(3)}
+    )
+
+
+def blame(rank: int) -> None:
+    """Rank 1 is killed. Rank 2 notices first and leaves its loop."""
+    mesh = fjoin.mesh({"data": -1}, timeout_s=LONG_S)
+    pipeline, new = tx.fuse(tx.mean("data"), tx.sgd(0.1)), params()
+    state, loop = pipeline.init(new), fjoin.join([X] * 10, mesh=mesh)
+    with fjoin.bind(mesh):
+        for i, batch in enumerate(loop):
+            if (rank, i) == (1, 3):
+                os.kill(os.getpid(), signal.SIGKILL)
+            if rank == 0:
+                threading.Event().wait(0.05)
+            new, state = pipeline.step(new, {"w": batch}, state, weight=loop.weight)
+
+
+def join_a_registered_module(rank: int) -> None:
+    """Its hook does not keep the connections of a join that has failed."""
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=LONG_S))
     ddp = DistributedDataParallel(torch.nn.Linear(4, 2))
     optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
     fjoin.ddp.register(ddp, tx.mean("data"))
-
-    def run() -> None:
-        with fjoin.Join([ddp, optimizer]):
-            for i in range(4):
-                if (rank, i) == (1, 2):
-                    report("now")
-                    raise ValueError("bad batch")
-                ddp(torch.ones(2, 4)).sum().backward()
-                optimizer.step()
-
-    ended(report, run)
+    with fjoin.Join([ddp, optimizer]):
+        for i in range(4):
+            if (rank, i) == (1, 2):
+                raise ValueError("bad batch")
+            ddp(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
 
 
-def test_a_registered_hook_does_not_keep_the_connections_of_a_failed_join() -> None:
-    with Ranks(2, join_a_registered_module) as run:
-        (_, seconds, (kind, text, rank)), (_, _, (own, *_)) = run.after("now", 2)
-        assert own == "ValueError"
-        assert (kind, rank) == ("PeerLost", 1) and "ValueError: bad batch" in text and seconds < 10.0
-
-
-def report_without_ending(rank: int, report: Report, what: str) -> None:
-    """Rank 1 reports its own failure, or that it has noticed one of rank 2; no connection ends."""
+def report(rank: int, error: Exception) -> None:
+    """Rank 1 reports its own failure, or that it has noticed one of rank 2, while rank 0 waits; no connection ends."""
     mesh = fjoin.mesh({"data": -1}, timeout_s=LONG_S)
-    errors = {
-        "own": ValueError("bad batch"),
-        "lost": fjoin.PeerLost("rank 1 lost rank 2", rank=2),
-        "late": fjoin.CollectiveTimeout("rank 2 is stopped", rank=2),
-    }
+    KEPT.append(mesh)
+    with fjoin.bind(mesh):
+        if rank == 1:
+            mesh.report(error, 7)
+        elif rank == 0:
+            tx.psum(X, "data")
 
-    def run() -> None:
+
+def fail_alone(rank: int) -> None:
+    """Rank 0 fails while a message is under way that no other rank takes part in, and does not wait for it."""
+    torch.set_num_threads(1)
+    mesh = fjoin.mesh({"data": -1}, timeout_s=LONG_S)
+    KEPT.append(mesh)
+    if rank == 0:
+        mesh.reduce_(torch.ones(100_000), ("data",))
+        time.sleep(0.5)  # until a thread of gloo has begun it
+        with mesh:
+            raise ValueError("bad batch")
+
+
+FINE, BAD = ("fine", None, ""), ("ValueError", None, "bad batch")
+LATE = ("CollectiveTimeout", 1, "rank 1 did not come")
+UNMATCHED = "no pattern of partition matches 'u'"
+TWO_LOST, TWO_LATE = fjoin.PeerLost("rank 1 lost rank 2", rank=2), fjoin.CollectiveTimeout("rank 2 stopped", rank=2)
+# Of each rank its error, the rank that this names, and words; "" of a rank that is killed.
+TABLE: dict[str, tuple[Callable[..., None], tuple[Any, ...], list[Any]]] = {
+    "another program": (never_come, (), [LATE, FINE, LATE]),
+    "init": (fail_in_init, (), [("PeerLost", 1, UNMATCHED), ("ValueError", None, UNMATCHED)]),
+    "killed": (blame, (), [("PeerLost", 1, ""), "", ("PeerLost", 1, "")]),
+    "Join": (join_a_registered_module, (), [("PeerLost", 1, "ValueError: bad batch"), BAD]),
+    "own report": (report, (ValueError("bad batch"),), [("PeerLost", 1, "rank 1 failed in step 7: ValueError: bad batch"), FINE, FINE]),
+    "report of a lost rank": (report, (TWO_LOST,), [("PeerLost", 2, "rank 1 lost rank 2"), FINE, FINE]),
+    "report of a late rank": (report, (TWO_LATE,), [("CollectiveTimeout", 2, "rank 2 stopped"), FINE, FINE]),
+    "a message under way": (fail_alone, (), [BAD, FINE, FINE]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_errors_name_the_lost_rank(name: str) -> None:
+    program, args, want = TABLE[name]
+    expected = [one for one in want if one]
+    found = ends(len(want), program, *args, reports=len(expected))
+    assert [(end.kind, end.rank) for end in found] == [(kind, rank) for kind, rank, _ in expected], found
+    assert all(words in end.text for end, (*_, words) in zip(found, expected, strict=True)), found
+
+
+def fail(rank: int, transport: str, where: str) -> tuple[Any, ...]:
+    """Rank 1 fails in the fourth step, or beside it; all give what they can read then."""
+    torch.set_num_threads(1)
+    calls = 0
+
+    def bad(place: str) -> None:
+        if rank == 1 and calls == 4 and place == where:
+            raise ValueError("bad batch")
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        bad("before the parameters are used")
+        y = params["a"].sum() * batch.sum() * (rank + 1)
+        bad("after the first use")
+        return y + (params["b"] * batch.sum()).sum()
+
+    mesh = fjoin.mesh({"data": -1}, timeout_s=60, transport=transport)
+    step = fjoin.train_step(loss_fn, tx.zero(tx.mean("data"), tx.adamw(0.1), "data"), mesh=mesh, bucket_bytes=1000)
+    state = step.init({"a": torch.ones(30001), "b": torch.ones(40003)})
+
+    def train() -> None:
+        nonlocal state
+        for batch in step.join([X] * 8) if where == "the body of a loop" else [X] * 8:
+            if where == "the body of a loop" and rank == 1 and calls == 3:
+                raise ValueError("bad batch")
+            state, _ = step(state, batch)
+
+    kind = end_of(train).kind
+    sums = [round(float(value.sum()), 3) for value in state.params.values()]
+    return kind, state.step, sums, len(tx.to_state_dict(state.pipeline)) > 0
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("transport", ["shared", "gloo"])
+@pytest.mark.parametrize("where", ["before the parameters are used", "after the first use", "the body of a loop"])
+def test_the_state_of_the_last_step_can_be_read_on_all_ranks(where: str, transport: str) -> None:
+    kinds, steps, sums, read = zip(*(end.value for end in ends(3, fail, transport, where)), strict=True)
+    assert kinds == ("PeerLost", "ValueError", "PeerLost")
+    assert steps == (3, 3, 3) and all(read)
+    assert sums[0] == sums[1] == sums[2]
+    assert sums[0][0] < 30001 - 3 * 0.09 * 30001, "three steps of about 0.1"
+
+
+# -- within bind, over both transports ----------------------------------------------------------------------------------
+
+
+BLOCK = tx.fuse(tx.mean("data"), tx.sgd(0.1))
+CALLS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "psum": lambda x: tx.psum(x, "data"),
+    "all_gather": lambda x: tx.all_gather(x, "data"),
+    "psum_scatter": lambda x: tx.psum_scatter(x, "data", tiled=True),
+    "pmax": lambda x: tx.pmax(x, "data"),
+    "pbroadcast": lambda x: tx.pbroadcast(x, "data", 1),
+    "grad": lambda x: torch.func.grad(lambda y: tx.psum(y, "data").sum())(x),
+    "donate": lambda x: BLOCK.step({"w": x}, {"w": x.clone()}, BLOCK.init({"w": x}), donate=True),
+}
+
+
+def in_a_block(rank: int, call: str, transport: str, how: str, n: int) -> list[End]:
+    """The end of the block, and that of a call within it."""
+    mesh = fjoin.mesh({"data": -1}, timeout_s=3.0 if how == "stop" else 60.0, transport=transport)
+    x, inside = torch.ones(n), list[End]()
+    with fjoin.bind(mesh):
+        tx.psum(x, "data")
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP if how == "stop" else signal.SIGKILL)
+
+    def twice() -> None:
         with fjoin.bind(mesh):
-            if rank == 1:
-                mesh.report(errors[what], 7)
-            elif rank == 0:
-                tx.psum(torch.ones(2), "data")
+            try:
+                for _ in range(2):
+                    CALLS[call](x)
+            except Exception as error:
+                inside.append(End(type(error).__name__, str(error), getattr(error, "rank", None)))
+                raise
 
-    ended(report, run)
-
-
-@pytest.mark.parametrize(
-    ("what", "kind", "rank", "text"),
-    [
-        ("own", "PeerLost", 1, "rank 1 failed in step 7: ValueError: bad batch"),
-        ("lost", "PeerLost", 2, "rank 1 lost rank 2"),
-        ("late", "CollectiveTimeout", 2, "rank 2 is stopped"),
-    ],
-)
-def test_rank_that_waits_for_a_message_reads_failure_reports(what: str, kind: str, rank: int, text: str) -> None:
-    with Ranks(3, report_without_ending, what) as run:
-        ends = {who: end for who, _, end in (run.next(30) for _ in range(3))}
-        assert ends[0][::2] == (kind, rank) and text in ends[0][1]
-        assert ends[1][0] == ends[2][0] == "fine"
+    return [end_of(twice), *inside]
 
 
-def make_meshes(rank: int, report: Report, how: str) -> None:
+@pytest.mark.sample(6)
+@pytest.mark.parametrize("n", [6, 60_000])
+@pytest.mark.parametrize("how", ["kill", "stop"])
+@pytest.mark.parametrize("transport", ["shared", "gloo"])
+@pytest.mark.parametrize("call", CALLS)
+def test_a_failure_is_typed_inside_the_block(call: str, transport: str, how: str, n: int) -> None:
+    (end,) = ends(2, in_a_block, call, transport, how, n, reports=1)
+    assert end.value, end
+    outside, inside = end.value
+    kind = "CollectiveTimeout" if how == "stop" else "PeerLost"
+    assert (inside.kind, inside.rank, outside.kind) == (kind, 1, kind), outside.text
+
+
+# -- meshes that are closed ----------------------------------------------------------------------------------------------
+
+
+def make_meshes(rank: int, how: str) -> Any:
+    """Threads and descriptors before and after, and how calls of closed meshes end."""
+
     def used() -> tuple[int, int]:
         """Once it stays the same for a while: threads end by themselves."""
         gc.collect()
@@ -178,88 +314,26 @@ def make_meshes(rank: int, report: Report, how: str) -> None:
     def one() -> None:
         if how == "dropped":
             step = a_step(None)
-            step(step.init({"w": torch.ones(2)}), torch.ones(2))
+            step(step.init(params()), X)
             return
         with fjoin.mesh({"data": -1}) as mesh, fjoin.bind(mesh):
-            tx.psum(torch.ones(2), "data")
+            tx.psum(X, "data")
             if how == "closed":
                 mesh.close()
-        ended(texts.append, lambda: tx.simulate(lambda: None, {"data": 1}) and mesh.exchange("", 0, len))
+        found.append(end_of(lambda: tx.simulate(lambda: None, {"data": 1}) and mesh.exchange("", 0, len)))
 
-    texts: list[Any] = []
+    found = list[End]()
     one()
     before = used()
     for _ in range(3):
         one()
-    report((before, used(), texts))
+    return before, used(), found
 
 
 @pytest.mark.parametrize("how", ["dropped", "closed", "left"])
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="threads are counted in /proc")
 def test_meshes_give_back_threads_and_descriptors(how: str) -> None:
-    with Ranks(2, make_meshes, how) as run:
-        for _ in range(2):
-            _, _, (before, after, texts) = run.next(30)
-            assert before == after
-            assert how == "dropped" or all(kind == "JoinError" and "closed" in text for kind, text, _ in texts)
-
-
-def interrupt(rank: int, report: Report, place: str) -> None:
-    """Rank 1 is interrupted in a loss, in the body of a loop or in an evaluation; what each later call says on both ranks."""
-    once = [place] if rank == 1 else []
-
-    def at(here: str) -> None:
-        if here in once:
-            once.clear()
-            os.kill(os.getpid(), signal.SIGINT)
-
-    def loss_fn(params: Any, batch: Any) -> Any:
-        at("loss")
-        return (params["w"] * batch).sum()
-
-    def count(batch: Any) -> Any:
-        at("evaluate")
-        return {"n": len(batch)}
-
-    mesh, params, batches = fjoin.mesh({"data": -1}, timeout_s=LONG_S), {"w": torch.ones(2)}, [torch.ones(2)] * 3
-    step = a_step(mesh, loss_fn)
-    state = step.init(params)
-
-    def train() -> None:
-        new = state
-        for batch in step.join(batches):
-            new, _ = step(new, batch)
-            at("body")
-
-    def bound() -> None:
-        with fjoin.bind(mesh):
-            tx.psum(torch.ones(2), "data")
-
-    runs: dict[str, Callable[[], Any]] = {
-        "evaluate": lambda: fjoin.evaluate(count, batches, mesh=mesh),
-        "body": train,
-        "loss": lambda: step(state, batches[0]),
-    }
-    try:
-        runs[place]()
-    except (KeyboardInterrupt, fjoin.PeerLost) as error:
-        first = type(error).__name__
-    later = [
-        *runs.values(), bound, lambda: step.init(params), lambda: step.flush(state),
-        lambda: list(fjoin.join(batches, mesh=mesh)), lambda: a_step(mesh).init(params),
-    ]  # fmt: skip
-    found = list[Any]()
-    for run in later:
-        ended(found.append, run)
-    report((first, found))
-
-
-@pytest.mark.parametrize(
-    ("place", "reason"), [("loss", "KeyboardInterrupt"), ("body", "an interrupt"), ("evaluate", "KeyboardInterrupt")]
-)
-def test_every_later_error_names_the_interrupt(place: str, reason: str) -> None:
-    with Ranks(2, interrupt, place) as run:
-        for _ in range(2):
-            rank, _, (first, found) = run.next(30)
-            assert first == ("KeyboardInterrupt" if rank == 1 else "PeerLost")
-            assert all(reason in text and kind != "fine" for kind, text, _ in found), found
+    for end in ends(2, make_meshes, how):
+        before, after, found = end.value
+        assert before == after
+        assert how == "dropped" or all(one.kind == "JoinError" and "closed" in one.text for one in found)

@@ -7,6 +7,7 @@ import os
 import resource
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,10 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fjoin
 from fjoin import transforms as tx
-from tests.groups.test_lost_ranks import LONG_S, a_step, ended
-from tests.ranks import Ranks
+from tests.groups.ends import LONG_S, End, a_step, ends, params
 
-Report = Callable[[Any], None]
 LATE_S = 3.2  # two looks at failures in a message, and more
 
 
@@ -40,12 +39,17 @@ def rows(rank: int) -> None:
     mesh.close()
 
 
-def broadcast(rank: int) -> None:
-    """Rank 2 has its part of a broadcast at once and closes the mesh, while the others wait for rank 1."""
-    with fjoin.mesh({"data": -1}, timeout_s=LONG_S) as mesh, fjoin.bind(mesh):
+def broadcast(rank: int, closes: bool) -> None:
+    """Rank 2 has its part of a broadcast at once, and closes the mesh or ends, while the others wait for rank 1."""
+    mesh = fjoin.mesh({"data": -1}, timeout_s=LONG_S)
+    with fjoin.bind(mesh):
         if rank == 1:
             late()
         tx.pbroadcast(torch.ones(1), "data", 0)
+    if closes:
+        mesh.close()
+    elif rank == 2:
+        os._exit(0)
 
 
 def again(rank: int) -> None:
@@ -57,13 +61,13 @@ def again(rank: int) -> None:
         if rank == 0:
             with mesh:
                 raise ValueError("bad checkpoint")
-        a_step(mesh).init({"w": torch.ones(2)})
+        a_step(mesh).init(params())
     except (ValueError, fjoin.PeerLost):
         pass
     if rank == 1:
         late()
     step = a_step(fjoin.mesh({"data": -1}, timeout_s=LONG_S))
-    step(step.init({"w": torch.ones(2)}), torch.ones(2))
+    step(step.init(params()), torch.ones(2))
 
 
 def two_modules(rank: int) -> None:
@@ -91,7 +95,7 @@ def fork(rank: int) -> None:
     """A forked process frees its copy of the mesh."""
     mesh = fjoin.mesh({"data": -1}, timeout_s=LONG_S)
     step = a_step(mesh)
-    state = step.init({"w": torch.ones(2)})
+    state = step.init(params())
     if (child := os.fork()) == 0:
         mesh.report_failure(ValueError("in the child"), None)
         mesh.close()
@@ -103,7 +107,7 @@ def fork(rank: int) -> None:
 
 def without_descriptors(rank: int) -> None:
     step = a_step(fjoin.mesh({"data": -1}, timeout_s=LONG_S))
-    state = step.init({"w": torch.ones(2)})
+    state = step.init(params())
     state, _ = step(state, torch.ones(2))
     if rank == 0:
         lowest = os.dup(0)
@@ -138,39 +142,17 @@ def two_loops(rank: int) -> None:
                 break
 
 
-PROGRAMS: dict[str, tuple[Callable[[int], None], int]] = {
-    "rows": (rows, 4), "broadcast": (broadcast, 4), "again": (again, 2), "two modules": (two_modules, 2), "fork": (fork, 2),
-    "without descriptors": (without_descriptors, 2), "device meshes": (device_meshes, 4), "two loops": (two_loops, 2),
+# A program, its ranks, and how many of them are there at its end.
+PROGRAMS: dict[str, tuple[Callable[[int], None], int, int]] = {
+    "rows": (rows, 4, 4), "broadcast": (partial(broadcast, closes=True), 4, 4),
+    "without close": (partial(broadcast, closes=False), 4, 3), "again": (again, 2, 2),
+    "two modules": (two_modules, 2, 2), "fork": (fork, 2, 2), "without descriptors": (without_descriptors, 2, 2),
+    "device meshes": (device_meshes, 4, 4), "two loops": (two_loops, 2, 2),
 }  # fmt: skip
-
-
-def go(rank: int, report: Report, name: str) -> None:
-    ended(report, lambda: PROGRAMS[name][0](rank))
 
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_no_rank_is_taken_for_lost(name: str) -> None:
-    ranks = PROGRAMS[name][1]
-    with Ranks(ranks, go, name) as run:
-        assert [run.next()[2] for _ in range(ranks)] == [("fine", "", None)] * ranks
-
-
-def end_without_close(rank: int, report: Report) -> None:
-    """Rank 2 has its part of a broadcast at once, drops its mesh and ends, while rank 3 waits for rank 1."""
-
-    def run() -> None:
-        mesh = fjoin.mesh({"data": -1}, timeout_s=LONG_S)
-        with fjoin.bind(mesh):
-            if rank == 1:
-                late()
-            tx.pbroadcast(torch.ones(1), "data", 0)
-
-    ended(report, run)
-    if rank == 2:
-        os._exit(0)
-
-
-def test_a_rank_that_drops_its_mesh_and_ends_was_not_killed() -> None:
-    with Ranks(4, end_without_close) as run:
-        assert [run.next()[2] for _ in range(4)] == [("fine", "", None)] * 4
+    program, ranks, left = PROGRAMS[name]
+    assert ends(ranks, program, reports=left) == [End()] * left

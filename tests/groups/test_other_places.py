@@ -12,33 +12,29 @@ import torch
 
 import fjoin
 from fjoin import transforms as tx
-from tests.groups.test_lost_ranks import LONG_S, Report, a_step, ended
+from tests.groups.ends import LONG_S, a_step, ends, params
 from tests.helpers import raises_text
-from tests.ranks import Ranks
 from tests.training.small import MEAN_SGD, product, step_of
 
+X = torch.ones(2)
 
-def run_other_code(rank: int, report: Report, what: str) -> None:
+
+def run_other_code(rank: int, what: str) -> None:
     other = rank == 1
-
-    def run() -> None:
-        shape = {"data": -1, "node": 1} if what == "shape" and other else {"data": -1}
-        mesh = fjoin.mesh(shape, timeout_s=LONG_S)
-        if what == "one mesh more" and other:
-            fjoin.mesh({"data": -1}, timeout_s=LONG_S)
-        if what == "evaluate" and other:
-            fjoin.evaluate(lambda batch: {}, [], mesh=mesh)
-        step = a_step(mesh)
-        state = step.init({"w": torch.ones(2)}, sync=None if what == "sync" and other else "broadcast")
-        if what == "plain loop" and other:
-            state, _ = step(state, torch.ones(2))
-        for epoch in (0, 1):
-            throws = other and what == ("throw" if epoch == 0 else "throw later")
-            replays = "replay" if what == "replay" and other else "shadow"
-            for batch in step.join([torch.ones(2)], throw_on_early_termination=throws, when_exhausted=replays):
-                state, _ = step(state, batch)
-
-    ended(report, run)
+    mesh = fjoin.mesh({"data": -1, "node": 1} if what == "shape" and other else {"data": -1}, timeout_s=LONG_S)
+    if what == "one mesh more" and other:
+        fjoin.mesh({"data": -1}, timeout_s=LONG_S)
+    if what == "evaluate" and other:
+        fjoin.evaluate(lambda batch: {}, [], mesh=mesh)
+    step = a_step(mesh)
+    state = step.init(params(), sync=None if what == "sync" and other else "broadcast")
+    if what == "plain loop" and other:
+        state, _ = step(state, X)
+    for epoch in (0, 1):
+        throws = other and what == ("throw" if epoch == 0 else "throw later")
+        replays = "replay" if what == "replay" and other else "shadow"
+        for batch in step.join([X], throw_on_early_termination=throws, when_exhausted=replays):
+            state, _ = step(state, batch)
 
 
 @pytest.mark.sample(2)
@@ -55,38 +51,31 @@ def run_other_code(rank: int, report: Report, what: str) -> None:
     ],
 )  # fmt: skip
 def test_a_rank_that_runs_other_code_raises_before_the_first_message(what: str, parts: list[str] | None) -> None:
-    with Ranks(3, run_other_code, what) as run:
-        for rank, _, (kind, text, odd) in sorted(run.next(30) for _ in range(3)):
-            if parts is None:
-                assert kind == "fine", text
-            else:
-                assert kind in ("DesyncError", "PeerLost"), text
-                assert all(part in text for part in parts), text
-                assert odd in (1, None) or what in ("one mesh more", "throw later"), (rank, odd, text)
+    for end in ends(3, run_other_code, what):
+        if parts is None:
+            assert end.kind == "fine", end
+        else:
+            assert end.kind in ("DesyncError", "PeerLost") and all(part in end.text for part in parts), end
+            assert end.rank in (1, None) or what in ("one mesh more", "throw later"), end
 
 
-def be_late(rank: int, report: Report) -> None:
+def be_late(rank: int) -> str:
+    """What this process prints."""
     with tempfile.TemporaryFile() as file:
         kept = os.dup(2)
         os.dup2(file.fileno(), 2)
         step = a_step(fjoin.mesh({"data": -1}))
-        if rank == 1:
-            threading.Event().wait(1.2)
-        state = step.init({"w": torch.ones(2)})
-        if rank == 1:
-            threading.Event().wait(1.2)
-        step(state, torch.ones(2))
+        threading.Event().wait(1.2 * rank)
+        state = step.init(params())
+        threading.Event().wait(1.2 * rank)
+        step(state, X)
         os.dup2(kept, 2)
         file.seek(0)
-        report(file.read().decode())
+        return file.read().decode()
 
 
 def test_nothing_is_printed_while_a_rank_is_late() -> None:
-    with Ranks(2, be_late) as run:
-        assert [run.next(30)[2] for _ in range(2)] == ["", ""]
-
-
-X = torch.ones(2)
+    assert [end.value for end in ends(2, be_late)] == ["", ""]
 
 
 @pytest.mark.parametrize(
@@ -110,7 +99,7 @@ def test_another_program_on_one_rank(change: dict[str, Any], texts: list[str]) -
         step = fjoin.train_step(product, mine.get("pipeline", MEAN_SGD), **mine.get("settings", {}))
         return raises_text(
             fjoin.DesyncError,
-            lambda: step.init(mine.get("params", {"w": torch.ones(2)}), mine.get("buffers")), "Nothing has been sent", *texts,
+            lambda: step.init(mine.get("params", params()), mine.get("buffers")), "Nothing has been sent", *texts,
         )  # fmt: skip
 
     for text in tx.simulate(one_rank, {"data": 3}, [False, True, False]):

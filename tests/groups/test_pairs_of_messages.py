@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fjoin
 from fjoin import transforms as tx
-from tests.ranks import Ranks
+from tests.groups.ends import ends
 
 TIMEOUT_S = 3.0
 SGD = tx.sgd(1.0)
@@ -95,6 +95,11 @@ def check(first: str, second: str, results: list[Any]) -> None:
 
 
 PAIRS = list(itertools.combinations_with_replacement(KINDS, 2))
+OF_ONE_SIZE = [("step", "flush"), ("step", "other step"), ("flush", "other step"), ("pass", "module flush")]
+ON_GLOO = [*OF_ONE_SIZE, *(pytest.param(kind, kind, marks=pytest.mark.long) for kind in KINDS)]
+OF_OTHER_SIZES = [
+    ("step", "join"), ("step", "average"), ("flush", "join"), ("join", "average"), ("step", "pass"), ("join", "pass"),
+]  # fmt: skip
 
 
 @pytest.mark.sample(8)
@@ -104,28 +109,14 @@ def test_two_kinds_of_messages_in_shared_memory(pool: Any, first: str, second: s
     check(first, second, pool.run(2, apart, pipeline, "shared", first, second))
 
 
-OF_ONE_SIZE = [("step", "flush"), ("step", "other step"), ("flush", "other step"), ("pass", "module flush")]
-
-
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        pytest.param(*pair, marks=[pytest.mark.long] * (pair[0] == pair[1]))
-        for pair in [*OF_ONE_SIZE, *((kind, kind) for kind in KINDS)]
-    ],
-)
+@pytest.mark.parametrize(("first", "second"), ON_GLOO)
 def test_two_kinds_of_messages_on_gloo(pool: Any, first: str, second: str) -> None:
     check(first, second, pool.run(2, apart, "mean", "gloo", first, second))
 
 
-def on_a_process(rank: int, report: Any, pipeline: str, first: str, second: str) -> None:
+def on_a_process(rank: int, first: str, second: str) -> Any:
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=2 * TIMEOUT_S))
-    report(apart(pipeline, "gloo", first, second))
-
-
-OF_OTHER_SIZES = [
-    ("step", "join"), ("step", "average"), ("flush", "join"), ("join", "average"), ("step", "pass"), ("join", "pass"),
-]  # fmt: skip
+    return apart("mean", "gloo", first, second)
 
 
 @pytest.mark.long
@@ -134,6 +125,4 @@ OF_OTHER_SIZES = [
 )
 @pytest.mark.parametrize(("first", "second"), OF_OTHER_SIZES)
 def test_messages_of_other_sizes_on_gloo(first: str, second: str) -> None:
-    with Ranks(2, on_a_process, "mean", first, second) as run:
-        results = sorted(run.next(4 * TIMEOUT_S) for _ in range(2))
-    check(first, second, [result for *_, result in results])
+    check(first, second, [end.value for end in ends(2, on_a_process, first, second)])
