@@ -33,7 +33,7 @@ class CollectiveTimeout(FjoinError):
 
 
 class TransportError(FjoinError):
-    """The system refuses shared memory, or a message between the ranks of a host: a limit is met, or a sandbox forbids it."""
+    """The system refuses shared memory, a message between the ranks of a host, or a port: a limit, a sandbox, another program."""
 
 
 class EarlyTermination(FjoinError):

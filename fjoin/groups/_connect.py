@@ -207,6 +207,7 @@ def limited(timeout_s: float, call: Callable[[], T]) -> T:
 
     Raises:
         CollectiveTimeout: not all ranks have connected in time.
+        TransportError: on rank 0: the port is taken.
     """
     device = devices.current() if devices.in_use() else None
 
@@ -220,7 +221,13 @@ def limited(timeout_s: float, call: Callable[[], T]) -> T:
     except RuntimeError as error:
         if not (isinstance(error, Unanswered) or is_backend_error(error) or LATE.search(str(error))):
             raise
+        meet = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
+        if "EADDRINUSE" in str(error):
+            raise TransportError(
+                f"the port of {meet}, where the ranks meet, is taken by another program on the host of rank 0: set MASTER_PORT to a free "
+                f"one on all ranks, or start by torchrun --standalone, which finds one"
+            ) from error
         raise CollectiveTimeout(
-            f"the ranks could not be connected within {timeout_s:g} s: one of them has not started, has "
-            f"ended, or cannot be reached; look at the other ranks' output. {error}"
+            f"the ranks could not be connected within {timeout_s:g} s, by {meet}: one of them has not started, has ended, or cannot be "
+            f"reached, or another program holds that port; look at the other ranks' output. {error}"
         ) from error

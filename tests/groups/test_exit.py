@@ -40,6 +40,15 @@ try:
 except fjoin.CollectiveTimeout:
     sys.exit(3)
 """
+TAKEN = """
+import sys
+import fjoin
+try:
+    fjoin.mesh({"data": -1}, timeout_s=30.0)
+except fjoin.TransportError as error:
+    print(error)
+    sys.exit(4)
+"""
 
 
 @pytest.mark.parametrize(
@@ -47,15 +56,18 @@ except fjoin.CollectiveTimeout:
     [
         (TRAINED, "01", "initialized: False axis: None\n", 0),
         *((TIMED_OUT, rank, "", 3) for rank in "01"),
+        (TAKEN, "0", "the port of 127.0.0.1:{port}, where the ranks meet, is taken by another program", 4),
     ],
 )
 def test_programs_end(tmp_path: pathlib.Path, program: str, ranks: str, out: str, status: int) -> None:
     """Otherwise with "terminate called without an active exception"."""
     file = tmp_path / "program.py"
     file.write_text(program)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    other = socket.socket()
+    other.bind(("0.0.0.0", 0))
+    port = str(other.getsockname()[1])
+    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    other.listen() if program is TAKEN else other.close()
     started = [
         subprocess.Popen(
             [sys.executable, str(file)], env={**os.environ, **meet, "RANK": rank, "LOCAL_RANK": rank}, text=True,
@@ -66,4 +78,5 @@ def test_programs_end(tmp_path: pathlib.Path, program: str, ranks: str, out: str
     for process in started:
         found, errors = process.communicate(timeout=120)
         assert process.returncode == status, errors
-        assert found == out
+        assert found == out if program is not TAKEN else found.startswith(out.format(port=port))
+    other.close()
