@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import operator
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
 import optree
@@ -73,8 +74,10 @@ class Apply:
         self._module = weakref.ref(module)
         first: dict[int, str] = {}
         named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-        # The further paths of shared tensors -> the first one.
+        # The further paths of shared tensors, and paths without those of wrappers -> the first one.
         self._aliases = {path: first[id(t)] for path, t in named if first.setdefault(id(t), path) != path}
+        names = inner_names(module, first.values())
+        self._aliases |= {name: path for path, name in names.items() if name != path}
         # In the place of a module that is gone; of what is trained it has no values.
         values: dict[str, Tensor] = {}
         for path, p in module.named_parameters():
@@ -140,10 +143,10 @@ class Apply:
 
     def _call(self, params: dict[str, Tensor], buffers: dict[str, Tensor], args: Any, kwargs: Any) -> _Outcome:
         given = {**params, **buffers}
-        if torch.compiler.is_compiling():
-            return self._traced(given, args, kwargs)
         if self._aliases:
             given = {self._aliases.get(path, path): tensor for path, tensor in given.items()}
+        if torch.compiler.is_compiling():
+            return self._traced(given, args, kwargs)
         module = self._now()
         copies = _Copies(self, given)
         copy = copies.of(module, "")
@@ -288,7 +291,8 @@ def functional(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, T
 
     Returns:
         `apply`, an `Apply`, called as `apply(params, buffers, *args, **kwargs)`; `params`, path -> tensor, copies of the trained
-        values: the parameters that require a gradient, in the order of registration, a shared one once, under its first path; and
+        values: the parameters that require a gradient, in the order of registration, a shared one once, under its first path, which
+        is that inside torch.compile, DistributedDataParallel and DataParallel; and
         `buffers`, path -> tensor, copies of the untrained values: the module's frozen parameters and its buffers.
 
     Raises:
@@ -311,7 +315,32 @@ def functional(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, T
     # Copies, since optimizers of torch and the module's own calls write into its tensors in place.
     values = {path: t.detach().clone() for path, t in (*module.named_parameters(), *module.named_buffers())}
     params = {path: values.pop(path) for path, p in module.named_parameters() if p.requires_grad}
-    return Apply(module, frozenset(params)), params, values
+    apply, names = Apply(module, frozenset(params)), inner_names(module, [*params, *values])
+    return apply, *({names[path]: t for path, t in tree.items()} for tree in (params, values))  # type: ignore[return-value]
+
+
+def _wrapped_part(module: nn.Module) -> str:
+    """The name of the child for which a module of torch.compile or of data parallelism stands, or ""."""
+    if "_orig_mod" in module._modules:
+        return "_orig_mod"
+    return "module" if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)) else ""
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module inside those that only stand for it."""
+    while part := _wrapped_part(module):
+        module = getattr(module, part)
+    return module
+
+
+def inner_names(module: nn.Module, paths: Iterable[str]) -> dict[str, str]:
+    """Paths in a module -> the same without the parts that name what a wrapper stands for."""
+    found = ((path, _wrapped_part(part)) for path, part in module.named_modules(remove_duplicate=False))
+    hidden = {f"{path}.{part}".removeprefix(".") for path, part in found if part}
+    if not hidden:
+        return {path: path for path in paths}
+    steps = {path: list(itertools.accumulate(path.split("."), lambda a, b: f"{a}.{b}")) for path in paths}
+    return {path: ".".join(at.rpartition(".")[2] for at in way if at not in hidden) for path, way in steps.items()}
 
 
 def value_and_grad(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callable[..., tuple[Any, Any]]:

@@ -7,9 +7,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from .._errors import CheckpointError
+from .._functional import unwrapped
 from ..agreement import Requests, put_together, taken_apart
 from ..ddp import Handle
 from ..groups import Communicator, Mesh, mesh_or_world
@@ -55,6 +57,9 @@ class PlainItem:
             shown: What `add` returned.
         """
         state = put_together(shown, values)
+        for wrapper in ("_orig_mod", "module", "_orig_mod"):  # of checkpoints of 0.2
+            if isinstance(self._one, nn.Module) and not hasattr(self._one, wrapper):
+                consume_prefix_in_state_dict_if_present(state, f"{wrapper}.")
         return lambda: self._one.load_state_dict(state)
 
 
@@ -135,7 +140,7 @@ def item_of(name: str, one: Any, mesh: Communicator) -> Item:
         return ZeroItem(name, one, mesh)
     if not hasattr(one, "state_dict") or not hasattr(one, "load_state_dict"):
         raise TypeError(f"{name!r} is a {type(one).__name__}, expected an object with state_dict and load_state_dict")
-    return PlainItem(name, one, mesh)
+    return PlainItem(name, unwrapped(one) if isinstance(one, nn.Module) else one, mesh)
 
 
 class OfObjects:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .._errors import DonatedState, TornState
-from .._functional import Apply
+from .._functional import Apply, inner_names
 from ..buckets import Storage, gather_state, load_params
 from ..step import EndStates, HookState, StateData
 from ..transforms.base import OF_MODULE, check_dense, flatten_in_insertion_order, named_leaves, path_string
@@ -394,6 +394,7 @@ def load_into(module: M, params: Any, buffers: Mapping[str, Tensor] | None = Non
         params, buffers = params.params, params.buffers
     given = {**named_leaves(params), **(buffers or {})}
     places = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
+    places |= {name: places[path] for path, name in inner_names(module, places).items()}
     if unknown := sorted(given.keys() - places.keys()):
         raise ValueError(f"load_into: the module has no parameter or buffer {unknown}; it has {list(places)}")
     chosen: dict[int, str] = {}

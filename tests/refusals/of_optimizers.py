@@ -39,6 +39,7 @@ SGD, MEAN, NORM = tx.sgd(0.1), tx.mean("data"), nn.BatchNorm1d(2)
 MOMENTUM = tx.sgd(0.1, momentum=0.9).init({"w": torch.zeros(2)})
 SAVED = tx.to_state_dict(MOMENTUM)
 NAMES = policies.save_and_offload_only_these_names
+COUNTER = iter(range(9))
 BOTH = {"names_which_can_be_saved": ["a", "b"], "names_which_can_be_offloaded": ["b"]}
 V, T, R = ValueError, TypeError, RuntimeError
 
@@ -60,7 +61,7 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
           for name in ("backoff_factor", "growth_factor")),
     ],
     "sgd": [(lambda: tx.sgd(lambda step: {0: 0.1}.get(step, 0.0)), V, "returned 0.1 for 0, but 0.0 for a 0-d tensor", "int(step)"),
-    (lambda: tx.sgd(lambda step, seen=iter(range(9)): next(seen)), V, "returned 0.0 and then 1.0 for step 0", "counter"),
+    (lambda: tx.sgd(lambda step: next(COUNTER)), V, "returned 0.0 and then 1.0 for step 0", "counter"),
     (lambda: tx.sgd(0.1, nesterov=True), V, "nesterov needs momentum"),
     (lambda: tx.sgd(0.1, momentum="0.9"), T, "momentum", "'0.9'")],
     "adamw": [(lambda: tx.adamw(0.1, betas=(0.9, 1.0)), V, "betas", "1.0"),
