@@ -129,22 +129,6 @@ def test_a_rename_that_another_run_did_does_not_count(tmp_path: Path, monkeypatc
     raises_text(fjoin.CheckpointError, lambda: folder.commit(temporary, manifest), "the step is not saved")
 
 
-def test_a_fault_after_the_rename_says_that_the_step_may_be_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = Folder(tmp_path)
-    manifest = fill(temporary := folder.begin(1), 1)
-    fsync = os.fsync
-
-    def fail(fd: int) -> None:
-        if os.path.samestat(os.fstat(fd), os.stat(tmp_path)):
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        fsync(fd)
-
-    monkeypatch.setattr(os, "fsync", fail)
-    raises_text(fjoin.CheckpointError, lambda: folder.commit(temporary, manifest), "is written, but may be lost")
-
-
 @pytest.mark.parametrize("call", ["write", "fsync", "mkdir"])
 def test_a_full_disk_leaves_the_older_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     """The call fails at its first, second, ... time, until a save succeeds."""

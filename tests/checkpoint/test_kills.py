@@ -107,13 +107,13 @@ def test_a_kill_at_any_time_leaves_a_whole_checkpoint(
     assert within > 0 or kills < 20  # saves that were under way
 
 
-def writing_slowly(rank: int, report: Any, folder: str, what: str, odd: int) -> None:
-    """One rank writes for longer than the mesh waits, or is killed while it writes."""
+def writing(rank: int, report: Any, folder: str, what: str, odd: int, delay_s: float) -> None:
+    """One rank's file takes a while, or it is killed meanwhile, or the loops of all ranks fail."""
     warnings.simplefilter("ignore")
     write = _save.write_file
 
     def slowly(*args: Any) -> Any:
-        time.sleep(0.5 if what == "killed" else 3.0)
+        time.sleep(delay_s)
         if what == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         return write(*args)
@@ -121,55 +121,33 @@ def writing_slowly(rank: int, report: Any, folder: str, what: str, odd: int) -> 
     if rank == odd:
         _save.write_file = slowly
     step = make_step(fjoin.mesh({"data": -1}, timeout_s=2))
-    runs = fjoin.Checkpoints(folder, step, background=True)
     state, _ = step(step.init(START), batch_of(rank, 0))
-    began = time.monotonic()
+    began, error = time.monotonic(), ""
     try:
-        runs.save(state)
-        runs.wait()
-    except Exception as error:
-        report((type(error).__name__, time.monotonic() - began))
-    else:
-        report(("saved", time.monotonic() - began))
+        with fjoin.Checkpoints(folder, step, background=True) as runs:
+            runs.save(state)
+            if what == "failed":
+                raise RuntimeError("of the loop")
+    except Exception as raised:
+        error = type(raised).__name__
+    report((error, time.monotonic() - began))
 
 
 @pytest.mark.parametrize("killed", [0, 1])  # rank 0 is the host of the store, where no launcher is
 def test_a_rank_that_is_killed_while_it_writes_is_noticed(killed: int, tmp_path: Path) -> None:
-    with Ranks(2, writing_slowly, str(tmp_path), "killed", killed) as run:
-        _, _, (what, took_s) = run.next(60)
-    assert what in ("PeerLost", "CollectiveTimeout") and took_s < 15
+    with Ranks(2, writing, str(tmp_path), "killed", killed, 0.5) as run:
+        _, _, (error, took_s) = run.next(60)
+    assert error in ("PeerLost", "CollectiveTimeout") and took_s < 15
     assert killed == 0 or not list(tmp_path.iterdir())  # rank 0 has cleaned up
     assert not any(path.name.startswith("step") for path in tmp_path.iterdir())
 
 
-def test_a_file_may_take_longer_than_a_message(tmp_path: Path) -> None:
-    with Ranks(2, writing_slowly, str(tmp_path), "slow", 1) as run:
+@pytest.mark.parametrize(
+    ("what", "delay_s", "error"),
+    [("slow", 3.0, ""), ("failed", 1.0, "RuntimeError")],  # longer than a message may take; of the loop
+)
+def test_a_save_that_is_being_written_is_not_lost(what: str, delay_s: float, error: str, tmp_path: Path) -> None:
+    with Ranks(2, writing, str(tmp_path), what, 1, delay_s) as run:
         found = [run.next(60)[2] for _ in range(2)]
-    assert all(what == "saved" and took_s > 2.5 for what, took_s in found) and not verify(tmp_path)
-
-
-def failing_after_a_save(rank: int, report: Any, folder: str) -> None:
-    """Rank 0 fails while rank 1 still writes, and rank 1 with it."""
-    warnings.simplefilter("ignore")
-    write = _save.write_file
-
-    def slowly(*args: Any) -> Any:
-        time.sleep(1.0)
-        return write(*args)
-
-    if rank == 1:
-        _save.write_file = slowly
-    step = make_step(fjoin.mesh({"data": -1}))
-    state, _ = step(step.init(START), batch_of(rank, 0))
-    try:
-        with fjoin.Checkpoints(folder, step, background=True) as runs:
-            runs.save(state)
-            raise RuntimeError("of the loop")
-    except RuntimeError as error:
-        report(str(error))
-
-
-def test_an_error_of_the_loop_does_not_cost_a_save_that_is_being_written(tmp_path: Path) -> None:
-    with Ranks(2, failing_after_a_save, str(tmp_path)) as run:
-        assert [run.next(60)[2] for _ in range(2)] == ["of the loop"] * 2
+    assert [one for one, _ in found] == [error] * 2 and max(took_s for _, took_s in found) > 0.9 * delay_s
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"] and not verify(tmp_path)

@@ -1,4 +1,4 @@
-"""Loaders, and a run whose order, augmentation and dropout depend on random numbers."""
+"""Loaders, and a run whose order, augmentation and dropout depend on random numbers, which may be saved and restored anywhere."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import random
 import sys
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy.random  # noqa: F401  a stream that is there from the start
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -15,6 +17,8 @@ from torch.utils.data import DataLoader, Dataset
 import fjoin
 from fjoin import transforms as tx
 from fjoin.transforms.axes import bound
+
+PIPELINE = tx.fuse(tx.error_feedback(tx.compress(tx.int8(), tx.mean("data"))), tx.sgd(1e-5, momentum=0.9))
 
 
 class Noisy(Dataset[Tensor]):
@@ -67,13 +71,8 @@ def loader_of(kind: str, n: int) -> Any:
         return list(torch.arange(2.0 * n, dtype=torch.float64).reshape(-1, 2, 2)) if n else []
     if kind == "Shuffled":
         return DataLoader(Noisy(n), batch_sampler=fjoin.Shuffled(n, 6, seed=4))
-    return DataLoader(
-        Noisy(n),
-        batch_size=2,
-        shuffle=True,
-        num_workers=2 if kind == "workers" else 0,
-        multiprocessing_context="forkserver" if kind == "workers" else None,
-    )
+    workers: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "forkserver"} if kind == "workers" else {}
+    return DataLoader(Noisy(n), batch_size=2, shuffle=True, **workers)
 
 
 def loss_fn(params: Any, batch: Tensor) -> Tensor:
@@ -81,66 +80,54 @@ def loss_fn(params: Any, batch: Tensor) -> Tensor:
 
 
 def run(
-    kind: str,
-    n: int,
-    saved: tuple[Any, Any] | None = None,
-    save_at: tuple[int, int] | None = None,
-    epochs: int = 3,
-    own: bool = False,
-    stop: bool = False,
-) -> tuple[list[Any], Any]:
-    """A run from the start or from what was saved.
+    kind: str, n: int, folder: Path | str, restores: bool = False, save_at: tuple[int, int] | None = None,
+    own: bool = False, stop: bool = False, epochs: int = 3, background: bool = False,
+) -> list[Any]:  # fmt: skip
+    """One rank's epoch, iteration and batch of each iteration, with the parameters after it, from the start or the newest save.
 
     Args:
         n: The number of this rank's samples; with Shuffled that of all.
-        saved: The position and the parameters.
         save_at: The epoch and the iteration in which to save; iteration -1 is before the epoch.
         own: Whether to use the loop of fjoin.join.
         stop: Whether to end the run where it saves, by `stop`, after which it saves once more.
-
-    Returns:
-        Epoch, iteration and batch of each iteration with the parameters after it; and what was saved.
     """
-    torch.manual_seed(100 if saved is None else 5)  # what a resumed process has drawn before does not matter
-    random.seed(100 if saved is None else 5)
+    seed = 5 if restores else 100  # what a resumed process has drawn before does not matter
+    torch.manual_seed(seed)
+    random.seed(seed)
     if "numpy.random" in sys.modules:
-        sys.modules["numpy.random"].seed(100 if saved is None else 5)
-    mesh = fjoin.mesh({"data": -1})
-    step = fjoin.train_step(loss_fn, tx.fuse(tx.mean("data"), tx.sgd(0.1)), mesh=mesh, weight=len)
-    state = step.init({"w": torch.ones(2, dtype=torch.float64)} if saved is None else saved[1])
-    loader, empty = loader_of(kind, n), torch.zeros(0, 2, dtype=torch.float64)
+        sys.modules["numpy.random"].seed(seed)
+    mesh, empty = fjoin.mesh({"data": -1}), torch.zeros(0, 2, dtype=torch.float64)
+    step = fjoin.train_step(loss_fn, PIPELINE, mesh=mesh, weight=len)
+    loader = loader_of(kind, n)
     loop: Any = fjoin.join(loader, mesh=mesh, weight=len, empty=empty) if own else step.join(loader, empty=empty)
-    if saved is not None:
-        loop.load_state_dict(saved[0])
-        assert loop.epoch == saved[0]["epoch"]
-    seen, kept = [], None
-
-    def keep() -> Any:
-        return loop.state_dict(), {path: p.clone() for path, p in state.params.items()}
-
+    options: dict[str, Any] = {"mesh": mesh} if own else {}
+    runs, seen = fjoin.Checkpoints(folder, PIPELINE if own else step, background=background, **options), list[Any]()
+    state = runs.restore({"w": torch.ones(2, dtype=torch.float64)}, data=loop if restores else None)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "to resume, the loop loads", UserWarning)
         for epoch in range(loop.epoch, epochs):
             if save_at == (epoch, -1):
-                kept = keep()
+                runs.save(state, data=loop)
             for batch in loop:
                 at = loop._position.steps - 1
                 if own:
                     with fjoin.bind(mesh):
-                        loss = loss_fn(state.params, batch)  # draws also where this rank is out of input
-                        del loss
-                state, _ = _stepped(step, state, batch, own)
-                seen.append((epoch, at, batch.tolist(), state.params["w"].tolist()))
+                        grads = (
+                            torch.func.grad(loss_fn, 0)(state[0], batch)
+                            if len(batch)
+                            else {"w": torch.zeros(2).double()}
+                        )
+                        state = PIPELINE.step(state[0], grads, state[1], weight=loop.weight)
+                else:
+                    state, _ = step(state, batch)
+                seen.append((epoch, at, batch.tolist(), (state[0] if own else state.params)["w"].tolist()))
                 if save_at == (epoch, at):
-                    kept = keep()
+                    runs.save(state, data=loop)
                     if stop:
                         loop.stop()
             if loop.stopped:
-                seen.append("stopped")
-                return seen, keep()
+                runs.save(state, data=loop)
+                break
+    runs.wait()
     step.close()
-    return seen, kept
-
-
-def _stepped(step: Any, state: Any, batch: Any, own: bool) -> Any:
-    return (state, None) if own else step(state, batch)
+    return seen

@@ -13,134 +13,123 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
 from fjoin.loading._position import Streams
-from tests.helpers import raises_text
+from tests.helpers import raises_text, same_bits
 from tests.loading.loaders import Stateful, loader_of, run
 
-KINDS = ["shuffle", "workers", "own state", "list", "Shuffled"]
 POINTS = [(0, -1), (0, 0), (0, 2), (1, -1), (1, 3), (1, 5), (2, 5)]
+# The loader, the samples of each rank, with Shuffled those of all, and where the run is saved.
+RUNS: dict[str, tuple[str, list[int], list[tuple[int, int]]]] = {
+    **{kind: (kind, [36 if kind == "Shuffled" else 12], POINTS) for kind in ("shuffle", "own state", "list", "Shuffled")},
+    # Rank 1 runs out in the middle, and rank 2 has one batch, or none.
+    **{f"{kind}, uneven": (kind, sizes, [(0, 0), (0, 1), (0, 2), (0, 4), (0, 5), (1, -1), (1, 3)])
+       for kind, sizes in (("shuffle", [12, 6, 2]), ("own state", [12, 6, 2]), ("list", [12, 6, 0]))},
+}  # fmt: skip
 
 
-def rest(seen: list[Any], at: tuple[int, int]) -> list[Any]:
-    return [one for one in seen if one[:2] > at]
+def on(folder: Path, kind: str, sizes: list[int], **given: Any) -> list[Any]:
+    if len(sizes) == 1:
+        return [run(kind, sizes[0], folder, **given)]
+    return tx.simulate(lambda n: run(kind, n, folder, **given), {"data": len(sizes)}, sizes)
+
+
+def rest(ranks: list[Any], at: tuple[int, int]) -> list[Any]:
+    return [[one for one in seen if one[:2] > at] for seen in ranks]
 
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "workers"])
-def test_resumed_equals_uncut_on_one_rank(kind: str, own: bool) -> None:
-    n = 36 if kind == "Shuffled" else 12
-    for at in POINTS:
-        seen, saved = run(kind, n, save_at=at, own=own)
-        assert len(seen) == 18
-        again, _ = run(kind, n, saved, own=own)
-        assert again == rest(seen, at), at
+@pytest.mark.parametrize("name", RUNS)
+def test_resumed_equals_uncut(name: str, own: bool, tmp_path: Path) -> None:
+    kind, sizes, points = RUNS[name]
+    for at in points:
+        whole = on(tmp_path / str(at), kind, sizes, save_at=at, own=own)
+        assert len(whole[0]) == 18
+        assert on(tmp_path / str(at), kind, sizes, restores=True, own=own) == rest(whole, at), at
 
 
-def test_resumed_equals_uncut_with_workers() -> None:
+@pytest.mark.parametrize("at", [(0, 2), (1, -1), (1, 3)])
+def test_resumed_equals_uncut_with_workers(at: tuple[int, int], tmp_path: Path) -> None:
     """Workers seed their streams by the stream of the main process when the epoch begins."""
-    for at in ((0, 2), (1, -1), (1, 3)):
-        seen, saved = run("workers", 12, save_at=at)
-        again, _ = run("workers", 12, saved)
-        assert again == rest(seen, at) and again, at
+    whole = on(tmp_path, "workers", [12], save_at=at, background=True)
+    assert on(tmp_path, "workers", [12], restores=True) == rest(whole, at)
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("kind", ["shuffle", "own state", "list"])
-def test_resumed_equals_uncut_on_uneven_ranks(kind: str, own: bool) -> None:
-    """Rank 1 runs out in the middle, and rank 2 never has a batch."""
-    sizes = [12, 6, 0] if kind == "list" else [12, 6, 2]
-    for at in ((0, 0), (0, 1), (0, 2), (0, 4), (0, 5), (1, -1), (1, 3)):
-        seen, saved = zip(
-            *tx.simulate(lambda n, a=at: run(kind, n, save_at=a, own=own), {"data": 3}, sizes), strict=True
-        )
-        again = tx.simulate(lambda n, s: run(kind, n, s, own=own)[0], {"data": 3}, sizes, list(saved))
-        assert again == [rest(one, at) for one in seen], at
-
-
-def test_a_saved_run_may_be_saved_again() -> None:
-    for kind in ("shuffle", "own state", "Shuffled"):
-        sizes = [60, 60] if kind == "Shuffled" else [20, 10]
-        seen, first = zip(*tx.simulate(lambda n, k=kind: run(k, n, save_at=(0, 3)), {"data": 2}, sizes), strict=True)
-        _, second = zip(
-            *tx.simulate(lambda n, s, k=kind: run(k, n, s, save_at=(0, 6)), {"data": 2}, sizes, list(first)),
-            strict=True,
-        )
-        again = tx.simulate(lambda n, s, k=kind: run(k, n, s)[0], {"data": 2}, sizes, list(second))
-        assert again == [rest(one, (0, 6)) for one in seen], kind
+@pytest.mark.parametrize("kind", ["shuffle", "own state", "Shuffled"])
+def test_a_run_that_is_resumed_may_be_saved_again(kind: str, tmp_path: Path) -> None:
+    sizes = [60, 60] if kind == "Shuffled" else [20, 10]
+    whole = on(tmp_path, kind, sizes, save_at=(0, 3))
+    on(tmp_path, kind, sizes, restores=True, save_at=(0, 6))
+    assert on(tmp_path, kind, sizes, restores=True) == rest(whole, (0, 6))
 
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("kind", ["shuffle", "own state", "Shuffled"])
-def test_a_run_that_is_stopped_continues_where_it_was(kind: str, own: bool) -> None:
+def test_a_run_that_is_stopped_continues_where_it_was(kind: str, own: bool, tmp_path: Path) -> None:
     """The batch that had been loaded ahead is not lost."""
     sizes = [36, 36] if kind == "Shuffled" else [12, 8]
-    whole, _ = zip(*tx.simulate(lambda n: run(kind, n, own=own), {"data": 2}, sizes), strict=True)
-    found = tx.simulate(lambda n: run(kind, n, save_at=(1, 1), stop=True, own=own), {"data": 2}, sizes)
-    assert all(seen[-1] == "stopped" and seen[-2][:2] == (1, 2) for seen, _ in found)
-    again = tx.simulate(lambda n, s: run(kind, n, s, own=own)[0], {"data": 2}, sizes, [saved for _, saved in found])
-    assert [seen[:-1] + more for (seen, _), more in zip(found, again, strict=True)] == list(whole)
+    whole = on(tmp_path / "whole", kind, sizes, own=own)
+    first = on(tmp_path, kind, sizes, save_at=(1, 1), stop=True, own=own)
+    assert all(seen[-1][:2] == (1, 2) for seen in first)
+    then = on(tmp_path, kind, sizes, restores=True, own=own)
+    assert [seen + more for seen, more in zip(first, then, strict=True)] == whole
 
 
-def on_process(saved: list[Any] | None, at: tuple[int, int] | None) -> Any:
+def on_this_rank(*args: Any) -> Any:
     import numpy.random  # noqa: F401
 
     rank = dist.get_rank()
-    return run("own state" if rank else "shuffle", 16 - 6 * rank, saved and saved[rank], at)
+    return run("own state" if rank else "shuffle", 16 - 6 * rank, *args)
 
 
-def test_resumed_equals_uncut_on_processes(pool: Any) -> None:
+@pytest.mark.parametrize("at", [(1, 2), (1, 5)])
+def test_resumed_equals_uncut_on_processes(at: tuple[int, int], pool: Any, tmp_path: Path) -> None:
     """With numpy's stream, another loader on each rank, and ranks that end apart."""
-    for at in ((1, 2), (1, 5)):
-        found = pool.run(2, on_process, None, at)
-        again = pool.run(2, on_process, [saved for _, saved in found], None)
-        assert [seen for seen, _ in again] == [rest(seen, at) for seen, _ in found]
+    whole = pool.run(2, on_this_rank, str(tmp_path), False, at, False, False, 3, True)
+    assert pool.run(2, on_this_rank, str(tmp_path), True) == rest(whole, at)
+
+
+def test_the_law_fails_without_the_streams(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    whole = on(tmp_path, "shuffle", [12], save_at=(0, 2))
+    monkeypatch.setattr(Streams, "restore", lambda self: None)
+    assert on(tmp_path, "shuffle", [12], restores=True) != rest(whole, (0, 2))
+
+
+def step() -> fjoin.TrainStep:
+    return fjoin.train_step(lambda p, b: (p["w"] * b).sum(), tx.fuse(tx.mean("data"), tx.sgd(0.1)))
 
 
 def test_it_says_how_many_batches_it_loads_to_skip_them() -> None:
-    step = fjoin.train_step(lambda p, b: (p["w"] * b).sum(), tx.fuse(tx.mean("data"), tx.sgd(0.1)))
-    state, loop = step.init({"w": torch.ones(2, 2, dtype=torch.float64)}), step.join(loader_of("list", 12))
-    position = None
+    one = step()
+    state, loop, position = one.init({"w": torch.ones(2, 2).double()}), one.join(loader_of("list", 12)), {}
     for i, batch in enumerate(loop):
-        state, _ = step(state, batch)
+        state, _ = one(state, batch)
         position = loop.state_dict() if i == 3 else position
-    assert position is not None
     loop.load_state_dict(position)
     with pytest.warns(UserWarning, match="loads 4 batches on rank 0 only to skip them"):
         for batch in loop:
-            state, _ = step(state, batch)
+            state, _ = one(state, batch)
     assert state.step == 8 and loop.epoch == 1
-    short = step.join(loader_of("list", 4))
+    short = one.join(loader_of("list", 4))
     short.load_state_dict(position)
     with pytest.warns(UserWarning, match="only to skip"):
         raises_text(ValueError, lambda: list(short), "ended after 2 batches", "a position after 4")
 
 
-def test_a_position_is_numbers_and_tensors() -> None:
-    _, (state, _) = run("own state", 12, save_at=(0, 2))
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            assert value.dtype is torch.uint8
-            return {"tensor": value.tolist()}
-        return {key: plain(one) for key, one in value.items()} if isinstance(value, dict) else value
-
-    def back(value: Any) -> Any:
-        if isinstance(value, dict):
-            found = {key: back(one) for key, one in value.items()}
-            return torch.tensor(found["tensor"], dtype=torch.uint8) if "tensor" in found else found
-        return value
-
-    seen, saved = run("own state", 12, save_at=(0, 2))
-    read = back(json.loads(json.dumps(plain(saved[0]))))
-    assert run("own state", 12, (read, saved[1]))[0] == rest(seen, (0, 2))
-    assert state["epoch"] == 0 and state["batches"] == state["steps"] == 3 and not state["ended"]
+def test_a_position_is_json_and_tensors_of_bytes() -> None:
+    loop = step().join(loader_of("own state", 12))
+    next(iter(loop))
+    position = loop.state_dict()
+    plain = json.dumps(position, default=lambda tensor: {"tensor": tensor.tolist()})
+    again = json.loads(
+        plain, object_hook=lambda d: torch.tensor(d["tensor"], dtype=torch.uint8) if "tensor" in d else d
+    )
+    assert same_bits(again, position) and position["epoch"] == 0 and not position["ended"]
+    assert position["batches"] == position["steps"] == 1
 
 
 def test_streams_go_there_and_back() -> None:
@@ -169,33 +158,21 @@ def test_streams_go_there_and_back() -> None:
 
 
 def test_what_cannot_be_saved_or_loaded() -> None:
-    step = fjoin.train_step(lambda p, b: (p["w"] * b).sum(), tx.fuse(tx.mean("data"), tx.sgd(0.1)))
-    state = step.init({"w": torch.ones(2, 2, dtype=torch.float64)})
-    for loop in (step.join(iter([1])), fjoin.join(x for x in [1])):
+    for loop in (step().join(iter([1])), fjoin.join(x for x in [1])):
         raises_text(TypeError, loop.state_dict, "iterator", "DataLoader", "load_state_dict")
-    loop = step.join(loader_of("list", 12))
+    loop, other = fjoin.join([1, 2]), fjoin.join(Stateful(4, 2))
     good = loop.state_dict()
-    raises_text(ValueError, lambda: loop.load_state_dict({"epoch": 3}), "state_dict() of a joined loop", "['epoch']")
-    raises_text(ValueError, lambda: loop.load_state_dict(3), "got 3")  # type: ignore[arg-type]
-    raises_text(
-        ValueError,
-        lambda: loop.load_state_dict(good | {"rank": 1, "ranks": 2}),
-        "rank 1 of 2",
-        "rank 0 of 1",
-        "Shuffled",
-    )
-    raises_text(
-        ValueError,
-        lambda: loop.load_state_dict(good | {"loader": {}}),
-        "has state",
-        "this loader, of type list, has none",
-    )
-    raises_text(
-        ValueError, lambda: step.join(Stateful(4, 2)).load_state_dict(good), "has no state", "Stateful, has one"
-    )
-    for batch in loop:
+    rows: list[tuple[Any, ...]] = [
+        (loop, {"epoch": 3}, "state_dict() of a joined loop", "['epoch']"),
+        (loop, 3, "got 3"),
+        (loop, good | {"rank": 1, "ranks": 2}, "rank 1 of 2", "rank 0 of 1", "Shuffled"),
+        (loop, good | {"loader": {}}, "has state", "this loader, of type list, has none"),
+        (other, good, "has no state", "Stateful, has one"),
+    ]
+    for of, position, *words in rows:
+        raises_text(ValueError, lambda of=of, position=position: of.load_state_dict(position), *words)  # type: ignore[misc]
+    for _ in loop:
         raises_text(fjoin.JoinError, lambda: loop.load_state_dict(good), "inside the loop")
-        state, _ = step(state, batch)
     loop.load_state_dict(good)
     assert loop.state_dict() == good, "a position that has been loaded is kept until the loop begins"
 
