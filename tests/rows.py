@@ -131,6 +131,7 @@ ROWS: dict[str, Row] = {
     ),
     "local SGD": Row(lambda: tx.local_sgd(MOMENTUM, tx.mean("data"), 2)),
     "post-local SGD": Row(lambda: tx.post_local_sgd(MOMENTUM, tx.mean("node"), 2, 1, hook=ALL, local=tx.mean("local")), NODES),
+    "local SGD, masters": Row(lambda: tx.local_sgd(tx.mixed_precision(MOMENTUM), MEAN, 2), dtype=torch.bfloat16, tolerance=0.01),
     "late, encoded": Row(
         lambda: tx.diloco(HEAVY, tx.error_feedback(SINGLE), 3, tx.sgd(0.7), fragments=2, delay=2, mix=0.5), tolerance=1e-6
     ),
