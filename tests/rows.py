@@ -133,6 +133,7 @@ ROWS: dict[str, Row] = {
     "local SGD, own schedule": Row(lambda: tx.local_sgd(tx.sgd(lambda step: 0.1 * (1 - step / 40)), tx.mean("data"), 2)),
     "now and then, own schedule": Row(lambda: tx.fuse(EVERY, tx.sgd(lambda step: 0.1 * (1 - step / 40)))),
     "post-local SGD": Row(lambda: tx.post_local_sgd(MOMENTUM, tx.mean("node"), 2, 1, hook=ALL, local=tx.mean("local")), NODES),
+    "local SGD, masters": Row(lambda: tx.local_sgd(tx.mixed_precision(MOMENTUM), MEAN, 2), dtype=torch.bfloat16, tolerance=0.01),
     "late, encoded": Row(
         lambda: tx.diloco(HEAVY, tx.error_feedback(SINGLE), 3, tx.sgd(0.7), fragments=2, delay=2, mix=0.5), tolerance=1e-6
     ),

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
@@ -15,46 +14,30 @@ from fjoin.transforms.pipelines import make_plan
 from tests.helpers import raises_text
 
 
-def use_an_outer_axis() -> float:
-    """A hook that also uses an axis bound around the step, in waves."""
-
-    def twice(g: Tensor) -> Tensor:
-        return tx.psum(g, "outer")
-
+def of_hook(hook: tx.Transform) -> float:
+    """A parameter after a step of two leaves in buckets of their own, on an axis that is bound around the step too."""
     step = fjoin.train_step(
-        lambda p, b: sum((v * b).sum() for v in p.values()),
-        tx.fuse(tx.chain(tx.stateless(twice), tx.mean("data")), tx.sgd(1.0)), mesh=fjoin.mesh({"data": -1}), bucket_bytes=1,
+        lambda p, b: sum((v * b).sum() for v in p.values()), tx.fuse(hook, tx.sgd(1.0)), mesh=fjoin.mesh({"data": -1}), bucket_bytes=1
     )  # fmt: skip
     state = step.init({"a": torch.zeros(2), "b": torch.zeros(2)})
-    with fjoin.bind(fjoin.mesh({"outer": -1})):
-        state, _ = step(state, torch.ones(2))
-    return float(state.params["a"][0])
-
-
-def use_a_compiled_hook() -> float:
-    def inner(g: Tensor) -> Tensor:
-        return tx.psum(g, "data") / 2
-
-    compiled = torch.compile(inner, fullgraph=True, backend="eager")
-
-    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-        return {path: compiled(g) for path, g in grads.items()}, state
-
-    hook = tx.Transform(lambda params: (), update, needs=tx.Needs.LEAVES)
-    step = fjoin.train_step(
-        lambda p, b: sum((v * b).sum() for v in p.values()), tx.fuse(hook, tx.sgd(1.0)), mesh=fjoin.mesh({"data": -1}),
-        bucket_bytes=1,
-    )  # fmt: skip
-    state = step.init({"a": torch.zeros(2), "b": torch.zeros(2)})
-    with warnings.catch_warnings():
+    with fjoin.bind(fjoin.mesh({"outer": -1})), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Dynamo's own
         state, _ = step(state, torch.ones(2))
     return float(state.params["a"][0])
 
 
+def use_an_outer_axis_and_a_compiled_hook() -> list[float]:
+    compiled = torch.compile(lambda g: tx.psum(g, "data") / 2, fullgraph=True, backend="eager")
+
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        return {path: compiled(g) for path, g in grads.items()}, state
+
+    outer = tx.chain(tx.stateless(lambda g: tx.psum(g, "outer")), tx.mean("data"))
+    return [of_hook(outer), of_hook(tx.Transform(lambda params: (), update, needs=tx.Needs.LEAVES))]
+
+
 def test_hooks_in_waves_see_outer_axes_and_may_be_compiled(pool: Any) -> None:
-    assert pool.run(2, use_an_outer_axis) == [-2.0, -2.0]
-    assert pool.run(2, use_a_compiled_hook) == [-1.0, -1.0]
+    assert pool.run(2, use_an_outer_axis_and_a_compiled_hook) == [[-2.0, -1.0]] * 2
 
 
 def _over_nodes() -> tx.Transform:
@@ -90,10 +73,9 @@ def test_the_record_uses_only_the_axes_of_the_hook() -> None:
     hook = tx.chain(tx.clip_by_value(1e9), tx.mean("local"))
 
     def one_rank(n: int) -> Any:
-        step = fjoin.train_step(
-            lambda p, b: p["w"] * b, tx.fuse(hook, tx.sgd(1.0)), mesh=fjoin.mesh({"node": 2, "local": 2})
-        )
-        state, calls = step.init({"w": torch.tensor(0.0)}), 0
+        mesh, calls = fjoin.mesh({"node": 2, "local": 2}), 0
+        step = fjoin.train_step(lambda p, b: p["w"] * b, tx.fuse(hook, tx.sgd(1.0)), mesh=mesh)
+        state = step.init({"w": torch.tensor(0.0)})
         for batch in step.join([1.0] * n, throw_on_early_termination=True):
             state, _ = step(state, batch)
             calls += 1

@@ -166,26 +166,26 @@ def test_a_hook_may_give_leaves_each_others_gradients(needs: Any) -> None:
     assert torch.equal(state.params["w"], -square.t())
 
 
-def test_hooks_that_return_something_else_are_refused() -> None:
-    for hook, texts in (
-        (tx.stateless(lambda g: g.mean()), ["'w'", "shape ()", "expected (2,)"]),
-        (tx.Transform(lambda p: (), lambda g, s, params=None, **e: (None, s), needs=tx.Needs.LEAVES), ["returned None"]),
-    ):  # fmt: skip
-        step = fjoin.train_step(lambda p, b: p["w"].sum(), tx.fuse(hook, tx.sgd(1.0)))
-        state = step.init({"w": torch.zeros(2)})
-        raises_text(ValueError, lambda step=step, state=state: step(state, None), *texts)
+def _returning(given: Any, needs: Any) -> tx.Transform:
+    return tx.Transform(lambda p: (), lambda g, s, params=None, **e: (given, s), needs=needs)
 
 
-@pytest.mark.parametrize("needs", [tx.Needs.LEAVES, tx.Needs.TREE])
-@pytest.mark.parametrize(
-    "given, text",
-    [({"w": 1.0}, "a value of type float"), ({"w": None}, "nothing"), ({}, "nothing"), (3, "a value of type int")],
-)
-def test_hooks_that_return_no_tensor_are_refused(needs: Any, given: Any, text: str) -> None:
-    hook = tx.Transform(lambda p: (), lambda g, s, params=None, **e: (given, s), needs=needs)
+TREES = (tx.Needs.LEAVES, tx.Needs.TREE)
+# A hook that returns something else, the type of the error, and its words.
+WRONG: list[tuple[Any, ...]] = [
+    (tx.stateless(lambda g: g.mean()), ValueError, "'w'", "shape ()", "expected (2,)"),
+    (_returning(None, TREES[0]), ValueError, "returned None"),
+    *((_returning(given, needs), TypeError, "'w'", f"returned {text}, expected a tensor of shape (2,)") for needs in TREES
+      for given, text in (({"w": 1.0}, "a value of type float"), ({"w": None}, "nothing"), ({}, "nothing"), (3, "a value of type int"))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", range(len(WRONG)))
+def test_hooks_that_return_something_else_are_refused(row: int) -> None:
+    hook, kind, *texts = WRONG[row]
     step = fjoin.train_step(lambda p, b: p["w"].sum(), tx.fuse(hook, tx.sgd(1.0)))
     state = step.init({"w": torch.zeros(2)})
-    raises_text(TypeError, lambda: step(state, None), "'w'", f"returned {text}, expected a tensor of shape (2,)")
+    raises_text(kind, lambda: step(state, None), *texts)
 
 
 def states_alive() -> list[int]:

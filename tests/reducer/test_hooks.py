@@ -29,32 +29,34 @@ def _momentum(axis: str) -> tx.Transform:
     return tx.Transform(init, update, needs=tx.Needs.NOTHING)
 
 
-def _momentum_of_leaves(axis: str) -> tx.Transform:
-    inner = _momentum(axis)
-    return tx.Transform(inner.init, inner.update, needs=tx.Needs.LEAVES)
+def _to_norm_one(g: Tensor) -> Tensor:
+    return g / g.norm().clamp(min=1e-6)
 
 
-HOOKS: dict[str, Any] = {
-    "clip, mean": lambda: tx.chain(tx.clip_by_value(0.1), tx.mean("data")),
-    "leaf, mean, clip all": lambda: tx.chain(tx.stateless(lambda g: -g), tx.mean("data"), tx.clip_by_global_norm(0.1)),
-    "mean of means": lambda: tx.chain(tx.mean("data"), tx.mean("data", over="live")),
-    "by path": lambda: tx.partition({"*.bias": tx.mean("data", over="live"), "*": tx.sum_over("data")}),
-    "some": lambda: tx.masked(tx.mean("data"), ["b.*", "scale"]),
-    "some, every second": lambda: tx.masked(tx.every(2, tx.mean("data")), "a.weight"),
-    "switch": lambda: tx.switch_after(2, tx.chain(tx.clip_by_value(0.1), tx.mean("data")), tx.sum_over("data")),
-    "every": lambda: tx.every(2, tx.mean("data")),
-    "noop": tx.identity,
-    "bfloat16": lambda: tx.compress(torch.bfloat16, tx.chain(tx.clip_by_value(0.1), tx.mean("data"))),
-    "bfloat16 by path": lambda: tx.partition({"*.bias": tx.mean("data"), "*": tx.compress(torch.bfloat16, tx.mean("data", over="world"))}),
-    "memory, flat": lambda: _momentum("data"),
-    "memory, leaves": lambda: _momentum_of_leaves("data"),
-    "memory, some": lambda: tx.masked(_momentum_of_leaves("data"), ["*.weight"]),
+MEAN, CLIP, INT8 = tx.mean("data"), tx.clip_by_value(0.1), tx.compress(tx.int8(block=4), tx.mean("data"))
+MEMORY = _momentum("data")
+LEAVES = tx.Transform(MEMORY.init, MEMORY.update, needs=tx.Needs.LEAVES)
+UNIT = tx.chain(tx.stateless(_to_norm_one), INT8)
+HOOKS: dict[str, tx.Transform] = {
+    "leaf, mean, clip all": tx.chain(tx.stateless(torch.neg), MEAN, tx.clip_by_global_norm(0.1)),
+    "by path": tx.partition({"*.bias": tx.mean("data", over="live"), "*": tx.sum_over("data")}),
+    "some": tx.masked(MEAN, ["b.*", "scale"]), "some, every second": tx.masked(tx.every(2, MEAN), "a.weight"),
+    "switch": tx.switch_after(2, tx.chain(CLIP, MEAN), tx.sum_over("data")), "every": tx.every(2, MEAN), "noop": tx.identity(),
+    "bfloat16": tx.compress(torch.bfloat16, tx.chain(CLIP, MEAN)),
+    "bfloat16 by path": tx.partition({"*.bias": MEAN, "*": tx.compress(torch.bfloat16, tx.mean("data", over="world"))}),
+    "memory, flat": MEMORY, "memory, leaves": LEAVES, "memory, some": tx.masked(LEAVES, ["*.weight"]),
+}  # fmt: skip
+# A leaf stage before a message stage gets leaves, in one bucket, whose layout is that of the whole tree.
+MIXED = {
+    "mixed": UNIT, "mixed switch": tx.switch_after(2, tx.stateless(_to_norm_one), INT8), "mixed every": tx.every(2, UNIT),
+    "mixed feedback": tx.error_feedback(UNIT), "mixed masked": tx.masked(UNIT, ["*.weight"]),
+    "mixed by path": tx.partition({"*.bias": MEAN, "*": UNIT}),
 }  # fmt: skip
 STEPS = 4
 
 
 def _pipeline(hook: str) -> tx.Pipeline:
-    return tx.fuse(HOOKS[hook](), tx.sgd(0.1, momentum=0.9))
+    return tx.fuse({**HOOKS, **MIXED}[hook], tx.sgd(0.1, momentum=0.9))
 
 
 def by_step(hook: str, bucket_bytes: int, ranks: int = 0) -> Any:
@@ -145,26 +147,8 @@ def test_a_hook_that_fails_on_one_rank_ends_all(pool: Any, wave: int) -> None:
     assert left == left_there == 0
 
 
-def _to_norm_one(g: Tensor) -> Tensor:
-    return g / g.norm().clamp(min=1e-6)
-
-
-MIXED: dict[str, Any] = {
-    "chain": lambda: tx.chain(tx.stateless(_to_norm_one), tx.compress(tx.int8(block=4), tx.mean("data"))),
-    "switch": lambda: tx.switch_after(2, tx.stateless(_to_norm_one), tx.compress(tx.int8(block=4), tx.mean("data"))),
-    "every": lambda: tx.every(2, MIXED["chain"]()),
-    "feedback": lambda: tx.error_feedback(MIXED["chain"]()),
-    "masked": lambda: tx.masked(MIXED["chain"](), ["*.weight"]),
-    "by path": lambda: tx.partition({"*.bias": tx.mean("data"), "*": MIXED["chain"]()}),
-}
-
-
 @pytest.mark.parametrize("hook", MIXED)
-def test_leaf_stage_before_a_message_stage_gets_leaves(hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one bucket, whose layout is that of the whole tree."""
-    monkeypatch.setitem(HOOKS, hook, MIXED[hook])
+def test_leaf_stage_before_a_message_stage_gets_leaves(hook: str) -> None:
     want = tx.simulate(lambda: by_pipeline(hook), {"data": 2})
     got = tx.simulate(lambda: by_step(hook, 10**6), {"data": 2})
-    for (params, state, _), (want_params, want_state) in zip(got, want, strict=True):
-        assert max_diff(params, want_params) < 1e-14
-        assert max_diff(state, want_state) < 1e-14
+    assert max_diff([one[:2] for one in got], want) < 1e-14

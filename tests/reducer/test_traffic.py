@@ -1,7 +1,10 @@
-"""The bytes that really cross the network: counted by torch's profiler, compared with the announcement of `explain`."""
+"""The bytes that really cross the network: counted at torch.distributed, and by torch's profiler, and equal to what `explain` announces."""
 
 from __future__ import annotations
 
+import math
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,8 +13,99 @@ import torch.distributed as dist
 
 import fjoin
 from fjoin import transforms as tx
+from tests import problem
 from tests.helpers import stepped
-from tests.traffic import watched
+from tests.rows import ADAM, MEAN, ROWS, SGD
+from tests.traffic import announced, watched
+
+CODECS: dict[str, Callable[[], Any]] = {
+    "bfloat16": tx.bfloat16, "float16": tx.float16, "fp8": lambda: tx.fp8(block=8), "int8": lambda: tx.int8(block=8),
+    "int4": lambda: tx.int4(block=8), "by chance": lambda: tx.bfloat16(stochastic=True), "qsgd": lambda: tx.qsgd(levels=127, block=8),
+    "uint8": lambda: tx.uint8(block=8), "top_k": lambda: tx.top_k(0.5),
+}  # fmt: skip
+AVERAGE = tx.average_parameters("data")
+AFTER = {
+    "masked": tx.every(3, tx.masked(AVERAGE, "bias")), "parts": tx.partition({"bias": tx.every(2, AVERAGE), "*": tx.every(3, AVERAGE)}),
+    "nested periods": tx.every(2, tx.every(2, AVERAGE)),
+    "switch": tx.switch_after(
+        5, tx.every(2, tx.every(2, AVERAGE)), tx.switch_after(3, tx.outer_step(MEAN, tx.sgd(1.0), 2), tx.every(4, AVERAGE, first=0))
+    ),
+}  # fmt: skip
+OF_MEANS = {
+    **{name: tx.compress(make(), MEAN) for name, make in CODECS.items()},
+    **{f"{name}, fed back": tx.error_feedback(tx.compress(make(), MEAN)) for name, make in CODECS.items()},
+    "by path": tx.partition({"bias": MEAN, "*": tx.compress(tx.int8(), MEAN)}),
+    "clipped": tx.compress(tx.int8(), tx.chain(tx.clip_by_value(10.0), tx.mean("data", over="live"), tx.clip_by_global_norm(10.0))),
+    "PowerSGD, int8": tx.error_feedback(tx.compress(tx.int8(), tx.power_sgd("data", 1, min_compression_rate=0.5))),
+    "batched PowerSGD": tx.error_feedback(tx.batched_power_sgd("data", 1, min_compression_rate=0.5)),
+    "two in a chain": tx.chain(tx.tap(len), tx.error_feedback(tx.compress(tx.int8(), MEAN)), tx.clip_by_value(1.0)),
+}  # fmt: skip
+PIPELINES: dict[str, tx.Pipeline] = {
+    # Pieces are counted in tests/training/test_zero_step.py.
+    **{name: row.make() for name, row in ROWS.items() if "roots" not in name and "zero" not in name},
+    **{name: tx.fuse(hook, SGD) for name, hook in OF_MEANS.items()},
+    **{f"after: {name}": tx.fuse(tx.identity(), ADAM, after=after) for name, after in AFTER.items()},
+    "DiLoCo, top-k": tx.diloco(ADAM, tx.error_feedback(tx.compress(tx.top_k(0.1), MEAN)), 3),
+    "DiLoCo, PowerSGD": tx.diloco(ADAM, tx.power_sgd("data", min_compression_rate=0.5), 3),
+}  # fmt: skip
+
+
+def settings(name: str) -> tuple[dict[str, int], dict[str, torch.Tensor]]:
+    """Axes and parameters; those of four dtypes where an average is of some of them."""
+    row = ROWS.get(name)
+    params = problem.start(row.dtype if row else torch.float32)
+    dtypes = (torch.bfloat16, torch.float32, torch.float64, torch.float16, torch.float32)
+    mixed = {path: p.to(dtype) for (path, p), dtype in zip(params.items(), dtypes, strict=True)}
+    return row.axes if row else {"data": 2}, mixed if name in ("after: masked", "after: parts") else params
+
+
+def messages(name: str, bucket_bytes: int) -> list[list[tuple[int, str]]]:
+    """(bytes, dtype) of the messages of each of 9 steps."""
+    axes, params = settings(name)
+    step = fjoin.train_step(
+        lambda p, b: sum((leaf.double() * b).square().sum() for leaf in p.values()), PIPELINES[name], mesh=fjoin.mesh(axes),
+        bucket_bytes=bucket_bytes,
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of pipelines that do not reduce
+        state, seen = step.init(params), []
+    for i in range(9):
+        with watched() as sent:
+            state, _ = step(state, 0.1 + 0.1 * i + 0.1 * step.rank)
+        seen.append(sorted((one.bytes, one.dtype) for one in sent))
+    return seen
+
+
+CASES = [(name, n) for name in PIPELINES for n in ((64,) if name in ROWS else (1, 64, 10**6))]
+
+
+@pytest.mark.gloo
+@pytest.mark.sample(8)
+@pytest.mark.parametrize(("name", "bucket_bytes"), CASES)
+def test_each_step_sends_what_is_announced(pool: Any, name: str, bucket_bytes: int) -> None:
+    """In its first step the ranks compare their records too."""
+    axes, params = settings(name)
+    for seen in pool.run(math.prod(axes.values()), messages, name, bucket_bytes):
+        for i in range(1, 9):
+            what = tx.explain(PIPELINES[name], params, axes, bucket_bytes=bucket_bytes, at_step=i)
+            assert seen[i] == sorted((m.payload_bytes, str(m.dtype)) for m in announced(what)), i
+            if name in CODECS:  # gradients travel as bytes, beside the step's record
+                records = {str(m.dtype) for row in what.rows if row.stage[0] == "(" for m in row.messages}
+                assert {dtype for _, dtype in seen[i]} <= {"torch.uint8"} | records
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 64, 512])
+def test_bytes_do_not_grow_with_the_ranks(ranks: int) -> None:
+    """At most two messages of codes are sent for any number of ranks; torch gathers ranks - 1 times the codes."""
+    params = {"w": torch.ones(1_000_000)}
+    whole = tx.explain(MEAN, params, {"data": ranks}).sent_bytes
+    for codec, most in ((tx.bfloat16(), 0.51), (tx.int8(), 0.26), (tx.int4(), 0.15), (tx.fp8(), 0.26)):
+        coded = tx.explain(tx.compress(codec, MEAN), params, {"data": ranks}).sent_bytes
+        assert coded / whole < most, (codec, coded, whole)
+
+
+# -- a loop, in all buckets --------------------------------------------------------------------------
+
 
 MODELS = {
     "small": lambda: {"a": torch.ones(10), "b": torch.ones(3, 4)},
@@ -24,18 +118,8 @@ MODELS = {
     "a large bucket": lambda: {f"p{i}": torch.ones(100_000 + i) for i in range(7)},
     "with an empty leaf": lambda: {"a": torch.ones(10), "none": torch.ones(0, 3)},
 }  # fmt: skip
-HOOKS: dict[str, Any] = {
-    "mean": lambda: tx.mean("data"), "mean, clip": lambda: tx.chain(tx.mean("data"), tx.clip_by_global_norm(1.0)),
-    "live": lambda: tx.mean("data", over="live"), "sum": lambda: tx.sum_over("data"),
-    "leaf, mean": lambda: tx.chain(tx.stateless(torch.neg), tx.mean("data")),
-    "clip, mean": lambda: tx.chain(tx.clip_by_value(1.0), tx.mean("data")), "noop": lambda: tx.identity(),
-    "by path": lambda: tx.partition({"a": tx.mean("data"), "*": tx.sum_over("data")}),
-}  # fmt: skip
+HOOKS = {"mean": MEAN, "clip, mean": tx.chain(tx.clip_by_value(1.0), MEAN), "noop": tx.identity()}
 BUCKET_BYTES = dict.fromkeys(MODELS, 20_000) | {"a large bucket": 1_200_000}
-
-
-def _pipeline(hook: str) -> tx.Pipeline:
-    return tx.fuse(HOOKS[hook](), tx.adamw(0.1))
 
 
 def counted(model: str, hook: str, batches_of_rank: list[int]) -> tuple[list[tuple[str, int, str]], int]:
@@ -44,7 +128,9 @@ def counted(model: str, hook: str, batches_of_rank: list[int]) -> tuple[list[tup
     def loss_fn(params: Any, batch: Any) -> Any:
         return sum((p * batch).double().sum() for p in params.values())
 
-    step = fjoin.train_step(loss_fn, _pipeline(hook), mesh=fjoin.mesh({"data": -1}), bucket_bytes=BUCKET_BYTES[model])
+    step = fjoin.train_step(
+        loss_fn, tx.fuse(HOOKS[hook], ADAM), mesh=fjoin.mesh({"data": -1}), bucket_bytes=BUCKET_BYTES[model]
+    )
     state = step.init(MODELS[model]())
     with (
         watched() as seen,
@@ -60,25 +146,16 @@ def counted(model: str, hook: str, batches_of_rank: list[int]) -> tuple[list[tup
     return sent, sum(event.name.startswith("c10d::") for event in profile.events())
 
 
-CASES = [
-    (model, hook)
-    for model, params in MODELS.items()
-    for hook in HOOKS
-    if hook not in ("by path", "mean, some again")
-    or {"a"} < params().keys()  # there must be an "a", and another parameter
-    if hook != "mean, some again" or "big" not in params()  # large tensors leave in pieces; see test_wire.py
-]
-
-
 @pytest.mark.gloo
-@pytest.mark.sample(12)
-@pytest.mark.parametrize(("model", "hook"), CASES)
-def test_explain_announces_what_is_sent(pool: Any, model: str, hook: str) -> None:
+@pytest.mark.sample(6)
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_loop_sends_what_is_announced(pool: Any, model: str, hook: str) -> None:
     """Each of 3 steps sends the announced messages, the loop two numbers before them, and a rank without input the same."""
     results = pool.run(2, counted, model, hook, [3, 1])
-    what = tx.explain(_pipeline(hook), MODELS[model](), {"data": 2}, bucket_bytes=BUCKET_BYTES[model])
-    announced = sorted((m.payload_bytes, str(m.dtype)) for row in what.rows for m in row.messages)
-    assert announced, "something is always sent: at least the step's own counts"
+    what = tx.explain(tx.fuse(HOOKS[hook], ADAM), MODELS[model](), {"data": 2}, bucket_bytes=BUCKET_BYTES[model])
+    said = sorted((m.payload_bytes, str(m.dtype)) for m in announced(what))
+    assert said, "something is always sent: at least the step's own counts"
     for sent, seen_by_profiler in results:
         at_end = hook == "noop"  # a rank may have left the last step out that the other took
         assert seen_by_profiler == len(sent) == 1 + 3 * what.messages + at_end
@@ -86,5 +163,5 @@ def test_explain_announces_what_is_sent(pool: Any, model: str, hook: str) -> Non
         assert sent[0][1:] == (8, "torch.float32")
         for i in range(3):
             of_step = sent[1 + i * what.messages : 1 + (i + 1) * what.messages]
-            assert sorted((size, dtype) for _, size, dtype in of_step) == announced
+            assert sorted((size, dtype) for _, size, dtype in of_step) == said
     assert results[0][0] == results[1][0], "both ranks send the same in the same order"

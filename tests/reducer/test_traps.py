@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,7 +13,8 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
-from tests.helpers import judged, raises_text, same_bits, stepped
+from fjoin.buckets import GradBuffer
+from tests.helpers import raises_text, stepped
 
 MEAN_SGD = tx.fuse(tx.mean("data"), tx.sgd(1.0))
 
@@ -25,18 +28,23 @@ def _w(n: int = 2) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("size", [1000, 2])
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_gradients_that_share_memory_are_distinct(ranks: int, size: int) -> None:
-    """autograd hands two leaves views of one gradient: summed in place they would be summed twice."""
+@pytest.mark.parametrize("hook", [tx.mean("data"), tx.chain(tx.clip_by_value(1e9), tx.mean("data"))], ids=["mean", "other"])  # fmt: skip
+@pytest.mark.parametrize(("ranks", "window"), [(1, 1), (3, 1), (1, 3)])
+def test_gradients_that_share_memory_are_distinct(ranks: int, window: int, hook: tx.Transform, size: int) -> None:
+    """autograd hands two leaves views of one gradient: summed in place they would be summed twice. A second micro-batch adds in place
+    to the first one's gradient."""
 
-    def one_rank(_: int) -> Any:
+    def one_rank() -> Any:
         step = fjoin.train_step(
-            lambda p, b: ((p["a"][None] + p["b"][None]) * torch.ones(1)).sum(), MEAN_SGD, weight=lambda b: 3
-        )
-        state, _ = step(step.init({"a": torch.zeros(size, 1000), "b": torch.zeros(size, 1000)}), 1.0)
-        return state.params["a"].unique().tolist(), state.params["b"].unique().tolist()
+            lambda p, b: ((p["a"][None] + p["b"][None]) * torch.ones(1) * b).sum(), tx.fuse(hook, tx.sgd(1.0)), weight=lambda b: 3,
+            accumulate=window,
+        )  # fmt: skip
+        state = step.init({"a": torch.zeros(size, 1000), "b": torch.zeros(size, 1000)})
+        params = stepped(step, state, (1.0, 2.0, 6.0)[:window]).params
+        return params["a"].unique().tolist(), params["b"].unique().tolist()
 
-    assert tx.simulate(one_rank, {"data": ranks}, [0] * ranks) == [([-1.0], [-1.0])] * ranks
+    want = [-1.0 if window == 1 else -3.0]
+    assert tx.simulate(one_rank, {"data": ranks}) == [(want, want)] * ranks
 
 
 def test_a_gradient_that_arrives_twice_is_refused() -> None:
@@ -91,18 +99,6 @@ def test_transforms_of_parameters_do_not_accumulate() -> None:
     raises_text(ValueError, lambda: fjoin.train_step(_linear, after), "every(steps, ...)")
 
 
-def test_parameter_transforms_know_the_weight() -> None:
-    """Parameters averaged by weight: the rank without input is left out, as in the pure pipeline."""
-    pipeline = tx.fuse(tx.identity(), tx.sgd(1.0), after=tx.mean("data"))
-
-    def one_rank(g: float, weight: float) -> float:
-        step = fjoin.train_step(_linear, pipeline, weight=lambda b: weight)
-        state, _ = step(step.init(_w(1)), g)
-        return state.params["w"].item()
-
-    assert tx.simulate(one_rank, {"data": 3}, [1.0, 7.0, 0.0], [3.0, 1.0, 0.0]) == [-2.5] * 3
-
-
 def test_optimizers_start_from_the_parameters_that_all_have() -> None:
     class Anchor(NamedTuple):
         step: Tensor
@@ -151,23 +147,6 @@ def test_sum_names_may_first_appear_in_a_later_step() -> None:
     assert metrics.sums == {"n": 1.0}
 
 
-def test_clipping_gradients_whose_squares_overflow() -> None:
-    step = fjoin.train_step(_linear, tx.fuse(tx.chain(tx.mean("data"), tx.clip_by_global_norm(1.0)), tx.sgd(1.0)))
-    state, _ = step(step.init(_w()), 1e30)
-    assert torch.allclose(state.params["w"], torch.full((2,), -(0.5**0.5)))
-
-
-def test_skipping_on_the_device() -> None:
-    pipeline = tx.skip_if_nonfinite(tx.fuse(tx.mean("data"), tx.sgd(1.0), after=tx.stateless(lambda p: p + 1)))
-    results = []
-    for on_device in (False, True):
-        step = judged(fjoin.train_step(_linear, pipeline), on_device)
-        state = stepped(step, step.init(_w()), (1.0, float("nan"), 1.0, 1.0, 1.0))
-        assert state.pipeline.skipped == 1
-        results.append({k: p.clone() for k, p in state.params.items()})
-    assert same_bits(results[0], results[1])
-
-
 def test_numpy_weights() -> None:
     hook = tx.mean("data")
     for weight in (np.float32(2), np.int64(2)):
@@ -175,17 +154,6 @@ def test_numpy_weights() -> None:
             lambda g, w=weight: hook.update(g, hook.init(g), weight=w), {"data": 1}, [torch.tensor(3.0)]
         )
         assert out == 3
-
-
-@pytest.mark.parametrize("size", [1000, 2])
-@pytest.mark.parametrize("hook", [tx.mean("data"), tx.chain(tx.clip_by_value(1e9), tx.mean("data"))], ids=["mean", "other"])  # fmt: skip
-def test_gradients_that_share_memory_in_a_window(size: int, hook: tx.Transform) -> None:
-    """A second micro-batch adds in place to the first one's gradient, which two leaves may share."""
-    step = fjoin.train_step(
-        lambda p, b: ((p["a"].view(-1) + p["b"].view(-1)) * b).sum(), tx.fuse(hook, tx.sgd(1.0)), accumulate=3
-    )
-    state = stepped(step, step.init({"a": torch.zeros(size, 1000), "b": torch.zeros(size, 1000)}), (1.0, 2.0, 6.0))
-    assert state.params["a"].unique().tolist() == state.params["b"].unique().tolist() == [-3.0]
 
 
 def test_torch_adds_shared_gradients_twice() -> None:
@@ -204,12 +172,8 @@ def test_16_bit_loss_keeps_equal_gradients(hook: tx.Transform, window: int, dtyp
     """bfloat16 makes 1000 of the weight 1001, and float16 cannot hold 70,000."""
 
     def one_rank(n: int) -> Any:
-        step = fjoin.train_step(
-            lambda p, b: (p["w"] * b).sum().to(dtype),
-            tx.fuse(hook, tx.sgd(1.0)),
-            weight=lambda b: n,
-            accumulate=window,
-        )
+        options: Any = {"weight": lambda b: n, "accumulate": window}
+        step = fjoin.train_step(lambda p, b: _linear(p, b).to(dtype), tx.fuse(hook, tx.sgd(1.0)), **options)
         state = step.init(_w())
         for _ in range(window):
             state, metrics = step(state, torch.ones(2))
@@ -218,3 +182,87 @@ def test_16_bit_loss_keeps_equal_gradients(hook: tx.Transform, window: int, dtyp
     for params, total in tx.simulate(one_rank, {"data": 3}, [weight, weight, 0]):
         # A window adds gradients times the rounded weight, and counts that one.
         assert all(abs(p + 1) < 1e-6 for p in params) and total == pytest.approx(2 * window * weight, rel=1e-3)
+
+
+# -- large gradients are sent from the memory in which autograd hands them over, unless others share it --
+
+SIDE = 1024  # float32 matrices of 4 MB, each a bucket of its own
+
+
+def loss_fn(p: Any, x: Tensor) -> Tensor:
+    hidden = torch.tanh(torch.tanh(x @ p["first"] + p["bias"]) @ p["second"])
+    both = p["left"].view(-1) + p["right"].view(-1)  # its gradient is that of either, in one memory
+    return (hidden**2).mean() + (both**2).mean() + p["expanded"].sum()
+
+
+def taken(loss: Any) -> tuple[dict[str, bool], dict[str, int], dict[str, float]]:
+    """By path, in the third step: whether the gradient's memory is sent, its address, and an error of the parameters."""
+    torch.manual_seed(0)
+    shapes = dict.fromkeys(("first", "second", "left", "right", "expanded"), (SIDE, SIDE)) | {"bias": (SIDE,)}
+    params = {path: torch.randn(shape) / SIDE for path, shape in shapes.items()}
+    own, sent, inner = {k: p.clone() for k, p in params.items()}, dict[str, tuple[int, int]](), GradBuffer.copy_grad
+
+    def copy_grad(out: GradBuffer, i: int, leaf: Tensor) -> None:
+        assert leaf.grad is not None
+        given = leaf.grad.data_ptr()
+        inner(out, i, leaf)
+        if out.direct:
+            sent[out.bucket.paths[i]] = given, out.buffer.data_ptr()
+
+    step = fjoin.train_step(loss, tx.fuse(tx.mean("data"), tx.sgd(0.1)), mesh=fjoin.mesh({"data": 1}))
+    state = step.init(params)
+    with mock.patch.object(GradBuffer, "copy_grad", copy_grad):
+        for _ in range(3):
+            x = torch.randn(8, SIDE)
+            sent.clear()
+            grads = torch.func.grad(loss_fn)(own, x)
+            own = {path: p - 0.1 * grads[path] for path, p in own.items()}
+            state, _ = step(state, x)
+    errors = {path: float((p.detach() - own[path]).abs().max()) for path, p in state.params.items()}
+    step.close()
+    return {path: a == b for path, (a, b) in sent.items()}, {path: b for path, (_, b) in sent.items()}, errors
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_gradient_alone_is_sent_without_a_clone_and_a_shared_one_is_not(compiled: bool) -> None:
+    sent, places, errors = taken(torch.compile(loss_fn, backend="aot_eager") if compiled else loss_fn)
+    assert sent.keys() == {"first", "second", "left", "right", "expanded"}
+    assert sent["first"] and sent["second"] and sent["expanded"], (
+        "a gradient was cloned although nothing shares its memory"
+    )
+    # Once the first of a pair has been cloned, the other one is alone.
+    assert sent["left"] + sent["right"] == 1
+    assert len(set(places.values())) == len(places), "two buckets are in one memory"
+    assert max(errors.values()) < 1e-6
+
+
+def test_a_use_count_that_takes_shared_gradients_is_found() -> None:
+    with mock.patch("fjoin.buckets._grad_buffer._ALONE", 4):
+        sent, places, _ = taken(loss_fn)
+    assert sent["left"] and sent["right"] and places["left"] == places["right"]
+
+
+def test_a_use_count_that_clones_every_gradient_is_found() -> None:
+    with mock.patch("fjoin.buckets._grad_buffer._ALONE", 1):
+        assert not any(taken(loss_fn)[0].values())
+
+
+def in_any_order(params: Any, batch: tuple[int, torch.Tensor]) -> torch.Tensor:
+    """Its gradients come in the order of the number in the batch; of 6 on, the first parameter has none."""
+    number, x = batch
+    for name in list(itertools.permutations("abc"))[number % 6][number // 6 :]:
+        x = torch.tanh(x @ params[name])
+    return x.square().mean()
+
+
+def test_gradients_come_in_another_order_than_in_the_step_before() -> None:
+    params = {name: torch.eye(4) + 0.1 * i for i, name in enumerate("abc")}
+    own = {name: p.clone() for name, p in params.items()}
+    step = fjoin.train_step(in_any_order, tx.fuse(tx.mean("data"), tx.sgd(0.5)), mesh=fjoin.mesh({"data": 1}))
+    state = step.init(params)
+    for number in (0, 0, 1, 5, 6, 0, 11, 2, 2, 3):
+        batch = number, torch.linspace(-1, 1, 12).view(3, 4) + number
+        grads = torch.func.grad(in_any_order)(own, batch)
+        own = {name: p - 0.5 * grads[name] for name, p in own.items()}
+        state, _ = step(state, batch)
+        assert all(torch.equal(state.params[name], own[name]) for name in own), number

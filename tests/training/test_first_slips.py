@@ -1,4 +1,4 @@
-"""What a new user runs into first: a progress bar, a break, a schedule by epochs, a pipeline that reduces nothing."""
+"""What a new user runs into first: a progress bar, a second epoch, a weight, a pipeline that reduces nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 import fjoin
 from fjoin import transforms as tx
@@ -44,37 +43,6 @@ def test_a_second_epoch_of_an_iterator_warns() -> None:
     assert list(loop) == [1, 2]
     with pytest.warns(UserWarning, match="list_iterator, that an epoch before this one has used up"):
         assert list(loop) == []
-
-
-def torchs_rates(make: Any, steps: int, per_epoch: int) -> list[float]:
-    optimizer = torch.optim.SGD([torch.zeros(())], 0.1)
-    scheduler, found = make(optimizer), []
-    for step in range(steps):
-        found.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        if (step + 1) % per_epoch == 0:
-            scheduler.step()
-    return found
-
-
-def test_schedules_of_epochs_and_factors_are_functions_of_the_step() -> None:
-    """As docs/recipes.md writes them: StepLR by epochs, LambdaLR."""
-    halved = tx.from_torch_scheduler(lambda optimizer: StepLR(optimizer, 2, 0.5), 0.1, 7)
-    want = torchs_rates(lambda optimizer: StepLR(optimizer, 2, 0.5), 20, 3)
-    assert [halved(i // 3).item() for i in range(20)] == pytest.approx(want)
-    want = torchs_rates(lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step)), 9, 1)
-    assert [0.1 / (1 + i) for i in range(9)] == pytest.approx(want)
-    params = {"w": torch.zeros(2, dtype=torch.float64)}
-    for rate, of_step in (
-        (lambda step: halved(step // 3), lambda i: 0.1 * 0.5 ** (i // 6)),
-        (lambda step: 0.1 / (1 + step), lambda i: 0.1 / (1 + i)),
-    ):
-        opt, new = tx.sgd(rate), params
-        state = opt.init(params)
-        for i in range(9):
-            old = new
-            new, state = opt.step(new, {"w": torch.ones(2, dtype=torch.float64)}, state)
-            assert (old["w"] - new["w"]).tolist() == pytest.approx([of_step(i)] * 2)
 
 
 def test_errors_say_what_to_write() -> None:

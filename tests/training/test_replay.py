@@ -91,29 +91,6 @@ def test_batch_norm_of_16_bits_is_computed_in_32(dtype: torch.dtype) -> None:
     assert (y.double() - want).abs().max() < 8 * torch.finfo(dtype).eps
 
 
-def test_nan_loss_of_a_rank_without_weight_is_ignored() -> None:
-    """An empty mask gives the loss 0 / 0, which does not reach the other ranks, even through the statistics."""
-
-    def loss(params: Any, batch: Any) -> Tensor:
-        x, mask = batch
-        state = BatchNormState(torch.zeros(1), torch.ones(1))
-        y, _ = tx.sync_batch_norm(x[:, None] * params["w"][0] + params["v"][0], state, axis="data")
-        return ((y[:, 0] * mask).square() * x).sum() / mask.sum()
-
-    x = torch.tensor([1.0, 2.0, 4.0])
-
-    def one_rank(mask: Tensor) -> Any:
-        step, state = step_of(loss, weight=lambda b: float(b[1].sum()))
-        for batch in step.join([(x, mask)], when_exhausted="replay"):
-            state, metrics = step(state, batch)
-        return state.params["w"].tolist(), metrics.loss
-
-    (a, loss_a), (b, _) = tx.simulate(one_rank, {"data": 2}, [torch.ones(3), torch.zeros(3)])
-    ((alone, loss_alone),) = tx.simulate(one_rank, {"data": 1}, [torch.ones(3)])
-    assert a == b and abs(loss_a - loss_alone) < 1e-6
-    assert all(abs(p - q) < 1e-6 for p, q in zip(a, alone, strict=True))
-
-
 # -- in a step ---------------------------------------------------------------------------------------
 
 

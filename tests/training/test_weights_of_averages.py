@@ -148,27 +148,6 @@ def test_the_optimizers_state_is_averaged_by_the_same_weights() -> None:
             assert max_diff(momentum, torch.full((2,), want, dtype=torch.float64)) < 1e-12
 
 
-def test_an_average_of_masters() -> None:
-    """The next step continues from the average, and steps that bfloat16 would lose add up."""
-    pipeline = tx.fuse(NOT, tx.mixed_precision(tx.sgd(0.25)), after=tx.every(2, tx.mean("data")))
-    ranks = [[1.0, 1.0, 0.01, 0.01, 0.01], [3.0, 1.0, 0.02, 0.01, 0.01]]
-    own, seen = [torch.zeros(()), torch.zeros(())], [[], []]  # type: ignore[var-annotated]
-    for i in range(5):
-        own = [p - 0.25 * batches[i] for p, batches in zip(own, ranks, strict=True)]
-        if i % 2:
-            weights = [sum(batches[i - 1 : i + 1]) for batches in ranks]
-            own = [sum(w * p for w, p in zip(weights, own, strict=True)) / sum(weights)] * 2  # type: ignore[list-item]
-        for mine, p in zip(seen, own, strict=True):
-            mine.append(p.bfloat16().item())
-    for place in PLACES:
-        found = on_ranks(pipeline, ranks, place, dtype=torch.bfloat16)
-        masters = [one.state.optimizer["w"].master[0].item() for one in found]
-        assert masters[0] == pytest.approx(masters[1], abs=0.01)
-        for one, want in zip(found, seen, strict=True):
-            assert one.w == pytest.approx(want, abs=0.01)
-            assert one.params[-1]["w"][0] == one.state.optimizer["w"].master[0].bfloat16()
-
-
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("hook", ["identity", "mean"])
 def test_buffers_are_averaged_by_rank_weights(hook: str, on_device: bool) -> None:
