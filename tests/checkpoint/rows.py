@@ -81,19 +81,19 @@ RUNS: dict[str, Run] = {
         lost="pipeline.after.ema#0",
     ),
     "module": Run(mean_and(ADAMW), how="module", dtype=torch.float64, lost="objects.handle"),
-    "module, its buffers": Run(mean_and(ADAMW), how="module", lost="objects.model.module.seen*"),
+    "module, its buffers": Run(mean_and(ADAMW), how="module", lost="objects.model.seen*"),
     "module, int8 feedback": Run(
         lambda: tx.fuse(FEEDBACK, ADAMW), how="module", sizes=UNEVEN, lost="objects.handle.hook.*.error.*"
     ),
     "module, local SGD": Run(lambda: tx.local_sgd(ADAMW, tx.mean("data"), 3), how="module", lost="objects.handle"),
     "module, slices": Run(sharded(tx.muon(0.05)), how="module", dtype=torch.float64, lost="objects.handle.optimizer"),
-    "torch's optimizer": _object(lambda m: torch.optim.AdamW(m.parameters(), 0.1), "objects.model.module.bias"),
+    "torch's optimizer": _object(lambda m: torch.optim.AdamW(m.parameters(), 0.1), "objects.model.bias"),
     "Optimizer": _object(lambda m: fjoin.Optimizer(m.named_parameters(), tx.adamw(0.1))),
     "ZeroRedundancyOptimizer": _object(lambda m: fjoin.ZeroRedundancyOptimizer(m.parameters(), torch.optim.Adam, lr=0.1)),
     "ZeroRedundancyOptimizer, whole parameters": _object(
         lambda m: fjoin.ZeroRedundancyOptimizer([p for p in m.parameters() if p.dim() == 2], tx.muon, lr=0.1)
     ),
-    "PostLocalSGDOptimizer": _object(post_local, "objects.model.module.bias"),
+    "PostLocalSGDOptimizer": _object(post_local, "objects.model.bias"),
 }  # fmt: skip
 
 
