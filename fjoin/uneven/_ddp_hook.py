@@ -85,8 +85,9 @@ class DDPHook(JoinHook):
         if not torch.is_grad_enabled():
             module.require_forward_param_sync = self._syncs_next
             return
-        for _, run in module._comm_hooks if module in REGISTERED else ():
-            run.saw([*args, *kwargs.values()])
+        for _, run in module._comm_hooks:
+            if hasattr(run, "saw"):
+                run.saw([*args, *kwargs.values()])
         if module.require_backward_grad_sync:
             self._in_window = self._in_window and not self._by_world
             for x in _find_tensors(out):

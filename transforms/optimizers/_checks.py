@@ -43,11 +43,12 @@ class Forms:
         self.init_param = init_param
         self.last: tuple[Any, list[str], bool] = (None, [], False)
         self._known: dict[Any, _Form] = {}
+        self._seen: State = None  # the state of a parameter, without data
 
     @functools.cached_property
     def probe(self) -> State:
-        """A state without data."""
-        return self.init_param(torch.empty(3, device="meta"))
+        """A state without data: of a parameter, or of a vector while none is known, which `init_param` may not take."""
+        return self.init_param(torch.empty(3, device="meta")) if self._seen is None else self._seen
 
     @functools.cached_property
     def common(self) -> tuple[bool, ...]:
@@ -71,6 +72,7 @@ class Forms:
         key = param.shape, param.dtype
         if key not in known:
             state = self.init_param(torch.empty(param.shape, dtype=param.dtype, device="meta"))
+            self._seen = state if self._seen is None and param.dim() else self._seen
             accessors, found, structure = optree.tree_flatten_with_accessor(state, none_is_leaf=True)
             names = [".".join(str(getattr(entry, "field", entry.entry)) for entry in path) for path in accessors]
             kinds = [f if f is None else (f.shape, f.dtype, f.is_meta and f.dim() > 0) for f in found]

@@ -173,7 +173,8 @@ def mark_of(*parts: object) -> list[tuple[str, float]]:
 
 def rates_of(optimizer: Optimizer, params: Tree, slots: State) -> list[tuple[str, float]]:
     """The hyperparameters that may differ between ranks, by name; without those that Python cannot read now."""
-    if not plain(params, slots) or (optimizer.select is None and not compared(optimizer, optimizer.forms.probe)):
+    of_vectors = optimizer.select is None and optimizer.elementwise
+    if not plain(params, slots) or (of_vectors and not compared(optimizer, optimizer.forms.probe)):
         return []
     names, _, states, _ = states_of(params, slots)
     parts = {}

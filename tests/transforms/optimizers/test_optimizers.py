@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import fjoin
 from fjoin import transforms as tx
-from tests.helpers import max_diff, params_like, same_bits, torch_before
+from tests.helpers import max_diff, params_like, same_bits, stepped, torch_before
 from tests.optimizer_table import OPTIMIZERS
 from tests.oracle import optim
 
@@ -210,3 +211,40 @@ def test_a_step_without_values_of_an_optimizer_that_keeps_its_rate() -> None:
         params = {"w": torch.ones(5)}
         opt = tx.rprop(0.1)
         assert opt.step(params, params, opt.init(params))[0]["w"].shape == (5,)
+
+
+def test_an_optimizer_of_ones_own_is_called_with_parameters_only() -> None:
+    """One for kernels, that takes no vector, in a pure step, in a train_step and in fjoin.Optimizer."""
+    muon = tx.muon(0.02)
+
+    def step_param(p: Tensor, grad: Tensor, state: Any) -> Any:
+        new, state = muon.step_param(p.flatten(1), grad.flatten(1), state)
+        return new.view(p.shape), state
+
+    def step_param_(p: Tensor, grad: Tensor, state: Any, **guards: Any) -> None:
+        muon.step_param_(p.flatten(1), grad.flatten(1), state, **guards)
+
+    own = tx.Optimizer(lambda p: muon.init_param(p.flatten(1)), step_param, step_param_, elementwise=False)
+    w = torch.randn(4, 3, 2, 2, generator=torch.Generator().manual_seed(0))
+    want, state = w.flatten(1), muon.init_param(w.flatten(1))
+    for _ in range(2):
+        want, state = muon.step_param(want, torch.ones_like(want), state)
+
+    def pure() -> Any:
+        pipeline, params = tx.fuse(tx.mean("data"), own), {"w": w}
+        slots = pipeline.init(params)
+        for _ in range(2):
+            params, slots = pipeline.step(params, {"w": torch.ones_like(w)}, slots)
+        return params["w"]
+
+    step = fjoin.train_step(lambda p, batch: p["w"].sum() * batch, tx.fuse(tx.mean("data"), own))
+    p = torch.nn.Parameter(w.clone())
+    p.grad, optimizer = torch.ones_like(p), fjoin.Optimizer([p], own)
+    for _ in range(2):
+        optimizer.step()
+    for found in (
+        *tx.simulate(pure, {"data": 2}),
+        stepped(step, step.init({"w": w}), [1.0, 1.0]).params["w"],
+        p.detach(),
+    ):
+        torch.testing.assert_close(found.flatten(1), want)
