@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.algorithms.model_averaging import averagers, hierarchical_model_averager, utils
 
 import fjoin
@@ -18,40 +18,35 @@ from tests.oracle.whole_batch import make_model
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit.script, which this import calls
-    from torch.distributed.optim import PostLocalSGDOptimizer
+    from torch.distributed.optim import PostLocalSGDOptimizer as Torchs
 
-Torchs = PostLocalSGDOptimizer
-TORCHS = {
-    "periodic": averagers.PeriodicModelAverager,
-    "hierarchical": hierarchical_model_averager.HierarchicalModelAverager,
+MADE = {
+    ("torch's", "periodic"): averagers.PeriodicModelAverager,
+    ("torch's", "hierarchical"): hierarchical_model_averager.HierarchicalModelAverager,
+    ("ours", "periodic"): fjoin.PeriodicModelAverager,
+    ("ours", "hierarchical"): fjoin.HierarchicalModelAverager,
 }
-OURS = {"periodic": fjoin.PeriodicModelAverager, "hierarchical": fjoin.HierarchicalModelAverager}
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Without the warnings about a period of 1."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        yield
 
 
 def made(whose: str, kind: str, *args: Any) -> Any:
-    with quiet():
-        return (OURS if whose == "ours" else TORCHS)[kind](*args)
+    """Without the warnings about a period of 1."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return MADE[whose, kind](*args)
 
 
 @contextlib.contextmanager
 def torchs_averages_raise() -> Iterator[None]:
-    """torch's own averages raise in this block."""
+    """torch's own averages, and the steps of its optimizer, raise in this block."""
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("torch's own average of parameters was called")
 
-    names = ("average_parameters", "average_parameters_or_parameter_groups", "get_params_to_average")
     with pytest.MonkeyPatch.context() as patch:
-        for name in names:
+        for name in ("average_parameters", "average_parameters_or_parameter_groups", "get_params_to_average"):
             patch.setattr(utils, name, refuse)
+        for name in ("step", "__init__"):
+            patch.setattr(Torchs, name, refuse)
         yield
 
 
@@ -62,12 +57,10 @@ def gradients(params: list[Tensor], step: int) -> None:
         p.grad = torch.randn(p.shape, generator=g, dtype=torch.float64).to(p.dtype)
 
 
-def displacements(
-    whose: str, kind: str, args: tuple[Any, ...], steps: int, model: Callable[[], nn.Module] = make_model
-) -> list[list[Tensor]]:
+def displacements(whose: str, kind: str, args: tuple[Any, ...], steps: int) -> list[list[Tensor]]:
     """The parameters minus their initial values, after each step."""
     with torchs_averages_raise() if whose == "ours" else contextlib.nullcontext():
-        net, averager = model(), made(whose, kind, *args)
+        net, averager = make_model(), made(whose, kind, *args)
         params = list(net.parameters())
         start = [p.detach().clone() for p in params]
         optimizer, seen = torch.optim.SGD(params, 0.1, momentum=0.9), []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,8 +13,7 @@ from torch import Tensor, nn
 import fjoin
 from fjoin import transforms as tx
 from tests.helpers import max_diff, raises_text, same_bits
-from tests.optim.averager_problem import displacements, gradients, made, quiet, torchs_averages_raise
-from tests.oracle.whole_batch import make_model
+from tests.optim.averager_problem import displacements, gradients, made, torchs_averages_raise
 from tests.pool import Pool
 from tests.traffic import watched
 
@@ -32,61 +32,34 @@ def averaged(runs: list[Any], ranks: list[int]) -> list[int]:
     return [s for s in range(len(runs[0])) if all(max_diff(runs[r][s], runs[ranks[0]][s]) < 1e-12 for r in ranks)]
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize(("ranks", "period", "warmup"), [(2, 4, 0), (2, 4, 10), (3, 3, 2), (4, 7, 5)])
-def test_periodic_averages_are_torchs(pool: Any, ranks: int, period: int, warmup: int) -> None:
-    runs = same_runs(pool, ranks, "periodic", period, warmup)
-    assert averaged(runs, list(range(ranks))) == list(range(warmup, 20, period))
-
-
-def test_period_of_one_matches_torch(pool: Any) -> None:
-    assert averaged(same_runs(pool, 3, "periodic", 1, 2), [0, 1, 2]) == list(range(2, 20))
-
-
-@pytest.mark.parametrize("warmup", [0, 5, 9])
-def test_hierarchical_averages_match_torch(pool: Any, warmup: int) -> None:
-    """The warm-up is no multiple of the periods: it is not subtracted, as in torch."""
-    runs = same_runs(pool, 4, "hierarchical", {2: 2, 4: 4}, warmup)
-    due = [s for s in range(20) if s >= warmup]
-    assert averaged(runs, [0, 1, 2, 3]) == [s for s in due if s % 4 == 0]
-    for pair in ([0, 1], [2, 3]):
-        assert averaged(runs, pair) == [s for s in due if s % 2 == 0]
-    assert averaged(runs, [1, 2]) == [s for s in due if s % 4 == 0]
+Levels = dict[int, int]
+# Number of ranks, the averager, and in which of 20 steps some ranks are averaged. The warm-up is not subtracted from the
+# steps of levels, as in torch.
+SCHEDULES: list[tuple[int, str, tuple[Any, ...], list[tuple[list[int], list[int]]]]] = [
+    (2, "periodic", (4, 0), [([0, 1], [0, 4, 8, 12, 16])]), (2, "periodic", (4, 10), [([0, 1], [10, 14, 18])]),
+    (3, "periodic", (3, 2), [([0, 1, 2], [2, 5, 8, 11, 14, 17])]), (4, "periodic", (7, 5), [([0, 1, 2, 3], [5, 12, 19])]),
+    (3, "periodic", (1, 2), [([0, 1, 2], list(range(2, 20)))]),
+    *((4, "hierarchical", ({2: 2, 4: 4}, warmup), [
+        *((ranks, [s for s in range(warmup, 20) if s % 4 == 0]) for ranks in ([0, 1, 2, 3], [1, 2])),
+        *((pair, [s for s in range(warmup, 20) if s % 2 == 0]) for pair in ([0, 1], [2, 3])),
+    ]) for warmup in (0, 5, 9)),
+    *((4, "hierarchical", (levels, 3), []) for levels in ({3: 4}, {2: 1, 4: 4}, {2: 4, 4: 4}, {1: 2, 3: 4})),
+]  # fmt: skip
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("levels", [{3: 4}, {2: 1, 4: 4}, {2: 4, 4: 4}, {1: 2, 3: 4}])
-def test_other_hierarchies_are_torchs(pool: Any, levels: dict[int, int]) -> None:
-    same_runs(pool, 4, "hierarchical", levels, 3)
+@pytest.mark.parametrize(("ranks", "kind", "args", "expected"), SCHEDULES, ids=[str(row[:3]) for row in SCHEDULES])
+def test_averages_are_torchs(pool: Any, ranks: int, kind: str, args: Any, expected: Any) -> None:
+    runs = same_runs(pool, ranks, kind, *args)
+    for some, steps in expected:
+        assert averaged(runs, some) == steps
 
 
-def in_parts(kind: str, args: list[Any]) -> Any:
-    """On two halves of the ranks: each its own process group, made by torch's new_subgroups."""
-    own, _ = dist.new_subgroups(group_size=2)
-    runs = displacements("ours", kind, (*args, own), 6)
-    outside = dist.new_group([1, 2])
-    averager = made("ours", kind, *args, outside)
-    p = nn.Parameter(torch.tensor(float(dist.get_rank())))
-    averager.average_parameters([p])
-    return runs, p.item(), averager.process_group is None
-
-
-@pytest.mark.parametrize(("kind", "args"), [("periodic", [2, 0]), ("hierarchical", [{2: 2}, 0])])
-def test_other_process_groups(pool: Any, kind: str, args: list[Any]) -> None:
-    """Ranks outside of the group average nothing, as in torch."""
-    runs, values, alone = zip(*pool.run(4, in_parts, kind, args), strict=True)
-    assert averaged(list(runs), [0, 1]) == averaged(list(runs), [2, 3]) == [0, 2, 4] and not averaged(
-        list(runs), [1, 2]
-    )
-    assert values == (0.0, 1.5, 1.5, 3.0) and alone == (True, False, False, True)
-
-
-def test_three_levels(pool: Any) -> None:
+def test_three_levels() -> None:
     """Simulated, on 8 ranks: the middle level is an average of averages."""
 
     def one_rank(value: float) -> list[float]:
-        with quiet():
-            averager = fjoin.HierarchicalModelAverager({1: 2, 2: 4, 4: 8})
+        averager = made("ours", "hierarchical", {1: 2, 2: 4, 4: 8})
         p, seen = torch.tensor(value), []
         for step in (1, 2, 4):
             averager.step = step
@@ -97,95 +70,6 @@ def test_three_levels(pool: Any) -> None:
     seen = tx.simulate(one_rank, {"level2": 2, "level1": 2, "level0": 2}, [float(r) for r in range(8)])
     assert [run[0] for run in seen] == [0.5, 0.5, 2.5, 2.5, 4.5, 4.5, 6.5, 6.5]
     assert [run[1] for run in seen] == [1.5] * 4 + [5.5] * 4 and [run[2] for run in seen] == [3.5] * 8
-
-
-# -- where ours differ on purpose ----------------------------------------------------------------------
-
-
-def storages() -> Any:
-    model = make_model()
-    params = [*model.parameters()]
-    before = [p.data_ptr() for p in params]
-    fjoin.PeriodicModelAverager(2).average_parameters(params)  # none has a gradient
-    return before == [p.data_ptr() for p in params], len({p.untyped_storage().data_ptr() for p in params})
-
-
-def test_every_parameter_keeps_its_memory(pool: Any) -> None:
-    assert pool.run(2, storages) == [(True, 4)] * 2
-
-
-def unused() -> Any:
-    """Rank r uses only the parameter r."""
-    rank = dist.get_rank()
-    params = [nn.Parameter(torch.full((2 + i,), float(rank + i))) for i in range(3)]
-    params[rank].grad = torch.ones(2 + rank)
-    fjoin.PeriodicModelAverager(2).average_parameters(p for p in params)
-    return [p.detach() for p in params]
-
-
-def test_parameters_without_gradients_are_averaged(pool: Any) -> None:
-    """Ranks may use different parameters; the parameters come from a generator."""
-    for params in pool.run(3, unused):
-        for i, p in enumerate(params):
-            assert torch.equal(p, torch.full((2 + i,), 1.0 + i))
-
-
-def several() -> Any:
-    rank = dist.get_rank()
-    dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64)
-    params = [nn.Parameter(torch.full((3,), float(rank), dtype=dtype)) for dtype in dtypes]
-    params += [nn.Parameter(torch.full((4, 2), float(rank)).t()), nn.Parameter(torch.tensor(rank), requires_grad=False)]
-    versions = [p._version for p in params]
-    with watched() as sent:
-        fjoin.PeriodicModelAverager(2).average_parameters([*params, params[0]])
-    assert [p._version for p in params] > versions
-    with watched() as second:
-        fjoin.PeriodicModelAverager(2).average_parameters(params[:2])
-    return [(str(p.dtype), p.detach().real.double().unique().tolist()) for p in params], len(sent), len(second)
-
-
-def test_parameters_of_several_dtypes(pool: Any) -> None:
-    """One message for each dtype, 16 bits with float32: three, then two for the integers and a weight."""
-    for params, messages, of_two in pool.run(2, several):
-        assert [value for _, value in params] == [[0.5]] * 6 + [[1.0]]
-        assert [dtype.removeprefix("torch.") for dtype, _ in params] == [
-            "float32", "float64", "bfloat16", "float16", "complex64", "float32", "int64",
-        ]  # fmt: skip
-        assert messages == 5 and of_two == 2
-
-
-def with_buffers(kind: str, levels: Any) -> Any:
-    rank = dist.get_rank()
-    model = nn.BatchNorm1d(2)
-    model.running_mean.fill_(rank)  # type: ignore[union-attr, operator]
-    model.num_batches_tracked.fill_(rank)  # type: ignore[union-attr, operator]
-    make = fjoin.PeriodicModelAverager if kind == "periodic" else fjoin.HierarchicalModelAverager
-    averager: Any = make(levels, 1)
-    seen = []
-    for _ in range(5):
-        averager.average_parameters([*model.parameters(), *model.buffers()])
-        seen.append((model.running_mean[0].item(), model.num_batches_tracked.item()))  # type: ignore[index, operator, union-attr]
-    return seen
-
-
-def test_buffers_among_the_parameters_are_averaged(pool: Any) -> None:
-    """Integer buffers become the maximum."""
-    for rank, seen in enumerate(pool.run(2, with_buffers, "periodic", 3)):
-        assert seen == [(rank, rank)] + [(0.5, 1)] * 4
-    for rank, seen in enumerate(pool.run(4, with_buffers, "hierarchical", {2: 2, 4: 4})):
-        pair = (rank // 2 * 2 + 0.5, rank // 2 * 2 + 1)
-        assert seen == [(rank, rank)] * 2 + [pair] * 2 + [(1.5, 3)]
-
-
-def large() -> Any:
-    p = nn.Parameter(torch.tensor([6e4, 6e-8], dtype=torch.float16))
-    fjoin.PeriodicModelAverager(2).average_parameters([p])
-    return p.tolist() == torch.tensor([6e4, 6e-8], dtype=torch.float16).tolist()
-
-
-def test_large_and_small_numbers_in_float16(pool: Any) -> None:
-    """The sum does not overflow, and values are not divided before it, as torch does."""
-    assert pool.run(2, large) == [True] * 2
 
 
 def in_the_middle() -> Any:
@@ -205,8 +89,7 @@ def test_three_levels_and_a_part_of_eight_ranks(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("tests.pool.WORKERS", 8)
     ranks = Pool()
     try:
-        levels: Any = {1: 2, 2: 4, 6: 8}
-        runs = same_runs(ranks, 8, "hierarchical", levels, 1, steps=13)
+        runs = same_runs(ranks, 8, "hierarchical", {1: 2, 2: 4, 6: 8}, 1, steps=13)
         assert averaged(runs, [1, 2]) == [2, 4, 6, 8, 10, 12] and averaged(runs, [3, 4]) == [6, 12]
         seen = ranks.run(8, in_the_middle)
     finally:
@@ -214,6 +97,80 @@ def test_three_levels_and_a_part_of_eight_ranks(monkeypatch: pytest.MonkeyPatch)
     assert [run[0] for run in seen] == [float(r) for r in range(8)]
     assert [run[1] for run in seen] == [0.0, 1.5, 1.5, 3.5, 3.5, 5.0, 6.0, 7.0]
     assert [run[2] for run in seen] == [0.0, 2.5, 2.5, 2.5, 2.5, 5.0, 6.0, 7.0]
+
+
+# -- what one rank sees ------------------------------------------------------------------------------------
+
+
+def averages(*params: Tensor, kind: str = "periodic", args: tuple[Any, ...] = (2,)) -> list[float]:
+    """The first number of each parameter after an average."""
+    made("ours", kind, *args).average_parameters(list(params))
+    return [p.detach().reshape(-1)[0].item() for p in params]
+
+
+def own(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.full(shape, float(dist.get_rank())))
+
+
+def in_parts(kind: str, args: list[Any]) -> Any:
+    """On two halves of the ranks, made by torch's new_subgroups; then on some ranks, of which others average nothing."""
+    half, _ = dist.new_subgroups(group_size=2)
+    outside = dist.new_group([1, 2])
+    averager = made("ours", kind, *args, outside)
+    averager.average_parameters([p := own()])
+    changed = fjoin.PeriodicModelAverager(2)
+    changed.process_group, changed.period = half, 1
+    changed.average_parameters([q := own()])
+    return (*averages(own(), kind=kind, args=(*args, half)), p.item(), averager.process_group is None, q.item())
+
+
+def in_place() -> Any:
+    """No gradient is needed, and each parameter keeps its memory."""
+    params = [own(2), own(3)]
+    before = [p.data_ptr() for p in params]
+    found = averages(*params)
+    return found, before == [p.data_ptr() for p in params], len({p.untyped_storage().data_ptr() for p in params})
+
+
+def used_elsewhere() -> Any:
+    """Rank r uses only the parameter r; the parameters come from a generator."""
+    params = [nn.Parameter(torch.full((2 + i,), float(dist.get_rank() + i))) for i in range(3)]
+    params[dist.get_rank()].grad = torch.ones(2 + dist.get_rank())
+    fjoin.PeriodicModelAverager(2).average_parameters(p for p in params)
+    return [p.unique().tolist() for p in params]
+
+
+def several() -> Any:
+    """One message for each dtype, 16 bits with float32: three, then two for the integers and a weight."""
+    dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64)
+    params: list[Tensor] = [nn.Parameter(own(3).detach().to(dtype)) for dtype in dtypes]
+    params += [nn.Parameter(own(4, 2).detach().t()), nn.Parameter(torch.tensor(dist.get_rank()), requires_grad=False)]
+    versions = [p._version for p in params]
+    with watched() as sent:
+        fjoin.PeriodicModelAverager(2).average_parameters([*params, params[0]])
+    assert [p._version for p in params] > versions
+    assert [p.dtype for p in params[:5]] == list(dtypes) and params[-1].dtype is torch.int64
+    with watched() as second:
+        fjoin.PeriodicModelAverager(2).average_parameters(params[:2])
+    return [p.detach().real.double().unique().tolist() for p in params], len(sent), len(second)
+
+
+def with_buffers(kind: str, levels: Any) -> Any:
+    """Integer buffers become the maximum."""
+    model, averager, seen = nn.BatchNorm1d(2), made("ours", kind, levels, 1), []
+    model.running_mean.fill_(dist.get_rank())  # type: ignore[union-attr, operator]
+    model.num_batches_tracked.fill_(dist.get_rank())  # type: ignore[union-attr, operator]
+    for _ in range(5):
+        averager.average_parameters([*model.parameters(), *model.buffers()])
+        seen.append((model.running_mean[0].item(), model.num_batches_tracked.item()))  # type: ignore[index, operator, union-attr]
+    return seen
+
+
+def large() -> Any:
+    """The sum does not overflow, and values are not divided before it, as torch does."""
+    p = nn.Parameter(torch.tensor([6e4, 6e-8], dtype=torch.float16))
+    fjoin.PeriodicModelAverager(2).average_parameters([p])
+    return p.tolist() == torch.tensor([6e4, 6e-8], dtype=torch.float16).tolist()
 
 
 def empty() -> Any:
@@ -224,10 +181,6 @@ def empty() -> Any:
     return averager.step, len(sent)
 
 
-def test_no_parameters(pool: Any) -> None:
-    assert pool.run(2, empty) == [(2, 0)] * 2
-
-
 def alone() -> Any:
     p = nn.Parameter(torch.ones(2))
     with watched() as sent:
@@ -236,22 +189,41 @@ def alone() -> Any:
     return p._version, len(sent)
 
 
-def test_one_rank_does_nothing(pool: Any) -> None:
-    assert pool.run(1, alone) == [(0, 0)] and alone() == (0, 0)
+def uses(whose: str) -> Any:
+    """In `torchs_averages_raise` torch's averager raises."""
+    with torchs_averages_raise():
+        averager, p = made(whose, "periodic", 2), nn.Parameter(torch.ones(2))
+        p.grad = torch.ones(2)
+        if whose == "ours":
+            return averager.average_parameters([p]) is None
+        return "was called" in raises_text(AssertionError, lambda: averager.average_parameters([p]))
 
 
-def test_simulated_ranks() -> None:
-    def one_rank(value: float) -> float:
-        p = torch.tensor(value)
-        fjoin.PeriodicModelAverager(2).average_parameters([p])
-        return p.item()
+PARTS = [(0.5, 0.0, True, 0.5), (0.5, 1.5, False, 0.5), (2.5, 1.5, False, 2.5), (2.5, 3.0, True, 2.5)]
+# Function, its arguments, and what each rank sees.
+SEEN: list[tuple[Callable[..., Any], tuple[Any, ...], list[Any]]] = [
+    (in_parts, ("periodic", [2, 0]), PARTS), (in_parts, ("hierarchical", [{2: 2}, 0]), PARTS),
+    (in_place, (), [([0.5, 0.5], True, 2)] * 2), (used_elsewhere, (), [[[1.0], [2.0], [3.0]]] * 3),
+    (several, (), [([[0.5]] * 6 + [[1.0]], 5, 2)] * 2), (large, (), [True] * 2), (empty, (), [(2, 0)] * 2), (alone, (), [(0, 0)]),
+    (with_buffers, ("periodic", 3), [[(rank, rank)] + [(0.5, 1)] * 4 for rank in range(2)]),
+    (with_buffers, ("hierarchical", {2: 2, 4: 4}), [
+        [(rank, rank)] * 2 + [(rank // 2 * 2 + 0.5, rank // 2 * 2 + 1)] * 2 + [(1.5, 3)] for rank in range(4)]),
+    (uses, ("ours",), [True] * 2), (uses, ("torch's",), [True] * 2),
+]  # fmt: skip
 
-    assert tx.simulate(one_rank, {"data": 3}, [0.0, 1.0, 5.0]) == [2.0] * 3
+
+@pytest.mark.parametrize(("function", "args", "expected"), SEEN, ids=[f"{row[0].__name__} {row[1]}" for row in SEEN])
+def test_what_a_rank_sees(pool: Any, function: Any, args: tuple[Any, ...], expected: list[Any]) -> None:
+    assert pool.run(len(expected), function, *args) == expected
+
+
+def test_without_other_ranks_or_on_simulated_ones() -> None:
+    assert alone() == (0, 0)
+    assert tx.simulate(lambda v: averages(torch.tensor(v)), {"data": 3}, [0.0, 1.0, 5.0]) == [[2.0]] * 3
 
 
 def long_run(steps: int) -> Any:
-    with quiet():
-        averager = fjoin.HierarchicalModelAverager({1: 2, 2: 4})
+    averager = made("ours", "hierarchical", {1: 2, 2: 4})
     params = [nn.Parameter(torch.zeros(n)) for n in (3, 1000)]
     optimizer = torch.optim.SGD(params, 0.1)
     for step in range(steps):
@@ -268,20 +240,7 @@ def test_interleaved_periods_do_not_hang(pool: Any, steps: int) -> None:
     assert same_bits(first, second)
 
 
-# -- attributes, errors ------------------------------------------------------------------------------------
-
-
-def another_group() -> Any:
-    averager = fjoin.PeriodicModelAverager(2)
-    averager.process_group = dist.new_subgroups(group_size=2)[0]
-    averager.period = 1
-    p = nn.Parameter(torch.tensor(float(dist.get_rank())))
-    averager.average_parameters([p])
-    return p.item(), averager.process_group.size()
-
-
-def test_attributes_can_be_set(pool: Any) -> None:
-    assert pool.run(4, another_group) == [(0.5, 2), (0.5, 2), (2.5, 2), (2.5, 2)]
+# -- ranks that differ, or fail ----------------------------------------------------------------------------
 
 
 def differing(what: str) -> str:
@@ -292,14 +251,7 @@ def differing(what: str) -> str:
     return raises_text(fjoin.DesyncError, lambda: averager.average_parameters(params))
 
 
-@pytest.mark.parametrize("what", ["period", "step", "params"])
-def test_ranks_that_differ_are_reported(pool: Any, what: str) -> None:
-    text = {"period": "period=3", "step": "at step 1", "params": "in its parameters"}[what]
-    for reported in pool.run(2, differing, what):
-        assert text in reported and "rank 1 differs from rank 0" in reported
-
-
-def abandoned() -> str:
+def abandoned(_: str) -> str:
     averager, p = fjoin.PeriodicModelAverager(2), nn.Parameter(torch.ones(3))
     averager.average_parameters([p])
     averager.average_parameters([p])
@@ -309,38 +261,16 @@ def abandoned() -> str:
     return raises_text(fjoin.PeerLost, lambda: averager.average_parameters([p]))
 
 
-def test_a_rank_that_fails_is_reported(pool: Any) -> None:
-    for reported in pool.run(3, abandoned):
-        assert "rank 1 has failed" in reported
+ON_ALL = [
+    (differing, "period", "period=3"), (differing, "step", "at step 1"), (differing, "params", "in its parameters"),
+    (abandoned, "", "rank 1 has failed"),
+]  # fmt: skip
 
 
-ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
-    "period 0": (lambda: fjoin.PeriodicModelAverager(0), ValueError, "period must be a whole number, at least 1, got 0"),
-    "period 1.5": (lambda: fjoin.PeriodicModelAverager(1.5), ValueError, "got 1.5"),  # type: ignore[arg-type]
-    "warmup": (lambda: fjoin.PeriodicModelAverager(2, -1), ValueError, "warmup_steps must be a whole number, at least 0"),
-    "no levels": (lambda: fjoin.HierarchicalModelAverager(), ValueError, "at least one period"),
-    "empty": (lambda: fjoin.HierarchicalModelAverager({}), ValueError, "at least one period"),
-    "level 0": (lambda: fjoin.HierarchicalModelAverager({0: 1}), ValueError, "a period must be"),
-    "size 0": (lambda: fjoin.HierarchicalModelAverager({2: 0}), ValueError, "a size must be"),
-    "no multiple": (lambda: fjoin.HierarchicalModelAverager({2: 1, 3: 1}), ValueError, "got 3 after 2"),
-    "order": (lambda: fjoin.HierarchicalModelAverager({4: 1, 2: 1}), ValueError, "got 2 after 4"),
-    "sizes": (lambda: fjoin.HierarchicalModelAverager({2: 2, 4: 3}), ValueError, "got 3 after 2"),
-    "last size": (lambda: fjoin.HierarchicalModelAverager({2: 2, 4: 4}), ValueError, "process_group, 1, got 4"),
-    "warmup of levels": (lambda: fjoin.HierarchicalModelAverager({2: 1}, -1), ValueError, "warmup_steps must be"),
-    "a tensor": (lambda: fjoin.PeriodicModelAverager(2).average_parameters(torch.ones(2)), TypeError, "got Tensor"),
-    "a number": (lambda: fjoin.PeriodicModelAverager(2).average_parameters([3]), TypeError, "got int"),  # type: ignore[list-item]
-    "names": (
-        lambda: fjoin.PeriodicModelAverager(2).average_parameters(make_model().named_parameters()),  # type: ignore[arg-type]
-        TypeError,
-        "got tuple",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ERRORS)
-def test_errors(name: str) -> None:
-    call, kind, text = ERRORS[name]
-    raises_text(kind, call, text)
+@pytest.mark.parametrize(("function", "what", "words"), ON_ALL, ids=[row[2] for row in ON_ALL])
+def test_all_ranks_are_told(pool: Any, function: Any, what: str, words: str) -> None:
+    for text in pool.run(2 if what else 3, function, what):
+        assert words in text and (not what or "rank 1 differs from rank 0" in text)
 
 
 def test_a_period_of_one_warns() -> None:
@@ -349,19 +279,3 @@ def test_a_period_of_one_warns() -> None:
     with pytest.warns(UserWarning, match="largest period is 1"):
         fjoin.HierarchicalModelAverager({1: 1})
     fjoin.HierarchicalModelAverager({1: 1, 2: 1})
-
-
-def uses(whose: str) -> Any:
-    with torchs_averages_raise():
-        averager = made(whose, "periodic", 2)
-        p: Tensor = nn.Parameter(torch.ones(2))
-        p.grad = torch.ones(2)
-        if whose == "ours":
-            return averager.average_parameters([p])
-        return raises_text(AssertionError, lambda: averager.average_parameters([p]))
-
-
-def test_torchs_averages_are_not_used(pool: Any) -> None:
-    """The replacement in `torchs_averages_raise` takes effect: torch's averager raises in it."""
-    assert pool.run(2, uses, "ours") == [None, None]
-    assert all("was called" in text for text in pool.run(2, uses, "torch's"))
