@@ -18,164 +18,127 @@ from torch import Tensor
 import fjoin
 from fjoin import transforms as tx
 from fjoin.step._interleave import Coroutine, Interleaver
-from tests.helpers import judged, max_diff, raises_text
+from tests.helpers import judged, max_diff, raises_text, stepped
 from tests.training.small import net_batch, net_loss, net_params
 
 
-def _smooth() -> tx.Transform:
-    """An average over steps, with a memory of each parameter."""
-
-    def init(params: Any) -> Any:
-        return ({path: torch.zeros_like(p) for path, p in params.items()}, {path: 0 for path in params})
-
-    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-        memory, calls = state
-        new = {path: 0.5 * memory[path] + g for path, g in grads.items()}
-        return new, (new, {path: n + 1 for path, n in calls.items()})
-
-    return tx.Transform(init, update, needs=tx.Needs.NOTHING)
+def made(init: Any, function: Any, needs: Any = tx.Needs.NOTHING) -> tx.Transform:
+    """A transform of `init(params)` and `function(values, state)`."""
+    return tx.Transform(init, lambda g, state, params=None, **extra: function(g, state), needs=needs)
 
 
-@pytest.mark.parametrize("on_device", [False, True])
-@pytest.mark.parametrize("order", ["before", "behind"])
-def test_nonfinite_first_step_does_not_change_the_hook_state(order: str, on_device: bool) -> None:
-    """The hook's memory must stay unchanged."""
-    parts = [_smooth(), tx.mean("data")]
-    pipeline = tx.skip_if_nonfinite(tx.fuse(tx.chain(*parts if order == "before" else parts[::-1]), tx.sgd(0.1)))
-    step = judged(fjoin.train_step(net_loss, pipeline), on_device)
+def smooth(grads: Any, state: Any) -> Any:
+    """An average over steps, with a memory of each parameter, and a count of calls."""
+    memory, calls = state
+    new = {path: 0.5 * memory[path] + g for path, g in grads.items()}
+    return new, (new, {path: n + 1 for path, n in calls.items()})
+
+
+def empty(params: Any) -> Any:
+    return {path: torch.zeros_like(p) for path, p in params.items()}, dict.fromkeys(params, 0)
+
+
+SMOOTH, MEAN, SGD = made(empty, smooth), tx.mean("data"), tx.sgd(1.0)
+
+
+def both_ways(pipeline: tx.Pipeline, batches: list[Tensor], on_device: bool = False) -> tuple[Any, Any, Any, Any]:
+    """Parameters and state after a step on each batch, of a train_step and of the pure pipeline."""
+    step = judged(fjoin.train_step(net_loss, pipeline, mesh=fjoin.mesh({"data": -1})), on_device)
     state, params = step.init(net_params()), net_params()
     pure = pipeline.init(params)
     with fjoin.bind(fjoin.mesh({"data": -1})):
-        for batch in (net_batch(0, 0) * float("nan"), net_batch(0, 1), net_batch(0, 2)):
+        for batch in batches:
             state, _ = step(state, batch)
             params, pure = pipeline.step(params, torch.func.grad(net_loss)(params, batch), pure)
-    assert state.pipeline.skipped == pure.skipped == 1
-    assert max_diff(state.params, params) < 1e-14 and max_diff(params, net_params()) > 0
+    return state.params, state.pipeline, params, pure
+
+
+BATCHES = [net_batch(0, i) for i in range(3)]
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("parts", [(SMOOTH, MEAN), (MEAN, SMOOTH)], ids=["before", "behind"])
+def test_nonfinite_first_step_does_not_change_the_hook_state(parts: Any, on_device: bool) -> None:
+    """The hook's memory must stay unchanged."""
+    pipeline = tx.skip_if_nonfinite(tx.fuse(tx.chain(*parts), tx.sgd(0.1)))
+    got, state, want, pure = both_ways(pipeline, [BATCHES[0] * float("nan"), *BATCHES[1:]], on_device)
+    assert state.skipped == pure.skipped == 1
+    assert max_diff(got, want) < 1e-14 and max_diff(want, net_params()) > 0
+
+
+def test_state_may_keep_the_parameters_it_was_given() -> None:
+    """Parameters in the state of a parameter transform keep their values when the step overwrites the parameters."""
+
+    def pull(new: Any, state: Any) -> Any:
+        anchor, before = state
+        return {path: 0.5 * new[path] + 0.25 * anchor[path] + 0.25 * before[path] for path in new}, (anchor, new)
+
+    pipeline = tx.fuse(MEAN, tx.sgd(0.1), after=made(lambda params: (params, params), pull))
+    got, state, want, pure = both_ways(pipeline, BATCHES)
+    assert max_diff((got, state.after), (want, pure.after)) < 1e-14
+
+
+def test_values_by_path_that_are_no_buffers() -> None:
+    """Only values of the size of a flat bucket are split by path; other values belong to every leaf."""
+    _, state, _, _ = both_ways(tx.fuse(tx.chain(SMOOTH, MEAN), tx.sgd(0.1)), BATCHES[:1])
+    memory, calls = state.hook[0]
+    assert calls == dict.fromkeys(net_params(), 1) and memory["a.weight"].shape == (5, 4)
 
 
 def test_a_bare_tensor_keeps_its_shape() -> None:
-    def rows(g: Tensor) -> Tensor:
-        return g / g.norm(dim=-1, keepdim=True)
-
+    rows = tx.chain(tx.stateless(lambda g: g / g.norm(dim=-1, keepdim=True)), MEAN)
+    batch = torch.tensor([[3.0, 4.0, 0.0], [0.0, 6.0, 8.0]])
     for start, of in ((torch.ones(2, 3), lambda p: p), ({"w": torch.ones(2, 3)}, lambda p: p["w"])):
-        step = fjoin.train_step(
-            lambda p, b, of=of: (of(p) * b).sum(), tx.fuse(tx.chain(tx.stateless(rows), tx.mean("data")), tx.sgd(1.0))
-        )
-        batch = torch.tensor([[3.0, 4.0, 0.0], [0.0, 6.0, 8.0]])
+        step = fjoin.train_step(lambda p, b, of=of: (of(p) * b).sum(), tx.fuse(rows, SGD))
         state, _ = step(step.init(start), batch)
         assert torch.allclose(of(state.params), 1 - batch / batch.norm(dim=-1, keepdim=True))
 
 
-def _unit(g: Tensor) -> Tensor:
-    return g / g.abs()
-
-
-def _grows(g: Tensor) -> Tensor:
-    return 1e30 * (g + 1)
-
-
-@pytest.mark.parametrize("function", [_unit, _grows])
+@pytest.mark.parametrize("function", [lambda g: g / g.abs(), lambda g: 1e30 * (g + 1)], ids=["unit", "grows"])
 def test_padding_between_leaves_is_ignored(function: Any) -> None:
     """Leaves begin on 64 bytes; a hook may make NaN of the zeros between them, or more and more."""
-    hook = tx.chain(tx.stateless(function, elementwise=True), tx.mean("data"))
-    step = fjoin.train_step(lambda p, b: (p["w"] * b).sum() + p["v"].sum(), tx.fuse(hook, tx.sgd(1.0)))
-    state = step.init({"w": torch.zeros(3), "v": torch.zeros(5)})
-    for _ in range(3):
-        state, _ = step(state, torch.tensor([1.0, 2.0, 3.0]))
-    assert torch.allclose(state.params["w"], -3 * function(torch.tensor([1.0, 2.0, 3.0])))
-
-
-def _late() -> tx.Transform:
-    """Gives the gradients of the step before: its output is a tensor of its old state."""
-
-    def init(params: Any) -> Any:
-        return ({path: torch.full_like(p, 10.0) for path, p in params.items()},)
-
-    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-        return state[0], (grads,)
-
-    return tx.Transform(init, update, needs=tx.Needs.NOTHING)
+    hook, batch = tx.chain(tx.stateless(function, elementwise=True), MEAN), torch.tensor([1.0, 2.0, 3.0])
+    step = fjoin.train_step(lambda p, b: (p["w"] * b).sum() + p["v"].sum(), tx.fuse(hook, SGD))
+    state = stepped(step, step.init({"w": torch.zeros(3), "v": torch.zeros(5)}), [batch] * 3)
+    assert torch.allclose(state.params["w"], -3 * function(batch))
 
 
 def test_a_state_that_was_kept_is_not_written_into() -> None:
-    hook = tx.chain(_late(), tx.clip_by_global_norm(1.0))
-    step = fjoin.train_step(lambda p, b: (p["w"] * b).sum(), tx.fuse(hook, tx.sgd(1.0)), donate=False)
+    """A hook that gives the gradients of the step before: its output is a tensor of its old state."""
+    late = made(
+        lambda params: ({path: torch.full_like(p, 10.0) for path, p in params.items()},), lambda g, s: (s[0], (g,))
+    )
+    hook = tx.chain(late, tx.clip_by_global_norm(1.0))
+    step = fjoin.train_step(lambda p, b: (p["w"] * b).sum(), tx.fuse(hook, SGD), donate=False)
     old = step.init({"w": torch.zeros(3)})
     step(old, torch.ones(3))
     assert old.pipeline.hook[0][0]["w"].tolist() == [10.0] * 3
 
 
-def test_values_by_path_that_are_no_buffers() -> None:
-    """Only values of the size of a flat bucket are split by path; other values belong to every leaf."""
-    step = fjoin.train_step(net_loss, tx.fuse(tx.chain(_smooth(), tx.mean("data")), tx.sgd(0.1)))
-    state, _ = step(step.init(net_params()), net_batch(0, 0))
-    memory, calls = state.pipeline.hook[0]
-    assert calls == dict.fromkeys(net_params(), 1) and memory["a.weight"].shape == (5, 4)
-
-
-def _anchored() -> tx.Transform:
-    """A parameter transform whose state keeps the very tensors it was given."""
-
-    def init(params: Any) -> Any:
-        return (params, params)
-
-    def update(new: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-        anchor, before = state
-        out = {path: 0.5 * new[path] + 0.25 * anchor[path] + 0.25 * before[path] for path in new}
-        return out, (anchor, new)
-
-    return tx.Transform(init, update)
-
-
-def test_state_may_keep_the_parameters_it_was_given() -> None:
-    """Parameters in the state of a parameter transform keep their values when the step overwrites the parameters."""
-    pipeline = tx.fuse(tx.mean("data"), tx.sgd(0.1), after=_anchored())
-
-    def run() -> Any:
-        step = fjoin.train_step(net_loss, pipeline, mesh=fjoin.mesh({"data": -1}))
-        state, params = step.init(net_params()), net_params()
-        pure = pipeline.init(params)
-        for i in range(3):
-            state, _ = step(state, net_batch(0, i))
-            params, pure = pipeline.step(params, torch.func.grad(net_loss)(params, net_batch(0, i)), pure)
-        return max_diff((state.params, state.pipeline.after), (params, pure.after))
-
-    assert tx.simulate(run, {"data": 1})[0] < 1e-14
-
-
-def _swap(places: Any) -> tuple[Any, tuple[()]]:
-    return {"a": places["b"], "b": places["a"]}, ()
-
-
 @pytest.mark.parametrize("needs", [tx.Needs.LEAVES, tx.Needs.TREE])
 def test_a_hook_may_give_leaves_each_others_gradients(needs: Any) -> None:
-    swap = tx.Transform(lambda params: (), lambda grads, state, params=None, **extra: _swap(grads), needs=needs)
-    turn = tx.stateless(lambda g: g.t() if g.dim() == 2 else g)
-
-    def loss(params: Any, batch: Any) -> Tensor:
-        return 3 * params["a"].sum() + params["b"].sum()
-
+    swap = made(lambda params: (), lambda g, state: ({"a": g["b"], "b": g["a"]}, ()), needs)
     start = {"a": torch.zeros(2), "b": torch.zeros(2)}
-    for pipeline in (tx.fuse(swap, tx.sgd(1.0)), tx.fuse(tx.mean("data"), tx.sgd(1.0), after=swap)):
-        step = fjoin.train_step(loss, pipeline)
+    for pipeline in (tx.fuse(swap, SGD), tx.fuse(MEAN, SGD, after=swap)):
+        step = fjoin.train_step(lambda p, b: 3 * p["a"].sum() + p["b"].sum(), pipeline)
         state, _ = step(step.init(start), None)
         assert (state.params["a"].tolist(), state.params["b"].tolist()) == ([-1.0] * 2, [-3.0] * 2)
     square = torch.arange(4.0).view(2, 2)
-    step = fjoin.train_step(lambda p, b: (p["w"] * square).sum(), tx.fuse(turn, tx.sgd(1.0)))
+    step = fjoin.train_step(lambda p, b: (p["w"] * square).sum(), tx.fuse(tx.stateless(torch.t), SGD))
     state, _ = step(step.init({"w": torch.zeros(2, 2)}), None)
     assert torch.equal(state.params["w"], -square.t())
 
 
-def _returning(given: Any, needs: Any) -> tx.Transform:
-    return tx.Transform(lambda p: (), lambda g, s, params=None, **e: (given, s), needs=needs)
+def returning(given: Any, needs: Any) -> tx.Transform:
+    return made(lambda params: (), lambda g, state: (given, state), needs)
 
 
 TREES = (tx.Needs.LEAVES, tx.Needs.TREE)
 # A hook that returns something else, the type of the error, and its words.
 WRONG: list[tuple[Any, ...]] = [
     (tx.stateless(lambda g: g.mean()), ValueError, "'w'", "shape ()", "expected (2,)"),
-    (_returning(None, TREES[0]), ValueError, "returned None"),
-    *((_returning(given, needs), TypeError, "'w'", f"returned {text}, expected a tensor of shape (2,)") for needs in TREES
+    (returning(None, TREES[0]), ValueError, "returned None"),
+    *((returning(given, needs), TypeError, "'w'", f"returned {text}, expected a tensor of shape (2,)") for needs in TREES
       for given, text in (({"w": 1.0}, "a value of type float"), ({"w": None}, "nothing"), ({}, "nothing"), (3, "a value of type int"))),
 ]  # fmt: skip
 
@@ -183,7 +146,7 @@ WRONG: list[tuple[Any, ...]] = [
 @pytest.mark.parametrize("row", range(len(WRONG)))
 def test_hooks_that_return_something_else_are_refused(row: int) -> None:
     hook, kind, *texts = WRONG[row]
-    step = fjoin.train_step(lambda p, b: p["w"].sum(), tx.fuse(hook, tx.sgd(1.0)))
+    step = fjoin.train_step(lambda p, b: p["w"].sum(), tx.fuse(hook, SGD))
     state = step.init({"w": torch.zeros(2)})
     raises_text(kind, lambda: step(state, None), *texts)
 
@@ -191,14 +154,13 @@ def test_hooks_that_return_something_else_are_refused(row: int) -> None:
 def states_alive() -> list[int]:
     """How many of a hook's old states live on after each step, without Python's search for cycles."""
     seen: list[Any] = []
-    inner = _smooth()
 
-    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-        out, new = inner.update(grads, state, params, **extra)
+    def update(grads: Any, state: Any) -> Any:
+        out, new = smooth(grads, state)
         seen.extend(weakref.ref(m) for m in new[0].values())
         return out, new
 
-    hook = tx.chain(tx.Transform(inner.init, update, needs=tx.Needs.NOTHING), tx.mean("data"))
+    hook = tx.chain(made(empty, update), MEAN)
     step = fjoin.train_step(net_loss, tx.fuse(hook, tx.sgd(0.1)), mesh=fjoin.mesh({"data": -1}), bucket_bytes=100)
     state, counts = step.init(net_params()), []
     gc.collect()
