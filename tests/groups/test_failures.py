@@ -21,6 +21,10 @@ class Values(dict[str, Any]):
     def set(self, seconds: float, key: str, value: Any) -> None:
         self[key] = value
 
+    def add(self, seconds: float, key: str) -> int:
+        self[key] = super().get(key, 0) + 1
+        return int(self[key])
+
     def get(self, seconds: float, key: str) -> Any:  # type: ignore[override]
         return super().get(key)
 
@@ -30,6 +34,14 @@ class Values(dict[str, Any]):
 
 def failures(rank: int, ranks: list[int], store: Any) -> Failures:
     return Failures(store, "mesh", rank, ranks, Traffic())
+
+
+def test_the_first_report_stays() -> None:
+    store = Values()
+    for rank in (1, 0):
+        failures(rank, [0, 1, 2], store).report(ValueError(f"of rank {rank}"), 3)
+    reported = failures(2, [0, 1, 2], store).reported()
+    assert isinstance(reported, fjoin.PeerLost) and reported.rank == 1 and "ValueError: of rank 1" in str(reported)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="processes are looked up in /proc")

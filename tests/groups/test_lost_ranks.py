@@ -176,6 +176,17 @@ def fail_alone(rank: int) -> None:
             raise ValueError("bad batch")
 
 
+def stop_early(rank: int, closes: bool) -> None:
+    """Rank 1 closes its mesh, or drops it, and lives on."""
+    mesh = fjoin.mesh({"data": -1}, timeout_s=LONG_S)
+    if rank != 1:
+        with fjoin.bind(mesh):
+            tx.psum(X, "data")
+    elif closes:
+        mesh.close()
+        KEPT.append(mesh)
+
+
 FINE, BAD = ("fine", None, ""), ("ValueError", None, "bad batch")
 LATE = ("CollectiveTimeout", 1, "rank 1 did not come")
 UNMATCHED = "no pattern of partition matches 'u'"
@@ -189,6 +200,8 @@ TABLE: dict[str, tuple[Callable[..., None], tuple[Any, ...], list[Any]]] = {
     "own report": (report, (ValueError("bad batch"),), [("PeerLost", 1, "rank 1 failed in step 7: ValueError: bad batch"), FINE, FINE]),
     "report of a lost rank": (report, (TWO_LOST,), [("PeerLost", 2, "rank 1 lost rank 2"), FINE, FINE]),
     "report of a late rank": (report, (TWO_LATE,), [("CollectiveTimeout", 2, "rank 2 stopped"), FINE, FINE]),
+    "a closed mesh": (stop_early, (True,), [("PeerLost", 1, "closed its mesh"), FINE, ("PeerLost", 1, "closed its mesh")]),
+    "a dropped mesh": (stop_early, (False,), [("PeerLost", 1, "closed its mesh"), FINE, ("PeerLost", 1, "closed its mesh")]),
     "a message under way": (fail_alone, (), [BAD, FINE, FINE]),
 }  # fmt: skip
 

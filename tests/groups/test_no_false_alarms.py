@@ -49,6 +49,7 @@ def broadcast(rank: int, closes: bool) -> None:
     if closes:
         mesh.close()
     elif rank == 2:
+        del mesh
         os._exit(0)
 
 

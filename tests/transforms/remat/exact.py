@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -22,4 +23,10 @@ def _put(host: Host, values: Sequence[Tensor]) -> list[Any]:
 def exact_host() -> Iterator[None]:
     """A context in which `offload="cpu"` takes values on the CPU too."""
     with mock.patch.object(Host, "put", _put):
+        yield
+
+
+@pytest.fixture
+def host() -> Iterator[None]:
+    with exact_host():
         yield

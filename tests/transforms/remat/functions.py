@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import random
+from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -34,6 +35,13 @@ class Pair(NamedTuple):
     n: int
 
 
+def keeps(*words: str) -> Any:
+    """A policy of one's own, by parts of an operation's name."""
+    return lambda op, *args, **kwargs: any(word in str(op) for word in words)
+
+
+BOTH = policies.save_and_offload_only_these_names(names_which_can_be_saved=["h"], names_which_can_be_offloaded=["out"])
+# Options of remat; random cases have the first ones.
 POLICIES: dict[str, dict[str, Any]] = {
     "nothing": {},
     "dots": {"policy": policies.dots_saveable},
@@ -41,9 +49,22 @@ POLICIES: dict[str, dict[str, Any]] = {
     "names": {"policy": policies.save_only_these_names("h")},
     "host": {"policy": policies.everything_saveable, "offload": "cpu"},
     "zeros": {"policy": lambda op, *args, **kwargs: op is torch.ops.aten.zeros.default},
-    "makers": {"policy": lambda op, *args, **kwargs: any(word in str(op) for word in ("ones", "empty", "clone", "detach"))},
-    "own": {"policy": lambda op, *args, **kwargs: any(word in str(op) for word in ("sin", "mul", "clone", "zeros"))},
+    "makers": {"policy": keeps("ones", "empty", "clone", "detach")},
+    "own": {"policy": keeps("sin", "mul", "clone", "zeros", "tanh", "gelu")},
+    "everything": {"policy": policies.everything_saveable},
+    "nothing_saveable": {"policy": policies.nothing_saveable},
+    "but names": {"policy": policies.save_any_names_but_these("h")},
+    "dots and names": {"policy": policies.save_from_both_policies(policies.dots_saveable, policies.save_only_these_names("h"))},
+    "no batch, to the host": {"policy": policies.offload_dot_with_no_batch_dims(), "offload": "cpu"},
+    "names, some to the host": {"policy": BOTH, "offload": "cpu"},
+    "arguments to the host": {"offload": "cpu"},
+    "dots to the host": {"policy": policies.dots_saveable, "offload": "cpu"},
 }  # fmt: skip
+DRAWN = list(POLICIES)[:8]
+
+
+def again(f: Any, policy: str) -> Any:
+    return tx.remat(f, **POLICIES[policy])
 
 
 class SinIsCos(TorchFunctionMode):
@@ -90,7 +111,8 @@ class Case:
         result: The form of its result.
         policy: See `POLICIES`.
         wrap: See `WRAPS`.
-        mode: "plain", "twice" for two backward passes, "grad", "vjp" or "rows" for vmap of a gradient.
+        mode: "plain", "twice" for two backward passes, "grad", "vjp", "rows" for vmap of a gradient, or "call" for gradients by
+            parameters that functional_call puts in the place of the module's.
         around: See `AROUND`: what surrounds the forward pass alone.
     """
 
@@ -110,7 +132,7 @@ def case_of(seed: int) -> Case:
     """A random case."""
     draw = random.Random(seed)
     ops = tuple(draw.choice([name for name in OPS if name not in ALONE]) for _ in range(draw.randint(1, 5)))
-    result, policy = draw.choice([*RESULTS, "tensor", "tensor"]), draw.choice(list(POLICIES))
+    result, policy = draw.choice([*RESULTS, "tensor", "tensor"]), draw.choice(DRAWN)
     wrap = draw.choice([*WRAPS, "remat", "remat"])
     mode = draw.choice(["plain", "plain", "plain", "twice", "grad", "vjp", "rows"])
     around = draw.choice([*(name for name in AROUND if name not in ALONE), "nothing", "nothing", "nothing"])
@@ -131,6 +153,17 @@ class Block(nn.Module):
         return RESULTS[self._case.result](self.world, h)
 
 
+class Around(nn.Module):
+    """Runs a function of its block."""
+
+    def __init__(self, block: Block, run: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.block, self._run = block, [run]  # which may be the block
+
+    def forward(self, x: Tensor) -> Tensor:
+        return of_result(self._run[0](x))
+
+
 def _planned(block: Block, x: Tensor, **options: Any) -> Callable[[Tensor], Any]:
     tx.saved_residuals(tx.remat(block, **options), x)
     return block
@@ -145,8 +178,20 @@ WRAPS: dict[str, Callable[..., Callable[[Tensor], Any]]] = {
     "method": lambda block, x, **options: tx.remat(block.forward, **options),
     "partial": lambda block, x, **options: tx.remat(functools.partial(type(block).forward, block), **options),
     "argument": lambda block, x, **options: lambda x: tx.remat(lambda module, x: module(x), **options)(block, x),
+    "set": lambda block, x, **options: (lambda held: tx.remat(lambda x: next(iter(held))(x), **options))({block}),
+    "deque": lambda block, x, **options: (lambda held: tx.remat(lambda x: held[0](x), **options))(deque([block])),
+    "long list": lambda block, x, **options: (lambda held: tx.remat(lambda x: held[-1](x), **options))([None] * 101 + [block]),
     "container": lambda block, x, **options: tx.remat(lambda x, *, _held={"blocks": [block]}: _held["blocks"][0](x), **options),
 }  # fmt: skip
+
+
+# Name -> a derivative of a function at x.
+MODES: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]] = {
+    "grad": lambda f, x: torch.func.grad(f)(x),
+    "vjp": lambda f, x: torch.func.vjp(f, x)[1](torch.tensor(1.0))[0],
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,))[1],
+    "rows": lambda f, x: torch.func.vmap(torch.func.grad(f), randomness="different")(torch.stack([x, x + 1])),
+}
 
 
 def outcome(case: Case, plain: bool) -> dict[str, Any]:
@@ -179,15 +224,18 @@ def _step(case: Case, block: Block, run: Callable[[Tensor], Any], x: Tensor, giv
         after = world.held()
         found |= {"the same objects": [name for name in between if after.get(name) is not between[name]]}
         found |= {"out": out.detach().clone(), "grad": None if x.grad is None else x.grad.clone()}
+    elif case.mode == "call":
+        around = Around(block, run)
+        params = {path: p.detach() + 0.5 for path, p in around.named_parameters()}
+        of = lambda params: torch.func.functional_call(around, params, (x,))  # noqa: E731
+        moving = {path: p.clone().requires_grad_() for path, p in params.items()}
+        found |= {
+            "grads": torch.func.grad(of)(params),
+            "whole": torch.func.grad(of if run is block else tx.remat(of))(params),
+        }
+        found |= {"by autograd": torch.autograd.grad(of(moving), list(moving.values()), allow_unused=True)}
     else:
         with AROUND[case.around]():
-            of: Callable[[Tensor], Tensor] = lambda x: of_result(run(x))  # noqa: E731
-            if case.mode == "grad":
-                grad = torch.func.grad(of)(x)
-            elif case.mode == "vjp":
-                grad = torch.func.vjp(of, x)[1](torch.tensor(1.0))[0]
-            else:
-                grad = torch.func.vmap(torch.func.grad(of), randomness="different")(torch.stack([x, x + 1]))
-        found |= {"grad": grad.detach().clone()}
+            found |= {"grad": MODES[case.mode](lambda x: of_result(run(x)), x).detach().clone()}
     found |= world.left()
     return found | {"random": torch.get_rng_state()}

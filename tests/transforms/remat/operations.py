@@ -205,6 +205,8 @@ OPS: dict[str, Callable[[World, Tensor], Tensor]] = {
     "linear": lambda m, h: m.linear(h),
     "norm": lambda m, h: m.norm(h),
     "dropout": lambda m, h: m.drop(h),
+    # Random numbers are laid out in the order of memory, which differs below a transform.
+    "dropout of a transposed value": lambda m, h: F.dropout(torch.einsum("ij,jk->ki", h, m.linear.weight).t(), 0.5),
     "scale": lambda m, h: h * m.scale,
     "tied": lambda m, h: h @ m.linear.weight.t(),
     "old form": lambda m, h: Square.apply(h) * 0.1,

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from fjoin import transforms as tx
+from tests.helpers import same_bits
 
 from .functions import AROUND, POLICIES, RESULTS, WRAPS, Case, case_of, outcome
 from .operations import OPS
 
 pytestmark = pytest.mark.usefixtures("host")
 CASES, SAMPLE = 4000, 120
-MODES = ("plain", "twice", "grad", "rows")
+MODES = ("plain", "twice", "grad", "jvp", "rows")
 # Documented limits, each with the types of its errors; others are failures.
 REFUSED: tuple[tuple[type[Exception], str], ...] = (
     (ValueError, "runs .* on tensors without values"),
@@ -41,20 +42,10 @@ def differences(got: dict[str, Any], want: dict[str, Any], rounded: bool) -> lis
         rounded: Whether gradients may differ by rounding, as under vmap, where products are batched in another
             order, and in functions that use torch.func, whose gradients are added in another order.
     """
-    wrong = [name for name in want if not _equal(got[name], want[name])]
+    wrong = [name for name in want if not same_bits(got[name], want[name])]
     return [
         name for name in wrong if not (rounded and "grad" in name and torch.allclose(got[name], want[name], 1e-4, 1e-5))
     ]
-
-
-def _equal(a: Any, b: Any) -> bool:
-    if isinstance(b, Tensor):
-        return isinstance(a, Tensor) and a.dtype is b.dtype and torch.equal(a.nan_to_num(7.5), b.nan_to_num(7.5))
-    if isinstance(b, dict):
-        return isinstance(a, dict) and a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in b)
-    if isinstance(b, (list, tuple)):
-        return len(a) == len(b) and all(map(_equal, a, b))
-    return bool(a == b)
 
 
 def check(case: Case) -> str:
@@ -81,7 +72,7 @@ def check(case: Case) -> str:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", OPS)
 def test_each_operation(name: str, policy: str, mode: str) -> None:
-    assert check(Case((name, "sin", name), policy=policy, mode=mode)) == "same" or mode in ("grad", "rows")
+    assert check(Case((name, "sin", name), policy=policy, mode=mode)) == "same" or mode in ("grad", "jvp", "rows")
 
 
 # Reads that look like writes; a draw that is kept; a region in another one; state before what only the other kind of region takes.
@@ -107,7 +98,7 @@ def test_operations_together(ops: str, policy: str) -> None:
 @pytest.mark.parametrize("policy", ["nothing", "own"])
 @pytest.mark.parametrize("result", RESULTS)
 def test_each_result(result: str, policy: str) -> None:
-    for mode in MODES:
+    for mode in ("plain", "twice", "grad", "rows"):
         want = "refused" if result == "object" and mode in ("grad", "rows") else "same"
         assert check(Case(("linear", "sin"), result, policy, mode=mode)) == want
 
@@ -133,6 +124,13 @@ def test_each_wrap(wrap: str, ops: tuple[str, ...]) -> None:
     for mode in ("plain", "grad", "vjp"):
         found = check(Case(ops, wrap=wrap, mode=mode))
         assert found == "same" or (mode != "plain" and "norm" in ops)
+
+
+@pytest.mark.parametrize("policy", ["nothing", "dots", "host"])
+@pytest.mark.parametrize("wrap", ["remat", "argument"])
+@pytest.mark.parametrize("name", ["linear", "own form", "lstm"])  # the weights of an LSTM are in a list, too
+def test_parameters_that_functional_call_replaces(name: str, wrap: str, policy: str) -> None:
+    assert check(Case((name, "sin", "scale"), policy=policy, wrap=wrap, mode="call")) == "same"
 
 
 @pytest.mark.xfail(

@@ -11,30 +11,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fjoin import transforms as tx
-from fjoin.transforms import checkpoint_policies as policies
 
+from .functions import POLICIES, again
 from .transformer import Counted, Transformer, tokens
 
 pytestmark = pytest.mark.usefixtures("host")
 WRAPS: dict[str, Callable[[Any], Any]] = {
     "plain": lambda f: f,
-    "default": tx.remat,
-    "everything": lambda f: tx.remat(f, policies.everything_saveable),
-    "dots": lambda f: tx.remat(f, policies.dots_saveable),
-    "no batch": lambda f: tx.remat(f, policies.dots_with_no_batch_dims_saveable),
-    "only names": lambda f: tx.remat(f, policies.save_only_these_names("mlp")),
-    "but names": lambda f: tx.remat(f, policies.save_any_names_but_these("mlp")),
-    "both": lambda f: tx.remat(f, policies.save_from_both_policies(policies.dots_saveable, policies.save_only_these_names("mlp"))),
-    "own": lambda f: tx.remat(f, lambda op, *args, **kwargs: "gelu" in str(op)),
-    "arguments to the host": lambda f: tx.remat(f, offload="cpu"),
-    "dots to the host": lambda f: tx.remat(f, policies.dots_saveable, "cpu"),
-    "all to the host": lambda f: tx.remat(f, policies.everything_saveable, "cpu"),
-    "names to the host": lambda f: tx.remat(
-        f, policies.save_and_offload_only_these_names(names_which_can_be_saved=["attention"], names_which_can_be_offloaded=["mlp"]), "cpu"
-    ),
-    "dots without batch to the host": lambda f: tx.remat(f, policies.offload_dot_with_no_batch_dims(), "cpu"),
-    "nested": lambda f: tx.remat(tx.remat(f, policies.dots_saveable), policies.save_only_these_names("mlp")),
-}  # fmt: skip
+    **{name: lambda f, policy=name: again(f, policy) for name in POLICIES},
+    "nested": lambda f: again(again(f, "dots"), "names"),
+}
 
 
 @pytest.mark.sample(3)
@@ -55,13 +41,9 @@ def test_predicted_is_counted(how: str) -> None:
 def test_policies_are_told_apart() -> None:
     model, x = Transformer(2), tokens()
     of = {how: tx.saved_residuals(model, x, wrap).activation_bytes for how, wrap in WRAPS.items()}
-    assert of["plain"] == of["everything"] > of["dots"] > of["only names"] > of["default"]
-    assert of["dots"] > of["names to the host"] > of["dots to the host"] == of["all to the host"]
-    assert (
-        of["default"] > of["arguments to the host"]
-        and of["dots"] > of["no batch"] > of["default"]
-        and of["but names"] > of["default"]
-    )
+    assert of["plain"] == of["everything"] > of["dots"] > of["names"] > of["nothing"] > of["arguments to the host"]
+    assert of["dots"] > of["names, some to the host"] > of["dots to the host"] == of["host"]
+    assert of["dots"] > of["no batch"] > of["nothing"] and of["but names"] > of["nothing"]
 
 
 def test_parameters_on_meta_and_as_arguments() -> None:

@@ -15,30 +15,30 @@ from fjoin import transforms as tx
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, heads: int = 2, wide: int = 4) -> None:
+    def __init__(self, width: int, heads: int = 2) -> None:
         super().__init__()
         self.heads = heads
         self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, wide * width), nn.Linear(wide * width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         rows, n, width = x.shape
         qkv = self.qkv(self.norms[0](x)).view(rows, n, 3, self.heads, width // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         heads = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
-        x = x + tx.checkpoint_name(self.out(heads), "attention")
-        return x + self.down(F.gelu(tx.checkpoint_name(self.up(self.norms[1](x)), "mlp")))
+        x = x + tx.checkpoint_name(self.out(heads), "h")
+        return x + self.down(F.gelu(tx.checkpoint_name(self.up(self.norms[1](x)), "out")))
 
 
 class Transformer(nn.Module):
     """Blocks, each run by `wrap`."""
 
-    def __init__(self, layers: int = 12, width: int = 16, wide: Callable[[int], int] = lambda i: 4) -> None:
+    def __init__(self, layers: int = 12, width: int = 16) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embed, self.head = nn.Embedding(11, width), nn.Linear(width, 11)
-        self.blocks = nn.ModuleList(Block(width, wide=wide(i)) for i in range(layers))
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
 
     def forward(self, tokens: Tensor, wrap: Callable[[Any], Any]) -> Tensor:
         x = self.embed(tokens)
@@ -59,17 +59,12 @@ class Held:
 
 
 class Counted:
-    """Counts what the graph keeps, each memory once.
-
-    Attributes:
-        now: Bytes that are kept.
-        most: The most there have been.
-    """
+    """Counts the bytes that the graph keeps, each memory once."""
 
     def __init__(self, outside: list[Tensor]) -> None:
         self._outside = {x.untyped_storage()._cdata for x in outside}
         self._uses: dict[int, int] = {}
-        self.now = self.most = 0
+        self.now = 0
 
     def context(self) -> Any:
         return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda held: held.x)
@@ -80,7 +75,6 @@ class Counted:
             self._uses[memory] = self._uses.get(memory, 0) + 1
             if self._uses[memory] == 1:
                 self.now += size
-            self.most = max(self.most, self.now)
             weakref.finalize(held, self._drop, memory, size)
         return held
 
