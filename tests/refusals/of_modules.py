@@ -27,7 +27,8 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
     **{hook.__name__: [(lambda hook=hook: hook(axis=3), T, "named by a string", "got 3")] for hook in HOOKS},
     **{hook.__name__: [(lambda hook=hook: hook(0), V, "matrix_approximation_rank must be", "got 0")]
        for hook in (fjoin.ddp.powerSGD_hook, fjoin.ddp.batched_powerSGD_hook)},
-    **{name: [(lambda name=name: getattr(fjoin.ddp, name)(3, MODEL, 3), T, "hook_with_zero_step", "got Linear")]
+    **{name: [(lambda name=name: getattr(fjoin.ddp, name)(3, MODEL, 3), T, "hook_with_zero_step", "got Linear"),
+       (lambda name=name: getattr(fjoin.ddp, name)(3, object.__new__(nn.parallel.DistributedDataParallel), 3), T, "builtins.int")]
        for name in ("hook_with_zero_step", "hook_with_zero_step_interleaved")},
     "quantization_perchannel_hook": [(lambda: fjoin.ddp.quantization_perchannel_hook(0), V, "bucket_size must be", "got 0")],
     "post_localSGD_hook": [(lambda: fjoin.ddp.post_localSGD_hook(-1), V, "step must be", "got -1")],
