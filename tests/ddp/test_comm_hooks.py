@@ -9,11 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from torch.nn.parallel import DistributedDataParallel
 
 import fjoin
-from fjoin import transforms as tx
 from tests.ddp.comm_hook_problem import HALF, QUANTIZED, SIZES, TORCHS, TYPES, called, holder, own, torchs_state
 from tests.helpers import raises_text, same_bits
 from tests.oracle import comm_hooks as oracle
@@ -118,43 +116,7 @@ def test_single_numbers_and_zero_gradients(pool: Any, name: str) -> None:
             assert n == size and low == pytest.approx(value, abs=1e-2) and high == pytest.approx(value, abs=1e-2)
 
 
-# -- PowerSGD --------------------------------------------------------------------------------------
-
-MATRICES = [(30, 20), (7,), (20, 30), (30, 20)]  # of one bucket: with more torch's hook hangs on gloo
-
-
-def compressed(whose: str, rank: int, feedback: bool, passes: int) -> list[Tensor]:
-    """The result of each pass, from the same first factors; the first two passes are plain."""
-    module = nn.ParameterList([torch.zeros(shape, dtype=torch.float64) for shape in MATRICES])
-    ddp, params = DistributedDataParallel(module), [list(module)]
-    n = sum(p.numel() for p in params[0])
-    grads = [oracle.flats(10 * i + dist.get_rank(), [n], "any", torch.float64) for i in range(passes)]
-    if whose == "ours":
-        handle = fjoin.ddp.register(ddp, fjoin.ddp.powerSGD_hook(rank, 2, use_error_feedback=feedback))
-        return [called(ddp, handle, params, flat)[0] for flat in grads]
-    first = tx.power_sgd("data", rank).init({str(i): p.detach() for i, p in enumerate(params[0])}).q
-    state = PowerSGDState(None, rank, 2, use_error_feedback=feedback)
-    out = []
-    for i, flat in enumerate(grads):
-        if i == 2:  # by shape, as it keeps them
-            state.q_memory_dict[0] = torch.cat([first[path].T.reshape(-1) for path in ("0", "3", "2")])
-            state.p_memory_dict[0] = torch.empty(rank * (30 + 30 + 20), dtype=torch.float64)
-        out += oracle.run(TORCHS["POWER_SGD"], state, params, flat)
-    return out
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("feedback", [True, False], ids=["fed back", "alone"])
-@pytest.mark.parametrize("rank", [1, 2])
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_power_sgd_matches_torch(pool: Any, ranks: int, rank: int, feedback: bool) -> None:
-    """Orthogonalised in another way, which is the same but for rounding."""
-    theirs = pool.run(ranks, compressed, "torch's", rank, feedback, 7)[0]
-    for mine in pool.run(ranks, compressed, "ours", rank, feedback, 7):
-        for i, (a, b) in enumerate(zip(mine, theirs, strict=True)):
-            assert (a - b).norm() < 1e-10 * b.norm()
-            mean = sum(oracle.flats(10 * i + r, [a.numel()], "any", torch.float64)[0] for r in range(ranks)) / ranks
-            assert ((a - mean).norm() > 0.1 * mean.norm()) == (i >= 2)
+# -- PowerSGD, which reducer/test_power_sgd.py compares with torch's -----------------------------------
 
 
 def after_999(name: str) -> Any:

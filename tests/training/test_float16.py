@@ -117,13 +117,3 @@ def test_scaling_all_weights_by_a_power_of_two_changes_nothing() -> None:
 
     want = run(1.0)
     assert all(run(times) == want for times in (2.0**4, 2.0**10, 2.0**18))
-
-
-def real_ranks(weights: list[float]) -> Any:
-    mesh = fjoin.mesh({"data": -1}, timeout_s=60)
-    return trained(MEAN, [(16.0 * (mesh.rank + 1), w) for w in weights], mesh=mesh)
-
-
-def test_on_processes(pool: Any) -> None:
-    for seen in pool.run(2, real_ranks, [4096.0, 500_000.0]):
-        assert seen == [(-24.0, -24.0, 8192.0), (-48.0, -48.0, 1_000_000.0)]

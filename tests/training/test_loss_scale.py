@@ -183,56 +183,41 @@ def test_overflow_is_detected_with_sign_based_optimizers(optimizer: tx.Optimizer
         assert same_bits(after.inner.optimizer, start.inner.optimizer)
 
 
-def registered(bad: float) -> Any:
+def registered() -> Any:
     torch.manual_seed(0)
     ddp = DistributedDataParallel(nn.Linear(2, 1, bias=False))
     pipeline = tx.dynamic_loss_scale(tx.fuse(HOOKS["mean, clip"], tx.sgd(0.5)), init_scale=64.0, growth_interval=2)
-    handle, rank = fjoin.ddp.register(ddp, pipeline), dist.get_rank()
-    seen: list[Any] = []
+    handle, weight = fjoin.ddp.register(ddp, pipeline), ddp.module.weight
+    seen, states = [], []
+    weight.data.fill_(1.0)
 
-    def one(batch: Tensor) -> None:
-        with ddp.no_sync():
-            handle.scale(ddp(torch.zeros(1, 2)).sum()).backward()
-        handle.scale(ddp(batch).sum()).backward()
-        seen.append(
-            (
-                handle.skipped,
-                handle.run.body.outer.scale.item(),
-                ddp.module.weight.detach().flatten().tolist(),
-            )
-        )
-        ddp.zero_grad()
-
-    ddp.module.weight.data.fill_(1.0)
-    for i in range(4):
-        one(torch.full((1, 2), bad if (i, rank) == (1, 1) else 1.0))
-        if i == 2:
-            saved = handle.state_dict()
-    saved["outer"]["scale"] += 1.0
-    handle.load_state_dict(saved)
-    loaded = handle.run.body.outer.scale.item()
-    before = ddp.module.weight.detach().clone()
-
-    def window(first: Any, second: Any) -> None:
+    def window(first: Any, second: Any, x: float = 1.0) -> None:
         ddp.zero_grad()
         with ddp.no_sync():
             first(ddp(torch.ones(1, 2)).sum()).backward()
-        second(ddp(torch.ones(1, 2)).sum()).backward()
+        second(ddp(torch.full((1, 2), x)).sum()).backward()
 
-    plain = lambda loss: loss  # noqa: E731
+    for i in range(4):
+        window(handle.scale, handle.scale, INF if (i, dist.get_rank()) == (1, 1) else 1.0)
+        seen.append((handle.skipped, handle.run.body.outer.scale.item(), weight.flatten().tolist()))
+        states.append(handle.state_dict())
+    saved = states[2]
+    saved["outer"]["scale"] += 1.0
+    handle.load_state_dict(saved)
+    seen.append(handle.run.body.outer.scale.item())
+    before, plain = weight.detach().clone(), lambda loss: loss
     for passes in ((plain, plain), (plain, handle.scale), (handle.scale, plain)):
         raises_text(RuntimeError, lambda: window(*passes), "handle.scale(loss)", "no_sync")  # noqa: B023
-        assert torch.equal(ddp.module.weight, before)
+        assert torch.equal(weight, before)
     window(handle.scale, handle.scale)
-    assert torch.allclose(ddp.module.weight, before - 1.0) and handle.skipped == 4
-    return seen, loaded
+    assert torch.allclose(weight, before - 1.0) and handle.skipped == 4
+    return seen
 
 
 def test_in_distributed_data_parallel(pool: Any) -> None:
     """The loss is scaled by the handle; an overflow on one rank leaves the step out on both."""
-    for seen, loaded in pool.run(2, registered, INF):
-        assert seen == [(0, 64.0, [0.5, 0.5]), (1, 32.0, [0.5, 0.5]), (1, 32.0, [0.0, 0.0]), (1, 64.0, [-0.5, -0.5])]
-        assert loaded == 33.0
+    steps = [(0, 64.0, [0.0, 0.0]), (1, 32.0, [0.0, 0.0]), (1, 32.0, [-1.0, -1.0]), (1, 64.0, [-2.0, -2.0])]
+    assert pool.run(2, registered) == [[*steps, 33.0]] * 2
 
 
 def test_raises_on_bad_input() -> None:

@@ -171,4 +171,9 @@ def test_replay_raises_on_a_bad_mode_or_a_missing_batch() -> None:
         step, state = step_of()
         stepped(step, state, step.join([torch.ones(2)] * n, when_exhausted="replay"))
 
-    raises_text(fjoin.NoBatch, lambda: tx.simulate(one_rank, {"data": 2}, [1, 0]), "empty=a_batch")
+    raises_text(
+        fjoin.NoBatch,
+        lambda: tx.simulate(one_rank, {"data": 2}, [1, 0]),
+        "runs the model on every rank",
+        "empty=a_batch",
+    )
