@@ -11,7 +11,6 @@ import torch.distributed as dist
 import fjoin
 from fjoin import transforms as tx
 from tests.helpers import raises_text
-from tests.ranks import Ranks
 
 SHARDS = [[[3, 1, 4], []], [[5], [2, 2], [1]], [[], [7, 3], []]]
 
@@ -78,26 +77,3 @@ def test_raises_on_bad_input() -> None:
         )
 
     tx.simulate(other_names, {"data": 2}, ["a", "b"])
-
-
-def fail_on_one_rank(rank: int, report: Any) -> None:
-    def broken(batch: float) -> dict[str, float]:
-        if rank == 1:
-            report("raising")
-            raise ValueError("bad sample")
-        return {"m": batch}
-
-    try:
-        fjoin.evaluate(broken, [1.0], mesh=fjoin.mesh({"data": -1}, timeout_s=300))
-    except Exception as error:
-        report((type(error).__name__, str(error)))
-
-
-def test_an_exception_on_one_rank_ends_the_others() -> None:
-    with Ranks(3, fail_on_one_rank) as run:
-        for rank, seconds, value in run.after("raising", 3):
-            if rank == 1:
-                assert value == ("ValueError", "bad sample")
-            else:
-                assert value[0] == "PeerLost" and "rank 1 failed: ValueError: bad sample" in value[1]
-                assert seconds < 10.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import datetime
 import time
 import warnings
 from typing import Any
@@ -18,8 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 import fjoin
 from tests.ddp.ddp_problem import batches_of, loss, make_model
 from tests.helpers import raises_text
-from tests.ranks import Ranks
-from tests.reducer.in_backward import in_backward
 
 
 def shadow_a_static_graph() -> tuple[str, str, float]:
@@ -41,43 +38,6 @@ def test_a_static_graph_that_a_rank_has_never_run(pool: Any) -> None:
     (kind, text, seconds), (kind_1, text_1, _) = pool.run(2, shadow_a_static_graph)
     assert (kind, kind_1) == ("PeerLost", "JoinError") and "static_graph" in text and "at least one batch" in text_1
     assert seconds < 20.0
-
-
-def raise_in_loop(rank: int, report: Any, where: str) -> None:
-    """Rank 1 fails before or within a backward pass, and stays alive; the time-out is 300 s."""
-
-    def fail() -> None:
-        raise ValueError("bad batch")
-
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=300))
-    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)), bucket_cap_mb=1e-5)
-    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
-    try:
-        with fjoin.Join([ddp, optimizer]):
-            for i in range([2, 4, 4][rank]):
-                out = ddp(torch.ones(2, 4))
-                if rank == 1 and i == 2:
-                    report("raising")
-                    if where == "forward":
-                        fail()
-                    out = in_backward(out, fail)
-                out.square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-    except Exception as error:
-        report((type(error).__name__, str(error), getattr(error, "rank", None), getattr(error, "step", None)))
-
-
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_an_exception_on_one_rank_ends_the_others(where: str) -> None:
-    """This includes ranks that wait in messages of the module."""
-    with Ranks(3, raise_in_loop, where) as run:
-        for rank, seconds, (kind, text, failed, step) in run.after("raising", 3):
-            if rank == 1:
-                assert (kind, text) == ("ValueError", "bad batch")
-            else:
-                assert kind == "PeerLost" and failed == 1 and step == 3 and "ValueError: bad batch" in text
-                assert seconds < 10.0
 
 
 def failed_join() -> tuple[int, bool]:
@@ -118,28 +78,3 @@ def test_raises_on_objects_that_cannot_be_joined() -> None:
         fjoin.Join([model])
     joinable = fjoin.as_joinable(fjoin.transforms.JoinHook())
     raises_text(TypeError, lambda: fjoin.Join([joinable, copy.copy(model)]), "Linear")
-
-
-def raise_and_keep(rank: int, report: Any) -> None:
-    """Four ranks; two of them shadow when rank 1 fails, and all keep their errors; the time-out is 300 s."""
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=300))
-    ddp = DistributedDataParallel(nn.Linear(4, 2))
-    kept = []
-    try:
-        with fjoin.Join([ddp]):
-            for i in range([1, 4, 4, 1][rank]):
-                ddp(torch.ones(2, 4)).sum().backward()
-                if (rank, i) == (1, 2):
-                    report("raising")
-                    raise ValueError("bad batch")
-    except Exception as error:
-        kept.append(error)  # with its frames, as a debugger or a retry does
-        report((type(error).__name__, str(error)))
-    globals()["_kept"] = kept
-
-
-def test_kept_exceptions_do_not_delay_other_ranks() -> None:
-    with Ranks(4, raise_and_keep) as run:
-        for rank, seconds, (kind, text) in run.after("raising", 4):
-            assert kind == ("ValueError" if rank == 1 else "PeerLost") and "bad batch" in text, (kind, text)
-            assert seconds < 5.0  # four processes, on as few cores as there are

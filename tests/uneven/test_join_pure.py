@@ -11,7 +11,6 @@ import torch.distributed as dist
 import fjoin
 from fjoin import transforms as tx
 from tests.helpers import raises_text
-from tests.ranks import Ranks
 
 
 def joined_sum(inputs: list[float], throw: bool = False) -> Any:
@@ -127,43 +126,3 @@ def test_the_configuration_is_reset_after_an_exception() -> None:
 
 def test_a_hook_that_is_none() -> None:
     raises_text(TypeError, lambda: fjoin.Join([fjoin.as_joinable(lambda: 3)]), "tx.JoinHook(main, post)", "3")
-
-
-def raise_somewhere(rank: int, report: Any, where: str) -> None:
-    """Rank 1 fails in its loop, in a main hook or in a post hook, and stays alive; the time-out is 300 s."""
-
-    def main(state: Any) -> Any:
-        if where == "main" and rank == 1:
-            report("raising")
-            raise ValueError("bad hook")
-        return tx.psum(state, "data")
-
-    def post(state: Any, is_last_joiner: bool) -> Any:
-        if where == "post" and rank == 1:
-            report("raising")
-            raise ValueError("bad hook")
-        return tx.psum(state, "data")
-
-    mesh = fjoin.mesh({"data": -1}, timeout_s=300)
-    one = fjoin.as_joinable(tx.JoinHook(main, post), torch.zeros(3), mesh=mesh)
-    try:
-        with fjoin.Join([one]), fjoin.bind(mesh):
-            for i in range(2 if rank == 1 else 4):
-                fjoin.Join.notify_join_context(one)
-                if where == "loop" and rank == 1 and i == 1:
-                    report("raising")
-                    raise ValueError("bad hook")
-                one.state = tx.psum(one.state, "data")
-    except Exception as error:
-        report((type(error).__name__, str(error), getattr(error, "rank", None)))
-
-
-@pytest.mark.parametrize("where", ["loop", "main", "post"])
-def test_an_exception_on_one_rank_ends_the_others(where: str) -> None:
-    with Ranks(3, raise_somewhere, where) as run:
-        for rank, seconds, (kind, text, failed) in run.after("raising", 3):
-            if rank == 1:
-                assert (kind, text) == ("ValueError", "bad hook")
-            else:
-                assert kind == "PeerLost" and failed == 1 and "ValueError: bad hook" in text
-                assert seconds < 10.0
