@@ -93,14 +93,10 @@ RUNS: dict[str, Run] = {
     "ZeroRedundancyOptimizer, whole parameters": _object(
         lambda m: fjoin.ZeroRedundancyOptimizer([p for p in m.parameters() if p.dim() == 2], tx.muon, lr=0.1)
     ),
-<<<<<<< HEAD
-    "PostLocalSGDOptimizer": _object(post_local, "objects.model.bias"),
-=======
     "ZeroRedundancyOptimizer, masters": _object(
         lambda m: fjoin.ZeroRedundancyOptimizer(m.parameters(), lambda lr: tx.mixed_precision(tx.adamw(lr)), lr=0.1)
     )._replace(dtype=torch.bfloat16),
-    "PostLocalSGDOptimizer": _object(post_local, "objects.model.module.bias"),
->>>>>>> 03bd5cc4dc833924ce953247f8bbeef60becc643
+    "PostLocalSGDOptimizer": _object(post_local, "objects.model.bias"),
 }  # fmt: skip
 
 
