@@ -47,6 +47,19 @@ def _over_nodes() -> tx.Transform:
     return tx.Transform(lambda params: (), update, needs=tx.Needs.NOTHING)
 
 
+NODES = {"node": 2, "local": 2}
+
+
+def looped(hook: tx.Transform, batches: list[float], **join: Any) -> tuple[int, int, float]:
+    """The ranks that loop together, the calls of this one, and its parameter."""
+    step = fjoin.train_step(lambda p, b: p["w"] * b, tx.fuse(hook, tx.sgd(1.0)), mesh=fjoin.mesh(NODES))
+    state, calls = step.init({"w": torch.tensor(0.0)}), 0
+    for batch in step.join(batches, **join):
+        state, _ = step(state, batch)
+        calls += 1
+    return step.ranks, calls, float(state.params["w"])
+
+
 @pytest.mark.parametrize("first", ["mean", "clip"])
 @pytest.mark.parametrize(
     "over_nodes", [_over_nodes(), tx.stateless(lambda grad: tx.pmean(grad, "node"))], ids=["own", "stateless"]
@@ -55,33 +68,14 @@ def test_the_record_covers_all_axes_that_a_hook_may_use(first: str, over_nodes: 
     """A function may communicate over any axis: nodes of uneven inputs end together."""
     parts = [tx.mean("local"), over_nodes]
     hook = tx.chain(*parts if first == "mean" else [tx.clip_by_value(1e9), *parts])
-
-    def one_rank(batches: list[float]) -> Any:
-        mesh = fjoin.mesh({"node": 2, "local": 2})
-        step = fjoin.train_step(lambda p, b: p["w"] * b, tx.fuse(hook, tx.sgd(1.0)), mesh=mesh)
-        state, calls = step.init({"w": torch.tensor(0.0)}), 0
-        for batch in step.join(batches):
-            state, _ = step(state, batch)
-            calls += 1
-        return calls, float(state.params["w"])
-
-    out = tx.simulate(one_rank, {"node": 2, "local": 2}, [[1.0], [3.0], [2.0, 4.0], [2.0]])
-    assert out == [(2, -4.0)] * 4  # (2 + 2) / 2, then (0 + 4) / 2
+    out = tx.simulate(lambda b: looped(hook, b), NODES, [[1.0], [3.0], [2.0, 4.0], [2.0]])
+    assert out == [(4, 2, -4.0)] * 4  # (2 + 2) / 2, then (0 + 4) / 2
 
 
 def test_the_record_uses_only_the_axes_of_the_hook() -> None:
     hook = tx.chain(tx.clip_by_value(1e9), tx.mean("local"))
-
-    def one_rank(n: int) -> Any:
-        mesh, calls = fjoin.mesh({"node": 2, "local": 2}), 0
-        step = fjoin.train_step(lambda p, b: p["w"] * b, tx.fuse(hook, tx.sgd(1.0)), mesh=mesh)
-        state = step.init({"w": torch.tensor(0.0)})
-        for batch in step.join([1.0] * n, throw_on_early_termination=True):
-            state, _ = step(state, batch)
-            calls += 1
-        return step.ranks, calls
-
-    assert tx.simulate(one_rank, {"node": 2, "local": 2}, [2, 2, 3, 3]) == [(2, 2)] * 2 + [(2, 3)] * 2
+    out = tx.simulate(lambda n: looped(hook, [1.0] * n, throw_on_early_termination=True), NODES, [2, 2, 3, 3])
+    assert [one[:2] for one in out] == [(2, 2)] * 2 + [(2, 3)] * 2
 
 
 def test_options_named_like_an_axis_are_not_axes() -> None:

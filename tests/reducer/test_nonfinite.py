@@ -63,10 +63,14 @@ def test_ranks_are_named_within_the_axes_that_are_reduced() -> None:
     assert out == [None] * 24 + [(1,)] * 2
 
 
-def test_finite_values_with_an_overflowing_sum_are_accepted() -> None:
-    step = fjoin.train_step(lambda p, b: (p["w"] * b).sum(), tx.fuse(MEAN, tx.sgd(1e-38)))
-    state, _ = step(step.init({"w": torch.zeros(4)}), torch.full((4,), 3e38))
-    assert torch.isfinite(state.params["w"]).all() and state.params["w"][0] < 0
+@pytest.mark.parametrize("on_device", [False, True])
+def test_finite_values_with_an_overflowing_sum_or_norm_are_accepted(on_device: bool) -> None:
+    for hook, value, rate, want in ((MEAN, 3e38, 1e-38, -3.0), (NORM, 1e30, 0.5, -0.25)):
+        step = judged(fjoin.train_step(lambda p, b: (p["w"] * b).sum(), tx.fuse(hook, tx.sgd(rate))), on_device)
+        state, metrics = step(step.init({"w": torch.zeros(4)}), torch.full((4,), value))
+        step.close()
+        assert state.params["w"].tolist() == pytest.approx([want] * 4)
+        assert hook is MEAN or metrics.as_dict()["grad_norm"] == pytest.approx(2e30)
 
 
 def test_nonfinite_step_on_a_device_changes_nothing_and_raises_later() -> None:

@@ -72,29 +72,45 @@ HOOKS: dict[str, Any] = {
 }
 
 
-def a_step(hook: str) -> tuple[list[str], int]:
-    """Gradients and messages in the order in which they came, and the time of the step."""
-    order: list[str] = []
-    clock = Clock()
+class Layers(torch.nn.Module):
+    """Whose backward pass writes down the gradients, each of which takes 1."""
 
-    def slow(name: str) -> None:
-        clock.now += 1
-        order.append(f"gradient of {name}")
-
-    def loss_fn(params: Any, batch: Any) -> Any:
-        x = batch
+    def __init__(self, order: list[str], clock: Clock) -> None:
+        super().__init__()
+        self._order, self._clock = order, clock
         for name in LAYERS:
-            x = in_backward(x * params[name], functools.partial(slow, name))
+            self.register_parameter(name, torch.nn.Parameter(torch.ones(8)))
+
+    def _slow(self, name: str) -> None:
+        self._clock.now += 1
+        self._order.append(f"gradient of {name}")
+
+    def forward(self, x: Any) -> Any:
+        for name in LAYERS:
+            x = in_backward(x * getattr(self, name), functools.partial(self._slow, name))
         return x.sum()
 
-    step = fjoin.train_step(loss_fn, tx.fuse(HOOKS[hook](), tx.sgd(0.1)), mesh=fjoin.mesh({"data": -1}), bucket_bytes=1)
-    state = step.init({name: torch.ones(8) for name in LAYERS})
+
+def third_time(hook: str, in_module: bool) -> tuple[list[str], int]:
+    """Gradients and messages in the order in which they came, and the time, of a step or of a pass of a module, which has cut its
+    buckets anew by then."""
+    order, clock, x = list[str](), Clock(), torch.ones(8)
+    layers = Layers(order, clock)
+    if in_module:
+        ddp = torch.nn.parallel.DistributedDataParallel(layers, bucket_cap_mb=1e-5)
+        fjoin.ddp.register(ddp, HOOKS[hook]())
+        run = lambda: ddp(x).backward()  # noqa: E731
+    else:
+        apply, params, _ = fjoin.functional(layers)
+        pipeline = tx.fuse(HOOKS[hook](), tx.sgd(0.1))
+        step = fjoin.train_step(lambda p, x: apply(p, {}, x), pipeline, mesh=fjoin.mesh({"data": -1}), bucket_bytes=1)
+        held = [step.init(params)]
+        run = lambda: held.append(step(held.pop(), x)[0])  # noqa: E731
     with slow_messages(order, clock):
-        state, _ = step(state, torch.ones(8))
-        order.clear()
-        start = clock.now
-        step(state, torch.ones(8))
-    step.close()
+        for _ in range(3):
+            order.clear()
+            start = clock.now
+            run()
     return order, clock.now - start
 
 
@@ -108,7 +124,7 @@ def a_step(hook: str) -> tuple[list[str], int]:
 )
 def test_messages_overlap_with_backward(pool: Any, hook: str, messages: list[str], time: int) -> None:
     """First messages hide behind backward, second ones behind each other."""
-    for order, took in pool.run(2, a_step, hook):
+    for order, took in pool.run(2, third_time, hook, False):
         assert order.index("sum") < order.index("gradient of p0"), order
         assert [what for what in order if what in ("sum", "max")][: len(messages)] == messages, order
         if "max" in messages:  # all of them leave before the first of them is waited for
@@ -117,42 +133,10 @@ def test_messages_overlap_with_backward(pool: Any, hook: str, messages: list[str
         assert took == time
 
 
-class Layers(torch.nn.Module):
-    def __init__(self, slow: Any) -> None:
-        super().__init__()
-        self._slow = slow
-        for name in LAYERS:
-            self.register_parameter(name, torch.nn.Parameter(torch.ones(8)))
-
-    def forward(self, x: Any) -> Any:
-        for name in LAYERS:
-            x = in_backward(x * getattr(self, name), functools.partial(self._slow, name))
-        return x.sum()
-
-
-def a_pass(hook: str) -> tuple[list[str], int]:
-    """The same of a DistributedDataParallel, in the pass after it has cut its buckets anew."""
-    order: list[str] = []
-    clock = Clock()
-
-    def slow(name: str) -> None:
-        clock.now += 1
-        order.append(f"gradient of {name}")
-
-    ddp = torch.nn.parallel.DistributedDataParallel(Layers(slow), bucket_cap_mb=1e-5)
-    fjoin.ddp.register(ddp, HOOKS[hook]())
-    with slow_messages(order, clock):
-        for _ in range(3):
-            order.clear()
-            start = clock.now
-            ddp(torch.ones(8)).backward()
-    return order, clock.now - start
-
-
 @pytest.mark.gloo
 @pytest.mark.parametrize(("hook", "time"), [("mean", 4 + 1), ("two messages", 4 + 2)])
 def test_messages_overlap_with_backward_in_a_module(pool: Any, hook: str, time: int) -> None:
-    for order, took in pool.run(2, a_pass, hook):
+    for order, took in pool.run(2, third_time, hook, True):
         assert order.index("sum") < order.index("gradient of p0"), order
         assert took == time, order
 

@@ -10,9 +10,8 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
-from tests.helpers import raises_text, same_bits, stepped
+from tests.helpers import raises_text, stepped
 from tests.oracle.whole_batch import make_batches, make_model
-from tests.reducer.one_rank import train_one_rank
 from tests.training.small import MEAN_SGD, X, one, start
 
 
@@ -35,14 +34,6 @@ def test_the_users_sums_travel_with_the_gradients() -> None:
     a, b, c = tx.simulate(one_rank, {"data": 3}, make_batches(1, [[3, 2, 4], [5], []]))
     assert [n for n, _, _ in a] == [8, 2, 4] and [s[:2] for s in a] == [s[:2] for s in b] == [s[:2] for s in c]
     assert [own for _, _, own in b] == [7, None, None] and [own for _, _, own in c] == [None] * 3
-
-
-def test_any_rank_or_all_ranks_may_have_no_batch() -> None:
-    pipeline = tx.fuse(tx.mean("data"), tx.adamw(0.1))
-    for sizes in ([[], [], [2, 3]], [[], []], [[]]):
-        results = tx.simulate(lambda b: train_one_rank(b, pipeline), {"data": len(sizes)}, make_batches(0, sizes))
-        assert all(r["calls"] == max(len(s) for s in sizes) for r in results)
-        assert all(same_bits(r["params"], results[0]["params"]) for r in results)
 
 
 def test_a_batch_of_weight_zero_is_ignored() -> None:
@@ -98,21 +89,6 @@ def test_no_parameters_at_all() -> None:
     raises_text(ValueError, lambda: step(state, torch.ones(1)), "does not depend on params")
     state, metrics = step(state, torch.ones(1, requires_grad=True))
     assert metrics.loss == 1 and state.params == {}
-
-
-def test_mixed_dtypes_in_one_model() -> None:
-    def one_rank(x: float) -> Any:
-        params = {"a": torch.ones(3), "b": torch.ones(3, dtype=torch.float64), "c": torch.ones(3, dtype=torch.bfloat16)}
-        step = fjoin.train_step(
-            lambda params, batch: sum((p * batch).double().sum() for p in params.values()),
-            tx.fuse(tx.mean("data"), tx.sgd(1.0)),
-        )
-        state, _ = step(step.init(params), x)
-        return {path: p.clone() for path, p in state.params.items()}
-
-    a, b = tx.simulate(one_rank, {"data": 2}, [1.0, 2.0])
-    assert same_bits(a, b)
-    assert all(torch.allclose(p.double(), torch.full((3,), -0.5, dtype=torch.float64)) for p in a.values())
 
 
 def test_initial_parameters_are_made_equal_or_checked() -> None:
