@@ -1,7 +1,8 @@
-"""A row of the table."""
+"""A row of the table, and how the table is written."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -19,3 +20,18 @@ class Section(NamedTuple):
     kind: str  # the function that runs its rows, in theirs.py and ours.py
     intro: str
     rows: list[Row]
+
+
+class Case(NamedTuple):
+    kind: str
+    row: Row
+
+
+def table(sections: Sequence[Section]) -> str:
+    """The sections of the page, in Markdown."""
+    lines: list[str] = []
+    for section in sections:
+        lines += [f"### {section.title}", "", section.intro, "", "| jax | fjoin | why |", "| --- | --- | --- |"]
+        lines += [f"| `{row.jax}` | `{row.ours}` | {row.why} |".replace("  |", " |") for row in section.rows]
+        lines += [""]
+    return "\n".join(lines)
