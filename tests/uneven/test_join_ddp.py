@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.nn.parallel import DistributedDataParallel
 
 import fjoin
@@ -19,187 +21,337 @@ from tests.ddp.ddp_problem import ZeroRedundancyOptimizer, batches_of, loss, mak
 from tests.helpers import max_diff, same_bits
 from tests.oracle import uneven_ddp
 
-OPTIMIZERS: dict[str, Any] = {
-    "sgd": lambda p: torch.optim.SGD(p, 0.1),
-    "momentum": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
-    "adamw": lambda p: torch.optim.AdamW(p, 0.05),
-    "zero": lambda p: ZeroRedundancyOptimizer(p, torch.optim.AdamW, lr=0.05),
-}
+PLAIN: dict[str, Any] = {
+    "sgd": lambda p: torch.optim.SGD(p, 0.1), "momentum": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+    "adamw": lambda p: torch.optim.AdamW(p, 0.05), "adam": lambda p: torch.optim.Adam(p, 0.05),
+}  # fmt: skip
+OPTIMIZERS: dict[str, Any] = PLAIN | {
+    "torch's zero": lambda p: ZeroRedundancyOptimizer(p, torch.optim.AdamW, lr=0.05),
+    "zero": lambda p: fjoin.ZeroRedundancyOptimizer(p, torch.optim.AdamW, lr=0.05),
+    "local": lambda p: fjoin.PostLocalSGDOptimizer(PLAIN["adamw"](p), fjoin.PeriodicModelAverager(2)),
+}  # fmt: skip
 HOOKS: dict[str, Any] = {
-    "none": None,
-    "allreduce": default_hooks.allreduce_hook,
-    "wrapped": default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook),
-}
+    "": None, "allreduce": default_hooks.allreduce_hook, "fp16": default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook),
+}  # fmt: skip
 
 
-def train(
-    counts: list[int], optimizer: str = "adamw", *, order: str = "ddp first", hook: str = "none", window: int = 1, epochs: int = 2,
-    by_world: bool = True, clip: bool = False, options: dict[str, Any] | None = None,
-) -> Any:  # fmt: skip
-    """Train two epochs under our Join and take a step afterwards on all ranks; returns the remaining state."""
-    ddp = DistributedDataParallel(make_model(), **(options or {}))
-    if HOOKS[hook] is not None:
-        ddp.register_comm_hook(None, HOOKS[hook])
-    stepper = OPTIMIZERS[optimizer](ddp.parameters())
+class Program(NamedTuple):
+    """Training of modules d and g, which begin alike, in a Join.
 
-    def before_step() -> None:
-        if clip:
-            nn.utils.clip_grad_norm_(ddp.parameters(), 0.01)
+    Attributes:
+        counts: The batches of each rank.
+        optimizer: Of OPTIMIZERS; or "over" which ranks a registered pipeline averages, so that it steps in backward passes.
+        used: In each iteration the order of modules, and of their optimizers zd and zg.
+        listed: The order of the Join's list.
+        window: Passes to a step, in no_sync up to the last.
+        clip: Whether gradients are clipped before a step, which a rank without input must do too.
+        options: Of the DistributedDataParallel.
+    """
 
-    joinables = [ddp, stepper] if order == "ddp first" else [stepper, ddp]
-    for _ in range(epochs):
-        with fjoin.Join(joinables, divide_by_initial_world_size=by_world, before_step=before_step):
-            for i, batch in enumerate(batches_of(counts)[dist.get_rank()]):
-                accumulates = (i + 1) % window != 0
-                with ddp.no_sync() if accumulates else contextlib.nullcontext():
-                    loss(ddp, batch).backward()
-                if not accumulates:
-                    before_step()
-                    stepper.step()
-                    stepper.zero_grad()
-        stepper.zero_grad()
-    params = list(ddp.module.parameters())
-    return [p.detach().clone() for p in params], state_of(stepper, params)
+    counts: list[int]
+    optimizer: str = "adamw"
+    used: str = "d zd"
+    listed: str = "d zd"
+    hook: str = ""
+    window: int = 1
+    by_world: bool = True
+    clip: bool = False
+    options: dict[str, Any] = {}
+
+    @property
+    def over(self) -> Any:
+        return self.optimizer.removeprefix("over ") if self.optimizer.startswith("over") else ""
 
 
-def check(
-    results: list[Any], counts: list[int], optimizer: str = "adamw", tolerance: float = 1e-12, **settings: Any
-) -> None:
-    plain = "adamw" if optimizer == "zero" else optimizer
-    settings.setdefault("epochs", 2)
-    params, state = uneven_ddp.train(make_model(), OPTIMIZERS[plain], batches_of(counts), loss, **settings)
-    start = list(make_model().parameters())
-    assert counts == [0] * len(counts) or max_diff(params, [p.detach() for p in start]) > 1e-3
-    for own, own_state in results:
-        assert max_diff(own, params) < tolerance
-        assert same_bits((own, own_state), results[0]), "ranks differ"
-        if own_state:
-            assert max_diff(own_state, state) < tolerance
+def clip(params: Any) -> None:
+    nn.utils.clip_grad_norm_(params, 0.01)
 
 
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("counts", [[3, 1], [0, 2, 4], [2, 2], [1, 3, 3], [3], [2, 0, 1, 3]], ids=str)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("order", ["ddp first", "optimizer first"])
-def test_ddp_and_optimizer(pool: Any, counts: list[int], optimizer: str, order: str) -> None:
-    """Nothing drifts, no gradient is stale, in either order: over two epochs, and in optimizer state."""
-    kwargs = {"order": order}
-    check(pool.run(len(counts), run, counts, optimizer, kwargs), counts, optimizer)
+def train(program: Program) -> Any:
+    """Two epochs: the modules' parameters, and the states of the optimizers."""
+    modules: dict[str, Any] = {
+        name: DistributedDataParallel(make_model(), **program.options) for name in "dg" if name in program.used
+    }
+    objects: dict[str, Any] = dict(modules)
+    for name, ddp in modules.items():
+        if program.over:
+            fjoin.ddp.register(ddp, tx.fuse(tx.mean("data", over=program.over), tx.sgd(0.1, momentum=0.9)))
+        else:
+            objects[f"z{name}"] = OPTIMIZERS[program.optimizer](ddp.parameters())
+        if HOOKS[program.hook] is not None:
+            ddp.register_comm_hook(None, HOOKS[program.hook])
+    settings: dict[str, Any] = {} if program.over else {"divide_by_initial_world_size": program.by_world}
+    if program.clip:
+        settings["before_step"] = lambda: clip(modules["d"].parameters())
+    listed = [objects[name] for name in program.listed.split() if name in objects]
+    for _ in range(2):
+        with fjoin.Join(listed, **settings):
+            for i, batch in enumerate(batches_of(program.counts)[dist.get_rank()]):
+                accumulates = (i + 1) % program.window != 0
+                for name in program.used.split():
+                    if name in modules:
+                        with modules[name].no_sync() if accumulates else contextlib.nullcontext():
+                            (loss(modules[name], batch) * (1 + "dg".index(name))).backward()
+                    elif name in objects and not accumulates:
+                        settings.get("before_step", lambda: None)()
+                        objects[name].step()
+                        objects[name].zero_grad()
+                if program.over and not accumulates:
+                    for ddp in modules.values():
+                        ddp.zero_grad()
+        for ddp in modules.values():
+            ddp.zero_grad()
+    params = [list(ddp.module.parameters()) for ddp in modules.values()]
+    inner = [getattr(objects.get(f"z{name}"), "optim", objects.get(f"z{name}")) for name in modules]
+    states = [state_of(one, ps) if program.optimizer in PLAIN else [] for one, ps in zip(inner, params, strict=True)]
+    return [[p.detach().clone() for p in ps] for ps in params], states
 
 
-def run(counts: list[int], optimizer: str, kwargs: dict[str, Any]) -> Any:
+def run(program: tuple[Any, ...]) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, of unused parameters and of ZeRO
-        return train(counts, optimizer, **kwargs)
+        return train(Program(*program))
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("hook", HOOKS)
-@pytest.mark.parametrize("by_world", [True, False])
-@pytest.mark.parametrize("window", [1, 2])
-def test_divisor_holds_with_every_hook(pool: Any, hook: str, by_world: bool, window: int) -> None:
-    counts = [4, 1, 3]
-    kwargs = {"hook": hook, "by_world": by_world, "window": window}
-    tolerance = 2e-3 if hook == "wrapped" else 1e-12  # fp16
-    results = pool.run(3, run, counts, "momentum", kwargs)
-    check(results, counts, "momentum", tolerance, by_world=by_world, window=window)
-
-
-def train_registered(counts: list[int], over: Any, window: int) -> list[Tensor]:
-    """Two epochs of a module whose pipeline steps in its backward passes; nobody says a weight."""
-    ddp = DistributedDataParallel(make_model())
-    fjoin.ddp.register(ddp, tx.fuse(tx.mean("data", over=over), tx.sgd(0.05, momentum=0.9)))
-    for _ in range(2):
-        with fjoin.Join([ddp]):
-            for i, batch in enumerate(batches_of(counts)[dist.get_rank()]):
-                accumulates = (i + 1) % window != 0
-                with ddp.no_sync() if accumulates else contextlib.nullcontext():
-                    loss(ddp, batch).backward()
-                if not accumulates:
-                    ddp.zero_grad()
-        ddp.zero_grad()
-    return [p.detach().clone() for p in ddp.module.parameters()]
+UNEVEN = [[3, 1], [0, 2, 4], [2, 2], [1, 3, 3], [3], [2, 0, 1, 3]]
+PROGRAMS: list[Program] = [
+    # Nothing drifts, no gradient is stale, in either order: over two epochs, and in optimizer state.
+    *(Program(counts, optimizer, listed=listed) for counts, optimizer, listed in itertools.product(
+        UNEVEN, ("sgd", "momentum", "adamw", "torch's zero"), ("d zd", "zd d"))),
+    # The divisor holds with every hook.
+    *(Program([4, 1, 3], "momentum", hook=hook, by_world=by_world, window=window) for hook, by_world, window in itertools.product(
+        HOOKS, (True, False), (1, 2))),
+    *(Program(counts, options=options) for counts in ([4, 1], [0, 3, 2]) for options in (
+        {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 1e-5})),
+    *(Program(counts, options={"static_graph": True}) for counts in ([4, 1], [1, 3, 2])),
+    Program([3, 1], "momentum", clip=True),
+    # The order of the list is kept.
+    *(Program([3, 1], optimizer, used, listed) for optimizer in ("adam", "torch's zero", "zero", "local") for used, listed in (
+        ("d zd g zg", "d zd g zg"), ("d zd g zg", "zd d zg g"), ("d g zd zg", "d g zd zg"))),
+    # A rank that ends within a window brings its gradients to the others' next step of a registered pipeline.
+    *(Program(counts, f"over {over}", window=window) for counts, over, window in itertools.product(
+        ([4, 1, 3], [3, 1, 1], [0, 5, 4]), ("weight", "live", "world"), (1, 2))),
+    Program([3, 1], "over world", "d g", "d g"),
+]  # fmt: skip
 
 
 @pytest.mark.sample(3)
-@pytest.mark.parametrize("counts", [[4, 1, 3], [3, 1, 1], [0, 5, 4]], ids=str)
-@pytest.mark.parametrize("over", ["weight", "live", "world"])
-@pytest.mark.parametrize("window", [1, 2])
-def test_registered_windows_that_ranks_leave_open_count(pool: Any, counts: list[int], over: Any, window: int) -> None:
-    """A rank that ends within a window of no_sync passes brings their gradients to the others' next step."""
-    want = uneven_ddp.train(
-        make_model(), lambda params: torch.optim.SGD(params, 0.05, momentum=0.9), batches_of(counts), loss,
-        epochs=2, by_world=over == "world", window=window, of_window=True,
-    )[0]  # fmt: skip
-    for params in pool.run(3, train_registered, counts, over, window):
-        assert max_diff(params, want) < 1e-12
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: " ".join(map(str, p)))
+def test_it_is_one_process(pool: Any, program: Program) -> None:
+    results = pool.run(len(program.counts), run, tuple(program))
+    plain = program.optimizer if program.optimizer in PLAIN else "momentum" if program.over else "adamw"
+    settings: dict[str, Any] = {"by_world": program.by_world if not program.over else program.over == "world"}
+    if program.clip:
+        settings["before_step"] = lambda model: clip(model.parameters())
+    tolerance = 2e-3 if program.hook == "fp16" else 1e-12
+    for i, factor in enumerate([1, 2] if "g" in program.used else [1]):
+        params, state = uneven_ddp.train(
+            make_model(), PLAIN[plain], batches_of(program.counts), lambda m, b, f=factor: f * loss(m, b),
+            epochs=2, window=program.window, of_window=bool(program.over), **settings,
+        )  # fmt: skip
+        assert max_diff(params, [p.detach() for p in make_model().parameters()]) > 1e-3
+        for own, own_state in results:
+            assert max_diff(own[i], params) < tolerance
+            assert same_bits((own[i], own_state[i]), (results[0][0][i], results[0][1][i])), "ranks differ"
+            assert not own_state[i] or max_diff(own_state[i], state) < tolerance
+
+
+def bad_order(used: str, counts: list[int]) -> Any:
+    try:
+        train(Program(counts, "zero", used, "d g zg zd"))
+    except fjoin.FjoinError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+@pytest.mark.parametrize("counts", [[3, 0], [3, 1], [2, 2]], ids=str)
+@pytest.mark.parametrize("used", ["g d zg zd", "d d g zg zd", "d g g zd zg"])
+def test_modules_in_another_order_raise_on_all_ranks(pool: Any, used: str, counts: list[int]) -> None:
+    """They raise in the first iteration, long before the time-out of the pool's groups."""
+    for kind, text in pool.run(2, bad_order, used, counts):
+        assert kind in ("JoinError", "PeerLost") and "pass Join the order of the loop" in text, text
+
+
+def passes(how: str, counts: list[int], by_world: bool) -> str:
+    ddp = DistributedDataParallel(make_model())
+    optimizer = torch.optim.Adam(ddp.parameters(), 0.05)
+    try:
+        with fjoin.Join([ddp, optimizer], divide_by_initial_world_size=by_world):
+            for batch in batches_of(counts)[dist.get_rank()]:
+                with torch.no_grad() if how == "a quiet probe" else contextlib.nullcontext():
+                    first = loss(ddp, batch) if how != "two backward passes" else torch.zeros(())
+                if how == "two backward passes":
+                    loss(ddp, batch).backward()
+                total = loss(ddp, batch)
+                (first + total if how == "two forward passes" else total).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    except fjoin.FjoinError as error:
+        return str(error)
+    return ""
+
+
+PASSES = {
+    "two forward passes": "second forward pass", "a probe": "second forward pass",
+    "two backward passes": "has stepped once for 2 iterations", "a quiet probe": "",
+}  # fmt: skip
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"find_unused_parameters": True}, {"static_graph": True}, {"gradient_as_bucket_view": True},
-        {"bucket_cap_mb": 1e-5},
-    ],
-    ids=lambda o: next(iter(o)),
-)  # fmt: skip
-@pytest.mark.parametrize("counts", [[4, 1], [0, 3, 2]], ids=str)
-def test_options_of_ddp(pool: Any, options: dict[str, Any], counts: list[int]) -> None:
-    if options.get("static_graph"):
-        counts = [max(n, 1) for n in counts]
-    check(pool.run(len(counts), run, counts, "adamw", {"options": options}), counts)
+@pytest.mark.parametrize("by_world", [True, False])
+@pytest.mark.parametrize("counts", [[3, 0], [3, 1], [2, 2]], ids=str)
+@pytest.mark.parametrize("how", PASSES)
+def test_one_forward_and_one_backward_pass_for_a_step(pool: Any, how: str, counts: list[int], by_world: bool) -> None:
+    for text in pool.run(2, passes, how, counts, by_world):
+        assert PASSES[how] in text and bool(text) == bool(PASSES[how])
 
 
-def test_clipping_before_a_step(pool: Any) -> None:
-    """Clipping, which a rank without input must do too, is passed to the Join."""
-    results = pool.run(2, run, [3, 1], "momentum", {"clip": True})
-    clip = lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.01)  # noqa: E731
-    check(results, [3, 1], "momentum", before_step=clip)
+def accumulated(kind: str, zero_grad: bool, by_world: bool) -> list[float]:
+    """The loop of torch's tutorial, which has no zero_grad: rank r has 5 + r inputs."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    ddp, found = DistributedDataParallel(nn.Linear(1, 1)), []
+    with (TorchJoin if kind == "torch" else fjoin.Join)([ddp], divide_by_initial_world_size=by_world):
+        for i in range(5 + rank):
+            if zero_grad:
+                ddp.zero_grad()
+            ddp(torch.full((1,), float(i + 1 + rank))).sum().backward()
+            found.append(ddp.module.weight.grad.item())  # type: ignore[union-attr]
+    return found
 
 
-def two_ddps(counts: list[int]) -> Any:
-    models = [DistributedDataParallel(make_model()) for _ in range(2)]
-    optimizers = [torch.optim.Adam(model.parameters(), 0.05) for model in models]
-    with fjoin.Join([*models, *optimizers]):
-        for batch in batches_of(counts)[dist.get_rank()]:
-            for factor, model in zip((1, 2), models, strict=True):  # one after the other, in the order of the list
-                (factor * loss(model, batch)).backward()
+@pytest.mark.parametrize("by_world", [True, False])
+@pytest.mark.parametrize("zero_grad", [True, False])
+def test_gradients_accumulated_over_iterations_match_torch(pool: Any, zero_grad: bool, by_world: bool) -> None:
+    torchs = pool.run(2, accumulated, "torch", zero_grad, by_world)
+    assert pool.run(2, accumulated, "fjoin", zero_grad, by_world) == torchs
+    if not by_world and not zero_grad:
+        assert torchs[1][-1] == 24.5, "17.5 + 7 / 1 rank with input"
+
+
+# -- modules of other kinds: what each rank has at the end, equal to the bit -------------------------------
+
+
+class Unused(nn.Module):
+    """One parameter is never used, one in the first iteration only, one is frozen, and one is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a = nn.Linear(4, 2)
+        self.idle, self.once = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.a(self.a(x) @ self.a.weight) * self.frozen * (self.once if self.calls == 1 else 1)
+
+
+class ByRank(nn.Module):
+    """Each rank uses another branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.branches = nn.ModuleList([nn.Linear(4, 2), nn.Linear(4, 2)])
+
+    def forward(self, x: Tensor) -> Any:
+        return self.branches[dist.get_rank()](x)
+
+
+class Normed(nn.Sequential):
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+def average(group: Any, buffers: dict[str, Tensor]) -> None:
+    """After each forward pass, which torch's Join does not shadow."""
+    for buffer in buffers.values():
+        if buffer.is_floating_point():
+            dist.all_reduce(buffer, group=group)
+            buffer /= group.size()
+
+
+# A module, its options, the counts, and what else is done: buffers averaged by a hook, or an evaluation on rank 1 alone.
+MODULES: dict[str, tuple[Any, dict[str, Any], list[int], str]] = {
+    **{f"unused {counts}": (Unused, {"find_unused_parameters": True}, counts, "") for counts in ([1, 4], [1, 4, 0, 2])},
+    "by rank": (ByRank, {"static_graph": True}, [2, 5], ""),
+    **{f"buffers {counts}": (Normed, {}, counts, "") for counts in ([1, 4], [3, 0, 2])},
+    "buffer hook": (Normed, {}, [1, 3], "hook"), "evaluation": (Normed, {}, [2, 4], "evaluation"),
+}  # fmt: skip
+
+
+def of_a_kind(name: str) -> Any:
+    make, options, counts, more = MODULES[name]
+    ddp = DistributedDataParallel(make(), **options)
+    if more == "hook":
+        ddp._register_buffer_comm_hook(ddp.process_group, average)
+    optimizer = torch.optim.AdamW(ddp.parameters(), 0.1, weight_decay=0.5)
+    g = torch.Generator().manual_seed(dist.get_rank())
+    with fjoin.Join([ddp, optimizer]) as join:
+        for _ in range(counts[dist.get_rank()]):
+            optimizer.zero_grad()
+            ddp(torch.randn(5, 4, generator=g)).square().mean().backward()
+            optimizer.step()
+            if more == "evaluation" and dist.get_rank() == 1:
+                with torch.no_grad():
+                    ddp.eval()
+                    ddp(torch.ones(2, 4))
+                    ddp.train()
+    stepped = {path: p for path, p in ddp.module.named_parameters() if p in optimizer.state}
+    steps = {path: float(optimizer.state[p]["step"]) for path, p in stepped.items()}
+    values = {k: v.clone() for k, v in ddp.module.state_dict().items()}
+    return values, state_of(optimizer, list(stepped.values())), steps, join.last_joiner, join.iterations
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_of_other_kinds_end_equal_on_all_ranks(pool: Any, name: str) -> None:
+    """Statistics of BatchNorm are counted on as long as any rank trains; parameters unused on all ranks are not stepped."""
+    make, _, counts, _ = MODULES[name]
+    results = pool.run(len(counts), of_a_kind, name)
+    for values, states, steps, last, iterations in results:
+        assert same_bits((values, states, steps), results[0][:3])
+        assert last == counts.index(max(counts)) and iterations == max(counts)
+        if make is Unused:
+            assert steps == {"once": 1, "a.weight": max(counts), "a.bias": max(counts)}
+        elif make is ByRank:
+            assert len(steps) == 4
+        else:
+            assert values["1.num_batches_tracked"] == max(counts) and values["1.running_mean"].abs().max() > 0
+
+
+def in_any_order(order: list[int]) -> Any:
+    """DDP, two optimizers and a schedule, and clipping that must happen once in an iteration."""
+    ddp = DistributedDataParallel(make_model())
+    params, calls = list(ddp.parameters()), 0
+    optimizers = [torch.optim.SGD(part, 0.1, momentum=0.9) for part in (params[:2], params[2:])]
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizers[0], 0.5)
+
+    def halve() -> None:
+        nonlocal calls
+        calls += 1
+        for p in params:
+            p.grad.mul_(0.5)
+
+    joinables = [ddp, *optimizers, schedule]
+    with fjoin.Join([joinables[i] for i in order], before_step=halve):
+        for batch in batches_of([1, 4])[dist.get_rank()]:
+            loss(ddp, batch).backward()
+            halve()
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-    return [[p.detach().clone() for p in model.parameters()] for model in models]
-
-
-def test_several_ddps(pool: Any) -> None:
-    counts = [3, 1]
-    for results in pool.run(2, two_ddps, counts):
-        for factor, own in zip((1, 2), results, strict=True):
-            want, _ = uneven_ddp.train(
-                make_model(),
-                lambda p: torch.optim.Adam(p, 0.05),
-                batches_of(counts),
-                lambda m, b, f=factor: f * loss(m, b),
-            )
-            assert max_diff(own, want) < 1e-12
-
-
-def scheduled(counts: list[int]) -> Any:
-    ddp = DistributedDataParallel(make_model())
-    optimizer = torch.optim.SGD(ddp.parameters(), 0.1, momentum=0.9)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    with fjoin.Join([ddp, optimizer, schedule]):
-        for batch in batches_of(counts)[dist.get_rank()]:
-            loss(ddp, batch).backward()
-            optimizer.step()
             schedule.step()
-            optimizer.zero_grad()
-    return [p.detach().clone() for p in ddp.parameters()], schedule.get_last_lr()
+    states = [state_of(o, o.param_groups[0]["params"]) for o in optimizers]
+    return calls, schedule.get_last_lr(), [p.detach().clone() for p in params], states
 
 
-def test_a_schedule_that_steps_in_every_iteration(pool: Any) -> None:
-    (a, lr), (b, lr_b) = pool.run(2, scheduled, [4, 1])
-    assert same_bits(a, b) and lr == lr_b == [0.1 * 0.5**4]
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 0, 2, 1], [1, 3, 2, 0]], ids=str)
+def test_steps_follow_backward_and_schedules_follow_steps(pool: Any, order: list[int]) -> None:
+    a, b = pool.run(2, in_any_order, order)
+    assert a[:2] == b[:2] == (4, [0.1 * 0.5**4]) and same_bits(a[2:], b[2:])
 
 
 def messages_in_join(kind: str) -> float:
@@ -225,100 +377,6 @@ def test_one_message_where_torch_sends_two(pool: Any) -> None:
     ours, theirs = pool.run(2, messages_in_join, "fjoin"), pool.run(2, messages_in_join, "torch")
     # The backward pass of DDP launches from C++, which this profiler does not always see: compare the difference.
     assert [t - o for t, o in zip(theirs, ours, strict=True)] == [1.0, 1.0], (ours, theirs)
-
-
-class _Unused(nn.Module):
-    """One parameter is never used, one in the first iteration only, one is frozen, and one is used twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.a = nn.Linear(4, 2)
-        self.idle, self.once = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
-
-    def forward(self, x: torch.Tensor, once: bool) -> torch.Tensor:
-        return self.a(self.a(x) @ self.a.weight) * self.frozen * (self.once if once else 1)
-
-
-def unused_parameters(counts: list[int]) -> Any:
-    ddp = DistributedDataParallel(_Unused(), find_unused_parameters=True)
-    optimizer = torch.optim.AdamW(ddp.parameters(), 0.1, weight_decay=0.5)
-    with fjoin.Join([ddp, optimizer]):
-        for i in range(counts[dist.get_rank()]):
-            optimizer.zero_grad()
-            ddp(torch.ones(3, 4), i == 0).square().mean().backward()
-            optimizer.step()
-    stepped = {name: p for name, p in ddp.module.named_parameters() if p in optimizer.state}
-    return {name: float(optimizer.state[p]["step"]) for name, p in stepped.items()}, state_of(
-        optimizer, list(stepped.values())
-    )
-
-
-@pytest.mark.parametrize("counts", [[1, 4], [1, 4, 0, 2]], ids=str)
-def test_parameters_unused_on_all_ranks_are_not_stepped(pool: Any, counts: list[int]) -> None:
-    (steps, first), *_ = found = pool.run(len(counts), unused_parameters, counts)
-    assert steps == {"once": 1, "a.weight": 4, "a.bias": 4} and all(same_bits(one, (steps, first)) for one in found)
-
-
-class _ByRank(nn.Module):
-    """Each rank uses another branch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.branches = nn.ModuleList([nn.Linear(4, 2), nn.Linear(4, 2)])
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.branches[dist.get_rank()](x)
-
-
-def other_branches(counts: list[int]) -> Any:
-    ddp = DistributedDataParallel(_ByRank(), static_graph=True)
-    optimizer = torch.optim.AdamW(ddp.parameters(), 0.1)
-    with fjoin.Join([ddp, optimizer]):
-        for _ in range(counts[dist.get_rank()]):
-            optimizer.zero_grad()
-            ddp(torch.ones(3, 4)).square().mean().backward()
-            optimizer.step()
-    return state_of(optimizer, [p for p in ddp.parameters() if p in optimizer.state])
-
-
-def test_a_static_graph_whose_ranks_use_different_parameters(pool: Any) -> None:
-    a, b = pool.run(2, other_branches, [2, 5])
-    assert len(a) == 4 and same_bits(a, b)
-
-
-def in_any_order(order: list[int]) -> Any:
-    """DDP, two optimizers and a schedule, and clipping that must happen once in an iteration."""
-    ddp = DistributedDataParallel(make_model())
-    params = list(ddp.parameters())
-    optimizers = [torch.optim.SGD(part, 0.1, momentum=0.9) for part in (params[:2], params[2:])]
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizers[0], 0.5)
-    calls = 0
-
-    def halve() -> None:
-        nonlocal calls
-        calls += 1
-        for p in params:
-            p.grad.mul_(0.5)
-
-    joinables = [ddp, *optimizers, schedule]
-    with fjoin.Join([joinables[i] for i in order], before_step=halve):
-        for batch in batches_of([1, 4])[dist.get_rank()]:
-            loss(ddp, batch).backward()
-            halve()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-            schedule.step()
-    return calls, [p.detach().clone() for p in params], [state_of(o, o.param_groups[0]["params"]) for o in optimizers]
-
-
-@pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 0, 2, 1], [1, 3, 2, 0]], ids=str)
-def test_steps_follow_backward_and_schedules_follow_steps(pool: Any, order: list[int]) -> None:
-    a, b = pool.run(2, in_any_order, order)
-    assert a[0] == b[0] == 4 and same_bits(a[1:], b[1:])
 
 
 def inside_bind() -> bool:

@@ -26,65 +26,43 @@ with warnings.catch_warnings():
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
 
-def after_the_context(kind: str) -> tuple[int, bool]:
-    """All-reduces of one iteration after the context has ended."""
+def after_the_context(kind: str) -> Any:
+    """torch's module keeps sending the messages of a Join, its count and its flag, in every later iteration."""
     ddp = scalar()
     optimizer = torch.optim.SGD(ddp.parameters(), 1.0)
     with joined(kind, [ddp, optimizer]):
         for _ in range(3):
             ddp(x(1.0)).backward()
-    sent = 0
-    kept = dist.all_reduce
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        nonlocal sent
-        sent += 1
-        return kept(*args, **kwargs)
-
-    dist.all_reduce = counted
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        sent, kept = [], dist.all_reduce
+        patch.setattr(dist, "all_reduce", lambda *args, **more: sent.append(1) or kept(*args, **more))
         ddp(x(1.0)).backward()
-    finally:
-        dist.all_reduce = kept
     with contextlib.suppress(KeyError), joined(kind, [ddp, optimizer]):
         raise KeyError
-    return sent, ddp._join_config.enable
-
-
-def test_the_configuration_stays_after_the_context(pool: Any) -> None:
-    """torch's module keeps sending the messages of a Join, its count and its flag, in every later iteration."""
-    assert pool.run(2, after_the_context, "torch") == [(2, True)] * 2
-    assert pool.run(2, after_the_context, "fjoin") == [(0, False)] * 2
+    return len(sent), ddp._join_config.enable
 
 
 def stale_gradient(kind: str) -> float:
-    """The documented example. Rank 0 has the gradient 1 once; rank 1 has 1, then 3 twice."""
+    """The documented example. Rank 0 has the gradient 1 once; rank 1 has 1, then 3 twice.
+
+    Right is -(1 + 1)/2 - 3/2 - 3/2 = -4; the owner of the shard, out of input, takes -1 three times.
+    """
     ddp = scalar()
     zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=1.0)
-    inputs = [[1.0], [1.0, 3.0, 3.0]][dist.get_rank()]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with joined(kind, [ddp, zero]):
-            for value in inputs:
-                zero.zero_grad()
-                ddp(x(value)).backward()
-                zero.step()
+    with joined(kind, [ddp, zero]):
+        for value in [[1.0], [1.0, 3.0, 3.0]][dist.get_rank()]:
+            zero.zero_grad()
+            ddp(x(value)).backward()
+            zero.step()
     return weight(ddp)
-
-
-def test_a_joined_rank_steps_with_its_last_gradient_again(pool: Any) -> None:
-    """Right is -(1 + 1)/2 - 3/2 - 3/2 = -4; the owner of the shard, out of input, takes -1 three times."""
-    assert pool.run(2, stale_gradient, "torch") == [-3.0, -3.0]
-    assert pool.run(2, stale_gradient, "fjoin") == [-4.0, -4.0]
 
 
 def divisor_with_a_hook(kind: str, hook: bool) -> list[float]:
     """The gradients of the rank that has input longest, with divide_by_initial_world_size=False."""
-    ddp = scalar()
+    ddp, seen = scalar(), []
     if hook:
         ddp.register_comm_hook(None, default_hooks.allreduce_hook)
     optimizer = torch.optim.SGD(ddp.parameters(), 1.0)
-    seen = []
     with joined(kind, [ddp, optimizer], divide_by_initial_world_size=False):
         for _ in range([2, 4][dist.get_rank()]):
             optimizer.zero_grad()
@@ -93,15 +71,8 @@ def divisor_with_a_hook(kind: str, hook: bool) -> list[float]:
     return seen
 
 
-def test_the_divisor_is_forgotten_with_a_hook(pool: Any) -> None:
-    for kind, hook, want in (
-        ("torch", False, [1.0] * 4), ("torch", True, [1.0, 1.0, 0.5, 0.5]), ("fjoin", False, [1.0] * 4), ("fjoin", True, [1.0] * 4),
-    ):  # fmt: skip
-        assert pool.run(2, divisor_with_a_hook, kind, hook)[1] == want, (kind, hook)
-
-
 def end_of_a_window(kind: str) -> float:
-    """Two micro-batches to a step; rank 0 ends within the second window."""
+    """Two micro-batches to a step; rank 0 ends within the second window. Seven of gradient 1, divided by two ranks, make -3.5."""
     ddp = scalar()
     optimizer = torch.optim.SGD(ddp.parameters(), 1.0)
     with joined(kind, [ddp, optimizer]):
@@ -115,38 +86,47 @@ def end_of_a_window(kind: str) -> float:
     return weight(ddp)
 
 
-def test_a_window_that_is_not_complete_is_lost(pool: Any) -> None:
-    """Seven micro-batches of gradient 1, divided by two ranks, make -3.5."""
-    assert pool.run(2, end_of_a_window, "torch") == [-3.0, -3.0]
-    assert pool.run(2, end_of_a_window, "fjoin") == [-3.5, -3.5]
-
-
-def python_reducer(kind: str) -> tuple[int, str]:
-    """How often a forward pass notifies its Join."""
+def python_reducer(kind: str) -> Any:
+    """Its forward pass notifies no Join, which without knowledge of iterations cannot work."""
     with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
         ddp = scalar()
-    calls, kept = 0, Join.notify_join_context
-
-    def counted(joinable: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        return kept(joinable)
-
-    Join.notify_join_context = staticmethod(counted)  # type: ignore[method-assign]
-    try:
-        with joined(kind, [ddp], enable=False):
-            ddp(x(1.0)).backward()
-    except TypeError as error:
-        return calls, str(error)
-    finally:
-        Join.notify_join_context = staticmethod(kept)  # type: ignore[method-assign]
-    return calls, ""
+    with pytest.MonkeyPatch.context() as patch:
+        calls, kept = [], Join.notify_join_context
+        patch.setattr(Join, "notify_join_context", staticmethod(lambda joinable: calls.append(1) or kept(joinable)))
+        try:
+            with joined(kind, [ddp], enable=False):
+                ddp(x(1.0)).backward()
+        except TypeError as error:
+            return "python_reducer" in str(error) and "fjoin.join" in str(error)
+    return len(calls)
 
 
-def test_a_python_reducer_notifies_no_join(pool: Any) -> None:
-    assert pool.run(1, python_reducer, "torch") == [(0, "")], "without a Join's knowledge of iterations it cannot work"
-    ((_, text),) = pool.run(1, python_reducer, "fjoin")
-    assert "python_reducer" in text and "fjoin.join" in text
+# What torch's Join comes to on each rank, and ours.
+FAULTS: list[tuple[Any, tuple[Any, ...], list[Any], list[Any]]] = [
+    (after_the_context, (), [(2, True)] * 2, [(0, False)] * 2),
+    (stale_gradient, (), [-3.0, -3.0], [-4.0, -4.0]),
+    (divisor_with_a_hook, (False,), [[1.0] * 2, [1.0] * 4], [[1.0] * 2, [1.0] * 4]),
+    (divisor_with_a_hook, (True,), [[1.0] * 2, [1.0, 1.0, 0.5, 0.5]], [[1.0] * 2, [1.0] * 4]),
+    (end_of_a_window, (), [-3.0, -3.0], [-3.5, -3.5]),
+    (python_reducer, (), [0], [True]),
+]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("fault", "args", "theirs", "ours"), FAULTS, ids=[f"{row[0].__name__} {row[1]}" for row in FAULTS]
+)
+def test_torch_still_has_it_and_ours_has_not(
+    pool: Any, fault: Any, args: tuple[Any, ...], theirs: list[Any], ours: list[Any]
+) -> None:
+    assert pool.run(len(theirs), quietly, fault.__name__, "torch", *args) == theirs, "torch has mended it"
+    assert pool.run(len(ours), quietly, fault.__name__, "fjoin", *args) == ours
+
+
+def quietly(name: str, *args: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return globals()[name](*args)
 
 
 def error_memory(kind: str) -> Any:

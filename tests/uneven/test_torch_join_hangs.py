@@ -23,13 +23,14 @@ from torch.nn.parallel import DistributedDataParallel
 import fjoin
 from tests.ranks import Ranks
 from tests.reducer.one_weight import joined, scalar, weight, x
+from tests.uneven.test_join_ddp import average
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own, of torch.jit
     from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 
 
-def zero_first(ddp: DistributedDataParallel, rank: int, kind: str, even: bool) -> Any:
+def zero_first(ddp: Any, rank: int, kind: str, even: bool) -> Any:
     zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=1.0)
     with joined(kind, [zero, ddp]):
         for _ in range(3 if even else [1, 3][rank]):
@@ -39,56 +40,43 @@ def zero_first(ddp: DistributedDataParallel, rank: int, kind: str, even: bool) -
     return weight(ddp)
 
 
-def mixed_windows(ddp: DistributedDataParallel, rank: int, kind: str, even: bool) -> Any:
-    """Rank 0 has ended; of the others one is within a window while the other synchronises."""
-    optimizer = torch.optim.SGD(ddp.parameters(), 1.0)
+def passes(ddp: Any, kind: str, optimizer: Any, n: int, no_sync_at: int = -1, evaluates: bool = False) -> float:
     with joined(kind, [ddp, optimizer]):
-        for i in range(2 if even else [0, 2, 2][rank]):
-            with ddp.no_sync() if (i, rank) == (0, 1) and not even else contextlib.nullcontext():
+        for i in range(n):
+            with ddp.no_sync() if i == no_sync_at else contextlib.nullcontext():
                 ddp(x(1.0)).backward()
             optimizer.step()
             optimizer.zero_grad()
-    return weight(ddp)
-
-
-def evaluate(ddp: DistributedDataParallel, rank: int, kind: str, even: bool) -> Any:
-    """A rank with input runs the module once without gradients while another has ended."""
-    optimizer = torch.optim.SGD(ddp.parameters(), 1.0)
-    with joined(kind, [ddp, optimizer]):
-        for _ in range(3 if even else [1, 3][rank]):
-            ddp(x(1.0)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if rank == 1 or even:
+            if evaluates:
                 with torch.no_grad():
                     ddp(x(1.0))
     return weight(ddp)
 
 
-def local_sgd(ddp: DistributedDataParallel, rank: int, kind: str, even: bool) -> Any:
+def mixed_windows(ddp: Any, rank: int, kind: str, even: bool) -> Any:
+    """Rank 0 has ended; of the others one is within a window while the other synchronises."""
+    n = 2 if even else [0, 2, 2][rank]
+    return passes(ddp, kind, torch.optim.SGD(ddp.parameters(), 1.0), n, 0 if rank == 1 and not even else -1)
+
+
+def evaluate(ddp: Any, rank: int, kind: str, even: bool) -> Any:
+    """A rank with input runs the module once without gradients while another has ended."""
+    n = 3 if even else [1, 3][rank]
+    return passes(ddp, kind, torch.optim.SGD(ddp.parameters(), 1.0), n, evaluates=rank == 1 or even)
+
+
+def local_sgd(ddp: Any, rank: int, kind: str, even: bool) -> Any:
     """Each rank steps with its own gradients, and parameters are averaged after every step."""
     alone, _ = dist.new_subgroups(1)
     state = post_localSGD_hook.PostLocalSGDState(None, alone, 0, post_local_gradient_allreduce=False)
     ddp.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
     averager = PeriodicModelAverager(period=1, warmup_steps=0)
     optimizer = PostLocalSGDOptimizer(torch.optim.SGD(ddp.parameters(), 1.0), averager)
-    with joined(kind, [ddp, optimizer]):
-        for _ in range(3 if even else [1, 3][rank]):
-            ddp(x(1.0)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return weight(ddp)
+    return passes(ddp, kind, optimizer, 3 if even else [1, 3][rank])
 
 
-def buffer_hook(ddp: DistributedDataParallel, rank: int, kind: str, even: bool) -> Any:
+def buffer_hook(ddp: Any, rank: int, kind: str, even: bool) -> Any:
     """Buffers averaged by a hook after each forward pass."""
-
-    def average(group: Any, buffers: dict[str, torch.Tensor]) -> None:
-        for buffer in buffers.values():
-            if buffer.is_floating_point():
-                dist.all_reduce(buffer, group=group)
-                buffer /= group.size()
-
     ddp = DistributedDataParallel(nn.Sequential(nn.Linear(1, 2), nn.BatchNorm1d(2)).double())
     ddp._register_buffer_comm_hook(ddp.process_group, average)
     with joined(kind, [ddp]):
@@ -97,7 +85,7 @@ def buffer_hook(ddp: DistributedDataParallel, rank: int, kind: str, even: bool) 
     return float(ddp.module[1].num_batches_tracked)
 
 
-def in_forward(ddp: DistributedDataParallel, rank: int, kind: str, even: bool) -> Any:
+def in_forward(ddp: Any, rank: int, kind: str, even: bool) -> Any:
     """A model that communicates in its forward pass: its inputs are divided by their mean over the ranks."""
 
     def normed(value: float) -> torch.Tensor:
@@ -119,7 +107,7 @@ def in_forward(ddp: DistributedDataParallel, rank: int, kind: str, even: bool) -
     return weight(ddp)
 
 
-def exception(ddp: DistributedDataParallel, rank: int, kind: str, even: bool) -> Any:
+def exception(ddp: Any, rank: int, kind: str, even: bool) -> Any:
     with joined(kind, [ddp]):
         for i in range(3):
             if (rank, i) == (1, 1) and not even:
