@@ -31,7 +31,7 @@ HOOKS: dict[str, Any] = {
     "by path": lambda codec: tx.partition({"*.bias": tx.mean("data"), "*": tx.compress(codec, tx.mean("data"))}),
     "fed back": lambda codec: tx.error_feedback(tx.compress(codec, tx.mean("data"))),
     "fed back by path": lambda codec: tx.partition(
-        {"*.bias": tx.mean("data"), "*": tx.error_feedback(tx.compress(codec, tx.mean("data")), "flush")}
+        {"*.bias": tx.mean("data"), "*": tx.error_feedback(tx.compress(codec, tx.mean("data")))}
     ),
     "from the third step on": lambda codec: tx.switch_after(2, tx.mean("data"), tx.compress(codec, tx.mean("data"))),
 }
