@@ -88,8 +88,8 @@ def _inside(x: Any) -> Iterable[Any]:
 
 
 def is_table(values: Collection[Any]) -> bool:
-    """Whether a container is a large one of numbers or texts, as its first entry says: a search of all would take time in each call."""
-    return len(values) > _TABLE and type(next(iter(values))) in _PLAIN
+    """Whether a container is a large one of numbers or texts, of which tensors are no part."""
+    return len(values) > _TABLE and set(map(type, values)) <= _PLAIN  # in C, since each call looks
 
 
 def _in_function(function: types.FunctionType) -> list[Any]:
