@@ -77,37 +77,22 @@ def store(model: Any, path: Path, early_names: bool) -> None:
 def record(monkeypatch: pytest.MonkeyPatch, action: Callable[[], object]) -> list[Call]:
     """The calls that change the disk while an action runs."""
     calls: list[Call] = []
-    paths: dict[int, str] = {}
-    real = {name: getattr(os, name) for name in ("open", "write", "fsync", "mkdir", "rename")}
 
-    def opened(path: Any, flags: int, *args: Any, **words: Any) -> int:
-        fd: int = real["open"](path, flags, *args, **words)
-        paths[fd] = str(path)
-        if flags & os.O_CREAT:
-            calls.append(("create", (str(path),)))
-        return fd
-
-    def wrote(fd: int, data: Any) -> int:
-        count: int = real["write"](fd, data)
-        calls.append(("write", (paths[fd], bytes(data[:count]))))
-        return count
-
-    def synced(fd: int) -> None:
-        real["fsync"](fd)
-        calls.append(("fsync", (paths[fd],)))
-
-    def of_paths(name: str) -> Callable[..., None]:
-        def call(*args: Any, **words: Any) -> None:
-            real[name](*args, **words)
-            calls.append((name, tuple(map(str, args))))
+    def recording(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **words: Any) -> Any:
+            result = real(*args, **words)
+            if name in ("write", "fsync"):
+                path = os.readlink(f"/proc/self/fd/{args[0]}")
+                calls.append((name, (path, bytes(args[1][:result])) if name == "write" else (path,)))
+            elif name != "open" or args[1] & os.O_CREAT:
+                calls.append(("create" if name == "open" else name, tuple(map(str, args))))
+            return result
 
         return call
 
     with monkeypatch.context() as patched:
-        for name, function in (("open", opened), ("write", wrote), ("fsync", synced)):
-            patched.setattr(os, name, function)
-        for name in ("mkdir", "rename"):
-            patched.setattr(os, name, of_paths(name))
+        for name in ("open", "write", "fsync", "mkdir", "rename"):
+            patched.setattr(os, name, recording(name, getattr(os, name)))
         action()
     return calls
 

@@ -38,95 +38,92 @@ def test_steps_are_read_back_and_the_newest_is_found(tmp_path: Path) -> None:
     raises_text(fjoin.CheckpointError, lambda: folder.read(6), "step-00000006", "[5, 100, 123456789]")
 
 
-def test_begin_refuses_what_exists_before_the_first_byte(tmp_path: Path) -> None:
+def put(kind: str) -> Callable[[Path], object]:
+    """Something under the name of a step."""
+    return {
+        "folder": lambda path: path.mkdir(), "file": lambda path: path.write_bytes(b"mine"),
+        "link": lambda path: path.symlink_to("nowhere"),
+        "full folder": lambda path: (path.mkdir(), (path / "file").write_bytes(b"mine")),
+    }[kind]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["folder", "file", "link"])
+def test_begin_refuses_what_exists_before_the_first_byte(kind: str, tmp_path: Path) -> None:
     folder = Folder(tmp_path)
     save(folder, 10)
-    for kind in (
-        lambda path: path.mkdir(),
-        lambda path: path.write_bytes(b""),
-        lambda path: path.symlink_to("nowhere"),
-    ):
-        kind(folder.step_path(20))
-        raises_text(fjoin.CheckpointError, lambda: folder.begin(20), "step-00000020", "never replaced")
-        folder.step_path(20).rmdir() if folder.step_path(20).is_dir() else folder.step_path(20).unlink()
+    put(kind)(folder.step_path(20))
+    before = names(folder)
+    raises_text(fjoin.CheckpointError, lambda: folder.begin(20), "step-00000020", "never replaced")
     raises_text(fjoin.CheckpointError, lambda: folder.begin(10), "step-00000010", "exists")
-    raises_text(fjoin.CheckpointError, lambda: folder.begin(9), "step 10", "step 9", "restore(step=...)")
-    assert names(folder) == ["step-00000010"]
-    assert folder.begin(11) != folder.begin(11)
+    raises_text(fjoin.CheckpointError, lambda: folder.begin(9), "step 20", "step 9", "restore(step=...)")
+    assert names(folder) == before and folder.begin(21) != folder.begin(21)
 
 
-@pytest.mark.parametrize("content", [None, b"mine"])
-def test_commit_never_replaces_a_folder_that_came_meanwhile(tmp_path: Path, content: bytes | None) -> None:
+def of_another_run(folder: Folder, temporary: Path) -> None:
+    save(folder, 10, OTHER)
+
+
+# What happens between the begin and the commit of step 20, and words of the error.
+MEANWHILE: dict[str, tuple[Callable[[Folder, Path], object], tuple[str, ...]]] = {
+    "a folder": (lambda folder, path: put("folder")(folder.step_path(20)), ("step-00000020", "never replaced")),
+    "a full folder": (lambda folder, path: put("full folder")(folder.step_path(20)), ("step-00000020", "never replaced")),
+    "a file less": (lambda folder, path: (path / "rank-1.safetensors").unlink(), ("rank-1", "No such file")),
+    "another file": (lambda folder, path: (path / "rank-1.safetensors").write_bytes(b"1"), ("rank-1", "1 bytes")),
+    "a file more": (lambda folder, path: (path / "more").write_bytes(b""), ("more", "does not list")),
+    "another run": (of_another_run, ("step 10", "another run")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", MEANWHILE)
+def test_commit_refuses_what_came_between(what: str, tmp_path: Path) -> None:
+    folder, (change, words) = Folder(tmp_path), MEANWHILE[what]
+    manifest = fill(temporary := folder.begin(20), 20)
+    change(folder, temporary)
+    before = sorted(path for path in tmp_path.rglob("*") if temporary not in path.parents)
+    raises_text(fjoin.CheckpointError, lambda: folder.commit(temporary, manifest), *words)
+    assert sorted(path for path in tmp_path.rglob("*") if temporary not in path.parents) == before
+
+
+@pytest.mark.parametrize(("step", "parent"), [(30, "c" * 32), (9, "")])  # one that is not there, or no earlier step
+def test_commit_refuses_another_parent(step: int, parent: str, tmp_path: Path) -> None:
     folder = Folder(tmp_path)
-    manifest = fill(temporary := folder.begin(1), 1)
-    folder.step_path(1).mkdir()
-    if content:
-        (folder.step_path(1) / "file").write_bytes(content)
-    raises_text(fjoin.CheckpointError, lambda: folder.commit(temporary, manifest), "step-00000001", "never replaced")
-    assert [path.read_bytes() for path in folder.step_path(1).iterdir()] == ([content] if content else [])
-
-
-def test_commit_refuses_files_that_are_not_those_of_the_manifest(tmp_path: Path) -> None:
-    folder = Folder(tmp_path)
-
-    def after(change: Callable[[Path], object], *parts: str) -> None:
-        manifest = fill(temporary := folder.begin(1), 1)
-        change(temporary)
-        raises_text(fjoin.CheckpointError, lambda: folder.commit(temporary, manifest), *parts)
-        folder.discard(temporary)
-
-    after(lambda path: (path / "rank-1.safetensors").unlink(), "rank-1", "No such file")
-    after(lambda path: (path / "rank-1.safetensors").write_bytes(b"1"), "rank-1", "1 bytes")
-    after(lambda path: (path / "more").write_bytes(b""), "more", "does not list")
-    assert names(folder) == []
-
-
-def test_two_runs_in_one_folder_are_noticed(tmp_path: Path) -> None:
-    folder = Folder(tmp_path)
-    first, second = folder.begin(10), folder.begin(20)
-    mine, other = fill(first, 10), fill(second, 20, run=OTHER)
-    folder.commit(first, mine)
-    raises_text(fjoin.CheckpointError, lambda: folder.commit(second, other), "step 10", mine.id, "another run")
-    missing = fill(temporary := folder.begin(30), 30, "c" * 32)
-    raises_text(fjoin.CheckpointError, lambda: folder.commit(temporary, missing), "c" * 32, "another run")
-    older = fill(temporary := folder.begin(30), 9, mine.id)  # the parent is not an earlier step
-    raises_text(fjoin.CheckpointError, lambda: folder.commit(temporary, older), "step 9", "another run")
+    save(folder, 10)
+    manifest = fill(temporary := folder.begin(30), step, parent or folder.newest_id())
+    raises_text(fjoin.CheckpointError, lambda: folder.commit(temporary, manifest), f"step {step}", "another run")
     assert folder.steps() == [10]
 
 
-@pytest.mark.parametrize(
-    ("code", "done"), [(errno.ENOENT, True), (errno.EIO, True), (errno.EEXIST, True), (errno.EIO, False)]
-)
+# A network file system may report an error of what it, or another run, has done.
+RENAMES = [
+    (errno.ENOENT, "done"),
+    (errno.EIO, "done"),
+    (errno.EEXIST, "done"),
+    (errno.EIO, ""),
+    (errno.ENOTEMPTY, "by another"),
+]
+
+
+@pytest.mark.parametrize(("code", "what"), RENAMES)
 def test_a_rename_that_was_done_counts_whatever_it_reports(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, done: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, what: str
 ) -> None:
-    folder, rename = Folder(tmp_path), os.rename
+    save(elsewhere := Folder(tmp_path / "b"), 1, OTHER)
+    folder, rename = Folder(tmp_path / "a"), os.rename
     manifest = fill(temporary := folder.begin(1), 1)
 
     def fail(source: str, target: str) -> None:
-        if done:
+        if what == "done":
             rename(source, target)
+        if what == "by another":
+            shutil.copytree(elsewhere.step_path(1), target)
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(os, "rename", fail)
-    if done:
+    if what == "done":
         assert folder.commit(temporary, manifest) == folder.step_path(1) and folder.read(1)[1] == manifest
         return
-    raises_text(fjoin.CheckpointError, lambda: folder.commit(temporary, manifest), "is not saved", "Input/output")
-    assert folder.steps() == [] and newest(folder) is None
-
-
-def test_a_rename_that_another_run_did_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(elsewhere := Folder(tmp_path / "b"), 1, OTHER)
-    folder = Folder(tmp_path / "a")
-    manifest = fill(temporary := folder.begin(1), 1)
-
-    def too_late(source: str, target: str) -> None:
-        shutil.copytree(elsewhere.step_path(1), target)
-        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
-
-    monkeypatch.setattr(os, "rename", too_late)
-    raises_text(fjoin.CheckpointError, lambda: folder.commit(temporary, manifest), "the step is not saved")
+    raises_text(fjoin.CheckpointError, lambda: folder.commit(temporary, manifest), "is not saved", os.strerror(code))
+    assert folder.steps() == [1] * bool(what)
 
 
 @pytest.mark.parametrize("call", ["write", "fsync", "mkdir"])

@@ -1,15 +1,22 @@
-"""The generic Join, written from torch's documentation: the same code with torch's classes and with ours."""
+"""The generic Join: code of torch's documentation with torch's classes and with ours, pure hooks, and what is refused."""
 
 from __future__ import annotations
 
+import contextlib
+import time
+import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.algorithms.join as torch_join
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import fjoin
+from fjoin import transforms as tx
+from tests.ddp.ddp_problem import batches_of, loss, make_model
 from tests.helpers import raises_text
 
 CLASSES = {"torch": torch_join, "fjoin": fjoin}
@@ -148,52 +155,200 @@ def test_throwing_on_early_termination(pool: Any, kind: str, join: str) -> None:
     assert pool.run(2, throw, kind, join, [2, 2]) == [("", "", 2)] * 2
 
 
-def refuse(join: str) -> list[str]:
+def messages(join: str, settings: dict[str, Any]) -> tuple[float, int]:
+    """All-reduces per iteration and at the end, in addition to the counter's own."""
+    counter, sent = make_counter(join, join)([]), list[int]()
+
+    def watch(call: Any) -> Any:
+        return lambda *args, **more: sent.append(1) or call(*args, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_reduce", "all_to_all_single"):
+            patch.setattr(dist, name, watch(getattr(dist, name)))
+        with CLASSES[join].Join([counter], **settings):
+            before = len(sent)  # our Join has compared the ranks' joinables
+            for _ in range(5):
+                counter()
+            within = len(sent)
+    return (within - before) / 5 - 1, len(sent) - within
+
+
+@pytest.mark.parametrize(
+    ("join", "throws", "each"), [("fjoin", False, 1), ("fjoin", True, 1), ("torch", False, 1), ("torch", True, 2)]
+)
+def test_messages_of_an_iteration(pool: Any, join: str, throws: bool, each: int) -> None:
+    """Ours always sends one; torch sends two with throw_on_early_termination."""
+    assert pool.run(2, messages, join, {"throw_on_early_termination": True} if throws else {}) == [(each, 1)] * 2
+
+
+# -- pure hooks --------------------------------------------------------------------------------------------
+
+
+def joined_sum(inputs: list[float]) -> Any:
+    """A state renewed by pure functions: the sum of all inputs, and weights taken from the last joiner."""
+    mesh = fjoin.mesh({"data": -1})
+    total = fjoin.as_joinable(lambda start=0.0: tx.JoinHook(lambda s: s + tx.psum(0.0, "data")), 0.0, mesh=mesh)
+    weights = fjoin.as_joinable(tx.broadcast_from_last("data"), torch.full((2,), float(mesh.rank)), mesh=mesh)
+    with fjoin.Join([total, weights], start=1.0) as join, fjoin.bind(mesh):
+        for x in inputs:
+            fjoin.Join.notify_join_context(total)
+            total.state = total.state + tx.psum(x, "data")
+    return float(total.state), weights.state.tolist(), join.last_joiner, join.iterations
+
+
+def on_processes(inputs: list[list[float]]) -> Any:
+    return joined_sum(inputs[dist.get_rank()])
+
+
+@pytest.mark.parametrize(
+    ("inputs", "last"), [([[1.0], [2.0, 3.0], [4.0, 5.0]], 1), ([[], [1.0]], 1), ([[], []], 0), ([[1.0, 2.0]] * 3, 0)]
+)
+def test_pure_hooks_simulated_and_real(pool: Any, inputs: list[list[float]], last: int) -> None:
+    """Ties between last joiners go to the lowest rank, visibly; the simulation equals the processes."""
+    most = max(map(len, inputs))
+    want = [(sum(map(sum, inputs)), [last] * 2, last, most)] * len(inputs)
+    assert tx.simulate(joined_sum, {"data": len(inputs)}, inputs) == want
+    assert pool.run(len(inputs), on_processes, inputs) == want
+
+
+def test_the_default_dtype_does_not_matter() -> None:
+    """Bits for 12 ranks do not fit bfloat16."""
+
+    def one_rank(n: int) -> Any:
+        one = fjoin.as_joinable(tx.JoinHook())
+        with fjoin.Join([one]) as join:
+            for _ in range(n):
+                fjoin.Join.notify_join_context(one)
+        return join.last_joiner, join.iterations
+
+    kept = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert tx.simulate(one_rank, {"data": 12}, [1] * 9 + [3, 2, 3]) == [(9, 3)] * 12
+    finally:
+        torch.set_default_dtype(kept)
+
+
+def test_work_once_after_all_have_ended() -> None:
+    """A post hook runs once on each rank, after the last iteration of any rank; the end of a Join waits for all ranks."""
+    log: list[str] = []
+
+    def one_rank(n: int) -> None:
+        def post(state: Any, is_last_joiner: bool) -> Any:
+            log.append("post")
+            return state
+
+        for hook in (tx.JoinHook(post=post), tx.JoinHook(post=post), tx.JoinHook()):  # epochs; at last nothing is to do
+            one = fjoin.as_joinable(hook)
+            with fjoin.Join([one]):
+                for _ in range(n):
+                    fjoin.Join.notify_join_context(one)
+                    log.append("step")
+        log.append("after")
+
+    tx.simulate(one_rank, {"data": 3}, [1, 3, 0])
+    assert log == (["step"] * 4 + ["post"] * 3) * 2 + ["step"] * 4 + ["after"] * 3
+
+
+def test_the_configuration_is_reset_after_an_exception() -> None:
+    one = fjoin.as_joinable(tx.JoinHook())
+    before = one._join_config
+    with pytest.raises(KeyError), fjoin.Join([one]):
+        raise_(KeyError("mine"))
+    assert one._join_config is before
+    fjoin.Join([one])  # not entered: nothing changes either
+    assert one._join_config is before
+    with fjoin.Join([one]):
+        raises_text(fjoin.JoinError, lambda: fjoin.Join([one]).__enter__(), "inside another Join")
+    with fjoin.Join([one]):
+        pass
+
+
+def raise_(error: Exception) -> None:
+    raise error
+
+
+# -- what is refused ---------------------------------------------------------------------------------------
+
+
+def joinables(n: int) -> str:
+    mesh = fjoin.mesh({"data": -1})
+    many = [fjoin.as_joinable(tx.JoinHook(), mesh=mesh) for _ in range(n)]
+    words = ("rank 2 differs from rank 0 in its joinables", "same order")
+    return raises_text(fjoin.DesyncError, lambda: fjoin.Join(many).__enter__(), *words)
+
+
+def test_ranks_with_other_joinables() -> None:
+    assert len(tx.simulate(joinables, {"data": 3}, [1, 1, 2])) == 3
+
+
+MODEL = nn.Linear(2, 2)
+REFUSED: list[tuple[Any, ...]] = [
+    (lambda: fjoin.Join([torch.optim.SGD(MODEL.parameters(), 0.1)]), ValueError, "communicates"),
+    (lambda: fjoin.Join([MODEL]), ValueError, "got ['Linear']; wrap a module in DistributedDataParallel"),
+    (lambda: fjoin.Join([fjoin.as_joinable(tx.JoinHook()), MODEL]), TypeError, "Linear"),
+    (lambda: fjoin.Join([fjoin.as_joinable(lambda: 3)]), TypeError, "tx.JoinHook(main, post)", "3"),
+]
+
+
+@pytest.mark.parametrize("row", REFUSED, ids=[row[2] for row in REFUSED])
+def test_it_is_refused(row: tuple[Any, ...]) -> None:
+    call, kind, *words = row
+    raises_text(kind, call, *words)
+
+
+def on_ranks(join: str) -> None:
     make = make_counter("fjoin", join)
     other = dist.new_group([0, 1])
-    texts = [
-        raises_text(ValueError, lambda: CLASSES[join].Join([]), "at least one joinable"),
-        raises_text(ValueError, lambda: CLASSES[join].Join([make([]), make([], group=other)]), "process group"),
-    ]
+    raises_text(ValueError, lambda: CLASSES[join].Join([]), "at least one joinable")
+    raises_text(ValueError, lambda: CLASSES[join].Join([make([]), make([], group=other)]), "process group")
     dist.barrier()  # the other rank may still be making the group
-    return texts
 
 
 @pytest.mark.parametrize("join", CLASSES)
-def test_raises_on_bad_input(pool: Any, join: str) -> None:
-    for texts in pool.run(2, refuse, join):
-        assert all(texts)
+def test_ranks_refuse_other_groups(pool: Any, join: str) -> None:
+    pool.run(2, on_ranks, join)
 
 
-def messages(join: str, settings: dict[str, Any]) -> tuple[int, int]:
-    """All-reduces per iteration and at the end, in addition to the counter's own."""
-    sent = 0
-    kept = dist.all_reduce, dist.all_to_all_single
-
-    def watch(call: Any) -> Any:
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            nonlocal sent
-            sent += 1
-            return call(*args, **kwargs)
-
-        return counted
-
-    counter = make_counter(join, join)([])
-    dist.all_reduce, dist.all_to_all_single = map(watch, kept)
+def static_graph() -> tuple[str, str, float]:
+    start = time.monotonic()
+    ddp = DistributedDataParallel(make_model(), static_graph=True)
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
     try:
-        with CLASSES[join].Join([counter], **settings):
-            before = sent  # our Join has compared the ranks' joinables
-            for _ in range(5):
-                counter()
-            within = sent
-    finally:
-        dist.all_reduce, dist.all_to_all_single = kept
-    return (within - before) / 5 - 1, sent - within
+        with fjoin.Join([ddp, optimizer]):
+            for batch in batches_of([2, 0])[dist.get_rank()]:
+                loss(ddp, batch).backward()
+                optimizer.step()
+    except fjoin.FjoinError as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    return "", "", 0.0
 
 
-def test_one_message_in_each_iteration(pool: Any) -> None:
-    """Ours always sends one; torch sends two with throw_on_early_termination."""
-    assert pool.run(2, messages, "fjoin", {}) == [(1, 1)] * 2
-    assert pool.run(2, messages, "fjoin", {"throw_on_early_termination": True}) == [(1, 1)] * 2
-    assert pool.run(2, messages, "torch", {}) == [(1, 1)] * 2
-    assert pool.run(2, messages, "torch", {"throw_on_early_termination": True}) == [(2, 1)] * 2
+def test_a_static_graph_that_a_rank_has_never_run(pool: Any) -> None:
+    """torch's own Join aborts the process here. The other rank, which waits in the module's messages, is released."""
+    (kind, text, seconds), (kind_1, text_1, _) = pool.run(2, static_graph)
+    assert (kind, kind_1) == ("PeerLost", "JoinError") and "static_graph" in text and "at least one batch" in text_1
+    assert seconds < 20.0
+
+
+def left_behind() -> tuple[int, bool, list[str]]:
+    """A warning names an optimizer that the Join does not know; after a Join that has failed the module is as it was."""
+    ddp = DistributedDataParallel(make_model())
+    module, optimizer = ddp.module, torch.optim.Adam(ddp.parameters(), 0.1)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        with fjoin.Join([ddp]):
+            for _ in range(2):
+                loss(ddp, torch.ones(2, 4, dtype=torch.float64)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    with contextlib.suppress(KeyError), fjoin.Join([ddp], divide_by_initial_world_size=False):
+        raise KeyError
+    module(torch.ones(2, 4).double()).sum().backward()
+    texts = [str(w.message) for w in seen if "fall behind" in str(w.message)]
+    return len(ddp._forward_hooks), "_sync_buffers" in vars(ddp), texts
+
+
+def test_an_unknown_optimizer_and_a_failed_join(pool: Any) -> None:
+    for hooks, syncs, (text,) in pool.run(2, left_behind):
+        assert (hooks, syncs) == (0, False) and "Adam" in text and "Join([ddp, optimizer])" in text

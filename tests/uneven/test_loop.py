@@ -1,16 +1,22 @@
-"""fjoin.join: uneven inputs in a custom loop, for all code that communicates in it, and over several steps."""
+"""fjoin.join: uneven inputs in a custom loop, for all code that communicates in it, in windows, and over several steps.
+
+test_left_loops.py has loops that are left, and test_failures.py ranks that fail.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import fjoin
@@ -18,12 +24,32 @@ from fjoin import transforms as tx
 from tests.helpers import max_diff, raises_text, same_bits, stepped
 from tests.oracle.whole_batch import make_batches, mean_loss
 from tests.traffic import watched
-from tests.uneven.loop_problem import SIZES, make_model, reference, samples
 
+SIZES = [[3, 5], [4, 2, 6, 1]]
 EMPTY = (torch.zeros(1, 5, dtype=torch.float64), torch.zeros(1, dtype=torch.int64))
 
 
-# -- a pure custom loop ---------------------------------------------------------------------------------
+def samples(batch: Any) -> int:
+    return len(batch[1])
+
+
+def make_model() -> torch.nn.Sequential:
+    """With sizes that tensor parallelism can divide by two."""
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)).double()
+
+
+def reference(sizes: list[list[int]], window: int = 1) -> dict[str, Tensor]:
+    """One process, plain torch: a step for the mean over all samples of all ranks in a window."""
+    model, batches = make_model(), make_batches(1, sizes)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.05)
+    for start in range(0, max(map(len, sizes)), window):
+        parts = [batch for own in batches for batch in own[start : start + window]]
+        count = sum(len(batch[1]) for batch in parts)
+        optimizer.zero_grad()
+        sum((len(batch[1]) / count * mean_loss(model, batch) for batch in parts), torch.zeros(())).backward()
+        optimizer.step()
+    return {path: p.detach() for path, p in model.named_parameters()}
 
 
 def custom_loop(batches: list[Any]) -> Any:
@@ -31,14 +57,12 @@ def custom_loop(batches: list[Any]) -> Any:
     model = make_model()
     params = {path: p.detach() for path, p in model.named_parameters()}
     pipeline = tx.fuse(tx.mean("data"), tx.adamw(0.05))
-    state = pipeline.init(params)
+    state, mesh, seen = pipeline.init(params), fjoin.mesh({"data": -1}, ordered=True), []
 
     def loss_fn(params: Any, batch: Any) -> Any:
-        return torch.nn.functional.cross_entropy(torch.func.functional_call(model, params, batch[0]), batch[1])
+        return cross_entropy(torch.func.functional_call(model, params, batch[0]), batch[1])
 
-    mesh = fjoin.mesh({"data": -1}, ordered=True)
     loop = fjoin.join(batches, mesh=mesh, weight=samples, empty=EMPTY)
-    seen = []
     with fjoin.bind(mesh):
         for batch in loop:
             grads = torch.func.grad(loss_fn)(params, batch)
@@ -53,27 +77,25 @@ def on_processes(sizes: list[list[int]]) -> Any:
 
 @pytest.mark.parametrize("sizes", [SIZES, [[], [2, 3]], [[2], [3, 1], [4, 4, 4]]], ids=["uneven", "one empty", "three"])
 def test_a_custom_loop_equals_one_process(pool: Any, sizes: list[list[int]]) -> None:
-    want = reference(sizes)
     simulated = tx.simulate(custom_loop, {"data": len(sizes)}, make_batches(1, sizes))
     real = pool.run(len(sizes), on_processes, sizes)
-    most = max(map(len, sizes))
     for own, (params, seen), (sim_params, sim_seen) in zip(sizes, real, simulated, strict=True):
-        assert max_diff(params, want) < 1e-12
-        assert same_bits(params, sim_params) and seen == sim_seen and len(seen) == most
+        assert max_diff(params, reference(sizes)) < 1e-12
+        assert same_bits(params, sim_params) and seen == sim_seen and len(seen) == max(map(len, sizes))
         for i, (live, weight, total, number, batches) in enumerate(seen):
             assert live == (i < len(own)) and weight == (own[i] if live else 0) and number == i
             assert total == sum(rank[i] for rank in sizes if i < len(rank)) and batches == min(i + 1, len(own))
 
 
-# -- models that communicate by themselves ------------------------------------------------------------------
+# -- models that communicate by themselves -----------------------------------------------------------------
 
 
-def torch_loop(kind: str, sizes: list[list[int]]) -> Any:
-    """A model that torch distributes, whose gradients it averages over the ranks of `data`."""
+def torch_loop(kind: str, sizes: list[list[int]], window: int, divides: bool) -> Any:
+    """A model that torch distributes, which sends where a window ends; `divides` as one would without fjoin."""
     model, rank, ranks = make_model(), dist.get_rank(), dist.get_world_size()
-    shard = rank
+    shard, run = rank, model
     if kind == "ddp":
-        model = DistributedDataParallel(model)
+        run = DistributedDataParallel(model)  # type: ignore[assignment]
     elif kind == "fully_shard":
         mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("data",))
         for part in (model[0], model[2], model):
@@ -84,87 +106,89 @@ def torch_loop(kind: str, sizes: list[list[int]]) -> Any:
         if kind == "tensor and fully_shard":
             fully_shard(model, mesh=grid["data"])
         shard = rank // 2
-    optimizer = torch.optim.AdamW(model.parameters(), 0.05)
-    loop = fjoin.join(make_batches(1, sizes)[shard], weight=samples, empty=EMPTY)
+    optimizer, seen = torch.optim.AdamW(model.parameters(), 0.05), []
+    loop = fjoin.join(make_batches(1, sizes)[shard], weight=samples, accumulate=window, empty=EMPTY)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, of views that FSDP2 returns over tensor-parallel layers
         for batch in loop:
-            (mean_loss(model, batch) * loop.scale).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    names = [(path.removeprefix("module."), p.detach()) for path, p in model.named_parameters()]
-    return {path: p.full_tensor() if hasattr(p, "full_tensor") else p.clone() for path, p in names}, loop.number
+            with contextlib.nullcontext() if loop.sync_gradients else run.no_sync():  # type: ignore[operator]
+                (mean_loss(run, batch) * (1 / window if divides else loop.scale)).backward()
+            if loop.sync_gradients:
+                optimizer.step()
+                optimizer.zero_grad()
+            seen.append((loop.number, loop.live, loop.total, loop.sync_gradients))
+    params = {path: p.detach() for path, p in model.named_parameters()}
+    return {path: p.full_tensor() if hasattr(p, "full_tensor") else p.clone() for path, p in params.items()}, seen
 
 
-@pytest.mark.parametrize(
-    ("kind", "ranks", "sizes"),
-    [
-        ("ddp", 2, SIZES), ("fully_shard", 2, SIZES), ("fully_shard", 2, [[], [2, 3]]),
-        ("fully_shard", 4, [[1], [2, 2, 2], [], [3, 1]]), ("tensor", 2, [[2, 4, 1]]),
-        ("tensor and fully_shard", 4, SIZES),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_models_that_communicate_equal_one_process(pool: Any, kind: str, ranks: int, sizes: list[list[int]]) -> None:
-    """Every rank runs forward, backward and step equally often, and repeated batches count nothing."""
-    want = reference(sizes)
-    for params, iterations in pool.run(ranks, torch_loop, kind, sizes):
-        assert max_diff(params, want) < 1e-12 and iterations == max(map(len, sizes))
+MODELS = [
+    ("fully_shard", 2, SIZES, 1), ("fully_shard", 2, [[], [2, 3]], 1), ("fully_shard", 4, [[1], [2, 2, 2], [], [3, 1]], 1),
+    ("tensor", 2, [[2, 4, 1]], 1), ("tensor and fully_shard", 4, SIZES, 1),
+    *(("ddp", len(sizes), sizes, window) for window in (1, 2, 3, 7) for sizes in (
+        SIZES, [[], [2, 3]], [[2], [3, 1], [4, 4, 4, 1, 2]], [[4, 1, 3, 2, 5]])),
+]  # fmt: skip
 
 
-def messages(n: int) -> int:
-    """The messages given to torch.distributed in a loop of n iterations whose body sends nothing."""
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(("kind", "ranks", "sizes", "window"), MODELS, ids=str)
+def test_models_equal_one_process(pool: Any, kind: str, ranks: int, sizes: list[list[int]], window: int) -> None:
+    """Every rank runs forward, backward and step equally often; repeated batches count nothing; a window counts all its samples."""
+    want, most = reference(sizes, window), max(map(len, sizes))
+    for params, seen in pool.run(ranks, torch_loop, kind, sizes, window, False):
+        assert max_diff(params, want) < 1e-12 and len(seen) == -(-most // window) * window
+        for number, live, total, ends in seen:
+            start = number - number % window
+            assert total == sum(sum(own[start : start + window]) for own in sizes) * (ranks // len(sizes))
+            assert ends == (number % window == window - 1) and (not live or number < most)
+
+
+def test_the_mean_of_means_is_another_training(pool: Any) -> None:
+    """What the loop is for: the division by the window's length does not count every sample once."""
+    want = reference(SIZES, 2)
+    assert all(max_diff(params, want) > 1e-3 for params, _ in pool.run(2, torch_loop, "ddp", SIZES, 2, True))
+
+
+def messages(n: int, window: int) -> int:
+    """The messages given to torch.distributed in a loop whose body sends nothing."""
     with watched() as sent:
-        for _ in fjoin.join([0] * (n - dist.get_rank())):
+        for _ in fjoin.join([0] * (n - dist.get_rank()), accumulate=window):
             pass
     return len(sent)
 
 
-def test_one_message_in_each_iteration(pool: Any) -> None:
-    assert pool.run(2, messages, 5) == [6, 6]  # and one at the start
+@pytest.mark.parametrize(("window", "count"), [(1, 6), (2, 4)])
+def test_one_message_in_each_window(pool: Any, window: int, count: int) -> None:
+    assert pool.run(2, messages, 5, window) == [count] * 2  # and one at the start
 
 
-def two_steps(batches: list[Any], accumulate: int) -> Any:
-    """A generator and a discriminator, so to speak."""
-    model = make_model()
-    apply, params, _ = fjoin.functional(model)
+# -- several steps -----------------------------------------------------------------------------------------
+
+
+def several(batches: list[Any], accumulate: int, only: int | None = None) -> Any:
+    """A generator and a discriminator, so to speak; or one of the two by itself."""
+    apply, params, _ = fjoin.functional(make_model())
 
     def loss_fn(params: Any, batch: Any) -> Any:
-        return torch.nn.functional.cross_entropy(apply(params, {}, batch[0]), batch[1])
+        return cross_entropy(apply(params, {}, batch[0]), batch[1])
 
-    mesh = fjoin.mesh({"data": -1}, ordered=True)
-    a, b = (
+    mesh, n = fjoin.mesh({"data": -1}, ordered=True), 0
+    steps = [
         fjoin.train_step(loss_fn, tx.fuse(tx.mean("data"), opt), mesh=mesh, weight=samples, accumulate=accumulate)
-        for opt in (tx.adamw(0.05), tx.sgd(0.1))
-    )
-    first, second = a.init(params), b.init(params)
-    n = 0
-    for batch in fjoin.join(batches, steps=[a, b]):
-        first, _ = a(first, batch)
-        second, _ = b(second, batch)
+        for i, opt in enumerate((tx.adamw(0.05), tx.sgd(0.1))) if only in (None, i)
+    ]  # fmt: skip
+    states = [step.init(params) for step in steps]
+    for batch in fjoin.join(batches, steps=steps) if only is None else steps[0].join(batches):
+        states = [step(state, batch)[0] for step, state in zip(steps, states, strict=True)]
         n += 1
-    out = [{p: v.clone() for p, v in state.params.items()} for state in (first, second)], first.batches, second.step, n
-    a.close()
-    b.close()
-    return out
+    out = [{p: v.clone() for p, v in state.params.items()} for state in states]
+    counts = states[0].batches, states[-1].step, n
+    for step in steps:
+        step.close()
+    return out, counts
 
 
-def alone(batches: list[Any], accumulate: int, which: int) -> Any:
-    """One of the two by itself."""
-    model = make_model()
-    apply, params, _ = fjoin.functional(model)
-
-    def loss_fn(params: Any, batch: Any) -> Any:
-        return torch.nn.functional.cross_entropy(apply(params, {}, batch[0]), batch[1])
-
-    pipeline = tx.fuse(tx.mean("data"), [tx.adamw(0.05), tx.sgd(0.1)][which])
-    step = fjoin.train_step(loss_fn, pipeline, weight=samples, accumulate=accumulate)
-    state = stepped(step, step.init(params), step.join(batches))
-    return {p: v.clone() for p, v in state.params.items()}
-
-
-def two_steps_on_processes(sizes: list[list[int]], accumulate: int) -> Any:
-    return two_steps(make_batches(1, sizes)[dist.get_rank()], accumulate)
+def several_on_processes(sizes: list[list[int]], accumulate: int) -> Any:
+    return several(make_batches(1, sizes)[dist.get_rank()], accumulate)
 
 
 @pytest.mark.parametrize("sizes", [SIZES, [[2], [3, 1, 4]]], ids=str)
@@ -172,34 +196,142 @@ def two_steps_on_processes(sizes: list[list[int]], accumulate: int) -> Any:
 def test_several_steps_over_one_loader(pool: Any, sizes: list[list[int]], accumulate: int) -> None:
     """Each step ends as it would alone, including an incomplete last window."""
     batches = make_batches(1, sizes)
-    want = [tx.simulate(lambda b, i=i: alone(b, accumulate, i), {"data": 2}, batches)[0] for i in (0, 1)]
-    real = pool.run(2, two_steps_on_processes, sizes, accumulate)
-    simulated = tx.simulate(lambda b: two_steps(b, accumulate), {"data": 2}, batches)
+    want = [tx.simulate(lambda b, i=i: several(b, accumulate, i)[0][0], {"data": 2}, batches)[0] for i in (0, 1)]
+    real = pool.run(2, several_on_processes, sizes, accumulate)
+    simulated = tx.simulate(lambda b: several(b, accumulate), {"data": 2}, batches)
     steps = -(-max(map(len, sizes)) // accumulate)
-    for rank, (params, consumed, seconds, n) in enumerate(real):
-        assert max_diff(params, want) < 1e-13
-        assert (consumed, seconds, n) == (len(sizes[rank]), steps, steps * accumulate)
-        assert same_bits((params, consumed), simulated[rank][:2])
+    for rank, (params, counts) in enumerate(real):
+        assert max_diff(params, want) < 1e-13 and counts == (len(sizes[rank]), steps, steps * accumulate)
+        assert same_bits((params, counts), simulated[rank])
     if accumulate == 1:
         assert max_diff(real[0][0][0], reference(sizes)) < 1e-12
 
 
-def test_each_of_several_steps_must_be_called() -> None:
-    def loss_fn(params: Any, batch: Any) -> Any:
-        return (params["w"] * batch).sum()
+# -- how a loop ends, and what is refused ------------------------------------------------------------------
 
-    a, b = (fjoin.train_step(loss_fn, tx.fuse(tx.mean("data"), tx.sgd(0.1))) for _ in range(2))
-    slow = fjoin.train_step(loss_fn, tx.fuse(tx.mean("data"), tx.sgd(0.1)), accumulate=2)
-    state = a.init({"w": torch.ones(2)})
 
-    def loop() -> None:
-        nonlocal state
-        state = stepped(a, state, fjoin.join([torch.ones(2)], steps=[a, b]))
+def test_weights_and_ends() -> None:
+    def one_rank(weights: list[float]) -> Any:
+        loop = fjoin.join(weights, weight=lambda w: w)
+        return [(batch if loop.live else None, loop.total, loop.scale) for batch in loop]
 
-    raises_text(fjoin.JoinError, loop, "did not call step 1 of steps")
-    raises_text(TypeError, lambda: fjoin.join([], steps=[]), "steps", "at least one")
-    raises_text(TypeError, lambda: fjoin.join([], steps=[loss_fn]), "train_step")  # type: ignore[call-overload]
-    raises_text(ValueError, lambda: fjoin.join([], steps=[a, a]), "different")
-    raises_text(ValueError, lambda: fjoin.join([], steps=[a, slow]), "same mesh, axes and accumulate")
-    raises_text(TypeError, lambda: fjoin.join([], steps=[a], weight=len), "no weight")  # type: ignore[call-overload]
-    raises_text(TypeError, lambda: fjoin.join([], when_exhausted="replay"), "steps")  # type: ignore[call-overload]
+    assert tx.simulate(one_rank, {"data": 2}, [[], []]) == [[], []]
+    # Where no rank has weight the body does not run; a batch of weight 0 is not seen where another one can be.
+    assert tx.simulate(one_rank, {"data": 2}, [[0.0, 3.0, 0.0, 1.0], [0.0, 2.0, 5.0]]) == [
+        [(3.0, 5.0, 1.2), (3.0, 5.0, 0.0), (1.0, 1.0, 2.0)],
+        [(2.0, 5.0, 0.8), (5.0, 5.0, 2.0), (None, 1.0, 0.0)],
+    ]
+
+    def with_empty(first: float) -> list[float]:
+        return list(fjoin.join([first, 3.0], weight=lambda w: w, empty=7.0))
+
+    # `empty` takes the place of a first batch of weight 0, so no NaN enters.
+    assert tx.simulate(with_empty, {"data": 2}, [0.0, 2.0]) == [[7.0, 3.0], [2.0, 3.0]]
+
+
+def test_throwing_on_early_termination() -> None:
+    def one_rank(n: int) -> tuple[int, str]:
+        seen = list[int]()
+        loop = fjoin.join(range(n), throw_on_early_termination=True)
+        return len(seen), raises_text(fjoin.EarlyTermination, lambda: seen.extend(loop), "1 of 3 ranks", "iteration 2")
+
+    assert len(tx.simulate(one_rank, {"data": 3}, [2, 3, 3])) == 3
+
+
+def leave_alone() -> bool:
+    for _ in fjoin.join([1, 2]):
+        break
+    return dist.is_initialized()
+
+
+def test_leaving_a_loop_on_one_rank_keeps_the_process_group(pool: Any) -> None:
+    assert pool.run(1, leave_alone) == [True]
+
+
+def positions(count: int, window: int, cut: int | None, position: Any = None) -> tuple[list[float], Any]:
+    """What a loop yields, with draws of the loader and of the body, and its position after `cut` iterations."""
+    torch.manual_seed(3 if position is None else 99)
+    loader = torch.utils.data.DataLoader(torch.arange(count), batch_size=1, shuffle=True)  # type: ignore[arg-type]
+    loop, seen, found = fjoin.join(loader, accumulate=window), list[float](), None
+    if position is not None:
+        loop.load_state_dict(position)
+    for batch in loop:
+        seen.append(float(batch) + float(torch.rand(())))
+        if len(seen) == cut:
+            found = loop.state_dict()
+    return seen, found
+
+
+@pytest.mark.parametrize("window", [1, 2, 3])
+@pytest.mark.parametrize("count", [6, 7])
+@pytest.mark.filterwarnings("ignore:to resume, the loop loads")
+def test_a_loop_goes_on_at_the_end_of_a_window(count: int, window: int) -> None:
+    seen, _ = positions(count, window, None)
+    for cut in range(window, len(seen) + 1, window):
+        _, position = positions(count, window, cut)
+        assert positions(count, window, None, position)[0] == seen[cut:], cut
+
+
+def within(loop: Any) -> None:
+    for _ in loop:
+        loop.state_dict()
+
+
+def reusing() -> Any:
+    buffers = [torch.zeros(2), torch.zeros(2), torch.zeros(2)]
+    for i in range(12):
+        yield buffers[i % 3].fill_(float(i))
+
+
+def step(accumulate: int = 1) -> fjoin.TrainStep:
+    pipeline = tx.fuse(tx.mean("data"), tx.sgd(0.1))
+    return fjoin.train_step(lambda p, b: (p["w"] * b).sum(), pipeline, accumulate=accumulate)
+
+
+def one_of_two() -> None:
+    """The body calls one of two steps."""
+    one = step()
+    stepped(one, one.init({"w": torch.ones(2)}), fjoin.join([torch.ones(2)], steps=[one, step()]))
+
+
+Join: Any = fjoin.join
+T, V, J = TypeError, ValueError, fjoin.JoinError
+REFUSED: list[tuple[Any, ...]] = [
+    (lambda: list(Join([-1.0], weight=lambda w: w)), V, "weight(batch)", "-1.0"),
+    (lambda: tx.simulate(lambda b: [len(x) for x in Join(b)], {"data": 2}, [[[1]], []]), fjoin.NoBatch, "empty="),
+    (lambda: within(Join([1, 2, 3, 4], accumulate=2)), J, "within an accumulation window", "sync_gradients"),
+    # Any batch of a window that a loader uses again is found.
+    (lambda: list(Join(reusing(), accumulate=3)), J, "memory of the current one", "clone()"),
+    *((lambda k=k: Join([], accumulate=k), (T, V), "accumulate") for k in (0, -1, 1.5, "2", True)),
+    (one_of_two, J, "did not call step 1 of steps"),
+    (lambda: Join([], steps=[]), T, "steps", "at least one"), (lambda: Join([], steps=[len]), T, "train_step"),
+    (lambda: Join([], steps=[step()] * 2), V, "different"),
+    (lambda: Join([], steps=[step(), step(2)]), V, "same mesh, axes and accumulate"),
+    (lambda: Join([], steps=[step()], weight=len), T, "no weight"), (lambda: Join([], when_exhausted="replay"), T, "steps"),
+    (lambda: Join([], steps=[step()], accumulate=2), T, "accumulate"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", REFUSED, ids=[f"{i} {row[2]}" for i, row in enumerate(REFUSED)])
+def test_it_is_refused(row: tuple[Any, ...]) -> None:
+    call, kind, *words = row
+    raises_text(kind, call, *words)
+
+
+def test_one_loop_at_a_time_and_again() -> None:
+    loop = fjoin.join([1, 2])
+    running = iter(loop)
+    next(running)
+    raises_text(fjoin.JoinError, lambda: next(iter(loop)), "still running")
+    del running
+    assert list(loop) == [1, 2] and loop.batches == 2, "a second epoch"
+    list(batch.clone() for batch in fjoin.join(reusing(), accumulate=1))
+
+
+def other_windows() -> str:
+    return raises_text(fjoin.FjoinError, lambda: list(fjoin.join([0] * 6, accumulate=2 + dist.get_rank())))
+
+
+def test_ranks_with_other_windows_are_an_error_on_all(pool: Any) -> None:
+    first, second = pool.run(2, other_windows)
+    assert "accumulate=2" in first and "accumulate=3" in second and "2.5 on average" in first
