@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -325,7 +326,21 @@ class Storage:
         return {path: out[path] for path in self.shapes}
 
     def load_optimizer_states(self, states: Mapping[str, Any]) -> None:
-        """Copy states by path into the slots; the inverse of `optimizer_states`."""
+        """Copy states by path into the slots; the inverse of `optimizer_states`.
+
+        Raises:
+            ValueError: parameters of one optimizer have taken other numbers of steps, of which a step has one.
+        """
+        first: dict[int, tuple[str, list[float]]] = {}
+        for path, state in states.items():
+            part = self.optimizer.at(path)
+            counts = [float(field) for field in itertools.compress(fields(state), part.common) if field is not None]
+            other, others = first.setdefault(id(part), (path, counts))
+            if part.elementwise and counts != others:
+                both = (
+                    f"{path!r} has taken {state.step} steps, and {other!r} another number, but they have one optimizer"
+                )
+                raise ValueError(f"{both}; give them one each, by tx.partition, or start both anew by fresh=")
         for k, (bucket, slots) in enumerate(zip(self.layout, self.slots, strict=True)):
             for span, state in zip(bucket.spans, slots, strict=True):
                 load_span(

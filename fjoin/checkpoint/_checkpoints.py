@@ -37,7 +37,7 @@ class Checkpoints:
 
     Args:
         path: The run's folder.
-        what: A step from `train_step`, a pipeline of a loop of one's own, or a dict of objects with a `state_dict`, as for `fjoin.save`.
+        what: A step from `train_step`, a pipeline of a loop of one's own, or a dict, as for `fjoin.save`.
         mesh: The ranks, for a pipeline or objects; by default all ranks.
         every: Save after steps whose number is a multiple of this.
         every_s: Save a step after this many seconds of rank 0's clock; for a train_step.
@@ -120,8 +120,9 @@ class Checkpoints:
         """Save a state where a save is due; on all ranks, after the same step.
 
         Args:
-            state: The state that the step returned; for a pipeline (params, state), for objects the number of steps so far.
-            metrics: Those of the same call; None: save in any case.
+            state: The state that the step returned; for a pipeline (params, state), for a dict with steps the dict of their states, for
+                other objects the number of steps so far.
+            metrics: Those of the same call, of the first step of a dict; None: save in any case.
             extra: What else to keep, the same on all ranks: JSON, with tensors in it where you like.
             data: The loop over the data, from `step.join` or `fjoin.join`: its position is saved.
 
@@ -183,10 +184,9 @@ class Checkpoints:
 
     def _begin(self, step: int) -> tuple[str, str]:
         """On rank 0: the identifier of the run, and a new folder's name. Steps newer than the restored one are set aside."""
-        run = self._run or uuid.uuid4().hex
         if self._back is not None:
-            self._folder.quarantine(self._back, run)
-        return run, self._folder.begin(step).name
+            self._folder.quarantine(self._back)
+        return self._run or uuid.uuid4().hex, self._folder.begin(step).name
 
     def wait(self) -> None:
         """Wait for the save under way, on all ranks.
@@ -213,7 +213,8 @@ class Checkpoints:
         The next save sets newer checkpoints aside. What starts anew starts from the parameters of the checkpoint.
 
         Args:
-            params: The parameters at the start, as for `step.init`; None: a dict of those of the checkpoint.
+            params: The parameters at the start, as for `step.init`, for a dict with steps a dict of them; None: a dict of those of the
+                checkpoint. A parameter that was a buffer when it was saved is read from that, and the reverse.
             buffers: The buffers at the start, likewise.
             step: Take the checkpoint of this step.
             fresh: Names of values that start anew: in full, their beginnings up to a dot, such as "pipeline.after", or with `*`.
@@ -221,14 +222,16 @@ class Checkpoints:
 
         Warns:
             UserWarning: on rank 0, without `fresh`: the checkpoint is of a pipeline with other arguments, such as another learning rate.
+                The loop `data` goes on from another place, of another checkpoint.
 
         Raises:
             CheckpointError: on all ranks: the folder holds checkpoints, but none verifies; one of another model, pipeline or mesh.
+            ValueError: parameters of one optimizer have taken other numbers of steps, since some begin anew.
         """
         self.wait()
         found = restored(self._folder, self._source, params, buffers, step, fresh, data)
         if found is None:
-            if params is None and self._source.needs_params:
+            if params is None and self._source.trees:
                 raise CheckpointError(f"{self._folder.path} holds no checkpoint; pass the parameters at the start")
             return self._source.start(params, buffers)
         state, manifest, self.extra = found
@@ -249,9 +252,11 @@ def save(
 
     Args:
         path: The run's folder.
-        what: A step from `train_step`, a pipeline of a loop of one's own, or a dict of objects with `state_dict` and
-            `load_state_dict`, such as modules, optimizers and handles of registered modules.
-        state: Of a train_step its state, of a pipeline (params, state), of objects the number of steps so far.
+        what: A step from `train_step`, a pipeline of a loop of one's own, or a dict of these and of objects with `state_dict` and
+            `load_state_dict`, such as modules, optimizers and handles of registered modules. The first step or pipeline of a dict gives
+            the number of the checkpoint.
+        state: Of a train_step its state, of a pipeline (params, state), of a dict with such the dict of their states, of other
+            objects the number of steps so far.
         extra, data, mesh: As for `Checkpoints`.
 
     Returns:

@@ -121,20 +121,14 @@ class Folder:
             raise CheckpointError(f"{path} does not exist; {self.path} holds the steps {self.steps()}")
         return path
 
-    def quarantine(self, newer_than: int, run_uuid: str) -> list[Path]:
-        """Rename the steps after this one to `step-00000500.rejected-<uuid>`. Returns the new paths."""
-        renamed = []
+    def quarantine(self, newer_than: int) -> None:
+        """Rename the steps after this one to `step-00000500.rejected-<uuid>`."""
         for step in self.steps():
             if step > newer_than:
-                target = self.path / f"{self.step_path(step).name}.rejected-{run_uuid}"
-                if os.path.lexists(target):
-                    target = target.with_name(f"{target.name}-{uuid.uuid4().hex}")
+                target = self.path / f"{self.step_path(step).name}.rejected-{uuid.uuid4().hex}"
                 with typed_errors(f"rename {self.step_path(step)} to {target.name}"):
                     os.rename(self.step_path(step), target)
-                renamed.append(target)
-        if renamed:
-            sync_folder(self.path)
-        return renamed
+                sync_folder(self.path)
 
     def retain(self, keep_last: int, keep_every: int | None, run: str) -> list[int]:
         """Delete the steps of a run, except the newest ones and those that `keep_every` divides. Returns the deleted ones.

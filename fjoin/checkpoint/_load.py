@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,8 +21,10 @@ from ._files import DTYPES, decoding
 from ._folder import Folder
 from ._leaves import Leaves
 from ._manifest import Leaf, Manifest, Part, read_commit
-from ._sources import DATA, Source, position_of
+from ._sources import DATA, Source, position_of, warn_apart
 from ._values import Snapshot, Values, given, matches
+
+_OTHER = {"params": "buffers", "buffers": "params"}
 
 
 class Load:
@@ -61,7 +63,10 @@ class Load:
     def _add(self, name: str) -> None:
         placement = self.manifest.leaves[name].placement if name in self.manifest.leaves else {}
         if "of" not in placement:
-            self.values.reads[name] = partial(self._value, name)
+            kind, _, path = name.partition(".")
+            moved = f"{_OTHER.get(kind)}.{path}"  # a parameter that was frozen, or is now
+            here = moved if name not in self._like.values and moved in self._like.values else name
+            self.values.reads[here] = partial(self._value, name, here)
             return
         of, rank = placement["of"], self._mesh.rank if self._same else 0  # a value that one rank had by itself
         if not self._same and not of.startswith(f"{DATA}."):
@@ -78,10 +83,10 @@ class Load:
             raise self._unmerged("objects", "the ranks had numbers of their own in their state dicts")
         return ranks[0]
 
-    def _value(self, name: str, memory: Tensor | None) -> Any:
+    def _value(self, name: str, here: str, memory: Tensor | None) -> Any:
         if name in self.manifest.numbers:
             return self._number(name)
-        leaf, own = self.manifest.leaves[name], self._like.values.get(name)
+        leaf, own = self.manifest.leaves[name], self._like.values.get(here)
         if isinstance(own, Tensor) and own.dtype is not DTYPES[leaf.dtype]:
             both = f"{name!r} is {leaf.dtype}, but here {own.dtype}"
             raise CheckpointError(f"{self._folder}: {both}; begin with parameters and a pipeline of the saved dtypes")
@@ -147,8 +152,8 @@ class Load:
         return parts
 
 
-def empty_params(leaves: Mapping[str, Leaf], fresh: tuple[str, ...]) -> dict[str, Tensor]:
-    """Path -> a parameter without values, of a manifest's leaves.
+def empty_params(leaves: Mapping[str, Leaf], fresh: tuple[str, ...], trees: Sequence[str]) -> Any:
+    """Path -> a parameter without values, of a manifest's leaves; for trees with names one such dict for each.
 
     Raises:
         CheckpointError: parameters are to start anew, which are not given.
@@ -156,8 +161,13 @@ def empty_params(leaves: Mapping[str, Leaf], fresh: tuple[str, ...]) -> dict[str
     names = [name for name in leaves if name.startswith("params.")]
     if anew := [name for name in names if matches(name, fresh)]:
         raise CheckpointError(f"fresh= names {anew[0]!r}, which has no value at the start; pass restore(params, ...)")
-    forms = {name.removeprefix("params."): leaves[name] for name in names}
-    return {path: torch.zeros(leaf.shape, dtype=DTYPES[leaf.dtype]) for path, leaf in forms.items()}
+    forms = {name: torch.zeros(leaves[name].shape, dtype=DTYPES[leaves[name].dtype]) for name in names}
+    prefixes = {tree: f"params.{tree}." if tree else "params." for tree in trees}
+    found = {
+        tree: {name.removeprefix(at): form for name, form in forms.items() if name.startswith(at)}
+        for tree, at in prefixes.items()
+    }
+    return found.get("", found)
 
 
 def filled(prefix: str, tree: Any, values: Values) -> Any:
@@ -234,6 +244,7 @@ def restored(
     on_each(source.mesh, "the start of a restore", dict, lambda _: asked)
     leaves = chosen(folder, source.mesh, step)
     if leaves is None:
+        warn_apart(data, (0, 0))
         return None
     mesh, manifest, where = source.mesh, leaves.manifest, leaves.folder / "manifest.json"
 
@@ -253,9 +264,9 @@ def restored(
 
     with contextlib.closing(leaves):
         if params is None:
-            params = empty_params(manifest.leaves, fresh)
+            params = empty_params(manifest.leaves, fresh, source.trees)
         state = source.start(params, buffers)
-        if fresh and source.needs_params:  # what starts anew starts from the parameters and buffers of the checkpoint
+        if fresh and source.trees:  # what starts anew starts from the parameters and buffers of the checkpoint
             state = source.start(*on_each(mesh, "the parameters of a checkpoint", read_params))
         take, place, extra = on_each(mesh, "the values of a checkpoint", read)  # nothing has changed yet
         loaded = on_each(mesh, "the end of a load", lambda: (take(), place())[0])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -146,13 +147,10 @@ def item_of(name: str, one: Any, mesh: Communicator) -> Item:
 class OfObjects:
     """Objects with `state_dict` and `load_state_dict`, by name; they are their own state."""
 
-    needs_params = False
+    trees: Sequence[str] = ()
     requests: Requests | None = None
 
     def __init__(self, objects: Mapping[str, Any], mesh: Communicator) -> None:
-        for name in objects:
-            if inside := [other for other in objects if other.startswith(f"{name}.")]:
-                raise ValueError(f"{inside[0]!r} begins with the name of {name!r}; give the objects other names")
         self._items, self.mesh = {name: item_of(name, one, mesh) for name, one in objects.items()}, mesh
         self.spec: Any = sorted(self._items)
 
@@ -190,22 +188,25 @@ class OfObjects:
 class OfStep:
     """A train_step; its state is a `TrainState`.
 
+    Args:
+        at: What comes behind "params" and the like in names: "", or "." and the name of the step.
+
     Attributes:
         mesh: The ranks.
         spec: What the manifest says of it, the same on all ranks; JSON.
         requests: What a rank asks of all of them, where its steps carry that.
-        needs_params: Whether `start` needs parameters.
+        trees: The names of the trees of parameters that `start` needs; "" for one without a name.
     """
 
-    needs_params = True
+    trees: Sequence[str] = ("",)
 
-    def __init__(self, step: TrainStep) -> None:
+    def __init__(self, step: TrainStep, at: str = "") -> None:
         run = step.run
-        self._step, self.mesh, self.spec = step, run.mesh, repr(step.pipeline)
+        self._step, self._at, self.mesh, self.spec = step, at, run.mesh, repr(step.pipeline)
         self.requests: Requests | None = run.agreements.requests
-        self._names = Names("pipeline", run.pipeline, self.mesh.shape)
+        self._names = Names(f"pipeline{at}", run.pipeline, self.mesh.shape)
         on_buffers = run.on_buffers
-        self._on_buffers = None if on_buffers is None else Names("on_buffers", on_buffers, self.mesh.shape)
+        self._on_buffers = None if on_buffers is None else Names(f"on_buffers{at}", on_buffers, self.mesh.shape)
 
     def number(self, state: Any) -> int:
         """The number of steps that a state has taken."""
@@ -221,14 +222,14 @@ class OfStep:
         run = self._step.run
         body = check_state(state).settled(run.token)
         run.agreements.drain(body.step)
-        axes, found = self.mesh.shape, Snapshot()
-        found.add("params", body.storage.leaves, params_placement(run.pipeline, axes))
+        axes, at, found = self.mesh.shape, self._at, Snapshot()
+        found.add(f"params{at}", body.storage.leaves, params_placement(run.pipeline, axes))
         found.add_state(self._names, state.pipeline, body.storage.pieces)
         if body.buffers is not None:
-            found.add("buffers", body.buffers, buffers_placement(run.on_buffers, axes))
+            found.add(f"buffers{at}", body.buffers, buffers_placement(run.on_buffers, axes))
             if self._on_buffers is not None:
                 found.add_state(self._on_buffers, body.buffers_state)
-        found.add("run", {"batches": body.batches}, Placement((), None, Merge.MEAN))
+        found.add(f"run{at}", {"batches": body.batches}, Placement((), None, Merge.MEAN))
         return found
 
     def start(self, params: Any, buffers: Any) -> Any:
@@ -241,12 +242,13 @@ class OfStep:
         Args:
             rank: What only this rank has saved.
         """
-        run, batches = self._step.run, values["run.batches"]
+        run, at = self._step.run, self._at
         # Into the memory of the new state, which nobody has yet.
-        params = tree_from("params", named_leaves(state.params), values.under("params"), in_place=True)
+        params = tree_from(f"params{at}", named_leaves(state.params), values.under(f"params{at}"), in_place=True)
         pipeline = self._names.tree(state.pipeline, values, in_place=True)
-        buffers = tree_from("restore(params, buffers): buffers", state.buffers or {}, values.under("buffers"))
+        buffers = tree_from(f"restore(params, buffers): buffers{at}", state.buffers or {}, values.under(f"buffers{at}"))
         on_buffers = () if self._on_buffers is None else self._on_buffers.tree(state.on_buffers, values)
+        batches = values[f"run{at}.batches"]
 
         def take() -> Any:
             return loaded(state, run.token, params, pipeline, buffers, on_buffers, batches, run.accumulate)
@@ -257,12 +259,12 @@ class OfStep:
 class OfPipeline:
     """A pipeline in a loop of one's own; its state is the pair (params, state)."""
 
-    needs_params = True
+    trees: Sequence[str] = ("",)
     requests: Requests | None = None
 
-    def __init__(self, pipeline: Pipeline, mesh: Communicator) -> None:
-        self._pipeline, self.mesh, self.spec = pipeline, mesh, repr(pipeline)
-        self._names = Names("pipeline", pipeline, mesh.shape)
+    def __init__(self, pipeline: Pipeline, mesh: Communicator, at: str = "") -> None:
+        self._pipeline, self._at, self.mesh, self.spec = pipeline, at, mesh, repr(pipeline)
+        self._names = Names(f"pipeline{at}", pipeline, mesh.shape)
 
     def number(self, state: Any) -> int:
         _, own = self._pair(state)
@@ -271,7 +273,7 @@ class OfPipeline:
     def snapshot(self, state: Any) -> Snapshot:
         params, own = self._pair(state)
         found = Snapshot()
-        found.add("params", named_leaves(params), params_placement(self._pipeline, self.mesh.shape))
+        found.add(f"params{self._at}", named_leaves(params), params_placement(self._pipeline, self.mesh.shape))
         found.add_state(self._names, own, self._pieces(params))
         return found
 
@@ -296,11 +298,57 @@ class OfPipeline:
 
     def load(self, state: Any, values: Values, rank: Mapping[str, Any]) -> Callable[[], Any]:
         params, own = state
-        new = tree_from("params", params, values.under("params")), self._names.tree(own, values)
+        name = f"params{self._at}"
+        new = tree_from(name, params, values.under(name)), self._names.tree(own, values)
         return lambda: new
 
 
-Source = OfStep | OfPipeline | OfObjects
+class OfTogether:
+    """Steps and pipelines by name, and objects beside them; its state is the dict of the states of steps and pipelines.
+
+    The first one has the number of the checkpoint, and carries what ranks ask of each other.
+    """
+
+    def __init__(self, parts: Mapping[str, OfStep | OfPipeline], objects: OfObjects) -> None:
+        self._parts, self._objects, self.trees = parts, objects, [*parts]
+        self._first = self.trees[0]
+        self.mesh, self.requests = parts[self._first].mesh, parts[self._first].requests
+        self.spec: Any = {name: one.spec for name, one in parts.items()} | {"objects": objects.spec}
+        for name, one in parts.items():
+            if one.mesh.shape != self.mesh.shape:
+                both = f"a mesh of {one.mesh.shape}, and {self._first!r} one of {self.mesh.shape}"
+                raise ValueError(f"{name!r} has {both}; steps that are saved together have the same ranks")
+
+    def _of(self, what: str, given: Any) -> Any:
+        if isinstance(given, Mapping) and given.keys() == self._parts.keys():
+            return given
+        got = sorted(given) if isinstance(given, Mapping) else type(given).__name__
+        raise TypeError(f"{what} must be a dict with one value for each of {self.trees}, got {got}")
+
+    def number(self, state: Any) -> int:
+        return self._parts[self._first].number(self._of("the state", state)[self._first])
+
+    def snapshot(self, state: Any) -> Snapshot:
+        found = self._objects.snapshot(0)
+        for name, one in self._of("the state", state).items():
+            found.include(self._parts[name].snapshot(one))
+        return found
+
+    def start(self, params: Any, buffers: Any) -> Any:
+        params, buffers = self._of("params", params), buffers or {}
+        return {name: one.start(params[name], buffers.get(name)) for name, one in self._parts.items()}
+
+    def load(self, state: Any, values: Values, rank: Mapping[str, Any]) -> Callable[[], Any]:
+        takes = {name: one.load(state[name], values, rank) for name, one in self._parts.items()}
+        objects = self._objects.load(0, values, rank)
+        return lambda: (objects(), {name: take() for name, take in takes.items()})[1]
+
+
+Source = OfStep | OfPipeline | OfObjects | OfTogether
+
+
+def _of_one(one: TrainStep | Pipeline, mesh: Communicator, at: str) -> OfStep | OfPipeline:
+    return OfStep(one, at) if isinstance(one, TrainStep) else OfPipeline(one, mesh, at)
 
 
 def source_of(what: Any, mesh: Mesh | None) -> Source:
@@ -309,18 +357,25 @@ def source_of(what: Any, mesh: Mesh | None) -> Source:
     Raises:
         TypeError: it cannot be saved.
     """
-    if isinstance(what, TrainStep):
-        if mesh is not None:
-            raise TypeError("a train_step has a mesh of its own; leave mesh= out")
-        return OfStep(what)
-    if isinstance(what, Pipeline):
-        return OfPipeline(what, mesh_or_world("save", mesh))
-    if isinstance(what, Mapping) and what:
-        return OfObjects(what, mesh_or_world("save", mesh))
-    raise TypeError(
-        f"a {type(what).__name__} cannot be saved; pass a train_step, a pipeline, or a dict of objects with a state_dict, such as "
-        f'{{"model": model, "optimizer": optimizer}}'
-    )
+    if not isinstance(what, Mapping | TrainStep | Pipeline) or what == {}:
+        raise TypeError(
+            f"a {type(what).__name__} cannot be saved; pass a train_step, a pipeline, or a dict of these and of objects with a "
+            f'state_dict, such as {{"model": model, "optimizer": optimizer}}'
+        )
+    parts = what if isinstance(what, Mapping) else {"": what}
+    for name in parts:
+        if inside := [other for other in parts if other.startswith(f"{name}.")]:
+            raise ValueError(f"{inside[0]!r} begins with the name of {name!r}; give the objects other names")
+    steps = {name: one for name, one in parts.items() if isinstance(one, TrainStep | Pipeline)}
+    meshes = [one.run.mesh for one in steps.values() if isinstance(one, TrainStep)]
+    if meshes and mesh is not None:
+        raise TypeError("a train_step has a mesh of its own; leave mesh= out")
+    ranks = meshes[0] if meshes else mesh_or_world("save", mesh)
+    sources = {name: _of_one(one, ranks, name and f".{name}") for name, one in steps.items()}
+    if "" in sources:
+        return sources[""]
+    objects = OfObjects({name: one for name, one in parts.items() if name not in steps}, ranks)
+    return OfTogether(sources, objects) if sources else objects
 
 
 DATA = "data"
@@ -352,4 +407,14 @@ def position_of(values: Mapping[str, Any], own: Mapping[str, Any], data: Any) ->
     if own.get(DATA) is None:
         raise CheckpointError("the checkpoint has no position of data; restore it without data=, as it was saved")
     check_position(position := put_together(own[DATA], values))
+    warn_apart(data, (position["epoch"], position["batches"]))
     return partial(data.load_state_dict, position)
+
+
+def warn_apart(data: Any, place: tuple[int, int]) -> None:
+    """Warn where the loop goes on from another place: a crash came between two saves of what one loop trains."""
+    if getattr(data, "resumed", None) not in (None, place):
+        apart = f"this checkpoint is of (epoch, batches) = {place}, and the loop goes on from {data.resumed}, of another one"
+        warnings.warn(
+            f'{apart}; save what one loop trains as one: Checkpoints(path, {{"a": step, "b": other}})', stacklevel=2
+        )

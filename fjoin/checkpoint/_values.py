@@ -141,7 +141,9 @@ def tree_from(what: str, like: Any, values: Mapping[str, Any], in_place: bool = 
     except CheckpointError:
         raise
     except (ValueError, TypeError) as error:
-        raise CheckpointError(f"{error}; it is of another model or pipeline") from error
+        raise CheckpointError(
+            f"{error}; it is of another model or pipeline, and fresh= names what starts anew"
+        ) from error
 
 
 def matches(name: str, patterns: Collection[str]) -> bool:
@@ -230,6 +232,12 @@ class Snapshot:
         if pieces is not None:
             self.slices[names.prefix] = partial(slice_in, pieces, names.params)
             self.forms.append(pieces.fingerprint)
+
+    def include(self, other: Snapshot) -> None:
+        """Add what another snapshot has, but what only this rank has and what the user keeps."""
+        self._add(other.values, other.places)
+        self.slices |= other.slices
+        self.forms += other.forms
 
     def _add(self, values: Mapping[str, Any], places: Mapping[str, Placement]) -> None:
         if not self.values.keys().isdisjoint(values):

@@ -168,12 +168,12 @@ class Position(Generic[B]):
         self._end: int | None = None  # that of the end of input, once it has been met
         self._start: Streams | None = None
         self._marks: dict[int, Mark] = {}  # by number, of the batch that was used last and of those loaded ahead
-        self._resume: Mapping[str, Any] | None = None
+        self.resume: Mapping[str, Any] | None = None
 
     def begin(self) -> Any:
         """The first batch of a loop; `END` where there is none."""
         iterable("loader", self.loader)
-        resume, self._resume = self._resume, None
+        resume, self.resume = self.resume, None
         own = resume if resume and (resume["rank"], resume["ranks"]) == (self._rank, self._ranks) else {}
         if resume is None:
             self.epoch += self._within  # the loop before was left within its epoch
@@ -252,8 +252,8 @@ class Position(Generic[B]):
 
     def state_dict(self) -> dict[str, Any]:
         """See `JoinedLoop.state_dict`."""
-        if self._resume is not None:
-            return dict(self._resume)
+        if self.resume is not None:
+            return dict(self.resume)
         if isinstance(self.loader, Iterator) and not self._saves:
             text = f"state_dict(): the loader is an iterator, of type {type(self.loader).__name__}, which cannot start again"
             raise TypeError(f"{text}; pass a DataLoader, a list, or an object with state_dict and load_state_dict")
@@ -282,7 +282,7 @@ class Position(Generic[B]):
             one, other = ("has", "has none") if "loader" in state else ("has no", "has one")
             text = f"load_state_dict: the position {one} state of the loader's own, but this loader, of type"
             raise ValueError(f"{text} {type(self.loader).__name__}, {other}; pass a loader of the kind that was saved")
-        self._resume = dict(state)
+        self.resume = dict(state)
         self.epoch, self.batches, self.steps = state["epoch"], state["batches"], state["steps"]
 
 
@@ -376,6 +376,12 @@ class JoinedLoop(Generic[B]):
     def epoch(self) -> int:
         """The number of epochs that have ended: loops that went on until all ranks were out of input, or were left."""
         return self._position.epoch
+
+    @property
+    def resumed(self) -> tuple[int, int] | None:
+        """The (epoch, batches) that `load_state_dict` has given, until the loop begins; otherwise None."""
+        given = self._position.resume
+        return None if given is None else (given["epoch"], given["batches"])
 
     def stop(self) -> None:
         """End the loop on all ranks together, after at most one more iteration; any rank may call it in the body.

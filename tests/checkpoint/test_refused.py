@@ -79,6 +79,10 @@ ROWS: list[tuple[Any, ...]] = [
     (save({"model": 3}, 1), T, "'model'", "load_state_dict"),
     (save(MODEL, None), T, "number of steps"),
     (save({"a": nn.ModuleDict({"b": MODEL["model"]}), "a.b": MODEL["model"]}, 1), V, "'a.b'", "other names"),
+    (save({"a": step(), "b": PIPELINE}, 1), T, "the state", "['a', 'b']", "got int"),
+    (save({"a": step(), "b": PIPELINE}, {"a": 0}), T, "the state", "['a', 'b']", "got ['a']"),
+    (lambda at: fjoin.Checkpoints(at / "new", {"a": step()}).restore(START), T, "params", "['a']", "got ['b', 'w']"),
+    (lambda at: fjoin.Checkpoints(at, {"a": step()}, mesh=fjoin.mesh({"data": 1})), T, "leave mesh= out"),
     (save(one := step(), one.init(START), data=[1]), T, "batches = step.join(loader)"),
     (within, V, "accumulation window", "metrics.stepped"),
     *map(extra, ({1: 2}, (1, 2), {"a": float("nan")}, {"a": {3}}, {"$tensor": 1}, object(),
@@ -96,6 +100,7 @@ ROWS: list[tuple[Any, ...]] = [
     (load("step", {path: p.double() for path, p in START.items()}), E, "float32", "float64"),
     (load("buffers", START), E, "['n']", "restore(params, buffers)"),
     (lambda at: fjoin.load(at / "grows", step(GROWS), START), E, "first.b"),
+    (lambda at: fjoin.load(at / "step", {"a": step()}, {"a": START}), E, "params.a", "'b'"),
     (lambda at: fjoin.load(at / "step", one := step(), START, data=one.join([X])), E, "no position", "data="),
     # -- values that start anew
     (load("step", START, fresh=("pipelin.",)), E, "'pipelin.'", "no name"),

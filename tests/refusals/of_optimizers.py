@@ -103,11 +103,11 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
     ],
     "from_state_dict": [
         *((loaded({"w": X}, {"w": x}), T, "'w'", text) for x, text in ((X.to_sparse(), "sparse"), (X.to("meta"), "meta"))),
-        (loaded(MOMENTUM, {**SAVED, "x": 1}), V, "'x'", "w.momentum"), (loaded(MOMENTUM, {}), V, "[]", "w.step"),
+        (loaded(MOMENTUM, {**SAVED, "x": 1}), V, "lacks []", "['x']"), (loaded(MOMENTUM, {}), V, "w.step", "has []"),
         (loaded(MOMENTUM, {**SAVED, "w.momentum": torch.zeros(3)}), V, "'w.momentum'", "(3,)", "(2,)"),
         (loaded(MOMENTUM, {**SAVED, "w.momentum": 3}), T, "'w.momentum'", "expected a tensor"),
         (loaded(MOMENTUM, None), T, "mapping", "None"),
-        (loaded(MOMENTUM, {0: 1, "b": 2}), V, "['0', 'b']"), (loaded({}, {"a": 1, "b.c": 2}), V, "['a', 'b.c']", "here it has []"),
+        (loaded(MOMENTUM, {0: 1, "b": 2}), V, "['0', 'b']"), (loaded({}, {"a": 1, "b.c": 2}), V, "['a', 'b.c']", "lacks [], and"),
         (loaded({"n": torch.zeros((), dtype=torch.int64)}, {"n": torch.tensor(1.7)}), T, "'n'", "float32", "int64"),
         (loaded({"step": 1}, {"step": torch.tensor(1)}), T, "'step'", "expected a int"),
     ],

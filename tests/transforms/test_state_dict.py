@@ -48,7 +48,7 @@ def test_trees_of_any_form() -> None:
     trees: list[Any] = [torch.tensor(3.0), {}, (), [], {"a": ()}, {"a": [1, {"b": torch.ones(2)}, None, 2.5]}, 7]
     for tree in trees:
         assert same_bits(saved_and_loaded(tree, tree), tree)
-    raises_text(ValueError, lambda: tx.from_state_dict({}, {"a": 1, "b.c": 2}), "['a', 'b.c']", "here it has []")
+    raises_text(ValueError, lambda: tx.from_state_dict({}, {"a": 1, "b.c": 2}), "['a', 'b.c']", "lacks [], and")
     grown = tx.from_state_dict({"a": torch.zeros(2)}, {"a": torch.ones(2, requires_grad=True) * 2})
     assert not grown["a"].requires_grad
     narrow = tx.from_state_dict({"a": torch.zeros(2, dtype=torch.bfloat16)}, {"a": torch.ones(2)})

@@ -75,7 +75,8 @@ def restored(what: str, like: State, saved: Mapping[str, Any], in_place: bool = 
         raise TypeError(f"{what} must be a mapping from names to tensors and numbers, got {saved!r}")
     names, positions, structure = _named(like)
     if saved.keys() != set(names):
-        raise ValueError(f"{what} has {sorted(map(str, saved))}, but here it has {sorted(names)}")
+        lacks, more = set(names) - saved.keys(), sorted(map(str, saved.keys() - set(names)))
+        raise ValueError(f"{what} lacks {sorted(lacks)}, and has {more} that are not here")
     shared: dict[Any, Tensor] = {}
     taken_places = set[int]()
     leaves: list[Any] = []
