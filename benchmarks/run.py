@@ -65,10 +65,21 @@ SHARED = (
     "donate",
     "shared donate",
 )
+HAND = (
+    *SHARED,
+    "shared pure",
+    "hand",
+    "shared hand",
+    "hand registered",
+    "shared hand registered",
+    "hand donate",
+    "shared hand donate",
+    "shared hand pure",
+)
 GROUPS = {
-    "shared tiny": Group("tiny", 80, 6, SHARED),
-    "shared 1m": Group("1m", 60, 3, SHARED),
-    "shared 10m": Group("10m", 30, 3, SHARED),
+    "shared tiny": Group("tiny", 80, 6, HAND),
+    "shared 1m": Group("1m", 60, 3, HAND),
+    "shared 10m": Group("10m", 30, 3, HAND),
     "shared 50m": Group("50m", 20, 2, SHARED),
     "four 1m": Group("1m", 40, 2, (*DDP, "ours", "shared", "shared zero"), ranks=4),
     "four 10m": Group("10m", 20, 2, (*DDP, "ours", "shared", "shared zero"), ranks=4),

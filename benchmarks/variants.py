@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import floors
 import models
 import torch
 import torch.distributed as dist
@@ -382,6 +383,12 @@ MAKE: dict[str, Callable[..., Variant]] = {
     "pure": pure,
     "donate": donate,
     "shared donate": lambda *a: shared(*a, make=donate),
+    **{name: lambda *a, make=make: make(*a[:2], floors.summed) for name, make in floors.LOOPS.items()},
+    **{
+        f"shared {name}": lambda *a, make=make: make(*a[:2], floors.in_shared_memory(shared_mesh().axes["data"]))
+        for name, make in floors.LOOPS.items()
+    },
+    "shared pure": lambda *a: shared(*a, make=pure),
     "C": compute,
     "M": messages,
     "O": optimizer,
