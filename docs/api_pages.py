@@ -26,15 +26,11 @@ MODULES: dict[str, types.ModuleType] = {
     "fjoin.checkpoint": fjoin.checkpoint,
     "fjoin.testing": fjoin.testing,
 }
-TITLES = {
-    "fjoin": "fjoin: training",
-    "fjoin.transforms": "fjoin.transforms: `tx`, the pure part",
-    "fjoin.transforms.checkpoint_policies": "fjoin.transforms.checkpoint_policies: `tx.checkpoint_policies`, what `remat` keeps",
-    "fjoin.transforms.random": "fjoin.transforms.random: `tx.random`, keys and random numbers",
-    "fjoin.jax": "fjoin.jax: losses of jax, and optax",
-    "fjoin.ddp": "fjoin.ddp: in DistributedDataParallel",
-    "fjoin.checkpoint": "fjoin.checkpoint: files",
-    "fjoin.testing": "fjoin.testing: the laws",
+# What is no class and no function, and has no docstring of its own.
+CONSTANTS = {
+    "LAWS": "Kind -> the laws that the check of this kind runs, as functions of a maker of the object.",
+    "NO_BATCH": inspect.getdoc(fjoin.NO_BATCH) or "",
+    "PerRank": "Marks a field of a state as one of which each rank has its own value: `PerRank[Any]`.",
 }
 # Members that fjoin's own parts use, and no user.
 HIDDEN = {
@@ -50,15 +46,20 @@ def public(module: types.ModuleType) -> dict[str, Any]:
     return {name: vars(module)[name] for name in names if not inspect.ismodule(vars(module)[name])}
 
 
+def shown(module: str, name: str) -> str:
+    """The name as the documents write it."""
+    return f"{module.replace('fjoin.transforms', 'tx')}.{name}"
+
+
 def page(module: str, name: str, value: Any) -> str:
     """The page of one name."""
-    title = f"{module.replace('fjoin.transforms', 'tx')}.{name}"
+    title = shown(module, name)
     head = f"{title}\n{'=' * len(title)}\n\n"
+    if name in CONSTANTS:
+        return f"{head}.. py:data:: {module}.{name}\n\n   {CONSTANTS[name]}\n"
     if inspect.isclass(value):
         return f"{head}.. autoclass:: {module}.{name}\n{_options(name, value)}"
-    if callable(value) and not isinstance(value, type(fjoin.NO_BATCH)):
-        return f"{head}.. autofunction:: {module}.{name}\n"
-    return f"{head}.. py:data:: {module}.{name}\n\n   {_first_line(value) or 'A constant.'}\n"
+    return f"{head}.. autofunction:: {module}.{name}\n"
 
 
 def _options(name: str, value: type) -> str:
@@ -85,50 +86,32 @@ def is_made_by_others(value: Any) -> bool:
     return inspect.isclass(value) and "; made by " in doc.split("\n")[0] and "\nArgs:" not in doc
 
 
-def _first_line(value: Any) -> str:
-    return (inspect.getdoc(type(value)) or "").split("\n")[0]
+def summary(name: str, value: Any) -> str:
+    """The first sentence that is said of a name."""
+    doc = CONSTANTS.get(name) or inspect.getdoc(value) or ""
+    return re.split(r"(?<=[.])\s", " ".join(doc.split("\n\n")[0].split()))[0].replace("*", "\\*")
 
 
-def groups(module: types.ModuleType) -> list[tuple[str, list[str]]]:
-    """(heading, names), as the module's own docstring groups its names; the rest at the end."""
-    names, found = public(module), list[tuple[str, list[str]]]()
-    heading = ""
-    for line in (inspect.getdoc(module) or "").split("\n")[1:]:
-        words = re.split(r"\s{2,}", line.strip())
-        shown = [word for part in words for word in part.split() if word.split(".")[-1] in names]
-        if not shown:
-            continue
-        other = [part for part in words if not set(part.split()) & set(shown)]
-        if other or not found:
-            heading = other[0] if other else ""
-            found.append((heading, []))
-        seen = {name for _, some in found for name in some}
-        found[-1][1].extend(name for name in dict.fromkeys(word.split(".")[-1] for word in shown) if name not in seen)
-    rest = sorted(names.keys() - {name for _, some in found for name in some})
-    return [*found, *([("others", rest)] if rest else [])]
-
-
-def index(module: str) -> str:
-    """The page that lists a module's names."""
-    title = TITLES[module].replace("`", "")
-    lines = [title, "=" * len(title), "", *(inspect.getdoc(MODULES[module]) or "").split("\n")[:1], ""]
-    for heading, names in groups(MODULES[module]):
-        heading = heading or "names"
-        lines += [heading, "-" * len(heading), "", ".. list-table::", "   :widths: 30 70", ""]
-        for name in names:
-            doc = (inspect.getdoc(public(MODULES[module])[name]) or "").split("\n")[0].replace("*", "\\*")
-            lines += [f"   * - :doc:`{name} <{module}.{name}>`", f"     - {doc}"]
-        lines += ["", ".. toctree::", "   :hidden:", "", *(f"   {module}.{name}" for name in names), ""]
-    return "\n".join(lines) + "\n"
+def index() -> str:
+    """The page that lists all names, by module, in the order of the module's docstring."""
+    lines = ["API", "===", "", "All public names. `tx` is `from fjoin import transforms as tx`.", ""]
+    for module, held in MODULES.items():
+        first, *doc = (inspect.getdoc(held) or "").split("\n")
+        listed, names = re.findall(r"\w+", " ".join(doc)), public(held)
+        order = sorted(names, key=lambda name: (listed.index(name) if name in listed else len(listed), name.lower()))
+        lines += [module, "-" * len(module), "", first, "", ".. list-table::", "   :widths: 35 65", ""]
+        for name in order:
+            lines += [f"   * - :doc:`{shown(module, name)} <{module}.{name}>`", f"     - {summary(name, names[name])}"]
+        lines.append("")
+    return "\n".join(lines)
 
 
 def all_pages() -> dict[str, str]:
     """File name -> text, of all pages."""
-    found = {f"{module}.rst": index(module) for module in MODULES}
+    found = {"index.rst": index()}
     for module, held in MODULES.items():
         found |= {f"{module}.{name}.rst": page(module, name, value) for name, value in public(held).items()}
-    listed = "\n".join(f"   {module}" for module in MODULES)
-    return found | {"index.rst": f"API\n===\n\n.. toctree::\n   :maxdepth: 1\n\n{listed}\n"}
+    return found
 
 
 def write_pages() -> None:

@@ -338,6 +338,16 @@ def train_step(
 ) -> TrainStep:
     """Make the training step of this rank from a loss and a pipeline.
 
+    >>> from fjoin import transforms as tx
+    >>> def loss_fn(params, batch):
+    ...     return ((params["w"] * batch - 1) ** 2).mean()
+    >>> step = fjoin.train_step(loss_fn, tx.fuse(tx.mean("data"), tx.sgd(0.1)), weight=len)
+    >>> state = step.init({"w": torch.tensor(0.0)})
+    >>> for batch in step.join([torch.ones(2), torch.ones(1)]):
+    ...     state, metrics = step(state, batch)
+    >>> state.params["w"], metrics.weight
+    (tensor(0.3600), 1.0)
+
     Gradients travel in buckets during the backward pass, weighted so that the result equals that of one
     process on all ranks' batches together; every rank then takes the same optimizer step.
 
@@ -370,16 +380,6 @@ def train_step(
         TypeError, ValueError: an argument that cannot be used.
 
     Same as: torch's DistributedDataParallel, Join and optimizer in one.
-
-    >>> from fjoin import transforms as tx
-    >>> def loss_fn(params, batch):
-    ...     return ((params["w"] * batch - 1) ** 2).mean()
-    >>> step = fjoin.train_step(loss_fn, tx.fuse(tx.mean("data"), tx.sgd(0.1)), weight=len)
-    >>> state = step.init({"w": torch.tensor(0.0)})
-    >>> for batch in step.join([torch.ones(2), torch.ones(1)]):
-    ...     state, metrics = step(state, batch)
-    >>> state.params["w"], metrics.weight
-    (tensor(0.3600), 1.0)
     """
     if not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function, got {loss_fn!r}")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ MODEL = torch.nn.Sequential(*[torch.nn.Linear(500, 500) for _ in range(4)])
 APPLY, PARAMS, _ = fjoin.functional(MODEL)
 STEPS = 5
 BUCKET_BYTES = 1 << 20
+TABLE = (Path(__file__).parents[2] / "docs" / "watching.md").read_text().partition("| name in a trace |")[2]
+LISTED = set(re.findall(r"^\| `(.*?)` \|", TABLE, re.MULTILINE))
 
 
 def loss_fn(params: Any, x: Any) -> Any:
@@ -49,6 +52,13 @@ def run(path: str, name: str, steps: int = STEPS) -> None:
         assert metrics.weight == mesh.size
     assert not TIMELINES
     step.close()
+
+
+def in_table(names: Iterable[str]) -> set[str]:
+    """As docs/watching.md lists them."""
+    return {
+        re.sub(r"^bucket .*", "bucket 0", re.sub(r"^\w+ of (?!parameters)", "<transform> of ", name)) for name in names
+    }
 
 
 def events_of(path: Path) -> list[dict[str, Any]]:
@@ -86,6 +96,7 @@ def test_messages_are_those_of_explain_and_little_time_has_no_name(pool: Pool, n
             named = sum(e["dur"] for e in inside if not e["name"].startswith("bucket"))
             rest.append(1 - named / one["dur"])
             assert {"forward", "states"} <= {e["name"] for e in inside}
+        assert in_table(e["name"] for e in found) <= LISTED
         assert min(rest) < 0.02, rest  # another process only adds to it
 
 
@@ -184,12 +195,17 @@ def test_a_full_disk_costs_the_trace_and_not_the_run(tmp_path: Path, monkeypatch
 
 
 def test_torchs_profiler_shows_the_same_names() -> None:
-    step = fjoin.train_step(loss_fn, PIPELINES["mean"]())
-    state = step.init(PARAMS)
+    """And those that docs/watching.md lists, each of them."""
+    after, on_state = tx.average_parameters("data"), tx.average_state("data")
+    pipeline = tx.fuse(HOOK, tx.adamw(1e-3), after=after, on_state=on_state)
+    step = fjoin.train_step(
+        lambda p, b, x: (loss_fn(p, x), {}, b), pipeline, accumulate=2, on_buffers=tx.average_buffers("data")
+    )
+    state = step.init(PARAMS, {"mean": torch.zeros(2)})
     with profile(activities=[ProfilerActivity.CPU]) as found:
-        step(state, torch.randn(2, 500))
-    names = {event.key for event in found.key_averages()}
-    assert {"fjoin/step", "fjoin/forward", "fjoin/bucket 0", "fjoin/optimizer", "fjoin/states"} <= names
+        stepped(step, state, [torch.randn(2, 500)] * 2)
+    names = {event.key.removeprefix("fjoin/") for event in found.key_averages() if event.key.startswith("fjoin/")}
+    assert in_table(names) == LISTED - {"between steps", "gather of parameters", "fjoin::psum"}
 
 
 def registered(path: str) -> None:
@@ -210,4 +226,4 @@ def test_a_registered_module_is_in_it_too(pool: Pool, tmp_path: Path) -> None:
     for rank in (0, 1):
         stages = [e["args"]["stage"] for e in events if e["ph"] == "b" and e["pid"] == rank]
         assert [stage for stage in stages if stage.startswith("bucket")] == ["bucket 0", "bucket 1"]
-        assert {"optimizer", "states"} <= {e["name"] for e in spans(events, rank)}
+        assert {"optimizer", "states"} <= {e["name"] for e in spans(events, rank)} <= LISTED | {"bucket 1"}

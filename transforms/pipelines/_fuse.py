@@ -72,6 +72,8 @@ from ._sharded import by_path, sharding_of
 
 
 class PipelineState(NamedTuple):
+    """The state of a pipeline; made by `Pipeline.init`, renewed by `Pipeline.step`."""
+
     hook: State
     optimizer: State  # the tree of the parameters with an optimizer state at every leaf
     after: State
