@@ -122,7 +122,7 @@ class Checkpoints:
         Args:
             state: The state that the step returned; for a pipeline (params, state), for objects the number of steps so far.
             metrics: Those of the same call; None: save in any case.
-            extra: What else to keep, the same on all ranks: JSON, with tensors in it where you like.
+            extra: What else to keep, the same on all ranks: JSON, with tensors in it where you like. Tuples come back as lists.
             data: The loop over the data, from `step.join` or `fjoin.join`: its position is saved.
 
         Returns:
