@@ -142,11 +142,13 @@ class Checkpoints:
             shown, tensors = taken[0].extra
             return {
                 "the number of steps": number,
-                "extra": [json.dumps(shown), [form(value) for value in tensors.values()], checksum(tensors.values())],
+                "extra": json.dumps(shown),
+                "a tensor in extra": {name: f"{form(x)}, checksum {checksum([x])}" for name, x in tensors.items()},
                 "the presence of data": data is not None,
             }
 
-        found, plan = on_each(self._mesh, "the values of a save", lambda: self._taken(state, extra, data), same)
+        remedy = "pass the same on all ranks, such as a mean; what each rank keeps for itself goes into an object with state_dict"
+        found, plan = on_each(self._mesh, "the values of a save", lambda: self._taken(state, extra, data), same, remedy)
         plan.refuse_other_forms(self._mesh)
         self._run, name = on_first(self._mesh, "the start of a save", lambda: self._begin(number))
         self._back, axes, spec = None, dict(self._mesh.shape), self._source.spec
