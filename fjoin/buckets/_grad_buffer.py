@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -293,7 +293,7 @@ class GradHooks:
 
     def __init__(self) -> None:
         self.queue: BucketQueue | None = None
-        self._keeping = False
+        self._within: Literal["loss_fn", "window", ""] = ""
         self._handles: list[Any] = []
         self._attached: Callable[[], Storage | None] = _nothing
 
@@ -310,7 +310,12 @@ class GradHooks:
                 hooks = me()
                 if hooks is None:
                     return
-                if hooks._keeping:
+                if hooks._within == "loss_fn":
+                    raise RuntimeError(
+                        "loss_fn has called backward, which has reached a parameter: return the loss, whose backward pass the step runs; "
+                        "for a gradient that loss_fn itself needs call torch.autograd.grad"
+                    )
+                if hooks._within == "window":
                     keep_grad(tensor, hooks._attached())
                 elif hooks.queue is not None:
                     hooks.queue.arrived(bucket, leaf, tensor)
@@ -327,13 +332,13 @@ class GradHooks:
         self._handles.clear()
 
     @contextlib.contextmanager
-    def keeping(self) -> Iterator[None]:
-        """Leave gradients at the leaves within the with block: for an accumulation window."""
-        self._keeping = True
+    def within(self, what: Literal["loss_fn", "window"]) -> Iterator[None]:
+        """Within the with block: "window" leaves gradients at the leaves, for an accumulation window; "loss_fn" refuses them."""
+        self._within = what
         try:
             yield
         finally:
-            self._keeping = False
+            self._within = ""
 
 
 def _nothing() -> None:

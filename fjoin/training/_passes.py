@@ -189,7 +189,7 @@ class Passes:
     ) -> tuple[Tensor, Any, dict[str, Tensor] | None]:
         storage = body.storage
         params = body.rebuild(dict(storage.leaves))
-        with torch.enable_grad(), bind_axes(axes, call):
+        with torch.enable_grad(), bind_axes(axes, call), self.hooks.within("loss_fn"):
             loss, aux, buffers = self._loss(params, body.buffers, batch)
         torch.clear_autocast_cache()  # an autocast around the loop would keep casts of these parameters for the next step
         if aux is not None or buffers is not None:
@@ -200,10 +200,10 @@ class Passes:
         """Run the backward pass of a call within a window: gradients are added, and nothing is sent."""
         with bind_axes(forward.axes, forward.call, in_backward=True):
             if forward.loss is not None:
-                with self.hooks.keeping():
+                with self.hooks.within("window"):
                     self._backward(forward.loss, grad_output, storage)
             elif forward.replayed is not None:
-                with storage.grads_aside(), self.hooks.keeping():
+                with storage.grads_aside(), self.hooks.within("window"):
                     NOTHING.backward(forward.replayed)
 
     def backward(self, forward: Forward, grad_output: GradOutput, storage: Storage) -> None:
