@@ -41,7 +41,8 @@ class Checkpoints:
         mesh: The ranks, for a pipeline or objects; by default all ranks.
         every: Save after steps whose number is a multiple of this.
         every_s: Save a step after this many seconds of rank 0's clock; for a train_step.
-        keep_last: The number of checkpoints to keep, the newest ones; None: all.
+        keep_last: The number of this run's checkpoints to keep, the newest ones; None: all. A run that restores a checkpoint goes on
+            as the run that saved it. Those of other runs are neither counted nor deleted.
         keep_every: Also keep those of steps that are multiples of this.
         background: Write while training goes on, from copies of the values; an error is raised by the next save, or `wait`, on all
             ranks.
@@ -186,9 +187,7 @@ class Checkpoints:
 
     def _begin(self, step: int) -> tuple[str, str]:
         """On rank 0: the identifier of the run, and a new folder's name. Steps newer than the restored one are set aside."""
-        if self._back is not None:
-            self._folder.quarantine(self._back)
-        return self._run or uuid.uuid4().hex, self._folder.begin(step).name
+        return self._run or uuid.uuid4().hex, self._folder.begin(step, self._back).name
 
     def wait(self) -> None:
         """Wait for the save under way, on all ranks.

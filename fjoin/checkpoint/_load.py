@@ -15,7 +15,7 @@ from .._errors import CheckpointError
 from ..agreement import on_each, on_first, put_together, wait_until_all_see
 from ..groups import Communicator
 from ..transforms.axes import Grid
-from ..transforms.base import Merge, map_with_path
+from ..transforms.base import Merge, map_with_path, whole_number
 from ..transforms.layout import merged
 from ._files import DTYPES, decoding
 from ._folder import Folder
@@ -241,7 +241,7 @@ def restored(
         CheckpointError: on all ranks.
     """
     asked = {"step": step, "fresh": list(fresh), "the presence of data": data is not None}
-    on_each(source.mesh, "the start of a restore", dict, lambda _: asked)
+    on_each(source.mesh, "the start of a load", lambda: step is None or whole_number("step", step, 0), lambda _: asked)
     leaves = chosen(folder, source.mesh, step)
     if leaves is None:
         warn_apart(data, (0, 0))

@@ -92,6 +92,8 @@ ROWS: list[tuple[Any, ...]] = [
     # -- folders
     (lambda at: fjoin.save(at / "objects", MODEL, 1), E, "step-00000001 exists"),
     (lambda at: fjoin.load(at / "new", MODEL), E, "holds no checkpoint"),
+    (load("step", START, step="1"), V, "step must be a whole number", "'1'"),
+    (load("step", START, step=7), E, "step-00000007 does not exist", "holds the steps [1]"),
     (lambda at: fjoin.Checkpoints(at / "new", step()).restore(), E, "holds no checkpoint", "parameters at the start"),
     # -- another model, pipeline or data than was saved
     (lambda at: fjoin.load(at / "step", MODEL), E, "['model']"),
