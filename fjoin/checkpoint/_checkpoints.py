@@ -85,7 +85,7 @@ class Checkpoints:
             if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"{name} must be a whole number from 1, or None, got {value!r}")
         self._folder, self._source = Folder(Path(path)), source_of(what, mesh)
-        self._mesh, self._requests = self._source.mesh, self._source.requests
+        self._mesh, self._requests = self._source.mesh, next(iter(self._source.requests), None)
         if every_s is not None and (self._requests is None or not every_s > 0):
             raise ValueError(
                 f"every_s must be a number of seconds above 0, for a train_step, got {every_s!r}; other loops save by every="
@@ -162,6 +162,11 @@ class Checkpoints:
         else:
             self.wait()
         self._saved()
+        if (
+            self._requests is not None and self._requests.stop_agreed
+        ):  # another step may be the one that the loop listens to
+            for asks in self._source.requests[1:]:
+                asks.ask_stop()
         return self._folder.step_path(number)
 
     def _due(self, number: int, metrics: Metrics) -> bool:

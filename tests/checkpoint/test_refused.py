@@ -82,6 +82,8 @@ ROWS: list[tuple[Any, ...]] = [
     (save({"a": step(), "b": PIPELINE}, 1), T, "the state", "['a', 'b']", "got int"),
     (save({"a": step(), "b": PIPELINE}, {"a": 0}), T, "the state", "['a', 'b']", "got ['a']"),
     (lambda at: fjoin.Checkpoints(at / "new", {"a": step()}).restore(START), T, "params", "['a']", "got ['b', 'w']"),
+    (lambda at: fjoin.Checkpoints(at / "new", {"a": step()}).restore({"a": START}, {"b": {}}), T, "buffers", "['a']", "'b'"),
+    *((save({name: step()}, 1), T, "must be text") for name in ("", 0)),
     (lambda at: fjoin.Checkpoints(at, {"a": step()}, mesh=fjoin.mesh({"data": 1})), T, "leave mesh= out"),
     (save(one := step(), one.init(START), data=[1]), T, "batches = step.join(loader)"),
     (within, V, "accumulation window", "metrics.stepped"),
@@ -108,6 +110,7 @@ ROWS: list[tuple[Any, ...]] = [
     (load("step", START, fresh=("pipelin.",)), E, "'pipelin.'", "no name"),
     (load("step", START, fresh=("*.exp",)), E, "no name"),  # a pattern fits whole names
     (load("step", fresh=("params.b",)), E, "'params.b'", "pass restore"),
+    (load("step", START | {"w": torch.ones(7)}, fresh=("pipeline",)), E, "params.w", "(6,)", "(7,)"),
 ]  # fmt: skip
 
 
