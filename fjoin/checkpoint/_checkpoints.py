@@ -162,9 +162,8 @@ class Checkpoints:
         else:
             self.wait()
         self._saved()
-        if (
-            self._requests is not None and self._requests.stop_agreed
-        ):  # another step may be the one that the loop listens to
+        # Another step than the first may be the one that the loop listens to.
+        if self._requests is not None and self._requests.stop_agreed:
             for asks in self._source.requests[1:]:
                 asks.ask_stop()
         return self._folder.step_path(number)
