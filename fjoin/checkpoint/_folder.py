@@ -42,7 +42,8 @@ class Folder:
         Raises:
             CheckpointError: The step, or a newer one, exists, or the system refuses. Nothing is written then.
         """
-        self._refuse_existing(step)
+        if after is None or step <= after:
+            self._refuse_existing(step)
         if after is not None:
             self.quarantine(after)
         if newer := [other for other in self.steps() if other > step]:
