@@ -20,7 +20,7 @@ def taken_apart(value: Any, name: str, tensors: dict[str, Tensor], plain: bool =
     """The JSON of a state dict, whose tensors are put into `tensors` by name.
 
     Args:
-        plain: Whether only tensors have a form of their own in it, and dicts, tuples and numbers that are not finite have none.
+        plain: Whether only tensors have a form of their own in it: a tuple becomes a list, and a number that is not finite is refused.
 
     Raises:
         TypeError: a value is neither tensor nor container, nor JSON.
@@ -40,9 +40,9 @@ def taken_apart(value: Any, name: str, tensors: dict[str, Tensor], plain: bool =
             return dict(items)
         metadata = getattr(value, _VERSIONS, None)
         return {_DICT: items} | ({} if metadata is None else {_METADATA: taken_apart(dict(metadata), name, {})})
-    if isinstance(value, list) or (isinstance(value, tuple) and not plain):
+    if isinstance(value, (list, tuple)):
         parts = [taken_apart(one, f"{name}.{i}", tensors, plain) for i, one in enumerate(value)]
-        return {_TUPLE: parts} if isinstance(value, tuple) else parts
+        return parts if plain or isinstance(value, list) else {_TUPLE: parts}
     if isinstance(value, float) and not math.isfinite(value):
         if not plain:
             return {_FLOAT: repr(value)}

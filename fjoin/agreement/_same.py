@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import reprlib
 import time
 import zlib
@@ -264,12 +265,17 @@ def on_first(mesh: Communicator, occasion: str, make: Callable[[], Any]) -> Any:
 
 
 def on_each(
-    mesh: Communicator, occasion: str, make: Callable[[], Any], same: Callable[[Any], dict[str, Any]] | None = None
+    mesh: Communicator,
+    occasion: str,
+    make: Callable[[], Any],
+    same: Callable[[Any], dict[str, Any]] | None = None,
+    remedy: str = "it must be the same on all ranks",
 ) -> Any:
     """The value that this rank makes, once all ranks have made theirs.
 
     Args:
         same: From the value to what must be the same on all ranks: name -> JSON.
+        remedy: What to do where that differs, for the error.
 
     Raises:
         CheckpointError: another rank has failed, or has something else where `same` says.
@@ -282,14 +288,15 @@ def on_each(
         return None if same is None else same(made[0])
 
     found = _together(mesh, occasion, shown)
-    for rank, facts in enumerate(found) if same is not None else ():
-        for name, value in facts.items():
-            if value != found[0][name]:
-                raise CheckpointError(
-                    f"{occasion}: {name} is {reprlib.repr(value)} on rank {rank}, and {reprlib.repr(found[0][name])} on rank 0; it must "
-                    f"be the same on all ranks",
-                    rank=rank,
-                )
+    for name in found[0] or ():
+        texts = [str(facts[name]) for facts in found]
+        if odd := [rank for rank, text in enumerate(texts) if text != texts[0]]:
+            # Of long texts the part where they begin to differ.
+            cut = max(0, len(os.path.commonprefix([texts[0], texts[odd[0]]])) - 40)
+            parts = (texts[odd[0]][cut:], texts[0][cut:])
+            there, here = ("..." * bool(cut) + part[:80] + "..." * (len(part) > 80) for part in parts)
+            ranks = f"the ranks {reprlib.repr(odd)}: {there} on rank {odd[0]}, and {here} on rank 0"
+            raise CheckpointError(f"{occasion}: {name} differs from that of rank 0 on {ranks}; {remedy}", rank=odd[0])
     return made[0]
 
 

@@ -123,7 +123,7 @@ class Checkpoints:
             state: The state that the step returned; for a pipeline (params, state), for a dict with steps the dict of their states, for
                 other objects the number of steps so far.
             metrics: Those of the same call, of the first step of a dict; None: save in any case.
-            extra: What else to keep, the same on all ranks: JSON, with tensors in it where you like.
+            extra: What else to keep, the same on all ranks: JSON, with tensors in it where you like. Tuples come back as lists.
             data: The loop over the data, from `step.join` or `fjoin.join`: its position is saved.
 
         Returns:
@@ -143,11 +143,13 @@ class Checkpoints:
             shown, tensors = taken[0].extra
             return {
                 "the number of steps": number,
-                "extra": [json.dumps(shown), [form(value) for value in tensors.values()], checksum(tensors.values())],
+                "extra": json.dumps(shown),
+                "a tensor in extra": {name: f"{form(x)}, checksum {checksum([x])}" for name, x in tensors.items()},
                 "the presence of data": data is not None,
             }
 
-        found, plan = on_each(self._mesh, "the values of a save", lambda: self._taken(state, extra, data), same)
+        remedy = "pass the same on all ranks, such as a mean; what each rank keeps for itself goes into an object with state_dict"
+        found, plan = on_each(self._mesh, "the values of a save", lambda: self._taken(state, extra, data), same, remedy)
         plan.refuse_other_forms(self._mesh)
         self._run, name = on_first(self._mesh, "the start of a save", lambda: self._begin(number))
         self._back, axes, spec = None, dict(self._mesh.shape), self._source.spec

@@ -205,7 +205,7 @@ class Snapshot:
         """Add what the user keeps, which is the same on all ranks, and its tensors. Its dicts stay as they are.
 
         Raises:
-            TypeError: it holds something else than finite numbers, text, None, lists, tensors, and dicts with text as keys.
+            TypeError: it holds something else than finite numbers, text, None, lists, tuples, tensors, and dicts with text as keys.
         """
         tensors: dict[str, Tensor] = {}
         try:

@@ -21,7 +21,7 @@ from ..agreement import same
 from ..buckets import REGISTERED
 from ..groups import Mesh, check_mesh, linked_mesh
 from ..transforms.base import Over, Transform, host_weight
-from ..transforms.optimizers import Optimizer, frozen
+from ..transforms.optimizers import Optimizer, frozen, with_hyperparameters
 from ..transforms.pipelines import Explanation, Pipeline, axes_of, fuse, warn_if_silent
 from ._comm_hooks import comm_hook
 from ._hook import DDPRun
@@ -197,6 +197,28 @@ class Handle:
         if self.run.pipeline is None:
             raise TypeError("only a pipeline has parameters to average; a hook alone is registered")
         self.run.flush()
+
+    def with_hyperparameters(self, **values: float) -> None:
+        """Change hyperparameters between passes, on all ranks alike, for an optimizer that is wrapped in `inject_hyperparameters`.
+
+        They are part of the state, and are saved with it.
+
+        Args:
+            values: Name -> value, as for `tx.with_hyperparameters`.
+
+        Raises:
+            ValueError: no optimizer has a hyperparameter of this name, or a value is not finite.
+            TypeError: a value that is no number.
+            DesyncError: in the next backward pass, on all ranks: their values differ.
+        """
+        stepper = self.run.params.stepper
+        stepper.adopt(with_hyperparameters(stepper.states, **values))
+
+    def __repr__(self) -> str:
+        run = self.run
+        steps = "a hook alone" if run.pipeline is None else "stepped in backward"
+        ranks = " x ".join(f"{name}={size}" for name, size in run.mesh.shape.items())
+        return f"Handle({run.what!r}, {len(run.leaves)} parameters, {steps}, ranks: {ranks}, step={self.step})"
 
     def explain(self, at_step: int = 0) -> Explanation:
         """The messages of a synchronised backward pass, as by `fjoin.transforms.explain`; also before any pass.

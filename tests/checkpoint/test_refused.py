@@ -85,7 +85,7 @@ ROWS: list[tuple[Any, ...]] = [
     (lambda at: fjoin.Checkpoints(at, {"a": step()}, mesh=fjoin.mesh({"data": 1})), T, "leave mesh= out"),
     (save(one := step(), one.init(START), data=[1]), T, "batches = step.join(loader)"),
     (within, V, "accumulation window", "metrics.stepped"),
-    *map(extra, ({1: 2}, (1, 2), {"a": float("nan")}, {"a": {3}}, {"$tensor": 1}, object(),
+    *map(extra, ({1: 2}, {"a": float("nan")}, {"a": {3}}, {"$tensor": 1}, object(),
                  {"a": {"b": X}, "a.b": X})),
     *((save({"it": Dict(x=one)}, 1), T, "dense tensor", ".x'") for one in (X.to_sparse(), X.to("meta"))),
     *((save(MODEL, 1, extra={"x": one}), T, "dense tensor", ".x'") for one in (X.to_sparse(), X.to("meta"))),

@@ -201,7 +201,7 @@ def test_extra_is_read_back_on_any_number_of_ranks(ranks: int, background: bool,
 
     def save() -> None:
         run, log = runs(), [1]
-        for step, extra in enumerate(({"a": torch.ones(1)}, None, EXTRA | {"log": log})):
+        for step, extra in enumerate(({"a": torch.ones(1)}, None, EXTRA | {"log": log, "pair": (1, (log,))})):
             run.save(step, extra=extra)
             log.append(2)
         run.wait()
@@ -212,7 +212,7 @@ def test_extra_is_read_back_on_any_number_of_ranks(ranks: int, background: bool,
         return run.extra
 
     tx.simulate(save, {"data": 2})
-    want = EXTRA | {"log": [1, 2, 2]}
+    want = EXTRA | {"log": [1, 2, 2], "pair": [1, [[1, 2, 2]]]}
     for extra in tx.simulate(load, {"data": ranks}):
         assert same_bits(extra, want)
 

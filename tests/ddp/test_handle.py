@@ -1,0 +1,74 @@
+"""What a handle shows, and what it changes in its optimizer between passes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+import fjoin
+from fjoin import transforms as tx
+from tests.helpers import raises_text
+
+LOSSES = (5.0, 4.0, 4.0, 4.0, 3.9, 4.0, 4.0, 4.0)
+ADAMW = tx.inject_hyperparameters(tx.adamw(0.1))
+
+
+def made(pipeline: Any = None) -> tuple[DistributedDataParallel, Any]:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(3, 2))
+    return model, pipeline and fjoin.ddp.register(model, pipeline)
+
+
+def plateau(optimizer: str) -> tuple[list[float], list[torch.Tensor]]:
+    """The rates after each epoch, and the parameters; a run of "resumed" goes on in another module after half of them."""
+    model, handle = made(None if optimizer == "torch" else tx.fuse(tx.mean("data"), ADAMW))
+    stepped = torch.optim.AdamW(model.parameters(), 0.1) if handle is None else torch.optim.SGD([torch.zeros(1)], 0.1)
+    scheduler, rates = ReduceLROnPlateau(stepped, factor=0.5, patience=1), list[float]()
+    for epoch, loss in enumerate(LOSSES):
+        if optimizer == "resumed" and epoch == len(LOSSES) // 2:
+            saved = model.module.state_dict(), handle.state_dict()
+            model, handle = made(tx.fuse(tx.mean("data"), ADAMW))
+            model.module.load_state_dict(saved[0])
+            handle.load_state_dict(saved[1])
+        model.zero_grad()
+        model(torch.full((2, 3), epoch + dist.get_rank() + 1.0)).square().mean().backward()
+        if handle is None:
+            stepped.step()
+        scheduler.step(loss)
+        rates.append(stepped.param_groups[0]["lr"])
+        if handle is not None:
+            handle.with_hyperparameters(lr=rates[-1])
+    return rates, [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("optimizer", ["ours", "resumed"])
+def test_a_rate_that_follows_a_result_is_that_of_torch(pool: Any, optimizer: str) -> None:
+    for (rates, params), (expected, of_torch) in zip(
+        pool.run(2, plateau, optimizer), pool.run(2, plateau, "torch"), strict=True
+    ):
+        assert rates == expected and rates[-1] == 0.025
+        assert all(torch.allclose(a, b, rtol=0, atol=1e-6) for a, b in zip(params, of_torch, strict=True))
+
+
+def shown() -> list[str]:
+    texts = []
+    for what in (tx.fuse(tx.mean("data"), ADAMW), tx.mean("data")):
+        model, handle = made(what)
+        model(torch.ones(1, 3)).sum().backward()
+        texts.append(repr(handle))
+        raises_text(ValueError, lambda handle=handle: handle.with_hyperparameters(rate=1.0), "['rate']")
+    return texts
+
+
+def test_a_handle_says_what_is_registered(pool: Any) -> None:
+    for fused, hook in pool.run(2, shown):
+        assert (
+            fused
+            == "Handle(fuse(mean('data'), inject_hyperparameters(adamw(lr=0.1))), 2 parameters, stepped in backward, ranks: data=2, step=1)"
+        )
+        assert hook == "Handle(mean('data'), 2 parameters, a hook alone, ranks: data=2, step=1)"
