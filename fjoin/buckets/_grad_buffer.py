@@ -301,10 +301,12 @@ class GradHooks:
 
     Attributes:
         queue: The queue that takes the gradients; None where none does.
+        in_loss: Whether `loss_fn` runs, in which no gradient may come.
     """
 
     def __init__(self) -> None:
         self.queue: BucketQueue | None = None
+        self.in_loss: bool = False
         self._keeping = False
         self._handles: list[Any] = []
         self._lasts: list[int | None] = []
@@ -331,6 +333,11 @@ class GradHooks:
                 hooks = me()
                 if hooks is None:
                     return
+                if hooks.in_loss:
+                    raise RuntimeError(
+                        "loss_fn has called backward, which has reached a parameter: return the loss, whose backward pass the step runs; "
+                        "for a gradient that loss_fn itself needs call torch.autograd.grad"
+                    )
                 if hooks._keeping:
                     keep_grad(tensor, hooks._attached())
                 elif hooks.queue is not None:

@@ -189,8 +189,12 @@ class Passes:
     ) -> tuple[Tensor, Any, dict[str, Tensor] | None]:
         storage = body.storage
         params = body.rebuild(dict(storage.leaves))
-        with torch.enable_grad(), bind_axes(axes, call):
-            loss, aux, buffers = self._loss(params, body.buffers, batch)
+        self.hooks.in_loss = True
+        try:
+            with torch.enable_grad(), bind_axes(axes, call):
+                loss, aux, buffers = self._loss(params, body.buffers, batch)
+        finally:
+            self.hooks.in_loss = False
         torch.clear_autocast_cache()  # an autocast around the loop would keep casts of these parameters for the next step
         if aux is not None or buffers is not None:
             aux, buffers = copy_if_aliased((aux, buffers), storage.written(bool(body.window)))

@@ -59,13 +59,22 @@ def test_a_gradient_that_arrives_twice_is_refused() -> None:
     raises_text(RuntimeError, lambda: step(state, torch.ones(2)), "'w' arrived twice", "use_reentrant=False")
 
 
-def test_backward_inside_the_loss_adds_no_gradients() -> None:
-    def loss(params: Any, batch: Any) -> Tensor:
-        (params["w"] * 100).sum().backward()
-        return _linear(params, batch)
+@pytest.mark.parametrize("window", [1, 2])
+def test_backward_inside_the_loss_is_refused_and_changes_nothing(window: int) -> None:
+    """In the last call of a window too, whose gradients would be added to those of the first."""
+    calls = iter([False] * (window - 1) + [True] + [False] * window)
 
-    step = fjoin.train_step(loss, MEAN_SGD)
-    state, _ = step(step.init(_w()), 1.0)
+    def loss(params: Any, batch: Any) -> Tensor:
+        (found,) = torch.autograd.grad((params["w"] * 100).sum(), params["w"])  # which adds none
+        loss = _linear(params, batch) + 0 * found.sum()
+        if next(calls):
+            loss.backward(retain_graph=True)
+        return loss
+
+    step = fjoin.train_step(loss, MEAN_SGD, accumulate=window)
+    state = stepped(step, step.init(_w()), [1.0] * (window - 1))
+    raises_text(RuntimeError, lambda: step(state, 1.0), "return the loss", "torch.autograd.grad")
+    state = stepped(step, state if window == 1 else state.clone(), [1.0] * window)
     assert state.params["w"].tolist() == [-1.0, -1.0]
 
 

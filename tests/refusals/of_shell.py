@@ -148,6 +148,8 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         (run(lambda p: p["w"].sum()), T, "loss_fn(params, batch)", "(p)"),
         (run(lambda p, b: p["w"] * b), V, "0-d floating-point loss", "(3,)"), (run(lambda p, b: 3.0), V, "0-d floating-point loss", "3.0"),
         (run(lambda p, b: b.sum()), V, "does not depend on params"),
+        (run(lambda p, b: (out := loss(p, b), out.backward())[0]), RuntimeError, "loss_fn has called backward", "return the loss"),
+        (run(lambda p, b: loss(p, b).backward()), RuntimeError, "loss_fn has called backward"),
         (run(lambda p, b: (loss(p, b), 1, 2)), T, "loss or (loss, aux)", "3 values"),
         (table(2), T, "'w'", "sparse", "to_dense"), (table(2_000_000), T, "'w'", "sparse", "to_dense"),
         *((summed(value), T, "aux['sum']") for value in ([1], None, {3: 1.0})),
