@@ -160,9 +160,12 @@ class Apply:
             finally:
                 for part, mode in modes.items():
                     part.training = mode
-        with contextlib.nullcontext() if self._called else copies.running_alone():
+        if self._called:
             out = copy(*args, **kwargs)
-        self._called = True
+        else:
+            with copies.running_alone():
+                out = copy(*args, **kwargs)
+            self._called = True
         copies.write_back()
         return out, copies.buffers, copies.after() if copies.buffers else {}
 
