@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import doctest
 import functools
 import inspect
@@ -17,6 +18,10 @@ import pytest
 import torch
 
 import fjoin
+import fjoin.checkpoint
+import fjoin.ddp
+import fjoin.jax
+import fjoin.testing
 from fjoin import transforms as tx
 
 ROOT = Path(__file__).parent.parent
@@ -78,6 +83,45 @@ def test_public_names_are_documented(name: str) -> None:
     if inspect.isfunction(value):
         examples = doctest.DocTestParser().get_examples(doc)
         assert examples, f"{name} has no example"
+
+
+def _arguments() -> dict[str, set[str]]:
+    """The name of each public function, class and method -> its arguments."""
+    made, found = [("step", tx.fuse(tx.identity(), tx.sgd(0.1)).step)], dict[str, set[str]]()
+    for face in (fjoin, tx, fjoin.ddp, fjoin.checkpoint, fjoin.testing, fjoin.jax):
+        for name, value in vars(face).items():
+            if isinstance(value, type):
+                made += [(name, value), *inspect.getmembers(value, inspect.isroutine)]
+            elif inspect.isroutine(value):
+                made.append((name, value))
+    for name, value in made:
+        with contextlib.suppress(TypeError, ValueError):  # without a signature
+            found.setdefault(name, set()).update(inspect.signature(value).parameters)
+    return found
+
+
+OF_TORCH = {
+    "async_op", "group_size", "mesh_dim_names", "non_blocking", "optimize_ddp", "sparse", "static_graph", "use_reentrant",
+}  # fmt: skip
+
+
+def test_texts_name_arguments_that_exist() -> None:
+    """As `name=`, of any public function, and in `function(..., name=...)` of that one."""
+    known, wrong = _arguments(), list[str]()
+    every = OF_TORCH.union(*known.values())
+    for file in _sources():
+        tree = [*ast.walk(ast.parse(file.read_text()))]
+        shown = [node for node in tree if isinstance(node, ast.FunctionDef) and node.name == "__repr__"]
+        for node in {*tree}.difference(*map(ast.walk, shown)):
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            text = "".join(str(part.value) if isinstance(part, ast.Constant) else "x" for part in parts)
+            if "\n" not in text:  # no docstring
+                called = re.findall(r"(\w+)\(([^()]*)\)", text)
+                given = [(every, text), *((known.get(name, every) | OF_TORCH, inside) for name, inside in called)]
+                wrong += [
+                    f"{file.name}: {text}" for names, part in given if set(re.findall(r"\b([a-z_]+)=", part)) - names
+                ]
+    assert not wrong, "\n".join(wrong)
 
 
 def test_the_folder_transforms_cannot_be_imported_by_its_own_name() -> None:

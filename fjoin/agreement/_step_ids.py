@@ -119,8 +119,8 @@ class StepIds:
         name, there, here = next((a[0], a[1], b[1]) for a, b in pairs if a != b)
         raise DesyncError(
             f"step {step}: rank {odd} steps with {name}={there!r}, but rank 0 with {name}={here!r}; {effect}. All ranks need the same "
-            f"hyperparameters: a schedule must not depend on the rank or its data, and with_hyperparameters(...) takes equal "
-            f"values, such as those computed from metrics.loss, the mean of all ranks",
+            f"hyperparameters: a schedule must not depend on the rank or its data, and with_hyperparameters(...) and "
+            f"handle.with_hyperparameters(...) take equal values, such as those computed from a mean of the loss over all ranks",
             rank=odd,
             step=step,
         )

@@ -256,3 +256,17 @@ def test_old_steps_of_ones_own_run_are_deleted(tmp_path: Path) -> None:
     (folder.step_path(3) / "COMMIT").write_bytes(b"?")
     assert folder.retain(1, None, RUN) == [5] and folder.steps() == [2, 3, 6]
     assert all(name.startswith("step-") for name in names(folder))
+
+
+def test_a_run_that_restores_goes_on_and_another_run_leaves_its_steps(tmp_path: Path) -> None:
+    def steps(restores: bool, *steps: int) -> list[int]:
+        runs = fjoin.Checkpoints(tmp_path, {"model": torch.nn.Linear(1, 1)}, keep_last=2)
+        if restores:
+            runs.restore()
+        for step in steps:
+            runs.save(step)
+        return Folder(tmp_path).steps()
+
+    assert steps(False, 1, 2, 3) == [2, 3]
+    assert steps(True, 4) == [3, 4]
+    assert steps(False, 5, 6, 7) == [3, 4, 6, 7]

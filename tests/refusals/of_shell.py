@@ -84,6 +84,19 @@ def again() -> None:
     step(state, X)
 
 
+def kept(detaches: bool) -> Any:
+    """A hidden state that is kept for the next batch: torch's own error, unless it is detached."""
+    hidden = [X]
+
+    def recurrent(params: Any, batch: Tensor) -> Tensor:
+        h = torch.tanh(params["w"] * hidden[0] + batch)
+        hidden[0] = h.detach() if detaches else h
+        return h.sum()
+
+    step = fjoin.train_step(recurrent, PIPE)
+    return step(step(step.init(P), X)[0], X)
+
+
 def looked_up(params: Any, batch: Any) -> Tensor:
     return nn.functional.embedding(torch.tensor([0]), params["w"], sparse=True).sum()
 
@@ -151,6 +164,7 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         (run(lambda p, b: (out := loss(p, b), out.backward())[0]), RuntimeError, "loss_fn has called backward", "return the loss"),
         (run(lambda p, b: loss(p, b).backward()), RuntimeError, "loss_fn has called backward"),
         (run(lambda p, b: (loss(p, b), 1, 2)), T, "loss or (loss, aux)", "3 values"),
+        (lambda: (kept(detaches=True), kept(detaches=False)), RuntimeError, "backward through the graph a second time"),
         (table(2), T, "'w'", "sparse", "to_dense"), (table(2_000_000), T, "'w'", "sparse", "to_dense"),
         *((summed(value), T, "aux['sum']") for value in ([1], None, {3: 1.0})),
         (summed({"a": "1"}), T, "aux['sum']['a']", "'1'"), (summed({"a": W}), V, "aux['sum']['a']", "(2,)"),
