@@ -61,7 +61,7 @@ def ddp(name: str, batch: Any, mesh: Any, join: str = "", hook: str = "", make: 
         model.register_comm_hook(state, powerSGD_hook)
         hook = ""
     elif hook == "ours":
-        fjoin.ddp.register(model, tx.fuse(tx.mean("data"), tx.adamw(LR)), mesh)
+        fjoin.ddp.register(model, tx.fuse(tx.mean("data", over="world"), tx.adamw(LR)), mesh)
     elif hook == "torch":
         with contextlib.redirect_stderr(io.StringIO()):  # it prints a deprecation notice that filters do not catch
             model._register_fused_optim(torch.optim.AdamW, lr=LR)
