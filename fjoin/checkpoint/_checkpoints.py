@@ -41,7 +41,8 @@ class Checkpoints:
         mesh: The ranks, for a pipeline or objects; by default all ranks.
         every: Save after steps whose number is a multiple of this.
         every_s: Save a step after this many seconds of rank 0's clock; for a train_step.
-        keep_last: The number of checkpoints to keep, the newest ones; None: all.
+        keep_last: The number of this run's checkpoints to keep, the newest ones; None: all. A run that restores a checkpoint goes on
+            as the run that saved it. Those of other runs are neither counted nor deleted.
         keep_every: Also keep those of steps that are multiples of this.
         background: Write while training goes on, from copies of the values; an error is raised by the next save, or `wait`, on all
             ranks.
@@ -84,7 +85,7 @@ class Checkpoints:
             if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"{name} must be a whole number from 1, or None, got {value!r}")
         self._folder, self._source = Folder(Path(path)), source_of(what, mesh)
-        self._mesh, self._requests = self._source.mesh, self._source.requests
+        self._mesh, self._requests = self._source.mesh, next(iter(self._source.requests), None)
         if every_s is not None and (self._requests is None or not every_s > 0):
             raise ValueError(
                 f"every_s must be a number of seconds above 0, for a train_step, got {every_s!r}; other loops save by every="
@@ -161,6 +162,11 @@ class Checkpoints:
         else:
             self.wait()
         self._saved()
+        if (
+            self._requests is not None and self._requests.stop_agreed
+        ):  # another step may be the one that the loop listens to
+            for asks in self._source.requests[1:]:
+                asks.ask_stop()
         return self._folder.step_path(number)
 
     def _due(self, number: int, metrics: Metrics) -> bool:
@@ -186,9 +192,7 @@ class Checkpoints:
 
     def _begin(self, step: int) -> tuple[str, str]:
         """On rank 0: the identifier of the run, and a new folder's name. Steps newer than the restored one are set aside."""
-        if self._back is not None:
-            self._folder.quarantine(self._back)
-        return self._run or uuid.uuid4().hex, self._folder.begin(step).name
+        return self._run or uuid.uuid4().hex, self._folder.begin(step, self._back).name
 
     def wait(self) -> None:
         """Wait for the save under way, on all ranks.

@@ -33,13 +33,18 @@ class Folder:
         """The folder of a step, whether it exists or not."""
         return self.path / f"step-{step:08d}"
 
-    def begin(self, step: int) -> Path:
+    def begin(self, step: int, after: int | None = None) -> Path:
         """Make a new temporary folder for the files of a step.
+
+        Args:
+            after: The step from which the run goes on, where it does: newer ones are set aside.
 
         Raises:
             CheckpointError: The step, or a newer one, exists, or the system refuses. Nothing is written then.
         """
         self._refuse_existing(step)
+        if after is not None:
+            self.quarantine(after)
         if newer := [other for other in self.steps() if other > step]:
             raise CheckpointError(
                 f"{self.path} holds step {newer[-1]}, and step {step} is to be saved; choose another folder, or go back to an older step "

@@ -15,7 +15,7 @@ from .._errors import CheckpointError
 from ..agreement import on_each, on_first, put_together, wait_until_all_see
 from ..groups import Communicator
 from ..transforms.axes import Grid
-from ..transforms.base import Merge, map_with_path
+from ..transforms.base import Merge, map_with_path, whole_number
 from ..transforms.layout import merged
 from ._files import DTYPES, decoding
 from ._folder import Folder
@@ -51,13 +51,16 @@ class Load:
             both = f"of a mesh with the axes {list(manifest.axes)}, but this run has {list(mesh.shape)}"
             raise CheckpointError(f"{self._folder} is {both}; load it on a mesh of the same axes, of any sizes")
         self._here, self._there = Grid(mesh.shape), Grid(manifest.axes)
-        names = {*manifest.leaves, *manifest.numbers, *like.values}
+        # By its name in the file what a value is called, which several ranks may have by themselves.
+        called = {name: leaf.placement.get("of", name) for name, leaf in manifest.leaves.items()}
+        called |= {name: name for name in manifest.numbers}
+        names = {*called.values(), *like.values}
         for pattern in fresh:
             if not any(matches(name, [pattern]) for name in names):
                 raise CheckpointError(f"fresh={pattern!r} is no name; there are {sorted(names)[:8]} and others")
         self.values = Values({name: given(value) for name, value in like.values.items() if matches(name, fresh)})
-        for name in (*manifest.leaves, *manifest.numbers):
-            if not matches(name, fresh):
+        for name, of in called.items():
+            if not matches(of, fresh):
                 self._add(name)
 
     def _add(self, name: str) -> None:
@@ -66,7 +69,7 @@ class Load:
             kind, _, path = name.partition(".")
             moved = f"{_OTHER.get(kind)}.{path}"  # a parameter that was frozen, or is now
             here = moved if name not in self._like.values and moved in self._like.values else name
-            self.values.reads[here] = partial(self._value, name, here)
+            self.values.reads.setdefault(here, partial(self._value, name, here))
             return
         of, rank = placement["of"], self._mesh.rank if self._same else 0  # a value that one rank had by itself
         if not self._same and not of.startswith(f"{DATA}."):
@@ -80,7 +83,8 @@ class Load:
         if self._same or not ranks:
             return ranks[self._mesh.rank] if ranks else {}
         if any(one.get("objects") != ranks[0].get("objects") for one in ranks):
-            raise self._unmerged("objects", "the ranks had numbers of their own in their state dicts")
+            text = f"the ranks of {self._there.sizes} had numbers of their own in their state dicts"
+            raise CheckpointError(f"{self._folder}: {text}; load it on as many ranks")
         return ranks[0]
 
     def _value(self, name: str, here: str, memory: Tensor | None) -> Any:
@@ -90,6 +94,8 @@ class Load:
         if isinstance(own, Tensor) and own.dtype is not DTYPES[leaf.dtype]:
             both = f"{name!r} is {leaf.dtype}, but here {own.dtype}"
             raise CheckpointError(f"{self._folder}: {both}; begin with parameters and a pipeline of the saved dtypes")
+        if here.startswith("buffers.") and here != name and leaf.parts[0].rank is not None:
+            raise self._unmerged(name, f"the ranks had values of their own, and {here!r} has one")
         if leaf.placement.get("cut") is not None:
             return self._slice(name, leaf, memory)
         if leaf.parts[0].rank is None:
@@ -173,7 +179,15 @@ def empty_params(leaves: Mapping[str, Leaf], fresh: tuple[str, ...], trees: Sequ
 def filled(prefix: str, tree: Any, values: Values) -> Any:
     """A tree of tensors with the values under a prefix in their place, as far as there are such."""
     saved = values.under(prefix)
-    return map_with_path(lambda path, leaf: saved[path].to(leaf.device) if path in saved else leaf, tree)
+
+    def place(path: str, leaf: Tensor) -> Tensor:
+        value = saved[path] if path in saved else leaf
+        if value.shape != leaf.shape:
+            both = f"{prefix}.{path} has the shape {tuple(value.shape)}, but here {tuple(leaf.shape)}"
+            raise CheckpointError(f"{both}; the checkpoint is of another model")
+        return value.to(leaf.device)
+
+    return map_with_path(place, tree)
 
 
 def chosen(folder: Folder, mesh: Communicator, step: int | None) -> Leaves | None:
@@ -241,7 +255,7 @@ def restored(
         CheckpointError: on all ranks.
     """
     asked = {"step": step, "fresh": list(fresh), "the presence of data": data is not None}
-    on_each(source.mesh, "the start of a restore", dict, lambda _: asked)
+    on_each(source.mesh, "the start of a load", lambda: step is None or whole_number("step", step, 0), lambda _: asked)
     leaves = chosen(folder, source.mesh, step)
     if leaves is None:
         warn_apart(data, (0, 0))

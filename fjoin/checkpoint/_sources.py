@@ -148,7 +148,7 @@ class OfObjects:
     """Objects with `state_dict` and `load_state_dict`, by name; they are their own state."""
 
     trees: Sequence[str] = ()
-    requests: Requests | None = None
+    requests: Sequence[Requests] = ()
 
     def __init__(self, objects: Mapping[str, Any], mesh: Communicator) -> None:
         self._items, self.mesh = {name: item_of(name, one, mesh) for name, one in objects.items()}, mesh
@@ -194,7 +194,7 @@ class OfStep:
     Attributes:
         mesh: The ranks.
         spec: What the manifest says of it, the same on all ranks; JSON.
-        requests: What a rank asks of all of them, where its steps carry that.
+        requests: What a rank asks of all of them, where steps carry that; of each step.
         trees: The names of the trees of parameters that `start` needs; "" for one without a name.
     """
 
@@ -203,7 +203,7 @@ class OfStep:
     def __init__(self, step: TrainStep, at: str = "") -> None:
         run = step.run
         self._step, self._at, self.mesh, self.spec = step, at, run.mesh, repr(step.pipeline)
-        self.requests: Requests | None = run.agreements.requests
+        self.requests: Sequence[Requests] = [run.agreements.requests]
         self._names = Names(f"pipeline{at}", run.pipeline, self.mesh.shape)
         on_buffers = run.on_buffers
         self._on_buffers = None if on_buffers is None else Names(f"on_buffers{at}", on_buffers, self.mesh.shape)
@@ -260,7 +260,7 @@ class OfPipeline:
     """A pipeline in a loop of one's own; its state is the pair (params, state)."""
 
     trees: Sequence[str] = ("",)
-    requests: Requests | None = None
+    requests: Sequence[Requests] = ()
 
     def __init__(self, pipeline: Pipeline, mesh: Communicator, at: str = "") -> None:
         self._pipeline, self._at, self.mesh, self.spec = pipeline, at, mesh, repr(pipeline)
@@ -306,14 +306,14 @@ class OfPipeline:
 class OfTogether:
     """Steps and pipelines by name, and objects beside them; its state is the dict of the states of steps and pipelines.
 
-    The first one has the number of the checkpoint, and carries what ranks ask of each other.
+    The first one has the number of the checkpoint. The first step carries that ranks ask to save.
     """
 
     def __init__(self, parts: Mapping[str, OfStep | OfPipeline], objects: OfObjects) -> None:
         self._parts, self._objects, self.trees = parts, objects, [*parts]
         self._first = self.trees[0]
-        self.mesh, self.requests = parts[self._first].mesh, parts[self._first].requests
-        self.spec: Any = {name: one.spec for name, one in parts.items()} | {"objects": objects.spec}
+        self.mesh, self.requests = parts[self._first].mesh, [asks for one in parts.values() for asks in one.requests]
+        self.spec: Any = [{name: one.spec for name, one in parts.items()}, objects.spec]
         for name, one in parts.items():
             if one.mesh.shape != self.mesh.shape:
                 both = f"a mesh of {one.mesh.shape}, and {self._first!r} one of {self.mesh.shape}"
@@ -329,13 +329,15 @@ class OfTogether:
         return self._parts[self._first].number(self._of("the state", state)[self._first])
 
     def snapshot(self, state: Any) -> Snapshot:
-        found = self._objects.snapshot(0)
+        found = self._objects.snapshot(self.number(state))
         for name, one in self._of("the state", state).items():
             found.include(self._parts[name].snapshot(one))
         return found
 
     def start(self, params: Any, buffers: Any) -> Any:
-        params, buffers = self._of("params", params), buffers or {}
+        params, buffers = self._of("params", params), {} if buffers is None else buffers
+        if not isinstance(buffers, Mapping) or buffers.keys() - self._parts.keys():
+            raise TypeError(f"buffers must be a dict by the names {self.trees}, got {buffers!r}")
         return {name: one.start(params[name], buffers.get(name)) for name, one in self._parts.items()}
 
     def load(self, state: Any, values: Values, rank: Mapping[str, Any]) -> Callable[[], Any]:
@@ -363,6 +365,8 @@ def source_of(what: Any, mesh: Mesh | None) -> Source:
             f'state_dict, such as {{"model": model, "optimizer": optimizer}}'
         )
     parts = what if isinstance(what, Mapping) else {"": what}
+    if isinstance(what, Mapping) and not all(isinstance(name, str) and name for name in what):
+        raise TypeError(f"the names of what is saved must be text, got {[*what]}")
     for name in parts:
         if inside := [other for other in parts if other.startswith(f"{name}.")]:
             raise ValueError(f"{inside[0]!r} begins with the name of {name!r}; give the objects other names")

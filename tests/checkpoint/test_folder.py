@@ -237,6 +237,16 @@ def test_a_step_under_the_name_of_another_is_refused(tmp_path: Path) -> None:
     raises_text(fjoin.CheckpointError, lambda: folder.read(2), "holds step 1", "step-00000001")
 
 
+def test_a_step_that_is_refused_sets_none_aside(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    for step in (1, 2, 3):
+        save(folder, step)
+    raises_text(fjoin.CheckpointError, lambda: folder.begin(2, 2), "step-00000002 exists")
+    assert folder.steps() == [1, 2, 3]
+    folder.begin(4, 2)
+    assert folder.steps() == [1, 2]
+
+
 def test_newer_steps_are_put_aside(tmp_path: Path) -> None:
     folder = Folder(tmp_path)
     for step in (1, 2, 3):

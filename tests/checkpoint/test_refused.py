@@ -82,6 +82,8 @@ ROWS: list[tuple[Any, ...]] = [
     (save({"a": step(), "b": PIPELINE}, 1), T, "the state", "['a', 'b']", "got int"),
     (save({"a": step(), "b": PIPELINE}, {"a": 0}), T, "the state", "['a', 'b']", "got ['a']"),
     (lambda at: fjoin.Checkpoints(at / "new", {"a": step()}).restore(START), T, "params", "['a']", "got ['b', 'w']"),
+    (lambda at: fjoin.Checkpoints(at / "new", {"a": step()}).restore({"a": START}, {"b": {}}), T, "buffers", "['a']", "'b'"),
+    *((save({name: step()}, 1), T, "must be text") for name in ("", 0)),
     (lambda at: fjoin.Checkpoints(at, {"a": step()}, mesh=fjoin.mesh({"data": 1})), T, "leave mesh= out"),
     (save(one := step(), one.init(START), data=[1]), T, "batches = step.join(loader)"),
     (within, V, "accumulation window", "metrics.stepped"),
@@ -92,6 +94,8 @@ ROWS: list[tuple[Any, ...]] = [
     # -- folders
     (lambda at: fjoin.save(at / "objects", MODEL, 1), E, "step-00000001 exists"),
     (lambda at: fjoin.load(at / "new", MODEL), E, "holds no checkpoint"),
+    (load("step", START, step="1"), V, "step must be a whole number", "'1'"),
+    (load("step", START, step=7), E, "step-00000007 does not exist", "holds the steps [1]"),
     (lambda at: fjoin.Checkpoints(at / "new", step()).restore(), E, "holds no checkpoint", "parameters at the start"),
     # -- another model, pipeline or data than was saved
     (lambda at: fjoin.load(at / "step", MODEL), E, "['model']"),
@@ -106,6 +110,7 @@ ROWS: list[tuple[Any, ...]] = [
     (load("step", START, fresh=("pipelin.",)), E, "'pipelin.'", "no name"),
     (load("step", START, fresh=("*.exp",)), E, "no name"),  # a pattern fits whole names
     (load("step", fresh=("params.b",)), E, "'params.b'", "pass restore"),
+    (load("step", START | {"w": torch.ones(7)}, fresh=("pipeline",)), E, "params.w", "(6,)", "(7,)"),
 ]  # fmt: skip
 
 
