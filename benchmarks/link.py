@@ -19,12 +19,13 @@ class Unavailable(Exception):
 
 
 @contextmanager
-def link(rate: str, ranks: int = 2) -> Iterator[dict[str, Any]]:
+def link(rate: str, ranks: int = 2, delay: str = "") -> Iterator[dict[str, Any]]:
     """Make the links, and take them down at the end.
 
     Args:
         rate: The rate of each link in each direction, in the notation of `tc`, such as "1gbit".
         ranks: The number of hosts.
+        delay: The time that a packet takes, such as "5ms"; it needs the kernel's netem. "": none.
 
     Yields:
         The keyword arguments for `launch`.
@@ -51,21 +52,23 @@ def link(rate: str, ranks: int = 2) -> Iterator[dict[str, Any]]:
                 port = f"port{rank}"
                 _do("ip", "link", "add", f"veth{rank}", "netns", space, "type", "veth", "peer", port, "netns", switch)
                 _do("ip", "-n", switch, "link", "set", port, "master", "bridge", "up")
-                _slow(switch, port, rate)
+                _slow(switch, port, rate, "")
         for rank, space in enumerate(spaces):
             _do("ip", "-n", space, "link", "set", "lo", "up")
             _do("ip", "-n", space, "address", "add", f"10.77.0.{rank + 1}/24", "dev", f"veth{rank}")
             _do("ip", "-n", space, "link", "set", f"veth{rank}", "up")
-            _slow(space, f"veth{rank}", rate)
+            _slow(space, f"veth{rank}", rate, delay)
         yield {"prefixes": inside, "interfaces": [f"veth{rank}" for rank in range(ranks)]}
     finally:
         for space in (*spaces, switch):  # this also deletes its ends of the links
             subprocess.run(["ip", "netns", "delete", space], capture_output=True, check=False)
 
 
-def _slow(space: str, interface: str, rate: str) -> None:
+def _slow(space: str, interface: str, rate: str, delay: str) -> None:
     # The burst must hold a whole segment of 64 KB, and be small compared with a message.
     limit = ["tbf", "rate", rate, "burst", "256kb", "latency", "50ms"]
+    if delay:
+        limit = ["netem", "rate", rate, "delay", delay, "limit", "20000"]
     _do("tc", "-n", space, "qdisc", "add", "dev", interface, "root", *limit)
 
 

@@ -30,6 +30,8 @@ TITLES = {
     "link": "10M transformer at 1 Gbit/s",
     "wire": "10M transformer at 1 Gbit/s",
     "slow wire": "10M transformer at 100 Mbit/s",
+    "two hosts": "10M transformer on two hosts at 1 Gbit/s",
+    "two far hosts": "10M transformer on two hosts at 1 Gbit/s, 10 ms there and back",
     "local": "10M transformer, local SGD with period 4",
     "slow local": "10M transformer at 100 Mbit/s, local SGD with period 4",
     "zero": "10M transformer, ZeRO",
@@ -53,7 +55,7 @@ BY_HAND |= {
 }
 
 
-LINKS = ("link", "wire", "slow wire", "slow local", "slow zero", "power", "slow power")
+LINKS = ("link", "wire", "two hosts", "two far hosts", "slow wire", "slow local", "slow zero", "power", "slow power")
 
 
 class Row(NamedTuple):
@@ -104,6 +106,11 @@ ROWS = [
     Row("bfloat16 / DDP with torch's bf16 hook", "wire", "ours bf16", "ddp bf16", 0.92),
     Row("bfloat16 / DDP with torch's bf16 hook, buckets of 5 MB", "wire", "ours bf16", "ddp bf16 5"),
     Row("int8 / bfloat16", "wire", "ours int8", "ours bf16"),
+    *(
+        Row(f"{text} / DDP", group, what, "ddp")
+        for group in ("two hosts", "two far hosts")
+        for text, what in (("fjoin", "ours"), ("int8", "ours int8"), ("DiLoCo with period 4", "ours diloco"))
+    ),
     Row("bfloat16 / DDP in float32", "slow wire", "ours bf16", "ddp"),
     Row("bfloat16 / DDP with torch's bf16 hook", "slow wire", "ours bf16", "ddp bf16"),
     Row("int8 / bfloat16", "slow wire", "ours int8", "ours bf16", 0.65),

@@ -32,6 +32,7 @@ class Group(NamedTuple):
     quick: int
     variants: tuple[str, ...]
     rate: str = ""  # of the link between the processes; "" for loopback
+    delay: str = ""  # of a packet on it
     ranks: int = 2
 
 
@@ -93,6 +94,8 @@ GROUPS = {
     "step 50m": Group("50m", 15, 2, tuple(s for s in STEPS if "optax" not in s)),  # they need too much memory
     "link": Group("10m", 30, 2, (*DDP, "ddp 5", "ddp 10", "ours", *PIECES), "1gbit"),
     "wire": Group("10m", 24, 2, (*DDP, "ddp bf16", "ddp bf16 5", "ours", *WIRES), "1gbit"),
+    "two hosts": Group("10m period", 10, 1, (*DDP, "ours", "ours int8", "ours diloco"), "1gbit"),
+    "two far hosts": Group("10m period", 10, 1, (*DDP, "ours", "ours int8", "ours diloco"), "1gbit", "5ms"),
     "slow wire": Group("10m", 6, 1, (*DDP, "ddp bf16", "ours", *WIRES), "100mbit"),
     "local": Group("10m period", 15, 2, LOCAL),
     "slow local": Group("10m period", 4, 1, LOCAL, "100mbit"),
@@ -112,7 +115,7 @@ def timed(name: str, quick: bool) -> dict[str, Any]:
     if not group.rate:
         places: dict[str, Any] = {"prefixes": ((),) * group.ranks, "interfaces": ("lo",) * group.ranks}
         return combine(launch("time", group.model, rounds, group.variants, **places))
-    with link(group.rate) as where:
+    with link(group.rate, delay=group.delay) as where:
         return combine(launch("time", group.model, rounds, group.variants, **where))
 
 

@@ -73,7 +73,7 @@ def check_equal(reached: dict[str, torch.Tensor], start: torch.Tensor) -> None:
     """
     for variant, got in reached.items():
         if variant.endswith(("uneven", "ddp join", "our join")) or any(
-            w in variant for w in ("bf16", "int8", "int4", "power")
+            w in variant for w in ("bf16", "int8", "int4", "power", "diloco")
         ):
             continue
         want = reached["ddp local" if variant.endswith("local") else "ddp sgd" if variant.endswith("sgd") else "ddp"]

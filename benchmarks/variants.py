@@ -61,7 +61,7 @@ def ddp(name: str, batch: Any, mesh: Any, join: str = "", hook: str = "", make: 
         model.register_comm_hook(state, powerSGD_hook)
         hook = ""
     elif hook == "ours":
-        fjoin.ddp.register(model, tx.fuse(tx.mean("data"), tx.adamw(LR)), mesh)
+        fjoin.ddp.register(model, tx.fuse(tx.mean("data", over="world"), tx.adamw(LR)), mesh)
     elif hook == "torch":
         with contextlib.redirect_stderr(io.StringIO()):  # it prints a deprecation notice that filters do not catch
             model._register_fused_optim(torch.optim.AdamW, lr=LR)
@@ -123,12 +123,14 @@ def ddp_local(name: str, batch: Any, mesh: Any, ours: bool = False) -> Variant:
     return run, lambda: list(model.parameters())
 
 
-def ours_local(name: str, batch: Any, mesh: Any) -> Variant:
-    """Our local SGD with the schedule of torch's averager."""
+def ours_local(name: str, batch: Any, mesh: Any, diloco: bool = False) -> Variant:
+    """Our local SGD with the schedule of torch's averager, or DiLoCo."""
     loss_fn, params, _ = pieces(name, tx.adamw(LR))
     pipeline = tx.fuse(
         tx.identity(), tx.adamw(LR), after=tx.every(PERIOD, tx.average_parameters("data", over="world"), first=0)
     )
+    if diloco:
+        pipeline = tx.diloco(tx.adamw(LR), tx.mean("data"), PERIOD)
     step = fjoin.train_step(loss_fn, pipeline, mesh=mesh)
     state = step.init(params)
     del params
@@ -367,6 +369,7 @@ MAKE: dict[str, Callable[..., Variant]] = {
     "ddp local": ddp_local,
     "ddp our local": lambda *a: ddp_local(*a, ours=True),
     "ours local": ours_local,
+    "ours diloco": lambda *a: ours_local(*a, diloco=True),
     "ours zero": lambda *a: ours(*a, hook=tx.scatter_mean("data")),
     "ours zero int8": lambda *a: ours(
         *a, hook=tx.error_feedback(tx.compress(tx.int8(), tx.scatter_mean("data"))), gather_codec=tx.int8()

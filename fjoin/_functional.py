@@ -84,7 +84,7 @@ class Apply:
             if path in trained:
                 TAKEN[p], values[path] = path, nn.Parameter(torch.empty_like(p, device="meta"))
         copies = _Copies(self, values)
-        shell = copies.of(module, "")
+        shell = copies.of(module)
         self._shell: nn.Module = module if copies.compiled else shell
 
     def __repr__(self) -> str:
@@ -149,7 +149,7 @@ class Apply:
             return self._traced(given, args, kwargs)
         module = self._now()
         copies = _Copies(self, given)
-        copy = copies.of(module, "")
+        copy = copies.of(module)
         copies.check()
         if copies.compiled:
             modes = {part: part.training for part in module.modules()}
@@ -160,9 +160,12 @@ class Apply:
             finally:
                 for part, mode in modes.items():
                     part.training = mode
-        with contextlib.nullcontext() if self._called else copies.running_alone():
+        if self._called:
             out = copy(*args, **kwargs)
-        self._called = True
+        else:
+            with copies.running_alone():
+                out = copy(*args, **kwargs)
+            self._called = True
         copies.write_back()
         return out, copies.buffers, copies.after() if copies.buffers else {}
 
@@ -193,56 +196,61 @@ class _Copies:
         self._done: dict[int, Any] = {}  # copies by the identity of modules
         self._assigning: list[tuple[dict[str, Any], dict[str, Any], Any]] = []  # of a module, its copy before, the copy
 
-    def of(self, module: nn.Module, prefix: str) -> Any:
-        """A copy of one module; one without tensors stands for itself."""
-        own, kind = module.__dict__, type(module)
-        if (copy := self._done.get(id(module))) is not None:
-            return copy
-        params, buffers, children = own["_parameters"], own["_buffers"], own["_modules"]
-        if "_compiled_call_impl" in own or "_orig_mod" in children:
-            self.compiled = True
-        if not (params or buffers or children or self._training is not None):
-            return module
-        copy = self._done[id(module)] = object.__new__(kind)
-        new = own.copy()
-        object.__setattr__(copy, "__dict__", new)
-        if self._training is not None:
-            new["training"] = self._training
-        if params:
-            new["_parameters"] = self._tensors(params, prefix, self._given)
-        if buffers:
-            new["_buffers"] = self._tensors(buffers, prefix, self.buffers)
-        if children:
-            new["_modules"] = {
-                name: None if child is None else self.of(child, f"{prefix}{name}.") for name, child in children.items()
-            }
-        if "_flat_weights" in own:  # nn.RNNBase keeps a list of its parameters
-            weights = [getattr(copy, name, None) for name in own["_flat_weights_names"]]
-            new["_flat_weights"] = weights
-            new["_flat_weight_refs"] = [None if w is None else weakref.ref(w) for w in weights]
-        if not kind.__module__.startswith("torch.nn.modules.") or own["_forward_hooks"] or own["_forward_pre_hooks"]:
-            self._assigning.append((own, new.copy(), copy))
-        return copy
-
-    def _tensors(self, own: dict[str, Any], prefix: str, found: dict[str, Tensor]) -> dict[str, Any]:
-        """Parameters or buffers of a module, with those of `found` in their places."""
-        held = own.copy()
-        for name, tensor in own.items():
-            if tensor is None:
+    def of(self, module: nn.Module) -> Any:
+        """A copy of a module and of all inside it, in the order of registration; one without tensors stands for itself."""
+        made: dict[str, Any] = {}
+        waiting = [(module, "", made, "")]
+        while waiting:  # a loop, and no call for each module: a call costs more than what it does here
+            part, prefix, place, at = waiting.pop()
+            own, kind = part.__dict__, type(part)
+            place[at] = self._done.get(id(part), part)
+            children = own["_modules"]
+            if "_compiled_call_impl" in own or "_orig_mod" in children:
+                self.compiled = True
+            inside = own["_parameters"] or own["_buffers"] or children or self._training is not None
+            if id(part) in self._done or not inside:
                 continue
-            path = self._paths.setdefault(id(tensor), prefix + name)
-            new = found.get(path)
-            if new is None:
-                new = self._given.get(path)
-                if new is None and (path in self._trained or tensor.requires_grad):
-                    lacking = sorted(self._trained - self._given.keys()) or [path]
-                    raise ValueError(f"params lacks {lacking}; pass all that functional returned")
-                new = tensor if new is None else new
-                if found is self.buffers:
-                    new = found[path] = new.clone()
-            held[name] = new
-            self._places.setdefault(path, (held, name))
-        return held
+            place[at] = copy = self._done[id(part)] = object.__new__(kind)
+            new = own.copy()
+            object.__setattr__(copy, "__dict__", new)
+            if self._training is not None:
+                new["training"] = self._training
+            for held, found in (("_parameters", self._given), ("_buffers", self.buffers)):
+                if own[held]:
+                    new[held] = tensors = own[held].copy()
+                    for name, tensor in own[held].items():
+                        if tensor is not None:
+                            path = self._paths.setdefault(id(tensor), prefix + name)
+                            given = found.get(path)
+                            tensors[name] = self._tensor(path, tensor, found) if given is None else given
+                            self._places.setdefault(path, (tensors, name))
+            if children:
+                new["_modules"] = copied = dict(children)
+                for name, child in reversed(children.items()):
+                    if child is not None:
+                        waiting.append((child, f"{prefix}{name}.", copied, name))
+            if "_flat_weights" in own:  # nn.RNNBase keeps a list of its parameters
+                weights = [getattr(copy, name, None) for name in own["_flat_weights_names"]]
+                new["_flat_weights"] = weights
+                new["_flat_weight_refs"] = [None if w is None else weakref.ref(w) for w in weights]
+            if (
+                not kind.__module__.startswith("torch.nn.modules.")
+                or own["_forward_hooks"]
+                or own["_forward_pre_hooks"]
+            ):
+                self._assigning.append((own, new.copy(), copy))
+        return made[""]
+
+    def _tensor(self, path: str, own: Tensor, found: dict[str, Tensor]) -> Tensor:
+        """What stands for a tensor of the module that has not been given; for a buffer a clone."""
+        given = self._given.get(path)
+        if given is None and (path in self._trained or own.requires_grad):
+            lacking = sorted(self._trained - self._given.keys()) or [path]
+            raise ValueError(f"params lacks {lacking}; pass all that functional returned")
+        new = own if given is None else given
+        if found is self.buffers:
+            new = found[path] = new.clone()
+        return new
 
     @contextlib.contextmanager
     def running_alone(self) -> Iterator[None]:

@@ -190,6 +190,10 @@ class Record:
         words = self._words(values, self.dtype, self.device).to(self.device)
         return Sums(self, words, self.mesh.reduce_(words, self.axes))
 
+    def alike(self, values: Mapping[str, Any]) -> Sums:
+        """The sums where all ranks have these values, without a message."""
+        return Sums(self, known={name: values.get(name, 0.0) * self.ranks for name in self.names})
+
 
 class Sums:
     """The sums of a record, whose message may be under way. The first look waits for it."""

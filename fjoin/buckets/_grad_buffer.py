@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from ..transforms.axes import Work
 from ..transforms.base import check_dense, is_host, widened
 from ..transforms.layout import Bucket, Pieces, views
 from ._storage import Storage
+
+# Elements from which on a gradient on the host is copied as soon as it has come: later it would be in the cache no more.
+_CACHED = 2**17
 
 
 class GradBuffer:
@@ -25,6 +28,7 @@ class GradBuffer:
         words: The record's part of the buffer, maybe empty.
         pieces: The pieces of this bucket; None where it is not sharded.
         scattered: Whether `grads` is this rank's piece of the bucket.
+        last: The leaf whose gradient comes last, as a step has shown; None where none has.
         told: The sum of the elements of `buffer` after its message, where the message has told it.
         direct: Whether autograd's gradient itself becomes the message.
 
@@ -42,6 +46,8 @@ class GradBuffer:
     scattered: bool
     grads: Tensor
     missing: int
+    last: int | None
+    _come: list[int]  # the leaves whose gradients have come, and are not taken yet
 
     def __init__(
         self,
@@ -66,80 +72,83 @@ class GradBuffer:
         if not used.all():
             self._padding = (~used).nonzero().view(-1).to(bucket.device)
         self._views = [] if self.direct else views(bucket, self.grads, shapes)
-        self._on_device = not is_host(bucket.device)  # where a launch costs more than memory, and freed memory is kept
-        self._given: list[tuple[Tensor, Tensor]] = []
+        self._on_device = not is_host(bucket.device)  # where freed memory is kept
         self.leaves: list[Tensor] = []
         self.work: Work | None = None
         self.seen: Tensor = torch.zeros(
             (), device=bucket.device
         )  # the norm or the sum of `grads`; see GradCheck.observe
         self.told: float | None = None
-        self.missing = 0
+        self.missing, self.last = 0, None
+        self._small = self._on_device or all(shape.numel() < _CACHED for shape in map(shapes.__getitem__, bucket.paths))
         self.used: list[bool] = [False] * len(bucket.paths)  # whether a gradient of each leaf has ever come
 
-    def start(self, leaves: list[Tensor], window: dict[Tensor, Tensor] | None = None) -> None:
+    def start(self, leaves: list[Tensor], window: dict[Tensor, Tensor]) -> None:
         """Prepare for the gradients of these leaves.
 
         Args:
             window: The sums of earlier gradients, to be added; see `Storage`.
         """
-        self._window = window or {}
-        self.leaves, self.missing, self.work = leaves, len(leaves), None
-        self.told, self._given = None, []
+        self._window = window
+        self.leaves, self.missing, self.work, self.told = leaves, len(leaves), None, None
         self.scattered = False
         # A hook may have replaced it by its result. On the host a direct buffer keeps the last gradient until the next one
         # comes: free memory at the end of the heap would go back to the system, and be faulted in again.
         self.grads = self._own
-        self.taken = [False] * len(leaves)
+        self.taken, self._come = [False] * len(leaves), []
 
-    def copy_grad(self, i: int, leaf: Tensor) -> None:
-        """Copy the gradient that autograd has just left at the i-th leaf, while it is in the cache."""
-        grad: Any = leaf.grad
+    def arrived(self, i: int) -> None:
+        """Note that autograd has left the gradient of the i-th leaf there. On the host it is taken while it is in the cache."""
         if self.taken[i]:
-            raise RuntimeError(
-                f"the gradient of {self.bucket.paths[i]!r} arrived twice in one backward pass, so that the first part would "
-                f"be lost; with torch.utils.checkpoint pass use_reentrant=False"
-            )
-        if grad.layout is not torch.strided:
-            check_dense(f"the gradient of {self.bucket.paths[i]!r}", grad)
-        if self._window and (total := self._window.pop(leaf, None)) is not None:
-            grad = total.add_(grad).to(grad.dtype)
+            self.refuse_second(i)
+        self.taken[i] = True
+        self._come.append(i)
+        if not self._on_device or len(self._come) == self.missing:  # a launch on a device costs more than memory
+            self.take(self._come)
+        if not self.missing and self._small:
+            self.last = i
+
+    def take(self, places: Sequence[int]) -> None:
+        """Take the gradients of these leaves, in one launch."""
+        grads: list[Any] = []
+        for i in places:
+            leaf = self.leaves[i]
+            grad: Any = leaf.grad
+            if grad.layout is not torch.strided:
+                check_dense(f"the gradient of {self.bucket.paths[i]!r}", grad)
+            if self._window and (total := self._window.pop(leaf, None)) is not None:
+                grad = total.add_(grad).to(grad.dtype)
+            grads.append(grad)
+            leaf.grad = None
+            self.taken[i] = self.used[i] = True
         if self.direct:
             # Autograd's gradient itself becomes the message, without a copy, unless other gradients share its memory.
-            self.buffer = self.grads = (grad.clone() if _is_shared(grad) else grad.contiguous()).view(-1)
-        elif self._on_device:  # gradients wait until all have come
-            self._given.append((self._views[i], grad))
-        else:
-            self._views[i].copy_(grad)
-        leaf.grad = None
-        self.taken[i] = self.used[i] = True
-        self.missing -= 1
-        if not self.missing:
-            self._copy_given()
-
-    def _copy_given(self) -> None:
-        """Copy the gradients that have come, in one launch."""
-        if self._given:
-            views, grads = zip(*self._given, strict=True)
-            self._given = []
-            torch._foreach_copy_(list(views), list(grads))
+            for grad in grads:
+                self.buffer = self.grads = (grad.clone() if _is_shared(grad) else grad.contiguous()).view(-1)
+        elif grads:
+            torch._foreach_copy_([self._views[i] for i in places], grads)
+        self.missing -= len(places)
+        self._come = []
 
     def fill(self) -> None:
         """Complete the bucket after backward with gradients of earlier calls, or zeros where there are none."""
         for i, leaf in enumerate(self.leaves):
-            if self.taken[i]:
-                continue
-            if leaf.grad is not None:
-                self.copy_grad(i, leaf)
-            elif leaf in self._window:
+            if leaf.grad is None and leaf in self._window:
                 leaf.grad = torch.zeros_like(leaf)
-                self.copy_grad(i, leaf)
-            elif self.direct:
-                self.buffer = self.grads = torch.zeros_like(leaf).view(-1)
-            else:
-                self._views[i].zero_()
+            elif leaf.grad is None and not self.taken[i]:
+                if self.direct:
+                    self.buffer = self.grads = torch.zeros_like(leaf).view(-1)
+                else:
+                    self._views[i].zero_()
+        self.take([i for i, leaf in enumerate(self.leaves) if leaf.grad is not None])
         self.missing = 0
-        self._copy_given()
+
+    def refuse_second(self, i: int) -> NoReturn:
+        """Raise RuntimeError for a gradient of the i-th leaf that comes after one of the same backward pass."""
+        raise RuntimeError(
+            f"the gradient of {self.bucket.paths[i]!r} arrived twice in one backward pass, so that one part would be lost; with "
+            f"torch.utils.checkpoint pass use_reentrant=False"
+        )
 
     def clear_padding(self) -> None:
         if self._padding is not None:
@@ -224,7 +233,6 @@ class BucketQueue:
         self.outgoing = outgoing
         self._next = len(outgoing)
         self._open = False
-        self._kept: dict[Tensor, Tensor | None] | None = None  # the gradients set aside while muted
 
     def start(self, storage: Storage, launch: Launch) -> None:
         """Take the gradients of these parameters, and launch the buckets in the thread that fills them."""
@@ -235,11 +243,9 @@ class BucketQueue:
     @contextlib.contextmanager
     def muted(self, storage: Storage) -> Iterator[None]:
         """Discard gradients that arrive within the with block. A factor of 0 would not do: 0 * inf is nan."""
-        try:
-            with storage.grads_aside() as self._kept:
-                yield
-        finally:
-            self._kept = None
+        self._open = False
+        with storage.grads_aside():
+            yield
 
     def stop(self) -> None:
         """Take no more gradients until the next start."""
@@ -252,17 +258,19 @@ class BucketQueue:
         for out in self.outgoing:
             out.free()
 
-    def arrived(self, index: int, i: int, leaf: Tensor) -> None:
-        """Take the gradient of the i-th leaf of this bucket, and launch the buckets that are ready."""
+    def arrived(self, index: int, i: int | None) -> None:
+        """Note a gradient of this bucket, and launch the buckets that are ready.
+
+        Args:
+            i: Its number; None: the one that comes last.
+        """
         if not self._open:
             return  # a backward pass over these leaves outside the step
-        if self._kept is not None:
-            kept = self._kept.pop(leaf, None)
-            leaf.grad = torch.zeros_like(leaf) if kept is None else kept
-        if leaf.grad is None:
-            return  # a function's backward gave none; `finish` fills in zeros
         out = self.outgoing[index]
-        out.copy_grad(i, leaf)
+        if i is not None and out.leaves[i].grad is not None:  # a function's backward may give none
+            out.arrived(i)
+        elif i is None and all([leaf.grad is not None for leaf in out.leaves]):  # others are taken after backward
+            out.take(range(out.missing))
         if not out.missing:
             self._advance()
 
@@ -276,8 +284,12 @@ class BucketQueue:
         """Fill and launch the buckets that backward did not complete, after it has ended."""
         self._open = False
         for out in self.outgoing:
+            late = [i for i, leaf in enumerate(out.leaves) if leaf.grad is not None]
             if out.missing:
                 out.fill()
+                out.last = None if late else out.last  # they come in another order now
+            elif late:
+                out.refuse_second(late[0])
         self._advance()
 
 
@@ -297,17 +309,26 @@ class GradHooks:
         self.in_loss: bool = False
         self._keeping = False
         self._handles: list[Any] = []
+        self._lasts: list[int | None] = []
         self._attached: Callable[[], Storage | None] = _nothing
 
-    def attach(self, storage: Storage) -> None:
-        """Attach a hook to each leaf of this storage, and remove the hooks from the previous one."""
-        if self._attached() is storage:
+    def attach(self, storage: Storage, one_pass: bool) -> None:
+        """Attach hooks to the leaves of this storage, and remove those from the previous one.
+
+        A step of one backward pass has one hook for each bucket, on the leaf that comes last, once the first step has shown which.
+
+        Args:
+            one_pass: Whether a step has one backward pass.
+        """
+        outgoing = [] if self.queue is None or not one_pass else self.queue.outgoing
+        lasts = [out.last for out in outgoing] or [None] * len(storage.layout)
+        if self._attached() is storage and lasts == self._lasts:
             return
         self.detach()
-        self._attached = weakref.ref(storage)
+        self._attached, self._lasts = weakref.ref(storage), lasts
         me = weakref.ref(self)
 
-        def hook_of(bucket: int, leaf: int) -> Callable[[Tensor], None]:
+        def hook_of(bucket: int, leaf: int | None) -> Callable[[Tensor], None]:
             def arrived(tensor: Tensor) -> None:  # it runs for every leaf in every step
                 hooks = me()
                 if hooks is None:
@@ -320,12 +341,13 @@ class GradHooks:
                 if hooks._keeping:
                     keep_grad(tensor, hooks._attached())
                 elif hooks.queue is not None:
-                    hooks.queue.arrived(bucket, leaf, tensor)
+                    hooks.queue.arrived(bucket, leaf)
 
             return arrived
 
-        for i, leaves in enumerate(storage.by_bucket):
-            self._handles += [leaf.register_post_accumulate_grad_hook(hook_of(i, j)) for j, leaf in enumerate(leaves)]
+        for i, (leaves, last) in enumerate(zip(storage.by_bucket, lasts, strict=True)):
+            some = enumerate(leaves) if last is None else [(None, leaves[last])]
+            self._handles += [leaf.register_post_accumulate_grad_hook(hook_of(i, j)) for j, leaf in some]
 
     def detach(self) -> None:
         self._attached = _nothing

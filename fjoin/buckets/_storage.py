@@ -284,13 +284,13 @@ class Storage:
             leaf.grad = None
 
     @contextlib.contextmanager
-    def grads_aside(self) -> Iterator[dict[Tensor, Tensor | None]]:
-        """Set the leaves' gradients aside within a with block; restore those still in the yielded dict at its end."""
+    def grads_aside(self) -> Iterator[None]:
+        """Set the leaves' gradients aside within a with block; restore them at its end."""
         kept = {leaf: leaf.grad for leaf in self.leaves.values()}
         window, self.window = self.window, {}
         self.clear_grads()
         try:
-            yield kept
+            yield
         finally:
             self.window = window
             for leaf, grad in kept.items():

@@ -77,16 +77,17 @@ class DDPRun:
         self.used: UsedParameters | None = UsedParameters(params, mesh) if asks else None
         layout = first_buckets(ddp, params)
         self._buckets = {bucket.paths: (bucket, self._pieces_of(bucket)) for bucket in layout}
-        parts = parts_of(hook if pipeline is None else pipeline)
+        self.params: ModuleParams = ModuleParams(params, self.pieces, layout)
+        ends = EndStates() if pipeline is None else self.params.init(pipeline)
+        parts = parts_of(self.what)._replace(compares=self.params.compares)
         self.agreements: Agreements = Agreements(mesh, plan, parts, "module", CALLS)
         self.reducer: Reducer = make_reducer(plan, mesh, self.agreements, "module", False)
-        self.params: ModuleParams = ModuleParams(params, self.pieces, layout)
         skips = None if pipeline is None else pipeline.skips
-        ends, self.divides = EndStates(), False
+        self.divides = False
         self.scaling: ScaledLoss | None = None
         if pipeline is not None:
             self.agreements.ids.number()
-            ends, at = self.params.init(pipeline), pipeline.optimizer.at
+            at = pipeline.optimizer.at
             self.divides = all(
                 divides(part, dtype) for part, dtype in {(at(path), p.dtype) for path, p in params.items()}
             )
@@ -120,7 +121,9 @@ class DDPRun:
     def explain(self, at_step: int) -> Explanation:
         """The messages of a pass, with the buckets of the last pass, or before any pass those of the first."""
         what, uses, buckets = self.what, self.used is not None, self.params.layout
-        return Counting(what, self.leaves, self.mesh.shape, buckets=buckets, uses=uses).explanation(at_step)
+        compares = self.params.compares
+        counting = Counting(what, self.leaves, self.mesh.shape, buckets=buckets, uses=uses, compares=compares)
+        return counting.explanation(at_step)
 
     def checksum(self) -> int:
         """A checksum of the parameters; 0 where all ranks have equal parameters after each step."""

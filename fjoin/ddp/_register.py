@@ -289,7 +289,9 @@ def register(model: DistributedDataParallel, what: Transform | Pipeline, mesh: M
     that needs the old parameters no longer finds them, and torch raises an error.
 
     A mean over weights takes the weight set by `handle.weight(w)` before backward, a number of the host: for a tensor on
-    a device the host waits. This adds one small message, with the first bucket, which `handle.explain()` shows. In a Join,
+    a device the host waits. This adds one small message, with the first bucket, which `handle.explain()` shows. A mean with
+    `over="world"`, torch's, is of all ranks alike: where the ranks have no hyperparameters to compare either, the gradients are the only
+    messages, and the ranks are not asked whether they run the same pass. In a Join,
     torch's or ours, a rank without input counts 0; so with a pipeline all ranks take every step, and at the end each keeps
     its parameters, where torch sends those of the last rank to all. Divisors of the Join have no effect: the hook divides.
 

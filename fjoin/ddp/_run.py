@@ -146,6 +146,11 @@ class ModuleParams:
         return init_ends(pipeline, own, slots, self.flats)
 
     @property
+    def compares(self) -> bool:
+        """Whether there are hyperparameters that may differ between ranks."""
+        return bool(self._watched)
+
+    @property
     def has_masters(self) -> bool:
         return any(master_of(state) is not None for state in self.stepper.states.values())
 

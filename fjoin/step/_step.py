@@ -76,7 +76,10 @@ class Step:
         run, body = self._run, self._body
         agreements, self._record, self._values = run.agreements, record, values
         self._records = records = agreements.records(body.step)
-        self._begun = begun = {axes: agreements.record(axes).send(values) for axes in records.before}
+        begun = {axes: agreements.record(axes).send(values) for axes in records.before}
+        if records.known:
+            begun[record.axes] = record.alike({**values, "weight": 1.0, "live": 1.0})
+        self._begun = begun
         if records.apart:
             self._counts = agreements.send(counts)
         if agreements.plan.reduce is None:

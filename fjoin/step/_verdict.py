@@ -295,18 +295,22 @@ class StepCheck:
             DesyncError: the ranks have called different steps.
         """
         records = [CountsOfAll(0, sums)] if counts is None else counts
-        if any([isinstance(value, Tensor) for value in (sums["weight"], *[of_all["weight"] for _, of_all in records])]):
+        on_device, left, asked = isinstance(sums["weight"], Tensor), False, []
+        for _, of_all in records:
+            on_device = on_device or isinstance(of_all["weight"], Tensor)
+        if on_device:
             return self._on_device(step, records, sums, outgoing, divisor, clip, counts is None)
-        if (ids := self._ids) is not None:
-            for late, of_all in records:
-                ids.check(step, of_all, late)
-        # Whether some rank has left out an earlier step.
-        left = any([any(masks(of_all)) for late, of_all in records if late])
+        for late, of_all in records:
+            if self._ids is not None:
+                self._ids.check(step, of_all, late)
+            left = left or (late > 0 and any(masks(of_all)))  # whether some rank has left out an earlier step
+            if "has_next" in of_all:
+                asked.append(of_all["has_next"])
         live = sums["weight"] != 0
         fine = not live or left or self._is_fine(sums, outgoing)
         bad = live and not left and not fine
         self.left_out = float(bad and counts is not None and not self._skips)
-        self._requests.note(*asked_in(records))
+        self._requests.note(*asked)
         if left or (bad and counts is None and not self._skips):
             return Decision(Effect(True, False), error=self._error(step, records, sums, outgoing))
         effect = Effect(live, fine)
@@ -343,7 +347,8 @@ class StepCheck:
         left_out = inverse(fine) & live & inverse(left | other)
         raises = left | other | (left_out & (together and not self._skips))
         self.left_out = 0.0 if together or self._skips else torch.as_tensor(left_out, dtype=torch.float64)
-        words = [torch.as_tensor(raises, dtype=torch.float64), *asked_in(records)]
+        asked = [of_all["has_next"] for _, of_all in records if "has_next" in of_all]
+        words = [torch.as_tensor(raises, dtype=torch.float64), *asked]
         self.reads.add((step, records), torch.stack(words))
         effect = Effect(live, fine & inverse(left | other), raises)
         found_inf = inverse(effect.steps).to(torch.float32)  # type: ignore[union-attr]
@@ -424,11 +429,6 @@ class StepCheck:
         """Raise NonFinite if some ranks left out a step, which others may have taken."""
         if any(masks(counts)):
             raise error_of_some(step, counts, self.ranks)
-
-
-def asked_in(records: Sequence[CountsOfAll]) -> list[Any]:
-    """The counts of ranks with another batch, and of their requests."""
-    return [of_all["has_next"] for _, of_all in records if "has_next" in of_all]
 
 
 def _any_set(words: Sequence[Any]) -> Flag:

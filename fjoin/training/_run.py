@@ -113,7 +113,7 @@ class Run:
             step_id = agreements.begin(body.step, rates)
         if storage.follow_stream():
             passes.hooks.detach()
-        passes.hooks.attach(storage)
+        passes.hooks.attach(storage, one_pass=self.accumulate == 1)
         self.stop()
         if span is not None:
             span.next("forward")

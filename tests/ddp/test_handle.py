@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import fjoin
 from fjoin import transforms as tx
+from tests import traffic
 from tests.helpers import raises_text
 
 LOSSES = (5.0, 4.0, 4.0, 4.0, 3.9, 4.0, 4.0, 4.0)
@@ -53,6 +54,29 @@ def test_a_rate_that_follows_a_result_is_that_of_torch(pool: Any, optimizer: str
     ):
         assert rates == expected and rates[-1] == 0.025
         assert all(torch.allclose(a, b, rtol=0, atol=1e-6) for a, b in zip(params, of_torch, strict=True))
+
+
+def falling(step: Any) -> Any:
+    return 0.1 / (step + 1)
+
+
+def messages(over: Any, rate: Any) -> list[tuple[str, int]]:
+    """Those of the third pass."""
+    model, handle = made(tx.fuse(tx.mean("data", over=over), tx.adamw(rate)))
+    for _ in range(3):
+        with traffic.watched() as sent:
+            model(torch.ones(1, 3)).sum().backward()
+    announced = [message.payload_bytes for row in handle.explain().rows for message in row.messages]
+    assert sorted(one.bytes for one in sent) == sorted(announced)
+    return [(one.name, one.elements) for one in sent]
+
+
+def test_a_mean_over_the_world_sends_the_gradients_alone(pool: Any) -> None:
+    for rate, more in ((0.1, 0), (tx.cosine(0.1, 9), 0), (falling, 1)):
+        for sent in pool.run(2, messages, "world", rate):
+            assert len(sent) == 1 + more and max(elements for _, elements in sent) == 8
+    for sent in pool.run(2, messages, "weight", 0.1):
+        assert len(sent) == 2
 
 
 def shown() -> list[str]:

@@ -143,16 +143,18 @@ class Streams(TorchDispatchMode):
             init(check, *args, **kwargs)
             check.on_device = True
 
-        def in_leaf_stream(queue: Any, bucket: int, i: int, leaf: Tensor) -> None:
-            name = self.leaf_stream(bucket, i)
-            leaves.add(name)
-            self.clocks.wait(
-                name, self.clocks.state(self.current)
-            )  # autograd waits for the stream of the gradient's kernel
-            if leaf.grad is not None:
-                self.clocks.record(leaf.grad, name)  # as autograd does where it hands a gradient to another stream
-            with Stream(self, name):
-                arrived(queue, bucket, i, leaf)
+        def in_leaf_stream(queue: Any, bucket: int, i: int | None) -> None:
+            out = queue.outgoing[bucket]
+            for j in range(len(out.leaves)) if i is None else (i,):
+                name, grad = self.leaf_stream(bucket, j), out.leaves[j].grad
+                leaves.add(name)
+                self.clocks.wait(
+                    name, self.clocks.state(self.current)
+                )  # autograd waits for the stream of the gradient's kernel
+                if grad is not None:
+                    self.clocks.record(grad, name)  # as autograd does where it hands a gradient to another stream
+            with Stream(self, self.leaf_stream(bucket, out.last if i is None else i)):
+                arrived(queue, bucket, i)
 
         def and_joined(start: Any, loss: Tensor) -> None:
             backward(start, loss)

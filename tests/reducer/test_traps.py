@@ -209,18 +209,17 @@ def taken(loss: Any) -> tuple[dict[str, bool], dict[str, int], dict[str, float]]
     torch.manual_seed(0)
     shapes = dict.fromkeys(("first", "second", "left", "right", "expanded"), (SIDE, SIDE)) | {"bias": (SIDE,)}
     params = {path: torch.randn(shape) / SIDE for path, shape in shapes.items()}
-    own, sent, inner = {k: p.clone() for k, p in params.items()}, dict[str, tuple[int, int]](), GradBuffer.copy_grad
+    own, sent, inner = {k: p.clone() for k, p in params.items()}, dict[str, tuple[int, int]](), GradBuffer.take
 
-    def copy_grad(out: GradBuffer, i: int, leaf: Tensor) -> None:
-        assert leaf.grad is not None
-        given = leaf.grad.data_ptr()
-        inner(out, i, leaf)
-        if out.direct:
-            sent[out.bucket.paths[i]] = given, out.buffer.data_ptr()
+    def take(out: GradBuffer, places: Any) -> None:
+        given = [grad.data_ptr() for leaf in out.leaves if (grad := leaf.grad) is not None]
+        inner(out, places)
+        if out.direct and given:
+            sent[out.bucket.paths[0]] = given[0], out.buffer.data_ptr()
 
     step = fjoin.train_step(loss, tx.fuse(tx.mean("data"), tx.sgd(0.1)), mesh=fjoin.mesh({"data": 1}))
     state = step.init(params)
-    with mock.patch.object(GradBuffer, "copy_grad", copy_grad):
+    with mock.patch.object(GradBuffer, "take", take):
         for _ in range(3):
             x = torch.randn(8, SIDE)
             sent.clear()

@@ -41,6 +41,7 @@ from ._environment import (
     lookup as lookup,
 )
 from ._primitive import (
+    DIRECT_BYTES as DIRECT_BYTES,
     Message as Message,
     as_tensor as as_tensor,
     from_order as from_order,

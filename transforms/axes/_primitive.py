@@ -68,8 +68,8 @@ def sent_bytes(op: str, payload: int, ranks: int, arg: Any = None, rank: int = 0
 # Measured: packing 37 MB takes 2 to 3 times as long in one piece, whose memory comes from the system anew each time.
 # Leaves are never split.
 MESSAGE_BYTES = 25 * 10**6
-# In sums leaves of this size travel alone, without being packed.
-_LARGE_BYTES = 2**20
+# In sums leaves of this size are messages of their own, which need no copy: a smaller message costs more than the copy.
+DIRECT_BYTES = 4 * 10**6
 # The dtypes that every backend can send and add.
 _SENT = {
     torch.bool,
@@ -86,16 +86,17 @@ _SENT = {
 }
 
 
-def can_send(leaf: Tensor, ordered: bool) -> bool:
-    if leaf.layout is not torch.strided:
-        return False
-    return leaf.dtype in _SENT and not (ordered and leaf.is_complex())
+def can_send(leaves: list[Tensor], ordered: bool) -> bool:
+    for layout, dtype in {(leaf.layout, leaf.dtype) for leaf in leaves}:
+        if layout is not torch.strided or dtype not in _SENT or (ordered and dtype.is_complex):
+            return False
+    return True
 
 
 def refuse(tree: Tree, ordered: bool) -> NoReturn:
     """Raise TypeError for the first leaf that cannot be sent between ranks."""
     paths, leaves, _ = optree.tree_flatten_with_path(tree)
-    path, leaf = next((p, x) for p, x in zip(paths, map(as_tensor, leaves), strict=True) if not can_send(x, ordered))
+    path, leaf = next((p, x) for p, x in zip(paths, map(as_tensor, leaves), strict=True) if not can_send([x], ordered))
     name = f"the leaf at {path_string(path)!r}" if path else "the tensor"
     if leaf.layout is not torch.strided:
         raise TypeError(
@@ -139,7 +140,7 @@ def packed(
     """
     leaves, structure = optree.tree_flatten(tree)
     leaves = [as_tensor(leaf) for leaf in leaves]
-    if not all([can_send(leaf, ordered) for leaf in leaves]):
+    if not can_send(leaves, ordered):
         refuse(tree, ordered)
     out: list[Any] = [None] * len(leaves)
     rows = [leaf.reshape((*leaf.shape[:lead], math.prod(leaf.shape[lead:]))) for leaf in leaves]
@@ -156,13 +157,13 @@ def messages(leaves: list[Tensor], alone: bool) -> list[list[int]]:
     """The leaves that travel together: of one dtype and device, in their order, up to `MESSAGE_BYTES`.
 
     Args:
-        alone: Whether those of at least `_LARGE_BYTES` travel alone.
+        alone: Whether those of at least `DIRECT_BYTES` travel alone.
     """
     done: list[list[int]] = []
     filling: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
     for i, leaf in enumerate(leaves):
         key, size = (leaf.dtype, leaf.device), leaf.numel() * leaf.element_size()
-        if alone and size >= _LARGE_BYTES:
+        if alone and size >= DIRECT_BYTES:
             done.append([i])
             continue
         members, filled = filling.get(key, ([], 0))
@@ -248,7 +249,7 @@ def sum_plain(leaves: list[Tensor], axis: AxisName, kept: Sequence[Tensor] = ())
     Returns:
         The sums, in the memory of `leaves` or in that of the messages.
     """
-    if not all([can_send(leaf, False) for leaf in leaves]):
+    if not can_send(leaves, False):
         refuse(leaves, False)
     keep = set(map(id, kept))
     for one in _lookup_all(axis) if leaves else ():

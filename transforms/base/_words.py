@@ -24,6 +24,7 @@ def words_per_scalar(dtype: torch.dtype) -> int:
     return 1 if dtype is torch.float64 else 2
 
 
+@functools.cache
 def _base(ranks: int) -> float:
     return float(2 ** (24 - math.ceil(math.log2(ranks)))) if ranks > 1 else float(2**24)
 

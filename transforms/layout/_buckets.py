@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..axes import DIRECT_BYTES
 from ..base import words_dtype
 
 # Measured on gloo: larger messages are faster up to about 25 MB on loopback, but at 1 to 3 Gbit/s 5 MiB is best, since
@@ -15,7 +16,6 @@ from ..base import words_dtype
 BUCKET_BYTES = 5 * 2**20
 # The first of several buckets is smaller, so sending starts early and a slow link is busy from then on.
 FIRST_BYTES = 2**20
-DIRECT_BYTES = 4 * 10**6
 # On an accelerator a message costs the host more time than a copy costs the device.
 ACCELERATOR_BYTES = 25 * 2**20
 # The alignment of leaves: matrix kernels are slower on tensors that do not begin at a cache line.

@@ -77,7 +77,8 @@ def adagrad(
 
     def kernel(params: list[Tensor], grads: list[Tensor], states: list[AdagradState]) -> None:
         settings: Any = dict(lr=kernel_lr(lr, states[0].step), **numbers, maximize=maximize)
-        torch_adagrad(params, grads, slots(states, "sum"), slots(states, "step"), foreach=True, **settings)
+        sums, steps = slots(states, "sum", "step")
+        torch_adagrad(params, grads, sums, steps, foreach=True, **settings)
 
     step_params_ = in_float32_(in_place(kernel))  # torch's kernel reads the step, and waits for a device
     return from_kernel(init_param, step_param, step_params_, numbers.values(), maximize=maximize, on_devices=False)

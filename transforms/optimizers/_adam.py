@@ -120,7 +120,7 @@ def _adam(
         step = states[0].step
         rate = kernel_lr(lr, step)
         step.add_(1)
-        moments = [slots(states, name) for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")]
+        moments = slots(states, "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
         now = {**settings, "lr": rate, "state_steps": [step] * len(params)}
         run_fused(kernel, [params, grads, *moments], guards, now)
         if (found_inf := guards.get("found_inf")) is not None:

@@ -131,9 +131,10 @@ def zeros(kind: Callable[..., Any], **filled: bool) -> Callable[[Tensor], Any]:
     return init_param
 
 
-def slots(states: list[Any], name: str) -> list[Tensor]:
-    """One field of all states, as torch's functions take it; an empty list where it is None."""
-    return [getattr(state, name) for state in states if getattr(state, name) is not None]
+def slots(states: list[Any], *names: str) -> list[list[Tensor]]:
+    """Fields of all states, as torch's functions take them; an empty list where a field is None."""
+    columns = dict(zip(states[0]._fields, map(list, zip(*states, strict=True)), strict=True))
+    return [[] if columns[name][0] is None else columns[name] for name in names]
 
 
 def one_param(step_params_: Callable[..., None]) -> Callable[..., None]:
@@ -222,7 +223,7 @@ def from_torch(
                 kept.copy_(first_rate(first[0], state.step, kept))
         rate = {} if lr is None else {"lr": kernel_lr(lr, step)}
         count, *others = map(list, zip(*states, strict=True))
-        lists = [slots(states, name) for name in names] or [*others, count]
+        lists = slots(states, *names) or [*others, count]
         function(params, grads, *lists, foreach=foreach, capturable=is_accelerator(step.device), **rate, **settings)
 
     step_params_ = in_float32_(in_place(kernel, common))

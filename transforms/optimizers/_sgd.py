@@ -98,7 +98,7 @@ def sgd(
             raise ValueError(f"momentum is {momentum}, but was 0 when the state was made: begin with a small momentum")
         # The velocity starts at 0, so only dampening makes the first step different.
         first = bool(momentum) and bool(dampening) and bool(step == 0)
-        velocities = slots(states, "momentum") if momentum else []
+        velocities = slots(states, "momentum")[0] if momentum else []
         now = {**settings, "lr": kernel_lr(lr, step), "is_first_step": first}
         run_fused(torch._fused_sgd_, [params, grads, velocities], guards, now)
         found_inf = guards.get("found_inf")
@@ -297,7 +297,7 @@ def lion(
         return param, LionState(state.step + 1, lerp(state.exp_avg, grad, 1 - beta2))
 
     def kernel(params: list[Tensor], grads: list[Tensor], states: list[LionState]) -> None:
-        rate, averages = kernel_lr(lr, states[0].step), slots(states, "exp_avg")
+        rate, (averages,) = kernel_lr(lr, states[0].step), slots(states, "exp_avg")
         if maximize:
             grads = list(torch._foreach_neg(grads))
         directions = torch._foreach_lerp(averages, grads, 1 - beta1)

@@ -189,7 +189,7 @@ class Counting:
         axes: Axis name -> number of ranks.
         sizes: The sizes of buckets in bytes; see `bucket_sizes`.
         buckets: Those of a DistributedDataParallel, whose messages carry gradients only.
-        uses: Whether its ranks agree on the parameters in use.
+        uses, compares: Whether its ranks agree on the parameters in use, and compare hyperparameters.
         buffers, on_buffers: The buffers, and their transform.
 
     Raises:
@@ -206,6 +206,7 @@ class Counting:
         *,
         buckets: tuple[Bucket, ...] | None = None,
         uses: bool = False,
+        compares: bool = True,
         buffers: Mapping[str, Tensor] | None = None,
         on_buffers: Transform | None = None,
     ) -> None:
@@ -214,7 +215,8 @@ class Counting:
             raise TypeError(f"explain takes a pipeline or a transform, got {pipeline!r}")
         self._pipeline = pipeline if isinstance(pipeline, Pipeline) else None
         self._hook = pipeline.hook if isinstance(pipeline, Pipeline) else pipeline
-        self._parts, self._in_module, self._uses = parts_of(pipeline, on_buffers), buckets is not None, uses
+        self._parts = parts_of(pipeline, on_buffers)._replace(compares=compares)
+        self._in_module, self._uses = buckets is not None, uses
         for path, leaf in named_leaves(params).items():
             check_dense(f"params[{path!r}]", leaf)
         self._notes: list[Message] = []

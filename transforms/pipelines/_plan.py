@@ -37,6 +37,7 @@ class Parts(NamedTuple):
     skips: bool = False  # whether it skips steps that are not finite
     on_buffers: Transform | None = None  # the transform of the buffers, in a train_step
     steps: bool = True  # whether there is an optimizer, and not the hook alone
+    compares: bool = True  # whether it has hyperparameters that may differ between ranks, which they compare
 
     @property
     def ends(self) -> tuple[Transform, ...]:
@@ -54,6 +55,7 @@ class Records(NamedTuple):
     before: the axes of the records that go before the gradients, each in a message of its own: of the ranks that share gradients, and
         of those whose weights a mean in the hook needs.
     rides: whether the record of the ranks that share gradients travels in the messages of the hook.
+    known: whether each rank knows it without a message.
     apart: whether a record of all ranks that loop together goes too, since the hook leaves some of them out. It is read in the next
         step, if nothing in this one needs it.
     pieces: the axis over which a verdict on pieces is summed after the hook, or None.
@@ -65,6 +67,7 @@ class Records(NamedTuple):
     apart: bool = False
     pieces: str | None = None
     verdict: bool = False
+    known: bool = False
 
 
 class Plan(NamedTuple):
@@ -146,17 +149,19 @@ def records_of(plan: Plan, parts: Parts, step: int, place: Place) -> Records:
     """The records of a step, by its number.
 
     Where ranks loop together all of them must know of each other in every step. The record of a plain reduction travels in its
-    messages; for other hooks it goes before them, since their means need the sum of the weights. torch's buckets have no room for it.
+    messages; for other hooks it goes before them, since their means need the sum of the weights. torch's buckets have no room for it; in
+    a module's mean over the world, where no hyperparameters are compared, there is nothing to say.
     """
     axes, equal, shares = plan.reduced(step)
     plain = plan.reduce is not None
     rides = plain and equal and place == "buckets"
-    before = [axes] if not rides and (plain or equal or shares) else []
+    known = plain and equal and place == "module" and plan.over == "world" and not (parts.steps and parts.compares)
+    before = [axes] if not (rides or known) and (plain or equal or shares) else []
     before += [one for one in shares if not plain and one != axes]
     if not parts.steps:
-        return Records(tuple(before), rides)
+        return Records(tuple(before), rides, known=known)
     apart = axes != plan.loop_axes and not (place == "module" and parts.skips)
-    return Records(tuple(before), rides, apart, plan.hook.sharded_over, not equal)
+    return Records(tuple(before), rides, apart, plan.hook.sharded_over, not equal, known)
 
 
 def _reduced(hook: Transform, mesh_axes: tuple[str, ...], step: int) -> Reduced:
