@@ -64,7 +64,7 @@ class DDPRun:
             )
         ignored = ddp.parameters_to_ignore
         params = {path: p for path, p in ddp.module.named_parameters() if p.requires_grad and path not in ignored}
-        self.leaves, self._path_of = params, {p: path for path, p in params.items()}
+        self.leaves, self._path_of = params, {id(p): path for path, p in params.items()}
         self.pieces: Pieces | None = None
         if pipeline is not None and pipeline.sharding is not None:
             # By the parameters, not by the module's buckets, which change after the first pass.
@@ -195,7 +195,7 @@ class DDPRun:
             raise TypeError(
                 "the module has sparse gradients, which are not supported; for nn.Embedding pass sparse=False"
             )
-        paths = tuple(self._path_of[p] for p in bucket.parameters())
+        paths = tuple(map(self._path_of.__getitem__, map(id, bucket.parameters())))
         if paths not in self._buckets:
             new = bucket_of(paths, bucket.buffer().numel(), bucket.buffer())
             self._buckets[paths] = new, self._pieces_of(new)

@@ -68,9 +68,10 @@ class ModulePass(Step):
             divide(outgoing, self._divisor)
         if run.pipeline is None or not decision.changes:
             return
-        own, at, used = self._own_leaves(), run.pipeline.optimizer.at, self._used
+        own, optimizer, used = self._own_leaves(), run.pipeline.optimizer, self._used
+        one = optimizer if optimizer.select is None else None
         items = [
-            (path, at(path), own[path], grad)
+            (path, one or optimizer.at(path), own[path], grad)
             for out in outgoing
             for path, grad in out.by_path().items()
             if used is None or path in used

@@ -173,7 +173,7 @@ class ForeachStepper:
 
     def step(self, items: Sequence[Item], **guards: Tensor | None) -> None:
         """Step these parameters, which have been checked; the step counts of the others stay."""
-        of_one_age = Counter(id(state.step) for state in self.states.values())
+        of_one_age = Counter([id(state.step) for state in self.states.values()])
         self.begin(items)
         ages = [id(self.states[key].step) for key, *_ in items]
         for some in stepped_together(items, ages):
