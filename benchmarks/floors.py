@@ -9,8 +9,6 @@ and check nothing.
 
 from __future__ import annotations
 
-import json
-import os
 import resource
 import sys
 from collections import Counter
@@ -159,7 +157,7 @@ LOOPS: dict[str, Callable[[str, Any, Sum], Variant]] = {
 # -- counts ------------------------------------------------------------------------------------------------------------
 
 
-def counts(run: Callable[[int], None], steps: int = 4) -> dict[str, float]:
+def counts(run: Callable[[int], None], steps: int) -> dict[str, float]:
     """Of one steady step on this rank."""
     run(6)
     found: Counter[str] = Counter()
@@ -198,32 +196,11 @@ def main() -> None:
     print("| model | variant | Python frames | aten calls | MB copied | messages | switches |")
     print("|---|---|---|---|---|---|---|")
     for model in sys.argv[1:] or ("tiny",):
-        rank = launch("count", model, 0, ROWS, script="floors.py")[0]
+        rank = launch("count", model, 4, ROWS)[0]
         for name, row in rank.items():
             shown = " | ".join(f"{row[key]:.4g}" for key in ("frames", "aten", "MB", "messages", "switches"))
             print(f"| {model} | {name} | {shown} |")
 
 
-def rank_main() -> None:
-    import warnings
-
-    import variants
-    from launch import join
-
-    import fjoin
-
-    _, model, _, out, *names = sys.argv[1:]
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
-    join()
-    mesh = fjoin.mesh({"data": -1}, transport="gloo")
-    batch = models.batch(model, dist.get_rank())
-    found = {name: counts(variants.MAKE[name](model, batch, mesh)[0]) for name in names}
-    with open(out, "w") as file:
-        json.dump(found, file)
-    dist.barrier()
-    os._exit(0)  # as in step.py
-
-
 if __name__ == "__main__":
-    rank_main() if sys.argv[1:2] == ["count"] else main()
+    main()

@@ -4,6 +4,7 @@ Usage:
 
     step.py time MODEL ROUNDS OUT VARIANT ...      wall and CPU seconds of a step, per round and variant
     step.py alone MODEL STEPS OUT VARIANT          memory, page faults and CPU time of one variant, alone
+    step.py count MODEL STEPS OUT VARIANT ...      what a step of each variant calls, copies and sends
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import time
 import warnings
 from typing import Any
 
+import floors
 import models
 import torch
 import torch.distributed as dist
@@ -128,6 +130,9 @@ def main() -> None:
     mesh = fjoin.mesh({"data": -1}, transport="gloo")
     if what == "time":
         result = measure(name, int(count), names, mesh)
+    elif what == "count":
+        batch = models.batch(name, dist.get_rank())
+        result = {variant: floors.counts(variants.MAKE[variant](name, batch, mesh)[0], int(count)) for variant in names}
     else:
         result = alone(name, int(count), names[0], mesh)
     with open(out, "w") as f:

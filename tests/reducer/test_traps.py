@@ -268,9 +268,14 @@ def test_gradients_come_in_another_order_than_in_the_step_before() -> None:
     own = {name: p.clone() for name, p in params.items()}
     step = fjoin.train_step(in_any_order, tx.fuse(tx.mean("data"), tx.sgd(0.5)), mesh=fjoin.mesh({"data": 1}))
     state = step.init(params)
-    for number in (0, 0, 1, 5, 6, 0, 11, 2, 2, 3):
+    late: list[bool] = []  # of each step, whether the bucket was completed after backward
+    for number in (0, 0, 5, 5, 5, 1, 6, 0, 11, 2, 2, 3):
         batch = number, torch.linspace(-1, 1, 12).view(3, 4) + number
         grads = torch.func.grad(in_any_order)(own, batch)
         own = {name: p - 0.5 * grads[name] for name, p in own.items()}
-        state, _ = step(state, batch)
+        with mock.patch.object(GradBuffer, "fill", autospec=True, side_effect=GradBuffer.fill) as fill:
+            state, _ = step(state, batch)
+        late.append(fill.called)
         assert all(torch.equal(state.params[name], own[name]) for name in own), number
+    assert late[:2] == [False, False] and not late[4], "the order of the last step is not learnt"
+    assert late[6] and late[8]  # a parameter has no gradient
