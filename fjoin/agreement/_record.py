@@ -16,16 +16,14 @@ from ..transforms.axes import Work, axis_index, bind_axes
 from ..transforms.base import (
     NONFINITE,
     decode_words,
-    encode_words,
-    host_sums,
-    host_words,
     mask_words,
+    numbers_of,
     rank_bit,
     ranks_in,
     record_names,
-    stacked,
     to_device,
     words_dtype,
+    words_of,
     words_per_scalar,
 )
 from ..transforms.layout import Bucket
@@ -165,11 +163,7 @@ class Record:
     def _words(self, values: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> Tensor:
         """This rank's values as words; on the CPU where the host knows all of them, without a wait for a device."""
         own = [values.get(name, 0.0) for name in self.names]
-        if not self._small:
-            if device.type != "cpu" or Tensor in map(type, own):
-                return encode_words(stacked(own, device), dtype, self.ranks)
-            own = host_words(self.names, own, dtype, self.ranks)
-        return torch.tensor(own, dtype=dtype)
+        return torch.tensor(own, dtype=dtype) if self._small else words_of(self.names, own, dtype, self.ranks, device)
 
     def read(self, words: Tensor, as_tensors: bool = False) -> dict[str, Any]:
         """The sums by name: numbers where the host may read the words without waiting, otherwise tensors.
@@ -179,9 +173,8 @@ class Record:
         """
         if self._small:
             return dict(zip(self.names, words.tolist(), strict=True))
-        if words.device.type != "cpu" or as_tensors:
-            return dict(zip(self.names, decode_words(words.clone(), self.ranks).unbind(0), strict=True))
-        return dict(host_sums(words.tolist(), self.names, words.dtype, self.ranks))
+        sums = decode_words(words, self.ranks).unbind(0) if as_tensors else numbers_of(words, self.ranks)
+        return dict(zip(self.names, sums, strict=True))
 
     def send(self, values: Mapping[str, Any]) -> Sums:
         """Start summing this rank's values in a message of their own."""

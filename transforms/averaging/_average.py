@@ -17,7 +17,6 @@ from ..base import (
     State,
     Transform,
     Tree,
-    device_of,
     factory,
     map_with_path,
     named_leaves,
@@ -64,7 +63,7 @@ class WindowMean:
         """
         axes = tuple(name for name in bound() if name in axes_of(self._reduction, tuple(bound())))
         own = call.inside(persistent=False, flush=False, **({} if weight is None else {"weight": weight}))
-        totals = totals_of_step(own, axes, rates, device_of(optree.tree_leaves(values)))
+        totals = totals_of_step(own, axes, rates, values)
         own = own.inside(weight=None) if self._over == "world" else own
         new, inner = self._reduction.run(at_least_f32(values), state, None, own)
         return new, inner, torch.as_tensor(totals.weight) > 0

@@ -259,12 +259,11 @@ def sum_plain(leaves: list[Tensor], axis: AxisName, kept: Sequence[Tensor] = ())
             if len(parts) == 1 and parts[0].is_contiguous() and id(parts[0]) not in keep:
                 waits.append(one.start_(parts[0].view(-1)))
                 continue
-            sizes = [x.numel() for x in parts]
-            flat = one.empty(sum(sizes), parts[0].dtype, parts[0].device)
+            flat = one.empty(sum([x.numel() for x in parts]), parts[0].dtype, parts[0].device)
             torch.cat([x.reshape(-1) for x in parts], out=flat)
             waits.append(one.start_(flat))
-            for i, own in zip(members, flat.split(sizes), strict=True):
-                sums[i] = own.view(leaves[i].shape)
+            for i, own in zip(members, torch._C._nn.unflatten_dense_tensors(flat, parts), strict=True):
+                sums[i] = own if own.numel() else own.view(leaves[i].shape)  # torch's view of nothing has lost it
         for wait in waits:
             wait()
         leaves = sums

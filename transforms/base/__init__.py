@@ -37,6 +37,7 @@ from ._placement import (
     marks as marks,
 )
 from ._share import (
+    Number as Number,
     Over as Over,
     Share as Share,
     Totals as Totals,
@@ -107,6 +108,7 @@ from ._tree import (
     readable_without_sync as readable_without_sync,
     restrict as restrict,
     to_device as to_device,
+    transformed as transformed,
     where as where,
     with_changes as with_changes,
     with_fields as with_fields,
@@ -116,14 +118,13 @@ from ._tree import (
 from ._words import (
     NONFINITE as NONFINITE,
     decode_words as decode_words,
-    encode_words as encode_words,
-    host_sums as host_sums,
-    host_words as host_words,
     mask_words as mask_words,
+    numbers_of as numbers_of,
     rank_bit as rank_bit,
     ranks_in as ranks_in,
     record_names as record_names,
     words_dtype as words_dtype,
+    words_of as words_of,
     words_per_scalar as words_per_scalar,
 )
 from .devices import (

@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from ._share import Number, stacked
+from ._tree import readable_without_sync, transformed
 
 
 def words_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
@@ -29,12 +33,29 @@ def _base(ranks: int) -> float:
     return float(2 ** (24 - math.ceil(math.log2(ranks)))) if ranks > 1 else float(2**24)
 
 
-def host_words(names: Iterable[str], values: list[float], dtype: torch.dtype, ranks: int) -> list[float]:
-    """`encode_words` for host numbers.
+def words_of(
+    names: Iterable[str], values: Sequence[Number], dtype: torch.dtype, ranks: int, device: torch.device | None
+) -> Tensor:
+    """Numbers as the words of a message, (words * numbers,); on the CPU where the host knows all of them, in one tensor operation.
 
     Raises:
-        ValueError: a number whose words, summed over the ranks, might not fit the dtype.
+        ValueError: a number of the host whose words, summed over the ranks, might not fit the dtype.
     """
+    on_host = (device is None or device.type == "cpu") and Tensor not in map(type, values)
+    if not on_host or transformed():  # a compiled step may take a weight as a symbol
+        return _encoded(stacked(values, device), dtype, ranks)
+    return torch.tensor(_host_words(names, values, dtype, ranks), dtype=dtype)
+
+
+def numbers_of(words: Tensor, ranks: int) -> list[Number]:
+    """The sums back from the sum of the words of `words_of`: numbers where Python can read them now, 0-d tensors otherwise."""
+    if readable_without_sync(words):
+        return list(_host_sums(words.tolist(), words.dtype, ranks))
+    return list(decode_words(words, ranks).unbind(0))
+
+
+def _host_words(names: Iterable[str], values: Sequence[Any], dtype: torch.dtype, ranks: int) -> Sequence[float]:
+    """`_encoded` for host numbers."""
     if dtype is torch.float64:
         return values
     base, most = _base(ranks), _most(dtype, ranks)
@@ -50,15 +71,15 @@ def host_words(names: Iterable[str], values: list[float], dtype: torch.dtype, ra
     return words
 
 
-def host_sums(words: list[float], names: Iterable[str], dtype: torch.dtype, ranks: int) -> dict[str, float]:
-    """`decode_words` for host numbers: name -> sum."""
-    if dtype is not torch.float64:
-        base = _base(ranks)
-        words = [high * base + low for high, low in zip(words[::2], words[1::2], strict=True)]
-    return dict(zip(names, words, strict=True))
+def _host_sums(words: list[float], dtype: torch.dtype, ranks: int) -> list[float]:
+    """`decode_words` for host numbers."""
+    if dtype is torch.float64:
+        return words
+    base = _base(ranks)
+    return [high * base + low for high, low in zip(words[::2], words[1::2], strict=True)]
 
 
-def encode_words(values: Tensor, dtype: torch.dtype, ranks: int) -> Tensor:
+def _encoded(values: Tensor, dtype: torch.dtype, ranks: int) -> Tensor:
     """Scalars, (scalars,) float64, as words, (words * scalars,)."""
     if dtype is torch.float64:
         return values
@@ -70,7 +91,7 @@ def encode_words(values: Tensor, dtype: torch.dtype, ranks: int) -> Tensor:
 
 def decode_words(words: Tensor, ranks: int) -> Tensor:
     """The sums back from the sum of the words, (scalars,) float64."""
-    wide = words.to(torch.float64)
+    wide = words.to(torch.float64, copy=True)
     if words.dtype is torch.float64:
         return wide
     pairs = wide.reshape(-1, 2)

@@ -22,13 +22,13 @@ class _Form(NamedTuple):
     fields: list[tuple[torch.Size, torch.dtype, bool] | None]  # shape, dtype, whether it is on the parameter's device
 
 
-def form_of(structure: Any, others: Any, leaves: list[Any]) -> Any:
-    """What checks look at in parameters and states; None where a leaf is no tensor."""
+def form_of(structures: Any, leaves: list[Any]) -> Any:
+    """What checks look at in parameters, gradients and states; None where a leaf is no tensor."""
     try:
         kinds = [(x.shape, x.dtype, x.device, x.layout) for x in leaves]
     except AttributeError:
         return None
-    return structure, others, kinds
+    return structures, kinds
 
 
 class Forms:

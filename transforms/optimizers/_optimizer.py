@@ -215,24 +215,26 @@ def step_lists_(
 
 
 def matched(
-    optimizer: Optimizer, params: Tree, state: State
-) -> tuple[list[Any], list[Any], Any, list[tuple[Optimizer, list[int]]]]:
-    """Parameters, states and the structure of the tree, if the states are of the form that `init` gives them.
+    optimizer: Optimizer, params: Tree, grads: Tree, state: State
+) -> tuple[list[Any], list[Any], list[Any], Any, list[tuple[Optimizer, list[int]]]]:
+    """Parameters, gradients, states and the structure of the tree, if the states are of the form that `init` gives them.
 
     Those of the form of the last call need no further check. The last result are the places of the parameters that one
     kernel may step.
 
     Raises:
-        ValueError, TypeError: a state of other parameters, or of another optimizer.
+        ValueError, TypeError: gradients of other parameters, or a state of others, or of another optimizer.
     """
     leaves, structure = optree.tree_flatten(params)
+    given, of_grads = optree.tree_flatten(grads)
     slots, of_slots = optree.tree_flatten(state)
-    forms, form = optimizer.forms, form_of(structure, of_slots, [*leaves, *slots])
+    forms, form = optimizer.forms, form_of((structure, of_grads, of_slots), [*leaves, *given, *slots])
     traced = torch.compiler.is_compiling()  # what is made then is not of use outside
     last, names, alike = (None, [], False) if traced else forms.last
     if form is not None and last == form:
         states = structure.flatten_up_to(state)
     else:
+        check_same("grads", grads, "params", params)
         names, leaves, states, structure = states_of(params, state)
         for name, param, own in zip(names, leaves, states, strict=True):
             optimizer.at(name).forms.check_state(param, own, lambda name=name: f"state[{name!r}]")  # type: ignore[misc]
@@ -240,11 +242,12 @@ def matched(
         if not traced:
             forms.last = form, names, alike
     if alike and optimizer.step_params_ is not None and forms.of_one_age(slots, len(leaves)):
-        return leaves, states, structure, [(optimizer, list(range(len(leaves))))]
+        return leaves, given, states, structure, [(optimizer, list(range(len(leaves))))]
     parts = [optimizer.at(name) for name in names]
     items: list[Item] = [(i, part, param, None) for i, (part, param) in enumerate(zip(parts, leaves, strict=True))]
     ages = [age_of(part, fields(own)) for part, own in zip(parts, states, strict=True)]
-    return leaves, states, structure, [(some[0][1], [i for i, *_ in some]) for some in stepped_together(items, ages)]
+    groups = [(some[0][1], [i for i, *_ in some]) for some in stepped_together(items, ages)]
+    return leaves, given, states, structure, groups
 
 
 def states_of(params: Tree, state: State) -> tuple[list[str], list[Any], list[Any], Any]:
@@ -270,9 +273,8 @@ def step(
         donate: Whether the step may be in place on `params` and `state`, with `grads` as scratch. No two leaves share memory.
         found_inf: 0-d, with `donate`: change nothing where it is 1.
     """
-    check_same("grads", grads, "params", params)
-    leaves, states, structure, groups = matched(optimizer, params, state)
-    given, new_leaves, new_states = optree.tree_leaves(grads), list(leaves), list(states)
+    leaves, given, states, structure, groups = matched(optimizer, params, grads, state)
+    new_leaves, new_states = list(leaves), list(states)
     for part, places in groups:
         chosen: list[list[Any]] = [[of[i] for i in places] for of in (leaves, given, states)]
         hyper = dict(part.tensors)

@@ -25,7 +25,6 @@ from ..base import (
     check_same,
     constant,
     copy_if_aliased,
-    device_of,
     factory,
     flag as check_flag,
     map_with_path,
@@ -61,11 +60,11 @@ from ._pipeline import (
     mark_of,
     rates_of,
     refuse_float16,
+    told,
     totals_from,
     totals_of_step,
     unscaled,
     use,
-    words_of,
 )
 from ._plan import Reduced, make_plan
 from ._sharded import by_path, sharding_of
@@ -222,18 +221,22 @@ def pipeline_of(
             raise TypeError(
                 f"step takes no {min(taken)!r}, which is the step's own; keywords for transforms need other names"
             )
-        call = Call(weight, old.step).inside(extra=extra)
+        call = Call(weight, old.step).inside(extra=extra) if extra else Call(weight, old.step)
         use(old.window, check_flag("donate", donate))
         if not donate:
             return run(params, grads, state, call)
         with torch.no_grad():
             if plain(params, grads):
-                # A transform may keep parameters that it has got or returned.
-                states = copy_if_aliased((old.hook, old.after, old.on_state), (params, old.optimizer))
-                old = with_changes(old, hook=states[0], after=states[1], on_state=states[2])
-                if not are_apart(params, grads):  # so that gradients may be overwritten
+                apart = are_apart(params, grads)
+                if not apart:  # gradients that share memory cannot be overwritten, but copies of them can
                     grads = optree.tree_map(lambda g: g.clone() if isinstance(g, Tensor) else g, grads)
-                state, call = put(state, old), call.inside(donated=True)
+                    apart = are_apart(params, grads)
+                # A transform may keep parameters that it has got or returned.
+                kept = old.hook, old.after, old.on_state
+                states = copy_if_aliased(kept, (params, old.optimizer))
+                if states is not kept:
+                    state = put(state, with_changes(old, hook=states[0], after=states[1], on_state=states[2]))
+                call.donated = apart
             return run(params, grads, state, call)
 
     def run(params: Tree, grads: Tree, state: Any, call: Call) -> tuple[Tree, State]:
@@ -249,59 +252,59 @@ def pipeline_of(
             grads = unscaled(grads, state.scale)
 
         (axes, equal, _), is_plain = how(0 if alike else old.step)
-        device = device_of(optree.tree_leaves(grads))
         with bind_pieces(pieces):
             # The sum of weight * gradient carries the weights, and is divided by theirs: no message is added.
-            found = mean_with_words(parts[0], grads, call, words_of(call, rates, device)) if is_plain else None
+            found = mean_with_words(parts[0], grads, call, told(call, rates)) if is_plain else None
             if found is not None:
                 grads, summed = found
                 totals = totals_from(call, axes, rates, summed)
             elif not hook.pauses:
-                totals = totals_of_step(call, axes, rates, device)
+                totals = totals_of_step(call, axes, rates, params)
                 grads = grads if equal or not axes else _unless_idle(call, grads)
             mean, hook_state = (hook if found is None else behind_sum).run(grads, old.hook, params, call)
         if mean is None or hook.pauses:
             window = old.window + to_device(old.window.device, torch.as_tensor(weight_of(call.weight)))
             if mean is None:
                 return params, put(state, with_changes(old, hook=hook_state, window=window))
-            totals = totals_of_step(call.inside(weight=window), axes, rates, device)
+            totals = totals_of_step(call.inside(weight=window), axes, rates, params)
 
         fine: Flag = True
         if skips:
             finite, other = all_finite(mean), (sharding.axis,) if sharding else () if equal else axes
             fine = flag(psum((~finite).to(torch.float64), other) == 0 if other else finite)
-        effect = Effect(flag(torch.as_tensor(totals.weight) > 0), fine)
+        effect = Effect(flag(totals.weight > 0), fine)
 
         slots = old.optimizer
         ends = call.inside(weight=totals.weight, donated=False, sharded_over=pieces and pieces.axis)
         if effect.steps is not False:
-            if call.donated and pieces is None and are_apart(held):
+            if call.donated and pieces is None:
                 hook_state = copy_if_aliased(hook_state, (held, mean))
                 bad = (~effect.steps).to(torch.float32) if isinstance(effect.steps, Tensor) else None
                 held, slots = step_tree(optimizer, held, mean, slots, True, bad)
             else:
                 held, slots = effect.where(optimizer.step(held, mean, slots), (held, slots))
         kept = effect.keep(hook_state, old.hook)
-        new = with_changes(old, hook=kept, step=old.step + 1, window=torch.zeros_like(old.window))
-        params, new = finish(params, held, slots, new, pieces, ends, effect)
+        window = torch.zeros_like(old.window)
+        new = with_changes(old, hook=kept, optimizer=slots, step=old.step + 1, window=window)
+        params, new = finish(params, held, new, pieces, ends, effect)
         outer = put(state, new)
         return params, effect.update_counters(skips, outer) if skips else outer
 
     def finish(
-        params: Tree, held: Tree, slots: State, new: PipelineState, pieces: Pieces | None, call: Call, effect: Effect
+        params: Tree, held: Tree, new: PipelineState, pieces: Pieces | None, call: Call, effect: Effect
     ) -> tuple[Tree, PipelineState]:
         """What comes behind the optimizer: the transforms of parameters and of its state, and the gather of the pieces."""
+        slots = new.optimizer
         if after is not None:
             masters, kept = effect.after(after, masters_of(held, slots), new.after, call)
             held, slots = with_masters(masters, held, slots)
-            new = with_changes(new, after=kept)
+            new = with_changes(new, after=kept, optimizer=slots)
         if on_state is not None:
             named = by_path(held, slots)
             fields, kept = effect.after(on_state, state_fields(named), new.on_state, call, held)
             replaced = with_state_fields(named, fields)
             slots = map_with_path(lambda path, _: replaced[path], held)
-            new = with_changes(new, on_state=kept)
-        new = with_changes(new, optimizer=slots)
+            new = with_changes(new, on_state=kept, optimizer=slots)
         if sharding is None or pieces is None:
             return held, new
         # A transform of the parameters may have changed them in a step without effect too.
@@ -322,9 +325,9 @@ def pipeline_of(
                 stacklevel=3,
             )
         pieces, held = stepped(params, old)
-        matched(optimizer, held, old.optimizer)
+        matched(optimizer, held, held, old.optimizer)
         call = Call(0.0, step=old.step).inside(flush=True, sharded_over=pieces and pieces.axis)
-        params, new = finish(params, held, old.optimizer, old, pieces, call, FLUSH)
+        params, new = finish(params, held, old, pieces, call, FLUSH)
         return params, put(state, new)
 
     return Pipeline(init, step, flush, hook, optimizer, after, on_state, sharding, skips=skips)

@@ -19,6 +19,7 @@ from ..base import (
     Call,
     DesyncError,
     DonatedState,
+    Number,
     Spec,
     Specified,
     State,
@@ -27,6 +28,7 @@ from ..base import (
     Tree,
     check_weight,
     choose_state,
+    device_of,
     fingerprint,
     named_leaves,
     plain,
@@ -34,6 +36,7 @@ from ..base import (
     stacked,
     to_device,
     totals_of,
+    transformed,
     where,
 )
 from ..optimizers import Optimizer, check_rates, compared, states_of
@@ -122,9 +125,9 @@ def inverse(a: Flag) -> Flag:
     return not a if isinstance(a, bool) else ~a
 
 
-def flag(condition: Tensor) -> Flag:
+def flag(condition: Flag) -> Flag:
     """A bool where Python can read the tensor without waiting for a device, the tensor otherwise."""
-    return bool(condition) if readable_without_sync(condition) else condition
+    return bool(condition) if isinstance(condition, bool) or readable_without_sync(condition) else condition
 
 
 def use(mark: Tensor, donated: bool) -> None:
@@ -174,7 +177,7 @@ def mark_of(*parts: object) -> list[tuple[str, float]]:
 def rates_of(optimizer: Optimizer, params: Tree, slots: State) -> list[tuple[str, float]]:
     """The hyperparameters that may differ between ranks, by name; without those that Python cannot read now."""
     of_vectors = optimizer.select is None and optimizer.elementwise
-    if not plain(params, slots) or (of_vectors and not compared(optimizer, optimizer.forms.probe)):
+    if transformed() or (of_vectors and not compared(optimizer, optimizer.forms.probe)) or not plain(params, slots):
         return []
     names, _, states, _ = states_of(params, slots)
     parts = {}
@@ -185,38 +188,41 @@ def rates_of(optimizer: Optimizer, params: Tree, slots: State) -> list[tuple[str
     return [rate for some, step in hypers if some for rate in check_rates(some, step)]
 
 
-def words_of(call: Call, rates: Rates, device: torch.device | None) -> Tensor:
-    """What a rank tells the others of a call, (2 or 3,) float64: its weight, whether it has any, the number of its rates."""
-    return stacked([*call.totals()[:2], *([number_of(rates)] if rates else [])], device)
+def told(call: Call, rates: Rates) -> dict[str, Number]:
+    """What a rank tells the others of a call: its weight, whether it has any, and a number for its rates."""
+    weight, live, _ = call.totals()
+    return {"weight": weight, "live": live, **({"rates": number_of(rates)} if rates else {})}
 
 
-def totals_of_step(call: Call, axes: Sequence[str], rates: Rates, device: torch.device | None) -> Totals:
-    """The sums of the weights over the ranks of some axes, which the call knows then; one message.
+def totals_of_step(call: Call, axes: Sequence[str], rates: Rates, values: Tree) -> Totals:
+    """The sums of the weights over the ranks of some axes, which the call knows then; one message, on the device of these values.
 
     Raises:
         DesyncError: on all ranks: they have other rates.
     """
-    words, axes = words_of(call, rates, device), [name for name in axes if axis_size(name) > 1]
-    return totals_from(call, axes, rates, psum(words, tuple(axes)) if axes else words)
+    words, axes = [*told(call, rates).values()], [name for name in axes if axis_size(name) > 1]
+    if axes:
+        summed = psum(stacked(words, device_of(optree.tree_leaves(values))), tuple(axes))
+        words = summed.tolist() if readable_without_sync(summed) else list(summed.unbind(0))
+    return totals_from(call, axes, rates, words)
 
 
-def totals_from(call: Call, axes: Sequence[str], rates: Rates, summed: Tensor) -> Totals:
-    """As `totals_of_step`, from the sum of all ranks' `words_of`."""
-    values = summed.tolist() if readable_without_sync(summed) else list(summed.unbind(0))
+def totals_from(call: Call, axes: Sequence[str], rates: Rates, summed: Sequence[Number]) -> Totals:
+    """As `totals_of_step`, from the sums of what all ranks have `told`."""
     if rates and axes:
-        _check(rates, summed[2].detach(), tuple(axes), call.step or 0)
-    totals = totals_of(*values[:2])
+        _check(rates, summed[2], tuple(axes), call.step or 0)
+    totals = totals_of(*summed[:2])
     call.tell(axes, totals)
     return totals
 
 
-def _check(rates: Rates, summed: Tensor, axes: tuple[str, ...], step: int) -> None:
+def _check(rates: Rates, summed: Number, axes: tuple[str, ...], step: int) -> None:
     """Raise DesyncError on all ranks of some axes unless they have these hyperparameters.
 
     Args:
         summed: The sum of `number_of(rates)` over the ranks.
     """
-    if float(summed) % (axis_size(axes) * number_of(rates)) == 0:
+    if float(summed.detach() if isinstance(summed, Tensor) else summed) % (axis_size(axes) * number_of(rates)) == 0:
         return
     for some in (rates[:1], rates[1:]):  # of other pipelines there may be another number
         ranks = all_gather(torch.tensor([value for _, value in some], dtype=torch.float64), axes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import optree
 import torch
@@ -20,24 +20,25 @@ from ..base import (
     AxisName,
     Call,
     Needs,
+    Number,
     Over,
     Reduction,
     Share,
     State,
     Transform,
     Tree,
-    decode_words,
     device_of,
-    encode_words,
     factory,
     is_host,
     named_leaves,
+    numbers_of,
     one_axis,
     plain,
     readable_without_sync,
     real,
     to_device,
     words_dtype,
+    words_of,
 )
 from ..codecs import Codec, encode_rows, places_of, refuse_derivative
 
@@ -257,16 +258,18 @@ def mean_of(leaves: list[Tensor], share: Share, axis: AxisName, donated: bool = 
     return share.divided(sums) if late else sums
 
 
-def mean_with_words(part: Transform, grads: Tree, call: Call, words: Tensor) -> tuple[Tree, Tensor] | None:
+def mean_with_words(
+    part: Transform, grads: Tree, call: Call, words: Mapping[str, Number]
+) -> tuple[Tree, list[Number]] | None:
     """A plain `mean` or `sum_over` whose message carries more: the sum of weight * gradient, divided by the sum of the weights.
 
     Args:
         part: The transform.
         call: Of its first stage.
-        words: (n,) float64, of which the first two are `Call.totals`.
+        words: Names and numbers, of which the first two are `Call.totals`.
 
     Returns:
-        The mean, which may lie in the memory of donated gradients, and the sum of the words over the ranks. None for gradients
+        The mean, which may lie in the memory of donated gradients, and the sums of the words over the ranks. None for gradients
         whose sums need the share to fit: float16.
     """
     of, own, (leaves, structure) = part.reduces, call.totals(), optree.tree_flatten(grads)
@@ -275,12 +278,12 @@ def mean_with_words(part: Transform, grads: Tree, call: Call, words: Tensor) -> 
         return None
     weight = own.weight if of.over in (None, "weight") else own.live
     ranks, dtype = axis_size(of.axis), words_dtype([leaf.dtype for leaf in leaves])
-    sent = [*Share(weight, None).of(leaves, call.donated), encode_words(words, dtype, ranks)]
+    message = words_of(words, [*words.values()], dtype, ranks, device_of(leaves))
+    sent = [*Share(weight, None).of(leaves, call.donated), message]
     # By the same collective on all ranks, whatever their weights.
     *sums, summed = sum_plain(sent, of.axis, () if call.donated else leaves) if plain(sent) else psum(sent, of.axis)
-    found = decode_words(summed, ranks)
-    total: Any = {"weight": found[0], "live": found[1], "world": float(ranks), None: 1.0}[of.over]
-    total = float(total) if readable_without_sync(found) else total
+    found = numbers_of(summed, ranks)
+    total: Number = {"weight": found[0], "live": found[1], "world": float(ranks), None: 1.0}[of.over]
     return optree.tree_unflatten(structure, Share(weight, total).divided(sums)), found
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fjoin import DesyncError, transforms as tx
-from fjoin.transforms.base import decode_words, encode_words, host_sums, host_words, rank_bit, ranks_in
+from fjoin.transforms.base import decode_words, numbers_of, rank_bit, ranks_in, words_of
 from tests.helpers import max_diff, raises_text, same_bits
 
 # -- means -------------------------------------------------------------------------------------------
@@ -30,13 +30,14 @@ def test_words_in_float32_count_exactly(ranks: int) -> None:
     assert out["loss"] == pytest.approx(sum(one["loss"] for one in of_ranks), rel=1e-6)
     assert out["big"] == pytest.approx(1e30 * ranks, rel=1e-7 * ranks)
     for one in of_ranks:
-        words = host_words(one, list(one.values()), torch.float32, ranks)
-        assert torch.tensor(words).equal(_words(one, torch.float32, ranks))
-    assert host_sums(total.tolist(), of_ranks[0], torch.float32, ranks) == {k: v.item() for k, v in out.items()}
+        on_host = words_of(one, list(one.values()), torch.float32, ranks, None)
+        assert on_host.equal(_words(one, torch.float32, ranks))
+    assert numbers_of(total, ranks) == [v.item() for v in out.values()]
 
 
 def _words(values: dict[str, float], dtype: torch.dtype, ranks: int) -> Any:
-    return encode_words(torch.tensor(list(values.values()), dtype=torch.float64), dtype, ranks)
+    tensors = torch.tensor(list(values.values()), dtype=torch.float64).unbind(0)
+    return words_of(values, tensors, dtype, ranks, None)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
