@@ -15,7 +15,7 @@ METHODS = {"item", "tolist", "cpu", "numpy", "synchronize"}
 # What reads values elsewhere, how often, and why that is no wait for a message.
 ALLOWED = {
     "agreement/_device_reads.py": 4,  # the file
-    "agreement/_record.py": 3,  # words of the host, and a loss on it
+    "agreement/_record.py": 2,  # a number of the host, and a loss on it
     "agreement/_same.py": 2,  # before the first step, and in a save
     "checkpoint": 4,  # copies for files
     "groups": 4,  # numbers of ranks, on the host; and a mesh without other ranks

@@ -38,14 +38,14 @@ class DeviceReads:
 
     Args:
         mesh: Detects failed ranks while the host waits for a device. It is not kept alive.
+
+    Attributes:
+        under_way: What each is, the values, and the event that ends their copy.
     """
 
     def __init__(self, mesh: Communicator | None) -> None:
         self._mesh: Callable[[], Communicator | None] = (lambda: None) if mesh is None else weakref.ref(mesh)
-        self._under_way: list[tuple[Any, Tensor, Any]] = []
-
-    def __len__(self) -> int:
-        return len(self._under_way)
+        self.under_way: list[tuple[Any, Tensor, Any]] = []
 
     def add(self, what: Any, words: Tensor, event: Any = None) -> None:
         """Start copying a vector to the host.
@@ -56,12 +56,12 @@ class DeviceReads:
         """
         if is_accelerator(words.device):
             words, event = to_host(words)
-        self._under_way.append((what, words, event))
+        self.under_way.append((what, words, event))
 
     def synchronize(self) -> None:
         """Wait until the newest values are on the host."""
-        if self._under_way:
-            _await(self._mesh(), self._under_way[-1][2])
+        if self.under_way:
+            _await(self._mesh(), self.under_way[-1][2])
 
     def now(self, x: Tensor) -> Any:
         """The values of a tensor, see `read_now`."""
@@ -74,15 +74,15 @@ class DeviceReads:
             newest: Whether to read the newest too, which may wait.
             keep: Whether they can be read again.
         """
-        count = len(self._under_way) - (not newest)
+        count = len(self.under_way) - (not newest)
         for i in range(count):
-            what, words, event = self._under_way[i] if keep else self._under_way.pop(0)
+            what, words, event = self.under_way[i] if keep else self.under_way.pop(0)
             _await(self._mesh(), event)
             yield what, words.tolist()
 
     def clear(self) -> None:
         """Forget all values."""
-        self._under_way = []
+        self.under_way = []
 
 
 def numbers(sums: Mapping[str, Any], read: Callable[[Tensor], Any]) -> dict[str, float]:
@@ -92,6 +92,6 @@ def numbers(sums: Mapping[str, Any], read: Callable[[Tensor], Any]) -> dict[str,
         read: `read_now` of a mesh, or `DeviceReads.now`.
     """
     known = list(sums.values())
-    if any(isinstance(value, Tensor) for value in known):
+    if any([isinstance(value, Tensor) for value in known]):
         known = read(torch.stack(known))
     return dict(zip(sums, map(float, known), strict=True))

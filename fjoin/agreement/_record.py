@@ -156,12 +156,8 @@ class Record:
             return {**values, name: torch.maximum(to_device(on.device, old, on.dtype), new)}
         return {**values, name: torch.clamp(new, min=old) if old else new}
 
-    def write(self, values: Mapping[str, Any], words: Tensor) -> None:
-        """Write this rank's values into the words of a message; names that `values` lacks are 0."""
-        words.copy_(self._words(values, words.dtype, words.device))
-
-    def _words(self, values: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """This rank's values as words; on the CPU where the host knows all of them, without a wait for a device."""
+    def words(self, values: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """This rank's values as the words of a message; names that `values` lacks are 0."""
         own = [values.get(name, 0.0) for name in self.names]
         return torch.tensor(own, dtype=dtype) if self._small else words_of(self.names, own, dtype, self.ranks, device)
 
@@ -180,7 +176,7 @@ class Record:
         """Start summing this rank's values in a message of their own."""
         if not self.axes and not any(isinstance(value, Tensor) for value in values.values()):
             return Sums(self, known={name: float(values.get(name, 0.0)) for name in self.names})
-        words = self._words(values, self.dtype, self.device).to(self.device)
+        words = self.words(values, self.dtype, self.device).to(self.device)
         return Sums(self, words, self.mesh.reduce_(words, self.axes))
 
     def alike(self, values: Mapping[str, Any]) -> Sums:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from .._errors import CollectiveTimeout, DesyncError, FjoinError, JoinError, closed, described
 from ..shared_memory import HostLinks
-from ..transforms.axes import Grid
+from ..transforms.axes import Grid, One
 from ..transforms.base import devices
 from ._axis import GroupAxis, backend_of
 from ._failures import Failures, Store, raise_from
@@ -75,7 +75,10 @@ class GroupMesh(Communicator):
         axes = {name: axis(i + 1, name, groups[name]) for i, name in enumerate(shape)}
         for one in axes.values():
             one.joined[tuple(shape)] = self._everyone
-        super().__init__(shape, axes, self._everyone.rank)
+        # An axis of one rank sends nothing.
+        super().__init__(
+            shape, {name: One() if one.size == 1 else one for name, one in axes.items()}, self._everyone.rank
+        )
         self.traffic, self._links = traffic, links
         self._timeout_s = timeout_of(group) if timeout_s is None else timeout_s
         self._meetings = Meetings(store, name, self._timeout_s, lambda rank: failures.raise_if_any([rank]))

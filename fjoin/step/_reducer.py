@@ -283,7 +283,8 @@ class SumReducer(Reducer):
         if self._plan.rest:
             self._stages.begin(Call(values["weight"], opened.step), layout, sends=False)
         if self._carrier is not None:
-            record.write(values, self._carrier.words)
+            words = self._carrier.words
+            words.copy_(record.words(values, words.dtype, words.device))
         else:
             self._alone = opened.begun.get(self._axes) or record.send(values)
 

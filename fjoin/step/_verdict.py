@@ -382,7 +382,7 @@ class StepCheck:
 
     def look(self) -> None:
         """Take the requests in the records of a device, except in that of the last step."""
-        for _, (_, *asked) in self.reads.read(False, keep=True) if self.reads else ():
+        for _, (_, *asked) in self.reads.read(False, keep=True) if self.reads.under_way else ():
             self._requests.note(*asked)
 
     def raise_pending(self) -> None:
@@ -411,7 +411,7 @@ class StepCheck:
         self.left_out = 0.0
 
     def _read(self, newest: bool) -> None:
-        for (step, records), (raises, *asked) in self.reads.read(newest) if self.reads else ():
+        for (step, records), (raises, *asked) in self.reads.read(newest) if self.reads.under_way else ():
             self._requests.note(*asked)
             if raises:
                 self._raise_for(step, records)

@@ -273,7 +273,7 @@ def waited(name: str, on_device: bool) -> tuple[int, list[float], Any]:
             mean_loss(ddp, batch).backward()
         totals.append(handle.total)
     reads = handle.run.agreements.check.reads
-    assert len(reads._under_way) == (on_device and name != "pipeline"), "the host may run ahead by one pass"
+    assert len(reads.under_way) == (on_device and name != "pipeline"), "the host may run ahead by one pass"
     return waits[0], totals, [p.grad for p in ddp.parameters()]
 
 

@@ -131,9 +131,9 @@ def _gathers_first(step: Any, outgoing: Any) -> None:
 
 
 def _reads_at_once(reads: Any, newest: bool, keep: bool = False) -> Any:
-    for what, words, _ in reads._under_way:
+    for what, words, _ in reads.under_way:
         yield what, words.tolist()
-    reads._under_way = []
+    reads.under_way = []
 
 
 on = mock.patch.object

@@ -256,7 +256,7 @@ def lookup(name: str) -> Axis:
 class One(Axis):
     """A world of one: every collective is its own identity."""
 
-    size = 1
+    size, rank = 1, 0
 
     def index(self) -> Tensor:
         return torch.tensor(0)

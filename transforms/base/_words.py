@@ -10,13 +10,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ._share import Number, stacked
-from ._tree import readable_without_sync, transformed
+from ._tree import readable_without_sync
 
 
 def words_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
@@ -42,25 +41,13 @@ def words_of(
         ValueError: a number of the host whose words, summed over the ranks, might not fit the dtype.
     """
     on_host = (device is None or device.type == "cpu") and Tensor not in map(type, values)
-    if not on_host or transformed():  # a compiled step may take a weight as a symbol
+    if not on_host or torch.compiler.is_compiling():  # a compiled step may take a weight as a symbol
         return _encoded(stacked(values, device), dtype, ranks)
-    return torch.tensor(_host_words(names, values, dtype, ranks), dtype=dtype)
-
-
-def numbers_of(words: Tensor, ranks: int) -> list[Number]:
-    """The sums back from the sum of the words of `words_of`: numbers where Python can read them now, 0-d tensors otherwise."""
-    if readable_without_sync(words):
-        return list(_host_sums(words.tolist(), words.dtype, ranks))
-    return list(decode_words(words, ranks).unbind(0))
-
-
-def _host_words(names: Iterable[str], values: Sequence[Any], dtype: torch.dtype, ranks: int) -> Sequence[float]:
-    """`_encoded` for host numbers."""
     if dtype is torch.float64:
-        return values
+        return torch.tensor(values, dtype=dtype)
     base, most = _base(ranks), _most(dtype, ranks)
     words: list[float] = []
-    for name, value in zip(names, values, strict=True):
+    for name, value in zip(names, map(float, values), strict=True):
         if not -most <= value <= most and math.isfinite(value):
             raise ValueError(
                 f"{name.removeprefix('sum.')!r} is {value!r}, but a message of {dtype} carries at most {most:.3g} for each "
@@ -68,15 +55,18 @@ def _host_words(names: Iterable[str], values: Sequence[Any], dtype: torch.dtype,
             )
         high = float(math.trunc(value / base)) if math.isfinite(value) else 0.0
         words += (high, value - high * base)
-    return words
+    return torch.tensor(words, dtype=dtype)
 
 
-def _host_sums(words: list[float], dtype: torch.dtype, ranks: int) -> list[float]:
-    """`decode_words` for host numbers."""
-    if dtype is torch.float64:
-        return words
+def numbers_of(words: Tensor, ranks: int) -> list[Number]:
+    """The sums back from the sum of the words of `words_of`: numbers where Python can read them now, 0-d tensors otherwise."""
+    if not readable_without_sync(words):
+        return list(decode_words(words, ranks).unbind(0))
+    sums: list[Number] = words.tolist()
+    if words.dtype is torch.float64:
+        return sums
     base = _base(ranks)
-    return [high * base + low for high, low in zip(words[::2], words[1::2], strict=True)]
+    return [high * base + low for high, low in zip(sums[::2], sums[1::2], strict=True)]
 
 
 def _encoded(values: Tensor, dtype: torch.dtype, ranks: int) -> Tensor:
