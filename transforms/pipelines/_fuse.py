@@ -236,7 +236,7 @@ def pipeline_of(
                 states = copy_if_aliased(kept, (params, old.optimizer))
                 if states is not kept:
                     state = put(state, with_changes(old, hook=states[0], after=states[1], on_state=states[2]))
-                call.donated = apart
+                call = call.inside(donated=True) if apart else call
             return run(params, grads, state, call)
 
     def run(params: Tree, grads: Tree, state: Any, call: Call) -> tuple[Tree, State]:
