@@ -1,7 +1,8 @@
 """Training loops written by hand in plain torch, with the semantics of fjoin's, as floors of what a step may cost; and counts per step.
 
-    python benchmarks/floors.py tiny 1m             counts: Python frames, aten calls, MB copied, messages, switches given up
-    python benchmarks/run.py --only "floors tiny"   times, in the same rounds as fjoin and DDP
+    python benchmarks/floors.py tiny 1m             counts: Python frames, aten calls, MB copied, messages, switches given up;
+                                                    and how far four steps end from those of DDP, and the ranks from each other
+    python benchmarks/run.py --only "shared tiny"   times, in the same rounds as fjoin and DDP
 
 The loops keep parameters, gradients and AdamW's state in flat buffers where their semantics allow it, send one message,
 and check nothing.
@@ -187,18 +188,21 @@ def counts(run: Callable[[int], None], steps: int) -> dict[str, float]:
 
 ROWS = (
     "ddp", "hand", "ours", "hand registered", "ddp our hook", "hand donate", "donate", "hand pure autograd", "hand pure", "pure",
+    "shared", "shared our hook", "shared donate", "shared pure",
 )  # fmt: skip
 
 
 def main() -> None:
     from launch import launch
 
-    print("| model | variant | Python frames | aten calls | MB copied | messages | switches |")
-    print("|---|---|---|---|---|---|---|")
+    print("| model | variant | Python frames | aten calls | MB copied | messages | switches | off DDP | ranks apart |")
+    print("|---|---|---|---|---|---|---|---|---|")
     for model in sys.argv[1:] or ("tiny",):
         rank = launch("count", model, 4, ROWS)[0]
         for name, row in rank.items():
-            shown = " | ".join(f"{row[key]:.4g}" for key in ("frames", "aten", "MB", "messages", "switches"))
+            shown = " | ".join(
+                f"{row[key]:.4g}" for key in ("frames", "aten", "MB", "messages", "switches", "off", "apart")
+            )
             print(f"| {model} | {name} | {shown} |")
 
 

@@ -333,7 +333,8 @@ def page(
         "Of ZeRO: [RESULTS_ZERO.md](RESULTS_ZERO.md). Of local SGD: "
         "[RESULTS_LOCAL_SGD_SPEED.md](RESULTS_LOCAL_SGD_SPEED.md). Of remat: [RESULTS_REMAT.md](RESULTS_REMAT.md). Of "
         "optimizers: [RESULTS_OPTIMIZERS.md](RESULTS_OPTIMIZERS.md). Of encoded messages: [RESULTS_WIRE.md](RESULTS_WIRE.md); "
-        "what a model learns with them: [RESULTS_QUALITY.md](RESULTS_QUALITY.md).",
+        "what a model learns with them: [RESULTS_QUALITY.md](RESULTS_QUALITY.md). "
+        "What a step does: [RESULTS_COUNTS.md](RESULTS_COUNTS.md).",
         "",
         made,
         "",

@@ -62,6 +62,22 @@ def measure(name: str, rounds: int, names: list[str], mesh: Any) -> dict[str, An
     return {"steps": steps, "parameters": start.numel(), "wall": wall, "cpu": cpu}
 
 
+def count_all(name: str, steps: int, names: list[str], mesh: Any) -> dict[str, dict[str, float]]:
+    """What a step of each variant does, how far four steps end from those of the first one, and the ranks from each other."""
+    batch, result = models.batch(name, dist.get_rank()), {}
+    want = None
+    for variant in names:
+        run, params = variants.MAKE[variant](name, batch, mesh)
+        run(4)
+        most = flat(params()) if params is not None else torch.zeros(1)
+        want = most.clone() if want is None else want
+        off, least = (most - want).abs().max().item(), most.clone()
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        dist.all_reduce(least, dist.ReduceOp.MIN)
+        result[variant] = {**floors.counts(run, steps), "off": off, "apart": (most - least).max().item()}
+    return result
+
+
 def flat(params: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat([p.detach().reshape(-1) for p in params])
 
@@ -131,8 +147,7 @@ def main() -> None:
     if what == "time":
         result = measure(name, int(count), names, mesh)
     elif what == "count":
-        batch = models.batch(name, dist.get_rank())
-        result = {variant: floors.counts(variants.MAKE[variant](name, batch, mesh)[0], int(count)) for variant in names}
+        result = count_all(name, int(count), names, mesh)
     else:
         result = alone(name, int(count), names[0], mesh)
     with open(out, "w") as f:

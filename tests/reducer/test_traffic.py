@@ -94,6 +94,28 @@ def test_each_step_sends_what_is_announced(pool: Any, name: str, bucket_bytes: i
                 assert {dtype for _, dtype in seen[i]} <= {"torch.uint8"} | records
 
 
+def over_one_rank(axes: dict[str, int]) -> list[str]:
+    """What is sent over an axis of one rank; where it is the only one, by steps too."""
+    mean, mesh = tx.mean("one"), fjoin.mesh(axes, transport="gloo")
+    with watched() as sent, fjoin.bind(mesh):
+        for collective in (tx.psum, tx.pmax, tx.all_gather, tx.psum_scatter):
+            collective(torch.ones(1, 3), "one")
+        for hook in (mean, tx.compress(tx.int8(), mean), tx.scatter_mean("one")) if mesh.size == 1 else ():
+            params, pipeline = problem.start(torch.float32), tx.fuse(hook, ADAM)
+            step = fjoin.train_step(
+                lambda p, b: sum((leaf * b).square().sum() for leaf in p.values()), pipeline, mesh=mesh
+            )
+            stepped(step, step.init(params), step.join([1.0, 2.0]))
+            pipeline.step(params, params, pipeline.init(params))
+    return [one.name for one in sent]
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("axes", [{"one": 1}, {"data": 2, "one": 1}])
+def test_nothing_is_sent_over_an_axis_of_one_rank(pool: Any, axes: dict[str, int]) -> None:
+    assert not any(pool.run(math.prod(axes.values()), over_one_rank, axes))
+
+
 @pytest.mark.parametrize("ranks", [2, 8, 64, 512])
 def test_bytes_do_not_grow_with_the_ranks(ranks: int) -> None:
     """At most two messages of codes are sent for any number of ranks; torch gathers ranks - 1 times the codes."""
