@@ -40,7 +40,7 @@ class DeviceReads:
         mesh: Detects failed ranks while the host waits for a device. It is not kept alive.
 
     Attributes:
-        under_way: What each is, the values, and the event that ends their copy.
+        under_way: The vectors on their way: what each is, its values, and the event that ends its copy.
     """
 
     def __init__(self, mesh: Communicator | None) -> None:

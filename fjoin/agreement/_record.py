@@ -15,7 +15,6 @@ from ..groups import Communicator
 from ..transforms.axes import Work, axis_index, bind_axes
 from ..transforms.base import (
     NONFINITE,
-    decode_words,
     mask_words,
     numbers_of,
     rank_bit,
@@ -169,7 +168,7 @@ class Record:
         """
         if self._small:
             return dict(zip(self.names, words.tolist(), strict=True))
-        sums = decode_words(words, self.ranks).unbind(0) if as_tensors else numbers_of(words, self.ranks)
+        sums = numbers_of(words, self.ranks, words.device.type == "cpu" and not as_tensors)
         return dict(zip(self.names, sums, strict=True))
 
     def send(self, values: Mapping[str, Any]) -> Sums:

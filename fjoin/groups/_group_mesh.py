@@ -73,11 +73,11 @@ class GroupMesh(Communicator):
         # No reference cycle through this mesh: its groups must be freed with it, not at a garbage collection or exit.
         self._everyone = axis(0, "", group)
         axes = {name: axis(i + 1, name, groups[name]) for i, name in enumerate(shape)}
-        for one in axes.values():
+        for one in axes.values() if self._everyone.size > 1 else ():
             one.joined[tuple(shape)] = self._everyone
         # An axis of one rank sends nothing.
         super().__init__(
-            shape, {name: One() if one.size == 1 else one for name, one in axes.items()}, self._everyone.rank
+            shape, {name: One(one.joined) if one.size == 1 else one for name, one in axes.items()}, self._everyone.rank
         )
         self.traffic, self._links = traffic, links
         self._timeout_s = timeout_of(group) if timeout_s is None else timeout_s

@@ -94,9 +94,12 @@ def test_each_step_sends_what_is_announced(pool: Any, name: str, bucket_bytes: i
                 assert {dtype for _, dtype in seen[i]} <= {"torch.uint8"} | records
 
 
-def over_one_rank(axes: dict[str, int]) -> list[str]:
-    """What is sent over an axis of one rank; where it is the only one, by steps too."""
+def over_one_rank(axes: dict[str, int]) -> tuple[list[str], int]:
+    """What is sent over an axis of one rank, by steps too where there is no other; and the messages of a sum over all axes."""
     mean, mesh = tx.mean("one"), fjoin.mesh(axes, transport="gloo")
+    with watched() as joint, fjoin.bind(mesh):
+        summed = tx.psum(torch.tensor(1.0), tuple(axes))
+        assert summed == mesh.size
     with watched() as sent, fjoin.bind(mesh):
         for collective in (tx.psum, tx.pmax, tx.all_gather, tx.psum_scatter):
             collective(torch.ones(1, 3), "one")
@@ -107,13 +110,17 @@ def over_one_rank(axes: dict[str, int]) -> list[str]:
             )
             stepped(step, step.init(params), step.join([1.0, 2.0]))
             pipeline.step(params, params, pipeline.init(params))
-    return [one.name for one in sent]
+    return [one.name for one in sent], len(joint)
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("axes", [{"one": 1}, {"data": 2, "one": 1}])
+@pytest.mark.parametrize(
+    "axes", [{"one": 1}, {"one": 1, "other": 1}, {"data": 2, "one": 1}, {"one": 1, "a": 2, "b": 2}]
+)
 def test_nothing_is_sent_over_an_axis_of_one_rank(pool: Any, axes: dict[str, int]) -> None:
-    assert not any(pool.run(math.prod(axes.values()), over_one_rank, axes))
+    ranks = math.prod(axes.values())
+    for sent, joint in pool.run(ranks, over_one_rank, axes):
+        assert not sent and joint == (ranks > 1)
 
 
 @pytest.mark.parametrize("ranks", [2, 8, 64, 512])

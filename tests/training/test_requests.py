@@ -36,12 +36,12 @@ def test_three_counts_in_one_scalar(ranks: int, dtype: torch.dtype) -> None:
                 one.ask_save()
             if rank < stop:
                 one.ask_stop()
-            mine = words_of(["has_next"], [one.write(rank < next_)], dtype, ranks, None)
+            mine = words_of(["has_next"], [one.write(rank < next_)], dtype, ranks, torch.device("cpu"))
             times = 1 if ranks < 4 or rank != 1 else ranks - 3
             times = 1 if rank == 2 and ranks > 3 else times
             words = mine * times if words is None else words + mine * times
         assert words is not None
-        reader, total = Requests(ranks), numbers_of(words, ranks)[0]
+        reader, total = Requests(ranks), numbers_of(words, ranks, True)[0]
         reader.note(total)
         assert (reader.saves_agreed, reader.stop_agreed) == (save > 0, stop > 0)
         if next_ in (0, ranks) or ranks < 4:

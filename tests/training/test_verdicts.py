@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import fjoin
 from fjoin import transforms as tx
@@ -140,6 +141,14 @@ def test_only_the_ranks_with_bad_gradients_are_named(name: str, on_device: bool)
 
     ranks = [[1.0] * 6, [1.0, NAN, 1.0, 1.0, 1.0, 1.0], [1.0] * 6]
     assert tx.simulate(one_rank, {"data": 3}, ranks) == [(1, (1,))] * 3
+
+
+def test_a_rank_that_counts_its_flops_decides_in_the_same_step() -> None:
+    """What watches torch's operations does not make the host wait for another step."""
+    step = fjoin.train_step(lambda p, b: (p["w"] * b).sum(), tx.fuse(tx.mean("data"), SGD))
+    state = step.init({"w": torch.ones(2)})
+    with FlopCounterMode(display=False), pytest.raises(fjoin.NonFinite):
+        step(state, torch.tensor(NAN))
 
 
 def test_a_sum_that_overflows_names_no_rank() -> None:

@@ -170,7 +170,7 @@ def average_state(axis: AxisName, over: Over = "weight") -> Transform:
         rest = {path: value for path, value in named.items() if path not in counts}
         average, _, live = reduce(rest, (), call)
         new = {**like(average, rest), **(pmax(counts, axis) if counts else {})}
-        return map_with_path(lambda path, old: torch.where(live, new[path], old), values), state
+        return map_with_path(lambda path, old: where(live, new[path], old), values), state
 
     return Transform(init, update, Needs.LEAVES | Needs.PATHS, equalizes=axis)
 

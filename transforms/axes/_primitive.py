@@ -263,7 +263,7 @@ def sum_plain(leaves: list[Tensor], axis: AxisName, kept: Sequence[Tensor] = ())
             torch.cat([x.reshape(-1) for x in parts], out=flat)
             waits.append(one.start_(flat))
             for i, own in zip(members, torch._C._nn.unflatten_dense_tensors(flat, parts), strict=True):
-                sums[i] = own if own.numel() else own.view(leaves[i].shape)  # torch's view of nothing has lost it
+                sums[i] = own if own.numel() else own.view(leaves[i].shape)  # torch's has the shape (0,)
         for wait in waits:
             wait()
         leaves = sums

@@ -117,7 +117,6 @@ from ._tree import (
 )
 from ._words import (
     NONFINITE as NONFINITE,
-    decode_words as decode_words,
     mask_words as mask_words,
     numbers_of as numbers_of,
     rank_bit as rank_bit,

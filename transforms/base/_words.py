@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from ._share import Number, stacked
-from ._tree import readable_without_sync
 
 
 def words_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
@@ -40,11 +39,11 @@ def words_of(
     Raises:
         ValueError: a number of the host whose words, summed over the ranks, might not fit the dtype.
     """
-    on_host = (device is None or device.type == "cpu") and Tensor not in map(type, values)
+    on_host = device is not None and device.type == "cpu" and Tensor not in map(type, values)
     if not on_host or torch.compiler.is_compiling():  # a compiled step may take a weight as a symbol
         return _encoded(stacked(values, device), dtype, ranks)
     if dtype is torch.float64:
-        return torch.tensor(values, dtype=dtype)
+        return torch.tensor(values, dtype=dtype, device="cpu")
     base, most = _base(ranks), _most(dtype, ranks)
     words: list[float] = []
     for name, value in zip(names, map(float, values), strict=True):
@@ -55,18 +54,25 @@ def words_of(
             )
         high = float(math.trunc(value / base)) if math.isfinite(value) else 0.0
         words += (high, value - high * base)
-    return torch.tensor(words, dtype=dtype)
+    return torch.tensor(words, dtype=dtype, device="cpu")
 
 
-def numbers_of(words: Tensor, ranks: int) -> list[Number]:
-    """The sums back from the sum of the words of `words_of`: numbers where Python can read them now, 0-d tensors otherwise."""
-    if not readable_without_sync(words):
-        return list(decode_words(words, ranks).unbind(0))
-    sums: list[Number] = words.tolist()
-    if words.dtype is torch.float64:
-        return sums
-    base = _base(ranks)
-    return [high * base + low for high, low in zip(sums[::2], sums[1::2], strict=True)]
+def numbers_of(words: Tensor, ranks: int, on_host: bool) -> list[Number]:
+    """The sums back from the sum of the words of `words_of`.
+
+    Args:
+        on_host: Whether to read them now, as numbers; otherwise they are 0-d tensors in memory of their own.
+    """
+    float64 = words.dtype is torch.float64
+    if on_host:
+        sums: list[Number] = words.tolist()
+        base = _base(ranks)
+        return sums if float64 else [high * base + low for high, low in zip(sums[::2], sums[1::2], strict=True)]
+    wide = words.to(torch.float64, copy=True)
+    if not float64:
+        pairs = wide.reshape(-1, 2)
+        wide = pairs[:, 0] * _base(ranks) + pairs[:, 1]
+    return list(wide.unbind(0))
 
 
 def _encoded(values: Tensor, dtype: torch.dtype, ranks: int) -> Tensor:
@@ -77,15 +83,6 @@ def _encoded(values: Tensor, dtype: torch.dtype, ranks: int) -> Tensor:
     finite = torch.isfinite(values)
     high = torch.where(finite, torch.trunc(values / base), torch.zeros_like(values))
     return torch.stack([high, values - high * base], dim=1).reshape(-1).to(dtype)
-
-
-def decode_words(words: Tensor, ranks: int) -> Tensor:
-    """The sums back from the sum of the words, (scalars,) float64."""
-    wide = words.to(torch.float64, copy=True)
-    if words.dtype is torch.float64:
-        return wide
-    pairs = wide.reshape(-1, 2)
-    return pairs[:, 0] * _base(ranks) + pairs[:, 1]
 
 
 @functools.cache

@@ -164,7 +164,8 @@ class Recorder(Axis):
         sent = to_order(x, op == "pmax") if op in ("pmax", "pmin") else x
         payload, splits = sent.numel() * sent.element_size(), arg if op == "all_to_all_single" else None
         of_ring = sent_bytes(op, payload, self.size, splits)
-        self._notes.append(Message(op, self.name, sent.dtype, payload, of_ring))
+        if self.size > 1:
+            self._notes.append(Message(op, self.name, sent.dtype, payload, of_ring))
         if splits is not None:
             return x.new_zeros(sum(splits[1]), *x.shape[1:])
         if op == "all_gather":

@@ -127,7 +127,7 @@ def inverse(a: Flag) -> Flag:
 
 def flag(condition: Flag) -> Flag:
     """A bool where Python can read the tensor without waiting for a device, the tensor otherwise."""
-    return bool(condition) if isinstance(condition, bool) or readable_without_sync(condition) else condition
+    return bool(condition) if type(condition) is not bool and readable_without_sync(condition) else condition
 
 
 def use(mark: Tensor, donated: bool) -> None:
@@ -201,8 +201,10 @@ def totals_of_step(call: Call, axes: Sequence[str], rates: Rates, values: Tree) 
         DesyncError: on all ranks: they have other rates.
     """
     words, axes = [*told(call, rates).values()], [name for name in axes if axis_size(name) > 1]
-    if axes:
-        summed = psum(stacked(words, device_of(optree.tree_leaves(values))), tuple(axes))
+    # Tensors are moved to the device of the values, and a compiled step may take a weight as a symbol.
+    if axes or torch.compiler.is_compiling() or any([isinstance(word, Tensor) for word in words]):
+        own = stacked(words, device_of(optree.tree_leaves(values)))
+        summed = psum(own, tuple(axes)) if axes else own
         words = summed.tolist() if readable_without_sync(summed) else list(summed.unbind(0))
     return totals_from(call, axes, rates, words)
 

@@ -282,7 +282,7 @@ def mean_with_words(
     sent = [*Share(weight, None).of(leaves, call.donated), message]
     # By the same collective on all ranks, whatever their weights.
     *sums, summed = sum_plain(sent, of.axis, () if call.donated else leaves) if plain(sent) else psum(sent, of.axis)
-    found = numbers_of(summed, ranks)
+    found = numbers_of(summed, ranks, readable_without_sync(summed))
     total: Number = {"weight": found[0], "live": found[1], "world": float(ranks), None: 1.0}[of.over]
     return optree.tree_unflatten(structure, Share(weight, total).divided(sums)), found
 

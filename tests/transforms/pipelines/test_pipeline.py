@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fjoin import DesyncError, transforms as tx
-from fjoin.transforms.base import decode_words, numbers_of, rank_bit, ranks_in, words_of
+from fjoin.transforms.base import numbers_of, rank_bit, ranks_in, words_of
 from tests.helpers import max_diff, raises_text, same_bits
 
 # -- means -------------------------------------------------------------------------------------------
@@ -24,27 +24,27 @@ def test_words_in_float32_count_exactly(ranks: int) -> None:
     counts = torch.randint(0, max(top, 2), (ranks,), generator=g).tolist()
     of_ranks = [{"count": float(c), "minus": -0.125 * c, "loss": 1e-3 * (c % 7), "big": 1e30} for c in counts]
     total = sum(_words(one, torch.float32, ranks) for one in of_ranks)
-    out = dict(zip(of_ranks[0], decode_words(total, ranks), strict=True))
+    out = dict(zip(of_ranks[0], numbers_of(total, ranks, False), strict=True))
     assert out["count"] == sum(counts)
     assert out["minus"] == pytest.approx(-0.125 * sum(counts), rel=1e-7)
     assert out["loss"] == pytest.approx(sum(one["loss"] for one in of_ranks), rel=1e-6)
     assert out["big"] == pytest.approx(1e30 * ranks, rel=1e-7 * ranks)
     for one in of_ranks:
-        on_host = words_of(one, list(one.values()), torch.float32, ranks, None)
+        on_host = words_of(one, list(one.values()), torch.float32, ranks, torch.device("cpu"))
         assert on_host.equal(_words(one, torch.float32, ranks))
-    assert numbers_of(total, ranks) == [v.item() for v in out.values()]
+    assert numbers_of(total, ranks, True) == [v.item() for v in out.values()]
 
 
 def _words(values: dict[str, float], dtype: torch.dtype, ranks: int) -> Any:
     tensors = torch.tensor(list(values.values()), dtype=torch.float64).unbind(0)
-    return words_of(values, tensors, dtype, ranks, None)
+    return words_of(values, tensors, dtype, ranks, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_words_preserve_nonfinite_values(value: float) -> None:
     for dtype in (torch.float32, torch.float64):
         total = _words({"a": value, "b": 1.0}, dtype, 3) + _words({"a": 1.0, "b": 1.0}, dtype, 3)
-        out = dict(zip("ab", decode_words(total, 3), strict=True))
+        out = dict(zip("ab", numbers_of(total, 3, False), strict=True))
         assert not torch.isfinite(out["a"]) and out["b"] == 2
 
 
