@@ -16,7 +16,6 @@ from torch import Tensor
 from ..agreement import put_together, taken_apart
 from ..groups import Communicator, plain
 from ..shared_memory import flat_view
-from ..transforms.axes import Axis
 from ..transforms.base import to_state_dict
 from ._optimizer import Optimizer
 from ._param_groups import Hyperparameters, loaded, whose, without_params
@@ -56,7 +55,7 @@ def gather_states(
         TypeError: on all ranks: some rank has a state that does not consist of tensors, numbers, strings, None, and lists,
             tuples and dicts of these.
     """
-    axis: Axis = mesh.axes["data"]
+    axis = mesh.axes["data"]
     tensors, raw, mine = dict[str, Tensor](), dict[str, Tensor](), list[Any]()
     try:
         mine = [(*one[:3], taken_apart(one.state, f"{one.number}.{one.start}", tensors), one.sliced) for one in owned]
