@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 
 from .._errors import closed
-from ..transforms.axes import Axis, Done, Work, from_order, to_order
+from ..transforms.axes import Axis, Done, One, Work, from_order, to_order
 from ..transforms.base import sum_in_order
 from ._failures import Failures, is_backend_error, raise_from
 from ._message import Message, Received, plain
@@ -132,6 +132,8 @@ class GroupAxis(Axis):
     def begin_reduce(self, buffer: Tensor) -> Work:
         """Start summing a contiguous buffer in place."""
         group = self._open()
+        if self.size == 1:
+            return Done()
         if self.ordered:
             buffer.copy_(self.run("psum", buffer, None))
             return Done()
@@ -213,6 +215,9 @@ class GroupAxis(Axis):
     def begin(self, op: str, x: Tensor, arg: Any) -> Callable[[], Tensor]:
         """Start a collective; the returned function waits for it and returns the result."""
         group, x = self._open(), plain(x)
+        if self.size == 1:
+            alone = One().run(op, x, arg)
+            return lambda: alone
         if op == "psum" and not self.ordered:
             out = x.clone()
             return Received([self.begin_reduce(out)], out)

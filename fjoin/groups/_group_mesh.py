@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from .._errors import CollectiveTimeout, DesyncError, FjoinError, JoinError, closed, described
 from ..shared_memory import HostLinks
-from ..transforms.axes import Grid, One
+from ..transforms.axes import Grid
 from ..transforms.base import devices
 from ._axis import GroupAxis, backend_of
 from ._failures import Failures, Store, raise_from
@@ -66,19 +66,16 @@ class GroupMesh(Communicator):
         self._failures = failures = Failures(store, name, group.rank(), self._ranks, traffic)
 
         def axis(number: int, name: str, group: Any) -> GroupAxis:
-            if links is not None and links.reach(dist.get_process_group_ranks(group)):
+            if links is not None and group.size() > 1 and links.reach(dist.get_process_group_ranks(group)):
                 return HostAxis(links, number, name, group, ordered, failures, traffic)
             return GroupAxis(name, group, ordered, failures, traffic)
 
         # No reference cycle through this mesh: its groups must be freed with it, not at a garbage collection or exit.
         self._everyone = axis(0, "", group)
         axes = {name: axis(i + 1, name, groups[name]) for i, name in enumerate(shape)}
-        for one in axes.values() if self._everyone.size > 1 else ():
+        for one in axes.values():
             one.joined[tuple(shape)] = self._everyone
-        # An axis of one rank sends nothing.
-        super().__init__(
-            shape, {name: One(one.joined) if one.size == 1 else one for name, one in axes.items()}, self._everyone.rank
-        )
+        super().__init__(shape, axes, self._everyone.rank)
         self.traffic, self._links = traffic, links
         self._timeout_s = timeout_of(group) if timeout_s is None else timeout_s
         self._meetings = Meetings(store, name, self._timeout_s, lambda rank: failures.raise_if_any([rank]))

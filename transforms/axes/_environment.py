@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -255,19 +254,9 @@ def lookup(name: str) -> Axis:
 
 
 class One(Axis):
-    """An axis of one rank: every collective is its own identity.
-
-    Args:
-        joined: Names of several axes -> the one axis that covers them all.
-    """
+    """An axis of one rank: every collective is its own identity."""
 
     size = 1
-
-    def __init__(self, joined: Mapping[tuple[str, ...], Axis] = MappingProxyType({})) -> None:
-        self._joined = joined
-
-    def joint(self, axes: tuple[str, ...]) -> Axis | None:
-        return self._joined.get(axes)
 
     def index(self) -> Tensor:
         return torch.tensor(0)
