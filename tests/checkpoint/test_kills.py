@@ -84,7 +84,9 @@ def test_a_kill_at_any_time_leaves_a_whole_checkpoint(
 ) -> None:
     """Often one rank is killed before the others, which may notice it."""
     draw, newest, steps, within = random.Random(10 * kills + ranks), 0, 0, 0
-    for _ in range(kills):
+    for done in range(5 * kills):
+        if done >= kills and steps:  # on a busy machine the first runs may have ended before they saved anything
+            break
         with Ranks(ranks, saving, str(tmp_path), background) as run:
             found = [run.next(60)[2] for _ in range(ranks)]
             time.sleep(draw.uniform(0.1, 0.8 if kills < 20 else 2.0))
