@@ -69,7 +69,7 @@ def count_all(name: str, steps: int, names: list[str], mesh: Any) -> dict[str, d
     for variant in names:
         run, params = variants.MAKE[variant](name, batch, mesh)
         run(4)
-        most = flat(params()) if params is not None else torch.zeros(1)
+        most = flat(params())
         want = most.clone() if want is None else want
         off, least = (most - want).abs().max().item(), most.clone()
         dist.all_reduce(most, dist.ReduceOp.MAX)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..buckets import gather_leaves
+from ..groups import GroupAxis
 from ..transforms.base import Spec, check_dense
 from ..transforms.layout import Pieces, cut
 from ..transforms.optimizers import OF_TORCH, Optimizer as StepParamOptimizer, as_functional_optim
@@ -122,7 +123,7 @@ def give(shards: Sequence[Shard]) -> None:
                 own.grad = None if grad is None else grad.reshape(-1)[start:stop].view(own.shape)
 
 
-def gather(shards: Sequence[Shard], axis: Any) -> None:
+def gather(shards: Sequence[Shard], axis: GroupAxis) -> None:
     """Write all ranks' slices into the parameters."""
     for shard in shards:
         for own in shard.slices.values():

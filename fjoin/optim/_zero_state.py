@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..agreement import put_together, taken_apart
-from ..groups import Communicator, plain
+from ..groups import Communicator, GroupAxis, plain
 from ..shared_memory import flat_view
 from ..transforms.base import to_state_dict
 from ._optimizer import Optimizer
@@ -55,7 +55,7 @@ def gather_states(
         TypeError: on all ranks: some rank has a state that does not consist of tensors, numbers, strings, None, and lists,
             tuples and dicts of these.
     """
-    axis = mesh.axes["data"]
+    axis: GroupAxis = mesh.axes["data"]
     tensors, raw, mine = dict[str, Tensor](), dict[str, Tensor](), list[Any]()
     try:
         mine = [(*one[:3], taken_apart(one.state, f"{one.number}.{one.start}", tensors), one.sliced) for one in owned]
@@ -71,14 +71,14 @@ def gather_states(
             f"dicts; it does not on ranks {refusing}{f', here {bad}' if bad else ''}"
         )
     sizes = [sum(nbytes for *_, nbytes in of) for _, of, _ in every]
-    take = [size if mesh.rank == to else 0 for size in sizes]
-    give = [sizes[mesh.rank] if rank == to else 0 for rank in range(axis.size)]
+    take = [size if axis.rank == to else 0 for size in sizes]
+    give = [sizes[axis.rank] if rank == to else 0 for rank in range(axis.size)]
     parts = [
         torch.empty(0, dtype=torch.uint8, device=device),
         *(flat_view(one).view(torch.uint8) for one in raw.values()),
     ]
     received = axis.run("all_to_all_single", torch.cat(parts), (tuple(give), tuple(take)))
-    if mesh.rank != to:
+    if axis.rank != to:
         return None
     found: dict[int, list[Owned]] = {}
     for (rows, forms, _), data in zip(every, received.split(take), strict=True):

@@ -40,7 +40,7 @@ def words_of(
         ValueError: a number of the host whose words, summed over the ranks, might not fit the dtype.
     """
     on_host = device is not None and device.type == "cpu" and Tensor not in map(type, values)
-    if not on_host or torch.compiler.is_compiling():  # a compiled step may take a weight as a symbol
+    if not on_host:
         return _encoded(stacked(values, device), dtype, ranks)
     if dtype is torch.float64:
         return torch.tensor(values, dtype=dtype, device="cpu")

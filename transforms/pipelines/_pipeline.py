@@ -201,8 +201,7 @@ def totals_of_step(call: Call, axes: Sequence[str], rates: Rates, values: Tree) 
         DesyncError: on all ranks: they have other rates.
     """
     words, axes = [*told(call, rates).values()], [name for name in axes if axis_size(name) > 1]
-    # Tensors are moved to the device of the values, and a compiled step may take a weight as a symbol.
-    if axes or torch.compiler.is_compiling() or any([isinstance(word, Tensor) for word in words]):
+    if axes or any([isinstance(word, Tensor) for word in words]):
         own = stacked(words, device_of(optree.tree_leaves(values)))
         summed = psum(own, tuple(axes)) if axes else own
         words = summed.tolist() if readable_without_sync(summed) else list(summed.unbind(0))

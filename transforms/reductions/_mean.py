@@ -61,7 +61,8 @@ class Residuals:
     """
 
     def __init__(self, old: Mapping[str, Tensor]) -> None:
-        self.old, self.new = old, dict[str, Tensor]()
+        self.old = old
+        self.new: dict[str, Tensor] = {}  # a call of dict[...] cannot be compiled
 
     def of(self, leaves: Mapping[str, Tensor]) -> list[Tensor]:
         """The residuals of leaves, in their order; zeros for those without one."""
