@@ -15,6 +15,7 @@ from .._errors import DesyncError
 from ..groups import Communicator
 from ..transforms.pipelines import Rates, number_of
 
+_WEIGHT = "weight"
 _KEPT = 1000  # steps, whose records may be read late
 
 
@@ -46,6 +47,7 @@ class StepIds:
     def __init__(self, mesh: Communicator, axes: tuple[str, ...], ranks: int, calls: Calls) -> None:
         self._mesh: Callable[[], Communicator | None] = weakref.ref(mesh)
         self._axes, self._ranks, self._calls = axes, ranks, calls
+        self._remedy = ""  # where the ranks' weights differ
         self._number = 0  # of the run, among those of its mesh
         self._rates: dict[int, Rates] = {}
         self._begun: tuple[int, float] = (-1, 0.0)  # the step that began last, and its number
@@ -57,8 +59,14 @@ class StepIds:
             mesh.steps += 1
             self._number = mesh.steps
 
-    def begin(self, step: int, rates: Rates) -> float:
-        """The number of a step that begins now with these hyperparameters."""
+    def begin(self, step: int, rates: Rates, weight: tuple[float, str] | None = None) -> float:
+        """The number of a step that begins now with these hyperparameters.
+
+        Args:
+            weight: This rank's weight, where all ranks need the same one since their losses have mixed; and what to do otherwise.
+        """
+        if weight is not None:
+            rates, self._remedy = [*rates, (_WEIGHT, weight[0])], weight[1]
         if rates or self._rates:
             self._rates[step] = tuple(rates)
             self._rates.pop(step - _KEPT, None)
@@ -117,10 +125,14 @@ class StepIds:
             raise DesyncError(text, step=step)
         pairs = zip(ranks[odd]["rates"], first["rates"], strict=False)
         name, there, here = next((a[0], a[1], b[1]) for a, b in pairs if a != b)
-        raise DesyncError(
-            f"step {step}: rank {odd} steps with {name}={there!r}, but rank 0 with {name}={here!r}; {effect}. All ranks need the same "
-            f"hyperparameters: a schedule must not depend on the rank or its data, and with_hyperparameters(...) and "
-            f"handle.with_hyperparameters(...) take equal values, such as those computed from a mean of the loss over all ranks",
-            rank=odd,
-            step=step,
+        remedy = (
+            f"The forward pass has communicated, so the backward pass has mixed the ranks' losses: {self._remedy}"
+            if name == _WEIGHT
+            else "All ranks need the same hyperparameters: a schedule must not depend on the rank or its data, and "
+            "with_hyperparameters(...) and handle.with_hyperparameters(...) take equal values, such as those computed from a mean of "
+            "the loss over all ranks"
         )
+        text = (
+            f"step {step}: rank {odd} steps with {name}={there!r}, but rank 0 with {name}={here!r}; {effect}. {remedy}"
+        )
+        raise DesyncError(text, rank=odd, step=step)

@@ -18,7 +18,7 @@ from ..buckets import GradBuffer
 from ..groups import Communicator, raise_from
 from ..optim import divides
 from ..step import STEP, Agreements, EndStates, HookState, Reducer, StepData, make_reducer, stages_of, whole_of
-from ..transforms.axes import bind_axes
+from ..transforms.axes import bind_axes, mixed_axes
 from ..transforms.base import Transform, is_accelerator, restored, to_state_dict
 from ..transforms.combinators import stages
 from ..transforms.layout import Bucket, Pieces
@@ -34,6 +34,7 @@ CALLS = Calls(
     flush="handle.flush",
     even="Run the same number of passes on all ranks, in a Join where their inputs differ",
 )
+_CARRY = "write handle.scale(loss, weight).backward() in the place of handle.weight(weight)"
 
 
 class DDPRun:
@@ -81,12 +82,12 @@ class DDPRun:
         ends = EndStates() if pipeline is None else self.params.init(pipeline)
         parts = parts_of(self.what)._replace(compares=self.params.compares)
         self.agreements: Agreements = Agreements(mesh, plan, parts, "module", CALLS)
-        self.reducer: Reducer = make_reducer(plan, mesh, self.agreements, "module", False)
+        self.reducer: Reducer = make_reducer(plan, mesh, self.agreements, "module")
         skips = None if pipeline is None else pipeline.skips
         self.divides = False
         self.scaling: ScaledLoss | None = None
+        self.agreements.ids.number()
         if pipeline is not None:
-            self.agreements.ids.number()
             at = pipeline.optimizer.at
             self.divides = all(
                 divides(part, dtype) for part, dtype in {(at(path), p.dtype) for path, p in params.items()}
@@ -104,6 +105,8 @@ class DDPRun:
         self.loaded: bool = False  # whether a state has been loaded since the last pass
         self._loaded_checksum, self._count = 0, len(stages(hook))
         self.pending: float | None = None  # the weight for the next synchronised pass
+        self.carried: float | None = None  # the sum of the weights that its losses carry
+        self.remedy = ""  # where the ranks must have equal weights in this pass: what to do otherwise
         # Whether a weight was given, or its lack was warned of; whether a pass had none; the sizes of batches in a Join.
         self.weighed, self.unweighed, self._sizes = False, False, set[int]()
         self.error: TypeError | ValueError | None = None
@@ -244,6 +247,19 @@ class DDPRun:
                     stacklevel=2,
                 )
 
+    def carry(self, weight: float) -> float:
+        """What a loss of this weight must be multiplied by; it becomes a part of the weight of the next synchronised pass.
+
+        Raises:
+            ValueError: that pass has a weight already that its losses do not carry.
+        """
+        if self.pending is not None:
+            raise ValueError(
+                f"this pass has the weight {self.pending!r} of handle.weight already; handle.scale(loss, weight) takes its place"
+            )
+        self.carried, self.weighed = (self.carried or 0.0) + weight, True
+        return self.plan.counted(weight, self.body.step)
+
     def brings_window(self) -> None:
         """A rank without input brings the gradients of its open accumulation window, so it counts as one with input."""
         self.pending = 1.0 if self.pending is None else self.pending
@@ -262,9 +278,16 @@ class DDPRun:
                 parameters_fit(self.mesh, self._loaded_checksum == self.checksum(), step)
             self.loaded = False
         self._missing = set(self.leaves)
-        weight = (0.0 if shadows else 1.0) if self.pending is None else self.pending
-        self.unweighed = self.unweighed or self.pending is None and not shadows
-        self._weight, self.pending = weight, None
+        early = self.carried is not None
+        given, self.pending, self.carried = self.carried if early else self.pending, None, None
+        self._weight = weight = (0.0 if shadows else 1.0) if given is None else given
+        self.unweighed = self.unweighed or given is None and not shadows
+        counted = self.plan.counted(weight, step)
+        self.remedy = ""
+        if mixed := mixed_axes():
+            if self.plan.starts_from_weight(step, mixed):
+                self.remedy = self.plan.needs_equal_weights(step) if early else _CARRY
+            mixed.clear()
         if self.scaling is not None and not shadows:
             self.scaling.check()
         self.params.begin()
@@ -273,7 +296,7 @@ class DDPRun:
             rates = self.params.check_rates()
         except (TypeError, ValueError) as error:
             self.error = error
-        step_id = self.agreements.begin(step, rates)
+        step_id = self.agreements.begin(step, rates, (counted, self.remedy) if self.remedy else None)
         values = {"weight": weight, "live": float(weight > 0), "step_id": step_id}
         self._pass = ModulePass(self)
         with self.mesh.traffic.span(STEP) as span:
@@ -281,7 +304,8 @@ class DDPRun:
                 span.next("agree: begin")
             record = self.agreements.of_hook(step)
             factor = None if self.scaling is None else 1 / self.body.outer.scale.double()
-            self._pass.open(record, values, {"step_id": step_id}, self.plan.counted(weight), factor)
+            first = float(counted > 0) if early else counted  # a loss that carries its weight is in units of 1
+            self._pass.open(record, values, {"step_id": step_id}, first, factor)
 
     def _forget(self) -> None:
         """Discard a pass that has ended or failed."""

@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..agreement import same
 from ..buckets import REGISTERED
 from ..groups import Mesh, check_mesh, linked_mesh
-from ..transforms.base import Over, Transform, host_weight
+from ..transforms.base import Over, Transform, check_exact, host_weight
 from ..transforms.optimizers import Optimizer, frozen, with_hyperparameters
 from ..transforms.pipelines import Explanation, Pipeline, axes_of, fuse, warn_if_silent
 from ._comm_hooks import comm_hook
@@ -169,16 +169,36 @@ class Handle:
         outer = self.run.body.outer
         return 0 if outer is None else int(outer.skipped)
 
-    def scale(self, loss: Tensor) -> Tensor:
-        """The loss times its scale, to call backward on; for a pipeline in `dynamic_loss_scale`.
+    def scale(self, loss: Tensor, weight: float | None = None) -> Tensor:
+        """The loss times this rank's weight, and times its scale for a pipeline in `dynamic_loss_scale`, to call backward on.
+
+        A model that communicates in its forward pass, as `sync_batch_norm` does, mixes the ranks' losses in its backward pass. There
+        the loss must carry the weight: call this in the place of `handle.weight`, on all ranks. In a window under no_sync call it for
+        each loss, with the weight of its batch.
+
+        Args:
+            loss: The mean over the local batch, 0-d; finite even where the weight is 0.
+            weight: This rank's weight, as for `handle.weight`. None: the loss carries none.
+
+        Returns:
+            0-d, in the dtype of the loss.
 
         Raises:
-            TypeError: the pipeline scales no losses.
+            TypeError: no weight, and the pipeline scales no losses; the weight is no number.
+            ValueError: a weight that is neither 0 nor from 1e-30 to 1e30, or that a 16-bit loss would round; `handle.weight` has been
+                called for the same pass.
         """
         run = self.run
-        if run.scaling is None:
-            raise TypeError("only a pipeline in dynamic_loss_scale(...) scales losses; call loss.backward()")
-        return run.scaling(loss, run.body.outer.scale)
+        if weight is not None:
+            counted = run.carry(host_weight("weight", weight))
+            check_exact(loss, counted)
+            loss = loss * counted
+        elif run.scaling is None:
+            raise TypeError(
+                "handle.scale(loss) is for a pipeline in dynamic_loss_scale(...); call loss.backward(), or handle.scale(loss, weight) "
+                "where the loss must carry this rank's weight"
+            )
+        return loss if run.scaling is None else run.scaling(loss, run.body.outer.scale)
 
     @property
     def total(self) -> float:

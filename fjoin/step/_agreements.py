@@ -78,8 +78,8 @@ class Agreements:
         """The record over the ranks that the hook reduces over in a step."""
         return self.record(self.plan.reduced(step).axes)
 
-    def begin(self, step: int, rates: Rates) -> float:
-        """The number of a step that begins with these hyperparameters; see `StepIds`.
+    def begin(self, step: int, rates: Rates, weight: tuple[float, str] | None = None) -> float:
+        """The number of a step that begins with these hyperparameters, and with a weight; see `StepIds`.
 
         A step from an earlier state leaves behind the steps after it, with what this rank has left out of them. Ranks that take steps of
         their own may differ in their optimizers' counts, and so in the values of a schedule: they compare only their first.
@@ -88,7 +88,7 @@ class Agreements:
         if self._begun is not None and step <= self._begun:
             self.check.left_out = 0.0
         self._begun = step
-        return self.ids.begin(step, rates if together or step == 0 else ())
+        return self.ids.begin(step, rates if together or step == 0 else (), weight)
 
     def forget(self) -> None:
         """Forget the steps so far: a new run begins. A record that has not been read yet is waited for."""

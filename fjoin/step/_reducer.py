@@ -34,6 +34,7 @@ class Opened(NamedTuple):
     begun: by axes, the records that are under way already.
     first: the first weight above 0 of this rank's window. Where no loss carries the weight: the weight.
     factor: what remains to be multiplied into this rank's gradients before they are sent: 0-d, or None for nothing.
+    early: whether the loss has communicated, so that its backward pass has started from this rank's weight.
     """
 
     storage: Params
@@ -43,6 +44,7 @@ class Opened(NamedTuple):
     begun: Begun
     first: float
     factor: Tensor | None
+    early: bool = False
 
 
 class Reducer:
@@ -118,6 +120,15 @@ def first_call(values: Mapping[str, Any], step: int, begun: Begun, on_device: bo
     return call
 
 
+def _refuse_other_weights(weight: float, sums: Mapping[str, Any], axes: tuple[str, ...], why: str) -> None:
+    """Raise ValueError where this rank's weight is not that of all ranks with weight."""
+    if weight and not math.isclose(weight * sums["live"], sums["weight"], rel_tol=1e-6):
+        raise ValueError(
+            f"the loss has communicated over {list(axes)}, and the ranks' weights differ: {weight!r} here, {sums['weight']!r} in all. "
+            f"The collective has mixed the weighted losses, but {why}, or give the ranks equal weights"
+        )
+
+
 def _totals_in(sums: Mapping[str, Any]) -> Totals:
     """The sums of the weights in a record."""
     return totals_of(sums["weight"], sums["live"])
@@ -126,14 +137,13 @@ def _totals_in(sums: Mapping[str, Any]) -> Totals:
 class StagedReducer(Reducer):
     """Runs a hook other than a plain reduction, step by step. The hook applies the weights itself."""
 
-    def __init__(self, plan: Plan, mesh: Communicator, grads: GradCheck, accumulates: bool, flat: bool) -> None:
+    def __init__(self, plan: Plan, mesh: Communicator, grads: GradCheck, flat: bool) -> None:
         self._plan, self._early, self._grads = plan, plan.early, grads
-        self._accumulates = accumulates
         self._flat = flat and plan.early is not None and takes_flat(plan.early)
         last = stages(plan.early)[-1:] if plan.early is not None else []
         fresh = any(part.reduces is not None and part.reduces.fusable for part in last)
         self._stages = BucketStages(plan, mesh, self._flat, fresh)
-        self._given = 1.0  # the factor that a window of several calls has put on gradients; the hook weighs them itself
+        self._given = 1.0  # the factor of the gradients by which backward has started; the hook weighs them itself
         self._sums: Sums | None = None  # the record, where it is sent before the gradients
         self._old: tuple[HookState, Params] | None = None  # the state and the parameters from which this step begins
         self._pieces: list[Pieces | None] = []  # by flat bucket, where the stages that run on it shard
@@ -165,8 +175,8 @@ class StagedReducer(Reducer):
             return early.init({FLAT: storage.flats[k]})
 
     def loss_factor(self, weight: float, first: float, float16: bool) -> float:
-        """The factor of the loss: its part of the window where micro-batches are added, otherwise 1."""
-        return weight / first if self._accumulates else 1.0
+        """The factor of the loss: its part of the window, in units of the first weight."""
+        return weight / first
 
     # -- bucket by bucket -----------------------------------------------------------------------
 
@@ -181,7 +191,9 @@ class StagedReducer(Reducer):
     def start(self, state: HookState, opened: Opened) -> None:
         """Prepare for the buckets of a step."""
         reduced, weight, self._factor = self._plan.reduced(opened.step), opened.values["weight"], opened.factor
-        self._given = weight / opened.first if self._accumulates and weight else 1.0
+        self._given = self._plan.counted(weight, opened.step) / opened.first if weight else 1.0
+        if opened.early and (why := self._plan.needs_equal_weights(opened.step)):
+            _refuse_other_weights(weight, opened.begun[reduced.axes].read(False), reduced.axes, why)
         self._sums = opened.begun.get(reduced.axes) if reduced.equal else None
         call = first_call(opened.values, opened.step, opened.begun, self._grads.on_device)
         self._stages.begin(call, opened.storage.layout, bool(reduced.axes))
@@ -400,15 +412,14 @@ class Scatter:
                 self._out.buffer = self._out.grads
 
 
-def make_reducer(plan: Plan, mesh: Communicator, agreements: Agreements, place: Place, accumulates: bool) -> Reducer:
+def make_reducer(plan: Plan, mesh: Communicator, agreements: Agreements, place: Place) -> Reducer:
     """The reducer that runs a plan.
 
     Args:
         place: Where its buckets are.
-        accumulates: Whether a step has several calls.
     """
     grads = agreements.check.grads
     if plan.reduce is None:
-        return StagedReducer(plan, mesh, grads, accumulates, flat=place == "buckets")
+        return StagedReducer(plan, mesh, grads, flat=place == "buckets")
     kind = ScatterReducer if plan.reduce.sharded_over else SumReducer
     return kind(plan, mesh, agreements.of_hook(0), grads, weighs=place == "module")

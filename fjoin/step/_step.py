@@ -64,6 +64,7 @@ class Step:
         counts: dict[str, Any],
         first: float,
         factor: Tensor | None = None,
+        early: bool = False,
     ) -> None:
         """Send the records that go before the gradients, and prepare for these.
 
@@ -71,7 +72,7 @@ class Step:
             record: The record of the ranks that share the gradients.
             values: This rank's values in it.
             counts: This rank's values in the record of all ranks that loop together.
-            first, factor: See `Opened`.
+            first, factor, early: See `Opened`.
         """
         run, body = self._run, self._body
         agreements, self._record, self._values = run.agreements, record, values
@@ -84,7 +85,7 @@ class Step:
             self._counts = agreements.send(counts)
         if agreements.plan.reduce is None:
             agreements.check.grads.begin(agreements.plan, body.step)
-        run.reducer.start(body.hook, Opened(body.storage, record, values, body.step, begun, first, factor))
+        run.reducer.start(body.hook, Opened(body.storage, record, values, body.step, begun, first, factor, early))
 
     def launch(self, index: int, out: GradBuffer) -> Work | None:
         """Start the messages of a full bucket, which have its number in traces."""

@@ -42,7 +42,7 @@ class ShadowedAxis(Axis):
     """
 
     def __init__(self, axis: Any, name: str, along: Collection[str]) -> None:
-        self._axis, self._name, self._along = axis, name, along
+        self._axis, self.name, self._along = axis, name, along
         self.size = axis.size
 
     def index(self) -> Tensor:
@@ -50,7 +50,7 @@ class ShadowedAxis(Axis):
         return out
 
     def run(self, op: str, x: Tensor, arg: Any) -> Tensor:
-        if self._name in self._along:
+        if self.name in self._along:
             self._refuse(op)
         out: Tensor = self._axis.run(op, x, arg)
         return out
@@ -63,13 +63,13 @@ class ShadowedAxis(Axis):
         return out
 
     def check_rows(self, width: int, give: tuple[int, ...], take: tuple[int, ...]) -> None:
-        if self._name in self._along:
+        if self.name in self._along:
             self._refuse("all_to_all_single")
         self._axis.check_rows(width, give, take)
 
     def _refuse(self, op: str) -> NoReturn:
         raise JoinError(
-            f"loss_fn calls {op} over {self._name!r}, in which ranks that are out of input would not take part: they do not call "
+            f"loss_fn calls {op} over {self.name!r}, in which ranks that are out of input would not take part: they do not call "
             f"loss_fn; pass step.join(loader, when_exhausted='replay'), with which they do"
         )
 
@@ -95,12 +95,11 @@ class GradOutput(NamedTuple):
         loss.backward(start)
 
 
-def grad_output_of(loss: Tensor | None, factor: float, scale: Tensor | None, adds: bool) -> GradOutput:
+def grad_output_of(loss: Tensor | None, factor: float, scale: Tensor | None, adds: bool, early: bool) -> GradOutput:
     """The gradient to start backward from: the loss's factor, times its scale if there is one.
 
     A 16-bit loss would round the factor, so there the gradients are multiplied. In a window they cannot be, and the rounded
-    weight counts. Other losses carry the factor: a model with collectives of its own mixes the ranks' losses in its backward
-    pass.
+    weight counts. Other losses carry the factor.
 
     Args:
         loss: The loss. None where this rank has no batch.
@@ -108,6 +107,7 @@ def grad_output_of(loss: Tensor | None, factor: float, scale: Tensor | None, add
         scale: The scale of the loss, 0-d float32, or None.
         adds: Whether gradients of several micro-batches are added before they are sent, so that each must already
             carry its factor.
+        early: Whether the loss must carry the factor, since a collective in it mixes the ranks' losses in the backward pass.
 
     Raises:
         ValueError: the factor does not fit into the loss's dtype.
@@ -117,7 +117,7 @@ def grad_output_of(loss: Tensor | None, factor: float, scale: Tensor | None, add
     if loss is None:
         return GradOutput(0.0, rest if adds else None)
     rounding = 1.0
-    if loss.dtype.itemsize < 4 and factor not in (0.0, 1.0):
+    if loss.dtype.itemsize < 4 and factor not in (0.0, 1.0) and not early:
         if adds:
             exact = factor * (1.0 if wide is None else wide.item())
             rounding = float(torch.tensor(exact, dtype=loss.dtype)) / exact
@@ -150,6 +150,7 @@ class Forward(NamedTuple):
     # Bound in it, and in its backward pass, which may compute parts of it again.
     axes: dict[str, Axis] = {}
     call: BoundCall = BoundCall()
+    mixed: Collection[str] = ()  # the axes over which it has communicated
 
 
 class Passes:
@@ -177,28 +178,29 @@ class Passes:
             alone = iteration is None or replays or self._ranks == 1
             axes = self._mesh.axes if alone else self._shadowed
             call = BoundCall(weight, number)
-            return Forward(weight, *self._run(body, batch, call, axes), axes=axes, call=call)
+            loss, aux, buffers, mixed = self._run(body, batch, call, axes)
+            return Forward(weight, loss, aux, buffers, axes=axes, call=call, mixed=mixed)
         if not replays:
             return Forward(0.0, buffers=body.buffers)
         call = BoundCall(0.0, number)
-        replayed, _, buffers = self._run(body, batch, call, self._mesh.axes)
-        return Forward(0.0, buffers=buffers, replayed=replayed, axes=self._mesh.axes, call=call)
+        replayed, _, buffers, mixed = self._run(body, batch, call, self._mesh.axes)
+        return Forward(0.0, buffers=buffers, replayed=replayed, axes=self._mesh.axes, call=call, mixed=mixed)
 
     def _run(
         self, body: StateData, batch: Any, call: BoundCall, axes: dict[str, Any]
-    ) -> tuple[Tensor, Any, dict[str, Tensor] | None]:
+    ) -> tuple[Tensor, Any, dict[str, Tensor] | None, set[str]]:
         storage = body.storage
         params = body.rebuild(dict(storage.leaves))
         self.hooks.in_loss = True
         try:
-            with torch.enable_grad(), bind_axes(axes, call):
+            with torch.enable_grad(), bind_axes(axes, call) as mixed:
                 loss, aux, buffers = self._loss(params, body.buffers, batch)
         finally:
             self.hooks.in_loss = False
         torch.clear_autocast_cache()  # an autocast around the loop would keep casts of these parameters for the next step
         if aux is not None or buffers is not None:
             aux, buffers = copy_if_aliased((aux, buffers), storage.written(bool(body.window)))
-        return loss, aux, buffers
+        return loss, aux, buffers, mixed
 
     def backward_within(self, forward: Forward, grad_output: GradOutput, storage: Storage) -> None:
         """Run the backward pass of a call within a window: gradients are added, and nothing is sent."""

@@ -8,7 +8,7 @@ from ..agreement import numbers, own_values
 from ..buckets import BucketQueue, Storage
 from ..groups import Communicator, Span
 from ..step import STEP, Agreements, Reducer, StateData, StepCheck, make_reducer
-from ..transforms.base import Transform
+from ..transforms.base import Transform, check_exact
 from ..transforms.pipelines import Pipeline, make_plan, parts_of
 from ._failures import CALLS
 from ._flat_step import FlatStep
@@ -46,7 +46,7 @@ class Run:
         sharding = pipeline.sharding
         self.agreements: Agreements = Agreements(mesh, plan, parts, "buckets", CALLS, norm=plan.clip is not None)
         self.ranks, self.step_check = self.agreements.ranks, self.agreements.check
-        self.reducer: Reducer = make_reducer(plan, mesh, self.agreements, "buckets", accumulate > 1)
+        self.reducer: Reducer = make_reducer(plan, mesh, self.agreements, "buckets")
         # Whether each bucket's gather begins once it has been stepped.
         self.gathers_buckets: bool = sharding is not None and sharding.codec is None and pipeline.after is None
         self.passes: Passes = Passes(loss, mesh, self.axes, self.ranks)
@@ -120,7 +120,8 @@ class Run:
         forward = passes.forward(body, batch, weight, body.calls, iteration)
         if span is not None:
             span.next("prepare")
-        grad_output, own = self._own(body, forward)
+        early = agreements.plan.starts_from_weight(body.step, forward.mixed)
+        grad_output, own = self._own(body, forward, early)
         if within:
             if span is not None:
                 span.next("backward")
@@ -138,7 +139,7 @@ class Run:
         if span is not None:
             span.next("agree: begin")
         one = FlatStep(self, body, span)
-        one.open(record, values, counts, body.first, grad_output.rest)
+        one.open(record, values, counts, body.first, grad_output.rest, early)
         if span is not None:
             span.next("backward and launches")
         queue.start(storage, self.reducer.launch if span is None else one.launch)
@@ -160,15 +161,21 @@ class Run:
         summed = lambda: numbers(of_all(), reads.now)  # noqa: E731
         return Metrics(body.step - 1, True, forward.aux, summed, comes, others, self.mesh.rank)
 
-    def _own(self, body: StateData, forward: Forward) -> tuple[GradOutput, dict[str, Any]]:
-        """What backward starts from, and this rank's values of the window so far."""
+    def _own(self, body: StateData, forward: Forward, early: bool) -> tuple[GradOutput, dict[str, Any]]:
+        """What backward starts from, and this rank's values of the window so far.
+
+        Args:
+            early: See `Opened`. Ranks whose losses are mixed need one unit of their weights.
+        """
         loss, weight = forward.loss, forward.weight
-        counted = self.agreements.plan.counted(weight)
+        counted = self.agreements.plan.counted(weight, body.step)
         if not body.window or not body.window["weight"]:
-            body.first = counted or 1.0
+            body.first = 1.0 if early else counted or 1.0
+        if early and loss is not None:
+            check_exact(loss, counted)
         scale = body.outer.scale if self._scales else None
         factor = self.reducer.loss_factor(counted, body.first, body.storage.float16)
-        grad_output = grad_output_of(loss, factor, scale, self.accumulate > 1)
+        grad_output = grad_output_of(loss, factor, scale, self.accumulate > 1, early)
         sums = {} if loss is None else user_sums(forward.aux)
         own = own_values(weight * grad_output.rounding, loss, sums, body.window)
         if not body.window:

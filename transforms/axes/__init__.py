@@ -36,9 +36,11 @@ from ._environment import (
     bind_axes as bind_axes,
     bound as bound,
     bound_call as bound_call,
+    check_late_weight as check_late_weight,
     current_call as current_call,
     current_weight as current_weight,
     lookup as lookup,
+    mixed_axes as mixed_axes,
 )
 from ._primitive import (
     DIRECT_BYTES as DIRECT_BYTES,

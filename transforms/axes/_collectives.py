@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..base import AxisName, Call, Tree
-from ._environment import lookup
+from ._environment import check_late_weight, lookup
 from ._primitive import apply_one, as_tensor, names, packed, reduce_over
 
 
@@ -410,3 +410,4 @@ def _bytes(leaf: Tensor) -> Tensor:
 
 # A call asks for the sums of weights; its room lies below this one.
 Call.psum, Call.axis_size = staticmethod(psum), staticmethod(axis_size)
+Call.check_late_weight = staticmethod(check_late_weight)

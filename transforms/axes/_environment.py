@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from ..base import UnboundAxis, in_use, sum_of_pieces
+from ..base import Call, UnboundAxis, in_use, sum_of_pieces
 
 
 class PieceSum:
@@ -73,10 +73,12 @@ class Axis:
     before it returns.
 
     Attributes:
+        name: Its name, or the names of several axes joined by " x ".
         size: The number of ranks.
         simulated: Whether the ranks are simulated in one process.
     """
 
+    name = ""
     size: int
     simulated = False
 
@@ -155,6 +157,7 @@ class _Threads(threading.local):
     def __init__(self) -> None:
         self.axes: dict[str, Axis] = {}
         self.call: BoundCall | None = None
+        self.mixed: set[str] = set()  # see `mixed_axes`
         self.caller: _Bindings | None = None  # as autograd's threads see this one
 
 
@@ -163,9 +166,10 @@ class _Bindings:
 
     axes: dict[str, Axis] = {}
     call: BoundCall
+    mixed: set[str]
 
     def __init__(self) -> None:
-        self.call = BoundCall()
+        self.call, self.mixed = BoundCall(), set()
 
 
 THREADS = _Threads()
@@ -176,31 +180,35 @@ class bind_axes:
     """Binds axis names, and a call, in this thread inside a with block; the outer bindings are restored after it.
 
     Args:
-        call: None keeps the call that is bound.
+        call: None keeps the call that is bound. Another one notes the axes of its own collectives; see `mixed_axes`.
         in_backward: Whether autograd's threads that run backward passes of the block see the bindings too. On a device these are
             other threads, and a function that is computed again there may communicate.
     """
 
     __slots__ = ("_axes", "_before", "_before_caller", "_call", "_in_backward")
 
+    _before_caller: tuple[dict[str, Axis], BoundCall, set[str]]
+
     def __init__(self, axes: dict[str, Axis], call: BoundCall | None = None, in_backward: bool = False) -> None:
         self._axes, self._call, self._in_backward = axes, call, in_backward
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> set[str]:
+        """Returns the axes that `mixed_axes` will have."""
         here = THREADS
-        self._before = here.axes, here.call
+        self._before = here.axes, here.call, here.mixed
         here.axes = {**(here.axes or bindings_of_caller().axes), **self._axes}
         if self._call is not None:
-            here.call = self._call
+            here.call, here.mixed = self._call, set()
         if self._in_backward:
             caller = here.caller = here.caller or _stashed()
-            self._before_caller = caller.axes, caller.call
-            caller.axes, caller.call = here.axes, bound_call()
+            self._before_caller = caller.axes, caller.call, caller.mixed
+            caller.axes, caller.call, caller.mixed = here.axes, bound_call(), here.mixed
+        return here.mixed
 
     def __exit__(self, *error: object) -> None:
-        THREADS.axes, THREADS.call = self._before
+        THREADS.axes, THREADS.call, THREADS.mixed = self._before
         if self._in_backward and (caller := THREADS.caller) is not None:
-            caller.axes, caller.call = self._before_caller
+            caller.axes, caller.call, caller.mixed = self._before_caller
 
 
 def _stashed() -> _Bindings:
@@ -251,6 +259,44 @@ def lookup(name: str) -> Axis:
             f"`with fjoin.bind(fjoin.mesh({{{name!r}: -1}})):` or `simulate(fn, {{{name!r}: 4}}, ...)`."
         )
     return axis
+
+
+def note_mixed(axis: Axis) -> None:
+    """Note that a collective runs through whose derivative the ranks mix their losses."""
+    # Not in a backward pass, in which a function is computed again.
+    if axis.size > 1 and (torch.compiler.is_compiling() or torch._C._current_graph_task_id() < 0):
+        THREADS.mixed.update(axis.name.split(" x "))
+
+
+def mixed_axes() -> set[str]:
+    """The axes over which a differentiable collective has run in this thread, or in the call of a train_step that is bound in it.
+
+    A backward pass through it sums the derivatives of all ranks' losses, so each loss must have its weight before. Who has taken
+    the gradients clears the set.
+    """
+    return THREADS.mixed or bindings_of_caller().mixed
+
+
+def check_late_weight(call: Call, axes: Collection[str] | None = None) -> None:
+    """Raise where a call weighs gradients of a loss that has communicated; forgets the collectives so far.
+
+    Args:
+        axes: The axes whose collectives count; None for all.
+
+    Raises:
+        ValueError: the weight is not known to be 0 or 1.
+    """
+    if torch.compiler.is_compiling() or not THREADS.mixed:
+        return
+    over = sorted(THREADS.mixed if axes is None else THREADS.mixed.intersection(axes))
+    THREADS.mixed.clear()
+    weight = call.weight
+    if over and not (weight is None or (not isinstance(weight, Tensor) and weight in (0, 1))):
+        raise ValueError(
+            f"weight={weight!r} comes too late: the loss has communicated over {over}, so its backward pass has mixed the ranks' "
+            f"losses already. Multiply the loss by loop.scale of `for batch in (loop := fjoin.join(loader, weight=...))`, which is "
+            f"weight * ranks / sum of the weights, and call step and update without a weight"
+        )
 
 
 class One(Axis):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..base import AxisName, Tree, axis_names, path_string, plain
-from ._environment import Axis, lookup
+from ._environment import Axis, lookup, note_mixed
 
 _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
@@ -228,6 +228,7 @@ _apply_function: Callable[..., Tensor] = _Collective.apply
 def apply_one(op: str, x: Tensor, axis: Axis, arg: Any = None) -> Tensor:
     if plain(x):  # an autograd.Function inspects its signature in every call
         return axis.run(op, x, arg)
+    note_mixed(axis)
     return _apply_function(x, op, arg, axis)
 
 

@@ -69,7 +69,7 @@ class SimulatedAxis(Axis):
 
     def __init__(self, world: _World, group: _Group, me: int) -> None:
         self._world, self._group, self._me = world, group, me
-        self.size = len(group.members)
+        self.name, self.size = group.axis, len(group.members)
         self.rank = group.members.index(me)
         self.world_rank = me
 

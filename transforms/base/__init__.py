@@ -41,6 +41,7 @@ from ._share import (
     Over as Over,
     Share as Share,
     Totals as Totals,
+    check_exact as check_exact,
     check_over as check_over,
     check_weight as check_weight,
     host_weight as host_weight,

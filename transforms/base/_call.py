@@ -38,9 +38,11 @@ class Call:
             them on itself, or not.
     """
 
-    # The sum of a tensor over axes, and the number of their ranks. The room of the axes lies above this one, and sets them.
+    # The sum of a tensor over axes, the number of their ranks, and the check of a weight that is given to gradients. The room of the
+    # axes lies above this one, and sets them.
     psum: ClassVar[Callable[[Tensor, AxisName], Tensor]]
     axis_size: ClassVar[Callable[[AxisName], int]]
+    check_late_weight: ClassVar[Callable[..., None]]
 
     step: int | None
     donated: bool
@@ -153,7 +155,10 @@ def call_of(keywords: Mapping[str, Any]) -> Call:
     call = given.pop("call", None) or Call()
     changes = {name: given.pop(name, KEYWORDS[name]) for name in KEYWORDS if name in given or name in call.handed}
     changes = {name: value for name, value in changes.items() if value is not getattr(call, name)}
-    return call.inside(**changes, handed=(), extra={**call.extra, **given}) if keywords else call
+    new = call.inside(**changes, handed=(), extra={**call.extra, **given}) if keywords else call
+    if "weight" in keywords and "call" not in keywords:
+        Call.check_late_weight(new)
+    return new
 
 
 def _counts(weight: Number) -> Number:

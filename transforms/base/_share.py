@@ -85,6 +85,15 @@ def host_weight(name: str, weight: Any) -> float:
     )
 
 
+def check_exact(loss: Tensor, weight: float) -> None:
+    """Raise ValueError where a loss that must carry its weight would round it: in 16 bits, unless it is a power of two."""
+    if loss.dtype.itemsize < 4 and math.frexp(weight)[0] not in (0.0, 0.5):
+        raise ValueError(
+            f"the loss has communicated, so it must carry this rank's weight, {weight!r}, and {loss.dtype} would round products with "
+            f"it; return the loss as float32, such as loss.float(), or use weights that are powers of two"
+        )
+
+
 def stacked(values: Iterable[Number], device: torch.device | None) -> Tensor:
     """Numbers as a vector of float64 on a device, made without a copy from the host."""
     scalars = [

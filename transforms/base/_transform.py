@@ -95,6 +95,7 @@ class Transform(Specified):
             "parts": each leaf, or each call, goes through one of those inside.
         by_norm: For a transform that only scales all gradients by a function of their norm: that function.
         silent: Whether it is meant to send nothing, where others would warn of that.
+        passes: Whether it only looks at the gradients, and returns them as they are.
         equalizes: Of parameters, buffers or states: the axes over whose ranks they are equal after each call.
         spec: The transform as data; `factory` fills it in.
 
@@ -115,6 +116,7 @@ class Transform(Specified):
     wraps: Literal["stages", "whole", "parts"] | None = None
     by_norm: ByNorm | None = None
     silent: bool = False
+    passes: bool = False
     equalizes: AxisName | None = None
     spec: Spec = Spec("")
 

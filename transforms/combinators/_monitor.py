@@ -54,7 +54,7 @@ def tap(function: Callable[[dict[str, Tensor]], Any]) -> Transform:
             function(leaves)
         return grads, state
 
-    return Transform(lambda params: (), update, Needs.LEAVES | Needs.PATHS)
+    return Transform(lambda params: (), update, Needs.LEAVES | Needs.PATHS, passes=True)
 
 
 class NormState(NamedTuple):
@@ -94,4 +94,5 @@ def record_norm() -> Transform:
         update,
         takes=("sharded_over",),
         by_norm=ByNorm(torch.ones_like, keeps=NormState),
+        passes=True,
     )

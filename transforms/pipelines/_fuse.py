@@ -10,7 +10,7 @@ import optree
 import torch
 from torch import Tensor
 
-from ..axes import bound, names, psum
+from ..axes import bound, check_late_weight, names, psum
 from ..base import (
     KEYWORDS,
     Call,
@@ -251,7 +251,8 @@ def pipeline_of(
         if skips and skips.scaled:
             grads = unscaled(grads, state.scale)
 
-        (axes, equal, _), is_plain = how(0 if alike else old.step)
+        (axes, equal, *_), is_plain = how(0 if alike else old.step)
+        check_late_weight(call, axes)
         with bind_pieces(pieces):
             # The sum of weight * gradient carries the weights, and is divided by theirs: no message is added.
             found = mean_with_words(parts[0], grads, call, told(call, rates)) if is_plain else None

@@ -274,7 +274,8 @@ class Pipeline(Specified):
 
     Args:
         init: `params -> state`; the state is `PipelineState(hook, optimizer, after, on_state, step, window)`.
-        step: `(params, grads, state, *, weight=None) -> (params, state)`, pure.
+        step: `(params, grads, state, *, weight=None) -> (params, state)`, pure. A weight for gradients of a loss that has communicated
+            over the hook's axes is a ValueError: it must be in the loss.
         flush: `(params, state) -> (params, state)`, pure: runs now the transforms after the optimizer that would run in
             later steps, with the weights since their last run, and uses results that wait. For the end of a run.
         hook, optimizer, after, on_state: The parts of the pipeline; the last two may be None.

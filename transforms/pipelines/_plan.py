@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 from ..axes import names
-from ..base import Needs, Over, Transform, changes_with_steps, reduced_over, running
+from ..base import Needs, Over, Transform, changes_with_steps, children, reduced_over, running
 from ..combinators import chain, stages
 
 
@@ -17,11 +17,15 @@ class Reduced(NamedTuple):
     axes: the axes over which it reduces: their ranks take or skip a step together. Empty where it sends nothing.
     equal: whether its own messages make the gradients equal on all of these ranks.
     shares: the axes over which ranks agree on the sums of their weights, for the means in it.
+    counts: how the reductions that gradients reach first count ranks: by "weight", or each "live" one as 1.
+    before: the stages that change gradients before these.
     """
 
     axes: tuple[str, ...]
     equal: bool
     shares: tuple[tuple[str, ...], ...] = ()
+    counts: frozenset[str] = frozenset()
+    before: tuple[Transform, ...] = ()
 
     @property
     def is_partial(self) -> bool:
@@ -81,6 +85,7 @@ class Plan(NamedTuple):
         and the optimizer. It too becomes part of the kernel's scale.
     rest: the stages that run on the whole tree after these.
     loop_axes: the axes whose ranks loop together, in all steps: those of the hook and of the transforms at the end of a step.
+    adds: whether gradients of several calls, each times its weight, are added before they are sent.
     """
 
     hook: Transform
@@ -91,6 +96,7 @@ class Plan(NamedTuple):
     early: Transform | None = None
     clip: Transform | None = None
     rest: tuple[Transform, ...] = ()
+    adds: bool = False
 
     @property
     def over(self) -> Over | None:
@@ -98,9 +104,10 @@ class Plan(NamedTuple):
         assert self.reduce is not None and self.reduce.reduces is not None
         return self.reduce.reduces.over
 
-    def counted(self, weight: float) -> float:
-        """What a rank of this weight counts: in `reduce`, or its weight where the hook counts by itself."""
-        return weight if self.reduce is None or self.over in (None, "weight") else float(weight > 0)
+    def counted(self, weight: float, step: int) -> float:
+        """What a rank of this weight counts in the first reduction of a step."""
+        reduced = self.always or self.reduced(step)  # without a call where all steps are alike
+        return float(weight > 0) if reduced.counts == {"live"} and not self.adds else weight
 
     def divisor(self, sums: Mapping[str, Any], ranks: int) -> Any:
         """The divisor of `reduce`, from the sums over this number of ranks of their `weight` and `live`."""
@@ -108,6 +115,23 @@ class Plan(NamedTuple):
         if over == "world":
             return float(ranks)
         return 1.0 if over is None else sums["live" if over == "live" else "weight"]
+
+    def starts_from_weight(self, step: int, mixed: Collection[str]) -> bool:
+        """Whether the backward pass of a loss must start from this rank's weight, since it mixes the losses of ranks of other weights.
+
+        Args:
+            mixed: The axes over which the loss has communicated.
+        """
+        return bool(mixed) and not set(self.reduced(step).axes).isdisjoint(mixed)
+
+    def needs_equal_weights(self, step: int) -> str:
+        """Why the ranks must have equal weights where such a loss has communicated, in words; "" where they need not."""
+        before, counts = self.reduced(step).before, self.reduced(step).counts
+        if "live" in counts and (self.adds or len(counts) > 1):
+            return f"{self.hook!r} counts each rank as 1; take over='weight'"
+        if before and "weight" in counts:
+            return f"{before[0]!r} changes the gradients before they are reduced; put it behind the reduction"
+        return ""
 
     def reduced(self, step: int) -> Reduced:
         """The reduction of the hook in a step, counted from 0."""
@@ -135,7 +159,7 @@ def make_plan(
     own = parts[0].reduces if parts else None
     # If a later stage communicates too, only the last one knows the sums over all ranks.
     always = None if changes_with_steps(hook) else _reduced(hook, mesh_axes, 0)
-    plan = Plan(hook, mesh_axes, loop_axes, always)
+    plan = Plan(hook, mesh_axes, loop_axes, always, adds=adds)
     alone = own is not None and own.fusable and reach <= set(names(own.axis))
     if alone and not (adds and own and own.over in ("live", "world")) and not any(p.is_reducing for p in parts[1:]):
         if clips and len(parts) == 2 and parts[1].by_norm is not None:
@@ -152,7 +176,7 @@ def records_of(plan: Plan, parts: Parts, step: int, place: Place) -> Records:
     messages; for other hooks it goes before them, since their means need the sum of the weights. torch's buckets have no room for it; in
     a module's mean over the world, where no hyperparameters are compared, there is nothing to say.
     """
-    axes, equal, shares = plan.reduced(step)
+    axes, equal, shares, *_ = plan.reduced(step)
     plain = plan.reduce is not None
     rides = plain and equal and place == "buckets"
     known = plain and equal and place == "module" and plan.over == "world" and not (parts.steps and parts.compares)
@@ -169,7 +193,27 @@ def _reduced(hook: Transform, mesh_axes: tuple[str, ...], step: int) -> Reduced:
     axes = tuple(name for name in mesh_axes if name in reach)
     shares = dict.fromkeys(tuple(name for name in mesh_axes if name in one) for one in _shares(hook, step, frozenset()))
     equal = bool(axes) and reduced_over(hook, step) >= set(axes)
-    return Reduced(axes, equal, tuple(one for one in shares if one))
+    counts, before = _first_reductions(hook, step)
+    return Reduced(axes, equal, tuple(one for one in shares if one), counts, before)
+
+
+def _first_reductions(part: Transform, step: int | None) -> tuple[frozenset[str], tuple[Transform, ...]]:
+    """How the reductions that gradients reach first in a transform count ranks, and the stages that change gradients before.
+
+    Without a reduction: none, and the stages that change gradients.
+    """
+    if part.reduces is not None:
+        return frozenset(["live" if part.reduces.over in ("live", "world") else "weight"]), ()
+    found = list[tuple[frozenset[str], tuple[Transform, ...]]]()
+    for child, at in running(part, step):
+        if part.wraps != "stages" or not any(counts for counts, _ in found):
+            found.append(_first_reductions(child, at))
+    reduces = part.wraps != "stages" and any(counts for counts, _ in found)
+    counts = frozenset[str]().union(*(counts for counts, _ in found))
+    before = tuple(one for counts, some in found if counts or not reduces for one in some)
+    if (part.wraps is None and not children(part) and not part.passes) or (found and not part.spec.is_ours):
+        before = part, *before
+    return counts, before
 
 
 def _shares(part: Transform, step: int | None, before: frozenset[str]) -> Iterator[frozenset[str]]:

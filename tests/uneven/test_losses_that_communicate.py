@@ -1,0 +1,377 @@
+"""A loss that communicates, on batches of other sizes: the gradient of one process, whatever reduces it, or a refusal.
+
+The backward pass of a collective adds up the ranks' losses, so each must have its weight before.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import fjoin
+from fjoin import transforms as tx
+from tests.helpers import raises_text
+from tests.oracle import communicating_loss as oracle
+from tests.transform_table import TRANSFORMS
+
+SIZES = {2: [6, 2], 4: [6, 2, 3, 5]}
+TWO, FOUR = {"data": 2}, {"node": 2, "local": 2}
+
+
+def _reduces(make: Any) -> bool:
+    hook = make()
+    return hook.is_reducing and not hook.pauses and "accumulate" not in repr(hook) and hook.spec.name not in OUTER
+
+
+OUTER = ("average_parameters", "outer_step", "average_buffers", "broadcast_buffers", "ema", "from_optax")
+EXTRA = [
+    lambda: tx.chain(tx.mean("local"), tx.mean("node")),
+    lambda: tx.chain(tx.tap(len), tx.record_norm(), tx.identity(), tx.mean("data")),
+    lambda: tx.masked(tx.mean("data"), "*"),
+    lambda: tx.switch_after(9, tx.mean("data"), tx.sum_over("data")),
+    lambda: tx.partition({"layer.*": tx.mean("data"), "*": tx.mean("data", over="live")}),
+    lambda: tx.chain(tx.clip_by_global_norm(0.5), tx.mean("data")),
+]
+# By repr: those that reduce in their first step.
+HOOKS = {repr(make()): make for rows in TRANSFORMS.values() for make in rows if _reduces(make)}
+HOOKS |= {repr(make()): make for make in EXTRA}
+LATER = ("every(2", "switch_after(2", "masked(every")
+HOOKS = {name: make for name, make in HOOKS.items() if not name.startswith(LATER) and "from_optax" not in name}
+# Gradients that are changed before they are reduced, or counted in two ways: where weights differ there is no right answer.
+REFUSED = {
+    name: "put it behind the reduction"
+    for name in HOOKS
+    if re.search(r"chain\((clip|stateless)", name) and "over='live'" not in name
+} | {repr(EXTRA[4]()): "take over='weight'"}
+
+
+def axes_of(name: str) -> dict[str, int]:
+    return FOUR if "local" in name else TWO
+
+
+def factors_of(name: str) -> list[float]:
+    """By which the ranks' losses count."""
+    first = re.search(r"(mean|sum_over|power_sgd)\([^()]*(\{[^}]*\})?[^()]*\)", name)
+    assert first is not None
+    counts_ranks = "over='live'" in first[0] or "over='world'" in first[0]
+    sizes = SIZES[math.prod(axes_of(name).values())]
+    return [1.0] * len(sizes) if counts_ranks else [float(n) for n in sizes]
+
+
+def right_gradients(name: str, dtype: torch.dtype) -> list[dict[str, Tensor]]:
+    """By rank: what its weight times it adds to the gradient of all; plain torch has computed them over all ranks at once."""
+    factors = factors_of(name)
+    own = oracle.own_gradients(oracle.batches(SIZES[len(factors)]), factors, dtype)
+    return [{k: g / f for k, g in of.items()} for of, f in zip(own, factors, strict=True)]
+
+
+def expected(name: str, dtype: torch.dtype, scaled: bool = False) -> dict[str, Tensor]:
+    """What the hook makes of the right gradients.
+
+    Args:
+        scaled: Whether the loss has been multiplied by weight * ranks / sum of the weights, and all ranks count alike.
+    """
+    axes, hook = axes_of(name), HOOKS[name]()
+    sizes = SIZES[math.prod(axes.values())]
+    scales = [n * len(sizes) / sum(sizes) for n in sizes]
+    own = oracle.own_gradients(oracle.batches(sizes), scales, dtype) if scaled else right_gradients(name, dtype)
+
+    def one_rank(grads: Any, n: int) -> Any:
+        return hook.update(grads, hook.init(oracle.start(dtype)), oracle.start(dtype), weight=None if scaled else n)[0]
+
+    found: dict[str, Tensor] = tx.simulate(one_rank, axes, own, sizes)[0]
+    return found
+
+
+def loss_fn(axes: Any, dtype: torch.dtype) -> Any:
+    def normalize(hidden: Tensor) -> Tensor:
+        nothing = torch.zeros(4).to(hidden), torch.ones(4).to(hidden)
+        return tx.sync_batch_norm(hidden, nothing, axis=tuple(axes))[0]
+
+    return lambda params, batch: oracle.loss_of(params, batch, normalize)
+
+
+def moved(name: str, rank: int, dtype: torch.dtype, grads: Any = None) -> dict[str, Tensor]:
+    """The gradient that a train_step has used: its displacement with a learning rate of 1.
+
+    Args:
+        grads: The gradients of a loss that does not communicate; None: of one that does.
+    """
+    axes = axes_of(name)
+    loss = loss_fn(axes, dtype) if grads is None else lambda p, b: sum((p[k] * g).sum() for k, g in grads.items())
+    pipeline, mesh = tx.fuse(HOOKS[name](), tx.sgd(1.0)), fjoin.mesh(axes, timeout_s=30)
+    step = fjoin.train_step(loss, pipeline, mesh=mesh, weight=lambda b: len(b[0]))
+    batch = oracle.batches(SIZES[mesh.size])[rank]
+    state = step.init(oracle.start(dtype))
+    state, _ = step(state, batch)
+    found = {path: oracle.start(dtype)[path] - p for path, p in state.params.items()}
+    step.close()
+    return found
+
+
+def in_own_loop(name: str, rank: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    axes = axes_of(name)
+    pipeline, mesh, params = tx.fuse(HOOKS[name](), tx.sgd(1.0)), fjoin.mesh(axes), oracle.start(dtype)
+    state, loss = pipeline.init(params), loss_fn(axes, dtype)
+    with fjoin.bind(mesh):
+        loop = fjoin.join([oracle.batches(SIZES[mesh.size])[rank]], mesh=mesh, weight=lambda b: len(b[0]))
+        for batch in loop:
+            _, grads = fjoin.value_and_grad(lambda p, b: loss(p, b) * loop.scale)(params, batch)
+            params, state = pipeline.step(params, grads, state)
+    return {path: oracle.start(dtype)[path] - p for path, p in params.items()}
+
+
+def is_near(got: dict[str, Tensor], want: dict[str, Tensor], name: str, dtype: torch.dtype) -> bool:
+    """To the precision of the parameters, or of a codec that is given other last bits."""
+    loose = 2e-2 if dtype.itemsize < 4 else 1e-5 if dtype is torch.float32 or "compress" in name else 1e-12
+    size = max(float(w.abs().max()) for w in want.values())
+    return all(float((got[path].double() - w.double()).abs().max()) <= loose * size for path, w in want.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", HOOKS)
+def test_a_step_is_that_of_the_right_gradients(name: str, dtype: torch.dtype) -> None:
+    axes, right = axes_of(name), right_gradients(name, dtype)
+
+    def run(grads: Any) -> Any:
+        return tx.simulate(lambda rank, own: moved(name, rank, dtype, own), axes, range(len(right)), grads)[0]
+
+    if name in REFUSED:
+        words = "has communicated", "the ranks' weights differ", REFUSED[name]
+        raises_text(ValueError, lambda: run([None] * len(right)), *words)
+    else:
+        # In a step too, since a codec may depend on the layout of the buckets.
+        assert is_near(run([None] * len(right)), run(right), name, dtype)
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_a_loop_of_ones_own_scales_its_loss(name: str) -> None:
+    axes, dtype = axes_of(name), torch.float64
+    got = tx.simulate(lambda rank: in_own_loop(name, rank, dtype), axes, range(math.prod(axes.values())))[0]
+    assert is_near(got, expected(name, dtype, scaled=True), name, dtype)
+
+
+LOSSLESS = ["mean('data')", "hierarchical_mean('local', 'node')", "masked(mean('data'), '*')"]
+
+
+@pytest.mark.parametrize("name", LOSSLESS)
+def test_the_right_gradients_have_the_mean_of_one_process(name: str) -> None:
+    of_all = oracle.gradient_of_all(oracle.batches(SIZES[math.prod(axes_of(name).values())]), torch.float64)
+    assert is_near(expected(name, torch.float64), of_all, "", torch.float64)
+
+
+# -- other programs ----------------------------------------------------------------------------------
+
+STAGED = tx.masked(tx.mean("data"), "*")  # it runs as any hook that is no plain mean
+PROGRAMS: dict[str, Any] = {
+    "ZeRO": lambda: tx.zero(tx.mean("data"), tx.sgd(1.0), "data"),
+    "loss scale": lambda: tx.dynamic_loss_scale(tx.fuse(STAGED, tx.sgd(1.0)), init_scale=8.0),
+    "loss scale, mean": lambda: tx.dynamic_loss_scale(tx.fuse(tx.mean("data"), tx.sgd(1.0)), init_scale=8.0),
+}
+WRAPPED: dict[str, Any] = {
+    "as it is": lambda f: f,
+    "remat": lambda f: tx.remat(f),
+    "checkpoint": lambda f: lambda p, b: torch.utils.checkpoint.checkpoint(f, p, b, use_reentrant=False),
+    "with metrics": lambda f: lambda p, b: (f(p, b), {"seen": tx.psum(torch.tensor(len(b[0])), "data")}),
+}
+
+
+@pytest.mark.parametrize("wrapped", WRAPPED)
+@pytest.mark.parametrize("program", ["masked", *PROGRAMS])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_other_programs(program: str, wrapped: str, accumulate: int) -> None:
+    """With a third rank that has no input, and windows of several calls."""
+    sizes, dtype = [[6, 2, 0], [3, 4, 0]][:accumulate], torch.float64
+    make = PROGRAMS.get(program, lambda: tx.fuse(STAGED, tx.sgd(1.0)))
+
+    def one_rank(rank: int) -> Any:
+        loss = WRAPPED[wrapped](loss_fn(TWO, dtype))
+        step = fjoin.train_step(loss, make(), weight=lambda b: len(b[0]), accumulate=accumulate)
+        state = step.init(oracle.start(dtype))
+        own = [oracle.batches(some)[rank] for some in sizes if some[rank]]
+        for batch in step.join(own, when_exhausted="replay", empty=oracle.batches([1])[0]):
+            state, _ = step(state, batch)
+        return {path: oracle.start(dtype)[path] - p for path, p in state.params.items()}
+
+    calls = [(oracle.batches(some[:2]), [n / sum(map(sum, sizes)) for n in some[:2]]) for some in sizes]
+    parts = [g for of_ranks, shares in calls for g in oracle.own_gradients(of_ranks, shares, dtype)]
+    want = {path: sum(part[path] for part in parts) for path in parts[0]}
+    for got in tx.simulate(one_rank, {"data": 3}, [0, 1, 2]):
+        assert is_near(got, want, "", dtype)  # type: ignore[arg-type]
+
+
+def test_a_loss_of_16_bits_carries_powers_of_two_alone() -> None:
+    def run(rank: int, sizes: list[int], name: str) -> Any:
+        of_32 = loss_fn(TWO, torch.bfloat16)
+        pipeline = tx.fuse(HOOKS[name](), tx.sgd(1.0))
+        step = fjoin.train_step(lambda p, b: of_32(p, b).bfloat16(), pipeline, weight=lambda b: len(b[0]))
+        state, _ = step(step.init(oracle.start(torch.bfloat16)), oracle.batches(sizes)[rank])
+        return {path: oracle.start(torch.bfloat16)[path] - p for path, p in state.params.items()}
+
+    for name in ("mean('data')", "masked(mean('data'), '*')"):
+        raises_text(
+            ValueError,
+            lambda name=name: tx.simulate(lambda r: run(r, [6, 2], name), TWO, [0, 1]),  # type: ignore[misc]
+            "this rank's weight, 6.0", "return the loss as float32",
+        )  # fmt: skip
+        got = tx.simulate(lambda r, name=name: run(r, [8, 2], name), TWO, [0, 1])[0]  # type: ignore[misc]
+        assert is_near(got, oracle.gradient_of_all(oracle.batches([8, 2]), torch.bfloat16), "", torch.bfloat16)
+
+
+def test_a_weight_that_comes_behind_the_gradient_is_refused() -> None:
+    dtype = torch.float64
+
+    def one_rank(rank: int, weight: Any, by_hook: bool, detached: bool) -> None:
+        loss, params, hook = loss_fn(TWO, dtype), oracle.start(dtype), tx.mean("data")
+        batch = oracle.batches([6, 2])[rank]
+        normalized = (
+            loss if not detached else lambda p, b: oracle.loss_of(p, b, lambda h: h - tx.pmean(h[0].detach(), "data"))
+        )
+        _, grads = fjoin.value_and_grad(normalized)(params, batch)
+        if by_hook:
+            hook.update(grads, hook.init(params), weight=weight and weight[rank])
+        else:
+            pipeline = tx.fuse(hook, tx.sgd(1.0))
+            params, state = pipeline.step(params, grads, pipeline.init(params), weight=weight and weight[rank])
+            pipeline.step(params, grads, state, weight=3.0)  # of gradients that have been looked at
+
+    for by_hook in (False, True):
+        for weight in ([6, 2], [1, 2.0], [torch.tensor(6.0), 2]):
+            for run in (lambda w=weight, h=by_hook: tx.simulate(lambda r: one_rank(r, w, h, False), TWO, [0, 1]),):  # type: ignore[misc]
+                raises_text(ValueError, run, "comes too late", "['data']", "loop.scale")
+        for allowed, detached in ((None, False), ([1, 0], False), ([6, 2], True)):
+            tx.simulate(lambda r, w=allowed, d=detached, h=by_hook: one_rank(r, w, h, d), TWO, [0, 1])  # type: ignore[misc]
+
+
+def on_processes(name: str, transport: str, sizes: list[int], compiles: bool = False) -> Any:
+    mesh = fjoin.mesh({"data": -1}, timeout_s=30, transport=transport)  # type: ignore[arg-type]
+    loss: Any = loss_fn(TWO, torch.float64)
+    loss = torch.compile(loss, backend="aot_eager", fullgraph=True) if compiles else loss
+    step = fjoin.train_step(loss, tx.fuse(HOOKS[name](), tx.sgd(1.0)), mesh=mesh, weight=lambda b: len(b[0]))
+    start = oracle.start(torch.float64)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of torch.compile itself
+            state, _ = step(step.init(start), oracle.batches(sizes)[mesh.rank])
+    except (ValueError, fjoin.PeerLost) as error:
+        return f"{type(error).__name__}: {error}"
+    return {path: start[path] - p.detach() for path, p in state.params.items()}
+
+
+@pytest.mark.parametrize("transport", ["gloo", "shared"])
+def test_on_processes(pool: Any, transport: str) -> None:
+    sizes = [1, 2, 3]
+    want = oracle.gradient_of_all(oracle.batches(sizes), torch.float64)
+    for name in ("masked(mean('data'), '*')", "mean('data')"):
+        for compiles in (False, True)[: 1 + (transport == "gloo")]:
+            got = pool.run(3, on_processes, name, transport, sizes, compiles)
+            assert all(is_near(one, want, "", torch.float64) for one in got)
+    for got in pool.run(3, on_processes, repr(EXTRA[5]()), transport, sizes):
+        assert "the ranks' weights differ" in got  # the rank with the mean of the weights learns it from the others
+
+
+# -- a registered module -------------------------------------------------------------------------------
+
+
+class Net(torch.nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4).to(dtype)
+        self.scale, self.head = (torch.nn.Parameter(oracle.start(dtype)[path]) for path in ("scale", "head"))
+        with torch.no_grad():
+            for path, p in self.layer.named_parameters():
+                p.copy_(oracle.start(dtype)[f"layer.{path}"])
+
+    def forward(self, axes: Any, batch: Any) -> Tensor:
+        found: Tensor = loss_fn(axes, self.scale.dtype)(dict(self.named_parameters()), batch)
+        return found
+
+
+def in_module(name: str, dtype: torch.dtype, how: str, fused: bool) -> Any:
+    axes, rank = axes_of(name), dist.get_rank()
+    model = DistributedDataParallel(Net(dtype))
+    mesh = fjoin.mesh(axes)
+    hook = HOOKS[name]()
+    what = tx.fuse(hook, tx.sgd(1.0)) if fused else hook
+    handle = fjoin.ddp.register(model, what, mesh if len(axes) > 1 else None)
+    batch = oracle.batches(SIZES[mesh.size])[rank]
+    x, y = (part.split(len(part) // 2) for part in batch)
+    try:
+        with fjoin.bind(mesh):
+            if how == "weight":
+                handle.weight(len(batch[0]))
+                model(axes, batch).backward()
+            elif how == "scale":
+                handle.scale(model(axes, batch), len(batch[0])).backward()
+            else:
+                with model.no_sync():
+                    handle.scale(model(axes, (x[0], y[0])), len(x[0])).backward()
+                handle.scale(model(axes, (x[1], y[1])), len(x[1])).backward()
+    except (fjoin.DesyncError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    start = oracle.start(dtype)
+    return {path: start[path] - p.detach() if fused else p.grad for path, p in model.module.named_parameters()}
+
+
+IN_MODULE = [
+    "mean('data')",
+    "mean('data', over='live')",
+    "sum_over('data')",
+    "compress(int8(block=4), mean('data'))",
+    "error_feedback(compress(torch.bfloat16, mean('data', over='world')))",
+    "power_sgd('data', min_compression_rate=1.0)",
+    "partition({'layer.*': mean('data'), '*': sum_over('data')})",
+    "masked(mean('data'), '*')",
+    "hierarchical_mean('local', 'node')",
+]
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["pipeline", "hook"])
+@pytest.mark.parametrize("name", IN_MODULE)
+def test_a_module_takes_losses_that_carry_their_weight(pool: Any, name: str, fused: bool) -> None:
+    ranks = math.prod(axes_of(name).values())
+    for dtype in (torch.float64, torch.bfloat16):
+        want = expected(name, dtype)
+        assert all(is_near(got, want, name, dtype) for got in pool.run(ranks, in_module, name, dtype, "scale", fused))
+    counts_ranks = "over=" in name
+    for got in pool.run(ranks, in_module, name, torch.float64, "weight", fused):
+        if counts_ranks:
+            assert is_near(got, expected(name, torch.float64), name, torch.float64)
+        else:
+            assert got.startswith("DesyncError") and "write handle.scale(loss, weight).backward()" in got
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["pipeline", "hook"])
+def test_a_module_refuses_stages_that_change_gradients_first(pool: Any, fused: bool) -> None:
+    name = "chain(clip_by_value(0.5), sum_over('data'))"
+    for got in pool.run(2, in_module, name, torch.float64, "scale", fused):
+        assert got.startswith("DesyncError") and "put it behind the reduction" in got
+
+
+def test_the_losses_of_a_window_carry_their_own_weights(pool: Any) -> None:
+    halves = [[(x.split(len(x) // 2)[i], y.split(len(y) // 2)[i]) for x, y in oracle.batches([6, 2])] for i in (0, 1)]
+    parts = [g for of_ranks in halves for g in oracle.own_gradients(of_ranks, [3 / 8, 1 / 8], torch.float64)]
+    want = {path: sum(part[path] for part in parts) for path in parts[0]}
+    for name in ("mean('data')", "masked(mean('data'), '*')"):
+        for got in pool.run(2, in_module, name, torch.float64, "window", True):
+            assert is_near(got, want, name, torch.float64)  # type: ignore[arg-type]
+
+
+def given_twice() -> None:
+    handle = fjoin.ddp.register(DistributedDataParallel(Net(torch.float64)), tx.mean("data"))
+    raises_text(ValueError, lambda: handle.scale(torch.tensor(1.0), -1.0), "weight")
+    handle.weight(2.0)
+    raises_text(ValueError, lambda: handle.scale(torch.tensor(1.0), 2.0), "the weight 2.0 of handle.weight already")
+    raises_text(TypeError, lambda: handle.scale(torch.tensor(1.0)), "handle.scale(loss, weight)")
+
+
+def test_a_pass_has_one_weight(pool: Any) -> None:
+    pool.run(1, given_twice)
