@@ -71,7 +71,7 @@ class GroupMesh(Communicator):
             return GroupAxis(name, group, ordered, failures, traffic)
 
         # No reference cycle through this mesh: its groups must be freed with it, not at a garbage collection or exit.
-        self._everyone = axis(0, "", group)
+        self._everyone = axis(0, " x ".join(shape), group)
         axes = {name: axis(i + 1, name, groups[name]) for i, name in enumerate(shape)}
         for one in axes.values():
             one.joined[tuple(shape)] = self._everyone

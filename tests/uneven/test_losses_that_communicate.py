@@ -278,6 +278,21 @@ def test_on_processes(pool: Any, transport: str) -> None:
         assert "the ranks' weights differ" in got  # the rank with the mean of the weights learns it from the others
 
 
+def summed_on_processes(axes: dict[str, int], transport: str) -> float:
+    """The step of the mean of psum(w * x) / 4, whose gradient is the sum of all x, over 4."""
+    mesh = fjoin.mesh(axes, timeout_s=30, transport=transport)  # type: ignore[arg-type]
+    hook = tx.masked(tx.mean(tuple(axes)), "*")
+    loss = lambda p, b: tx.psum((b * p["w"]).sum(), tuple(axes)) / 4  # noqa: E731
+    step = fjoin.train_step(loss, tx.fuse(hook, tx.sgd(1.0)), mesh=mesh, weight=len)
+    state, _ = step(step.init({"w": torch.zeros(())}), torch.arange(mesh.rank + 1.0))
+    return float(state.params["w"])
+
+
+@pytest.mark.parametrize("transport", ["gloo", "shared"])
+def test_over_two_axes_at_once(pool: Any, transport: str) -> None:
+    assert pool.run(4, summed_on_processes, FOUR, transport) == pytest.approx([-2.5] * 4)
+
+
 # -- a registered module -------------------------------------------------------------------------------
 
 
