@@ -142,7 +142,8 @@ def tree_from(what: str, like: Any, values: Mapping[str, Any], in_place: bool = 
         raise
     except (ValueError, TypeError) as error:
         raise CheckpointError(
-            f"{error}; it is of another model or pipeline, and fresh= names what starts anew"
+            f"{error}; it is of another model or pipeline. fresh= names what starts anew or is left out, such as the state of a layer "
+            f"that is frozen now, or no more: fresh=('pipeline.optimizer.encoder',)"
         ) from error
 
 

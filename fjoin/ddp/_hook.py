@@ -243,7 +243,7 @@ class DDPRun:
                 self.weighed = True
                 warnings.warn(
                     f"batches of {sorted(self._sizes)} samples count the same in this Join, since handle.weight was not called; call "
-                    f"handle.weight(samples) before each forward pass, with the handle that fjoin.ddp.register returned",
+                    f"handle.weight(samples) before each backward pass, with the handle that fjoin.ddp.register returned",
                     stacklevel=2,
                 )
 

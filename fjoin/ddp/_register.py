@@ -86,18 +86,35 @@ def guard(model: DistributedDataParallel, run: DDPRun) -> None:
         _STEPPED[p] = path
     if _watch is None:
         _watch = register_optimizer_step_pre_hook(_warn_of_second_step)
-    model.register_forward_pre_hook(_DropSpent(run, list(stepped.values())))
+    before = _BeforeForward(run, list(stepped.values()))
+    model.register_forward_pre_hook(before)
+    model.module.register_forward_pre_hook(before)
 
 
-class _DropSpent:
-    """Before a forward pass: drops the gradients that the last step has used. In a copy of the module it does nothing."""
+class _BeforeForward:
+    """Before a forward pass: drops the gradients that the last step has used. In a copy of the module it does nothing.
+
+    Before one of the module inside, called without the DistributedDataParallel around it: warns, once, that no step will follow.
+    """
 
     def __init__(self, run: DDPRun, params: list[Tensor]) -> None:
-        self._run, self._params, self._used = weakref.ref(run), params, run.body.step
+        self._run, self._params, self._used, self._warned = weakref.ref(run), params, run.body.step, False
 
     def __call__(self, module: Any, args: Any) -> None:
         run = self._run()
-        if run is None or run.body.step == self._used or not torch.is_grad_enabled():
+        if run is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return
+        if not isinstance(module, DistributedDataParallel):
+            around = DistributedDataParallel._active_ddp_module is not None
+            if not (around or self._warned) and module.training and run.body.step:
+                self._warned = True
+                warnings.warn(
+                    "the module inside a registered DistributedDataParallel is called without it: its backward pass sends nothing, and "
+                    "takes no step; call ddp(x) to train, and ddp.module(x) under torch.no_grad() to evaluate",
+                    stacklevel=4,
+                )
+            return
+        if run.body.step == self._used:
             return
         self._used = run.body.step
         for p in self._params:
@@ -155,7 +172,7 @@ class Handle:
         if run.unweighed and not run.weighed:
             warnings.warn(
                 "handle.weight is called for the first time after a backward pass, which has counted with weight 1; call it before each "
-                "forward pass: a weight is that of the next backward pass",
+                "backward pass: a weight is that of the next one",
                 stacklevel=2,
             )
         run.weighed = True

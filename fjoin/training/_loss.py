@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from optree import tree_leaves
 from torch import Tensor
 
 from ..agreement import host_number
@@ -55,7 +56,12 @@ class Loss:
             raise ValueError(f"loss_fn must return a 0-d floating-point loss, the mean over the local batch, got {got}")
         if not loss.requires_grad:
             refuse_inference("a step")
-            raise ValueError("the loss does not depend on params; was it detached, or computed from other tensors?")
+            why = (
+                "was it detached, or computed from other tensors?"
+                if tree_leaves(params)
+                else ("params holds no parameter: does any of the model's require gradients?")
+            )
+            raise ValueError(f"the loss does not depend on params; {why}")
         if buffers is None:
             return loss, aux, None
         if not isinstance(parts[2], Mapping) or not all(isinstance(b, Tensor) for b in parts[2].values()):

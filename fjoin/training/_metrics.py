@@ -28,7 +28,7 @@ class Metrics:
     window before the last one nothing is sent: `stepped` is False and the numbers are NaN.
 
     Attributes:
-        step: The step's number, from 0.
+        step: The step's number, from 0; the state after it has `state.step` one higher.
         stepped: Whether this call ended a window, so that messages were sent.
         rank: This rank.
         aux: The auxiliary output of this rank's own `loss_fn`; None without a batch.
@@ -90,7 +90,8 @@ class Metrics:
         """All numbers of the step, as wandb, TensorBoard, MLflow and tqdm take them. It sends nothing.
 
         - Of all ranks: `loss`, `weight`, `ranks` (their number), and the sums of `loss_fn` by their names, behind `sum/` where another
-          number has that name; `lr`, or `lr/<label>` for each label of a partition; `grad_norm`, the norm of the reduced gradients
+          number has that name; `lr/<label>` for each label of a partition, which is its pattern, or its first pattern
+          and the number of the others, as in `lr/head.*+2`; `lr`, where all have one rate; `grad_norm`, the norm of the reduced gradients
           before they are clipped, where the step computes it (`clip_by_global_norm` or `record_norm` behind the reduction); for
           pipelines that leave steps out `skipped`, the number of those so far, and `loss_scale`.
         - Of this rank, each since the step before: `rank/step_s`, the seconds in calls of the step; `rank/sent_bytes`, as
@@ -115,6 +116,8 @@ class Metrics:
             return {}
         others = {name: float(value() if callable(value) else value) for name, value in self._others.items()}
         numbers = {"loss": self.loss, "weight": self.weight, **others}
+        rates = {value for name, value in others.items() if name.startswith("lr/")}
+        numbers |= {"lr": rates.pop()} if len(rates) == 1 else {}
         numbers |= {f"sum/{name}" if name in numbers else name: value for name, value in self.sums.items()}
         return {f"{prefix}{name}": value for name, value in numbers.items()}
 
@@ -180,7 +183,8 @@ def _labels(optimizer: Any, path: str) -> Iterator[str]:
     for _, value in optimizer.spec.args:
         if optimizer.select is not None and isinstance(value, Mapping):
             patterns = label_of(value, path)
-            yield patterns if isinstance(patterns, str) else "+".join(patterns)
+            rest = "" if isinstance(patterns, str) or len(patterns) == 1 else f"+{len(patterns) - 1}"
+            yield patterns if isinstance(patterns, str) else f"{patterns[0]}{rest}"
             yield from _labels(value[patterns], path)
         elif hasattr(value, "step_param"):
             yield from _labels(value, path)

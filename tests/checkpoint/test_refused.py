@@ -110,6 +110,7 @@ ROWS: list[tuple[Any, ...]] = [
     (load("step", START, fresh=("pipelin.",)), E, "'pipelin.'", "no name"),
     (load("step", START, fresh=("*.exp",)), E, "no name"),  # a pattern fits whole names
     (load("step", fresh=("params.b",)), E, "'params.b'", "pass restore"),
+    (load("step", {"w": START["w"]}, {"b": START["b"]}), E, "optimizer.b.exp_avg", "frozen now", "fresh=('pipeline.optimizer."),
     (load("step", START | {"w": torch.ones(7)}, fresh=("pipeline",)), E, "params.w", "(6,)", "(7,)"),
 ]  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -96,3 +97,26 @@ def test_a_handle_says_what_is_registered(pool: Any) -> None:
             == "Handle(fuse(mean('data'), inject_hyperparameters(adamw(lr=0.1))), 2 parameters, stepped in backward, ranks: data=2, step=1)"
         )
         assert hook == "Handle(mean('data'), 2 parameters, a hook alone, ranks: data=2, step=1)"
+
+
+def without_the_wrapper() -> list[str]:
+    model, handle = made(tx.fuse(tx.mean("data"), tx.adamw(0.1)))
+    x = torch.ones(1, 3)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        model.module(x).sum().backward()  # before it has trained, such as a test of the model
+        for _ in range(2):
+            model(x).sum().backward()
+            with torch.no_grad():
+                model.module(x)
+            model.module.eval()(x)
+            model.module.train()
+        assert not seen and handle.step == 2
+        for _ in range(2):
+            model.module(x).sum().backward()
+    return [str(one.message) for one in seen]
+
+
+def test_a_module_that_is_called_without_its_wrapper_is_warned_of(pool: Any) -> None:
+    for (text,) in pool.run(2, without_the_wrapper):
+        assert "takes no step" in text and "call ddp(x) to train" in text

@@ -86,7 +86,7 @@ def test_the_norm_and_the_rates_are_those_of_one_process() -> None:
         grads = torch.func.grad(lambda p, x: loss_fn(p, x)[0])(params, x)
         norm = torch.linalg.vector_norm(torch.cat([g.reshape(-1) for g in grads.values()]))
         assert numbers["train/grad_norm"] == pytest.approx(float(norm), rel=1e-5)
-        assert numbers["train/lr/bias+b"] == 0.03
+        assert numbers["train/lr/bias+1"] == 0.03
         assert numbers["train/lr/*"] == pytest.approx(float(rate(torch.tensor(float(i)))))
         assert {k: v for k, v in numbers.items() if "rank/" not in k} == {
             k: v for k, v in second[1].items() if "rank/" not in k
@@ -154,7 +154,8 @@ def test_counters_of_steps_that_are_left_out() -> None:
     [
         (tx.inject_hyperparameters(tx.partition({"w": tx.sgd(0.1), "*": tx.adam(0.2)})), {"lr/w": 0.1, "lr/*": 0.2}),
         (tx.partition({"w": tx.partition({"w": tx.sgd(0.1)}), "*": tx.mixed_precision(tx.sgd(0.3))}), {"lr/w/w": 0.1, "lr/*": 0.3}),
-        (tx.mixed_precision(tx.partition({"w": tx.frozen(), "*": tx.lion(lambda step: 0.4)})), {"lr/*": 0.4}),
+        (tx.mixed_precision(tx.partition({"w": tx.frozen(), "*": tx.lion(lambda step: 0.4)})), {"lr/*": 0.4, "lr": 0.4}),
+        (tx.partition({("w", "b", "c"): tx.sgd(0.1), "*": tx.adam(0.1)}), {"lr/w+2": 0.1, "lr/*": 0.1, "lr": 0.1}),
     ],
     ids=str,
 )  # fmt: skip
