@@ -251,6 +251,34 @@ def test_a_weight_that_comes_behind_the_gradient_is_refused() -> None:
             tx.simulate(lambda r, w=allowed, d=detached, h=by_hook: one_rank(r, w, h, d), TWO, [0, 1])  # type: ignore[misc]
 
 
+def test_steps_that_are_differentiated_through_have_their_weights() -> None:
+    """They are a part of an outer loss, whose own gradients have communicated."""
+    pipeline = tx.fuse(tx.mean("data"), tx.sgd(0.5))
+
+    def one_rank(x: Tensor, weight: float) -> Any:
+        def outer(params: Any) -> Tensor:
+            state = pipeline.init(params)
+            for _ in range(2):
+                params, state = pipeline.step(params, {"w": params["w"] * x}, state, weight=weight)
+            return params["w"].square()
+
+        start = {"w": torch.tensor(1.0)}
+        by_func = torch.func.grad(outer)(start)
+        _, by_autograd = fjoin.value_and_grad(outer)(start)
+        raises_text(
+            ValueError, lambda: pipeline.step(start, by_autograd, pipeline.init(start), weight=weight), "too late"
+        )
+        return by_func["w"].item(), by_autograd["w"].item()
+
+    own = torch.ones(2, requires_grad=True)  # both ranks' parameters
+    new = own
+    for _ in range(2):
+        new = new - 0.5 * (new * torch.tensor([0.25 * 1.0, 0.75 * 3.0])).sum()
+    (want,) = torch.autograd.grad(new.square().sum(), own)
+    found = tx.simulate(one_rank, TWO, torch.tensor([1.0, 3.0]), [2.0, 6.0])
+    assert found == [pytest.approx((w, w)) for w in want.tolist()]
+
+
 def on_processes(name: str, transport: str, sizes: list[int], compiles: bool = False) -> Any:
     mesh = fjoin.mesh({"data": -1}, timeout_s=30, transport=transport)  # type: ignore[arg-type]
     loss: Any = loss_fn(TWO, torch.float64)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..base import Call, UnboundAxis, in_use, sum_of_pieces
+from ..base import Call, Tree, UnboundAxis, in_use, plain, sum_of_pieces
 
 
 class PieceSum:
@@ -277,8 +277,10 @@ def mixed_axes() -> set[str]:
     return THREADS.mixed or bindings_of_caller().mixed
 
 
-def check_late_weight(call: Call, axes: Collection[str] | None = None) -> None:
+def check_late_weight(call: Call, grads: Tree, axes: Collection[str] | None = None) -> None:
     """Raise where a call weighs gradients of a loss that has communicated; forgets the collectives so far.
+
+    Where something differentiates through the gradients, they are a part of an outer loss, and nothing is checked.
 
     Args:
         axes: The axes whose collectives count; None for all.
@@ -286,7 +288,7 @@ def check_late_weight(call: Call, axes: Collection[str] | None = None) -> None:
     Raises:
         ValueError: the weight is not known to be 0 or 1.
     """
-    if torch.compiler.is_compiling() or not THREADS.mixed:
+    if torch.compiler.is_compiling() or not THREADS.mixed or not plain(grads):
         return
     over = sorted(THREADS.mixed if axes is None else THREADS.mixed.intersection(axes))
     THREADS.mixed.clear()

@@ -155,10 +155,7 @@ def call_of(keywords: Mapping[str, Any]) -> Call:
     call = given.pop("call", None) or Call()
     changes = {name: given.pop(name, KEYWORDS[name]) for name in KEYWORDS if name in given or name in call.handed}
     changes = {name: value for name, value in changes.items() if value is not getattr(call, name)}
-    new = call.inside(**changes, handed=(), extra={**call.extra, **given}) if keywords else call
-    if "weight" in keywords and "call" not in keywords:
-        Call.check_late_weight(new)
-    return new
+    return call.inside(**changes, handed=(), extra={**call.extra, **given}) if keywords else call
 
 
 def _counts(weight: Number) -> Number:

@@ -186,7 +186,10 @@ class _Update:
     transform: Transform
 
     def __call__(self, grads: Tree, state: State, params: Tree = None, **keywords: Any) -> tuple[Tree, State]:
-        return self.transform.run(grads, state, params, call_of(keywords))
+        call = call_of(keywords)
+        if "weight" in keywords and "call" not in keywords:
+            Call.check_late_weight(call, grads)
+        return self.transform.run(grads, state, params, call)
 
 
 def _with_call(function: Callable[..., Any]) -> tuple[Callable[..., Any], frozenset[str] | None]:

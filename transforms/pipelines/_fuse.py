@@ -252,7 +252,7 @@ def pipeline_of(
             grads = unscaled(grads, state.scale)
 
         (axes, equal, *_), is_plain = how(0 if alike else old.step)
-        check_late_weight(call, axes)
+        check_late_weight(call, grads, axes)
         with bind_pieces(pieces):
             # The sum of weight * gradient carries the weights, and is divided by theirs: no message is added.
             found = mean_with_words(parts[0], grads, call, told(call, rates)) if is_plain else None
