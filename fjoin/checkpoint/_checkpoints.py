@@ -23,7 +23,7 @@ from ._folder import Folder
 from ._load import restored
 from ._manifest import Manifest
 from ._save import Plan, Save
-from ._sources import add_position, source_of
+from ._sources import LOOP, add_position, source_of
 from ._values import Snapshot
 
 _AFTER_AN_ERROR_S = 5.0  # for the files of other ranks, after an error of this one
@@ -119,7 +119,7 @@ class Checkpoints:
         if error is None:
             self.wait()
             # Without a name of the run nothing has been saved or restored.
-            if self._asked and not self._run and self._every_s != math.inf and self._mesh.rank == 0:
+            if self._asked and not self._run and self._mesh.rank == 0 and (self._every or self._every_s != math.inf):
                 text = f"nothing of this run has been saved: no step was due, with every={self._every} and every_s={self._every_s}"
                 warnings.warn(f"{text}; save more often, or save(state) at the end", stacklevel=2)
         elif self._saving is not None:  # other ranks may never come to meet this one
@@ -200,6 +200,8 @@ class Checkpoints:
     def _taken(self, state: Any, extra: Any, data: Any) -> tuple[Snapshot, Plan]:
         found = self._source.snapshot(state)
         found.add_extra(extra, self._mesh.shape)
+        if any(asks.in_loop for asks in self._source.requests):
+            found.rank[LOOP] = True
         if data is not None:
             add_position(found, data)
         if self._plan is None or not self._plan.fits(found):
@@ -240,18 +242,18 @@ class Checkpoints:
             buffers: The buffers at the start, likewise.
             step: Take the checkpoint of this step.
             fresh: Names of values that start anew: in full, their beginnings up to a dot, such as "pipeline.after", or with `*`.
-            data: The loop over the data, whose position is loaded.
+            data: The loop over the data, whose position is loaded. False: the script skips `state.batches` itself, or only looks.
 
         Warns:
             UserWarning: on rank 0, without `fresh`: the checkpoint is of a pipeline with other arguments, such as another learning rate.
-                The loop `data` goes on from another place, of another checkpoint.
+                The loop `data` goes on from another place, of another checkpoint. Without `data`: the state was saved within a joined loop.
 
         Raises:
             CheckpointError: on all ranks: the folder holds checkpoints, but none verifies; one of another model, pipeline or mesh.
             ValueError: parameters of one optimizer have taken other numbers of steps, since some begin anew.
         """
         self.wait()
-        found = restored(self._folder, self._source, params, buffers, step, fresh, data)
+        found = restored(self._folder, self._source, params, buffers, step, fresh, data, resumes=data is None)
         if found is None:
             if params is None and self._source.trees:
                 raise CheckpointError(f"{self._folder.path} holds no checkpoint; pass the parameters at the start")

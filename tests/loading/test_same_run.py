@@ -259,6 +259,8 @@ ROWS = {
     "ema": Form(loader(shuffle=True), pipeline=lambda: tx.fuse(tx.mean("data"), tx.adam(0.01), after=tx.ema(0.9))),
     "a schedule": Form(loader(), pipeline=lambda: tx.fuse(tx.mean("data"), tx.sgd(lambda n: 0.01 * 0.9 ** int(n)))),
     # -- the position
+    "data= forgotten": Form(loader(), "warn warn silent warn silent", data=(False, False)),
+    "data= forgotten in the restore": Form(loader(), "warn", data=(True, False)),
     "data= forgotten in the save": Form(loader(), "error", data=(False, True)),
 }  # fmt: skip
 WORKERS: dict[str, Form] = {
