@@ -37,7 +37,7 @@ class Streams(NamedTuple):
         Args:
             generators: Those of a loader, by their names.
         """
-        own = {name: one.state() for name, one in generators.items()}
+        own = {name: one.state() for name, one in generators.items()} if generators else {}
         return Streams(torch.get_rng_state(), random.getstate(), devices.rng_state(), _numpy_state(), own)
 
     def restore(self, generators: Mapping[str, Generator] = {}) -> None:

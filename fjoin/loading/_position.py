@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 from torch.utils.data import DataLoader
@@ -82,6 +83,7 @@ class Position(Generic[B]):
         both = all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
         self._saves = both and self._shuffled is None
         self._generators = {} if self._saves else generators_of(loader)
+        self._streams = partial(Streams.now, self._generators)
         self.epoch = self.batches = self.steps = 0
         self.last: Any = END
         self._within = False  # whether a loop has begun this epoch
@@ -138,9 +140,6 @@ class Position(Generic[B]):
         if "ahead" in streams:
             streams["now"].restore(self._generators)
         return first
-
-    def _streams(self) -> Streams:
-        return Streams.now(self._generators)
 
     def _workers_live(self) -> bool:
         return self._keeps_workers and self.loader._iterator is not None

@@ -328,6 +328,29 @@ def test_a_rollback_in_one_program(name: str) -> None:
         assert again == seen[at:], at
 
 
+@pytest.mark.filterwarnings("ignore:to resume, the loop loads")
+@pytest.mark.parametrize("cut", [2, 7])
+def test_a_second_loop_is_an_object_of_the_dict(cut: int, tmp_path: Path) -> None:
+    def run(seed: int, stop: int, name: str = "cut") -> list[Any]:
+        torch.manual_seed(seed)
+        step = fjoin.train_step(loss_fn, tx.fuse(tx.mean("data"), tx.sgd(0.1)), weight=len)
+        loop, second = step.join(loader(shuffle=True)()), fjoin.join(loader(shuffle=True, batch_size=1)())
+        runs, seen = fjoin.Checkpoints(tmp_path / name, {"step": step, "second": second}), list[Any]()
+        state = runs.restore({"step": {"w": torch.ones(2)}}, data=loop)["step"]
+        others = iter(second)
+        for _ in range(loop.epoch, 2):
+            for batch in loop:
+                other = next(others)
+                state, _ = step(state, torch.cat([batch, other]))
+                seen.append((batch.tolist(), other.tolist()))
+                if state.step == stop:
+                    runs.save({"step": state}, data=loop)
+                    return seen
+        return seen
+
+    assert run(5, cut) + run(9, 12) == run(5, 12, "whole")
+
+
 def test_ranks_compare_their_shuffled_samplers() -> None:
     """In the first message of either loop, on all ranks."""
 
