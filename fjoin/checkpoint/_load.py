@@ -293,8 +293,6 @@ def restored(
         text = f"the checkpoint is of {manifest.spec}, and this run of {source.spec}; its values are taken"
         warnings.warn(text, stacklevel=3)
     if resumes and mesh.rank == 0 and manifest.ranks[0].keys() & {DATA, LOOP}:
-        text = (
-            "the checkpoint is of a place in a loop over data, and without data= the loop begins its first epoch anew"
-        )
+        text = "the checkpoint is of a place in a loop over data; without data= the loop begins its first epoch anew"
         warnings.warn(f"{text}; pass data=loop to save and restore, or data=False where the script skips", stacklevel=3)
     return loaded, manifest, extra
