@@ -53,7 +53,8 @@ def equal_to_uncut(
         state: Of the other run, at its end.
     """
     step = make_step()
-    again = fjoin.Checkpoints(folder, step).restore({path: torch.zeros_like(p) for path, p in params.items()})
+    like = {path: torch.zeros_like(p) for path, p in params.items()}
+    again = fjoin.Checkpoints(folder, step).restore(like, data=False)
     first = again.step
     for batch in step.join(loader[again.batches :]):
         again, _ = step(again, batch)

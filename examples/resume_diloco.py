@@ -32,7 +32,7 @@ def train(from_step=None):
     """Begin, or go on from a checkpoint."""
     step = make_step()
     with fjoin.Checkpoints(folder, step, every=CUT) as runs:
-        state = runs.restore(start, step=from_step)
+        state = runs.restore(start, step=from_step, data=False)
         for batch in step.join(batches[state.batches :]):
             state, metrics = step(state, batch)
             runs.save(state, metrics)

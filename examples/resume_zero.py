@@ -29,7 +29,7 @@ def train(from_step=None):
     """Begin, or go on from a checkpoint."""
     step = fjoin.train_step(loss_fn, tx.zero(tx.mean("data"), optimizer, "data"), weight=lambda batch: len(batch[1]))
     with fjoin.Checkpoints(folder, step, every=CUT, keep_last=None) as runs:
-        state = runs.restore(start, step=from_step)
+        state = runs.restore(start, step=from_step, data=False)
         for batch in step.join(batches[state.batches :]):
             state, metrics = step(state, batch)
             runs.save(state, metrics)

@@ -20,7 +20,7 @@ def taken_apart(value: Any, name: str, tensors: dict[str, Tensor], plain: bool =
     """The JSON of a state dict, whose tensors are put into `tensors` by name.
 
     Args:
-        plain: Whether only tensors have a form of their own in it: a tuple becomes a list, and a number that is not finite is refused.
+        plain: Whether only tensors, and numbers that are not finite, have a form of their own in it: a tuple becomes a list.
 
     Raises:
         TypeError: a value is neither tensor nor container, nor JSON.
@@ -32,8 +32,8 @@ def taken_apart(value: Any, name: str, tensors: dict[str, Tensor], plain: bool =
         return {_TENSOR: name}
     if isinstance(value, dict):
         for key in value:
-            if not isinstance(key, str if plain else (str, int)) or (plain and key == _TENSOR):
-                expected = f"text other than {_TENSOR!r}" if plain else "text or a whole number"
+            if not isinstance(key, str if plain else (str, int)) or (plain and key in (_TENSOR, _FLOAT)):
+                expected = f"text other than {_TENSOR!r} and {_FLOAT!r}" if plain else "text or a whole number"
                 raise TypeError(f"{name} has the key {key!r}, expected {expected}")
         items = [[key, taken_apart(one, f"{name}.{key}", tensors, plain)] for key, one in value.items()]
         if plain:
@@ -44,9 +44,8 @@ def taken_apart(value: Any, name: str, tensors: dict[str, Tensor], plain: bool =
         parts = [taken_apart(one, f"{name}.{i}", tensors, plain) for i, one in enumerate(value)]
         return parts if plain or isinstance(value, list) else {_TUPLE: parts}
     if isinstance(value, float) and not math.isfinite(value):
-        if not plain:
-            return {_FLOAT: repr(value)}
-    elif value is None or isinstance(value, (bool, int, float, str)):
+        return {_FLOAT: repr(float(value))}  # of numpy's numbers too, whose own text says more
+    if value is None or isinstance(value, (bool, int, float, str)):
         return value
     what = f"{reprlib.repr(value)}, a {type(value).__name__}"
     raise TypeError(f"{name} is {what}, which cannot be saved; keep tensors, numbers, text, and containers of them")
@@ -69,10 +68,10 @@ def put_together(shown: Any, tensors: Mapping[str, Any], plain: bool = False) ->
                 f"there is no value {name}: what fresh= names must have a value at the start; name less of it"
             )
         return tensors[name]
-    if plain:
-        return {key: put_together(one, tensors, plain) for key, one in shown.items()}
     if _FLOAT in shown:
         return float(shown[_FLOAT])
+    if plain:
+        return {key: put_together(one, tensors, plain) for key, one in shown.items()}
     if _TUPLE in shown:
         return tuple(put_together(one, tensors) for one in shown[_TUPLE])
     found = {key: put_together(one, tensors) for key, one in shown[_DICT]}

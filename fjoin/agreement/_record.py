@@ -45,6 +45,7 @@ class Requests:
     Attributes:
         saves_agreed: The number of times that a record which all ranks have read asked to save.
         stop_agreed: Whether such a record asked to stop; `begin` resets it.
+        in_loop: Whether a loop runs.
 
     Args:
         ranks: The number of ranks whose records are summed.
@@ -52,11 +53,12 @@ class Requests:
 
     saves_agreed: int
     stop_agreed: bool
+    in_loop: bool
 
     def __init__(self, ranks: int) -> None:
         self._ranks, self._digit = ranks, float(ranks + 1)
         self._asked = set[str]()
-        self.saves_agreed, self.stop_agreed = 0, False
+        self.saves_agreed, self.stop_agreed, self.in_loop = 0, False, False
 
     def ask_save(self) -> None:
         """Ask all ranks to save after one of the next steps. A signal handler may call it."""
@@ -77,11 +79,12 @@ class Requests:
 
     def begin(self) -> None:
         """A loop begins: what an earlier one has agreed on does not stop it."""
-        self.stop_agreed = False
+        self.stop_agreed, self.in_loop = False, True
 
     def end(self) -> None:
         """A loop has ended."""
         self._asked.discard("loop")
+        self.in_loop = False
 
     def write(self, has_next: bool) -> float:
         """The scalar `has_next` of this rank's next record, with the requests that have not travelled yet."""

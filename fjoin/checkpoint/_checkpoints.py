@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import time
 import uuid
+import warnings
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,7 +23,7 @@ from ._folder import Folder
 from ._load import restored
 from ._manifest import Manifest
 from ._save import Plan, Save
-from ._sources import add_position, source_of
+from ._sources import LOOP, add_position, source_of
 from ._values import Snapshot
 
 _AFTER_AN_ERROR_S = 5.0  # for the files of other ranks, after an error of this one
@@ -33,14 +35,15 @@ class Checkpoints:
     Every rank makes one, with the same arguments. A save is committed as a whole or not at all: the folder `step-00000500` appears
     once all its bytes are on the disk. It needs a folder that all ranks see.
 
-    Within a `with` block a SIGTERM on any rank of a train_step makes all ranks save after the same step, and ends `step.join`.
+    Within a `with` block a SIGTERM on any rank of a train_step makes all ranks save after the same step, and ends `step.join`. At the end
+    of a block in which `save` was called rank 0 warns where no step was due and nothing was restored.
 
     Args:
         path: The run's folder.
         what: A step from `train_step`, a pipeline of a loop of one's own, or a dict, as for `fjoin.save`.
         mesh: The ranks, for a pipeline or objects; by default all ranks.
         every: Save after steps whose number is a multiple of this.
-        every_s: Save a step after this many seconds of rank 0's clock; for a train_step.
+        every_s: Save a step after this many seconds of rank 0's clock, for a train_step; `float("inf")` saves at a SIGTERM alone.
         keep_last: The number of this run's checkpoints to keep, the newest ones; None: all. A run that restores a checkpoint goes on
             as the run that saved it. Those of other runs are neither counted nor deleted.
         keep_every: Also keep those of steps that are multiples of this.
@@ -92,6 +95,7 @@ class Checkpoints:
             )
         self._every, self._every_s, self._keep = every, every_s, (keep_last, keep_every)
         self._run, self.extra, self._background = "", None, background
+        self._asked = False  # whether `save` was called where nothing was due
         self._saving: Save | None = None  # in the background
         self._plan: Plan | None = None
         self._back: int | None = None  # the step that was restored, until the next save
@@ -114,6 +118,10 @@ class Checkpoints:
             self._on_signal.uninstall()
         if error is None:
             self.wait()
+            # Without a name of the run nothing has been saved or restored.
+            if self._asked and not self._run and self._mesh.rank == 0 and (self._every or self._every_s != math.inf):
+                text = f"nothing of this run has been saved: no step was due, with every={self._every} and every_s={self._every_s}"
+                warnings.warn(f"{text}; save more often, or save(state) at the end", stacklevel=2)
         elif self._saving is not None:  # other ranks may never come to meet this one
             self._saving.give_up(wait_s=_AFTER_AN_ERROR_S)
 
@@ -123,7 +131,7 @@ class Checkpoints:
         Args:
             state: The state that the step returned; for a pipeline (params, state), for a dict with steps the dict of their states, for
                 other objects the number of steps so far.
-            metrics: Those of the same call, of the first step of a dict; None: save in any case.
+            metrics: Those of the same call, of the first step of a dict: save where `every` or `every_s` says; None: save in any case.
             extra: What else to keep, the same on all ranks: JSON, with tensors in it where you like. Tuples come back as lists.
             data: The loop over the data, from `step.join` or `fjoin.join`: its position is saved.
 
@@ -134,10 +142,19 @@ class Checkpoints:
             CheckpointError: on all ranks: one of them could not write, or the folder holds this step. Nothing has been saved.
             NonFinite: on all ranks: the last step was not taken.
             TypeError: `extra` is neither JSON nor tensors.
+            ValueError: `metrics` are given, but neither `every` nor `every_s`.
         """
         number = self._source.number(state)
-        if metrics is not None and not self._due(number, metrics):
-            return None
+        if metrics is not None:
+            if self._every is None and self._every_s is None:
+                raise ValueError(
+                    "save(state, metrics) saves the steps that every= or every_s= of Checkpoints name, and neither is given, so it would "
+                    "never save; pass Checkpoints(..., every=1000) or every_s=600. save(state) saves in any case, and "
+                    'every_s=float("inf") saves at a SIGTERM alone'
+                )
+            if not self._due(number, metrics):
+                self._asked = True
+                return None
         self.wait()
 
         def same(taken: tuple[Snapshot, Plan]) -> dict[str, Any]:
@@ -183,6 +200,8 @@ class Checkpoints:
     def _taken(self, state: Any, extra: Any, data: Any) -> tuple[Snapshot, Plan]:
         found = self._source.snapshot(state)
         found.add_extra(extra, self._mesh.shape)
+        if any(asks.in_loop for asks in self._source.requests):
+            found.rank[LOOP] = True
         if data is not None:
             add_position(found, data)
         if self._plan is None or not self._plan.fits(found):
@@ -223,18 +242,18 @@ class Checkpoints:
             buffers: The buffers at the start, likewise.
             step: Take the checkpoint of this step.
             fresh: Names of values that start anew: in full, their beginnings up to a dot, such as "pipeline.after", or with `*`.
-            data: The loop over the data, whose position is loaded.
+            data: The loop over the data, whose position is loaded. False: the script skips `state.batches` itself, or only looks.
 
         Warns:
             UserWarning: on rank 0, without `fresh`: the checkpoint is of a pipeline with other arguments, such as another learning rate.
-                The loop `data` goes on from another place, of another checkpoint.
+                The loop `data` goes on from another place, of another checkpoint. Without `data`: the state was saved within a joined loop.
 
         Raises:
             CheckpointError: on all ranks: the folder holds checkpoints, but none verifies; one of another model, pipeline or mesh.
             ValueError: parameters of one optimizer have taken other numbers of steps, since some begin anew.
         """
         self.wait()
-        found = restored(self._folder, self._source, params, buffers, step, fresh, data)
+        found = restored(self._folder, self._source, params, buffers, step, fresh, data, resumes=data is None)
         if found is None:
             if params is None and self._source.trees:
                 raise CheckpointError(f"{self._folder.path} holds no checkpoint; pass the parameters at the start")

@@ -21,7 +21,7 @@ from ._files import DTYPES, decoding
 from ._folder import Folder
 from ._leaves import Leaves
 from ._manifest import Leaf, Manifest, Part, read_commit
-from ._sources import DATA, Source, position_of, warn_apart
+from ._sources import DATA, LOOP, Source, position_of, warn_apart
 from ._values import Snapshot, Values, given, matches
 
 _OTHER = {"params": "buffers", "buffers": "params"}
@@ -248,12 +248,17 @@ def restored(
     step: int | None,
     fresh: tuple[str, ...],
     data: Any,
+    resumes: bool = False,
 ) -> tuple[Any, Manifest, Any] | None:
     """(state, manifest, extra) of the newest checkpoint that verifies, or None; the arguments are those of `Checkpoints.restore`.
+
+    Args:
+        resumes: Whether to warn where the state was saved within a joined loop.
 
     Raises:
         CheckpointError: on all ranks.
     """
+    data = data or None  # False: the caller wants none
     asked = {"step": step, "fresh": list(fresh), "the presence of data": data is not None}
     on_each(source.mesh, "the start of a load", lambda: step is None or whole_number("step", step, 0), lambda _: asked)
     leaves = chosen(folder, source.mesh, step)
@@ -287,4 +292,7 @@ def restored(
     if manifest.spec != source.spec and not fresh and mesh.rank == 0:
         text = f"the checkpoint is of {manifest.spec}, and this run of {source.spec}; its values are taken"
         warnings.warn(text, stacklevel=3)
+    if resumes and mesh.rank == 0 and manifest.ranks[0].keys() & {DATA, LOOP}:
+        text = "the checkpoint is of a place in a loop over data; without data= the loop begins its first epoch anew"
+        warnings.warn(f"{text}; pass data=loop to save and restore, or data=False where the script skips", stacklevel=3)
     return loaded, manifest, extra

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from .._errors import CheckpointError
 from ..agreement import Replicas, form, on_each
@@ -141,12 +140,15 @@ def copied(tensors: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
             small.setdefault((value.dtype, value.device), {})[name] = value
         else:
             large[name] = value.to("cpu", copy=True)
-    flats = [_flatten_dense_tensors(tuple(some.values())).cpu() for some in small.values()]
+    # `cat` copies a single tensor too. Only shapes are kept: what the caller holds may get another one.
+    flats = [torch.cat([value.reshape(-1) for value in some.values()]).cpu() for some in small.values()]
+    shapes = [{name: value.shape for name, value in some.items()} for some in small.values()]
 
     def views() -> dict[str, Tensor]:
         found = dict(large)
-        for some, flat in zip(small.values(), flats, strict=True):
-            found |= zip(some, _unflatten_dense_tensors(flat, tuple(some.values())), strict=True)
+        for forms, flat in zip(shapes, flats, strict=True):
+            parts = flat.split([shape.numel() for shape in forms.values()])
+            found |= {name: part.view(shape) for (name, shape), part in zip(forms.items(), parts, strict=True)}
         return found
 
     return views

@@ -383,6 +383,7 @@ def source_of(what: Any, mesh: Mesh | None) -> Source:
 
 
 DATA = "data"
+LOOP = "loop"  # whether a step was saved within a joined loop, with its position or without
 
 
 def add_position(found: Snapshot, data: Any) -> None:

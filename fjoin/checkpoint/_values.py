@@ -206,14 +206,14 @@ class Snapshot:
         """Add what the user keeps, which is the same on all ranks, and its tensors. Its dicts stay as they are.
 
         Raises:
-            TypeError: it holds something else than finite numbers, text, None, lists, tuples, tensors, and dicts with text as keys.
+            TypeError: it holds something else than numbers, text, None, lists, tuples, tensors, and dicts with text as keys.
         """
         tensors: dict[str, Tensor] = {}
         try:
             self.extra = taken_apart(extra, "extra", tensors, plain=True), tensors
         except (TypeError, ValueError, RecursionError) as error:
             raise TypeError(
-                f"extra must be JSON, with tensors where you like: finite numbers, text, lists, and dicts with text as keys: {error}"
+                f"extra must be JSON, with tensors where you like: numbers, text, lists, and dicts with text as keys: {error}"
             ) from None
         self._add(tensors, dict.fromkeys(tensors, Placement(tuple(axes))))
 

@@ -3,108 +3,19 @@
 from __future__ import annotations
 
 import copy
-import ctypes
-import random
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
-import torch
-from torch import Tensor
+from torch.utils.data import DataLoader
 
 from .._errors import EarlyTermination, JoinError, NonFinite, described
 from ..agreement import Requests
-from ..transforms.base import devices, iterable
+from ..transforms.base import iterable
+from ._fingerprint import fingerprint
+from ._generators import Streams, generators_of
 from ._shuffled import Shuffled
-
-_WORDS = 624  # of MT19937, the generator of Python and of numpy
-
-
-class Streams(NamedTuple):
-    """Where the streams of this process are. That of CUDA is left out before its first use, and numpy's until it is imported.
-
-    Each is what its own function returns: the two of torch tensors, (bytes,) uint8.
-    """
-
-    torch: Tensor
-    python: tuple[Any, ...]
-    cuda: Tensor | None
-    numpy: tuple[Any, ...] | None
-
-    @staticmethod
-    def now() -> Streams:
-        """Where they are now."""
-        return Streams(torch.get_rng_state(), random.getstate(), devices.rng_state(), _numpy_state())
-
-    def restore(self) -> None:
-        """Continue from here."""
-        torch.set_rng_state(self.torch)
-        random.setstate(self.python)
-        if self.cuda is not None:
-            devices.set_rng_state(self.cuda)
-        if self.numpy is not None:
-            import numpy.random
-
-            numpy.random.set_state(self.numpy)
-
-    def state_dict(self) -> dict[str, Any]:
-        """As tensors, (bytes,) uint8, and numbers."""
-        version, words, normal = self.python
-        state: dict[str, Any] = {"torch": self.torch, "python": _packed(words), "python_rest": [version, normal]}
-        if self.cuda is not None:
-            state["cuda"] = self.cuda
-        if self.numpy is not None:
-            name, words, *rest = self.numpy
-            state |= {"numpy": _packed(words.tolist()), "numpy_rest": [name, *rest]}
-        return state
-
-    @staticmethod
-    def of(state: Mapping[str, Any]) -> Streams:
-        """The inverse of `state_dict`. Each generator is tried first, so that one that cannot be is an error here, of any kind."""
-        version, normal = state["python_rest"]
-        python, cuda, numpy = (version, tuple(_unpacked(state["python"])), normal), state.get("cuda"), None
-        torch.Generator().set_state(own := state["torch"].cpu())
-        random.Random().setstate(python)
-        odd = not isinstance(normal, float | None) or not isinstance(cuda, Tensor | None)
-        if "numpy" in state:
-            from numpy.random import RandomState
-
-            name, at, *rest = state["numpy_rest"]
-            odd = odd or type(at) is not int or not 0 <= at <= _WORDS  # numpy does not look, and reads its memory there
-            RandomState().set_state(numpy := (name, _unpacked(state["numpy"]), at, *rest))
-        if odd:
-            raise ValueError("a generator of random numbers has values that it cannot have")
-        return Streams(own, python, cuda, numpy)
-
-
-_last: tuple[bytes, Any] = (b"", None)  # the memory of numpy's generator, and its state, which takes long to read
-
-
-def _numpy_state() -> tuple[Any, ...] | None:
-    """The state of numpy's stream, None for another generator than its default, MT19937; read anew only where it has moved.
-
-    A normal number that is left over from a pair is not in the memory of the generator, so a state with one is read each time.
-    """
-    global _last
-    numpy = sys.modules.get("numpy.random")
-    generator: Any = None if numpy is None else numpy.get_bit_generator()
-    if type(generator).__name__ != "MT19937":
-        return None
-    memory, (known, state) = ctypes.string_at(generator.ctypes.state_address, 4 * _WORDS + 4), _last
-    if memory != known or state[3]:
-        state = numpy.get_state()  # type: ignore[union-attr]
-        _last = memory, state
-    return state  # type: ignore[no-any-return]
-
-
-def _packed(words: Any) -> Tensor:
-    return torch.tensor(words, dtype=torch.int64).view(torch.uint8)
-
-
-def _unpacked(words: Tensor) -> list[int]:
-    return words.cpu().clone().view(torch.int64).tolist()
-
 
 B = TypeVar("B")
 END: Any = object()
@@ -128,6 +39,13 @@ def check_position(state: Any) -> None:
         raise ValueError(f"{text} {found!r}: {described(error)}") from error
 
 
+_OTHER = (
+    "the resumed loop begins with another batch than the run that was saved would have. Likely causes: set_epoch with another number "
+    "than loop.epoch; another seed, dataset, batch size or number of workers; a sampler or dataset that counts its epochs, or has random "
+    "numbers elsewhere than in its attributes; augmentation in persistent workers; batches that the body changes in place"
+)
+
+
 class Mark(NamedTuple):
     """What a rank needs to load a batch again: taken before it was loaded."""
 
@@ -140,12 +58,14 @@ class Position(Generic[B]):
 
     A batch is loaded in an iteration before the one that uses it. A resumed run loads it again. So the streams of random numbers
     are those of three moments: before the loader's `iter`, since that draws the order of `DataLoader(shuffle=True)`; before the
-    batch was loaded, since its transforms draw; and now, since the model draws.
+    batch was loaded, since its transforms draw; and now, since the model draws. So are those of the generators that the loader,
+    its samplers and its dataset have as attributes, unless the loader saves its own position.
 
     Attributes:
         epoch: The number of epochs that have ended.
         batches: The batches of this rank that the iterations of this epoch have used so far, the one that runs included.
         steps: The iterations of this epoch so far, on all ranks, the one that runs included.
+        order: The sampler `Shuffled` as text, which is the same on all ranks; None for another one.
         last: In a resumed loop, the last batch of a rank that was out of input; else `END`.
 
     Args:
@@ -158,9 +78,12 @@ class Position(Generic[B]):
         self._rank, self._ranks = rank, ranks
         sampler = loader if isinstance(loader, Shuffled) else getattr(loader, "batch_sampler", None)
         self._shuffled = sampler if isinstance(sampler, Shuffled) else None
+        self.order = None if self._shuffled is None else repr(self._shuffled)
         # Whether the loader saves and loads its own position, as torchdata's StatefulDataLoader does.
         both = all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
         self._saves = both and self._shuffled is None
+        self._generators = {} if self._saves else generators_of(loader)
+        self._streams = partial(Streams.now, self._generators)
         self.epoch = self.batches = self.steps = 0
         self.last: Any = END
         self._within = False  # whether a loop has begun this epoch
@@ -168,6 +91,12 @@ class Position(Generic[B]):
         self._end: int | None = None  # that of the end of input, once it has been met
         self._start: Streams | None = None
         self._marks: dict[int, Mark] = {}  # by number, of the batch that was used last and of those loaded ahead
+        self._ahead: dict[int, Any] = {}  # by number, the batches that are loaded and not used yet
+        # Checksums of batches: of an epoch's last one, before the body has it; of the first ones of the first and the latest epoch.
+        self._last: int | None = None
+        self._firsts: list[int | None] = [None, None]
+        self._keeps_workers = isinstance(loader, DataLoader) and loader.persistent_workers and not self._saves
+        self._had_workers = False  # whether workers of an earlier epoch lived when this one began
         self.resume: Mapping[str, Any] | None = None
 
     def begin(self) -> Any:
@@ -184,20 +113,23 @@ class Position(Generic[B]):
         again = bool(own.get("ended")) and self.batches > 0  # the last batch is loaded once more
         used = self.batches - again
         self._within, self._next, self._end, self._marks, self.last = True, used, None, {}, END
+        self._ahead, self._last = {}, None
         if self._shuffled is not None:
             self._shuffled.set_epoch(self.epoch, used)
         elif resume is not None and self._saves:
             self.loader.load_state_dict(copy.deepcopy(resume["loader"]))
         state = self._state_of_loader()
         if streams:
-            streams.get("start", streams["now"]).restore()
-        self._start = Streams.now()
+            self._restore_workers(own.get("workers", self._workers_live()))
+            streams.get("start", streams["now"]).restore(self._generators)
+        self._start, self._had_workers = self._streams(), self._workers_live()
         self._iterator: Iterator[B] = iter(self.loader)
         if resume is not None and self._shuffled is None and not self._saves:
             self._skip(used)
         if "ahead" in streams:
-            streams["ahead"].restore()
-        first = self._load(Mark(Streams.now(), state))
+            streams["ahead"].restore(self._generators)
+        first = self._load(Mark(self._streams(), state))
+        self._compare(own)
         if again:
             self.last = first
             first = self.load()
@@ -206,15 +138,37 @@ class Position(Generic[B]):
             remedy = "pass something that iter() starts anew, such as a DataLoader or a list"
             warnings.warn(f"{text}; {remedy}", stacklevel=2)
         if "ahead" in streams:
-            streams["now"].restore()
+            streams["now"].restore(self._generators)
         return first
+
+    def _workers_live(self) -> bool:
+        return self._keeps_workers and self.loader._iterator is not None
+
+    def _restore_workers(self, live: bool) -> None:
+        """Start the workers that outlive an epoch, or stop them: a DataLoader draws a number when they start."""
+        if self._keeps_workers and live != self._workers_live():
+            self.loader._iterator = iter(self.loader) if live else None
+
+    def _checksum(self, number: int, devices: bool = False) -> int | None:
+        """That of a batch that is loaded and not used yet."""
+        return fingerprint(self._ahead[number], devices) if number in self._ahead else None
+
+    def _compare(self, saved: Mapping[str, Any]) -> None:
+        """Warn where the first batch of a resumed loop is not the one that the run that was saved had loaded ahead.
+
+        Between epochs it had none; then the loop may not begin with the first batch of all, where the latest epoch did not.
+        """
+        number, ahead = self._next - 1, saved.get("ahead")
+        own, (first, latest) = self._checksum(number), saved.get("firsts", self._firsts)
+        again = number == 0 and own == first != latest
+        if saved and (again if ahead is None else ahead != self._checksum(number, not saved["ended"])):
+            warnings.warn(_OTHER, stacklevel=3)
+        self._firsts = [first, latest] if number else [own if first is None else first, own]
 
     def _skip(self, count: int) -> None:
         if count:
             text = f"to resume, the loop loads {count} batches on rank {self._rank} only to skip them"
-            remedy = (
-                "a loader with state_dict and load_state_dict, or a batch sampler fjoin.Shuffled, starts where it was"
-            )
+            remedy = "a loader with state_dict and load_state_dict, or a sampler fjoin.Shuffled, starts where it was"
             warnings.warn(f"{text}; {remedy}", stacklevel=2)
         for i in range(count):
             if next(self._iterator, END) is END:
@@ -223,14 +177,18 @@ class Position(Generic[B]):
 
     def load(self) -> Any:
         """The next batch; `END` where there is none, and after that."""
-        return END if self._end is not None else self._load(Mark(Streams.now(), self._state_of_loader()))
+        return END if self._end is not None else self._load(Mark(self._streams(), self._state_of_loader()))
 
     def _load(self, mark: Mark) -> Any:
         number, self._next = self._next, self._next + 1
         self._marks[number] = mark
         batch = next(self._iterator, END)
-        if batch is END:
+        if batch is not END:
+            self._ahead[number] = batch
+        else:
             self._end = number
+            # Those of `Shuffled` are known by their numbers. Others are loaded again, for the body of a rank without input.
+            self._last = None if self._shuffled is not None else self._checksum(number - 1)
         return batch
 
     def _state_of_loader(self) -> Any:
@@ -238,6 +196,7 @@ class Position(Generic[B]):
 
     def use(self, live: bool) -> None:
         """An iteration begins, in which this rank has a batch or not."""
+        self._ahead.pop(self.batches, None)
         self.batches += live
         self.steps += 1
         self._marks = {number: mark for number, mark in self._marks.items() if number >= self.batches - 1}
@@ -246,7 +205,7 @@ class Position(Generic[B]):
         """All ranks are out of input: the epoch has ended."""
         self.epoch += 1
         self.batches = self.steps = 0
-        self._within, self._marks, self.last = False, {}, END
+        self._within, self._marks, self._ahead, self.last = False, {}, {}, END
 
     # -- as data ----------------------------------------------------------------------------------
 
@@ -260,11 +219,14 @@ class Position(Generic[B]):
         ended = self._within and self._end == self.batches
         # A rank that is out of input loads its last batch again, for the body.
         mark = self._marks.get(self.batches - (ended and self.batches > 0))
-        streams = {"now": Streams.now().state_dict()}
+        streams = {"now": self._streams().state_dict()}
         if mark and self._start is not None:
             streams |= {"start": self._start.state_dict(), "ahead": mark.streams.state_dict()}
         found: dict[str, Any] = {"epoch": self.epoch, "batches": self.batches, "steps": self.steps, "ended": ended}
         found |= {"rank": self._rank, "ranks": self._ranks, "streams": streams}
+        found |= {"order": self.order, "workers": self._had_workers if mark else self._workers_live()}
+        # As the loader gave it, before the body has it.
+        found |= {"ahead": self._last if ended else self._checksum(self.batches, devices=True), "firsts": self._firsts}
         if self._saves:
             found["loader"] = mark.loader if mark else self._state_of_loader()
         return found
@@ -273,15 +235,24 @@ class Position(Generic[B]):
         """See `JoinedLoop.load_state_dict`."""
         check_position(state)
         if self._shuffled is None and (state["rank"], state["ranks"]) != (self._rank, self._ranks):
-            text = (
-                f"load_state_dict: the position is that of rank {state['rank']} of {state['ranks']}, but this is rank"
-            )
+            text = f"load_state_dict: the position is of rank {state['rank']} of {state['ranks']}, but this is rank"
             remedy = "load each rank's own, or, for another number of ranks, use a batch sampler fjoin.Shuffled"
             raise ValueError(f"{text} {self._rank} of {self._ranks}; {remedy}")
         if self._shuffled is None and ("loader" in state) != self._saves:
             one, other = ("has", "has none") if "loader" in state else ("has no", "has one")
             text = f"load_state_dict: the position {one} state of the loader's own, but this loader, of type"
             raise ValueError(f"{text} {type(self.loader).__name__}, {other}; pass a loader of the kind that was saved")
+        if state.get("order", self.order) != self.order:
+            text = f"load_state_dict: the position is of a loader with {state['order']}, and this one has {self.order}"
+            if state["batches"]:
+                raise ValueError(f"{text}; pass the same, or begin the epoch anew, without the position")
+            warnings.warn(f"{text}; the order of its epochs is another", stacklevel=3)
+        own = state["streams"]["now"].get("own", self._generators)
+        if own.keys() != self._generators.keys() and (state["rank"], state["ranks"]) == (self._rank, self._ranks):
+            text = (
+                f"the position has the random generators {sorted(own)}, and this loader has {sorted(self._generators)}"
+            )
+            warnings.warn(f"load_state_dict: {text}; the others begin where they are", stacklevel=3)
         self.resume = dict(state)
         self.epoch, self.batches, self.steps = state["epoch"], state["batches"], state["steps"]
 
@@ -402,11 +373,11 @@ class JoinedLoop(Generic[B]):
         """The position of this rank: in the body that after this iteration, between loops that of the next epoch.
 
         The batch that the loop has loaded ahead counts as not used. The streams of random numbers of torch, Python and
-        numpy are part of the position, so that a resumed run has the same order, augmentation and dropout. Call it in
-        the body after the step.
+        numpy are part of the position, so that a resumed run has the same order, augmentation and dropout; likewise generators
+        that are attributes of the loader, its samplers and its dataset. Call it in the body after the step.
 
         Returns:
-            A dict of numbers, strings, lists and tensors (uint8), and the loader's own state where it has one.
+            A dict of numbers, strings, lists, dicts and tensors (uint8), and the loader's own state where it has one.
 
         Raises:
             TypeError: the loader is an iterator, which cannot start again.
@@ -419,7 +390,7 @@ class JoinedLoop(Generic[B]):
         The streams of random numbers are set when the loop begins. A loader that has `state_dict` and `load_state_dict`
         continues from its own state, taken before the loop loaded ahead. Another loader starts the epoch again, and
         the loop skips the batches that were used; a warning says how many. Workers that outlive an epoch
-        (persistent_workers=True) keep streams of their own, which are not restored.
+        (persistent_workers=True) are started or stopped as they were; the streams in them are not restored.
 
         With a batch sampler `Shuffled` nothing is skipped, and the number of ranks may differ: then any rank's
         position will do, and the streams of random numbers stay as they are.
@@ -427,9 +398,14 @@ class JoinedLoop(Generic[B]):
         Args:
             state: The position. Its tensors are not kept.
 
+        Warns:
+            UserWarning: the loader has other generators, or between epochs another `Shuffled`. When the loop begins: its first batch is
+                not the one that the loop that was saved had loaded ahead.
+
         Raises:
             JoinError: a loop runs.
-            ValueError: the position is no such dict, that of another rank, or does not fit the loader.
+            ValueError: the position is no such dict, that of another rank, or does not fit the loader; within an epoch it is of
+                another `Shuffled`.
         """
         if self._running:
             raise JoinError("load_state_dict was called inside the loop; call it before `for batch in batches`")

@@ -25,7 +25,7 @@ class Shuffled(Sampler[list[int]]):
     Args:
         n: The number of samples of the dataset.
         batch_size: The number of samples of a step on all ranks together, at least one for each rank.
-        seed: The same on all ranks.
+        seed: The same on all ranks. Their first loop compares the arguments.
         mesh: The ranks; by default all ranks.
         drop_last: Whether to leave out a last step with fewer samples.
 
@@ -52,6 +52,9 @@ class Shuffled(Sampler[list[int]]):
         self._n, self._batch_size, self._seed = n, batch_size, seed
         self._rank, self._ranks, self._drop_last = mesh.rank, mesh.size, drop_last
         self._epoch = self._step = 0
+
+    def __repr__(self) -> str:
+        return f"fjoin.Shuffled({self._n}, {self._batch_size}, seed={self._seed}, drop_last={self._drop_last})"
 
     def set_epoch(self, epoch: int, step: int = 0) -> None:
         """Let the next `iter` begin at a step of an epoch. A joined loop calls it."""

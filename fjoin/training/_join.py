@@ -74,7 +74,7 @@ class InLoop:
         self.iteration = None
         self.requests.end()
 
-    def count(self, has_batch: bool, throw: bool, replays: bool) -> float:
+    def count(self, has_batch: bool, throw: bool, replays: bool, order: str | None) -> float:
         """The number of ranks that have a batch: the only message outside steps.
 
         Raises:
@@ -82,7 +82,7 @@ class InLoop:
         """
         settings = f"throw_on_early_termination={throw}, when_exhausted={'replay' if replays else 'shadow'!r}"
         own = 4.0 ** (throw + 2 * replays)  # no mean of different values equals one of them
-        self.compare(f"step.join(loader, {settings})")
+        self.compare(f"step.join({order or 'loader'}, {settings})")
         device = self.device or torch.device("cpu")
         record = Record(self._run.mesh, self._run.axes, ("batches", "settings"), small=True, device=device)
         sums = record.send({"batches": float(has_batch), "settings": own}).wait()
@@ -199,7 +199,7 @@ class JoinedLoader(JoinedLoop[B]):
         steps, position, look_ahead, replays = self._steps, self._position, LookAhead(), self._replays
         current: Any = position.begin()
         given: Any = self._empty if position.last is END else position.last
-        have = steps[0].count(current is not END, self._throw, replays)
+        have = steps[0].count(current is not END, self._throw, replays, position.order)
         self._throw_if_uneven(have)
         if replays and have > 0 and current is END and given is NO_BATCH:
             raise NoBatch(

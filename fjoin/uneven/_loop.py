@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NoReturn, TypeVar, overload
 
@@ -54,7 +55,9 @@ class Loop(JoinedLoop[B]):
         self._asks = Requests(mesh.size)
         super().__init__(loader, "fjoin.join", mesh.rank, mesh.size, throw, lambda: self._asks)
         self._mesh, self._weigh, self._empty, self._accumulate = mesh, weight, empty, accumulate
-        self._record = Record(mesh, tuple(mesh.shape), ("weight", "batches", "accumulate"))
+        self._settings = f"accumulate={accumulate} and {self._position.order or 'no fjoin.Shuffled'}"
+        self._number_of_settings = zlib.crc32(self._settings.encode())  # of which sums are exact
+        self._record = Record(mesh, tuple(mesh.shape), ("weight", "batches", "settings"))
         self.live = self.sync_gradients = False
         self.weight, self.total, self.number, self.batches = 0.0, 0.0, 0, 0
 
@@ -139,14 +142,13 @@ class Loop(JoinedLoop[B]):
 
     def _send(self, window: list[Weighed]) -> Sums:
         weight, batches = sum(w for _, w in window), self._asks.write(bool(window))
-        return self._record.send({"weight": weight, "batches": batches, "accumulate": self._accumulate})
+        return self._record.send({"weight": weight, "batches": batches, "settings": self._number_of_settings})
 
     def _sums(self, found: Sums) -> tuple[float, int]:
         """The sum of the weights, and the number of ranks that have a batch; notes whether a rank asks to stop."""
-        if found["accumulate"] != self._accumulate * self._mesh.size:
+        if found["settings"] != self._number_of_settings * self._mesh.size:
             raise DesyncError(
-                f"rank {self._mesh.rank} loops with accumulate={self._accumulate}, but the ranks have "
-                f"{found['accumulate'] / self._mesh.size:g} on average; pass the same one on all ranks"
+                f"rank {self._mesh.rank} loops with {self._settings}, and some other rank does not; pass the same on all ranks"
             )
         self._asks.note(found["batches"])
         self.stopped = self._asks.stop_agreed
@@ -217,7 +219,7 @@ def join(
 
     Raises:
         EarlyTermination: on all ranks, see above.
-        DesyncError: ranks have different values of `accumulate`.
+        DesyncError: ranks have different values of `accumulate`, or samplers `Shuffled` of other arguments.
         JoinError: the loop is still running; the loader has written into the previous batch; with `steps`, the body did
             not call each exactly once.
         PeerLost: another rank left the loop, by break, return or an exception, and this one did not within 30 s:

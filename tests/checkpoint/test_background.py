@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import subprocess
 import sys
@@ -12,12 +13,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import optree
 import pytest
 import torch
+from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
 from fjoin.checkpoint import _save
+from tests.checkpoint.rows import RUNS
+from tests.checkpoint.runs import Step, quiet
+from tests.checkpoint.test_objects import Dict
 from tests.helpers import raises_text, same_bits
 
 START = {"w": torch.linspace(-1, 1, 300_000), "small": torch.ones(7)}
@@ -70,6 +77,120 @@ def test_what_is_written_after_the_call_is_not_saved(
         gate.set()
     again = fjoin.load(tmp_path, make_step(), START)
     assert same_bits(again.params, want.params) and same_bits(again.pipeline.optimizer, want.pipeline.optimizer)
+
+
+def leaves() -> dict[str, Any]:
+    """What a state dict may hold. Each is the only one of its dtype and device when it is saved alone."""
+    x = torch.arange(1.0, 7)
+    return {
+        "0-d": x.sum(), "empty": torch.zeros(0, 3), "a view": x.clone()[2:5], "every second one": torch.ones(4, 4)[:, ::2],
+        "expanded": torch.ones(1).expand(4), "transposed": x.clone().view(2, 3).T, "large": torch.ones(1 << 17),
+        "complex": x.to(torch.complex64), "conj": torch.tensor([1 + 2j]).conj(), "negative": torch.tensor([1 + 2j]).conj().imag,
+        "bool": x > 2, "bfloat16": x.bfloat16(), "fp8": x.to(torch.float8_e4m3fn), "int": x.int(),
+        "Parameter": torch.nn.Parameter(x.clone()), "a buffer that needs gradients": (x.clone().requires_grad_() * 1),
+        "numpy memory": torch.from_numpy(np.arange(5.0)), "shared memory": x.clone().share_memory_(),
+        "a list": [x.clone(), 3, [x.double()]], "a dict": {"a": {"b": x.clone()}, 1: "text"}, "a tuple": (x.clone(), None),
+        "a module": torch.nn.Linear(3, 2, bias=False).state_dict(), "a number": 2.5, "extra": {"x": x.clone(), "y": [1, 2.5]},
+    }  # fmt: skip
+
+
+def fill(value: Tensor) -> None:
+    value.untyped_storage().fill_(65)
+
+
+def resize(value: Tensor) -> None:
+    if not value.requires_grad:
+        value.resize_(0)
+
+
+def replace(value: Tensor) -> None:
+    value.data = torch.full((3,), 65, dtype=value.dtype)
+
+
+def overwrite(value: Any, write: Callable[[Tensor], None]) -> None:
+    """Overwrite all that is in a value, and empty its containers."""
+    if isinstance(value, Tensor):
+        write(value)
+    elif isinstance(value, (dict, list, tuple)):
+        for one in value.values() if isinstance(value, dict) else value:
+            overwrite(one, write)
+        if not isinstance(value, tuple):
+            value.clear()
+
+
+def plain(value: Any) -> Any:
+    """As a load returns it."""
+    if isinstance(value, Tensor):
+        bits = value.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+        return bits.view(torch.uint8) if bits.dtype is torch.float8_e4m3fn else bits
+    if isinstance(value, dict):
+        return {key: plain(one) for key, one in value.items()}
+    return type(value)(map(plain, value)) if isinstance(value, (list, tuple)) else copy.deepcopy(value)
+
+
+@pytest.mark.parametrize("write", [fill, resize, replace])
+def test_a_save_holds_the_values_at_its_call_of_every_kind_of_leaf(
+    write: Callable[[Tensor], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each kind alone, and all together."""
+    wrong = []
+    for name in (*leaves(), "together"):
+        with monkeypatch.context() as patch:
+            gate, original = threading.Event(), _save.write_file
+            patch.setattr(_save, "write_file", lambda *args, gate=gate: gate.wait(60) and original(*args))  # noqa: B023
+            held = leaves() if name == "together" else {name: leaves()[name]}
+            want, extra = plain(held), held.pop("extra", None)
+            runs = fjoin.Checkpoints(tmp_path / name, {"it": Dict(held)}, background=True)
+            runs.save(1, extra=extra)
+            overwrite([held, extra], write)
+            gate.set()
+            runs.wait()
+        again = fjoin.Checkpoints(tmp_path / name, {"it": (loaded := Dict())})
+        again.restore()
+        got = dict(loaded) | ({} if extra is None else {"extra": again.extra})
+        if not same_bits(plain(got), want):
+            wrong.append(name)
+    assert not wrong
+
+
+@pytest.mark.parametrize("name", [name for name, run in RUNS.items() if run.how == "step"])
+def test_a_save_holds_the_values_at_its_call_of_every_kind_of_state(
+    name: str, gate: threading.Event, tmp_path: Path
+) -> None:
+    """On all ranks, with a position in the data and its streams of random numbers."""
+    run = RUNS[name]._replace(background=True)
+    overwritten: list[int] = []
+
+    def save(rank: int) -> Any:
+        with fjoin.mesh(run.axes) as mesh:
+            program = Step(run, str(tmp_path), mesh)
+            program.begin(())
+            for call in range(run.cut):
+                program.call(run.batch(rank, call))
+            loop, state = fjoin.join([1, 2, 3], mesh=mesh), program.state.clone()
+            want = plain((program.values(), position := loop.state_dict()))
+            loop.load_state_dict(position)
+            program.runs.save(state, data=loop)
+            held = state.params, state.pipeline, state.buffers, state.on_buffers, position
+            for leaf in optree.tree_leaves(held, none_is_leaf=False):
+                if isinstance(leaf, Tensor):
+                    fill(leaf)
+            overwritten.append(rank)
+            if len(overwritten) == run.ranks:
+                gate.set()
+            program.runs.wait()
+            return want
+
+    def load(rank: int) -> Any:
+        with fjoin.mesh(run.axes) as mesh:
+            program, loop = Step(run, str(tmp_path), mesh), fjoin.join([1, 2, 3], mesh=mesh)
+            program.state = program.runs.restore(program.start, program.buffers, data=loop)
+            return program.values(), plain(loop.state_dict())
+
+    with quiet():
+        ranks = list(range(run.ranks))
+        saved, loaded = (tx.simulate(of, run.axes, ranks) for of in (save, load))
+    assert same_bits(loaded, saved)
 
 
 def no_memory(*args: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,12 @@ def within(at: Path, **more: Any) -> None:
     runs.save(state)
 
 
+def never_due(at: Path, **options: Any) -> None:
+    """In the first step."""
+    one = step()
+    fjoin.Checkpoints(at / "new", one, **options).save(*one(one.init(START), X))
+
+
 def extra(value: Any) -> tuple[Any, ...]:
     return save(MODEL, 1, extra=value), T, "extra must be JSON"
 
@@ -86,8 +93,10 @@ ROWS: list[tuple[Any, ...]] = [
     *((save({name: step()}, 1), T, "must be text") for name in ("", 0)),
     (lambda at: fjoin.Checkpoints(at, {"a": step()}, mesh=fjoin.mesh({"data": 1})), T, "leave mesh= out"),
     (save(one := step(), one.init(START), data=[1]), T, "batches = step.join(loader)"),
+    *((partial(never_due, **options), V, "every=1000", "every_s=600", "save(state) ", 'every_s=float("inf")')
+      for options in ({}, {"keep_every": 2}, {"background": True})),
     (within, V, "accumulation window", "metrics.stepped"),
-    *map(extra, ({1: 2}, {"a": float("nan")}, {"a": {3}}, {"$tensor": 1}, object(),
+    *map(extra, ({1: 2}, {"a": {3}}, {"$tensor": 1}, {"$float": "inf"}, object(),
                  {"a": {"b": X}, "a.b": X})),
     *((save({"it": Dict(x=one)}, 1), T, "dense tensor", ".x'") for one in (X.to_sparse(), X.to("meta"))),
     *((save(MODEL, 1, extra={"x": one}), T, "dense tensor", ".x'") for one in (X.to_sparse(), X.to("meta"))),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ def until_signalled(folder: str) -> Any:
     """Rank 1 gets a SIGTERM in step 5."""
     step = make_step()
     batches = step.join([torch.ones(6)] * 1000)
-    with fjoin.Checkpoints(folder, step) as runs:
+    with fjoin.Checkpoints(folder, step, every_s=float("inf")) as runs:
         state = runs.restore(START)
         for batch in batches:
             if dist.get_rank() == 1 and state.step == 5:
@@ -69,6 +70,29 @@ def test_no_save_is_due_before_the_clock(tmp_path: Path) -> None:
     for _ in range(3):
         state, metrics = step(state, torch.ones(6))
         assert runs.save(state, metrics) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "warns"),
+    [({"every": 9}, True), ({"every_s": 300.0}, True), ({"every": 9, "every_s": float("inf")}, True),
+     ({"every_s": float("inf")}, False), ({"every": 2}, False)],
+)  # fmt: skip
+def test_a_block_in_which_nothing_was_due_says_so(options: dict[str, Any], warns: bool, tmp_path: Path) -> None:
+    """But not one that has restored, or that never called `save`."""
+    for calls, restores in ((0, False), (3, False), (3, True)):
+        folder = tmp_path / f"{calls} {restores}"
+        if restores:
+            fjoin.save(folder, one := make_step(), one.init(START))
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            with fjoin.Checkpoints(folder, step := make_step(), **options) as runs:
+                state = runs.restore(START)
+                for _ in range(calls):
+                    state, metrics = step(state, torch.ones(6))
+                    runs.save(state, metrics)
+        texts = [str(one.message) for one in said]
+        assert all(f"{key}={value}" in text for text in texts for key, value in options.items())
+        assert len(texts) == (warns and calls > 0 and not restores)
 
 
 def test_a_step_of_ones_choice(tmp_path: Path) -> None:

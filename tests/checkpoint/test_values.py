@@ -8,6 +8,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -182,7 +183,7 @@ def test_what_ranks_have_in_common_is_written_once_by_turns(tmp_path: Path) -> N
 
 
 EXTRA = {
-    "best": 0.5,
+    "best": float("inf"),
     "history": [1, 2.5, None, "text", {"a.b": [True]}],
     "mean": torch.arange(6.0).reshape(2, 3),
     "seen": [torch.tensor(3), torch.zeros(0, 2, dtype=torch.bfloat16), torch.tensor([1 + 2j])],
@@ -191,6 +192,7 @@ EXTRA = {
     "odd": [torch.tensor([1 + 2j]).conj(), torch.ones(70_000, dtype=torch.int8)],
     "half": [torch.ones(5, dtype=torch.bfloat16), torch.ones(3, dtype=torch.float8_e4m3fn)],
 }
+ODD = {"numbers": [float("nan"), np.float64("-inf")]}
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -201,7 +203,7 @@ def test_extra_is_read_back_on_any_number_of_ranks(ranks: int, background: bool,
 
     def save() -> None:
         run, log = runs(), [1]
-        for step, extra in enumerate(({"a": torch.ones(1)}, None, EXTRA | {"log": log, "pair": (1, (log,))})):
+        for step, extra in enumerate(({"a": torch.ones(1)}, None, EXTRA | ODD | {"log": log, "pair": (1, (log,))})):
             run.save(step, extra=extra)
             log.append(2)
         run.wait()
@@ -214,6 +216,7 @@ def test_extra_is_read_back_on_any_number_of_ranks(ranks: int, background: bool,
     tx.simulate(save, {"data": 2})
     want = EXTRA | {"log": [1, 2, 2], "pair": [1, [[1, 2, 2]]]}
     for extra in tx.simulate(load, {"data": ranks}):
+        assert repr(extra.pop("numbers")) == "[nan, -inf]"
         assert same_bits(extra, want)
 
 

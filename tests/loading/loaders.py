@@ -72,6 +72,8 @@ def loader_of(kind: str, n: int) -> Any:
     if kind == "Shuffled":
         return DataLoader(Noisy(n), batch_sampler=fjoin.Shuffled(n, 6, seed=4))
     workers: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "forkserver"} if kind == "workers" else {}
+    if kind == "generator":
+        workers = {"generator": torch.Generator().manual_seed(7)}
     return DataLoader(Noisy(n), batch_size=2, shuffle=True, **workers)
 
 

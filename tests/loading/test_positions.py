@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,17 +17,18 @@ import torch.distributed as dist
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.loading._position import Streams
+from fjoin.loading import JoinedLoop
+from fjoin.loading._generators import Streams
 from tests.helpers import raises_text, same_bits
 from tests.loading.loaders import Stateful, loader_of, run
 
 POINTS = [(0, -1), (0, 0), (0, 2), (1, -1), (1, 3), (1, 5), (2, 5)]
 # The loader, the samples of each rank, with Shuffled those of all, and where the run is saved.
 RUNS: dict[str, tuple[str, list[int], list[tuple[int, int]]]] = {
-    **{kind: (kind, [36 if kind == "Shuffled" else 12], POINTS) for kind in ("shuffle", "own state", "list", "Shuffled")},
+    **{kind: (kind, [36 if kind == "Shuffled" else 12], POINTS) for kind in ("shuffle", "generator", "own state", "list", "Shuffled")},
     # Rank 1 runs out in the middle, and rank 2 has one batch, or none.
     **{f"{kind}, uneven": (kind, sizes, [(0, 0), (0, 1), (0, 2), (0, 4), (0, 5), (1, -1), (1, 3)])
-       for kind, sizes in (("shuffle", [12, 6, 2]), ("own state", [12, 6, 2]), ("list", [12, 6, 0]))},
+       for kind, sizes in (("shuffle", [12, 6, 2]), ("generator", [12, 6, 2]), ("own state", [12, 6, 2]), ("list", [12, 6, 0]))},
 }  # fmt: skip
 
 
@@ -95,8 +97,9 @@ def test_resumed_equals_uncut_on_processes(at: tuple[int, int], pool: Any, tmp_p
 
 def test_the_law_fails_without_the_streams(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     whole = on(tmp_path, "shuffle", [12], save_at=(0, 2))
-    monkeypatch.setattr(Streams, "restore", lambda self: None)
-    assert on(tmp_path, "shuffle", [12], restores=True) != rest(whole, (0, 2))
+    monkeypatch.setattr(Streams, "restore", lambda self, generators: None)
+    with pytest.warns(UserWarning, match="begins with another batch"):
+        assert on(tmp_path, "shuffle", [12], restores=True) != rest(whole, (0, 2))
 
 
 def step() -> fjoin.TrainStep:
@@ -130,6 +133,22 @@ def test_a_position_is_json_and_tensors_of_bytes() -> None:
     )
     assert same_bits(again, position) and position["epoch"] == 0 and not position["ended"]
     assert position["batches"] == position["steps"] == 1
+
+
+@pytest.mark.parametrize("at", [(0, 2), (0, 5), (1, -1), (1, 3)])
+def test_a_position_without_what_later_versions_compare(at: tuple[int, int], tmp_path: Path) -> None:
+    """As 0.3 saved it; without a warning."""
+    whole = on(tmp_path, "shuffle", [12], save_at=at)
+    position = JoinedLoop.load_state_dict
+
+    def as_before(self: Any, state: Any) -> None:
+        state = {name: one for name, one in state.items() if name not in ("order", "workers", "ahead", "firsts")}
+        position(self, state | {"streams": {name: {**one, "own": {}} for name, one in state["streams"].items()}})
+        for one in self._position.resume["streams"].values():
+            del one["own"]
+
+    with mock.patch.object(JoinedLoop, "load_state_dict", as_before):
+        assert on(tmp_path, "shuffle", [12], restores=True) == rest(whole, at)
 
 
 def test_streams_go_there_and_back() -> None:
@@ -191,6 +210,10 @@ ODD: list[tuple[Any, ...]] = [
     (*NOW, "python_rest", 1, "x"),
     (*NOW, "torch", torch.zeros(5056, dtype=torch.uint8)),
     (*NOW, "cuda", 3),
+    (*NOW, "own", 3),
+    (*NOW, "own", {"sampler.generator: torch": {"torch": torch.zeros(3, dtype=torch.uint8)}}),
+    (*NOW, "own", {"sampler.generator: pcg64": {"pcg64": {"bit_generator": "PCG64"}}}),
+    (*NOW, "own", {"sampler.generator: no kind": {}}),
     (*NOW, None),
     ("streams", {}),
     ("epoch", -1),

@@ -1,0 +1,48 @@
+"""Checksums of batches, by which a resumed loop knows whether it loads the batch that comes next."""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from ..agreement import checksum, form
+
+_LEAVES = 2048  # of a batch, that are looked at
+_DEPTH = 4  # of objects within objects
+
+
+def fingerprint(batch: Any, devices: bool = False) -> int | None:
+    """A checksum of the content of a batch of any type, the same in another process; None where it cannot be computed.
+
+    Args:
+        devices: Whether to read tensors on devices, for which the host waits; otherwise their dtypes and shapes count.
+    """
+    try:
+        return checksum(itertools.islice(_content(batch, devices, _DEPTH), _LEAVES))
+    except Exception:  # of a type that does as it likes; neither a save nor a loop may fail for it
+        return None
+
+
+def _content(batch: Any, devices: bool, depth: int) -> Iterator[Any]:
+    """Tensors, numbers and texts. An object without state that can be seen is the name of its type."""
+    for one in optree.tree_leaves(batch, none_is_leaf=True):
+        if isinstance(one, Tensor) and one.layout is torch.strided and not one.is_meta and not one.is_nested:
+            yield form(one)
+            if devices or one.device.type == "cpu":
+                yield one
+        elif isinstance(one, bool | int | float | complex | str | None):
+            yield one
+        elif depth and getattr(getattr(one, "dtype", None), "hasobject", False):  # its bytes are addresses
+            yield from _content(one.tolist(), devices, depth - 1)
+        elif isinstance(one, bytes) or callable(getattr(one, "tobytes", None)):  # also an array, an image
+            yield zlib.crc32(one if isinstance(one, bytes) else one.tobytes())
+        elif depth and hasattr(one, "__dict__") and not (callable(one) or isinstance(one, Tensor)):
+            yield from _content(vars(one), devices, depth - 1)
+        else:
+            yield type(one).__name__

@@ -1,0 +1,365 @@
+"""Whether a run that is cut and resumed is the same run, for forms that programs have; and where it is not, whether something says so."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    WeightedRandomSampler,
+    get_worker_info,
+    random_split,
+)
+
+import fjoin
+from fjoin import transforms as tx
+from tests.helpers import raises_text, same_bits
+
+N, SIZE, EPOCHS = 12, 2, 3
+SAMPLES = torch.arange(1.0, N + 1).view(N, 1).repeat(1, 2)
+# (epoch, iteration) of the save, after which the run is cut; iteration 6 is behind the epoch, before the next one begins.
+CUTS = [(0, 1), (0, 5), (0, 6), (1, 1), (1, 6)]
+
+
+def loss_fn(params: Any, batch: Tensor) -> Tensor:
+    return (params["w"] * batch).square().mean()
+
+
+def dropout_loss(params: Any, batch: Tensor) -> Tensor:
+    return torch.nn.functional.dropout(params["w"] * batch, 0.5).square().mean()
+
+
+class Form(NamedTuple):
+    """A program.
+
+    Attributes:
+        loader: Makes its loader.
+        verdicts: For each cut, or for all of them: "same"; "warn" and "error": another run, with a warning or an error; "silent".
+        resumed: Makes the loader of the resumed program, where it is another one.
+        begin: Called with loader and epoch before each epoch.
+        body: From a batch to the one that the step gets.
+        counts: Whether the program counts its epochs from 0 again.
+        data: Whether its save and its restore get `data=loop`.
+    """
+
+    loader: Callable[[], Any]
+    verdicts: str = "same"
+    resumed: Callable[[], Any] | None = None
+    begin: Callable[[Any, int], Any] = lambda loader, epoch: None
+    body: Callable[[Tensor], Tensor] = lambda batch: batch
+    loss: Callable[..., Tensor] = loss_fn
+    pipeline: Callable[[], tx.Pipeline] = lambda: tx.fuse(tx.mean("data"), tx.adam(0.01))
+    options: dict[str, Any] = {}
+    counts: bool = False
+    data: tuple[bool, bool] = (True, True)
+
+
+def run(form: Form, folder: Path, resumed: bool, cut: tuple[int, int] | None = None) -> list[Any]:
+    """The batches, and the parameters after them, to the cut or to the end."""
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(99 if resumed else 5)
+    DRAWN.clear()
+    step = fjoin.train_step(form.loss, form.pipeline(), weight=len, **form.options)
+    loader, seen = (form.resumed or form.loader if resumed else form.loader)(), list[Any]()
+    runs, loop = fjoin.Checkpoints(folder, step), step.join(loader)
+    saves, restores = (loop if one else None for one in form.data)
+    state = runs.restore({"w": torch.ones(2)}, data=restores if resumed else None)
+    for epoch in range(0 if form.counts else loop.epoch, EPOCHS):
+        form.begin(loader, epoch)
+        for i, batch in enumerate(loop):
+            batch = form.body(batch)
+            state, metrics = step(state, batch)
+            seen.append((batch.tolist(), state.params["w"].tolist()))
+            if cut == (epoch, i):
+                runs.save(state, data=saves)
+                return seen
+        if cut == (epoch, 6):
+            runs.save(state, data=saves)
+            return seen
+    return seen
+
+
+def verdict(form: Form, whole: list[Any], folder: Path, cut: tuple[int, int]) -> str:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            seen = run(form, folder, False, cut) + run(form, folder, True)
+        except (ValueError, fjoin.CheckpointError):
+            return "error"
+    warned = any("only to skip them" not in str(one.message) for one in said)
+    if same_bits(seen, whole):
+        return "same, and warns" if warned else "same"
+    return "warn" if warned else "silent"
+
+
+def loader(**options: Any) -> Callable[[], Any]:
+    """A DataLoader, whose options are made anew where they are functions."""
+    workers = {"multiprocessing_context": "forkserver"} if "num_workers" in options else {}
+
+    def make() -> Any:
+        given = {name: one() if callable(one) else one for name, one in options.items()}
+        size = {} if "batch_sampler" in given else {"batch_size": SIZE}
+        return DataLoader(given.pop("dataset", SAMPLES), **size | workers | given)
+
+    return make
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(5)
+
+
+class Shuffles(Sampler[int]):
+    """Has a random generator, or a count of its epochs."""
+
+    def __init__(self, generator: Any) -> None:
+        self.generator, self.epoch = generator, 0
+
+    def __len__(self) -> int:
+        return N
+
+    def __iter__(self) -> Iterator[int]:
+        self.epoch += 1
+        own = random.Random(self.epoch) if self.generator is None else self.generator
+        order = own.sample(range(N), N) if isinstance(own, random.Random) else own.permutation(N).tolist()
+        yield from order
+
+
+class Noisy(Dataset[Tensor]):
+    def __init__(self, draw: str | None) -> None:
+        self.draw, self.own = draw, np.random.RandomState(4)
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, i: int) -> Tensor:
+        draws = {
+            "torch": lambda: torch.rand(()).item(),
+            "numpy": np.random.rand,
+            "python": random.random,
+            "own": self.own.rand,
+        }
+        return SAMPLES[i] + draws[self.draw or "own"]()
+
+
+class Stream(IterableDataset[Tensor]):
+    """Each worker has samples of its own."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        info = get_worker_info()
+        own = list(SAMPLES[info.id :: info.num_workers]) if info else list(SAMPLES)
+        random.Random(7).shuffle(own)
+        yield from own
+
+
+class ShufflesItsList:
+    def __init__(self) -> None:
+        self.samples = list(SAMPLES)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        random.Random(1).shuffle(self.samples)
+        return iter([torch.stack(self.samples[i : i + SIZE]) for i in range(0, N, SIZE)])
+
+
+class Holds:
+    """A loader that is no DataLoader, with a random generator."""
+
+    def __init__(self) -> None:
+        self.random = random.Random(3)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for _ in range(N // SIZE):
+            yield SAMPLES[self.random.sample(range(N), SIZE)]
+
+
+def shuffled(n: int = N, size: int = SIZE, **options: Any) -> Callable[[], Any]:
+    return loader(dataset=torch.cat([SAMPLES, SAMPLES]), batch_sampler=lambda: fjoin.Shuffled(n, size, **options))
+
+
+def noise(batch: Tensor) -> Tensor:
+    return batch * random.random() + np.random.rand() + torch.rand(())
+
+
+DRAWN: dict[str, torch.Generator] = {}  # of a program's body, in a variable
+ROWS = {
+    # -- the order
+    "shuffle=True": Form(loader(shuffle=True)),
+    "generator=": Form(loader(shuffle=True, generator=generator)),
+    "RandomSampler(generator=)": Form(loader(sampler=lambda: RandomSampler(SAMPLES, generator=generator()))),  # type: ignore[arg-type]
+    "WeightedRandomSampler(generator=)": Form(
+        loader(sampler=lambda: WeightedRandomSampler([1.0] * N, N, generator=generator()))
+    ),
+    "BatchSampler(RandomSampler(generator=))": Form(
+        loader(batch_sampler=lambda: BatchSampler(RandomSampler(SAMPLES, generator=generator()), SIZE, False))  # type: ignore[arg-type]
+    ),
+    "a sampler with a random.Random": Form(loader(sampler=lambda: Shuffles(random.Random(3)))),
+    "a sampler with numpy's Generator": Form(loader(sampler=lambda: Shuffles(np.random.default_rng(3)))),
+    "a sampler with numpy's RandomState": Form(loader(sampler=lambda: Shuffles(np.random.RandomState(3)))),
+    "a loader of one's own with a random.Random": Form(Holds),
+    "a sampler with numpy's Philox": Form(
+        loader(sampler=lambda: Shuffles(np.random.Generator(np.random.Philox(3)))), "same same silent warn warn"
+    ),
+    "a sampler that counts its epochs": Form(loader(sampler=lambda: Shuffles(None)), "same same silent warn warn"),
+    "a list that is shuffled in place": Form(ShufflesItsList, "same same silent warn warn"),
+    "a generator that the resumed program lacks": Form(
+        loader(shuffle=True, generator=generator), "warn", resumed=loader(shuffle=True)
+    ),
+    "DistributedSampler, set_epoch(loop.epoch)": Form(
+        loader(sampler=lambda: DistributedSampler(SAMPLES, 1, 0)),  # type: ignore[arg-type]
+        begin=lambda loader, epoch: loader.sampler.set_epoch(epoch),
+    ),
+    "DistributedSampler, without set_epoch": Form(loader(sampler=lambda: DistributedSampler(SAMPLES, 1, 0))),  # type: ignore[arg-type]
+    "DistributedSampler, epochs counted from 0": Form(
+        loader(sampler=lambda: DistributedSampler(SAMPLES, 1, 0)), "same same silent warn warn",  # type: ignore[arg-type]
+        begin=lambda loader, epoch: loader.sampler.set_epoch(epoch), counts=True,
+    ),
+    "epochs counted from 0": Form(loader(shuffle=True), "same same silent silent silent", counts=True),
+    "Shuffled": Form(shuffled(seed=1)),
+    "Shuffled, another seed": Form(shuffled(seed=1), "error error warn error warn", shuffled(seed=2)),
+    "Shuffled, another n": Form(shuffled(), "error error warn error warn", shuffled(N - 1)),
+    "Shuffled, another batch size": Form(shuffled(), "error error warn error warn", shuffled(N, 3)),
+    "Shuffled, drop_last": Form(shuffled(N - 1), "error error warn error warn", shuffled(N - 1, drop_last=True)),
+    "Shuffled, then another sampler": Form(shuffled(), "error error warn error warn", loader()),
+    "another batch size": Form(loader(), "warn error silent warn silent", loader(batch_size=3)),
+    "another dataset": Form(loader(), "warn warn silent warn silent", loader(dataset=SAMPLES + 1)),
+    "random_split without a seed": Form(
+        loader(dataset=lambda: random_split(SAMPLES, [N])[0]), "warn warn silent warn silent"  # type: ignore[arg-type,list-item]
+    ),
+    # -- augmentation and the model
+    "dropout": Form(loader(shuffle=True), loss=dropout_loss),
+    "random numbers in the body": Form(loader(shuffle=True), body=noise),
+    "a key folded with the step": Form(
+        loader(), body=lambda batch: batch + tx.random.normal(tx.random.fold_in(tx.random.key(3), int(batch[0, 0])), ())
+    ),
+    "a generator in a variable of the body": Form(
+        loader(), "silent", begin=lambda *_: DRAWN.setdefault("body", generator()),
+        body=lambda batch: batch + torch.rand((), generator=DRAWN["body"]),
+    ),
+    "augmentation by the dataset's generator": Form(loader(dataset=lambda: Noisy("own"), shuffle=True)),
+    "augmentation by the streams": Form(loader(dataset=lambda: Noisy("numpy"), shuffle=True)),
+    "a batch that the body changes in place": Form(
+        loader(dataset=SAMPLES.clone, shuffle=True), body=lambda batch: batch.mul_(2).add_(1)
+    ),
+    "batches in a list that the body changes in place": Form(
+        lambda: list(SAMPLES.clone().split(SIZE)), "silent silent silent warn warn", body=lambda batch: batch.mul_(1.5)
+    ),
+    "ema": Form(loader(shuffle=True), pipeline=lambda: tx.fuse(tx.mean("data"), tx.adam(0.01), after=tx.ema(0.9))),
+    "a schedule": Form(loader(), pipeline=lambda: tx.fuse(tx.mean("data"), tx.sgd(lambda n: 0.01 * 0.9 ** int(n)))),
+    # -- the position
+    "data= forgotten": Form(loader(), "warn warn silent warn silent", data=(False, False)),
+    "data= forgotten in the restore": Form(loader(), "warn", data=(True, False)),
+    "data= forgotten in the save": Form(loader(), "error", data=(False, True)),
+}  # fmt: skip
+WORKERS: dict[str, Form] = {
+    "workers": Form(loader(dataset=lambda: Noisy("torch"), shuffle=True, num_workers=2)),
+    "workers, numpy": Form(loader(dataset=lambda: Noisy("numpy"), shuffle=True, num_workers=2)),
+    "workers, python": Form(loader(dataset=lambda: Noisy("python"), shuffle=True, num_workers=2)),
+    "workers, generator=": Form(loader(shuffle=True, generator=generator, num_workers=1)),
+    "workers, the dataset's generator": Form(loader(dataset=lambda: Noisy("own"), shuffle=True, num_workers=1)),
+    "workers, an IterableDataset": Form(loader(dataset=Stream, num_workers=2)),
+    "another number of workers": Form(
+        loader(dataset=Stream, num_workers=2), "warn warn silent warn silent", loader(dataset=Stream, num_workers=1)
+    ),
+    "persistent workers": Form(loader(shuffle=True, num_workers=1, persistent_workers=True)),
+    "persistent workers, generator=": Form(
+        loader(shuffle=True, generator=generator, num_workers=1, persistent_workers=True)
+    ),
+    "persistent workers, augmentation": Form(
+        loader(dataset=lambda: Noisy("torch"), num_workers=1, persistent_workers=True), "same same silent warn silent"
+    ),
+    "Shuffled, augmentation in workers": Form(
+        loader(dataset=lambda: Noisy("torch"), batch_sampler=lambda: fjoin.Shuffled(N, SIZE), num_workers=1), "warn same same warn same"
+    ),
+}  # fmt: skip
+
+
+def check(form: Form, folder: Path, cuts: list[tuple[int, int]]) -> None:
+    whole = run(form, folder / "whole", False)
+    found = {}
+    for cut in cuts:
+        found[cut] = verdict(form, whole, folder / str(cut), cut)
+    verdicts = form.verdicts.split() if " " in form.verdicts else [form.verdicts] * len(CUTS)
+    assert found == {cut: one for cut, one in zip(CUTS, verdicts, strict=True) if cut in cuts}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_resumed_run_is_the_same_or_says_why_not(name: str, tmp_path: Path) -> None:
+    check(ROWS[name], tmp_path, CUTS)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.long] * (n != "persistent workers")) for n in WORKERS]
+)
+def test_so_with_workers(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    check(WORKERS[name], tmp_path, CUTS if request.config.getoption("--long") else [(1, 1)])
+
+
+@pytest.mark.parametrize(
+    "name", ["shuffle=True", "generator=", "a sampler with a random.Random", "Shuffled", "persistent workers"]
+)
+def test_a_rollback_in_one_program(name: str) -> None:
+    """Without a warning but that of batches that are skipped."""
+    form = (ROWS | WORKERS)[name]
+    loop = fjoin.join(form.loader(), mesh=fjoin.mesh({"data": 1}))
+    torch.manual_seed(5)
+    positions, seen = [loop.state_dict()], list[Any]()
+    for _ in range(2):
+        for batch in loop:
+            seen.append(batch.tolist())
+            positions.append(loop.state_dict())
+    for at in (0, 2, 8):
+        loop.load_state_dict(positions[at])
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "to resume, the loop loads", UserWarning)
+            again = [batch.tolist() for _ in range(loop.epoch, 2) for batch in loop]
+        assert again == seen[at:], at
+
+
+@pytest.mark.filterwarnings("ignore:to resume, the loop loads")
+@pytest.mark.parametrize("cut", [2, 7])
+def test_a_second_loop_is_an_object_of_the_dict(cut: int, tmp_path: Path) -> None:
+    def run(seed: int, stop: int, name: str = "cut") -> list[Any]:
+        torch.manual_seed(seed)
+        step = fjoin.train_step(loss_fn, tx.fuse(tx.mean("data"), tx.sgd(0.1)), weight=len)
+        loop, second = step.join(loader(shuffle=True)()), fjoin.join(loader(shuffle=True, batch_size=1)())
+        runs, seen = fjoin.Checkpoints(tmp_path / name, {"step": step, "second": second}), list[Any]()
+        state = runs.restore({"step": {"w": torch.ones(2)}}, data=loop)["step"]
+        others = iter(second)
+        for _ in range(loop.epoch, 2):
+            for batch in loop:
+                other = next(others)
+                state, _ = step(state, torch.cat([batch, other]))
+                seen.append((batch.tolist(), other.tolist()))
+                if state.step == stop:
+                    runs.save({"step": state}, data=loop)
+                    return seen
+        return seen
+
+    assert run(5, cut) + run(9, 12) == run(5, 12, "whole")
+
+
+def test_ranks_compare_their_shuffled_samplers() -> None:
+    """In the first message of either loop, on all ranks."""
+
+    def rank(own: bool, options: dict[str, Any]) -> str:
+        sampler = fjoin.Shuffled(**{"n": N, "batch_size": 4, "seed": 1} | options)
+        step = fjoin.train_step(loss_fn, tx.fuse(tx.mean("data"), tx.sgd(0.1)), weight=len)
+        loop: Any = (fjoin.join if own else step.join)(DataLoader(SAMPLES, batch_sampler=sampler))  # type: ignore[arg-type]
+        return raises_text(fjoin.DesyncError, lambda: next(iter(loop)), repr(sampler))
+
+    for other in ({"seed": 2}, {"n": N - 1}, {"batch_size": 6}, {"drop_last": True}):
+        for own in (False, True):
+            tx.simulate(lambda options, own=own: rank(own, options), {"data": 2}, [{}, other])
