@@ -106,6 +106,8 @@ class DDPRun:
         self._loaded_checksum, self._count = 0, len(stages(hook))
         self.pending: float | None = None  # the weight for the next synchronised pass
         self.carried: float | None = None  # the sum of the weights that its losses carry
+        # Whether torch's own layers communicate in the forward pass, which nothing here sees.
+        self._syncs: bool = any(isinstance(part, torch.nn.SyncBatchNorm) for part in ddp.module.modules())
         self.remedy = ""  # where the ranks must have equal weights in this pass: what to do otherwise
         # Whether a weight was given, or its lack was warned of; whether a pass had none; the sizes of batches in a Join.
         self.weighed, self.unweighed, self._sizes = False, False, set[int]()
@@ -283,9 +285,9 @@ class DDPRun:
         self._weight = weight = (0.0 if shadows else 1.0) if given is None else given
         self.unweighed = self.unweighed or given is None and not shadows
         counted = self.plan.counted(weight, step)
-        self.remedy = ""
-        if mixed := mixed_axes():
-            if self.plan.starts_from_weight(step, mixed):
+        self.remedy, mixed = "", mixed_axes()
+        if self._syncs or mixed:
+            if self._syncs or self.plan.starts_from_weight(step, mixed):
                 self.remedy = self.plan.needs_equal_weights(step) if early else _CARRY
             mixed.clear()
         if self.scaling is not None and not shadows:

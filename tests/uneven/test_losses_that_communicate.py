@@ -418,3 +418,25 @@ def given_twice() -> None:
 
 def test_a_pass_has_one_weight(pool: Any) -> None:
     pool.run(1, given_twice)
+
+
+def of_torch(how: str) -> str:
+    """A module with torch's own layer, which runs on GPUs alone; its collectives are not fjoin's."""
+    model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(2, 1)))
+    model.module.unused = torch.nn.SyncBatchNorm(2, affine=False)  # which torch refuses earlier on CPUs
+    model.module.forward = model.module[0].forward
+    handle = fjoin.ddp.register(model, tx.fuse(tx.mean("data"), tx.sgd(0.1)))
+    weight, loss = 2.0 + (dist.get_rank() if how != "equal" else 0), model(torch.ones(1, 2)).sum()
+    if how != "scale":
+        handle.weight(weight)
+    try:
+        (handle.scale(loss, weight) if how == "scale" else loss).backward()
+    except fjoin.DesyncError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_weights_beside_a_layer_of_torch_that_communicates_are_refused(pool: Any) -> None:
+    assert all("write handle.scale(loss, weight)" in text for text in pool.run(2, of_torch, "weight"))
+    for how in ("equal", "scale"):
+        assert pool.run(2, of_torch, how) == ["nothing"] * 2
