@@ -126,12 +126,13 @@ class StepIds:
         pairs = zip(ranks[odd]["rates"], first["rates"], strict=False)
         name, there, here = next((a[0], a[1], b[1]) for a, b in pairs if a != b)
         remedy = (
-            f"The forward pass has communicated, so the backward pass has mixed the ranks' losses: {self._remedy}"
-            if name == _WEIGHT
-            else "All ranks need the same hyperparameters: a schedule must not depend on the rank or its data, and "
-            "with_hyperparameters(...) and handle.with_hyperparameters(...) take equal values, such as those computed from a mean of "
-            "the loss over all ranks"
+            "All ranks need the same hyperparameters: a schedule must not depend on the rank or its data, and with_hyperparameters(...) "
+            "and handle.with_hyperparameters(...) take equal values, such as those computed from a mean of the loss over all ranks"
         )
+        if name == _WEIGHT:
+            remedy = (
+                f"The forward pass has communicated, so the backward pass has mixed the ranks' losses: {self._remedy}"
+            )
         text = (
             f"step {step}: rank {odd} steps with {name}={there!r}, but rank 0 with {name}={here!r}; {effect}. {remedy}"
         )

@@ -257,7 +257,7 @@ class DDPRun:
         """
         if self.pending is not None:
             raise ValueError(
-                f"this pass has the weight {self.pending!r} of handle.weight already; handle.scale(loss, weight) takes its place"
+                f"this pass has the weight {self.pending!r} already; handle.scale(loss, weight) replaces handle.weight"
             )
         self.carried, self.weighed = (self.carried or 0.0) + weight, True
         return self.plan.counted(weight, self.body.step)

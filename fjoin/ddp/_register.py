@@ -212,8 +212,7 @@ class Handle:
             loss = loss * counted
         elif run.scaling is None:
             raise TypeError(
-                "handle.scale(loss) is for a pipeline in dynamic_loss_scale(...); call loss.backward(), or handle.scale(loss, weight) "
-                "where the loss must carry this rank's weight"
+                "only dynamic_loss_scale(...) scales losses; call loss.backward(), or handle.scale(loss, weight)"
             )
         return loss if run.scaling is None else run.scaling(loss, run.body.outer.scale)
 

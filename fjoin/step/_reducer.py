@@ -120,15 +120,6 @@ def first_call(values: Mapping[str, Any], step: int, begun: Begun, on_device: bo
     return call
 
 
-def _refuse_other_weights(weight: float, sums: Mapping[str, Any], axes: tuple[str, ...], why: str) -> None:
-    """Raise ValueError where this rank's weight is not that of all ranks with weight."""
-    if weight and not math.isclose(weight * sums["live"], sums["weight"], rel_tol=1e-6):
-        raise ValueError(
-            f"the loss has communicated over {list(axes)}, and the ranks' weights differ: {weight!r} here, {sums['weight']!r} in all. "
-            f"The collective has mixed the weighted losses, but {why}, or give the ranks equal weights"
-        )
-
-
 def _totals_in(sums: Mapping[str, Any]) -> Totals:
     """The sums of the weights in a record."""
     return totals_of(sums["weight"], sums["live"])
@@ -193,7 +184,12 @@ class StagedReducer(Reducer):
         reduced, weight, self._factor = self._plan.reduced(opened.step), opened.values["weight"], opened.factor
         self._given = self._plan.counted(weight, opened.step) / opened.first if weight else 1.0
         if opened.early and (why := self._plan.needs_equal_weights(opened.step)):
-            _refuse_other_weights(weight, opened.begun[reduced.axes].read(False), reduced.axes, why)
+            sums = opened.begun[reduced.axes].read(False)
+            if weight and not math.isclose(weight * sums["live"], sums["weight"], rel_tol=1e-6):
+                text = f"{weight!r} here, and {sums['weight'] / sums['live']!r} on average; give them equal weights, or mend the hook"
+                raise ValueError(
+                    f"the loss has communicated over {reduced.axes}, and the ranks' weights differ: {text}: {why}"
+                )
         self._sums = opened.begun.get(reduced.axes) if reduced.equal else None
         call = first_call(opened.values, opened.step, opened.begun, self._grads.on_device)
         self._stages.begin(call, opened.storage.layout, bool(reduced.axes))

@@ -56,11 +56,9 @@ class Loss:
             raise ValueError(f"loss_fn must return a 0-d floating-point loss, the mean over the local batch, got {got}")
         if not loss.requires_grad:
             refuse_inference("a step")
-            why = (
-                "was it detached, or computed from other tensors?"
-                if tree_leaves(params)
-                else ("params holds no parameter: does any of the model's require gradients?")
-            )
+            why = "was it detached, or computed from other tensors?"
+            if not tree_leaves(params):
+                why = "params holds no parameter: does any of the model's require gradients?"
             raise ValueError(f"the loss does not depend on params; {why}")
         if buffers is None:
             return loss, aux, None

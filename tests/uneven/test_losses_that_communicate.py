@@ -412,7 +412,7 @@ def given_twice() -> None:
     handle = fjoin.ddp.register(DistributedDataParallel(Net(torch.float64)), tx.mean("data"))
     raises_text(ValueError, lambda: handle.scale(torch.tensor(1.0), -1.0), "weight")
     handle.weight(2.0)
-    raises_text(ValueError, lambda: handle.scale(torch.tensor(1.0), 2.0), "the weight 2.0 of handle.weight already")
+    raises_text(ValueError, lambda: handle.scale(torch.tensor(1.0), 2.0), "has the weight 2.0 already")
     raises_text(TypeError, lambda: handle.scale(torch.tensor(1.0)), "handle.scale(loss, weight)")
 
 

@@ -295,9 +295,8 @@ def check_late_weight(call: Call, grads: Tree, axes: Collection[str] | None = No
     weight = call.weight
     if over and not (weight is None or (not isinstance(weight, Tensor) and weight in (0, 1))):
         raise ValueError(
-            f"weight={weight!r} comes too late: the loss has communicated over {over}, so its backward pass has mixed the ranks' "
-            f"losses already. Multiply the loss by loop.scale of `for batch in (loop := fjoin.join(loader, weight=...))`, which is "
-            f"weight * ranks / sum of the weights, and call step and update without a weight"
+            f"weight={weight!r} comes too late: the loss has communicated over {over}, and its backward pass has mixed the ranks' losses. "
+            f"Multiply the loss by loop.scale of loop = fjoin.join(loader, weight=...), and call step and update without a weight"
         )
 
 
