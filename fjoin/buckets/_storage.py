@@ -241,8 +241,6 @@ class Storage:
             for span, state in zip(bucket.spans, states, strict=True)
         ]
         self.has_masters: bool = any(master_of(state) is not None for _, state in parts)
-        watched = {id(part): (compared(part, state), state.step) for part, state in parts}
-        self._watched = [(hypers, step) for hypers, step in watched.values() if hypers]
         self._ranges = [
             [
                 (part := self.optimizer.at(span.paths[0]), self._range(part, own, span, k), span, slot)
@@ -252,6 +250,10 @@ class Storage:
         ]
         if self.pieces is not None:
             self._ranges = without_empty(self._ranges)
+        # Of slices only the states that are stepped count the steps.
+        stepped = ((part, slot) for ranges in self._ranges for part, _, _, slot in ranges)
+        watched = {id(part): (compared(part, slot), slot.step) for part, slot in stepped}
+        self._watched = [(hypers, step) for hypers, step in watched.values() if hypers]
 
     def _range(self, part: Optimizer, own: Tensor, span: Span, k: int) -> Tensor:
         """A span's part of the values that this rank steps: flat, or in the leaf's shape where the optimizer needs it."""
