@@ -23,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .transforms.base import flag, path_string
 from .transforms.rematerialization import memory_of, run_op, tensors_in
 
-# Parameter -> path, of the modules that `functional` has taken.
+# Parameter -> path and memory, of the modules that `functional` has taken.
 TAKEN: Any = WeakIdKeyDictionary()
 # The output of a module, the buffers that it was given, and those after the call.
 _Outcome: TypeAlias = tuple[Any, dict[str, Tensor], dict[str, Tensor]]
@@ -80,8 +80,8 @@ def refuse_module_params(loss: Tensor) -> None:
         seen.add(node)
         waiting.extend(before for before, _ in node.next_functions)
         leaf = getattr(node, "variable", None)
-        if leaf is not None and (path := TAKEN.get(leaf)) is not None:
-            _refuse("loss", path)
+        if leaf is not None and (taken := TAKEN.get(leaf)) is not None:
+            _refuse("loss", taken[0])
 
 
 class Apply:
@@ -115,9 +115,9 @@ class Apply:
         values: dict[str, Tensor] = {}
         for path, p in module.named_parameters():
             if path in trained:
-                TAKEN[p], stand = path, nn.Parameter(torch.empty_like(p, device="meta"))
-                stand.own = self._own[path] = getattr(p, "own", None) or StorageWeakRef(p.untyped_storage())  # type: ignore[attr-defined]
-                values[path] = stand
+                _, self._own[path] = TAKEN.get(p) or (path, StorageWeakRef(p.untyped_storage()))
+                values[path] = stand = nn.Parameter(torch.empty_like(p, device="meta"))
+                TAKEN[p] = TAKEN[stand] = path, self._own[path]
         copies = _Copies(self, values)
         shell = copies.of(module)
         self._shell: nn.Module = module if copies.compiled else shell
