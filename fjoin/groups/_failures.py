@@ -23,23 +23,21 @@ from ._traffic import Traffic
 T = TypeVar("T")
 # Calls with a longer limit also wait for the answer to an earlier call.
 _PATIENT_S = 1.0
-# Threads of calls that have not returned, and how long the end of the program waits for each.
-_LEFT: list[tuple[threading.Thread, float]] = []
+# Threads of calls that have not returned, and how long the end of the program waits for them.
+_LEFT: list[threading.Thread] = []
+_LAST_S = 1.0
 
 
 class Unanswered(RuntimeError):
     """A call did not return within its limit."""
 
 
-def within(seconds: float, call: Callable[[], T], last_s: float = 5.0) -> T:
+def within(seconds: float, call: Callable[[], T]) -> T:
     """The result of `call()`, which runs in a thread of its own.
 
-    Args:
-        last_s: How long the end of the program waits for a call that has not returned.
-
     Raises:
-        Unanswered: it has not returned within `seconds`. Its thread keeps running; the end of the program waits for it,
-            since a thread that returns from C++ while the interpreter ends would abort the process.
+        Unanswered: it has not returned within `seconds`. Its thread keeps running; the end of the program waits for it for a
+            while, since a thread that returns from C++ while the interpreter ends would abort the process.
     """
     answer: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
 
@@ -56,7 +54,7 @@ def within(seconds: float, call: Callable[[], T], last_s: float = 5.0) -> T:
     except queue.Empty:
         if not _LEFT:
             atexit.register(_await_left)
-        _LEFT.append((thread, last_s))
+        _LEFT.append(thread)
         raise Unanswered(f"no answer within {seconds:g} s") from None
     if not fine:
         try:
@@ -67,9 +65,9 @@ def within(seconds: float, call: Callable[[], T], last_s: float = 5.0) -> T:
 
 
 def _await_left() -> None:
-    start = time.monotonic()
-    for thread, last_s in _LEFT:
-        thread.join(max(0.0, start + last_s - time.monotonic()))
+    end = time.monotonic() + _LAST_S
+    for thread in _LEFT:
+        thread.join(max(0.0, end - time.monotonic()))
 
 
 class Store:
