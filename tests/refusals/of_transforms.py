@@ -214,6 +214,10 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
     ],
     "fuse": [
         (lambda: tx.fuse(MEAN, MEAN), T, "optimizer must be an Optimizer", "fuse(hook, optimizer)"),
+        *((lambda hook=hook: tx.fuse(hook, SGD), T, "would average gradients", "after=")
+          for hook in (tx.ema(0.9), tx.average_parameters("data"), tx.chain(MEAN, tx.average_state("data")))),
+        *((lambda after=after: tx.fuse(MEAN, SGD, after), T, "would scale the parameters", "clip_by_global_norm(1.0)")
+          for after in (tx.clip_by_global_norm(1.0), tx.sum_over("data"), tx.chain(MEAN, tx.clip_by_global_norm(1.0)))),
         (lambda: tx.fuse(SGD, MEAN), T, "an optimizer comes last"), (lambda: tx.fuse(MEAN, SGD, after=3), T, "fuse: after", "3"),
         (lambda: tx.fuse(SGD), T, "fuse", "'optimizer'", "hook, optimizer, after"),
         (lambda: tx.fuse(tx.chain(tx.scatter_mean("data"), tx.scatter_mean("local")), SGD), V, "shards twice"),
