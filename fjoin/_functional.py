@@ -52,11 +52,10 @@ class _OwnParams(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        for x in tensors_in(args, kwargs):
+        for x in tensors_in(args, kwargs or {}):
             if (path := self._paths.get(memory_of(x))) is not None:
                 _refuse("forward pass", path)
-        return run_op(func, types, args, kwargs)
+        return run_op(func, types, args, kwargs or {})
 
 
 def _refuse(what: str, path: str) -> NoReturn:

@@ -251,8 +251,7 @@ class Storage:
         if self.pieces is not None:
             self._ranges = without_empty(self._ranges)
         # Of slices only the states that are stepped count the steps.
-        stepped = ((part, slot) for ranges in self._ranges for part, _, _, slot in ranges)
-        watched = {id(part): (compared(part, slot), slot.step) for part, slot in stepped}
+        watched = {id(one[0]): (compared(one[0], one[3]), one[3].step) for ranges in self._ranges for one in ranges}
         self._watched = [(hypers, step) for hypers, step in watched.values() if hypers]
 
     def _range(self, part: Optimizer, own: Tensor, span: Span, k: int) -> Tensor:

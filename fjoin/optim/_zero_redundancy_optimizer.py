@@ -127,8 +127,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         """
         if closure is not None and isinstance(self.part, WholeLeaves):
             raise ValueError(
-                f"step(closure): a {self._class.__name__} may call its closure more than once, but here it is called once, before the "
-                f"step; compute the gradients first, and call step()"
+                f"{self._class.__name__} may call its closure more than once; compute the gradients first, and call step()"
             )
         loss = None
         if closure is not None:

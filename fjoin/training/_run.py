@@ -148,8 +148,7 @@ class Run:
             one.close_pass(queue.outgoing)
         finally:  # a step that is left out ends the loop too, where no rank has another batch
             if iteration is not None and one.sums is not None:
-                of_all = one.of_all
-                iteration.others = lambda: agreements.has_next(of_all())
+                iteration.others = lambda of_all=one.of_all: agreements.has_next(of_all())  # type: ignore[misc]
         if forward.buffers is not None:
             one.end_buffers(forward.buffers, values["weight"])
         queue.free()

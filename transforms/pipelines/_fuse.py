@@ -23,7 +23,6 @@ from ..base import (
     call_factory,
     changes_with_steps,
     check_same,
-    children,
     constant,
     copy_if_aliased,
     factory,
@@ -136,22 +135,13 @@ def fuse(
             got = f"torch's {type(optimizer).__name__}"
             hint = "write fuse(hook, tx.sgd(lr)), or another of the functional optimizers"
         raise TypeError(f"fuse: optimizer must be an Optimizer, got {got}; {hint}")
-    if isinstance(hook, Transform) and (Needs.VALUES in hook.needs or any(part.equalizes for part in _parts(hook))):
+    if isinstance(hook, Transform) and (Needs.VALUES in hook.needs or any(part.equalizes for part in stages(hook))):
         raise TypeError(
-            f"fuse: {hook!r} would average gradients; it is of parameters: write fuse(hook, optimizer, after=ema(...)), or mean(axis) "
-            f"for gradients"
+            f"fuse: {hook!r} would average gradients; it is of parameters: write fuse(hook, optimizer, after=ema(...))"
         )
-    if isinstance(after, Transform) and any(p.by_norm or (p.reduces and p.reduces.over is None) for p in _parts(after)):
-        raise TypeError(
-            f"fuse: after={after!r} would scale the parameters; it is of gradients: write fuse(chain(mean(axis), "
-            f"clip_by_global_norm(1.0)), optimizer)"
-        )
+    if isinstance(after, Transform) and any(part.by_norm for part in stages(after)):
+        raise TypeError(f"fuse: {after!r} would scale the parameters; it is of gradients, and a stage of the hook")
     return pipeline_of(hook, optimizer, after, on_state, gather_codec)
-
-
-def _parts(part: Transform) -> list[Transform]:
-    """A transform, and those inside through which its input goes."""
-    return [part, *(one for child in (children(part) if part.wraps else ()) for one in _parts(child))]
 
 
 def pipeline_of(
