@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import importlib.util
 import types
 from collections.abc import Callable
 from typing import Any
@@ -193,6 +194,8 @@ def apply_activation_checkpointing(
     >>> [type(module).__name__ for module in model]
     ['CheckpointedLinear', 'ReLU', 'CheckpointedLinear']
     """
-    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as of_torch  # imports FSDP: late
-
+    # A copy of torch's module, in which programs put this function in the place of torch's. It imports FSDP: late.
+    spec: Any = importlib.util.find_spec("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
+    of_torch = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(of_torch)
     of_torch.apply_activation_checkpointing(model, checkpoint_wrapper_fn, check_fn, auto_wrap_policy)

@@ -10,25 +10,59 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import optree
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .transforms.base import flag, path_string
+from .transforms.rematerialization import memory_of, run_op, tensors_in
 
-# Parameter -> path, of the modules that `functional` has taken.
+# Parameter -> path and memory, of the modules that `functional` has taken.
 TAKEN: Any = WeakIdKeyDictionary()
 # The output of a module, the buffers that it was given, and those after the call.
 _Outcome: TypeAlias = tuple[Any, dict[str, Tensor], dict[str, Tensor]]
 
 _BY_ATTRIBUTES = (
     "functional has made a function of it. A forward pass must reach its submodules by attributes, self.name = ..., nn.ModuleList "
-    "or nn.ModuleDict, and not by a plain list, dict, object, closure or bound method"
+    "or nn.ModuleDict, and not by a plain list, dict, object, closure or bound method, and must make views of parameters itself"
 )
+
+
+class _OwnParams(TorchDispatchMode):
+    """Refuses operations on the memory of a module's own parameters, by a view for instance; also where no graph is made.
+
+    Args:
+        paths: Memory -> the path of the parameter.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, paths: dict[int, str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._paths = paths
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for x in tensors_in(args, kwargs or {}):
+            if (path := self._paths.get(memory_of(x))) is not None:
+                _refuse("forward pass", path)
+        return run_op(func, types, args, kwargs or {})
+
+
+def _refuse(what: str, path: str) -> NoReturn:
+    raise ValueError(
+        f"the {what} reads the parameter {path!r} of the module itself, which keeps its value: {_BY_ATTRIBUTES}; elsewhere "
+        f"read params[{path!r}]"
+    )
 
 
 def refuse_module_params(loss: Tensor) -> None:
@@ -45,11 +79,8 @@ def refuse_module_params(loss: Tensor) -> None:
         seen.add(node)
         waiting.extend(before for before, _ in node.next_functions)
         leaf = getattr(node, "variable", None)
-        if leaf is not None and (path := TAKEN.get(leaf)) is not None:
-            raise ValueError(
-                f"the loss reads the parameter {path!r} of the module itself, which keeps its value: {_BY_ATTRIBUTES}; elsewhere "
-                f"read params[{path!r}]"
-            )
+        if leaf is not None and (taken := TAKEN.get(leaf)) is not None:
+            _refuse("loss", taken[0])
 
 
 class Apply:
@@ -78,11 +109,14 @@ class Apply:
         self._aliases = {path: first[id(t)] for path, t in named if first.setdefault(id(t), path) != path}
         names = inner_names(module, first.values())
         self._aliases |= {name: path for path, name in names.items() if name != path}
+        self._own: dict[str, Any] = {}  # path -> the memory of the module's own parameter, which a kept view keeps
         # In the place of a module that is gone; of what is trained it has no values.
         values: dict[str, Tensor] = {}
         for path, p in module.named_parameters():
             if path in trained:
-                TAKEN[p], values[path] = path, nn.Parameter(torch.empty_like(p, device="meta"))
+                _, self._own[path] = TAKEN.get(p) or (path, StorageWeakRef(p.untyped_storage()))
+                values[path] = stand = nn.Parameter(torch.empty_like(p, device="meta"))
+                TAKEN[p] = TAKEN[stand] = path, self._own[path]
         copies = _Copies(self, values)
         shell = copies.of(module)
         self._shell: nn.Module = module if copies.compiled else shell
@@ -163,7 +197,7 @@ class Apply:
         if self._called:
             out = copy(*args, **kwargs)
         else:
-            with copies.running_alone():
+            with copies.running_alone(self._own):
                 out = copy(*args, **kwargs)
             self._called = True
         copies.write_back()
@@ -253,9 +287,13 @@ class _Copies:
         return new
 
     @contextlib.contextmanager
-    def running_alone(self) -> Iterator[None]:
-        """A context in which this thread may run the copies, and not the modules in whose place they stand."""
-        here = threading.get_ident()
+    def running_alone(self, own: dict[str, Any]) -> Iterator[None]:
+        """A context in which this thread may run the copies, and not the modules in whose place they stand.
+
+        Nor may it read the parameters in whose place others stand: `own` has their memory by path.
+        """
+        here, given = threading.get_ident(), set(map(memory_of, self._given.values()))
+        paths = {ref.cdata: path for path, ref in own.items() if ref.cdata not in given}
 
         def refuse(part: nn.Module, args: Any) -> None:
             if threading.get_ident() == here and self._done.get(id(part), part) is not part:
@@ -263,7 +301,7 @@ class _Copies:
                     f"the forward pass runs a {type(part).__name__} of the module itself: {_BY_ATTRIBUTES}"
                 )
 
-        with register_module_forward_pre_hook(refuse):
+        with register_module_forward_pre_hook(refuse), _OwnParams(paths):
             yield
 
     def check(self) -> None:

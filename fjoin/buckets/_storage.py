@@ -241,8 +241,6 @@ class Storage:
             for span, state in zip(bucket.spans, states, strict=True)
         ]
         self.has_masters: bool = any(master_of(state) is not None for _, state in parts)
-        watched = {id(part): (compared(part, state), state.step) for part, state in parts}
-        self._watched = [(hypers, step) for hypers, step in watched.values() if hypers]
         self._ranges = [
             [
                 (part := self.optimizer.at(span.paths[0]), self._range(part, own, span, k), span, slot)
@@ -252,6 +250,9 @@ class Storage:
         ]
         if self.pieces is not None:
             self._ranges = without_empty(self._ranges)
+        # Of slices only the states that are stepped count the steps.
+        watched = {id(one[0]): (compared(one[0], one[3]), one[3].step) for ranges in self._ranges for one in ranges}
+        self._watched = [(hypers, step) for hypers, step in watched.values() if hypers]
 
     def _range(self, part: Optimizer, own: Tensor, span: Span, k: int) -> Tensor:
         """A span's part of the values that this rank steps: flat, or in the leaf's shape where the optimizer needs it."""

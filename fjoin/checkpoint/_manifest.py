@@ -152,7 +152,8 @@ class Manifest:
                 raise ValueError(f"{where} is {leaf}, expected a dtype of {sorted(DTYPES)}, a placement, and parts")
             for part in leaf.parts:
                 inside = _within(part.file, len(self.files)) and (part.rank is None or _within(part.rank, ranks))
-                if not inside or not (part.start is None or _within(part.start, numel + 1)):
+                begin = 0 if part.start is None else part.start
+                if not inside or type(part.name) is not str or not _within(begin, numel + 1):
                     raise ValueError(f"{where} has {part}, of {len(self.files)} files, {ranks} ranks, {numel} elements")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+import socket
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -83,7 +84,6 @@ def links_to_host(
 
 
 T = TypeVar("T")
-_CONNECTED_S = 30.0  # torch's attempts to connect end by themselves, later than their time-out
 
 
 def connected_mesh(
@@ -202,6 +202,23 @@ def speaks(group: Any, kind: str | None) -> bool:
     return kind is not None and backend_of(group, kind) not in ("", "gloo")
 
 
+def await_port(timeout_s: float) -> None:
+    """Wait until a program listens where the ranks meet: torch tries ever more rarely, and ends late.
+
+    Raises:
+        Unanswered: none does in time.
+    """
+    meet = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+
+    def listens() -> bool:
+        with contextlib.suppress(OSError), socket.create_connection(meet, timeout_s):  # type: ignore[arg-type]
+            return True
+        return False
+
+    if all(meet) and not poll(listens, timeout_s, longest_s=0.1):
+        raise Unanswered("nothing listens there")
+
+
 def limited(timeout_s: float, call: Callable[[], T]) -> T:
     """The result of a call that connects the ranks, with a time limit even where the store's host does not answer.
 
@@ -217,7 +234,7 @@ def limited(timeout_s: float, call: Callable[[], T]) -> T:
         return call()
 
     try:
-        return within(timeout_s + 0.5, on_device, _CONNECTED_S)
+        return within(timeout_s + 0.5, on_device)
     except RuntimeError as error:
         if not (isinstance(error, Unanswered) or is_backend_error(error) or LATE.search(str(error))):
             raise

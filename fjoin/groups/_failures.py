@@ -23,23 +23,21 @@ from ._traffic import Traffic
 T = TypeVar("T")
 # Calls with a longer limit also wait for the answer to an earlier call.
 _PATIENT_S = 1.0
-# Threads of calls that have not returned, and how long the end of the program waits for each.
-_LEFT: list[tuple[threading.Thread, float]] = []
+# Threads of calls that have not returned, and how long the end of the program waits for them.
+_LEFT: list[threading.Thread] = []
+_LAST_S = 1.0
 
 
 class Unanswered(RuntimeError):
     """A call did not return within its limit."""
 
 
-def within(seconds: float, call: Callable[[], T], last_s: float = 5.0) -> T:
+def within(seconds: float, call: Callable[[], T]) -> T:
     """The result of `call()`, which runs in a thread of its own.
 
-    Args:
-        last_s: How long the end of the program waits for a call that has not returned.
-
     Raises:
-        Unanswered: it has not returned within `seconds`. Its thread keeps running; the end of the program waits for it,
-            since a thread that returns from C++ while the interpreter ends would abort the process.
+        Unanswered: it has not returned within `seconds`. Its thread keeps running; the end of the program waits for it for a
+            while, since a thread that returns from C++ while the interpreter ends would abort the process.
     """
     answer: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
 
@@ -56,7 +54,7 @@ def within(seconds: float, call: Callable[[], T], last_s: float = 5.0) -> T:
     except queue.Empty:
         if not _LEFT:
             atexit.register(_await_left)
-        _LEFT.append((thread, last_s))
+        _LEFT.append(thread)
         raise Unanswered(f"no answer within {seconds:g} s") from None
     if not fine:
         try:
@@ -67,9 +65,9 @@ def within(seconds: float, call: Callable[[], T], last_s: float = 5.0) -> T:
 
 
 def _await_left() -> None:
-    start = time.monotonic()
-    for thread, last_s in _LEFT:
-        thread.join(max(0.0, start + last_s - time.monotonic()))
+    end = time.monotonic() + _LAST_S
+    for thread in _LEFT:
+        thread.join(max(0.0, end - time.monotonic()))
 
 
 class Store:
@@ -150,6 +148,8 @@ def _start_of(pid: int) -> str | None:
 
 # The time limit for the store's answers after a failure.
 _ANSWER_S = 0.5
+# How long the last messages of a rank that has ended may take to arrive.
+_GONE_S = 0.8
 # The texts of gloo's errors, which have no class of their own; NCCL's and the store's errors have one.
 BACKEND_ERROR = re.compile(r"gloo/\S*:\d+|^Application timeout caused pair closure")
 LATE = re.compile(r"timed out|timeout", re.IGNORECASE)
@@ -176,7 +176,7 @@ class Failures:
         numbered = os.path.exists("/proc/self") and os.readlink("/proc/self") == str(os.getpid())
         self._own = [host_name("pid"), os.getpid(), _start_of(os.getpid()) if numbered else None]
         self._processes: dict[int, list[Any]] = {}  # of the other ranks, by rank
-        self._gone_before: set[int] = set()  # the ranks that were gone at the last check
+        self._gone: dict[int, float] = {}  # rank -> the time of the first check, of those in a row, that found it gone
         self.leaves = False  # whether this rank waits for the others to leave a loop
         self._tell(f"process/{rank}", self._own)
 
@@ -296,18 +296,19 @@ class Failures:
     def raise_if_any(self, awaited: Collection[int]) -> None:
         """Raise where another rank has reported a failure, or where all awaited ranks are gone.
 
-        They must be gone in two checks in a row, since their last messages may still arrive. If only some have ended, these
-        may have done their part.
+        They must be gone for a while, since their last messages may still arrive. If only some have ended, these may have
+        done their part.
 
         Args:
             awaited: As the default process group numbers them, this rank or not.
         """
-        before, self._gone_before = self._gone_before, self.gone()
+        now = time.monotonic()
+        self._gone = {rank: self._gone.get(rank, now) for rank in self.gone()}
         # A report precedes the end of its rank, so read the report afterwards.
         if (failure := self.reported()) is not None:
             raise failure
         others = {self._ranks.index(rank) for rank in awaited} - {self._rank}
-        if others and others <= before & self._gone_before:
+        if others and all(now - self._gone.get(rank, now) > _GONE_S for rank in others):
             raise self.lost(None, "")
 
 

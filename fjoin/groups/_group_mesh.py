@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .._errors import CollectiveTimeout, DesyncError, FjoinError, JoinError, closed, described
+from .._errors import CollectiveTimeout, DesyncError, FjoinError, JoinError, PeerLost, closed, described
 from ..shared_memory import HostLinks
 from ..transforms.axes import Grid
 from ..transforms.base import devices
@@ -133,7 +133,8 @@ class GroupMesh(Communicator):
             return
         try:
             if self._links is not None and not isinstance(error, (CollectiveTimeout, DesyncError)):
-                self._links.settle(_SETTLE_S)
+                failed = error.rank if isinstance(error, PeerLost) else None  # it may wait for this report
+                self._links.settle(_SETTLE_S, () if failed is None else self._ranks[failed : failed + 1])
         finally:
             self.report(error, step)
             failed_in = getattr(error, "step", None)

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .._errors import CollectiveTimeout, DesyncError, JoinError, PeerLost, TransportError
 from ..transforms.axes import One, bind_axes, bound
 from ..transforms.base import devices, flag, is_number
-from ._connect import chosen_transport, connected_mesh, limited, new_groups
+from ._connect import await_port, chosen_transport, connected_mesh, limited, new_groups
 from ._failures import is_backend_error
 from ._group_mesh import ENDED, MESHES, TIMEOUT_S, GroupMesh, timeout_of
 from ._launch import read_launch
@@ -123,10 +123,13 @@ def _initialize(timeout_s: float) -> bool:
             stacklevel=3,
         )
     timeout = datetime.timedelta(seconds=timeout_s)
-    limited(
-        timeout_s,
-        lambda: dist.init_process_group(backend, timeout=timeout, rank=launch.rank, world_size=launch.size),
-    )
+
+    def connect() -> None:
+        if launch.rank:
+            await_port(timeout_s)
+        dist.init_process_group(backend, timeout=timeout, rank=launch.rank, world_size=launch.size)
+
+    limited(timeout_s, connect)
     # Threads of groups that still exist when the interpreter ends can abort the process.
     atexit.register(_close, os.getpid())
     return True

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ..shared_memory import LOOK_S
 from ..transforms.base import here, is_accelerator
 
 T = TypeVar("T")
@@ -20,7 +21,7 @@ def poll(
     ask: Callable[[], T],
     seconds: float,
     check: Callable[[], None] = lambda: None,
-    check_s: float = 0.5,
+    check_s: float = LOOK_S,
     longest_s: float = 1e-3,
 ) -> T | None:
     """The first answer that is true, asked for at growing intervals; None where none comes within `seconds`.
@@ -88,8 +89,7 @@ class Unfinished:
                 )
 
 
-# The time between two checks for failures while a message is awaited.
-_LOOK_AFTER = datetime.timedelta(seconds=1)
+_LOOK_AFTER = datetime.timedelta(seconds=LOOK_S)
 
 
 class Message:

@@ -121,7 +121,14 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         """Step this rank's pieces, and gather the parameters; returns the result of `closure`, which is called first.
 
         Further arguments are handed to the optimizer of the pieces. With `overlap_with_ddp` the backward pass has stepped already.
+
+        Raises:
+            ValueError: a closure, for a class that may call it more than once.
         """
+        if closure is not None and isinstance(self.part, WholeLeaves):
+            raise ValueError(
+                f"{self._class.__name__} may call its closure more than once; compute the gradients first, and call step()"
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import NoReturn
@@ -174,7 +174,7 @@ def announce(exchange: Exchange, peers: Mapping[int, Peer], memory: HostMemory) 
         exchange.untaken.add(rank)
 
 
-_LOOK_S = 1.0  # the time between two checks for failures while a message is awaited
+LOOK_S = 0.25  # the time between two checks for failures while a message is awaited
 
 
 class HostLinks:
@@ -301,7 +301,7 @@ class HostLinks:
         """
         limit_s = self.timeout_s if limit_s is None else min(limit_s, self.timeout_s)
         now = time.monotonic()
-        end, looks = now + limit_s, now + _LOOK_S
+        end, looks = now + limit_s, now + LOOK_S
         while True:
             with self._lock:
                 if self.closed and done():  # a message that had come before
@@ -324,7 +324,7 @@ class HostLinks:
             if now >= looks:
                 check()
                 now = time.monotonic()
-                looks = now + _LOOK_S
+                looks = now + LOOK_S
 
     def _sleep(self, seconds: float) -> None:
         """Sleep until a packet comes; without the lock, so that other threads may start messages."""
@@ -338,15 +338,18 @@ class HostLinks:
             self._reads = False
             self._moved.notify_all()
 
-    def settle(self, limit_s: float) -> None:
+    def settle(self, limit_s: float, failed: Sequence[int] = ()) -> None:
         """Wait, before this rank closes its connections, for all messages under way that no lost rank is needed for.
+
+        Ranks that have `failed` are lost too, though their processes live on.
 
         Messages move only while their ranks wait, and the other ranks come to wait for each message that this one has begun.
         Without this wait they would lose what it has given them, such as gathered parameters.
         """
 
         def done() -> bool:
-            return all(exchange.failed or self.lost(exchange.needed()) for exchange in self._under_way)
+            needed = [exchange.needed() for exchange in self._under_way if exchange.failed is None]
+            return all(self.lost(ranks) or not set(failed).isdisjoint(ranks) for ranks in needed)
 
         with contextlib.suppress(PeerGone, Late, JoinError):
             self.wait(done, lambda: (), lambda: None, limit_s)

@@ -145,14 +145,16 @@ class Run:
         queue.start(storage, self.reducer.launch if span is None else one.launch)
         passes.backward(forward, grad_output, storage)
         queue.finish()
-        one.close_pass(queue.outgoing)
+        try:
+            one.close_pass(queue.outgoing)
+        finally:  # a step that is left out ends the loop too, where no rank has another batch
+            if iteration is not None and one.sums is not None:
+                iteration.others = lambda of_all=one.of_all: agreements.has_next(of_all())  # type: ignore[misc]
         if forward.buffers is not None:
             one.end_buffers(forward.buffers, values["weight"])
         queue.free()
         body.torn = False
         of_all = one.of_all
-        if iteration is not None:
-            iteration.others = lambda: agreements.has_next(of_all())
         self.ends_here(body)
         body.window = {}
         body.batches += has_batch

@@ -393,6 +393,8 @@ def load_into(module: M, params: Any, buffers: Mapping[str, Tensor] | None = Non
             raise TypeError("load_into: a TrainState has its own buffers; pass its params to give others")
         params, buffers = params.params, params.buffers
     given = {**named_leaves(params), **(buffers or {})}
+    if not given:
+        raise ValueError(f"load_into: there is no value in {params!r}; pass a state, or what functional returned")
     places = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
     places |= {name: places[path] for path, name in inner_names(module, places).items()}
     if unknown := sorted(given.keys() - places.keys()):

@@ -69,6 +69,7 @@ MANIFESTS: list[tuple[Any, str]] = [
     (put(*W, "dtype", "complex128"), "'params.w'"),
     (put("leaves", "scales", "dtype", "complex128"), "'scales'"),  # float64 without two columns
     (put(*W, "parts", 0, "name", "v"), "'v'"),
+    (put(*W, "parts", 0, "name", ["v"]), "'params.w'"),
     (put("leaves", "params.m", "shape", [13]), "'params.m'"),
     (put(*PART, "start", 1), "'params.m'"),
     (put("leaves", "params.m", "parts", 1, "start", 8), "'params.m'"),

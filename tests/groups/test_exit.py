@@ -7,6 +7,7 @@ import pathlib
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -52,22 +53,24 @@ except fjoin.TransportError as error:
 
 
 @pytest.mark.parametrize(
-    ("program", "ranks", "out", "status"),
+    ("program", "ranks", "listens", "out", "status"),
     [
-        (TRAINED, "01", "initialized: False axis: None\n", 0),
-        *((TIMED_OUT, rank, "", 3) for rank in "01"),
-        (TAKEN, "0", "the port of 127.0.0.1:{port}, where the ranks meet, is taken by another program", 4),
+        (TRAINED, "01", False, "initialized: False axis: None\n", 0),
+        *((TIMED_OUT, rank, False, "", 3) for rank in "01"),
+        (TIMED_OUT, "1", True, "", 3),
+        (TAKEN, "0", True, "the port of 127.0.0.1:{port}, where the ranks meet, is taken by another program", 4),
     ],
 )
-def test_programs_end(tmp_path: pathlib.Path, program: str, ranks: str, out: str, status: int) -> None:
-    """Otherwise with "terminate called without an active exception"."""
+def test_programs_end(tmp_path: pathlib.Path, program: str, ranks: str, listens: bool, out: str, status: int) -> None:
+    """Otherwise with "terminate called without an active exception", or after half a minute."""
     file = tmp_path / "program.py"
     file.write_text(program)
     other = socket.socket()
     other.bind(("0.0.0.0", 0))
     port = str(other.getsockname()[1])
     meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
-    other.listen() if program is TAKEN else other.close()
+    other.listen() if listens else other.close()
+    start = time.monotonic()
     started = [
         subprocess.Popen(
             [sys.executable, str(file)], env={**os.environ, **meet, "RANK": rank, "LOCAL_RANK": rank}, text=True,
@@ -78,5 +81,6 @@ def test_programs_end(tmp_path: pathlib.Path, program: str, ranks: str, out: str
     for process in started:
         found, errors = process.communicate(timeout=120)
         assert process.returncode == status, errors
+        assert time.monotonic() - start < 25, "in some 5 s, on a machine that is not busy"
         assert found == out if program is not TAKEN else found.startswith(out.format(port=port))
     other.close()

@@ -38,6 +38,7 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
     "register_ddp_comm_hook": [(lambda: fjoin.ddp.register_ddp_comm_hook("ALLREDUCE", MODEL), T, "DistributedDataParallel", "Linear")],
     "load_into": [
         (lambda: fjoin.load_into(3, {}), T, "takes a module", "int"),
+        *((lambda none=none: fjoin.load_into(MODEL, none), V, "there is no value in", repr(none)) for none in ({}, None)),
         (lambda: fjoin.load_into(MODEL, {"weight": X}), V, "'weight' has the shape (1,)", "(2, 2)"),
     ],
     "checkpoint_wrapper": [(lambda: fjoin.checkpoint_wrapper(3), T, "takes a module", "int")],
@@ -45,6 +46,9 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
     "value_and_grad": [(lambda: fjoin.value_and_grad(3), T, "loss_fn must be a function", "3")],
     "sync_batch_norm": [(lambda: tx.sync_batch_norm(torch.ones(2, 3), (torch.ones(3),) * 2, axis=3), T, "named by a string", "got 3")],
     # -- Join, optimizers and averagers
+    "as_joinable": [
+        (lambda bad=bad: fjoin.as_joinable(bad), T, "as_joinable: hook must be", repr(bad)) for bad in ("x", tx.JoinHook(3, 4))
+    ],
     "Join": [(lambda: fjoin.Join([3]), V, "at least one joinable that communicates", "fjoin.as_joinable")],
     "last_joiner": [(lambda: tx.last_joiner(True, "nowhere"), tx.UnboundAxis, "'nowhere'", "fjoin.bind")],
     "Optimizer": [(lambda: fjoin.Optimizer(PARAMS, 3), T, "takes an Optimizer of fjoin.transforms", "got 3")],

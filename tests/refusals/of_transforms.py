@@ -202,7 +202,11 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
     "clip_by_global_norm": [(lambda: tx.clip_by_global_norm(0), V, "max_norm", "0"),
     (lambda: tx.clip_by_global_norm("1"), V, "max_norm must be a number", "'1'")],
     "clip_by_value": [(lambda: tx.clip_by_value(-1.0), V, "max_value", "-1.0")],
-    "convert_sync_batchnorm": [(lambda: tx.convert_sync_batchnorm(nn.BatchNorm2d(3))(torch.ones(2, 3, 1, 1)), tx.UnboundAxis, "data")],
+    "convert_sync_batchnorm": [
+        (lambda: tx.convert_sync_batchnorm(3), T, "takes a module", "got 3"),
+        (lambda: tx.convert_sync_batchnorm(nn.BatchNorm2d(3), None), T, "named by a string", "got None"),
+        (lambda: tx.convert_sync_batchnorm(nn.BatchNorm2d(3))(torch.ones(2, 3, 1, 1)), tx.UnboundAxis, "data"),
+    ],
     # -- pipelines
     "chain": [
         (lambda: tx.chain(SGD, MEAN), T, "argument 0", "an optimizer comes last"),
@@ -214,6 +218,10 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
     ],
     "fuse": [
         (lambda: tx.fuse(MEAN, MEAN), T, "optimizer must be an Optimizer", "fuse(hook, optimizer)"),
+        *((lambda hook=hook: tx.fuse(hook, SGD), T, "would average gradients", "after=")
+          for hook in (tx.ema(0.9), tx.average_parameters("data"), tx.chain(MEAN, tx.average_state("data")))),
+        *((lambda after=after: tx.fuse(MEAN, SGD, after), T, "would scale the parameters", "a stage of the hook")
+          for after in (tx.clip_by_global_norm(1.0), tx.chain(MEAN, tx.clip_by_global_norm(1.0)))),
         (lambda: tx.fuse(SGD, MEAN), T, "an optimizer comes last"), (lambda: tx.fuse(MEAN, SGD, after=3), T, "fuse: after", "3"),
         (lambda: tx.fuse(SGD), T, "fuse", "'optimizer'", "hook, optimizer, after"),
         (lambda: tx.fuse(tx.chain(tx.scatter_mean("data"), tx.scatter_mean("local")), SGD), V, "shards twice"),

@@ -64,7 +64,7 @@ MADE = {
     "TrainStep",
     "NO_BATCH",
 }
-ANY = {"as_joinable", "apply_activation_checkpointing", "flat", "nested", "to_jax", "to_torch", "SyncBatchNorm"}
+ANY = {"apply_activation_checkpointing", "flat", "nested", "to_jax", "to_torch", "SyncBatchNorm"}
 CHECKS = {"check_average", "check_codec", "check_feedback", "check_optimizer", "check_transform"}
 
 

@@ -92,6 +92,13 @@ def test_torch_wrapper_changes_names() -> None:
         torch.func.functional_call(linear, dict(linear.named_parameters()), (torch.ones(3, 4),))
 
 
+def test_ours_in_the_place_of_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torchs, "apply_activation_checkpointing", fjoin.apply_activation_checkpointing)
+    own = model()
+    torchs.apply_activation_checkpointing(own, check_fn=is_block)
+    assert [n for n, _ in own.named_parameters()] == [n for n, _ in model().named_parameters()]
+
+
 @pytest.mark.parametrize("how", WRAPS)
 def test_names_match_the_plain_model(how: str) -> None:
     plain, own = model(), model()

@@ -304,15 +304,12 @@ def test_a_submodule_that_is_reached_by_another_object(by: str) -> None:
     step = fjoin.train_step(lambda p, x: apply(p, {}, x).sum(), tx.fuse(tx.mean("data"), tx.sgd(0.1)))
     calls: list[Callable[[], Any]] = [
         lambda: fjoin.value_and_grad(lambda p: apply(p, {}, ONES).sum())(params), lambda: step(step.init(params), ONES),
+        lambda: apply(params, {}, ONES), lambda: torch.no_grad()(apply)(params, {}, ONES),
+        lambda: apply.eval()(params, {}, ONES), lambda: torch.func.grad(lambda p: apply(p, {}, ONES).sum())(params),
     ]  # fmt: skip
     reads = by in READS
-    if not reads:  # where a submodule runs, no graph is needed to see it
-        calls += [
-            lambda: apply(params, {}, ONES),
-            lambda: torch.no_grad()(apply)(params, {}, ONES),
-            lambda: apply.eval()(params, {}, ONES),
-        ]
-        calls += [lambda: torch.func.grad(lambda p: apply(p, {}, ONES).sum())(params)]
+    if reads:  # also where what is kept outlives the module
+        calls += [lambda: fjoin.functional(Root(by))[0].eval()(params, {}, ONES)]
     for call in calls:
         raises_text(
             ValueError, call, "of the module itself", "nn.ModuleList", "self.name", *(["'layer.weight'"] * reads)

@@ -3,6 +3,8 @@ over the current one is refused."""
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -74,6 +76,20 @@ def test_throwing_early_on_all_ranks_in_the_same_step() -> None:
     assert tx.simulate(one_rank, {"data": 2}, [2, 2]) == [(2, "")] * 2
     for calls, text in tx.simulate(one_rank, {"data": 2}, [1, 0]):
         assert calls == 0 and "1 of 2 ranks" in text and "in iteration 0" in text
+
+
+@pytest.mark.parametrize(("accumulate", "steps"), [(1, 2), (3, 0)])
+def test_a_loop_ends_where_its_last_step_is_not_finite(accumulate: int, steps: int) -> None:
+    def one_rank(batches: list[Tensor]) -> Any:
+        step, state = step_of(accumulate=accumulate)
+        calls = 0
+        for batch in step.join(batches):
+            calls += 1
+            with contextlib.suppress(fjoin.NonFinite):
+                state, _ = step(state, batch)
+        return calls, state.step
+
+    assert tx.simulate(one_rank, {"data": 2}, [[X, X, X * math.nan], [X, X]]) == [(3, steps)] * 2
 
 
 def test_a_loader_that_raises() -> None:

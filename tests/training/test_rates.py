@@ -198,6 +198,18 @@ def test_different_rates_raise(hook: str, name: str, place: str) -> None:
     assert place == "pure" or hook in ("a part", *ALONE) or torch.equal(same[0]["w"], same[1]["w"])
 
 
+@pytest.mark.parametrize(("ranks", "make", "v"), [(2, tx.lamb, torch.ones(2)), (4, tx.adamw, torch.ones(2).double())])
+def test_a_schedule_where_ranks_own_nothing_of_a_leaf(ranks: int, make: Any, v: torch.Tensor) -> None:
+    step_on = lambda rates: tx.simulate(lambda: trained_on_pieces(make(rates), v), {"data": ranks})  # noqa: E731
+    own, ours = step_on(lambda step: 0.1 * (1 - step / 8)), step_on(tx.linear(0.1, 0.0, 8))
+    assert max(max_diff(a, b) for a, b in zip(own, ours, strict=True)) < 1e-6
+
+
+def trained_on_pieces(opt: tx.Optimizer, v: torch.Tensor) -> Any:
+    step = fjoin.train_step(lambda p, x: p["w"].square().sum() + p["v"].square().sum(), HOOKS["zero"](opt))
+    return stepped(step, step.init({"w": torch.ones(8, 5), "v": v}), [torch.ones(1)] * 4).clone().params
+
+
 def test_the_error_does_not_change_the_state() -> None:
     def rank(lr: float) -> Any:
         step, state = step_of(pipeline=HOOKS["mean"](tx.sgd(Rate(0.1, lr))), donate=False)

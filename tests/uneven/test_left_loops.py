@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -114,10 +115,11 @@ class Program:
 
     Attributes:
         steps: The number of steps taken.
+        last: The time of the last one.
     """
 
     def __init__(self, kind: str, mesh: Any) -> None:
-        self._kind, self.mesh, self.steps = kind, mesh, 0
+        self._kind, self.mesh, self.steps, self.last = kind, mesh, 0, time.monotonic()
         pipeline = tx.fuse(tx.mean("data"), tx.sgd(0.1))
         self._step = fjoin.train_step(lambda params, batch: (params["w"] * batch).sum(), pipeline, mesh=mesh)
         self._state = self._step.init({"w": torch.zeros(2)})
@@ -134,7 +136,7 @@ class Program:
                 assert tx.psum(torch.ones(()), "data") == self.mesh.size
         else:
             self._state, _ = self._step(self._state, batch)
-        self.steps += 1
+        self.steps, self.last = self.steps + 1, time.monotonic()
 
     def leave(self, form: Callable[[Any, int, Body], None], case: str, n: int = N) -> bool:
         """Loop once, and leave the loop after n steps or at its end; returns whether it was stopped."""
@@ -168,7 +170,7 @@ def outcome(kind: str, form: str, case: str, mesh: Any) -> tuple[Any, ...]:
             program.body(batch)
         result: tuple[Any, ...] = program.steps, stopped
     except (ValueError, fjoin.FjoinError) as error:
-        result = type(error).__name__, str(error)
+        result = type(error).__name__, str(error), time.monotonic() - program.last
     gc.collect()  # while there is a mesh
     return result
 
@@ -223,10 +225,11 @@ def check(kind: str, case: str, found: list[tuple[Any, ...]]) -> None:
     elif case in ("together", "exceptions"):
         assert found == [(N + 2, False)] * 2
     else:
-        error, text = found[0]
+        error, text, seconds = found[0]
         name = "fjoin.join" if "fjoin" in kind and "steps" not in kind else "step.join"
         assert error == "PeerLost" and f"rank 1 left the loop over {name} in iteration" in text and "stop()" in text
         assert found[1][0] in (["ValueError"] if case == "exception" else ["JoinError", "PeerLost"])
+        assert seconds < 3, "in half a second, on a machine that is not busy"
 
 
 @pytest.mark.sample(8)

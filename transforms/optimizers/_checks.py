@@ -47,8 +47,9 @@ class Forms:
 
     @functools.cached_property
     def probe(self) -> State:
-        """A state without data: of a parameter, or of a vector while none is known, which `init_param` may not take."""
-        return self.init_param(torch.empty(3, device="meta")) if self._seen is None else self._seen
+        """A state: of a parameter, without data, or of a vector while none is known, which `init_param` may not take."""
+        # On the CPU, since operations on the meta device import sympy, which takes a third of a second.
+        return self.init_param(torch.zeros(3, device="cpu")) if self._seen is None else self._seen
 
     @functools.cached_property
     def common(self) -> tuple[bool, ...]:

@@ -135,10 +135,12 @@ def fuse(
             got = f"torch's {type(optimizer).__name__}"
             hint = "write fuse(hook, tx.sgd(lr)), or another of the functional optimizers"
         raise TypeError(f"fuse: optimizer must be an Optimizer, got {got}; {hint}")
-    if isinstance(hook, Transform) and Needs.VALUES in hook.needs:
+    if isinstance(hook, Transform) and (Needs.VALUES in hook.needs or any(part.equalizes for part in stages(hook))):
         raise TypeError(
-            f"fuse: {hook!r} would average gradients; ema is of parameters: write fuse(hook, optimizer, after=ema(...))"
+            f"fuse: {hook!r} would average gradients; it is of parameters: write fuse(hook, optimizer, after=ema(...))"
         )
+    if isinstance(after, Transform) and any(part.by_norm for part in stages(after)):
+        raise TypeError(f"fuse: {after!r} would scale the parameters; it is of gradients, and a stage of the hook")
     return pipeline_of(hook, optimizer, after, on_state, gather_codec)
 
 

@@ -229,7 +229,8 @@ def _reduction(axis: AxisName, over: Over | None) -> Transform:
     def update(grads: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, State]:
         del params
         leaves, structure = optree.tree_flatten(grads)
-        leaves = [torch.as_tensor(leaf) for leaf in leaves]
+        # Whole numbers become float32, whatever the weight: all ranks send one dtype.
+        leaves = [x if x.is_floating_point() or x.is_complex() else x.float() for x in map(torch.as_tensor, leaves)]
         share = share_of(call, axis, over, device_of(leaves))
         if call.wire is not None and axis_size(axis) > 1:
             out = encoded(optree.tree_unflatten(structure, leaves), share, call, functools.partial(coded_sum, axis))

@@ -68,6 +68,7 @@ class Rerun:
         }
         self._written: dict[int, tuple[Tensor, int, Tensor]] = {}  # by id: a tensor, its version and values before
         self._random: list[tuple[Callable[[], Tensor], Callable[[Tensor], Any], Tensor]] = []
+        self._drawn: list[Tensor] = []  # the states of the generators after the first run
         self._autocast: list[tuple[str, torch.dtype, bool, bool]] = []
         self.functions = [mode for mode in _get_current_function_mode_stack() if not isinstance(mode, OfOneRun)]
         self._axes, self._call = bound(), bound_call()
@@ -92,6 +93,11 @@ class Rerun:
         finally:
             torch.set_autocast_cache_enabled(cache)
         self._written = self._changed()
+        self._drawn = [get() for get, _, _ in self._random]
+
+    def has_drawn(self) -> bool:
+        """Whether a later run has drawn all random numbers of the first one. While that one still runs, they are not known."""
+        return all(torch.equal(get(), end) for (get, _, _), end in zip(self._random, self._drawn, strict=False))
 
     def holds(self, x: Tensor) -> bool:
         """Whether a tensor is a parameter, or state of a module, of which later runs get their own."""

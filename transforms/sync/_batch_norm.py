@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..axes import all_gather, axis_index, current_weight
-from ..base import AxisName, check_weight, to_device
+from ..base import AxisName, check_weight, some_axes, to_device
 
 
 class BatchNormState(NamedTuple):
@@ -175,6 +175,9 @@ def convert_sync_batchnorm(module: M, axis: AxisName = "data") -> M:
     >>> model[1]
     SyncBatchNorm(8, eps=1e-05, momentum=0.1, axis='data')
     """
+    some_axes("convert_sync_batchnorm", axis)
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"convert_sync_batchnorm takes a module, got {module!r}")
     made: dict[nn.Module, nn.Module] = {}
 
     def converted(part: nn.Module) -> nn.Module:

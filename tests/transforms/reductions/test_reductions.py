@@ -29,6 +29,13 @@ def on_ranks(hook: tx.Transform, n: int, weights: Any = None, dtype: torch.dtype
     return tx.simulate(one_rank, {"data": n}, list(range(n)))
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
+def test_whole_numbers_have_one_dtype_on_all_ranks(dtype: torch.dtype) -> None:
+    mean, grads = tx.mean("data"), [torch.tensor([1, 0]).to(dtype), torch.tensor([0, 1]).to(dtype)]
+    for found, _ in tx.simulate(lambda g, w: mean.update({"a": g}, (), weight=w), {"data": 2}, grads, [1, 3]):
+        assert same_bits(found, {"a": torch.tensor([0.25, 0.75])})
+
+
 def test_tap_receives_the_gradients() -> None:
     seen: list[Any] = []
     hook = tx.chain(tx.mean("data"), tx.tap(lambda g: seen.append({path: v.clone() for path, v in g.items()})))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -236,6 +237,24 @@ def modes(wrap: Any) -> float:
             return inside(x)
 
     return gradient(f, 0.3)
+
+
+def draws_last(wrap: Any) -> float:
+    """The operation saves its noise before it draws it. torch fills new memory with NaN here."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            return gradient(wrap(lambda x: F.rrelu(-x, 0.1, 0.9, training=True)))
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def test_an_operation_that_draws_last() -> None:
+    want = draws_last(lambda f: f)
+    assert [draws_last(lambda f, policy=policy: again(f, policy)) for policy in ("nothing", "dots")] == [want] * 2  # type: ignore[misc]
+    assert math.isnan(draws_last(of_torch))
 
 
 @pytest.mark.parametrize(
