@@ -98,7 +98,9 @@ def split(key: Tensor, num: int | Sequence[int] = 2) -> Tensor:
     >>> from fjoin import transforms as tx
     >>> first, second = tx.random.split(tx.random.key(0))
     """
-    return torch.stack(_counted(key, (num,) if isinstance(num, int) else num), -1)
+    if isinstance(num, int):
+        num = (whole_number("random.split: num", num, 0),)
+    return torch.stack(_counted(key, num), -1)
 
 
 def fold_in(key: Tensor, data: int | Tensor) -> Tensor:

@@ -47,7 +47,7 @@ class StepIds:
     def __init__(self, mesh: Communicator, axes: tuple[str, ...], ranks: int, calls: Calls) -> None:
         self._mesh: Callable[[], Communicator | None] = weakref.ref(mesh)
         self._axes, self._ranks, self._calls = axes, ranks, calls
-        self._remedy = ""  # where the ranks' weights differ
+        self._remedy = "all losses need their weights in the same way"  # where the ranks' weights differ
         self._number = 0  # of the run, among those of its mesh
         self._rates: dict[int, Rates] = {}
         self._begun: tuple[int, float] = (-1, 0.0)  # the step that began last, and its number
@@ -123,8 +123,9 @@ class StepIds:
         odd = next((rank for rank, there in enumerate(ranks) if there["rates"] != first["rates"]), None)
         if odd is None or any(there["call"] != first["call"] for there in ranks):
             raise DesyncError(text, step=step)
-        pairs = zip(ranks[odd]["rates"], first["rates"], strict=False)
-        name, there, here = next((a[0], a[1], b[1]) for a, b in pairs if a != b)
+        others, own = dict(ranks[odd]["rates"]), dict(first["rates"])
+        name = next(name for name in (own | others) if own.get(name) != others.get(name))
+        there, here = others.get(name), own.get(name)
         remedy = (
             "All ranks need the same hyperparameters: a schedule must not depend on the rank or its data, and with_hyperparameters(...) "
             "and handle.with_hyperparameters(...) take equal values, such as those computed from a mean of the loss over all ranks"

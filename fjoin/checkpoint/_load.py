@@ -258,7 +258,7 @@ def restored(
     Raises:
         CheckpointError: on all ranks.
     """
-    data = data or None  # False: the caller wants none
+    data = None if data is False else data  # False: the caller wants none
     asked = {"step": step, "fresh": list(fresh), "the presence of data": data is not None}
     on_each(source.mesh, "the start of a load", lambda: step is None or whole_number("step", step, 0), lambda _: asked)
     leaves = chosen(folder, source.mesh, step)

@@ -106,9 +106,9 @@ class DDPRun:
         self._loaded_checksum, self._count = 0, len(stages(hook))
         self.pending: float | None = None  # the weight for the next synchronised pass
         self.carried: float | None = None  # the sum of the weights that its losses carry
-        # Whether torch's own layers communicate in the forward pass, which nothing here sees.
-        self._syncs: bool = any(isinstance(part, torch.nn.SyncBatchNorm) for part in ddp.module.modules())
-        self.remedy = ""  # where the ranks must have equal weights in this pass: what to do otherwise
+        # Layers of torch that communicate in the forward pass, which nothing here sees.
+        self._synced = [part for part in ddp.module.modules() if isinstance(part, torch.nn.SyncBatchNorm)]
+        self.mixes = False  # whether the forward pass has communicated, on all ranks
         # Whether a weight was given, or its lack was warned of; whether a pass had none; the sizes of batches in a Join.
         self.weighed, self.unweighed, self._sizes = False, False, set[int]()
         self.error: TypeError | ValueError | None = None
@@ -249,8 +249,8 @@ class DDPRun:
                     stacklevel=2,
                 )
 
-    def carry(self, weight: float) -> float:
-        """What a loss of this weight must be multiplied by; it becomes a part of the weight of the next synchronised pass.
+    def carry(self, weight: float) -> None:
+        """Count a loss that carries its weight in the next synchronised pass; called when its backward pass begins.
 
         Raises:
             ValueError: that pass has a weight already that its losses do not carry.
@@ -260,7 +260,6 @@ class DDPRun:
                 f"this pass has the weight {self.pending!r} already; handle.scale(loss, weight) replaces handle.weight"
             )
         self.carried, self.weighed = (self.carried or 0.0) + weight, True
-        return self.plan.counted(weight, self.body.step)
 
     def brings_window(self) -> None:
         """A rank without input brings the gradients of its open accumulation window, so it counts as one with input."""
@@ -285,11 +284,10 @@ class DDPRun:
         self._weight = weight = (0.0 if shadows else 1.0) if given is None else given
         self.unweighed = self.unweighed or given is None and not shadows
         counted = self.plan.counted(weight, step)
-        self.remedy, mixed = "", mixed_axes()
-        if self._syncs or mixed:
-            if self._syncs or self.plan.starts_from_weight(step, mixed):
-                self.remedy = self.plan.needs_equal_weights(step) if early else _CARRY
-            mixed.clear()
+        mixed = mixed_axes()
+        self.mixes = self.plan.starts_from_weight(step, mixed) or any(part.training for part in self._synced)
+        remedy = "" if not self.mixes else self.plan.needs_equal_weights(step) if early else _CARRY
+        mixed.clear()
         if self.scaling is not None and not shadows:
             self.scaling.check()
         self.params.begin()
@@ -298,7 +296,7 @@ class DDPRun:
             rates = self.params.check_rates()
         except (TypeError, ValueError) as error:
             self.error = error
-        step_id = self.agreements.begin(step, rates, (counted, self.remedy) if self.remedy else None)
+        step_id = self.agreements.begin(step, rates, (counted, remedy) if remedy else None)
         values = {"weight": weight, "live": float(weight > 0), "step_id": step_id}
         self._pass = ModulePass(self)
         with self.mesh.traffic.span(STEP) as span:

@@ -46,7 +46,7 @@ class ModulePass(Step):
         if (sent := self._begun.get(axes)) is not None:
             found = sent.read(on_device) if self.sums is None else self.sums
             run.total.take(torch.as_tensor(found[run.counts], dtype=torch.float64))
-            if run.remedy and run.pipeline is None:
+            if run.mixes and run.pipeline is None:
                 run.agreements.ids.check(self._body.step, sent.read(False), 0)
         if run.used is not None:
             self._used = run.used.anywhere()

@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup, get_process_group_ranks
 from torch.distributed.algorithms.ddp_comm_hooks import DDPCommHookType
 from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _find_tensors
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -86,35 +87,19 @@ def guard(model: DistributedDataParallel, run: DDPRun) -> None:
         _STEPPED[p] = path
     if _watch is None:
         _watch = register_optimizer_step_pre_hook(_warn_of_second_step)
-    before = _BeforeForward(run, list(stepped.values()))
-    model.register_forward_pre_hook(before)
-    model.module.register_forward_pre_hook(before)
+    model.register_forward_pre_hook(_DropSpent(run, list(stepped.values())))
+    model.module.register_forward_hook(_WarnAlone(run, model.module))
 
 
-class _BeforeForward:
-    """Before a forward pass: drops the gradients that the last step has used. In a copy of the module it does nothing.
-
-    Before one of the module inside, called without the DistributedDataParallel around it: warns, once, that no step will follow.
-    """
+class _DropSpent:
+    """Before a forward pass: drops the gradients that the last step has used. In a copy of the module it does nothing."""
 
     def __init__(self, run: DDPRun, params: list[Tensor]) -> None:
-        self._run, self._params, self._used, self._warned = weakref.ref(run), params, run.body.step, False
+        self._run, self._params, self._used = weakref.ref(run), params, run.body.step
 
     def __call__(self, module: Any, args: Any) -> None:
         run = self._run()
-        if run is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return
-        if not isinstance(module, DistributedDataParallel):
-            around = DistributedDataParallel._active_ddp_module is not None
-            if not (around or self._warned) and module.training and run.body.step:
-                self._warned = True
-                warnings.warn(
-                    "the module inside a registered DistributedDataParallel is called without it: its backward pass sends nothing, and "
-                    "takes no step; call ddp(x) to train, and ddp.module(x) under torch.no_grad() to evaluate",
-                    stacklevel=4,
-                )
-            return
-        if run.body.step == self._used:
+        if run is None or run.body.step == self._used or not torch.is_grad_enabled():
             return
         self._used = run.body.step
         for p in self._params:
@@ -124,11 +109,38 @@ class _BeforeForward:
         return _nothing_to_drop, ()
 
 
+class _WarnAlone:
+    """After a forward pass of the module inside, without the DistributedDataParallel around it: its backward pass warns, once."""
+
+    def __init__(self, run: DDPRun, module: torch.nn.Module) -> None:
+        self._run, self._module, self._warned = weakref.ref(run), weakref.ref(module), False
+
+    def __call__(self, module: Any, args: Any, out: Any = None) -> None:
+        if DistributedDataParallel._active_ddp_module is not None or self._warned or module is not self._module():
+            return  # `functional` runs copies of the module
+        if (run := self._run()) is not None:
+            found = next((x for x in _find_tensors(out) if x.requires_grad), None) if run.body.step else None
+            if found is not None:
+                found.register_hook(self._warn)
+
+    def _warn(self, grad: Tensor) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                "a backward pass of the module inside a registered DistributedDataParallel, which was called without it, sends nothing "
+                "and takes no step; call ddp(x) to train",
+                stacklevel=2,
+            )
+
+    def __reduce__(self) -> Any:
+        return _nothing_to_drop, ()
+
+
 def _nothing_to_drop() -> Any:
     return _nothing
 
 
-def _nothing(module: Any, args: Any) -> None:
+def _nothing(module: Any, args: Any, out: Any = None) -> None:
     """The hook of a copy, in which nothing is registered."""
 
 
@@ -191,7 +203,7 @@ class Handle:
 
         A model that communicates in its forward pass, as `sync_batch_norm` does, mixes the ranks' losses in its backward pass. There
         the loss must carry the weight: call this in the place of `handle.weight`, on all ranks. In a window under no_sync call it for
-        each loss, with the weight of its batch.
+        each loss, with the weight of its batch. It counts where backward is called; two losses of one batch are added before.
 
         Args:
             loss: The mean over the local batch, 0-d; finite even where the weight is 0.
@@ -202,14 +214,16 @@ class Handle:
 
         Raises:
             TypeError: no weight, and the pipeline scales no losses; the weight is no number.
-            ValueError: a weight that is neither 0 nor from 1e-30 to 1e30, or that a 16-bit loss would round; `handle.weight` has been
-                called for the same pass.
+            ValueError: a weight that is neither 0 nor from 1e-30 to 1e30, or that a 16-bit loss would round; raised by backward:
+                `handle.weight` has been called for the same pass.
         """
         run = self.run
         if weight is not None:
-            counted = run.carry(host_weight("weight", weight))
-            check_exact(loss, counted)
+            weight = host_weight("weight", weight)
+            check_exact(loss, counted := run.plan.counted(weight, run.body.step))
             loss = loss * counted
+            if loss.requires_grad:
+                loss.register_hook(lambda grad: run.carry(weight))
         elif run.scaling is None:
             raise TypeError(
                 "only dynamic_loss_scale(...) scales losses; call loss.backward(), or handle.scale(loss, weight)"

@@ -34,8 +34,13 @@ def _content(batch: Any, devices: bool, depth: int) -> Iterator[Any]:
     for one in optree.tree_leaves(batch, none_is_leaf=True):
         if isinstance(one, Tensor) and one.layout is torch.strided and not one.is_meta and not one.is_nested:
             yield form(one)
-            if devices or one.device.type == "cpu":
-                yield one
+            if devices or one.device.type == "cpu":  # of an expanded tensor only what lies in memory
+                yield one.detach()[
+                    tuple(
+                        0 if step == 0 and size else slice(None)
+                        for step, size in zip(one.stride(), one.shape, strict=True)
+                    )
+                ]
         elif isinstance(one, bool | int | float | complex | str | None):
             yield one
         elif depth and getattr(getattr(one, "dtype", None), "hasobject", False):  # its bytes are addresses

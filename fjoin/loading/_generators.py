@@ -86,9 +86,16 @@ class Generator(NamedTuple):
 
 def generators_of(loader: Any) -> dict[str, Generator]:
     """The generators that a loader, its samplers and its dataset have as attributes, by names that end in their kind."""
-    batches = getattr(loader, "batch_sampler", None)
-    places = {"loader": loader, "sampler": getattr(loader, "sampler", None), "batch_sampler": batches}
-    places |= {"batch_sampler.sampler": getattr(batches, "sampler", None), "dataset": getattr(loader, "dataset", None)}
+
+    def part(owner: Any, name: str) -> Any:
+        try:
+            return getattr(owner, name, None)
+        except Exception:  # of a property that is not ready yet
+            return None
+
+    batches = part(loader, "batch_sampler")
+    places = {"loader": loader, "sampler": part(loader, "sampler"), "batch_sampler": batches}
+    places |= {"batch_sampler.sampler": part(batches, "sampler"), "dataset": part(loader, "dataset")}
     found = dict[int, tuple[str, Generator]]()
     for place, owner in places.items():
         for name, value in getattr(owner, "__dict__", {}).items():

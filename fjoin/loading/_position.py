@@ -147,7 +147,9 @@ class Position(Generic[B]):
     def _restore_workers(self, live: bool) -> None:
         """Start the workers that outlive an epoch, or stop them: a DataLoader draws a number when they start."""
         if self._keeps_workers and live != self._workers_live():
-            self.loader._iterator = iter(self.loader) if live else None
+            self.loader._iterator = None
+            if live:
+                DataLoader.__iter__(self.loader)  # not that of a subclass, which may be a generator
 
     def _checksum(self, number: int, devices: bool = False) -> int | None:
         """That of a batch that is loaded and not used yet."""

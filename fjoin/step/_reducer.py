@@ -186,7 +186,7 @@ class StagedReducer(Reducer):
         if opened.early and (why := self._plan.needs_equal_weights(opened.step)):
             sums = opened.begun[reduced.axes].read(False)
             if weight and not math.isclose(weight * sums["live"], sums["weight"], rel_tol=1e-6):
-                text = f"{weight!r} here, and {sums['weight'] / sums['live']!r} on average; give them equal weights, or mend the hook"
+                text = f"{weight!r} here, and {sums['weight'] / sums['live']!r} on average; give them equal weights, or change the hook"
                 raise ValueError(
                     f"the loss has communicated over {reduced.axes}, and the ranks' weights differ: {text}: {why}"
                 )

@@ -173,6 +173,10 @@ class Run:
         counted = self.agreements.plan.counted(weight, body.step)
         if not body.window or not body.window["weight"]:
             body.first = 1.0 if early else counted or 1.0
+        elif early and body.first != 1.0 and (self.agreements.plan.reduce is None or body.storage.float16):
+            raise ValueError(
+                "loss_fn has communicated in this call of an accumulation window, and not in the first one; let each call communicate"
+            )
         if early and loss is not None:
             check_exact(loss, counted)
         scale = body.outer.scale if self._scales else None

@@ -250,3 +250,45 @@ def test_leaving_a_loop_counts_as_an_epoch() -> None:
         break
     assert loop.epoch == 0 and loop.state_dict()["batches"] == 1
     assert list(loop) == [1, 2, 3] and loop.epoch == 2
+
+
+class NotReady:
+    """A loader that knows its dataset once it has begun."""
+
+    def __iter__(self) -> Any:
+        yield from torch.ones(3, 2)
+
+    @property
+    def dataset(self) -> Any:
+        raise RuntimeError("not ready")
+
+
+def test_parts_of_a_loader_may_not_be_ready() -> None:
+    assert len([*fjoin.join(NotReady())]) == 3
+
+
+class Floats(torch.utils.data.DataLoader[Any]):
+    """With a generator in the place of an iterator."""
+
+    def __iter__(self) -> Any:
+        for batch in super().__iter__():
+            yield batch.float()
+
+
+def test_persistent_workers_of_a_loader_with_an_iter_of_its_own() -> None:
+    def run(position: Any, epochs: int) -> tuple[list[float], Any]:
+        torch.manual_seed(3)
+        loop, seen = (
+            fjoin.join(Floats(range(6), 2, shuffle=True, num_workers=1, persistent_workers=True)),
+            list[float](),
+        )
+        if position is not None:
+            loop.load_state_dict(position)
+        for _ in range(loop.epoch, epochs):
+            for batch in loop:
+                seen += batch.tolist()
+        return seen, loop.state_dict()
+
+    uncut, (first, position) = run(None, 2)[0], run(None, 1)
+    torch.manual_seed(4)
+    assert first + run(position, 2)[0] == uncut

@@ -44,7 +44,14 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
     "checkpoint_wrapper": [(lambda: fjoin.checkpoint_wrapper(3), T, "takes a module", "int")],
     "offload_wrapper": [(lambda: fjoin.offload_wrapper(3), T, "takes a module", "int")],
     "value_and_grad": [(lambda: fjoin.value_and_grad(3), T, "loss_fn must be a function", "3")],
-    "sync_batch_norm": [(lambda: tx.sync_batch_norm(torch.ones(2, 3), (torch.ones(3),) * 2, axis=3), T, "named by a string", "got 3")],
+    "sync_batch_norm": [
+        (lambda: tx.sync_batch_norm(torch.ones(2, 3), (torch.ones(3),) * 2, axis=3), T, "named by a string", "got 3"),
+        *((lambda a=a: tx.sync_batch_norm(*a, axis="data"), kind, *words) for a, kind, *words in (
+            ((3, None), V, "(N, C, ...)", "3"), ((torch.ones(2, 3), None), T, "state must be a pair", "None"),
+            ((torch.ones(2, 3), (torch.ones(2),) * 2), V, "state[0]", "(3,)"), ((torch.ones(2, 3), (torch.ones(3), 1)), V, "state[1]", "1"),
+            ((torch.ones(2, 3), (torch.ones(3),) * 2, 3.0), V, "scale", "3.0"),
+        )),
+    ],
     # -- Join, optimizers and averagers
     "as_joinable": [
         (lambda bad=bad: fjoin.as_joinable(bad), T, "as_joinable: hook must be", repr(bad)) for bad in ("x", tx.JoinHook(3, 4))

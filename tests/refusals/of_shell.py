@@ -186,6 +186,7 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
     "explain": [
         *((lambda n=n: tx.explain(PIPE, P, {"data": n}), V, "'data'", repr(n)) for n in (0, -2, 1.5, True, "2", None, 10**30, 2**21)),
         (lambda: tx.explain(3, {}, {"data": 2}), T, "takes a pipeline or a transform"),
+        (lambda: tx.explain(PIPE, P, {"data": 2}, buffers=1), T, "explain: buffers", "1"),
         (lambda: tx.explain(PIPE, P, "data"), T, "mapping", "'data'"), (lambda: tx.explain(PIPE, P, {}), V, "{'data': 4}"),
         (lambda: tx.explain(PIPE, {"w": 3}, {"data": 2}), T, "params['w']", "3", "tensor"),
         (lambda: tx.explain(PIPE, {"w": X.int()}, {"data": 2}), T, "params['w']", "int32"),

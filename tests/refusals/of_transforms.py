@@ -85,7 +85,14 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         (of(lambda x: tx.psum_scatter(x, "data", tiled=True)), V, "a multiple of 3"),
     ],
     "all_to_all": [(of(lambda x: tx.all_to_all(x, "data", 5)), V, "dimension 5")],
-    "all_gather": [(of(lambda x: tx.all_gather({"a": x}, "data", dim=5)), V, "dim is 5")],
+    "all_gather": [
+        (of(lambda x: tx.all_gather({"a": x}, "data", dim=5)), V, "dim is 5"),
+        *((of(lambda x, dim=dim: tx.all_gather(x, "data", dim=dim)), V, "all_gather: dim", repr(dim)) for dim in (None, 0.0, True)),
+        (of(lambda x: tx.all_gather(x, "data", tiled="no")), T, "all_gather: tiled", "'no'"),
+        (of(lambda x: tx.psum_scatter(x, "data", dim="0")), V, "psum_scatter: the dim", "'0'"),
+        (of(lambda x: tx.psum_scatter(x, "data", tiled=None)), T, "psum_scatter: tiled", "None"),
+        (of(lambda x: tx.all_to_all(torch.ones(3, 2), "data", concat_dim=None)), V, "concat_dim", "None"),
+    ],
     "pbroadcast": [(of(lambda x: tx.pbroadcast(x, "data", 3)), V, "0 to 2", "3")],
     "ppermute": [
         (of(lambda x: tx.ppermute(x, "data", [(0, 1), (0, 2)])), V, "source twice"),

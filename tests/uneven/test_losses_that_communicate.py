@@ -39,6 +39,8 @@ EXTRA = [
     lambda: tx.switch_after(9, tx.mean("data"), tx.sum_over("data")),
     lambda: tx.partition({"layer.*": tx.mean("data"), "*": tx.mean("data", over="live")}),
     lambda: tx.chain(tx.clip_by_global_norm(0.5), tx.mean("data")),
+    lambda: tx.chain(tx.masked(tx.mean("data"), "scale"), tx.clip_by_value(0.5), tx.masked(tx.mean("data"), "l*")),
+    lambda: tx.chain(tx.mean("local"), tx.clip_by_value(0.5), tx.mean("node")),
 ]
 # By repr: those that reduce in their first step.
 HOOKS = {repr(make()): make for rows in TRANSFORMS.values() for make in rows if _reduces(make)}
@@ -46,11 +48,15 @@ HOOKS |= {repr(make()): make for make in EXTRA}
 LATER = ("every(2", "switch_after(2", "masked(every")
 HOOKS = {name: make for name, make in HOOKS.items() if not name.startswith(LATER) and "from_optax" not in name}
 # Gradients that are changed before they are reduced, or counted in two ways: where weights differ there is no right answer.
-REFUSED = {
-    name: "put it behind the reduction"
-    for name in HOOKS
-    if re.search(r"chain\((clip|stateless)", name) and "over='live'" not in name
-} | {repr(EXTRA[4]()): "take over='weight'"}
+REFUSED = (
+    {
+        name: "put it behind the reduction"
+        for name in HOOKS
+        if re.search(r"chain\((clip|stateless)", name) and "over='live'" not in name
+    }
+    | {repr(EXTRA[4]()): "take over='weight'"}
+    | {repr(EXTRA[i]()): "put it behind" for i in (6, 7)}
+)
 
 
 def axes_of(name: str) -> dict[str, int]:
@@ -244,10 +250,10 @@ def test_a_weight_that_comes_behind_the_gradient_is_refused() -> None:
             pipeline.step(params, grads, state, weight=3.0)  # of gradients that have been looked at
 
     for by_hook in (False, True):
-        for weight in ([6, 2], [1, 2.0], [torch.tensor(6.0), 2]):
+        for weight in ([6, 2], [1, 2.0], [1, 0], [torch.tensor(6.0), 2]):
             for run in (lambda w=weight, h=by_hook: tx.simulate(lambda r: one_rank(r, w, h, False), TWO, [0, 1]),):  # type: ignore[misc]
                 raises_text(ValueError, run, "comes too late", "['data']", "loop.scale")
-        for allowed, detached in ((None, False), ([1, 0], False), ([6, 2], True)):
+        for allowed, detached in ((None, False), ([1, 1], False), ([6, 2], True)):
             tx.simulate(lambda r, w=allowed, d=detached, h=by_hook: one_rank(r, w, h, d), TWO, [0, 1])  # type: ignore[misc]
 
 
@@ -412,7 +418,8 @@ def given_twice() -> None:
     handle = fjoin.ddp.register(DistributedDataParallel(Net(torch.float64)), tx.mean("data"))
     raises_text(ValueError, lambda: handle.scale(torch.tensor(1.0), -1.0), "weight")
     handle.weight(2.0)
-    raises_text(ValueError, lambda: handle.scale(torch.tensor(1.0), 2.0), "has the weight 2.0 already")
+    loss = torch.tensor(1.0, requires_grad=True)
+    raises_text(ValueError, handle.scale(loss, 2.0).backward, "has the weight 2.0 already")
     raises_text(TypeError, lambda: handle.scale(torch.tensor(1.0)), "handle.scale(loss, weight)")
 
 
@@ -440,3 +447,43 @@ def test_weights_beside_a_layer_of_torch_that_communicates_are_refused(pool: Any
     assert all("write handle.scale(loss, weight)" in text for text in pool.run(2, of_torch, "weight"))
     for how in ("equal", "scale"):
         assert pool.run(2, of_torch, how) == ["nothing"] * 2
+
+
+def in_two_ways(fused: bool) -> str:
+    """One rank's loss carries its weight, and the other's does not."""
+    name = "mean('data')"
+    model, mesh = DistributedDataParallel(Net(torch.float64)), fjoin.mesh(TWO, timeout_s=20)
+    hook = HOOKS[name]()
+    handle = fjoin.ddp.register(model, tx.fuse(hook, tx.sgd(1.0)) if fused else hook)
+    with fjoin.bind(mesh):
+        loss = model(TWO, oracle.batches([6, 2])[mesh.rank])
+        if mesh.rank:
+            handle.weight(2.0)
+        else:
+            handle.scale(loss, 9.0)  # not used: it does not count
+            loss = handle.scale(loss, 6.0)
+        try:
+            loss.backward()
+        except fjoin.DesyncError as error:
+            return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["pipeline", "hook"])
+def test_one_loss_with_its_weight_beside_one_without_is_refused(pool: Any, fused: bool) -> None:
+    assert all("weight=" in text and "mixed the ranks' losses" in text for text in pool.run(2, in_two_ways, fused))
+
+
+def test_a_window_communicates_from_its_first_call_on() -> None:
+    def one_rank(rank: int) -> None:
+        communicates = loss_fn(TWO, torch.float64)
+
+        def loss(params: Any, batch: Any) -> Tensor:
+            return communicates(params, batch) if tx.current_call() else oracle.loss_of(params, batch, lambda h: h)
+
+        step = fjoin.train_step(loss, tx.fuse(STAGED, tx.sgd(1.0)), weight=lambda b: len(b[0]), accumulate=2)
+        state = step.init(oracle.start(torch.float64))
+        for _ in range(2):
+            state, _ = step(state, oracle.batches([6, 2])[rank])
+
+    raises_text(ValueError, lambda: tx.simulate(one_rank, TWO, [0, 1]), "not in the first one")

@@ -199,6 +199,8 @@ class bind_axes:
         here.axes = {**(here.axes or bindings_of_caller().axes), **self._axes}
         if self._call is not None:
             here.call, here.mixed = self._call, set()
+        elif not self._before[0]:  # an outermost block; what ran before it is of another program
+            here.mixed = set()
         if self._in_backward:
             caller = here.caller = here.caller or _stashed()
             self._before_caller = caller.axes, caller.call, caller.mixed
@@ -206,9 +208,13 @@ class bind_axes:
         return here.mixed
 
     def __exit__(self, *error: object) -> None:
-        THREADS.axes, THREADS.call, THREADS.mixed = self._before
+        THREADS.axes, THREADS.call, mixed = self._before
+        if self._call is not None:  # otherwise the backward pass may run behind the block
+            THREADS.mixed = mixed
         if self._in_backward and (caller := THREADS.caller) is not None:
-            caller.axes, caller.call, caller.mixed = self._before_caller
+            caller.axes, caller.call, mixed = self._before_caller
+            if self._call is not None:
+                caller.mixed = mixed
 
 
 def _stashed() -> _Bindings:
@@ -280,23 +286,26 @@ def mixed_axes() -> set[str]:
 def check_late_weight(call: Call, grads: Tree, axes: Collection[str] | None = None) -> None:
     """Raise where a call weighs gradients of a loss that has communicated; forgets the collectives so far.
 
-    Where something differentiates through the gradients, they are a part of an outer loss, and nothing is checked.
+    Where something differentiates through the gradients or the weight, they are a part of an outer loss, and nothing is checked.
 
     Args:
         axes: The axes whose collectives count; None for all.
 
     Raises:
-        ValueError: the weight is not known to be 0 or 1.
+        ValueError: the weight is not known to be 1. A rank of weight 0 has mixed its loss, too.
     """
-    if torch.compiler.is_compiling() or not THREADS.mixed or not plain(grads):
+    if torch.compiler.is_compiling() or not THREADS.mixed or THREADS.call is not None:  # a call looks at its own loss
+        return
+    weight = call.weight
+    if not plain(grads, weight if isinstance(weight, Tensor) else ()):
         return
     over = sorted(THREADS.mixed if axes is None else THREADS.mixed.intersection(axes))
     THREADS.mixed.clear()
-    weight = call.weight
-    if over and not (weight is None or (not isinstance(weight, Tensor) and weight in (0, 1))):
+    if over and not (weight is None or (not isinstance(weight, Tensor) and weight == 1)):
         raise ValueError(
             f"weight={weight!r} comes too late: the loss has communicated over {over}, and its backward pass has mixed the ranks' losses. "
-            f"Multiply the loss by loop.scale of loop = fjoin.join(loader, weight=...), and call step and update without a weight"
+            f"Multiply the loss by loop.scale of loop = fjoin.join(loader, weight=...), and call step and update without a weight; a "
+            f"collective that only logs takes loss.detach()"
         )
 
 

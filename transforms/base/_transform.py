@@ -187,7 +187,7 @@ class _Update:
 
     def __call__(self, grads: Tree, state: State, params: Tree = None, **keywords: Any) -> tuple[Tree, State]:
         call = call_of(keywords)
-        if "weight" in keywords and "call" not in keywords:
+        if "call" not in keywords:
             Call.check_late_weight(call, grads)
         return self.transform.run(grads, state, params, call)
 

@@ -143,6 +143,8 @@ def explain(
     if bucket_bytes is not None:
         whole_number("bucket_bytes", bucket_bytes, 1)
     whole_number("at_step", at_step, 0)
+    if not isinstance(buffers, Mapping | None):
+        raise TypeError(f"explain: buffers must be a mapping from paths to tensors, got {buffers!r}")
     if on_buffers is not None:
         check_transform(on_buffers, "explain: on_buffers")
         if buffers is None:

@@ -204,16 +204,18 @@ def _first_reductions(part: Transform, step: int | None) -> tuple[frozenset[str]
     """
     if part.reduces is not None:
         return frozenset(["live" if part.reduces.over in ("live", "world") else "weight"]), ()
-    found = list[tuple[frozenset[str], tuple[Transform, ...]]]()
-    for child, at in running(part, step):
-        if part.wraps != "stages" or not any(counts for counts, _ in found):
-            found.append(_first_reductions(child, at))
-    reduces = part.wraps != "stages" and any(counts for counts, _ in found)
-    counts = frozenset[str]().union(*(counts for counts, _ in found))
-    before = tuple(one for counts, some in found if counts or not reduces for one in some)
-    if (part.wraps is None and not children(part) and not part.passes) or (found and not part.spec.is_ours):
-        before = part, *before
-    return counts, before
+    found = [_first_reductions(child, at) for child, at in running(part, step)]
+    reducing = [i for i, (counts, _) in enumerate(found) if counts]
+    if not reducing:
+        before = tuple(one for _, some in found for one in some)
+        return frozenset(), before if children(part) or part.wraps or part.passes else (part,)
+    if part.wraps == "stages":  # those before the last reduction, since the first may be of some leaves or axes only
+        counts = found[reducing[0]][0]
+        before = tuple(one for _, some in found[: reducing[-1] + 1] for one in some)
+    else:
+        counts = frozenset[str]().union(*(found[i][0] for i in reducing))
+        before = tuple(one for i in reducing for one in found[i][1])
+    return counts, before if part.spec.is_ours else (part, *before)
 
 
 def _shares(part: Transform, step: int | None, before: frozenset[str]) -> Iterator[frozenset[str]]:

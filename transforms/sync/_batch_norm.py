@@ -53,7 +53,9 @@ def sync_batch_norm(
 
     Raises:
         UnboundAxis: nothing binds the axis.
-        ValueError: on all ranks, on the host: they have one value per channel together, whose variance is none.
+        ValueError: x, the state, scale or bias has another shape. On all ranks, on the host: they have one value per channel together,
+            whose variance is none.
+        TypeError: the state is no pair.
 
     Same as: torch.nn.SyncBatchNorm, which refuses uneven inputs.
 
@@ -64,8 +66,14 @@ def sync_batch_norm(
     >>> tx.simulate(one_rank, {"data": 2}, [torch.tensor([[1.0]]), torch.tensor([[2.0], [6.0]])])
     [tensor([0.3000]), tensor([0.3000])]
     """
-    if x.dim() < 2 or not x.is_floating_point():
-        raise ValueError(f"sync_batch_norm takes floating-point (N, C, ...), got {x.dtype} of shape {tuple(x.shape)}")
+    if not isinstance(x, Tensor) or x.dim() < 2 or not x.is_floating_point():
+        got = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
+        raise ValueError(f"sync_batch_norm takes floating-point (N, C, ...), got {got}")
+    if not isinstance(state, tuple | list) or len(state) != 2:
+        raise TypeError(f"sync_batch_norm: state must be a pair (mean, variance), got {state!r}")
+    for name, one in (("state[0]", state[0]), ("state[1]", state[1]), ("scale", scale), ("bias", bias)):
+        if (one is not None or name.startswith("state")) and getattr(one, "shape", None) not in (x.shape[1:2], ()):
+            raise ValueError(f"sync_batch_norm: {name} must be a tensor of shape {tuple(x.shape[1:2])}, got {one!r}")
     over = [d for d in range(x.dim()) if d != 1]
     form = [-1] + [1] * (x.dim() - 2)
     running_mean, running_var = state
