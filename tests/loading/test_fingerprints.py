@@ -53,7 +53,8 @@ def batches(i: int) -> dict[str, Any]:
     late = torch.zeros(64, 3)
     late[-1, -1] = i
     return {
-        "tensor": x, "expanded": x[2, 1].expand(2**20, 2**20), "its last element": late, "bool": x > 1, "bfloat16, transposed": x.bfloat16().T, "complex": x * 1j,
+        "tensor": x, "expanded": x[2, 1].expand(2**20, 2**20), "its last element": late,
+        "bool": x > 1, "bfloat16, transposed": x.bfloat16().T, "complex": x * 1j,
         "fp8": x.to(torch.float8_e4m3fn), "dict": {"b": x, 1: "x"}, "nested": [[{"a": (x,)}]], "dataclass": Pair(x, ["a"]),
         "its text": Pair(x[:1], ["a", str(i)]), "graph": Graph(x), "named": Named(1, x),
         "packed": torch.nn.utils.rnn.pack_sequence([x, x[:2]]), "array": x.numpy(),
