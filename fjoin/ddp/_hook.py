@@ -108,6 +108,7 @@ class DDPRun:
         self.carried: float | None = None  # the sum of the weights that its losses carry
         # Layers of torch that communicate in the forward pass, which nothing here sees.
         self._synced = [part for part in ddp.module.modules() if isinstance(part, torch.nn.SyncBatchNorm)]
+        mixed_axes().clear()  # of what has run before
         self.mixes = False  # whether the forward pass has communicated, on all ranks
         # Whether a weight was given, or its lack was warned of; whether a pass had none; the sizes of batches in a Join.
         self.weighed, self.unweighed, self._sizes = False, False, set[int]()
