@@ -202,7 +202,7 @@ class Checkpoints:
         found.add_extra(extra, self._mesh.shape)
         if any(asks.in_loop for asks in self._source.requests):
             found.rank[LOOP] = True
-        if data is not None:
+        if data is not None and data is not False:
             add_position(found, data)
         if self._plan is None or not self._plan.fits(found):
             self._plan = Plan(self._mesh.shape, self._mesh.rank, found)
@@ -253,7 +253,7 @@ class Checkpoints:
             ValueError: parameters of one optimizer have taken other numbers of steps, since some begin anew.
         """
         self.wait()
-        found = restored(self._folder, self._source, params, buffers, step, fresh, data, resumes=data is None)
+        found = restored(self._folder, self._source, params, buffers, step, fresh, data)
         if found is None:
             if params is None and self._source.trees:
                 raise CheckpointError(f"{self._folder.path} holds no checkpoint; pass the parameters at the start")
@@ -335,7 +335,7 @@ def load(
     3
     """
     source = source_of(what, mesh)
-    found = restored(Folder(Path(path)), source, params, buffers, step, fresh, data)
+    found = restored(Folder(Path(path)), source, params, buffers, step, fresh, False if data is None else data)
     if found is None:
         raise CheckpointError(
             f"{path} holds no checkpoint; save one there first, or begin a run with Checkpoints(...).restore(params)"

@@ -248,17 +248,13 @@ def restored(
     step: int | None,
     fresh: tuple[str, ...],
     data: Any,
-    resumes: bool = False,
 ) -> tuple[Any, Manifest, Any] | None:
     """(state, manifest, extra) of the newest checkpoint that verifies, or None; the arguments are those of `Checkpoints.restore`.
-
-    Args:
-        resumes: Whether to warn where the state was saved within a joined loop.
 
     Raises:
         CheckpointError: on all ranks.
     """
-    data = None if data is False else data  # False: the caller wants none
+    resumes, data = data is None, None if data is False else data  # False: the caller wants none
     asked = {"step": step, "fresh": list(fresh), "the presence of data": data is not None}
     on_each(source.mesh, "the start of a load", lambda: step is None or whole_number("step", step, 0), lambda _: asked)
     leaves = chosen(folder, source.mesh, step)

@@ -18,7 +18,7 @@ from ..buckets import GradBuffer
 from ..groups import Communicator, raise_from
 from ..optim import divides
 from ..step import STEP, Agreements, EndStates, HookState, Reducer, StepData, make_reducer, stages_of, whole_of
-from ..transforms.axes import bind_axes, mixed_axes
+from ..transforms.axes import bind_axes, bound_call
 from ..transforms.base import Transform, is_accelerator, restored, to_state_dict
 from ..transforms.combinators import stages
 from ..transforms.layout import Bucket, Pieces
@@ -97,10 +97,7 @@ class DDPRun:
             state = self.reducer.init(self.params)
         outer = skips.begin(()) if skips else None
         self.body: StepData = StepData(storage=self.params, hook=state, ends=ends, outer=outer)
-        one = hook.one_reduction
-        self.counts: str = (
-            "live" if one is not None and one.over in ("live", "world") else "weight"
-        )  # what `total` is of
+        self.counts = "live" if plan.reduced(0).counts == {"live"} else "weight"  # what `total` is of
         self.total: TotalWeight = TotalWeight(self.agreements.check, waits=pipeline is not None)
         self.loaded: bool = False  # whether a state has been loaded since the last pass
         self._loaded_checksum, self._count = 0, len(stages(hook))
@@ -108,7 +105,7 @@ class DDPRun:
         self.carried: float | None = None  # the sum of the weights that its losses carry
         # Layers of torch that communicate in the forward pass, which nothing here sees.
         self._synced = [part for part in ddp.module.modules() if isinstance(part, torch.nn.SyncBatchNorm)]
-        mixed_axes().clear()  # of what has run before
+        bound_call().mixed.clear()  # of what has run before
         self.mixes = False  # whether the forward pass has communicated, on all ranks
         # Whether a weight was given, or its lack was warned of; whether a pass had none; the sizes of batches in a Join.
         self.weighed, self.unweighed, self._sizes = False, False, set[int]()
@@ -285,7 +282,7 @@ class DDPRun:
         self._weight = weight = (0.0 if shadows else 1.0) if given is None else given
         self.unweighed = self.unweighed or given is None and not shadows
         counted = self.plan.counted(weight, step)
-        mixed = mixed_axes()
+        mixed = bound_call().mixed
         self.mixes = self.plan.starts_from_weight(step, mixed) or any(part.training for part in self._synced)
         remedy = "" if not self.mixes else self.plan.needs_equal_weights(step) if early else _CARRY
         mixed.clear()

@@ -110,30 +110,28 @@ class _DropSpent:
 
 
 class _WarnAlone:
-    """After a forward pass of the module inside, without the DistributedDataParallel around it: its backward pass warns, once."""
+    """After a forward pass of the module inside, without the DistributedDataParallel around it: its backward pass warns."""
 
     def __init__(self, run: DDPRun, module: torch.nn.Module) -> None:
-        self._run, self._module, self._warned = weakref.ref(run), weakref.ref(module), False
+        self._run, self._module = weakref.ref(run), weakref.ref(module)
 
-    def __call__(self, module: Any, args: Any, out: Any = None) -> None:
-        if DistributedDataParallel._active_ddp_module is not None or self._warned or module is not self._module():
-            return  # `functional` runs copies of the module
-        if (run := self._run()) is not None:
-            found = next((x for x in _find_tensors(out) if x.requires_grad), None) if run.body.step else None
-            if found is not None:
-                found.register_hook(self._warn)
-
-    def _warn(self, grad: Tensor) -> None:
-        if not self._warned:
-            self._warned = True
-            warnings.warn(
-                "a backward pass of the module inside a registered DistributedDataParallel, which was called without it, sends nothing "
-                "and takes no step; call ddp(x) to train",
-                stacklevel=2,
-            )
+    def __call__(self, module: Any, args: Any, out: Any) -> None:
+        run, inside = self._run(), DistributedDataParallel._active_ddp_module is not None
+        if run is not None and run.body.step and not inside and module is self._module():  # not a copy, of `functional`
+            for x in _find_tensors(out):
+                if x.requires_grad:
+                    x.register_hook(_warn_alone)
 
     def __reduce__(self) -> Any:
         return _nothing_to_drop, ()
+
+
+def _warn_alone(grad: Tensor) -> None:
+    warnings.warn(
+        "a backward pass of the module inside a registered DistributedDataParallel, which was called without it, sends nothing "
+        "and takes no step; call ddp(x) to train",
+        stacklevel=2,
+    )
 
 
 def _nothing_to_drop() -> Any:

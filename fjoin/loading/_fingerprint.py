@@ -15,6 +15,7 @@ from ..agreement import checksum, form
 
 _LEAVES = 2048  # of a batch, that are looked at
 _DEPTH = 4  # of objects within objects
+_BYTES = 2**30  # of a tensor or an array; a larger one may be a whole file
 
 
 def fingerprint(batch: Any, devices: bool = False) -> int | None:
@@ -34,19 +35,14 @@ def _content(batch: Any, devices: bool, depth: int) -> Iterator[Any]:
     for one in optree.tree_leaves(batch, none_is_leaf=True):
         if isinstance(one, Tensor) and one.layout is torch.strided and not one.is_meta and not one.is_nested:
             yield form(one)
-            if devices or one.device.type == "cpu":  # of an expanded tensor only what lies in memory
-                yield one.detach()[
-                    tuple(
-                        0 if step == 0 and size else slice(None)
-                        for step, size in zip(one.stride(), one.shape, strict=True)
-                    )
-                ]
-        elif isinstance(one, bool | int | float | complex | str | None):
+            if one.nbytes <= _BYTES and (devices or one.device.type == "cpu"):
+                yield one.detach()
+        elif isinstance(one, bool | int | float | complex | str | bytes | None):
             yield one
         elif depth and getattr(getattr(one, "dtype", None), "hasobject", False):  # its bytes are addresses
             yield from _content(one.tolist(), devices, depth - 1)
-        elif isinstance(one, bytes) or callable(getattr(one, "tobytes", None)):  # also an array, an image
-            yield zlib.crc32(one if isinstance(one, bytes) else one.tobytes())
+        elif callable(getattr(one, "tobytes", None)) and getattr(one, "nbytes", 0) <= _BYTES:  # an array, an image
+            yield zlib.crc32(one.tobytes())
         elif depth and hasattr(one, "__dict__") and not (callable(one) or isinstance(one, Tensor)):
             yield from _content(vars(one), devices, depth - 1)
         else:

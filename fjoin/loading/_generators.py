@@ -95,7 +95,8 @@ def generators_of(loader: Any) -> dict[str, Generator]:
 
     batches = part(loader, "batch_sampler")
     places = {"loader": loader, "sampler": part(loader, "sampler"), "batch_sampler": batches}
-    places |= {"batch_sampler.sampler": part(batches, "sampler"), "dataset": part(loader, "dataset")}
+    places |= {"batch_sampler.sampler": part(batches, "sampler"), "dataset": (data := part(loader, "dataset"))}
+    places["dataset.dataset"] = part(data, "dataset")  # of a Subset
     found = dict[int, tuple[str, Generator]]()
     for place, owner in places.items():
         for name, value in getattr(owner, "__dict__", {}).items():

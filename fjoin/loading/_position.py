@@ -39,10 +39,10 @@ def check_position(state: Any) -> None:
         raise ValueError(f"{text} {found!r}: {described(error)}") from error
 
 
-_OTHER = (
-    "the resumed loop begins with another batch than the run that was saved would have. Likely causes: set_epoch with another number "
-    "than loop.epoch; another seed, dataset, batch size or number of workers; a sampler or dataset that counts its epochs, or has random "
-    "numbers elsewhere than in its attributes; augmentation in persistent workers; batches that the body changes in place"
+_CAUSES = (
+    "Likely causes: set_epoch with another number than loop.epoch; another seed, dataset, batch size or number of workers; a sampler or "
+    "dataset that counts its epochs, or has random numbers elsewhere than in its attributes; augmentation in persistent workers; batches, "
+    "or objects in them, that change when they are used"
 )
 
 
@@ -59,7 +59,7 @@ class Position(Generic[B]):
     A batch is loaded in an iteration before the one that uses it. A resumed run loads it again. So the streams of random numbers
     are those of three moments: before the loader's `iter`, since that draws the order of `DataLoader(shuffle=True)`; before the
     batch was loaded, since its transforms draw; and now, since the model draws. So are those of the generators that the loader,
-    its samplers and its dataset have as attributes, unless the loader saves its own position.
+    its samplers and its dataset have as attributes.
 
     Attributes:
         epoch: The number of epochs that have ended.
@@ -82,7 +82,7 @@ class Position(Generic[B]):
         # Whether the loader saves and loads its own position, as torchdata's StatefulDataLoader does.
         both = all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
         self._saves = both and self._shuffled is None
-        self._generators = {} if self._saves else generators_of(loader)
+        self._generators = generators_of(loader)
         self._streams = partial(Streams.now, self._generators)
         self.epoch = self.batches = self.steps = 0
         self.last: Any = END
@@ -113,6 +113,7 @@ class Position(Generic[B]):
         again = bool(own.get("ended")) and self.batches > 0  # the last batch is loaded once more
         used = self.batches - again
         self._within, self._next, self._end, self._marks, self.last = True, used, None, {}, END
+        self._generators |= generators_of(self.loader)
         self._ahead, self._last = {}, None
         if self._shuffled is not None:
             self._shuffled.set_epoch(self.epoch, used)
@@ -162,9 +163,12 @@ class Position(Generic[B]):
         """
         number, ahead = self._next - 1, saved.get("ahead")
         own, (first, latest) = self._checksum(number), saved.get("firsts", self._firsts)
-        again = number == 0 and own == first != latest
-        if saved and (again if ahead is None else ahead != self._checksum(number, not saved["ended"])):
-            warnings.warn(_OTHER, stacklevel=3)
+        if saved and ahead is None and number == 0 and own == first != latest:
+            text = "the resumed epoch begins with the first batch of the first epoch, and the epoch before it did not"
+            warnings.warn(f"{text}, which may be chance. {_CAUSES}", stacklevel=3)
+        elif ahead is not None and ahead != self._checksum(number, not saved["ended"]):
+            text = "the resumed loop begins with another batch than the run that was saved would have"
+            warnings.warn(f"{text}. {_CAUSES}", stacklevel=3)
         self._firsts = [first, latest] if number else [own if first is None else first, own]
 
     def _skip(self, count: int) -> None:
@@ -218,6 +222,7 @@ class Position(Generic[B]):
         if isinstance(self.loader, Iterator) and not self._saves:
             text = f"state_dict(): the loader is an iterator, of type {type(self.loader).__name__}, which cannot start again"
             raise TypeError(f"{text}; pass a DataLoader, a list, or an object with state_dict and load_state_dict")
+        self._generators |= generators_of(self.loader)  # also those made since the loop began
         ended = self._within and self._end == self.batches
         # A rank that is out of input loads its last batch again, for the body.
         mark = self._marks.get(self.batches - (ended and self.batches > 0))
@@ -251,9 +256,7 @@ class Position(Generic[B]):
             warnings.warn(f"{text}; the order of its epochs is another", stacklevel=3)
         own = state["streams"]["now"].get("own", self._generators)
         if own.keys() != self._generators.keys() and (state["rank"], state["ranks"]) == (self._rank, self._ranks):
-            text = (
-                f"the position has the random generators {sorted(own)}, and this loader has {sorted(self._generators)}"
-            )
+            text = f"the position has the generators {sorted(own)}, and this loader has {sorted(self._generators)}"
             warnings.warn(f"load_state_dict: {text}; the others begin where they are", stacklevel=3)
         self.resume = dict(state)
         self.epoch, self.batches, self.steps = state["epoch"], state["batches"], state["steps"]

@@ -150,7 +150,6 @@ class Forward(NamedTuple):
     # Bound in it, and in its backward pass, which may compute parts of it again.
     axes: dict[str, Axis] = {}
     call: BoundCall = BoundCall()
-    mixed: Collection[str] = ()  # the axes over which it has communicated
 
 
 class Passes:
@@ -178,29 +177,28 @@ class Passes:
             alone = iteration is None or replays or self._ranks == 1
             axes = self._mesh.axes if alone else self._shadowed
             call = BoundCall(weight, number)
-            loss, aux, buffers, mixed = self._run(body, batch, call, axes)
-            return Forward(weight, loss, aux, buffers, axes=axes, call=call, mixed=mixed)
+            return Forward(weight, *self._run(body, batch, call, axes), axes=axes, call=call)
         if not replays:
             return Forward(0.0, buffers=body.buffers)
         call = BoundCall(0.0, number)
-        replayed, _, buffers, mixed = self._run(body, batch, call, self._mesh.axes)
-        return Forward(0.0, buffers=buffers, replayed=replayed, axes=self._mesh.axes, call=call, mixed=mixed)
+        replayed, _, buffers = self._run(body, batch, call, self._mesh.axes)
+        return Forward(0.0, buffers=buffers, replayed=replayed, axes=self._mesh.axes, call=call)
 
     def _run(
         self, body: StateData, batch: Any, call: BoundCall, axes: dict[str, Any]
-    ) -> tuple[Tensor, Any, dict[str, Tensor] | None, set[str]]:
+    ) -> tuple[Tensor, Any, dict[str, Tensor] | None]:
         storage = body.storage
         params = body.rebuild(dict(storage.leaves))
         self.hooks.in_loss = True
         try:
-            with torch.enable_grad(), bind_axes(axes, call) as mixed:
+            with torch.enable_grad(), bind_axes(axes, call):
                 loss, aux, buffers = self._loss(params, body.buffers, batch)
         finally:
             self.hooks.in_loss = False
         torch.clear_autocast_cache()  # an autocast around the loop would keep casts of these parameters for the next step
         if aux is not None or buffers is not None:
             aux, buffers = copy_if_aliased((aux, buffers), storage.written(bool(body.window)))
-        return loss, aux, buffers, mixed
+        return loss, aux, buffers
 
     def backward_within(self, forward: Forward, grad_output: GradOutput, storage: Storage) -> None:
         """Run the backward pass of a call within a window: gradients are added, and nothing is sent."""

@@ -120,7 +120,7 @@ class Run:
         forward = passes.forward(body, batch, weight, body.calls, iteration)
         if span is not None:
             span.next("prepare")
-        early = agreements.plan.starts_from_weight(body.step, forward.mixed)
+        early = agreements.plan.starts_from_weight(body.step, forward.call.mixed)
         grad_output, own = self._own(body, forward, early)
         if within:
             if span is not None:

@@ -53,7 +53,7 @@ def batches(i: int) -> dict[str, Any]:
     late = torch.zeros(64, 3)
     late[-1, -1] = i
     return {
-        "tensor": x, "expanded": x[2, 1].expand(2**20, 2**20), "its last element": late,
+        "tensor": x, "expanded": x[2, 1].expand(20, 20), "its last element": late,
         "bool": x > 1, "bfloat16, transposed": x.bfloat16().T, "complex": x * 1j,
         "fp8": x.to(torch.float8_e4m3fn), "dict": {"b": x, 1: "x"}, "nested": [[{"a": (x,)}]], "dataclass": Pair(x, ["a"]),
         "its text": Pair(x[:1], ["a", str(i)]), "graph": Graph(x), "named": Named(1, x),
@@ -68,6 +68,7 @@ def of_a_type_alone() -> dict[str, Any]:
     x = torch.ones(3, 2)
     return {
         "sparse": x.to_sparse(), "set": {1, 2}, "jagged": torch.nested.nested_tensor([x, x[:2]], layout=torch.jagged),
+        "large": x[0, 0].expand(2**20, 2**20),
         "slots": Slots(x), "function": batches, "module": torch.nn.Linear(2, 2), "meta": x.to("meta"), "None": None,
         "fails": Fails(),
     }  # fmt: skip

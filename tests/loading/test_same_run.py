@@ -102,7 +102,7 @@ def verdict(form: Form, whole: list[Any], folder: Path, cut: tuple[int, int]) ->
             return "error"
     warned = any("only to skip them" not in str(one.message) for one in said)
     if same_bits(seen, whole):
-        return "same, and warns" if warned else "same"
+        return "same-and-warns" if warned else "same"
     return "warn" if warned else "silent"
 
 
@@ -153,6 +153,39 @@ class Noisy(Dataset[Tensor]):
             "own": self.own.rand,
         }
         return SAMPLES[i] + draws[self.draw or "own"]()
+
+
+class MadeLate(Noisy):
+    """Makes its generator when it is used first."""
+
+    def __init__(self) -> None:
+        self.draw = None
+
+    def __getitem__(self, i: int) -> Tensor:
+        self.own = getattr(self, "own", None) or np.random.RandomState(4)
+        return super().__getitem__(i)
+
+
+class Stateful(DataLoader[Tensor]):
+    """Knows its own position, as torchdata's StatefulDataLoader does: the batches so far, of an order drawn with a generator."""
+
+    used = skip = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"used": self.used}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.skip = state["used"]
+
+    def __iter__(self) -> Any:
+        self.used, self.skip, batches = self.skip, 0, super().__iter__()
+        for _ in range(self.used):
+            next(batches)
+        return map(self.count, batches)
+
+    def count(self, batch: Tensor) -> Tensor:
+        self.used = (self.used + 1) % (N // SIZE)
+        return batch
 
 
 class Stream(IterableDataset[Tensor]):
@@ -249,6 +282,11 @@ ROWS = {
         body=lambda batch: batch + torch.rand((), generator=DRAWN["body"]),
     ),
     "augmentation by the dataset's generator": Form(loader(dataset=lambda: Noisy("own"), shuffle=True)),
+    "random_split, the dataset's generator": Form(
+        loader(dataset=lambda: random_split(Noisy("own"), [N], generator())[0], shuffle=True)  # type: ignore[arg-type,list-item]
+    ),
+    "a generator that is made late": Form(loader(dataset=MadeLate), "same-and-warns same-and-warns warn warn warn"),
+    "a loader with a state of its own": Form(lambda: Stateful(SAMPLES, SIZE, shuffle=True, generator=generator())),
     "augmentation by the streams": Form(loader(dataset=lambda: Noisy("numpy"), shuffle=True)),
     "a batch that the body changes in place": Form(
         loader(dataset=SAMPLES.clone, shuffle=True), body=lambda batch: batch.mul_(2).add_(1)

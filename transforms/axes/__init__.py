@@ -40,7 +40,6 @@ from ._environment import (
     current_call as current_call,
     current_weight as current_weight,
     lookup as lookup,
-    mixed_axes as mixed_axes,
 )
 from ._primitive import (
     DIRECT_BYTES as DIRECT_BYTES,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -146,18 +147,24 @@ class Axis:
         return None
 
 
-class BoundCall(NamedTuple):
-    """The call of a train_step in which something runs."""
+@dataclass
+class BoundCall:
+    """The call of a train_step in which something runs, or what runs in a thread outside of such calls.
+
+    mixed: the axes over which a differentiable collective has run in it. A backward pass through it sums the derivatives of all ranks'
+        losses, so each loss must have its weight before. Who has taken the gradients clears the set.
+    """
 
     weight: Any = 1.0
     number: Any = None
+    mixed: set[str] = field(default_factory=set)
 
 
 class _Threads(threading.local):
     def __init__(self) -> None:
         self.axes: dict[str, Axis] = {}
         self.call: BoundCall | None = None
-        self.mixed: set[str] = set()  # see `mixed_axes`
+        self.outside = BoundCall()  # where no call is bound
         self.caller: _Bindings | None = None  # as autograd's threads see this one
 
 
@@ -165,56 +172,47 @@ class _Bindings:
     """The bindings of a thread in whose backward passes other threads compute something again."""
 
     axes: dict[str, Axis] = {}
-    call: BoundCall
-    mixed: set[str]
 
     def __init__(self) -> None:
-        self.call, self.mixed = BoundCall(), set()
+        self.call = THREADS.outside
 
 
 THREADS = _Threads()
-_NONE, _KEY = _Bindings(), "fjoin: the thread that has called backward"
+_KEY = "fjoin: the thread that has called backward"
 
 
 class bind_axes:
     """Binds axis names, and a call, in this thread inside a with block; the outer bindings are restored after it.
 
     Args:
-        call: None keeps the call that is bound. Another one notes the axes of its own collectives; see `mixed_axes`.
+        call: None keeps the call that is bound.
         in_backward: Whether autograd's threads that run backward passes of the block see the bindings too. On a device these are
             other threads, and a function that is computed again there may communicate.
     """
 
     __slots__ = ("_axes", "_before", "_before_caller", "_call", "_in_backward")
 
-    _before_caller: tuple[dict[str, Axis], BoundCall, set[str]]
+    _before_caller: tuple[dict[str, Axis], BoundCall]
 
     def __init__(self, axes: dict[str, Axis], call: BoundCall | None = None, in_backward: bool = False) -> None:
         self._axes, self._call, self._in_backward = axes, call, in_backward
 
-    def __enter__(self) -> set[str]:
-        """Returns the axes that `mixed_axes` will have."""
+    def __enter__(self) -> None:
         here = THREADS
-        self._before = here.axes, here.call, here.mixed
+        self._before = here.axes, here.call
+        if not here.axes:
+            here.outside.mixed.clear()  # what ran before an outermost block is of another program
         here.axes = {**(here.axes or bindings_of_caller().axes), **self._axes}
-        if self._call is not None:
-            here.call, here.mixed = self._call, set()
-        elif not self._before[0]:  # an outermost block; what ran before it is of another program
-            here.mixed = set()
+        here.call = here.call if self._call is None else self._call
         if self._in_backward:
             caller = here.caller = here.caller or _stashed()
-            self._before_caller = caller.axes, caller.call, caller.mixed
-            caller.axes, caller.call, caller.mixed = here.axes, bound_call(), here.mixed
-        return here.mixed
+            self._before_caller = caller.axes, caller.call
+            caller.axes, caller.call = here.axes, bound_call()
 
     def __exit__(self, *error: object) -> None:
-        THREADS.axes, THREADS.call, mixed = self._before
-        if self._call is not None:  # otherwise the backward pass may run behind the block
-            THREADS.mixed = mixed
+        THREADS.axes, THREADS.call = self._before
         if self._in_backward and (caller := THREADS.caller) is not None:
-            caller.axes, caller.call, mixed = self._before_caller
-            if self._call is not None:
-                caller.mixed = mixed
+            caller.axes, caller.call = self._before_caller
 
 
 def _stashed() -> _Bindings:
@@ -237,12 +235,9 @@ def _may_stash() -> bool:
 
 def bindings_of_caller() -> _Bindings:
     """The bindings of the thread that has begun the backward pass that runs here."""
-    if torch.compiler.is_compiling() or not torch._C._is_key_in_tls(
-        _KEY
-    ):  # compiled functions run in the caller's thread
-        return _NONE
-    found: _Bindings = torch._C._get_obj_in_tls(_KEY)
-    return found
+    # Compiled functions run in the caller's thread.
+    seen = not torch.compiler.is_compiling() and torch._C._is_key_in_tls(_KEY)
+    return torch._C._get_obj_in_tls(_KEY) if seen else _Bindings()
 
 
 def bound() -> dict[str, Axis]:
@@ -271,16 +266,7 @@ def note_mixed(axis: Axis) -> None:
     """Note that a collective runs through whose derivative the ranks mix their losses."""
     # Not in a backward pass, in which a function is computed again.
     if axis.size > 1 and (torch.compiler.is_compiling() or torch._C._current_graph_task_id() < 0):
-        THREADS.mixed.update(axis.name.split(" x "))
-
-
-def mixed_axes() -> set[str]:
-    """The axes over which a differentiable collective has run in this thread, or in the call of a train_step that is bound in it.
-
-    A backward pass through it sums the derivatives of all ranks' losses, so each loss must have its weight before. Who has taken
-    the gradients clears the set.
-    """
-    return THREADS.mixed or bindings_of_caller().mixed
+        bound_call().mixed.update(axis.name.split(" x "))
 
 
 def check_late_weight(call: Call, grads: Tree, axes: Collection[str] | None = None) -> None:
@@ -294,13 +280,14 @@ def check_late_weight(call: Call, grads: Tree, axes: Collection[str] | None = No
     Raises:
         ValueError: the weight is not known to be 1. A rank of weight 0 has mixed its loss, too.
     """
-    if torch.compiler.is_compiling() or not THREADS.mixed or THREADS.call is not None:  # a call looks at its own loss
+    mixed = THREADS.outside.mixed
+    if torch.compiler.is_compiling() or not mixed or THREADS.call is not None:  # a call looks at its own loss
         return
     weight = call.weight
     if not plain(grads, weight if isinstance(weight, Tensor) else ()):
         return
-    over = sorted(THREADS.mixed if axes is None else THREADS.mixed.intersection(axes))
-    THREADS.mixed.clear()
+    over = sorted(mixed if axes is None else mixed.intersection(axes))
+    mixed.clear()
     if over and not (weight is None or (not isinstance(weight, Tensor) and weight == 1)):
         raise ValueError(
             f"weight={weight!r} comes too late: the loss has communicated over {over}, and its backward pass has mixed the ranks' losses. "

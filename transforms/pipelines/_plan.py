@@ -206,16 +206,15 @@ def _first_reductions(part: Transform, step: int | None) -> tuple[frozenset[str]
         return frozenset(["live" if part.reduces.over in ("live", "world") else "weight"]), ()
     found = [_first_reductions(child, at) for child, at in running(part, step)]
     reducing = [i for i, (counts, _) in enumerate(found) if counts]
-    if not reducing:
-        before = tuple(one for _, some in found for one in some)
-        return frozenset(), before if children(part) or part.wraps or part.passes else (part,)
-    if part.wraps == "stages":  # those before the last reduction, since the first may be of some leaves or axes only
-        counts = found[reducing[0]][0]
-        before = tuple(one for _, some in found[: reducing[-1] + 1] for one in some)
+    counts = frozenset[str]().union(*(found[i][0] for i in reducing))
+    if reducing and part.wraps == "stages":
+        # Those before the last reduction, since the first may be of some leaves or axes only.
+        counts, found = found[reducing[0]][0], found[: reducing[-1] + 1]
     else:
-        counts = frozenset[str]().union(*(found[i][0] for i in reducing))
-        before = tuple(one for i in reducing for one in found[i][1])
-    return counts, before if part.spec.is_ours else (part, *before)
+        found = [found[i] for i in reducing] or found
+    before = tuple(one for _, some in found for one in some)
+    changes = not part.spec.is_ours if counts else not (children(part) or part.wraps or part.passes)
+    return counts, (part, *before) if changes else before
 
 
 def _shares(part: Transform, step: int | None, before: frozenset[str]) -> Iterator[frozenset[str]]:
