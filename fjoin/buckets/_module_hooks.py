@@ -20,8 +20,8 @@ def gradients(bucket: GradBucket) -> list[Tensor]:
     """
     views = []
     for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True):
-        dense = torch.empty_like(p, device="meta").stride() == p.stride()  # strides without gaps
-        views.append(
-            g.as_strided(p.size(), p.stride(), g.storage_offset()) if dense and g.stride() != p.stride() else g
-        )
+        # A tensor made like one without gaps gets its strides.
+        if g.stride() != p.stride() and torch.empty_like(p, device="meta").stride() == p.stride():
+            g = g.as_strided(p.size(), p.stride(), g.storage_offset())
+        views.append(g)
     return views
