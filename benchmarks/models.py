@@ -55,6 +55,23 @@ class Transformer(nn.Module):
         return self.head(self.norm(self.blocks(self.embed(tokens)))).flatten(0, 1)
 
 
+class Residual(nn.Module):
+    """Convolutions of a few channels with batch norms, each but the first added to its input: many small tensors, half of them buffers."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        inputs = [3] + [width] * (layers - 1)
+        self.convolutions = nn.ModuleList(nn.Conv2d(n, width, 3, padding=1, bias=i < 3) for i, n in enumerate(inputs))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(width) for _ in inputs)
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for convolution, norm in zip(self.convolutions, self.norms, strict=True):
+            y = norm(convolution(x))
+            x = F.relu(y + x if y.shape == x.shape else y)
+        return self.head(x.mean((2, 3)))
+
+
 def samples(n: int, inputs: int, classes: int) -> tuple[Tensor, Tensor]:
     return torch.randn(n, inputs), torch.randint(0, classes, (n,))
 
@@ -70,6 +87,8 @@ CASES = {
     "10m": Case(lambda: Transformer(30, 160, 4, 256), lambda: tokens(128, 256), 1),
     "10m period": Case(lambda: Transformer(30, 160, 4, 256), lambda: tokens(128, 256), 4),
     "10m epoch": Case(lambda: Transformer(30, 160, 4, 256), lambda: tokens(128, 256), 14),
+    "gpt149": Case(lambda: Transformer(12, 16, 2, 64), lambda: tokens(16, 64), 8),
+    "res161": Case(lambda: Residual(4, 26), lambda: (torch.randn(2, 3, 4, 4), torch.randint(0, 10, (2,))), 6),
     "50m": Case(lambda: mlp(*[2048] * 13), lambda: samples(32, 2048, 2048), 1),
 }
 

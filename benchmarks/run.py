@@ -77,7 +77,24 @@ HAND = (
     "shared hand donate",
     "shared hand pure",
 )
+HOST = (
+    *DDP,
+    "hand",
+    "ours",
+    "ours join",
+    "ddp our hook",
+    "hand registered",
+    "donate",
+    "hand donate",
+    "pure value_and_grad",
+    "hand pure autograd",
+    "pure",
+    "ours zero",
+    "ours int8 fed back",
+)
 GROUPS = {
+    "host gpt149": Group("gpt149", 60, 2, HOST),
+    "host res161": Group("res161", 40, 2, HOST),
     "shared tiny": Group("tiny", 80, 6, HAND),
     "shared 1m": Group("1m", 60, 3, HAND),
     "shared 10m": Group("10m", 30, 3, HAND),

@@ -11,7 +11,7 @@ import functools
 import io
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import floors
 import models
@@ -125,14 +125,14 @@ def ddp_local(name: str, batch: Any, mesh: Any, ours: bool = False) -> Variant:
 
 def ours_local(name: str, batch: Any, mesh: Any, diloco: bool = False) -> Variant:
     """Our local SGD with the schedule of torch's averager, or DiLoCo."""
-    loss_fn, params, _ = pieces(name, tx.adamw(LR))
+    loss_fn, _, params, buffers, _ = functions(name, tx.adamw(LR))
     pipeline = tx.fuse(
         tx.identity(), tx.adamw(LR), after=tx.every(PERIOD, tx.average_parameters("data", over="world"), first=0)
     )
     if diloco:
         pipeline = tx.diloco(tx.adamw(LR), tx.mean("data"), PERIOD)
     step = fjoin.train_step(loss_fn, pipeline, mesh=mesh)
-    state = step.init(params)
+    state = step.init(params, buffers)
     del params
 
     def run(n: int) -> None:
@@ -148,14 +148,32 @@ def share(n: int) -> int:
     return n if dist.get_rank() == 0 else n * 10 // 14
 
 
-def pieces(name: str, optimizer: tx.Optimizer) -> tuple[Callable[[Any, Any], Tensor], dict[str, Tensor], Any]:
-    """The loss as a function, the parameters, the pipeline."""
-    apply, params, _ = fjoin.functional(models.model(name))
+class Functions(NamedTuple):
+    """A model as functions: the loss of a train_step, that of a loop of one's own, and what they start from."""
+
+    loss: Callable[..., Any]  # (params, batch), or (params, buffers, batch) for a model with buffers
+    own_loss: Callable[..., Any]  # (params, buffers, batch) -> (loss, buffers)
+    params: dict[str, Tensor]
+    buffers: dict[str, Tensor] | None
+    pipeline: Any
+
+
+def functions(name: str, optimizer: tx.Optimizer) -> Functions:
+    apply, params, buffers = fjoin.functional(models.model(name))
 
     def loss_fn(params: Any, batch: Any) -> Tensor:
         return F.cross_entropy(apply(params, {}, batch[0]), batch[1])
 
-    return loss_fn, params, tx.fuse(tx.mean("data"), optimizer)
+    def own_loss(params: Any, buffers: Any, batch: Any) -> tuple[Tensor, Any]:
+        out, new = apply.with_buffers(params, buffers, batch[0])
+        return F.cross_entropy(out, batch[1]), new
+
+    def with_buffers(params: Any, buffers: Any, batch: Any) -> tuple[Tensor, None, Any]:
+        loss, new = own_loss(params, buffers, batch)
+        return loss, None, new
+
+    pipeline = tx.fuse(tx.mean("data"), optimizer)
+    return Functions(with_buffers if buffers else loss_fn, own_loss, params, buffers or None, pipeline)
 
 
 def pages_given_back(*args: Any, **settings: Any) -> Variant:
@@ -175,10 +193,10 @@ def ours(
     **settings: Any,
 ) -> Variant:
     """fjoin's step: alone, or inside its join on even or uneven inputs."""
-    loss_fn, params, pipeline = pieces(name, tx.sgd(LR, momentum=0.9) if sgd else tx.adamw(LR))
+    loss_fn, _, params, buffers, pipeline = functions(name, tx.sgd(LR, momentum=0.9) if sgd else tx.adamw(LR))
     pipeline = tx.fuse(hook, pipeline.optimizer, gather_codec=gather) if hook else pipeline
     step = fjoin.train_step(loss_fn, pipeline, mesh=mesh, **settings)
-    state = step.init(params)
+    state = step.init(params, buffers)
     del params
 
     def run(n: int) -> None:
@@ -204,35 +222,28 @@ def shared(name: str, batch: Any, mesh: Any, make: Callable[..., Variant] = ours
     return make(name, batch, shared_mesh(), **settings)
 
 
-def pure(name: str, batch: Any, mesh: Any) -> Variant:
-    """The reference: torch.func.grad and the pure pipeline, all out of place."""
-    loss_fn, params, pipeline = pieces(name, tx.adamw(LR))
-    grad = torch.func.grad(loss_fn)
+def own_loop(name: str, batch: Any, mesh: Any, donate: bool = False, func: bool = False) -> Variant:
+    """A loop of one's own: gradients by `fjoin.value_and_grad` or torch.func, and the pure pipeline on copies or on what is given up."""
+    _, loss_fn, params, buffers, pipeline = functions(name, tx.adamw(LR))
+    grad = fjoin.value_and_grad(loss_fn, has_aux=True)
+    if func:
+        of_func = torch.func.grad_and_value(loss_fn, has_aux=True)
+        grad = lambda *args: of_func(*args)[::-1]  # noqa: E731
     state = pipeline.init(params)
 
     def run(n: int) -> None:
-        nonlocal params, state
+        nonlocal params, buffers, state
         with fjoin.bind(mesh):
             for _ in range(n):
-                params, state = pipeline.step(params, grad(params, batch), state)
+                (_, new), grads = grad(params, buffers or {}, batch)
+                params, state = pipeline.step(params, grads, state, donate=donate)
+                buffers = new
 
     return run, lambda: list(params.values())
 
 
-def donate(name: str, batch: Any, mesh: Any, sgd: bool = False) -> Variant:
-    """A loop of one's own: plain autograd, and the pipeline on what is given up."""
-    loss_fn, params, pipeline = pieces(name, tx.sgd(LR, momentum=0.9) if sgd else tx.adamw(LR))
-    grad = fjoin.value_and_grad(loss_fn)
-    state = pipeline.init(params)
-
-    def run(n: int) -> None:
-        nonlocal params, state
-        with fjoin.bind(mesh):
-            for _ in range(n):
-                _, grads = grad(params, batch)
-                params, state = pipeline.step(params, grads, state, donate=True)
-
-    return run, lambda: list(params.values())
+pure = partial(own_loop, func=True)
+donate = partial(own_loop, donate=True)
 
 
 def power_sgd(cast: torch.dtype | None = None) -> tx.Transform:
@@ -384,6 +395,7 @@ MAKE: dict[str, Callable[..., Variant]] = {
     "ours join": lambda *a: ours(*a, join="even"),
     "ours join uneven": lambda *a: ours(*a, join="uneven"),
     "pure": pure,
+    "pure value_and_grad": own_loop,
     "donate": donate,
     "shared donate": lambda *a: shared(*a, make=donate),
     **{name: lambda *a, make=make: make(*a[:2], floors.summed) for name, make in floors.LOOPS.items()},
