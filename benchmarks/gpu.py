@@ -95,6 +95,9 @@ if __name__ == "__main__":
     parser.add_argument("--timeout", type=float, default=60.0, help="of the mesh, in seconds")
     parser.add_argument("--limit", type=float, default=120.0, help="after which ranks are killed, in seconds")
     parser.add_argument("--after", type=float, default=0.0, help="how long a rank lives on after a failure, in seconds")
+    parser.add_argument(
+        "--rows", default="", help="of bench and launches, without the commas in their names: 'ddp views,donate'"
+    )
     parser.add_argument("--out")
     args = parser.parse_args()
     if "GPU_CHECK_RANK" in os.environ:

@@ -126,7 +126,7 @@ def sync(args: Any, mesh: Any) -> None:
 def race(args: Any, mesh: Any) -> None:
     """The same bits with delays and overwritten free memory as with a synchronization behind every launch."""
     apply, start, _ = fjoin.functional(net(args.device))
-    begin_reduce, copy_grad, dice = GroupAxis.begin_reduce, GradBuffer.copy_grad, random.Random(mesh.rank)
+    begin_reduce, take, dice = GroupAxis.begin_reduce, GradBuffer.take, random.Random(mesh.rank)
 
     def run(make: Callable[[], Any], slow: bool) -> dict[str, Tensor]:
         def reduced(self: Any, buffer: Tensor) -> Any:
@@ -135,8 +135,8 @@ def race(args: Any, mesh: Any) -> None:
                 synchronize(args.device)
             return work
 
-        def copied(self: Any, i: int, leaf: Tensor) -> None:
-            copy_grad(self, i, leaf)
+        def taken(self: Any, places: Any) -> None:
+            take(self, places)
             if slow:
                 synchronize(args.device)
             elif args.device == "cuda":
@@ -144,7 +144,7 @@ def race(args: Any, mesh: Any) -> None:
                 for numel in (dice.randrange(1, 2**20), dice.randrange(1, 2**10)):
                     torch.full((numel,), float("nan"), device="cuda")  # in memory that was freed too early
 
-        GroupAxis.begin_reduce, GradBuffer.copy_grad = reduced, copied
+        GroupAxis.begin_reduce, GradBuffer.take = reduced, taken  # type: ignore[method-assign]
         step = fjoin.train_step(loss_of(apply), tx.fuse(make(), tx.adamw(1e-3)), mesh=mesh, bucket_bytes=2**18)
         state = step.init(start)
         for i in range(args.steps):
@@ -163,4 +163,4 @@ def race(args: Any, mesh: Any) -> None:
                 f"{name:14} {'same bits' if off == 0 else wrong(f'DIFFERS by {off:g}')}{'' if finite else wrong(' NOT FINITE')}",
             )
     finally:
-        GroupAxis.begin_reduce, GradBuffer.copy_grad = begin_reduce, copy_grad
+        GroupAxis.begin_reduce, GradBuffer.take = begin_reduce, take  # type: ignore[method-assign]

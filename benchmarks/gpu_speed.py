@@ -7,7 +7,7 @@ import json
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import models
@@ -57,6 +57,26 @@ def _variants(args: Any, mesh: Any, small: bool) -> dict[str, Callable[[], Calla
 
         return one
 
+    def registered() -> Callable[[], None]:
+        module = nn.parallel.DistributedDataParallel(
+            copy.deepcopy(model), gradient_as_bucket_view=True, process_group=mesh.group
+        )
+        fjoin.ddp.register(module, tx.fuse(mean, adamw), mesh)
+        return lambda: loss(module).backward()
+
+    def donate() -> Callable[[], None]:
+        apply, params, _ = fjoin.functional(model)
+        grad = fjoin.value_and_grad(lambda params: loss(lambda x: apply(params, {}, x)))
+        pipeline = tx.fuse(mean, adamw)
+        state = pipeline.init(params)
+
+        def one() -> None:
+            nonlocal params, state
+            with fjoin.bind(mesh):
+                params, state = pipeline.step(params, grad(params)[1], state, donate=True)
+
+        return one
+
     def ours(mib: int, hook: Any, opt: Any) -> Callable[[], None]:
         apply, start, _ = fjoin.functional(model)
         loss_fn = lambda params, batch: loss(lambda x: apply(params, {}, x))  # noqa: E731
@@ -75,49 +95,59 @@ def _variants(args: Any, mesh: Any, small: bool) -> dict[str, Callable[[], Calla
         "ddp, views": lambda: ddp(True),
         "fjoin": lambda: ours(5, mean, adamw),
         "fjoin, 25 MiB": lambda: ours(25, mean, adamw),
+        "registered": registered,
+        "donate": donate,
         "schedule": lambda: ours(25, mean, tx.adamw(tx.warmup_cosine(1e-4, 10, 1000))),
         "clip": lambda: ours(25, tx.chain(mean, tx.clip_by_global_norm(1.0)), adamw),
         "bf16 wire": lambda: ours(25, tx.compress(torch.bfloat16, mean), adamw),
+        "int8 fed back": lambda: ours(25, tx.error_feedback(tx.compress(tx.int8(), mean)), adamw),
         "zero": lambda: ours(25, tx.scatter_mean("data"), adamw),
     }
+
+
+def _rows(args: Any, mesh: Any) -> Iterator[tuple[bool, str, Callable[[], Callable[[], None]]]]:
+    """The rows that --rows names, or all, of each model: whether it is the small one, which is the only one on CPUs; name; variant."""
+    for small in (True, False) if args.device == "cuda" else (True,):
+        for name, make in _variants(args, mesh, small).items():
+            if not args.rows or name.replace(", ", " ") in args.rows.split(","):
+                yield small, name, make
 
 
 def bench(args: Any, mesh: Any) -> None:
     """Medians of the time of a step, of its time on the host alone, and the most memory."""
     rows = {}
-    for small in (True, False) if args.device == "cuda" else (True,):
-        for name, make in _variants(args, mesh, small).items():
-            base = 0
-            if args.device == "cuda":
-                torch.cuda.empty_cache()
-                torch.cuda.reset_peak_memory_stats()
-                base = torch.cuda.memory_allocated()
-            one = make()
-            for _ in range(5):
-                one()
-            wall, host = [], []
+    for small, name, make in _rows(args, mesh):
+        base = 0
+        if args.device == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            base = torch.cuda.memory_allocated()
+        one = make()
+        for _ in range(5):
+            one()
+        wall, host = [], []
+        for _ in range(args.steps):
+            synchronize(args.device)
+            start = time.perf_counter()
+            one()
+            host.append(time.perf_counter() - start)  # from an idle device: the host is not held back
+        for _ in range(5):
+            synchronize(args.device)
+            start = time.perf_counter()
             for _ in range(args.steps):
-                synchronize(args.device)
-                start = time.perf_counter()
                 one()
-                host.append(time.perf_counter() - start)  # from an idle device: the host is not held back
-            for _ in range(5):
-                synchronize(args.device)
-                start = time.perf_counter()
-                for _ in range(args.steps):
-                    one()
-                synchronize(args.device)
-                wall.append((time.perf_counter() - start) / args.steps)
-            peak = torch.cuda.max_memory_allocated() - base if args.device == "cuda" else 0
-            row = [1e3 * f(wall) for f in (statistics.median, min, max)] + [1e3 * statistics.median(host), peak / MIB]
-            rows[f"{'mlp' if small else '110M'}: {name}"] = row
-            if mesh.rank == 0:
-                print(
-                    f"{'mlp' if small else '110M':5} {name:14} step {row[0]:8.3f} ms [{row[1]:.3f} {row[2]:.3f}]"
-                    f"  host {row[3]:7.3f} ms  peak {row[4]:6.0f} MiB",
-                    flush=True,
-                )
-            del one
+            synchronize(args.device)
+            wall.append((time.perf_counter() - start) / args.steps)
+        peak = torch.cuda.max_memory_allocated() - base if args.device == "cuda" else 0
+        row = [1e3 * f(wall) for f in (statistics.median, min, max)] + [1e3 * statistics.median(host), peak / MIB]
+        rows[f"{'mlp' if small else '110M'}: {name}"] = row
+        if mesh.rank == 0:
+            print(
+                f"{'mlp' if small else '110M':5} {name:14} step {row[0]:8.3f} ms [{row[1]:.3f} {row[2]:.3f}]"
+                f"  host {row[3]:7.3f} ms  peak {row[4]:6.0f} MiB",
+                flush=True,
+            )
+        del one
     if mesh.rank == 0 and args.out:
         with open(args.out, "w") as file:
             json.dump(rows, file, indent=1)
@@ -125,30 +155,29 @@ def bench(args: Any, mesh: Any) -> None:
 
 def launches(args: Any, mesh: Any) -> None:
     """Kernel launches, copies, messages and waits in one step, by torch's profiler."""
-    for small in (True, False):
-        for name, make in _variants(args, mesh, small).items():
-            one = make()
-            for _ in range(5):
+    for small, name, make in _rows(args, mesh):
+        one = make()
+        for _ in range(5):
+            one()
+        synchronize(args.device)
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as prof:
+            for _ in range(3):
                 one()
             synchronize(args.device)
-            with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as prof:
-                for _ in range(3):
-                    one()
-                synchronize(args.device)
-            seen = Counter(event.name for event in prof.events())
+        seen = Counter(event.name for event in prof.events())
 
-            def of(*keys: str, seen: Counter[str] = seen) -> float:
-                return sum(n for event, n in seen.items() if any(key in event for key in keys)) / 3
+        def of(*keys: str, seen: Counter[str] = seen) -> float:
+            return sum(n for event, n in seen.items() if any(key in event for key in keys)) / 3
 
-            if mesh.rank == 0:
-                print(
-                    f"{'mlp' if small else '110M':5} {name:14} launches {of('LaunchKernel'):7.1f}"
-                    f" memcpy {of('cudaMemcpyAsync'):5.1f} nccl {of('ncclDevKernel'):5.1f}"
-                    f" waits of the host {of('StreamSynchronize', 'DeviceSynchronize', 'EventSynchronize'):4.1f}"
-                    f" of streams {of('StreamWaitEvent'):6.1f}",
-                    flush=True,
-                )
-            del one
+        if mesh.rank == 0:
+            print(
+                f"{'mlp' if small else '110M':5} {name:14} launches {of('LaunchKernel'):7.1f}"
+                f" memcpy {of('cudaMemcpyAsync'):5.1f} nccl {of('ncclDevKernel'):5.1f}"
+                f" waits of the host {of('StreamSynchronize', 'DeviceSynchronize', 'EventSynchronize'):4.1f}"
+                f" of streams {of('StreamWaitEvent'):6.1f}",
+                flush=True,
+            )
+        del one
 
 
 def graph(args: Any, mesh: Any) -> None:

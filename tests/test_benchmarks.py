@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -76,6 +77,40 @@ def test_a_check_that_fails_or_takes_too_long_is_told() -> None:
     # What it has started holds its output open.
     ended, seconds, text = gpu_report.run(Check("echo begun; sleep 60 & sleep 60", "", 1.0), "cpu")
     assert "stopped" in ended and seconds < 20 and text == "begun"
+
+
+ROWS = ["--rows", "ddp,fjoin 25 MiB,registered,donate"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["alive"],
+        ["race"],
+        pytest.param(["sync"], marks=pytest.mark.long),
+        ["two"],
+        ["bench", *ROWS],
+        ["launches", *ROWS],
+    ],
+    ids=lambda command: command[0],
+)
+def test_the_code_of_a_gpu_check_runs_on_one_rank_without_a_gpu(command: list[str]) -> None:
+    script = [sys.executable, str(BENCHMARKS / "gpu.py"), *command, "--device", "cpu", "--steps", "1", "--limit", "110"]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{command[0]}: rank 0 ended with 0" in done.stdout
+    if len(command) > 1:
+        assert all(row in done.stdout for row in ("mlp   registered", "mlp   donate"))
+
+
+def test_the_short_run_on_a_gpu_takes_eight_minutes_and_writes_after_each_check(tmp_path: Path) -> None:
+    gpu_report = script("gpu_report")
+    assert sum(check.limit_s for check in gpu_report.SHORT) <= 480
+    Check, page = gpu_report.Check, tmp_path / "page.md"
+    seen = Check(f"python -c \"print(open('{page}').read().count('passed'))\"", "a page", 60)
+    with mock.patch.dict(gpu_report.PARTS, {"short": ("Short", [Check("python -c 'print(5)'", "", 60), seen])}):
+        assert gpu_report.section("short", "cpu", page)
+    assert "```text\n1\n```" in page.read_text() and page.read_text().count("| passed |") == 2
 
 
 @pytest.mark.long
