@@ -167,6 +167,7 @@ def test_streams_go_there_and_back() -> None:
         if i > 2:  # a normal number of a pair is left over, or has been used
             numpy.random.normal()
             assert str(Streams.now().numpy) == str(numpy.random.get_state())
+            assert Streams.now().python == random.getstate()
         there = Streams.now().state_dict()
         assert Streams.now().state_dict()["numpy_rest"] == there["numpy_rest"]
         want = draw()

@@ -160,9 +160,10 @@ def messages(leaves: list[Tensor], alone: bool) -> list[list[int]]:
         alone: Whether those of at least `DIRECT_BYTES` travel alone.
     """
     done: list[list[int]] = []
-    filling: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
+    filling: dict[Any, tuple[list[int], int]] = {}
+    alike = len({leaf.dtype for leaf in leaves}) == len({leaf.device for leaf in leaves}) == 1
     for i, leaf in enumerate(leaves):
-        key, size = (leaf.dtype, leaf.device), leaf.numel() * leaf.element_size()
+        key, size = None if alike else (leaf.dtype, leaf.device), leaf.nbytes
         if alone and size >= DIRECT_BYTES:
             done.append([i])
             continue
@@ -240,7 +241,7 @@ def reduce_over(op: str, tree: Tree, axis: AxisName) -> Tree:
     return tree
 
 
-def sum_plain(leaves: list[Tensor], axis: AxisName, kept: Sequence[Tensor] = ()) -> list[Tensor]:
+def sum_plain(leaves: list[Tensor], axis: AxisName, kept: Sequence[Tensor] = ()) -> tuple[list[Tensor], list[Tensor]]:
     """psum of tensors that may be overwritten. All messages travel at once.
 
     Args:
@@ -248,27 +249,33 @@ def sum_plain(leaves: list[Tensor], axis: AxisName, kept: Sequence[Tensor] = ())
         kept: Those that must not be overwritten.
 
     Returns:
-        The sums, in the memory of `leaves` or in that of the messages.
+        The sums, in the memory of `leaves` or in that of the messages; and the messages, which hold nothing else.
     """
     if not can_send(leaves, False):
         refuse(leaves, False)
-    keep = set(map(id, kept))
+    keep, sent = set(map(id, kept)), leaves
     for one in _lookup_all(axis) if leaves else ():
-        sums, waits = list(leaves), []
+        sums, waits, sent = list(leaves), [], []
         for members in messages(leaves, True):
             parts = [leaves[i] for i in members]
             if len(parts) == 1 and parts[0].is_contiguous() and id(parts[0]) not in keep:
-                waits.append(one.start_(parts[0].view(-1)))
+                sent.append(parts[0].view(-1))
+                waits.append(one.start_(sent[-1]))
                 continue
             flat = one.empty(sum([x.numel() for x in parts]), parts[0].dtype, parts[0].device)
-            torch.cat([x.reshape(-1) for x in parts], out=flat)
+            own = torch._C._nn.unflatten_dense_tensors(flat, parts)
+            own = [
+                x if x.numel() else x.view(like.shape) for x, like in zip(own, parts, strict=True)
+            ]  # torch's is (0,)
+            torch._foreach_copy_(own, parts)  # half of the host's time for cat and reshape
             waits.append(one.start_(flat))
-            for i, own in zip(members, torch._C._nn.unflatten_dense_tensors(flat, parts), strict=True):
-                sums[i] = own if own.numel() else own.view(leaves[i].shape)  # torch's has the shape (0,)
+            sent.append(flat)
+            for i, x in zip(members, own, strict=True):
+                sums[i] = x
         for wait in waits:
             wait()
         leaves = sums
-    return leaves
+    return leaves, sent
 
 
 def _lookup_all(axis: AxisName) -> list[Axis]:

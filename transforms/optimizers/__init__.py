@@ -17,6 +17,7 @@ from ._checks import check_grad as check_grad, unchecked as unchecked
 from ._optimizer import (
     Ages as Ages,
     Item as Item,
+    Matched as Matched,
     Optimizer as Optimizer,
     age_of as age_of,
     apart as apart,

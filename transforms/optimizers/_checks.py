@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
+import operator
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,26 +25,65 @@ class _Form(NamedTuple):
     fields: list[tuple[torch.Size, torch.dtype, bool] | None]  # shape, dtype, whether it is on the parameter's device
 
 
-def form_of(structures: Any, leaves: list[Any]) -> Any:
-    """What checks look at in parameters, gradients and states; None where a leaf is no tensor."""
-    try:
-        kinds = [(x.shape, x.dtype, x.device, x.layout) for x in leaves]
-    except AttributeError:
-        return None
-    return structures, kinds
+class Passed:
+    """Parameters and states that have passed the checks, by what these look at. The tensors that a step has returned need no look.
+
+    Attributes:
+        names: The paths of the parameters.
+        alike: Whether all of them have one optimizer, one dtype and one device.
+    """
+
+    def __init__(self, structure: Any, leaves: list[Any], states: list[Any], names: list[str], alike: bool) -> None:
+        self.structure, self.names, self.alike = structure, names, alike
+        self._types, self._nested = list(map(type, states)), any(isinstance(x, tuple) for own in states for x in own)
+        self._kinds = list(map(_kind, (*leaves, *self._slots(states))))
+        self._refs: list[Any] = []  # weak: an optimizer outlives what it trains
+
+    def _slots(self, states: Any) -> list[Any]:
+        return optree.tree_leaves(states, none_is_leaf=True) if self._nested else list(itertools.chain(*states))
+
+    def take(self, leaves: list[Any], states: Any) -> None:
+        """Take these as known: the results of a step."""
+        self._refs = [x if x is None else weakref.ref(x) for x in (*leaves, *self._slots(states))]
+        self._starts = [x.data_ptr() for x in leaves]
+
+    def again(self, params: Any, grads: Any, state: Any) -> tuple[list[Any], list[Any], list[Any], bool] | None:
+        """Parameters, gradients and states, if they are of this form, and whether `take` has seen them; otherwise None."""
+        try:
+            leaves, given, states = map(self.structure.flatten_up_to, (params, grads, state))
+            held = [*leaves, *self._slots(states)]
+            known = len(held) == len(self._refs) and all(map(operator.is_, [r and r() for r in self._refs], held))
+            known = known and [x.data_ptr() for x in leaves] == self._starts
+            right = known or (list(map(type, states)) == self._types and _are(held, self._kinds))
+            return (leaves, given, states, known) if right and _are(given, self._kinds[: len(leaves)]) else None
+        except (AttributeError, TypeError, ValueError):
+            return None
+
+
+def _kind(x: Any) -> Any:
+    return x if x is None else (x.shape, x.dtype, x.device, x.layout)
+
+
+def _are(leaves: list[Any], kinds: list[Any]) -> bool:
+    """Whether tensors are of these kinds. It keeps no tuple for each: those start Python's garbage collector in every step."""
+    return len(leaves) == len(kinds) and all(
+        [
+            x is k or (x.shape == k[0] and x.dtype is k[1] and x.device == k[2] and x.layout is k[3])
+            for x, k in zip(leaves, kinds, strict=True)
+        ]
+    )
 
 
 class Forms:
     """The forms of an optimizer's states, by the shape and dtype of the parameter.
 
     Attributes:
-        last: Of the tree whose step has passed the checks last: its form, the paths of its parameters, and whether all of them have one
-            optimizer, one dtype and one device.
+        last: What has passed the checks of a step in place.
     """
 
     def __init__(self, init_param: Callable[[Tensor], State]) -> None:
         self.init_param = init_param
-        self.last: tuple[Any, list[str], bool] = (None, [], False)
+        self.last: Passed | None = None
         self._known: dict[Any, _Form] = {}
         self._seen: State = None  # the state of a parameter, without data
 
@@ -56,16 +98,10 @@ class Forms:
         """For each field of a state, whether one value serves all elements of a flat buffer."""
         return tuple(field is not None and field.dim() == 0 for field in fields(self.probe))
 
-    @functools.cached_property
-    def _counts(self) -> tuple[list[int], int]:
-        """The positions among the tensors of a state of those that serve all elements, and the number of tensors."""
-        held = [common for common, field in zip(self.common, fields(self.probe), strict=True) if field is not None]
-        return [j for j, common in enumerate(held) if common], len(held)
-
-    def of_one_age(self, slots: list[Any], count: int) -> bool:
-        """Whether states, given as their tensors one after the other, share all 0-d fields."""
-        places, width = self._counts
-        return len(slots) == width * count and all([x is slots[j] for j in places for x in slots[j::width]])
+    def of_one_age(self, states: list[Any]) -> bool:
+        """Whether states without states inside share all 0-d fields."""
+        places = [j for j, common in enumerate(self.common) if common]
+        return len(self.common) == len(states[0]) and all([s[j] is states[0][j] for j in places for s in states])
 
     def of(self, param: Tensor) -> _Form:
         # What is made while a compiler traces is not of use outside.

@@ -6,7 +6,7 @@ import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import optree
 import torch
@@ -27,7 +27,7 @@ from ..base import (
     widened,
     with_fields,
 )
-from ._checks import Forms, checked, form_of, unchecked, unrecorded
+from ._checks import Forms, Passed, checked, unchecked, unrecorded
 from ._schedules import ScalarOrSchedule, value_at, watched
 
 
@@ -143,8 +143,9 @@ def widened_state(state: Any) -> Any:
 def copy_like(param: Tensor, value: Tensor) -> Tensor:
     """A copy of `value` with the parameter's memory layout: kernels iterate over memory, not over indices."""
     value = value.detach()
-    like = value.shape == param.shape and value.stride() != param.stride()
-    return torch.empty_like(param, dtype=value.dtype).copy_(value) if like else value.clone()
+    if value.stride() == param.stride() or value.shape != param.shape:
+        return value.clone()
+    return torch.empty_like(param, dtype=value.dtype).copy_(value)
 
 
 Item: TypeAlias = "tuple[Any, Optimizer, Tensor, Any]"  # (key, optimizer, parameter, gradient)
@@ -214,40 +215,51 @@ def step_lists_(
     unrecorded(lambda: step_in_place(part, params, grads, states, **here), params)
 
 
-def matched(
-    optimizer: Optimizer, params: Tree, grads: Tree, state: State
-) -> tuple[list[Any], list[Any], list[Any], Any, list[tuple[Optimizer, list[int]]]]:
-    """Parameters, gradients, states and the structure of the tree, if the states are of the form that `init` gives them.
+class Matched(NamedTuple):
+    """Parameters, their gradients and states as lists.
 
-    Those of the form of the last call need no further check. The last result are the places of the parameters that one
-    kernel may step.
+    structure: that of the tree.
+    groups: the places of the parameters that one kernel may step.
+    known: whether the parameters and states are those that the last step has returned.
+    """
+
+    params: list[Any]
+    grads: list[Any]
+    states: list[Any]
+    structure: Any
+    groups: list[tuple[Optimizer, list[int]]]
+    known: bool = False
+
+
+def matched(optimizer: Optimizer, params: Tree, grads: Tree, state: State) -> Matched:
+    """Parameters, gradients and states, if the states are of the form that `init` gives them.
+
+    Those of the form of the last call need no further check.
 
     Raises:
         ValueError, TypeError: gradients of other parameters, or a state of others, or of another optimizer.
     """
-    leaves, structure = optree.tree_flatten(params)
-    given, of_grads = optree.tree_flatten(grads)
-    slots, of_slots = optree.tree_flatten(state)
-    forms, form = optimizer.forms, form_of((structure, of_grads, of_slots), [*leaves, *given, *slots])
-    traced = torch.compiler.is_compiling()  # what is made then is not of use outside
-    last, names, alike = (None, [], False) if traced else forms.last
-    if form is not None and last == form:
-        states = structure.flatten_up_to(state)
+    traced, last = torch.compiler.is_compiling(), optimizer.forms.last  # what a compiler makes is not of use outside
+    found = None if traced or last is None else last.again(params, grads, state)
+    if found is not None and last is not None:
+        (leaves, given, states, known), structure, names, alike = found, last.structure, last.names, last.alike
     else:
         check_same("grads", grads, "params", params)
+        known = False
         names, leaves, states, structure = states_of(params, state)
+        given = structure.flatten_up_to(grads)
         for name, param, own in zip(names, leaves, states, strict=True):
             optimizer.at(name).forms.check_state(param, own, lambda name=name: f"state[{name!r}]")  # type: ignore[misc]
         alike = optimizer.select is None and not traced and len({(x.dtype, x.device) for x in leaves}) == 1
         if not traced:
-            forms.last = form, names, alike
-    if alike and optimizer.step_params_ is not None and forms.of_one_age(slots, len(leaves)):
-        return leaves, given, states, structure, [(optimizer, list(range(len(leaves))))]
+            optimizer.forms.last = Passed(structure, leaves, states, names, alike)
+    if alike and optimizer.step_params_ is not None and optimizer.forms.of_one_age(states):
+        return Matched(leaves, given, states, structure, [(optimizer, list(range(len(leaves))))], known)
     parts = [optimizer.at(name) for name in names]
     items: list[Item] = [(i, part, param, None) for i, (part, param) in enumerate(zip(parts, leaves, strict=True))]
     ages = [age_of(part, fields(own)) for part, own in zip(parts, states, strict=True)]
     groups = [(some[0][1], [i for i, *_ in some]) for some in stepped_together(items, ages)]
-    return leaves, given, states, structure, groups
+    return Matched(leaves, given, states, structure, groups, known)
 
 
 def states_of(params: Tree, state: State) -> tuple[list[str], list[Any], list[Any], Any]:
@@ -265,15 +277,15 @@ def states_of(params: Tree, state: State) -> tuple[list[str], list[Any], list[An
 
 
 def step(
-    optimizer: Optimizer, params: Tree, grads: Tree, state: State, donate: bool = False, found_inf: Tensor | None = None
+    optimizer: Optimizer, held: Matched, donate: bool = False, found_inf: Tensor | None = None
 ) -> tuple[Tree, State]:
     """See `Optimizer.step`.
 
     Args:
-        donate: Whether the step may be in place on `params` and `state`, with `grads` as scratch. No two leaves share memory.
+        donate: Whether the step may be in place on parameters and states, with the gradients as scratch. No two leaves share memory.
         found_inf: 0-d, with `donate`: change nothing where it is 1.
     """
-    leaves, given, states, structure, groups = matched(optimizer, params, grads, state)
+    leaves, given, states, structure, groups, known = held
     new_leaves, new_states = list(leaves), list(states)
     for part, places in groups:
         chosen: list[list[Any]] = [[of[i] for i in places] for of in (leaves, given, states)]
@@ -287,6 +299,10 @@ def step(
             step_lists_(part, *chosen, found_inf=found_inf)
         for i, param, own in zip(places, chosen[0], chosen[2], strict=True):
             new_leaves[i], new_states[i] = param, own
+    last = optimizer.forms.last
+    if last is not None and not (donate and known) and all([type(x) is Tensor for x in new_leaves]):
+        if plain(new_leaves):
+            last.take(new_leaves, new_states)
     return optree.tree_unflatten(structure, new_leaves), optree.tree_unflatten(structure, new_states)
 
 
@@ -296,16 +312,22 @@ def _copies(part: Optimizer, params: list[Tensor], grads: list[Tensor], states: 
     Leaf by leaf: one large buffer would be returned to the system after every step, and allocating its pages again
     takes longer than the step itself. A clone closes gaps in memory, and keeps the strides where there are none.
     """
-    new_params = [p.detach().clone() for p in params]
-    of: Tree = states
-    slots, structure = optree.tree_flatten(of)
-    shared = {id(count): count.clone() for count in itertools.compress(fields(states[0]), part.common)}
-    owners = [p for p, own in zip(new_params, structure.children(), strict=True) for _ in range(own.num_leaves)]
-    new_slots = [
-        shared[id(x)] if id(x) in shared else x.clone() if x.stride() == p.stride() else copy_like(p, x)
-        for p, x in zip(owners, slots, strict=True)
-    ]
-    new_states: Any = optree.tree_unflatten(structure, new_slots)
+    nested = any([isinstance(field, tuple) for field in states[0]])
+    rows, columns = map(fields, states) if nested else states, list[Any]()
+    with torch.no_grad():
+        new_params = [p.clone() for p in params]
+        strides = [p.stride() for p in new_params]
+        for common, column in zip(part.common, zip(*rows, strict=True), strict=True):
+            if common:  # those that are stepped together share it
+                column = (column[0].clone(),) * len(params)
+            elif all([x is not None and x.stride() == own for x, own in zip(column, strides, strict=True)]):
+                column = tuple([x.clone() for x in column])
+            else:
+                pairs = zip(new_params, column, strict=True)
+                column = tuple([None if x is None else copy_like(p, x) for p, x in pairs])
+            columns.append(column)
+    filled = zip(states, zip(*columns, strict=True), strict=True)
+    new_states: list[Any] = [with_fields(own, row) if nested else type(own)(*row) for own, row in filled]
     if part.step_params_ is None:  # a kernel from elsewhere may write into the gradient
         grads = [copy_like(p, g) for p, g in zip(new_params, grads, strict=True)]
     return [new_params, grads, new_states]
@@ -402,4 +424,4 @@ class Optimizer(Specified):
             ValueError, TypeError: `grads` or `state` has not the structure, shapes, dtypes and devices that belong to
                 `params`.
         """
-        return step(self, params, grads, state)
+        return step(self, matched(self, params, grads, state))

@@ -11,12 +11,13 @@ _explain           `explain`: a step without data, which counts its messages
 """
 
 from ._explain import Counting as Counting, Explanation as Explanation, Recorder as Recorder, explain as explain
-from ._fuse import PipelineState as PipelineState, fuse as fuse, zero as zero
+from ._fuse import fuse as fuse, zero as zero
 from ._pipeline import (
     FLUSH as FLUSH,
     Effect as Effect,
     Flag as Flag,
     Pipeline as Pipeline,
+    PipelineState as PipelineState,
     Rates as Rates,
     inverse as inverse,
     number_of as number_of,

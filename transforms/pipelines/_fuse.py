@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import optree
 import torch
@@ -16,7 +16,6 @@ from ..base import (
     Call,
     Needs,
     State,
-    Summed,
     Transform,
     Tree,
     all_finite,
@@ -32,14 +31,13 @@ from ..base import (
     readable_without_sync,
     to_device,
     weight_of,
-    where,
     with_changes,
-    zeros_like,
 )
 from ..codecs import Codec
 from ..combinators import chain, stages
 from ..layout import Pieces, bind_pieces
 from ..optimizers import (
+    Matched,
     Optimizer,
     masters_of,
     matched,
@@ -54,6 +52,7 @@ from ._pipeline import (
     Effect,
     Flag,
     Pipeline,
+    PipelineState,
     Skips,
     are_apart,
     flag,
@@ -63,23 +62,12 @@ from ._pipeline import (
     told,
     totals_from,
     totals_of_step,
+    unless_idle,
     unscaled,
     use,
 )
 from ._plan import Reduced, make_plan
 from ._sharded import by_path, sharding_of
-
-
-class PipelineState(NamedTuple):
-    """The state of a pipeline; made by `Pipeline.init`, renewed by `Pipeline.step`."""
-
-    hook: State
-    optimizer: State  # the tree of the parameters with an optimizer state at every leaf
-    after: State
-    on_state: State
-    step: int  # steps so far, skipped ones included, on the host; periods count by it
-    window: Summed[Tensor]  # this rank's weights in the calls of `accumulate` since the last step, 0-d float64
-    gather: State = ()  # of a sharded pipeline
 
 
 @factory
@@ -225,25 +213,32 @@ def pipeline_of(
             )
         call = Call(weight, old.step).inside(extra=extra) if extra else Call(weight, old.step)
         use(old.window, check_flag("donate", donate))
+        own = matched(optimizer, params, grads, old.optimizer) if sharding is None else None
+        if own is None:
+            check_same("grads", grads, "params", params)
         if not donate:
-            return run(params, grads, state, call)
+            return run(params, grads, state, call, own)
         with torch.no_grad():
-            if plain(params, grads):
-                apart = are_apart(params, grads)
+            leaves, given = (own.params, own.grads) if own else (optree.tree_leaves(params), optree.tree_leaves(grads))
+            if plain(leaves, given):
+                apart = are_apart([*leaves, *given])
                 if not apart:  # gradients that share memory cannot be overwritten, but copies of them can
-                    grads = optree.tree_map(lambda g: g.clone() if isinstance(g, Tensor) else g, grads)
-                    apart = are_apart(params, grads)
+                    given = [g.clone() for g in given]
+                    apart, grads = (
+                        are_apart([*leaves, *given]),
+                        optree.tree_unflatten(optree.tree_structure(grads), given),
+                    )
                 # A transform may keep parameters that it has got or returned.
                 kept = old.hook, old.after, old.on_state
                 states = copy_if_aliased(kept, (params, old.optimizer))
                 if states is not kept:
                     state = put(state, with_changes(old, hook=states[0], after=states[1], on_state=states[2]))
                 call = call.inside(donated=True) if apart else call
-            return run(params, grads, state, call)
+            return run(params, grads, state, call, own)
 
-    def run(params: Tree, grads: Tree, state: Any, call: Call) -> tuple[Tree, State]:
+    def run(params: Tree, grads: Tree, state: Any, call: Call, own: Matched | None) -> tuple[Tree, State]:
+        """A step; `own` has the parameters and states, where no rank steps pieces of them."""
         old = inside(state)
-        check_same("grads", grads, "params", params)
         pieces, held = stepped(params, old)
         rates = rates_of(optimizer, held, old.optimizer)
         if not alike and old.step:
@@ -257,13 +252,16 @@ def pipeline_of(
         check_late_weight(call, grads, axes)
         with bind_pieces(pieces):
             # The sum of weight * gradient carries the weights, and is divided by theirs: no message is added.
-            found = mean_with_words(parts[0], grads, call, told(call, rates)) if is_plain else None
+            structure: Any = own.structure if own else optree.tree_structure(grads)
+            leaves: list[Any] = structure.flatten_up_to(grads)
+            found = mean_with_words(parts[0], leaves, call, told(call, rates)) if is_plain else None
             if found is not None:
-                grads, summed = found
+                leaves, summed = found
+                grads = optree.tree_unflatten(structure, leaves)
                 totals = totals_from(call, axes, rates, summed)
             elif not hook.pauses:
                 totals = totals_of_step(call, axes, rates, params)
-                grads = grads if equal or not axes else _unless_idle(call, grads)
+                grads = grads if equal or not axes else unless_idle(call, grads)
             mean, hook_state = (hook if found is None else behind_sum).run(grads, old.hook, params, call)
         if mean is None or hook.pauses:
             window = old.window + to_device(old.window.device, torch.as_tensor(weight_of(call.weight)))
@@ -280,12 +278,17 @@ def pipeline_of(
         slots = old.optimizer
         ends = call.inside(weight=totals.weight, donated=False, sharded_over=pieces and pieces.axis)
         if effect.steps is not False:
+            if own is None:
+                own = matched(optimizer, held, mean, slots)
+            elif found is None or len(parts) > 1:
+                check_same("grads", mean, "params", held)
+            own = with_changes(own, grads=own.structure.flatten_up_to(mean))
             if call.donated and pieces is None:
                 hook_state = copy_if_aliased(hook_state, (held, mean))
                 bad = (~effect.steps).to(torch.float32) if isinstance(effect.steps, Tensor) else None
-                held, slots = step_tree(optimizer, held, mean, slots, True, bad)
+                held, slots = step_tree(optimizer, own, True, bad)
             else:
-                held, slots = effect.where(optimizer.step(held, mean, slots), (held, slots))
+                held, slots = effect.where(step_tree(optimizer, own), (held, slots))
         kept = effect.keep(hook_state, old.hook)
         window = torch.zeros_like(old.window)
         new = with_changes(old, hook=kept, optimizer=slots, step=old.step + 1, window=window)
@@ -339,14 +342,6 @@ def pipeline_of(
 def _as_they_are(grads: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, State]:
     del params, call
     return grads, state
-
-
-def _unless_idle(call: Call, grads: Tree) -> Tree:
-    """The gradients, or zeros for a rank without weight: some of them stay its own, though ranks step together."""
-    weight = call.totals().weight
-    if isinstance(weight, float):
-        return grads if weight else zeros_like(grads)
-    return where(weight > 0, grads, zeros_like(grads))
 
 
 @factory

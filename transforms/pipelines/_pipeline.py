@@ -23,6 +23,7 @@ from ..base import (
     Spec,
     Specified,
     State,
+    Summed,
     Totals,
     Transform,
     Tree,
@@ -38,6 +39,7 @@ from ..base import (
     totals_of,
     transformed,
     where,
+    zeros_like,
 )
 from ..optimizers import Optimizer, check_rates, compared, states_of
 from ._plan import Parts
@@ -117,6 +119,14 @@ class Effect:
         return choose_state(~torch.as_tensor(self.raises), run, (values, state))
 
 
+def unless_idle(call: Call, grads: Tree) -> Tree:
+    """The gradients, or zeros for a rank without weight: some of them stay its own, though ranks step together."""
+    weight = call.totals().weight
+    if isinstance(weight, float):
+        return grads if weight else zeros_like(grads)
+    return where(weight > 0, grads, zeros_like(grads))
+
+
 FLUSH = Effect(False)  # of a flush, in which no step is taken; recognised by identity
 
 
@@ -146,16 +156,16 @@ def use(mark: Tensor, donated: bool) -> None:
         held._donated = True
 
 
-def are_apart(*trees: Tree) -> bool:
+def are_apart(leaves: list[Any]) -> bool:
     """Whether no two leaves share memory, and each is in one piece, so that it can be changed in place."""
-    given: Tree = trees
-    leaves, in_one_piece = optree.tree_leaves(given), torch.ops.aten.is_non_overlapping_and_dense.default
+    in_one_piece = torch.ops.aten.is_non_overlapping_and_dense.default
     if not all([isinstance(x, Tensor) and x.layout is torch.strided for x in leaves]):
         return False
     if not all([x.is_contiguous() or in_one_piece(x) for x in leaves]):
         return False
-    spans = sorted([(x.data_ptr(), x.nbytes) for x in leaves if x.nbytes])
-    return all([a + size <= b for (a, size), (b, _) in itertools.pairwise(spans)])
+    full = [x for x in leaves if x.nbytes]
+    sizes = {x.data_ptr(): x.nbytes for x in full}  # no tuple for each leaf: those start Python's garbage collector
+    return len(sizes) == len(full) and all([a + sizes[a] <= b for a, b in itertools.pairwise(sorted(sizes))])
 
 
 Rates = Sequence[tuple[str, float]]
@@ -266,6 +276,18 @@ def refuse_float16(params: Tree) -> None:
                 f"params[{path!r}] is float16, in which gradients vanish once they are unscaled; keep parameters in float32 and "
                 f"let the loss cast them, by .half() or under torch.autocast"
             )
+
+
+class PipelineState(NamedTuple):
+    """The state of a pipeline; made by `Pipeline.init`, renewed by `Pipeline.step`."""
+
+    hook: State
+    optimizer: State  # the tree of the parameters with an optimizer state at every leaf
+    after: State
+    on_state: State
+    step: int  # steps so far, skipped ones included, on the host; periods count by it
+    window: Summed[Tensor]  # this rank's weights in the calls of `accumulate` since the last step, 0-d float64
+    gather: State = ()  # of a sharded pipeline
 
 
 @dataclass(frozen=True, eq=False, repr=False)

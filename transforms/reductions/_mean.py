@@ -256,25 +256,26 @@ def mean_of(leaves: list[Tensor], share: Share, axis: AxisName, donated: bool = 
     """The means, or the sums, of leaves over the ranks; they may be written over `donated` leaves."""
     late = share.behind_sum(leaves)
     own = (share._replace(total=None) if late else share).of(leaves, donated)
-    sums = sum_plain(own, axis, () if donated else leaves) if plain(own) else psum(own, axis)
+    sums = sum_plain(own, axis, () if donated else leaves)[0] if plain(own) else psum(own, axis)
     return share.divided(sums) if late else sums
 
 
 def mean_with_words(
-    part: Transform, grads: Tree, call: Call, words: Mapping[str, Number]
-) -> tuple[Tree, list[Number]] | None:
+    part: Transform, leaves: list[Tensor], call: Call, words: Mapping[str, Number]
+) -> tuple[list[Tensor], list[Number]] | None:
     """A plain `mean` or `sum_over` whose message carries more: the sum of weight * gradient, divided by the sum of the weights.
 
     Args:
         part: The transform.
+        leaves: The gradients.
         call: Of its first stage.
         words: Names and numbers, of which the first two are `Call.totals`.
 
     Returns:
-        The mean, which may lie in the memory of donated gradients, and the sums of the words over the ranks. None for gradients
+        The means, which may lie in the memory of donated gradients, and the sums of the words over the ranks. None for gradients
         whose sums need the share to fit: float16.
     """
-    of, own, (leaves, structure) = part.reduces, call.totals(), optree.tree_flatten(grads)
+    of, own = part.reduces, call.totals()
     assert of is not None
     if not all([isinstance(leaf, Tensor) and leaf.dtype is not torch.float16 for leaf in leaves]):
         return None
@@ -283,10 +284,17 @@ def mean_with_words(
     message = words_of(words, [*words.values()], dtype, ranks, device_of(leaves))
     sent = [*Share(weight, None).of(leaves, call.donated), message]
     # By the same collective on all ranks, whatever their weights.
-    *sums, summed = sum_plain(sent, of.axis, () if call.donated else leaves) if plain(sent) else psum(sent, of.axis)
+    (*sums, summed), held = (
+        sum_plain(sent, of.axis, () if call.donated else leaves) if plain(sent) else (psum(sent, of.axis), [])
+    )
     found = numbers_of(summed, ranks, readable_without_sync(summed))
     total: Number = {"weight": found[0], "live": found[1], "world": float(ranks), None: 1.0}[of.over]
-    return optree.tree_unflatten(structure, Share(weight, total).divided(sums)), found
+    share = Share(weight, total)
+    if held and all([x.dtype.itemsize >= 4 for x in held]):
+        share.divided(held)  # in place: a kernel for each message, not for each leaf
+    else:
+        sums = share.divided(sums)
+    return sums, found
 
 
 @factory

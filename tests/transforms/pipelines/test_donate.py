@@ -196,6 +196,15 @@ def test_gradients_that_share_memory(how: str) -> None:
     torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
+def test_an_empty_leaf_hides_no_shared_memory() -> None:
+    def run(donate: bool) -> Tensor:
+        flat, pipeline = torch.arange(110.0), tx.fuse(tx.identity(), tx.sgd(0.1))
+        params, grads = {"a": flat[:60], "e": flat[0:0]}, {"a": flat[50:], "e": flat[50:50]}
+        return pipeline.step(params, grads, pipeline.init(params), donate=donate)[0]["a"]
+
+    torch.testing.assert_close(run(True), run(False), rtol=0, atol=0)
+
+
 def test_parameters_that_share_memory_are_not_stepped_twice() -> None:
     pipeline, both = tx.fuse(tx.identity(), tx.sgd(0.5)), torch.ones(3)
     params, grads = {"a": both, "b": both}, {"a": torch.ones(3), "b": torch.full((3,), 2.0)}
