@@ -352,7 +352,7 @@ def page(
         "[RESULTS_LOCAL_SGD_SPEED.md](RESULTS_LOCAL_SGD_SPEED.md). Of remat: [RESULTS_REMAT.md](RESULTS_REMAT.md). Of "
         "optimizers: [RESULTS_OPTIMIZERS.md](RESULTS_OPTIMIZERS.md). Of encoded messages: [RESULTS_WIRE.md](RESULTS_WIRE.md); "
         "what a model learns with them: [RESULTS_QUALITY.md](RESULTS_QUALITY.md). "
-        "What a step does: [RESULTS_COUNTS.md](RESULTS_COUNTS.md).",
+        "What a step does: [RESULTS_COUNTS.md](RESULTS_COUNTS.md). What the host bounds: [RESULTS_HOST.md](RESULTS_HOST.md).",
         "",
         made,
         "",

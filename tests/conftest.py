@@ -69,12 +69,13 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtest_protocol(item: pytest.Function, nextitem: pytest.Item | None) -> bool:
-    """Run a test again whose ranks gloo has failed to connect."""
+    """Run a test again, up to twice, whose ranks gloo has failed to connect."""
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     reports = runtestprotocol(item, nextitem=nextitem, log=False)
-    if any(report.failed and NOT_CONNECTED in f"{report.longrepr} {report.sections}" for report in reports):
-        item._initrequest()
-        reports = runtestprotocol(item, nextitem=nextitem, log=False)
+    for _ in range(2):
+        if any(report.failed and NOT_CONNECTED in f"{report.longrepr} {report.sections}" for report in reports):
+            item._initrequest()
+            reports = runtestprotocol(item, nextitem=nextitem, log=False)
     for report in reports:
         item.ihook.pytest_runtest_logreport(report=report)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
