@@ -220,6 +220,7 @@ class Matched(NamedTuple):
 
     structure: that of the tree.
     groups: the places of the parameters that one kernel may step.
+    passed: what has passed the checks; None where a compiler traces.
     known: whether the parameters and states are those that the last step has returned.
     """
 
@@ -228,7 +229,8 @@ class Matched(NamedTuple):
     states: list[Any]
     structure: Any
     groups: list[tuple[Optimizer, list[int]]]
-    known: bool = False
+    passed: Passed | None
+    known: bool
 
 
 def matched(optimizer: Optimizer, params: Tree, grads: Tree, state: State) -> Matched:
@@ -239,10 +241,11 @@ def matched(optimizer: Optimizer, params: Tree, grads: Tree, state: State) -> Ma
     Raises:
         ValueError, TypeError: gradients of other parameters, or a state of others, or of another optimizer.
     """
-    traced, last = torch.compiler.is_compiling(), optimizer.forms.last  # what a compiler makes is not of use outside
-    found = None if traced or last is None else last.again(params, grads, state)
-    if found is not None and last is not None:
-        (leaves, given, states, known), structure, names, alike = found, last.structure, last.names, last.alike
+    traced = torch.compiler.is_compiling()  # what a compiler makes is not of use outside
+    passed = None if traced else optimizer.forms.last
+    found = None if passed is None else passed.again(params, grads, state)
+    if found is not None and passed is not None:
+        (leaves, given, states, known), structure, names, alike = found, passed.structure, passed.names, passed.alike
     else:
         check_same("grads", grads, "params", params)
         known = False
@@ -252,14 +255,14 @@ def matched(optimizer: Optimizer, params: Tree, grads: Tree, state: State) -> Ma
             optimizer.at(name).forms.check_state(param, own, lambda name=name: f"state[{name!r}]")  # type: ignore[misc]
         alike = optimizer.select is None and not traced and len({(x.dtype, x.device) for x in leaves}) == 1
         if not traced:
-            optimizer.forms.last = Passed(structure, leaves, states, names, alike)
+            passed = optimizer.forms.last = Passed(structure, leaves, states, names, alike)
     if alike and optimizer.step_params_ is not None and optimizer.forms.of_one_age(states):
-        return Matched(leaves, given, states, structure, [(optimizer, list(range(len(leaves))))], known)
+        return Matched(leaves, given, states, structure, [(optimizer, list(range(len(leaves))))], passed, known)
     parts = [optimizer.at(name) for name in names]
     items: list[Item] = [(i, part, param, None) for i, (part, param) in enumerate(zip(parts, leaves, strict=True))]
     ages = [age_of(part, fields(own)) for part, own in zip(parts, states, strict=True)]
     groups = [(some[0][1], [i for i, *_ in some]) for some in stepped_together(items, ages)]
-    return Matched(leaves, given, states, structure, groups, known)
+    return Matched(leaves, given, states, structure, groups, passed, known)
 
 
 def states_of(params: Tree, state: State) -> tuple[list[str], list[Any], list[Any], Any]:
@@ -285,7 +288,7 @@ def step(
         donate: Whether the step may be in place on parameters and states, with the gradients as scratch. No two leaves share memory.
         found_inf: 0-d, with `donate`: change nothing where it is 1.
     """
-    leaves, given, states, structure, groups, known = held
+    leaves, given, states, structure, groups, passed, known = held
     new_leaves, new_states = list(leaves), list(states)
     for part, places in groups:
         chosen: list[list[Any]] = [[of[i] for i in places] for of in (leaves, given, states)]
@@ -299,10 +302,9 @@ def step(
             step_lists_(part, *chosen, found_inf=found_inf)
         for i, param, own in zip(places, chosen[0], chosen[2], strict=True):
             new_leaves[i], new_states[i] = param, own
-    last = optimizer.forms.last
-    if last is not None and not (donate and known) and all([type(x) is Tensor for x in new_leaves]):
+    if passed is not None and not (donate and known) and all([type(x) is Tensor for x in new_leaves]):
         if plain(new_leaves):
-            last.take(new_leaves, new_states)
+            passed.take(new_leaves, new_states)
     return optree.tree_unflatten(structure, new_leaves), optree.tree_unflatten(structure, new_states)
 
 

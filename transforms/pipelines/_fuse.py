@@ -212,10 +212,10 @@ def pipeline_of(
                 f"step takes no {min(taken)!r}, which is the step's own; keywords for transforms need other names"
             )
         call = Call(weight, old.step).inside(extra=extra) if extra else Call(weight, old.step)
-        use(old.window, check_flag("donate", donate))
         own = matched(optimizer, params, grads, old.optimizer) if sharding is None else None
         if own is None:
             check_same("grads", grads, "params", params)
+        use(old.window, check_flag("donate", donate))  # a call that is refused has used up nothing
         if not donate:
             return run(params, grads, state, call, own)
         with torch.no_grad():
@@ -224,10 +224,8 @@ def pipeline_of(
                 apart = are_apart([*leaves, *given])
                 if not apart:  # gradients that share memory cannot be overwritten, but copies of them can
                     given = [g.clone() for g in given]
-                    apart, grads = (
-                        are_apart([*leaves, *given]),
-                        optree.tree_unflatten(optree.tree_structure(grads), given),
-                    )
+                    grads = optree.tree_unflatten(optree.tree_structure(grads), given)
+                    apart = are_apart([*leaves, *given])
                 # A transform may keep parameters that it has got or returned.
                 kept = old.hook, old.after, old.on_state
                 states = copy_if_aliased(kept, (params, old.optimizer))

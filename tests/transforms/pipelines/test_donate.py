@@ -166,7 +166,8 @@ def test_a_donated_state_is_refused() -> None:
     pipeline, params = tx.skip_if_nonfinite(tx.fuse(tx.identity(), ADAM)), params_of()
     state = pipeline.init(params)
     kept = optree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, state)
-    pipeline.step(params, params_of(1), state, donate=True)
+    raises_text(ValueError, lambda: pipeline.step(params, {}, state, donate=True), "differ in structure")
+    pipeline.step(params, params_of(1), state, donate=True)  # the call that was refused has not used it up
     for donate in (False, True):
         with pytest.raises(fjoin.DonatedState, match="use the state that the step returned"):
             pipeline.step(params, params_of(1), state, donate=donate)
