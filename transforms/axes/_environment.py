@@ -262,10 +262,10 @@ def lookup(name: str) -> Axis:
     return axis
 
 
-def note_mixed(axis: Axis) -> None:
-    """Note that a collective runs through whose derivative the ranks mix their losses."""
-    # Not in a backward pass, in which a function is computed again.
-    if axis.size > 1 and (torch.compiler.is_compiling() or torch._C._current_graph_task_id() < 0):
+def note_mixed(axis: Axis, x: Tensor) -> None:
+    """Note that a collective of x runs through whose derivative the ranks mix their losses."""
+    # Not in a backward pass, in which a function is computed again. A compiler also traces what nothing differentiates.
+    if axis.size > 1 and (x.requires_grad if torch.compiler.is_compiling() else torch._C._current_graph_task_id() < 0):
         bound_call().mixed.update(axis.name.split(" x "))
 
 

@@ -229,7 +229,7 @@ _apply_function: Callable[..., Tensor] = _Collective.apply
 def apply_one(op: str, x: Tensor, axis: Axis, arg: Any = None) -> Tensor:
     if plain(x):  # an autograd.Function inspects its signature in every call
         return axis.run(op, x, arg)
-    note_mixed(axis)
+    note_mixed(axis, x)
     return _apply_function(x, op, arg, axis)
 
 
