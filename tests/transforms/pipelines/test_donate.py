@@ -175,6 +175,43 @@ def test_a_donated_state_is_refused() -> None:
     raises_text(TypeError, lambda: pipeline.step(params, params_of(1), kept, donate=1), "donate")
 
 
+def odd_field(x: Tensor) -> Any:
+    """Changes one field of a state."""
+    return lambda params, state: state._replace(
+        optimizer={**state.optimizer, "w": state.optimizer["w"]._replace(exp_avg=x)}
+    )
+
+
+def other_data(params: Any, state: Any) -> Any:
+    params["w"].data = torch.ones(4)
+    return state
+
+
+CHANGES = {
+    "a state of another shape": (odd_field(torch.zeros(4)), "state['w'].exp_avg"),
+    "a state of another dtype": (odd_field(torch.zeros(3, dtype=torch.int64)), "state['w'].exp_avg"),
+    "a state of another optimizer": (
+        lambda params, state: tx.fuse(tx.identity(), tx.sgd(0.1, momentum=0.9)).init(params), "state['w']"
+    ),
+    "a parameter with other memory": (other_data, "grads['w'] has shape (3,), but params['w'] has shape (4,)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_changes_between_steps_is_checked_again(name: str, donate: bool) -> None:
+    pipeline, params, (change, text) = tx.fuse(tx.mean("data"), ADAM), {"w": torch.ones(3)}, CHANGES[name]
+    state, grads = pipeline.init(params), lambda: {"w": torch.ones(3)}
+    with fjoin.bind(fjoin.mesh({"data": 1})):  # behind a mean alone nothing else looks at the gradients
+        for _ in range(3):
+            params, state = pipeline.step(params, grads(), state, donate=donate)
+        raises_text(
+            ValueError, lambda: pipeline.step(params, {"w": torch.ones(4)}, state, donate=donate), "grads['w'] has shape (4,)"
+        )
+        state = change(params, state)
+        raises_text((ValueError, TypeError), lambda: pipeline.step(params, grads(), state, donate=donate), text)
+
+
 def grads_that_share() -> dict[str, Any]:
     one = torch.ones(3, 4)
     flat = torch.arange(24.0)
