@@ -206,7 +206,9 @@ def test_what_changes_between_steps_is_checked_again(name: str, donate: bool) ->
         for _ in range(3):
             params, state = pipeline.step(params, grads(), state, donate=donate)
         raises_text(
-            ValueError, lambda: pipeline.step(params, {"w": torch.ones(4)}, state, donate=donate), "grads['w'] has shape (4,)"
+            ValueError,
+            lambda: pipeline.step(params, {"w": torch.ones(4)}, state, donate=donate),
+            "grads['w'] has shape (4,)",
         )
         state = change(params, state)
         raises_text((ValueError, TypeError), lambda: pipeline.step(params, grads(), state, donate=donate), text)
