@@ -114,6 +114,7 @@ class Meetings:
         The key is polled: the store's own wait prints a warning twice a second, and does not look at failures.
         """
         apart, seen = 0, ""
+        ask = lambda: self._store.get(_left(end), f"{place}/{key}")  # noqa: E731
 
         def check() -> None:
             nonlocal apart, seen
@@ -121,6 +122,8 @@ class Meetings:
             try:
                 self._check(rank)  # first: a rank that has failed may be at another place already
             except (PeerLost, DesyncError):
+                if ask():
+                    return  # it has failed since then, perhaps by this value, which tells this rank more
                 if not seen:
                     raise
                 left = True  # it has left that other place, for the same reason
@@ -130,7 +133,6 @@ class Meetings:
                 own, _ = self._store.get(_left(end), f"{place}/{self._rank}")
                 _refuse({self._rank: own, rank: seen})
 
-        ask = lambda: self._store.get(_left(end), f"{place}/{key}")  # noqa: E731
         return poll(ask, end - time.monotonic(), check, _CHECK_S, _LONGEST_S)
 
     def _elsewhere(self, end: float, place: str, rank: int) -> str:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import fjoin
 from fjoin.groups import Traffic
 from fjoin.groups._failures import Failures, Store, is_backend_error
+from fjoin.groups._meetings import Meetings
 from fjoin.shared_memory import PeerGone
 
 
@@ -65,6 +66,22 @@ def test_error_does_not_name_a_rank_that_lost_another(monkeypatch: pytest.Monkey
         monkeypatch.setattr(found, "gone", lambda gone=gone: gone)
         cause = found.root_cause(PeerGone(10), 3)
         assert isinstance(cause, fjoin.PeerLost) and (cause.rank, cause.step) == (blamed, 3), str(cause)
+
+
+@pytest.mark.parametrize("came", [True, False])
+def test_a_result_counts_although_its_rank_has_failed_since(came: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ranks raise for what they have compared; neither tells the other's error."""
+
+    def check(rank: int) -> None:  # between this rank's look for the result and its look for failures
+        store.update({"mesh/0,1/1/result": {"result": "compared"}} if came else {})
+        raise fjoin.PeerLost("rank 0 failed", rank=0)
+
+    store: Any = Values()
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    try:
+        assert Meetings(store, "mesh", 9.0, check).exchange("a comparison", 0, len, [0, 1]) == "compared" and came
+    except fjoin.PeerLost:
+        assert not came
 
 
 @pytest.mark.parametrize(
