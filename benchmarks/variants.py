@@ -238,6 +238,7 @@ def own_loop(name: str, batch: Any, mesh: Any, donate: bool = False, func: bool 
                 (_, new), grads = grad(params, buffers or {}, batch)
                 params, state = pipeline.step(params, grads, state, donate=donate)
                 buffers = new
+                del grads  # else they stay while the next ones are made
 
     return run, lambda: list(params.values())
 

@@ -114,7 +114,9 @@ class Meetings:
         The key is polled: the store's own wait prints a warning twice a second, and does not look at failures.
         """
         apart, seen = 0, ""
-        ask = lambda: self._store.get(_left(end), f"{place}/{key}")  # noqa: E731
+
+        def ask() -> Any:
+            return self._store.get(_left(end), f"{place}/{key}")
 
         def check() -> None:
             nonlocal apart, seen

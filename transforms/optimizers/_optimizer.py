@@ -279,14 +279,12 @@ def states_of(params: Tree, state: State) -> tuple[list[str], list[Any], list[An
     return list(map(path_string, paths)), leaves, states, structure
 
 
-def step(
-    optimizer: Optimizer, held: Matched, donate: bool = False, found_inf: Tensor | None = None
-) -> tuple[Tree, State]:
+def step(optimizer: Optimizer, held: Matched, donate: bool = False, **guards: Tensor | None) -> tuple[Tree, State]:
     """See `Optimizer.step`.
 
     Args:
         donate: Whether the step may be in place on parameters and states, with the gradients as scratch. No two leaves share memory.
-        found_inf: 0-d, with `donate`: change nothing where it is 1.
+        guards: With `donate`, `grad_scale` and `found_inf` as of `Optimizer`.
     """
     leaves, given, states, structure, groups, passed, known = held
     new_leaves, new_states = list(leaves), list(states)
@@ -295,11 +293,13 @@ def step(
         hyper = dict(part.tensors)
         if not plain(*chosen) or not (donate or (plain(hyper) and hyper.keys() <= {"lr"} and not chosen[0][0].is_meta)):
             # Kernels take numbers, and for the learning rate a tensor too; they do not run on meta tensors.
+            if (scale := guards.get("grad_scale")) is not None:
+                chosen[1] = [g / scale.to(g.device) for g in chosen[1]]
             made = [like(p, s, *part.step_param(p, g, s)) for p, g, s in zip(*chosen, strict=True)]
             chosen[0], chosen[2] = map(list, zip(*made, strict=True))
         else:
             chosen = chosen if donate else _copies(part, *chosen)
-            step_lists_(part, *chosen, found_inf=found_inf)
+            step_lists_(part, chosen[0], chosen[1], chosen[2], **guards)
         for i, param, own in zip(places, chosen[0], chosen[2], strict=True):
             new_leaves[i], new_states[i] = param, own
     if passed is not None and not (donate and known) and all([type(x) is Tensor for x in new_leaves]):

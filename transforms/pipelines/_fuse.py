@@ -252,9 +252,11 @@ def pipeline_of(
             # The sum of weight * gradient carries the weights, and is divided by theirs: no message is added.
             structure: Any = own.structure if own else optree.tree_structure(grads)
             leaves: list[Any] = structure.flatten_up_to(grads)
-            found = mean_with_words(parts[0], leaves, call, told(call, rates)) if is_plain else None
+            late = call.donated and len(parts) == 1 and pieces is None and not skips
+            found = mean_with_words(parts[0], leaves, call, told(call, rates), late) if is_plain else None
+            divisor = None
             if found is not None:
-                leaves, summed = found
+                leaves, summed, divisor = found
                 grads = optree.tree_unflatten(structure, leaves)
                 totals = totals_from(call, axes, rates, summed)
             elif not hook.pauses:
@@ -284,7 +286,7 @@ def pipeline_of(
             if call.donated and pieces is None:
                 hook_state = copy_if_aliased(hook_state, (held, mean))
                 bad = (~effect.steps).to(torch.float32) if isinstance(effect.steps, Tensor) else None
-                held, slots = step_tree(optimizer, own, True, bad)
+                held, slots = step_tree(optimizer, own, True, found_inf=bad, grad_scale=divisor)
             else:
                 held, slots = effect.where(step_tree(optimizer, own), (held, slots))
         kept = effect.keep(hook_state, old.hook)

@@ -31,6 +31,7 @@ from ..base import (
     factory,
     is_host,
     named_leaves,
+    nonzero_or_one,
     numbers_of,
     one_axis,
     plain,
@@ -261,8 +262,8 @@ def mean_of(leaves: list[Tensor], share: Share, axis: AxisName, donated: bool = 
 
 
 def mean_with_words(
-    part: Transform, leaves: list[Tensor], call: Call, words: Mapping[str, Number]
-) -> tuple[list[Tensor], list[Number]] | None:
+    part: Transform, leaves: list[Tensor], call: Call, words: Mapping[str, Number], late: bool = False
+) -> tuple[list[Tensor], list[Number], Tensor | None] | None:
     """A plain `mean` or `sum_over` whose message carries more: the sum of weight * gradient, divided by the sum of the weights.
 
     Args:
@@ -270,10 +271,11 @@ def mean_with_words(
         leaves: The gradients.
         call: Of its first stage.
         words: Names and numbers, of which the first two are `Call.totals`.
+        late: Whether the caller's kernels can divide.
 
     Returns:
-        The means, which may lie in the memory of donated gradients, and the sums of the words over the ranks. None for gradients
-        whose sums need the share to fit: float16.
+        The means, which may lie in the memory of donated gradients; the sums of the words over the ranks; and what the kernels
+        still have to divide the means by, 0-d float64, if anything. None for gradients whose sums need the share to fit: float16.
     """
     of, own = part.reduces, call.totals()
     assert of is not None
@@ -290,11 +292,12 @@ def mean_with_words(
     found = numbers_of(summed, ranks, readable_without_sync(summed))
     total: Number = {"weight": found[0], "live": found[1], "world": float(ranks), None: 1.0}[of.over]
     share = Share(weight, total)
-    if held and all([x.dtype.itemsize >= 4 for x in held]):
+    wide = bool(held) and all([x.dtype.itemsize >= 4 for x in held])
+    if late and wide and not (isinstance(total, float) and total == 1.0):  # a pass over all gradients less
+        return sums, found, to_device(held[0].device, torch.as_tensor(nonzero_or_one(total)), torch.float64)
+    if wide:
         share.divided(held)  # in place: a kernel for each message, not for each leaf
-    else:
-        sums = share.divided(sums)
-    return sums, found
+    return sums if wide else share.divided(sums), found, None
 
 
 @factory
