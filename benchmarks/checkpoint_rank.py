@@ -35,7 +35,7 @@ from torch import nn
 import fjoin
 from fjoin import transforms as tx
 from fjoin.checkpoint import _save
-from fjoin.checkpoint._leaves import Leaves
+from fjoin.checkpoint._leaves import SavedLeaves
 from fjoin.checkpoint._load import Load
 from fjoin.training import TrainStep
 
@@ -130,7 +130,7 @@ def parts(name: str, rounds: int, folder: Path) -> dict[str, Any]:
     clock("fsync", os, "fsync", thread=True)
     clock("file", _save.Save, "_write")
     clock("commit", _save.Save, "_commit")
-    clock("check", Leaves, "verify")
+    clock("check", SavedLeaves, "verify")
     clock("read", Load, "_value")
     clock("init", TrainStep, "init")
     one, path = MAKE["fjoin"](model(name)), folder / "saved"

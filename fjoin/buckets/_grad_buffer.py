@@ -217,7 +217,7 @@ _ALONE = 2
 
 
 # Starts the hook of one bucket, given its number and its gradients.
-Launch: TypeAlias = Callable[[int, GradBuffer], "Work | None"]
+LaunchBucket: TypeAlias = Callable[[int, GradBuffer], "Work | None"]
 
 
 class BucketQueue:
@@ -234,7 +234,7 @@ class BucketQueue:
         self._next = len(outgoing)
         self._open = False
 
-    def start(self, storage: Storage, launch: Launch) -> None:
+    def start(self, storage: Storage, launch: LaunchBucket) -> None:
         """Take the gradients of these parameters, and launch the buckets in the thread that fills them."""
         self._next, self._open, self._launch = 0, True, launch
         for out, leaves in zip(self.outgoing, storage.by_bucket, strict=True):

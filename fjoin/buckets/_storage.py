@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from ..transforms.base import current_stream, fields, is_accelerator, is_host, with_fields
-from ..transforms.layout import Bucket, Pieces, Span, views
+from ..transforms.layout import Bucket, Pieces, SlotRange, views
 from ..transforms.optimizers import Ages, Optimizer, check_rates, compared, master_of
 
 
-class Leaves:
+class GradLeaves:
     """Leaves made in the streams that are the current ones of their devices now.
 
     Gradients arrive in the stream of a leaf's node. Each forward pass makes a new node unless the old one is still
@@ -47,7 +47,7 @@ class Leaves:
         """Whether they were made in the current streams."""
         return not self._devices or self._made_in == self._streams()
 
-    def take_grads(self, before: Leaves, window: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+    def take_grads(self, before: GradLeaves, window: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
         """Take over the gradients of other leaves; returns the sums of the window by these leaves."""
         pairs = list(zip(before.by_path.values(), self.by_path.values(), strict=True))
         for old, leaf in pairs:
@@ -119,7 +119,7 @@ def of_one_age(layout: tuple[Bucket, ...], optimizer: Optimizer, slots: list[lis
 
 
 def places_of(
-    span: Span, bucket: Bucket, shapes: Mapping[str, torch.Size], pieces: Pieces | None, k: int
+    span: SlotRange, bucket: Bucket, shapes: Mapping[str, torch.Size], pieces: Pieces | None, k: int
 ) -> dict[str, tuple[int, torch.Size]]:
     """Path -> where a parameter, or this rank's slice of it, begins in the slots of a span, and its shape.
 
@@ -185,7 +185,7 @@ class Storage:
         self._make_leaves()
 
     def _make_leaves(self) -> None:
-        self._held = Leaves(self.layout, self.flats, self.shapes)
+        self._held = GradLeaves(self.layout, self.flats, self.shapes)
         self.leaves: dict[str, Tensor] = self._held.by_path
         self.by_bucket: list[list[Tensor]] = self._held.by_bucket
 
@@ -254,7 +254,7 @@ class Storage:
         watched = {id(one[0]): (compared(one[0], one[3]), one[3].step) for ranges in self._ranges for one in ranges}
         self._watched = [(hypers, step) for hypers, step in watched.values() if hypers]
 
-    def _range(self, part: Optimizer, own: Tensor, span: Span, k: int) -> Tensor:
+    def _range(self, part: Optimizer, own: Tensor, span: SlotRange, k: int) -> Tensor:
         """A span's part of the values that this rank steps: flat, or in the leaf's shape where the optimizer needs it."""
         low, high = (0, len(own)) if self.pieces is None else self.pieces.bounds[k][self.pieces.rank :][:2]
         piece = own[max(span.start - low, 0) : max(min(span.stop, high) - low, 0)]

@@ -22,7 +22,7 @@ from ..training import Metrics, OnSignal
 from ._folder import Folder
 from ._load import restored
 from ._manifest import Manifest
-from ._save import Plan, Save
+from ._save import Save, SavePlan
 from ._sources import LOOP, add_position, source_of
 from ._values import Snapshot
 
@@ -97,7 +97,7 @@ class Checkpoints:
         self._run, self.extra, self._background = "", None, background
         self._asked = False  # whether `save` was called where nothing was due
         self._saving: Save | None = None  # in the background
-        self._plan: Plan | None = None
+        self._plan: SavePlan | None = None
         self._back: int | None = None  # the step that was restored, until the next save
         self._saved()
         asks = self._requests
@@ -157,7 +157,7 @@ class Checkpoints:
                 return None
         self.wait()
 
-        def same(taken: tuple[Snapshot, Plan]) -> dict[str, Any]:
+        def same(taken: tuple[Snapshot, SavePlan]) -> dict[str, Any]:
             shown, tensors = taken[0].extra
             return {
                 "the number of steps": number,
@@ -197,7 +197,7 @@ class Checkpoints:
         asked = asks is not None and asks.saves_agreed > self._saves
         return asked or (self._every is not None and number % self._every == 0)
 
-    def _taken(self, state: Any, extra: Any, data: Any) -> tuple[Snapshot, Plan]:
+    def _taken(self, state: Any, extra: Any, data: Any) -> tuple[Snapshot, SavePlan]:
         found = self._source.snapshot(state)
         found.add_extra(extra, self._mesh.shape)
         if any(asks.in_loop for asks in self._source.requests):
@@ -205,7 +205,7 @@ class Checkpoints:
         if data is not None and data is not False:
             add_position(found, data)
         if self._plan is None or not self._plan.fits(found):
-            self._plan = Plan(self._mesh.shape, self._mesh.rank, found)
+            self._plan = SavePlan(self._mesh.shape, self._mesh.rank, found)
         return found, self._plan
 
     def _begin(self, step: int) -> tuple[str, str]:

@@ -233,7 +233,7 @@ def check_shape(shape: Any) -> tuple[int, ...]:
     return tuple(shape)
 
 
-class Span(NamedTuple):
+class Extent(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     begin: int  # in the file
@@ -275,7 +275,7 @@ class TensorFile:
             os.close(self._fd)
             self._fd = -1
 
-    def span(self, name: str) -> Span:
+    def span(self, name: str) -> Extent:
         """Where a tensor is: of what was complex128, float64 with a further dim."""
         if name not in self._spans:
             raise CheckpointError(f"{self.path} has no tensor {name!r}; {DAMAGED}")
@@ -309,16 +309,16 @@ class TensorFile:
             if index not in self._checked:
                 self._check(index, memory[: self._size(index)], "the file")
 
-    def _parse(self, size: int) -> dict[str, Span]:
+    def _parse(self, size: int) -> dict[str, Extent]:
         """The header's entries, in the order of the data, which they must fill without a hole."""
         first = 8 + int.from_bytes(self._bytes(0, min(8, size)), "little")
         if first > size:
             raise ValueError(f"the header ends at byte {first} of {size}")
         header = json.loads(self._bytes(8, first))
         header.pop(_METADATA, None)
-        spans, begin = dict[str, Span](), first
+        spans, begin = dict[str, Extent](), first
         for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-            span = Span(CODES[entry["dtype"]], check_shape(entry["shape"]), begin)
+            span = Extent(CODES[entry["dtype"]], check_shape(entry["shape"]), begin)
             end = begin + math.prod(span.shape) * span.dtype.itemsize
             if entry["data_offsets"] != [begin - first, end - first]:
                 where = f"data_offsets of {name!r} is {entry['data_offsets']}, expected {[begin - first, end - first]}"

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from .._errors import CheckpointError
 from ._files import DAMAGED, DTYPES, TensorFile, typed_errors
-from ._manifest import OWN_FILES, Leaf, Manifest, Part
+from ._manifest import OWN_FILES, Leaf, LeafPart, Manifest
 
 
-class Leaves:
+class SavedLeaves:
     """The leaves of one step's folder. Files are opened when a leaf of them is read first, and each byte is checked once.
 
     Args:
@@ -44,7 +44,7 @@ class Leaves:
             self._files[index] = TensorFile(self.folder / entry.name, entry)
         return self._files[index]
 
-    def part(self, path: str, part: Part, memory: Tensor | None = None) -> Tensor:
+    def part(self, path: str, part: LeafPart, memory: Tensor | None = None) -> Tensor:
         """A part of a leaf: the whole shape, or of a piece its elements, (n,). In the leaf's dtype.
 
         Args:
@@ -58,7 +58,7 @@ class Leaves:
             return torch.view_as_complex(self.file(part.file).read(part.name))
         return self.file(part.file).read(part.name, memory)
 
-    def check(self, path: str, part: Part) -> int:
+    def check(self, path: str, part: LeafPart) -> int:
         """Compare a part's shape and dtype with its leaf, without reading it. Returns the number of its elements."""
         leaf, file = self.manifest.leaves[path], self.file(part.file)
         dtype, shape, _ = file.span(part.name)
@@ -72,7 +72,9 @@ class Leaves:
             raise CheckpointError(f"{where}, is {found}, which does not fit {form}; {DAMAGED}")
         return math.prod(own)
 
-    def between(self, path: str, parts: Sequence[Part], start: int, stop: int, memory: Tensor | None = None) -> Tensor:
+    def between(
+        self, path: str, parts: Sequence[LeafPart], start: int, stop: int, memory: Tensor | None = None
+    ) -> Tensor:
         """The elements from `start` to `stop` of a flat leaf, of which some parts are read.
 
         Args:
@@ -147,5 +149,5 @@ class Leaves:
             raise CheckpointError(f"{self.folder}: no part of {path!r} has element {end}; use another step")
 
 
-def _begin(part: Part) -> int:
+def _begin(part: LeafPart) -> int:
     return part.start or 0

@@ -19,8 +19,8 @@ from ..transforms.base import Merge, map_with_path, whole_number
 from ..transforms.layout import merged
 from ._files import DTYPES, decoding
 from ._folder import Folder
-from ._leaves import Leaves
-from ._manifest import Leaf, Manifest, Part, read_commit
+from ._leaves import SavedLeaves
+from ._manifest import Leaf, LeafPart, Manifest, read_commit
 from ._sources import DATA, LOOP, Source, position_of, warn_apart
 from ._values import Snapshot, Values, given, matches
 
@@ -43,7 +43,7 @@ class Load:
         CheckpointError: the mesh has other axes; `fresh` names nothing; a value has no place on this number of ranks.
     """
 
-    def __init__(self, leaves: Leaves, mesh: Communicator, like: Snapshot, fresh: tuple[str, ...] = ()) -> None:
+    def __init__(self, leaves: SavedLeaves, mesh: Communicator, like: Snapshot, fresh: tuple[str, ...] = ()) -> None:
         self._leaves, self._folder, manifest = leaves, leaves.folder, leaves.manifest
         self.manifest, self._mesh, self._like = manifest, mesh, like
         self._same = dict(manifest.axes) == dict(mesh.shape)
@@ -147,7 +147,7 @@ class Load:
         shape = self._like.values[name].shape if name in self._like.values else leaf.shape
         return torch.zeros(shape, dtype=DTYPES[leaf.dtype])
 
-    def _of_group(self, leaf: Leaf) -> list[Part]:
+    def _of_group(self, leaf: Leaf) -> list[LeafPart]:
         """The parts of the ranks whose slices make up the value that this rank has a slice of."""
         differs = [axis for axis in self.manifest.axes if axis not in (*leaf.placement["equal"], leaf.placement["cut"])]
         mine = self._here.place(self._mesh.rank, differs)
@@ -190,7 +190,7 @@ def filled(prefix: str, tree: Any, values: Values) -> Any:
     return map_with_path(place, tree)
 
 
-def chosen(folder: Folder, mesh: Communicator, step: int | None) -> Leaves | None:
+def chosen(folder: Folder, mesh: Communicator, step: int | None) -> SavedLeaves | None:
     """The newest step that verifies, or a given one; None where the folder holds none. All ranks take the same one.
 
     Each rank checks its share of the bytes, and has the files open that it has checked.
@@ -199,22 +199,22 @@ def chosen(folder: Folder, mesh: Communicator, step: int | None) -> Leaves | Non
         CheckpointError: on all ranks: there are steps, and none verifies; or the given one does not.
     """
 
-    def checked(number: int) -> Leaves:
+    def checked(number: int) -> SavedLeaves:
         path = folder.step_path(number)
         identifier = on_first(mesh, f"the choice of step {number}", lambda: read_commit(path).id)
 
         with contextlib.ExitStack() as stack:
 
-            def check() -> Leaves:
+            def check() -> SavedLeaves:
                 _, manifest = folder.read(number)
                 if manifest.id != identifier:
                     raise CheckpointError(f"{path} is another checkpoint than on rank 0; all ranks need one folder")
-                leaves = Leaves(path, manifest)
+                leaves = SavedLeaves(path, manifest)
                 stack.callback(leaves.close)
                 leaves.verify((mesh.rank, mesh.size))
                 return leaves
 
-            leaves: Leaves = on_each(mesh, f"the check of step {number}", check)
+            leaves: SavedLeaves = on_each(mesh, f"the check of step {number}", check)
             stack.pop_all()  # they stay open
             return leaves
 

@@ -26,7 +26,7 @@ _UUID = re.compile(r"[0-9a-f]{32}")
 
 
 @dataclass(frozen=True)
-class Part:
+class LeafPart:
     """A tensor of a file that is a leaf, or a piece of one.
 
     Attributes:
@@ -56,12 +56,12 @@ class Leaf:
     shape: list[int]
     dtype: str
     placement: dict[str, Any]
-    parts: list[Part]
+    parts: list[LeafPart]
 
 
 def leaf_of(shown: dict[str, Any]) -> Leaf:
     """A leaf, from its JSON."""
-    return Leaf(**shown | {"parts": [Part(**part) for part in shown["parts"]]})
+    return Leaf(**shown | {"parts": [LeafPart(**part) for part in shown["parts"]]})
 
 
 @dataclass

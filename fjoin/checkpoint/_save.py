@@ -24,7 +24,7 @@ from ..transforms.axes import Grid
 from ..transforms.base import Placement
 from ._files import FileEntry, check_form, write_blocks, write_file
 from ._folder import Folder
-from ._manifest import Leaf, Manifest, Part, leaf_of
+from ._manifest import Leaf, LeafPart, Manifest, leaf_of
 from ._values import Snapshot
 
 
@@ -41,7 +41,7 @@ def _part(found: Snapshot, name: str, value: Tensor, cut: str | None) -> tuple[A
     return (value.shape, None) if whole else (own.shape, own.start)
 
 
-class Plan:
+class SavePlan:
     """What this rank writes of values, and compares; computed once for values of the same names, placements and shapes.
 
     Args:
@@ -104,7 +104,7 @@ class Plan:
             if path in found.by_content and of is not None:  # other ranks may have another form, or none
                 shown |= {"of": path, "rank": of}
                 path, of = name, None
-            self.leaves[path] = Leaf([*shape], dtype, shown, [Part(rank, name, of, start)])
+            self.leaves[path] = Leaf([*shape], dtype, shown, [LeafPart(rank, name, of, start)])
 
     def fits(self, found: Snapshot) -> bool:
         """Whether it is the plan of these values too."""
@@ -186,7 +186,7 @@ class Save:
         manifest: Manifest,
         keep: tuple[int | None, int | None],
         found: Snapshot,
-        plan: Plan,
+        plan: SavePlan,
         copies: bool,
     ) -> None:
         self._folder, self._tmp, self._mesh = folder, folder.path / name, mesh
@@ -212,7 +212,7 @@ class Save:
             self._error = error
             self._ended.set()
 
-    def _compare(self, found: Snapshot, plan: Plan) -> Plan:
+    def _compare(self, found: Snapshot, plan: SavePlan) -> SavePlan:
         """Note the replicas that have drifted apart. Returns the plan with the places of values by content."""
         odd = plan.replicas.apart(self._mesh, "a comparison of replicas", found.values)
         apart = odd.keys() - (found.places.keys() - found.by_content)  # also those that only other ranks have
@@ -225,7 +225,7 @@ class Save:
         if notes and self._mesh.rank == 0:
             few = "; ".join(notes[:3]) + (f"; and {len(notes) - 3} more" if notes[3:] else "")
             self._texts.append(f"replicas have drifted apart; those of the lowest rank are saved: {few}")
-        return Plan(self._mesh.shape, self._mesh.rank, found, spread=not notes) if odd else plan
+        return SavePlan(self._mesh.shape, self._mesh.rank, found, spread=not notes) if odd else plan
 
     def warn(self) -> None:
         """Warn of what has been found, on rank 0; when no other rank waits for it, since warnings may be errors."""

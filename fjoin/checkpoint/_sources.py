@@ -125,10 +125,10 @@ class ZeroItem:
         return whole
 
 
-Item = PlainItem | HandleItem | ZeroItem
+SavedItem = PlainItem | HandleItem | ZeroItem
 
 
-def item_of(name: str, one: Any, mesh: Communicator) -> Item:
+def item_of(name: str, one: Any, mesh: Communicator) -> SavedItem:
     """What saves and loads an object.
 
     Raises:

@@ -10,7 +10,7 @@ from pathlib import Path
 from .._errors import CheckpointError
 from ._files import sync_folder, typed_errors, write_file
 from ._folder import Folder
-from ._leaves import Leaves
+from ._leaves import SavedLeaves
 from ._manifest import read_step
 
 _PARAMS = "params."
@@ -44,7 +44,7 @@ def verify(path: Path | str) -> list[str]:
     """
     step = _step_folder(path)
     try:
-        with contextlib.closing(Leaves(step, read_step(step))) as leaves:
+        with contextlib.closing(SavedLeaves(step, read_step(step))) as leaves:
             return leaves.problems()
     except CheckpointError as error:
         return [str(error)]
@@ -59,7 +59,7 @@ def export(path: Path | str, out: Path | str) -> None:
     step, out = _step_folder(path), Path(out)
     if os.path.lexists(out):
         raise CheckpointError(f"{out} exists and is not replaced; choose another name")
-    with contextlib.closing(Leaves(step, read_step(step))) as leaves:
+    with contextlib.closing(SavedLeaves(step, read_step(step))) as leaves:
         leaves.verify()
         names = leaves.manifest.leaves
         params = {name.removeprefix(_PARAMS): leaves.whole(name) for name in names if name.startswith(_PARAMS)}

@@ -16,7 +16,7 @@ from ..optim import ForeachStepper
 from ..step import EndStates, init_ends
 from ..transforms.base import check_dense
 from ..transforms.layout import Bucket, Pieces
-from ..transforms.optimizers import Item, Optimizer, compared, master_of
+from ..transforms.optimizers import Optimizer, StepItem, compared, master_of
 from ..transforms.pipelines import Pipeline, Sharding
 
 
@@ -124,7 +124,7 @@ class ModuleParams:
         self.shapes: dict[str, torch.Size] = {path: p.shape for path, p in leaves.items()}
         self.float16: bool = any(p.dtype is torch.float16 for p in leaves.values())
         self.stepper: ForeachStepper = ForeachStepper()
-        self._watched: list[Item] = []
+        self._watched: list[StepItem] = []
         self._sharding: Sharding | None = None
         self.gather: Any = ()
         self._own: dict[str, Tensor] = {}
@@ -136,7 +136,7 @@ class ModuleParams:
             check_dense(f"parameter {path!r}", p)
         pipeline.check(held)
         own, at = held if self.pieces is None else self.pieces.own(held), pipeline.optimizer.at
-        items: list[Item] = [(path, at(path), p, None) for path, p in own.items()]
+        items: list[StepItem] = [(path, at(path), p, None) for path, p in own.items()]
         self.stepper.begin(items)
         slots = self.stepper.states
         self._watched = [item for item in items if compared(item[1], slots[item[0]])]

@@ -18,7 +18,7 @@ from .._errors import closed
 from ..transforms.axes import Axis, Done, One, Work, from_order, to_order
 from ..transforms.base import sum_in_order
 from ._failures import Failures, is_backend_error, raise_from
-from ._message import Message, Received, plain
+from ._message import PendingMessage, Received, plain
 from ._traffic import Traffic
 
 
@@ -141,9 +141,9 @@ class GroupAxis(Axis):
         if self._swaps and buffer.device.type == "cpu" and buffer.numel() * buffer.element_size() <= _SWAP_BYTES:
             received = torch.empty_like(values)
             # a + b = b + a, to the bit: both ranks have the same sum.
-            return Message(self, self._swap(values, received), "psum", values, lambda: buffer.add_(received))
+            return PendingMessage(self, self._swap(values, received), "psum", values, lambda: buffer.add_(received))
         back = (lambda: None) if values is buffer else (lambda: buffer.copy_(values))
-        return Message(self, dist.all_reduce(values, group=group, async_op=True), "psum", values, back)
+        return PendingMessage(self, dist.all_reduce(values, group=group, async_op=True), "psum", values, back)
 
     def _swap(self, given: Tensor, taken: Tensor) -> Any:
         """Start sending the other of two ranks a flat buffer, and receiving its buffer."""
@@ -171,7 +171,9 @@ class GroupAxis(Axis):
         stop = start + sizes[self.rank]
         own = flat[start:stop]
         if not cpu and len(set(sizes)) == 1:
-            return Message(self, dist.all_gather_single(flat, own, group=self.group, async_op=True), "all_gather", own)
+            return PendingMessage(
+                self, dist.all_gather_single(flat, own, group=self.group, async_op=True), "all_gather", own
+            )
         # Not isend and irecv, although no rank would need a copy: a wait for these that times out breaks the connection.
         give, take = [own.numel()] * self.size, list(sizes)
         give[self.rank] = take[self.rank] = 0
@@ -184,7 +186,7 @@ class GroupAxis(Axis):
             flat[:start].copy_(out[:start])
             flat[stop:].copy_(out[start:])
 
-        return Message(self, work, "all_gather", own, (lambda: None) if outer else spread)
+        return PendingMessage(self, work, "all_gather", own, (lambda: None) if outer else spread)
 
     def run_(self, x: Tensor) -> Tensor:
         """psum in place."""
@@ -246,5 +248,5 @@ class GroupAxis(Axis):
             rows, others = (list(sizes) for sizes in arg) if arg else (None, None)
             out = x.new_empty((sum(others or x.shape[:1]), *x.shape[1:]))
             works = [(dist.all_to_all_single(out, x, others, rows, group=group, async_op=True), x)]
-        received = Received([Message(self, work, op, sent, arg=arg) for work, sent in works], out)
+        received = Received([PendingMessage(self, work, op, sent, arg=arg) for work, sent in works], out)
         return (lambda: from_order(received(), x.dtype)) if op in _REDUCE else received

@@ -92,7 +92,7 @@ class Unfinished:
 _LOOK_AFTER = datetime.timedelta(seconds=LOOK_S)
 
 
-class Message:
+class PendingMessage:
     """A message over an axis. Its wait polls for failures, so it ends where another rank has failed.
 
     Args:

@@ -110,8 +110,8 @@ def loss(f: Callable[..., Any], *, buffers: bool = False, seed: int | None = Non
         whole_number("seed", seed, 0, 2**32 - 1)  # of larger ones jax takes the last 32 bits
 
     @functools.lru_cache(maxsize=64)
-    def compiled(form: _Form) -> _Compiled:
-        return _Compiled(f, form, buffers)
+    def compiled(form: _LossForm) -> _CompiledLoss:
+        return _CompiledLoss(f, form, buffers)
 
     def of(params: Any, *args: Any, key: Any = None) -> Any:
         number = bound_call().number
@@ -128,7 +128,9 @@ def loss(f: Callable[..., Any], *, buffers: bool = False, seed: int | None = Non
             keyed: tuple[Any, ...] = ()
         else:
             keyed = (key,) if key is not None else (_key(seed, number),)
-        form = _Form(structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves), args_structure, wide, bool(keyed))
+        form = _LossForm(
+            structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves), args_structure, wide, bool(keyed)
+        )
         run = compiled(form)
         given = [x for x in values if isinstance(x, Tensor)]
         behind, apply = _Behind(), cast("Any", _Value.apply)
@@ -175,7 +177,7 @@ def _check_params(structure: Any, leaves: Sequence[Any]) -> None:
             )
 
 
-class _Form(NamedTuple):
+class _LossForm(NamedTuple):
     """What a compiled function depends on, besides shapes of the arguments."""
 
     params: Any
@@ -191,10 +193,10 @@ class _Behind:
     structure: Any
 
 
-class _Compiled:
+class _CompiledLoss:
     """The loss and its gradient, compiled for parameters of one form."""
 
-    def __init__(self, f: Callable[..., Any], form: _Form, buffers: bool) -> None:
+    def __init__(self, f: Callable[..., Any], form: _LossForm, buffers: bool) -> None:
         self._form, self.layout = form, Layout(form.leaves)
 
         def value(flats: Any, args: Any, *key: Any) -> tuple[Any, Any]:
@@ -252,7 +254,7 @@ class _Value(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        run: _Compiled, values: Sequence[Any], key: tuple[Any, ...], behind: _Behind, *tensors: Tensor
+        run: _CompiledLoss, values: Sequence[Any], key: tuple[Any, ...], behind: _Behind, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         return run(tensors, values, key, behind)
 

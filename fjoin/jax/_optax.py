@@ -65,8 +65,8 @@ def from_optax(transformation: Any, per_leaf: bool = False) -> Transform:
         raise TypeError(f"from_optax takes an optax.GradientTransformation, got {transformation!r}")
 
     @functools.lru_cache(maxsize=16)
-    def compiled(shapes: _Shapes) -> _Compiled:
-        return _Compiled(*transformation, shapes)
+    def compiled(shapes: _Shapes) -> _CompiledUpdate:
+        return _CompiledUpdate(*transformation, shapes)
 
     def init(params: Tree) -> OptaxState:
         run = compiled(_Shapes.of(params))
@@ -111,7 +111,7 @@ class _Shapes(NamedTuple):
         return _Shapes(structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
 
 
-class _Compiled:
+class _CompiledUpdate:
     """A transformation compiled for trees of one form; arguments and results are flat arrays."""
 
     def __init__(self, begin: Callable[..., Any], step: Callable[..., Any], shapes: _Shapes) -> None:

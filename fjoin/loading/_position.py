@@ -46,7 +46,7 @@ _CAUSES = (
 )
 
 
-class Mark(NamedTuple):
+class BeforeBatch(NamedTuple):
     """What a rank needs to load a batch again: taken before it was loaded."""
 
     streams: Streams
@@ -90,7 +90,7 @@ class Position(Generic[B]):
         self._next = 0  # the number of the batch of this rank that is loaded next
         self._end: int | None = None  # that of the end of input, once it has been met
         self._start: Streams | None = None
-        self._marks: dict[int, Mark] = {}  # by number, of the batch that was used last and of those loaded ahead
+        self._marks: dict[int, BeforeBatch] = {}  # by number, of the batch that was used last and of those loaded ahead
         self._ahead: dict[int, Any] = {}  # by number, the batches that are loaded and not used yet
         # Checksums of batches: of an epoch's last one, before the body has it; of the first ones of the first and the latest epoch.
         self._last: int | None = None
@@ -129,7 +129,7 @@ class Position(Generic[B]):
             self._skip(used)
         if "ahead" in streams:
             streams["ahead"].restore(self._generators)
-        first = self._load(Mark(self._streams(), state))
+        first = self._load(BeforeBatch(self._streams(), state))
         self._compare(own)
         if again:
             self.last = first
@@ -183,9 +183,9 @@ class Position(Generic[B]):
 
     def load(self) -> Any:
         """The next batch; `END` where there is none, and after that."""
-        return END if self._end is not None else self._load(Mark(self._streams(), self._state_of_loader()))
+        return END if self._end is not None else self._load(BeforeBatch(self._streams(), self._state_of_loader()))
 
-    def _load(self, mark: Mark) -> Any:
+    def _load(self, mark: BeforeBatch) -> Any:
         number, self._next = self._next, self._next + 1
         self._marks[number] = mark
         batch = next(self._iterator, END)

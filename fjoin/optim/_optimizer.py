@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..transforms.base import check_dense
-from ..transforms.optimizers import Item, Optimizer as StepParamOptimizer
+from ..transforms.optimizers import Optimizer as StepParamOptimizer, StepItem
 from ._param_groups import ForeachStepper, Hyperparameters
 
 
@@ -101,9 +101,9 @@ class Optimizer(torch.optim.Optimizer):
         self._stepper.shown = self.state
         self._stepper.begin(item for item in self._items() if item[2].requires_grad)
 
-    def _items(self) -> list[Item]:
+    def _items(self) -> list[StepItem]:
         """(key of the state, optimizer with the group's hyperparameters, parameter, gradient) of all parameters."""
-        items: list[Item] = []
+        items: list[StepItem] = []
         for group in self.param_groups:
             at = self._hyper.at(group)
             items += [(p, at(name), p, p.grad) for name, p in zip(_names(group), group["params"], strict=True)]

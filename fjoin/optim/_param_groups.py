@@ -12,8 +12,8 @@ from torch import Tensor
 from ..transforms.base import fields, is_number, restored, to_state_dict
 from ..transforms.optimizers import (
     Ages,
-    Item,
     Optimizer,
+    StepItem,
     apart,
     check_grad,
     check_rates,
@@ -129,14 +129,14 @@ class ForeachStepper:
         self.shown: dict[Any, Any] | None = None
         self._seen: dict[Any, Any] = {}  # key -> the parameter's shape, strides, dtype and device when it was checked
 
-    def begin(self, items: Iterable[Item]) -> None:
+    def begin(self, items: Iterable[StepItem]) -> None:
         """Initialise the states of the parameters that have none; all these states are of one age."""
         ages = Ages()
         for key, part, param, _ in items:
             if key not in self.states:
                 self._put(key, ages(part, param, part.init_param(param.detach())))
 
-    def check(self, items: Sequence[Item]) -> None:
+    def check(self, items: Sequence[StepItem]) -> None:
         """Raise where these parameters cannot be stepped; nothing has changed then.
 
         Raises:
@@ -162,7 +162,7 @@ class ForeachStepper:
             self._seen[key] = form
         self.check_rates(items)
 
-    def check_rates(self, items: Iterable[Item]) -> list[tuple[str, float]]:
+    def check_rates(self, items: Iterable[StepItem]) -> list[tuple[str, float]]:
         """Only the check of hyperparameters in `check`, for parameters that cannot have changed their form; returns them."""
         steps = {
             (id(part), id(state.step)): (hypers, state.step)
@@ -171,7 +171,7 @@ class ForeachStepper:
         }
         return [rate for hypers, step in steps.values() for rate in check_rates(hypers, step)]
 
-    def step(self, items: Sequence[Item], **guards: Tensor | None) -> None:
+    def step(self, items: Sequence[StepItem], **guards: Tensor | None) -> None:
         """Step these parameters, which have been checked; the step counts of the others stay."""
         of_one_age = Counter([id(state.step) for state in self.states.values()])
         self.begin(items)

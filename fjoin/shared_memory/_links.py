@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .._errors import DesyncError, JoinError, TransportError, closed
 from ..transforms.base import uncompiled
-from ._memory import HostMemory, Region
+from ._memory import HostMemory, HostRegion
 from ._packets import DROPPED, INLINE, INLINE_BYTES, MEMORY, PART, ROOM, TAKEN, Head, Late, Peer, PeerGone, poll_of
 
 _NOTHING = torch.empty(0)
@@ -63,7 +63,7 @@ class Exchange:
     from_memory: list[int] = field(default_factory=list)
     numbers: list[float] = field(default_factory=list)
     failed: Exception | None = None
-    _copy: Region | None = None
+    _copy: HostRegion | None = None
     _result: Tensor | None = None
 
     def __post_init__(self) -> None:

@@ -22,7 +22,7 @@ _PAGE = mmap.PAGESIZE
 _SPARE = 4  # steps send messages of several sizes, one after the other
 
 
-class Region:
+class HostRegion:
     """A range of a file of shared memory, as this process sees it.
 
     Attributes:
@@ -54,8 +54,8 @@ class HostMemory:
         self._end = 0  # of the file; ranges are not used again, since freed ones take no memory
         self._lock = threading.Lock()
         self._made: dict[int, int] = {}  # address of a region in use -> its first byte in the file
-        self._free: list[Region] = []  # for values on their way; the last one was given back last
-        self._returned: deque[Region] = deque()
+        self._free: list[HostRegion] = []  # for values on their way; the last one was given back last
+        self._returned: deque[HostRegion] = deque()
         self._lent = self._most = 0  # bytes now, and at most
         self._closed, self._process = False, os.getpid()
         self.dropped: deque[int] = deque()  # the first bytes of regions that other processes may unmap
@@ -68,12 +68,12 @@ class HostMemory:
         region = self._make(max(numel, 1) * dtype.itemsize)
         return region.bytes.view(dtype)[:numel]
 
-    def _make(self, size: int) -> Region:
+    def _make(self, size: int) -> HostRegion:
         size = math.ceil(size / _PAGE) * _PAGE
         with self._lock:
             first = self._end
             os.posix_fallocate(self.fd, first, size)  # an error here, and not a SIGBUS at the first access
-            region = Region(self.fd, first, size)
+            region = HostRegion(self.fd, first, size)
             self._end += size
             self._made[region.address] = first
         weakref.finalize(region.map, self._drop, region.address, size).atexit = False
@@ -102,7 +102,7 @@ class HostMemory:
         weakref.finalize(lease, self.give_back, region).atexit = False
         return torch.frombuffer(lease, dtype=torch.uint8)[: numel * dtype.itemsize].view(dtype)
 
-    def borrow(self, nbytes: int) -> Region:
+    def borrow(self, nbytes: int) -> HostRegion:
         """A region of at least `nbytes`, and at most an eighth more, to be given back."""
         nbytes = max(nbytes, 1)
         step = max(_PAGE, 1 << (nbytes - 1).bit_length() >> 4)
@@ -117,7 +117,7 @@ class HostMemory:
             self._most = max(self._most, self._lent)
         return region
 
-    def give_back(self, region: Region) -> None:
+    def give_back(self, region: HostRegion) -> None:
         """Keep a region for later. A finalizer may call it."""
         if not self._closed:
             self._returned.append(region)
@@ -153,9 +153,9 @@ def _map(fd: int, first: int, size: int) -> Any:
     return (ctypes.c_ubyte * size).from_address(address)
 
 
-def map_of_peer(fd: int, first: int, size: int) -> Region:
+def map_of_peer(fd: int, first: int, size: int) -> HostRegion:
     """A region of another process, unmapped once its tensors are gone."""
-    region = Region(fd, first, size)
+    region = HostRegion(fd, first, size)
     weakref.finalize(region.map, _libc.munmap, region.address, size).atexit = False
     return region
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .._errors import CollectiveTimeout, PeerLost
-from ._memory import Region, map_of_peer
+from ._memory import HostRegion, map_of_peer
 
 # Parts of at most this size travel in the packet itself.
 INLINE_BYTES = 64 * 1024
@@ -39,7 +39,7 @@ class Late(CollectiveTimeout):
     """A message has timed out."""
 
 
-class Part(NamedTuple):
+class PacketPart(NamedTuple):
     """A rank's announcement: its part of a message."""
 
     fingerprint: int
@@ -67,8 +67,8 @@ class Peer:
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
         self.memory = -1  # the descriptor of the other process's memory, once that has arrived
-        self.regions: dict[int, Region] = {}  # of the other process
-        self.parts: dict[tuple[int, int], Part] = {}  # by axis and message
+        self.regions: dict[int, HostRegion] = {}  # of the other process
+        self.parts: dict[tuple[int, int], PacketPart] = {}  # by axis and message
         self.taken: dict[tuple[int, int], float] = {}  # messages whose part from this process it has taken
         self.waiting: deque[bytes] = deque()  # packets that did not fit into the connection
         self.deaf = False  # it takes no more packets, but some of its own may still be unread
@@ -132,7 +132,7 @@ class Peer:
         elif head.kind == INLINE:
             data = room[_HEAD.size : size]
             values = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-            self.parts[key] = Part(head.fingerprint, values, False)
+            self.parts[key] = PacketPart(head.fingerprint, values, False)
         elif head.kind == MEMORY:
             if not rights:
                 raise OSError(errno.EMFILE, "no descriptor is left for the memory of another rank")
@@ -141,7 +141,7 @@ class Peer:
             if head.region not in self.regions:
                 self.regions[head.region] = map_of_peer(self.memory, head.region, head.size)
             values = self.regions[head.region].bytes[head.first : head.first + head.nbytes]
-            self.parts[key] = Part(head.fingerprint, values, True)
+            self.parts[key] = PacketPart(head.fingerprint, values, True)
         return True
 
     def close(self) -> None:

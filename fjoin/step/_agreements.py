@@ -11,7 +11,7 @@ from typing import Any
 from ..agreement import Calls, Requests, StepIds, StepRecord, Sums, numbers
 from ..groups import Communicator
 from ..transforms.layout import Bucket
-from ..transforms.pipelines import Parts, Place, Plan, Rates, Records, axes_of, records_of
+from ..transforms.pipelines import Parts, Plan, Rates, Records, StepPlace, axes_of, records_of
 from ._verdict import CountsOfAll, StepCheck
 
 
@@ -39,7 +39,7 @@ class Agreements:
     plan: Plan
 
     def __init__(
-        self, mesh: Communicator, plan: Plan, parts: Parts, place: Place, calls: Calls, norm: bool = False
+        self, mesh: Communicator, plan: Plan, parts: Parts, place: StepPlace, calls: Calls, norm: bool = False
     ) -> None:
         self._mesh, self.plan, self._parts, self._place = mesh, plan, parts, place
         self._always = (

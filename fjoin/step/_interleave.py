@@ -55,7 +55,7 @@ class SideStreams:
         return Started(self._device, end)
 
 
-class _Abandon(BaseException):
+class _AbandonStep(BaseException):
     """Unwinds a function whose step has failed elsewhere."""
 
 
@@ -95,14 +95,14 @@ class Coroutine:
     def check(self) -> None:
         """Unwind if the step has failed elsewhere: no further message may be sent."""
         if self._abandoned:
-            raise _Abandon
+            raise _AbandonStep
 
     def _run(self) -> None:
         try:
             axes: dict[str, Any] = {name: _Pausing(axis, self) for name, axis in self._interleaver.axes.items()}
             with torch.no_grad(), bind_axes({**self._interleaver.outer, **axes}):
                 self._function()
-        except _Abandon:
+        except _AbandonStep:
             pass
         except BaseException as error:
             self._error = error

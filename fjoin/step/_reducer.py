@@ -16,7 +16,7 @@ from ..transforms.axes import Axis, PieceSum, Work
 from ..transforms.base import Call, Share, Totals, Transform, copy_if_aliased, nonzero_or_one, only, restrict, totals_of
 from ..transforms.combinators import stages
 from ..transforms.layout import Pieces, bind_pieces, record_bucket
-from ..transforms.pipelines import Place, Plan, takes_flat
+from ..transforms.pipelines import Plan, StepPlace, takes_flat
 from ._agreements import Agreements
 from ._body import Params
 from ._hook_state import FLAT, Form, HookState
@@ -408,7 +408,7 @@ class Scatter:
                 self._out.buffer = self._out.grads
 
 
-def make_reducer(plan: Plan, mesh: Communicator, agreements: Agreements, place: Place) -> Reducer:
+def make_reducer(plan: Plan, mesh: Communicator, agreements: Agreements, place: StepPlace) -> Reducer:
     """The reducer that runs a plan.
 
     Args:

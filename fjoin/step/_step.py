@@ -20,7 +20,7 @@ from ._verdict import Decision
 STEP = "step"  # the span around the others
 
 
-class Runs(Protocol):
+class StepRunner(Protocol):
     """What runs the steps of one pipeline on this rank: a train_step, or a registered module."""
 
     mesh: Communicator
@@ -49,7 +49,7 @@ class Step:
 
     waits = False  # whether the host waits for the sums, so that it may decide at once
 
-    def __init__(self, run: Runs, body: StepData, span: Span | None = None) -> None:
+    def __init__(self, run: StepRunner, body: StepData, span: Span | None = None) -> None:
         self._run, self._body, self.span = run, body, span
         self.sums: dict[str, Any] | None = None
         self._begun: Begun = {}  # by axes, the records that were sent before the gradients

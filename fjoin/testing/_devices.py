@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from .. import transforms as tx
 from ..transforms.axes import bind_axes
 from ..transforms.base import Needs, restrict
-from ..transforms.pipelines import Recorder
+from ..transforms.pipelines import CountingAxis
 from ._compare import axes_for, params_like
 
 _ELSEWHERE = torch.device("meta")
@@ -128,7 +128,7 @@ def _without_data() -> Iterator[None]:
         raise
 
 
-class _Elsewhere(Recorder):
+class _Elsewhere(CountingAxis):
     """An axis that refuses messages on the host."""
 
     def run(self, op: str, x: Tensor, arg: Any) -> Tensor:

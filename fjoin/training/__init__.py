@@ -9,7 +9,7 @@ _loss          calls of the user's functions
 _flat_step     `FlatStep`, a `Step` on flat buckets: the optimizer, and the gather of parameters
 _state         `TrainState`
 _metrics       what a step returns beside it
-_failures      a step that raised, and what the other ranks learn of it
+_step_failures  a step that raised, and what the other ranks learn of it
 _signals       a signal as a request
 _watch         `show` and `trace`
 """

@@ -12,9 +12,9 @@ import torch
 from .._errors import DesyncError, JoinError, NoBatch
 from ..agreement import Record, Requests, same
 from ..loading import END, JoinedLoop, LookAhead
-from ._failures import Failures
 from ._passes import Iteration
 from ._run import Run
+from ._step_failures import StepFailures
 
 
 class InLoop:
@@ -25,7 +25,7 @@ class InLoop:
         device: The device of the parameters; None before `init`.
     """
 
-    def __init__(self, run: Run, failures: Failures) -> None:
+    def __init__(self, run: Run, failures: StepFailures) -> None:
         self._run, self.failures = run, failures
         self.ranks, self.rank = run.ranks, run.mesh.rank
         self.iteration: Iteration | None = None

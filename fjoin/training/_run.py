@@ -10,11 +10,11 @@ from ..groups import Communicator, Span
 from ..step import STEP, Agreements, Reducer, StateData, StepCheck, make_reducer
 from ..transforms.base import Transform, check_exact
 from ..transforms.pipelines import Pipeline, make_plan, parts_of
-from ._failures import CALLS
 from ._flat_step import FlatStep
 from ._loss import Loss, user_sums, weigh
 from ._metrics import LearningRates, Meter, Metrics, RecordedNorms
 from ._passes import Forward, GradOutput, Iteration, Passes, grad_output_of
+from ._step_failures import CALLS
 
 
 class Run:

@@ -18,12 +18,12 @@ from ..transforms.base import Transform, check_transform, flag, unfinished, whol
 from ..transforms.layout import Bucket, bucket_sizes, labels, make_layout
 from ..transforms.pipelines import Pipeline, warn_if_silent
 from . import _join
-from ._failures import Failures
 from ._join import InLoop
 from ._loss import Loss, refuse_inference
 from ._metrics import Metrics
 from ._run import Run
 from ._state import TrainState, check_buffers, check_state, check_values, flatten
+from ._step_failures import StepFailures
 
 
 def left_open(parts: Iterable[Transform], steps: int, gathers: bool) -> list[str]:
@@ -130,7 +130,7 @@ class TrainStep:
         self.pipeline: Pipeline = run.pipeline
         self.ranks: int = run.ranks
         self.rank: int = run.mesh.rank
-        self._failures = Failures(run)
+        self._failures = StepFailures(run)
         self._left = 0, False  # see `left_open`
         self._in_loop = InLoop(run, self._failures)
 

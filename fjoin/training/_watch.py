@@ -155,7 +155,7 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
     # A rank may begin the next trace of this name before rank 0 has joined the parts of this one.
     _COUNTS[(key, str(path))] = number = _COUNTS.get((key, str(path)), 0) + 1
     parts = [_part(Path(path), number, other) for other in range(ranks)]
-    TIMELINES[key] = line = Recorder(parts[rank], rank)
+    TIMELINES[key] = line = TimelineWriter(parts[rank], rank)
     try:
         yield
         wait_s = _JOIN_S
@@ -169,7 +169,7 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
             join(Path(path), parts, wait_s)
 
 
-class Recorder:
+class TimelineWriter:
     """Writes the events of one rank, in the form of Chrome's traces.
 
     Args:

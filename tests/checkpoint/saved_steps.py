@@ -17,7 +17,7 @@ import fjoin
 from fjoin.checkpoint._files import write_file
 from fjoin.checkpoint._folder import Folder
 from fjoin.checkpoint._load import chosen
-from fjoin.checkpoint._manifest import Leaf, Manifest, Part
+from fjoin.checkpoint._manifest import Leaf, LeafPart, Manifest
 
 RUN = "a" * 32
 
@@ -45,10 +45,10 @@ def fill(folder: Path, step: int, parent: str = "", run: str = RUN, seed: int = 
         write_file(folder / "rank-0.safetensors", state | {"error@rank-0": rest[0], "params.m@0": flat[:7]}),
         write_file(folder / "rank-1.safetensors", {"error@rank-1": rest[1], "params.m@7": flat[7:]}),
     ]
-    leaves = {name: Leaf(list(t.shape), str(t.dtype)[6:], {}, [Part(0, name)]) for name, t in state.items()}
-    leaves["error"] = Leaf([5], "float32", {}, [Part(rank, f"error@rank-{rank}", rank) for rank in range(2)])
+    leaves = {name: Leaf(list(t.shape), str(t.dtype)[6:], {}, [LeafPart(0, name)]) for name, t in state.items()}
+    leaves["error"] = Leaf([5], "float32", {}, [LeafPart(rank, f"error@rank-{rank}", rank) for rank in range(2)])
     leaves["params.m"] = Leaf(
-        [3, 4], "float32", {"cut": "data"}, [Part(0, "params.m@0", 0, 0), Part(1, "params.m@7", 1, 7)]
+        [3, 4], "float32", {"cut": "data"}, [LeafPart(0, "params.m@0", 0, 0), LeafPart(1, "params.m@7", 1, 7)]
     )
     numbers, ranks = {"calls": [step], "each": [1, 2.5]}, [{"batches": 3, "seed": 2**127}, {"batches": 4}]
     given: dict[str, Any] = {"spec": ["mean('data')", None, True], "notes": ["ü"], "extra": {"a": [1, {"b": '\n"'}]}}

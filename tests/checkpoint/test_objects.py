@@ -14,7 +14,7 @@ from torch import nn
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.checkpoint._leaves import Leaves
+from fjoin.checkpoint._leaves import SavedLeaves
 from fjoin.checkpoint._manifest import read_step
 from tests.helpers import raises_text
 
@@ -39,7 +39,7 @@ def without_gathering(folder: str) -> None:
         fjoin.load(folder, {"optimizer": made()["optimizer"]})
     (own,) = path.glob(f"rank-{dist.get_rank():05d}-*")
     whole = sum(2 * 4 * p.numel() for p in of["model"].parameters())
-    with contextlib.closing(Leaves(path, read_step(path))) as leaves:
+    with contextlib.closing(SavedLeaves(path, read_step(path))) as leaves:
         file = leaves.file([entry.name for entry in read_step(path).files].index(own.name))
         held = sum(4 * file.read(name).numel() for name in file.names if ".state." in name and file.span(name).shape)
     assert 0 < held < 0.8 * whole

@@ -19,7 +19,7 @@ from torch import Tensor
 from fjoin.agreement import _device_reads
 from fjoin.buckets import _grad_buffer, _storage as _flat_params, _storage as _leaves
 from fjoin.groups import _axis, _group_mesh, _message as _unfinished
-from fjoin.groups._message import Message
+from fjoin.groups._message import PendingMessage
 from fjoin.step._verdict import GradCheck
 from fjoin.training._run import Run
 
@@ -102,7 +102,13 @@ class Device:
     def used(self) -> Iterator[None]:
         """The steps of this process are on this device."""
         on = mock.patch.object
-        found: Any = GradCheck.__init__, Message.wait, Run.ends_here, _group_mesh.destroy, _axis.GroupAxis.begin_gather
+        found: Any = (
+            GradCheck.__init__,
+            PendingMessage.wait,
+            Run.ends_here,
+            _group_mesh.destroy,
+            _axis.GroupAxis.begin_gather,
+        )
         init, wait, ends_here, destroy, begin_gather = found
 
         def on_device(check: Any, *args: Any, **kwargs: Any) -> None:
@@ -139,11 +145,11 @@ class Device:
                 self.cut()
             destroy(axes, failure, process)
 
-        make: Any = Message.__init__
+        make: Any = PendingMessage.__init__
         is_one = lambda device: device.type == "cpu"  # noqa: E731
         with contextlib.ExitStack() as stack:
             for patch in (
-                on(GradCheck, "__init__", on_device), on(Message, "__init__", made), on(Message, "wait", wait_late),
+                on(GradCheck, "__init__", on_device), on(PendingMessage, "__init__", made), on(PendingMessage, "wait", wait_late),
                 on(Run, "ends_here", ends), on(_group_mesh, "destroy", cut), on(_group_mesh, "_SETTLE_S", 0.3),
                 on(_axis.GroupAxis, "begin_gather", gathers), on(_device_reads, "is_accelerator", is_one),
                 on(_device_reads, "to_host", self.to_host), on(_unfinished, "is_accelerator", is_one),

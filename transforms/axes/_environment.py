@@ -160,7 +160,7 @@ class BoundCall:
     mixed: set[str] = field(default_factory=set)
 
 
-class _Threads(threading.local):
+class _ThreadBindings(threading.local):
     def __init__(self) -> None:
         self.axes: dict[str, Axis] = {}
         self.call: BoundCall | None = None
@@ -177,7 +177,7 @@ class _Bindings:
         self.call = THREADS.outside
 
 
-THREADS = _Threads()
+THREADS = _ThreadBindings()
 _KEY = "fjoin: the thread that has called backward"
 
 

@@ -49,11 +49,11 @@ class Grid:
         return [self._ranks[place] for place in moved]
 
 
-class _Abandon(BaseException):
+class _AbandonSimulation(BaseException):
     """Unwinds the threads of a simulation that has failed elsewhere."""
 
 
-class _Group:
+class _AxisGroup:
     """The ranks along one axis that take part in its collectives."""
 
     def __init__(self, axis: str, members: tuple[int, ...]) -> None:
@@ -67,7 +67,7 @@ class SimulatedAxis(Axis):
 
     simulated = True
 
-    def __init__(self, world: _World, group: _Group, me: int) -> None:
+    def __init__(self, world: _World, group: _AxisGroup, me: int) -> None:
         self._world, self._group, self._me = world, group, me
         self.name, self.size = group.axis, len(group.members)
         self.rank = group.members.index(me)
@@ -146,11 +146,11 @@ class _World:
     def __init__(self, shape: dict[str, int]) -> None:
         self.shape, grid = shape, Grid(shape)
         self.size = n = math.prod(shape.values())
-        self.everyone = _Group(" x ".join(shape), tuple(range(n)))
-        self.groups: list[dict[str, _Group]] = [{} for _ in range(n)]
+        self.everyone = _AxisGroup(" x ".join(shape), tuple(range(n)))
+        self.groups: list[dict[str, _AxisGroup]] = [{} for _ in range(n)]
         for axis, rank in itertools.product(shape, range(n)):
             if grid.place(rank)[axis] == 0:
-                group = _Group(axis, tuple(grid.members(rank, [axis])))
+                group = _AxisGroup(axis, tuple(grid.members(rank, [axis])))
                 for member in group.members:
                     self.groups[member][axis] = group
         self.turn = [threading.Semaphore(0) for _ in range(n)]
@@ -163,7 +163,7 @@ class _World:
         self.error: BaseException | None = None
         self.over = False
 
-    def meet(self, me: int, group: _Group, call: str, value: Any, combine: Callable[[list[Any]], list[Any]]) -> Any:
+    def meet(self, me: int, group: _AxisGroup, call: str, value: Any, combine: Callable[[list[Any]], list[Any]]) -> Any:
         """Wait until every rank of the group has made the same call."""
         if self.over:
             raise RuntimeError(
@@ -189,7 +189,7 @@ class _World:
         self.back.release()
         self.turn[me].acquire()
         if self.error:
-            raise _Abandon
+            raise _AbandonSimulation
         torch.set_rng_state(self.random[me])
         self.doing[me] = "runs"
         out, self.received[me] = self.received[me], None
@@ -204,7 +204,7 @@ class _World:
             self.doing[me] = "runs"
             self.results[me] = run()
             self.doing[me] = "has returned"
-        except _Abandon:
+        except _AbandonSimulation:
             pass
         except BaseException as error:
             self.doing[me] = f"raised {type(error).__name__}"

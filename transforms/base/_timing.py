@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 # Transforms, each with its own number of the call, and whether it is flushed after so many calls instead of called.
-Runs: TypeAlias = "list[tuple[Transform, int, bool]]"
+TimedRuns: TypeAlias = "list[tuple[Transform, int, bool]]"
 
 
 class Period(NamedTuple):
@@ -61,14 +61,14 @@ class Timing:
         flushes: calls -> what runs in a flush after so many calls, in the same form. None: those of what runs in the last one.
     """
 
-    runs: Callable[[int, bool], Runs] | None = None
-    flushes: Callable[[int], Runs] | None = None
+    runs: Callable[[int, bool], TimedRuns] | None = None
+    flushes: Callable[[int], TimedRuns] | None = None
 
 
 def of_switch(step: int, before: Transform, after: Transform) -> Timing:
     """One transform before a step, another one from it on. At the end of a step, the first is flushed at the switch."""
 
-    def runs(call: int, at_end: bool) -> Runs:
+    def runs(call: int, at_end: bool) -> TimedRuns:
         if call >= step:
             return [(after, call - step, False)]
         return [(before, call, False), *[(before, step, True)] * (at_end and call == step - 1)]
@@ -79,11 +79,11 @@ def of_switch(step: int, before: Transform, after: Transform) -> Timing:
 def of_period(period: Period, transform: Transform, delay: int = 0) -> Timing:
     """A transform in the calls of a period, or `delay` calls behind them. It is given the number of the window that ends there."""
 
-    def runs(call: int, at_end: bool) -> Runs:
+    def runs(call: int, at_end: bool) -> TimedRuns:
         at = call - delay
         return [(transform, period.window(at), False)] if period.due(at) else []
 
-    def flushes(calls: int) -> Runs:
+    def flushes(calls: int) -> TimedRuns:
         ended, is_open = period.ended(calls), period.open(calls)
         begun = [period.window(past) for past in range(max(calls - delay, 0), calls) if period.due(past)]
         windows = [*begun, *[ended] * is_open]
@@ -130,7 +130,7 @@ def flushed(part: Transform, calls: int) -> list[tuple[Transform, int]]:
     return [one for child, at in inside_now if at is not None for one in flushed(child, at + 1)]
 
 
-def _opened(runs: Runs) -> list[tuple[Transform, int]]:
+def _opened(runs: TimedRuns) -> list[tuple[Transform, int]]:
     """Those that are called, with what runs inside in the place of those that are flushed."""
     return [one for child, at, flush in runs for one in (flushed(child, at) if flush else [(child, at)])]
 

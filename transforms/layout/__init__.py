@@ -7,7 +7,7 @@ _pieces    which rank owns which part of a bucket
 
 from ._buckets import (
     Bucket as Bucket,
-    Span as Span,
+    SlotRange as SlotRange,
     bucket_sizes as bucket_sizes,
     make_layout as make_layout,
     record_bucket as record_bucket,

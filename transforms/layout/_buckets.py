@@ -23,7 +23,7 @@ ALIGN_BYTES = 64
 _HOST = torch.device("cpu")
 
 
-class Span(NamedTuple):
+class SlotRange(NamedTuple):
     """Adjacent leaves of a bucket that one kernel steps, padding included."""
 
     start: int
@@ -40,7 +40,7 @@ class Bucket(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     direct: bool  # one large tensor, sent from autograd's memory without a copy
-    spans: tuple[Span, ...]
+    spans: tuple[SlotRange, ...]
 
 
 def bucket_sizes(leaves: Iterable[Any], bucket_bytes: int | None = None) -> tuple[int, int]:
@@ -113,7 +113,7 @@ def _bucket(params: Mapping[str, Tensor], paths: list[str], label: Callable[[str
             ordered.append(path)
             offsets.append(at)
             at += -(-params[path].numel() // step) * step
-        spans.append(Span(start, at, tuple(members)))
+        spans.append(SlotRange(start, at, tuple(members)))
     return Bucket(tuple(ordered), tuple(offsets), at, first.dtype, first.device, direct, tuple(spans))
 
 

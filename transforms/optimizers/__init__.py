@@ -16,9 +16,9 @@ from ._adam import adam as adam, adamax as adamax, adamw as adamw, lamb as lamb,
 from ._checks import check_grad as check_grad, unchecked as unchecked
 from ._optimizer import (
     Ages as Ages,
-    Item as Item,
     Matched as Matched,
     Optimizer as Optimizer,
+    StepItem as StepItem,
     age_of as age_of,
     apart as apart,
     matched as matched,

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..base import State, check_dense, fields
 
 
-class _Form(NamedTuple):
+class _StateForm(NamedTuple):
     """The form of a state for parameters of one shape and dtype."""
 
     structure: Any
@@ -84,7 +84,7 @@ class Forms:
     def __init__(self, init_param: Callable[[Tensor], State]) -> None:
         self.init_param = init_param
         self.last: Passed | None = None
-        self._known: dict[Any, _Form] = {}
+        self._known: dict[Any, _StateForm] = {}
         self._seen: State = None  # the state of a parameter, without data
 
     @functools.cached_property
@@ -103,9 +103,9 @@ class Forms:
         places = [j for j, common in enumerate(self.common) if common]
         return len(self.common) == len(states[0]) and all([s[j] is states[0][j] for j in places for s in states])
 
-    def of(self, param: Tensor) -> _Form:
+    def of(self, param: Tensor) -> _StateForm:
         # What is made while a compiler traces is not of use outside.
-        known: dict[Any, _Form] = {} if torch.compiler.is_compiling() else self._known
+        known: dict[Any, _StateForm] = {} if torch.compiler.is_compiling() else self._known
         key = param.shape, param.dtype
         if key not in known:
             state = self.init_param(torch.empty(param.shape, dtype=param.dtype, device="meta"))
@@ -113,7 +113,7 @@ class Forms:
             accessors, found, structure = optree.tree_flatten_with_accessor(state, none_is_leaf=True)
             names = [".".join(str(getattr(entry, "field", entry.entry)) for entry in path) for path in accessors]
             kinds = [f if f is None else (f.shape, f.dtype, f.is_meta and f.dim() > 0) for f in found]
-            known[key] = _Form(structure, names, kinds)
+            known[key] = _StateForm(structure, names, kinds)
         return known[key]
 
     def check_state(self, param: Tensor, state: State, where: Callable[[], str]) -> list[Any]:

@@ -148,7 +148,7 @@ def copy_like(param: Tensor, value: Tensor) -> Tensor:
     return torch.empty_like(param, dtype=value.dtype).copy_(value)
 
 
-Item: TypeAlias = "tuple[Any, Optimizer, Tensor, Any]"  # (key, optimizer, parameter, gradient)
+StepItem: TypeAlias = "tuple[Any, Optimizer, Tensor, Any]"  # (key, optimizer, parameter, gradient)
 
 
 def sharing(part: Optimizer, state: State, like: State) -> State:
@@ -183,9 +183,9 @@ def age_of(part: Optimizer, found: Sequence[Any]) -> tuple[int, ...]:
     return tuple(map(id, itertools.compress(found, part.forms.common)))
 
 
-def stepped_together(items: Sequence[Item], ages: Sequence[Any]) -> list[list[Item]]:
+def stepped_together(items: Sequence[StepItem], ages: Sequence[Any]) -> list[list[StepItem]]:
     """The parameters that one kernel may step, by optimizer, dtype, device and age."""
-    groups: dict[Any, list[Item]] = {}
+    groups: dict[Any, list[StepItem]] = {}
     for i, (item, age) in enumerate(zip(items, ages, strict=True)):
         _, part, param, _ = item
         key = i if part.step_params_ is None else (id(part), param.dtype, param.device, age)
@@ -259,7 +259,7 @@ def matched(optimizer: Optimizer, params: Tree, grads: Tree, state: State) -> Ma
     if alike and optimizer.step_params_ is not None and optimizer.forms.of_one_age(states):
         return Matched(leaves, given, states, structure, [(optimizer, list(range(len(leaves))))], passed, known)
     parts = [optimizer.at(name) for name in names]
-    items: list[Item] = [(i, part, param, None) for i, (part, param) in enumerate(zip(parts, leaves, strict=True))]
+    items: list[StepItem] = [(i, part, param, None) for i, (part, param) in enumerate(zip(parts, leaves, strict=True))]
     ages = [age_of(part, fields(own)) for part, own in zip(parts, states, strict=True)]
     groups = [(some[0][1], [i for i, *_ in some]) for some in stepped_together(items, ages)]
     return Matched(leaves, given, states, structure, groups, passed, known)

@@ -10,7 +10,7 @@ _placements        which ranks have which part of the state
 _explain           `explain`: a step without data, which counts its messages
 """
 
-from ._explain import Counting as Counting, Explanation as Explanation, Recorder as Recorder, explain as explain
+from ._explain import Counting as Counting, CountingAxis as CountingAxis, Explanation as Explanation, explain as explain
 from ._fuse import fuse as fuse, zero as zero
 from ._pipeline import (
     FLUSH as FLUSH,
@@ -28,9 +28,9 @@ from ._pipeline import (
 from ._placements import buffers_placement as buffers_placement, params_placement as params_placement, placed as placed
 from ._plan import (
     Parts as Parts,
-    Place as Place,
     Plan as Plan,
     Records as Records,
+    StepPlace as StepPlace,
     axes_of as axes_of,
     make_plan as make_plan,
     records_of as records_of,

@@ -153,7 +153,7 @@ def explain(
     return Counting(pipeline, params, axes, sizes, buffers=buffers, on_buffers=on_buffers).explanation(at_step)
 
 
-class Recorder(Axis):
+class CountingAxis(Axis):
     """An axis that records messages and returns values of the right shape."""
 
     def __init__(self, name: str, size: int, notes: list[Message], whole: dict[str, int]) -> None:
@@ -174,7 +174,7 @@ class Recorder(Axis):
             return x.new_zeros(self.size, *x.shape)
         return x.new_zeros(x.shape[1:]) if op == "psum_scatter" else torch.zeros_like(x)
 
-    def joint(self, axes: tuple[str, ...]) -> Recorder | None:
+    def joint(self, axes: tuple[str, ...]) -> CountingAxis | None:
         if axes != tuple(self._whole):
             return None
         return type(self)(" x ".join(axes), math.prod(self._whole.values()), self._notes, self._whole)
@@ -223,7 +223,7 @@ class Counting:
         for path, leaf in named_leaves(params).items():
             check_dense(f"params[{path!r}]", leaf)
         self._notes: list[Message] = []
-        self._recorders = {name: Recorder(name, n, self._notes, self._sizes) for name, n in self._sizes.items()}
+        self._recorders = {name: CountingAxis(name, n, self._notes, self._sizes) for name, n in self._sizes.items()}
         paths, leaves, _ = flatten_in_insertion_order(params)
         self._pieces: Pieces | None = None
         with self._running():

@@ -66,7 +66,7 @@ from ._pipeline import (
     unscaled,
     use,
 )
-from ._plan import Reduced, make_plan
+from ._plan import StepReduction, make_plan
 from ._sharded import by_path, sharding_of
 
 
@@ -151,7 +151,7 @@ def pipeline_of(
     plans: dict[tuple[tuple[str, int], ...], Any] = {}  # by the axes that are bound
 
     @constant  # in a compiled step these are constants, so no transform is among them
-    def how(step: int) -> tuple[Reduced, bool]:
+    def how(step: int) -> tuple[StepReduction, bool]:
         """How the hook reduces in a step over the axes that are bound here, and whether its first stage is all of that, a plain one."""
         axes = tuple((name, axis.size) for name, axis in bound().items())
         if axes not in plans:

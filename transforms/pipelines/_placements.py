@@ -28,13 +28,13 @@ def placed(part: Pipeline | Transform, state: State, axes: Iterable[str]) -> Ite
     """The leaves of a state of a pipeline, or of a transform of values that each rank has by itself."""
     names, top = tuple(axes), At("", "")
     if isinstance(part, Transform):
-        yield from _of_part(names, top, part, state, Over())
+        yield from _of_part(names, top, part, state, EqualOver())
         return
-    own = at_end = _behind(part.hook, Over())
+    own = at_end = _behind(part.hook, EqualOver())
     if part.skips is not None:
         yield from _of_leaves(names, top, state._replace(inner=()), own)
         top, state = top.to("inner"), state.inner
-    yield from _of_part(names, top.to("hook"), part.hook, state.hook, Over())
+    yield from _of_part(names, top.to("hook"), part.hook, state.hook, EqualOver())
     if part.after is not None:
         yield from _of_part(names, top.to("after"), part.after, state.after, own)
     if part.on_state is not None:
@@ -43,12 +43,12 @@ def placed(part: Pipeline | Transform, state: State, axes: Iterable[str]) -> Ite
     tree = top.to("optimizer")._replace(params=("",), in_tree=True)
     yield from _of_leaves(names, tree, state.optimizer, at_end, Merge.MEAN)
     rest = state._replace(hook=(), optimizer=(), after=(), on_state=())
-    yield from _of_leaves(names, top, rest, own, before=Over())
+    yield from _of_leaves(names, top, rest, own, before=EqualOver())
 
 
 def params_placement(pipeline: Pipeline, axes: Mapping[str, int]) -> Placement:
     """The placement of the parameters that a pipeline steps."""
-    own = _behind(pipeline.hook, Over())
+    own = _behind(pipeline.hook, EqualOver())
     own = own if pipeline.after is None else _behind(pipeline.after, own)
     whole = own.equal | ({own.cut} if own.cut else set())  # they have been gathered
     return Placement(_in_order(tuple(axes), whole), None, Merge.REFUSE)
@@ -60,7 +60,7 @@ def buffers_placement(on_buffers: Transform | None, axes: Mapping[str, int]) -> 
     return Placement(_in_order(tuple(axes), equal), None, Merge.MEAN)
 
 
-class Over(NamedTuple):
+class EqualOver(NamedTuple):
     """The axes over which values are equal, and the one over which they are cut."""
 
     equal: frozenset[str] = frozenset()
@@ -94,7 +94,7 @@ class At(NamedTuple):
         return inside._replace(params=(*self.params, f"{above}.{key}" if above else key))
 
 
-def _of_part(names: tuple[str, ...], at: At, part: Transform, state: State, before: Over) -> Iterator[Placed]:
+def _of_part(names: tuple[str, ...], at: At, part: Transform, state: State, before: EqualOver) -> Iterator[Placed]:
     """The placements of a transform's state.
 
     Args:
@@ -110,8 +110,8 @@ def _of_part(names: tuple[str, ...], at: At, part: Transform, state: State, befo
         before = _behind(stage, before)
 
 
-def _of_stage(names: tuple[str, ...], at: At, part: Transform, state: State, before: Over) -> Iterator[Placed]:
-    inside, reach = children(part), Over(before.equal | axes_of(part, names), before.cut)
+def _of_stage(names: tuple[str, ...], at: At, part: Transform, state: State, before: EqualOver) -> Iterator[Placed]:
+    inside, reach = children(part), EqualOver(before.equal | axes_of(part, names), before.cut)
     if type(state) is tuple and len(state) == len(inside):  # each for some leaves
         for i, (child, own) in enumerate(zip(inside, state, strict=True)):
             yield from _of_part(names, at.to(i), child, own, before)
@@ -128,9 +128,9 @@ def _of_leaves(
     names: tuple[str, ...],
     at: At,
     state: Any,
-    own: Over,
+    own: EqualOver,
     merge: Merge = Merge.REFUSE,
-    before: Over | None = None,
+    before: EqualOver | None = None,
 ) -> Iterator[Placed]:
     """The placements of leaves.
 
@@ -166,11 +166,11 @@ def _of_leaves(
         yield Placed(at.path, at.name, Placement(_in_order(names, equal), cut, merge), at.params)
 
 
-def _behind(part: Transform, before: Over) -> Over:
+def _behind(part: Transform, before: EqualOver) -> EqualOver:
     """Where the output of a transform is equal in every step."""
     equal = before.equal | reduced_over(part)
     cut = part.sharded_over or before.cut
-    return Over(equal - {cut}, cut)
+    return EqualOver(equal - {cut}, cut)
 
 
 def _in_order(names: tuple[str, ...], equal: frozenset[str] | set[str]) -> tuple[str, ...]:

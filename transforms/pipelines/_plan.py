@@ -11,7 +11,7 @@ from ..base import Needs, Over, Transform, changes_with_steps, children, reduced
 from ..combinators import chain, stages
 
 
-class Reduced(NamedTuple):
+class StepReduction(NamedTuple):
     """The reduction of a hook in one step.
 
     axes: the axes over which it reduces: their ranks take or skip a step together. Empty where it sends nothing.
@@ -50,7 +50,7 @@ class Parts(NamedTuple):
 
 
 # Where a step runs: on the flat buckets of a train_step, or in a registered module's buckets.
-Place = Literal["buckets", "module"]
+StepPlace = Literal["buckets", "module"]
 
 
 class Records(NamedTuple):
@@ -91,7 +91,7 @@ class Plan(NamedTuple):
     hook: Transform
     mesh_axes: tuple[str, ...]
     loop_axes: tuple[str, ...]
-    always: Reduced | None  # the reduction of the hook, where it is the same in all steps
+    always: StepReduction | None  # the reduction of the hook, where it is the same in all steps
     reduce: Transform | None = None
     early: Transform | None = None
     clip: Transform | None = None
@@ -133,7 +133,7 @@ class Plan(NamedTuple):
             return f"{before[0]!r} changes the gradients before they are reduced; put it behind the reduction"
         return ""
 
-    def reduced(self, step: int) -> Reduced:
+    def reduced(self, step: int) -> StepReduction:
         """The reduction of the hook in a step, counted from 0."""
         return self.always or _reduced(self.hook, self.mesh_axes, step)
 
@@ -169,7 +169,7 @@ def make_plan(
     return plan._replace(early=chain(*parts[:whole]) if whole else None, rest=tuple(parts[whole:]))
 
 
-def records_of(plan: Plan, parts: Parts, step: int, place: Place) -> Records:
+def records_of(plan: Plan, parts: Parts, step: int, place: StepPlace) -> Records:
     """The records of a step, by its number.
 
     Where ranks loop together all of them must know of each other in every step. The record of a plain reduction travels in its
@@ -188,13 +188,13 @@ def records_of(plan: Plan, parts: Parts, step: int, place: Place) -> Records:
     return Records(tuple(before), rides, apart, plan.hook.sharded_over, not equal, known)
 
 
-def _reduced(hook: Transform, mesh_axes: tuple[str, ...], step: int) -> Reduced:
+def _reduced(hook: Transform, mesh_axes: tuple[str, ...], step: int) -> StepReduction:
     reach = axes_of(hook, mesh_axes, step)
     axes = tuple(name for name in mesh_axes if name in reach)
     shares = dict.fromkeys(tuple(name for name in mesh_axes if name in one) for one in _shares(hook, step, frozenset()))
     equal = bool(axes) and reduced_over(hook, step) >= set(axes)
     counts, before = _first_reductions(hook, step)
-    return Reduced(axes, equal, tuple(one for one in shares if one), counts, before)
+    return StepReduction(axes, equal, tuple(one for one in shares if one), counts, before)
 
 
 def _first_reductions(part: Transform, step: int | None) -> tuple[frozenset[str], tuple[Transform, ...]]:

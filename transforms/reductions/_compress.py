@@ -57,7 +57,7 @@ from ..codecs import (
     places_of,
     refuse_derivative,
 )
-from ._mean import Residuals, coded_sum
+from ._mean import ResidualMemory, coded_sum
 
 _CASTS: dict[torch.dtype, Callable[[], Codec]] = {
     torch.bfloat16: bfloat16,
@@ -203,7 +203,7 @@ def error_feedback(hook: Transform) -> Transform:
         return ErrorState(hook.init(params), errors)
 
     def update(grads: Tree, state: ErrorState, params: Tree, call: Call) -> tuple[Tree, ErrorState]:
-        memory = Residuals(own_state(state, ErrorState).error)
+        memory = ResidualMemory(own_state(state, ErrorState).error)
         out, new = hook.run(grads, state.inner, params, call.inside(memory=memory))
         return out, ErrorState(new, {**state.error, **memory.new})
 

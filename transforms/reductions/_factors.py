@@ -71,7 +71,7 @@ def orthonormal(p: Tensor, epsilon: float) -> Tensor:
     return u
 
 
-class Reduced(NamedTuple):
+class LowRankMeans(NamedTuple):
     means: dict[str, Tensor]  # path -> mean, in the leaf's shape and dtype
     errors: dict[str, Tensor]  # path -> new residual, for the paths of the given residuals
     q: dict[str, Tensor]  # path -> the Q that the next call starts from
@@ -86,7 +86,7 @@ def low_rank_mean(
     call: Call,
     errors: Mapping[str, Tensor],
     fresh: Callable[[str, Tensor], Tensor],
-) -> Reduced:
+) -> LowRankMeans:
     """The mean of leaves; those with a factor in `q` are sent as two factors.
 
     Where no rank has weight, or the sum of a matrix is 0 or not finite, its Q and its residual stay as they are.
@@ -142,7 +142,7 @@ def low_rank_mean(
     if joined is not None and isinstance(share.alive, bool) and readable_without_sync(joined):
         whole = share.alive and bool((joined > 0).all() & torch.isfinite(joined).all())
     reuses = call.donated and plain(list(leaves.values()))
-    made = Reduced(dict(zip(others, _cut(first[size:], list(others.values())), strict=True)), {}, {})
+    made = LowRankMeans(dict(zip(others, _cut(first[size:], list(others.values())), strict=True)), {}, {})
     for (paths, alone), total, scale in zip(blocks, totals, scales, strict=True):
         fine = torch.isfinite(scale).all(dim=1, keepdim=True) & share.is_alive(scale.device)
         fine = fine & (scale != 0).any(dim=1, keepdim=True)
@@ -170,7 +170,7 @@ def low_rank_mean(
         for path, error in zip(others, _cut(lost[size:], list(others.values())), strict=True):
             if path in errors:
                 made.errors[path] = choose(usable(share, made.means[path]), error, errors[path])
-    return Reduced(
+    return LowRankMeans(
         {p: made.means[p].view(x.shape).to(x.dtype) if p in made.means else x for p, x in leaves.items()},
         {path: new.reshape(errors[path].shape) for path, new in made.errors.items()},
         {path: new.to(q[path].dtype) for path, new in made.q.items()},

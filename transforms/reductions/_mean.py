@@ -50,7 +50,7 @@ _DECODED, _DECODED_IN_A_LAUNCH = 2**17, 2**25
 Reduce: TypeAlias = Callable[[Codec, Tensor, "Tensor | None", bool], "tuple[Tensor, Tensor | None]"]
 
 
-class Residuals:
+class ResidualMemory:
     """The residuals of one call inside error feedback. An encoded reduction adds them to what it sends, and keeps new ones.
 
     Only the paths in `old` have residuals. Others have none, such as those of a mean that only a codec around the whole

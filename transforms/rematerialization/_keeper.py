@@ -16,12 +16,12 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ..base import text
-from ._offload import HOST, Handle
+from ._offload import HOST, Stashed
 from .checkpoint_policies import OFFLOAD, RECOMPUTE, Named, Policy, keep_of, keep_of_name
 
 _UNCOUNTED = (torch.ops.aten.detach.default,)  # hooks on saved tensors use it, too
 # Which occurrence of an operation: other operations between may differ between two runs.
-Place = tuple[Any, int]
+Occurrence = tuple[Any, int]
 
 
 def memory_of(x: Tensor) -> int:
@@ -61,10 +61,10 @@ def draws(op: Any, args: Any, kwargs: Any) -> bool:
     return bool(_by_name(op, args, kwargs).get("dropout_p", True))  # attention draws only with dropout
 
 
-class Step(NamedTuple):
+class Operation(NamedTuple):
     """An operation that has run."""
 
-    place: Place
+    place: Occurrence
     shapes: list[torch.Size]  # of its arguments, to be compared
     form: Any  # the structure of the result
     leaves: list[Any]  # the result; of a step that is kept, the class Tensor in place of tensors
@@ -88,13 +88,13 @@ class Keeper:
 
     def __init__(self, policy: Policy, meaning: CheckpointPolicy) -> None:
         self._policy, self._meaning = policy, meaning
-        self.kept: dict[Place, Step] = {}
+        self.kept: dict[Occurrence, Operation] = {}
         self.values: list[Any] = []
         self._away: list[bool] = []  # whether a value is to wait elsewhere
-        self._origins: dict[int, Step] = {}  # memory -> the operation that has made it
+        self._origins: dict[int, Operation] = {}  # memory -> the operation that has made it
         self.count = 0
 
-    def made(self, place: Place, op: Any, args: Any, kwargs: Any, out: Any) -> None:
+    def made(self, place: Occurrence, op: Any, args: Any, kwargs: Any, out: Any) -> None:
         """An operation has run: keep its result if the policy says so."""
         keep = keep_of(self._policy, self._meaning, op, *args, **kwargs)
         by_name = isinstance(self._policy, Named)  # a name may come later
@@ -106,7 +106,7 @@ class Keeper:
         if not new or any(x.layout is not torch.strided for x in tensors):
             return
         leaves = [x.detach() if isinstance(x, Tensor) else x for x in leaves]
-        step = Step(place, [x.shape for x in given], form, leaves, self.count)
+        step = Operation(place, [x.shape for x in given], form, leaves, self.count)
         if by_name:
             self._origins.update(dict.fromkeys(new, step))
         if keep is not RECOMPUTE:
@@ -143,11 +143,11 @@ class Keeper:
         away = [i for i, one in enumerate(self._away) if one]
         results = set(map(memory_of, tensors_in(optree.tree_leaves(out), {}))) if away else set()
         for i, value in zip(away, moved([self.values[i] for i in away]), strict=True):
-            if isinstance(value, Handle) and memory_of(self.values[i]) in results:
+            if isinstance(value, Stashed) and memory_of(self.values[i]) in results:
                 value.settle()
             self.values[i] = value
 
-    def _keep(self, step: Step, keep: CheckpointPolicy) -> None:
+    def _keep(self, step: Operation, keep: CheckpointPolicy) -> None:
         tensors = [x for x in step.leaves if isinstance(x, Tensor)]
         leaves = [Tensor if isinstance(x, Tensor) else x for x in step.leaves]
         slots = range(len(self.values), len(self.values) + len(tensors))
@@ -176,7 +176,7 @@ class _Mode(TorchDispatchMode):
         self._counts[func] += 1
         return self.run(place, types, args, kwargs)
 
-    def run(self, place: Place, types: Any, args: Any, kwargs: Any) -> Any:
+    def run(self, place: Occurrence, types: Any, args: Any, kwargs: Any) -> Any:
         raise NotImplementedError
 
 
@@ -192,7 +192,7 @@ class Recording(_Mode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         _THREADS.keepers.pop()
 
-    def run(self, place: Place, types: Any, args: Any, kwargs: Any) -> Any:
+    def run(self, place: Occurrence, types: Any, args: Any, kwargs: Any) -> Any:
         func = place[0]
         for x in written_by(func, args, kwargs):
             self.keeper.writes(x)
@@ -206,7 +206,7 @@ class Recording(_Mode):
 class Replaying(_Mode):
     """Operations whose results are kept do not run."""
 
-    def run(self, place: Place, types: Any, args: Any, kwargs: Any) -> Any:
+    def run(self, place: Occurrence, types: Any, args: Any, kwargs: Any) -> Any:
         func, kept = place[0], self.keeper.kept.get(place)
         if kept is None:
             return run_op(func, types, args, kwargs)
@@ -219,7 +219,7 @@ class Replaying(_Mode):
 
     def _value(self, slot: int, copied: bool) -> Any:
         value = self._values[slot]
-        if isinstance(value, Handle):
+        if isinstance(value, Stashed):
             return value.get()
         return value.clone() if copied else value.detach()
 
@@ -239,13 +239,13 @@ def differs(what: str) -> RuntimeError:
     )
 
 
-class _Threads(threading.local):
+class _ThreadKeepers(threading.local):
     def __init__(self) -> None:
         self.keepers: list[Keeper] = []
         self.listeners: list[tuple[Callable[[Tensor, str], Any], Callable[[Tensor], Any]]] = []
 
 
-_THREADS = _Threads()
+_THREADS = _ThreadKeepers()
 
 
 @contextlib.contextmanager
@@ -262,7 +262,7 @@ def moved(values: Sequence[Tensor]) -> list[Any]:
     """Handles of values that wait on the host; those that do not stay as they are."""
     out = HOST.put(values) if values else []
     for x, handle in zip(values, out, strict=True):
-        if isinstance(handle, Handle) and _THREADS.listeners:
+        if isinstance(handle, Stashed) and _THREADS.listeners:
             _THREADS.listeners[-1][1](x)
     return list(out)
 

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ..base import current_stream, new_stream
 
 
-class Handle:
+class Stashed:
     """A value that waits on the host; this class, for one without values, keeps its form alone."""
 
     def __init__(self, x: Tensor) -> None:
@@ -29,13 +29,13 @@ class Handle:
 
 
 # Of values that were moved together.
-_Group: TypeAlias = "list[weakref.ref[_InHost]]"
+_HostGroup: TypeAlias = "list[weakref.ref[_InHost]]"
 
 
-class _InHost(Handle):
+class _InHost(Stashed):
     """A value in pinned memory; the first one of its group to come back brings the group, and the one before it."""
 
-    def __init__(self, x: Tensor, stream: Any, group: _Group, before: _Group) -> None:
+    def __init__(self, x: Tensor, stream: Any, group: _HostGroup, before: _HostGroup) -> None:
         self._device, self._stream, self._groups = x.device, stream, (group, before)
         with stream:
             self._host = torch.empty_like(x, device="cpu", pin_memory=True)
@@ -76,19 +76,19 @@ class Host:
         self._streams: dict[torch.device, Any] = {}
         self._last = threading.local()
 
-    def put(self, values: Sequence[Tensor]) -> list[Tensor | Handle]:
+    def put(self, values: Sequence[Tensor]) -> list[Tensor | Stashed]:
         before, group = getattr(self._last, "group", []), list[Any]()
         there = [x.device.type == "cpu" and not isinstance(x, FakeTensor) for x in values]
         if there and all(there):
             raise ValueError(
                 "remat: offload='cpu' moves values from an accelerator to the CPU, and these are on the CPU already"
             )
-        out: list[Tensor | Handle] = []
+        out: list[Tensor | Stashed] = []
         for x, stays in zip(values, there, strict=True):  # kernels on a GPU have seeds on the CPU, too
             if stays:
                 out.append(x)
             elif x.device.type == "meta" or isinstance(x, FakeTensor):
-                out.append(Handle(x))
+                out.append(Stashed(x))
             else:
                 out.append(_InHost(x, self._stream(x.device), group, before))
         group += [weakref.ref(x) for x in out if isinstance(x, _InHost)]

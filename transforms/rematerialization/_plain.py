@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ._flat_call import FlatCall
 from ._keeper import Keeper, Recording, Replaying, differs, memory_of, moved
-from ._offload import Handle
+from ._offload import Stashed
 from ._rerun import Rerun, version_of
 
 
@@ -105,7 +105,7 @@ class PlainRegion:
             away = [i for i, x in enumerate(tensors) if x.grad_fn is not None and memory_of(x) not in self._outside]
             for i, value in zip(away, moved([values[i] for i in away]), strict=True):
                 values[i] = value
-                if isinstance(value, Handle):
+                if isinstance(value, Stashed):
                     value.settle()
         if self._keeper is not None:
             values += self._keeper.values
@@ -122,7 +122,7 @@ class PlainRegion:
         saved = iter(self._saver.grad_fn.saved_tensors)
         values = [next(saved) if x is _SAVED else x for x in self._waiting]
         count = len(self._moves)
-        return [x.get() if isinstance(x, Handle) else x for x in values[:count]], values[count:]
+        return [x.get() if isinstance(x, Stashed) else x for x in values[:count]], values[count:]
 
     def _inputs(self, given: Sequence[Tensor]) -> list[Tensor]:
         """The tensors in the arguments of a second run."""

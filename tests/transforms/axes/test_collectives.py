@@ -11,7 +11,7 @@ from torch import Tensor
 import fjoin
 from fjoin import transforms as tx
 from fjoin.transforms.axes import bind_axes
-from fjoin.transforms.pipelines import Recorder
+from fjoin.transforms.pipelines import CountingAxis
 from tests.collective_table import DIFFERENTIABLE, DTYPES, OPS, SIZES, inputs
 from tests.helpers import max_diff, raises_text, same_bits
 
@@ -114,7 +114,7 @@ def test_trees_travel_packed() -> None:
     tree = {
         "a": torch.ones(3), "b": [torch.ones(2, 2), torch.ones(())], "c": torch.ones(4, dtype=torch.float64), "d": 1,
     }  # fmt: skip
-    with bind_axes({"data": Recorder("data", 4, notes, {"data": 4})}):
+    with bind_axes({"data": CountingAxis("data", 4, notes, {"data": 4})}):
         tx.psum(tree, "data")
         assert [(m.dtype, m.payload_bytes) for m in notes] == [
             (torch.float32, 32), (torch.float64, 32), (torch.int64, 8),
@@ -137,7 +137,7 @@ def test_large_trees_travel_in_several_messages() -> None:
     notes: list[Any] = []
     tree = [torch.full((10**6 * n,), float(n), dtype=dtype) for n, dtype in ((3, torch.float32), (1, torch.float64))]
     tree = [*tree, torch.ones(3 * 10**6), torch.full((7 * 10**6,), 2.0), torch.ones(()), torch.ones(1)]
-    with bind_axes({"data": Recorder("data", 4, notes, {"data": 4})}):
+    with bind_axes({"data": CountingAxis("data", 4, notes, {"data": 4})}):
         tx.psum(tree, "data")
     assert [m.payload_bytes for m in notes] == [12 * 10**6, 8 * 10**6, 12 * 10**6, 28 * 10**6, 8]
     out, _ = tx.simulate(lambda: tx.psum(tree, "data"), {"data": 2})

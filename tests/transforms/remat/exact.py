@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from fjoin.transforms.rematerialization._offload import Handle, Host
+from fjoin.transforms.rematerialization._offload import Host, Stashed
 
 
 def _put(host: Host, values: Sequence[Tensor]) -> list[Any]:
     with torch._C.DisableTorchFunction():
-        return [Handle(x.detach().clone()) for x in values]
+        return [Stashed(x.detach().clone()) for x in values]
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from fjoin import transforms as tx
 from fjoin.transforms import checkpoint_policies as policies
-from fjoin.transforms.rematerialization._offload import Handle, Host
+from fjoin.transforms.rematerialization._offload import Host, Stashed
 from tests.helpers import raises_text
 
 from .transformer import Count, Transformer, tokens
@@ -22,11 +22,11 @@ from .transformer import Count, Transformer, tokens
 
 @pytest.mark.usefixtures("host")
 def test_nothing_is_left_after_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    handles, put_exact = list[weakref.ref[Handle]](), Host.put
+    handles, put_exact = list[weakref.ref[Stashed]](), Host.put
 
     def put(host: Host, values: Sequence[Tensor]) -> list[Any]:
         found = put_exact(host, values)
-        handles.extend(weakref.ref(one) for one in found if isinstance(one, Handle))
+        handles.extend(weakref.ref(one) for one in found if isinstance(one, Stashed))
         return found
 
     monkeypatch.setattr(Host, "put", put)

@@ -20,7 +20,7 @@ CALLS = Calls(
 )
 
 
-class Failures:
+class StepFailures:
     """Reports failures to the other ranks, and keeps a step from being used after one.
 
     Attributes:
