@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .transforms.base import sum_in_order
+from .transforms.base import devices
 from .transforms.codecs import Codec, bfloat16, decode_pieces, encode_pieces, encode_rows, float16
 from .transforms.reductions import cut
 
@@ -176,7 +176,7 @@ def _all_reduce(call: _Call, tensor: Any, op: Any) -> _Result:
         raise ValueError(f"all_reduce: op must be ReduceOp.SUM or AVG, got {op!r}")
 
     def reduced(parts: Sequence[Tensor]) -> Tensor:
-        total = sum_in_order(parts)
+        total = devices.sum_in_order(parts)
         return total / call.ranks if op == dist.ReduceOp.AVG else total
 
     sizes = call.check([tensor] * call.ranks, [tensor] * call.ranks)

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from .transforms.base import (
-    DesyncError as DesyncError,
-    DonatedState as DonatedState,
-    FjoinError as FjoinError,
-)
+from .transforms.base import DesyncError as DesyncError, DonatedState as DonatedState, FjoinError as FjoinError
 
 
 def described(error: BaseException) -> str:

@@ -20,7 +20,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .transforms.base import flag, path_string
+from .transforms.base import checks, trees
 from .transforms.rematerialization import memory_of, run_op, tensors_in
 
 # Parameter -> path and memory, of the modules that `functional` has taken.
@@ -417,7 +417,7 @@ def value_and_grad(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callab
     """
     if not callable(loss_fn):
         raise TypeError(f"value_and_grad: loss_fn must be a function, got {loss_fn!r}")
-    flag("has_aux", has_aux)
+    checks.flag("has_aux", has_aux)
 
     known = False  # whether a loss has been searched for parameters of a module
 
@@ -427,7 +427,7 @@ def value_and_grad(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callab
         for i, leaf in enumerate(leaves):
             if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
                 got = leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__
-                name = path_string(optree.treespec_paths(structure)[i])
+                name = trees.path_string(optree.treespec_paths(structure)[i])
                 raise TypeError(
                     f"value_and_grad: params[{name!r}] is {got}, expected a tensor of floating point numbers"
                 )

@@ -67,9 +67,8 @@ from .base import (
     Transform as Transform,
     UnboundAxis as UnboundAxis,
     factory as factory,
-    from_state_dict as from_state_dict,
-    to_state_dict as to_state_dict,
 )
+from .base.state_dicts import from_state_dict as from_state_dict, to_state_dict as to_state_dict
 from .codecs import (
     Codec as Codec,
     Noise as Noise,

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .base import whole_number
+from .base import checks
 
 __all__ = ["bernoulli", "bits", "fold_in", "key", "normal", "permutation", "randint", "split", "uniform"]
 
@@ -77,7 +77,7 @@ def key(seed: int, device: torch.device | str = "cpu") -> Tensor:
     >>> tx.random.normal(tx.random.key(0), (2,))
     tensor([1.6226, 2.0253])
     """
-    whole_number("seed", seed, 0)
+    checks.whole_number("seed", seed, 0)
     if seed >= 2**64:
         raise ValueError(f"seed must be below 2^64, got {seed}")
     number = torch.full((), seed - (seed >> 63 << 64), dtype=torch.int64, device=device)
@@ -99,7 +99,7 @@ def split(key: Tensor, num: int | Sequence[int] = 2) -> Tensor:
     >>> first, second = tx.random.split(tx.random.key(0))
     """
     if isinstance(num, int):
-        num = (whole_number("random.split: num", num, 0),)
+        num = (checks.whole_number("random.split: num", num, 0),)
     return torch.stack(_counted(key, num), -1)
 
 
@@ -240,7 +240,7 @@ def permutation(key: Tensor, x: int | Tensor, axis: int = 0) -> Tensor:
     tensor([0, 1, 4, 3, 2], dtype=torch.int32)
     """
     n = x.shape[axis] if isinstance(x, Tensor) else x
-    whole_number("permutation: x", n, 0)
+    checks.whole_number("permutation: x", n, 0)
     order = torch.arange(n, dtype=torch.int32, device=key.device)
     # As many sorts by random words as make equal ones unlikely to matter.
     for _ in range(math.ceil(3 * math.log(max(1, n)) / math.log(2**32 - 1))):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..groups import Communicator
-from ..transforms.base import is_accelerator, to_host
+from ..transforms.base import devices
 
 
 def read_now(mesh: Communicator | None, x: Tensor) -> Any:
@@ -21,9 +21,9 @@ def read_now(mesh: Communicator | None, x: Tensor) -> Any:
     Raises:
         PeerLost, CollectiveTimeout: a rank has failed, or the device does not come to an end within the mesh's time-out.
     """
-    if not is_accelerator(x.device):
+    if not devices.is_accelerator(x.device):
         return x.tolist()
-    host, event = to_host(x)
+    host, event = devices.to_host(x)
     _await(mesh, event)
     return host.tolist()
 
@@ -54,8 +54,8 @@ class DeviceReads:
             what: Returned with its values.
             event: The event that ends the copy; by default that of the current stream.
         """
-        if is_accelerator(words.device):
-            words, event = to_host(words)
+        if devices.is_accelerator(words.device):
+            words, event = devices.to_host(words)
         self.under_way.append((what, words, event))
 
     def synchronize(self) -> None:

@@ -13,18 +13,7 @@ from torch import Tensor
 from .._errors import JoinError
 from ..groups import Communicator
 from ..transforms.axes import Work, axis_index, bind_axes
-from ..transforms.base import (
-    NONFINITE,
-    mask_words,
-    numbers_of,
-    rank_bit,
-    ranks_in,
-    record_names,
-    to_device,
-    words_dtype,
-    words_of,
-    words_per_scalar,
-)
+from ..transforms.base import record_words, trees
 from ..transforms.layout import Bucket
 from ._device_reads import numbers, read_now
 from ._same import sum_names
@@ -138,14 +127,14 @@ class Record:
         self.axes, self._small = axes, small
         self.ranks: int = math.prod(axis.size for axis in mesh.over(axes))
         with bind_axes(mesh.axes):
-            self._word, self._bit = rank_bit(int(axis_index(axes)) if axes else 0)
+            self._word, self._bit = record_words.rank_bit(int(axis_index(axes)) if axes else 0)
         self.names: tuple[str, ...] = (*names, *(word for flag in flags for word in flag_words(flag, self.ranks)))
         self.dtype, self.device = torch.float32 if small else torch.float64, device or mesh.device
 
     @property
     def n_words(self) -> int:
         """The number of elements of a message."""
-        return len(self.names) * (1 if self._small else words_per_scalar(self.dtype))
+        return len(self.names) * (1 if self._small else record_words.words_per_scalar(self.dtype))
 
     def flagged(self, values: Mapping[str, Any], flag: str, on: Any = 1.0) -> dict[str, Any]:
         """The values, with this rank's bit of a flag also set where `on` is 1."""
@@ -155,13 +144,17 @@ class Record:
             return {**values, name: max(float(old), on * self._bit)}
         new = on * self._bit
         if isinstance(old, Tensor):
-            return {**values, name: torch.maximum(to_device(on.device, old, on.dtype), new)}
+            return {**values, name: torch.maximum(trees.to_device(on.device, old, on.dtype), new)}
         return {**values, name: torch.clamp(new, min=old) if old else new}
 
     def words(self, values: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> Tensor:
         """This rank's values as the words of a message; names that `values` lacks are 0."""
         own = [values.get(name, 0.0) for name in self.names]
-        return torch.tensor(own, dtype=dtype) if self._small else words_of(self.names, own, dtype, self.ranks, device)
+        return (
+            torch.tensor(own, dtype=dtype)
+            if self._small
+            else record_words.words_of(self.names, own, dtype, self.ranks, device)
+        )
 
     def read(self, words: Tensor, as_tensors: bool = False) -> dict[str, Any]:
         """The sums by name: numbers where the host may read the words without waiting, otherwise tensors.
@@ -171,7 +164,7 @@ class Record:
         """
         if self._small:
             return dict(zip(self.names, words.tolist(), strict=True))
-        sums = numbers_of(words, self.ranks, words.device.type == "cpu" and not as_tensors)
+        sums = record_words.numbers_of(words, self.ranks, words.device.type == "cpu" and not as_tensors)
         return dict(zip(self.names, sums, strict=True))
 
     def send(self, values: Mapping[str, Any]) -> Sums:
@@ -225,12 +218,12 @@ class Sums:
     def ranks(self, flag: str) -> tuple[int, ...]:
         """The ranks that have set a flag."""
         sums = self.wait()
-        return ranks_in([sums[name] for name in flag_words(flag, self._record.ranks)])
+        return record_words.ranks_in([sums[name] for name in flag_words(flag, self._record.ranks)])
 
 
 def flag_words(flag: str, ranks: int) -> list[str]:
     """The names of the words that hold a flag of these ranks."""
-    return [f"{flag}{i}" for i in range(mask_words(ranks))]
+    return [f"{flag}{i}" for i in range(record_words.mask_words(ranks))]
 
 
 class StepRecord(Record):
@@ -242,7 +235,7 @@ class StepRecord(Record):
 
     def __init__(self, mesh: Communicator, axes: tuple[str, ...]) -> None:
         super().__init__(mesh, axes, ())
-        self.names, self._sums = record_names(self.ranks), list[str]()  # the names in aux["sum"], sorted
+        self.names, self._sums = record_words.record_names(self.ranks), list[str]()  # the names in aux["sum"], sorted
         self._fine = frozenset[str]()  # the names of values that have been checked
 
     def settle_names(self, values: dict[str, Any]) -> bool:
@@ -252,12 +245,16 @@ class StepRecord(Record):
             Whether any rank knew them.
         """
         found = sum_names(self.mesh, self.axes, _sums_in(values) if values["weight"] else None)
-        self.names, self._sums, self._fine = record_names(self.ranks, found or ()), list(found or ()), frozenset()
+        self.names, self._sums, self._fine = (
+            record_words.record_names(self.ranks, found or ()),
+            list(found or ()),
+            frozenset(),
+        )
         return found is not None
 
     def fit(self, layout: tuple[Bucket, ...]) -> None:
         """Take the dtype and the device that go with these buckets."""
-        self.dtype = words_dtype(bucket.dtype for bucket in layout)
+        self.dtype = record_words.words_dtype(bucket.dtype for bucket in layout)
         self.device = layout[0].device if layout else torch.device("cpu")
 
     def check(self, values: dict[str, Any]) -> None:
@@ -280,7 +277,7 @@ class StepRecord(Record):
         """
         known, bad = {**values, "has_next": has_next, "step_id": step_id}, values.get("bad", 0.0)
         own = {name: known.get(name, 0.0) for name in self.names}
-        return own if type(bad) is float and not bad else self.flagged(own, NONFINITE, bad)
+        return own if type(bad) is float and not bad else self.flagged(own, record_words.NONFINITE, bad)
 
     def left_out(self, values: dict[str, Any], left_out: Any) -> dict[str, Any]:
         """A record whose bit means that this rank left out the step before, and not that the present one is bad.
@@ -288,8 +285,8 @@ class StepRecord(Record):
         Args:
             left_out: 1 where this rank has left it out, otherwise 0.
         """
-        own = {name: value for name, value in values.items() if not name.startswith(NONFINITE)}
-        return self.flagged(own, NONFINITE, left_out)
+        own = {name: value for name, value in values.items() if not name.startswith(record_words.NONFINITE)}
+        return self.flagged(own, record_words.NONFINITE, left_out)
 
 
 def own_values(weight: float, loss: Tensor | None, sums: dict[str, Any], window: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ..transforms.base import apart_from, copy_if_aliased
+from ..transforms.base import trees
 from ..transforms.optimizers import master_of
 from ._storage import Storage
 
@@ -19,7 +19,7 @@ def assign_(places: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
         TypeError: there is no tensor for a place.
         ValueError: a value has another shape than its place.
     """
-    to, new, own = [], [], apart_from(places.values())
+    to, new, own = [], [], trees.apart_from(places.values())
     for path, place in places.items():
         value = values.get(path) if isinstance(values, Mapping) else values
         if not isinstance(value, Tensor):
@@ -41,7 +41,7 @@ def assign_(places: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
 @torch.no_grad()
 def load_params(storage: Storage, params: Mapping[str, Tensor]) -> None:
     """Copy parameters by path into the buffers, and into exact values and master copies. They may be views of the buffers."""
-    params = copy_if_aliased(dict(params), storage.flats)
+    params = trees.copy_if_aliased(dict(params), storage.flats)
     for path, leaf in storage.leaves.items():
         leaf.detach().copy_(params[path])
     for k, own in enumerate(storage.exact):

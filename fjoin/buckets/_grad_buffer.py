@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..transforms.axes import Work
-from ..transforms.base import check_dense, is_host, widened
+from ..transforms.base import devices, trees
 from ..transforms.layout import Bucket, Pieces, views
 from ._storage import Storage
 
@@ -72,7 +72,7 @@ class GradBuffer:
         if not used.all():
             self._padding = (~used).nonzero().view(-1).to(bucket.device)
         self._views = [] if self.direct else views(bucket, self.grads, shapes)
-        self._on_device = not is_host(bucket.device)  # where freed memory is kept
+        self._on_device = not devices.is_host(bucket.device)  # where freed memory is kept
         self.leaves: list[Tensor] = []
         self.work: Work | None = None
         self.seen: Tensor = torch.zeros(
@@ -115,7 +115,7 @@ class GradBuffer:
             leaf = self.leaves[i]
             grad: Any = leaf.grad
             if grad.layout is not torch.strided:
-                check_dense(f"the gradient of {self.bucket.paths[i]!r}", grad)
+                trees.check_dense(f"the gradient of {self.bucket.paths[i]!r}", grad)
             if self._window and (total := self._window.pop(leaf, None)) is not None:
                 grad = total.add_(grad).to(grad.dtype)
             grads.append(grad)
@@ -200,7 +200,7 @@ def keep_grad(leaf: Tensor, storage: Storage | None) -> None:
         return
     if storage is not None and grad.dtype.itemsize < 4:
         total = storage.window.get(leaf)
-        storage.window[leaf] = widened(grad) if total is None else total.add_(grad)
+        storage.window[leaf] = devices.widened(grad) if total is None else total.add_(grad)
         leaf.grad = None
     elif _is_shared(grad):
         leaf.grad = grad.clone()

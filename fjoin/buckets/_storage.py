@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from ..transforms.base import current_stream, fields, is_accelerator, is_host, with_fields
+from ..transforms.base import devices, trees
 from ..transforms.layout import Bucket, Pieces, SlotRange, views
 from ..transforms.optimizers import Ages, Optimizer, check_rates, compared, master_of
 
@@ -36,12 +36,12 @@ class GradLeaves:
                 of[path] = view.detach().requires_grad_()
         self.by_path: dict[str, Tensor] = {path: of[path] for path in shapes}
         self.by_bucket: list[list[Tensor]] = [[of[path] for path in bucket.paths] for bucket in layout]
-        self._devices = {bucket.device for bucket in layout if is_accelerator(bucket.device)}
-        self._nodes = [get_gradient_edge(leaf).node for leaf in of.values() if is_accelerator(leaf.device)]
+        self._devices = {bucket.device for bucket in layout if devices.is_accelerator(bucket.device)}
+        self._nodes = [get_gradient_edge(leaf).node for leaf in of.values() if devices.is_accelerator(leaf.device)]
         self._made_in = self._streams()
 
     def _streams(self) -> list[Any]:
-        return [current_stream(device) for device in self._devices]
+        return [devices.current_stream(device) for device in self._devices]
 
     def are_here(self) -> bool:
         """Whether they were made in the current streams."""
@@ -67,7 +67,7 @@ def states_of_span(
         counts: The state whose common fields count the steps.
         places: Path -> where the parameter begins in the span, and its shape.
     """
-    split = list(zip(fields(state), fields(counts), part.common, strict=True))
+    split = list(zip(trees.fields(state), trees.fields(counts), part.common, strict=True))
     found = {}
     for path, (at, shape) in places.items():
         # Where the optimizer needs whole leaves, a span has one parameter, and its state may have shapes of its own.
@@ -79,7 +79,7 @@ def states_of_span(
             else f.reshape(-1)[at : at + shape.numel()].view(shape)
             for f, common, c in split
         ]
-        found[path] = with_fields(state, own)
+        found[path] = trees.with_fields(state, own)
     return found
 
 
@@ -93,7 +93,7 @@ def load_span(
     """
     views = states_of_span(part, state, state, places)
     for path, own in views.items():
-        for place, value in zip(fields(own), fields(states[path]), strict=True):
+        for place, value in zip(trees.fields(own), trees.fields(states[path]), strict=True):
             if place is not None:
                 place.copy_(value)
 
@@ -170,7 +170,7 @@ class Storage:
         self.layout, self.optimizer, self.pieces = layout, optimizer, pieces
         self.exact: list[Tensor] = []
         self.window: dict[Tensor, Tensor] = {}
-        self.together: bool = not all(is_host(bucket.device) for bucket in layout)
+        self.together: bool = not all(devices.is_host(bucket.device) for bucket in layout)
         self.float16: bool = any(bucket.dtype is torch.float16 for bucket in layout)
         self.shapes: dict[str, torch.Size] = {path: p.shape for path, p in params.items()}
         self.flats: list[Tensor] = []
@@ -335,7 +335,9 @@ class Storage:
         first: dict[int, tuple[str, list[float]]] = {}
         for path, state in states.items():
             part = self.optimizer.at(path)
-            counts = [float(field) for field in itertools.compress(fields(state), part.common) if field is not None]
+            counts = [
+                float(field) for field in itertools.compress(trees.fields(state), part.common) if field is not None
+            ]
             other, others = first.setdefault(id(part), (path, counts))
             if part.elementwise and counts != others:
                 both = (

@@ -15,7 +15,7 @@ from .._errors import CheckpointError
 from ..agreement import on_each, on_first, put_together, wait_until_all_see
 from ..groups import Communicator
 from ..transforms.axes import Grid
-from ..transforms.base import Merge, map_with_path, whole_number
+from ..transforms.base import Merge, checks, trees
 from ..transforms.layout import merged
 from ._files import DTYPES, decoding
 from ._folder import Folder
@@ -187,7 +187,7 @@ def filled(prefix: str, tree: Any, values: Values) -> Any:
             raise CheckpointError(f"{both}; the checkpoint is of another model")
         return value.to(leaf.device)
 
-    return map_with_path(place, tree)
+    return trees.map_with_path(place, tree)
 
 
 def chosen(folder: Folder, mesh: Communicator, step: int | None) -> SavedLeaves | None:
@@ -256,7 +256,12 @@ def restored(
     """
     resumes, data = data is None, None if data is False else data  # False: the caller wants none
     asked = {"step": step, "fresh": list(fresh), "the presence of data": data is not None}
-    on_each(source.mesh, "the start of a load", lambda: step is None or whole_number("step", step, 0), lambda _: asked)
+    on_each(
+        source.mesh,
+        "the start of a load",
+        lambda: step is None or checks.whole_number("step", step, 0),
+        lambda _: asked,
+    )
     leaves = chosen(folder, source.mesh, step)
     if leaves is None:
         warn_apart(data, (0, 0))

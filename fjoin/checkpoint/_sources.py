@@ -20,7 +20,7 @@ from ..loading import check_position
 from ..optim import ZeroRedundancyOptimizer
 from ..training import TrainStep, check_state, loaded
 from ..transforms.axes import bind_axes
-from ..transforms.base import Merge, Placement, named_leaves
+from ..transforms.base import Merge, Placement, trees
 from ..transforms.layout import Pieces
 from ..transforms.pipelines import Pipeline, buffers_placement, params_placement
 from ._values import Names, Slice, Snapshot, Values, tree_from
@@ -244,7 +244,7 @@ class OfStep:
         """
         run, at = self._step.run, self._at
         # Into the memory of the new state, which nobody has yet.
-        params = tree_from(f"params{at}", named_leaves(state.params), values.under(f"params{at}"), in_place=True)
+        params = tree_from(f"params{at}", trees.named_leaves(state.params), values.under(f"params{at}"), in_place=True)
         pipeline = self._names.tree(state.pipeline, values, in_place=True)
         buffers = tree_from(f"restore(params, buffers): buffers{at}", state.buffers or {}, values.under(f"buffers{at}"))
         on_buffers = () if self._on_buffers is None else self._on_buffers.tree(state.on_buffers, values)
@@ -273,7 +273,7 @@ class OfPipeline:
     def snapshot(self, state: Any) -> Snapshot:
         params, own = self._pair(state)
         found = Snapshot()
-        found.add(f"params{self._at}", named_leaves(params), params_placement(self._pipeline, self.mesh.shape))
+        found.add(f"params{self._at}", trees.named_leaves(params), params_placement(self._pipeline, self.mesh.shape))
         found.add_state(self._names, own, self._pieces(params))
         return found
 

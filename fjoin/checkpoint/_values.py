@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .._errors import CheckpointError
 from ..agreement import taken_apart
-from ..transforms.base import Placement, Transform, names_of, restored
+from ..transforms.base import Placement, Transform, state_dicts
 from ..transforms.layout import Pieces
 from ..transforms.pipelines import Pipeline, placed
 
@@ -110,7 +110,10 @@ class Names:
         leaves, structure = optree.tree_flatten(state)
         if structure != self.structure:
             self.structure = structure
-            known, found = names_of(state), {leaf.path: leaf for leaf in placed(self._part, state, self._axes)}
+            known, found = (
+                state_dicts.names_of(state),
+                {leaf.path: leaf for leaf in placed(self._part, state, self._axes)},
+            )
             self._paths = {leaf.name: path for path, leaf in found.items()}
             self._unread = [(i, path) for i, (path, read) in enumerate(known) if not read]
             self._positions, self.places, self.params = [], {}, {}
@@ -137,7 +140,7 @@ def tree_from(what: str, like: Any, values: Mapping[str, Any], in_place: bool = 
         CheckpointError: other names, shapes or dtypes.
     """
     try:
-        return restored(f"{what} of the checkpoint", like, values, in_place)
+        return state_dicts.restored(f"{what} of the checkpoint", like, values, in_place)
     except CheckpointError:
         raise
     except (ValueError, TypeError) as error:

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..buckets import GradBuffer, gradients
 from ..step import StepCheck
 from ..transforms.axes import Work
-from ..transforms.base import is_accelerator, nonzero_or_one
+from ..transforms.base import devices, shares
 from ..transforms.layout import Bucket, Pieces
 
 
@@ -100,7 +100,7 @@ class TotalWeight:
 
     def take(self, total: Tensor) -> None:
         reads = self._check.reads
-        if self._waits or not (self._check.grads.on_device or is_accelerator(total.device)):
+        if self._waits or not (self._check.grads.on_device or devices.is_accelerator(total.device)):
             total = torch.tensor(reads.now(total), dtype=total.dtype)
         else:
             reads.add((), total.view(1))
@@ -134,7 +134,7 @@ def bucket_of(paths: tuple[str, ...], numel: int, like: Tensor) -> Bucket:
 
 def divide(outs: Iterable[GradBuffer], divisor: float | Tensor) -> None:
     """Divide summed gradients in place; by nothing where the divisor is 0."""
-    divisor = nonzero_or_one(divisor)
+    divisor = shares.nonzero_or_one(divisor)
     for out in outs:
         if isinstance(divisor, Tensor) or divisor != 1.0:
             out.grads.div_(divisor)

@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import DDPCommHookType
 
 from ..groups import Communicator, mesh_over, world_size
 from ..transforms.axes import names
-from ..transforms.base import AxisName, Over, Transform, check_over, flag, whole_number
+from ..transforms.base import AxisName, Over, Transform, checks, shares
 from ..transforms.codecs import uint8
 from ..transforms.combinators import identity, switch_after
 from ..transforms.reductions import batched_power_sgd, compress, error_feedback, mean, power_sgd
@@ -49,8 +49,8 @@ class PostLocalSGDState:
     post_local_gradient_allreduce: bool = True
 
     def __post_init__(self) -> None:
-        whole_number("start_localSGD_iter", self.start_localSGD_iter, 0)
-        flag("post_local_gradient_allreduce", self.post_local_gradient_allreduce)
+        checks.whole_number("start_localSGD_iter", self.start_localSGD_iter, 0)
+        checks.flag("post_local_gradient_allreduce", self.post_local_gradient_allreduce)
         for name, group in (("process_group", self.process_group), ("subgroup", self.subgroup)):
             if group is not None and not isinstance(group, dist.ProcessGroup):
                 raise TypeError(f"{name} must be a process group of torch.distributed, or None, got {group!r}")
@@ -167,7 +167,7 @@ def quantization_perchannel_hook(bucket_size: int = 512, *, axis: AxisName = "da
     >>> fjoin.ddp.quantization_perchannel_hook()
     compress(uint8(block=512), mean('data', over='world'))
     """
-    return compress(uint8(whole_number("bucket_size", bucket_size, 1)), mean(axis, over))
+    return compress(uint8(checks.whole_number("bucket_size", bucket_size, 1)), mean(axis, over))
 
 
 def noop_hook() -> Transform:
@@ -317,11 +317,11 @@ def _low_rank(
     axis: AxisName,
     over: Over,
 ) -> Transform:
-    whole_number("matrix_approximation_rank", rank, 1)
-    whole_number("start_powerSGD_iter", start, 0)
+    checks.whole_number("matrix_approximation_rank", rank, 1)
+    checks.whole_number("start_powerSGD_iter", start, 0)
     settings: dict[str, Any] = {"min_compression_rate": rate, "warm_start": warm, "epsilon": epsilon, "seed": seed}
     hook = make(axis, rank, warmup_steps=start, over=over, **settings)
-    return error_feedback(hook) if flag("use_error_feedback", feeds_back) else hook
+    return error_feedback(hook) if checks.flag("use_error_feedback", feeds_back) else hook
 
 
 _OF_TYPE: dict[str, Callable[..., Transform]] = {
@@ -356,7 +356,7 @@ def comm_hook(comm_hook_type: DDPCommHookType | str, axis: AxisName = "data", ov
     >>> fjoin.ddp.comm_hook("QUANTIZE_PER_CHANNEL", over="weight")
     compress(uint8(block=512), mean('data'))
     """
-    check_over(over)
+    shares.check_over(over)
     given: Any = comm_hook_type
     name = given.name if isinstance(given, (DDPCommHookType, BuiltinCommHookType)) else given
     if not isinstance(name, str) or name not in _OF_TYPE:

@@ -19,7 +19,7 @@ from ..groups import Communicator, raise_from
 from ..optim import divides
 from ..step import STEP, Agreements, EndStates, HookState, Reducer, StepData, make_reducer, stages_of, whole_of
 from ..transforms.axes import bind_axes, bound_call
-from ..transforms.base import Transform, is_accelerator, restored, to_state_dict
+from ..transforms.base import Transform, devices, state_dicts
 from ..transforms.combinators import stages
 from ..transforms.layout import Bucket, Pieces
 from ..transforms.pipelines import Counting, Explanation, Pipeline, PipelineState, Plan, make_plan, parts_of
@@ -154,15 +154,15 @@ class DDPRun:
         outer = self.body.outer
         inner = state if outer is None else state.inner
         hook = stages_of(inner if self.pipeline is None else inner.hook, self._count)
-        found = {"step": step, "total": total, "hook": to_state_dict(hook)}
+        found = {"step": step, "total": total, "hook": state_dicts.to_state_dict(hook)}
         if self.pipeline is None:
             return found
         return found | {
-            "outer": to_state_dict(None if outer is None else state._replace(inner=outer.inner)),
-            "after": to_state_dict(inner.after),
-            "on_state": to_state_dict(inner.on_state),
-            "gather": to_state_dict(inner.gather),
-            "optimizer": {path: to_state_dict(one) for path, one in inner.optimizer.items()},
+            "outer": state_dicts.to_state_dict(None if outer is None else state._replace(inner=outer.inner)),
+            "after": state_dicts.to_state_dict(inner.after),
+            "on_state": state_dicts.to_state_dict(inner.on_state),
+            "gather": state_dicts.to_state_dict(inner.gather),
+            "optimizer": {path: state_dicts.to_state_dict(one) for path, one in inner.optimizer.items()},
             "parameters": parameters,
         }
 
@@ -174,12 +174,12 @@ class DDPRun:
         """
         body, params, pipeline = self.body, self.params, self.pipeline
         old = stages_of(body.hook_state(), self._count)
-        whole = whole_of(restored("the state of the hook", old, saved["hook"]))
+        whole = whole_of(state_dicts.restored("the state of the hook", old, saved["hook"]))
         if pipeline is not None:
-            outer = restored("the state of the outer", body.outer, saved["outer"])
-            after = restored("the state of the after", body.ends.after, saved["after"])
-            on_state = restored("the state of on_state", body.ends.on_state, saved["on_state"])
-            gather = restored("the state of the gather", params.gather, saved["gather"])
+            outer = state_dicts.restored("the state of the outer", body.outer, saved["outer"])
+            after = state_dicts.restored("the state of the after", body.ends.after, saved["after"])
+            on_state = state_dicts.restored("the state of on_state", body.ends.on_state, saved["on_state"])
+            gather = state_dicts.restored("the state of the gather", params.gather, saved["gather"])
             if pipeline.sharding is not None and self.pieces is not None:
                 pipeline.sharding.check(self.pieces, gather)
             params.load_states(saved["optimizer"], pipeline.optimizer.at)
@@ -205,7 +205,7 @@ class DDPRun:
         out = DDPBucket(*self._buckets[paths], bucket)
         # Without `index` and `is_last`: in a static graph's first pass all buckets have index 0, and none is last.
         future: torch.futures.Future[Tensor] = torch.futures.Future(
-            devices=[out.grads.device] if is_accelerator(out.grads.device) else None
+            devices=[out.grads.device] if devices.is_accelerator(out.grads.device) else None
         )
         try:
             if not self._missing:

@@ -10,7 +10,7 @@ import torch
 from ..buckets import GradBuffer, gather_leaves
 from ..step import Decision, HookState, Step
 from ..transforms.axes import bind_axes
-from ..transforms.base import merge, restrict
+from ..transforms.base import trees
 from ..transforms.pipelines import Effect, Sharding
 from ._buckets import after_backward, divide, raise_after_backward
 
@@ -35,7 +35,9 @@ class ModulePass(Step):
         used, new = self._used, body.hook
         if used is not None and len(used) < len(paths):
             after, before = (state.whole() if isinstance(state, HookState) else state for state in (new, old))
-            kept = merge([restrict(after, paths, used), restrict(before, paths, paths.keys() - used)], paths)
+            kept = trees.merge(
+                [trees.restrict(after, paths, used), trees.restrict(before, paths, paths.keys() - used)], paths
+            )
             body.hook = new.split(kept) if isinstance(new, HookState) else kept
 
     def decide(self, outgoing: list[GradBuffer]) -> Decision:

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..agreement import same
 from ..buckets import REGISTERED
 from ..groups import Mesh, check_mesh, linked_mesh
-from ..transforms.base import Over, Transform, check_exact, host_weight
+from ..transforms.base import Over, Transform, shares
 from ..transforms.optimizers import Optimizer, frozen, with_hyperparameters
 from ..transforms.pipelines import Explanation, Pipeline, axes_of, fuse, warn_if_silent
 from ._comm_hooks import comm_hook
@@ -178,7 +178,7 @@ class Handle:
             TypeError: no number.
         """
         run = self.run
-        run.pending = host_weight("weight", weight)
+        run.pending = shares.host_weight("weight", weight)
         if run.unweighed and not run.weighed:
             warnings.warn(
                 "handle.weight is called for the first time after a backward pass, which has counted with weight 1; call it before each "
@@ -217,8 +217,8 @@ class Handle:
         """
         run = self.run
         if weight is not None:
-            weight = host_weight("weight", weight)
-            check_exact(loss, counted := run.plan.counted(weight, run.body.step))
+            weight = shares.host_weight("weight", weight)
+            shares.check_exact(loss, counted := run.plan.counted(weight, run.body.step))
             loss = loss * counted
             if loss.requires_grad:
                 loss.register_hook(lambda grad: run.carry(weight))

@@ -14,7 +14,7 @@ from ..agreement import Record
 from ..groups import Communicator
 from ..optim import ForeachStepper
 from ..step import EndStates, init_ends
-from ..transforms.base import check_dense
+from ..transforms.base import trees
 from ..transforms.layout import Bucket, Pieces
 from ..transforms.optimizers import Optimizer, StepItem, compared, master_of
 from ..transforms.pipelines import Pipeline, Sharding
@@ -133,7 +133,7 @@ class ModuleParams:
         """Make the states of a pipeline's optimizer; returns those of the transforms behind it."""
         held = {path: p.detach() for path, p in self.leaves.items()}
         for path, p in held.items():
-            check_dense(f"parameter {path!r}", p)
+            trees.check_dense(f"parameter {path!r}", p)
         pipeline.check(held)
         own, at = held if self.pieces is None else self.pieces.own(held), pipeline.optimizer.at
         items: list[StepItem] = [(path, at(path), p, None) for path, p in own.items()]

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..agreement import same
 from ..groups import linked_mesh
 from ..optim import WholeLeaves, WholeState, ZeroRedundancyOptimizer, slice_state
-from ..transforms.base import Spec, Transform, to_state_dict
+from ..transforms.base import Spec, Transform, state_dicts
 from ..transforms.optimizers import Optimizer
 from ..transforms.pipelines import zero as sharded
 from . import _comm_hooks
@@ -124,7 +124,7 @@ class _States:
         path = self._paths.get(param)
         if path is None or path not in self._stepper.states:
             return {}, (0, 0)
-        return to_state_dict(self._stepper.states[path]), self._pieces.slices[path]
+        return state_dicts.to_state_dict(self._stepper.states[path]), self._pieces.slices[path]
 
     def load_states(self, states: Iterable[WholeState]) -> None:
         """Take this rank's slices of these whole states."""

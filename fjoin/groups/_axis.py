@@ -16,7 +16,7 @@ from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 
 from .._errors import closed
 from ..transforms.axes import Axis, Done, One, Work, from_order, to_order
-from ..transforms.base import sum_in_order
+from ..transforms.base import devices
 from ._failures import Failures, is_backend_error, raise_from
 from ._message import PendingMessage, Received, plain
 from ._traffic import Traffic
@@ -226,7 +226,7 @@ class GroupAxis(Axis):
         # gloo's reduce_scatter takes twice as long as its all_reduce.
         if op == "psum" or (op == "psum_scatter" and (self.ordered or x.device.type == "cpu")):
             parts = self.begin("all_gather" if op == "psum" else "all_to_all", x, None)
-            return lambda: sum_in_order(parts().unbind(0))
+            return lambda: devices.sum_in_order(parts().unbind(0))
         if op in _REDUCE:
             out = to_order(x.clone(), op == "pmax")
             works = [(dist.all_reduce(out, _REDUCE[op], group=group, async_op=True), out)]

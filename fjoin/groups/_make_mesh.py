@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._errors import CollectiveTimeout, DesyncError, JoinError, PeerLost, TransportError
 from ..transforms.axes import One, bind_axes, bound
-from ..transforms.base import devices, flag, is_number
+from ..transforms.base import checks, devices
 from ._connect import await_port, chosen_transport, connected_mesh, limited, new_groups
 from ._failures import is_backend_error
 from ._group_mesh import ENDED, MESHES, TIMEOUT_S, GroupMesh, timeout_of
@@ -64,9 +64,9 @@ def mesh(
     >>> fjoin.mesh({"data": -1})
     mesh({'data': 1}, rank=0)
     """
-    if not is_number(timeout_s) or not _SHORTEST <= timeout_s <= _LONGEST:
+    if not checks.is_number(timeout_s) or not _SHORTEST <= timeout_s <= _LONGEST:
         raise ValueError(f"timeout_s must be a number of seconds from {_SHORTEST:g} to {_LONGEST:g}, got {timeout_s!r}")
-    flag("ordered", ordered)
+    checks.flag("ordered", ordered)
     transport = chosen_transport(transport)
     if isinstance(axes, DeviceMesh):
         if not axes.mesh_dim_names:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..shared_memory import LOOK_S
-from ..transforms.base import here, is_accelerator
+from ..transforms.base import devices
 
 T = TypeVar("T")
 
@@ -65,7 +65,7 @@ class Unfinished:
 
     def end(self, step: int, device: torch.device) -> StepEnd | None:
         """Note the end of a step at this place of the device's stream; None where the host and the device are one."""
-        return self.add(StepEnd(step, here(device))) if is_accelerator(device) else None
+        return self.add(StepEnd(step, devices.here(device))) if devices.is_accelerator(device) else None
 
     def add(self, end: StepEnd) -> StepEnd:
         self._ends = [*(one for one in self._ends if not one.event.query()), end]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..transforms.axes import axis_index, bound, bound_call
-from ..transforms.base import flag, path_string, whole_number
+from ..transforms.base import checks, trees
 from ._trees import Layout, adopt, flat, jax, nested, to_array, to_tensor
 
 _WIDE = (torch.float64, torch.complex128)
@@ -48,7 +48,7 @@ def _of_numpy(x: Any) -> Any:
 
 
 def _checked(path: tuple[Any, ...], x: Any, narrow: bool) -> Any:
-    name = f"the argument {path_string(path)!r}"
+    name = f"the argument {trees.path_string(path)!r}"
     if isinstance(x, Tensor):
         if x.requires_grad:
             raise TypeError(f"{name} requires a gradient, and a loss of jax has one by params only; detach it")
@@ -105,9 +105,9 @@ def loss(f: Callable[..., Any], *, buffers: bool = False, seed: int | None = Non
     """
     if not callable(f):
         raise TypeError(f"fjoin.jax.loss takes a function, got {f!r}")
-    flag("buffers", buffers)
+    checks.flag("buffers", buffers)
     if seed is not None:
-        whole_number("seed", seed, 0, 2**32 - 1)  # of larger ones jax takes the last 32 bits
+        checks.whole_number("seed", seed, 0, 2**32 - 1)  # of larger ones jax takes the last 32 bits
 
     @functools.lru_cache(maxsize=64)
     def compiled(form: _LossForm) -> _CompiledLoss:
@@ -170,7 +170,7 @@ def _check_params(structure: Any, leaves: Sequence[Any]) -> None:
     for i, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
             got = f"a tensor of {leaf.dtype}" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
-            name = path_string(optree.treespec_paths(structure)[i])
+            name = trees.path_string(optree.treespec_paths(structure)[i])
             raise TypeError(
                 f"params[{name!r}] must be a tensor of floating point numbers, got {got}; pass state.params, or "
                 f"fjoin.jax.to_torch(params), without leaves that are not trained"

@@ -12,18 +12,7 @@ import optree
 import torch
 from torch import Tensor
 
-from ..transforms.base import (
-    Needs,
-    State,
-    Transform,
-    Tree,
-    check_dense,
-    check_transform,
-    factory,
-    has_no_data,
-    named_leaves,
-    plain,
-)
+from ..transforms.base import Needs, State, Transform, Tree, check_transform, factory, trees
 from ._trees import Layout, jax, name_of, to_array, to_tensor
 
 
@@ -70,7 +59,7 @@ def from_optax(transformation: Any, per_leaf: bool = False) -> Transform:
 
     def init(params: Tree) -> OptaxState:
         run = compiled(_Shapes.of(params))
-        if has_no_data(params):  # jax would read their memory
+        if trees.has_no_data(params):  # jax would read their memory
             with torch.device("cpu"):
                 return init(optree.tree_map(lambda p: torch.zeros(p.shape, dtype=p.dtype), params))
         with run.precision():
@@ -78,12 +67,12 @@ def from_optax(transformation: Any, per_leaf: bool = False) -> Transform:
 
     def update(grads: Tree, state: OptaxState, params: Tree = None, **extra: Any) -> tuple[Tree, OptaxState]:
         del extra
-        if not plain(grads, params):
+        if not trees.plain(grads, params):
             raise RuntimeError(
                 "torch cannot differentiate through optax; use a stage of fjoin.transforms, or torch.no_grad()"
             )
         form = _Shapes.of(grads)
-        if has_no_data(grads):
+        if trees.has_no_data(grads):
             return grads, state
         if params is not None and (other := _Shapes.of(params)) != form:
             raise ValueError(f"grads and params differ: {form.leaves}, but {other.leaves}")
@@ -105,8 +94,8 @@ class _Shapes(NamedTuple):
 
     @staticmethod
     def of(tree: Tree) -> _Shapes:
-        for path, leaf in named_leaves(tree).items():
-            check_dense(f"grads[{path!r}]", leaf)
+        for path, leaf in trees.named_leaves(tree).items():
+            trees.check_dense(f"grads[{path!r}]", leaf)
         leaves, structure = optree.tree_flatten(tree)
         return _Shapes(structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
 

@@ -11,7 +11,7 @@ import optree
 import torch
 from torch import Tensor
 
-from ..transforms.base import path_string
+from ..transforms.base import trees
 
 try:
     jax: Any = importlib.import_module("jax")
@@ -153,7 +153,7 @@ def flat(tree: Any) -> dict[str, Tensor]:
     paths, leaves, _ = optree.tree_flatten_with_path(to_torch(tree))
     if dotted := [path for path in paths if any("." in str(name) for name in path)]:
         raise ValueError(f"names of buffers must have no dots, got {dotted[0]}")
-    return {path_string(path): leaf for path, leaf in zip(paths, leaves, strict=True)}
+    return {trees.path_string(path): leaf for path, leaf in zip(paths, leaves, strict=True)}
 
 
 def nested(buffers: Mapping[str, Any]) -> dict[str, Any]:

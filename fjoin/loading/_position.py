@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from .._errors import EarlyTermination, JoinError, NonFinite, described
 from ..agreement import Requests
-from ..transforms.base import iterable
+from ..transforms.base import checks
 from ._fingerprint import fingerprint
 from ._generators import Streams, generators_of
 from ._shuffled import Shuffled
@@ -101,7 +101,7 @@ class Position(Generic[B]):
 
     def begin(self) -> Any:
         """The first batch of a loop; `END` where there is none."""
-        iterable("loader", self.loader)
+        checks.iterable("loader", self.loader)
         resume, self.resume = self.resume, None
         own = resume if resume and (resume["rank"], resume["ranks"]) == (self._rank, self._ranks) else {}
         if resume is None:

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import Sampler
 
 from ..groups import Mesh, mesh_or_world
-from ..transforms.base import flag, whole_number
+from ..transforms.base import checks
 
 
 class Shuffled(Sampler[list[int]]):
@@ -43,12 +43,12 @@ class Shuffled(Sampler[list[int]]):
     def __init__(
         self, n: int, batch_size: int, seed: int = 0, *, mesh: Mesh | None = None, drop_last: bool = False
     ) -> None:
-        whole_number("n", n, 0)
+        checks.whole_number("n", n, 0)
         mesh = mesh_or_world("Shuffled", mesh)
-        whole_number("batch_size", batch_size, mesh.size)
+        checks.whole_number("batch_size", batch_size, mesh.size)
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise TypeError(f"seed must be a whole number, got {seed!r}")
-        flag("drop_last", drop_last)
+        checks.flag("drop_last", drop_last)
         self._n, self._batch_size, self._seed = n, batch_size, seed
         self._rank, self._ranks, self._drop_last = mesh.rank, mesh.size, drop_last
         self._epoch = self._step = 0
@@ -58,8 +58,8 @@ class Shuffled(Sampler[list[int]]):
 
     def set_epoch(self, epoch: int, step: int = 0) -> None:
         """Let the next `iter` begin at a step of an epoch. A joined loop calls it."""
-        whole_number("epoch", epoch, 0)
-        whole_number("step", step, 0)
+        checks.whole_number("epoch", epoch, 0)
+        checks.whole_number("step", step, 0)
         self._epoch, self._step = epoch, step
 
     def _part(self, step: int) -> range:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..agreement import described_tensors, same
 from ..groups import Communicator, bind, mesh_over, world_size
-from ..transforms.base import AxisName, Transform, whole_number
+from ..transforms.base import AxisName, Transform, checks
 from ..transforms.reductions import mean
 from ..transforms.sync import average_buffers
 
@@ -33,7 +33,7 @@ class ModelAverager:
     """
 
     def __init__(self, warmup_steps: int, process_group: Any) -> None:
-        self.warmup_steps: int = whole_number("warmup_steps", warmup_steps, 0)
+        self.warmup_steps: int = checks.whole_number("warmup_steps", warmup_steps, 0)
         self.step: int = 0
         self.mesh: Communicator = self._mesh_of(process_group)
         self._compared = False  # with the other ranks
@@ -172,7 +172,7 @@ class PeriodicModelAverager(ModelAverager):
     """
 
     def __init__(self, period: int, warmup_steps: int = 0, process_group: Any = None) -> None:
-        self.period: int = whole_number("period", period, 1)
+        self.period: int = checks.whole_number("period", period, 1)
         super().__init__(warmup_steps, process_group)
 
     def __repr__(self) -> str:
@@ -234,7 +234,7 @@ def _check_levels(given: Mapping[int, int] | None) -> dict[int, int]:
         )
     for name, numbers in (("period", given.keys()), ("size", given.values())):
         for number in numbers:
-            whole_number(f"period_group_size_dict: a {name}", number, 1)
+            checks.whole_number(f"period_group_size_dict: a {name}", number, 1)
         for small, large in itertools.pairwise(numbers):
             if large % small:
                 raise ValueError(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..transforms.base import check_dense
+from ..transforms.base import trees
 from ..transforms.optimizers import Optimizer as StepParamOptimizer, StepItem
 from ._param_groups import ForeachStepper, Hyperparameters
 
@@ -92,7 +92,7 @@ class Optimizer(torch.optim.Optimizer):
         by_path = self._by_path()
         for path, param in by_path.items():
             if param.requires_grad:
-                check_dense(f"the parameter {path!r}", param)
+                trees.check_dense(f"the parameter {path!r}", param)
         if self._optimizer.check:
             self._optimizer.check(by_path)
         for group in self.param_groups:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..transforms.base import fields, is_number, restored, to_state_dict
+from ..transforms.base import checks, state_dicts, trees
 from ..transforms.optimizers import (
     Ages,
     Optimizer,
@@ -34,7 +34,7 @@ def own_by_group(part: Optimizer) -> dict[str, Any]:
         known = own.spec.parameters.get(name)
         if name == "betas" or isinstance(value, Tensor):
             found[name] = value
-        elif is_number(value) and known is not None and isinstance(known.default, float):
+        elif checks.is_number(value) and known is not None and isinstance(known.default, float):
             found[name] = float(value)
     return found
 
@@ -188,7 +188,7 @@ class ForeachStepper:
     def _put(self, key: Any, state: Any) -> None:
         self.states[key] = state
         if self.shown is not None:
-            self.shown[key] = to_state_dict(state)
+            self.shown[key] = state_dicts.to_state_dict(state)
 
     def prepared(self, given: Iterable[tuple[Any, Optimizer, Tensor, dict[str, Any]]]) -> dict[Any, Any]:
         """States from tensors by name, given as (key, optimizer, parameter, state); equal ages share 0-d tensors again.
@@ -201,7 +201,7 @@ class ForeachStepper:
         for key, part, param, named in given:
             state = loaded(whose(key), part, param, named)
             new[key] = ages(
-                part, param, state, *(f.item() for f, c in zip(fields(state), part.common, strict=True) if c)
+                part, param, state, *(f.item() for f, c in zip(trees.fields(state), part.common, strict=True) if c)
             )
         return new
 
@@ -222,9 +222,9 @@ def loaded(whose: str, part: Optimizer, param: Tensor, named: Mapping[str, Any])
     Raises:
         ValueError, TypeError: as `ForeachStepper.prepared`.
     """
-    named = {name: torch.as_tensor(value) if is_number(value) else value for name, value in named.items()}
-    state = restored(f"the state of {whose}", part.init_param(param.detach()), named)
-    count = next(named[name] for name, field in to_state_dict(state).items() if field is state.step)
+    named = {name: torch.as_tensor(value) if checks.is_number(value) else value for name, value in named.items()}
+    state = state_dicts.restored(f"the state of {whose}", part.init_param(param.detach()), named)
+    count = next(named[name] for name, field in state_dicts.to_state_dict(state).items() if field is state.step)
     if not 0 <= (number := float(count.to(state.step.dtype))) < float("inf"):
         raise ValueError(f"in the state of {whose}, step is {number}, expected the number of steps taken")
     return state

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..transforms.base import whole_number
+from ..transforms.base import checks
 from ._optimizer import step_as
 
 
@@ -107,7 +107,7 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
         given = dict(state_dict)
         step = given.pop("step", None)
         if step is not None:
-            whole_number("the averager's step in the state", step, 0)
+            checks.whole_number("the averager's step in the state", step, 0)
         self.optim.load_state_dict(given)
         if step is None:
             warnings.warn(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..buckets import gather_leaves
 from ..groups import GroupAxis
-from ..transforms.base import Spec, check_dense
+from ..transforms.base import Spec, trees
 from ..transforms.layout import Pieces, cut
 from ..transforms.optimizers import OF_TORCH, Optimizer as StepParamOptimizer, as_functional_optim
 from ._param_groups import own_by_group, whose
@@ -116,7 +116,7 @@ def give(shards: Sequence[Shard]) -> None:
         for path, p in shard.params.items():
             own, (start, stop), grad = shard.slices[path], shard.pieces.slices[path], p.grad
             if grad is not None and grad.layout is not torch.strided:
-                check_dense(f"the gradient of {whose(p)}", grad)
+                trees.check_dense(f"the gradient of {whose(p)}", grad)
             if own.numel():
                 if not p.is_contiguous():
                     own.copy_(p.reshape(-1)[start:stop].view(own.shape))
@@ -141,7 +141,7 @@ def cut_group(group: Sequence[Tensor], part: Any, ranks: int, rank: int, as_view
     """
     params = {str(i): p for i, p in enumerate(group)}
     for path, p in params.items():
-        check_dense(f"parameter {path} of a group", p)
+        trees.check_dense(f"parameter {path} of a group", p)
     pieces = cut(params, part, "data", ranks, rank)
     flats: list[Tensor | None] = []
     for k, bucket in enumerate(pieces.buckets):

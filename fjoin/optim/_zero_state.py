@@ -16,7 +16,7 @@ from torch import Tensor
 from ..agreement import put_together, taken_apart
 from ..groups import Communicator, GroupAxis, plain
 from ..shared_memory import flat_view
-from ..transforms.base import to_state_dict
+from ..transforms.base import state_dicts
 from ._optimizer import Optimizer
 from ._param_groups import Hyperparameters, loaded, whose, without_params
 from ._zero_shard import Shard, WholeLeaves, our_state
@@ -164,7 +164,7 @@ def slice_state(part: Any, state: dict[str, Any], p: Tensor, own: Tensor, start:
         own: The slice, from `start` to `stop` in the flat parameter `p`, or empty where another rank owns `p` as a whole.
     """
     found = dict(state)
-    fresh = {} if isinstance(part, WholeLeaves) else to_state_dict(part.init_param(own.detach()))
+    fresh = {} if isinstance(part, WholeLeaves) else state_dicts.to_state_dict(part.init_param(own.detach()))
     for name, like in fresh.items():
         if like.dim() and part.elementwise:
             found[name] = state[name].reshape(-1)[start:stop].view(own.shape)

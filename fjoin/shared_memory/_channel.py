@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import profiler
 from torch.profiler import record_function
 
-from ..transforms.base import widened
+from ..transforms.base import devices
 from ._links import Exchange, HostLinks
 from ._packets import INLINE_BYTES
 
@@ -128,7 +128,7 @@ def combine(parts: Sequence[Tensor], outs: Sequence[Tensor], fold: Fold = torch.
         elif len(rest) == 1:
             total = fold(first, rest[0], out=to)
         else:
-            total = fold(widened(first) if sums else first, rest[0])
+            total = fold(devices.widened(first) if sums else first, rest[0])
             for part in rest[1:]:
                 fold(total, part, out=total)
             to.copy_(total)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .._errors import DesyncError, JoinError, TransportError, closed
-from ..transforms.base import uncompiled
+from ..transforms.base import devices
 from ._memory import HostMemory, HostRegion
 from ._packets import DROPPED, INLINE, INLINE_BYTES, MEMORY, PART, ROOM, TAKEN, Head, Late, Peer, PeerGone, poll_of
 
@@ -136,7 +136,7 @@ class Exchange:
     def is_done(self) -> bool:
         return self.failed is not None or (self.take is None and (not self.settles or self.is_settled))
 
-    @uncompiled
+    @devices.uncompiled
     def wait(self) -> None:
         """Wait for the parts, and where `settles` until all have taken theirs."""
         with self.waiting:

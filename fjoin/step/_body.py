@@ -12,7 +12,7 @@ from torch import Tensor
 from ..buckets import Storage, assign_
 from ..groups import Communicator, StepEnd
 from ..transforms.axes import bind_axes
-from ..transforms.base import Call, Transform, copy_if_aliased, named_leaves
+from ..transforms.base import Call, Transform, trees
 from ..transforms.layout import Bucket, Pieces
 from ..transforms.optimizers import masters_of, state_fields
 from ..transforms.pipelines import Effect, Pipeline
@@ -34,10 +34,10 @@ def init_ends(
     on_state: Any = ()
     if pipeline.after:
         masters = masters_of(own, dict(states))
-        after = copy_if_aliased(pipeline.after.init(masters), [*lent, *masters.values()])
+        after = trees.copy_if_aliased(pipeline.after.init(masters), [*lent, *masters.values()])
     if pipeline.on_state:
         fields = state_fields(states)
-        on_state = copy_if_aliased(pipeline.on_state.init(fields), fields)
+        on_state = trees.copy_if_aliased(pipeline.on_state.init(fields), fields)
     return EndStates(after, on_state)
 
 
@@ -66,12 +66,12 @@ def run_end(
         places, kept, lent = held, old.after, [*lent, *held.values()]
     else:
         held = state_fields(states)
-        places, kept, lent = named_leaves(held), old.on_state, held
+        places, kept, lent = trees.named_leaves(held), old.on_state, held
     with torch.no_grad(), bind_axes(mesh.axes):
         new, fresh = effect.after(part, held, kept, call, None if on == "params" else own)
-        fresh = copy_if_aliased(fresh, lent)
+        fresh = trees.copy_if_aliased(fresh, lent)
         if new is not held:  # a transform with a period returns its input in the other steps
-            assign_(places, new if on == "params" else named_leaves(new))
+            assign_(places, new if on == "params" else trees.named_leaves(new))
             for path, param in own.items() if on == "params" else ():
                 if held[path] is not param:
                     param.copy_(held[path])

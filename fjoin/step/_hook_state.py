@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..transforms.base import merge, restrict
+from ..transforms.base import trees
 from ..transforms.layout import Bucket, Pieces, views
 
 # The path of a flat bucket in a tree of one tensor; no parameter has this path.
@@ -50,7 +50,7 @@ class HookState(NamedTuple):
         if form.flat or (index < len(form.layout) and form.layout[index] is bucket):
             return self.buckets[index]
         early = self._early()
-        return restrict(early if form.n_early > 1 else early[0], form.shapes, bucket.paths)
+        return trees.restrict(early if form.n_early > 1 else early[0], form.shapes, bucket.paths)
 
     def after(self, buckets: tuple[Any, ...], rest: tuple[Any, ...], layout: list[Bucket]) -> HookState:
         """The state after a step, in the form of this one, from those of the buckets of the step."""
@@ -73,7 +73,7 @@ class HookState(NamedTuple):
         if not form.n_early:
             return ()
         parts = [_by_path(p, form, k) if form.flat else p for k, p in enumerate(self.buckets)]
-        merged = merge(parts, form.shapes)
+        merged = trees.merge(parts, form.shapes)
         return merged if form.n_early > 1 else (merged,)
 
     def split(self, whole: Any) -> HookState:
@@ -87,7 +87,7 @@ class HookState(NamedTuple):
         if form.flat:
             buckets = tuple(_in_flat(early, own, form, k) for k, own in enumerate(self.buckets))
         else:
-            buckets = tuple(restrict(early, form.shapes, bucket.paths) for bucket in form.layout)
+            buckets = tuple(trees.restrict(early, form.shapes, bucket.paths) for bucket in form.layout)
         return HookState(buckets, rest, form)
 
 

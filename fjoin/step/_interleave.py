@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..groups import keep_freed
 from ..transforms.axes import Axis, bind_axes, bound
-from ..transforms.base import devices, is_accelerator
+from ..transforms.base import devices
 from ..transforms.layout import Bucket
 
 
@@ -205,5 +205,5 @@ def travel(axes: dict[str, Any], layout: tuple[Bucket, ...], in_streams: bool) -
     """
     real = any(axis.size > 1 and not axis.simulated for axis in axes.values()) and len(layout) > 1
     if in_streams:
-        return real and all(is_accelerator(bucket.device) for bucket in layout)
+        return real and all(devices.is_accelerator(bucket.device) for bucket in layout)
     return real and len(layout) <= MOST and all(bucket.device.type == "cpu" for bucket in layout)

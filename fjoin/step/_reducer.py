@@ -13,7 +13,7 @@ from ..agreement import StepRecord, Sums
 from ..buckets import GradBuffer
 from ..groups import Communicator, keep_freed
 from ..transforms.axes import Axis, PieceSum, Work
-from ..transforms.base import Call, Share, Totals, Transform, copy_if_aliased, nonzero_or_one, only, restrict, totals_of
+from ..transforms.base import Call, Share, Totals, Transform, shares, trees
 from ..transforms.combinators import stages
 from ..transforms.layout import Pieces, bind_pieces, record_bucket
 from ..transforms.pipelines import Plan, StepPlace, takes_flat
@@ -122,7 +122,7 @@ def first_call(values: Mapping[str, Any], step: int, begun: Begun, on_device: bo
 
 def _totals_in(sums: Mapping[str, Any]) -> Totals:
     """The sums of the weights in a record."""
-    return totals_of(sums["weight"], sums["live"])
+    return shares.totals_of(sums["weight"], sums["live"])
 
 
 class StagedReducer(Reducer):
@@ -148,16 +148,16 @@ class StagedReducer(Reducer):
             flats = {f"{FLAT} {k}": flat for k, flat in enumerate(storage.flats)}
             # Together, so that buckets share their small tensors, which are then changed once.
             whole = early.init(flats)
-            buckets = tuple(only(whole, flats, path, FLAT) for path in flats)
+            buckets = tuple(trees.only(whole, flats, path, FLAT) for path in flats)
         elif early is not None and self._flat:
             buckets = tuple(self._init_flat(early, k, storage) for k in range(len(layout)))
         elif early is not None:
             with bind_pieces(storage.pieces):
                 full = early.init(by_path)
-            buckets = tuple(restrict(full, by_path, bucket.paths) for bucket in layout)
+            buckets = tuple(trees.restrict(full, by_path, bucket.paths) for bucket in layout)
         count = self._stages.n_early if buckets else 0
         rest = self._stages.init(by_path, storage.pieces, count)
-        buckets, after = copy_if_aliased((buckets, rest), storage.flats)
+        buckets, after = trees.copy_if_aliased((buckets, rest), storage.flats)
         form = Form(layout, storage.shapes, self._flat, count, len(self._stages.parts), storage.pieces)
         return HookState(buckets, after, form)
 
@@ -266,7 +266,7 @@ class SumReducer(Reducer):
     def init(self, storage: Params) -> Any:
         """The initial state."""
         params = {path: leaf.detach() for path, leaf in storage.leaves.items()}
-        return copy_if_aliased(self._hook.init(params), storage.flats)
+        return trees.copy_if_aliased(self._hook.init(params), storage.flats)
 
     def loss_factor(self, weight: float, first: float, float16: bool) -> float:
         """The factor of the loss: starting backward from the weight applies it at no cost."""
@@ -301,7 +301,9 @@ class SumReducer(Reducer):
             multiply_(out.grads, self._factor)
         if self._float16:  # the gradients carry weight / first
             total = (
-                None if self._plan.over is None else nonzero_or_one(self._plan.divisor(self.sums(), self._record.ranks))
+                None
+                if self._plan.over is None
+                else shares.nonzero_or_one(self._plan.divisor(self.sums(), self._record.ranks))
             )
             of_all = Share(self._first, total).times(out.grads, in_place=True)
             if of_all is not out.grads:
@@ -346,7 +348,7 @@ class SumReducer(Reducer):
             return sums, divisor
         for out in outgoing:
             out.told = None  # the stages make other values of these
-            out.grads.div_(nonzero_or_one(divisor))
+            out.grads.div_(shares.nonzero_or_one(divisor))
         axes, totals = self._record.axes, _totals_in(sums)
         self._state = (old[0], *self._stages.finish(outgoing, old[1:], storage, (axes, totals))[1])
         for out in outgoing:

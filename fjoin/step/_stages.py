@@ -11,7 +11,7 @@ from torch import Tensor
 from ..buckets import GradBuffer, assign_
 from ..groups import Communicator
 from ..transforms.axes import Work, bind_axes, bound
-from ..transforms.base import Call, Totals, Transform, copy_if_aliased
+from ..transforms.base import Call, Totals, Transform, trees
 from ..transforms.combinators import behind, stages
 from ..transforms.layout import Bucket, Pieces, bind_pieces
 from ..transforms.pipelines import Plan
@@ -44,7 +44,7 @@ def run_stages(
     with torch.no_grad(), bind_axes(mesh.axes), bind_pieces(pieces):
         for part, state in zip(parts, states, strict=True):
             grads, after = part.run(grads, state, params, call)
-            new.append(copy_if_aliased(after, [*(out.grads for out in outgoing), *storage.flats]))
+            new.append(trees.copy_if_aliased(after, [*(out.grads for out in outgoing), *storage.flats]))
             call = behind(part, call)
             if part.sharded_over and pieces is not None:
                 params = pieces.own(params)
@@ -187,7 +187,7 @@ class BucketCall:
         out, run = self.out, self._run
         grads = {FLAT: out.grads} if run.flat else out.by_path()
         new, state = run.update(grads, self._old, self._params, self._pieces)
-        self.state = copy_if_aliased(state, [out.grads, *self._params.values()])
+        self.state = trees.copy_if_aliased(state, [out.grads, *self._params.values()])
         if new is None:
             raise ValueError(
                 "the hook returned None in the place of gradients; in a train_step every call must give them"

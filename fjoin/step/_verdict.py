@@ -15,18 +15,18 @@ from ..agreement import DeviceReads, Requests, StepIds, StepRecord, numbers, ste
 from ..buckets import GradBuffer
 from ..groups import Communicator
 from ..transforms.axes import Axis
-from ..transforms.base import NONFINITE, is_host, ranks_in, to_device
+from ..transforms.base import devices, record_words, trees
 from ..transforms.pipelines import Effect, Flag, Plan, inverse
 
 
 def masks(sums: dict[str, Any]) -> list[Any]:
     """The words of the record that hold one bit per rank."""
-    return [value for name, value in sums.items() if name.startswith(NONFINITE)]
+    return [value for name, value in sums.items() if name.startswith(record_words.NONFINITE)]
 
 
 def error_of_step(step: int, sums: dict[str, float], paths: tuple[str, ...]) -> NonFinite:
     """The error of a step that all ranks leave out."""
-    ranks = ranks_in(masks(sums))
+    ranks = record_words.ranks_in(masks(sums))
     parts = []
     if ranks:
         cause = "a gradient" if math.isfinite(sums["loss"]) else "the loss"
@@ -45,7 +45,7 @@ def error_of_step(step: int, sums: dict[str, float], paths: tuple[str, ...]) -> 
 
 def error_of_some(step: int, counts: dict[str, float], all_ranks: int) -> NonFinite:
     """The error of a step that some ranks left out and others may have taken."""
-    ranks = ranks_in(masks(counts))
+    ranks = record_words.ranks_in(masks(counts))
     which = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
     others = ", which the others took, since the hook does not reduce over all of them"
     return NonFinite(
@@ -89,7 +89,7 @@ class GradCheck:
         - otherwise their sum on the CPU, the fastest pass. Where the sum overflows, `bad` checks each element;
         - otherwise their largest magnitude, on a device.
         """
-        if self.on_device or not is_host(out.grads.device):
+        if self.on_device or not devices.is_host(out.grads.device):
             self._waiting.append(out)  # one launch looks at all of them
         elif self._norm:
             wide = torch.float64 if out.scattered else torch.promote_types(out.grads.dtype, torch.float32)
@@ -148,7 +148,7 @@ class GradCheck:
         if self._own_bad is not None:
             values = {**values, "live": _nan_if(bad, values["live"])}
             bad = functools.reduce(_either, self._own_bad, 0.0)
-        return record.send(record.flagged(values, NONFINITE, bad)).read(self.on_device)
+        return record.send(record.flagged(values, record_words.NONFINITE, bad)).read(self.on_device)
 
     def share(self, outgoing: Sequence[GradBuffer], axis: Axis) -> None:
         """Sum over the pieces of the gradients: whether one is not finite, and the squares of their norms.
@@ -202,7 +202,7 @@ def has_nonfinite(grads: Tensor) -> bool:
 
 def _nan_if(bad: Any, value: Any) -> Any:
     if isinstance(bad, Tensor):
-        known = to_device(bad.device, torch.as_tensor(value), bad.dtype)
+        known = trees.to_device(bad.device, torch.as_tensor(value), bad.dtype)
         return torch.where(bad > 0, torch.full_like(known, math.nan), known)
     return math.nan if bad else value
 

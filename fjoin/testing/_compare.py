@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import transforms as tx
-from ..transforms.base import call_factory, fingerprint
+from ..transforms.base import specs
 from ..transforms.pipelines import axes_of
 
 
@@ -89,10 +89,10 @@ def is_data(make: Callable[[], Any]) -> None:
     """repr, equality and fingerprint agree, and the spec has all that makes the object again."""
     part = make()
     assert part == make() and hash(part) == hash(make())
-    assert fingerprint(part) == fingerprint(make())
+    assert specs.fingerprint(part) == specs.fingerprint(make())
     assert part.spec.name in repr(part)
     if part.spec.factory is not None:  # otherwise handwritten: identified by its functions
-        assert call_factory(part.spec.factory, part.spec.args) == part
+        assert specs.call_factory(part.spec.factory, part.spec.args) == part
 
 
 def saved_and_loaded(state: Any, like: Any) -> Any:

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from .. import transforms as tx
 from ..transforms.axes import bind_axes
-from ..transforms.base import Needs, restrict
+from ..transforms.base import Needs, trees
 from ..transforms.pipelines import CountingAxis
 from ._compare import axes_for, params_like
 
@@ -31,7 +31,7 @@ def stays_on_its_device(make: Callable[[], tx.Transform]) -> None:
     with _without_data(), bind_axes({name: _Elsewhere(name, n, [], names) for name, n in names.items()}):
         for paths in (tuple(whole), *buckets):
             part, params = make(), _elsewhere(whole)
-            state = restrict(part.init(params), params, paths)
+            state = trees.restrict(part.init(params), params, paths)
             some = {path: params[path] for path in paths}
             elsewhere = torch.ones((), device=_ELSEWHERE)
             weights = (1.0, 2.0, None, 0.0, torch.ones(()), elsewhere) if len(paths) == len(whole) else (1.0, elsewhere)

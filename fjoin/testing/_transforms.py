@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .. import transforms as tx
-from ..transforms.base import Call, Needs, merge, reduced_over, restrict
+from ..transforms.base import Call, Needs, timings, trees
 from ..transforms.pipelines import takes_flat
 from ._compare import (
     grads_of,
@@ -59,7 +59,7 @@ def goes_bucket_by_bucket(make: Callable[[], tx.Transform]) -> None:
         flat = takes_flat(part) and not layout
         picks = [(_ravel if flat else _part)(paths) for paths in BUCKETS]
         states = [
-            part.init(pick(params)) if flat else restrict(whole, params, paths)
+            part.init(pick(params)) if flat else trees.restrict(whole, params, paths)
             for pick, paths in zip(picks, BUCKETS, strict=True)
         ]
         for step in range(3):
@@ -71,10 +71,14 @@ def goes_bucket_by_bucket(make: Callable[[], tx.Transform]) -> None:
                 assert (one is None) == (out is None)
                 assert out is None or layout or same_bits(one, pick(out)), "a bucket alone gave another answer"
             if layout:  # codes depend on the layout
-                assert same_bits(merge(states, params), merge(states[::-1], params)), "the buckets do not agree"
+                assert same_bits(trees.merge(states, params), trees.merge(states[::-1], params)), (
+                    "the buckets do not agree"
+                )
             elif not flat:
                 for order in (states, states[::-1]):
-                    assert same_bits(merge(order, params), whole), "the buckets' states are not the state of the whole"
+                    assert same_bits(trees.merge(order, params), whole), (
+                        "the buckets' states are not the state of the whole"
+                    )
 
     if Needs.TREE not in make().needs:
         on_ranks(make, one_rank)
@@ -152,7 +156,7 @@ def ignores_weight_zero(make: Callable[[], tx.Transform]) -> None:
     def run(poison: bool) -> Any:
         def one_rank(part: tx.Transform, params: Any, me: int) -> Any:
             state, outs = part.init(params), []
-            for step in range(4 if reduced_over(part) else 1):
+            for step in range(4 if timings.reduced_over(part) else 1):
                 grads, idle = grads_of(10 * step + me), me == 1 and step % 2 == 0
                 if idle and poison:
                     grads = _nan(grads)

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..buckets import GradBuffer, Storage, gather_changes_, start_gather
 from ..step import StateData, Step
 from ..transforms.axes import Work, bind_axes
-from ..transforms.base import fields
+from ..transforms.base import trees
 from ..transforms.optimizers import age_of, step_in_place, stepped_together, unchecked
 from ..transforms.pipelines import Effect, Sharding
 
@@ -116,7 +116,7 @@ def step_buckets(
     found = [(index, storage.ranges(index, out.grads)) for index, out in outgoing]
     items = [(slots, part, param, grad) for _, some in found for part, param, grad, slots in some]
     with torch.no_grad():
-        for group in stepped_together(items, [age_of(part, fields(slots)) for slots, part, _, _ in items]):
+        for group in stepped_together(items, [age_of(part, trees.fields(slots)) for slots, part, _, _ in items]):
             states, parts, params, grads = map(list, zip(*group, strict=True))
             step_in_place(parts[0], params, grads, states, grad_scale=grad_scale, found_inf=found_inf)
     yield from (index for index, _ in found)

@@ -13,7 +13,7 @@ from optree import tree_leaves
 from torch import Tensor
 
 from ..agreement import host_number
-from ..transforms.base import as_float, host_weight
+from ..transforms.base import checks, shares
 
 
 class Loss:
@@ -92,7 +92,7 @@ def weigh(weight: Callable[[Any], float] | None, batch: Any) -> float:
     """
     if weight is len and isinstance(batch, (tuple, Mapping)):
         _warn_of_parts(batch)
-    return 1.0 if weight is None else host_weight("weight(batch)", weight(batch))
+    return 1.0 if weight is None else shares.host_weight("weight(batch)", weight(batch))
 
 
 def _warn_of_parts(batch: Any) -> None:
@@ -128,7 +128,7 @@ def user_sums(aux: Any) -> dict[str, Any]:
                 )
             sums[name] = host_number(value)
         elif isinstance(value, numbers.Real):
-            sums[name] = as_float(f"aux['sum'][{name!r}]", value)
+            sums[name] = checks.as_float(f"aux['sum'][{name!r}]", value)
         else:
             raise TypeError(f"aux['sum'][{name!r}] must be a number or a 0-d tensor, got {value!r}")
     return sums

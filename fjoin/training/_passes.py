@@ -16,7 +16,7 @@ from ..buckets import GradHooks, Storage
 from ..groups import Communicator
 from ..step import StateData
 from ..transforms.axes import Axis, BoundCall, bind_axes
-from ..transforms.base import copy_if_aliased
+from ..transforms.base import trees
 from ._loss import Loss
 
 
@@ -197,7 +197,7 @@ class Passes:
             self.hooks.in_loss = False
         torch.clear_autocast_cache()  # an autocast around the loop would keep casts of these parameters for the next step
         if aux is not None or buffers is not None:
-            aux, buffers = copy_if_aliased((aux, buffers), storage.written(bool(body.window)))
+            aux, buffers = trees.copy_if_aliased((aux, buffers), storage.written(bool(body.window)))
         return loss, aux, buffers
 
     def backward_within(self, forward: Forward, grad_output: GradOutput, storage: Storage) -> None:

@@ -8,7 +8,7 @@ from ..agreement import numbers, own_values
 from ..buckets import BucketQueue, Storage
 from ..groups import Communicator, Span
 from ..step import STEP, Agreements, Reducer, StateData, StepCheck, make_reducer
-from ..transforms.base import Transform, check_exact
+from ..transforms.base import Transform, shares
 from ..transforms.pipelines import Pipeline, make_plan, parts_of
 from ._flat_step import FlatStep
 from ._loss import Loss, user_sums, weigh
@@ -178,7 +178,7 @@ class Run:
                 "loss_fn has communicated in this call of an accumulation window, and not in the first one; let each call communicate"
             )
         if early and loss is not None:
-            check_exact(loss, counted)
+            shares.check_exact(loss, counted)
         scale = body.outer.scale if self._scales else None
         factor = self.reducer.loss_factor(counted, body.first, body.storage.float16)
         grad_output = grad_output_of(loss, factor, scale, self.accumulate > 1, early)

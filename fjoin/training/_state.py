@@ -16,7 +16,7 @@ from .._errors import DonatedState, TornState
 from .._functional import Apply, inner_names
 from ..buckets import Storage, gather_state, load_params
 from ..step import EndStates, HookState, StateData
-from ..transforms.base import OF_MODULE, check_dense, flatten_in_insertion_order, named_leaves, path_string
+from ..transforms.base import trees
 from ..transforms.optimizers import master_of, with_hyperparameters
 from ..transforms.pipelines import PipelineState, by_path
 
@@ -24,9 +24,9 @@ from ..transforms.pipelines import PipelineState, by_path
 def flatten(params: Any) -> tuple[dict[str, Tensor], Callable[[dict[str, Any]], Any]]:
     """Path -> leaf in the order of registration, and the function that rebuilds the tree."""
     if isinstance(params, nn.Module) or (isinstance(params, tuple) and params and isinstance(params[0], Apply)):
-        raise TypeError(f"params must be a pytree of tensors, got a {type(params).__name__}{OF_MODULE}")
+        raise TypeError(f"params must be a pytree of tensors, got a {type(params).__name__}{trees.OF_MODULE}")
     if params is None or isinstance(params, Iterator):
-        hint = OF_MODULE if params is not None else ""
+        hint = trees.OF_MODULE if params is not None else ""
         raise TypeError(
             f"params must be a pytree of tensors, such as a dict from paths to tensors, got {params!r}{hint}"
         )
@@ -34,13 +34,13 @@ def flatten(params: Any) -> tuple[dict[str, Tensor], Callable[[dict[str, Any]], 
         from ..jax import to_torch
 
         params = to_torch(params)
-    names, leaves, structure = flatten_in_insertion_order(params)
+    names, leaves, structure = trees.flatten_in_insertion_order(params)
     twice = sorted(name for name, count in Counter(names).items() if count > 1)
     if twice:
         raise ValueError(f"several leaves of params have the paths {twice}; rename them")
     first: dict[int, str] = {}
     for name, leaf in zip(names, leaves, strict=True):
-        check_dense(f"params[{name!r}]", leaf)
+        trees.check_dense(f"params[{name!r}]", leaf)
         if is_traceable_wrapper_subclass(leaf):
             raise TypeError(
                 f"params[{name!r}] is a {type(leaf).__name__}, but a step holds plain tensors; a tensor-parallel or fully_shard "
@@ -166,7 +166,7 @@ class TrainState:
             return
         self._read = None  # raise only once
         before, after = (
-            dict(zip(map(path_string, optree.treespec_paths(form)), held, strict=True))
+            dict(zip(map(trees.path_string, optree.treespec_paths(form)), held, strict=True))
             for form, held in ((structure, leaves), (structure_now, now))
         )
         changed = next((path for path in {**before, **after} if before.get(path) is not after.get(path)), "")
@@ -248,7 +248,7 @@ class TrainState:
         body = self._claim()
         if body.window:
             raise ValueError("replace within an accumulation window; call it where metrics.stepped is True")
-        given = None if params is None else named_leaves(params)
+        given = None if params is None else trees.named_leaves(params)
         if buffers is not None and body.buffers is None:
             raise ValueError("replace: buffers were given, but the state has none; pass them to step.init")
         for what, new, old in (("params", given, body.storage.leaves), ("buffers", buffers, body.buffers or {})):
@@ -354,7 +354,7 @@ def _load_exact(storage: Storage, inner: PipelineState, states: Mapping[str, Any
     """The exact values of this rank's slices, where a codec sends their changes."""
     if not storage.exact:
         return
-    masters = named_leaves(inner.gather.master)
+    masters = trees.named_leaves(inner.gather.master)
     for path, own in storage.own_leaves().items():
         value = master_of(states[path])
         own.copy_(masters[path] if value is None else value)
@@ -392,7 +392,7 @@ def load_into(module: M, params: Any, buffers: Mapping[str, Tensor] | None = Non
         if buffers is not None:
             raise TypeError("load_into: a TrainState has its own buffers; pass its params to give others")
         params, buffers = params.params, params.buffers
-    given = {**named_leaves(params), **(buffers or {})}
+    given = {**trees.named_leaves(params), **(buffers or {})}
     if not given:
         raise ValueError(f"load_into: there is no value in {params!r}; pass a state, or what functional returned")
     places = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))

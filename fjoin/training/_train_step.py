@@ -14,7 +14,7 @@ from ..buckets import Storage
 from ..groups import Mesh, check_mesh, mesh as make_mesh
 from ..step import StateData, init_ends
 from ..transforms.axes import bind_axes
-from ..transforms.base import Transform, check_transform, flag, unfinished, whole_number
+from ..transforms.base import Transform, check_transform, checks, timings
 from ..transforms.layout import Bucket, bucket_sizes, labels, make_layout
 from ..transforms.pipelines import Pipeline, warn_if_silent
 from . import _join
@@ -35,7 +35,7 @@ def left_open(parts: Iterable[Transform], steps: int, gathers: bool) -> list[str
         gathers: Whether there are gradients of an accumulation window.
     """
     found = []
-    if steps and (left := [part for part in parts if unfinished(part, steps)]):
+    if steps and (left := [part for part in parts if timings.unfinished(part, steps)]):
         found.append(
             f"after step {steps - 1} a window of {left[0]!r} is unfinished, so the ranks' values may differ; call "
             f"state = step.flush(state) at the end of training"
@@ -389,10 +389,10 @@ def train_step(
         check_mesh("train_step", mesh)
     if weight is not None and not callable(weight):
         raise TypeError(f"weight must be a function of the batch, or None, got {weight!r}")
-    flag("donate", donate)
-    whole_number("accumulate", accumulate, 1)
+    checks.flag("donate", donate)
+    checks.whole_number("accumulate", accumulate, 1)
     if bucket_bytes is not None:
-        whole_number("bucket_bytes", bucket_bytes, 1)
+        checks.whole_number("bucket_bytes", bucket_bytes, 1)
     mesh = check_mesh("train_step", mesh or make_mesh({"data": -1}))
     if any(part.pauses for part in pipeline.ends):
         raise ValueError(

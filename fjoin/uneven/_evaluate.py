@@ -13,7 +13,7 @@ from .._errors import DesyncError
 from ..agreement import read_now
 from ..groups import Communicator, Mesh, mesh_or_world
 from ..training import weigh
-from ..transforms.base import iterable, to_device
+from ..transforms.base import checks, trees
 
 
 class Evaluation(NamedTuple):
@@ -70,7 +70,7 @@ def evaluate(
     try:
         if not callable(metric_fn):
             raise TypeError(f"metric_fn must be a function of a batch, got {metric_fn!r}")
-        iterable("loader", loader)
+        checks.iterable("loader", loader)
         found = mesh.exchange("fjoin.evaluate", _go_through(metric_fn, loader, weight, mesh), _combine)
     except BaseException as error:
         mesh.raise_root_cause(error, None)
@@ -107,7 +107,7 @@ def _go_through(
                 # A batch of weight 0 adds nothing, even where its mean is nan: 0 * nan would be nan. Sums stay on their
                 # device, so that the host waits once, at the end.
                 factor, so_far = w if key[0] == MEANS else 1.0, sums[key] if batches else torch.zeros_like(value)
-                sums[key] = so_far + (to_device(so_far.device, value) * factor if factor else 0.0)
+                sums[key] = so_far + (trees.to_device(so_far.device, value) * factor if factor else 0.0)
             total, batches = total + w, batches + 1
     sent = [[*key, list(value.shape), read_now(mesh, value.flatten())] for key, value in sorted(sums.items())]
     return {"metrics": sent, "weight": total, "batches": batches}

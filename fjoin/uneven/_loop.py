@@ -11,7 +11,7 @@ from ..agreement import Record, Requests, Sums
 from ..groups import Communicator, Mesh, mesh_or_world
 from ..loading import END, JoinedLoop, LookAhead
 from ..training import NO_BATCH, JoinedLoader, TrainStep, weigh
-from ..transforms.base import whole_number
+from ..transforms.base import checks
 
 Weighed = tuple[Any, float]  # a batch and its weight
 
@@ -236,7 +236,7 @@ def join(
             raise TypeError(
                 "when_exhausted is for join(loader, steps=...); without steps every rank runs the body itself"
             )
-        whole_number("accumulate", accumulate, 1)
+        checks.whole_number("accumulate", accumulate, 1)
         return Loop(loader, mesh_or_world("join", mesh), weight, empty, throw_on_early_termination, accumulate)
     if mesh is not None or weight is not None or accumulate != 1:
         raise TypeError("join(loader, steps=...) takes no mesh, no weight and no accumulate; the steps have their own")

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.transforms.base import names_of
+from fjoin.transforms.base.state_dicts import names_of
 from tests import problem
 
 SAMPLES = 24

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.transforms.base import names_of
+from fjoin.transforms.base.state_dicts import names_of
 from tests.helpers import same_bits
 
 FOLDER = Path(__file__).with_name("format_1")

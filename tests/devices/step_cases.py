@@ -13,7 +13,7 @@ from torch import Tensor
 import fjoin
 from fjoin import transforms as tx
 from fjoin.transforms import checkpoint_policies as policies
-from fjoin.transforms.base import names_of
+from fjoin.transforms.base.state_dicts import names_of
 from tests.helpers import same_bits
 from tests.optimizer_table import OPTIMIZERS
 from tests.training.small import net_batch

@@ -15,7 +15,8 @@ from fjoin import transforms as tx
 from fjoin.agreement import DeviceReads
 from fjoin.testing._devices import NoWaiting
 from fjoin.transforms.axes._simulate import SimulatedAxis
-from fjoin.transforms.base import choose_state, devices
+from fjoin.transforms.base import devices
+from fjoin.transforms.base.trees import choose_state
 from fjoin.transforms.sync import BatchNormState
 from tests.helpers import stepped
 from tests.pool import Pool

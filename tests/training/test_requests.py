@@ -15,7 +15,7 @@ import fjoin
 from fjoin import transforms as tx
 from fjoin.agreement import Requests
 from fjoin.training import OnSignal
-from fjoin.transforms.base import numbers_of, words_of
+from fjoin.transforms.base.record_words import numbers_of, words_of
 from tests.helpers import raises_text
 from tests.training.small import MEAN_SGD, step_of
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fjoin.transforms.base import choose_state
+from fjoin.transforms.base.trees import choose_state
 from tests.devices.memory import Memory
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.transforms.base import fingerprint
+from fjoin.transforms.base.specs import fingerprint
 
 Index: TypeAlias = str  # a word that fjoin's own factories have for whole numbers
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fjoin import transforms as tx
-from fjoin.transforms.base import fingerprint
+from fjoin.transforms.base.specs import fingerprint
 
 FULL = tx.fuse(
     tx.chain(tx.clip_by_value(9.0), tx.mean(("node", "local"), over="live"), tx.clip_by_global_norm(1.0)),

@@ -9,20 +9,7 @@ import torch
 from torch import Tensor
 
 from ..axes import bound, pmax
-from ..base import (
-    AxisName,
-    Call,
-    Needs,
-    Over,
-    State,
-    Transform,
-    Tree,
-    factory,
-    map_with_path,
-    named_leaves,
-    reduced_over,
-    where,
-)
+from ..base import AxisName, Call, Needs, Over, State, Transform, Tree, factory, timings, trees
 from ..combinators import every
 from ..pipelines import Rates, axes_of, totals_of_step
 from ..reductions import mean
@@ -36,7 +23,7 @@ class WindowMean:
     """
 
     def __init__(self, name: str, reduction: Transform) -> None:
-        if reduction.one_reduction is None and not reduced_over(reduction):
+        if reduction.one_reduction is None and not timings.reduced_over(reduction):
             raise TypeError(
                 f"{name}: {reduction!r} is no reduction that all parameters share; use mean, compress(codec, mean(axis)), "
                 f"error_feedback(...) and so on"
@@ -119,7 +106,7 @@ def average_parameters(axis: AxisName, over: Over = "weight") -> Transform:
 
     def update(values: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, State]:
         average, _, live = reduce(values, (), call)
-        return where(live, like(average, values), values), state
+        return trees.where(live, like(average, values), values), state
 
     return Transform(lambda params: (), update, Needs.NOTHING, equalizes=axis)
 
@@ -153,7 +140,7 @@ def average_state(axis: AxisName, over: Over = "weight") -> Transform:
     reduce = WindowMean("average_state", mean(axis, over))
 
     def init(values: Tree) -> State:
-        named = named_leaves(values)
+        named = trees.named_leaves(values)
         whole = {_split(path)[0] for path, value in named.items() if value.dim()}
         for path, value in named.items():
             param, name = _split(path)
@@ -165,12 +152,12 @@ def average_state(axis: AxisName, over: Over = "weight") -> Transform:
         return ()
 
     def update(values: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, State]:
-        named = named_leaves(values)
+        named = trees.named_leaves(values)
         counts = {path: value for path, value in named.items() if _split(path)[1] == "step"}
         rest = {path: value for path, value in named.items() if path not in counts}
         average, _, live = reduce(rest, (), call)
         new = {**like(average, rest), **(pmax(counts, axis) if counts else {})}
-        return map_with_path(lambda path, old: where(live, new[path], old), values), state
+        return trees.map_with_path(lambda path, old: trees.where(live, new[path], old), values), state
 
     return Transform(init, update, Needs.LEAVES | Needs.PATHS, equalizes=axis)
 

@@ -19,18 +19,12 @@ from ..base import (
     Summed,
     Transform,
     Tree,
-    check_weight,
-    choose_state,
+    checks,
     factory,
-    is_finite,
-    is_number,
-    map_with_path,
-    named_leaves,
-    of_period,
     own_state,
-    where,
-    whole_number,
-    with_changes,
+    shares,
+    timings,
+    trees,
 )
 from ..combinators import Patterns, check_which, identity, in_fragments, partition
 from ..optimizers import Optimizer, sgd
@@ -106,11 +100,11 @@ def outer_step(
         raise ValueError(
             f"outer_step: delay must be below every={every}, got {delay}; the next message would begin before"
         )
-    if not (is_number(mix) and is_finite(mix) and 0 <= mix < 1):
+    if not (checks.is_number(mix) and checks.is_finite(mix) and 0 <= mix < 1):
         raise ValueError(f"outer_step: mix must be a number from 0 to below 1, got {mix!r}")
 
     def init(params: Tree) -> OuterState:
-        anchor = {path: leaf.detach().clone() for path, leaf in at_least_f32(named_leaves(params)).items()}
+        anchor = {path: leaf.detach().clone() for path, leaf in at_least_f32(trees.named_leaves(params)).items()}
         return OuterState(
             0, anchor, reduction.init(anchor), optimizer.init(anchor), no_weight(), nothing(anchor), no_weight()
         )
@@ -123,25 +117,29 @@ def outer_step(
         # Parameters that were set to the anchor have its value in their own dtype; the rounding is no change of theirs.
         seen = state.anchor if mix else like(state.anchor, values)
         own = {path: seen[path].to(state.anchor[path].dtype) - value for path, value in values.items()}
-        return with_changes(state, pending=own, pending_weight=state.weight, weight=torch.zeros_like(state.weight))
+        return trees.with_changes(
+            state, pending=own, pending_weight=state.weight, weight=torch.zeros_like(state.weight)
+        )
 
     def use(values: dict[str, Tensor], state: OuterState, call: Call) -> tuple[dict[str, Tensor], OuterState]:
         rates = rates_of(optimizer, state.anchor, state.optimizer)
         mean, inner, live = reduce(state.pending, state.hook, call, rates, state.pending_weight)
         new = optimizer.step(state.anchor, mean, state.optimizer)
-        anchor, outer = choose_state(live, new, (state.anchor, state.optimizer))
+        anchor, outer = trees.choose_state(live, new, (state.anchor, state.optimizer))
         mixed = anchor
         if mix:
             mixed = {path: torch.lerp(anchor[path], p.to(anchor[path].dtype), mix) for path, p in values.items()}
-        state = with_changes(
+        state = trees.with_changes(
             state, anchor=anchor, hook=inner, optimizer=outer, pending=nothing(anchor), pending_weight=no_weight()
         )
-        return where(live, like(mixed, values), values), state
+        return trees.where(live, like(mixed, values), values), state
 
     def update(values: Tree, state: OuterState, params: Tree, call: Call) -> tuple[Tree, OuterState]:
         state = own_state(state, OuterState, call)
-        number, named = state.step, named_leaves(values)
-        state = with_changes(state, step=number + (not call.flush), weight=state.weight + check_weight(call.weight))
+        number, named = state.step, trees.named_leaves(values)
+        state = trees.with_changes(
+            state, step=number + (not call.flush), weight=state.weight + shares.check_weight(call.weight)
+        )
 
         def used(window: int) -> tuple[dict[str, Tensor], OuterState]:
             return use(named, state, call.inside(step=window))
@@ -153,15 +151,15 @@ def outer_step(
             if period.open(number):
                 state = change(named, state)
                 named, state = used(period.ended(number))
-            return map_with_path(lambda path, _: named[path], values), state
+            return trees.map_with_path(lambda path, _: named[path], values), state
         if period.due(number):
             state = change(named, state)
         if not period.due(number - delay):
             return values, state
         named, state = used(period.window(number - delay))
-        return map_with_path(lambda path, _: named[path], values), state
+        return trees.map_with_path(lambda path, _: named[path], values), state
 
-    return Transform(init, update, Needs.NOTHING, takes=("flush",), timing=of_period(period, reduction, delay))
+    return Transform(init, update, Needs.NOTHING, takes=("flush",), timing=timings.of_period(period, reduction, delay))
 
 
 @factory
@@ -211,7 +209,7 @@ def diloco(
     """
     outer = sgd(0.7, momentum=0.9, nesterov=True) if outer is None else outer
     patterns = None if isinstance(fragments, int) else _patterns(fragments)
-    count = whole_number("diloco: fragments", fragments if patterns is None else len(patterns), 1)
+    count = checks.whole_number("diloco: fragments", fragments if patterns is None else len(patterns), 1)
     if count > every:
         raise ValueError(f"diloco: {count} fragments need a period of as many steps, got every={every}")
     parts = [outer_step(reduction, outer, every, (i + 1) * every // count - 1, delay, mix) for i in range(count)]

@@ -8,21 +8,7 @@ import optree
 import torch
 from torch import Tensor
 
-from ..base import (
-    Call,
-    Needs,
-    State,
-    Transform,
-    Tree,
-    check_weight,
-    device_of,
-    factory,
-    is_finite,
-    map_with_path,
-    named_leaves,
-    to_device,
-    zeros_at_least_f32,
-)
+from ..base import Call, Needs, State, Transform, Tree, checks, factory, shares, trees
 
 
 class EmaState(NamedTuple):
@@ -59,23 +45,23 @@ def ema(decay: float) -> Transform:
     >>> tx.ema_params(p, state)
     {'w': tensor(2.)}
     """
-    if not (is_finite(decay) and 0 <= decay < 1):
+    if not (checks.is_finite(decay) and 0 <= decay < 1):
         raise ValueError(f"ema: decay must be a number from 0 to below 1, got {decay!r}")
 
     def init(params: Tree) -> EmaState:
-        return EmaState(torch.zeros((), dtype=torch.bool), zeros_at_least_f32(params))
+        return EmaState(torch.zeros((), dtype=torch.bool), trees.zeros_at_least_f32(params))
 
     def update(values: Tree, state: EmaState, params: Tree, call: Call) -> tuple[Tree, EmaState]:
-        has = check_weight(call.weight) > 0
-        named = named_leaves(values)
-        device = device_of(named.values())
-        has, started = to_device(device, has), to_device(device, state.started)
+        has = shares.check_weight(call.weight) > 0
+        named = trees.named_leaves(values)
+        device = trees.device_of(named.values())
+        has, started = trees.to_device(device, has), trees.to_device(device, state.started)
         whole = torch.ones((), dtype=torch.float64, device=device)
         share = torch.where(has, torch.where(started, whole * (1 - decay), whole), torch.zeros_like(whole))
         new = {}
         for path, value in named.items():
             old = state.average[path]
-            new[path] = torch.lerp(old, value.to(old.dtype), to_device(old.device, share, old.dtype))
+            new[path] = torch.lerp(old, value.to(old.dtype), trees.to_device(old.device, share, old.dtype))
         return values, EmaState(started | has, new)
 
     return Transform(init, update, Needs.VALUES)
@@ -111,9 +97,11 @@ def ema_params(params: Tree, state: State) -> Tree:
             f"such as state.pipeline of a train_step, or state.on_buffers for the average of its buffers"
         )
     started, average = found[0]
-    if named_leaves(params).keys() != average.keys():
-        raise ValueError(f"the average is of {sorted(average)}, but params has {sorted(named_leaves(params))}")
-    return map_with_path(
-        lambda path, p: torch.where(to_device(p.device, started), to_device(p.device, average[path], p.dtype), p),
+    if trees.named_leaves(params).keys() != average.keys():
+        raise ValueError(f"the average is of {sorted(average)}, but params has {sorted(trees.named_leaves(params))}")
+    return trees.map_with_path(
+        lambda path, p: torch.where(
+            trees.to_device(p.device, started), trees.to_device(p.device, average[path], p.dtype), p
+        ),
         params,
     )

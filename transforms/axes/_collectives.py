@@ -11,7 +11,7 @@ import optree
 import torch
 from torch import Tensor
 
-from ..base import AxisName, Call, Tree, flag, whole_number
+from ..base import AxisName, Call, Tree, checks
 from ._environment import check_late_weight, lookup
 from ._primitive import apply_one, as_tensor, names, packed, reduce_over
 
@@ -213,8 +213,8 @@ def all_gather(x: Tree, axis: AxisName, *, dim: int = 0, tiled: bool = False) ->
 
 def place_gathered(x: Tree, dim: int, tiled: bool) -> Tree:
     """The result of all_gather from leaves (n, ...), which have one entry for each rank."""
-    whole_number("all_gather: dim", dim)
-    flag("all_gather: tiled", tiled)
+    checks.whole_number("all_gather: dim", dim)
+    checks.flag("all_gather: tiled", tiled)
 
     def place(path: tuple[Any, ...], leaf: Tensor) -> Tensor:
         dims = leaf.dim() - tiled
@@ -290,7 +290,7 @@ def all_to_all(x: Tree, axis: str, split_dim: int = 0, concat_dim: int = 0, *, t
 
 def place_received(x: Tree, split_dim: int, concat_dim: int, tiled: bool) -> Tree:
     """The result of all_to_all from leaves (n, ...), which have one piece from each rank."""
-    whole_number("all_to_all: concat_dim", concat_dim)
+    checks.whole_number("all_to_all: concat_dim", concat_dim)
 
     def place(leaf: Tensor) -> Tensor:
         if not tiled:
@@ -302,8 +302,8 @@ def place_received(x: Tree, split_dim: int, concat_dim: int, tiled: bool) -> Tre
 
 def split_ranks(op: str, tree: Tree, axis: AxisName, dim: int, tiled: bool) -> Tree:
     """Bring the ranks' dimension of each leaf to the front: (n, ...), tiled: (n, size / n, ...)."""
-    whole_number(f"{op}: the dim to divide", dim)
-    flag(f"{op}: tiled", tiled)
+    checks.whole_number(f"{op}: the dim to divide", dim)
+    checks.flag(f"{op}: tiled", tiled)
     n = axis_size(axis)
 
     def split(path: tuple[Any, ...], leaf: Any) -> Tensor:

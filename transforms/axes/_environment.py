@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..base import Call, Tree, UnboundAxis, in_use, plain, sum_of_pieces
+from ..base import Call, Tree, UnboundAxis, devices, trees
 
 
 class PieceSum:
@@ -43,7 +43,7 @@ class PieceSum:
     def wait(self) -> Tensor:
         """The sum, once; no gradient of the buffer is needed after that."""
         received, own, self._received, self._own = self._received(), self._own, None, None
-        return sum_of_pieces(received, self._length, own, self._rank)
+        return devices.sum_of_pieces(received, self._length, own, self._rank)
 
 
 class Work(Protocol):
@@ -230,7 +230,7 @@ def _may_stash() -> bool:
     The memory of a thread other than the main one is freed behind its end in Python. Where the interpreter ends at that time, the
     process aborts. On the host backward passes of such threads run in them.
     """
-    return threading.current_thread() is threading.main_thread() or in_use()
+    return threading.current_thread() is threading.main_thread() or devices.in_use()
 
 
 def bindings_of_caller() -> _Bindings:
@@ -284,7 +284,7 @@ def check_late_weight(call: Call, grads: Tree, axes: Collection[str] | None = No
     if torch.compiler.is_compiling() or not mixed or THREADS.call is not None:  # a call looks at its own loss
         return
     weight = call.weight
-    if not plain(grads, weight if isinstance(weight, Tensor) else ()):
+    if not trees.plain(grads, weight if isinstance(weight, Tensor) else ()):
         return
     over = sorted(mixed if axes is None else mixed.intersection(axes))
     mixed.clear()

@@ -10,7 +10,7 @@ import optree
 import torch
 from torch import Tensor
 
-from ..base import AxisName, Tree, axis_names, path_string, plain
+from ..base import AxisName, Tree, checks, trees
 from ._environment import Axis, lookup, note_mixed
 
 _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
@@ -97,7 +97,7 @@ def refuse(tree: Tree, ordered: bool) -> NoReturn:
     """Raise TypeError for the first leaf that cannot be sent between ranks."""
     paths, leaves, _ = optree.tree_flatten_with_path(tree)
     path, leaf = next((p, x) for p, x in zip(paths, map(as_tensor, leaves), strict=True) if not can_send([x], ordered))
-    name = f"the leaf at {path_string(path)!r}" if path else "the tensor"
+    name = f"the leaf at {trees.path_string(path)!r}" if path else "the tensor"
     if leaf.layout is not torch.strided:
         raise TypeError(
             f"{name} has layout {leaf.layout}, and only dense tensors travel between ranks; use .to_dense()"
@@ -146,7 +146,7 @@ def packed(
     rows = [leaf.reshape((*leaf.shape[:lead], math.prod(leaf.shape[lead:]))) for leaf in leaves]
     for members in messages(leaves, alone):
         flat = rows[members[0]] if len(members) == 1 else torch.cat([rows[i] for i in members], dim=-1)
-        result = run_(flat) if run_ is not None and len(members) > 1 and plain(flat) else run(flat)
+        result = run_(flat) if run_ is not None and len(members) > 1 and trees.plain(flat) else run(flat)
         sizes = [rows[i].shape[-1] for i in members]
         for i, piece in zip(members, result.split(sizes, dim=-1), strict=True):
             out[i] = piece.reshape((*result.shape[:-1], *leaves[i].shape[lead:]))
@@ -177,7 +177,7 @@ def messages(leaves: list[Tensor], alone: bool) -> list[list[int]]:
     return done
 
 
-names = axis_names
+names = checks.axis_names
 
 _TRANSPOSE = {
     "psum": "psum",
@@ -227,7 +227,7 @@ _apply_function: Callable[..., Tensor] = _Collective.apply
 
 
 def apply_one(op: str, x: Tensor, axis: Axis, arg: Any = None) -> Tensor:
-    if plain(x):  # an autograd.Function inspects its signature in every call
+    if trees.plain(x):  # an autograd.Function inspects its signature in every call
         return axis.run(op, x, arg)
     note_mixed(axis, x)
     return _apply_function(x, op, arg, axis)

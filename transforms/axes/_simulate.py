@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base import CollectiveMismatch, axis_sizes, sum_in_order
+from ..base import CollectiveMismatch, checks, devices
 from ._environment import Axis, bind_axes, bound
 
 
@@ -112,7 +112,7 @@ def _combine(op: str, xs: list[Tensor], arg: Any) -> list[Tensor]:
     """The collective on all ranks' inputs, sums in rank order."""
     n = len(xs)
     if op in ("psum", "psum_scatter"):
-        total = sum_in_order(xs)
+        total = devices.sum_in_order(xs)
         return list(total.unbind(0)) if op == "psum_scatter" else _copies(total, n)
     if op in ("pmax", "pmin"):
         return _copies(functools.reduce(torch.maximum if op == "pmax" else torch.minimum, xs), n)
@@ -282,7 +282,7 @@ def simulate(function: Callable[..., Any], axes: Mapping[str, int], *args: Seque
     """
     if not callable(function):
         raise TypeError(f"simulate runs a function, got {function!r}")
-    n = math.prod(axis_sizes(axes, MOST).values())
+    n = math.prod(checks.axis_sizes(axes, MOST).values())
     for i, arg in enumerate(args):
         if not hasattr(arg, "__len__") or (isinstance(arg, Tensor) and not arg.dim()):
             raise TypeError(f"argument {i} must be a sequence with one value per rank, got {arg!r}")

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ._check import AxisName, axis_names
-from ._share import Number, Over, Share, Totals, check_over, stacked, totals_of, weight_of
-from ._tree import device_of, readable_without_sync
+from .checks import AxisName, axis_names
+from .shares import Number, Over, Share, Totals, check_over, stacked, totals_of, weight_of
+from .trees import device_of, readable_without_sync
 
 # The keywords that an `update` gets where it names them, each with the value that means that it was not given.
 IN_EXTRA: Mapping[str, Any] = {"weight": None, "step": None, "persistent": False, "sharded_over": None}

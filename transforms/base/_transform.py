@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from ._call import IN_EXTRA, KEYWORDS, Call, call_of
-from ._check import CHECKS, AxisName
-from ._spec import Spec, Specified
-from ._timing import Timing
-from ._tree import State, Tree, with_changes
+from .checks import CHECKS, AxisName
+from .specs import Spec, Specified
+from .timings import Timing
+from .trees import State, Tree, with_changes
 
 S = TypeVar("S", bound=NamedTuple)
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..base import Spec, Specified, factory, to_device, whole_number
+from ..base import Spec, Specified, checks, factory, trees
 
 Key = tuple[int, int]  # seed, step
 
@@ -63,7 +63,7 @@ def key_of(key: Key, *folded: int | Tensor, device: torch.device | None = None) 
     seed, step = key
     out = torch.full((), _signed(seed ^ (seed >> 32)), dtype=torch.int32, device=device)
     for part in (step, *folded):
-        part = to_device(device, part, torch.int32) if isinstance(part, Tensor) else _signed(part)
+        part = trees.to_device(device, part, torch.int32) if isinstance(part, Tensor) else _signed(part)
         out = hash32_(out * _GOLDEN + part + 1)
     return out
 
@@ -129,7 +129,7 @@ def keyed(codec: Codec, seed: int, step: int) -> Codec:
     >>> tx.qsgd().keyed(7, 0)
     keyed(qsgd(), 7, 0)
     """
-    return replace(codec, key=(whole_number("seed", seed), whole_number("step", step)), spec=Spec(""))
+    return replace(codec, key=(checks.whole_number("seed", seed), checks.whole_number("step", step)), spec=Spec(""))
 
 
 def check_codec(name: str, value: Any) -> Codec:

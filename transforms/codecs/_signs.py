@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..base import Count, factory, nonzero_or_one, whole_number
+from ..base import Count, checks, factory, shares
 from ._blocks import blocks, in_blocks, largest_of, pack, times_scale, unpack, whole, width
 from ._codec import Codec, as_bytes, read
 
@@ -78,11 +78,11 @@ def qsgd(levels: int = 7, block: Count = 64) -> Codec:
     >>> tx.simulate(lambda g: hook.update(g, hook.init(g))[0], {"data": 2}, 2 * [torch.tensor([3.0, -4.0])])[0]
     tensor([ 3., -4.])
     """
-    whole_number("levels", levels, 1, 127)
+    checks.whole_number("levels", levels, 1, 127)
 
     # Squares could overflow and underflow where the values themselves do not.
     def norm(cut: Tensor) -> Tensor:
         most = largest_of(cut)
-        return torch.linalg.vector_norm(cut / nonzero_or_one(most).unsqueeze(2), dim=2) * most
+        return torch.linalg.vector_norm(cut / shares.nonzero_or_one(most).unsqueeze(2), dim=2) * most
 
     return whole(block, levels, True, measure=norm)

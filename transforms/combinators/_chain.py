@@ -7,17 +7,7 @@ from typing import Any
 
 import optree
 
-from ..base import (
-    Call,
-    Needs,
-    Spec,
-    State,
-    Transform,
-    Tree,
-    children,
-    factory,
-    reduced_over,
-)
+from ..base import Call, Needs, Spec, State, Transform, Tree, factory, timings
 from ..layout import pieces_here
 
 
@@ -88,13 +78,13 @@ def behind(part: Transform, call: Call) -> Call:
     """The call of the stage behind another one: behind a reduction or an average it has the weight of all its ranks."""
     if part.reduces is None and part.equalizes is None and part.wraps is None:
         return call
-    axes = (*call.axes, *sorted(reduced_over(part, call.step)))
+    axes = (*call.axes, *sorted(timings.reduced_over(part, call.step)))
     return call.inside(axes=axes, sharded_over=part.sharded_over or call.sharded_over)
 
 
 def stages(transform: Transform) -> list[Transform]:
     """The stages of a chain; any other transform is its own only stage, and identity has none."""
-    return children(transform) if transform.wraps == "stages" else [transform]
+    return timings.children(transform) if transform.wraps == "stages" else [transform]
 
 
 @factory

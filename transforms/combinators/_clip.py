@@ -8,7 +8,7 @@ import optree
 import torch
 
 from ..axes import psum
-from ..base import ByNorm, Call, Needs, State, Transform, Tree, factory, global_norm
+from ..base import ByNorm, Call, Needs, State, Transform, Tree, factory, trees
 
 
 def _positive(name: str, value: float) -> None:
@@ -18,7 +18,7 @@ def _positive(name: str, value: float) -> None:
 
 def norm_of(grads: Tree, call: Call) -> torch.Tensor:
     """The norm of all gradients, those of the other ranks' pieces included."""
-    norm = global_norm(grads)
+    norm = trees.global_norm(grads)
     return psum(norm * norm, call.sharded_over).sqrt() if call.sharded_over else norm
 
 

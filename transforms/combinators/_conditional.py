@@ -22,17 +22,12 @@ from ..base import (
     Timing,
     Transform,
     Tree,
-    check_weight,
-    choose_state,
-    device_of,
+    devices,
     factory,
-    of_period,
-    of_switch,
     own_state,
-    to_device,
-    wide_dtype,
-    widened,
-    with_changes,
+    shares,
+    timings,
+    trees,
 )
 
 
@@ -71,7 +66,7 @@ def switch_after(step: Index, before: Transform, after: Transform) -> Transform:
         return SwitchState(0, before.init(params), after.init(params))
 
     phases = {"before": before, "after": after}
-    timing: Any = of_switch(step, before, after)
+    timing: Any = timings.of_switch(step, before, after)
 
     def update(grads: Tree, state: SwitchState, params: Tree, call: Call) -> tuple[Tree, State]:
         state = own_state(state, SwitchState, call)
@@ -79,10 +74,10 @@ def switch_after(step: Index, before: Transform, after: Transform) -> Transform:
         for _, own, flush in timing.flushes(state.step) if call.flush else timing.runs(state.step, call.persistent):
             at_switch = {"weight": 0.0, "flush": True} if flush and not call.flush else {}
             grads, new = phases[name].run(grads, getattr(state, name), params, call.inside(step=own, **at_switch))
-            state = with_changes(state, **{name: new})
+            state = trees.with_changes(state, **{name: new})
             if at_switch:
-                state = with_changes(state, after=after.init(grads))
-        return grads, with_changes(state, step=state.step + (not call.flush))
+                state = trees.with_changes(state, after=after.init(grads))
+        return grads, trees.with_changes(state, step=state.step + (not call.flush))
 
     return Transform(init, update, Needs.NOTHING, takes=("donated",), timing=timing, wraps="parts")
 
@@ -124,7 +119,7 @@ def every(
     (tensor(1.), tensor(-1.))
     """
     period = Period(steps, steps - 1 if first is None else first, except_every)
-    timing: Any = of_period(period, transform)
+    timing: Any = timings.of_period(period, transform)
 
     def init(params: Tree) -> State:
         return EveryState(0, transform.init(params), _no_weight())
@@ -132,11 +127,11 @@ def every(
     def update(grads: Tree, state: EveryState, params: Tree, call: Call) -> tuple[Tree, State]:
         state = own_state(state, EveryState, call)
         number, persistent = state.step, call.persistent
-        window = state.weight + check_weight(call.weight) if persistent else state.weight
+        window = state.weight + shares.check_weight(call.weight) if persistent else state.weight
         none = torch.zeros_like(window)
 
         if not call.flush:
-            state = with_changes(state, step=number + 1, weight=none if period.ends(number) else window)
+            state = trees.with_changes(state, step=number + 1, weight=none if period.ends(number) else window)
         for _, own, flush in timing.flushes(number) if call.flush else timing.runs(number, persistent):
             weight = {"weight": none if flush else window} if flush or persistent else {}
             grads, new = transform.run(grads, state.inner, params, call.inside(step=own, flush=flush, **weight))
@@ -154,11 +149,11 @@ class AccumulateState(NamedTuple):
 
     def choose(self, fine: Tensor, old: AccumulateState) -> AccumulateState:
         """This state with `inner` chosen; after a call without effect the accumulated gradients are lost too."""
-        return with_changes(self, inner=choose_state(fine, self.inner, old.inner))
+        return trees.with_changes(self, inner=trees.choose_state(fine, self.inner, old.inner))
 
     def before_the_end(self, inner: State) -> AccumulateState:
         """The state before the last call of a window, whatever its length."""
-        return with_changes(self, step=-1, inner=inner)
+        return trees.with_changes(self, step=-1, inner=inner)
 
 
 @factory
@@ -190,7 +185,7 @@ def accumulate(steps: Count, transform: Transform) -> Transform:
     """
 
     def fresh(params: Tree, step: int, inner: State) -> AccumulateState:
-        zeros = optree.tree_map(lambda p: torch.zeros_like(p, dtype=wide_dtype(p.dtype)), params)
+        zeros = optree.tree_map(lambda p: torch.zeros_like(p, dtype=devices.wide_dtype(p.dtype)), params)
         return AccumulateState(step, _no_weight(), zeros, inner)
 
     def init(params: Tree) -> State:
@@ -198,9 +193,9 @@ def accumulate(steps: Count, transform: Transform) -> Transform:
 
     def update(grads: Tree, state: AccumulateState, params: Tree, call: Call) -> tuple[Tree, State]:
         own_state(state, AccumulateState)
-        w = to_device(device_of(optree.tree_leaves(grads)), check_weight(call.weight))
+        w = trees.to_device(trees.device_of(optree.tree_leaves(grads)), shares.check_weight(call.weight))
         gathered = optree.tree_map(
-            lambda a, g: torch.where(w > 0, a + widened(g) * w.to(a.dtype), a), state.grads, grads
+            lambda a, g: torch.where(w > 0, a + devices.widened(g) * w.to(a.dtype), a), state.grads, grads
         )
         total, count = state.weight + w, state.step + 1
         if count % steps:

@@ -8,17 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..base import (
-    ByNorm,
-    Call,
-    Needs,
-    State,
-    Transform,
-    Tree,
-    factory,
-    has_no_data,
-    named_leaves,
-)
+from ..base import ByNorm, Call, Needs, State, Transform, Tree, factory, trees
 from ._clip import norm_of
 
 
@@ -49,8 +39,8 @@ def tap(function: Callable[[dict[str, Tensor]], Any]) -> Transform:
         raise TypeError(f"tap takes a function of a dict path -> gradient, got {function!r}")
 
     def update(grads: Tree, state: State, params: Tree = None, **extra: Any) -> tuple[Tree, State]:
-        leaves = named_leaves(grads)
-        if not has_no_data(leaves):
+        leaves = trees.named_leaves(grads)
+        if not trees.has_no_data(leaves):
             function(leaves)
         return grads, state
 

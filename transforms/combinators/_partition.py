@@ -8,20 +8,7 @@ from typing import Any, TypeAlias, overload
 
 import torch
 
-from ..base import (
-    Call,
-    Compression,
-    Needs,
-    State,
-    Transform,
-    Tree,
-    check_transform,
-    constant,
-    default_device_of,
-    factory,
-    map_with_path,
-    named_leaves,
-)
+from ..base import Call, Compression, Needs, State, Transform, Tree, check_transform, devices, factory, trees
 from ..optimizers import Optimizer
 
 Patterns: TypeAlias = str | tuple[str, ...]
@@ -54,18 +41,18 @@ def matcher(which: Which) -> Callable[[str], bool]:
     return lambda path: any([_matches(path, p) for p in patterns])
 
 
-@constant  # Dynamo cannot trace fnmatch
+@devices.constant  # Dynamo cannot trace fnmatch
 def _matches(path: str, pattern: str) -> bool:
     return fnmatchcase(path, pattern)
 
 
 def _chosen(which: Which, tree: Tree) -> dict[str, Any]:
     matches = matcher(which)
-    return {path: leaf for path, leaf in named_leaves(tree).items() if matches(path)}
+    return {path: leaf for path, leaf in trees.named_leaves(tree).items() if matches(path)}
 
 
 def replace_leaves(tree: Tree, new: Mapping[str, Any]) -> Tree:
-    return map_with_path(lambda path, leaf: new.get(path, leaf), tree)
+    return trees.map_with_path(lambda path, leaf: new.get(path, leaf), tree)
 
 
 @factory
@@ -95,13 +82,13 @@ def masked(transform: Transform, which: Which) -> Transform:
 
     def init(params: Tree) -> State:
         chosen = _chosen(which, params)
-        if not chosen and (paths := list(named_leaves(params))):
+        if not chosen and (paths := list(trees.named_leaves(params))):
             raise ValueError(f"{which!r} matches no path; the paths are {paths}")
         return transform.init(chosen)
 
     def update(grads: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, State]:
         some = None if params is None else _chosen(which, params)
-        with default_device_of(grads):
+        with trees.default_device_of(grads):
             new, state = transform.run(_chosen(which, grads), state, some, call)
         return replace_leaves(grads, _not_none(new, "masked")), state
 
@@ -177,7 +164,7 @@ def label_of(parts: Mapping[Patterns, Any], path: str) -> Patterns:
 
 def _labelled(parts: Mapping[Patterns, Any], tree: Tree) -> dict[Patterns, dict[str, Any]]:
     out: dict[Patterns, dict[str, Any]] = {pattern: {} for pattern in parts}
-    for path, leaf in named_leaves(tree).items():
+    for path, leaf in trees.named_leaves(tree).items():
         out[label_of(parts, path)][path] = leaf
     return out
 
@@ -185,7 +172,7 @@ def _labelled(parts: Mapping[Patterns, Any], tree: Tree) -> dict[Patterns, dict[
 def _all_used(parts: Mapping[Patterns, Any], params: Tree) -> dict[Patterns, dict[str, Any]]:
     labelled = _labelled(parts, params)
     unused = [pattern for pattern, chosen in labelled.items() if not chosen]
-    if unused and (paths := list(named_leaves(params))):
+    if unused and (paths := list(trees.named_leaves(params))):
         raise ValueError(f"these patterns of partition match no path: {unused}; the paths are {paths}")
     return labelled
 
@@ -203,7 +190,7 @@ def _run_parts(
         new, states = {}, []
         of = [None] * len(parts) if params is None else split(params)
         for part, some, own, known in zip(parts, split(grads), state, of, strict=True):
-            with default_device_of(grads):
+            with trees.default_device_of(grads):
                 out, after = part.run(some, own, known, call)
             new.update(_not_none(out, where))
             states.append(after)
@@ -289,7 +276,7 @@ def fragments(tree: Tree, count: int) -> list[dict[str, torch.Tensor]]:
     Raises:
         ValueError: fewer leaves than groups.
     """
-    leaves = list(named_leaves(tree).items())
+    leaves = list(trees.named_leaves(tree).items())
     if count > len(leaves):
         raise ValueError(
             f"{count} fragments need as many parameters, got {len(leaves)}: {[path for path, _ in leaves]}"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..axes import DIRECT_BYTES
-from ..base import words_dtype
+from ..base import record_words
 
 # Measured on gloo: larger messages are faster up to about 25 MB on loopback, but at 1 to 3 Gbit/s 5 MiB is best, since
 # no computation overlaps with the last bucket's message. A tensor of 4 MB gets its own message, which needs no copy.
@@ -132,7 +132,7 @@ def record_bucket(layout: tuple[Bucket, ...]) -> int | None:
     """
     if any(bucket.dtype is torch.float16 for bucket in layout):
         return None
-    dtype = words_dtype(bucket.dtype for bucket in layout)
+    dtype = record_words.words_dtype(bucket.dtype for bucket in layout)
     for i, bucket in enumerate(layout):
         if not bucket.direct and bucket.dtype is dtype:
             return i

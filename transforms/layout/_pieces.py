@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..axes import axis_index, axis_size
-from ..base import Merge, Tree, flatten_in_insertion_order, map_with_path
+from ..base import Merge, Tree, trees
 from ._buckets import ALIGN_BYTES, Bucket, make_layout, views
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class Pieces:
     def own(self, tree: Tree) -> Tree:
         """This rank's slices of the leaves, views where the leaves are contiguous."""
 
-        return map_with_path(lambda p, leaf: leaf.reshape(-1)[slice(*self.slices[p])].view(self.shape(p)), tree)
+        return trees.map_with_path(lambda p, leaf: leaf.reshape(-1)[slice(*self.slices[p])].view(self.shape(p)), tree)
 
     def only(self, k: int) -> Pieces:
         """The pieces of one bucket."""
@@ -288,6 +288,6 @@ def pieces_here(tree: Tree, axis: str) -> Pieces:
     """The bound pieces; without them, those of a tree of elementwise parameters, in one bucket per dtype and device."""
     if _BOUND.pieces is not None:
         return _BOUND.pieces
-    paths, leaves, _ = flatten_in_insertion_order(tree)
+    paths, leaves, _ = trees.flatten_in_insertion_order(tree)
     named: dict[str, Any] = dict(zip(paths, leaves, strict=True))
     return cut(named, None, axis, axis_size(axis), int(axis_index(axis)), 2**62, 2**62)

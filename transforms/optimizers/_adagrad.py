@@ -12,7 +12,7 @@ from torch.optim.adadelta import adadelta as torch_adadelta
 from torch.optim.adagrad import adagrad as torch_adagrad
 from torch.optim.rmsprop import rmsprop as torch_rmsprop
 
-from ..base import factory, to_device
+from ..base import factory, trees
 from ._kernels import from_kernel, from_torch, in_float32_, in_place, kernel_lr, new_step, slots, zeros
 from ._optimizer import Optimizer, decayed, in_float32, lerp, penalized, rate_at, root, used, wide_root
 from ._schedules import ScalarOrSchedule, not_negative, within
@@ -66,7 +66,7 @@ def adagrad(
 
     def init_param(param: Tensor) -> AdagradState:
         start = initial_accumulator_value
-        start = to_device(param.device, start, param.dtype) if isinstance(start, Tensor) else start
+        start = trees.to_device(param.device, start, param.dtype) if isinstance(start, Tensor) else start
         return AdagradState(new_step(param), torch.zeros_like(param) + start)
 
     def step_param(param: Tensor, grad: Tensor, state: AdagradState) -> tuple[Tensor, AdagradState]:

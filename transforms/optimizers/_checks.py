@@ -14,7 +14,7 @@ import optree
 import torch
 from torch import Tensor
 
-from ..base import State, check_dense, fields
+from ..base import State, trees
 
 
 class _StateForm(NamedTuple):
@@ -96,7 +96,7 @@ class Forms:
     @functools.cached_property
     def common(self) -> tuple[bool, ...]:
         """For each field of a state, whether one value serves all elements of a flat buffer."""
-        return tuple(field is not None and field.dim() == 0 for field in fields(self.probe))
+        return tuple(field is not None and field.dim() == 0 for field in trees.fields(self.probe))
 
     def of_one_age(self, states: list[Any]) -> bool:
         """Whether states without states inside share all 0-d fields."""
@@ -158,7 +158,7 @@ def check_grad(param: Tensor, grad: Tensor, where: Callable[[], str]) -> None:
         ValueError: another shape or device.
         TypeError: another dtype, or no dense tensor.
     """
-    check_dense(where(), grad)
+    trees.check_dense(where(), grad)
     have, want = ((x.dtype, tuple(x.shape), x.device) for x in (grad, param))
     if have != want:
         kind = ValueError if grad.dtype is param.dtype else TypeError
@@ -175,10 +175,10 @@ def checked(forms: Forms, kernel: Callable[..., None]) -> Callable[..., None]:
     def made(params: Any, grads: Any, states: Any, **guards: Tensor | None) -> None:
         given = (params, grads, states) if isinstance(params, list) else ([params], [grads], [states])
         for i, (param, grad, state) in enumerate(zip(*given, strict=True)):
-            check_dense("param", param)
+            trees.check_dense("param", param)
             check_grad(param, grad, lambda: "grad")
             found = forms.check_state(param, state, lambda: "state")
-            shared = zip(found, fields(given[2][0]), forms.common, strict=True)
+            shared = zip(found, trees.fields(given[2][0]), forms.common, strict=True)
             if any(common and own is not first for own, first, common in shared):
                 raise ValueError(
                     f"states[{i}] has counts of its own, but states that are stepped in one call share those of states[0], as "

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from ..base import Spec, fields, is_accelerator, readable_without_sync
+from ..base import Spec, devices, trees
 from ._checks import guarded
 from ._optimizer import Optimizer, copy_like, first_rate, in_float32, widened_state
 from ._schedules import ScalarOrSchedule, value_at
@@ -109,7 +109,7 @@ def in_float32_(step_params_: Callable[..., None], on_devices: bool = True) -> C
         step_params_(new_params, [grad.float() for grad in grads], new_states, **guards)
         torch._foreach_copy_(params, new_params)
         for state, new in zip(states, new_states, strict=True):
-            for old, field in zip(fields(state), fields(new), strict=True):
+            for old, field in zip(trees.fields(state), trees.fields(new), strict=True):
                 if field is not old:
                     old.copy_(field)
 
@@ -217,14 +217,16 @@ def from_torch(
 
     def kernel(params: list[Tensor], grads: list[Tensor], states: list[Any]) -> None:
         step = states[0].step
-        if first is not None and (not readable_without_sync(step) or step == 0):
+        if first is not None and (not trees.readable_without_sync(step) or step == 0):
             for state in states:
                 kept = getattr(state, first[1])
                 kept.copy_(first_rate(first[0], state.step, kept))
         rate = {} if lr is None else {"lr": kernel_lr(lr, step)}
         count, *others = map(list, zip(*states, strict=True))
         lists = slots(states, *names) or [*others, count]
-        function(params, grads, *lists, foreach=foreach, capturable=is_accelerator(step.device), **rate, **settings)
+        function(
+            params, grads, *lists, foreach=foreach, capturable=devices.is_accelerator(step.device), **rate, **settings
+        )
 
     step_params_ = in_float32_(in_place(kernel, common))
     return from_kernel(init_param, step_param, step_params_, settings.values(), common, maximize=settings["maximize"])

@@ -12,21 +12,7 @@ import optree
 import torch
 from torch import Tensor
 
-from ..base import (
-    Spec,
-    Specified,
-    State,
-    Tree,
-    check_dense,
-    check_same,
-    fields,
-    map_with_path,
-    path_string,
-    plain,
-    to_state_dict,
-    widened,
-    with_fields,
-)
+from ..base import Spec, Specified, State, Tree, devices, state_dicts, trees
 from ._checks import Forms, Passed, checked, unchecked, unrecorded
 from ._schedules import ScalarOrSchedule, value_at, watched
 
@@ -54,7 +40,7 @@ def _named(state: Any) -> dict[str, Tensor]:
     """The tensors by a name without a dot."""
     if hasattr(state, "inner"):
         return _named(state.inner)
-    return {name.replace(".", "/"): leaf for name, leaf in to_state_dict(state).items()}
+    return {name.replace(".", "/"): leaf for name, leaf in state_dicts.to_state_dict(state).items()}
 
 
 def _with(state: Any, new: Mapping[str, Tensor]) -> Any:
@@ -116,8 +102,8 @@ def wide_root(x: Tensor, reduced: Callable[[Tensor], Tensor]) -> Tensor:
 
 def like(param: Tensor, state: Any, new: Tensor, fields_of: Any) -> tuple[Tensor, Any]:
     """The result of a step in the dtypes before it; type promotion with 0-d hyperparameters changes 0-d tensors."""
-    pairs = zip(fields(state), fields(fields_of), strict=True)
-    return new.to(param.dtype), with_fields(fields_of, [b if a is None else b.to(a.dtype) for a, b in pairs])
+    pairs = zip(trees.fields(state), trees.fields(fields_of), strict=True)
+    return new.to(param.dtype), trees.with_fields(fields_of, [b if a is None else b.to(a.dtype) for a, b in pairs])
 
 
 def in_float32(step_param: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Tensor, Any]]:
@@ -137,7 +123,9 @@ def in_float32(step_param: Callable[..., tuple[Tensor, Any]]) -> Callable[..., t
 
 def widened_state(state: Any) -> Any:
     """A state with its 16-bit fields in float32."""
-    return with_fields(state, [None if field is None else widened(field) for field in fields(state)])
+    return trees.with_fields(
+        state, [None if field is None else devices.widened(field) for field in trees.fields(state)]
+    )
 
 
 def copy_like(param: Tensor, value: Tensor) -> Tensor:
@@ -153,14 +141,14 @@ StepItem: TypeAlias = "tuple[Any, Optimizer, Tensor, Any]"  # (key, optimizer, p
 
 def sharing(part: Optimizer, state: State, like: State) -> State:
     """A state with the 0-d fields of another one, so one kernel can step both."""
-    pairs = zip(fields(state), fields(like), part.common, strict=True)
-    return with_fields(state, [other if common else own for own, other, common in pairs])
+    pairs = zip(trees.fields(state), trees.fields(like), part.common, strict=True)
+    return trees.with_fields(state, [other if common else own for own, other, common in pairs])
 
 
 def apart(part: Optimizer, state: State) -> State:
     """A state with copies of its 0-d fields, which then has an age of its own."""
-    pairs = zip(fields(state), part.common, strict=True)
-    return with_fields(state, [field.clone() if common else field for field, common in pairs])
+    pairs = zip(trees.fields(state), part.common, strict=True)
+    return trees.with_fields(state, [field.clone() if common else field for field, common in pairs])
 
 
 class Ages:
@@ -247,7 +235,7 @@ def matched(optimizer: Optimizer, params: Tree, grads: Tree, state: State) -> Ma
     if found is not None and passed is not None:
         (leaves, given, states, known), structure, names, alike = found, passed.structure, passed.names, passed.alike
     else:
-        check_same("grads", grads, "params", params)
+        trees.check_same("grads", grads, "params", params)
         known = False
         names, leaves, states, structure = states_of(params, state)
         given = structure.flatten_up_to(grads)
@@ -260,7 +248,7 @@ def matched(optimizer: Optimizer, params: Tree, grads: Tree, state: State) -> Ma
         return Matched(leaves, given, states, structure, [(optimizer, list(range(len(leaves))))], passed, known)
     parts = [optimizer.at(name) for name in names]
     items: list[StepItem] = [(i, part, param, None) for i, (part, param) in enumerate(zip(parts, leaves, strict=True))]
-    ages = [age_of(part, fields(own)) for part, own in zip(parts, states, strict=True)]
+    ages = [age_of(part, trees.fields(own)) for part, own in zip(parts, states, strict=True)]
     groups = [(some[0][1], [i for i, *_ in some]) for some in stepped_together(items, ages)]
     return Matched(leaves, given, states, structure, groups, passed, known)
 
@@ -276,7 +264,7 @@ def states_of(params: Tree, state: State) -> tuple[list[str], list[Any], list[An
         states = structure.flatten_up_to(state)
     except ValueError as error:
         raise ValueError(f"state does not fit params, it is of another tree or another pipeline: {error}") from None
-    return list(map(path_string, paths)), leaves, states, structure
+    return list(map(trees.path_string, paths)), leaves, states, structure
 
 
 def step(optimizer: Optimizer, held: Matched, donate: bool = False, **guards: Tensor | None) -> tuple[Tree, State]:
@@ -291,7 +279,9 @@ def step(optimizer: Optimizer, held: Matched, donate: bool = False, **guards: Te
     for part, places in groups:
         chosen: list[list[Any]] = [[of[i] for i in places] for of in (leaves, given, states)]
         hyper = dict(part.tensors)
-        if not plain(*chosen) or not (donate or (plain(hyper) and hyper.keys() <= {"lr"} and not chosen[0][0].is_meta)):
+        if not trees.plain(*chosen) or not (
+            donate or (trees.plain(hyper) and hyper.keys() <= {"lr"} and not chosen[0][0].is_meta)
+        ):
             # Kernels take numbers, and for the learning rate a tensor too; they do not run on meta tensors.
             if (scale := guards.get("grad_scale")) is not None:
                 chosen[1] = [g / scale.to(g.device) for g in chosen[1]]
@@ -303,7 +293,7 @@ def step(optimizer: Optimizer, held: Matched, donate: bool = False, **guards: Te
         for i, param, own in zip(places, chosen[0], chosen[2], strict=True):
             new_leaves[i], new_states[i] = param, own
     if passed is not None and not (donate and known) and all([type(x) is Tensor for x in new_leaves]):
-        if plain(new_leaves):
+        if trees.plain(new_leaves):
             passed.take(new_leaves, new_states)
     return optree.tree_unflatten(structure, new_leaves), optree.tree_unflatten(structure, new_states)
 
@@ -315,7 +305,7 @@ def _copies(part: Optimizer, params: list[Tensor], grads: list[Tensor], states: 
     takes longer than the step itself. A clone closes gaps in memory, and keeps the strides where there are none.
     """
     nested = any([isinstance(field, tuple) for field in states[0]])
-    rows, columns = map(fields, states) if nested else states, list[Any]()
+    rows, columns = map(trees.fields, states) if nested else states, list[Any]()
     with torch.no_grad():
         new_params = [p.clone() for p in params]
         strides = [p.stride() for p in new_params]
@@ -329,7 +319,7 @@ def _copies(part: Optimizer, params: list[Tensor], grads: list[Tensor], states: 
                 column = tuple([None if x is None else copy_like(p, x) for p, x in pairs])
             columns.append(column)
     filled = zip(states, zip(*columns, strict=True), strict=True)
-    new_states: list[Any] = [with_fields(own, row) if nested else type(own)(*row) for own, row in filled]
+    new_states: list[Any] = [trees.with_fields(own, row) if nested else type(own)(*row) for own, row in filled]
     if part.step_params_ is None:  # a kernel from elsewhere may write into the gradient
         grads = [copy_like(p, g) for p, g in zip(new_params, grads, strict=True)]
     return [new_params, grads, new_states]
@@ -412,12 +402,12 @@ class Optimizer(Specified):
         ages = Ages()
 
         def one(name: str, param: Tensor) -> State:
-            check_dense(f"params[{name!r}]", param)
+            trees.check_dense(f"params[{name!r}]", param)
             part = self.at(name)
             watched(part.spec)  # raises for a schedule that is never read
             return ages(part, param, part.init_param(param.detach()))
 
-        return map_with_path(one, params)
+        return trees.map_with_path(one, params)
 
     def step(self, params: Tree, grads: Tree, state: State) -> tuple[Tree, State]:
         """One step of every parameter: `(params, state)`, new tensors; the arguments stay as they are.

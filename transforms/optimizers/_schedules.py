@@ -11,20 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from ..base import (
-    Count,
-    Index,
-    Spec,
-    Specified,
-    _show,
-    factory,
-    finite,
-    is_finite,
-    is_number,
-    readable_without_sync,
-    to_device,
-    whole_number,
-)
+from ..base import Count, Index, Spec, Specified, checks, factory, specs, trees
 
 ScalarOrSchedule: TypeAlias = float | Tensor | Callable[[Any], Any]
 
@@ -43,25 +30,25 @@ def value_at(hyper: ScalarOrSchedule, step: Tensor) -> float | Tensor:
         value: Any = hyper(step if step.device.type == "mps" else step.double())
     except TypeError as error:
         raise TypeError(
-            f"the schedule {_show(hyper)} does not take the number of the step, a 0-d tensor: {error}. A schedule of numbers, such as "
-            f"optax's, is lambda step: float(schedule(int(step)))"
+            f"the schedule {specs.shown(hyper)} does not take the number of the step, a 0-d tensor: {error}. A schedule "
+            f"of numbers, such as optax's, is lambda step: float(schedule(int(step)))"
         ) from error
     if getattr(hyper, "finite", False):
         return value  # type: ignore[no-any-return]
 
     def returned(expected: str) -> str:
-        at = int(step) if not isinstance(step, Tensor) or readable_without_sync(step) else "that is on a device"
-        return f"the schedule {_show(hyper)} returned {value!r} in step {at}, expected {expected}"
+        at = int(step) if not isinstance(step, Tensor) or trees.readable_without_sync(step) else "that is on a device"
+        return f"the schedule {specs.shown(hyper)} returned {value!r} in step {at}, expected {expected}"
 
     if isinstance(value, Tensor):
         dense = value.layout is torch.strided and (step.is_meta or not value.is_meta)
         if not dense or not is_one_number(value):
             raise ValueError(returned("a dense tensor of one real number"))
-        if not readable_without_sync(value):
+        if not trees.readable_without_sync(value):
             return value.reshape(())
-    elif not is_number(value):
+    elif not checks.is_number(value):
         raise TypeError(returned("a number"))
-    if not is_finite(float(value) if isinstance(value, Tensor) else value):
+    if not checks.is_finite(float(value) if isinstance(value, Tensor) else value):
         raise ValueError(returned("a finite number"))
     return value.reshape(()) if isinstance(value, Tensor) else value  # type: ignore[no-any-return]
 
@@ -87,7 +74,7 @@ def watched(spec: Spec, injected: bool = False) -> tuple[tuple[str, Any], ...]:
             found += watched(value.spec, injected or spec.name == "inject_hyperparameters")
         elif callable(value) and name != "lr" and not injected and spec.is_ours:
             raise TypeError(
-                f"{spec.name}: {name} follows the schedule {_show(value)}; only lr can do so by itself, so wrap the optimizer in "
+                f"{spec.name}: {name} follows the schedule {specs.shown(value)}; only lr can do so by itself, so wrap the optimizer in "
                 f"inject_hyperparameters(...)"
             )
         elif isinstance(value, Tensor) or (callable(value) and not getattr(value, "finite", False)):
@@ -104,10 +91,10 @@ def check_rates(hypers: tuple[tuple[str, Any], ...], step: Tensor) -> list[tuple
     found = []
     for name, hyper in hypers:
         value = value_at(hyper, step)
-        if isinstance(value, Tensor) and not readable_without_sync(value):
+        if isinstance(value, Tensor) and not trees.readable_without_sync(value):
             continue
         number = float(value)
-        if value is hyper and not is_finite(number):
+        if value is hyper and not checks.is_finite(number):
             raise ValueError(f"{name} must be a finite number, got {hyper!r}")
         found.append((name, number))
     return found
@@ -155,7 +142,7 @@ def linear(start: float, end: float, total_steps: Count) -> Schedule:
     >>> [linear(0.0, 1.0, 4)(s).item() for s in (0, 1, 4, 9)]
     [0.0, 0.25, 1.0, 1.0]
     """
-    finite(start=start, end=end)
+    checks.finite(start=start, end=end)
     return Schedule(lambda step: start + (end - start) * torch.clamp(step / total_steps, max=1.0), finite=True)
 
 
@@ -180,7 +167,7 @@ def cosine(start: float, total_steps: Count, end: float = 0.0) -> Schedule:
     >>> [round(cosine(1.0, 4)(s).item(), 4) for s in (0, 2, 4, 9)]
     [1.0, 0.5, 0.0, 0.0]
     """
-    finite(start=start, end=end)
+    checks.finite(start=start, end=end)
 
     def function(step: Tensor) -> Tensor:
         done = torch.clamp(step / total_steps, max=1.0)
@@ -213,8 +200,8 @@ def warmup_cosine(peak: float, warmup_steps: Index, total_steps: int, end: float
     >>> [round(warmup_cosine(1.0, 2, 6)(s).item(), 4) for s in (0, 1, 2, 4, 6)]
     [0.5, 1.0, 1.0, 0.5, 0.0]
     """
-    finite(peak=peak, end=end)
-    whole_number("total_steps", total_steps, warmup_steps + 1)
+    checks.finite(peak=peak, end=end)
+    checks.whole_number("total_steps", total_steps, warmup_steps + 1)
     rest = cosine(peak, total_steps - warmup_steps, end)
 
     def function(step: Tensor) -> Tensor:
@@ -265,10 +252,10 @@ def tabulated(values: tuple[float, ...]) -> Schedule:
     Raises:
         ValueError: a value that is not finite.
     """
-    finite(**{f"values[{i}]": value for i, value in enumerate(values)})
+    checks.finite(**{f"values[{i}]": value for i, value in enumerate(values)})
 
     def function(step: Tensor) -> Tensor:
-        table = to_device(step.device, torch.tensor(values, dtype=torch.float64))
+        table = trees.to_device(step.device, torch.tensor(values, dtype=torch.float64))
         at = torch.clamp(step, 0, len(values) - 1).long()
         return table.index_select(0, at.reshape(-1)).view(at.shape)  # table[at] would read `at` on the host
 
@@ -296,7 +283,7 @@ def from_torch_scheduler(make: Callable[[Optimizer], Any], lr: float, total_step
     >>> [rate(s).item() for s in (0, 1, 2, 3, 9)]
     [1.0, 1.0, 0.5, 0.5, 0.5]
     """
-    whole_number("total_steps", total_steps, 1)
+    checks.whole_number("total_steps", total_steps, 1)
     optimizer = SGD([torch.zeros(())], lr)
     scheduler, values = make(optimizer), []
     for _ in range(total_steps):
@@ -315,17 +302,17 @@ def not_negative(**values: Any) -> None:
         ValueError: a number below 0, infinite or NaN; a tensor of several elements.
         TypeError: none of these.
     """
-    _require("at least 0 and finite", lambda number: number >= 0 and is_finite(number), values)
+    _require("at least 0 and finite", lambda number: number >= 0 and checks.is_finite(number), values)
 
 
 def a_number(**values: Any) -> None:
     """Raise for a hyperparameter that is not finite, or neither number, tensor nor schedule."""
-    _require("a finite number", is_finite, values)
+    _require("a finite number", checks.is_finite, values)
 
 
 def no_schedule(**values: Any) -> None:
     """As `a_number`, where a schedule is refused too."""
-    _require("a finite number", is_finite, values, schedules=False)
+    _require("a finite number", checks.is_finite, values, schedules=False)
 
 
 def within(least: float, most: float, **values: Any) -> None:
@@ -367,8 +354,8 @@ def _number(name: str, value: Any) -> Any:
             raise ValueError(
                 f"{name} must be a number or a tensor of one real element, got one of shape {tuple(value.shape)}, {value.dtype}"
             )
-        return float(value) if readable_without_sync(value) else None
-    if is_number(value):
+        return float(value) if trees.readable_without_sync(value) else None
+    if checks.is_number(value):
         return value
     if callable(value) and not isinstance(value, type):
         return _of_the_step(name, value)
@@ -387,11 +374,11 @@ def _of_the_step(name: str, schedule: Callable[[Any], Any]) -> None:
         return
     if not math.isclose(first, again) and first == first:
         raise ValueError(
-            f"{name}: the schedule {_show(schedule)} returned {first} and then {again} for step 0; it may be called several times in a "
-            f"step, so it must be a function of the step alone, without a counter or a draw"
+            f"{name}: the schedule {specs.shown(schedule)} returned {first} and then {again} for step 0; it may be called several "
+            f"times in a step, so it must be a function of the step alone, without a counter or a draw"
         )
     if not math.isclose(first, of_number, rel_tol=1e-3) and first == first:
         raise ValueError(
-            f"{name}: the schedule {_show(schedule)} returned {of_number} for 0, but {first} for a 0-d tensor, which is what it gets; "
-            f"write int(step) in it"
+            f"{name}: the schedule {specs.shown(schedule)} returned {of_number} for 0, but {first} for a 0-d tensor, which is "
+            f"what it gets; write int(step) in it"
         )

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.asgd import asgd as torch_asgd
 from torch.optim.rprop import rprop as torch_rprop
 
-from ..base import Tree, factory, is_number, named_leaves, whole_number
+from ..base import Tree, checks, factory, trees
 from ._kernels import (
     from_kernel,
     from_torch,
@@ -371,12 +371,12 @@ def muon(
     not_negative(lr=lr, momentum=momentum, weight_decay=weight_decay, eps=eps)
     if not isinstance(ns_coefficients, (tuple, list)) or len(ns_coefficients) != 3:
         raise ValueError(f"ns_coefficients must be three numbers, got {ns_coefficients!r}")
-    whole_number("ns_steps", ns_steps, 0, 99)
+    checks.whole_number("ns_steps", ns_steps, 0, 99)
     if adjust_lr_fn not in (None, "original", "match_rms_adamw"):
         raise ValueError(f"adjust_lr_fn must be None, 'original' or 'match_rms_adamw', got {adjust_lr_fn!r}")
 
     def check(params: Tree) -> None:
-        other = {path: tuple(p.shape) for path, p in named_leaves(params).items() if p.dim() != 2}
+        other = {path: tuple(p.shape) for path, p in trees.named_leaves(params).items() if p.dim() != 2}
         if other:
             raise ValueError(
                 f"muon takes matrices only, got {other}; give these another optimizer: partition({{...: adamw(), '*': muon()}})"
@@ -417,4 +417,4 @@ def _orthogonal(x: Tensor, coefficients: tuple[float, float, float], steps: int,
 
 
 def _pair(values: Any) -> bool:
-    return isinstance(values, (tuple, list)) and len(values) == 2 and all(map(is_number, values))
+    return isinstance(values, (tuple, list)) and len(values) == 2 and all(map(checks.is_number, values))

@@ -12,7 +12,7 @@ import optree
 import torch
 from torch import Tensor, optim
 
-from ..base import State, Tree, factory, fields, readable_without_sync
+from ..base import State, Tree, factory, trees
 from ._adagrad import adadelta, adafactor, adagrad, rmsprop
 from ._adam import adam, adamax, adamw, nadam, radam
 from ._kernels import around, each_part, one_param, zeros
@@ -186,7 +186,7 @@ def empty_fields(part: Optimizer, name: str, value: float) -> list[bool] | None:
         state = remade(part, {name: value}).init_param(torch.empty(0, device="meta"))
     except ValueError:
         return None
-    return [field is None for field in fields(state)]
+    return [field is None for field in trees.fields(state)]
 
 
 def _injected(part: Optimizer) -> Optimizer:
@@ -217,7 +217,7 @@ def _injected(part: Optimizer) -> Optimizer:
         first = states[0]
         # The host would have to wait for the value of a schedule on a device.
         values = {
-            name: value.item() if readable_without_sync(value) else value
+            name: value.item() if trees.readable_without_sync(value) else value
             for name, value in {**first.hyperparameters, **scheduled(first.step)}.items()
         }
         known = not any(isinstance(value, Tensor) for value in values.values())

@@ -12,24 +12,7 @@ import torch
 from torch import Tensor
 
 from ..axes import Axis, Message, all_to_all_single, bind_axes, names, psum, sent_bytes, to_order
-from ..base import (
-    Call,
-    Needs,
-    Transform,
-    Tree,
-    axis_sizes,
-    changes_with_steps,
-    check_dense,
-    check_transform,
-    flatten_in_insertion_order,
-    named_leaves,
-    record_names,
-    restrict,
-    totals_of,
-    whole_number,
-    words_dtype,
-    words_per_scalar,
-)
+from ..base import Call, Needs, Transform, Tree, check_transform, checks, record_words, shares, timings, trees
 from ..combinators import behind, stages
 from ..layout import Bucket, Pieces, bind_pieces, bucket_sizes, make_layout, record_bucket
 from ..optimizers import masters_of, state_fields
@@ -141,8 +124,8 @@ def explain(
     (1, 4080, 4004)
     """
     if bucket_bytes is not None:
-        whole_number("bucket_bytes", bucket_bytes, 1)
-    whole_number("at_step", at_step, 0)
+        checks.whole_number("bucket_bytes", bucket_bytes, 1)
+    checks.whole_number("at_step", at_step, 0)
     if not isinstance(buffers, Mapping | None):
         raise TypeError(f"explain: buffers must be a mapping from paths to tensors, got {buffers!r}")
     if on_buffers is not None:
@@ -213,18 +196,18 @@ class Counting:
         buffers: Mapping[str, Tensor] | None = None,
         on_buffers: Transform | None = None,
     ) -> None:
-        self._sizes = axis_sizes(axes, MOST_RANKS)
+        self._sizes = checks.axis_sizes(axes, MOST_RANKS)
         if not isinstance(pipeline, (Pipeline, Transform)):
             raise TypeError(f"explain takes a pipeline or a transform, got {pipeline!r}")
         self._pipeline = pipeline if isinstance(pipeline, Pipeline) else None
         self._hook = pipeline.hook if isinstance(pipeline, Pipeline) else pipeline
         self._parts = parts_of(pipeline, on_buffers)._replace(compares=compares)
         self._in_module, self._uses = buckets is not None, uses
-        for path, leaf in named_leaves(params).items():
-            check_dense(f"params[{path!r}]", leaf)
+        for path, leaf in trees.named_leaves(params).items():
+            trees.check_dense(f"params[{path!r}]", leaf)
         self._notes: list[Message] = []
         self._recorders = {name: CountingAxis(name, n, self._notes, self._sizes) for name, n in self._sizes.items()}
-        paths, leaves, _ = flatten_in_insertion_order(params)
+        paths, leaves, _ = trees.flatten_in_insertion_order(params)
         self._pieces: Pieces | None = None
         with self._running():
             self._params = {path: torch.zeros(p.shape, dtype=p.dtype) for path, p in zip(paths, leaves, strict=True)}
@@ -236,7 +219,9 @@ class Counting:
         self._own: dict[str, Tensor] = self._pieces.own(self._params) if self._pieces else self._params
         self._layout = in_step if buckets is None else buckets
         self._plan = make_plan(self._hook, self._sizes, *self._parts.ends)
-        self._dtype = torch.float64 if self._in_module else words_dtype(bucket.dtype for bucket in self._layout)
+        self._dtype = (
+            torch.float64 if self._in_module else record_words.words_dtype(bucket.dtype for bucket in self._layout)
+        )
 
     @contextlib.contextmanager
     def _running(self) -> Iterator[None]:
@@ -255,7 +240,7 @@ class Counting:
         parts, reduced, pieces, own = stages(self._hook), self._plan.reduced(step), self._pieces, self._own
         call = Call(None, step)
         for axes in reduced.shares:  # the ranks have agreed on these
-            call.tell(axes, totals_of(1.0, 1.0))
+            call.tell(axes, shares.totals_of(1.0, 1.0))
         values = self._params
         for i, part in enumerate(parts):
             sent = self._sent(self._stage, i, part, values, call)
@@ -304,7 +289,7 @@ class Counting:
 
     def _words(self, axes: tuple[str, ...]) -> Tensor:
         """The record in a message of its own."""
-        count = len(record_names(self._ranks(axes))) * words_per_scalar(self._dtype)
+        count = len(record_words.record_names(self._ranks(axes))) * record_words.words_per_scalar(self._dtype)
         return torch.zeros(count, dtype=self._dtype)
 
     def _ends(self, part: Transform | None, step: int, values: Tree, sharded: bool = True) -> Iterator[Row]:
@@ -352,7 +337,7 @@ class Counting:
                     state = part.init(some)
                 else:
                     some = {path: values[path] for path in bucket.paths}
-                    state = restrict(full, self._params, some)
+                    state = trees.restrict(full, self._params, some)
                 _run(part, some, some, state, call)
 
 
@@ -369,7 +354,7 @@ def _row(part: Transform, step: int, sent: tuple[Message, ...], state: Any) -> R
 
 
 def _when(part: Transform, step: int) -> str:
-    return f"step {step}" if changes_with_steps(part) else "each step"
+    return f"step {step}" if timings.changes_with_steps(part) else "each step"
 
 
 def _optimizer_rows(pipeline: Pipeline, params: dict[str, Tensor], states: Any) -> Iterator[Row]:

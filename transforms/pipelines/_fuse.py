@@ -18,20 +18,13 @@ from ..base import (
     State,
     Transform,
     Tree,
-    all_finite,
-    call_factory,
-    changes_with_steps,
-    check_same,
-    constant,
-    copy_if_aliased,
+    checks,
+    devices,
     factory,
-    flag as check_flag,
-    map_with_path,
-    plain,
-    readable_without_sync,
-    to_device,
-    weight_of,
-    with_changes,
+    shares,
+    specs,
+    timings,
+    trees,
 )
 from ..codecs import Codec
 from ..combinators import chain, stages
@@ -146,11 +139,11 @@ def pipeline_of(
         skips: For a pipeline that skips steps with non-finite gradients after the hook: the state that counts them.
     """
     sharding = sharding_of(hook, optimizer, after, on_state, gather_codec)
-    alike, parts = not changes_with_steps(hook), stages(hook)
+    alike, parts = not timings.changes_with_steps(hook), stages(hook)
     behind_sum = chain(replace(parts[0], update=_as_they_are), *parts[1:]) if parts else hook
     plans: dict[tuple[tuple[str, int], ...], Any] = {}  # by the axes that are bound
 
-    @constant  # in a compiled step these are constants, so no transform is among them
+    @devices.constant  # in a compiled step these are constants, so no transform is among them
     def how(step: int) -> tuple[StepReduction, bool]:
         """How the hook reduces in a step over the axes that are bound here, and whether its first stage is all of that, a plain one."""
         axes = tuple((name, axis.size) for name, axis in bound().items())
@@ -195,7 +188,7 @@ def pipeline_of(
         return old
 
     def put(state: Any, new: PipelineState) -> Any:
-        return with_changes(state, inner=new) if skips else new
+        return trees.with_changes(state, inner=new) if skips else new
 
     def step(
         params: Tree,
@@ -214,13 +207,13 @@ def pipeline_of(
         call = Call(weight, old.step).inside(extra=extra) if extra else Call(weight, old.step)
         own = matched(optimizer, params, grads, old.optimizer) if sharding is None else None
         if own is None:
-            check_same("grads", grads, "params", params)
-        use(old.window, check_flag("donate", donate))  # a call that is refused has used up nothing
+            trees.check_same("grads", grads, "params", params)
+        use(old.window, checks.flag("donate", donate))  # a call that is refused has used up nothing
         if not donate:
             return run(params, grads, state, call, own)
         with torch.no_grad():
             leaves, given = (own.params, own.grads) if own else (optree.tree_leaves(params), optree.tree_leaves(grads))
-            if plain(leaves, given):
+            if trees.plain(leaves, given):
                 apart = are_apart([*leaves, *given])
                 if not apart:  # gradients that share memory cannot be overwritten, but copies of them can
                     given = [g.clone() for g in given]
@@ -228,9 +221,9 @@ def pipeline_of(
                     apart = are_apart([*leaves, *given])
                 # A transform may keep parameters that it has got or returned.
                 kept = old.hook, old.after, old.on_state
-                states = copy_if_aliased(kept, (params, old.optimizer))
+                states = trees.copy_if_aliased(kept, (params, old.optimizer))
                 if states is not kept:
-                    state = put(state, with_changes(old, hook=states[0], after=states[1], on_state=states[2]))
+                    state = put(state, trees.with_changes(old, hook=states[0], after=states[1], on_state=states[2]))
                 call = call.inside(donated=True) if apart else call
             return run(params, grads, state, call, own)
 
@@ -241,7 +234,7 @@ def pipeline_of(
         rates = rates_of(optimizer, held, old.optimizer)
         if not alike and old.step:
             rates = []  # the optimizers of ranks that have stepped alone may differ in their counts
-        if old.step == 0 and plain(params, grads):
+        if old.step == 0 and trees.plain(params, grads):
             rates = [*mark_of(hook, optimizer, after, on_state, gather_codec), *rates]
         if skips and skips.scaled:
             grads = unscaled(grads, state.scale)
@@ -264,14 +257,14 @@ def pipeline_of(
                 grads = grads if equal or not axes else unless_idle(call, grads)
             mean, hook_state = (hook if found is None else behind_sum).run(grads, old.hook, params, call)
         if mean is None or hook.pauses:
-            window = old.window + to_device(old.window.device, torch.as_tensor(weight_of(call.weight)))
+            window = old.window + trees.to_device(old.window.device, torch.as_tensor(shares.weight_of(call.weight)))
             if mean is None:
-                return params, put(state, with_changes(old, hook=hook_state, window=window))
+                return params, put(state, trees.with_changes(old, hook=hook_state, window=window))
             totals = totals_of_step(call.inside(weight=window), axes, rates, params)
 
         fine: Flag = True
         if skips:
-            finite, other = all_finite(mean), (sharding.axis,) if sharding else () if equal else axes
+            finite, other = trees.all_finite(mean), (sharding.axis,) if sharding else () if equal else axes
             fine = flag(psum((~finite).to(torch.float64), other) == 0 if other else finite)
         effect = Effect(flag(totals.weight > 0), fine)
 
@@ -281,17 +274,17 @@ def pipeline_of(
             if own is None:
                 own = matched(optimizer, held, mean, slots)
             elif found is None or len(parts) > 1:
-                check_same("grads", mean, "params", held)
-            own = with_changes(own, grads=own.structure.flatten_up_to(mean))
+                trees.check_same("grads", mean, "params", held)
+            own = trees.with_changes(own, grads=own.structure.flatten_up_to(mean))
             if call.donated and pieces is None:
-                hook_state = copy_if_aliased(hook_state, (held, mean))
+                hook_state = trees.copy_if_aliased(hook_state, (held, mean))
                 bad = (~effect.steps).to(torch.float32) if isinstance(effect.steps, Tensor) else None
                 held, slots = step_tree(optimizer, own, True, found_inf=bad, grad_scale=divisor)
             else:
                 held, slots = effect.where(step_tree(optimizer, own), (held, slots))
         kept = effect.keep(hook_state, old.hook)
         window = torch.zeros_like(old.window)
-        new = with_changes(old, hook=kept, optimizer=slots, step=old.step + 1, window=window)
+        new = trees.with_changes(old, hook=kept, optimizer=slots, step=old.step + 1, window=window)
         params, new = finish(params, held, new, pieces, ends, effect)
         outer = put(state, new)
         return params, effect.update_counters(skips, outer) if skips else outer
@@ -304,13 +297,13 @@ def pipeline_of(
         if after is not None:
             masters, kept = effect.after(after, masters_of(held, slots), new.after, call)
             held, slots = with_masters(masters, held, slots)
-            new = with_changes(new, after=kept, optimizer=slots)
+            new = trees.with_changes(new, after=kept, optimizer=slots)
         if on_state is not None:
             named = by_path(held, slots)
             fields, kept = effect.after(on_state, state_fields(named), new.on_state, call, held)
             replaced = with_state_fields(named, fields)
-            slots = map_with_path(lambda path, _: replaced[path], held)
-            new = with_changes(new, on_state=kept, optimizer=slots)
+            slots = trees.map_with_path(lambda path, _: replaced[path], held)
+            new = trees.with_changes(new, on_state=kept, optimizer=slots)
         if sharding is None or pieces is None:
             return held, new
         # A transform of the parameters may have changed them in a step without effect too.
@@ -319,12 +312,12 @@ def pipeline_of(
             return params, new
         whole, gather = sharding.gather(pieces, params, held, slots, new.gather)
         params = whole if gather_codec is None else gathered.where(whole, params)
-        return params, with_changes(new, gather=gather)
+        return params, trees.with_changes(new, gather=gather)
 
     def flush(params: Tree, state: Any) -> tuple[Tree, State]:
         old = inside(state)
-        check_same("params", params, "params", params)
-        if readable_without_sync(old.window) and old.window > 0:
+        trees.check_same("params", params, "params", params)
+        if trees.readable_without_sync(old.window) and old.window > 0:
             warnings.warn(
                 "flush leaves out the gradients of an unfinished window of accumulate(...), which have had no step; call step as often "
                 "as its windows say before flush",
@@ -399,4 +392,4 @@ def _sharded(part: Any, axis: str) -> Any:
         rest = tuple(one for one in names(of.axis) if one != axis)
         found = scatter_mean(axis, of.over)
         return chain(found, mean(rest if len(rest) > 1 else rest[0], of.over)) if rest else found
-    return call_factory(make, ((name, _sharded(value, axis)) for name, value in part.spec.args))
+    return specs.call_factory(make, ((name, _sharded(value, axis)) for name, value in part.spec.args))

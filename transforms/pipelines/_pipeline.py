@@ -27,19 +27,9 @@ from ..base import (
     Totals,
     Transform,
     Tree,
-    check_weight,
-    choose_state,
-    device_of,
-    fingerprint,
-    named_leaves,
-    plain,
-    readable_without_sync,
-    stacked,
-    to_device,
-    totals_of,
-    transformed,
-    where,
-    zeros_like,
+    shares,
+    specs,
+    trees,
 )
 from ..optimizers import Optimizer, check_rates, compared, states_of
 from ._plan import Parts
@@ -80,12 +70,12 @@ class Effect:
         """
         if self.steps is True:
             return new() if callable(new) else new
-        return choose_state(torch.as_tensor(self.steps), new, old)
+        return trees.choose_state(torch.as_tensor(self.steps), new, old)
 
     def where(self, new: Tree, old: Tree) -> Tree:
         """The tensors after the step, or the tensors before it, leaf by leaf."""
         if isinstance(self.steps, Tensor):
-            return where(self.steps, new, old)
+            return trees.where(self.steps, new, old)
         return new if self.steps else old
 
     def update_counters(self, skips: Any, outer: Any) -> Any:
@@ -93,12 +83,12 @@ class Effect:
         if self.alive is False:
             return outer
         counted = skips.update_counters(outer, torch.as_tensor(self.fine))
-        return counted if self.alive is True else choose_state(self.alive, counted, outer)
+        return counted if self.alive is True else trees.choose_state(self.alive, counted, outer)
 
     def weight(self, weight: Any) -> Any:
         """The weight of this step in an average over steps: 0 for a step without effect."""
         if isinstance(self.steps, Tensor):
-            weight = to_device(self.steps.device, check_weight(weight))
+            weight = trees.to_device(self.steps.device, shares.check_weight(weight))
             return torch.where(self.steps, weight, torch.zeros_like(weight))
         return weight if self.steps else 0.0
 
@@ -116,15 +106,15 @@ class Effect:
         run = partial(transform.run, values, state, values if params is None else params, at_end)
         if self.raises is False:
             return run()
-        return choose_state(~torch.as_tensor(self.raises), run, (values, state))
+        return trees.choose_state(~torch.as_tensor(self.raises), run, (values, state))
 
 
 def unless_idle(call: Call, grads: Tree) -> Tree:
     """The gradients, or zeros for a rank without weight: some of them stay its own, though ranks step together."""
     weight = call.totals().weight
     if isinstance(weight, float):
-        return grads if weight else zeros_like(grads)
-    return where(weight > 0, grads, zeros_like(grads))
+        return grads if weight else trees.zeros_like(grads)
+    return trees.where(weight > 0, grads, trees.zeros_like(grads))
 
 
 FLUSH = Effect(False)  # of a flush, in which no step is taken; recognised by identity
@@ -137,7 +127,7 @@ def inverse(a: Flag) -> Flag:
 
 def flag(condition: Flag) -> Flag:
     """A bool where Python can read the tensor without waiting for a device, the tensor otherwise."""
-    return bool(condition) if type(condition) is not bool and readable_without_sync(condition) else condition
+    return bool(condition) if type(condition) is not bool and trees.readable_without_sync(condition) else condition
 
 
 def use(mark: Tensor, donated: bool) -> None:
@@ -181,13 +171,17 @@ def number_of(*parts: object) -> float:
 
 def mark_of(*parts: object) -> list[tuple[str, float]]:
     """What a pipeline's first step compares in addition: a number that tells these parts from others."""
-    return [(_PIPELINE, float(int(fingerprint(*parts)[:12], 16)))]
+    return [(_PIPELINE, float(int(specs.fingerprint(*parts)[:12], 16)))]
 
 
 def rates_of(optimizer: Optimizer, params: Tree, slots: State) -> list[tuple[str, float]]:
     """The hyperparameters that may differ between ranks, by name; without those that Python cannot read now."""
     of_vectors = optimizer.select is None and optimizer.elementwise
-    if transformed() or (of_vectors and not compared(optimizer, optimizer.forms.probe)) or not plain(params, slots):
+    if (
+        trees.transformed()
+        or (of_vectors and not compared(optimizer, optimizer.forms.probe))
+        or not trees.plain(params, slots)
+    ):
         return []
     names, _, states, _ = states_of(params, slots)
     parts = {}
@@ -212,9 +206,9 @@ def totals_of_step(call: Call, axes: Sequence[str], rates: Rates, values: Tree) 
     """
     words, axes = [*told(call, rates).values()], [name for name in axes if axis_size(name) > 1]
     if axes or any([isinstance(word, Tensor) for word in words]):
-        own = stacked(words, device_of(optree.tree_leaves(values)))
+        own = shares.stacked(words, trees.device_of(optree.tree_leaves(values)))
         summed = psum(own, tuple(axes)) if axes else own
-        words = summed.tolist() if readable_without_sync(summed) else list(summed.unbind(0))
+        words = summed.tolist() if trees.readable_without_sync(summed) else list(summed.unbind(0))
     return totals_from(call, axes, rates, words)
 
 
@@ -222,7 +216,7 @@ def totals_from(call: Call, axes: Sequence[str], rates: Rates, summed: Sequence[
     """As `totals_of_step`, from the sums of what all ranks have `told`."""
     if rates and axes:
         _check(rates, summed[2], tuple(axes), call.step or 0)
-    totals = totals_of(*summed[:2])
+    totals = shares.totals_of(*summed[:2])
     call.tell(axes, totals)
     return totals
 
@@ -262,7 +256,7 @@ def unscaled(grads: Tree, scale: Tensor) -> Tree:
     factor = 1 / scale.to(torch.float64)
 
     def one(grad: Tensor) -> Tensor:
-        own = (grad * to_device(grad.device, factor)).to(grad.dtype)
+        own = (grad * trees.to_device(grad.device, factor)).to(grad.dtype)
         return torch.nan_to_num(own, nan=math.nan, posinf=math.nan, neginf=math.nan)
 
     return optree.tree_map(one, grads)
@@ -270,7 +264,7 @@ def unscaled(grads: Tree, scale: Tensor) -> Tree:
 
 def refuse_float16(params: Tree) -> None:
     """Raise TypeError for float16 parameters, whose unscaled gradients would underflow."""
-    for path, leaf in named_leaves(params).items():
+    for path, leaf in trees.named_leaves(params).items():
         if leaf.dtype is torch.float16:
             raise TypeError(
                 f"params[{path!r}] is float16, in which gradients vanish once they are unscaled; keep parameters in float32 and "

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..base import Merge, Placement, State, Transform, children, marks, reduced_over
+from ..base import Merge, Placement, State, Transform, placements, timings
 from ..combinators import stages
 from ._pipeline import Pipeline
 from ._plan import axes_of
@@ -56,7 +56,7 @@ def params_placement(pipeline: Pipeline, axes: Mapping[str, int]) -> Placement:
 
 def buffers_placement(on_buffers: Transform | None, axes: Mapping[str, int]) -> Placement:
     """The placement of the buffers of a model, each of which a rank changes by itself."""
-    equal = set[str]() if on_buffers is None else reduced_over(on_buffers)
+    equal = set[str]() if on_buffers is None else timings.reduced_over(on_buffers)
     return Placement(_in_order(tuple(axes), equal), None, Merge.MEAN)
 
 
@@ -111,7 +111,7 @@ def _of_part(names: tuple[str, ...], at: At, part: Transform, state: State, befo
 
 
 def _of_stage(names: tuple[str, ...], at: At, part: Transform, state: State, before: EqualOver) -> Iterator[Placed]:
-    inside, reach = children(part), EqualOver(before.equal | axes_of(part, names), before.cut)
+    inside, reach = timings.children(part), EqualOver(before.equal | axes_of(part, names), before.cut)
     if type(state) is tuple and len(state) == len(inside):  # each for some leaves
         for i, (child, own) in enumerate(zip(inside, state, strict=True)):
             yield from _of_part(names, at.to(i), child, own, before)
@@ -140,7 +140,7 @@ def _of_leaves(
     """
     if hasattr(state, "_fields"):
         kind: Any = type(state)
-        fields = marks(kind)
+        fields = placements.marks(kind)
         for i, (name, value) in enumerate(zip(state._fields, state, strict=True)):
             mark, how = fields[name]
             over, inside = own, at.key(i, name) if at.in_tree else at.to(name)
@@ -168,7 +168,7 @@ def _of_leaves(
 
 def _behind(part: Transform, before: EqualOver) -> EqualOver:
     """Where the output of a transform is equal in every step."""
-    equal = before.equal | reduced_over(part)
+    equal = before.equal | timings.reduced_over(part)
     cut = part.sharded_over or before.cut
     return EqualOver(equal - {cut}, cut)
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 from ..axes import names
-from ..base import Needs, Over, Transform, changes_with_steps, children, reduced_over, running
+from ..base import Needs, Over, Transform, timings
 from ..combinators import chain, stages
 
 
@@ -158,7 +158,7 @@ def make_plan(
     parts = stages(hook)
     own = parts[0].reduces if parts else None
     # If a later stage communicates too, only the last one knows the sums over all ranks.
-    always = None if changes_with_steps(hook) else _reduced(hook, mesh_axes, 0)
+    always = None if timings.changes_with_steps(hook) else _reduced(hook, mesh_axes, 0)
     plan = Plan(hook, mesh_axes, loop_axes, always, adds=adds)
     alone = own is not None and own.fusable and reach <= set(names(own.axis))
     if alone and not (adds and own and own.over in ("live", "world")) and not any(p.is_reducing for p in parts[1:]):
@@ -192,7 +192,7 @@ def _reduced(hook: Transform, mesh_axes: tuple[str, ...], step: int) -> StepRedu
     reach = axes_of(hook, mesh_axes, step)
     axes = tuple(name for name in mesh_axes if name in reach)
     shares = dict.fromkeys(tuple(name for name in mesh_axes if name in one) for one in _shares(hook, step, frozenset()))
-    equal = bool(axes) and reduced_over(hook, step) >= set(axes)
+    equal = bool(axes) and timings.reduced_over(hook, step) >= set(axes)
     counts, before = _first_reductions(hook, step)
     return StepReduction(axes, equal, tuple(one for one in shares if one), counts, before)
 
@@ -204,7 +204,7 @@ def _first_reductions(part: Transform, step: int | None) -> tuple[frozenset[str]
     """
     if part.reduces is not None:
         return frozenset(["live" if part.reduces.over in ("live", "world") else "weight"]), ()
-    found = [_first_reductions(child, at) for child, at in running(part, step)]
+    found = [_first_reductions(child, at) for child, at in timings.running(part, step)]
     reducing = [i for i, (counts, _) in enumerate(found) if counts]
     counts = frozenset[str]().union(*(found[i][0] for i in reducing))
     if reducing and part.wraps == "stages":
@@ -213,7 +213,7 @@ def _first_reductions(part: Transform, step: int | None) -> tuple[frozenset[str]
     else:
         found = [found[i] for i in reducing] or found
     before = tuple(one for _, some in found for one in some)
-    changes = not part.spec.is_ours if counts else not (children(part) or part.wraps or part.passes)
+    changes = not part.spec.is_ours if counts else not (timings.children(part) or part.wraps or part.passes)
     return counts, (part, *before) if changes else before
 
 
@@ -226,10 +226,10 @@ def _shares(part: Transform, step: int | None, before: frozenset[str]) -> Iterat
     if part.reduces is not None:
         yield before.union(names(part.reduces.axis))
         return
-    for child, at in running(part, step):
+    for child, at in timings.running(part, step):
         yield from _shares(child, at, before)
         if part.wraps == "stages":
-            before = before | reduced_over(child, at)
+            before = before | timings.reduced_over(child, at)
 
 
 def axes_of(part: Transform, mesh_axes: Collection[str], step: int | None = None, at_end: bool = False) -> set[str]:
@@ -246,7 +246,7 @@ def axes_of(part: Transform, mesh_axes: Collection[str], step: int | None = None
     if not part.spec.is_ours:  # any argument may name an axis
         given = [each for _, value in part.spec.args for each in (value if isinstance(value, tuple) else (value,))]
         found.update(name for name in given if isinstance(name, str) and name in mesh_axes)
-    return found.union(*(axes_of(child, mesh_axes, at, at_end) for child, at in running(part, step, at_end)))
+    return found.union(*(axes_of(child, mesh_axes, at, at_end) for child, at in timings.running(part, step, at_end)))
 
 
 def warn_if_silent(

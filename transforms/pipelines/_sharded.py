@@ -8,18 +8,7 @@ from typing import Any
 import optree
 
 from ..axes import axis_index, axis_size
-from ..base import (
-    Needs,
-    State,
-    Transform,
-    Tree,
-    children,
-    flatten_in_insertion_order,
-    map_with_path,
-    named_leaves,
-    path_string,
-    with_changes,
-)
+from ..base import Needs, State, Transform, Tree, timings, trees
 from ..codecs import Codec, check_codec
 from ..layout import Pieces, cut
 from ..optimizers import Optimizer, master_of
@@ -50,11 +39,11 @@ class Sharding:
             ValueError: two leaves have one path.
         """
         ranks, rank = axis_size(self.axis), int(axis_index(self.axis))
-        paths, leaves, _ = flatten_in_insertion_order(params)
+        paths, leaves, _ = trees.flatten_in_insertion_order(params)
         forms = ((path, p.shape, p.dtype, p.device) for path, p in zip(paths, leaves, strict=True))
         key = (ranks, rank, bucket_bytes, direct_bytes, *forms)
         if key not in self._made:
-            named_leaves(params)  # raises where two leaves have one path
+            trees.named_leaves(params)  # raises where two leaves have one path
             named = dict(zip(paths, leaves, strict=True))
             self._made[key] = cut(named, self._optimizer, self.axis, ranks, rank, bucket_bytes, direct_bytes)
         return self._made[key]
@@ -63,7 +52,7 @@ class Sharding:
         """The state of the gather."""
         if self.codec is None:
             return ShardState(cut_of(pieces))
-        named, states = named_leaves(own), by_path(own, slots)
+        named, states = trees.named_leaves(own), by_path(own, slots)
         return GatherState(
             cut_of(pieces),
             0,
@@ -90,7 +79,7 @@ class Sharding:
         own = pieces.own(params)
         if not isinstance(state, GatherState):
             return own
-        return map_with_path(lambda path, leaf: state.master.get(path, leaf), own)
+        return trees.map_with_path(lambda path, leaf: state.master.get(path, leaf), own)
 
     def gather(self, pieces: Pieces, params: Tree, own: Tree, slots: Any, state: Any) -> tuple[Tree, Any]:
         """The new parameters and the state of the gather, from the new slices.
@@ -102,16 +91,16 @@ class Sharding:
         """
         if self.codec is None:
             return gather(pieces, own, params), state
-        states, named = by_path(own, slots) if slots else {}, named_leaves(own)
+        states, named = by_path(own, slots) if slots else {}, trees.named_leaves(own)
         exact = {path: leaf if (m := master_of(states.get(path))) is None else m for path, leaf in named.items()}
         new = gather_changes(pieces, exact, params, self.codec, state.step)
-        return new, with_changes(state, step=state.step + 1, master={path: named[path] for path in state.master})
+        return new, trees.with_changes(state, step=state.step + 1, master={path: named[path] for path in state.master})
 
 
 def by_path(params: Tree, slots: State) -> dict[str, Any]:
     """Path -> optimizer state."""
     paths, _, structure = optree.tree_flatten_with_path(params)
-    return dict(zip(map(path_string, paths), structure.flatten_up_to(slots), strict=True))
+    return dict(zip(map(trees.path_string, paths), structure.flatten_up_to(slots), strict=True))
 
 
 def sharding_of(
@@ -143,7 +132,7 @@ def sharding_of(
             raise ValueError(
                 f"fuse: {around!r} cannot hold a scatter_mean: it may leave some gradients whole, which no rank would own"
             )
-        inside = children(around)
+        inside = timings.children(around)
         at = next(i for i, child in enumerate(inside) if child.sharded_over)
         behind += [(stage, ()) for stage in inside[at + 1 :] if around.wraps == "stages"]
         around = inside[at]
@@ -167,5 +156,5 @@ def _shards(part: Transform) -> bool:
 
 def _walk(part: Transform) -> Iterator[Transform]:
     yield part
-    for child in children(part):
+    for child in timings.children(part):
         yield from _walk(child)

@@ -9,22 +9,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ..base import (
-    Call,
-    Count,
-    State,
-    Transform,
-    Tree,
-    all_finite,
-    check_transform,
-    choose_state,
-    factory,
-    own_state,
-    to_device,
-    where,
-    with_changes,
-    zeros_like,
-)
+from ..base import Call, Count, State, Transform, Tree, check_transform, factory, own_state, trees
 from ..optimizers import Optimizer
 from ._fuse import pipeline_of
 from ._pipeline import Pipeline, Skips
@@ -82,10 +67,10 @@ def skip_if_nonfinite(part: Skippable) -> Skippable:
     def update(grads: Tree, state: SkipState, params: Tree, call: Call) -> tuple[Tree, State]:
         out, inner = part.run(grads, own_state(state, SkipState).inner, params, call)
         if out is None:
-            return None, with_changes(state, inner=inner)
-        fine = all_finite(out)
-        kept = choose_state(fine, inner, state.inner)
-        return where(fine, out, zeros_like(out)), SkipState(kept, state.skipped + ~fine)
+            return None, trees.with_changes(state, inner=inner)
+        fine = trees.all_finite(out)
+        kept = trees.choose_state(fine, inner, state.inner)
+        return trees.where(fine, out, trees.zeros_like(out)), SkipState(kept, state.skipped + ~fine)
 
     return Transform(init, update, takes=("donated",), wraps="parts")
 
@@ -95,7 +80,7 @@ def _no_calls() -> Tensor:
 
 
 def _count(state: SkipState, fine: Tensor) -> SkipState:
-    return with_changes(state, skipped=state.skipped + ~fine)
+    return trees.with_changes(state, skipped=state.skipped + ~fine)
 
 
 def _guarded(part: Pipeline, skips: Skips) -> Pipeline:
@@ -179,7 +164,9 @@ def dynamic_loss_scale(
         return LossScaleState(inner, torch.tensor(init_scale, dtype=torch.float32), _no_calls(), _no_calls())
 
     def update_counters(state: LossScaleState, fine: Tensor) -> LossScaleState:
-        scale, streak, skipped = (to_device(fine.device, t) for t in (state.scale, state.streak + 1, state.skipped))
+        scale, streak, skipped = (
+            trees.to_device(fine.device, t) for t in (state.scale, state.streak + 1, state.skipped)
+        )
         due = streak == growth_interval
         grown, shrunk = ((scale.double() * factor).float() for factor in (growth_factor, backoff_factor))
         kept = torch.where(due & torch.isfinite(grown), grown, scale)

@@ -29,21 +29,7 @@ from ..axes import (
     psum,
     split_ranks,
 )
-from ..base import (
-    AxisName,
-    Call,
-    Compression,
-    Needs,
-    State,
-    Summed,
-    Transform,
-    Tree,
-    factory,
-    named_leaves,
-    own_state,
-    whole_number,
-    zeros_at_least_f32,
-)
+from ..base import AxisName, Call, Compression, Needs, State, Summed, Transform, Tree, checks, factory, own_state, trees
 from ..codecs import (
     Codec,
     bfloat16,
@@ -112,7 +98,7 @@ def compress(codec: Codec | torch.dtype, hook: Transform, seed: int = 0) -> Tran
     >>> tx.simulate(one_rank, {"data": 2}, [torch.tensor([127.0, 3.2]), torch.tensor([1.0, 0.0])])[0]
     tensor([64.0000,  1.5000])
     """
-    whole_number("seed", seed)
+    checks.whole_number("seed", seed)
     if isinstance(codec, torch.dtype):
         if codec not in _CASTS:
             raise ValueError(f"compress: a dtype must be one of {sorted(map(str, _CASTS))}, got {codec!r}")
@@ -139,7 +125,9 @@ def compress(codec: Codec | torch.dtype, hook: Transform, seed: int = 0) -> Tran
 
     needs = Needs.NOTHING if form.elementwise else Needs.LAYOUT
     needs |= Needs.PATHS if form.stochastic else Needs.NOTHING  # random bits are keyed by path
-    made = Transform(hook.init, update, needs, compression=Compression(named_leaves), takes=("donated",), wraps="whole")
+    made = Transform(
+        hook.init, update, needs, compression=Compression(trees.named_leaves), takes=("donated",), wraps="whole"
+    )
     return replace(made, init=init, update=stochastic) if form.stochastic else made
 
 
@@ -199,7 +187,7 @@ def error_feedback(hook: Transform) -> Transform:
 
     def init(params: Tree) -> ErrorState:
         lost = set(paths(params))
-        errors = {path: zero for path, zero in zeros_at_least_f32(params).items() if path in lost}
+        errors = {path: zero for path, zero in trees.zeros_at_least_f32(params).items() if path in lost}
         return ErrorState(hook.init(params), errors)
 
     def update(grads: Tree, state: ErrorState, params: Tree, call: Call) -> tuple[Tree, ErrorState]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..axes import psum
-from ..base import AxisName, Call, Share, plain, readable_without_sync, words_dtype
+from ..base import AxisName, Call, Share, record_words, trees
 from ..codecs import Noise, key_of, places_of
 from ._mean import choose, coded_sum, usable
 
@@ -98,7 +98,7 @@ def low_rank_mean(
         fresh: (path, a Q) -> random numbers in place of its rows that have become 0.
     """
     wire, coded = call.wire, call.wire is not None
-    dtype = torch.float32 if coded else words_dtype(leaf.dtype for leaf in leaves.values())
+    dtype = torch.float32 if coded else record_words.words_dtype(leaf.dtype for leaf in leaves.values())
     # Leaves that are summed uncompressed and unencoded have no residual.
     errors = {path: e.to(dtype) for path, e in errors.items() if coded or path in q}
 
@@ -139,9 +139,9 @@ def low_rank_mean(
     scales = [torch.linalg.vector_norm(total, math.inf, dim=2, keepdim=True) for total in totals]
     joined = torch.cat([scale.view(-1) for scale in scales]) if scales else None
     whole = False  # known on the host: some rank has weight, everything is finite, and no row is 0
-    if joined is not None and isinstance(share.alive, bool) and readable_without_sync(joined):
+    if joined is not None and isinstance(share.alive, bool) and trees.readable_without_sync(joined):
         whole = share.alive and bool((joined > 0).all() & torch.isfinite(joined).all())
-    reuses = call.donated and plain(list(leaves.values()))
+    reuses = call.donated and trees.plain(list(leaves.values()))
     made = LowRankMeans(dict(zip(others, _cut(first[size:], list(others.values())), strict=True)), {}, {})
     for (paths, alone), total, scale in zip(blocks, totals, scales, strict=True):
         fine = torch.isfinite(scale).all(dim=1, keepdim=True) & share.is_alive(scale.device)
@@ -179,4 +179,4 @@ def low_rank_mean(
 
 def _added(x: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0) -> Tensor:
     """x + alpha a b, in the memory of `x` where that may be."""
-    return (x.addmm_ if plain(x) else x.addmm)(a, b, alpha=alpha)
+    return (x.addmm_ if trees.plain(x) else x.addmm)(a, b, alpha=alpha)

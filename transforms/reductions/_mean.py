@@ -27,19 +27,12 @@ from ..base import (
     State,
     Transform,
     Tree,
-    device_of,
+    checks,
+    devices,
     factory,
-    is_host,
-    named_leaves,
-    nonzero_or_one,
-    numbers_of,
-    one_axis,
-    plain,
-    readable_without_sync,
-    real,
-    to_device,
-    words_dtype,
-    words_of,
+    record_words,
+    shares,
+    trees,
 )
 from ..codecs import Codec, encode_rows, places_of, refuse_derivative
 
@@ -94,7 +87,7 @@ class ResidualMemory:
 
 def usable(share: Share, total: Tensor) -> bool | Tensor:
     """Whether a sum is used: some rank has weight, and it is finite. Otherwise no step is taken, and residuals stay."""
-    if isinstance(share.alive, bool) and readable_without_sync(total):
+    if isinstance(share.alive, bool) and trees.readable_without_sync(total):
         return share.alive and bool(torch.isfinite(total.sum()) or torch.isfinite(total).all())
     finite = torch.linalg.vector_norm(total, math.inf) < math.inf if total.numel() else True
     return share.is_alive(total.device) & finite
@@ -104,7 +97,7 @@ def choose(fine: bool | Tensor, new: Tensor, old: Tensor) -> Tensor:
     """One of two tensors; `new` is fresh."""
     if isinstance(fine, bool):
         return new if fine else old
-    return torch.where(fine, new, old, out=new if plain(new, old) else None)
+    return torch.where(fine, new, old, out=new if trees.plain(new, old) else None)
 
 
 def coded_sum(
@@ -143,9 +136,9 @@ def coded_sum(
         total = summed(codec, all_to_all(codes, name) if many else all_gather(codes[0], name), size)
         if feeds:  # behind the message, since codes may lie in the memory of x
             own = codec.decode(codes, size).flatten()[:n]
-            lost = torch.sub(x, own, out=x if plain(x, own) else None)
+            lost = torch.sub(x, own, out=x if trees.plain(x, own) else None)
         if many:
-            here = to_device(x.device, axis_index(name)).view(1)
+            here = trees.to_device(x.device, axis_index(name)).view(1)
             mine = None if at is None else at.index_select(0, here)
             answer = encode_rows(codec, total.unsqueeze(0), group, i, mine, answer=True)
             if lost is not None:
@@ -160,10 +153,10 @@ def coded_sum(
 def summed(codec: Codec, codes: Tensor, size: int) -> Tensor:
     """The sum of rows of codes, (rows, width) -> (size,), decoded a few at a time and added in their order."""
     total: Tensor | None = None
-    floats = _DECODED if is_host(codes.device) else _DECODED_IN_A_LAUNCH
+    floats = _DECODED if devices.is_host(codes.device) else _DECODED_IN_A_LAUNCH
     for some in codes.split(max(1, floats // max(1, size))):
         for row in codec.decode(some, size).unbind(0):
-            total = row if total is None else total.add_(row) if plain(total, row) else total + row
+            total = row if total is None else total.add_(row) if trees.plain(total, row) else total + row
     assert total is not None
     return total
 
@@ -186,12 +179,12 @@ def send(of: dict[str, Tensor], share: Share, call: Call, reduce: Reduce) -> Ten
     Raises:
         RuntimeError: something differentiates through the gradients.
     """
-    real(of, "an encoded mean")
+    checks.real(of, "an encoded mean")
     refuse_derivative(of.values(), "differentiate through the hook without its codec, or detach the gradients")
-    codec, memory, device = call.wire, call.memory, device_of(of.values())
+    codec, memory, device = call.wire, call.memory, trees.device_of(of.values())
     errors = None if memory is None else memory.of(of)
     given = ravel(of.values(), device)
-    fresh = (call.donated or len(of) > 1) and plain(given)
+    fresh = (call.donated or len(of) > 1) and trees.plain(given)
     flat = share.times(given, None if errors is None else ravel(errors, device), in_place=fresh)
     if not flat.numel():
         return flat
@@ -204,7 +197,7 @@ def send(of: dict[str, Tensor], share: Share, call: Call, reduce: Reduce) -> Ten
 
 def encoded(grads: Tree, share: Share, call: Call, reduce: Reduce) -> Tree:
     """`send` of a tree; a tree like it."""
-    return unravel(send(named_leaves(grads), share, call, reduce), grads)
+    return unravel(send(trees.named_leaves(grads), share, call, reduce), grads)
 
 
 def ravel(leaves: Iterable[Tensor], device: torch.device | None, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -232,7 +225,7 @@ def _reduction(axis: AxisName, over: Over | None) -> Transform:
         leaves, structure = optree.tree_flatten(grads)
         # Whole numbers become float32, whatever the weight: all ranks send one dtype.
         leaves = [x if x.is_floating_point() or x.is_complex() else x.float() for x in map(torch.as_tensor, leaves)]
-        share = share_of(call, axis, over, device_of(leaves))
+        share = share_of(call, axis, over, trees.device_of(leaves))
         if call.wire is not None and axis_size(axis) > 1:
             out = encoded(optree.tree_unflatten(structure, leaves), share, call, functools.partial(coded_sum, axis))
         else:
@@ -257,7 +250,7 @@ def mean_of(leaves: list[Tensor], share: Share, axis: AxisName, donated: bool = 
     """The means, or the sums, of leaves over the ranks; they may be written over `donated` leaves."""
     late = share.behind_sum(leaves)
     own = (share._replace(total=None) if late else share).of(leaves, donated)
-    sums = sum_plain(own, axis, () if donated else leaves)[0] if plain(own) else psum(own, axis)
+    sums = sum_plain(own, axis, () if donated else leaves)[0] if trees.plain(own) else psum(own, axis)
     return share.divided(sums) if late else sums
 
 
@@ -282,19 +275,23 @@ def mean_with_words(
     if not all([isinstance(leaf, Tensor) and leaf.dtype is not torch.float16 for leaf in leaves]):
         return None
     weight = own.weight if of.over in (None, "weight") else own.live
-    ranks, dtype = axis_size(of.axis), words_dtype([leaf.dtype for leaf in leaves])
-    message = words_of(words, [*words.values()], dtype, ranks, device_of(leaves))
+    ranks, dtype = axis_size(of.axis), record_words.words_dtype([leaf.dtype for leaf in leaves])
+    message = record_words.words_of(words, [*words.values()], dtype, ranks, trees.device_of(leaves))
     sent = [*Share(weight, None).of(leaves, call.donated), message]
     # By the same collective on all ranks, whatever their weights.
     (*sums, summed), held = (
-        sum_plain(sent, of.axis, () if call.donated else leaves) if plain(sent) else (psum(sent, of.axis), [])
+        sum_plain(sent, of.axis, () if call.donated else leaves) if trees.plain(sent) else (psum(sent, of.axis), [])
     )
-    found = numbers_of(summed, ranks, readable_without_sync(summed))
+    found = record_words.numbers_of(summed, ranks, trees.readable_without_sync(summed))
     total: Number = {"weight": found[0], "live": found[1], "world": float(ranks), None: 1.0}[of.over]
     share = Share(weight, total)
     wide = bool(held) and all([x.dtype.itemsize >= 4 for x in held])
     if late and wide and not (isinstance(total, float) and total == 1.0):  # a pass over all gradients less
-        return sums, found, to_device(held[0].device, torch.as_tensor(nonzero_or_one(total)), torch.float64)
+        return (
+            sums,
+            found,
+            trees.to_device(held[0].device, torch.as_tensor(shares.nonzero_or_one(total)), torch.float64),
+        )
     if wide:
         share.divided(held)  # in place: a kernel for each message, not for each leaf
     return sums if wide else share.divided(sums), found, None
@@ -401,7 +398,7 @@ def hierarchical_mean(local: str, node: str, over: Over = "weight") -> Transform
     >>> tx.simulate(one_rank, {"node": 2, "local": 2}, [torch.tensor(v) for v in (1.0, 2.0, 3.0, 6.0)])[3]
     tensor(3.)
     """
-    local, node = one_axis("hierarchical_mean: local", local), one_axis("hierarchical_mean: node", node)
+    local, node = checks.one_axis("hierarchical_mean: local", local), checks.one_axis("hierarchical_mean: node", node)
     if local == node:
         raise ValueError(f"local and node must be two axes, got {local!r} for both")
     both = (local, node)
@@ -409,7 +406,7 @@ def hierarchical_mean(local: str, node: str, over: Over = "weight") -> Transform
     def across(codec: Codec, x: Tensor, places: Tensor | None, feeds: bool) -> tuple[Tensor, Tensor | None]:
         """The sum of all ranks' floats, of which the nodes exchange codes: each rank those of its part."""
         inside, n = axis_size(local), len(x)
-        here = to_device(x.device, axis_index(local)).view(1)
+        here = trees.to_device(x.device, axis_index(local)).view(1)
         part = psum_scatter(cut(x, inside), local)
         mine = None if places is None else cut(places, inside).index_select(0, here)[0]
         part, lost = coded_sum(node, codec, part, mine, feeds)
@@ -420,14 +417,14 @@ def hierarchical_mean(local: str, node: str, over: Over = "weight") -> Transform
 
     def update(grads: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, State]:
         grads = optree.tree_map(torch.as_tensor, grads)
-        of = named_leaves(grads)
-        real(of, "hierarchical_mean")
-        device = device_of(of.values())
+        of = trees.named_leaves(grads)
+        checks.real(of, "hierarchical_mean")
+        device = trees.device_of(of.values())
         share = call.share(both, over, device)
         if call.wire is not None and axis_size(node) > 1:
             out = encoded(grads, share, call, across)
         else:
-            flat = ravel(of.values(), device, words_dtype(leaf.dtype for leaf in of.values()))
+            flat = ravel(of.values(), device, record_words.words_dtype(leaf.dtype for leaf in of.values()))
             flat = share._replace(total=None).times(flat)
             (part,) = share.divided([psum(psum_scatter(cut(flat, axis_size(local)), local), node)])
             out = unravel(all_gather(part, local).flatten()[: len(flat)], grads)

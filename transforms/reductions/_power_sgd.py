@@ -22,14 +22,11 @@ from ..base import (
     Reduction,
     Transform,
     Tree,
-    device_of,
+    checks,
     factory,
-    named_leaves,
     own_state,
-    positive,
-    real,
-    whole_number,
-    words_dtype,
+    record_words,
+    trees,
 )
 from ..codecs import refuse_derivative
 from ..combinators import switch_after
@@ -155,9 +152,9 @@ def _power_sgd(
     seed: int,
     over: Over,
 ) -> Transform:
-    whole_number("seed", seed)
-    positive("min_compression_rate", min_compression_rate)
-    positive("epsilon", epsilon, zero=True)
+    checks.whole_number("seed", seed)
+    checks.positive("min_compression_rate", min_compression_rate)
+    checks.positive("epsilon", epsilon, zero=True)
     if warmup_steps:
         make = batched_power_sgd if batched else power_sgd
         settings = dict(min_compression_rate=min_compression_rate, warm_start=warm_start, epsilon=epsilon, seed=seed)
@@ -193,7 +190,7 @@ def _power_sgd(
         return q[: shape[0], : shape[1]]
 
     def init(params: Tree) -> PowerSGDState:
-        leaves = named_leaves(params)
+        leaves = trees.named_leaves(params)
         q = {path: drawn(path, shape, 0, leaves) for path, shape in shapes(leaves).items()} if warm_start else {}
         return PowerSGDState(dict.fromkeys(leaves, q[""]) if batched and q else q, 0)
 
@@ -201,12 +198,12 @@ def _power_sgd(
         del params
         state = own_state(state, PowerSGDState, call)
         grads = optree.tree_map(torch.as_tensor, grads)
-        leaves, memory = named_leaves(grads), call.memory
-        share = call.share(axis, over, device_of(leaves.values()))
+        leaves, memory = trees.named_leaves(grads), call.memory
+        share = call.share(axis, over, trees.device_of(leaves.values()))
         if axis_size(axis) == 1:
             out = optree.tree_map(share.times, grads)
             return (share.unless_idle(out, grads) if call.persistent else out), state._replace(step=state.step + 1)
-        real(leaves, "power_sgd")
+        checks.real(leaves, "power_sgd")
         if call.wire is not None:
             refuse_derivative(leaves.values(), "differentiate through the hook without its codec")
         errors = dict[str, Tensor]()
@@ -231,7 +228,7 @@ def _power_sgd(
         return out, PowerSGDState({path: kept.get(path, old) for path, old in state.q.items()}, state.step + 1)
 
     def loses(params: Tree) -> list[str]:
-        leaves = named_leaves(params)
+        leaves = trees.named_leaves(params)
         found = shapes(leaves)
         return list(leaves if batched and found else found)
 
@@ -242,7 +239,7 @@ def _power_sgd(
 
 def _square(leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """All leaves, concatenated and padded, as a square matrix."""
-    flat = ravel(leaves.values(), None, words_dtype(leaf.dtype for leaf in leaves.values()))
+    flat = ravel(leaves.values(), None, record_words.words_dtype(leaf.dtype for leaf in leaves.values()))
     side = math.isqrt(len(flat) - 1) + 1
     gap = side * side - len(flat)
     return {"": (torch.nn.functional.pad(flat, (0, gap)) if gap else flat).view(side, side)}

@@ -9,22 +9,7 @@ import torch
 from torch import Tensor
 
 from ..axes import all_to_all_single, axis_index
-from ..base import (
-    Call,
-    Needs,
-    Over,
-    Reduction,
-    Restarted,
-    State,
-    Transform,
-    Tree,
-    device_of,
-    factory,
-    map_with_path,
-    named_leaves,
-    sum_in_order,
-    widened,
-)
+from ..base import Call, Needs, Over, Reduction, Restarted, State, Transform, Tree, devices, factory, trees
 from ..codecs import Codec, decode_pieces, encode_rows
 from ..layout import Pieces, pieces_here
 from ._mean import send, summed
@@ -68,10 +53,10 @@ def gather(pieces: Pieces, slices: Tree, like: Tree) -> Tree:
         slices: This rank's slices.
         like: A tree of the structure of the parameters.
     """
-    own, whole = named_leaves(slices), {}
+    own, whole = trees.named_leaves(slices), {}
     for k in range(len(pieces.buckets)):
         whole.update(pieces.leaves(k, _from_all(pieces.pack_own(k, own), pieces, pieces.sizes(k))))
-    return map_with_path(lambda path, _: whole[path], like)
+    return trees.map_with_path(lambda path, _: whole[path], like)
 
 
 def gather_changes(pieces: Pieces, slices: Tree, params: Tree, codec: Codec, step: int) -> Tree:
@@ -85,9 +70,9 @@ def gather_changes(pieces: Pieces, slices: Tree, params: Tree, codec: Codec, ste
         params: The old parameters, equal on all ranks.
         step: It keys the random bits of a stochastic codec.
     """
-    own, old, new = named_leaves(slices), named_leaves(params), {}
+    own, old, new = trees.named_leaves(slices), trees.named_leaves(params), {}
     codec = codec.keyed(0, step) if codec.stochastic and codec.key is None else codec
-    before = named_leaves(pieces.own(params))
+    before = trees.named_leaves(pieces.own(params))
     for k in range(len(pieces.buckets)):
         changes = pieces.pack_own(
             k, {path: (own[path] - old_.to(own[path].dtype)).float() for path, old_ in before.items()}
@@ -96,8 +81,8 @@ def gather_changes(pieces: Pieces, slices: Tree, params: Tree, codec: Codec, ste
         codes = encode_rows(codec, changes.unsqueeze(0), axis_index(pieces.axis))[0]
         data = _from_all(codes, pieces, tuple(map(codec.width, sizes)))
         moved = pieces.leaves(k, decode_pieces(codec, data, sizes))
-        new.update({path: (widened(old[path]) + change).to(old[path].dtype) for path, change in moved.items()})
-    return map_with_path(lambda path, _: new[path], params)
+        new.update({path: (devices.widened(old[path]) + change).to(old[path].dtype) for path, change in moved.items()})
+    return trees.map_with_path(lambda path, _: new[path], params)
 
 
 def _from_all(own: Tensor, pieces: Pieces, sizes: tuple[int, ...]) -> Tensor:
@@ -156,8 +141,8 @@ def scatter_mean(axis: str, over: Over = "weight") -> Transform:
 
     def update(grads: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, State]:
         del params
-        pieces, of = pieces_here(grads, axis), named_leaves(grads)
-        share, slices = call.share(axis, over, device_of(of.values())), dict[str, Tensor]()
+        pieces, of = pieces_here(grads, axis), trees.named_leaves(grads)
+        share, slices = call.share(axis, over, trees.device_of(of.values())), dict[str, Tensor]()
         late = share.behind_sum(list(of.values()))
         own_share = share._replace(total=None) if late else share
         for k in range(len(pieces.buckets)):
@@ -168,7 +153,7 @@ def scatter_mean(axis: str, over: Over = "weight") -> Transform:
                 own = _scatter(pieces, k, own_share.times(pieces.pack(k, of)), axis)
                 own = share.divided([own])[0] if late else own
             slices.update({path: part.to(of[path].dtype) for path, part in pieces.leaves_own(k, own).items()})
-        out = map_with_path(lambda path, _: slices[path], grads)
+        out = trees.map_with_path(lambda path, _: slices[path], grads)
         return (share.unless_idle(out, pieces.own(grads)) if call.persistent else out), state
 
     return Transform(lambda params: (), update, Needs.NOTHING, Reduction(axis, over, True, True), takes=("wire",))
@@ -197,4 +182,4 @@ def _scatter(pieces: Pieces, k: int, flat: Tensor, axis: str) -> Tensor:
     """The sum of this rank's piece of a bucket, added in the order of the ranks."""
     own = pieces.sizes(k)[pieces.rank]
     rows = all_to_all_single(flat, axis, input_split_sizes=pieces.sizes(k), output_split_sizes=(own,) * pieces.ranks)
-    return sum_in_order(rows.view(pieces.ranks, own).unbind(0))
+    return devices.sum_in_order(rows.view(pieces.ranks, own).unbind(0))

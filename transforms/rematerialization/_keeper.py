@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ..base import text
+from ..base import checks
 from ._offload import HOST, Stashed
 from .checkpoint_policies import OFFLOAD, RECOMPUTE, Named, Policy, keep_of, keep_of_name
 
@@ -288,7 +288,7 @@ def checkpoint_name(x: Tensor, name: str) -> Tensor:
     """
     if torch.compiler.is_compiling():
         return x
-    text("checkpoint_name", name)
+    checks.text("checkpoint_name", name)
     if not isinstance(x, Tensor):
         raise TypeError(f"checkpoint_name takes a tensor, got a {type(x).__name__}")
     return _Name.apply(x, name)  # type: ignore[no-untyped-call,no-any-return]

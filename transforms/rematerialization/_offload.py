@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..base import current_stream, new_stream
+from ..base import devices
 
 
 class Stashed:
@@ -45,7 +45,7 @@ class _InHost(Stashed):
         self._back: tuple[Tensor, Any] | None = None
 
     def settle(self) -> None:
-        current_stream(self._device).wait_event(self._copied)
+        devices.current_stream(self._device).wait_event(self._copied)
 
     def _come(self) -> tuple[Tensor, Any]:
         if self._back is None:
@@ -60,7 +60,7 @@ class _InHost(Stashed):
                 if (handle := group.pop(0)()) is not None:
                     handle._come()
         (back, arrived), self._back = self._come(), None
-        current = current_stream(self._device)
+        current = devices.current_stream(self._device)
         current.wait_event(arrived)
         back.record_stream(current)
         return back
@@ -98,8 +98,8 @@ class Host:
 
     def _stream(self, device: torch.device) -> Any:
         if device not in self._streams:
-            self._streams[device] = new_stream(device)
-        self._streams[device].wait_stream(current_stream(device))
+            self._streams[device] = devices.new_stream(device)
+        self._streams[device].wait_stream(devices.current_stream(device))
         return self._streams[device]
 
 

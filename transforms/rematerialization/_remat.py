@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ..base import constant, flag, uncompiled
+from ..base import checks, devices
 from ._flat_call import FlatCall
 from ._functional import call_transformed
 from ._keeper import Keeper
@@ -99,8 +99,8 @@ def runner_of(
     """
     if policy is not None and not callable(policy):
         raise TypeError(f"remat: policy must be a function, got {policy!r}")
-    flag("preserve_rng_state", preserve_rng_state)
-    flag("early_stop", early_stop)
+    checks.flag("preserve_rng_state", preserve_rng_state)
+    checks.flag("early_stop", early_stop)
     if offload not in (None, "cpu"):
         raise TypeError(f"remat: offload must be None or 'cpu', got {offload!r}")
     of_op: Policy = nothing_saveable if policy is None else policy
@@ -124,7 +124,7 @@ def runner_of(
                 return PlainRegion(flat, *make(True), offload is not None, early_stop).first(args, kwargs)
         return call_transformed(flat, *make())
 
-    eager = uncompiled(call)
+    eager = devices.uncompiled(call)
 
     def run(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
@@ -150,10 +150,10 @@ def _compiled(fn: Callable[..., Any], policy: Policy, preserve_rng_state: bool, 
     return checkpoint(fn, *args, **more)
 
 
-_reached = uncompiled(reached)
+_reached = devices.uncompiled(reached)
 
 
-@constant
+@devices.constant
 def _reaches_state(fn: Callable[..., Any], *modules: nn.Module) -> bool:
     """Whether a function reaches buffers or other tensors that it may write into: torch.compile computes again from what is
     in them after the write."""

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ..base import text
+from ..base import checks
 
 __all__ = [
     "dots_saveable",
@@ -244,5 +244,5 @@ def _check_ends(where: str, src: str, dst: str) -> None:
 
 def _names(where: str, names: tuple[str, ...]) -> set[str]:
     for name in names:
-        text(where, name)
+        checks.text(where, name)
     return set(names)

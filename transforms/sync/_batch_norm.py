@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..axes import all_gather, axis_index, current_weight
-from ..base import AxisName, check_weight, some_axes, to_device
+from ..base import AxisName, checks, shares, trees
 
 
 class BatchNormState(NamedTuple):
@@ -79,7 +79,7 @@ def sync_batch_norm(
     running_mean, running_var = state
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     if training:
-        counts = to_device(wide.device, check_weight(current_weight() if weight is None else weight) != 0)
+        counts = trees.to_device(wide.device, shares.check_weight(current_weight() if weight is None else weight) != 0)
         here = counts.to(wide) * (x.numel() / max(x.shape[1], 1))
         own_mean = wide.mean(over) if x.numel() else wide.new_zeros(x.shape[1])
         own_square = (wide - own_mean.view(form)).square().sum(over)
@@ -183,7 +183,7 @@ def convert_sync_batchnorm(module: M, axis: AxisName = "data") -> M:
     >>> model[1]
     SyncBatchNorm(8, eps=1e-05, momentum=0.1, axis='data')
     """
-    some_axes("convert_sync_batchnorm", axis)
+    checks.some_axes("convert_sync_batchnorm", axis)
     if not isinstance(module, nn.Module):
         raise TypeError(f"convert_sync_batchnorm takes a module, got {module!r}")
     made: dict[nn.Module, nn.Module] = {}

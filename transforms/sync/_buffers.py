@@ -6,20 +6,7 @@ import torch
 from torch import Tensor
 
 from ..axes import axis_index, axis_size, from_one, pmax, pmin, psum
-from ..base import (
-    AxisName,
-    Call,
-    Needs,
-    State,
-    Transform,
-    Tree,
-    check_weight,
-    device_of,
-    factory,
-    map_with_path,
-    named_leaves,
-    to_device,
-)
+from ..base import AxisName, Call, Needs, State, Transform, Tree, factory, shares, trees
 
 
 @factory
@@ -50,8 +37,8 @@ def average_buffers(axis: AxisName) -> Transform:
     """
 
     def update(buffers: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, State]:
-        held = named_leaves(buffers)
-        factor = to_device(device_of(held.values()), check_weight(call.weight))
+        held = trees.named_leaves(buffers)
+        factor = trees.to_device(trees.device_of(held.values()), shares.check_weight(call.weight))
         has = factor > 0
         wide = {path: _wide(path, b) for path, b in held.items()}
         terms = {path: torch.where(has, b * factor, 0.0) for path, b in wide.items() if b.is_floating_point()}
@@ -59,7 +46,7 @@ def average_buffers(axis: AxisName) -> Transform:
         terms, total = psum((terms, factor), axis)
         found = {**{path: b / total for path, b in terms.items()}, **pmax(counts, axis)}
         new = {path: _narrow(torch.where(total > 0, found[path], wide[path]), b) for path, b in held.items()}
-        return map_with_path(lambda path, _: new[path], buffers), state
+        return trees.map_with_path(lambda path, _: new[path], buffers), state
 
     return Transform(lambda params: (), update, Needs.LEAVES, equalizes=axis)
 
@@ -89,13 +76,13 @@ def broadcast_buffers(axis: AxisName) -> Transform:
     """
 
     def update(buffers: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, State]:
-        held, ranks = named_leaves(buffers), axis_size(axis)
-        here = to_device(device_of(held.values()), axis_index(axis))
-        first = pmin(torch.where(to_device(here.device, check_weight(call.weight)) > 0, here, ranks), axis)
+        held, ranks = trees.named_leaves(buffers), axis_size(axis)
+        here = trees.to_device(trees.device_of(held.values()), axis_index(axis))
+        first = pmin(torch.where(trees.to_device(here.device, shares.check_weight(call.weight)) > 0, here, ranks), axis)
         new = {
             path: torch.where(first < ranks, b, held[path]) for path, b in from_one(held, first == here, axis).items()
         }
-        return map_with_path(lambda path, _: new[path], buffers), state
+        return trees.map_with_path(lambda path, _: new[path], buffers), state
 
     return Transform(lambda params: (), update, Needs.LEAVES, equalizes=axis)
 

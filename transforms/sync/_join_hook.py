@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..axes import axis_index, axis_size, from_one, pmin
-from ..base import AxisName, State, device_of, some_axes, to_device
+from ..base import AxisName, State, checks, trees
 
 
 class JoinHook(NamedTuple):
@@ -49,7 +49,7 @@ def last_joiner(is_last_joiner: Any, axis: AxisName) -> Tensor:
     [tensor(1), tensor(1), tensor(1)]
     """
     flag = torch.as_tensor(is_last_joiner)
-    found: Tensor = pmin(torch.where(flag, to_device(flag.device, axis_index(axis)), axis_size(axis)), axis)
+    found: Tensor = pmin(torch.where(flag, trees.to_device(flag.device, axis_index(axis)), axis_size(axis)), axis)
     return found
 
 
@@ -73,10 +73,12 @@ def broadcast_from_last(axis: AxisName) -> JoinHook:
     [tensor(2.), tensor(2.), tensor(2.)]
     """
 
-    some_axes("broadcast_from_last", axis)
+    checks.some_axes("broadcast_from_last", axis)
 
     def post(state: State, is_last_joiner: bool) -> State:
-        last = last_joiner(to_device(device_of(optree.tree_leaves(state)), torch.as_tensor(is_last_joiner)), axis)
+        last = last_joiner(
+            trees.to_device(trees.device_of(optree.tree_leaves(state)), torch.as_tensor(is_last_joiner)), axis
+        )
         return from_one(state, last == axis_index(axis), axis)
 
     return JoinHook(post=post)

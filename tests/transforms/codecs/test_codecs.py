@@ -13,7 +13,7 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.transforms.base import fingerprint
+from fjoin.transforms.base.specs import fingerprint
 from fjoin.transforms.codecs import _blocks as _scaled, key_of, places_of
 from fjoin.transforms.codecs._blocks import bits_of, pack, unpack, width
 from tests.helpers import max_diff, same_bits

@@ -11,7 +11,8 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.transforms.base import Call, restrict
+from fjoin.transforms.base import Call
+from fjoin.transforms.base.trees import restrict
 from tests.helpers import max_diff, same_bits
 from tests.power_problem import made
 

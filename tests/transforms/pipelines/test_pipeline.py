@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fjoin import DesyncError, transforms as tx
-from fjoin.transforms.base import numbers_of, rank_bit, ranks_in, words_of
+from fjoin.transforms.base.record_words import numbers_of, rank_bit, ranks_in, words_of
 from tests.helpers import max_diff, raises_text, same_bits
 
 # -- means -------------------------------------------------------------------------------------------

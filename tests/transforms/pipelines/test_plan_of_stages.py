@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.transforms.base import global_norm, named_leaves
+from fjoin.transforms.base.trees import global_norm, named_leaves
 from fjoin.transforms.pipelines import Parts, Records, make_plan, records_of, takes_flat
 from tests.helpers import max_diff, raises_text
 

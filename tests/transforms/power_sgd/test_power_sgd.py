@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fjoin import transforms as tx
 from fjoin.transforms.axes import Axis, bind_axes
-from fjoin.transforms.base import restrict
+from fjoin.transforms.base.trees import restrict
 from tests.helpers import max_diff, same_bits
 from tests.power_problem import COMPRESSED, SHAPES, draws, exact, exact32, made
 

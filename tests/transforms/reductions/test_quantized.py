@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fjoin import transforms as tx
 from fjoin.transforms.axes._simulate import SimulatedAxis
-from fjoin.transforms.base import fingerprint
+from fjoin.transforms.base.specs import fingerprint
 from tests.collective_table import OPS, SIZES, inputs
 from tests.helpers import assert_untouched, raises_text, same_bits, snapshot
 from tests.quantized_calls import AXES, BOTH, CALLS, CODECS, SERVED, on_ranks

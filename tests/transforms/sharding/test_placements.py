@@ -16,7 +16,7 @@ import torch
 
 from fjoin import transforms as tx
 from fjoin.transforms.axes import bound
-from fjoin.transforms.base import marks
+from fjoin.transforms.base.placements import marks
 from fjoin.transforms.pipelines import buffers_placement, params_placement, placed
 from tests.goldens.golden_problem import STEPS, gradients, start, weight
 from tests.goldens.golden_rows import ROWS

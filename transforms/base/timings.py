@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from ._check import axis_names
+from .checks import axis_names
 
 if TYPE_CHECKING:
     from ._transform import Transform

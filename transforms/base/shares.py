@@ -10,9 +10,9 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from ._check import CHECKS, is_finite
-from ._tree import Tree, plain, readable_without_sync, to_device, where
+from .checks import CHECKS, is_finite
 from .devices import divided, scaled
+from .trees import Tree, plain, readable_without_sync, to_device, where
 
 _LEAST, _MOST = 1e-30, 1e30
 

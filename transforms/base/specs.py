@@ -13,8 +13,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from ._check import CHECKS
-from ._tree import flatten_in_insertion_order
+from .checks import CHECKS
+from .trees import flatten_in_insertion_order
 
 
 def code_text(code: types.CodeType) -> str:
@@ -90,11 +90,11 @@ class Spec:
         for key, value in self.args:
             parameter = known.get(key)
             if parameter is not None and parameter.kind is inspect.Parameter.VAR_POSITIONAL:
-                parts += [_show(item) for item in value]
+                parts += [shown(item) for item in value]
             elif parameter is None or parameter.default is inspect.Parameter.empty:
-                parts.append(_show(value))
+                parts.append(shown(value))
             elif (type(value), repr(value)) != (type(parameter.default), repr(parameter.default)):
-                parts.append(f"{key}={_show(value)}")
+                parts.append(f"{key}={shown(value)}")
         return f"{self.name}({', '.join(parts)})"
 
 
@@ -103,20 +103,20 @@ def _is_ours(function: Any) -> bool:
     return str(getattr(function, "__module__", "")).startswith(f"{__package__.rpartition('.')[0]}.")
 
 
-def _show(value: Any) -> str:
+def shown(value: Any) -> str:
     if isinstance(getattr(value, "spec", None), Spec):
         return repr(value.spec)
     if isinstance(value, functools.partial):
         parts = [value.func, *value.args, *value.keywords.values()]
-        return f"partial({', '.join(map(_show, parts))})"
+        return f"partial({', '.join(map(shown, parts))})"
     if callable(value) and hasattr(value, "__qualname__"):
         return str(value.__qualname__)
     if callable(value) and not isinstance(value, type):
         return type(value).__qualname__
     if isinstance(value, tuple) and any(map(callable, value)):
-        return f"({', '.join(map(_show, value))})"
+        return f"({', '.join(map(shown, value))})"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{k!r}: {_show(v)}" for k, v in value.items()) + "}"
+        return "{" + ", ".join(f"{k!r}: {shown(v)}" for k, v in value.items()) + "}"
     return repr(value)
 
 

@@ -9,7 +9,7 @@ import optree
 import torch
 from torch import Tensor
 
-from ._tree import State
+from .trees import State
 
 
 def to_state_dict(state: State) -> dict[str, Any]:

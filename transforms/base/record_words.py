@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from ._share import Number, stacked
+from .shares import Number, stacked
 
 
 def words_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
