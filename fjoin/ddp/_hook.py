@@ -298,8 +298,7 @@ class DDPRun:
         values = {"weight": weight, "live": float(weight > 0), "step_id": step_id}
         self._pass = ModulePass(self)
         with self.mesh.traffic.span(STEP) as span:
-            if span is not None:
-                span.next("agree: begin")
+            span.next("agree: begin")
             record = self.agreements.of_hook(step)
             factor = None if self.scaling is None else 1 / self.body.outer.scale.double()
             first = float(counted > 0) if early else counted  # a loss that carries its weight is in units of 1

@@ -27,4 +27,4 @@ from ._make_mesh import (
 )
 from ._mesh import Communicator as Communicator, Mesh as Mesh, check_mesh as check_mesh
 from ._message import StepEnd as StepEnd, plain as plain
-from ._traffic import TIMELINES as TIMELINES, Sent as Sent, Span as Span, Traffic as Traffic
+from ._traffic import NO_SPAN as NO_SPAN, TIMELINES as TIMELINES, Sent as Sent, Span as Span, Traffic as Traffic

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from contextlib import AbstractContextManager
@@ -64,12 +63,25 @@ class Traffic:
             message = Sent(Message(op, axis, x.dtype, payload, sent), self.stage, time.perf_counter_ns())
         return _Waiting(self, message)
 
-    def span(self, name: str) -> AbstractContextManager[Span | None]:
-        """A context for a part of the program, which traces and torch's profiler show by this name. Where neither looks it is None."""
-        return Span(self, name, timeline()) if TIMELINES or profiler._is_profiler_enabled else _NOTHING
+    def span(self, name: str) -> Span:
+        """A context for a part of the program, which traces and torch's profiler show by this name."""
+        return _Shown(self, name, timeline()) if TIMELINES or profiler._is_profiler_enabled else NO_SPAN
 
 
-_NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
+class Span:
+    """A part of the program, at which nobody looks."""
+
+    def __enter__(self) -> Span:
+        return self
+
+    def next(self, name: str) -> None:
+        """End the part inside this one, and begin another one."""
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+NO_SPAN = Span()
 
 
 class _Waiting:
@@ -91,13 +103,13 @@ class _Waiting:
             line.message(sent, self._begun_ns, ended_ns)
 
 
-class Span:
+class _Shown(Span):
     """A part of the program of which a timeline is told, or torch's profiler."""
 
     def __init__(self, traffic: Traffic, name: str, line: Any) -> None:
         self._traffic, self._name, self._line = traffic, name, line
         self._record = profiler.record_function(f"fjoin/{name}") if line is None else None
-        self._inner: Span | None = None
+        self._inner: _Shown | None = None
 
     def __enter__(self) -> Span:
         if self._record is not None:
@@ -109,7 +121,8 @@ class Span:
     def next(self, name: str) -> None:
         """End the part inside this one, and begin another one."""
         self._end()
-        self._inner = Span(self._traffic, name, self._line).__enter__()
+        self._inner = _Shown(self._traffic, name, self._line)
+        self._inner.__enter__()
 
     def _end(self) -> None:
         if self._inner is not None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..agreement import StepRecord, Sums, numbers
 from ..buckets import GradBuffer
-from ..groups import Communicator, Span
+from ..groups import NO_SPAN, Communicator, Span
 from ..transforms.axes import Work
 from ..transforms.base import Call, Transform
 from ..transforms.pipelines import FLUSH, Effect, Pipeline, Sharding
@@ -49,7 +49,7 @@ class Step:
 
     waits = False  # whether the host waits for the sums, so that it may decide at once
 
-    def __init__(self, run: StepRunner, body: StepData, span: Span | None = None) -> None:
+    def __init__(self, run: StepRunner, body: StepData, span: Span = NO_SPAN) -> None:
         self._run, self._body, self.span = run, body, span
         self.sums: dict[str, Any] | None = None
         self._begun: Begun = {}  # by axes, the records that were sent before the gradients
@@ -99,23 +99,19 @@ class Step:
             NonFinite, DesyncError: on all ranks; the state is as before.
         """
         reducer, body, span = self._run.reducer, self._body, self.span
-        if span is not None:
-            span.next("wait for gradients")
+        span.next("wait for gradients")
         self.sums, self._divisor = reducer.finish(body.hook, body.storage, outgoing)
-        if span is not None:
-            span.next("agree: verdict")
+        span.next("agree: verdict")
         self._decision = decision = self.decide(outgoing)
         if decision.error is not None:
             self._refuse(decision.error)
         elif self._run.pipeline is not None and (skips := self._run.pipeline.skips) is not None:
             body.outer = decision.effect.update_counters(skips, body.outer)
-        if span is not None:
-            span.next("optimizer")
+        span.next("optimizer")
         self._step_params(outgoing)
         if decision.error is None:
             self.end(decision.effect)
-        if span is not None:
-            span.next("states")
+        span.next("states")
         body.hook = decision.effect.keep(reducer.new_state, body.hook)
 
     def flush(self) -> None:
@@ -173,13 +169,11 @@ class Step:
             # A transform of the parameters may have changed them in a step without effect too.
             gathered = effect if pipeline.after is None else effect.at_end
             if gathered.steps is not False:
-                if self.span is not None:
-                    self.span.next("gather of parameters")
+                self.span.next("gather of parameters")
                 self._gather(pipeline.sharding, gathered)
 
     def _name(self, part: Transform, on: str) -> None:
-        if self.span is not None:
-            self.span.next(f"{part.spec.name or 'after'} of {on}")
+        self.span.next(f"{part.spec.name or 'after'} of {on}")
 
     def _transform(self, part: Transform, on: Literal["params", "optimizer"], effect: Effect) -> None:
         body, storage = self._body, self._body.storage

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..agreement import numbers, own_values
 from ..buckets import BucketQueue, Storage
-from ..groups import Communicator, Span
+from ..groups import NO_SPAN, Communicator, Span
 from ..step import STEP, Agreements, Reducer, StateData, StepCheck, make_reducer
 from ..transforms.base import Transform, shares
 from ..transforms.pipelines import Pipeline, make_plan, parts_of
@@ -97,10 +97,9 @@ class Run:
         with self.mesh.traffic.span(STEP) as span:
             return self._step(body, batch, iteration, span)
 
-    def _step(self, body: StateData, batch: Any, iteration: Iteration | None, span: Span | None) -> Metrics:
+    def _step(self, body: StateData, batch: Any, iteration: Iteration | None, span: Span) -> Metrics:
         storage, passes, agreements = body.storage, self.passes, self.agreements
-        if span is not None:
-            span.next("prepare")
+        span.next("prepare")
         self._meter.begin(bool(body.window))
         has_batch = iteration is None or iteration.has_batch
         comes, reads = self.step_check.synchronize, self.step_check.reads
@@ -115,16 +114,13 @@ class Run:
             passes.hooks.detach()
         passes.hooks.attach(storage, one_pass=self.accumulate == 1)
         self.stop()
-        if span is not None:
-            span.next("forward")
+        span.next("forward")
         forward = passes.forward(body, batch, weight, body.calls, iteration)
-        if span is not None:
-            span.next("prepare")
+        span.next("prepare")
         early = agreements.plan.starts_from_weight(body.step, forward.call.mixed)
         grad_output, own = self._own(body, forward, early)
         if within:
-            if span is not None:
-                span.next("backward")
+            span.next("backward")
             passes.backward_within(forward, grad_output, storage)
             body.window, body.buffers, body.calls = own, forward.buffers, body.calls + 1
             body.batches += has_batch
@@ -136,13 +132,11 @@ class Run:
         record = agreements.of_hook(body.step)
         counts = agreements.of_all.complete(own, step_id, has_next)
         values = counts if record is agreements.of_all else record.complete(own, step_id)
-        if span is not None:
-            span.next("agree: begin")
+        span.next("agree: begin")
         one = FlatStep(self, body, span)
         one.open(record, values, counts, body.first, grad_output.rest, early)
-        if span is not None:
-            span.next("backward and launches")
-        queue.start(storage, self.reducer.launch if span is None else one.launch)
+        span.next("backward and launches")
+        queue.start(storage, self.reducer.launch if span is NO_SPAN else one.launch)
         passes.backward(forward, grad_output, storage)
         queue.finish()
         try:
