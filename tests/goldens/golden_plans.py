@@ -11,7 +11,7 @@ from typing import Any
 
 from fjoin import transforms as tx
 from fjoin.transforms import base
-from fjoin.transforms.base._spec import encode
+from fjoin.transforms.base.specs import encode
 from tests.goldens.golden_problem import start
 from tests.goldens.golden_rows import ROWS, WORLDS
 

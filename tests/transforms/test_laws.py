@@ -14,7 +14,7 @@ import torch
 import fjoin
 from fjoin import transforms as tx
 from fjoin.testing import LAWS
-from fjoin.transforms.base._spec import _FACTORIES
+from fjoin.transforms.base.specs import _FACTORIES
 from tests.optimizer_table import OPTIMIZERS
 from tests.transform_table import TRANSFORMS
 

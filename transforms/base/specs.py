@@ -230,7 +230,7 @@ def fingerprint(*parts: Any) -> str:
         32 hexadecimal digits.
 
     >>> from fjoin import transforms as tx
-    >>> from fjoin.transforms.base import fingerprint
+    >>> from fjoin.transforms.base.specs import fingerprint
     >>> fingerprint(tx.identity()) == fingerprint(tx.clip_by_value(1.0))
     False
     """
