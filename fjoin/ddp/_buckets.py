@@ -132,9 +132,9 @@ def bucket_of(paths: tuple[str, ...], numel: int, like: Tensor) -> Bucket:
     return Bucket(paths, (), numel, like.dtype, like.device, True, ())
 
 
-def divide(outs: Iterable[GradBuffer], divisor: float | Tensor) -> None:
-    """Divide summed gradients in place; by nothing where the divisor is 0."""
-    divisor = shares.nonzero_or_one(divisor)
+def divide(outs: Iterable[GradBuffer], total: float | Tensor) -> None:
+    """Divide summed gradients in place; by nothing where the total is 0."""
+    total = shares.nonzero_or_one(total)
     for out in outs:
-        if isinstance(divisor, Tensor) or divisor != 1.0:
-            out.grads.div_(divisor)
+        if isinstance(total, Tensor) or total != 1.0:
+            out.grads.div_(total)

@@ -15,7 +15,7 @@ from ..transforms.pipelines import Effect, Sharding
 from ._buckets import after_backward, divide, raise_after_backward
 
 if TYPE_CHECKING:
-    from ._hook import DDPRun
+    from ._ddp_run import DDPRun
 
 
 class ModulePass(Step):
@@ -69,7 +69,7 @@ class ModulePass(Step):
         grads = run.agreements.check.grads
         by_kernels = decision.changes and run.divides and self._used is None and grads.readable_without_sync(outgoing)
         if not by_kernels:
-            divide(outgoing, self._divisor)
+            divide(outgoing, self._total)
         if run.pipeline is None or not decision.changes:
             return
         own, optimizer, used = self._own_leaves(), run.pipeline.optimizer, self._used
@@ -80,7 +80,7 @@ class ModulePass(Step):
             for path, grad in out.by_path().items()
             if used is None or path in used
         ]
-        scale = decision.divisor if by_kernels else None
+        scale = decision.total if by_kernels else None
         run.params.stepper.step(items, grad_scale=scale, found_inf=decision.found_inf)
 
     def _gather(self, sharding: Sharding, effect: Effect) -> None:

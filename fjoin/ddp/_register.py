@@ -25,7 +25,7 @@ from ..transforms.base import Over, Transform, shares
 from ..transforms.optimizers import Optimizer, frozen, with_hyperparameters
 from ..transforms.pipelines import Explanation, Pipeline, axes_of, fuse, warn_if_silent
 from ._comm_hooks import comm_hook
-from ._hook import DDPRun
+from ._ddp_run import DDPRun
 
 
 def keep_stepped(model: DistributedDataParallel, paths: Iterable[str]) -> None:

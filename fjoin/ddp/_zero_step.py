@@ -18,7 +18,7 @@ from ..transforms.base import Spec, Transform, state_dicts
 from ..transforms.optimizers import Optimizer
 from ..transforms.pipelines import zero as sharded
 from . import _comm_hooks
-from ._hook import DDPRun
+from ._ddp_run import DDPRun
 from ._register import keep_stepped
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]

@@ -2,11 +2,12 @@
 
 Files, from the ground up:
 _hook_state    the hook's state, as a step stores it
-_verdict       whether to step, from the record and the gradients; the divisor that the optimizer's kernels apply
+_verdict       whether to step, from the record and the gradients; the total by which the optimizer's kernels divide
 _interleave    stages of several buckets in turns, and side streams
 _body          the data of a training state, and the ends of a step
 _agreements    the records that ranks sum
 _stages        the stages of a hook, on buckets and on the whole tree
+_scaling       the factors of a plain mean: who applies which, and when
 _reducer       runs the hook: `SumReducer` sums buckets in place, `StagedReducer` runs any stages
 _step          `Step`: a whole step, of a train_step and of a registered module
 """

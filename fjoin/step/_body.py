@@ -131,7 +131,7 @@ class StateData(StepData):
     batches: int = 0  # the number of batches consumed on this rank
     calls: int = 0  # the number of calls of the step, larger than `step` where gradients are accumulated
     window: dict[str, Any] = field(default_factory=dict)  # this rank's record of an open window
-    first: float = 1.0  # the first weight above 0 in this window
+    window_weight: float = 1.0  # the weight of this window's first call of weight above 0
     version: int = 0
     torn: bool = False  # whether a step has failed after it had changed some of the parameters
     lost: str = ""  # why the open window is lost; all else is intact, so the state can still be read

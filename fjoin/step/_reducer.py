@@ -13,13 +13,14 @@ from ..agreement import StepRecord, Sums
 from ..buckets import GradBuffer
 from ..groups import Communicator, keep_freed
 from ..transforms.axes import Axis, PieceSum, Work
-from ..transforms.base import Call, Share, Totals, Transform, shares, trees
+from ..transforms.base import Call, Totals, Transform, shares, trees
 from ..transforms.combinators import stages
 from ..transforms.layout import Pieces, bind_pieces, record_bucket
 from ..transforms.pipelines import Plan, StepPlace, takes_flat
 from ._agreements import Agreements
 from ._body import Params
 from ._hook_state import FLAT, Form, HookState
+from ._scaling import Scaling
 from ._stages import BucketStages
 from ._verdict import Clip, GradCheck
 
@@ -32,9 +33,9 @@ class Opened(NamedTuple):
     record: the record over the axes that the hook reduces over in this step, and this rank's `values` in it.
     step: the number of steps before this one.
     begun: by axes, the records that are under way already.
-    first: the first weight above 0 of this rank's window. Where no loss carries the weight: the weight.
-    factor: what remains to be multiplied into this rank's gradients before they are sent: 0-d, or None for nothing.
-    early: whether the loss has communicated, so that its backward pass has started from this rank's weight.
+    window_weight: the weight of the window's first call of weight above 0. If no loss carries the weight: the weight.
+    late_factor: multiply this rank's gradients by it before they are sent: 0-d; None: by nothing.
+    is_weighted: whether the gradients carry this rank's weight, since the loss has communicated.
     """
 
     storage: Params
@@ -42,9 +43,9 @@ class Opened(NamedTuple):
     values: dict[str, Any]
     step: int
     begun: Begun
-    first: float
-    factor: Tensor | None
-    early: bool = False
+    window_weight: float
+    late_factor: Tensor | None
+    is_weighted: bool = False
 
 
 class Reducer:
@@ -55,20 +56,20 @@ class Reducer:
     """
 
     clip: Clip | None = None
-    _factor: Tensor | None = None  # of this step, see `Opened`
+    _late_factor: Tensor | None = None  # of this step, see `Opened`
     _state: Any = None  # of this step
 
     def init(self, storage: Params) -> Any:
         """The initial state."""
         raise NotImplementedError
 
-    def loss_factor(self, weight: float, first: float, float16: bool) -> float:
-        """The factor of the loss, where a loss carries it.
+    def seed(self, counted: float, window_weight: float, float16: bool) -> float:
+        """The gradient of the loss from which backward starts, if a loss carries the weight.
 
         Args:
-            weight: This rank's weight, or 1 or 0 where ranks do not count by their weights.
-            first: The first weight above 0 of this rank's window.
-            float16: Whether some parameters are float16, so that the ranks agree on their weights before they send gradients.
+            counted: This rank's weight, or 1 or 0 if ranks do not count by their weights.
+            window_weight: See `Opened`.
+            float16: Whether some parameters are float16.
         """
         raise NotImplementedError
 
@@ -88,7 +89,7 @@ class Reducer:
         """Complete the messages after backward, and look at the gradients.
 
         Returns:
-            The summed record, or None where it takes a verdict; the divisor of the gradients.
+            The summed record, or None if it takes a verdict; the total, by which the gradients are divided.
         """
         raise NotImplementedError
 
@@ -134,7 +135,7 @@ class StagedReducer(Reducer):
         last = stages(plan.early)[-1:] if plan.early is not None else []
         fresh = any(part.reduces is not None and part.reduces.fusable for part in last)
         self._stages = BucketStages(plan, mesh, self._flat, fresh)
-        self._given = 1.0  # the factor of the gradients by which backward has started; the hook weighs them itself
+        self._seed = 1.0  # from which backward has started: divided out, since the hook weighs the gradients itself
         self._sums: Sums | None = None  # the record, where it is sent before the gradients
         self._old: tuple[HookState, Params] | None = None  # the state and the parameters from which this step begins
         self._pieces: list[Pieces | None] = []  # by flat bucket, where the stages that run on it shard
@@ -165,9 +166,9 @@ class StagedReducer(Reducer):
         with bind_pieces(storage.pieces and storage.pieces.flat(k, FLAT)):
             return early.init({FLAT: storage.flats[k]})
 
-    def loss_factor(self, weight: float, first: float, float16: bool) -> float:
-        """The factor of the loss: its part of the window, in units of the first weight."""
-        return weight / first
+    def seed(self, counted: float, window_weight: float, float16: bool) -> float:
+        """The call's part of the window, in units of the first weight."""
+        return counted / window_weight
 
     # -- bucket by bucket -----------------------------------------------------------------------
 
@@ -181,9 +182,10 @@ class StagedReducer(Reducer):
 
     def start(self, state: HookState, opened: Opened) -> None:
         """Prepare for the buckets of a step."""
-        reduced, weight, self._factor = self._plan.reduced(opened.step), opened.values["weight"], opened.factor
-        self._given = self._plan.counted(weight, opened.step) / opened.first if weight else 1.0
-        if opened.early and (why := self._plan.needs_equal_weights(opened.step)):
+        reduced, weight = self._plan.reduced(opened.step), opened.values["weight"]
+        self._late_factor = opened.late_factor
+        self._seed = self.seed(self._plan.counted(weight, opened.step), opened.window_weight, False) if weight else 1.0
+        if opened.is_weighted and (why := self._plan.needs_equal_weights(opened.step)):
             sums = opened.begun[reduced.axes].read(False)
             if weight and not math.isclose(weight * sums["live"], sums["weight"], rel_tol=1e-6):
                 text = f"{weight!r} here, and {sums['weight'] / sums['live']!r} on average; give them equal weights, or change the hook"
@@ -197,10 +199,10 @@ class StagedReducer(Reducer):
 
     def launch(self, index: int, out: GradBuffer) -> Work | None:
         """Run one bucket's hook until its first message is under way; `wait` runs it to its end."""
-        if self._factor is not None:
-            multiply_(out.grads, self._factor)
-        if self._given != 1.0:
-            out.grads.div_(self._given)
+        if self._late_factor is not None:
+            multiply_(out.grads, self._late_factor)
+        if self._seed != 1.0:
+            out.grads.div_(self._seed)
         self._grads.before_hook(out)
         if self._early is None or self._old is None:
             return None
@@ -221,7 +223,7 @@ class StagedReducer(Reducer):
     def finish(
         self, old: HookState, storage: Params, outgoing: list[GradBuffer]
     ) -> tuple[dict[str, Any] | None, float]:
-        """Run the other stages on all gradients; returns the summed record, and 1 as the divisor."""
+        """Run the other stages on all gradients; returns the summed record, and 1 as the total."""
         for out in outgoing:
             out.wait()
         buckets, rest = self._stages.finish(outgoing, old.rest, storage)
@@ -235,10 +237,7 @@ class StagedReducer(Reducer):
 class SumReducer(Reducer):
     """Runs a hook that begins with `mean` or `sum_over` and contains no further reduction.
 
-    The buckets are summed in place, each rank's gradients times its weight. A loss carries that, and a power of two near
-    1 / ranks, which loses no bit: with equal weights and a power of two of ranks the sum is already the mean, and no kernel
-    has to divide. Sums of float16 gradients would not fit: there the ranks agree on their weights first, and each sends
-    its share of the mean.
+    The buckets are summed in place; `Scaling` says who weighs and divides them.
 
     Args:
         weighs: Whether it multiplies the gradients by the weight, since no loss carries it.
@@ -252,13 +251,11 @@ class SumReducer(Reducer):
     def __init__(self, plan: Plan, mesh: Communicator, record: StepRecord, grads: GradCheck, weighs: bool) -> None:
         assert plan.reduce is not None
         self._hook, self._plan, self._mesh, self._record, self._grads = plan.hook, plan, mesh, record, grads
-        self._weighs = weighs
-        self._axes = record.axes
+        self._scaling, self._axes = Scaling.of(record.ranks, weighs), record.axes
         by_norm = None if plan.clip is None else plan.clip.by_norm
         self.clip = None if by_norm is None else by_norm.factor
-        self._unit = 1.0 if weighs else 2.0 ** -math.floor(math.log2(record.ranks))
-        self._float16 = False  # whether the ranks agree on their weights before they send gradients, since some of these are float16
-        self._first = 1.0  # the first weight above 0 of this rank's window
+        self._float16 = False  # whether some gradients are float16
+        self._window_weight = 1.0  # of this step, see `Opened`
         self._carrier: GradBuffer | None = None  # the bucket whose message carries the record
         self._stages = BucketStages(plan, mesh)  # those behind the reduction run on all buckets
         self._alone: Sums | None = None  # the record's own message, where no bucket carries it
@@ -268,9 +265,9 @@ class SumReducer(Reducer):
         params = {path: leaf.detach() for path, leaf in storage.leaves.items()}
         return trees.copy_if_aliased(self._hook.init(params), storage.flats)
 
-    def loss_factor(self, weight: float, first: float, float16: bool) -> float:
-        """The factor of the loss: starting backward from the weight applies it at no cost."""
-        return weight / first if float16 else weight * self._unit
+    def seed(self, counted: float, window_weight: float, float16: bool) -> float:
+        """See `Scaling`."""
+        return self._scaling.seed(counted, window_weight, float16)
 
     def prepare(self, storage: Params) -> list[GradBuffer]:
         """The buffers of the messages."""
@@ -287,7 +284,8 @@ class SumReducer(Reducer):
     def start(self, state: Any, opened: Opened) -> None:
         """Prepare for the buckets of a step."""
         values, record, layout = opened.values, opened.record, opened.storage.layout
-        self._first, self._factor, self._float16 = opened.first, opened.factor, opened.storage.float16
+        self._window_weight, self._late_factor = opened.window_weight, opened.late_factor
+        self._float16 = opened.storage.float16
         if self._plan.rest:
             self._stages.begin(Call(values["weight"], opened.step), layout, sends=False)
         if self._carrier is not None:
@@ -297,20 +295,14 @@ class SumReducer(Reducer):
             self._alone = opened.begun.get(self._axes) or record.send(values)
 
     def launch(self, index: int, out: GradBuffer) -> Work:
-        if self._factor is not None:
-            multiply_(out.grads, self._factor)
-        if self._float16:  # the gradients carry weight / first
-            total = (
-                None
-                if self._plan.over is None
-                else shares.nonzero_or_one(self._plan.divisor(self.sums(), self._record.ranks))
-            )
-            of_all = Share(self._first, total).times(out.grads, in_place=True)
-            if of_all is not out.grads:
-                out.grads.copy_(of_all)
-        elif self._weighs:
-            Share(self._first, None).times(out.grads, in_place=True)
+        if self._late_factor is not None:
+            multiply_(out.grads, self._late_factor)
+        total = self._total(self.sums()) if self._float16 else None
+        self._scaling.before_sending_(out.grads, self._window_weight, self._float16, total)
         return self._send(out)
+
+    def _total(self, sums: Mapping[str, Any]) -> Any:
+        return None if self._plan.over is None else shares.nonzero_or_one(self._plan.total(sums, self._record.ranks))
 
     def _send(self, out: GradBuffer) -> Work:
         return self._mesh.reduce_(out.buffer, self._axes)
@@ -339,16 +331,16 @@ class SumReducer(Reducer):
             if not rest:
                 self._grads.observe(out)  # while later messages are still under way
         sums = self.sums()
-        divisor = 1.0 if self._float16 else self._plan.divisor(sums, self._record.ranks) * self._unit
+        total = self._scaling.behind_sum(self._plan.total(sums, self._record.ranks), self._float16)
         if not rest:
             clip = self._plan.clip
             keeps = None if clip is None or clip.by_norm is None else clip.by_norm.keeps
-            kept = () if keeps is None else keeps(self._grads.norm_of(outgoing) / divisor)
+            kept = () if keeps is None else keeps(self._grads.norm_of(outgoing) / total)
             self._state = () if clip is None else ((), kept)
-            return sums, divisor
+            return sums, total
         for out in outgoing:
             out.told = None  # the stages make other values of these
-            out.grads.div_(shares.nonzero_or_one(divisor))
+            out.grads.div_(shares.nonzero_or_one(total))
         axes, totals = self._record.axes, _totals_in(sums)
         self._state = (old[0], *self._stages.finish(outgoing, old[1:], storage, (axes, totals))[1])
         for out in outgoing:

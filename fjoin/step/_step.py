@@ -35,7 +35,7 @@ class StepRunner(Protocol):
 class Step:
     """One step on this rank. Those who hold the parameters say in a subclass how they are stepped and gathered.
 
-        one.open(record, values, counts, first)              # records of weights leave, where a mean needs them first
+        one.open(record, values, counts, window_weight)      # records of weights leave, where a mean needs them first
         out.work = reducer.launch(index, out)                # in backward, for each bucket: its message leaves; `launch` names it
         one.close_pass(outgoing)                             # sums arrive; ranks decide alike; the optimizer steps
 
@@ -54,7 +54,7 @@ class Step:
         self.sums: dict[str, Any] | None = None
         self._begun: Begun = {}  # by axes, the records that were sent before the gradients
         self._counts: Sums | None = None  # the record of all ranks that loop together, where these are more
-        self._divisor: Any = 1.0  # of the gradients
+        self._total: Any = 1.0  # by which the gradients are still to be divided
         self._decision = Decision(FLUSH)
 
     def open(
@@ -62,9 +62,9 @@ class Step:
         record: StepRecord,
         values: dict[str, Any],
         counts: dict[str, Any],
-        first: float,
-        factor: Tensor | None = None,
-        early: bool = False,
+        window_weight: float,
+        late_factor: Tensor | None = None,
+        is_weighted: bool = False,
     ) -> None:
         """Send the records that go before the gradients, and prepare for these.
 
@@ -72,7 +72,7 @@ class Step:
             record: The record of the ranks that share the gradients.
             values: This rank's values in it.
             counts: This rank's values in the record of all ranks that loop together.
-            first, factor, early: See `Opened`.
+            window_weight, late_factor, is_weighted: See `Opened`.
         """
         run, body = self._run, self._body
         agreements, self._record, self._values = run.agreements, record, values
@@ -85,7 +85,8 @@ class Step:
             self._counts = agreements.send(counts)
         if agreements.plan.reduce is None:
             agreements.check.grads.begin(agreements.plan, body.step)
-        run.reducer.start(body.hook, Opened(body.storage, record, values, body.step, begun, first, factor, early))
+        opened = Opened(body.storage, record, values, body.step, begun, window_weight, late_factor, is_weighted)
+        run.reducer.start(body.hook, opened)
 
     def launch(self, index: int, out: GradBuffer) -> Work | None:
         """Start the messages of a full bucket, which have its number in traces."""
@@ -100,7 +101,7 @@ class Step:
         """
         reducer, body, span = self._run.reducer, self._body, self.span
         span.next("wait for gradients")
-        self.sums, self._divisor = reducer.finish(body.hook, body.storage, outgoing)
+        self.sums, self._total = reducer.finish(body.hook, body.storage, outgoing)
         span.next("agree: verdict")
         self._decision = decision = self.decide(outgoing)
         if decision.error is not None:
@@ -154,7 +155,7 @@ class Step:
         late = None
         if self._record is not agreements.of_all:
             late = () if self._counts is None else agreements.read(step, self._counts)
-        return check.decide(step, self.sums, outgoing, self._divisor, run.reducer.clip, late)
+        return check.decide(step, self.sums, outgoing, self._total, run.reducer.clip, late)
 
     def end(self, effect: Effect) -> None:
         """Transform the parameters and the optimizer's state at the end of a step, and gather the parameters."""

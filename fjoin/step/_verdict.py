@@ -178,14 +178,14 @@ class GradCheck:
         norms = [out.seen for out in outgoing]
         return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), dtype=torch.float64)
 
-    def divisor_and_norm(
-        self, outgoing: Sequence[GradBuffer], divisor: Any, clip: Callable[[Tensor], Tensor] | None
+    def total_and_norm(
+        self, outgoing: Sequence[GradBuffer], total: Any, clip: Callable[[Tensor], Tensor] | None
     ) -> tuple[Any, Tensor | None]:
-        """The divisor of the kernels, and the norm of the gradients before they are clipped, where they are."""
+        """The total by which the kernels divide, and the norm of the gradients before they are clipped, where they are."""
         if clip is None:  # a plain number stays one: copying it to a device would wait for the device
-            return divisor, None
-        norm = self.norm_of(outgoing) / divisor
-        return divisor / clip(norm), norm
+            return total, None
+        norm = self.norm_of(outgoing) / total
+        return total / clip(norm), norm
 
     def nonfinite_paths(self, outgoing: Sequence[GradBuffer]) -> tuple[str, ...]:
         """The parameters whose gradients are not finite. The ranks that hold pieces exchange what they have found."""
@@ -217,7 +217,7 @@ Clip: TypeAlias = Callable[[Tensor], Tensor]
 
 class Decision(NamedTuple):
     effect: Effect
-    divisor: Tensor | None = None  # the divisor that the kernels apply to the gradients
+    total: Tensor | None = None  # by which the kernels divide the gradients; None: by nothing
     found_inf: Tensor | None = None  # 1 where the kernels must change nothing; None where the host has decided
     error: Exception | None = None  # all ranks raise it
     norm: Any = None  # of the gradients after the division, before they are clipped, where it is needed: 0-d float64
@@ -276,7 +276,7 @@ class StepCheck:
         step: int,
         sums: dict[str, Any],
         outgoing: Sequence[GradBuffer],
-        divisor: Any,
+        total: Any,
         clip: Clip | None,
         counts: Sequence[CountsOfAll] | None = None,
     ) -> Decision:
@@ -286,7 +286,7 @@ class StepCheck:
             step: Its number, for the error.
             sums: The record, summed over the ranks that share the gradients.
             outgoing: The gradients after the hook, not yet divided.
-            divisor: Their divisor.
+            total: What to divide them by.
             clip: From their norm after the division to a further factor; or None.
             counts: The records of all ranks that loop together, where these are more than the ranks that share the
                 gradients. A step that is not finite here then raises in a later step, on all these ranks.
@@ -299,7 +299,7 @@ class StepCheck:
         for _, of_all in records:
             on_device = on_device or isinstance(of_all["weight"], Tensor)
         if on_device:
-            return self._on_device(step, records, sums, outgoing, divisor, clip, counts is None)
+            return self._on_device(step, records, sums, outgoing, total, clip, counts is None)
         for late, of_all in records:
             if self._ids is not None:
                 self._ids.check(step, of_all, late)
@@ -316,10 +316,8 @@ class StepCheck:
         effect = Effect(live, fine)
         if not effect.steps:
             return Decision(effect)
-        divisor, norm = self.grads.divisor_and_norm(outgoing, divisor, clip)
-        return Decision(
-            effect, None if divisor == 1.0 else torch.tensor(float(divisor), dtype=torch.float64), norm=norm
-        )
+        total, norm = self.grads.total_and_norm(outgoing, total, clip)
+        return Decision(effect, None if total == 1.0 else torch.tensor(float(total), dtype=torch.float64), norm=norm)
 
     def _on_device(
         self,
@@ -327,7 +325,7 @@ class StepCheck:
         records: Sequence[CountsOfAll],
         sums: dict[str, Any],
         outgoing: Sequence[GradBuffer],
-        divisor: Any,
+        total: Any,
         clip: Clip | None,
         together: bool,
     ) -> Decision:
@@ -352,12 +350,12 @@ class StepCheck:
         self.reads.add((step, records), torch.stack(words))
         effect = Effect(live, fine & inverse(left | other), raises)
         found_inf = inverse(effect.steps).to(torch.float32)  # type: ignore[union-attr]
-        divisor, norm = self.grads.divisor_and_norm(outgoing, divisor, clip)
-        if isinstance(divisor, Tensor):  # a NaN would stay in the padding of the buckets
-            divisor = torch.where(found_inf == 0, divisor, torch.ones_like(divisor))
+        total, norm = self.grads.total_and_norm(outgoing, total, clip)
+        if isinstance(total, Tensor):  # a NaN would stay in the padding of the buckets
+            total = torch.where(found_inf == 0, total, torch.ones_like(total))
         else:
-            divisor = None if divisor == 1.0 else found_inf.new_full((), divisor, dtype=torch.float64)
-        return Decision(effect, divisor, found_inf, norm=norm)
+            total = None if total == 1.0 else found_inf.new_full((), total, dtype=torch.float64)
+        return Decision(effect, total, found_inf, norm=norm)
 
     def _is_fine(self, sums: dict[str, Any], outgoing: Sequence[GradBuffer]) -> Flag:
         """Whether the weights, the loss and the gradients are finite on all ranks that share gradients."""

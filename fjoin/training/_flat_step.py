@@ -58,7 +58,7 @@ class FlatStep(Step):
             body.buffers = body.buffers_before
             return
         in_order = reversed(list(enumerate(outgoing)))  # of the forward pass, in which the parameters are gathered
-        for index in step_buckets(storage, in_order, decision.divisor, decision.found_inf):
+        for index in step_buckets(storage, in_order, decision.total, decision.found_inf):
             # Fused kernels do not increment the version: without this a graph that still needs the old values,
             # such as the user's own, would silently use the new ones.
             torch.autograd.graph.increment_version(storage.flats[index])

@@ -82,58 +82,58 @@ def shadowed(axes: Mapping[str, Any], along: Collection[str]) -> dict[str, Axis]
 class GradOutput(NamedTuple):
     """What a backward pass starts from, so that the gradients carry this rank's factor and the scale of the loss."""
 
-    start: Any = 1.0  # the gradient of the loss: a number, or a 0-d tensor like the loss
-    rest: Tensor | None = None  # what the gradients are still to be multiplied by before they are sent; 0-d float64
-    rounding: float = (
-        1.0  # the factor by which `start` is larger than this rank's weight, where a 16-bit loss rounds it
-    )
+    seed: Any = 1.0  # the gradient of the loss: a number, or a 0-d tensor like the loss
+    late_factor: Tensor | None = None  # multiply the gradients by it before they are sent; 0-d float64
+    rounding: float = 1.0  # seed / weight: not 1 only if a 16-bit loss rounds the weight
 
     def backward(self, loss: Tensor) -> None:
-        start = self.start
-        if isinstance(start, float):
-            start = None if start == 1.0 else torch.full_like(loss, start)
-        loss.backward(start)
+        seed = self.seed
+        if isinstance(seed, float):
+            seed = None if seed == 1.0 else torch.full_like(loss, seed)
+        loss.backward(seed)
 
 
-def grad_output_of(loss: Tensor | None, factor: float, scale: Tensor | None, adds: bool, early: bool) -> GradOutput:
-    """The gradient to start backward from: the loss's factor, times its scale if there is one.
+def grad_output_of(loss: Tensor | None, seed: float, scale: Tensor | None, adds: bool, is_weighted: bool) -> GradOutput:
+    """What backward starts from: the seed, times the scale of the loss if there is one.
 
-    A 16-bit loss would round the factor, so there the gradients are multiplied. In a window they cannot be, and the rounded
-    weight counts. Other losses carry the factor.
+    A 16-bit loss would round the seed, so the gradients are multiplied later. In a window they cannot be, and the rounded
+    weight counts.
 
     Args:
         loss: The loss. None where this rank has no batch.
-        factor: The hook's factor of the loss; see `Reducer.loss_factor`.
+        seed: See `Reducer.seed`.
         scale: The scale of the loss, 0-d float32, or None.
         adds: Whether gradients of several micro-batches are added before they are sent, so that each must already
-            carry its factor.
-        early: Whether the loss must carry the factor, since a collective in it mixes the ranks' losses in the backward pass.
+            carry its seed.
+        is_weighted: Whether backward must start from the seed, since a collective in the loss mixes the ranks' losses.
 
     Raises:
-        ValueError: the factor does not fit into the loss's dtype.
+        ValueError: the seed does not fit into the loss's dtype.
     """
     wide = None if scale is None else scale.double()
-    rest = None if wide is None else 1 / wide
+    late_factor = None if wide is None else 1 / wide
     if loss is None:
-        return GradOutput(0.0, rest if adds else None)
+        return GradOutput(0.0, late_factor if adds else None)
     rounding = 1.0
-    if loss.dtype.itemsize < 4 and factor not in (0.0, 1.0) and not early:
+    if loss.dtype.itemsize < 4 and seed not in (0.0, 1.0) and not is_weighted:
         if adds:
-            exact = factor * (1.0 if wide is None else wide.item())
+            exact = seed * (1.0 if wide is None else wide.item())
             rounding = float(torch.tensor(exact, dtype=loss.dtype)) / exact
-            factor *= rounding
+            seed *= rounding
         else:
-            rest = torch.tensor(factor, dtype=torch.float64) * (1.0 if rest is None else rest)
-            factor = 1.0
-    if wide is None and not (rounding and math.isfinite(factor)):
+            late_factor = torch.tensor(seed, dtype=torch.float64) * (1.0 if late_factor is None else late_factor)
+            seed = 1.0
+    if wide is None and not (rounding and math.isfinite(seed)):
         raise ValueError(
             f"the weight of this batch is too {'large' if rounding else 'small'} for a loss of {loss.dtype}; return the loss as float32, "
             f"or use other weights (only their ratios matter)"
         )
     if wide is None:
-        return GradOutput(factor, rest, rounding)
+        return GradOutput(seed, late_factor, rounding)
     # Where the scaled loss overflows the gradients do too, and the step is left out.
-    return GradOutput((wide * factor).to(loss.device, loss.dtype), rest, rounding if math.isfinite(rounding) else 1.0)
+    return GradOutput(
+        (wide * seed).to(loss.device, loss.dtype), late_factor, rounding if math.isfinite(rounding) else 1.0
+    )
 
 
 NOTHING = GradOutput(0.0)  # for a backward pass whose gradients are discarded

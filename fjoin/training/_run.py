@@ -117,8 +117,8 @@ class Run:
         span.next("forward")
         forward = passes.forward(body, batch, weight, body.calls, iteration)
         span.next("prepare")
-        early = agreements.plan.starts_from_weight(body.step, forward.call.mixed)
-        grad_output, own = self._own(body, forward, early)
+        is_weighted = agreements.plan.starts_from_weight(body.step, forward.call.mixed)
+        grad_output, own = self._own(body, forward, is_weighted)
         if within:
             span.next("backward")
             passes.backward_within(forward, grad_output, storage)
@@ -134,7 +134,7 @@ class Run:
         values = counts if record is agreements.of_all else record.complete(own, step_id)
         span.next("agree: begin")
         one = FlatStep(self, body, span)
-        one.open(record, values, counts, body.first, grad_output.rest, early)
+        one.open(record, values, counts, body.window_weight, grad_output.late_factor, is_weighted)
         span.next("backward and launches")
         queue.start(storage, self.reducer.launch if span is NO_SPAN else one.launch)
         passes.backward(forward, grad_output, storage)
@@ -157,25 +157,27 @@ class Run:
         summed = lambda: numbers(of_all(), reads.now)  # noqa: E731
         return Metrics(body.step - 1, True, forward.aux, summed, comes, others, self.mesh.rank)
 
-    def _own(self, body: StateData, forward: Forward, early: bool) -> tuple[GradOutput, dict[str, Any]]:
+    def _own(self, body: StateData, forward: Forward, is_weighted: bool) -> tuple[GradOutput, dict[str, Any]]:
         """What backward starts from, and this rank's values of the window so far.
 
         Args:
-            early: See `Opened`. Ranks whose losses are mixed need one unit of their weights.
+            is_weighted: See `Opened`. Ranks whose losses are mixed need one unit of their weights.
         """
         loss, weight = forward.loss, forward.weight
         counted = self.agreements.plan.counted(weight, body.step)
         if not body.window or not body.window["weight"]:
-            body.first = 1.0 if early else counted or 1.0
-        elif early and body.first != 1.0 and (self.agreements.plan.reduce is None or body.storage.float16):
+            body.window_weight = 1.0 if is_weighted else counted or 1.0
+        elif (
+            is_weighted and body.window_weight != 1.0 and (self.agreements.plan.reduce is None or body.storage.float16)
+        ):
             raise ValueError(
                 "loss_fn has communicated in this call of an accumulation window, and not in the first one; let each call communicate"
             )
-        if early and loss is not None:
+        if is_weighted and loss is not None:
             shares.check_exact(loss, counted)
         scale = body.outer.scale if self._scales else None
-        factor = self.reducer.loss_factor(counted, body.first, body.storage.float16)
-        grad_output = grad_output_of(loss, factor, scale, self.accumulate > 1, early)
+        seed = self.reducer.seed(counted, body.window_weight, body.storage.float16)
+        grad_output = grad_output_of(loss, seed, scale, self.accumulate > 1, is_weighted)
         sums = {} if loss is None else user_sums(forward.aux)
         own = own_values(weight * grad_output.rounding, loss, sums, body.window)
         if not body.window:

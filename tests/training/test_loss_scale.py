@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.ddp._run import ScaledLoss
+from fjoin.ddp._module_params import ScaledLoss
 from tests.helpers import judged, max_diff, raises_text, same_bits, stepped
 from tests.oracle import grad_scaler
 from tests.training.small import product, step_of

@@ -146,10 +146,10 @@ def scaled(x: Tensor, factor: Tensor) -> Tensor:
     return (wide * factor.to(wide.dtype)).to(x.dtype)
 
 
-def divided(x: Tensor, divisor: Tensor) -> Tensor:
-    """A tensor divided by a 0-d divisor, in its dtype; a 16-bit quotient is rounded once."""
+def divided(x: Tensor, total: Tensor) -> Tensor:
+    """A tensor divided by a 0-d total, in its dtype; a 16-bit quotient is rounded once."""
     wide = widened(x)
-    return (wide / divisor.to(wide.dtype)).to(x.dtype)
+    return (wide / total.to(wide.dtype)).to(x.dtype)
 
 
 def sum_of_pieces(received: Tensor, length: int, own: Tensor | None, rank: int) -> Tensor:

@@ -179,13 +179,13 @@ class Share(NamedTuple):
         total = self.total
         if not sums or (isinstance(total, float) and total in (0.0, 1.0)):
             return sums
-        divisor = nonzero_or_one(total)
+        total = nonzero_or_one(total)
         if plain(sums) and all([leaf.dtype.itemsize >= 4 for leaf in sums]):
-            torch._foreach_div_(sums, divisor)
+            torch._foreach_div_(sums, total)
             return sums
-        if isinstance(divisor, float):
-            return [leaf / divisor for leaf in sums]
-        return [divided(leaf, to_device(leaf.device, divisor)) for leaf in sums]
+        if isinstance(total, float):
+            return [leaf / total for leaf in sums]
+        return [divided(leaf, to_device(leaf.device, total)) for leaf in sums]
 
     def is_alive(self, device: torch.device) -> Tensor:
         """`alive` as a 0-d bool tensor, made without a wait for a device."""
@@ -207,8 +207,8 @@ def _on(device: torch.device, value: Number) -> Any:
     return to_device(device, value) if isinstance(value, Tensor) else value
 
 
-def nonzero_or_one(divisor: Any) -> Any:
-    """The divisor, a number or a tensor, with 1 in place of 0, so an empty sum stays 0."""
-    if not isinstance(divisor, Tensor):
-        return divisor or 1.0
-    return torch.where(divisor == 0, torch.ones_like(divisor), divisor)
+def nonzero_or_one(total: Any) -> Any:
+    """The total, a number or a tensor, with 1 in place of 0, so an empty sum stays 0."""
+    if not isinstance(total, Tensor):
+        return total or 1.0
+    return torch.where(total == 0, torch.ones_like(total), total)

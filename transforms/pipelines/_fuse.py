@@ -247,9 +247,9 @@ def pipeline_of(
             leaves: list[Any] = structure.flatten_up_to(grads)
             late = call.donated and len(parts) == 1 and pieces is None and not skips
             found = mean_with_words(parts[0], leaves, call, told(call, rates), late) if is_plain else None
-            divisor = None
+            total = None
             if found is not None:
-                leaves, summed, divisor = found
+                leaves, summed, total = found
                 grads = optree.tree_unflatten(structure, leaves)
                 totals = totals_from(call, axes, rates, summed)
             elif not hook.pauses:
@@ -279,7 +279,7 @@ def pipeline_of(
             if call.donated and pieces is None:
                 hook_state = trees.copy_if_aliased(hook_state, (held, mean))
                 bad = (~effect.steps).to(torch.float32) if isinstance(effect.steps, Tensor) else None
-                held, slots = step_tree(optimizer, own, True, found_inf=bad, grad_scale=divisor)
+                held, slots = step_tree(optimizer, own, True, found_inf=bad, grad_scale=total)
             else:
                 held, slots = effect.where(step_tree(optimizer, own), (held, slots))
         kept = effect.keep(hook_state, old.hook)

@@ -100,7 +100,7 @@ class Plan(NamedTuple):
 
     @property
     def over(self) -> Over | None:
-        """The divisor of `reduce`; None for a sum."""
+        """How `reduce` counts ranks; None for a sum."""
         assert self.reduce is not None and self.reduce.reduces is not None
         return self.reduce.reduces.over
 
@@ -109,8 +109,8 @@ class Plan(NamedTuple):
         reduced = self.always or self.reduced(step)  # without a call where all steps are alike
         return float(weight > 0) if reduced.counts == {"live"} and not self.adds else weight
 
-    def divisor(self, sums: Mapping[str, Any], ranks: int) -> Any:
-        """The divisor of `reduce`, from the sums over this number of ranks of their `weight` and `live`."""
+    def total(self, sums: Mapping[str, Any], ranks: int) -> Any:
+        """What to divide the sums of `reduce` by, from the sums over this number of ranks of their `weight` and `live`."""
         over = self.over
         if over == "world":
             return float(ranks)

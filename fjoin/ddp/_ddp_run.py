@@ -24,8 +24,8 @@ from ..transforms.combinators import stages
 from ..transforms.layout import Bucket, Pieces
 from ..transforms.pipelines import Counting, Explanation, Pipeline, PipelineState, Plan, make_plan, parts_of
 from ._buckets import DDPBucket, TotalWeight, bucket_of, first_buckets
+from ._module_params import ModuleParams, ScaledLoss, UsedParameters
 from ._module_pass import ModulePass
-from ._run import ModuleParams, ScaledLoss, UsedParameters
 
 CALLS = Calls(
     step="a pass",
@@ -277,14 +277,14 @@ class DDPRun:
                 parameters_fit(self.mesh, self._loaded_checksum == self.checksum(), step)
             self.loaded = False
         self._missing = set(self.leaves)
-        early = self.carried is not None
-        given, self.pending, self.carried = self.carried if early else self.pending, None, None
+        is_weighted = self.carried is not None
+        given, self.pending, self.carried = self.carried if is_weighted else self.pending, None, None
         self._weight = weight = (0.0 if shadows else 1.0) if given is None else given
         self.unweighed = self.unweighed or given is None and not shadows
         counted = self.plan.counted(weight, step)
         mixed = bound_call().mixed
         self.mixes = self.plan.starts_from_weight(step, mixed) or any(part.training for part in self._synced)
-        remedy = "" if not self.mixes else self.plan.needs_equal_weights(step) if early else _CARRY
+        remedy = "" if not self.mixes else self.plan.needs_equal_weights(step) if is_weighted else _CARRY
         mixed.clear()
         if self.scaling is not None and not shadows:
             self.scaling.check()
@@ -300,9 +300,11 @@ class DDPRun:
         with self.mesh.traffic.span(STEP) as span:
             span.next("agree: begin")
             record = self.agreements.of_hook(step)
-            factor = None if self.scaling is None else 1 / self.body.outer.scale.double()
-            first = float(counted > 0) if early else counted  # a loss that carries its weight is in units of 1
-            self._pass.open(record, values, {"step_id": step_id}, first, factor)
+            late_factor = None if self.scaling is None else 1 / self.body.outer.scale.double()
+            window_weight = (
+                float(counted > 0) if is_weighted else counted
+            )  # a loss that carries its weight is in units of 1
+            self._pass.open(record, values, {"step_id": step_id}, window_weight, late_factor)
 
     def _forget(self) -> None:
         """Discard a pass that has ended or failed."""
