@@ -27,7 +27,7 @@ ROWS: list[dict[str, str]] = json.loads(Path(__file__).with_suffix(".json").read
 # The tests beside a room, where they are not in a folder of its name.
 BESIDE = {
     "fjoin": "tests/training tests/quantization tests/remat tests/ddp",
-    "fjoin/agreement": "tests/training tests/checkpoint tests/groups tests/uneven",
+    "fjoin/records": "tests/training tests/checkpoint tests/groups tests/uneven",
     "fjoin/buckets": "tests/reducer tests/training tests/devices",
     "fjoin/step": "tests/reducer tests/training tests/ddp",
     "fjoin/testing": "tests/transforms",

@@ -44,8 +44,8 @@ def settled(share: Any, grads: Any, out: Any, new: Any, old: Any) -> tuple[Any, 
     fine: Any = True
     for leaf in optree.tree_leaves(out):
         fine = fine & leaf.isfinite().all()
-    out = share.unless_idle(tree_map(lambda x, g: x.to(g.dtype), out, grads), tree_map(torch.zeros_like, grads))
-    return out, tree_map(lambda a, b: torch.where(share.is_alive(a.device) & fine, a, b), new, old)
+    out = share.where_any_live(tree_map(lambda x, g: x.to(g.dtype), out, grads), tree_map(torch.zeros_like, grads))
+    return out, tree_map(lambda a, b: torch.where(share.any_live_on(a.device) & fine, a, b), new, old)
 
 
 def lossy_mean(axis: str, init: Any, update: Any) -> tx.Transform:

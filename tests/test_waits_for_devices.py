@@ -14,9 +14,9 @@ ROOT = Path(__file__).parents[1]
 METHODS = {"item", "tolist", "cpu", "numpy", "synchronize"}
 # What reads values elsewhere, how often, and why that is no wait for a message.
 ALLOWED = {
-    "agreement/_device_reads.py": 4,  # the file
-    "agreement/_record.py": 2,  # a number of the host, and a loss on it
-    "agreement/_same.py": 2,  # before the first step, and in a save
+    "records/_device_reads.py": 4,  # the file
+    "records/_record.py": 2,  # a number of the host, and a loss on it
+    "records/_compare.py": 2,  # before the first step, and in a save
     "checkpoint": 4,  # copies for files
     "groups": 4,  # numbers of ranks, on the host; and a mesh without other ranks
     "jax/_optax.py": 1,  # arrays of the host
@@ -25,7 +25,7 @@ ALLOWED = {
     "optim/_param_groups.py": 1,  # counts of states that are loaded
     "optim/_zero_state.py": 1,  # sizes and flags are copied to a device
     "shared_memory": 1,  # memory of the host
-    "step/_agreements.py": 1,  # of DeviceReads
+    "step/_records.py": 1,  # of DeviceReads
     "step/_verdict.py": 6,  # values of the host, and the error of a step on which the host has decided; of DeviceReads
     "testing": 1,
     "training/_metrics.py": 1,  # a number of steps, on the host
@@ -50,7 +50,7 @@ def test_files_wait_only_where_they_may() -> None:
         if not name.startswith("transforms") and (lines := list(waits(ast.parse(path.read_text())))):
             room = next((key for key in ALLOWED if name == key or name.startswith(f"{key}/")), None)
             assert room is not None, (
-                f"{name} reads values of tensors in the lines {lines}; see fjoin/agreement/_device_reads.py"
+                f"{name} reads values of tensors in the lines {lines}; see fjoin/records/_device_reads.py"
             )
             found.setdefault(room, {})[name] = lines
     for room, files in found.items():

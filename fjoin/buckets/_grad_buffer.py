@@ -29,7 +29,7 @@ class GradBuffer:
         pieces: The pieces of this bucket; None where it is not sharded.
         scattered: Whether `grads` is this rank's piece of the bucket.
         last: The leaf whose gradient comes last, as a step has shown; None where none has.
-        told: The sum of the elements of `buffer` after its message, where the message has told it.
+        message_sum: The sum of all elements after the message, if the transport computed it; otherwise None.
         direct: Whether autograd's gradient itself becomes the message.
 
     Args:
@@ -78,7 +78,7 @@ class GradBuffer:
         self.seen: Tensor = torch.zeros(
             (), device=bucket.device
         )  # the norm or the sum of `grads`; see GradCheck.observe
-        self.told: float | None = None
+        self.message_sum: float | None = None
         self.missing, self.last = 0, None
         self._small = self._on_device or all(shape.numel() < _CACHED for shape in map(shapes.__getitem__, bucket.paths))
         self.used: list[bool] = [False] * len(bucket.paths)  # whether a gradient of each leaf has ever come
@@ -90,7 +90,7 @@ class GradBuffer:
             window: The sums of earlier gradients, to be added; see `Storage`.
         """
         self._window = window
-        self.leaves, self.missing, self.work, self.told = leaves, len(leaves), None, None
+        self.leaves, self.missing, self.work, self.message_sum = leaves, len(leaves), None, None
         self.scattered = False
         # A hook may have replaced it by its result. On the host a direct buffer keeps the last gradient until the next one
         # comes: free memory at the end of the heap would go back to the system, and be faulted in again.
@@ -158,7 +158,7 @@ class GradBuffer:
         """Wait for the bucket's messages; on CUDA only the stream waits."""
         if self.work is not None:
             self.work.wait()
-            self.told = getattr(self.work, "total", None)
+            self.message_sum = getattr(self.work, "total", None)
             self.work = None
 
     def scatter(self, piece: Tensor) -> None:

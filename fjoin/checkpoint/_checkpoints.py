@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from .._errors import CheckpointError
-from ..agreement import checksum, form, on_each, on_first
 from ..groups import Mesh
+from ..records import checksum, form, on_each, on_first
 from ..training import Metrics, OnSignal
 from ._folder import Folder
 from ._load import restored
@@ -106,7 +106,7 @@ class Checkpoints:
     def _saved(self) -> None:
         """The ranks have saved: earlier requests are done, and the clock of rank 0, which has not asked, begins anew."""
         self._last, self._asks = time.monotonic(), False
-        self._saves = 0 if self._requests is None else self._requests.saves_agreed
+        self._saves = 0 if self._requests is None else self._requests.saves_due
 
     def __enter__(self) -> Self:
         if self._on_signal is not None:
@@ -180,7 +180,7 @@ class Checkpoints:
             self.wait()
         self._saved()
         # Another step than the first may be the one that the loop listens to.
-        if self._requests is not None and self._requests.stop_agreed:
+        if self._requests is not None and self._requests.stop_due:
             for asks in self._source.requests[1:]:
                 asks.ask_stop()
         return self._folder.step_path(number)
@@ -194,7 +194,7 @@ class Checkpoints:
             if time.monotonic() - self._last > self._every_s:
                 asks.ask_save()
                 self._asks = True
-        asked = asks is not None and asks.saves_agreed > self._saves
+        asked = asks is not None and asks.saves_due > self._saves
         return asked or (self._every is not None and number % self._every == 0)
 
     def _taken(self, state: Any, extra: Any, data: Any) -> tuple[Snapshot, SavePlan]:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from .._errors import CheckpointError
-from ..agreement import on_each, on_first, put_together, wait_until_all_see
 from ..groups import Communicator
+from ..records import on_each, on_first, put_together, wait_until_all_see
 from ..transforms.axes import Grid
 from ..transforms.base import Merge, checks, trees
 from ..transforms.layout import merged

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from .._errors import CheckpointError
-from ..agreement import Replicas, form, on_each
 from ..groups import Communicator
+from ..records import Replicas, form, on_each
 from ..transforms.axes import Grid
 from ..transforms.base import Placement
 from ._files import FileEntry, check_form, write_blocks, write_file

@@ -13,11 +13,11 @@ from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from .._errors import CheckpointError
 from .._functional import unwrapped
-from ..agreement import Requests, put_together, taken_apart
 from ..ddp import Handle
 from ..groups import Communicator, Mesh, mesh_or_world
 from ..loading import check_position
 from ..optim import ZeroRedundancyOptimizer
+from ..records import Requests, put_together, taken_apart
 from ..training import TrainStep, check_state, loaded
 from ..transforms.axes import bind_axes
 from ..transforms.base import Merge, Placement, trees
@@ -203,7 +203,7 @@ class OfStep:
     def __init__(self, step: TrainStep, at: str = "") -> None:
         run = step.run
         self._step, self._at, self.mesh, self.spec = step, at, run.mesh, repr(step.pipeline)
-        self.requests: Sequence[Requests] = [run.agreements.requests]
+        self.requests: Sequence[Requests] = [run.records.requests]
         self._names = Names(f"pipeline{at}", run.pipeline, self.mesh.shape)
         on_buffers = run.on_buffers
         self._on_buffers = None if on_buffers is None else Names(f"on_buffers{at}", on_buffers, self.mesh.shape)
@@ -221,7 +221,7 @@ class OfStep:
         """
         run = self._step.run
         body = check_state(state).settled(run.token)
-        run.agreements.drain(body.step)
+        run.records.drain(body.step)
         axes, at, found = self.mesh.shape, self._at, Snapshot()
         found.add(f"params{at}", body.storage.leaves, params_placement(run.pipeline, axes))
         found.add_state(self._names, state.pipeline, body.storage.pieces)

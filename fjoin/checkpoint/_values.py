@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .._errors import CheckpointError
-from ..agreement import taken_apart
+from ..records import taken_apart
 from ..transforms.base import Placement, Transform, state_dicts
 from ..transforms.layout import Pieces
 from ..transforms.pipelines import Pipeline, placed

@@ -56,7 +56,7 @@ class DDPBucket(GradBuffer):
         self.buffer = self.grads = bucket.buffer()
         self.bucket, self.pieces, self.scattered, self.direct = of, pieces, False, False
         self.work: Work | None = None
-        self.told: float | None = None
+        self.message_sum: float | None = None
         self.seen: Tensor = torch.zeros((), device=self.grads.device)
         self._by_path = dict(zip(of.paths, gradients(bucket), strict=True))
 

@@ -13,11 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
 from .._errors import CollectiveTimeout, PeerLost
-from ..agreement import Calls, parameters_fit, same
 from ..buckets import GradBuffer
 from ..groups import Communicator, raise_from
 from ..optim import divides
-from ..step import STEP, Agreements, EndStates, HookState, Reducer, StepData, make_reducer, stages_of, whole_of
+from ..records import Calls, compare, parameters_fit
+from ..step import STEP, EndStates, HookState, Reducer, StepData, StepRecords, make_reducer, stages_of, whole_of
 from ..transforms.axes import bind_axes, bound_call
 from ..transforms.base import Transform, devices, state_dicts
 from ..transforms.combinators import stages
@@ -81,12 +81,12 @@ class DDPRun:
         self.params: ModuleParams = ModuleParams(params, self.pieces, layout)
         ends = EndStates() if pipeline is None else self.params.init(pipeline)
         parts = parts_of(self.what)._replace(compares=self.params.compares)
-        self.agreements: Agreements = Agreements(mesh, plan, parts, "module", CALLS)
-        self.reducer: Reducer = make_reducer(plan, mesh, self.agreements, "module")
+        self.records: StepRecords = StepRecords(mesh, plan, parts, "module", CALLS)
+        self.reducer: Reducer = make_reducer(plan, mesh, self.records, "module")
         skips = None if pipeline is None else pipeline.skips
         self.divides = False
         self.scaling: ScaledLoss | None = None
-        self.agreements.ids.number()
+        self.records.ids.number()
         if pipeline is not None:
             at = pipeline.optimizer.at
             self.divides = all(
@@ -98,7 +98,7 @@ class DDPRun:
         outer = skips.begin(()) if skips else None
         self.body: StepData = StepData(storage=self.params, hook=state, ends=ends, outer=outer)
         self.counts = "live" if plan.reduced(0).counts == {"live"} else "weight"  # what `total` is of
-        self.total: TotalWeight = TotalWeight(self.agreements.check, waits=pipeline is not None)
+        self.total: TotalWeight = TotalWeight(self.records.check, waits=pipeline is not None)
         self.loaded: bool = False  # whether a state has been loaded since the last pass
         self._loaded_checksum, self._count = 0, len(stages(hook))
         self.pending: float | None = None  # the weight for the next synchronised pass
@@ -187,7 +187,7 @@ class DDPRun:
             self._loaded_checksum = saved["parameters"]
         body.hook = body.hook.split(whole) if isinstance(body.hook, HookState) else whole
         body.step, self.loaded = saved["step"], True
-        self.agreements.forget()
+        self.records.forget()
         self.total.take(torch.tensor(saved["total"], dtype=torch.float64))
 
     # -- bucket by bucket -------------------------------------------------------------------------------
@@ -272,7 +272,7 @@ class DDPRun:
         shadows = torch._C._current_graph_task_id() < 0  # called by a Join, on a rank without input
         if self.loaded:
             remedy = "Load the same state on all ranks"
-            same(self.mesh, "the first pass after load_state_dict", {"step": step}, remedy, step=step)
+            compare(self.mesh, "the first pass after load_state_dict", {"step": step}, remedy, step=step)
             if self.pipeline is not None and self.pipeline.ends:
                 parameters_fit(self.mesh, self._loaded_checksum == self.checksum(), step)
             self.loaded = False
@@ -294,12 +294,12 @@ class DDPRun:
             rates = self.params.check_rates()
         except (TypeError, ValueError) as error:
             self.error = error
-        step_id = self.agreements.begin(step, rates, (counted, remedy) if remedy else None)
+        step_id = self.records.begin(step, rates, (counted, remedy) if remedy else None)
         values = {"weight": weight, "live": float(weight > 0), "step_id": step_id}
         self._pass = ModulePass(self)
         with self.mesh.traffic.span(STEP) as span:
-            span.next("agree: begin")
-            record = self.agreements.of_hook(step)
+            span.next("sum the record")
+            record = self.records.of_hook(step)
             late_factor = None if self.scaling is None else 1 / self.body.outer.scale.double()
             window_weight = (
                 float(counted > 0) if is_weighted else counted
@@ -336,6 +336,6 @@ class DDPRun:
 
     def flush(self) -> None:
         """Run now the transforms that would run in later steps; see `TrainStep.flush`."""
-        self.agreements.begin_flush(self.body.step)
+        self.records.begin_flush(self.body.step)
         self.params.begin()
         ModulePass(self).flush()

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..agreement import Record
 from ..groups import Communicator
 from ..optim import ForeachStepper
+from ..records import Record
 from ..step import EndStates, init_ends
 from ..transforms.base import trees
 from ..transforms.layout import Bucket, Pieces

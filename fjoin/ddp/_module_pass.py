@@ -42,20 +42,20 @@ class ModulePass(Step):
 
     def decide(self, outgoing: list[GradBuffer]) -> Decision:
         run = self._run
-        axes, on_device = run.plan.reduced(self._body.step).axes, run.agreements.check.grads.on_device
+        axes, on_device = run.plan.reduced(self._body.step).axes, run.records.check.grads.on_device
         if run.pieces is not None:  # what the buckets hold is no gradient; before an error that ends the pass
             after_backward(run.drop_grads)
         if (sent := self._begun.get(axes)) is not None:
             found = sent.read(on_device) if self.sums is None else self.sums
             run.total.take(torch.as_tensor(found[run.counts], dtype=torch.float64))
             if run.mixes and run.pipeline is None:
-                run.agreements.ids.check(self._body.step, sent.read(False), 0)
+                run.records.ids.check(self._body.step, sent.read(False), 0)
         if run.used is not None:
             self._used = run.used.anywhere()
         if run.error is not None:
             return Decision(Effect(True, False), error=run.error)
         decision = super().decide(outgoing)
-        if run.pipeline is not None and self._records.verdict and self.sums is not None:
+        if run.pipeline is not None and self._sent.verdict and self.sums is not None:
             run.total.take(torch.tensor(self.sums["weight"] if axes else math.nan, dtype=torch.float64))
         if run.scaling is not None and (missed := run.scaling.take_error()) is not None:
             raise_after_backward(missed)
@@ -66,7 +66,7 @@ class ModulePass(Step):
 
     def _step_params(self, outgoing: list[GradBuffer]) -> None:
         run, decision = self._run, self._decision
-        grads = run.agreements.check.grads
+        grads = run.records.check.grads
         by_kernels = decision.changes and run.divides and self._used is None and grads.readable_without_sync(outgoing)
         if not by_kernels:
             divide(outgoing, self._total)

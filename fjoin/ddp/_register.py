@@ -18,9 +18,9 @@ from torch.nn.parallel.distributed import _find_tensors
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..agreement import same
 from ..buckets import REGISTERED
 from ..groups import Mesh, check_mesh, linked_mesh
+from ..records import compare
 from ..transforms.base import Over, Transform, shares
 from ..transforms.optimizers import Optimizer, frozen, with_hyperparameters
 from ..transforms.pipelines import Explanation, Pipeline, axes_of, fuse, warn_if_silent
@@ -394,7 +394,7 @@ def register(model: DistributedDataParallel, what: Transform | Pipeline, mesh: M
         raise ValueError(f"{what!r} holds accumulate(...): accumulate under model.no_sync() instead")
     if model._delay_all_reduce_params:
         raise ValueError("a module with delay_all_reduce_named_params keeps those parameters from its hook")
-    same(
+    compare(
         ranks,
         "fjoin.ddp.register",
         {"hook": what.spec.canonical()},
@@ -408,7 +408,7 @@ def register(model: DistributedDataParallel, what: Transform | Pipeline, mesh: M
     if run.pipeline is not None:
         if rates := run.params.check_rates():
             remedy = "A schedule must not depend on the rank"
-            same(ranks, "fjoin.ddp.register", {"hyperparameters": dict(rates)}, remedy)
+            compare(ranks, "fjoin.ddp.register", {"hyperparameters": dict(rates)}, remedy)
         guard(model, run)
 
     def fjoin_hook(state: DDPRun, bucket: GradBucket) -> torch.futures.Future[Tensor]:

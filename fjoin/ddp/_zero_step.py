@@ -11,9 +11,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from ..agreement import same
 from ..groups import linked_mesh
 from ..optim import WholeLeaves, WholeState, ZeroRedundancyOptimizer, slice_state
+from ..records import compare
 from ..transforms.base import Spec, Transform, state_dicts
 from ..transforms.optimizers import Optimizer
 from ..transforms.pipelines import zero as sharded
@@ -76,7 +76,7 @@ def hook_with_zero_step(
     pipeline = sharded(_transform(hook), _by_group(zero, paths), "data")
     mesh = linked_mesh(ddp.process_group, "data", "fjoin.ddp.hook_with_zero_step")
     own, remedy = pipeline.hook, "Register the same on all ranks"
-    same(mesh, "fjoin.ddp.register", {"hook": own.spec.canonical()}, remedy, shown={"hook": repr(own)})
+    compare(mesh, "fjoin.ddp.register", {"hook": own.spec.canonical()}, remedy, shown={"hook": repr(own)})
     run = DDPRun(ddp, pipeline.hook, pipeline, mesh)
     keep_stepped(ddp, run.leaves)
     zero.run = _States(run, paths)

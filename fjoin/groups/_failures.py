@@ -178,14 +178,14 @@ class Failures:
         self._processes: dict[int, list[Any]] = {}  # of the other ranks, by rank
         self._gone: dict[int, float] = {}  # rank -> the time of the first check, of those in a row, that found it gone
         self.leaves = False  # whether this rank waits for the others to leave a loop
-        self._tell(f"process/{rank}", self._own)
+        self._publish(f"process/{rank}", self._own)
 
-    def _tell(self, key: str, value: Any) -> None:
+    def _publish(self, key: str, value: Any) -> None:
         """Put a value into the store, whose host may have failed."""
         with contextlib.suppress(RuntimeError):
             self._store.set(_ANSWER_S, f"{self._name}/{key}", value)
 
-    def _told(self, key: str) -> Any:
+    def _published(self, key: str) -> Any:
         """A value in the store; None where there is none, or the store does not answer."""
         with contextlib.suppress(RuntimeError):
             return self._store.get(_ANSWER_S, f"{self._name}/{key}")
@@ -204,14 +204,14 @@ class Failures:
         report = {"by": self._rank, "rank": failed, "step": step, "kind": kind, "text": text}
         with contextlib.suppress(RuntimeError):  # the store's host may have failed
             if self._store.add(_ANSWER_S, f"{self._name}/failures") == 1:
-                self._tell("failure", report)
+                self._publish("failure", report)
 
     def reported(self) -> FjoinError | None:
         """The failure that another rank has reported, or that it has left a loop in which this one goes on, if any."""
-        report = self._told("failure")
+        report = self._published("failure")
         if report and report["by"] != self._rank and (self.leaves or report["rank"] != self._rank):
             return _KINDS[report["kind"]](report["text"], rank=report["rank"], step=report["step"])
-        notice = self._told("leaving")
+        notice = self._published("leaving")
         if notice and notice["messages"] < self._traffic.messages:
             return PeerLost(f"rank {notice['rank']} failed: JoinError: {notice['text']}", rank=notice["rank"])
         return None
@@ -219,8 +219,8 @@ class Failures:
     def closes(self) -> None:
         """Tell the other ranks that this one has closed its mesh, while its process may live on."""
         if self._own[1] == os.getpid():
-            self._tell(f"closed/{self._rank}", True)
-            self._tell("closed", True)
+            self._publish(f"closed/{self._rank}", True)
+            self._publish("closed", True)
 
     def gone(self) -> set[int]:
         """The ranks whose processes on this host have ended; if none has, those that have closed their mesh."""
@@ -230,7 +230,9 @@ class Failures:
                 found = self._store.get_all(_ANSWER_S, [f"{self._name}/process/{rank}" for rank in unknown])
                 self._processes.update({rank: process for rank, process in zip(unknown, found, strict=True) if process})
         ended = {rank for rank in others if self._has_ended(rank)}
-        return ended if ended or not self._told("closed") else {r for r in others if self._told(f"closed/{r}")}
+        return (
+            ended if ended or not self._published("closed") else {r for r in others if self._published(f"closed/{r}")}
+        )
 
     def _has_ended(self, rank: int) -> bool:
         """Whether a rank has surely ended. Of one on another host nothing is known."""
@@ -240,11 +242,11 @@ class Failures:
     def leaving(self, text: str) -> None:
         """Announce that this rank leaves a loop, and waits for the others to do so; `text` is the error of those that go on."""
         self.leaves = True
-        self._tell("leaving", {"rank": self._rank, "messages": self._traffic.messages, "text": text})
+        self._publish("leaving", {"rank": self._rank, "messages": self._traffic.messages, "text": text})
 
     def left_together(self) -> None:
         """All ranks have come to leave the loop, and none has left it yet: the announcement has had its use."""
-        self._tell("leaving", None)
+        self._publish("leaving", None)
 
     def root_cause(self, error: BaseException, step: int | None) -> BaseException:
         """The typed error for an error of the backend: a failure that another rank has reported, or a lost or late rank.

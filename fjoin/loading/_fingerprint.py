@@ -11,7 +11,7 @@ import optree
 import torch
 from torch import Tensor
 
-from ..agreement import checksum, form
+from ..records import checksum, form
 
 _LEAVES = 2048  # of a batch, that are looked at
 _DEPTH = 4  # of objects within objects

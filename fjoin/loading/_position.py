@@ -11,7 +11,7 @@ from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 from torch.utils.data import DataLoader
 
 from .._errors import EarlyTermination, JoinError, NonFinite, described
-from ..agreement import Requests
+from ..records import Requests
 from ..transforms.base import checks
 from ._fingerprint import fingerprint
 from ._generators import Streams, generators_of

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..agreement import described_tensors, same
 from ..groups import Communicator, bind, mesh_over, world_size
+from ..records import compare, described_tensors
 from ..transforms.base import AxisName, Transform, checks
 from ..transforms.reductions import mean
 from ..transforms.sync import average_buffers
@@ -116,7 +116,7 @@ class ModelAverager:
                 "averager": f"{self!r} at step {self.step}",
                 "parameters": described_tensors({f"tensor {i}": t for i, t in enumerate(params)}),
             }
-            same(self.mesh, "the first average of parameters", parts)
+            compare(self.mesh, "the first average of parameters", parts)
             self._compared = True
         if axes is None:
             return

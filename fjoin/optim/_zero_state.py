@@ -13,8 +13,8 @@ import optree
 import torch
 from torch import Tensor
 
-from ..agreement import put_together, taken_apart
 from ..groups import Communicator, GroupAxis, plain
+from ..records import put_together, taken_apart
 from ..shared_memory import flat_view
 from ..transforms.base import state_dicts
 from ._optimizer import Optimizer

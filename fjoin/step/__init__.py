@@ -5,14 +5,13 @@ _hook_state    the hook's state, as a step stores it
 _verdict       whether to step, from the record and the gradients; the total by which the optimizer's kernels divide
 _interleave    stages of several buckets in turns, and side streams
 _body          the data of a training state, and the ends of a step
-_agreements    the records that ranks sum
+_records       the records that ranks sum
 _stages        the stages of a hook, on buckets and on the whole tree
 _scaling       the factors of a plain mean: who applies which, and when
 _reducer       runs the hook: `SumReducer` sums buckets in place, `StagedReducer` runs any stages
 _step          `Step`: a whole step, of a train_step and of a registered module
 """
 
-from ._agreements import Agreements as Agreements
 from ._body import (
     EndStates as EndStates,
     StateData as StateData,
@@ -20,6 +19,7 @@ from ._body import (
     init_ends as init_ends,
 )
 from ._hook_state import HookState as HookState, stages_of as stages_of, whole_of as whole_of
+from ._records import StepRecords as StepRecords
 from ._reducer import Reducer as Reducer, make_reducer as make_reducer
 from ._step import STEP as STEP, Step as Step
 from ._verdict import Decision as Decision, StepCheck as StepCheck

@@ -9,17 +9,17 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from ..agreement import StepRecord, Sums
 from ..buckets import GradBuffer
 from ..groups import Communicator, keep_freed
+from ..records import StepRecord, Sums
 from ..transforms.axes import Axis, PieceSum, Work
 from ..transforms.base import Call, Totals, Transform, shares, trees
 from ..transforms.combinators import stages
 from ..transforms.layout import Pieces, bind_pieces, record_bucket
 from ..transforms.pipelines import Plan, StepPlace, takes_flat
-from ._agreements import Agreements
 from ._body import Params
 from ._hook_state import FLAT, Form, HookState
+from ._records import StepRecords
 from ._scaling import Scaling
 from ._stages import BucketStages
 from ._verdict import Clip, GradCheck
@@ -117,7 +117,7 @@ def first_call(values: Mapping[str, Any], step: int, begun: Begun, on_device: bo
     needs them."""
     call = Call(values["weight"], step, donated=True)
     for axes, sums in begun.items():
-        call.tell(axes, lambda sums=sums: _totals_in(sums.read(on_device)))  # type: ignore[misc]
+        call.know(axes, lambda sums=sums: _totals_in(sums.read(on_device)))  # type: ignore[misc]
     return call
 
 
@@ -339,7 +339,7 @@ class SumReducer(Reducer):
             self._state = () if clip is None else ((), kept)
             return sums, total
         for out in outgoing:
-            out.told = None  # the stages make other values of these
+            out.message_sum = None  # the stages make other values of these
             out.grads.div_(shares.nonzero_or_one(total))
         axes, totals = self._record.axes, _totals_in(sums)
         self._state = (old[0], *self._stages.finish(outgoing, old[1:], storage, (axes, totals))[1])
@@ -402,14 +402,14 @@ class Scatter:
                 self._out.buffer = self._out.grads
 
 
-def make_reducer(plan: Plan, mesh: Communicator, agreements: Agreements, place: StepPlace) -> Reducer:
+def make_reducer(plan: Plan, mesh: Communicator, records: StepRecords, place: StepPlace) -> Reducer:
     """The reducer that runs a plan.
 
     Args:
         place: Where its buckets are.
     """
-    grads = agreements.check.grads
+    grads = records.check.grads
     if plan.reduce is None:
         return StagedReducer(plan, mesh, grads, flat=place == "buckets")
     kind = ScatterReducer if plan.reduce.sharded_over else SumReducer
-    return kind(plan, mesh, agreements.of_hook(0), grads, weighs=place == "module")
+    return kind(plan, mesh, records.of_hook(0), grads, weighs=place == "module")

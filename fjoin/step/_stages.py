@@ -162,7 +162,7 @@ class BucketStages:
         if parts:
             call = call.inside(donated=False)
             if reduced is not None:
-                call.tell(*reduced)
+                call.know(*reduced)
             for part in self.parts[:count]:
                 call = behind(part, call)
             rest = run_stages(parts, old, storage, outgoing, self._mesh, call)

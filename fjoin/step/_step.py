@@ -6,14 +6,14 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
-from ..agreement import StepRecord, Sums, numbers
 from ..buckets import GradBuffer
 from ..groups import NO_SPAN, Communicator, Span
+from ..records import StepRecord, Sums, numbers
 from ..transforms.axes import Work
 from ..transforms.base import Call, Transform
 from ..transforms.pipelines import FLUSH, Effect, Pipeline, Sharding
-from ._agreements import Agreements
 from ._body import StepData, run_end
+from ._records import StepRecords
 from ._reducer import Begun, Opened, Reducer
 from ._verdict import Decision
 
@@ -24,7 +24,7 @@ class StepRunner(Protocol):
     """What runs the steps of one pipeline on this rank: a train_step, or a registered module."""
 
     mesh: Communicator
-    agreements: Agreements
+    records: StepRecords
     reducer: Reducer
 
     @property
@@ -75,16 +75,16 @@ class Step:
             window_weight, late_factor, is_weighted: See `Opened`.
         """
         run, body = self._run, self._body
-        agreements, self._record, self._values = run.agreements, record, values
-        self._records = records = agreements.records(body.step)
-        begun = {axes: agreements.record(axes).send(values) for axes in records.before}
-        if records.known:
+        records, self._record, self._values = run.records, record, values
+        self._sent = sent = records.sent_in(body.step)
+        begun = {axes: records.record(axes).send(values) for axes in sent.before}
+        if sent.known:
             begun[record.axes] = record.alike({**values, "weight": 1.0, "live": 1.0})
         self._begun = begun
-        if records.apart:
-            self._counts = agreements.send(counts)
-        if agreements.plan.reduce is None:
-            agreements.check.grads.begin(agreements.plan, body.step)
+        if sent.apart:
+            self._counts = records.send(counts)
+        if records.plan.reduce is None:
+            records.check.grads.begin(records.plan, body.step)
         opened = Opened(body.storage, record, values, body.step, begun, window_weight, late_factor, is_weighted)
         run.reducer.start(body.hook, opened)
 
@@ -102,7 +102,7 @@ class Step:
         reducer, body, span = self._run.reducer, self._body, self.span
         span.next("wait for gradients")
         self.sums, self._total = reducer.finish(body.hook, body.storage, outgoing)
-        span.next("agree: verdict")
+        span.next("decide")
         self._decision = decision = self.decide(outgoing)
         if decision.error is not None:
             self._refuse(decision.error)
@@ -142,19 +142,19 @@ class Step:
     def decide(self, outgoing: list[GradBuffer]) -> Decision:
         """What follows for this step from the record and the gradients, alike on all ranks that share these."""
         run, step = self._run, self._body.step
-        agreements, records, check = run.agreements, self._records, run.agreements.check
+        records, sent, check = run.records, self._sent, run.records.check
         if run.pipeline is None:
             return Decision(Effect(True))
-        if records.pieces is not None:
-            check.grads.share(outgoing, run.mesh.axes[records.pieces])
-        if records.verdict:
+        if sent.pieces is not None:
+            check.grads.share(outgoing, run.mesh.axes[sent.pieces])
+        if sent.verdict:
             self.sums = check.grads.verdict(outgoing, self._record, self._values)
         assert self.sums is not None
         if self.waits:
             self.sums = numbers(self.sums, check.reads.now)
         late = None
-        if self._record is not agreements.of_all:
-            late = () if self._counts is None else agreements.read(step, self._counts)
+        if self._record is not records.of_all:
+            late = () if self._counts is None else records.read(step, self._counts)
         return check.decide(step, self.sums, outgoing, self._total, run.reducer.clip, late)
 
     def end(self, effect: Effect) -> None:

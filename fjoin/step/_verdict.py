@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from .._errors import NonFinite
-from ..agreement import DeviceReads, Requests, StepIds, StepRecord, numbers, step_of
 from ..buckets import GradBuffer
 from ..groups import Communicator
+from ..records import DeviceReads, Requests, StepIds, StepRecord, numbers, step_of
 from ..transforms.axes import Axis
 from ..transforms.base import devices, record_words, trees
 from ..transforms.pipelines import Effect, Flag, Plan, inverse
@@ -95,7 +95,7 @@ class GradCheck:
             wide = torch.float64 if out.scattered else torch.promote_types(out.grads.dtype, torch.float32)
             out.seen = torch.linalg.vector_norm(out.grads, dtype=wide).double()
         else:
-            out.seen = out.grads.sum() if out.told is None else torch.tensor(out.told)
+            out.seen = out.grads.sum() if out.message_sum is None else torch.tensor(out.message_sum)
 
     def _look(self) -> None:
         """Look at the buckets of a device."""
@@ -153,11 +153,13 @@ class GradCheck:
     def share(self, outgoing: Sequence[GradBuffer], axis: Axis) -> None:
         """Sum over the pieces of the gradients: whether one is not finite, and the squares of their norms.
 
-        Where the messages have told a finite total of all pieces, and no norm is needed, nothing is sent.
+        If the messages brought a finite sum of all pieces, and no norm is needed, nothing is sent.
         """
         self._of_pieces, self._bad_pieces = axis, 0.0
-        told = all(out.told is not None and math.isfinite(out.told) for out in outgoing)  # the same on all ranks
-        if told and outgoing and not self._norm:
+        finite = all(
+            out.message_sum is not None and math.isfinite(out.message_sum) for out in outgoing
+        )  # on all ranks alike
+        if finite and outgoing and not self._norm:
             return
         if self._waiting:
             self._look()

@@ -42,7 +42,7 @@ class FlatStep(Step):
     @property
     def of_all(self) -> Callable[[], dict[str, Any]]:
         """A function that waits for the record of all ranks that loop together, and returns it."""
-        sums, counts, on_device = self.sums, self._counts, self._run.agreements.check.grads.on_device
+        sums, counts, on_device = self.sums, self._counts, self._run.records.check.grads.on_device
         assert sums is not None
         return (lambda: sums) if counts is None else lambda: counts.read(on_device)
 

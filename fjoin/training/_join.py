@@ -10,8 +10,8 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from .._errors import DesyncError, JoinError, NoBatch
-from ..agreement import Record, Requests, same
 from ..loading import END, JoinedLoop, LookAhead
+from ..records import Record, Requests, compare
 from ._passes import Iteration
 from ._run import Run
 from ._step_failures import StepFailures
@@ -41,7 +41,7 @@ class InLoop:
     @property
     def requests(self) -> Requests:
         """The requests of the ranks beside this step."""
-        return self._run.agreements.requests
+        return self._run.records.requests
 
     def compare(self, loop: str, begins: bool = True) -> None:
         """Compare the ranks' loops, before the first message.
@@ -50,7 +50,7 @@ class InLoop:
             begins: Whether the loop begins here, so that it is not compared again.
         """
         if not self._compared:
-            same(
+            compare(
                 self._run.mesh, "the first step", {"loop": loop}, "Run the same loop on all ranks", axes=self._run.axes
             )
             self._compared = begins
@@ -115,7 +115,7 @@ class InLoop:
         """
         if self.failures.last_step is None:
             return
-        self._run.agreements.drain(self.failures.last_step + 1)
+        self._run.records.drain(self.failures.last_step + 1)
         if self._looked:
             return
         self._looked, run = True, self._run
@@ -225,7 +225,7 @@ class JoinedLoader(JoinedLoop[B]):
                     )
                 step.iteration = None
             others = iteration.others  # only a rank that is out of input has to wait for this number
-            self.stopped = others is not None and any(step.requests.stop_agreed for step in steps)
+            self.stopped = others is not None and any(step.requests.stop_due for step in steps)
             if others is not None and (self._throw or following is END or self.stopped):
                 have = others()
                 if self.stopped:
@@ -236,7 +236,7 @@ class JoinedLoader(JoinedLoop[B]):
             position.finish()
         for step in steps:
             step.end()
-        self.stopped |= any(step.requests.stop_agreed for step in steps)
+        self.stopped |= any(step.requests.stop_due for step in steps)
 
     def _leave(self, text: str) -> None:
         for step in self._steps:

@@ -12,7 +12,7 @@ import torch
 from optree import tree_leaves
 from torch import Tensor
 
-from ..agreement import host_number
+from ..records import host_number
 from ..transforms.base import checks, shares
 
 

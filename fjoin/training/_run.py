@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..agreement import numbers, own_values
 from ..buckets import BucketQueue, Storage
 from ..groups import NO_SPAN, Communicator, Span
-from ..step import STEP, Agreements, Reducer, StateData, StepCheck, make_reducer
+from ..records import numbers, own_values
+from ..step import STEP, Reducer, StateData, StepCheck, StepRecords, make_reducer
 from ..transforms.base import Transform, shares
 from ..transforms.pipelines import Pipeline, make_plan, parts_of
 from ._flat_step import FlatStep
@@ -44,9 +44,9 @@ class Run:
         self.weight = loss.weight
         self.axes: tuple[str, ...] = plan.loop_axes
         sharding = pipeline.sharding
-        self.agreements: Agreements = Agreements(mesh, plan, parts, "buckets", CALLS, norm=plan.clip is not None)
-        self.ranks, self.step_check = self.agreements.ranks, self.agreements.check
-        self.reducer: Reducer = make_reducer(plan, mesh, self.agreements, "buckets")
+        self.records: StepRecords = StepRecords(mesh, plan, parts, "buckets", CALLS, norm=plan.clip is not None)
+        self.ranks, self.step_check = self.records.ranks, self.records.check
+        self.reducer: Reducer = make_reducer(plan, mesh, self.records, "buckets")
         # Whether each bucket's gather begins once it has been stepped.
         self.gathers_buckets: bool = sharding is not None and sharding.codec is None and pipeline.after is None
         self.passes: Passes = Passes(loss, mesh, self.axes, self.ranks)
@@ -64,8 +64,8 @@ class Run:
 
     def flush(self, body: StateData) -> None:
         """Run now the transforms that would run in later steps; see `TrainStep.flush`."""
-        self.agreements.fit(body.storage.layout)
-        self.agreements.begin_flush(body.step)
+        self.records.fit(body.storage.layout)
+        self.records.begin_flush(body.step)
         body.torn = True
         one, body.buffers_before = FlatStep(self, body), body.buffers
         one.flush()
@@ -98,7 +98,7 @@ class Run:
             return self._step(body, batch, iteration, span)
 
     def _step(self, body: StateData, batch: Any, iteration: Iteration | None, span: Span) -> Metrics:
-        storage, passes, agreements = body.storage, self.passes, self.agreements
+        storage, passes, records = body.storage, self.passes, self.records
         span.next("prepare")
         self._meter.begin(bool(body.window))
         has_batch = iteration is None or iteration.has_batch
@@ -108,8 +108,8 @@ class Run:
         if not within:
             skipped: Any = 0 if self.pipeline.skips is None else body.outer.skipped
             others = {"ranks": self.ranks, **self._learning_rates(storage, body.step, skipped)}
-            has_next = agreements.requests.write(iteration is not None and iteration.has_next)
-            step_id = agreements.begin(body.step, rates)
+            has_next = records.requests.write(iteration is not None and iteration.has_next)
+            step_id = records.begin(body.step, rates)
         if storage.follow_stream():
             passes.hooks.detach()
         passes.hooks.attach(storage, one_pass=self.accumulate == 1)
@@ -117,7 +117,7 @@ class Run:
         span.next("forward")
         forward = passes.forward(body, batch, weight, body.calls, iteration)
         span.next("prepare")
-        is_weighted = agreements.plan.starts_from_weight(body.step, forward.call.mixed)
+        is_weighted = records.plan.starts_from_weight(body.step, forward.call.mixed)
         grad_output, own = self._own(body, forward, is_weighted)
         if within:
             span.next("backward")
@@ -128,11 +128,11 @@ class Run:
             return Metrics(body.step, False, forward.aux, dict, comes)
 
         queue = self._queue or self._first_queue(storage, own)
-        agreements.of_all.check(own)
-        record = agreements.of_hook(body.step)
-        counts = agreements.of_all.complete(own, step_id, has_next)
-        values = counts if record is agreements.of_all else record.complete(own, step_id)
-        span.next("agree: begin")
+        records.of_all.check(own)
+        record = records.of_hook(body.step)
+        counts = records.of_all.complete(own, step_id, has_next)
+        values = counts if record is records.of_all else record.complete(own, step_id)
+        span.next("sum the record")
         one = FlatStep(self, body, span)
         one.open(record, values, counts, body.window_weight, grad_output.late_factor, is_weighted)
         span.next("backward and launches")
@@ -143,7 +143,7 @@ class Run:
             one.close_pass(queue.outgoing)
         finally:  # a step that is left out ends the loop too, where no rank has another batch
             if iteration is not None and one.sums is not None:
-                iteration.others = lambda of_all=one.of_all: agreements.has_next(of_all())  # type: ignore[misc]
+                iteration.others = lambda of_all=one.of_all: records.has_next(of_all())  # type: ignore[misc]
         if forward.buffers is not None:
             one.end_buffers(forward.buffers, values["weight"])
         queue.free()
@@ -164,12 +164,10 @@ class Run:
             is_weighted: See `Opened`. Ranks whose losses are mixed need one unit of their weights.
         """
         loss, weight = forward.loss, forward.weight
-        counted = self.agreements.plan.counted(weight, body.step)
+        counted = self.records.plan.counted(weight, body.step)
         if not body.window or not body.window["weight"]:
             body.window_weight = 1.0 if is_weighted else counted or 1.0
-        elif (
-            is_weighted and body.window_weight != 1.0 and (self.agreements.plan.reduce is None or body.storage.float16)
-        ):
+        elif is_weighted and body.window_weight != 1.0 and (self.records.plan.reduce is None or body.storage.float16):
             raise ValueError(
                 "loss_fn has communicated in this call of an accumulation window, and not in the first one; let each call communicate"
             )
@@ -187,8 +185,8 @@ class Run:
 
     def _first_queue(self, storage: Storage, own: dict[str, Any]) -> BucketQueue:
         """The queue of the buckets. In the first step the ranks agree on the names of the user's sums."""
-        settled = self.agreements.of_all.settle_names(own)
-        self.agreements.fit(storage.layout)
+        settled = self.records.of_all.take_names(own)
+        self.records.fit(storage.layout)
         queue = BucketQueue(self.reducer.prepare(storage))
         self.passes.hooks.queue = queue
         # Where no rank has a batch yet, the ranks agree again in the next step.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NoReturn
 
 from .._errors import FjoinError, JoinError, described
-from ..agreement import Calls
+from ..records import Calls
 
 if TYPE_CHECKING:
     from ._run import Run

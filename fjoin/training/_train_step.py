@@ -9,9 +9,9 @@ from typing import Any, Literal, TypeVar
 from torch import Tensor
 
 from .._errors import NonFinite
-from ..agreement import described_tensors, same, same_values
 from ..buckets import Storage
 from ..groups import Mesh, check_mesh, mesh as make_mesh
+from ..records import compare, compare_values, described_tensors
 from ..step import StateData, init_ends
 from ..transforms.axes import bind_axes
 from ..transforms.base import Transform, check_transform, checks, timings
@@ -63,7 +63,7 @@ def make_state_data(
         with bind_axes(mesh.axes):
             pieces = pipeline.sharding.pieces(flat, bucket_bytes)
     layout = pieces.buckets if pieces else make_layout(flat, labels(pipeline.optimizer), bucket_bytes)
-    run.agreements.ids.number()
+    run.records.ids.number()
     on_buffers = run.on_buffers
     parts = {
         "pipeline": pipeline.spec.canonical(),
@@ -76,7 +76,7 @@ def make_state_data(
         "weight": "1 for each rank with a batch" if run.weight is None else "weight(batch)",
         "sync": repr(sync),
     }
-    same(mesh, "step.init", parts, shown={"pipeline": repr(pipeline), "transform of buffers": repr(on_buffers)})
+    compare(mesh, "step.init", parts, shown={"pipeline": repr(pipeline), "transform of buffers": repr(on_buffers)})
     run.passes.check(buffers is not None)
     if run.ranks > 1 and mesh.rank == 0:
         warn_if_silent(pipeline, pipeline.hook, pipeline.ends, tuple(mesh.shape), run.ranks, stacklevel=3)
@@ -92,7 +92,7 @@ def make_state_data(
                 if axis.size > 1:
                     tensor.copy_(axis.run("pbroadcast", tensor, 0))
     elif sync == "check":
-        same_values(mesh, storage.leaves, own)
+        compare_values(mesh, storage.leaves, own)
     # After `sync`, from the final parameters.
     storage.make_slots(exact=pipeline.sharding is not None and pipeline.sharding.codec is not None)
     held = storage.own_leaves()
@@ -174,7 +174,7 @@ class TrainStep:
         try:
             body = make_state_data(self.run, params, buffers, sync, self.bucket_bytes)
             self._in_loop.device = body.storage.layout[0].device if body.storage.layout else None
-            self.run.agreements.forget()
+            self.run.records.forget()
             self._left = 0, False
             return TrainState(body)
         except BaseException as error:

@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
 from .._errors import JoinError
-from ..agreement import read_now
 from ..buckets import REGISTERED, gradients
+from ..records import read_now
 
 if TYPE_CHECKING:
     from ._join import Join

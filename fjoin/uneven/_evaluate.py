@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from .._errors import DesyncError
-from ..agreement import read_now
 from ..groups import Communicator, Mesh, mesh_or_world
+from ..records import read_now
 from ..training import weigh
 from ..transforms.base import checks, trees
 

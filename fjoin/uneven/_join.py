@@ -13,8 +13,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .._errors import EarlyTermination, JoinError
-from ..agreement import Record, Sums, same
 from ..groups import Communicator, mesh_over
+from ..records import Record, Sums, compare
 from ..transforms.axes import Work
 from ._ddp_hook import DDPHook
 
@@ -137,7 +137,7 @@ class Join:
                 raise JoinError(f"this {type(one).__name__} is inside another Join already; leave that one first")
         kinds = [f"{type(one).__module__}.{type(one).__qualname__}" for one in self._all]
         remedy = "All ranks must enter a Join with the same ones in the same order"
-        same(self.mesh, "fjoin.Join", {"joinables": kinds, "throw_on_early_termination": self._throw}, remedy)
+        compare(self.mesh, "fjoin.Join", {"joinables": kinds, "throw_on_early_termination": self._throw}, remedy)
         self._configs = [one._join_config for one in self._joinables]
         modules = {id(hook.ddp): hook for hook in self.ddps}
         for one in self._joinables:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NoReturn, TypeVar, overload
 
 from .._errors import DesyncError, JoinError
-from ..agreement import Record, Requests, Sums
 from ..groups import Communicator, Mesh, mesh_or_world
 from ..loading import END, JoinedLoop, LookAhead
+from ..records import Record, Requests, Sums
 from ..training import NO_BATCH, JoinedLoader, TrainStep, weigh
 from ..transforms.base import checks
 
@@ -151,7 +151,7 @@ class Loop(JoinedLoop[B]):
                 f"rank {self._mesh.rank} loops with {self._settings}, and some other rank does not; pass the same on all ranks"
             )
         self._asks.note(found["batches"])
-        self.stopped = self._asks.stop_agreed
+        self.stopped = self._asks.stop_due
         return found["weight"], int(self._asks.with_next(found["batches"]))
 
 

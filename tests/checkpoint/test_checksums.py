@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fjoin.agreement._same import on_devices
+from fjoin.records._compare import on_devices
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.bool, torch.complex64], ids=str)
@@ -28,7 +28,7 @@ def test_numbers_of_tensors_on_devices_do_not_depend_on_where_memory_begins() ->
 
 
 def test_two_equal_changes_do_not_cancel_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fjoin.agreement._same._CHUNK", 16)  # also in different chunks
+    monkeypatch.setattr("fjoin.records._compare._CHUNK", 16)  # also in different chunks
     x = torch.randn(50)
     numbers = set[int]()
     for i in range(50):

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.agreement import DeviceReads, _record
+from fjoin.records import DeviceReads, _record
 from tests.ddp.register_problem import EVEN, HOOKS, SMALL, Branches, check, samples
 from tests.helpers import max_diff, same_bits
 from tests.oracle import whole_batch
@@ -254,7 +254,7 @@ def waited(name: str, on_device: bool) -> tuple[int, list[float], Any]:
     """The number of waits in the passes, the totals, and the gradients."""
     ddp = DistributedDataParallel(make_model(), **SMALL)
     handle = fjoin.ddp.register(ddp, MADE[name])
-    grads = handle.run.agreements.check.grads
+    grads = handle.run.records.check.grads
     grads.on_device = on_device
     waits, totals, now = [0], [], DeviceReads.now
 
@@ -272,7 +272,7 @@ def waited(name: str, on_device: bool) -> tuple[int, list[float], Any]:
         with mock.patch.object(DeviceReads, "now", counted), mock.patch.object(_record, "read_now", read_now):
             mean_loss(ddp, batch).backward()
         totals.append(handle.total)
-    reads = handle.run.agreements.check.reads
+    reads = handle.run.records.check.reads
     assert len(reads.under_way) == (on_device and name != "pipeline"), "the host may run ahead by one pass"
     return waits[0], totals, [p.grad for p in ddp.parameters()]
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.agreement import DeviceReads
+from fjoin.records import DeviceReads
 from fjoin.training._passes import Passes
 from tests.devices.echo import EchoAxis, EchoMesh
 from tests.devices.memory import Memory

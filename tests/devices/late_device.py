@@ -16,10 +16,10 @@ import optree
 import torch
 from torch import Tensor
 
-from fjoin.agreement import _device_reads
 from fjoin.buckets import _grad_buffer, _storage as _flat_params, _storage as _leaves
 from fjoin.groups import _axis, _group_mesh, _message as _unfinished
 from fjoin.groups._message import PendingMessage
+from fjoin.records import _device_reads
 from fjoin.step._verdict import GradCheck
 from fjoin.training._run import Run
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import fjoin
 from fjoin import transforms as tx
 from fjoin.groups._message import Unfinished
-from fjoin.step import Agreements, StepCheck
+from fjoin.step import StepCheck, StepRecords
 from tests.devices.late_device import Device
 
 STEPS = 5
@@ -81,7 +81,7 @@ def _out(fault: str | None) -> Any:
     parts: dict[str, Any] = {
         "settle": lambda: mock.patch.object(Unfinished, "settle", lambda *args: None),
         "drain": lambda: mock.patch.object(StepCheck, "drain", lambda *args: None),
-        "forget": lambda: mock.patch.object(Agreements, "forget", lambda *args: None),
+        "forget": lambda: mock.patch.object(StepRecords, "forget", lambda *args: None),
         "age": lambda: mock.patch.object(StepCheck, "raise_pending", lambda *args, **options: None),
     }
     return contextlib.nullcontext() if fault is None else parts[fault]()

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fjoin.agreement import _device_reads
 from fjoin.buckets import BucketQueue, _grad_buffer, _storage as _flat_params, _storage as _leaves
 from fjoin.groups import _message as _unfinished
+from fjoin.records import _device_reads
 from fjoin.step import _interleave, _stages as _bucket_stages
 from fjoin.step._verdict import GradCheck
 from fjoin.training._passes import GradOutput

@@ -12,8 +12,8 @@ import torch
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.agreement import DeviceReads, _device_reads
 from fjoin.buckets import GradBuffer, start_gather
+from fjoin.records import DeviceReads, _device_reads
 from fjoin.step._interleave import SideStreams, Started
 from fjoin.step._reducer import SumReducer
 from fjoin.training._flat_step import FlatStep

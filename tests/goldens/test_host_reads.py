@@ -11,7 +11,7 @@ import torch
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.agreement import DeviceReads
+from fjoin.records import DeviceReads
 from fjoin.testing._devices import NoWaiting
 from tests.goldens.golden_problem import start
 from tests.goldens.golden_rows import ROWS

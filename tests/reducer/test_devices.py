@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.agreement import DeviceReads
+from fjoin.records import DeviceReads
 from fjoin.testing._devices import NoWaiting
 from fjoin.transforms.axes._simulate import SimulatedAxis
 from fjoin.transforms.base import devices

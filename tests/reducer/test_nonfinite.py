@@ -10,7 +10,7 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.agreement import _device_reads
+from fjoin.records import _device_reads
 from tests.helpers import judged, max_diff, raises_text, same_bits
 from tests.training.small import product, step_of
 

@@ -13,7 +13,7 @@ import torch
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.agreement import Requests
+from fjoin.records import Requests
 from fjoin.training import OnSignal
 from fjoin.transforms.base.record_words import numbers_of, words_of
 from tests.helpers import raises_text
@@ -43,7 +43,7 @@ def test_three_counts_in_one_scalar(ranks: int, dtype: torch.dtype) -> None:
         assert words is not None
         reader, total = Requests(ranks), numbers_of(words, ranks, True)[0]
         reader.note(total)
-        assert (reader.saves_agreed, reader.stop_agreed) == (save > 0, stop > 0)
+        assert (reader.saves_due, reader.stop_due) == (save > 0, stop > 0)
         if next_ in (0, ranks) or ranks < 4:
             assert reader.with_next(total) == next_
 
@@ -68,16 +68,16 @@ def plain(rank: int, n: int, pipeline: Any, accumulate: int) -> list[tuple[int, 
     run, seen, saves = step.run, [], 0
     for i in range(n):
         if rank == 1 and i == 2:
-            run.agreements.requests.ask_save()
+            run.records.requests.ask_save()
         if rank == 0 and i == 4:
-            run.agreements.requests.ask_stop()
+            run.records.requests.ask_stop()
         state, metrics = step(state, X)
-        requests = run.agreements.requests
-        if metrics.stepped and requests.saves_agreed > saves:
-            saves = requests.saves_agreed
-            seen.append((i, True, requests.stop_agreed))
+        requests = run.records.requests
+        if metrics.stepped and requests.saves_due > saves:
+            saves = requests.saves_due
+            seen.append((i, True, requests.stop_due))
     step.flush(state)
-    seen.append((n, run.agreements.requests.saves_agreed > saves, run.agreements.requests.stop_agreed))
+    seen.append((n, run.records.requests.saves_due > saves, run.records.requests.stop_due))
     return seen
 
 

@@ -88,10 +88,10 @@ class Call:
             return Share(1.0 if self.axes else _counts(weight_of(self._weight)), float(Call.axis_size(axis)))
         own, sums = self.totals((), device), self.totals(axis, device)
         if over == "weight":
-            return Share(own.weight, sums.weight, sums.alive)
+            return Share(own.weight, sums.weight, sums.any_live)
         if over == "live":
-            return Share(own.live, sums.live, sums.alive)
-        return Share(1.0 if self.axes else own.live, float(Call.axis_size(axis)), sums.alive)
+            return Share(own.live, sums.live, sums.any_live)
+        return Share(1.0 if self.axes else own.live, float(Call.axis_size(axis)), sums.any_live)
 
     def totals(self, axis: AxisName = (), device: torch.device | None = None) -> Totals:
         """The sums of the weights, over the axes that have been reduced over and these; see `share`."""
@@ -117,7 +117,7 @@ class Call:
             self._totals[key] = found
         return found
 
-    def tell(self, axes: Collection[str], totals: Totals | Callable[[], Totals]) -> None:
+    def know(self, axes: Collection[str], totals: Totals | Callable[[], Totals]) -> None:
         """Let the call, and those inside it with the same weight, know the sums of the weights over these axes.
 
         Args:

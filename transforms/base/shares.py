@@ -110,7 +110,7 @@ class Totals(NamedTuple):
 
     weight: Number  # of their weights
     live: Number  # the number of them with weight
-    alive: bool | Tensor  # whether any has weight
+    any_live: bool | Tensor  # whether any has weight
 
 
 def totals_of(weight: Number, live: Number) -> Totals:
@@ -123,7 +123,7 @@ class Share(NamedTuple):
 
     weight: Number  # of this rank, or of the ranks that share the values
     total: Number | None  # of all ranks; None for a sum
-    alive: bool | Tensor = True  # whether any rank has weight
+    any_live: bool | Tensor = True  # whether any rank has weight
 
     def times(self, x: Tensor, plus: Tensor | None = None, in_place: bool = False) -> Tensor:
         """The factor times a tensor, in its dtype; a 16-bit product is rounded once. Where the weight is 0, the product is 0
@@ -140,7 +140,7 @@ class Share(NamedTuple):
             if isinstance(total, float) and isinstance(weight, float) and weight:
                 return torch.add(plus, x, alpha=weight / total)
             own = plus + self.times(x)
-            return self.unless_idle(own, torch.zeros_like(own))
+            return self.where_any_live(own, torch.zeros_like(own))
         if isinstance(weight, Tensor):
             weight = to_device(x.device, weight)
             none = weight == 0
@@ -187,20 +187,20 @@ class Share(NamedTuple):
             return [leaf / total for leaf in sums]
         return [divided(leaf, to_device(leaf.device, total)) for leaf in sums]
 
-    def is_alive(self, device: torch.device) -> Tensor:
-        """`alive` as a 0-d bool tensor, made without a wait for a device."""
-        if isinstance(self.alive, bool):
-            return torch.full((), self.alive, dtype=torch.bool, device=device)
-        return to_device(device, self.alive)
+    def any_live_on(self, device: torch.device) -> Tensor:
+        """`any_live` as a 0-d bool tensor, made without a wait for a device."""
+        if isinstance(self.any_live, bool):
+            return torch.full((), self.any_live, dtype=torch.bool, device=device)
+        return to_device(device, self.any_live)
 
-    def unless_idle(self, new: Tree, old: Tree) -> Tree:
+    def where_any_live(self, new: Tree, old: Tree) -> Tree:
         """The result of a reduction of values that persist between steps, or its input if no rank has weight.
 
         The mean without weights is 0. That is right for gradients, which then change nothing, but not for parameters.
         """
-        if isinstance(self.alive, bool):
-            return new if self.alive else old
-        return where(self.alive, new, old)
+        if isinstance(self.any_live, bool):
+            return new if self.any_live else old
+        return where(self.any_live, new, old)
 
 
 def _on(device: torch.device, value: Number) -> Any:

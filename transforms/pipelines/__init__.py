@@ -29,7 +29,7 @@ from ._placements import buffers_placement as buffers_placement, params_placemen
 from ._plan import (
     Parts as Parts,
     Plan as Plan,
-    Records as Records,
+    SentRecords as SentRecords,
     StepPlace as StepPlace,
     axes_of as axes_of,
     make_plan as make_plan,

@@ -240,7 +240,7 @@ class Counting:
         parts, reduced, pieces, own = stages(self._hook), self._plan.reduced(step), self._pieces, self._own
         call = Call(None, step)
         for axes in reduced.shares:  # the ranks have agreed on these
-            call.tell(axes, shares.totals_of(1.0, 1.0))
+            call.know(axes, shares.totals_of(1.0, 1.0))
         values = self._params
         for i, part in enumerate(parts):
             sent = self._sent(self._stage, i, part, values, call)

@@ -52,12 +52,12 @@ from ._pipeline import (
     mark_of,
     rates_of,
     refuse_float16,
-    told,
     totals_from,
     totals_of_step,
-    unless_idle,
     unscaled,
     use,
+    words_to_sum,
+    zero_unless_live,
 )
 from ._plan import StepReduction, make_plan
 from ._sharded import by_path, sharding_of
@@ -246,7 +246,7 @@ def pipeline_of(
             structure: Any = own.structure if own else optree.tree_structure(grads)
             leaves: list[Any] = structure.flatten_up_to(grads)
             late = call.donated and len(parts) == 1 and pieces is None and not skips
-            found = mean_with_words(parts[0], leaves, call, told(call, rates), late) if is_plain else None
+            found = mean_with_words(parts[0], leaves, call, words_to_sum(call, rates), late) if is_plain else None
             total = None
             if found is not None:
                 leaves, summed, total = found
@@ -254,7 +254,7 @@ def pipeline_of(
                 totals = totals_from(call, axes, rates, summed)
             elif not hook.pauses:
                 totals = totals_of_step(call, axes, rates, params)
-                grads = grads if equal or not axes else unless_idle(call, grads)
+                grads = grads if equal or not axes else zero_unless_live(call, grads)
             mean, hook_state = (hook if found is None else behind_sum).run(grads, old.hook, params, call)
         if mean is None or hook.pauses:
             window = old.window + trees.to_device(old.window.device, torch.as_tensor(shares.weight_of(call.weight)))

@@ -43,20 +43,20 @@ class Effect:
     """The effect of a step on this rank.
 
     Attributes:
-        alive: At least one of the ranks that share the gradients has weight.
+        any_live: At least one of the ranks that share the gradients has weight.
         fine: The gradients may be used.
         raises: A flag of the device: the host will raise for this step later, so nothing may change.
         steps: Whether the optimizer takes a step.
     """
 
-    __slots__ = ("fine", "alive", "raises", "steps")
+    __slots__ = ("fine", "any_live", "raises", "steps")
 
-    def __init__(self, alive: Flag, fine: Flag = True, raises: Flag = False) -> None:
-        self.alive, self.fine, self.raises = alive, fine, raises
-        if alive is False or fine is False:
+    def __init__(self, any_live: Flag, fine: Flag = True, raises: Flag = False) -> None:
+        self.any_live, self.fine, self.raises = any_live, fine, raises
+        if any_live is False or fine is False:
             self.steps: Flag = False
         else:
-            self.steps = fine if alive is True else alive if fine is True else alive & fine
+            self.steps = fine if any_live is True else any_live if fine is True else any_live & fine
 
     @property
     def at_end(self) -> Effect:
@@ -80,10 +80,10 @@ class Effect:
 
     def update_counters(self, skips: Any, outer: Any) -> Any:
         """The state around a pipeline that skips steps, after this step: it counts the step, unless no rank had input."""
-        if self.alive is False:
+        if self.any_live is False:
             return outer
         counted = skips.update_counters(outer, torch.as_tensor(self.fine))
-        return counted if self.alive is True else trees.choose_state(self.alive, counted, outer)
+        return counted if self.any_live is True else trees.choose_state(self.any_live, counted, outer)
 
     def weight(self, weight: Any) -> Any:
         """The weight of this step in an average over steps: 0 for a step without effect."""
@@ -109,7 +109,7 @@ class Effect:
         return trees.choose_state(~torch.as_tensor(self.raises), run, (values, state))
 
 
-def unless_idle(call: Call, grads: Tree) -> Tree:
+def zero_unless_live(call: Call, grads: Tree) -> Tree:
     """The gradients, or zeros for a rank without weight: some of them stay its own, though ranks step together."""
     weight = call.totals().weight
     if isinstance(weight, float):
@@ -192,8 +192,8 @@ def rates_of(optimizer: Optimizer, params: Tree, slots: State) -> list[tuple[str
     return [rate for some, step in hypers if some for rate in check_rates(some, step)]
 
 
-def told(call: Call, rates: Rates) -> dict[str, Number]:
-    """What a rank tells the others of a call: its weight, whether it has any, and a number for its rates."""
+def words_to_sum(call: Call, rates: Rates) -> dict[str, Number]:
+    """The words of a call that the ranks sum: this rank's weight, whether it has any, and a number for its rates."""
     weight, live, _ = call.totals()
     return {"weight": weight, "live": live, **({"rates": number_of(rates)} if rates else {})}
 
@@ -204,7 +204,7 @@ def totals_of_step(call: Call, axes: Sequence[str], rates: Rates, values: Tree) 
     Raises:
         DesyncError: on all ranks: they have other rates.
     """
-    words, axes = [*told(call, rates).values()], [name for name in axes if axis_size(name) > 1]
+    words, axes = [*words_to_sum(call, rates).values()], [name for name in axes if axis_size(name) > 1]
     if axes or any([isinstance(word, Tensor) for word in words]):
         own = shares.stacked(words, trees.device_of(optree.tree_leaves(values)))
         summed = psum(own, tuple(axes)) if axes else own
@@ -213,11 +213,11 @@ def totals_of_step(call: Call, axes: Sequence[str], rates: Rates, values: Tree) 
 
 
 def totals_from(call: Call, axes: Sequence[str], rates: Rates, summed: Sequence[Number]) -> Totals:
-    """As `totals_of_step`, from the sums of what all ranks have `told`."""
+    """As `totals_of_step`, from the sums of `words_to_sum`."""
     if rates and axes:
         _check(rates, summed[2], tuple(axes), call.step or 0)
     totals = shares.totals_of(*summed[:2])
-    call.tell(axes, totals)
+    call.know(axes, totals)
     return totals
 
 

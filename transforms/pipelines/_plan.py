@@ -53,7 +53,7 @@ class Parts(NamedTuple):
 StepPlace = Literal["buckets", "module"]
 
 
-class Records(NamedTuple):
+class SentRecords(NamedTuple):
     """What the ranks sum in a step beside their gradients.
 
     before: the axes of the records that go before the gradients, each in a message of its own: of the ranks that share gradients, and
@@ -169,7 +169,7 @@ def make_plan(
     return plan._replace(early=chain(*parts[:whole]) if whole else None, rest=tuple(parts[whole:]))
 
 
-def records_of(plan: Plan, parts: Parts, step: int, place: StepPlace) -> Records:
+def records_of(plan: Plan, parts: Parts, step: int, place: StepPlace) -> SentRecords:
     """The records of a step, by its number.
 
     Where ranks loop together all of them must know of each other in every step. The record of a plain reduction travels in its
@@ -183,9 +183,9 @@ def records_of(plan: Plan, parts: Parts, step: int, place: StepPlace) -> Records
     before = [axes] if not (rides or known) and (plain or equal or shares) else []
     before += [one for one in shares if not plain and one != axes]
     if not parts.steps:
-        return Records(tuple(before), rides, known=known)
+        return SentRecords(tuple(before), rides, known=known)
     apart = axes != plan.loop_axes and not (place == "module" and parts.skips)
-    return Records(tuple(before), rides, apart, plan.hook.sharded_over, not equal, known)
+    return SentRecords(tuple(before), rides, apart, plan.hook.sharded_over, not equal, known)
 
 
 def _reduced(hook: Transform, mesh_axes: tuple[str, ...], step: int) -> StepReduction:

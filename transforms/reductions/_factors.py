@@ -139,12 +139,12 @@ def low_rank_mean(
     scales = [torch.linalg.vector_norm(total, math.inf, dim=2, keepdim=True) for total in totals]
     joined = torch.cat([scale.view(-1) for scale in scales]) if scales else None
     whole = False  # known on the host: some rank has weight, everything is finite, and no row is 0
-    if joined is not None and isinstance(share.alive, bool) and trees.readable_without_sync(joined):
-        whole = share.alive and bool((joined > 0).all() & torch.isfinite(joined).all())
+    if joined is not None and isinstance(share.any_live, bool) and trees.readable_without_sync(joined):
+        whole = share.any_live and bool((joined > 0).all() & torch.isfinite(joined).all())
     reuses = call.donated and trees.plain(list(leaves.values()))
     made = LowRankMeans(dict(zip(others, _cut(first[size:], list(others.values())), strict=True)), {}, {})
     for (paths, alone), total, scale in zip(blocks, totals, scales, strict=True):
-        fine = torch.isfinite(scale).all(dim=1, keepdim=True) & share.is_alive(scale.device)
+        fine = torch.isfinite(scale).all(dim=1, keepdim=True) & share.any_live_on(scale.device)
         fine = fine & (scale != 0).any(dim=1, keepdim=True)
         if whole:
             new = total / scale

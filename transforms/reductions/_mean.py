@@ -87,10 +87,10 @@ class ResidualMemory:
 
 def usable(share: Share, total: Tensor) -> bool | Tensor:
     """Whether a sum is used: some rank has weight, and it is finite. Otherwise no step is taken, and residuals stay."""
-    if isinstance(share.alive, bool) and trees.readable_without_sync(total):
-        return share.alive and bool(torch.isfinite(total.sum()) or torch.isfinite(total).all())
+    if isinstance(share.any_live, bool) and trees.readable_without_sync(total):
+        return share.any_live and bool(torch.isfinite(total.sum()) or torch.isfinite(total).all())
     finite = torch.linalg.vector_norm(total, math.inf) < math.inf if total.numel() else True
-    return share.is_alive(total.device) & finite
+    return share.any_live_on(total.device) & finite
 
 
 def choose(fine: bool | Tensor, new: Tensor, old: Tensor) -> Tensor:
@@ -230,7 +230,7 @@ def _reduction(axis: AxisName, over: Over | None) -> Transform:
             out = encoded(optree.tree_unflatten(structure, leaves), share, call, functools.partial(coded_sum, axis))
         else:
             out = optree.tree_unflatten(structure, mean_of(leaves, share, axis, call.donated and not call.persistent))
-        return (share.unless_idle(out, grads) if call.persistent else out), state
+        return (share.where_any_live(out, grads) if call.persistent else out), state
 
     return Transform(
         lambda params: (), update, Needs.NOTHING, Reduction(axis, over, fusable=True), takes=("donated", "wire")
@@ -428,6 +428,6 @@ def hierarchical_mean(local: str, node: str, over: Over = "weight") -> Transform
             flat = share._replace(total=None).times(flat)
             (part,) = share.divided([psum(psum_scatter(cut(flat, axis_size(local)), local), node)])
             out = unravel(all_gather(part, local).flatten()[: len(flat)], grads)
-        return (share.unless_idle(out, grads) if call.persistent else out), state
+        return (share.where_any_live(out, grads) if call.persistent else out), state
 
     return Transform(lambda params: (), update, Needs.NOTHING, Reduction(both, over), takes=("wire",))

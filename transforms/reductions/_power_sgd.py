@@ -202,7 +202,7 @@ def _power_sgd(
         share = call.share(axis, over, trees.device_of(leaves.values()))
         if axis_size(axis) == 1:
             out = optree.tree_map(share.times, grads)
-            return (share.unless_idle(out, grads) if call.persistent else out), state._replace(step=state.step + 1)
+            return (share.where_any_live(out, grads) if call.persistent else out), state._replace(step=state.step + 1)
         checks.real(leaves, "power_sgd")
         if call.wire is not None:
             refuse_derivative(leaves.values(), "differentiate through the hook without its codec")
@@ -224,7 +224,7 @@ def _power_sgd(
         if memory is not None:
             memory.keep({path: error.to(errors[path].dtype) for path, error in new.items()})
         out = optree.tree_unflatten(optree.tree_structure(grads), [means[path] for path in leaves])
-        out = share.unless_idle(out, grads) if call.persistent else out
+        out = share.where_any_live(out, grads) if call.persistent else out
         return out, PowerSGDState({path: kept.get(path, old) for path, old in state.q.items()}, state.step + 1)
 
     def loses(params: Tree) -> list[str]:

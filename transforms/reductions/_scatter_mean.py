@@ -154,7 +154,7 @@ def scatter_mean(axis: str, over: Over = "weight") -> Transform:
                 own = share.divided([own])[0] if late else own
             slices.update({path: part.to(of[path].dtype) for path, part in pieces.leaves_own(k, own).items()})
         out = trees.map_with_path(lambda path, _: slices[path], grads)
-        return (share.unless_idle(out, pieces.own(grads)) if call.persistent else out), state
+        return (share.where_any_live(out, pieces.own(grads)) if call.persistent else out), state
 
     return Transform(lambda params: (), update, Needs.NOTHING, Reduction(axis, over, True, True), takes=("wire",))
 

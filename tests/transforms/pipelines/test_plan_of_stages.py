@@ -13,7 +13,7 @@ from torch import Tensor
 import fjoin
 from fjoin import transforms as tx
 from fjoin.transforms.base.trees import global_norm, named_leaves
-from fjoin.transforms.pipelines import Parts, Records, make_plan, records_of, takes_flat
+from fjoin.transforms.pipelines import Parts, SentRecords, make_plan, records_of, takes_flat
 from tests.helpers import max_diff, raises_text
 
 Needs = tx.Needs
@@ -122,8 +122,8 @@ MEAN, NODE, LOCAL = tx.mean("data"), tx.mean("node"), tx.mean("local")
 SCATTER, VOTE = tx.scatter_mean("local"), tx.masked(MEAN, "*.weight")
 AVERAGE, STATE = tx.every(2, tx.average_parameters("data")), tx.every(4, tx.average_state("data"))
 CODED, SWITCH = tx.compress(tx.int8(), MEAN), tx.switch_after(3, MEAN, tx.identity())
-RIDES, FIRST = Records(rides=True), Records((("data",),))
-ALONE = Records(apart=True, verdict=True)  # each rank decides for itself, and hears of the others a step later
+RIDES, FIRST = SentRecords(rides=True), SentRecords((("data",),))
+ALONE = SentRecords(apart=True, verdict=True)  # each rank decides for itself, and hears of the others a step later
 
 # hook, the parts of the pipeline, axes, step, where it runs, and the records.
 RECORDS: dict[str, Any] = {
@@ -131,21 +131,21 @@ RECORDS: dict[str, Any] = {
     "a mean of a module": (MEAN, Parts(), DATA, 0, "module", FIRST),
     "a mean, then an average": (MEAN, Parts(AVERAGE), DATA, 0, "buckets", RIDES),
     "an optimizer's state": (MEAN, Parts(None, STATE), DATA, 0, "buckets", RIDES),
-    "a mean over one rank": (MEAN, Parts(), {"data": 1, "model": 4}, 0, "buckets", Records(((),), apart=True, verdict=True)),
+    "a mean over one rank": (MEAN, Parts(), {"data": 1, "model": 4}, 0, "buckets", SentRecords(((),), apart=True, verdict=True)),
     "encoded": (CODED, Parts(), DATA, 0, "buckets", FIRST),
-    "one leaf": (VOTE, Parts(), DATA, 0, "buckets", Records((("data",),), verdict=True)),
+    "one leaf": (VOTE, Parts(), DATA, 0, "buckets", SentRecords((("data",),), verdict=True)),
     "one leaf, without an optimizer": (VOTE, Parts(steps=False), DATA, 0, "module", FIRST),
     "nothing, then an average": (tx.identity(), Parts(AVERAGE), DATA, 0, "buckets", ALONE),
     "a switch before": (SWITCH, Parts(AVERAGE), DATA, 2, "buckets", FIRST),
     "a switch after": (SWITCH, Parts(AVERAGE), DATA, 3, "buckets", ALONE),
     "local steps of nodes": (
-        LOCAL, Parts(tx.every(2, tx.average_parameters("node"))), NODES, 0, "buckets", Records(rides=True, apart=True),
+        LOCAL, Parts(tx.every(2, tx.average_parameters("node"))), NODES, 0, "buckets", SentRecords(rides=True, apart=True),
     ),
     "a module of nodes that skips": (
-        LOCAL, Parts(tx.every(2, tx.average_parameters("node")), None, True), NODES, 0, "module", Records((("local",),)),
+        LOCAL, Parts(tx.every(2, tx.average_parameters("node")), None, True), NODES, 0, "module", SentRecords((("local",),)),
     ),
     "pieces": (
-        tx.chain(SCATTER, NODE), Parts(), NODES, 0, "buckets", Records((("node", "local"), ("local",)), pieces="local"),
+        tx.chain(SCATTER, NODE), Parts(), NODES, 0, "buckets", SentRecords((("node", "local"), ("local",)), pieces="local"),
     ),
 }  # fmt: skip
 

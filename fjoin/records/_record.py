@@ -15,8 +15,8 @@ from ..groups import Communicator
 from ..transforms.axes import Work, axis_index, bind_axes
 from ..transforms.base import record_words, trees
 from ..transforms.layout import Bucket
+from ._compare import common_names
 from ._device_reads import numbers, read_now
-from ._same import sum_names
 
 # With more ranks than this the three counts of a message are not exact in float32.
 _MOST_RANKS = 4096
@@ -32,22 +32,22 @@ class Requests:
     save, that ask to stop.
 
     Attributes:
-        saves_agreed: The number of times that a record which all ranks have read asked to save.
-        stop_agreed: Whether such a record asked to stop; `begin` resets it.
+        saves_due: The number of times that a record which all ranks have read asked to save.
+        stop_due: Whether such a record asked to stop; `begin` resets it.
         in_loop: Whether a loop runs.
 
     Args:
         ranks: The number of ranks whose records are summed.
     """
 
-    saves_agreed: int
-    stop_agreed: bool
+    saves_due: int
+    stop_due: bool
     in_loop: bool
 
     def __init__(self, ranks: int) -> None:
         self._ranks, self._digit = ranks, float(ranks + 1)
         self._asked = set[str]()
-        self.saves_agreed, self.stop_agreed, self.in_loop = 0, False, False
+        self.saves_due, self.stop_due, self.in_loop = 0, False, False
 
     def ask_save(self) -> None:
         """Ask all ranks to save after one of the next steps. A signal handler may call it."""
@@ -68,7 +68,7 @@ class Requests:
 
     def begin(self) -> None:
         """A loop begins: what an earlier one has agreed on does not stop it."""
-        self.stop_agreed, self.in_loop = False, True
+        self.stop_due, self.in_loop = False, True
 
     def end(self) -> None:
         """A loop has ended."""
@@ -86,8 +86,8 @@ class Requests:
         """Take the requests of all ranks from sums of `has_next`, which all ranks read after the same step."""
         asked = [has_next // self._digit for has_next in sums if has_next >= self._digit and math.isfinite(has_next)]
         if asked:
-            self.saves_agreed += any(save_and_stop % self._digit > 0 for save_and_stop in asked)
-            self.stop_agreed |= any(save_and_stop >= self._digit for save_and_stop in asked)
+            self.saves_due += any(save_and_stop % self._digit > 0 for save_and_stop in asked)
+            self.stop_due |= any(save_and_stop >= self._digit for save_and_stop in asked)
 
     def with_next(self, has_next: float) -> float:
         """The number of ranks with another batch, from the sum of `has_next`."""
@@ -238,13 +238,13 @@ class StepRecord(Record):
         self.names, self._sums = record_words.record_names(self.ranks), list[str]()  # the names in aux["sum"], sorted
         self._fine = frozenset[str]()  # the names of values that have been checked
 
-    def settle_names(self, values: dict[str, Any]) -> bool:
+    def take_names(self, values: dict[str, Any]) -> bool:
         """Agree on the names in the first step: only ranks with a batch know the names of aux["sum"].
 
         Returns:
             Whether any rank knew them.
         """
-        found = sum_names(self.mesh, self.axes, _sums_in(values) if values["weight"] else None)
+        found = common_names(self.mesh, self.axes, _sums_in(values) if values["weight"] else None)
         self.names, self._sums, self._fine = (
             record_words.record_names(self.ranks, found or ()),
             list(found or ()),

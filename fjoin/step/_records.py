@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..agreement import Calls, Requests, StepIds, StepRecord, Sums, numbers
 from ..groups import Communicator
+from ..records import Calls, Requests, StepIds, StepRecord, Sums, numbers
 from ..transforms.layout import Bucket
-from ..transforms.pipelines import Parts, Plan, Rates, Records, StepPlace, axes_of, records_of
+from ..transforms.pipelines import Parts, Plan, Rates, SentRecords, StepPlace, axes_of, records_of
 from ._verdict import CountsOfAll, StepCheck
 
 
-class Agreements:
+class StepRecords:
     """The records of the steps of one run, and of the calls between its steps.
 
     The ranks that loop together may be more than those that share gradients. Then a step sends a record over all of
@@ -70,7 +70,7 @@ class Agreements:
                 record.fit(self._layout)
         return self._records[axes]
 
-    def records(self, step: int) -> Records:
+    def sent_in(self, step: int) -> SentRecords:
         """What the ranks sum in a step beside their gradients."""
         return self._always or records_of(self.plan, self._parts, step, self._place)
 
@@ -158,7 +158,7 @@ class Agreements:
             NonFinite, DesyncError: on all ranks.
         """
         self.check.drain()
-        if not any(self.records(at).apart for at in (step, max(step - 1, 0))):
+        if not any(self.sent_in(at).apart for at in (step, max(step - 1, 0))):
             return
         self._raise_late(step)
         number = self.ids.of_flush  # and the step travels as the weight
@@ -178,7 +178,7 @@ class Agreements:
         """
         self.check.drain()
         self._raise_late(step)
-        if self._has_sent and not self._parts.skips and self.records(step - 1).apart:
+        if self._has_sent and not self._parts.skips and self.sent_in(step - 1).apart:
             self.check.raise_left_out(step - 1, self._sum({}))
 
     def _raise_late(self, step: int) -> None:

@@ -142,7 +142,7 @@ def _pairs(values: list[dict[str, tuple[str, int]]]) -> dict[str, list[int]]:
 NOTHING_SENT = "Nothing has been sent; run the same program with the same settings on all ranks"
 
 
-def same(
+def compare(
     mesh: Communicator,
     occasion: str,
     parts: Mapping[str, Any],
@@ -217,7 +217,7 @@ def parameters_fit(mesh: Communicator, fit: bool, step: int) -> None:
         )
 
 
-def sum_names(mesh: Communicator, axes: tuple[str, ...], mine: list[str] | None) -> tuple[str, ...] | None:
+def common_names(mesh: Communicator, axes: tuple[str, ...], mine: list[str] | None) -> tuple[str, ...] | None:
     """The names in aux["sum"], agreed on by the ranks of some axes; None if no rank knows them.
 
     Only ranks with a batch know the names.
@@ -243,7 +243,7 @@ def _common_names(values: list[list[str] | None]) -> dict[str, Any]:
     return {"names": known[0][1] if known else None}
 
 
-def same_values(mesh: Communicator, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor] | None) -> None:
+def compare_values(mesh: Communicator, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor] | None) -> None:
     """Raise on all ranks unless parameters and buffers are equal to the bit.
 
     Raises:
