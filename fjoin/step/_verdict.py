@@ -296,68 +296,38 @@ class StepCheck:
         Raises:
             DesyncError: the ranks have called different steps.
         """
-        records = [CountsOfAll(0, sums)] if counts is None else counts
-        on_device, left, asked = isinstance(sums["weight"], Tensor), False, []
+        records, together = [CountsOfAll(0, sums)] if counts is None else counts, counts is None
+        on_device = isinstance(sums["weight"], Tensor)
         for _, of_all in records:
             on_device = on_device or isinstance(of_all["weight"], Tensor)
-        if on_device:
-            return self._on_device(step, records, sums, outgoing, total, clip, counts is None)
+        live, asked = sums["weight"] != 0, []
+        odd: Flag = False  # whether some rank has left out an earlier step, or on a device: the ranks have called different steps
         for late, of_all in records:
-            if self._ids is not None:
+            if self._ids is not None and on_device:
+                other = of_all["step_id"] != self.ranks * self._ids.of(step_of(step, late))
+                live, odd = live & inverse(other), odd | other
+            elif self._ids is not None:
                 self._ids.check(step, of_all, late)
-            left = left or (late > 0 and any(masks(of_all)))  # whether some rank has left out an earlier step
+            if late:
+                odd = odd | _any_set(masks(of_all))
             if "has_next" in of_all:
                 asked.append(of_all["has_next"])
-        live = sums["weight"] != 0
-        fine = not live or left or self._is_fine(sums, outgoing)
-        bad = live and not left and not fine
-        self.left_out = float(bad and counts is not None and not self._skips)
-        self._requests.note(*asked)
-        if left or (bad and counts is None and not self._skips):
-            return Decision(Effect(True, False), error=self._error(step, records, sums, outgoing))
-        effect = Effect(live, fine)
-        if not effect.steps:
-            return Decision(effect)
-        total, norm = self.grads.total_and_norm(outgoing, total, clip)
-        return Decision(effect, None if total == 1.0 else torch.tensor(float(total), dtype=torch.float64), norm=norm)
-
-    def _on_device(
-        self,
-        step: int,
-        records: Sequence[CountsOfAll],
-        sums: dict[str, Any],
-        outgoing: Sequence[GradBuffer],
-        total: Any,
-        clip: Clip | None,
-        together: bool,
-    ) -> Decision:
-        """The decision where only the device knows the effect. The host reads it later.
-
-        Args:
-            together: Whether all ranks that loop together share the gradients.
-        """
-        other: Flag = False  # whether the ranks have called different steps
-        left: Flag = False
-        for late, of_all in records:
-            if self._ids is not None:
-                other = other | (of_all["step_id"] != self.ranks * self._ids.of(step_of(step, late)))
-            left = left | _any_set(masks(of_all)) if late else left
-        live = (sums["weight"] != 0) & inverse(other)
-        fine: Flag = left is True or self._is_fine(sums, outgoing)
-        left_out = inverse(fine) & live & inverse(left | other)
-        raises = left | other | (left_out & (together and not self._skips))
-        self.left_out = 0.0 if together or self._skips else torch.as_tensor(left_out, dtype=torch.float64)
-        asked = [of_all["has_next"] for _, of_all in records if "has_next" in of_all]
-        words = [torch.as_tensor(raises, dtype=torch.float64), *asked]
-        self.reads.add((step, records), torch.stack(words))
-        effect = Effect(live, fine & inverse(left | other), raises)
-        found_inf = inverse(effect.steps).to(torch.float32)  # type: ignore[union-attr]
-        total, norm = self.grads.total_and_norm(outgoing, total, clip)
-        if isinstance(total, Tensor):  # a NaN would stay in the padding of the buckets
-            total = torch.where(found_inf == 0, total, torch.ones_like(total))
+        fine: Flag = live is False or odd is True or self._is_fine(sums, outgoing)
+        bad = live & inverse(fine | odd)
+        raises = odd | (bad & (together and not self._skips))
+        self.left_out = 0.0 if together or self._skips else _number(bad)
+        if on_device:
+            self.reads.add((step, records), torch.stack([torch.as_tensor(raises, dtype=torch.float64), *asked]))
         else:
-            total = None if total == 1.0 else found_inf.new_full((), total, dtype=torch.float64)
-        return Decision(effect, total, found_inf, norm=norm)
+            self._requests.note(*asked)
+            if raises:
+                return Decision(Effect(True, False), error=self._error(step, records, sums, outgoing))
+        effect = Effect(live, fine if odd is False else fine & inverse(odd), raises)
+        if effect.steps is False:
+            return Decision(effect)
+        found_inf = inverse(effect.steps).to(torch.float32) if on_device else None  # type: ignore[union-attr]
+        total, norm = self.grads.total_and_norm(outgoing, total, clip)
+        return Decision(effect, _for_kernels(total, found_inf), found_inf, norm=norm)
 
     def _is_fine(self, sums: dict[str, Any], outgoing: Sequence[GradBuffer]) -> Flag:
         """Whether the weights, the loss and the gradients are finite on all ranks that share gradients."""
@@ -434,3 +404,18 @@ class StepCheck:
 def _any_set(words: Sequence[Any]) -> Flag:
     """Whether a bit is set in the words of a flag."""
     return (torch.stack(list(words)) != 0).any() if isinstance(words[0], Tensor) else any(words)
+
+
+def _number(flag: Flag) -> Any:
+    return flag.to(torch.float64) if isinstance(flag, Tensor) else float(flag)
+
+
+def _for_kernels(total: Any, found_inf: Tensor | None) -> Tensor | None:
+    """The total as the kernels take it; None: they do not divide. In a step that they leave out it divides nothing by 0."""
+    if not isinstance(total, Tensor):
+        return (
+            None
+            if total == 1.0
+            else torch.full((), total, dtype=torch.float64, device=getattr(found_inf, "device", None))
+        )
+    return total if found_inf is None else torch.where(found_inf == 0, total, torch.ones_like(total))
