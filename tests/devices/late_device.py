@@ -16,12 +16,11 @@ import optree
 import torch
 from torch import Tensor
 
-from fjoin.buckets import _grad_buffer, _storage as _flat_params, _storage as _leaves
-from fjoin.groups import _axis, _group_mesh, _message as _unfinished
+from fjoin.groups import _axis, _group_mesh
 from fjoin.groups._message import PendingMessage
-from fjoin.records import _device_reads
 from fjoin.step._verdict import GradCheck
 from fjoin.training._run import Run
+from fjoin.transforms.base import devices
 
 # How long a message may take to arrive after its sender has gone.
 GRACE_S = 0.2
@@ -40,6 +39,12 @@ class Event:
     def synchronize(self) -> None:
         while not self.query():
             pass
+
+
+class Stream(contextlib.nullcontext):  # type: ignore[type-arg]
+    def wait_event(self, event: Any) -> None: ...
+
+    def wait_stream(self, other: Any) -> None: ...
 
 
 class Device:
@@ -151,11 +156,10 @@ class Device:
             for patch in (
                 on(GradCheck, "__init__", on_device), on(PendingMessage, "__init__", made), on(PendingMessage, "wait", wait_late),
                 on(Run, "ends_here", ends), on(_group_mesh, "destroy", cut), on(_group_mesh, "_SETTLE_S", 0.3),
-                on(_axis.GroupAxis, "begin_gather", gathers), on(_device_reads, "is_accelerator", is_one),
-                on(_device_reads, "to_host", self.to_host), on(_unfinished, "is_accelerator", is_one),
-                on(_unfinished, "here", self.here), on(_leaves, "is_accelerator", is_one),
-                on(_leaves, "current_stream", lambda device: "stream"),
-                on(_flat_params, "is_host", lambda device: False), on(_grad_buffer, "is_host", lambda device: False),
+                on(_axis.GroupAxis, "begin_gather", gathers), on(devices, "is_accelerator", is_one),
+                on(devices, "to_host", self.to_host), on(devices, "here", self.here),
+                on(devices, "new_stream", lambda device: Stream()), on(devices, "current_stream", lambda device: Stream()),
+                on(devices, "is_host", lambda device: False),
             ):  # fmt: skip
                 stack.enter_context(patch)
             yield

@@ -12,9 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fjoin.buckets import BucketQueue, _grad_buffer, _storage as _flat_params, _storage as _leaves
-from fjoin.groups import _message as _unfinished
-from fjoin.records import _device_reads
+from fjoin.buckets import BucketQueue
 from fjoin.step import _interleave, _stages as _bucket_stages
 from fjoin.step._verdict import GradCheck
 from fjoin.training._passes import GradOutput
@@ -165,11 +163,11 @@ class Streams(TorchDispatchMode):
         patches = [
             on(module, name, new)
             for modules, name, new in (
-                ((devices, _device_reads, _unfinished, _leaves, _interleave), "is_accelerator", yes),
-                ((_flat_params, _grad_buffer), "is_host", lambda device: False),
-                ((devices, _unfinished), "here", self.here), ((devices, _device_reads), "to_host", self.to_host),
+                ((devices,), "is_accelerator", yes),
+                ((devices,), "is_host", lambda device: False),
+                ((devices,), "here", self.here), ((devices,), "to_host", self.to_host),
                 ((devices,), "new_stream", self.new_stream),
-                ((devices, _leaves), "current_stream", self.current_stream),
+                ((devices,), "current_stream", self.current_stream),
                 ((_bucket_stages,), "travel", lambda axes, layout, in_streams: in_streams and travel(axes, layout, True)),
                 ((GradCheck,), "__init__", on_device), ((BucketQueue,), "arrived", in_leaf_stream),
                 ((GradOutput,), "backward", and_joined),

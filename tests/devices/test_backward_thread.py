@@ -12,6 +12,7 @@ import torch
 import fjoin
 from fjoin import transforms as tx
 from fjoin.transforms.axes import _environment as _axis_env
+from fjoin.transforms.base import devices
 from tests.devices.echo import EchoMesh
 from tests.devices.test_streams import PIPELINES, loss_fn
 from tests.devices.threaded_models import all_of, elsewhere
@@ -55,5 +56,5 @@ def test_torch_keeps_nothing_in_threads_that_end_on_the_host() -> None:
         return torch._C._is_key_in_tls(_axis_env._KEY)
 
     assert tx.simulate(stashed, {"data": 2}) == [False, False]
-    with mock.patch.object(_axis_env, "in_use", lambda: True):
+    with mock.patch.object(devices, "in_use", lambda: True):
         assert tx.simulate(stashed, {"data": 2}) == [True, True]

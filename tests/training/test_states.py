@@ -203,7 +203,7 @@ def test_leaves_follow_the_current_stream(monkeypatch: Any, accumulate: int) -> 
     """Their gradients would arrive in the stream in which they were made: once in each stream they are made anew."""
 
     def trained(streams: list[str]) -> tuple[dict[str, Tensor], list[Any]]:
-        monkeypatch.setattr(_leaves, "is_accelerator", lambda device: True)
+        monkeypatch.setattr(devices, "is_accelerator", lambda device: True)
         monkeypatch.setattr(_leaves, "current_stream", lambda device: streams[0])
         pipeline = tx.fuse(tx.mean("data"), tx.sgd(0.1, momentum=0.9))
         step = fjoin.train_step(lambda p, b: (p["w"] * b).square().sum(), pipeline, accumulate=accumulate)
