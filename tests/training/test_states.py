@@ -15,7 +15,7 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.buckets import _storage as _leaves
+from fjoin.transforms.base import devices
 from tests.helpers import raises_text, same_bits, stepped
 from tests.scalars import registered
 from tests.training.small import X, one, quadratic, start
@@ -204,7 +204,7 @@ def test_leaves_follow_the_current_stream(monkeypatch: Any, accumulate: int) -> 
 
     def trained(streams: list[str]) -> tuple[dict[str, Tensor], list[Any]]:
         monkeypatch.setattr(devices, "is_accelerator", lambda device: True)
-        monkeypatch.setattr(_leaves, "current_stream", lambda device: streams[0])
+        monkeypatch.setattr(devices, "current_stream", lambda device: streams[0])
         pipeline = tx.fuse(tx.mean("data"), tx.sgd(0.1, momentum=0.9))
         step = fjoin.train_step(lambda p, b: (p["w"] * b).square().sum(), pipeline, accumulate=accumulate)
         state, made = step.init({"w": torch.ones(3)}), []
