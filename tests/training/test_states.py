@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import pickle
+import types
 import weakref
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
+from fjoin.buckets import _storage
 from fjoin.transforms.base import devices
 from tests.helpers import raises_text, same_bits, stepped
 from tests.scalars import registered
@@ -203,8 +205,8 @@ def test_leaves_follow_the_current_stream(monkeypatch: Any, accumulate: int) -> 
     """Their gradients would arrive in the stream in which they were made: once in each stream they are made anew."""
 
     def trained(streams: list[str]) -> tuple[dict[str, Tensor], list[Any]]:
-        monkeypatch.setattr(devices, "is_accelerator", lambda device: True)
-        monkeypatch.setattr(devices, "current_stream", lambda device: streams[0])
+        as_device = {"is_accelerator": lambda device: True, "current_stream": lambda device: streams[0]}
+        monkeypatch.setattr(_storage, "devices", types.SimpleNamespace(**{**vars(devices), **as_device}))
         pipeline = tx.fuse(tx.mean("data"), tx.sgd(0.1, momentum=0.9))
         step = fjoin.train_step(lambda p, b: (p["w"] * b).square().sum(), pipeline, accumulate=accumulate)
         state, made = step.init({"w": torch.ones(3)}), []
