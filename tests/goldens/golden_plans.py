@@ -10,8 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fjoin import transforms as tx
-from fjoin.transforms import base
-from fjoin.transforms.base.specs import encode
+from fjoin.transforms.base import specs
 from tests.goldens.golden_problem import start
 from tests.goldens.golden_rows import ROWS, WORLDS
 
@@ -45,7 +44,7 @@ def spec(name: str) -> str:
 def fingerprint(name: str) -> str:
     """The fingerprint; of a row with functions none, since it is that of the code as Python compiles it."""
     made = ROWS[name].make()
-    return "holds functions" if '"function"' in json.dumps(encode(made)) else base.fingerprint(made)
+    return "holds functions" if '"function"' in json.dumps(specs.encode(made)) else specs.fingerprint(made)
 
 
 def _text(make: Callable[[], str]) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.transforms.axes import _environment as _piece_sum
+from fjoin.transforms.base import devices
 from tests.optimizer_table import OPTIMIZERS
 from tests.sharded_problem import PAIRS, Pair, gradients, loss_fn, start
 from tests.traffic import sent_to_others
@@ -109,12 +109,12 @@ def different(steps: int, part: int) -> list[str]:
 
 def sabotaged(steps: int, part: int) -> list[str]:
     """The same with gradients of a wrong rank's piece, which must differ."""
-    right = _piece_sum.sum_of_pieces
-    _piece_sum.sum_of_pieces = lambda *args: right(*args) * 1.0001  # type: ignore[attr-defined]
+    right = devices.sum_of_pieces
+    devices.sum_of_pieces = lambda *args: right(*args) * 1.0001
     try:
         return different(steps, part)
     finally:
-        _piece_sum.sum_of_pieces = right  # type: ignore[attr-defined]
+        devices.sum_of_pieces = right  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,7 @@ def test_functions_that_do_something_else_are_other_functions(name: str) -> None
 
 
 SET = "{'b', 'c', 'd', 'e'}"
-IMPORTS = "from fjoin import transforms as tx\nfrom fjoin.transforms.base import fingerprint"
+IMPORTS = "from fjoin import transforms as tx\nfrom fjoin.transforms.base.specs import fingerprint"
 PROGRAM = f"{IMPORTS}\nfound = fingerprint(tx.stateless(lambda g: g * ('a' in {SET})))"
 
 
