@@ -27,6 +27,7 @@ class GradLeaves:
     Attributes:
         by_path: Path -> leaf, in the order of `shapes`.
         by_bucket: The leaves of each bucket.
+        accelerators: The devices of the leaves that have streams.
     """
 
     def __init__(self, layout: Sequence[Bucket], flats: Sequence[Tensor], shapes: Mapping[str, torch.Size]) -> None:
@@ -36,16 +37,18 @@ class GradLeaves:
                 of[path] = view.detach().requires_grad_()
         self.by_path: dict[str, Tensor] = {path: of[path] for path in shapes}
         self.by_bucket: list[list[Tensor]] = [[of[path] for path in bucket.paths] for bucket in layout]
-        self._devices = {bucket.device for bucket in layout if devices.is_accelerator(bucket.device)}
+        self.accelerators: set[torch.device] = {
+            bucket.device for bucket in layout if devices.is_accelerator(bucket.device)
+        }
         self._nodes = [get_gradient_edge(leaf).node for leaf in of.values() if devices.is_accelerator(leaf.device)]
         self._made_in = self._streams()
 
     def _streams(self) -> list[Any]:
-        return [devices.current_stream(device) for device in self._devices]
+        return [devices.current_stream(device) for device in self.accelerators]
 
     def are_here(self) -> bool:
         """Whether they were made in the current streams."""
-        return not self._devices or self._made_in == self._streams()
+        return not self.accelerators or self._made_in == self._streams()
 
     def take_grads(self, before: GradLeaves, window: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
         """Take over the gradients of other leaves; returns the sums of the window by these leaves."""
@@ -186,6 +189,7 @@ class Storage:
 
     def _make_leaves(self) -> None:
         self._held = GradLeaves(self.layout, self.flats, self.shapes)
+        self.on_accelerator: bool = bool(self._held.accelerators)
         self.leaves: dict[str, Tensor] = self._held.by_path
         self.by_bucket: list[list[Tensor]] = self._held.by_bucket
 

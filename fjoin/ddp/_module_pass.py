@@ -67,10 +67,11 @@ class ModulePass(Step):
     def _step_params(self, outgoing: list[GradBuffer]) -> None:
         run, decision = self._run, self._decision
         grads = run.records.check.grads
-        by_kernels = decision.changes and run.divides and self._used is None and grads.readable_without_sync(outgoing)
+        steps = decision.effect.steps is not False
+        by_kernels = steps and run.divides and self._used is None and grads.readable_without_sync(outgoing)
         if not by_kernels:
             divide(outgoing, self._total)
-        if run.pipeline is None or not decision.changes:
+        if run.pipeline is None or not steps:
             return
         own, optimizer, used = self._own_leaves(), run.pipeline.optimizer, self._used
         one = optimizer if optimizer.select is None else None

@@ -92,10 +92,10 @@ class Communicator(Mesh):
         """Start summing a buffer over some axes, in place."""
         if not names:
             return Done()
-        *first, last = self.over(names)
-        for axis in first:
+        axes = self.over(names) if len(names) > 1 or names[0] not in self.axes else (self.axes[names[0]],)
+        for axis in axes[:-1]:
             axis.begin_reduce(buffer).wait()
-        work: Work = last.begin_reduce(buffer)
+        work: Work = axes[-1].begin_reduce(buffer)
         return work
 
     def zeros(

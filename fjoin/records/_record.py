@@ -303,7 +303,8 @@ def own_values(weight: float, loss: Tensor | None, sums: dict[str, Any], window:
         own["bad"] = (~torch.isfinite(value)).to(torch.float64)
     else:
         own["bad"] = float(not math.isfinite(value))
-    own.update({f"sum.{name}": v for name, v in sums.items()})
+    if sums:
+        own.update({f"sum.{name}": v for name, v in sums.items()})
     if window:
         own = {name: own.get(name, 0.0) + window.get(name, 0.0) for name in {**window, **own}}
         bad = own["bad"]

@@ -50,8 +50,8 @@ class StepRecords:
         self.ranks: int = self.of_all.ranks
         self._layout: tuple[Bucket, ...] | None = None
         self.ids: StepIds = StepIds(mesh, plan.loop_axes, self.ranks, calls)
-        self._requests = Requests(self.ranks)
-        self.check: StepCheck = StepCheck(self.ranks, norm, self._parts.skips, mesh, self.ids, self._requests)
+        self.own_requests = Requests(self.ranks)
+        self.check: StepCheck = StepCheck(self.ranks, norm, self._parts.skips, mesh, self.ids, self.own_requests)
         self._late: tuple[int, Sums] | None = None  # the step of a record that has not been read, and its sums
         self._begun: int | None = None  # the step that began last
         self._has_sent = False  # whether a step has sent a record of all ranks
@@ -76,7 +76,7 @@ class StepRecords:
 
     def of_hook(self, step: int) -> StepRecord:
         """The record over the ranks that the hook reduces over in a step."""
-        return self.record(self.plan.reduced(step).axes)
+        return self.record((self.plan.always or self.plan.reduced(step)).axes)
 
     def begin(self, step: int, rates: Rates, weight: tuple[float, str] | None = None) -> float:
         """The number of a step that begins with these hyperparameters, and with a weight; see `StepIds`.
@@ -138,13 +138,13 @@ class StepRecords:
     def has_next(self, sums: Mapping[str, Any]) -> float:
         """The number of ranks that have another batch."""
         self.check.synchronize()
-        return self._requests.with_next(float(sums["has_next"]))
+        return self.own_requests.with_next(float(sums["has_next"]))
 
     @property
     def requests(self) -> Requests:
-        """The requests of the ranks, with what they have agreed on in the steps so far."""
+        """The requests of the ranks, with what is due after the steps so far."""
         self.check.look()
-        return self._requests
+        return self.own_requests
 
     # -- between steps --------------------------------------------------------------------------
 
@@ -186,7 +186,7 @@ class StepRecords:
         for late, of_all in self._take(step):
             sums = numbers(of_all, self.check.reads.now)
             self.ids.check(step, sums, late)  # sums on a device have not been checked yet
-            self._requests.note(sums.get("has_next", 0.0))
+            self.own_requests.note(sums.get("has_next", 0.0))
             self.check.raise_left_out(step - late, sums)
 
     def _sum(self, values: dict[str, Any]) -> dict[str, float]:

@@ -53,24 +53,16 @@ class Reducer:
 
     Attributes:
         clip: The function from the norm of the reduced gradients to their clip factor; None where nothing is clipped.
+        scaling: Who applies which factor of this rank's gradients.
     """
 
     clip: Clip | None = None
+    scaling: Scaling = Scaling()
     _late_factor: Tensor | None = None  # of this step, see `Opened`
     _state: Any = None  # of this step
 
     def init(self, storage: Params) -> Any:
         """The initial state."""
-        raise NotImplementedError
-
-    def seed(self, counted: float, window_weight: float, float16: bool) -> float:
-        """The gradient of the loss from which backward starts, if a loss carries the weight.
-
-        Args:
-            counted: This rank's weight, or 1 or 0 if ranks do not count by their weights.
-            window_weight: See `Opened`.
-            float16: Whether some parameters are float16.
-        """
         raise NotImplementedError
 
     def prepare(self, storage: Params) -> list[GradBuffer]:
@@ -166,10 +158,6 @@ class StagedReducer(Reducer):
         with bind_pieces(storage.pieces and storage.pieces.flat(k, FLAT)):
             return early.init({FLAT: storage.flats[k]})
 
-    def seed(self, counted: float, window_weight: float, float16: bool) -> float:
-        """The call's part of the window, in units of the first weight."""
-        return counted / window_weight
-
     # -- bucket by bucket -----------------------------------------------------------------------
 
     def prepare(self, storage: Params) -> list[GradBuffer]:
@@ -184,7 +172,8 @@ class StagedReducer(Reducer):
         """Prepare for the buckets of a step."""
         reduced, weight = self._plan.reduced(opened.step), opened.values["weight"]
         self._late_factor = opened.late_factor
-        self._seed = self.seed(self._plan.counted(weight, opened.step), opened.window_weight, False) if weight else 1.0
+        counted = self._plan.counted(weight, opened.step)
+        self._seed = self.scaling.seed(counted, opened.window_weight, False) if weight else 1.0
         if opened.is_weighted and (why := self._plan.needs_equal_weights(opened.step)):
             sums = opened.begun[reduced.axes].read(False)
             if weight and not math.isclose(weight * sums["live"], sums["weight"], rel_tol=1e-6):
@@ -251,7 +240,7 @@ class SumReducer(Reducer):
     def __init__(self, plan: Plan, mesh: Communicator, record: StepRecord, grads: GradCheck, weighs: bool) -> None:
         assert plan.reduce is not None
         self._hook, self._plan, self._mesh, self._record, self._grads = plan.hook, plan, mesh, record, grads
-        self._scaling, self._axes = Scaling.of(record.ranks, weighs), record.axes
+        self.scaling, self._axes = Scaling.of(record.ranks, weighs), record.axes
         by_norm = None if plan.clip is None else plan.clip.by_norm
         self.clip = None if by_norm is None else by_norm.factor
         self._float16 = False  # whether some gradients are float16
@@ -264,10 +253,6 @@ class SumReducer(Reducer):
         """The initial state."""
         params = {path: leaf.detach() for path, leaf in storage.leaves.items()}
         return trees.copy_if_aliased(self._hook.init(params), storage.flats)
-
-    def seed(self, counted: float, window_weight: float, float16: bool) -> float:
-        """See `Scaling`."""
-        return self._scaling.seed(counted, window_weight, float16)
 
     def prepare(self, storage: Params) -> list[GradBuffer]:
         """The buffers of the messages."""
@@ -297,8 +282,9 @@ class SumReducer(Reducer):
     def launch(self, index: int, out: GradBuffer) -> Work:
         if self._late_factor is not None:
             multiply_(out.grads, self._late_factor)
-        total = self._total(self.sums()) if self._float16 else None
-        self._scaling.before_sending_(out.grads, self._window_weight, self._float16, total)
+        if self._float16 or self.scaling.weighs:
+            total = self._total(self.sums()) if self._float16 else None
+            self.scaling.before_sending_(out.grads, self._window_weight, total)
         return self._send(out)
 
     def _total(self, sums: Mapping[str, Any]) -> Any:
@@ -331,7 +317,7 @@ class SumReducer(Reducer):
             if not rest:
                 self._grads.observe(out)  # while later messages are still under way
         sums = self.sums()
-        total = self._scaling.behind_sum(self._plan.total(sums, self._record.ranks), self._float16)
+        total = self.scaling.behind_sum(self._plan.total(sums, self._record.ranks), self._float16)
         if not rest:
             clip = self._plan.clip
             keeps = None if clip is None or clip.by_norm is None else clip.by_norm.keeps

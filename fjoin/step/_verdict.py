@@ -78,7 +78,10 @@ class GradCheck:
 
     def readable_without_sync(self, outgoing: Sequence[GradBuffer]) -> bool:
         """Whether the host may read these gradients without waiting for a device."""
-        return not self.on_device and all([out.grads.is_cpu for out in outgoing])
+        for out in () if self.on_device else outgoing:
+            if not out.grads.is_cpu:
+                return False
+        return not self.on_device
 
     def observe(self, out: GradBuffer) -> None:
         """Record a statistic of a bucket's gradients after the hook, for the decision: one pass over them.
@@ -116,7 +119,10 @@ class GradCheck:
         if self._waiting:
             self._look()
         if self.readable_without_sync(outgoing):
-            return float(any([not math.isfinite(out.seen.item()) and has_nonfinite(out.grads) for out in outgoing]))
+            for out in outgoing:
+                if not math.isfinite(out.seen.item()) and has_nonfinite(out.grads):
+                    return 1.0
+            return 0.0
         return 1.0 - torch.isfinite(torch.stack([out.seen.double() for out in outgoing])).all().double()
 
     def bad_anywhere(self, outgoing: Sequence[GradBuffer]) -> Any:
@@ -223,11 +229,6 @@ class Decision(NamedTuple):
     found_inf: Tensor | None = None  # 1 where the kernels must change nothing; None where the host has decided
     error: Exception | None = None  # all ranks raise it
     norm: Any = None  # of the gradients after the division, before they are clipped, where it is needed: 0-d float64
-
-    @property
-    def changes(self) -> bool:
-        """Whether to run the kernels."""
-        return self.effect.steps is not False
 
 
 class CountsOfAll(NamedTuple):

@@ -54,7 +54,7 @@ class FlatStep(Step):
         """Run the optimizer's kernels on buckets, and begin their gathers."""
         run, body, decision = self._run, self._body, self._decision
         body.torn, storage, self._gathers = True, body.storage, []
-        if not decision.changes:
+        if decision.effect.steps is False:
             body.buffers = body.buffers_before
             return
         in_order = reversed(list(enumerate(outgoing)))  # of the forward pass, in which the parameters are gathered

@@ -22,6 +22,7 @@ class InLoop:
 
     Attributes:
         iteration: The iteration that runs; None outside a loop.
+        compared: Whether the ranks have compared their loops.
         device: The device of the parameters; None before `init`.
     """
 
@@ -30,7 +31,7 @@ class InLoop:
         self.ranks, self.rank = run.ranks, run.mesh.rank
         self.iteration: Iteration | None = None
         self.device: torch.device | None = None
-        self._compared = False  # whether the ranks have compared their loops
+        self.compared: bool = False
         self._looked = False  # whether they have looked for parameters without gradients
 
     @property
@@ -49,11 +50,11 @@ class InLoop:
         Args:
             begins: Whether the loop begins here, so that it is not compared again.
         """
-        if not self._compared:
+        if not self.compared:
             compare(
                 self._run.mesh, "the first step", {"loop": loop}, "Run the same loop on all ranks", axes=self._run.axes
             )
-            self._compared = begins
+            self.compared = begins
 
     def enter(self) -> None:
         """Begin a loop.

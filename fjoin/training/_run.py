@@ -108,9 +108,9 @@ class Run:
         if not within:
             skipped: Any = 0 if self.pipeline.skips is None else body.outer.skipped
             others = {"ranks": self.ranks, **self._learning_rates(storage, body.step, skipped)}
-            has_next = records.requests.write(iteration is not None and iteration.has_next)
+            has_next = records.own_requests.write(iteration is not None and iteration.has_next)
             step_id = records.begin(body.step, rates)
-        if storage.follow_stream():
+        if storage.on_accelerator and storage.follow_stream():
             passes.hooks.detach()
         passes.hooks.attach(storage, one_pass=self.accumulate == 1)
         self.stop()
@@ -174,7 +174,7 @@ class Run:
         if is_weighted and loss is not None:
             shares.check_exact(loss, counted)
         scale = body.outer.scale if self._scales else None
-        seed = self.reducer.seed(counted, body.window_weight, body.storage.float16)
+        seed = self.reducer.scaling.seed(counted, body.window_weight, body.storage.float16)
         grad_output = grad_output_of(loss, seed, scale, self.accumulate > 1, is_weighted)
         sums = {} if loss is None else user_sums(forward.aux)
         own = own_values(weight * grad_output.rounding, loss, sums, body.window)

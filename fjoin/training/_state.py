@@ -113,7 +113,8 @@ class TrainState:
 
     def _claim(self, owner: object = None) -> StateData:
         body = self._body
-        self._check_read()
+        if self._read is not None:
+            self._check_read(*self._read)
         if owner is not None and body.owner is not owner:
             raise ValueError(
                 "this state was made by another train_step's init, or by an earlier init of this step; call init of this step "
@@ -156,11 +157,8 @@ class TrainState:
         self._read = tree, *optree.tree_flatten(tree)
         return tree
 
-    def _check_read(self) -> None:
+    def _check_read(self, tree: Any, leaves: list[Any], structure: Any) -> None:
         """Raise TypeError if the tree of parameters that was last read has been changed."""
-        if self._read is None:
-            return
-        tree, leaves, structure = self._read
         now, structure_now = optree.tree_flatten(tree)
         if structure == structure_now and all(a is b for a, b in zip(leaves, now, strict=True)):
             return

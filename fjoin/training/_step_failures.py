@@ -24,38 +24,34 @@ class StepFailures:
     """Reports failures to the other ranks, and keeps a step from being used after one.
 
     Attributes:
+        broken: The failure after which the step cannot run again, if any.
         last_step: The number of the step that began last; None before the first.
     """
 
     def __init__(self, run: Run) -> None:
         self._run, self._mesh = run, run.mesh
-        self._broken: tuple[type[FjoinError], str] | None = None  # the failure after which the step cannot run
+        self.broken: tuple[type[FjoinError], str] | None = None
         self.last_step: int | None = None
 
     def drain(self) -> None:
         """Raise for a step that changed nothing, which a device tells late; not after a failure."""
-        if self._broken is None:
+        if self.broken is None:
             self._run.step_check.drain()
 
-    @property
-    def broken(self) -> bool:
-        """Whether the step has failed, so that it cannot run again."""
-        return self._broken is not None
-
     def check(self) -> None:
-        """Raise where the step has failed before."""
-        if self._broken is not None:
-            kind, text = self._broken
+        """Raise if the step has failed before."""
+        if self.broken is not None:
+            kind, text = self.broken
             raise kind(f"this step cannot go on, it failed before: {text}")
 
     def _break(self, error: BaseException) -> None:
         """Make the step unusable. The error itself is not kept: its frames would keep all their objects alive."""
-        self._broken = type(error) if isinstance(error, FjoinError) else JoinError, described(error)
+        self.broken = type(error) if isinstance(error, FjoinError) else JoinError, described(error)
 
     def raise_(self, error: BaseException) -> NoReturn:
         """Report an error to the other ranks, and raise its root cause."""
         self._run.stop()
-        if self._broken is not None or self._run.ranks == 1:
+        if self.broken is not None or self._run.ranks == 1:
             raise error
         try:
             self._mesh.raise_root_cause(error, self.last_step)
@@ -65,7 +61,7 @@ class StepFailures:
 
     def leave(self, text: str) -> None:
         """Leave a loop before its end; see `Communicator.leave`."""
-        if self._broken is None and self._run.ranks > 1:
+        if self.broken is None and self._run.ranks > 1:
             failure = self._mesh.leave(text, self.last_step)
             if failure is not None:
                 self._break(failure)

@@ -191,7 +191,7 @@ class TrainStep:
         """
         self.run.close()
         left, self._left = self._left, (0, False)
-        for text in left_open(self.run.ends, *left) if not self._failures.broken else ():
+        for text in left_open(self.run.ends, *left) if self._failures.broken is None else ():
             warnings.warn(text, stacklevel=2)
         self._failures.drain()
 
@@ -250,7 +250,8 @@ class TrainStep:
             DonatedState, TornState: `state` can no longer be stepped.
             TypeError, ValueError: `loss_fn` or `weight` returned an unusable value; the first loss depends on no parameter.
         """
-        self._failures.check()
+        if self._failures.broken is not None:
+            self._failures.check()
         iteration, body, given = self._in_loop.iteration, None, None
         try:
             if iteration is not None:
@@ -258,9 +259,10 @@ class TrainStep:
             given = body = check_state(state)._claim(self.run.token)
             if not self._donate:
                 body = body.clone()
-            self.run.step_check.raise_pending()
+            if self.run.step_check.reads.under_way:
+                self.run.step_check.raise_pending()
             self._failures.last_step = body.step
-            if iteration is None:
+            if iteration is None and not self._in_loop.compared:
                 self._in_loop.compare("a loop without step.join")
             metrics = self.run(body, batch, iteration)
             self._left = body.step, bool(body.window)

@@ -86,6 +86,7 @@ class Plan(NamedTuple):
     rest: the stages that run on the whole tree after these.
     loop_axes: the axes whose ranks loop together, in all steps: those of the hook and of the transforms at the end of a step.
     adds: whether gradients of several calls, each times its weight, are added before they are sent.
+    over: how `reduce` counts ranks; None for a sum.
     """
 
     hook: Transform
@@ -97,12 +98,7 @@ class Plan(NamedTuple):
     clip: Transform | None = None
     rest: tuple[Transform, ...] = ()
     adds: bool = False
-
-    @property
-    def over(self) -> Over | None:
-        """How `reduce` counts ranks; None for a sum."""
-        assert self.reduce is not None and self.reduce.reduces is not None
-        return self.reduce.reduces.over
+    over: Over | None = None
 
     def counted(self, weight: float, step: int) -> float:
         """What a rank of this weight counts in the first reduction of a step."""
@@ -111,10 +107,9 @@ class Plan(NamedTuple):
 
     def total(self, sums: Mapping[str, Any], ranks: int) -> Any:
         """What to divide the sums of `reduce` by, from the sums over this number of ranks of their `weight` and `live`."""
-        over = self.over
-        if over == "world":
+        if self.over == "world":
             return float(ranks)
-        return 1.0 if over is None else sums["live" if over == "live" else "weight"]
+        return 1.0 if self.over is None else sums["live" if self.over == "live" else "weight"]
 
     def starts_from_weight(self, step: int, mixed: Collection[str]) -> bool:
         """Whether the backward pass of a loss must start from this rank's weight, since it mixes the losses of ranks of other weights.
@@ -162,9 +157,10 @@ def make_plan(
     plan = Plan(hook, mesh_axes, loop_axes, always, adds=adds)
     alone = own is not None and own.fusable and reach <= set(names(own.axis))
     if alone and not (adds and own and own.over in ("live", "world")) and not any(p.is_reducing for p in parts[1:]):
+        plan = plan._replace(reduce=parts[0], over=own.over if own else None)
         if clips and len(parts) == 2 and parts[1].by_norm is not None:
-            return plan._replace(reduce=parts[0], clip=parts[1])
-        return plan._replace(reduce=parts[0], rest=tuple(parts[1:]))
+            return plan._replace(clip=parts[1])
+        return plan._replace(rest=tuple(parts[1:]))
     whole = next((i for i, part in enumerate(parts) if Needs.TREE in part.needs), len(parts))
     return plan._replace(early=chain(*parts[:whole]) if whole else None, rest=tuple(parts[whole:]))
 
