@@ -50,7 +50,12 @@ def settled(share: Any, grads: Any, out: Any, new: Any, old: Any) -> tuple[Any, 
 
 def lossy_mean(axis: str, init: Any, update: Any) -> tx.Transform:
     """A transform whose result depends on which leaves share a message, and which sends later what it leaves out."""
-    return tx.Transform(init, update, tx.Needs.LAYOUT, tx.Reduction(axis, "weight"), tx.Compression(None))
+    return tx.Transform(
+        init,
+        update,
+        tx.Needs.LAYOUT,
+        facts=tx.Facts(reduces=tx.Reduction(axis, "weight"), compression=tx.Compression(None)),
+    )
 
 
 class EF21State(NamedTuple):

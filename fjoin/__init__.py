@@ -68,9 +68,4 @@ from .training import (
     trace as trace,
     train_step as train_step,
 )
-from .uneven import (
-    Join as Join,
-    as_joinable as as_joinable,
-    evaluate as evaluate,
-    join as join,
-)
+from .uneven import Join as Join, as_joinable as as_joinable, evaluate as evaluate, join as join

@@ -28,7 +28,12 @@ def with_weights(change: Callable[[Any], Any], hook: tx.Transform) -> tx.Transfo
         out, new = hook.update(grads, state.inner, params, weight=weight, **extra)
         return out, AroundState(new)
 
-    return tx.Transform(init, update, hook.needs, compression=hook.compression, pauses=hook.pauses, wraps="whole")
+    return tx.Transform(
+        init,
+        update,
+        hook.needs,
+        facts=tx.Facts(compression=hook.facts.compression, pauses=hook.facts.pauses, wraps="whole"),
+    )
 
 
 # Weight -> the weight that the reduction inside gets. The last one leaves out the rank of weight 1.

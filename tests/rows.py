@@ -89,7 +89,10 @@ def by_effective_ranks(hook: tx.Transform) -> tx.Transform:
         return {path: g * ranks.to(g.dtype) for path, g in out.items()}, AroundState(new)
 
     return tx.Transform(
-        lambda params: AroundState(hook.init(params)), update, hook.needs, compression=hook.compression, wraps="whole"
+        lambda params: AroundState(hook.init(params)),
+        update,
+        hook.needs,
+        facts=tx.Facts(compression=hook.facts.compression, wraps="whole"),
     )
 
 

@@ -32,7 +32,7 @@ LONGEST = 300  # code lines of a file
 NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 COUNTED = (
     "code lines", "files", "arrows between rooms", "public names", "lines of tests", "circles",
-    "folders named like a function", "imports past a face", "short cuts",
+    "folders named like a function", "imports past a face", "class names in several files", "short cuts",
 )  # fmt: skip
 Graph = dict[str, set[str]]
 
@@ -150,6 +150,17 @@ def folders_named_like_functions() -> list[str]:
     return sorted(room for room in rooms() if room.count(".") and room.rpartition(".")[2] in functions)
 
 
+def class_names_in_several_files(texts: dict[str, str]) -> list[str]:
+    """A class or an alias of a type whose name another file gives to something else."""
+    found = collections.defaultdict[str, set[str]](set)
+    for module, text in texts.items():
+        for node in ast.walk(ast.parse(text)):
+            alias = isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation) == "TypeAlias"
+            if isinstance(node, ast.ClassDef) or alias:
+                found[node.name if isinstance(node, ast.ClassDef) else ast.unparse(node.target)].add(module)  # type: ignore[union-attr]
+    return sorted(name for name, modules in found.items() if len(modules) > 1)
+
+
 def short_cuts(texts: dict[str, str]) -> dict[str, int]:
     """Where one part of the library looks into another: at a transform's name, at the class of an axis, at private fields."""
     trees = {module: [*ast.walk(ast.parse(text))] for module, text in texts.items()}
@@ -189,6 +200,7 @@ def counts() -> dict[str, Any]:
         "circles": circles(arrows()),
         "folders named like a function": folders_named_like_functions(),
         "imports past a face": past_faces(),
+        "class names in several files": class_names_in_several_files(sources()),
         "short cuts": short_cuts(sources()),
     }
 

@@ -72,7 +72,7 @@ class DDPRun:
             with bind_axes(mesh.axes):
                 self.pieces = pipeline.sharding.pieces({path: p.detach() for path, p in params.items()})
         # A parameter that no rank uses is not stepped, and the hook's state for it must stay unchanged.
-        asks = (pipeline is not None or hook.compression is not None) and (
+        asks = (pipeline is not None or hook.facts.compression is not None) and (
             ddp.find_unused_parameters or ddp.static_graph
         )
         self.used: UsedParameters | None = UsedParameters(params, mesh) if asks else None

@@ -390,7 +390,7 @@ def register(model: DistributedDataParallel, what: Transform | Pipeline, mesh: M
     ranks = check_mesh("register", mesh)
     if ranks.size != model.process_group.size():
         raise ValueError(f"the mesh has {ranks.size} ranks, but the module's group {model.process_group.size()}")
-    if hook.pauses or (isinstance(what, Pipeline) and any(part.pauses for part in what.ends)):
+    if hook.facts.pauses or (isinstance(what, Pipeline) and any(part.facts.pauses for part in what.ends)):
         raise ValueError(f"{what!r} holds accumulate(...): accumulate under model.no_sync() instead")
     if model._delay_all_reduce_params:
         raise ValueError("a module with delay_all_reduce_named_params keeps those parameters from its hook")

@@ -12,12 +12,7 @@ _reducer       runs the hook: `SumReducer` sums buckets in place, `StagedReducer
 _step          `Step`: a whole step, of a train_step and of a registered module
 """
 
-from ._body import (
-    EndStates as EndStates,
-    StateData as StateData,
-    StepData as StepData,
-    init_ends as init_ends,
-)
+from ._body import EndStates as EndStates, StateData as StateData, StepData as StepData, init_ends as init_ends
 from ._hook_state import HookState as HookState, stages_of as stages_of, whole_of as whole_of
 from ._records import StepRecords as StepRecords
 from ._reducer import Reducer as Reducer, make_reducer as make_reducer

@@ -125,7 +125,7 @@ class StagedReducer(Reducer):
         self._plan, self._early, self._grads = plan, plan.early, grads
         self._flat = flat and plan.early is not None and takes_flat(plan.early)
         last = stages(plan.early)[-1:] if plan.early is not None else []
-        fresh = any(part.reduces is not None and part.reduces.fusable for part in last)
+        fresh = any(part.facts.reduces is not None and part.facts.reduces.fusable for part in last)
         self._stages = BucketStages(plan, mesh, self._flat, fresh)
         self._seed = 1.0  # from which backward has started: divided out, since the hook weighs the gradients itself
         self._sums: Sums | None = None  # the record, where it is sent before the gradients
@@ -241,7 +241,7 @@ class SumReducer(Reducer):
         assert plan.reduce is not None
         self._hook, self._plan, self._mesh, self._record, self._grads = plan.hook, plan, mesh, record, grads
         self.scaling, self._axes = Scaling.of(record.ranks, weighs), record.axes
-        by_norm = None if plan.clip is None else plan.clip.by_norm
+        by_norm = None if plan.clip is None else plan.clip.facts.by_norm
         self.clip = None if by_norm is None else by_norm.factor
         self._float16 = False  # whether some gradients are float16
         self._window_weight = 1.0  # of this step, see `Opened`
@@ -320,7 +320,7 @@ class SumReducer(Reducer):
         total = self.scaling.behind_sum(self._plan.total(sums, self._record.ranks), self._float16)
         if not rest:
             clip = self._plan.clip
-            keeps = None if clip is None or clip.by_norm is None else clip.by_norm.keeps
+            keeps = None if clip is None or clip.facts.by_norm is None else clip.facts.by_norm.keeps
             kept = () if keeps is None else keeps(self._grads.norm_of(outgoing) / total)
             self._state = () if clip is None else ((), kept)
             return sums, total

@@ -40,7 +40,7 @@ def check_transform(make: Callable[[], tx.Transform]) -> None:
     - Calls bucket by bucket equal one call on the whole tree.
     - In a chain it gives the same results as alone.
     - The values of a rank of weight 0 do not affect the other ranks; with a reduction, not in later steps either.
-    - With `Transform.reduces`: on one rank a mean is the identity, and a sum is the gradient times the weight. Neither
+    - With `Transform.facts.reduces`: on one rank a mean is the identity, and a sum is the gradient times the weight. Neither
       depends on the order of ranks.
     - A lossy transform does not remember a step that is not finite.
     - Saved to a file and loaded, its state gives the same results to the bit.

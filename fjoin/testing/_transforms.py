@@ -12,16 +12,7 @@ import torch
 from .. import transforms as tx
 from ..transforms.base import Call, Needs, timings, trees
 from ..transforms.pipelines import takes_flat
-from ._compare import (
-    grads_of,
-    max_diff,
-    on_ranks,
-    params_like,
-    ranks_of,
-    repeated,
-    same_bits,
-    saved_and_loaded,
-)
+from ._compare import grads_of, max_diff, on_ranks, params_like, ranks_of, repeated, same_bits, saved_and_loaded
 
 
 def keeps_to_its_needs(make: Callable[[], tx.Transform]) -> None:
@@ -176,7 +167,7 @@ def _nan(grads: Any) -> Any:
 
 def is_itself_alone(make: Callable[[], tx.Transform]) -> None:
     """On an axis of one rank a mean returns the gradients, and a sum returns them times the weight."""
-    reduces = make().reduces
+    reduces = make().facts.reduces
     if reduces is None:
         return
 
@@ -190,7 +181,7 @@ def is_itself_alone(make: Callable[[], tx.Transform]) -> None:
 
 def forgets_the_order_of_ranks(make: Callable[[], tx.Transform]) -> None:
     """A mean or a sum gives the same result when the ranks are permuted, unless it rounds stochastically."""
-    if make().reduces is None or _holds(make(), lambda part: isinstance(part, tx.Codec) and part.stochastic):
+    if make().facts.reduces is None or _holds(make(), lambda part: isinstance(part, tx.Codec) and part.stochastic):
         return
 
     def run(shift: int) -> Any:
@@ -202,7 +193,7 @@ def forgets_the_order_of_ranks(make: Callable[[], tx.Transform]) -> None:
         assert all(same_bits(ranks[0], other) for other in ranks), "ranks got different results"
         return ranks[0]
 
-    room = 0.1 if make().compression else 1e-14  # where the sums are encoded, about one step of the code
+    room = 0.1 if make().facts.compression else 1e-14  # where the sums are encoded, about one step of the code
     assert max_diff(run(0), run(-1)) < room
 
 
@@ -226,5 +217,5 @@ def forgets_what_is_not_finite(make: Callable[[], tx.Transform]) -> None:
                 assert fine or bad, f"step {step} is not finite, as steps before it"
                 bad = False
 
-    if make().compression is not None:
+    if make().facts.compression is not None:
         on_ranks(make, one_rank)

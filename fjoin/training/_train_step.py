@@ -396,17 +396,17 @@ def train_step(
     if bucket_bytes is not None:
         checks.whole_number("bucket_bytes", bucket_bytes, 1)
     mesh = check_mesh("train_step", mesh or make_mesh({"data": -1}))
-    if any(part.pauses for part in pipeline.ends):
+    if any(part.facts.pauses for part in pipeline.ends):
         raise ValueError(
             "after=... or on_state=... holds accumulate(...), but parameters cannot be accumulated; use every(steps, ...)"
         )
-    if pipeline.hook.pauses:
+    if pipeline.hook.facts.pauses:
         raise ValueError(
             "the hook holds accumulate(...), which a train_step does itself: pass train_step(..., accumulate=k)"
         )
     if on_buffers is not None:
         check_transform(on_buffers, "train_step: on_buffers")
-        if on_buffers.pauses:
+        if on_buffers.facts.pauses:
             raise ValueError(
                 "on_buffers=... holds accumulate(...), but buffers cannot be accumulated; use every(steps, ...)"
             )

@@ -75,7 +75,7 @@ def own_of_each_kind() -> tx.Transform:
     def init(params: Any) -> OwnState:
         return OwnState(*({path: torch.zeros_like(p) for path, p in params.items()} for _ in range(3)))
 
-    return tx.Transform(init, update, needs=tx.Needs.PATHS, reduces=tx.Reduction("data", "weight"))
+    return tx.Transform(init, update, needs=tx.Needs.PATHS, facts=tx.Facts(reduces=tx.Reduction("data", "weight")))
 
 
 # Calls before the save, and what becomes of values of ranks: their mean, their sum, the value at the start, or that of all.

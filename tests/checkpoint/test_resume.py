@@ -85,7 +85,7 @@ def random_run(name: str, seed: int) -> Run:
     accumulate = draw.choice([1, 1, 2])
     calls, cut = accumulate * draw.randint(3, 7), accumulate * draw.randint(0, 2)
     run = Run(lambda: pipeline, axes, loss=loss, dtype=dtype, cut=cut, calls=calls, background=draw.random() < 0.5)
-    alone = pipeline.hook.pauses or (loss != "buffered" and draw.random() < 0.3)
+    alone = pipeline.hook.facts.pauses or (loss != "buffered" and draw.random() < 0.3)
     options = {"bucket_bytes": draw.choice([8, 24, 1 << 20]), "accumulate": accumulate, "on_buffers": on_buffers}
     sizes = [[draw.choice([0, 1, 2.5, 64]) for _ in range(run.ranks)] for _ in range(calls)]
     return run._replace(how="alone" if alone else "step", options=options, sizes=sizes)

@@ -120,7 +120,9 @@ def test_torn_state_raises() -> None:
             raises_text(fjoin.TornState, lambda: state.params, "step 0", "donate=False")  # noqa: B023
         else:
             assert same_bits(state.params, start())
-    after = tx.outer_step(tx.Transform(lambda p: (), explode, reduces=tx.mean("data").reduces), tx.sgd(1.0), 2)
+    after = tx.outer_step(
+        tx.Transform(lambda p: (), explode, facts=tx.Facts(reduces=tx.mean("data").facts.reduces)), tx.sgd(1.0), 2
+    )
     step, state = one(tx.fuse(tx.identity(), tx.sgd(0.1), after=after))
     state, _ = step(state, X)
     raises_text(ValueError, lambda: step.flush(state), "boom")

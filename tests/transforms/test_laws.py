@@ -130,7 +130,9 @@ def test_correct_custom_transforms_and_codecs_pass() -> None:
 
     def transform() -> tx.Transform:
         right = tx.mean("data")
-        return tx.Transform(right.init, right.update, needs=tx.Needs.NOTHING, reduces=right.reduces)
+        return tx.Transform(
+            right.init, right.update, needs=tx.Needs.NOTHING, facts=tx.Facts(reduces=right.facts.reduces)
+        )
 
     fjoin.testing.check_transform(lambda: tx.chain(tx.mean("data"), tx.stateless(lambda g: 10 * g)))
     fjoin.testing.check_transform(lambda: tx.chain(tx.mean("data"), tx.stateless(torch.neg)))

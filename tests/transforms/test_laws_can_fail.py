@@ -78,7 +78,7 @@ def _rank_first() -> tx.Transform:
         first = tx.pbroadcast(grads, "data", 0)
         return {k: out[k] + first[k] for k in out}, state
 
-    return tx.Transform(inner.init, update, reduces=inner.reduces)
+    return tx.Transform(inner.init, update, facts=tx.Facts(reduces=inner.facts.reduces))
 
 
 def _another_way() -> tx.Transform:
@@ -88,7 +88,7 @@ def _another_way() -> tx.Transform:
         out, state = inner.update(grads, state, params, **extra)
         return {k: -g for k, g in out.items()}, state
 
-    return tx.Transform(inner.init, update, reduces=inner.reduces)
+    return tx.Transform(inner.init, update, facts=tx.Facts(reduces=inner.facts.reduces))
 
 
 def _writes_where_others_are() -> tx.Transform:
@@ -102,9 +102,11 @@ def _writes_where_others_are() -> tx.Transform:
         return out, new
 
     return tx.Transform(
-        right.init, update, needs=tx.Needs.LAYOUT, reduces=right.reduces,
-        compression=right.compression,
-    )  # fmt: skip
+        right.init,
+        update,
+        needs=tx.Needs.LAYOUT,
+        facts=tx.Facts(reduces=right.facts.reduces, compression=right.facts.compression),
+    )
 
 
 def _sums_later() -> tx.Transform:
@@ -119,7 +121,7 @@ def _sums_later() -> tx.Transform:
     return tx.Transform(
         lambda params: (inner.init(params), {k: 0 * p for k, p in params.items()}),
         update,
-        reduces=tx.Reduction("data", "weight"),
+        facts=tx.Facts(reduces=tx.Reduction("data", "weight")),
     )
 
 
@@ -138,7 +140,9 @@ def _momentum() -> tx.Transform:
         new = {k: 0.9 * state[k] + g for k, g in grads.items()}
         return new, new
 
-    return tx.Transform(lambda params: {k: 0 * p for k, p in params.items()}, update, compression=tx.Compression(tuple))
+    return tx.Transform(
+        lambda params: {k: 0 * p for k, p in params.items()}, update, facts=tx.Facts(compression=tx.Compression(tuple))
+    )
 
 
 _MARK = torch.zeros(())
@@ -234,9 +238,11 @@ def _lossy(change: Callable[[Any, Any], Any]) -> Callable[[], tx.Transform]:
         return out, state
 
     return lambda: tx.Transform(
-        right.init, update, needs=tx.Needs.LAYOUT, reduces=right.reduces,
-        compression=right.compression,
-    )  # fmt: skip
+        right.init,
+        update,
+        needs=tx.Needs.LAYOUT,
+        facts=tx.Facts(reduces=right.facts.reduces, compression=right.facts.compression),
+    )
 
 
 BROKEN_FEEDBACK = {

@@ -63,7 +63,12 @@ def three_times(value: Any) -> Any:
     """The transform, and copies of it with other fields."""
     made = tx.Transform(lambda params: (), KINDS[value] if isinstance(value, str) else value)
     again = dataclasses.replace(made, needs=tx.Needs.LEAVES)
-    return made, again, dataclasses.replace(again, silent=True), dataclasses.replace(made, pauses=True)
+    return (
+        made,
+        again,
+        dataclasses.replace(again, facts=tx.Facts(silent=True)),
+        dataclasses.replace(made, facts=tx.Facts(pauses=True)),
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -116,7 +121,7 @@ def test_pickled_transforms_are_adapted_as_before(times: int) -> None:
 def test_copy_with_another_update_takes_its_keywords() -> None:
     hook = tx.mean("data")
     copied = dataclasses.replace(hook, update=lambda grads, state, params=None, *, weight=None: (grads, state))
-    assert "wire" in hook.takes and copied.takes == {"weight"}
+    assert "wire" in hook.facts.takes and copied.facts.takes == {"weight"}
 
 
 class State(NamedTuple):

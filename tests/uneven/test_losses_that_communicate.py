@@ -28,7 +28,7 @@ TWO, FOUR = {"data": 2}, {"node": 2, "local": 2}
 
 def _reduces(make: Any) -> bool:
     hook = make()
-    return hook.is_reducing and not hook.pauses and "accumulate" not in repr(hook) and hook.spec.name not in OUTER
+    return hook.is_reducing and not hook.facts.pauses and "accumulate" not in repr(hook) and hook.spec.name not in OUTER
 
 
 OUTER = ("average_parameters", "outer_step", "average_buffers", "broadcast_buffers", "ema", "from_optax")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..axes import bound, pmax
-from ..base import AxisName, Call, Needs, Over, State, Transform, Tree, factory, timings, trees
+from ..base import AxisName, Call, Facts, Needs, Over, State, Transform, Tree, factory, timings, trees
 from ..combinators import every
 from ..pipelines import Rates, axes_of, totals_of_step
 from ..reductions import mean
@@ -108,7 +108,7 @@ def average_parameters(axis: AxisName, over: Over = "weight") -> Transform:
         average, _, live = reduce(values, (), call)
         return trees.where(live, like(average, values), values), state
 
-    return Transform(lambda params: (), update, Needs.NOTHING, equalizes=axis)
+    return Transform(lambda params: (), update, Needs.NOTHING, facts=Facts(equalizes=axis))
 
 
 StatePolicy: TypeAlias = Literal["keep", "average"]
@@ -159,7 +159,7 @@ def average_state(axis: AxisName, over: Over = "weight") -> Transform:
         new = {**like(average, rest), **(pmax(counts, axis) if counts else {})}
         return trees.map_with_path(lambda path, old: trees.where(live, new[path], old), values), state
 
-    return Transform(init, update, Needs.LEAVES | Needs.PATHS, equalizes=axis)
+    return Transform(init, update, Needs.LEAVES | Needs.PATHS, facts=Facts(equalizes=axis))
 
 
 def _split(path: str) -> tuple[str, str]:

@@ -12,6 +12,7 @@ from ..base import (
     Averaged,
     Call,
     Count,
+    Facts,
     Index,
     Needs,
     Period,
@@ -159,7 +160,9 @@ def outer_step(
         named, state = used(period.window(number - delay))
         return trees.map_with_path(lambda path, _: named[path], values), state
 
-    return Transform(init, update, Needs.NOTHING, takes=("flush",), timing=timings.of_period(period, reduction, delay))
+    return Transform(
+        init, update, Needs.NOTHING, timing=timings.of_period(period, reduction, delay), facts=Facts(takes=("flush",))
+    )
 
 
 @factory

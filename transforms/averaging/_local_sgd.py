@@ -110,7 +110,7 @@ def post_local_sgd(
 
 def _averages(name: str, reduction: Transform, every: int, first: int | None) -> Transform:
     """The averages of the parameters; by other reductions than a plain mean, of their changes since the last one."""
-    of = reduction.reduces
+    of = reduction.facts.reduces
     if of is not None and of.fusable and not of.scatters and of.over is not None:
         return run_every(every, average_parameters(of.axis, of.over), first)
     return outer_step(reduction, sgd(1.0), every, first)

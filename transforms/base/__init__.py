@@ -15,9 +15,12 @@ from ._call import KEYWORDS as KEYWORDS, Call as Call
 from ._transform import (
     ByNorm as ByNorm,
     Compression as Compression,
+    Facts as Facts,
     Needs as Needs,
     Reduction as Reduction,
     Transform as Transform,
+    TransformInitFn as TransformInitFn,
+    TransformUpdateFn as TransformUpdateFn,
     check_transform as check_transform,
     own_state as own_state,
 )

@@ -8,7 +8,7 @@ import inspect
 import operator
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from ._call import IN_EXTRA, KEYWORDS, Call, call_of
 from .checks import CHECKS, AxisName
@@ -62,41 +62,72 @@ class Compression(NamedTuple):
     encoded: bool = True  # whether a codec encodes the messages
 
 
+class Facts(NamedTuple):
+    """What the library may rely on about a transform. The defaults are true of any function of the gradients.
+
+    reduces: The reduction, of a transform that takes one mean or sum of its input.
+    compression: The compression, of a transform that does not send the complete gradient.
+    pauses: Whether `update` may return None for the gradients.
+    takes: Of an `update` with `call`: the attributes of it that change what it does, as the names of keywords do for
+        others: "flush", "donated", "sharded_over", "wire".
+    wraps: "stages": it only runs those inside it, one after the other. "whole": all leaves go through the one inside.
+        "parts": each leaf, or each call, goes through one of those inside.
+    by_norm: The factor, of a transform that only scales all gradients by a function of their norm.
+    silent: Whether it is meant to send nothing. Other pipelines that send nothing get a warning.
+    passes: Whether it only looks at the gradients, and returns them as they are.
+    equalizes: Of parameters, buffers or states: the axes over whose ranks they are equal after each call.
+    """
+
+    reduces: Reduction | None = None
+    compression: Compression | None = None
+    pauses: bool = False
+    takes: Collection[str] = ()
+    wraps: Literal["stages", "whole", "parts"] | None = None
+    by_norm: ByNorm | None = None
+    silent: bool = False
+    passes: bool = False
+    equalizes: AxisName | None = None
+
+
+class TransformInitFn(Protocol):
+    """Makes the state of a transform from parameters: a tree of tensors, () for none."""
+
+    def __call__(self, params: Tree, /) -> State: ...
+
+
+class TransformUpdateFn(Protocol):
+    """Transforms gradients: `(grads, state, params=None, *, weight=None, **extra) -> (grads, state)`.
+
+    `weight` is this rank's weight in the step's mean (a number or a 0-d tensor; None is 1). The result may be None for the
+    gradients if there is no step in this call (see `accumulate`); then the following stages are not run. The state of
+    parameters is in dicts keyed by their paths, inside tuples, NamedTuples, lists and dicts. A function may leave out
+    keywords that it does not use. Others that it may name:
+
+    - `step`: the number of the pipeline's steps before this one, a host integer, equal on all ranks. Periods
+      and warm-ups depend on it. A transform without this keyword counts its own calls.
+    - `persistent`: the input is parameters or buffers, which persist between steps. A reduction returns them
+      unchanged if no rank has weight, since a mean without weights is 0.
+    - `flush`: no step has been taken; a transform that has gathered the weights of several steps runs now, and
+      those inside it. Other transforms are not called.
+    - `donated`: no caller needs the gradients any more, so the function may write into them.
+    - `sharded_over`: the axis over which the input is sharded.
+    - `call`: all of these in one `Call`, for `(grads, state, params, call)` in the place of keywords. Its `share` is
+      this rank's factor in a mean: `psum(call.share(axis).times(grad), axis)` is that mean.
+    """
+
+    def __call__(self, grads: Tree, state: State, /, *args: Any, **extra: Any) -> tuple[Tree, State]: ...
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Transform(Specified):
     """A pair of pure functions on gradients (or, after the optimizer, on parameters).
 
     Args:
-        init: `params -> state`.
-        update: `(grads, state, params=None, *, weight=None, **extra) -> (grads, state)`.
-            `weight` is this rank's weight in the step's mean (a number or a 0-d tensor; None is 1). It may return None for
-            the gradients if there is no step in this call (see `accumulate`); then the following stages are not run. The
-            state of parameters is in dicts keyed by their paths, inside tuples, NamedTuples, lists and dicts. It may leave
-            out keywords that it does not use. Others that it may name:
-
-            - `step`: the number of the pipeline's steps before this one, a host integer, equal on all ranks. Periods
-              and warm-ups depend on it. A transform without this keyword counts its own calls.
-            - `persistent`: the input is parameters or buffers, which persist between steps. A reduction returns them
-              unchanged where no rank has weight, since a mean without weights is 0.
-            - `flush`: no step has been taken; a transform that has gathered the weights of several steps runs now, and
-              those inside it. Other transforms are not called.
-            - `donated`: no caller needs the gradients any more, so `update` may write into them.
-            - `sharded_over`: the axis over which the input is sharded.
-            - `call`: all of these in one `Call`, for `(grads, state, params, call)` in the place of keywords. Its `share` is
-              this rank's factor in a mean: `psum(call.share(axis).times(grad), axis)` is that mean.
+        init: `params -> state`, see `TransformInitFn`.
+        update: `(grads, state, params=None, *, weight=None, **extra) -> (grads, state)`, see `TransformUpdateFn`.
         needs: The requirements of `update` on its input; by default the whole tree.
-        reduces: The reduction, for a transform that takes one mean or sum of its input.
-        compression: The compression, for a transform that does not send the complete gradient.
-        pauses: Whether `update` may return None for the gradients.
-        takes: Of an `update` with `call`: the attributes of it that change what it does, as the names of keywords do for
-            others: "flush", "donated", "sharded_over", "wire".
         timing: When it runs those inside it, and when its messages change; None: they are the same in each step.
-        wraps: "stages": it only runs those inside it, one after the other. "whole": all leaves go through the one inside.
-            "parts": each leaf, or each call, goes through one of those inside.
-        by_norm: For a transform that only scales all gradients by a function of their norm: that function.
-        silent: Whether it is meant to send nothing, where others would warn of that.
-        passes: Whether it only looks at the gradients, and returns them as they are.
-        equalizes: Of parameters, buffers or states: the axes over whose ranks they are equal after each call.
+        facts: What else the library may rely on.
         spec: The transform as data; `factory` fills it in.
 
     >>> import torch
@@ -105,19 +136,11 @@ class Transform(Specified):
     (tensor(3.), ())
     """
 
-    init: Callable[[Tree], State]
-    update: Callable[..., tuple[Tree, State]]
+    init: TransformInitFn
+    update: TransformUpdateFn
     needs: Needs = Needs.TREE
-    reduces: Reduction | None = None
-    compression: Compression | None = None
-    pauses: bool = False
-    takes: Collection[str] = ()
     timing: Timing | None = None
-    wraps: Literal["stages", "whole", "parts"] | None = None
-    by_norm: ByNorm | None = None
-    silent: bool = False
-    passes: bool = False
-    equalizes: AxisName | None = None
+    facts: Facts = Facts()
     spec: Spec = Spec("")
 
     # Made of these.
@@ -136,11 +159,12 @@ class Transform(Specified):
             object.__setattr__(self, name, value)
 
         set_("needs", functools.reduce(operator.or_, (child.needs for child in children), self.needs))
-        set_("pauses", self.pauses or any(child.pauses for child in children))
+        facts = self.facts
+        pauses = facts.pauses or any(child.facts.pauses for child in children)
         # What is given beside keywords may be that of the transform of which it is a copy.
-        set_("takes", frozenset(self.takes) if names is None else names.intersection(KEYWORDS))
-        if self.compression is None:
-            set_("compression", _compression_of(children))
+        takes = frozenset(facts.takes) if names is None else names.intersection(KEYWORDS)
+        compression = facts.compression or _compression_of(children)
+        set_("facts", facts._replace(pauses=pauses, takes=takes, compression=compression))
         set_("update", _Update(given, self))
         set_("_function", function)
         set_("_flushes", self.accepts("flush"))
@@ -149,33 +173,33 @@ class Transform(Specified):
         """`update` in a given context."""
         if call.flush and not self._flushes:
             return grads, state
-        if call.donated and "donated" not in self.takes:
+        if call.donated and "donated" not in self.facts.takes:
             call = call.inside(donated=False)
         return self._function(grads, state, params, call)
 
     @functools.cached_property
     def is_reducing(self) -> bool:
         """Whether it, or a transform inside it, takes a mean or a sum over ranks."""
-        return self.reduces is not None or any(child.is_reducing for child in _inside(self))
+        return self.facts.reduces is not None or any(child.is_reducing for child in _inside(self))
 
     @property
     def one_reduction(self) -> Reduction | None:
         """The only reduction through which all leaves go; None where there are none or several."""
-        if self.reduces is not None or self.wraps not in ("stages", "whole"):
-            return self.reduces
+        if self.facts.reduces is not None or self.facts.wraps not in ("stages", "whole"):
+            return self.facts.reduces
         inside = [child for child in _inside(self) if child.is_reducing]
         return inside[0].one_reduction if len(inside) == 1 else None
 
     @functools.cached_property
     def sharded_over(self) -> str | None:
         """The axis over which the result is sharded; None where each rank gets all of it."""
-        if self.reduces and self.reduces.scatters:
-            return str(self.reduces.axis)
+        if self.facts.reduces and self.facts.reduces.scatters:
+            return str(self.facts.reduces.axis)
         return next(filter(None, (child.sharded_over for child in _inside(self))), None)
 
     def accepts(self, keyword: str) -> bool:
         """Whether `update`, or that of a transform inside, does something with this attribute of a call."""
-        return keyword in self.takes or any(child.accepts(keyword) for child in _inside(self))
+        return keyword in self.facts.takes or any(child.accepts(keyword) for child in _inside(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +271,7 @@ def _inside(transform: Transform) -> list[Transform]:
 
 def _compression_of(children: Sequence[Transform]) -> Compression | None:
     """The compression of transforms that run one after the other."""
-    found = [child.compression for child in children if child.compression]
+    found = [child.facts.compression for child in children if child.facts.compression]
     functions = [one.paths for one in found if one.paths]
     if not found:
         return None

@@ -111,11 +111,11 @@ def running(part: Transform, step: int | None, at_end: bool = False) -> list[tup
 
 def reduced_over(part: Transform, step: int | None = None, at_end: bool = False) -> set[str]:
     """The axes over which a transform makes all of its input equal in a step; for step=None in each one that runs it."""
-    axis = part.equalizes if part.reduces is None else part.reduces.axis
+    axis = part.facts.equalizes if part.facts.reduces is None else part.facts.reduces.axis
     if axis is not None:
         return set(axis_names(axis))
-    inside = [reduced_over(child, at, at_end) for child, at in running(part, step, at_end)] if part.wraps else []
-    if part.wraps == "stages":
+    inside = [reduced_over(child, at, at_end) for child, at in running(part, step, at_end)] if part.facts.wraps else []
+    if part.facts.wraps == "stages":
         return set().union(*inside)
     return set.intersection(*inside) if inside else set()
 

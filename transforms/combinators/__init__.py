@@ -8,19 +8,9 @@ _clip          clipping, by norm and by value
 _monitor       `tap`, and norms that are recorded
 """
 
-from ._chain import (
-    behind as behind,
-    chain as chain,
-    identity as identity,
-    stages as stages,
-    stateless as stateless,
-)
+from ._chain import behind as behind, chain as chain, identity as identity, stages as stages, stateless as stateless
 from ._clip import clip_by_global_norm as clip_by_global_norm, clip_by_value as clip_by_value
-from ._conditional import (
-    accumulate as accumulate,
-    every as every,
-    switch_after as switch_after,
-)
+from ._conditional import accumulate as accumulate, every as every, switch_after as switch_after
 from ._monitor import NormState as NormState, record_norm as record_norm, tap as tap
 from ._partition import (
     Patterns as Patterns,

@@ -7,7 +7,7 @@ from typing import Any
 
 import optree
 
-from ..base import Call, Needs, Spec, State, Transform, Tree, factory, timings
+from ..base import Call, Facts, Needs, Spec, State, Transform, Tree, factory, timings
 from ..layout import pieces_here
 
 
@@ -39,7 +39,7 @@ def chain(*transforms: Transform) -> Transform:
     if len(parts) == 1:
         return parts[0]
     for i, part in enumerate(parts):
-        if part.pauses and any(later.is_reducing for later in parts[i + 1 :]):
+        if part.facts.pauses and any(later.is_reducing for later in parts[i + 1 :]):
             raise ValueError(
                 "chain: a reduction after accumulate would not know the weight of the window; put it inside: "
                 "accumulate(steps, chain(...))"
@@ -71,12 +71,12 @@ def chain(*transforms: Transform) -> Transform:
         return grads, tuple(new)
 
     spec = Spec("chain", (("transforms", tuple(parts)),))
-    return Transform(init, update, Needs.NOTHING, takes=("donated",), wraps="stages", spec=spec)
+    return Transform(init, update, Needs.NOTHING, spec=spec, facts=Facts(takes=("donated",), wraps="stages"))
 
 
 def behind(part: Transform, call: Call) -> Call:
     """The call of the stage behind another one: behind a reduction or an average it has the weight of all its ranks."""
-    if part.reduces is None and part.equalizes is None and part.wraps is None:
+    if part.facts.reduces is None and part.facts.equalizes is None and part.facts.wraps is None:
         return call
     axes = (*call.axes, *sorted(timings.reduced_over(part, call.step)))
     return call.inside(axes=axes, sharded_over=part.sharded_over or call.sharded_over)
@@ -84,7 +84,7 @@ def behind(part: Transform, call: Call) -> Call:
 
 def stages(transform: Transform) -> list[Transform]:
     """The stages of a chain; any other transform is its own only stage, and identity has none."""
-    return timings.children(transform) if transform.wraps == "stages" else [transform]
+    return timings.children(transform) if transform.facts.wraps == "stages" else [transform]
 
 
 @factory
@@ -103,7 +103,7 @@ def identity() -> Transform:
     def update(grads: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, State]:
         return grads, state
 
-    return Transform(lambda params: (), update, Needs.NOTHING, wraps="stages", silent=True)
+    return Transform(lambda params: (), update, Needs.NOTHING, facts=Facts(wraps="stages", silent=True))
 
 
 @factory

@@ -8,7 +8,7 @@ import optree
 import torch
 
 from ..axes import psum
-from ..base import ByNorm, Call, Needs, State, Transform, Tree, factory, trees
+from ..base import ByNorm, Call, Facts, Needs, State, Transform, Tree, factory, trees
 
 
 def _positive(name: str, value: float) -> None:
@@ -58,7 +58,9 @@ def clip_by_global_norm(max_norm: float) -> Transform:
         return optree.tree_map(lambda g: g * factor.to(g.dtype), grads), state
 
     return Transform(
-        lambda params: (), update, takes=("sharded_over",), by_norm=ByNorm(lambda norm: _clip_factor(norm, max_norm))
+        lambda params: (),
+        update,
+        facts=Facts(takes=("sharded_over",), by_norm=ByNorm(lambda norm: _clip_factor(norm, max_norm))),
     )
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..base import (
     Call,
     Count,
+    Facts,
     Index,
     Needs,
     Period,
@@ -79,7 +80,7 @@ def switch_after(step: Index, before: Transform, after: Transform) -> Transform:
                 state = trees.with_changes(state, after=after.init(grads))
         return grads, trees.with_changes(state, step=state.step + (not call.flush))
 
-    return Transform(init, update, Needs.NOTHING, takes=("donated",), timing=timing, wraps="parts")
+    return Transform(init, update, Needs.NOTHING, timing=timing, facts=Facts(takes=("donated",), wraps="parts"))
 
 
 class EveryState(NamedTuple):
@@ -138,7 +139,7 @@ def every(
             state = EveryState(state.step, new, none)
         return grads, state
 
-    return Transform(init, update, Needs.NOTHING, takes=("flush",), timing=timing)
+    return Transform(init, update, Needs.NOTHING, timing=timing, facts=Facts(takes=("flush",)))
 
 
 class AccumulateState(NamedTuple):
@@ -205,7 +206,7 @@ def accumulate(steps: Count, transform: Transform) -> Transform:
         out, new = transform.run(mean, state.inner, params, call.inside(weight=total))
         return out, fresh(grads, count, new)
 
-    return Transform(init, update, Needs.NOTHING, pauses=True, timing=Timing(), wraps="whole")
+    return Transform(init, update, Needs.NOTHING, timing=Timing(), facts=Facts(pauses=True, wraps="whole"))
 
 
 def _no_weight() -> Tensor:

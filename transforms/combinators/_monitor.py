@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..base import ByNorm, Call, Needs, State, Transform, Tree, factory, trees
+from ..base import ByNorm, Call, Facts, Needs, State, Transform, Tree, factory, trees
 from ._clip import norm_of
 
 
@@ -44,7 +44,7 @@ def tap(function: Callable[[dict[str, Tensor]], Any]) -> Transform:
             function(leaves)
         return grads, state
 
-    return Transform(lambda params: (), update, Needs.LEAVES | Needs.PATHS, passes=True)
+    return Transform(lambda params: (), update, Needs.LEAVES | Needs.PATHS, facts=Facts(passes=True))
 
 
 class NormState(NamedTuple):
@@ -82,7 +82,5 @@ def record_norm() -> Transform:
     return Transform(
         lambda params: NormState(torch.tensor(float("nan"), dtype=torch.float64)),
         update,
-        takes=("sharded_over",),
-        by_norm=ByNorm(torch.ones_like, keeps=NormState),
-        passes=True,
+        facts=Facts(takes=("sharded_over",), by_norm=ByNorm(torch.ones_like, keeps=NormState), passes=True),
     )

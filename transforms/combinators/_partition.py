@@ -8,7 +8,7 @@ from typing import Any, TypeAlias, overload
 
 import torch
 
-from ..base import Call, Compression, Needs, State, Transform, Tree, check_transform, devices, factory, trees
+from ..base import Call, Compression, Facts, Needs, State, Transform, Tree, check_transform, devices, factory, trees
 from ..optimizers import Optimizer
 
 Patterns: TypeAlias = str | tuple[str, ...]
@@ -93,10 +93,10 @@ def masked(transform: Transform, which: Which) -> Transform:
         return replace_leaves(grads, _not_none(new, "masked")), state
 
     # `wraps` is not set: the leaves that are not chosen differ between ranks.
-    lossy = transform.compression
+    lossy = transform.facts.compression
     if lossy and (paths := lossy.paths):
         lossy = lossy._replace(paths=lambda params: paths(_chosen(which, params)))
-    return Transform(init, update, Needs.LEAVES | Needs.PATHS, compression=lossy)
+    return Transform(init, update, Needs.LEAVES | Needs.PATHS, facts=Facts(compression=lossy))
 
 
 def _not_none(tree: Tree, where: str) -> Tree:
@@ -203,7 +203,7 @@ def _partition_transforms(parts: dict[Patterns, Transform]) -> Transform:
     def init(params: Tree) -> State:
         return tuple(parts[pattern].init(chosen) for pattern, chosen in _all_used(parts, params).items())
 
-    lossy = {pattern: part.compression for pattern, part in parts.items() if part.compression}
+    lossy = {pattern: part.facts.compression for pattern, part in parts.items() if part.facts.compression}
     functions = {pattern: one.paths for pattern, one in lossy.items() if one.paths}
 
     def paths(params: Tree) -> set[str]:
@@ -214,7 +214,7 @@ def _partition_transforms(parts: dict[Patterns, Transform]) -> Transform:
     compression = Compression(paths if functions else None, encoded) if lossy else None
     update = _run_parts("partition", list(parts.values()), lambda tree: list(_labelled(parts, tree).values()))
     needs = Needs.LEAVES | Needs.PATHS
-    return Transform(init, update, needs, compression=compression, takes=("donated",), wraps="parts")
+    return Transform(init, update, needs, facts=Facts(compression=compression, takes=("donated",), wraps="parts"))
 
 
 def _partition_optimizers(parts: dict[Patterns, Optimizer]) -> Optimizer:

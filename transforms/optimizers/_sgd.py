@@ -11,17 +11,7 @@ from torch.optim.asgd import asgd as torch_asgd
 from torch.optim.rprop import rprop as torch_rprop
 
 from ..base import Tree, checks, factory, trees
-from ._kernels import (
-    from_kernel,
-    from_torch,
-    in_float32_,
-    in_place,
-    kernel_lr,
-    new_step,
-    run_fused,
-    slots,
-    zeros,
-)
+from ._kernels import from_kernel, from_torch, in_float32_, in_place, kernel_lr, new_step, run_fused, slots, zeros
 from ._optimizer import Optimizer, decayed, first_rate, lerp, penalized, rate_at, used
 from ._schedules import ScalarOrSchedule, a_number, check_betas, not_negative, value_at
 

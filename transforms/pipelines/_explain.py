@@ -315,11 +315,11 @@ class Counting:
         # A module's buckets are not those from which pieces are cut, so one bucket may hold parts of several.
         in_parts = self._in_module and self._pieces is not None
         flat = plain or (self._plan.early is not None and takes_flat(self._plan.early) and not in_parts)
-        if plain and part.reduces is not None and not self._in_module:
-            words, carrier = self._words(names(part.reduces.axis)), record_bucket(self._layout)
+        if plain and part.facts.reduces is not None and not self._in_module:
+            words, carrier = self._words(names(part.facts.reduces.axis)), record_bucket(self._layout)
             if carrier is None or part.sharded_over:
                 carrier = None
-                psum(words, part.reduces.axis)
+                psum(words, part.facts.reduces.axis)
         full = None if flat else part.init(values)
         for k, bucket in enumerate(self._layout):
             pieces = self._pieces

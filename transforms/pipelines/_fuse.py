@@ -116,11 +116,13 @@ def fuse(
             got = f"torch's {type(optimizer).__name__}"
             hint = "write fuse(hook, tx.sgd(lr)), or another of the functional optimizers"
         raise TypeError(f"fuse: optimizer must be an Optimizer, got {got}; {hint}")
-    if isinstance(hook, Transform) and (Needs.VALUES in hook.needs or any(part.equalizes for part in stages(hook))):
+    if isinstance(hook, Transform) and (
+        Needs.VALUES in hook.needs or any(part.facts.equalizes for part in stages(hook))
+    ):
         raise TypeError(
             f"fuse: {hook!r} would average gradients; it is of parameters: write fuse(hook, optimizer, after=ema(...))"
         )
-    if isinstance(after, Transform) and any(part.by_norm for part in stages(after)):
+    if isinstance(after, Transform) and any(part.facts.by_norm for part in stages(after)):
         raise TypeError(f"fuse: {after!r} would scale the parameters; it is of gradients, and a stage of the hook")
     return pipeline_of(hook, optimizer, after, on_state, gather_codec)
 
@@ -252,11 +254,11 @@ def pipeline_of(
                 leaves, summed, total = found
                 grads = optree.tree_unflatten(structure, leaves)
                 totals = totals_from(call, axes, rates, summed)
-            elif not hook.pauses:
+            elif not hook.facts.pauses:
                 totals = totals_of_step(call, axes, rates, params)
                 grads = grads if equal or not axes else zero_unless_live(call, grads)
             mean, hook_state = (hook if found is None else behind_sum).run(grads, old.hook, params, call)
-        if mean is None or hook.pauses:
+        if mean is None or hook.facts.pauses:
             window = old.window + trees.to_device(old.window.device, torch.as_tensor(shares.weight_of(call.weight)))
             if mean is None:
                 return params, put(state, trees.with_changes(old, hook=hook_state, window=window))
@@ -387,7 +389,7 @@ def _sharded(part: Any, axis: str) -> Any:
     make = part.spec.factory if isinstance(part, Transform) else None
     if make is None:
         return part
-    of = part.reduces
+    of = part.facts.reduces
     if of is not None and of.fusable and not of.scatters and of.over is not None and axis in names(of.axis):
         rest = tuple(one for one in names(of.axis) if one != axis)
         found = scatter_mean(axis, of.over)

@@ -151,14 +151,14 @@ def make_plan(
     union = reach.union(*(axes_of(part, sizes) for part in ends))
     loop_axes = (*(name for name in mesh_axes if name in union), *sorted(union - sizes.keys())) or mesh_axes
     parts = stages(hook)
-    own = parts[0].reduces if parts else None
+    own = parts[0].facts.reduces if parts else None
     # If a later stage communicates too, only the last one knows the sums over all ranks.
     always = None if timings.changes_with_steps(hook) else _reduced(hook, mesh_axes, 0)
     plan = Plan(hook, mesh_axes, loop_axes, always, adds=adds)
     alone = own is not None and own.fusable and reach <= set(names(own.axis))
     if alone and not (adds and own and own.over in ("live", "world")) and not any(p.is_reducing for p in parts[1:]):
         plan = plan._replace(reduce=parts[0], over=own.over if own else None)
-        if clips and len(parts) == 2 and parts[1].by_norm is not None:
+        if clips and len(parts) == 2 and parts[1].facts.by_norm is not None:
             return plan._replace(clip=parts[1])
         return plan._replace(rest=tuple(parts[1:]))
     whole = next((i for i, part in enumerate(parts) if Needs.TREE in part.needs), len(parts))
@@ -198,18 +198,18 @@ def _first_reductions(part: Transform, step: int | None) -> tuple[frozenset[str]
 
     Without a reduction: none, and the stages that change gradients.
     """
-    if part.reduces is not None:
-        return frozenset(["live" if part.reduces.over in ("live", "world") else "weight"]), ()
+    if part.facts.reduces is not None:
+        return frozenset(["live" if part.facts.reduces.over in ("live", "world") else "weight"]), ()
     found = [_first_reductions(child, at) for child, at in timings.running(part, step)]
     reducing = [i for i, (counts, _) in enumerate(found) if counts]
     counts = frozenset[str]().union(*(found[i][0] for i in reducing))
-    if reducing and part.wraps == "stages":
+    if reducing and part.facts.wraps == "stages":
         # Those before the last reduction, since the first may be of some leaves or axes only.
         counts, found = found[reducing[0]][0], found[: reducing[-1] + 1]
     else:
         found = [found[i] for i in reducing] or found
     before = tuple(one for _, some in found for one in some)
-    changes = not part.spec.is_ours if counts else not (timings.children(part) or part.wraps or part.passes)
+    changes = not part.spec.is_ours if counts else not (timings.children(part) or part.facts.wraps or part.facts.passes)
     return counts, (part, *before) if changes else before
 
 
@@ -219,12 +219,12 @@ def _shares(part: Transform, step: int | None, before: frozenset[str]) -> Iterat
     Args:
         before: The axes that have been reduced over before.
     """
-    if part.reduces is not None:
-        yield before.union(names(part.reduces.axis))
+    if part.facts.reduces is not None:
+        yield before.union(names(part.facts.reduces.axis))
         return
     for child, at in timings.running(part, step):
         yield from _shares(child, at, before)
-        if part.wraps == "stages":
+        if part.facts.wraps == "stages":
             before = before | timings.reduced_over(child, at)
 
 
@@ -235,7 +235,7 @@ def axes_of(part: Transform, mesh_axes: Collection[str], step: int | None = None
         step: Only in this step, counted from 0; None: in any step.
         at_end: Whether `part` runs on parameters, at the end of a step.
     """
-    own = part.equalizes if part.reduces is None else part.reduces.axis
+    own = part.facts.equalizes if part.facts.reduces is None else part.facts.reduces.axis
     found = set(names(own)) if own is not None else set[str]()
     if not found and "function" in dict(part.spec.args):
         return set(mesh_axes)
@@ -254,7 +254,7 @@ def warn_if_silent(
     stacklevel: int,
 ) -> None:
     """Warn if no part of a pipeline communicates, unless its hook is `identity()`."""
-    if not hook.silent and not any(axes_of(part, mesh_axes) for part in (hook, *ends) if part is not None):
+    if not hook.facts.silent and not any(axes_of(part, mesh_axes) for part in (hook, *ends) if part is not None):
         warnings.warn(
             f"nothing in {what!r} reduces over the {ranks} ranks, so each trains on its own batches alone; put "
             f"tx.mean({mesh_axes[0]!r}) into it, or tx.identity() where that is meant",

@@ -128,13 +128,13 @@ def sharding_of(
         )
     axis, around, behind = str(found[0].sharded_over), hook, list[tuple[Transform, tuple[str, ...]]]()
     while not _shards(around):  # the transforms that hold the one that shards
-        if around.wraps not in ("stages", "whole"):
+        if around.facts.wraps not in ("stages", "whole"):
             raise ValueError(
                 f"fuse: {around!r} cannot hold a scatter_mean: it may leave some gradients whole, which no rank would own"
             )
         inside = timings.children(around)
         at = next(i for i, child in enumerate(inside) if child.sharded_over)
-        behind += [(stage, ()) for stage in inside[at + 1 :] if around.wraps == "stages"]
+        behind += [(stage, ()) for stage in inside[at + 1 :] if around.facts.wraps == "stages"]
         around = inside[at]
     for part, mesh_axes in (*behind, *((part, (axis,)) for part in (after, on_state) if part is not None)):
         if axis in axes_of(part, mesh_axes):
@@ -151,7 +151,7 @@ def sharding_of(
 
 
 def _shards(part: Transform) -> bool:
-    return part.reduces is not None and part.reduces.scatters
+    return part.facts.reduces is not None and part.facts.reduces.scatters
 
 
 def _walk(part: Transform) -> Iterator[Transform]:

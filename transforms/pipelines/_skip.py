@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ..base import Call, Count, State, Transform, Tree, check_transform, factory, own_state, trees
+from ..base import Call, Count, Facts, State, Transform, Tree, check_transform, factory, own_state, trees
 from ..optimizers import Optimizer
 from ._fuse import pipeline_of
 from ._pipeline import Pipeline, Skips
@@ -72,7 +72,7 @@ def skip_if_nonfinite(part: Skippable) -> Skippable:
         kept = trees.choose_state(fine, inner, state.inner)
         return trees.where(fine, out, trees.zeros_like(out)), SkipState(kept, state.skipped + ~fine)
 
-    return Transform(init, update, takes=("donated",), wraps="parts")
+    return Transform(init, update, facts=Facts(takes=("donated",), wraps="parts"))
 
 
 def _no_calls() -> Tensor:

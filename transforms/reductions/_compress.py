@@ -29,7 +29,21 @@ from ..axes import (
     psum,
     split_ranks,
 )
-from ..base import AxisName, Call, Compression, Needs, State, Summed, Transform, Tree, checks, factory, own_state, trees
+from ..base import (
+    AxisName,
+    Call,
+    Compression,
+    Facts,
+    Needs,
+    State,
+    Summed,
+    Transform,
+    Tree,
+    checks,
+    factory,
+    own_state,
+    trees,
+)
 from ..codecs import (
     Codec,
     bfloat16,
@@ -109,7 +123,7 @@ def compress(codec: Codec | torch.dtype, hook: Transform, seed: int = 0) -> Tran
             f"{hook!r} sends nothing that can be encoded; wrap a mean or a sum_over, or make a Transform whose update has the "
             f"keyword wire"
         )
-    if hook.compression and hook.compression.encoded:
+    if hook.facts.compression and hook.facts.compression.encoded:
         raise TypeError(f"{hook!r} is to be encoded by {form!r}, but encodes already; leave one of them out")
 
     def init(params: Tree) -> CompressState:
@@ -126,7 +140,10 @@ def compress(codec: Codec | torch.dtype, hook: Transform, seed: int = 0) -> Tran
     needs = Needs.NOTHING if form.elementwise else Needs.LAYOUT
     needs |= Needs.PATHS if form.stochastic else Needs.NOTHING  # random bits are keyed by path
     made = Transform(
-        hook.init, update, needs, compression=Compression(trees.named_leaves), takes=("donated",), wraps="whole"
+        hook.init,
+        update,
+        needs,
+        facts=Facts(compression=Compression(trees.named_leaves), takes=("donated",), wraps="whole"),
     )
     return replace(made, init=init, update=stochastic) if form.stochastic else made
 
@@ -177,7 +194,7 @@ def error_feedback(hook: Transform) -> Transform:
     >>> tx.simulate(one_rank, {"data": 2}, [torch.tensor([127.0, 0.3]), torch.tensor([127.0, 0.1])])[0]
     tensor([12700.,    20.])
     """
-    lossy = hook.compression
+    lossy = hook.facts.compression
     if lossy is None or lossy.paths is None:
         raise TypeError(
             f"nothing in {hook!r} is {'lost' if lossy else 'encoded'}, so there is no error to feed back; write "
@@ -198,7 +215,7 @@ def error_feedback(hook: Transform) -> Transform:
     # Chunk ownership, and so the second residual, depends on the bucket layout.
     needs = Needs.LAYOUT if lossy.encoded else Needs.NOTHING
     compression = Compression(None, lossy.encoded)
-    return Transform(init, update, needs, compression=compression, takes=("donated",), wraps="whole")
+    return Transform(init, update, needs, facts=Facts(compression=compression, takes=("donated",), wraps="whole"))
 
 
 C = TypeVar("C", bound=Callable[..., Any])

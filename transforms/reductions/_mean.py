@@ -19,6 +19,7 @@ from ..axes import all_gather, all_to_all, axis_index, axis_size, names, psum, p
 from ..base import (
     AxisName,
     Call,
+    Facts,
     Needs,
     Number,
     Over,
@@ -233,7 +234,10 @@ def _reduction(axis: AxisName, over: Over | None) -> Transform:
         return (share.where_any_live(out, grads) if call.persistent else out), state
 
     return Transform(
-        lambda params: (), update, Needs.NOTHING, Reduction(axis, over, fusable=True), takes=("donated", "wire")
+        lambda params: (),
+        update,
+        Needs.NOTHING,
+        facts=Facts(reduces=Reduction(axis, over, fusable=True), takes=("donated", "wire")),
     )
 
 
@@ -270,7 +274,7 @@ def mean_with_words(
         The means, which may lie in the memory of donated gradients; the sums of the words over the ranks; and what the kernels
         still have to divide the means by, 0-d float64, if anything. None for gradients whose sums need the share to fit: float16.
     """
-    of, own = part.reduces, call.totals()
+    of, own = part.facts.reduces, call.totals()
     assert of is not None
     if not all([isinstance(leaf, Tensor) and leaf.dtype is not torch.float16 for leaf in leaves]):
         return None
@@ -430,4 +434,6 @@ def hierarchical_mean(local: str, node: str, over: Over = "weight") -> Transform
             out = unravel(all_gather(part, local).flatten()[: len(flat)], grads)
         return (share.where_any_live(out, grads) if call.persistent else out), state
 
-    return Transform(lambda params: (), update, Needs.NOTHING, Reduction(both, over), takes=("wire",))
+    return Transform(
+        lambda params: (), update, Needs.NOTHING, facts=Facts(reduces=Reduction(both, over), takes=("wire",))
+    )

@@ -16,6 +16,7 @@ from ..base import (
     Call,
     Compression,
     Count,
+    Facts,
     Index,
     Needs,
     Over,
@@ -234,7 +235,12 @@ def _power_sgd(
 
     needs = (Needs.LAYOUT if batched else Needs.LEAVES) | Needs.PATHS
     compression = Compression(loses, encoded=False)
-    return Transform(init, update, needs, Reduction(axis, over), compression, takes=("donated", "wire"))
+    return Transform(
+        init,
+        update,
+        needs,
+        facts=Facts(reduces=Reduction(axis, over), compression=compression, takes=("donated", "wire")),
+    )
 
 
 def _square(leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..axes import all_to_all_single, axis_index
-from ..base import Call, Needs, Over, Reduction, Restarted, State, Transform, Tree, devices, factory, trees
+from ..base import Call, Facts, Needs, Over, Reduction, Restarted, State, Transform, Tree, devices, factory, trees
 from ..codecs import Codec, decode_pieces, encode_rows
 from ..layout import Pieces, pieces_here
 from ._mean import send, summed
@@ -156,7 +156,12 @@ def scatter_mean(axis: str, over: Over = "weight") -> Transform:
         out = trees.map_with_path(lambda path, _: slices[path], grads)
         return (share.where_any_live(out, pieces.own(grads)) if call.persistent else out), state
 
-    return Transform(lambda params: (), update, Needs.NOTHING, Reduction(axis, over, True, True), takes=("wire",))
+    return Transform(
+        lambda params: (),
+        update,
+        Needs.NOTHING,
+        facts=Facts(reduces=Reduction(axis, over, True, True), takes=("wire",)),
+    )
 
 
 def _coded_scatter(

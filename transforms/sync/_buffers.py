@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..axes import axis_index, axis_size, from_one, pmax, pmin, psum
-from ..base import AxisName, Call, Needs, State, Transform, Tree, factory, shares, trees
+from ..base import AxisName, Call, Facts, Needs, State, Transform, Tree, factory, shares, trees
 
 
 @factory
@@ -48,7 +48,7 @@ def average_buffers(axis: AxisName) -> Transform:
         new = {path: _narrow(torch.where(total > 0, found[path], wide[path]), b) for path, b in held.items()}
         return trees.map_with_path(lambda path, _: new[path], buffers), state
 
-    return Transform(lambda params: (), update, Needs.LEAVES, equalizes=axis)
+    return Transform(lambda params: (), update, Needs.LEAVES, facts=Facts(equalizes=axis))
 
 
 @factory
@@ -84,7 +84,7 @@ def broadcast_buffers(axis: AxisName) -> Transform:
         }
         return trees.map_with_path(lambda path, _: new[path], buffers), state
 
-    return Transform(lambda params: (), update, Needs.LEAVES, equalizes=axis)
+    return Transform(lambda params: (), update, Needs.LEAVES, facts=Facts(equalizes=axis))
 
 
 _LEAST = torch.iinfo(torch.int64).min

@@ -315,7 +315,7 @@ def test_a_flush_gives_the_reduction_the_number_of_its_window(delay: int) -> Non
         seen.append(call.step)
         return values, state
 
-    reduction = tx.chain(tx.Transform(lambda params: (), noted, takes=("step",)), tx.mean("data"))
+    reduction = tx.chain(tx.Transform(lambda params: (), noted, facts=tx.Facts(takes=("step",))), tx.mean("data"))
     outer = tx.outer_step(reduction, tx.sgd(1.0), every=4, delay=delay)
 
     def flushed(calls: int) -> list[int]:

@@ -103,7 +103,7 @@ def test_two_fields_are_enough() -> None:
         return optree.tree_map(lambda g: g * state, grads), state + 1
 
     mine = tx.Transform(lambda params: 1, update)
-    assert mine.needs == Needs.TREE and mine.reduces is mine.compression is None and not mine.pauses
+    assert mine.needs == Needs.TREE and mine.facts.reduces is mine.facts.compression is None and not mine.facts.pauses
     assert make_plan(mine, {"node": 2, "local": 2}).reduced(0)[:3] == (("node", "local"), False, ())
     raises_text(TypeError, lambda: tx.Transform(lambda params: 1, update, "leaf"), "Needs.LEAVES", "'leaf'")
 
