@@ -3,27 +3,45 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 
 from ..buckets import GradBuffer, gather_leaves
-from ..step import Decision, HookState, Step
+from ..step import Decision, HookState, Step, StepData, StepRunner
 from ..transforms.axes import bind_axes
 from ..transforms.base import trees
-from ..transforms.pipelines import Effect, Sharding
-from ._buckets import after_backward, divide, raise_after_backward
+from ..transforms.layout import Pieces
+from ..transforms.pipelines import Effect, Plan, Sharding
+from ._buckets import TotalWeight, after_backward, divide, raise_after_backward
+from ._module_params import ModuleParams, ScaledLoss, UsedParameters
 
-if TYPE_CHECKING:
-    from ._ddp_run import DDPRun
+
+class ModuleRunner(StepRunner, Protocol):
+    """A `StepRunner` whose steps are `ModulePass`es; `DDPRun` says what each attribute is."""
+
+    body: StepData
+    params: ModuleParams
+    leaves: dict[str, Any]
+    plan: Plan
+    pieces: Pieces | None
+    used: UsedParameters | None
+    scaling: ScaledLoss | None
+    error: TypeError | ValueError | None
+    total: TotalWeight
+    counts: str
+    mixes: bool
+    divides: bool
+
+    def drop_grads(self) -> None: ...
 
 
 class ModulePass(Step):
     """One pass of a module, whose parameters stay where they are. Its errors are raised after the backward pass."""
 
-    _run: DDPRun
+    _run: ModuleRunner
 
-    def __init__(self, run: DDPRun) -> None:
+    def __init__(self, run: ModuleRunner) -> None:
         super().__init__(run, run.body)
         self.waits = run.pipeline is not None
         self._used: set[str] | None = None  # the parameters that some rank has used; None for all

@@ -16,5 +16,5 @@ from ._body import EndStates as EndStates, StateData as StateData, StepData as S
 from ._hook_state import HookState as HookState, stages_of as stages_of, whole_of as whole_of
 from ._records import StepRecords as StepRecords
 from ._reducer import Reducer as Reducer, make_reducer as make_reducer
-from ._step import STEP as STEP, Step as Step
+from ._step import STEP as STEP, Step as Step, StepRunner as StepRunner
 from ._verdict import Decision as Decision, StepCheck as StepCheck

@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ..buckets import GradBuffer, Storage, gather_changes_, start_gather
-from ..step import StateData, Step
+from ..step import StateData, Step, StepRunner
 from ..transforms.axes import Work, bind_axes
-from ..transforms.base import trees
+from ..transforms.base import Transform, trees
 from ..transforms.optimizers import age_of, step_in_place, stepped_together, unchecked
-from ..transforms.pipelines import Effect, Sharding
+from ..transforms.pipelines import Effect, Pipeline, Sharding
+from ._metrics import RecordedNorms
 
-if TYPE_CHECKING:
-    from ._run import Run
+
+class FlatRunner(StepRunner, Protocol):
+    """A `StepRunner` whose steps are `FlatStep`s."""
+
+    gathers_buckets: bool
+    on_buffers: Transform | None
+    recorded_norms: RecordedNorms
+
+    @property
+    def pipeline(self) -> Pipeline: ...
 
 
 class FlatStep(Step):
     """One step on the flat buckets of a state."""
 
-    _run: Run
+    _run: FlatRunner
     _body: StateData
     _gathers: Sequence[Work] = ()  # of parameters, under way
 

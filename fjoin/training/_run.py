@@ -102,7 +102,7 @@ class Run:
         span.next("prepare")
         self._meter.begin(bool(body.window))
         has_batch = iteration is None or iteration.has_batch
-        comes, reads = self.step_check.synchronize, self.step_check.reads
+        comes = self.step_check.synchronize
         rates, weight = storage.check_rates(), weigh(self.weight, batch) if has_batch else 0.0
         within = bool((body.calls + 1) % self.accumulate)  # a window: nothing is sent
         if not within:
@@ -126,18 +126,36 @@ class Run:
             body.batches += has_batch
             self._meter.end()
             return Metrics(body.step, False, forward.aux, dict, comes)
-
         queue = self._queue or self._first_queue(storage, own)
         records.of_all.check(own)
-        record = records.of_hook(body.step)
         counts = records.of_all.complete(own, step_id, has_next)
-        values = counts if record is records.of_all else record.complete(own, step_id)
-        span.next("sum the record")
         one = FlatStep(self, body, span)
+        self._send(body, one, queue, counts, own, forward, grad_output, is_weighted, iteration)
+        body.batches += has_batch
+        body.calls, body.step = body.calls + 1, body.step + 1
+        others |= {**one.measured, **self._meter.end()}
+        of_all, reads = one.of_all, self.step_check.reads
+        summed = lambda: numbers(of_all(), reads.now)  # noqa: E731
+        return Metrics(body.step - 1, True, forward.aux, summed, comes, others, self.mesh.rank)
+
+    def _send(
+        self, body: StateData, one: FlatStep, queue: BucketQueue, counts: dict[str, Any], own: dict[str, Any],
+        forward: Forward, grad_output: GradOutput, is_weighted: bool, iteration: Iteration | None,
+    ) -> None:  # fmt: skip
+        """The second half of a step: the record, the backward pass with its messages, the optimizer, the ends.
+
+        Args:
+            counts: This rank's values in the record of all ranks that loop together.
+            own: This rank's values of the window.
+        """
+        records, span = self.records, one.span
+        record = records.of_hook(body.step)
+        values = counts if record is records.of_all else record.complete(own, counts["step_id"])
+        span.next("sum the record")
         one.open(record, values, counts, body.window_weight, grad_output.late_factor, is_weighted)
         span.next("backward and launches")
-        queue.start(storage, self.reducer.launch if span is NO_SPAN else one.launch)
-        passes.backward(forward, grad_output, storage)
+        queue.start(body.storage, self.reducer.launch if span is NO_SPAN else one.launch)
+        self.passes.backward(forward, grad_output, body.storage)
         queue.finish()
         try:
             one.close_pass(queue.outgoing)
@@ -148,14 +166,8 @@ class Run:
             one.end_buffers(forward.buffers, values["weight"])
         queue.free()
         body.torn = False
-        of_all = one.of_all
         self.ends_here(body)
         body.window = {}
-        body.batches += has_batch
-        body.calls, body.step = body.calls + 1, body.step + 1
-        others |= {**one.measured, **self._meter.end()}
-        summed = lambda: numbers(of_all(), reads.now)  # noqa: E731
-        return Metrics(body.step - 1, True, forward.aux, summed, comes, others, self.mesh.rank)
 
     def _own(self, body: StateData, forward: Forward, is_weighted: bool) -> tuple[GradOutput, dict[str, Any]]:
         """What backward starts from, and this rank's values of the window so far.

@@ -77,6 +77,67 @@ class LowRankMeans(NamedTuple):
     q: dict[str, Tensor]  # path -> the Q that the next call starts from
 
 
+class _Sent(NamedTuple):
+    """What the ranks have sent in two sums: all by path, but the blocks of matrices that have one shape."""
+
+    blocks: list[tuple[list[str], bool]]  # the paths of a block, and whether it is one matrix
+    starts: dict[str, Tensor]  # the Q from which the call starts, (rank, columns)
+    terms: dict[str, Tensor]  # this rank's matrix, (rows, columns)
+    p_t: dict[str, Tensor]  # the orthonormal P of all ranks, transposed, (rank, rows)
+    own: dict[str, Tensor]  # this rank's term of Q
+    totals: list[Tensor]  # by block, the sums of Q, (matrices, rank, columns)
+    lost: dict[str, Tensor]  # the encoding error of this rank's term of Q; empty without a codec
+    others: tuple[
+        dict[str, torch.Size], Tensor, Tensor | None
+    ]  # shapes of leaves sent whole; their sum, flat; its encoding error
+
+
+def _send_factors(
+    leaves: Mapping[str, Tensor], q: Mapping[str, Tensor], axis: AxisName, epsilon: float, share: Share, call: Call,
+    errors: Mapping[str, Tensor], dtype: torch.dtype,
+) -> _Sent:  # fmt: skip
+    """Send P = M Q, and then Q = M^T P of the orthonormal P, of all matrices together; see `low_rank_mean`."""
+    wire = call.wire
+
+    def term(path: str) -> Tensor:
+        """This rank's term of the mean."""
+        return share.times(leaves[path].to(dtype), errors.get(path))
+
+    def exchange(name: str, parts: list[Tensor]) -> tuple[Tensor, Tensor | None]:
+        """The sum of parts over the ranks, and the encoding error of this rank's message."""
+        flat = torch.cat([part.reshape(-1) for part in parts]) if parts else torch.zeros(0, dtype=dtype)
+        if not flat.numel() or wire is None:
+            return psum(flat, axis) if flat.numel() else flat, None
+        keyed = {f"{name} of {next(iter(leaves), '')}": flat}
+        return coded_sum(axis, wire, flat, places_of(keyed, flat.device) if wire.stochastic else None, bool(errors))
+
+    blocks = _blocks(leaves, q, dtype)
+    starts = {path: q[path].to(dtype) for paths, _ in blocks for path in paths}
+    terms, parts = dict[str, Tensor](), list[Tensor]()
+    for path, start in starts.items():
+        terms[path] = term(path).reshape(-1, start.shape[1])
+        parts.append(torch.mm(start, terms[path].T))  # now, while the term is in the cache
+    others = {path: leaf.shape for path, leaf in leaves.items() if path not in q and leaf.numel()}
+    # P^T = Q M^T of each matrix, (rank, rows), then Q = P^T M, (rank, columns).
+    first, lost = exchange("P", [*parts, *map(term, others)])
+    lefts = [torch.Size((len(paths), len(starts[paths[0]]), len(terms[paths[0]]))) for paths, _ in blocks]
+    rights = [torch.Size((len(paths), *starts[paths[0]].shape)) for paths, _ in blocks]
+    size = sum(shape.numel() for shape in lefts)
+    p_t = dict(
+        zip(starts, [one for p in _cut(first[:size], lefts) for one in orthonormal(p, epsilon).unbind(0)], strict=True)
+    )
+    own = {path: torch.mm(p_t[path], terms[path]) for path in starts}
+    second, missed = exchange("Q", list(own.values()))
+    totals = _cut(second, rights)
+    q_lost = dict[str, Tensor]()  # the encoding error of each Q
+    if missed is not None:
+        q_lost = dict(zip(starts, [one for e in _cut(missed, rights) for one in e.unbind(0)], strict=True))
+
+    return _Sent(
+        blocks, starts, terms, p_t, own, totals, q_lost, (others, first[size:], lost if lost is None else lost[size:])
+    )
+
+
 def low_rank_mean(
     leaves: Mapping[str, Tensor],
     q: Mapping[str, Tensor],
@@ -97,44 +158,12 @@ def low_rank_mean(
         errors: Path -> residual.
         fresh: (path, a Q) -> random numbers in place of its rows that have become 0.
     """
-    wire, coded = call.wire, call.wire is not None
+    coded = call.wire is not None
     dtype = torch.float32 if coded else record_words.words_dtype(leaf.dtype for leaf in leaves.values())
     # Leaves that are summed uncompressed and unencoded have no residual.
     errors = {path: e.to(dtype) for path, e in errors.items() if coded or path in q}
-
-    def term(path: str) -> Tensor:
-        """This rank's term of the mean."""
-        return share.times(leaves[path].to(dtype), errors.get(path))
-
-    def exchange(name: str, parts: list[Tensor]) -> tuple[Tensor, Tensor | None]:
-        """The sum of parts over the ranks, and the encoding error of this rank's message."""
-        flat = torch.cat([part.reshape(-1) for part in parts]) if parts else torch.zeros(0, dtype=dtype)
-        if not flat.numel() or wire is None:
-            return psum(flat, axis) if flat.numel() else flat, None
-        keyed = {f"{name} of {next(iter(leaves), '')}": flat}
-        return coded_sum(axis, wire, flat, places_of(keyed, flat.device) if wire.stochastic else None, bool(errors))
-
-    blocks = _blocks(leaves, q, dtype)
-    starts = {path: q[path].to(dtype) for paths, _ in blocks for path in paths}
-    sent, parts = dict[str, Tensor](), list[Tensor]()
-    for path, start in starts.items():
-        sent[path] = term(path).reshape(-1, start.shape[1])
-        parts.append(torch.mm(start, sent[path].T))  # now, while the term is in the cache
-    others = {path: leaf.shape for path, leaf in leaves.items() if path not in q and leaf.numel()}
-    # P^T = Q M^T of each matrix, (rank, rows), then Q = P^T M, (rank, columns).
-    first, lost = exchange("P", [*parts, *map(term, others)])
-    lefts = [torch.Size((len(paths), len(starts[paths[0]]), len(sent[paths[0]]))) for paths, _ in blocks]
-    rights = [torch.Size((len(paths), *starts[paths[0]].shape)) for paths, _ in blocks]
-    size = sum(shape.numel() for shape in lefts)
-    p_t = dict(
-        zip(starts, [one for p in _cut(first[:size], lefts) for one in orthonormal(p, epsilon).unbind(0)], strict=True)
-    )
-    own = {path: torch.mm(p_t[path], sent[path]) for path in starts}
-    second, missed = exchange("Q", list(own.values()))
-    totals = _cut(second, rights)
-    left_out = dict[str, Tensor]()  # the encoding error of each Q
-    if missed is not None:
-        left_out = dict(zip(starts, [one for e in _cut(missed, rights) for one in e.unbind(0)], strict=True))
+    sent = _send_factors(leaves, q, axis, epsilon, share, call, errors, dtype)
+    blocks, starts, terms, p_t, own, totals, q_lost, (others, flat, lost) = sent
 
     scales = [torch.linalg.vector_norm(total, math.inf, dim=2, keepdim=True) for total in totals]
     joined = torch.cat([scale.view(-1) for scale in scales]) if scales else None
@@ -142,7 +171,7 @@ def low_rank_mean(
     if joined is not None and isinstance(share.any_live, bool) and trees.readable_without_sync(joined):
         whole = share.any_live and bool((joined > 0).all() & torch.isfinite(joined).all())
     reuses = call.donated and trees.plain(list(leaves.values()))
-    made = LowRankMeans(dict(zip(others, _cut(first[size:], list(others.values())), strict=True)), {}, {})
+    made = LowRankMeans(dict(zip(others, _cut(flat, list(others.values())), strict=True)), {}, {})
     for (paths, alone), total, scale in zip(blocks, totals, scales, strict=True):
         fine = torch.isfinite(scale).all(dim=1, keepdim=True) & share.any_live_on(scale.device)
         fine = fine & (scale != 0).any(dim=1, keepdim=True)
@@ -161,13 +190,13 @@ def low_rank_mean(
             zeros = leaf.view(len(leaf), -1).zero_() if fits else p.new_zeros(len(p), factor.shape[1])
             if path in errors:
                 # The term is new memory, as a sum. Transposed, which takes three quarters of the time.
-                error = _added(sent[path].T, own[path].T, p.T, -1.0).T
-                error = _added(error, p, left_out[path]) if left_out else error
+                error = _added(terms[path].T, own[path].T, p.T, -1.0).T
+                error = _added(error, p, q_lost[path]) if q_lost else error
                 kept = errors[path].reshape(error.shape)
                 made.errors[path] = error if whole else torch.where(fine[j], error, kept)
             made.means[path] = zeros.addmm_(p, factor)
     if lost is not None:
-        for path, error in zip(others, _cut(lost[size:], list(others.values())), strict=True):
+        for path, error in zip(others, _cut(lost, list(others.values())), strict=True):
             if path in errors:
                 made.errors[path] = choose(usable(share, made.means[path]), error, errors[path])
     return LowRankMeans(
