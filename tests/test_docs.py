@@ -60,6 +60,12 @@ def test_pages_of_classes_show_what_users_call(api: types.ModuleType) -> None:
     assert not api.is_made_by_others(fjoin.Checkpoints) and not api.is_made_by_others(tx.Transform)
 
 
+def test_the_list_has_the_methods_of_what_a_loop_holds(api: types.ModuleType) -> None:
+    listed = re.findall(r":py:meth:`(\w+\.\w+) <", api.all_pages()["index.rst"])
+    assert {"TrainStep.init", "TrainStep.join", "TrainState.clone", "Metrics.as_dict", "Mesh.close"} <= set(listed)
+    assert "TrainState.settled" not in listed and len(listed) == len(set(listed))
+
+
 def test_every_document_is_in_the_contents() -> None:
     listed = set(re.findall(r"^([\w./-]+)$", (ROOT / "docs" / "index.md").read_text(), re.MULTILINE))
     documents = {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"}
