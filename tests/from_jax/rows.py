@@ -5,7 +5,6 @@ The texts are what the test runs, on both sides, so the page cannot say anything
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from tests.from_jax.row import Case, Row, Section, table
@@ -279,34 +278,7 @@ BEGIN, END = "<!-- rows of tests/from_jax/rows.py -->\n\n", "\n<!-- end of rows 
 SECTIONS = [COLLECTIVES, GRID, GRADIENTS, TRAINING, FUNCTIONS, POLICIES, OPTIMIZERS, STAGES, STEPS, SCHEDULES, KEYS]
 CASES = {f"{section.title}: {row.ours}": Case(section.kind, row) for section in SECTIONS for row in section.rows}
 
-
-def bare(text: str) -> str:
-    """The text without the modules of its names."""
-    return re.sub(r"\b(?:lax|optax|jax|tx|torch|p|random|func|checkpoint_policies|fjoin)\.(?=[a-z])", "", text)
-
-
-def shortened(section: Section) -> Section:
-    """Rows that say the same on both sides, but for the module, stand in the intro, once."""
-    alike = [row for row in section.rows if not row.why and bare(row.jax) == bare(row.ours)]
-    lines = ["Written alike, but for the module:"]
-    for row in alike:
-        text = f" `{row.ours}`" + ("." if row is alike[-1] else ",")
-        if len(lines[-1] + text) > 130:
-            lines.append(text.strip())
-        else:
-            lines[-1] += text
-    intro = section.intro + ("\n\n" + "\n".join(lines) if alike else "")
-    return section._replace(intro=intro, rows=[row for row in section.rows if row not in alike])
-
-
-def page() -> str:
-    """What stands in the page, with no table where no row is left."""
-    return table([shortened(section) for section in SECTIONS]).replace(
-        "| jax | fjoin | why |\n| --- | --- | --- |\n\n", ""
-    )
-
-
 if __name__ == "__main__":
     text, end = PAGE.read_text(), END.strip()
     before, after = text.split(BEGIN.strip())[0], text.split(end)[1]
-    PAGE.write_text(before + BEGIN + page() + END + after)
+    PAGE.write_text(before + BEGIN + table(SECTIONS) + END + after)
