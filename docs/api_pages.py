@@ -39,6 +39,9 @@ HIDDEN = {
     "ZeroRedundancyOptimizer": "join_hook owned slices",
 }
 
+# Classes whose methods the list of names shows too.
+LISTED = ("TrainStep", "TrainState", "Metrics", "Mesh")
+
 
 def public(module: types.ModuleType) -> dict[str, Any]:
     """Name -> object, of the names that a module shows."""
@@ -92,6 +95,13 @@ def summary(name: str, value: Any) -> str:
     return re.split(r"(?<=[.])\s", " ".join(doc.split("\n\n")[0].split()))[0].replace("*", "\\*")
 
 
+def methods(name: str, value: type) -> list[tuple[str, Any]]:
+    """Name and function of the methods that users call, but `__call__`."""
+    hidden = HIDDEN.get(name, "").split()
+    found = inspect.getmembers(value, inspect.isfunction)
+    return [(own, method) for own, method in found if own not in hidden and not own.startswith("_")]
+
+
 def index() -> str:
     """The page that lists all names, by module, in the order of the module's docstring."""
     lines = ["API", "===", "", "All public names. `tx` is `from fjoin import transforms as tx`.", ""]
@@ -102,6 +112,9 @@ def index() -> str:
         lines += [module, "-" * len(module), "", first, "", ".. list-table::", "   :widths: 35 65", ""]
         for name in order:
             lines += [f"   * - :doc:`{shown(module, name)} <{module}.{name}>`", f"     - {summary(name, names[name])}"]
+            for own, method in methods(name, names[name]) if name in LISTED else ():
+                place = f"{module}.{name}.{own}"
+                lines += [f"   * - :py:meth:`{name}.{own} <{place}>`", f"     - {summary(place, method)}"]
         lines.append("")
     return "\n".join(lines)
 
