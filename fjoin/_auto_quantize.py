@@ -42,15 +42,15 @@ def auto_quantize(
 
     Returns:
         A function with the arguments and the meaning of `func`, including `group` and split sizes, by position or by
-        name; all_to_all_single also takes them as `out_splits` and `in_splits`, as torch's auto_quantize does. It waits for its
-        messages, fills the given tensors, of any shape, strides and floating-point dtypes, and returns None. Shapes may
-        differ between ranks in all_to_all and all_gather, on gloo too.
+        name; all_to_all_single also takes them as `out_splits` and `in_splits`, as torch's auto_quantize does. It waits
+        for its messages, fills the given tensors, of any shape, strides and floating-point dtypes, and returns None.
+        Shapes may differ between ranks in all_to_all and all_gather, on gloo too.
 
     Raises:
         TypeError: another function, or no codec; when called: an argument that `func` does not have, or a tensor that
             is not floating-point.
-        ValueError: when called: `async_op=True`; lists that do not have a tensor for each rank, or a tensor that does not
-            fit what the rank sends to itself, before anything is sent.
+        ValueError: when called: `async_op=True`; lists that do not have a tensor for each rank, or a tensor that does
+            not fit what the rank sends to itself, before anything is sent.
 
     Same as: torch.distributed.algorithms._quantization.quantization.auto_quantize.
 

@@ -85,8 +85,8 @@ def checkpoint_wrapper(
     Args:
         module: The module. It is not changed; the result shares all its attributes.
         checkpoint_impl: Has no effect.
-        checkpoint_fn: A function of one's own, called as `checkpoint_fn(forward, *args, **kwargs, **checkpoint_fn_kwargs)`;
-            by default `remat`.
+        checkpoint_fn: A function of one's own, called as `checkpoint_fn(forward, *args, **kwargs,
+            **checkpoint_fn_kwargs)`; by default `remat`.
         **checkpoint_fn_kwargs: Arguments of `remat`: policy, offload, preserve_rng_state; or those of
             torch.utils.checkpoint.checkpoint: preserve_rng_state; context_fn, of torch's
             create_selective_checkpoint_contexts; early_stop; use_reentrant, determinism_check, debug and
@@ -118,7 +118,8 @@ def checkpoint_wrapper(
 
 
 def offload_wrapper(module: nn.Module) -> nn.Module:
-    """torch's offload_wrapper: a module whose activations wait in pinned memory of the host for the backward pass. Parameters stay.
+    """torch's offload_wrapper: a module whose activations wait in pinned memory of the host for the backward pass.
+    Parameters stay.
 
     Args:
         module: The module. It is not changed; the result shares all its attributes.

@@ -29,7 +29,9 @@ class CollectiveTimeout(FjoinError):
 
 
 class TransportError(FjoinError):
-    """The system refuses shared memory, a message between the ranks of a host, or a port: a limit, a sandbox, another program."""
+    """The system refuses shared memory, a message between the ranks of a host, or a port: a limit, a sandbox, another
+    program.
+    """
 
 
 class EarlyTermination(FjoinError):
@@ -63,11 +65,14 @@ class NonFinite(FjoinError):
 
 
 class CheckpointError(FjoinError):
-    """A checkpoint cannot be written or read: a fault of the file system, damaged files, or a folder that another run uses."""
+    """A checkpoint cannot be written or read: a fault of the file system, damaged files, or a folder that another run
+    uses.
+    """
 
 
 class TornState(FjoinError):
-    """A state cannot be stepped: a step failed after it had changed some of the parameters, or within an accumulation window.
+    """A state cannot be stepped: a step failed after it had changed some of the parameters, or within an accumulation
+    window.
 
     In the second case the state can still be read and cloned; it is the state of the last completed step.
     """

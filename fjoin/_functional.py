@@ -35,7 +35,8 @@ _BY_ATTRIBUTES = (
 
 
 class _OwnParams(TorchDispatchMode):
-    """Refuses operations on the memory of a module's own parameters, by a view for instance; also where no graph is made.
+    """Refuses operations on the memory of a module's own parameters, by a view for instance; also where no graph is
+    made.
 
     Args:
         paths: Memory -> the path of the parameter.
@@ -86,17 +87,19 @@ def refuse_module_params(loss: Tensor) -> None:
 class Apply:
     """The forward pass of a module as a pure function; made by `functional`.
 
-    - `apply(params, buffers, *args, **kwargs)` returns the module's output and leaves `buffers` unchanged. The first call that
-      discards an update of buffers warns.
-    - `apply.with_buffers(...)` returns `(out, buffers)` with the buffers that the module updated, such as running statistics.
+    - `apply(params, buffers, *args, **kwargs)` returns the module's output and leaves `buffers` unchanged. The first
+      call that discards an update of buffers warns.
+    - `apply.with_buffers(...)` returns `(out, buffers)` with the buffers that the module updated, such as running
+      statistics.
     - Entries missing in `buffers` have the module's values. `params` must be complete.
-    - A call follows the module: its mode, its hooks, layers that are replaced by others with the same paths, and its plain
-      attributes, which a forward pass may assign. `apply.eval()` and `apply.train()` are functions of one mode.
+    - A call follows the module: its mode, its hooks, layers that are replaced by others with the same paths, and its
+      plain attributes, which a forward pass may assign. `apply.eval()` and `apply.train()` are functions of one mode.
     - The forward pass must reach submodules and parameters by attributes, nn.ModuleList or nn.ModuleDict.
 
-    Each call has a shallow copy of the module, so threads and simulated ranks may share an `Apply`. The module's own parameters and
-    buffers are neither used nor changed. It is not kept alive: without it, a call does what it did when `functional` took it. A
-    compiled module is not copied: it holds the given tensors during a call, and only one thread at a time may call it.
+    Each call has a shallow copy of the module, so threads and simulated ranks may share an `Apply`. The module's own
+    parameters and buffers are neither used nor changed. It is not kept alive: without it, a call does what it did when
+    `functional` took it. A compiled module is not copied: it holds the given tensors during a call, and only one thread
+    at a time may call it.
     """
 
     def __init__(self, module: nn.Module, trained: frozenset[str], training: bool | None = None) -> None:
@@ -144,8 +147,8 @@ class Apply:
             UserWarning: once, where the module updates buffers: the update is discarded.
 
         Raises:
-            ValueError: a path that the module does not have, or params that lack one; the first call runs a submodule that it
-                reaches by other objects than attributes.
+            ValueError: a path that the module does not have, or params that lack one; the first call runs a submodule
+                that it reaches by other objects than attributes.
         """
         out, given, after = self._call(params, buffers, args, kwargs)
         if given and not self._warned:
@@ -336,9 +339,9 @@ def functional(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, T
         module: Any module. Training does not change its tensors, but calls follow its mode and attributes; see `Apply`.
 
     Returns:
-        `apply`, an `Apply`, called as `apply(params, buffers, *args, **kwargs)`; `params`, path -> tensor, copies of the trained
-        values: the parameters that require a gradient, in the order of registration, a shared one once, under its first path, which
-        is that inside torch.compile, DistributedDataParallel and DataParallel; and
+        `apply`, an `Apply`, called as `apply(params, buffers, *args, **kwargs)`; `params`, path -> tensor, copies of
+        the trained values: the parameters that require a gradient, in the order of registration, a shared one once,
+        under its first path, which is that inside torch.compile, DistributedDataParallel and DataParallel; and
         `buffers`, path -> tensor, copies of the untrained values: the module's frozen parameters and its buffers.
 
     Raises:
@@ -399,12 +402,12 @@ def value_and_grad(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callab
         has_aux: Whether it returns more than the loss.
 
     Returns:
-        `(params, *args, **kwargs) -> (loss, grads)`, or `-> ((loss, aux), grads)`. `grads` is like `params`, zeros where
-        the loss does not depend on a leaf; the loss and `aux` are without graph. No `.grad` is written.
+        `(params, *args, **kwargs) -> (loss, grads)`, or `-> ((loss, aux), grads)`. `grads` is like `params`, zeros
+        where the loss does not depend on a leaf; the loss and `aux` are without graph. No `.grad` is written.
 
     Raises:
-        TypeError: raised by the call: a leaf that is no tensor of floating point or complex numbers; `loss_fn` returns no
-            tensor, or no pair with `has_aux`.
+        TypeError: raised by the call: a leaf that is no tensor of floating point or complex numbers; `loss_fn` returns
+            no tensor, or no pair with `has_aux`.
         ValueError: raised by the call: the loss depends on parameters of a module that `functional` has taken.
         RuntimeError: raised by torch: the loss is not 0-d, or depends on no leaf.
 

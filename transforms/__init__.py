@@ -10,7 +10,8 @@ local SGD    local_sgd  post_local_sgd  diloco  ema  ema_params  outer_step  ave
 wire         compress  quantized  error_feedback  power_sgd
              batched_power_sgd  hierarchical_mean
 codecs       Codec  Noise  bfloat16  bfp16  float16  float32  fp8  int8  uint8  int4  qsgd  sign  top_k
-join, layers  JoinHook  broadcast_from_last  last_joiner  current_weight  current_call  sync_batch_norm  convert_sync_batchnorm
+join, layers  JoinHook  broadcast_from_last  last_joiner  current_weight  current_call  sync_batch_norm
+convert_sync_batchnorm
 optimizers   sgd  adam  adamw  nadam  radam  adamax  adagrad  adadelta  adafactor  rmsprop  rprop  asgd  lion  lamb  muon  frozen
              mixed_precision  inject_hyperparameters  with_hyperparameters  as_functional_optim  register_functional_optim
 schedules    linear  cosine  warmup_cosine  warmup  from_torch_scheduler

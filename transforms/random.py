@@ -66,7 +66,8 @@ def key(seed: int, device: torch.device | str = "cpu") -> Tensor:
         device: Where the key lies, and what is drawn from it.
 
     Returns:
-        (2,) int32, the bits of the two words of `jax.random.key_data(jax.random.key(seed))`. It may be a leaf of a state.
+        (2,) int32, the bits of the two words of `jax.random.key_data(jax.random.key(seed))`. It may be a leaf of a
+        state.
 
     Raises:
         ValueError: `seed` is no such number.

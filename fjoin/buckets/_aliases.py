@@ -40,7 +40,10 @@ def assign_(places: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
 
 @torch.no_grad()
 def load_params(storage: Storage, params: Mapping[str, Tensor]) -> None:
-    """Copy parameters by path into the buffers, and into exact values and master copies. They may be views of the buffers."""
+    """Copy parameters by path into the buffers, and into exact values and master copies.
+
+    They may be views of the buffers.
+    """
     params = trees.copy_if_aliased(dict(params), storage.flats)
     for path, leaf in storage.leaves.items():
         leaf.detach().copy_(params[path])

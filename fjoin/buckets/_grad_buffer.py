@@ -15,7 +15,8 @@ from ..transforms.base import devices, trees
 from ..transforms.layout import Bucket, Pieces, views
 from ._storage import Storage
 
-# Elements from which on a gradient on the host is copied as soon as it has come: later it would be in the cache no more.
+# Elements from which on a gradient on the host is copied as soon as it has come: later it would be in the cache no
+# more.
 _CACHED = 2**17
 
 
@@ -23,7 +24,8 @@ class GradBuffer:
     """The gradients of one bucket in one step.
 
     Attributes:
-        buffer: The gradients, followed by the words of the record if this bucket carries them: the message of a plain reduction.
+        buffer: The gradients, followed by the words of the record if this bucket carries them: the message of a plain
+            reduction.
         grads: The gradients' part of the buffer, or a hook's result.
         words: The record's part of the buffer, maybe empty.
         pieces: The pieces of this bucket; None where it is not sharded.
@@ -92,13 +94,16 @@ class GradBuffer:
         self._window = window
         self.leaves, self.missing, self.work, self.message_sum = leaves, len(leaves), None, None
         self.scattered = False
-        # A hook may have replaced it by its result. On the host a direct buffer keeps the last gradient until the next one
-        # comes: free memory at the end of the heap would go back to the system, and be faulted in again.
+        # A hook may have replaced it by its result. On the host a direct buffer keeps the last gradient until the next
+        # one comes: free memory at the end of the heap would go back to the system, and be faulted in again.
         self.grads = self._own
         self.taken, self._come = [False] * len(leaves), []
 
     def arrived(self, i: int) -> None:
-        """Note that autograd has left the gradient of the i-th leaf there. On the host it is taken while it is in the cache."""
+        """Note that autograd has left the gradient of the i-th leaf there.
+
+        On the host it is taken while it is in the cache.
+        """
         if self.taken[i]:
             self.refuse_second(i)
         self.taken[i] = True
@@ -166,7 +171,9 @@ class GradBuffer:
         self.grads, self.scattered = piece, True
 
     def in_pieces(self) -> tuple[Tensor, Sequence[int]]:
-        """The gradients, those of each rank's piece together, and where each piece begins, with the end of the last one."""
+        """The gradients, those of each rank's piece together, and where each piece begins, with the end of the last
+        one.
+        """
         assert self.pieces is not None
         return self.buffer, self.pieces.bounds[0]
 
@@ -193,7 +200,8 @@ class GradBuffer:
 def keep_grad(leaf: Tensor, storage: Storage | None) -> None:
     """Keep a leaf's gradient for the rest of an accumulation window, to which later ones are added in place.
 
-    At the leaf it gets memory of its own, if other leaves' gradients share it. Gradients of 16 bits are added in float32.
+    At the leaf it gets memory of its own, if other leaves' gradients share it. Gradients of 16 bits are added in
+    float32.
     """
     grad = leaf.grad
     if grad is None or grad.layout is not torch.strided:
@@ -315,7 +323,8 @@ class GradHooks:
     def attach(self, storage: Storage, one_pass: bool) -> None:
         """Attach hooks to the leaves of this storage, and remove those from the previous one.
 
-        A step of one backward pass has one hook for each bucket, on the leaf that comes last, once the first step has shown which.
+        A step of one backward pass has one hook for each bucket, on the leaf that comes last, once the first step has
+        shown which.
 
         Args:
             one_pass: Whether a step has one backward pass.

@@ -21,8 +21,8 @@ class GradLeaves:
     """Leaves made in the streams that are the current ones of their devices now.
 
     Gradients arrive in the stream of a leaf's node. Each forward pass makes a new node unless the old one is still
-    referenced; with the references here the gradients of a bucket all arrive in one stream. In another stream than that torch
-    warns of them: then leaves are made anew.
+    referenced; with the references here the gradients of a bucket all arrive in one stream. In another stream than that
+    torch warns of them: then leaves are made anew.
 
     Attributes:
         by_path: Path -> leaf, in the order of `shapes`.
@@ -148,7 +148,8 @@ class Storage:
         leaves: Path -> view into its bucket's flat tensor that requires a gradient, in the order of `params`.
         slots: The optimizer's state of each bucket and span, on the flat range.
         pieces: The pieces of the buckets that ranks own; None where every rank steps all of them.
-        window: Leaf -> the sum of its gradients in the earlier calls of an accumulation window, in float32; of 16-bit leaves.
+        window: Leaf -> the sum of its gradients in the earlier calls of an accumulation window, in float32; of 16-bit
+            leaves.
         exact: The exact values of this rank's piece of each bucket, where a codec sends their changes; otherwise empty.
         together: Whether one kernel steps the buckets of one optimizer, since launches cost more than memory does.
         float16: Whether some parameters are float16.

@@ -32,23 +32,25 @@ _AFTER_AN_ERROR_S = 5.0  # for the files of other ranks, after an error of this 
 class Checkpoints:
     """Saves a run every so often, and restores it.
 
-    Every rank makes one, with the same arguments. A save is committed as a whole or not at all: the folder `step-00000500` appears
-    once all its bytes are on the disk. It needs a folder that all ranks see.
+    Every rank makes one, with the same arguments. A save is committed as a whole or not at all: the folder
+    `step-00000500` appears once all its bytes are on the disk. It needs a folder that all ranks see.
 
-    Within a `with` block a SIGTERM on any rank of a train_step makes all ranks save after the same step, and ends `step.join`. At the end
-    of a block in which `save` was called rank 0 warns where no step was due and nothing was restored.
+    Within a `with` block a SIGTERM on any rank of a train_step makes all ranks save after the same step, and ends
+    `step.join`. At the end of a block in which `save` was called rank 0 warns where no step was due and nothing was
+    restored.
 
     Args:
         path: The run's folder.
         what: A step from `train_step`, a pipeline of a loop of one's own, or a dict, as for `fjoin.save`.
         mesh: The ranks, for a pipeline or objects; by default all ranks.
         every: Save after steps whose number is a multiple of this.
-        every_s: Save a step after this many seconds of rank 0's clock, for a train_step; `float("inf")` saves at a SIGTERM alone.
-        keep_last: The number of this run's checkpoints to keep, the newest ones; None: all. A run that restores a checkpoint goes on
-            as the run that saved it. Those of other runs are neither counted nor deleted.
+        every_s: Save a step after this many seconds of rank 0's clock, for a train_step; `float("inf")` saves at a
+            SIGTERM alone.
+        keep_last: The number of this run's checkpoints to keep, the newest ones; None: all. A run that restores a
+            checkpoint goes on as the run that saved it. Those of other runs are neither counted nor deleted.
         keep_every: Also keep those of steps that are multiples of this.
-        background: Write while training goes on, from copies of the values; an error is raised by the next save, or `wait`, on all
-            ranks.
+        background: Write while training goes on, from copies of the values; an error is raised by the next save, or
+            `wait`, on all ranks.
 
     Attributes:
         extra: What was kept beside the state in the checkpoint that has been restored.
@@ -129,17 +131,20 @@ class Checkpoints:
         """Save a state where a save is due; on all ranks, after the same step.
 
         Args:
-            state: The state that the step returned; for a pipeline (params, state), for a dict with steps the dict of their states, for
-                other objects the number of steps so far.
-            metrics: Those of the same call, of the first step of a dict: save where `every` or `every_s` says; None: save in any case.
-            extra: What else to keep, the same on all ranks: JSON, with tensors in it where you like. Tuples come back as lists.
+            state: The state that the step returned; for a pipeline (params, state), for a dict with steps the dict of
+                their states, for other objects the number of steps so far.
+            metrics: Those of the same call, of the first step of a dict: save where `every` or `every_s` says; None:
+                save in any case.
+            extra: What else to keep, the same on all ranks: JSON, with tensors in it where you like. Tuples come back
+                as lists.
             data: The loop over the data, from `step.join` or `fjoin.join`: its position is saved.
 
         Returns:
             The folder of the checkpoint, which appears once it is committed; None where none was due.
 
         Raises:
-            CheckpointError: on all ranks: one of them could not write, or the folder holds this step. Nothing has been saved.
+            CheckpointError: on all ranks: one of them could not write, or the folder holds this step. Nothing has been
+                saved.
             NonFinite: on all ranks: the last step was not taken.
             TypeError: `extra` is neither JSON nor tensors.
             ValueError: `metrics` are given, but neither `every` nor `every_s`.
@@ -209,7 +214,10 @@ class Checkpoints:
         return found, self._plan
 
     def _begin(self, step: int) -> tuple[str, str]:
-        """On rank 0: the identifier of the run, and a new folder's name. Steps newer than the restored one are set aside."""
+        """On rank 0: the identifier of the run, and a new folder's name.
+
+        Steps newer than the restored one are set aside.
+        """
         return self._run or uuid.uuid4().hex, self._folder.begin(step, self._back).name
 
     def wait(self) -> None:
@@ -237,19 +245,24 @@ class Checkpoints:
         The next save sets newer checkpoints aside. What starts anew starts from the parameters of the checkpoint.
 
         Args:
-            params: The parameters at the start, as for `step.init`, for a dict with steps a dict of them; None: a dict of those of the
-                checkpoint. A parameter that was a buffer when it was saved is read from that, and the reverse.
+            params: The parameters at the start, as for `step.init`, for a dict with steps a dict of them; None: a dict
+                of those of the checkpoint. A parameter that was a buffer when it was saved is read from that, and the
+                reverse.
             buffers: The buffers at the start, likewise.
             step: Take the checkpoint of this step.
-            fresh: Names of values that start anew: in full, their beginnings up to a dot, such as "pipeline.after", or with `*`.
-            data: The loop over the data, whose position is loaded. False: the script skips `state.batches` itself, or only looks.
+            fresh: Names of values that start anew: in full, their beginnings up to a dot, such as "pipeline.after", or
+                with `*`.
+            data: The loop over the data, whose position is loaded. False: the script skips `state.batches` itself, or
+                only looks.
 
         Warns:
-            UserWarning: on rank 0, without `fresh`: the checkpoint is of a pipeline with other arguments, such as another learning rate.
-                The loop `data` goes on from another place, of another checkpoint. Without `data`: the state was saved within a joined loop.
+            UserWarning: on rank 0, without `fresh`: the checkpoint is of a pipeline with other arguments, such as
+                another learning rate. The loop `data` goes on from another place, of another checkpoint. Without
+                `data`: the state was saved within a joined loop.
 
         Raises:
-            CheckpointError: on all ranks: the folder holds checkpoints, but none verifies; one of another model, pipeline or mesh.
+            CheckpointError: on all ranks: the folder holds checkpoints, but none verifies; one of another model,
+                pipeline or mesh.
             ValueError: parameters of one optimizer have taken other numbers of steps, since some begin anew.
         """
         self.wait()
@@ -276,11 +289,11 @@ def save(
 
     Args:
         path: The run's folder.
-        what: A step from `train_step`, a pipeline of a loop of one's own, or a dict of these and of objects with `state_dict` and
-            `load_state_dict`, such as modules, optimizers and handles of registered modules. The first step or pipeline of a dict gives
-            the number of the checkpoint.
-        state: Of a train_step its state, of a pipeline (params, state), of a dict with such the dict of their states, of other
-            objects the number of steps so far.
+        what: A step from `train_step`, a pipeline of a loop of one's own, or a dict of these and of objects with
+            `state_dict` and `load_state_dict`, such as modules, optimizers and handles of registered modules. The first
+            step or pipeline of a dict gives the number of the checkpoint.
+        state: Of a train_step its state, of a pipeline (params, state), of a dict with such the dict of their states,
+            of other objects the number of steps so far.
         extra, data, mesh: As for `Checkpoints`.
 
     Returns:

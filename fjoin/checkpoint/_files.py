@@ -1,7 +1,8 @@
-"""Tensors in files: the format safetensors, written durably, read back only with right checksums; errors that name the file.
+"""Tensors in files: the format safetensors, written durably, read back only with right checksums; errors that name the
+file.
 
-A file is the length of the header (u64, little endian), the header (JSON, padded with spaces so that the data begins at a
-multiple of 8) and the data. Source: https://github.com/huggingface/safetensors, section "Format".
+A file is the length of the header (u64, little endian), the header (JSON, padded with spaces so that the data begins at
+a multiple of 8) and the data. Source: https://github.com/huggingface/safetensors, section "Format".
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ def typed_errors(action: str) -> Iterator[None]:
 def decoding(path: Path | str) -> Iterator[None]:
     """Any error of a value that is odd becomes a CheckpointError that names the file.
 
-    Checksums find what happens by chance; what is decoded with a right one and is odd all the same was forged, or written by
-    another program. So it is enough that an error names the file, and that nothing is read beyond it.
+    Checksums find what happens by chance; what is decoded with a right one and is odd all the same was forged, or
+    written by another program. So it is enough that an error names the file, and that nothing is read beyond it.
     """
     try:
         yield
@@ -285,8 +286,8 @@ class TensorFile:
         """A tensor, on the CPU.
 
         Args:
-            memory: A tensor that is filled and returned, where it is contiguous and on the CPU, and has the shape and dtype of the
-                file.
+            memory: A tensor that is filled and returned, where it is contiguous and on the CPU, and has the shape and
+                dtype of the file.
 
         Raises:
             CheckpointError: There is no such tensor, or its bytes are not those that were written.

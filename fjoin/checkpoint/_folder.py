@@ -68,8 +68,8 @@ class Folder:
             The step's folder.
 
         Raises:
-            CheckpointError: The step exists, the newest step is not the parent, the files are not those of the manifest,
-                or the system refuses. The step does not exist then, unless the message says that it may.
+            CheckpointError: The step exists, the newest step is not the parent, the files are not those of the
+                manifest, or the system refuses. The step does not exist then, unless the message says that it may.
         """
         target = self.step_path(manifest.step)
         check_files(tmp, manifest)
@@ -137,7 +137,8 @@ class Folder:
                 sync_folder(self.path)
 
     def retain(self, keep_last: int, keep_every: int | None, run: str) -> list[int]:
-        """Delete the steps of a run, except the newest ones and those that `keep_every` divides. Returns the deleted ones.
+        """Delete the steps of a run, except the newest ones and those that `keep_every` divides. Returns the deleted
+        ones.
 
         Steps of other runs, and steps whose COMMIT cannot be read, are left alone.
         """

@@ -17,7 +17,8 @@ from ._manifest import OWN_FILES, Leaf, LeafPart, Manifest
 
 
 class SavedLeaves:
-    """The leaves of one step's folder. Files are opened when a leaf of them is read first, and each byte is checked once.
+    """The leaves of one step's folder. Files are opened when a leaf of them is read first, and each byte is checked
+    once.
 
     Args:
         folder: The step's folder.

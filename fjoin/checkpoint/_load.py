@@ -37,7 +37,8 @@ class Load:
         fresh: Names, beginnings of names, or patterns with `*`, that keep the values of the start.
 
     Attributes:
-        values: Name -> value of this rank. Taking one raises CheckpointError where it is missing or damaged, or has another dtype.
+        values: Name -> value of this rank. Taking one raises CheckpointError where it is missing or damaged, or has
+            another dtype.
 
     Raises:
         CheckpointError: the mesh has other axes; `fresh` names nothing; a value has no place on this number of ranks.
@@ -249,7 +250,8 @@ def restored(
     fresh: tuple[str, ...],
     data: Any,
 ) -> tuple[Any, Manifest, Any] | None:
-    """(state, manifest, extra) of the newest checkpoint that verifies, or None; the arguments are those of `Checkpoints.restore`.
+    """(state, manifest, extra) of the newest checkpoint that verifies, or None; the arguments are those of
+    `Checkpoints.restore`.
 
     Raises:
         CheckpointError: on all ranks.

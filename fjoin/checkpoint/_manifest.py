@@ -1,7 +1,8 @@
 """The manifest of a checkpoint, and its commit.
 
-COMMIT covers the manifest, and the manifest every byte of the files, by checksums. So what is read here is what fjoin has
-written, or was forged with right checksums: the checks keep such a file from reading elsewhere, and every other oddity is one error.
+COMMIT covers the manifest, and the manifest every byte of the files, by checksums. So what is read here is what fjoin
+has written, or was forged with right checksums: the checks keep such a file from reading elsewhere, and every other
+oddity is one error.
 """
 
 from __future__ import annotations

@@ -29,7 +29,9 @@ from ._values import Snapshot
 
 
 def _part(found: Snapshot, name: str, value: Tensor, cut: str | None) -> tuple[Any, int | None] | None:
-    """The shape of the whole value, and the start of this rank's slice, if it is one; None where this rank holds nothing."""
+    """The shape of the whole value, and the start of this rank's slice, if it is one; None where this rank holds
+    nothing.
+    """
     if not cut:
         return value.shape, None
     own = found.slice_of(name)
@@ -133,7 +135,9 @@ _SMALL = 1 << 16  # elements; smaller tensors are copied together, since a copy 
 
 @torch.no_grad()
 def copied(tensors: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
-    """Copies on the CPU: a function that returns them by name, which makes the views of small ones in the thread that writes."""
+    """Copies on the CPU: a function that returns them by name, which makes the views of small ones in the thread that
+    writes.
+    """
     large, small = dict[str, Tensor](), dict[Any, dict[str, Tensor]]()
     for name, value in tensors.items():
         if value.numel() <= _SMALL:
@@ -242,7 +246,8 @@ class Save:
     def end(self) -> None:
         """Wait until all ranks have written, and the checkpoint is committed.
 
-        The ranks meet every so often, so none waits for another rank's file longer than its mesh allows, and a lost one is noticed.
+        The ranks meet every so often, so none waits for another rank's file longer than its mesh allows, and a lost one
+        is noticed.
 
         Raises:
             CheckpointError: on all ranks: one of them could not write. Nothing is left behind.

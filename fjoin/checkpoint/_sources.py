@@ -237,7 +237,8 @@ class OfStep:
         return self._step.init(params, buffers)
 
     def load(self, state: Any, values: Values, rank: Mapping[str, Any]) -> Callable[[], Any]:
-        """A function that returns the state with the values of a checkpoint, by name. Until it is called nothing of the run has changed.
+        """A function that returns the state with the values of a checkpoint, by name. Until it is called nothing of the
+        run has changed.
 
         Args:
             rank: What only this rank has saved.

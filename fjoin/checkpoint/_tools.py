@@ -51,7 +51,8 @@ def verify(path: Path | str) -> list[str]:
 
 
 def export(path: Path | str, out: Path | str) -> None:
-    """Write the parameters of a step, whole, to one new file of the format safetensors, durably. They must fit in memory.
+    """Write the parameters of a step, whole, to one new file of the format safetensors, durably. They must fit in
+    memory.
 
     Raises:
         CheckpointError: There is no step, it is damaged, has no parameters, or they differ by rank; or `out` exists.

@@ -61,8 +61,8 @@ def given(value: Any) -> Read:
 class Names:
     """The leaves of a state by name, with their placements; computed anew only where a state has another form.
 
-    A name has stages by the names of their specs, as in "pipeline.hook.error_feedback#0.error.w", so that another stage in a chain
-    renames none. Leaves that no later call reads have none.
+    A name has stages by the names of their specs, as in "pipeline.hook.error_feedback#0.error.w", so that another stage
+    in a chain renames none. Leaves that no later call reads have none.
 
     Args:
         prefix: Where all names begin.
@@ -209,7 +209,8 @@ class Snapshot:
         """Add what the user keeps, which is the same on all ranks, and its tensors. Its dicts stay as they are.
 
         Raises:
-            TypeError: it holds something else than numbers, text, None, lists, tuples, tensors, and dicts with text as keys.
+            TypeError: it holds something else than numbers, text, None, lists, tuples, tensors, and dicts with text as
+                keys.
         """
         tensors: dict[str, Tensor] = {}
         try:

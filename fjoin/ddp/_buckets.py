@@ -89,9 +89,9 @@ class TotalWeight:
 
     Args:
         check: Reads from devices.
-        waits: Whether the host waits for it at the end of each pass, as with a pipeline, on whose step it decides. A hook
-            alone waits on a device for that of the pass before, so that the host does not run ahead for ever, and hears
-            of failed ranks.
+        waits: Whether the host waits for it at the end of each pass, as with a pipeline, on whose step it decides. A
+            hook alone waits on a device for that of the pass before, so that the host does not run ahead for ever, and
+            hears of failed ranks.
     """
 
     def __init__(self, check: StepCheck, waits: bool) -> None:

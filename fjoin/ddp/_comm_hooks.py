@@ -27,8 +27,8 @@ class PostLocalSGDState:
 
     Args:
         process_group: All ranks; by default those of the default process group.
-        subgroup: This rank's subgroup, of consecutive ranks of `process_group`; by default the ranks of this host, whose
-            number torchrun sets in LOCAL_WORLD_SIZE.
+        subgroup: This rank's subgroup, of consecutive ranks of `process_group`; by default the ranks of this host,
+            whose number torchrun sets in LOCAL_WORLD_SIZE.
         start_localSGD_iter: The number of passes with the mean over all ranks.
         post_local_gradient_allreduce: Whether gradients are averaged over the subgroup afterwards.
 
@@ -143,8 +143,9 @@ def quantization_pertensor_hook(*, axis: AxisName = "data", over: Over = "world"
 
     Args, Raises: as `allreduce_hook`.
 
-    Same as: torch's quantization_pertensor_hook, DDPCommHookType.QUANTIZE_PER_TENSOR, which needs NCCL and sends ranks / 2 times
-        the bytes. On two ranks the numbers are the same; on more each rank quantizes its part of the mean once more.
+    Same as: torch's quantization_pertensor_hook, DDPCommHookType.QUANTIZE_PER_TENSOR, which needs NCCL and sends ranks
+        / 2 times the bytes. On two ranks the numbers are the same; on more each rank quantizes its part of the mean
+        once more.
 
     >>> fjoin.ddp.quantization_pertensor_hook()
     compress(uint8(), mean('data', over='world'))
@@ -162,7 +163,8 @@ def quantization_perchannel_hook(bucket_size: int = 512, *, axis: AxisName = "da
     Raises:
         ValueError: `bucket_size` is no whole number above 0, or `over` none of the three.
 
-    Same as: torch's quantization_perchannel_hook, DDPCommHookType.QUANTIZE_PER_CHANNEL, as `quantization_pertensor_hook`.
+    Same as: torch's quantization_perchannel_hook, DDPCommHookType.QUANTIZE_PER_CHANNEL, as
+    `quantization_pertensor_hook`.
 
     >>> fjoin.ddp.quantization_perchannel_hook()
     compress(uint8(block=512), mean('data', over='world'))
@@ -248,9 +250,9 @@ def powerSGD_hook(
     Raises:
         ValueError, TypeError: an argument is none of these.
 
-    Same as: torch's powerSGD_hook with PowerSGDState, DDPCommHookType.POWER_SGD and, with rank 2, POWER_SGD_RANK2. It has no
-        compression_stats_logging_frequency: `handle.explain()` shows them; nor batch_tensors_with_same_shape, which it
-        decides.
+    Same as: torch's powerSGD_hook with PowerSGDState, DDPCommHookType.POWER_SGD and, with rank 2, POWER_SGD_RANK2. It
+        has no compression_stats_logging_frequency: `handle.explain()` shows them; nor batch_tensors_with_same_shape,
+        which it decides.
 
     >>> fjoin.ddp.powerSGD_hook(2, use_error_feedback=False, start_powerSGD_iter=10)
     switch_after(10, mean('data', over='world'), power_sgd('data', rank=2, over='world'))
@@ -285,8 +287,8 @@ def batched_powerSGD_hook(
 
     Args, Raises: as `powerSGD_hook`.
 
-    Same as: torch's batched_powerSGD_hook, DDPCommHookType.BATCHED_POWER_SGD and, with rank 2, BATCHED_POWER_SGD_RANK2, which raises
-        in the first pass that it is to compress.
+    Same as: torch's batched_powerSGD_hook, DDPCommHookType.BATCHED_POWER_SGD and, with rank 2, BATCHED_POWER_SGD_RANK2,
+        which raises in the first pass that it is to compress.
 
     >>> fjoin.ddp.batched_powerSGD_hook(use_error_feedback=False, start_powerSGD_iter=0)
     batched_power_sgd('data', over='world')

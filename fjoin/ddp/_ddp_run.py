@@ -107,7 +107,8 @@ class DDPRun:
         self._synced = [part for part in ddp.module.modules() if isinstance(part, torch.nn.SyncBatchNorm)]
         bound_call().mixed.clear()  # of what has run before
         self.mixes = False  # whether the forward pass has communicated, on all ranks
-        # Whether a weight was given, or its lack was warned of; whether a pass had none; the sizes of batches in a Join.
+        # Whether a weight was given, or its lack was warned of; whether a pass had none; the sizes of batches in a
+        # Join.
         self.weighed, self.unweighed, self._sizes = False, False, set[int]()
         self.error: TypeError | ValueError | None = None
         self._weight = 1.0
@@ -226,7 +227,8 @@ class DDPRun:
             self._forget()
             failure = self.mesh.root_cause(error, self.body.step)
             if isinstance(failure, (PeerLost, CollectiveTimeout)):
-                # The group stays: the module's reducer, which runs this, holds it. All ranks may raise other errors alike.
+                # The group stays: the module's reducer, which runs this, holds it. All ranks may raise other errors
+                # alike.
                 self.mesh.report(failure, self.body.step)
             try:
                 raise_from(failure, error)

@@ -92,7 +92,10 @@ def guard(model: DistributedDataParallel, run: DDPRun) -> None:
 
 
 class _DropSpent:
-    """Before a forward pass: drops the gradients that the last step has used. In a copy of the module it does nothing."""
+    """Before a forward pass: drops the gradients that the last step has used.
+
+    In a copy of the module it does nothing.
+    """
 
     def __init__(self, run: DDPRun, params: list[Tensor]) -> None:
         self._run, self._params, self._used = weakref.ref(run), params, run.body.step
@@ -110,7 +113,9 @@ class _DropSpent:
 
 
 class _WarnAlone:
-    """After a forward pass of the module inside, without the DistributedDataParallel around it: its backward pass warns."""
+    """After a forward pass of the module inside, without the DistributedDataParallel around it: its backward pass
+    warns.
+    """
 
     def __init__(self, run: DDPRun, module: torch.nn.Module) -> None:
         self._run, self._module = weakref.ref(run), weakref.ref(module)
@@ -197,11 +202,13 @@ class Handle:
         return 0 if outer is None else int(outer.skipped)
 
     def scale(self, loss: Tensor, weight: float | None = None) -> Tensor:
-        """The loss times this rank's weight, and times its scale for a pipeline in `dynamic_loss_scale`, to call backward on.
+        """The loss times this rank's weight, and times its scale for a pipeline in `dynamic_loss_scale`, to call
+        backward on.
 
-        A model that communicates in its forward pass, as `sync_batch_norm` does, mixes the ranks' losses in its backward pass. There
-        the loss must carry the weight: call this in the place of `handle.weight`, on all ranks. In a window under no_sync call it for
-        each loss, with the weight of its batch. It counts where backward is called; two losses of one batch are added before.
+        A model that communicates in its forward pass, as `sync_batch_norm` does, mixes the ranks' losses in its
+        backward pass. There the loss must carry the weight: call this in the place of `handle.weight`, on all ranks. In
+        a window under no_sync call it for each loss, with the weight of its batch. It counts where backward is called;
+        two losses of one batch are added before.
 
         Args:
             loss: The mean over the local batch, 0-d; finite even where the weight is 0.
@@ -212,8 +219,8 @@ class Handle:
 
         Raises:
             TypeError: no weight, and the pipeline scales no losses; the weight is no number.
-            ValueError: a weight that is neither 0 nor from 1e-30 to 1e30, or that a 16-bit loss would round; raised by backward:
-                `handle.weight` has been called for the same pass.
+            ValueError: a weight that is neither 0 nor from 1e-30 to 1e30, or that a 16-bit loss would round; raised by
+                backward: `handle.weight` has been called for the same pass.
         """
         run = self.run
         if weight is not None:
@@ -247,7 +254,8 @@ class Handle:
         self.run.flush()
 
     def with_hyperparameters(self, **values: float) -> None:
-        """Change hyperparameters between passes, on all ranks alike, for an optimizer that is wrapped in `inject_hyperparameters`.
+        """Change hyperparameters between passes, on all ranks alike, for an optimizer that is wrapped in
+        `inject_hyperparameters`.
 
         They are part of the state, and are saved with it.
 
@@ -281,7 +289,9 @@ class Handle:
 
     @property
     def pipeline(self) -> Any:
-        """The state in the form of `pipeline.init` and `pipeline.step`, keyed by path, in views; of a hook alone, the hook's."""
+        """The state in the form of `pipeline.init` and `pipeline.step`, keyed by path, in views; of a hook alone, the
+        hook's.
+        """
         return self.run.state
 
     def state_dict(self) -> dict[str, Any]:
@@ -327,24 +337,24 @@ def register(model: DistributedDataParallel, what: Transform | Pipeline, mesh: M
 
     - The gradients are the hook's result.
     - With a pipeline the parameters have been stepped: there is no `optimizer.step()`.
-    - With a pipeline the next forward pass drops the gradients that the step has used, so `zero_grad()` may stay or go. With a
-      hook alone it is needed, since DistributedDataParallel adds new gradients to the existing ones.
+    - With a pipeline the next forward pass drops the gradients that the step has used, so `zero_grad()` may stay or go.
+      With a hook alone it is needed, since DistributedDataParallel adds new gradients to the existing ones.
 
-    Under `no_sync` nothing is sent or stepped; the accumulated gradients go with the next pass, whose weight is that of the
-    whole window.
+    Under `no_sync` nothing is sent or stepped; the accumulated gradients go with the next pass, whose weight is that of
+    the whole window.
 
     The step is taken before backward returns. A second backward pass through the same graph, or a gradient of an input,
     that needs the old parameters no longer finds them, and torch raises an error.
 
-    A mean over weights takes the weight set by `handle.weight(w)` before backward, a number of the host: for a tensor on
-    a device the host waits. This adds one small message, with the first bucket, which `handle.explain()` shows. A mean with
-    `over="world"`, torch's, is of all ranks alike: where the ranks have no hyperparameters to compare either, the gradients are the only
-    messages, and the ranks are not asked whether they run the same pass. In a Join,
-    torch's or ours, a rank without input counts 0; so with a pipeline all ranks take every step, and at the end each keeps
-    its parameters, where torch sends those of the last rank to all. Divisors of the Join have no effect: the hook divides.
+    A mean over weights takes the weight set by `handle.weight(w)` before backward, a number of the host: for a tensor
+    on a device the host waits. This adds one small message, with the first bucket, which `handle.explain()` shows. A
+    mean with `over="world"`, torch's, is of all ranks alike: where the ranks have no hyperparameters to compare either,
+    the gradients are the only messages, and the ranks are not asked whether they run the same pass. In a Join, torch's
+    or ours, a rank without input counts 0; so with a pipeline all ranks take every step, and at the end each keeps its
+    parameters, where torch sends those of the last rank to all. Divisors of the Join have no effect: the hook divides.
 
-    Where all ranks of a gloo group are on one host, these messages are in shared memory, as in a mesh of `fjoin.mesh`; with
-    FJOIN_TRANSPORT=gloo they use the group.
+    Where all ranks of a gloo group are on one host, these messages are in shared memory, as in a mesh of `fjoin.mesh`;
+    with FJOIN_TRANSPORT=gloo they use the group.
 
     The module can be pickled and copied, by torch.save or copy.deepcopy; the copy has no hook and can be registered
     again. The state of the hook is in `handle.state_dict()`.
@@ -355,7 +365,8 @@ def register(model: DistributedDataParallel, what: Transform | Pipeline, mesh: M
     Args:
         model: The module; it takes only one hook.
         what: A `Transform` or a `Pipeline`.
-        mesh: The ranks, where the hook has several axes; by default those of the module's group, as the hook's one axis.
+        mesh: The ranks, where the hook has several axes; by default those of the module's group, as the hook's one
+            axis.
 
     Returns:
         A `Handle`.
@@ -431,8 +442,8 @@ def register_ddp_comm_hook(
 ) -> Handle:
     """Register the equivalent of one of torch's communication hooks, by its name.
 
-    It is `register(model, comm_hook(comm_hook_type))`, or with an optimizer `register(model, fuse(comm_hook(...), optimizer))`. For
-    other settings than torch's defaults pass the hook itself to `register`, for example
+    It is `register(model, comm_hook(comm_hook_type))`, or with an optimizer `register(model, fuse(comm_hook(...),
+    optimizer))`. For other settings than torch's defaults pass the hook itself to `register`, for example
     `quantization_perchannel_hook(bucket_size=128)`.
 
     Args:

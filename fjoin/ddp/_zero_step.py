@@ -47,8 +47,8 @@ def hook_with_zero_step(
         TypeError: an argument of the wrong kind; an optimizer of which only torch's class is known.
         ValueError: `zero` was made without `overlap_with_ddp=True`, or has other parameters than the module.
 
-    Same as: torch's hook_with_zero_step, whose first passes step nothing, whose steps ignore `param_groups`, and which needs
-        NCCL.
+    Same as: torch's hook_with_zero_step, whose first passes step nothing, whose steps ignore `param_groups`, and which
+        needs NCCL.
     """
     del shard_buckets
     if not isinstance(ddp, DistributedDataParallel) or not isinstance(zero, ZeroRedundancyOptimizer):

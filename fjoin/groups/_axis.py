@@ -77,8 +77,8 @@ def elements(pairs: Sequence[tuple[int, int]], rank: int, size: int, numel: int)
 T = TypeVar("T")
 _REDUCE = {"pmax": dist.ReduceOp.MAX, "pmin": dist.ReduceOp.MIN}
 # Up to this size two gloo ranks swap buffers and add: one hop instead of all_reduce's several, the same
-# bytes, 3 to 4 times faster at 40 to 320 kB (docs/decisions/006-two-gloo-ranks-swap-small-messages.md). From about 1 MB on there is
-# no gain.
+# bytes, 3 to 4 times faster at 40 to 320 kB (docs/decisions/006-two-gloo-ranks-swap-small-messages.md). From about 1 MB
+# on there is no gain.
 _SWAP_BYTES = 512 * 1024
 # gloo fills a link only while several messages are under way: two ranks exchange pieces of at most this size.
 _PIECE_BYTES = 512 * 1024
@@ -174,7 +174,8 @@ class GroupAxis(Axis):
             return PendingMessage(
                 self, dist.all_gather_single(flat, own, group=self.group, async_op=True), "all_gather", own
             )
-        # Not isend and irecv, although no rank would need a copy: a wait for these that times out breaks the connection.
+        # Not isend and irecv, although no rank would need a copy: a wait for these that times out breaks the
+        # connection.
         give, take = [own.numel()] * self.size, list(sizes)
         give[self.rank] = take[self.rank] = 0
         outer = self.rank in (0, self.size - 1)  # the parts of the others are adjacent

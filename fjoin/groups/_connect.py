@@ -43,7 +43,8 @@ def chosen_transport(transport: str) -> str:
 def links_to_host(
     doorway: Doorway, doorways: Mapping[int, tuple[str, str]], meetings: Meetings, timeout_s: float, required: bool
 ) -> HostLinks | None:
-    """Connections to the other ranks of this host; None where there are none, or where a rank of any host cannot connect.
+    """Connections to the other ranks of this host; None where there are none, or where a rank of any host cannot
+    connect.
 
     Args:
         doorways: Rank -> its host, and the address of its doorway; of all ranks, which all call this.
@@ -159,14 +160,16 @@ def linked_mesh(group: dist.ProcessGroup, name: str, occasion: str) -> Communica
 def new_groups(
     shape: Mapping[str, int], grid: Tensor, timeout_s: float, whole: dist.ProcessGroup | None = None
 ) -> dict[str, Any]:
-    """New process groups over a grid of ranks: axis name -> the group, and "" -> that of all ranks where there are several axes.
+    """New process groups over a grid of ranks: axis name -> the group, and "" -> that of all ranks where there are
+    several axes.
 
-    A grid of all ranks of the run is that of a mesh that all of them make, and all make all groups: their names are not used
-    again. Otherwise each rank makes its own ones, which must stay until the program ends: torch names them by their ranks and
-    by the current number of groups, so a later one could get the name of a destroyed one, and with it the addresses.
+    A grid of all ranks of the run is that of a mesh that all of them make, and all make all groups: their names are not
+    used again. Otherwise each rank makes its own ones, which must stay until the program ends: torch names them by
+    their ranks and by the current number of groups, so a later one could get the name of a destroyed one, and with it
+    the addresses.
 
-    An accelerator's communicators are made here. They would be made by the first message, where nothing limits the wait for a
-    rank that has failed before it.
+    An accelerator's communicators are made here. They would be made by the first message, where nothing limits the wait
+    for a rank that has failed before it.
 
     Args:
         whole: A group of all ranks of the grid, instead of a new one.

@@ -36,8 +36,8 @@ def within(seconds: float, call: Callable[[], T]) -> T:
     """The result of `call()`, which runs in a thread of its own.
 
     Raises:
-        Unanswered: it has not returned within `seconds`. Its thread keeps running; the end of the program waits for it for a
-            while, since a thread that returns from C++ while the interpreter ends would abort the process.
+        Unanswered: it has not returned within `seconds`. Its thread keeps running; the end of the program waits for it
+            for a while, since a thread that returns from C++ while the interpreter ends would abort the process.
     """
     answer: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
 
@@ -172,7 +172,8 @@ class Failures:
     def __init__(self, store: Store, name: str, rank: int, ranks: Sequence[int], traffic: Traffic) -> None:
         self._store, self._name, self._rank, self._ranks, self._size = store, name, rank, ranks, len(ranks)
         self._traffic = traffic
-        # This process: its host and numbering of processes, its number, and its start; None where /proc shows other processes.
+        # This process: its host and numbering of processes, its number, and its start; None where /proc shows other
+        # processes.
         numbered = os.path.exists("/proc/self") and os.readlink("/proc/self") == str(os.getpid())
         self._own = [host_name("pid"), os.getpid(), _start_of(os.getpid()) if numbered else None]
         self._processes: dict[int, list[Any]] = {}  # of the other ranks, by rank
@@ -240,7 +241,9 @@ class Failures:
         return bool(start) and host == self._own[0] and _start_of(pid) not in (start, None)
 
     def leaving(self, text: str) -> None:
-        """Announce that this rank leaves a loop, and waits for the others to do so; `text` is the error of those that go on."""
+        """Announce that this rank leaves a loop, and waits for the others to do so; `text` is the error of those that
+        go on.
+        """
         self.leaves = True
         self._publish("leaving", {"rank": self._rank, "messages": self._traffic.messages, "text": text})
 
@@ -249,7 +252,8 @@ class Failures:
         self._publish("leaving", None)
 
     def root_cause(self, error: BaseException, step: int | None) -> BaseException:
-        """The typed error for an error of the backend: a failure that another rank has reported, or a lost or late rank.
+        """The typed error for an error of the backend: a failure that another rank has reported, or a lost or late
+        rank.
 
         Other errors are returned as they are. An error that knows no step is told this one.
         """
@@ -298,8 +302,8 @@ class Failures:
     def raise_if_any(self, awaited: Collection[int]) -> None:
         """Raise where another rank has reported a failure, or where all awaited ranks are gone.
 
-        They must be gone for a while, since their last messages may still arrive. If only some have ended, these may have
-        done their part.
+        They must be gone for a while, since their last messages may still arrive. If only some have ended, these may
+        have done their part.
 
         Args:
             awaited: As the default process group numbers them, this rank or not.

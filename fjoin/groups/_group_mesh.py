@@ -144,7 +144,8 @@ class GroupMesh(Communicator):
             self._take_down(described(error))
 
     def leave(self, text: str, step: int | None, limit_s: float = math.inf) -> BaseException | None:
-        # While the interpreter ends, no thread can start to ask the store; the others learn that this process has ended.
+        # While the interpreter ends, no thread can start to ask the store; the others learn that this process has
+        # ended.
         if self.size == 1 or self._down or self._process != os.getpid() or sys.is_finalizing():
             return None
         if self.lost() is None and self._all_leave(text, limit_s):

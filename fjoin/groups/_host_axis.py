@@ -80,7 +80,8 @@ class HostAxis(GroupAxis):
             received = Received([work], out)
             return received if op == "psum" else lambda: from_order(received(), x.dtype)
         same: object = shape
-        # What each rank gets of `x`. A part that a rank does not get is empty, so that the parts together are the result.
+        # What each rank gets of `x`. A part that a rank does not get is empty, so that the parts together are the
+        # result.
         if op == "pbroadcast":
             out, ranges, same = x.clone(), [(0, m if self.rank == arg else 0)] * n, (arg, shape)
         elif op == "all_gather":

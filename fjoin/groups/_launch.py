@@ -17,12 +17,14 @@ class Launch(NamedTuple):
 
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-# The same four numbers of other launchers, in the order in which they are looked for: an mpirun inside a Slurm job sets both.
+# The same four numbers of other launchers, in the order in which they are looked for: an mpirun inside a Slurm job sets
+# both.
 _LAUNCHERS = {
     "Open MPI's mpirun": tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
     "Slurm's srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 }
-# Numbers of a process in variables that do not say how many processes there are, or of launchers that nobody reads here.
+# Numbers of a process in variables that do not say how many processes there are, or of launchers that nobody reads
+# here.
 _OTHERS = ("LOCAL_RANK", "PMI_RANK", "FLUX_TASK_RANK", "PMIX_RANK")
 _REMEDY = "set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, or start the program by torchrun"
 
@@ -33,8 +35,8 @@ def read_launch(environ: Mapping[str, str]) -> Launch | None:
     torchrun's variables come first, and a program may set them itself.
 
     Raises:
-        ValueError: some of a launcher's variables are missing; a launcher has started several processes, and nothing says
-            where they meet; a variable is no number, or out of range.
+        ValueError: some of a launcher's variables are missing; a launcher has started several processes, and nothing
+            says where they meet; a variable is no number, or out of range.
     """
     if "RANK" in environ or environ.get("WORLD_SIZE", "1") != "1":
         return _place(environ, _TORCHRUN)

@@ -45,8 +45,8 @@ def mesh(
             a torch DeviceMesh, whose dim names become the axes.
         timeout_s: Seconds after which a collective of this mesh fails if not all ranks have joined it.
         ordered: Sum in rank order, bit for bit as the simulator does. Slower over gloo, for tests.
-        transport: How ranks exchange tensors on the CPU. With "auto" those on one host use shared memory (on Linux), and
-            others gloo; "gloo" and "shared" are gloo for all, and shared memory for all. The environment variable
+        transport: How ranks exchange tensors on the CPU. With "auto" those on one host use shared memory (on Linux),
+            and others gloo; "gloo" and "shared" are gloo for all, and shared memory for all. The environment variable
             FJOIN_TRANSPORT has the value for "auto".
 
     Returns:
@@ -54,8 +54,8 @@ def mesh(
         frees them. Groups over a DeviceMesh stay until the program ends.
 
     Raises:
-        ValueError: the sizes do not fit the number of ranks; `timeout_s` is not from 0.001 to 1e8; an unknown `transport`,
-            or "shared" where ranks are on several hosts; the variables of a launcher that are incomplete.
+        ValueError: the sizes do not fit the number of ranks; `timeout_s` is not from 0.001 to 1e8; an unknown
+            `transport`, or "shared" where ranks are on several hosts; the variables of a launcher that are incomplete.
         TransportError: on all ranks: with "shared", the system refuses a rank shared memory. "auto" then uses gloo.
         TypeError: `axes` is neither a mapping by name nor a DeviceMesh; `ordered` is no bool.
         DesyncError: on all ranks: some rank makes another mesh, or is at another place in the program.
@@ -177,13 +177,14 @@ def world_size() -> int:
 def mesh_over(group: Any = None, shape: Mapping[str, int] | None = None) -> Communicator:
     """A mesh over a process group; consecutive ranks form the groups of the last axes.
 
-    All ranks of the group must call it. It is taken down when a rank fails, and so are the mesh's groups of parts of it, which
-    otherwise stay until the program ends. Where it has not all ranks of the run, all of it must have made the same number of
-    groups before, since torch names new groups by that number.
+    All ranks of the group must call it. It is taken down when a rank fails, and so are the mesh's groups of parts of
+    it, which otherwise stay until the program ends. Where it has not all ranks of the run, all of it must have made the
+    same number of groups before, since torch names new groups by that number.
 
     Args:
         group: The process group; by default all ranks, processes or simulated, or one.
-        shape: Axis name -> size, the slowest varying first; the product is the size of the group. By default one axis, "data".
+        shape: Axis name -> size, the slowest varying first; the product is the size of the group. By default one axis,
+            "data".
 
     Raises:
         JoinError: the default process group was taken down after a failure, and there is no other one yet.
@@ -206,7 +207,8 @@ def mesh_over(group: Any = None, shape: Mapping[str, int] | None = None) -> Comm
 
 @contextlib.contextmanager
 def bind(mesh: Mesh) -> Iterator[None]:
-    """Bind the axes of a mesh within a with block, in this thread and its backward passes: for training loops of your own.
+    """Bind the axes of a mesh within a with block, in this thread and its backward passes: for training loops of your
+    own.
 
     Args:
         mesh: A mesh made by `fjoin.mesh`.

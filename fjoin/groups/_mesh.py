@@ -140,7 +140,8 @@ class Communicator(Mesh):
         """Reports a failure of this rank to the other ranks, and ends the messages that they wait for."""
 
     def leave(self, text: str, step: int | None, limit_s: float = math.inf) -> BaseException | None:
-        """Leave a loop before its end. Waits for the other ranks to leave it here too, and reports a failure if they do not.
+        """Leave a loop before its end. Waits for the other ranks to leave it here too, and reports a failure if they do
+        not.
 
         It never raises, since it may run while an iterator is dropped.
 

@@ -22,8 +22,8 @@ def destroy(axes: list[GroupAxis], failure: str, process: int) -> None:
     """Destroy the groups of some axes, for all axes: a group that one still held would keep its connections open.
 
     Args:
-        failure: The failure in words, if there was one: messages that will never end may be under way, and peers that wait
-            for them get an error at once. Where it is "", NCCL's messages are awaited.
+        failure: The failure in words, if there was one: messages that will never end may be under way, and peers that
+            wait for them get an error at once. Where it is "", NCCL's messages are awaited.
         process: The process that made them. In a forked process the groups have no threads, and are left as they are.
     """
     if process != os.getpid():
@@ -46,7 +46,8 @@ def destroy(axes: list[GroupAxis], failure: str, process: int) -> None:
 
 
 def _abort(groups: list[Any]) -> None:
-    """Abort the messages of NCCL's groups, all at the same time: aborting one waits for the device, on which another one waits.
+    """Abort the messages of NCCL's groups, all at the same time: aborting one waits for the device, on which another
+    one waits.
 
     torch's `_group_start` serves for that only where `abort` does not start a thread of its own.
     """
@@ -65,8 +66,8 @@ def _abort(groups: list[Any]) -> None:
 def _forget(group: Any) -> None:
     """Remove torch's own references to a group, which would keep its connections open.
 
-    - Joinables, modules among them, optimizers and model averagers hold it as an attribute, and a module's reducer holds it
-      in C++. If the reducer were the last holder, its destructor would wait for threads that wait for Python.
+    - Joinables, modules among them, optimizers and model averagers hold it as an attribute, and a module's reducer
+      holds it in C++. If the reducer were the last holder, its destructor would wait for threads that wait for Python.
     - The functions of torch.distributed.nn hold the default group at the time of their import among their default
       arguments, and making a DistributedDataParallel imports them.
     """

@@ -21,7 +21,8 @@ _WHOLE = {torch.int64: torch.int32, torch.uint64: torch.uint32}
 
 
 def arguments(args: tuple[Any, ...], wide: bool) -> tuple[list[Any], Any, bool]:
-    """Arguments as tensors, arrays of jax and numbers of Python's, their structure, and whether jax must compute with 64 bits.
+    """Arguments as tensors, arrays of jax and numbers of Python's, their structure, and whether jax must compute with
+    64 bits.
 
     Args:
         wide: Whether it must do so in any case.
@@ -69,29 +70,32 @@ def _checked(path: tuple[Any, ...], x: Any, narrow: bool) -> Any:
 def loss(f: Callable[..., Any], *, buffers: bool = False, seed: int | None = None) -> Callable[..., Any]:
     """A function of jax as a `loss_fn`: jax compiles it with its gradient, and torch's tensors go in and out.
 
-    Parameters go in by DLPack without a copy: large ones where their memory is aligned to 64 bytes, small ones as one array for
-    each dtype. The call has ended before torch may write into them again. All gradients come at once, so no message overlaps with
-    the backward pass. A batch of another shape is compiled anew, for which the other ranks wait.
+    Parameters go in by DLPack without a copy: large ones where their memory is aligned to 64 bytes, small ones as one
+    array for each dtype. The call has ended before torch may write into them again. All gradients come at once, so no
+    message overlaps with the backward pass. A batch of another shape is compiled anew, for which the other ranks wait.
 
     Args:
-        f: `(params, *args) -> loss`, 0-d, or `-> (loss, aux)`: what `jax.value_and_grad` takes. Any jax: flax, equinox, by hand.
-            `params` is a pytree of arrays. Classes that jax knows as nodes, such as equinox's modules, are rebuilt. It must
-            not communicate, neither by jax nor by fjoin.
+        f: `(params, *args) -> loss`, 0-d, or `-> (loss, aux)`: what `jax.value_and_grad` takes. Any jax: flax, equinox,
+            by hand. `params` is a pytree of arrays. Classes that jax knows as nodes, such as equinox's modules, are
+            rebuilt. It must not communicate, neither by jax nor by fjoin.
         buffers: Whether f is `(params, buffers, batch) -> (loss, aux, buffers)`, with nested dicts such as flax's
             `batch_stats`; see `flat`.
-        seed: With a seed f also gets `key=`, a key of jax.random: in a train_step it is folded from the seed, the number
-            of the call and the rank, so that a run that is resumed goes on with the same numbers; elsewhere the caller passes it.
+        seed: With a seed f also gets `key=`, a key of jax.random: in a train_step it is folded from the seed, the
+            number of the call and the rank, so that a run that is resumed goes on with the same numbers; elsewhere the
+            caller passes it.
 
     Returns:
-        A function of tensors, differentiable once, by `params` only. Tensors of 64-bit integers in its arguments become 32-bit
-        ones where all their values fit; where a tensor is float64, jax computes with 64 bits. Under `torch.no_grad()` jax computes
-        the value only.
+        A function of tensors, differentiable once, by `params` only. Tensors of 64-bit integers in its arguments become
+        32-bit ones where all their values fit; where a tensor is float64, jax computes with 64 bits. Under
+        `torch.no_grad()` jax computes the value only.
 
     Raises:
         ImportError: by `import fjoin.jax`: jax is not installed.
-        TypeError: `f` is no function; raised by the call: an argument that jax cannot take, or that requires a gradient.
+        TypeError: `f` is no function; raised by the call: an argument that jax cannot take, or that requires a
+            gradient.
         ValueError: raised by the call: a 64-bit integer that does not fit 32 bits, while jax has no 64-bit mode.
-        RuntimeError: raised by the call: there is a seed but neither a train_step nor `key=`; raised by a second derivative.
+        RuntimeError: raised by the call: there is a seed but neither a train_step nor `key=`; raised by a second
+            derivative.
 
     Same as: jax.value_and_grad.
 

@@ -19,9 +19,11 @@ _ODD = "a generator of random numbers has values that it cannot have"
 
 
 class Streams(NamedTuple):
-    """Where the streams of this process are. That of CUDA is left out before its first use, and numpy's until it is imported.
+    """Where the streams of this process are. That of CUDA is left out before its first use, and numpy's until it is
+    imported.
 
-    Each is what its own function returns: the two of torch tensors, (bytes,) uint8. `own` has those of a loader, by their names.
+    Each is what its own function returns: the two of torch tensors, (bytes,) uint8. `own` has those of a loader, by
+    their names.
     """
 
     torch: Tensor
@@ -64,7 +66,10 @@ class Streams(NamedTuple):
 
     @staticmethod
     def of(state: Mapping[str, Any]) -> Streams:
-        """The inverse of `state_dict`. Each generator is tried first, so that one that cannot be is an error here, of any kind."""
+        """The inverse of `state_dict`.
+
+        Each generator is tried first, so that one that cannot be is an error here, of any kind.
+        """
         own = {name: _read(name.rpartition(": ")[2], one) for name, one in state.get("own", {}).items()}
         numpy, cuda = _read("numpy", state) if "numpy" in state else None, state.get("cuda")
         if not isinstance(cuda, Tensor | None):
@@ -160,9 +165,11 @@ _last: tuple[bytes, Any] = (b"", None)  # the memory of numpy's generator, and i
 
 
 def _numpy_state() -> tuple[Any, ...] | None:
-    """The state of numpy's stream, None for another generator than its default, MT19937; read anew only where it has moved.
+    """The state of numpy's stream, None for another generator than its default, MT19937; read anew only where it has
+    moved.
 
-    A normal number that is left over from a pair is not in the memory of the generator, so a state with one is read each time.
+    A normal number that is left over from a pair is not in the memory of the generator, so a state with one is read
+    each time.
     """
     global _last
     numpy = sys.modules.get("numpy.random")

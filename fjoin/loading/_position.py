@@ -56,14 +56,15 @@ class BeforeBatch(NamedTuple):
 class Position(Generic[B]):
     """Loads the batches of a loop over uneven inputs, and knows where it is.
 
-    A batch is loaded in an iteration before the one that uses it. A resumed run loads it again. So the streams of random numbers
-    are those of three moments: before the loader's `iter`, since that draws the order of `DataLoader(shuffle=True)`; before the
-    batch was loaded, since its transforms draw; and now, since the model draws. So are those of the generators that the loader,
-    its samplers and its dataset have as attributes.
+    A batch is loaded in an iteration before the one that uses it. A resumed run loads it again. So the streams of
+    random numbers are those of three moments: before the loader's `iter`, since that draws the order of
+    `DataLoader(shuffle=True)`; before the batch was loaded, since its transforms draw; and now, since the model draws.
+    So are those of the generators that the loader, its samplers and its dataset have as attributes.
 
     Attributes:
         epoch: The number of epochs that have ended.
-        batches: The batches of this rank that the iterations of this epoch have used so far, the one that runs included.
+        batches: The batches of this rank that the iterations of this epoch have used so far, the one that runs
+            included.
         steps: The iterations of this epoch so far, on all ranks, the one that runs included.
         order: The sampler `Shuffled` as text, which is the same on all ranks; None for another one.
         last: In a resumed loop, the last batch of a rank that was out of input; else `END`.
@@ -92,7 +93,8 @@ class Position(Generic[B]):
         self._start: Streams | None = None
         self._marks: dict[int, BeforeBatch] = {}  # by number, of the batch that was used last and of those loaded ahead
         self._ahead: dict[int, Any] = {}  # by number, the batches that are loaded and not used yet
-        # Checksums of batches: of an epoch's last one, before the body has it; of the first ones of the first and the latest epoch.
+        # Checksums of batches: of an epoch's last one, before the body has it; of the first ones of the first and the
+        # latest epoch.
         self._last: int | None = None
         self._firsts: list[int | None] = [None, None]
         self._keeps_workers = isinstance(loader, DataLoader) and loader.persistent_workers and not self._saves
@@ -159,7 +161,8 @@ class Position(Generic[B]):
     def _compare(self, saved: Mapping[str, Any]) -> None:
         """Warn where the first batch of a resumed loop is not the one that the run that was saved had loaded ahead.
 
-        Between epochs it had none; then the loop may not begin with the first batch of all, where the latest epoch did not.
+        Between epochs it had none; then the loop may not begin with the first batch of all, where the latest epoch did
+        not.
         """
         number, ahead = self._next - 1, saved.get("ahead")
         own, (first, latest) = self._checksum(number), saved.get("firsts", self._firsts)
@@ -193,7 +196,8 @@ class Position(Generic[B]):
             self._ahead[number] = batch
         else:
             self._end = number
-            # Those of `Shuffled` are known by their numbers. Others are loaded again, for the body of a rank without input.
+            # Those of `Shuffled` are known by their numbers. Others are loaded again, for the body of a rank without
+            # input.
             self._last = None if self._shuffled is not None else self._checksum(number - 1)
         return batch
 
@@ -265,8 +269,8 @@ class Position(Generic[B]):
 class JoinedLoop(Generic[B]):
     """A loop that ends on all ranks together. Each `for` loop over it is an epoch.
 
-    It is not an iterator itself: a `for` loop drops its iterator when it ends, so that the other ranks learn of a `break` at
-    once, even where this object is kept in a variable.
+    It is not an iterator itself: a `for` loop drops its iterator when it ends, so that the other ranks learn of a
+    `break` at once, even where this object is kept in a variable.
 
     Attributes:
         stopped: Whether the last loop ended because some rank had called `stop`; the same on all ranks.
@@ -282,9 +286,9 @@ class JoinedLoop(Generic[B]):
     def __iter__(self) -> Iterator[B]:
         """An epoch.
 
-        An exception of the loader or a message passes through here, and is reported to the other ranks. Whatever else leaves the loop
-        early closes or drops this generator between two iterations, be it `break`, another iterable that ends before, or an
-        exception in the body. That is an end if all ranks do so in the same iteration.
+        An exception of the loader or a message passes through here, and is reported to the other ranks. Whatever else
+        leaves the loop early closes or drops this generator between two iterations, be it `break`, another iterable
+        that ends before, or an exception in the body. That is an end if all ranks do so in the same iteration.
         """
         self._begin()
         self._running, self.stopped = True, False
@@ -335,7 +339,8 @@ class JoinedLoop(Generic[B]):
             )
 
     def __len__(self) -> int:
-        """The number of this rank's own batches in an epoch, for progress bars. The loop runs as long as any rank has one.
+        """The number of this rank's own batches in an epoch, for progress bars. The loop runs as long as any rank has
+        one.
 
         Raises:
             TypeError: the loader has no length.
@@ -362,10 +367,10 @@ class JoinedLoop(Generic[B]):
     def stop(self) -> None:
         """End the loop on all ranks together, after at most one more iteration; any rank may call it in the body.
 
-        Nothing is sent for it: the request travels with the next message of the loop. With accumulate=k the loop ends with
-        the window after the present one at the latest. It ends one step or window later on a GPU, and one in local SGD, where no
-        rank waits for the message of the last step. Where all ranks run out of input before, the loop ends as it would have,
-        and `stopped` is False if the request has not travelled.
+        Nothing is sent for it: the request travels with the next message of the loop. With accumulate=k the loop ends
+        with the window after the present one at the latest. It ends one step or window later on a GPU, and one in local
+        SGD, where no rank waits for the message of the last step. Where all ranks run out of input before, the loop
+        ends as it would have, and `stopped` is False if the request has not travelled.
 
         Raises:
             JoinError: no loop runs.
@@ -378,8 +383,8 @@ class JoinedLoop(Generic[B]):
         """The position of this rank: in the body that after this iteration, between loops that of the next epoch.
 
         The batch that the loop has loaded ahead counts as not used. The streams of random numbers of torch, Python and
-        numpy are part of the position, so that a resumed run has the same order, augmentation and dropout; likewise generators
-        that are attributes of the loader, its samplers and its dataset. Call it in the body after the step.
+        numpy are part of the position, so that a resumed run has the same order, augmentation and dropout; likewise
+        generators that are attributes of the loader, its samplers and its dataset. Call it in the body after the step.
 
         Returns:
             A dict of numbers, strings, lists, dicts and tensors (uint8), and the loader's own state where it has one.
@@ -404,13 +409,13 @@ class JoinedLoop(Generic[B]):
             state: The position. Its tensors are not kept.
 
         Warns:
-            UserWarning: the loader has other generators, or between epochs another `Shuffled`. When the loop begins: its first batch is
-                not the one that the loop that was saved had loaded ahead.
+            UserWarning: the loader has other generators, or between epochs another `Shuffled`. When the loop begins:
+                its first batch is not the one that the loop that was saved had loaded ahead.
 
         Raises:
             JoinError: a loop runs.
-            ValueError: the position is no such dict, that of another rank, or does not fit the loader; within an epoch it is of
-                another `Shuffled`.
+            ValueError: the position is no such dict, that of another rank, or does not fit the loader; within an epoch
+                it is of another `Shuffled`.
         """
         if self._running:
             raise JoinError("load_state_dict was called inside the loop; call it before `for batch in batches`")

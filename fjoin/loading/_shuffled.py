@@ -14,13 +14,13 @@ from ..transforms.base import checks
 class Shuffled(Sampler[list[int]]):
     """A batch sampler over the steps of all ranks: step t takes the positions t B to (t + 1) B of the epoch's order.
 
-    The order is that of torch's DistributedSampler: `torch.randperm` by the seed + the epoch. The positions of a step are cut
-    among the ranks, in parts whose sizes differ by at most one. So each epoch visits every sample once over all ranks, for any
-    number of ranks, and a run that continues on another number of ranks after a step still does.
+    The order is that of torch's DistributedSampler: `torch.randperm` by the seed + the epoch. The positions of a step
+    are cut among the ranks, in parts whose sizes differ by at most one. So each epoch visits every sample once over all
+    ranks, for any number of ranks, and a run that continues on another number of ranks after a step still does.
 
-    Use it in a joined loop, which sets the epoch and the step: `step.join(DataLoader(dataset, batch_sampler=Shuffled(...)))`.
-    The last step of an epoch may have fewer samples. A rank that gets none of them takes part with weight 0, so pass `weight`
-    to `train_step`.
+    Use it in a joined loop, which sets the epoch and the step: `step.join(DataLoader(dataset,
+    batch_sampler=Shuffled(...)))`. The last step of an epoch may have fewer samples. A rank that gets none of them
+    takes part with weight 0, so pass `weight` to `train_step`.
 
     Args:
         n: The number of samples of the dataset.
@@ -32,7 +32,8 @@ class Shuffled(Sampler[list[int]]):
     Raises:
         TypeError, ValueError: an argument that cannot be used.
 
-    Same as: torch's DistributedSampler in a BatchSampler; that repeats or drops samples to give all ranks the same number.
+    Same as: torch's DistributedSampler in a BatchSampler; that repeats or drops samples to give all ranks the same
+    number.
 
     >>> [len(batch) for batch in fjoin.Shuffled(10, 4)]
     [4, 4, 2]

@@ -52,10 +52,11 @@ class Optimizer(torch.optim.Optimizer):
         optimizer: An `Optimizer` of fjoin.transforms.
 
     Raises:
-        TypeError: `optimizer` is not an Optimizer; a complex parameter; at a step: a sparse gradient, or one of another dtype.
-        ValueError: a `partition` without names; parameters that the optimizer cannot serve; a group with another value of a
-            hyperparameter that is the same for all; at a step, which then changes nothing: hyperparameters out of their range
-            or not finite, parameters that have changed their shape.
+        TypeError: `optimizer` is not an Optimizer; a complex parameter; at a step: a sparse gradient, or one of another
+            dtype.
+        ValueError: a `partition` without names; parameters that the optimizer cannot serve; a group with another value
+            of a hyperparameter that is the same for all; at a step, which then changes nothing: hyperparameters out of
+            their range or not finite, parameters that have changed their shape.
 
     Same as: the classes of torch.optim.
 

@@ -163,7 +163,9 @@ class ForeachStepper:
         self.check_rates(items)
 
     def check_rates(self, items: Iterable[StepItem]) -> list[tuple[str, float]]:
-        """Only the check of hyperparameters in `check`, for parameters that cannot have changed their form; returns them."""
+        """Only the check of hyperparameters in `check`, for parameters that cannot have changed their form; returns
+        them.
+        """
         steps = {
             (id(part), id(state.step)): (hypers, state.step)
             for key, part, *_ in items

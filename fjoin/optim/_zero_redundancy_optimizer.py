@@ -23,12 +23,13 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     the ranks gather the parameters. Elementwise optimizers are cut at any element, so the memory is 1 / ranks. Others,
     such as Muon, and classes that fjoin does not know, have one owner per parameter.
 
-    - `step` sends half the bytes of an all-reduce of the parameters, beside the all-reduce of the module. With `overlap_with_ddp=True`
-      and `fjoin.ddp.hook_with_zero_step` the module sends pieces instead, and the sum is that of one all-reduce.
+    - `step` sends half the bytes of an all-reduce of the parameters, beside the all-reduce of the module. With
+      `overlap_with_ddp=True` and `fjoin.ddp.hook_with_zero_step` the module sends pieces instead, and the sum is that
+      of one all-reduce.
     - `param_groups` holds whole parameters, and hyperparameters, which schedulers may change.
     - `state_dict` is whole, in torch's form, on the rank given to `consolidate_state_dict`, for any number of ranks.
-    - In a `fjoin.Join` with its module, ranks without input step their pieces with the gradients of the others. torch's Join
-      discards these gradients, so it raises an error.
+    - In a `fjoin.Join` with its module, ranks without input step their pieces with the gradients of the others. torch's
+      Join discards these gradients, so it raises an error.
     - It works with torch.amp.GradScaler, unless `overlap_with_ddp`.
 
     Args:
@@ -36,10 +37,10 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         optimizer_class: A class of torch.optim, or a function of fjoin.transforms that makes an optimizer, such as
             `tx.lion`.
         process_group: The ranks; by default all.
-        parameters_as_bucket_view: Whether to make the parameters views of the buckets in which they are gathered, which saves copies.
-            Nothing else may then have replaced or replace `parameter.data`.
-        overlap_with_ddp: The step is taken by `fjoin.ddp.hook_with_zero_step`, in the backward pass, from the first one on.
-            States are loaded and consolidated once it is registered.
+        parameters_as_bucket_view: Whether to make the parameters views of the buckets in which they are gathered, which
+            saves copies. Nothing else may then have replaced or replace `parameter.data`.
+        overlap_with_ddp: The step is taken by `fjoin.ddp.hook_with_zero_step`, in the backward pass, from the first one
+            on. States are loaded and consolidated once it is registered.
         defaults: The arguments of `optimizer_class`.
 
     Raises:
@@ -120,7 +121,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None, **arguments: Any) -> Any:  # type: ignore[override]
         """Step this rank's pieces, and gather the parameters; returns the result of `closure`, which is called first.
 
-        Further arguments are handed to the optimizer of the pieces. With `overlap_with_ddp` the backward pass has stepped already.
+        Further arguments are handed to the optimizer of the pieces. With `overlap_with_ddp` the backward pass has
+        stepped already.
 
         Raises:
             ValueError: a closure, for a class that may call it more than once.

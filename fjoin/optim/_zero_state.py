@@ -52,8 +52,8 @@ def gather_states(
         shapes: The shapes of the parameters.
 
     Raises:
-        TypeError: on all ranks: some rank has a state that does not consist of tensors, numbers, strings, None, and lists,
-            tuples and dicts of these.
+        TypeError: on all ranks: some rank has a state that does not consist of tensors, numbers, strings, None, and
+            lists, tuples and dicts of these.
     """
     axis: GroupAxis = mesh.axes["data"]
     tensors, raw, mine = dict[str, Tensor](), dict[str, Tensor](), list[Any]()
@@ -114,7 +114,8 @@ def whole_states(
         state_dict: In torch's form.
 
     Raises:
-        ValueError, TypeError: other groups, or states of another optimizer or shape; alike on ranks that own no part of it.
+        ValueError, TypeError: other groups, or states of another optimizer or shape; alike on ranks that own no part of
+            it.
     """
     given, saved = state_dict["param_groups"], state_dict["state"]
     sizes, own = ([len(group["params"]) for group in some] for some in (given, groups))
@@ -161,7 +162,8 @@ def slice_state(part: Any, state: dict[str, Any], p: Tensor, own: Tensor, start:
 
     Args:
         state: The state of the whole parameter, by name.
-        own: The slice, from `start` to `stop` in the flat parameter `p`, or empty where another rank owns `p` as a whole.
+        own: The slice, from `start` to `stop` in the flat parameter `p`, or empty where another rank owns `p` as a
+            whole.
     """
     found = dict(state)
     fresh = {} if isinstance(part, WholeLeaves) else state_dicts.to_state_dict(part.init_param(own.detach()))

@@ -20,7 +20,8 @@ def taken_apart(value: Any, name: str, tensors: dict[str, Tensor], plain: bool =
     """The JSON of a state dict, whose tensors are put into `tensors` by name.
 
     Args:
-        plain: Whether only tensors, and numbers that are not finite, have a form of their own in it: a tuple becomes a list.
+        plain: Whether only tensors, and numbers that are not finite, have a form of their own in it: a tuple becomes a
+            list.
 
     Raises:
         TypeError: a value is neither tensor nor container, nor JSON.

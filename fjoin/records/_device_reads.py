@@ -14,12 +14,14 @@ from ..transforms.base import devices
 
 
 def read_now(mesh: Communicator | None, x: Tensor) -> Any:
-    """The values of a tensor as nested lists. Where it lies on a device the host waits, and hears of failed ranks meanwhile.
+    """The values of a tensor as nested lists. Where it lies on a device the host waits, and hears of failed ranks
+    meanwhile.
 
     Waits for what other ranks send go through this file: a message of a rank that has failed never ends on a device.
 
     Raises:
-        PeerLost, CollectiveTimeout: a rank has failed, or the device does not come to an end within the mesh's time-out.
+        PeerLost, CollectiveTimeout: a rank has failed, or the device does not come to an end within the mesh's
+            time-out.
     """
     if not devices.is_accelerator(x.device):
         return x.tolist()

@@ -25,11 +25,11 @@ _MOST_RANKS = 4096
 class Requests:
     """What this rank asks of all ranks, and what the ranks have agreed on. No message grows by it.
 
-    A rank asks at any time. The request travels once, in the next record of a step, and all ranks know it after the same
-    step: after the step that sent it, or, where no rank waits for that record, after the step that follows.
+    A rank asks at any time. The request travels once, in the next record of a step, and all ranks know it after the
+    same step: after the step that sent it, or, where no rank waits for that record, after the step that follows.
 
-    The record's scalar `has_next` holds three counts of ranks, as digits of the base ranks + 1: with another batch, that ask to
-    save, that ask to stop.
+    The record's scalar `has_next` holds three counts of ranks, as digits of the base ranks + 1: with another batch,
+    that ask to save, that ask to stop.
 
     Attributes:
         saves_due: The number of times that a record which all ranks have read asked to save.

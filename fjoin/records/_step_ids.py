@@ -1,4 +1,5 @@
-"""Numbers that tell steps apart: of each step by its mesh, its index and its hyperparameters. They travel in the record.
+"""Numbers that tell steps apart: of each step by its mesh, its index and its hyperparameters. They travel in the
+record.
 
 The sum over the ranks tells each of them whether all have called the same step with the same hyperparameters.
 """
@@ -63,7 +64,8 @@ class StepIds:
         """The number of a step that begins now with these hyperparameters.
 
         Args:
-            weight: This rank's weight, where all ranks need the same one since their losses have mixed; and what to do otherwise.
+            weight: This rank's weight, where all ranks need the same one since their losses have mixed; and what to do
+                otherwise.
         """
         if weight is not None:
             rates, self._remedy = [*rates, (_WEIGHT, weight[0])], weight[1]

@@ -31,7 +31,8 @@ class HostChannel:
         ranks: The ranks, as the links count them.
         rank: The index of this rank among them.
         failing: Raises where another rank has failed; called at intervals of a wait.
-        launched: Counts a message, given its collective, its input and the argument; returns a context in which the host waits.
+        launched: Counts a message, given its collective, its input and the argument; returns a context in which the
+            host waits.
     """
 
     def __init__(

@@ -34,14 +34,14 @@ class Exchange:
         source: This rank's values, 1-d and contiguous.
         given: Rank -> the range of `source` that it gets.
         fingerprint: Of the call; it must be the same on all ranks.
-        take: Gets rank -> its part, of `source`'s dtype, and copies what it needs. It may return a number, which travels
-            with the answer that the part has been taken. None once the parts have been taken.
+        take: Gets rank -> its part, of `source`'s dtype, and copies what it needs. It may return a number, which
+            travels with the answer that the part has been taken. None once the parts have been taken.
         failing: Raises where a rank has failed; called at intervals of a wait.
         waiting: A context in which the host waits.
         pushes: Whether `take` writes into the parts, for their ranks. Then `source` holds their results once all others
             have taken theirs.
-        settles: Whether a wait also waits until all others have taken their parts, so that `source` may be written into. It
-            does where others read `source` itself, and not a copy.
+        settles: Whether a wait also waits until all others have taken their parts, so that `source` may be written
+            into. It does where others read `source` itself, and not a copy.
         inline: Whether small parts may travel in the packets, which are not answered.
         numbers: That of this rank's `take` first, and those of all ranks that have answered.
         from_memory: The ranks whose part was not in a packet: they get an answer.
@@ -84,7 +84,10 @@ class Exchange:
         return self._copy.first, self._copy.size, 0
 
     def try_take(self) -> bool:
-        """Take the parts, if all are here. An error is kept for this message's `wait`, whichever thread takes the parts."""
+        """Take the parts, if all are here.
+
+        An error is kept for this message's `wait`, whichever thread takes the parts.
+        """
         peers, take = self.links.peers, self.take
         if take is None or not all(self.key in peers[rank].parts for rank in self.given):
             return False
@@ -343,8 +346,8 @@ class HostLinks:
 
         Ranks that have `failed` are lost too, though their processes live on.
 
-        Messages move only while their ranks wait, and the other ranks come to wait for each message that this one has begun.
-        Without this wait they would lose what it has given them, such as gathered parameters.
+        Messages move only while their ranks wait, and the other ranks come to wait for each message that this one has
+        begun. Without this wait they would lose what it has given them, such as gathered parameters.
         """
 
         def done() -> bool:

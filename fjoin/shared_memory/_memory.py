@@ -1,4 +1,5 @@
-"""Memory that the ranks of one host share: ranges of a file without a name, which the system frees with its last process.
+"""Memory that the ranks of one host share: ranges of a file without a name, which the system frees with its last
+process.
 
 A process has one such file for all of its tensors, so it needs one descriptor, however many tensors there are.
 """

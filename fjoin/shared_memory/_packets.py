@@ -20,7 +20,8 @@ from ._memory import HostRegion, map_of_peer
 # Parts of at most this size travel in the packet itself.
 INLINE_BYTES = 64 * 1024
 MEMORY, PART, INLINE, TAKEN, DROPPED = range(5)
-# Kind, axis, fingerprint of the call, message; region, its size, first byte, bytes: of the part for this rank; a number.
+# Kind, axis, fingerprint of the call, message; region, its size, first byte, bytes: of the part for this rank; a
+# number.
 _HEAD = struct.Struct("<BBxxIQQQQQd")
 ROOM = 2 * INLINE_BYTES + _HEAD.size
 _RIGHTS = socket.CMSG_SPACE(4)

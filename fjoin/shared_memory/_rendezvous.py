@@ -44,8 +44,8 @@ class Doorway:
     Any process of the host can connect to it. A connection counts where the system says that it comes from this user.
 
     Attributes:
-        host: Names this host: the same in two processes that can share memory and sockets. A process that cannot has a name
-            of its own.
+        host: Names this host: the same in two processes that can share memory and sockets. A process that cannot has a
+            name of its own.
         address: The socket's name, which ranks exchange through their store.
     """
 

@@ -52,7 +52,8 @@ def run_end(
     effect: Effect,
     call: Call,
 ) -> EndStates:
-    """Run the transform of the parameters, or of their master copies, or of the optimizer's state; returns the new states.
+    """Run the transform of the parameters, or of their master copies, or of the optimizer's state; returns the new
+    states.
 
     Args:
         on: What it transforms.

@@ -27,7 +27,8 @@ class Started:
 
 
 class SideStreams:
-    """Runs functions on two streams in turn, each after all work that the caller's stream has so far; the host does not wait.
+    """Runs functions on two streams in turn, each after all work that the caller's stream has so far; the host does not
+    wait.
 
     While one stream waits for a bucket's message the next bucket is encoded in the other.
     """
@@ -198,10 +199,11 @@ MOST = 128
 
 
 def travel(axes: dict[str, Any], layout: tuple[Bucket, ...], in_streams: bool) -> bool:
-    """Whether messages of buckets travel while other buckets are filled: in streams of an accelerator, or in coroutines.
+    """Whether messages of buckets travel while other buckets are filled: in streams of an accelerator, or in
+    coroutines.
 
-    They do not with a single rank, in the simulator, with more coroutines than `MOST`, or with one bucket, which is ready
-    last.
+    They do not with a single rank, in the simulator, with more coroutines than `MOST`, or with one bucket, which is
+    ready last.
     """
     real = any(axis.size > 1 and not axis.simulated for axis in axes.values()) and len(layout) > 1
     if in_streams:

@@ -81,8 +81,9 @@ class StepRecords:
     def begin(self, step: int, rates: Rates, weight: tuple[float, str] | None = None) -> float:
         """The number of a step that begins with these hyperparameters, and with a weight; see `StepIds`.
 
-        A step from an earlier state leaves behind the steps after it, with what this rank has left out of them. Ranks that take steps of
-        their own may differ in their optimizers' counts, and so in the values of a schedule: they compare only their first.
+        A step from an earlier state leaves behind the steps after it, with what this rank has left out of them. Ranks
+        that take steps of their own may differ in their optimizers' counts, and so in the values of a schedule: they
+        compare only their first.
         """
         together = self.plan.always is not None and self.plan.always.axes == self.plan.loop_axes
         if self._begun is not None and step <= self._begun:
@@ -151,8 +152,8 @@ class StepRecords:
     def begin_flush(self, step: int) -> None:
         """Check that all ranks flush after the same step, and raise for a step that some of them left out.
 
-        The message has the size of the record that begins a step, so that a rank that steps instead receives it as such.
-        Where no step sends a record of its own, ranks are never apart, and there is no message.
+        The message has the size of the record that begins a step, so that a rank that steps instead receives it as
+        such. Where no step sends a record of its own, ranks are never apart, and there is no message.
 
         Raises:
             NonFinite, DesyncError: on all ranks.
@@ -168,7 +169,8 @@ class StepRecords:
         self.check.raise_left_out(step - 1, sums)
 
     def drain(self, step: int) -> None:
-        """Raise, at the end of a loop, for a last step that changed nothing, or that some ranks left out and others took.
+        """Raise, at the end of a loop, for a last step that changed nothing, or that some ranks left out and others
+        took.
 
         Args:
             step: The number of steps so far.

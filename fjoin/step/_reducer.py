@@ -105,8 +105,9 @@ def multiply_(grads: Tensor, factor: Tensor) -> None:
 
 
 def first_call(values: Mapping[str, Any], step: int, begun: Begun, on_device: bool) -> Call:
-    """The call of a hook's first stage. It knows the sums of the weights in these records, and waits for them where a stage
-    needs them."""
+    """The call of a hook's first stage. It knows the sums of the weights in these records, and waits for them where a
+    stage needs them.
+    """
     call = Call(values["weight"], step, donated=True)
     for axes, sums in begun.items():
         call.know(axes, lambda sums=sums: _totals_in(sums.read(on_device)))  # type: ignore[misc]

@@ -25,7 +25,8 @@ class Scaling(NamedTuple):
       mean, and no kernel divides.
     - *window_weight*: the weight of the first call of an accumulation window; without a window it is counted.
       A registered module puts counted in its place, or 1 if its loss carries the weight (`handle.scale`).
-    - Sums of float16 gradients would not fit. Therefore the ranks sum their weights first, and each sends its share of the mean.
+    - Sums of float16 gradients would not fit. Therefore the ranks sum their weights first, and each sends its share of
+      the mean.
     - Any other hook weighs the gradients itself, so the seed is divided out again.
     - The *late factor* of a 16-bit loss or of a loss scale is applied between backward and sending, by the reducer.
     - The optimizer's kernel divides by the last column, if it can; otherwise the step does.

@@ -149,8 +149,8 @@ class BucketStages:
 
         Args:
             old: The states of these stages.
-            reduced: The axes of the first stage and the sums of the weights over them, where it is a plain reduction that has
-                been run elsewhere.
+            reduced: The axes of the first stage and the sums of the weights over them, where it is a plain reduction
+                that has been run elsewhere.
 
         Returns:
             The states of the buckets, and the states of these stages.

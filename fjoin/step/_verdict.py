@@ -144,8 +144,8 @@ class GradCheck:
     def verdict(self, outgoing: Sequence[GradBuffer], record: StepRecord, values: dict[str, Any]) -> dict[str, Any]:
         """The summed record, with a bit for each rank whose gradients are not finite.
 
-        Those after a reduction hold values of other ranks too: they make the number of live ranks NaN, and the rank's bit tells of its own
-        gradients before.
+        Those after a reduction hold values of other ranks too: they make the number of live ranks NaN, and the rank's
+        bit tells of its own gradients before.
 
         Args:
             values: This rank's record.
@@ -234,8 +234,8 @@ class Decision(NamedTuple):
 class CountsOfAll(NamedTuple):
     """The record, summed over all ranks that loop together; it has a bit for each rank that left out a step.
 
-    late: how many steps before the one that reads the record that step was: 0 to 2. Late records are of the step before, and
-        tell of the one before that.
+    late: how many steps before the one that reads the record that step was: 0 to 2. Late records are of the step
+        before, and tell of the one before that.
     """
 
     late: int
@@ -412,7 +412,10 @@ def _number(flag: Flag) -> Any:
 
 
 def _for_kernels(total: Any, found_inf: Tensor | None) -> Tensor | None:
-    """The total as the kernels take it; None: they do not divide. In a step that they leave out it divides nothing by 0."""
+    """The total as the kernels take it; None: they do not divide.
+
+    In a step that they leave out it divides nothing by 0.
+    """
     if not isinstance(total, Tensor):
         return (
             None

@@ -2,9 +2,9 @@
 
     fjoin.testing.check_codec(lambda: my_codec(bits=3))
 
-Each law is a function whose argument makes the object. `LAWS["codec"]` lists those that `check_codec` runs, so a test can
-run them one by one; the other kinds are "transform", "optimizer", "feedback" and "average". A law that is broken raises
-AssertionError.
+Each law is a function whose argument makes the object. `LAWS["codec"]` lists those that `check_codec` runs, so a test
+can run them one by one; the other kinds are "transform", "optimizer", "feedback" and "average". A law that is broken
+raises AssertionError.
 """
 
 from ._check import (

@@ -39,7 +39,9 @@ def _trained(make: Callable[[], tx.Transform], weight: Callable[[int, int], floa
 
 
 def makes_ranks_equal(make: Callable[[], tx.Transform]) -> None:
-    """After a call each parameter is unchanged on all ranks, or equal on all ranks to the bit; each changes at some time."""
+    """After a call each parameter is unchanged on all ranks, or equal on all ranks to the bit; each changes at some
+    time.
+    """
     ranks = _trained(make, lambda rank, call: 1.0 + (rank + call) % 3)
     missing = {path for path, p in params_like().items() if p.numel()}
     for calls in zip(*ranks, strict=True):

@@ -40,8 +40,8 @@ def check_transform(make: Callable[[], tx.Transform]) -> None:
     - Calls bucket by bucket equal one call on the whole tree.
     - In a chain it gives the same results as alone.
     - The values of a rank of weight 0 do not affect the other ranks; with a reduction, not in later steps either.
-    - With `Transform.facts.reduces`: on one rank a mean is the identity, and a sum is the gradient times the weight. Neither
-      depends on the order of ranks.
+    - With `Transform.facts.reduces`: on one rank a mean is the identity, and a sum is the gradient times the weight.
+      Neither depends on the order of ranks.
     - A lossy transform does not remember a step that is not finite.
     - Saved to a file and loaded, its state gives the same results to the bit.
     - On another device no message is made on the host, and the host waits for no value or copy.
@@ -126,9 +126,11 @@ def check_feedback(make: Callable[[], tx.Transform]) -> None:
 
 
 def check_average(make: Callable[[], tx.Transform]) -> None:
-    """Check the laws of an average of parameters, for `fuse(..., after=...)`, on three simulated ranks over the axis "data".
+    """Check the laws of an average of parameters, for `fuse(..., after=...)`, on three simulated ranks over the axis
+    "data".
 
-    - After a call each parameter is unchanged on all ranks, or equal on all ranks to the bit. Each changes at some time.
+    - After a call each parameter is unchanged on all ranks, or equal on all ranks to the bit. Each changes at some
+      time.
     - The parameters of a rank of weight 0 do not affect the other ranks.
     - While no rank has weight, nothing changes.
 

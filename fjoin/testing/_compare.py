@@ -43,7 +43,9 @@ def max_diff(a: Any, b: Any) -> float:
 
 
 def same_bits(a: Any, b: Any) -> bool:
-    """Whether two trees are equal to the bit, dtypes included; NaN counts as equal to itself, and 0 as different from -0."""
+    """Whether two trees are equal to the bit, dtypes included; NaN counts as equal to itself, and 0 as different from
+    -0.
+    """
     if optree.tree_structure(a) != optree.tree_structure(b):
         return False
     return all(

@@ -79,7 +79,9 @@ def _elsewhere(tree: Any) -> Any:
 
 
 class NoWaiting(TorchFunctionMode):
-    """Raises where tensors of the host and of the other device are mixed, or the host would wait for a copy between them."""
+    """Raises where tensors of the host and of the other device are mixed, or the host would wait for a copy between
+    them.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -16,7 +16,9 @@ from ._compare import grads_of, max_diff, on_ranks, params_like, ranks_of, repea
 
 
 def keeps_to_its_needs(make: Callable[[], tx.Transform]) -> None:
-    """Without LEAVES, PATHS and TREE a flat buffer may stand for the tree; without LAYOUT and TREE any subset of the leaves."""
+    """Without LEAVES, PATHS and TREE a flat buffer may stand for the tree; without LAYOUT and TREE any subset of the
+    leaves.
+    """
 
     def one_rank(part: tx.Transform, params: Any, me: int) -> None:
         grads = grads_of(me)

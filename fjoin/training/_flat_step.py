@@ -108,8 +108,8 @@ def step_buckets(
 ) -> Iterator[int]:
     """Step buckets, and yield the number of each once it has been stepped.
 
-    On the CPU a bucket is stepped at a time, whose gradients may be in the cache. On an accelerator one kernel steps all parameters of
-    one optimizer: there a step of many buckets is bound by the host, which launches kernels.
+    On the CPU a bucket is stepped at a time, whose gradients may be in the cache. On an accelerator one kernel steps
+    all parameters of one optimizer: there a step of many buckets is bound by the host, which launches kernels.
 
     Args:
         outgoing: (number of the bucket, its gradients).

@@ -23,9 +23,9 @@ class Metrics:
 
     They are the same on all ranks, except `aux`.
 
-    Reading a number waits for the device, on this rank only. It never raises for a step that was not finite, whose loss may be
-    NaN: all ranks raise for it at the same place, in a later step or at the end of the loop. In the calls of an accumulation
-    window before the last one nothing is sent: `stepped` is False and the numbers are NaN.
+    Reading a number waits for the device, on this rank only. It never raises for a step that was not finite, whose loss
+    may be NaN: all ranks raise for it at the same place, in a later step or at the end of the loop. In the calls of an
+    accumulation window before the last one nothing is sent: `stepped` is False and the numbers are NaN.
 
     Attributes:
         step: The step's number, from 0; the state after it has `state.step` one higher.
@@ -89,14 +89,15 @@ class Metrics:
     def as_dict(self, prefix: str = "") -> dict[str, float]:
         """All numbers of the step, as wandb, TensorBoard, MLflow and tqdm take them. It sends nothing.
 
-        - Of all ranks: `loss`, `weight`, `ranks` (their number), and the sums of `loss_fn` by their names, behind `sum/` where another
-          number has that name; `lr/<label>` for each label of a partition, which is its pattern, or its first pattern
-          and the number of the others, as in `lr/head.*+2`; `lr`, where all have one rate; `grad_norm`, the norm of the reduced gradients
-          before they are clipped, where the step computes it (`clip_by_global_norm` or `record_norm` behind the reduction); for
-          pipelines that leave steps out `skipped`, the number of those so far, and `loss_scale`.
-        - Of this rank, each since the step before: `rank/step_s`, the seconds in calls of the step; `rank/sent_bytes`, as
-          `explain` counts them; `rank/waited_s`, the seconds for which the host has waited for messages. Simulated ranks have
-          only the first.
+        - Of all ranks: `loss`, `weight`, `ranks` (their number), and the sums of `loss_fn` by their names, behind
+          `sum/` where another number has that name; `lr/<label>` for each label of a partition, which is its pattern,
+          or its first pattern and the number of the others, as in `lr/head.*+2`; `lr`, where all have one rate;
+          `grad_norm`, the norm of the reduced gradients before they are clipped, where the step computes it
+          (`clip_by_global_norm` or `record_norm` behind the reduction); for pipelines that leave steps out `skipped`,
+          the number of those so far, and `loss_scale`.
+        - Of this rank, each since the step before: `rank/step_s`, the seconds in calls of the step; `rank/sent_bytes`,
+          as `explain` counts them; `rank/waited_s`, the seconds for which the host has waited for messages. Simulated
+          ranks have only the first.
 
         Args:
             prefix: Put in front of each name, such as "train/".

@@ -96,8 +96,8 @@ class GradOutput(NamedTuple):
 def grad_output_of(loss: Tensor | None, seed: float, scale: Tensor | None, adds: bool, is_weighted: bool) -> GradOutput:
     """What backward starts from: the seed, times the scale of the loss if there is one.
 
-    A 16-bit loss would round the seed, so the gradients are multiplied later. In a window they cannot be, and the rounded
-    weight counts.
+    A 16-bit loss would round the seed, so the gradients are multiplied later. In a window they cannot be, and the
+    rounded weight counts.
 
     Args:
         loss: The loss. None where this rank has no batch.

@@ -12,8 +12,8 @@ from typing import Any
 class OnSignal:
     """Calls functions that only set a flag when a signal arrives, such as `Requests.ask_stop`; a context manager.
 
-    The handler that was there before runs too. The signal's default action, such as SIGTERM's end of the process, does not.
-    Only the main thread can install a handler: in other threads `install` does nothing.
+    The handler that was there before runs too. The signal's default action, such as SIGTERM's end of the process, does
+    not. Only the main thread can install a handler: in other threads `install` does nothing.
 
     Attributes:
         installed: Whether the handler is installed.
@@ -35,7 +35,9 @@ class OnSignal:
         signal.signal(self._on, self._handle)
 
     def uninstall(self) -> None:
-        """Put the old handler back, unless another one has been installed since, which may call this one: it does nothing then."""
+        """Put the old handler back, unless another one has been installed since, which may call this one: it does
+        nothing then.
+        """
         if not self.installed or threading.current_thread() is not threading.main_thread():
             return
         self.installed = False

@@ -223,7 +223,8 @@ class TrainState:
         )
 
     def replace(self, params: Any = None, buffers: Mapping[str, Tensor] | None = None) -> TrainState:
-        """The state with other parameters or buffers, such as pruned ones; that of the optimizer and of all stages stays.
+        """The state with other parameters or buffers, such as pruned ones; that of the optimizer and of all stages
+        stays.
 
         All ranks must do the same. The new state takes this state's memory, as a step does.
 
@@ -325,7 +326,8 @@ def loaded(
 
 @torch.no_grad()
 def load_state(body: StateData, params: Mapping[str, Tensor], pipeline: Any) -> None:
-    """Take parameters and the state of a pipeline, in the form of the pure pipeline; the inverse of `TrainState.pipeline`.
+    """Take parameters and the state of a pipeline, in the form of the pure pipeline; the inverse of
+    `TrainState.pipeline`.
 
     Args:
         body: A state of the same pipeline and parameters, as `init` makes it.
@@ -365,18 +367,21 @@ M = TypeVar("M", bound=nn.Module)
 def load_into(module: M, params: Any, buffers: Mapping[str, Tensor] | None = None) -> M:
     """Copy parameters and buffers into a module, to evaluate, export or save it as any other module.
 
-    Parameters that the module shares, as tied weights are, are found under any of their names. What is not given keeps its values.
+    Parameters that the module shares, as tied weights are, are found under any of their names. What is not given keeps
+    its values.
 
     Args:
         module: A module of the form of the one that `functional` took.
-        params: A `TrainState`, whose buffers are taken too; or path -> tensor, such as `tx.ema_params(state.params, state.pipeline)`.
+        params: A `TrainState`, whose buffers are taken too; or path -> tensor, such as `tx.ema_params(state.params,
+            state.pipeline)`.
         buffers: Path -> tensor, with `params` of the second kind.
 
     Returns:
         The module.
 
     Raises:
-        ValueError: a path that the module does not have, another shape, or two values for one tensor. Nothing is changed.
+        ValueError: a path that the module does not have, another shape, or two values for one tensor. Nothing is
+            changed.
         TypeError: `module` is no module; a value is no tensor; buffers beside a `TrainState`.
 
     >>> model = torch.nn.Linear(2, 1)

@@ -115,7 +115,8 @@ B = TypeVar("B")
 class TrainStep:
     """One training step on this rank; made by `train_step`.
 
-    Call it as `state, metrics = step(state, batch)`, inside `for batch in step.join(loader)` where ranks may hold more or fewer batches.
+    Call it as `state, metrics = step(state, batch)`, inside `for batch in step.join(loader)` where ranks may hold more
+    or fewer batches.
 
     Attributes:
         ranks: The number of ranks that step together.
@@ -157,7 +158,8 @@ class TrainStep:
             A `TrainState` at step 0.
 
         Warns:
-            UserWarning: on rank 0 of several: nothing in the pipeline reduces, and no `identity` marks this as intended.
+            UserWarning: on rank 0 of several: nothing in the pipeline reduces, and no `identity` marks this as
+                intended.
 
         Raises:
             DesyncError: on all ranks: another pipeline, path, shape, dtype or setting on some rank.
@@ -198,9 +200,9 @@ class TrainStep:
     def flush(self, state: TrainState) -> TrainState:
         """Average what the ranks have trained since the last average; for the end of training, on all ranks.
 
-        The transforms after the optimizer that would run in later steps, such as those in `every`, run now, with the weights
-        since their last run, and so does `on_buffers`. Results that wait for their step are used, in the order of their steps.
-        First the ranks compare their steps, in one small message.
+        The transforms after the optimizer that would run in later steps, such as those in `every`, run now, with the
+        weights since their last run, and so does `on_buffers`. Results that wait for their step are used, in the order
+        of their steps. First the ranks compare their steps, in one small message.
 
         Args:
             state: The state that `init` or the last call returned; its memory is taken, as by a step.
@@ -238,7 +240,8 @@ class TrainStep:
         Args:
             state: The state that `init` or the last call returned. The step takes its memory, unless the
                 step was made with donate=False.
-            batch: The argument of `loss_fn` and `weight`. Ignored where this rank is out of input, except with when_exhausted="replay".
+            batch: The argument of `loss_fn` and `weight`. Ignored where this rank is out of input, except with
+                when_exhausted="replay".
 
         Returns:
             The new state and the step's `Metrics`.
@@ -248,7 +251,8 @@ class TrainStep:
             PeerLost, CollectiveTimeout: another rank failed, or did not arrive in time.
             DesyncError: on all ranks: they have called different steps of one mesh; nothing has changed.
             DonatedState, TornState: `state` can no longer be stepped.
-            TypeError, ValueError: `loss_fn` or `weight` returned an unusable value; the first loss depends on no parameter.
+            TypeError, ValueError: `loss_fn` or `weight` returned an unusable value; the first loss depends on no
+                parameter.
         """
         if self._failures.broken is not None:
             self._failures.check()
@@ -291,31 +295,33 @@ class TrainStep:
     ) -> _join.JoinedLoader[B]:
         """Iterate over this rank's loader until all ranks are out of input.
 
-        A rank that is out of input gets its last batch again, so that the loop body's code runs; the step computes nothing for
-        it and takes part with weight 0. The loop looks one batch ahead, so the ranks end together without extra messages; one
-        small message at the start finds out whether any rank has a batch. The body must call the step exactly once in each
-        iteration. All ranks may leave it after the same step: a rank that leaves it, also by an exception, waits for the others to.
+        A rank that is out of input gets its last batch again, so that the loop body's code runs; the step computes
+        nothing for it and takes part with weight 0. The loop looks one batch ahead, so the ranks end together without
+        extra messages; one small message at the start finds out whether any rank has a batch. The body must call the
+        step exactly once in each iteration. All ranks may leave it after the same step: a rank that leaves it, also by
+        an exception, waits for the others to.
 
         Args:
-            loader: Any iterable of batches, of any length on each rank, 0 included. It must not write the next batch into the
-                memory of the current one: a loader that reuses its buffer must yield copies. Writes by tensor
+            loader: Any iterable of batches, of any length on each rank, 0 included. It must not write the next batch
+                into the memory of the current one: a loader that reuses its buffer must yield copies. Writes by tensor
                 operations are detected at once, writes by numpy one batch later.
             empty: The batch for a rank that never has one; every use of the default raises `NoBatch`.
-            throw_on_early_termination: Raise on all ranks after the step in which the first rank is out of input. This waits for
-                the step's messages in every iteration.
+            throw_on_early_termination: Raise on all ranks after the step in which the first rank is out of input. This
+                waits for the step's messages in every iteration.
             when_exhausted: The behaviour of a rank without input, or with a batch of weight 0. "shadow" computes
                 nothing, so on several ranks `loss_fn` must not communicate over the step's axes. "replay" runs
                 `loss_fn` on the last batch and discards its gradients: for models that communicate in their forward
                 pass. `transforms.current_weight()` is then 0, and a rank that never has a batch needs `empty`.
 
         Returns:
-            A `JoinedLoader`: an iterable of the batches for the body to pass to the step, which also stops the loop on all
-            ranks and has a position to resume at. Each `for` loop over it is an epoch.
+            A `JoinedLoader`: an iterable of the batches for the body to pass to the step, which also stops the loop on
+            all ranks and has a position to resume at. Each `for` loop over it is an epoch.
 
         Raises:
             EarlyTermination: on all ranks, see above.
-            JoinError: the body did not call the step exactly once, or some ranks left it; the loader has written into the
-                previous batch; raised by the step: `loss_fn` communicates although ranks without input do not call it.
+            JoinError: the body did not call the step exactly once, or some ranks left it; the loader has written into
+                the previous batch; raised by the step: `loss_fn` communicates although ranks without input do not call
+                it.
             PeerLost: another rank left the loop, or failed.
         """
         return _join.JoinedLoader(
@@ -361,16 +367,17 @@ def train_step(
         mesh: The ranks; by default all ranks, as the axis "data".
         donate: Whether a step takes the memory of the state it is given. False keeps the old state usable,
             at the cost of a copy in each step.
-        weight: `batch -> float`, this batch's weight in the mean: its samples, its tokens; 0, or from 1e-30 to 1e30. By default
-            each rank that has a batch counts 1. It is a number of the host: for a tensor on a device the host waits in
-            each step. In a window of several calls a 16-bit loss rounds it to its own precision. Gradients of float16 travel times
-            this rank's share of the sum of the weights, so that weights of thousands do not overflow in a `mean`.
-        bucket_bytes: The size in bytes at which a bucket of gradients is sent; by default 5 MiB on the CPU and 25 MiB on
-            accelerators. More, such as 20 * 2**20, can be faster where a hook sends little of each bucket in several messages, as
-            `power_sgd` does.
+        weight: `batch -> float`, this batch's weight in the mean: its samples, its tokens; 0, or from 1e-30 to 1e30. By
+            default each rank that has a batch counts 1. It is a number of the host: for a tensor on a device the host
+            waits in each step. In a window of several calls a 16-bit loss rounds it to its own precision. Gradients of
+            float16 travel times this rank's share of the sum of the weights, so that weights of thousands do not
+            overflow in a `mean`.
+        bucket_bytes: The size in bytes at which a bucket of gradients is sent; by default 5 MiB on the CPU and 25 MiB
+            on accelerators. More, such as 20 * 2**20, can be faster where a hook sends little of each bucket in several
+            messages, as `power_sgd` does.
         accumulate: The number of micro-batches in a step: the step is called once for each, and sends and steps in
-            the last call of each window. In a loop of `join` a window at the end may be shorter, also where a rank ends in the
-            middle of one; its weights count as they are.
+            the last call of each window. In a loop of `join` a window at the end may be shorter, also where a rank ends
+            in the middle of one; its weights count as they are.
         on_buffers: The transform of the buffers at the end of a step: `average_buffers(axis)`,
             `broadcast_buffers(axis)`, different ones for different buffers with `partition`, or only in some steps with
             `every`. By default each rank keeps its own buffers.

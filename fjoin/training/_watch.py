@@ -59,13 +59,13 @@ def show(every: int = 20, to: Iterable[Any] = (print,), prefix: str = "") -> Sho
     Args:
         every: The period, in steps.
         to: Where to: `print` for a line; an object with `set_postfix`, such as a tqdm bar; one with
-            `add_scalar`, such as a SummaryWriter of TensorBoard; a function `(numbers, step)`, such as `wandb.log`, `trackio.log`
-            or `mlflow.log_metrics`.
+            `add_scalar`, such as a SummaryWriter of TensorBoard; a function `(numbers, step)`, such as `wandb.log`,
+            `trackio.log` or `mlflow.log_metrics`.
         prefix: Put in front of each name, such as "train/".
 
     Returns:
-        A `Show`, to be called with the metrics of each step. Its numbers are those of `Metrics.as_dict`, and `steps_per_s` since
-        the last time.
+        A `Show`, to be called with the metrics of each step. Its numbers are those of `Metrics.as_dict`, and
+        `steps_per_s` since the last time.
 
     Raises:
         ValueError: `every` is no whole number from 1.
@@ -112,21 +112,22 @@ _COUNTS: dict[tuple[int, str], int] = {}  # thread and path -> the traces so far
 
 @contextlib.contextmanager
 def trace(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Records a timeline of this rank's steps and messages within a with block; rank 0 joins those of all ranks in one file.
+    """Records a timeline of this rank's steps and messages within a with block; rank 0 joins those of all ranks in one
+    file.
 
     Open it in https://ui.perfetto.dev or chrome://tracing. Each rank is a process in it, with the rows
 
-    - *program*: each step with its forward pass, backward pass, waits, optimizer, and whatever the pipeline does behind it; the time
-      between steps;
+    - *program*: each step with its forward pass, backward pass, waits, optimizer, and whatever the pipeline does behind
+      it; the time between steps;
     - *waiting*: the host waits for a message;
-    - *messages*: each message from its launch to the end of the wait for it, by its bucket or stage, with its collective, axis,
-      dtype and bytes.
+    - *messages*: each message from its launch to the end of the wait for it, by its bucket or stage, with its
+      collective, axis, dtype and bytes.
 
-    Where no trace is recorded, and torch.profiler runs, it shows the same names, as `fjoin/forward`. All times are the host's: on
-    a device a kernel may run later.
+    Where no trace is recorded, and torch.profiler runs, it shows the same names, as `fjoin/forward`. All times are the
+    host's: on a device a kernel may run later.
 
-    Each rank writes a part beside the file while it runs. Rank 0 waits for the others' at the end, and leaves those that it does
-    not see, such as those of hosts that do not share the folder.
+    Each rank writes a part beside the file while it runs. Rank 0 waits for the others' at the end, and leaves those
+    that it does not see, such as those of hosts that do not share the folder.
 
     Args:
         path: The file; its folder must exist.
@@ -250,7 +251,9 @@ class TimelineWriter:
 
 
 def join(path: Path, parts: Sequence[Path], wait_s: float) -> None:
-    """Join the parts of ranks that exist, or come in time, in one file, with the times of all hosts on the clock of rank 0's."""
+    """Join the parts of ranks that exist, or come in time, in one file, with the times of all hosts on the clock of
+    rank 0's.
+    """
     end, first, found = time.monotonic() + wait_s, None, 0
     with open(f"{path}.new", "w", encoding="utf-8") as out:
         out.write('{"traceEvents": [\n')
@@ -276,7 +279,9 @@ def join(path: Path, parts: Sequence[Path], wait_s: float) -> None:
 
 
 def _shift_us(clocks: dict[str, Any], first: dict[str, Any]) -> float:
-    """What to add to the times of a rank: nothing on one host, whose monotonic clock is common; else by the hosts' wall clocks."""
+    """What to add to the times of a rank: nothing on one host, whose monotonic clock is common; else by the hosts' wall
+    clocks.
+    """
     if clocks["boot"] == first["boot"]:
         return 0.0
     own, other = (one["wall_ns"] - one["monotonic_ns"] for one in (clocks, first))

@@ -1,7 +1,7 @@
 """torch's DistributedDataParallel inside our Join.
 
-On a rank without input it takes part in the module's messages with zeros. torch's hook discards the gradients that these
-messages bring. This one keeps them, so that every optimizer takes the same step on all ranks.
+On a rank without input it takes part in the module's messages with zeros. torch's hook discards the gradients that
+these messages bring. This one keeps them, so that every optimizer takes the same step on all ranks.
 """
 
 from __future__ import annotations

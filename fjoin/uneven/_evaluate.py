@@ -20,8 +20,8 @@ class Evaluation(NamedTuple):
     """The result of `evaluate`, the same on all ranks.
 
     Attributes:
-        means: Name -> the mean over all batches of all ranks, by weight: a float, or a float64 tensor of the metric's shape. NaN
-            where the sum of the weights is 0.
+        means: Name -> the mean over all batches of all ranks, by weight: a float, or a float64 tensor of the metric's
+            shape. NaN where the sum of the weights is 0.
         sums: Name -> the sum over all batches of all ranks, of the values under "sum".
         weight: The sum of the weights of all batches of all ranks.
         batches: The number of batches of all ranks.
@@ -94,7 +94,9 @@ def _go_through(
     weight: Callable[[Any], float] | None,
     mesh: Communicator,
 ) -> dict[str, Any]:
-    """This rank's sums over its batches: [kind, name, shape, values] of each metric, the weight and the number of batches."""
+    """This rank's sums over its batches: [kind, name, shape, values] of each metric, the weight and the number of
+    batches.
+    """
     sums: dict[tuple[str, str], Tensor] = {}
     total, batches = 0.0, 0
     with torch.no_grad():

@@ -56,8 +56,8 @@ class Join:
 
     Raises:
         ValueError: nothing that communicates, or joinables of different process groups.
-        TypeError: an object that is no joinable, optimizer or scheduler; a DistributedDataParallel that notifies no Join;
-            on a rank without input: an optimizer or scheduler whose step needs arguments.
+        TypeError: an object that is no joinable, optimizer or scheduler; a DistributedDataParallel that notifies no
+            Join; on a rank without input: an optimizer or scheduler whose step needs arguments.
         JoinError: at the start of the block: a joinable is already in another Join. Inside: a rank accumulates under
             no_sync where others synchronise; the loop uses modules in another order than the list; a module's second
             forward pass before its backward pass; an optimizer that does not step once in an iteration.
@@ -224,7 +224,9 @@ class Join:
         )
 
     def _sees_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Check that this rank steps as the ranks without input do; warn of an optimizer that steps only on ranks with input."""
+        """Check that this rank steps as the ranks without input do; warn of an optimizer that steps only on ranks with
+        input.
+        """
         if self.shadowing:
             return
         if not any(optimizer is one for one in self._all):
@@ -270,7 +272,9 @@ class Join:
             self.shadowing = False
 
     def _take_turns(self, syncs: bool) -> None:
-        """Do the work of an iteration in the order of a rank with input: modules, and where they synchronise also steps."""
+        """Do the work of an iteration in the order of a rank with input: modules, and where they synchronise also
+        steps.
+        """
         follows = False  # whether the last turn was a step
         for turn in self._turns:
             if not _steps(turn):

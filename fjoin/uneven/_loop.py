@@ -17,7 +17,8 @@ Weighed = tuple[Any, float]  # a batch and its weight
 
 
 B = TypeVar("B")
-# Ranks that leave a loop together do so within this time. Those that go on may wait in a module's messages, and see nothing.
+# Ranks that leave a loop together do so within this time. Those that go on may wait in a module's messages, and see
+# nothing.
 _TOGETHER_S = 30.0
 
 
@@ -25,11 +26,12 @@ class Loop(JoinedLoop[B]):
     """An iteration over this rank's batches that ends on all ranks together; made by `join`.
 
     Attributes:
-        live: Whether this rank has a batch in this iteration; without one, and for a batch of weight 0, the body gets the
-            last batch that had weight, or `empty`.
+        live: Whether this rank has a batch in this iteration; without one, and for a batch of weight 0, the body gets
+            the last batch that had weight, or `empty`.
         weight: This rank's weight in this iteration; 0 where it is not live.
         total: The sum of the weights over all ranks, and over the iterations of this accumulation window.
-        sync_gradients: Whether this iteration ends an accumulation window, so that the optimizer steps; with accumulate=1 always.
+        sync_gradients: Whether this iteration ends an accumulation window, so that the optimizer steps; with
+            accumulate=1 always.
         number: The number of iterations of this epoch before this one.
         batches: The number of iterations of this epoch so far, with this one, in which this rank had a batch.
         stopped: Whether the last loop ended because some rank had called `stop`; the same on all ranks.
@@ -66,7 +68,8 @@ class Loop(JoinedLoop[B]):
         """weight * ranks / total: the factor of a loss that is a local mean.
 
         With it, averaging the gradients over the ranks, as DistributedDataParallel and fully_shard do, gives the mean
-        over all ranks' samples; with accumulate=k the sum of a window's gradients does, so that the loss is not divided by k.
+        over all ranks' samples; with accumulate=k the sum of a window's gradients does, so that the loss is not divided
+        by k.
         """
         return self.weight * self._mesh.size / self.total if self.total else 0.0
 
@@ -129,7 +132,8 @@ class Loop(JoinedLoop[B]):
         self._asks.end()
 
     def state_dict(self) -> dict[str, Any]:
-        """See `JoinedLoop.state_dict`; with accumulate=k in the last iteration of a window, where `sync_gradients` is True.
+        """See `JoinedLoop.state_dict`; with accumulate=k in the last iteration of a window, where `sync_gradients` is
+        True.
 
         Raises:
             JoinError: within an accumulation window, whose gradients belong to no position.
@@ -195,7 +199,8 @@ def join(
       finite even where the scale is 0.
     - Iterations in which no rank has weight are left out.
     - Other changes by the body, such as to a module's buffers, happen on all ranks.
-    - Each iteration, with accumulate=k each window, has one small message between the ranks, under way while the body runs.
+    - Each iteration, with accumulate=k each window, has one small message between the ranks, under way while the body
+      runs.
 
     With `steps`, several `train_step`s share the loader, as a generator's and a discriminator's do, and no
     message is added. The body must call each of them exactly once in each iteration, in the same order on all ranks.
@@ -208,8 +213,9 @@ def join(
         steps: Steps made by `train_step`, over the same axes and with the same `accumulate`.
         mesh: The ranks, without `steps`; by default all ranks.
         weight: `batch -> float`, without `steps`: the batch's weight, its samples or its tokens; by default 1.
-        accumulate: Without `steps`: the iterations, k on all ranks, whose gradients the body sums before it steps, where
-            `loop.sync_gradients`. `loop.scale` is exact over the window's samples. Up to 2 k batches are held at a time.
+        accumulate: Without `steps`: the iterations, k on all ranks, whose gradients the body sums before it steps,
+            where `loop.sync_gradients`. `loop.scale` is exact over the window's samples. Up to 2 k batches are held at
+            a time.
         empty: The batch for a rank that never has one; every use of the default raises `NoBatch`.
         throw_on_early_termination: Raise on all ranks where the first is out of input.
         when_exhausted: With `steps`, as in `TrainStep.join`.

@@ -18,8 +18,8 @@ from ..reductions import mean
 class WindowMean:
     """A reduction of parameters, or of their changes.
 
-    Its `over` gives the weights of the ranks: those of their windows ("weight"), 1 for each rank with a window of weight
-    above 0 ("live"), or 1 for each rank ("world"). The ranks agree on their weights in a message before.
+    Its `over` gives the weights of the ranks: those of their windows ("weight"), 1 for each rank with a window of
+    weight above 0 ("live"), or 1 for each rank ("world"). The ranks agree on their weights in a message before.
     """
 
     def __init__(self, name: str, reduction: Transform) -> None:
@@ -78,7 +78,8 @@ def average_parameters(axis: AxisName, over: Over = "weight") -> Transform:
         over="world"    sum_r p_r           / ranks
 
     The weight w_r is that of the steps since the last average: inside `every`, the sum over its window. A rank without
-    input in the window gets the mean. Where no rank had input, nothing changes. Parameters in 16 bits travel as float32.
+    input in the window gets the mean. Where no rank had input, nothing changes. Parameters in 16 bits travel as
+    float32.
 
     Args:
         axis: The axis, or a tuple of axes, to average over.

@@ -58,12 +58,12 @@ def outer_step(
         anchor <- outer optimizer on (anchor, d)
         p_r    <- mix p_r + (1 - mix) anchor
 
-    The weight of a rank is that of its calls since the last message. With a delay the mean of the changes up to one call is
-    sent and used `delay` calls later; the training between counts for the next message. Where no rank had
+    The weight of a rank is that of its calls since the last message. With a delay the mean of the changes up to one
+    call is sent and used `delay` calls later; the training between counts for the next message. Where no rank had
     input, parameters, anchor and outer state stay as they are.
 
-    For parameters in 16 bits without master copies and mix=0, the change is that from the anchor rounded to their dtype, so
-    that the float32 anchor gathers changes of less than one of their steps.
+    For parameters in 16 bits without master copies and mix=0, the change is that from the anchor rounded to their
+    dtype, so that the float32 anchor gathers changes of less than one of their steps.
 
     Args:
         reduction: That of the changes: `mean`, `compress`, `error_feedback` of an encoded mean, and so on; its `over`
@@ -77,8 +77,8 @@ def outer_step(
 
     Returns:
         A `Transform` of parameters, for `fuse(..., after=...)`.
-        State: `OuterState(step, anchor, hook, optimizer, weight, pending, pending_weight)`; the last three differ between
-        ranks.
+        State: `OuterState(step, anchor, hook, optimizer, weight, pending, pending_weight)`; the last three differ
+        between ranks.
 
     Raises:
         TypeError: `reduction` is none; `optimizer` is no optimizer.
@@ -185,7 +185,8 @@ def diloco(
 
     Args:
         inner: The optimizer of each rank.
-        reduction: That of the changes: `mean("data")`, or fewer bytes by `error_feedback(compress(int8(), mean("data")))`.
+        reduction: That of the changes: `mean("data")`, or fewer bytes by `error_feedback(compress(int8(),
+            mean("data")))`.
         every: The period in steps.
         outer: The outer optimizer; None: sgd(0.7, momentum=0.9, nesterov=True).
         fragments: The number of groups of parameters, at most `every`; or glob patterns for paths, one for each group,

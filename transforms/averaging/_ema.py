@@ -72,8 +72,8 @@ def ema_params(params: Tree, state: State) -> Tree:
 
     Args:
         params: The parameters.
-        state: A state that holds an `EmaState` somewhere: that of a pipeline, `train_state.pipeline`, or of `after`; for the
-            average of buffers `train_state.on_buffers`.
+        state: A state that holds an `EmaState` somewhere: that of a pipeline, `train_state.pipeline`, or of `after`;
+            for the average of buffers `train_state.on_buffers`.
 
     Returns:
         A tree with the structure, dtypes and devices of `params`; `params` itself before the first average.

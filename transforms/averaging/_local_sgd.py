@@ -24,8 +24,8 @@ def local_sgd(
     Args:
         inner: The optimizer of each rank.
         reduction: The average. `mean("data")` sends the parameters themselves; another one, such as
-            `error_feedback(compress(int8(), mean("data")))` or `power_sgd("data")`, their changes since the last average.
-            Its `over` weighs the ranks; see `average_parameters`.
+            `error_feedback(compress(int8(), mean("data")))` or `power_sgd("data")`, their changes since the last
+            average. Its `over` weighs the ranks; see `average_parameters`.
         every: The period in steps; the first average comes at the end of the `every`-th step.
         state: The optimizer's state at an average: "keep" leaves each rank its own; "average" takes the mean.
         hook: A transform of each rank's gradients, such as `clip_by_global_norm(1.0)`, or a mean over other axes.
@@ -70,8 +70,8 @@ def post_local_sgd(
     """The mean of the gradients over all ranks for the first steps, then local SGD.
 
     From step `warmup_steps` on, counted from 0, the parameters are averaged: at the end of the steps warmup_steps,
-    warmup_steps + every, ... Of several axes, gradients may still be averaged over some, and parameters over the others:
-    `post_local_sgd(inner, mean("node"), 4, 100, hook=mean(("node", "local")), local=mean("local"))`.
+    warmup_steps + every, ... Of several axes, gradients may still be averaged over some, and parameters over the
+    others: `post_local_sgd(inner, mean("node"), 4, 100, hook=mean(("node", "local")), local=mean("local"))`.
 
     Args:
         inner: The optimizer of each rank.

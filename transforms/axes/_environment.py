@@ -62,7 +62,8 @@ class Done:
 class Axis:
     """An interpreter of collectives over one named set of ranks.
 
-    There are two families. The pure one, `run(op, x, arg)`, takes and returns plain tensors, with n the size of the axis:
+    There are two families. The pure one, `run(op, x, arg)`, takes and returns plain tensors, with n the size of the
+    axis:
 
         psum, pmax, pmin, pbroadcast (arg: source), ppermute (arg: pairs)   (...) -> (...)
         all_gather                                                          (...) -> (n, ...)
@@ -70,8 +71,8 @@ class Axis:
         all_to_all                                                          (n, ...) -> (n, ...)
         all_to_all_single (arg: rows to each rank, rows from each)          (rows, ...) -> (others, ...)
 
-    The asynchronous one, `begin` and `begin_...`, starts a collective and returns at once; an axis that can only wait runs it
-    before it returns.
+    The asynchronous one, `begin` and `begin_...`, starts a collective and returns at once; an axis that can only wait
+    runs it before it returns.
 
     Attributes:
         name: Its name, or the names of several axes joined by " x ".
@@ -151,8 +152,9 @@ class Axis:
 class BoundCall:
     """The call of a train_step in which something runs, or what runs in a thread outside of such calls.
 
-    mixed: the axes over which a differentiable collective has run in it. A backward pass through it sums the derivatives of all ranks'
-        losses, so each loss must have its weight before. Who has taken the gradients clears the set.
+    mixed: the axes over which a differentiable collective has run in it. A backward pass through it sums the
+        derivatives of all ranks' losses, so each loss must have its weight before. Who has taken the gradients clears
+        the set.
     """
 
     weight: Any = 1.0
@@ -186,8 +188,8 @@ class bind_axes:
 
     Args:
         call: None keeps the call that is bound.
-        in_backward: Whether autograd's threads that run backward passes of the block see the bindings too. On a device these are
-            other threads, and a function that is computed again there may communicate.
+        in_backward: Whether autograd's threads that run backward passes of the block see the bindings too. On a device
+            these are other threads, and a function that is computed again there may communicate.
     """
 
     __slots__ = ("_axes", "_before", "_before_caller", "_call", "_in_backward")
@@ -227,8 +229,8 @@ def _stashed() -> _Bindings:
 def _may_stash() -> bool:
     """Whether to keep an object in torch's memory of this thread.
 
-    The memory of a thread other than the main one is freed behind its end in Python. Where the interpreter ends at that time, the
-    process aborts. On the host backward passes of such threads run in them.
+    The memory of a thread other than the main one is freed behind its end in Python. Where the interpreter ends at that
+    time, the process aborts. On the host backward passes of such threads run in them.
     """
     return threading.current_thread() is threading.main_thread() or devices.in_use()
 
@@ -272,7 +274,8 @@ def note_mixed(axis: Axis, x: Tensor) -> None:
 def check_late_weight(call: Call, grads: Tree, axes: Collection[str] | None = None) -> None:
     """Raise where a call weighs gradients of a loss that has communicated; forgets the collectives so far.
 
-    Where something differentiates through the gradients or the weight, they are a part of an outer loss, and nothing is checked.
+    Where something differentiates through the gradients or the weight, they are a part of an outer loss, and nothing is
+    checked.
 
     Args:
         axes: The axes whose collectives count; None for all.

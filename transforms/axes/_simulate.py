@@ -258,9 +258,9 @@ MOST = 4096  # a rank is a thread
 def simulate(function: Callable[..., Any], axes: Mapping[str, int], *args: Sequence[Any]) -> list[Any]:
     """Runs `function` on every rank of the given axes, without processes.
 
-    Ranks take turns, switching at collectives: any Python, in-place operations, a stream of random numbers per rank. The
-    results equal those of gloo with ordered reductions to the bit. A collective that the other ranks do not call raises,
-    it does not hang.
+    Ranks take turns, switching at collectives: any Python, in-place operations, a stream of random numbers per rank.
+    The results equal those of gloo with ordered reductions to the bit. A collective that the other ranks do not call
+    raises, it does not hang.
 
     Args:
         function: The function that every rank runs; it may call collectives over `axes`.

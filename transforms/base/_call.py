@@ -23,8 +23,8 @@ class Call:
     """What one call of `Transform.update` may know. It is not changed: `inside` makes another one.
 
     Attributes:
-        step: The number of the pipeline's steps before this one, a host integer, equal on all ranks. Periods and warm-ups
-            depend on it. None: a transform counts its own calls.
+        step: The number of the pipeline's steps before this one, a host integer, equal on all ranks. Periods and
+            warm-ups depend on it. None: a transform counts its own calls.
         persistent: The input is parameters or buffers, which persist between steps. A reduction returns them unchanged
             where no rank has weight, since a mean without weights is 0.
         flush: No step has been taken; a transform that has gathered the weights of several steps runs now.
@@ -34,12 +34,12 @@ class Call:
         wire: The codec of the messages, in an encoded transform.
         memory: The residuals of this call, inside error feedback.
         extra: Keywords that are not of fjoin, for the transforms that name them.
-        handed: The names of the keywords beside which this context was given to a transform that takes keywords. It hands
-            them on itself, or not.
+        handed: The names of the keywords beside which this context was given to a transform that takes keywords. It
+            hands them on itself, or not.
     """
 
-    # The sum of a tensor over axes, the number of their ranks, and the check of a weight that is given to gradients. The room of the
-    # axes lies above this one, and sets them.
+    # The sum of a tensor over axes, the number of their ranks, and the check of a weight that is given to gradients.
+    # The room of the axes lies above this one, and sets them.
     psum: ClassVar[Callable[[Tensor, AxisName], Tensor]]
     axis_size: ClassVar[Callable[[AxisName], int]]
     check_late_weight: ClassVar[Callable[..., None]]
@@ -60,7 +60,10 @@ class Call:
 
     @property
     def weight(self) -> Any:
-        """This rank's weight in the step's mean, a number or a 0-d tensor; None is 1. Behind a reduction: that of all its ranks."""
+        """This rank's weight in the step's mean, a number or a 0-d tensor; None is 1.
+
+        Behind a reduction: that of all its ranks.
+        """
         return self.totals().weight if self.axes else self._weight
 
     def share(self, axis: AxisName, over: Over = "weight", device: torch.device | None = None) -> Share:
@@ -70,9 +73,10 @@ class Call:
             over="live"     [w > 0] / sum of [w > 0]
             over="world"    [w > 0] / number of ranks
 
-        The ranks send their weights in one message of 16 bytes, in the first call for these axes. Over the world they send none,
-        unless something is kept where no rank has weight: parameters, residuals. So all ranks must ask for the same shares.
-        Behind a reduction over other axes w is the weight of the ranks that share its result, and for the world 1.
+        The ranks send their weights in one message of 16 bytes, in the first call for these axes. Over the world they
+        send none, unless something is kept where no rank has weight: parameters, residuals. So all ranks must ask for
+        the same shares. Behind a reduction over other axes w is the weight of the ranks that share its result, and for
+        the world 1.
 
         Args:
             device: Where the message is made, if the host does not know the weight.
@@ -148,8 +152,8 @@ def call_of(keywords: Mapping[str, Any]) -> Call:
     """The context of a call with keywords.
 
     A `call` among them is the context that an outer transform got in `**extra` and hands on, with what has no keyword.
-    Keywords beside it win: a transform that calls another one with `weight=...` gives it another weight, and one that does
-    not hand on a keyword that it got gives it none.
+    Keywords beside it win: a transform that calls another one with `weight=...` gives it another weight, and one that
+    does not hand on a keyword that it got gives it none.
     """
     given = dict(keywords)
     call = given.pop("call", None) or Call()

@@ -38,8 +38,8 @@ class Reduction(NamedTuple):
 
     axis: AxisName
     over: Literal["weight", "live", "world"] | None  # the divisor of the mean; None: it sums
-    # Whether it is one psum of share * gradient, without a state. A step then sums weight * gradient in place, and leaves the
-    # division to the optimizer's kernel.
+    # Whether it is one psum of share * gradient, without a state. A step then sums weight * gradient in place, and
+    # leaves the division to the optimizer's kernel.
     fusable: bool = False
     scatters: bool = False  # whether each rank gets only its piece of the result
 
@@ -98,10 +98,10 @@ class TransformInitFn(Protocol):
 class TransformUpdateFn(Protocol):
     """Transforms gradients: `(grads, state, params=None, *, weight=None, **extra) -> (grads, state)`.
 
-    `weight` is this rank's weight in the step's mean (a number or a 0-d tensor; None is 1). The result may be None for the
-    gradients if there is no step in this call (see `accumulate`); then the following stages are not run. The state of
-    parameters is in dicts keyed by their paths, inside tuples, NamedTuples, lists and dicts. A function may leave out
-    keywords that it does not use. Others that it may name:
+    `weight` is this rank's weight in the step's mean (a number or a 0-d tensor; None is 1). The result may be None for
+    the gradients if there is no step in this call (see `accumulate`); then the following stages are not run. The state
+    of parameters is in dicts keyed by their paths, inside tuples, NamedTuples, lists and dicts. A function may leave
+    out keywords that it does not use. Others that it may name:
 
     - `step`: the number of the pipeline's steps before this one, a host integer, equal on all ranks. Periods
       and warm-ups depend on it. A transform without this keyword counts its own calls.
@@ -217,7 +217,9 @@ class _Update:
 
 
 def _with_call(function: Callable[..., Any]) -> tuple[Callable[..., Any], frozenset[str] | None]:
-    """A user's function as `(grads, state, params, call)`, and the keywords that it names; None where it is one already."""
+    """A user's function as `(grads, state, params, call)`, and the keywords that it names; None where it is one
+    already.
+    """
     kind, parameters = inspect.Parameter, inspect.signature(function).parameters.values()
     by_place = [p.name for p in parameters if p.kind in (kind.POSITIONAL_ONLY, kind.POSITIONAL_OR_KEYWORD)]
     given = by_place[: 2 if by_place[2:] and by_place[2] in ("call", *KEYWORDS) else 3]

@@ -17,7 +17,10 @@ def is_accelerator(device: torch.device) -> bool:
 
 
 def is_host(device: torch.device) -> bool:
-    """Whether operations on a device run at once. Elsewhere they are launched, and a launch may cost more than their memory."""
+    """Whether operations on a device run at once.
+
+    Elsewhere they are launched, and a launch may cost more than their memory.
+    """
     return device.type == "cpu"
 
 

@@ -34,7 +34,8 @@ def _base(ranks: int) -> float:
 def words_of(
     names: Iterable[str], values: Sequence[Number], dtype: torch.dtype, ranks: int, device: torch.device | None
 ) -> Tensor:
-    """Numbers as the words of a message, (words * numbers,); on the CPU where the host knows all of them, in one tensor operation.
+    """Numbers as the words of a message, (words * numbers,); on the CPU where the host knows all of them, in one tensor
+    operation.
 
     Raises:
         ValueError: a number of the host whose words, summed over the ranks, might not fit the dtype.
@@ -125,7 +126,8 @@ def record_names(ranks: int, sums: Iterable[str] = ()) -> tuple[str, ...]:
 
     - live: the number of ranks with weight
     - weight, loss: the sums of the weights and of weight * loss
-    - has_next: the number of ranks that have another batch, and those of ranks that ask to save and to stop, see `Requests`
+    - has_next: the number of ranks that have another batch, and those of ranks that ask to save and to stop, see
+      `Requests`
     - step_id: a number of the step that a rank has called and of its hyperparameters, the same on all ranks
     - nonfinite0, ...: a bit for each rank whose loss, or whose own gradient, is not finite
     """

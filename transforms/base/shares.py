@@ -114,7 +114,10 @@ class Totals(NamedTuple):
 
 
 def totals_of(weight: Number, live: Number) -> Totals:
-    """The sums over ranks of their weights, and of 1 for each with weight. A NaN is weight, so that it is not passed over."""
+    """The sums over ranks of their weights, and of 1 for each with weight.
+
+    A NaN is weight, so that it is not passed over.
+    """
     return Totals(weight, live, weight != 0)
 
 
@@ -126,8 +129,8 @@ class Share(NamedTuple):
     any_live: bool | Tensor = True  # whether any rank has weight
 
     def times(self, x: Tensor, plus: Tensor | None = None, in_place: bool = False) -> Tensor:
-        """The factor times a tensor, in its dtype; a 16-bit product is rounded once. Where the weight is 0, the product is 0
-        whatever the tensor holds: 0 * nan would be nan.
+        """The factor times a tensor, in its dtype; a 16-bit product is rounded once. Where the weight is 0, the product
+        is 0 whatever the tensor holds: 0 * nan would be nan.
 
         Equal weights of n ranks divide by n, as torch does.
 
@@ -168,7 +171,8 @@ class Share(NamedTuple):
         return [self.times(leaf, in_place=in_place) for leaf in leaves]
 
     def behind_sum(self, leaves: list[Tensor]) -> bool:
-        """Whether to divide by the total behind the sum of weight * leaf, and not before: all but float16 holds such sums.
+        """Whether to divide by the total behind the sum of weight * leaf, and not before: all but float16 holds such
+        sums.
 
         So equal values have their value as the mean, and 16-bit numbers are rounded less often.
         """

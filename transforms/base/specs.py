@@ -177,7 +177,9 @@ def _number(value: Any) -> Any:
 
 
 def encode(value: Any) -> Any:
-    """The JSON form, for comparisons: functions have a hash of their code, and objects of other kinds are told by their class."""
+    """The JSON form, for comparisons: functions have a hash of their code, and objects of other kinds are told by their
+    class.
+    """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Spec):

@@ -68,8 +68,8 @@ def restored(what: str, like: State, saved: Mapping[str, Any], in_place: bool = 
     """`from_state_dict`, for a state whose name in errors is `what`.
 
     Args:
-        in_place: Whether the memory of `like` may be taken, where no two leaves share it; a failure then leaves some of it changed.
-            `saved` then has a method `into(name, memory)`, which may fill the memory and return it.
+        in_place: Whether the memory of `like` may be taken, where no two leaves share it; a failure then leaves some of
+            it changed. `saved` then has a method `into(name, memory)`, which may fill the memory and return it.
     """
     if not isinstance(saved, Mapping):
         raise TypeError(f"{what} must be a mapping from names to tensors and numbers, got {saved!r}")

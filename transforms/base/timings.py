@@ -52,13 +52,15 @@ class Period(NamedTuple):
 
 @dataclass(frozen=True)
 class Timing:
-    """When a transform runs those inside it; `Transform(..., timing=None)`: in each call, with messages that never change.
+    """When a transform runs those inside it; `Transform(..., timing=None)`: in each call, with messages that never
+    change.
 
     Attributes:
-        runs: (call, at_end) -> what runs in that call, counted from 0: (transform, its own number of the call, False), or
-            (transform, its own calls so far, True) for one that is flushed. None: all, with the same number; only the messages change.
-            at_end: whether they run on parameters, at the end of a step.
-        flushes: calls -> what runs in a flush after so many calls, in the same form. None: those of what runs in the last one.
+        runs: (call, at_end) -> what runs in that call, counted from 0: (transform, its own number of the call, False),
+            or (transform, its own calls so far, True) for one that is flushed. None: all, with the same number; only
+            the messages change. at_end: whether they run on parameters, at the end of a step.
+        flushes: calls -> what runs in a flush after so many calls, in the same form. None: those of what runs in the
+            last one.
     """
 
     runs: Callable[[int, bool], TimedRuns] | None = None
@@ -77,7 +79,10 @@ def of_switch(step: int, before: Transform, after: Transform) -> Timing:
 
 
 def of_period(period: Period, transform: Transform, delay: int = 0) -> Timing:
-    """A transform in the calls of a period, or `delay` calls behind them. It is given the number of the window that ends there."""
+    """A transform in the calls of a period, or `delay` calls behind them.
+
+    It is given the number of the window that ends there.
+    """
 
     def runs(call: int, at_end: bool) -> TimedRuns:
         at = call - delay

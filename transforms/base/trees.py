@@ -284,8 +284,8 @@ _SMALL = 16  # elements; copies of as few cost nothing
 def choose_state(fine: Tensor, new: Any, old: Any) -> State:
     """`new` where `fine`, `old` otherwise; host counters are always those of `new`, since they count calls.
 
-    A tensor that is in a state several times is chosen once, and so are all small tensors of one shape: each choice is a
-    launch. NaN in one state does not reach the other.
+    A tensor that is in a state several times is chosen once, and so are all small tensors of one shape: each choice is
+    a launch. NaN in one state does not reach the other.
 
     Args:
         fine: A 0-d bool tensor.

@@ -298,8 +298,8 @@ def encode_rows(
     """Encode (rows, n) as (rows, width).
 
     Args:
-        sender: The index of this rank. For an answer the index of the group of ranks that receives it, so that its random
-            bits do not depend on the rank that sums an element, which depends on the bucket layout.
+        sender: The index of this rank. For an answer the index of the group of ranks that receives it, so that its
+            random bits do not depend on the rank that sums an element, which depends on the bucket layout.
         message: A number for each message of one call.
         positions: (rows, n) int32, the position of each float; None: as if all were one leaf.
         answer: Whether this is the answer to a message.

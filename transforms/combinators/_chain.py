@@ -17,7 +17,8 @@ def chain(*transforms: Transform) -> Transform:
 
     Nested chains are flattened and identities dropped. A chain of one transform is that transform; an empty chain is
     `identity()`. Behind a stage that reduces, the weight is the sum of its ranks' weights: `chain(mean("local"),
-    mean("node"))` is the mean over both axes. When a stage returns None for the gradients, the stages after it are not run.
+    mean("node"))` is the mean over both axes. When a stage returns None for the gradients, the stages after it are not
+    run.
 
     Returns:
         A `Transform`; its state is the tuple of the stages' states.
@@ -91,8 +92,8 @@ def stages(transform: Transform) -> list[Transform]:
 def identity() -> Transform:
     """Returns the gradients unchanged: every rank keeps its own.
 
-    As a hook it sends nothing, and is meant to: it is the hook of methods that average parameters, and the upper bound of
-    the time that any hook can save.
+    As a hook it sends nothing, and is meant to: it is the hook of methods that average parameters, and the upper bound
+    of the time that any hook can save.
 
     Same as: optax.identity; torch's ddp_comm_hooks.debugging_hooks.noop_hook.
 

@@ -46,7 +46,8 @@ def switch_after(step: Index, before: Transform, after: Transform) -> Transform:
         step: The number of calls of `before`; at least 0.
         before: The transform for calls 0 to step - 1.
         after: The transform for the later calls. Its state starts as `after.init(params)`; for parameters, after an
-            optimizer, of the parameters at the switch. There `before` is flushed, so that an open window of it is not lost.
+            optimizer, of the parameters at the switch. There `before` is flushed, so that an open window of it is not
+            lost.
 
     Returns:
         A `Transform` with state `SwitchState(step, before, after)`.

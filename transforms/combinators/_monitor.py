@@ -63,12 +63,12 @@ def record_norm() -> Transform:
         norm = sqrt(sum of squares over all leaves)
 
     Put it behind the reduction: `chain(mean("data"), record_norm())`. A `train_step` shows it as `grad_norm` in
-    `metrics.as_dict()`; directly behind a mean or a `scatter_mean`, and alone there, it costs no pass over the gradients. Where the
-    gradients are clipped there, `clip_by_global_norm` gives `grad_norm` by itself.
+    `metrics.as_dict()`; directly behind a mean or a `scatter_mean`, and alone there, it costs no pass over the
+    gradients. Where the gradients are clipped there, `clip_by_global_norm` gives `grad_norm` by itself.
 
     Returns:
-        A `Transform` with state `NormState(norm)`. Where its keyword `sharded_over` names the axis over which the tree is sharded, the
-        squares are summed across that axis.
+        A `Transform` with state `NormState(norm)`. Where its keyword `sharded_over` names the axis over which the tree
+        is sharded, the squares are summed across that axis.
 
     >>> from fjoin import transforms as tx
     >>> hook = tx.record_norm()

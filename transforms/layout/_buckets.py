@@ -68,7 +68,8 @@ def make_layout(
     Args:
         params: Path -> tensor, in the order in which the model registered them.
         label: A function path -> label. Leaves of one bucket with equal labels are adjacent, in one span.
-        bucket_bytes: A bucket is closed once it has this size; the first of several buckets earlier. None: see `bucket_sizes`.
+        bucket_bytes: A bucket is closed once it has this size; the first of several buckets earlier. None: see
+            `bucket_sizes`.
         direct_bytes: A tensor of this size is a bucket of its own. None: see there.
         owner: Path -> rank, for leaves that only this rank steps. They have buckets of their own, ordered by rank.
     """

@@ -30,8 +30,8 @@ class Pieces:
 
     Bucket k is cut at `bounds[k]`, ranks + 1 positions in elements; the piece of rank r is
     [bounds[k][r], bounds[k][r + 1]). Of a leaf, a rank owns the slice that lies in its piece: flat, in logical order,
-    and empty where none does. Leaves in `whole` are never cut: they have their own shape on one rank, (1,) where that has no dims, and a
-    shape of zeros on the others.
+    and empty where none does. Leaves in `whole` are never cut: they have their own shape on one rank, (1,) where that
+    has no dims, and a shape of zeros on the others.
     """
 
     axis: str

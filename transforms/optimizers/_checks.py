@@ -26,7 +26,8 @@ class _StateForm(NamedTuple):
 
 
 class Passed:
-    """Parameters and states that have passed the checks, by what these look at. The tensors that a step has returned need no look.
+    """Parameters and states that have passed the checks, by what these look at. The tensors that a step has returned
+    need no look.
 
     Attributes:
         names: The paths of the parameters.
@@ -65,7 +66,10 @@ def _kind(x: Any) -> Any:
 
 
 def _are(leaves: list[Any], kinds: list[Any]) -> bool:
-    """Whether tensors are of these kinds. It keeps no tuple for each: those start Python's garbage collector in every step."""
+    """Whether tensors are of these kinds.
+
+    It keeps no tuple for each: those start Python's garbage collector in every step.
+    """
     return len(leaves) == len(kinds) and all(
         [
             x is k or (x.shape == k[0] and x.dtype is k[1] and x.device == k[2] and x.layout is k[3])

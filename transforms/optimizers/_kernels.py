@@ -208,8 +208,8 @@ def from_torch(
     """An optimizer of a pure formula and one of the functions of torch.optim, which takes all settings as numbers.
 
     Args:
-        function, names: The function, and the fields of the states in the order in which it takes them; by default theirs, with
-            the count at the end.
+        function, names: The function, and the fields of the states in the order in which it takes them; by default
+            theirs, with the count at the end.
         lr: The learning rate, where the function takes one.
         settings: Its other arguments.
         first: The learning rate, and the field that keeps that of the first step.

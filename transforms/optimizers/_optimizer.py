@@ -271,7 +271,8 @@ def step(optimizer: Optimizer, held: Matched, donate: bool = False, **guards: Te
     """See `Optimizer.step`.
 
     Args:
-        donate: Whether the step may be in place on parameters and states, with the gradients as scratch. No two leaves share memory.
+        donate: Whether the step may be in place on parameters and states, with the gradients as scratch. No two leaves
+            share memory.
         guards: With `donate`, `grad_scale` and `found_inf` as of `Optimizer`.
     """
     leaves, given, states, structure, groups, passed, known = held
@@ -326,7 +327,9 @@ def _copies(part: Optimizer, params: list[Tensor], grads: list[Tensor], states: 
 
 
 def tensor_arguments(spec: Spec) -> list[tuple[str, Tensor]]:
-    """The tensors among an optimizer's arguments, also of optimizers and schedules inside, with the names of the arguments."""
+    """The tensors among an optimizer's arguments, also of optimizers and schedules inside, with the names of the
+    arguments.
+    """
     own = [(name, leaf) for name, value in spec.args for leaf in optree.tree_leaves(value)]
     return [(name, leaf) for name, leaf in own if isinstance(leaf, Tensor)] + [
         pair for child in spec.children for pair in tensor_arguments(child.spec)
@@ -348,9 +351,10 @@ class Optimizer(Specified):
             of torch.optim. Gradient and state are checked before it runs: ValueError or TypeError for another shape,
             dtype or device than the parameter's.
         step_params_: The same for lists of parameters, gradients and states, in one kernel, which counts the step once:
-            the states share their 0-d fields, as those of `init(params)` do. None: `step_param_` is called for each parameter.
-        elementwise: Whether it may be called on a flat buffer of many parameters, since it steps each element by itself. It
-            is taken at its word; `fjoin.testing.check_optimizer` tries it.
+            the states share their 0-d fields, as those of `init(params)` do. None: `step_param_` is called for each
+            parameter.
+        elementwise: Whether it may be called on a flat buffer of many parameters, since it steps each element by
+            itself. It is taken at its word; `fjoin.testing.check_optimizer` tries it.
         select: `path -> Optimizer`, for an optimizer that differs between parameters (see `partition`).
         check: `params -> None`, raises for parameters that it does not support.
         cost: `shape -> float`, the relative time of a step on one parameter, by which whole parameters are shared out

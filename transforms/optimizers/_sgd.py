@@ -345,8 +345,8 @@ def muon(
         An `Optimizer`. State: `MuonState(step, momentum)`.
 
     Raises:
-        ValueError: a negative or infinite lr, momentum or weight_decay; another adjust_lr_fn; at init: parameters that are
-            no matrices.
+        ValueError: a negative or infinite lr, momentum or weight_decay; another adjust_lr_fn; at init: parameters that
+            are no matrices.
         TypeError: an argument that is neither a number nor a tensor; lr may be a schedule too.
 
     Same as: torch.optim.Muon.

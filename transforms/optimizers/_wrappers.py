@@ -135,7 +135,9 @@ def with_hyperparameters(state: State, **values: float | Tensor) -> State:
 
 
 def compared(part: Optimizer, state: State) -> tuple[tuple[str, Any], ...]:
-    """The hyperparameters by name that ranks compare, and that may become non-finite: schedules, and those in the state."""
+    """The hyperparameters by name that ranks compare, and that may become non-finite: schedules, and those in the
+    state.
+    """
     if not hasattr(state, "inner"):
         return part.watched
     nodes = optree.tree_leaves(state, is_leaf=lambda node: isinstance(node, InjectState))

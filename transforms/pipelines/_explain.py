@@ -105,8 +105,8 @@ def explain(
         params: The parameters; only paths, shapes and dtypes are used.
         axes: Axis name -> number of ranks.
         bucket_bytes: As in `fjoin.train_step`; by default as is best for the device of `params`.
-        at_step: The step, counted from 0. Stages with a warm-up or a period may send other messages in other steps; their
-            rows say so.
+        at_step: The step, counted from 0. Stages with a warm-up or a period may send other messages in other steps;
+            their rows say so.
         buffers, on_buffers: As in `fjoin.train_step`: the buffers, path -> tensor, and their transform.
 
     Returns:
@@ -114,8 +114,8 @@ def explain(
 
     Raises:
         TypeError: neither pipeline nor transform; a stage that reads a tensor's value; a leaf that is no dense tensor.
-        ValueError: no axis, a size that is no whole number from 1, or more than 2^20 ranks; a negative step; `on_buffers` without
-            buffers.
+        ValueError: no axis, a size that is no whole number from 1, or more than 2^20 ranks; a negative step;
+            `on_buffers` without buffers.
 
     >>> from fjoin import transforms as tx
     >>> pipeline = tx.fuse(tx.mean("data"), tx.sgd(0.1, momentum=0.9))
@@ -310,7 +310,10 @@ class Counting:
             _run(part, values, values, part.init(values), call)
 
     def _in_buckets(self, part: Transform, values: dict[str, Tensor], call: Call) -> None:
-        """Run a stage bucket by bucket. One message of a plain reduction carries the record, if there is a bucket for it."""
+        """Run a stage bucket by bucket.
+
+        One message of a plain reduction carries the record, if there is a bucket for it.
+        """
         plain, carrier, words = part is self._plan.reduce, None, torch.zeros(0)
         # A module's buckets are not those from which pieces are cut, so one bucket may hold parts of several.
         in_parts = self._in_module and self._pieces is not None

@@ -82,8 +82,8 @@ def fuse(
             input where no rank has weight.
         on_state: The transform of the optimizer's new state, for example `every(4, average_state("data"))`. It gets a
             tree path -> name -> tensor.
-        gather_codec: For a hook with a `scatter_mean`: the codec of the parameters' changes, which every rank adds to its
-            parameters. The exact values are kept on their owners. None: the parameters themselves are gathered.
+        gather_codec: For a hook with a `scatter_mean`: the codec of the parameters' changes, which every rank adds to
+            its parameters. The exact values are kept on their owners. None: the parameters themselves are gathered.
 
     Where the hook shards, by a `scatter_mean`, each rank steps its own piece, and the ranks gather the parameters. The
     optimizer's state, and `after`, are of this rank's slices.
@@ -91,15 +91,15 @@ def fuse(
     Returns:
         A `Pipeline`: `init(params) -> state` and
         `step(params, grads, state, *, weight=None, donate=False) -> (params, state)`. With `donate` the caller
-        gives up all three: parameters and state are stepped in place, and gradients are overwritten. The parameters returned
-        are the given ones, unless `after` or a gather makes others.
-        State: `PipelineState(hook, optimizer, after, on_state, step, window, gather)`.
+        gives up all three: parameters and state are stepped in place, and gradients are overwritten. The parameters
+        returned are the given ones, unless `after` or a gather makes others. State: `PipelineState(hook, optimizer,
+        after, on_state, step, window, gather)`.
 
     Raises:
         TypeError: an argument of the wrong kind; at `step`: a leaf of another dtype.
         DonatedState: at `step`: the state was donated to a step before.
-        ValueError: at `step`: gradients or state that do not fit the parameters. Two shardings, or a transform that cannot
-            work on pieces.
+        ValueError: at `step`: gradients or state that do not fit the parameters. Two shardings, or a transform that
+            cannot work on pieces.
         UnboundAxis: at `init` of a sharded pipeline: nothing binds its axis.
 
     Same as: torch's _hook_then_optimizer, for any hook and optimizer.
@@ -147,7 +147,9 @@ def pipeline_of(
 
     @devices.constant  # in a compiled step these are constants, so no transform is among them
     def how(step: int) -> tuple[StepReduction, bool]:
-        """How the hook reduces in a step over the axes that are bound here, and whether its first stage is all of that, a plain one."""
+        """How the hook reduces in a step over the axes that are bound here, and whether its first stage is all of that,
+        a plain one.
+        """
         axes = tuple((name, axis.size) for name, axis in bound().items())
         if axes not in plans:
             plans[axes] = make_plan(hook, dict(axes))

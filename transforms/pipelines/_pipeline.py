@@ -95,8 +95,8 @@ class Effect:
     def after(
         self, transform: Transform, values: Tree, state: State, call: Call, params: Tree = None
     ) -> tuple[Tree, State]:
-        """Transform the parameters, the buffers, or the optimizer's state, at the end of each step, those without effect
-        included.
+        """Transform the parameters, the buffers, or the optimizer's state, at the end of each step, those without
+        effect included.
 
         Args:
             call: The call, with the weight of this step and the number of the steps before it.
@@ -199,7 +199,8 @@ def words_to_sum(call: Call, rates: Rates) -> dict[str, Number]:
 
 
 def totals_of_step(call: Call, axes: Sequence[str], rates: Rates, values: Tree) -> Totals:
-    """The sums of the weights over the ranks of some axes, which the call knows then; one message, on the device of these values.
+    """The sums of the weights over the ranks of some axes, which the call knows then; one message, on the device of
+    these values.
 
     Raises:
         DesyncError: on all ranks: they have other rates.
@@ -252,7 +253,10 @@ class Skips(NamedTuple):
 
 
 def unscaled(grads: Tree, scale: Tensor) -> Tree:
-    """The gradients of a loss from those of the loss times a scale. An overflow becomes NaN, which no stage can make finite again."""
+    """The gradients of a loss from those of the loss times a scale.
+
+    An overflow becomes NaN, which no stage can make finite again.
+    """
     factor = 1 / scale.to(torch.float64)
 
     def one(grad: Tensor) -> Tensor:
@@ -290,8 +294,8 @@ class Pipeline(Specified):
 
     Args:
         init: `params -> state`; the state is `PipelineState(hook, optimizer, after, on_state, step, window)`.
-        step: `(params, grads, state, *, weight=None) -> (params, state)`, pure. A weight for gradients of a loss that has communicated
-            over the hook's axes is a ValueError: it must be in the loss.
+        step: `(params, grads, state, *, weight=None) -> (params, state)`, pure. A weight for gradients of a loss that
+            has communicated over the hook's axes is a ValueError: it must be in the loss.
         flush: `(params, state) -> (params, state)`, pure: runs now the transforms after the optimizer that would run in
             later steps, with the weights since their last run, and uses results that wait. For the end of a run.
         hook, optimizer, after, on_state: The parts of the pipeline; the last two may be None.

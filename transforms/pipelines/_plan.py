@@ -29,7 +29,9 @@ class StepReduction(NamedTuple):
 
     @property
     def is_partial(self) -> bool:
-        """Whether the hook leaves some gradients as each rank's own, although ranks step together, as `masked(mean(...))` does."""
+        """Whether the hook leaves some gradients as each rank's own, although ranks step together, as
+        `masked(mean(...))` does.
+        """
         return bool(self.axes) and not self.equal
 
 
@@ -56,14 +58,15 @@ StepPlace = Literal["buckets", "module"]
 class SentRecords(NamedTuple):
     """What the ranks sum in a step beside their gradients.
 
-    before: the axes of the records that go before the gradients, each in a message of its own: of the ranks that share gradients, and
-        of those whose weights a mean in the hook needs.
+    before: the axes of the records that go before the gradients, each in a message of its own: of the ranks that share
+        gradients, and of those whose weights a mean in the hook needs.
     rides: whether the record of the ranks that share gradients travels in the messages of the hook.
     known: whether each rank knows it without a message.
-    apart: whether a record of all ranks that loop together goes too, since the hook leaves some of them out. It is read in the next
-        step, if nothing in this one needs it.
+    apart: whether a record of all ranks that loop together goes too, since the hook leaves some of them out. It is read
+        in the next step, if nothing in this one needs it.
     pieces: the axis over which a verdict on pieces is summed after the hook, or None.
-    verdict: whether the record goes after the hook, which leaves different gradients: with it goes whether they are finite.
+    verdict: whether the record goes after the hook, which leaves different gradients: with it goes whether they are
+        finite.
     """
 
     before: tuple[tuple[str, ...], ...] = ()
@@ -81,10 +84,11 @@ class Plan(NamedTuple):
         summed in place during backward, and the optimizer's kernel divides.
     early: the stages before the first one that needs the whole tree, as one transform. They run on each bucket during
         backward.
-    clip: a stage that scales by the norm of all gradients, as `clip_by_global_norm`, and is the only one between `reduce`
-        and the optimizer. It too becomes part of the kernel's scale.
+    clip: a stage that scales by the norm of all gradients, as `clip_by_global_norm`, and is the only one between
+        `reduce` and the optimizer. It too becomes part of the kernel's scale.
     rest: the stages that run on the whole tree after these.
-    loop_axes: the axes whose ranks loop together, in all steps: those of the hook and of the transforms at the end of a step.
+    loop_axes: the axes whose ranks loop together, in all steps: those of the hook and of the transforms at the end of a
+        step.
     adds: whether gradients of several calls, each times its weight, are added before they are sent.
     over: how `reduce` counts ranks; None for a sum.
     """
@@ -112,7 +116,8 @@ class Plan(NamedTuple):
         return 1.0 if self.over is None else sums["live" if self.over == "live" else "weight"]
 
     def starts_from_weight(self, step: int, mixed: Collection[str]) -> bool:
-        """Whether the backward pass of a loss must start from this rank's weight, since it mixes the losses of ranks of other weights.
+        """Whether the backward pass of a loss must start from this rank's weight, since it mixes the losses of ranks of
+        other weights.
 
         Args:
             mixed: The axes over which the loss has communicated.
@@ -142,8 +147,8 @@ def make_plan(
         hook: The transform of the gradients.
         sizes: Axis name -> number of ranks, of the axes that are bound where it runs. Axes of one rank need no message.
         ends: The transforms of parameters, optimizer state and buffers at the end of a step.
-        adds: Whether gradients of several calls, each times its weight, are added before they are sent. Then only a mean by these weights
-            can be summed in place.
+        adds: Whether gradients of several calls, each times its weight, are added before they are sent. Then only a
+            mean by these weights can be summed in place.
         clips: Whether the optimizer's kernel may clip. Then the gradients themselves are left as they were.
     """
     mesh_axes = tuple(name for name, size in sizes.items() if size > 1) or tuple(sizes)
@@ -168,9 +173,10 @@ def make_plan(
 def records_of(plan: Plan, parts: Parts, step: int, place: StepPlace) -> SentRecords:
     """The records of a step, by its number.
 
-    Where ranks loop together all of them must know of each other in every step. The record of a plain reduction travels in its
-    messages; for other hooks it goes before them, since their means need the sum of the weights. torch's buckets have no room for it; in
-    a module's mean over the world, where no hyperparameters are compared, there is nothing to say.
+    Where ranks loop together all of them must know of each other in every step. The record of a plain reduction travels
+    in its messages; for other hooks it goes before them, since their means need the sum of the weights. torch's buckets
+    have no room for it; in a module's mean over the world, where no hyperparameters are compared, there is nothing to
+    say.
     """
     axes, equal, shares, *_ = plan.reduced(step)
     plain = plan.reduce is not None
@@ -194,7 +200,8 @@ def _reduced(hook: Transform, mesh_axes: tuple[str, ...], step: int) -> StepRedu
 
 
 def _first_reductions(part: Transform, step: int | None) -> tuple[frozenset[str], tuple[Transform, ...]]:
-    """How the reductions that gradients reach first in a transform count ranks, and the stages that change gradients before.
+    """How the reductions that gradients reach first in a transform count ranks, and the stages that change gradients
+    before.
 
     Without a reduction: none, and the stages that change gradients.
     """

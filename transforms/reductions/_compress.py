@@ -82,8 +82,9 @@ def compress(codec: Codec | torch.dtype, hook: Transform, seed: int = 0) -> Tran
     twice the codes of its gradients, less 1 / ranks of it, however many ranks there are. Two ranks send all their codes
     to each other, which are as many bytes, and encode once.
 
-    Each rank encodes its share of the mean; the ranks agree on the sum of their weights before. Results have the gradients'
-    dtypes, and are equal on all ranks to the bit. On an axis of one rank nothing is sent, and nothing is encoded.
+    Each rank encodes its share of the mean; the ranks agree on the sum of their weights before. Results have the
+    gradients' dtypes, and are equal on all ranks to the bit. On an axis of one rank nothing is sent, and nothing is
+    encoded.
 
     Args:
         codec: For example `int8()`; or a dtype: torch.bfloat16, float16, float8_e4m3fn or float8_e5m2, and float32 for
@@ -159,10 +160,10 @@ def error_feedback(hook: Transform) -> Transform:
 
         u <- w g / W + e,  u' = u as the others decode it,  e <- u - u'
 
-    with w the rank's weight and W that of all ranks. On three and more ranks the mean is encoded again for its way back; the
-    rank that summed it keeps that error. So nothing is lost forever: over all steps, the sum of the hook's results, plus the
-    sum of the ranks' residuals, equals the sum of all means, rounded to float32 where something is encoded. A rank without
-    input sends its residual.
+    with w the rank's weight and W that of all ranks. On three and more ranks the mean is encoded again for its way
+    back; the rank that summed it keeps that error. So nothing is lost forever: over all steps, the sum of the hook's
+    results, plus the sum of the ranks' residuals, equals the sum of all means, rounded to float32 where something is
+    encoded. A rank without input sends its residual.
 
     A step in which no rank has input, or whose result is not finite, uses up no residual (`power_sgd` decides this for
     each matrix, `hierarchical_mean` for each rank's part). Residuals stay bounded only if the error of a codec is

@@ -39,7 +39,8 @@ _LINE = 64  # bytes
 
 
 def _blocks(leaves: Mapping[str, Tensor], q: Mapping[str, Tensor], dtype: torch.dtype) -> list[tuple[list[str], bool]]:
-    """The paths of matrices of one shape, those of a single matrix last; whether a block is of one for the reason below.
+    """The paths of matrices of one shape, those of a single matrix last; whether a block is of one for the reason
+    below.
 
     The last bits of a product depend on the position of its factors in a cache line. A matrix's result must not depend
     on the other matrices of the bucket. So on a CPU, matrices whose factors end inside a cache line are blocks of one.

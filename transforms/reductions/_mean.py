@@ -1,7 +1,7 @@
 """Sums and means over ranks: `mean`, `sum_over`, the mean in two levels; encoded sums and their residuals.
 
-A rank without input takes part with weight 0 and contributes exactly nothing. Uneven inputs need nothing more. A train_step sums
-the buckets of a plain mean by itself, in `SumReducer` of fjoin/step, and its optimizer divides.
+A rank without input takes part with weight 0 and contributes exactly nothing. Uneven inputs need nothing more. A
+train_step sums the buckets of a plain mean by itself, in `SumReducer` of fjoin/step, and its optimizer divides.
 """
 
 from __future__ import annotations
@@ -37,15 +37,18 @@ from ..base import (
 )
 from ..codecs import Codec, encode_rows, places_of, refuse_derivative
 
-# Floats that are decoded at a time: all ranks' floats do not fit a CPU's cache, and much memory is not given to one launch.
+# Floats that are decoded at a time: all ranks' floats do not fit a CPU's cache, and much memory is not given to one
+# launch.
 _DECODED, _DECODED_IN_A_LAUNCH = 2**17, 2**25
 
-# (codec, floats, the position of each float or None, whether losses are needed) -> the sum, and what this rank's messages lose
+# (codec, floats, the position of each float or None, whether losses are needed) -> the sum, and what this rank's
+# messages lose
 Reduce: TypeAlias = Callable[[Codec, Tensor, "Tensor | None", bool], "tuple[Tensor, Tensor | None]"]
 
 
 class ResidualMemory:
-    """The residuals of one call inside error feedback. An encoded reduction adds them to what it sends, and keeps new ones.
+    """The residuals of one call inside error feedback. An encoded reduction adds them to what it sends, and keeps new
+    ones.
 
     Only the paths in `old` have residuals. Others have none, such as those of a mean that only a codec around the whole
     transform encodes.
@@ -106,8 +109,8 @@ def coded_sum(
 ) -> tuple[Tensor, Tensor | None]:
     """The sum of all ranks' (n,) float32 through encoded messages, equal on all ranks to the bit.
 
-    Two ranks send all their codes to each other. On three and more each rank sums one chunk, and sends the sum to all ranks,
-    encoded again. Of several axes the last is summed first, and its result over the others.
+    Two ranks send all their codes to each other. On three and more each rank sums one chunk, and sends the sum to all
+    ranks, encoded again. Of several axes the last is summed first, and its result over the others.
 
     Args:
         places: (n,) int32, the position of each float, for a stochastic codec; see `places_of`.
@@ -261,7 +264,8 @@ def mean_of(leaves: list[Tensor], share: Share, axis: AxisName, donated: bool = 
 def mean_with_words(
     part: Transform, leaves: list[Tensor], call: Call, words: Mapping[str, Number], late: bool = False
 ) -> tuple[list[Tensor], list[Number], Tensor | None] | None:
-    """A plain `mean` or `sum_over` whose message carries more: the sum of weight * gradient, divided by the sum of the weights.
+    """A plain `mean` or `sum_over` whose message carries more: the sum of weight * gradient, divided by the sum of the
+    weights.
 
     Args:
         part: The transform.
@@ -271,8 +275,9 @@ def mean_with_words(
         late: Whether the caller's kernels can divide.
 
     Returns:
-        The means, which may lie in the memory of donated gradients; the sums of the words over the ranks; and what the kernels
-        still have to divide the means by, 0-d float64, if anything. None for gradients whose sums need the share to fit: float16.
+        The means, which may lie in the memory of donated gradients; the sums of the words over the ranks; and what the
+        kernels still have to divide the means by, 0-d float64, if anything. None for gradients whose sums need the
+        share to fit: float16.
     """
     of, own = part.facts.reduces, call.totals()
     assert of is not None
@@ -311,12 +316,12 @@ def mean(axis: AxisName, over: Over = "weight") -> Transform:
         over="live"     sum_r [w_r > 0] g_r / sum_r [w_r > 0]
         over="world"    sum_r [w_r > 0] g_r / size of the axis
 
-    The ranks agree on the sum of their weights first, in a message of 16 bytes; over the world they need none. Then each
-    sends its share of the mean, in the gradient's dtype, so that a message fits where the mean does. In `fuse` and in a
-    train_step a plain mean costs no message for that: there the sum of weight * gradient is divided behind the message, by
-    the weight that it has carried. Where all weights are 0, the result is 0. Numbers of 16 bits are added in float32 and
-    rounded once, but for gloo's and NCCL's own all-reduce, which adds two ranks' values at a time in the dtype of the
-    message.
+    The ranks agree on the sum of their weights first, in a message of 16 bytes; over the world they need none. Then
+    each sends its share of the mean, in the gradient's dtype, so that a message fits where the mean does. In `fuse` and
+    in a train_step a plain mean costs no message for that: there the sum of weight * gradient is divided behind the
+    message, by the weight that it has carried. Where all weights are 0, the result is 0. Numbers of 16 bits are added
+    in float32 and rounded once, but for gloo's and NCCL's own all-reduce, which adds two ranks' values at a time in the
+    dtype of the message.
 
     Args:
         axis: The axis, or a tuple of axes, to average over.

@@ -54,8 +54,8 @@ def power_sgd(
 ) -> Transform:
     """The weighted mean of all ranks' gradients, with matrices sent as two thin factors.
 
-    With M_r = w_r g_r / sum of w, as a matrix of shape[0] x all other dimensions, and Q of `rank` columns, the same on all
-    ranks:
+    With M_r = w_r g_r / sum of w, as a matrix of shape[0] x all other dimensions, and Q of `rank` columns, the same on
+    all ranks:
 
         P = orthonormal(sum_r M_r Q),   Q = sum_r M_r^T P,   result = P Q^T
 
@@ -63,9 +63,9 @@ def power_sgd(
     transform is inside `error_feedback(power_sgd(...))`: there each rank keeps M_r - P Q_r^T and adds it to its next
     M_r, so that over all steps nothing is lost.
 
-    One message carries P and the leaves that are not compressed; a second one carries Q. Without a compressed leaf there is
-    no second message. All are sent in float32, or in float64 if a gradient is float64; inside `compress` they are encoded.
-    On an axis of one rank nothing is sent and nothing is compressed.
+    One message carries P and the leaves that are not compressed; a second one carries Q. Without a compressed leaf
+    there is no second message. All are sent in float32, or in float64 if a gradient is float64; inside `compress` they
+    are encoded. On an axis of one rank nothing is sent and nothing is compressed.
 
     Args:
         axis: The axis, or a tuple of axes, to average over.
@@ -162,7 +162,9 @@ def _power_sgd(
         return switch_after(warmup_steps, mean(axis, over), make(axis, rank, **settings, over=over))  # type: ignore[arg-type]
 
     def shapes(leaves: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
-        """The shape of the Q of each matrix that is compressed, (rank, columns), by path; all leaves together are at ""."""
+        """The shape of the Q of each matrix that is compressed, (rank, columns), by path; all leaves together are at
+        "".
+        """
         sizes = {p: (x.shape[0], x.numel() // x.shape[0]) for p, x in leaves.items() if x.dim() > 1 and x.numel()}
         if batched:
             count = sum(leaf.numel() for leaf in leaves.values())

@@ -22,7 +22,6 @@ class FlatCall:
     Attributes:
         tensors: Those in the arguments, until the first run has ended.
         found: What the function reaches.
-
     """
 
     def __init__(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> None:

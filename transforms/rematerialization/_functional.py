@@ -116,7 +116,8 @@ class Region:
     def flat(self, tensors: Sequence[Tensor], first: bool = False) -> list[Tensor]:
         """Call the function; in the first run with a graph, which is gone after it, and a level of torch.func.
 
-        Many operations, and the order of random numbers, are others below a level: the first run has what later runs have.
+        Many operations, and the order of random numbers, are others below a level: the first run has what later runs
+        have.
 
         Args:
             tensors: In the place of `self.tensors`.

@@ -113,7 +113,9 @@ class Keeper:
             self._keep(step, keep)
 
     def named(self, x: Tensor, name: str) -> None:
-        """A value has got a name: keep the result of the operation that made it, if the policy keeps values of this name."""
+        """A value has got a name: keep the result of the operation that made it, if the policy keeps values of this
+        name.
+        """
         keep, step = keep_of_name(self._policy, self._meaning, name), self._origins.get(memory_of(x))
         if keep is not RECOMPUTE and step is not None and step.place not in self.kept:
             self._keep(step, keep)
@@ -270,8 +272,8 @@ def moved(values: Sequence[Tensor]) -> list[Any]:
 def checkpoint_name(x: Tensor, name: str) -> Tensor:
     """The same value, with a name by which a policy of `remat` can keep it.
 
-    What is kept is the result of the operation that made the value, which then does not run again. In torch.compile names
-    have no effect.
+    What is kept is the result of the operation that made the value, which then does not run again. In torch.compile
+    names have no effect.
 
     Args:
         x: Any tensor.

@@ -38,7 +38,9 @@ class Reached(NamedTuple):
 
 
 def reached(fn: Callable[..., Any], *arguments: Any) -> Reached:
-    """Search a function's closure, globals and defaults, methods' objects, attributes of modules and objects, containers."""
+    """Search a function's closure, globals and defaults, methods' objects, attributes of modules and objects,
+    containers.
+    """
     found = Reached([], [], [])
     seen: set[int] = set()
     todo: list[tuple[Any, int]] = [(root, 0) for root in (*arguments, fn)]

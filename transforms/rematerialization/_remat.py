@@ -38,9 +38,9 @@ def remat(
 
     - Arguments and results are pytrees, whose leaves need not be tensors. In plain autograd a result may be any object.
     - Derivatives by tensors that `fn` uses without taking them, such as the parameters of a module, are right too.
-    - The second run has the random numbers of torch, autocast, modes for functions, axes and weight of the first one, and
-      the state of modules: buffers that `fn` writes into, such as those of a BatchNorm, and attributes that it sets are
-      changed once. Other objects of Python are changed twice, as in torch: keep state in modules, or return it.
+    - The second run has the random numbers of torch, autocast, modes for functions, axes and weight of the first one,
+      and the state of modules: buffers that `fn` writes into, such as those of a BatchNorm, and attributes that it sets
+      are changed once. Other objects of Python are changed twice, as in torch: keep state in modules, or return it.
     - In torch.compile it is torch.utils.checkpoint, whose policies know no names; a function that reaches buffers, or
       whose values wait elsewhere, is not compiled.
 
@@ -48,21 +48,22 @@ def remat(
         fn: The function, or a module. It must do the same when it runs again.
         policy: Which results of operations to keep, by default none: `dots_saveable`, `save_only_these_names(...)` and
             others by JAX's names, or any function `(op, *args, **kwargs) -> bool` of operations of ATen.
-        offload: Where kept values wait, those arguments included that are results of other operations, but no parameters:
-            "cpu" for pinned memory of the host, with copies on a stream of their own. By default on their device; what a
-            policy offloads by itself waits in pinned memory in either case.
+        offload: Where kept values wait, those arguments included that are results of other operations, but no
+            parameters: "cpu" for pinned memory of the host, with copies on a stream of their own. By default on their
+            device; what a policy offloads by itself waits in pinned memory in either case.
         preserve_rng_state: Whether to keep the state of torch's random number generators for the second run.
 
     Returns:
         A function with the arguments and results of `fn`.
 
     Raises:
-        TypeError: no function; another `offload`; raised by the call: under torch.func, a result that is an object of an
-            unknown class.
-        ValueError: raised by the call: `fn` writes into an argument, or into a tensor that no module holds; values on the
-            CPU that "cpu" should move.
-        RuntimeError: raised by the call: under torch.func, `fn` uses a tensor that requires a gradient, and that is neither an
-            argument nor reached from `fn`; raised in the backward pass: the second run does something else than the first.
+        TypeError: no function; another `offload`; raised by the call: under torch.func, a result that is an object of
+            an unknown class.
+        ValueError: raised by the call: `fn` writes into an argument, or into a tensor that no module holds; values on
+            the CPU that "cpu" should move.
+        RuntimeError: raised by the call: under torch.func, `fn` uses a tensor that requires a gradient, and that is
+            neither an argument nor reached from `fn`; raised in the backward pass: the second run does something else
+            than the first.
 
     Source: Chen et al. 2016, https://arxiv.org/abs/1604.06174; jax.checkpoint.
 
@@ -155,6 +156,7 @@ _reached = devices.uncompiled(reached)
 
 @devices.constant
 def _reaches_state(fn: Callable[..., Any], *modules: nn.Module) -> bool:
-    """Whether a function reaches buffers or other tensors that it may write into: torch.compile computes again from what is
-    in them after the write."""
+    """Whether a function reaches buffers or other tensors that it may write into: torch.compile computes again from
+    what is in them after the write.
+    """
     return any(not x.requires_grad for x in _reached(fn, *modules).tensors)

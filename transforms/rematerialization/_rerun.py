@@ -96,7 +96,10 @@ class Rerun:
         self._drawn = [get() for get, _, _ in self._random]
 
     def has_drawn(self) -> bool:
-        """Whether a later run has drawn all random numbers of the first one. While that one still runs, they are not known."""
+        """Whether a later run has drawn all random numbers of the first one.
+
+        While that one still runs, they are not known.
+        """
         return all(torch.equal(get(), end) for (get, _, _), end in zip(self._random, self._drawn, strict=False))
 
     def holds(self, x: Tensor) -> bool:

@@ -75,10 +75,12 @@ class Residuals(tuple[Residual, ...]):
 
 
 def saved_residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Residuals:
-    """What a function keeps for its backward pass. Nothing is computed, no memory is used, and modules stay as they are.
+    """What a function keeps for its backward pass. Nothing is computed, no memory is used, and modules stay as they
+    are.
 
     Derivatives are by the arguments, parameters and other tensors that require a gradient; where the result depends on
-    none, by the first argument, as in torch.func.grad. What a `remat` inside the function keeps is what its policy says.
+    none, by the first argument, as in torch.func.grad. What a `remat` inside the function keeps is what its policy
+    says.
 
     Args:
         fn: The function, or a module.
@@ -90,8 +92,8 @@ def saved_residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Residu
 
     Raises:
         TypeError: no function.
-        ValueError: the function depends on the values of tensors, uses torch.func inside, or writes into a tensor that no
-            module holds.
+        ValueError: the function depends on the values of tensors, uses torch.func inside, or writes into a tensor that
+            no module holds.
 
     >>> from fjoin import transforms as tx
     >>> def block(w, x):

@@ -32,8 +32,8 @@ _SAME = {
     CheckpointPolicy.PREFER_SAVE: SAVE,
     CheckpointPolicy.PREFER_CPU_OFFLOAD: OFFLOAD,
 }
-# From an operation of ATen and its arguments to whether to keep its result: one of torch's words, or a bool. True is SAVE, or
-# OFFLOAD where `remat` says where to.
+# From an operation of ATen and its arguments to whether to keep its result: one of torch's words, or a bool. True is
+# SAVE, or OFFLOAD where `remat` says where to.
 Policy: TypeAlias = Callable[..., "CheckpointPolicy | bool"]
 
 
@@ -188,7 +188,8 @@ def save_and_offload_only_these_names(
 
     Args:
         names_which_can_be_saved: Names of values to keep on their device.
-        names_which_can_be_offloaded: Names of values to keep where `remat(..., offload=)` says, by default in pinned memory.
+        names_which_can_be_offloaded: Names of values to keep where `remat(..., offload=)` says, by default in pinned
+            memory.
         offload_src: "device".
         offload_dst: "pinned_host"; `remat(..., offload=)` overrides it.
 

@@ -53,8 +53,8 @@ def sync_batch_norm(
 
     Raises:
         UnboundAxis: nothing binds the axis.
-        ValueError: x, the state, scale or bias has another shape. On all ranks, on the host: they have one value per channel together,
-            whose variance is none.
+        ValueError: x, the state, scale or bias has another shape. On all ranks, on the host: they have one value per
+            channel together, whose variance is none.
         TypeError: the state is no pair.
 
     Same as: torch.nn.SyncBatchNorm, which refuses uneven inputs.
@@ -127,7 +127,8 @@ _KEPT = tuple("affine track_running_stats training weight bias running_mean runn
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Batch normalization by `sync_batch_norm`, with the parameters and buffers of torch's; made by `convert_sync_batchnorm`.
+    """Batch normalization by `sync_batch_norm`, with the parameters and buffers of torch's; made by
+    `convert_sync_batchnorm`.
 
     Args:
         axis: The axis, or a tuple of axes, to normalize over.
@@ -163,11 +164,12 @@ class SyncBatchNorm(_BatchNorm):
 
 
 def convert_sync_batchnorm(module: M, axis: AxisName = "data") -> M:
-    """A module whose batch normalization, of any number of dimensions, is over the batches of all ranks, whatever their sizes.
+    """A module whose batch normalization, of any number of dimensions, is over the batches of all ranks, whatever their
+    sizes.
 
-    The converted layers hold the parameters and buffers of the original ones, under the same paths, so checkpoints fit. Call it before
-    `fjoin.functional`. Where ranks have different numbers of batches, loop over `step.join(loader, when_exhausted="replay")`, since
-    the forward pass then communicates.
+    The converted layers hold the parameters and buffers of the original ones, under the same paths, so checkpoints fit.
+    Call it before `fjoin.functional`. Where ranks have different numbers of batches, loop over `step.join(loader,
+    when_exhausted="replay")`, since the forward pass then communicates.
 
     Args:
         module: Any module. Layers inside it are replaced in place.
