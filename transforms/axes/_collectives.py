@@ -121,6 +121,12 @@ def pbroadcast(x: Tree, axis: str, source: int) -> Tree:
 def ppermute(x: Tree, axis: str, perm: Sequence[tuple[int, int]]) -> Tree:
     """Send each rank's value along `(source, target)` pairs; a rank that is no target gets zeros.
 
+    With perm = [(0, 1), (1, 2), (2, 3)] on four ranks:
+
+        rank      0        1        2        3
+        before    [a a]    [b b]    [c c]    [d d]
+        after     [0 0]    [a a]    [b b]    [c c]
+
     Args:
         x: A pytree, of the same structure, shapes and dtypes on every rank.
         axis: A bound axis name.
@@ -183,6 +189,13 @@ def axis_size(axis: AxisName) -> int:
 def all_gather(x: Tree, axis: AxisName, *, dim: int = 0, tiled: bool = False) -> Tree:
     """All ranks' values, stacked along a new dimension or, tiled, concatenated along one.
 
+    On four ranks:
+
+        rank              0                1          2          3
+        before            [a]              [b]        [c]        [d]
+        after             [[a][b][c][d]]   the same   the same   the same
+        after, tiled      [a b c d]        the same   the same   the same
+
     Args:
         x: A pytree, of the same structure, shapes and dtypes on every rank.
         axis: A bound axis name, or a tuple of them.
@@ -230,6 +243,13 @@ def place_gathered(x: Tree, dim: int, tiled: bool) -> Tree:
 def psum_scatter(x: Tree, axis: AxisName, *, dim: int = 0, tiled: bool = False) -> Tree:
     """The sum over the ranks; rank r keeps only its r-th piece along `dim`.
 
+    On four ranks, each with four values:
+
+        rank              0                1                2                3
+        before            [a0 a1 a2 a3]    [b0 b1 b2 b3]    [c0 c1 c2 c3]    [d0 d1 d2 d3]
+        after             a0+b0+c0+d0      a1+b1+c1+d1      a2+b2+c2+d2      a3+b3+c3+d3
+        after, tiled      [a0+b0+c0+d0]    [a1+b1+c1+d1]    [a2+b2+c2+d2]    [a3+b3+c3+d3]
+
     Args:
         x: Leaves with n, the size of the axis, at `dim`; tiled: with a multiple of n there.
         axis: A bound axis name, or a tuple of them.
@@ -263,6 +283,12 @@ def psum_scatter(x: Tree, axis: AxisName, *, dim: int = 0, tiled: bool = False) 
 
 def all_to_all(x: Tree, axis: str, split_dim: int = 0, concat_dim: int = 0, *, tiled: bool = False) -> Tree:
     """Rank r sends its s-th piece along `split_dim` to rank s.
+
+    On four ranks, each with four values:
+
+        rank      0                1                2                3
+        before    [a0 a1 a2 a3]    [b0 b1 b2 b3]    [c0 c1 c2 c3]    [d0 d1 d2 d3]
+        after     [a0 b0 c0 d0]    [a1 b1 c1 d1]    [a2 b2 c2 d2]    [a3 b3 c3 d3]
 
     Args:
         x: Leaves with n, the size of the axis, at `split_dim`; tiled: with a multiple of n there.
@@ -329,6 +355,13 @@ def all_to_all_single(
     output_split_sizes: Sequence[int] | None = None,
 ) -> Tree:
     """`all_to_all` along the first dimension, with a different number of rows for each rank.
+
+    On four ranks, if rank 0 gives (1, 2, 0, 1) rows, and the others give one row to rank 0 and nothing else:
+
+        rank                  0                1               2               3
+        before                [a0 a1 a2 a3]    [b]             [c]             [d]
+        after                 [a0 b c d]       [a1 a2]         []              [a3]
+        output_split_sizes    (1, 1, 1, 1)     (2, 0, 0, 0)    (0, 0, 0, 0)    (1, 0, 0, 0)
 
     Args:
         x: A pytree; the first dimension of every leaf is divided, in the same way.
