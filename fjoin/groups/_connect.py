@@ -48,7 +48,7 @@ def links_to_host(
 
     Args:
         doorways: Rank -> its host, and the address of its doorway; of all ranks, which all call this.
-        meetings: Where the ranks agree.
+        meetings: Where the ranks compare values.
         required: Whether to raise where a rank cannot connect.
 
     Raises:

@@ -219,7 +219,7 @@ def parameters_fit(mesh: Communicator, fit: bool, step: int) -> None:
 
 
 def common_names(mesh: Communicator, axes: tuple[str, ...], mine: list[str] | None) -> tuple[str, ...] | None:
-    """The names in aux["sum"], agreed on by the ranks of some axes; None if no rank knows them.
+    """The names in aux["sum"], the same on the ranks of some axes; None if no rank knows them.
 
     Only ranks with a batch know the names.
 

@@ -23,7 +23,7 @@ _MOST_RANKS = 4096
 
 
 class Requests:
-    """What this rank asks of all ranks, and what the ranks have agreed on. No message grows by it.
+    """What this rank asks of all ranks, and what they must do. No message grows by it.
 
     A rank asks at any time. The request travels once, in the next record of a step, and all ranks know it after the
     same step: after the step that sent it, or, where no rank waits for that record, after the step that follows.
@@ -67,7 +67,7 @@ class Requests:
         self._asked.add(what)
 
     def begin(self) -> None:
-        """A loop begins: what an earlier one has agreed on does not stop it."""
+        """A loop begins: a stop that was due in an earlier one does not stop it."""
         self.stop_due, self.in_loop = False, True
 
     def end(self) -> None:

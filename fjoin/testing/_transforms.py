@@ -58,7 +58,7 @@ def goes_bucket_by_bucket(make: Callable[[], tx.Transform]) -> None:
         for step in range(3):
             grads, weight = grads_of(10 * step + me), float(me)
             out, whole = part.update(grads, whole, params, weight=weight)
-            call = Call(weight)  # one for all buckets: their ranks agree once
+            call = Call(weight)  # one for all buckets: their weights are summed once
             for i, pick in enumerate(picks):
                 one, states[i] = part.run(pick(grads), states[i], pick(params), call)
                 assert (one is None) == (out is None)

@@ -196,11 +196,11 @@ class Run:
         return grad_output, own
 
     def _first_queue(self, storage: Storage, own: dict[str, Any]) -> BucketQueue:
-        """The queue of the buckets. In the first step the ranks agree on the names of the user's sums."""
+        """The queue of the buckets. In the first step the ranks compare the names of the user's sums."""
         settled = self.records.of_all.take_names(own)
         self.records.fit(storage.layout)
         queue = BucketQueue(self.reducer.prepare(storage))
         self.passes.hooks.queue = queue
-        # Where no rank has a batch yet, the ranks agree again in the next step.
+        # If no rank has a batch yet, the ranks compare them again in the next step.
         self._queue = queue if settled else None
         return queue

@@ -19,7 +19,7 @@ class WindowMean:
     """A reduction of parameters, or of their changes.
 
     Its `over` gives the weights of the ranks: those of their windows ("weight"), 1 for each rank with a window of
-    weight above 0 ("live"), or 1 for each rank ("world"). The ranks agree on their weights in a message before.
+    weight above 0 ("live"), or 1 for each rank ("world"). The ranks sum their weights in a message before.
     """
 
     def __init__(self, name: str, reduction: Transform) -> None:

@@ -67,7 +67,7 @@ class Call:
         return self.totals().weight if self.axes else self._weight
 
     def share(self, axis: AxisName, over: Over = "weight", device: torch.device | None = None) -> Share:
-        """The factor of this rank's values in a mean over axes, agreed on by all their ranks.
+        """The factor of this rank's values in a mean over axes, after the sum over all their ranks.
 
             over="weight"   w / sum of w
             over="live"     [w > 0] / sum of [w > 0]
@@ -132,7 +132,7 @@ class Call:
     def inside(self, **changes: Any) -> Call:
         """The context of a call inside this one, with some attributes changed.
 
-        Another weight is that of a rank by itself: what has been reduced and agreed on before does not go with it.
+        Another weight is that of a rank by itself: reductions and sums from before do not belong to it.
 
         Raises:
             TypeError: a name that is no attribute.

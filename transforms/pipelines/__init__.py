@@ -5,7 +5,7 @@ _pipeline          `Pipeline`; the effect of a step; donated states; rates that 
 _fuse              `fuse`: its init, step and flush; `zero`
 _sharded           the pieces that a rank steps, and how parameters are gathered
 _skip              `skip_if_nonfinite` and `dynamic_loss_scale`
-_plan              how a pipeline runs, and what its ranks agree on, read off its spec
+_plan              how a pipeline runs, and what its ranks sum beside gradients, read off its spec
 _placements        which ranks have which part of the state
 _explain           `explain`: a step without data, which counts its messages
 """

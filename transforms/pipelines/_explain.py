@@ -175,7 +175,7 @@ class Counting:
         axes: Axis name -> number of ranks.
         sizes: The sizes of buckets in bytes; see `bucket_sizes`.
         buckets: Those of a DistributedDataParallel, whose messages carry gradients only.
-        uses, compares: Whether its ranks agree on the parameters in use, and compare hyperparameters.
+        uses, compares: Whether its ranks sum which parameters are in use, and compare hyperparameters.
         buffers, on_buffers: The buffers, and their transform.
 
     Raises:
@@ -235,11 +235,11 @@ class Counting:
             return Explanation(tuple(self._rows(step)), self._sizes)
 
     def _rows(self, step: int) -> Iterator[Row]:
-        """The stages of the hook, what ranks agree on, the optimizer, and what comes after it."""
+        """The stages of the hook, what ranks sum beside gradients, the optimizer, and what comes after it."""
         records = records_of(self._plan, self._parts, step, "module" if self._in_module else "buckets")
         parts, reduced, pieces, own = stages(self._hook), self._plan.reduced(step), self._pieces, self._own
         call = Call(None, step)
-        for axes in reduced.shares:  # the ranks have agreed on these
+        for axes in reduced.shares:  # the ranks have summed these
             call.know(axes, shares.totals_of(1.0, 1.0))
         values = self._params
         for i, part in enumerate(parts):

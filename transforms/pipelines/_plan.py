@@ -16,7 +16,7 @@ class StepReduction(NamedTuple):
 
     axes: the axes over which it reduces: their ranks take or skip a step together. Empty where it sends nothing.
     equal: whether its own messages make the gradients equal on all of these ranks.
-    shares: the axes over which ranks agree on the sums of their weights, for the means in it.
+    shares: the axes over which ranks sum their weights, for the means in it.
     counts: how the reductions that gradients reach first count ranks: by "weight", or each "live" one as 1.
     before: the stages that change gradients before these.
     """
@@ -36,7 +36,7 @@ class StepReduction(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """The parts of a pipeline on which it depends what its ranks agree on."""
+    """The parts of a pipeline on which it depends what its ranks sum beside gradients."""
 
     after: Transform | None = None
     on_state: Transform | None = None

@@ -82,7 +82,7 @@ def compress(codec: Codec | torch.dtype, hook: Transform, seed: int = 0) -> Tran
     twice the codes of its gradients, less 1 / ranks of it, however many ranks there are. Two ranks send all their codes
     to each other, which are as many bytes, and encode once.
 
-    Each rank encodes its share of the mean; the ranks agree on the sum of their weights before. Results have the
+    Each rank encodes its share of the mean; the ranks sum their weights before. Results have the
     gradients' dtypes, and are equal on all ranks to the bit. On an axis of one rank nothing is sent, and nothing is
     encoded.
 

@@ -316,7 +316,7 @@ def mean(axis: AxisName, over: Over = "weight") -> Transform:
         over="live"     sum_r [w_r > 0] g_r / sum_r [w_r > 0]
         over="world"    sum_r [w_r > 0] g_r / size of the axis
 
-    The ranks agree on the sum of their weights first, in a message of 16 bytes; over the world they need none. Then
+    The ranks sum their weights first, in a message of 16 bytes; over the world they need none. Then
     each sends its share of the mean, in the gradient's dtype, so that a message fits where the mean does. In `fuse` and
     in a train_step a plain mean costs no message for that: there the sum of weight * gradient is divided behind the
     message, by the weight that it has carried. Where all weights are 0, the result is 0. Numbers of 16 bits are added
