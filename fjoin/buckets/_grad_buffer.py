@@ -59,7 +59,7 @@ class GradBuffer:
         pieces: Pieces | None = None,
         memory: Tensor | None = None,
     ) -> None:
-        self.bucket, self._shapes, self.pieces, self.scattered = bucket, shapes, pieces, False
+        self.layout, self._shapes, self.pieces, self.scattered = bucket, shapes, pieces, False
         self.direct: bool = bucket.direct and memory is None
         numel = 0 if self.direct else bucket.numel
         if memory is None:
@@ -120,7 +120,7 @@ class GradBuffer:
             leaf = self.leaves[i]
             grad: Any = leaf.grad
             if grad.layout is not torch.strided:
-                trees.check_dense(f"the gradient of {self.bucket.paths[i]!r}", grad)
+                trees.check_dense(f"the gradient of {self.layout.paths[i]!r}", grad)
             if self._window and (total := self._window.pop(leaf, None)) is not None:
                 grad = total.add_(grad).to(grad.dtype)
             grads.append(grad)
@@ -151,7 +151,7 @@ class GradBuffer:
     def refuse_second(self, i: int) -> NoReturn:
         """Raise RuntimeError for a gradient of the i-th leaf that comes after one of the same backward pass."""
         raise RuntimeError(
-            f"the gradient of {self.bucket.paths[i]!r} arrived twice in one backward pass, so that one part would be lost; with "
+            f"the gradient of {self.layout.paths[i]!r} arrived twice in one backward pass, so that one part would be lost; with "
             f"torch.utils.checkpoint pass use_reentrant=False"
         )
 
@@ -193,8 +193,8 @@ class GradBuffer:
         if self.scattered:
             assert self.pieces is not None
             return self.pieces.leaves_own(0, self.grads)
-        found = self._views if self.grads is self._own else views(self.bucket, self.grads, self._shapes)
-        return dict(zip(self.bucket.paths, found, strict=True))
+        found = self._views if self.grads is self._own else views(self.layout, self.grads, self._shapes)
+        return dict(zip(self.layout.paths, found, strict=True))
 
 
 def keep_grad(leaf: Tensor, storage: Storage | None) -> None:
@@ -232,21 +232,21 @@ class BucketQueue:
     """Launches the buckets' messages in the buckets' order, whatever order they fill in.
 
     Args:
-        outgoing: The buckets.
+        buckets: The buckets.
     """
 
-    outgoing: list[GradBuffer]
+    buckets: list[GradBuffer]
 
-    def __init__(self, outgoing: list[GradBuffer]) -> None:
-        self.outgoing = outgoing
-        self._next = len(outgoing)
+    def __init__(self, buckets: list[GradBuffer]) -> None:
+        self.buckets = buckets
+        self._next = len(buckets)
         self._open = False
 
     def start(self, storage: Storage, launch: LaunchBucket) -> None:
         """Take the gradients of these parameters, and launch the buckets in the thread that fills them."""
         self._next, self._open, self._launch = 0, True, launch
-        for out, leaves in zip(self.outgoing, storage.by_bucket, strict=True):
-            out.start(leaves, storage.window)
+        for bucket, leaves in zip(self.buckets, storage.by_bucket, strict=True):
+            bucket.start(leaves, storage.window)
 
     @contextlib.contextmanager
     def muted(self, storage: Storage) -> Iterator[None]:
@@ -258,13 +258,13 @@ class BucketQueue:
     def stop(self) -> None:
         """Take no more gradients until the next start."""
         self._open = False
-        for out in self.outgoing:
-            out.work = None
+        for bucket in self.buckets:
+            bucket.work = None
 
     def free(self) -> None:
         """Free the gradients after the step; see `GradBuffer.free`."""
-        for out in self.outgoing:
-            out.free()
+        for bucket in self.buckets:
+            bucket.free()
 
     def arrived(self, index: int, i: int | None) -> None:
         """Note a gradient of this bucket, and launch the buckets that are ready.
@@ -274,30 +274,30 @@ class BucketQueue:
         """
         if not self._open:
             return  # a backward pass over these leaves outside the step
-        out = self.outgoing[index]
-        if i is not None and out.leaves[i].grad is not None:  # a function's backward may give none
-            out.arrived(i)
-        elif i is None and all([leaf.grad is not None for leaf in out.leaves]):  # others are taken after backward
-            out.take(range(out.missing))
-        if not out.missing:
+        bucket = self.buckets[index]
+        if i is not None and bucket.leaves[i].grad is not None:  # a function's backward may give none
+            bucket.arrived(i)
+        elif i is None and all([leaf.grad is not None for leaf in bucket.leaves]):  # others are taken after backward
+            bucket.take(range(bucket.missing))
+        if not bucket.missing:
             self._advance()
 
     def _advance(self) -> None:
-        while self._next < len(self.outgoing) and not self.outgoing[self._next].missing:
-            out = self.outgoing[self._next]
-            out.work = self._launch(self._next, out)
+        while self._next < len(self.buckets) and not self.buckets[self._next].missing:
+            bucket = self.buckets[self._next]
+            bucket.work = self._launch(self._next, bucket)
             self._next += 1
 
     def finish(self) -> None:
         """Fill and launch the buckets that backward did not complete, after it has ended."""
         self._open = False
-        for out in self.outgoing:
-            late = [i for i, leaf in enumerate(out.leaves) if leaf.grad is not None]
-            if out.missing:
-                out.fill()
-                out.last = None if late else out.last  # they come in another order now
+        for bucket in self.buckets:
+            late = [i for i, leaf in enumerate(bucket.leaves) if leaf.grad is not None]
+            if bucket.missing:
+                bucket.fill()
+                bucket.last = None if late else bucket.last  # they come in another order now
             elif late:
-                out.refuse_second(late[0])
+                bucket.refuse_second(late[0])
         self._advance()
 
 
@@ -329,8 +329,8 @@ class GradHooks:
         Args:
             one_pass: Whether a step has one backward pass.
         """
-        outgoing = [] if self.queue is None or not one_pass else self.queue.outgoing
-        lasts = [out.last for out in outgoing] or [None] * len(storage.layout)
+        buckets = [] if self.queue is None or not one_pass else self.queue.buckets
+        lasts = [bucket.last for bucket in buckets] or [None] * len(storage.layout)
         if self._attached() is storage and lasts == self._lasts:
             return
         self.detach()

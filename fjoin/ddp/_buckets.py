@@ -54,7 +54,7 @@ class DDPBucket(GradBuffer):
 
     def __init__(self, of: Bucket, pieces: Pieces | None, bucket: GradBucket) -> None:
         self.buffer = self.grads = bucket.buffer()
-        self.bucket, self.pieces, self.scattered, self.direct = of, pieces, False, False
+        self.layout, self.pieces, self.scattered, self.direct = of, pieces, False, False
         self.work: Work | None = None
         self.message_sum: float | None = None
         self.seen: Tensor = torch.zeros((), device=self.grads.device)
@@ -66,19 +66,19 @@ class DDPBucket(GradBuffer):
         grads = {path: grad.reshape(-1) for path, grad in self._by_path.items()}
         parts, sizes = [self.grads[:0]], []
         for slices in self.pieces.slices_of_all:
-            own = [grads[path][start:stop] for path in self.bucket.paths for start, stop in (slices[path],) if stop]
+            own = [grads[path][start:stop] for path in self.layout.paths for start, stop in (slices[path],) if stop]
             parts += own
             sizes.append(sum(map(len, own)))
         return torch.cat(parts), list(itertools.accumulate(sizes, initial=0))
 
     def pack_own(self, slices: Mapping[str, Tensor]) -> Tensor:
         """This rank's slices, one after the other."""
-        return torch.cat([slices[path].reshape(-1) for path in self.bucket.paths])
+        return torch.cat([slices[path].reshape(-1) for path in self.layout.paths])
 
     def by_path(self) -> dict[str, Tensor]:
         if self.scattered:
             assert self.pieces is not None
-            shapes = {path: self.pieces.shape(path) for path in self.bucket.paths}
+            shapes = {path: self.pieces.shape(path) for path in self.layout.paths}
             parts = self.grads.split([shape.numel() for shape in shapes.values()])
             return {path: part.view(shape) for (path, shape), part in zip(shapes.items(), parts, strict=True)}
         return self._by_path
@@ -132,9 +132,9 @@ def bucket_of(paths: tuple[str, ...], numel: int, like: Tensor) -> Bucket:
     return Bucket(paths, (), numel, like.dtype, like.device, True, ())
 
 
-def divide(outs: Iterable[GradBuffer], total: float | Tensor) -> None:
+def divide(buckets: Iterable[GradBuffer], total: float | Tensor) -> None:
     """Divide summed gradients in place; by nothing where the total is 0."""
     total = shares.nonzero_or_one(total)
-    for out in outs:
+    for bucket in buckets:
         if isinstance(total, Tensor) or total != 1.0:
-            out.grads.div_(total)
+            bucket.grads.div_(total)

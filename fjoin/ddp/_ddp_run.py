@@ -112,7 +112,7 @@ class DDPRun:
         self.weighed, self.unweighed, self._sizes = False, False, set[int]()
         self.error: TypeError | ValueError | None = None
         self._weight = 1.0
-        self._outs: list[GradBuffer] = []
+        self._under_way: list[GradBuffer] = []
         self._futures: list[torch.futures.Future[Tensor]] = []
         self._missing = set[str]()  # the parameters whose buckets have not yet come in this pass
         self._pass: ModulePass | None = None
@@ -193,34 +193,34 @@ class DDPRun:
 
     # -- bucket by bucket -------------------------------------------------------------------------------
 
-    def __call__(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    def __call__(self, given: GradBucket) -> torch.futures.Future[Tensor]:
         """Send one bucket; the returned future completes after the last bucket."""
-        if bucket.buffer().is_sparse:
+        if given.buffer().is_sparse:
             raise TypeError(
                 "the module has sparse gradients, which are not supported; for nn.Embedding pass sparse=False"
             )
-        paths = tuple(map(self._path_of.__getitem__, map(id, bucket.parameters())))
+        paths = tuple(map(self._path_of.__getitem__, map(id, given.parameters())))
         if paths not in self._buckets:
-            new = bucket_of(paths, bucket.buffer().numel(), bucket.buffer())
+            new = bucket_of(paths, given.buffer().numel(), given.buffer())
             self._buckets[paths] = new, self._pieces_of(new)
-        out = DDPBucket(*self._buckets[paths], bucket)
+        bucket = DDPBucket(*self._buckets[paths], given)
         # Without `index` and `is_last`: in a static graph's first pass all buckets have index 0, and none is last.
         future: torch.futures.Future[Tensor] = torch.futures.Future(
-            devices=[out.grads.device] if devices.is_accelerator(out.grads.device) else None
+            devices=[bucket.grads.device] if devices.is_accelerator(bucket.grads.device) else None
         )
         try:
             if not self._missing:
                 self._begin()
-            self._missing.difference_update(out.bucket.paths)
-            self._outs.append(out)
+            self._missing.difference_update(bucket.layout.paths)
+            self._under_way.append(bucket)
             self._futures.append(future)
             with torch.no_grad():
                 if not self._weight and self.plan.reduced(self.body.step).is_partial:
-                    out.grads.zero_()
+                    bucket.grads.zero_()
                 if self.scaling is not None and self.scaling.missed:
-                    out.grads.fill_(math.nan)  # makes all ranks leave the step out
+                    bucket.grads.fill_(math.nan)  # makes all ranks leave the step out
                 assert self._pass is not None
-                out.work = self._pass.launch(len(self._outs) - 1, out)
+                bucket.work = self._pass.launch(len(self._under_way) - 1, bucket)
                 if not self._missing:
                     self._finish()
         except BaseException as error:
@@ -311,24 +311,26 @@ class DDPRun:
     def _forget(self) -> None:
         """Discard a pass that has ended or failed."""
         self.reducer.stop()
-        self._outs, self._futures, self._missing, self._pass = [], [], set(), None
+        self._under_way, self._futures, self._missing, self._pass = [], [], set(), None
 
     # -- after the last bucket ----------------------------------------------------------------------------
 
     def _finish(self) -> None:
         assert self._pass is not None
-        body, outs, layout = self.body, self._outs, self.params.layout
+        body, buckets, layout = self.body, self._under_way, self.params.layout
         with self.mesh.traffic.span(STEP) as span:
             self._pass.span = span
-            self._pass.close_pass(outs)
+            self._pass.close_pass(buckets)
         body.step += 1
-        if len(outs) != len(layout) or any(out.bucket is not bucket for out, bucket in zip(outs, layout, strict=True)):
-            self.params.layout = layout = tuple(out.bucket for out in outs)
-            self._buckets = {out.bucket.paths: (out.bucket, out.pieces) for out in outs}
+        if len(buckets) != len(layout) or any(
+            bucket.layout is not old for bucket, old in zip(buckets, layout, strict=True)
+        ):
+            self.params.layout = layout = tuple(bucket.layout for bucket in buckets)
+            self._buckets = {bucket.layout.paths: (bucket.layout, bucket.pieces) for bucket in buckets}
             if isinstance(body.hook, HookState):
                 body.hook = body.hook.relaid(layout)
-        for future, out in zip(self._futures, outs, strict=True):
-            future.set_result(out.buffer if out.scattered else out.grads)
+        for future, bucket in zip(self._futures, buckets, strict=True):
+            future.set_result(bucket.buffer if bucket.scattered else bucket.grads)
         self._forget()
 
     def drop_grads(self) -> None:

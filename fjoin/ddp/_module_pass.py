@@ -46,10 +46,10 @@ class ModulePass(Step):
         self.waits = run.pipeline is not None
         self._used: set[str] | None = None  # the parameters that some rank has used; None for all
 
-    def close_pass(self, outgoing: list[GradBuffer]) -> None:
+    def close_pass(self, buckets: list[GradBuffer]) -> None:
         """As `Step.close_pass`; a parameter that no rank has used keeps its part of the hook's state."""
         body, old, paths = self._body, self._body.hook, self._run.leaves
-        super().close_pass(outgoing)
+        super().close_pass(buckets)
         used, new = self._used, body.hook
         if used is not None and len(used) < len(paths):
             after, before = (state.whole() if isinstance(state, HookState) else state for state in (new, old))
@@ -58,7 +58,7 @@ class ModulePass(Step):
             )
             body.hook = new.split(kept) if isinstance(new, HookState) else kept
 
-    def decide(self, outgoing: list[GradBuffer]) -> Decision:
+    def decide(self, buckets: list[GradBuffer]) -> Decision:
         run = self._run
         axes, on_device = run.plan.reduced(self._body.step).axes, run.records.check.grads.on_device
         if run.pieces is not None:  # what the buckets hold is no gradient; before an error that ends the pass
@@ -72,7 +72,7 @@ class ModulePass(Step):
             self._used = run.used.anywhere()
         if run.error is not None:
             return Decision(Effect(True, False), error=run.error)
-        decision = super().decide(outgoing)
+        decision = super().decide(buckets)
         if run.pipeline is not None and self._sent.verdict and self.sums is not None:
             run.total.take(torch.tensor(self.sums["weight"] if axes else math.nan, dtype=torch.float64))
         if run.scaling is not None and (missed := run.scaling.take_error()) is not None:
@@ -82,21 +82,21 @@ class ModulePass(Step):
     def _refuse(self, error: Exception) -> None:
         raise_after_backward(error)
 
-    def _step_params(self, outgoing: list[GradBuffer]) -> None:
+    def _step_params(self, buckets: list[GradBuffer]) -> None:
         run, decision = self._run, self._decision
         grads = run.records.check.grads
         steps = decision.effect.steps is not False
-        by_kernels = steps and run.divides and self._used is None and grads.readable_without_sync(outgoing)
+        by_kernels = steps and run.divides and self._used is None and grads.readable_without_sync(buckets)
         if not by_kernels:
-            divide(outgoing, self._total)
+            divide(buckets, self._total)
         if run.pipeline is None or not steps:
             return
         own, optimizer, used = self._own_leaves(), run.pipeline.optimizer, self._used
         one = optimizer if optimizer.select is None else None
         items = [
             (path, one or optimizer.at(path), own[path], grad)
-            for out in outgoing
-            for path, grad in out.by_path().items()
+            for bucket in buckets
+            for path, grad in bucket.by_path().items()
             if used is None or path in used
         ]
         scale = decision.total if by_kernels else None

@@ -73,11 +73,11 @@ class Reducer:
         """Prepare for the buckets of a step."""
         raise NotImplementedError
 
-    def launch(self, index: int, out: GradBuffer) -> Work | None:
+    def launch(self, index: int, bucket: GradBuffer) -> Work | None:
         """Start the messages of a full bucket."""
         raise NotImplementedError
 
-    def finish(self, old: Any, storage: Params, outgoing: list[GradBuffer]) -> tuple[dict[str, Any] | None, Any]:
+    def finish(self, old: Any, storage: Params, buckets: list[GradBuffer]) -> tuple[dict[str, Any] | None, Any]:
         """Complete the messages after backward, and look at the gradients.
 
         Returns:
@@ -187,21 +187,21 @@ class StagedReducer(Reducer):
         self._stages.begin(call, opened.storage.layout, bool(reduced.axes))
         self._old = state, opened.storage
 
-    def launch(self, index: int, out: GradBuffer) -> Work | None:
+    def launch(self, index: int, bucket: GradBuffer) -> Work | None:
         """Run one bucket's hook until its first message is under way; `wait` runs it to its end."""
         if self._late_factor is not None:
-            multiply_(out.grads, self._late_factor)
+            multiply_(bucket.grads, self._late_factor)
         if self._seed != 1.0:
-            out.grads.div_(self._seed)
-        self._grads.before_hook(out)
+            bucket.grads.div_(self._seed)
+        self._grads.before_hook(bucket)
         if self._early is None or self._old is None:
             return None
         state, storage = self._old
-        old = state.of_bucket(index, out.bucket)
+        old = state.of_bucket(index, bucket.layout)
         if self._flat:
-            return self._stages.launch(out, old, {FLAT: storage.flats[index]}, self._pieces[index])
-        params = {path: storage.leaves[path].detach() for path in out.bucket.paths}
-        return self._stages.launch(out, old, params, out.pieces if self._early.sharded_over else None)
+            return self._stages.launch(bucket, old, {FLAT: storage.flats[index]}, self._pieces[index])
+        params = {path: storage.leaves[path].detach() for path in bucket.layout.paths}
+        return self._stages.launch(bucket, old, params, bucket.pieces if self._early.sharded_over else None)
 
     def stop(self) -> None:
         """Discard a step that has failed."""
@@ -210,16 +210,14 @@ class StagedReducer(Reducer):
 
     # -- after backward -------------------------------------------------------------------------
 
-    def finish(
-        self, old: HookState, storage: Params, outgoing: list[GradBuffer]
-    ) -> tuple[dict[str, Any] | None, float]:
+    def finish(self, old: HookState, storage: Params, buckets: list[GradBuffer]) -> tuple[dict[str, Any] | None, float]:
         """Run the other stages on all gradients; returns the summed record, and 1 as the total."""
-        for out in outgoing:
-            out.wait()
-        buckets, rest = self._stages.finish(outgoing, old.rest, storage)
-        self._state, self._old = old.after(buckets, rest, [out.bucket for out in outgoing]), None
-        for out in outgoing:
-            self._grads.observe(out)
+        for bucket in buckets:
+            bucket.wait()
+        states, rest = self._stages.finish(buckets, old.rest, storage)
+        self._state, self._old = old.after(states, rest, [bucket.layout for bucket in buckets]), None
+        for bucket in buckets:
+            self._grads.observe(bucket)
         sums, self._sums = self._sums, None
         return None if sums is None else sums.read(self._grads.on_device), 1.0
 
@@ -259,13 +257,13 @@ class SumReducer(Reducer):
         """The buffers of the messages."""
         layout, words = storage.layout, self._record.n_words
         carrier, pieces = record_bucket(layout) if self.carries_record else None, storage.pieces
-        outgoing = []
-        for i, bucket in enumerate(layout):
+        buckets = []
+        for i, leaves in enumerate(layout):
             own = words if i == carrier else 0
-            memory = self._mesh.zeros(bucket.numel + own, bucket.dtype, bucket.device, self._axes)
-            outgoing.append(GradBuffer(bucket, storage.shapes, own, pieces and pieces.only(i), memory))
-        self._carrier = None if carrier is None else outgoing[carrier]
-        return outgoing
+            memory = self._mesh.zeros(leaves.numel + own, leaves.dtype, leaves.device, self._axes)
+            buckets.append(GradBuffer(leaves, storage.shapes, own, pieces and pieces.only(i), memory))
+        self._carrier = None if carrier is None else buckets[carrier]
+        return buckets
 
     def start(self, state: Any, opened: Opened) -> None:
         """Prepare for the buckets of a step."""
@@ -280,19 +278,19 @@ class SumReducer(Reducer):
         else:
             self._alone = opened.begun.get(self._axes) or record.send(values)
 
-    def launch(self, index: int, out: GradBuffer) -> Work:
+    def launch(self, index: int, bucket: GradBuffer) -> Work:
         if self._late_factor is not None:
-            multiply_(out.grads, self._late_factor)
+            multiply_(bucket.grads, self._late_factor)
         if self._float16 or self.scaling.weighs:
             total = self._total(self.sums()) if self._float16 else None
-            self.scaling.before_sending_(out.grads, self._window_weight, total)
-        return self._send(out)
+            self.scaling.before_sending_(bucket.grads, self._window_weight, total)
+        return self._send(bucket)
 
     def _total(self, sums: Mapping[str, Any]) -> Any:
         return None if self._plan.over is None else shares.nonzero_or_one(self._plan.total(sums, self._record.ranks))
 
-    def _send(self, out: GradBuffer) -> Work:
-        return self._mesh.reduce_(out.buffer, self._axes)
+    def _send(self, bucket: GradBuffer) -> Work:
+        return self._mesh.reduce_(bucket.buffer, self._axes)
 
     def stop(self) -> None:
         """Discard a step that has failed."""
@@ -310,28 +308,28 @@ class SumReducer(Reducer):
         assert self._alone is not None
         return self._alone.read(self._grads.on_device)
 
-    def finish(self, old: Any, storage: Params, outgoing: list[GradBuffer]) -> tuple[dict[str, Any], Any]:
+    def finish(self, old: Any, storage: Params, buckets: list[GradBuffer]) -> tuple[dict[str, Any], Any]:
         """Complete the messages after backward; see `Reducer`."""
         rest = self._plan.rest
-        for out in outgoing:
-            out.wait()
+        for bucket in buckets:
+            bucket.wait()
             if not rest:
-                self._grads.observe(out)  # while later messages are still under way
+                self._grads.observe(bucket)  # while later messages are still under way
         sums = self.sums()
         total = self.scaling.behind_sum(self._plan.total(sums, self._record.ranks), self._float16)
         if not rest:
             clip = self._plan.clip
             keeps = None if clip is None or clip.facts.by_norm is None else clip.facts.by_norm.keeps
-            kept = () if keeps is None else keeps(self._grads.norm_of(outgoing) / total)
+            kept = () if keeps is None else keeps(self._grads.norm_of(buckets) / total)
             self._state = () if clip is None else ((), kept)
             return sums, total
-        for out in outgoing:
-            out.message_sum = None  # the stages make other values of these
-            out.grads.div_(shares.nonzero_or_one(total))
+        for bucket in buckets:
+            bucket.message_sum = None  # the stages make other values of these
+            bucket.grads.div_(shares.nonzero_or_one(total))
         axes, totals = self._record.axes, _totals_in(sums)
-        self._state = (old[0], *self._stages.finish(outgoing, old[1:], storage, (axes, totals))[1])
-        for out in outgoing:
-            self._grads.observe(out)
+        self._state = (old[0], *self._stages.finish(buckets, old[1:], storage, (axes, totals))[1])
+        for bucket in buckets:
+            self._grads.observe(bucket)
         return sums, 1.0
 
 
@@ -351,10 +349,10 @@ class ScatterReducer(SumReducer):
         self._under_way: list[Scatter] = []
         super().start(state, opened)
 
-    def _send(self, out: GradBuffer) -> Work:
+    def _send(self, bucket: GradBuffer) -> Work:
         while self._under_way and self._under_way[0].arrived():  # so that its gradients can be freed
             self._under_way.pop(0).wait()
-        self._under_way.append(Scatter(out, self._mesh.axes[self._axes[0]]))
+        self._under_way.append(Scatter(bucket, self._mesh.axes[self._axes[0]]))
         return self._under_way[-1]
 
     def stop(self) -> None:
@@ -370,11 +368,11 @@ class Scatter:
         total: After the wait: the sum of the elements of all pieces, where the transport has computed it.
     """
 
-    def __init__(self, out: GradBuffer, axis: Axis) -> None:
-        assert out.pieces is not None
-        self._out = out
+    def __init__(self, bucket: GradBuffer, axis: Axis) -> None:
+        assert bucket.pieces is not None
+        self._out = bucket
         self.total: float | None = None
-        self._work: PieceSum | None = axis.begin_scatter(*out.in_pieces(), out.pieces.rank)
+        self._work: PieceSum | None = axis.begin_scatter(*bucket.in_pieces(), bucket.pieces.rank)
 
     def arrived(self) -> bool:
         """Whether a wait would not wait."""

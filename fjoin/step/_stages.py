@@ -24,7 +24,7 @@ def run_stages(
     parts: Sequence[Transform],
     states: Any,
     storage: Params,
-    outgoing: Sequence[GradBuffer],
+    buckets: Sequence[GradBuffer],
     mesh: Communicator,
     call: Call,
 ) -> tuple[Any, ...]:
@@ -36,21 +36,21 @@ def run_stages(
     if not parts:
         return ()
     params = {path: leaf.detach() for path, leaf in storage.leaves.items()}
-    of = {path: grad for out in outgoing for path, grad in out.by_path().items()}
+    of = {path: grad for bucket in buckets for path, grad in bucket.by_path().items()}
     held = {path: of[path] for path in params}
     grads, new, pieces = dict(held), [], storage.pieces
-    if pieces is not None and all(out.scattered for out in outgoing):
+    if pieces is not None and all(bucket.scattered for bucket in buckets):
         params, call = pieces.own(params), call.inside(sharded_over=pieces.axis)
     with torch.no_grad(), bind_axes(mesh.axes), bind_pieces(pieces):
         for part, state in zip(parts, states, strict=True):
             grads, after = part.run(grads, state, params, call)
-            new.append(trees.copy_if_aliased(after, [*(out.grads for out in outgoing), *storage.flats]))
+            new.append(trees.copy_if_aliased(after, [*(bucket.grads for bucket in buckets), *storage.flats]))
             call = behind(part, call)
             if part.sharded_over and pieces is not None:
                 params = pieces.own(params)
-                for out in outgoing:
-                    out.scatter(out.pack_own(grads))
-                held = {path: grad for out in outgoing for path, grad in out.by_path().items()}
+                for bucket in buckets:
+                    bucket.scatter(bucket.pack_own(grads))
+                held = {path: grad for bucket in buckets for path, grad in bucket.by_path().items()}
         assign_(held, grads)
     return tuple(new)
 
@@ -111,7 +111,7 @@ class BucketStages:
         if self._side is not None:
             self._side.begin()
 
-    def launch(self, out: GradBuffer, old: Any, params: dict[str, Tensor], pieces: Pieces | None) -> Work | None:
+    def launch(self, bucket: GradBuffer, old: Any, params: dict[str, Tensor], pieces: Pieces | None) -> Work | None:
         """Run the stages of one bucket until their first message is under way; the `wait` of the work runs the rest.
 
         Args:
@@ -121,8 +121,7 @@ class BucketStages:
         """
         if self._early is None:
             return None
-        call = BucketCall(self, old, params, pieces)
-        call.out = out
+        call = BucketCall(self, bucket, old, params, pieces)
         self._calls.append(call)
         if self._interleaver is not None:
             return self._interleaver.start(call)
@@ -140,7 +139,7 @@ class BucketStages:
 
     def finish(
         self,
-        outgoing: Sequence[GradBuffer],
+        buckets: Sequence[GradBuffer],
         old: Sequence[Any],
         storage: Params,
         reduced: tuple[tuple[str, ...], Totals] | None = None,
@@ -165,7 +164,7 @@ class BucketStages:
                 call.know(*reduced)
             for part in self.parts[:count]:
                 call = behind(part, call)
-            rest = run_stages(parts, old, storage, outgoing, self._mesh, call)
+            rest = run_stages(parts, old, storage, buckets, self._mesh, call)
         return states, rest
 
     def stop(self) -> None:
@@ -178,26 +177,27 @@ class BucketStages:
 class BucketCall:
     """One bucket's call of the stages that run on buckets, in one step."""
 
-    def __init__(self, run: BucketStages, old: Any, params: dict[str, Tensor], pieces: Pieces | None = None) -> None:
+    def __init__(
+        self, run: BucketStages, bucket: GradBuffer, old: Any, params: dict[str, Tensor], pieces: Pieces | None
+    ) -> None:
         self._run, self._old, self._params, self._pieces = run, old, params, pieces
-        self.state: Any = None
-        self.out: Any = None
+        self.bucket, self.state = bucket, None
 
     def __call__(self) -> None:
-        out, run = self.out, self._run
-        grads = {FLAT: out.grads} if run.flat else out.by_path()
+        bucket, run = self.bucket, self._run
+        grads = {FLAT: bucket.grads} if run.flat else bucket.by_path()
         new, state = run.update(grads, self._old, self._params, self._pieces)
-        self.state = trees.copy_if_aliased(state, [out.grads, *self._params.values()])
+        self.state = trees.copy_if_aliased(state, [bucket.grads, *self._params.values()])
         if new is None:
             raise ValueError(
                 "the hook returned None in the place of gradients; in a train_step every call must give them"
             )
         if self._pieces is not None:
-            out.scatter(new[FLAT] if run.flat else out.pack_own(new))
-        elif run.flat and run.fresh and new[FLAT].shape == out.grads.shape and new[FLAT].dtype is out.grads.dtype:
-            out.grads = new[FLAT]
+            bucket.scatter(new[FLAT] if run.flat else bucket.pack_own(new))
+        elif run.flat and run.fresh and new[FLAT].shape == bucket.grads.shape and new[FLAT].dtype is bucket.grads.dtype:
+            bucket.grads = new[FLAT]
         else:
             assign_(grads, new)
-        if run.flat and not out.scattered:
-            out.clear_padding()  # a hook may have left any values there
+        if run.flat and not bucket.scattered:
+            bucket.clear_padding()  # a hook may have left any values there
         self._old = None  # it is not needed any more

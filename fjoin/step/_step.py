@@ -36,8 +36,8 @@ class Step:
     """One step on this rank. Those who hold the parameters say in a subclass how they are stepped and gathered.
 
         one.open(record, values, counts, window_weight)      # records of weights leave, where a mean needs them first
-        out.work = reducer.launch(index, out)                # in backward, for each bucket: its message leaves; `launch` names it
-        one.close_pass(outgoing)                             # sums arrive; ranks decide alike; the optimizer steps
+        bucket.work = reducer.launch(index, bucket)          # in backward, for each bucket: its message leaves; `launch` names it
+        one.close_pass(buckets)                              # sums arrive; ranks decide alike; the optimizer steps
 
     Attributes:
         sums: The record, summed over the ranks that share the gradients, once it is known.
@@ -88,12 +88,12 @@ class Step:
         opened = Opened(body.storage, record, values, body.step, begun, window_weight, late_factor, is_weighted)
         run.reducer.start(body.hook, opened)
 
-    def launch(self, index: int, out: GradBuffer) -> Work | None:
+    def launch(self, index: int, bucket: GradBuffer) -> Work | None:
         """Start the messages of a full bucket, which have its number in traces."""
         with self._run.mesh.traffic.span(f"bucket {index}"):
-            return self._run.reducer.launch(index, out)
+            return self._run.reducer.launch(index, bucket)
 
-    def close_pass(self, outgoing: list[GradBuffer]) -> None:
+    def close_pass(self, buckets: list[GradBuffer]) -> None:
         """Complete the step, whose buckets are all under way.
 
         Raises:
@@ -101,15 +101,15 @@ class Step:
         """
         reducer, body, span = self._run.reducer, self._body, self.span
         span.next("wait for gradients")
-        self.sums, self._total = reducer.finish(body.hook, body.storage, outgoing)
+        self.sums, self._total = reducer.finish(body.hook, body.storage, buckets)
         span.next("decide")
-        self._decision = decision = self.decide(outgoing)
+        self._decision = decision = self.decide(buckets)
         if decision.error is not None:
             self._refuse(decision.error)
         elif self._run.pipeline is not None and (skips := self._run.pipeline.skips) is not None:
             body.outer = decision.effect.update_counters(skips, body.outer)
         span.next("optimizer")
-        self._step_params(outgoing)
+        self._step_params(buckets)
         if decision.error is None:
             self.end(decision.effect)
         span.next("states")
@@ -125,7 +125,7 @@ class Step:
         """Raise the error of a step that changes nothing."""
         raise error
 
-    def _step_params(self, outgoing: list[GradBuffer]) -> None:
+    def _step_params(self, buckets: list[GradBuffer]) -> None:
         """Run the optimizer, if the decision is to."""
         raise NotImplementedError
 
@@ -139,23 +139,23 @@ class Step:
 
     # -- what all have in common -----------------------------------------------------------------
 
-    def decide(self, outgoing: list[GradBuffer]) -> Decision:
+    def decide(self, buckets: list[GradBuffer]) -> Decision:
         """What follows for this step from the record and the gradients, alike on all ranks that share these."""
         run, step = self._run, self._body.step
         records, sent, check = run.records, self._sent, run.records.check
         if run.pipeline is None:
             return Decision(Effect(True))
         if sent.pieces is not None:
-            check.grads.share(outgoing, run.mesh.axes[sent.pieces])
+            check.grads.share(buckets, run.mesh.axes[sent.pieces])
         if sent.verdict:
-            self.sums = check.grads.verdict(outgoing, self._record, self._values)
+            self.sums = check.grads.verdict(buckets, self._record, self._values)
         assert self.sums is not None
         if self.waits:
             self.sums = numbers(self.sums, check.reads.now)
         late = None
         if self._record is not records.of_all:
             late = () if self._counts is None else records.read(step, self._counts)
-        return check.decide(step, self.sums, outgoing, self._total, run.reducer.clip, late)
+        return check.decide(step, self.sums, buckets, self._total, run.reducer.clip, late)
 
     def end(self, effect: Effect) -> None:
         """Transform the parameters and the optimizer's state at the end of a step, and gather the parameters."""

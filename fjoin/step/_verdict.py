@@ -76,14 +76,14 @@ class GradCheck:
         self._of_pieces: Axis | None = None  # the axis of the ranks that hold pieces of the gradients
         self._bad_pieces: Any = 0.0  # the number of ranks whose pieces of sharded gradients are not finite
 
-    def readable_without_sync(self, outgoing: Sequence[GradBuffer]) -> bool:
+    def readable_without_sync(self, buckets: Sequence[GradBuffer]) -> bool:
         """Whether the host may read these gradients without waiting for a device."""
-        for out in () if self.on_device else outgoing:
-            if not out.grads.is_cpu:
+        for bucket in () if self.on_device else buckets:
+            if not bucket.grads.is_cpu:
                 return False
         return not self.on_device
 
-    def observe(self, out: GradBuffer) -> None:
+    def observe(self, bucket: GradBuffer) -> None:
         """Record a statistic of a bucket's gradients after the hook, for the decision: one pass over them.
 
         It is not finite if any element is not finite:
@@ -92,56 +92,56 @@ class GradCheck:
         - otherwise their sum on the CPU, the fastest pass. Where the sum overflows, `bad` checks each element;
         - otherwise their largest magnitude, on a device.
         """
-        if self.on_device or not devices.is_host(out.grads.device):
-            self._waiting.append(out)  # one launch looks at all of them
+        if self.on_device or not devices.is_host(bucket.grads.device):
+            self._waiting.append(bucket)  # one launch looks at all of them
         elif self._norm:
-            wide = torch.float64 if out.scattered else torch.promote_types(out.grads.dtype, torch.float32)
-            out.seen = torch.linalg.vector_norm(out.grads, dtype=wide).double()
+            wide = torch.float64 if bucket.scattered else torch.promote_types(bucket.grads.dtype, torch.float32)
+            bucket.seen = torch.linalg.vector_norm(bucket.grads, dtype=wide).double()
         else:
-            out.seen = out.grads.sum() if out.message_sum is None else torch.tensor(out.message_sum)
+            bucket.seen = bucket.grads.sum() if bucket.message_sum is None else torch.tensor(bucket.message_sum)
 
     def _look(self) -> None:
         """Look at the buckets of a device."""
         groups: dict[torch.dtype, list[GradBuffer]] = {}
-        for out in self._waiting:
-            groups.setdefault(out.grads.dtype, []).append(out)
+        for bucket in self._waiting:
+            groups.setdefault(bucket.grads.dtype, []).append(bucket)
         # The squares of finite float32 gradients may overflow; the host looks again where they do, a device cannot.
         order, wide = (2, torch.float64) if self._norm else (math.inf, None)
         for some in groups.values():
-            some = some if self._norm else [out for out in some if out.grads.numel()]
-            found = torch._foreach_norm([out.grads for out in some], order, wide) if some else ()
-            for out, seen in zip(some, torch.stack(found).double().unbind() if some else (), strict=True):
-                out.seen = seen
+            some = some if self._norm else [bucket for bucket in some if bucket.grads.numel()]
+            found = torch._foreach_norm([bucket.grads for bucket in some], order, wide) if some else ()
+            for bucket, seen in zip(some, torch.stack(found).double().unbind() if some else (), strict=True):
+                bucket.seen = seen
         self._waiting = []
 
-    def bad(self, outgoing: Sequence[GradBuffer]) -> Any:
+    def bad(self, buckets: Sequence[GradBuffer]) -> Any:
         """1 if a gradient is not finite, otherwise 0: a number where the host may read them, otherwise a tensor."""
         if self._waiting:
             self._look()
-        if self.readable_without_sync(outgoing):
-            for out in outgoing:
-                if not math.isfinite(out.seen.item()) and has_nonfinite(out.grads):
+        if self.readable_without_sync(buckets):
+            for bucket in buckets:
+                if not math.isfinite(bucket.seen.item()) and has_nonfinite(bucket.grads):
                     return 1.0
             return 0.0
-        return 1.0 - torch.isfinite(torch.stack([out.seen.double() for out in outgoing])).all().double()
+        return 1.0 - torch.isfinite(torch.stack([bucket.seen.double() for bucket in buckets])).all().double()
 
-    def bad_anywhere(self, outgoing: Sequence[GradBuffer]) -> Any:
+    def bad_anywhere(self, buckets: Sequence[GradBuffer]) -> Any:
         """As `bad`, with the pieces of other ranks."""
         if isinstance(self._bad_pieces, Tensor):  # of this rank too
             return self._bad_pieces
-        return self._bad_pieces or (self.bad(outgoing) if outgoing else 0.0)
+        return self._bad_pieces or (self.bad(buckets) if buckets else 0.0)
 
     def begin(self, plan: Plan, step: int) -> None:
         """Begin a step. Where a hook leaves the ranks with different gradients, their own are looked at before it."""
         self._own_bad = [] if plan.reduced(step).is_partial else None
 
-    def before_hook(self, out: GradBuffer) -> None:
+    def before_hook(self, bucket: GradBuffer) -> None:
         """Look at this rank's own gradients in a bucket, if need be."""
         if self._own_bad is not None:
-            self.observe(out)
-            self._own_bad.append(self.bad([out]))
+            self.observe(bucket)
+            self._own_bad.append(self.bad([bucket]))
 
-    def verdict(self, outgoing: Sequence[GradBuffer], record: StepRecord, values: dict[str, Any]) -> dict[str, Any]:
+    def verdict(self, buckets: Sequence[GradBuffer], record: StepRecord, values: dict[str, Any]) -> dict[str, Any]:
         """The summed record, with a bit for each rank whose gradients are not finite.
 
         Those after a reduction hold values of other ranks too: they make the number of live ranks NaN, and the rank's
@@ -150,56 +150,56 @@ class GradCheck:
         Args:
             values: This rank's record.
         """
-        bad = self.bad(outgoing)
+        bad = self.bad(buckets)
         if self._own_bad is not None:
             values = {**values, "live": _nan_if(bad, values["live"])}
             bad = functools.reduce(_either, self._own_bad, 0.0)
         return record.send(record.flagged(values, record_words.NONFINITE, bad)).read(self.on_device)
 
-    def share(self, outgoing: Sequence[GradBuffer], axis: Axis) -> None:
+    def share(self, buckets: Sequence[GradBuffer], axis: Axis) -> None:
         """Sum over the pieces of the gradients: whether one is not finite, and the squares of their norms.
 
         If the messages brought a finite sum of all pieces, and no norm is needed, nothing is sent.
         """
         self._of_pieces, self._bad_pieces = axis, 0.0
         finite = all(
-            out.message_sum is not None and math.isfinite(out.message_sum) for out in outgoing
+            bucket.message_sum is not None and math.isfinite(bucket.message_sum) for bucket in buckets
         )  # on all ranks alike
-        if finite and outgoing and not self._norm:
+        if finite and buckets and not self._norm:
             return
         if self._waiting:
             self._look()
-        bad = torch.as_tensor(self.bad(outgoing), dtype=torch.float64)
-        squares = sum((out.seen.double() ** 2 for out in outgoing if self._norm), torch.zeros_like(bad))
+        bad = torch.as_tensor(self.bad(buckets), dtype=torch.float64)
+        squares = sum((bucket.seen.double() ** 2 for bucket in buckets if self._norm), torch.zeros_like(bad))
         summed = axis.run_(torch.stack([bad, squares]))
-        self._bad_pieces = summed[0].item() if self.readable_without_sync(outgoing) else summed[0]
-        for i, out in enumerate(outgoing if self._norm else ()):
-            out.seen = torch.zeros_like(summed[1]) if i else summed[1].sqrt()
+        self._bad_pieces = summed[0].item() if self.readable_without_sync(buckets) else summed[0]
+        for i, bucket in enumerate(buckets if self._norm else ()):
+            bucket.seen = torch.zeros_like(summed[1]) if i else summed[1].sqrt()
 
-    def norm_of(self, outgoing: Sequence[GradBuffer]) -> Tensor:
+    def norm_of(self, buckets: Sequence[GradBuffer]) -> Tensor:
         """The 2-norm of all gradients together, 0-d float64, from the norms of the buckets."""
         if self._waiting:
             self._look()
-        if self.readable_without_sync(outgoing) and not all(math.isfinite(out.seen.item()) for out in outgoing):
-            for out in outgoing:  # finite gradients whose squares overflow float32
-                out.seen = torch.linalg.vector_norm(out.grads.double())
-        norms = [out.seen for out in outgoing]
+        if self.readable_without_sync(buckets) and not all(math.isfinite(bucket.seen.item()) for bucket in buckets):
+            for bucket in buckets:  # finite gradients whose squares overflow float32
+                bucket.seen = torch.linalg.vector_norm(bucket.grads.double())
+        norms = [bucket.seen for bucket in buckets]
         return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), dtype=torch.float64)
 
     def total_and_norm(
-        self, outgoing: Sequence[GradBuffer], total: Any, clip: Callable[[Tensor], Tensor] | None
+        self, buckets: Sequence[GradBuffer], total: Any, clip: Callable[[Tensor], Tensor] | None
     ) -> tuple[Any, Tensor | None]:
         """The total by which the kernels divide, and the norm of the gradients before they are clipped, where they are."""
         if clip is None:  # a plain number stays one: copying it to a device would wait for the device
             return total, None
-        norm = self.norm_of(outgoing) / total
+        norm = self.norm_of(buckets) / total
         return total / clip(norm), norm
 
-    def nonfinite_paths(self, outgoing: Sequence[GradBuffer]) -> tuple[str, ...]:
+    def nonfinite_paths(self, buckets: Sequence[GradBuffer]) -> tuple[str, ...]:
         """The parameters whose gradients are not finite. The ranks that hold pieces exchange what they have found."""
-        bad = {path: has_nonfinite(grad) for out in outgoing for path, grad in out.by_path().items()}
+        bad = {path: has_nonfinite(grad) for bucket in buckets for path, grad in bucket.by_path().items()}
         if self._of_pieces is not None and bad:
-            bits = torch.tensor(list(bad.values()), dtype=torch.float32, device=outgoing[0].grads.device)
+            bits = torch.tensor(list(bad.values()), dtype=torch.float32, device=buckets[0].grads.device)
             bad = dict(zip(bad, self._of_pieces.run_(bits).tolist(), strict=True))
         return tuple(path for path, found in bad.items() if found)
 
@@ -278,7 +278,7 @@ class StepCheck:
         self,
         step: int,
         sums: dict[str, Any],
-        outgoing: Sequence[GradBuffer],
+        buckets: Sequence[GradBuffer],
         total: Any,
         clip: Clip | None,
         counts: Sequence[CountsOfAll] | None = None,
@@ -288,7 +288,7 @@ class StepCheck:
         Args:
             step: Its number, for the error.
             sums: The record, summed over the ranks that share the gradients.
-            outgoing: The gradients after the hook, not yet divided.
+            buckets: The gradients after the hook, not yet divided.
             total: What to divide them by.
             clip: From their norm after the division to a further factor; or None.
             counts: The records of all ranks that loop together, where these are more than the ranks that share the
@@ -313,7 +313,7 @@ class StepCheck:
                 odd = odd | _any_set(masks(of_all))
             if "has_next" in of_all:
                 asked.append(of_all["has_next"])
-        fine: Flag = live is False or odd is True or self._is_fine(sums, outgoing)
+        fine: Flag = live is False or odd is True or self._is_fine(sums, buckets)
         bad = live & inverse(fine | odd)
         raises = odd | (bad & (together and not self._skips))
         self.left_out = 0.0 if together or self._skips else _number(bad)
@@ -322,30 +322,30 @@ class StepCheck:
         else:
             self._requests.note(*asked)
             if raises:
-                return Decision(Effect(True, False), error=self._error(step, records, sums, outgoing))
+                return Decision(Effect(True, False), error=self._error(step, records, sums, buckets))
         effect = Effect(live, fine if odd is False else fine & inverse(odd), raises)
         if effect.steps is False:
             return Decision(effect)
         found_inf = inverse(effect.steps).to(torch.float32) if on_device else None  # type: ignore[union-attr]
-        total, norm = self.grads.total_and_norm(outgoing, total, clip)
+        total, norm = self.grads.total_and_norm(buckets, total, clip)
         return Decision(effect, _for_kernels(total, found_inf), found_inf, norm=norm)
 
-    def _is_fine(self, sums: dict[str, Any], outgoing: Sequence[GradBuffer]) -> Flag:
+    def _is_fine(self, sums: dict[str, Any], buckets: Sequence[GradBuffer]) -> Flag:
         """Whether the weights, the loss and the gradients are finite on all ranks that share gradients."""
         scalars = [sums["weight"], sums["live"], sums["loss"]]
         if isinstance(sums["weight"], Tensor):
-            bad = torch.stack([*masks(sums), torch.as_tensor(self.grads.bad_anywhere(outgoing), dtype=torch.float64)])
+            bad = torch.stack([*masks(sums), torch.as_tensor(self.grads.bad_anywhere(buckets), dtype=torch.float64)])
             return torch.isfinite(torch.stack(scalars)).all() & (bad == 0).all()
-        return all(map(math.isfinite, scalars)) and not any(masks(sums)) and not self.grads.bad_anywhere(outgoing)
+        return all(map(math.isfinite, scalars)) and not any(masks(sums)) and not self.grads.bad_anywhere(buckets)
 
     def _error(
-        self, step: int, records: Sequence[CountsOfAll], sums: dict[str, Any], outgoing: Sequence[GradBuffer]
+        self, step: int, records: Sequence[CountsOfAll], sums: dict[str, Any], buckets: Sequence[GradBuffer]
     ) -> NonFinite:
         """The error of a step that all ranks leave out, or of an earlier one that some have left out."""
         for late, of_all in records:
             if late and any(masks(of_all)):
                 return error_of_some(step - late, of_all, self.ranks)
-        return error_of_step(step, sums, self.grads.nonfinite_paths(outgoing))
+        return error_of_step(step, sums, self.grads.nonfinite_paths(buckets))
 
     def synchronize(self) -> None:
         """Wait until the sums of the newest step are available."""

@@ -59,14 +59,14 @@ class FlatStep(Step):
         self._body.lose_window(self._body.calls + 1)  # a window that ends in this error is lost as a whole
         raise error
 
-    def _step_params(self, outgoing: list[GradBuffer]) -> None:
+    def _step_params(self, buckets: list[GradBuffer]) -> None:
         """Run the optimizer's kernels on buckets, and begin their gathers."""
         run, body, decision = self._run, self._body, self._decision
         body.torn, storage, self._gathers = True, body.storage, []
         if decision.effect.steps is False:
             body.buffers = body.buffers_before
             return
-        in_order = reversed(list(enumerate(outgoing)))  # of the forward pass, in which the parameters are gathered
+        in_order = reversed(list(enumerate(buckets)))  # of the forward pass, in which the parameters are gathered
         for index in step_buckets(storage, in_order, decision.total, decision.found_inf):
             # Fused kernels do not increment the version: without this a graph that still needs the old values,
             # such as the user's own, would silently use the new ones.
@@ -104,7 +104,7 @@ class FlatStep(Step):
 
 
 def step_buckets(
-    storage: Storage, outgoing: Iterable[tuple[int, GradBuffer]], grad_scale: Tensor | None, found_inf: Tensor | None
+    storage: Storage, buckets: Iterable[tuple[int, GradBuffer]], grad_scale: Tensor | None, found_inf: Tensor | None
 ) -> Iterator[int]:
     """Step buckets, and yield the number of each once it has been stepped.
 
@@ -112,17 +112,17 @@ def step_buckets(
     all parameters of one optimizer: there a step of many buckets is bound by the host, which launches kernels.
 
     Args:
-        outgoing: (number of the bucket, its gradients).
+        buckets: (number of the bucket, its gradients).
         grad_scale, found_inf: See `Optimizer`.
     """
     if not storage.together:
-        for index, out in outgoing:
+        for index, bucket in buckets:
             with torch.no_grad():
-                for part, param, grad, slots in storage.ranges(index, out.grads):
+                for part, param, grad, slots in storage.ranges(index, bucket.grads):
                     unchecked(part.step_param_)(param, grad, slots, grad_scale=grad_scale, found_inf=found_inf)
             yield index
         return
-    found = [(index, storage.ranges(index, out.grads)) for index, out in outgoing]
+    found = [(index, storage.ranges(index, bucket.grads)) for index, bucket in buckets]
     items = [(slots, part, param, grad) for _, some in found for part, param, grad, slots in some]
     with torch.no_grad():
         for group in stepped_together(items, [age_of(part, trees.fields(slots)) for slots, part, _, _ in items]):

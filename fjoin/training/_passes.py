@@ -230,7 +230,7 @@ class Passes:
         refuse_module_params(loss)
         grad_output.backward(loss)
         queue = self.hooks.queue
-        taken = queue is not None and any(any(out.taken) for out in queue.outgoing)
+        taken = queue is not None and any(any(bucket.taken) for bucket in queue.buckets)
         kept = bool(storage.window) or any(leaf.grad is not None for leaf in storage.leaves.values())
         if storage.leaves and not taken and not kept:
             raise ValueError(

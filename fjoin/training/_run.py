@@ -82,8 +82,10 @@ class Run:
 
     def unused(self) -> list[str]:
         """The paths of the parameters that have never got a gradient on this rank."""
-        outgoing = [] if self._queue is None else self._queue.outgoing
-        return [path for out in outgoing for path, used in zip(out.bucket.paths, out.used, strict=True) if not used]
+        buckets = [] if self._queue is None else self._queue.buckets
+        return [
+            path for bucket in buckets for path, used in zip(bucket.layout.paths, bucket.used, strict=True) if not used
+        ]
 
     def stop(self) -> None:
         """Take no more gradients until the next step."""
@@ -158,7 +160,7 @@ class Run:
         self.passes.backward(forward, grad_output, body.storage)
         queue.finish()
         try:
-            one.close_pass(queue.outgoing)
+            one.close_pass(queue.buckets)
         finally:  # a step that is left out ends the loop too, where no rank has another batch
             if iteration is not None and one.sums is not None:
                 iteration.others = lambda of_all=one.of_all: records.has_next(of_all())  # type: ignore[misc]

@@ -142,7 +142,7 @@ class Streams(TorchDispatchMode):
             check.on_device = True
 
         def in_leaf_stream(queue: Any, bucket: int, i: int | None) -> None:
-            out = queue.outgoing[bucket]
+            out = queue.buckets[bucket]
             for j in range(len(out.leaves)) if i is None else (i,):
                 name, grad = self.leaf_stream(bucket, j), out.leaves[j].grad
                 leaves.add(name)

@@ -215,7 +215,7 @@ def taken(loss: Any) -> tuple[dict[str, bool], dict[str, int], dict[str, float]]
         given = [grad.data_ptr() for leaf in out.leaves if (grad := leaf.grad) is not None]
         inner(out, places)
         if out.direct and given:
-            sent[out.bucket.paths[0]] = given[0], out.buffer.data_ptr()
+            sent[out.layout.paths[0]] = given[0], out.buffer.data_ptr()
 
     step = fjoin.train_step(loss, tx.fuse(tx.mean("data"), tx.sgd(0.1)), mesh=fjoin.mesh({"data": 1}))
     state = step.init(params)
