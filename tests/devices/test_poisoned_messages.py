@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 
 from fjoin.buckets import GradBuffer
 from fjoin.step._reducer import SumReducer
 from fjoin.training._flat_step import FlatStep
-from tests.devices.poisoned import poisoned
+from tests.devices.fake_device import poisoned
 from tests.goldens.golden_paths import registered, trained
 from tests.goldens.golden_problem import WEIGHTS
 from tests.goldens.golden_rows import ROWS
@@ -31,23 +31,20 @@ SOME = [
 ]  # fmt: skip
 
 
-def _launches_and_writes(launch: Any) -> Any:
-    def changed(hook: Any, index: int, out: Any) -> Any:
-        work = launch(hook, index, out)
-        out.buffer[-1:] = 1.0
-        return work
-
-    return changed
+def _launches_and_writes(hook: Any, index: int, out: Any, launch: Any = SumReducer.launch) -> Any:
+    work = launch(hook, index, out)
+    out.buffer[-1:] = 1.0
+    return work
 
 
-def _fault(name: str | None) -> Any:
-    """Take a part of fjoin out."""
-    parts: dict[str, Any] = {
-        "wait": lambda: mock.patch.object(GradBuffer, "wait", lambda self: None),
-        "gathers": lambda: mock.patch.object(FlatStep, "_gather", lambda self, sharding, effect: None),
-        "written": lambda: mock.patch.object(SumReducer, "launch", _launches_and_writes(SumReducer.launch)),
-    }
-    return contextlib.nullcontext() if name is None else parts[name]()
+# A part of fjoin that is replaced, the row that shows it, and what is found.
+FAULTS: dict[str, tuple[Any, str, Any, str, str]] = {
+    "wait": (GradBuffer, "wait", lambda self: None, "other: mean", "has other results"),
+    "gathers": (
+        FlatStep, "_gather", lambda self, sharding, effect: None, "other: zero", "never waited for: gather",
+    ),
+    "written": (SumReducer, "launch", _launches_and_writes, "other: mean", "written to while under way: psum"),
+}  # fmt: skip
 
 
 def both(names: list[str], path: str, fault: str | None = None) -> list[Any]:
@@ -56,7 +53,7 @@ def both(names: list[str], path: str, fault: str | None = None) -> list[Any]:
     out = []
     for name in names:
         plain = run([name])
-        with poisoned() as seen, _fault(fault):
+        with poisoned() as seen, mock.patch.object(*FAULTS[fault][:3]) if fault else contextlib.nullcontext():
             late = run([name])
         out.append((json.dumps(plain), json.dumps(late), seen.faults, seen.begun))
     return out
@@ -64,7 +61,7 @@ def both(names: list[str], path: str, fault: str | None = None) -> list[Any]:
 
 def wrong(pool: Any, path: str, names: list[str], fault: str | None = None) -> list[str]:
     found = []
-    size = int(torch.tensor(list(ROWS[names[0]].axes.values())).prod())
+    size = math.prod(ROWS[names[0]].axes.values())
     for rank, results in enumerate(pool.run(size, both, names, path, fault)):
         for name, (plain, late, faults, messages) in zip(names, results, strict=True):
             if name in SOME and not messages and not fault:
@@ -90,14 +87,8 @@ def test_late_messages_give_the_same_bits(pool: Any, path: str, name: str) -> No
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize(
-    ("fault", "name", "says"),
-    [
-        ("wait", "other: mean", "has other results"),
-        ("gathers", "other: zero", "never waited for: gather"),
-        ("written", "other: mean", "written to while under way: psum"),
-    ],
-)
-def test_mistakes_with_messages_are_found(pool: Any, fault: str, name: str, says: str) -> None:
+@pytest.mark.parametrize("fault", FAULTS)
+def test_mistakes_with_messages_are_found(pool: Any, fault: str) -> None:
+    *_, name, says = FAULTS[fault]
     found = wrong(pool, "gloo", [name], fault)
     assert any(says in line for line in found), found

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -18,8 +17,7 @@ from fjoin.step._interleave import SideStreams, Started
 from fjoin.step._reducer import SumReducer
 from fjoin.training._flat_step import FlatStep
 from fjoin.transforms.base import devices
-from tests.devices.echo import EchoMesh
-from tests.devices.streams import MAIN, Stream, Streams
+from tests.devices.fake_device import MAIN, EchoAxis, EchoMesh, OrderedDevice, Stream
 
 MEAN, SCATTER, INT8 = tx.mean("data"), tx.scatter_mean("data"), tx.int8(block=4)
 PIPELINES: dict[str, tuple[Callable[[], tx.Pipeline], dict[str, Any]]] = {
@@ -44,38 +42,37 @@ def loss_fn(p: Any, batch: torch.Tensor) -> torch.Tensor:
     return ((hidden @ p["c"] + p["d"]) ** 2).mean()
 
 
-def reports(
-    name: str, fault: contextlib.AbstractContextManager[Any] | None = None, leaf: Any = None, other: bool = False
-) -> list[str]:
+def params() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {"a": torch.randn(3, 4), "b": torch.zeros(4), "c": torch.randn(4, 3), "d": torch.zeros(3)}
+
+
+def reports(name: str, *faults: tuple[Any, str, Any], leaf: Any = None, other: bool = False) -> list[str]:
     """What is not ordered in some steps.
 
     Args:
-        fault: A patch.
+        faults: Parts of fjoin that are replaced.
         leaf: The stream of a leaf's gradient, given its bucket and place.
         other: Whether the steps are in another stream than `init`, which waits for that of `init`.
     """
     make, options = PIPELINES[name]
-    torch.manual_seed(0)
-    params = {"a": torch.randn(3, 4), "b": torch.zeros(4), "c": torch.randn(4, 3), "d": torch.zeros(3)}
-    with Streams().used() as streams, fault or contextlib.nullcontext():
-        if leaf is not None:
-            streams.leaf_stream = leaf
-        step = fjoin.train_step(
-            loss_fn, make(), mesh=EchoMesh(streams.mesh_axis()), weight=len, bucket_bytes=40, **options
-        )
-        state, metrics = step.init(params), None
+    own = params()
+    with OrderedDevice().used(*faults) as device, contextlib.ExitStack() as stack:
+        device.leaf_stream = leaf or device.leaf_stream
+        mesh = EchoMesh(EchoAxis(device.message))
+        step = fjoin.train_step(loss_fn, make(), mesh=mesh, weight=len, bucket_bytes=40, **options)
+        state = step.init(own)
         if other:
-            streams.leaf_stream = lambda bucket, i: MAIN  # gradients arrive in the stream of `init`
-            stream = Stream(streams, "other")
-            stream.wait_stream(Stream(streams, MAIN))
-            stream.__enter__()
+            device.leaf_stream = lambda bucket, i: MAIN  # gradients arrive in the stream of `init`
+            stream = Stream(device, "other")
+            stream.wait_stream(Stream(device, MAIN))
+            stack.enter_context(stream)
         for i in range(6):
             state, metrics = step(state, torch.randn(2 + i % 3, 3))
-        assert metrics is not None
         _ = metrics.loss
         state.params["a"].sum()
         step.close() if "local" not in name else None
-    return streams.clocks.reports
+    return device.reports
 
 
 @pytest.mark.parametrize("name", PIPELINES)
@@ -136,41 +133,42 @@ def _reads_at_once(reads: Any, newest: bool, keep: bool = False) -> Any:
     reads.under_way = []
 
 
-on = mock.patch.object
-FAULTS: dict[str, tuple[str, Callable[[], Any], str]] = {
+FAULTS: dict[str, tuple[str, Any, str, Any, str]] = {
     "the side stream does not wait for the caller": (
-        "fed back", lambda: on(SideStreams, "start", _does_not_wait_for_the_caller), "in 'side",
+        "fed back", SideStreams, "start", _does_not_wait_for_the_caller, "in 'side",
     ),
     "the caller does not wait for the side stream": (
-        "fed back", lambda: on(Started, "wait", lambda end: None), "in 'main', after the write to it by",
+        "fed back", Started, "wait", lambda end: None, "in 'main', after the write to it by",
     ),
-    "a message is not awaited": ("mean", lambda: on(GradBuffer, "wait", lambda out: setattr(out, "work", None)), "by psum in 'message"),
+    "a message is not awaited": (
+        "mean", GradBuffer, "wait", lambda out: setattr(out, "work", None), "by psum in 'message",
+    ),
     "the record is written after the message has begun": (
-        "mean",
-        lambda: on(SumReducer, "launch", _writes_the_record_after),
-        "aten::copy_ in 'leaf', after the write to it by psum",
+        "mean", SumReducer, "launch", _writes_the_record_after, "aten::copy_ in 'leaf', after the write to it by psum",
     ),
     "parameters are stepped while a gather reads them": (
-        "zero", lambda: on(FlatStep, "_step_params", _gathers_first), "after the read of it by gather",
+        "zero", FlatStep, "_step_params", _gathers_first, "after the read of it by gather",
     ),
     "the next forward does not wait for a gather": (
-        "zero", lambda: on(FlatStep, "_gather", lambda self, sharding, effect: None), "after the write to it by gather",
+        "zero", FlatStep, "_gather", lambda self, sharding, effect: None, "after the write to it by gather",
     ),
-    "the host reads a copy before its event": ("mean", lambda: on(_device_reads, "_await", lambda mesh, event: None), "a read in 'host'"),
-    "the host reads a copy before its step": ("mean", lambda: on(DeviceReads, "read", _reads_at_once), "a read in 'host'"),
+    "the host reads a copy before its event": (
+        "mean", _device_reads, "_await", lambda mesh, event: None, "a read in 'host'",
+    ),
+    "the host reads a copy before its step": ("mean", DeviceReads, "read", _reads_at_once, "a read in 'host'"),
     "memory is freed in one stream and reused in another": (
-        "fed back", lambda: on(SideStreams, "start", _with_memory_of_the_caller), "free memory is reused by",
+        "fed back", SideStreams, "start", _with_memory_of_the_caller, "free memory is reused by",
     ),
     "a bucket does not wait for the sums of the first": (
-        "power_sgd", lambda: on(SideStreams, "start", _does_not_wait_for_the_first), "in 'side",
+        "power_sgd", SideStreams, "start", _does_not_wait_for_the_first, "in 'side",
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_is_taken_out_is_found(fault: str) -> None:
-    name, patch, says = FAULTS[fault]
-    found = reports(name, patch())
+    name, owner, attribute, new, says = FAULTS[fault]
+    found = reports(name, (owner, attribute, new))
     assert any(says in line for line in found), found[:5]
 
 

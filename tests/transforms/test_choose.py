@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fjoin.transforms.base.trees import choose_state
-from tests.devices.memory import Memory
+from tests.devices.fake_device import CountingDevice
 
 
 class State(NamedTuple):
@@ -36,7 +36,7 @@ def test_every_tensor_is_chosen_and_nan_stays_where_it_is(fine: bool) -> None:
 
 def test_a_state_from_a_function_is_freed_as_it_is_chosen() -> None:
     leaves, size = 8, 4096
-    with Memory() as memory:
+    with CountingDevice() as memory:
         old = [torch.ones(size) for _ in range(leaves)]
 
         def peak(given_up: bool) -> float:

@@ -24,7 +24,7 @@ CLASSES = {"torch": torch_join, "fjoin": fjoin}
 PAIRS = [("torch", "torch"), ("fjoin", "fjoin"), ("torch", "fjoin"), ("fjoin", "torch")]
 
 
-def make_counter(kind: str, join: str) -> Any:
+def make_counter(kind: str, join: str, device: str = "cpu") -> Any:
     """The example of torch's documentation: how many inputs have all ranks had together."""
     classes, context = CLASSES[kind], CLASSES[join]
 
@@ -34,27 +34,27 @@ def make_counter(kind: str, join: str) -> Any:
 
         def main_hook(self) -> None:
             self.counter.log.append(f"main {self.name}")
-            dist.all_reduce(torch.zeros(1), group=self.counter.group)
+            dist.all_reduce(torch.zeros(1, device=device), group=self.counter.group)
 
         def post_hook(self, is_last_joiner: bool) -> None:
             self.counter.log.append(f"post {self.name} {is_last_joiner}")
             if self.sync_max_count:
                 rank = dist.get_rank(self.counter.group)
-                common = torch.tensor([rank if is_last_joiner else -1])
+                common = torch.tensor([rank if is_last_joiner else -1], device=device)
                 dist.all_reduce(common, op=dist.ReduceOp.MAX, group=self.counter.group)
                 dist.broadcast(self.counter.count, group_src=int(common.item()), group=self.counter.group)
 
     class Counter(classes.Joinable):  # type: ignore[misc,name-defined]
         def __init__(self, log: list[str], name: str = "a", group: Any = None) -> None:
             super().__init__()
-            self.count, self.max_count = torch.zeros(1), torch.zeros(1)
+            self.count = torch.zeros(1, device=device)
             self.log, self.name, self.group = log, name, group or dist.group.WORLD
 
         def __call__(self) -> Any:
             # torch's own notification, as in existing classes, works in either Join
             notify = torch_join.Join if kind == "torch" else context.Join
             work = notify.notify_join_context(self)
-            ones = torch.ones(1)
+            ones = torch.ones(1, device=device)
             dist.all_reduce(ones, group=self.group)
             self.count += ones
             self.log.append(f"step {self.name}")
@@ -66,7 +66,7 @@ def make_counter(kind: str, join: str) -> Any:
 
         @property
         def join_device(self) -> torch.device:
-            return torch.device("cpu")
+            return torch.device(device)
 
         @property
         def join_process_group(self) -> Any:
