@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook, powerSGD_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn.parallel import DistributedDataParallel
 
@@ -116,9 +116,20 @@ def exception(ddp: Any, rank: int, kind: str, even: bool) -> Any:
     return 0.0
 
 
+def power_sgd(ddp: Any, rank: int, kind: str, even: bool) -> Any:
+    """No Join: PowerSGD in several buckets. The order of its messages differs between ranks once it compresses."""
+    net = nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)])
+    ddp = DistributedDataParallel(net, bucket_cap_mb=0.01)
+    state = powerSGD_hook.PowerSGDState(None, 1, 9 if even else 2, min_compression_rate=1)
+    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    for _ in range(6):
+        ddp(torch.ones(2, 64)).sum().backward()
+    return 0.0
+
+
 PROGRAMS = {
     "zero first": zero_first, "no_sync": mixed_windows, "eval": evaluate, "local sgd": local_sgd,
-    "buffer hook": buffer_hook, "in forward": in_forward, "exception": exception,
+    "buffer hook": buffer_hook, "in forward": in_forward, "exception": exception, "power sgd": power_sgd,
 }  # fmt: skip
 
 
@@ -178,6 +189,12 @@ def check_torch(what: str, ranks: int = 2) -> list[Any]:
 def test_what_hangs_in_torchs_join(what: str, want: list[float]) -> None:
     check_torch(what)
     assert outcomes(what, "fjoin") == want
+
+
+@pytest.mark.long
+def test_torch_hangs_or_aborts_with_several_buckets_of_power_sgd() -> None:
+    """Ours runs in several buckets in reducer/test_power_sgd.py."""
+    check_torch("power sgd")
 
 
 @pytest.mark.long

@@ -1,0 +1,720 @@
+"""Faults of torch that ours does not have: each row runs torch and asserts its faulty number, and the right one of ours.
+
+Where a row fails on torch's side, torch has mended it. Programs that hang are in uneven/test_torch_join_hangs.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import math
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms._quantization import quantization
+from torch.distributed.algorithms._quantization.quantization import DQuantType
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    DDPCommHookType,
+    default_hooks,
+    powerSGD_hook as power,
+    register_ddp_comm_hook,
+)
+from torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks import (
+    _hook_then_optimizer,
+    _OptimizerHookState,
+)
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+
+import fjoin
+from fjoin import transforms as tx
+from tests.ddp.comm_hook_problem import SIZES, TORCHS, called, holder
+from tests.optim import averager_problem
+from tests.optim.test_torch_functional import torchs
+from tests.oracle import comm_hooks as oracle
+from tests.oracle.comm_hooks import Bucket
+from tests.reducer.one_weight import joined, scalar, weight, x
+from tests.traffic import watched
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch's own, of torch.jit
+    from torch.distributed.algorithms._optimizer_overlap import optimizer_overlap
+    from torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook import hook_with_zero_step
+    from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
+
+Params = nn.Parameter
+F16, F32, F64 = torch.float16, torch.float32, torch.float64
+UNTRIED = "nothing of ours to call"
+
+
+class Row(NamedTuple):
+    """A call, given "torch" or "fjoin", and what it gives there on each rank: a value, words of an error, or either by rank."""
+
+    call: Callable[[str], Any]
+    theirs: Any
+    ours: Any
+    ranks: int = 2
+
+
+def by_rank(*values: Any) -> Callable[[int], Any]:
+    return lambda rank: values[rank]
+
+
+# -- hooks on buckets ---------------------------------------------------------------------------------------------------
+
+
+def hooked(kind: str, name: str, value: float, dtype: torch.dtype = F32, nccl: bool = True) -> Tensor:
+    """The first bucket behind a hook, for gradients that all have one value."""
+    ddp, params = holder(dtype)
+    grads = [torch.full((n,), value, dtype=dtype) for n in SIZES]
+    if kind == "fjoin":
+        return called(ddp, fjoin.ddp.register_ddp_comm_hook(name, ddp), params, grads)[0]
+    with oracle.gathers_as_nccl() if nccl else contextlib.nullcontext():
+        return oracle.run(TORCHS[name], None, params, grads)[0]
+
+
+def registered_by_name(kind: str) -> float:
+    ddp = line()
+    register = register_ddp_comm_hook if kind == "torch" else fjoin.ddp.register_ddp_comm_hook
+    register(DDPCommHookType.BF16_COMPRESS, ddp)
+    ddp(torch.ones(1, 1)).backward()
+    return ddp.module.weight.grad.item()
+
+
+def padded(kind: str) -> float:
+    """512 elements take 1024 bytes and two scales of 8; ours 512, a scale, and weight and counts of 8 each."""
+    flat = torch.ones(512)
+    if kind == "fjoin":
+        return tx.explain(fjoin.ddp.comm_hook("QUANTIZE_PER_CHANNEL"), {"w": flat}, {"data": 2}).payload_bytes
+    with oracle.gathers_as_nccl() as sent:
+        TORCHS["QUANTIZE_PER_CHANNEL"](None, Bucket([flat], flat))
+    return sum(sent)
+
+
+def no_subgroup(kind: str) -> Any:
+    """The first backward pass that needs the subgroup fails. Ours is an axis of a mesh from the beginning."""
+    flat, state = torch.ones(4), PostLocalSGDState(None, None, 0)
+    return UNTRIED if kind == "fjoin" else post_localSGD_hook(state, Bucket([flat], flat))  # type: ignore[arg-type]
+
+
+ONES, ZEROS, OTHER = torch.ones(6, 6), torch.zeros(6, 6), torch.ones(3)
+
+
+def state_of(**settings: Any) -> power.PowerSGDState:
+    return power.PowerSGDState(None, **{"start_powerSGD_iter": 2, "min_compression_rate": 1, **settings})
+
+
+def bucket(*grads: Tensor, index: int = 0, last: bool = True) -> Any:
+    return Bucket(grads, torch.cat([g.reshape(-1) for g in grads]), index, last)
+
+
+def compressed(state: power.PowerSGDState, *grads: Tensor, hook: Any = power.powerSGD_hook) -> Tensor:
+    """The hook's result in the third call, the first compressed one, from the state of the first two calls."""
+    while state.iter < 2:
+        power.powerSGD_hook(state, bucket(*grads)).wait()
+    out: Tensor = hook(state, bucket(*grads)).wait()
+    return out
+
+
+POWER = tx.error_feedback(tx.power_sgd("data", min_compression_rate=1.0))
+
+
+def zeros_then_ones(kind: str, feedback: bool) -> list[float]:
+    """NaN from a gradient of zeros on."""
+    if kind == "torch":
+        state = state_of(use_error_feedback=feedback)
+        return [compressed(state, grads)[0].item() for grads in (ZEROS, ONES, ONES)]
+    with fjoin.bind(fjoin.mesh({"data": -1})):
+        own, seen = POWER.init({"w": ZEROS}), []
+        for grads in (ZEROS, ONES, ONES):
+            out, own = POWER.update({"w": grads}, own)
+            seen.append(out["w"][0, 0].item())
+    return seen
+
+
+def error_of_vectors(kind: str) -> Any:
+    """The error of gradients that are not compressed grows: each rank's is 1 off the mean, which is 0. Ours has none."""
+    if kind == "fjoin":
+        return list(POWER.init({"w": ONES, "b": OTHER}).error)
+    state, seen = state_of(), []
+    for _ in range(22):
+        compressed(state, ONES, torch.full((3,), 2.0 * dist.get_rank() - 1))
+        seen.append(float(state.error_dict[0][36:].abs().max()))
+    return seen[21] - seen[11]
+
+
+def power_messages(kind: str) -> Any:
+    """Three messages, even if they are empty; ours are one or two, see reducer/test_power_sgd.py."""
+    seen = []
+    for grads in ((ONES, OTHER), (ONES,), (OTHER,)):
+        compressed(state := state_of(), *grads)
+        with watched() as sent:
+            compressed(state, *grads)
+        seen.append([one.elements for one in sent])
+    return seen if kind == "torch" else UNTRIED
+
+
+def resumed(kind: str) -> Any:
+    """Errors are kept by bucket: two in a run, and after it, as in every new module's first pass, both in one."""
+    state = state_of()
+    for _ in range(4):
+        for index, n in enumerate((6, 4)):
+            power.powerSGD_hook(state, bucket(torch.ones(n, n), index=index, last=index == 1)).wait()
+    loaded = pickle.loads(pickle.dumps(state))
+    return power.powerSGD_hook(loaded, bucket(torch.ones(4, 4), ONES)).wait() if kind == "torch" else UNTRIED
+
+
+def forgets(kind: str) -> Any:
+    """The callback of one bucket empties both dicts, from which the others' callbacks have yet to read."""
+    state = state_of(warm_start=False, use_error_feedback=False)
+    state.iter = 2
+    state.p_memory_dict[1], state.q_memory_dict[1] = torch.ones(6), torch.ones(6)  # another bucket's, still in use
+    power.powerSGD_hook(state, bucket(ONES, last=False)).wait()
+    return [sorted(state.p_memory_dict), sorted(state.q_memory_dict)] if kind == "torch" else UNTRIED
+
+
+def torch_only(call: Callable[[], Any]) -> Callable[[str], Any]:
+    return lambda kind: call() if kind == "torch" else UNTRIED
+
+
+BF16, TENSOR, CHANNEL = "BF16_COMPRESS", "QUANTIZE_PER_TENSOR", "QUANTIZE_PER_CHANNEL"
+REFUSED = "BF16 all reduce communication hook required"
+HOOKS = {
+    "fp16: cast before it is divided": Row(lambda k: hooked(k, "FP16_COMPRESS", 1e5)[0].item(), math.inf, 1e5),
+    "bf16: refused by name": Row(registered_by_name, REFUSED if torch.version.cuda is None else 1.0, 1.0),
+    "quantized in gloo": Row(lambda k: hooked(k, TENSOR, 1.0, nccl=False).unique().tolist(), "IndexError", [1.0]),
+    "quantized in gloo, channels": Row(lambda k: hooked(k, CHANNEL, 1.0, nccl=False).unique().tolist(), "IndexError", [1.0]),
+    "steps are at least 1.2e-7": Row(lambda k: hooked(k, TENSOR, 5e-8).abs().max().item(), 0.0, 5e-8),
+    "steps are at least 1.2e-7, channels": Row(lambda k: hooked(k, CHANNEL, 5e-8).abs().max().item(), 0.0, 5e-8),
+    "float32 for every dtype": Row(lambda k: hooked(k, TENSOR, 1.0, F64).dtype, F32, F64),
+    "float32 for every dtype, channels": Row(lambda k: hooked(k, CHANNEL, 1.0, F64).dtype, F32, F64),
+    "padded": Row(padded, 1024 + 16, 565, 1),
+    "no subgroup": Row(no_subgroup, "only takes effect when CUDA", UNTRIED),
+    "NaN after zeros": Row(lambda k: zeros_then_ones(k, False), [math.nan] * 3, [0.0, 1.0, 1.0], 1),
+    "NaN after zeros, feedback": Row(lambda k: zeros_then_ones(k, True), [math.nan] * 3, [0.0, 1.0, 1.0], 1),
+    "errors of vectors grow": Row(error_of_vectors, 10.0, ["w"]),
+    "three messages": Row(power_messages, [[3, 6, 6], [0, 6, 6], [3, 0, 0]], UNTRIED, 1),
+    "batched: never runs": Row(
+        torch_only(lambda: compressed(state_of(), ONES, hook=power.batched_powerSGD_hook)), "AssertionError", UNTRIED, 1,
+    ),
+    "scalars": Row(torch_only(lambda: compressed(state_of(), torch.ones(()))), "tuple index out of range", UNTRIED, 1),
+    "resumed": Row(resumed, "must match", UNTRIED, 1),
+    "memory of other buckets is dropped": Row(forgets, [[], []], UNTRIED, 1),
+}  # fmt: skip
+
+# -- a hook and an optimizer --------------------------------------------------------------------------------------------
+
+
+def line() -> Any:
+    """A module with one weight of 0, whose gradient is its input."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    return DistributedDataParallel(model)
+
+
+def one_pass(ddp: Any) -> float:
+    """The weight after a pass with the gradient r + 1 on rank r."""
+    ddp(torch.full((1, 1), dist.get_rank() + 1.0)).sum().backward()
+    return ddp.module.weight.item()
+
+
+def returns_a_new_tensor(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    done: Any = dist.all_reduce(bucket.buffer() / 2, async_op=True).get_future()
+    return done.then(lambda fut: fut.value()[0])
+
+
+def raises(group: Any, bucket: Any) -> Any:
+    future: Any = torch.futures.Future()
+    future.set_exception(ValueError("lost"))
+    return future
+
+
+def overlapped(hook: Any) -> Any:
+    """The weight by torch's overlapped optimizer, and the dtypes of the gradients that it has got."""
+    optimizer, seen, ddp = torchs("sgd, plain", lr=1.0), list[Any](), line()
+
+    class Spy:
+        def step_param(self, param: Tensor, grad: Tensor) -> None:
+            seen.append(grad.dtype)
+            if grad.dtype is param.dtype:
+                optimizer.step_param(param, grad)
+
+    ddp.register_comm_hook(None, _hook_then_optimizer(hook, _OptimizerHookState(Spy())))
+    return [one_pass(ddp), *seen]
+
+
+def stepped_by_us(update: Callable[[Tensor], Tensor]) -> float:
+    def each(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        return {path: update(g) for path, g in grads.items()}, state
+
+    ddp = line()
+    fjoin.ddp.register(ddp, tx.fuse(tx.Transform(lambda params: (), each, needs=tx.Needs.LEAVES), tx.sgd(1.0)))
+    return one_pass(ddp)
+
+
+def lost(g: Tensor) -> Tensor:
+    raise ValueError("lost")
+
+
+def composed(kind: str) -> float:
+    """torch asks a hook for its name and its parameter's, and has no list of hooks; ours need only be transforms."""
+    ddp = line()
+    if kind == "torch":
+        ddp.register_comm_hook(None, functools.partial(default_hooks.allreduce_hook, None))
+    hook = tx.chain(tx.stateless(torch.sign), tx.mean("data"), tx.clip_by_value(0.5))
+    fjoin.ddp.register(ddp, tx.fuse(hook, tx.partition({"weight": tx.sgd(1.0)})))
+    return one_pass(ddp)
+
+
+def registered_twice(kind: str, key_exists: bool = False) -> Any:
+    """torch looks for the registered class among the keys, which are optimizers."""
+    if kind == "fjoin":
+        return tx.register_functional_optim(torch.optim.SGD, tx.adam)
+    known: Any = {nn.Linear: nn.Linear} if key_exists else {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optimizer_overlap, "_registered_overlapped_optims", known)
+        optimizer_overlap.register_overlapped(torch.optim.SGD)(nn.Linear)
+        optimizer_overlap.register_overlapped(torch.optim.SGD)(nn.Conv1d)
+    return [known[torch.optim.SGD].__name__]
+
+
+def step_in_backward(hook: Any, update: Callable[[Tensor], Tensor]) -> Callable[[str], Any]:
+    return lambda kind: overlapped(hook) if kind == "torch" else stepped_by_us(update)
+
+
+# Each rank steps with its own gradient, 1 and 2, where their mean is 1.5.
+OWN = by_rank([-1.0, F32], [-2.0, F32])
+FP16_HOOK = default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)
+OVERLAPS = {
+    "a hook's new tensor is ignored": Row(
+        step_in_backward(returns_a_new_tensor, lambda g: tx.pmean(g, "data")), OWN, -1.5
+    ),
+    "a hook's error is lost": Row(step_in_backward(raises, lost), OWN, "lost"),
+    "float16 gradients of float32": Row(
+        step_in_backward(FP16_HOOK, lambda g: tx.pmean(g.half(), "data").float()), [0.0, F16], -1.5
+    ),
+    "hooks do not compose": Row(composed, "AttributeError", -0.5),
+    "a second optimizer replaces the first": Row(registered_twice, ["Conv1d"], "SGD", 1),
+    "the message of its own error raises": Row(lambda k: registered_twice(k, True), "KeyError", "ValueError", 1),
+}
+
+# -- averagers and PostLocalSGDOptimizer --------------------------------------------------------------------------------
+
+
+def averager(kind: str, name: str, *args: Any) -> Any:
+    return averager_problem.made("torch's" if kind == "torch" else "ours", name, *args)
+
+
+def own(*sizes: int) -> list[Params]:
+    """Parameters with the value of the rank, and with gradients."""
+    params = [Params(torch.full((n,), float(dist.get_rank()))) for n in sizes or (2, 3)]
+    for p in params:
+        p.grad = torch.ones_like(p)
+    return params
+
+
+def memory(kind: str) -> Any:
+    """Parameters move into one storage, so that a view, as of a flat buffer or a captured graph, keeps the old values."""
+    params = own()
+    view, before = params[0].detach(), [p.data_ptr() for p in params]
+    averager(kind, "periodic", 2).average_parameters(params)
+    kept, storages = [p.data_ptr() for p in params] == before, {p.untyped_storage().data_ptr() for p in params}
+    return [kept, len(storages), view[0].item() == params[0][0].item() == 0.5]
+
+
+def no_gradients(kind: str) -> float:
+    """After `zero_grad()`, or if all that is trained is another optimizer's."""
+    p = Params(torch.tensor(float(dist.get_rank())))
+    averager(kind, "periodic", 2).average_parameters([p])
+    return p.item()
+
+
+def other_gradients(kind: str) -> list[float]:
+    """Rank 0 has used the first of two equally large parameters, rank 1 the second. With other sizes ranks abort."""
+    rank = dist.get_rank()
+    params = [Params(torch.full((2,), 10.0 * i + rank)) for i in (1, 2)]
+    params[rank].grad = torch.ones(2)
+    averager(kind, "periodic", 2).average_parameters(params)
+    return [p[0].item() for p in params]
+
+
+def averaged_in(kind: str, name: str, period: Any, warmup: int = 0, steps: int = 24) -> list[int]:
+    """The steps in which parameters are averaged."""
+    one, (p,), due = averager(kind, name, period, warmup), own(1), []
+    for step in range(steps):
+        with torch.no_grad():
+            p.fill_(dist.get_rank())
+        one.average_parameters([p])
+        due += [step] if p.item() == 0.5 else []
+    return due
+
+
+def local(kind: str, params: Any) -> Any:
+    cls = PostLocalSGDOptimizer if kind == "torch" else fjoin.PostLocalSGDOptimizer
+    return cls(torch.optim.SGD(params, 0.5), averager(kind, "periodic", 100, 50))
+
+
+def lacks(kind: str) -> list[str]:
+    one, found = local(kind, own()), []
+    calls: dict[str, Callable[[], Any]] = {
+        "closure": lambda: one.step(lambda: 3.0), "defaults": lambda: one.defaults["lr"],
+        "post hook": lambda: one.register_step_post_hook(print), "pre hook": lambda: one.register_step_pre_hook(print),
+        "state hook": lambda: one.register_state_dict_post_hook(print),
+    }  # fmt: skip
+    for name, call in calls.items():
+        try:
+            call()
+        except (TypeError, AttributeError):
+            found.append(name)
+    return found
+
+
+def loaded(kind: str) -> list[Any]:
+    """`param_groups` is the list from before a load, so a scheduler changes rates that no step uses."""
+    one = local(kind, own())
+    one.load_state_dict(one.state_dict())
+    for group in one.param_groups:  # as a scheduler does
+        group["lr"] = 0.25
+    return [one.optim.param_groups[0]["lr"], one.param_groups is one.optim.param_groups]
+
+
+def skipped(kind: str) -> int:
+    """A step that a scaler leaves out on rank 1 is not counted there, so that the ranks then average in different steps."""
+    one, scaler = local(kind, [p := Params(torch.ones(1))]), torch.amp.GradScaler("cpu", init_scale=4.0)
+    for step in range(3):
+        one.zero_grad()
+        scaler.scale((p * (math.inf if dist.get_rank() and step == 1 else 1.0)).sum()).backward()
+        scaler.step(one)
+        scaler.update()
+    return one.averager.step  # type: ignore[no-any-return]
+
+
+# A hierarchy of one level does not subtract the warm-up, other than the periodic averager; ours keep this schedule.
+LEVEL = [12, 16, 20]
+AVERAGERS = {
+    "parameters change their memory": Row(memory, [False, 1, False], [True, 2, True]),
+    "parameters without gradients are refused": Row(no_gradients, "non-empty", 0.5),
+    "by gradients of each rank": Row(
+        other_gradients, by_rank([15.5, 20.0], [11.0, 15.5]), [10.5, 20.5]
+    ),
+    "warm-up": Row(lambda k: averaged_in(k, "periodic", 4, 10), [10, 14, 18, 22], [10, 14, 18, 22]),
+    "warm-up, one level": Row(lambda k: averaged_in(k, "hierarchical", {4: 2}, 10), LEVEL, LEVEL),
+    "a period of 0": Row(lambda k: averaged_in(k, "hierarchical", {2: 1, 0: 1}), "ZeroDivisionError", "got", 1),
+    "a period of 2.5 is 5": Row(lambda k: averaged_in(k, "periodic", 2.5, steps=6), [0, 5], "got"),
+    "a longer period has no effect": Row(lambda k: averaged_in(k, "hierarchical", {4: 1, 2: 2}, steps=5), [0, 2, 4], "got"),
+    "no closure, defaults and hooks": Row(
+        lacks, ["closure", "defaults", "post hook", "pre hook", "state hook"], [], 1
+    ),
+    "rates after a load": Row(loaded, [0.5, False], [0.25, True], 1),
+    "steps that a scaler leaves out": Row(skipped, by_rank(3, 2), 3),
+}  # fmt: skip
+
+# -- ZeroRedundancyOptimizer --------------------------------------------------------------------------------------------
+
+
+def zero_of(kind: str, model: nn.Module, **settings: Any) -> Any:
+    cls: Any = ZeroRedundancyOptimizer if kind == "torch" else fjoin.ZeroRedundancyOptimizer
+    return cls(model.parameters(), torch.optim.AdamW, lr=0.1, **settings)
+
+
+def broadcasts(kind: str) -> list[int]:
+    """A broadcast for each of 8 parameters; a load makes the entries of other ranks' parameters None in the caller's dict."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    zero = zero_of(kind, model)
+    model(torch.ones(2, 4)).sum().backward()
+    with watched() as sent:
+        zero.step()
+    changed = 0
+    zero.consolidate_state_dict(to=0)
+    if dist.get_rank() == 0:
+        saved = zero.state_dict()
+        before = copy.deepcopy(saved)
+        zero.load_state_dict(saved)
+        changed = sum(saved["state"][i] is None for i in before["state"])
+    return [sum(one.name == "broadcast" for one in sent), changed]
+
+
+def moves(kind: str, backend: str) -> list[bool]:
+    """Whether an overlap moves parameters in each of five passes; the learning rate is 0 from the fourth on."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    zero = zero_of(kind, model, overlap_with_ddp=True)
+    hook = hook_with_zero_step if kind == "torch" else fjoin.ddp.hook_with_zero_step
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "get_backend", lambda group=None: backend)
+        made = hook(default_hooks.allreduce_hook, model, zero)
+    model.register_comm_hook(None, made)
+    found = []
+    for i in range(5):
+        if i == 3:
+            zero.param_groups[0]["lr"] = 0.0
+        before = [p.detach().clone() for p in model.parameters()]
+        zero.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        found.append(any(not torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True)))
+    return found
+
+
+MOVES = [True, True, True, False, False]
+ZERO = {
+    "broadcasts, and a changed state": Row(broadcasts, by_rank([8, 4], [8, 0]), [0, 0]),
+    "the overlap is refused on gloo": Row(lambda k: moves(k, "gloo"), "may meet hangs", MOVES),
+    "the overlap has two passes of delay": Row(lambda k: moves(k, "nccl"), [False, False, True, True, True], MOVES),
+}
+
+# -- Join ---------------------------------------------------------------------------------------------------------------
+
+
+def after_the_context(kind: str) -> Any:
+    """torch's module keeps sending the messages of a Join, its count and its flag, in every later iteration."""
+    ddp = scalar()
+    optimizer = torch.optim.SGD(ddp.parameters(), 1.0)
+    with joined(kind, [ddp, optimizer]):
+        for _ in range(3):
+            ddp(x(1.0)).backward()
+    with watched() as sent:
+        ddp(x(1.0)).backward()
+    with contextlib.suppress(KeyError), joined(kind, [ddp, optimizer]):
+        raise KeyError
+    return [len(sent), ddp._join_config.enable]
+
+
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "sgd": lambda params: torch.optim.SGD(params, 1.0),
+    "momentum": lambda params: torch.optim.SGD(params, 1.0, momentum=0.5),
+    "adam": lambda params: torch.optim.Adam(params, 1.0),
+    "zero": lambda params: ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=1.0),
+}
+
+
+def trained(kind: str, optimizer: str, inputs: list[list[float]], hook: Any = None, **options: Any) -> list[float]:
+    """This rank's weight after each step, after the context, and after the first step in another context."""
+    ddp, own, seen = scalar(), inputs[dist.get_rank()], list[float]()
+    if hook is not None:
+        ddp.register_comm_hook(None, hook)
+    made = OPTIMIZERS[optimizer](ddp.parameters())
+    for values in (own, own[:1]):
+        with joined(kind, [ddp, made], **options):
+            for value in values:
+                made.zero_grad()
+                ddp(x(value)).backward()
+                made.step()
+                seen.append(weight(ddp))
+        seen.append(weight(ddp))
+    return seen[:-1]
+
+
+def end_of_a_window(kind: str) -> float:
+    """Two micro-batches to a step; rank 0 ends within the second window. Seven of gradient 1, by two ranks, make -3.5."""
+    ddp = scalar()
+    optimizer = torch.optim.SGD(ddp.parameters(), 1.0)
+    with joined(kind, [ddp, optimizer]):
+        for i in range([3, 4][dist.get_rank()]):
+            with contextlib.nullcontext() if i % 2 else ddp.no_sync():
+                ddp(x(1.0)).backward()
+            if i % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+    return weight(ddp)
+
+
+def python_reducer(kind: str) -> Any:
+    """Its forward pass notifies no Join, which without knowledge of iterations cannot work."""
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        ddp = scalar()
+    with pytest.MonkeyPatch.context() as patch:
+        calls, kept = [], Join.notify_join_context
+        patch.setattr(Join, "notify_join_context", staticmethod(lambda joinable: calls.append(1) or kept(joinable)))
+        with joined(kind, [ddp], enable=False):
+            ddp(x(1.0)).backward()
+    return len(calls)
+
+
+def unsent(kind: str) -> list[float]:
+    """PowerSGD's errors of all ranks add up to the part that is not sent yet; how much more, and the least error."""
+    torch.manual_seed(0)
+    ddp, state = DistributedDataParallel(nn.Linear(6, 6, bias=False).double()), state_of()
+    ddp.register_comm_hook(state, power.powerSGD_hook)
+    optimizer = torch.optim.SGD(ddp.parameters(), 1.0)
+    start, rest = ddp.module.weight.detach().clone(), torch.zeros(6, 6).double()
+    g = torch.Generator().manual_seed(dist.get_rank())
+    with joined(kind, [ddp, optimizer]):
+        for _ in range([3, 6][dist.get_rank()]):
+            gradient = torch.randn(6, 6, generator=g).double()
+            (ddp(torch.eye(6).double()) * gradient.T).sum().backward()  # whose gradient is this matrix
+            rest += gradient
+            optimizer.step()
+            optimizer.zero_grad()
+    kept = sum((error.view(6, 6) for error in state.error_dict.values()), torch.zeros(6, 6).double())
+    rest -= kept + start - ddp.module.weight.detach()
+    dist.all_reduce(rest)
+    return [rest.abs().max().item(), float(kept.abs().max() > 0.1), state.iter]
+
+
+LONGER, TWO_AND_FOUR = [[1.0], [1.0, 3.0, 3.0]], [[1.0] * 2, [1.0] * 4]
+BY_OWNER = by_rank([-1, -3, -4], [-1, -2, -3, -3, -4])
+SUMS = by_rank([-1, -4, -5], [-1, -2.5, -4, -4, -5])
+BY_LIVE = by_rank([-1, -2, -4, -5], [-1, -2, -3, -4, -4, -5])
+JOINS = {
+    "messages after the context": Row(after_the_context, [2, True], [0, False]),
+    # The documented example. Right is -(1 + 1)/2 - 3/2 - 3/2 = -4; the owner, out of input, takes -1 three times.
+    "a stale gradient of the owner": Row(lambda k: trained(k, "zero", LONGER), BY_OWNER, SUMS),
+    "the divisor": Row(lambda k: trained(k, "sgd", TWO_AND_FOUR, divide_by_initial_world_size=False), BY_LIVE, BY_LIVE),
+    "the divisor with a hook": Row(
+        lambda k: trained(k, "sgd", TWO_AND_FOUR, default_hooks.allreduce_hook, divide_by_initial_world_size=False),
+        by_rank([-1, -2, -3, -4], [-1, -2, -2.5, -3, -3, -4]),
+        BY_LIVE,
+    ),
+    "the end of a window": Row(end_of_a_window, -3.0, -3.5),
+    "python_reducer": Row(python_reducer, 0, "use fjoin.join(loader)"),
+    # The rank that is out of input does not step, and only parameters are broadcast at the end of the context.
+    "optimizers drift: not sgd": Row(
+        lambda k: trained(k, "sgd", LONGER),
+        SUMS,
+        SUMS,
+    ),
+    "optimizers drift: momentum": Row(
+        lambda k: trained(k, "momentum", LONGER),
+        by_rank([-1, -5.5, -7], [-1, -3, -5.5, -5.5, -7.75]),
+        by_rank([-1, -5.5, -7.75], [-1, -3, -5.5, -5.5, -7.75]),
+    ),
+    "optimizers drift: adam": Row(
+        lambda k: trained(k, "adam", LONGER)[-2:],
+        by_rank([-2.98814, -3.98814], [-2.98814, -3.96764]),
+        [-2.98814, -3.96764],
+    ),
+    # No fault, in either: a rank's error changes while it has no input. If it were frozen, the sum would be wrong.
+    "PowerSGD's errors without input": Row(unsent, [0.0, 1.0, 6], [0.0, 1.0, 6]),
+}
+
+# -- auto_quantize ------------------------------------------------------------------------------------------------------
+
+FP16, BFP16 = DQuantType.FP16, DQuantType.BFP16
+
+
+def quantized(kind: str, collective: Any, *args: Any) -> Any:
+    return (quantization.auto_quantize if kind == "torch" else fjoin.auto_quantize)(collective, *args)
+
+
+def gathered(qtype: Any, shape: tuple[int, ...], value: Any, dtype: Any = F32, loss: Any = None, **given: Any) -> Any:
+    """A call of all_gather: the sums of what is in the list afterwards, of the tensors that were in it, and their dtype."""
+
+    def run(kind: str) -> Any:
+        sent = torch.full(shape, value(dist.get_rank()) if callable(value) else value)
+        mine = [torch.zeros_like(sent, dtype=dtype if sent.is_floating_point() else None) for _ in range(2)]
+        listed = list(mine)
+        quantized(kind, dist.all_gather, qtype, loss)(listed, sent, **given)
+        return [t.sum().item() for t in listed], [t.sum().item() for t in mine], listed[1].dtype
+
+    return run
+
+
+def by_position(kind: str) -> Any:
+    return quantized(kind, dist.all_gather, FP16)([torch.zeros(1, 1) for _ in range(2)], torch.ones(1, 1), None, True)
+
+
+def group_of_one(kind: str) -> Any:
+    """Each rank passes its own group."""
+    rank = dist.get_rank()
+    group = [dist.new_group([r]) for r in range(2)][rank]
+    out = [torch.zeros(1, 1) for _ in range(2 if kind == "torch" else 1)]
+    quantized(kind, dist.all_gather, FP16)(out, torch.full((1, 1), rank + 1.0), group)
+    return [t.item() for t in out]
+
+
+def split(kind: str, **other: Any) -> Any:
+    rank, out = dist.get_rank(), torch.zeros(4)
+    sizes, sent = [3, 1] if rank else [1, 3], torch.arange(4.0) + 10 * rank
+    quantized(kind, dist.all_to_all_single, FP16)(out, sent, output_split_sizes=sizes, input_split_sizes=sizes, **other)
+    return None if rank else out.tolist()
+
+
+def exchanged(kind: str, qtype: Any) -> Any:
+    out = torch.zeros(2, 2)
+    quantized(kind, dist.all_to_all_single, qtype, 2.0)(out, torch.ones(2, 2))
+    return out.sum().item()
+
+
+def summed(kind: str) -> Any:
+    total = torch.full((4,), dist.get_rank() + 1.0)
+    quantized(kind, dist.all_reduce, FP16)(total)
+    return total.tolist()
+
+
+def sums(a: float, b: float, c: float, d: float, dtype: torch.dtype = F32) -> Any:
+    return [a, b], [c, d], dtype
+
+
+TWO_DIMS = "must have 2 dimension(s)"
+QUANTIZED = {
+    "a type is a tuple, which cannot be printed": Row(torch_only(lambda: str(FP16)), "returned non-string", UNTRIED, 1),
+    "tensors in a list are not filled": Row(
+        gathered(FP16, (2, 2), by_rank(1.0, 2.0), F64), sums(4, 8, 0, 0), sums(4, 8, 4, 8, F64)
+    ),
+    "nor in bfloat16": Row(gathered(BFP16, (2, 2), by_rank(1.0, 2.0)), sums(4, 8, 0, 0), sums(4, 8, 4, 8)),
+    "bfloat16 takes only float32": Row(
+        gathered(BFP16, (2, 2), by_rank(1.0, 2.0), F64), "expected scalar type Float", sums(4, 8, 4, 8, F64)
+    ),
+    "a handle by name": Row(
+        gathered(FP16, (2, 2), 1.0, async_op=True), "async_op=True mode is not supported", "async_op=True"
+    ),
+    "a handle by position is ignored": Row(by_position, None, "async_op=True"),
+    "a group by position is ignored": Row(group_of_one, [1.0, 2.0], by_rank([1.0], [2.0])),
+    "split sizes are ignored": Row(split, by_rank([0, 1, 10, 11], None), by_rank([0, 10, 11, 12], None)),
+    "names are ignored": Row(lambda k: split(k, nonsense=3), by_rank([0, 1, 10, 11], None), "'nonsense'"),
+    "quant_loss of lists": Row(gathered(FP16, (2, 2), 1.0, loss=2.0), sums(4, 4, 0, 0), sums(2, 2, 2, 2)),
+    "quant_loss of lists, bfloat16": Row(gathered(BFP16, (2, 2), 1.0, loss=2.0), sums(4, 4, 0, 0), sums(2, 2, 2, 2)),
+    "quant_loss of tensors": Row(lambda k: exchanged(k, FP16), 2.0, 2.0),
+    "quant_loss of tensors, bfloat16": Row(lambda k: exchanged(k, BFP16), 4.0, 2.0),
+    "bfloat16 of one number": Row(gathered(BFP16, (), 0.5), TWO_DIMS, sums(0.5, 0.5, 0.5, 0.5)),
+    "bfloat16 of three dimensions": Row(gathered(BFP16, (2, 2, 2), 0.5), TWO_DIMS, sums(4, 4, 4, 4)),
+    "what is large": Row(gathered(FP16, (1, 1), -1e5), sums(-65504, -65504, 0, 0), sums(-1e5, -1e5, -1e5, -1e5)),
+    "infinity": Row(gathered(FP16, (1, 1), math.inf), sums(65504, 65504, 0, 0), sums(*[math.nan] * 4)),
+    "whole numbers": Row(gathered(FP16, (1, 1), 2049), sums(2048, 2048, 0, 0), "torch.int64"),
+    "sums": Row(summed, "not supported", [3.0] * 4),
+}
+
+# -- the test -----------------------------------------------------------------------------------------------------------
+
+ROWS: dict[str, Row] = {
+    f"{part}: {name}": row
+    for part, rows in {
+        "hook": HOOKS, "overlap": OVERLAPS, "averager": AVERAGERS, "zero": ZERO, "Join": JOINS, "quantized": QUANTIZED,
+    }.items() for name, row in rows.items()
+}  # fmt: skip
+
+
+def run(name: str, kind: str) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return ROWS[name].call(kind)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+
+def same(got: Any, want: Any) -> bool:
+    """Words are within a text; numbers agree to 11 bits, which is what float16 keeps; what is not finite agrees."""
+    if isinstance(want, str):
+        return isinstance(got, str) and want in got
+    if isinstance(want, (list, tuple)):
+        return isinstance(got, (list, tuple)) and len(got) == len(want) and all(map(same, got, want))
+    if isinstance(want, float) and not math.isfinite(want):
+        return isinstance(got, float) and not math.isfinite(got)
+    return bool(got == (pytest.approx(want, rel=5e-4) if isinstance(want, (int, float)) else want))
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_torch_still_has_this_fault_and_ours_has_not(pool: Any, name: str) -> None:
+    for kind, want in (("torch", ROWS[name].theirs), ("fjoin", ROWS[name].ours)):
+        if want is not UNTRIED:
+            for rank, got in enumerate(pool.run(ROWS[name].ranks, run, name, kind)):
+                assert same(got, want(rank) if callable(want) else want), (kind, rank, got)
