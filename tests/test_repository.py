@@ -27,9 +27,14 @@ from fjoin import transforms as tx
 ROOT = Path(__file__).parent.parent
 
 
+@functools.cache
+def _tree(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
+
+
 def _imports(file: Path) -> list[str]:
     found = []
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(_tree(file)):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
@@ -54,20 +59,26 @@ def test_the_package_holds_every_room() -> None:
     assert sorted(packages) == sorted({_module(file).rpartition(".")[0] for file in _sources()})
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "transforms").rglob("*.py")), ids=lambda f: f.stem)
-def test_pure_part_does_not_import_distributed_or_fjoin(file: Path) -> None:
-    for name in _imports(file):
-        assert not name.startswith(("torch.distributed", "fjoin")), f"{file.name} imports {name}"
-    code = "\n".join(line.split("#")[0] for line in file.read_text().splitlines() if ">>>" not in line)
-    tree = ast.parse(file.read_text())
-    uses = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr == "distributed"]
-    assert not uses and "importlib" not in code
+def none(wrong: list[str]) -> None:
+    assert not wrong, "\n".join(["", *wrong])
 
 
-@pytest.mark.parametrize("face", [file for file in _sources() if file.name == "__init__.py"], ids=lambda f: f.parent.name)  # fmt: skip
-def test_faces_only_pass_names_on(face: Path) -> None:
-    for node in ast.parse(face.read_text()).body:
-        assert isinstance(node, (ast.ImportFrom, ast.Expr, ast.If))
+def test_pure_part_does_not_import_distributed_or_fjoin() -> None:
+    wrong = []
+    for file in (file for file in _sources() if "fjoin" not in file.relative_to(ROOT).parts):
+        names = [name for name in _imports(file) if name.startswith(("torch.distributed", "fjoin"))]
+        names += [n.attr for n in ast.walk(_tree(file)) if isinstance(n, ast.Attribute) and n.attr == "distributed"]
+        code = "\n".join(line.split("#")[0] for line in file.read_text().splitlines() if ">>>" not in line)
+        wrong += [f"{file}: {name}" for name in [*names, *re.findall("importlib", code)]]
+    none(wrong)
+
+
+def test_faces_only_pass_names_on() -> None:
+    bodies = {file: _tree(file).body for file in _sources() if file.name == "__init__.py"}
+    none([
+        f"{file}:{node.lineno}"
+        for file, body in bodies.items() for node in body if not isinstance(node, (ast.ImportFrom, ast.Expr, ast.If))
+    ])  # fmt: skip
 
 
 def _public() -> dict[str, Any]:
@@ -75,14 +86,12 @@ def _public() -> dict[str, Any]:
     return names | {f"tx.{k}": v for k, v in vars(tx).items() if not k.startswith("_") and not inspect.ismodule(v)}
 
 
-@pytest.mark.parametrize("name", sorted(_public()))
-def test_public_names_are_documented(name: str) -> None:
-    value = _public()[name]
-    doc = inspect.getdoc(value) or ""
-    assert doc, f"{name} has no docstring"
-    if inspect.isfunction(value):
-        examples = doctest.DocTestParser().get_examples(doc)
-        assert examples, f"{name} has no example"
+def test_public_names_are_documented() -> None:
+    docs = {name: inspect.getdoc(value) or "" for name, value in _public().items()}
+    wrong = [f"{name} has no docstring" for name, doc in docs.items() if not doc]
+    functions = [name for name, value in _public().items() if inspect.isfunction(value)]
+    examples = doctest.DocTestParser().get_examples
+    none([*wrong, *(f"{name} has no example" for name in functions if not examples(docs[name]))])
 
 
 def _arguments() -> dict[str, set[str]]:
@@ -110,7 +119,7 @@ def test_texts_name_arguments_that_exist() -> None:
     known, wrong = _arguments(), list[str]()
     every = OF_TORCH.union(*known.values())
     for file in _sources():
-        tree = [*ast.walk(ast.parse(file.read_text()))]
+        tree = [*ast.walk(_tree(file))]
         shown = [node for node in tree if isinstance(node, ast.FunctionDef) and node.name == "__repr__"]
         for node in {*tree}.difference(*map(ast.walk, shown)):
             parts = node.values if isinstance(node, ast.JoinedStr) else [node]
@@ -121,7 +130,7 @@ def test_texts_name_arguments_that_exist() -> None:
                 wrong += [
                     f"{file.name}: {text}" for names, part in given if set(re.findall(r"\b([a-z_]+)=", part)) - names
                 ]
-    assert not wrong, "\n".join(wrong)
+    none(wrong)
 
 
 def test_the_folder_transforms_cannot_be_imported_by_its_own_name() -> None:
@@ -140,30 +149,27 @@ def test_the_code_in_the_documents_runs(document: Path) -> None:
         exec(compile(block, document.name, "exec"), namespace)
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: d.name)
-def test_links_between_documents_lead_somewhere(document: Path) -> None:
-    for target in re.findall(r"\]\((?!http|#)([^)#]+)", document.read_text()):
-        assert (document.parent / target).exists(), f"{document.name} links to {target}"
+def test_links_between_documents_lead_somewhere() -> None:
+    links = [(doc, target) for doc in DOCUMENTS for target in re.findall(r"\]\((?!http|#)([^)#]+)", doc.read_text())]
+    none([f"{doc.name} links to {target}" for doc, target in links if not (doc.parent / target).exists()])
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: d.name)
-def test_tests_that_documents_name_exist(document: Path) -> None:
-    text = document.read_text()
-    for path in re.findall(r"`(tests/[\w/]+\.py)`", text):
-        assert (ROOT / path).exists(), f"{document.name} names {path}"
-    for name, path in re.findall(r"`(test_\w+)`(?:,? in)?\s+(?:in\s+)?`(tests/[\w/]+\.py)`", text):
-        assert f"def {name}(" in (ROOT / path).read_text(), f"{document.name} names {name} in {path}"
+def test_tests_that_documents_name_exist() -> None:
+    wrong = []
+    for doc in DOCUMENTS:
+        text = doc.read_text()
+        paths = [path for path in re.findall(r"`(tests/[\w/]+\.py)`", text) if not (ROOT / path).exists()]
+        wrong += [f"{doc.name} names {path}" for path in paths]
+        for name, path in re.findall(r"`(test_\w+)`(?:,? in)?\s+(?:in\s+)?`(tests/[\w/]+\.py)`", text):
+            if path not in paths and f"def {name}(" not in (ROOT / path).read_text():
+                wrong.append(f"{doc.name} names {name} in {path}")
+    none(wrong)
 
 
 def test_one_file_knows_the_kinds_of_devices() -> None:
     """All others ask it, so that one code serves CUDA, ROCm and XPU."""
     known = re.compile(r"\bis_cuda\b|\btorch\.(cuda|xpu|accelerator|Event|Stream)\b|[!=]= .cuda\b")
-    files = [path for room in ("fjoin", "transforms") for path in (ROOT / room).rglob("*.py") if not path.is_symlink()]
-    found = {
-        path.relative_to(ROOT).as_posix()
-        for path in files
-        if "fjoin/transforms" not in path.relative_to(ROOT).as_posix() and known.search(path.read_text())
-    }
+    found = {file.relative_to(ROOT).as_posix() for file in _sources() if known.search(file.read_text())}
     assert found == {"transforms/base/devices.py"}
 
 
@@ -174,4 +180,4 @@ def test_each_make_command_that_is_named_exists() -> None:
     texts = {name: (ROOT / name).read_text() for name in listed.stdout.split()}
     named = {(found, name) for name, text in texts.items() for found in re.findall(r"`make ([a-z-]+)", text)}
     assert len({found for found, _ in named}) > 6
-    assert not {(found, name) for found, name in named if found not in made}
+    none([f"{name} names `make {found}`" for found, name in named if found not in made])

@@ -23,17 +23,11 @@ import tokenize
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 ROOT = Path(__file__).parents[1]
 LIMITS = Path(__file__).with_name("size.json")
 FACES = ("fjoin", "fjoin.transforms", "fjoin.ddp", "fjoin.testing", "fjoin.checkpoint", "fjoin.jax")
 LONGEST = 300  # code lines of a file
 NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
-COUNTED = (
-    "code lines", "files", "arrows between rooms", "public names", "lines of tests", "circles",
-    "folders named like a function", "imports past a face", "class names in several files", "short cuts",
-)  # fmt: skip
 Graph = dict[str, set[str]]
 
 
@@ -243,40 +237,43 @@ def lowered(now: Any, limit: Any) -> Any:
     return [one for one in limit if one in now] if isinstance(limit, list) else min(now, limit)
 
 
-@pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
-    return counts()
+def none(lines: list[str], advice: str) -> None:
+    assert not lines, "\n".join(["", *lines, advice])
 
 
-@pytest.mark.parametrize("name", COUNTED)
-def test_nothing_grows(name: str, found: dict[str, Any]) -> None:
-    lines = grown(found[name], json.loads(LIMITS.read_text())[name], name)
-    assert not lines, "\n".join([*lines, "make it smaller; or raise the limit in tests/size.json, and say why"])
-
-
-def test_limits_follow_the_counts(found: dict[str, Any]) -> None:
-    limits = json.loads(LIMITS.read_text())
-    assert limits.keys() == found.keys() == set(COUNTED)
+def test_nothing_grows_and_limits_follow_the_counts() -> None:
+    found, limits = counts(), json.loads(LIMITS.read_text())
+    assert limits.keys() == found.keys()
+    lines = [line for name, now in found.items() for line in grown(now, limits[name], name)]
+    none(lines, "make it smaller; or raise the limit in tests/size.json, and say why")
     lines = [line for name in limits for line in fallen(found[name], limits[name], name)]
-    assert not lines, "\n".join([*lines, "run `python tests/test_size.py --lower`"])
+    none(lines, "run `python tests/test_size.py --lower`")
 
 
-@pytest.mark.parametrize("module", sources())
-def test_a_file_has_at_most_300_code_lines(module: str) -> None:
-    assert code_lines(sources()[module]) <= LONGEST
+def test_a_file_has_at_most_300_code_lines() -> None:
+    lengths = {module: code_lines(text) for module, text in sources().items()}
+    none([f"{module}: {n}" for module, n in lengths.items() if n > LONGEST], f"at most {LONGEST} lines of code")
 
 
-@pytest.mark.parametrize("room", sorted(rooms()))
-def test_a_room_has_at_most_a_dozen_files(room: str) -> None:
-    files = [m for m in sources() if room_of(m) == room and not m.endswith(("__init__", "__main__"))]
-    assert len(files) <= 12
+def files_by_room() -> dict[str, list[str]]:
+    """Without the faces."""
+    found: dict[str, list[str]] = {room: [] for room in rooms()}
+    for module in sources():
+        if not module.endswith(("__init__", "__main__")):
+            found[room_of(module)].append(module.rpartition(".")[2])
+    return found
 
 
-@pytest.mark.parametrize("room", sorted(rooms()))
-def test_a_face_that_lists_files_lists_those_of_its_room(room: str) -> None:
-    listed = re.findall(r"^(_\w+) {2,}\S", sources().get(f"{room}.__init__", ""), re.MULTILINE)
-    files = [m.rpartition(".")[2] for m in sources() if room_of(m) == room and not m.endswith(("__init__", "__main__"))]
-    assert sorted(listed) in ([], sorted(files))
+def test_a_room_has_at_most_a_dozen_files() -> None:
+    none([f"{room}: {len(files)}" for room, files in files_by_room().items() if len(files) > 12], "at most 12 files")
+
+
+def test_a_face_that_lists_files_lists_those_of_its_room() -> None:
+    wrong = []
+    for room, files in files_by_room().items():
+        listed = re.findall(r"^(_\w+) {2,}\S", sources().get(f"{room}.__init__", ""), re.MULTILINE)
+        wrong += [f"{room}: {name}" for name in {*listed}.symmetric_difference(files) if listed]
+    none(wrong, "list these files, or do not")
 
 
 def test_counts_of_a_small_example() -> None:

@@ -27,10 +27,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.records import DeviceReads
 from fjoin.buckets import BucketQueue
 from fjoin.groups import Communicator, GroupAxis, _group_mesh
 from fjoin.groups._message import PendingMessage
+from fjoin.records import DeviceReads
 from fjoin.step import _interleave, _stages
 from fjoin.step._verdict import GradCheck
 from fjoin.training._passes import GradOutput, Passes

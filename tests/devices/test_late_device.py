@@ -18,7 +18,7 @@ import torch.distributed as dist
 import fjoin
 from fjoin import transforms as tx
 from fjoin.groups._message import Unfinished
-from fjoin.step import StepRecords, StepCheck
+from fjoin.step import StepCheck, StepRecords
 from tests.devices.fake_device import LateDevice, Make
 
 pytestmark = pytest.mark.gloo
