@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from tests.from_jax import ours, rows
-from tests.from_jax.row import Row, table
-from tests.from_jax.rows import CASES
+from tests.from_jax.rows import CASES, Row, table
 
 
 def difference(kind: str, row: Row, want: list[Any], got: list[Any]) -> str:

@@ -6,17 +6,67 @@ import datetime
 import inspect
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms._quantization.quantization import DQuantType
 
 import fjoin
 from fjoin import transforms as tx
 from tests.helpers import max_diff, raises_text, same_bits
-from tests.quantization.encoded_calls import CODECS, DTYPES, SHAPES, SUM, calls, near, place, value
 from tests.traffic import watched
+
+# Each codec, and its largest error relative to the largest value encoded with it.
+CODECS: dict[str, tuple[Any, float]] = {
+    "fp16": ("fp16", 2.0**-11), "torch's fp16": (DQuantType.FP16, 2.0**-11), "bfp16": ("BFP16", 2.0**-8),
+    "torch's bfp16": (DQuantType.BFP16, 2.0**-8), "fp8": (tx.fp8(block=8), 1 / 15), "int8": (tx.int8(), 1 / 253),
+    "int4": (tx.int4(block=4), 1 / 13), "float32": (tx.float32(), 1e-7),
+}  # fmt: skip
+SUM = dist.ReduceOp.SUM
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+SHAPES: list[tuple[int, ...]] = [(), (7,), (3, 5), (2, 1, 4), (0, 3)]
+
+
+def value(shape: tuple[int, ...], *seed: int) -> Tensor:
+    """The values that a rank sends, which every rank can compute."""
+    g = torch.Generator().manual_seed(sum((s + 1) * 10**i for i, s in enumerate(seed)))
+    return torch.randn(shape, generator=g, dtype=torch.float64).clamp(-2, 2)
+
+
+def place(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+    """A tensor to be filled, every second element of another one."""
+    return torch.full((*shape, 2), 9.0, dtype=dtype)[..., 0]
+
+
+def near(got: Tensor, want: Tensor, room: float) -> None:
+    rounding = torch.finfo(got.dtype).eps + 1e-6
+    assert got.shape == want.shape
+    assert got.numel() == 0 or (got.double() - want).abs().max() <= 2 * room + want.abs().max() * rounding, (got, want)
+
+
+def calls(
+    codec: Any, n: int, me: int, loss: float | None = None
+) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...], list[Tensor]]]:
+    """One call of each collective: the function, its arguments, the tensors that it fills."""
+
+    def quantized(name: str) -> Callable[..., Any]:
+        return fjoin.auto_quantize(getattr(dist, name), codec, quant_loss=loss)
+
+    x, all_of, uneven = value((50,), me).float(), value((n * 50,), me).float(), [50 * me + r for r in range(n)]
+    fresh = [[place((50,)) for _ in range(n)] for _ in range(2)]
+    b, c, split = (place((size,)) for size in (50 * n, 50 * n, sum(50 * r + me for r in range(n))))
+    c.copy_(all_of)
+    return {
+        "all_gather": (quantized("all_gather"), (fresh[0], x), fresh[0]),
+        "all_to_all": (quantized("all_to_all"), (fresh[1], list(all_of.split(50))), fresh[1]),
+        "all_to_all_single": (quantized("all_to_all_single"), (b, all_of), [b]),
+        "all_reduce": (quantized("all_reduce"), (c,), [c]),
+        "splits": (quantized("all_to_all_single"), (split, torch.ones(sum(uneven)), [50 * r + me for r in range(n)], uneven), [split]),
+    }  # fmt: skip
 
 
 def meaning(codec: str) -> Any:
@@ -30,16 +80,12 @@ def meaning(codec: str) -> Any:
         for r in range(n):
             near(outs[r], value(shape, r).to(given).double(), room)
     for shape, _, dtype in kinds:
-        for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+        for op, divisor in ((SUM, 1), (dist.ReduceOp.AVG, n)):
             x = place(shape, dtype)
             x.copy_(value(shape, me))
             fjoin.auto_quantize(dist.all_reduce, qtype)(x, op=op)
-            want = torch.stack([value(shape, r).to(dtype).double() for r in range(n)]).sum(0)
-            near(
-                x,
-                want / (n if op == dist.ReduceOp.AVG else 1),
-                (n if op == dist.ReduceOp.SUM else 1) * room * (2.2 if n > 2 else 1),
-            )
+            total = torch.stack([value(shape, r).to(dtype).double() for r in range(n)]).sum(0)
+            near(x, total / divisor, n / divisor * room * (2.2 if n > 2 else 1))
             sums = [torch.zeros_like(x) for _ in range(n)]
             dist.all_gather(sums, x.contiguous())
             assert all(same_bits(s, sums[0]) for s in sums), "ranks differ"
@@ -69,11 +115,8 @@ def pieces(codec: str) -> Any:
         assert outs[r] is kept[r]
         near(outs[r], value(shape(r, me), r, me).to(DTYPES[me]).double(), room)
     if n > 1:
-        text = raises_text(
-            RuntimeError, lambda: dist.all_to_all([torch.zeros(r) for r in range(n)], [torch.zeros(me)] * n)
-        )
-        refused = "invalid tensor size"
-        assert refused in text, "gloo takes pieces of different sizes now"
+        plain: Any = [torch.zeros(r) for r in range(n)], [torch.zeros(me)] * n
+        raises_text(RuntimeError, lambda: dist.all_to_all(*plain), "invalid tensor size")  # else gloo takes them now
         dist.barrier()
     outs = [place((r, 2)) for r in range(n)]
     fjoin.auto_quantize(dist.all_gather, qtype)(outs, value((me, 2), me))
@@ -85,11 +128,8 @@ def pieces(codec: str) -> Any:
     for rest in ((), (3,), (2, 2)):
         x, want = value((sum(ins), *rest), me), torch.zeros((sum(taken), *rest), dtype=torch.float64)
         dist.all_to_all_single(want, x, taken, ins)
-        for args, kwargs in (
-            ((taken, ins), {}),
-            ((), {"output_split_sizes": taken, "input_split_sizes": ins}),
-            ((tuple(taken),), {"input_split_sizes": ins}),
-        ):
+        named: Any = {"output_split_sizes": taken, "input_split_sizes": ins}
+        for args, kwargs in (((taken, ins), {}), ((), named), ((tuple(taken),), {"input_split_sizes": ins})):
             out = place((sum(taken), *rest))
             assert fjoin.auto_quantize(dist.all_to_all_single, qtype)(out, x, *args, **kwargs) is None
             near(out, want, room)
@@ -162,18 +202,13 @@ def test_nonfinite_and_large_values_are_preserved(pool: Any, codec: str) -> None
 
 
 def divided(codec: str) -> Any:
-    results = []
-    for loss in (None, 2.0):
-        out: Any = {}
-        n, me = dist.get_world_size(), dist.get_rank()
-        for name, (_, args, outs) in calls("fp16", n, me).items():
-            func = getattr(dist, "all_to_all_single" if name == "splits" else name)
-            fjoin.auto_quantize(func, CODECS[codec][0], quant_loss=loss)(*args)
-            out[name] = [o.clone() for o in outs]
-        results.append(out)
-    for name, outs in results[0].items():
-        for whole, half in zip(outs, results[1][name], strict=True):
-            assert torch.equal(whole / 2, half), name
+    n, me = dist.get_world_size(), dist.get_rank()
+    whole, halved = calls(CODECS[codec][0], n, me), calls(CODECS[codec][0], n, me, 2.0)
+    for name, (function, args, outs) in whole.items():
+        half, given, halves = halved[name]
+        function(*args)
+        half(*given)
+        assert all(torch.equal(out / 2, other) for out, other in zip(outs, halves, strict=True)), name
 
 
 @pytest.mark.parametrize("codec", ["fp16", "bfp16", "int8"])
@@ -225,8 +260,7 @@ def test_leaves_and_views(pool: Any) -> None:
         pool.run(ranks, leaves_and_views)
 
 
-# -- errors ------------------------------------------------------------------------------------------
-
+# -- errors -------------------------------------------------------------------------------------------------------------
 
 X, ONES, INTS = torch.ones(4), torch.ones(3), torch.ones(4, dtype=torch.int64)
 REFUSED: dict[str, list[tuple[Any, ...]]] = {
@@ -283,21 +317,22 @@ def test_signature_matches_the_wrapped_collective() -> None:
         assert inspect.signature(f) == inspect.signature(getattr(dist, name)) and f.__name__ == name
 
 
+WIDTHS = {"fp16": tx.float16().width, "int8": tx.int8().width}
+
+
 def payload(codec: str) -> Any:
-    made, sent = {"fp16": tx.float16(), "int8": tx.int8()}[codec], {}
-    for name, (function, args, _) in calls(
-        codec if codec == "fp16" else made, dist.get_world_size(), dist.get_rank()
-    ).items():
+    sent = {}
+    for name, (function, args, _) in calls(CODECS[codec][0], dist.get_world_size(), dist.get_rank()).items():
         with watched() as notes:
             assert function(*args) is None
         sent[name] = [(one.name, one.dtype, one.bytes) for one in notes]
     return sent
 
 
-@pytest.mark.parametrize("codec", ["fp16", "int8"])
+@pytest.mark.parametrize("codec", WIDTHS)
 def test_bytes_travel(pool: Any, codec: str) -> None:
     """A message has one row for each receiver, of the codec's width, and nothing else."""
-    width = {"fp16": tx.float16(), "int8": tx.int8()}[codec].width
+    width = WIDTHS[codec]
     for n in (1, 2, 3):
         for me, sent in enumerate(pool.run(n, payload, codec)):
             gather, each = ("all_gather", "torch.uint8", width(50)), ("all_to_all_single", "torch.uint8", n * width(50))
