@@ -82,6 +82,7 @@ def test_a_check_that_fails_or_takes_too_long_is_told() -> None:
 ROWS = ["--rows", "ddp,fjoin 25 MiB,registered,donate"]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "command",
     [

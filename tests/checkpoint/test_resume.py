@@ -34,6 +34,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("name", "transport"), CASES)
 def test_on_real_ranks(pool: Any, name: str, transport: str, tmp_path: Path) -> None:
     """Without the part of the checkpoint that its row names it would not."""

@@ -76,6 +76,7 @@ TABLE = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("fault", "kind", "words", "seconds"), TABLE, ids=lambda v: f"{v.kind} {v.place}" if isinstance(v, Fault) else ""
 )

@@ -206,6 +206,7 @@ TABLE: dict[str, tuple[Callable[..., None], tuple[Any, ...], list[Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", TABLE)
 def test_errors_name_the_lost_rank(name: str) -> None:
     program, args, want = TABLE[name]

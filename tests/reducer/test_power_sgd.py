@@ -111,7 +111,7 @@ def trained(hook: str, bucket_bytes: int, ordered: bool = False) -> Any:
     return out
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("hook", HOOKS)
 def test_on_processes_as_simulated_in_any_buckets(pool: Any, hook: str) -> None:
     """Parameters, losses and the hook's own state, on uneven inputs; to the bit where sums are ordered."""

@@ -74,7 +74,9 @@ def functions(face: Any) -> set[str]:
     for name in dir(face):
         value = getattr(face, name)
         record = isinstance(value, type) and (
-            issubclass(value, (BaseException, tuple, enum.Enum)) or inspect.isabstract(value)
+            issubclass(value, (BaseException, tuple, enum.Enum))
+            or inspect.isabstract(value)
+            or getattr(value, "_is_protocol", False)
         )
         if not name.startswith("_") and callable(value) and not record and name not in MADE | ANY | CHECKS:
             found |= {name} if inspect.signature(value).parameters else set()

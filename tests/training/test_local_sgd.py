@@ -44,7 +44,7 @@ def averages(name: str, rounds: int) -> Any:
     return apart, unequal
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", PIPELINES)
 @pytest.mark.parametrize(
     "ranks, rounds", [(2, 60), (3, 60), *(pytest.param(n, 500, marks=pytest.mark.long) for n in (2, 3, 4))]

@@ -243,6 +243,7 @@ def test_a_loop_that_is_left(pool: Pool, kind: str, form: str, case: str, transp
     assert [errors for _, errors in results] == ["", ""]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_simulated_ranks(kind: str, form: str) -> None:
@@ -265,6 +266,7 @@ def test_one_rank_leaves_before_its_first_step(pool: Pool, early: int) -> None:
     assert kind == "PeerLost" and f"rank {early} left the loop over" in text and "stop()" in text
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", [None, "together", "alone", "exception", "stop"])
 @pytest.mark.parametrize("kind", KINDS[:2])
 def test_an_iterator_that_lives_until_the_interpreter_ends(kind: str, case: str | None) -> None:
