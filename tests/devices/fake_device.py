@@ -50,14 +50,14 @@ def is_view(func: Any) -> bool:
     return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
 
 
-# -- two ranks in one process -------------------------------------------------------------------------------------------
+# -- two ranks in one process ------------------------------------------------------------------------------------------
 
 
 class EchoAxis(Axis):
     """An axis of two ranks, of which the other one sends what this one sends.
 
     Args:
-        message: Told the operation of each message, what it reads and what it writes; the function that it returns waits.
+        message: Told the operation of each message, what it reads and writes; what it returns is called to wait.
     """
 
     size = 2
@@ -119,7 +119,7 @@ class EchoMesh(Communicator):
         return combine([value, value])
 
 
-# -- what all have ------------------------------------------------------------------------------------------------------
+# -- what all have -----------------------------------------------------------------------------------------------------
 
 
 class Stream(NamedTuple):
@@ -216,7 +216,7 @@ class Device(TorchDispatchMode):
             yield self
 
 
-# -- late events --------------------------------------------------------------------------------------------------------
+# -- late events -------------------------------------------------------------------------------------------------------
 
 # How long a message may take to arrive after its sender has gone.
 GRACE_S = 0.2
@@ -314,7 +314,7 @@ class LateDevice(Device):
             yield self
 
 
-# -- the order of accesses to memory ------------------------------------------------------------------------------------
+# -- the order of accesses to memory -----------------------------------------------------------------------------------
 
 
 class Access(NamedTuple):
@@ -346,7 +346,7 @@ def extent(x: Tensor) -> tuple[int, int]:
 
 
 class OrderedDevice(Device):
-    """Kernels run in the stream that is current at their launch, and each message in one of its own. Vector clocks order them.
+    """Kernels run in the stream that is current at their launch, each message in one of its own. Clocks order them.
 
     Attributes:
         reports: Accesses of two streams to the same memory that nothing orders, one of which writes.
@@ -489,7 +489,7 @@ class HostReads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-# -- counts -------------------------------------------------------------------------------------------------------------
+# -- counts ------------------------------------------------------------------------------------------------------------
 
 
 class Kernel(NamedTuple):
@@ -499,7 +499,7 @@ class Kernel(NamedTuple):
 
 
 class CountingDevice(TorchDispatchMode):
-    """Counts the kernels that this thread launches on tensors without data, and the bytes of all tensors until they are freed.
+    """Counts the kernels of this thread on tensors without data, and the bytes of all tensors until they are freed.
 
     Attributes:
         kernels: Without views, and without those in `quiet`, of the model itself.
@@ -577,7 +577,7 @@ class Loss(torch.autograd.Function):
 def counted(
     make: Make, shapes: dict[str, tuple[int, ...]], weights: Sequence[float] = (1.0, 1.0, 1.0), **options: Any
 ) -> tuple[list[list[Kernel]], CountingDevice]:
-    """The kernels of each step of the first of two ranks outside the passes of the model, and the bytes of the last step.
+    """The kernels of each step of one of two ranks, outside the passes of the model, and the bytes of the last step.
 
     Tensors without data stand for those of a device. The gradients of the loss are of the parameters' shapes.
     """
@@ -615,7 +615,7 @@ def kernels_without_meta() -> Iterator[None]:
         library._destroy()
 
 
-# -- messages that arrive at their wait ---------------------------------------------------------------------------------
+# -- messages that arrive at their wait --------------------------------------------------------------------------------
 
 # Collectives that send their argument itself; the others send a copy.
 SENT = {"all_gather", "all_to_all", "all_to_all_single", "psum_scatter", "ppermute"}

@@ -83,7 +83,7 @@ def test_a_pipeline_runs_in_another_thread(name: str) -> None:
     assert all(map(torch.equal, trained(name, True), trained(name, False)))
 
 
-# -- models that communicate, and again where a backward pass computes parts of them once more --------------------------
+# -- models that communicate, and again where a backward pass computes parts of them once more -------------------------
 
 HOW: dict[str, Callable[..., Any]] = {
     "plain": lambda fn, *args: fn(*args),
@@ -106,7 +106,7 @@ BODIES = {"psum": _summed, "sync_batch_norm": _normed}
 
 
 def looped(mesh: fjoin.Mesh, body: str, how: str, threaded: bool) -> Tensor:
-    """This rank's parameters after a loop in which rank 1 has fewer batches; its last ones are replayed with weight 0."""
+    """This rank's parameters after a loop in which rank 1 has fewer batches, and then replays some with weight 0."""
     torch.manual_seed(7)
     start = {"a": torch.randn(3, 4)}
     batches = [torch.randn(5, 3) for _ in range(8)][mesh.rank :: 2][: 4 - 2 * mesh.rank]

@@ -1,4 +1,4 @@
-"""Beside a device that is behind its host a state is right or torn after any failure, and all ranks raise for NaN together."""
+"""Beside a late device a state is right or torn after any failure, and all ranks raise for NaN together."""
 
 from __future__ import annotations
 
@@ -94,13 +94,13 @@ def late_mesh(fault: str | None, timeout_s: float, gone: Callable[[], bool] = la
         mesh.close()
 
 
-# -- failures -----------------------------------------------------------------------------------------------------------
+# -- failures ----------------------------------------------------------------------------------------------------------
 
 Case = tuple[str, str, int, bool]
 
 
 def failing(folder: str, cases: list[Case], fault: str | None = None) -> list[Any]:
-    """Rank 1 fails in a step. Of each case: the error of this rank, and of each of its states the values or why none."""
+    """Rank 1 fails in a step. Of each case: the error of this rank, and the values of its states, or why none."""
     rank, out = dist.get_rank(), []
     for number, (name, how, at, donate) in enumerate(cases):
         flag = Path(folder, str(number))
@@ -176,11 +176,11 @@ def test_states_of_steps_under_way_are_found(pool: Any, tmp_path: Path) -> None:
     assert any("rank 1 is neither right nor torn" in line for line in wrong), wrong
 
 
-# -- NaN ----------------------------------------------------------------------------------------------------------------
+# -- NaN ---------------------------------------------------------------------------------------------------------------
 
 
 def nonfinite(cases: list[tuple[str, int, int, str]], fault: str | None = None) -> list[Any]:
-    """A gradient of one rank is NaN in a step of a loop: (the step of the error, calls until then, steps of a second run).
+    """A gradient of one rank is NaN in a step of a loop: (the step of the error, calls until then, steps of a next run)
 
     In each case: the pipeline, the rank, the step, and who reads the metrics, or how a plain loop ends.
     """

@@ -16,7 +16,7 @@ from tests.devices.test_streams import PIPELINES
 
 MEAN, SCATTER, INT8 = tx.mean("data"), tx.scatter_mean("data"), tx.compress(tx.int8(), tx.mean("data"))
 
-# -- launches, for the tensors of a transformer of 12 layers ------------------------------------------------------------
+# -- launches, for the tensors of a transformer of 12 layers -----------------------------------------------------------
 
 WIDTH, VOCABULARY, CONTEXT = 768, 16384, 512
 _LAYER: dict[str, tuple[int, ...]] = {
@@ -74,7 +74,7 @@ def test_a_kernel_for_each_tensor_is_found() -> None:
     assert launches(lambda: tx.fuse(tx.chain(MEAN, halved), tx.adamw(3e-4))) > LIMITS["AdamW"][1] + 140
 
 
-# -- numbers of the host ------------------------------------------------------------------------------------------------
+# -- numbers of the host -----------------------------------------------------------------------------------------------
 
 SMALL = {"a": (3, 4), "b": (4,), "c": (4, 3)}
 MORE: dict[str, tuple[Make, dict[str, Any]]] = {
@@ -135,12 +135,12 @@ def test_a_number_of_the_host_is_found_and_one_of_the_device_is_not() -> None:
     assert found(lambda state: next(calls)) and not found(lambda state: state)
 
 
-# -- bytes, in units of the parameters: 16 of more than 25 MiB, so that gradients are sent directly ---------------------
+# -- bytes, in units of the parameters: 16 of more than 25 MiB, so that gradients are sent directly --------------------
 
 SIDE, COUNT = 2600, 16
 LARGE = {f"p{i}": (SIDE, SIDE) for i in range(COUNT)}
 UNIT = SIDE * SIDE * COUNT * 4
-# Each with the bytes between steps, and the most within a step: parameters, states and gradients, and what is beside them.
+# Each with the bytes between steps, and the most within a step: parameters, states, gradients, and what is beside them.
 BYTES: dict[str, tuple[Make, float, float]] = {
     "sgd": (lambda: tx.fuse(MEAN, tx.sgd(0.1)), 1, 2),
     "adamw": (lambda: tx.fuse(MEAN, tx.adamw(0.1)), 3, 4),

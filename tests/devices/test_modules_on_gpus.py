@@ -1,4 +1,4 @@
-"""Modules, torch's interfaces, loops and checkpoints with tensors on GPUs, over NCCL: as with tensors on CPUs, over gloo.
+"""Modules, torch's interfaces, loops and checkpoints on GPUs, over NCCL, give what they give on CPUs, over gloo.
 
 Each case takes a device and returns tensors by name, which depend on no device. On a machine without a GPU the cases
 run on CPUs; some are compared with one process. All cases of a kind are one job, since a process group of GPUs takes
@@ -7,6 +7,7 @@ seconds to make.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -63,7 +64,7 @@ def ddp_of(device: str, **options: Any) -> DistributedDataParallel:
     return DistributedDataParallel(model().to(device), **{"bucket_cap_mb": 1e-4, **options})
 
 
-# -- fjoin.ddp.register -------------------------------------------------------------------------------------------------
+# -- fjoin.ddp.register ------------------------------------------------------------------------------------------------
 
 
 def registered(device: str, what: Any, scaled: bool = False, window: int = 1, **options: Any) -> Values:
@@ -122,7 +123,7 @@ def hooks() -> dict[str, tx.Transform]:
     return {name: hook for name, hook in found.items() if "'local'" not in repr(hook)}
 
 
-# -- torch's interfaces -------------------------------------------------------------------------------------------------
+# -- torch's interfaces ------------------------------------------------------------------------------------------------
 
 
 def train(net: nn.Module, optimizer: Any, data: Iterable[Tensor], after: Callable[[], Any] = lambda: None) -> None:
@@ -195,7 +196,7 @@ def counted(device: str) -> Values:
     return {"count": counter.count.cpu()}
 
 
-# -- loops --------------------------------------------------------------------------------------------------------------
+# -- loops -------------------------------------------------------------------------------------------------------------
 
 
 def own_loop(device: str) -> Values:
@@ -230,7 +231,7 @@ def normalised(device: str) -> Values:
     return {"y": y.cpu(), "mean": state.mean.cpu(), "var": state.var.cpu(), "last": last.cpu()}
 
 
-# -- checkpoints --------------------------------------------------------------------------------------------------------
+# -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
 def same_ends(uncut: Values, resumed: Values) -> Values:
@@ -275,7 +276,7 @@ def objects(device: str, folder: str) -> Values:
     return same_ends(*ends)
 
 
-# -- the table ----------------------------------------------------------------------------------------------------------
+# -- the table ---------------------------------------------------------------------------------------------------------
 
 INTERFACES: dict[str, Callable[[str], Values]] = {
     **{
@@ -300,7 +301,7 @@ INTERFACES: dict[str, Callable[[str], Values]] = {
 
 def cases(kind: str, folder: str) -> dict[str, Callable[[str], Values]]:
     if kind == "hooks":
-        return {name: lambda device, hook=hook: registered(device, hook) for name, hook in hooks().items()}  # type: ignore[misc]
+        return {name: functools.partial(registered, what=hook) for name, hook in hooks().items()}
     if kind == "interfaces":
         return INTERFACES
     return {
@@ -346,7 +347,9 @@ def known() -> dict[str, dict[str, Any]]:
 def close(name: str, got: Values, want: dict[str, Any], **room: float) -> None:
     for path, x in want.items():
         expected = torch.as_tensor(x, dtype=F64).expand_as(got[path])
-        torch.testing.assert_close(got[path].to(F64), expected, **room, msg=lambda text: f"{name}: {path}: {text}")  # noqa: B023
+        torch.testing.assert_close(
+            got[path].to(F64), expected, **room, msg=lambda text, path=path: f"{name}: {path}: {text}"
+        )
 
 
 @pytest.mark.parametrize("kind", ["interfaces", "checkpoints", pytest.param("hooks", marks=pytest.mark.long)])

@@ -1,4 +1,4 @@
-"""Pipelines give the same bits where messages arrive only when they are awaited, and no message is forgotten or overwritten."""
+"""Pipelines give the same bits where messages arrive only at their wait; none is forgotten or overwritten."""
 
 from __future__ import annotations
 

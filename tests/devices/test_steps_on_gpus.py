@@ -35,7 +35,7 @@ class Case(NamedTuple):
 
     Attributes:
         loss: One of `LOSSES`.
-        room: The allowed deviation of the parameters, relative to the distance moved. The sums of a GPU have another order.
+        room: The allowed deviation of the parameters, relative to the distance moved. A GPU sums in another order.
         flush: Whether the run ends in a flush.
         poisoned: The steps in which the loss is infinite on rank 1.
     """
@@ -58,7 +58,7 @@ def net_params() -> dict[str, Tensor]:
     return {path: torch.randn(shape, generator=g, dtype=torch.float64) for path, shape in shapes.items()}
 
 
-# -- losses -------------------------------------------------------------------------------------------------------------
+# -- losses ------------------------------------------------------------------------------------------------------------
 
 
 def hidden(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ LOSSES: dict[str, Any] = {
     "auxiliary": lambda params, batch: (net_loss(params, batch), {"sum": {"samples": len(batch)}, "first": batch[0]}),
 }  # fmt: skip
 
-# -- the tables ---------------------------------------------------------------------------------------------------------
+# -- the tables --------------------------------------------------------------------------------------------------------
 
 SGD, ADAM, CLIP = tx.sgd(0.05, momentum=0.9), tx.adamw(0.05), tx.clip_by_global_norm(0.5)
 MEAN, SCATTER = tx.mean("data"), tx.scatter_mean("data")
@@ -116,10 +116,14 @@ def rows(on_nodes: bool) -> dict[str, Case]:
     return {name: case for name, case in found.items() if ("'local'" in repr(case.pipeline())) == on_nodes}
 
 
+def stepped_by(make: Callable[[], tx.Optimizer]) -> Make:
+    return lambda: tx.fuse(MEAN, make())
+
+
 def optimizers() -> dict[str, Case]:
     """Muon computes in bfloat16."""
     return {
-        f"{name} {i}": Case(lambda make=make: tx.fuse(tx.mean("data"), make()), room=0.05 if name == "muon" else 1e-4)  # type: ignore[misc]
+        f"{name} {i}": Case(stepped_by(make), room=0.05 if name == "muon" else 1e-4)
         for name, found in OPTIMIZERS.items()
         for i, make in enumerate(found)
     }
@@ -215,7 +219,7 @@ def cases(kind: str) -> dict[str, Case]:
     }[kind]()  # fmt: skip
 
 
-# -- a run --------------------------------------------------------------------------------------------------------------
+# -- a run -------------------------------------------------------------------------------------------------------------
 
 
 def host(tree: Any) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""torch's collectives with encoded floats, on real processes: the plain ones' meaning, in the caller's own tensors; their messages."""
+"""torch's collectives with encoded floats mean what the plain ones mean, on real processes; their messages."""
 
 from __future__ import annotations
 
@@ -260,7 +260,7 @@ def test_leaves_and_views(pool: Any) -> None:
         pool.run(ranks, leaves_and_views)
 
 
-# -- errors -------------------------------------------------------------------------------------------------------------
+# -- errors ------------------------------------------------------------------------------------------------------------
 
 X, ONES, INTS = torch.ones(4), torch.ones(3), torch.ones(4, dtype=torch.int64)
 REFUSED: dict[str, list[tuple[Any, ...]]] = {
