@@ -50,3 +50,12 @@ def judged(step: Any, on_device: Any) -> Any:
     """The step, whose gradients the device judges in place of the host."""
     step.run.step_check.grads.on_device = on_device
     return step
+
+
+def seen_by(look: Callable[[Any, Any], Any], step: Any, state: Any, batches: Iterable[Any]) -> list[Any]:
+    """`look(state, metrics)` after a step on each of the batches."""
+    seen = []
+    for batch in batches:
+        state, metrics = step(state, batch)
+        seen.append(look(state, metrics))
+    return seen

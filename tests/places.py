@@ -83,11 +83,12 @@ def _input(row: Row, rank: int, sizes: str) -> list[tuple[Tensor, int]]:
     return found
 
 
-def _grads(row: Row, params: Any, buffers: Any, batch: Any) -> tuple[Any, Any]:
-    """The gradients, and the buffers after the batch."""
+def _grads(row: Row, params: Any, buffers: Any, batch: Any, state: Any) -> tuple[Any, Any]:
+    """The gradients, times the loss scale of the state, and the buffers after the batch."""
     loss = problem.LOSSES[row.loss]
     if row.loss != "buffered":
-        return torch.func.grad(loss)(params, batch), buffers
+        grads = torch.func.grad(loss)(params, batch)
+        return {path: g * getattr(state, "scale", 1.0) for path, g in grads.items()}, buffers
 
     def with_buffers(params: Any) -> Any:
         value, _, new = loss(params, buffers, batch)
@@ -105,7 +106,7 @@ def _pure(row: Row, sizes: str, whole: int = 0) -> Seen:
         else:
             rank = _rank(row)
             batch = problem.batch(rank, step, problem.size(sizes, rank, step), row.dtype)
-        grads, new = _grads(row, params, buffers, batch)
+        grads, new = _grads(row, params, buffers, batch, state)
         buffers = new if batch[1] else buffers  # a rank without input keeps its own
         params, state = pipeline.step(params, grads, state, weight=batch[1])
         seen.params.append(params)
@@ -121,7 +122,7 @@ def _loop(row: Row, sizes: str) -> Seen:
         empty = problem.batch(0, 0, 0, row.dtype)
         loop = fjoin.join(_input(row, mesh.rank, sizes), mesh=mesh, weight=lambda b: b[1], empty=empty)
         for batch in loop:
-            grads, _ = _grads(row, params, None, batch)
+            grads, _ = _grads(row, params, None, batch, state)
             params, state = pipeline.step(params, grads, state, weight=loop.weight)
             seen.params.append(params)
             seen.metrics.append((math.nan, loop.total))
@@ -168,7 +169,8 @@ def _module(row: Row, sizes: str, joins: bool) -> Seen:
         handle.weight(batch[1])
         model.zero_grad()
         with watched() as messages:
-            model(batch).backward()
+            loss = model(batch)
+            (handle.scale(loss) if row.scaled else loss).backward()
         seen.messages.append(messages)
         seen.metrics.append((math.nan, float(handle.total)))
         seen.params.append({path: p.detach().clone() for path, p in module.named_parameters()})

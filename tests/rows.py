@@ -25,6 +25,7 @@ class Row(NamedTuple):
         whole: Whether one process on the batches of all ranks comes to the same.
         tolerance: Of parameters between places, far below what they move; larger where a message's blocks are those of a bucket.
         options: Of train_step.
+        scaled: Whether the loss is scaled.
     """
 
     make: Callable[[], tx.Pipeline]
@@ -34,11 +35,18 @@ class Row(NamedTuple):
     dtype: torch.dtype = torch.float64
     tolerance: float = 1e-12
     options: dict[str, Any] = {}
+    scaled: bool = False
 
 
 def _of(hook: tx.Transform, optimizer: tx.Optimizer = MOMENTUM, **settings: Any) -> Row:
     ends = {key: settings.pop(key) for key in ("after", "on_state") if key in settings}
     return Row(lambda: tx.fuse(hook, optimizer, **ends), **settings)
+
+
+def _scaled(hook: tx.Transform, whole: bool = False) -> Row:
+    """The scale changes in every step: to 8 times of what it was, or to half."""
+    scales = {"init_scale": 4.0, "growth_factor": 8.0, "growth_interval": 1}
+    return Row(lambda: tx.dynamic_loss_scale(tx.fuse(hook, MOMENTUM), **scales), whole=whole, scaled=True)
 
 
 def summed_by_hand(grad: Tensor) -> Tensor:
@@ -117,6 +125,9 @@ ROWS: dict[str, Row] = {
     "a function alone": _of(tx.stateless(torch.neg)),
     "then another": _of(tx.switch_after(2, MEAN, tx.mean("data", over="live"))),
     "skip": Row(lambda: tx.skip_if_nonfinite(tx.fuse(MEAN, MOMENTUM)), whole=True),
+    **{f"loss scale, {name}": _scaled(hook, name == "clipped") for name, hook in (
+        ("mean", MEAN), ("clipped", tx.chain(MEAN, tx.clip_by_global_norm(0.1))), ("clipped first", tx.chain(tx.clip_by_value(0.05), MEAN)),
+    )},
     "frozen": _of(MEAN, tx.partition({"layer.*": tx.frozen(), "*": ADAM}), whole=True),
     "Muon": _of(MEAN, tx.partition({"layer.*": tx.muon(0.05), "*": ADAM}), whole=True, tolerance=1e-9),
     "masters": _of(MEAN, tx.mixed_precision(ADAM), dtype=torch.bfloat16, tolerance=0.01),

@@ -56,9 +56,9 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
     # -- optimizers and states
     "skip_if_nonfinite": [(lambda: tx.skip_if_nonfinite(SGD), T, "fuse(hook, optimizer)")],
     "dynamic_loss_scale": [
-        (lambda: tx.dynamic_loss_scale(tx.fuse(MEAN, SGD), init_scale="1"), V, "init_scale", "'1'"),
-        *((lambda name=name: tx.dynamic_loss_scale(tx.fuse(MEAN, SGD), **{name: None}), V, name, "None")
-          for name in ("backoff_factor", "growth_factor")),
+        *((lambda name=name, value=value: tx.dynamic_loss_scale(tx.fuse(MEAN, SGD), **{name: value}), V, name, repr(value))
+          for name, values in (("init_scale", ("1", 0.0, 1e39, 1e-50)), ("growth_factor", (None, 1.0)),
+                               ("backoff_factor", (None, 1.0)), ("growth_interval", (0, 1.5))) for value in values),
     ],
     "sgd": [(lambda: tx.sgd(lambda step: {0: 0.1}.get(step, 0.0)), V, "returned 0.1 for 0, but 0.0 for a 0-d tensor", "int(step)"),
     (lambda: tx.sgd(lambda step: next(COUNTER)), V, "returned 0.0 and then 1.0 for step 0", "counter"),

@@ -35,10 +35,12 @@ def product(params: Any, batch: Tensor) -> Tensor:
     return (params["w"] * batch).sum() + sum(0.0 * params[path].sum() for path in params.keys() - {"w"})
 
 
-def step_of(loss: Any = product, pipeline: tx.Pipeline = MEAN_SGD, **settings: Any) -> Any:
-    """A step on float32 parameters w and v, and the state to start from."""
+def step_of(
+    loss: Any = product, pipeline: tx.Pipeline = MEAN_SGD, params: Any = None, buffers: Any = None, **settings: Any
+) -> Any:
+    """A step, by default on float32 parameters w and v, and the state to start from."""
     step = fjoin.train_step(loss, pipeline, **settings)
-    return step, step.init({"w": torch.ones(2), "v": torch.ones(2)})
+    return step, step.init({"w": torch.ones(2), "v": torch.ones(2)} if params is None else params, buffers)
 
 
 def net_params() -> dict[str, Tensor]:

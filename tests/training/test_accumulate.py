@@ -10,8 +10,8 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
-from tests.helpers import max_diff, raises_text, same_bits, stepped
-from tests.oracle.whole_batch import make_batches, make_model, parameters, train
+from tests.helpers import max_diff, raises_text, same_bits, seen_by, stepped
+from tests.oracle.whole_batch import make_batches, make_model, parameters
 from tests.reducer.one_rank import train_one_rank
 from tests.training.small import MEAN_SGD, step_of
 
@@ -20,48 +20,30 @@ def together(batches: list[Any]) -> Any:
     return torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
 
 
-def moved(params: Any) -> dict[str, Tensor]:
-    start = parameters(make_model())
-    return {path: p - start[path] for path, p in params.items()}
+BATCHES = make_batches(3, [[3, 2, 4, 1, 2, 5, 3], [5, 1, 2, 2], []])
+HOOKS = {
+    "mean": tx.mean("data"), "of a leaf": tx.chain(tx.stateless(lambda g: g * 1.0), tx.mean("data")),
+    "left out": tx.skip_if_nonfinite(tx.mean("data")), "clipped": tx.chain(tx.clip_by_global_norm(0.05), tx.mean("data")),
+    "noop": tx.identity(),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("window", [1, 2, 3, 4])
-def test_accumulation_is_one_step_on_the_window(window: int) -> None:
-    """Ranks with 7, 4 and 0 micro-batches; the last windows are incomplete."""
-    batches = make_batches(3, [[3, 2, 4, 1, 2, 5, 3], [5, 1, 2, 2], []])
-    pipeline = tx.fuse(tx.mean("data"), tx.adamw(0.05))
-    results = tx.simulate(lambda b: train_one_rank(b, pipeline, accumulate=window), {"data": 3}, batches)
-    model = make_model()
-    optimizer = torch.optim.AdamW(model.parameters(), 0.05)
-    windows = [[together([m for b in batches for m in b[i : i + window]])] for i in range(0, 7, window)]
-    for whole in windows:
-        train(model, optimizer, [whole])
-    for r in results:
-        assert r["calls"] == -(-7 // window) * window and len(r["losses"]) == len(windows)
-        assert max_diff(moved(r["params"]), moved(parameters(model))) < 1e-12
-        assert same_bits(r["params"], results[0]["params"])
-
-
-HOOKS = {
-    "of a leaf": lambda: tx.chain(tx.stateless(lambda g: g * 1.0), tx.mean("data")),
-    "left out": lambda: tx.skip_if_nonfinite(tx.mean("data")),
-    "clipped": lambda: tx.chain(tx.clip_by_global_norm(0.05), tx.mean("data")),
-    "noop": tx.identity,
-}
-
-
 @pytest.mark.parametrize("hook", HOOKS)
-def test_any_hook_is_given_the_mean_of_the_window(hook: str) -> None:
-    """The result equals that of one step on all batches of the window."""
-    batches = make_batches(3, [[3, 2, 4, 1], [5, 1, 2, 2]])
-    pipeline = tx.fuse(HOOKS[hook](), tx.sgd(0.1))
+def test_accumulation_is_one_step_on_the_window(hook: str, window: int) -> None:
+    """Any hook is given the mean of the window. The last windows are incomplete."""
+    pipeline = tx.fuse(HOOKS[hook], tx.adamw(0.05))
+    start = parameters(make_model())
 
     def run(given: Any, window: int) -> Any:
-        ranks = tx.simulate(lambda b: train_one_rank(b, pipeline, accumulate=window), {"data": 2}, given)
-        return [moved(r["params"]) for r in ranks]
+        return tx.simulate(lambda own: train_one_rank(own, pipeline, accumulate=window), {"data": 3}, given)
 
-    want = run([[together(b[:2]), together(b[2:])] for b in batches], 1)
-    assert max_diff(run(batches, 2), want) < 1e-13 and want[0]["0.weight"].abs().max() > 1e-3
+    whole = [[together(own[i : i + window]) for i in range(0, len(own), window)] for own in BATCHES]
+    for one, want in zip(run(BATCHES, window), run(whole, 1), strict=True):
+        assert one["calls"] == -(-7 // window) * window and len(one["losses"]) == -(-7 // window)
+        moved = {path: p - start[path] for path, p in one["params"].items()}
+        assert max_diff(moved, {path: p - start[path] for path, p in want["params"].items()}) < 1e-12
+        assert hook == "noop" or moved["0.weight"].abs().max() > 1e-3
 
 
 X = torch.ones(2)
@@ -133,11 +115,9 @@ def test_a_window_whose_first_call_is_not_finite_is_lost_whole() -> None:
     step, state = step_of(pipeline=MEAN_SGD, accumulate=3)
     state = stepped(step, state, (X * float("nan"), X))
     raises_text(fjoin.NonFinite, lambda: step(state, X))
-    weights = []
-    for _ in range(6):
-        state, metrics = step(state, X)
-        weights.append(metrics.weight if metrics.stepped else None)
-    assert weights == [None, None, 3.0] * 2 and torch.allclose(state.params["w"], torch.full((2,), 0.8))
+    look = lambda state, metrics: (metrics.stepped and metrics.weight, float(state.params["w"][0]))  # noqa: E731
+    weights, values = zip(*seen_by(look, step, state, [X] * 6), strict=True)
+    assert weights == (False, False, 3.0) * 2 and values[-1] == pytest.approx(0.8)
 
 
 def fails_on_one_rank() -> Any:
@@ -145,8 +125,7 @@ def fails_on_one_rank() -> Any:
     step = fjoin.train_step(loss, ADAM, mesh=mesh, accumulate=2)
     state = stepped(step, step.init({"w": X, "v": X.clone()}), [X] * 3)
     try:
-        for _ in range(3):
-            state, _ = step(state, X * (9 if mesh.rank == 0 else 1))
+        state = stepped(step, state, [X * (9 if mesh.rank == 0 else 1)] * 3)
         kind = "nothing"
     except (ValueError, fjoin.PeerLost) as error:
         kind = type(error).__name__

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-import fjoin
-from tests.training.small import MEAN_SGD
+from tests.helpers import seen_by
+from tests.training.small import MEAN_SGD, step_of
 
 ONE, ZERO = torch.ones(1), torch.zeros(1)
 
@@ -29,14 +29,12 @@ def test_buffers_are_copies_of_parameters_and_of_gradients(donate: bool, accumul
         grad = params["w"].grad
         return distance(params, batch), None, {"target": target, "n": buffers["n"] + 1, "grad": ZERO if grad is None else grad}  # fmt: skip
 
-    step = fjoin.train_step(loss_fn, MEAN_SGD, donate=donate, accumulate=accumulate)
-    state, seen = step.init({"w": ZERO}, {"target": ZERO, "n": torch.tensor(0), "grad": ZERO}), []
-    for _ in range(6 * accumulate):
-        state, metrics = step(state, ONE)
-        if metrics.stepped:
-            seen.append(state.buffers["target"].item())  # type: ignore[index]
-    assert seen == pytest.approx([0.0, 0.0, 0.36, 0.36, 0.5904, 0.5904])
-    assert state.buffers["grad"].item() == pytest.approx(-2 * (1 - 0.67232) * (accumulate - 1))  # type: ignore[index]
+    buffers = {"target": ZERO, "n": torch.tensor(0), "grad": ZERO}
+    step, state = step_of(loss_fn, MEAN_SGD, {"w": ZERO}, buffers, donate=donate, accumulate=accumulate)
+    look = lambda state, _: (state.buffers["target"].item(), state.buffers["grad"].item())  # noqa: E731
+    seen = seen_by(look, step, state, [ONE] * 6 * accumulate)[accumulate - 1 :: accumulate]
+    assert [target for target, _ in seen] == pytest.approx([0.0, 0.0, 0.36, 0.36, 0.5904, 0.5904])
+    assert seen[-1][1] == pytest.approx(-2 * (1 - 0.67232) * (accumulate - 1))
 
 
 @pytest.mark.parametrize("donate", [True, False])
@@ -45,8 +43,8 @@ def test_aux_views_of_parameters_are_copied(donate: bool) -> None:
         w, other = params["w"], torch.ones(1)
         return distance(params, batch), {"own": other, "deep": [w, (w.detach().view(1, 1), {"plain": w[:1]})], "n": 3}
 
-    step = fjoin.train_step(loss_fn, MEAN_SGD, donate=donate)
-    state, metrics = step(step.init({"w": ZERO}), ONE)
+    step, state = step_of(loss_fn, params={"w": ZERO}, donate=donate)
+    state, metrics = step(state, ONE)
     first, (second, third) = metrics.aux["deep"]
     assert [t.item() for t in (first, second, third["plain"])] == [0.0] * 3 and second.shape == (1, 1)
     assert state.params["w"].item() == pytest.approx(0.2)
@@ -55,6 +53,6 @@ def test_aux_views_of_parameters_are_copied(donate: bool) -> None:
 
 def test_aux_without_views_is_returned_unchanged() -> None:
     own = {"a": torch.ones(3), "b": [torch.zeros(1), "text"]}
-    step = fjoin.train_step(lambda p, b: (distance(p, b), own), MEAN_SGD)
-    _, metrics = step(step.init({"w": ZERO}), ONE)
+    step, state = step_of(lambda p, b: (distance(p, b), own), params={"w": ZERO})
+    _, metrics = step(state, ONE)
     assert metrics.aux is own

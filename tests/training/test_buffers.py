@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import fjoin
 from fjoin import transforms as tx
-from tests.helpers import judged, max_diff, raises_text, same_bits, stepped
-from tests.training.small import MEAN_SGD
+from tests.helpers import judged, max_diff, raises_text, same_bits, seen_by, stepped
+from tests.training.small import MEAN_SGD, step_of
 
 F64, NAN = torch.float64, float("nan")
 AVERAGE, BROADCAST = tx.average_buffers("data"), tx.broadcast_buffers("data")
@@ -41,17 +41,13 @@ def step_of_model(**settings: Any) -> Any:
         out, new = apply.with_buffers(params, buffers, batch)
         return out.square().mean(), None, new
 
-    step = fjoin.train_step(loss_fn, tx.fuse(tx.mean("data"), tx.sgd(0.0)), weight=len, **settings)
-    return step, step.init(params, buffers)
+    return step_of(loss_fn, tx.fuse(tx.mean("data"), tx.sgd(0.0)), params, buffers, weight=len, **settings)
 
 
 def ours(batches: list[Tensor], choice: str) -> Any:
     """The buffers after each step."""
     step, state = step_of_model(mesh=fjoin.mesh({"data": -1}, ordered=True), on_buffers=CHOICES[choice])
-    seen = []
-    for batch in step.join(batches):
-        state, _ = step(state, batch)
-        seen.append({path: b.clone() for path, b in state.buffers.items()})
+    seen = seen_by(lambda state, _: {path: b.clone() for path, b in state.buffers.items()}, step, state, step.join(batches))  # fmt: skip
     step.close()
     return seen
 
@@ -111,9 +107,9 @@ def counts_loss(params: Any, buffers: Any, batch: Tensor) -> Any:
 
 def counted(batches: list[float], pipeline: tx.Pipeline = MEAN_SGD, on_device: bool = False, **settings: Any) -> Any:
     """The state after the batches; a batch of 7 has no weight."""
-    step = judged(fjoin.train_step(counts_loss, pipeline, weight=lambda b: float(b[0] != 7), **settings), on_device)
     buffers = {"seen": torch.tensor(False), "n": torch.tensor(0, dtype=torch.int32), "x": torch.zeros(2)}
-    return stepped(step, step.init({"w": torch.ones(2)}, buffers), (torch.full((2,), x) for x in batches))
+    step, state = step_of(counts_loss, pipeline, None, buffers, weight=lambda b: float(b[0] != 7), **settings)
+    return stepped(judged(step, on_device), state, (torch.full((2,), x) for x in batches))
 
 
 @pytest.mark.parametrize("transform", [AVERAGE, BROADCAST], ids=repr)
@@ -173,8 +169,8 @@ def test_raises_on_bad_input() -> None:
     raises_text(ValueError, lambda: alone.init({"w": torch.ones(2)}), "on_buffers", "no buffers")
     large = {"n": torch.tensor([1]).to(torch.uint64)}
     raises_text(TypeError, lambda: tx.simulate(lambda: AVERAGE.update(large, (), weight=1), {"data": 2}), "'n'", "uint64")  # fmt: skip
-    step = fjoin.train_step(lambda p, b, x: ((p["w"] * x).sum(), None, {"n": b["n"].double()}), MEAN_SGD)
-    state = step.init({"w": torch.ones(2)}, {"n": torch.tensor(0, dtype=torch.int32)})
+    count = {"n": torch.tensor(0, dtype=torch.int32)}
+    step, state = step_of(lambda p, b, x: ((p["w"] * x).sum(), None, {"n": b["n"].double()}), buffers=count)
     raises_text(ValueError, lambda: step(state, torch.ones(2)), "'n'", "float64", "int32")
     raises_text(
         fjoin.DesyncError, lambda: tx.simulate(lambda of: counted([], on_buffers=of), {"data": 3}, [AVERAGE, AVERAGE, None]),
@@ -211,11 +207,10 @@ def test_an_average_over_time_behind_one_over_ranks_is_equal_on_all_ranks(how: t
             new = {path: b + batch.mean() for path, b in buffers.items()}
             return (params["w"] * batch).sum(), None, new
 
-        step = fjoin.train_step(
-            loss_fn, tx.fuse(tx.mean("data"), tx.sgd(0.0)), weight=len, on_buffers=tx.chain(how, tx.ema(0.5))
-        )
         start = {"mean": torch.zeros((), dtype=F64), "other": torch.zeros((), dtype=F64)}
-        state, want = step.init({"w": torch.zeros(4, dtype=F64)}, start), None
+        params, over = {"w": torch.zeros(4, dtype=F64)}, tx.chain(how, tx.ema(0.5))
+        step, state = step_of(loss_fn, MEAN_SGD, params, start, weight=len, on_buffers=over)
+        want = None
         for batch in step.join(batches):
             state, _ = step(state, batch)
             want = {path: b if want is None else 0.5 * want[path] + 0.5 * b for path, b in state.buffers.items()}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
-from tests.helpers import judged, raises_text
+from tests.helpers import judged, raises_text, seen_by
 from tests.training.small import step_of
 
 MEAN, CLIP = tx.mean("data"), tx.clip_by_value(1e4)
@@ -35,13 +35,12 @@ def trained(
         out = (params["w"] * batch[0]).sum() + (params["v"] * batch[0]).sum().half()
         return out if loss_dtype is None else out.to(loss_dtype)
 
-    step = judged(fjoin.train_step(loss, tx.fuse(hook, tx.sgd(1.0)), weight=lambda b: b[1], **settings), on_device)
-    state, seen = step.init({"w": torch.zeros(3, dtype=torch.float16), "v": torch.zeros(2)}), []
-    for batch in step.join(batches):
-        state, metrics = step(state, batch)
-        if metrics.stepped:
-            seen.append((state.params["w"].tolist()[0], state.params["v"].tolist()[0], metrics.weight))
-    return seen
+    def look(state: Any, metrics: Any) -> Any:
+        return metrics.stepped and (state.params["w"].tolist()[0], state.params["v"].tolist()[0], metrics.weight)
+
+    params = {"w": torch.zeros(3, dtype=torch.float16), "v": torch.zeros(2)}
+    step, state = step_of(loss, tx.fuse(hook, tx.sgd(1.0)), params, weight=lambda b: b[1], **settings)
+    return [one for one in seen_by(look, judged(step, on_device), state, step.join(batches)) if one]
 
 
 def of(ranks: int, hook: Any, weights: list[float], **settings: Any) -> Any:

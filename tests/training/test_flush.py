@@ -16,6 +16,7 @@ from fjoin import transforms as tx
 from tests.helpers import judged, max_diff, raises_text, stepped
 from tests.ranks import Ranks
 from tests.scalars import PLACES, Batch, check, on_ranks, registered, run
+from tests.training.small import step_of
 
 SGD, AVERAGE = tx.sgd(1.0), tx.average_parameters("data")
 
@@ -46,11 +47,6 @@ CASES: dict[str, tuple[tx.Pipeline, int, list[float]]] = {
     "pending": (tx.diloco(SGD, tx.mean("data"), 2, tx.sgd(1.0), delay=1), 2, [-5.0, -5.0]),
     "pending, then open": (tx.diloco(SGD, tx.mean("data"), 3, tx.sgd(1.0), delay=2), 4, [-7.5, -7.5]),
     "later phase": (tx.post_local_sgd(SGD, tx.mean("data"), 3, 2), 4, [-10.0, -10.0]),
-    "chain": (then(tx.every(3, tx.chain(AVERAGE, tx.ema(0.9)))), 2, [-5.0, -5.0]),
-    "masked": (then(tx.every(3, tx.masked(AVERAGE, "w"))), 2, [-5.0, -5.0]),
-    "partition": (then(tx.every(3, tx.partition({"w": AVERAGE, "*": AVERAGE}))), 2, [-5.0, -5.0]),
-    "switch": (then(tx.every(3, tx.switch_after(0, tx.identity(), AVERAGE))), 2, [-5.0, -5.0]),
-    "period in a period": (then(tx.every(2, tx.every(2, AVERAGE))), 2, [-5.0, -5.0]),
     "not touched": (tx.fuse(tx.mean("data"), SGD, after=tx.stateless(lambda p: p + 1)), 2, [-3.0, -3.0]),
 }  # fmt: skip
 
@@ -220,8 +216,7 @@ def apart(rank: int, report: Any, kind: str, steps: list[int], flushes: list[boo
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=30))
     try:
         if kind == "step":
-            step = fjoin.train_step(product, OUTER)
-            state = step.init(W)
+            step, state = step_of(product, OUTER, W)
             take, flush = (lambda state: step(state, 1.0)[0]), step.flush
         else:
             _, handle, train = registered(OUTER)

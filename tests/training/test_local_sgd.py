@@ -17,8 +17,9 @@ from fjoin import transforms as tx
 from fjoin.groups import GroupAxis
 from tests import problem
 from tests.helpers import max_diff, stepped
+from tests.training.small import step_of
 
-NODES, ADAM, MEAN = {"node": 2, "local": 2}, tx.adam(1e-2), tx.mean("data")
+ADAM, MEAN = tx.adam(1e-2), tx.mean("data")
 # Pipeline, bytes of a bucket, dtype.
 PIPELINES = {
     "DiLoCo": (tx.diloco(ADAM, MEAN, 3), 64, torch.float32), "average": (tx.local_sgd(ADAM, MEAN, 3), 10**6, torch.float32),
@@ -52,24 +53,6 @@ def averages(name: str, rounds: int) -> Any:
 def test_averages_are_equal_to_the_bit(pool: Any, ranks: int, rounds: int, name: str) -> None:
     """Between them the ranks differ, until a long run comes to rest."""
     assert all(unequal == 0 and apart >= 10 for apart, unequal in pool.run(ranks, averages, name, rounds))
-
-
-def nested(steps: int) -> Any:
-    """Period 1 on nested axes, without any other synchronization."""
-    after = tx.chain(
-        *(tx.every(1, tx.average_parameters(axes)) for axes in ("local", ("node", "local"), "node"))  # type: ignore[arg-type]
-    )
-    step = fjoin.train_step(problem.net, tx.fuse(tx.identity(), ADAM, after=after), mesh=fjoin.mesh(NODES))
-    state = step.init(problem.start(torch.float32))
-    for i in range(steps):
-        state, _ = step(state, problem.batch(step.rank, i, 4, torch.float32))
-    return state.clone().params
-
-
-@pytest.mark.long
-def test_averages_on_nested_axes_in_every_step(pool: Any) -> None:
-    first, *others = pool.run(4, nested, 500)
-    assert all(max_diff(first, other) < 1e-5 for other in others)
 
 
 # -- averages with a delay -----------------------------------------------------------------------------
@@ -130,8 +113,7 @@ DELAYED = tx.diloco(
 
 def interrupted(how: str) -> Any:
     """A run of 13 steps; interrupted, while a change waits for its message, by a run from a copy of its state, or by `close`."""
-    step = fjoin.train_step(problem.net, DELAYED, donate=how != "copies", mesh=fjoin.mesh({"data": 2}))
-    state = step.init(problem.start())
+    step, state = step_of(problem.net, DELAYED, problem.start(), donate=how != "copies", mesh=fjoin.mesh({"data": 2}))
     for i, batch in enumerate(batches(step.rank, 13)):
         state, _ = step(state, batch)
         if i in (3, 5, 6) and how:

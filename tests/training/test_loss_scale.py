@@ -51,78 +51,28 @@ def half_loss(params: Any, batch: Tensor) -> Tensor:
     return (params["w"].half() * batch.half()).sum().float() * 1e-9 + (params["v"] * batch).sum()
 
 
-def purely(pipeline: tx.Pipeline, batches: list[Tensor | None], loss: Any = half_loss) -> Any:
-    params = {"w": torch.ones(2), "v": torch.ones(2)}
-    state = pipeline.init(params)
-    for batch in batches:
-        if batch is None:
-            grads, weight = {k: torch.zeros(2) for k in params}, 0.0
-        else:
-            scale = state.scale
-            grads = torch.func.grad(lambda p, b: loss(p, b) * scale)(params, batch)  # noqa: B023
-            weight = batch[0].item()
-        params, state = pipeline.step(params, grads, state, weight=weight)
-    return params, state
-
-
 MEAN, CLIP = tx.mean("data"), tx.clip_by_value(1e6)
-HOOKS = {
-    "mean": MEAN, "mean, clip": tx.chain(MEAN, CLIP), "clip, mean": tx.chain(CLIP, MEAN, tx.clip_by_global_norm(1e5)),
-    "norm": tx.chain(MEAN, tx.clip_by_global_norm(1.0)),
-}  # fmt: skip
-# Of 3, 2 and 0 batches; 30000 * 4 is infinite in float16, which clip_by_value would hide.
-BATCHES = [[(2.0, 3.0), (4.0, 30000.0), (1.0, 2.0)], [(5.0, 1.0), (3.0, 1.0)], []]
-
-
-@pytest.mark.parametrize("on_device", [False, True])
-@pytest.mark.parametrize("hook", HOOKS)
-def test_in_a_step_as_in_the_pure_pipeline(hook: str, on_device: bool) -> None:
-    """One rank overflows in the second step: all leave it out, and have the same scale."""
-    pipeline = tx.dynamic_loss_scale(
-        tx.fuse(HOOKS[hook], tx.adamw(0.1)), init_scale=4e9, growth_factor=4.0, growth_interval=1
-    )
-
-    def one_rank(mine: list[Any]) -> Any:
-        batches = [torch.tensor(b) for b in mine]
-        step = judged(fjoin.train_step(half_loss, pipeline, weight=lambda b: b[0].item()), on_device)
-        state = step.init({"w": torch.ones(2), "v": torch.ones(2)})
-        losses, scales = [], []
-        for batch in step.join(batches):
-            state, metrics = step(state, batch)
-            losses.append(metrics.loss)
-            scales.append(state.pipeline.scale.item())
-        pure = purely(pipeline, [*batches, *[None] * (3 - len(batches))])
-        assert max_diff(state.params, pure[0]) < 1e-6
-        assert max_diff(state.pipeline.inner.optimizer, pure[1].inner.optimizer) < 1e-5
-        assert same_bits(state.pipeline._replace(inner=()), pure[1]._replace(inner=()))
-        return losses, scales, {k: p.clone() for k, p in state.params.items()}
-
-    out = tx.simulate(one_rank, {"data": 3}, BATCHES)
-    for losses, scales, params in out:
-        assert scales == [1.6e10, 8e9, 3.2e10] and same_bits(params, out[0][2])
-        assert losses[2] == pytest.approx(3.0, rel=0.2) and (params["w"] != 1).all()
+CLIPPED = tx.chain(CLIP, MEAN, tx.clip_by_global_norm(1e5))
 
 
 def test_small_gradients_survive_in_float16() -> None:
     """The gradient of w is 1e-9 * batch: nothing in float16, unless it is scaled."""
-    for pipeline, moved in (
-        (tx.fuse(tx.mean("data"), tx.sgd(1.0)), 0.0),
-        (tx.dynamic_loss_scale(tx.fuse(tx.mean("data"), tx.sgd(1.0)), init_scale=2.0**30), 3e-9),
-    ):
-        step = fjoin.train_step(half_loss, pipeline)
-        state, metrics = step(step.init({"w": torch.zeros(2), "v": torch.zeros(2)}), torch.full((2,), 3.0))
+    plain = tx.fuse(MEAN, tx.sgd(1.0))
+    for pipeline, moved in ((plain, 0.0), (tx.dynamic_loss_scale(plain, init_scale=2.0**30), 3e-9)):
+        step, state = step_of(half_loss, pipeline, {"w": torch.zeros(2), "v": torch.zeros(2)})
+        state, metrics = step(state, torch.full((2,), 3.0))
         assert torch.allclose(-state.params["w"], torch.full((2,), moved), rtol=1e-3, atol=0)
         assert metrics.loss == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("hook", ["mean", "clip, mean"])
-def test_windows_and_narrow_losses(hook: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("hook", [MEAN, CLIPPED], ids=["mean", "clipped"])
+def test_windows_and_narrow_losses(hook: tx.Transform, dtype: torch.dtype) -> None:
     """The mean of equal gradients is their value, even if the loss dtype rounds weights and scales."""
 
     def one_rank(n: int) -> Any:
         scaled = tx.dynamic_loss_scale(
-            tx.fuse(HOOKS[hook], tx.sgd(1.0)), init_scale=10.0, growth_factor=1.5, growth_interval=1
+            tx.fuse(hook, tx.sgd(1.0)), init_scale=10.0, growth_factor=1.5, growth_interval=1
         )
         step, state = step_of(lambda p, b: product(p, b).to(dtype), scaled, weight=lambda b: n, accumulate=3)
         state = stepped(step, state, (X if n or i < 4 else X * 7 for i in range(6)))
@@ -186,7 +136,7 @@ def test_overflow_is_detected_with_sign_based_optimizers(optimizer: tx.Optimizer
 def registered() -> Any:
     torch.manual_seed(0)
     ddp = DistributedDataParallel(nn.Linear(2, 1, bias=False))
-    pipeline = tx.dynamic_loss_scale(tx.fuse(HOOKS["mean, clip"], tx.sgd(0.5)), init_scale=64.0, growth_interval=2)
+    pipeline = tx.dynamic_loss_scale(tx.fuse(tx.chain(MEAN, CLIP), tx.sgd(0.5)), init_scale=64.0, growth_interval=2)
     handle, weight = fjoin.ddp.register(ddp, pipeline), ddp.module.weight
     seen, states = [], []
     weight.data.fill_(1.0)
@@ -222,11 +172,7 @@ def test_in_distributed_data_parallel(pool: Any) -> None:
 
 def test_raises_on_bad_input() -> None:
     fused = tx.fuse(MEAN, tx.sgd(0.1))
-    for name, value in (
-        ("init_scale", 0.0), ("init_scale", 1e39), ("init_scale", 1e-50), ("init_scale", "1"), ("growth_factor", 1.0),
-        ("growth_factor", None), ("backoff_factor", 1.0), ("growth_interval", 0), ("growth_interval", 1.5),
-    ):  # fmt: skip
-        raises_text(ValueError, lambda: tx.dynamic_loss_scale(fused, **{name: value}), name, repr(value))  # noqa: B023
+
     raises_text(TypeError, lambda: tx.dynamic_loss_scale(MEAN), "mean('data')", "fuse(hook, optimizer)")  # type: ignore[arg-type]
     scaled = tx.dynamic_loss_scale(fused)
     for twice in (tx.skip_if_nonfinite, tx.dynamic_loss_scale):

@@ -5,25 +5,28 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import optree
 import pytest
 import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 
 import fjoin
 from fjoin import transforms as tx
 from tests.helpers import max_diff, raises_text, stepped
-from tests.training.small import MEAN_SGD
+from tests.training.small import MEAN_SGD, step_of
+from tests.training.test_functional import TOKENS, Tied
 
 ONES = torch.ones(2)
 
 
 def made(params: Any = None) -> Any:
     params = {"w": torch.ones(2), "v": torch.zeros(1)} if params is None else params
-    step = fjoin.train_step(lambda p, b: sum((leaf * b).sum() for leaf in optree.tree_leaves(p)), MEAN_SGD)
-    return step, step.init(params)
+    return step_of(lambda p, b: sum((leaf * b).sum() for leaf in optree.tree_leaves(p)), params=params)
 
 
 # -- an entry of state.params that is assigned is noticed, since no step looks at it -------------------
@@ -114,8 +117,8 @@ def test_buffers_and_bad_values() -> None:
     def with_buffers(params: Any, buffers: Any, x: Any) -> Any:
         return (params["w"] * x).sum(), None, {"count": buffers["count"] + 1}
 
-    step = fjoin.train_step(with_buffers, MEAN_SGD, accumulate=2)
-    state, _ = step(step.init({"w": torch.ones(3)}, {"count": torch.zeros(())}), torch.ones(3))
+    step, state = step_of(with_buffers, MEAN_SGD, {"w": torch.ones(3)}, {"count": torch.zeros(())}, accumulate=2)
+    state, _ = step(state, torch.ones(3))
     raises_text(ValueError, lambda: state.replace(params={"w": torch.ones(3)}), "accumulation window")
     state, _ = step(state, torch.ones(3))
     state = state.replace(buffers={"count": torch.tensor(7.0)})
@@ -136,18 +139,7 @@ def test_views_of_the_own_parameters() -> None:
 # -- into a module -------------------------------------------------------------------------------------
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(7, 4)
-        self.norm = nn.BatchNorm1d(4)
-        self.head = nn.Linear(4, 7, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, x: Any) -> Any:
-        return self.head(self.norm(self.embed(x)))
-
-
+@pytest.mark.filterwarnings("ignore:this forward pass has updated buffers")
 def test_a_module_with_tied_weights_and_buffers() -> None:
     model = Tied()
     other = copy.deepcopy(model)
@@ -157,20 +149,20 @@ def test_a_module_with_tied_weights_and_buffers() -> None:
         out, buffers = apply.with_buffers(params, buffers, x)
         return out.square().mean(), None, buffers
 
-    step = fjoin.train_step(loss, MEAN_SGD)
-    state = stepped(step, step.init(params, buffers), (torch.arange(5) + i % 2 for i in range(3)))
+    step, state = step_of(loss, params=params, buffers=buffers)
+    state = stepped(step, state, (torch.arange(4) + i % 2 for i in range(3)))
     assert fjoin.load_into(other, state) is other and other.head.weight is other.embed.weight
     other.eval()
-    want = apply.eval()(state.params, state.buffers, torch.arange(7))
-    assert torch.equal(other(torch.arange(7)), want) and int(other.norm.num_batches_tracked) == 3
+    want = apply.eval()(state.params, state.buffers, TOKENS)
+    assert torch.equal(other(TOKENS), want) and int(other.norm.num_batches_tracked) == 3
     assert not torch.equal(model.embed.weight, other.embed.weight), "the module that was taken stays as it is"
-    assert not fjoin.load_into(other, {"head.weight": torch.zeros(7, 4)}).embed.weight.any(), "by its other name"
+    assert not fjoin.load_into(other, {"head.weight": torch.zeros(5, 4)}).embed.weight.any(), "by its other name"
 
 
 def test_values_that_do_not_fit_change_nothing() -> None:
     model = Tied()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    two = {"head.weight": torch.zeros(7, 4), "embed.weight": torch.ones(7, 4)}
+    two = {"head.weight": torch.zeros(5, 4), "embed.weight": torch.ones(5, 4)}
     for values, *words in (
         ({"norm.weight": torch.zeros(4), "x": torch.zeros(1)}, "['x']"),
         ({"norm.weight": torch.zeros(5)}, "(5,)", "(4,)"), (two, "shares", "head.weight", "embed.weight"),
@@ -178,3 +170,79 @@ def test_values_that_do_not_fit_change_nothing() -> None:
         raises_text(ValueError, lambda: fjoin.load_into(model, values), *words)  # noqa: B023
     raises_text(TypeError, lambda: fjoin.load_into({}, {}), "module")  # type: ignore[type-var]
     assert max_diff(dict(model.state_dict()), before) == 0
+
+
+# -- modules inside wrappers of torch keep their names: in functional, load_into, saved objects and exports --
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+
+
+def compiled(module: nn.Module) -> Any:
+    return torch.compile(module, backend="eager")
+
+
+WRAPPERS: dict[str, Any] = {
+    "torch.compile": compiled, "DDP": nn.parallel.DistributedDataParallel, "DataParallel": nn.DataParallel,
+    "both": lambda module: compiled(nn.parallel.DistributedDataParallel(module)),
+}  # fmt: skip
+
+
+def same(a: Any, b: Any) -> bool:
+    return list(a) == list(b) and all(torch.equal(a[path], b[path]) for path in a)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_names_are_those_inside(tmp_path: Path, name: str, inside: bool) -> None:
+    """Of the whole module, or of one part of it."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        plain, module = net(), WRAPPERS[name](net())
+        plain, module = (nn.Sequential(plain), nn.Sequential(module)) if inside else (plain, module)
+        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
+        found = []
+        for one in (plain, module):
+            apply, params, buffers = fjoin.functional(one)
+            out, after = apply.with_buffers(params, buffers, x)
+            found.append((params, buffers, {"out": out}, after))
+        assert all(same(a, b) for a, b in zip(*found, strict=True))
+
+        def loss(params: Any, x: Any) -> Any:
+            return apply.eval()(params, buffers, x).square().mean()
+
+        step = fjoin.train_step(loss, tx.fuse(tx.mean("data"), tx.sgd(0.1)))
+        state, _ = step(step.init(params), x)
+        fjoin.save(tmp_path / "step", step, state)
+        fjoin.checkpoint.export(tmp_path / "step", tmp_path / "model")
+        assert load_file(tmp_path / "model").keys() == params.keys()
+        for into in (module, plain):
+            fjoin.load_into(into, state)
+            assert same(dict(fjoin.functional(into)[1]), dict(state.params))
+        if not inside:
+            fjoin.save(tmp_path / "objects", {"model": module}, 1)
+            other = net()
+            assert fjoin.load(tmp_path / "objects", {"model": other}) == 1 and same(
+                other.state_dict(), plain.state_dict()
+            )
+    finally:
+        dist.destroy_process_group()
+
+
+def test_objects_saved_by_their_outer_names_are_loaded(tmp_path: Path) -> None:
+    class Outer:
+        def __init__(self, model: nn.Module) -> None:
+            self.model = model
+
+        def state_dict(self) -> dict[str, Any]:
+            return {f"module._orig_mod.{path}": value for path, value in self.model.state_dict().items()}
+
+        def load_state_dict(self, state: Any) -> None:
+            raise NotImplementedError
+
+    first, other = net(), nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    fjoin.save(tmp_path / "old", {"model": Outer(first)}, 1)
+    fjoin.load(tmp_path / "old", {"model": other})
+    assert same(first.state_dict(), other.state_dict())

@@ -20,7 +20,7 @@ from fjoin.buckets import _storage
 from fjoin.transforms.base import devices
 from tests.helpers import raises_text, same_bits, stepped
 from tests.scalars import registered
-from tests.training.small import X, one, quadratic, start
+from tests.training.small import X, one, quadratic, start, step_of
 
 
 def test_a_donated_state_cannot_be_used_again() -> None:
@@ -78,8 +78,7 @@ def test_clones_and_second_states_overlap_too() -> None:
 
 def test_without_donation_what_was_given_stays() -> None:
     params = start()
-    step = fjoin.train_step(quadratic, tx.fuse(tx.mean("data"), tx.adamw(0.1)), donate=False)
-    first = step.init(params)
+    step, first = step_of(quadratic, tx.fuse(tx.mean("data"), tx.adamw(0.1)), params, donate=False)
     second, _ = step(first, X)
     assert same_bits(first.params, start()) and not same_bits(second.params, start())
     again, _ = step(first, X)
@@ -137,8 +136,7 @@ def use_a_dead_mesh() -> list[str]:
         raise ValueError("bad batch")
 
     pipeline = tx.fuse(tx.mean("x"), tx.sgd(1.0))
-    step = fjoin.train_step(broken, pipeline, mesh=mesh)
-    state = step.init({"w": torch.zeros(2)})
+    step, state = step_of(broken, pipeline, {"w": torch.zeros(2)}, mesh=mesh)
     try:
         step(state, 1.0)
     except (ValueError, fjoin.PeerLost):

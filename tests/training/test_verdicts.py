@@ -10,8 +10,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fjoin
 from fjoin import transforms as tx
-from tests.helpers import judged, raises_text, same_bits
+from tests.helpers import judged, raises_text, same_bits, seen_by
 from tests.scalars import NAN, PLACES, Batch, as_batch, check, loss, on_ranks, own, registered, run, start
+from tests.training.small import step_of
 
 SGD, NOT = tx.sgd(0.5), tx.identity()
 ON_DEVICE = pytest.mark.parametrize("on_device", [False, True])
@@ -76,11 +77,9 @@ def test_buffers_are_transformed_in_every_step(on_device: bool) -> None:
         return loss(params, batch), None, {"n": buffers["n"] + 10}
 
     pipeline, over = tx.skip_if_nonfinite(tx.fuse(tx.mean("data"), SGD)), tx.every(2, tx.stateless(plus_one))
-    step = judged(fjoin.train_step(counts, pipeline, on_buffers=over), on_device)
-    state, seen = step.init(start(), {"n": torch.tensor(0.0)}), []
-    for batch in (1.0, NAN, 1.0, 1.0):
-        state, _ = step(state, as_batch(batch))
-        seen.append(state.buffers["n"].item())
+    step, state = step_of(counts, pipeline, start(), {"n": torch.tensor(0.0)}, on_buffers=over)
+    batches = map(as_batch, (1.0, NAN, 1.0, 1.0))
+    seen = seen_by(lambda state, _: state.buffers["n"].item(), judged(step, on_device), state, batches)
     assert seen == [10.0, 11.0, 21.0, 32.0]
 
 
@@ -145,18 +144,16 @@ def test_only_the_ranks_with_bad_gradients_are_named(name: str, on_device: bool)
 
 def test_a_rank_that_counts_its_flops_decides_in_the_same_step() -> None:
     """What watches torch's operations does not make the host wait for another step."""
-    step = fjoin.train_step(lambda p, b: (p["w"] * b).sum(), tx.fuse(tx.mean("data"), SGD))
-    state = step.init({"w": torch.ones(2)})
+    step, state = step_of()
     with FlopCounterMode(display=False), pytest.raises(fjoin.NonFinite):
         step(state, torch.tensor(NAN))
 
 
 def test_a_sum_that_overflows_names_no_rank() -> None:
     def one_rank() -> Any:
-        step = fjoin.train_step(lambda p, b: (p["w"] * b).sum(), tx.fuse(HOOKS["by hand"], SGD))
-        state = step.init({"w": torch.zeros(2)})
+        step, state = step_of(pipeline=tx.fuse(HOOKS["by hand"], SGD))
         with pytest.raises(fjoin.NonFinite, match="the summed gradient of 'w' is not finite") as info:
-            step(state, 1.5e38)
+            step(state, torch.full((2,), 1.5e38))
         return info.value.ranks
 
     assert tx.simulate(one_rank, {"data": 3}) == [()] * 3

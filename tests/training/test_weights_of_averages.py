@@ -11,8 +11,10 @@ import torch
 import fjoin
 from fjoin import transforms as tx
 from tests.changed_weights import CHANGES, with_weights
-from tests.helpers import judged, max_diff
-from tests.scalars import NAN, PLACES, Batch, check, loss, on_ranks, start
+from tests.helpers import judged, max_diff, raises_text, seen_by
+from tests.scalars import NAN, PLACES, Batch, check, loss, on_ranks, run, start
+from tests.traffic import watched
+from tests.training.small import step_of
 
 RATE = 0.5
 SGD, NODES, NOT = tx.sgd(RATE), {"node": 2, "local": 2}, tx.identity()
@@ -115,26 +117,6 @@ def test_ranks_of_a_node_skip_steps_together() -> None:
     check(tx.skip_if_nonfinite(pipeline), ranks, [[first, both]] * 2 + [[second, both]] * 2, NODES)
 
 
-DEFERRED = {
-    "all steps": ([[1.0, 2.0, 5.0], [3.0, 1.0, 1.0]], [[1.0, 3.0, 50.0], [2.0, 1.0, 0.0]]),
-    "one left out": ([[1.0, NAN, 5.0], [3.0, 1.0, 1.0]], [[1.0, 3.0, 50.0], [2.0, 1.0, 0.0]]),
-    "a later one": ([[1.0, 2.0, NAN], [3.0, 1.0, 1.0]], [[1.0, 3.0, 50.0], [2.0, 1.0, 4.0]]),
-    "no input on one": ([[1.0, 2.0, 5.0], [0.0, 0.0, 1.0]], [[1.0, 3.0, 50.0], [0.0, 0.0, 7.0]]),
-}
-
-
-@pytest.mark.parametrize("case", DEFERRED)
-def test_a_delayed_average_has_the_weights_at_its_start(case: str) -> None:
-    """Begun after the second step and used after the third, whose weights count for the next one."""
-    grads, weights = DEFERRED[case]
-    ranks = [[Batch(g, w) for g, w in zip(*one, strict=True)] for one in zip(grads, weights, strict=True)]
-    moved = [[-RATE * b.grad if b.weight and not math.isnan(b.grad) else 0.0 for b in own] for own in ranks]
-    counted = [sum(b.weight for b in own[:2] if not math.isnan(b.grad)) for own in ranks]
-    mean = sum(w * sum(own[:2]) for w, own in zip(counted, moved, strict=True)) / sum(counted)
-    pipeline = tx.fuse(NOT, SGD, after=tx.outer_step(tx.mean("data"), tx.sgd(1.0), 2, delay=1))
-    check(tx.skip_if_nonfinite(pipeline), ranks, [[own[0], sum(own[:2]), mean] for own in moved])
-
-
 def test_the_optimizers_state_is_averaged_by_the_same_weights() -> None:
     """Momenta of ranks that have left out a step, after the second step; the momentum is that of torch's SGD."""
     pipeline = tx.skip_if_nonfinite(
@@ -159,14 +141,11 @@ def test_buffers_are_averaged_by_rank_weights(hook: str, on_device: bool) -> Non
     pipeline = tx.skip_if_nonfinite(tx.fuse({"identity": NOT, "mean": tx.mean("data")}[hook], SGD))
 
     def one_rank(own: list[Batch]) -> list[float]:
-        step = fjoin.train_step(
-            with_buffers, pipeline, weight=lambda batch: batch.weight, on_buffers=tx.average_buffers("data")
+        zeros, over = {"n": torch.zeros(2, dtype=torch.float64)}, tx.average_buffers("data")
+        step, state = step_of(
+            with_buffers, pipeline, start(), zeros, weight=lambda batch: batch.weight, on_buffers=over
         )
-        state, seen = judged(step, on_device).init(start(), {"n": torch.zeros(2, dtype=torch.float64)}), []
-        for batch in own:
-            state, _ = step(state, batch)
-            seen.append(state.buffers["n"][0].item())
-        return seen
+        return seen_by(lambda state, _: state.buffers["n"][0].item(), judged(step, on_device), state, own)
 
     batches = [[Batch(1.0, 2.0), Batch(NAN, 7.0)], [Batch(2.0, 6.0), Batch(4.0, 1.0)]]
     first = (2 * 1.0 + 6 * 2.0) / 8
@@ -178,8 +157,120 @@ def test_roots_of_weights_1_and_9() -> None:
 
     def one_rank(gradient: float, weight: float) -> Any:
         pipeline = tx.fuse(with_weights(CHANGES["root"], tx.mean("data")), tx.sgd(1.0))
-        step = fjoin.train_step(lambda p, b: p["w"] * b, pipeline, weight=lambda b: weight)
-        state, metrics = step(step.init({"w": torch.zeros((), dtype=torch.float64)}), gradient)
+        zero = {"w": torch.zeros((), dtype=torch.float64)}
+        step, state = step_of(lambda p, b: p["w"] * b, pipeline, zero, weight=lambda b: weight)
+        state, metrics = step(state, gradient)
         return state.params["w"].item(), metrics.weight
 
     assert tx.simulate(one_rank, {"data": 2}, [0.0, 4.0], [1.0, 9.0]) == [(-3.0, 10.0)] * 2
+
+
+# -- one counter decides on all periods, and ranks loop together over all axes ---------------------------
+
+
+def plus_one(p: torch.Tensor) -> torch.Tensor:
+    return p + 1
+
+
+def test_one_counter_decides_on_all_periods() -> None:
+    """Those in a state that has lost its place, such as a hook's that was started anew, follow the pipeline's."""
+    pipeline = tx.fuse(tx.switch_after(3, tx.mean("data"), NOT), SGD, after=tx.every(2, tx.stateless(plus_one)))
+    params = start()
+    with fjoin.bind(fjoin.mesh({"data": -1})):
+        state = pipeline.init(params)
+        for _ in range(3):
+            params, state = pipeline.step(params, params, state)
+        fresh = pipeline.init(params)
+        moved, after = pipeline.step(
+            params, {path: 0 * p for path, p in params.items()}, state._replace(hook=fresh.hook, after=fresh.after)
+        )
+    assert state.step == 3 and after.hook.step == after.after.step == after.step == 4
+    assert max_diff(moved["v"], params["v"] + 1) == 0
+
+
+def test_every_in_every_counts_runs() -> None:
+    pipeline = tx.fuse(NOT, SGD, after=tx.every(2, tx.every(3, tx.stateless(plus_one))))
+    assert run(pipeline, [None] * 12).w == [0] * 5 + [1] * 6 + [2]
+
+
+def looped(pipeline: tx.Pipeline, batches: list[float]) -> Any:
+    step, state = step_of(lambda p, b: p["w"] * b, pipeline, {"w": torch.tensor(0.0)}, mesh=fjoin.mesh(NODES))
+    seen = seen_by(lambda state, metrics: (float(state.params["w"]), metrics.weight), step, state, step.join(batches))
+    return len(seen), *seen[-1]
+
+
+def test_loops_end_over_the_axes_of_the_parameter_transform_too() -> None:
+    """Nodes with different numbers of batches end together, and their average is weighted by the batches trained on."""
+    pipeline = tx.fuse(tx.mean("local"), tx.sgd(1.0), after=tx.mean("node"))
+    out = tx.simulate(lambda b: looped(pipeline, b), NODES, [[1.0], [3.0], [2.0, 4.0], [2.0]])
+    assert out == [(2, -6.0, 1.0)] * 4  # (-2 * 2 + -2 * 2) / 4, then the second node's -2 - 4 alone
+
+
+def test_ranks_loop_together_in_all_phases() -> None:
+    """First global means, then those of nodes only: loops end over all ranks in both."""
+    hook = tx.switch_after(2, tx.mean(("node", "local")), tx.mean("local"))
+    pipeline = tx.fuse(hook, tx.sgd(1.0), after=tx.every(3, tx.mean("node")))
+    out = tx.simulate(lambda b: looped(pipeline, b), NODES, [[1.0] * 3, [1.0] * 3, [1.0] * 5, [1.0] * 4])
+    assert [calls for calls, *_ in out] == [5] * 4
+    assert {w for _, w, _ in out[:2]} == {-3.0} and {w for _, w, _ in out[2:]} == {-5.0}
+
+
+def with_count(**settings: Any) -> Any:
+    """A step whose buffers are averaged over all axes, the parameters' gradients over one; and the state."""
+    return step_of(
+        lambda p, buffers, b: (p["w"] * b, None, {**buffers, "v": buffers["v"] + b}), params={"w": torch.tensor(0.0)},
+        buffers=BUFFERS, mesh=fjoin.mesh(NODES), on_buffers=OVER, **settings,
+    )  # fmt: skip
+
+
+OVER = tx.average_buffers(("node", "local"))
+BUFFERS = {"v": torch.zeros(()), "count": torch.tensor(1)}
+
+
+def test_loops_end_over_the_axes_of_the_buffers_too() -> None:
+    def one(batches: list[float]) -> Any:
+        step, state = with_count(pipeline=tx.fuse(tx.mean("local"), tx.sgd(1.0)))
+        values = lambda state, _: (float(state.params["w"]), float(state.buffers["v"]))  # noqa: E731
+        seen = seen_by(values, step, state, step.join(batches))
+        return len(seen), *seen[-1]
+
+    out = tx.simulate(one, NODES, [[1.0], [3.0], [2.0, 4.0], [2.0]])
+    # The buffers: the mean of 1, 3, 2, 2, then of the one rank that has input. The first node takes one step only.
+    assert out == [(2, -2.0, 6.0)] * 2 + [(2, -6.0, 6.0)] * 2
+
+
+AFTER = tx.fuse(tx.mean("local"), SGD, after=tx.mean("node"))
+
+
+@pytest.mark.gloo
+def test_explain_includes_buffers_and_the_message_of_the_loop(pool: Any) -> None:
+    """Messages go over the union of the axes and are counted at torch.distributed."""
+    params = {"w": torch.tensor(0.0)}
+    what = tx.explain(AFTER, params, NODES, buffers=BUFFERS, on_buffers=OVER)
+    assert [row.stage for row in what.rows if row.messages] == [
+        "mean('local')", "(the step's own counts)", "mean('node')", "average_buffers(('node', 'local'))"
+    ]  # fmt: skip
+    announced = sorted(m.payload_bytes for row in what.rows for m in row.messages)
+    assert pool.run(4, sent_with_buffers) == [announced] * 4
+    raises_text(ValueError, lambda: tx.explain(AFTER, params, NODES, on_buffers=OVER), "without buffers")
+
+
+def sent_with_buffers() -> list[int]:
+    """The bytes of the messages of a step."""
+    step, state = with_count(pipeline=AFTER)
+    state, _ = step(state, 1.0)
+    with watched() as sent:
+        step(state, 2.0)
+    return sorted(one.bytes for one in sent)
+
+
+def test_an_axis_of_one_rank_needs_no_message() -> None:
+    pipeline = tx.fuse(tx.mean("local"), SGD, after=tx.every(2, tx.mean("node")))
+    axes = {"node": 1, "local": 2}
+    assert "(the step's own counts)" not in [
+        row.stage for row in tx.explain(pipeline, start(), axes).rows if row.messages
+    ]
+    for other in (pipeline, tx.fuse(tx.mean("node"), SGD, after=tx.every(2, tx.mean("local")))):
+        ranks = [[1.0, 2.0, Batch(1.0, 3.0)], [2.0, None, None]]
+        pure, step = on_ranks(other, ranks, axes=axes), on_ranks(other, ranks, "step", axes)
+        assert max_diff([seen.params for seen in step], [seen.params for seen in pure]) < 1e-12
