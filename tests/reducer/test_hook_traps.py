@@ -19,7 +19,7 @@ import fjoin
 from fjoin import transforms as tx
 from fjoin.step._interleave import Coroutine, Interleaver
 from tests.helpers import judged, max_diff, raises_text, stepped
-from tests.training.small import net_batch, net_loss, net_params
+from tests.training.small import net_batch, net_loss, net_params, step_of
 
 
 def made(init: Any, function: Any, needs: Any = tx.Needs.NOTHING) -> tx.Transform:
@@ -109,8 +109,7 @@ def test_a_state_that_was_kept_is_not_written_into() -> None:
         lambda params: ({path: torch.full_like(p, 10.0) for path, p in params.items()},), lambda g, s: (s[0], (g,))
     )
     hook = tx.chain(late, tx.clip_by_global_norm(1.0))
-    step = fjoin.train_step(lambda p, b: (p["w"] * b).sum(), tx.fuse(hook, SGD), donate=False)
-    old = step.init({"w": torch.zeros(3)})
+    step, old = step_of(lambda p, b: (p["w"] * b).sum(), tx.fuse(hook, SGD), {"w": torch.zeros(3)}, donate=False)
     step(old, torch.ones(3))
     assert old.pipeline.hook[0][0]["w"].tolist() == [10.0] * 3
 
@@ -146,8 +145,7 @@ WRONG: list[tuple[Any, ...]] = [
 @pytest.mark.parametrize("row", range(len(WRONG)))
 def test_hooks_that_return_something_else_are_refused(row: int) -> None:
     hook, kind, *texts = WRONG[row]
-    step = fjoin.train_step(lambda p, b: p["w"].sum(), tx.fuse(hook, SGD))
-    state = step.init({"w": torch.zeros(2)})
+    step, state = step_of(lambda p, b: p["w"].sum(), tx.fuse(hook, SGD), {"w": torch.zeros(2)})
     raises_text(kind, lambda: step(state, None), *texts)
 
 

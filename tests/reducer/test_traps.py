@@ -15,6 +15,7 @@ import fjoin
 from fjoin import transforms as tx
 from fjoin.buckets import GradBuffer
 from tests.helpers import raises_text, stepped
+from tests.training.small import step_of
 
 MEAN_SGD = tx.fuse(tx.mean("data"), tx.sgd(1.0))
 
@@ -54,8 +55,7 @@ def test_a_gradient_that_arrives_twice_is_refused() -> None:
             x = torch.utils.checkpoint.checkpoint(lambda x: x + params["w"], x, use_reentrant=True)
         return x.sum()
 
-    step = fjoin.train_step(loss, MEAN_SGD)
-    state = step.init(_w())
+    step, state = step_of(loss, MEAN_SGD, _w())
     raises_text(RuntimeError, lambda: step(state, torch.ones(2)), "'w' arrived twice", "use_reentrant=False")
 
 
@@ -127,8 +127,7 @@ def test_optimizers_start_from_the_parameters_that_all_have() -> None:
 
 
 def test_rejected_state_does_not_affect_the_current_one() -> None:
-    step = fjoin.train_step(_linear, MEAN_SGD, accumulate=2)
-    first = step.init(_w())
+    step, first = step_of(_linear, MEAN_SGD, _w(), accumulate=2)
     second, _ = step(first, 1.0)
     raises_text(fjoin.DonatedState, lambda: step(first, 1.0), "donated")
     third, metrics = step(second, 1.0)
@@ -139,8 +138,7 @@ def test_rejected_state_does_not_affect_the_current_one() -> None:
 
 
 def test_a_state_of_an_earlier_init_is_refused() -> None:
-    step = fjoin.train_step(_linear, MEAN_SGD)
-    old = step.init(_w(4))
+    step, old = step_of(_linear, MEAN_SGD, _w(4))
     new = step.init(_w(3))
     raises_text(ValueError, lambda: step(old, 1.0), "earlier init")
     new, _ = step(new, 1.0)
@@ -148,8 +146,7 @@ def test_a_state_of_an_earlier_init_is_refused() -> None:
 
 
 def test_sum_names_may_first_appear_in_a_later_step() -> None:
-    step = fjoin.train_step(lambda p, b: (_linear(p, b), {"sum": {"n": 1}}), MEAN_SGD, weight=lambda b: b)
-    state = step.init(_w())
+    step, state = step_of(lambda p, b: (_linear(p, b), {"sum": {"n": 1}}), MEAN_SGD, _w(), weight=lambda b: b)
     state, metrics = step(state, 0.0)
     assert metrics.weight == 0
     state, metrics = step(state, 1.0)
@@ -165,15 +162,6 @@ def test_numpy_weights() -> None:
         assert out == 3
 
 
-def test_torch_adds_shared_gradients_twice() -> None:
-    """Plain torch has that fault: two backward passes give 5, where 1 + 2 = 3 is right."""
-    a, b = (torch.zeros(2, 3, requires_grad=True) for _ in range(2))
-    for batch in (1.0, 2.0):
-        ((a.view(-1) + b.view(-1)) * batch).sum().backward()
-    assert a.grad is not None and b.grad is not None
-    assert a.grad.unique().tolist() == b.grad.unique().tolist() == [5.0]
-
-
 @pytest.mark.parametrize("hook", [tx.mean("data"), tx.chain(tx.clip_by_value(1e9), tx.mean("data"))], ids=["mean", "other"])  # fmt: skip
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize(("dtype", "weight"), [(torch.bfloat16, 1001), (torch.float16, 70_000)])
@@ -182,8 +170,7 @@ def test_16_bit_loss_keeps_equal_gradients(hook: tx.Transform, window: int, dtyp
 
     def one_rank(n: int) -> Any:
         options: Any = {"weight": lambda b: n, "accumulate": window}
-        step = fjoin.train_step(lambda p, b: _linear(p, b).to(dtype), tx.fuse(hook, tx.sgd(1.0)), **options)
-        state = step.init(_w())
+        step, state = step_of(lambda p, b: _linear(p, b).to(dtype), tx.fuse(hook, tx.sgd(1.0)), _w(), **options)
         for _ in range(window):
             state, metrics = step(state, torch.ones(2))
         return state.params["w"].tolist(), metrics.weight
@@ -217,8 +204,7 @@ def taken(loss: Any) -> tuple[dict[str, bool], dict[str, int], dict[str, float]]
         if out.direct and given:
             sent[out.layout.paths[0]] = given[0], out.buffer.data_ptr()
 
-    step = fjoin.train_step(loss, tx.fuse(tx.mean("data"), tx.sgd(0.1)), mesh=fjoin.mesh({"data": 1}))
-    state = step.init(params)
+    step, state = step_of(loss, tx.fuse(tx.mean("data"), tx.sgd(0.1)), params, mesh=fjoin.mesh({"data": 1}))
     with mock.patch.object(GradBuffer, "take", take):
         for _ in range(3):
             x = torch.randn(8, SIDE)
@@ -266,8 +252,7 @@ def in_any_order(params: Any, batch: tuple[int, torch.Tensor]) -> torch.Tensor:
 def test_gradients_come_in_another_order_than_in_the_step_before() -> None:
     params = {name: torch.eye(4) + 0.1 * i for i, name in enumerate("abc")}
     own = {name: p.clone() for name, p in params.items()}
-    step = fjoin.train_step(in_any_order, tx.fuse(tx.mean("data"), tx.sgd(0.5)), mesh=fjoin.mesh({"data": 1}))
-    state = step.init(params)
+    step, state = step_of(in_any_order, tx.fuse(tx.mean("data"), tx.sgd(0.5)), params, mesh=fjoin.mesh({"data": 1}))
     late: list[bool] = []  # of each step, whether the bucket was completed after backward
     for number in (0, 0, 5, 5, 5, 1, 6, 0, 11, 2, 2, 3):
         batch = number, torch.linspace(-1, 1, 12).view(3, 4) + number
