@@ -65,17 +65,17 @@ class Compression(NamedTuple):
 class Facts(NamedTuple):
     """What the library may rely on about a transform. The defaults are true of any function of the gradients.
 
-    reduces: The reduction, of a transform that takes one mean or sum of its input.
-    compression: The compression, of a transform that does not send the complete gradient.
-    pauses: Whether `update` may return None for the gradients.
-    takes: Of an `update` with `call`: the attributes of it that change what it does, as the names of keywords do for
-        others: "flush", "donated", "sharded_over", "wire".
-    wraps: "stages": it only runs those inside it, one after the other. "whole": all leaves go through the one inside.
-        "parts": each leaf, or each call, goes through one of those inside.
-    by_norm: The factor, of a transform that only scales all gradients by a function of their norm.
-    silent: Whether it is meant to send nothing. Other pipelines that send nothing get a warning.
-    passes: Whether it only looks at the gradients, and returns them as they are.
-    equalizes: Of parameters, buffers or states: the axes over whose ranks they are equal after each call.
+    - `reduces`: The reduction, of a transform that takes one mean or sum of its input.
+    - `compression`: The compression, of a transform that does not send the complete gradient.
+    - `pauses`: Whether `update` may return None for the gradients.
+    - `takes`: Of an `update` with `call`: the attributes of it that change what it does, as the names of keywords do
+      for others: "flush", "donated", "sharded_over", "wire".
+    - `wraps`: "stages": it only runs those inside it, one after the other. "whole": all leaves go through the one
+      inside. "parts": each leaf, or each call, goes through one of those inside.
+    - `by_norm`: The factor, of a transform that only scales all gradients by a function of their norm.
+    - `silent`: Whether it is meant to send nothing. Other pipelines that send nothing get a warning.
+    - `passes`: Whether it only looks at the gradients, and returns them as they are.
+    - `equalizes`: Of parameters, buffers or states: the axes over whose ranks they are equal after each call.
     """
 
     reduces: Reduction | None = None
