@@ -125,7 +125,7 @@ class Meetings:
                 self._check(rank)  # first: a rank that has failed may be at another place already
             except (PeerLost, DesyncError):
                 if ask():
-                    return  # it has failed since then, perhaps by this value, which tells this rank more
+                    return  # it gave its value before it failed, and that value says more than the failure
                 if not seen:
                     raise
                 left = True  # it has left that other place, for the same reason

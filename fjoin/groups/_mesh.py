@@ -84,18 +84,19 @@ class Communicator(Mesh):
                 raise NameError(
                     f"unbound axis name {name!r}; this mesh has {list(self.axes)}; name it in fjoin.mesh(...)"
                 )
-        if len(names) > 1 and (joint := self.axes[names[0]].joint(names)) is not None:
-            return [joint]
-        return [self.axes[name] for name in names]
+        if len(names) == 1:
+            return [self.axes[names[0]]]
+        joint = self.axes[names[0]].joint(names) if names else None
+        return [self.axes[name] for name in names] if joint is None else [joint]
 
     def reduce_(self, buffer: Tensor, names: tuple[str, ...]) -> Work:
         """Start summing a buffer over some axes, in place."""
         if not names:
             return Done()
-        axes = self.over(names) if len(names) > 1 or names[0] not in self.axes else (self.axes[names[0]],)
-        for axis in axes[:-1]:
+        *first, last = self.over(names)
+        for axis in first:
             axis.begin_reduce(buffer).wait()
-        work: Work = axes[-1].begin_reduce(buffer)
+        work: Work = last.begin_reduce(buffer)
         return work
 
     def zeros(
