@@ -33,6 +33,7 @@ class GradBuffer:
         last: The leaf whose gradient comes last, as a step has shown; None where none has.
         message_sum: The sum of all elements after the message, if the transport computed it; otherwise None.
         direct: Whether autograd's gradient itself becomes the message.
+        on_device: Whether it is on a device, where a launch costs more than memory.
 
     Args:
         bucket: The bucket.
@@ -74,7 +75,7 @@ class GradBuffer:
         if not used.all():
             self._padding = (~used).nonzero().view(-1).to(bucket.device)
         self._views = [] if self.direct else views(bucket, self.grads, shapes)
-        self._on_device = not devices.is_host(bucket.device)  # where freed memory is kept
+        self.on_device: bool = not devices.is_host(bucket.device)
         self.leaves: list[Tensor] = []
         self.work: Work | None = None
         self.seen: Tensor = torch.zeros(
@@ -82,7 +83,7 @@ class GradBuffer:
         )  # the norm or the sum of `grads`; see GradCheck.observe
         self.message_sum: float | None = None
         self.missing, self.last = 0, None
-        self._small = self._on_device or all(shape.numel() < _CACHED for shape in map(shapes.__getitem__, bucket.paths))
+        self._small = self.on_device or all(shape.numel() < _CACHED for shape in map(shapes.__getitem__, bucket.paths))
         self.used: list[bool] = [False] * len(bucket.paths)  # whether a gradient of each leaf has ever come
 
     def start(self, leaves: list[Tensor], window: dict[Tensor, Tensor]) -> None:
@@ -108,7 +109,7 @@ class GradBuffer:
             self.refuse_second(i)
         self.taken[i] = True
         self._come.append(i)
-        if not self._on_device or len(self._come) == self.missing:  # a launch on a device costs more than memory
+        if not self.on_device or len(self._come) == self.missing:  # a launch on a device costs more than memory
             self.take(self._come)
         if not self.missing and self._small:
             self.last = i
@@ -183,10 +184,9 @@ class GradBuffer:
         return self.pieces.pack_own(0, slices)
 
     def free(self) -> None:
-        """Free a device's memory that holds these gradients besides the buffer: autograd's own, or a hook's result."""
-        if self._on_device:
-            self.grads = self._own
-            self.buffer = self._own if self.direct else self.buffer
+        """Free memory that holds these gradients besides the buffer: autograd's own, or a hook's result."""
+        self.grads = self._own
+        self.buffer = self._own if self.direct else self.buffer
 
     def by_path(self) -> dict[str, Tensor]:
         """Path -> view of its gradient, or of this rank's slice of it."""
@@ -262,9 +262,10 @@ class BucketQueue:
             bucket.work = None
 
     def free(self) -> None:
-        """Free the gradients after the step; see `GradBuffer.free`."""
+        """Free gradients of a device after the step. The host keeps freed memory for the next one."""
         for bucket in self.buckets:
-            bucket.free()
+            if bucket.on_device:
+                bucket.free()
 
     def arrived(self, index: int, i: int | None) -> None:
         """Note a gradient of this bucket, and launch the buckets that are ready.

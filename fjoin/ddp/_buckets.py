@@ -51,10 +51,12 @@ class DDPBucket(GradBuffer):
     pieces: Pieces | None
     scattered: bool
     direct: bool
+    on_device: bool
 
     def __init__(self, of: Bucket, pieces: Pieces | None, bucket: GradBucket) -> None:
         self.buffer = self.grads = bucket.buffer()
         self.layout, self.pieces, self.scattered, self.direct = of, pieces, False, False
+        self.on_device = not devices.is_host(self.grads.device)
         self.work: Work | None = None
         self.message_sum: float | None = None
         self.seen: Tensor = torch.zeros((), device=self.grads.device)

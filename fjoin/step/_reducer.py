@@ -301,9 +301,8 @@ class SumReducer(Reducer):
         self._carrier = None
 
     def sums(self) -> dict[str, Any]:
-        """The summed record; waits for its message."""
+        """The summed record. The bucket that carries it has arrived; a message of its own is waited for."""
         if self._carrier is not None:
-            self._carrier.wait()
             return self._record.read(self._carrier.words, self._grads.on_device)
         assert self._alone is not None
         return self._alone.read(self._grads.on_device)

@@ -92,7 +92,7 @@ class GradCheck:
         - otherwise their sum on the CPU, the fastest pass. Where the sum overflows, `bad` checks each element;
         - otherwise their largest magnitude, on a device.
         """
-        if self.on_device or not devices.is_host(bucket.grads.device):
+        if self.on_device or bucket.on_device:
             self._waiting.append(bucket)  # one launch looks at all of them
         elif self._norm:
             wide = torch.float64 if bucket.scattered else torch.promote_types(bucket.grads.dtype, torch.float32)

@@ -76,9 +76,8 @@ class Run:
 
     def ends_here(self, body: StateData) -> None:
         """Note where the state's last step ends in the stream of its device."""
-        if body.storage.layout:
-            device = body.storage.layout[0].device
-            body.ended = self.mesh.unfinished.end(body.step, device)
+        if body.storage.on_accelerator:
+            body.ended = self.mesh.unfinished.end(body.step, body.storage.layout[0].device)
 
     def unused(self) -> list[str]:
         """The paths of the parameters that have never got a gradient on this rank."""
@@ -115,11 +114,11 @@ class Run:
         if storage.on_accelerator and storage.follow_stream():
             passes.hooks.detach()
         passes.hooks.attach(storage, one_pass=self.accumulate == 1)
-        self.stop()
         span.next("forward")
         forward = passes.forward(body, batch, weight, body.calls, iteration)
         span.next("prepare")
-        is_weighted = records.plan.starts_from_weight(body.step, forward.call.mixed)
+        mixed = forward.call.mixed
+        is_weighted = bool(mixed) and records.plan.starts_from_weight(body.step, mixed)
         grad_output, own = self._own(body, forward, is_weighted)
         if within:
             span.next("backward")

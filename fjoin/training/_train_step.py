@@ -273,6 +273,7 @@ class TrainStep:
         except NonFinite:  # raised by all ranks at the same place; nothing has changed
             if given is not None and body is not None and given is not body:
                 given.lose_window(body.calls)
+            self.run.stop()
             raise
         except BaseException as error:
             if body is not None and body.window and not body.torn:

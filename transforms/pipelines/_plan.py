@@ -122,7 +122,7 @@ class Plan(NamedTuple):
         Args:
             mixed: The axes over which the loss has communicated.
         """
-        return bool(mixed) and not set(self.reduced(step).axes).isdisjoint(mixed)
+        return not set(self.reduced(step).axes).isdisjoint(mixed)
 
     def needs_equal_weights(self, step: int) -> str:
         """Why the ranks must have equal weights where such a loss has communicated, in words; "" where they need not."""
