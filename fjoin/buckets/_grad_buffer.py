@@ -43,15 +43,6 @@ class GradBuffer:
         memory: A flat buffer of zeros for the gradients and the record, of which messages need no copy.
     """
 
-    taken: list[bool]
-    bucket: Bucket
-    pieces: Pieces | None
-    scattered: bool
-    grads: Tensor
-    missing: int
-    last: int | None
-    _come: list[int]  # the leaves whose gradients have come, and are not taken yet
-
     def __init__(
         self,
         bucket: Bucket,
@@ -82,7 +73,9 @@ class GradBuffer:
             (), device=bucket.device
         )  # the norm or the sum of `grads`; see GradCheck.observe
         self.message_sum: float | None = None
-        self.missing, self.last = 0, None
+        self.missing = 0
+        self.last: int | None = None
+        self._come: list[int] = []  # the leaves whose gradients have come, and are not taken yet
         self._small = self.on_device or all(shape.numel() < _CACHED for shape in map(shapes.__getitem__, bucket.paths))
         self.used: list[bool] = [False] * len(bucket.paths)  # whether a gradient of each leaf has ever come
 
@@ -98,7 +91,8 @@ class GradBuffer:
         # A hook may have replaced it by its result. On the host a direct buffer keeps the last gradient until the next
         # one comes: free memory at the end of the heap would go back to the system, and be faulted in again.
         self.grads = self._own
-        self.taken, self._come = [False] * len(leaves), []
+        self.taken = [False] * len(leaves)
+        self._come = []
 
     def arrived(self, i: int) -> None:
         """Note that autograd has left the gradient of the i-th leaf there.
@@ -234,8 +228,6 @@ class BucketQueue:
     Args:
         buckets: The buckets.
     """
-
-    buckets: list[GradBuffer]
 
     def __init__(self, buckets: list[GradBuffer]) -> None:
         self.buckets = buckets

@@ -159,10 +159,6 @@ class Storage:
         memory: Gives a bucket's zeros, or None where any memory is as good.
     """
 
-    layout: tuple[Bucket, ...]
-    optimizer: Optimizer
-    pieces: Pieces | None
-
     def __init__(
         self,
         layout: tuple[Bucket, ...],

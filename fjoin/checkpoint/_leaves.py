@@ -25,9 +25,6 @@ class SavedLeaves:
         manifest: Its manifest.
     """
 
-    folder: Path
-    manifest: Manifest
-
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder, self.manifest = folder, manifest
         self._files: dict[int, TensorFile] = {}

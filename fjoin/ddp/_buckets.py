@@ -46,13 +46,6 @@ class DDPBucket(GradBuffer):
         bucket: torch's, with the gradients.
     """
 
-    buffer: Tensor
-    grads: Tensor
-    pieces: Pieces | None
-    scattered: bool
-    direct: bool
-    on_device: bool
-
     def __init__(self, of: Bucket, pieces: Pieces | None, bucket: GradBucket) -> None:
         self.buffer = self.grads = bucket.buffer()
         self.layout, self.pieces, self.scattered, self.direct = of, pieces, False, False

@@ -47,11 +47,6 @@ class DDPRun:
         error: Of this pass's hyperparameters.
     """
 
-    plan: Plan
-    mesh: Communicator
-    pipeline: Pipeline | None
-    leaves: dict[str, Tensor]
-
     def __init__(
         self, ddp: DistributedDataParallel, hook: Transform, pipeline: Pipeline | None, mesh: Communicator
     ) -> None:

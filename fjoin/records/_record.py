@@ -40,10 +40,6 @@ class Requests:
         ranks: The number of ranks whose records are summed.
     """
 
-    saves_due: int
-    stop_due: bool
-    in_loop: bool
-
     def __init__(self, ranks: int) -> None:
         self._ranks, self._digit = ranks, float(ranks + 1)
         self._asked = set[str]()
@@ -109,10 +105,6 @@ class Record:
         small: Whether the sums are whole numbers below 2^24, which take one word of float32 each.
         device: The device of its messages; by default that of the mesh's small messages.
     """
-
-    axes: tuple[str, ...]
-    dtype: torch.dtype
-    device: torch.device
 
     def __init__(
         self,
@@ -228,10 +220,6 @@ def flag_words(flag: str, ranks: int) -> list[str]:
 
 class StepRecord(Record):
     """The record of the steps of one rank, summed over some axes; see `record_names`."""
-
-    dtype: torch.dtype
-    device: torch.device
-    names: tuple[str, ...]
 
     def __init__(self, mesh: Communicator, axes: tuple[str, ...]) -> None:
         super().__init__(mesh, axes, ())

@@ -166,9 +166,6 @@ class Interleaver:
         axes: The axes by name that the coroutines communicate over.
     """
 
-    axes: dict[str, Any]
-    outer: dict[str, Axis]
-
     def __init__(self, axes: dict[str, Any]) -> None:
         keep_freed()
         self.axes, self.outer = axes, bound()

@@ -36,8 +36,6 @@ class StepRecords:
         norm: Whether the norm of the gradients is needed.
     """
 
-    plan: Plan
-
     def __init__(
         self, mesh: Communicator, plan: Plan, parts: Parts, place: StepPlace, calls: Calls, norm: bool = False
     ) -> None:

@@ -67,9 +67,6 @@ class BucketStages:
         fresh: Whether their result is freshly allocated, so that it may take the place of the gradient buffer.
     """
 
-    flat: bool
-    fresh: bool
-
     def __init__(self, plan: Plan, mesh: Communicator, flat: bool = False, fresh: bool = False) -> None:
         self._early, self._mesh, self.flat, self.fresh = plan.early, mesh, flat, fresh
         self.parts: list[Transform] = stages(plan.hook)

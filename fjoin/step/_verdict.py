@@ -66,8 +66,6 @@ class GradCheck:
         on_device: Decide on the device although the host could; for tests.
     """
 
-    on_device: bool
-
     def __init__(self, norm: bool = False) -> None:
         self._norm, self.on_device = norm, False
         self._waiting: list[GradBuffer] = []  # buckets of a device that are still to be looked at

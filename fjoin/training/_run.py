@@ -20,15 +20,6 @@ from ._step_failures import CALLS
 class Run:
     """Runs the steps of one pipeline on this rank; `TrainStep` is its public face."""
 
-    pipeline: Pipeline
-    mesh: Communicator
-    accumulate: int
-    on_buffers: Transform | None
-    ends: tuple[Transform, ...]
-    ranks: int
-    step_check: StepCheck
-    recorded_norms: RecordedNorms
-
     def __init__(
         self,
         loss: Loss,

@@ -25,9 +25,6 @@ class Sharding:
         codec: The codec of the changes of the parameters; None: the parameters themselves are gathered.
     """
 
-    axis: str
-    codec: Codec | None
-
     def __init__(self, axis: str, optimizer: Optimizer, codec: Codec | None) -> None:
         self.axis, self._optimizer, self.codec = axis, optimizer, codec
         self._made: dict[Any, Pieces] = {}
