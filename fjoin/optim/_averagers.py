@@ -212,10 +212,7 @@ class HierarchicalModelAverager(ModelAverager):
     """
 
     def __init__(
-        self,
-        period_group_size_dict: Mapping[int, int] | None = None,
-        warmup_steps: int = 0,
-        process_group: Any = None,
+        self, period_group_size_dict: Mapping[int, int] | None = None, warmup_steps: int = 0, process_group: Any = None
     ) -> None:
         self.period_group_size_dict: dict[int, int] = _check_levels(period_group_size_dict)
         super().__init__(warmup_steps, process_group)

@@ -21,12 +21,7 @@ class Run:
     """Runs the steps of one pipeline on this rank; `TrainStep` is its public face."""
 
     def __init__(
-        self,
-        loss: Loss,
-        pipeline: Pipeline,
-        mesh: Communicator,
-        accumulate: int,
-        on_buffers: Transform | None,
+        self, loss: Loss, pipeline: Pipeline, mesh: Communicator, accumulate: int, on_buffers: Transform | None
     ) -> None:
         self.pipeline, self.mesh, self.accumulate = pipeline, mesh, accumulate
         parts = parts_of(pipeline, on_buffers)

@@ -81,11 +81,7 @@ class Join:
     shadowing = False  # whether this rank is out of input
 
     def __init__(
-        self,
-        joinables: Sequence[Any],
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
-        **kwargs: Any,
+        self, joinables: Sequence[Any], enable: bool = True, throw_on_early_termination: bool = False, **kwargs: Any
     ) -> None:
         self._all, self._enable, self._throw = list(joinables), enable, throw_on_early_termination
         self._before_step = kwargs.get("before_step")

@@ -54,10 +54,7 @@ class PureJoinable(Joinable, JoinHook):
 
 
 def as_joinable(
-    hook: PureHook | Callable[..., PureHook],
-    state: Any = None,
-    *,
-    mesh: Mesh | dist.ProcessGroup | None = None,
+    hook: PureHook | Callable[..., PureHook], state: Any = None, *, mesh: Mesh | dist.ProcessGroup | None = None
 ) -> PureJoinable:
     """A pure join hook and its state as an object that `fjoin.Join` and torch's own Join accept.
 

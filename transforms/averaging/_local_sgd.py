@@ -12,12 +12,7 @@ from ._diloco import outer_step
 
 @factory
 def local_sgd(
-    inner: Optimizer,
-    reduction: Transform,
-    every: Count,
-    *,
-    state: StatePolicy = "keep",
-    hook: Transform | None = None,
+    inner: Optimizer, reduction: Transform, every: Count, *, state: StatePolicy = "keep", hook: Transform | None = None
 ) -> Pipeline:
     """Each rank trains alone; the parameters are averaged once in `every` steps.
 

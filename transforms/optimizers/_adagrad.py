@@ -92,11 +92,7 @@ class AdadeltaState(NamedTuple):
 
 @factory
 def adadelta(
-    lr: ScalarOrSchedule = 1.0,
-    rho: float = 0.9,
-    eps: float = 1e-6,
-    weight_decay: float = 0.0,
-    maximize: bool = False,
+    lr: ScalarOrSchedule = 1.0, rho: float = 0.9, eps: float = 1e-6, weight_decay: float = 0.0, maximize: bool = False
 ) -> Optimizer:
     """Adadelta: gradients in the units of earlier steps.
 

@@ -195,13 +195,7 @@ def pipeline_of(
         return trees.with_changes(state, inner=new) if skips else new
 
     def step(
-        params: Tree,
-        grads: Tree,
-        state: Any,
-        *,
-        weight: Any = None,
-        donate: bool = False,
-        **extra: Any,
+        params: Tree, grads: Tree, state: Any, *, weight: Any = None, donate: bool = False, **extra: Any
     ) -> tuple[Tree, State]:
         old = inside(state)
         if taken := {"call", *KEYWORDS}.intersection(extra):

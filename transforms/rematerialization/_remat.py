@@ -24,12 +24,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 Runner: TypeAlias = Callable[[Callable[..., Any], Any, Any], Any]  # fn, args, kwargs -> its result
 
 
-def remat(
-    fn: F,
-    policy: Policy | None = None,
-    offload: str | None = None,
-    preserve_rng_state: bool = True,
-) -> F:
+def remat(fn: F, policy: Policy | None = None, offload: str | None = None, preserve_rng_state: bool = True) -> F:
     """A function whose intermediate values are computed again in the backward pass instead of kept.
 
     It works in plain autograd, for derivatives of derivatives too, under every transform of torch.func, in
@@ -87,10 +82,7 @@ def remat(
 
 
 def runner_of(
-    policy: Policy | None = None,
-    offload: str | None = None,
-    preserve_rng_state: bool = True,
-    early_stop: bool = True,
+    policy: Policy | None = None, offload: str | None = None, preserve_rng_state: bool = True, early_stop: bool = True
 ) -> Runner:
     """What calls a function as `remat` with these arguments says.
 
