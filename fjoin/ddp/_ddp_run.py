@@ -22,7 +22,7 @@ from ..transforms.axes import bind_axes, bound_call
 from ..transforms.base import Transform, devices, state_dicts
 from ..transforms.combinators import stages
 from ..transforms.layout import Bucket, Pieces
-from ..transforms.pipelines import Counting, Explanation, Pipeline, PipelineState, Plan, make_plan, parts_of
+from ..transforms.pipelines import Counting, Explanation, Pipeline, PipelineState, make_plan, parts_of
 from ._buckets import DDPBucket, TotalWeight, bucket_of, first_buckets
 from ._module_params import ModuleParams, ScaledLoss, UsedParameters
 from ._module_pass import ModulePass

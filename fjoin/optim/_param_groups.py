@@ -9,22 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..transforms import optimizers
 from ..transforms.base import checks, state_dicts, trees
-from ..transforms.optimizers import (
-    Ages,
-    Optimizer,
-    StepItem,
-    apart,
-    check_grad,
-    check_rates,
-    compared,
-    leaf_arguments,
-    remade,
-    sharing,
-    step_in_place,
-    step_lists_,
-    stepped_together,
-)
+from ..transforms.optimizers import Ages, Optimizer, StepItem, apart, check_grad, check_rates, compared, leaf_arguments
 
 
 def own_by_group(part: Optimizer) -> dict[str, Any]:
@@ -63,7 +50,7 @@ class Hyperparameters:
         if values not in self._made:
             if len(self._made) > 64:  # a schedule has produced many values
                 self._made.clear()
-            self._made[values] = remade(self.optimizer, dict(values))
+            self._made[values] = optimizers.remade(self.optimizer, dict(values))
         made = self._made[values]
         return lambda path: made
 
@@ -178,14 +165,14 @@ class ForeachStepper:
         of_one_age = Counter([id(state.step) for state in self.states.values()])
         self.begin(items)
         ages = [id(self.states[key].step) for key, *_ in items]
-        for some in stepped_together(items, ages):
+        for some in optimizers.stepped_together(items, ages):
             key, part, *_ = some[0]
             if len(some) < of_one_age[id(self.states[key].step)]:  # the others keep their age, and the shared tensors
                 own = apart(part, self.states[key])
                 for key, *_ in some:
-                    self._put(key, sharing(part, self.states[key], own))
+                    self._put(key, optimizers.sharing(part, self.states[key], own))
             keys, _, params, grads = zip(*some, strict=True)
-            step_lists_(part, list(params), list(grads), [self.states[key] for key in keys], **guards)
+            optimizers.step_lists_(part, list(params), list(grads), [self.states[key] for key in keys], **guards)
 
     def _put(self, key: Any, state: Any) -> None:
         self.states[key] = state
@@ -237,7 +224,9 @@ def divides(part: Optimizer, dtype: torch.dtype) -> bool:
     if dtype.itemsize < 4:  # these buckets may have units of their own
         return False
     param, grad = torch.ones(2, 2, dtype=dtype), torch.full((2, 2), 2.0, dtype=dtype)
-    step_in_place(part, [param], [grad], [part.init_param(param)], grad_scale=torch.tensor(2.0, dtype=torch.float64))
+    optimizers.step_in_place(
+        part, [param], [grad], [part.init_param(param)], grad_scale=torch.tensor(2.0, dtype=torch.float64)
+    )
     return bool((grad == 1.0).all())
 
 

@@ -15,7 +15,7 @@ from ..buckets import GradBuffer
 from ..groups import Communicator
 from ..records import DeviceReads, Requests, StepIds, StepRecord, numbers, step_of
 from ..transforms.axes import Axis
-from ..transforms.base import devices, record_words, trees
+from ..transforms.base import record_words, trees
 from ..transforms.pipelines import Effect, Flag, Plan, inverse
 
 

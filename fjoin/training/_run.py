@@ -7,7 +7,7 @@ from typing import Any
 from ..buckets import BucketQueue, Storage
 from ..groups import NO_SPAN, Communicator, Span
 from ..records import numbers, own_values
-from ..step import STEP, Reducer, StateData, StepCheck, StepRecords, make_reducer
+from ..step import STEP, Reducer, StateData, StepRecords, make_reducer
 from ..transforms.base import Transform, shares
 from ..transforms.pipelines import Pipeline, make_plan, parts_of
 from ._flat_step import FlatStep

@@ -8,25 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..base import (
-    Averaged,
-    Call,
-    Count,
-    Facts,
-    Index,
-    Needs,
-    Period,
-    State,
-    Summed,
-    Transform,
-    Tree,
-    checks,
-    factory,
-    own_state,
-    shares,
-    timings,
-    trees,
-)
+from .. import base
+from ..base import Call, Count, Index, Period, State, Summed, Transform, Tree, checks, factory, shares, timings, trees
 from ..combinators import Patterns, check_which, identity, in_fragments, partition
 from ..optimizers import Optimizer, sgd
 from ..pipelines import Pipeline, fuse, rates_of
@@ -39,7 +22,9 @@ class OuterState(NamedTuple):
     hook: State
     optimizer: dict[str, State]  # path -> state, equal on all ranks
     weight: Summed[Tensor]  # the sum of the weights since the last message, 0-d float64
-    pending: Averaged[dict[str, Tensor]]  # path -> this rank's change that waits for its use; empty without a delay
+    pending: base.Averaged[
+        dict[str, Tensor]
+    ]  # path -> this rank's change that waits for its use; empty without a delay
     pending_weight: Summed[Tensor]  # its weight, 0-d float64
 
 
@@ -136,7 +121,7 @@ def outer_step(
         return trees.where(live, like(mixed, values), values), state
 
     def update(values: Tree, state: OuterState, params: Tree, call: Call) -> tuple[Tree, OuterState]:
-        state = own_state(state, OuterState, call)
+        state = base.own_state(state, OuterState, call)
         number, named = state.step, trees.named_leaves(values)
         state = trees.with_changes(
             state, step=number + (not call.flush), weight=state.weight + shares.check_weight(call.weight)
@@ -161,7 +146,11 @@ def outer_step(
         return trees.map_with_path(lambda path, _: named[path], values), state
 
     return Transform(
-        init, update, Needs.NOTHING, timing=timings.of_period(period, reduction, delay), facts=Facts(takes=("flush",))
+        init,
+        update,
+        base.Needs.NOTHING,
+        timing=timings.of_period(period, reduction, delay),
+        facts=base.Facts(takes=("flush",)),
     )
 
 

@@ -11,25 +11,8 @@ import optree
 import torch
 from torch import Tensor
 
-from ..base import (
-    Call,
-    Count,
-    Facts,
-    Index,
-    Needs,
-    Period,
-    State,
-    Summed,
-    Timing,
-    Transform,
-    Tree,
-    devices,
-    factory,
-    own_state,
-    shares,
-    timings,
-    trees,
-)
+from .. import base
+from ..base import Call, Count, Facts, Index, Needs, Period, State, Transform, Tree, devices, shares, timings, trees
 
 
 class SwitchState(NamedTuple):
@@ -38,7 +21,7 @@ class SwitchState(NamedTuple):
     after: State
 
 
-@factory
+@base.factory
 def switch_after(step: Index, before: Transform, after: Transform) -> Transform:
     """Runs one transform for the first `step` calls, and another one afterwards.
 
@@ -71,7 +54,7 @@ def switch_after(step: Index, before: Transform, after: Transform) -> Transform:
     timing: Any = timings.of_switch(step, before, after)
 
     def update(grads: Tree, state: SwitchState, params: Tree, call: Call) -> tuple[Tree, State]:
-        state = own_state(state, SwitchState, call)
+        state = base.own_state(state, SwitchState, call)
         name = "before" if state.step < step else "after"
         for _, own, flush in timing.flushes(state.step) if call.flush else timing.runs(state.step, call.persistent):
             at_switch = {"weight": 0.0, "flush": True} if flush and not call.flush else {}
@@ -87,10 +70,10 @@ def switch_after(step: Index, before: Transform, after: Transform) -> Transform:
 class EveryState(NamedTuple):
     step: int  # calls so far, on the host
     inner: State
-    weight: Summed[Tensor]  # for parameters: the sum of the weights of the calls since the last run, 0-d float64
+    weight: base.Summed[Tensor]  # for parameters: the sum of the weights of the calls since the last run, 0-d float64
 
 
-@factory
+@base.factory
 def every(
     steps: Count, transform: Transform, first: Index | None = None, except_every: Count | None = None
 ) -> Transform:
@@ -127,7 +110,7 @@ def every(
         return EveryState(0, transform.init(params), _no_weight())
 
     def update(grads: Tree, state: EveryState, params: Tree, call: Call) -> tuple[Tree, State]:
-        state = own_state(state, EveryState, call)
+        state = base.own_state(state, EveryState, call)
         number, persistent = state.step, call.persistent
         window = state.weight + shares.check_weight(call.weight) if persistent else state.weight
         none = torch.zeros_like(window)
@@ -145,8 +128,8 @@ def every(
 
 class AccumulateState(NamedTuple):
     step: int  # calls so far, on the host
-    weight: Summed[Tensor]  # the sum of the weights in this window so far, 0-d float64
-    grads: Summed[Tree]  # sum of weight * gradient in this window, like the parameters; of 16-bit ones in float32
+    weight: base.Summed[Tensor]  # the sum of the weights in this window so far, 0-d float64
+    grads: base.Summed[Tree]  # sum of weight * gradient in this window, like the parameters; of 16-bit ones in float32
     inner: State
 
     def choose(self, fine: Tensor, old: AccumulateState) -> AccumulateState:
@@ -158,7 +141,7 @@ class AccumulateState(NamedTuple):
         return trees.with_changes(self, step=-1, inner=inner)
 
 
-@factory
+@base.factory
 def accumulate(steps: Count, transform: Transform) -> Transform:
     """Accumulates the gradients of `steps` calls and passes their weighted mean to a transform once.
 
@@ -194,7 +177,7 @@ def accumulate(steps: Count, transform: Transform) -> Transform:
         return fresh(params, 0, transform.init(params))
 
     def update(grads: Tree, state: AccumulateState, params: Tree, call: Call) -> tuple[Tree, State]:
-        own_state(state, AccumulateState)
+        base.own_state(state, AccumulateState)
         w = trees.to_device(trees.device_of(optree.tree_leaves(grads)), shares.check_weight(call.weight))
         gathered = optree.tree_map(
             lambda a, g: torch.where(w > 0, a + devices.widened(g) * w.to(a.dtype), a), state.grads, grads
@@ -207,7 +190,7 @@ def accumulate(steps: Count, transform: Transform) -> Transform:
         out, new = transform.run(mean, state.inner, params, call.inside(weight=total))
         return out, fresh(grads, count, new)
 
-    return Transform(init, update, Needs.NOTHING, timing=Timing(), facts=Facts(pauses=True, wraps="whole"))
+    return Transform(init, update, Needs.NOTHING, timing=base.Timing(), facts=Facts(pauses=True, wraps="whole"))
 
 
 def _no_weight() -> Tensor:

@@ -10,55 +10,16 @@ import optree
 import torch
 from torch import Tensor
 
+from .. import base, optimizers
 from ..axes import bound, check_late_weight, names, psum
-from ..base import (
-    KEYWORDS,
-    Call,
-    Needs,
-    State,
-    Transform,
-    Tree,
-    checks,
-    devices,
-    factory,
-    shares,
-    specs,
-    timings,
-    trees,
-)
+from ..base import KEYWORDS, Call, State, Transform, Tree, checks, devices, factory, shares, specs, timings, trees
 from ..codecs import Codec
 from ..combinators import chain, stages
 from ..layout import Pieces, bind_pieces
-from ..optimizers import (
-    Matched,
-    Optimizer,
-    masters_of,
-    matched,
-    state_fields,
-    step as step_tree,
-    with_masters,
-    with_state_fields,
-)
+from ..optimizers import Matched, Optimizer, masters_of, matched, state_fields, with_masters, with_state_fields
 from ..reductions import mean, mean_with_words, scatter_mean
-from ._pipeline import (
-    FLUSH,
-    Effect,
-    Flag,
-    Pipeline,
-    PipelineState,
-    Skips,
-    are_apart,
-    flag,
-    mark_of,
-    rates_of,
-    refuse_float16,
-    totals_from,
-    totals_of_step,
-    unscaled,
-    use,
-    words_to_sum,
-    zero_unless_live,
-)
+from . import _pipeline
+from ._pipeline import FLUSH, Effect, Flag, Pipeline, PipelineState, Skips, are_apart, flag, mark_of, totals_of_step
 from ._plan import StepReduction, make_plan
 from ._sharded import by_path, sharding_of
 
@@ -117,7 +78,7 @@ def fuse(
             hint = "write fuse(hook, tx.sgd(lr)), or another of the functional optimizers"
         raise TypeError(f"fuse: optimizer must be an Optimizer, got {got}; {hint}")
     if isinstance(hook, Transform) and (
-        Needs.VALUES in hook.needs or any(part.facts.equalizes for part in stages(hook))
+        base.Needs.VALUES in hook.needs or any(part.facts.equalizes for part in stages(hook))
     ):
         raise TypeError(
             f"fuse: {hook!r} would average gradients; it is of parameters: write fuse(hook, optimizer, after=ema(...))"
@@ -166,7 +127,7 @@ def pipeline_of(
 
     def init(params: Tree) -> State:
         if skips and skips.scaled:
-            refuse_float16(params)
+            _pipeline.refuse_float16(params)
         pieces = sharding.pieces(params) if sharding else None
         own = pieces.own(params) if pieces else params
         slots = optimizer.init(own)
@@ -206,7 +167,7 @@ def pipeline_of(
         own = matched(optimizer, params, grads, old.optimizer) if sharding is None else None
         if own is None:
             trees.check_same("grads", grads, "params", params)
-        use(old.window, checks.flag("donate", donate))  # a call that is refused has used up nothing
+        _pipeline.use(old.window, checks.flag("donate", donate))  # a call that is refused has used up nothing
         if not donate:
             return run(params, grads, state, call, own)
         with torch.no_grad():
@@ -229,13 +190,13 @@ def pipeline_of(
         """A step; `own` has the parameters and states, where no rank steps pieces of them."""
         old = inside(state)
         pieces, held = stepped(params, old)
-        rates = rates_of(optimizer, held, old.optimizer)
+        rates = _pipeline.rates_of(optimizer, held, old.optimizer)
         if not alike and old.step:
             rates = []  # the optimizers of ranks that have stepped alone may differ in their counts
         if old.step == 0 and trees.plain(params, grads):
             rates = [*mark_of(hook, optimizer, after, on_state, gather_codec), *rates]
         if skips and skips.scaled:
-            grads = unscaled(grads, state.scale)
+            grads = _pipeline.unscaled(grads, state.scale)
 
         (axes, equal, *_), is_plain = how(0 if alike else old.step)
         check_late_weight(call, grads, axes)
@@ -244,15 +205,17 @@ def pipeline_of(
             structure: Any = own.structure if own else optree.tree_structure(grads)
             leaves: list[Any] = structure.flatten_up_to(grads)
             late = call.donated and len(parts) == 1 and pieces is None and not skips
-            found = mean_with_words(parts[0], leaves, call, words_to_sum(call, rates), late) if is_plain else None
+            found = (
+                mean_with_words(parts[0], leaves, call, _pipeline.words_to_sum(call, rates), late) if is_plain else None
+            )
             total = None
             if found is not None:
                 leaves, summed, total = found
                 grads = optree.tree_unflatten(structure, leaves)
-                totals = totals_from(call, axes, rates, summed)
+                totals = _pipeline.totals_from(call, axes, rates, summed)
             elif not hook.facts.pauses:
                 totals = totals_of_step(call, axes, rates, params)
-                grads = grads if equal or not axes else zero_unless_live(call, grads)
+                grads = grads if equal or not axes else _pipeline.zero_unless_live(call, grads)
             mean, hook_state = (hook if found is None else behind_sum).run(grads, old.hook, params, call)
         if mean is None or hook.facts.pauses:
             window = old.window + trees.to_device(old.window.device, torch.as_tensor(shares.weight_of(call.weight)))
@@ -277,9 +240,9 @@ def pipeline_of(
             if call.donated and pieces is None:
                 hook_state = trees.copy_if_aliased(hook_state, (held, mean))
                 bad = (~effect.steps).to(torch.float32) if isinstance(effect.steps, Tensor) else None
-                held, slots = step_tree(optimizer, own, True, found_inf=bad, grad_scale=total)
+                held, slots = optimizers.step(optimizer, own, True, found_inf=bad, grad_scale=total)
             else:
-                held, slots = effect.where(step_tree(optimizer, own), (held, slots))
+                held, slots = effect.where(optimizers.step(optimizer, own), (held, slots))
         kept = effect.keep(hook_state, old.hook)
         window = torch.zeros_like(old.window)
         new = trees.with_changes(old, hook=kept, optimizer=slots, step=old.step + 1, window=window)

@@ -14,23 +14,9 @@ import optree
 import torch
 from torch import Tensor
 
+from .. import base
 from ..axes import all_gather, axis_size, psum
-from ..base import (
-    Call,
-    DesyncError,
-    DonatedState,
-    Number,
-    Spec,
-    Specified,
-    State,
-    Summed,
-    Totals,
-    Transform,
-    Tree,
-    shares,
-    specs,
-    trees,
-)
+from ..base import Call, DesyncError, DonatedState, Number, Spec, State, Totals, Transform, Tree, shares, specs, trees
 from ..optimizers import Optimizer, check_rates, compared, states_of
 from ._plan import Parts
 from ._sharded import Sharding
@@ -284,12 +270,12 @@ class PipelineState(NamedTuple):
     after: State
     on_state: State
     step: int  # steps so far, skipped ones included, on the host; periods count by it
-    window: Summed[Tensor]  # this rank's weights in the calls of `accumulate` since the last step, 0-d float64
+    window: base.Summed[Tensor]  # this rank's weights in the calls of `accumulate` since the last step, 0-d float64
     gather: State = ()  # of a sharded pipeline
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Pipeline(Specified):
+class Pipeline(base.Specified):
     """Gradient transform, then optimizer, then parameter transform; made by `fuse`.
 
     Args:

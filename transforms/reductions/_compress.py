@@ -13,50 +13,10 @@ import optree
 import torch
 from torch import Tensor
 
-from ..axes import (
-    all_gather,
-    all_to_all,
-    all_to_all_single,
-    as_tensor,
-    axis_index,
-    axis_size,
-    check_splits,
-    lookup,
-    packed,
-    place_gathered,
-    place_received,
-    pmean,
-    psum,
-    split_ranks,
-)
-from ..base import (
-    AxisName,
-    Call,
-    Compression,
-    Facts,
-    Needs,
-    State,
-    Summed,
-    Transform,
-    Tree,
-    checks,
-    factory,
-    own_state,
-    trees,
-)
-from ..codecs import (
-    Codec,
-    bfloat16,
-    check_codec,
-    decode_pieces,
-    encode_pieces,
-    encode_rows,
-    float16,
-    float32,
-    fp8,
-    places_of,
-    refuse_derivative,
-)
+from .. import axes, base, codecs
+from ..axes import all_gather, all_to_all, all_to_all_single, as_tensor, axis_index, axis_size, packed, pmean, psum
+from ..base import AxisName, Call, Compression, Facts, Needs, State, Transform, Tree, checks, factory, own_state, trees
+from ..codecs import Codec, bfloat16, check_codec, decode_pieces, encode_pieces, encode_rows, float16, float32, fp8
 from ._mean import ResidualMemory, coded_sum
 
 _CASTS: dict[torch.dtype, Callable[[], Codec]] = {
@@ -151,7 +111,7 @@ def compress(codec: Codec | torch.dtype, hook: Transform, seed: int = 0) -> Tran
 
 class ErrorState(NamedTuple):
     inner: State
-    error: Summed[dict[str, Tensor]]  # path -> residual, not sent yet, in units of the mean, at least float32
+    error: base.Summed[dict[str, Tensor]]  # path -> residual, not sent yet, in units of the mean, at least float32
 
 
 @factory
@@ -274,7 +234,7 @@ def _quantized(
     if axis_size(axis) == 1:
         return collective(x, axis, *args, **kwargs)
     floating = [leaf for leaf in optree.tree_leaves(x) if leaf.is_floating_point()]
-    refuse_derivative(floating, "differentiate through the collective itself, or detach its input")
+    codecs.refuse_derivative(floating, "differentiate through the collective itself, or detach its input")
     # None is no leaf: omitted leaves take no space in a message, and the paths do not change.
     others = optree.tree_map(lambda leaf: None if leaf.is_floating_point() else leaf, x)
     others = collective(others, axis, *args, **kwargs)
@@ -301,7 +261,7 @@ def _in_bytes(codec: Codec, axis: AxisName, move: Callable[[Tensor], Tensor]) ->
 
 def _psum(codec: Codec, x: Tree, axis: AxisName) -> Tree:
     def run(flat: Tensor) -> Tensor:
-        return coded_sum(axis, codec, flat, places_of({"": flat}, flat.device) if codec.stochastic else None)[0]
+        return coded_sum(axis, codec, flat, codecs.places_of({"": flat}, flat.device) if codec.stochastic else None)[0]
 
     return packed(x, 0, run)
 
@@ -312,15 +272,15 @@ def _pmean(codec: Codec, x: Tree, axis: AxisName) -> Tree:
 
 def _all_gather(codec: Codec, x: Tree, axis: AxisName, *, dim: int = 0, tiled: bool = False) -> Tree:
     run = _in_bytes(codec, axis, lambda codes: all_gather(codes, axis))
-    return place_gathered(packed(x, 0, run), dim, tiled)
+    return axes.place_gathered(packed(x, 0, run), dim, tiled)
 
 
 def _all_to_all(
     codec: Codec, x: Tree, axis: str, split_dim: int = 0, concat_dim: int = 0, *, tiled: bool = False
 ) -> Tree:
     run = _in_bytes(codec, axis, lambda codes: all_to_all(codes, axis))
-    rows = split_ranks("all_to_all", x, axis, split_dim, tiled)
-    return place_received(packed(rows, 1, run), split_dim, concat_dim, tiled)
+    rows = axes.split_ranks("all_to_all", x, axis, split_dim, tiled)
+    return axes.place_received(packed(rows, 1, run), split_dim, concat_dim, tiled)
 
 
 def _all_to_all_single(
@@ -328,11 +288,11 @@ def _all_to_all_single(
 ) -> Tree:
     if input_split_sizes is None and output_split_sizes is None:
         return _all_to_all(codec, x, axis, tiled=True)
-    give, take = check_splits(x, axis, input_split_sizes, output_split_sizes)
+    give, take = axes.check_splits(x, axis, input_split_sizes, output_split_sizes)
 
     def run(rows: Tensor) -> Tensor:
         n = rows.shape[1]
-        lookup(axis).check_rows(n, give, take)
+        axes.lookup(axis).check_rows(n, give, take)
         # One row of bytes for each receiver, of the length of its part.
         given, taken = ([codec.width(size * n) for size in sizes] for sizes in (give, take))
         codes = encode_pieces(codec, rows.split(give), axis_index(axis))

@@ -15,26 +15,9 @@ import optree
 import torch
 from torch import Tensor
 
+from .. import base
 from ..axes import all_gather, all_to_all, axis_index, axis_size, names, psum, psum_scatter, sum_plain
-from ..base import (
-    AxisName,
-    Call,
-    Facts,
-    Needs,
-    Number,
-    Over,
-    Reduction,
-    Share,
-    State,
-    Transform,
-    Tree,
-    checks,
-    devices,
-    factory,
-    record_words,
-    shares,
-    trees,
-)
+from ..base import AxisName, Call, Over, Share, State, Transform, Tree, checks, devices, record_words, shares, trees
 from ..codecs import Codec, encode_rows, places_of, refuse_derivative
 
 # Floats that are decoded at a time: all ranks' floats do not fit a CPU's cache, and much memory is not given to one
@@ -239,8 +222,8 @@ def _reduction(axis: AxisName, over: Over | None) -> Transform:
     return Transform(
         lambda params: (),
         update,
-        Needs.NOTHING,
-        facts=Facts(reduces=Reduction(axis, over, fusable=True), takes=("donated", "wire")),
+        base.Needs.NOTHING,
+        facts=base.Facts(reduces=base.Reduction(axis, over, fusable=True), takes=("donated", "wire")),
     )
 
 
@@ -262,8 +245,8 @@ def mean_of(leaves: list[Tensor], share: Share, axis: AxisName, donated: bool = 
 
 
 def mean_with_words(
-    part: Transform, leaves: list[Tensor], call: Call, words: Mapping[str, Number], late: bool = False
-) -> tuple[list[Tensor], list[Number], Tensor | None] | None:
+    part: Transform, leaves: list[Tensor], call: Call, words: Mapping[str, base.Number], late: bool = False
+) -> tuple[list[Tensor], list[base.Number], Tensor | None] | None:
     """A plain `mean` or `sum_over` whose message carries more: the sum of weight * gradient, divided by the sum of the
     weights.
 
@@ -292,7 +275,7 @@ def mean_with_words(
         sum_plain(sent, of.axis, () if call.donated else leaves) if trees.plain(sent) else (psum(sent, of.axis), [])
     )
     found = record_words.numbers_of(summed, ranks, trees.readable_without_sync(summed))
-    total: Number = {"weight": found[0], "live": found[1], "world": float(ranks), None: 1.0}[of.over]
+    total: base.Number = {"weight": found[0], "live": found[1], "world": float(ranks), None: 1.0}[of.over]
     share = Share(weight, total)
     wide = bool(held) and all([x.dtype.itemsize >= 4 for x in held])
     if late and wide and not (isinstance(total, float) and total == 1.0):  # a pass over all gradients less
@@ -306,7 +289,7 @@ def mean_with_words(
     return sums if wide else share.divided(sums), found, None
 
 
-@factory
+@base.factory
 def mean(axis: AxisName, over: Over = "weight") -> Transform:
     """The mean of all ranks' gradients, weighted.
 
@@ -350,7 +333,7 @@ def mean(axis: AxisName, over: Over = "weight") -> Transform:
     return _reduction(axis, over)
 
 
-@factory
+@base.factory
 def sum_over(axis: AxisName) -> Transform:
     """The weighted sum of all ranks' gradients, sum_r w_r g_r, without a division.
 
@@ -374,7 +357,7 @@ def sum_over(axis: AxisName) -> Transform:
     return _reduction(axis, None)
 
 
-@factory
+@base.factory
 def hierarchical_mean(local: str, node: str, over: Over = "weight") -> Transform:
     """The mean over two axes: the ranks inside a node, whose links are fast, and the nodes.
 
@@ -440,5 +423,8 @@ def hierarchical_mean(local: str, node: str, over: Over = "weight") -> Transform
         return (share.where_any_live(out, grads) if call.persistent else out), state
 
     return Transform(
-        lambda params: (), update, Needs.NOTHING, facts=Facts(reduces=Reduction(both, over), takes=("wire",))
+        lambda params: (),
+        update,
+        base.Needs.NOTHING,
+        facts=base.Facts(reduces=base.Reduction(both, over), takes=("wire",)),
     )

@@ -10,25 +10,9 @@ import optree
 import torch
 from torch import Tensor
 
+from .. import base
 from ..axes import axis_size
-from ..base import (
-    AxisName,
-    Call,
-    Compression,
-    Count,
-    Facts,
-    Index,
-    Needs,
-    Over,
-    Reduction,
-    Transform,
-    Tree,
-    checks,
-    factory,
-    own_state,
-    record_words,
-    trees,
-)
+from ..base import AxisName, Call, Count, Index, Needs, Over, Transform, Tree, checks, factory, record_words, trees
 from ..codecs import refuse_derivative
 from ..combinators import switch_after
 from ._factors import draw, low_rank_mean
@@ -199,7 +183,7 @@ def _power_sgd(
 
     def update(grads: Tree, state: PowerSGDState, params: Tree, call: Call) -> tuple[Tree, PowerSGDState]:
         del params
-        state = own_state(state, PowerSGDState, call)
+        state = base.own_state(state, PowerSGDState, call)
         grads = optree.tree_map(torch.as_tensor, grads)
         leaves, memory = trees.named_leaves(grads), call.memory
         share = call.share(axis, over, trees.device_of(leaves.values()))
@@ -236,12 +220,12 @@ def _power_sgd(
         return list(leaves if batched and found else found)
 
     needs = (Needs.LAYOUT if batched else Needs.LEAVES) | Needs.PATHS
-    compression = Compression(loses, encoded=False)
+    compression = base.Compression(loses, encoded=False)
     return Transform(
         init,
         update,
         needs,
-        facts=Facts(reduces=Reduction(axis, over), compression=compression, takes=("donated", "wire")),
+        facts=base.Facts(reduces=base.Reduction(axis, over), compression=compression, takes=("donated", "wire")),
     )
 
 
