@@ -141,9 +141,7 @@ class _Call(NamedTuple):
             raise ValueError(f"{self.name}: {len(xs)} tensors go out, {len(outs)} come in, on {self.ranks} ranks")
         for x in (*outs, *xs):
             if not isinstance(x, Tensor) or not x.is_floating_point() or x.layout is not torch.strided:
-                raise TypeError(
-                    f"{self.name}: only dense floating-point tensors are encoded, got {getattr(x, 'dtype', x)}"
-                )
+                raise TypeError(f"{self.name} encodes dense floating-point tensors only, got {getattr(x, 'dtype', x)}")
         if outs[self.me].numel() != xs[self.me].numel():
             mine, to = tuple(xs[self.me].shape), tuple(outs[self.me].shape)
             raise ValueError(f"{self.name}: this rank sends itself {mine}, and has {to} to receive it")

@@ -300,9 +300,7 @@ class _Copies:
 
         def refuse(part: nn.Module, args: Any) -> None:
             if threading.get_ident() == here and self._done.get(id(part), part) is not part:
-                raise ValueError(
-                    f"the forward pass runs a {type(part).__name__} of the module itself: {_BY_ATTRIBUTES}"
-                )
+                raise ValueError(f"the forward pass runs {type(part).__name__} of the module itself: {_BY_ATTRIBUTES}")
 
         with register_module_forward_pre_hook(refuse), _OwnParams(paths):
             yield
@@ -358,9 +356,7 @@ def functional(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, T
     if not isinstance(module, nn.Module):
         raise TypeError(f"functional takes an nn.Module, got {module!r}")
     if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
-        raise TypeError(
-            "functional cannot replace parameters of torch.jit; pass the module that was scripted or traced"
-        )
+        raise TypeError("functional cannot replace parameters of torch.jit; pass the module before it is scripted")
     # Copies, since optimizers of torch and the module's own calls write into its tensors in place.
     values = {path: t.detach().clone() for path, t in (*module.named_parameters(), *module.named_buffers())}
     params = {path: values.pop(path) for path, p in module.named_parameters() if p.requires_grad}
@@ -431,9 +427,7 @@ def value_and_grad(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callab
             if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
                 got = leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__
                 name = trees.path_string(optree.treespec_paths(structure)[i])
-                raise TypeError(
-                    f"value_and_grad: params[{name!r}] is {got}, expected a tensor of floating point numbers"
-                )
+                raise TypeError(f"value_and_grad: params[{name!r}] is {got}, expected a floating point tensor")
         with torch.enable_grad():
             own = [leaf.detach().requires_grad_() for leaf in leaves]
             out = loss_fn(optree.tree_unflatten(structure, own), *args, **kwargs)

@@ -27,7 +27,7 @@ def assign_(places: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
             raise TypeError(f"for {path!r} the hook returned {got}, expected a tensor of shape {tuple(place.shape)}")
         if value.shape != place.shape:
             raise ValueError(
-                f"for {path!r} the hook returned a tensor of shape {tuple(value.shape)}, expected {tuple(place.shape)}"
+                f"for {path!r} the hook returned shape {tuple(value.shape)}, expected {tuple(place.shape)}"
             )
         if not (
             value.data_ptr() == place.data_ptr() and value.stride() == place.stride() and value.dtype is place.dtype

@@ -350,7 +350,5 @@ def load(
     source = source_of(what, mesh)
     found = restored(Folder(Path(path)), source, params, buffers, step, fresh, False if data is None else data)
     if found is None:
-        raise CheckpointError(
-            f"{path} holds no checkpoint; save one there first, or begin a run with Checkpoints(...).restore(params)"
-        )
+        raise CheckpointError(f"{path} holds no checkpoint; save one, or begin with Checkpoints(...).restore(params)")
     return found[0]

@@ -214,9 +214,7 @@ def check_form(name: str, tensor: Tensor) -> tuple[str, tuple[int, ...]]:
         TypeError: the format has no such tensor, or no such name.
     """
     if type(name) is not str or name == _METADATA:
-        raise TypeError(
-            f"a tensor is called {name!r}, expected a string other than {_METADATA!r}; give it another name"
-        )
+        raise TypeError(f"a tensor is called {name!r}, expected a string other than {_METADATA!r}; rename it")
     if tensor.layout != torch.strided or tensor.is_meta or tensor.is_nested or tensor.dtype not in _CODE_OF:
         form = f"{tensor.dtype}, {tensor.layout}, on {tensor.device}"
         raise TypeError(f"{name!r} is a tensor of {form}, expected a dense tensor of {sorted(CODES)} or complex128")

@@ -157,7 +157,7 @@ class OfObjects:
     def number(self, state: Any) -> int:
         if type(state) is not int or state < 0:
             raise TypeError(
-                f"with objects the state is the number of steps so far, got {state!r}; write fjoin.save(path, objects, steps)"
+                f"with objects the state is the number of steps, got {state!r}; write fjoin.save(path, objects, steps)"
             )
         return state
 
@@ -173,7 +173,7 @@ class OfObjects:
         shown = rank.get("objects", {})
         if shown.keys() != self._items.keys():
             raise CheckpointError(
-                f"the checkpoint is of {sorted(shown)}, but here are {sorted(self._items)}; pass the same names"
+                f"the checkpoint is of {sorted(shown)}, here are {sorted(self._items)}; pass the same names"
             )
         loads, steps = [item.load(values, shown[name]) for name, item in self._items.items()], rank["steps"]
 
@@ -280,9 +280,7 @@ class OfPipeline:
 
     def _pair(self, state: Any) -> Any:
         if not isinstance(state, tuple) or len(state) != 2:
-            raise TypeError(
-                f"the state of a pipeline is saved with the parameters: pass (params, state), got {type(state).__name__}"
-            )
+            raise TypeError(f"with a pipeline pass (params, state) as the state, got {type(state).__name__}")
         return state
 
     def _pieces(self, params: Any) -> Pieces | None:

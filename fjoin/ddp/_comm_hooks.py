@@ -363,7 +363,6 @@ def comm_hook(comm_hook_type: DDPCommHookType | str, axis: AxisName = "data", ov
     name = given.name if isinstance(given, (DDPCommHookType, BuiltinCommHookType)) else given
     if not isinstance(name, str) or name not in _OF_TYPE:
         raise TypeError(
-            f"a type of communication hook is a member of DDPCommHookType or its name, one of {', '.join(_OF_TYPE)}; "
-            f"got {comm_hook_type!r}"
+            f"comm_hook takes a member of DDPCommHookType or its name, one of {', '.join(_OF_TYPE)}, got {comm_hook_type!r}"
         )
     return _OF_TYPE[name](axis=axis, over=over)

@@ -55,8 +55,7 @@ class DDPRun:
         self.plan = plan = make_plan(hook, mesh.shape, *(pipeline.ends if pipeline else ()), clips=False)
         if pipeline is None and hook.sharded_over:
             raise ValueError(
-                f"{hook!r} leaves each rank only its piece of the gradients, so it needs the optimizer that steps the piece; register "
-                f"fuse({hook!r}, optimizer)"
+                f"{hook!r} leaves each rank only its piece of the gradients, so it needs an optimizer; register fuse({hook!r}, optimizer)"
             )
         ignored = ddp.parameters_to_ignore
         params = {path: p for path, p in ddp.module.named_parameters() if p.requires_grad and path not in ignored}
@@ -191,9 +190,7 @@ class DDPRun:
     def __call__(self, given: GradBucket) -> torch.futures.Future[Tensor]:
         """Send one bucket; the returned future completes after the last bucket."""
         if given.buffer().is_sparse:
-            raise TypeError(
-                "the module has sparse gradients, which are not supported; for nn.Embedding pass sparse=False"
-            )
+            raise TypeError("sparse gradients of a module are not supported; use nn.Embedding(..., sparse=False)")
         paths = tuple(map(self._path_of.__getitem__, map(id, given.parameters())))
         if paths not in self._buckets:
             new = bucket_of(paths, given.buffer().numel(), given.buffer())
@@ -252,7 +249,7 @@ class DDPRun:
         """
         if self.pending is not None:
             raise ValueError(
-                f"this pass has the weight {self.pending!r} already; handle.scale(loss, weight) replaces handle.weight"
+                f"this pass has the weight {self.pending!r} already; call handle.scale or handle.weight once"
             )
         self.carried, self.weighed = (self.carried or 0.0) + weight, True
 

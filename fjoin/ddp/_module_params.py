@@ -191,7 +191,7 @@ class ModuleParams:
         """
         if self.stepper.states.keys() != saved.keys():
             raise ValueError(
-                f"the optimizer's state is of {sorted(saved)}, but the module has {sorted(self.stepper.states)}"
+                f"the optimizer's state is of {sorted(saved)}, the module has {sorted(self.stepper.states)}"
             )
         self.begin()
         own = self.own_leaves()

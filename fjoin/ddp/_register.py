@@ -231,7 +231,7 @@ class Handle:
                 loss.register_hook(lambda grad: run.carry(weight))
         elif run.scaling is None:
             raise TypeError(
-                "only dynamic_loss_scale(...) scales losses; call loss.backward(), or handle.scale(loss, weight)"
+                "only dynamic_loss_scale scales losses; call loss.backward(), or handle.scale(loss, weight)"
             )
         return loss if run.scaling is None else run.scaling(loss, run.body.outer.scale)
 
@@ -316,8 +316,7 @@ class Handle:
         """
         if (expected := self.state_dict().keys()) != state_dict.keys():
             raise ValueError(
-                f"a state_dict() of this hook has {sorted(expected)}, got {sorted(state_dict)}; a pipeline and a hook alone have "
-                f"different states"
+                f"expected the keys {sorted(expected)}, got {sorted(state_dict)}; a pipeline and a hook alone have other states"
             )
         self.run.load_state_dict(state_dict)
 
@@ -465,9 +464,7 @@ def register_ddp_comm_hook(
     """
     hook = comm_hook(comm_hook_type, over=over)
     if not isinstance(model, DistributedDataParallel):
-        raise TypeError(
-            f"a communication hook is registered with a DistributedDataParallel, got a {type(model).__name__}"
-        )
+        raise TypeError(f"register takes a DistributedDataParallel, got a {type(model).__name__}")
     if state is not None:
         if not isinstance(state, ProcessGroup):
             raise TypeError(
@@ -477,7 +474,6 @@ def register_ddp_comm_hook(
         of_state, of_model = (get_process_group_ranks(group) for group in (state, model.process_group))
         if of_state != of_model:
             raise ValueError(
-                f"state is a process group of the ranks {of_state}, but the module's has {of_model}; give "
-                f"DistributedDataParallel(process_group=...) the group"
+                f"state is a process group of the ranks {of_state}, but that of the DistributedDataParallel has {of_model}"
             )
     return register(model, hook if optimizer is None else fuse(hook, optimizer))

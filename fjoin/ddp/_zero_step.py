@@ -62,9 +62,7 @@ def hook_with_zero_step(
             "backward, and register no hook of this kind"
         )
     if isinstance(zero.part, WholeLeaves):
-        raise TypeError(
-            "hook_with_zero_step steps optimizers of torch.optim or of fjoin.transforms; this class is neither"
-        )
+        raise TypeError("hook_with_zero_step steps optimizers of torch.optim or fjoin.transforms; this is neither")
     paths = {p: path for path, p in ddp.module.named_parameters() if p.requires_grad}
     mine = {p for group in zero.param_groups for p in group["params"] if p.requires_grad}
     if mine != paths.keys():
@@ -98,9 +96,7 @@ def _transform(hook: Any) -> Transform:
     is_known = str(getattr(hook, "__module__", "")).startswith(known)
     make: Callable[[], Transform] | None = getattr(_comm_hooks, getattr(hook, "__name__", ""), None)
     if not is_known or make is None:
-        raise TypeError(
-            f"hook_with_zero_step: hook must be one of torch's or fjoin's communication hooks, or a Transform, got {hook!r}"
-        )
+        raise TypeError(f"hook_with_zero_step: hook must be a communication hook, or a Transform, got {hook!r}")
     return make()
 
 

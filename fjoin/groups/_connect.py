@@ -124,8 +124,7 @@ def connected_mesh(
                     )
             if transport == "shared" and len({host for _, host, _ in found}) > 1:
                 raise ValueError(
-                    "transport='shared' needs all ranks on one host, with Linux; with transport='auto' those of one host share "
-                    "memory"
+                    "transport='shared' needs all ranks on one Linux host; with transport='auto' those of one host share memory"
                 )
             if groups is None:
                 groups = limited(timeout_s, lambda: new_groups(shape, grid, timeout_s))

@@ -70,9 +70,7 @@ def mesh(
     transport = chosen_transport(transport)
     if isinstance(axes, DeviceMesh):
         if not axes.mesh_dim_names:
-            raise ValueError(
-                "the DeviceMesh has no mesh_dim_names; make it with init_device_mesh(..., mesh_dim_names=('data',))"
-            )
+            raise ValueError("the DeviceMesh has no mesh_dim_names; pass init_device_mesh(..., mesh_dim_names=...)")
         # Its groups are the user's, which stay when a mesh is taken down: the mesh has groups of its own.
         sizes, grid = dict(zip(axes.mesh_dim_names, axes.mesh.shape, strict=True)), axes.mesh
     elif not isinstance(axes, Mapping) or not all(isinstance(name, str) for name in axes):
@@ -149,8 +147,7 @@ def _sizes(shape: Mapping[str, int], ranks: int) -> dict[str, int]:
     known = 1 if bad else math.prod(size for size in shape.values() if size != -1)
     if bad or len(free) > 1 or ranks % known or (not free and known != ranks):
         raise ValueError(
-            f"a mesh of shape {dict(shape)} does not fit {ranks} ranks: sizes must be whole numbers whose product is {ranks}, "
-            f"one of them may be -1"
+            f"a mesh of shape {dict(shape)} does not fit {ranks} ranks: the product must be {ranks}, and one size may be -1"
         )
     return {name: ranks // known if size == -1 else size for name, size in shape.items()}
 

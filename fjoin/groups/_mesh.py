@@ -81,9 +81,7 @@ class Communicator(Mesh):
         """The axes to reduce over, in turn; a single joint axis where one covers them all."""
         for name in names:
             if name not in self.axes:
-                raise NameError(
-                    f"unbound axis name {name!r}; this mesh has {list(self.axes)}; name it in fjoin.mesh(...)"
-                )
+                raise NameError(f"unbound axis name {name!r}; this mesh has {list(self.axes)}; add it in fjoin.mesh")
         if len(names) == 1:
             return [self.axes[names[0]]]
         joint = self.axes[names[0]].joint(names) if names else None

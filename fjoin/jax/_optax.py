@@ -68,9 +68,7 @@ def from_optax(transformation: Any, per_leaf: bool = False) -> Transform:
     def update(grads: Tree, state: OptaxState, params: Tree = None, **extra: Any) -> tuple[Tree, OptaxState]:
         del extra
         if not trees.plain(grads, params):
-            raise RuntimeError(
-                "torch cannot differentiate through optax; use a stage of fjoin.transforms, or torch.no_grad()"
-            )
+            raise RuntimeError("torch cannot differentiate through optax; use stages of fjoin, or torch.no_grad()")
         form = _Shapes.of(grads)
         if trees.has_no_data(grads):
             return grads, state

@@ -73,8 +73,7 @@ class ModelAverager:
         ranks, last = world_size() if group is None else group.size(), [*self._levels().values()][-1]
         if last != ranks:
             raise ValueError(
-                f"period_group_size_dict: the last size must be the number of ranks of process_group, {ranks}, got {last} in "
-                f"{self._levels()}"
+                f"period_group_size_dict: the last size must be the ranks of process_group, {ranks}, got {last} in {self._levels()}"
             )
         factors = [large // small for small, large in itertools.pairwise(sizes)]
         shape = {f"level{i}": factor for i, factor in reversed(list(enumerate(factors)))}

@@ -75,9 +75,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def __init__(self, params: Any, optimizer: StepParamOptimizer) -> None:
         if not isinstance(optimizer, StepParamOptimizer):
-            raise TypeError(
-                f"fjoin.Optimizer takes an Optimizer of fjoin.transforms, such as adamw(), got {optimizer!r}"
-            )
+            raise TypeError(f"fjoin.Optimizer takes an Optimizer of fjoin.transforms, as adamw(), got {optimizer!r}")
         if optimizer.spec.name == "inject_hyperparameters":
             raise TypeError(
                 f"{optimizer!r} keeps its hyperparameters in its state; here they are in param_groups: omit it"
@@ -129,7 +127,7 @@ class Optimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             if self._optimizer.select and "param_names" not in group:
                 raise ValueError(
-                    f"{self._optimizer!r} differs by path, so the parameters need names: pass model.named_parameters()"
+                    f"{self._optimizer!r} differs by path, so it needs names: pass model.named_parameters()"
                 )
             names = group.get("param_names") or [str(len(found) + i) for i in range(len(group["params"]))]
             found.update(zip(names, group["params"], strict=True))

@@ -128,9 +128,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             ValueError: a closure, for a class that may call it more than once.
         """
         if closure is not None and isinstance(self.part, WholeLeaves):
-            raise ValueError(
-                f"{self._class.__name__} may call its closure more than once; compute the gradients first, and call step()"
-            )
+            raise ValueError(f"{self._class.__name__} may call its closure again; compute gradients, then call step()")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -155,8 +153,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     def _hooked(self) -> Any:
         if self.run is None:
             raise RuntimeError(
-                "overlap_with_ddp=True, but no hook steps: call ddp.register_comm_hook(None, "
-                "fjoin.ddp.hook_with_zero_step(hook, ddp, zero)) first"
+                "overlap_with_ddp=True, but no hook steps: first call ddp.register_comm_hook(None, hook_with_zero_step(hook, ddp, zero))"
             )
         return self.run
 

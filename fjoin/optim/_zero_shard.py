@@ -67,8 +67,7 @@ def optimizer_of(optimizer_class: Any, arguments: dict[str, Any]) -> tuple[Any, 
     made = optimizer_class(**arguments) if makes else optimizer_class
     if not isinstance(made, StepParamOptimizer):
         raise TypeError(
-            f"optimizer_class must be a class of torch.optim, or a function such as tx.lion that makes an optimizer, got "
-            f"{optimizer_class!r}"
+            f"optimizer_class must be a class of torch.optim, or a function such as tx.lion, got {optimizer_class!r}"
         )
     if made.select is not None:
         raise TypeError(

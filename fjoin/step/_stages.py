@@ -186,9 +186,7 @@ class BucketCall:
         new, state = run.update(grads, self._old, self._params, self._pieces)
         self.state = trees.copy_if_aliased(state, [bucket.grads, *self._params.values()])
         if new is None:
-            raise ValueError(
-                "the hook returned None in the place of gradients; in a train_step every call must give them"
-            )
+            raise ValueError("the hook returned None for gradients; in a train_step every call must give them")
         if self._pieces is not None:
             bucket.scatter(new[FLAT] if run.flat else bucket.pack_own(new))
         elif run.flat and run.fresh and new[FLAT].shape == bucket.grads.shape and new[FLAT].dtype is bucket.grads.dtype:

@@ -78,9 +78,7 @@ class Loss:
 def refuse_inference(name: str) -> None:
     """Raise ValueError under torch.inference_mode, whose tensors have no gradients."""
     if torch.is_inference_mode_enabled():
-        raise ValueError(
-            f"{name} cannot run under torch.inference_mode, in which there are no gradients; call it outside of that context"
-        )
+        raise ValueError(f"{name} cannot run under torch.inference_mode, which has no gradients; call it outside")
 
 
 def weigh(weight: Callable[[Any], float] | None, batch: Any) -> float:

@@ -27,9 +27,7 @@ def flatten(params: Any) -> tuple[dict[str, Tensor], Callable[[dict[str, Any]], 
         raise TypeError(f"params must be a pytree of tensors, got a {type(params).__name__}{trees.OF_MODULE}")
     if params is None or isinstance(params, Iterator):
         hint = trees.OF_MODULE if params is not None else ""
-        raise TypeError(
-            f"params must be a pytree of tensors, such as a dict from paths to tensors, got {params!r}{hint}"
-        )
+        raise TypeError(f"params must be a pytree of tensors, such as a dict path -> tensor, got {params!r}{hint}")
     if "jax" in sys.modules:
         from ..jax import to_torch
 
@@ -67,8 +65,7 @@ def check_values(params: dict[str, Tensor]) -> None:
     """Raise ValueError for parameters on the meta device, which have no values to send to other ranks."""
     if empty := [path for path, p in params.items() if p.is_meta]:
         raise ValueError(
-            f"params[{empty[0]!r}] is on the meta device and holds no values; give it some first, by module.to_empty(device=...) and "
-            f"an initialization"
+            f"params[{empty[0]!r}] is on the meta device and holds no values; call module.to_empty(device=...) and initialize it first"
         )
 
 
@@ -218,9 +215,7 @@ class TrainState:
         return self.clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(
-            "a TrainState cannot be pickled, since it belongs to its step and its ranks; write fjoin.save(folder, step, state)"
-        )
+        raise TypeError("a TrainState cannot be pickled: it belongs to its step; write fjoin.save(folder, step, state)")
 
     def replace(self, params: Any = None, buffers: Mapping[str, Tensor] | None = None) -> TrainState:
         """The state with other parameters or buffers, such as pruned ones; that of the optimizer and of all stages
@@ -408,9 +403,7 @@ def load_into(module: M, params: Any, buffers: Mapping[str, Tensor] | None = Non
             raise TypeError(f"load_into: {path!r} is a {type(value).__name__}, expected a tensor")
         place, first = places[path], chosen.setdefault(id(places[path]), path)
         if place.shape != value.shape:
-            raise ValueError(
-                f"load_into: {path!r} has the shape {tuple(value.shape)}, but in the module {tuple(place.shape)}"
-            )
+            raise ValueError(f"load_into: {path!r} has shape {tuple(value.shape)}, in the module {tuple(place.shape)}")
         if first != path and not torch.equal(given[first], value):
             raise ValueError(f"load_into: the module shares {first!r} and {path!r}, but their values differ; give one")
     for path in chosen.values():

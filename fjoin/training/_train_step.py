@@ -405,18 +405,12 @@ def train_step(
         checks.whole_number("bucket_bytes", bucket_bytes, 1)
     mesh = check_mesh("train_step", mesh or make_mesh({"data": -1}))
     if any(part.facts.pauses for part in pipeline.ends):
-        raise ValueError(
-            "after=... or on_state=... holds accumulate(...), but parameters cannot be accumulated; use every(steps, ...)"
-        )
+        raise ValueError("after or on_state holds accumulate(...), but parameters are not accumulated; use every(...)")
     if pipeline.hook.facts.pauses:
-        raise ValueError(
-            "the hook holds accumulate(...), which a train_step does itself: pass train_step(..., accumulate=k)"
-        )
+        raise ValueError("the hook holds accumulate(...), which a train_step does itself: pass accumulate=k to it")
     if on_buffers is not None:
         check_transform(on_buffers, "train_step: on_buffers")
         if on_buffers.facts.pauses:
-            raise ValueError(
-                "on_buffers=... holds accumulate(...), but buffers cannot be accumulated; use every(steps, ...)"
-            )
+            raise ValueError("on_buffers holds accumulate(...), but buffers are not accumulated; use every(steps, ...)")
     run = Run(Loss(loss_fn, weight), pipeline, mesh, accumulate, on_buffers)
     return TrainStep(run, donate, bucket_bytes)

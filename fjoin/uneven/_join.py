@@ -251,9 +251,8 @@ class Join:
             self.shadowing = True
             while live := (sums := self._send(False, False)).ranks(_LIVE):
                 if self._throw:
-                    raise EarlyTermination(
-                        f"Rank {self.mesh.rank} exhausted all inputs.", rank=self.mesh.rank, step=self.iterations
-                    )
+                    rank = self.mesh.rank
+                    raise EarlyTermination(f"Rank {rank} exhausted all inputs.", rank=rank, step=self.iterations)
                 self._now, last, is_last_joiner = sums, live, False
                 self._take_turns(bool(self.syncing()))
                 self.iterations += 1
@@ -347,9 +346,7 @@ def _check(given: Sequence[Any], joinables: Sequence[Any]) -> None:
         )
     for one in joinables:
         if one.join_process_group != joinables[0].join_process_group:
-            raise ValueError(
-                f"joinables of one Join must have the same process group, but that of {one!r} is another one"
-            )
+            raise ValueError(f"joinables of one Join must have the same process group; {one!r} has another one")
     for one in given:
         if not _steps(one) and one not in joinables:
             raise TypeError(f"a Join takes joinables, optimizers and learning-rate schedulers, got {one!r}")

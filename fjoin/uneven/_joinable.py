@@ -31,9 +31,7 @@ class PureJoinable(Joinable, JoinHook):
     def join_hook(self, **kwargs: Any) -> JoinHook:
         self._hook = self._given if isinstance(self._given, PureHook) else self._given(**kwargs)
         if not isinstance(self._hook, PureHook):
-            raise TypeError(
-                f"the hook must be a transforms.JoinHook, got {self._hook!r}; write tx.JoinHook(main, post)"
-            )
+            raise TypeError(f"the hook must be a tx.JoinHook, got {self._hook!r}; write tx.JoinHook(main, post)")
         return self
 
     def main_hook(self) -> None:

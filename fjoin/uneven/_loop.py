@@ -139,9 +139,7 @@ class Loop(JoinedLoop[B]):
             JoinError: within an accumulation window, whose gradients belong to no position.
         """
         if self._running and not self.sync_gradients:
-            raise JoinError(
-                "state_dict() was called within an accumulation window; call it where loop.sync_gradients is True"
-            )
+            raise JoinError("state_dict() was called within a window; call it where loop.sync_gradients is True")
         return super().state_dict()
 
     def _send(self, window: list[Weighed]) -> Sums:
@@ -239,9 +237,7 @@ def join(
     """
     if steps is None:
         if when_exhausted != "shadow":
-            raise TypeError(
-                "when_exhausted is for join(loader, steps=...); without steps every rank runs the body itself"
-            )
+            raise TypeError("when_exhausted is for join(loader, steps=...); without steps all ranks run the body")
         checks.whole_number("accumulate", accumulate, 1)
         return Loop(loader, mesh_or_world("join", mesh), weight, empty, throw_on_early_termination, accumulate)
     if mesh is not None or weight is not None or accumulate != 1:

@@ -180,14 +180,10 @@ def on_state_of(
         steps, first: The calls with an average of the parameters, as for `every`.
     """
     if policy not in ("keep", "average"):
-        raise ValueError(
-            f"{name}: state must be 'keep' or 'average', got {policy!r}; for others use fuse(..., on_state=)"
-        )
+        raise ValueError(f"{name}: state must be 'keep' or 'average', got {policy!r}; or use fuse(..., on_state=)")
     if policy == "keep":
         return None
     of = reduction.one_reduction
     if of is None:
-        raise ValueError(
-            f"{name}: state='average' needs a reduction of one mean, got {reduction!r}; use fuse(..., on_state=)"
-        )
+        raise ValueError(f"{name}: state='average' needs one mean, got {reduction!r}; use fuse(..., on_state=)")
     return every(steps, average_state(of.axis, of.over or "weight"), first)

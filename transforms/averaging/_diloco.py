@@ -83,9 +83,7 @@ def outer_step(
         raise TypeError(f"outer_step: optimizer must be an Optimizer such as sgd(0.7), got {optimizer!r}")
     period = Period(every, every - 1 if first is None else first)
     if delay >= every:
-        raise ValueError(
-            f"outer_step: delay must be below every={every}, got {delay}; the next message would begin before"
-        )
+        raise ValueError(f"outer_step: delay must be below every={every}, got {delay}: the next message begins then")
     if not (checks.is_number(mix) and checks.is_finite(mix) and 0 <= mix < 1):
         raise ValueError(f"outer_step: mix must be a number from 0 to below 1, got {mix!r}")
 

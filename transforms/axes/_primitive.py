@@ -100,12 +100,10 @@ def refuse(tree: Tree, ordered: bool) -> NoReturn:
     name = f"the leaf at {trees.path_string(path)!r}" if path else "the tensor"
     if leaf.layout is not torch.strided:
         raise TypeError(
-            f"{name} has layout {leaf.layout}, and only dense tensors travel between ranks; use .to_dense()"
+            f"{name} has layout {leaf.layout}, but only dense tensors travel between ranks; use .to_dense()"
         )
     if ordered and leaf.is_complex():
-        raise TypeError(
-            f"{name} has dtype {leaf.dtype}, and complex numbers have no order; use torch.view_as_real(tensor)"
-        )
+        raise TypeError(f"{name} has dtype {leaf.dtype}, and complex numbers have no order; use torch.view_as_real")
     other = torch.float32 if leaf.is_floating_point() else torch.int64
     raise TypeError(f"{name} has dtype {leaf.dtype}, which does not travel between ranks; convert it with .to({other})")
 

@@ -231,9 +231,7 @@ def _with_call(function: Callable[..., Any]) -> tuple[Callable[..., Any], frozen
     kinds = {p.kind for p in parameters}
     places = 3 if kind.VAR_POSITIONAL in kinds else len(given)
     if places < 2 or "params" in required:
-        raise TypeError(
-            f"update is called as update(grads, state, params=None, ...), but {function!r} takes {places} arguments by place"
-        )
+        raise TypeError(f"update must take (grads, state, params=None, ...), but {function!r} takes {places} by place")
     if "call" in required:
         return function, None
     return functools.partial(_by_keywords, function, places, required, kind.VAR_KEYWORD in kinds), frozenset(required)

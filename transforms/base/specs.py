@@ -159,8 +159,7 @@ def factory(function: Callable[P, T]) -> Callable[P, T]:
         spec = Spec(name, tuple(bound.arguments.items()))
         if spec.depth > DEEPEST:
             raise ValueError(
-                f"{name} would be nested {spec.depth} deep, expected at most {DEEPEST}; several stages stand side by side in "
-                f"chain(...)"
+                f"{name} would be nested {spec.depth} deep, expected at most {DEEPEST}; put stages side by side in chain(...)"
             )
         made: Any = function(*bound.args, **bound.kwargs)
         if made.spec.factory is None:  # otherwise another one made it

@@ -142,9 +142,7 @@ def check_codec(name: str, value: Any) -> Codec:
     if not isinstance(value, Codec):
         raise TypeError(f"{name} must be a Codec, got {value!r}; for example int8()")
     if value.key is not None:
-        raise ValueError(
-            f"{name} has a key already: {value!r}; pass it without, and the seed as an argument of the hook"
-        )
+        raise ValueError(f"{name} has a key already: {value!r}; pass it without, and the seed to the hook")
     return value
 
 
@@ -310,9 +308,7 @@ def encode_rows(
     if not codec.stochastic:
         return codec.encode(rows)
     if codec.key is None:
-        raise ValueError(
-            f"{codec!r} is stochastic and needs a seed and a step; use it in compress, or pass codec.keyed(seed, step)"
-        )
+        raise ValueError(f"{codec!r} is stochastic: use it in compress, or pass codec.keyed(seed, step)")
     if positions is None:
         positions = places_of({"": rows}, rows.device).view(rows.shape)
     own = key_of(codec.key, sender, 2 * message + answer, device=rows.device)

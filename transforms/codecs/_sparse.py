@@ -71,8 +71,7 @@ def _count(k: float, n: int) -> int:
         return math.ceil(k * n)
     if n and k > n:
         raise ValueError(
-            f"k is {k}, but the row to be encoded has {n} elements; pass a share such as 0.01, or let partition encode large "
-            f"leaves only"
+            f"k is {k}, but the row to be encoded has {n} elements; pass a share such as 0.01, or partition the leaves"
         )
     return min(k, n)
 

@@ -42,8 +42,7 @@ def chain(*transforms: Transform) -> Transform:
     for i, part in enumerate(parts):
         if part.facts.pauses and any(later.is_reducing for later in parts[i + 1 :]):
             raise ValueError(
-                "chain: a reduction after accumulate would not know the weight of the window; put it inside: "
-                "accumulate(steps, chain(...))"
+                "chain: a reduction after accumulate would not know the weight of the window; write accumulate(steps, chain(...))"
             )
 
     def init(params: Tree) -> State:
@@ -56,9 +55,7 @@ def chain(*transforms: Transform) -> Transform:
 
     def update(grads: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, State]:
         if len(state) != len(parts):
-            raise ValueError(
-                f"this chain has {len(parts)} stages, but the state has {len(state)}; it is another pipeline's state"
-            )
+            raise ValueError(f"this chain has {len(parts)} stages, the state {len(state)}; it is another pipeline's")
         new, whole = list(state), grads
         for i, part in enumerate(parts):
             if i == 1 and call.donated:

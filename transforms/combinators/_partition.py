@@ -101,9 +101,7 @@ def masked(transform: Transform, which: Which) -> Transform:
 
 def _not_none(tree: Tree, where: str) -> Tree:
     if tree is None:
-        raise ValueError(
-            f"accumulate cannot be inside {where}: all parameters must be stepped in the same calls; put accumulate around it"
-        )
+        raise ValueError(f"accumulate cannot be inside {where}: all parameters step together; put it around")
     return tree
 
 
@@ -157,9 +155,7 @@ def label_of(parts: Mapping[Patterns, Any], path: str) -> Patterns:
     for pattern in parts:
         if matcher(pattern)(path):
             return pattern
-    raise ValueError(
-        f"no pattern of partition matches {path!r}; the patterns are {list(parts)}; add '*' for all the rest"
-    )
+    raise ValueError(f"no pattern of partition matches {path!r}; the patterns are {list(parts)}; add '*' for the rest")
 
 
 def _labelled(parts: Mapping[Patterns, Any], tree: Tree) -> dict[Patterns, dict[str, Any]]:
@@ -184,9 +180,7 @@ def _run_parts(
 
     def update(grads: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, State]:
         if len(state) != len(parts):
-            raise ValueError(
-                f"this {where} has {len(parts)} parts, but the state has {len(state)}; it is another pipeline's state"
-            )
+            raise ValueError(f"this {where} has {len(parts)} parts, the state {len(state)}; it is another pipeline's")
         new, states = {}, []
         of = [None] * len(parts) if params is None else split(params)
         for part, some, own, known in zip(parts, split(grads), state, of, strict=True):
@@ -219,9 +213,7 @@ def _partition_transforms(parts: dict[Patterns, Transform]) -> Transform:
 
 def _partition_optimizers(parts: dict[Patterns, Optimizer]) -> Optimizer:
     def by_path(*args: Any, **kwargs: Any) -> Any:
-        raise TypeError(
-            "a partition needs the path of the parameter: use .at(path).step_param, or .init and .step on trees"
-        )
+        raise TypeError("a partition needs the path of the parameter: use .at(path).step_param, or .step on trees")
 
     def check(params: Tree) -> None:
         for pattern, chosen in _all_used(parts, params).items():

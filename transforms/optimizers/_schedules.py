@@ -379,6 +379,5 @@ def _of_the_step(name: str, schedule: Callable[[Any], Any]) -> None:
         )
     if not math.isclose(first, of_number, rel_tol=1e-3) and first == first:
         raise ValueError(
-            f"{name}: the schedule {specs.shown(schedule)} returned {of_number} for 0, but {first} for a 0-d tensor, which is "
-            f"what it gets; write int(step) in it"
+            f"{name}: the schedule {specs.shown(schedule)} returned {of_number} for 0, but {first} for a 0-d tensor; use int(step)"
         )

@@ -63,9 +63,7 @@ def sgd(
     a_number(dampening=dampening)
     known = isinstance(momentum, (int, float)) and isinstance(dampening, (int, float))
     if nesterov and known and (momentum <= 0 or dampening != 0):
-        raise ValueError(
-            f"nesterov needs momentum above 0 and dampening 0, got momentum={momentum!r}, dampening={dampening!r}"
-        )
+        raise ValueError(f"nesterov needs momentum above 0 and dampening 0, got {momentum=} and {dampening=}")
 
     def step_param(param: Tensor, grad: Tensor, state: SGDState) -> tuple[Tensor, SGDState]:
         rate = value_at(lr, state.step)

@@ -81,7 +81,7 @@ def fuse(
         base.Needs.VALUES in hook.needs or any(part.facts.equalizes for part in stages(hook))
     ):
         raise TypeError(
-            f"fuse: {hook!r} would average gradients; it is of parameters: write fuse(hook, optimizer, after=ema(...))"
+            f"fuse: {hook!r} is of parameters, not of gradients: write fuse(hook, optimizer, after=ema(...))"
         )
     if isinstance(after, Transform) and any(part.facts.by_norm for part in stages(after)):
         raise TypeError(f"fuse: {after!r} would scale the parameters; it is of gradients, and a stage of the hook")
@@ -147,9 +147,7 @@ def pipeline_of(
     def inside(state: Any) -> PipelineState:
         old = getattr(state, "inner", None) if skips else state
         if not isinstance(old, PipelineState):
-            raise ValueError(
-                f"state is a {type(state).__name__}, expected one that this pipeline's init or step returned"
-            )
+            raise ValueError(f"state is a {type(state).__name__}, expected one from this pipeline's init or step")
         return old
 
     def put(state: Any, new: PipelineState) -> Any:
@@ -161,7 +159,7 @@ def pipeline_of(
         old = inside(state)
         if taken := {"call", *KEYWORDS}.intersection(extra):
             raise TypeError(
-                f"step takes no {min(taken)!r}, which is the step's own; keywords for transforms need other names"
+                f"step takes no {min(taken)!r}, which it sets itself; keywords for transforms need other names"
             )
         call = Call(weight, old.step).inside(extra=extra) if extra else Call(weight, old.step)
         own = matched(optimizer, params, grads, old.optimizer) if sharding is None else None

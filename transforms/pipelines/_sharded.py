@@ -60,8 +60,7 @@ class Sharding:
         """Raise ValueError unless the state of the gather is of this pipeline, and of as many ranks."""
         if not isinstance(state, ShardState if self.codec is None else GatherState):
             raise ValueError(
-                f"the gather's state is a {type(state).__name__}, but this pipeline has gather_codec={self.codec!r}; it is another "
-                f"pipeline's state"
+                f"the gather's state is a {type(state).__name__}, but gather_codec={self.codec!r}: it is another pipeline's state"
             )
         if state.cut != (here := cut_of(pieces)):
             raise ValueError(
@@ -114,21 +113,16 @@ def sharding_of(
         check_codec("fuse: gather_codec", codec)
     if not found:
         if codec is not None:
-            raise ValueError(
-                f"fuse: gather_codec={codec!r} encodes sharded parameters, but {hook!r} holds no scatter_mean"
-            )
+            raise ValueError(f"fuse: gather_codec={codec!r} encodes sharded parameters; {hook!r} holds no scatter_mean")
         return None
     if len(found) > 1:
         raise ValueError(
-            f"fuse: {hook!r} shards twice; shard over one axis, and average over the others: "
-            f"chain(scatter_mean('local'), mean('node'))"
+            f"fuse: {hook!r} shards twice; write one scatter_mean and means: chain(scatter_mean('local'), mean('node'))"
         )
     axis, around, behind = str(found[0].sharded_over), hook, list[tuple[Transform, tuple[str, ...]]]()
     while not _shards(around):  # the transforms that hold the one that shards
         if around.facts.wraps not in ("stages", "whole"):
-            raise ValueError(
-                f"fuse: {around!r} cannot hold a scatter_mean: it may leave some gradients whole, which no rank would own"
-            )
+            raise ValueError(f"fuse: {around!r} cannot hold a scatter_mean: it may leave gradients that no rank owns")
         inside = timings.children(around)
         at = next(i for i, child in enumerate(inside) if child.sharded_over)
         behind += [(stage, ()) for stage in inside[at + 1 :] if around.facts.wraps == "stages"]

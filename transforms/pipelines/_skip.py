@@ -56,9 +56,7 @@ def skip_if_nonfinite(part: Skippable) -> Skippable:
     if isinstance(part, Pipeline):
         return _guarded(part, Skips(lambda inner: SkipState(inner, _no_calls()), _count))  # type: ignore[return-value]
     if isinstance(part, Optimizer):
-        raise TypeError(
-            "skip_if_nonfinite takes a pipeline or a transform; write skip_if_nonfinite(fuse(hook, optimizer))"
-        )
+        raise TypeError("skip_if_nonfinite takes a pipeline or a transform, as skip_if_nonfinite(fuse(...))")
     check_transform(part, "skip_if_nonfinite: part")
 
     def init(params: Tree) -> State:
@@ -87,8 +85,7 @@ def _guarded(part: Pipeline, skips: Skips) -> Pipeline:
     """A pipeline that runs another one and skips its steps with non-finite gradients after the hook."""
     if part.skips is not None:
         raise ValueError(
-            f"{part!r} leaves out steps that are not finite already; wrap a pipeline in one of skip_if_nonfinite and "
-            f"dynamic_loss_scale"
+            f"{part!r} leaves out steps already; wrap a pipeline in one of skip_if_nonfinite and dynamic_loss_scale"
         )
 
     codec = part.sharding.codec if part.sharding else None

@@ -80,9 +80,7 @@ class Host:
         before, group = getattr(self._last, "group", []), list[Any]()
         there = [x.device.type == "cpu" and not isinstance(x, FakeTensor) for x in values]
         if there and all(there):
-            raise ValueError(
-                "remat: offload='cpu' moves values from an accelerator to the CPU, and these are on the CPU already"
-            )
+            raise ValueError("remat: offload='cpu' moves values to the CPU, and these are on the CPU already")
         out: list[Tensor | Stashed] = []
         for x, stays in zip(values, there, strict=True):  # kernels on a GPU have seeds on the CPU, too
             if stays:
