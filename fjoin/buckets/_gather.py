@@ -19,7 +19,7 @@ from ._storage import Storage
 
 
 def start_gather(storage: Storage, k: int, mesh: Communicator) -> Work | None:
-    """Start filling a bucket of parameters from all ranks' pieces, in place; None where one rank has all of them."""
+    """Start filling a bucket of parameters from all ranks' pieces, in place; None if one rank has all of them."""
     pieces, work = storage.pieces, None
     assert pieces is not None
     if pieces.ranks > 1:

@@ -28,9 +28,9 @@ class GradBuffer:
             reduction.
         grads: The gradients' part of the buffer, or a hook's result.
         words: The record's part of the buffer, maybe empty.
-        pieces: The pieces of this bucket; None where it is not sharded.
+        pieces: The pieces of this bucket; None if it is not sharded.
         scattered: Whether `grads` is this rank's piece of the bucket.
-        last: The leaf whose gradient comes last, as a step has shown; None where none has.
+        last: The leaf whose gradient comes last, as a step has shown; None if none has.
         message_sum: The sum of all elements after the message, if the transport computed it; otherwise None.
         direct: Whether autograd's gradient itself becomes the message.
         on_device: Whether it is on a device, where a launch costs more than memory.
@@ -300,7 +300,7 @@ class GradHooks:
     keep all its memory forever.
 
     Attributes:
-        queue: The queue that takes the gradients; None where none does.
+        queue: The queue that takes the gradients; None if none does.
         in_loss: Whether `loss_fn` runs, in which no gradient may come.
     """
 

@@ -156,7 +156,7 @@ class Storage:
         has_masters: Whether the optimizer keeps master copies of some parameters.
 
     Args:
-        memory: Gives a bucket's zeros, or None where any memory is as good.
+        memory: Gives a bucket's zeros, or None if any memory is as good.
     """
 
     def __init__(

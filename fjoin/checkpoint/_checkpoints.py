@@ -140,7 +140,7 @@ class Checkpoints:
             data: The loop over the data, from `step.join` or `fjoin.join`: its position is saved.
 
         Returns:
-            The folder of the checkpoint, which appears once it is committed; None where none was due.
+            The folder of the checkpoint, which appears once it is committed; None if none was due.
 
         Raises:
             CheckpointError: on all ranks: one of them could not write, or the folder holds this step. Nothing has been

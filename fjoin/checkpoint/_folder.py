@@ -96,7 +96,7 @@ class Folder:
         return sorted(int(match[1]) for match in matches if self.step_path(int(match[1])).name == match[0])
 
     def newest(self) -> int | None:
-        """The newest step, committed or not; None where there is none."""
+        """The newest step, committed or not; None if there is none."""
         return max(self.steps(), default=None)
 
     def newest_id(self) -> str:
@@ -162,7 +162,7 @@ class Folder:
         return self.path / f".tmp-{uuid.uuid4().hex}"
 
     def _commit_in(self, path: Path) -> Commit | None:
-        """The COMMIT in a step's folder; None where it cannot be read."""
+        """The COMMIT in a step's folder; None if it cannot be read."""
         try:
             return read_commit(path)
         except CheckpointError:

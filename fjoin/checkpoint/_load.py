@@ -192,7 +192,7 @@ def filled(prefix: str, tree: Any, values: Values) -> Any:
 
 
 def chosen(folder: Folder, mesh: Communicator, step: int | None) -> SavedLeaves | None:
-    """The newest step that verifies, or a given one; None where the folder holds none. All ranks take the same one.
+    """The newest step that verifies, or a given one; None if the folder holds none. All ranks take the same one.
 
     Each rank checks its share of the bytes, and has the files open that it has checked.
 
@@ -297,5 +297,5 @@ def restored(
         warnings.warn(text, stacklevel=3)
     if resumes and mesh.rank == 0 and manifest.ranks[0].keys() & {DATA, LOOP}:
         text = "the checkpoint is of a place in a loop over data; without data= the loop begins its first epoch anew"
-        warnings.warn(f"{text}; pass data=loop to save and restore, or data=False where the script skips", stacklevel=3)
+        warnings.warn(f"{text}; pass data=loop to save and restore, or data=False if the script skips", stacklevel=3)
     return loaded, manifest, extra

@@ -33,7 +33,7 @@ class LeafPart:
     Attributes:
         file: The index in `Manifest.files`.
         name: The tensor's name in the file.
-        rank: The rank whose value it is; None where all ranks have it.
+        rank: The rank whose value it is; None if all ranks have it.
         start: Of a piece, its first element in the flattened leaf; None for a whole leaf.
     """
 

@@ -29,7 +29,7 @@ from ._values import Snapshot
 
 
 def _part(found: Snapshot, name: str, value: Tensor, cut: str | None) -> tuple[Any, int | None] | None:
-    """The shape of the whole value, and the start of this rank's slice, if it is one; None where this rank holds
+    """The shape of the whole value, and the start of this rank's slice, if it is one; None if this rank holds
     nothing.
     """
     if not cut:

@@ -160,7 +160,7 @@ class Slice(NamedTuple):
 
     shape: torch.Size  # of the whole
     start: int
-    stop: int  # 0 where this rank holds nothing
+    stop: int  # 0 if this rank holds nothing
     whole: bool  # whether one rank has it as a whole, in its own shape
     holds: bool  # whether this rank writes it; of a value without elements one rank does
 
@@ -252,7 +252,7 @@ class Snapshot:
         self.places |= places
 
     def slice_of(self, name: str) -> Slice | None:
-        """This rank's slice of a value that is cut; None where it is one of no parameter."""
+        """This rank's slice of a value that is cut; None if it is one of no parameter."""
         for prefix, slices in self.slices.items():
             if name.startswith(f"{prefix}."):
                 return slices(name)

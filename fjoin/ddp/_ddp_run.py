@@ -124,7 +124,7 @@ class DDPRun:
         return counting.explanation(at_step)
 
     def checksum(self) -> int:
-        """A checksum of the parameters; 0 where all ranks have equal parameters after each step."""
+        """A checksum of the parameters; 0 if all ranks have equal parameters after each step."""
         return self.params.checksum() if self.pipeline is not None and self.pipeline.ends else 0
 
     @property

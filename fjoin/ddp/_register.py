@@ -174,7 +174,7 @@ class Handle:
         self.run: DDPRun = run
 
     def weight(self, weight: float) -> None:
-        """Set this rank's weight in the mean for the next synchronised backward pass; 1 where it is not set.
+        """Set this rank's weight in the mean for the next synchronised backward pass; 1 if it is not set.
 
         It is a number of the host: for a tensor on a device the host waits.
 

@@ -43,7 +43,7 @@ def chosen_transport(transport: str) -> str:
 def links_to_host(
     doorway: Doorway, doorways: Mapping[int, tuple[str, str]], meetings: Meetings, timeout_s: float, required: bool
 ) -> HostLinks | None:
-    """Connections to the other ranks of this host; None where there are none, or where a rank of any host cannot
+    """Connections to the other ranks of this host; None if there are none, or where a rank of any host cannot
     connect.
 
     Args:
@@ -133,7 +133,7 @@ def connected_mesh(
                 links = links_to_host(doorway, doorways, meetings, timeout_s, transport == "shared")
     except dist.DistNetworkError as error:
         raise PeerLost(
-            f"the process that hosts the rendezvous store, rank 0 where nothing else is set, has ended while the ranks made "
+            f"the process that hosts the rendezvous store, rank 0 if nothing else is set, has ended while the ranks made "
             f"their mesh; look at its output. {error}"
         ) from error
     return GroupMesh(shape, groups, timeout_s, ordered, owned, links)

@@ -91,7 +91,7 @@ class Store:
         self._ask(seconds, lambda: self._store.set(key, json.dumps(value)))
 
     def get(self, seconds: float, key: str) -> Any:
-        """The value under a key; None where the key is not set yet."""
+        """The value under a key; None if the key is not set yet."""
         return self.get_all(seconds, [key])[0]
 
     def get_all(self, seconds: float, keys: list[str]) -> list[Any]:
@@ -134,7 +134,7 @@ _EXITING = 4  # a flag of the kernel, set before the process's connections end
 def _start_of(pid: int) -> str | None:
     """When a process has started, which tells it from a later one of the same number; "" where it has ended.
 
-    None where that cannot be read, as where no descriptor is left.
+    None if that cannot be read, as where no descriptor is left.
     """
     try:
         with open(f"/proc/{pid}/stat") as file:
@@ -187,7 +187,7 @@ class Failures:
             self._store.set(_ANSWER_S, f"{self._name}/{key}", value)
 
     def _published(self, key: str) -> Any:
-        """A value in the store; None where there is none, or the store does not answer."""
+        """A value in the store; None if there is none, or the store does not answer."""
         with contextlib.suppress(RuntimeError):
             return self._store.get(_ANSWER_S, f"{self._name}/{key}")
         return None

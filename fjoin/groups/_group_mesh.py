@@ -48,7 +48,7 @@ class GroupMesh(Communicator):
         timeout_s: The time limit of meetings and devices, in seconds; by default that of the group of all ranks.
         ordered: See `mesh`.
         owned: Whether the groups were made for this mesh, so that they are destroyed with it.
-        links: The connections to the ranks of this host; None where all messages use the groups.
+        links: The connections to the ranks of this host; None if all messages use the groups.
     """
 
     def __init__(

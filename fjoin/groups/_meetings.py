@@ -109,7 +109,7 @@ class Meetings:
         return {"places": places} if len(set(places)) > 1 else {"result": combine([value for _, value in given])}
 
     def _get(self, end: float, place: str, key: str, rank: int) -> Any:
-        """The value that a rank puts under a key of a meeting; None where it does not do so in time.
+        """The value that a rank puts under a key of a meeting; None if it does not do so in time.
 
         The key is polled: the store's own wait prints a warning twice a second, and does not look at failures.
         """

@@ -100,7 +100,7 @@ class Communicator(Mesh):
     def zeros(
         self, numel: int, dtype: torch.dtype, device: torch.device | None, names: tuple[str, ...]
     ) -> Tensor | None:
-        """A buffer whose messages over some axes need no copy; None where any memory is as good."""
+        """A buffer whose messages over some axes need no copy; None if any memory is as good."""
         over = self.over(names) if names and (device is None or device.type == "cpu") else []
         return over[0].zeros(numel, dtype) if len(over) == 1 and numel else None
 
@@ -120,7 +120,7 @@ class Communicator(Mesh):
         return combine([value])
 
     def lost(self) -> BaseException | None:
-        """The failure of another rank that has been reported or detected; None where there is none."""
+        """The failure of another rank that has been reported or detected; None if there is none."""
         return None
 
     def await_event(self, event: Any) -> None:
@@ -149,7 +149,7 @@ class Communicator(Mesh):
             limit_s: The longest time to wait, where that is shorter than the mesh's time-out.
 
         Returns:
-            The failure; None where all ranks have left.
+            The failure; None if all ranks have left.
         """
         return None
 

@@ -24,7 +24,7 @@ def poll(
     check_s: float = LOOK_S,
     longest_s: float = 1e-3,
 ) -> T | None:
-    """The first answer that is true, asked for at growing intervals; None where none comes within `seconds`.
+    """The first answer that is true, asked for at growing intervals; None if none comes within `seconds`.
 
     Args:
         check: Raises where another rank has failed; called every `check_s` seconds meanwhile.
@@ -64,7 +64,7 @@ class Unfinished:
         self._ends: list[StepEnd] = []
 
     def end(self, step: int, device: torch.device) -> StepEnd | None:
-        """Note the end of a step at this place of the device's stream; None where the host and the device are one."""
+        """Note the end of a step at this place of the device's stream; None if the host and the device are one."""
         return self.add(StepEnd(step, devices.here(device))) if devices.is_accelerator(device) else None
 
     def add(self, end: StepEnd) -> StepEnd:

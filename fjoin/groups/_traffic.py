@@ -26,7 +26,7 @@ TIMELINES: dict[int, Any] = {}
 
 
 def timeline() -> Any:
-    """The timeline of this rank; None where no trace is recorded."""
+    """The timeline of this rank; None if no trace is recorded."""
     return (TIMELINES.get(threading.get_ident()) or TIMELINES.get(0)) if TIMELINES else None
 
 

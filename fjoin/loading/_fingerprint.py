@@ -19,7 +19,7 @@ _BYTES = 2**30  # of a tensor or an array; a larger one may be a whole file
 
 
 def fingerprint(batch: Any, devices: bool = False) -> int | None:
-    """A checksum of the content of a batch of any type, the same in another process; None where it cannot be computed.
+    """A checksum of the content of a batch of any type, the same in another process; None if it cannot be computed.
 
     Args:
         devices: Whether to read tensors on devices, for which the host waits; otherwise their dtypes and shapes count.

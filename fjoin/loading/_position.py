@@ -50,7 +50,7 @@ class BeforeBatch(NamedTuple):
     """What a rank needs to load a batch again: taken before it was loaded."""
 
     streams: Streams
-    loader: Any  # the loader's own state; None where it has none
+    loader: Any  # the loader's own state; None if it has none
 
 
 class Position(Generic[B]):

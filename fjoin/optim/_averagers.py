@@ -59,7 +59,7 @@ class ModelAverager:
         return [(period, size) for (_, before), (period, size) in itertools.pairwise(pairs) if size != before]
 
     def _axes(self) -> AxisName | None:
-        """The axes over which this step averages; None where it averages nothing."""
+        """The axes over which this step averages; None if it averages nothing."""
         due = [i for i, (period, _) in enumerate(self._sizes()) if self._count() % period == 0]
         return tuple(self.mesh.axes)[-1 - due[-1] :] if due and self.step >= self.warmup_steps else None
 

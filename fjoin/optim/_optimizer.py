@@ -19,7 +19,7 @@ def guards_of(optimizer: Any) -> dict[str, Tensor | None]:
 
 
 def step_as(front: Any, local: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-    """Step an optimizer with what a GradScaler has set on the one in front of it; None where it is not to step."""
+    """Step an optimizer with what a GradScaler has set on the one in front of it; None if it is not to step."""
     given = {name: value for name, value in guards_of(front).items() if value is not None}
     if getattr(local, "_step_supports_amp_scaling", False):
         vars(local).update(given)

@@ -165,7 +165,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         raise TypeError("a ZeroRedundancyOptimizer has no copies and pickles; use consolidate_state_dict, state_dict")
 
     def slices(self) -> dict[int, OwnSlice] | None:
-        """By the number of a parameter; None where a module's hook or an optimizer that is not known steps."""
+        """By the number of a parameter; None if a module's hook or an optimizer that is not known steps."""
         known = self._local is not None and not isinstance(self.part, WholeLeaves)
         return own_slices(self._shards) if known else None
 

@@ -91,7 +91,7 @@ class OwnSlice(NamedTuple):
 
     shape: torch.Size  # of the parameter
     start: int
-    stop: int  # 0 where the rank owns nothing of it
+    stop: int  # 0 if the rank owns nothing of it
     whole: bool  # whether the optimizer needs the whole parameter, which one rank then owns
 
 

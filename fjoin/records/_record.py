@@ -271,7 +271,7 @@ class StepRecord(Record):
         """A record whose bit means that this rank left out the step before, and not that the present one is bad.
 
         Args:
-            left_out: 1 where this rank has left it out, otherwise 0.
+            left_out: 1 if this rank has left it out, otherwise 0.
         """
         own = {name: value for name, value in values.items() if not name.startswith(record_words.NONFINITE)}
         return self.flagged(own, record_words.NONFINITE, left_out)

@@ -67,7 +67,7 @@ class Doorway:
             self._socket.close()
 
     def answer(self) -> tuple[int, socket.socket | None]:
-        """The next rank that connects, -1 for a process that is no rank of this user; None where none comes now."""
+        """The next rank that connects, -1 for a process that is no rank of this user; None if none comes now."""
         assert self._socket is not None
         self._socket.settimeout(_LOOK_S)
         try:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import optree
 import torch
 from torch import Tensor
 
@@ -91,42 +92,45 @@ class HookState(NamedTuple):
         return HookState(buckets, rest, form)
 
 
+def _is_flat(node: Any) -> bool:
+    return isinstance(node, dict) and node.keys() == {FLAT}
+
+
 def _by_path(state: Any, form: Form, k: int) -> Any:
     """A state on a flat bucket, with its flat tensors replaced by views of the leaves, or of this rank's slices."""
-    if isinstance(state, dict):
-        if state.keys() == {FLAT}:
-            value, bucket, pieces = state[FLAT], form.layout[k], form.pieces
-            if isinstance(value, Tensor) and value.shape == (bucket.numel,):
-                return dict(zip(bucket.paths, views(bucket, value, form.shapes), strict=True))
-            if isinstance(value, Tensor) and pieces and value.shape == (pieces.sizes(k)[pieces.rank],):
-                return pieces.leaves_own(k, value)
-            return dict.fromkeys(bucket.paths, value)
-        return {key: _by_path(part, form, k) for key, part in state.items()}
-    if isinstance(state, (tuple, list)):
-        children = [_by_path(part, form, k) for part in state]
-        return type(state)(*children) if hasattr(state, "_fields") else type(state)(children)
-    return state
+    bucket, pieces = form.layout[k], form.pieces
+
+    def leaves_of(node: Any) -> Any:
+        if not _is_flat(node):
+            return node
+        value = node[FLAT]
+        if isinstance(value, Tensor) and value.shape == (bucket.numel,):
+            return dict(zip(bucket.paths, views(bucket, value, form.shapes), strict=True))
+        if isinstance(value, Tensor) and pieces and value.shape == (pieces.sizes(k)[pieces.rank],):
+            return pieces.leaves_own(k, value)
+        return dict.fromkeys(bucket.paths, value)
+
+    return optree.tree_map(leaves_of, state, is_leaf=_is_flat)
 
 
 def _in_flat(state: Any, like: Any, form: Form, k: int) -> Any:
     """The inverse of `_by_path`; `like` is a state on the flat bucket."""
-    if isinstance(like, dict):
-        if like.keys() != {FLAT}:
-            return {key: _in_flat(part, like[key], form, k) if key in like else part for key, part in state.items()}
-        held, bucket, pieces = like[FLAT], form.layout[k], form.pieces
-        shape = held.shape if isinstance(held, Tensor) else None
+    bucket, pieces = form.layout[k], form.pieces
+
+    def flat_of(node: Any, by_path: Any) -> Any:
+        if not _is_flat(node):
+            return by_path
+        shape = node[FLAT].shape if isinstance(node[FLAT], Tensor) else None
         if shape == (bucket.numel,):
-            flat = torch.zeros_like(held)
+            flat = torch.zeros_like(node[FLAT])
             places = dict(zip(bucket.paths, views(bucket, flat, form.shapes), strict=True))
         elif pieces and shape == (pieces.sizes(k)[pieces.rank],):
-            flat = torch.zeros_like(held)
+            flat = torch.zeros_like(node[FLAT])
             places = pieces.leaves_own(k, flat)
         else:
-            return {FLAT: state[bucket.paths[0]]}
+            return {FLAT: by_path[bucket.paths[0]]}
         for path, place in places.items():
-            place.copy_(state[path])
+            place.copy_(by_path[path])
         return {FLAT: flat}
-    if isinstance(like, (tuple, list)):
-        children = [_in_flat(part, own, form, k) for part, own in zip(state, like, strict=True)]
-        return type(like)(*children) if hasattr(like, "_fields") else type(like)(children)
-    return state
+
+    return optree.tree_map(flat_of, like, state, is_leaf=_is_flat)

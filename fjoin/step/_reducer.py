@@ -52,7 +52,7 @@ class Reducer:
     """Runs the hook of a step on its buckets.
 
     Attributes:
-        clip: The function from the norm of the reduced gradients to their clip factor; None where nothing is clipped.
+        clip: The function from the norm of the reduced gradients to their clip factor; None if nothing is clipped.
         scaling: Who applies which factor of this rank's gradients.
     """
 

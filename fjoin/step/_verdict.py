@@ -224,7 +224,7 @@ Clip: TypeAlias = Callable[[Tensor], Tensor]
 class Decision(NamedTuple):
     effect: Effect
     total: Tensor | None = None  # by which the kernels divide the gradients; None: by nothing
-    found_inf: Tensor | None = None  # 1 where the kernels must change nothing; None where the host has decided
+    found_inf: Tensor | None = None  # 1 if the kernels must change nothing; None if the host has decided
     error: Exception | None = None  # all ranks raise it
     norm: Any = None  # of the gradients after the division, before they are clipped, where it is needed: 0-d float64
 
@@ -232,8 +232,8 @@ class Decision(NamedTuple):
 class CountsOfAll(NamedTuple):
     """The record, summed over all ranks that loop together; it has a bit for each rank that left out a step.
 
-    late: how many steps before the one that reads the record that step was: 0 to 2. Late records are of the step
-        before, and tell of the one before that.
+    late: the age in steps: 0 is the current step, 2 the oldest. A late record is of the step before, and tells of the one
+        before that.
     """
 
     late: int
@@ -248,12 +248,12 @@ class StepCheck:
         norm: Whether the norm of the gradients is needed.
         skips: Whether steps that are not finite are left out without an error.
         mesh: See `DeviceReads`.
-        ids: The numbers of the steps that travel in the record; None where none do.
+        ids: The numbers of the steps that travel in the record; None if none do.
         requests: Takes the requests in the records.
 
     Attributes:
         grads: Looks at the gradients.
-        left_out: 1 where this rank left out the last step, which others may have taken: all raise in the next one.
+        left_out: 1 if this rank skipped the last step. Other ranks may have taken it, so all ranks raise in the next step.
         reads: The decisions on steps that the host has not read yet.
     """
 

@@ -82,7 +82,7 @@ def refuse_inference(name: str) -> None:
 
 
 def weigh(weight: Callable[[Any], float] | None, batch: Any) -> float:
-    """The weight of a batch; 1 where there is no weight function.
+    """The weight of a batch; 1 if there is no weight function.
 
     Raises:
         ValueError: the weight is neither 0 nor from 1e-30 to 1e30.

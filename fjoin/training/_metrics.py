@@ -71,7 +71,7 @@ class Metrics:
 
     @property
     def weight(self) -> float:
-        """The sum of all ranks' weights; 0 where no rank had input."""
+        """The sum of all ranks' weights; 0 if no rank had input."""
         return self._read().get("weight", math.nan)
 
     @property
@@ -192,7 +192,7 @@ def _labels(optimizer: Any, path: str) -> Iterator[str]:
 
 
 def _hyper(part: Any) -> Any:
-    """The argument lr of an optimizer, or of the one inside it; None where it has none."""
+    """The argument lr of an optimizer, or of the one inside it; None if it has none."""
     inside = (_hyper(value) for _, value in part.spec.args if hasattr(value, "step_param"))
     return next((value for name, value in part.spec.args if name == "lr"), next(inside, None))
 

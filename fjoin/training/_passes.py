@@ -100,7 +100,7 @@ def grad_output_of(loss: Tensor | None, seed: float, scale: Tensor | None, adds:
     rounded weight counts.
 
     Args:
-        loss: The loss. None where this rank has no batch.
+        loss: The loss. None if this rank has no batch.
         seed: See `Reducer.seed`.
         scale: The scale of the loss, 0-d float32, or None.
         adds: Whether gradients of several micro-batches are added before they are sent, so that each must already

@@ -28,7 +28,7 @@ class Loop(JoinedLoop[B]):
     Attributes:
         live: Whether this rank has a batch in this iteration; without one, and for a batch of weight 0, the body gets
             the last batch that had weight, or `empty`.
-        weight: This rank's weight in this iteration; 0 where it is not live.
+        weight: This rank's weight in this iteration; 0 if it is not live.
         total: The sum of the weights over all ranks, and over the iterations of this accumulation window.
         sync_gradients: Whether this iteration ends an accumulation window, so that the optimizer steps; with
             accumulate=1 always.

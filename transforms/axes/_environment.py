@@ -144,7 +144,7 @@ class Axis:
         return torch.empty(numel, dtype=dtype, device=device)
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor | None:
-        """A buffer on the CPU whose messages need no copy; None where any memory is as good."""
+        """A buffer on the CPU whose messages need no copy; None if any memory is as good."""
         return None
 
 

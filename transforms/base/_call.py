@@ -29,13 +29,12 @@ class Call:
             where no rank has weight, since a mean without weights is 0.
         flush: No step has been taken; a transform that has gathered the weights of several steps runs now.
         donated: No caller needs the gradients any more, so `update` may write into them. No two of them share memory.
-        sharded_over: The axis over which the input is sharded; None where each rank has all of it.
+        sharded_over: The axis over which the input is sharded; None if each rank has all of it.
         axes: The axes over which the input has been reduced already.
         wire: The codec of the messages, in an encoded transform.
         memory: The residuals of this call, inside error feedback.
         extra: Keywords that are not of fjoin, for the transforms that name them.
-        handed: The names of the keywords beside which this context was given to a transform that takes keywords. It
-            hands them on itself, or not.
+        handed: The keywords that the outer update received. If it does not pass one on, the inner update does not get it.
     """
 
     # The sum of a tensor over axes, the number of their ranks, and the check of a weight that is given to gradients.

@@ -184,7 +184,7 @@ class Transform(Specified):
 
     @property
     def one_reduction(self) -> Reduction | None:
-        """The only reduction through which all leaves go; None where there are none or several."""
+        """The only reduction through which all leaves go; None if there are none or several."""
         if self.facts.reduces is not None or self.facts.wraps not in ("stages", "whole"):
             return self.facts.reduces
         inside = [child for child in _inside(self) if child.is_reducing]
@@ -192,7 +192,7 @@ class Transform(Specified):
 
     @functools.cached_property
     def sharded_over(self) -> str | None:
-        """The axis over which the result is sharded; None where each rank gets all of it."""
+        """The axis over which the result is sharded; None if each rank gets all of it."""
         if self.facts.reduces and self.facts.reduces.scatters:
             return str(self.facts.reduces.axis)
         return next(filter(None, (child.sharded_over for child in _inside(self))), None)
@@ -217,7 +217,7 @@ class _Update:
 
 
 def _with_call(function: Callable[..., Any]) -> tuple[Callable[..., Any], frozenset[str] | None]:
-    """A user's function as `(grads, state, params, call)`, and the keywords that it names; None where it is one
+    """A user's function as `(grads, state, params, call)`, and the keywords that it names; None if it is one
     already.
     """
     kind, parameters = inspect.Parameter, inspect.signature(function).parameters.values()

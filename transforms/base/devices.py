@@ -25,7 +25,7 @@ def is_host(device: torch.device) -> bool:
 
 
 def kind() -> str | None:
-    """The kind of this host's accelerators, such as "cuda"; None where there is none."""
+    """The kind of this host's accelerators, such as "cuda"; None if there is none."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return None if found is None else found.type
 
@@ -77,7 +77,7 @@ def to_host(x: Tensor) -> tuple[Tensor, Any]:
 
 
 def rng_state() -> Tensor | None:
-    """The state of the current accelerator's random generator, (bytes,) uint8; None where none is in use."""
+    """The state of the current accelerator's random generator, (bytes,) uint8; None if none is in use."""
     state: Tensor | None = torch.get_device_module(current()).get_rng_state() if in_use() else None
     return state
 

@@ -129,8 +129,8 @@ class Share(NamedTuple):
     any_live: bool | Tensor = True  # whether any rank has weight
 
     def times(self, x: Tensor, plus: Tensor | None = None, in_place: bool = False) -> Tensor:
-        """The factor times a tensor, in its dtype; a 16-bit product is rounded once. Where the weight is 0, the product
-        is 0 whatever the tensor holds: 0 * nan would be nan.
+        """The factor times a tensor, in its dtype; a 16-bit product is rounded once. A weight of 0 gives exactly 0, even
+        if the tensor holds NaN.
 
         Equal weights of n ranks divide by n, as torch does.
 

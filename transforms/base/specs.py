@@ -62,7 +62,7 @@ class Spec:
 
     @property
     def factory(self) -> Callable[..., Any] | None:
-        """The factory that makes such an object; None where it was made by none."""
+        """The factory that makes such an object; None if it was made by none."""
         return _FACTORIES.get(self.name)
 
     @property

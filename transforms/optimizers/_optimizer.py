@@ -208,7 +208,7 @@ class Matched(NamedTuple):
 
     structure: that of the tree.
     groups: the places of the parameters that one kernel may step.
-    passed: what has passed the checks; None where a compiler traces.
+    passed: what has passed the checks; None if a compiler traces.
     known: whether the parameters and states are those that the last step has returned.
     """
 

@@ -348,7 +348,7 @@ def _require(what: str, fine: Callable[[Any], bool], values: Mapping[str, Any], 
 
 
 def _number(name: str, value: Any) -> Any:
-    """The value as the host knows it; None where it does not."""
+    """The value as the host knows it; None if it does not."""
     if isinstance(value, Tensor):
         if not is_one_number(value):
             raise ValueError(

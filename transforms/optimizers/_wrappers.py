@@ -233,7 +233,7 @@ def _injected(part: Optimizer) -> Optimizer:
 
 class MixedState(NamedTuple):
     inner: Any  # the other optimizer's state, in the master's dtype
-    master: Tensor | None  # like the parameter, in higher precision; None where the parameter has that precision
+    master: Tensor | None  # like the parameter, in higher precision; None if the parameter has that precision
 
     @property
     def step(self) -> Tensor:

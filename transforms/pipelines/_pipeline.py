@@ -103,7 +103,7 @@ def zero_unless_live(call: Call, grads: Tree) -> Tree:
     return trees.where(weight > 0, grads, trees.zeros_like(grads))
 
 
-FLUSH = Effect(False)  # of a flush, in which no step is taken; recognised by identity
+FLUSH = Effect(False)  # of a flush, in which no step is taken; compare with `is`
 
 
 def inverse(a: Flag) -> Flag:

@@ -60,8 +60,8 @@ class SentRecords(NamedTuple):
 
     before: the axes of the records that go before the gradients, each in a message of its own: of the ranks that share
         gradients, and of those whose weights a mean in the hook needs.
-    rides: whether the record of the ranks that share gradients travels in the messages of the hook.
-    known: whether each rank knows it without a message.
+    rides: the record of the ranks that share gradients is appended to a bucket; it needs no message of its own.
+    known: each rank knows it without a message.
     apart: whether a record of all ranks that loop together goes too, since the hook leaves some of them out. It is read
         in the next step, if nothing in this one needs it.
     pieces: the axis over which a verdict on pieces is summed after the hook, or None.

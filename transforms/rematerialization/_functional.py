@@ -29,7 +29,7 @@ class _Swap(OfOneRun):
 
     Args:
         of: id -> replacement.
-        known: The ids of the arguments; None where no others are looked for.
+        known: The ids of the arguments; None if no others are looked for.
         levels: Those of the transforms around the region: tensors of others are the function's own.
     """
 
@@ -84,7 +84,7 @@ class Region:
         call: The call.
         around: The mode of the region around this one.
         rerun: What later runs find.
-        keeper: Keeps results of operations; None where nothing is kept.
+        keeper: Keeps results of operations; None if nothing is kept.
 
     Attributes:
         tensors: The list, until the first run has ended.

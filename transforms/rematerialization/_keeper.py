@@ -135,7 +135,7 @@ class Keeper:
 
         Args:
             out: The result of the run, into which the caller may write.
-            last: The number of operations after which later runs stop; None where they run to the end.
+            last: The number of operations after which later runs stop; None if they run to the end.
         """
         self._origins = {}
         for place, kept in list(self.kept.items()):

@@ -41,7 +41,7 @@ class PlainRegion:
     Args:
         call: The call.
         rerun: What later runs find.
-        keeper: Keeps results of operations; None where nothing is kept.
+        keeper: Keeps results of operations; None if nothing is kept.
         offload: Whether those arguments wait on the host that are results of other operations.
         early_stop: Whether a second run ends once it has what gradients use.
     """
