@@ -1,4 +1,10 @@
-"""The values of a run that are saved: names, slices, and objects as JSON with tensors."""
+"""The values of a run that are saved.
+
+Names     the leaves of a pipeline's state by name, with the placement of each; from a state to its values, and back
+Snapshot  what one rank has to save: values by name, their placements, and which of them are cut
+Slice     of a value that is cut: which elements of the whole this rank has
+Values    what a checkpoint holds, by name; a value is read when somebody asks for it
+"""
 
 from __future__ import annotations
 
