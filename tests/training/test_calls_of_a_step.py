@@ -68,23 +68,26 @@ def steps(kind: str, mesh: fjoin.Mesh, depth: int) -> Callable[[], None]:
 
 
 def counted(kind: str, depth: int) -> tuple[int, int]:
+    """The fewest functions and calls of three steps: a rank that waits long for a message looks for failures meanwhile."""
     mesh = fjoin.mesh({"data": -1}, transport="gloo")
-    run, found = steps(kind, mesh, depth), Counter[Any]()
+    run, found = steps(kind, mesh, depth), list[Counter[Any]]()
 
     def called(frame: Any, event: str, arg: Any) -> None:
         if event == "call" and frame.f_code.co_filename.startswith(ROOTS):
-            found[frame.f_code.co_filename, frame.f_code.co_firstlineno, frame.f_code.co_name] += 1
+            found[-1][frame.f_code.co_filename, frame.f_code.co_firstlineno, frame.f_code.co_name] += 1
 
     with fjoin.bind(mesh):
         for _ in range(6):
             run()
-        gc.collect()  # what earlier tests have left calls functions of ours when it is freed
-        sys.setprofile(called)
-        try:
-            run()
-        finally:
-            sys.setprofile(None)
-    return len([name for *_, name in found if not name.startswith("<")]), sum(found.values())
+        for _ in range(3):
+            gc.collect()  # what earlier tests have left calls functions of ours when it is freed
+            found.append(Counter())
+            sys.setprofile(called)
+            try:
+                run()
+            finally:
+                sys.setprofile(None)
+    return min((len([name for *_, name in one if not name.startswith("<")]), sum(one.values())) for one in found)
 
 
 @pytest.mark.parametrize("depth", [4, 74])
