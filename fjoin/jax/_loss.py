@@ -58,7 +58,7 @@ def _checked(path: tuple[Any, ...], x: Any, narrow: bool) -> Any:
         out = x.to(_WHOLE[x.dtype])
         if not torch.equal(out.to(x.dtype), x):
             raise ValueError(
-                f"{name} has {x.dtype} numbers that do not fit {out.dtype}; first call jax.config.update('jax_enable_x64', True)"
+                f"{name} has whole numbers of {x.dtype} that do not fit {out.dtype}; set jax.config.update('jax_enable_x64', True)"
             )
         return out
     if isinstance(x, (jax.Array, bool, int, float, complex)):

@@ -405,7 +405,7 @@ def train_step(
         checks.whole_number("bucket_bytes", bucket_bytes, 1)
     mesh = check_mesh("train_step", mesh or make_mesh({"data": -1}))
     if any(part.facts.pauses for part in pipeline.ends):
-        raise ValueError("after or on_state holds accumulate(...), but parameters are not accumulated; use every(...)")
+        raise ValueError("after or on_state holds accumulate(...), but parameters do not add up; use every(steps, ...)")
     if pipeline.hook.facts.pauses:
         raise ValueError("the hook holds accumulate(...), which a train_step does itself: pass accumulate=k to it")
     if on_buffers is not None:

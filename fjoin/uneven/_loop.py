@@ -139,7 +139,7 @@ class Loop(JoinedLoop[B]):
             JoinError: within an accumulation window, whose gradients belong to no position.
         """
         if self._running and not self.sync_gradients:
-            raise JoinError("state_dict() was called within a window; call it where loop.sync_gradients is True")
+            raise JoinError("state_dict() within an accumulation window; call it where loop.sync_gradients is True")
         return super().state_dict()
 
     def _send(self, window: list[Weighed]) -> Sums:

@@ -133,7 +133,7 @@ def _cross(given: list[Any]) -> list[Tensor]:
         for source, n in enumerate(take):
             if n != (sent := len(pieces[source][target])):
                 raise CollectiveMismatch(
-                    f"all_to_all_single: rank {source} sends rank {target} {sent} rows, which takes {n}"
+                    f"all_to_all_single: rank {source} sends {sent} rows to rank {target}, which takes {n}"
                 )
     return [torch.cat([of[target] for of in pieces]) for target in range(len(given))]
 

@@ -101,7 +101,7 @@ def masked(transform: Transform, which: Which) -> Transform:
 
 def _not_none(tree: Tree, where: str) -> Tree:
     if tree is None:
-        raise ValueError(f"accumulate cannot be inside {where}: all parameters step together; put it around")
+        raise ValueError(f"accumulate inside {where} would step some parameters only; put accumulate around it")
     return tree
 
 

@@ -147,7 +147,7 @@ def pipeline_of(
     def inside(state: Any) -> PipelineState:
         old = getattr(state, "inner", None) if skips else state
         if not isinstance(old, PipelineState):
-            raise ValueError(f"state is a {type(state).__name__}, expected one from this pipeline's init or step")
+            raise ValueError(f"state is a {type(state).__name__}, expected one that init or step returned")
         return old
 
     def put(state: Any, new: PipelineState) -> Any:

@@ -56,7 +56,7 @@ def skip_if_nonfinite(part: Skippable) -> Skippable:
     if isinstance(part, Pipeline):
         return _guarded(part, Skips(lambda inner: SkipState(inner, _no_calls()), _count))  # type: ignore[return-value]
     if isinstance(part, Optimizer):
-        raise TypeError("skip_if_nonfinite takes a pipeline or a transform, as skip_if_nonfinite(fuse(...))")
+        raise TypeError("skip_if_nonfinite takes a pipeline or a transform; wrap fuse(hook, optimizer)")
     check_transform(part, "skip_if_nonfinite: part")
 
     def init(params: Tree) -> State:

@@ -89,7 +89,7 @@ def sync_batch_norm(
         total = n.sum(0)
         if _is_one(total):
             raise ValueError(
-                f"Expected more than 1 value per channel when training, got input size {x.size()} on rank {axis_index(axis)}"
+                f"Expected more than 1 value per channel when training, got input size {x.size()}, and the ranks have one in all"
             )
         safe = torch.where(total > 0, total, torch.ones_like(total))
         mean = (n * means).sum(0) / safe
