@@ -28,7 +28,7 @@ HOOKS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("window", [1, 2, 3, 4])
+@pytest.mark.parametrize("window", [1, 3])
 @pytest.mark.parametrize("hook", HOOKS)
 def test_accumulation_is_one_step_on_the_window(hook: str, window: int) -> None:
     """Any hook is given the mean of the window. The last windows are incomplete."""
@@ -39,7 +39,10 @@ def test_accumulation_is_one_step_on_the_window(hook: str, window: int) -> None:
         return tx.simulate(lambda own: train_one_rank(own, pipeline, accumulate=window), {"data": 3}, given)
 
     whole = [[together(own[i : i + window]) for i in range(0, len(own), window)] for own in BATCHES]
-    for one, want in zip(run(BATCHES, window), run(whole, 1), strict=True):
+    ranks = run(BATCHES, window)
+    alike = [(one["params"], one["optimizer"], one["losses"]) for one in ranks]
+    assert hook == "noop" or all(same_bits(other, alike[0]) for other in alike), "optimizers too, to the bit"
+    for one, want in zip(ranks, run(whole, 1), strict=True):
         assert one["calls"] == -(-7 // window) * window and len(one["losses"]) == -(-7 // window)
         moved = {path: p - start[path] for path, p in one["params"].items()}
         assert max_diff(moved, {path: p - start[path] for path, p in want["params"].items()}) < 1e-12

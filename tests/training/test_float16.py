@@ -55,9 +55,9 @@ def of(ranks: int, hook: Any, weights: list[float], **settings: Any) -> Any:
 @pytest.mark.parametrize("hook", ALL)
 def test_weights_of_thousands(hook: str, loss_dtype: Any, on_device: bool) -> None:
     """The mean of 16 and 32 is 24; the parameters are exact."""
-    for weight in (1.0, 4096.0, 5120.0, 500_000.0, 2.0**19):  # which float16 holds, scaled
-        for seen in of(2, ALL[hook], [weight] * 4, on_device=on_device, loss_dtype=loss_dtype):
-            assert seen == [(-24.0 * n, -24.0 * n, 2 * weight) for n in (1, 2, 3, 4)]
+    for weight in (1.0, 5120.0, 2.0**19):  # which float16 holds, scaled
+        for seen in of(2, ALL[hook], [weight] * 3, on_device=on_device, loss_dtype=loss_dtype):
+            assert seen == [(-24.0 * n, -24.0 * n, 2 * weight) for n in (1, 2, 3)]
 
 
 @pytest.mark.parametrize("accumulate", [2, 3])

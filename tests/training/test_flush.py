@@ -15,7 +15,7 @@ import fjoin
 from fjoin import transforms as tx
 from tests.helpers import judged, max_diff, raises_text, stepped
 from tests.ranks import Ranks
-from tests.scalars import PLACES, Batch, check, on_ranks, registered, run
+from tests.scalars import PLACES, Batch, check, on_ranks, registered
 from tests.training.small import step_of
 
 SGD, AVERAGE = tx.sgd(1.0), tx.average_parameters("data")
@@ -146,31 +146,6 @@ def test_close_warns_of_what_is_open(name: str) -> None:
             step.close()
 
 
-CODED = tx.error_feedback(tx.compress(tx.int8(), tx.mean("data")))
-DELAYED = {
-    "switch": tx.switch_after(6, outer(4, delay=2), tx.every(3, AVERAGE)),
-    "switch of periods": tx.switch_after(5, tx.every(2, outer(3, delay=2)), outer(4, delay=3)),
-    "period": tx.every(2, outer(3, delay=1)), "encoded": tx.outer_step(CODED, tx.sgd(0.7, momentum=0.9), 4, delay=2),
-}  # fmt: skip
-
-
-def delayed(name: str, place: str = "step") -> list[float]:
-    rank = int(fjoin.mesh({"data": 2}).rank)
-    found = []
-    for steps in range(4, 10):
-        batches = [1.0 + 2 * rank + i for i in range(steps)]
-        found.append(run(then(DELAYED[name]), batches, place, {"data": 2}, torch.float32, flushes=1).w[-1])
-    return found
-
-
-@pytest.mark.parametrize("name", DELAYED)
-def test_a_flush_uses_messages_under_way_within_periods_and_at_a_switch(pool: Any, name: str) -> None:
-    want = tx.simulate(lambda: delayed(name), {"data": 2})
-    assert want[0] == want[1]
-    for found in pool.run(2, delayed, name):
-        assert found == pytest.approx(want[0], rel=1e-6)
-
-
 def left_out(bad: int, on_device: bool) -> Any:
     """The NonFinite of a flush after four steps, and the parameters after a second flush; rank 1 has a bad batch."""
     step = judged(fjoin.train_step(product, tx.local_sgd(SGD, tx.mean("data"), 3)), on_device)
@@ -188,16 +163,6 @@ def test_flush_raises_for_nonfinite_last_steps(bad: int, on_device: bool) -> Non
     for step, ranks, text, param in tx.simulate(lambda: left_out(bad, on_device), {"data": 2}):
         assert (step, ranks) == (bad, (1,)) and "which the others took" in text
         assert param == pytest.approx(-4.0 if bad == 3 else -(3 * 3 + 2 * 2) / 5 - 1)
-
-
-def test_init_begins_without_the_errors_of_an_earlier_run() -> None:
-    def again() -> Any:
-        step = fjoin.train_step(product, tx.local_sgd(SGD, tx.mean("data"), 9))
-        for _ in range(2):
-            stepped(step, step.init(W), (1.0, math.nan if step.rank == 1 else 1.0))
-        return step.flush(stepped(step, step.init(W), [1.0] * 3)).params["w"].item()
-
-    assert tx.simulate(again, {"data": 2}) == [-3.0] * 2
 
 
 @pytest.mark.parametrize("steps", [3, 4])

@@ -84,13 +84,6 @@ def test_it_is_pure() -> None:
     assert same_bits({**params, **buffers}, held), "training the module does not change them"
 
 
-def test_an_ensemble_through_vmap() -> None:
-    apply, params, _ = fjoin.functional(nn.Linear(3, 2))
-    out = torch.func.vmap(lambda p: apply(p, {}, ROWS))({k: torch.stack([p, p * 2]) for k, p in params.items()})
-    assert torch.allclose(out[0], apply(params, {}, ROWS))
-    assert torch.allclose(out[1], apply({k: p * 2 for k, p in params.items()}, {}, ROWS))
-
-
 def test_it_follows_the_mode_of_the_module() -> None:
     model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1))
     apply, params, buffers = fjoin.functional(model)

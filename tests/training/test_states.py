@@ -6,20 +6,15 @@ import copy
 import gc
 import io
 import pickle
-import types
 import weakref
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.buckets import _storage
-from fjoin.transforms.base import devices
 from tests.helpers import raises_text, same_bits, stepped
-from tests.scalars import registered
 from tests.training.small import X, one, quadratic, start, step_of
 
 
@@ -62,20 +57,6 @@ def test_a_state_belongs_to_its_step() -> None:
     assert not same_bits(moved.params, start()) and same_bits(state.params, start())
 
 
-def test_clones_and_second_states_overlap_too() -> None:
-    """The leaves of every state report arriving gradients, whichever state was used before."""
-    step, state = one(tx.fuse(tx.mean("data"), tx.sgd(0.1)), bucket_bytes=1)
-    state, _ = step(state, X)
-    seen: list[int] = []
-    assert step.run._queue is not None
-    arrived = step.run._queue.arrived
-    step.run._queue.arrived = lambda bucket, *leaf: (seen.append(bucket), arrived(bucket, *leaf))[1]  # type: ignore
-    a, b = state.clone(), state.clone()
-    for s in (a, b, state):
-        step(s, X)
-    assert seen == [0, 1] * 3 or sorted(seen) == [0, 0, 0, 1, 1, 1]
-
-
 def test_without_donation_what_was_given_stays() -> None:
     params = start()
     step, first = step_of(quadratic, tx.fuse(tx.mean("data"), tx.adamw(0.1)), params, donate=False)
@@ -93,18 +74,6 @@ def test_backward_raises_if_a_step_overwrote_its_parameters() -> None:
     other = (w * w).sum()
     step(state, X)
     raises_text(RuntimeError, lambda: other.backward(), "modified by an inplace operation")
-
-
-def test_a_closed_step_is_freed() -> None:
-    step, state = one(tx.fuse(tx.mean("data"), tx.sgd(0.1)))
-    state, _ = step(state, X)
-    gone = weakref.ref(step)
-    run = weakref.ref(step.run)
-    step.close()
-    del step
-    gc.collect()
-    assert gone() is None and run() is None
-    assert state.params["w"].shape == (2,)
 
 
 def test_torn_state_raises() -> None:
@@ -200,29 +169,6 @@ def test_residuals_are_by_path(hook: str, bucket_bytes: int) -> None:
         assert same_bits(tx.to_state_dict(loaded), saved)
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_leaves_follow_the_current_stream(monkeypatch: Any, accumulate: int) -> None:
-    """Their gradients would arrive in the stream in which they were made: once in each stream they are made anew."""
-
-    def trained(streams: list[str]) -> tuple[dict[str, Tensor], list[Any]]:
-        as_device = {"is_accelerator": lambda device: True, "current_stream": lambda device: streams[0]}
-        monkeypatch.setattr(_storage, "devices", types.SimpleNamespace(**{**vars(devices), **as_device}))
-        pipeline = tx.fuse(tx.mean("data"), tx.sgd(0.1, momentum=0.9))
-        step = fjoin.train_step(lambda p, b: (p["w"] * b).square().sum(), pipeline, accumulate=accumulate)
-        state, made = step.init({"w": torch.ones(3)}), []
-        for i in range(6):
-            if i in (2, 3):
-                streams.pop(0)
-            state, _ = step(state, torch.arange(3.0) + i)
-            made.append(state._body.storage._held)  # kept, so that no two have one identity
-        return {path: p.clone() for path, p in state.params.items()}, made
-
-    want, one = trained(["a"] * 3)
-    got, several = trained(["a", "b", "a"])
-    assert len(set(one)) == 1 and [several.count(each) for each in dict.fromkeys(several)] == [2, 1, 3]
-    assert torch.equal(got["w"], want["w"])
-
-
 # -- going back to an earlier state: the steps after it leave nothing behind ---------------------------
 
 LOCAL = tx.local_sgd(tx.sgd(0.1), tx.mean("data"), 4)  # whose records are read one step late
@@ -262,25 +208,3 @@ def test_a_rank_that_alone_goes_back_is_an_error_on_all_ranks() -> None:
         raises_text(fjoin.DesyncError, on, "the ranks have called different train_steps")
 
     tx.simulate(one_rank, {"data": 2}, [0, 1])
-
-
-def module_gone_back() -> Any:
-    results = []
-    for others in (2, 0):
-        module, handle, train = registered(LOCAL)
-        train(1.0)
-        kept = copy.deepcopy((module.state_dict(), handle.state_dict()))
-        for _ in range(others):
-            train(3.0)
-        module.load_state_dict(kept[0])
-        handle.load_state_dict(kept[1])
-        for _ in range(4):
-            train(1.0)
-        assert handle.step == 5
-        results.append({path: p.detach().clone() for path, p in module.named_parameters()})
-    return results
-
-
-def test_a_registered_module_goes_on_from_a_loaded_state(pool: Any) -> None:
-    for back, straight in pool.run(2, module_gone_back):
-        assert same_bits(back, straight)

@@ -10,9 +10,8 @@ import torch
 
 import fjoin
 from fjoin import transforms as tx
-from tests.changed_weights import CHANGES, with_weights
 from tests.helpers import judged, max_diff, raises_text, seen_by
-from tests.scalars import NAN, PLACES, Batch, check, loss, on_ranks, run, start
+from tests.scalars import NAN, PLACES, Batch, check, loss, on_ranks, start
 from tests.traffic import watched
 from tests.training.small import step_of
 
@@ -152,19 +151,6 @@ def test_buffers_are_averaged_by_rank_weights(hook: str, on_device: bool) -> Non
     assert tx.simulate(one_rank, {"data": 2}, batches) == [[first, first + 4.0 if hook == "identity" else first]] * 2
 
 
-def test_roots_of_weights_1_and_9() -> None:
-    """Gradients 0 and 4 with weights 1 and 3: 12 / 4. The metrics count the weights themselves: 10."""
-
-    def one_rank(gradient: float, weight: float) -> Any:
-        pipeline = tx.fuse(with_weights(CHANGES["root"], tx.mean("data")), tx.sgd(1.0))
-        zero = {"w": torch.zeros((), dtype=torch.float64)}
-        step, state = step_of(lambda p, b: p["w"] * b, pipeline, zero, weight=lambda b: weight)
-        state, metrics = step(state, gradient)
-        return state.params["w"].item(), metrics.weight
-
-    assert tx.simulate(one_rank, {"data": 2}, [0.0, 4.0], [1.0, 9.0]) == [(-3.0, 10.0)] * 2
-
-
 # -- one counter decides on all periods, and ranks loop together over all axes ---------------------------
 
 
@@ -188,31 +174,22 @@ def test_one_counter_decides_on_all_periods() -> None:
     assert max_diff(moved["v"], params["v"] + 1) == 0
 
 
-def test_every_in_every_counts_runs() -> None:
-    pipeline = tx.fuse(NOT, SGD, after=tx.every(2, tx.every(3, tx.stateless(plus_one))))
-    assert run(pipeline, [None] * 12).w == [0] * 5 + [1] * 6 + [2]
-
-
-def looped(pipeline: tx.Pipeline, batches: list[float]) -> Any:
-    step, state = step_of(lambda p, b: p["w"] * b, pipeline, {"w": torch.tensor(0.0)}, mesh=fjoin.mesh(NODES))
-    seen = seen_by(lambda state, metrics: (float(state.params["w"]), metrics.weight), step, state, step.join(batches))
-    return len(seen), *seen[-1]
-
-
 def test_loops_end_over_the_axes_of_the_parameter_transform_too() -> None:
-    """Nodes with different numbers of batches end together, and their average is weighted by the batches trained on."""
+    """Nodes with different numbers of batches end together, also while the hook's own axes are those of a node."""
+
+    def looped(batches: list[float]) -> Any:
+        step, state = step_of(lambda p, b: p["w"] * b, pipeline, {"w": torch.tensor(0.0)}, mesh=fjoin.mesh(NODES))
+        seen = seen_by(lambda state, _: float(state.params["w"]), step, state, step.join(batches))
+        return len(seen), seen[-1]
+
     pipeline = tx.fuse(tx.mean("local"), tx.sgd(1.0), after=tx.mean("node"))
-    out = tx.simulate(lambda b: looped(pipeline, b), NODES, [[1.0], [3.0], [2.0, 4.0], [2.0]])
-    assert out == [(2, -6.0, 1.0)] * 4  # (-2 * 2 + -2 * 2) / 4, then the second node's -2 - 4 alone
-
-
-def test_ranks_loop_together_in_all_phases() -> None:
-    """First global means, then those of nodes only: loops end over all ranks in both."""
+    out = tx.simulate(looped, NODES, [[1.0], [3.0], [2.0, 4.0], [2.0]])
+    assert out == [(2, -6.0)] * 4  # (-2 * 2 + -2 * 2) / 4, then the second node's -2 - 4 alone
     hook = tx.switch_after(2, tx.mean(("node", "local")), tx.mean("local"))
     pipeline = tx.fuse(hook, tx.sgd(1.0), after=tx.every(3, tx.mean("node")))
-    out = tx.simulate(lambda b: looped(pipeline, b), NODES, [[1.0] * 3, [1.0] * 3, [1.0] * 5, [1.0] * 4])
-    assert [calls for calls, *_ in out] == [5] * 4
-    assert {w for _, w, _ in out[:2]} == {-3.0} and {w for _, w, _ in out[2:]} == {-5.0}
+    out = tx.simulate(looped, NODES, [[1.0] * 3, [1.0] * 3, [1.0] * 5, [1.0] * 4])
+    assert [calls for calls, _ in out] == [5] * 4
+    assert {w for _, w in out[:2]} == {-3.0} and {w for _, w in out[2:]} == {-5.0}
 
 
 def with_count(**settings: Any) -> Any:
@@ -262,15 +239,3 @@ def sent_with_buffers() -> list[int]:
     with watched() as sent:
         step(state, 2.0)
     return sorted(one.bytes for one in sent)
-
-
-def test_an_axis_of_one_rank_needs_no_message() -> None:
-    pipeline = tx.fuse(tx.mean("local"), SGD, after=tx.every(2, tx.mean("node")))
-    axes = {"node": 1, "local": 2}
-    assert "(the step's own counts)" not in [
-        row.stage for row in tx.explain(pipeline, start(), axes).rows if row.messages
-    ]
-    for other in (pipeline, tx.fuse(tx.mean("node"), SGD, after=tx.every(2, tx.mean("local")))):
-        ranks = [[1.0, 2.0, Batch(1.0, 3.0)], [2.0, None, None]]
-        pure, step = on_ranks(other, ranks, axes=axes), on_ranks(other, ranks, "step", axes)
-        assert max_diff([seen.params for seen in step], [seen.params for seen in pure]) < 1e-12

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import optree
@@ -15,7 +14,7 @@ import fjoin
 from fjoin import transforms as tx
 from fjoin.transforms.base import devices
 from tests.optimizer_table import OPTIMIZERS
-from tests.sharded_problem import PAIRS, Pair, gradients, loss_fn, start
+from tests.sharded_problem import PAIRS, gradients, loss_fn, start
 from tests.traffic import sent_to_others
 
 ADAM, INT8 = tx.adamw(0.1), tx.int8()
@@ -37,48 +36,6 @@ def train(
     state = step.flush(state).clone()
     step.close()
     return state
-
-
-ENCODED = {
-    "encoded": Pair(tx.fuse(tx.compress(INT8, SCATTER), tx.sgd(0.1, momentum=0.9), gather_codec=INT8), tx.fuse(MEAN, ADAM)),
-    "encoded, masters": Pair(tx.fuse(SCATTER, tx.mixed_precision(ADAM), gather_codec=INT8), tx.fuse(MEAN, ADAM),
-                             options={"dtype": torch.bfloat16}),
-    "feedback": Pair(
-        tx.fuse(tx.chain(tx.error_feedback(tx.compress(tx.int8(block=16), SCATTER)), tx.clip_by_value(1.0)), ADAM), tx.fuse(MEAN, ADAM)
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("name", [*PAIRS, *ENCODED])
-def test_the_step_is_the_pure_step(name: str) -> None:
-    """Values and states, of all ranks; buckets are those of the pure pipeline."""
-    pipeline, _, axes, _, options = {**PAIRS, **ENCODED}[name]
-    sizes, dtype = axes or {"data": 3}, options.get("dtype", torch.float32)
-
-    def pure(rank: int) -> Any:
-        params = start(dtype)
-        state = pipeline.init(params)
-        for i in range(5):
-            grads, weight = batch(rank, i, dtype)
-            scale = state.scale.to(dtype) if hasattr(state, "scale") else 1.0
-            weight = weight if i < 5 - rank % 3 else 0.0
-            params, state = pipeline.step(params, {p: g * scale for p, g in grads.items()}, state, weight=weight)
-        return pipeline.flush(params, state)
-
-    def one_rank(rank: int) -> Any:
-        return train(pipeline, fjoin.mesh(sizes), rank % 3, bucket_bytes=5 * 2**20, **options)
-
-    ranks = list(range(math.prod(sizes.values())))
-    tolerance = 1e-2 if dtype is torch.bfloat16 else 1e-5
-    for one, (params, state) in zip(tx.simulate(one_rank, sizes, ranks), tx.simulate(pure, sizes, ranks), strict=True):
-        torch.testing.assert_close(one.params, params, rtol=tolerance, atol=tolerance)
-        mine, theirs = tx.to_state_dict(one.pipeline), tx.to_state_dict(state)
-        assert mine.keys() >= theirs.keys()
-        tensors = [key for key, value in theirs.items() if isinstance(value, Tensor)]
-        assert [mine[key].shape for key in tensors] == [theirs[key].shape for key in tensors]
-        for key in tensors:
-            torch.testing.assert_close(mine[key], theirs[key], rtol=tolerance, atol=tolerance, msg=key, check_dtype=False)  # fmt: skip
 
 
 PARTS = 4
