@@ -50,6 +50,7 @@ def launches(make: Make) -> int:
     return len(counted(make, SHAPES)[0][-1])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", LIMITS)
 def test_a_step_launches_no_more_than_this(name: str) -> None:
     make, limit = LIMITS[name]
@@ -103,6 +104,7 @@ def last_steps(make: Make, **options: Any) -> list[list[Kernel]]:
     return counted(make, SMALL, [1.0, 2.0, 3.0, 5.0], **options)[0][-2:]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ALL)
 def test_kernels_get_no_more_numbers_of_the_host_and_no_copies_from_it(name: str) -> None:
     """Not even copies without a wait: from memory that is not pinned they go through a buffer of the driver's.
@@ -163,6 +165,7 @@ def bytes_of(make: Make) -> tuple[float, float]:
     return device.start / UNIT, device.peak / UNIT
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", BYTES)
 def test_a_step_needs_no_more_memory_than_this(name: str) -> None:
     make, between, most = BYTES[name]

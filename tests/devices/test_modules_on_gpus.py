@@ -352,7 +352,8 @@ def close(name: str, got: Values, want: dict[str, Any], **room: float) -> None:
         )
 
 
-@pytest.mark.parametrize("kind", ["interfaces", "checkpoints", pytest.param("hooks", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["interfaces", "checkpoints", "hooks"])
 def test_they_have_the_results_of_the_cpu(ranks: tuple[str, Pool], pool: Pool, kind: str, tmp_path: Path) -> None:
     device, workers = ranks
     got = workers.run(2, runs, kind, device, str(tmp_path / device))

@@ -207,12 +207,9 @@ OPTIONS: dict[str, Case] = {
     "a moving average": Case(averages),
     "a moving average of means": Case(lambda: tx.fuse(MEAN, ADAM, after=tx.ema(0.9)), KEPT),
 }
-SOME = ["zero", "zero, coded gathers", "DiLoCo, late, flushed", "left out, feedback", "loss scale, zero"]
 
 
 def cases(kind: str) -> dict[str, Case]:
-    if kind == "some options":
-        return {name: OPTIONS[name] for name in SOME}
     return {
         "rows": lambda: rows(False), "rows on nodes": lambda: rows(True), "optimizers": optimizers,
         "options": lambda: OPTIONS,
@@ -280,10 +277,8 @@ def compare(name: str, room: float, got: dict[str, Any], want: dict[str, Any]) -
         assert sums == sums_wanted, name
 
 
-LONG = ["rows", "rows on nodes", "optimizers", "options"]
-
-
-@pytest.mark.parametrize("kind", ["some options", *(pytest.param(kind, marks=pytest.mark.long) for kind in LONG)])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["rows", "rows on nodes", "optimizers", "options"])
 def test_each_rank_has_what_a_simulated_rank_has(ranks: tuple[str, Pool], kind: str) -> None:
     device, pool = ranks
     axes = {"node": 2, "local": 2} if kind == "rows on nodes" else {"data": 2}

@@ -10,7 +10,6 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.records import _device_reads
 from tests.helpers import judged, max_diff, raises_text, same_bits
 from tests.training.small import product, step_of
 
@@ -128,17 +127,3 @@ def test_ranks_with_local_gradients_agree_on_nonfinite_steps(hook: str, on_devic
         return int(state.pipeline.skipped), torch.equal(state.params["v"], torch.ones(2))
 
     assert tx.simulate(one_rank, {"data": 3}, [torch.zeros(2), X, torch.zeros(2)]) == [(1, False)] * 3
-
-
-def test_host_waits_for_skipped_steps(monkeypatch: Any) -> None:
-    """While it waits for a device, the host checks for failed ranks, also in a pipeline that never raises."""
-    waited: list[Any] = []
-    monkeypatch.setattr(_device_reads, "_await", lambda mesh, event: waited.append(event))
-    step, state = step_of(pipeline=tx.skip_if_nonfinite(tx.fuse(tx.mean("data"), tx.sgd(0.1))))
-    step.run.step_check.grads.on_device = True
-    for batch in (X, torch.tensor([1.0, float("nan")]), X):
-        state, metrics = step(state, batch)
-        before = len(waited)
-        metrics.weight  # noqa: B018
-        assert len(waited) > before
-    assert metrics.stepped

@@ -80,7 +80,7 @@ CASES = [(name, n) for name in PIPELINES for n in ((64,) if name in ROWS else (1
 
 
 @pytest.mark.gloo
-@pytest.mark.sample(8)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize(("name", "bucket_bytes"), CASES)
 def test_each_step_sends_what_is_announced(pool: Any, name: str, bucket_bytes: int) -> None:
     """In its first step the ranks compare their records too."""
@@ -137,18 +137,12 @@ def test_bytes_do_not_grow_with_the_ranks(ranks: int) -> None:
 
 
 MODELS = {
-    "small": lambda: {"a": torch.ones(10), "b": torch.ones(3, 4)},
     "with a large one": lambda: {"a": torch.ones(10), "big": torch.ones(1_000_001), "c": torch.ones(7)},
-    "only large ones": lambda: {"big": torch.ones(1_000_001), "big2": torch.ones(1_100_000)},
     "several buckets": lambda: {f"p{i}": torch.ones(1000 + 70 * i) for i in range(12)},
-    "bfloat16": lambda: {"a": torch.ones(10, dtype=torch.bfloat16), "b": torch.ones(5, dtype=torch.bfloat16)},
     "mixed": lambda: {"a": torch.ones(10, dtype=torch.bfloat16), "b": torch.ones(5), "c": torch.ones(4, dtype=torch.float64)},
-    "float64": lambda: {"a": torch.ones(10, dtype=torch.float64)},
-    "a large bucket": lambda: {f"p{i}": torch.ones(100_000 + i) for i in range(7)},
     "with an empty leaf": lambda: {"a": torch.ones(10), "none": torch.ones(0, 3)},
 }  # fmt: skip
 HOOKS = {"mean": MEAN, "clip, mean": tx.chain(tx.clip_by_value(1.0), MEAN), "noop": tx.identity()}
-BUCKET_BYTES = dict.fromkeys(MODELS, 20_000) | {"a large bucket": 1_200_000}
 
 
 def counted(model: str, hook: str, batches_of_rank: list[int]) -> tuple[list[tuple[str, int, str]], int]:
@@ -157,9 +151,7 @@ def counted(model: str, hook: str, batches_of_rank: list[int]) -> tuple[list[tup
     def loss_fn(params: Any, batch: Any) -> Any:
         return sum((p * batch).double().sum() for p in params.values())
 
-    step = fjoin.train_step(
-        loss_fn, tx.fuse(HOOKS[hook], ADAM), mesh=fjoin.mesh({"data": -1}), bucket_bytes=BUCKET_BYTES[model]
-    )
+    step = fjoin.train_step(loss_fn, tx.fuse(HOOKS[hook], ADAM), mesh=fjoin.mesh({"data": -1}), bucket_bytes=20_000)
     state = step.init(MODELS[model]())
     with (
         watched() as seen,
@@ -182,7 +174,7 @@ def counted(model: str, hook: str, batches_of_rank: list[int]) -> tuple[list[tup
 def test_a_loop_sends_what_is_announced(pool: Any, model: str, hook: str) -> None:
     """Each of 3 steps sends the announced messages, the loop two numbers before them, and a rank without input the same."""
     results = pool.run(2, counted, model, hook, [3, 1])
-    what = tx.explain(tx.fuse(HOOKS[hook], ADAM), MODELS[model](), {"data": 2}, bucket_bytes=BUCKET_BYTES[model])
+    what = tx.explain(tx.fuse(HOOKS[hook], ADAM), MODELS[model](), {"data": 2}, bucket_bytes=20_000)
     said = sorted((m.payload_bytes, str(m.dtype)) for m in announced(what))
     assert said, "something is always sent: at least the step's own counts"
     for sent, seen_by_profiler in results:

@@ -129,7 +129,7 @@ SIZES = {"in the packet": 10, "in shared memory": 100_000}
 
 
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
-@pytest.mark.parametrize("code", ["EMSGSIZE", "ENOBUFS", "EPERM", "EACCES", "ETOOMANYREFS", "ENOMEM", "EIO", "EINVAL"])
+@pytest.mark.parametrize("code", ["EMSGSIZE", "ENOBUFS", "EPERM", "ETOOMANYREFS"])
 def test_a_refused_packet_is_an_error_at_once_on_both_ranks(
     monkeypatch: pytest.MonkeyPatch, code: str, size: int
 ) -> None:
@@ -153,7 +153,7 @@ def test_a_refused_packet_is_an_error_at_once_on_both_ranks(
     second.close()
 
 
-@pytest.mark.parametrize("code", ["EPIPE", "ECONNRESET", "ENOTCONN", "ESHUTDOWN"])
+@pytest.mark.parametrize("code", ["EPIPE", "ENOTCONN"])
 def test_a_closed_peer_is_no_refusal(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
     """Data sent before the close is still read."""
     first, second = linked()

@@ -182,60 +182,6 @@ def test_an_axis_inside_a_host_shares_memory_beside_one_across_hosts(pool: Any) 
         assert sums == [2 * local + 2, 4 * node + 1] and total == 6
 
 
-def forbidden() -> Any:
-    """A mesh where a sandbox forbids rank 1 to share memory."""
-    own, rank = os.memfd_create, dist.get_rank()
-
-    def memfd_create(*args: Any) -> int:
-        raise PermissionError("not in this sandbox")
-
-    if rank == 1:
-        os.memfd_create = memfd_create  # type: ignore[assignment]
-    os.environ["FJOIN_TRANSPORT"], before = "auto", os.environ["FJOIN_TRANSPORT"]
-    try:
-        mesh, texts = fjoin.mesh({"data": -1}), []
-        try:
-            fjoin.mesh({"data": -1}, transport="shared")
-        except fjoin.TransportError as error:
-            texts.append(str(error))
-        with fjoin.bind(mesh):
-            return type(mesh.axes["data"]).__name__, tx.psum(torch.ones(30_000), "data").sum().item(), texts
-    finally:
-        os.memfd_create, os.environ["FJOIN_TRANSPORT"] = own, before
-
-
-def test_a_rank_that_may_not_share_memory_uses_gloo(pool: Any) -> None:
-    for kind, total, texts in pool.run(2, forbidden):
-        assert (kind, total, len(texts)) == ("GroupAxis", 60_000.0, 1)
-    kinds = [(kind, total) for kind, total, _ in pool.run(3, forbidden)]  # the two others could
-    assert kinds == [("GroupAxis", 90_000.0)] * 3
-
-
-def trained_on_hosts(ranks: int) -> Any:
-    with hosts_of(ranks):
-        return steps("auto", "mean", False)
-
-
-def test_training_on_several_hosts(pool: Any) -> None:
-    got, want = pool.run(4, trained_on_hosts, 2), pool.run(4, steps, "gloo", "mean")
-    for own in got:
-        torch.testing.assert_close(own, want[0], rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(own, got[0], rtol=0, atol=0)
-
-
-def mismatched() -> Any:
-    mesh = fjoin.mesh({"data": -1}, transport="shared")
-    axis = mesh.axes["data"]
-    raises_text(fjoin.DesyncError, lambda: axis.run("psum", torch.ones(5 + mesh.rank), None), "another collective")
-    other = fjoin.mesh({"data": -1}, transport="shared")
-    with pytest.raises(fjoin.DesyncError, match="another collective"):
-        other.axes["data"].run("psum" if other.rank else "pmax", torch.ones(50_000), None)
-
-
-def test_ranks_that_call_different_collectives_raise(pool: Any) -> None:
-    pool.run(2, mismatched)
-
-
 def settings() -> Any:
     with pytest.raises(fjoin.DesyncError, match="transport='gloo'"):
         fjoin.mesh({"data": -1}, transport="gloo" if dist.get_rank() else "shared")

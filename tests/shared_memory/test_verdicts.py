@@ -49,7 +49,7 @@ def steps(transport: str, hook: str, bad: str, n: int) -> Any:
     return {path: p.clone() for path, p in state.params.items()}, error, sent
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("bad", ["", "nan", "opposite", "overflow"])
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("n", SIZES)

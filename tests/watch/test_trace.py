@@ -70,6 +70,7 @@ def spans(events: list[dict[str, Any]], rank: int, row: int = 0) -> list[dict[st
     return [event for event in events if event["ph"] == "X" and event["pid"] == rank and event["tid"] == row]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", PIPELINES)
 def test_messages_are_those_of_explain_and_little_time_has_no_name(pool: Pool, name: str, tmp_path: Path) -> None:
     pool.run(2, run, str(tmp_path / "run.json"), name)
