@@ -57,16 +57,6 @@ def test_a_step_launches_no_more_than_this(name: str) -> None:
     assert len(SHAPES) == 149 and launches(make) <= limit
 
 
-def test_encoded_messages_carry_codes_only() -> None:
-    """The record goes before them: 6 numbers of two words each."""
-    make, _ = LIMITS["messages in bfloat16"]
-    found = counted(make, SHAPES)[0][-1]
-    copies = [kernel.shapes[0] for kernel in found if kernel.op == "aten::_to_copy"]
-    floats = [shape[1] for shape in copies if len(shape) == 2 and shape[0] == 1]  # as they are encoded
-    record, *sent = [kernel.shapes[0][0] for kernel in found if kernel.op.startswith("message")]
-    assert record == 12 and sent == [2 * n for n in floats] and len(floats) > 10
-
-
 def test_a_kernel_for_each_tensor_is_found() -> None:
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
         return {path: g * 0.5 for path, g in grads.items()}, state

@@ -72,6 +72,7 @@ TABLE = [
     (row("kill", "loss", 1, 3, 2, "ddp.register"), LOST, "", 10),
     (row("kill", "loss", 1, 3, 2, "ddp.register", transport="auto"), LOST, "", 10),
     (row("stop", "loss", 1, 2, 2, timeout_s=3.0), LATE, "", 6),
+    (row("stop", "loss", 1, 2, 2, timeout_s=3.0, transport="shared"), LATE, "", 6),
     # Rank 0 hosts the store, for whose answers clients wait without a time-out.
     (row("stop", "before init", 0, 0, 3, timeout_s=2.0), LATE, "within 2 s", 10),
     (row("stop", "loss", 0, 0, 3, timeout_s=2.0), LATE, "within 2 s", 10),

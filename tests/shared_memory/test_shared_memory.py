@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,9 +16,7 @@ import fjoin
 from fjoin import transforms as tx
 from fjoin.shared_memory import _rendezvous as _hosts
 from tests.helpers import raises_text, stepped
-from tests.ranks import Ranks
 
-Report = Callable[[Any], None]
 # Elements: none, fewer than ranks, those of a packet, one more, and several chunks.
 SIZES = (1, 0, 3, 16384, 16385, 1000, 150_001)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.complex64, torch.uint8)
@@ -191,48 +187,6 @@ def settings() -> Any:
 
 def test_settings(pool: Any) -> None:
     pool.run(2, settings)
-
-
-def lose(rank: int, report: Report, how: str, place: str) -> None:
-    mesh = fjoin.mesh({"data": -1}, timeout_s=2.0 if how == "stop" else 300.0, transport="shared")
-    axis = mesh.axes["data"]
-    x = torch.ones(200_000)
-    for _ in range(3):
-        mesh.reduce_(x, ("data",)).wait()
-    if how == "fork" and rank == 1:
-        child = os.fork()
-        if not child:
-            time.sleep(30)  # as the workers of a DataLoader, which outlive a rank that is killed for some seconds
-            os._exit(0)
-    store: Any = dist.distributed_c10d._get_default_store()
-    store.set(f"about to wait {rank}", "")
-    if rank == 1:
-        store.wait([f"about to wait {other}" for other in range(mesh.size)])
-        if place == "announced":
-            axis.begin("psum", x, None)
-        report("now")
-        os.kill(os.getpid(), signal.SIGSTOP if how == "stop" else signal.SIGKILL)
-    try:
-        with fjoin.bind(mesh):
-            for _ in range(2):
-                tx.psum(x, "data")
-    except Exception as error:
-        report((type(error).__name__, str(error), getattr(error, "rank", None)))
-    else:
-        report(("fine", "", None))
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("place", ["before", "announced"])
-@pytest.mark.parametrize("how", ["kill", "fork", "stop"])
-@pytest.mark.parametrize("n", [2, 3])
-def test_a_lost_rank_is_noticed(n: int, how: str, place: str) -> None:
-    with Ranks(n, lose, how, place) as run:
-        for _, seconds, (kind, text, rank) in run.after("now", n - 1):
-            assert kind == ("CollectiveTimeout" if how == "stop" else "PeerLost"), text
-            assert seconds < 5.0 if how == "stop" else seconds < 2.0, seconds
-            assert rank == (1 if how != "stop" or n == 2 else rank)
-    assert not [name for name in os.listdir("/dev/shm") if "fjoin" in name]
 
 
 def busy(transport: str) -> Any:

@@ -304,14 +304,3 @@ def test_a_signal_sets_a_flag_and_calls_the_handler_before(usr1: None) -> None:
     assert signal.getsignal(signal.SIGUSR1) is kept and not one.installed
     os.kill(os.getpid(), signal.SIGUSR1)
     assert len(calls) == 2 and requests.write(True) == 1.0
-
-
-def test_a_handler_that_was_installed_later_stays(usr1: None) -> None:
-    signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # which would end the process
-    one = OnSignal(lambda: None, on=signal.SIGUSR1)
-    one.install()
-    later = lambda number, frame: one._handle(number, frame)  # noqa: E731
-    signal.signal(signal.SIGUSR1, later)
-    os.kill(os.getpid(), signal.SIGUSR1)
-    one.uninstall()
-    assert signal.getsignal(signal.SIGUSR1) is later

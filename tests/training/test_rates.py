@@ -210,17 +210,6 @@ def trained_on_pieces(opt: tx.Optimizer, v: torch.Tensor) -> Any:
     return stepped(step, step.init({"w": torch.ones(8, 5), "v": v}), [torch.ones(1)] * 4).clone().params
 
 
-def test_the_error_does_not_change_the_state() -> None:
-    def rank(lr: float) -> Any:
-        step, state = step_of(pipeline=HOOKS["mean"](tx.sgd(Rate(0.1, lr))), donate=False)
-        state = stepped(step, state, [torch.ones(2)] * 2)
-        raises_text(fjoin.DesyncError, lambda: step(state, torch.ones(2)), "step 2", "nothing has changed")
-        return state.step, state.params["w"].tolist()
-
-    a, b = tx.simulate(rank, {"data": 2}, [0.1, 0.3])
-    assert a == b and a[0] == 2
-
-
 def on_this_rank(hook: str, name: str) -> tuple[str, int | None]:
     try:
         trained(hook, name, 0.1 + 0.1 * fjoin.mesh({"data": -1}).rank)

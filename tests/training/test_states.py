@@ -14,8 +14,8 @@ import torch
 
 import fjoin
 from fjoin import transforms as tx
-from tests.helpers import raises_text, same_bits, stepped
-from tests.training.small import X, one, quadratic, start, step_of
+from tests.helpers import raises_text, same_bits, seen_by, stepped
+from tests.training.small import MEAN_SGD, X, one, quadratic, start, step_of
 
 
 def test_a_donated_state_cannot_be_used_again() -> None:
@@ -97,30 +97,6 @@ def test_torn_state_raises() -> None:
     raises_text(fjoin.TornState, lambda: state.params, "step 1")
 
 
-def use_a_dead_mesh() -> list[str]:
-    """After a failure a mesh has no groups; to torch no group would mean all ranks."""
-    mesh = fjoin.mesh({"x": 2, "y": 1}, timeout_s=20)
-
-    def broken(params: Any, batch: Any) -> Any:
-        raise ValueError("bad batch")
-
-    pipeline = tx.fuse(tx.mean("x"), tx.sgd(1.0))
-    step, state = step_of(broken, pipeline, {"w": torch.zeros(2)}, mesh=mesh)
-    try:
-        step(state, 1.0)
-    except (ValueError, fjoin.PeerLost):
-        pass
-    texts = []
-    for axis in ("x", "y"):
-        with fjoin.bind(mesh):
-            texts.append(raises_text(fjoin.JoinError, lambda axis=axis: tx.psum(torch.ones(1), axis), "taken down"))
-    return texts
-
-
-def test_a_mesh_that_was_taken_down_does_not_reach_other_ranks(pool: Any) -> None:
-    assert all(len(texts) == 2 for texts in pool.run(2, use_a_dead_mesh))
-
-
 def freed_without_looking_for_cycles() -> list[bool]:
     gc.collect()
     gc.disable()
@@ -140,33 +116,6 @@ def freed_without_looking_for_cycles() -> list[bool]:
 def test_process_groups_go_with_the_step(pool: Any) -> None:
     """If they lived until the interpreter ends, gloo's threads could abort the process."""
     assert pool.run(2, freed_without_looking_for_cycles) == [[True] * 3] * 2
-
-
-OWING = {
-    "fed back": lambda: tx.error_feedback(tx.compress(tx.int4(), tx.mean("data"))),
-    "power_sgd": lambda: tx.error_feedback(tx.power_sgd("data", 1, min_compression_rate=0.1)),
-    "batched": lambda: tx.error_feedback(tx.batched_power_sgd("data", 1, min_compression_rate=0.1)),
-}
-
-
-@pytest.mark.parametrize("bucket_bytes", [1, 10**6])
-@pytest.mark.parametrize("hook", OWING)
-def test_residuals_are_by_path(hook: str, bucket_bytes: int) -> None:
-    """For any buckets, also where one has as many elements as a field of the state; so a custom loop can continue from it."""
-    params = {"a": torch.ones(1), "b": torch.ones(1), "m": torch.ones(6, 6)}
-    pipeline = tx.fuse(OWING[hook](), tx.sgd(0.1))
-
-    def one_rank() -> Any:
-        step = fjoin.train_step(
-            lambda p, x: (p["m"] @ x).square().sum() + p["a"].sum() * x.sum() + p["b"].sum(), pipeline,
-            bucket_bytes=bucket_bytes,
-        )  # fmt: skip
-        state = stepped(step, step.init(params), (torch.arange(6.0) + i + tx.axis_index("data") for i in range(2)))
-        return tx.to_state_dict(state.pipeline)
-
-    for saved in tx.simulate(one_rank, {"data": 2}):
-        loaded = tx.from_state_dict(pipeline.init(params), saved)
-        assert same_bits(tx.to_state_dict(loaded), saved)
 
 
 # -- going back to an earlier state: the steps after it leave nothing behind ---------------------------
@@ -208,3 +157,53 @@ def test_a_rank_that_alone_goes_back_is_an_error_on_all_ranks() -> None:
         raises_text(fjoin.DesyncError, on, "the ranks have called different train_steps")
 
     tx.simulate(one_rank, {"data": 2}, [0, 1])
+
+
+# -- a loss may return parameters in its aux and buffers, which the step must not overwrite --
+
+ONE, ZERO = torch.ones(1), torch.zeros(1)
+
+
+def distance(params: Any, batch: Any) -> torch.Tensor:
+    return ((params["w"] - batch) ** 2).sum()
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("donate", [True, False])
+def test_buffers_are_copies_of_parameters_and_of_gradients(donate: bool, accumulate: int) -> None:
+    """A copy of the parameters in every second step, kept in the others; and the gradients gathered so far in a window, to which
+    the next call adds in place."""
+
+    def loss_fn(params: Any, buffers: Any, batch: Any) -> Any:
+        n = int(buffers["n"])
+        target = params["w"].detach() if n // accumulate % 2 == 0 else buffers["target"]
+        grad = params["w"].grad
+        return distance(params, batch), None, {"target": target, "n": buffers["n"] + 1, "grad": ZERO if grad is None else grad}  # fmt: skip
+
+    buffers = {"target": ZERO, "n": torch.tensor(0), "grad": ZERO}
+    step, state = step_of(loss_fn, MEAN_SGD, {"w": ZERO}, buffers, donate=donate, accumulate=accumulate)
+    look = lambda state, _: (state.buffers["target"].item(), state.buffers["grad"].item())  # noqa: E731
+    seen = seen_by(look, step, state, [ONE] * 6 * accumulate)[accumulate - 1 :: accumulate]
+    assert [target for target, _ in seen] == pytest.approx([0.0, 0.0, 0.36, 0.36, 0.5904, 0.5904])
+    assert seen[-1][1] == pytest.approx(-2 * (1 - 0.67232) * (accumulate - 1))
+
+
+@pytest.mark.parametrize("donate", [True, False])
+def test_aux_views_of_parameters_are_copied(donate: bool) -> None:
+    def loss_fn(params: Any, batch: Any) -> Any:
+        w, other = params["w"], torch.ones(1)
+        return distance(params, batch), {"own": other, "deep": [w, (w.detach().view(1, 1), {"plain": w[:1]})], "n": 3}
+
+    step, state = step_of(loss_fn, params={"w": ZERO}, donate=donate)
+    state, metrics = step(state, ONE)
+    first, (second, third) = metrics.aux["deep"]
+    assert [t.item() for t in (first, second, third["plain"])] == [0.0] * 3 and second.shape == (1, 1)
+    assert state.params["w"].item() == pytest.approx(0.2)
+    assert metrics.aux["n"] == 3 and not first.requires_grad
+
+
+def test_aux_without_views_is_returned_unchanged() -> None:
+    own = {"a": torch.ones(3), "b": [torch.zeros(1), "text"]}
+    step, state = step_of(lambda p, b: (distance(p, b), own), params={"w": ZERO})
+    _, metrics = step(state, ONE)
+    assert metrics.aux is own

@@ -210,24 +210,6 @@ def test_pure_hooks_simulated_and_real(pool: Any, inputs: list[list[float]], las
     assert pool.run(len(inputs), on_processes, inputs) == want
 
 
-def test_the_default_dtype_does_not_matter() -> None:
-    """Bits for 12 ranks do not fit bfloat16."""
-
-    def one_rank(n: int) -> Any:
-        one = fjoin.as_joinable(tx.JoinHook())
-        with fjoin.Join([one]) as join:
-            for _ in range(n):
-                fjoin.Join.notify_join_context(one)
-        return join.last_joiner, join.iterations
-
-    kept = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        assert tx.simulate(one_rank, {"data": 12}, [1] * 9 + [3, 2, 3]) == [(9, 3)] * 12
-    finally:
-        torch.set_default_dtype(kept)
-
-
 def test_the_configuration_is_reset_after_an_exception() -> None:
     one = fjoin.as_joinable(tx.JoinHook())
     before = one._join_config

@@ -156,16 +156,6 @@ def test_a_run_that_fails_leaves_what_it_has_recorded(pool: Pool, tmp_path: Path
     assert sum(e["name"] == "step" for e in spans(events_of(tmp_path / "run.json"), 0)) >= 2
 
 
-def test_many_events_are_written_while_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fjoin.training._watch._KEPT", 10)
-    step = fjoin.train_step(lambda p, x: (p["w"] * x).sum(), tx.fuse(tx.mean("data"), tx.sgd(0.1)))
-    state = step.init({"w": torch.zeros(3)})
-    with fjoin.trace(tmp_path / "run.json"):
-        state = stepped(step, state, [torch.ones(3)] * 50)
-        assert (tmp_path / "run.json.1.rank-0.new").stat().st_size > 5000
-    assert sum(e["name"] == "step" for e in events_of(tmp_path / "run.json")) == 50
-
-
 def test_a_trace_within_a_trace_and_a_folder_that_is_not_there(tmp_path: Path) -> None:
     def nested() -> None:
         with fjoin.trace(tmp_path / "a.json"), fjoin.trace(tmp_path / "b.json"):
