@@ -37,9 +37,7 @@ LIMITS: dict[str, tuple[Make, int]] = {
     "with a clip of the norm": (lambda: tx.fuse(tx.chain(MEAN, tx.clip_by_global_norm(1.0)), tx.adamw(3e-4)), 121),
     "messages in bfloat16": (lambda: tx.fuse(tx.compress(torch.bfloat16, MEAN), tx.adamw(3e-4)), 189),
     "messages in int8": (lambda: tx.fuse(INT8, tx.adamw(3e-4)), 354),
-    "in int8, with error feedback": (
-        lambda: tx.fuse(tx.error_feedback(INT8), tx.adamw(3e-4)), 519,
-    ),
+    "in int8, with error feedback": (lambda: tx.fuse(tx.error_feedback(INT8), tx.adamw(3e-4)), 519),
     "Lion": (lambda: tx.fuse(MEAN, tx.lion(3e-4)), 166),
     "scatter_mean": (lambda: tx.fuse(SCATTER, tx.adamw(3e-4)), 148),
 }  # fmt: skip

@@ -27,9 +27,7 @@ PIPELINES: dict[str, tuple[Callable[[], tx.Pipeline], dict[str, Any]]] = {
     "clipped": (lambda: tx.fuse(tx.chain(MEAN, tx.clip_by_global_norm(0.5)), tx.adamw(0.1)), {}),
     "int8": (lambda: tx.fuse(tx.compress(INT8, tx.mean("data")), tx.adamw(0.1)), {}),
     "fed back": (lambda: tx.fuse(tx.error_feedback(tx.compress(INT8, tx.mean("data"))), tx.adamw(0.1)), {}),
-    "power_sgd": (
-        lambda: tx.fuse(tx.error_feedback(tx.power_sgd("data", min_compression_rate=0.5)), tx.adamw(0.1)), {},
-    ),
+    "power_sgd": (lambda: tx.fuse(tx.error_feedback(tx.power_sgd("data", min_compression_rate=0.5)), tx.adamw(0.1)), {}),
     "zero": (lambda: tx.fuse(SCATTER, tx.adamw(0.1)), {}),
     "zero, int8 gather": (lambda: tx.fuse(SCATTER, tx.adamw(0.1), gather_codec=INT8), {}),
     "local": (lambda: tx.local_sgd(tx.sgd(0.1), tx.mean("data"), 2), {}),

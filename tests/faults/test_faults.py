@@ -58,6 +58,8 @@ TABLE = [
     (row("exception", "loss", 1, 2, 3, "fjoin.Join"), LOST, "ValueError: injected", 10),
     (row("kill", "body", 1, 2, 3, "pipeline.step"), LOST, DIES, 30),
     (row("exception", "body", 1, 2, 2), LOST, LEAVES, 10),
+    (row("interrupt", "body", 1, 2, 2), LOST, "an interrupt", 10),
+    (row("interrupt", "evaluate", 1, 4, 3), LOST, "KeyboardInterrupt", 10),
     (row("break", "body", 1, 2, 2), LOST, LEAVES, 10),
     (row("step twice", "body", 1, 2, 2), LOST, "called the step twice in iteration 2", 10),
     (row("kill", "loss", 1, 2, 2), LOST, DIES, 4),

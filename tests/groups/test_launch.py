@@ -26,8 +26,7 @@ MPIRUN = {
 }  # fmt: skip
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 KNOWN: dict[str, tuple[dict[str, str], Launch | None]] = {
-    "python": ({}, None),
-    "torchrun": (TORCHRUN, Launch(3, 4, 1, 2)),
+    "python": ({}, None), "torchrun": (TORCHRUN, Launch(3, 4, 1, 2)),
     "torchrun inside Slurm": ({**TORCHRUN, **SRUN}, Launch(3, 4, 1, 2)),
     "torchrun of one": ({"RANK": "0", "WORLD_SIZE": "1", **SRUN}, Launch(0, 1, 0, 1)),
     "a world of one without a rank": ({"WORLD_SIZE": "1"}, None),
@@ -38,8 +37,7 @@ KNOWN: dict[str, tuple[dict[str, str], Launch | None]] = {
     "mpirun": ({**MPIRUN, **MEET}, Launch(1, 2, 1, 2)),
     "mpirun inside Slurm": ({**MPIRUN, **MEET, **SRUN, "SLURM_PROCID": "0"}, Launch(1, 2, 1, 2)),
     "mpirun of one": ({**MPIRUN, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}, None),
-    "no local rank": ({"LOCAL_RANK": "-1"}, None),
-    "a local rank of one": ({"LOCAL_RANK": "0"}, None),
+    "no local rank": ({"LOCAL_RANK": "-1"}, None), "a local rank of one": ({"LOCAL_RANK": "0"}, None),
 }  # fmt: skip
 REFUSED: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "a size without a rank": ({"WORLD_SIZE": "2"}, ("variable RANK must be", "got ''", "torchrun")),

@@ -78,31 +78,6 @@ def test_backward_inside_the_loss_is_refused_and_changes_nothing(window: int) ->
     assert state.params["w"].tolist() == [-1.0, -1.0]
 
 
-@pytest.mark.parametrize("over", ["live", "world"])
-@pytest.mark.parametrize("make", [tx.mean, tx.scatter_mean, lambda axis, over: tx.compress(tx.float32(), tx.mean(axis, over))])  # fmt: skip
-def test_windows_have_the_mean_of_their_calls_whatever_ranks_count_by(make: Any, over: str) -> None:
-    """Within a window by weights; between ranks as `over` says, as in the pure form."""
-    batches = [[(1.0, 3.0), (5.0, 1.0)], [(7.0, 2.0), (0.0, 2.0)], [(9.0, 0.0), (9.0, 0.0)]]
-
-    def one_rank(own: Any) -> float:
-        pipeline = tx.fuse(make("data", over), tx.sgd(1.0))
-        step = fjoin.train_step(lambda p, batch: p["w"].sum() * batch[0], pipeline, accumulate=2, weight=lambda b: b[1])
-        state = stepped(step, step.init({"w": torch.zeros(3)}), own)
-        return float(state.params["w"][1])
-
-    def purely(own: Any) -> float:
-        pipeline = tx.fuse(tx.accumulate(2, tx.mean("data", over)), tx.sgd(1.0))  # type: ignore[arg-type]
-        params = {"w": torch.zeros(3)}
-        state = pipeline.init(params)
-        for g, weight in own:
-            params, state = pipeline.step(params, {"w": torch.full((3,), g)}, state, weight=weight)
-        return float(params["w"][1])
-
-    want = -(2.0 + 3.5) / (2 if over == "live" else 3)
-    for run in (one_rank, purely):
-        assert tx.simulate(run, {"data": 3}, batches) == pytest.approx([want] * 3, rel=1e-6)
-
-
 def test_transforms_of_parameters_do_not_accumulate() -> None:
     after = tx.fuse(tx.mean("data"), tx.sgd(1.0), after=tx.accumulate(2, tx.identity()))
     raises_text(ValueError, lambda: fjoin.train_step(_linear, after), "every(steps, ...)")

@@ -24,7 +24,7 @@ BATCHES = make_batches(3, [[3, 2, 4, 1, 2, 5, 3], [5, 1, 2, 2], []])
 HOOKS = {
     "mean": tx.mean("data"), "of a leaf": tx.chain(tx.stateless(lambda g: g * 1.0), tx.mean("data")),
     "left out": tx.skip_if_nonfinite(tx.mean("data")), "clipped": tx.chain(tx.clip_by_global_norm(0.05), tx.mean("data")),
-    "noop": tx.identity(),
+    "noop": tx.identity(), "live": tx.mean("data", over="live"), "world": tx.mean("data", over="world"),
 }  # fmt: skip
 
 
@@ -121,22 +121,3 @@ def test_a_window_whose_first_call_is_not_finite_is_lost_whole() -> None:
     look = lambda state, metrics: (metrics.stepped and metrics.weight, float(state.params["w"][0]))  # noqa: E731
     weights, values = zip(*seen_by(look, step, state, [X] * 6), strict=True)
     assert weights == (False, False, 3.0) * 2 and values[-1] == pytest.approx(0.8)
-
-
-def fails_on_one_rank() -> Any:
-    mesh = fjoin.mesh({"data": -1}, timeout_s=30)
-    step = fjoin.train_step(loss, ADAM, mesh=mesh, accumulate=2)
-    state = stepped(step, step.init({"w": X, "v": X.clone()}), [X] * 3)
-    try:
-        state = stepped(step, state, [X * (9 if mesh.rank == 0 else 1)] * 3)
-        kind = "nothing"
-    except (ValueError, fjoin.PeerLost) as error:
-        kind = type(error).__name__
-    again = raises_text(fjoin.FjoinError, lambda: step(state, X), "cannot go on")
-    return kind, again, state.clone().params, state.step, state.batches
-
-
-def test_also_on_ranks_that_lose_a_peer(pool: Any) -> None:
-    (kind, _, here, *counts), (other, again, there, *others) = pool.run(2, fails_on_one_rank)
-    assert (kind, other) == ("ValueError", "PeerLost") and "bad batch" in again
-    assert same_bits(here, there) and counts == others == [1, 2]

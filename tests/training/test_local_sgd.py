@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import math
-import time
 import warnings
 from typing import Any
 
@@ -12,11 +11,9 @@ import optree
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.groups import GroupAxis
 from tests import problem
 from tests.helpers import judged, max_diff, raises_text, stepped
 from tests.ranks import Ranks
@@ -64,50 +61,6 @@ def test_averages_are_equal_to_the_bit(pool: Any, ranks: int, rounds: int, name:
 
 def batches(rank: int, steps: int) -> list[Any]:
     return [problem.batch(rank, step, 4) for step in range(steps)]
-
-
-class Late:
-    """A message that arrives some seconds later; `waited` is the seconds that steps have waited for such messages."""
-
-    waited = 0.0
-
-    def __init__(self, work: Any, seconds: float) -> None:
-        self._work, self._ready = work, time.monotonic() + seconds
-
-    def wait(self) -> None:
-        rest = max(0.0, self._ready - time.monotonic())
-        Late.waited += rest
-        time.sleep(rest)
-        self._work.wait()
-
-
-def computed(params: Any, batch: Any) -> Tensor:
-    time.sleep(0.1)  # the computation
-    return problem.net(params, batch)
-
-
-def seconds_waited(slow_s: float) -> float:
-    """The seconds that 12 steps wait for messages of counts, which take `slow_s`."""
-    reduce_, Late.waited = GroupAxis.begin_reduce, 0.0
-
-    def slow(self: Any, x: Tensor) -> Any:
-        work = reduce_(self, x)
-        return Late(work, slow_s) if x.numel() <= 15 else work
-
-    GroupAxis.begin_reduce = slow  # type: ignore[method-assign,assignment]
-    try:
-        step = fjoin.train_step(computed, tx.diloco(tx.sgd(0.1), tx.mean("data"), every=4))
-        stepped(step, step.init(problem.start()), batches(step.rank, 12))
-        return Late.waited
-    finally:
-        GroupAxis.begin_reduce = reduce_  # type: ignore[method-assign]
-
-
-def test_a_step_does_not_wait_for_counts(pool: Any) -> None:
-    """The message of the counts takes 0.08 s and a step at least 0.1 s; only the three steps that average wait for it, and for the
-    weights of their windows."""
-    for waited in pool.run(2, seconds_waited, 0.08):
-        assert waited < 6 * 0.08 + 0.1, waited
 
 
 # -- the end of a run: `flush` averages what has been trained since the last average --

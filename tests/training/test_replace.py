@@ -12,7 +12,6 @@ import optree
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from torch import nn
 
 import fjoin
@@ -193,31 +192,23 @@ def test_names_are_those_inside(tmp_path: Path, name: str, inside: bool) -> None
     try:
         plain, module = net(), WRAPPERS[name](net())
         plain, module = (nn.Sequential(plain), nn.Sequential(module)) if inside else (plain, module)
-        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
-        found = []
+        x, found = torch.randn(4, 3), []
         for one in (plain, module):
             apply, params, buffers = fjoin.functional(one)
             out, after = apply.with_buffers(params, buffers, x)
             found.append((params, buffers, {"out": out}, after))
         assert all(same(a, b) for a, b in zip(*found, strict=True))
-
-        def loss(params: Any, x: Any) -> Any:
-            return apply.eval()(params, buffers, x).square().mean()
-
+        loss = lambda p, x: apply.eval()(p, buffers, x).square().mean()  # noqa: E731
         step = fjoin.train_step(loss, tx.fuse(tx.mean("data"), tx.sgd(0.1)))
         state, _ = step(step.init(params), x)
-        fjoin.save(tmp_path / "step", step, state)
-        fjoin.checkpoint.export(tmp_path / "step", tmp_path / "model")
-        assert load_file(tmp_path / "model").keys() == params.keys()
         for into in (module, plain):
             fjoin.load_into(into, state)
             assert same(dict(fjoin.functional(into)[1]), dict(state.params))
         if not inside:
             fjoin.save(tmp_path / "objects", {"model": module}, 1)
             other = net()
-            assert fjoin.load(tmp_path / "objects", {"model": other}) == 1 and same(
-                other.state_dict(), plain.state_dict()
-            )
+            assert fjoin.load(tmp_path / "objects", {"model": other}) == 1
+            assert same(other.state_dict(), plain.state_dict())
     finally:
         dist.destroy_process_group()
 

@@ -143,22 +143,6 @@ def test_a_step_goes_on_from_an_earlier_state(pipeline: tx.Pipeline, donate: boo
         assert number == 5 and all(same_bits(params, want) and steps == 5 for params, steps in others)
 
 
-def test_a_rank_that_alone_goes_back_is_an_error_on_all_ranks() -> None:
-    def one_rank(rank: int) -> None:
-        step, state = one(LOCAL, donate=False)
-        first, _ = step(state, X)
-        second, _ = step(first, X)
-
-        def on() -> None:
-            nonlocal second
-            for _ in range(2):
-                second, _ = step(first if rank == 1 else second, X)
-
-        raises_text(fjoin.DesyncError, on, "the ranks have called different train_steps")
-
-    tx.simulate(one_rank, {"data": 2}, [0, 1])
-
-
 # -- a loss may return parameters in its aux and buffers, which the step must not overwrite --
 
 ONE, ZERO = torch.ones(1), torch.zeros(1)

@@ -252,7 +252,7 @@ def test_one_rank_leaves_before_its_first_step(pool: Pool) -> None:
     assert kind == "PeerLost" and "rank 0 left the loop over" in text and "stop()" in text
 
 
-@pytest.mark.sample(8)
+@pytest.mark.long
 @pytest.mark.parametrize("case", [None, "together", "alone", "exception", "stop"])
 @pytest.mark.parametrize("kind", KINDS[:2])
 def test_an_iterator_that_lives_until_the_interpreter_ends(kind: str, case: str | None) -> None:

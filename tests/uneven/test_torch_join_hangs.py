@@ -175,12 +175,9 @@ def check_torch(what: str, ranks: int = 2) -> list[Any]:
 
 # What ours comes to: a rank without input does not move by itself, and is averaged; inputs are 1 after a division.
 OURS = {
-    "zero first": [-2.0] * 2,
-    "eval": [-2.0] * 2,
-    "local sgd": [-2.0] * 2,
-    "buffer hook": [3.0] * 2,
+    "zero first": [-2.0] * 2, "eval": [-2.0] * 2, "local sgd": [-2.0] * 2, "buffer hook": [3.0] * 2,
     "in forward": [-3.0] * 2,
-}
+}  # fmt: skip
 
 
 @pytest.mark.sample(4)
