@@ -69,6 +69,7 @@ def test_means_differ_by_the_order_of_rounding(pool: Any, name: str, ranks: int,
         assert (ours - mean).abs().max() < 4 * torch.finfo(dtype).eps
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("name", HALF)
 def test_half_precision_hooks_are_more_accurate_than_torch(pool: Any, name: str, ranks: int) -> None:
@@ -108,12 +109,16 @@ def empty_or_zero(name: str) -> Any:
     return [(out.numel(), out.min().item(), out.max().item()) for out in seen]
 
 
-@pytest.mark.parametrize("name", TYPES)
-def test_single_numbers_and_zero_gradients(pool: Any, name: str) -> None:
-    for rank, seen in enumerate(pool.run(2, empty_or_zero, name)):
-        want = rank + 1.0 if name == "NOOP" else 1.5
-        for (n, low, high), value, size in zip(seen, (0.0, want) * 3, (1, 1, 1, 1, 1600, 1600), strict=True):
-            assert n == size and low == pytest.approx(value, abs=1e-2) and high == pytest.approx(value, abs=1e-2)
+def of_all_types() -> list[Any]:
+    return [empty_or_zero(name) for name in TYPES]
+
+
+def test_single_numbers_and_zero_gradients(pool: Any) -> None:
+    for rank, of_types in enumerate(pool.run(2, of_all_types)):
+        for name, seen in zip(TYPES, of_types, strict=True):
+            want = rank + 1.0 if name == "NOOP" else 1.5
+            for (n, low, high), value, size in zip(seen, (0.0, want) * 3, (1, 1, 1, 1, 1600, 1600), strict=True):
+                assert n == size and (low, high) == pytest.approx((value, value), abs=1e-2), name
 
 
 # -- PowerSGD, which reducer/test_power_sgd.py compares with torch's -----------------------------------
@@ -138,6 +143,7 @@ def after_999(name: str) -> Any:
     return seen
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", [name for name in TYPES if "POWER" in name])
 def test_compression_begins_after_a_thousand_passes(pool: Any, name: str) -> None:
     """Torch's hook does the same or raises. The ranks of the matrices are compared, since random factors differ."""

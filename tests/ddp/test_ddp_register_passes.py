@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from typing import Any
 from unittest import mock
@@ -16,39 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 import fjoin
 from fjoin import transforms as tx
 from fjoin.records import DeviceReads, _record
-from tests.ddp.register_problem import EVEN, HOOKS, SMALL, Branches, check, samples
+from tests.ddp.register_problem import EVEN, HOOKS, SMALL, Branches, samples
 from tests.helpers import max_diff, same_bits
-from tests.oracle import whole_batch
 from tests.oracle.whole_batch import make_batches, make_model, mean_loss
 from tests.traffic import watched
-
-
-def accumulate() -> Any:
-    """Two micro-batches a step; the weights are those of both."""
-    ddp = DistributedDataParallel(make_model(), **SMALL)
-    handle = fjoin.ddp.register(ddp, tx.fuse(tx.mean("data"), tx.adamw(0.05)))
-    own = make_batches(1, [[3, 2, 4, 2], [5, 1, 2, 6]])[dist.get_rank()]
-    for i in range(0, 4, 2):
-        first, second = own[i], own[i + 1]
-        total = samples(first) + samples(second)
-        ddp.zero_grad()
-        with ddp.no_sync():
-            (mean_loss(ddp, first) * samples(first) / total).backward()
-        handle.weight(total)
-        (mean_loss(ddp, second) * samples(second) / total).backward()
-    assert handle.step == 2
-    return {path: p.detach().clone() for path, p in ddp.module.named_parameters()}, handle.total
-
-
-def test_accumulation_under_no_sync(pool: Any) -> None:
-    model, batches = make_model(), make_batches(1, [[3, 2, 4, 2], [5, 1, 2, 6]])
-    optimizer = torch.optim.AdamW(model.parameters(), 0.05)
-    for i in (0, 2):
-        parts = [own[j] for own in batches for j in (i, i + 1)]
-        whole_batch.train(model, optimizer, [[tuple(torch.cat(part) for part in zip(*parts, strict=True))]])  # type: ignore[list-item]
-    results = pool.run(2, accumulate)
-    check(results, whole_batch.parameters(model))
-    assert results[0][1] == 14.0
 
 
 def unused(ours: bool) -> Any:
@@ -153,41 +123,6 @@ def test_what_is_announced_is_sent(pool: Any, hook: str, alone: bool, options: d
         assert all(announced) or (hook == "noop" and alone)
 
 
-# Whose weights are counted after backward.
-AFTER_BACKWARD = {
-    "clip first": tx.chain(tx.clip_by_global_norm(1.0), tx.mean("data")),
-    "skip": tx.skip_if_nonfinite(tx.compress(tx.int8(), tx.mean("data"))),
-}  # fmt: skip
-
-
-def passes_of(hook: str, weights: list[list[float]], bad: list[int]) -> Any:
-    """In each pass the total and whether parameters have moved; the ranks that are found to be bad in the last one."""
-    torch.manual_seed(0)
-    ddp, rank, seen = DistributedDataParallel(nn.Linear(3, 2)), dist.get_rank(), []
-    handle = fjoin.ddp.register(ddp, tx.fuse(AFTER_BACKWARD[hook], tx.adamw(0.1, weight_decay=0.5)))
-    for own in weights:
-        before = ddp.module.weight.detach().clone()
-        handle.weight(own[rank])
-        with watched() as sent:
-            ddp(torch.ones(1, 3)).sum().backward()
-        announced = [m.payload_bytes for row in handle.explain().rows for m in row.messages]
-        assert sorted(one.bytes for one in sent) == sorted(announced)
-        seen.append((handle.total, not torch.equal(before, ddp.module.weight)))
-    try:
-        ddp(torch.full((1, 3), math.nan if rank in bad else 1.0)).sum().backward()
-    except fjoin.NonFinite as error:
-        return seen, error.ranks
-    return seen, None
-
-
-@pytest.mark.gloo
-@pytest.mark.parametrize("hook", AFTER_BACKWARD)
-def test_ranks_that_are_summed_after_backward_are_counted(pool: Any, hook: str) -> None:
-    for seen, ranks in pool.run(3, passes_of, hook, [[1.0, 2.0, 0.0], [0.0] * 3], [0, 2]):
-        assert seen == [(3.0, True), (0.0, False)]
-        assert ranks == (None if hook == "skip" else ())
-
-
 # -- slips around a module that steps in its backward pass --------------------------------------------
 
 X = torch.ones(4, 3)
@@ -211,10 +146,13 @@ def stepped_twice(kind: Any) -> list[str]:
     return [str(one.message) for one in seen if "steps" in str(one.message)]
 
 
-@pytest.mark.parametrize("kind", ["the same", "only a hook", "another model", "a part"])
-def test_warns_once_about_an_optimizer_beside_a_registered_pipeline(pool: Any, kind: str) -> None:
-    for found in pool.run(2, stepped_twice, kind):
-        assert len(found) == (kind == "the same") and all("remove optimizer.step()" in text for text in found)
+def all_kinds() -> list[list[str]]:
+    return [stepped_twice(kind) for kind in ("the same", "only a hook", "another model", "a part")]
+
+
+def test_warns_once_about_an_optimizer_beside_a_registered_pipeline(pool: Any) -> None:
+    for (text,), *others in pool.run(2, all_kinds):
+        assert "remove optimizer.step()" in text and others == [[]] * 3
 
 
 def without_zero_grad(zero_grad: Any, view: Any, window: Any) -> Any:
@@ -233,8 +171,7 @@ def without_zero_grad(zero_grad: Any, view: Any, window: Any) -> Any:
     return [p.detach().clone() for p in ddp.parameters()]
 
 
-@pytest.mark.parametrize("window", [1, 2, 3])
-@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize(("view", "window"), [(False, 2), (True, 1)])
 def test_a_loop_without_zero_grad_steps_as_one_with_it(pool: Any, view: bool, window: int) -> None:
     (with_it,), (without,) = (pool.run(1, without_zero_grad, zero, view, window) for zero in (True, False))
     assert max_diff(with_it, without) == 0

@@ -3,14 +3,12 @@
 LateDevice      events come late, and an abort cuts off whatever the device has not reached
 OrderedDevice   kernels run in streams; accesses to memory that nothing orders are reported
 CountingDevice  kernels and bytes are counted
-poisoned()      messages of real ranks arrive at their wait, and not before
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
-import math
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -48,6 +46,13 @@ def tensors(tree: Any) -> list[Tensor]:
 
 def is_view(func: Any) -> bool:
     return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+
+
+@contextlib.contextmanager
+def quietly(x: Tensor) -> Iterator[None]:
+    """Messages of torch write into memory without a new version."""
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(x):
+        yield
 
 
 # -- two ranks in one process ------------------------------------------------------------------------------------------
@@ -613,123 +618,3 @@ def kernels_without_meta() -> Iterator[None]:
         yield
     finally:
         library._destroy()
-
-
-# -- messages that arrive at their wait --------------------------------------------------------------------------------
-
-# Collectives that send their argument itself; the others send a copy.
-SENT = {"all_gather", "all_to_all", "all_to_all_single", "psum_scatter", "ppermute"}
-
-
-class Seen:
-    """What was seen of the messages of one rank.
-
-    Attributes:
-        begun: The number of messages.
-        written: Messages whose memory was written to before they were awaited.
-        under_way: Messages that are not awaited yet.
-    """
-
-    def __init__(self) -> None:
-        self.begun, self.written, self.under_way = 0, list[str](), dict[PoisonedMessage, str]()
-
-    @property
-    def faults(self) -> list[str]:
-        never = [f"never waited for: {text}" for text in self.under_way.values()]
-        return [f"written to while under way: {text}" for text in self.written] + never
-
-
-def poison(x: Tensor) -> None:
-    """Fill with NaN, or with bits that are no usual number."""
-    with quietly(x):
-        x.fill_(math.nan) if x.is_floating_point() else x.view(-1).view(torch.uint8).fill_(0x5A)
-
-
-@contextlib.contextmanager
-def quietly(x: Tensor) -> Iterator[None]:
-    """Messages of torch write into memory without a new version."""
-    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(x):
-        yield
-
-
-def bits(x: Tensor) -> Tensor:
-    return x.detach().contiguous().view(-1).view(torch.uint8).clone()
-
-
-class PoisonedMessage:
-    """A message that has been sent and awaited in secret.
-
-    Args:
-        memory: What must not be written to until the wait.
-        finish: Puts the result there.
-    """
-
-    def __init__(self, seen: Seen, text: str, memory: Tensor, finish: Callable[[], Any]) -> None:
-        self._seen, self._memory, self._before, self._finish = seen, memory, bits(memory), finish
-        seen.begun += 1
-        seen.under_way[self] = text
-
-    def arrived(self) -> bool:
-        return True
-
-    def wait(self) -> Any:
-        text = self._seen.under_way.pop(self, None)
-        if text is None:  # a second wait does nothing
-            return None
-        if not torch.equal(self._before, bits(self._memory)):
-            self._seen.written.append(text)
-        return self._finish()
-
-    __call__ = wait
-
-
-@contextlib.contextmanager
-def poisoned() -> Iterator[Seen]:
-    """All messages of this process's axes are late."""
-    seen, inside = Seen(), [False]
-
-    def once(late: Callable[..., Any], old: Callable[..., Any]) -> Callable[..., Any]:
-        """A method, which other methods of the axis call as it was."""
-
-        def method(axis: Any, *args: Any, **kwargs: Any) -> Any:
-            if inside[0]:
-                return old(axis, *args, **kwargs)
-            inside[0] = True
-            try:
-                return late(old, axis, *args, **kwargs)
-            finally:
-                inside[0] = False
-
-        return method
-
-    def message(op: str, memory: Tensor, result: Tensor) -> PoisonedMessage:
-        def finish() -> None:
-            with quietly(memory):
-                memory.copy_(result)
-
-        return PoisonedMessage(seen, f"{op} of {memory.numel()} {memory.dtype}", memory, finish)
-
-    def begin_reduce(old: Any, axis: Any, buffer: Tensor) -> Any:
-        if not buffer.numel():
-            return old(axis, buffer)
-        copy = buffer.detach().clone()
-        old(axis, copy).wait()
-        poison(buffer)
-        return message("psum", buffer, copy)
-
-    def begin(old: Any, axis: Any, op: str, x: Tensor, arg: Any) -> Any:
-        result, memory = old(axis, op, x, arg)(), x if op in SENT else x.reshape(-1)[:0]
-        return PoisonedMessage(seen, f"{op} of {tuple(x.shape)} {x.dtype}", memory, lambda: result)
-
-    def begin_gather(old: Any, axis: Any, flat: Tensor, sizes: Sequence[int], rank: int) -> Any:
-        copy, start = flat.detach().clone(), sum(sizes[:rank])
-        old(axis, copy, sizes, rank).wait()
-        for other in (flat[:start], flat[start + sizes[rank] :]):  # the own piece can be read
-            poison(other)
-        return message("gather", flat, copy)
-
-    with contextlib.ExitStack() as stack:
-        for late in (begin_reduce, begin, begin_gather):
-            method = once(late, vars(GroupAxis)[late.__name__])
-            stack.enter_context(mock.patch.object(GroupAxis, late.__name__, method))
-        yield seen

@@ -78,6 +78,7 @@ def trained(name: str, threaded: bool) -> list[Tensor]:
     return [p.detach().clone() for p in state.params.values()]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", PIPELINES)
 def test_a_pipeline_runs_in_another_thread(name: str) -> None:
     assert all(map(torch.equal, trained(name, True), trained(name, False)))

@@ -151,6 +151,7 @@ def failed(pool: Any, folder: Path, cases: list[Case], fault: str | None = None)
     return wrong
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", PIPELINES)
 def test_after_a_failure_a_state_is_right_or_torn(pool: Any, tmp_path: Path, name: str) -> None:
     assert "\n".join(failed(pool, tmp_path, [(name, "raises", 3, True), (name, "raises", 2, False)])) == ""
@@ -236,6 +237,7 @@ def raised(pool: Any, cases: list[Any], fault: str | None = None) -> list[str]:
     return wrong
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("reads", ["none", "all", "first", "close", "leave"])
 def test_ranks_raise_for_nan_at_the_same_step(pool: Any, reads: str) -> None:
     steps = [STEPS - 2, STEPS - 1] + [1] * (reads != "leave")

@@ -99,19 +99,12 @@ def late() -> tx.Pipeline:
 
 
 PIPELINES: dict[str, tuple[Make, dict[str, Any]]] = {
-    "mean": (mean, {}),
-    "one bucket": (mean, {"bucket_cap_mb": 25}),
-    "views": (mean, {"gradient_as_bucket_view": True}),
-    "static graph": (mean, {"static_graph": True}),
-    "windows": (mean, {"window": 2}),
-    "zero": (zero, {}),
-    "zero, clip": (lambda: tx.zero(CLIPPED, ADAM, "data"), {}),
-    "clip": (lambda: tx.fuse(CLIPPED, ADAM), {}),
-    "left out": (lambda: tx.skip_if_nonfinite(mean()), {}),
-    "loss scale": (lambda: tx.dynamic_loss_scale(mean(), 8.0, growth_interval=2), {"scaled": True}),
-    "local SGD": (lambda: tx.local_sgd(ADAM, tx.mean("data"), 2), {}),
-    "DiLoCo, late": (late, {}),
-}
+    "mean": (mean, {}), "one bucket": (mean, {"bucket_cap_mb": 25}), "views": (mean, {"gradient_as_bucket_view": True}),
+    "static graph": (mean, {"static_graph": True}), "windows": (mean, {"window": 2}), "zero": (zero, {}),
+    "zero, clip": (lambda: tx.zero(CLIPPED, ADAM, "data"), {}), "clip": (lambda: tx.fuse(CLIPPED, ADAM), {}),
+    "left out": (lambda: tx.skip_if_nonfinite(mean()), {}), "local SGD": (lambda: tx.local_sgd(ADAM, tx.mean("data"), 2), {}),
+    "loss scale": (lambda: tx.dynamic_loss_scale(mean(), 8.0, growth_interval=2), {"scaled": True}), "DiLoCo, late": (late, {}),
+}  # fmt: skip
 
 
 def hooks() -> dict[str, tx.Transform]:
@@ -284,19 +277,15 @@ INTERFACES: dict[str, Callable[[str], Values]] = {
         for name, row in PIPELINES.items()
     },
     "Optimizer": lambda device: stepped(device, lambda ddp: fjoin.Optimizer(ddp.parameters(), ADAM)),
-    "ZeroRedundancyOptimizer": lambda device: stepped(device, sharded),
+    "ZeroRedundancyOptimizer": lambda device: stepped(device, sharded), "GradScaler": scaled_by_torch,
     "ZeroRedundancyOptimizer in backward": lambda device: stepped(device, zero_hooked),
-    "GradScaler": scaled_by_torch,
     "PeriodicModelAverager": lambda device: averaged(device, fjoin.PeriodicModelAverager(2)),
     "HierarchicalModelAverager": lambda device: averaged(device, fjoin.HierarchicalModelAverager({2: 2})),
     "PostLocalSGDOptimizer": lambda device: averaged(device, fjoin.PeriodicModelAverager(2), True),
     "Join": lambda device: joined(device, lambda ddp: torch.optim.SGD(ddp.parameters(), 0.1)),
     "Join, sharded": lambda device: joined(device, lambda ddp: sharded(ddp, torch.optim.SGD, 0.1)),
-    "generic Join": counted,
-    "own loop": own_loop,
-    "evaluate": evaluated,
-    "sync_batch_norm": normalised,
-}
+    "generic Join": counted, "own loop": own_loop, "evaluate": evaluated, "sync_batch_norm": normalised,
+}  # fmt: skip
 
 
 def cases(kind: str, folder: str) -> dict[str, Callable[[str], Values]]:
@@ -352,7 +341,8 @@ def close(name: str, got: Values, want: dict[str, Any], **room: float) -> None:
         )
 
 
-@pytest.mark.parametrize("kind", ["interfaces", "checkpoints", pytest.param("hooks", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["interfaces", "checkpoints", "hooks"])
 def test_they_have_the_results_of_the_cpu(ranks: tuple[str, Pool], pool: Pool, kind: str, tmp_path: Path) -> None:
     device, workers = ranks
     got = workers.run(2, runs, kind, device, str(tmp_path / device))

@@ -129,90 +129,53 @@ def optimizers() -> dict[str, Case]:
     }
 
 
-def zero(hook: tx.Transform = MEAN, optimizer: tx.Optimizer = ADAM) -> Make:
-    return lambda: tx.zero(hook, optimizer, "data")
-
-
-def scaled(pipeline: Make) -> Make:
-    return lambda: tx.dynamic_loss_scale(pipeline(), 64.0, growth_interval=2)
-
-
-def skipping(pipeline: Make) -> Make:
-    return lambda: tx.skip_if_nonfinite(pipeline())
-
-
-def local(every: int, hook: tx.Transform = MEAN, **options: Any) -> Make:
-    return lambda: tx.local_sgd(ADAM, hook, every, **options)
-
-
-def diloco(hook: tx.Transform = MEAN, every: int = 2, **options: Any) -> Make:
-    return lambda: tx.diloco(ADAM, hook, every, **options)
-
-
-def mean() -> tx.Pipeline:
-    return tx.fuse(MEAN, ADAM)
-
-
-def coded() -> tx.Pipeline:
-    return tx.fuse(INT8, ADAM)
-
-
-def clipped() -> tx.Pipeline:
-    return tx.fuse(tx.chain(MEAN, CLIP), ADAM)
-
-
 def averages() -> tx.Pipeline:
     return tx.fuse(tx.identity(), ADAM, after=tx.chain(tx.every(2, tx.average_parameters("data")), tx.ema(0.9)))
 
 
+PIPELINES: dict[str, Make] = {
+    "mean": lambda: tx.fuse(MEAN, ADAM), "coded": lambda: tx.fuse(INT8, ADAM), "clip": lambda: tx.fuse(tx.chain(MEAN, CLIP), ADAM),
+    "zero": lambda: tx.zero(MEAN, ADAM, "data"), "zero, masters": lambda: tx.zero(MEAN, tx.mixed_precision(ADAM), "data"),
+    "zero, Muon": lambda: tx.zero(MEAN, tx.partition({"*.weight": tx.muon(0.05), "*": ADAM}), "data"),
+    "zero, clip": lambda: tx.zero(tx.chain(MEAN, CLIP), ADAM, "data"),
+    "zero, coded gathers": lambda: tx.fuse(SCATTER, ADAM, gather_codec=tx.int8(block=8)),
+    "zero, clip of slices": lambda: tx.fuse(tx.chain(SCATTER, CLIP), ADAM), "local SGD": lambda: tx.local_sgd(ADAM, MEAN, 3),
+    "local SGD, states too": lambda: tx.local_sgd(ADAM, MEAN, 2, state="average"),
+    "local SGD, int8": lambda: tx.local_sgd(ADAM, INT8, 2), "post-local": lambda: tx.post_local_sgd(ADAM, MEAN, 2, 2),
+    "DiLoCo": lambda: tx.diloco(ADAM, MEAN, 2), "DiLoCo, late": lambda: tx.diloco(ADAM, MEAN, 2, delay=1),
+    "DiLoCo, late, int8": lambda: tx.diloco(ADAM, INT8, 2, delay=1),
+    "DiLoCo, fragments": lambda: tx.diloco(ADAM, MEAN, 4, delay=1, fragments=2, mix=0.5), "a moving average": averages,
+}  # fmt: skip
+
+
+def skipping(name: str) -> Make:
+    return lambda: tx.skip_if_nonfinite(PIPELINES[name]())
+
+
+def scaled(name: str) -> Make:
+    return lambda: tx.dynamic_loss_scale(PIPELINES[name](), 64.0, growth_interval=2)
+
+
 KEPT: dict[str, Any] = {"donate": False}
+MEAN_OF: Make = PIPELINES["mean"]
 OPTIONS: dict[str, Case] = {
-    "one bucket": Case(mean, {"bucket_bytes": 10**6}),
-    "kept states": Case(mean, KEPT),
-    "kept states, feedback": Case(coded, KEPT),
-    "accumulated": Case(mean, {"accumulate": 2}),
-    "auxiliary values": Case(mean, loss="auxiliary"),
-    "remat": Case(mean, loss="remat"),
-    "remat, offloaded": Case(mean, loss="offload"),
-    "remat, all offloaded": Case(coded, loss="offload, all"),
-    "zero": Case(zero()),
-    "zero, Muon": Case(zero(optimizer=tx.partition({"*.weight": tx.muon(0.05), "*": ADAM})), room=0.05),
-    "zero, masters": Case(zero(optimizer=tx.mixed_precision(ADAM))),
-    "zero, kept states": Case(zero(), KEPT),
-    "zero, accumulated": Case(zero(), {"accumulate": 2}),
-    "zero, offloaded": Case(zero(), loss="offload"),
-    "zero, clip": Case(zero(tx.chain(MEAN, CLIP))),
-    "zero, coded gathers": Case(lambda: tx.fuse(SCATTER, ADAM, gather_codec=tx.int8(block=8))),
-    "zero, clip of slices": Case(lambda: tx.fuse(tx.chain(SCATTER, CLIP), ADAM)),
-    "local SGD": Case(local(2)),
-    "local SGD, states too": Case(local(2, state="average")),
-    "local SGD, int8": Case(local(2, INT8)),
-    "local SGD, flushed": Case(local(3), flush=True),
-    "post-local": Case(lambda: tx.post_local_sgd(ADAM, MEAN, 2, 2)),
-    "DiLoCo": Case(diloco()),
-    "DiLoCo, late": Case(diloco(delay=1)),
-    "DiLoCo, late, flushed": Case(diloco(delay=1), flush=True),
-    "DiLoCo, late, kept states": Case(diloco(delay=1), KEPT),
-    "DiLoCo, late, int8": Case(diloco(INT8, delay=1)),
-    "DiLoCo, fragments": Case(diloco(every=4, delay=1, fragments=2, mix=0.5), flush=True),
-    "clip": Case(clipped),
-    "left out": Case(skipping(mean), poisoned=(1, 2)),
-    "left out, feedback": Case(skipping(coded), poisoned=(1,)),
-    "left out, zero": Case(skipping(zero()), poisoned=(1,)),
-    "loss scale": Case(scaled(mean), poisoned=(1, 2)),
-    "loss scale, zero": Case(scaled(zero()), poisoned=(2,)),
-    "loss scale, clip, kept states": Case(scaled(clipped), KEPT, poisoned=(1,)),
-    "buffers of each rank": Case(mean, loss="buffers"),
-    "buffers, every second step": Case(mean, {"on_buffers": tx.every(2, tx.average_buffers("data"))}, "buffers"),
-    "a moving average": Case(averages),
+    **{name: Case(make, room=0.05 if "Muon" in name else 1e-4) for name, make in PIPELINES.items()},
+    **{f"{name}, kept states": Case(PIPELINES[name], KEPT) for name in ("mean", "coded", "zero", "DiLoCo, late")},
+    **{f"{name}, accumulated": Case(PIPELINES[name], {"accumulate": 2}) for name in ("mean", "zero")},
+    **{f"{name}, flushed": Case(PIPELINES[name], flush=True) for name in ("local SGD", "DiLoCo, late", "DiLoCo, fragments")},
+    **{f"{loss}, {name}": Case(PIPELINES[name], loss=loss) for loss, name in (
+        ("auxiliary", "mean"), ("remat", "mean"), ("offload", "mean"), ("offload, all", "coded"), ("offload", "zero"), ("buffers", "mean"),
+    )},
+    "one bucket": Case(MEAN_OF, {"bucket_bytes": 10**6}), "left out": Case(skipping("mean"), poisoned=(1, 2)),
+    "left out, feedback": Case(skipping("coded"), poisoned=(1,)), "left out, zero": Case(skipping("zero"), poisoned=(1,)),
+    "loss scale": Case(scaled("mean"), poisoned=(1, 2)), "loss scale, zero": Case(scaled("zero"), poisoned=(2,)),
+    "loss scale, clip, kept states": Case(scaled("clip"), KEPT, poisoned=(1,)),
+    "buffers, every second step": Case(MEAN_OF, {"on_buffers": tx.every(2, tx.average_buffers("data"))}, "buffers"),
     "a moving average of means": Case(lambda: tx.fuse(MEAN, ADAM, after=tx.ema(0.9)), KEPT),
-}
-SOME = ["zero", "zero, coded gathers", "DiLoCo, late, flushed", "left out, feedback", "loss scale, zero"]
+}  # fmt: skip
 
 
 def cases(kind: str) -> dict[str, Case]:
-    if kind == "some options":
-        return {name: OPTIONS[name] for name in SOME}
     return {
         "rows": lambda: rows(False), "rows on nodes": lambda: rows(True), "optimizers": optimizers,
         "options": lambda: OPTIONS,
@@ -280,10 +243,8 @@ def compare(name: str, room: float, got: dict[str, Any], want: dict[str, Any]) -
         assert sums == sums_wanted, name
 
 
-LONG = ["rows", "rows on nodes", "optimizers", "options"]
-
-
-@pytest.mark.parametrize("kind", ["some options", *(pytest.param(kind, marks=pytest.mark.long) for kind in LONG)])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["rows", "rows on nodes", "optimizers", "options"])
 def test_each_rank_has_what_a_simulated_rank_has(ranks: tuple[str, Pool], kind: str) -> None:
     device, pool = ranks
     axes = {"node": 2, "local": 2} if kind == "rows on nodes" else {"data": 2}

@@ -27,15 +27,24 @@ PIPELINES: dict[str, tuple[Callable[[], tx.Pipeline], dict[str, Any]]] = {
     "clipped": (lambda: tx.fuse(tx.chain(MEAN, tx.clip_by_global_norm(0.5)), tx.adamw(0.1)), {}),
     "int8": (lambda: tx.fuse(tx.compress(INT8, tx.mean("data")), tx.adamw(0.1)), {}),
     "fed back": (lambda: tx.fuse(tx.error_feedback(tx.compress(INT8, tx.mean("data"))), tx.adamw(0.1)), {}),
-    "power_sgd": (
-        lambda: tx.fuse(tx.error_feedback(tx.power_sgd("data", min_compression_rate=0.5)), tx.adamw(0.1)), {},
-    ),
+    "power_sgd": (lambda: tx.fuse(tx.error_feedback(tx.power_sgd("data", min_compression_rate=0.5)), tx.adamw(0.1)), {}),
     "zero": (lambda: tx.fuse(SCATTER, tx.adamw(0.1)), {}),
     "zero, int8 gather": (lambda: tx.fuse(SCATTER, tx.adamw(0.1), gather_codec=INT8), {}),
     "local": (lambda: tx.local_sgd(tx.sgd(0.1), tx.mean("data"), 2), {}),
     "skip": (lambda: tx.skip_if_nonfinite(tx.fuse(MEAN, tx.adamw(0.1))), {}),
     "accumulate": (lambda: tx.fuse(MEAN, tx.adamw(0.1)), {"accumulate": 2}),
     "state kept": (lambda: tx.fuse(MEAN, tx.adamw(0.1)), {"donate": False}),
+}  # fmt: skip
+
+
+# Of this file alone.
+MORE: dict[str, tuple[Callable[[], tx.Pipeline], dict[str, Any]]] = {
+    "loss scale": (lambda: tx.dynamic_loss_scale(tx.fuse(MEAN, tx.sgd(0.1)), 8.0, growth_interval=3), {}),
+    "by path": (lambda: tx.fuse(tx.partition({"[ab]": MEAN, "*": tx.compress(INT8, MEAN)}), tx.adamw(0.1)), {}),
+    "first whole, then int8": (lambda: tx.fuse(tx.switch_after(2, MEAN, tx.compress(INT8, MEAN)), tx.sgd(0.1)), {}),
+    "zero, accumulate": (lambda: tx.fuse(SCATTER, tx.adamw(0.1)), {"accumulate": 2}),
+    "local, late": (lambda: tx.diloco(tx.sgd(0.1), MEAN, 3, tx.sgd(0.7), delay=1), {}),
+    "local, average of states": (lambda: tx.local_sgd(tx.adamw(0.1), MEAN, 2, state="average"), {}),
 }  # fmt: skip
 
 
@@ -57,7 +66,7 @@ def reports(name: str, *faults: tuple[Any, str, Any], leaf: Any = None, other: b
         leaf: The stream of a leaf's gradient, given its bucket and place.
         other: Whether the steps are in another stream than `init`, which waits for that of `init`.
     """
-    make, options = PIPELINES[name]
+    make, options = (PIPELINES | MORE)[name]
     own = params()
     with OrderedDevice().used(*faults) as device, contextlib.ExitStack() as stack:
         device.leaf_stream = leaf or device.leaf_stream
@@ -77,7 +86,7 @@ def reports(name: str, *faults: tuple[Any, str, Any], leaf: Any = None, other: b
     return device.reports
 
 
-@pytest.mark.parametrize("name", PIPELINES)
+@pytest.mark.parametrize("name", [*PIPELINES, *MORE])
 def test_no_step_leaves_anything_to_chance(name: str) -> None:
     assert "\n".join(reports(name)[:5]) == ""
 

@@ -16,8 +16,7 @@ from fjoin.groups import StepEnd, _connect, _group_mesh, _teardown
 from fjoin.groups._message import Unfinished
 from fjoin.step import StepCheck
 from fjoin.transforms.base import devices
-from tests.groups.ends import End, a_step, end_of, ends, params
-from tests.helpers import judged
+from tests.groups.ends import End, end_of, ends, params
 from tests.traffic import watched
 
 NEVER = float("inf")
@@ -198,12 +197,3 @@ def test_groups_of_nccl_are_aborted_at_the_same_time() -> None:
     _teardown._abort([Group(), Group()])
     _teardown._abort([])
     assert not both.broken
-
-
-def test_loop_end_raises_for_a_nonfinite_step_on_a_device() -> None:
-    step = judged(a_step(None), True)
-    for bad in (0, 1, 2):  # the last one and the one before are not read by a later step
-        state = step.init(params())
-        with pytest.raises(fjoin.NonFinite, match=f"step {bad}"):
-            for batch in step.join([X * (float("nan") if i == bad else 1.0) for i in range(3)]):
-                state, _ = step(state, batch)

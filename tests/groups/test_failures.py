@@ -7,12 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 import fjoin
 from fjoin.groups import Traffic
-from fjoin.groups._failures import Failures, Store, is_backend_error
-from fjoin.groups._meetings import Meetings
+from fjoin.groups._failures import Failures
 from fjoin.shared_memory import PeerGone
 
 
@@ -68,22 +66,6 @@ def test_error_does_not_name_a_rank_that_lost_another(monkeypatch: pytest.Monkey
         assert isinstance(cause, fjoin.PeerLost) and (cause.rank, cause.step) == (blamed, 3), str(cause)
 
 
-@pytest.mark.parametrize("came", [True, False])
-def test_a_result_counts_although_its_rank_has_failed_since(came: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ranks raise for what they have compared; neither tells the other's error."""
-
-    def check(rank: int) -> None:  # between this rank's look for the result and its look for failures
-        store.update({"mesh/0,1/1/result": {"result": "compared"}} if came else {})
-        raise fjoin.PeerLost("rank 0 failed", rank=0)
-
-    store: Any = Values()
-    monkeypatch.setattr(dist, "get_rank", lambda: 1)
-    try:
-        assert Meetings(store, "mesh", 9.0, check).exchange("a comparison", 0, len, [0, 1]) == "compared" and came
-    except fjoin.PeerLost:
-        assert not came
-
-
 @pytest.mark.parametrize(
     ("text", "kind"),
     [
@@ -100,28 +82,3 @@ def test_a_result_counts_although_its_rank_has_failed_since(came: bool, monkeypa
 def test_errors_that_count_as_a_lost_peer(text: str, kind: str) -> None:
     """An error of user code with a similar text does not count."""
     assert type(failures(0, [0], Values()).root_cause(RuntimeError(text), 0)).__name__ == kind
-
-
-class Ended:
-    """A store whose host has ended; it counts its calls."""
-
-    calls = 0
-
-    def add(self, key: str, amount: int) -> int:
-        self.calls += 1
-        raise dist.DistNetworkError("Connection reset by peer")
-
-    def set(self, key: str, text: str) -> None:
-        self.add(key, 1)
-
-
-def test_each_call_of_a_broken_store_raises_the_error_of_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended: Any = Ended()
-    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: dist.HashStore())
-    store = Store()
-    store._store = ended
-    for call in (lambda: store.add(1.0, "a"), lambda: store.set(1.0, "a", "b"), lambda: store.get(1.0, "a")):
-        with pytest.raises(dist.DistNetworkError, match="Connection reset by peer") as caught:
-            call()
-        assert is_backend_error(caught.value)
-    assert ended.calls == 1  # each attempt would make torch print a warning

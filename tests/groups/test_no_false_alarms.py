@@ -132,23 +132,12 @@ def device_meshes(rank: int) -> None:
             kept.append(mesh)
 
 
-def two_loops(rank: int) -> None:
-    """All ranks leave a loop before its end; in the next one over the same group a rank is late."""
-    mesh = fjoin.mesh({"data": -1}, transport="gloo", timeout_s=LONG_S)
-    for last in (1, 4):
-        for i, _ in enumerate(fjoin.join([torch.ones(2)] * 6, mesh=mesh)):
-            if rank == 0 and last == 4 and i == 2:
-                late()
-            if i == last:
-                break
-
-
 # A program, its ranks, and how many of them are there at its end.
 PROGRAMS: dict[str, tuple[Callable[[int], None], int, int]] = {
     "rows": (rows, 4, 4), "broadcast": (partial(broadcast, closes=True), 4, 4),
     "without close": (partial(broadcast, closes=False), 4, 3), "again": (again, 2, 2),
     "two modules": (two_modules, 2, 2), "fork": (fork, 2, 2), "without descriptors": (without_descriptors, 2, 2),
-    "device meshes": (device_meshes, 4, 4), "two loops": (two_loops, 2, 2),
+    "device meshes": (device_meshes, 4, 4),
 }  # fmt: skip
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
-import threading
 from typing import Any
 
 import pytest
@@ -57,25 +54,6 @@ def test_a_rank_that_runs_other_code_raises_before_the_first_message(what: str, 
         else:
             assert end.kind in ("DesyncError", "PeerLost") and all(part in end.text for part in parts), end
             assert end.rank in (1, None) or what in ("one mesh more", "throw later"), end
-
-
-def be_late(rank: int) -> str:
-    """What this process prints."""
-    with tempfile.TemporaryFile() as file:
-        kept = os.dup(2)
-        os.dup2(file.fileno(), 2)
-        step = a_step(fjoin.mesh({"data": -1}))
-        threading.Event().wait(1.2 * rank)
-        state = step.init(params())
-        threading.Event().wait(1.2 * rank)
-        step(state, X)
-        os.dup2(kept, 2)
-        file.seek(0)
-        return file.read().decode()
-
-
-def test_nothing_is_printed_while_a_rank_is_late() -> None:
-    assert [end.value for end in ends(2, be_late)] == ["", ""]
 
 
 @pytest.mark.parametrize(

@@ -67,22 +67,3 @@ def test_different_step_order_raises_before_any_change(hook: str, on_device: boo
 @pytest.mark.parametrize("hook", ["mean", "int8", "noop"])
 def test_another_order_on_processes(pool: Any, hook: str, ranks: int) -> None:
     pool.run(ranks, in_another_order, hook)
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("hook", HOOKS)
-def test_the_same_order_is_fine(hook: str) -> None:
-    """This includes a second init, 70 steps of one mesh, and ranks without input."""
-
-    def one_rank(n: int) -> Any:
-        mesh = fjoin.mesh({"data": -1})
-        for _ in range(20):
-            steps, states = three_steps(hook, mesh)
-        states[1] = steps[1].init({"w": torch.zeros(3)})
-        for batch in fjoin.join([1.0] * n, steps=steps):
-            for i in (2, 0, 1):
-                states[i], metrics = steps[i](states[i], batch)
-                assert metrics.loss <= 0 or n == 0 or hook == "noop" or hook == "left out"
-        return [state.step for state in states]
-
-    assert tx.simulate(one_rank, {"data": 3}, [3, 0, 2]) == [[3, 3, 3]] * 3

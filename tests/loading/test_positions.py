@@ -22,14 +22,9 @@ from fjoin.loading._generators import Streams
 from tests.helpers import raises_text, same_bits
 from tests.loading.loaders import Stateful, loader_of, run
 
-POINTS = [(0, -1), (0, 0), (0, 2), (1, -1), (1, 3), (1, 5), (2, 5)]
-# The loader, the samples of each rank, with Shuffled those of all, and where the run is saved.
-RUNS: dict[str, tuple[str, list[int], list[tuple[int, int]]]] = {
-    **{kind: (kind, [36 if kind == "Shuffled" else 12], POINTS) for kind in ("shuffle", "generator", "own state", "list", "Shuffled")},
-    # Rank 1 runs out in the middle, and rank 2 has one batch, or none.
-    **{f"{kind}, uneven": (kind, sizes, [(0, 0), (0, 1), (0, 2), (0, 4), (0, 5), (1, -1), (1, 3)])
-       for kind, sizes in (("shuffle", [12, 6, 2]), ("generator", [12, 6, 2]), ("own state", [12, 6, 2]), ("list", [12, 6, 0]))},
-}  # fmt: skip
+POINTS = [(0, 0), (0, 1), (0, 4), (0, 5), (1, -1), (1, 3)]
+# By loader the samples of each rank, of which rank 1 runs out in the middle; with Shuffled those of all. test_same_run.py has one rank.
+RUNS = {"shuffle": [12, 6, 2], "generator": [12, 6, 2], "own state": [12, 6, 2], "list": [12, 6, 0], "Shuffled": [36]}
 
 
 def on(folder: Path, kind: str, sizes: list[int], **given: Any) -> list[Any]:
@@ -44,20 +39,12 @@ def rest(ranks: list[Any], at: tuple[int, int]) -> list[Any]:
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("name", RUNS)
-def test_resumed_equals_uncut(name: str, own: bool, tmp_path: Path) -> None:
-    kind, sizes, points = RUNS[name]
-    for at in points:
-        whole = on(tmp_path / str(at), kind, sizes, save_at=at, own=own)
+@pytest.mark.parametrize("kind", RUNS)
+def test_resumed_equals_uncut(kind: str, own: bool, tmp_path: Path) -> None:
+    for at in POINTS:
+        whole = on(tmp_path / str(at), kind, RUNS[kind], save_at=at, own=own)
         assert len(whole[0]) == 18
-        assert on(tmp_path / str(at), kind, sizes, restores=True, own=own) == rest(whole, at), at
-
-
-@pytest.mark.parametrize("at", [(0, 2), (1, -1), (1, 3)])
-def test_resumed_equals_uncut_with_workers(at: tuple[int, int], tmp_path: Path) -> None:
-    """Workers seed their streams by the stream of the main process when the epoch begins."""
-    whole = on(tmp_path, "workers", [12], save_at=at, background=True)
-    assert on(tmp_path, "workers", [12], restores=True) == rest(whole, at)
+        assert on(tmp_path / str(at), kind, RUNS[kind], restores=True, own=own) == rest(whole, at), at
 
 
 @pytest.mark.parametrize("kind", ["shuffle", "own state", "Shuffled"])
@@ -198,30 +185,16 @@ def test_what_cannot_be_saved_or_loaded() -> None:
 
 
 NOW = ("streams", "now")
+BYTES = torch.zeros(8, dtype=torch.uint8)
 ODD: list[tuple[Any, ...]] = [
     (*NOW, "numpy_rest", 1, 10**9),  # numpy would read its memory there
-    (*NOW, "numpy_rest", 1, 625),
-    (*NOW, "numpy_rest", 1, -1),
-    (*NOW, "numpy_rest", 1, 1.0),
-    (*NOW, "numpy_rest", 2, "x"),
-    (*NOW, "numpy_rest", []),
-    (*NOW, "numpy", torch.zeros(8, dtype=torch.uint8)),
-    (*NOW, "python", torch.zeros(625 * 8, dtype=torch.uint8).fill_(255)),
-    (*NOW, "python_rest", 0, 9),
-    (*NOW, "python_rest", 1, "x"),
-    (*NOW, "torch", torch.zeros(5056, dtype=torch.uint8)),
-    (*NOW, "cuda", 3),
-    (*NOW, "own", 3),
-    (*NOW, "own", {"sampler.generator: torch": {"torch": torch.zeros(3, dtype=torch.uint8)}}),
-    (*NOW, "own", {"sampler.generator: pcg64": {"pcg64": {"bit_generator": "PCG64"}}}),
-    (*NOW, "own", {"sampler.generator: no kind": {}}),
-    (*NOW, None),
-    ("streams", {}),
-    ("epoch", -1),
-    ("batches", "1"),
-    ("rank", True),
-    ("ended", 1),
-]
+    *((*NOW, "numpy_rest", 1, odd) for odd in (625, -1, 1.0)), (*NOW, "numpy_rest", 2, "x"), (*NOW, "numpy_rest", []),
+    (*NOW, "numpy", BYTES), (*NOW, "python", torch.zeros(625 * 8, dtype=torch.uint8).fill_(255)), (*NOW, "python_rest", 0, 9),
+    (*NOW, "python_rest", 1, "x"), (*NOW, "torch", torch.zeros(5056, dtype=torch.uint8)), (*NOW, "cuda", 3), (*NOW, "own", 3),
+    (*NOW, "own", {"sampler.generator: torch": {"torch": BYTES}}), (*NOW, "own", {"sampler.generator: no kind": {}}),
+    (*NOW, "own", {"sampler.generator: pcg64": {"pcg64": {"bit_generator": "PCG64"}}}), (*NOW, None), ("streams", {}),
+    ("epoch", -1), ("batches", "1"), ("rank", True), ("ended", 1),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("odd", ODD, ids=lambda odd: " ".join(map(str, odd))[:40])
@@ -266,30 +239,3 @@ class NotReady:
 
 def test_parts_of_a_loader_may_not_be_ready() -> None:
     assert len([*fjoin.join(NotReady())]) == 3
-
-
-class Floats(torch.utils.data.DataLoader[Any]):
-    """With a generator in the place of an iterator."""
-
-    def __iter__(self) -> Any:
-        for batch in super().__iter__():
-            yield batch.float()
-
-
-def test_persistent_workers_of_a_loader_with_an_iter_of_its_own() -> None:
-    def run(position: Any, epochs: int) -> tuple[list[float], Any]:
-        torch.manual_seed(3)
-        loop, seen = (
-            fjoin.join(Floats(range(6), 2, shuffle=True, num_workers=1, persistent_workers=True)),
-            list[float](),
-        )
-        if position is not None:
-            loop.load_state_dict(position)
-        for _ in range(loop.epoch, epochs):
-            for batch in loop:
-                seen += batch.tolist()
-        return seen, loop.state_dict()
-
-    uncut, (first, position) = run(None, 2)[0], run(None, 1)
-    torch.manual_seed(4)
-    assert first + run(position, 2)[0] == uncut

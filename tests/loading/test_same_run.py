@@ -188,6 +188,14 @@ class Stateful(DataLoader[Tensor]):
         return batch
 
 
+class Doubles(DataLoader[Tensor]):
+    """With a generator in the place of an iterator."""
+
+    def __iter__(self) -> Any:
+        for batch in super().__iter__():
+            yield batch * 2
+
+
 class Stream(IterableDataset[Tensor]):
     """Each worker has samples of its own."""
 
@@ -312,6 +320,9 @@ WORKERS: dict[str, Form] = {
         loader(dataset=Stream, num_workers=2), "warn warn silent warn silent", loader(dataset=Stream, num_workers=1)
     ),
     "persistent workers": Form(loader(shuffle=True, num_workers=1, persistent_workers=True)),
+    "persistent workers, an iterator of its own": Form(
+        lambda: Doubles(SAMPLES, SIZE, shuffle=True, num_workers=1, persistent_workers=True)
+    ),
     "persistent workers, generator=": Form(
         loader(shuffle=True, generator=generator, num_workers=1, persistent_workers=True)
     ),
@@ -333,6 +344,7 @@ def check(form: Form, folder: Path, cuts: list[tuple[int, int]]) -> None:
     assert found == {cut: one for cut, one in zip(CUTS, verdicts, strict=True) if cut in cuts}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ROWS)
 def test_a_resumed_run_is_the_same_or_says_why_not(name: str, tmp_path: Path) -> None:
     check(ROWS[name], tmp_path, CUTS)

@@ -101,24 +101,6 @@ def test_helpers_outside_steps_do_not_wait_for_the_device(weight: Any, sent: lis
     assert set(sent) == {"meta"}
 
 
-OPTIMIZERS = {
-    "adagrad": lambda: tx.adagrad(0.1, lr_decay=0.1),
-    "sgd with dampening": lambda: tx.sgd(0.1, momentum=0.9, dampening=0.5),
-    "tabulated": lambda: tx.lion(tx.from_torch_scheduler(lambda o: torch.optim.lr_scheduler.StepLR(o, 1), 0.1, 2)),
-    "lamb": lambda: tx.lamb(tx.cosine(0.1, 10)),
-}
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers_step_in_place_without_waiting(name: str) -> None:
-    """Optimizers for which torch has no kernel, or one that reads the number of steps."""
-    opt, param, step_check = OPTIMIZERS[name](), torch.empty(3, 4, device="meta"), torch.empty((), device="meta")
-    state = opt.init_param(param)
-    with NoWaiting():
-        for _ in range(3):
-            opt.step_param_(param, torch.empty_like(param), state, grad_scale=step_check, found_inf=step_check)
-
-
 def with_one_gpu(rank: int, report: Any) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     devices.kind, devices.count = lambda: "cuda", lambda: 1

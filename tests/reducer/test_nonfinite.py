@@ -10,7 +10,6 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.records import _device_reads
 from tests.helpers import judged, max_diff, raises_text, same_bits
 from tests.training.small import product, step_of
 
@@ -92,53 +91,3 @@ def test_nonfinite_step_on_a_device_changes_nothing_and_raises_later() -> None:
         raises_text(fjoin.NonFinite, lambda: step(state, X), "step 1", "loss of rank 0")  # noqa: B023
         state, metrics = step(state, X)
         assert metrics.loss == metrics.loss and not same_bits(state.params, before.params)
-
-
-LOCAL_HOOKS = {
-    "some": lambda: tx.masked(tx.mean("data"), "w"),
-    "sometimes": lambda: tx.switch_after(9, tx.masked(tx.mean("data"), "w"), tx.identity()),
-    "by path": lambda: tx.partition({"w": tx.mean("data"), "*": tx.identity()}),
-}
-
-
-@pytest.mark.parametrize("on_device", [False, True])
-@pytest.mark.parametrize("hook", LOCAL_HOOKS)
-def test_ranks_with_local_gradients_agree_on_nonfinite_steps(hook: str, on_device: bool) -> None:
-    """A gradient that is not finite on one rank alone is an error on all, and skipped by all."""
-
-    def one_rank(batch: Tensor) -> Any:
-        pipeline = tx.fuse(LOCAL_HOOKS[hook](), tx.sgd(0.1))
-        step = judged(fjoin.train_step(sqrt_loss, pipeline), on_device)
-        state = step.init({"w": torch.ones(2), "v": torch.ones(2)})
-
-        def run() -> None:
-            nonlocal state
-            state, _ = step(state, batch)
-            step.close()  # where a device's verdict is read
-
-        text = raises_text(fjoin.NonFinite, run, "a gradient of rank 1 is not finite")
-        assert ("'v'" in text) == (bool(batch[0]) and not on_device)
-        assert torch.equal(state.params["w"], torch.ones(2)) and torch.equal(state.params["v"], torch.ones(2))
-
-        skipping = judged(fjoin.train_step(sqrt_loss, tx.skip_if_nonfinite(pipeline)), on_device)
-        state = skipping.init({"w": torch.ones(2), "v": torch.ones(2)})
-        state, _ = skipping(state, batch)
-        assert torch.equal(state.params["w"], torch.ones(2)) and state.pipeline.skipped == 1
-        state, _ = skipping(state, batch * 0)
-        return int(state.pipeline.skipped), torch.equal(state.params["v"], torch.ones(2))
-
-    assert tx.simulate(one_rank, {"data": 3}, [torch.zeros(2), X, torch.zeros(2)]) == [(1, False)] * 3
-
-
-def test_host_waits_for_skipped_steps(monkeypatch: Any) -> None:
-    """While it waits for a device, the host checks for failed ranks, also in a pipeline that never raises."""
-    waited: list[Any] = []
-    monkeypatch.setattr(_device_reads, "_await", lambda mesh, event: waited.append(event))
-    step, state = step_of(pipeline=tx.skip_if_nonfinite(tx.fuse(tx.mean("data"), tx.sgd(0.1))))
-    step.run.step_check.grads.on_device = True
-    for batch in (X, torch.tensor([1.0, float("nan")]), X):
-        state, metrics = step(state, batch)
-        before = len(waited)
-        metrics.weight  # noqa: B018
-        assert len(waited) > before
-    assert metrics.stepped

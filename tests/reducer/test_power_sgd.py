@@ -1,38 +1,19 @@
-"""PowerSGD in a step: as torch's, as simulated, in any buckets, on uneven inputs."""
+"""PowerSGD in a step, in any buckets: as torch's hook."""
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 import fjoin
 from fjoin import transforms as tx
-from tests.ddp.register_problem import EVEN
-from tests.helpers import max_diff, same_bits
 from tests.oracle import torch_power_sgd as torchs
-from tests.oracle.whole_batch import make_batches, make_model
 
 
 def made(rank: int = 1, **settings: Any) -> tx.Transform:
     return tx.power_sgd("data", rank, **{"min_compression_rate": 1.0, **settings})
-
-
-HOOKS: dict[str, Any] = {
-    "alone": made,
-    "fed back": lambda: tx.error_feedback(made()),
-    "cold": lambda: tx.error_feedback(made(warm_start=False, over="live")),
-    "late, clipped": lambda: tx.chain(tx.error_feedback(made(warmup_steps=2)), tx.clip_by_global_norm(0.5)),
-    "by path": lambda: tx.partition({"*.weight": tx.error_feedback(made()), "*": tx.mean("data", over="world")}),
-    "bfloat16": lambda: tx.error_feedback(tx.compress(torch.bfloat16, made())),
-    "int8 late": lambda: tx.switch_after(1, tx.mean("data"), tx.error_feedback(tx.compress(tx.int8(block=8), made()))),
-    "batched": lambda: tx.error_feedback(tx.batched_power_sgd("data", min_compression_rate=1.0)),
-    "batched fp8": lambda: tx.compress(tx.fp8(block=8), tx.batched_power_sgd("data", min_compression_rate=1.0)),
-}
 
 
 # -- torch's ---------------------------------------------------------------------------------------
@@ -73,88 +54,3 @@ def test_equal_to_torchs_hook(pool: Any, rank: int, feedback: bool) -> None:
                 for path, p in theirs.items():
                     way = (p - start[path]).norm()
                     assert (ours[path] - p).norm() < 1e-9 * way, (path, bucket_bytes)
-
-
-# -- steps -----------------------------------------------------------------------------------------
-
-PARAMS = {"a.weight": (8, 6), "a.bias": (6,), "b.weight": (6, 7), "b.bias": (7,), "c.weight": (7, 6), "scale": ()}
-SIZES = [5, 3, 0]  # batches of each rank
-
-
-def net() -> dict[str, torch.Tensor]:
-    g = torch.Generator().manual_seed(0)
-    return {path: torch.randn(shape, generator=g) * 0.5 for path, shape in PARAMS.items()}
-
-
-def net_loss(p: Any, batch: torch.Tensor) -> torch.Tensor:
-    x = torch.tanh(torch.tanh(batch @ p["a.weight"] + p["a.bias"]) @ p["b.weight"] + p["b.bias"])
-    return ((x @ p["c.weight"]).tanh() * p["scale"] - batch[:, :6]).square().mean()
-
-
-def trained(hook: str, bucket_bytes: int, ordered: bool = False) -> Any:
-    mesh = fjoin.mesh({"data": -1}, timeout_s=60)
-    if ordered:
-        for axis in mesh.axes.values():
-            axis.ordered = True
-    step = fjoin.train_step(
-        net_loss, tx.fuse(HOOKS[hook](), tx.adam(0.02)), mesh=mesh, weight=lambda b: 1.0 + mesh.rank, bucket_bytes=bucket_bytes
-    )  # fmt: skip
-    state, seen = step.init(net()), []
-    batches = [
-        torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * i + mesh.rank)) for i in range(SIZES[mesh.rank])
-    ]
-    for batch in step.join(batches):
-        state, metrics = step(state, batch)
-        seen.append((metrics.loss, metrics.weight))
-    out = {path: p.clone() for path, p in state.params.items()}, seen, tx.to_state_dict(state.pipeline.hook)
-    step.close()
-    return out
-
-
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("hook", HOOKS)
-def test_on_processes_as_simulated_in_any_buckets(pool: Any, hook: str) -> None:
-    """Parameters, losses and the hook's own state, on uneven inputs; to the bit where sums are ordered."""
-    by_leaf = "batched" not in hook and hook not in ("bfloat16", "int8 late")  # whose blocks or matrices are a bucket's
-    for ranks, ordered in ((2, False), (3, True)):
-        whole = tx.simulate(lambda: trained(hook, 10**6), {"data": ranks})
-        for bucket_bytes in (10**6, 300, 1):
-            simulated = tx.simulate(lambda: trained(hook, bucket_bytes), {"data": ranks})  # noqa: B023
-            assert not by_leaf or same_bits(simulated, whole)
-            if bucket_bytes > 1:
-                assert same_bits(pool.run(ranks, trained, hook, bucket_bytes, ordered), simulated)
-        assert all(same_bits(params, whole[0][0]) for params, *_ in whole) and max_diff(whole[0][0], net()) > 1e-2
-
-
-def test_only_compressed_leaves_have_residuals() -> None:
-    _, _, kept = tx.simulate(lambda: trained("fed back", 300), {"data": 2})[0]
-    matrices = {"a.weight", "b.weight", "c.weight"}
-    assert {name.removeprefix("error.") for name in kept if name.startswith("error.")} == matrices
-    assert {name.removeprefix("inner.q.") for name in kept if name.startswith("inner.q.")} == matrices
-
-
-def in_their_memory(module: bool) -> list[bool]:
-    """Whether the means of a step lie where its gradients lay, bucket by bucket."""
-    hook, seen = tx.error_feedback(made()), []
-
-    def update(grads: Any, *args: Any, donated: bool = False, wire: Any = None, **extra: Any) -> Any:
-        out, state = hook.update(grads, *args, donated=donated, wire=wire, **extra)
-        seen.append(all(out[path].data_ptr() == g.data_ptr() for path, g in grads.items() if g.dim() == 2))
-        return out, state
-
-    spied = tx.fuse(dataclasses.replace(hook, update=update), tx.sgd(0.1))
-    if module:
-        ddp = DistributedDataParallel(make_model(dtype=torch.float32))
-        fjoin.ddp.register(ddp, spied)
-        ddp(make_batches(1, EVEN, torch.float32)[0][0][0]).sum().backward()
-    else:
-        step = fjoin.train_step(net_loss, spied, mesh=fjoin.mesh({"data": -1}), bucket_bytes=300)
-        step(step.init(net()), torch.ones(4, 8))
-        step.close()
-    return seen
-
-
-@pytest.mark.parametrize("module", [False, True], ids=["step", "module"])
-def test_means_are_written_over_the_gradients(pool: Any, module: bool) -> None:
-    for seen in pool.run(2, in_their_memory, module):
-        assert seen and all(seen)

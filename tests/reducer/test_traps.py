@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 from typing import Any, NamedTuple
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -14,8 +15,8 @@ from torch import Tensor
 import fjoin
 from fjoin import transforms as tx
 from fjoin.buckets import GradBuffer
-from tests.helpers import raises_text, stepped
-from tests.training.small import step_of
+from tests.helpers import judged, max_diff, raises_text, stepped
+from tests.training.small import net_batch, net_loss, net_params, step_of
 
 MEAN_SGD = tx.fuse(tx.mean("data"), tx.sgd(1.0))
 
@@ -28,9 +29,8 @@ def _w(n: int = 2) -> dict[str, Tensor]:
     return {"w": torch.zeros(n)}
 
 
-@pytest.mark.parametrize("size", [1000, 2])
 @pytest.mark.parametrize("hook", [tx.mean("data"), tx.chain(tx.clip_by_value(1e9), tx.mean("data"))], ids=["mean", "other"])  # fmt: skip
-@pytest.mark.parametrize(("ranks", "window"), [(1, 1), (3, 1), (1, 3)])
+@pytest.mark.parametrize(("ranks", "window", "size"), [(1, 1, 1000), (3, 1, 2), (1, 3, 2)])
 def test_gradients_that_share_memory_are_distinct(ranks: int, window: int, hook: tx.Transform, size: int) -> None:
     """autograd hands two leaves views of one gradient: summed in place they would be summed twice. A second micro-batch adds in place
     to the first one's gradient."""
@@ -78,31 +78,6 @@ def test_backward_inside_the_loss_is_refused_and_changes_nothing(window: int) ->
     assert state.params["w"].tolist() == [-1.0, -1.0]
 
 
-@pytest.mark.parametrize("over", ["live", "world"])
-@pytest.mark.parametrize("make", [tx.mean, tx.scatter_mean, lambda axis, over: tx.compress(tx.float32(), tx.mean(axis, over))])  # fmt: skip
-def test_windows_have_the_mean_of_their_calls_whatever_ranks_count_by(make: Any, over: str) -> None:
-    """Within a window by weights; between ranks as `over` says, as in the pure form."""
-    batches = [[(1.0, 3.0), (5.0, 1.0)], [(7.0, 2.0), (0.0, 2.0)], [(9.0, 0.0), (9.0, 0.0)]]
-
-    def one_rank(own: Any) -> float:
-        pipeline = tx.fuse(make("data", over), tx.sgd(1.0))
-        step = fjoin.train_step(lambda p, batch: p["w"].sum() * batch[0], pipeline, accumulate=2, weight=lambda b: b[1])
-        state = stepped(step, step.init({"w": torch.zeros(3)}), own)
-        return float(state.params["w"][1])
-
-    def purely(own: Any) -> float:
-        pipeline = tx.fuse(tx.accumulate(2, tx.mean("data", over)), tx.sgd(1.0))  # type: ignore[arg-type]
-        params = {"w": torch.zeros(3)}
-        state = pipeline.init(params)
-        for g, weight in own:
-            params, state = pipeline.step(params, {"w": torch.full((3,), g)}, state, weight=weight)
-        return float(params["w"][1])
-
-    want = -(2.0 + 3.5) / (2 if over == "live" else 3)
-    for run in (one_rank, purely):
-        assert tx.simulate(run, {"data": 3}, batches) == pytest.approx([want] * 3, rel=1e-6)
-
-
 def test_transforms_of_parameters_do_not_accumulate() -> None:
     after = tx.fuse(tx.mean("data"), tx.sgd(1.0), after=tx.accumulate(2, tx.identity()))
     raises_text(ValueError, lambda: fjoin.train_step(_linear, after), "every(steps, ...)")
@@ -126,58 +101,12 @@ def test_optimizers_start_from_the_parameters_that_all_have() -> None:
     assert tx.simulate(one_rank, {"data": 3}, [1.0, 2.0, 3.0]) == [1.0] * 3
 
 
-def test_rejected_state_does_not_affect_the_current_one() -> None:
-    step, first = step_of(_linear, MEAN_SGD, _w(), accumulate=2)
-    second, _ = step(first, 1.0)
-    raises_text(fjoin.DonatedState, lambda: step(first, 1.0), "donated")
-    third, metrics = step(second, 1.0)
-    assert metrics.weight == 2 and third.params["w"].tolist() == [-1.0, -1.0]
-    other = fjoin.train_step(_linear, MEAN_SGD, accumulate=2)
-    raises_text(ValueError, lambda: other(third, 1.0), "another train_step's init")
-    assert third.step == 1
-
-
 def test_a_state_of_an_earlier_init_is_refused() -> None:
     step, old = step_of(_linear, MEAN_SGD, _w(4))
     new = step.init(_w(3))
     raises_text(ValueError, lambda: step(old, 1.0), "earlier init")
     new, _ = step(new, 1.0)
     assert new.step == 1
-
-
-def test_sum_names_may_first_appear_in_a_later_step() -> None:
-    step, state = step_of(lambda p, b: (_linear(p, b), {"sum": {"n": 1}}), MEAN_SGD, _w(), weight=lambda b: b)
-    state, metrics = step(state, 0.0)
-    assert metrics.weight == 0
-    state, metrics = step(state, 1.0)
-    assert metrics.sums == {"n": 1.0}
-
-
-def test_numpy_weights() -> None:
-    hook = tx.mean("data")
-    for weight in (np.float32(2), np.int64(2)):
-        ((out, state),) = tx.simulate(
-            lambda g, w=weight: hook.update(g, hook.init(g), weight=w), {"data": 1}, [torch.tensor(3.0)]
-        )
-        assert out == 3
-
-
-@pytest.mark.parametrize("hook", [tx.mean("data"), tx.chain(tx.clip_by_value(1e9), tx.mean("data"))], ids=["mean", "other"])  # fmt: skip
-@pytest.mark.parametrize("window", [1, 2])
-@pytest.mark.parametrize(("dtype", "weight"), [(torch.bfloat16, 1001), (torch.float16, 70_000)])
-def test_16_bit_loss_keeps_equal_gradients(hook: tx.Transform, window: int, dtype: torch.dtype, weight: int) -> None:
-    """bfloat16 makes 1000 of the weight 1001, and float16 cannot hold 70,000."""
-
-    def one_rank(n: int) -> Any:
-        options: Any = {"weight": lambda b: n, "accumulate": window}
-        step, state = step_of(lambda p, b: _linear(p, b).to(dtype), tx.fuse(hook, tx.sgd(1.0)), _w(), **options)
-        for _ in range(window):
-            state, metrics = step(state, torch.ones(2))
-        return state.params["w"].tolist(), metrics.weight
-
-    for params, total in tx.simulate(one_rank, {"data": 3}, [weight, weight, 0]):
-        # A window adds gradients times the rounded weight, and counts that one.
-        assert all(abs(p + 1) < 1e-6 for p in params) and total == pytest.approx(2 * window * weight, rel=1e-3)
 
 
 # -- large gradients are sent from the memory in which autograd hands them over, unless others share it --
@@ -264,3 +193,154 @@ def test_gradients_come_in_another_order_than_in_the_step_before() -> None:
         assert all(torch.equal(state.params[name], own[name]) for name in own), number
     assert late[:2] == [False, False] and not late[4], "the order of the last step is not learnt"
     assert late[6] and late[8]  # a parameter has no gradient
+
+
+# -- hooks run per bucket: memory that is shared, padding, axes --
+
+
+def made(init: Any, function: Any, needs: Any = tx.Needs.NOTHING) -> tx.Transform:
+    """A transform of `init(params)` and `function(values, state)`."""
+    return tx.Transform(init, lambda g, state, params=None, **extra: function(g, state), needs=needs)
+
+
+def smooth(grads: Any, state: Any) -> Any:
+    """An average over steps, with a memory of each parameter, and a count of calls."""
+    memory, calls = state
+    new = {path: 0.5 * memory[path] + g for path, g in grads.items()}
+    return new, (new, {path: n + 1 for path, n in calls.items()})
+
+
+def empty(params: Any) -> Any:
+    return {path: torch.zeros_like(p) for path, p in params.items()}, dict.fromkeys(params, 0)
+
+
+SMOOTH, MEAN, SGD = made(empty, smooth), tx.mean("data"), tx.sgd(1.0)
+
+
+def both_ways(pipeline: tx.Pipeline, batches: list[Tensor], on_device: bool = False) -> tuple[Any, Any, Any, Any]:
+    """Parameters and state after a step on each batch, of a train_step and of the pure pipeline."""
+    step = judged(fjoin.train_step(net_loss, pipeline, mesh=fjoin.mesh({"data": -1})), on_device)
+    state, params = step.init(net_params()), net_params()
+    pure = pipeline.init(params)
+    with fjoin.bind(fjoin.mesh({"data": -1})):
+        for batch in batches:
+            state, _ = step(state, batch)
+            params, pure = pipeline.step(params, torch.func.grad(net_loss)(params, batch), pure)
+    return state.params, state.pipeline, params, pure
+
+
+BATCHES = [net_batch(0, i) for i in range(3)]
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("parts", [(SMOOTH, MEAN), (MEAN, SMOOTH)], ids=["before", "behind"])
+def test_nonfinite_first_step_does_not_change_the_hook_state(parts: Any, on_device: bool) -> None:
+    """The hook's memory must stay unchanged."""
+    pipeline = tx.skip_if_nonfinite(tx.fuse(tx.chain(*parts), tx.sgd(0.1)))
+    got, state, want, pure = both_ways(pipeline, [BATCHES[0] * float("nan"), *BATCHES[1:]], on_device)
+    assert state.skipped == pure.skipped == 1
+    assert max_diff(got, want) < 1e-14 and max_diff(want, net_params()) > 0
+
+
+def test_state_may_keep_the_parameters_it_was_given() -> None:
+    """Parameters in the state of a parameter transform keep their values when the step overwrites the parameters."""
+
+    def pull(new: Any, state: Any) -> Any:
+        anchor, before = state
+        return {path: 0.5 * new[path] + 0.25 * anchor[path] + 0.25 * before[path] for path in new}, (anchor, new)
+
+    pipeline = tx.fuse(MEAN, tx.sgd(0.1), after=made(lambda params: (params, params), pull))
+    got, state, want, pure = both_ways(pipeline, BATCHES)
+    assert max_diff((got, state.after), (want, pure.after)) < 1e-14
+
+
+def test_a_bare_tensor_keeps_its_shape() -> None:
+    rows = tx.chain(tx.stateless(lambda g: g / g.norm(dim=-1, keepdim=True)), MEAN)
+    batch = torch.tensor([[3.0, 4.0, 0.0], [0.0, 6.0, 8.0]])
+    for start, of in ((torch.ones(2, 3), lambda p: p), ({"w": torch.ones(2, 3)}, lambda p: p["w"])):
+        step = fjoin.train_step(lambda p, b, of=of: (of(p) * b).sum(), tx.fuse(rows, SGD))
+        state, _ = step(step.init(start), batch)
+        assert torch.allclose(of(state.params), 1 - batch / batch.norm(dim=-1, keepdim=True))
+
+
+@pytest.mark.parametrize("function", [lambda g: g / g.abs(), lambda g: 1e30 * (g + 1)], ids=["unit", "grows"])
+def test_padding_between_leaves_is_ignored(function: Any) -> None:
+    """Leaves begin on 64 bytes; a hook may make NaN of the zeros between them, or more and more."""
+    hook, batch = tx.chain(tx.stateless(function, elementwise=True), MEAN), torch.tensor([1.0, 2.0, 3.0])
+    step = fjoin.train_step(lambda p, b: (p["w"] * b).sum() + p["v"].sum(), tx.fuse(hook, SGD))
+    state = stepped(step, step.init({"w": torch.zeros(3), "v": torch.zeros(5)}), [batch] * 3)
+    assert torch.allclose(state.params["w"], -3 * function(batch))
+
+
+def test_a_state_that_was_kept_is_not_written_into() -> None:
+    """A hook that gives the gradients of the step before: its output is a tensor of its old state."""
+    late = made(
+        lambda params: ({path: torch.full_like(p, 10.0) for path, p in params.items()},), lambda g, s: (s[0], (g,))
+    )
+    hook = tx.chain(late, tx.clip_by_global_norm(1.0))
+    step, old = step_of(lambda p, b: (p["w"] * b).sum(), tx.fuse(hook, SGD), {"w": torch.zeros(3)}, donate=False)
+    step(old, torch.ones(3))
+    assert old.pipeline.hook[0][0]["w"].tolist() == [10.0] * 3
+
+
+@pytest.mark.parametrize("needs", [tx.Needs.LEAVES, tx.Needs.TREE])
+def test_a_hook_may_give_leaves_each_others_gradients(needs: Any) -> None:
+    swap = made(lambda params: (), lambda g, state: ({"a": g["b"], "b": g["a"]}, ()), needs)
+    start = {"a": torch.zeros(2), "b": torch.zeros(2)}
+    for pipeline in (tx.fuse(swap, SGD), tx.fuse(MEAN, SGD, after=swap)):
+        step = fjoin.train_step(lambda p, b: 3 * p["a"].sum() + p["b"].sum(), pipeline)
+        state, _ = step(step.init(start), None)
+        assert (state.params["a"].tolist(), state.params["b"].tolist()) == ([-1.0] * 2, [-3.0] * 2)
+    square = torch.arange(4.0).view(2, 2)
+    step = fjoin.train_step(lambda p, b: (p["w"] * square).sum(), tx.fuse(tx.stateless(torch.t), SGD))
+    state, _ = step(step.init({"w": torch.zeros(2, 2)}), None)
+    assert torch.equal(state.params["w"], -square.t())
+
+
+def returning(given: Any, needs: Any) -> tx.Transform:
+    return made(lambda params: (), lambda g, state: (given, state), needs)
+
+
+TREES = (tx.Needs.LEAVES, tx.Needs.TREE)
+# A hook that returns something else, the type of the error, and its words.
+WRONG: list[tuple[Any, ...]] = [
+    (tx.stateless(lambda g: g.mean()), ValueError, "'w'", "shape ()", "expected (2,)"),
+    (returning(None, TREES[0]), ValueError, "returned None"),
+    *((returning(given, needs), TypeError, "'w'", f"returned {text}, expected a tensor of shape (2,)") for needs in TREES
+      for given, text in (({"w": 1.0}, "a value of type float"), ({"w": None}, "nothing"), ({}, "nothing"), (3, "a value of type int"))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", range(len(WRONG)))
+def test_hooks_that_return_something_else_are_refused(row: int) -> None:
+    hook, kind, *texts = WRONG[row]
+    step, state = step_of(lambda p, b: p["w"].sum(), tx.fuse(hook, SGD), {"w": torch.zeros(2)})
+    raises_text(kind, lambda: step(state, None), *texts)
+
+
+def states_alive() -> list[int]:
+    """How many of a hook's old states live on after each step, without Python's search for cycles."""
+    seen: list[Any] = []
+
+    def update(grads: Any, state: Any) -> Any:
+        out, new = smooth(grads, state)
+        seen.extend(weakref.ref(m) for m in new[0].values())
+        return out, new
+
+    hook = tx.chain(made(empty, update), MEAN)
+    step = fjoin.train_step(net_loss, tx.fuse(hook, tx.sgd(0.1)), mesh=fjoin.mesh({"data": -1}), bucket_bytes=100)
+    state, counts = step.init(net_params()), []
+    gc.collect()
+    gc.disable()
+    try:
+        for i in range(4):
+            state, _ = step(state, net_batch(0, i))
+            counts.append(sum(ref() is not None for ref in seen))
+    finally:
+        gc.enable()
+    return counts
+
+
+def test_old_states_are_freed_at_once(pool: Any) -> None:
+    for counts in pool.run(2, states_alive):
+        assert counts == counts[:1] * 4, counts

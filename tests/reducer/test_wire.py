@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -10,73 +9,47 @@ import torch
 
 import fjoin
 from fjoin import transforms as tx
-from tests.helpers import max_diff, raises_text, same_bits
-from tests.training.small import net_loss, net_params, net_trained
+from tests.helpers import raises_text, same_bits
+from tests.training.small import net_batch, net_loss, net_params
 
 CODECS: dict[str, Any] = {
     "bfloat16": tx.bfloat16, "float16": tx.float16, "fp8": lambda: tx.fp8(block=8), "int8": lambda: tx.int8(block=8),
     "int4": lambda: tx.int4(block=8), "bfloat16 by chance": lambda: tx.bfloat16(stochastic=True),
     "qsgd": lambda: tx.qsgd(levels=127, block=8), "uint8": lambda: tx.uint8(block=8), "top_k": lambda: tx.top_k(0.5),
 }  # fmt: skip
-# The allowed deviation of steps, relative to the distance moved by a run in float32; a step the wrong way would be off by 2.
-ROOM = {
-    "bfloat16": 0.02, "float16": 0.02, "fp8": 0.15, "int8": 0.05, "int4": 0.5, "bfloat16 by chance": 0.04, "qsgd": 0.1,
-    "uint8": 0.05, "top_k": 0.95,
-}  # fmt: skip
-HOOKS: dict[str, Any] = {
-    "mean": lambda codec: tx.compress(codec, tx.mean("data")),
-    "clip, mean, clip": lambda codec: tx.compress(
-        codec, tx.chain(tx.clip_by_value(10.0), tx.mean("data", over="live"), tx.clip_by_global_norm(10.0))
-    ),
-    "by path": lambda codec: tx.partition({"*.bias": tx.mean("data"), "*": tx.compress(codec, tx.mean("data"))}),
-    "fed back": lambda codec: tx.error_feedback(tx.compress(codec, tx.mean("data"))),
-    "fed back by path": lambda codec: tx.partition(
-        {"*.bias": tx.mean("data"), "*": tx.error_feedback(tx.compress(codec, tx.mean("data")))}
-    ),
-    "from the third step on": lambda codec: tx.switch_after(2, tx.mean("data"), tx.compress(codec, tx.mean("data"))),
-}
-# Hooks that take another path than the mean, so they need not come near it.
-METHODS: dict[str, Any] = {
-    "power_sgd": lambda codec: tx.error_feedback(tx.compress(codec, tx.power_sgd("data", 1, min_compression_rate=1.0))),
-    "two in a chain": lambda codec: tx.chain(tx.tap(len), tx.error_feedback(tx.compress(codec, tx.mean("data"))), tx.clip_by_value(1.0)),
-}  # fmt: skip
-ALL = {**HOOKS, **METHODS}
 SIZES = [5, 3, 0]  # batches of each rank
 
 
-def case(codec: str, hook: str, bucket_bytes: int) -> Any:
-    """Without --long, of the codecs one each, and of int8 every hook."""
-    usual = (hook, bucket_bytes) == ("mean", 1) or (codec == "int8" and (hook in HOOKS or bucket_bytes == 1))
-    return pytest.param(codec, hook, bucket_bytes, marks=() if usual else pytest.mark.long)
+def net_trained(hook: tx.Transform) -> tuple[dict[str, torch.Tensor], list[tuple[float, float]]]:
+    """A rank's run over its batches, rank r with weight 1 + r: parameters, and each step's (loss, weight)."""
+    mesh = fjoin.mesh({"data": -1}, timeout_s=60)
+    step = fjoin.train_step(
+        net_loss, tx.fuse(hook, tx.adam(0.05)), mesh=mesh, weight=lambda b: 1.0 + mesh.rank, bucket_bytes=200
+    )
+    state, seen = step.init(net_params()), []
+    for batch in step.join([net_batch(mesh.rank, i) for i in range(SIZES[mesh.rank])]):
+        state, metrics = step(state, batch)
+        seen.append((metrics.loss, metrics.weight))
+    out = {path: p.clone() for path, p in state.params.items()}
+    step.close()
+    return out, seen
 
 
-def trained(hook: str, codec: str, bucket_bytes: int) -> Any:
-    made = ALL[hook](CODECS[codec]()) if codec else tx.mean("data", over="live" if "clip" in hook else "weight")
-    return net_trained(made, SIZES, bucket_bytes)
+def trained() -> list[Any]:
+    """A rank's run with each codec: parameters, and each step's (loss, weight)."""
+    return [net_trained(tx.error_feedback(tx.compress(make(), tx.mean("data")))) for make in CODECS.values()]
 
 
-@pytest.mark.sample(10)
-@pytest.mark.parametrize(
-    ("codec", "hook", "bucket_bytes"), [case(*row) for row in itertools.product(CODECS, ALL, [1, 10**6])]
-)
-def test_on_processes_as_simulated_and_near_the_uncoded(pool: Any, codec: str, hook: str, bucket_bytes: int) -> None:
-    """To the bit, without an ordered reduction; weights and losses are exact, even where gradients are lossy."""
-    start, room = net_params(), ROOM[codec]
-    for ranks in (2, 3):
-        real = pool.run(ranks, trained, hook, codec, bucket_bytes)
-        simulated = tx.simulate(lambda: trained(hook, codec, bucket_bytes), {"data": ranks})
-        (want, losses), *_ = tx.simulate(lambda: trained(hook, "", bucket_bytes), {"data": ranks})
-        for (params, seen), (sim_params, sim_seen) in zip(real, simulated, strict=True):
-            assert same_bits(params, real[0][0]) and seen == sim_seen
-            if "by path" in hook:  # where a mean is plain gloo adds in another order
-                assert max_diff(params, sim_params) < 1e-5, f"by {max_diff(params, sim_params)}"
-            else:
-                assert same_bits(params, sim_params)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_on_processes_as_simulated(pool: Any, ranks: int) -> None:
+    """To the bit, without an ordered reduction; the weights and the first loss are exact, even where gradients are lossy."""
+    real, simulated = pool.run(ranks, trained), tx.simulate(trained, {"data": ranks})
+    (_, losses), *_ = tx.simulate(lambda: net_trained(tx.mean("data")), {"data": ranks})
+    for of_rank, wanted in zip(real, simulated, strict=True):
+        for codec, (params, seen), want, first in zip(CODECS, of_rank, wanted, real[0], strict=True):
+            assert same_bits((params, seen), want) and same_bits(params, first[0]), codec
             assert [w for _, w in seen] == [w for _, w in losses] and seen[0] == losses[0]
-            assert all(torch.isfinite(p).all() for p in params.values()) and not same_bits(params, start)
-            for path in ("a.weight", "b.weight") if hook in HOOKS else ():
-                way = want[path] - start[path]
-                assert (params[path] - want[path]).norm() < room * way.norm() + 1e-9, path
+            assert not same_bits(params, net_params()) and all(torch.isfinite(p).all() for p in params.values())
 
 
 def nonfinite(codec: str, bad: float) -> str:
@@ -98,7 +71,7 @@ def nonfinite(codec: str, bad: float) -> str:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("codec", CODECS)
 def test_nonfinite_gradients_raise_on_every_rank(codec: str, bad: float) -> None:
-    for ranks in (2, 3, 5):
+    for ranks in (2, 3):
         for text in tx.simulate(lambda: nonfinite(codec, bad), {"data": ranks}):
             assert "rank 1" in text and "'w'" in text
 
@@ -129,17 +102,6 @@ def test_a_code_has_no_derivative(hook: tx.Transform) -> None:
     for run in (outer, plain):
         two = [torch.ones(2), torch.ones(2)]
         raises_text(RuntimeError, lambda: tx.simulate(run, {"data": 2, "local": 1}, two), "no derivative")  # noqa: B023
-
-
-def test_overflowing_weights_give_nan() -> None:
-    hook = tx.compress(torch.bfloat16, tx.mean("data"))
-    for ranks in (2, 3):
-        out = tx.simulate(
-            lambda w: hook.update(torch.ones(2), hook.init(torch.ones(2)), weight=w)[0],
-            {"data": ranks},
-            [torch.tensor(1e308, dtype=torch.float64, requires_grad=True)] * ranks,  # Python does not read it
-        )
-        assert all(o.isnan().all() for o in out)
 
 
 def other_codec() -> str:

@@ -34,28 +34,19 @@ def negated(x: Tensor) -> Tensor:
 
 # A shape, and the function that gives values their layout.
 LAYOUTS: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
-    "contiguous": ((6,), lambda x: x),
-    "large": ((3, 30_000), lambda x: x),
-    "strided": ((6,), strided),
-    "strided, large": ((90_000,), strided),
-    "reversed rows": ((4, 3), lambda x: strided(x.flip(0)).flip(0)),
+    "contiguous": ((6,), lambda x: x), "large": ((3, 30_000), lambda x: x), "strided": ((6,), strided),
+    "strided, large": ((90_000,), strided), "reversed rows": ((4, 3), lambda x: strided(x.flip(0)).flip(0)),
     "one element with a stride": ((1,), lambda x: x.new_zeros(4, 3)[:1, 0].copy_(x)),
     "two dimensions of one element": ((1, 1), lambda x: x.new_zeros(4, 3, 5)[:1, 1, 2:3].copy_(x)),
     "transposed": ((5, 4), lambda x: x.t().contiguous().t()),
     "transposed, large": ((300, 200), lambda x: x.t().contiguous().t()),
     "channels last": ((2, 3, 4, 5), lambda x: x.contiguous(memory_format=torch.channels_last)),
-    "with an offset": ((7,), lambda x: x.new_zeros(20)[5:12].copy_(x)),
-    "empty": ((0,), lambda x: x),
-    "empty with a stride": ((0,), lambda x: x.new_zeros(4, 3)[:0, 0]),
-    "0-d": ((), lambda x: x),
-    "0-d in a matrix": ((), lambda x: x.new_zeros(4, 3)[2, 1].copy_(x)),
-    "conjugated": ((6,), conjugated),
+    "with an offset": ((7,), lambda x: x.new_zeros(20)[5:12].copy_(x)), "empty": ((0,), lambda x: x),
+    "empty with a stride": ((0,), lambda x: x.new_zeros(4, 3)[:0, 0]), "0-d": ((), lambda x: x),
+    "0-d in a matrix": ((), lambda x: x.new_zeros(4, 3)[2, 1].copy_(x)), "conjugated": ((6,), conjugated),
     "conjugated, strided": ((6,), lambda x: strided(conjugated(x)).conj().resolve_conj().conj() if x.is_complex() else strided(x)),
-    "conjugated, 0-d": ((), conjugated),
-    "negated": ((6,), negated),
-    "negated, large": ((90_000,), negated),
-    "negated, 0-d": ((), negated),
-    "negated, empty": ((0,), negated),
+    "conjugated, 0-d": ((), conjugated), "negated": ((6,), negated), "negated, large": ((90_000,), negated),
+    "negated, 0-d": ((), negated), "negated, empty": ((0,), negated),
 }  # fmt: skip
 # Layouts that only an input can have.
 INPUTS = {"expanded": ((4, 3), lambda x: x[:1].expand(4, 3)), "expanded, 1-d": ((5,), lambda x: x[:1].expand(5))}

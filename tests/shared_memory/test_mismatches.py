@@ -46,7 +46,7 @@ def ends(what: str, n: int, transport: str) -> tuple[str, str]:
     return "fine", ""
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("n", [3, LARGE])
 @pytest.mark.parametrize("what", CALLS)
 @pytest.mark.parametrize("ranks", [2, 3])

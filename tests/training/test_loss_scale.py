@@ -82,29 +82,6 @@ def test_windows_and_narrow_losses(hook: tx.Transform, dtype: torch.dtype) -> No
         assert params == pytest.approx([-1.0, -1.0], abs=1e-5) and scale == 22.5
 
 
-def test_windows_that_end_early_or_overflow() -> None:
-    """A rank that ends within a window still counts; a NaN of one window does not enter the next, also in pure pipelines."""
-
-    def one_rank(batches: list[Tensor]) -> list[float]:
-        step, state = step_of(
-            pipeline=tx.dynamic_loss_scale(tx.fuse(MEAN, tx.sgd(1.0)), init_scale=1024.0), accumulate=2
-        )
-        return [float(v) for v in stepped(step, state, step.join(batches)).params["w"]]
-
-    for w in tx.simulate(one_rank, {"data": 2}, [[X, X], [X * 4]]):
-        assert w == pytest.approx([-1.0, -1.0])  # 1 - (1 + 1 + 4) / 3
-    step, state = step_of(pipeline=tx.dynamic_loss_scale(tx.fuse(MEAN, tx.sgd(0.5))), accumulate=2)
-    state = stepped(step, state, (X * NAN, X, X, X))
-    assert state.params["w"].tolist() == [0.5, 0.5] and state.pipeline.skipped == 1 and state.pipeline.streak == 1
-    inner = tx.fuse(tx.accumulate(2, tx.identity()), tx.sgd(0.5))
-    for pipeline in (tx.skip_if_nonfinite(inner), tx.dynamic_loss_scale(inner, init_scale=1.0)):
-        p = {"w": torch.ones(2)}
-        kept = pipeline.init(p)
-        for g in (NAN, 1.0, 1.0, 1.0):
-            p, kept = pipeline.step(p, {"w": torch.full((2,), g) * getattr(kept, "scale", 1.0)}, kept)
-        assert p["w"].tolist() == [0.5, 0.5] and kept.skipped == 1
-
-
 @pytest.mark.parametrize("on_device", [False, True])
 def test_a_step_in_which_no_rank_has_weight_counts_as_none(on_device: bool) -> None:
     pipeline = tx.dynamic_loss_scale(tx.fuse(MEAN, tx.sgd(0.5)), growth_interval=2)
@@ -134,12 +111,10 @@ def test_overflow_is_detected_with_sign_based_optimizers(optimizer: tx.Optimizer
 
 
 def registered() -> Any:
-    torch.manual_seed(0)
+    """The scale is saved and loaded, and a window in which one loss is not scaled is refused; the steps are rows of the places."""
     ddp = DistributedDataParallel(nn.Linear(2, 1, bias=False))
     pipeline = tx.dynamic_loss_scale(tx.fuse(tx.chain(MEAN, CLIP), tx.sgd(0.5)), init_scale=64.0, growth_interval=2)
     handle, weight = fjoin.ddp.register(ddp, pipeline), ddp.module.weight
-    seen, states = [], []
-    weight.data.fill_(1.0)
 
     def window(first: Any, second: Any, x: float = 1.0) -> None:
         ddp.zero_grad()
@@ -147,27 +122,22 @@ def registered() -> Any:
             first(ddp(torch.ones(1, 2)).sum()).backward()
         second(ddp(torch.full((1, 2), x)).sum()).backward()
 
-    for i in range(4):
-        window(handle.scale, handle.scale, INF if (i, dist.get_rank()) == (1, 1) else 1.0)
-        seen.append((handle.skipped, handle.run.body.outer.scale.item(), weight.flatten().tolist()))
-        states.append(handle.state_dict())
-    saved = states[2]
+    window(handle.scale, handle.scale, INF if dist.get_rank() else 1.0)
+    saved = handle.state_dict()
     saved["outer"]["scale"] += 1.0
     handle.load_state_dict(saved)
-    seen.append(handle.run.body.outer.scale.item())
+    scale = handle.run.body.outer.scale.item()
     before, plain = weight.detach().clone(), lambda loss: loss
     for passes in ((plain, plain), (plain, handle.scale), (handle.scale, plain)):
         raises_text(RuntimeError, lambda: window(*passes), "handle.scale(loss)", "no_sync")  # noqa: B023
         assert torch.equal(weight, before)
     window(handle.scale, handle.scale)
-    assert torch.allclose(weight, before - 1.0) and handle.skipped == 4
-    return seen
+    assert torch.allclose(weight, before - 1.0)
+    return scale, handle.skipped
 
 
 def test_in_distributed_data_parallel(pool: Any) -> None:
-    """The loss is scaled by the handle; an overflow on one rank leaves the step out on both."""
-    steps = [(0, 64.0, [0.0, 0.0]), (1, 32.0, [0.0, 0.0]), (1, 32.0, [-1.0, -1.0]), (1, 64.0, [-2.0, -2.0])]
-    assert pool.run(2, registered) == [[*steps, 33.0]] * 2
+    assert pool.run(2, registered) == [(33.0, 4)] * 2
 
 
 def test_raises_on_bad_input() -> None:
@@ -181,14 +151,6 @@ def test_raises_on_bad_input() -> None:
     narrow = {"w": torch.ones(2, dtype=torch.float16)}
     for init in (scaled.init, fjoin.train_step(product, scaled).init):
         raises_text(TypeError, lambda: init(narrow), "params['w']", "float16", *["autocast"] * (init == scaled.init))  # noqa: B023
-
-
-def test_pipeline_can_be_shown_and_explained() -> None:
-    scaled = tx.dynamic_loss_scale(tx.fuse(tx.mean("data"), tx.sgd(0.1)), init_scale=8.0)
-    assert repr(scaled).endswith("init_scale=8.0)")
-    table = tx.explain(scaled, {"w": torch.ones(3)}, {"data": 2})
-    assert table.rows[-1].stage == "dynamic_loss_scale(...)" and table.rows[-1].state_bytes == 4 + 8 + 8
-    assert table.messages == tx.explain(scaled.spec["pipeline"], {"w": torch.ones(3)}, {"data": 2}).messages
 
 
 def test_a_pass_that_failed_is_over() -> None:

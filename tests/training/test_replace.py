@@ -12,7 +12,6 @@ import optree
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from torch import nn
 
 import fjoin
@@ -37,15 +36,15 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "delete": lambda p: p.__delitem__("w"), "pop": lambda p: p.pop("w"), "clear": lambda p: p.clear(),
     "setdefault": lambda p: p.setdefault("new", ONES), "or": lambda p: p.__ior__({"w": ONES}),
 }  # fmt: skip
-USES: dict[str, Callable[[Any, Any], Any]] = {
-    "step": lambda step, state: step(state, 1.0), "params": lambda step, state: state.params,
-    "clone": lambda step, state: state.clone(), "pipeline": lambda step, state: state.pipeline,
-}  # fmt: skip
+USES: list[Callable[[Any, Any], Any]] = [
+    lambda step, state: step(state, 1.0), lambda step, state: state.params, lambda step, state: state.clone(),
+    lambda step, state: state.pipeline,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_next_use_raises_after_an_assignment(change: str) -> None:
-    for use in USES.values():
+    for use in USES:
         step, state = made()
         CHANGES[change](state.params)
         raises_text(TypeError, lambda: use(step, state), "state.params", "assigned or deleted", "copy_", "step.init(params)")  # noqa: B023  # fmt: skip
@@ -59,24 +58,15 @@ def test_next_use_raises_after_an_assignment(change: str) -> None:
 def test_state_params_is_a_plain_dict() -> None:
     step, state = made()
     params = state.params
-    assert type(params) is dict and params is not state.params
-    changed = {**params, "w": torch.zeros(2)}
-    changed["v"] = torch.ones(1)
+    assert type(params) is type(copy.deepcopy(params)) is dict and params is not state.params
     state.params["w"].zero_()
     dict(state.params)["w"] = torch.ones(2)
-    assert type(copy.deepcopy(state.params)) is dict
     file = io.BytesIO()
     torch.save(state.params, file)
     file.seek(0)
     assert torch.equal(torch.load(file)["w"], torch.zeros(2))
-    assert optree.tree_structure(state.params) == optree.tree_structure(changed)
-    linear = torch.nn.Linear(2, 1)
-    _, params, _ = fjoin.functional(linear)
-    step, state = made(params)
-    linear.load_state_dict(state.params)
-    torch.func.functional_call(linear, state.params, (torch.ones(1, 2),))
-    state, _ = step(state, 1.0)
-    assert torch.equal(state.params["bias"], params["bias"] - 0.1)
+    assert optree.tree_structure(state.params) == optree.tree_structure({**params, "w": torch.ones(2)})
+    step(state, 1.0)  # none of this was an assignment
 
 
 # -- replace -------------------------------------------------------------------------------------------
@@ -202,31 +192,23 @@ def test_names_are_those_inside(tmp_path: Path, name: str, inside: bool) -> None
     try:
         plain, module = net(), WRAPPERS[name](net())
         plain, module = (nn.Sequential(plain), nn.Sequential(module)) if inside else (plain, module)
-        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
-        found = []
+        x, found = torch.randn(4, 3), []
         for one in (plain, module):
             apply, params, buffers = fjoin.functional(one)
             out, after = apply.with_buffers(params, buffers, x)
             found.append((params, buffers, {"out": out}, after))
         assert all(same(a, b) for a, b in zip(*found, strict=True))
-
-        def loss(params: Any, x: Any) -> Any:
-            return apply.eval()(params, buffers, x).square().mean()
-
+        loss = lambda p, x: apply.eval()(p, buffers, x).square().mean()  # noqa: E731
         step = fjoin.train_step(loss, tx.fuse(tx.mean("data"), tx.sgd(0.1)))
         state, _ = step(step.init(params), x)
-        fjoin.save(tmp_path / "step", step, state)
-        fjoin.checkpoint.export(tmp_path / "step", tmp_path / "model")
-        assert load_file(tmp_path / "model").keys() == params.keys()
         for into in (module, plain):
             fjoin.load_into(into, state)
             assert same(dict(fjoin.functional(into)[1]), dict(state.params))
         if not inside:
             fjoin.save(tmp_path / "objects", {"model": module}, 1)
             other = net()
-            assert fjoin.load(tmp_path / "objects", {"model": other}) == 1 and same(
-                other.state_dict(), plain.state_dict()
-            )
+            assert fjoin.load(tmp_path / "objects", {"model": other}) == 1
+            assert same(other.state_dict(), plain.state_dict())
     finally:
         dist.destroy_process_group()
 

@@ -6,21 +6,16 @@ import copy
 import gc
 import io
 import pickle
-import types
 import weakref
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.buckets import _storage
-from fjoin.transforms.base import devices
-from tests.helpers import raises_text, same_bits, stepped
-from tests.scalars import registered
-from tests.training.small import X, one, quadratic, start, step_of
+from tests.helpers import raises_text, same_bits, seen_by, stepped
+from tests.training.small import MEAN_SGD, X, one, quadratic, start, step_of
 
 
 def test_a_donated_state_cannot_be_used_again() -> None:
@@ -62,20 +57,6 @@ def test_a_state_belongs_to_its_step() -> None:
     assert not same_bits(moved.params, start()) and same_bits(state.params, start())
 
 
-def test_clones_and_second_states_overlap_too() -> None:
-    """The leaves of every state report arriving gradients, whichever state was used before."""
-    step, state = one(tx.fuse(tx.mean("data"), tx.sgd(0.1)), bucket_bytes=1)
-    state, _ = step(state, X)
-    seen: list[int] = []
-    assert step.run._queue is not None
-    arrived = step.run._queue.arrived
-    step.run._queue.arrived = lambda bucket, *leaf: (seen.append(bucket), arrived(bucket, *leaf))[1]  # type: ignore
-    a, b = state.clone(), state.clone()
-    for s in (a, b, state):
-        step(s, X)
-    assert seen == [0, 1] * 3 or sorted(seen) == [0, 0, 0, 1, 1, 1]
-
-
 def test_without_donation_what_was_given_stays() -> None:
     params = start()
     step, first = step_of(quadratic, tx.fuse(tx.mean("data"), tx.adamw(0.1)), params, donate=False)
@@ -93,18 +74,6 @@ def test_backward_raises_if_a_step_overwrote_its_parameters() -> None:
     other = (w * w).sum()
     step(state, X)
     raises_text(RuntimeError, lambda: other.backward(), "modified by an inplace operation")
-
-
-def test_a_closed_step_is_freed() -> None:
-    step, state = one(tx.fuse(tx.mean("data"), tx.sgd(0.1)))
-    state, _ = step(state, X)
-    gone = weakref.ref(step)
-    run = weakref.ref(step.run)
-    step.close()
-    del step
-    gc.collect()
-    assert gone() is None and run() is None
-    assert state.params["w"].shape == (2,)
 
 
 def test_torn_state_raises() -> None:
@@ -128,30 +97,6 @@ def test_torn_state_raises() -> None:
     raises_text(fjoin.TornState, lambda: state.params, "step 1")
 
 
-def use_a_dead_mesh() -> list[str]:
-    """After a failure a mesh has no groups; to torch no group would mean all ranks."""
-    mesh = fjoin.mesh({"x": 2, "y": 1}, timeout_s=20)
-
-    def broken(params: Any, batch: Any) -> Any:
-        raise ValueError("bad batch")
-
-    pipeline = tx.fuse(tx.mean("x"), tx.sgd(1.0))
-    step, state = step_of(broken, pipeline, {"w": torch.zeros(2)}, mesh=mesh)
-    try:
-        step(state, 1.0)
-    except (ValueError, fjoin.PeerLost):
-        pass
-    texts = []
-    for axis in ("x", "y"):
-        with fjoin.bind(mesh):
-            texts.append(raises_text(fjoin.JoinError, lambda axis=axis: tx.psum(torch.ones(1), axis), "taken down"))
-    return texts
-
-
-def test_a_mesh_that_was_taken_down_does_not_reach_other_ranks(pool: Any) -> None:
-    assert all(len(texts) == 2 for texts in pool.run(2, use_a_dead_mesh))
-
-
 def freed_without_looking_for_cycles() -> list[bool]:
     gc.collect()
     gc.disable()
@@ -171,56 +116,6 @@ def freed_without_looking_for_cycles() -> list[bool]:
 def test_process_groups_go_with_the_step(pool: Any) -> None:
     """If they lived until the interpreter ends, gloo's threads could abort the process."""
     assert pool.run(2, freed_without_looking_for_cycles) == [[True] * 3] * 2
-
-
-OWING = {
-    "fed back": lambda: tx.error_feedback(tx.compress(tx.int4(), tx.mean("data"))),
-    "power_sgd": lambda: tx.error_feedback(tx.power_sgd("data", 1, min_compression_rate=0.1)),
-    "batched": lambda: tx.error_feedback(tx.batched_power_sgd("data", 1, min_compression_rate=0.1)),
-}
-
-
-@pytest.mark.parametrize("bucket_bytes", [1, 10**6])
-@pytest.mark.parametrize("hook", OWING)
-def test_residuals_are_by_path(hook: str, bucket_bytes: int) -> None:
-    """For any buckets, also where one has as many elements as a field of the state; so a custom loop can continue from it."""
-    params = {"a": torch.ones(1), "b": torch.ones(1), "m": torch.ones(6, 6)}
-    pipeline = tx.fuse(OWING[hook](), tx.sgd(0.1))
-
-    def one_rank() -> Any:
-        step = fjoin.train_step(
-            lambda p, x: (p["m"] @ x).square().sum() + p["a"].sum() * x.sum() + p["b"].sum(), pipeline,
-            bucket_bytes=bucket_bytes,
-        )  # fmt: skip
-        state = stepped(step, step.init(params), (torch.arange(6.0) + i + tx.axis_index("data") for i in range(2)))
-        return tx.to_state_dict(state.pipeline)
-
-    for saved in tx.simulate(one_rank, {"data": 2}):
-        loaded = tx.from_state_dict(pipeline.init(params), saved)
-        assert same_bits(tx.to_state_dict(loaded), saved)
-
-
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_leaves_follow_the_current_stream(monkeypatch: Any, accumulate: int) -> None:
-    """Their gradients would arrive in the stream in which they were made: once in each stream they are made anew."""
-
-    def trained(streams: list[str]) -> tuple[dict[str, Tensor], list[Any]]:
-        as_device = {"is_accelerator": lambda device: True, "current_stream": lambda device: streams[0]}
-        monkeypatch.setattr(_storage, "devices", types.SimpleNamespace(**{**vars(devices), **as_device}))
-        pipeline = tx.fuse(tx.mean("data"), tx.sgd(0.1, momentum=0.9))
-        step = fjoin.train_step(lambda p, b: (p["w"] * b).square().sum(), pipeline, accumulate=accumulate)
-        state, made = step.init({"w": torch.ones(3)}), []
-        for i in range(6):
-            if i in (2, 3):
-                streams.pop(0)
-            state, _ = step(state, torch.arange(3.0) + i)
-            made.append(state._body.storage._held)  # kept, so that no two have one identity
-        return {path: p.clone() for path, p in state.params.items()}, made
-
-    want, one = trained(["a"] * 3)
-    got, several = trained(["a", "b", "a"])
-    assert len(set(one)) == 1 and [several.count(each) for each in dict.fromkeys(several)] == [2, 1, 3]
-    assert torch.equal(got["w"], want["w"])
 
 
 # -- going back to an earlier state: the steps after it leave nothing behind ---------------------------
@@ -248,39 +143,51 @@ def test_a_step_goes_on_from_an_earlier_state(pipeline: tx.Pipeline, donate: boo
         assert number == 5 and all(same_bits(params, want) and steps == 5 for params, steps in others)
 
 
-def test_a_rank_that_alone_goes_back_is_an_error_on_all_ranks() -> None:
-    def one_rank(rank: int) -> None:
-        step, state = one(LOCAL, donate=False)
-        first, _ = step(state, X)
-        second, _ = step(first, X)
+# -- a loss may return parameters in its aux and buffers, which the step must not overwrite --
 
-        def on() -> None:
-            nonlocal second
-            for _ in range(2):
-                second, _ = step(first if rank == 1 else second, X)
-
-        raises_text(fjoin.DesyncError, on, "the ranks have called different train_steps")
-
-    tx.simulate(one_rank, {"data": 2}, [0, 1])
+ONE, ZERO = torch.ones(1), torch.zeros(1)
 
 
-def module_gone_back() -> Any:
-    results = []
-    for others in (2, 0):
-        module, handle, train = registered(LOCAL)
-        train(1.0)
-        kept = copy.deepcopy((module.state_dict(), handle.state_dict()))
-        for _ in range(others):
-            train(3.0)
-        module.load_state_dict(kept[0])
-        handle.load_state_dict(kept[1])
-        for _ in range(4):
-            train(1.0)
-        assert handle.step == 5
-        results.append({path: p.detach().clone() for path, p in module.named_parameters()})
-    return results
+def distance(params: Any, batch: Any) -> torch.Tensor:
+    return ((params["w"] - batch) ** 2).sum()
 
 
-def test_a_registered_module_goes_on_from_a_loaded_state(pool: Any) -> None:
-    for back, straight in pool.run(2, module_gone_back):
-        assert same_bits(back, straight)
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("donate", [True, False])
+def test_buffers_are_copies_of_parameters_and_of_gradients(donate: bool, accumulate: int) -> None:
+    """A copy of the parameters in every second step, kept in the others; and the gradients gathered so far in a window, to which
+    the next call adds in place."""
+
+    def loss_fn(params: Any, buffers: Any, batch: Any) -> Any:
+        n = int(buffers["n"])
+        target = params["w"].detach() if n // accumulate % 2 == 0 else buffers["target"]
+        grad = params["w"].grad
+        return distance(params, batch), None, {"target": target, "n": buffers["n"] + 1, "grad": ZERO if grad is None else grad}  # fmt: skip
+
+    buffers = {"target": ZERO, "n": torch.tensor(0), "grad": ZERO}
+    step, state = step_of(loss_fn, MEAN_SGD, {"w": ZERO}, buffers, donate=donate, accumulate=accumulate)
+    look = lambda state, _: (state.buffers["target"].item(), state.buffers["grad"].item())  # noqa: E731
+    seen = seen_by(look, step, state, [ONE] * 6 * accumulate)[accumulate - 1 :: accumulate]
+    assert [target for target, _ in seen] == pytest.approx([0.0, 0.0, 0.36, 0.36, 0.5904, 0.5904])
+    assert seen[-1][1] == pytest.approx(-2 * (1 - 0.67232) * (accumulate - 1))
+
+
+@pytest.mark.parametrize("donate", [True, False])
+def test_aux_views_of_parameters_are_copied(donate: bool) -> None:
+    def loss_fn(params: Any, batch: Any) -> Any:
+        w, other = params["w"], torch.ones(1)
+        return distance(params, batch), {"own": other, "deep": [w, (w.detach().view(1, 1), {"plain": w[:1]})], "n": 3}
+
+    step, state = step_of(loss_fn, params={"w": ZERO}, donate=donate)
+    state, metrics = step(state, ONE)
+    first, (second, third) = metrics.aux["deep"]
+    assert [t.item() for t in (first, second, third["plain"])] == [0.0] * 3 and second.shape == (1, 1)
+    assert state.params["w"].item() == pytest.approx(0.2)
+    assert metrics.aux["n"] == 3 and not first.requires_grad
+
+
+def test_aux_without_views_is_returned_unchanged() -> None:
+    own = {"a": torch.ones(3), "b": [torch.zeros(1), "text"]}
+    step, state = step_of(lambda p, b: (distance(p, b), own), params={"w": ZERO})
+    _, metrics = step(state, ONE)
+    assert metrics.aux is own

@@ -54,21 +54,6 @@ def test_a_batch_of_weight_zero_is_ignored() -> None:
     assert torch.equal(w, start()["w"]) and loss != loss and weight == steps == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_counts_are_exact_where_float32_is_not(dtype: torch.dtype) -> None:
-    """2^24 + 1 tokens on one rank and 1 on another: their sum is not a float32. Counts never ride in 16 bits either."""
-
-    def one_rank(weight: float) -> Any:
-        ones = torch.ones(4, dtype=dtype)
-        step, state = step_of(lambda p, b: (p["h"] * b).float().sum(), params={"h": ones}, weight=lambda _: weight)
-        state, metrics = step(state, ones)
-        return metrics.weight, state.params["h"].clone()
-
-    for weight, h in tx.simulate(one_rank, {"data": 3}, [2.0**24 + 1, 1.0, 2.0**40]):
-        assert weight == 2.0**24 + 2 + 2.0**40
-        assert torch.allclose(h, torch.full((4,), 0.9, dtype=dtype), rtol=0, atol=2**-8)
-
-
 # -- parameters ----------------------------------------------------------------------------------------
 
 
@@ -180,26 +165,24 @@ REDUCTIONS = [
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("bucket_bytes", [1, 10**6])
 @pytest.mark.parametrize("hook", REDUCTIONS, ids=["mean", "int8", "clip"])
-def test_a_loss_that_calls_another_module_is_refused(hook: Any, bucket_bytes: int, accumulate: int) -> None:
-    step, state = calling(hook=hook, bucket_bytes=bucket_bytes, accumulate=accumulate)
+def test_a_loss_that_calls_another_module_is_refused(hook: Any, accumulate: int) -> None:
+    step, state = calling(hook=hook, bucket_bytes=1, accumulate=accumulate)
     before = state.clone().params
     raises_text(ValueError, lambda: step(state, ROWS), "no parameter has got a gradient", "apply(params, buffers, ...)")
     assert same_bits(state.params, before)
 
 
-def refused_on_a_process(sizes: list[int]) -> str:
+def refused_on_a_process() -> str:
+    """The first of three ranks has no batch."""
     mesh = fjoin.mesh({"data": -1}, timeout_s=30)
     step, state = calling(mesh=mesh)
-    return reported(lambda: stepped(step, state, step.join([ROWS] * sizes[mesh.rank])))
+    return reported(lambda: stepped(step, state, step.join([ROWS] * mesh.rank)))
 
 
-@pytest.mark.parametrize("sizes", [[2, 2, 2], [0, 2, 1]], ids=str)
-def test_it_is_refused_on_all_ranks(pool: Any, sizes: list[int]) -> None:
-    texts = pool.run(3, refused_on_a_process, sizes)
-    assert all("no parameter has got a gradient" in text for text in texts)
-    assert all(text.startswith("PeerLost") for text, n in zip(texts, sizes, strict=True) if n == 0)
+def test_it_is_refused_on_all_ranks(pool: Any) -> None:
+    texts = pool.run(3, refused_on_a_process)
+    assert all("no parameter has got a gradient" in text for text in texts) and texts[0].startswith("PeerLost")
 
 
 def test_ranks_and_steps_without_weight_and_later_steps_may_reach_none() -> None:
@@ -291,15 +274,14 @@ def test_collectives_in_the_loss(kind: str) -> None:
         assert [n for _, n in out] == [2, 2] and torch.equal(out[0][0], out[1][0])
 
 
-def communicates_on_a_process(kind: str, batches: list[int]) -> str:
+def communicates_on_a_process(kind: str) -> str:
     mesh = fjoin.mesh({"data": -1}, timeout_s=30)
-    return reported(lambda: train(kind, batches[mesh.rank], mesh))
+    return reported(lambda: train(kind, 2 - mesh.rank, mesh))
 
 
-@pytest.mark.parametrize("batches", [[2, 1], [2, 2], [2, 0]], ids=str)
-@pytest.mark.parametrize("kind", ["psum", "all_gather", "pmean"])
-def test_on_processes_all_ranks_raise(pool: Any, kind: str, batches: list[int]) -> None:
-    texts = pool.run(2, communicates_on_a_process, kind, batches)
+@pytest.mark.parametrize("kind", ["psum", "pmean"])
+def test_on_processes_all_ranks_raise(pool: Any, kind: str) -> None:
+    texts = pool.run(2, communicates_on_a_process, kind)
     assert all("when_exhausted='replay'" in text for text in texts), texts
 
 

@@ -115,12 +115,6 @@ def test_ranks_with_local_steps_raise_together() -> None:
     assert seen == [(6, 1, (0,))] * 2
 
 
-@ON_DEVICE
-def test_the_end_of_a_loop_raises_for_its_last_step(on_device: bool) -> None:
-    found = tx.simulate(lambda own: not_finite(on_device, own, True), {"data": 2}, [[1.0, 1.0], [1.0, NAN]])
-    assert [one[:3] for one in found] == [(2, 1, (1,))] * 2
-
-
 HOOKS = {
     "warm-up": tx.switch_after(9, tx.mean("data"), NOT),
     "by hand": tx.stateless(lambda grad: tx.psum(grad, "data") / 3),
@@ -147,16 +141,6 @@ def test_a_rank_that_counts_its_flops_decides_in_the_same_step() -> None:
     step, state = step_of()
     with FlopCounterMode(display=False), pytest.raises(fjoin.NonFinite):
         step(state, torch.tensor(NAN))
-
-
-def test_a_sum_that_overflows_names_no_rank() -> None:
-    def one_rank() -> Any:
-        step, state = step_of(pipeline=tx.fuse(HOOKS["by hand"], SGD))
-        with pytest.raises(fjoin.NonFinite, match="the summed gradient of 'w' is not finite") as info:
-            step(state, torch.full((2,), 1.5e38))
-        return info.value.ranks
-
-    assert tx.simulate(one_rank, {"data": 3}) == [()] * 3
 
 
 # -- in a registered module --------------------------------------------------------------------------

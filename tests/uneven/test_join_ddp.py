@@ -113,11 +113,11 @@ def run(program: tuple[Any, ...]) -> Any:
         return train(Program(*program))
 
 
-UNEVEN = [[3, 1], [0, 2, 4], [2, 2], [1, 3, 3], [3], [2, 0, 1, 3]]
+UNEVEN = [[3, 1], [0, 2, 4], [2, 0, 1, 3]]
 PROGRAMS: list[Program] = [
     # Nothing drifts, no gradient is stale, in either order: over two epochs, and in optimizer state.
     *(Program(counts, optimizer, listed=listed) for counts, optimizer, listed in itertools.product(
-        UNEVEN, ("sgd", "momentum", "adamw", "torch's zero"), ("d zd", "zd d"))),
+        UNEVEN, ("momentum", "adamw", "torch's zero"), ("d zd", "zd d"))),
     # The divisor holds with every hook.
     *(Program([4, 1, 3], "momentum", hook=hook, by_world=by_world, window=window) for hook, by_world, window in itertools.product(
         HOOKS, (True, False), (1, 2))),
@@ -164,19 +164,20 @@ def bad_order(used: str, counts: list[int]) -> Any:
     return "", ""
 
 
-@pytest.mark.parametrize("counts", [[3, 0], [3, 1], [2, 2]], ids=str)
-@pytest.mark.parametrize("used", ["g d zg zd", "d d g zg zd", "d g g zd zg"])
+@pytest.mark.parametrize(
+    ("used", "counts"), [("g d zg zd", [3, 0]), ("d d g zg zd", [3, 1]), ("d g g zd zg", [2, 2])], ids=str
+)
 def test_modules_in_another_order_raise_on_all_ranks(pool: Any, used: str, counts: list[int]) -> None:
     """They raise in the first iteration, long before the time-out of the pool's groups."""
     for kind, text in pool.run(2, bad_order, used, counts):
         assert kind in ("JoinError", "PeerLost") and "pass Join the order of the loop" in text, text
 
 
-def passes(how: str, counts: list[int], by_world: bool) -> str:
+def passes(how: str, counts: list[int]) -> str:
     ddp = DistributedDataParallel(make_model())
     optimizer = torch.optim.Adam(ddp.parameters(), 0.05)
     try:
-        with fjoin.Join([ddp, optimizer], divide_by_initial_world_size=by_world):
+        with fjoin.Join([ddp, optimizer], divide_by_initial_world_size=counts[1] > 0):
             for batch in batches_of(counts)[dist.get_rank()]:
                 with torch.no_grad() if how == "a quiet probe" else contextlib.nullcontext():
                     first = loss(ddp, batch) if how != "two backward passes" else torch.zeros(())
@@ -197,12 +198,10 @@ PASSES = {
 }  # fmt: skip
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("by_world", [True, False])
-@pytest.mark.parametrize("counts", [[3, 0], [3, 1], [2, 2]], ids=str)
+@pytest.mark.parametrize("counts", [[3, 0], [3, 1]], ids=str)
 @pytest.mark.parametrize("how", PASSES)
-def test_one_forward_and_one_backward_pass_for_a_step(pool: Any, how: str, counts: list[int], by_world: bool) -> None:
-    for text in pool.run(2, passes, how, counts, by_world):
+def test_one_forward_and_one_backward_pass_for_a_step(pool: Any, how: str, counts: list[int]) -> None:
+    for text in pool.run(2, passes, how, counts):
         assert PASSES[how] in text and bool(text) == bool(PASSES[how])
 
 
@@ -220,8 +219,7 @@ def accumulated(kind: str, zero_grad: bool, by_world: bool) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("by_world", [True, False])
-@pytest.mark.parametrize("zero_grad", [True, False])
+@pytest.mark.parametrize(("zero_grad", "by_world"), [(True, True), (False, False)])
 def test_gradients_accumulated_over_iterations_match_torch(pool: Any, zero_grad: bool, by_world: bool) -> None:
     torchs = pool.run(2, accumulated, "torch", zero_grad, by_world)
     assert pool.run(2, accumulated, "fjoin", zero_grad, by_world) == torchs
@@ -348,9 +346,8 @@ def in_any_order(order: list[int]) -> Any:
     return calls, schedule.get_last_lr(), [p.detach().clone() for p in params], states
 
 
-@pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 0, 2, 1], [1, 3, 2, 0]], ids=str)
-def test_steps_follow_backward_and_schedules_follow_steps(pool: Any, order: list[int]) -> None:
-    a, b = pool.run(2, in_any_order, order)
+def test_steps_follow_backward_and_schedules_follow_steps(pool: Any) -> None:
+    a, b = pool.run(2, in_any_order, [3, 0, 2, 1])
     assert a[:2] == b[:2] == (4, [0.1 * 0.5**4]) and same_bits(a[2:], b[2:])
 
 

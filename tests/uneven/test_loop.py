@@ -75,7 +75,7 @@ def on_processes(sizes: list[list[int]]) -> Any:
     return custom_loop(make_batches(1, sizes)[dist.get_rank()])
 
 
-@pytest.mark.parametrize("sizes", [SIZES, [[], [2, 3]], [[2], [3, 1], [4, 4, 4]]], ids=["uneven", "one empty", "three"])
+@pytest.mark.parametrize("sizes", [[[], [2, 3]], [[2], [3, 1], [4, 4, 4]]], ids=["one empty", "three"])
 def test_a_custom_loop_equals_one_process(pool: Any, sizes: list[list[int]]) -> None:
     simulated = tx.simulate(custom_loop, {"data": len(sizes)}, make_batches(1, sizes))
     real = pool.run(len(sizes), on_processes, sizes)
@@ -124,8 +124,8 @@ def torch_loop(kind: str, sizes: list[list[int]], window: int, divides: bool) ->
 MODELS = [
     ("fully_shard", 2, SIZES, 1), ("fully_shard", 2, [[], [2, 3]], 1), ("fully_shard", 4, [[1], [2, 2, 2], [], [3, 1]], 1),
     ("tensor", 2, [[2, 4, 1]], 1), ("tensor and fully_shard", 4, SIZES, 1),
-    *(("ddp", len(sizes), sizes, window) for window in (1, 2, 3, 7) for sizes in (
-        SIZES, [[], [2, 3]], [[2], [3, 1], [4, 4, 4, 1, 2]], [[4, 1, 3, 2, 5]])),
+    *(("ddp", len(sizes), sizes, window) for window in (1, 2, 7) for sizes in (
+        [[], [2, 3]], [[2], [3, 1], [4, 4, 4, 1, 2]])),
 ]  # fmt: skip
 
 
@@ -140,12 +140,6 @@ def test_models_equal_one_process(pool: Any, kind: str, ranks: int, sizes: list[
             start = number - number % window
             assert total == sum(sum(own[start : start + window]) for own in sizes) * (ranks // len(sizes))
             assert ends == (number % window == window - 1) and (not live or number < most)
-
-
-def test_the_mean_of_means_is_another_training(pool: Any) -> None:
-    """What the loop is for: the division by the window's length does not count every sample once."""
-    want = reference(SIZES, 2)
-    assert all(max_diff(params, want) > 1e-3 for params, _ in pool.run(2, torch_loop, "ddp", SIZES, 2, True))
 
 
 def messages(n: int, window: int) -> int:
@@ -191,8 +185,7 @@ def several_on_processes(sizes: list[list[int]], accumulate: int) -> Any:
     return several(make_batches(1, sizes)[dist.get_rank()], accumulate)
 
 
-@pytest.mark.parametrize("sizes", [SIZES, [[2], [3, 1, 4]]], ids=str)
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(("sizes", "accumulate"), [(SIZES, 1), ([[2], [3, 1, 4]], 2)], ids=str)
 def test_several_steps_over_one_loader(pool: Any, sizes: list[list[int]], accumulate: int) -> None:
     """Each step ends as it would alone, including an incomplete last window."""
     batches = make_batches(1, sizes)
@@ -236,16 +229,6 @@ def test_throwing_on_early_termination() -> None:
         return len(seen), raises_text(fjoin.EarlyTermination, lambda: seen.extend(loop), "1 of 3 ranks", "iteration 2")
 
     assert len(tx.simulate(one_rank, {"data": 3}, [2, 3, 3])) == 3
-
-
-def leave_alone() -> bool:
-    for _ in fjoin.join([1, 2]):
-        break
-    return dist.is_initialized()
-
-
-def test_leaving_a_loop_on_one_rank_keeps_the_process_group(pool: Any) -> None:
-    assert pool.run(1, leave_alone) == [True]
 
 
 def positions(count: int, window: int, cut: int | None, position: Any = None) -> tuple[list[float], Any]:

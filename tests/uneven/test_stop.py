@@ -169,17 +169,3 @@ def test_processes_stop_without_a_message_more(pool: Any, pipeline: str) -> None
         assert [one[1] for one in found] == [1 + (one[1] - 1) * n // 6 for one in whole], (
             "one at the start, and the steps"
         )
-
-
-def many(stops: bool) -> tuple[int, bool]:
-    """Stops on some ranks and on different iterations."""
-    loop = fjoin.join(range(50 + dist.get_rank()))
-    for i in loop:
-        if stops and i == 10 + dist.get_rank() % 2:
-            loop.stop()
-    return loop.number, loop.stopped
-
-
-def test_processes_stop_a_loop_of_ones_own(pool: Any) -> None:
-    assert pool.run(3, many, True) == [(12, True)] * 3
-    assert pool.run(3, many, False) == [(52, False)] * 3
