@@ -174,6 +174,7 @@ def test_each_step_and_flush_on_a_device_notes_its_end(monkeypatch: Any) -> None
     monkeypatch.setattr(Unfinished, "end", lambda self, step, device: self.add(StepEnd(step, Later(NEVER))))
     step = fjoin.train_step(lambda p, batch: (p["w"] * batch).sum(), tx.local_sgd(tx.sgd(1.0), tx.mean("data"), 4))
     state, ended = step.init(params()), []
+    state._body.storage.on_accelerator = True
     for _ in range(2):
         state, _ = step(state, X)
         ended.append(state._body.ended)

@@ -253,7 +253,7 @@ def zero_rows() -> list[tuple[Any, ...]]:
         *((early, R, "hook_with_zero_step") for early in (late.step, late.consolidate_state_dict)),
         (lambda: TorchJoin([ddp, made]), T, "fjoin.Join([ddp, zero])"),
         (sparse.step, T, "sparse gradients are not supported", "sparse=False"),
-        *((lambda many=many: Zero([bias], many, lr=0.1).step(lambda: 0.0), V, "may call its closure more than once", "step()")
+        *((lambda many=many: Zero([bias], many, lr=0.1).step(lambda: 0.0), V, "may call its closure again", "step()")
           for many in (torch.optim.LBFGS, type("Sam", (torchs,), {}))),
         (lambda: hook(tx.mean("data"), ddp, made), V, "overlap_with_ddp=True"),
         (lambda: hook(tx.mean("data"), ddp, late), V, "exactly"),

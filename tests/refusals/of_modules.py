@@ -39,7 +39,7 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
     "load_into": [
         (lambda: fjoin.load_into(3, {}), T, "takes a module", "int"),
         *((lambda none=none: fjoin.load_into(MODEL, none), V, "there is no value in", repr(none)) for none in ({}, None)),
-        (lambda: fjoin.load_into(MODEL, {"weight": X}), V, "'weight' has the shape (1,)", "(2, 2)"),
+        (lambda: fjoin.load_into(MODEL, {"weight": X}), V, "'weight' has shape (1,)", "(2, 2)"),
     ],
     "checkpoint_wrapper": [(lambda: fjoin.checkpoint_wrapper(3), T, "takes a module", "int")],
     "offload_wrapper": [(lambda: fjoin.offload_wrapper(3), T, "takes a module", "int")],

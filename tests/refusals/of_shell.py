@@ -118,7 +118,7 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         *((lambda axes=axes: fjoin.mesh(axes), T, repr(axes), "mapping") for axes in ("data", ["data"], None)),
         (lambda: fjoin.mesh({1: 1}), T, "{1: 1}"), (lambda: fjoin.mesh({}), V, "at least one axis"),
         (lambda: fjoin.mesh({"data": 2}), V, "does not fit 1 ranks"), (lambda: fjoin.mesh({"a": 0}), V, "does not fit"),
-        (lambda: fjoin.mesh({"a": -1, "b": -1}), V, "one of them may be -1"),
+        (lambda: fjoin.mesh({"a": -1, "b": -1}), V, "one size may be -1"),
         (lambda: fjoin.mesh({"a": torch.ones(2)}), V, "does not fit", "tensor"),
         (lambda: fjoin.mesh({"data": 1}, ordered="yes"), T, "ordered", "'yes'"),
         *((lambda t=t: fjoin.mesh({"data": -1}, timeout_s=t), V, "timeout_s", "seconds", repr(t))

@@ -221,11 +221,11 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
           for first in (tx.accumulate(2, tx.identity()), tx.skip_if_nonfinite(tx.accumulate(2, tx.identity())))),
         (lambda: tx.chain(tx.mean), T, "forget to call the factory"),
         (lambda: tx.chain(tx.fuse(MEAN, SGD)), T, "pipeline is complete already"),
-        (lambda: tx.chain(MEAN, tx.clip_by_value(1.0)).update(PARAMS, ((),), None), V, "2 stages, but the state has 1"),
+        (lambda: tx.chain(MEAN, tx.clip_by_value(1.0)).update(PARAMS, ((),), None), V, "2 stages, the state 1"),
     ],
     "fuse": [
         (lambda: tx.fuse(MEAN, MEAN), T, "optimizer must be an Optimizer", "fuse(hook, optimizer)"),
-        *((lambda hook=hook: tx.fuse(hook, SGD), T, "would average gradients", "after=")
+        *((lambda hook=hook: tx.fuse(hook, SGD), T, "is of parameters, not of gradients", "after=")
           for hook in (tx.ema(0.9), tx.average_parameters("data"), tx.chain(MEAN, tx.average_state("data")))),
         *((lambda after=after: tx.fuse(MEAN, SGD, after), T, "would scale the parameters", "a stage of the hook")
           for after in (tx.clip_by_global_norm(1.0), tx.chain(MEAN, tx.clip_by_global_norm(1.0)))),
@@ -291,7 +291,7 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         "put accumulate around it")],
     "Transform": [
         (lambda: tx.Transform(lambda params: 1, lambda g, s: (g, s), "leaf"), T, "Needs.LEAVES", "'leaf'"),
-        (lambda: tx.Transform(lambda params: (), lambda g: g), T, "update(grads, state", "takes 1"),
+        (lambda: tx.Transform(lambda params: (), lambda g: g), T, "(grads, state", "takes 1"),
     ],
     "factory": [(named_mean, V, "'mean' exists already")],
 }  # fmt: skip
