@@ -46,6 +46,7 @@ HOOKS: dict[str, tuple[tx.Transform, tuple[int, ...]]] = {
     "some, every second": (tx.masked(tx.every(2, MEAN), "a.weight"), SMALL),
     "bfloat16 by path": (tx.partition({"*.bias": MEAN, "*": tx.compress(torch.bfloat16, tx.mean("data", over="world"))}), SMALL),
     "memory, flat": (MEMORY, SMALL), "memory, leaves": (LEAVES, SMALL), "memory, some": (tx.masked(LEAVES, ["*.weight"]), SMALL),
+    "pieces": (tx.chain(tx.error_feedback(tx.compress(tx.int8(block=16), tx.scatter_mean("data"))), tx.clip_by_value(1.0)), WHOLE),
     "mixed": (UNIT, WHOLE), "mixed switch": (tx.switch_after(2, tx.stateless(_to_norm_one), INT8), WHOLE),
     "mixed every": (tx.every(2, UNIT), WHOLE), "mixed feedback": (tx.error_feedback(UNIT), WHOLE),
     "mixed masked": (tx.masked(UNIT, ["*.weight"]), WHOLE), "mixed by path": (tx.partition({"*.bias": MEAN, "*": UNIT}), WHOLE),

@@ -54,6 +54,21 @@ def test_a_batch_of_weight_zero_is_ignored() -> None:
     assert torch.equal(w, start()["w"]) and loss != loss and weight == steps == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_counts_are_exact_where_float32_is_not(dtype: torch.dtype) -> None:
+    """2^24 + 1 tokens on one rank and 1 on another: their sum is not a float32. Counts never ride in 16 bits either."""
+
+    def one_rank(weight: float) -> Any:
+        ones = torch.ones(4, dtype=dtype)
+        step, state = step_of(lambda p, b: (p["h"] * b).float().sum(), params={"h": ones}, weight=lambda _: weight)
+        state, metrics = step(state, ones)
+        return metrics.weight, state.params["h"].clone()
+
+    for weight, h in tx.simulate(one_rank, {"data": 3}, [2.0**24 + 1, 1.0, 2.0**40]):
+        assert weight == 2.0**24 + 2 + 2.0**40
+        assert torch.allclose(h, torch.full((4,), 0.9, dtype=dtype), rtol=0, atol=2**-8)
+
+
 # -- parameters ----------------------------------------------------------------------------------------
 
 
