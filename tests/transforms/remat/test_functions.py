@@ -17,7 +17,7 @@ from .functions import AROUND, POLICIES, RESULTS, WRAPS, Case, case_of, outcome
 from .operations import OPS
 
 pytestmark = pytest.mark.usefixtures("host")
-CASES, SAMPLE = 4000, 120
+CASES, SAMPLE = 4000, 60
 MODES = ("plain", "twice", "grad", "jvp", "rows")
 # Documented limits, each with the types of its errors; others are failures.
 REFUSED: tuple[tuple[type[Exception], str], ...] = (
@@ -67,7 +67,7 @@ def check(case: Case) -> str:
     return "same"
 
 
-@pytest.mark.sample(24)
+@pytest.mark.sample(40)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", OPS)
@@ -77,14 +77,9 @@ def test_each_operation(name: str, policy: str, mode: str) -> None:
 
 # Reads that look like writes; a draw that is kept; a region in another one; state before what only the other kind of region takes.
 TOGETHER = [
-    "asks_leaf sin",
-    "numpy sin",
-    "data_ptr sin",
-    "by_inner sin",
-    "rand sin dropout",
-    "again force",
+    "asks_leaf sin", "numpy sin", "data_ptr sin", "by_inner sin", "rand sin dropout", "again force",
     "calls dropout force",
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("policy", ["nothing", "dots", "host"])
