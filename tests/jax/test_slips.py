@@ -42,12 +42,9 @@ def stepped(optimizer: Any) -> Any:
 
 
 SLIPS: dict[str, Any] = {
-    "optax as hook": lambda: tx.fuse(OPTAX, SGD),
-    "optax as optimizer": lambda: tx.fuse(MEAN, OPTAX),
-    "optax after": lambda: tx.fuse(MEAN, SGD, after=OPTAX),
-    "optax in chain": lambda: tx.chain(MEAN, OPTAX),
-    "optax in masked": lambda: tx.masked(OPTAX, "*"),
-    "optax in partition": lambda: tx.partition({"*": OPTAX}),
+    "optax as hook": lambda: tx.fuse(OPTAX, SGD), "optax as optimizer": lambda: tx.fuse(MEAN, OPTAX),
+    "optax after": lambda: tx.fuse(MEAN, SGD, after=OPTAX), "optax in chain": lambda: tx.chain(MEAN, OPTAX),
+    "optax in masked": lambda: tx.masked(OPTAX, "*"), "optax in partition": lambda: tx.partition({"*": OPTAX}),
     "optax in a codec's wrapper": lambda: tx.compress(torch.bfloat16, OPTAX),
     "optax in skip_if_nonfinite": lambda: tx.skip_if_nonfinite(OPTAX),
     "optax as pipeline": lambda: fjoin.train_step(loss_fn, OPTAX),
@@ -62,8 +59,7 @@ SLIPS: dict[str, Any] = {
     "one in a train_step": lambda: run(torch.ones(3), pipeline=tx.fuse(MEAN, tx.adam(SCHEDULE))),
     "one that is injected": lambda: stepped(tx.inject_hyperparameters(tx.sgd(SCHEDULE))),
     "one in warmup": lambda: stepped(tx.sgd(tx.warmup(3, SCHEDULE))),
-    "an array as lr": lambda: tx.adam(jnp.asarray(0.1)),
-    "arrays in pipeline.init": lambda: PIPELINE.init(THEIRS),
+    "an array as lr": lambda: tx.adam(jnp.asarray(0.1)), "arrays in pipeline.init": lambda: PIPELINE.init(THEIRS),
     "arrays as params of pipeline.step": lambda: PIPELINE.step(THEIRS, OURS, PIPELINE.init(OURS)),
     "arrays as grads of pipeline.step": lambda: PIPELINE.step(OURS, THEIRS, PIPELINE.init(OURS)),
     "arrays in optimizer.init": lambda: SGD.init(THEIRS),
