@@ -144,12 +144,3 @@ def test_the_replay_notices_each_fsync_that_is_left_out(tmp_path: Path, monkeypa
     for number in synced_things(calls):
         found = outcomes(before, calls[:number] + calls[number + 1 :], top, tmp_path / "after")
         assert set(found) != {None, 9} or found[-2:] != [9, 9], calls[number]
-
-
-def test_the_replay_notices_a_rename_before_the_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before, calls, top = saved(tmp_path, monkeypatch, 8)
-    rename = next(number for number, (call, _) in enumerate(calls) if call == "rename")
-    last = max(number for number in synced_things(calls) if calls[number][1][0].endswith("COMMIT"))
-    moved = ("fsync", (calls[last][1][0].replace(calls[rename][1][0], calls[rename][1][1]),))
-    late = [*calls[:last], *calls[last + 1 : rename + 1], moved, *calls[rename + 1 :]]
-    assert not set(outcomes(before, late, top, tmp_path / "after")) <= {8, 9}

@@ -45,7 +45,7 @@ def whole(name: str) -> dict[str, Any]:
         return on(EXACT[name], 1, Path(folder), range(6))[0]
 
 
-@pytest.mark.sample(16)
+@pytest.mark.sample(32)
 @pytest.mark.parametrize("name", EXACT)
 @pytest.mark.parametrize(("before", "after"), [(before, after) for before in range(1, 9) for after in range(1, 9)])
 def test_a_run_on_other_ranks_equals_one_on_the_whole_batch(name: str, before: int, after: int, tmp_path: Path) -> None:
@@ -101,6 +101,7 @@ MERGES: dict[str, tuple[Run, int, dict[str, str]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", MERGES)
 @pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 5), (4, 1), (8, 3)])
 def test_values_of_ranks_are_merged(name: str, before: int, after: int, tmp_path: Path) -> None:
@@ -134,6 +135,7 @@ FRESH = ("objects.model.seen*",)  # numbers of each rank
 OBJECTS = [name for name, run in RUNS.items() if run.how in ("module", "optimizer") and run.dtype is torch.float64]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", [name for name in OBJECTS if name != "PostLocalSGDOptimizer"])
 def test_modules_and_optimizers_go_on_on_other_ranks(pool: Any, name: str, tmp_path: Path) -> None:
     def real(ranks: int, folder: Path, *args: Any) -> Any:

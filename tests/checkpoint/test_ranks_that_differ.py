@@ -141,7 +141,7 @@ def resumed(folder: str) -> list[Any]:
         return [state.step, *state.params["w"].tolist()]
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("transport", ["gloo", "shared"])
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("name", CASES)
