@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import random
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -236,17 +235,6 @@ def test_a_step_that_is_refused_sets_none_aside(tmp_path: Path) -> None:
     assert folder.steps() == [1, 2, 3]
     folder.begin(3, 2)
     assert folder.steps() == [1, 2]
-
-
-def test_newer_steps_are_put_aside(tmp_path: Path) -> None:
-    folder = Folder(tmp_path)
-    for step in (1, 2, 3):
-        save(folder, step)
-    for aside in (2, 3):
-        folder.quarantine(1)
-        found = [name for name in names(folder) if re.fullmatch(r"step-0000000[23]\.rejected-[0-9a-f]{32}", name)]
-        assert folder.steps() == [1] and len(found) == aside and len(names(folder)) == aside + 1
-        save(folder, 2)
 
 
 def test_old_steps_of_ones_own_run_are_deleted(tmp_path: Path) -> None:

@@ -84,18 +84,6 @@ def test_several_dtypes_and_empty_trees() -> None:
     assert {flat.numel() for flat in state.flats} == {6, 1}
 
 
-def test_one_crossing_for_each_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    crossings = []
-    real = jax.dlpack.from_dlpack
-    monkeypatch.setattr(jax.dlpack, "from_dlpack", lambda x: crossings.append(x) or real(x))
-    many = {str(i): torch.randn(64) for i in range(50)}
-    adam = fjoin.jax.from_optax(optax.scale_by_adam())
-    state = adam.init(many)
-    crossings.clear()
-    adam.update(many, state, many)
-    assert len(crossings) == 4  # gradients, parameters, and the state's floats and its count
-
-
 def test_explain_runs_no_jax_on_tensors_without_data() -> None:
     hook = tx.chain(tx.mean("data"), fjoin.jax.from_optax(optax.adam(0.5)))
     what = tx.explain(tx.fuse(hook, tx.sgd(1.0)), {"w": torch.zeros(3)}, {"data": 2})

@@ -120,16 +120,6 @@ def test_functional_call_and_functional() -> None:
     assert apply is not None
 
 
-def test_wrapper_shares_all_attributes_with_its_module() -> None:
-    block = Block()
-    own = fjoin.checkpoint_wrapper(block)
-    block.eval()
-    assert not own.training and own.first is block.first
-    own.train()
-    own.extra = 3
-    assert block.training and block.extra == 3 and "_checkpoint" not in repr(own) and "CheckpointedBlock" in repr(own)
-
-
 @pytest.mark.parametrize("how", ["default", "twice", "host"])
 def test_copies_and_saved_modules(how: str) -> None:
     own = model(norm=False)

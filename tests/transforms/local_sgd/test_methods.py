@@ -265,6 +265,28 @@ def test_ema_matches_torch_averaged_model(decay: float) -> None:
         torch.testing.assert_close(tx.ema_params(params, state)[path], p.detach(), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("over", ["weight", "live", "world"])
+def test_behind_an_average_the_moving_average_of_a_rank_without_input_goes_on(over: Any) -> None:
+    """The average gives that rank new parameters too."""
+    after = tx.every(2, tx.chain(tx.average_parameters("data", over), tx.ema(0.5)))
+    pipeline = tx.fuse(tx.identity(), tx.sgd(1.0), after=after)
+    gradients = torch.tensor([[1.0, 2.0, 4.0, 8.0, 1.0, 2.0], [1.0, 1.0, 0.0, 0.0, 1.0, 1.0]])
+
+    def one_rank(grads: Tensor) -> float:
+        params = {"w": torch.zeros(())}
+        state = pipeline.init(params)
+        for g in grads:
+            params, state = pipeline.step(params, {"w": g}, state, weight=float(g != 0))
+        return float(tx.ema_params(params, state)["w"])
+
+    # By hand: rank 1 has no input in the second window.
+    first = (-3.0 + -2.0) / 2
+    second = first - 12.0 if over != "world" else (first - 12.0 + first) / 2
+    third = (second - 3.0 + second - 2.0) / 2
+    want = 0.5 * (0.5 * first + 0.5 * second) + 0.5 * third
+    assert tx.simulate(one_rank, {"data": 2}, list(gradients)) == [want, want]
+
+
 @pytest.mark.parametrize("delay", [0, 2])
 def test_a_flush_gives_the_reduction_the_number_of_its_window(delay: int) -> None:
     """It begins or ends a warm-up where an uncut window would; `explain` counts alike."""

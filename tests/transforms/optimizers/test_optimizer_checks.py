@@ -150,15 +150,6 @@ def test_a_step_in_place_is_not_recorded_and_a_graph_notices_it(name: str, make:
             loss.backward()
 
 
-@pytest.mark.parametrize(("name", "make"), ROWS, ids=[name for name, _ in ROWS])
-def test_a_scaled_gradient_may_be_expanded(name: str, make: Callable[[], tx.Optimizer]) -> None:
-    """The gradient of a sum is expanded, for example."""
-    part, p, q = at(make), torch.ones(3, 4), torch.ones(3, 4)
-    for param, grad in ((p, torch.ones(()).expand(3, 4)), (q, torch.ones(3, 4))):
-        part.step_param_(param, grad, part.init_param(p), grad_scale=torch.tensor(2.0))
-    assert same_bits(p, q)
-
-
 def kernels(part: tx.Optimizer) -> list[Callable[..., None]]:
     """The functions that step one parameter in place: alone, and as the only one in lists."""
     many = part.step_params_

@@ -139,18 +139,6 @@ def test_clipping_matches_torch(dtype: torch.dtype) -> None:
     assert bad["b"].isnan().all()
 
 
-def test_clipping_across_shards() -> None:
-    """A tree that is sharded over an axis: the norm is that of all shards together."""
-    whole = torch.arange(1.0, 7.0)
-    clip = tx.clip_by_global_norm(1.0)
-
-    def clipped(x: Tensor, **extra: Any) -> Tensor:
-        return clip.update({"w": x}, (), **extra)[0]["w"]
-
-    out = tx.simulate(lambda x: clipped(x, sharded_over="shard"), {"shard": 3}, list(whole.view(3, 2)))
-    assert torch.allclose(torch.cat(out), clipped(whole))
-
-
 def test_a_step_without_values_of_an_optimizer_that_keeps_its_rate() -> None:
     with FakeTensorMode():
         params = {"w": torch.ones(5)}

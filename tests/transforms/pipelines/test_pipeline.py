@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -136,20 +135,3 @@ def test_a_schedule_of_an_outer_optimizer_that_differs_by_rank() -> None:
         return tx.diloco(tx.sgd(0.1), tx.mean("data"), every=1, outer=tx.sgd(rate))
 
     raises_text(DesyncError, lambda: tx.simulate(steps, {"data": 2}, [0, 1], [make] * 2, [(0, 1)] * 2), "rank 1", "lr=0.2")  # fmt: skip
-
-
-@tx.factory
-def _with(of: Any = None) -> tx.Transform:
-    return tx.Transform(lambda params: (), lambda grads, state, params=None, **extra: (grads, state))
-
-
-@pytest.mark.parametrize(
-    "of",
-    [torch.device("cpu"), np.ones(2), {1}, object()],
-    ids=lambda of: type(of).__name__,
-)
-def test_factories_may_have_arguments_of_any_kind(of: Any) -> None:
-    def make(r: int) -> tx.Pipeline:
-        return tx.fuse(tx.chain(_with(of), MEAN), tx.sgd(0.1))
-
-    tx.simulate(steps, {"data": 2}, [0, 1], [make] * 2, [(0, 1)] * 2)

@@ -48,34 +48,6 @@ def test_meaning(monkeypatch: pytest.MonkeyPatch, op: str, codec: str) -> None:
                 assert same_bits(out[r], out[0])
 
 
-def tree_of(rank: int, ranks: int) -> dict[str, Any]:
-    """Leaves of all kinds, each with a dimension of the ranks in front."""
-    g = torch.Generator().manual_seed(rank)
-    kinds = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
-    leaves = {str(d): torch.randint(0, 5, (ranks, 3), generator=g).to(d) for d in kinds}
-    return {**leaves, "none": torch.zeros(ranks, 0), "inside": [torch.arange(float(ranks)) + rank, None]}
-
-
-@pytest.mark.parametrize("name", SERVED)
-def test_leaves_of_all_dtypes(name: str) -> None:
-    """Whole numbers are exact; floats come in their own dtype, the empty tree and the empty leaf too."""
-    plain, coded = getattr(tx, name), tx.quantized(getattr(tx, name), tx.float32())
-    for n in (1, 2, 3):
-        xs = [tree_of(r, n) for r in range(n)]
-        got, want = (on_ranks(name, f, xs) for f in (coded, plain))
-        for mine, other in zip(got, want, strict=True):
-            assert mine.keys() == other.keys()
-            for path in mine.keys() - {"inside"}:
-                a, b = mine[path], other[path]
-                assert a.dtype is b.dtype and a.shape == b.shape, path
-                if a.is_floating_point():
-                    assert torch.allclose(a.double(), b.double(), rtol=2.0**-7 if a.element_size() == 2 else 1e-6)
-                else:
-                    assert torch.equal(a, b), path
-            assert mine["inside"][1] is None and torch.allclose(mine["inside"][0], other["inside"][0])
-        assert on_ranks(name, coded, [{}] * n) == [{}] * n
-
-
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("codec", CODECS)
 def test_over_two_axes(codec: str) -> None:
