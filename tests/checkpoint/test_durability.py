@@ -1,8 +1,6 @@
 """A power failure at any moment of a save leaves the old state or the new one, whole.
 
-The calls of a save are recorded, and each prefix of them is replayed on a model of a disk, on which only what was synced is
-sure: the names in a folder, and the bytes of a file, each since its own last fsync. Names may also have reached the disk
-without one, before the bytes of their files.
+Each prefix of its calls is replayed on a model of a disk, on which only what was synced is sure; names may come earlier.
 """
 
 from __future__ import annotations

@@ -72,10 +72,7 @@ def by_step(pipeline: tx.Pipeline) -> None:
 
 
 def calls_of(run: Callable[[tx.Pipeline], None], make: Callable[[tx.Transform], tx.Pipeline]) -> list[dict[str, Any]]:
-    """What a stage gets in each call that names all keywords, on the first of two ranks.
-
-    One with **extra gets the same weights and steps; `flush` and `donated` reach only those that name them.
-    """
+    """What a stage that names all keywords gets, on the first of two ranks; one with **extra gets no `flush` and `donated`."""
     named, extra = [], []
     for mine in (named, extra):
         seen: list[list[Any]] = [mine, []]

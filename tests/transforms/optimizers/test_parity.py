@@ -49,11 +49,7 @@ def _expected(kind: Kind, options: dict[str, Any], problem: Any, settings: dict[
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("name", "options"), _cases(kernels=True))
 def test_the_kernel_is_torchs_own(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
-    """step, on a tree: equal to the bit to torch.optim with the same kernel.
-
-    At equal alignment: a kernel's vector loop and its scalar tail round differently, and which of them
-    serves an element depends on where it lies in the buffer.
-    """
+    """step, on a tree: torch.optim to the bit, at equal alignment, since a kernel's vector loop and its tail round differently."""
     kind = KINDS[name]
     params, grads = problem = _problem(kind, dtype, even=True)
     start, opt = params, kind.ours(**options)

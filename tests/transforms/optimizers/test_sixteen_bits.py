@@ -1,8 +1,4 @@
-"""Optimizers on 16-bit parameters: the formula is the kernel to one rounding, and finite where torch.optim is.
-
-A step is computed in float32 and rounded once. torch.optim rounds after every operation, so that in float16 an eps of 1e-8
-and the squares of small gradients are 0: its Adam then makes NaN of a gradient of 0.
-"""
+"""Optimizers on 16-bit parameters: a step in float32 that is rounded once, in the formula as in the kernel; finite where torch is."""
 
 from __future__ import annotations
 

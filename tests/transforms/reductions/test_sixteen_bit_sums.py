@@ -64,10 +64,7 @@ HOOKS: dict[str, Callable[[], tx.Transform]] = {
 def test_the_mean_of_equal_gradients_is_their_value(
     dtype: torch.dtype, name: str, ranks: int, weight: float | None, as_tensor: bool
 ) -> None:
-    """Of many ranks and large weights: 512 additions of 1 in bfloat16 stop at 256, and 16 * 4097 is no float16.
-
-    Of a power of two: two roundings, of the sum and of the quotient, then lead back to it.
-    """
+    """Of many ranks and large weights; a power of two, to which two roundings lead back. 512 additions in bfloat16 stop at 256."""
     one = torch.full((1,), 16.0, dtype=dtype)
     given = torch.tensor(weight) if as_tensor and weight else weight
 

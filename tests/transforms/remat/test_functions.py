@@ -35,13 +35,7 @@ def refused(error: Exception) -> bool:
 
 
 def differences(got: dict[str, Any], want: dict[str, Any], rounded: bool) -> list[str]:
-    """The names of values that are not equal to the bit.
-
-    Args:
-        got, want: Values by name.
-        rounded: Whether gradients may differ by rounding, as under vmap, where products are batched in another
-            order, and in functions that use torch.func, whose gradients are added in another order.
-    """
+    """The names of values that are not equal to the bit; `rounded`: or near, as under torch.func, which adds in another order."""
     wrong = [name for name in want if not same_bits(got[name], want[name])]
     return [
         name for name in wrong if not (rounded and "grad" in name and torch.allclose(got[name], want[name], 1e-4, 1e-5))

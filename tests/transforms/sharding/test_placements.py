@@ -1,7 +1,4 @@
-"""The placements of states hold: a leaf is equal on the ranks along its axes, and slices make up the whole.
-
-Those of a few pipelines are spelled out: a placement that says too little would only be written too often.
-"""
+"""The placements of states hold: a leaf is equal on the ranks along its axes, and slices make up the whole."""
 
 from __future__ import annotations
 
