@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import pytest
-import torch
-
 from fjoin.testing._compare import (
     assert_untouched as assert_untouched,
     max_diff as max_diff,
@@ -15,16 +12,6 @@ from fjoin.testing._compare import (
     same_bits as same_bits,
     snapshot as snapshot,
 )
-
-
-def torch_before(version: str) -> pytest.MarkDecorator:
-    """Marks a test of a fault of torch that this version has mended."""
-    return pytest.mark.skipif(torch_has(version), reason=f"torch has mended this in {version}")
-
-
-def torch_has(version: str) -> bool:
-    """Whether torch is of this version, or newer."""
-    return tuple(map(int, torch.__version__.split(".")[:2])) >= tuple(map(int, version.split(".")))
 
 
 def raises_text(kind: type[BaseException], function: Callable[[], object], *parts: str) -> str:

@@ -23,41 +23,25 @@ def script(name: str) -> Any:
     return module
 
 
-@pytest.mark.long
-def test_study(tmp_path: Path) -> None:
-    files = ["--runs", str(tmp_path / "runs.json"), "--out", str(tmp_path / "page.md")]
-    command = [sys.executable, str(BENCHMARKS / "local_sgd_quality.py"), "--quick", *files]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+def ran(name: str, *options: object) -> str:
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS / f"{name}.py", *map(str, options)], capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    page = (tmp_path / "page.md").read_text()
-    assert page.startswith("# ") and "|---|" in page and "nan" not in page
+    return done.stdout
 
 
 @pytest.mark.long
-def test_jax_loss() -> None:
-    command = [sys.executable, str(BENCHMARKS / "jax_loss.py"), "--quick"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("| loss of jax |") == 2 and "torch, again" in done.stdout and "nan" not in done.stdout
-
-
-@pytest.mark.long
-def test_checkpoints(tmp_path: Path) -> None:
-    files = ["--folder", str(tmp_path), "--out", str(tmp_path / "page.md")]
-    command = [sys.executable, str(BENCHMARKS / "checkpoints.py"), "--quick", *files]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    page = (tmp_path / "page.md").read_text()
-    assert "| fjoin | a bit flipped | 8 | 0 | 0 |" in page and "nan" not in page
-    assert [path.name for path in tmp_path.iterdir()] == ["page.md"]
-
-
-@pytest.mark.long
-def test_trace_picture(tmp_path: Path) -> None:
-    files = ["--keep", str(tmp_path / "run.json"), "--out", str(tmp_path / "trace.png")]
-    command = [sys.executable, str(BENCHMARKS / "trace_picture.py"), *files]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_studies(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    ran("local_sgd_quality", "--quick", "--runs", tmp_path / "runs.json", "--out", page)
+    assert page.read_text().startswith("# ") and "|---|" in page.read_text() and "nan" not in page.read_text()
+    ran("checkpoints", "--quick", "--folder", tmp_path / "folder", "--out", page)
+    assert "| fjoin | a bit flipped | 8 | 0 | 0 |" in page.read_text() and "nan" not in page.read_text()
+    assert not list((tmp_path / "folder").iterdir())
+    text = ran("jax_loss", "--quick")
+    assert text.count("| loss of jax |") == 2 and "torch, again" in text and "nan" not in text
+    ran("trace_picture", "--keep", tmp_path / "run.json", "--out", tmp_path / "trace.png")
     assert (tmp_path / "trace.png").stat().st_size > 20_000 and (tmp_path / "run.json").exists()
 
 
@@ -82,19 +66,10 @@ def test_a_check_that_fails_or_takes_too_long_is_told() -> None:
 ROWS = ["--rows", "ddp,fjoin 25 MiB,registered,donate"]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
-    "command",
-    [
-        ["alive"],
-        ["race"],
-        pytest.param(["sync"], marks=pytest.mark.long),
-        ["two"],
-        ["bench", *ROWS],
-        ["launches", *ROWS],
-    ],
-    ids=lambda command: command[0],
-)
+    "command", [["alive"], ["race"], ["sync"], ["two"], ["bench", *ROWS], ["launches", *ROWS]], ids=lambda command: command[0]
+)  # fmt: skip
 def test_the_code_of_a_gpu_check_runs_on_one_rank_without_a_gpu(command: list[str]) -> None:
     script = [sys.executable, str(BENCHMARKS / "gpu.py"), *command, "--device", "cpu", "--steps", "1", "--limit", "110"]
     done = subprocess.run(script, capture_output=True, text=True, timeout=120)
@@ -116,7 +91,5 @@ def test_the_short_run_on_a_gpu_takes_eight_minutes_and_writes_after_each_check(
 
 @pytest.mark.long
 def test_the_gpu_report_runs_without_a_gpu(tmp_path: Path) -> None:
-    command = [sys.executable, str(BENCHMARKS / "gpu_report.py"), "--parts", "example", "--device", "cpu"]
-    done = subprocess.run([*command, "--page", str(tmp_path / "page.md")], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+    ran("gpu_report", "--parts", "example", "--device", "cpu", "--page", tmp_path / "page.md")
     assert "| all checks | passed |" in (tmp_path / "page.md").read_text()

@@ -42,7 +42,7 @@ def _run(rank: int, report: Any, name: str) -> None:
     report((ended.value.code, out.getvalue()))
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipe(name: str, ranks: int) -> None:
@@ -87,7 +87,7 @@ def _run_checks(rank: int, report: Any) -> None:
     report((made.failed, out.getvalue()))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 3))])
 def test_the_checks_of_the_demo_hold(ranks: int) -> None:
     with Ranks(ranks, _run_checks) as run:
         for _ in range(ranks):
@@ -127,7 +127,9 @@ def _resume(rank: int, report: Any, folder: str, forget: int) -> None:
     report((made.failed, out.getvalue()))
 
 
-@pytest.mark.parametrize(("ranks", "forget"), [(1, 0), (2, 0), (3, 0), (2, 1)])
+@pytest.mark.parametrize(
+    ("ranks", "forget"), [*(pytest.param(n, 0, marks=pytest.mark.long) for n in (1, 2)), (3, 0), (2, 1)]
+)
 def test_the_demo_goes_on_from_its_checkpoint_to_the_bit(ranks: int, forget: int, tmp_path: pathlib.Path) -> None:
     with Ranks(ranks, _resume, str(tmp_path), forget) as run:
         for _ in range(ranks):

@@ -53,13 +53,13 @@ def in_places(*places: str) -> list[Any]:
     ]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(("name", "place", "sizes"), in_places(*(p for p in PLACES[2:] if p not in ON_RANKS), PLACES[0]))  # fmt: skip
 def test_in_one_process(name: str, place: str, sizes: str) -> None:
     check(name, place, sizes)
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(20)
 @pytest.mark.parametrize(("name", "place", "sizes"), in_places(*ON_RANKS))
 def test_on_real_ranks(pool: Any, name: str, place: str, sizes: str) -> None:
     check(name, place, sizes, pool)

@@ -55,7 +55,10 @@ def _run(rank: int, report: Any, command: str, change: str = "") -> None:
     report((code, out.getvalue()))
 
 
-@pytest.mark.parametrize(("command", "ranks"), [pytest.param(*run, marks=[pytest.mark.long] * (run[1] == 1)) for run in RUNS])  # fmt: skip
+@pytest.mark.parametrize(
+    ("command", "ranks"),
+    [pytest.param(*run, marks=[pytest.mark.long] * (run[1] == 1 or i % 2)) for i, run in enumerate(RUNS)],
+)
 def test_a_port_trains_what_its_reference_trains(command: str, ranks: int) -> None:
     with Ranks(ranks, _run, command) as run:
         for _ in range(ranks):
@@ -64,6 +67,7 @@ def test_a_port_trains_what_its_reference_trains(command: str, ranks: int) -> No
             assert text.count("\n") >= 5 or rank, "it prints its progress"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("command", "change"),
     [

@@ -31,9 +31,12 @@ NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tok
 Graph = dict[str, set[str]]
 
 
+parsed = functools.cache(ast.parse)
+
+
 def code_lines(text: str) -> int:
     docstrings = set[int]()
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(parsed(text)):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             if ast.get_docstring(node) is not None:
                 first = node.body[0]
@@ -76,7 +79,7 @@ def rooms() -> set[str]:
 def imports(module: str, text: str) -> list[str]:
     """The modules of the library that one imports from, at any depth of its code."""
     here, found = module.split(".")[:-1], list[str]()
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(parsed(text)):
         if isinstance(node, ast.ImportFrom):
             base = here[: len(here) - node.level + 1] if node.level else []
             target = ".".join([*base, *([node.module] if node.module else [])])
@@ -148,7 +151,7 @@ def class_names_in_several_files(texts: dict[str, str]) -> list[str]:
     """A class or an alias of a type whose name another file gives to something else."""
     found = collections.defaultdict[str, set[str]](set)
     for module, text in texts.items():
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(parsed(text)):
             alias = isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation) == "TypeAlias"
             if isinstance(node, ast.ClassDef) or alias:
                 found[node.name if isinstance(node, ast.ClassDef) else ast.unparse(node.target)].add(module)  # type: ignore[union-attr]
@@ -157,7 +160,7 @@ def class_names_in_several_files(texts: dict[str, str]) -> list[str]:
 
 def short_cuts(texts: dict[str, str]) -> dict[str, int]:
     """Where one part of the library looks into another: at a transform's name, at the class of an axis, at private fields."""
-    trees = {module: [*ast.walk(ast.parse(text))] for module, text in texts.items()}
+    trees = {module: [*ast.walk(parsed(text))] for module, text in texts.items()}
     own = {module: {n.attr for n in nodes if _is_private(n) and _base(n) == "self"} for module, nodes in trees.items()}  # type: ignore[attr-defined]
     ours, found = set[str]().union(*own.values()), collections.Counter[str]()
     for module, nodes in trees.items():

@@ -1,8 +1,6 @@
 """A power failure at any moment of a save leaves the old state or the new one, whole.
 
-The calls of a save are recorded, and each prefix of them is replayed on a model of a disk, on which only what was synced is
-sure: the names in a folder, and the bytes of a file, each since its own last fsync. Names may also have reached the disk
-without one, before the bytes of their files.
+Each prefix of its calls is replayed on a model of a disk, on which only what was synced is sure; names may come earlier.
 """
 
 from __future__ import annotations
@@ -144,12 +142,3 @@ def test_the_replay_notices_each_fsync_that_is_left_out(tmp_path: Path, monkeypa
     for number in synced_things(calls):
         found = outcomes(before, calls[:number] + calls[number + 1 :], top, tmp_path / "after")
         assert set(found) != {None, 9} or found[-2:] != [9, 9], calls[number]
-
-
-def test_the_replay_notices_a_rename_before_the_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before, calls, top = saved(tmp_path, monkeypatch, 8)
-    rename = next(number for number, (call, _) in enumerate(calls) if call == "rename")
-    last = max(number for number in synced_things(calls) if calls[number][1][0].endswith("COMMIT"))
-    moved = ("fsync", (calls[last][1][0].replace(calls[rename][1][0], calls[rename][1][1]),))
-    late = [*calls[:last], *calls[last + 1 : rename + 1], moved, *calls[rename + 1 :]]
-    assert not set(outcomes(before, late, top, tmp_path / "after")) <= {8, 9}

@@ -27,7 +27,7 @@ START = {
 }
 BUFFERS = {"mean": torch.zeros(3, dtype=torch.float64), "count": torch.zeros((), dtype=torch.int64)}
 EXTRA = {"best": [0.5, None, "text"], "seen": {"rows": torch.arange(4, dtype=torch.int16)}}
-STEPS, END = 3, 5
+END = 5  # steps
 # In which `fjoin.Shuffled(40, 8, seed=1)` took the samples then.
 ORDER = [
     28, 19, 6, 3, 17, 26, 9, 15, 34, 2, 36, 0, 35, 13, 27, 8, 18, 24, 32, 12,
@@ -111,9 +111,9 @@ def flat(params: Any) -> list[float]:
     return [value for leaf in optree.tree_leaves(params) for value in leaf.double().flatten().tolist()]
 
 
-def restored(name: str, folder: Path, ranks: int) -> list[Any]:
+def restored(name: str, folder: Path) -> list[Any]:
     shutil.copytree(FOLDER / name, folder / name)
-    return tx.simulate(lambda rank: run(name, folder / name), {"data": ranks}, list(range(ranks)))
+    return tx.simulate(lambda rank: run(name, folder / name), {"data": 2}, [0, 1])
 
 
 @pytest.mark.parametrize("name", [*EXPECTED])
@@ -127,7 +127,7 @@ def test_every_byte_verifies(name: str) -> None:
 @pytest.mark.filterwarnings("ignore:the checkpoint is of")
 @pytest.mark.parametrize("name", [*pipelines()])
 def test_a_run_goes_on(name: str, tmp_path: Path) -> None:
-    for rank, (state, end, extra) in enumerate(restored(name, tmp_path, 2)):
+    for rank, (state, end, extra) in enumerate(restored(name, tmp_path)):
         found, want = digests(state), EXPECTED[name]["restored"][rank]
         # Residuals have other units, and nothing is beside them.
         again = [path for path in want if ".error." in path or ".last." in path or path.endswith(".counted")]
@@ -136,19 +136,6 @@ def test_a_run_goes_on(name: str, tmp_path: Path) -> None:
         }
         params = torch.tensor(EXPECTED[name]["end"][rank])  # other processors round otherwise
         torch.testing.assert_close(torch.tensor(flat(end.params)), params, rtol=0.02, atol=0.02)
-        assert same_bits(extra, EXTRA)
-
-
-@pytest.mark.parametrize("name", ["feedback", "zero"])
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_a_run_goes_on_on_other_ranks(ranks: int, name: str, tmp_path: Path) -> None:
-    want = EXPECTED[name]["restored"][0]
-    for state, _, extra in restored(name, tmp_path, ranks):
-        found = digests(state)
-        assert {path: found[path] for path in found if path.startswith(("params", "buffers"))} == {
-            path: want[path] for path in want if path.startswith(("params", "buffers"))
-        }
-        assert state.step == STEPS
         assert same_bits(extra, EXTRA)
 
 

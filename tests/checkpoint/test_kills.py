@@ -75,7 +75,7 @@ def uncut() -> Callable[[int], list[int]]:
     return functools.cache(on)
 
 
-@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("background", [pytest.param(False, marks=pytest.mark.long), True])
 @pytest.mark.parametrize(
     ("ranks", "kills"), [(2, 4), *(pytest.param(ranks, 25, marks=pytest.mark.long) for ranks in (1, 2, 3, 4))]
 )
@@ -135,7 +135,9 @@ def writing(rank: int, report: Any, folder: str, what: str, odd: int, delay_s: f
     report((error, time.monotonic() - began))
 
 
-@pytest.mark.parametrize("killed", [0, 1])  # rank 0 is the host of the store, where no launcher is
+@pytest.mark.parametrize(
+    "killed", [pytest.param(0, marks=pytest.mark.long), 1]
+)  # rank 0 is the host of the store, where no launcher is
 def test_a_rank_that_is_killed_while_it_writes_is_noticed(killed: int, tmp_path: Path) -> None:
     with Ranks(2, writing, str(tmp_path), "killed", killed, 0.5) as run:
         _, _, (error, took_s) = run.next(60)

@@ -34,7 +34,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("name", "transport"), CASES)
 def test_on_real_ranks(pool: Any, name: str, transport: str, tmp_path: Path) -> None:
     """Without the part of the checkpoint that its row names it would not."""
@@ -100,7 +100,7 @@ def cases() -> Iterator[Any]:
             yield pytest.param(name, seed, marks=pytest.mark.long if seed or "optax" in name else ())
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(("name", "seed"), list(cases()))
 def test_on_simulated_ranks(name: str, seed: int, tmp_path: Path) -> None:
     check(random_run(name, seed), tmp_path)

@@ -49,7 +49,7 @@ def by_the_clock(folder: str) -> Any:
     step, saved = make_step(), ([], [])  # type: ignore[var-annotated]
     runs = [fjoin.Checkpoints(f"{folder}/{s}", step, every_s=s, keep_last=None) for s in (0.2, 0.5)]
     state = runs[0].restore(START)
-    for batch in step.join([torch.ones(6)] * 60):
+    for batch in step.join([torch.ones(6)] * 40):
         state, metrics = step(state, batch)
         time.sleep(0.02)
         for run, steps in zip(runs, saved, strict=True):
@@ -60,16 +60,7 @@ def by_the_clock(folder: str) -> Any:
 
 def test_saves_by_the_clock_are_of_the_same_steps(pool: Any, tmp_path: Path) -> None:
     a, b = pool.run(2, by_the_clock, str(tmp_path))
-    assert a == b and 2 <= len(a[1]) <= len(a[0]) < 60
-
-
-def test_no_save_is_due_before_the_clock(tmp_path: Path) -> None:
-    step = make_step()
-    runs = fjoin.Checkpoints(tmp_path, step, every_s=300.0)
-    state = runs.restore(START)
-    for _ in range(3):
-        state, metrics = step(state, torch.ones(6))
-        assert runs.save(state, metrics) is None
+    assert a == b and 2 <= len(a[1]) <= len(a[0]) < 40
 
 
 @pytest.mark.parametrize(
@@ -114,10 +105,9 @@ def test_a_step_of_ones_choice(tmp_path: Path) -> None:
     assert after == ["step-00000002", "step-00000003", "step-00000004.rejected", "step-00000006.rejected"]
 
 
-@pytest.mark.parametrize("background", [False, True])
-def test_a_window_is_saved_at_its_end(background: bool, tmp_path: Path) -> None:
+def test_a_window_is_saved_at_its_end(tmp_path: Path) -> None:
     step = fjoin.train_step(lambda p, x: (p["w"] * x).sum(), tx.fuse(tx.mean("data"), tx.sgd(0.1)), accumulate=2)
-    with fjoin.Checkpoints(tmp_path, step, every=1, background=background) as runs:
+    with fjoin.Checkpoints(tmp_path, step, every=1) as runs:
         state, saved = runs.restore(START), []
         for _ in range(6):
             state, metrics = step(state, torch.ones(6))

@@ -73,7 +73,7 @@ def same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     return all(torch.equal(one[part][path], other[part][path]) for part in BOTH for path in BOTH[part])
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_parts_of_one_loop_resume_together(ranks: int, tmp_path: Path) -> None:
     def runs(folder: str, *cuts: range) -> list[dict[str, Any]]:
         for calls in cuts:
@@ -190,44 +190,6 @@ def test_a_layer_is_frozen_or_not_when_a_run_goes_on(frozen: tuple[bool, bool], 
     for found in on_three(1, *fresh):
         assert found.keys() == expected.keys()
         assert all(torch.allclose(found[path], expected[path], atol=1e-12, rtol=0) for path in found)
-
-
-def test_a_layer_that_starts_anew_when_it_is_unfrozen(tmp_path: Path) -> None:
-    def run(frozen: bool, fresh: tuple[str, ...] = ()) -> Any:
-        model = net()
-        with torch.no_grad():
-            model[0].weight.fill_(float(frozen))
-        apply, params, buffers = fjoin.functional(model.requires_grad_(True) if not frozen else freeze(model))
-        step = fjoin.train_step(
-            lambda p, b, x: (loss_of(lambda x: apply(p, b, x), x), None, b), tx.fuse(MEAN, tx.sgd(0.0))
-        )
-        runs = fjoin.Checkpoints(tmp_path, step)
-        return runs, runs.restore(params, buffers, fresh=fresh)
-
-    def freeze(model: nn.Sequential) -> nn.Sequential:
-        model[0].requires_grad_(False)
-        return model
-
-    runs, state = run(True)
-    runs.save(state)
-    _, state = run(False, ("params.0.weight", "pipeline"))
-    assert not state.params["0.weight"].any() and state.params["0.bias"].any()
-
-
-def test_ranks_that_have_moved_apart_keep_no_frozen_layer_of_their_own(tmp_path: Path) -> None:
-    """Between the averages of local SGD."""
-
-    def one(rank: int, frozen: bool) -> Any:
-        pipeline = tx.local_sgd(tx.sgd(0.1), MEAN, 4)
-        step = fjoin.train_step(lambda p, b, x: (sum((v * x).sum() for v in p.values()), None, b), pipeline)
-        runs, both = fjoin.Checkpoints(tmp_path, step), {"a": torch.ones(1), "b": torch.ones(1)}
-        kept = {"a": both.pop("a")} if frozen else {}
-        state = runs.restore(both, kept, fresh=("pipeline",) if frozen else ())
-        runs.save(step(state, torch.full((1,), rank + 1.0))[0])
-
-    tx.simulate(lambda rank: one(rank, False), {"data": 2}, [0, 1])
-    with pytest.raises(fjoin.CheckpointError, match=r"params\.a.*values of their own, and 'buffers\.a' has one.*flush"):
-        tx.simulate(lambda rank: one(rank, True), {"data": 2}, [0, 1])
 
 
 @pytest.mark.parametrize("first", ["critic", "generator"])

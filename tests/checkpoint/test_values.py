@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import warnings
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +13,6 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.checkpoint import _values as _names
-from fjoin.checkpoint._files import BLOCK
 from fjoin.checkpoint._folder import Folder
 from tests.helpers import same_bits
 
@@ -117,35 +113,6 @@ def test_what_starts_anew_starts_from_the_parameters_of_the_checkpoint(what: str
     assert max(tx.simulate(one_rank, {"data": 2})) < 0.5
 
 
-def test_names_are_computed_once_for_a_form(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    calls: list[Any] = []
-    placed = _names.placed
-    monkeypatch.setattr(_names, "placed", lambda *args: calls.append(args) or placed(*args))
-    step = step_of(tx.mean("data"), after=tx.ema(0.5))
-    state = step.init(START)
-    runs = fjoin.Checkpoints(tmp_path, step, every=1)
-    for _ in range(3):
-        state, metrics = step(state, X)
-        runs.save(state, metrics)
-    assert len(calls) == 1
-
-
-def test_states_of_other_shapes_are_saved_in_turn(tmp_path: Path) -> None:
-    pipeline = tx.zero(tx.mean("data"), ADAM, "data")
-
-    def one_rank() -> None:
-        step = fjoin.train_step(lambda p, x: sum((v * x).square().sum() for v in p.values()), pipeline)
-        runs = fjoin.Checkpoints(tmp_path, step)
-        for number, shapes in enumerate(({"a": 6, "b": 3}, {"a": 2, "b": 9}, {"a": 6, "b": 3}), 1):
-            state = step.init({path: torch.ones(n) * number for path, n in shapes.items()})
-            for _ in range(number):
-                state, _ = step(state, torch.ones(()))
-            path = runs.save(state)
-            assert path is not None and fjoin.checkpoint.verify(path) == []
-
-    tx.simulate(one_rank, {"data": 2})
-
-
 def drift(folder: Path) -> tuple[str, Tensor, Tensor]:
     """A parameter of rank 1 differs. Returns the warning that is raised, and the parameters before a load and after it."""
     step = step_of(tx.mean("data"))
@@ -196,7 +163,7 @@ ODD = {"numbers": [float("nan"), np.float64("-inf")]}
 
 
 @pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_extra_is_read_back_on_any_number_of_ranks(ranks: int, background: bool, tmp_path: Path) -> None:
     def runs() -> fjoin.Checkpoints:
         return fjoin.Checkpoints(tmp_path, {"model": torch.nn.Linear(1, 1)}, background=background)
@@ -218,40 +185,3 @@ def test_extra_is_read_back_on_any_number_of_ranks(ranks: int, background: bool,
     for extra in tx.simulate(load, {"data": ranks}):
         assert repr(extra.pop("numbers")) == "[nan, -inf]"
         assert same_bits(extra, want)
-
-
-def test_each_byte_is_checked_once_and_goes_where_it_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    start = {"w": torch.linspace(-1, 1, BLOCK + 77), "b": torch.ones(5)}
-
-    def made() -> fjoin.TrainStep:
-        return fjoin.train_step(
-            lambda p, x: sum((v * x).square().sum() for v in p.values()), tx.fuse(FEEDBACK, tx.adamw(0.1))
-        )
-
-    step = made()
-    saved, _ = step(step.init(start), torch.ones(()))
-    fjoin.save(tmp_path, step, saved)
-    (file,) = tmp_path.glob("*/*.safetensors")
-    checked, read, places = [0], [0], set[int]()
-    crc32, preadv = zlib.crc32, os.preadv
-
-    def counting_crc32(data: Any, *rest: Any) -> int:
-        checked[0] += memoryview(data).nbytes
-        return crc32(data, *rest)
-
-    def counting_preadv(fd: int, buffers: Any, offset: int) -> int:
-        count = preadv(fd, buffers, offset)
-        read[0] += count
-        places.update(torch.frombuffer(one, dtype=torch.uint8).data_ptr() for one in buffers if len(one))
-        return count
-
-    with monkeypatch.context() as patch:
-        patch.setattr(zlib, "crc32", counting_crc32)
-        patch.setattr(os, "preadv", counting_preadv)
-        state = fjoin.load(tmp_path, made(), start)
-    size = file.stat().st_size
-    assert size <= checked[0] < size + 10_000  # and the names of what is compared
-    assert 2 * size - 2 * BLOCK < read[0] < 2 * size + 10_000  # to be checked, and into its place
-    begin, end = state.params["w"].data_ptr(), state.params["w"].data_ptr() + start["w"].nbytes
-    assert sum(begin <= place < end for place in places) >= start["w"].nbytes // BLOCK - 1
-    assert same_bits(tx.to_state_dict(state.pipeline), tx.to_state_dict(saved.pipeline))

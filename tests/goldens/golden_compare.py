@@ -10,7 +10,7 @@ import torch
 
 from tests.goldens.golden_problem import SHAPES, STEPS
 from tests.goldens.golden_records import load, machine, of_ranks, recorded as recorded_now
-from tests.goldens.golden_rows import MAY_CHANGE, ROWS
+from tests.goldens.golden_rows import ROWS
 
 TOLERANCE = 1e-5  # relative to the largest value of the parameter
 IN_16_BITS = 2e-2
@@ -30,15 +30,15 @@ def differences(name: str, path: str, records: Any) -> list[str]:
                 f"{case}: {'ran' if case in old else 'did not run'} when it was recorded, but not the same now"
             )
             continue
-        lines = compared(old[case], fields[case], ROWS[name].dtype, fewer=name in MAY_CHANGE)
+        lines = compared(old[case], fields[case], ROWS[name].dtype)
         differ = _bits(hashes.get(case, bits[case]), bits[case], [n for rank in records[case] for n in rank["state"]])
         lines += [line + ("" if lines else "; all rounded values agree") for line in differ]
         found += [f"{case}: {line}" for line in lines]
     return found
 
 
-def compared(old: dict[str, Any], new: dict[str, Any], dtype: torch.dtype, fewer: bool = False) -> list[str]:
-    """The differences of one case, hashes left out; `fewer`: a step may send fewer messages than it did."""
+def compared(old: dict[str, Any], new: dict[str, Any], dtype: torch.dtype) -> list[str]:
+    """The differences of one case, hashes left out."""
     ranks = range(max(len(x[key]) for x in (old, new) for key in ("error", "messages", "values", "losses")))
     found = []
     if old["names"] != new["names"]:
@@ -49,7 +49,7 @@ def compared(old: dict[str, Any], new: dict[str, Any], dtype: torch.dtype, fewer
     for rank in ranks:
         was, now = ({key: x[key][rank % len(x[key])] for key in x if key != "names"} for x in (old, new))
         lines = [] if was["error"] == now["error"] else [f"the error was {was['error']!r}, is {now['error']!r}"]
-        lines += _messages(was["messages"], now["messages"], fewer)
+        lines += _messages(was["messages"], now["messages"])
         lines += _values(was["values"], now["values"], IN_16_BITS if dtype.itemsize == 2 else TOLERANCE)
         for step, (a, b) in enumerate(zip(was["losses"], now["losses"], strict=False)):
             if _apart(a, b, IN_16_BITS if dtype.itemsize == 2 else TOLERANCE):
@@ -58,19 +58,14 @@ def compared(old: dict[str, Any], new: dict[str, Any], dtype: torch.dtype, fewer
     return found
 
 
-def _messages(old: dict[str, list[str]], new: dict[str, list[str]], fewer: bool) -> list[str]:
+def _messages(old: dict[str, list[str]], new: dict[str, list[str]]) -> list[str]:
     was: list[str] = []
     now: list[str] = []
     for step in map(str, range(STEPS)):
         was, now = old.get(step, was), new.get(step, now)
-        if was != now and not (fewer and _count(now) < _count(was)):
-            return [f"step {step}: {_count(was)} messages were\n    {was}\n  and {_count(now)} are\n    {now}"]
+        if was != now:
+            return [f"step {step}: {len(was)} messages were\n    {was}\n  and {len(now)} are\n    {now}"]
     return []
-
-
-def _count(messages: list[str]) -> int:
-    """The number of messages; in shared memory only it is known."""
-    return sum(int(m.split()[0]) if m.endswith(" calls") else 1 for m in messages)
 
 
 def _values(old: dict[str, list[float]], new: dict[str, list[float]], tolerance: float) -> list[str]:

@@ -1,4 +1,4 @@
-"""One row's training on each path: pure, bound to real ranks, as a train_step, and registered with a module.
+"""One row's training on each path: pure, as a train_step, and registered with a module.
 
 Each function returns what one rank saw. An error that a path raises is part of the result.
 """
@@ -23,7 +23,7 @@ BUCKET_BYTES = 24  # two buckets of float32
 BUCKET_MB = 2e-5  # of a module: 20 bytes
 
 
-def _tried(run: Callable[[dict[str, Any]], None], only_messages: bool = False) -> dict[str, Any]:
+def _tried(run: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """The record that `run` fills in; with the place and the text of the error that ended it."""
     seen: dict[str, Any] = {"at": "make", "params": [], "losses": [], "messages": []}
     with warnings.catch_warnings():
@@ -34,8 +34,6 @@ def _tried(run: Callable[[dict[str, Any]], None], only_messages: bool = False) -
         except Exception as error:
             seen["error"] = f"{seen['at']}: {type(error).__name__}: {error}"
     del seen["at"]
-    if only_messages:
-        seen |= {"params": [], "state": {}}
     return kept(seen)
 
 
@@ -53,20 +51,14 @@ def _scaled(grads: Any, state: Any) -> Any:
     return {path: g * state.scale.to(g.dtype) for path, g in grads.items()} if hasattr(state, "scale") else grads
 
 
-def _pure_steps(seen: dict[str, Any], row: Row, weights: str | None, rank: int, counts: bool) -> None:
+def _pure_steps(seen: dict[str, Any], row: Row, weights: str, rank: int) -> None:
     pipeline, params = row.make(), start(row.dtype)
     seen["at"] = "init"
     state = pipeline.init(params)
     seen["at"] = "step 0"
     for step in range(STEPS):
-        own = None if weights is None else weight(weights, rank, step)
         grads = _scaled(gradients(row, rank, step), state)
-        if counts:
-            with watched() as messages:
-                params, state = pipeline.step(params, grads, state, weight=own)
-            seen["messages"].append(_sent(messages))
-        else:
-            params, state = pipeline.step(params, grads, state, weight=own)
+        params, state = pipeline.step(params, grads, state, weight=weight(weights, rank, step))
         _keep(seen, params, step)
     seen["state"] = tx.to_state_dict(state)
 
@@ -76,7 +68,7 @@ def pure(name: str) -> Records:
     row, out = ROWS[name], {}
     ranks = list(range(_size(row)))
     for weights in WEIGHTS:
-        run = lambda rank: _tried(lambda seen: _pure_steps(seen, row, weights, rank, False))  # noqa: B023, E731
+        run = lambda rank: _tried(lambda seen: _pure_steps(seen, row, weights, rank))  # noqa: B023, E731
         out[weights] = tx.simulate(run, row.axes, ranks)
     return out
 
@@ -88,18 +80,6 @@ def _size(row: Row) -> int:
     return out
 
 
-def bound(names: list[str]) -> list[dict[str, Any]]:
-    """The pure pipelines on real ranks, with weights and without: the messages are what counts."""
-    with fjoin.mesh(ROWS[names[0]].axes, transport="gloo") as mesh, fjoin.bind(mesh):
-        return [
-            {
-                case: _tried(lambda seen: _pure_steps(seen, ROWS[name], weights, mesh.rank, True), True)  # noqa: B023
-                for case, weights in (("weights", "powers"), ("no weights", None))
-            }
-            for name in names
-        ]
-
-
 def _train(seen: dict[str, Any], row: Row, weights: str, mesh: Any) -> None:
     step_of = fjoin.train_step(
         loss_fn(row.loss), row.make(), mesh=mesh, weight=lambda b: b[1], **{"bucket_bytes": BUCKET_BYTES} | row.options
@@ -109,11 +89,9 @@ def _train(seen: dict[str, Any], row: Row, weights: str, mesh: Any) -> None:
     seen["at"] = "step 0"
     for step in range(STEPS):
         batch = gradients(row, mesh.rank, step), weight(weights, mesh.rank, step)
-        before = mesh.traffic.messages
         with watched() as messages:
             state, metrics = step_of(state, batch)
-        called = mesh.traffic.messages - before
-        seen["messages"].append(_sent(messages) if messages or not called else [f"{called} calls"])
+        seen["messages"].append(_sent(messages))
         sums = sorted((metrics.sums or {}).items())
         seen["losses"].append([float(metrics.loss), float(metrics.weight), *(float(x) for _, x in sums)])
         _keep(seen, state.params, step)
@@ -124,17 +102,17 @@ def _train(seen: dict[str, Any], row: Row, weights: str, mesh: Any) -> None:
     step_of.close()
 
 
-def trained(names: list[str], transport: str) -> list[dict[str, Any]]:
-    """By `train_step` over gloo or in shared memory."""
+def trained(names: list[str]) -> list[dict[str, Any]]:
+    """By `train_step`, over gloo."""
     out: list[dict[str, Any]] = []
-    mesh = fjoin.mesh(ROWS[names[0]].axes, transport=transport)
+    mesh = fjoin.mesh(ROWS[names[0]].axes, transport="gloo")
     for name in names:
         out.append({})
         for weights in WEIGHTS:
             out[-1][weights] = _tried(lambda seen: _train(seen, ROWS[name], weights, mesh))  # noqa: B023
             if out[-1][weights]["error"]:  # which may have ended the connections
                 mesh.close()
-                mesh = fjoin.mesh(ROWS[names[0]].axes, transport=transport)
+                mesh = fjoin.mesh(ROWS[names[0]].axes, transport="gloo")
                 break
     mesh.close()
     return out
@@ -173,8 +151,7 @@ def on_ranks(pool: Any, names: list[str], path: str) -> dict[str, Records]:
     """Some rows of the same axes, on one path."""
     if path == "pure":
         return {name: pure(name) for name in names}
-    function, args = {"bound": (bound, ()), "registered": (registered, ())}.get(path, (trained, (path,)))
-    ranks = pool.run(_size(ROWS[names[0]]), function, names, *args)
+    ranks = pool.run(_size(ROWS[names[0]]), registered if path == "registered" else trained, names)
     return {name: {case: [rank[i][case] for rank in ranks] for case in ranks[0][i]} for i, name in enumerate(names)}
 
 

@@ -15,7 +15,7 @@ from tests.goldens.golden_problem import SHAPES
 
 HERE = Path(__file__).parent
 # Of which other path a path's records name only the differences.
-REFERENCE = {"gloo": "pure", "shared": "gloo", "registered": "gloo"}
+REFERENCE = {"gloo": "pure", "registered": "gloo"}
 EMPTY: dict[str, Any] = {"error": [None], "names": [], "messages": [{}], "values": [{}], "losses": [[]]}
 Records = dict[str, list[dict[str, Any]]]  # case -> what every rank saw
 

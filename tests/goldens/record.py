@@ -54,7 +54,7 @@ def _update(file: str, rows: dict[str, Any], folder: Path) -> None:
 def _record(workers: Any, path: str, names: list[str], folder: Path) -> None:
     from tests.goldens.golden_paths import on_ranks
     from tests.goldens.golden_records import REFERENCE, load, machine, of_ranks, packed, recorded, save
-    from tests.goldens.golden_rows import ROWS, STEPS, UNSTABLE
+    from tests.goldens.golden_rows import ROWS
 
     together: dict[str, list[str]] = {}
     for name in names:
@@ -72,8 +72,7 @@ def _record(workers: Any, path: str, names: list[str], folder: Path) -> None:
         if name in before and before[name] != rows[name]:  # the hashes of other machines are of other values
             for others in (at for key, at in bits.items() if key.endswith(f", {path}")):
                 others.pop(name, None)
-        if path in STEPS and (name, path) not in UNSTABLE:
-            own[name] = hashes
+        own[name] = hashes
     _update(path, rows, folder)
     save("bits", {key: at for key, at in bits.items() if at}, folder)
 

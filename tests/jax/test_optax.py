@@ -16,10 +16,8 @@ from torch import Tensor
 import fjoin.jax
 from fjoin import transforms as tx
 from fjoin.jax import _optax, _trees as _jax_arrays
-from tests.helpers import max_diff, params_like, raises_text, same_bits
+from tests.helpers import max_diff, params_like
 from tests.oracle import optax_run
-from tests.oracle.whole_batch import make_batches
-from tests.reducer.one_rank import train_one_rank
 
 ADD = tx.sgd(1.0, maximize=True)  # the result of an optax optimizer is to be added
 OPTIMIZERS: dict[str, Any] = {
@@ -86,42 +84,10 @@ def test_several_dtypes_and_empty_trees() -> None:
     assert {flat.numel() for flat in state.flats} == {6, 1}
 
 
-def test_one_crossing_for_each_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    crossings = []
-    real = jax.dlpack.from_dlpack
-    monkeypatch.setattr(jax.dlpack, "from_dlpack", lambda x: crossings.append(x) or real(x))
-    many = {str(i): torch.randn(64) for i in range(50)}
-    adam = fjoin.jax.from_optax(optax.scale_by_adam())
-    state = adam.init(many)
-    crossings.clear()
-    adam.update(many, state, many)
-    assert len(crossings) == 4  # gradients, parameters, and the state's floats and its count
-
-
 def test_explain_runs_no_jax_on_tensors_without_data() -> None:
     hook = tx.chain(tx.mean("data"), fjoin.jax.from_optax(optax.adam(0.5)))
     what = tx.explain(tx.fuse(hook, tx.sgd(1.0)), {"w": torch.zeros(3)}, {"data": 2})
     assert what.messages == 1 and what.rows[1].state_bytes == 4 * (3 + 3 + 1)
-
-
-def test_in_a_training_step() -> None:
-    """On ranks with uneven inputs optax's adamw on the mean gives the same result as ours."""
-    batches = make_batches(1, [[3, 2, 4], [5], []])
-    ours = tx.fuse(tx.mean("data"), tx.adamw(0.05, weight_decay=0.1))
-    theirs = tx.fuse(tx.chain(tx.mean("data"), fjoin.jax.from_optax(optax.adamw(0.05, weight_decay=0.1))), ADD)
-    a, b = (tx.simulate(lambda own, p=p: train_one_rank(own, p), {"data": 3}, batches) for p in (ours, theirs))
-    for x, y in zip(a, b, strict=True):
-        assert max_diff(x["params"], y["params"]) < 1e-12
-
-
-def test_states_survive_a_file(tmp_path: Any) -> None:
-    start, *grads = _trees(torch.float64)
-    stage = fjoin.jax.from_optax(optax.chain(optax.trace(0.9), optax.scale_by_adam()))
-    state = stage.init(start)
-    _, state = stage.update(grads[0], state, start)
-    torch.save(tuple(state), tmp_path / "state")
-    loaded = _optax.OptaxState(torch.load(tmp_path / "state", weights_only=True)[0])
-    assert same_bits(stage.update(grads[1], state, start), stage.update(grads[1], loaded, start))
 
 
 @pytest.mark.parametrize("jit", [False, True])
@@ -143,22 +109,13 @@ def test_a_stage_in_optax(jit: bool) -> None:
     assert [3.0, 0.25] in seen and [0.5, 0.25] in seen
 
 
-def test_raises_on_bad_input() -> None:
-    raises_text(TypeError, lambda: fjoin.jax.from_optax(tx.mean("data")), "GradientTransformation", "mean('data')")
-    raises_text(TypeError, lambda: fjoin.jax.from_optax(optax.adam), "GradientTransformation")
-    raises_text(TypeError, lambda: fjoin.jax.to_optax(tx.sgd(0.1)), "fuse(hook, optimizer)")  # type: ignore[arg-type]
-    stage = fjoin.jax.from_optax(optax.clip(1.0))
-    raises_text(TypeError, lambda: stage.init({"w": torch.ones(2).to_sparse()}), "'w'", "sparse")
-
-
 def test_without_jax_the_import_says_what_to_install() -> None:
     program = "import sys; sys.modules['jax'] = None; import fjoin.jax"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert "ImportError: fjoin.jax needs jax: pip install 'fjoin[jax]'" in done.stderr
 
 
-@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
-def test_noise_with_random_keys(impl: str) -> None:
+def test_noise_with_random_keys(impl: str = "rbg") -> None:
     """jax's typed keys cross as their bits, so that saved and loaded the same noise follows."""
     grads = {"a": torch.ones(3), "b": torch.zeros(2, 2)}
     theirs = {path: jax.numpy.asarray(g.numpy()) for path, g in grads.items()}

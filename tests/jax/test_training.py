@@ -79,7 +79,6 @@ def near(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> None:
 MEAN = tx.mean("data")
 PIPELINES: dict[str, tuple[Any, Any]] = {
     "adam": (tx.fuse(MEAN, tx.adam(0.05)), optax.adam(0.05)),
-    "zero": (tx.fuse(tx.scatter_mean("data"), tx.adam(0.05)), optax.adam(0.05)),
     "momentum, clipped": (
         tx.fuse(tx.chain(MEAN, tx.clip_by_global_norm(0.5)), tx.sgd(0.1, momentum=0.9)),
         optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1, momentum=0.9)),

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 import fjoin
 from fjoin import transforms as tx
-from tests.helpers import max_diff, raises_text, same_bits
-from tests.optim.averager_problem import displacements, gradients, made, torchs_averages_raise
-from tests.pool import Pool
+from tests.helpers import max_diff, raises_text
+from tests.optim.averager_problem import displacements, made
 from tests.traffic import watched
 
 
@@ -32,7 +31,6 @@ def averaged(runs: list[Any], ranks: list[int]) -> list[int]:
     return [s for s in range(len(runs[0])) if all(max_diff(runs[r][s], runs[ranks[0]][s]) < 1e-12 for r in ranks)]
 
 
-Levels = dict[int, int]
 # Number of ranks, the averager, and in which of 20 steps some ranks are averaged. The warm-up is not subtracted from the
 # steps of levels, as in torch.
 SCHEDULES: list[tuple[int, str, tuple[Any, ...], list[tuple[list[int], list[int]]]]] = [
@@ -70,33 +68,6 @@ def test_three_levels() -> None:
     seen = tx.simulate(one_rank, {"level2": 2, "level1": 2, "level0": 2}, [float(r) for r in range(8)])
     assert [run[0] for run in seen] == [0.5, 0.5, 2.5, 2.5, 4.5, 4.5, 6.5, 6.5]
     assert [run[1] for run in seen] == [1.5] * 4 + [5.5] * 4 and [run[2] for run in seen] == [3.5] * 8
-
-
-def in_the_middle() -> Any:
-    group = dist.new_group([1, 2, 3, 4])
-    if dist.get_rank() == 7:
-        dist.new_group([7], use_local_synchronization=True)  # other ranks may have made other groups
-    averager = made("ours", "hierarchical", {1: 2, 2: 4}, 1, group)
-    p, seen = nn.Parameter(torch.tensor(float(dist.get_rank()))), []
-    for _ in range(3):
-        averager.average_parameters([p])
-        seen.append(p.item())
-    return seen
-
-
-def test_three_levels_and_a_part_of_eight_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Consecutive ranks of a process group form the smaller groups."""
-    monkeypatch.setattr("tests.pool.WORKERS", 8)
-    ranks = Pool()
-    try:
-        runs = same_runs(ranks, 8, "hierarchical", {1: 2, 2: 4, 6: 8}, 1, steps=13)
-        assert averaged(runs, [1, 2]) == [2, 4, 6, 8, 10, 12] and averaged(runs, [3, 4]) == [6, 12]
-        seen = ranks.run(8, in_the_middle)
-    finally:
-        ranks.close()
-    assert [run[0] for run in seen] == [float(r) for r in range(8)]
-    assert [run[1] for run in seen] == [0.0, 1.5, 1.5, 3.5, 3.5, 5.0, 6.0, 7.0]
-    assert [run[2] for run in seen] == [0.0, 2.5, 2.5, 2.5, 2.5, 5.0, 6.0, 7.0]
 
 
 # -- what one rank sees ------------------------------------------------------------------------------------
@@ -173,14 +144,6 @@ def large() -> Any:
     return p.tolist() == torch.tensor([6e4, 6e-8], dtype=torch.float16).tolist()
 
 
-def empty() -> Any:
-    with watched() as sent:
-        averager = fjoin.PeriodicModelAverager(2)
-        averager.average_parameters([])
-        averager.average_parameters([{"params": []}])
-    return averager.step, len(sent)
-
-
 def alone() -> Any:
     p = nn.Parameter(torch.ones(2))
     with watched() as sent:
@@ -189,26 +152,15 @@ def alone() -> Any:
     return p._version, len(sent)
 
 
-def uses(whose: str) -> Any:
-    """In `torchs_averages_raise` torch's averager raises."""
-    with torchs_averages_raise():
-        averager, p = made(whose, "periodic", 2), nn.Parameter(torch.ones(2))
-        p.grad = torch.ones(2)
-        if whose == "ours":
-            return averager.average_parameters([p]) is None
-        return "was called" in raises_text(AssertionError, lambda: averager.average_parameters([p]))
-
-
 PARTS = [(0.5, 0.0, True, 0.5), (0.5, 1.5, False, 0.5), (2.5, 1.5, False, 2.5), (2.5, 3.0, True, 2.5)]
 # Function, its arguments, and what each rank sees.
 SEEN: list[tuple[Callable[..., Any], tuple[Any, ...], list[Any]]] = [
     (in_parts, ("periodic", [2, 0]), PARTS), (in_parts, ("hierarchical", [{2: 2}, 0]), PARTS),
     (in_place, (), [([0.5, 0.5], True, 2)] * 2), (used_elsewhere, (), [[[1.0], [2.0], [3.0]]] * 3),
-    (several, (), [([[0.5]] * 6 + [[1.0]], 5, 2)] * 2), (large, (), [True] * 2), (empty, (), [(2, 0)] * 2), (alone, (), [(0, 0)]),
+    (several, (), [([[0.5]] * 6 + [[1.0]], 5, 2)] * 2), (large, (), [True] * 2), (alone, (), [(0, 0)]),
     (with_buffers, ("periodic", 3), [[(rank, rank)] + [(0.5, 1)] * 4 for rank in range(2)]),
     (with_buffers, ("hierarchical", {2: 2, 4: 4}), [
         [(rank, rank)] * 2 + [(rank // 2 * 2 + 0.5, rank // 2 * 2 + 1)] * 2 + [(1.5, 3)] for rank in range(4)]),
-    (uses, ("ours",), [True] * 2), (uses, ("torch's",), [True] * 2),
 ]  # fmt: skip
 
 
@@ -220,24 +172,6 @@ def test_what_a_rank_sees(pool: Any, function: Any, args: tuple[Any, ...], expec
 def test_without_other_ranks_or_on_simulated_ones() -> None:
     assert alone() == (0, 0)
     assert tx.simulate(lambda v: averages(torch.tensor(v)), {"data": 3}, [0.0, 1.0, 5.0]) == [[2.0]] * 3
-
-
-def long_run(steps: int) -> Any:
-    averager = made("ours", "hierarchical", {1: 2, 2: 4})
-    params = [nn.Parameter(torch.zeros(n)) for n in (3, 1000)]
-    optimizer = torch.optim.SGD(params, 0.1)
-    for step in range(steps):
-        gradients(params, step)
-        optimizer.step()
-        averager.average_parameters(params)
-    return [p.detach() for p in params]
-
-
-@pytest.mark.parametrize("steps", [100, pytest.param(500, marks=pytest.mark.long)])
-def test_interleaved_periods_do_not_hang(pool: Any, steps: int) -> None:
-    """Many steps with a message in each, now over pairs and now over all, without any other synchronisation."""
-    first, second, *_ = pool.run(4, long_run, steps)
-    assert same_bits(first, second)
 
 
 # -- ranks that differ, or fail ----------------------------------------------------------------------------

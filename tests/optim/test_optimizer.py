@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import gc
 import io
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +16,6 @@ from fjoin import transforms as tx
 from tests import rows
 from tests.helpers import max_diff, raises_text
 from tests.optimizer_table import OPTIMIZERS
-from tests.parity_table import KINDS
 from tests.test_places import check
 
 LR = torch.optim.lr_scheduler
@@ -110,10 +107,6 @@ def _with_torchs_groups(name: str) -> tuple[Made, Made]:
 
 # Ours, torch's, and how they are trained.
 BESIDE: dict[str, tuple[Made, Made, dict[str, Any]]] = {
-    **{f"{name} {i}": (
-        lambda m, k=kind, o=o: fjoin.Optimizer(m.parameters(), k.ours(**o)),
-        lambda m, k=kind, o=o: k.torchs(m.parameters(), **(k.kernel or {}), **o), {},
-    ) for name, kind in KINDS.items() if not kind.matrices for i, o in enumerate(kind.options[::5])},
     "groups, a schedule": (
         lambda m: fjoin.Optimizer(parts(m, lr=0.1, weight_decay=0.0), tx.adamw(0.01, weight_decay=0.1)),
         lambda m: torch.optim.AdamW(parts(m, lr=0.1, weight_decay=0.0), 0.01, weight_decay=0.1, fused=True),
@@ -179,22 +172,6 @@ def test_in_a_train_step(make: Any, place: str, sizes: str, monkeypatch: pytest.
     check("it", place, sizes)
 
 
-@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop"])
-def test_parameters_with_gaps_in_memory(name: str) -> None:
-    made, cls = [], getattr(torch.optim, name)
-    for ours in (True, False):
-        p = nn.Parameter(torch.ones(4, 5, 2, dtype=torch.float64)[..., 0])
-        optimizer = (
-            fjoin.Optimizer([p], tx.as_functional_optim(cls, lr=0.1)) if ours else cls([p], lr=0.1, foreach=False)
-        )
-        for i in range(3):
-            p.grad = torch.cos(torch.arange(20.0, dtype=torch.float64) + i).view(4, 5)
-            optimizer.step()
-        assert p.stride() == (10, 2)
-        made.append(p.detach())
-    assert max_diff(*made) < 1e-14
-
-
 def test_with_a_gradient_scaler() -> None:
     """Gradients are divided in the kernel, and a step with an infinity is left out."""
 
@@ -219,33 +196,6 @@ def test_one_kernel_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "_fused_adamw_", lambda *args, **more: calls.append(len(args[0])) or real(*args, **more))
     train(model := make_model(), fjoin.Optimizer(model.parameters(), tx.adamw(0.1)), 3)
     assert calls == [6, 6, 6]
-
-
-def test_steps_on_real_views_of_complex_parameters_are_torchs() -> None:
-    start, grad = torch.tensor([1 + 1j, 2 - 1j]), torch.tensor([1 + 2j, -1j])
-    param, want = nn.Parameter(torch.view_as_real(start).clone()), nn.Parameter(start.clone())
-    param.grad, want.grad = torch.view_as_real(grad).clone(), grad.clone()
-    fjoin.Optimizer([param], tx.adagrad(0.1)).step()
-    torch.optim.Adagrad([want], 0.1).step()
-    assert torch.allclose(torch.view_as_complex(param.detach()), want.detach(), rtol=1e-6)
-
-
-def test_a_derivative_by_betas() -> None:
-    params = {"w": torch.ones(2, dtype=torch.float64)}
-
-    def loss(beta: Tensor) -> Tensor:
-        opt, p = tx.adam(0.1, betas=(beta, beta)), params
-        state = opt.init(params)
-        for _ in range(2):
-            p, state = opt.step(p, {"w": p["w"] * torch.tensor([1.0, 3.0])}, state)
-        return p["w"].sum()
-
-    beta = torch.tensor(0.5, dtype=torch.float64)
-    by_hand = (loss(beta + 1e-6) - loss(beta - 1e-6)) / 2e-6
-    leaf = beta.clone().requires_grad_()
-    loss(leaf).backward()
-    assert leaf.grad is not None and abs(leaf.grad - by_hand) < 1e-7
-    assert abs(torch.func.grad(loss)(beta) - by_hand) < 1e-7
 
 
 # -- states ------------------------------------------------------------------------------------------------
@@ -313,26 +263,6 @@ def test_training_goes_on_from_a_state(name: str) -> None:
     assert len(counts) == 1, "parameters share a count"
 
 
-def test_a_copy_trains_like_the_original() -> None:
-    model = make_model()
-    optimizer = fjoin.Optimizer(model.parameters(), tx.adamw(0.1))
-    train(model, optimizer, 2)
-    twin, twins = copy.deepcopy((model, optimizer))
-    assert max_diff(train(model, optimizer, 2, first=2), train(twin, twins, 2, first=2)) == 0
-
-
-def test_by_path_and_master_copies() -> None:
-    model = make_model(torch.bfloat16)
-    opt = tx.mixed_precision(tx.partition({"*bias": tx.sgd(0.1), "*": tx.adamw(0.01)}))
-    optimizer = fjoin.Optimizer(model.named_parameters(), opt)
-    train(model, optimizer)
-    weight, bias = model[0].weight, model[0].bias
-    assert set(optimizer.state[weight]) == {"inner.step", "inner.exp_avg", "inner.exp_avg_sq", "master"}
-    assert optimizer.state[weight]["master"].dtype == torch.float32
-    assert set(optimizer.state[bias]) == {"inner.step", "master"}
-    assert torch.equal(weight.detach(), optimizer.state[weight]["master"].bfloat16())
-
-
 def test_closures_and_cleared_states() -> None:
     model = make_model()
     optimizer = fjoin.Optimizer(model.parameters(), tx.adamw(0.01))
@@ -348,18 +278,3 @@ def test_closures_and_cleared_states() -> None:
     optimizer.state.clear()
     train(model, optimizer, 1)
     assert {int(state["step"]) for state in optimizer.state.values()} == {1}, "cleared states begin anew"
-
-
-def test_its_states_are_freed_with_it() -> None:
-    p = nn.Parameter(torch.ones(3))
-    optimizer = fjoin.Optimizer([p], tx.adam())
-    p.grad = torch.ones(3)
-    optimizer.step()
-    state = weakref.ref(optimizer.state[p]["exp_avg"])
-    gc.collect()
-    gc.disable()
-    try:
-        del optimizer
-        assert state() is None
-    finally:
-        gc.enable()

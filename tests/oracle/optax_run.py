@@ -22,11 +22,3 @@ def run(transform: Any, start: Sequence[Tensor], grads: Sequence[Sequence[Tensor
             updates, state = transform.update([jnp.asarray(g.numpy()) for g in step], state, params)
             params = optax.apply_updates(params, updates)
         return [torch.from_numpy(np.array(p - s)) for p, s in zip(params, first, strict=True)]
-
-
-def apply(transform: Any, grads: Sequence[Tensor]) -> list[Tensor]:
-    """The result of a stateless transform for gradients."""
-    with jax.enable_x64(True):
-        given = [jnp.asarray(g.numpy()) for g in grads]
-        out, _ = transform.update(given, transform.init(given))
-        return [torch.from_numpy(np.array(g)) for g in out]

@@ -22,9 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import fjoin
-from fjoin import transforms as tx
 from fjoin.transforms import checkpoint_policies as policies
-from tests.helpers import raises_text, stepped
+from tests.helpers import raises_text
 from tests.transforms.remat.exact import exact_host
 from tests.transforms.remat.transformer import Count
 
@@ -82,23 +81,6 @@ def test_training_matches_the_plain_model(how: str) -> None:
     torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
-def test_torch_wrapper_changes_names() -> None:
-    own = model()
-    torchs.apply_activation_checkpointing(own, check_fn=is_block)
-    assert any("_checkpoint_wrapped_module" in name for name, _ in own.named_modules())
-    assert any("_checkpoint_wrapped_module" in name for name, _ in own.named_buffers())
-    linear = torchs.checkpoint_wrapper(nn.Linear(4, 4))
-    with pytest.raises(KeyError):
-        torch.func.functional_call(linear, dict(linear.named_parameters()), (torch.ones(3, 4),))
-
-
-def test_ours_in_the_place_of_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torchs, "apply_activation_checkpointing", fjoin.apply_activation_checkpointing)
-    own = model()
-    torchs.apply_activation_checkpointing(own, check_fn=is_block)
-    assert [n for n, _ in own.named_parameters()] == [n for n, _ in model().named_parameters()]
-
-
 @pytest.mark.parametrize("how", WRAPS)
 def test_names_match_the_plain_model(how: str) -> None:
     plain, own = model(), model()
@@ -138,16 +120,6 @@ def test_functional_call_and_functional() -> None:
     assert apply is not None
 
 
-def test_wrapper_shares_all_attributes_with_its_module() -> None:
-    block = Block()
-    own = fjoin.checkpoint_wrapper(block)
-    block.eval()
-    assert not own.training and own.first is block.first
-    own.train()
-    own.extra = 3
-    assert block.training and block.extra == 3 and "_checkpoint" not in repr(own) and "CheckpointedBlock" in repr(own)
-
-
 @pytest.mark.parametrize("how", ["default", "twice", "host"])
 def test_copies_and_saved_modules(how: str) -> None:
     own = model(norm=False)
@@ -162,19 +134,6 @@ def test_copies_and_saved_modules(how: str) -> None:
             and again[0].first.weight is not own[0].first.weight
         )
         torch.testing.assert_close(trained(copy.deepcopy(again)), trained(copy.deepcopy(own)), rtol=0, atol=0)
-
-
-def test_forward_of_the_module_itself() -> None:
-    block, calls = Block(norm=False), itertools.count()
-    own_forward = block.forward
-
-    def counted(x: Tensor, **kwargs: Any) -> Tensor:
-        next(calls)
-        return own_forward(x, **kwargs)
-
-    block.forward = counted
-    fjoin.checkpoint_wrapper(block)(torch.ones(2, 4), scale=2.0).sum().backward()
-    assert next(calls) == 2
 
 
 def test_wraps_the_same_modules_as_torch() -> None:
@@ -195,23 +154,6 @@ def test_wraps_the_same_modules_as_torch() -> None:
         {"check_fn": lambda module: isinstance(module, nn.Linear)},
     ):  # fmt: skip
         assert sorted(wrapped(**options)) == sorted(of_torch(**options)) != []
-
-
-def test_train_step() -> None:
-    def run(wraps: bool) -> Any:
-        own = model(norm=False).eval()
-        if wraps:
-            fjoin.apply_activation_checkpointing(own, check_fn=is_block)
-        apply, params, _ = fjoin.functional(own)
-        step = fjoin.train_step(
-            lambda p, batch: torch.func.functional_call(own, p, (batch,)).square().sum(),
-            tx.fuse(tx.mean("data"), tx.adamw(0.1)),
-            mesh=fjoin.mesh({"data": 1}),
-        )
-        state = stepped(step, step.init(params), torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(0)))
-        return state.params
-
-    torch.testing.assert_close(run(True), run(False), rtol=0, atol=0)
 
 
 def in_ddp(how: str | None) -> list[Tensor]:

@@ -29,10 +29,7 @@ def outs(hook: tx.Transform, rank: int, weight: Any) -> Any:
 @pytest.mark.parametrize("change", MOST)
 @pytest.mark.parametrize("name", ALL)
 def test_a_wrapper_that_changes_weights_changes_the_divisor(name: str, change: str) -> None:
-    """The wrapper on weights w is the reduction on the changed weights: results and states.
-
-    The result of a mean or a sum is that of plain arithmetic with the changed weights.
-    """
+    """It is the reduction on the changed weights, results and states; that of a mean or a sum is plain arithmetic."""
     make, function = ALL[name], CHANGES[change]
     wrapped = with_weights(function, make())
     got = tx.simulate(lambda rank, weight: outs(wrapped, rank, weight), axes_for(name), RANKS, WEIGHTS)

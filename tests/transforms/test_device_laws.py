@@ -10,14 +10,8 @@ import torch
 from torch import Tensor
 
 from fjoin import transforms as tx
-from fjoin.testing import LAWS
 from fjoin.testing._devices import encodes_on_its_device, stays_on_its_device, steps_on_its_device
 from tests.helpers import raises_text
-
-
-def test_device_laws_are_in_the_lists_of_laws() -> None:
-    assert stays_on_its_device in LAWS["transform"] and encodes_on_its_device in LAWS["codec"]
-    assert steps_on_its_device in LAWS["optimizer"]
 
 
 def leafwise(change: Callable[[Tensor], Tensor]) -> tx.Transform:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -14,12 +13,9 @@ from fjoin import transforms as tx
 from tests.changed_weights import with_weights
 from tests.helpers import stepped
 
-DEFAULTS = {"weight": None, "step": None, "persistent": False, "flush": False, "donated": False, "sharded_over": None}
-NAMES = tuple(DEFAULTS)
 
-
-def stage(name: str | None, seen: list[Any]) -> tx.Transform:
-    """It names one keyword, none, or each ("all"), or has **extra ("extra"); it keeps what it gets, as a dict."""
+def stage(seen: list[Any], extra: bool = False) -> tx.Transform:
+    """It names each keyword, or has **extra; it keeps what it gets, as a dict."""
 
     def saw(grads: Any, state: Any, params: Any, **got: Any) -> Any:
         assert params is not None
@@ -30,17 +26,10 @@ def stage(name: str | None, seen: list[Any]) -> tx.Transform:
         grads: Any, state: Any, params: Any = None, *, weight: Any = None, step: Any = None,
         persistent: bool = False, flush: bool = False, donated: bool = False, sharded_over: Any = None,
     ) -> Any:  # fmt: skip
-        given = (weight, step, persistent, flush, donated, sharded_over)
-        return saw(grads, state, params, **dict(zip(NAMES, given, strict=True)))
+        given = {"weight": weight, "step": step, "persistent": persistent, "flush": flush}
+        return saw(grads, state, params, **given, donated=donated, sharded_over=sharded_over)
 
-    def names_one(grads: Any, state: Any, params: Any = None, **given: Any) -> Any:
-        return saw(grads, state, params, **({name: given.get(name, DEFAULTS[name])} if name in NAMES else {}))
-
-    parameters = [*inspect.signature(names_one).parameters.values()][:-1]
-    if name in NAMES:
-        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None))
-    names_one.__signature__ = inspect.Signature(parameters)
-    return tx.Transform(lambda params: (), {"all": names_all, "extra": saw}.get(name, names_one), tx.Needs.NOTHING)
+    return tx.Transform(lambda params: (), saw if extra else names_all, tx.Needs.NOTHING)
 
 
 def _same(weight: Any) -> Any:
@@ -83,14 +72,11 @@ def by_step(pipeline: tx.Pipeline) -> None:
 
 
 def calls_of(run: Callable[[tx.Pipeline], None], make: Callable[[tx.Transform], tx.Pipeline]) -> list[dict[str, Any]]:
-    """What a stage gets in each call that names all keywords, on the first of two ranks.
-
-    One with **extra gets the same weights and steps; `flush` and `donated` reach only those that name them.
-    """
+    """What a stage that names all keywords gets, on the first of two ranks; one with **extra gets no `flush` and `donated`."""
     named, extra = [], []
-    for kind, mine in (("all", named), ("extra", extra)):
+    for mine in (named, extra):
         seen: list[list[Any]] = [mine, []]
-        tx.simulate(lambda rank: run(make(stage(kind, seen[rank]))), {"data": 2}, [0, 1])  # noqa: B023
+        tx.simulate(lambda rank: run(make(stage(seen[rank], mine is extra))), {"data": 2}, [0, 1])  # noqa: B023
     for a, b in zip([call for call in named if not call["flush"]], extra, strict=True):
         assert float(a["weight"]) == float(b["weight"]) and a["step"] == b["step"]
         assert a["persistent"] == b.get("persistent", False) and a["sharded_over"] == b.get("sharded_over")
@@ -100,12 +86,8 @@ def calls_of(run: Callable[[tx.Pipeline], None], make: Callable[[tx.Transform], 
 SGD = tx.sgd(0.1)
 Place = tuple[Callable[[tx.Transform], tx.Pipeline], dict[str, list[Any]]]
 RANKS_OWN = {
-    "weight": [2.0] * 2,
-    "step": [0, 1],
-    "persistent": [False] * 2,
-    "flush": [False] * 2,
-    "sharded_over": [None] * 2,
-}
+    "weight": [2.0] * 2, "step": [0, 1], "persistent": [False] * 2, "flush": [False] * 2, "sharded_over": [None] * 2,
+}  # fmt: skip
 OF_ALL = {"weight": [4.0, 4.0, 0.0], "step": [0, 1, 2], "persistent": [True] * 3, "flush": [False, False, True]}
 # Where a stage stands, and what it gets in two steps and a flush: before the reduction its rank's weight, and no flush; behind it
 # the sum of both ranks' weights; at the end that too, and a flush of weight 0.
@@ -139,23 +121,12 @@ def test_what_a_stage_gets(place: str, run: Any) -> None:
         assert [float(call[name]) if name == "weight" else call[name] for call in calls] == values, name
 
 
-@pytest.mark.parametrize("name", [None, *NAMES])
-def test_stage_gets_only_the_keywords_it_names(name: Any) -> None:
-    """The stage names one keyword or none; all others are available."""
-    for wrap in (*BEFORE.values(), *BEHIND.values()):
-        seen: list[Any] = []
-        tx.simulate(lambda: purely(tx.fuse(wrap(stage(name, seen)), tx.sgd(0.1))), {"data": 1})  # noqa: B023
-        assert len(seen) == 2 and all(call.keys() == ({name} if name else set()) for call in seen)
-        assert name != "weight" or [float(call[name]) for call in seen] == [2.0, 2.0]
-        assert name != "step" or [call[name] for call in seen] == [0, 1]
-
-
 @pytest.mark.parametrize("donate", [False, True])
 def test_donated(donate: bool) -> None:
     """Only the first stage may write into the gradients, and only if the caller donates them."""
     for wrap, expected in ((BEFORE["alone"], donate), (BEFORE["chain"], donate), (BEHIND["chain"], False)):
         seen: list[Any] = []
-        pipeline = tx.fuse(wrap(stage("donated", seen)), tx.sgd(0.1))
+        pipeline = tx.fuse(wrap(stage(seen)), tx.sgd(0.1))
         with fjoin.bind(fjoin.mesh({"data": -1})):
             pipeline.step(start(), start(), pipeline.init(start()), donate=donate)
         assert [call["donated"] for call in seen] == [expected]

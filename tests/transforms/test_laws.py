@@ -74,51 +74,37 @@ def test_every_public_factory_has_a_row() -> None:
     assert public == TRANSFORMS.keys() | OPTIMIZERS.keys() | SCHEDULES | PIPELINES | OF_STATES | SHARDED | CODECS.keys()
 
 
-def _cases(table: dict[str, list[Any]], laws_: list[Any]) -> list[Any]:
-    return [
-        pytest.param(make, law, id=f"{name}{i}-{law.__name__}")
-        for name, rows in table.items() for i, make in enumerate(rows) for law in laws_
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize(("make", "law"), _cases(TRANSFORMS, LAWS["transform"]))
-def test_transform(make: Any, law: Any) -> None:
-    law(make)
-
-
 CODED = {
     name: [lambda make=make: tx.compress(make(), tx.mean("data")) for make in rows] for name, rows in CODECS.items()
 }
+TABLES: dict[str, dict[str, list[Any]]] = {
+    "transform": TRANSFORMS, "feedback": {**LOSSY, **CODED}, "optimizer": OPTIMIZERS, "codec": CODECS,
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("make", "law"), _cases({**LOSSY, **CODED}, LAWS["feedback"]))
-def test_error_feedback(make: Any, law: Any) -> None:
+@pytest.mark.parametrize(
+    ("make", "law"),
+    [
+        pytest.param(make, law, id=f"{kind}-{name}{i}-{law.__name__}")
+        for kind, table in TABLES.items() for name, rows in table.items() for i, make in enumerate(rows) for law in LAWS[kind]
+    ],
+)  # fmt: skip
+def test_law(make: Any, law: Any) -> None:
     law(make)
 
 
-@pytest.mark.parametrize(("make", "law"), _cases(OPTIMIZERS, LAWS["optimizer"]))
-def test_optimizer(make: Any, law: Any) -> None:
-    law(make)
-
-
-@pytest.mark.parametrize(("make", "law"), _cases(CODECS, LAWS["codec"]))
-def test_codec(make: Any, law: Any) -> None:
-    law(make)
-
-
-@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("make", "kind"), _cases(CODECS, [tx.Codec]))
-def test_no_codec_asks_for_the_default_dtype(make: Any, kind: Any, default: torch.dtype) -> None:
-    codec, x = make(), torch.randn(3, 100, generator=torch.Generator().manual_seed(0))
-    key = torch.tensor(1, dtype=torch.int32)
-    noise = (tx.Noise(torch.arange(300, dtype=torch.int32).view(3, 100), key, key),) if codec.stochastic else ()
-    want = codec.encode(x, *noise)
-    back = codec.decode(want, 100)
-    torch.set_default_dtype(default)
-    try:
-        assert torch.equal(codec.encode(x, *noise), want) and torch.equal(codec.decode(want, 100), back)
-    finally:
-        torch.set_default_dtype(torch.float32)
+def test_no_codec_asks_for_the_default_dtype() -> None:
+    x, key = torch.randn(3, 100, generator=torch.Generator().manual_seed(0)), torch.tensor(1, dtype=torch.int32)
+    for codec in (make() for rows in CODECS.values() for make in rows):
+        noise = (tx.Noise(torch.arange(300, dtype=torch.int32).view(3, 100), key, key),) if codec.stochastic else ()
+        want = codec.encode(x, *noise)
+        back = codec.decode(want, 100)
+        try:
+            for default in (torch.float64, torch.bfloat16):
+                torch.set_default_dtype(default)
+                assert torch.equal(codec.encode(x, *noise), want) and torch.equal(codec.decode(want, 100), back), codec
+        finally:
+            torch.set_default_dtype(torch.float32)
 
 
 def test_correct_custom_transforms_and_codecs_pass() -> None:
@@ -138,22 +124,6 @@ def test_correct_custom_transforms_and_codecs_pass() -> None:
     fjoin.testing.check_transform(lambda: tx.chain(tx.mean("data"), tx.stateless(torch.neg)))
     fjoin.testing.check_transform(transform)
     fjoin.testing.check_codec(codec)
-
-
-def test_all_laws_run_on_all_rows() -> None:
-    """Always: only tables that multiply options are sampled."""
-    for test, tables, all_laws in (
-        (test_transform, [TRANSFORMS], LAWS["transform"]), (test_error_feedback, [LOSSY, CODED], LAWS["feedback"]),
-        (test_optimizer, [OPTIMIZERS], LAWS["optimizer"]), (test_codec, [CODECS], LAWS["codec"]),
-    ):  # fmt: skip
-        marks = getattr(test, "pytestmark", [])
-        assert {mark.name for mark in marks} == {"parametrize"}
-        (cases,) = (mark.args[1] for mark in marks)
-        assert not any(case.marks for case in cases)
-        every_row = [make for table in tables for rows in table.values() for make in rows]
-        assert {tuple(map(id, case.values)) for case in cases} == {
-            (id(m), id(law)) for m in every_row for law in all_laws
-        }
 
 
 def test_no_law_is_missing_from_its_list() -> None:

@@ -44,13 +44,6 @@ def _needs_all(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
     return tx.pmean(grads, "data"), state
 
 
-def _norm_in_state() -> tx.Transform:
-    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-        return grads, (sum(g.square().sum() for g in grads.values()),)
-
-    return tx.Transform(lambda params: (torch.zeros(()),), update, needs=tx.Needs.LEAVES)
-
-
 def _on_some_buckets() -> tx.Transform:
     """Reduces some of the leaves, and runs no reduction in a call without them."""
     inner = tx.mean("data")
@@ -91,24 +84,6 @@ def _another_way() -> tx.Transform:
     return tx.Transform(inner.init, update, facts=tx.Facts(reduces=inner.facts.reduces))
 
 
-def _writes_where_others_are() -> tx.Transform:
-    right = tx.error_feedback(tx.compress(tx.int8(), tx.mean("data")))
-
-    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-        out, new = right.update(grads, state, params, **extra)
-        if tx.axis_size("data") > 1:
-            for error in state.error.values():
-                error.mul_(0)
-        return out, new
-
-    return tx.Transform(
-        right.init,
-        update,
-        needs=tx.Needs.LAYOUT,
-        facts=tx.Facts(reduces=right.facts.reduces, compression=right.facts.compression),
-    )
-
-
 def _sums_later() -> tx.Transform:
     """A momentum of this rank's gradients, including those of weight 0."""
     inner = tx.mean("data")
@@ -123,16 +98,6 @@ def _sums_later() -> tx.Transform:
         update,
         facts=tx.Facts(reduces=tx.Reduction("data", "weight")),
     )
-
-
-def _forgets_on_disk() -> tx.Transform:
-    """Its memory on several ranks is not in the file."""
-
-    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-        more = 1 if state is not _MARK and tx.axis_size("data") > 1 else 0
-        return {k: g + more for k, g in grads.items()}, _MARK
-
-    return tx.Transform(lambda params: torch.zeros(()), update)
 
 
 def _momentum() -> tx.Transform:
@@ -166,18 +131,18 @@ def _laws(kind: str) -> list[Any]:
 
 
 BROKEN_TRANSFORMS = {
-    "is_pure": [_remembers, _plain(_writes), _writes_where_others_are],
+    "is_pure": [_remembers, _plain(_writes)],
     "keeps_to_its_needs": [
         _plain(_normalises_each, needs=tx.Needs.LAYOUT),
         *(_plain(_normalises, needs=needs) for needs in (tx.Needs.NOTHING, tx.Needs.LEAVES)),
     ],
-    "goes_bucket_by_bucket": [_plain(_normalises, needs=tx.Needs.LEAVES), _norm_in_state, _on_some_buckets],
+    "goes_bucket_by_bucket": [_plain(_normalises, needs=tx.Needs.LEAVES), _on_some_buckets],
     "chains": [_broken_chain],
     "ignores_weight_zero": [_plain(_needs_all), _sums_later],
     "is_itself_alone": [_another_way],
     "forgets_the_order_of_ranks": [_rank_first],
     "forgets_what_is_not_finite": [_momentum],
-    "resumes": [lambda: tx.Transform(lambda params: (_MARK,), _known_by_identity), _forgets_on_disk],
+    "resumes": [lambda: tx.Transform(lambda params: (_MARK,), _known_by_identity)],
     "is_data": [_never_equal],
 }
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import pickle
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -14,7 +13,6 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.transforms.base.specs import fingerprint
 
 Index: TypeAlias = str  # a word that fjoin's own factories have for whole numbers
 
@@ -100,22 +98,6 @@ def test_an_update_may_take_fewer_arguments() -> None:
     for update in (lambda g, s, params=None, weight=7.0: (g * weight, s), lambda g, s, weight=7.0: (g * weight, s)):
         made = tx.Transform(lambda params: (), update)
         assert made.update(g, ())[0] == 14.0 and made.update(g, (), g, weight=2.0)[0] == 4.0
-
-
-@tx.factory
-def scaled(by: float) -> tx.Transform:
-    return tx.Transform(lambda params: (), functools.partial(_named, by=by))
-
-
-@pytest.mark.parametrize("times", [1, 3])
-def test_pickled_transforms_are_adapted_as_before(times: int) -> None:
-    """Through the factory; the result, the names, the spec and the fingerprint stay."""
-    part, g = scaled(2.0), torch.tensor(2.0)
-    for _ in range(times):
-        part = pickle.loads(pickle.dumps(part))
-    assert part == scaled(2.0) and fingerprint(part) == fingerprint(scaled(2.0))
-    assert part.update(g, (), g, weight=3.0, step=0)[0].item() == 12.0
-    assert part.accepts("weight") and not part.accepts("step")
 
 
 def test_copy_with_another_update_takes_its_keywords() -> None:

@@ -69,24 +69,6 @@ def test_an_encoded_mean_is_near_the_mean(
                 assert (out[path].double() - value).abs().max() <= 2.1 * room * largest
 
 
-@given(LOSSY, SHAPES, st.integers(2, 5), st.integers(0, 99), st.sampled_from([math.nan, math.inf, -math.inf]))
-def test_nonfinite_gradients_raise_on_all_ranks(
-    codec: tx.Codec, shapes: Any, ranks: int, seed: int, bad: float
-) -> None:
-    """A nonfinite value at any position gives a nonfinite result on every rank."""
-    hook, trees = tx.compress(codec, tx.mean("data"), seed=seed), [leaves_of(shapes, seed + r) for r in range(ranks)]
-    count = sum(t.numel() for t in trees[0].values())
-    if not count:
-        return
-    at = seed % count
-    for leaf in trees[seed % ranks].values():
-        if 0 <= at < leaf.numel():
-            leaf.view(-1)[at] = bad
-        at -= leaf.numel()
-    for out in tx.simulate(lambda g: hook.update(g, hook.init(g))[0], {"data": ranks}, trees):
-        assert not all(torch.isfinite(leaf).all() for leaf in out.values()), codec
-
-
 @given(
     LOSSY,
     SHAPES,
@@ -128,31 +110,3 @@ def test_results_and_residuals_add_up_to_the_means(
             else 1.0
         )
         assert gap.numel() == 0 or gap.abs().max() <= 1e-4 * len(steps) * max(1.0, most)
-
-
-@given(NEAR, st.integers(1, 5), st.integers(0, 60), st.integers(0, 99))
-def test_a_quantized_sum_is_near_the_sum(codec: Any, ranks: int, n: int, seed: int) -> None:
-    made, room = codec
-    xs = [torch.randn(n, generator=torch.Generator().manual_seed(seed + r)) for r in range(ranks)]
-    psum = tx.quantized(tx.psum, made.keyed(seed, 0) if made.stochastic else made)
-    out = tx.simulate(lambda x: psum(x, "data"), {"data": ranks}, xs)
-    largest = max((x.abs().max().item() for x in xs if n), default=0.0)
-    for one in out:
-        assert same_bits(one, out[0]) and one.shape == (n,)
-        assert (
-            n == 0
-            or (one - torch.stack(xs).sum(0)).abs().max() <= 2.1 * ranks * room * largest + 1e-6 * ranks * largest
-        )
-
-
-@given(SHAPES.filter(bool), WEIGHTS, st.integers(0, 99), st.sampled_from(["weight", "live", "world"]))
-def test_mean_matches_the_definition(shapes: Any, weights: list[float], seed: int, over: Any) -> None:
-    ranks = len(weights)
-    trees = [{p: t.double() for p, t in leaves_of(shapes, seed + r).items()} for r in range(ranks)]
-    counts = weights if over == "weight" else [float(w > 0) for w in weights]
-    for hook in (tx.mean("data", over),):
-        outs = tx.simulate(lambda g, w: hook.update(g, hook.init(g), weight=w)[0], {"data": ranks}, trees, weights)  # noqa: B023
-        want, scale = weighted(trees, counts), (sum(counts) / ranks if over == "world" else 1.0)
-        for out in outs:
-            for path, value in want.items():
-                assert value.numel() == 0 or (out[path] - scale * value).abs().max() <= 1e-12

@@ -60,22 +60,6 @@ def test_equality_compares_the_meaning() -> None:
     assert len({tx.mean("a"), tx.mean("a"), tx.mean("b")}) == 2
 
 
-def test_custom_factory_is_serializable() -> None:
-    @tx.factory
-    def times_for_test(factor: float) -> tx.Transform:
-        return tx.stateless(lambda g: g * factor, elementwise=True)
-
-    made = times_for_test(2.0)
-    assert made.spec.name == "stateless", "what a factory passes on keeps its own name"
-
-    @tx.factory
-    def halve_for_test(factor: float = 0.5) -> tx.Transform:
-        return tx.Transform(lambda p: (), lambda g, s, p=None, **e: (g * factor, s), needs=tx.Needs.NOTHING)
-
-    assert repr(halve_for_test()) == "halve_for_test()"
-    assert repr(halve_for_test(0.25)) == "halve_for_test(factor=0.25)"
-
-
 def _times(k: Any, grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
     return {path: g * k for path, g in grads.items()}, state
 

@@ -11,28 +11,6 @@ from fjoin import transforms as tx
 from fjoin.testing._compare import saved_and_loaded
 from tests.helpers import params_like, raises_text, same_bits
 
-HOOK = tx.chain(tx.accumulate(2, tx.mean("data")), tx.switch_after(3, tx.identity(), tx.record_norm()))
-
-
-def test_pipeline_resumes_in_the_middle_of_a_window() -> None:
-    """The state has windows, host counters, hyperparameters, masters and parts by path."""
-    optimizer = tx.inject_hyperparameters(
-        tx.partition({"*bias": tx.mixed_precision(tx.sgd(0.1, momentum=0.9)), "scale": tx.frozen(), "*": tx.adam(0.01)})
-    )
-    pipeline = tx.dynamic_loss_scale(tx.fuse(HOOK, optimizer))
-
-    def one_rank() -> None:
-        params, grads = params_like(), params_like(100)
-        state = pipeline.init(params)
-        for n in range(5):
-            params, state = pipeline.step(params, grads, state, weight=1.0 + n)
-        loaded = saved_and_loaded(state, pipeline.init(params_like()))
-        assert same_bits(loaded, state)
-        a = pipeline.step(params, grads, state, weight=3.0)
-        assert same_bits(pipeline.step(params, grads, loaded, weight=3.0), a)
-
-    tx.simulate(one_rank, {"data": 2})
-
 
 def test_shared_step_count_is_shared_after_loading() -> None:
     opt, params = tx.adam(0.1), params_like()

@@ -40,7 +40,7 @@ def on_gloo(ops: list[str]) -> list[Any]:
     return out
 
 
-@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("n", [2, 3])
 def test_real_ranks_equal_simulated_ones(pool: Any, n: int) -> None:
     real = pool.run(n, on_gloo, list(OPS))
     for i, op in enumerate(OPS):
@@ -192,22 +192,3 @@ def test_compiled_collectives_are_right_or_refuse(pool: Any) -> None:
             assert result[name] is True, name
         assert result["vmap"][0] == "raised" and "drop the batching rule" in result["vmap"][1], result["vmap"]
         assert result["vmap of grad"][0] == "raised" and "drop the batching rule" in result["vmap of grad"][1]
-
-
-def raw_trap() -> float:
-    """The result of torch's own functional collective under vmap under compile."""
-    import torch.distributed._functional_collectives as funcol
-
-    def f(x: Tensor) -> Tensor:
-        return torch.func.vmap(lambda e: funcol.wait_tensor(funcol.all_reduce(e, "sum", dist.group.WORLD)))(x)
-
-    x = torch.arange(1.0, 4.0) * 1e6
-    try:
-        return float((torch.compile(f, backend="aot_eager")(x) - 2 * x).abs().max())
-    except Exception:
-        return -1.0
-
-
-def test_torch_still_compiles_vmapped_collectives_wrongly(pool: Any) -> None:
-    """If torch fixes vmap over functional collectives under compile, our error can be removed."""
-    assert any(wrong != 0 for wrong in pool.run(2, raw_trap))

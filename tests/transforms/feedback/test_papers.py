@@ -70,61 +70,8 @@ def test_as_its_formula(name: str, kind: str, ranks: int) -> None:
     assert same_bits(found, ranks * found[:1]) and max_diff([*found[0][0], found[0][1]], [*want, -sum(want)]) < 1e-4
 
 
-def batches(rank: int, ranks: int) -> list[Any]:
-    """Pairs of gradients and a weight. Rank r has 8 - 3 r of them; the later ranks also have some of weight 0."""
-    grads = gradients(8 - 3 * rank, ranks)
-    weights = [float((step + rank) % 3 + (rank == 0)) for step in range(len(grads))]
-    return [({p: (i + 1) * g[rank] for i, p in enumerate(PATHS)}, w) for g, w in zip(grads, weights, strict=True)]
-
-
-def trained(name: str) -> Any:
-    """The parameters after a run in buckets of one leaf, and the number of messages."""
-    mesh, start = fjoin.mesh({"data": -1}, timeout_s=60), {path: torch.zeros(N) for path in PATHS}
-    pipeline, size = tx.fuse(PAPERS[name][0](), tx.sgd(1.0)), 4 * N
-
-    def loss_fn(params: Any, batch: Any) -> Tensor:
-        return torch.stack([(params[path] * batch[0][path]).sum() for path in PATHS]).sum()
-
-    step = fjoin.train_step(loss_fn, pipeline, mesh=mesh, weight=lambda batch: batch[1], bucket_bytes=size)
-    state = step.init(start)
-    for batch in step.join(batches(mesh.rank, mesh.size)):
-        state, _ = step(state, batch)
-    out = {path: p.clone() for path, p in state.params.items()}
-    step.close()
-    return out, tx.explain(pipeline, start, {"data": mesh.size}, bucket_bytes=size).messages
-
-
-@every_paper
-def test_a_train_step_in_several_buckets(name: str, pool: Any) -> None:
-    """Each bucket equals the formula, and processes equal the simulation to the bit."""
-    for ranks in (2, 3):
-        found, none = tx.simulate(lambda: trained(name), {"data": ranks}), torch.full((N,), torch.nan)
-        each = [batches(rank, ranks) + 3 * rank * [(dict.fromkeys(PATHS, none), 0.0)] for rank in range(ranks)]
-        weights = [[weight for _, weight in step] for step in zip(*each, strict=True)]
-        for path in PATHS:
-            grads = [[grad[path] for grad, _ in step] for step in zip(*each, strict=True)]
-            assert max_diff(found[0][0][path], -sum(PAPERS[name][1](grads, weights, True))) < 1e-4, path
-        assert all(same_bits(one[0], found[0][0]) for one in found) and found[0][1] == len(PATHS) + 1
-        assert ranks > 2 or same_bits(pool.run(2, trained, name), found)
-
-
 @every_paper
 @pytest.mark.parametrize("law", fjoin.testing.LAWS["transform"], ids=lambda law: law.__name__)
 def test_laws(name: str, law: Any) -> None:
     if (name, law.__name__) != ("one_bit_adam", "is_itself_alone"):  # it gives a direction, not a mean
         law(PAPERS[name][0])
-
-
-def test_differences_approach_the_weighted_mean() -> None:
-    """Of constant gradients; and the mean of the others once a rank is without input."""
-    hook, xs = PAPERS["ef21"][0](), gradients(1, 3)[0]
-
-    def one_rank(rank: int) -> list[Tensor]:
-        state, outs = hook.init(xs[0]), []
-        for step in range(40):
-            out, state = hook.update(xs[rank], state, weight=0.0 if rank == 2 and step >= 20 else 1.0 + rank)
-            outs.append(out)
-        return outs
-
-    outs = tx.simulate(one_rank, {"data": 3}, [0, 1, 2])[1]
-    assert max_diff([outs[19], outs[39]], [(xs[0] + 2 * xs[1] + 3 * xs[2]) / 6, (xs[0] + 2 * xs[1]) / 3]) < 1e-5

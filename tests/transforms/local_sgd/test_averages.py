@@ -11,7 +11,7 @@ import torch
 import fjoin
 from fjoin import transforms as tx
 from fjoin.testing import LAWS
-from tests.helpers import max_diff, raises_text
+from tests.helpers import raises_text
 
 SGD, MOMENTUM, NESTEROV = tx.sgd(0.1), tx.sgd(0.1, momentum=0.9), tx.sgd(0.7, momentum=0.9, nesterov=True)
 AVERAGES: dict[str, Callable[[], tx.Transform]] = {
@@ -88,23 +88,11 @@ def test_a_bucket_that_is_not_copied_back_is_found_and_all_buckets_are_right() -
 # -- states and values that do not fit, and 16 bits ----------------------------------------------------------------------
 
 
-def test_what_pipelines_are_made_of() -> None:
-    wire = tx.error_feedback(tx.compress(tx.int8(), tx.mean(("a", "b"))))
-    assert "('a', 'b')" in repr(tx.post_local_sgd(SGD, wire, 4, 2, hook=tx.mean(("a", "b")), local=tx.mean("b")).after)
-    state = tx.post_local_sgd(SGD, tx.mean("data"), 4, 2, state="average").on_state
-    assert state == tx.switch_after(2, tx.identity(), tx.every(4, tx.average_state("data"), first=0))
-    grouped = tx.diloco(SGD, tx.mean("data"), 4, fragments=[["a", "b"], "*"])
-    assert grouped == tx.diloco(SGD, tx.mean("data"), 4, fragments=(("a", "b"), "*"))
-
-
 PIPELINES = {
-    "local": tx.local_sgd(MOMENTUM, tx.mean("data"), 1),
     "outer": tx.diloco(MOMENTUM, tx.mean("data"), 1),
     "chain": tx.fuse(tx.identity(), MOMENTUM, after=tx.chain(tx.every(1, tx.average_parameters("data"), first=0), tx.ema(0.5))),
     "parts": tx.fuse(tx.identity(), MOMENTUM, after=tx.partition({"w": tx.every(1, tx.average_parameters("data"), first=0)})),
     "state": tx.local_sgd(MOMENTUM, tx.mean("data"), 1, state="average"),
-    "average": tx.fuse(tx.identity(), MOMENTUM, after=tx.average_parameters("data")),
-    "switch": tx.post_local_sgd(MOMENTUM, tx.mean("data"), 1, 0),
     "skips": tx.skip_if_nonfinite(tx.local_sgd(MOMENTUM, tx.mean("data"), 1)),
 }  # fmt: skip
 
@@ -127,27 +115,6 @@ def test_states_and_parameters_that_do_not_fit(name: str) -> None:
         if name != "skips":
             foreign = state._replace(optimizer=tx.adam().init(p))
             raises_text(ValueError, lambda: pipeline.flush(p, foreign), "state['w'] is a AdamState")
-
-
-@pytest.mark.parametrize(
-    "pipeline",
-    [
-        tx.local_sgd(MOMENTUM, tx.mean("data"), 2, state="average"),
-        tx.diloco(MOMENTUM, tx.mean("data"), 2),
-    ],
-)
-@pytest.mark.parametrize(
-    "params", [{}, {"w": torch.zeros(0)}, {"w": torch.zeros(2), "e": torch.zeros(0, 3), "s": torch.tensor(1.0)}]
-)
-def test_empty_trees_and_empty_leaves(pipeline: tx.Pipeline, params: Any) -> None:
-    def one_rank(scale: float) -> Any:
-        p, state = params, pipeline.init(params)
-        for _ in range(4):
-            p, state = pipeline.step(p, {k: torch.full_like(v, scale) for k, v in params.items()}, state)
-        return p
-
-    first, second = tx.simulate(one_rank, {"data": 2}, [1.0, 3.0])
-    assert max_diff(first, second) == 0 and first.keys() == params.keys()
 
 
 @pytest.mark.parametrize("delay", [0, 1])
@@ -179,24 +146,6 @@ def test_a_period_that_another_average_serves_ends_too() -> None:
         return seen
 
     assert tx.simulate(one_rank, {"data": 2}) == [[0.0] * 4] * 2
-
-
-@pytest.mark.parametrize("over", ["weight", "world"])
-def test_a_rank_without_input_has_no_change_by_rounding(over: Any) -> None:
-    pipeline = tx.diloco(tx.sgd(1.0), tx.mean("data", over=over), 1, outer=tx.sgd(0.25))
-
-    def one_rank(rank: int) -> list[float]:
-        p: Any = {"w": torch.full((1,), 256.0, dtype=torch.bfloat16)}
-        state, seen = pipeline.init(p), []
-        for step in range(20):
-            grads = {"w": torch.full((1,), 2.0, dtype=torch.bfloat16)}
-            p, state = pipeline.step(p, grads, state, weight=float(step < 8 and rank == 0))
-            seen.append(state.after.anchor["w"].item())
-        return seen
-
-    share = 1.0 if over == "weight" else 0.25
-    want = [256.0 - 0.5 * share * min(step + 1, 8) for step in range(20)]
-    assert tx.simulate(one_rank, {"data": 4}, list(range(4))) == [want] * 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import optree
-import pytest
 import torch
-from torch import Tensor
 
 from fjoin import transforms as tx
-from fjoin.transforms.axes import _simulate as _lockstep
 from fjoin.transforms.layout import make_layout
 from tests.helpers import raises_text
-from tests.traffic import announced
 
 
 def test_explain_covers_periodic_stages() -> None:
@@ -55,18 +49,6 @@ def test_explain_raises_on_stages_that_read_values() -> None:
     raises_text(TypeError, lambda: tx.explain(part, {"w": torch.zeros(3)}, {"data": 2}), "peek", "reads a tensor's value")  # fmt: skip
 
 
-def test_explain_of_nested_axes() -> None:
-    for axis, shown in ((("node", "local"), "node x local"), ("local", "local")):
-        what = tx.explain(tx.mean(axis), {"w": torch.zeros(10)}, {"node": 2, "local": 4})
-        assert [(m.axis, m.collective) for m in what.rows[0].messages] == [(shown, "psum")]
-    keeps = tx.Transform(
-        lambda params: optree.tree_map(torch.zeros_like, params), lambda g, s: (g, s), tx.Needs.NOTHING
-    )
-    pieces = tx.chain(tx.scatter_mean("local"), keeps)
-    behind = tx.explain(tx.fuse(pieces, tx.sgd(0.1)), {"w": torch.zeros(64)}, {"node": 2, "local": 4}).rows[1]
-    assert behind.state_bytes == 64 * 4 / 4, "of a rank's piece"
-
-
 def test_explain_finds_periodic_stages_inside_others() -> None:
     """Messages and steps do not depend on the order of two wrappers."""
     params, mean = {"w": torch.zeros(1000), "v": torch.zeros(10)}, tx.mean("data")
@@ -91,62 +73,6 @@ def test_explain_finds_periodic_stages_inside_others() -> None:
     after = tx.fuse(tx.identity(), tx.sgd(0.1), tx.switch_after(3, average, average))
     assert [bool(sent(after, step)) for step in range(6)] == [False, True, True, False, True, False]  # step 2 flushes
     assert [len(sent(tx.skip_if_nonfinite(tx.every(2, mean)), step)) for step in range(2)] == [0, 1]
-
-
-def test_the_last_call_of_a_window() -> None:
-    params = {"w": torch.zeros(1000, 4), "v": torch.zeros(16, dtype=torch.bfloat16)}
-    row, record = tx.explain(tx.accumulate(2, tx.mean("data")), params, {"data": 4}).rows
-    assert row.stage == "accumulate(2, mean('data'))" and row.when == "step 0" and len(record.messages) == 1
-    assert 4016 * 4 + 8 <= row.state_bytes < 4016 * 4 + 30
-    assert sum(m.payload_bytes for m in row.messages) > 4000 * 4 + 16 * 2
-
-
-PARAMS = {"w": torch.zeros(40, 10)}
-MEAN, INT4 = tx.mean("data"), tx.compress(tx.int4(), tx.mean("data"))
-HOOKS: dict[str, tuple[Callable[[], tx.Transform], int]] = {  # and the number of steps to take
-    "power_sgd": (lambda: tx.power_sgd("data", 1, warmup_steps=3, min_compression_rate=0.5), 6),
-    "batched power_sgd": (lambda: tx.batched_power_sgd("data", 1, warmup_steps=2, min_compression_rate=0.5), 5),
-    "switch": (lambda: tx.switch_after(2, tx.mean("data"), tx.compress(tx.int8(), tx.mean("data"))), 5),
-    "fed back": (lambda: tx.error_feedback(tx.switch_after(3, tx.compress(torch.bfloat16, MEAN), INT4)), 6),
-}  # fmt: skip
-
-
-def sent_by(hook: tx.Transform, steps: int, monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[str, int]]]:
-    """The collectives of the first of two ranks in each step, and their bytes, as they reach the axis."""
-    seen: list[list[tuple[str, int]]] = []
-    run = _lockstep.SimulatedAxis.run
-
-    def watch(axis: Any, op: str, x: Tensor, arg: Any) -> Tensor:
-        if int(axis.index()) == 0:
-            seen[-1].append((op, x.numel() * x.element_size()))
-        return run(axis, op, x, arg)
-
-    monkeypatch.setattr(_lockstep.SimulatedAxis, "run", watch)
-
-    def one_rank(rank: int) -> None:
-        g = torch.Generator().manual_seed(rank)
-        state = hook.init(PARAMS)
-        for step in range(steps):
-            grads = {path: torch.randn(p.shape, generator=g) for path, p in PARAMS.items()}
-            if rank == 0:
-                seen.append([])
-            _, state = hook.update(grads, state, PARAMS, step=step)
-            tx.axis_index("data")
-
-    tx.simulate(one_rank, {"data": 2}, [0, 1])
-    return seen
-
-
-@pytest.mark.parametrize("name", HOOKS)
-def test_messages_change_in_the_steps_in_which_they_are_said_to(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    make, steps = HOOKS[name]
-    sent = sent_by(make(), steps, monkeypatch)
-    tables = [tx.explain(make(), PARAMS, {"data": 2}, at_step=step) for step in range(steps)]
-    said = [announced(what) for what in tables]
-    for step in range(1, steps):
-        assert (sent[step] == sent[step - 1]) == (said[step] == said[step - 1]), step
-    assert [len(one) for one in sent] == [len(one) for one in said]
-    assert tables[0].rows[0].when == "step 0" or all(one == said[0] for one in said)
 
 
 def test_layout() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -55,21 +54,6 @@ def test_masks_name_ranks() -> None:
 # -- when --------------------------------------------------------------------------------------------
 
 
-def test_accumulation_is_exact_over_calls_and_ranks() -> None:
-    hook = tx.accumulate(2, tx.mean("data"))
-
-    def one_rank(gs: list[float], ws: list[float]) -> Any:
-        state, outs = hook.init(torch.tensor(0.0, dtype=torch.float64)), []
-        for g, w in zip(gs, ws, strict=True):
-            out, state = hook.update(torch.tensor(g, dtype=torch.float64), state, weight=w)
-            outs.append(out)
-        return outs
-
-    out = tx.simulate(one_rank, {"data": 2}, [[1.0, 2.0], [3.0, float("nan")]], [[1, 2], [4, 0]])
-    for outs in out:
-        assert outs[0] is None and outs[1].item() == pytest.approx((1 + 4 + 12) / 7, rel=1e-15)
-
-
 def test_later_stages_do_not_run_within_a_window() -> None:
     pipeline = tx.fuse(tx.chain(tx.accumulate(2, tx.identity()), tx.clip_by_value(1.0)), tx.adam(0.1))
     p = {"w": torch.ones(2)}
@@ -80,21 +64,6 @@ def test_later_stages_do_not_run_within_a_window() -> None:
     assert not same_bits(new, p) and state.optimizer["w"].step == 1
     inside = tx.masked(tx.accumulate(2, tx.identity()), "w")
     raises_text(ValueError, lambda: inside.update({"w": torch.ones(2)}, inside.init(p)), "put accumulate around it")
-
-
-def test_skipping_a_pipeline_keeps_everything() -> None:
-    pipeline = tx.skip_if_nonfinite(tx.fuse(tx.mean("data"), tx.adam(0.1)))
-
-    def one_rank(g: float) -> Any:
-        p = torch.tensor(1.0)
-        state = pipeline.init(p)
-        p, state = pipeline.step(p, torch.tensor(1.0), state)
-        before = (p, state.inner.optimizer)
-        p, state = pipeline.step(p, torch.tensor(g), state)
-        return same_bits((p, state.inner.optimizer), before), state.skipped.item()
-
-    assert tx.simulate(one_rank, {"data": 2}, [1.0, float("inf")]) == [(True, 1)] * 2
-    assert tx.simulate(one_rank, {"data": 2}, [1.0, 2.0]) == [(False, 0)] * 2
 
 
 def test_fusing_by_hand() -> None:
@@ -166,20 +135,3 @@ def test_a_schedule_of_an_outer_optimizer_that_differs_by_rank() -> None:
         return tx.diloco(tx.sgd(0.1), tx.mean("data"), every=1, outer=tx.sgd(rate))
 
     raises_text(DesyncError, lambda: tx.simulate(steps, {"data": 2}, [0, 1], [make] * 2, [(0, 1)] * 2), "rank 1", "lr=0.2")  # fmt: skip
-
-
-@tx.factory
-def _with(of: Any = None) -> tx.Transform:
-    return tx.Transform(lambda params: (), lambda grads, state, params=None, **extra: (grads, state))
-
-
-@pytest.mark.parametrize(
-    "of",
-    [torch.device("cpu"), np.ones(2), {1}, object()],
-    ids=lambda of: type(of).__name__,
-)
-def test_factories_may_have_arguments_of_any_kind(of: Any) -> None:
-    def make(r: int) -> tx.Pipeline:
-        return tx.fuse(tx.chain(_with(of), MEAN), tx.sgd(0.1))
-
-    tx.simulate(steps, {"data": 2}, [0, 1], [make] * 2, [(0, 1)] * 2)

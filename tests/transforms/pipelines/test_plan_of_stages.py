@@ -1,4 +1,4 @@
-"""The needs of chains, which run in a step as in the pure pipeline; and what ranks sum beside their gradients."""
+"""The needs of chains and wrappers, and what ranks sum beside their gradients."""
 
 from __future__ import annotations
 
@@ -8,85 +8,20 @@ from typing import Any
 import optree
 import pytest
 import torch
-from torch import Tensor
 
-import fjoin
 from fjoin import transforms as tx
-from fjoin.transforms.base.trees import global_norm, named_leaves
 from fjoin.transforms.pipelines import Parts, SentRecords, make_plan, records_of, takes_flat
-from tests.helpers import max_diff, raises_text
+from tests.helpers import raises_text
 
 Needs = tx.Needs
 
 
-def _stage(needs: Needs, function: Any) -> tx.Transform:
-    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-        return function(grads), state
-
-    return tx.Transform(lambda params: (), update, needs)
-
-
-def _by_leaf(grads: Any) -> Any:
-    return optree.tree_map(lambda g: g / (1 + g.norm()) * g.dim(), grads)
-
-
-def _by_path(grads: Any) -> Any:
-    return {path: g * len(path) for path, g in named_leaves(grads).items()}
-
-
-def _by_layout(grads: Any) -> Any:
-    """All elements of one buffer are divided by its largest element."""
-    largest = torch.stack([g.abs().max() for g in optree.tree_leaves(grads)]).max()
-    return optree.tree_map(lambda g: g / largest, grads)
-
-
-def _by_tree(grads: Any) -> Any:
-    norm = global_norm(grads)
-    return optree.tree_map(lambda g: g / (1 + norm), grads)
-
-
-STAGES = {
-    Needs.NOTHING: lambda: tx.stateless(torch.sin, elementwise=True),
-    Needs.LEAVES: lambda: _stage(Needs.LEAVES, _by_leaf), Needs.PATHS: lambda: _stage(Needs.PATHS, _by_path),
-    Needs.LAYOUT: lambda: _stage(Needs.LAYOUT, _by_layout), Needs.TREE: lambda: _stage(Needs.TREE, _by_tree),
-}  # fmt: skip
-
-
-def loss(params: Any, batch: float) -> Tensor:
-    return sum(((p * batch + i).sin() * batch).sum() for i, p in enumerate(params.values()))
-
-
-def start() -> dict[str, Tensor]:
-    shapes = {"a": (3,), "matrix": (2, 4), "z": (5,)}
-    return {
-        path: torch.linspace(-1, 1, torch.Size(s).numel(), dtype=torch.float64).view(s) for path, s in shapes.items()
-    }
-
-
-def difference(hook: tx.Transform, bucket_bytes: int, batch: float) -> float:
-    pipeline, mesh = tx.fuse(hook, tx.sgd(1.0)), fjoin.mesh({"data": -1})
-    step = fjoin.train_step(loss, pipeline, mesh=mesh, bucket_bytes=bucket_bytes)
-    state, _ = step(step.init(start()), batch)
-    with fjoin.bind(mesh):
-        grads = torch.func.grad(loss)(start(), batch)
-        want, _ = pipeline.step(start(), grads, pipeline.init(start()), weight=1.0)
-    return max_diff(state.params, want)
-
-
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("pair", list(itertools.product(STAGES, repeat=2)), ids=lambda pair: " then ".join(map(str, pair)))  # fmt: skip
-def test_a_chain_needs_what_its_stages_do(pair: tuple[Needs, Needs]) -> None:
-    first, second = (STAGES[needs]() for needs in pair)
-    chain = tx.chain(first, second)
-    assert chain.needs == pair[0] | pair[1]
-    assert takes_flat(chain) == (chain.needs in (Needs.NOTHING, Needs.LAYOUT))
-    for hook in (tx.chain(first, second, tx.mean("data")), tx.chain(tx.mean("data"), first, second)):
-        for bucket_bytes in (10**6,) if Needs.LAYOUT in chain.needs else (1, 10**6):
-            out = tx.simulate(lambda batch: difference(hook, bucket_bytes, batch), {"data": 2}, [1.0, 2.0])  # noqa: B023
-            assert max(out) < 1e-12, hook
-
-
 def test_wrappers_combine_the_needs_of_their_parts() -> None:
+    each = {needs: tx.Transform(lambda params: (), lambda g, s: (g, s), needs) for needs in (Needs.NOTHING, *Needs)}
+    for first, second in itertools.product(each, repeat=2):
+        chain = tx.chain(each[first], each[second])
+        assert chain.needs == first | second
+        assert takes_flat(chain) == (not chain.needs & (Needs.LEAVES | Needs.PATHS | Needs.TREE))
     coded = tx.compress(tx.int8(), tx.mean("data"))
     leaf = tx.stateless(torch.sign)
     assert tx.every(2, tx.chain(leaf, coded)).needs == Needs.LEAVES | Needs.LAYOUT
@@ -106,12 +41,6 @@ def test_two_fields_are_enough() -> None:
     assert mine.needs == Needs.TREE and mine.facts.reduces is mine.facts.compression is None and not mine.facts.pauses
     assert make_plan(mine, {"node": 2, "local": 2}).reduced(0)[:3] == (("node", "local"), False, ())
     raises_text(TypeError, lambda: tx.Transform(lambda params: 1, update, "leaf"), "Needs.LEAVES", "'leaf'")
-
-
-def test_accepts_follows_the_signature() -> None:
-    mean = tx.mean("data")
-    assert mean.accepts("wire") and tx.chain(tx.identity(), tx.clip_by_value(1.0), mean).accepts("wire")
-    assert not tx.clip_by_value(1.0).accepts("wire")
 
 
 # -- records ------------------------------------------------------------------------------------------------------------

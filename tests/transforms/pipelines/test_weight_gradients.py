@@ -125,21 +125,6 @@ def test_the_derivative_in_lockstep(name: str) -> None:
         torch.testing.assert_close(got, 4 * want, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["mean", "chain", "hierarchical", "accumulate", "average"])
-def test_batches_of_weights(name: str) -> None:
-    """Two weights of each rank under a vmap of the caller, with their derivatives."""
-    several = torch.stack([WEIGHTS, WEIGHTS.flip(0) + 1])
-    same: Callable[[Any], Any] = lambda function: function  # noqa: E731
-    for outer, times in ((same, 1), (torch.func.grad, 4)):
-
-        def one_rank(own: Tensor, *of_steps: Tensor) -> Tensor:
-            return torch.func.vmap(outer(lambda w: trained(name, w, of_steps)))(own)  # noqa: B023
-
-        found = torch.stack(tx.simulate(one_rank, axes_for(name), list(several.t()), *STEPS))
-        want = torch.stack([outer(CASES[name][1])(weights) * times for weights in several])
-        torch.testing.assert_close(found.t() if times > 1 else found[0], want, rtol=1e-12, atol=1e-12)
-
-
 def test_derivatives_by_the_other_weights_if_one_is_zero() -> None:
     weights = torch.tensor([1.0, 3.0, 0.0, 4.0], dtype=torch.float64)
     got = derivatives("mean", weights) / 4

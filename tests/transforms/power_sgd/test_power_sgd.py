@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from fjoin import transforms as tx
-from fjoin.transforms.axes import Axis, bind_axes
 from fjoin.transforms.base.trees import restrict
 from tests.helpers import max_diff, same_bits
 from tests.power_problem import COMPRESSED, SHAPES, draws, exact, exact32, made
@@ -64,7 +60,7 @@ def test_residuals_stay_bounded() -> None:
         hook = tx.error_feedback(made(2))
         grads = draws(int(tx.axis_index("data")), torch.float64)
         state, own, sums = hook.init(grads), [], []
-        for _ in range(200):
+        for _ in range(60):
             _, state = hook.update(grads, state)
             own.append(max(float(state.error[path].norm() / grads[path].norm()) for path in ("b", "conv")))
             sums.append(max(float(e.norm()) for e in tx.psum(state.error, "data").values()))
@@ -72,7 +68,7 @@ def test_residuals_stay_bounded() -> None:
 
     for seen in tx.simulate(one_rank, {"data": 3}):
         for values in seen:
-            assert max(values[100:]) < 1.2 * max(values[:100])
+            assert max(values[30:]) < 1.2 * max(values[:30])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -91,38 +87,6 @@ def test_dtypes(dtype: torch.dtype) -> None:
         assert {v.dtype for v in (*state.error.values(), *state.inner.q.values())} == {wide}
         room = 40 * torch.finfo(dtype).eps
         assert max_diff({path: v.double() for path, v in out.items()}, want) < room * 4
-
-
-def messages(params: Any) -> list[tuple[int, torch.dtype]]:
-    sent: list[tuple[int, torch.dtype]] = []
-
-    class Counting(Axis):
-        size = 2
-
-        def index(self) -> Tensor:
-            return torch.tensor(0)
-
-        def run(self, op: str, x: Tensor, arg: Any) -> Tensor:
-            sent.append((x.numel(), x.dtype))
-            return 2 * x
-
-    hook = tx.power_sgd("data")
-    with bind_axes({"data": Counting()}):
-        hook.update(params, hook.init(params))
-    return sent
-
-
-def test_no_message_without_something_in_it() -> None:
-    def sizes(params: Any) -> list[int]:
-        return [size for size, _ in messages(params)]
-
-    matrix, vector, empty = torch.ones(30, 20), torch.ones(7), torch.ones(0, 4)
-    assert sizes({"m": matrix, "v": vector, "e": empty}) == [2, 30 + 7, 20]  # first the weights
-    assert sizes({"m": matrix}) == [2, 30, 20]
-    assert sizes({"v": vector}) == [2, 7]
-    assert sizes({}) == [2] == sizes({"e": empty})
-    mixed = {"a": torch.zeros(30, 30), "b": torch.zeros(30, 30).double(), "c": torch.zeros(3).half()}
-    assert messages(mixed) == [(2, torch.float64), (30 + 30 + 3, torch.float64), (60, torch.float64)]
 
 
 def test_without_warm_start_every_step_draws() -> None:
@@ -151,22 +115,6 @@ def test_random_numbers_depend_on_seed_and_path_alone() -> None:
     many = tx.power_sgd("data", 8).init({"x": torch.zeros(4000, 5000)}).q["x"]
     assert abs(many.mean()) < 0.02 and abs(many.std() - 3**-0.5) < 0.01 and many.abs().max() < 1
     assert (torch.corrcoef(many) - torch.eye(8)).abs().max() < 0.06
-
-
-def test_start_is_switch_after() -> None:
-    assert made(2, warmup_steps=3) == tx.switch_after(3, tx.mean("data"), made(2))
-    assert tx.power_sgd("data", warmup_steps=2, over="live").spec["before"] == tx.mean("data", over="live")
-
-
-def test_large_epsilon_shrinks_the_result() -> None:
-    def one_rank(epsilon: float) -> Any:
-        hook = tx.power_sgd("data", epsilon=epsilon)
-        g = torch.outer(torch.arange(20.0), torch.arange(10.0))
-        return hook.update(g, hook.init(g))[0] / g.clamp(min=1)
-
-    small, none = (tx.simulate(one_rank, {"data": 2}, [e, e])[0].max() for e in (1e-8, 0.0))
-    half = tx.simulate(one_rank, {"data": 2}, [1e9, 1e9])[0].max()
-    assert abs(small - none) < 1e-6 and 0 < half < 0.01
 
 
 # -- zeros, values that are not finite, ranks of weight 0 ---------------------------------------------------------------
@@ -207,62 +155,3 @@ def test_a_bucket_keeps_its_corner_of_a_batched_q() -> None:
             and same_bits(new[:, side:], old[:, side:])
             and not same_bits(new[:, :side], old[:, :side])
         )
-
-
-@pytest.mark.parametrize("coded", [False, True])
-@pytest.mark.parametrize("bad", [float("nan"), -float("inf")])
-def test_nonfinite_gradients_do_not_affect_the_next_step(bad: float, coded: bool) -> None:
-    """Every rank gets nonfinite values in that matrix only; later results and residuals are finite."""
-
-    def one_rank(poison: bool) -> Any:
-        rank, outs = int(tx.axis_index("data")), []
-        inner = tx.compress(torch.bfloat16, made(2)) if coded else made(2)
-        hook = tx.error_feedback(inner)
-        state = hook.init(draws(0))
-        for step in range(3):
-            grads = draws(10 * step + rank)
-            if poison and step == 1 and rank == 1:
-                grads["a"][3, 4] = bad
-            out, state = hook.update(grads, state)
-            outs.append(out)
-        return outs, state
-
-    for ranks in (2, 3):
-        runs = tx.simulate(one_rank, {"data": ranks}, [True] * ranks)
-        for outs, state in runs:
-            assert not outs[1]["a"].isfinite().any()
-            assert coded or outs[1]["b"].isfinite().all()
-            assert same_bits(outs[2], runs[0][0][2]) and all(v.isfinite().all() for v in outs[2].values())
-            assert all(e.isfinite().all() for e in state.error.values())
-
-
-AROUND: dict[str, tuple[Callable[[tx.Transform], tx.Transform], bool]] = {
-    "fed back": (tx.error_feedback, True), "late": (lambda hook: tx.switch_after(1, tx.mean("data"), hook), True),
-    "by path": (lambda hook: tx.partition({"*": hook}), True),
-    "first": (lambda hook: tx.chain(hook, tx.clip_by_value(1.0)), True),
-    "second": (lambda hook: tx.chain(tx.clip_by_value(1.0), hook), False),
-    "accumulated": (lambda hook: tx.accumulate(1, hook), False), "masked": (lambda hook: tx.masked(hook, "*"), False),
-    "cast": (lambda hook: tx.compress(torch.bfloat16, hook), True),
-    "by chance": (lambda hook: tx.compress(tx.bfloat16(stochastic=True), hook), True),
-    "by one's own": (lambda hook: dataclasses.replace(hook, update=lambda *a, **k: hook.update(*a, **k)), False),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("around", AROUND)
-def test_wrappers_pass_on_donation_if_they_do_not_reuse_gradients(around: str) -> None:
-    make, expected = AROUND[around]
-    inner, reported = made(2), []
-
-    def update(*args: Any, donated: bool = False, wire: Any = None, **extra: Any) -> Any:
-        reported.append(donated)
-        return inner.update(*args, wire=wire, **extra)
-
-    hook = make(dataclasses.replace(inner, update=update))
-
-    def one_rank() -> None:
-        state = hook.init(draws(0))
-        for _ in range(2):
-            _, state = hook.update(draws(0), state, donated=True)
-
-    tx.simulate(one_rank, {"data": 2})
-    assert set(reported) == {expected}

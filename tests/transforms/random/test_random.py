@@ -112,21 +112,6 @@ def test_the_same_under_vmap_and_compile() -> None:
     assert torch.equal(torch.compile(draw, backend="aot_eager")(keys[1]), alone[1])
 
 
-def test_the_same_in_remat_and_on_simulated_ranks() -> None:
-    def dropped(x: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        return torch.sin(x) * tx.random.bernoulli(key, 0.5, x.shape)
-
-    x, key = torch.ones(50, requires_grad=True), tx.random.key(1)
-    want, got = (torch.autograd.grad(f(x, key).sum(), x)[0] for f in (dropped, tx.remat(dropped)))
-    assert torch.equal(got, want) and 0 < got.count_nonzero() < 50
-
-    def on_a_rank() -> torch.Tensor:
-        return tx.random.uniform(tx.random.fold_in(key, tx.axis_index("data")), (4,))
-
-    for rank, seen in enumerate(tx.simulate(on_a_rank, {"data": 3})):
-        assert torch.equal(seen, tx.random.uniform(tx.random.fold_in(key, rank), (4,)))
-
-
 def test_a_device_gets_numbers_of_the_host_without_a_copy() -> None:
     """A copy waits for the device, and cannot be captured in a graph."""
     with torch.device("cpu"), NoCopies():

@@ -78,13 +78,10 @@ def test_a_tensor_that_cannot_be_read_makes_the_sums_nan(bad: str, over: Any) ->
 PIPELINES: dict[str, Callable[[], tx.Pipeline]] = {
     "mean": lambda: tx.fuse(tx.mean("data"), tx.sgd(1.0)),
     "a part": lambda: tx.fuse(tx.masked(tx.mean("data"), "w"), tx.sgd(1.0)),
-    "nothing": lambda: tx.fuse(tx.identity(), tx.sgd(1.0)),
     "zero": lambda: tx.zero(tx.mean("data"), tx.sgd(1.0), "data"),
     "int8": lambda: tx.fuse(tx.compress(tx.int8(), tx.mean("data")), tx.sgd(1.0)),
-    "power_sgd": lambda: tx.fuse(tx.power_sgd("data", 1), tx.sgd(1.0)),
     "local": lambda: tx.local_sgd(tx.sgd(1.0), tx.mean("data"), every=1),
     "skips": lambda: tx.skip_if_nonfinite(tx.fuse(tx.masked(tx.mean("data"), "w"), tx.sgd(1.0))),
-    "accumulate": lambda: tx.fuse(tx.accumulate(1, tx.mean("data")), tx.sgd(1.0)),
 }
 
 

@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
-from tests.helpers import max_diff, same_bits
 
 NODES = {"node": 2, "local": 2}
 GRADS = [1.0, 2.0, 6.0, 9.0]
@@ -125,54 +123,6 @@ def test_an_axis_of_one_rank_sends_nothing(name: str) -> None:
 
     both, one = {"data": 4, "model": 1}, {"data": 4}
     assert tx.explain(here, params, both).payload_bytes == tx.explain(there, params, one).payload_bytes
-
-
-@pytest.mark.parametrize("name", BESIDE_ONE)
-def test_an_axis_of_one_rank_changes_nothing(name: str) -> None:
-    def one_rank(value: float, weight: float, hook: tx.Transform) -> Any:
-        grads = {"w": torch.full((45,), value)}
-        return hook.update(grads, hook.init(grads), weight=weight)[0]["w"]
-
-    found = [
-        tx.simulate(lambda v, w, h=hook: one_rank(v, w, h), axes, [1.0, 2.0, 3.0], [2.0, 1.0, 0.0])
-        for hook, axes in zip(BESIDE_ONE[name](), ({"data": 3, "model": 1}, {"data": 3}), strict=True)
-    ]
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-
-
-SIZES = [
-    {"node": 2, "local": 2}, {"node": 2, "local": 3}, {"node": 3, "local": 2}, {"node": 1, "local": 3},
-    {"node": 3, "local": 1},
-]  # fmt: skip
-
-
-def _grads(rank: int, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    g = torch.Generator().manual_seed(rank)
-    shapes: list[tuple[str, tuple[int, ...]]] = [("a", (5, 3)), ("b", ()), ("none", (0, 2))]
-    return {name: torch.randn(shape, generator=g, dtype=torch.float64).to(dtype) for name, shape in shapes}
-
-
-def _one_rank(hook: tx.Transform, as_tensor: bool) -> Any:
-    rank = int(tx.axis_index(("node", "local")))
-    weight: Any = float(rank % 4)  # some have none, a whole node maybe
-    grads = {k: v * float("nan") for k, v in _grads(rank).items()} if weight == 0 else _grads(rank)
-    weight = torch.tensor(weight, dtype=torch.float64) if as_tensor else weight
-    return hook.update(grads, hook.init(grads), weight=weight)
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("as_tensor", [False, True])
-@pytest.mark.parametrize("over", ["weight", "live", "world"])
-@pytest.mark.parametrize("axes", SIZES, ids=str)
-def test_result_matches_the_mean_over_both_axes(axes: dict[str, int], over: Any, as_tensor: bool) -> None:
-    """To rounding; if it is encoded across nodes, near it, and the same on all ranks."""
-    two, one = tx.hierarchical_mean("local", "node", over=over), tx.mean(("node", "local"), over)
-    want = tx.simulate(lambda: _one_rank(one, as_tensor), axes)
-    for hook, room in ((two, 1e-15), (tx.compress(tx.int8(), two), 0.03 if axes["node"] > 1 else 1e-15)):
-        got = tx.simulate(lambda: _one_rank(hook, as_tensor), axes)  # noqa: B023
-        for (out, _), (expected, _) in zip(got, want, strict=True):
-            assert max_diff(out, expected) < room
-            assert same_bits(out, got[0][0])
 
 
 def test_bytes_between_nodes() -> None:

@@ -48,34 +48,6 @@ def test_meaning(monkeypatch: pytest.MonkeyPatch, op: str, codec: str) -> None:
                 assert same_bits(out[r], out[0])
 
 
-def tree_of(rank: int, ranks: int) -> dict[str, Any]:
-    """Leaves of all kinds, each with a dimension of the ranks in front."""
-    g = torch.Generator().manual_seed(rank)
-    kinds = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
-    leaves = {str(d): torch.randint(0, 5, (ranks, 3), generator=g).to(d) for d in kinds}
-    return {**leaves, "none": torch.zeros(ranks, 0), "inside": [torch.arange(float(ranks)) + rank, None]}
-
-
-@pytest.mark.parametrize("name", SERVED)
-def test_leaves_of_all_dtypes(name: str) -> None:
-    """Whole numbers are exact; floats come in their own dtype, the empty tree and the empty leaf too."""
-    plain, coded = getattr(tx, name), tx.quantized(getattr(tx, name), tx.float32())
-    for n in (1, 2, 3):
-        xs = [tree_of(r, n) for r in range(n)]
-        got, want = (on_ranks(name, f, xs) for f in (coded, plain))
-        for mine, other in zip(got, want, strict=True):
-            assert mine.keys() == other.keys()
-            for path in mine.keys() - {"inside"}:
-                a, b = mine[path], other[path]
-                assert a.dtype is b.dtype and a.shape == b.shape, path
-                if a.is_floating_point():
-                    assert torch.allclose(a.double(), b.double(), rtol=2.0**-7 if a.element_size() == 2 else 1e-6)
-                else:
-                    assert torch.equal(a, b), path
-            assert mine["inside"][1] is None and torch.allclose(mine["inside"][0], other["inside"][0])
-        assert on_ranks(name, coded, [{}] * n) == [{}] * n
-
-
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("codec", CODECS)
 def test_over_two_axes(codec: str) -> None:
@@ -217,44 +189,6 @@ def test_messages(monkeypatch: pytest.MonkeyPatch, codec: str) -> None:
         assert {dtype for _, dtype, _ in notes} == {torch.float32, torch.float64}
 
 
-@pytest.mark.parametrize("codec", CODECS)
-def test_rows_of_different_lengths(monkeypatch: pytest.MonkeyPatch, codec: str) -> None:
-    """To each rank its own number of rows, none included: a row of bytes for each, all floats of a call in one message."""
-    made, room = CODECS[codec]
-    gives = [(0, 2, 3), (4, 1, 0), (2, 0, 0)]
-    takes = [tuple(give[r] for give in gives) for r in range(3)]
-    g = torch.Generator().manual_seed(0)
-    trees = [
-        {"a": torch.rand(sum(give), 5, generator=g), "b": torch.rand(sum(give), generator=g).to(torch.bfloat16),
-         "n": torch.arange(sum(give)) + 10 * r}
-        for r, give in enumerate(gives)
-    ]  # fmt: skip
-
-    def one_rank(tree: Any, give: Any, take: Any, coded: bool = True) -> Any:
-        f = tx.quantized(tx.all_to_all_single, made) if coded else tx.all_to_all_single
-        return f(tree, "data", input_split_sizes=give, output_split_sizes=take)
-
-    got, want = (
-        tx.simulate(lambda *given: one_rank(*given, coded), {"data": 3}, trees, gives, takes)  # noqa: B023
-        for coded in (True, False)
-    )
-    for mine, other in zip(got, want, strict=True):
-        assert torch.equal(mine["n"], other["n"])
-        for path in ("a", "b"):
-            a, b = mine[path], other[path]
-            assert a.dtype is b.dtype and a.shape == b.shape
-            assert ((a - b).abs() <= room + 2.0**-8 * (path == "b")).all()
-    rows = list(zip(trees, gives, takes, strict=True))
-    notes = sent(monkeypatch, {"data": 3}, lambda row: one_rank(*row), rows)
-    assert notes == [
-        ("all_to_all_single", torch.int64, 8 * sum(gives[0])),
-        ("all_to_all_single", torch.uint8, sum(made.width(6 * n) for n in gives[0])),
-    ]
-    trees[1]["a"][0, 0] = math.nan  # which goes to rank 0
-    hit = [not torch.isfinite(out["a"]).all() for out in tx.simulate(one_rank, {"data": 3}, trees, gives, takes)]
-    assert hit == [True, False, False]
-
-
 def test_bytes_of_a_sum_do_not_grow_with_the_ranks() -> None:
     f = tx.quantized(tx.psum, tx.int8())
     hook = tx.Transform(lambda params: (), lambda g, s, params=None, **extra: (f(g, "data"), s))
@@ -262,18 +196,3 @@ def test_bytes_of_a_sum_do_not_grow_with_the_ranks() -> None:
     for ranks in (2, 8, 64):
         what = tx.explain(hook, params, {"data": ranks})
         assert what.messages == (1 if ranks == 2 else 2) and what.sent_bytes < 2.1e6
-
-
-def _sends(f: Any) -> Any:
-    return lambda x, give, take: f(x, "data", input_split_sizes=give, output_split_sizes=take)
-
-
-SPLITS = [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])], [(1, 1), (1, 1)], [(1, 1), (2, 1)]
-
-
-@pytest.mark.parametrize("codec", [tx.int4(), tx.sign(), tx.bfloat16()], ids=repr)
-def test_ranks_that_disagree_on_rows_raise_at_equal_bytes(codec: tx.Codec) -> None:
-    """In the simulator, as for the plain collective."""
-    for f in (tx.all_to_all_single, tx.quantized(tx.all_to_all_single, codec)):
-        with pytest.raises(tx.CollectiveMismatch, match="rank 0 sends 1 rows to rank 1, which takes 2"):
-            tx.simulate(_sends(f), {"data": 2}, *SPLITS)

@@ -13,7 +13,6 @@ import fjoin
 from fjoin import transforms as tx
 from fjoin.shared_memory import combine
 from tests.helpers import same_bits
-from tests.pool import Pool
 
 DTYPES = [torch.bfloat16, torch.float16]
 RANKS = 64
@@ -57,7 +56,7 @@ HOOKS: dict[str, Callable[[], tx.Transform]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("as_tensor", [False, True])
 @pytest.mark.parametrize("weight", [None, 1.0, 100.0, 4097.0])
 @pytest.mark.parametrize(("name", "ranks"), [("mean", 300), *((name, 5) for name in HOOKS if name != "sum_over")])
@@ -65,10 +64,7 @@ HOOKS: dict[str, Callable[[], tx.Transform]] = {
 def test_the_mean_of_equal_gradients_is_their_value(
     dtype: torch.dtype, name: str, ranks: int, weight: float | None, as_tensor: bool
 ) -> None:
-    """Of many ranks and large weights: 512 additions of 1 in bfloat16 stop at 256, and 16 * 4097 is no float16.
-
-    Of a power of two: two roundings, of the sum and of the quotient, then lead back to it.
-    """
+    """Of many ranks and large weights; a power of two, to which two roundings lead back. 512 additions in bfloat16 stop at 256."""
     one = torch.full((1,), 16.0, dtype=dtype)
     given = torch.tensor(weight) if as_tensor and weight else weight
 
@@ -80,25 +76,8 @@ def test_the_mean_of_equal_gradients_is_their_value(
     assert found and all(x.dtype is dtype and x.item() == 16.0 for x in found)
 
 
-@pytest.mark.parametrize("over", ["weight", "live", "world"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_weighted_mean_is_close_to_the_exact_mean(dtype: torch.dtype, over: Any) -> None:
-    xs, weights = _given(dtype, 5), [3.0, 257.0, 0.0, 4099.0, 1.0]
-    factors = weights if over == "weight" else [float(w > 0) for w in weights]
-    divisor = 5.0 if over == "world" else sum(factors)
-
-    def rank(x: Tensor, w: float) -> Tensor:
-        hook = tx.mean("data", over)
-        return hook.update(x, hook.init(x), weight=w)[0]
-
-    for got in tx.simulate(rank, {"data": 5}, xs, weights):
-        # Each product is rounded, then the sum, then the quotient; in float16 each of the five terms of the mean.
-        assert _close(got, _exact(xs, factors) / divisor, dtype, 6 if dtype is torch.float16 else 3)
-
-
-@pytest.mark.parametrize("k", [512, 1024])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_accumulated_gradients_are_added_in_float32(dtype: torch.dtype, k: int) -> None:
+def test_accumulated_gradients_are_added_in_float32(dtype: torch.dtype, k: int = 512) -> None:
     hook, g = tx.accumulate(k, tx.identity()), torch.ones(1, dtype=dtype)
     state = hook.init(g)
     assert state.grads.dtype is torch.float32
@@ -141,27 +120,3 @@ def test_shared_memory_rounds_a_sum_once(dtype: torch.dtype, size: int) -> None:
     out = torch.empty(size, dtype=dtype)
     combine(xs, [out])
     assert same_bits(out, _exact(xs).to(dtype))
-
-
-def on_ranks(transport: Any) -> dict[str, Tensor]:
-    mesh = fjoin.mesh({"data": -1}, transport=transport, ordered=transport == "gloo")
-    with fjoin.bind(mesh):
-        return _reduced(mesh.rank)
-
-
-def _reduced(rank: int) -> dict[str, Tensor]:
-    out = {}
-    for dtype in DTYPES:
-        x, rows = _given(dtype, 4)[rank], _given(dtype, 4)[rank].view(4, 50)
-        out[f"psum {dtype}"] = tx.psum(x, "data")
-        out[f"psum_scatter {dtype}"] = tx.psum_scatter(rows, "data")
-        for name, make in HOOKS.items():
-            hook = make()
-            out[f"{name} {dtype}"] = hook.update(x, hook.init(x), weight=rank * 1000)[0]
-    return out
-
-
-@pytest.mark.parametrize("transport", ["gloo", "shared"])
-def test_real_ranks_match_simulated_ranks(pool: Pool, transport: str) -> None:
-    real = pool.run(4, on_ranks, transport)
-    assert same_bits(real, tx.simulate(_reduced, {"data": 4}, list(range(4))))

@@ -43,21 +43,18 @@ def keeps(*words: str) -> Any:
 BOTH = policies.save_and_offload_only_these_names(names_which_can_be_saved=["h"], names_which_can_be_offloaded=["out"])
 # Options of remat; random cases have the first ones.
 POLICIES: dict[str, dict[str, Any]] = {
-    "nothing": {},
-    "dots": {"policy": policies.dots_saveable},
+    "nothing": {}, "dots": {"policy": policies.dots_saveable},
     "no batch": {"policy": policies.dots_with_no_batch_dims_saveable},
     "names": {"policy": policies.save_only_these_names("h")},
     "host": {"policy": policies.everything_saveable, "offload": "cpu"},
     "zeros": {"policy": lambda op, *args, **kwargs: op is torch.ops.aten.zeros.default},
     "makers": {"policy": keeps("ones", "empty", "clone", "detach")},
     "own": {"policy": keeps("sin", "mul", "clone", "zeros", "tanh", "gelu")},
-    "everything": {"policy": policies.everything_saveable},
-    "nothing_saveable": {"policy": policies.nothing_saveable},
+    "everything": {"policy": policies.everything_saveable}, "nothing_saveable": {"policy": policies.nothing_saveable},
     "but names": {"policy": policies.save_any_names_but_these("h")},
     "dots and names": {"policy": policies.save_from_both_policies(policies.dots_saveable, policies.save_only_these_names("h"))},
     "no batch, to the host": {"policy": policies.offload_dot_with_no_batch_dims(), "offload": "cpu"},
-    "names, some to the host": {"policy": BOTH, "offload": "cpu"},
-    "arguments to the host": {"offload": "cpu"},
+    "names, some to the host": {"policy": BOTH, "offload": "cpu"}, "arguments to the host": {"offload": "cpu"},
     "dots to the host": {"policy": policies.dots_saveable, "offload": "cpu"},
 }  # fmt: skip
 DRAWN = list(POLICIES)[:8]

@@ -10,14 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fjoin import transforms as tx
 from fjoin.transforms import checkpoint_policies as policies
 from fjoin.transforms.rematerialization._offload import Host, Stashed
 from tests.helpers import raises_text
 
-from .transformer import Count, Transformer, tokens
+from .transformer import Transformer, tokens
 
 
 @pytest.mark.usefixtures("host")
@@ -88,23 +87,6 @@ def test_values_on_the_cpu_stay_beside_those_of_an_accelerator() -> None:
         x = torch.empty(3, device="cuda")
     moved, kept = Host().put([x, seed])
     assert kept is seed and moved is not x
-
-
-@pytest.mark.parametrize("policy", CheckpointPolicy)
-def test_torchs_own_offload_computes_again(policy: CheckpointPolicy) -> None:
-    """Three products of matrices in the backward pass are its own; two more are those of the forward pass again."""
-
-    def of_op(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return policy if op is torch.ops.aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
-
-    w = torch.ones(3, 3, requires_grad=True)
-    out = checkpoint(
-        lambda x: torch.tanh(torch.tanh(x @ w) @ w), torch.ones(2, 3), use_reentrant=False,
-        context_fn=lambda: create_selective_checkpoint_contexts(of_op),
-    )  # fmt: skip
-    with Count() as count:
-        out.sum().backward()
-    assert count.of["mm"] == 3 + (0 if policy in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE) else 2)
 
 
 # -- on a GPU -----------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ WRAPS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("how", WRAPS)
 def test_predicted_is_counted(how: str) -> None:
-    model, x = Transformer(), tokens()
+    model, x = Transformer(3), tokens()
     predicted = tx.saved_residuals(model, x, WRAPS[how])
     for outside, want in (([], predicted.bytes), ([*model.parameters(), x], predicted.activation_bytes)):
         counted = Counted(outside)

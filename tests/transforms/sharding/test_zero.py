@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -124,31 +123,6 @@ def test_encoded_changes_of_float64_parameters_keep_their_digits() -> None:
             assert (new["w"] - params["w"] + grad).abs().max() <= grad / 127
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_steps_can_be_differentiated(ranks: int) -> None:
-    """The derivative by a factor of the gradients of two steps matches the unsharded pipeline."""
-
-    def derivative(hook: tx.Transform) -> Callable[[int], Tensor]:
-        pipeline = tx.fuse(hook, tx.sgd(0.1, momentum=0.9))
-
-        def one_rank(rank: int) -> Tensor:
-            params, factor = start(torch.float64), torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
-            state = pipeline.init(params)
-            for step in range(2):
-                grads = {path: factor * g * params[path] for path, g in gradients(rank, step, torch.float64).items()}
-                params, state = pipeline.step(params, grads, state, weight=1.0 + rank)
-            sum((p**2).sum() for p in params.values()).backward()
-            assert factor.grad is not None
-            return factor.grad
-
-        return one_rank
-
-    got, want = (
-        tx.simulate(derivative(h("data")), {"data": ranks}, list(range(ranks))) for h in (tx.scatter_mean, tx.mean)
-    )
-    torch.testing.assert_close(got, want)
-
-
 def test_a_state_of_another_pipeline_is_refused() -> None:
     pipeline = tx.zero(tx.mean("data"), tx.sgd(0.1), "data")
     params, coded = {"w": torch.ones(40)}, tx.fuse(tx.scatter_mean("data"), tx.sgd(0.1), gather_codec=tx.int8())
@@ -186,21 +160,6 @@ def test_an_optimizer_of_ones_own_gets_whole_parameters() -> None:
     whole = by_norm()
     want, got = (tx.simulate(pure, {"data": 2}, [whole] * 2, [sharded] * 2) for sharded in (False, True))
     torch.testing.assert_close(got, want, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(
-    "ranks",
-    [
-        2, pytest.param(7, marks=pytest.mark.long), pytest.param(16, marks=pytest.mark.long),
-        pytest.param(64, marks=pytest.mark.long),
-    ],
-)  # fmt: skip
-def test_more_ranks_than_leaves_and_many_steps(ranks: int) -> None:
-    """Pieces smaller than the alignment, and empty ones."""
-    optimizer = tx.partition({"*.weight": tx.muon(0.1), "*.bias": tx.adamw(0.1), "*": tx.sgd(0.1, momentum=0.9)})
-    want = run(tx.fuse(tx.mean("data"), optimizer), {"data": ranks}, steps=100)
-    got = run(tx.zero(tx.mean("data"), optimizer, "data"), {"data": ranks}, steps=100)
-    same(got, want)
 
 
 def test_the_ranks_have_about_the_same_work_in_matrices() -> None:
