@@ -232,8 +232,8 @@ class Decision(NamedTuple):
 class CountsOfAll(NamedTuple):
     """The record, summed over all ranks that loop together; it has a bit for each rank that left out a step.
 
-    late: the age in steps: 0 is the current step, 2 the oldest. A late record is of the step before, and tells of the one
-        before that.
+    late: the age in steps: 0 is the current step, 2 the oldest. A late record is of the step before, and tells of the
+        one before that.
     """
 
     late: int
@@ -253,7 +253,7 @@ class StepCheck:
 
     Attributes:
         grads: Looks at the gradients.
-        left_out: 1 if this rank skipped the last step. Other ranks may have taken it, so all ranks raise in the next step.
+        left_out: 1 if this rank skipped the last step. Other ranks may have taken it, so all raise in the next step.
         reads: The decisions on steps that the host has not read yet.
     """
 

@@ -34,7 +34,7 @@ class Call:
         wire: The codec of the messages, in an encoded transform.
         memory: The residuals of this call, inside error feedback.
         extra: Keywords that are not of fjoin, for the transforms that name them.
-        handed: The keywords that the outer update received. If it does not pass one on, the inner update does not get it.
+        handed: The keywords that the outer update received. If it does not pass one on, the inner update gets none.
     """
 
     # The sum of a tensor over axes, the number of their ranks, and the check of a weight that is given to gradients.

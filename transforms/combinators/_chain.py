@@ -73,7 +73,7 @@ def chain(*transforms: Transform) -> Transform:
 
 
 def behind(part: Transform, call: Call) -> Call:
-    """The call of the stage behind another one. After a reduction, its weight is the sum over the ranks that took part."""
+    """The call of the stage behind another one. After a reduction its weight is the sum over the ranks that took part."""
     if part.facts.reduces is None and part.facts.equalizes is None and part.facts.wraps is None:
         return call
     axes = (*call.axes, *sorted(timings.reduced_over(part, call.step)))

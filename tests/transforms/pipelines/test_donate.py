@@ -117,6 +117,16 @@ def test_it_is_the_pure_step(name: str) -> None:
         torch.testing.assert_close(optree.tree_leaves(got), optree.tree_leaves(want), rtol=0, atol=0)
 
 
+def test_power_sgd_writes_the_mean_into_gradients_that_are_donated() -> None:
+    def one_rank(donated: bool) -> bool:
+        hook, grads = tx.power_sgd("data", 2), {"": torch.ones(40, 30)}
+        out, _ = hook.update(grads, hook.init(grads), weight=2.0, donated=donated)
+        return out[""].data_ptr() == grads[""].data_ptr()
+
+    for donated in (False, True):
+        assert tx.simulate(one_rank, {"data": 3}, [donated] * 3) == [donated] * 3
+
+
 class Made(TorchDispatchMode):
     """The largest memory that an operation makes, in elements."""
 
