@@ -136,6 +136,19 @@ def test_copies_and_saved_modules(how: str) -> None:
         torch.testing.assert_close(trained(copy.deepcopy(again)), trained(copy.deepcopy(own)), rtol=0, atol=0)
 
 
+def test_forward_of_the_module_itself() -> None:
+    block, calls = Block(norm=False), itertools.count()
+    own_forward = block.forward
+
+    def counted(x: Tensor, **kwargs: Any) -> Tensor:
+        next(calls)
+        return own_forward(x, **kwargs)
+
+    block.forward = counted
+    fjoin.checkpoint_wrapper(block)(torch.ones(2, 4), scale=2.0).sum().backward()
+    assert next(calls) == 2
+
+
 def test_wraps_the_same_modules_as_torch() -> None:
     def wrapped(**options: Any) -> list[str]:
         own = nn.Sequential(Block(), nn.Sequential(Block(), nn.Linear(4, 64)))
