@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import optree
 import torch
 
 from fjoin import transforms as tx
@@ -92,3 +93,15 @@ def test_layout() -> None:
     mebibyte = {f"p{i}": torch.zeros(2**18) for i in range(8)}
     assert [len(b.paths) for b in make_layout(mebibyte, lambda path: 0)] == [1, 5, 2], "the first of several is small"
     assert [len(b.paths) for b in make_layout(dict(list(mebibyte.items())[:5]), lambda path: 0)] == [5]
+
+
+def test_explain_of_nested_axes() -> None:
+    for axis, shown in ((("node", "local"), "node x local"), ("local", "local")):
+        what = tx.explain(tx.mean(axis), {"w": torch.zeros(10)}, {"node": 2, "local": 4})
+        assert [(m.axis, m.collective) for m in what.rows[0].messages] == [(shown, "psum")]
+    keeps = tx.Transform(
+        lambda params: optree.tree_map(torch.zeros_like, params), lambda g, s: (g, s), tx.Needs.NOTHING
+    )
+    pieces = tx.chain(tx.scatter_mean("local"), keeps)
+    behind = tx.explain(tx.fuse(pieces, tx.sgd(0.1)), {"w": torch.zeros(64)}, {"node": 2, "local": 4}).rows[1]
+    assert behind.state_bytes == 64 * 4 / 4, "of a rank's piece"
