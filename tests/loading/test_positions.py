@@ -1,4 +1,4 @@
-"""A run that continues from the position of a joined loop equals one that was never interrupted, to the bit."""
+"""The position of a joined loop: what is in it, and what is refused. test_same_run.py resumes runs from it."""
 
 from __future__ import annotations
 
@@ -9,84 +9,15 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.loading import JoinedLoop
 from fjoin.loading._generators import Streams
 from tests.helpers import raises_text, same_bits
-from tests.loading.loaders import Stateful, loader_of, run
-
-POINTS = [(0, 0), (0, 1), (0, 4), (0, 5), (1, -1), (1, 3)]
-# By loader the samples of each rank, of which rank 1 runs out in the middle; with Shuffled those of all. test_same_run.py has one rank.
-RUNS = {"shuffle": [12, 6, 2], "generator": [12, 6, 2], "own state": [12, 6, 2], "list": [12, 6, 0], "Shuffled": [36]}
-
-
-def on(folder: Path, kind: str, sizes: list[int], **given: Any) -> list[Any]:
-    if len(sizes) == 1:
-        return [run(kind, sizes[0], folder, **given)]
-    return tx.simulate(lambda n: run(kind, n, folder, **given), {"data": len(sizes)}, sizes)
-
-
-def rest(ranks: list[Any], at: tuple[int, int]) -> list[Any]:
-    return [[one for one in seen if one[:2] > at] for seen in ranks]
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("kind", RUNS)
-def test_resumed_equals_uncut(kind: str, own: bool, tmp_path: Path) -> None:
-    for at in POINTS:
-        whole = on(tmp_path / str(at), kind, RUNS[kind], save_at=at, own=own)
-        assert len(whole[0]) == 18
-        assert on(tmp_path / str(at), kind, RUNS[kind], restores=True, own=own) == rest(whole, at), at
-
-
-@pytest.mark.parametrize("kind", ["shuffle", "own state", "Shuffled"])
-def test_a_run_that_is_resumed_may_be_saved_again(kind: str, tmp_path: Path) -> None:
-    sizes = [60, 60] if kind == "Shuffled" else [20, 10]
-    whole = on(tmp_path, kind, sizes, save_at=(0, 3))
-    on(tmp_path, kind, sizes, restores=True, save_at=(0, 6))
-    assert on(tmp_path, kind, sizes, restores=True) == rest(whole, (0, 6))
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("kind", ["shuffle", "own state", "Shuffled"])
-def test_a_run_that_is_stopped_continues_where_it_was(kind: str, own: bool, tmp_path: Path) -> None:
-    """The batch that had been loaded ahead is not lost."""
-    sizes = [36, 36] if kind == "Shuffled" else [12, 8]
-    whole = on(tmp_path / "whole", kind, sizes, own=own)
-    first = on(tmp_path, kind, sizes, save_at=(1, 1), stop=True, own=own)
-    assert all(seen[-1][:2] == (1, 2) for seen in first)
-    then = on(tmp_path, kind, sizes, restores=True, own=own)
-    assert [seen + more for seen, more in zip(first, then, strict=True)] == whole
-
-
-def on_this_rank(*args: Any) -> Any:
-    import numpy.random  # noqa: F401
-
-    rank = dist.get_rank()
-    return run("own state" if rank else "shuffle", 16 - 6 * rank, *args)
-
-
-@pytest.mark.parametrize("at", [(1, 2), (1, 5)])
-def test_resumed_equals_uncut_on_processes(at: tuple[int, int], pool: Any, tmp_path: Path) -> None:
-    """With numpy's stream, another loader on each rank, and ranks that end apart."""
-    whole = pool.run(2, on_this_rank, str(tmp_path), False, at, False, False, 3, True)
-    assert pool.run(2, on_this_rank, str(tmp_path), True) == rest(whole, at)
-
-
-def test_the_law_fails_without_the_streams(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    whole = on(tmp_path, "shuffle", [12], save_at=(0, 2))
-    monkeypatch.setattr(Streams, "restore", lambda self, generators: None)
-    with pytest.warns(UserWarning, match="begins with another batch"):
-        assert on(tmp_path, "shuffle", [12], restores=True) != rest(whole, (0, 2))
+from tests.loading.loaders import Stateful, loader_of
 
 
 def step() -> fjoin.TrainStep:
@@ -120,22 +51,6 @@ def test_a_position_is_json_and_tensors_of_bytes() -> None:
     )
     assert same_bits(again, position) and position["epoch"] == 0 and not position["ended"]
     assert position["batches"] == position["steps"] == 1
-
-
-@pytest.mark.parametrize("at", [(0, 2), (0, 5), (1, -1), (1, 3)])
-def test_a_position_without_what_later_versions_compare(at: tuple[int, int], tmp_path: Path) -> None:
-    """As 0.3 saved it; without a warning."""
-    whole = on(tmp_path, "shuffle", [12], save_at=at)
-    position = JoinedLoop.load_state_dict
-
-    def as_before(self: Any, state: Any) -> None:
-        state = {name: one for name, one in state.items() if name not in ("order", "workers", "ahead", "firsts")}
-        position(self, state | {"streams": {name: {**one, "own": {}} for name, one in state["streams"].items()}})
-        for one in self._position.resume["streams"].values():
-            del one["own"]
-
-    with mock.patch.object(JoinedLoop, "load_state_dict", as_before):
-        assert on(tmp_path, "shuffle", [12], restores=True) == rest(whole, at)
 
 
 def test_streams_go_there_and_back() -> None:
