@@ -43,7 +43,6 @@ from tests.optim.test_torch_functional import torchs
 from tests.oracle import comm_hooks as oracle
 from tests.oracle.comm_hooks import Bucket
 from tests.ranks import Ranks
-from tests.reducer.one_weight import joined, scalar, weight, x
 from tests.traffic import watched
 
 with warnings.catch_warnings():
@@ -68,6 +67,28 @@ class Row(NamedTuple):
 
 def by_rank(*values: Any) -> Callable[[int], Any]:
     return lambda rank: values[rank]
+
+
+def scalar() -> DistributedDataParallel:
+    """y = w x with w = 0 and float64: the gradient of w is the input."""
+    model = nn.Linear(1, 1, bias=False).double()
+    nn.init.zeros_(model.weight)
+    return DistributedDataParallel(model)
+
+
+def weight(ddp: DistributedDataParallel) -> float:
+    return float(ddp.module.weight.item())
+
+
+def x(value: float) -> torch.Tensor:
+    return torch.tensor([[value]], dtype=torch.float64)
+
+
+def joined(kind: str, joinables: list[Any], **kwargs: Any) -> Any:
+    """torch's Join takes no plain optimizers; ours takes them."""
+    if kind == "torch":
+        return Join([j for j in joinables if hasattr(j, "join_hook")], **kwargs)
+    return fjoin.Join(joinables, **kwargs)
 
 
 # -- hooks on buckets --------------------------------------------------------------------------------------------------

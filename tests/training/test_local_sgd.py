@@ -56,13 +56,6 @@ def test_averages_are_equal_to_the_bit(pool: Any, ranks: int, rounds: int, name:
     assert all(unequal == 0 and apart >= 10 for apart, unequal in pool.run(ranks, averages, name, rounds))
 
 
-# -- averages with a delay -----------------------------------------------------------------------------
-
-
-def batches(rank: int, steps: int) -> list[Any]:
-    return [problem.batch(rank, step, 4) for step in range(steps)]
-
-
 # -- the end of a run: `flush` averages what has been trained since the last average --
 
 SGD, AVERAGE = tx.sgd(1.0), tx.average_parameters("data")

@@ -32,36 +32,37 @@ def counted(steps: int) -> tx.Pipeline:
 # -- left out ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("batches", [[1.0, NAN, 1.0, 1.0], [NAN, 1.0, 1.0, NAN], [1.0, 1.0, NAN, NAN]], ids=str)
-def test_periods_advance_in_steps_that_are_left_out(batches: list[Any]) -> None:
-    w, want = 0.0, []
-    for i, batch in enumerate(batches):
-        w += (0.0 if batch != batch else -0.5) + i % 2
-        want.append(w)
-    check(counted(2), [batches], [want])
-    states = [on_ranks(counted(2), [batches], place)[0].state for place in PLACES]
-    assert all(same_bits(state.inner.after, states[0].inner.after) for state in states)
-    assert {(int(state.skipped), state.inner.after.step) for state in states} == {(sum(b != b for b in batches), 4)}
+EVERY = tx.skip_if_nonfinite(tx.fuse(NOT, SGD, after=tx.mean("data")))
+SECOND = tx.skip_if_nonfinite(tx.fuse(NOT, SGD, after=tx.every(2, tx.mean("data"))))
+MEAN = (1 * -0.5 + 2 * -2.5 + 2 * -2.5) / 5
+PAIRS = [[Batch(1.0, 1.0), Batch(NAN, 1.0)], [Batch(2.0, 1.0), Batch(3.0, 1.0)], [Batch(3.0, 1.0), Batch(2.0, 1.0)]]
+# A pipeline, the batches of each rank, w after each step or at the end, and the steps that each rank leaves out.
+LEFT: dict[str, tuple[tx.Pipeline, list[Any], list[Any], list[int]]] = {
+    # Periods advance in steps that are left out.
+    "in the second": (counted(2), [[1.0, NAN, 1.0, 1.0]], [[-0.5, 0.5, 0.0, 0.5]], [1]),
+    "in the first and the last": (counted(2), [[NAN, 1.0, 1.0, NAN]], [[0.0, 0.5, 0.0, 1.0]], [2]),
+    "at the end": (counted(2), [[1.0, 1.0, NAN, NAN]], [[-0.5, 0.0, 0.0, 1.0]], [2]),
+    # They advance without input too. An average that is due leaves the parameters as they are, other transforms run as in any step.
+    "without input": (counted(3), [[1.0, None, 1.0, None, None, 1.0]], [[-0.5, -0.5, 0.0, 0.0, 0.0, 0.5]], [0]),
+    "an average without input": (tx.skip_if_nonfinite(tx.fuse(tx.mean("data"), SGD, after=tx.every(2, tx.mean("data")))),
+                                 [[1.0, None, 1.0, None, None, 1.0]], [[-0.5, -0.5, -1.0, -1.0, -1.0, -1.5]], [0]),
+    # A rank with gradients of its own leaves out its own steps; the others take them. An average that is due is taken, without the
+    # work of that step.
+    "of one rank": (EVERY, [[NAN], [1.0], [3.0]], [(1 * -0.5 + 3 * -1.5) / 4] * 3, [1, 0, 0]),
+    "of one rank, in a window": (SECOND, PAIRS, [[-0.5, MEAN], [-1.0, MEAN], [-1.5, MEAN]], [1, 0, 0]),
+}  # fmt: skip
 
 
-def test_periods_advance_in_steps_without_input() -> None:
-    """An average that is due leaves the parameters as they are; other transforms run as in any step."""
-    batches = [1.0, None, 1.0, None, None, 1.0]
-    check(counted(3), [batches], [[-0.5, -0.5, 0.0, 0.0, 0.0, 0.5]])
-    average = tx.fuse(tx.mean("data"), SGD, after=tx.every(2, tx.mean("data")))
-    check(average, [batches], [[-0.5, -0.5, -1.0, -1.0, -1.0, -1.5]])
-
-
-def test_a_rank_with_gradients_of_its_own_leaves_out_its_own_steps() -> None:
-    """The others take them; an average that is due is taken, without the work of that step."""
-    every = tx.skip_if_nonfinite(tx.fuse(NOT, SGD, after=tx.mean("data")))
-    check(every, [[NAN], [1.0], [3.0]], [(1 * -0.5 + 3 * -1.5) / 4] * 3)
-    for place in PLACES:
-        assert [int(seen.state.skipped) for seen in on_ranks(every, [[NAN], [1.0], [3.0]], place)] == [1, 0, 0]
-    second = tx.skip_if_nonfinite(tx.fuse(NOT, SGD, after=tx.every(2, tx.mean("data"))))
-    ranks = [[Batch(1.0, 1.0), Batch(NAN, 1.0)], [Batch(2.0, 1.0), Batch(3.0, 1.0)], [Batch(3.0, 1.0), Batch(2.0, 1.0)]]
-    mean = (1 * -0.5 + 2 * -2.5 + 2 * -2.5) / 5
-    check(second, ranks, [[-0.5, mean], [-1.0, mean], [-1.5, mean]])
+@pytest.mark.parametrize("name", LEFT)
+def test_a_step_is_left_out(name: str) -> None:
+    pipeline, ranks, want, skipped = LEFT[name]
+    check(pipeline, ranks, want)
+    pure, *others = (on_ranks(pipeline, ranks, place) for place in PLACES)
+    for place in (pure, *others):
+        assert [int(seen.state.skipped) for seen in place] == skipped
+        assert all(
+            same_bits(seen.state.inner.after, first.state.inner.after) for seen, first in zip(place, pure, strict=True)
+        )
 
 
 def test_the_loss_scale_is_of_each_rank_without_a_reduction() -> None:
