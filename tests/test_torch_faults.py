@@ -760,96 +760,58 @@ def test_torch_still_has_this_fault_and_ours_has_not(pool: Any, name: str) -> No
 # -- programs that hang or abort in torch's Join, in processes of their own --------------------------------------------
 
 
-def zero_first(ddp: Any, rank: int, even: bool) -> Any:
-    zero = OPTIMIZERS["zero"](ddp.parameters())
-    return [zero, ddp], lambda i: ddp(x(1.0)).backward() or zero.step()
-
-
-def mixed_windows(ddp: Any, rank: int, even: bool) -> Any:
-    """Rank 0 has ended; of the others one is within a window while the other synchronises."""
-
-    def body(i: int) -> None:
-        with ddp.no_sync() if (rank, i, even) == (1, 0, False) else contextlib.nullcontext():
-            ddp(x(1.0)).backward()
-
-    return [ddp], body
-
-
-def evaluates(ddp: Any, rank: int, even: bool) -> Any:
-    """A rank with input runs the module once without gradients while another has ended."""
-
-    def body(i: int) -> None:
-        ddp(x(1.0)).backward()
-        if rank == 1 or even:
-            with torch.no_grad():
-                ddp(x(1.0))
-
-    return [ddp], body
-
-
-def local_sgd(ddp: Any, rank: int, even: bool) -> Any:
-    """Each rank steps with its own gradients, and parameters are averaged after every step."""
-    alone, _ = dist.new_subgroups(1)
-    state = PostLocalSGDState(None, alone, 0, post_local_gradient_allreduce=False)
-    ddp.register_comm_hook(state, post_localSGD_hook)
-    averages = averager("torch", "periodic", 1, 0)
-    optimizer = PostLocalSGDOptimizer(OPTIMIZERS["sgd"](ddp.parameters()), averages)
-    return [ddp], lambda i: ddp(x(1.0)).backward() or optimizer.step()
-
-
-def buffer_hook(ddp: Any, rank: int, even: bool) -> Any:
-    """Buffers averaged by a hook after each forward pass."""
-    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(1, 2), nn.BatchNorm1d(2)).double())
-    ddp._register_buffer_comm_hook(None, lambda _, named: dist.all_reduce(named["1.running_mean"]))
-    return [ddp], lambda i: ddp(x(1.0).expand(2, 1)).sum().backward()
-
-
-def in_forward(ddp: Any, rank: int, even: bool) -> Any:
-    """A model that communicates in its forward pass."""
-
-    def body(i: int) -> None:
-        dist.all_reduce(mean := x(1.0))
-        ddp(mean / 2).backward()
-
-    return [ddp], body
-
-
-def fails(ddp: Any, rank: int, even: bool) -> Any:
-    def body(i: int) -> None:
-        if (rank, i, even) == (1, 1, False):
-            raise ValueError("bad batch")
-        ddp(x(1.0)).backward()
-
-    return [ddp], body
-
-
-def power_sgd(ddp: Any, rank: int, even: bool) -> Any:
-    """No Join: PowerSGD in several buckets. The order of its messages differs between ranks once it compresses."""
-    ddp = DistributedDataParallel(nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)]), bucket_cap_mb=0.01)
-    ddp.register_comm_hook(state_of(start_powerSGD_iter=9 if even else 2), power.powerSGD_hook)
-    return [], lambda i: ddp(torch.ones(2, 64)).sum().backward()
-
-
 # A program, and the iterations of each rank. Ours run in tests/uneven (test_join_ddp, test_loop, test_failures), and the last one
 # in reducer/test_power_sgd.py.
-HANGS: dict[str, tuple[Any, list[int]]] = {
-    "zero first": (zero_first, [1, 3]), "no_sync": (mixed_windows, [0, 2, 2]), "eval": (evaluates, [1, 3]),
-    "local sgd": (local_sgd, [1, 3]), "buffer hook": (buffer_hook, [1, 3]), "in forward": (in_forward, [1, 3]),
-    "exception": (fails, [3, 3]), "power sgd": (power_sgd, [6, 6]),
+HANGS = {
+    "zero first": [1, 3], "no_sync": [0, 2, 2], "eval": [1, 3], "local sgd": [1, 3], "buffer hook": [1, 3], "in forward": [1, 3],
+    "exception": [3, 3], "power sgd": [6, 6],
 }  # fmt: skip
+
+
+def in_a_join(name: str, rank: int, even: bool) -> tuple[Any, Callable[[int], None]]:
+    """The joinables, and the body of the loop; some ranks do other things in it where they are not even."""
+    ddp, batch, optimizer = scalar(), x(1.0), None
+    if name == "zero first":
+        optimizer = OPTIMIZERS["zero"](ddp.parameters())
+    elif name == "local sgd":  # each rank steps with its own gradients, and parameters are averaged after every step
+        state = PostLocalSGDState(None, dist.new_subgroups(1)[0], 0, post_local_gradient_allreduce=False)
+        ddp.register_comm_hook(state, post_localSGD_hook)
+        averages = averager("torch", "periodic", 1, 0)
+        optimizer = PostLocalSGDOptimizer(OPTIMIZERS["sgd"](ddp.parameters()), averages)
+    elif name == "buffer hook":  # buffers averaged by a hook after each forward pass
+        batch, ddp = batch.expand(2, 1), DistributedDataParallel(nn.Sequential(nn.BatchNorm1d(1)).double())
+        ddp._register_buffer_comm_hook(None, lambda _, named: dist.all_reduce(named["0.running_mean"]))
+    elif name == "power sgd":  # several buckets: the order of its messages differs between ranks once it compresses
+        batch = torch.ones(2, 64)
+        ddp = DistributedDataParallel(nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)]), bucket_cap_mb=0.01)
+        ddp.register_comm_hook(state_of(start_powerSGD_iter=9 if even else 2), power.powerSGD_hook)
+
+    def body(i: int) -> None:
+        if name == "exception" and (rank, i, even) == (1, 1, False):
+            raise ValueError("bad batch")
+        if name == "in forward":
+            dist.all_reduce(torch.ones(1))
+        with ddp.no_sync() if name == "no_sync" and (rank, i, even) == (1, 0, False) else contextlib.nullcontext():
+            ddp(batch).sum().backward()
+        if name == "eval" and (rank == 1 or even):
+            with torch.no_grad():
+                ddp(batch)
+        if optimizer is not None:
+            optimizer.step()
+
+    return {"zero first": [optimizer, ddp], "power sgd": []}.get(name, [ddp]), body
 
 
 def _run(rank: int, report: Any, name: str, even: bool) -> None:
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
-    program, counts = HANGS[name]
-    joinables, body = program(scalar(), rank, even)
+    joinables, body = in_a_join(name, rank, even)
     dist.barrier()
     dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=3), dist.group.WORLD)
     report("started")
     try:
         with Join(joinables) if joinables else contextlib.nullcontext():
-            for i in range(max(counts) if even else counts[rank]):
+            for i in range(max(HANGS[name]) if even else HANGS[name][rank]):
                 body(i)
         report("fine")
     except Exception as error:
@@ -858,7 +820,7 @@ def _run(rank: int, report: Any, name: str, even: bool) -> None:
 
 def outcomes(name: str, even: bool) -> list[Any]:
     """The last report of each rank; a process that hangs or aborts has only "started"."""
-    n = len(HANGS[name][1])
+    n = len(HANGS[name])
     with Ranks(n, _run, name, even) as ranks:
         found: dict[int, Any] = {}
         with contextlib.suppress(AssertionError):
@@ -877,7 +839,7 @@ STUCK = re.compile(
 @pytest.mark.parametrize("name", HANGS)
 def test_torch_still_hangs_or_aborts(name: str) -> None:
     """On even inputs torch's Join works, so that it fails, and not the program."""
-    assert outcomes(name, even=True) == ["fine"] * len(HANGS[name][1])
+    assert outcomes(name, even=True) == ["fine"] * len(HANGS[name])
     values = outcomes(name, even=False)
     assert all(map(STUCK.match, values)) and set(values) - {"fine", "ValueError: bad batch"}, values
     assert name != "exception" or ("bad batch" not in values[0] and values[1] == "ValueError: bad batch")
