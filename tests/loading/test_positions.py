@@ -18,7 +18,7 @@ import fjoin
 from fjoin import transforms as tx
 from fjoin.loading._generators import Streams
 from tests.helpers import raises_text, same_bits
-from tests.loading.loaders import Noisy, Stateful, loader_of
+from tests.loading.test_same_run import Alive, loader_of
 
 
 def step() -> fjoin.TrainStep:
@@ -27,7 +27,7 @@ def step() -> fjoin.TrainStep:
 
 def test_it_says_how_many_batches_it_loads_to_skip_them() -> None:
     one = step()
-    state, loop, position = one.init({"w": torch.ones(2, 2).double()}), one.join(loader_of("list", 12)), {}
+    state, loop, position = one.init({"w": torch.ones(2, 2)}), one.join(loader_of("list", 12)), {}
     for i, batch in enumerate(loop):
         state, _ = one(state, batch)
         position = loop.state_dict() if i == 3 else position
@@ -83,14 +83,14 @@ def test_streams_go_there_and_back() -> None:
 def test_what_cannot_be_saved_or_loaded() -> None:
     for loop in (step().join(iter([1])), fjoin.join(x for x in [1])):
         raises_text(TypeError, loop.state_dict, "iterator", "DataLoader", "load_state_dict")
-    loop, other = fjoin.join([1, 2]), fjoin.join(Stateful(4, 2))
+    loop, other = fjoin.join([1, 2]), fjoin.join(Alive(4, 2))
     good = loop.state_dict()
     rows: list[tuple[Any, ...]] = [
         (loop, {"epoch": 3}, "state_dict() of a joined loop", "['epoch']"),
         (loop, 3, "got 3"),
         (loop, good | {"rank": 1, "ranks": 2}, "rank 1 of 2", "rank 0 of 1", "Shuffled"),
         (loop, good | {"loader": {}}, "has state", "this loader, of type list, has none"),
-        (other, good, "has no state", "Stateful, has one"),
+        (other, good, "has no state", "Alive, has one"),
     ]
     for of, position, *words in rows:
         raises_text(ValueError, lambda of=of, position=position: of.load_state_dict(position), *words)  # type: ignore[misc]
@@ -196,13 +196,13 @@ def test_each_epoch_visits_every_sample_once(n: int, size: int, ranks: int) -> N
 
 def consumed(n: int, saved: Any, until: tuple[int, int] | None) -> tuple[list[tuple[int, int]], Any]:
     """Epoch and sample of each batch, from a position to another, and that."""
-    loader, seen = DataLoader(Noisy(n), batch_sampler=fjoin.Shuffled(n, 6, seed=1)), list[tuple[int, int]]()
-    loop = fjoin.join(loader, mesh=fjoin.mesh({"data": -1}), weight=len, empty=torch.zeros(0, 2))
+    loader, seen = DataLoader(range(n), batch_sampler=fjoin.Shuffled(n, 6, seed=1)), list[tuple[int, int]]()
+    loop = fjoin.join(loader, mesh=fjoin.mesh({"data": -1}), weight=len, empty=torch.zeros(0))
     if saved is not None:
         loop.load_state_dict(saved)
     for epoch in range(loop.epoch, 2):
         for batch in loop:
-            seen += [(epoch, i) for i in batch[:, 0].int().tolist() if loop.weight]
+            seen += [(epoch, i) for i in batch.int().tolist() if loop.weight]
             if until == (epoch, loop._position.steps - 1):
                 loop.stop()
                 return seen, loop.state_dict()

@@ -34,7 +34,6 @@ from fjoin import transforms as tx
 from fjoin.loading import JoinedLoop
 from fjoin.loading._generators import Streams
 from tests.helpers import raises_text, same_bits
-from tests.loading.loaders import loader_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:to resume, the loop loads")
 N, SIZE, EPOCHS = 12, 2, 3
@@ -184,27 +183,26 @@ class Shuffles(Sampler[int]):
 
 
 class Noisy(Dataset[Tensor]):
-    def __init__(self, draw: str | None) -> None:
-        self.draw, self.own = draw, np.random.RandomState(4)
+    """Samples with noise from a stream of this process, from all of them, or from a generator of its own."""
+
+    def __init__(self, draw: str, n: int = N) -> None:
+        self.draw, self.n, self.own = draw, n, np.random.RandomState(4)
 
     def __len__(self) -> int:
-        return N
+        return self.n
 
     def __getitem__(self, i: int) -> Tensor:
         draws = {
-            "torch": lambda: torch.rand(()).item(),
-            "numpy": np.random.rand,
-            "python": random.random,
-            "own": self.own.rand,
-        }
-        return SAMPLES[i] + draws[self.draw or "own"]()
+            "torch": lambda: torch.rand(()).item(), "numpy": np.random.rand, "python": random.random, "own": self.own.rand,
+        }  # fmt: skip
+        return torch.full((2,), i + 1.0) + sum(draws[one]() for one in self.draw.split())
 
 
 class MadeLate(Noisy):
     """Makes its generator when it is used first."""
 
     def __init__(self) -> None:
-        self.draw = None
+        self.draw, self.n = "own", N
 
     def __getitem__(self, i: int) -> Tensor:
         self.own = getattr(self, "own", None) or np.random.RandomState(4)
@@ -231,6 +229,30 @@ class Stateful(DataLoader[Tensor]):
     def count(self, batch: Tensor) -> Tensor:
         self.used = (self.used + 1) % (N // SIZE)
         return batch
+
+
+class Alive:
+    """A loader that saves its own position, as torchdata's StatefulDataLoader does: the order is its own, the state is alive."""
+
+    def __init__(self, n: int, size: int) -> None:
+        self.data, self.size = Noisy("torch", n), size
+        self.state: dict[str, Any] = {"epoch": 0, "at": 0, "asked": 0}
+
+    def __iter__(self) -> Iterator[Tensor]:
+        if self.state["at"] >= self.data.n:
+            self.state.update(epoch=self.state["epoch"] + 1, at=0)
+        gen = torch.Generator().manual_seed(self.state["epoch"])
+        order = torch.randperm(self.data.n, generator=gen).tolist()
+        while (at := self.state["at"]) < self.data.n:
+            self.state["at"] = at + self.size
+            yield torch.stack([self.data[i] for i in order[at : at + self.size]])
+
+    def state_dict(self) -> dict[str, Any]:
+        self.state["asked"] += 1
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
 
 
 class Doubles(DataLoader[Tensor]):
@@ -386,9 +408,21 @@ SIZES = {
 }  # fmt: skip
 
 
-def on_sizes(kind: str, own: bool = False) -> Form:
+def loader_of(kind: str, n: int, draw: str = "torch") -> Any:
+    """Of so many samples; simulated ranks share the streams of a process, but for torch's."""
+    makes: dict[str, Callable[[], Any]] = {
+        "own state": lambda: Alive(n, SIZE), "list": lambda: list(torch.arange(2.0 * n).reshape(-1, SIZE, 2)) if n else [],
+        "Shuffled": loader(dataset=Noisy(draw, n), batch_sampler=lambda: fjoin.Shuffled(n, 6, seed=4)),
+        "generator": loader(dataset=Noisy(draw, n), shuffle=True, generator=generator),
+        "shuffle": loader(dataset=Noisy(draw, n), shuffle=True),
+    }  # fmt: skip
+    return makes[kind]()
+
+
+def on_sizes(kind: str, own: bool = False, **options: Any) -> Form:
     pipeline = tx.fuse(tx.error_feedback(tx.compress(tx.int8(), tx.mean("data"))), tx.sgd(1e-5, momentum=0.9))
-    return Form(partial(loader_of, kind), loss=dropout_loss, pipeline=lambda: pipeline, sizes=SIZES[kind], own=own)
+    make = partial(loader_of, kind, **options)
+    return Form(make, loss=dropout_loss, pipeline=lambda: pipeline, sizes=SIZES[kind], own=own)
 
 
 def check(form: Form, folder: Path, cuts: list[tuple[int, int]]) -> None:
@@ -427,9 +461,10 @@ def test_so_on_several_ranks(kind: str, own: bool, tmp_path: Path) -> None:
 
 def on_this_rank(*args: Any) -> Any:
     rank = dist.get_rank()
+    form = on_sizes("own state") if rank else on_sizes("shuffle", draw="torch numpy python")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "to resume, the loop loads")
-        return run(on_sizes("own state" if rank else "shuffle"), *args, 16 - 6 * rank, "on", background=True)
+        return run(form, *args, 16 - 6 * rank, "on", background=True)
 
 
 @pytest.mark.parametrize("cut", [(1, 2), (1, 5)])

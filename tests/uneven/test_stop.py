@@ -18,11 +18,11 @@ AVERAGE = tx.local_sgd(tx.sgd(0.1), tx.mean("data"), 3)
 LATE = {"mean": 0, "local SGD": 1, "seldom": 1, "seldom, skips": 1, "zero": 0, "no message": 1}
 LATE |= {"mean, on a device": 1, "seldom, on a device": 2}
 PIPELINES: dict[str, Any] = {
-    "mean": (MEAN_SGD, {}), "local SGD": (AVERAGE, {}), "seldom": (tx.local_sgd(tx.sgd(0.1), tx.mean("data"), 100), {}),
-    "seldom, skips": (tx.skip_if_nonfinite(tx.local_sgd(tx.sgd(0.1), tx.mean("data"), 100)), {}),
-    "zero": (tx.zero(tx.mean("data"), tx.sgd(0.1), "data"), {}), "mean, on a device": (MEAN_SGD, {}),
-    "seldom, on a device": (tx.local_sgd(tx.sgd(0.1), tx.mean("data"), 100), {}),
-    "no message": (tx.fuse(tx.identity(), tx.sgd(0.1)), {}),
+    "mean": MEAN_SGD, "local SGD": AVERAGE, "seldom": tx.local_sgd(tx.sgd(0.1), tx.mean("data"), 100),
+    "seldom, skips": tx.skip_if_nonfinite(tx.local_sgd(tx.sgd(0.1), tx.mean("data"), 100)),
+    "zero": tx.zero(tx.mean("data"), tx.sgd(0.1), "data"), "mean, on a device": MEAN_SGD,
+    "seldom, on a device": tx.local_sgd(tx.sgd(0.1), tx.mean("data"), 100),
+    "no message": tx.fuse(tx.identity(), tx.sgd(0.1)),
 }  # fmt: skip
 
 
@@ -34,8 +34,7 @@ def stopped(
     Returns:
         The number of iterations, whether the loop was stopped, the number of the state's steps, and the iterations of a second loop.
     """
-    made, settings = PIPELINES[pipeline]
-    step, state = step_of(pipeline=made, accumulate=accumulate, **settings)
+    step, state = step_of(pipeline=PIPELINES[pipeline], accumulate=accumulate)
     other, second = step_of(accumulate=accumulate) if several else (None, None)
     # The host reads the records of a device one step late, except where a rank reads its metrics.
     step.run.step_check.grads.on_device = "device" in pipeline
