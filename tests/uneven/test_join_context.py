@@ -74,7 +74,7 @@ def make_counter(kind: str, join: str, device: str = "cpu") -> Any:
     return Counter
 
 
-def counted(kind: str, join: str, inputs: list[int], names: str = "a", **settings: Any) -> Any:
+def counted(kind: str, join: str, inputs: list[int], names: str, settings: dict[str, Any]) -> Any:
     """Counters with the names: their counts, the log, works or None, whether the configuration is left on, and the error."""
     log, works, error = list[str](), [], ""
     make = make_counter(kind, join)
@@ -92,7 +92,9 @@ def counted(kind: str, join: str, inputs: list[int], names: str = "a", **setting
 @pytest.mark.parametrize("inputs", [[2, 2, 2], [0, 0], [5, 0, 3, 1]], ids=str)
 @pytest.mark.parametrize(("kind", "join"), PAIRS)
 def test_counting_the_inputs_of_all_ranks(pool: Any, kind: str, join: str, inputs: list[int]) -> None:
-    for rank, ((total,), log, _, left_on, _) in enumerate(pool.run(len(inputs), synced, kind, join, inputs)):
+    for rank, ((total,), log, _, left_on, _) in enumerate(
+        pool.run(len(inputs), counted, kind, join, inputs, "a", {"sync_max_count": True})
+    ):
         mains = max(inputs) - inputs[rank]
         want = ["kwargs a ['sync_max_count']", *["step a"] * inputs[rank], *["main a"] * mains, f"post a {mains == 0}"]
         assert (total, log) == (sum(inputs), want)
@@ -102,7 +104,7 @@ def test_counting_the_inputs_of_all_ranks(pool: Any, kind: str, join: str, input
 @pytest.mark.parametrize(("kind", "join"), PAIRS)
 def test_several_joinables_and_early_termination(pool: Any, kind: str, join: str) -> None:
     """Hooks run in the order given, and only the first joinable's notification is a message; throwing ends all."""
-    (counts, log, works, *_), (counts_1, log_1, *_) = pool.run(2, counted, kind, join, [1, 2], "ab")
+    (counts, log, works, *_), (counts_1, log_1, *_) = pool.run(2, counted, kind, join, [1, 2], "ab", {})
     begin = ["kwargs a []", "kwargs b []", "step a", "step b"]
     assert log == [*begin, "main a", "main b", "post a False", "post b False"]
     assert log_1 == [*begin, "step a", "step b", "post a True", "post b True"]
@@ -110,29 +112,18 @@ def test_several_joinables_and_early_termination(pool: Any, kind: str, join: str
     # Through torch's own notification ours gives no handle: the message has been sent by then.
     assert works == [(kind, join) == ("torch", "fjoin"), True]
     name = "RuntimeError" if join == "torch" else "EarlyTermination"
-    for rank, (_, log, *_, text) in enumerate(pool.run(3, thrown, kind, join, [3, 1, 2])):
+    throws = {"throw_on_early_termination": True}
+    for rank, (_, log, *_, text) in enumerate(pool.run(3, counted, kind, join, [3, 1, 2], "a", throws)):
         want = "Rank 1 exhausted all inputs." if rank == 1 else "Detected at least one rank that exhausted inputs."
         assert text.startswith(f"{name}: {want}") and log.count("step a") == 1, (rank, text)
         assert join == "torch" or rank == 1 or "rank 1" in text
-    assert [(log.count("step a"), text) for _, log, *_, text in pool.run(2, thrown, kind, join, [2, 2])] == [
-        (2, "")
-    ] * 2
-
-
-def synced(kind: str, join: str, inputs: list[int]) -> Any:
-    return counted(kind, join, inputs, sync_max_count=True)
-
-
-def thrown(kind: str, join: str, inputs: list[int]) -> Any:
-    return counted(kind, join, inputs, throw_on_early_termination=True)
-
-
-def disabled(kind: str, join: str) -> Any:
-    return counted(kind, join, [1, 1], enable=False)[1]
+    for _, log, *_, text in pool.run(2, counted, kind, join, [2, 2], "a", throws):
+        assert (log.count("step a"), text) == (2, "")
 
 
 def test_disabled_join_does_nothing(pool: Any) -> None:
-    assert pool.run(2, disabled, "torch", "fjoin") == [["kwargs a []", "step a"]] * 2
+    for _, log, *_ in pool.run(2, counted, "torch", "fjoin", [1, 1], "a", {"enable": False}):
+        assert log == ["kwargs a []", "step a"]
 
 
 # -- pure hooks --------------------------------------------------------------------------------------------
