@@ -226,3 +226,4 @@ def test_arguments() -> None:
     raises_text(TypeError, lambda: fjoin.Shuffled(10, 2, seed=1.5), "seed", "1.5")  # type: ignore[arg-type]
     raises_text(ValueError, lambda: tx.simulate(lambda: fjoin.Shuffled(10, 2), {"data": 3}), "batch_size")
     raises_text(ValueError, lambda: fjoin.Shuffled(10, 2).set_epoch(-1), "epoch", "-1")
+    raises_text(ValueError, lambda: fjoin.Shuffled(10, 2).set_epoch(0, -1), "step", "-1")
