@@ -1,14 +1,16 @@
 """Faults of torch that ours does not have. Each row asserts torch's faulty number, and the right one of ours.
 
-Where a row fails on torch's side, torch has mended it. Programs that hang are in uneven/test_torch_join_hangs.py.
+Where a row fails on torch's side, torch has mended it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import functools
 import math
 import pickle
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -33,7 +35,7 @@ from tests.ddp.comm_hook_problem import SIZES, TORCHS, called, holder
 from tests.optim import averager_problem
 from tests.oracle import comm_hooks as oracle
 from tests.oracle.comm_hooks import Bucket
-from tests.reducer.one_weight import joined, scalar, weight, x
+from tests.ranks import Ranks
 from tests.traffic import watched
 
 with warnings.catch_warnings():
@@ -57,6 +59,28 @@ class Row(NamedTuple):
 
 def by_rank(*values: Any) -> Callable[[int], Any]:
     return lambda rank: values[rank]
+
+
+def scalar() -> DistributedDataParallel:
+    """y = w x with w = 0 and float64: the gradient of w is the input."""
+    model = nn.Linear(1, 1, bias=False).double()
+    nn.init.zeros_(model.weight)
+    return DistributedDataParallel(model)
+
+
+def weight(ddp: DistributedDataParallel) -> float:
+    return float(ddp.module.weight.item())
+
+
+def x(value: float) -> torch.Tensor:
+    return torch.tensor([[value]], dtype=torch.float64)
+
+
+def joined(kind: str, joinables: list[Any], **kwargs: Any) -> Any:
+    """torch's Join takes no plain optimizers; ours takes them."""
+    if kind == "torch":
+        return Join([j for j in joinables if hasattr(j, "join_hook")], **kwargs)
+    return fjoin.Join(joinables, **kwargs)
 
 
 # -- hooks on buckets --------------------------------------------------------------------------------------------------
@@ -344,18 +368,23 @@ ZERO = {
 # -- Join --------------------------------------------------------------------------------------------------------------
 
 
-def after_the_context(kind: str) -> Any:
-    """torch's module keeps sending the messages of a Join, its count and its flag, in every later iteration."""
-    ddp = scalar()
+def messages(kind: str, **settings: Any) -> Any:
+    """Those of an iteration beside the gradients', in a Join and behind it, and whether an error leaves it enabled.
+
+    torch's module keeps sending the messages of a Join, its count and its flag, in every later iteration.
+    """
+    ddp, counts = scalar(), []
     optimizer = torch.optim.SGD(ddp.parameters(), 1.0)
-    with joined(kind, [ddp, optimizer]):
+    with joined(kind, [ddp, optimizer], **settings):
         for _ in range(3):
-            ddp(x(1.0)).backward()
+            with watched() as sent:
+                ddp(x(1.0)).backward()
+            counts.append(len(sent))
     with watched() as sent:
         ddp(x(1.0)).backward()
     with contextlib.suppress(KeyError), joined(kind, [ddp, optimizer]):
         raise KeyError
-    return [len(sent), ddp._join_config.enable]
+    return [counts[-1], len(sent), ddp._join_config.enable]
 
 
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
@@ -429,12 +458,27 @@ def unsent(kind: str) -> list[float]:
     return [rest.abs().max().item(), float(kept.abs().max() > 0.1), state.iter]
 
 
+def added_up(kind: str, zero_grad: bool, **settings: Any) -> list[float]:
+    """The gradients in the loop of torch's tutorial, which has no zero_grad: rank r has 5 + r inputs."""
+    rank, ddp, found = dist.get_rank(), scalar(), []
+    with joined(kind, [ddp], **settings):
+        for i in range(5 + rank):
+            if zero_grad:
+                ddp.zero_grad()
+            ddp(x(i + 1.0 + rank)).backward()
+            found.append(ddp.module.weight.grad.item())
+    return found
+
+
 LONGER, TWO_AND_FOUR = [[1.0], [1.0, 3.0, 3.0]], [[1.0] * 2, [1.0] * 4]
 BY_OWNER = by_rank([-1, -3, -4], [-1, -2, -3, -3, -4])
 SUMS = by_rank([-1, -4, -5], [-1, -2.5, -4, -4, -5])
+MEANS = by_rank([1.5, 2.5, 3.5, 4.5, 5.5], [1.5, 2.5, 3.5, 4.5, 5.5, 3.5])
+ADDED = by_rank([1.5, 4, 7.5, 12, 17.5], [1.5, 4, 7.5, 12, 17.5, 24.5])
 BY_LIVE = by_rank([-1, -2, -4, -5], [-1, -2, -3, -4, -4, -5])
 JOINS = {
-    "messages after the context": Row(after_the_context, [2, True], [0, False]),
+    "messages in and after the context": Row(messages, [2, 2, True], [1, 0, False]),
+    "messages with throw": Row(lambda k: messages(k, throw_on_early_termination=True), [3, 3, True], [1, 0, False]),
     # The documented example. Right is -(1 + 1)/2 - 3/2 - 3/2 = -4; the owner, out of input, takes -1 three times.
     "a stale gradient of the owner": Row(lambda k: trained(k, "zero", LONGER), BY_OWNER, SUMS),
     "the divisor with a hook": Row(
@@ -449,6 +493,17 @@ JOINS = {
         by_rank([-1, -5.5, -7], [-1, -3, -5.5, -5.5, -7.75]),
         by_rank([-1, -5.5, -7.75], [-1, -3, -5.5, -5.5, -7.75]),
     ),
+<<<<<<< HEAD
+=======
+    "optimizers drift: adam": Row(
+        lambda k: trained(k, "adam", LONGER)[-2:],
+        by_rank([-2.98814, -3.98814], [-2.98814, -3.96764]),
+        [-2.98814, -3.96764],
+    ),
+    # No fault, in either: gradients that add up, of which the last is 7 by one rank with input, or by two.
+    "gradients that add up": Row(lambda k: added_up(k, False, divide_by_initial_world_size=False), ADDED, ADDED),
+    "gradients that do not": Row(lambda k: added_up(k, True), MEANS, MEANS),
+>>>>>>> t1
     # No fault, in either: a rank's error changes while it has no input. If it were frozen, the sum would be wrong.
     "PowerSGD's errors without input": Row(unsent, [0.0, 1.0, 6], [0.0, 1.0, 6]),
 }
@@ -490,3 +545,91 @@ def test_torch_still_has_this_fault_and_ours_has_not(pool: Any, name: str) -> No
         if want is not UNTRIED:
             for rank, got in enumerate(pool.run(ROWS[name].ranks, run, name, kind)):
                 assert same(got, want(rank) if callable(want) else want), (kind, rank, got)
+
+
+# -- programs that hang or abort in torch's Join, in processes of their own --------------------------------------------
+
+
+# A program, and the iterations of each rank. Ours run in tests/uneven (test_join_ddp, test_loop, test_failures), and the last one
+# in reducer/test_power_sgd.py.
+HANGS = {
+    "zero first": [1, 3], "no_sync": [0, 2, 2], "eval": [1, 3], "local sgd": [1, 3], "buffer hook": [1, 3], "in forward": [1, 3],
+    "exception": [3, 3], "power sgd": [6, 6],
+}  # fmt: skip
+
+
+def in_a_join(name: str, rank: int, even: bool) -> tuple[Any, Callable[[int], None]]:
+    """The joinables, and the body of the loop; some ranks do other things in it where they are not even."""
+    ddp, batch, optimizer = scalar(), x(1.0), None
+    if name == "zero first":
+        optimizer = OPTIMIZERS["zero"](ddp.parameters())
+    elif name == "local sgd":  # each rank steps with its own gradients, and parameters are averaged after every step
+        state = PostLocalSGDState(None, dist.new_subgroups(1)[0], 0, post_local_gradient_allreduce=False)
+        ddp.register_comm_hook(state, post_localSGD_hook)
+        averages = averager("torch", "periodic", 1, 0)
+        optimizer = PostLocalSGDOptimizer(OPTIMIZERS["sgd"](ddp.parameters()), averages)
+    elif name == "buffer hook":  # buffers averaged by a hook after each forward pass
+        batch, ddp = batch.expand(2, 1), DistributedDataParallel(nn.Sequential(nn.BatchNorm1d(1)).double())
+        ddp._register_buffer_comm_hook(None, lambda _, named: dist.all_reduce(named["0.running_mean"]))
+    elif name == "power sgd":  # several buckets: the order of its messages differs between ranks once it compresses
+        batch = torch.ones(2, 64)
+        ddp = DistributedDataParallel(nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)]), bucket_cap_mb=0.01)
+        ddp.register_comm_hook(state_of(start_powerSGD_iter=9 if even else 2), power.powerSGD_hook)
+
+    def body(i: int) -> None:
+        if name == "exception" and (rank, i, even) == (1, 1, False):
+            raise ValueError("bad batch")
+        if name == "in forward":
+            dist.all_reduce(torch.ones(1))
+        with ddp.no_sync() if name == "no_sync" and (rank, i, even) == (1, 0, False) else contextlib.nullcontext():
+            ddp(batch).sum().backward()
+        if name == "eval" and (rank == 1 or even):
+            with torch.no_grad():
+                ddp(batch)
+        if optimizer is not None:
+            optimizer.step()
+
+    return {"zero first": [optimizer, ddp], "power sgd": []}.get(name, [ddp]), body
+
+
+def _run(rank: int, report: Any, name: str, even: bool) -> None:
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    joinables, body = in_a_join(name, rank, even)
+    dist.barrier()
+    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=3), dist.group.WORLD)
+    report("started")
+    try:
+        with Join(joinables) if joinables else contextlib.nullcontext():
+            for i in range(max(HANGS[name]) if even else HANGS[name][rank]):
+                body(i)
+        report("fine")
+    except Exception as error:
+        report(f"{type(error).__name__}: {error}")
+
+
+def outcomes(name: str, even: bool) -> list[Any]:
+    """The last report of each rank; a process that hangs or aborts has only "started"."""
+    n = len(HANGS[name])
+    with Ranks(n, _run, name, even) as ranks:
+        found: dict[int, Any] = {}
+        with contextlib.suppress(AssertionError):
+            for _ in range(2 * n):
+                rank, _, value = ranks.next(60.0 if len(found) < n else 30.0 if even else 7.0)
+                found[rank] = value
+        return [found[rank] for rank in range(n)]
+
+
+STUCK = re.compile(
+    r"fine|started|ValueError: bad batch|RuntimeError: .*(Timed out|Connection (closed|reset)|timeout)", re.S
+)
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("name", HANGS)
+def test_torch_still_hangs_or_aborts(name: str) -> None:
+    """On even inputs torch's Join works, so that it fails, and not the program."""
+    assert outcomes(name, even=True) == ["fine"] * len(HANGS[name])
+    values = outcomes(name, even=False)
+    assert all(map(STUCK.match, values)) and set(values) - {"fine", "ValueError: bad batch"}, values
+    assert name != "exception" or ("bad batch" not in values[0] and values[1] == "ValueError: bad batch")

@@ -11,7 +11,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     DDPCommHookType,
     debugging_hooks,
     default_hooks,
-    post_localSGD_hook,
     powerSGD_hook,
     quantization_hooks,
 )
@@ -33,7 +32,6 @@ TORCHS: dict[str, Any] = {
 }  # fmt: skip
 QUANTIZED = {"QUANTIZE_PER_TENSOR": None, "QUANTIZE_PER_CHANNEL": 512}  # elements that share a scale
 HALF = {"FP16_COMPRESS": 2.0**-11, "BF16_COMPRESS": 2.0**-8}  # the largest relative error of rounding
-HOOKS = [*TORCHS.values(), post_localSGD_hook.post_localSGD_hook]
 
 
 def torchs_state(name: str) -> Any:

@@ -151,23 +151,17 @@ def failed(pool: Any, folder: Path, cases: list[Case], fault: str | None = None)
     return wrong
 
 
+FAILURES = [
+    *((name, "raises", 3 - (not donate), donate) for name in PIPELINES for donate in (True, False)), ("mean", "sleeps", 3, False),
+    *(pytest.param((name, *how), marks=pytest.mark.long) for name in PIPELINES
+      for how in itertools.product(("raises", "sleeps"), (1, 4), (True, False))),
+]  # fmt: skip
+
+
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("name", PIPELINES)
-def test_after_a_failure_a_state_is_right_or_torn(pool: Any, tmp_path: Path, name: str) -> None:
-    assert "\n".join(failed(pool, tmp_path, [(name, "raises", 3, True), (name, "raises", 2, False)])) == ""
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", PIPELINES)
-def test_after_any_failure_a_state_is_right_or_torn(pool: Any, tmp_path: Path, name: str) -> None:
-    cases = [
-        (name, how, at, donate) for how, at, donate in itertools.product(("raises", "sleeps"), (1, 4), (True, False))
-    ]
-    assert "\n".join(failed(pool, tmp_path, cases)) == ""
-
-
-def test_after_a_timeout_a_state_is_right_or_torn(pool: Any, tmp_path: Path) -> None:
-    assert "\n".join(failed(pool, tmp_path, [("mean", "sleeps", 3, False)])) == ""
+@pytest.mark.parametrize("case", FAILURES, ids=str)
+def test_after_a_failure_a_state_is_right_or_torn(pool: Any, tmp_path: Path, case: Case) -> None:
+    assert "\n".join(failed(pool, tmp_path, [case])) == ""
 
 
 def test_states_of_steps_under_way_are_found(pool: Any, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ import fjoin
 from fjoin import transforms as tx
 from fjoin.transforms.sync import BatchNormState
 from tests.devices.fake_device import Make
-from tests.devices.test_steps_on_gpus import AFTER, LEFT_OUT, ON_BUFFERS
+from tests.devices.test_steps_on_gpus import ADAM, AFTER, LEFT_OUT, ON_BUFFERS, PIPELINES as STEPS, scaled, skipping
 from tests.oracle import uneven_ddp
 from tests.pool import Pool
 from tests.transform_table import TRANSFORMS
@@ -83,27 +83,11 @@ def registered(device: str, what: Any, scaled: bool = False, window: int = 1, **
     return values(ddp.module)
 
 
-ADAM, CLIPPED = tx.adamw(0.05), tx.chain(tx.mean("data"), tx.clip_by_global_norm(0.1))
-
-
-def mean() -> tx.Pipeline:
-    return tx.fuse(tx.mean("data"), ADAM)
-
-
-def zero() -> tx.Pipeline:
-    return tx.zero(tx.mean("data"), ADAM, "data")
-
-
-def late() -> tx.Pipeline:
-    return tx.diloco(ADAM, tx.mean("data"), every=2, delay=1)
-
-
 PIPELINES: dict[str, tuple[Make, dict[str, Any]]] = {
-    "mean": (mean, {}), "one bucket": (mean, {"bucket_cap_mb": 25}), "views": (mean, {"gradient_as_bucket_view": True}),
-    "static graph": (mean, {"static_graph": True}), "windows": (mean, {"window": 2}), "zero": (zero, {}),
-    "zero, clip": (lambda: tx.zero(CLIPPED, ADAM, "data"), {}), "clip": (lambda: tx.fuse(CLIPPED, ADAM), {}),
-    "left out": (lambda: tx.skip_if_nonfinite(mean()), {}), "local SGD": (lambda: tx.local_sgd(ADAM, tx.mean("data"), 2), {}),
-    "loss scale": (lambda: tx.dynamic_loss_scale(mean(), 8.0, growth_interval=2), {"scaled": True}), "DiLoCo, late": (late, {}),
+    **{name: (STEPS[name], {}) for name in ("mean", "zero", "zero, clip", "clip", "local SGD", "DiLoCo, late")},
+    "one bucket": (STEPS["mean"], {"bucket_cap_mb": 25}), "views": (STEPS["mean"], {"gradient_as_bucket_view": True}),
+    "static graph": (STEPS["mean"], {"static_graph": True}), "windows": (STEPS["mean"], {"window": 2}),
+    "left out": (skipping("mean"), {}), "loss scale": (scaled("mean"), {"scaled": True}),
 }  # fmt: skip
 
 
@@ -259,7 +243,7 @@ def objects(device: str, folder: str) -> Values:
     data, ends = batches(device, 4), []
     for restores in (False, True):
         ddp = ddp_of(device)
-        parts: dict[str, Any] = {"model": ddp, "handle": fjoin.ddp.register(ddp, zero())}
+        parts: dict[str, Any] = {"model": ddp, "handle": fjoin.ddp.register(ddp, STEPS["zero"]())}
         done = fjoin.load(folder, parts) if restores else 0
         for i, batch in enumerate(data[done:], done):
             if not restores and i == 2:
@@ -294,10 +278,10 @@ def cases(kind: str, folder: str) -> dict[str, Callable[[str], Values]]:
     if kind == "interfaces":
         return INTERFACES
     return {
-        "mean": lambda device: resumed(device, f"{folder}/mean", mean),
-        "zero": lambda device: resumed(device, f"{folder}/zero", zero),
-        "DiLoCo, late": lambda device: resumed(device, f"{folder}/late", late),
-        "in the background": lambda device: resumed(device, f"{folder}/behind", zero, True),
+        "mean": lambda device: resumed(device, f"{folder}/mean", STEPS["mean"]),
+        "zero": lambda device: resumed(device, f"{folder}/zero", STEPS["zero"]),
+        "DiLoCo, late": lambda device: resumed(device, f"{folder}/late", STEPS["DiLoCo, late"]),
+        "in the background": lambda device: resumed(device, f"{folder}/behind", STEPS["zero"], True),
         "objects": lambda device: objects(device, f"{folder}/objects"),
     }
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import gc
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import fjoin
@@ -171,6 +174,116 @@ def test_errors_name_the_lost_rank(name: str) -> None:
     found = ends(len(want), program, *args)
     assert [(end.kind, end.rank) for end in found] == [(kind, rank) for kind, rank, _ in want], found
     assert all(words in end.text for end, (*_, words) in zip(found, want, strict=True)), found
+
+
+# -- ranks that are late, end early or continue after an error: none is taken for lost -----------------------------------
+
+LATE_S = 3.2  # two looks at failures in a message, and more
+
+
+def rows(rank: int) -> None:
+    """The ranks of the second row end while the first row continues."""
+    mesh = fjoin.mesh({"row": 2, "data": 2}, timeout_s=LONG_S)
+    with fjoin.bind(mesh):
+        tx.psum(X, "data")
+        if rank < 2:
+            time.sleep(LATE_S * rank)
+            tx.psum(X, "data")
+    mesh.close()
+
+
+def broadcast(rank: int, closes: bool) -> None:
+    """Rank 2 has its part of a broadcast at once, and closes the mesh or ends, while the others wait for rank 1."""
+    mesh = fjoin.mesh({"data": -1}, timeout_s=LONG_S)
+    with fjoin.bind(mesh):
+        time.sleep(LATE_S * (rank == 1))
+        tx.pbroadcast(X, "data", 0)
+    if closes:
+        mesh.close()
+    elif rank == 2:
+        del mesh
+        os._exit(0)
+
+
+def again(rank: int) -> None:
+    """All ranks catch an error of the first meshes and make new ones."""
+    mesh = fjoin.mesh({"data": -1}, timeout_s=LONG_S)
+    with fjoin.bind(mesh):
+        tx.psum(X, "data")  # all have made it
+    with contextlib.suppress(ValueError, fjoin.PeerLost):
+        if rank == 0:
+            with mesh:
+                raise ValueError("bad checkpoint")
+        a_step(mesh).init(params())
+    time.sleep(LATE_S * rank)
+    step = a_step(fjoin.mesh({"data": -1}, timeout_s=LONG_S))
+    step(step.init(params()), X)
+
+
+def two_modules(rank: int) -> None:
+    """The hook of a module raises on all ranks alike; another module over the same group works."""
+
+    def refuse(grads: Any) -> None:
+        time.sleep(0.5 * (rank == 0))  # rank 1 would be the first to report
+        raise ValueError("the norm is too large")
+
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=LONG_S))
+    for hook in (tx.chain(tx.mean("data"), tx.tap(refuse)), tx.mean("data")):
+        ddp = DistributedDataParallel(torch.nn.Linear(2, 2))
+        fjoin.ddp.register(ddp, hook)
+        for i in range(3):
+            time.sleep(LATE_S * (rank == 1 and i == 2))
+            try:
+                ddp(torch.ones(1, 2)).sum().backward()
+            except ValueError:
+                break
+
+
+def device_meshes(rank: int) -> None:
+    """Meshes over a DeviceMesh are made and dropped, by one rank later than by the others."""
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=LONG_S))
+    device_mesh, kept = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local")), []
+    for i in range(3):
+        mesh = fjoin.mesh(device_mesh, timeout_s=LONG_S)
+        with fjoin.bind(mesh):
+            assert tx.psum(torch.ones(1), ("node", "local")) == 4
+        if rank == i == 0:
+            kept.append(mesh)
+
+
+def fork(rank: int) -> None:
+    """A forked process frees its copy of the mesh; then rank 0 has no descriptors left, while rank 1 is late."""
+    mesh = fjoin.mesh({"data": -1}, timeout_s=LONG_S)
+    step = a_step(mesh)
+    state = step.init(params())
+    if (child := os.fork()) == 0:
+        mesh.report_failure(ValueError("in the child"), None)
+        mesh.close()
+        del mesh, step, state
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    state, _ = step(state, X)
+    if rank == 0:
+        lowest = os.dup(0)
+        os.close(lowest)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    time.sleep(LATE_S * rank)
+    step(state, X)
+
+
+# A program with its arguments, its ranks, and how many of them are there at its end.
+PROGRAMS: dict[str, tuple[tuple[Any, ...], int, int]] = {
+    "rows": ((rows,), 4, 4), "broadcast": ((broadcast, True), 4, 4), "without close": ((broadcast, False), 4, 3),
+    "again": ((again,), 2, 2), "two modules": ((two_modules,), 2, 2), "fork": ((fork,), 2, 2),
+    "device meshes": ((device_meshes,), 4, 4),
+}  # fmt: skip
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_no_rank_is_taken_for_lost(name: str) -> None:
+    program, n, left = PROGRAMS[name]
+    assert ends(n, *program, reports=left) == [End()] * left
 
 
 # -- within bind, over both transports ----------------------------------------------------------------------------------

@@ -61,6 +61,7 @@ def test_a_rank_that_runs_other_code_raises_before_the_first_message(what: str, 
     [
         ({"pipeline": tx.fuse(tx.mean("data"), tx.sgd(0.2))}, ["pipeline", "sgd(lr=0.2)", "sgd(lr=0.1)"]),
         ({"pipeline": tx.fuse(tx.mean("data", over="live"), tx.sgd(0.1))}, ["pipeline", "over='live'"]),
+        ({"pipeline": tx.fuse(tx.compress(tx.int8(16), tx.mean("data")), tx.sgd(0.1))}, ["pipeline", "block=16"]),
         ({"params": {"w": torch.ones(3)}}, ["parameters", "w: float32[3]", "w: float32[2]"]),
         ({"params": {"w": torch.ones(2, dtype=torch.float64)}}, ["parameters", "float64"]),
         ({"params": {"w": torch.ones(2), "v": torch.ones(1)}}, ["parameters", "2 of them", "1"]),

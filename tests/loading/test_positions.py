@@ -1,4 +1,4 @@
-"""A run that continues from the position of a joined loop equals one that was never interrupted, to the bit."""
+"""The position of a joined loop: what is in it, and what is refused. test_same_run.py resumes runs from it."""
 
 from __future__ import annotations
 
@@ -9,84 +9,16 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.loading import JoinedLoop
 from fjoin.loading._generators import Streams
 from tests.helpers import raises_text, same_bits
-from tests.loading.loaders import Stateful, loader_of, run
-
-POINTS = [(0, 0), (0, 1), (0, 4), (0, 5), (1, -1), (1, 3)]
-# By loader the samples of each rank, of which rank 1 runs out in the middle; with Shuffled those of all. test_same_run.py has one rank.
-RUNS = {"shuffle": [12, 6, 2], "generator": [12, 6, 2], "own state": [12, 6, 2], "list": [12, 6, 0], "Shuffled": [36]}
-
-
-def on(folder: Path, kind: str, sizes: list[int], **given: Any) -> list[Any]:
-    if len(sizes) == 1:
-        return [run(kind, sizes[0], folder, **given)]
-    return tx.simulate(lambda n: run(kind, n, folder, **given), {"data": len(sizes)}, sizes)
-
-
-def rest(ranks: list[Any], at: tuple[int, int]) -> list[Any]:
-    return [[one for one in seen if one[:2] > at] for seen in ranks]
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("kind", RUNS)
-def test_resumed_equals_uncut(kind: str, own: bool, tmp_path: Path) -> None:
-    for at in POINTS:
-        whole = on(tmp_path / str(at), kind, RUNS[kind], save_at=at, own=own)
-        assert len(whole[0]) == 18
-        assert on(tmp_path / str(at), kind, RUNS[kind], restores=True, own=own) == rest(whole, at), at
-
-
-@pytest.mark.parametrize("kind", ["shuffle", "own state", "Shuffled"])
-def test_a_run_that_is_resumed_may_be_saved_again(kind: str, tmp_path: Path) -> None:
-    sizes = [60, 60] if kind == "Shuffled" else [20, 10]
-    whole = on(tmp_path, kind, sizes, save_at=(0, 3))
-    on(tmp_path, kind, sizes, restores=True, save_at=(0, 6))
-    assert on(tmp_path, kind, sizes, restores=True) == rest(whole, (0, 6))
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("kind", ["shuffle", "own state", "Shuffled"])
-def test_a_run_that_is_stopped_continues_where_it_was(kind: str, own: bool, tmp_path: Path) -> None:
-    """The batch that had been loaded ahead is not lost."""
-    sizes = [36, 36] if kind == "Shuffled" else [12, 8]
-    whole = on(tmp_path / "whole", kind, sizes, own=own)
-    first = on(tmp_path, kind, sizes, save_at=(1, 1), stop=True, own=own)
-    assert all(seen[-1][:2] == (1, 2) for seen in first)
-    then = on(tmp_path, kind, sizes, restores=True, own=own)
-    assert [seen + more for seen, more in zip(first, then, strict=True)] == whole
-
-
-def on_this_rank(*args: Any) -> Any:
-    import numpy.random  # noqa: F401
-
-    rank = dist.get_rank()
-    return run("own state" if rank else "shuffle", 16 - 6 * rank, *args)
-
-
-@pytest.mark.parametrize("at", [(1, 2), (1, 5)])
-def test_resumed_equals_uncut_on_processes(at: tuple[int, int], pool: Any, tmp_path: Path) -> None:
-    """With numpy's stream, another loader on each rank, and ranks that end apart."""
-    whole = pool.run(2, on_this_rank, str(tmp_path), False, at, False, False, 3, True)
-    assert pool.run(2, on_this_rank, str(tmp_path), True) == rest(whole, at)
-
-
-def test_the_law_fails_without_the_streams(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    whole = on(tmp_path, "shuffle", [12], save_at=(0, 2))
-    monkeypatch.setattr(Streams, "restore", lambda self, generators: None)
-    with pytest.warns(UserWarning, match="begins with another batch"):
-        assert on(tmp_path, "shuffle", [12], restores=True) != rest(whole, (0, 2))
+from tests.loading.test_same_run import Alive, loader_of
 
 
 def step() -> fjoin.TrainStep:
@@ -95,7 +27,7 @@ def step() -> fjoin.TrainStep:
 
 def test_it_says_how_many_batches_it_loads_to_skip_them() -> None:
     one = step()
-    state, loop, position = one.init({"w": torch.ones(2, 2).double()}), one.join(loader_of("list", 12)), {}
+    state, loop, position = one.init({"w": torch.ones(2, 2)}), one.join(loader_of("list", 12)), {}
     for i, batch in enumerate(loop):
         state, _ = one(state, batch)
         position = loop.state_dict() if i == 3 else position
@@ -120,22 +52,6 @@ def test_a_position_is_json_and_tensors_of_bytes() -> None:
     )
     assert same_bits(again, position) and position["epoch"] == 0 and not position["ended"]
     assert position["batches"] == position["steps"] == 1
-
-
-@pytest.mark.parametrize("at", [(0, 2), (0, 5), (1, -1), (1, 3)])
-def test_a_position_without_what_later_versions_compare(at: tuple[int, int], tmp_path: Path) -> None:
-    """As 0.3 saved it; without a warning."""
-    whole = on(tmp_path, "shuffle", [12], save_at=at)
-    position = JoinedLoop.load_state_dict
-
-    def as_before(self: Any, state: Any) -> None:
-        state = {name: one for name, one in state.items() if name not in ("order", "workers", "ahead", "firsts")}
-        position(self, state | {"streams": {name: {**one, "own": {}} for name, one in state["streams"].items()}})
-        for one in self._position.resume["streams"].values():
-            del one["own"]
-
-    with mock.patch.object(JoinedLoop, "load_state_dict", as_before):
-        assert on(tmp_path, "shuffle", [12], restores=True) == rest(whole, at)
 
 
 def test_streams_go_there_and_back() -> None:
@@ -167,14 +83,14 @@ def test_streams_go_there_and_back() -> None:
 def test_what_cannot_be_saved_or_loaded() -> None:
     for loop in (step().join(iter([1])), fjoin.join(x for x in [1])):
         raises_text(TypeError, loop.state_dict, "iterator", "DataLoader", "load_state_dict")
-    loop, other = fjoin.join([1, 2]), fjoin.join(Stateful(4, 2))
+    loop, other = fjoin.join([1, 2]), fjoin.join(Alive(4, 2))
     good = loop.state_dict()
     rows: list[tuple[Any, ...]] = [
         (loop, {"epoch": 3}, "state_dict() of a joined loop", "['epoch']"),
         (loop, 3, "got 3"),
         (loop, good | {"rank": 1, "ranks": 2}, "rank 1 of 2", "rank 0 of 1", "Shuffled"),
         (loop, good | {"loader": {}}, "has state", "this loader, of type list, has none"),
-        (other, good, "has no state", "Stateful, has one"),
+        (other, good, "has no state", "Alive, has one"),
     ]
     for of, position, *words in rows:
         raises_text(ValueError, lambda of=of, position=position: of.load_state_dict(position), *words)  # type: ignore[misc]
@@ -239,3 +155,75 @@ class NotReady:
 
 def test_parts_of_a_loader_may_not_be_ready() -> None:
     assert len([*fjoin.join(NotReady())]) == 3
+
+
+# -- a batch sampler over the steps of all ranks --
+
+
+def test_another_epoch_or_seed_has_another_order() -> None:
+    orders = [batches_of(64, 64, epoch, seed=seed) for seed, epoch in ((2, 0), (2, 1), (9, 0), (-1, 0))]
+    assert all(sorted(order[0]) == list(range(64)) for order in orders)
+    assert len({tuple(order[0]) for order in orders}) == 4
+    assert orders[1] == [torch.randperm(64, generator=torch.Generator().manual_seed(3)).tolist()], (
+        "as DistributedSampler"
+    )
+
+
+def batches_of(n: int, size: int, epoch: int, first: int = 0, seed: int = 2, **options: Any) -> list[list[int]]:
+    sampler = fjoin.Shuffled(n, size, seed=seed, **options)
+    sampler.set_epoch(epoch, first)
+    assert first or len(sampler) == len(list(sampler))
+    return list(sampler)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("n, size", [(0, 4), (1, 4), (12, 4), (13, 4), (14, 5), (29, 7), (30, 4)])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_each_epoch_visits_every_sample_once(n: int, size: int, ranks: int) -> None:
+    whole = batches_of(n, size, 1)
+    for epoch in (0, 1):
+        found = tx.simulate(lambda: batches_of(n, size, epoch), {"data": ranks})  # noqa: B023
+        assert sorted(i for rank in found for batch in rank for i in batch) == list(range(n))
+    for t in range(n // size + 1):
+        step = [i for rank in found for i in (rank[t] if t < len(rank) else [])]
+        assert step == (whole[t] if t < len(whole) else []), "a step has the same samples on any number of ranks"
+        sizes = [len(rank[t]) if t < len(rank) else 0 for rank in found]
+        assert max(sizes) - min(sizes) <= 1
+    dropped = tx.simulate(lambda: batches_of(n, size, 1, drop_last=True), {"data": ranks})
+    assert {len(rank) for rank in dropped} == {n // size}
+    assert [i for batch in zip(*dropped, strict=True) for part in batch for i in part] == sum(whole[: n // size], [])
+
+
+def consumed(n: int, saved: Any, until: tuple[int, int] | None) -> tuple[list[tuple[int, int]], Any]:
+    """Epoch and sample of each batch, from a position to another, and that."""
+    loader, seen = DataLoader(range(n), batch_sampler=fjoin.Shuffled(n, 6, seed=1)), list[tuple[int, int]]()
+    loop = fjoin.join(loader, mesh=fjoin.mesh({"data": -1}), weight=len, empty=torch.zeros(0))
+    if saved is not None:
+        loop.load_state_dict(saved)
+    for epoch in range(loop.epoch, 2):
+        for batch in loop:
+            seen += [(epoch, i) for i in batch.int().tolist() if loop.weight]
+            if until == (epoch, loop._position.steps - 1):
+                loop.stop()
+                return seen, loop.state_dict()
+    return seen, None
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("n", [40, 43])
+@pytest.mark.parametrize("ranks", [(1, 3), (3, 2), (4, 1), (2, 4)])
+def test_another_number_of_ranks_takes_the_samples_that_are_left(n: int, ranks: tuple[int, int]) -> None:
+    for until in ((0, 0), (0, 3), (0, 6), (0, 7), (1, 2))[: 5 if n > 42 else 3]:
+        first = tx.simulate(lambda u=until: consumed(n, None, u), {"data": ranks[0]})
+        for _, saved in first:  # any rank's position will do
+            second = tx.simulate(lambda s=saved: consumed(n, s, None), {"data": ranks[1]})
+            found = sorted(one for seen, _ in [*first, *second] for one in seen)
+            assert found == [(epoch, i) for epoch in (0, 1) for i in range(n)], until
+
+
+def test_arguments() -> None:
+    raises_text(ValueError, lambda: fjoin.Shuffled(-1, 2), "n must", "-1")
+    raises_text(TypeError, lambda: fjoin.Shuffled(10, 2, seed=1.5), "seed", "1.5")  # type: ignore[arg-type]
+    raises_text(ValueError, lambda: tx.simulate(lambda: fjoin.Shuffled(10, 2), {"data": 3}), "batch_size")
+    raises_text(ValueError, lambda: fjoin.Shuffled(10, 2).set_epoch(-1), "epoch", "-1")
+    raises_text(ValueError, lambda: fjoin.Shuffled(10, 2).set_epoch(0, -1), "step", "-1")

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
@@ -27,8 +31,11 @@ from torch.utils.data import (
 
 import fjoin
 from fjoin import transforms as tx
+from fjoin.loading import JoinedLoop
+from fjoin.loading._generators import Streams
 from tests.helpers import raises_text, same_bits
 
+pytestmark = pytest.mark.filterwarnings("ignore:to resume, the loop loads")
 N, SIZE, EPOCHS = 12, 2, 3
 SAMPLES = torch.arange(1.0, N + 1).view(N, 1).repeat(1, 2)
 # (epoch, iteration) of the save, after which the run is cut; iteration 6 is behind the epoch, before the next one begins.
@@ -54,9 +61,11 @@ class Form(NamedTuple):
         body: From a batch to the one that the step gets.
         counts: Whether the program counts its epochs from 0 again.
         data: Whether its save and its restore get `data=loop`.
+        sizes: The number of samples of each rank, which its loader gets, where there are several.
+        own: Whether it has a loop of fjoin.join and a pure pipeline.
     """
 
-    loader: Callable[[], Any]
+    loader: Callable[..., Any]
     verdicts: str = "same"
     resumed: Callable[[], Any] | None = None
     begin: Callable[[Any, int], Any] = lambda loader, epoch: None
@@ -66,42 +75,77 @@ class Form(NamedTuple):
     options: dict[str, Any] = {}
     counts: bool = False
     data: tuple[bool, bool] = (True, True)
+    sizes: tuple[int, ...] = ()
+    own: bool = False
 
 
-def run(form: Form, folder: Path, resumed: bool, cut: tuple[int, int] | None = None) -> list[Any]:
-    """The batches, and the parameters after them, to the cut or to the end."""
+def run(
+    form: Form, folder: Path | str, resumed: bool, cut: tuple[int, int] | None = None, n: int = N, how: str = "cut",
+    **checkpoints: Any,
+) -> list[Any]:  # fmt: skip
+    """The batches, and the parameters after them, to the cut or to the end.
+
+    Args:
+        n: The number of this rank's samples; with Shuffled that of all.
+        how: "cut" ends the run where it saves; with "stop" it stops its loop there, and saves once more; with "on" it goes on.
+    """
     for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(99 if resumed else 5)
     DRAWN.clear()
-    step = fjoin.train_step(form.loss, form.pipeline(), weight=len, **form.options)
-    loader, seen = (form.resumed or form.loader if resumed else form.loader)(), list[Any]()
-    runs, loop = fjoin.Checkpoints(folder, step), step.join(loader)
+    mesh, pipeline, seen = fjoin.mesh({"data": -1}), form.pipeline(), list[Any]()
+    join: dict[str, Any] = {"empty": torch.zeros(0, 2)} if form.sizes else {}
+    step = fjoin.train_step(form.loss, pipeline, mesh=mesh, weight=len, **form.options)
+    loader = (form.resumed or form.loader if resumed else form.loader)(*([n] if form.sizes else []))
+    if form.own:
+        loop: Any = fjoin.join(loader, mesh=mesh, weight=len, **join)
+        runs = fjoin.Checkpoints(folder, pipeline, mesh=mesh, **checkpoints)
+    else:
+        loop, runs = step.join(loader, **join), fjoin.Checkpoints(folder, step, **checkpoints)
     saves, restores = (loop if one else None for one in form.data)
     state = runs.restore({"w": torch.ones(2)}, data=restores if resumed else None)
-    for epoch in range(0 if form.counts else loop.epoch, EPOCHS):
-        form.begin(loader, epoch)
-        for i, batch in enumerate(loop):
-            batch = form.body(batch)
-            state, metrics = step(state, batch)
-            seen.append((batch.tolist(), state.params["w"].tolist()))
-            if cut == (epoch, i):
+    with contextlib.ExitStack() as ends:
+        ends.callback(step.close)
+        ends.callback(runs.wait)
+        for epoch in range(0 if form.counts else loop.epoch, EPOCHS):
+            form.begin(loader, epoch)
+            for batch in loop:
+                at = (epoch, loop._position.steps - 1)
+                batch = form.body(batch)
+                if form.own:
+                    grads = torch.func.grad(form.loss)(state[0], batch) if len(batch) else {"w": torch.zeros(2)}
+                    with fjoin.bind(mesh):
+                        state = pipeline.step(state[0], grads, state[1], weight=loop.weight)
+                else:
+                    state, _ = step(state, batch)
+                seen.append((batch.tolist(), (state[0] if form.own else state.params)["w"].tolist()))
+                if cut == at:
+                    runs.save(state, data=saves)
+                    if how == "cut":
+                        return seen
+                    if how == "stop":
+                        loop.stop()
+            if cut == (epoch, 6) or loop.stopped:
                 runs.save(state, data=saves)
                 return seen
-        if cut == (epoch, 6):
-            runs.save(state, data=saves)
-            return seen
     return seen
 
 
-def verdict(form: Form, whole: list[Any], folder: Path, cut: tuple[int, int]) -> str:
+def on_ranks(form: Form, *args: Any, how: str = "cut") -> list[list[Any]]:
+    """What each rank has seen."""
+    if not form.sizes:
+        return [run(form, *args, how=how)]
+    return tx.simulate(lambda n: run(form, *args, n=n, how=how), {"data": len(form.sizes)}, form.sizes)
+
+
+def verdict(form: Form, whole: list[Any], folder: Path, cut: tuple[int, int], how: str = "cut") -> str:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
-            seen = run(form, folder, False, cut) + run(form, folder, True)
+            parts = on_ranks(form, folder, False, cut, how=how), on_ranks(form, folder, True)
         except (ValueError, fjoin.CheckpointError):
             return "error"
     warned = any("only to skip them" not in str(one.message) for one in said)
-    if same_bits(seen, whole):
+    if same_bits([first + then for first, then in zip(*parts, strict=True)], whole):
         return "same-and-warns" if warned else "same"
     return "warn" if warned else "silent"
 
@@ -139,27 +183,26 @@ class Shuffles(Sampler[int]):
 
 
 class Noisy(Dataset[Tensor]):
-    def __init__(self, draw: str | None) -> None:
-        self.draw, self.own = draw, np.random.RandomState(4)
+    """Samples with noise from a stream of this process, from all of them, or from a generator of its own."""
+
+    def __init__(self, draw: str, n: int = N) -> None:
+        self.draw, self.n, self.own = draw, n, np.random.RandomState(4)
 
     def __len__(self) -> int:
-        return N
+        return self.n
 
     def __getitem__(self, i: int) -> Tensor:
         draws = {
-            "torch": lambda: torch.rand(()).item(),
-            "numpy": np.random.rand,
-            "python": random.random,
-            "own": self.own.rand,
-        }
-        return SAMPLES[i] + draws[self.draw or "own"]()
+            "torch": lambda: torch.rand(()).item(), "numpy": np.random.rand, "python": random.random, "own": self.own.rand,
+        }  # fmt: skip
+        return torch.full((2,), i + 1.0) + sum(draws[one]() for one in self.draw.split())
 
 
 class MadeLate(Noisy):
     """Makes its generator when it is used first."""
 
     def __init__(self) -> None:
-        self.draw = None
+        self.draw, self.n = "own", N
 
     def __getitem__(self, i: int) -> Tensor:
         self.own = getattr(self, "own", None) or np.random.RandomState(4)
@@ -186,6 +229,30 @@ class Stateful(DataLoader[Tensor]):
     def count(self, batch: Tensor) -> Tensor:
         self.used = (self.used + 1) % (N // SIZE)
         return batch
+
+
+class Alive:
+    """A loader that saves its own position, as torchdata's StatefulDataLoader does: the order is its own, the state is alive."""
+
+    def __init__(self, n: int, size: int) -> None:
+        self.data, self.size = Noisy("torch", n), size
+        self.state: dict[str, Any] = {"epoch": 0, "at": 0, "asked": 0}
+
+    def __iter__(self) -> Iterator[Tensor]:
+        if self.state["at"] >= self.data.n:
+            self.state.update(epoch=self.state["epoch"] + 1, at=0)
+        gen = torch.Generator().manual_seed(self.state["epoch"])
+        order = torch.randperm(self.data.n, generator=gen).tolist()
+        while (at := self.state["at"]) < self.data.n:
+            self.state["at"] = at + self.size
+            yield torch.stack([self.data[i] for i in order[at : at + self.size]])
+
+    def state_dict(self) -> dict[str, Any]:
+        self.state["asked"] += 1
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
 
 
 class Doubles(DataLoader[Tensor]):
@@ -335,11 +402,32 @@ WORKERS: dict[str, Form] = {
 }  # fmt: skip
 
 
+# By kind of loader the samples of each rank, of whom some run out in the middle; with Shuffled those of all.
+SIZES = {
+    "shuffle": (12, 6, 2), "generator": (12, 6, 2), "own state": (12, 6, 2), "list": (12, 6, 0), "Shuffled": (36, 36),
+}  # fmt: skip
+
+
+def loader_of(kind: str, n: int, draw: str = "torch") -> Any:
+    """Of so many samples; simulated ranks share the streams of a process, but for torch's."""
+    makes: dict[str, Callable[[], Any]] = {
+        "own state": lambda: Alive(n, SIZE), "list": lambda: list(torch.arange(2.0 * n).reshape(-1, SIZE, 2)) if n else [],
+        "Shuffled": loader(dataset=Noisy(draw, n), batch_sampler=lambda: fjoin.Shuffled(n, 6, seed=4)),
+        "generator": loader(dataset=Noisy(draw, n), shuffle=True, generator=generator),
+        "shuffle": loader(dataset=Noisy(draw, n), shuffle=True),
+    }  # fmt: skip
+    return makes[kind]()
+
+
+def on_sizes(kind: str, own: bool = False, **options: Any) -> Form:
+    pipeline = tx.fuse(tx.error_feedback(tx.compress(tx.int8(), tx.mean("data"))), tx.sgd(1e-5, momentum=0.9))
+    make = partial(loader_of, kind, **options)
+    return Form(make, loss=dropout_loss, pipeline=lambda: pipeline, sizes=SIZES[kind], own=own)
+
+
 def check(form: Form, folder: Path, cuts: list[tuple[int, int]]) -> None:
-    whole = run(form, folder / "whole", False)
-    found = {}
-    for cut in cuts:
-        found[cut] = verdict(form, whole, folder / str(cut), cut)
+    whole = on_ranks(form, folder / "whole", False)
+    found = {cut: verdict(form, whole, folder / str(cut), cut) for cut in cuts}
     verdicts = form.verdicts.split() if " " in form.verdicts else [form.verdicts] * len(CUTS)
     assert found == {cut: one for cut, one in zip(CUTS, verdicts, strict=True) if cut in cuts}
 
@@ -357,6 +445,57 @@ def test_so_with_workers(name: str, request: pytest.FixtureRequest, tmp_path: Pa
     check(WORKERS[name], tmp_path, CUTS if request.config.getoption("--long") else [(1, 1)])
 
 
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("kind", SIZES)
+def test_so_on_several_ranks(kind: str, own: bool, tmp_path: Path) -> None:
+    """Also where it is stopped, of which no batch that had been loaded ahead is lost, and resumed twice after runs that went on."""
+    form = on_sizes(kind, own)
+    check(form, tmp_path, CUTS)
+    whole = on_ranks(form, tmp_path / "whole", False)
+    assert verdict(form, whole, tmp_path / "stopped", (1, 1), "stop") == "same"
+    parts = [on_ranks(form, tmp_path / "on", bool(i), cut, how="on") for i, cut in enumerate([(0, 1), (1, 1), None])]
+    for seen, *resumed in zip(*parts, strict=True):
+        assert [(len(one), one) for one in resumed] == [(16, seen[2:]), (10, seen[8:])]
+
+
+def on_this_rank(*args: Any) -> Any:
+    rank = dist.get_rank()
+    form = on_sizes("own state") if rank else on_sizes("shuffle", draw="torch numpy python")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "to resume, the loop loads")
+        return run(form, *args, 16 - 6 * rank, "on", background=True)
+
+
+@pytest.mark.parametrize("cut", [(1, 2), (1, 5)])
+def test_so_on_processes(cut: tuple[int, int], pool: Any, tmp_path: Path) -> None:
+    """With numpy's stream, another loader on each rank, and ranks that end apart."""
+    whole = pool.run(2, on_this_rank, str(tmp_path), False, cut)
+    left = EPOCHS * 8 - 8 * cut[0] - cut[1] - 1
+    assert pool.run(2, on_this_rank, str(tmp_path), True, None) == [seen[-left:] for seen in whole]
+
+
+def test_the_law_fails_without_the_streams(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    form = on_sizes("shuffle")
+    whole = on_ranks(form, tmp_path / "whole", False)
+    monkeypatch.setattr(Streams, "restore", lambda self, generators: None)
+    assert verdict(form, whole, tmp_path, (0, 1)) == "warn"
+
+
+def test_so_from_a_position_without_what_later_versions_compare(tmp_path: Path) -> None:
+    """As 0.3 saved it."""
+    position = JoinedLoop.load_state_dict
+
+    def as_before(self: Any, state: Any) -> None:
+        state = {name: one for name, one in state.items() if name not in ("order", "workers", "ahead", "firsts")}
+        position(self, state | {"streams": {name: {**one, "own": {}} for name, one in state["streams"].items()}})
+        for one in self._position.resume["streams"].values():
+            del one["own"]
+
+    with mock.patch.object(JoinedLoop, "load_state_dict", as_before):
+        check(ROWS["shuffle=True"], tmp_path, CUTS)
+
+
 @pytest.mark.parametrize(
     "name", ["shuffle=True", "generator=", "a sampler with a random.Random", "Shuffled", "persistent workers"]
 )
@@ -372,13 +511,9 @@ def test_a_rollback_in_one_program(name: str) -> None:
             positions.append(loop.state_dict())
     for at in (0, 2, 8):
         loop.load_state_dict(positions[at])
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "to resume, the loop loads", UserWarning)
-            again = [batch.tolist() for _ in range(loop.epoch, 2) for batch in loop]
-        assert again == seen[at:], at
+        assert [batch.tolist() for _ in range(loop.epoch, 2) for batch in loop] == seen[at:], at
 
 
-@pytest.mark.filterwarnings("ignore:to resume, the loop loads")
 @pytest.mark.parametrize("cut", [2, 7])
 def test_a_second_loop_is_an_object_of_the_dict(cut: int, tmp_path: Path) -> None:
     def run(seed: int, stop: int, name: str = "cut") -> list[Any]:

@@ -169,6 +169,3 @@ def test_no_bucket_is_stepped_before_all_have_arrived(pool: Any) -> None:
     for clip in (False, True):
         for orders in pool.run(2, steps_of, clip):
             assert orders == [["arrived"] * 4 + ["stepped"] * 4] * 2, orders
-
-
-# -- two streams in turn: what waits for what, on streams that write down their order -------------------

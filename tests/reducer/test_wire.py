@@ -102,14 +102,3 @@ def test_a_code_has_no_derivative(hook: tx.Transform) -> None:
     for run in (outer, plain):
         two = [torch.ones(2), torch.ones(2)]
         raises_text(RuntimeError, lambda: tx.simulate(run, {"data": 2, "local": 1}, two), "no derivative")  # noqa: B023
-
-
-def other_codec() -> str:
-    mesh = fjoin.mesh({"data": -1}, timeout_s=60)
-    block = 8 + 8 * mesh.rank
-    step = fjoin.train_step(net_loss, tx.fuse(tx.compress(tx.int8(block), tx.mean("data")), tx.sgd(0.1)), mesh=mesh)
-    return raises_text(fjoin.DesyncError, lambda: step.init(net_params()), "block=16", "rank 1")
-
-
-def test_ranks_with_other_codecs_raise_before_the_first_message(pool: Any) -> None:
-    pool.run(2, other_codec)

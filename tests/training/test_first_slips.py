@@ -32,10 +32,6 @@ def test_a_loop_has_the_length_of_this_ranks_loader_and_a_text() -> None:
     assert len(step.join(loader)) == 3 and len(fjoin.join(loader)) == 3 and len(step.join([])) == 0
     assert step.join([]) and fjoin.join([]), "a loop is true whatever its length"
     raises_text(TypeError, lambda: len(step.join(iter([]))), "len()")
-    assert repr(step) == "train_step(fuse(mean('data'), sgd(lr=0.1)), rank=0, ranks=1)"
-    apply, _, _ = fjoin.functional(torch.nn.Linear(2, 2))
-    assert repr(apply) == "Apply(Linear, training=None)" and repr(apply.eval()) == "Apply(Linear, training=False)"
-    assert repr(step.join([1])) == "JoinedLoader(list, epoch=0)" and repr(fjoin.join([1])) == "Loop(list, epoch=0)"
 
 
 def test_a_second_epoch_of_an_iterator_warns() -> None:

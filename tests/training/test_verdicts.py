@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fjoin
 from fjoin import transforms as tx
-from tests.helpers import judged, raises_text, same_bits, seen_by
+from tests.helpers import judged, max_diff, raises_text, same_bits, seen_by
 from tests.scalars import NAN, PLACES, Batch, as_batch, check, loss, on_ranks, own, registered, run, start
+from tests.traffic import watched
 from tests.training.small import step_of
 
 SGD, NOT = tx.sgd(0.5), tx.identity()
@@ -30,36 +32,37 @@ def counted(steps: int) -> tx.Pipeline:
 # -- left out ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("batches", [[1.0, NAN, 1.0, 1.0], [NAN, 1.0, 1.0, NAN], [1.0, 1.0, NAN, NAN]], ids=str)
-def test_periods_advance_in_steps_that_are_left_out(batches: list[Any]) -> None:
-    w, want = 0.0, []
-    for i, batch in enumerate(batches):
-        w += (0.0 if batch != batch else -0.5) + i % 2
-        want.append(w)
-    check(counted(2), [batches], [want])
-    states = [on_ranks(counted(2), [batches], place)[0].state for place in PLACES]
-    assert all(same_bits(state.inner.after, states[0].inner.after) for state in states)
-    assert {(int(state.skipped), state.inner.after.step) for state in states} == {(sum(b != b for b in batches), 4)}
+EVERY = tx.skip_if_nonfinite(tx.fuse(NOT, SGD, after=tx.mean("data")))
+SECOND = tx.skip_if_nonfinite(tx.fuse(NOT, SGD, after=tx.every(2, tx.mean("data"))))
+MEAN = (1 * -0.5 + 2 * -2.5 + 2 * -2.5) / 5
+PAIRS = [[Batch(1.0, 1.0), Batch(NAN, 1.0)], [Batch(2.0, 1.0), Batch(3.0, 1.0)], [Batch(3.0, 1.0), Batch(2.0, 1.0)]]
+# A pipeline, the batches of each rank, w after each step or at the end, and the steps that each rank leaves out.
+LEFT: dict[str, tuple[tx.Pipeline, list[Any], list[Any], list[int]]] = {
+    # Periods advance in steps that are left out.
+    "in the second": (counted(2), [[1.0, NAN, 1.0, 1.0]], [[-0.5, 0.5, 0.0, 0.5]], [1]),
+    "in the first and the last": (counted(2), [[NAN, 1.0, 1.0, NAN]], [[0.0, 0.5, 0.0, 1.0]], [2]),
+    "at the end": (counted(2), [[1.0, 1.0, NAN, NAN]], [[-0.5, 0.0, 0.0, 1.0]], [2]),
+    # They advance without input too. An average that is due leaves the parameters as they are, other transforms run as in any step.
+    "without input": (counted(3), [[1.0, None, 1.0, None, None, 1.0]], [[-0.5, -0.5, 0.0, 0.0, 0.0, 0.5]], [0]),
+    "an average without input": (tx.skip_if_nonfinite(tx.fuse(tx.mean("data"), SGD, after=tx.every(2, tx.mean("data")))),
+                                 [[1.0, None, 1.0, None, None, 1.0]], [[-0.5, -0.5, -1.0, -1.0, -1.0, -1.5]], [0]),
+    # A rank with gradients of its own leaves out its own steps; the others take them. An average that is due is taken, without the
+    # work of that step.
+    "of one rank": (EVERY, [[NAN], [1.0], [3.0]], [(1 * -0.5 + 3 * -1.5) / 4] * 3, [1, 0, 0]),
+    "of one rank, in a window": (SECOND, PAIRS, [[-0.5, MEAN], [-1.0, MEAN], [-1.5, MEAN]], [1, 0, 0]),
+}  # fmt: skip
 
 
-def test_periods_advance_in_steps_without_input() -> None:
-    """An average that is due leaves the parameters as they are; other transforms run as in any step."""
-    batches = [1.0, None, 1.0, None, None, 1.0]
-    check(counted(3), [batches], [[-0.5, -0.5, 0.0, 0.0, 0.0, 0.5]])
-    average = tx.fuse(tx.mean("data"), SGD, after=tx.every(2, tx.mean("data")))
-    check(average, [batches], [[-0.5, -0.5, -1.0, -1.0, -1.0, -1.5]])
-
-
-def test_a_rank_with_gradients_of_its_own_leaves_out_its_own_steps() -> None:
-    """The others take them; an average that is due is taken, without the work of that step."""
-    every = tx.skip_if_nonfinite(tx.fuse(NOT, SGD, after=tx.mean("data")))
-    check(every, [[NAN], [1.0], [3.0]], [(1 * -0.5 + 3 * -1.5) / 4] * 3)
-    for place in PLACES:
-        assert [int(seen.state.skipped) for seen in on_ranks(every, [[NAN], [1.0], [3.0]], place)] == [1, 0, 0]
-    second = tx.skip_if_nonfinite(tx.fuse(NOT, SGD, after=tx.every(2, tx.mean("data"))))
-    ranks = [[Batch(1.0, 1.0), Batch(NAN, 1.0)], [Batch(2.0, 1.0), Batch(3.0, 1.0)], [Batch(3.0, 1.0), Batch(2.0, 1.0)]]
-    mean = (1 * -0.5 + 2 * -2.5 + 2 * -2.5) / 5
-    check(second, ranks, [[-0.5, mean], [-1.0, mean], [-1.5, mean]])
+@pytest.mark.parametrize("name", LEFT)
+def test_a_step_is_left_out(name: str) -> None:
+    pipeline, ranks, want, skipped = LEFT[name]
+    check(pipeline, ranks, want)
+    pure, *others = (on_ranks(pipeline, ranks, place) for place in PLACES)
+    for place in (pure, *others):
+        assert [int(seen.state.skipped) for seen in place] == skipped
+        assert all(
+            same_bits(seen.state.inner.after, first.state.inner.after) for seen, first in zip(place, pure, strict=True)
+        )
 
 
 def test_the_loss_scale_is_of_each_rank_without_a_reduction() -> None:
@@ -179,3 +182,150 @@ def flushed_after_a_bad_pass() -> Any:
 
 def test_a_flush_raises_if_one_rank_left_out_the_last_pass(pool: Any) -> None:
     assert pool.run(2, flushed_after_a_bad_pass) == [-(3 * 3 + 2 * 2) / 5] * 2
+
+
+# -- averages at the end of steps weigh by what has been trained since the last: by windows, and not by steps left out --
+
+
+RATE, NODES = 0.5, {"node": 2, "local": 2}
+
+
+# Rank 0 has a NaN in the second step, rank 1 in the third, rank 2 in the first two, which is all of its window.
+LEFT_OUT = [
+    [Batch(1.0, 2.0), Batch(NAN, 7.0), Batch(3.0, 1.0), Batch(1.0, 1.0)],
+    [Batch(2.0, 3.0), Batch(4.0, 1.0), Batch(NAN, 9.0), Batch(2.0, 5.0)],
+    [Batch(NAN, 8.0), Batch(NAN, 9.0), Batch(5.0, 2.0), Batch(1.0, 4.0)],
+]
+
+
+def averaged(over: str) -> list[list[float]]:
+    """`w` of each rank after each step, averaged after the second and the fourth."""
+    params, windows, seen = [0.0] * 3, [0.0] * 3, [[], [], []]  # type: ignore[var-annotated]
+    for i in range(4):
+        for r, batches in enumerate(LEFT_OUT):
+            if not math.isnan(batches[i].grad):
+                params[r] -= RATE * batches[i].grad
+                windows[r] += batches[i].weight
+        if i % 2:
+            shares = {"weight": windows, "live": [float(w > 0) for w in windows], "world": [1.0] * 3}[over]
+            params = [sum(s * p for s, p in zip(shares, params, strict=True)) / sum(shares)] * 3
+            windows = [0.0] * 3
+        for mine, value in zip(seen, params, strict=True):
+            mine.append(value)
+    return seen
+
+
+KINDS: dict[str, Any] = {
+    "average": lambda over: tx.fuse(NOT, SGD, after=tx.every(2, tx.average_parameters("data", over=over))),
+    "outer": lambda over: tx.fuse(NOT, SGD, after=tx.outer_step(tx.mean("data", over), tx.sgd(1.0), 2)),
+    "local SGD": lambda over: tx.local_sgd(SGD, tx.mean("data", over), 2),
+    "mean": lambda over: tx.fuse(NOT, SGD, after=tx.every(2, tx.mean("data", over))),
+}
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("over", ["weight", "live", "world"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_that_is_left_out_counts_nothing(kind: str, over: Any) -> None:
+    if kind == "mean" and over == "world":  # which divides by all ranks whatever takes part: not an average
+        return
+    check(tx.skip_if_nonfinite(KINDS[kind](over)), LEFT_OUT, averaged(over))
+
+
+def test_the_optimizers_state_is_averaged_by_the_same_weights() -> None:
+    """Momenta of ranks that have left out a step, after the second step; the momentum is that of torch's SGD."""
+    pipeline = tx.skip_if_nonfinite(
+        tx.fuse(NOT, tx.sgd(RATE, momentum=0.5), on_state=tx.every(2, tx.average_state("data")))
+    )
+    own, windows = [1.0, 2.0 * 0.5 + 4.0, 0.0], [2.0, 4.0, 0.0]
+    want = sum(w * m for w, m in zip(windows, own, strict=True)) / 6.0
+    for place in PLACES:
+        for seen in on_ranks(pipeline, [batches[:2] for batches in LEFT_OUT], place):
+            momentum = seen.state.inner.optimizer["w"].momentum
+            assert max_diff(momentum, torch.full((2,), want, dtype=torch.float64)) < 1e-12
+
+
+# -- one counter decides on all periods, and ranks loop together over all axes ---------------------------
+
+
+def test_one_counter_decides_on_all_periods() -> None:
+    """Those in a state that has lost its place, such as a hook's that was started anew, follow the pipeline's."""
+    pipeline = tx.fuse(tx.switch_after(3, tx.mean("data"), NOT), SGD, after=tx.every(2, tx.stateless(plus_one)))
+    params = start()
+    with fjoin.bind(fjoin.mesh({"data": -1})):
+        state = pipeline.init(params)
+        for _ in range(3):
+            params, state = pipeline.step(params, params, state)
+        fresh = pipeline.init(params)
+        moved, after = pipeline.step(
+            params, {path: 0 * p for path, p in params.items()}, state._replace(hook=fresh.hook, after=fresh.after)
+        )
+    assert state.step == 3 and after.hook.step == after.after.step == after.step == 4
+    assert max_diff(moved["v"], params["v"] + 1) == 0
+
+
+def test_loops_end_over_the_axes_of_the_parameter_transform_too() -> None:
+    """Nodes with different numbers of batches end together, also while the hook's own axes are those of a node."""
+
+    def looped(batches: list[float]) -> Any:
+        step, state = step_of(lambda p, b: p["w"] * b, pipeline, {"w": torch.tensor(0.0)}, mesh=fjoin.mesh(NODES))
+        seen = seen_by(lambda state, _: float(state.params["w"]), step, state, step.join(batches))
+        return len(seen), seen[-1]
+
+    pipeline = tx.fuse(tx.mean("local"), tx.sgd(1.0), after=tx.mean("node"))
+    out = tx.simulate(looped, NODES, [[1.0], [3.0], [2.0, 4.0], [2.0]])
+    assert out == [(2, -6.0)] * 4  # (-2 * 2 + -2 * 2) / 4, then the second node's -2 - 4 alone
+    hook = tx.switch_after(2, tx.mean(("node", "local")), tx.mean("local"))
+    pipeline = tx.fuse(hook, tx.sgd(1.0), after=tx.every(3, tx.mean("node")))
+    out = tx.simulate(looped, NODES, [[1.0] * 3, [1.0] * 3, [1.0] * 5, [1.0] * 4])
+    assert [calls for calls, _ in out] == [5] * 4
+    assert {w for _, w in out[:2]} == {-3.0} and {w for _, w in out[2:]} == {-5.0}
+
+
+def with_count(**settings: Any) -> Any:
+    """A step whose buffers are averaged over all axes, the parameters' gradients over one; and the state."""
+    return step_of(
+        lambda p, buffers, b: (p["w"] * b, None, {**buffers, "v": buffers["v"] + b}), params={"w": torch.tensor(0.0)},
+        buffers=BUFFERS, mesh=fjoin.mesh(NODES), on_buffers=OVER, **settings,
+    )  # fmt: skip
+
+
+OVER = tx.average_buffers(("node", "local"))
+BUFFERS = {"v": torch.zeros(()), "count": torch.tensor(1)}
+
+
+def test_loops_end_over_the_axes_of_the_buffers_too() -> None:
+    def one(batches: list[float]) -> Any:
+        step, state = with_count(pipeline=tx.fuse(tx.mean("local"), tx.sgd(1.0)))
+        values = lambda state, _: (float(state.params["w"]), float(state.buffers["v"]))  # noqa: E731
+        seen = seen_by(values, step, state, step.join(batches))
+        return len(seen), *seen[-1]
+
+    out = tx.simulate(one, NODES, [[1.0], [3.0], [2.0, 4.0], [2.0]])
+    # The buffers: the mean of 1, 3, 2, 2, then of the one rank that has input. The first node takes one step only.
+    assert out == [(2, -2.0, 6.0)] * 2 + [(2, -6.0, 6.0)] * 2
+
+
+AFTER = tx.fuse(tx.mean("local"), SGD, after=tx.mean("node"))
+
+
+@pytest.mark.gloo
+def test_explain_includes_buffers_and_the_message_of_the_loop(pool: Any) -> None:
+    """Messages go over the union of the axes and are counted at torch.distributed."""
+    params = {"w": torch.tensor(0.0)}
+    what = tx.explain(AFTER, params, NODES, buffers=BUFFERS, on_buffers=OVER)
+    assert [row.stage for row in what.rows if row.messages] == [
+        "mean('local')", "(the step's own counts)", "mean('node')", "average_buffers(('node', 'local'))"
+    ]  # fmt: skip
+    announced = sorted(m.payload_bytes for row in what.rows for m in row.messages)
+    assert pool.run(4, sent_with_buffers) == [announced] * 4
+    raises_text(ValueError, lambda: tx.explain(AFTER, params, NODES, on_buffers=OVER), "without buffers")
+
+
+def sent_with_buffers() -> list[int]:
+    """The bytes of the messages of a step."""
+    step, state = with_count(pipeline=AFTER)
+    state, _ = step(state, 1.0)
+    with watched() as sent:
+        step(state, 2.0)
+    return sorted(one.bytes for one in sent)

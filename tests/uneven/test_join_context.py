@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 import warnings
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fjoin
 from fjoin import transforms as tx
-from tests.ddp.ddp_problem import batches_of, loss, make_model
+from tests.ddp.ddp_problem import loss, make_model
 from tests.helpers import raises_text
 
 CLASSES = {"torch": torch_join, "fjoin": fjoin}
@@ -75,109 +74,56 @@ def make_counter(kind: str, join: str, device: str = "cpu") -> Any:
     return Counter
 
 
-def count(kind: str, join: str, inputs: list[int], settings: dict[str, Any]) -> Any:
-    log: list[str] = []
-    counter = make_counter(kind, join)(log)
-    with CLASSES[join].Join([counter], sync_max_count=True, **settings):
-        for _ in range(inputs[dist.get_rank()]):
-            counter()
-    return counter.count.item(), log, counter._join_config.enable
+def counted(kind: str, join: str, inputs: list[int], names: str, settings: dict[str, Any]) -> Any:
+    """Counters with the names: their counts, the log, works or None, whether the configuration is left on, and the error."""
+    log, works, error = list[str](), [], ""
+    make = make_counter(kind, join)
+    counters = [make(log, name) for name in names]
+    try:
+        with CLASSES[join].Join(counters, **settings):
+            for _ in range(inputs[dist.get_rank()]):
+                works += [counter() is None for counter in counters]
+    except RuntimeError as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    return [counter.count.item() for counter in counters], log, works, counters[0]._join_config.enable, error
 
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("inputs", [[2, 2, 2], [0, 0], [5, 0, 3, 1]], ids=str)
 @pytest.mark.parametrize(("kind", "join"), PAIRS)
 def test_counting_the_inputs_of_all_ranks(pool: Any, kind: str, join: str, inputs: list[int]) -> None:
-    n, most = len(inputs), max(inputs)
-    for rank, (total, log, left_on) in enumerate(pool.run(n, count, kind, join, inputs, {})):
-        assert total == sum(inputs)
-        mains = most - inputs[rank]
+    for rank, ((total,), log, _, left_on, _) in enumerate(
+        pool.run(len(inputs), counted, kind, join, inputs, "a", {"sync_max_count": True})
+    ):
+        mains = max(inputs) - inputs[rank]
         want = ["kwargs a ['sync_max_count']", *["step a"] * inputs[rank], *["main a"] * mains, f"post a {mains == 0}"]
-        assert log == want
+        assert (total, log) == (sum(inputs), want)
         assert left_on == (join == "torch"), "torch leaves its configuration on; ours does not"
 
 
-def several(kind: str, join: str) -> Any:
-    log: list[str] = []
-    make = make_counter(kind, join)
-    first, second = make(log, "a"), make(log, "b")
-    works = []
-    with CLASSES[join].Join([first, second], note=1):
-        for _ in range(1 + dist.get_rank()):
-            works += [first() is None, second() is None]
-    return log, works, first.count.item(), second.count.item()
-
-
 @pytest.mark.parametrize(("kind", "join"), PAIRS)
-def test_several_joinables_in_order(pool: Any, kind: str, join: str) -> None:
-    """Hooks run in the order given, and only the first joinable's notification is a message."""
-    (log, works, *counts), (log_1, _, *counts_1) = pool.run(2, several, kind, join)
-    begin = ["kwargs a ['note']", "kwargs b ['note']", "step a", "step b"]
+def test_several_joinables_and_early_termination(pool: Any, kind: str, join: str) -> None:
+    """Hooks run in the order given, and only the first joinable's notification is a message; throwing ends all."""
+    (counts, log, works, *_), (counts_1, log_1, *_) = pool.run(2, counted, kind, join, [1, 2], "ab", {})
+    begin = ["kwargs a []", "kwargs b []", "step a", "step b"]
     assert log == [*begin, "main a", "main b", "post a False", "post b False"]
     assert log_1 == [*begin, "step a", "step b", "post a True", "post b True"]
     assert counts == [2, 2] and counts_1 == [3, 3]
     # Through torch's own notification ours gives no handle: the message has been sent by then.
     assert works == [(kind, join) == ("torch", "fjoin"), True]
-
-
-def disabled(kind: str, join: str) -> Any:
-    log: list[str] = []
-    counter = make_counter(kind, join)(log)
-    with CLASSES[join].Join([counter], enable=False):
-        counter()
-    return log
+    name = "RuntimeError" if join == "torch" else "EarlyTermination"
+    throws = {"throw_on_early_termination": True}
+    for rank, (_, log, *_, text) in enumerate(pool.run(3, counted, kind, join, [3, 1, 2], "a", throws)):
+        want = "Rank 1 exhausted all inputs." if rank == 1 else "Detected at least one rank that exhausted inputs."
+        assert text.startswith(f"{name}: {want}") and log.count("step a") == 1, (rank, text)
+        assert join == "torch" or rank == 1 or "rank 1" in text
+    for _, log, *_, text in pool.run(2, counted, kind, join, [2, 2], "a", throws):
+        assert (log.count("step a"), text) == (2, "")
 
 
 def test_disabled_join_does_nothing(pool: Any) -> None:
-    assert pool.run(2, disabled, "torch", "fjoin") == [["kwargs a []", "step a"]] * 2
-
-
-def throw(kind: str, join: str, inputs: list[int]) -> Any:
-    log: list[str] = []
-    counter = make_counter(kind, join)(log)
-    try:
-        with CLASSES[join].Join([counter], throw_on_early_termination=True):
-            for _ in range(inputs[dist.get_rank()]):
-                counter()
-    except RuntimeError as error:
-        return type(error).__name__, str(error), log.count("step a")
-    return "", "", log.count("step a")
-
-
-@pytest.mark.parametrize(("kind", "join"), PAIRS)
-def test_throwing_on_early_termination(pool: Any, kind: str, join: str) -> None:
-    name = "RuntimeError" if join == "torch" else "EarlyTermination"
-    for rank, (got, text, steps) in enumerate(pool.run(3, throw, kind, join, [3, 1, 2])):
-        want = "Rank 1 exhausted all inputs." if rank == 1 else "Detected at least one rank that exhausted inputs."
-        assert got == name and text.startswith(want) and steps == 1, (rank, got, text)
-        assert join == "torch" or rank == 1 or "rank 1" in text
-    assert pool.run(2, throw, kind, join, [2, 2]) == [("", "", 2)] * 2
-
-
-def messages(join: str, settings: dict[str, Any]) -> tuple[float, int]:
-    """All-reduces per iteration and at the end, in addition to the counter's own."""
-    counter, sent = make_counter(join, join)([]), list[int]()
-
-    def watch(call: Any) -> Any:
-        return lambda *args, **more: sent.append(1) or call(*args, **more)
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("all_reduce", "all_to_all_single"):
-            patch.setattr(dist, name, watch(getattr(dist, name)))
-        with CLASSES[join].Join([counter], **settings):
-            before = len(sent)  # our Join has compared the ranks' joinables
-            for _ in range(5):
-                counter()
-            within = len(sent)
-    return (within - before) / 5 - 1, len(sent) - within
-
-
-@pytest.mark.parametrize(
-    ("join", "throws", "each"), [("fjoin", False, 1), ("fjoin", True, 1), ("torch", False, 1), ("torch", True, 2)]
-)
-def test_messages_of_an_iteration(pool: Any, join: str, throws: bool, each: int) -> None:
-    """Ours always sends one; torch sends two with throw_on_early_termination."""
-    assert pool.run(2, messages, join, {"throw_on_early_termination": True} if throws else {}) == [(each, 1)] * 2
+    for _, log, *_ in pool.run(2, counted, "torch", "fjoin", [1, 1], "a", {"enable": False}):
+        assert log == ["kwargs a []", "step a"]
 
 
 # -- pure hooks --------------------------------------------------------------------------------------------
@@ -213,8 +159,8 @@ def test_pure_hooks_simulated_and_real(pool: Any, inputs: list[list[float]], las
 def test_the_configuration_is_reset_after_an_exception() -> None:
     one = fjoin.as_joinable(tx.JoinHook())
     before = one._join_config
-    with pytest.raises(KeyError), fjoin.Join([one]):
-        raise_(KeyError("mine"))
+    with contextlib.suppress(KeyError), fjoin.Join([one]):
+        raise KeyError
     assert one._join_config is before
     fjoin.Join([one])  # not entered: nothing changes either
     assert one._join_config is before
@@ -222,10 +168,6 @@ def test_the_configuration_is_reset_after_an_exception() -> None:
         raises_text(fjoin.JoinError, lambda: fjoin.Join([one]).__enter__(), "inside another Join")
     with fjoin.Join([one]):
         pass
-
-
-def raise_(error: Exception) -> None:
-    raise error
 
 
 # -- what is refused ---------------------------------------------------------------------------------------
@@ -236,10 +178,6 @@ def joinables(n: int) -> str:
     many = [fjoin.as_joinable(tx.JoinHook(), mesh=mesh) for _ in range(n)]
     words = ("rank 2 differs from rank 0 in its joinables", "same order")
     return raises_text(fjoin.DesyncError, lambda: fjoin.Join(many).__enter__(), *words)
-
-
-def test_ranks_with_other_joinables() -> None:
-    assert len(tx.simulate(joinables, {"data": 3}, [1, 1, 2])) == 3
 
 
 MODEL = nn.Linear(2, 2)
@@ -257,38 +195,16 @@ def test_it_is_refused(row: tuple[Any, ...]) -> None:
     raises_text(kind, call, *words)
 
 
-def on_ranks(join: str) -> None:
-    make = make_counter("fjoin", join)
-    other = dist.new_group([0, 1])
-    raises_text(ValueError, lambda: CLASSES[join].Join([]), "at least one joinable")
-    raises_text(ValueError, lambda: CLASSES[join].Join([make([]), make([], group=other)]), "process group")
+def test_ranks_refuse_other_joinables_and_groups(pool: Any) -> None:
+    assert len(tx.simulate(joinables, {"data": 3}, [1, 1, 2])) == 3
+    pool.run(2, other_groups)
+
+
+def other_groups() -> None:
+    make, other = make_counter("fjoin", "fjoin"), dist.new_group([0, 1])
+    raises_text(ValueError, lambda: fjoin.Join([]), "at least one joinable")
+    raises_text(ValueError, lambda: fjoin.Join([make([]), make([], group=other)]), "process group")
     dist.barrier()  # the other rank may still be making the group
-
-
-@pytest.mark.parametrize("join", CLASSES)
-def test_ranks_refuse_other_groups(pool: Any, join: str) -> None:
-    pool.run(2, on_ranks, join)
-
-
-def static_graph() -> tuple[str, str, float]:
-    start = time.monotonic()
-    ddp = DistributedDataParallel(make_model(), static_graph=True)
-    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
-    try:
-        with fjoin.Join([ddp, optimizer]):
-            for batch in batches_of([2, 0])[dist.get_rank()]:
-                loss(ddp, batch).backward()
-                optimizer.step()
-    except fjoin.FjoinError as error:
-        return type(error).__name__, str(error), time.monotonic() - start
-    return "", "", 0.0
-
-
-def test_a_static_graph_that_a_rank_has_never_run(pool: Any) -> None:
-    """torch's own Join aborts the process here. The other rank, which waits in the module's messages, is released."""
-    (kind, text, seconds), (kind_1, text_1, _) = pool.run(2, static_graph)
-    assert (kind, kind_1) == ("PeerLost", "JoinError") and "static_graph" in text and "at least one batch" in text_1
-    assert seconds < 20.0
 
 
 def left_behind() -> tuple[int, bool, list[str]]:

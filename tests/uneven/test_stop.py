@@ -1,4 +1,4 @@
-"""Loops that one rank stops, on all ranks together."""
+"""Loops that one rank stops, on all ranks together; on processes, and without messages of its own, in test_left_loops.py."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import fjoin
 from fjoin import transforms as tx
 from tests.helpers import raises_text, stepped
-from tests.traffic import watched
 from tests.training.small import MEAN_SGD, step_of
 
 X = torch.ones(2)
@@ -20,11 +18,11 @@ AVERAGE = tx.local_sgd(tx.sgd(0.1), tx.mean("data"), 3)
 LATE = {"mean": 0, "local SGD": 1, "seldom": 1, "seldom, skips": 1, "zero": 0, "no message": 1}
 LATE |= {"mean, on a device": 1, "seldom, on a device": 2}
 PIPELINES: dict[str, Any] = {
-    "mean": (MEAN_SGD, {}), "local SGD": (AVERAGE, {}), "seldom": (tx.local_sgd(tx.sgd(0.1), tx.mean("data"), 100), {}),
-    "seldom, skips": (tx.skip_if_nonfinite(tx.local_sgd(tx.sgd(0.1), tx.mean("data"), 100)), {}),
-    "zero": (tx.zero(tx.mean("data"), tx.sgd(0.1), "data"), {}), "mean, on a device": (MEAN_SGD, {}),
-    "seldom, on a device": (tx.local_sgd(tx.sgd(0.1), tx.mean("data"), 100), {}),
-    "no message": (tx.fuse(tx.identity(), tx.sgd(0.1)), {}),
+    "mean": MEAN_SGD, "local SGD": AVERAGE, "seldom": tx.local_sgd(tx.sgd(0.1), tx.mean("data"), 100),
+    "seldom, skips": tx.skip_if_nonfinite(tx.local_sgd(tx.sgd(0.1), tx.mean("data"), 100)),
+    "zero": tx.zero(tx.mean("data"), tx.sgd(0.1), "data"), "mean, on a device": MEAN_SGD,
+    "seldom, on a device": tx.local_sgd(tx.sgd(0.1), tx.mean("data"), 100),
+    "no message": tx.fuse(tx.identity(), tx.sgd(0.1)),
 }  # fmt: skip
 
 
@@ -36,8 +34,7 @@ def stopped(
     Returns:
         The number of iterations, whether the loop was stopped, the number of the state's steps, and the iterations of a second loop.
     """
-    made, settings = PIPELINES[pipeline]
-    step, state = step_of(pipeline=made, accumulate=accumulate, **settings)
+    step, state = step_of(pipeline=PIPELINES[pipeline], accumulate=accumulate)
     other, second = step_of(accumulate=accumulate) if several else (None, None)
     # The host reads the records of a device one step late, except where a rank reads its metrics.
     step.run.step_check.grads.on_device = "device" in pipeline
@@ -138,34 +135,3 @@ def test_a_loop_of_ones_own() -> None:
     # The last message of a loop tells that no rank has a batch, and a request that it does not carry is void.
     assert tx.simulate(stopped_in_own_loop, {"data": 2}, [3, 2], [2, None]) == [(3, False, 3)] * 2
     assert tx.simulate(stopped_in_own_loop, {"data": 2}, [3, 2], [1, None]) == [(3, True, 3)] * 2
-
-
-def on_processes(pipeline: str, at: int | None) -> tuple[int, int]:
-    rank = dist.get_rank()
-    with watched() as sent:
-        made, settings = PIPELINES[pipeline]
-        step, state = step_of(pipeline=made, mesh=fjoin.mesh({"data": -1}, ordered=True), **settings)
-        del sent[:]
-        loop, n = step.join([X] * (6 - rank)), 0
-        for batch in loop:
-            state, _ = step(state, batch)
-            if rank == 1 and n == at:
-                loop.stop()
-            n += 1
-    found = len(sent)
-    step.flush(state)
-    step.close()
-    return n, found
-
-
-@pytest.mark.gloo
-@pytest.mark.parametrize("pipeline", ["mean", "local SGD"])
-def test_processes_stop_without_a_message_more(pool: Any, pipeline: str) -> None:
-    n = 4 + LATE[pipeline]
-    whole = pool.run(3, on_processes, "mean", None)
-    found = pool.run(3, on_processes, pipeline, 2)
-    assert [one[0] for one in whole] == [6] * 3 and [one[0] for one in found] == [n] * 3
-    if pipeline == "mean":
-        assert [one[1] for one in found] == [1 + (one[1] - 1) * n // 6 for one in whole], (
-            "one at the start, and the steps"
-        )
