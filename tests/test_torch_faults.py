@@ -493,17 +493,9 @@ JOINS = {
         by_rank([-1, -5.5, -7], [-1, -3, -5.5, -5.5, -7.75]),
         by_rank([-1, -5.5, -7.75], [-1, -3, -5.5, -5.5, -7.75]),
     ),
-<<<<<<< HEAD
-=======
-    "optimizers drift: adam": Row(
-        lambda k: trained(k, "adam", LONGER)[-2:],
-        by_rank([-2.98814, -3.98814], [-2.98814, -3.96764]),
-        [-2.98814, -3.96764],
-    ),
     # No fault, in either: gradients that add up, of which the last is 7 by one rank with input, or by two.
     "gradients that add up": Row(lambda k: added_up(k, False, divide_by_initial_world_size=False), ADDED, ADDED),
     "gradients that do not": Row(lambda k: added_up(k, True), MEANS, MEANS),
->>>>>>> t1
     # No fault, in either: a rank's error changes while it has no input. If it were frozen, the sum would be wrong.
     "PowerSGD's errors without input": Row(unsent, [0.0, 1.0, 6], [0.0, 1.0, 6]),
 }

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..axes import all_gather, axis_index, current_weight
+from ..axes import all_gather, current_weight
 from ..base import AxisName, checks, shares, trees
 
 
