@@ -178,5 +178,5 @@ class Folder:
         if newest != manifest.parent or steps[-1:] >= [manifest.step]:
             held = f"step {steps[-1]} with id {newest}" if steps else "no step"
             raise CheckpointError(
-                f"{self.path} holds {held}, and step {manifest.step} was to follow {manifest.parent or 'no step'!r}: another run writes"
+                f"{self.path} holds {held}; step {manifest.step} was to follow {manifest.parent or 'no step'!r}: another run writes there"
             )
