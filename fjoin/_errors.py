@@ -47,10 +47,10 @@ class NoBatch(FjoinError):
 
 
 class NonFinite(FjoinError):
-    """The loss, the weight or a gradient is NaN or infinite; parameters and state are unchanged.
+    """The loss, the weight or a gradient is NaN or infinite; on these ranks nothing has changed.
 
     Attributes:
-        ranks: The ranks whose loss is not finite.
+        ranks: The ranks whose loss or gradients are not finite.
         paths: The parameters whose summed gradient is not finite, where they were determined.
     """
 

@@ -305,7 +305,7 @@ class OfPipeline:
 class OfTogether:
     """Steps and pipelines by name, and objects beside them; its state is the dict of the states of steps and pipelines.
 
-    The first one has the number of the checkpoint. The first step carries that ranks ask to save.
+    The first part gives the checkpoint its number. The first step carries requests to save.
     """
 
     def __init__(self, parts: Mapping[str, OfStep | OfPipeline], objects: OfObjects) -> None:

@@ -4,6 +4,10 @@ Names     the leaves of a pipeline's state by name, with the placement of each; 
 Snapshot  what one rank has to save: values by name, their placements, and which of them are cut
 Slice     of a value that is cut: which elements of the whole this rank has
 Values    what a checkpoint holds, by name; a value is read when somebody asks for it
+
+A field of an optimizer's state is called "pipeline.optimizer.<path of the parameter>.<field>", a stage of the hook
+"pipeline.hook.<name>#<number>". In a file "@<start>" follows for a slice, and "@rank-<n>" for a value of some ranks only.
+The slice of a rank follows from the parameter's path: `Pieces.slices`. A checkpoint of other ranks is cut anew.
 """
 
 from __future__ import annotations

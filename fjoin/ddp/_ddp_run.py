@@ -42,7 +42,7 @@ class DDPRun:
 
     Attributes:
         params: The parameters, with the states of their optimizer.
-        body: The data of the state: that of the hook, and of what runs behind the optimizer.
+        body: The data of the state: that of the hook, and of what runs after the optimizer.
         scaling: Of a pipeline in `dynamic_loss_scale`.
         error: Of this pass's hyperparameters.
     """

@@ -208,7 +208,7 @@ class Failures:
                 self._publish("failure", report)
 
     def reported(self) -> FjoinError | None:
-        """The failure that another rank has reported, or that it has left a loop in which this one goes on, if any."""
+        """The failure that another rank reported, or an error if one left a loop that this rank is in; otherwise None."""
         report = self._published("failure")
         if report and report["by"] != self._rank and (self.leaves or report["rank"] != self._rank):
             return _KINDS[report["kind"]](report["text"], rank=report["rank"], step=report["step"])
@@ -283,7 +283,7 @@ class Failures:
         where = "" if step is None else f"step {step}: "
         to = f"to rank {rank}" if rank is not None else f"to one of the ranks {gone}" if gone else "to a peer"
         return PeerLost(
-            f"{where}rank {self._rank} lost the connection {to}, which has ended, was killed or has closed its mesh; where ranks have "
+            f"{where}rank {self._rank} lost the connection {to}, which has ended, was killed or has closed its mesh; if ranks have "
             f"different numbers of batches, loop over step.join(loader). {reason}",
             rank=rank,
             step=step,

@@ -191,7 +191,7 @@ class _LossForm(NamedTuple):
 
 
 class _Behind:
-    """The structure of what one call of f has returned behind the loss: batches of another shape may have another one."""
+    """The structure of what one call of f has returned after the loss: batches of another shape may have another one."""
 
     structure: Any
 
@@ -245,7 +245,7 @@ class _CompiledLoss:
             return tuple(map(to_tensor, (found, *leaves, *slopes)))
 
     def parts(self, behind: _Behind, leaves: Sequence[Tensor]) -> list[Any]:
-        """What f has returned behind the loss, in tensors."""
+        """What f has returned after the loss, in tensors."""
         aux = list(jax.tree.unflatten(behind.structure, leaves[: behind.structure.num_leaves]))
         if self._buffers:
             aux[1] = flat(aux[1])

@@ -89,7 +89,7 @@ class Position(Generic[B]):
         self.last: Any = END
         self._within = False  # whether a loop has begun this epoch
         self._next = 0  # the number of the batch of this rank that is loaded next
-        self._end: int | None = None  # that of the end of input, once it has been met
+        self._end: int | None = None  # the number at which the input ended, if it has
         self._start: Streams | None = None
         self._marks: dict[int, BeforeBatch] = {}  # by number, of the batch that was used last and of those loaded ahead
         self._ahead: dict[int, Any] = {}  # by number, the batches that are loaded and not used yet
@@ -380,7 +380,7 @@ class JoinedLoop(Generic[B]):
         self._requests().ask_end_of_loop()
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of this rank: in the body that after this iteration, between loops that of the next epoch.
+        """The position of this rank: in the body after this iteration, between loops at the start of the next epoch.
 
         The batch that the loop has loaded ahead counts as not used. The streams of random numbers of torch, Python and
         numpy are part of the position, so that a resumed run has the same order, augmentation and dropout; likewise

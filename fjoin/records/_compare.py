@@ -42,8 +42,7 @@ class Replicas:
         self._of_names = zlib.crc32(repr(sorted(groups.items())).encode())
 
     def apart(self, mesh: Communicator, occasion: str, values: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
-        """Name -> (rank, another rank), for each value that a rank has otherwise than the rank before it, or not at
-        all.
+        """Name -> (rank, another rank), for each value in which the two differ, or that only the other one has.
 
         The ranks exchange a number for each group, and one for each value where some differ.
 

@@ -18,6 +18,14 @@ from ._verdict import CountsOfAll, StepCheck
 class StepRecords:
     """The records of the steps of one run, and of the calls between its steps.
 
+    The record travels
+
+        at the end of a bucket                    a plain mean or sum in a train_step
+        in a message of its own, before           float16, or no bucket of its dtype; scatter_mean; a mean inside other
+                                                  stages, which needs the sum of the weights; a registered module
+        in a message of its own, after            a hook that leaves the ranks with different gradients
+        in no message                             a module's mean over the world, with nothing to compare
+
     The ranks that loop together may be more than those that share gradients. Then a step sends a record over all of
     them in a message of its own, with a bit for each rank that left out the step before. In a step with other messages
     between these ranks it is read at once. In other steps it is read in the step after, so that no rank waits there for

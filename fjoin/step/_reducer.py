@@ -245,7 +245,7 @@ class SumReducer(Reducer):
         self._float16 = False  # whether some gradients are float16
         self._window_weight = 1.0  # of this step, see `Opened`
         self._carrier: GradBuffer | None = None  # the bucket whose message carries the record
-        self._stages = BucketStages(plan, mesh)  # those behind the reduction run on all buckets
+        self._stages = BucketStages(plan, mesh)  # those after the reduction run on all buckets
         self._alone: Sums | None = None  # the record's own message, where no bucket carries it
 
     def init(self, storage: Params) -> Any:

@@ -13,7 +13,7 @@ from ..transforms.base import Share
 class Scaling(NamedTuple):
     """The factors of one rank's gradients. Those of a plain `mean` or `sum_over` are counted / total together.
 
-        where                          seed of backward          before sending          behind the sum
+        where                          seed of backward          before sending          after the sum
         train_step                     counted * 2^-k            -                       / (total * 2^-k)
         train_step, some float16       counted / window_weight   window_weight / total   -
         registered module              1                         counted                 / total
@@ -21,7 +21,7 @@ class Scaling(NamedTuple):
         any other hook, in train_step  counted / window_weight   / seed                  -
 
     - *counted*: the weight, or 1 for each rank of weight above 0, as `over` says; *total*: its sum over the ranks.
-    - 2^-k is a power of two near 1 / ranks, so it loses no bit. With equal weights and 2^k ranks the sum is already the
+    - 2^-k is a power of two near 1 / ranks, so it loses no bit. If each of 2^k ranks counts 1, the sum is already the
       mean, and no kernel divides.
     - *window_weight*: the weight of the first call of an accumulation window; without a window it is counted.
       A registered module puts counted in its place, or 1 if its loss carries the weight (`handle.scale`).
@@ -31,7 +31,7 @@ class Scaling(NamedTuple):
     - The *late factor* of a 16-bit loss or of a loss scale is applied between backward and sending, by the reducer.
     - The optimizer's kernel divides by the last column, if it can; otherwise the step does.
 
-    weighs: whether no loss carries the weight.
+    weighs: whether the reducer applies the weight, since no loss carries it.
     power_of_two: 2^-k; 1 if no loss carries the weight; None for any other hook.
     """
 

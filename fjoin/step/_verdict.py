@@ -232,8 +232,8 @@ class Decision(NamedTuple):
 class CountsOfAll(NamedTuple):
     """The record, summed over all ranks that loop together; it has a bit for each rank that left out a step.
 
-    late: the age in steps: 0 is the current step, 2 the oldest. A late record is of the step before, and tells of the
-        one before that.
+    late: the bits are of this many steps back, mostly 0 or 2. Unless it is 0, the record was sent one step after that
+        step.
     """
 
     late: int

@@ -93,7 +93,7 @@ class Metrics:
           `sum/` where another number has that name; `lr/<label>` for each label of a partition, which is its pattern,
           or its first pattern and the number of the others, as in `lr/head.*+2`; `lr`, where all have one rate;
           `grad_norm`, the norm of the reduced gradients before they are clipped, where the step computes it
-          (`clip_by_global_norm` or `record_norm` behind the reduction); for pipelines that leave steps out `skipped`,
+          (`clip_by_global_norm` or `record_norm` after the reduction); for pipelines that leave steps out `skipped`,
           the number of those so far, and `loss_scale`.
         - Of this rank, each since the step before: `rank/step_s`, the seconds in calls of the step; `rank/sent_bytes`,
           as `explain` counts them; `rank/waited_s`, the seconds for which the host has waited for messages. Simulated
@@ -221,7 +221,7 @@ class RecordedNorms:
 
         Args:
             hook: The state of the hook, as a step stores it.
-            after: The state of the transform behind the optimizer.
+            after: The state of the transform after the optimizer.
         """
         if self._kept is False:
             return {}

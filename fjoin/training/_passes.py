@@ -101,7 +101,7 @@ def grad_output_of(loss: Tensor | None, seed: float, scale: Tensor | None, adds:
 
     Args:
         loss: The loss. None if this rank has no batch.
-        seed: See `Reducer.seed`.
+        seed: See `Scaling.seed`.
         scale: The scale of the loss, 0-d float32, or None.
         adds: Whether gradients of several micro-batches are added before they are sent, so that each must already
             carry its seed.

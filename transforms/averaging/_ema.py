@@ -23,7 +23,7 @@ def ema(decay: float) -> Transform:
         average <- decay average + (1 - decay) p;  the first time: average <- p
 
     A step without effect, or a rank's step without input, leaves the average unchanged. Where ranks average their
-    parameters, put it behind that average: `every(4, chain(average_parameters("data"), ema(0.99)))`.
+    parameters, put it after that average: `every(4, chain(average_parameters("data"), ema(0.99)))`.
 
     Args:
         decay: The share of the old average, from 0 to below 1.

@@ -13,9 +13,9 @@ from .checks import AxisName, axis_names
 from .shares import Number, Over, Share, Totals, check_over, stacked, totals_of, weight_of
 from .trees import device_of, readable_without_sync
 
-# The keywords that an `update` gets where it names them, each with the value that means that it was not given.
+# The keywords that an `update` gets if it names them or takes `**extra`, each with its value if it is not given.
 IN_EXTRA: Mapping[str, Any] = {"weight": None, "step": None, "persistent": False, "sharded_over": None}
-# Who hands on `**extra` need not know what these ask for.
+# And those that it gets only if it names them: they ask for something that it must know how to do.
 KEYWORDS: Mapping[str, Any] = {**IN_EXTRA, "flush": False, "donated": False, "wire": None, "memory": None}
 
 
@@ -49,7 +49,7 @@ class Call:
     sharded_over: str | None = None
     axes: tuple[str, ...] = ()
     wire: Any = None  # a `Codec`
-    memory: Any = None  # a `Residuals`
+    memory: Any = None  # a `ResidualMemory`
     extra: Mapping[str, Any] = MappingProxyType({})
     handed: Collection[str] = ()
 
@@ -61,7 +61,7 @@ class Call:
     def weight(self) -> Any:
         """This rank's weight in the step's mean, a number or a 0-d tensor; None is 1.
 
-        Behind a reduction: that of all its ranks.
+        After a reduction: that of all its ranks.
         """
         return self.totals().weight if self.axes else self._weight
 
@@ -74,7 +74,7 @@ class Call:
 
         The ranks send their weights in one message of 16 bytes, in the first call for these axes. Over the world they
         send none, unless something is kept where no rank has weight: parameters, residuals. So all ranks must ask for
-        the same shares. Behind a reduction over other axes w is the weight of the ranks that share its result, and for
+        the same shares. After a reduction over other axes w is the weight of the ranks that share its result, and for
         the world 1.
 
         Args:

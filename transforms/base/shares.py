@@ -171,7 +171,7 @@ class Share(NamedTuple):
         return [self.times(leaf, in_place=in_place) for leaf in leaves]
 
     def behind_sum(self, leaves: list[Tensor]) -> bool:
-        """Whether to divide by the total behind the sum of weight * leaf, and not before: all but float16 holds such
+        """Whether to divide by the total after the sum of weight * leaf, and not before: all but float16 holds such
         sums.
 
         So equal values have their value as the mean, and 16-bit numbers are rounded less often.

@@ -121,7 +121,7 @@ def scaled(
 
 
 def joined(parts: list[Tensor]) -> Tensor:
-    """Parts of rows, one behind the other."""
+    """Parts of rows, one after the other."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 

@@ -16,7 +16,7 @@ def chain(*transforms: Transform) -> Transform:
     """Runs transforms one after the other, left to right.
 
     Nested chains are flattened and identities dropped. A chain of one transform is that transform; an empty chain is
-    `identity()`. Behind a stage that reduces, the weight is the sum of its ranks' weights: `chain(mean("local"),
+    `identity()`. After a stage that reduces, the weight is the sum of its ranks' weights: `chain(mean("local"),
     mean("node"))` is the mean over both axes. When a stage returns None for the gradients, the stages after it are not
     run.
 

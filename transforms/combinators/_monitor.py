@@ -62,8 +62,8 @@ def record_norm() -> Transform:
 
         norm = sqrt(sum of squares over all leaves)
 
-    Put it behind the reduction: `chain(mean("data"), record_norm())`. A `train_step` shows it as `grad_norm` in
-    `metrics.as_dict()`; directly behind a mean or a `scatter_mean`, and alone there, it costs no pass over the
+    Put it after the reduction: `chain(mean("data"), record_norm())`. A `train_step` shows it as `grad_norm` in
+    `metrics.as_dict()`; directly after a mean or a `scatter_mean`, and alone there, it costs no pass over the
     gradients. Where the gradients are clipped there, `clip_by_global_norm` gives `grad_norm` by itself.
 
     Returns:

@@ -251,7 +251,7 @@ def pipeline_of(
     def finish(
         params: Tree, held: Tree, new: PipelineState, pieces: Pieces | None, call: Call, effect: Effect
     ) -> tuple[Tree, PipelineState]:
-        """What comes behind the optimizer: the transforms of parameters and of its state, and the gather of the pieces."""
+        """What comes after the optimizer: the transforms of parameters and of its state, and the gather of the pieces."""
         slots = new.optimizer
         if after is not None:
             masters, kept = effect.after(after, masters_of(held, slots), new.after, call)

@@ -121,7 +121,7 @@ def coded_sum(
         at, size = None if places is None else cut(places, len(rows)), rows.shape[1]
         codes = encode_rows(codec, rows, sender, i, at)
         total = summed(codec, all_to_all(codes, name) if many else all_gather(codes[0], name), size)
-        if feeds:  # behind the message, since codes may lie in the memory of x
+        if feeds:  # after the message, since codes may lie in the memory of x
             own = codec.decode(codes, size).flatten()[:n]
             lost = torch.sub(x, own, out=x if trees.plain(x, own) else None)
         if many:
@@ -299,12 +299,11 @@ def mean(axis: AxisName, over: Over = "weight") -> Transform:
         over="live"     sum_r [w_r > 0] g_r / sum_r [w_r > 0]
         over="world"    sum_r [w_r > 0] g_r / size of the axis
 
-    The ranks sum their weights first, in a message of 16 bytes; over the world they need none. Then
-    each sends its share of the mean, in the gradient's dtype, so that a message fits where the mean does. In `fuse` and
-    in a train_step a plain mean costs no message for that: there the sum of weight * gradient is divided behind the
-    message, by the weight that it has carried. Where all weights are 0, the result is 0. Numbers of 16 bits are added
-    in float32 and rounded once, but for gloo's and NCCL's own all-reduce, which adds two ranks' values at a time in the
-    dtype of the message.
+    The ranks sum their weights first, in a message of 16 bytes; over the world they need none. Then they sum weight *
+    gradient, and divide the sum. With a codec, or float16, each rank sends its share of the mean instead, which cannot
+    overflow. In `fuse` and in a train_step a plain mean sends the weights in the message of the gradients. If all
+    weights are 0, the result is 0. Numbers of 16 bits are added in float32 and rounded once, but for gloo's and NCCL's
+    own all-reduce, which adds two ranks' values at a time in the dtype of the message.
 
     Args:
         axis: The axis, or a tuple of axes, to average over.

@@ -103,7 +103,7 @@ def scatter_mean(axis: str, over: Over = "weight") -> Transform:
 
     The result is a tree with the paths of `grads`. Of each leaf it has the slice in this rank's piece: flat, in logical
     order, empty where no part of the leaf is in the piece. Parameters whose optimizer needs the whole leaf, such as
-    `muon`, have one owner, which gets the leaf in its shape. Transforms behind it in a chain get slices, of the
+    `muon`, have one owner, which gets the leaf in its shape. Transforms after it in a chain get slices, of the
     parameters too; those that look at the whole tree get `call.sharded_over`, over which they must sum.
 
     Pieces are cut from buckets at multiples of 64 bytes. `fuse` and `fjoin.train_step` cut the same ones. Without
