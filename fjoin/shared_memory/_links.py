@@ -137,11 +137,13 @@ class Exchange:
         return self.is_done() or self.links.lost(self.needed())
 
     def is_done(self) -> bool:
-        return self.failed is not None or (self.take is None and (not self.settles or self.is_settled))
+        # What waits for room leaves only while this rank waits too, and another rank may need it to go on.
+        sent = all(self.links.peers[rank].ended or not self.links.peers[rank].waiting for rank in self.given)
+        return self.failed is not None or (self.take is None and sent and (not self.settles or self.is_settled))
 
     @devices.uncompiled
     def wait(self) -> None:
-        """Wait for the parts, and where `settles` until all have taken theirs."""
+        """Wait for the parts, until this rank's own have left, and where `settles` until all have taken theirs."""
         with self.waiting:
             self.links.wait(self.is_done, self.needed, self.failing)
         if self.failed is not None:

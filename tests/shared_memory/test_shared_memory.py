@@ -196,7 +196,7 @@ def busy() -> Any:
 
     There are more messages than a socket takes at once.
     """
-    mesh = fjoin.mesh({"data": -1}, transport="shared", timeout_s=50.0)
+    mesh = fjoin.mesh({"data": -1}, transport="shared", timeout_s=20.0)
     axis: Any = mesh.axes["data"]
     tensors = [torch.full((50_000 if i < 2 else 2_000,), float(i)) for i in range(300)]
     works = [axis.begin_reduce(x) for x in tensors]
