@@ -278,3 +278,30 @@ def test_closures_and_cleared_states() -> None:
     optimizer.state.clear()
     train(model, optimizer, 1)
     assert {int(state["step"]) for state in optimizer.state.values()} == {1}, "cleared states begin anew"
+
+
+def test_steps_on_real_views_of_complex_parameters_are_torchs() -> None:
+    start, grad = torch.tensor([1 + 1j, 2 - 1j]), torch.tensor([1 + 2j, -1j])
+    param, want = nn.Parameter(torch.view_as_real(start).clone()), nn.Parameter(start.clone())
+    param.grad, want.grad = torch.view_as_real(grad).clone(), grad.clone()
+    fjoin.Optimizer([param], tx.adagrad(0.1)).step()
+    torch.optim.Adagrad([want], 0.1).step()
+    assert torch.allclose(torch.view_as_complex(param.detach()), want.detach(), rtol=1e-6)
+
+
+def test_a_derivative_by_betas() -> None:
+    params = {"w": torch.ones(2, dtype=torch.float64)}
+
+    def loss(beta: Tensor) -> Tensor:
+        opt, p = tx.adam(0.1, betas=(beta, beta)), params
+        state = opt.init(params)
+        for _ in range(2):
+            p, state = opt.step(p, {"w": p["w"] * torch.tensor([1.0, 3.0])}, state)
+        return p["w"].sum()
+
+    beta = torch.tensor(0.5, dtype=torch.float64)
+    by_hand = (loss(beta + 1e-6) - loss(beta - 1e-6)) / 2e-6
+    leaf = beta.clone().requires_grad_()
+    loss(leaf).backward()
+    assert leaf.grad is not None and abs(leaf.grad - by_hand) < 1e-7
+    assert abs(torch.func.grad(loss)(beta) - by_hand) < 1e-7
