@@ -144,7 +144,7 @@ def _twin(module: nn.Module, run: Runner, made_by: tuple[Any, Any]) -> nn.Module
     if not isinstance(module, nn.Module):
         raise TypeError(f"{made_by[0].__name__} takes a module, got a {type(module).__name__}")
     if isinstance(module, torch.jit.ScriptModule) or getattr(module, "_compiled_call_impl", None) is not None:
-        raise ValueError(f"{made_by[0].__name__}: the {type(module).__name__} is compiled; wrap it before")
+        raise ValueError(f"{made_by[0].__name__}: the {type(module).__name__} is compiled; wrap it, then compile it")
     plain: Any = type(module)
     wrapped = issubclass(plain, CheckpointWrapper)
 

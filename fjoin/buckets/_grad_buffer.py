@@ -146,7 +146,8 @@ class GradBuffer:
     def refuse_second(self, i: int) -> NoReturn:
         """Raise RuntimeError for a gradient of the i-th leaf that comes after one of the same backward pass."""
         raise RuntimeError(
-            f"the gradient of {self.layout.paths[i]!r} arrived twice in one backward pass; give torch.utils.checkpoint use_reentrant=False"
+            f"the gradient of {self.layout.paths[i]!r} arrived twice in one backward pass, so that one part would be lost; with "
+            f"torch.utils.checkpoint pass use_reentrant=False"
         )
 
     def clear_padding(self) -> None:

@@ -474,6 +474,6 @@ def register_ddp_comm_hook(
         of_state, of_model = (get_process_group_ranks(group) for group in (state, model.process_group))
         if of_state != of_model:
             raise ValueError(
-                f"state is a process group of the ranks {of_state}, but that of the DistributedDataParallel has {of_model}"
+                f"state is a group of the ranks {of_state}, the module's has {of_model}; give DistributedDataParallel process_group="
             )
     return register(model, hook if optimizer is None else fuse(hook, optimizer))

@@ -65,7 +65,9 @@ def put_together(shown: Any, tensors: Mapping[str, Any], plain: bool = False) ->
     if _TENSOR in shown:
         name = shown[_TENSOR]
         if name not in tensors:
-            raise CheckpointError(f"there is no value {name}: what fresh= names must have a value at the start")
+            raise CheckpointError(
+                f"there is no value {name}: what fresh= names must have a value at the start; name less of it"
+            )
         return tensors[name]
     if _FLOAT in shown:
         return float(shown[_FLOAT])

@@ -125,7 +125,8 @@ def grad_output_of(loss: Tensor | None, seed: float, scale: Tensor | None, adds:
             seed = 1.0
     if wide is None and not (rounding and math.isfinite(seed)):
         raise ValueError(
-            f"the weight of this batch is too {'large' if rounding else 'small'} for a loss of {loss.dtype}; return the loss as float32"
+            f"the weight of this batch is too {'large' if rounding else 'small'} for a loss of {loss.dtype}; return the loss as float32, "
+            f"or use other weights (only their ratios matter)"
         )
     if wide is None:
         return GradOutput(seed, late_factor, rounding)

@@ -221,7 +221,7 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
           for first in (tx.accumulate(2, tx.identity()), tx.skip_if_nonfinite(tx.accumulate(2, tx.identity())))),
         (lambda: tx.chain(tx.mean), T, "forget to call the factory"),
         (lambda: tx.chain(tx.fuse(MEAN, SGD)), T, "pipeline is complete already"),
-        (lambda: tx.chain(MEAN, tx.clip_by_value(1.0)).update(PARAMS, ((),), None), V, "2 stages, the state 1"),
+        (lambda: tx.chain(MEAN, tx.clip_by_value(1.0)).update(PARAMS, ((),), None), V, "2 stages, but the state has 1"),
     ],
     "fuse": [
         (lambda: tx.fuse(MEAN, MEAN), T, "optimizer must be an Optimizer", "fuse(hook, optimizer)"),

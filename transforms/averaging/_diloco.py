@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import base
-from ..base import Call, Count, Index, Period, State, Summed, Transform, Tree, checks, factory, shares, timings, trees
+from ..base import Call, Count, Facts, Index, Needs, Period, State, Summed, Transform, Tree, factory, timings, trees
 from ..combinators import Patterns, check_which, identity, in_fragments, partition
 from ..optimizers import Optimizer, sgd
 from ..pipelines import Pipeline, fuse, rates_of
@@ -22,9 +22,7 @@ class OuterState(NamedTuple):
     hook: State
     optimizer: dict[str, State]  # path -> state, equal on all ranks
     weight: Summed[Tensor]  # the sum of the weights since the last message, 0-d float64
-    pending: base.Averaged[
-        dict[str, Tensor]
-    ]  # path -> this rank's change that waits for its use; empty without a delay
+    pending: base.Averaged[dict[str, Tensor]]  # path -> this rank's change, not used yet; empty without a delay
     pending_weight: Summed[Tensor]  # its weight, 0-d float64
 
 
@@ -84,7 +82,7 @@ def outer_step(
     period = Period(every, every - 1 if first is None else first)
     if delay >= every:
         raise ValueError(f"outer_step: delay must be below every={every}, got {delay}: the next message begins then")
-    if not (checks.is_number(mix) and checks.is_finite(mix) and 0 <= mix < 1):
+    if not (base.checks.is_number(mix) and base.checks.is_finite(mix) and 0 <= mix < 1):
         raise ValueError(f"outer_step: mix must be a number from 0 to below 1, got {mix!r}")
 
     def init(params: Tree) -> OuterState:
@@ -122,7 +120,7 @@ def outer_step(
         state = base.own_state(state, OuterState, call)
         number, named = state.step, trees.named_leaves(values)
         state = trees.with_changes(
-            state, step=number + (not call.flush), weight=state.weight + shares.check_weight(call.weight)
+            state, step=number + (not call.flush), weight=state.weight + base.shares.check_weight(call.weight)
         )
 
         def used(window: int) -> tuple[dict[str, Tensor], OuterState]:
@@ -144,11 +142,7 @@ def outer_step(
         return trees.map_with_path(lambda path, _: named[path], values), state
 
     return Transform(
-        init,
-        update,
-        base.Needs.NOTHING,
-        timing=timings.of_period(period, reduction, delay),
-        facts=base.Facts(takes=("flush",)),
+        init, update, Needs.NOTHING, timing=timings.of_period(period, reduction, delay), facts=Facts(takes=("flush",))
     )
 
 
@@ -200,7 +194,7 @@ def diloco(
     """
     outer = sgd(0.7, momentum=0.9, nesterov=True) if outer is None else outer
     patterns = None if isinstance(fragments, int) else _patterns(fragments)
-    count = checks.whole_number("diloco: fragments", fragments if patterns is None else len(patterns), 1)
+    count = base.checks.whole_number("diloco: fragments", fragments if patterns is None else len(patterns), 1)
     if count > every:
         raise ValueError(f"diloco: {count} fragments need a period of as many steps, got every={every}")
     parts = [outer_step(reduction, outer, every, (i + 1) * every // count - 1, delay, mix) for i in range(count)]

@@ -152,7 +152,7 @@ def axis_sizes(sizes: Any, most: int) -> dict[str, int]:
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"axis {name!r} must have a whole number of ranks, at least 1, got {size!r}")
     if math.prod(sizes.values()) > most:
-        raise ValueError(f"the axes {dict(sizes)!r} have more than {most} ranks in all, which is the most")
+        raise ValueError(f"the axes {dict(sizes)!r} have more ranks in all than {most}, the most there are")
     return dict(sizes)
 
 

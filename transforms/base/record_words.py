@@ -50,7 +50,7 @@ def words_of(
     for name, value in zip(names, map(float, values), strict=True):
         if not -most <= value <= most and math.isfinite(value):
             raise ValueError(
-                f"{name.removeprefix('sum.')!r} is {value!r}, but a message of {dtype} carries at most {most:.3g} for each rank; scale it"
+                f"{name.removeprefix('sum.')!r} is {value!r}, but {dtype} carries at most {most:.3g} for each rank; scale it down"
             )
         high = float(math.trunc(value / base)) if math.isfinite(value) else 0.0
         words += (high, value - high * base)

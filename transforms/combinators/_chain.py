@@ -55,7 +55,9 @@ def chain(*transforms: Transform) -> Transform:
 
     def update(grads: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, State]:
         if len(state) != len(parts):
-            raise ValueError(f"this chain has {len(parts)} stages, the state {len(state)}; it is another pipeline's")
+            raise ValueError(
+                f"this chain has {len(parts)} stages, but the state has {len(state)}; it is another pipeline's state"
+            )
         new, whole = list(state), grads
         for i, part in enumerate(parts):
             if i == 1 and call.donated:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import base
-from ..base import Call, Count, Facts, Index, Needs, Period, State, Transform, Tree, devices, shares, timings, trees
+from ..base import Call, Count, Facts, Index, Needs, Period, State, Transform, Tree, factory, shares, timings, trees
 
 
 class SwitchState(NamedTuple):
@@ -21,7 +21,7 @@ class SwitchState(NamedTuple):
     after: State
 
 
-@base.factory
+@factory
 def switch_after(step: Index, before: Transform, after: Transform) -> Transform:
     """Runs one transform for the first `step` calls, and another one afterwards.
 
@@ -73,7 +73,7 @@ class EveryState(NamedTuple):
     weight: base.Summed[Tensor]  # for parameters: the sum of the weights of the calls since the last run, 0-d float64
 
 
-@base.factory
+@factory
 def every(
     steps: Count, transform: Transform, first: Index | None = None, except_every: Count | None = None
 ) -> Transform:
@@ -141,7 +141,7 @@ class AccumulateState(NamedTuple):
         return trees.with_changes(self, step=-1, inner=inner)
 
 
-@base.factory
+@factory
 def accumulate(steps: Count, transform: Transform) -> Transform:
     """Accumulates the gradients of `steps` calls and passes their weighted mean to a transform once.
 
@@ -170,7 +170,7 @@ def accumulate(steps: Count, transform: Transform) -> Transform:
     """
 
     def fresh(params: Tree, step: int, inner: State) -> AccumulateState:
-        zeros = optree.tree_map(lambda p: torch.zeros_like(p, dtype=devices.wide_dtype(p.dtype)), params)
+        zeros = optree.tree_map(lambda p: torch.zeros_like(p, dtype=base.devices.wide_dtype(p.dtype)), params)
         return AccumulateState(step, _no_weight(), zeros, inner)
 
     def init(params: Tree) -> State:
@@ -180,7 +180,7 @@ def accumulate(steps: Count, transform: Transform) -> Transform:
         base.own_state(state, AccumulateState)
         w = trees.to_device(trees.device_of(optree.tree_leaves(grads)), shares.check_weight(call.weight))
         gathered = optree.tree_map(
-            lambda a, g: torch.where(w > 0, a + devices.widened(g) * w.to(a.dtype), a), state.grads, grads
+            lambda a, g: torch.where(w > 0, a + base.devices.widened(g) * w.to(a.dtype), a), state.grads, grads
         )
         total, count = state.weight + w, state.step + 1
         if count % steps:

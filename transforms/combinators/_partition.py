@@ -180,7 +180,9 @@ def _run_parts(
 
     def update(grads: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, State]:
         if len(state) != len(parts):
-            raise ValueError(f"this {where} has {len(parts)} parts, the state {len(state)}; it is another pipeline's")
+            raise ValueError(
+                f"this {where} has {len(parts)} parts, but the state has {len(state)}; it is another pipeline's state"
+            )
         new, states = {}, []
         of = [None] * len(parts) if params is None else split(params)
         for part, some, own, known in zip(parts, split(grads), state, of, strict=True):

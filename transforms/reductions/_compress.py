@@ -81,7 +81,7 @@ def compress(codec: Codec | torch.dtype, hook: Transform, seed: int = 0) -> Tran
     form = check_codec("compress: codec", codec)
     if not hook.accepts("wire"):
         raise TypeError(
-            f"{hook!r} sends nothing that can be encoded; wrap a mean or a sum_over, or a Transform with the keyword wire"
+            f"{hook!r} sends nothing that can be encoded; wrap a mean, a sum_over, or a Transform whose update has the keyword wire"
         )
     if hook.facts.compression and hook.facts.compression.encoded:
         raise TypeError(f"{hook!r} is to be encoded by {form!r}, but encodes already; leave one of them out")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import base
 from ..axes import all_gather, all_to_all, axis_index, axis_size, names, psum, psum_scatter, sum_plain
-from ..base import AxisName, Call, Over, Share, State, Transform, Tree, checks, devices, record_words, shares, trees
+from ..base import AxisName, Call, Facts, Needs, Over, Share, State, Transform, Tree, checks, factory, trees
 from ..codecs import Codec, encode_rows, places_of, refuse_derivative
 
 # Floats that are decoded at a time: all ranks' floats do not fit a CPU's cache, and much memory is not given to one
@@ -140,7 +140,7 @@ def coded_sum(
 def summed(codec: Codec, codes: Tensor, size: int) -> Tensor:
     """The sum of rows of codes, (rows, width) -> (size,), decoded a few at a time and added in their order."""
     total: Tensor | None = None
-    floats = _DECODED if devices.is_host(codes.device) else _DECODED_IN_A_LAUNCH
+    floats = _DECODED if base.devices.is_host(codes.device) else _DECODED_IN_A_LAUNCH
     for some in codes.split(max(1, floats // max(1, size))):
         for row in codec.decode(some, size).unbind(0):
             total = row if total is None else total.add_(row) if trees.plain(total, row) else total + row
@@ -222,8 +222,8 @@ def _reduction(axis: AxisName, over: Over | None) -> Transform:
     return Transform(
         lambda params: (),
         update,
-        base.Needs.NOTHING,
-        facts=base.Facts(reduces=base.Reduction(axis, over, fusable=True), takes=("donated", "wire")),
+        Needs.NOTHING,
+        facts=Facts(reduces=base.Reduction(axis, over, fusable=True), takes=("donated", "wire")),
     )
 
 
@@ -267,14 +267,14 @@ def mean_with_words(
     if not all([isinstance(leaf, Tensor) and leaf.dtype is not torch.float16 for leaf in leaves]):
         return None
     weight = own.weight if of.over in (None, "weight") else own.live
-    ranks, dtype = axis_size(of.axis), record_words.words_dtype([leaf.dtype for leaf in leaves])
-    message = record_words.words_of(words, [*words.values()], dtype, ranks, trees.device_of(leaves))
+    ranks, dtype = axis_size(of.axis), base.record_words.words_dtype([leaf.dtype for leaf in leaves])
+    message = base.record_words.words_of(words, [*words.values()], dtype, ranks, trees.device_of(leaves))
     sent = [*Share(weight, None).of(leaves, call.donated), message]
     # By the same collective on all ranks, whatever their weights.
     (*sums, summed), held = (
         sum_plain(sent, of.axis, () if call.donated else leaves) if trees.plain(sent) else (psum(sent, of.axis), [])
     )
-    found = record_words.numbers_of(summed, ranks, trees.readable_without_sync(summed))
+    found = base.record_words.numbers_of(summed, ranks, trees.readable_without_sync(summed))
     total: base.Number = {"weight": found[0], "live": found[1], "world": float(ranks), None: 1.0}[of.over]
     share = Share(weight, total)
     wide = bool(held) and all([x.dtype.itemsize >= 4 for x in held])
@@ -282,14 +282,14 @@ def mean_with_words(
         return (
             sums,
             found,
-            trees.to_device(held[0].device, torch.as_tensor(shares.nonzero_or_one(total)), torch.float64),
+            trees.to_device(held[0].device, torch.as_tensor(base.shares.nonzero_or_one(total)), torch.float64),
         )
     if wide:
         share.divided(held)  # in place: a kernel for each message, not for each leaf
     return sums if wide else share.divided(sums), found, None
 
 
-@base.factory
+@factory
 def mean(axis: AxisName, over: Over = "weight") -> Transform:
     """The mean of all ranks' gradients, weighted.
 
@@ -332,7 +332,7 @@ def mean(axis: AxisName, over: Over = "weight") -> Transform:
     return _reduction(axis, over)
 
 
-@base.factory
+@factory
 def sum_over(axis: AxisName) -> Transform:
     """The weighted sum of all ranks' gradients, sum_r w_r g_r, without a division.
 
@@ -356,7 +356,7 @@ def sum_over(axis: AxisName) -> Transform:
     return _reduction(axis, None)
 
 
-@base.factory
+@factory
 def hierarchical_mean(local: str, node: str, over: Over = "weight") -> Transform:
     """The mean over two axes: the ranks inside a node, whose links are fast, and the nodes.
 
@@ -415,15 +415,12 @@ def hierarchical_mean(local: str, node: str, over: Over = "weight") -> Transform
         if call.wire is not None and axis_size(node) > 1:
             out = encoded(grads, share, call, across)
         else:
-            flat = ravel(of.values(), device, record_words.words_dtype(leaf.dtype for leaf in of.values()))
+            flat = ravel(of.values(), device, base.record_words.words_dtype(leaf.dtype for leaf in of.values()))
             flat = share._replace(total=None).times(flat)
             (part,) = share.divided([psum(psum_scatter(cut(flat, axis_size(local)), local), node)])
             out = unravel(all_gather(part, local).flatten()[: len(flat)], grads)
         return (share.where_any_live(out, grads) if call.persistent else out), state
 
     return Transform(
-        lambda params: (),
-        update,
-        base.Needs.NOTHING,
-        facts=base.Facts(reduces=base.Reduction(both, over), takes=("wire",)),
+        lambda params: (), update, Needs.NOTHING, facts=Facts(reduces=base.Reduction(both, over), takes=("wire",))
     )
