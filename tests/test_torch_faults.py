@@ -6,11 +6,8 @@ Where a row fails on torch's side, torch has mended it.
 from __future__ import annotations
 
 import contextlib
-import datetime
 import functools
 import math
-import pickle
-import re
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -25,7 +22,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     powerSGD_hook as power,
     register_ddp_comm_hook,
 )
-from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
@@ -35,7 +31,6 @@ from tests.ddp.comm_hook_problem import SIZES, TORCHS, called, holder
 from tests.optim import averager_problem
 from tests.oracle import comm_hooks as oracle
 from tests.oracle.comm_hooks import Bucket
-from tests.ranks import Ranks
 from tests.traffic import watched
 
 with warnings.catch_warnings():
@@ -45,7 +40,6 @@ with warnings.catch_warnings():
 
 Params = nn.Parameter
 F16, F32, F64 = torch.float16, torch.float32, torch.float64
-UNTRIED = "there is nothing of ours to call"
 
 
 class Row(NamedTuple):
@@ -96,105 +90,11 @@ def hooked(kind: str, name: str, value: float, dtype: torch.dtype = F32, nccl: b
         return oracle.run(TORCHS[name], None, params, grads)[0]
 
 
-def registered_by_name(kind: str) -> float:
-    ddp = line()
-    register = register_ddp_comm_hook if kind == "torch" else fjoin.ddp.register_ddp_comm_hook
-    register(DDPCommHookType.BF16_COMPRESS, ddp)
-    ddp(torch.ones(1, 1)).backward()
-    return ddp.module.weight.grad.item()
-
-
-def no_subgroup(kind: str) -> Any:
-    """The first backward pass that needs the subgroup fails. Ours is an axis of a mesh from the beginning."""
-    flat, state = torch.ones(4), PostLocalSGDState(None, None, 0)
-    return post_localSGD_hook(state, Bucket([flat], flat))  # type: ignore[arg-type]
-
-
-ONES, ZEROS, OTHER = torch.ones(6, 6), torch.zeros(6, 6), torch.ones(3)
-
-
-def state_of(**settings: Any) -> power.PowerSGDState:
-    return power.PowerSGDState(None, **{"start_powerSGD_iter": 2, "min_compression_rate": 1, **settings})
-
-
-def bucket(*grads: Tensor, index: int = 0, last: bool = True) -> Any:
-    return Bucket(grads, torch.cat([g.reshape(-1) for g in grads]), index, last)
-
-
-def compressed(state: power.PowerSGDState, *grads: Tensor, hook: Any = power.powerSGD_hook) -> Tensor:
-    """The hook's result in the third call, the first compressed one, from the state of the first two calls."""
-    while state.iter < 2:
-        power.powerSGD_hook(state, bucket(*grads)).wait()
-    out: Tensor = hook(state, bucket(*grads)).wait()
-    return out
-
-
-POWER = tx.error_feedback(tx.power_sgd("data", min_compression_rate=1.0))
-
-
-def zeros_then_ones(kind: str) -> list[float]:
-    """NaN from a gradient of zeros on."""
-    if kind == "torch":
-        state = state_of()
-        return [compressed(state, grads)[0].item() for grads in (ZEROS, ONES, ONES)]
-    with fjoin.bind(fjoin.mesh({"data": -1})):
-        own, seen = POWER.init({"w": ZEROS}), []
-        for grads in (ZEROS, ONES, ONES):
-            out, own = POWER.update({"w": grads}, own)
-            seen.append(out["w"][0, 0].item())
-    return seen
-
-
-def resumed(kind: str) -> Any:
-    """Errors are kept by bucket: two in a run, and after it, as in every new module's first pass, both in one."""
-    state = state_of()
-    for _ in range(4):
-        for index, n in enumerate((6, 4)):
-            power.powerSGD_hook(state, bucket(torch.ones(n, n), index=index, last=index == 1)).wait()
-    loaded = pickle.loads(pickle.dumps(state))
-    return power.powerSGD_hook(loaded, bucket(torch.ones(4, 4), ONES)).wait()
-
-
-def forgets(kind: str) -> Any:
-    """The callback of one bucket empties both dicts, from which the others' callbacks have yet to read."""
-    state = state_of(warm_start=False, use_error_feedback=False)
-    state.iter = 2
-    state.p_memory_dict[1], state.q_memory_dict[1] = torch.ones(6), torch.ones(6)  # another bucket's, still in use
-    power.powerSGD_hook(state, bucket(ONES, last=False)).wait()
-    return [sorted(state.p_memory_dict), sorted(state.q_memory_dict)]
-
-
-TENSOR, CHANNEL = "QUANTIZE_PER_TENSOR", "QUANTIZE_PER_CHANNEL"
-REFUSED = "BF16 all reduce communication hook required"
-HOOKS = {
-    "fp16: cast before it is divided": Row(lambda k: hooked(k, "FP16_COMPRESS", 1e5)[0].item(), math.inf, 1e5),
-    "bf16: refused by name": Row(registered_by_name, REFUSED if torch.version.cuda is None else 1.0, 1.0),
-    "quantized in gloo": Row(lambda k: hooked(k, TENSOR, 1.0, nccl=False)[0].item(), "IndexError", 1.0),
-    "steps are at least 1.2e-7": Row(lambda k: hooked(k, TENSOR, 5e-8).abs().max().item(), 0.0, 5e-8),
-    "float32 for every dtype": Row(lambda k: hooked(k, TENSOR, 1.0, F64).dtype, F32, F64),
-    "no subgroup": Row(no_subgroup, "only takes effect when CUDA", UNTRIED),
-    "NaN after zeros": Row(zeros_then_ones, [math.nan] * 3, [0.0, 1.0, 1.0], 1),
-    "batched: never runs": Row(
-        lambda k: compressed(state_of(), ONES, hook=power.batched_powerSGD_hook), "AssertionError", UNTRIED, 1,
-    ),
-    "resumed": Row(resumed, "must match", UNTRIED, 1),
-    "memory of other buckets is dropped": Row(forgets, [[], []], UNTRIED, 1),
-}  # fmt: skip
-
-# -- a hook and an optimizer -------------------------------------------------------------------------------------------
-
-
 def line() -> Any:
     """A module with one weight of 0, whose gradient is its input."""
     model = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(model.weight)
     return DistributedDataParallel(model)
-
-
-def one_pass(ddp: Any) -> float:
-    """The weight after a pass with the gradient r + 1 on rank r."""
-    ddp(torch.full((1, 1), dist.get_rank() + 1.0)).sum().backward()
-    return ddp.module.weight.item()
 
 
 def composed(kind: str) -> float:
@@ -204,12 +104,48 @@ def composed(kind: str) -> float:
         ddp.register_comm_hook(None, functools.partial(default_hooks.allreduce_hook, None))
     hook = tx.chain(tx.stateless(torch.sign), tx.mean("data"), tx.clip_by_value(0.5))
     fjoin.ddp.register(ddp, tx.fuse(hook, tx.partition({"weight": tx.sgd(1.0)})))
-    return one_pass(ddp)
+    ddp(torch.full((1, 1), dist.get_rank() + 1.0)).sum().backward()
+    return ddp.module.weight.item()
 
 
-OVERLAPS = {
+def registered_by_name(kind: str) -> float:
+    ddp = line()
+    register = register_ddp_comm_hook if kind == "torch" else fjoin.ddp.register_ddp_comm_hook
+    register(DDPCommHookType.BF16_COMPRESS, ddp)
+    ddp(torch.ones(1, 1)).backward()
+    return ddp.module.weight.grad.item()
+
+
+def state_of() -> power.PowerSGDState:
+    return power.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=1)
+
+
+def zeros_then_ones(kind: str) -> list[float]:
+    """NaN from a gradient of zeros on. torch's hook compresses from its third call on."""
+    zeros, ones = torch.zeros(6, 6), torch.ones(6, 6)
+    if kind == "torch":
+        state, calls = state_of(), [zeros, zeros, zeros, ones, ones]
+        seen = [power.powerSGD_hook(state, Bucket((g,), g.flatten())).wait()[0].item() for g in calls]  # type: ignore[arg-type]
+        return seen[2:]
+    hook, seen = tx.error_feedback(tx.power_sgd("data", min_compression_rate=1.0)), []
+    with fjoin.bind(fjoin.mesh({"data": -1})):
+        own = hook.init({"w": zeros})
+        for grads in (zeros, ones, ones):
+            out, own = hook.update({"w": grads}, own)
+            seen.append(out["w"][0, 0].item())
+    return seen
+
+
+REFUSED = "BF16 all reduce communication hook required"
+HOOKS = {
+    "fp16: cast before it is divided": Row(lambda k: hooked(k, "FP16_COMPRESS", 1e5)[0].item(), math.inf, 1e5),
+    "bf16: refused by name": Row(registered_by_name, REFUSED if torch.version.cuda is None else 1.0, 1.0),
+    "quantized in gloo": Row(lambda k: hooked(k, "QUANTIZE_PER_TENSOR", 1.0, nccl=False)[0].item(), "IndexError", 1.0),
+    "steps are at least 1.2e-7": Row(lambda k: hooked(k, "QUANTIZE_PER_TENSOR", 5e-8).abs().max().item(), 0.0, 5e-8),
+    "float32 for every dtype": Row(lambda k: hooked(k, "QUANTIZE_PER_TENSOR", 1.0, F64).dtype, F32, F64),
     "hooks do not compose": Row(composed, "AttributeError", -0.5),
-}
+    "NaN after zeros": Row(zeros_then_ones, [math.nan] * 3, [0.0, 1.0, 1.0], 1),
+}  # fmt: skip
 
 # -- averagers and PostLocalSGDOptimizer -------------------------------------------------------------------------------
 
@@ -458,13 +394,11 @@ def unsent(kind: str) -> list[float]:
     return [rest.abs().max().item(), float(kept.abs().max() > 0.1), state.iter]
 
 
-def added_up(kind: str, zero_grad: bool, **settings: Any) -> list[float]:
+def added_up(kind: str) -> list[float]:
     """The gradients in the loop of torch's tutorial, which has no zero_grad: rank r has 5 + r inputs."""
     rank, ddp, found = dist.get_rank(), scalar(), []
-    with joined(kind, [ddp], **settings):
+    with joined(kind, [ddp], divide_by_initial_world_size=False):
         for i in range(5 + rank):
-            if zero_grad:
-                ddp.zero_grad()
             ddp(x(i + 1.0 + rank)).backward()
             found.append(ddp.module.weight.grad.item())
     return found
@@ -473,7 +407,6 @@ def added_up(kind: str, zero_grad: bool, **settings: Any) -> list[float]:
 LONGER, TWO_AND_FOUR = [[1.0], [1.0, 3.0, 3.0]], [[1.0] * 2, [1.0] * 4]
 BY_OWNER = by_rank([-1, -3, -4], [-1, -2, -3, -3, -4])
 SUMS = by_rank([-1, -4, -5], [-1, -2.5, -4, -4, -5])
-MEANS = by_rank([1.5, 2.5, 3.5, 4.5, 5.5], [1.5, 2.5, 3.5, 4.5, 5.5, 3.5])
 ADDED = by_rank([1.5, 4, 7.5, 12, 17.5], [1.5, 4, 7.5, 12, 17.5, 24.5])
 BY_LIVE = by_rank([-1, -2, -4, -5], [-1, -2, -3, -4, -4, -5])
 JOINS = {
@@ -493,21 +426,16 @@ JOINS = {
         by_rank([-1, -5.5, -7], [-1, -3, -5.5, -5.5, -7.75]),
         by_rank([-1, -5.5, -7.75], [-1, -3, -5.5, -5.5, -7.75]),
     ),
-    # No fault, in either: gradients that add up, of which the last is 7 by one rank with input, or by two.
-    "gradients that add up": Row(lambda k: added_up(k, False, divide_by_initial_world_size=False), ADDED, ADDED),
-    "gradients that do not": Row(lambda k: added_up(k, True), MEANS, MEANS),
+    # No fault, in either: gradients that add up, of which the last is 7 by one rank with input.
+    "gradients that add up": Row(added_up, ADDED, ADDED),
     # No fault, in either: a rank's error changes while it has no input. If it were frozen, the sum would be wrong.
     "PowerSGD's errors without input": Row(unsent, [0.0, 1.0, 6], [0.0, 1.0, 6]),
 }
 
 # -- the test ----------------------------------------------------------------------------------------------------------
 
-ROWS: dict[str, Row] = {
-    f"{part}: {name}": row
-    for part, rows in {
-        "hook": HOOKS, "overlap": OVERLAPS, "averager": AVERAGERS, "zero": ZERO, "Join": JOINS,
-    }.items() for name, row in rows.items()
-}  # fmt: skip
+PARTS = {"hook": HOOKS, "averager": AVERAGERS, "zero": ZERO, "Join": JOINS}
+ROWS: dict[str, Row] = {f"{part}: {name}": row for part, rows in PARTS.items() for name, row in rows.items()}
 
 
 def run(name: str, kind: str) -> Any:
@@ -534,94 +462,5 @@ def same(got: Any, want: Any) -> bool:
 @pytest.mark.parametrize("name", ROWS)
 def test_torch_still_has_this_fault_and_ours_has_not(pool: Any, name: str) -> None:
     for kind, want in (("torch", ROWS[name].theirs), ("fjoin", ROWS[name].ours)):
-        if want is not UNTRIED:
-            for rank, got in enumerate(pool.run(ROWS[name].ranks, run, name, kind)):
-                assert same(got, want(rank) if callable(want) else want), (kind, rank, got)
-
-
-# -- programs that hang or abort in torch's Join, in processes of their own --------------------------------------------
-
-
-# A program, and the iterations of each rank. Ours run in tests/uneven (test_join_ddp, test_loop, test_failures), and the last one
-# in reducer/test_power_sgd.py.
-HANGS = {
-    "zero first": [1, 3], "no_sync": [0, 2, 2], "eval": [1, 3], "local sgd": [1, 3], "buffer hook": [1, 3], "in forward": [1, 3],
-    "exception": [3, 3], "power sgd": [6, 6],
-}  # fmt: skip
-
-
-def in_a_join(name: str, rank: int, even: bool) -> tuple[Any, Callable[[int], None]]:
-    """The joinables, and the body of the loop; some ranks do other things in it where they are not even."""
-    ddp, batch, optimizer = scalar(), x(1.0), None
-    if name == "zero first":
-        optimizer = OPTIMIZERS["zero"](ddp.parameters())
-    elif name == "local sgd":  # each rank steps with its own gradients, and parameters are averaged after every step
-        state = PostLocalSGDState(None, dist.new_subgroups(1)[0], 0, post_local_gradient_allreduce=False)
-        ddp.register_comm_hook(state, post_localSGD_hook)
-        averages = averager("torch", "periodic", 1, 0)
-        optimizer = PostLocalSGDOptimizer(OPTIMIZERS["sgd"](ddp.parameters()), averages)
-    elif name == "buffer hook":  # buffers averaged by a hook after each forward pass
-        batch, ddp = batch.expand(2, 1), DistributedDataParallel(nn.Sequential(nn.BatchNorm1d(1)).double())
-        ddp._register_buffer_comm_hook(None, lambda _, named: dist.all_reduce(named["0.running_mean"]))
-    elif name == "power sgd":  # several buckets: the order of its messages differs between ranks once it compresses
-        batch = torch.ones(2, 64)
-        ddp = DistributedDataParallel(nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)]), bucket_cap_mb=0.01)
-        ddp.register_comm_hook(state_of(start_powerSGD_iter=9 if even else 2), power.powerSGD_hook)
-
-    def body(i: int) -> None:
-        if name == "exception" and (rank, i, even) == (1, 1, False):
-            raise ValueError("bad batch")
-        if name == "in forward":
-            dist.all_reduce(torch.ones(1))
-        with ddp.no_sync() if name == "no_sync" and (rank, i, even) == (1, 0, False) else contextlib.nullcontext():
-            ddp(batch).sum().backward()
-        if name == "eval" and (rank == 1 or even):
-            with torch.no_grad():
-                ddp(batch)
-        if optimizer is not None:
-            optimizer.step()
-
-    return {"zero first": [optimizer, ddp], "power sgd": []}.get(name, [ddp]), body
-
-
-def _run(rank: int, report: Any, name: str, even: bool) -> None:
-    warnings.simplefilter("ignore")
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
-    joinables, body = in_a_join(name, rank, even)
-    dist.barrier()
-    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=3), dist.group.WORLD)
-    report("started")
-    try:
-        with Join(joinables) if joinables else contextlib.nullcontext():
-            for i in range(max(HANGS[name]) if even else HANGS[name][rank]):
-                body(i)
-        report("fine")
-    except Exception as error:
-        report(f"{type(error).__name__}: {error}")
-
-
-def outcomes(name: str, even: bool) -> list[Any]:
-    """The last report of each rank; a process that hangs or aborts has only "started"."""
-    n = len(HANGS[name])
-    with Ranks(n, _run, name, even) as ranks:
-        found: dict[int, Any] = {}
-        with contextlib.suppress(AssertionError):
-            for _ in range(2 * n):
-                rank, _, value = ranks.next(60.0 if len(found) < n else 30.0 if even else 7.0)
-                found[rank] = value
-        return [found[rank] for rank in range(n)]
-
-
-STUCK = re.compile(
-    r"fine|started|ValueError: bad batch|RuntimeError: .*(Timed out|Connection (closed|reset)|timeout)", re.S
-)
-
-
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("name", HANGS)
-def test_torch_still_hangs_or_aborts(name: str) -> None:
-    """On even inputs torch's Join works, so that it fails, and not the program."""
-    assert outcomes(name, even=True) == ["fine"] * len(HANGS[name])
-    values = outcomes(name, even=False)
-    assert all(map(STUCK.match, values)) and set(values) - {"fine", "ValueError: bad batch"}, values
-    assert name != "exception" or ("bad batch" not in values[0] and values[1] == "ValueError: bad batch")
+        for rank, got in enumerate(pool.run(ROWS[name].ranks, run, name, kind)):
+            assert same(got, want(rank) if callable(want) else want), (kind, rank, got)

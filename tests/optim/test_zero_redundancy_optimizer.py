@@ -255,7 +255,7 @@ BESIDE = [
 def test_programs_come_to_the_same_as_with_torchs_optimizer(
     pool: Any, program: Any, theirs: str, ours: str, ranks: int
 ) -> None:
-    """Of uneven inputs torch's own class makes steps with stale gradients, or hangs; see test_torch_faults."""
+    """Of uneven inputs torch's own class makes steps with stale gradients, which test_torch_faults shows, or hangs."""
     want = pool.run(ranks, program, theirs)[0]
     for got in pool.run(ranks, program, ours):
         torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
