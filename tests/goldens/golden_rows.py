@@ -1,4 +1,4 @@
-"""The pipelines whose behaviour is recorded, each with its axes, its dtype and the paths it runs on."""
+"""The pipelines whose behaviour is recorded, each with its axes and its dtype."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from tests.rows import PLANS
 from tests.sharded_problem import PAIRS
 from tests.transform_table import TRANSFORMS
 
-PATHS = ("pure", "gloo", "registered")
 TWO, THREE, NODES = {"data": 2}, {"data": 3}, {"node": 2, "local": 2}
 # A row is explained for the worlds that have its axes.
 WORLDS = [{"data": 8}, {"node": 2, "local": 4}]
@@ -27,10 +26,7 @@ class Row(NamedTuple):
     make: Callable[[], tx.Pipeline]
     axes: dict[str, int]
     dtype: torch.dtype = torch.float32
-    options: dict[str, Any] = {}  # of train_step
-    loss: str = "plain"  # or "sums", with a number to sum over ranks, or "buffers"
     poisoned: bool = False  # rank 1 has a gradient that is not finite in step 2
-    paths: tuple[str, ...] = PATHS
 
 
 def axes_of(text: str, data: dict[str, int]) -> dict[str, int]:
@@ -47,17 +43,12 @@ def _root_of_weight(inner: tx.Transform) -> tx.Transform:
     return tx.Transform(inner.init, update, needs=tx.Needs.LEAVES)
 
 
-ONLY_STEP = ("gloo",)
 AFTER = {"average_parameters", "ema", "outer_step"}
 OF_BUFFERS = {"average_buffers", "broadcast_buffers"}
 
 
 def _of_transform(name: str, make: Callable[[], tx.Transform]) -> Row:
     axes = TWO if name == "from_optax" else axes_of(repr(make()), TWO)  # importing optax takes seconds
-    if name in OF_BUFFERS:
-        return Row(
-            lambda: tx.fuse(MEAN, MOMENTUM), axes, options={"on_buffers": make()}, loss="buffers", paths=ONLY_STEP
-        )
     if name in AFTER:
         return Row(lambda: tx.fuse(tx.identity(), MOMENTUM, after=make()), axes)
     return Row(lambda: tx.fuse(make(), MOMENTUM), axes, poisoned=name == "skip_if_nonfinite")
@@ -78,7 +69,6 @@ OTHERS: dict[str, Row] = {
     "mean, Adam": Row(lambda: tx.fuse(MEAN, ADAM), THREE), "zero": Row(lambda: tx.zero(MEAN, ADAM, "data"), THREE),
     "scatter, clip": Row(lambda: tx.fuse(tx.chain(SCATTER, tx.clip_by_global_norm(0.5)), ADAM), THREE),
     "loss scale": Row(lambda: tx.dynamic_loss_scale(tx.fuse(MEAN, MOMENTUM), 8.0, growth_interval=2), THREE, poisoned=True),
-    "loss scale, float16": Row(lambda: tx.dynamic_loss_scale(tx.fuse(MEAN, MOMENTUM), 8.0, growth_interval=2), TWO, F16, poisoned=True),
     "loss scale, int8": Row(
         lambda: tx.dynamic_loss_scale(tx.fuse(tx.compress(INT8, tx.mean("data")), MOMENTUM), 8.0, growth_interval=2),
         TWO,
@@ -101,8 +91,6 @@ OTHERS: dict[str, Row] = {
         TWO,
         BF16,
     ),
-    "accumulate in the step": Row(lambda: tx.fuse(MEAN, MOMENTUM), THREE, options={"accumulate": 2}, paths=ONLY_STEP),
-    "accumulate in the step, zero": Row(lambda: tx.zero(MEAN, ADAM, "data"), TWO, options={"accumulate": 2}, paths=ONLY_STEP),
     "first whole, then int8": Row(lambda: tx.fuse(tx.switch_after(2, MEAN, tx.compress(INT8, tx.mean("data"))), MOMENTUM), THREE),
     "power_sgd": Row(lambda: tx.fuse(tx.error_feedback(tx.power_sgd("data", min_compression_rate=0.5, warmup_steps=1)), MOMENTUM), THREE),
     "zero, int8 gather": Row(lambda: tx.fuse(SCATTER, ADAM, gather_codec=INT8), THREE),
@@ -112,10 +100,6 @@ OTHERS: dict[str, Row] = {
     "partition by kinds": Row(lambda: tx.fuse(tx.partition({"layer.*": tx.compress(INT8, tx.mean("data")), "*": MEAN}), MOMENTUM), THREE),
     "masked by axis": Row(lambda: tx.fuse(tx.chain(tx.masked(tx.mean("local"), "layer.*"), tx.mean("node")), MOMENTUM), NODES),
     "mean of means": Row(lambda: tx.fuse(tx.chain(tx.mean("local"), tx.mean("node", over="live")), MOMENTUM), NODES),
-    "state kept": Row(lambda: tx.fuse(MEAN, MOMENTUM), TWO, options={"donate": False}, paths=ONLY_STEP),
-    "sums": Row(lambda: tx.fuse(MEAN, MOMENTUM), THREE, loss="sums", paths=ONLY_STEP),
-    "sums, int8": Row(lambda: tx.fuse(tx.compress(INT8, tx.mean("data")), MOMENTUM), THREE, loss="sums", paths=ONLY_STEP),
-    "sums, masked": Row(lambda: tx.fuse(tx.masked(MEAN, "layer.*"), MOMENTUM), THREE, loss="sums", paths=ONLY_STEP),
     "by hand, root of the weight": Row(lambda: tx.fuse(_root_of_weight(MEAN), MOMENTUM), TWO),
 }  # fmt: skip
 
@@ -126,6 +110,7 @@ ROWS: dict[str, Row] = {
     },
     **{f"sharded: {name}": _of_pair(pair, pair.sharded) for name, pair in PAIRS.items()},
     **{f"whole: {name}": _of_pair(pair, pair.whole) for name, pair in PAIRS.items()},
-    **{f"{name} {i}": _of_transform(name, make) for name, rows in TRANSFORMS.items() for i, make in enumerate(rows)},
+    **{f"{name} {i}": _of_transform(name, make) for name, rows in TRANSFORMS.items() if name not in OF_BUFFERS
+       for i, make in enumerate(rows)},
     **{f"other: {name}": row for name, row in OTHERS.items()},
 }  # fmt: skip

@@ -13,17 +13,19 @@ import fjoin
 from fjoin import transforms as tx
 from fjoin.records import DeviceReads
 from fjoin.testing._devices import NoWaiting
-from tests.goldens.golden_problem import start
-from tests.goldens.golden_rows import ROWS
+from tests.goldens.golden_rows import ADAM, MEAN, MOMENTUM, ROWS, TWO, Row
+from tests.goldens.golden_runs import start
 
 # Kernels without an implementation for tensors without data.
 KERNELS = (
     "_fused_sgd_", "_fused_sgd_.tensor_lr", "_fused_adam_.tensor_lr", "_fused_adamw_.tensor_lr", "_fused_adagrad_",
 )  # fmt: skip
-NO_STEP = {  # a train_step refuses these; JAX needs values
-    "other: loss scale, float16",
-    *(name for name in ROWS if name.startswith("from_optax ")),
-    *(name for name in ROWS if name.startswith("accumulate ")),
+# A train_step refuses accumulate; JAX needs values.
+STEPS: dict[str, tuple[Row, dict[str, Any]]] = {
+    **{name: (row, {}) for name, row in ROWS.items() if not name.startswith(("from_optax ", "accumulate "))},
+    "accumulate in the step": (Row(lambda: tx.fuse(MEAN, MOMENTUM), TWO), {"accumulate": 2}),
+    "accumulate in the step, zero": (Row(lambda: tx.zero(MEAN, ADAM, "data"), TWO), {"accumulate": 2}),
+    "state kept": (Row(lambda: tx.fuse(MEAN, MOMENTUM), TWO), {"donate": False}),
 }
 
 
@@ -41,11 +43,10 @@ def loss(params: Any, batch: Any) -> Any:
 
 
 @pytest.mark.sample(12)  # many rows are one transform with other options
-@pytest.mark.parametrize("name", [name for name in ROWS if "gloo" in ROWS[name].paths and name not in NO_STEP])
+@pytest.mark.parametrize("name", STEPS)
 def test_no_step_waits_for_its_device(name: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(DeviceReads, "add", lambda *given: None)  # which is read when it has come to the host
-    row = ROWS[name]
-    options = {key: value for key, value in row.options.items() if key != "on_buffers"}
+    row, options = STEPS[name]
 
     def one_rank() -> None:
         mesh = fjoin.mesh(row.axes)

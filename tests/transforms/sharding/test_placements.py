@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 import pkgutil
 from typing import Any
 
@@ -14,45 +13,23 @@ from fjoin import transforms as tx
 from fjoin.transforms.axes import bound
 from fjoin.transforms.base.placements import marks
 from fjoin.transforms.pipelines import buffers_placement, params_placement, placed
-from tests.goldens.golden_problem import STEPS, gradients, start, weight
 from tests.goldens.golden_rows import ROWS
-
-NAMES = [name for name, row in ROWS.items() if "pure" in row.paths and not row.poisoned]
-
-
-def runs(name: str) -> list[Any]:
-    """For each rank: the parameters and the state after each step, and the placements of the last state."""
-    row = ROWS[name]
-    ranks = list(itertools.product(*map(range, row.axes.values())))
-
-    def run(place: tuple[int, ...]) -> Any:
-        rank, pipeline, params = ranks.index(place), row.make(), start(row.dtype)
-        state = pipeline.init(params)
-        found = []
-        for step in range(STEPS):
-            grads = gradients(row, rank, step)
-            if hasattr(state, "scale"):
-                grads = {path: g * state.scale.to(g.dtype) for path, g in grads.items()}
-            params, state = pipeline.step(params, grads, state, weight=weight("odd", rank, step))
-            found.append(
-                (
-                    params,
-                    state,
-                    {leaf.path: leaf.placement for leaf in placed(pipeline, state, bound()) if leaf.placement},
-                )
-            )
-        return found
-
-    return tx.simulate(run, row.axes, ranks)
+from tests.goldens.golden_runs import STEPS, places, steps
 
 
 @pytest.mark.sample(4)  # many rows are one transform with other options
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if not row.poisoned])
 def test_placements(name: str) -> None:
-    row = ROWS[name]
-    ranks, pipeline = list(itertools.product(*map(range, row.axes.values()))), row.make()
-    found = runs(name)
-    places = params_placement(pipeline, row.axes)
+    row, ranks, pipeline = ROWS[name], places(ROWS[name]), ROWS[name].make()
+
+    def run(rank: int) -> list[Any]:
+        """The parameters and the state after each step, and the placements of the state."""
+        return [
+            (params, state, {leaf.path: leaf.placement for leaf in placed(pipeline, state, bound()) if leaf.placement})
+            for params, state in steps(row, "odd", rank)
+        ]
+
+    found, of_params = tx.simulate(run, row.axes, list(range(len(ranks)))), params_placement(pipeline, row.axes)
     for step in range(STEPS):
         states = [tx.to_state_dict(one[step][1]) for one in found]
         kinds = found[0][step][2]
@@ -60,7 +37,7 @@ def test_placements(name: str) -> None:
         for path, kind in kinds.items():
             assert_equal_along(row.axes, ranks, [state[path] for state in states], kind.equal, path)
         for path in found[0][step][0]:
-            assert_equal_along(row.axes, ranks, [one[step][0][path] for one in found], places.equal, path)
+            assert_equal_along(row.axes, ranks, [one[step][0][path] for one in found], of_params.equal, path)
 
 
 def test_a_wrong_placement_is_found() -> None:
