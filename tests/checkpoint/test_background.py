@@ -53,27 +53,6 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     gate.set()
 
 
-WRITES: dict[str, Callable[[Any, Any], Any]] = {
-    "a step": lambda step, state: step(state, torch.ones(())),
-    "a flush": lambda step, state: step.flush(state),
-    "other hyperparameters": lambda step, state: state.with_hyperparameters(lr=5.0),
-    "the user": lambda step, state: state.params["w"].fill_(7.0),
-    "the user, in the optimizer's state": lambda step, state: state.pipeline.optimizer["w"].inner.exp_avg.fill_(7.0),
-}
-
-
-@pytest.mark.parametrize("what", WRITES)
-def test_what_is_written_after_the_call_is_not_saved(what: str, gate: threading.Event, tmp_path: Path) -> None:
-    step, state = begun()
-    want = state.clone()
-    with fjoin.Checkpoints(tmp_path, step, background=True) as runs:
-        runs.save(state)
-        WRITES[what](step, state)  # it waits for nothing
-        gate.set()
-    again = fjoin.load(tmp_path, make_step(), START)
-    assert same_bits(again.params, want.params) and same_bits(again.pipeline.optimizer, want.pipeline.optimizer)
-
-
 def leaves() -> dict[str, Any]:
     """What a state dict may hold. Each is the only one of its dtype and device when it is saved alone."""
     x = torch.arange(1.0, 7)

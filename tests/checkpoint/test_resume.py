@@ -113,19 +113,8 @@ def test_a_rank_that_has_had_no_weight(tmp_path: Path) -> None:
 
 def test_names_of_parameters_may_read_like_those_of_parts_of_a_state(tmp_path: Path) -> None:
     """A slice belongs to the parameter at its place; a number may be sharded as a whole, and lamb's parameter may be all ones."""
-    names = (
-        "weight",
-        "average.weight",
-        "master.weight",
-        "w",
-        "w.exp_avg",
-        "optimizer",
-        "inner",
-        "hook",
-        "momentum",
-        "0",
-    )
-    params = {name: torch.ones(3 + 2 * i) for i, name in enumerate(names)}
+    names = "weight average.weight master.weight w w.exp_avg optimizer inner hook momentum 0"
+    params = {name: torch.ones(3 + 2 * i) for i, name in enumerate(names.split())}
     pipeline = tx.zero(tx.mean("data"), tx.lamb(0.1), "data", after=tx.ema(0.5), gather_codec=tx.int8())
 
     def train(rank: int, folder: Path, calls: int) -> Any:

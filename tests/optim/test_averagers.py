@@ -95,14 +95,6 @@ def in_parts(kind: str, args: list[Any]) -> Any:
     return (*averages(own(), kind=kind, args=(*args, half)), p.item(), averager.process_group is None, q.item())
 
 
-def in_place() -> Any:
-    """No gradient is needed, and each parameter keeps its memory."""
-    params = [own(2), own(3)]
-    before = [p.data_ptr() for p in params]
-    found = averages(*params)
-    return found, before == [p.data_ptr() for p in params], len({p.untyped_storage().data_ptr() for p in params})
-
-
 def used_elsewhere() -> Any:
     """Rank r uses only the parameter r; the parameters come from a generator."""
     params = [nn.Parameter(torch.full((2 + i,), float(dist.get_rank() + i))) for i in range(3)]
@@ -156,7 +148,7 @@ PARTS = [(0.5, 0.0, True, 0.5), (0.5, 1.5, False, 0.5), (2.5, 1.5, False, 2.5), 
 # Function, its arguments, and what each rank sees.
 SEEN: list[tuple[Callable[..., Any], tuple[Any, ...], list[Any]]] = [
     (in_parts, ("periodic", [2, 0]), PARTS), (in_parts, ("hierarchical", [{2: 2}, 0]), PARTS),
-    (in_place, (), [([0.5, 0.5], True, 2)] * 2), (used_elsewhere, (), [[[1.0], [2.0], [3.0]]] * 3),
+    (used_elsewhere, (), [[[1.0], [2.0], [3.0]]] * 3),
     (several, (), [([[0.5]] * 6 + [[1.0]], 5, 2)] * 2), (large, (), [True] * 2), (alone, (), [(0, 0)]),
     (with_buffers, ("periodic", 3), [[(rank, rank)] + [(0.5, 1)] * 4 for rank in range(2)]),
     (with_buffers, ("hierarchical", {2: 2, 4: 4}), [

@@ -1,9 +1,8 @@
-"""torch's communication hooks on a bucket outside of a module, and the results of its quantization. No fjoin here."""
+"""torch's communication hooks on a bucket outside of a module. No fjoin here."""
 
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -58,9 +57,9 @@ def run(
 
 
 @contextlib.contextmanager
-def gathers_as_nccl() -> Iterator[list[int]]:
-    """dist.all_gather with the future that NCCL has, of one tensor with a row from each rank; gives the bytes in each message."""
-    plain, sent = dist.all_gather, []
+def gathers_as_nccl() -> Iterator[None]:
+    """dist.all_gather with the future that NCCL has, of one tensor with a row from each rank."""
+    plain = dist.all_gather
 
     class Done:
         def __init__(self, out: list[Tensor]) -> None:
@@ -72,36 +71,13 @@ def gathers_as_nccl() -> Iterator[list[int]]:
             return future
 
     def gather(out: list[Tensor], x: Tensor, group: Any = None, async_op: bool = False) -> Any:
-        sent.append(x.numel() * x.element_size())
         plain(out, x.contiguous(), group=group)
         return Done(out)
 
     with mock.patch.object(dist, "all_gather", gather):
-        yield sent
-
-
-# -- the results of its quantization ---------------------------------------------------------------
-
-
-def quantized(flat: Tensor, channel: int | None) -> Tensor:
-    """The values that the other ranks decode of a rank's gradients."""
-    from torch.ao.quantization import MinMaxObserver, PerChannelMinMaxObserver
-
-    n = flat.numel()
-    rows = flat.view(1, -1) if channel is None else torch.nn.functional.pad(flat, (0, channel - n % channel)).view(-1, channel)  # fmt: skip
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        observer = MinMaxObserver() if channel is None else PerChannelMinMaxObserver()
-        observer(rows)
-        scale, zero = (value.view(-1, 1).to(torch.float32) for value in observer.calculate_qparams())
-    codes = torch.clamp(torch.round(rows / scale) + zero, 0, 255).to(torch.uint8)
-    return (scale * (codes.to(torch.float32) - zero)).flatten()[:n]
+        yield
 
 
 def step(flat: Tensor) -> float:
     """The distance of neighbouring codes, with one scale for all."""
     return (max(float(flat.max()), 0.0) - min(float(flat.min()), 0.0)) / 255
-
-
-def quantized_mean(ranks: Sequence[Tensor], channel: int | None = None) -> Tensor:
-    return sum((quantized(flat, channel) for flat in ranks), torch.zeros(())) / len(ranks)

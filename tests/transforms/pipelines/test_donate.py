@@ -43,7 +43,7 @@ PIPELINES: dict[str, Callable[[], tx.Pipeline]] = {
     "ema": lambda: tx.fuse(tx.mean("data"), ADAM, after=tx.ema(0.5)),
     "accumulate": lambda: tx.fuse(tx.every(2, tx.mean("data")), ADAM),
     "zero": lambda: tx.zero(tx.mean("data"), ADAM, "data"),
-    "kept": lambda: tx.fuse(tx.chain(tx.mean("data"), KEEPS), ADAM),
+    "kept": lambda: tx.fuse(tx.chain(tx.mean("data"), kept(lambda values, params: values)), ADAM),
     "kept as they are": lambda: tx.fuse(kept(lambda values, params: values), ADAM),
     "parameters kept": lambda: tx.fuse(kept(lambda values, params: params), ADAM),
     "kept at the end": lambda: tx.fuse(tx.mean("data"), ADAM, after=kept(lambda values, params: values)),
@@ -61,18 +61,6 @@ def kept(of: Callable[[Any, Any], Any]) -> tx.Transform:
         return optree.tree_map(lambda x, y: x + 0.1 * y, values, state), of(values, params)
 
     return tx.Transform(lambda params: params, update)
-
-
-def _keeps() -> tx.Transform:
-    """Keeps the gradients of the step before in its state, and adds them."""
-
-    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-        return optree.tree_map(torch.add, grads, state), grads
-
-    return tx.Transform(lambda params: optree.tree_map(torch.zeros_like, params), update)
-
-
-KEEPS = _keeps()
 
 
 def params_of(seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
