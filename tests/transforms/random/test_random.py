@@ -44,60 +44,43 @@ def test_seeds_of_64_bits() -> None:
             assert same(tx.random.key(seed), words(jax.random.key(np.uint64(seed))))
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("width", [8, 16, 32])
-def test_bits(width: int, shape: Any) -> None:
-    theirs = jax.random.bits(jax.random.key(3), shape, f"uint{width}")
-    assert same(tx.random.bits(tx.random.key(3), shape, width), theirs)
+# Each with (a module, its key, its dtype of a name, its array of numpy's); the width of an unsigned dtype here.
+OURS: Any = (tx.random, tx.random.key(3), lambda d: int(d[4:]) if "uint" in d else getattr(torch, d), torch.from_numpy)
+JAXS: Any = (jax.random, jax.random.key(3), str, np.asarray)
+CHANCES = np.linspace(0, 1, 12, dtype=np.float32).reshape(3, 4)
+SHUFFLED = np.arange(60, dtype=np.float32).reshape(3, 4, 5)
+DRAWS: dict[str, Any] = {
+    **{f"{kind} {shape}": lambda r, key, dtype, of, kind=kind, shape=shape: r.bits(key, shape, dtype(kind))
+       for kind in ("uint8", "uint16", "uint32", "uint64") for shape in SHAPES},
+    **{f"{kind} {shape}": lambda r, key, dtype, of, kind=kind, shape=shape: r.uniform(key, shape, dtype(kind))
+       for kind in ("float64", "float32", "float16", "bfloat16") for shape in SHAPES},
+    **{f"bernoulli {p}": lambda r, key, dtype, of, p=p: r.bernoulli(key, p, (99,)) for p in (0.0, 0.3, 1.0)},
+    "bernoulli of each": lambda r, key, dtype, of: r.bernoulli(key, of(CHANCES)),
+    **{f"randint {low} {high}": lambda r, key, dtype, of, low=low, high=high: r.randint(key, (50,), low, high)
+       for low, high in ((0, 1), (0, 10), (-7, 1000), (-(2**31), 2**31 - 1), (5, 2**30))},
+    **{f"permutation {n}": lambda r, key, dtype, of, n=n: r.permutation(key, n) for n in (0, 1, 2, 50, 3000)},
+    **{f"permutation of dim {dim}": lambda r, key, dtype, of, dim=dim: r.permutation(key, of(SHUFFLED), dim)
+       for dim in (0, 1, 2, -1)},
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_64_bits(shape: Any) -> None:
-    with jax.enable_x64(True):
-        assert same(tx.random.bits(tx.random.key(3), shape, 64), jax.random.bits(jax.random.key(3), shape, "uint64"))
-        theirs = jax.random.uniform(jax.random.key(3), shape, "float64")
-        assert same(tx.random.uniform(tx.random.key(3), shape, torch.float64), theirs)
+@pytest.mark.parametrize("name", DRAWS)
+def test_draws_to_the_bit(name: str) -> None:
+    with jax.enable_x64(name.startswith(("uint64", "float64"))):
+        got, want = (DRAWS[name](*of) for of in (OURS, JAXS))
+        assert "float" not in name or str(got.dtype) == f"torch.{want.dtype}"
+        assert same(*((got.float(), want.astype(np.float32)) if "float16" in name else (got.contiguous(), want)))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_uniform_and_normal(dtype: str, shape: Any) -> None:
-    kind, key, theirs = getattr(torch, dtype), tx.random.key(5), jax.random.key(5)
-    got, want = tx.random.uniform(key, shape, kind), jax.random.uniform(theirs, shape, dtype)
-    assert got.dtype is kind and same(got.float(), np.asarray(want).astype(np.float32))
-    got = tx.random.uniform(key, shape, kind, -2.0, 3.0)
-    room = 5 * torch.finfo(kind).eps
-    np.testing.assert_allclose(
-        got.float(), np.asarray(jax.random.uniform(theirs, shape, dtype, -2.0, 3.0), np.float32), atol=room
-    )
-    got, want = tx.random.normal(key, shape, kind), jax.random.normal(theirs, shape, dtype)
+def test_draws_that_are_rounded_otherwise(dtype: str, shape: Any) -> None:
+    kind, room = getattr(torch, dtype), 5 * torch.finfo(getattr(torch, dtype)).eps
+    got, want = (of[0].uniform(of[1], shape, of[2](dtype), -2.0, 3.0) for of in (OURS, JAXS))
+    np.testing.assert_allclose(got.float(), np.asarray(want, np.float32), atol=room)
+    got, want = (of[0].normal(of[1], shape, of[2](dtype)) for of in (OURS, JAXS))
     assert got.dtype is kind
     np.testing.assert_allclose(got.float(), np.asarray(want, np.float32), rtol=2 * room, atol=room)
-
-
-@pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
-def test_bernoulli(p: float) -> None:
-    assert same(tx.random.bernoulli(tx.random.key(1), p, (99,)), jax.random.bernoulli(jax.random.key(1), p, (99,)))
-    each = np.linspace(0, 1, 12, dtype=np.float32).reshape(3, 4)
-    assert same(
-        tx.random.bernoulli(tx.random.key(1), torch.from_numpy(each)), jax.random.bernoulli(jax.random.key(1), each)
-    )
-
-
-@pytest.mark.parametrize(("low", "high"), [(0, 1), (0, 10), (-7, 1000), (-(2**31), 2**31 - 1), (5, 2**30)])
-def test_randint(low: int, high: int) -> None:
-    got, want = (r.randint(r.key(2), (50,), low, high) for r in (tx.random, jax.random))
-    assert same(got, want)
-
-
-def test_permutation() -> None:
-    key, theirs = tx.random.key(4), jax.random.key(4)
-    for n in (0, 1, 2, 50, 3000):
-        assert same(tx.random.permutation(key, n), jax.random.permutation(theirs, n))
-    x = np.arange(60, dtype=np.float32).reshape(3, 4, 5)
-    for axis in (0, 1, 2, -1):
-        got = tx.random.permutation(key, torch.from_numpy(x), axis)
-        assert same(got.contiguous(), jax.random.permutation(theirs, x, axis))
 
 
 def test_the_same_under_vmap_and_compile() -> None:

@@ -180,6 +180,8 @@ OPS: dict[str, Callable[[World, Tensor], Tensor]] = {
     "force": lambda m, h: torch.func.grad(lambda z: (z.sin() * z).sum())(h * m.scale) * h,
     "rows": lambda m, h: torch.func.vmap(lambda row: row.sin() * row.sum())(h),
     "asks": lambda m, h: h * 2 if h.requires_grad else h * 3,
+    "asks_result": lambda m, h: h.sin() * (2 if h.cos().requires_grad else 3),
+    "asks_grad_fn": lambda m, h: h.sin() * (3 if h.cos().grad_fn is None else 2),
     "asks_grad_mode": lambda m, h: h * 2 if torch.is_grad_enabled() else h * 3,
     "device": lambda m, h: h.sin() * 2 if torch.empty(0).device.type == "meta" else h.sin() * 3,
     "asks_leaf": lambda m, h: h.sin() if h.is_leaf else h.cos().exp(),

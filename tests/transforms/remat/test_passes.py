@@ -1,10 +1,11 @@
-"""Between the passes and behind them: order, memory, changes and writes, and the faults of torch's checkpoint."""
+"""Between the passes and behind them: order, memory, changes and writes, and calls."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
 import dataclasses
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -253,3 +254,38 @@ def test_functions_without_buffers_are_compiled() -> None:
     torch.compile(tx.remat(lambda x: linear(x).sin()), backend="aot_eager", fullgraph=True)(
         torch.ones(4, 3)
     ).sum().backward()
+
+
+# -- beside a large table of numbers or texts, a region makes the calls that it makes without ---------------------------
+
+
+NUMBERS: dict[int, Any] = {i: float(i) for i in range(10_000)}
+
+
+class Lookup(nn.Module):
+    def __init__(self, entries: int) -> None:
+        super().__init__()
+        self.layer, self.vocabulary = nn.Linear(3, 3), {i: str(i) for i in range(entries)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).sum() * NUMBERS[1]
+
+
+def calls_of(model: Lookup) -> int:
+    count, x, region = 0, torch.ones(2, 3, requires_grad=True), tx.remat(model)
+    region(x).backward()
+
+    def called(frame: Any, event: str, arg: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(called)
+    try:
+        region(x).backward()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_a_table_costs_nothing() -> None:
+    assert calls_of(Lookup(10_000)) <= calls_of(Lookup(0)) + 10

@@ -66,20 +66,7 @@ TRANSFORMS: dict[str, Callable[[Any], Any]] = {
     "grad(grad)": lambda f: func.grad(lambda w: func.grad(loss(f), 1)(X, w).square().sum())(W),
     "compile": lambda f: plain(torch.compile(f, backend="aot_eager")),
 }  # fmt: skip
-# What a function sees of the graph.
-SEES: dict[str, Callable[[Tensor], bool]] = {
-    "requires_grad": lambda x: x.requires_grad, "of a result": lambda x: x.cos().requires_grad,
-    "grad_fn": lambda x: x.cos().grad_fn is not None, "is_leaf": lambda x: x.cos().is_leaf,
-    "is_grad_enabled": lambda x: torch.is_grad_enabled(),
-}  # fmt: skip
 ATTEND = nn.MultiheadAttention(3, 1, dtype=torch.float64)  # asks whether query, key and value are one tensor
-
-
-def sees(asks: Callable[[Tensor], bool]) -> Any:
-    def branch(x: Tensor) -> Tensor:
-        return x.sin() * 2 if asks(x) else x.sin() * 3
-
-    return lambda x, w: branch(x) @ branch(w)
 
 
 def same(a: Tensor, b: Tensor) -> Tensor:
@@ -91,7 +78,6 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "block": lambda region: block,
     "nested": lambda region: lambda x, w: region(block, "dots")(region(block, "nothing")(x, w), w),
     "host inside": lambda region: lambda x, w: region(lambda h: (h @ w).sin().tanh(), "arguments to the host")(x * 2).exp(),
-    **{f"sees {name}": lambda region, asks=asks: sees(asks) for name, asks in SEES.items()},
     # One tensor that is given twice: it is one in plain autograd.
     "twice": lambda region: lambda x, w: region(same, "nothing")(h := x * 1.5, h) @ w,
     "query and value": lambda region: lambda x, w: region(lambda q, k: ATTEND(q, k, q)[0], "dots")(h := x * 1.5, h) @ w,
