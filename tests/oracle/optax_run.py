@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,15 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import torch
-from torch import Tensor
 
 
-def run(transform: Any, start: Sequence[Tensor], grads: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """The displacement of each parameter after all steps."""
+def run(transform: Any, start: Any, grads: list[Any]) -> Any:
+    """The displacement of each parameter of a tree after all steps."""
     with jax.enable_x64(True):
-        first = [jnp.asarray(p.numpy()) for p in start]
+        first = jax.tree.map(lambda p: jnp.asarray(p.numpy()), start)
         params, state = first, transform.init(first)
         for step in grads:
-            updates, state = transform.update([jnp.asarray(g.numpy()) for g in step], state, params)
+            updates, state = transform.update(jax.tree.map(lambda g: jnp.asarray(g.numpy()), step), state, params)
             params = optax.apply_updates(params, updates)
-        return [torch.from_numpy(np.array(p - s)) for p, s in zip(params, first, strict=True)]
+        return jax.tree.map(lambda p, s: torch.from_numpy(np.array(p - s)), params, first)

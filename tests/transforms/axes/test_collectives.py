@@ -43,15 +43,17 @@ def test_one_rank_without_a_simulator(op: str) -> None:
     assert out.data_ptr() != x.data_ptr(), "results are new tensors"
 
 
+def loss_of(out: Tensor, rank: Any) -> Tensor:
+    """It weighs elements and ranks apart."""
+    return (out**2 * torch.arange(1.0, out.numel() + 1, dtype=out.dtype).view(out.shape)).sum() * (1 + rank)
+
+
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("op", DIFFERENTIABLE)
 def test_gradient_matches_the_sum_of_all_outputs(op: str, n: int) -> None:
     call, shape, expected = OPS[op]
     xs = inputs(n, shape(n), seed=1)
-
-    def loss_of(out: Tensor, r: Any) -> Tensor:
-        return (out**2 * torch.arange(1.0, out.numel() + 1, dtype=out.dtype).view(out.shape)).sum() * (1 + r)
 
     def one_rank(x: Tensor) -> Tensor:
         return torch.func.grad(lambda x: loss_of(call(x, n), tx.axis_index("data")))(x)

@@ -8,57 +8,39 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import fjoin
 from fjoin import transforms as tx
 from tests.collective_table import DIFFERENTIABLE, OPS, inputs
-from tests.helpers import max_diff
+from tests.helpers import same_bits
 from tests.traffic import watched
+from tests.transforms.axes.test_collectives import loss_of
 
 
-def on_gloo(ops: list[str]) -> list[Any]:
-    n, rank, out = dist.get_world_size(), dist.get_rank(), []
-    with fjoin.bind(fjoin.mesh({"data": -1})):
-        for op in ops:
-            call, shape, _ = OPS[op]
-            x = inputs(n, shape(n))[rank]
-            before = x.clone()
-            got = call(x, n)
-            assert torch.equal(x, before) and type(got) is Tensor
-            y = inputs(n, shape(n), seed=1)[rank]
-
-            def loss(y: Tensor, call: Any = call) -> Tensor:
-                out = call(y, n)
-                return (out**2 * torch.arange(1.0, out.numel() + 1, dtype=out.dtype).view(out.shape)).sum() * (1 + rank)
-
-            out.append((got, torch.func.grad(loss)(y) if op in DIFFERENTIABLE else None))
-        half = tx.psum(torch.full((3,), 1.5, dtype=torch.bfloat16), "data")
-        assert half.dtype == torch.bfloat16 and half[0] == 1.5 * n
+def results() -> list[Any]:
+    """On one rank each result, and the gradient of a loss of it."""
+    n, rank, out = int(tx.axis_size("data")), int(tx.axis_index("data")), []
+    for op, (call, shape, _) in OPS.items():
+        x, y = (inputs(n, shape(n), seed=seed)[rank] for seed in range(2))
+        before, got = x.clone(), call(x, n)
+        assert torch.equal(x, before) and type(got) is Tensor
+        grad = torch.func.grad(lambda y: loss_of(call(y, n), rank))(y) if op in DIFFERENTIABLE else None  # noqa: B023
+        out.append((op, got, grad))
+    half = tx.psum(torch.full((3,), 1.5, dtype=torch.bfloat16), "data")
+    assert half.dtype == torch.bfloat16 and half[0] == 1.5 * n
     return out
+
+
+def on_gloo() -> list[Any]:
+    with fjoin.bind(fjoin.mesh({"data": -1})):
+        return results()
 
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_real_ranks_equal_simulated_ones(pool: Any, n: int) -> None:
-    real = pool.run(n, on_gloo, list(OPS))
-    for i, op in enumerate(OPS):
-        call, shape, expected = OPS[op]
-        xs, ys = inputs(n, shape(n)), inputs(n, shape(n), seed=1)
-        leaves = [y.clone().requires_grad_() for y in ys]
-        outs = [expected(leaves, r) for r in range(n)]
-        if op in DIFFERENTIABLE:
-            sum(
-                (o**2 * torch.arange(1.0, o.numel() + 1, dtype=o.dtype).view(o.shape)).sum() * (1 + r)
-                for r, o in enumerate(outs)
-            ).backward()
-        for r in range(n):
-            got, grad = real[r][i]
-            assert torch.equal(got, expected(xs, r)), (op, r)
-            if grad is not None:
-                want = torch.zeros_like(ys[r]) if leaves[r].grad is None else leaves[r].grad
-                assert max_diff(grad, want) < 1e-9, (op, r)
+    assert same_bits(pool.run(n, on_gloo), tx.simulate(results, {"data": n}))
 
 
 def extremes(dtype: torch.dtype, rank: int) -> Tensor:
