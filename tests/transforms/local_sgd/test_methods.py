@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import pytest
@@ -49,20 +50,18 @@ def flat(params: dict[str, Tensor]) -> Tensor:
     return torch.cat([p.reshape(-1) for p in params.values()])
 
 
-def run(pipeline: tx.Pipeline, sizes: dict[str, int], weighted: bool, steps: int = STEPS) -> list[tuple[Tensor, Any]]:
-    """The parameters and the states of all ranks."""
-    ranks = 1
-    for size in sizes.values():
-        ranks *= size
+def run(pipeline: tx.Pipeline, sizes: dict[str, int], weights: Any, idle: bool = True) -> list[tuple[Tensor, Any]]:
+    """The parameters and the states of all ranks. Weights: a function of rank and step, or whether they are those above."""
+    ranks, weigh = math.prod(sizes.values()), weight if weights is True else weights
 
     def one_rank() -> tuple[Tensor, Any]:
         rank = int(tx.axis_index(tuple(sizes)))
         params = tree(problem(ranks)[0])
         state = pipeline.init(params)
-        for step in range(steps):
-            g = grad(ranks, weighted, rank, step, flat(params))
+        for step in range(STEPS):
+            g = grad(ranks, bool(weights) and idle, rank, step, flat(params))
             given = tree(torch.full((16,), torch.nan, dtype=torch.float64) if g is None else g)
-            params, state = pipeline.step(params, given, state, weight=weight(rank, step) if weighted else None)
+            params, state = pipeline.step(params, given, state, weight=weigh(rank, step) if weigh else None)
         return flat(params), state
 
     return tx.simulate(one_rank, sizes)
@@ -232,17 +231,7 @@ def test_averages_of_states(ranks: int) -> None:
     average = tx.every(4, tx.average_state("data"))
     pipeline = tx.fuse(tx.identity(), tx.adam(0.01), tx.every(4, tx.average_parameters("data")), average)
     assert pipeline == tx.local_sgd(tx.adam(0.01), tx.mean("data"), 4, state="average")
-
-    def one_rank() -> tuple[Tensor, Any]:
-        rank, params = int(tx.axis_index("data")), tree(start)
-        state = pipeline.init(params)
-        for step in range(STEPS):
-            g = grad(ranks, False, rank, step, flat(params))
-            assert g is not None
-            params, state = pipeline.step(params, tree(g), state, weight=uneven(rank, step))
-        return flat(params), state
-
-    close(tx.simulate(one_rank, {"data": ranks}), want, start)
+    close(run(pipeline, {"data": ranks}, uneven, idle=False), want, start)
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.9, 0.999])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fjoin import transforms as tx
-from tests.helpers import params_like
+from tests.helpers import max_diff, params_like, raises_text
 from tests.oracle import optax_run, optim
 from tests.parity_table import KINDS, Kind
 
@@ -95,3 +95,26 @@ def test_optax_gives_the_same_steps(optimizer: tx.Optimizer, theirs: Any) -> Non
         params, state = optimizer.step(params, step, state)
     for path, expected in optax_run.run(theirs, start, grads).items():
         assert (params[path] - start[path] - expected).abs().max() < 1e-12, path
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_class_of_torch_has_a_counterpart(name: str) -> None:
+    """One step with the defaults of the class gives the same result."""
+    made = KINDS[name].torchs
+    p, g = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)), torch.ones(3, 4)
+    opt = tx.as_functional_optim(made)
+    out, _ = opt.step({"p": p}, {"p": g}, opt.init({"p": p}))
+    (want,) = optim.run(lambda ps: made(ps), [p], [[g]])
+    assert max_diff(out["p"] - p, want) < 1e-6
+
+
+def test_arguments_of_a_class_and_keys_of_ones_own() -> None:
+    assert tx.as_functional_optim(torch.optim.Adam, 0.1, (0.5, 0.9), fused=True) == tx.adam(0.1, (0.5, 0.9))
+    raises_text(TypeError, lambda: tx.as_functional_optim(torch.optim.SGD, learning_rate=0.1), "learning_rate")
+    raises_text(ValueError, lambda: tx.as_functional_optim(torch.optim.SGD, lr=-1.0), "lr must be at least 0")
+    words = "LBFGS", "register_functional_optim", "AdamW"
+    raises_text(ValueError, lambda: tx.as_functional_optim(torch.optim.LBFGS), *words)
+    tx.register_functional_optim("mine", lambda lr: tx.sgd(lr))
+    assert tx.as_functional_optim("mine", 0.5) == tx.sgd(0.5)
+    raises_text(ValueError, lambda: tx.register_functional_optim("mine", tx.adam), "'mine'", "already")
+    raises_text(TypeError, lambda: tx.register_functional_optim("other", 3), "factory", "3")  # type: ignore[arg-type]
