@@ -87,6 +87,13 @@ RUNS: dict[str, Run] = {
     ),
     "module, local SGD": Run(lambda: tx.local_sgd(ADAMW, tx.mean("data"), 3), how="module", lost="objects.handle"),
     "module, slices": Run(sharded(tx.muon(0.05)), how="module", dtype=torch.float64, lost="objects.handle.optimizer"),
+    "module, slices in int8": Run(
+        lambda: tx.fuse(tx.scatter_mean("data"), ADAMW, gather_codec=INT8), how="module", lost="objects.handle.gather"
+    ),
+    "module, left out": Run(
+        lambda: tx.skip_if_nonfinite(tx.fuse(tx.chain(tx.mean("data"), tx.every(2, tx.clip_by_value(0.01))), ADAMW)),
+        how="module", sizes=poisoned(2, 5), lost="objects.handle.skipped",
+    ),
     "torch's optimizer": _object(lambda m: torch.optim.AdamW(m.parameters(), 0.1), "objects.model.bias"),
     "Optimizer": _object(lambda m: fjoin.Optimizer(m.named_parameters(), tx.adamw(0.1))),
     "ZeroRedundancyOptimizer": _object(lambda m: fjoin.ZeroRedundancyOptimizer(m.parameters(), torch.optim.Adam, lr=0.1)),

@@ -103,14 +103,3 @@ def test_a_step_of_ones_choice(tmp_path: Path) -> None:
     before, after = tx.simulate(lambda: run(3, at=2, every=1, keep_last=None), {"data": 2})[0]
     assert before == ["step-00000002", "step-00000004", "step-00000006"]
     assert after == ["step-00000002", "step-00000003", "step-00000004.rejected", "step-00000006.rejected"]
-
-
-def test_a_window_is_saved_at_its_end(tmp_path: Path) -> None:
-    step = fjoin.train_step(lambda p, x: (p["w"] * x).sum(), tx.fuse(tx.mean("data"), tx.sgd(0.1)), accumulate=2)
-    with fjoin.Checkpoints(tmp_path, step, every=1) as runs:
-        state, saved = runs.restore(START), []
-        for _ in range(6):
-            state, metrics = step(state, torch.ones(6))
-            saved.append(runs.save(state, metrics) is not None)
-    step.close()
-    assert saved == [False, True] * 3
