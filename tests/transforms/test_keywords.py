@@ -43,7 +43,7 @@ BEFORE: dict[str, Callable[[tx.Transform], tx.Transform]] = {
     "in two": lambda t: with_weights(_same, tx.masked(tx.every(1, t), "w")),
     "fed back": lambda t: tx.error_feedback(tx.chain(t, tx.compress(tx.int8(), tx.mean("data")))),
     "cast": lambda t: tx.compress(torch.bfloat16, tx.chain(t, tx.mean("data"))),
-    "accumulate": lambda t: tx.accumulate(1, t),
+    "coded": lambda t: tx.compress(tx.int8(), tx.chain(t, tx.mean("data"))), "accumulate": lambda t: tx.accumulate(1, t),
 }  # fmt: skip
 BEHIND: dict[str, Callable[[tx.Transform], tx.Transform]] = {
     "chain": lambda t: tx.chain(tx.mean("data"), t),
@@ -121,15 +121,17 @@ def test_what_a_stage_gets(place: str, run: Any) -> None:
         assert [float(call[name]) if name == "weight" else call[name] for call in calls] == values, name
 
 
-@pytest.mark.parametrize("donate", [False, True])
-def test_donated(donate: bool) -> None:
-    """Only the first stage may write into the gradients, and only if the caller donates them."""
-    for wrap, expected in ((BEFORE["alone"], donate), (BEFORE["chain"], donate), (BEHIND["chain"], False)):
+@pytest.mark.parametrize("name", [*BEFORE, *(f"behind {name}" for name in BEHIND)])
+def test_donated(name: str) -> None:
+    """Only the first stage may write into the gradients, if the caller donates them, and no wrapper around it uses them again."""
+    wrap = BEHIND[name.removeprefix("behind ")] if "behind" in name else BEFORE[name]
+    writes = name in ("alone", "chain", "partition", "switch_after", "fed back", "cast", "coded")
+    for donate in (False, True):
         seen: list[Any] = []
         pipeline = tx.fuse(wrap(stage(seen)), tx.sgd(0.1))
         with fjoin.bind(fjoin.mesh({"data": -1})):
             pipeline.step(start(), start(), pipeline.init(start()), donate=donate)
-        assert [call["donated"] for call in seen] == [expected]
+        assert [call["donated"] for call in seen] == [donate and writes]
 
 
 def _multiplies(grads: Any, state: Any, params: Any = None, *, weight: Any = None, **extra: Any) -> Any:

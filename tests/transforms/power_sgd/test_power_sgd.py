@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -146,35 +144,3 @@ def test_a_bucket_keeps_its_corner_of_a_batched_q() -> None:
             and same_bits(new[:, side:], old[:, side:])
             and not same_bits(new[:, :side], old[:, :side])
         )
-
-
-AROUND: dict[str, tuple[Callable[[tx.Transform], tx.Transform], bool]] = {
-    "fed back": (tx.error_feedback, True), "late": (lambda hook: tx.switch_after(1, tx.mean("data"), hook), True),
-    "by path": (lambda hook: tx.partition({"*": hook}), True),
-    "first": (lambda hook: tx.chain(hook, tx.clip_by_value(1.0)), True),
-    "second": (lambda hook: tx.chain(tx.clip_by_value(1.0), hook), False),
-    "accumulated": (lambda hook: tx.accumulate(1, hook), False), "masked": (lambda hook: tx.masked(hook, "*"), False),
-    "cast": (lambda hook: tx.compress(torch.bfloat16, hook), True),
-    "by chance": (lambda hook: tx.compress(tx.bfloat16(stochastic=True), hook), True),
-    "by one's own": (lambda hook: dataclasses.replace(hook, update=lambda *a, **k: hook.update(*a, **k)), False),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("around", AROUND)
-def test_wrappers_pass_on_donation_if_they_do_not_reuse_gradients(around: str) -> None:
-    make, expected = AROUND[around]
-    inner, reported = made(2), []
-
-    def update(*args: Any, donated: bool = False, wire: Any = None, **extra: Any) -> Any:
-        reported.append(donated)
-        return inner.update(*args, wire=wire, **extra)
-
-    hook = make(dataclasses.replace(inner, update=update))
-
-    def one_rank() -> None:
-        state = hook.init(draws(0))
-        for _ in range(2):
-            _, state = hook.update(draws(0), state, donated=True)
-
-    tx.simulate(one_rank, {"data": 2})
-    assert set(reported) == {expected}
