@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import fjoin
+from examples.papers import dgc, ef21, one_bit_adam
 from fjoin import transforms as tx
 from fjoin.testing import LAWS
 from fjoin.transforms.base.specs import _FACTORIES
@@ -74,11 +75,28 @@ def test_every_public_factory_has_a_row() -> None:
     assert public == TRANSFORMS.keys() | OPTIMIZERS.keys() | SCHEDULES | PIPELINES | OF_STATES | SHARDED | CODECS.keys()
 
 
+PAPERS: dict[str, list[Callable[[], tx.Transform]]] = {  # examples/papers.py compares them with plain torch
+    "ef21": [lambda: ef21("data", tx.top_k(0.2))], "dgc": [lambda: dgc("data", 0.1, 0.8)],
+    "one_bit_adam": [lambda: one_bit_adam("data", 3, (0.8, 0.95))],
+}  # fmt: skip
+OUTER = tx.sgd(0.7, momentum=0.9, nesterov=True)
+AVERAGES: dict[str, list[Callable[[], tx.Transform]]] = {
+    "every call": [lambda: tx.average_parameters("data"), lambda: tx.average_parameters("data", over="live")],
+    "periodic": [
+        lambda: tx.every(3, tx.average_parameters("data"), first=1), lambda: tx.every(2, tx.mean("data")),
+        lambda: tx.every(2, tx.average_parameters(("local", "node"))),
+    ],
+    "outer": [
+        lambda: tx.outer_step(tx.mean("data"), OUTER, 3), lambda: tx.outer_step(tx.mean("data"), tx.adam(0.1), 3, delay=2),
+        lambda: tx.outer_step(tx.error_feedback(tx.compress(tx.int8(), tx.mean("data"))), OUTER, 2),
+    ],
+}  # fmt: skip
 CODED = {
     name: [lambda make=make: tx.compress(make(), tx.mean("data")) for make in rows] for name, rows in CODECS.items()
 }
 TABLES: dict[str, dict[str, list[Any]]] = {
-    "transform": TRANSFORMS, "feedback": {**LOSSY, **CODED}, "optimizer": OPTIMIZERS, "codec": CODECS,
+    "transform": {**TRANSFORMS, **PAPERS}, "feedback": {**LOSSY, **CODED}, "optimizer": OPTIMIZERS, "codec": CODECS,
+    "average": AVERAGES,
 }  # fmt: skip
 
 
@@ -87,6 +105,7 @@ TABLES: dict[str, dict[str, list[Any]]] = {
     [
         pytest.param(make, law, id=f"{kind}-{name}{i}-{law.__name__}")
         for kind, table in TABLES.items() for name, rows in table.items() for i, make in enumerate(rows) for law in LAWS[kind]
+        if (name, law.__name__) != ("one_bit_adam", "is_itself_alone")  # it gives a direction, not a mean
     ],
 )  # fmt: skip
 def test_law(make: Any, law: Any) -> None:

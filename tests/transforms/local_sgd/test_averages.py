@@ -1,8 +1,7 @@
-"""Averages of parameters obey the laws of averages; states and values that do not fit, and 16 bits."""
+"""Averages of parameters: states and values that do not fit, and 16 bits. tests/transforms/test_laws.py has their laws."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,26 +9,9 @@ import torch
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.testing import LAWS
 from tests.helpers import raises_text
 
-SGD, MOMENTUM, NESTEROV = tx.sgd(0.1), tx.sgd(0.1, momentum=0.9), tx.sgd(0.7, momentum=0.9, nesterov=True)
-AVERAGES: dict[str, Callable[[], tx.Transform]] = {
-    "every call": lambda: tx.average_parameters("data"), "live": lambda: tx.average_parameters("data", over="live"),
-    "periodic": lambda: tx.every(3, tx.average_parameters("data"), first=1),
-    "two axes": lambda: tx.every(2, tx.average_parameters(("local", "node"))),
-    "mean": lambda: tx.every(2, tx.mean("data")), "outer": lambda: tx.outer_step(tx.mean("data"), NESTEROV, 3),
-    "outer, int8": lambda: tx.outer_step(tx.error_feedback(tx.compress(tx.int8(), tx.mean("data"))), NESTEROV, 2),
-    "outer, later": lambda: tx.outer_step(tx.mean("data"), tx.adam(0.1), 3, delay=2),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("law", LAWS["average"])
-@pytest.mark.parametrize("name", AVERAGES)
-def test_average(name: str, law: Any) -> None:
-    law(AVERAGES[name])
-
-
+MOMENTUM = tx.sgd(0.1, momentum=0.9)
 PIPELINES = {
     "outer": tx.diloco(MOMENTUM, tx.mean("data"), 1),
     "chain": tx.fuse(tx.identity(), MOMENTUM, after=tx.chain(tx.every(1, tx.average_parameters("data"), first=0), tx.ema(0.5))),
