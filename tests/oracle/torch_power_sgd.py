@@ -15,14 +15,14 @@ from torch.nn.parallel import DistributedDataParallel
 class Net(torch.nn.Module):
     """Matrices of two equal shapes and of two others, a convolution, vectors."""
 
-    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+    def __init__(self) -> None:
         super().__init__()
         g = torch.Generator().manual_seed(0)
         self.conv = torch.nn.Conv2d(2, 10, 2)
         self.first, self.second = torch.nn.Linear(10, 12), torch.nn.Linear(12, 12)
         self.third, self.last = torch.nn.Linear(12, 12), torch.nn.Linear(12, 9, bias=False)
         self.scale = torch.nn.Parameter(torch.ones(1))  # on one of no dimension its hook raises IndexError
-        self.to(dtype)
+        self.double()
         with torch.no_grad():
             for p in self.parameters():
                 p.copy_(torch.randn(p.shape, generator=g, dtype=torch.float64) * 0.4)
@@ -33,9 +33,9 @@ class Net(torch.nn.Module):
         return self.last(x) * self.scale
 
 
-def batch(rank: int, step: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
     g = torch.Generator().manual_seed(100 * step + rank)
-    x = torch.randn(4, 2, 4, 4, generator=g, dtype=torch.float64).to(dtype)
+    x = torch.randn(4, 2, 4, 4, generator=g, dtype=torch.float64)
     return x, torch.randint(0, 9, (4,), generator=g)
 
 
@@ -43,9 +43,7 @@ def loss(module: Callable[[Tensor], Tensor], given: tuple[Tensor, Tensor]) -> Te
     return torch.nn.functional.cross_entropy(module(given[0]), given[1])
 
 
-def train(
-    steps: int, rank: int, first_q: Mapping[str, Tensor], lr: float = 0.3, feedback: bool = True, dtype: torch.dtype = torch.float64
-) -> list[dict[str, Tensor]]:  # fmt: skip
+def train(steps: int, rank: int, first_q: Mapping[str, Tensor], feedback: bool) -> list[dict[str, Tensor]]:
     """Stochastic gradient descent; the first two steps are plain, as torch wants it.
 
     Args:
@@ -54,7 +52,7 @@ def train(
     Returns:
         The parameters after each step.
     """
-    ddp = DistributedDataParallel(Net(dtype), bucket_cap_mb=1000)
+    ddp = DistributedDataParallel(Net(), bucket_cap_mb=1000)
     state = power.PowerSGDState(
         None, matrix_approximation_rank=rank, start_powerSGD_iter=2, min_compression_rate=1.0, use_error_feedback=feedback
     )  # fmt: skip
@@ -69,16 +67,16 @@ def train(
             order = [path for paths in by_shape.values() for path in paths]
             rows = [dict(ddp.module.named_parameters())[path].shape[0] for path in order]
             state.q_memory_dict[0] = torch.cat([first_q[path].reshape(-1).clone() for path in order])
-            state.p_memory_dict[0] = torch.empty(sum(n * rank for n in rows), dtype=dtype)
+            state.p_memory_dict[0] = torch.empty(sum(n * rank for n in rows)).double()
         return power.powerSGD_hook(state, bucket)
 
     ddp.register_comm_hook(state, lambda state, bucket: hook(state, bucket))  # whose annotations are no strings
     seen: list[dict[str, Tensor]] = []
     for step in range(steps):
         ddp.zero_grad()
-        loss(ddp, batch(dist.get_rank(), step, dtype)).backward()
+        loss(ddp, batch(dist.get_rank(), step)).backward()
         with torch.no_grad():
             for p in ddp.parameters():
-                p -= lr * p.grad
+                p -= 0.3 * p.grad
         seen.append({path: p.detach().clone() for path, p in ddp.module.named_parameters()})
     return seen

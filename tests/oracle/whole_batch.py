@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -38,42 +37,20 @@ def mean_loss(model: torch.nn.Module, batch: Batch) -> Tensor:
 
 
 def train(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[Sequence[Batch]], over: str = "weight",
-    loss: Callable[[torch.nn.Module, Batch], Tensor] = mean_loss, clip: float | None = None, ranks: int | None = None,
-) -> list[float]:  # fmt: skip
-    """Train on the batches of all ranks, step by step; a rank that is out of them is left out.
-
-    Args:
-        batches: For each rank its batches.
-        over: "weight" the mean over all samples; "live" the mean of the ranks' own means; "world" their
-            sum divided by the number of ranks.
-
-    Returns:
-        The loss over all samples in each step.
-    """
-    losses = []
-    for i in range(max((len(b) for b in batches), default=0)):
-        live = [b[i] for b in batches if i < len(b)]
-        sizes = [len(batch[1]) for batch in live]
-        means = [loss(model, batch) for batch in live]
-        weighted = sum(n * m for n, m in zip(sizes, means, strict=True)) / sum(sizes)
-        losses.append(weighted.item())
-        if over == "weight":
-            total = weighted
-        else:
-            total = sum(means) / (len(live) if over == "live" else ranks or len(batches))
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Sequence[Sequence[Batch]],
+    clip: float | None = None,
+) -> None:
+    """Train on the mean over all ranks' samples, step by step; a rank that is out of batches is left out."""
+    for i in range(max(map(len, batches))):
+        x, y = (torch.cat(parts) for parts in zip(*(own[i] for own in batches if i < len(own)), strict=True))
         optimizer.zero_grad()
-        total.backward()
+        mean_loss(model, (x, y)).backward()
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
-    return losses
 
 
 def parameters(model: torch.nn.Module) -> dict[str, Tensor]:
     return {path: p.detach().clone() for path, p in model.named_parameters()}
-
-
-def slots(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
-    """Path -> the optimizer's state of that parameter."""
-    return {path: dict(optimizer.state[p]) for path, p in model.named_parameters()}

@@ -13,20 +13,9 @@ from fjoin import transforms as tx
 from tests.helpers import same_bits
 
 
-def grads_of(rank: int, step: int = 0, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    g = torch.Generator().manual_seed(1000 * step + rank)
-    shapes: dict[str, tuple[int, ...]] = {"a": (5, 3), "b": (), "none": (0, 2)}
-    return {path: torch.randn(shape, generator=g, dtype=torch.float64).to(dtype) for path, shape in shapes.items()}
-
-
-def on_ranks(hook: tx.Transform, n: int, weights: Any = None, dtype: torch.dtype = torch.float64) -> list[Any]:
-    def one_rank(rank: int) -> Any:
-        grads = grads_of(rank, dtype=dtype)
-        weight = 1.0 if weights is None else weights[rank]
-        given = grads if weight else {path: g * float("nan") for path, g in grads.items()}
-        return hook.update(given, hook.init(grads), weight=weight)
-
-    return tx.simulate(one_rank, {"data": n}, list(range(n)))
+def grads_of(rank: int) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(rank)
+    return {path: torch.randn(shape, generator=g) for path, shape in {"a": (5, 3), "b": (), "none": (0, 2)}.items()}
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
@@ -39,7 +28,7 @@ def test_whole_numbers_have_one_dtype_on_all_ranks(dtype: torch.dtype) -> None:
 def test_tap_receives_the_gradients() -> None:
     seen: list[Any] = []
     hook = tx.chain(tx.mean("data"), tx.tap(lambda g: seen.append({path: v.clone() for path, v in g.items()})))
-    out = on_ranks(hook, 2)[0][0]
+    out = tx.simulate(lambda rank: hook.update(grads_of(rank), hook.init(grads_of(rank)))[0], {"data": 2}, [0, 1])[0]
     assert same_bits(seen[0], out) and same_bits(seen[1], out)
     del seen[:]
     tx.explain(hook, grads_of(0), {"data": 2})
@@ -71,7 +60,7 @@ def params_of(rank: int) -> Any:
     return {"w": torch.full((4, 4), 5.0 + rank), "b": torch.tensor(-1.0 - rank)}
 
 
-def one_step(make: Any, weight: Any, ranks: int = 2) -> Any:
+def one_step(make: Any, weight: Any) -> Any:
     pipeline = tx.fuse(tx.identity(), tx.sgd(1.0), after=make())
     params = params_of(int(tx.axis_index(("node", "data"))))
     grads = {path: torch.zeros_like(p) for path, p in params.items()}
