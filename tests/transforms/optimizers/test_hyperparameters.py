@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fjoin import transforms as tx
 from tests.helpers import max_diff, params_like, same_bits
+from tests.optimizer_table import OPTIMIZERS
 from tests.parity_table import KINDS
 
 
@@ -97,23 +98,36 @@ MAPPED: dict[str, Any] = {
         tx.adam, tx.adamw, tx.adamax, tx.nadam, tx.lion, tx.lamb)},
     "rmsprop": lambda x: tx.rmsprop(x, alpha=x, eps=x, weight_decay=x, momentum=x),
     "asgd": lambda x: tx.asgd(x, lambd=x, alpha=x, weight_decay=x), "lion": lambda x: tx.lion(x, weight_decay=x),
-    "lamb": lambda x: tx.lamb(x, eps=x, weight_decay=x),
+    "lamb": lambda x: tx.lamb(x, eps=x, weight_decay=x), "adafactor": tx.adafactor, "rprop": tx.rprop, "muon": tx.muon,
+    "mixed_precision": lambda x: tx.mixed_precision(tx.sgd(x)),
 }  # fmt: skip
 
 
+def test_every_optimizer_is_mapped_over() -> None:
+    mapped = {name.split(",")[0] for name in MAPPED}
+    assert mapped | {"frozen", "partition", "inject_hyperparameters"} == OPTIMIZERS.keys()
+
+
 @pytest.mark.parametrize("name", MAPPED)
-def test_a_sweep_in_one_call(name: str) -> None:
-    params, grads = _trees(3)
+def test_an_ensemble_and_a_sweep_in_one_call(name: str) -> None:
+    """Parameters, gradients and hyperparameters are mapped over."""
+    start, of_steps = _trees(3)
+    params, *grads = ({k: v for k, v in tree.items() if v.dim() == 2 or name != "muon"} for tree in (start, *of_steps))
     values = torch.tensor([0.01, 0.1, 0.3, 0.9], dtype=torch.float64)
 
-    def one(x: Any) -> Any:
-        opt = MAPPED[name](x)
-        return _steps(opt, params, opt.init(params), grads)[0]
+    def one(x: Any, member: Any) -> Any:
+        opt, own = MAPPED[name](x), {k: p * (1 + member) for k, p in params.items()}
+        return _steps(opt, own, opt.init(own), [{k: g * (1 - 3 * member) for k, g in step.items()} for step in grads])[
+            0
+        ]
 
-    out = torch.func.vmap(one)(values)
+    out, room = (
+        torch.func.vmap(one)(values, values),
+        0.1 if name == "muon" else 1e-13,
+    )  # muon's products are in bfloat16
     for i, x in enumerate(values.tolist()):
-        assert max_diff({k: v[i] for k, v in out.items()}, one(x)) < 1e-13
-        assert max_diff(one(torch.tensor(x, dtype=torch.float64)), one(x)) < 1e-13
+        assert max_diff({k: v[i] for k, v in out.items()}, one(x, x)) < room
+        assert max_diff(one(torch.tensor(x, dtype=torch.float64), x), one(x, x)) < room
 
 
 @pytest.mark.sample(6)

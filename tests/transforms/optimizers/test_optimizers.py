@@ -94,24 +94,6 @@ def test_derivatives_are_finite_at_zero(name: str) -> None:
     assert torch.isfinite(torch.func.grad(after)(torch.zeros(2, 3, dtype=torch.float64))).all()
 
 
-@pytest.mark.parametrize("name", BY_RATE)
-def test_an_ensemble_and_many_learning_rates_at_once(name: str) -> None:
-    g = torch.Generator().manual_seed(0)
-    params, grads = (torch.randn(4, 2, 3, generator=g, dtype=torch.float64) for _ in range(2))
-    rates = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
-
-    def one(p: Tensor, g: Tensor, lr: Tensor) -> Tensor:
-        opt = BY_RATE[name](lr)
-        tree, state = {"p": p}, opt.init({"p": p})
-        for _ in range(2):
-            tree, state = opt.step(tree, {"p": g}, state)
-        return tree["p"]
-
-    out = torch.func.vmap(one)(params, grads, rates)
-    each = torch.stack([one(p, g, lr) for p, g, lr in zip(params, grads, rates, strict=True)])
-    assert max_diff(out, each) < (0.1 if name == "muon" else 1e-13)  # a batched product in bfloat16 rounds otherwise
-
-
 def test_states_with_different_step_counts_are_stepped_separately() -> None:
     """A tree put together from two trainings: one flat kernel would give both the same step count."""
     opt, p = tx.adam(0.1), torch.ones(2, dtype=torch.float64)
