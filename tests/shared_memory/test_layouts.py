@@ -1,4 +1,4 @@
-"""The axes take tensors of every layout."""
+"""The axes take tensors of every layout and size, and sum them as gloo does in rank order, and as the simulator."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from tests.helpers import raises_text
 
 def values(shape: Any, dtype: torch.dtype, start: int) -> Tensor:
     n = torch.Size(shape).numel()
-    x = (torch.arange(n) + start) % 3
+    x = torch.arange(n) % 13 * (start + 1) + start
+    x = x / 7 if dtype.is_floating_point or dtype.is_complex else x
     return (x + 1j * (x + 1) if dtype.is_complex else x).to(dtype).reshape(shape)
 
 
@@ -50,19 +51,26 @@ LAYOUTS: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
     "negated, 0-d": ((), negated), "negated, empty": ((0,), negated),
 }  # fmt: skip
 # Layouts that only an input can have.
-INPUTS = {"expanded": ((4, 3), lambda x: x[:1].expand(4, 3)), "expanded, 1-d": ((5,), lambda x: x[:1].expand(5))}
+INPUTS: Any = {"expanded": ((4, 3), lambda x: x[:1].expand(4, 3)), "expanded, 1-d": ((5,), lambda x: x[:1].expand(5))}
+# Elements: one, fewer than ranks, those of a packet, one more, and several chunks.
+SIZES: Any = {str(n): ((n,), lambda x: x) for n in (1, 3, 16384, 16385, 150_001)}
+DTYPES = (torch.float32, torch.int64, torch.complex64)
+MORE_DTYPES = (*DTYPES, torch.float64, torch.bfloat16, torch.float16, torch.uint8)
 
 
 def on_axes(mesh: Any, bound: bool, layout: str, dtype: torch.dtype) -> dict[str, Any]:
     """Collectives over a mesh of a tensor of a layout."""
-    shape, lay = (LAYOUTS | INPUTS)[layout]
+    shape, lay = (LAYOUTS | INPUTS | SIZES)[layout]
     x = lay(values(shape, dtype, mesh.rank))
     rows = torch.stack([x] * mesh.size) if x.dim() else x.expand(mesh.size)
+    give = [(mesh.rank + i) % 3 for i in range(mesh.size)]  # to each rank as many rows as from it
     calls: dict[str, Callable[[], Any]] = {
         "psum": lambda: tx.psum(x, "data"), "tree": lambda: tx.psum({"a": x, "b": [x, rows]}, "data"),
         "pbroadcast": lambda: tx.pbroadcast(x, "data", mesh.size - 1), "all_gather": lambda: tx.all_gather(x, "data"),
         "psum_scatter": lambda: tx.psum_scatter(rows, "data"), "all_to_all": lambda: tx.all_to_all(rows, "data"),
         "all_to_all_single": lambda: tx.all_to_all_single(rows, "data"),
+        "split": lambda: tx.all_to_all_single(torch.cat([rows] * 3)[: sum(give)], "data", input_split_sizes=give, output_split_sizes=give),
+        "to some": lambda: tx.ppermute(x, "data", [(i, (i + 1) % mesh.size) for i in range(1, mesh.size)]),
         "ppermute": lambda: tx.ppermute(x, "data", [(i, (i + 1) % mesh.size) for i in range(mesh.size)]),
     }  # fmt: skip
     if not dtype.is_complex:
@@ -77,14 +85,18 @@ def on_axes(mesh: Any, bound: bool, layout: str, dtype: torch.dtype) -> dict[str
 def every_layout(transport: str | None) -> dict[Any, Any]:
     """The same over all layouts; None for simulated ranks."""
     mesh = fjoin.mesh({"data": -1}, transport=transport or "auto", ordered=transport == "gloo")
+    sizes = [3, 0, 5, 2][: mesh.size]
+    flat = torch.cat([torch.full((n,), rank + 1.0) * (rank == mesh.rank) for rank, n in enumerate(sizes)])
+    mesh.axes["data"].begin_gather(flat, sizes, mesh.rank).wait()
+    assert flat.tolist() == [rank + 1.0 for rank, n in enumerate(sizes) for _ in range(n)]
     return {
         (layout, dtype): on_axes(mesh, transport is None, layout, dtype)
-        for layout in LAYOUTS | INPUTS
-        for dtype in (torch.float32, torch.int64, torch.complex64)
+        for layout in LAYOUTS | INPUTS | SIZES
+        for dtype in (MORE_DTYPES if layout in SIZES else DTYPES)
     }
 
 
-@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("transport", ["shared", "gloo"])
 def test_collectives_over_axes_on_every_layout(pool: Any, n: int, transport: str) -> None:
     """Results are bitwise equal to the simulation."""
