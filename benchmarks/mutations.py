@@ -31,6 +31,7 @@ BESIDE = {
     "fjoin/buckets": "tests/reducer tests/training tests/devices",
     "fjoin/step": "tests/reducer tests/training tests/ddp",
     "fjoin/testing": "tests/transforms",
+    "fjoin/uneven": "tests/uneven tests/groups",
     "transforms": "tests/transforms/random tests/transforms",
     "transforms/averaging": "tests/transforms/local_sgd tests/training",
     "transforms/base": "tests/transforms",

@@ -1,6 +1,6 @@
 """fjoin.join: uneven inputs in a custom loop, for all code that communicates in it, in windows, and over several steps.
 
-test_left_loops.py has loops that are left, and test_failures.py ranks that fail.
+test_left_loops.py has loops that are left, and tests/groups/test_lost_ranks.py ranks that fail.
 """
 
 from __future__ import annotations
