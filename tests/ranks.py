@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import subprocess
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
@@ -82,3 +83,24 @@ class Ranks:
             process.join()
         for connection in self._reports:
             connection.close()
+
+
+def reports(n: int, function: Callable[..., Any], *args: Any, of: int | None = None) -> list[Any]:
+    """What n such processes report, or so many of them, by rank."""
+    with Ranks(n, function, *args) as run:
+        return [value for *_, value in sorted((run.next(120) for _ in range(of or n)), key=lambda report: report[0])]
+
+
+def programs(
+    command: list[str], environments: list[dict[str, str]], timeout_s: float = 120
+) -> list[tuple[str, str, int]]:
+    """The outputs, errors and exit statuses of a program that is started once in each environment."""
+    started = [
+        subprocess.Popen(command, env=os.environ | own, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for own in environments
+    ]
+    try:
+        return [(*process.communicate(timeout=timeout_s), process.returncode) for process in started]
+    finally:
+        for process in started:
+            process.kill()

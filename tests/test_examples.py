@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import fjoin
-from tests.ranks import Ranks
+from tests.ranks import reports
 
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 # The packages that an example needs in addition to fjoin.
@@ -47,10 +47,8 @@ def _run(rank: int, report: Any, name: str) -> None:
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipe(name: str, ranks: int) -> None:
     skip_without_what_it_needs(name)
-    with Ranks(ranks, _run, name) as run:
-        for _ in range(ranks):
-            _, _, (code, text) = run.next(120)
-            assert not code and text.count(RESULT) == 1, text
+    for code, text in reports(ranks, _run, name):
+        assert not code and text.count(RESULT) == 1, text
 
 
 @pytest.mark.long
@@ -71,8 +69,7 @@ def _run_alone(rank: int, report: Any, name: str) -> None:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ALONE)
 def test_alone(name: str) -> None:
-    with Ranks(1, _run_alone, name) as run:
-        assert run.next(120)[2] == "done"
+    assert reports(1, _run_alone, name) == ["done"]
 
 
 def _run_checks(rank: int, report: Any) -> None:
@@ -89,10 +86,8 @@ def _run_checks(rank: int, report: Any) -> None:
 
 @pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 3))])
 def test_the_checks_of_the_demo_hold(ranks: int) -> None:
-    with Ranks(ranks, _run_checks) as run:
-        for _ in range(ranks):
-            _, _, (failed, text) = run.next(120)
-            assert not failed, text
+    for failed, text in reports(ranks, _run_checks):
+        assert not failed, text
 
 
 def _resume(rank: int, report: Any, folder: str, forget: int) -> None:
@@ -111,10 +106,8 @@ def _resume(rank: int, report: Any, folder: str, forget: int) -> None:
     def make_step() -> fjoin.TrainStep:
         return fjoin.train_step(
             lambda p, b: cross_entropy(apply(p, {}, b.inputs), b),
-            make_pipeline(6, checks.PEAK),
-            mesh=mesh,
-            weight=lambda b: b.tokens,
-        )
+            make_pipeline(6, checks.PEAK), mesh=mesh, weight=lambda b: b.tokens,
+        )  # fmt: skip
 
     with contextlib.redirect_stdout(io.StringIO()) as out:
         made, step = checks.Report(mesh), make_step()
@@ -131,10 +124,8 @@ def _resume(rank: int, report: Any, folder: str, forget: int) -> None:
     ("ranks", "forget"), [*(pytest.param(n, 0, marks=pytest.mark.long) for n in (1, 2)), (3, 0), (2, 1)]
 )
 def test_the_demo_goes_on_from_its_checkpoint_to_the_bit(ranks: int, forget: int, tmp_path: pathlib.Path) -> None:
-    with Ranks(ranks, _resume, str(tmp_path), forget) as run:
-        for _ in range(ranks):
-            _, _, (failed, text) = run.next(120)
-            assert failed == bool(forget), text
+    for failed, text in reports(ranks, _resume, str(tmp_path), forget):
+        assert failed == bool(forget), text
 
 
 def test_each_is_in_the_table() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.ranks import Ranks
+from tests.ranks import reports
 
 ROOT = pathlib.Path(__file__).parent.parent
 PORTED = ROOT / "examples" / "ported"
@@ -26,16 +26,10 @@ PORTS = sorted(
 )
 REFERENCES = sorted(path.relative_to(PORTED).as_posix() for path in PORTED.glob("*/reference.py"))
 RUNS = [  # script and arguments, ranks
-    ("nanogpt/train_step.py", 2),
-    ("nanogpt/register.py", 2),
-    ("nanogpt/register_hook.py", 2),
-    ("mnist/train_step.py", 1),
-    ("mnist/train_step.py", 2),
-    ("classification/train_step.py", 2),
-    ("classification/train_step.py --sync-bn", 2),
-    ("gpt2/train_step.py", 1),
-    ("gpt2/train_step.py", 2),
-]
+    ("nanogpt/train_step.py", 2), ("nanogpt/register.py", 2), ("nanogpt/register_hook.py", 2), ("mnist/train_step.py", 1),
+    ("mnist/train_step.py", 2), ("classification/train_step.py", 2), ("classification/train_step.py --sync-bn", 2),
+    ("gpt2/train_step.py", 1), ("gpt2/train_step.py", 2),
+]  # fmt: skip
 
 
 def _run(rank: int, report: Any, command: str, change: str = "") -> None:
@@ -60,11 +54,9 @@ def _run(rank: int, report: Any, command: str, change: str = "") -> None:
     [pytest.param(*run, marks=[pytest.mark.long] * (run[1] == 1 or i % 2)) for i, run in enumerate(RUNS)],
 )
 def test_a_port_trains_what_its_reference_trains(command: str, ranks: int) -> None:
-    with Ranks(ranks, _run, command) as run:
-        for _ in range(ranks):
-            rank, _, (code, text) = run.next(120)
-            assert code == 0 and text.count(f"RESULT rank {rank}: as the reference") == 1, text
-            assert text.count("\n") >= 5 or rank, "it prints its progress"
+    for rank, (code, text) in enumerate(reports(ranks, _run, command)):
+        assert code == 0 and text.count(f"RESULT rank {rank}: as the reference") == 1, text
+        assert text.count("\n") >= 5 or rank, "it prints its progress"
 
 
 @pytest.mark.sample(2)
@@ -76,17 +68,15 @@ def test_a_port_trains_what_its_reference_trains(command: str, ranks: int) -> No
     ],
 )  # fmt: skip
 def test_a_comparison_sees_a_number_changed_by_a_hundredth(command: str, change: str) -> None:
-    with Ranks(1, _run, command, change) as run:
-        _, _, (code, text) = run.next(120)
-        assert code == 1 and text.count("RESULT rank 0: DIFFERS from the reference") == 1, text
+    ((code, text),) = reports(1, _run, command, change)
+    assert code == 1 and text.count("RESULT rank 0: DIFFERS from the reference") == 1, text
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("script", REFERENCES)
 def test_a_reference_runs_alone(script: str) -> None:
-    with Ranks(1, _run, script) as run:
-        _, _, (code, text) = run.next(120)
-        assert not code and text.count("\n") >= 4, text
+    ((code, text),) = reports(1, _run, script)
+    assert not code and text.count("\n") >= 4, text
 
 
 def _code(script: str) -> list[str]:

@@ -9,7 +9,7 @@ import torch
 
 import fjoin
 from fjoin import transforms as tx
-from tests.ranks import Ranks
+from tests.ranks import reports
 
 LONG_S = 300.0  # a mesh's time-out, which no rank may need
 KEPT: list[Any] = []  # what lives as long as its process
@@ -35,10 +35,9 @@ def _run(rank: int, report: Callable[[Any], None], program: Callable[..., Any], 
     report(end_of(lambda: program(rank, *args)))
 
 
-def ends(n: int, program: Callable[..., Any], *args: Any, reports: int | None = None) -> list[End]:
+def ends(n: int, program: Callable[..., Any], *args: Any, left: int | None = None) -> list[End]:
     """The ends of `program(rank, *args)` on n ranks, or on those of whom so many are left, by rank. None may take a minute."""
-    with Ranks(n, _run, program, args) as run:
-        return [end for *_, end in sorted((run.next() for _ in range(reports or n)), key=lambda one: one[0])]
+    return reports(n, _run, program, args, of=left)
 
 
 def a_step(mesh: Any, loss: Callable[[Any, Any], Any] = lambda p, b: (p["w"] * b).sum()) -> Any:

@@ -339,7 +339,7 @@ PROGRAMS: dict[str, tuple[tuple[Any, ...], int, int]] = {
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_no_rank_is_taken_for_lost(name: str) -> None:
     program, n, left = PROGRAMS[name]
-    assert ends(n, *program, reports=left) == [End()] * left
+    assert ends(n, *program, left=left) == [End()] * left
 
 
 # -- within bind, over both transports ----------------------------------------------------------------------------------
@@ -382,7 +382,7 @@ def in_a_block(rank: int, call: str, transport: str, how: str, n: int) -> list[E
 @pytest.mark.parametrize("transport", ["shared", "gloo"])
 @pytest.mark.parametrize("call", CALLS)
 def test_a_failure_is_typed_inside_the_block(call: str, transport: str, how: str, n: int) -> None:
-    (end,) = ends(2, in_a_block, call, transport, how, n, reports=1)
+    (end,) = ends(2, in_a_block, call, transport, how, n, left=1)
     assert end.value, end
     outside, inside = end.value
     kind = "CollectiveTimeout" if how == "stop" else "PeerLost"

@@ -20,7 +20,7 @@ from fjoin.transforms.base.trees import choose_state
 from fjoin.transforms.sync import BatchNormState
 from tests.helpers import stepped
 from tests.pool import Pool
-from tests.ranks import Ranks
+from tests.ranks import reports
 from tests.training.small import net_loss, net_params
 
 
@@ -111,11 +111,9 @@ def with_one_gpu(rank: int, report: Any) -> None:
 
 
 def test_every_rank_warns_if_there_are_too_few_gpus() -> None:
-    with Ranks(2, with_one_gpu) as run:
-        for _ in range(2):
-            _, _, (backend, (text,)) = run.next(60)
-            assert backend == "gloo" and "2 ranks" in text and "fewer GPUs, 1" in text
-            assert "init_process_group('nccl')" in text
+    for backend, (text,) in reports(2, with_one_gpu):
+        assert backend == "gloo" and "2 ranks" in text and "fewer GPUs, 1" in text
+        assert "init_process_group('nccl')" in text
 
 
 def collectives(device: str) -> Any:

@@ -148,7 +148,7 @@ MODELS = {
 HOOKS = {"mean": MEAN, "clip, mean": tx.chain(tx.clip_by_value(1.0), MEAN), "noop": tx.identity()}
 
 
-def counted(model: str, hook: str, batches_of_rank: list[int]) -> tuple[list[tuple[str, int, str]], int]:
+def counted(batches: int, model: str, hook: str) -> tuple[list[tuple[str, int, str]], int]:
     """(collective, payload bytes, dtype) of all that a loop over `join` sends, and the profiler's own count."""
 
     def loss_fn(params: Any, batch: Any) -> Any:
@@ -164,7 +164,7 @@ def counted(model: str, hook: str, batches_of_rank: list[int]) -> tuple[list[tup
             experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True),
         ) as profile,
     ):
-        state = stepped(step, state, step.join([1.0] * batches_of_rank[dist.get_rank()]))
+        state = stepped(step, state, step.join([1.0] * batches))
     step.close()
     sent = [(one.name, one.bytes, one.dtype) for one in seen]
     return sent, sum(event.name.startswith("c10d::") for event in profile.events())
@@ -176,7 +176,7 @@ def counted(model: str, hook: str, batches_of_rank: list[int]) -> tuple[list[tup
 @pytest.mark.parametrize("hook", HOOKS)
 def test_a_loop_sends_what_is_announced(pool: Any, model: str, hook: str) -> None:
     """Each of 3 steps sends the announced messages, the loop two numbers before them, and a rank without input the same."""
-    results = pool.run(2, counted, model, hook, [3, 1])
+    results = pool.each(counted, [3, 1], model, hook)
     what = tx.explain(tx.fuse(HOOKS[hook], ADAM), MODELS[model](), {"data": 2}, bucket_bytes=20_000)
     said = sorted((m.payload_bytes, str(m.dtype)) for m in announced(what))
     assert said, "something is always sent: at least the step's own counts"

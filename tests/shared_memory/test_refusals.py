@@ -20,7 +20,7 @@ import fjoin
 from fjoin import transforms as tx
 from fjoin.shared_memory import HostChannel, HostLinks, _packets, _rendezvous as _hosts
 from tests.helpers import raises_text
-from tests.ranks import Ranks
+from tests.ranks import reports
 
 Report = Callable[[Any], None]
 
@@ -180,8 +180,6 @@ def meets_a_limit(rank: int, report: Report) -> None:
 
 
 def test_a_limit_during_training_is_typed_on_all_ranks() -> None:
-    with Ranks(3, meets_a_limit) as run:
-        found = sorted(run.next(20) for _ in range(3))
-    for rank, _, (kind, text, value) in found:
+    for rank, (kind, text, value) in enumerate(reports(3, meets_a_limit)):
         assert kind == ("TransportError" if rank == 1 else "PeerLost"), text
         assert "not in this sandbox" in text and value == -0.2

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import fjoin
@@ -61,10 +60,6 @@ def shards(sizes: list[list[int]]) -> list[list[Tensor]]:
     return [inputs(own, seed=7 + rank) for rank, own in enumerate(sizes)]
 
 
-def train_real(sizes: list[list[int]], window: int) -> Any:
-    return train(shards(sizes)[dist.get_rank()], window)
-
-
 @pytest.mark.parametrize(("sizes", "window"), [([[3, 2, 4], [5]], 1), ([[], [2, 3], [4, 1]], 2)], ids=str)
 def test_training_with_batch_norm_on_uneven_inputs(pool: Any, sizes: list[list[int]], window: int) -> None:
     """One process on the ranks' batches together computes the same, running statistics included."""
@@ -73,7 +68,7 @@ def test_training_with_batch_norm_on_uneven_inputs(pool: Any, sizes: list[list[i
     whole = [torch.cat([own[i] for own in given if i < len(own)]) for i in range(most)]
     ((params, buffers, loss),) = tx.simulate(lambda b: train(b, window), {"data": 1}, [whole])
     simulated = tx.simulate(lambda b: train(b, window), {"data": len(sizes)}, given)
-    real = pool.run(len(sizes), train_real, sizes, window)
+    real = pool.each(train, given, window)
     for own, stats, own_loss in simulated + real:
         assert max_diff(own, params) < 1e-12 and max_diff(stats, buffers) < 1e-11
         assert abs(own_loss - loss) < 1e-12 or own_loss != own_loss

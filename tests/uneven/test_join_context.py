@@ -141,10 +141,6 @@ def joined_sum(inputs: list[float]) -> Any:
     return float(total.state), weights.state.tolist(), join.last_joiner, join.iterations
 
 
-def on_processes(inputs: list[list[float]]) -> Any:
-    return joined_sum(inputs[dist.get_rank()])
-
-
 @pytest.mark.parametrize(
     ("inputs", "last"), [([[1.0], [2.0, 3.0], [4.0, 5.0]], 1), ([[], [1.0]], 1), ([[], []], 0), ([[1.0, 2.0]] * 3, 0)]
 )
@@ -153,7 +149,7 @@ def test_pure_hooks_simulated_and_real(pool: Any, inputs: list[list[float]], las
     most = max(map(len, inputs))
     want = [(sum(map(sum, inputs)), [last] * 2, last, most)] * len(inputs)
     assert tx.simulate(joined_sum, {"data": len(inputs)}, inputs) == want
-    assert pool.run(len(inputs), on_processes, inputs) == want
+    assert pool.each(joined_sum, inputs) == want
 
 
 def test_the_configuration_is_reset_after_an_exception() -> None:

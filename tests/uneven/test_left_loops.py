@@ -11,7 +11,6 @@ from __future__ import annotations
 import gc
 import itertools
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,6 +26,7 @@ import torch.distributed as dist
 import fjoin
 from fjoin import transforms as tx
 from tests.pool import Pool
+from tests.ranks import programs
 
 ROOT = Path(__file__).parents[2]
 N = 3  # steps before a loop is left
@@ -257,55 +257,40 @@ def test_one_rank_leaves_before_its_first_step(pool: Pool) -> None:
 @pytest.mark.parametrize("kind", KINDS[:2])
 def test_an_iterator_that_lives_until_the_interpreter_ends(kind: str, case: str | None) -> None:
     """Nothing is printed, and no rank waits; `None` is one rank alone. Another rank that goes on gets an error."""
-    environment, ranks = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}, [dict[str, str]()]
-    if case is not None:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        meet = {
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True",
-        }  # fmt: skip
-        ranks = [{**meet, "RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    meet = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "WORLD_SIZE": "2",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    ranks = [{}] if case is None else [{**meet, "RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
     command = [sys.executable, "-m", "tests.uneven.test_left_loops", kind, case or "together"]
-    started = [
-        subprocess.Popen(command, env=environment | one, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        for one in ranks
-    ]
-    found = []
-    try:
-        for process in started:
-            found.append(process.communicate(timeout=60))
-    finally:
-        for process in started:
-            process.kill()
-    outs = [out for out, _ in found]
+    found = programs(command, [{"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", **own} for own in ranks], 60)
+    outs, reports = [out for out, *_ in found], [errors for _, errors, _ in found if errors]
     if case == "stop":
         assert outs[0] == outs[1] and "True" in outs[0]
     elif case in ("alone", "exception"):
         assert outs[0].startswith("PeerLost") and outs[1] == (f"{N} False\n" if case == "alone" else "")
     else:
         assert set(outs) == {f"{N} False\n"}
-    failed = [errors for _, errors in found if errors]
-    if case == "exception":  # Python's own report of it, and nothing behind that
-        (report,) = failed
-        assert report.endswith("ValueError: bad batch\n") and report.count("Traceback") == 1
-    else:
-        assert not failed
+    assert len(reports) == (case == "exception")  # Python's own report of it, and nothing behind that
+    assert all(report.endswith("ValueError: bad batch\n") and report.count("Traceback") == 1 for report in reports)
 
+
+def by_keeping(loop: Any, n: int, body: Body) -> None:
+    KEPT.append(iter(loop))
+    by_islice(KEPT[0], n, body)
+
+
+KEPT: list[Any] = []
 
 if __name__ == "__main__":
-    _kind, _case = sys.argv[1:]
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
-    program = Program(_kind, fjoin.mesh({"data": -1}, timeout_s=60))
-
-    def keep(loop: Any, n: int, body: Body) -> None:
-        global batches
-        batches = iter(loop)
-        for batch in itertools.islice(batches, n):
-            body(batch)
-
+    program = Program(sys.argv[1], fjoin.mesh({"data": -1}, timeout_s=60))
     try:
-        stopped = program.leave(keep, _case)
+        stopped = program.leave(by_keeping, sys.argv[2])
+        print(program.steps, stopped, flush=True)
     except fjoin.FjoinError as error:
         print(type(error).__name__, error, flush=True)
-    else:
-        print(program.steps, stopped, flush=True)

@@ -52,36 +52,16 @@ def reference(sizes: list[list[int]], window: int = 1) -> dict[str, Tensor]:
     return {path: p.detach() for path, p in model.named_parameters()}
 
 
-def custom_loop(batches: list[Any]) -> Any:
-    """Gradients by torch.func, a pure pipeline; the weights travel with the gradients."""
-    model = make_model()
-    params = {path: p.detach() for path, p in model.named_parameters()}
-    pipeline = tx.fuse(tx.mean("data"), tx.adamw(0.05))
-    state, mesh, seen = pipeline.init(params), fjoin.mesh({"data": -1}, ordered=True), []
-
-    def loss_fn(params: Any, batch: Any) -> Any:
-        return cross_entropy(torch.func.functional_call(model, params, batch[0]), batch[1])
-
-    loop = fjoin.join(batches, mesh=mesh, weight=samples, empty=EMPTY)
-    with fjoin.bind(mesh):
-        for batch in loop:
-            grads = torch.func.grad(loss_fn)(params, batch)
-            params, state = pipeline.step(params, grads, state, weight=loop.weight)
-            seen.append((loop.live, loop.weight, loop.total, loop.number, loop.batches))
-    return params, seen
-
-
-def on_processes(sizes: list[list[int]]) -> Any:
-    return custom_loop(make_batches(1, sizes)[dist.get_rank()])
+def told(batches: list[Any]) -> list[tuple[Any, ...]]:
+    loop = fjoin.join(batches, weight=samples, empty=EMPTY)
+    return [(loop.live, loop.weight, loop.total, loop.number, loop.batches) for _ in loop]
 
 
 @pytest.mark.parametrize("sizes", [[[], [2, 3]], [[2], [3, 1], [4, 4, 4]]], ids=["one empty", "three"])
-def test_a_custom_loop_equals_one_process(pool: Any, sizes: list[list[int]]) -> None:
-    simulated = tx.simulate(custom_loop, {"data": len(sizes)}, make_batches(1, sizes))
-    real = pool.run(len(sizes), on_processes, sizes)
-    for own, (params, seen), (sim_params, sim_seen) in zip(sizes, real, simulated, strict=True):
-        assert max_diff(params, reference(sizes)) < 1e-12
-        assert same_bits(params, sim_params) and seen == sim_seen and len(seen) == max(map(len, sizes))
+def test_a_loop_tells_where_it_is(sizes: list[list[int]]) -> None:
+    """tests/test_places.py trains in such loops."""
+    for own, seen in zip(sizes, tx.simulate(told, {"data": len(sizes)}, make_batches(1, sizes)), strict=True):
+        assert len(seen) == max(map(len, sizes))
         for i, (live, weight, total, number, batches) in enumerate(seen):
             assert live == (i < len(own)) and weight == (own[i] if live else 0) and number == i
             assert total == sum(rank[i] for rank in sizes if i < len(rank)) and batches == min(i + 1, len(own))
@@ -181,16 +161,12 @@ def several(batches: list[Any], accumulate: int, only: int | None = None) -> Any
     return out, counts
 
 
-def several_on_processes(sizes: list[list[int]], accumulate: int) -> Any:
-    return several(make_batches(1, sizes)[dist.get_rank()], accumulate)
-
-
 @pytest.mark.parametrize(("sizes", "accumulate"), [(SIZES, 1), ([[2], [3, 1, 4]], 2)], ids=str)
 def test_several_steps_over_one_loader(pool: Any, sizes: list[list[int]], accumulate: int) -> None:
     """Each step ends as it would alone, including an incomplete last window."""
     batches = make_batches(1, sizes)
     want = [tx.simulate(lambda b, i=i: several(b, accumulate, i)[0][0], {"data": 2}, batches)[0] for i in (0, 1)]
-    real = pool.run(2, several_on_processes, sizes, accumulate)
+    real = pool.each(several, batches, accumulate)
     simulated = tx.simulate(lambda b: several(b, accumulate), {"data": 2}, batches)
     steps = -(-max(map(len, sizes)) // accumulate)
     for rank, (params, counts) in enumerate(real):
@@ -337,14 +313,9 @@ def metrics(batch: torch.Tensor) -> dict[str, Any]:
 
 
 def evaluated(mine: list[torch.Tensor]) -> Any:
-    out = fjoin.evaluate(metrics, mine, weight=len)
+    out, again = (fjoin.evaluate(metrics, mine, weight=len) for _ in range(2))  # which meet anew
+    assert same_bits(out, again)
     return out.means["accuracy"], out.means["by column"].tolist(), out.sums, out.weight, out.batches
-
-
-def evaluated_on_processes(shards: list[list[int]]) -> Any:
-    first = evaluated(shards_of(shards)[dist.get_rank()])
-    assert evaluated(shards_of(shards)[dist.get_rank()]) == first, "a second evaluation meets anew"
-    return first
 
 
 @pytest.mark.parametrize("shards", SHARDS, ids=str)
@@ -352,7 +323,7 @@ def test_every_sample_counts_once(pool: Any, shards: list[list[int]]) -> None:
     all_samples = torch.cat([batch for own in shards_of(shards) for batch in own])
     right = (all_samples.sum(1) > 0).double()
     results = tx.simulate(evaluated, {"data": len(shards)}, shards_of(shards))
-    assert results == pool.run(len(shards), evaluated_on_processes, shards), "simulated and real"
+    assert results == pool.each(evaluated, shards_of(shards)), "simulated and real"
     for accuracy, columns, sums, weight, batches in results:
         assert (accuracy, columns, sums, weight) == results[0][:4]
         assert abs(accuracy - right.mean().item()) < 1e-12
