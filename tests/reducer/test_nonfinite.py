@@ -11,6 +11,7 @@ from torch import Tensor
 import fjoin
 from fjoin import transforms as tx
 from tests.helpers import judged, max_diff, raises_text, same_bits
+from tests.reducer.test_wire import CODECS
 from tests.training.small import product, step_of
 
 X = torch.ones(2)
@@ -25,11 +26,12 @@ NORM = tx.chain(MEAN, tx.clip_by_global_norm(1.0))
 # Hook, loss, the batches of three ranks, and words of the error.
 POISONED: list[tuple[Any, ...]] = [
     *((hook, product, [X, X, torch.tensor([1.0, bad])], ["step 0", "loss of rank 2 is not finite", "'w'"])
-      for hook in (MEAN, NORM) for bad in (float("nan"), float("inf"))),
+      for hook in (MEAN, NORM, *(tx.compress(make(), MEAN) for make in CODECS.values())) for bad in (float("nan"), float("inf"))),
     (MEAN, sqrt_loss, [X * 0, X, X * 0], ["the summed gradient of 'v' is not finite"]),
 ]  # fmt: skip
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("row", range(len(POISONED)))
 def test_a_loss_or_a_gradient_that_is_not_finite(row: int) -> None:
     hook, loss, batches, words = POISONED[row]

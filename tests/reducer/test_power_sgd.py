@@ -10,13 +10,7 @@ import torch.distributed as dist
 import fjoin
 from fjoin import transforms as tx
 from tests.oracle import torch_power_sgd as torchs
-
-
-def made(rank: int = 1, **settings: Any) -> tx.Transform:
-    return tx.power_sgd("data", rank, **{"min_compression_rate": 1.0, **settings})
-
-
-# -- torch's ---------------------------------------------------------------------------------------
+from tests.power_problem import made
 
 
 def by_torch(rank: int, feedback: bool) -> Any:

@@ -15,7 +15,7 @@ import fjoin
 from fjoin import transforms as tx
 from fjoin.ddp._module_params import ScaledLoss
 from tests.helpers import judged, max_diff, raises_text, same_bits, stepped
-from tests.oracle import grad_scaler
+from tests.oracle import optim
 from tests.training.small import product, step_of
 
 INF, NAN = float("inf"), float("nan")
@@ -41,7 +41,7 @@ def test_scale_matches_torch_grad_scaler(options: dict[str, Any]) -> None:
         p, state = pipeline.step(p, {"p": g_ * state.scale}, state)
         params.append(p["p"])
         scales.append(state.scale.item())
-    want, want_scales = grad_scaler.run(torch.ones(4), grads, 0.1, **options)
+    want, want_scales = optim.run_scaled(torch.ones(4), grads, 0.1, **options)
     assert scales == want_scales and len(set(scales)) > 1 and state.skipped >= 4
     assert max_diff(params, want) <= 1e-6
 
