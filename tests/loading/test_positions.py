@@ -219,11 +219,3 @@ def test_another_number_of_ranks_takes_the_samples_that_are_left(n: int, ranks: 
             second = tx.simulate(lambda s=saved: consumed(n, s, None), {"data": ranks[1]})
             found = sorted(one for seen, _ in [*first, *second] for one in seen)
             assert found == [(epoch, i) for epoch in (0, 1) for i in range(n)], until
-
-
-def test_arguments() -> None:
-    raises_text(ValueError, lambda: fjoin.Shuffled(-1, 2), "n must", "-1")
-    raises_text(TypeError, lambda: fjoin.Shuffled(10, 2, seed=1.5), "seed", "1.5")  # type: ignore[arg-type]
-    raises_text(ValueError, lambda: tx.simulate(lambda: fjoin.Shuffled(10, 2), {"data": 3}), "batch_size")
-    raises_text(ValueError, lambda: fjoin.Shuffled(10, 2).set_epoch(-1), "epoch", "-1")
-    raises_text(ValueError, lambda: fjoin.Shuffled(10, 2).set_epoch(0, -1), "step", "-1")

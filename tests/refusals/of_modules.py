@@ -43,7 +43,16 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
     ],
     "checkpoint_wrapper": [(lambda: fjoin.checkpoint_wrapper(3), T, "takes a module", "int")],
     "offload_wrapper": [(lambda: fjoin.offload_wrapper(3), T, "takes a module", "int")],
-    "value_and_grad": [(lambda: fjoin.value_and_grad(3), T, "loss_fn must be a function", "3")],
+    "value_and_grad": [
+        (lambda: fjoin.value_and_grad(3), T, "loss_fn must be a function, got 3"),
+        (lambda: fjoin.value_and_grad(len, has_aux=1), T, "has_aux"),
+        *((lambda f=f, p=p, aux=aux: fjoin.value_and_grad(f, has_aux=aux)({"w": p}), kind, *words) for f, p, aux, kind, *words in (
+            (lambda p: p["w"].sum(), X.long(), False, T, "'w'", "int64"), (lambda p: p["w"], 3.0, False, T, "'w'", "float"),
+            (lambda p: p["w"], torch.ones(2), False, RuntimeError, "scalar outputs"),
+            (lambda p: torch.ones(()), X, False, RuntimeError, "does not require grad"),
+            (lambda p: 3.0, X, False, T, "must return a tensor"), (lambda p: p["w"].sum(), X, True, T, "(loss, aux)"),
+        )),
+    ],
     "sync_batch_norm": [
         (lambda: tx.sync_batch_norm(torch.ones(2, 3), (torch.ones(3),) * 2, axis=3), T, "named by a string", "got 3"),
         *((lambda a=a: tx.sync_batch_norm(*a, axis="data"), kind, *words) for a, kind, *words in (
@@ -56,7 +65,13 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
     "as_joinable": [
         (lambda bad=bad: fjoin.as_joinable(bad), T, "as_joinable: hook must be", repr(bad)) for bad in ("x", tx.JoinHook(3, 4))
     ],
-    "Join": [(lambda: fjoin.Join([3]), V, "at least one joinable that communicates", "fjoin.as_joinable")],
+    "Join": [
+        (lambda: fjoin.Join([3]), V, "at least one joinable that communicates", "fjoin.as_joinable"),
+        (lambda: fjoin.Join([torch.optim.SGD(PARAMS, 0.1)]), V, "communicates"),
+        (lambda: fjoin.Join([MODEL]), V, "got ['Linear']; wrap a module in DistributedDataParallel"),
+        (lambda: fjoin.Join([fjoin.as_joinable(tx.JoinHook()), MODEL]), T, "Linear"),
+        (lambda: fjoin.Join([fjoin.as_joinable(lambda: 3)]), T, "tx.JoinHook(main, post)", "3"),
+    ],
     "last_joiner": [(lambda: tx.last_joiner(True, "nowhere"), tx.UnboundAxis, "'nowhere'", "fjoin.bind")],
     "Optimizer": [(lambda: fjoin.Optimizer(PARAMS, 3), T, "takes an Optimizer of fjoin.transforms", "got 3")],
     "ZeroRedundancyOptimizer": [(lambda: fjoin.ZeroRedundancyOptimizer(PARAMS, torch.optim.SGD), V, "init_process_group first")],
@@ -79,8 +94,16 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
     **{make.__name__: [(lambda make=make: make(0), V, make.__name__, "block must be", "got 0")] for make in (tx.fp8, tx.int4, tx.uint8)},
     "auto_quantize": [(lambda: fjoin.auto_quantize(3, tx.int8()), T, "all_gather", "got 3")],
     # -- loops, checkpoints and jax
-    "Shuffled": [(lambda: fjoin.Shuffled(4, 0), V, "batch_size must be", "got 0")],
-    "show": [(lambda: fjoin.show(0), V, "every must be", "got 0")],
+    "Shuffled": [
+        (lambda: fjoin.Shuffled(4, 0), V, "batch_size must be", "got 0"), (lambda: fjoin.Shuffled(-1, 2), V, "n must", "-1"),
+        (lambda: fjoin.Shuffled(10, 2, seed=1.5), T, "seed", "1.5"), (lambda: fjoin.Shuffled(10, 2).set_epoch(-1), V, "epoch", "-1"),
+        (lambda: tx.simulate(lambda: fjoin.Shuffled(10, 2), {"data": 3}), V, "batch_size"),
+        (lambda: fjoin.Shuffled(10, 2).set_epoch(0, -1), V, "step", "-1"),
+    ],
+    "show": [
+        *((lambda every=every: fjoin.show(every), V, "every must be", f"got {every}") for every in (0, 2.5)),
+        (lambda: fjoin.show(to=["run.log"]), T, "to=", "run.log", "(numbers, step)"),
+    ],
     "trace": [(lambda: fjoin.trace(3).__enter__(), T, "os.PathLike")],
     "Checkpoints": [(lambda: fjoin.Checkpoints("x", 3), T, "a int cannot be saved", "pass a train_step")],
     "save": [(lambda: fjoin.save(NOWHERE, 3, 0), T, "a int cannot be saved", "pass a train_step")],

@@ -55,6 +55,10 @@ def weighed(value: Any) -> Callable[[], Any]:
     return run(weight=lambda b: value)
 
 
+def evaluated(metric_fn: Any) -> Callable[[], Any]:
+    return lambda: fjoin.evaluate(metric_fn, [1.0, 2.0])
+
+
 def bound(call: Callable[[], Any]) -> Callable[[], Any]:
     def here() -> Any:
         with fjoin.bind(fjoin.mesh({"data": -1})):
@@ -128,7 +132,15 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
     "evaluate": [
         (lambda: fjoin.evaluate(loss, [1], mesh="data"), T, "evaluate: mesh", "'data'"),
         (lambda: fjoin.evaluate(3, [1]), T, "metric_fn", "3"),
-        (lambda: fjoin.evaluate(loss, 3), T, "loader", "iterable", "3"),
+        (lambda: fjoin.evaluate(loss, 3), T, "loader", "iterable", "3"), (evaluated(lambda x: x), T, "name -> mean"),
+        (evaluated(lambda x: {str(x): x}), V, "'2.0'", "'1.0'"),
+        (lambda: fjoin.evaluate(lambda x: {"m": x}, [1.0], weight=lambda x: -1), V, "not negative"),
+        *((evaluated(lambda x, value=value: {"m": value}), T, *texts) for value, *texts in (
+            ("x", "'m'", "'x'"), (None, "'m'", "None"), (1j, "1j"), (torch.tensor(1j), "tensor"))),
+        (evaluated(lambda x: {1: x}), T, "string", "1"), (evaluated(lambda x: {"sum": x}), T, "'sum'", "1.0"),
+        (evaluated(lambda x: {"m": torch.ones(int(x))}), V, "'m'", "(2,)", "(1,)"),
+        (lambda: tx.simulate(lambda name: fjoin.evaluate(lambda x: {name: x}, [1.0]), {"data": 2}, ["a", "b"]), fjoin.DesyncError,
+         "rank 1", "'b'", "'a'"),
     ],
     "join": [
         (lambda: fjoin.join([1], mesh="data"), T, "join: mesh", "'data'"),
@@ -176,6 +188,7 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         *((weighed(w), V, "weight(batch)", repr(w), "ratios") for w in (1e300, 1e-42)),
         *((weighed(w), T, "weight(batch)", repr(w)) for w in ("3", None, [1], 1j)),
         *((weighed(w), V, "weight(batch) must be a finite number", repr(w)) for w in (-1.0, -1, NAN, INF)),
+        (lambda: made()().init(P).with_hyperparameters(lr=1.0), V, "'lr'", "inject_hyperparameters(optimizer)"),
         (lambda: made()()({"w": X}, X), T, "from step.init", "dict"), (again, fjoin.DonatedState, "donated to step 0,"),
     ],
     "Pipeline": [
@@ -186,6 +199,7 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
     "explain": [
         *((lambda n=n: tx.explain(PIPE, P, {"data": n}), V, "'data'", repr(n)) for n in (0, -2, 1.5, True, "2", None, 10**30, 2**21)),
         (lambda: tx.explain(3, {}, {"data": 2}), T, "takes a pipeline or a transform"),
+        (lambda: tx.explain(PIPE, model, {"data": 2}), T, "is a Linear; expected", "fjoin.functional(module)"),
         (lambda: tx.explain(PIPE, P, {"data": 2}, buffers=1), T, "explain: buffers", "1"),
         (lambda: tx.explain(PIPE, P, "data"), T, "mapping", "'data'"), (lambda: tx.explain(PIPE, P, {}), V, "{'data': 4}"),
         (lambda: tx.explain(PIPE, {"w": 3}, {"data": 2}), T, "params['w']", "3", "tensor"),

@@ -136,7 +136,8 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
     "qsgd": [(lambda: tx.qsgd(0), V, "levels", "0"), (lambda: tx.qsgd(128), V, "levels", "128"),
     (lambda: tx.qsgd().keyed(0.5, 0), V, "seed", "0.5")],
     "sign": [(lambda: tx.sign(0), V, "block must be"), (lambda: tx.uint8(0), V, "block must be"),
-    (lambda: tx.fp8(dtype=torch.float16), V, "torch.float16", "float8_e4m3fn"), *((lambda block=block: tx.int8(block), V, "block", repr(block)) for block in (None, 0, 1.5, True))],
+    (lambda: tx.fp8(dtype=torch.float16), V, "torch.float16", "float8_e4m3fn"),
+    *((lambda block=block: tx.int8(block), V, "block", repr(block)) for block in (None, 0, 1.5, True))],
     "int8": [(lambda make=make: make(stochastic=3), T, "stochastic", "3") for make in (tx.int8, tx.int4, tx.fp8, tx.bfloat16)],
     "compress": [
         *((lambda seed=seed: tx.compress(INT8, MEAN, seed=seed), V, "seed", repr(seed)) for seed in (0.5, True, None)),
@@ -230,6 +231,7 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
     ],
     "fuse": [
         (lambda: tx.fuse(MEAN, MEAN), T, "optimizer must be an Optimizer", "fuse(hook, optimizer)"),
+        (lambda: tx.fuse(MEAN, torch.optim.SGD([X.clone().requires_grad_()])), T, "torch's SGD", "tx.sgd(lr)"),
         *((lambda hook=hook: tx.fuse(hook, SGD), T, "is of parameters, not of gradients", "after=")
           for hook in (tx.ema(0.9), tx.average_parameters("data"), tx.chain(MEAN, tx.average_state("data")))),
         *((lambda after=after: tx.fuse(MEAN, SGD, after), T, "would scale the parameters", "a stage of the hook")

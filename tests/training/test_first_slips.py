@@ -41,20 +41,6 @@ def test_a_second_epoch_of_an_iterator_warns() -> None:
         assert list(loop) == []
 
 
-def test_errors_say_what_to_write() -> None:
-    raises_text(TypeError, lambda: tx.adamw("1e-3"), "lr", "write float('1e-3')")  # type: ignore[arg-type]
-    module = torch.nn.Linear(2, 2)
-    text = raises_text(
-        TypeError, lambda: tx.explain(MEAN_SGD, module, {"data": 2}), "a Linear", "fjoin.functional(module)"
-    )
-    assert "in_features" not in text
-    optimizer = torch.optim.SGD(module.parameters())
-    text = raises_text(TypeError, lambda: tx.fuse(tx.mean("data"), optimizer), "torch's SGD", "tx.sgd(lr)")  # type: ignore[arg-type]
-    assert "momentum" not in text
-    _, state = step_of()
-    raises_text(ValueError, lambda: state.with_hyperparameters(lr=1.0), "'lr'", "inject_hyperparameters(optimizer)")
-
-
 PARTS = torch.ones(3, 2), torch.ones(3)
 BATCHES: dict[str, tuple[Any, bool]] = {
     "tuple": (PARTS, True), "dict": (dict(zip("xy", PARTS, strict=True)), True),

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.algorithms.join as torch_join
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fjoin
@@ -174,21 +173,6 @@ def joinables(n: int) -> str:
     many = [fjoin.as_joinable(tx.JoinHook(), mesh=mesh) for _ in range(n)]
     words = ("rank 2 differs from rank 0 in its joinables", "same order")
     return raises_text(fjoin.DesyncError, lambda: fjoin.Join(many).__enter__(), *words)
-
-
-MODEL = nn.Linear(2, 2)
-REFUSED: list[tuple[Any, ...]] = [
-    (lambda: fjoin.Join([torch.optim.SGD(MODEL.parameters(), 0.1)]), ValueError, "communicates"),
-    (lambda: fjoin.Join([MODEL]), ValueError, "got ['Linear']; wrap a module in DistributedDataParallel"),
-    (lambda: fjoin.Join([fjoin.as_joinable(tx.JoinHook()), MODEL]), TypeError, "Linear"),
-    (lambda: fjoin.Join([fjoin.as_joinable(lambda: 3)]), TypeError, "tx.JoinHook(main, post)", "3"),
-]
-
-
-@pytest.mark.parametrize("row", REFUSED, ids=[row[2] for row in REFUSED])
-def test_it_is_refused(row: tuple[Any, ...]) -> None:
-    call, kind, *words = row
-    raises_text(kind, call, *words)
 
 
 def test_ranks_refuse_other_joinables_and_groups(pool: Any) -> None:

@@ -11,7 +11,6 @@ import torch
 
 import fjoin
 from fjoin import transforms as tx
-from tests.helpers import raises_text
 from tests.pool import Pool
 
 PARAMS = {"w": torch.linspace(-1, 1, 3000).view(60, 50), "bias": torch.ones(50)}
@@ -143,12 +142,6 @@ def test_rates_inside_wrappers_and_partitions(optimizer: tx.Optimizer, want: dic
     if "inject" in repr(optimizer):
         _, metrics = step(state.with_hyperparameters(lr=0.025), batches(0, 1)[0])
         assert {value for name, value in metrics.as_dict().items() if name.startswith("lr")} == {0.025}
-
-
-def test_bad_arguments_of_show() -> None:
-    for every in (0, 2.5):
-        raises_text(ValueError, lambda: fjoin.show(every), "every", str(every))  # noqa: B023
-    raises_text(TypeError, lambda: fjoin.show(to=["run.log"]), "to=", "run.log", "(numbers, step)")
 
 
 def test_sums_with_the_names_of_other_numbers() -> None:
