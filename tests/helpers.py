@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import fjoin
 from fjoin.testing._compare import (
     assert_untouched as assert_untouched,
     max_diff as max_diff,
@@ -24,6 +25,14 @@ def raises_text(kind: type[BaseException], function: Callable[[], object], *part
             assert part in text, f"{part!r} not in {text!r}"
         return text
     raise AssertionError(f"expected a {kind.__name__}, nothing was raised")
+
+
+def or_text(function: Callable[[], Any]) -> Any:
+    """What the function returns, or the type and the text of its error: of fjoin's, or of bad values."""
+    try:
+        return function()
+    except (fjoin.FjoinError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
 
 
 def stepped(step: Any, state: Any, batches: Iterable[Any]) -> Any:

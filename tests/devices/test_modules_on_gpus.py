@@ -8,7 +8,6 @@ seconds to make.
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,16 @@ import fjoin
 from fjoin import transforms as tx
 from fjoin.transforms.sync import BatchNormState
 from tests.devices.fake_device import Make
-from tests.devices.test_steps_on_gpus import ADAM, AFTER, LEFT_OUT, ON_BUFFERS, PIPELINES as STEPS, scaled, skipping
+from tests.devices.test_steps_on_gpus import (
+    ADAM,
+    AFTER,
+    LEFT_OUT,
+    ON_BUFFERS,
+    PIPELINES as STEPS,
+    all_of,
+    scaled,
+    skipping,
+)
 from tests.oracle import uneven_ddp
 from tests.pool import Pool
 from tests.transform_table import TRANSFORMS
@@ -289,16 +297,7 @@ def cases(kind: str, folder: str) -> dict[str, Callable[[str], Values]]:
 def runs(kind: str, device: str, folder: str) -> dict[str, Values]:
     """A rank's results of all cases of a kind."""
     Path(folder).mkdir(exist_ok=True)
-    out = {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for name, case in cases(kind, folder).items():
-            try:
-                out[name] = case(device)
-            except BaseException as error:
-                error.add_note(f"in the case {name!r}")
-                raise
-    return out
+    return all_of(cases(kind, folder), lambda case: case(device))
 
 
 def known() -> dict[str, dict[str, Any]]:

@@ -144,35 +144,25 @@ def _reads_at_once(reads: Any, newest: bool, keep: bool = False) -> Any:
     reads.under_way = []
 
 
+# What is taken out -> the pipeline, the part of fjoin that is replaced, what replaces it, and words of a report.
 FAULTS: dict[str, tuple[str, Any, str, Any, str]] = {
-    "the side stream does not wait for the caller": (
-        "fed back", SideStreams, "start", _does_not_wait_for_the_caller, "in 'side",
-    ),
-    "the caller does not wait for the side stream": (
-        "fed back", Started, "wait", lambda end: None, "in 'main', after the write to it by",
-    ),
-    "a message is not awaited": (
-        "mean", GradBuffer, "wait", lambda out: setattr(out, "work", None), "by psum in 'message",
-    ),
-    "the record is written after the message has begun": (
-        "mean", SumReducer, "launch", _writes_the_record_after, "aten::copy_ in 'leaf', after the write to it by psum",
-    ),
-    "parameters are stepped while a gather reads them": (
-        "zero", FlatStep, "_step_params", _gathers_first, "after the read of it by gather",
-    ),
-    "the next forward does not wait for a gather": (
-        "zero", FlatStep, "_gather", lambda self, sharding, effect: None, "after the write to it by gather",
-    ),
-    "the host reads a copy before its event": (
-        "mean", _device_reads, "_await", lambda mesh, event: None, "a read in 'host'",
-    ),
+    "the side stream does not wait for the caller":
+        ("fed back", SideStreams, "start", _does_not_wait_for_the_caller, "in 'side"),
+    "the caller does not wait for the side stream":
+        ("fed back", Started, "wait", lambda end: None, "in 'main', after the write to it by"),
+    "a message is not awaited": ("mean", GradBuffer, "wait", lambda out: setattr(out, "work", None), "by psum in 'message"),
+    "the record is written after the message has begun":
+        ("mean", SumReducer, "launch", _writes_the_record_after, "aten::copy_ in 'leaf', after the write to it by psum"),
+    "parameters are stepped while a gather reads them":
+        ("zero", FlatStep, "_step_params", _gathers_first, "after the read of it by gather"),
+    "the next forward does not wait for a gather":
+        ("zero", FlatStep, "_gather", lambda self, sharding, effect: None, "after the write to it by gather"),
+    "the host reads a copy before its event": ("mean", _device_reads, "_await", lambda mesh, event: None, "a read in 'host'"),
     "the host reads a copy before its step": ("mean", DeviceReads, "read", _reads_at_once, "a read in 'host'"),
-    "memory is freed in one stream and reused in another": (
-        "fed back", SideStreams, "start", _with_memory_of_the_caller, "free memory is reused by",
-    ),
-    "a bucket does not wait for the sums of the first": (
-        "power_sgd", SideStreams, "start", _does_not_wait_for_the_first, "in 'side",
-    ),
+    "memory is freed in one stream and reused in another":
+        ("fed back", SideStreams, "start", _with_memory_of_the_caller, "free memory is reused by"),
+    "a bucket does not wait for the sums of the first":
+        ("power_sgd", SideStreams, "start", _does_not_wait_for_the_first, "in 'side"),
 }  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 import fjoin
 from fjoin import transforms as tx
 from fjoin.transforms.sync import BatchNormState
-from tests.helpers import raises_text, same_bits, seen_by, stepped
+from tests.helpers import or_text, raises_text, same_bits, seen_by, stepped
 from tests.oracle.whole_batch import make_batches, make_model
 from tests.training.small import MEAN_SGD, X, one, start, step_of
 
@@ -152,14 +152,6 @@ ROWS, Y = torch.ones(4, 3), torch.zeros(4, dtype=torch.long)
 SGD = tx.sgd(0.1)
 
 
-def reported(run: Any) -> str:
-    try:
-        run()
-    except (ValueError, fjoin.JoinError, fjoin.PeerLost) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
 # -- a loss that depends on other tensors than the given parameters trains nothing ---------------------
 
 
@@ -188,11 +180,11 @@ def test_a_loss_that_calls_another_module_is_refused(hook: Any, accumulate: int)
     assert same_bits(state.params, before)
 
 
-def refused_on_a_process() -> str:
+def refused_on_a_process() -> Any:
     """The first of three ranks has no batch."""
     mesh = fjoin.mesh({"data": -1}, timeout_s=30)
     step, state = calling(mesh=mesh)
-    return reported(lambda: stepped(step, state, step.join([ROWS] * mesh.rank)))
+    return or_text(lambda: stepped(step, state, step.join([ROWS] * mesh.rank)))
 
 
 def test_it_is_refused_on_all_ranks(pool: Any) -> None:
@@ -289,9 +281,9 @@ def test_collectives_in_the_loss(kind: str) -> None:
         assert [n for _, n in out] == [2, 2] and torch.equal(out[0][0], out[1][0])
 
 
-def communicates_on_a_process(kind: str) -> str:
+def communicates_on_a_process(kind: str) -> Any:
     mesh = fjoin.mesh({"data": -1}, timeout_s=30)
-    return reported(lambda: train(kind, 2 - mesh.rank, mesh))
+    return or_text(lambda: train(kind, 2 - mesh.rank, mesh))
 
 
 @pytest.mark.parametrize("kind", ["psum", "pmean"])

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fjoin
 from fjoin import transforms as tx
 from tests.ddp.ddp_problem import ZeroRedundancyOptimizer, batches_of, loss, make_model, state_of
-from tests.helpers import max_diff, same_bits
+from tests.helpers import max_diff, or_text, same_bits
 from tests.oracle import uneven_ddp
 
 PLAIN: dict[str, Any] = {
@@ -114,10 +114,7 @@ def run(program: tuple[Any, ...]) -> Any:
     """Its end, or the text of its error."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, of unused parameters and of ZeRO
-        try:
-            return train(Program(*program))
-        except (fjoin.JoinError, fjoin.PeerLost) as error:
-            return f"{type(error).__name__}: {error}"
+        return or_text(lambda: train(Program(*program)))
 
 
 UNEVEN = [[3, 1], [0, 2, 4], [2, 0, 1, 3]]

@@ -98,13 +98,9 @@ def by_a_collection(loop: Any, n: int, body: Body) -> None:
     gc.collect()
 
 
-FORMS = {
-    form.__name__: form
-    for form in (
-        by_break, before_a_step, by_islice, by_zip, by_zip_with_a_batch_more, by_next, by_a_generator, by_close,
-        by_a_collection,
-    )
-}  # fmt: skip
+FORMS = {form.__name__: form for form in (
+    by_break, before_a_step, by_islice, by_zip, by_zip_with_a_batch_more, by_next, by_a_generator, by_close, by_a_collection,
+)}  # fmt: skip
 KINDS = ("step.join", "fjoin.join", "fjoin.join(steps=)")
 # All leave after the same step; rank 1 leaves and the others go on; an exception in the body of rank 1, and in all; rank 1 calls stop.
 CASES = ("together", "alone", "exception", "exceptions", "stop")

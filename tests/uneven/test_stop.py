@@ -13,16 +13,12 @@ from tests.helpers import raises_text, stepped
 from tests.training.small import MEAN_SGD, step_of
 
 X = torch.ones(2)
-AVERAGE = tx.local_sgd(tx.sgd(0.1), tx.mean("data"), 3)
-# Where no rank waits for the record of a step, the ranks know of a request in the step after it.
-LATE = {"mean": 0, "local SGD": 1, "seldom": 1, "seldom, skips": 1, "zero": 0, "no message": 1}
-LATE |= {"mean, on a device": 1, "seldom, on a device": 2}
-PIPELINES: dict[str, Any] = {
-    "mean": MEAN_SGD, "local SGD": AVERAGE, "seldom": tx.local_sgd(tx.sgd(0.1), tx.mean("data"), 100),
-    "seldom, skips": tx.skip_if_nonfinite(tx.local_sgd(tx.sgd(0.1), tx.mean("data"), 100)),
-    "zero": tx.zero(tx.mean("data"), tx.sgd(0.1), "data"), "mean, on a device": MEAN_SGD,
-    "seldom, on a device": tx.local_sgd(tx.sgd(0.1), tx.mean("data"), 100),
-    "no message": tx.fuse(tx.identity(), tx.sgd(0.1)),
+SELDOM = tx.local_sgd(tx.sgd(0.1), tx.mean("data"), 100)
+# With the steps after which the ranks know of a request: one where no rank waits for the record of a step.
+PIPELINES: dict[str, tuple[tx.Pipeline, int]] = {
+    "mean": (MEAN_SGD, 0), "local SGD": (tx.local_sgd(tx.sgd(0.1), tx.mean("data"), 3), 1), "seldom": (SELDOM, 1),
+    "seldom, skips": (tx.skip_if_nonfinite(SELDOM), 1), "zero": (tx.zero(tx.mean("data"), tx.sgd(0.1), "data"), 0),
+    "mean, on a device": (MEAN_SGD, 1), "seldom, on a device": (SELDOM, 2), "no message": (tx.fuse(tx.identity(), tx.sgd(0.1)), 1),
 }  # fmt: skip
 
 
@@ -34,7 +30,7 @@ def stopped(
     Returns:
         The number of iterations, whether the loop was stopped, the number of the state's steps, and the iterations of a second loop.
     """
-    step, state = step_of(pipeline=PIPELINES[pipeline], accumulate=accumulate)
+    step, state = step_of(pipeline=PIPELINES[pipeline][0], accumulate=accumulate)
     other, second = step_of(accumulate=accumulate) if several else (None, None)
     # The host reads the records of a device one step late, except where a rank reads its metrics.
     step.run.step_check.grads.on_device = "device" in pipeline
@@ -71,11 +67,10 @@ def stopped(
 @pytest.mark.parametrize("when", ["before", "after", "twice"])
 def test_one_rank_of_three_stops(pipeline: str, when: str) -> None:
     batches = [[X] * 9, [X] * 7, [X] * 2]
-    late = LATE[pipeline]
     for rank in (0, 2):  # with input, and without
         calls: list[dict[int, str]] = [{}, {}, {}]
         calls[rank] = {3: when}
-        n = 4 + (when != "before") + late
+        n = 4 + (when != "before") + PIPELINES[pipeline][1]
         got = tx.simulate(lambda b, c: stopped(b, c, pipeline), {"data": 3}, batches, calls)
         assert got == [(n, True, n, 9)] * 3
 
@@ -87,7 +82,7 @@ def test_with_windows_the_loop_ends_with_the_next_one() -> None:
             got = tx.simulate(
                 lambda b, c, p=pipeline: stopped(b, c, p, accumulate=3), {"data": 3}, batches, [{}, {at: "after"}, {}]
             )
-            want = n + 3 * LATE[pipeline]
+            want = n + 3 * PIPELINES[pipeline][1]
             assert got == [(min(want, 12), True, min(want, 12) // 3, 12)] * 3, (at, pipeline)
 
 
