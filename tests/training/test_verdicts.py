@@ -264,24 +264,6 @@ def test_one_counter_decides_on_all_periods() -> None:
     assert max_diff(moved["v"], params["v"] + 1) == 0
 
 
-def test_loops_end_over_the_axes_of_the_parameter_transform_too() -> None:
-    """Nodes with different numbers of batches end together, also while the hook's own axes are those of a node."""
-
-    def looped(batches: list[float]) -> Any:
-        step, state = step_of(lambda p, b: p["w"] * b, pipeline, {"w": torch.tensor(0.0)}, mesh=fjoin.mesh(NODES))
-        seen = seen_by(lambda state, _: float(state.params["w"]), step, state, step.join(batches))
-        return len(seen), seen[-1]
-
-    pipeline = tx.fuse(tx.mean("local"), tx.sgd(1.0), after=tx.mean("node"))
-    out = tx.simulate(looped, NODES, [[1.0], [3.0], [2.0, 4.0], [2.0]])
-    assert out == [(2, -6.0)] * 4  # (-2 * 2 + -2 * 2) / 4, then the second node's -2 - 4 alone
-    hook = tx.switch_after(2, tx.mean(("node", "local")), tx.mean("local"))
-    pipeline = tx.fuse(hook, tx.sgd(1.0), after=tx.every(3, tx.mean("node")))
-    out = tx.simulate(looped, NODES, [[1.0] * 3, [1.0] * 3, [1.0] * 5, [1.0] * 4])
-    assert [calls for calls, _ in out] == [5] * 4
-    assert {w for _, w in out[:2]} == {-3.0} and {w for _, w in out[2:]} == {-5.0}
-
-
 def with_count(**settings: Any) -> Any:
     """A step whose buffers are averaged over all axes, the parameters' gradients over one; and the state."""
     return step_of(
