@@ -165,8 +165,7 @@ OPTIONS: dict[str, Case] = {
     **{f"{name}, flushed": Case(PIPELINES[name], flush=True) for name in ("local SGD", "DiLoCo, late", "DiLoCo, fragments")},
     **{f"{loss}, {name}": Case(PIPELINES[name], loss=loss) for loss, name in (
         ("auxiliary", "mean"), ("remat", "mean"), ("offload", "mean"), ("offload, all", "coded"), ("offload", "zero"), ("buffers", "mean"),
-    )},
-    "one bucket": Case(MEAN_OF, {"bucket_bytes": 10**6}), "left out": Case(skipping("mean"), poisoned=(1, 2)),
+    )}, "one bucket": Case(MEAN_OF, {"bucket_bytes": 10**6}), "left out": Case(skipping("mean"), poisoned=(1, 2)),
     "left out, feedback": Case(skipping("coded"), poisoned=(1,)), "left out, zero": Case(skipping("zero"), poisoned=(1,)),
     "loss scale": Case(scaled("mean"), poisoned=(1, 2)), "loss scale, zero": Case(scaled("zero"), poisoned=(2,)),
     "loss scale, clip, kept states": Case(scaled("clip"), KEPT, poisoned=(1,)),

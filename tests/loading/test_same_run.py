@@ -304,8 +304,7 @@ def noise(batch: Tensor) -> Tensor:
 DRAWN: dict[str, torch.Generator] = {}  # of a program's body, in a variable
 ROWS = {
     # -- the order
-    "shuffle=True": Form(loader(shuffle=True)),
-    "generator=": Form(loader(shuffle=True, generator=generator)),
+    "shuffle=True": Form(loader(shuffle=True)), "generator=": Form(loader(shuffle=True, generator=generator)),
     "RandomSampler(generator=)": Form(loader(sampler=lambda: RandomSampler(SAMPLES, generator=generator()))),  # type: ignore[arg-type]
     "WeightedRandomSampler(generator=)": Form(
         loader(sampler=lambda: WeightedRandomSampler([1.0] * N, N, generator=generator()))

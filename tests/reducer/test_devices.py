@@ -76,10 +76,8 @@ def collectives(device: str) -> Any:
     x = torch.arange(8.0 * n, device=device).view(n, 8) * (rank + 1)
     with fjoin.bind(fjoin.mesh({"data": -1})):
         out = [
-            tx.quantized(tx.all_gather, codec)(x, "data"),
-            tx.quantized(tx.all_to_all, codec)(x, "data"),
-            tx.quantized(tx.psum, codec)(x, "data"),
-            tx.ppermute(x, "data", [(r, (r + 1) % n) for r in range(n)]),
+            tx.quantized(tx.all_gather, codec)(x, "data"), tx.quantized(tx.all_to_all, codec)(x, "data"),
+            tx.quantized(tx.psum, codec)(x, "data"), tx.ppermute(x, "data", [(r, (r + 1) % n) for r in range(n)]),
             tx.all_gather(x, "data"), tx.psum_scatter(x, "data"), tx.pmax(x, "data"), tx.pbroadcast(x, "data", 1),
         ]  # fmt: skip
     filled = [torch.empty_like(x) for _ in range(n)]

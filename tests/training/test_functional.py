@@ -463,8 +463,7 @@ BY: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Tensor], Any]]] = {
     "a weak reference": (lambda root: weakref.ref(root.layer), lambda root, x: root.held()(x)),
     "a list of parameters": (lambda root: [root.layer.weight], lambda root, x: x @ root.held[0]),
     "a view of a parameter": (lambda root: root.layer.weight.view(3, 3), lambda root, x: x.sum() * root.held),
-    "a hook": (hooked, lambda root, x: root.other(x)),
-    "a wrapped forward": (wrapped, lambda root, x: root.layer(x)),
+    "a hook": (hooked, lambda root, x: root.other(x)), "a wrapped forward": (wrapped, lambda root, x: root.layer(x)),
 }  # fmt: skip
 
 READS = ("a list of parameters", "a view of a parameter", "a wrapped forward")  # which run no submodule
