@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from tests.processes import context
+from tests.ranks import context
 
 WORKERS = 4
 TIMEOUT_S = 120.0

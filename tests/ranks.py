@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import multiprocessing
 import os
 import subprocess
 import time
@@ -11,7 +12,10 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from tests.processes import context
+# New processes are forked from one that has imported torch and fjoin and done nothing else.
+context = multiprocessing.get_context("forkserver")
+# Optimizers and modules of torch import other modules when they are first used; these imports take longest.
+context.set_forkserver_preload(["fjoin", "torch._dynamo", "torch.distributed.optim"])
 
 
 def _start(function: Callable[..., Any], rank: int, n: int, test: Connection[Any, Any], args: tuple[Any, ...]) -> None:

@@ -33,7 +33,7 @@ from tests.devices.test_steps_on_gpus import (
     scaled,
     skipping,
 )
-from tests.oracle import uneven_ddp
+from tests.oracle import whole_batch
 from tests.pool import Pool
 from tests.transform_table import TRANSFORMS
 from tests.uneven.test_join_context import make_counter
@@ -305,7 +305,7 @@ def known() -> dict[str, dict[str, Any]]:
     both = [batches("cpu", n, rank) for rank, n in enumerate((3, 2))]
     x, first = torch.cat([*both[0], *both[1]]), torch.cat([own[0] for own in both])
     one, data = model(), [batches("cpu", n, rank) for rank, n in enumerate((4, 2))]
-    uneven_ddp.train(one, lambda params: torch.optim.SGD(params, 0.1), data, loss, by_world=False)
+    whole_batch.train(one, torch.optim.SGD(one.parameters(), 0.1), data, "live", loss)
     var, mean = torch.var_mean(first, 0)
     return {
         "evaluate": {"mean": x.mean(), "columns": x.mean(0), "positive": (x > 0).sum(), "weight": float(len(x))},

@@ -38,42 +38,37 @@ def mean_loss(model: torch.nn.Module, batch: Batch) -> Tensor:
 
 
 def train(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[Sequence[Batch]], over: str = "weight",
-    loss: Callable[[torch.nn.Module, Batch], Tensor] = mean_loss, clip: float | None = None, ranks: int | None = None,
-) -> list[float]:  # fmt: skip
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[Sequence[Any]], over: str = "weight",
+    loss: Callable[[torch.nn.Module, Any], Tensor] = mean_loss, *, window: int = 1, of_window: bool = False, clip: float | None = None,
+    before_step: Callable[[torch.nn.Module], Any] | None = None,
+) -> None:  # fmt: skip
     """Train on the batches of all ranks, step by step; a rank that is out of them is left out.
 
     Args:
         batches: For each rank its batches.
-        over: "weight" the mean over all samples; "live" the mean of the ranks' own means; "world" their
-            sum divided by the number of ranks.
-
-    Returns:
-        The loss over all samples in each step.
+        over: "weight" the mean over all samples; "live" the mean of the means of the ranks with input; "world" their sum divided
+            by the number of ranks. For the last two a window that no rank completes is not stepped.
+        window: Iterations to a step; a rank that ends within a window contributes the gradients that it has.
+        of_window: Whether "with input" means in any iteration of the window; otherwise in its last one.
     """
-    losses = []
-    for i in range(max((len(b) for b in batches), default=0)):
-        live = [b[i] for b in batches if i < len(b)]
-        sizes = [len(batch[1]) for batch in live]
-        means = [loss(model, batch) for batch in live]
-        weighted = sum(n * m for n, m in zip(sizes, means, strict=True)) / sum(sizes)
-        losses.append(weighted.item())
-        if over == "weight":
-            total = weighted
-        else:
-            total = sum(means) / (len(live) if over == "live" else ranks or len(batches))
+    for first in range(0, max(map(len, batches)), window):
+        given = [own[first : first + window] for own in batches]
+        if over != "weight" and max(map(len, given)) < window:
+            break
+        parts = [batch for own in given for batch in own]
+        sizes = [len(batch[1]) if over == "weight" else 1 for batch in parts]
+        live = sum(len(own) > (0 if of_window else window - 1) for own in given)
+        divisor = {"weight": sum(sizes), "live": live, "world": len(batches)}[over]
         optimizer.zero_grad()
-        total.backward()
+        sum(
+            (n * loss(model, batch) / divisor for n, batch in zip(sizes, parts, strict=True)), torch.zeros(())
+        ).backward()
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        if before_step is not None:
+            before_step(model)
         optimizer.step()
-    return losses
 
 
 def parameters(model: torch.nn.Module) -> dict[str, Tensor]:
     return {path: p.detach().clone() for path, p in model.named_parameters()}
-
-
-def slots(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
-    """Path -> the optimizer's state of that parameter."""
-    return {path: dict(optimizer.state[p]) for path, p in model.named_parameters()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import weakref
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -84,19 +84,12 @@ def test_transforms_of_parameters_do_not_accumulate() -> None:
 
 
 def test_optimizers_start_from_the_parameters_that_all_have() -> None:
-    class Anchor(NamedTuple):
-        step: Tensor
-        first: Tensor
-
-    def back(param: Tensor, grad: Tensor, state: Anchor, **guards: Any) -> None:
-        param.copy_(state.first)
-
-    anchored = tx.Optimizer(lambda p: Anchor(torch.zeros(()), p.clone()), lambda p, g, s: (s.first, s), back)
+    """Which masters of 32 bits keep."""
 
     def one_rank(value: float) -> float:
-        step = fjoin.train_step(_linear, tx.fuse(tx.mean("data"), anchored))
-        state, _ = step(step.init({"w": torch.full((1,), value)}), 1.0)
-        return state.params["w"].item()
+        pipeline = tx.fuse(tx.mean("data"), tx.mixed_precision(tx.sgd(0.0)))
+        step, state = step_of(_linear, pipeline, {"w": torch.full((1,), value, dtype=torch.bfloat16)})
+        return stepped(step, state, [1.0]).params["w"].item()  # type: ignore[no-any-return]
 
     assert tx.simulate(one_rank, {"data": 3}, [1.0, 2.0, 3.0]) == [1.0] * 3
 

@@ -18,7 +18,7 @@ import fjoin
 from fjoin import transforms as tx
 from tests.ddp.ddp_problem import ZeroRedundancyOptimizer, batches_of, loss, make_model, state_of
 from tests.helpers import max_diff, or_text, same_bits
-from tests.oracle import uneven_ddp
+from tests.oracle import whole_batch
 
 PLAIN: dict[str, Any] = {
     "sgd": lambda p: torch.optim.SGD(p, 0.1), "momentum": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
@@ -145,15 +145,18 @@ PROGRAMS: list[Program] = [
 def test_it_is_one_process(pool: Any, program: Program) -> None:
     results = pool.run(len(program.counts), run, tuple(program))
     plain = program.optimizer if program.optimizer in PLAIN else "momentum" if program.over else "adamw"
-    settings: dict[str, Any] = {"by_world": program.by_world if not program.over else program.over == "world"}
-    if program.clip:
-        settings["before_step"] = lambda model: clip(model.parameters())
+    over = "world" if (program.over == "world" if program.over else program.by_world) else "live"
+    settings = {"window": program.window, "of_window": bool(program.over)}
+    before_step = (lambda model: clip(model.parameters())) if program.clip else None
     tolerance = 2e-3 if program.hook == "fp16" else 1e-12
     for i, factor in enumerate([1, 2] if "g" in program.used else [1]):
-        params, state = uneven_ddp.train(
-            make_model(), PLAIN[plain], batches_of(program.counts), lambda m, b, f=factor: f * loss(m, b),
-            epochs=2, window=program.window, of_window=bool(program.over), **settings,
-        )  # fmt: skip
+        model, own_loss = make_model(), lambda m, b, f=factor: f * loss(m, b)
+        optimizer, params = PLAIN[plain](model.parameters()), list(model.parameters())
+        for _ in range(2):
+            whole_batch.train(
+                model, optimizer, batches_of(program.counts), over, own_loss, before_step=before_step, **settings
+            )
+        state = state_of(optimizer, params)
         assert max_diff(params, [p.detach() for p in make_model().parameters()]) > 1e-3
         for own, own_state in results:
             assert max_diff(own[i], params) < tolerance

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fjoin
 from fjoin import transforms as tx
 from tests.helpers import max_diff, raises_text, same_bits, stepped
+from tests.oracle import whole_batch
 from tests.oracle.whole_batch import make_batches, mean_loss
 from tests.traffic import watched
 
@@ -41,15 +42,9 @@ def make_model() -> torch.nn.Sequential:
 
 def reference(sizes: list[list[int]], window: int = 1) -> dict[str, Tensor]:
     """One process, plain torch: a step for the mean over all samples of all ranks in a window."""
-    model, batches = make_model(), make_batches(1, sizes)
-    optimizer = torch.optim.AdamW(model.parameters(), 0.05)
-    for start in range(0, max(map(len, sizes)), window):
-        parts = [batch for own in batches for batch in own[start : start + window]]
-        count = sum(len(batch[1]) for batch in parts)
-        optimizer.zero_grad()
-        sum((len(batch[1]) / count * mean_loss(model, batch) for batch in parts), torch.zeros(())).backward()
-        optimizer.step()
-    return {path: p.detach() for path, p in model.named_parameters()}
+    model = make_model()
+    whole_batch.train(model, torch.optim.AdamW(model.parameters(), 0.05), make_batches(1, sizes), window=window)
+    return whole_batch.parameters(model)
 
 
 def told(batches: list[Any]) -> list[tuple[Any, ...]]:

@@ -36,29 +36,23 @@ def stopped(
     step.run.step_check.grads.on_device = "device" in pipeline
     reads = "device" in pipeline and bool(calls)
     loop = fjoin.join(batches, steps=[step, other]) if several else step.join(batches)
-    n = 0
-    for batch in loop:
-        if calls.get(n) == "before":
-            loop.stop()
-        state, metrics = step(state, batch)
-        if other is not None:
-            second, _ = other(second, batch)
-        assert not reads or metrics.weight > 0
-        if calls.get(n) in ("after", "twice"):
-            loop.stop()
-        if calls.get(n) == "twice":
-            loop.stop()
-        n += 1
-    was, again = loop.stopped, 0
-    taken = state.step
-    for batch in loop:
-        state, _ = step(state, batch)
-        if other is not None:
-            second, _ = other(second, batch)
-        again += 1
-    assert not loop.stopped
+    found = []
+    for stops in (calls, {}):
+        n = 0
+        for batch in loop:
+            if stops.get(n) == "before":
+                loop.stop()
+            state, metrics = step(state, batch)
+            if other is not None:
+                second, _ = other(second, batch)
+            assert not reads or metrics.weight > 0
+            for _ in range({"after": 1, "twice": 2}.get(stops.get(n, ""), 0)):
+                loop.stop()
+            n += 1
+        found += [n, loop.stopped, state.step]
+    assert not found[4]
     step.flush(state)
-    return n, was, taken, again
+    return found[0], found[1], found[2], found[3]
 
 
 @pytest.mark.filterwarnings("ignore:.*nothing in the pipeline:UserWarning")
