@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
+from torch import Tensor
+
 import fjoin
+from fjoin import transforms as tx
 from fjoin.testing._compare import (
     assert_untouched as assert_untouched,
     max_diff as max_diff,
@@ -55,3 +59,30 @@ def seen_by(look: Callable[[Any, Any], Any], step: Any, state: Any, batches: Ite
         state, metrics = step(state, batch)
         seen.append(look(state, metrics))
     return seen
+
+
+def by_hand(
+    function: Callable[[Any, Any], Any],
+    needs: tx.Needs = tx.Needs.NOTHING,
+    init: Callable[[Any], Any] = lambda params: (),
+) -> tx.Transform:
+    """A transform of `function(values, state)`, which gives both anew."""
+    return tx.Transform(init, lambda g, state, params=None, **extra: function(g, state), needs=needs)
+
+
+class _InBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, action: Callable[[], None]) -> Tensor:
+        ctx.action = action
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        ctx.action()
+        return grad, None
+
+
+def in_backward(x: Tensor, action: Callable[[], None]) -> Tensor:
+    """x, as it is; `action` is called when its gradient has come."""
+    out: Tensor = _InBackward.apply(x, action)
+    return out

@@ -10,7 +10,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, NamedTuple
 
 # New processes are forked from one that has imported torch and fjoin and done nothing else.
 context = multiprocessing.get_context("forkserver")
@@ -108,3 +108,31 @@ def programs(
     finally:
         for process in started:
             process.kill()
+
+
+KEPT: list[Any] = []  # what lives as long as its process
+
+
+class End(NamedTuple):
+    """How a function ends: the name of its error or "fine", the error's text, the rank that it names, the result."""
+
+    kind: str = "fine"
+    text: str = ""
+    rank: Any = None
+    value: Any = None
+
+
+def end_of(run: Callable[[], Any]) -> End:
+    try:
+        return End(value=run())
+    except BaseException as error:
+        return End(type(error).__name__, str(error), getattr(error, "rank", None))
+
+
+def _report_end(rank: int, report: Callable[[Any], None], program: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    report(end_of(lambda: program(rank, *args)))
+
+
+def ends(n: int, program: Callable[..., Any], *args: Any, left: int | None = None) -> list[End]:
+    """The ends of `program(rank, *args)` on n ranks, or on those of whom so many are left, by rank. None may take a minute."""
+    return reports(n, _report_end, program, args, of=left)

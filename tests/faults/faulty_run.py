@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fjoin
 from fjoin import transforms as tx
-from tests.reducer.in_backward import in_backward
+from tests.helpers import in_backward
 
 from .plan import Fault
 

@@ -16,7 +16,7 @@ from fjoin.groups import StepEnd, _connect, _group_mesh, _teardown
 from fjoin.groups._message import Unfinished
 from fjoin.step import StepCheck
 from fjoin.transforms.base import devices
-from tests.groups.ends import End, end_of, ends, params
+from tests.ranks import End, end_of, ends
 from tests.traffic import watched
 
 NEVER = float("inf")
@@ -173,7 +173,7 @@ def test_state_is_torn_if_its_messages_never_arrive() -> None:
 def test_each_step_and_flush_on_a_device_notes_its_end(monkeypatch: Any) -> None:
     monkeypatch.setattr(Unfinished, "end", lambda self, step, device: self.add(StepEnd(step, Later(NEVER))))
     step = fjoin.train_step(lambda p, batch: (p["w"] * batch).sum(), tx.local_sgd(tx.sgd(1.0), tx.mean("data"), 4))
-    state, ended = step.init(params()), []
+    state, ended = step.init({"w": X}), []
     state._body.storage.on_accelerator = True
     for _ in range(2):
         state, _ = step(state, X)

@@ -14,9 +14,8 @@ import torch
 
 import fjoin
 from fjoin.groups._launch import Launch, read_launch
-from tests.groups.ends import ends
 from tests.helpers import raises_text
-from tests.ranks import programs
+from tests.ranks import ends, programs
 
 MEET = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 SRUN = {"SLURM_PROCID": "1", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "1"}

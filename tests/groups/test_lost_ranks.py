@@ -27,10 +27,12 @@ from fjoin.groups import Traffic
 from fjoin.groups._failures import Failures
 from fjoin.shared_memory import PeerGone
 from fjoin.uneven import _loop
-from tests.groups.ends import KEPT, LONG_S, End, a_step, end_of, ends, params
-from tests.reducer.in_backward import in_backward
+from tests.helpers import in_backward
+from tests.ranks import KEPT, End, end_of, ends
+from tests.training.small import step_of
 
 X = torch.ones(2)
+LONG_S = 300.0  # a mesh's time-out, which no rank may need
 
 
 class Bar:
@@ -64,13 +66,13 @@ def leave(rank: int, how: str) -> list[End]:
             tx.psum(X, "data")
 
     mesh = fjoin.mesh({"data": -1}, timeout_s=LONG_S)
-    step = a_step(mesh)
-    state, batches = step.init(params()), step.join([X] * 4)
+    step, state = step_of(mesh=mesh)
+    batches = step.join([X] * 4)
     KEPT.append(batches)
     later = [
         lambda: fjoin.evaluate(lambda batch: {"n": len(batch)}, [X], mesh=mesh), lambda: step(state, X), lambda: list(step.join([X])),
-        bound, lambda: step.init(params()), lambda: step.flush(state), lambda: list(fjoin.join([X], mesh=mesh)),
-        lambda: a_step(mesh).init(params()),
+        bound, lambda: step.init({"w": X, "v": X}), lambda: step.flush(state), lambda: list(fjoin.join([X], mesh=mesh)),
+        lambda: step_of(mesh=mesh),
     ]  # fmt: skip
     return [end._replace(value=None) for end in map(end_of, [loop, *later])]
 
@@ -98,15 +100,13 @@ def never_come(rank: int) -> None:
     mesh = fjoin.mesh({"data": -1}, timeout_s=5)  # on a busy machine a rank itself may be late by two seconds
     KEPT.append(mesh)
     if rank != 1:
-        a_step(mesh).init(params())
+        step_of(mesh=mesh)
 
 
 def fail_in_init(rank: int) -> None:
     optimizer = tx.partition({"w": tx.sgd(0.1), "v" if rank == 1 else "*": tx.sgd(0.2)})
     mesh = fjoin.mesh({"data": -1}, timeout_s=LONG_S)
-    fjoin.train_step(lambda p, b: (p["w"] * b).sum(), tx.fuse(tx.mean("data"), optimizer), mesh=mesh).init(
-        {**params(), "u": torch.ones(3)}
-    )
+    step_of(pipeline=tx.fuse(tx.mean("data"), optimizer), params={"w": X, "u": torch.ones(3)}, mesh=mesh)
 
 
 def fail() -> Any:
@@ -270,10 +270,10 @@ def again(rank: int) -> None:
         if rank == 0:
             with mesh:
                 raise ValueError("bad checkpoint")
-        a_step(mesh).init(params())
+        step_of(mesh=mesh)
     time.sleep(LATE_S * rank)
-    step = a_step(fjoin.mesh({"data": -1}, timeout_s=LONG_S))
-    step(step.init(params()), X)
+    step, state = step_of(mesh=fjoin.mesh({"data": -1}, timeout_s=LONG_S))
+    step(state, X)
 
 
 def two_modules(rank: int) -> None:
@@ -310,8 +310,7 @@ def device_meshes(rank: int) -> None:
 def fork(rank: int) -> None:
     """A forked process frees its copy of the mesh; then rank 0 has no descriptors left, while rank 1 is late."""
     mesh = fjoin.mesh({"data": -1}, timeout_s=LONG_S)
-    step = a_step(mesh)
-    state = step.init(params())
+    step, state = step_of(mesh=mesh)
     if (child := os.fork()) == 0:
         mesh.report_failure(ValueError("in the child"), None)
         mesh.close()
@@ -407,8 +406,8 @@ def make_meshes(rank: int, how: str) -> Any:
 
     def one() -> None:
         if how == "dropped":
-            step = a_step(None)
-            step(step.init(params()), X)
+            step, state = step_of()
+            step(state, X)
             return
         with fjoin.mesh({"data": -1}) as mesh, fjoin.bind(mesh):
             tx.psum(X, "data")

@@ -1,4 +1,7 @@
-"""Ranks that run other programs or are at other places in one get an error; a rank that is only late is awaited."""
+"""Ranks that run other programs or are at other places in one get an error; a rank that is only late is awaited.
+
+Several train_steps over one mesh are called in the same order on all ranks.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +12,25 @@ import torch
 
 import fjoin
 from fjoin import transforms as tx
-from tests.groups.ends import LONG_S, a_step, ends, params
-from tests.helpers import raises_text
+from tests.helpers import judged, raises_text, same_bits
+from tests.ranks import ends
 from tests.training.small import MEAN_SGD, product, step_of
 
 X = torch.ones(2)
 
 
+def params() -> Any:
+    return {"w": torch.ones(2)}
+
+
 def run_other_code(rank: int, what: str) -> None:
     other = rank == 1
-    mesh = fjoin.mesh({"data": -1, "node": 1} if what == "shape" and other else {"data": -1}, timeout_s=LONG_S)
+    mesh = fjoin.mesh({"data": -1, "node": 1} if what == "shape" and other else {"data": -1}, timeout_s=300)
     if what == "one mesh more" and other:
-        fjoin.mesh({"data": -1}, timeout_s=LONG_S)
+        fjoin.mesh({"data": -1}, timeout_s=300)
     if what == "evaluate" and other:
         fjoin.evaluate(lambda batch: {}, [], mesh=mesh)
-    step = a_step(mesh)
+    step = fjoin.train_step(product, MEAN_SGD, mesh=mesh)
     state = step.init(params(), sync=None if what == "sync" and other else "broadcast")
     if what == "plain loop" and other:
         state, _ = step(state, X)
@@ -95,3 +102,63 @@ def test_other_names_of_sums_on_one_rank() -> None:
     seen: list[int] = []
     state, _ = step(state, X)
     raises_text(ValueError, lambda: step(state, X), "['n1']", "['n0']", "must stay the same")
+
+
+# -- several train_steps over one mesh --
+
+HOOKS: dict[str, Any] = {
+    "mean": lambda: tx.mean("data"), "clip": lambda: tx.chain(tx.mean("data"), tx.clip_by_global_norm(1e4)),
+    "int8": lambda: tx.compress(tx.int8(), tx.mean("data")), "noop": lambda: tx.identity(),
+    "twice": lambda: tx.chain(tx.mean("data"), tx.mean("data", over="live")), "left out": lambda: tx.mean("data"),
+}  # fmt: skip
+
+
+def pipeline_of(hook: str) -> tx.Pipeline:
+    if hook == "local":
+        return tx.local_sgd(tx.sgd(1.0), tx.mean("data"), 9)
+    pipeline = tx.fuse(HOOKS[hook](), tx.sgd(1.0), after=tx.average_parameters("data") if hook == "noop" else None)
+    return tx.skip_if_nonfinite(pipeline) if hook == "left out" else pipeline
+
+
+def three_steps(hook: str, mesh: Any, on_device: bool = False) -> Any:
+    pipeline = pipeline_of(hook)
+    steps = [
+        judged(fjoin.train_step(lambda p, b, k=k: (p["w"] * b * k).sum(), pipeline, mesh=mesh), on_device)
+        for k in (1, 2, 3)
+    ]
+    return steps, [step.init({"w": torch.zeros(3)}) for step in steps]
+
+
+def in_another_order(hook: str, on_device: bool = False) -> None:
+    """All ranks have the error, and their states still have the values from before the odd step."""
+    mesh = fjoin.mesh({"data": -1}, timeout_s=60)
+    steps, states = three_steps(hook, mesh, on_device)
+    for i in (0, 1, 2):
+        states[i], _ = steps[i](states[i], 1.0)
+    before = [state.clone() for state in states]
+
+    def odd() -> None:
+        order = (1, 2, 0) if mesh.rank == 1 else (0, 1, 2)
+        for i in order * 3:  # on a device the host knows two steps later
+            states[i], _ = steps[i](states[i], 1.0)
+
+    if hook == "local":  # known one step later
+        raises_text(fjoin.DesyncError, odd, "step 1", "different train_steps", "each has taken its own step")
+        return
+    raises_text(fjoin.DesyncError, odd, "different train_steps", "same order", "nothing has changed")
+    assert all(same_bits(a.params, b.params) for a, b in zip(before, states, strict=True))
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("hook", [*HOOKS, "local"])
+def test_different_step_order_raises_before_any_change(hook: str, on_device: bool) -> None:
+    for ranks in (2, 3):
+        tx.simulate(lambda: in_another_order(hook, on_device), {"data": ranks})
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("hook", ["mean", "int8", "noop"])
+def test_another_order_on_processes(pool: Any, hook: str, ranks: int) -> None:
+    pool.run(ranks, in_another_order, hook)

@@ -15,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fjoin
 from fjoin import transforms as tx
-from tests.groups.ends import ends
+from tests.ranks import ends
+from tests.training.small import product
 
 TIMEOUT_S = 3.0
 SGD = tx.sgd(1.0)
@@ -25,10 +26,6 @@ PIPELINES: dict[str, Callable[[], tx.Pipeline]] = {
     "local": lambda: tx.local_sgd(SGD, tx.mean("data"), 3),
 }
 KINDS = ("step", "flush", "join", "average", "other step", "pass", "module flush")
-
-
-def product(params: Any, batch: Any) -> Any:
-    return (params["w"] * batch).sum()
 
 
 class Program:

@@ -13,25 +13,22 @@ from torch import Tensor
 import fjoin
 from fjoin import transforms as tx
 from fjoin.transforms.pipelines import make_plan
-from tests.groups.ends import end_of
-from tests.helpers import max_diff, raises_text, seen_by
+from tests.helpers import by_hand, max_diff, raises_text, seen_by
 from tests.places import run
+from tests.ranks import end_of
 from tests.rows import ROWS, TWO, Row
 from tests.training.small import step_of
 
 
-def _momentum(axis: str) -> tx.Transform:
+def _momentum(axis: str, needs: tx.Needs = tx.Needs.NOTHING) -> tx.Transform:
     """A reduction with a memory of each parameter, and two messages, the second from the first's result."""
 
-    def init(params: Any) -> Any:
-        return ({path: torch.zeros_like(p) for path, p in params.items()},)
-
-    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+    def update(grads: Any, state: Any) -> Any:
         summed = tx.psum({path: g + 0.5 * state[0][path] for path, g in grads.items()}, axis)
         largest = tx.pmax({path: g.abs() for path, g in summed.items()}, axis)
         return {path: g / (1 + largest[path]) for path, g in summed.items()}, (dict(grads),)
 
-    return tx.Transform(init, update, needs=tx.Needs.NOTHING)
+    return by_hand(update, needs, lambda params: ({path: torch.zeros_like(p) for path, p in params.items()},))
 
 
 def _to_norm_one(g: Tensor) -> Tensor:
@@ -39,8 +36,7 @@ def _to_norm_one(g: Tensor) -> Tensor:
 
 
 MEAN, INT8 = tx.mean("data"), tx.compress(tx.int8(block=4), tx.mean("data"))
-MEMORY = _momentum("data")
-LEAVES = tx.Transform(MEMORY.init, MEMORY.update, needs=tx.Needs.LEAVES)
+MEMORY, LEAVES = _momentum("data"), _momentum("data", tx.Needs.LEAVES)
 UNIT = tx.chain(tx.stateless(_to_norm_one), INT8)
 # Which no row of the places has. A leaf stage before a message stage gets leaves, in one bucket, whose layout is that of the whole tree.
 SMALL, WHOLE = (1, 200), (10**6,)
@@ -70,7 +66,7 @@ def test_per_bucket_is_the_whole_tree(hook: str, monkeypatch: pytest.MonkeyPatch
 def _fails_in(wave: int) -> tx.Transform:
     """A hook that fails on rank 0 before its first message, or behind it."""
 
-    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+    def update(grads: Any, state: Any) -> Any:
         fails = int(tx.axis_index("data")) == 0 and "w1" in grads
         if fails and wave == 1:
             raise ValueError("this hook is broken")
@@ -79,7 +75,7 @@ def _fails_in(wave: int) -> tx.Transform:
             raise ValueError("this hook is broken")
         return tx.psum(out, "data"), state
 
-    return tx.Transform(lambda params: (), update, needs=tx.Needs.LEAVES)
+    return by_hand(update, tx.Needs.LEAVES)
 
 
 def of_all(params: Any, batch: Tensor) -> Any:
@@ -121,28 +117,21 @@ def of_hook(hook: tx.Transform) -> float:
 
 def use_an_outer_axis_and_a_compiled_hook() -> list[float]:
     compiled = torch.compile(lambda g: tx.psum(g, "data") / 2, fullgraph=True, backend="eager")
-
-    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-        return {path: compiled(g) for path, g in grads.items()}, state
-
+    inner = by_hand(lambda grads, state: ({path: compiled(g) for path, g in grads.items()}, state), tx.Needs.LEAVES)
     outer = tx.chain(tx.stateless(lambda g: tx.psum(g, "outer")), tx.mean("data"))
-    return [of_hook(outer), of_hook(tx.Transform(lambda params: (), update, needs=tx.Needs.LEAVES))]
+    return [of_hook(outer), of_hook(inner)]
 
 
 def test_hooks_in_waves_see_outer_axes_and_may_be_compiled(pool: Any) -> None:
     assert pool.run(2, use_an_outer_axis_and_a_compiled_hook) == [[-2.0, -1.0]] * 2
 
 
-def _over_nodes() -> tx.Transform:
-    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-        return tx.pmean(grads, "node"), state
-
-    return tx.Transform(lambda params: (), update, needs=tx.Needs.NOTHING)
-
-
 NODES, LOCAL, SGD = {"node": 2, "local": 2}, tx.mean("local"), tx.sgd(1.0)
 UNEVEN, LONGER = [[1.0], [3.0], [2.0, 4.0], [2.0]], [[1.0] * n for n in (3, 3, 5, 4)]
-OVER_NODES = {"own": _over_nodes(), "stateless": tx.stateless(lambda grad: tx.pmean(grad, "node"))}
+OVER_NODES = {
+    "own": by_hand(lambda grads, state: (tx.pmean(grads, "node"), state)),
+    "stateless": tx.stateless(lambda grad: tx.pmean(grad, "node")),
+}
 # A pipeline, the batches of each rank, and of each the ranks that loop together, its calls, and its parameter at the end.
 LOOPED: dict[str, tuple[tx.Pipeline, list[list[float]], list[Any]]] = {
     # A function may communicate over any axis: nodes of uneven inputs end together. (2 + 2) / 2, then (0 + 4) / 2.
