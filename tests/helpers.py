@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -29,6 +30,15 @@ def raises_text(kind: type[BaseException], function: Callable[[], object], *part
             assert part in text, f"{part!r} not in {text!r}"
         return text
     raise AssertionError(f"expected a {kind.__name__}, nothing was raised")
+
+
+def warned(call: Callable[[], Any], file: str = "") -> list[str]:
+    """The texts of all warnings, which must name a line of the file."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        call()
+    assert not file or all(warning.filename == file for warning in seen)
+    return [str(warning.message) for warning in seen]
 
 
 def or_text(function: Callable[[], Any]) -> Any:

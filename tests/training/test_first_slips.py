@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,19 +9,10 @@ import torch
 
 import fjoin
 from fjoin import transforms as tx
-from tests.helpers import raises_text
+from tests.helpers import raises_text, warned
 from tests.training.small import MEAN_SGD, step_of
 
 SGD = tx.sgd(0.1)
-
-
-def warned(call: Callable[[], Any]) -> list[str]:
-    """The warnings, which must name the line here."""
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        call()
-    assert all(warning.filename == __file__ for warning in seen)
-    return [str(warning.message) for warning in seen]
 
 
 def test_a_loop_has_the_length_of_this_ranks_loader_and_a_text() -> None:
@@ -53,11 +42,12 @@ BATCHES: dict[str, tuple[Any, bool]] = {
 @pytest.mark.parametrize("name", BATCHES)
 def test_len_as_the_weight_of_a_batch_of_parts_warns(name: str) -> None:
     batch, warns = BATCHES[name]
-    loop = fjoin.join([batch], weight=len)
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        assert [loop.weight for _ in loop] == [len(batch)]
-    assert ["not its 3 samples; write weight=lambda batch" in str(one.message) for one in seen] == [True] * warns
+    loop, seen = fjoin.join([batch], weight=len), list[Any]()
+    texts = warned(lambda: seen.extend(loop.weight for _ in loop))
+    assert (
+        seen == [len(batch)]
+        and ["not its 3 samples; write weight=lambda batch" in text for text in texts] == [True] * warns
+    )
 
 
 # -- ranks that drift apart, where `identity` does not say that it is meant ----------------------------
@@ -87,7 +77,7 @@ def of_init(pipeline: tx.Pipeline, ranks: int) -> list[str]:
         step = fjoin.train_step(lambda p, b: (p["w"] * b).sum(), pipeline)
         step.init({"w": torch.zeros(2), "v": torch.zeros(1)})
 
-    return warned(lambda: tx.simulate(one_rank, {"data": ranks}))
+    return warned(lambda: tx.simulate(one_rank, {"data": ranks}), __file__)
 
 
 @pytest.mark.parametrize("name", [*SILENT, *TALKS])
@@ -104,7 +94,7 @@ def of_register() -> list[list[str]]:
     def register(hook: tx.Transform) -> None:
         fjoin.ddp.register(torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1)), hook)
 
-    return [warned(lambda hook=hook: register(hook)) for hook in (CLIP, tx.identity(), tx.mean("data"))]  # type: ignore[misc]
+    return [warned(lambda hook=hook: register(hook), __file__) for hook in (CLIP, tx.identity(), tx.mean("data"))]  # type: ignore[misc]
 
 
 def test_a_registered_hook_warns_too(pool: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fjoin
 from fjoin import transforms as tx
 from tests.ddp.ddp_problem import loss, make_model
-from tests.helpers import raises_text
+from tests.helpers import raises_text, warned
 
 CLASSES = {"torch": torch_join, "fjoin": fjoin}
 # (classes of the joinables, class of the Join): each Join takes both kinds.
@@ -191,17 +190,18 @@ def left_behind() -> tuple[int, bool, list[str]]:
     """A warning names an optimizer that the Join does not know; after a Join that has failed the module is as it was."""
     ddp = DistributedDataParallel(make_model())
     module, optimizer = ddp.module, torch.optim.Adam(ddp.parameters(), 0.1)
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
+
+    def joined() -> None:
         with fjoin.Join([ddp]):
             for _ in range(2):
                 loss(ddp, torch.ones(2, 4, dtype=torch.float64)).backward()
                 optimizer.step()
                 optimizer.zero_grad()
+
+    texts = [text for text in warned(joined) if "fall behind" in text]
     with contextlib.suppress(KeyError), fjoin.Join([ddp], divide_by_initial_world_size=False):
         raise KeyError
     module(torch.ones(2, 4).double()).sum().backward()
-    texts = [str(w.message) for w in seen if "fall behind" in str(w.message)]
     return len(ddp._forward_hooks), "_sync_buffers" in vars(ddp), texts
 
 
