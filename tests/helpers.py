@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 import warnings
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +33,15 @@ def raises_text(kind: type[BaseException], function: Callable[[], object], *part
             assert part in text, f"{part!r} not in {text!r}"
         return text
     raise AssertionError(f"expected a {kind.__name__}, nothing was raised")
+
+
+def loaded(path: Path | str, name: str) -> Any:
+    """A file as a module of this name."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def warned(call: Callable[[], Any], file: str = "") -> list[str]:

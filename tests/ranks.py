@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
+import io
 import multiprocessing
 import os
+import runpy
 import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any, NamedTuple
 
 # New processes are forked from one that has imported torch and fjoin and done nothing else.
@@ -136,3 +141,21 @@ def _report_end(rank: int, report: Callable[[Any], None], program: Callable[...,
 def ends(n: int, program: Callable[..., Any], *args: Any, left: int | None = None) -> list[End]:
     """The ends of `program(rank, *args)` on n ranks, or on those of whom so many are left, by rank. None may take a minute."""
     return reports(n, _report_end, program, args, of=left)
+
+
+def script(
+    rank: int, report: Callable[[Any], None], path: Path, arguments: Sequence[str] = (), change: str = ""
+) -> None:
+    """Run a script as the main one: its exit status, and its output. `change` names a number of its reference that is another one."""
+    sys.path.insert(0, str(path.parent))
+    sys.argv = [path.name, *arguments]
+    if change:
+        reference = importlib.import_module("reference")
+        setattr(reference, change, 1.01 * getattr(reference, change))
+    code: Any = None
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        try:
+            runpy.run_path(str(path), run_name="__main__")
+        except SystemExit as ended:
+            code = ended.code
+    report((code, out.getvalue()))

@@ -9,22 +9,16 @@ import re
 import types
 import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import fjoin
 import fjoin.jax
 from fjoin import transforms as tx
+from tests.helpers import loaded
 
 ROOT = Path(__file__).parents[1]
-
-
-def load(path: Path) -> types.ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def held_modules() -> dict[str, types.ModuleType]:
@@ -34,11 +28,11 @@ def held_modules() -> dict[str, types.ModuleType]:
 
 
 @pytest.fixture(scope="module")
-def api() -> types.ModuleType:
-    return load(ROOT / "docs" / "api_pages.py")
+def api() -> Any:
+    return loaded(ROOT / "docs" / "api_pages.py", "api_pages")
 
 
-def test_every_public_name_has_a_page_and_is_listed(api: types.ModuleType) -> None:
+def test_every_public_name_has_a_page_and_is_listed(api: Any) -> None:
     pages = api.all_pages()
     for module, held in held_modules().items():
         for name in api.public(held):
@@ -56,7 +50,7 @@ def test_every_document_is_in_the_contents() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.distributed.optim at its import
 def test_inventories_are_those_of_their_script_and_their_names_exist() -> None:
     """`python docs/inventories/make.py` writes them."""
-    make = load(ROOT / "docs" / "inventories" / "make.py")
+    make = loaded(ROOT / "docs" / "inventories" / "make.py", "make_inventories")
     for project, url in make.SITES.items():
         kept = ROOT / "docs" / "inventories" / f"{project}.inv"
         heads, bodies = zip(

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import fjoin
-from tests.ranks import reports
+from tests.ranks import reports, script
 
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 # The packages that an example needs in addition to fjoin.
@@ -35,19 +35,12 @@ def skip_without_what_it_needs(name: str) -> None:
         pytest.skip(f"needs {NEEDS[name]}: run by `make test-frameworks`")
 
 
-def _run(rank: int, report: Any, name: str) -> None:
-    sys.path.insert(0, str(EXAMPLES))
-    with contextlib.redirect_stdout(io.StringIO()) as out, pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
-    report((ended.value.code, out.getvalue()))
-
-
 @pytest.mark.sample(10)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipe(name: str, ranks: int) -> None:
     skip_without_what_it_needs(name)
-    for code, text in reports(ranks, _run, name):
+    for code, text in reports(ranks, script, EXAMPLES / name):
         assert not code and text.count(RESULT) == 1, text
 
 
@@ -60,16 +53,11 @@ def test_commands(launcher: list[str]) -> None:
     assert done.stdout.count(RESULT) == 1 + bool(launcher)
 
 
-def _run_alone(rank: int, report: Any, name: str) -> None:
-    sys.path.insert(0, str(EXAMPLES))
-    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
-    report("done")
-
-
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ALONE)
 def test_alone(name: str) -> None:
-    assert reports(1, _run_alone, name) == ["done"]
+    ((code, text),) = reports(1, script, EXAMPLES / name)
+    assert not code, text
 
 
 def _run_checks(rank: int, report: Any) -> None:

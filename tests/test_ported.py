@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import difflib
-import importlib
-import io
 import pathlib
 import re
-import runpy
-import sys
 from typing import Any
 
 import pytest
 
-from tests.ranks import reports
+from tests.ranks import reports, script
 
 ROOT = pathlib.Path(__file__).parent.parent
 PORTED = ROOT / "examples" / "ported"
@@ -32,21 +27,9 @@ RUNS = [  # script and arguments, ranks
 ]  # fmt: skip
 
 
-def _run(rank: int, report: Any, command: str, change: str = "") -> None:
-    """Run a script as the main one; `change` names a number of its reference, which is then trained with another one."""
-    script, *arguments = command.split()
-    sys.path.insert(0, str((PORTED / script).parent))
-    sys.argv = [script, *arguments]
-    if change:
-        reference = importlib.import_module("reference")
-        setattr(reference, change, 1.01 * getattr(reference, change))
-    code: Any = None
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        try:
-            runpy.run_path(str(PORTED / script), run_name="__main__")
-        except SystemExit as ended:
-            code = ended.code
-    report((code, out.getvalue()))
+def trained(ranks: int, command: str, change: str = "") -> list[tuple[Any, str]]:
+    name, *arguments = command.split()
+    return reports(ranks, script, PORTED / name, arguments, change)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +37,7 @@ def _run(rank: int, report: Any, command: str, change: str = "") -> None:
     [pytest.param(*run, marks=[pytest.mark.long] * (run[1] == 1 or i % 2)) for i, run in enumerate(RUNS)],
 )
 def test_a_port_trains_what_its_reference_trains(command: str, ranks: int) -> None:
-    for rank, (code, text) in enumerate(reports(ranks, _run, command)):
+    for rank, (code, text) in enumerate(trained(ranks, command)):
         assert code == 0 and text.count(f"RESULT rank {rank}: as the reference") == 1, text
         assert text.count("\n") >= 5 or rank, "it prints its progress"
 
@@ -68,20 +51,20 @@ def test_a_port_trains_what_its_reference_trains(command: str, ranks: int) -> No
     ],
 )  # fmt: skip
 def test_a_comparison_sees_a_number_changed_by_a_hundredth(command: str, change: str) -> None:
-    ((code, text),) = reports(1, _run, command, change)
+    ((code, text),) = trained(1, command, change)
     assert code == 1 and text.count("RESULT rank 0: DIFFERS from the reference") == 1, text
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("script", REFERENCES)
-def test_a_reference_runs_alone(script: str) -> None:
-    ((code, text),) = reports(1, _run, script)
+@pytest.mark.parametrize("name", REFERENCES)
+def test_a_reference_runs_alone(name: str) -> None:
+    ((code, text),) = trained(1, name)
     assert not code and text.count("\n") >= 4, text
 
 
-def _code(script: str) -> list[str]:
+def _code(name: str) -> list[str]:
     """The lines of a script between its docstring and the part that runs it, without empty ones."""
-    text = (PORTED / script).read_text()
+    text = (PORTED / name).read_text()
     first, *_ = ast.parse(text).body
     lines = text.split("\nif __name__")[0].splitlines()[first.end_lineno :]
     return [line for line in lines if line.strip()]
@@ -102,8 +85,8 @@ def test_each_is_in_the_table_with_the_lines_that_have_changed(port: str) -> Non
     assert re.search(rf"^\| `ported/{re.escape(port)}` .*\| -{gone} / \+{come} \|$", text, re.MULTILINE), (gone, come)
 
 
-@pytest.mark.parametrize("script", REFERENCES)
-def test_a_reference_is_plain_torch(script: str) -> None:
-    folder = (PORTED / script).parent
+@pytest.mark.parametrize("name", REFERENCES)
+def test_a_reference_is_plain_torch(name: str) -> None:
+    folder = (PORTED / name).parent
     for file in (folder / "reference.py", folder / "model.py"):
         assert "fjoin" not in file.read_text()

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-import fjoin
 from fjoin import transforms as tx
 from fjoin.buckets import GradBuffer, start_gather
 from fjoin.records import DeviceReads, _device_reads
@@ -18,6 +17,7 @@ from fjoin.step._reducer import SumReducer
 from fjoin.training._flat_step import FlatStep
 from fjoin.transforms.base import devices
 from tests.devices.fake_device import MAIN, EchoAxis, EchoMesh, OrderedDevice, Stream
+from tests.training.small import step_of
 
 MEAN, SCATTER, INT8 = tx.mean("data"), tx.scatter_mean("data"), tx.int8(block=4)
 PIPELINES: dict[str, tuple[Callable[[], tx.Pipeline], dict[str, Any]]] = {
@@ -71,8 +71,7 @@ def reports(name: str, *faults: tuple[Any, str, Any], leaf: Any = None, other: b
     with OrderedDevice().used(*faults) as device, contextlib.ExitStack() as stack:
         device.leaf_stream = leaf or device.leaf_stream
         mesh = EchoMesh(EchoAxis(device.message))
-        step = fjoin.train_step(loss_fn, make(), mesh=mesh, weight=len, bucket_bytes=40, **options)
-        state = step.init(own)
+        step, state = step_of(loss_fn, make(), own, mesh=mesh, weight=len, bucket_bytes=40, **options)
         if other:
             device.leaf_stream = lambda bucket, i: MAIN  # gradients arrive in the stream of `init`
             stream = Stream(device, "other")

@@ -155,10 +155,3 @@ def in_another_order(hook: str, on_device: bool = False) -> None:
 def test_different_step_order_raises_before_any_change(hook: str, on_device: bool) -> None:
     for ranks in (2, 3):
         tx.simulate(lambda: in_another_order(hook, on_device), {"data": ranks})
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("hook", ["mean", "int8", "noop"])
-def test_another_order_on_processes(pool: Any, hook: str, ranks: int) -> None:
-    pool.run(ranks, in_another_order, hook)

@@ -86,6 +86,7 @@ def check(first: str, second: str, results: list[Any]) -> None:
     """Equal kinds work; others end in an error of fjoin's on both ranks, with whole steps of -1 behind them."""
     for error, typed, seconds, values in results:
         assert bool(error) == (first != second) and typed, error
+        assert (first, second) != ("step", "other step") or "different train_steps" in error, error
         assert seconds < 2 * TIMEOUT_S, error
         assert all(value in (-1.0, -2.0, -3.0, -4.0, -5.0) for value in values), (error, values)
     assert first != second or results[0][3] == results[1][3]

@@ -12,6 +12,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import fjoin
 from fjoin import transforms as tx
+from tests.training.small import step_of
 
 X, P = torch.ones(3), {"w": torch.ones(3)}
 MEAN, SGD = tx.mean("data"), tx.sgd(0.1)
@@ -33,8 +34,7 @@ def run(loss_fn: Callable[..., Any] = loss, params: Any = P, buffers: Any = None
     """A step from `init`; where it is refused, the parameters stay as they are."""
 
     def steps() -> Any:
-        step = fjoin.train_step(loss_fn, PIPE, **options)
-        state = step.init(params, buffers)
+        step, state = step_of(loss_fn, PIPE, params, buffers, **options)
         try:
             return step(state, X)[1]
         finally:
@@ -82,8 +82,7 @@ def inferred(first: bool) -> Callable[[], Any]:
 
 
 def again() -> None:
-    step = fjoin.train_step(loss, PIPE, accumulate=2)
-    state = step.init(P)
+    step, state = step_of(loss, PIPE, P, accumulate=2)
     step(state, X)
     step(state, X)
 

@@ -20,22 +20,6 @@ from tests.helpers import raises_text
 from tests.traffic import watched
 
 
-def grids(transport: str = "shared") -> Any:
-    with fjoin.mesh({"node": 2, "local": -1}, transport=transport) as mesh:
-        kinds = {name: type(axis).__name__ for name, axis in mesh.axes.items()}
-        sums = [
-            mesh.axes[name].run("psum", torch.full((20_000,), float(mesh.rank)), None)[0].item() for name in mesh.axes
-        ]
-        return kinds, sums, float(mesh.over(("node", "local"))[0].run("psum", torch.tensor(float(mesh.rank)), None))
-
-
-def test_a_grid(pool: Any) -> None:
-    for rank, (kinds, sums, total) in enumerate(pool.run(4, grids)):
-        assert kinds == {"node": "HostAxis", "local": "HostAxis"}
-        node, local = divmod(rank, 2)
-        assert sums == [2 * local + 2, 4 * node + 1] and total == 6
-
-
 @contextlib.contextmanager
 def hosts_of(ranks: int) -> Iterator[None]:
     """A context in which hosts have so many ranks."""
@@ -46,6 +30,23 @@ def hosts_of(ranks: int) -> Iterator[None]:
     finally:
         _hosts.host_name = own
         os.environ["FJOIN_TRANSPORT"] = transport
+
+
+def grids(ranks: int) -> Any:
+    with hosts_of(ranks), fjoin.mesh({"node": 2, "local": -1}) as mesh:
+        kinds = {name: type(axis).__name__ for name, axis in mesh.axes.items()}
+        own, large = float(mesh.rank), torch.full((20_000,), float(mesh.rank))
+        sums = [axis.run("psum", large, None)[0].item() for axis in mesh.axes.values()]
+        return kinds, sums, float(mesh.over(("node", "local"))[0].run("psum", torch.tensor(own), None))
+
+
+@pytest.mark.parametrize("ranks", [4, 2])
+def test_a_grid(pool: Any, ranks: int) -> None:
+    """An axis inside a host shares memory, also beside one across hosts."""
+    for rank, (kinds, sums, total) in enumerate(pool.run(4, grids, ranks)):
+        assert kinds == {"node": "HostAxis" if ranks == 4 else "GroupAxis", "local": "HostAxis"}
+        node, local = divmod(rank, 2)
+        assert sums == [2 * local + 2, 4 * node + 1] and total == 6
 
 
 def several_hosts(ranks: int) -> Any:
@@ -72,18 +73,6 @@ def test_an_axis_over_several_hosts_uses_gloo(pool: Any, n: int) -> None:
             and sums == [[sum(range(n))]] * 2
             and sent[:2] == [("all_reduce", 5), ("all_reduce", 100_003)]
         )
-
-
-def grid_of_hosts() -> Any:
-    with hosts_of(2):
-        return grids("auto")
-
-
-def test_an_axis_inside_a_host_shares_memory_beside_one_across_hosts(pool: Any) -> None:
-    for rank, (kinds, sums, total) in enumerate(pool.run(4, grid_of_hosts)):
-        assert kinds == {"node": "GroupAxis", "local": "HostAxis"}
-        node, local = divmod(rank, 2)
-        assert sums == [2 * local + 2, 4 * node + 1] and total == 6
 
 
 def settings() -> Any:

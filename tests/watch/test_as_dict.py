@@ -12,6 +12,7 @@ import torch
 import fjoin
 from fjoin import transforms as tx
 from tests.pool import Pool
+from tests.training.small import step_of
 
 PARAMS = {"w": torch.linspace(-1, 1, 3000).view(60, 50), "bias": torch.ones(50)}
 
@@ -114,8 +115,7 @@ def test_calls_within_a_window_have_no_numbers() -> None:
 
 
 def test_counters_of_steps_that_are_left_out() -> None:
-    step = fjoin.train_step(loss_fn, tx.dynamic_loss_scale(PIPELINES["clipped"](), init_scale=8.0))
-    state = step.init(PARAMS)
+    step, state = step_of(loss_fn, tx.dynamic_loss_scale(PIPELINES["clipped"](), init_scale=8.0), PARAMS)
     state, first = step(state, batches(0, 1)[0])
     state, second = step(state, torch.full((4, 60), torch.inf))
     state, third = step(state, batches(0, 1)[0])
@@ -175,8 +175,7 @@ def test_show_gives_them_to_lines_bars_writers_and_functions(capsys: pytest.Capt
 
     def one_rank(rank: int) -> None:
         show = fjoin.show(2, [print, bar, writer, lambda numbers, step: calls.append((numbers, step))], prefix="train/")
-        step = fjoin.train_step(loss_fn, PIPELINES["mean"](), weight=len)
-        state = step.init(PARAMS)
+        step, state = step_of(loss_fn, PIPELINES["mean"](), PARAMS, weight=len)
         for batch in step.join(batches(rank, 5)):
             state, metrics = step(state, batch)
             show(metrics, {"temperature": 2})

@@ -19,6 +19,7 @@ from fjoin import transforms as tx
 from fjoin.groups import TIMELINES
 from tests.helpers import raises_text, stepped
 from tests.pool import Pool
+from tests.training.small import step_of
 
 MODEL = torch.nn.Sequential(*[torch.nn.Linear(500, 500) for _ in range(4)])
 APPLY, PARAMS, _ = fjoin.functional(MODEL)
@@ -43,8 +44,7 @@ PIPELINES: dict[str, Callable[[], tx.Pipeline]] = {
 
 def run(path: str, name: str, steps: int = STEPS) -> None:
     mesh = fjoin.mesh({"data": -1})
-    step = fjoin.train_step(loss_fn, PIPELINES[name](), mesh=mesh, bucket_bytes=BUCKET_BYTES)
-    state = step.init(PARAMS)
+    step, state = step_of(loss_fn, PIPELINES[name](), PARAMS, mesh=mesh, bucket_bytes=BUCKET_BYTES)
     state, _ = step(state, torch.randn(150, 500))  # the first one prepares buffers
     with fjoin.trace(path):
         for _ in range(steps):
@@ -103,8 +103,7 @@ def test_messages_are_those_of_explain_and_little_time_has_no_name(pool: Pool, n
 
 def one_after_the_other(path: str) -> None:
     mesh = fjoin.mesh({"data": -1})
-    step = fjoin.train_step(loss_fn, PIPELINES["mean"](), mesh=mesh)
-    state = step.init(PARAMS)
+    step, state = step_of(loss_fn, PIPELINES["mean"](), PARAMS, mesh=mesh)
     for _ in range(3):
         with fjoin.trace(path):
             state, _ = step(state, torch.randn(2, 500))
@@ -121,8 +120,7 @@ def test_several_traces_of_one_name(pool: Pool, tmp_path: Path) -> None:
 
 def test_simulated_ranks_are_processes_of_one_file(tmp_path: Path) -> None:
     def one_rank(rank: int) -> None:
-        step = fjoin.train_step(loss_fn, PIPELINES["mean"](), weight=len)
-        state = step.init(PARAMS)
+        step, state = step_of(loss_fn, PIPELINES["mean"](), PARAMS, weight=len)
         with fjoin.trace(tmp_path / "run.json"):
             state = stepped(step, state, step.join([torch.randn(3, 500)] * (rank + 1)))
 
@@ -134,8 +132,7 @@ def test_simulated_ranks_are_processes_of_one_file(tmp_path: Path) -> None:
 
 def failing(path: str) -> str:
     mesh = fjoin.mesh({"data": -1}, timeout_s=20)
-    step = fjoin.train_step(loss_fn, PIPELINES["mean"](), mesh=mesh)
-    state = step.init(PARAMS)
+    step, state = step_of(loss_fn, PIPELINES["mean"](), PARAMS, mesh=mesh)
     try:
         with fjoin.trace(path):
             for i in range(3):
