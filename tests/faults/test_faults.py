@@ -8,8 +8,8 @@ import pytest
 
 import fjoin
 
+from .faulty_run import Fault, plan
 from .outcomes import inflict, problems, times_of_notice
-from .plan import Fault, plan
 
 
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(50) if seed != 1)])

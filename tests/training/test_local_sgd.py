@@ -18,7 +18,7 @@ from tests import problem
 from tests.helpers import judged, raises_text, stepped
 from tests.ranks import reports
 from tests.scalars import PLACES, on_ranks, registered
-from tests.training.small import step_of
+from tests.training.small import product, step_of
 
 ADAM, MEAN = tx.adam(1e-2), tx.mean("data")
 # Pipeline, bytes of a bucket, dtype.
@@ -70,10 +70,6 @@ def then(after: tx.Transform) -> tx.Pipeline:
 
 def outer(steps: int, **more: Any) -> tx.Transform:
     return tx.outer_step(tx.mean("data"), SGD, steps, **more)
-
-
-def product(params: Any, batch: Any) -> torch.Tensor:
-    return (params["w"] * batch).sum()
 
 
 # A pipeline, and the displacement after steps, by their number, where it is not that of a mean.

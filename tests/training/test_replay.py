@@ -17,7 +17,7 @@ from tests.training.small import product, step_of
 F64 = torch.float64
 
 
-def inputs(sizes: list[int], seed: int = 0) -> list[Tensor]:
+def inputs(sizes: list[int], seed: int) -> list[Tensor]:
     g = torch.Generator().manual_seed(seed)
     return [torch.randn(n, 4, generator=g, dtype=F64) * 3 + 100 for n in sizes]
 
@@ -43,27 +43,23 @@ def loss_fn(params: Any, buffers: Any, batch: Tensor) -> Any:
 
 
 def train(batches: list[Tensor], window: int = 1) -> Any:
-    step = fjoin.train_step(
-        loss_fn, tx.fuse(tx.mean("data"), tx.adamw(0.05)), weight=len, mesh=fjoin.mesh({"data": -1}), accumulate=window,
-        bucket_bytes=100,
-    )  # fmt: skip
     g = torch.Generator().manual_seed(3)
     shapes = {"w": (4, 4), "scale": (4,), "bias": (4,), "v": (4,)}
     params = {path: torch.randn(s, generator=g, dtype=F64) for path, s in shapes.items()}
-    state = step.init(params, {"mean": torch.zeros(4, dtype=F64), "var": torch.ones(4, dtype=F64)})
+    buffers, mesh = {"mean": torch.zeros(4, dtype=F64), "var": torch.ones(4, dtype=F64)}, fjoin.mesh({"data": -1})
+    pipeline = tx.fuse(tx.mean("data"), tx.adamw(0.05))
+    step, state = step_of(
+        loss_fn, pipeline, params, buffers, weight=len, mesh=mesh, accumulate=window, bucket_bytes=100
+    )
     for batch in step.join(batches, when_exhausted="replay", empty=torch.ones(2, 4, dtype=F64)):
         state, metrics = step(state, batch)
     return {k: p.clone() for k, p in state.params.items()}, dict(state.buffers or {}), metrics.loss
 
 
-def shards(sizes: list[list[int]]) -> list[list[Tensor]]:
-    return [inputs(own, seed=7 + rank) for rank, own in enumerate(sizes)]
-
-
 @pytest.mark.parametrize(("sizes", "window"), [([[3, 2, 4], [5]], 1), ([[], [2, 3], [4, 1]], 2)], ids=str)
 def test_training_with_batch_norm_on_uneven_inputs(pool: Any, sizes: list[list[int]], window: int) -> None:
     """One process on the ranks' batches together computes the same, running statistics included."""
-    given = shards(sizes)
+    given = [inputs(own, seed=7 + rank) for rank, own in enumerate(sizes)]
     most = max(map(len, sizes))
     whole = [torch.cat([own[i] for own in given if i < len(own)]) for i in range(most)]
     ((params, buffers, loss),) = tx.simulate(lambda b: train(b, window), {"data": 1}, [whole])

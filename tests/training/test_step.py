@@ -179,16 +179,22 @@ def test_a_loss_that_calls_another_module_is_refused(hook: Any, accumulate: int)
     assert same_bits(state.params, before)
 
 
-def refused_on_a_process() -> Any:
-    """The first of three ranks has no batch."""
+def refused_on_a_process(kind: str) -> Any:
+    """The first ranks have fewer batches, or none."""
     mesh = fjoin.mesh({"data": -1}, timeout_s=30)
-    step, state = calling(mesh=mesh)
-    return or_text(lambda: stepped(step, state, step.join([ROWS] * mesh.rank)))
+    step, state = calling(mesh=mesh) if not kind else (None, None)
+    return or_text(
+        lambda: train(kind, 1 + mesh.rank, mesh) if kind else stepped(step, state, step.join([ROWS] * mesh.rank))
+    )  # type: ignore[union-attr]
 
 
-def test_it_is_refused_on_all_ranks(pool: Any) -> None:
-    texts = pool.run(3, refused_on_a_process)
-    assert all("no parameter has got a gradient" in text for text in texts) and texts[0].startswith("PeerLost")
+@pytest.mark.parametrize(
+    ("kind", "ranks", "words"),
+    [("", 3, "no parameter has got a gradient"), *((kind, 2, "when_exhausted='replay'") for kind in ("psum", "pmean"))],
+)
+def test_it_is_refused_on_all_ranks(pool: Any, kind: str, ranks: int, words: str) -> None:
+    texts = pool.run(ranks, refused_on_a_process, kind)
+    assert all(words in text for text in texts) and (kind or texts[0].startswith("PeerLost")), texts
 
 
 def test_ranks_and_steps_without_weight_and_later_steps_may_reach_none() -> None:
@@ -275,17 +281,6 @@ def test_collectives_in_the_loss(kind: str) -> None:
     outside = tx.simulate(lambda n: train(kind, n, joined=False), {"data": 2}, [2, 2])
     for out in (replayed, outside, tx.simulate(lambda n: train(None, n), {"data": 2}, [2, 1])):
         assert [n for _, n in out] == [2, 2] and torch.equal(out[0][0], out[1][0])
-
-
-def communicates_on_a_process(kind: str) -> Any:
-    mesh = fjoin.mesh({"data": -1}, timeout_s=30)
-    return or_text(lambda: train(kind, 2 - mesh.rank, mesh))
-
-
-@pytest.mark.parametrize("kind", ["psum", "pmean"])
-def test_on_processes_all_ranks_raise(pool: Any, kind: str) -> None:
-    texts = pool.run(2, communicates_on_a_process, kind)
-    assert all("when_exhausted='replay'" in text for text in texts), texts
 
 
 @pytest.mark.parametrize("axis", ["model", "data", ("data", "model"), ("model", "data")])
