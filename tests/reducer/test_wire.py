@@ -1,4 +1,4 @@
-"""Encoded messages in a step: the same on all ranks, near those that are not encoded. test_nonfinite.py has values that are not finite."""
+"""Encoded messages in a step: the same on all ranks, near those that are not encoded; tests/training/test_verdicts.py has NaN."""
 
 from __future__ import annotations
 
