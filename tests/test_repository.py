@@ -7,12 +7,16 @@ import contextlib
 import doctest
 import functools
 import importlib
+import importlib.util
 import inspect
 import json
+import pydoc
 import re
 import subprocess
 import sys
 import tomllib
+import types
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +30,7 @@ import fjoin.ddp
 import fjoin.jax
 import fjoin.testing
 from fjoin import transforms as tx
+from tests.helpers import loaded
 
 ROOT = Path(__file__).parent.parent
 
@@ -261,3 +266,102 @@ def test_a_wait_is_seen() -> None:
         "a.item()\nb.sum().tolist()\nc.cpu()\ntorch.tensor([1.0], device=d)\nd.items()\ntorch.tensor(1.0)\ne.item(3)\n"
     )
     assert list(waits(ast.parse(text))) == [1, 2, 3, 4]
+
+
+# -- the pages of the site that are made from docstrings, and its files --
+
+
+def held_modules() -> dict[str, types.ModuleType]:
+    return {"fjoin": fjoin, "fjoin.transforms": tx, "fjoin.jax": fjoin.jax} | {
+        f"fjoin.transforms.{name}": getattr(tx, name) for name in ("checkpoint_policies", "random")
+    }
+
+
+@pytest.fixture(scope="module")
+def api() -> Any:
+    return loaded(ROOT / "docs" / "api_pages.py", "api_pages")
+
+
+def test_every_public_name_has_a_page_and_is_listed(api: Any) -> None:
+    pages = api.all_pages()
+    for module, held in held_modules().items():
+        for name in api.public(held):
+            assert f"{module}.{name}.rst" in pages, name
+            assert pages["index.rst"].count(f".{name} <{module}.{name}>`\n     - ") == 1, name
+    assert len(pages) > 150 and pages["index.rst"].count(":py:meth:`TrainStep.join <fjoin.TrainStep.join>`") == 1
+
+
+def test_every_document_is_in_the_contents() -> None:
+    listed = set(re.findall(r"^([\w./-]+)$", (ROOT / "docs" / "index.md").read_text(), re.MULTILINE))
+    documents = {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"}
+    assert documents <= listed, documents - listed
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.distributed.optim at its import
+def test_inventories_are_those_of_their_script_and_their_names_exist() -> None:
+    """`python docs/inventories/make.py` writes them."""
+    make = loaded(ROOT / "docs" / "inventories" / "make.py", "make_inventories")
+    for project, url in make.SITES.items():
+        kept = ROOT / "docs" / "inventories" / f"{project}.inv"
+        heads, bodies = zip(
+            *(one.split(b"zlib.\n", 1) for one in (kept.read_bytes(), make.inventory(project))), strict=True
+        )
+        assert heads[0] == heads[1] and zlib.decompress(bodies[0]) == zlib.decompress(bodies[1]), project
+        assert kept.with_suffix(".url").read_text() == f"{url}\n"
+        names = make.names(project)
+        assert len(names) == len(set(names))
+        for name in names:
+            assert located(name), name
+
+
+def located(name: str) -> bool:
+    """Whether there is such a name. Some modules are hidden behind a function or class of their name."""
+    module, _, own = name.rpartition(".")
+    return (
+        pydoc.locate(name) is not None or hasattr(importlib.import_module(module or "builtins"), own) or name == "None"
+    )
+
+
+# -- what `import fjoin` imports: nothing that takes longer than torch itself --
+
+# In a folder where the user has a module that is called transforms.
+PROGRAM = """
+import sys, threading
+import torch
+import torch.distributed as dist
+import transforms
+before = set(sys.modules)
+import fjoin
+from fjoin import transforms as tx
+after = set(sys.modules)
+assert transforms.mine == 1
+tx.chain()
+assert not dist.is_initialized() and threading.active_count() == 1
+print(*sorted({".".join(name.split(".")[:k]) for name in after - before for k in (1, 2, 3)}))
+"""
+HEAVY = {
+    "functorch", "torch._dynamo", "torch._inductor", "torch.onnx", "torch.distributed.fsdp", "torch.distributed.tensor", "sympy",
+    "networkx", "jax", "optax", "matplotlib", "safetensors", "torch.utils.tensorboard", "pytest", "hypothesis",
+}  # fmt: skip
+
+
+def test_import_starts_nothing_and_loads_no_heavy_modules(tmp_path: Path) -> None:
+    """torch's compiler takes seconds, and fully_shard as long as torch; they are imported where they are used."""
+    (tmp_path / "transforms.py").write_text("mine = 1\n")
+    done = subprocess.run([sys.executable, "-W", "error", "-c", PROGRAM], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    found = done.stdout.split()
+    assert "fjoin.transforms" in found and not HEAVY & set(found)
+
+
+def test_heavy_modules_are_imported_on_first_use() -> None:
+    program = """
+import sys, torch, fjoin
+from fjoin import transforms as tx
+step = fjoin.train_step(lambda p, b: (p["w"] * b).sum(), tx.fuse(tx.mean("data"), tx.adamw(1e-3)))
+state, _ = step(step.init({"w": torch.ones(3)}), torch.ones(3))
+state.pipeline
+assert "sympy" not in sys.modules
+fjoin.apply_activation_checkpointing(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)

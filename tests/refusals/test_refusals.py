@@ -19,14 +19,18 @@ import fjoin.jax
 import fjoin.testing
 from fjoin import transforms as tx
 from tests.helpers import raises_text
-from tests.refusals import of_modules, of_optimizers, of_shell, of_transforms
+from tests.refusals import of_optimizers, of_shell, of_transforms
 
 ROWS: dict[str, list[tuple[Any, ...]]] = collections.defaultdict(list)
-for table in (
-    *(one.ROWS for one in (of_transforms, of_shell, of_modules, of_optimizers)),
-    of_optimizers.RATES,
+TABLES = (
+    of_transforms.ROWS,
     of_transforms.HOOKS,
-):
+    of_shell.ROWS,
+    of_shell.MODULES,
+    of_optimizers.ROWS,
+    of_optimizers.RATES,
+)
+for table in TABLES:
     for name, rows in table.items():
         ROWS[name] += rows
 
