@@ -37,8 +37,7 @@ SGD = combinations(
 FUSED, FOREACH = {"fused": True}, {"foreach": True}
 KINDS = {
     "sgd": Kind(tx.sgd, torch.optim.SGD, [o for o in SGD if not (o["nesterov"] and (o["momentum"] == 0 or o["dampening"] != 0))], FUSED),
-    "adam": Kind(tx.adam, torch.optim.Adam, ADAM, FUSED),
-    "adamw": Kind(tx.adamw, torch.optim.AdamW, ADAM, FUSED),
+    "adam": Kind(tx.adam, torch.optim.Adam, ADAM, FUSED), "adamw": Kind(tx.adamw, torch.optim.AdamW, ADAM, FUSED),
     "adagrad": Kind(
         tx.adagrad, torch.optim.Adagrad,
         list(combinations(lr=[0.1], lr_decay=[0.0, 0.1], weight_decay=[0.0, 0.1], initial_accumulator_value=[0.0, 0.5],

@@ -21,9 +21,9 @@ from tests.helpers import judged
 from tests.rows import ROWS, Row
 from tests.traffic import Sent, watched
 
-# In "one process" a single rank has the batches of all; in "device" the device judges. The last three need sizes that end.
-PLACES = ("one process", "pure", "simulated", "device", "real", "shared", "module", "join", "loop", "Join")
-ON_RANKS = ("real", "shared", "module", "Join")
+# In "one process" a single rank has the batches of all; in "device" the device judges. The last four need sizes that end.
+PLACES = ("one process", "pure", "simulated", "device", "real", "shared", "module", "join", "loop", "real loop", "Join")
+ON_RANKS = ("real", "shared", "module", "real loop", "Join")
 
 
 class Seen(NamedTuple):
@@ -61,7 +61,7 @@ def on_this_rank(name: str, place: str, sizes: str, bucket_bytes: int | None) ->
         warnings.simplefilter("ignore", UserWarning)  # of pipelines that do not reduce, which are rows too
         if place == "pure":
             return tuple(_pure(row, sizes))
-        if place == "loop":
+        if place in ("loop", "real loop"):
             return tuple(_loop(row, sizes))
         if place in ("module", "Join"):
             return tuple(_module(row, sizes, joins=place == "Join"))
@@ -126,6 +126,7 @@ def _loop(row: Row, sizes: str) -> Seen:
             params, state = pipeline.step(params, grads, state, weight=loop.weight)
             seen.params.append(params)
             seen.metrics.append((math.nan, loop.total))
+    mesh.close()
     return seen._replace(state=tx.to_state_dict(state))
 
 

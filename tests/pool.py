@@ -16,11 +16,11 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from tests.processes import context
+from tests.ranks import context
 
 WORKERS = 4
 TIMEOUT_S = 120.0
@@ -100,12 +100,20 @@ class Pool:
 
     def run(self, n: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         """`function(*args)` on n ranks, with torch.distributed initialised: the results in rank order."""
+        return self._run(function, [args] * n)
+
+    def each(self, function: Callable[..., Any], own: Sequence[Any], *args: Any) -> list[Any]:
+        """`function(own[rank], *args)` on as many ranks as there are such values."""
+        return self._run(function, [(one, *args) for one in own])
+
+    def _run(self, function: Callable[..., Any], args: list[tuple[Any, ...]]) -> list[Any]:
+        n = len(args)
         if not self._processes:
             self._start()
         with tempfile.TemporaryDirectory() as folder:
-            job = (function.__code__.co_filename, function.__name__, args)
+            job = (function.__code__.co_filename, function.__name__)
             for rank in range(n):
-                self._pipes[rank].send((*job, rank, n, f"{folder}/store"))
+                self._pipes[rank].send((*job, args[rank], rank, n, f"{folder}/store"))
             results: dict[int, Any] = {}
             while len(results) < n:
                 ready = wait([self._pipes[r] for r in range(n) if r not in results], TIMEOUT_S)

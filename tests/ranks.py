@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
+import io
+import multiprocessing
 import os
+import runpy
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from tests.processes import context
+# New processes are forked from one that has imported torch and fjoin and done nothing else.
+context = multiprocessing.get_context("forkserver")
+# Optimizers and modules of torch import other modules when they are first used; these imports take longest.
+context.set_forkserver_preload(["fjoin", "torch._dynamo", "torch.distributed.optim"])
 
 
 def _start(function: Callable[..., Any], rank: int, n: int, test: Connection[Any, Any], args: tuple[Any, ...]) -> None:
@@ -82,3 +92,70 @@ class Ranks:
             process.join()
         for connection in self._reports:
             connection.close()
+
+
+def reports(n: int, function: Callable[..., Any], *args: Any, of: int | None = None) -> list[Any]:
+    """What n such processes report, or so many of them, by rank."""
+    with Ranks(n, function, *args) as run:
+        return [value for *_, value in sorted((run.next(120) for _ in range(of or n)), key=lambda report: report[0])]
+
+
+def programs(
+    command: list[str], environments: list[dict[str, str]], timeout_s: float = 120
+) -> list[tuple[str, str, int]]:
+    """The outputs, errors and exit statuses of a program that is started once in each environment."""
+    started = [
+        subprocess.Popen(command, env=os.environ | own, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for own in environments
+    ]
+    try:
+        return [(*process.communicate(timeout=timeout_s), process.returncode) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+
+
+KEPT: list[Any] = []  # what lives as long as its process
+
+
+class End(NamedTuple):
+    """How a function ends: the name of its error or "fine", the error's text, the rank that it names, the result."""
+
+    kind: str = "fine"
+    text: str = ""
+    rank: Any = None
+    value: Any = None
+
+
+def end_of(run: Callable[[], Any]) -> End:
+    try:
+        return End(value=run())
+    except BaseException as error:
+        return End(type(error).__name__, str(error), getattr(error, "rank", None))
+
+
+def _report_end(rank: int, report: Callable[[Any], None], program: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    report(end_of(lambda: program(rank, *args)))
+
+
+def ends(n: int, program: Callable[..., Any], *args: Any, left: int | None = None) -> list[End]:
+    """The ends of `program(rank, *args)` on n ranks, or on those of whom so many are left, by rank. None may take a minute."""
+    return reports(n, _report_end, program, args, of=left)
+
+
+def script(
+    rank: int, report: Callable[[Any], None], path: Path, arguments: Sequence[str] = (), change: str = ""
+) -> None:
+    """Run a script as the main one: its exit status, and its output. `change` names a number of its reference that is another one."""
+    sys.path.insert(0, str(path.parent))
+    sys.argv = [path.name, *arguments]
+    if change:
+        reference = importlib.import_module("reference")
+        setattr(reference, change, 1.01 * getattr(reference, change))
+    code: Any = None
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        try:
+            runpy.run_path(str(path), run_name="__main__")
+        except SystemExit as ended:
+            code = ended.code
+    report((code, out.getvalue()))

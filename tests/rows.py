@@ -58,16 +58,14 @@ FED_BACK = tx.error_feedback(tx.compress(tx.int8(), tx.mean("data")))
 OFTEN = tx.every(1, tx.average_parameters("local"), first=0, except_every=2)
 RARELY = tx.every(2, tx.average_parameters(("node", "local")), first=0)
 PLANS = {
-    "mean": tx.fuse(tx.mean("data"), HEAVY),
-    "mean, then an average": tx.fuse(tx.mean("data"), HEAVY, after=EVERY),
+    "mean": tx.fuse(tx.mean("data"), HEAVY), "mean, then an average": tx.fuse(tx.mean("data"), HEAVY, after=EVERY),
     "local steps": tx.fuse(tx.identity(), HEAVY, after=EVERY),
     "local steps of nodes": tx.fuse(tx.mean("local"), HEAVY, after=tx.every(2, tx.mean("node"))),
     "two periods": tx.fuse(
         tx.mean("local"), HEAVY, after=tx.chain(tx.every(2, tx.mean("local")), tx.every(3, tx.mean(("node", "local"))))
     ),
     "live": tx.fuse(tx.mean("data", over="live"), HEAVY, after=tx.every(2, tx.mean("data", over="live"))),
-    "world": tx.fuse(tx.mean("data", over="world"), HEAVY, after=EVERY),
-    "now and then": tx.fuse(EVERY, HEAVY),
+    "world": tx.fuse(tx.mean("data", over="world"), HEAVY, after=EVERY), "now and then": tx.fuse(EVERY, HEAVY),
     "first means, then local steps": tx.fuse(tx.switch_after(3, tx.mean("data"), tx.identity()), HEAVY, after=EVERY),
     "two stages": tx.fuse(tx.chain(tx.mean("data"), tx.clip_by_global_norm(1.0)), HEAVY, after=EVERY),
     "one leaf": tx.fuse(tx.masked(tx.mean("data"), "w"), HEAVY),
@@ -107,16 +105,13 @@ def by_effective_ranks(hook: tx.Transform) -> tx.Transform:
 BLOCKS = 3e-4  # of int8
 SINGLE = tx.compress(tx.float32(), MEAN)
 ROWS: dict[str, Row] = {
-    "mean": _of(MEAN, whole=True),
-    "mean, Adam": _of(MEAN, ADAM, axes=TWO, whole=True),
-    "mean, a linear loss": _of(MEAN, loss="linear", whole=True),
-    "mean, buffers": _of(MEAN, loss="buffered"),
+    "mean": _of(MEAN, whole=True), "mean, Adam": _of(MEAN, ADAM, axes=TWO, whole=True),
+    "mean, a linear loss": _of(MEAN, loss="linear", whole=True), "mean, buffers": _of(MEAN, loss="buffered"),
     "mean over live ranks": _of(tx.mean("data", over="live")),
     "mean over the world": _of(tx.mean("data", over="world")),
     "mean over two axes": _of(tx.mean(("node", "local")), axes=NODES, whole=True),
     "mean of means": _of(tx.chain(tx.mean("local"), tx.mean("node")), axes=NODES, whole=True),
-    "sum": _of(tx.sum_over("data")),
-    "clipped": _of(tx.chain(MEAN, tx.clip_by_global_norm(0.1)), whole=True),
+    "sum": _of(tx.sum_over("data")), "clipped": _of(tx.chain(MEAN, tx.clip_by_global_norm(0.1)), whole=True),
     "clipped first": _of(tx.chain(tx.clip_by_value(0.05), MEAN)),
     "by path": _of(tx.partition({"layer.*": MEAN, "*": tx.mean("data", over="live")})),
     "masked": _of(tx.masked(MEAN, "layer.*")),
@@ -127,8 +122,7 @@ ROWS: dict[str, Row] = {
     "skip": Row(lambda: tx.skip_if_nonfinite(tx.fuse(MEAN, MOMENTUM)), whole=True),
     **{f"loss scale, {name}": _scaled(hook, name == "clipped") for name, hook in (
         ("mean", MEAN), ("clipped", tx.chain(MEAN, tx.clip_by_global_norm(0.1))), ("clipped first", tx.chain(tx.clip_by_value(0.05), MEAN)),
-    )},
-    "frozen": _of(MEAN, tx.partition({"layer.*": tx.frozen(), "*": ADAM}), whole=True),
+    )}, "frozen": _of(MEAN, tx.partition({"layer.*": tx.frozen(), "*": ADAM}), whole=True),
     "Muon": _of(MEAN, tx.partition({"layer.*": tx.muon(0.05), "*": ADAM}), whole=True, tolerance=1e-9),
     "masters": _of(MEAN, tx.mixed_precision(ADAM), dtype=torch.bfloat16, tolerance=0.01),
     "schedule": _of(MEAN, tx.adamw(tx.warmup_cosine(0.1, 2, 6)), whole=True),

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 
+from tests.helpers import loaded
+
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-
-
-def script(name: str) -> Any:
-    """A script of benchmarks/ as a module."""
-    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def ran(name: str, *options: object) -> str:
@@ -46,7 +37,7 @@ def test_studies(tmp_path: Path) -> None:
 
 
 def test_a_part_of_the_gpu_report_is_replaced_by_its_next_run(tmp_path: Path) -> None:
-    page, gpu_report = tmp_path / "page.md", script("gpu_report")
+    page, gpu_report = tmp_path / "page.md", loaded(BENCHMARKS / "gpu_report.py", "gpu_report")
     for name, text in (("basics", "first"), ("speed", "fast"), ("basics", "second")):
         gpu_report.write(page, name, text)
     text = page.read_text()
@@ -54,7 +45,7 @@ def test_a_part_of_the_gpu_report_is_replaced_by_its_next_run(tmp_path: Path) ->
 
 
 def test_a_check_that_fails_or_takes_too_long_is_told() -> None:
-    gpu_report = script("gpu_report")
+    gpu_report = loaded(BENCHMARKS / "gpu_report.py", "gpu_report")
     Check = gpu_report.Check
     assert gpu_report.run(Check("python -c 'print(5)'", "", 60), "cpu")[::2] == ("passed", "5")
     assert gpu_report.run(Check("python -c 'raise SystemExit(3)'", "", 60), "cpu")[0] == "**failed**, exit 3"
@@ -80,7 +71,7 @@ def test_the_code_of_a_gpu_check_runs_on_one_rank_without_a_gpu(command: list[st
 
 
 def test_the_short_run_on_a_gpu_takes_eight_minutes_and_writes_after_each_check(tmp_path: Path) -> None:
-    gpu_report = script("gpu_report")
+    gpu_report = loaded(BENCHMARKS / "gpu_report.py", "gpu_report")
     assert sum(check.limit_s for check in gpu_report.SHORT) <= 480
     Check, page = gpu_report.Check, tmp_path / "page.md"
     seen = Check(f"python -c \"print(open('{page}').read().count('passed'))\"", "a page", 60)

@@ -13,7 +13,7 @@ from tests.helpers import max_diff, same_bits
 from tests.places import ON_RANKS, PLACES, Seen, run
 from tests.rows import ROWS, Row
 
-ENDING = ("join", "loop", "Join")  # places in which a rank's input ends
+ENDING = ("join", "loop", "real loop", "Join")  # places in which a rank's input ends
 # Rows that a module's own backward pass cannot serve, and why.
 NOT_IN_A_MODULE = {"mean, buffers": "a module has buffers of its own"}
 # A module's mean over the world sends nothing but gradients, so no rank learns that none has input.
@@ -41,7 +41,9 @@ def check(name: str, place: str, sizes: str, pool: Any = None) -> None:
 
 def in_places(*places: str) -> list[Any]:
     return [
-        pytest.param(name, place, sizes, marks=pytest.mark.gloo if place in ("real", "module", "Join") else ())
+        pytest.param(
+            name, place, sizes, marks=pytest.mark.gloo if place in ("real", "module", "real loop", "Join") else ()
+        )
         for place in places
         for name, row in ROWS.items()
         for sizes in (("ended",) if place in ENDING else problem.SIZES)
@@ -49,7 +51,7 @@ def in_places(*places: str) -> list[Any]:
         and not (place in ("module", "Join") and name in NOT_IN_A_MODULE)
         and not (place == "module" and sizes == "no input" and name in OVER_THE_WORLD)
         and not (sizes == "poisoned" and (place == "one process" or row.loss == "buffered"))
-        and not (place == "loop" and row.loss == "buffered")
+        and not (place in ("loop", "real loop") and row.loss == "buffered")
     ]
 
 

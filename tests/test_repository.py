@@ -6,11 +6,18 @@ import ast
 import contextlib
 import doctest
 import functools
+import importlib
+import importlib.util
 import inspect
+import json
+import pydoc
 import re
 import subprocess
 import sys
 import tomllib
+import types
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +30,7 @@ import fjoin.ddp
 import fjoin.jax
 import fjoin.testing
 from fjoin import transforms as tx
+from tests.helpers import loaded
 
 ROOT = Path(__file__).parent.parent
 
@@ -181,3 +189,179 @@ def test_each_make_command_that_is_named_exists() -> None:
     named = {(found, name) for name, text in texts.items() for found in re.findall(r"`make ([a-z-]+)", text)}
     assert len({found for found, _ in named}) > 6
     none([f"{name} names `make {found}`" for found, name in named if found not in made])
+
+
+# -- every public name of 0.2.0 is still there, or docs/moving.md says what to write instead --
+
+NAMES: dict[str, str] = json.loads(Path(__file__).with_name("names_0_2_0.json").read_text())
+MOVING = Path(__file__).parents[1] / "docs" / "moving.md"
+
+
+def lost(face: str, names: list[str], page: str) -> list[str]:
+    """The names that the face has no more, and that stand in no code of the page."""
+    told = set(re.findall(r"\w+", " ".join(re.findall(r"`[^`]+`|```.*?```", page, re.DOTALL))))
+    module = importlib.import_module(face)
+    return [name for name in names if not hasattr(module, name) and name not in told]
+
+
+@pytest.mark.parametrize("face", NAMES)
+def test_names_of_0_2_0_are_there_or_on_the_page(face: str) -> None:
+    assert lost(face, NAMES[face].split(), MOVING.read_text()) == []
+
+
+def test_a_name_that_the_page_forgets_is_noticed() -> None:
+    assert lost("fjoin", ["Join", "gone", "told"], "use `told` and not gone") == ["gone"]
+
+
+# -- the host waits for a device in one file of the shell, which hears of failed ranks meanwhile --
+
+METHODS = {"item", "tolist", "cpu", "numpy", "synchronize"}
+# What reads values elsewhere, how often, and why that is no wait for a message.
+ALLOWED = {
+    "records/_device_reads.py": 4,  # the file
+    "records/_record.py": 2,  # a number of the host, and a loss on it
+    "records/_compare.py": 2,  # before the first step, and in a save
+    "checkpoint": 4,  # copies for files
+    "groups": 4,  # numbers of ranks, on the host; and a mesh without other ranks
+    "jax/_optax.py": 1,  # arrays of the host
+    "loading": 4,  # random numbers of the host
+    "optim/_optimizer.py": 1,  # torch's own GradScaler reads it too
+    "optim/_param_groups.py": 1,  # counts of states that are loaded
+    "optim/_zero_state.py": 1,  # sizes and flags are copied to a device
+    "shared_memory": 1,  # memory of the host
+    "step/_records.py": 1,  # of DeviceReads
+    "step/_verdict.py": 6,  # values of the host, and the error of a step on which the host has decided; of DeviceReads
+    "testing": 1,
+    "training/_metrics.py": 1,  # a number of steps, on the host
+    "training/_passes.py": 1,  # the scale of a 16-bit loss in an accumulation window
+}
+
+
+def waits(tree: ast.AST) -> Iterator[int]:
+    """The lines of calls that read a tensor's values, or copy one to a device where the host waits."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        to_device = node.func.attr == "tensor" and any(keyword.arg == "device" for keyword in node.keywords)
+        if (node.func.attr in METHODS and not node.args) or to_device:
+            yield node.lineno
+
+
+def test_files_wait_only_where_they_may() -> None:
+    found: dict[str, dict[str, list[int]]] = {}  # by the key of ALLOWED
+    for path in sorted((ROOT / "fjoin").rglob("*.py")):
+        name = path.relative_to(ROOT / "fjoin").as_posix()
+        if not name.startswith("transforms") and (lines := list(waits(ast.parse(path.read_text())))):
+            room = next((key for key in ALLOWED if name == key or name.startswith(f"{key}/")), None)
+            assert room is not None, (
+                f"{name} reads values of tensors in the lines {lines}; see fjoin/records/_device_reads.py"
+            )
+            found.setdefault(room, {})[name] = lines
+    for room, files in found.items():
+        assert sum(len(set(lines)) for lines in files.values()) == ALLOWED[room], files
+
+
+def test_a_wait_is_seen() -> None:
+    text = (
+        "a.item()\nb.sum().tolist()\nc.cpu()\ntorch.tensor([1.0], device=d)\nd.items()\ntorch.tensor(1.0)\ne.item(3)\n"
+    )
+    assert list(waits(ast.parse(text))) == [1, 2, 3, 4]
+
+
+# -- the pages of the site that are made from docstrings, and its files --
+
+
+def held_modules() -> dict[str, types.ModuleType]:
+    return {"fjoin": fjoin, "fjoin.transforms": tx, "fjoin.jax": fjoin.jax} | {
+        f"fjoin.transforms.{name}": getattr(tx, name) for name in ("checkpoint_policies", "random")
+    }
+
+
+@pytest.fixture(scope="module")
+def api() -> Any:
+    return loaded(ROOT / "docs" / "api_pages.py", "api_pages")
+
+
+def test_every_public_name_has_a_page_and_is_listed(api: Any) -> None:
+    pages = api.all_pages()
+    for module, held in held_modules().items():
+        for name in api.public(held):
+            assert f"{module}.{name}.rst" in pages, name
+            assert pages["index.rst"].count(f".{name} <{module}.{name}>`\n     - ") == 1, name
+    assert len(pages) > 150 and pages["index.rst"].count(":py:meth:`TrainStep.join <fjoin.TrainStep.join>`") == 1
+
+
+def test_every_document_is_in_the_contents() -> None:
+    listed = set(re.findall(r"^([\w./-]+)$", (ROOT / "docs" / "index.md").read_text(), re.MULTILINE))
+    documents = {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"}
+    assert documents <= listed, documents - listed
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.distributed.optim at its import
+def test_inventories_are_those_of_their_script_and_their_names_exist() -> None:
+    """`python docs/inventories/make.py` writes them."""
+    make = loaded(ROOT / "docs" / "inventories" / "make.py", "make_inventories")
+    for project, url in make.SITES.items():
+        kept = ROOT / "docs" / "inventories" / f"{project}.inv"
+        heads, bodies = zip(
+            *(one.split(b"zlib.\n", 1) for one in (kept.read_bytes(), make.inventory(project))), strict=True
+        )
+        assert heads[0] == heads[1] and zlib.decompress(bodies[0]) == zlib.decompress(bodies[1]), project
+        assert kept.with_suffix(".url").read_text() == f"{url}\n"
+        names = make.names(project)
+        assert len(names) == len(set(names))
+        for name in names:
+            assert located(name), name
+
+
+def located(name: str) -> bool:
+    """Whether there is such a name. Some modules are hidden behind a function or class of their name."""
+    module, _, own = name.rpartition(".")
+    return (
+        pydoc.locate(name) is not None or hasattr(importlib.import_module(module or "builtins"), own) or name == "None"
+    )
+
+
+# -- what `import fjoin` imports: nothing that takes longer than torch itself --
+
+# In a folder where the user has a module that is called transforms.
+PROGRAM = """
+import sys, threading
+import torch
+import torch.distributed as dist
+import transforms
+before = set(sys.modules)
+import fjoin
+from fjoin import transforms as tx
+after = set(sys.modules)
+assert transforms.mine == 1
+tx.chain()
+assert not dist.is_initialized() and threading.active_count() == 1
+print(*sorted({".".join(name.split(".")[:k]) for name in after - before for k in (1, 2, 3)}))
+"""
+HEAVY = {
+    "functorch", "torch._dynamo", "torch._inductor", "torch.onnx", "torch.distributed.fsdp", "torch.distributed.tensor", "sympy",
+    "networkx", "jax", "optax", "matplotlib", "safetensors", "torch.utils.tensorboard", "pytest", "hypothesis",
+}  # fmt: skip
+
+
+def test_import_starts_nothing_and_loads_no_heavy_modules(tmp_path: Path) -> None:
+    """torch's compiler takes seconds, and fully_shard as long as torch; they are imported where they are used."""
+    (tmp_path / "transforms.py").write_text("mine = 1\n")
+    done = subprocess.run([sys.executable, "-W", "error", "-c", PROGRAM], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    found = done.stdout.split()
+    assert "fjoin.transforms" in found and not HEAVY & set(found)
+
+
+def test_heavy_modules_are_imported_on_first_use() -> None:
+    program = """
+import sys, torch, fjoin
+from fjoin import transforms as tx
+step = fjoin.train_step(lambda p, b: (p["w"] * b).sum(), tx.fuse(tx.mean("data"), tx.adamw(1e-3)))
+state, _ = step(step.init({"w": torch.ones(3)}), torch.ones(3))
+state.pipeline
+assert "sympy" not in sys.modules
+fjoin.apply_activation_checkpointing(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)

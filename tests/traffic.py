@@ -7,6 +7,7 @@ import functools
 import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch.distributed as dist
 from torch import Tensor
@@ -35,12 +36,9 @@ def _watch(name: str, place: int | None) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
         given = [] if place is None else args[place] if place < len(args) else kwargs["tensor"]
         parts = [given] if isinstance(given, Tensor) else given
-        dtypes, size = (
-            ", ".join(sorted({str(x.dtype) for x in parts})),
-            sum(x.numel() * x.element_size() for x in parts),
-        )
+        dtypes, elements = ", ".join(sorted({str(x.dtype) for x in parts})), sum(x.numel() for x in parts)
         for sent in _WATCHING:
-            sent.append(Sent(name, sum(x.numel() for x in parts), dtypes, size))
+            sent.append(Sent(name, elements, dtypes, sum(map(_size, parts))))
         return _KEPT[name](*args, **kwargs)
 
     return call
@@ -69,46 +67,43 @@ def announced(what: Explanation) -> list[Message]:
     return [m for row in what.rows for m in row.messages]
 
 
+def _size(x: Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+def _rows_for_others(
+    out: Tensor, x: Tensor, taken: Any = None, given: Any = None, group: Any = None, **more: Any
+) -> int:
+    own = (
+        _size(x) // dist.get_world_size(group)
+        if given is None
+        else _size(x) // max(len(x), 1) * given[dist.get_rank(group)]
+    )
+    return _size(x) - own
+
+
+# Function of torch.distributed -> the bytes that a call sends from this process to others; an all_reduce as by a ring.
+_TO_OTHERS: dict[str, Any] = {
+    "all_reduce": lambda x, *_, group=None, **more: round(_size(x) * 2 * (1 - 1 / dist.get_world_size(group))),
+    "all_to_all_single": _rows_for_others,
+    "all_gather": lambda outs, x, *_, group=None, **more: _size(x) * (dist.get_world_size(group) - 1),
+    "batch_isend_irecv": lambda ops: sum(_size(op.tensor) for op in ops if op.op is dist.isend),
+}
+
+
 @contextlib.contextmanager
 def sent_to_others() -> Iterator[list[int]]:
-    """The bytes that each call of `torch.distributed` sends from this process to others; an all_reduce as by a ring."""
+    """The bytes that each call sends from this process to others."""
     sent: list[int] = []
-    kept = {
-        name: getattr(dist, name) for name in ("all_reduce", "all_to_all_single", "all_gather", "batch_isend_irecv")
-    }
 
-    def size(x: Tensor) -> int:
-        return x.numel() * x.element_size()
+    def counted(function: Any, count: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            sent.append(count(*args, **kwargs))
+            return function(*args, **kwargs)
 
-    def all_reduce(x: Tensor, *args: Any, group: Any = None, **kwargs: Any) -> Any:
-        n = dist.get_world_size(group)
-        sent.append(round(size(x) * 2 * (n - 1) / n))
-        return kept["all_reduce"](x, *args, group=group, **kwargs)
+        return functools.wraps(function)(call)
 
-    def all_to_all_single(
-        out: Tensor, x: Tensor, taken: Any = None, given: Any = None, group: Any = None, **kwargs: Any
-    ) -> Any:
-        n, rank = dist.get_world_size(group), dist.get_rank(group)
-        own = size(x) // n if given is None else size(x) // max(len(x), 1) * given[rank]
-        sent.append(size(x) - own)
-        return kept["all_to_all_single"](out, x, taken, given, group=group, **kwargs)
-
-    def all_gather(outs: Any, x: Tensor, *args: Any, group: Any = None, **kwargs: Any) -> Any:
-        sent.append(size(x) * (dist.get_world_size(group) - 1))
-        return kept["all_gather"](outs, x, *args, group=group, **kwargs)
-
-    def batch_isend_irecv(ops: list[Any]) -> Any:
-        sent.append(sum(size(op.tensor) for op in ops if op.op is dist.isend))
-        return kept["batch_isend_irecv"](ops)
-
-    new = {
-        "all_reduce": all_reduce, "all_to_all_single": all_to_all_single, "all_gather": all_gather,
-        "batch_isend_irecv": batch_isend_irecv,
-    }  # fmt: skip
-    for name, function in new.items():
-        setattr(dist, name, functools.wraps(kept[name])(function))
-    try:
+    with contextlib.ExitStack() as stack:
+        for name, count in _TO_OTHERS.items():
+            stack.enter_context(mock.patch.object(dist, name, counted(getattr(dist, name), count)))
         yield sent
-    finally:
-        for name, function in kept.items():
-            setattr(dist, name, function)

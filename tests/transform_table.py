@@ -30,15 +30,12 @@ def _from_optax(make: Callable[[Any], Any]) -> tx.Transform:
 
 TRANSFORMS: dict[str, list[Callable[[], tx.Transform]]] = {
     "accumulate": [
-        lambda: tx.accumulate(2, tx.mean("data")),
-        lambda: tx.accumulate(1, tx.mean("data")),
+        lambda: tx.accumulate(2, tx.mean("data")), lambda: tx.accumulate(1, tx.mean("data")),
         lambda: tx.accumulate(2, tx.error_feedback(tx.compress(tx.int8(), tx.mean("data")))),
     ],
     "average_parameters": [
-        lambda: tx.average_parameters("data"),
-        lambda: tx.average_parameters("data", over="live"),
-        lambda: tx.average_parameters(("node", "local")),
-        lambda: tx.every(2, tx.average_parameters("data"), first=1),
+        lambda: tx.average_parameters("data"), lambda: tx.average_parameters("data", over="live"),
+        lambda: tx.average_parameters(("node", "local")), lambda: tx.every(2, tx.average_parameters("data"), first=1),
     ],
     "ema": [lambda: tx.ema(0.9), lambda: tx.chain(tx.average_parameters("data"), tx.ema(0.5))],
     "outer_step": [
@@ -57,12 +54,10 @@ TRANSFORMS: dict[str, list[Callable[[], tx.Transform]]] = {
         lambda: tx.compress(tx.bfloat16(stochastic=True), tx.mean("data"), seed=2),
         lambda: tx.compress(torch.bfloat16, tx.mean("data")),
         lambda: tx.compress(torch.float16, tx.chain(tx.clip_by_value(0.5), tx.mean("data", over="live"))),
-        lambda: tx.compress(torch.float32, tx.sum_over("data")),
-        lambda: tx.compress(tx.int8(block=4), tx.mean("data")),
+        lambda: tx.compress(torch.float32, tx.sum_over("data")), lambda: tx.compress(tx.int8(block=4), tx.mean("data")),
     ],
     "hierarchical_mean": [
-        lambda: tx.hierarchical_mean("local", "node"),
-        lambda: tx.hierarchical_mean("local", "node", over="world"),
+        lambda: tx.hierarchical_mean("local", "node"), lambda: tx.hierarchical_mean("local", "node", over="world"),
         lambda: tx.compress(tx.int8(block=4), tx.hierarchical_mean("node", "local", over="live")),
         lambda: tx.compress(tx.bfloat16(), tx.hierarchical_mean("local", "node")),
         lambda: tx.error_feedback(tx.compress(tx.int8(stochastic=True), tx.hierarchical_mean("node", "local"))),
@@ -93,8 +88,7 @@ TRANSFORMS: dict[str, list[Callable[[], tx.Transform]]] = {
         lambda: tx.chain(tx.stateless(_to_norm_one), tx.compress(tx.int8(block=4), tx.mean("data"))),
         lambda: tx.every(2, tx.chain(tx.stateless(_to_norm_one), tx.compress(tx.int8(block=4), tx.mean("data")))),
     ],
-    "clip_by_global_norm": [lambda: tx.clip_by_global_norm(0.5)],
-    "clip_by_value": [lambda: tx.clip_by_value(0.5)],
+    "clip_by_global_norm": [lambda: tx.clip_by_global_norm(0.5)], "clip_by_value": [lambda: tx.clip_by_value(0.5)],
     "record_norm": [tx.record_norm, lambda: tx.chain(tx.mean("data"), tx.record_norm())],
     "every": [lambda: tx.every(2, tx.mean("data"))],
     "from_optax": [
@@ -103,8 +97,7 @@ TRANSFORMS: dict[str, list[Callable[[], tx.Transform]]] = {
     ],
     "identity": [tx.identity],
     "masked": [
-        lambda: tx.masked(tx.mean("data"), "layer.*"),
-        lambda: tx.masked(tx.clip_by_value(0.1), ["scale", "*bias"]),
+        lambda: tx.masked(tx.mean("data"), "layer.*"), lambda: tx.masked(tx.clip_by_value(0.1), ["scale", "*bias"]),
         lambda: tx.masked(tx.every(2, tx.mean("data")), "layer.weight"),
     ],
     "mean": [lambda: tx.mean("data"), lambda: tx.mean("data", over="live"), lambda: tx.mean("data", over="world")],

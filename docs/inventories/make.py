@@ -2,7 +2,7 @@
 
     python docs/inventories/make.py
 
-The names are those that signatures and docstrings hold; tests/test_docs.py imports each. For a project, each line is an
+The names are those that signatures and docstrings hold; tests/test_repository.py imports each. For a project, each line is an
 address and the names on it, where $ stands for the name itself.
 """
 

@@ -541,7 +541,8 @@ class CountingDevice(TorchDispatchMode):
             self.kernels.append(Kernel(op, shapes, numbers))
 
     def message(self, op: str, reads: list[Tensor], writes: list[Tensor]) -> Callable[[], None]:
-        """Each message is a launch too."""
+        """Each message is a launch too, and none is made on the host."""
+        assert all(x.is_meta for x in [*reads, *writes])
         self._launched(f"message {op}", tuple(tuple(x.shape) for x in [*reads, *writes]))
         return lambda: None
 

@@ -13,6 +13,7 @@ from fjoin import transforms as tx
 from fjoin.buckets import GradBuffer
 from tests.devices.fake_device import Kernel, Make, counted
 from tests.devices.test_streams import PIPELINES
+from tests.helpers import by_hand
 
 MEAN, SCATTER, INT8 = tx.mean("data"), tx.scatter_mean("data"), tx.compress(tx.int8(), tx.mean("data"))
 
@@ -56,10 +57,7 @@ def test_a_step_launches_no_more_than_this(name: str) -> None:
 
 
 def test_a_kernel_for_each_tensor_is_found() -> None:
-    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-        return {path: g * 0.5 for path, g in grads.items()}, state
-
-    halved = tx.Transform(lambda params: (), update, needs=tx.Needs.PATHS)
+    halved = by_hand(lambda grads, state: ({path: g * 0.5 for path, g in grads.items()}, state), tx.Needs.PATHS)
     assert launches(lambda: tx.fuse(tx.chain(MEAN, halved), tx.adamw(3e-4))) > LIMITS["AdamW"][1] + 140
 
 
@@ -108,11 +106,8 @@ def test_kernels_get_no_more_numbers_of_the_host_and_no_copies_from_it(name: str
 
 def _times(factor: Any) -> tx.Transform:
     """Gradients times a factor that changes in every step."""
-
-    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-        return {path: g * factor(state) for path, g in grads.items()}, state + 1
-
-    return tx.Transform(lambda params: torch.zeros((), device="meta"), update, needs=tx.Needs.PATHS)
+    times = lambda grads, state: ({path: g * factor(state) for path, g in grads.items()}, state + 1)  # noqa: E731
+    return by_hand(times, tx.Needs.PATHS, lambda params: torch.zeros((), device="meta"))
 
 
 def test_a_number_of_the_host_is_found_and_one_of_the_device_is_not() -> None:

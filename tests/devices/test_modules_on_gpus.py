@@ -8,7 +8,6 @@ seconds to make.
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,17 @@ import fjoin
 from fjoin import transforms as tx
 from fjoin.transforms.sync import BatchNormState
 from tests.devices.fake_device import Make
-from tests.devices.test_steps_on_gpus import ADAM, AFTER, LEFT_OUT, ON_BUFFERS, PIPELINES as STEPS, scaled, skipping
-from tests.oracle import uneven_ddp
+from tests.devices.test_steps_on_gpus import (
+    ADAM,
+    AFTER,
+    LEFT_OUT,
+    ON_BUFFERS,
+    PIPELINES as STEPS,
+    all_of,
+    scaled,
+    skipping,
+)
+from tests.oracle import whole_batch
 from tests.pool import Pool
 from tests.transform_table import TRANSFORMS
 from tests.uneven.test_join_context import make_counter
@@ -289,16 +297,7 @@ def cases(kind: str, folder: str) -> dict[str, Callable[[str], Values]]:
 def runs(kind: str, device: str, folder: str) -> dict[str, Values]:
     """A rank's results of all cases of a kind."""
     Path(folder).mkdir(exist_ok=True)
-    out = {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for name, case in cases(kind, folder).items():
-            try:
-                out[name] = case(device)
-            except BaseException as error:
-                error.add_note(f"in the case {name!r}")
-                raise
-    return out
+    return all_of(cases(kind, folder), lambda case: case(device))
 
 
 def known() -> dict[str, dict[str, Any]]:
@@ -306,7 +305,7 @@ def known() -> dict[str, dict[str, Any]]:
     both = [batches("cpu", n, rank) for rank, n in enumerate((3, 2))]
     x, first = torch.cat([*both[0], *both[1]]), torch.cat([own[0] for own in both])
     one, data = model(), [batches("cpu", n, rank) for rank, n in enumerate((4, 2))]
-    uneven_ddp.train(one, lambda params: torch.optim.SGD(params, 0.1), data, loss, by_world=False)
+    whole_batch.train(one, torch.optim.SGD(one.parameters(), 0.1), data, "live", loss)
     var, mean = torch.var_mean(first, 0)
     return {
         "evaluate": {"mean": x.mean(), "columns": x.mean(0), "positive": (x > 0).sum(), "weight": float(len(x))},

@@ -165,8 +165,7 @@ OPTIONS: dict[str, Case] = {
     **{f"{name}, flushed": Case(PIPELINES[name], flush=True) for name in ("local SGD", "DiLoCo, late", "DiLoCo, fragments")},
     **{f"{loss}, {name}": Case(PIPELINES[name], loss=loss) for loss, name in (
         ("auxiliary", "mean"), ("remat", "mean"), ("offload", "mean"), ("offload, all", "coded"), ("offload", "zero"), ("buffers", "mean"),
-    )},
-    "one bucket": Case(MEAN_OF, {"bucket_bytes": 10**6}), "left out": Case(skipping("mean"), poisoned=(1, 2)),
+    )}, "one bucket": Case(MEAN_OF, {"bucket_bytes": 10**6}), "left out": Case(skipping("mean"), poisoned=(1, 2)),
     "left out, feedback": Case(skipping("coded"), poisoned=(1,)), "left out, zero": Case(skipping("zero"), poisoned=(1,)),
     "loss scale": Case(scaled("mean"), poisoned=(1, 2)), "loss scale, zero": Case(scaled("zero"), poisoned=(2,)),
     "loss scale, clip, kept states": Case(scaled("clip"), KEPT, poisoned=(1,)),
@@ -218,12 +217,18 @@ def run(case: Case, device: str, mesh: Any) -> dict[str, Any]:
 
 def runs(kind: str, device: str, axes: dict[str, int]) -> dict[str, dict[str, Any]]:
     """A rank's runs of all cases of a kind, with one mesh."""
+    with fjoin.mesh(axes, timeout_s=60) as mesh:
+        return all_of(cases(kind), lambda case: run(case, device, mesh))
+
+
+def all_of(cases: dict[str, Any], run: Callable[[Any], Any]) -> dict[str, Any]:
+    """The results of all cases; an error says in which one."""
     out = {}
-    with warnings.catch_warnings(), fjoin.mesh(axes, timeout_s=60) as mesh:
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # NCCL's and CUDA's; and of ranks that share nothing
-        for name, case in cases(kind).items():
+        for name, case in cases.items():
             try:
-                out[name] = run(case, device, mesh)
+                out[name] = run(case)
             except BaseException as error:
                 error.add_note(f"in the case {name!r}")
                 raise

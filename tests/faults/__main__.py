@@ -6,8 +6,8 @@ import collections
 import statistics
 import sys
 
+from .faulty_run import plan
 from .outcomes import inflict, problems, times_of_notice
-from .plan import plan
 
 
 def main(faults: int = 60, seed: int = 0) -> None:

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import fjoin
 from tests.ranks import Ranks
 
-from .faulty_run import run
-from .plan import SHORT_S, SURVIVED, Fault
+from .faulty_run import SHORT_S, SURVIVED, Fault, run
 
 HANG_S = 25.0  # for time-outs of 2 s, on a busy machine
 GONE = ("kill", "exit", "sys.exit", "stop")  # kinds after which the rank itself reports nothing

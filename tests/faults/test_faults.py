@@ -8,8 +8,8 @@ import pytest
 
 import fjoin
 
+from .faulty_run import Fault, plan
 from .outcomes import inflict, problems, times_of_notice
-from .plan import Fault, plan
 
 
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(50) if seed != 1)])
@@ -48,11 +48,9 @@ def row(
 # A fault, the type and words of the errors of the other ranks, and the seconds after which they have them.
 # No process ends before its test, so that a rank that has raised is noticed by its report alone.
 TABLE = [
-    (row("exception", "loss", 1, 0, 2), LOST, RAISES, 10),
-    (row("exception", "loss", 0, 2, 3), LOST, RAISES, 10),
+    *((row("exception", "loss", *at), LOST, RAISES, 10) for at in ((1, 0, 2), (0, 2, 3))),
+    *((row("exception", "loss", *at, child=True), LOST, RAISES, 10) for at in ((1, 2, 2), (0, 2, 3))),
     (row("exception", "backward", 0, 1, 3), LOST, RAISES, 10),
-    (row("exception", "loss", 1, 2, 2, child=True), LOST, RAISES, 10),
-    (row("exception", "loss", 0, 2, 3, child=True), LOST, RAISES, 10),
     (row("exception", "evaluate", 1, 4, 3), LOST, "rank 1 failed: ValueError: injected", 10),
     (row("exception", "loader", 1, 2, 3, "pipeline.step"), LOST, "ValueError: injected", 10),
     (row("exception", "loss", 1, 2, 3, "fjoin.Join"), LOST, "ValueError: injected", 10),
@@ -62,24 +60,18 @@ TABLE = [
     (row("interrupt", "evaluate", 1, 4, 3), LOST, "KeyboardInterrupt", 10),
     (row("break", "body", 1, 2, 2), LOST, LEAVES, 10),
     (row("step twice", "body", 1, 2, 2), LOST, "called the step twice in iteration 2", 10),
-    (row("kill", "loss", 1, 2, 2), LOST, DIES, 4),
-    (row("kill", "loss", 0, 2, 2), LOST, DIES, 4),
-    (row("kill", "loss", 2, 2, 3), LOST, DIES, 4),
+    *((row("kill", "loss", *at), LOST, DIES, 4) for at in ((1, 2, 2), (0, 2, 2), (2, 2, 3))),
     (row("kill", "loss", 1, 2, 2, child=True), LOST, DIES, 10),
-    (row("kill", "loss", 1, 2, 2, transport="shared", child=True), LOST, DIES, 10),
-    (row("kill", "loss", 1, 2, 3, transport="shared", child=True), LOST, DIES, 10),
-    (row("kill", "before init", 1, 0, 3), LOST, DIES, 10),
-    (row("kill", "loss", 1, 0, 3), LOST, DIES, 10),
-    (row("kill", "evaluate", 1, 4, 3), LOST, DIES, 10),
-    (row("kill", "loss", 1, 3, 2, "ddp.register"), LOST, "", 10),
-    (row("kill", "loss", 1, 3, 2, "ddp.register", transport="auto"), LOST, "", 10),
-    (row("stop", "loss", 1, 2, 2, timeout_s=3.0), LATE, "", 6),
-    (row("stop", "loss", 1, 2, 2, timeout_s=3.0, transport="shared"), LATE, "", 6),
+    *((row("kill", "loss", 1, 2, ranks, transport="shared", child=True), LOST, DIES, 10) for ranks in (2, 3)),
+    *(
+        (row("kill", place, 1, step, 3), LOST, DIES, 10)
+        for place, step in (("before init", 0), ("loss", 0), ("evaluate", 4))
+    ),
+    *((row("kill", "loss", 1, 3, 2, "ddp.register", transport=of), LOST, "", 10) for of in ("gloo", "auto")),
+    *((row("stop", "loss", 1, 2, 2, timeout_s=3.0, transport=of), LATE, "", 6) for of in ("gloo", "shared")),
     # Rank 0 hosts the store, for whose answers clients wait without a time-out.
-    (row("stop", "before init", 0, 0, 3, timeout_s=2.0), LATE, "within 2 s", 10),
-    (row("stop", "loss", 0, 0, 3, timeout_s=2.0), LATE, "within 2 s", 10),
-    (row("stop", "loss", 1, 3, 2, "ddp.register", 2.0), LATE, "", 10),
-    (row("stop", "loss", 1, 3, 2, "ddp.register", 2.0, "auto"), LATE, "", 10),
+    *((row("stop", place, 0, 0, 3, timeout_s=2.0), LATE, "within 2 s", 10) for place in ("before init", "loss")),
+    *((row("stop", "loss", 1, 3, 2, "ddp.register", 2.0, of), LATE, "", 10) for of in ("gloo", "auto")),
 ]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pathlib
 import socket
-import subprocess
 import sys
 import time
 from typing import Any
@@ -15,8 +14,8 @@ import torch
 
 import fjoin
 from fjoin.groups._launch import Launch, read_launch
-from tests.groups.ends import ends
 from tests.helpers import raises_text
+from tests.ranks import ends, programs
 
 MEET = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 SRUN = {"SLURM_PROCID": "1", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "1"}
@@ -132,17 +131,15 @@ except fjoin.TransportError as error:
 """
 
 
-@pytest.mark.parametrize(
-    ("program", "ranks", "listens", "out", "status"),
-    [
-        (TRAINED, "01", False, "initialized: False axis: None\n", 0),
-        *(
-            pytest.param(TIMED_OUT, rank, listens, "", 3, marks=pytest.mark.long)
-            for rank, listens in ("00", "10", "11")
-        ),
-        (TAKEN, "0", True, "the port of 127.0.0.1:{port}, where the ranks meet, is taken by another program", 4),
-    ],
-)
+# A program, its ranks, whether another one listens where they meet, its output and its exit status.
+ENDS = [
+    (TRAINED, "01", False, "initialized: False axis: None\n", 0),
+    *(pytest.param(TIMED_OUT, rank, listens, "", 3, marks=pytest.mark.long) for rank, listens in ("00", "10", "11")),
+    (TAKEN, "0", True, "the port of 127.0.0.1:{port}, where the ranks meet, is taken by another program", 4),
+]
+
+
+@pytest.mark.parametrize(("program", "ranks", "listens", "out", "status"), ENDS)
 def test_programs_end(tmp_path: pathlib.Path, program: str, ranks: str, listens: Any, out: str, status: int) -> None:
     """Otherwise with "terminate called without an active exception", or after half a minute."""
     file = tmp_path / "program.py"
@@ -153,16 +150,10 @@ def test_programs_end(tmp_path: pathlib.Path, program: str, ranks: str, listens:
     meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
     other.listen() if int(listens) else other.close()
     start = time.monotonic()
-    started = [
-        subprocess.Popen(
-            [sys.executable, str(file)], env={**os.environ, **meet, "RANK": rank, "LOCAL_RANK": rank}, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )
-        for rank in ranks
-    ]  # fmt: skip
-    for process in started:
-        found, errors = process.communicate(timeout=120)
-        assert process.returncode == status, errors
-        assert time.monotonic() - start < 25, "in some 5 s, on a machine that is not busy"
+    for found, errors, ended in programs(
+        [sys.executable, str(file)], [{**meet, "RANK": r, "LOCAL_RANK": r} for r in ranks]
+    ):
+        assert ended == status, errors
         assert found == out if program is not TAKEN else found.startswith(out.format(port=port))
+    assert time.monotonic() - start < 25, "in some 5 s, on a machine that is not busy"
     other.close()

@@ -1,4 +1,5 @@
-"""Ranks that fail, leave, are killed or stop: typed errors on the others, which name the right rank; meshes that are closed."""
+"""Ranks that fail, leave, are killed or stop: typed errors on the others, which name the right rank; meshes that are closed; what counts
+as a failure of which rank."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import gc
 import os
 import resource
 import signal
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,14 +17,22 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import fjoin
 from fjoin import transforms as tx
-from tests.groups.ends import KEPT, LONG_S, End, a_step, end_of, ends, params
+from fjoin.groups import Traffic
+from fjoin.groups._failures import Failures
+from fjoin.shared_memory import PeerGone
+from fjoin.uneven import _loop
+from tests.helpers import in_backward
+from tests.ranks import KEPT, End, end_of, ends
+from tests.training.small import step_of
 
 X = torch.ones(2)
+LONG_S = 300.0  # a mesh's time-out, which no rank may need
 
 
 class Bar:
@@ -56,13 +66,13 @@ def leave(rank: int, how: str) -> list[End]:
             tx.psum(X, "data")
 
     mesh = fjoin.mesh({"data": -1}, timeout_s=LONG_S)
-    step = a_step(mesh)
-    state, batches = step.init(params()), step.join([X] * 4)
+    step, state = step_of(mesh=mesh)
+    batches = step.join([X] * 4)
     KEPT.append(batches)
     later = [
         lambda: fjoin.evaluate(lambda batch: {"n": len(batch)}, [X], mesh=mesh), lambda: step(state, X), lambda: list(step.join([X])),
-        bound, lambda: step.init(params()), lambda: step.flush(state), lambda: list(fjoin.join([X], mesh=mesh)),
-        lambda: a_step(mesh).init(params()),
+        bound, lambda: step.init({"w": X, "v": X}), lambda: step.flush(state), lambda: list(fjoin.join([X], mesh=mesh)),
+        lambda: step_of(mesh=mesh),
     ]  # fmt: skip
     return [end._replace(value=None) for end in map(end_of, [loop, *later])]
 
@@ -90,29 +100,67 @@ def never_come(rank: int) -> None:
     mesh = fjoin.mesh({"data": -1}, timeout_s=5)  # on a busy machine a rank itself may be late by two seconds
     KEPT.append(mesh)
     if rank != 1:
-        a_step(mesh).init(params())
+        step_of(mesh=mesh)
 
 
 def fail_in_init(rank: int) -> None:
     optimizer = tx.partition({"w": tx.sgd(0.1), "v" if rank == 1 else "*": tx.sgd(0.2)})
     mesh = fjoin.mesh({"data": -1}, timeout_s=LONG_S)
-    fjoin.train_step(lambda p, b: (p["w"] * b).sum(), tx.fuse(tx.mean("data"), optimizer), mesh=mesh).init(
-        {**params(), "u": torch.ones(3)}
-    )
+    step_of(pipeline=tx.fuse(tx.mean("data"), optimizer), params={"w": X, "u": torch.ones(3)}, mesh=mesh)
 
 
-def join_a_registered_module(rank: int) -> None:
-    """Its hook does not keep the connections of a join that has failed."""
+def fail() -> Any:
+    raise ValueError("bad batch")
+
+
+def in_join(rank: int, where: str, counts: tuple[int, ...], registers: bool = False) -> None:
+    """Rank 1 fails in the loop, or before or within a backward pass, while others wait in messages of the module.
+
+    A hook does not keep the connections of a join that has failed. Errors are kept, with their frames, as a debugger keeps them.
+    """
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=LONG_S))
-    ddp = DistributedDataParallel(torch.nn.Linear(4, 2))
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)), bucket_cap_mb=1e-5)
     optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
-    fjoin.ddp.register(ddp, tx.mean("data"))
-    with fjoin.Join([ddp, optimizer]):
-        for i in range(4):
-            if (rank, i) == (1, 2):
-                raise ValueError("bad batch")
-            ddp(torch.ones(2, 4)).sum().backward()
-            optimizer.step()
+    if registers:
+        fjoin.ddp.register(ddp, tx.mean("data"))
+    try:
+        with fjoin.Join([ddp, optimizer]):
+            for i in range(counts[rank]):
+                place = where if (rank, i) == (1, 2) else ""
+                out = fail() if place == "loop" else ddp(torch.ones(2, 4))
+                out = fail() if place == "forward" else in_backward(out, fail) if place == "backward" else out
+                out.square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    except Exception as error:
+        KEPT.append(error)
+        raise
+
+
+def in_hooks(rank: int, where: str) -> None:
+    """Rank 1 fails in a loop with pure hooks, in its main hook or in its post hook."""
+    mesh = fjoin.mesh({"data": -1}, timeout_s=LONG_S)
+    main = lambda state: fail() if (where, rank) == ("main", 1) else tx.psum(state, "data")  # noqa: E731
+    post = lambda state, is_last_joiner: fail() if (where, rank) == ("post", 1) else tx.psum(state, "data")  # noqa: E731
+    joinable = fjoin.as_joinable(tx.JoinHook(main, post), torch.zeros(3), mesh=mesh)
+    with fjoin.bind(mesh), fjoin.Join([joinable]):
+        for i in range(2 if rank == 1 else 4):
+            fjoin.Join.notify_join_context(joinable)
+            if (where, rank, i) == ("loop", 1, 1):
+                fail()
+            joinable.state = tx.psum(joinable.state, "data")
+
+
+def around_a_module(rank: int) -> None:
+    """The group that the loop takes down is also released by the module; what waits in it gets gloo's own error."""
+    _loop._TOGETHER_S = 2.0  # the others wait in the module's messages, and see nothing
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=LONG_S))
+    ddp = DistributedDataParallel(nn.Linear(5, 2))
+    with contextlib.nullcontext() if rank == 1 else pytest.raises(RuntimeError):  # as PeerLost is one too
+        for i in fjoin.join(range(4)):
+            if (rank, i) == (1, 1):
+                fail()
+            ddp(torch.ones(2, 5)).sum().backward()
 
 
 def report(rank: int, error: Exception) -> None:
@@ -135,7 +183,7 @@ def fail_alone(rank: int) -> None:
         mesh.reduce_(torch.ones(100_000), ("data",))
         time.sleep(0.5)  # until a thread of gloo has begun it
         with mesh:
-            raise ValueError("bad batch")
+            fail()
 
 
 def stop_early(rank: int, closes: bool) -> None:
@@ -150,6 +198,7 @@ def stop_early(rank: int, closes: bool) -> None:
 
 
 FINE, BAD = ("fine", None, ""), ("ValueError", None, "bad batch")
+OF_ONE, IN_STEP = ("PeerLost", 1, "ValueError: bad batch"), ("PeerLost", 1, "in step 3: ValueError: bad batch")
 LATE = ("CollectiveTimeout", 1, "rank 1 did not come")
 UNMATCHED = "no pattern of partition matches 'u'"
 TWO_LOST, TWO_LATE = fjoin.PeerLost("rank 1 lost rank 2", rank=2), fjoin.CollectiveTimeout("rank 2 stopped", rank=2)
@@ -157,7 +206,12 @@ TWO_LOST, TWO_LATE = fjoin.PeerLost("rank 1 lost rank 2", rank=2), fjoin.Collect
 TABLE: dict[str, tuple[Callable[..., None], tuple[Any, ...], list[Any]]] = {
     "another program": (never_come, (), [LATE, FINE, LATE]),
     "init": (fail_in_init, (), [("PeerLost", 1, UNMATCHED), ("ValueError", None, UNMATCHED)]),
-    "Join": (join_a_registered_module, (), [("PeerLost", 1, "ValueError: bad batch"), BAD]),
+    "Join": (in_join, ("loop", (4, 4), True), [OF_ONE, BAD]),
+    "backward in a Join": (in_join, ("backward", (2, 4, 4)), [IN_STEP, BAD, IN_STEP]),
+    # Two ranks shadow: four processes, on as few cores as there are.
+    "ranks that shadow": (in_join, ("forward", (1, 4, 4, 1)), [IN_STEP, BAD, IN_STEP, IN_STEP]),
+    **{f"pure hooks, {where}": (in_hooks, (where,), [OF_ONE, BAD, OF_ONE]) for where in ("loop", "main", "post")},
+    "around a module": (around_a_module, (), [FINE, BAD, FINE]),
     "own report": (report, (ValueError("bad batch"),), [("PeerLost", 1, "rank 1 failed in step 7: ValueError: bad batch"), FINE, FINE]),
     "report of a lost rank": (report, (TWO_LOST,), [("PeerLost", 2, "rank 1 lost rank 2"), FINE, FINE]),
     "report of a late rank": (report, (TWO_LATE,), [("CollectiveTimeout", 2, "rank 2 stopped"), FINE, FINE]),
@@ -171,7 +225,9 @@ TABLE: dict[str, tuple[Callable[..., None], tuple[Any, ...], list[Any]]] = {
 @pytest.mark.parametrize("name", TABLE)
 def test_errors_name_the_lost_rank(name: str) -> None:
     program, args, want = TABLE[name]
+    start = time.monotonic()
     found = ends(len(want), program, *args)
+    assert time.monotonic() - start < 20, "in some 5 s, on a machine that is not busy"
     assert [(end.kind, end.rank) for end in found] == [(kind, rank) for kind, rank, _ in want], found
     assert all(words in end.text for end, (*_, words) in zip(found, want, strict=True)), found
 
@@ -214,10 +270,10 @@ def again(rank: int) -> None:
         if rank == 0:
             with mesh:
                 raise ValueError("bad checkpoint")
-        a_step(mesh).init(params())
+        step_of(mesh=mesh)
     time.sleep(LATE_S * rank)
-    step = a_step(fjoin.mesh({"data": -1}, timeout_s=LONG_S))
-    step(step.init(params()), X)
+    step, state = step_of(mesh=fjoin.mesh({"data": -1}, timeout_s=LONG_S))
+    step(state, X)
 
 
 def two_modules(rank: int) -> None:
@@ -229,7 +285,7 @@ def two_modules(rank: int) -> None:
 
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=LONG_S))
     for hook in (tx.chain(tx.mean("data"), tx.tap(refuse)), tx.mean("data")):
-        ddp = DistributedDataParallel(torch.nn.Linear(2, 2))
+        ddp = DistributedDataParallel(nn.Linear(2, 2))
         fjoin.ddp.register(ddp, hook)
         for i in range(3):
             time.sleep(LATE_S * (rank == 1 and i == 2))
@@ -254,8 +310,7 @@ def device_meshes(rank: int) -> None:
 def fork(rank: int) -> None:
     """A forked process frees its copy of the mesh; then rank 0 has no descriptors left, while rank 1 is late."""
     mesh = fjoin.mesh({"data": -1}, timeout_s=LONG_S)
-    step = a_step(mesh)
-    state = step.init(params())
+    step, state = step_of(mesh=mesh)
     if (child := os.fork()) == 0:
         mesh.report_failure(ValueError("in the child"), None)
         mesh.close()
@@ -283,7 +338,7 @@ PROGRAMS: dict[str, tuple[tuple[Any, ...], int, int]] = {
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_no_rank_is_taken_for_lost(name: str) -> None:
     program, n, left = PROGRAMS[name]
-    assert ends(n, *program, reports=left) == [End()] * left
+    assert ends(n, *program, left=left) == [End()] * left
 
 
 # -- within bind, over both transports ----------------------------------------------------------------------------------
@@ -326,7 +381,7 @@ def in_a_block(rank: int, call: str, transport: str, how: str, n: int) -> list[E
 @pytest.mark.parametrize("transport", ["shared", "gloo"])
 @pytest.mark.parametrize("call", CALLS)
 def test_a_failure_is_typed_inside_the_block(call: str, transport: str, how: str, n: int) -> None:
-    (end,) = ends(2, in_a_block, call, transport, how, n, reports=1)
+    (end,) = ends(2, in_a_block, call, transport, how, n, left=1)
     assert end.value, end
     outside, inside = end.value
     kind = "CollectiveTimeout" if how == "stop" else "PeerLost"
@@ -351,8 +406,8 @@ def make_meshes(rank: int, how: str) -> Any:
 
     def one() -> None:
         if how == "dropped":
-            step = a_step(None)
-            step(step.init(params()), X)
+            step, state = step_of()
+            step(state, X)
             return
         with fjoin.mesh({"data": -1}) as mesh, fjoin.bind(mesh):
             tx.psum(X, "data")
@@ -375,3 +430,73 @@ def test_meshes_give_back_threads_and_descriptors(how: str) -> None:
         before, after, found = end.value
         assert before == after
         assert how == "dropped" or all(one.kind == "JoinError" and "closed" in one.text for one in found)
+
+
+# -- what counts as a failure of which rank: processes that have ended, texts of errors --
+
+
+class Values(dict[str, Any]):
+    """A store in this process."""
+
+    def set(self, seconds: float, key: str, value: Any) -> None:
+        self[key] = value
+
+    def add(self, seconds: float, key: str) -> int:
+        self[key] = super().get(key, 0) + 1
+        return int(self[key])
+
+    def get(self, seconds: float, key: str) -> Any:  # type: ignore[override]
+        return super().get(key)
+
+    def get_all(self, seconds: float, keys: list[str]) -> list[Any]:
+        return [self[key] for key in keys]
+
+
+def failures(rank: int, ranks: list[int], store: Any) -> Failures:
+    return Failures(store, "mesh", rank, ranks, Traffic())
+
+
+def test_the_first_report_stays() -> None:
+    store = Values()
+    for rank in (1, 0):
+        failures(rank, [0, 1, 2], store).report(ValueError(f"of rank {rank}"), 3)
+    reported = failures(2, [0, 1, 2], store).reported()
+    assert isinstance(reported, fjoin.PeerLost) and reported.rank == 1 and "ValueError: of rank 1" in str(reported)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="processes are looked up in /proc")
+def test_a_process_is_told_from_a_later_one_of_its_number() -> None:
+    def gone(change: Callable[[list[Any]], list[Any]]) -> set[int]:
+        store = Values()
+        found = failures(0, [0, 1], store)
+        store["mesh/process/1"] = change(store["mesh/process/0"])
+        return found.gone()
+
+    assert gone(lambda own: own) == set() and gone(lambda own: [*own[:2], "1"]) == {1}
+    assert gone(lambda own: [own[0], 2**22 + 1, "1"]) == {1}
+    # Of another host, and of a process that did not see itself in /proc, nothing is known.
+    assert gone(lambda own: ["elsewhere", 2**22 + 1, "1"]) == gone(lambda own: [own[0], 2**22 + 1, None]) == set()
+
+
+def test_error_does_not_name_a_rank_that_lost_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a mesh of two axes rank 2 sees rank 0 close its connections, since rank 0 has lost rank 1."""
+    found = failures(2, [10, 11, 12, 13], Values())
+    for gone, blamed in (({1}, 1), ({0, 1}, None), (set(), 0), ({0}, 0)):
+        monkeypatch.setattr(found, "gone", lambda gone=gone: gone)
+        cause = found.root_cause(PeerGone(10), 3)
+        assert isinstance(cause, fjoin.PeerLost) and (cause.rank, cause.step) == (blamed, 3), str(cause)
+
+
+# An error of user code with a similar text does not count.
+TEXTS = {
+    "[gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:1": "PeerLost",
+    "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 3000ms for recv operation": "CollectiveTimeout",
+    "Application timeout caused pair closure": "CollectiveTimeout",  # the messages behind the one that waited
+    **dict.fromkeys(("DataLoader timed out after 5 seconds", "the connection pool of my loader is empty", "websocket handshake refused",
+                     "Lock wait timeout exceeded", "timed out waiting for the data server"), "RuntimeError"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "kind"), TEXTS.items())
+def test_errors_that_count_as_a_lost_peer(text: str, kind: str) -> None:
+    assert type(failures(0, [0], Values()).root_cause(RuntimeError(text), 0)).__name__ == kind

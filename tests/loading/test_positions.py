@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import collections
 import copy
+import dataclasses
+import enum
 import json
+import os
 import random
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -19,14 +25,11 @@ from fjoin import transforms as tx
 from fjoin.loading._generators import Streams
 from tests.helpers import raises_text, same_bits
 from tests.loading.test_same_run import Alive, loader_of
-
-
-def step() -> fjoin.TrainStep:
-    return fjoin.train_step(lambda p, b: (p["w"] * b).sum(), tx.fuse(tx.mean("data"), tx.sgd(0.1)))
+from tests.training.small import step_of
 
 
 def test_it_says_how_many_batches_it_loads_to_skip_them() -> None:
-    one = step()
+    one, _ = step_of()
     state, loop, position = one.init({"w": torch.ones(2, 2)}), one.join(loader_of("list", 12)), {}
     for i, batch in enumerate(loop):
         state, _ = one(state, batch)
@@ -43,7 +46,7 @@ def test_it_says_how_many_batches_it_loads_to_skip_them() -> None:
 
 
 def test_a_position_is_json_and_tensors_of_bytes() -> None:
-    loop = step().join(loader_of("own state", 12))
+    loop = step_of()[0].join(loader_of("own state", 12))
     next(iter(loop))
     position = loop.state_dict()
     plain = json.dumps(position, default=lambda tensor: {"tensor": tensor.tolist()})
@@ -58,13 +61,8 @@ def test_streams_go_there_and_back() -> None:
     import numpy.random
 
     def draw() -> list[float]:
-        return [
-            torch.rand(()).item(),
-            random.random(),
-            random.gauss(0, 1),
-            numpy.random.random(),
-            numpy.random.normal(),
-        ]
+        numbers = numpy.random.random(), numpy.random.normal()
+        return [torch.rand(()).item(), random.random(), random.gauss(0, 1), *numbers]
 
     for i in range(6):
         if i > 2:  # a normal number of a pair is left over, or has been used
@@ -81,7 +79,7 @@ def test_streams_go_there_and_back() -> None:
 
 
 def test_what_cannot_be_saved_or_loaded() -> None:
-    for loop in (step().join(iter([1])), fjoin.join(x for x in [1])):
+    for loop in (step_of()[0].join(iter([1])), fjoin.join(x for x in [1])):
         raises_text(TypeError, loop.state_dict, "iterator", "DataLoader", "load_state_dict")
     loop, other = fjoin.join([1, 2]), fjoin.join(Alive(4, 2))
     good = loop.state_dict()
@@ -221,9 +219,88 @@ def test_another_number_of_ranks_takes_the_samples_that_are_left(n: int, ranks: 
             assert found == [(epoch, i) for epoch in (0, 1) for i in range(n)], until
 
 
-def test_arguments() -> None:
-    raises_text(ValueError, lambda: fjoin.Shuffled(-1, 2), "n must", "-1")
-    raises_text(TypeError, lambda: fjoin.Shuffled(10, 2, seed=1.5), "seed", "1.5")  # type: ignore[arg-type]
-    raises_text(ValueError, lambda: tx.simulate(lambda: fjoin.Shuffled(10, 2), {"data": 3}), "batch_size")
-    raises_text(ValueError, lambda: fjoin.Shuffled(10, 2).set_epoch(-1), "epoch", "-1")
-    raises_text(ValueError, lambda: fjoin.Shuffled(10, 2).set_epoch(0, -1), "step", "-1")
+# -- the checksum of the batch that a position has loaded ahead: of batches of any type, the same in another process --
+
+
+class Slots:
+    __slots__ = ("a",)
+
+    def __init__(self, a: Any) -> None:
+        self.a = a
+
+
+class Graph:
+    """With a circle."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x, self.edges, self.me = x, [torch.arange(4)], self
+
+
+@dataclasses.dataclass
+class Pair:
+    x: torch.Tensor
+    names: list[str]
+
+
+class Fails:
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
+Named = collections.namedtuple("Named", "a b")
+Kind = enum.Enum("Kind", "A B")
+
+
+def batches(i: int) -> dict[str, Any]:
+    """Batches that differ by `i` in one place."""
+    x = torch.ones(3, 2)
+    x[2, 1] += i
+    late = torch.zeros(64, 3)
+    late[-1, -1] = i
+    return {
+        "tensor": x, "expanded": x[2, 1].expand(20, 20), "its last element": late,
+        "bool": x > 1, "bfloat16, transposed": x.bfloat16().T, "complex": x * 1j,
+        "fp8": x.to(torch.float8_e4m3fn), "dict": {"b": x, 1: "x"}, "nested": [[{"a": (x,)}]], "dataclass": Pair(x, ["a"]),
+        "its text": Pair(x[:1], ["a", str(i)]), "graph": Graph(x), "named": Named(1, x),
+        "packed": torch.nn.utils.rnn.pack_sequence([x, x[:2]]), "array": x.numpy(),
+        "array of objects": np.array([None, str(i)], dtype=object), "array of text": np.array(["a", str(i)]),
+        "scalar": np.float32(i), "texts": ["a", str(i)], "bytes": b"a" * (3 + i), "number": i, "nan": [float("nan"), i],
+        "enum": [*Kind][i], "shape": torch.zeros(i, 2), "dtype": torch.ones(2, dtype=[torch.float32, torch.int32][i]),
+    }  # fmt: skip
+
+
+def of_a_type_alone() -> dict[str, Any]:
+    x = torch.ones(3, 2)
+    return {
+        "sparse": x.to_sparse(), "set": {1, 2}, "jagged": torch.nested.nested_tensor([x, x[:2]], layout=torch.jagged),
+        "large": x[0, 0].expand(2**20, 2**20),
+        "slots": Slots(x), "function": batches, "module": torch.nn.Linear(2, 2), "meta": x.to("meta"), "None": None,
+        "fails": Fails(),
+    }  # fmt: skip
+
+
+def checksums(i: int) -> dict[str, Any]:
+    """Of the batch behind the first one."""
+    found = {}
+    for name, batch in (batches(i) | of_a_type_alone()).items():
+        loop = fjoin.join([0, batch], mesh=fjoin.mesh({"data": 1}))
+        for _ in loop:
+            found[name] = loop.state_dict()["ahead"]
+            loop.stop()
+    return found
+
+
+def test_another_content_has_another_checksum() -> None:
+    one, other = checksums(0), checksums(1)
+    assert one == checksums(0)
+    assert {name for name in one if one[name] == other[name]} == of_a_type_alone().keys()
+    assert {name for name in one if one[name] is None} == {"fails"}
+
+
+def test_another_process_has_the_same() -> None:
+    script = "import json; from tests.loading.test_positions import checksums; print(json.dumps(checksums(0)))"
+    env = os.environ | {"PYTHONHASHSEED": "3", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True, timeout=120
+    )
+    assert json.loads(done.stdout.splitlines()[-1]) == checksums(0)

@@ -16,18 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    Sampler,
-    WeightedRandomSampler,
-    get_worker_info,
-    random_split,
-)
+from torch.utils import data
+from torch.utils.data import DataLoader, Sampler
 
 import fjoin
 from fjoin import transforms as tx
@@ -182,7 +172,7 @@ class Shuffles(Sampler[int]):
         yield from order
 
 
-class Noisy(Dataset[Tensor]):
+class Noisy(data.Dataset[Tensor]):
     """Samples with noise from a stream of this process, from all of them, or from a generator of its own."""
 
     def __init__(self, draw: str, n: int = N) -> None:
@@ -263,11 +253,11 @@ class Doubles(DataLoader[Tensor]):
             yield batch * 2
 
 
-class Stream(IterableDataset[Tensor]):
+class Stream(data.IterableDataset[Tensor]):
     """Each worker has samples of its own."""
 
     def __iter__(self) -> Iterator[Tensor]:
-        info = get_worker_info()
+        info = data.get_worker_info()
         own = list(SAMPLES[info.id :: info.num_workers]) if info else list(SAMPLES)
         random.Random(7).shuffle(own)
         yield from own
@@ -301,38 +291,39 @@ def noise(batch: Tensor) -> Tensor:
     return batch * random.random() + np.random.rand() + torch.rand(())
 
 
+def by(sampler: Callable[[], Any], *more: Any, **settings: Any) -> Form:
+    return Form(loader(sampler=sampler), *more, **settings)
+
+
+def of(dataset: Any, verdicts: str = "same", resumed: Any = None, **options: Any) -> Form:
+    return Form(loader(dataset=dataset, **options), verdicts, resumed)
+
+
+def distributed() -> Any:
+    return data.DistributedSampler(SAMPLES, 1, 0)  # type: ignore[arg-type]
+
+
 DRAWN: dict[str, torch.Generator] = {}  # of a program's body, in a variable
 ROWS = {
     # -- the order
-    "shuffle=True": Form(loader(shuffle=True)),
-    "generator=": Form(loader(shuffle=True, generator=generator)),
-    "RandomSampler(generator=)": Form(loader(sampler=lambda: RandomSampler(SAMPLES, generator=generator()))),  # type: ignore[arg-type]
-    "WeightedRandomSampler(generator=)": Form(
-        loader(sampler=lambda: WeightedRandomSampler([1.0] * N, N, generator=generator()))
+    "shuffle=True": Form(loader(shuffle=True)), "generator=": Form(loader(shuffle=True, generator=generator)),
+    "RandomSampler(generator=)": by(lambda: data.RandomSampler(SAMPLES, generator=generator())),
+    "WeightedRandomSampler(generator=)": by(lambda: data.WeightedRandomSampler([1.0] * N, N, generator=generator())),
+    "BatchSampler(data.RandomSampler(generator=))": Form(
+        loader(batch_sampler=lambda: data.BatchSampler(data.RandomSampler(SAMPLES, generator=generator()), SIZE, False))  # type: ignore[arg-type]
     ),
-    "BatchSampler(RandomSampler(generator=))": Form(
-        loader(batch_sampler=lambda: BatchSampler(RandomSampler(SAMPLES, generator=generator()), SIZE, False))  # type: ignore[arg-type]
-    ),
-    "a sampler with a random.Random": Form(loader(sampler=lambda: Shuffles(random.Random(3)))),
-    "a sampler with numpy's Generator": Form(loader(sampler=lambda: Shuffles(np.random.default_rng(3)))),
-    "a sampler with numpy's RandomState": Form(loader(sampler=lambda: Shuffles(np.random.RandomState(3)))),
+    "a sampler with a random.Random": by(lambda: Shuffles(random.Random(3))),
+    "a sampler with numpy's Generator": by(lambda: Shuffles(np.random.default_rng(3))),
+    "a sampler with numpy's RandomState": by(lambda: Shuffles(np.random.RandomState(3))),
     "a loader of one's own with a random.Random": Form(Holds),
-    "a sampler with numpy's Philox": Form(
-        loader(sampler=lambda: Shuffles(np.random.Generator(np.random.Philox(3)))), "same same silent warn warn"
-    ),
-    "a sampler that counts its epochs": Form(loader(sampler=lambda: Shuffles(None)), "same same silent warn warn"),
+    "a sampler with numpy's Philox": by(lambda: Shuffles(np.random.Generator(np.random.Philox(3))), "same same silent warn warn"),
+    "a sampler that counts its epochs": by(lambda: Shuffles(None), "same same silent warn warn"),
     "a list that is shuffled in place": Form(ShufflesItsList, "same same silent warn warn"),
-    "a generator that the resumed program lacks": Form(
-        loader(shuffle=True, generator=generator), "warn", resumed=loader(shuffle=True)
-    ),
-    "DistributedSampler, set_epoch(loop.epoch)": Form(
-        loader(sampler=lambda: DistributedSampler(SAMPLES, 1, 0)),  # type: ignore[arg-type]
-        begin=lambda loader, epoch: loader.sampler.set_epoch(epoch),
-    ),
-    "DistributedSampler, without set_epoch": Form(loader(sampler=lambda: DistributedSampler(SAMPLES, 1, 0))),  # type: ignore[arg-type]
-    "DistributedSampler, epochs counted from 0": Form(
-        loader(sampler=lambda: DistributedSampler(SAMPLES, 1, 0)), "same same silent warn warn",  # type: ignore[arg-type]
-        begin=lambda loader, epoch: loader.sampler.set_epoch(epoch), counts=True,
+    "a generator that the resumed program lacks": Form(loader(shuffle=True, generator=generator), "warn", loader(shuffle=True)),
+    "DistributedSampler, set_epoch(loop.epoch)": by(distributed, begin=lambda loader, epoch: loader.sampler.set_epoch(epoch)),
+    "DistributedSampler, without set_epoch": by(distributed),
+    "DistributedSampler, epochs counted from 0": by(
+        distributed, "same same silent warn warn", begin=lambda loader, epoch: loader.sampler.set_epoch(epoch), counts=True
     ),
     "epochs counted from 0": Form(loader(shuffle=True), "same same silent silent silent", counts=True),
     "Shuffled": Form(shuffled(seed=1)),
@@ -343,9 +334,7 @@ ROWS = {
     "Shuffled, then another sampler": Form(shuffled(), "error error warn error warn", loader()),
     "another batch size": Form(loader(), "warn error silent warn silent", loader(batch_size=3)),
     "another dataset": Form(loader(), "warn warn silent warn silent", loader(dataset=SAMPLES + 1)),
-    "random_split without a seed": Form(
-        loader(dataset=lambda: random_split(SAMPLES, [N])[0]), "warn warn silent warn silent"  # type: ignore[arg-type,list-item]
-    ),
+    "random_split without a seed": of(lambda: data.random_split(SAMPLES, [N])[0], "warn warn silent warn silent"),
     # -- augmentation and the model
     "dropout": Form(loader(shuffle=True), loss=dropout_loss),
     "random numbers in the body": Form(loader(shuffle=True), body=noise),
@@ -356,13 +345,11 @@ ROWS = {
         loader(), "silent", begin=lambda *_: DRAWN.setdefault("body", generator()),
         body=lambda batch: batch + torch.rand((), generator=DRAWN["body"]),
     ),
-    "augmentation by the dataset's generator": Form(loader(dataset=lambda: Noisy("own"), shuffle=True)),
-    "random_split, the dataset's generator": Form(
-        loader(dataset=lambda: random_split(Noisy("own"), [N], generator())[0], shuffle=True)  # type: ignore[arg-type,list-item]
-    ),
-    "a generator that is made late": Form(loader(dataset=MadeLate), "same-and-warns same-and-warns warn warn warn"),
+    "augmentation by the dataset's generator": of(lambda: Noisy("own"), shuffle=True),
+    "random_split, the dataset's generator": of(lambda: data.random_split(Noisy("own"), [N], generator())[0], shuffle=True),
+    "a generator that is made late": of(MadeLate, "same-and-warns same-and-warns warn warn warn"),
     "a loader with a state of its own": Form(lambda: Stateful(SAMPLES, SIZE, shuffle=True, generator=generator())),
-    "augmentation by the streams": Form(loader(dataset=lambda: Noisy("numpy"), shuffle=True)),
+    "augmentation by the streams": of(lambda: Noisy("numpy"), shuffle=True),
     "a batch that the body changes in place": Form(
         loader(dataset=SAMPLES.clone, shuffle=True), body=lambda batch: batch.mul_(2).add_(1)
     ),
@@ -377,15 +364,11 @@ ROWS = {
     "data= forgotten in the save": Form(loader(), "error", data=(False, True)),
 }  # fmt: skip
 WORKERS: dict[str, Form] = {
-    "workers": Form(loader(dataset=lambda: Noisy("torch"), shuffle=True, num_workers=2)),
-    "workers, numpy": Form(loader(dataset=lambda: Noisy("numpy"), shuffle=True, num_workers=2)),
-    "workers, python": Form(loader(dataset=lambda: Noisy("python"), shuffle=True, num_workers=2)),
+    **{f"workers, {draw}": of(lambda draw=draw: Noisy(draw), shuffle=True, num_workers=2) for draw in ("torch", "numpy", "python")},
     "workers, generator=": Form(loader(shuffle=True, generator=generator, num_workers=1)),
-    "workers, the dataset's generator": Form(loader(dataset=lambda: Noisy("own"), shuffle=True, num_workers=1)),
-    "workers, an IterableDataset": Form(loader(dataset=Stream, num_workers=2)),
-    "another number of workers": Form(
-        loader(dataset=Stream, num_workers=2), "warn warn silent warn silent", loader(dataset=Stream, num_workers=1)
-    ),
+    "workers, the dataset's generator": of(lambda: Noisy("own"), shuffle=True, num_workers=1),
+    "workers, an IterableDataset": of(Stream, num_workers=2),
+    "another number of workers": of(Stream, "warn warn silent warn silent", loader(dataset=Stream, num_workers=1), num_workers=2),
     "persistent workers": Form(loader(shuffle=True, num_workers=1, persistent_workers=True)),
     "persistent workers, an iterator of its own": Form(
         lambda: Doubles(SAMPLES, SIZE, shuffle=True, num_workers=1, persistent_workers=True)
@@ -393,12 +376,10 @@ WORKERS: dict[str, Form] = {
     "persistent workers, generator=": Form(
         loader(shuffle=True, generator=generator, num_workers=1, persistent_workers=True)
     ),
-    "persistent workers, augmentation": Form(
-        loader(dataset=lambda: Noisy("torch"), num_workers=1, persistent_workers=True), "same same silent warn silent"
-    ),
-    "Shuffled, augmentation in workers": Form(
-        loader(dataset=lambda: Noisy("torch"), batch_sampler=lambda: fjoin.Shuffled(N, SIZE), num_workers=1), "warn same same warn same"
-    ),
+    "persistent workers, augmentation": of(
+        lambda: Noisy("torch"), "same same silent warn silent", num_workers=1, persistent_workers=True),
+    "Shuffled, augmentation in workers": of(
+        lambda: Noisy("torch"), "warn same same warn same", batch_sampler=lambda: fjoin.Shuffled(N, SIZE), num_workers=1),
 }  # fmt: skip
 
 

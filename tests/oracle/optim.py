@@ -49,3 +49,19 @@ def run_rounded(
             if isinstance(held, Tensor) and held.dim():
                 held.copy_(held.to(dtype))
     return param.detach().to(dtype) - start
+
+
+def run_scaled(start: Tensor, grads: Sequence[Tensor], lr: float, **options: Any) -> tuple[list[Tensor], list[float]]:
+    """The parameter and torch.amp.GradScaler's scale after each step of SGD with momentum, on gradients of the unscaled loss."""
+    p = start.clone().requires_grad_()
+    optimizer = torch.optim.SGD([p], lr, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", **options)
+    params, scales = [], []
+    for g in grads:
+        scaled = scaler.scale(torch.ones(()))
+        p.grad = g * scaled
+        scaler.step(optimizer)
+        scaler.update()
+        params.append(p.detach().clone())
+        scales.append(scaler.get_scale())
+    return params, scales

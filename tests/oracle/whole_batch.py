@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,18 +38,35 @@ def mean_loss(model: torch.nn.Module, batch: Batch) -> Tensor:
 
 
 def train(
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batches: Sequence[Sequence[Batch]],
-    clip: float | None = None,
-) -> None:
-    """Train on the mean over all ranks' samples, step by step; a rank that is out of batches is left out."""
-    for i in range(max(map(len, batches))):
-        x, y = (torch.cat(parts) for parts in zip(*(own[i] for own in batches if i < len(own)), strict=True))
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[Sequence[Any]], over: str = "weight",
+    loss: Callable[[torch.nn.Module, Any], Tensor] = mean_loss, *, window: int = 1, of_window: bool = False, clip: float | None = None,
+    before_step: Callable[[torch.nn.Module], Any] | None = None,
+) -> None:  # fmt: skip
+    """Train on the batches of all ranks, step by step; a rank that is out of them is left out.
+
+    Args:
+        batches: For each rank its batches.
+        over: "weight" the mean over all samples; "live" the mean of the means of the ranks with input; "world" their sum divided
+            by the number of ranks. For the last two a window that no rank completes is not stepped.
+        window: Iterations to a step; a rank that ends within a window contributes the gradients that it has.
+        of_window: Whether "with input" means in any iteration of the window; otherwise in its last one.
+    """
+    for first in range(0, max(map(len, batches)), window):
+        given = [own[first : first + window] for own in batches]
+        if over != "weight" and max(map(len, given)) < window:
+            break
+        parts = [batch for own in given for batch in own]
+        sizes = [len(batch[1]) if over == "weight" else 1 for batch in parts]
+        live = sum(len(own) > (0 if of_window else window - 1) for own in given)
+        divisor = {"weight": sum(sizes), "live": live, "world": len(batches)}[over]
         optimizer.zero_grad()
-        mean_loss(model, (x, y)).backward()
+        sum(
+            (n * loss(model, batch) / divisor for n, batch in zip(sizes, parts, strict=True)), torch.zeros(())
+        ).backward()
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        if before_step is not None:
+            before_step(model)
         optimizer.step()
 
 

@@ -1,4 +1,7 @@
-"""No message is made on the host, and no step waits for its device; collectives over NCCL. Training on GPUs is in tests/devices."""
+"""Helpers outside of steps make no message on the host, and wait for no device; collectives over NCCL.
+
+tests/devices and tests/goldens/test_host_reads.py have steps.
+"""
 
 from __future__ import annotations
 
@@ -12,69 +15,13 @@ import torch.distributed as dist
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.records import DeviceReads
 from fjoin.testing._devices import NoWaiting
 from fjoin.transforms.axes._simulate import SimulatedAxis
 from fjoin.transforms.base import devices
 from fjoin.transforms.base.trees import choose_state
 from fjoin.transforms.sync import BatchNormState
-from tests.helpers import stepped
 from tests.pool import Pool
-from tests.ranks import Ranks
-from tests.training.small import net_loss, net_params
-
-
-def counted(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-    return grads, (state[0] + 1,)
-
-
-INT8, BF16 = tx.compress(tx.int8(block=8), tx.mean("data")), tx.compress(torch.bfloat16, tx.mean("data"))
-WITHOUT_DATA: dict[str, tx.Transform] = {
-    "mean": tx.mean("data"), "over all ranks": tx.mean("data", over="world"), "local": tx.identity(), "int8": INT8,
-    "by chance": tx.compress(tx.int8(block=8, stochastic=True), tx.mean("data")),
-    "bfloat16, clipped": tx.chain(BF16, tx.clip_by_global_norm(1e3)),
-    "counted": tx.chain(tx.mean("data"), tx.Transform(lambda params: (torch.zeros(()),), counted)),
-    "left out": tx.skip_if_nonfinite(tx.mean("data")), "later": tx.switch_after(2, tx.mean("data"), INT8),
-    "power_sgd": tx.error_feedback(tx.power_sgd("data", 3, min_compression_rate=0.1)),
-    "by path": tx.partition({"*.bias": tx.mean("data"), "*": tx.error_feedback(tx.compress(tx.uint8(block=8), tx.mean("data")))}),
-}  # fmt: skip
-
-
-@pytest.fixture
-def sent(monkeypatch: Any) -> list[str]:
-    """The devices of simulated ranks' messages."""
-    run, sent = SimulatedAxis.run, []
-
-    def watched(axis: Any, op: str, x: torch.Tensor, arg: Any) -> torch.Tensor:
-        sent.append(x.device.type)
-        return run(axis, op, x, arg)
-
-    monkeypatch.setattr(SimulatedAxis, "run", watched)
-    return sent
-
-
-@pytest.mark.sample(8)
-@pytest.mark.parametrize("bucket_bytes", [1, 10**6])
-@pytest.mark.parametrize("hook", WITHOUT_DATA)
-def test_no_step_waits_for_its_device(hook: str, bucket_bytes: int, sent: list[str], monkeypatch: Any) -> None:
-    """Tensors without data are not on the host, and their values cannot be read."""
-    monkeypatch.setattr(DeviceReads, "add", lambda *given: None)  # which is read when it has come to the host
-
-    def one_rank() -> None:
-        pipeline = tx.fuse(WITHOUT_DATA[hook], tx.adam(0.05))
-        mesh = fjoin.mesh({"data": -1})
-        step = fjoin.train_step(
-            net_loss, pipeline, mesh=mesh, weight=lambda batch: float(mesh.rank < 2), bucket_bytes=bucket_bytes
-        )
-        state = step.init({path: p.to("meta") for path, p in net_params().items()}, sync=None)
-        batch = torch.empty(3, 5, dtype=torch.float64, device="meta")
-        state, _ = step(state, batch)  # in which buffers are made
-        with NoWaiting():
-            state = stepped(step, state, [batch] * 3)
-        assert all(p.device.type == "meta" for p in state.params.values())
-
-    tx.simulate(one_rank, {"data": 3})
-    assert set(sent) == {"meta"}
+from tests.ranks import reports
 
 
 def test_a_choice_of_states_waits_for_no_device() -> None:
@@ -89,7 +36,13 @@ def test_a_choice_of_states_waits_for_no_device() -> None:
 
 
 @pytest.mark.parametrize("weight", [1.0, 0.0, torch.tensor(2.0)])
-def test_helpers_outside_steps_do_not_wait_for_the_device(weight: Any, sent: list[str]) -> None:
+def test_helpers_outside_steps_do_not_wait_for_the_device(weight: Any, monkeypatch: Any) -> None:
+    run, sent = SimulatedAxis.run, set[str]()
+
+    def watched(axis: Any, op: str, x: torch.Tensor, arg: Any) -> torch.Tensor:
+        sent.add(x.device.type)
+        return run(axis, op, x, arg)
+
     def one_rank(last: bool) -> None:
         x, channels = torch.empty(4, 3, device="meta"), torch.empty(3, device="meta")
         with NoWaiting():
@@ -97,8 +50,9 @@ def test_helpers_outside_steps_do_not_wait_for_the_device(weight: Any, sent: lis
             of_last = tx.broadcast_from_last("data").post({"x": x}, last)["x"]
         assert {y.device.type, state.mean.device.type, of_last.device.type} == {"meta"}
 
+    monkeypatch.setattr(SimulatedAxis, "run", watched)
     tx.simulate(one_rank, {"data": 3}, [False, True, True])
-    assert set(sent) == {"meta"}
+    assert sent == {"meta"}
 
 
 def with_one_gpu(rank: int, report: Any) -> None:
@@ -111,11 +65,9 @@ def with_one_gpu(rank: int, report: Any) -> None:
 
 
 def test_every_rank_warns_if_there_are_too_few_gpus() -> None:
-    with Ranks(2, with_one_gpu) as run:
-        for _ in range(2):
-            _, _, (backend, (text,)) = run.next(60)
-            assert backend == "gloo" and "2 ranks" in text and "fewer GPUs, 1" in text
-            assert "init_process_group('nccl')" in text
+    for backend, (text,) in reports(2, with_one_gpu):
+        assert backend == "gloo" and "2 ranks" in text and "fewer GPUs, 1" in text
+        assert "init_process_group('nccl')" in text
 
 
 def collectives(device: str) -> Any:
@@ -124,10 +76,8 @@ def collectives(device: str) -> Any:
     x = torch.arange(8.0 * n, device=device).view(n, 8) * (rank + 1)
     with fjoin.bind(fjoin.mesh({"data": -1})):
         out = [
-            tx.quantized(tx.all_gather, codec)(x, "data"),
-            tx.quantized(tx.all_to_all, codec)(x, "data"),
-            tx.quantized(tx.psum, codec)(x, "data"),
-            tx.ppermute(x, "data", [(r, (r + 1) % n) for r in range(n)]),
+            tx.quantized(tx.all_gather, codec)(x, "data"), tx.quantized(tx.all_to_all, codec)(x, "data"),
+            tx.quantized(tx.psum, codec)(x, "data"), tx.ppermute(x, "data", [(r, (r + 1) % n) for r in range(n)]),
             tx.all_gather(x, "data"), tx.psum_scatter(x, "data"), tx.pmax(x, "data"), tx.pbroadcast(x, "data", 1),
         ]  # fmt: skip
     filled = [torch.empty_like(x) for _ in range(n)]

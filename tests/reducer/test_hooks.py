@@ -13,22 +13,22 @@ from torch import Tensor
 import fjoin
 from fjoin import transforms as tx
 from fjoin.transforms.pipelines import make_plan
-from tests.helpers import max_diff, raises_text, same_bits
-from tests.training.small import net_batch, net_loss, net_params, step_of
+from tests.helpers import by_hand, max_diff, raises_text, seen_by
+from tests.places import run
+from tests.ranks import end_of
+from tests.rows import ROWS, TWO, Row
+from tests.training.small import step_of
 
 
-def _momentum(axis: str) -> tx.Transform:
+def _momentum(axis: str, needs: tx.Needs = tx.Needs.NOTHING) -> tx.Transform:
     """A reduction with a memory of each parameter, and two messages, the second from the first's result."""
 
-    def init(params: Any) -> Any:
-        return ({path: torch.zeros_like(p) for path, p in params.items()},)
-
-    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+    def update(grads: Any, state: Any) -> Any:
         summed = tx.psum({path: g + 0.5 * state[0][path] for path, g in grads.items()}, axis)
         largest = tx.pmax({path: g.abs() for path, g in summed.items()}, axis)
         return {path: g / (1 + largest[path]) for path, g in summed.items()}, (dict(grads),)
 
-    return tx.Transform(init, update, needs=tx.Needs.NOTHING)
+    return by_hand(update, needs, lambda params: ({path: torch.zeros_like(p) for path, p in params.items()},))
 
 
 def _to_norm_one(g: Tensor) -> Tensor:
@@ -36,73 +36,37 @@ def _to_norm_one(g: Tensor) -> Tensor:
 
 
 MEAN, INT8 = tx.mean("data"), tx.compress(tx.int8(block=4), tx.mean("data"))
-MEMORY = _momentum("data")
-LEAVES = tx.Transform(MEMORY.init, MEMORY.update, needs=tx.Needs.LEAVES)
+MEMORY, LEAVES = _momentum("data"), _momentum("data", tx.Needs.LEAVES)
 UNIT = tx.chain(tx.stateless(_to_norm_one), INT8)
 # Which no row of the places has. A leaf stage before a message stage gets leaves, in one bucket, whose layout is that of the whole tree.
 SMALL, WHOLE = (1, 200), (10**6,)
 HOOKS: dict[str, tuple[tx.Transform, tuple[int, ...]]] = {
     "leaf, mean, clip all": (tx.chain(tx.stateless(torch.neg), MEAN, tx.clip_by_global_norm(0.1)), SMALL),
-    "some, every second": (tx.masked(tx.every(2, MEAN), "a.weight"), SMALL),
-    "bfloat16 by path": (tx.partition({"*.bias": MEAN, "*": tx.compress(torch.bfloat16, tx.mean("data", over="world"))}), SMALL),
+    "some, every second": (tx.masked(tx.every(2, MEAN), "layer.weight"), SMALL),
+    "bfloat16 by path": (tx.partition({"bias": MEAN, "*": tx.compress(torch.bfloat16, tx.mean("data", over="world"))}), SMALL),
     "memory, flat": (MEMORY, SMALL), "memory, leaves": (LEAVES, SMALL), "memory, some": (tx.masked(LEAVES, ["*.weight"]), SMALL),
     "pieces": (tx.chain(tx.error_feedback(tx.compress(tx.int8(block=16), tx.scatter_mean("data"))), tx.clip_by_value(1.0)), WHOLE),
     "mixed": (UNIT, WHOLE), "mixed switch": (tx.switch_after(2, tx.stateless(_to_norm_one), INT8), WHOLE),
     "mixed every": (tx.every(2, UNIT), WHOLE), "mixed feedback": (tx.error_feedback(UNIT), WHOLE),
-    "mixed masked": (tx.masked(UNIT, ["*.weight"]), WHOLE), "mixed by path": (tx.partition({"*.bias": MEAN, "*": UNIT}), WHOLE),
+    "mixed masked": (tx.masked(UNIT, ["*.weight"]), WHOLE), "mixed by path": (tx.partition({"bias": MEAN, "*": UNIT}), WHOLE),
 }  # fmt: skip
-STEPS = 4
-
-
-def _pipeline(hook: str) -> tx.Pipeline:
-    return tx.fuse(HOOKS[hook][0], tx.sgd(0.1, momentum=0.9))
-
-
-def by_step(hook: str, bucket_bytes: int) -> Any:
-    mesh = fjoin.mesh({"data": -1}, ordered=True, timeout_s=60)
-    step = fjoin.train_step(
-        net_loss, _pipeline(hook), mesh=mesh, weight=lambda batch: 1.0 + mesh.rank, bucket_bytes=bucket_bytes
-    )
-    state = step.init(net_params())
-    for i in range(STEPS):
-        state, metrics = step(state, net_batch(mesh.rank, i))
-    out = {path: p.clone() for path, p in state.params.items()}, state.pipeline.hook, metrics.loss
-    step.close()
-    return out
-
-
-def by_pipeline(hook: str) -> Any:
-    """The pure reference: the whole tree at once, after backward."""
-    pipeline, params = _pipeline(hook), net_params()
-    rank = int(tx.axis_index("data"))
-    state = pipeline.init(params)
-    for i in range(STEPS):
-        grads = torch.func.grad(net_loss)(params, net_batch(rank, i))
-        params, state = pipeline.step(params, grads, state, weight=1.0 + rank)
-    return params, state.hook
 
 
 @pytest.mark.parametrize("hook", HOOKS)
-def test_per_bucket_is_the_whole_tree(hook: str) -> None:
+def test_per_bucket_is_the_whole_tree(hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters, and the hook's state by path, for any buckets."""
-    want = tx.simulate(lambda: by_pipeline(hook), {"data": 2})
-    for bucket_bytes in HOOKS[hook][1]:
-        got = tx.simulate(lambda: by_step(hook, bucket_bytes), {"data": 2})  # noqa: B023
-        assert max_diff([one[:2] for one in got], want) < 1e-14
-
-
-def test_on_processes_to_the_bit(pool: Any) -> None:
-    simulated = tx.simulate(lambda: by_step("memory, flat", 200), {"data": 3})
-    for (params, state, loss), (want, want_state, want_loss) in zip(
-        pool.run(3, by_step, "memory, flat", 200), simulated, strict=True
-    ):
-        assert same_bits((params, state), (want, want_state)) and loss == want_loss
+    made, sizes = HOOKS[hook]
+    monkeypatch.setitem(ROWS, hook, Row(lambda: tx.fuse(made, tx.sgd(0.1, momentum=0.9)), TWO))
+    want = [(seen.params, seen.state) for seen in run(hook, "pure", "uneven")]
+    for bucket_bytes in sizes:
+        got = [(seen.params, seen.state) for seen in run(hook, "simulated", "uneven", bucket_bytes=bucket_bytes)]
+        assert max_diff(got, want) < 1e-14
 
 
 def _fails_in(wave: int) -> tx.Transform:
     """A hook that fails on rank 0 before its first message, or behind it."""
 
-    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+    def update(grads: Any, state: Any) -> Any:
         fails = int(tx.axis_index("data")) == 0 and "w1" in grads
         if fails and wave == 1:
             raise ValueError("this hook is broken")
@@ -111,26 +75,22 @@ def _fails_in(wave: int) -> tx.Transform:
             raise ValueError("this hook is broken")
         return tx.psum(out, "data"), state
 
-    return tx.Transform(lambda params: (), update, needs=tx.Needs.LEAVES)
+    return by_hand(update, tx.Needs.LEAVES)
+
+
+def of_all(params: Any, batch: Tensor) -> Any:
+    return sum((p * batch).sum() for p in params.values())
 
 
 def fail_on_one_rank(wave: int) -> tuple[str, str, int]:
     before = set(threading.enumerate())
-    mesh = fjoin.mesh({"data": -1}, timeout_s=60)
-    step = fjoin.train_step(
-        lambda p, b: sum((v * b).sum() for v in p.values()), tx.fuse(_fails_in(wave), tx.sgd(0.1)), mesh=mesh, bucket_bytes=1
-    )  # fmt: skip
-    state = step.init({f"w{i}": torch.ones(4) for i in range(4)})
-    try:
-        step(state, torch.ones(4))
-    except Exception as error:
-        kind, text = type(error).__name__, str(error)
-    else:
-        kind, text = "nothing", ""
+    mesh, params = fjoin.mesh({"data": -1}, timeout_s=60), {f"w{i}": torch.ones(4) for i in range(4)}
+    step, state = step_of(of_all, tx.fuse(_fails_in(wave), tx.sgd(0.1)), params, mesh=mesh, bucket_bytes=1)
+    end = end_of(lambda: step(state, torch.ones(4)))
     new = {t for t in threading.enumerate() if t not in before and t.name.endswith("(_run)")}  # those of buckets
     for thread in new:
         thread.join(5.0)
-    return kind, text, sum(thread.is_alive() for thread in new)
+    return end.kind, end.text, sum(thread.is_alive() for thread in new)
 
 
 @pytest.mark.parametrize("wave", [1, 2])
@@ -147,10 +107,8 @@ def test_a_hook_that_fails_on_one_rank_ends_all(pool: Any, wave: int) -> None:
 
 def of_hook(hook: tx.Transform) -> float:
     """A parameter after a step of two leaves in buckets of their own, on an axis that is bound around the step too."""
-    step = fjoin.train_step(
-        lambda p, b: sum((v * b).sum() for v in p.values()), tx.fuse(hook, tx.sgd(1.0)), mesh=fjoin.mesh({"data": -1}), bucket_bytes=1
-    )  # fmt: skip
-    state = step.init({"a": torch.zeros(2), "b": torch.zeros(2)})
+    params, mesh = {"a": torch.zeros(2), "b": torch.zeros(2)}, fjoin.mesh({"data": -1})
+    step, state = step_of(of_all, tx.fuse(hook, tx.sgd(1.0)), params, mesh=mesh, bucket_bytes=1)
     with fjoin.bind(fjoin.mesh({"outer": -1})), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Dynamo's own
         state, _ = step(state, torch.ones(2))
@@ -159,54 +117,47 @@ def of_hook(hook: tx.Transform) -> float:
 
 def use_an_outer_axis_and_a_compiled_hook() -> list[float]:
     compiled = torch.compile(lambda g: tx.psum(g, "data") / 2, fullgraph=True, backend="eager")
-
-    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-        return {path: compiled(g) for path, g in grads.items()}, state
-
+    inner = by_hand(lambda grads, state: ({path: compiled(g) for path, g in grads.items()}, state), tx.Needs.LEAVES)
     outer = tx.chain(tx.stateless(lambda g: tx.psum(g, "outer")), tx.mean("data"))
-    return [of_hook(outer), of_hook(tx.Transform(lambda params: (), update, needs=tx.Needs.LEAVES))]
+    return [of_hook(outer), of_hook(inner)]
 
 
 def test_hooks_in_waves_see_outer_axes_and_may_be_compiled(pool: Any) -> None:
     assert pool.run(2, use_an_outer_axis_and_a_compiled_hook) == [[-2.0, -1.0]] * 2
 
 
-def _over_nodes() -> tx.Transform:
-    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-        return tx.pmean(grads, "node"), state
-
-    return tx.Transform(lambda params: (), update, needs=tx.Needs.NOTHING)
-
-
-NODES = {"node": 2, "local": 2}
-
-
-def looped(hook: tx.Transform, batches: list[float], **join: Any) -> tuple[int, int, float]:
-    """The ranks that loop together, the calls of this one, and its parameter."""
-    step = fjoin.train_step(lambda p, b: p["w"] * b, tx.fuse(hook, tx.sgd(1.0)), mesh=fjoin.mesh(NODES))
-    state, calls = step.init({"w": torch.tensor(0.0)}), 0
-    for batch in step.join(batches, **join):
-        state, _ = step(state, batch)
-        calls += 1
-    return step.ranks, calls, float(state.params["w"])
-
-
-@pytest.mark.parametrize("first", ["mean", "clip"])
-@pytest.mark.parametrize(
-    "over_nodes", [_over_nodes(), tx.stateless(lambda grad: tx.pmean(grad, "node"))], ids=["own", "stateless"]
-)
-def test_the_record_covers_all_axes_that_a_hook_may_use(first: str, over_nodes: tx.Transform) -> None:
-    """A function may communicate over any axis: nodes of uneven inputs end together."""
-    parts = [tx.mean("local"), over_nodes]
-    hook = tx.chain(*parts if first == "mean" else [tx.clip_by_value(1e9), *parts])
-    out = tx.simulate(lambda b: looped(hook, b), NODES, [[1.0], [3.0], [2.0, 4.0], [2.0]])
-    assert out == [(4, 2, -4.0)] * 4  # (2 + 2) / 2, then (0 + 4) / 2
+NODES, LOCAL, SGD = {"node": 2, "local": 2}, tx.mean("local"), tx.sgd(1.0)
+UNEVEN, LONGER = [[1.0], [3.0], [2.0, 4.0], [2.0]], [[1.0] * n for n in (3, 3, 5, 4)]
+OVER_NODES = {
+    "own": by_hand(lambda grads, state: (tx.pmean(grads, "node"), state)),
+    "stateless": tx.stateless(lambda grad: tx.pmean(grad, "node")),
+}
+# A pipeline, the batches of each rank, and of each the ranks that loop together, its calls, and its parameter at the end.
+LOOPED: dict[str, tuple[tx.Pipeline, list[list[float]], list[Any]]] = {
+    # A function may communicate over any axis: nodes of uneven inputs end together. (2 + 2) / 2, then (0 + 4) / 2.
+    **{f"mean, {name}": (tx.fuse(tx.chain(LOCAL, over), SGD), UNEVEN, [(4, 2, -4.0)] * 4) for name, over in OVER_NODES.items()},
+    **{f"clip, {name}": (tx.fuse(tx.chain(tx.clip_by_value(1e9), LOCAL, over), SGD), UNEVEN, [(4, 2, -4.0)] * 4)
+       for name, over in OVER_NODES.items()},
+    # (-2 * 2 + -2 * 2) / 4, then the second node's -2 - 4 alone.
+    "parameters": (tx.fuse(LOCAL, SGD, after=tx.mean("node")), UNEVEN, [(4, 2, -6.0)] * 4),
+    # Also while the hook's own axes are those of a node.
+    "parameters later": (tx.fuse(tx.switch_after(2, tx.mean(("node", "local")), LOCAL), SGD, after=tx.every(3, tx.mean("node"))), LONGER,
+                         [(4, 5, -3.0)] * 2 + [(4, 5, -5.0)] * 2),
+    # The axes of the hook and no others.
+    "a node": (tx.fuse(tx.chain(tx.clip_by_value(1e9), LOCAL), SGD), LONGER, [(2, 3, -3.0)] * 2 + [(2, 5, -5.0)] * 2),
+}  # fmt: skip
 
 
-def test_the_record_uses_only_the_axes_of_the_hook() -> None:
-    hook = tx.chain(tx.clip_by_value(1e9), tx.mean("local"))
-    out = tx.simulate(lambda n: looped(hook, [1.0] * n, throw_on_early_termination=True), NODES, [2, 2, 3, 3])
-    assert [one[:2] for one in out] == [(2, 2)] * 2 + [(2, 3)] * 2
+@pytest.mark.parametrize("name", LOOPED)
+def test_ranks_loop_together_over_all_axes_that_a_pipeline_uses(name: str) -> None:
+    pipeline, batches, want = LOOPED[name]
+
+    def one_rank(own: list[float]) -> Any:
+        step, state = step_of(lambda p, b: p["w"] * b, pipeline, {"w": torch.tensor(0.0)}, mesh=fjoin.mesh(NODES))
+        seen = seen_by(lambda state, _: float(state.params["w"]), step, state, step.join(own))
+        return step.ranks, len(seen), seen[-1]
+
+    assert tx.simulate(one_rank, NODES, batches) == want
 
 
 def test_options_named_like_an_axis_are_not_axes() -> None:
@@ -235,11 +186,9 @@ def test_the_weights_are_as_wide_as_the_widest_parameter(bucket_bytes: int) -> N
     def one_rank(weight: float) -> Any:
         out = []
         for hook in (tx.chain(tx.clip_by_value(1e9), tx.mean("data")), tx.masked(tx.mean("data"), "a")):
-            step = fjoin.train_step(
-                lambda p, b: (p["a"] * b).sum() + p["z"].sum(), tx.fuse(hook, tx.sgd(1.0)), weight=lambda b: weight,
-                bucket_bytes=bucket_bytes,
-            )  # fmt: skip
-            state = step.init({"a": torch.zeros(2, dtype=torch.float64), "z": torch.zeros(2)})
+            params = {"a": torch.zeros(2, dtype=torch.float64), "z": torch.zeros(2)}
+            loss, pipeline = lambda p, b: (p["a"] * b).sum() + p["z"].sum(), tx.fuse(hook, tx.sgd(1.0))
+            step, state = step_of(loss, pipeline, params, weight=lambda b: weight, bucket_bytes=bucket_bytes)
             state, metrics = step(state, torch.full((2,), weight, dtype=torch.float64))
             out += [state.params["a"][0].item(), metrics.weight]
         return out

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import fjoin
 from fjoin import transforms as tx
-from tests.reducer.in_backward import in_backward
+from tests.helpers import by_hand, in_backward
 
 LAYERS = [f"p{i}" for i in range(4)]
 
@@ -57,17 +57,14 @@ def slow_messages(order: list[str], clock: Clock) -> Iterator[None]:
         dist.all_reduce, dist.all_to_all_single = reduce, swap
 
 
-def two_messages(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+def two_messages(grads: Any, state: Any) -> Any:
     """The second message needs the result of the first."""
     summed = tx.psum(grads, "data")
     largest = tx.pmax({path: g.abs() for path, g in summed.items()}, "data")
     return {path: g / (1 + largest[path]) for path, g in summed.items()}, state
 
 
-HOOKS: dict[str, Any] = {
-    "mean": lambda: tx.mean("data"),
-    "two messages": lambda: tx.Transform(lambda params: (), two_messages, needs=tx.Needs.NOTHING),
-}
+HOOKS: dict[str, Any] = {"mean": lambda: tx.mean("data"), "two messages": lambda: by_hand(two_messages)}
 
 
 class Layers(torch.nn.Module):

@@ -20,6 +20,7 @@ from tests import problem
 from tests.helpers import stepped
 from tests.rows import ADAM, MEAN, ROWS, SGD
 from tests.traffic import announced, watched
+from tests.training.small import step_of
 
 CODECS: dict[str, Callable[[], Any]] = {
     "bfloat16": tx.bfloat16, "float16": tx.float16, "fp8": lambda: tx.fp8(block=8), "int8": lambda: tx.int8(block=8),
@@ -62,16 +63,17 @@ def settings(name: str) -> tuple[dict[str, int], dict[str, torch.Tensor]]:
     return row.axes if row else {"data": 2}, mixed if name in ("after: masked", "after: parts") else params
 
 
+def squares(params: Any, batch: float) -> Any:
+    return sum((leaf.double() * batch).square().sum() for leaf in params.values())
+
+
 def messages(name: str, bucket_bytes: int) -> list[list[tuple[int, str]]]:
     """(bytes, dtype) of the messages of each of 9 steps."""
     axes, params = settings(name)
-    step = fjoin.train_step(
-        lambda p, b: sum((leaf.double() * b).square().sum() for leaf in p.values()), PIPELINES[name], mesh=fjoin.mesh(axes),
-        bucket_bytes=bucket_bytes,
-    )  # fmt: skip
+    mesh, seen = fjoin.mesh(axes), []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of pipelines that do not reduce
-        state, seen = step.init(params), []
+        step, state = step_of(squares, PIPELINES[name], params, mesh=mesh, bucket_bytes=bucket_bytes)
     for i in range(9):
         with watched() as sent:
             state, _ = step(state, 0.1 + 0.1 * i + 0.1 * step.rank)
@@ -108,10 +110,8 @@ def over_one_rank(axes: dict[str, int]) -> tuple[list[str], int]:
             collective(torch.ones(1, 3), "one")
         for hook in (mean, tx.compress(tx.int8(), mean), tx.scatter_mean("one")) if mesh.size == 1 else ():
             params, pipeline = problem.start(torch.float32), tx.fuse(hook, ADAM)
-            step = fjoin.train_step(
-                lambda p, b: sum((leaf * b).square().sum() for leaf in p.values()), pipeline, mesh=mesh
-            )
-            stepped(step, step.init(params), step.join([1.0, 2.0]))
+            step, state = step_of(squares, pipeline, params, mesh=mesh)
+            stepped(step, state, step.join([1.0, 2.0]))
             pipeline.step(params, params, pipeline.init(params))
     return [one.name for one in sent], len(joint)
 
@@ -148,14 +148,10 @@ MODELS = {
 HOOKS = {"mean": MEAN, "clip, mean": tx.chain(tx.clip_by_value(1.0), MEAN), "noop": tx.identity()}
 
 
-def counted(model: str, hook: str, batches_of_rank: list[int]) -> tuple[list[tuple[str, int, str]], int]:
+def counted(batches: int, model: str, hook: str) -> tuple[list[tuple[str, int, str]], int]:
     """(collective, payload bytes, dtype) of all that a loop over `join` sends, and the profiler's own count."""
-
-    def loss_fn(params: Any, batch: Any) -> Any:
-        return sum((p * batch).double().sum() for p in params.values())
-
-    step = fjoin.train_step(loss_fn, tx.fuse(HOOKS[hook], ADAM), mesh=fjoin.mesh({"data": -1}), bucket_bytes=20_000)
-    state = step.init(MODELS[model]())
+    mesh = fjoin.mesh({"data": -1})
+    step, state = step_of(squares, tx.fuse(HOOKS[hook], ADAM), MODELS[model](), mesh=mesh, bucket_bytes=20_000)
     with (
         watched() as seen,
         torch.profiler.profile(
@@ -164,7 +160,7 @@ def counted(model: str, hook: str, batches_of_rank: list[int]) -> tuple[list[tup
             experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True),
         ) as profile,
     ):
-        state = stepped(step, state, step.join([1.0] * batches_of_rank[dist.get_rank()]))
+        state = stepped(step, state, step.join([1.0] * batches))
     step.close()
     sent = [(one.name, one.bytes, one.dtype) for one in seen]
     return sent, sum(event.name.startswith("c10d::") for event in profile.events())
@@ -176,7 +172,7 @@ def counted(model: str, hook: str, batches_of_rank: list[int]) -> tuple[list[tup
 @pytest.mark.parametrize("hook", HOOKS)
 def test_a_loop_sends_what_is_announced(pool: Any, model: str, hook: str) -> None:
     """Each of 3 steps sends the announced messages, the loop two numbers before them, and a rank without input the same."""
-    results = pool.run(2, counted, model, hook, [3, 1])
+    results = pool.each(counted, [3, 1], model, hook)
     what = tx.explain(tx.fuse(HOOKS[hook], ADAM), MODELS[model](), {"data": 2}, bucket_bytes=20_000)
     said = sorted((m.payload_bytes, str(m.dtype)) for m in announced(what))
     assert said, "something is always sent: at least the step's own counts"

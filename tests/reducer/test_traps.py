@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import weakref
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,7 +15,7 @@ from torch import Tensor
 import fjoin
 from fjoin import transforms as tx
 from fjoin.buckets import GradBuffer
-from tests.helpers import judged, max_diff, raises_text, stepped
+from tests.helpers import by_hand, judged, max_diff, raises_text, stepped
 from tests.training.small import net_batch, net_loss, net_params, step_of
 
 MEAN_SGD = tx.fuse(tx.mean("data"), tx.sgd(1.0))
@@ -84,19 +84,12 @@ def test_transforms_of_parameters_do_not_accumulate() -> None:
 
 
 def test_optimizers_start_from_the_parameters_that_all_have() -> None:
-    class Anchor(NamedTuple):
-        step: Tensor
-        first: Tensor
-
-    def back(param: Tensor, grad: Tensor, state: Anchor, **guards: Any) -> None:
-        param.copy_(state.first)
-
-    anchored = tx.Optimizer(lambda p: Anchor(torch.zeros(()), p.clone()), lambda p, g, s: (s.first, s), back)
+    """Which masters of 32 bits keep."""
 
     def one_rank(value: float) -> float:
-        step = fjoin.train_step(_linear, tx.fuse(tx.mean("data"), anchored))
-        state, _ = step(step.init({"w": torch.full((1,), value)}), 1.0)
-        return state.params["w"].item()
+        pipeline = tx.fuse(tx.mean("data"), tx.mixed_precision(tx.sgd(0.0)))
+        step, state = step_of(_linear, pipeline, {"w": torch.full((1,), value, dtype=torch.bfloat16)})
+        return stepped(step, state, [1.0]).params["w"].item()  # type: ignore[no-any-return]
 
     assert tx.simulate(one_rank, {"data": 3}, [1.0, 2.0, 3.0]) == [1.0] * 3
 
@@ -198,11 +191,6 @@ def test_gradients_come_in_another_order_than_in_the_step_before() -> None:
 # -- hooks run per bucket: memory that is shared, padding, axes --
 
 
-def made(init: Any, function: Any, needs: Any = tx.Needs.NOTHING) -> tx.Transform:
-    """A transform of `init(params)` and `function(values, state)`."""
-    return tx.Transform(init, lambda g, state, params=None, **extra: function(g, state), needs=needs)
-
-
 def smooth(grads: Any, state: Any) -> Any:
     """An average over steps, with a memory of each parameter, and a count of calls."""
     memory, calls = state
@@ -214,7 +202,7 @@ def empty(params: Any) -> Any:
     return {path: torch.zeros_like(p) for path, p in params.items()}, dict.fromkeys(params, 0)
 
 
-SMOOTH, MEAN, SGD = made(empty, smooth), tx.mean("data"), tx.sgd(1.0)
+SMOOTH, MEAN, SGD = by_hand(smooth, init=empty), tx.mean("data"), tx.sgd(1.0)
 
 
 def both_ways(pipeline: tx.Pipeline, batches: list[Tensor], on_device: bool = False) -> tuple[Any, Any, Any, Any]:
@@ -249,7 +237,7 @@ def test_state_may_keep_the_parameters_it_was_given() -> None:
         anchor, before = state
         return {path: 0.5 * new[path] + 0.25 * anchor[path] + 0.25 * before[path] for path in new}, (anchor, new)
 
-    pipeline = tx.fuse(MEAN, tx.sgd(0.1), after=made(lambda params: (params, params), pull))
+    pipeline = tx.fuse(MEAN, tx.sgd(0.1), after=by_hand(pull, init=lambda params: (params, params)))
     got, state, want, pure = both_ways(pipeline, BATCHES)
     assert max_diff((got, state.after), (want, pure.after)) < 1e-14
 
@@ -274,9 +262,8 @@ def test_padding_between_leaves_is_ignored(function: Any) -> None:
 
 def test_a_state_that_was_kept_is_not_written_into() -> None:
     """A hook that gives the gradients of the step before: its output is a tensor of its old state."""
-    late = made(
-        lambda params: ({path: torch.full_like(p, 10.0) for path, p in params.items()},), lambda g, s: (s[0], (g,))
-    )
+    first = lambda params: ({path: torch.full_like(p, 10.0) for path, p in params.items()},)  # noqa: E731
+    late = by_hand(lambda g, s: (s[0], (g,)), init=first)
     hook = tx.chain(late, tx.clip_by_global_norm(1.0))
     step, old = step_of(lambda p, b: (p["w"] * b).sum(), tx.fuse(hook, SGD), {"w": torch.zeros(3)}, donate=False)
     step(old, torch.ones(3))
@@ -285,7 +272,7 @@ def test_a_state_that_was_kept_is_not_written_into() -> None:
 
 @pytest.mark.parametrize("needs", [tx.Needs.LEAVES, tx.Needs.TREE])
 def test_a_hook_may_give_leaves_each_others_gradients(needs: Any) -> None:
-    swap = made(lambda params: (), lambda g, state: ({"a": g["b"], "b": g["a"]}, ()), needs)
+    swap = by_hand(lambda g, state: ({"a": g["b"], "b": g["a"]}, ()), needs)
     start = {"a": torch.zeros(2), "b": torch.zeros(2)}
     for pipeline in (tx.fuse(swap, SGD), tx.fuse(MEAN, SGD, after=swap)):
         step = fjoin.train_step(lambda p, b: 3 * p["a"].sum() + p["b"].sum(), pipeline)
@@ -298,7 +285,7 @@ def test_a_hook_may_give_leaves_each_others_gradients(needs: Any) -> None:
 
 
 def returning(given: Any, needs: Any) -> tx.Transform:
-    return made(lambda params: (), lambda g, state: (given, state), needs)
+    return by_hand(lambda g, state: (given, state), needs)
 
 
 TREES = (tx.Needs.LEAVES, tx.Needs.TREE)
@@ -327,7 +314,7 @@ def states_alive() -> list[int]:
         seen.extend(weakref.ref(m) for m in new[0].values())
         return out, new
 
-    hook = tx.chain(made(empty, update), MEAN)
+    hook = tx.chain(by_hand(update, init=empty), MEAN)
     step = fjoin.train_step(net_loss, tx.fuse(hook, tx.sgd(0.1)), mesh=fjoin.mesh({"data": -1}), bucket_bytes=100)
     state, counts = step.init(net_params()), []
     gc.collect()

@@ -1,4 +1,4 @@
-"""Encoded messages in a step: the same on all ranks, near those that are not encoded, loud where not finite."""
+"""Encoded messages in a step: the same on all ranks, near those that are not encoded; tests/training/test_verdicts.py has NaN."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import fjoin
 from fjoin import transforms as tx
 from tests.helpers import raises_text, same_bits
+from tests.oracle import torch_power_sgd as torchs
+from tests.power_problem import made
 from tests.training.small import net_batch, net_loss, net_params
 
 CODECS: dict[str, Any] = {
@@ -52,40 +55,6 @@ def test_on_processes_as_simulated(pool: Any, ranks: int) -> None:
             assert not same_bits(params, net_params()) and all(torch.isfinite(p).all() for p in params.values())
 
 
-def nonfinite(codec: str, bad: float) -> str:
-    mesh = fjoin.mesh({"data": -1}, timeout_s=60)
-    step = fjoin.train_step(
-        lambda p, b: (p["w"] * b).sum() + p["v"].sum(), tx.fuse(tx.compress(CODECS[codec](), tx.mean("data")), tx.sgd(0.1)), mesh=mesh
-    )  # fmt: skip
-    state = step.init({"w": torch.ones(40), "v": torch.ones(40)})
-    batch = torch.ones(40)
-    if mesh.rank == 1:
-        batch[17] = bad
-    text = raises_text(fjoin.NonFinite, lambda: step(state, batch))
-    assert torch.equal(state.params["w"], torch.ones(40))
-    step.close()
-    return text
-
-
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("codec", CODECS)
-def test_nonfinite_gradients_raise_on_every_rank(codec: str, bad: float) -> None:
-    for ranks in (2, 3):
-        for text in tx.simulate(lambda: nonfinite(codec, bad), {"data": ranks}):
-            assert "rank 1" in text and "'w'" in text
-
-
-def test_raises_on_bad_input() -> None:
-    raises_text(TypeError, lambda: tx.compress(tx.int8, tx.mean("data")), "compress: codec must be a Codec", "int8()")  # type: ignore[arg-type]
-    raises_text(TypeError, lambda: tx.compress(tx.int8(), tx.clip_by_value(1.0)), "clip_by_value(1.0)", "keyword wire")
-    raises_text(TypeError, lambda: tx.compress(torch.bfloat16, tx.sgd(0.1)), "compress: hook")  # type: ignore[arg-type]
-    raises_text(ValueError, lambda: tx.compress(torch.int8, tx.mean("data")), "torch.int8", "torch.bfloat16")
-    for block in (0, 1.5, True):
-        raises_text(ValueError, lambda: tx.int8(block), "block", repr(block))  # type: ignore[arg-type]  # noqa: B023
-    raises_text(ValueError, lambda: tx.fp8(dtype=torch.float16), "torch.float16", "float8_e4m3fn")
-
-
 @pytest.mark.parametrize(
     "hook",
     [tx.compress(torch.bfloat16, tx.mean("data")), tx.compress(tx.bfloat16(), tx.hierarchical_mean("local", "data"))],
@@ -102,3 +71,43 @@ def test_a_code_has_no_derivative(hook: tx.Transform) -> None:
     for run in (outer, plain):
         two = [torch.ones(2), torch.ones(2)]
         raises_text(RuntimeError, lambda: tx.simulate(run, {"data": 2, "local": 1}, two), "no derivative")  # noqa: B023
+
+
+# -- PowerSGD in a step, in any buckets: as torch's hook --
+
+
+def by_torch(rank: int, feedback: bool) -> Any:
+    params = {path: p.detach() for path, p in torchs.Net().named_parameters()}
+    first = {path: q.T for path, q in made(rank).init(params).q.items()}
+    return torchs.train(14, rank, first, feedback=feedback)
+
+
+def by_us(rank: int, feedback: bool, bucket_bytes: int) -> Any:
+    net = torchs.Net()
+    apply, params, _ = fjoin.functional(net)
+    hook = made(rank, warmup_steps=2)
+    step = fjoin.train_step(
+        lambda p, b: torchs.loss(lambda x: apply(p, {}, x), b),
+        tx.fuse(tx.error_feedback(hook) if feedback else hook, tx.sgd(0.3)),
+        mesh=fjoin.mesh({"data": -1}), bucket_bytes=bucket_bytes,
+    )  # fmt: skip
+    state, seen = step.init(params), []
+    for i in range(14):
+        state, _ = step(state, torchs.batch(dist.get_rank(), i))
+        seen.append({path: p.clone() for path, p in state.params.items()})
+    step.close()
+    return seen
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("feedback", [True, False], ids=["fed back", "alone"])
+@pytest.mark.parametrize("rank", [1, 4])
+def test_equal_to_torchs_hook(pool: Any, rank: int, feedback: bool) -> None:
+    """Displacements over two plain and twelve compressed steps, from the same first Q."""
+    (want, *_), start = pool.run(2, by_torch, rank, feedback), dict(torchs.Net().named_parameters())
+    for bucket_bytes in (10**8, 500):
+        for seen in pool.run(2, by_us, rank, feedback, bucket_bytes):
+            for ours, theirs in zip(seen, want, strict=True):
+                for path, p in theirs.items():
+                    way = (p - start[path]).norm()
+                    assert (ours[path] - p).norm() < 1e-9 * way, (path, bucket_bytes)

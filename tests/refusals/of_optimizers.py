@@ -42,6 +42,7 @@ NAMES = policies.save_and_offload_only_these_names
 COUNTER = iter(range(9))
 BOTH = {"names_which_can_be_saved": ["a", "b"], "names_which_can_be_offloaded": ["b"]}
 V, T, R = ValueError, TypeError, RuntimeError
+NAN, INF = float("nan"), float("inf")
 
 
 def scheduler() -> Any:
@@ -64,7 +65,7 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
     (lambda: tx.sgd(lambda step: next(COUNTER)), V, "returned 0.0 and then 1.0 for step 0", "counter"),
     (lambda: tx.sgd(0.1, nesterov=True), V, "nesterov needs momentum"),
     (lambda: tx.sgd(0.1, momentum="0.9"), T, "momentum", "'0.9'")],
-    "adamw": [(lambda: tx.adamw(0.1, betas=(0.9, 1.0)), V, "betas", "1.0"),
+    "adamw": [(lambda: tx.adamw(0.1, betas=(0.9, 1.0)), V, "betas", "1.0"), (lambda: tx.adamw("1e-3"), T, "lr", "write float('1e-3')"),
     (lambda: tx.adamw(1e-3, fused=True), T, "adamw", "'fused'", "betas")],
     "adam": [(lambda: tx.adam(0.1, eps=-1e-8), V, "eps")], "adadelta": [(lambda: tx.adadelta(rho="x"), T, "rho", "'x'")],
     "muon": [(lambda: tx.muon(ns_steps=2.5), V, "ns_steps", "2.5")], "adafactor": [(lambda: tx.adafactor(eps=1e-3), V, "eps", "0.001")],
@@ -82,6 +83,12 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         (lambda: tx.muon(adjust_lr_fn="other"), V, "adjust_lr_fn", "'other'"),
         (lambda: tx.muon().init(params_like()), V, "matrices only", "'layer.bias': (3,)", "'scale': ()", "partition"),
         (lambda: tx.partition({"layer.*": tx.muon(), "*": tx.sgd()}).init(params_like()), V, "'layer.bias': (3,)"),
+        *((make, V, "must be") for make in (
+            lambda: tx.sgd(INF), lambda: tx.adamw(NAN), lambda: tx.sgd(torch.tensor(INF)), lambda: tx.adam(eps=INF),
+            lambda: tx.sgd(weight_decay=NAN), lambda: tx.sgd(momentum=0.9, dampening=NAN), lambda: tx.linear(0.0, NAN, 5),
+            lambda: tx.linear(INF, 0.0, 5), lambda: tx.cosine(NAN, 5), lambda: tx.warmup_cosine(1.0, 1, 5, end=INF),
+            lambda: tx.from_torch_scheduler(lambda o: lr_scheduler.StepLR(o, 1, NAN), 0.1, 2), lambda: tx.linear(0.0, 10**400, 5))),
+        (lambda: tx.linear("0", 1.0, 5), T, "start", "'0'"), (lambda: tx.warmup(3, 0.1), T, "then", "0.1", "lambda step: 0.1"),
         (lambda: tx.from_torch_scheduler(lr_scheduler.ReduceLROnPlateau, 0.1, 3), T, "ReduceLROnPlateau", "step"),
     ],
     "inject_hyperparameters": [
@@ -118,8 +125,7 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         (lambda: tx.remat(torch.sin, lambda op, *args: 1)(LEAF), T, "must return a bool"),
         (lambda: tx.remat(torch.sin, preserve_rng_state=1), T, "preserve_rng_state"),
         *((lambda way=way: tx.remat(torch.exp, offload=way), T, "offload must be None or 'cpu'", str(way)) for way in (3, "/folder",
-         tx.int8())),
-        (under_func(lambda x: Notes(x.sin(), [x])), T, "register the class"),
+         tx.int8())), (under_func(lambda x: Notes(x.sin(), [x])), T, "register the class"),
         *((under_func(f), T, "return a list") for f in (lambda x: (y for y in [x * 1]), lambda x: (x, map(abs, [x])),
          lambda x: {"a": iter([x])})),
         (lambda: tx.remat(lambda x: force(x) * Square.apply(x))(LEAF), R, "must override the setup_context"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -116,16 +117,13 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         (lambda: tx.simulate(lambda x: x, {"data": 2}, [1]), V, "1 values for 2 ranks"),
         (lambda: tx.psum(X, "rows"), tx.UnboundAxis, "'rows'", "Bound here: []", "fjoin.bind", "simulate"),
         (on(lambda: (tx.pmax if tx.axis_index("data") == 1 else tx.psum)(torch.ones(2), "data"), data=3), tx.CollectiveMismatch,
-         "axis 'data'",
-         "rank 0 calls psum(float32[2])", "rank 1 calls pmax(float32[2])"),
+         "axis 'data'", "rank 0 calls psum(float32[2])", "rank 1 calls pmax(float32[2])"),
         (on(lambda: tx.psum(torch.ones(3 if tx.axis_index("data") == 2 else 2), "data"), data=3), tx.CollectiveMismatch,
-         "psum(float32[2])",
-         "rank 2 calls psum(float32[3])"),
+         "psum(float32[2])", "rank 2 calls psum(float32[3])"),
         (on(lambda: tx.axis_index("data") != 1 and tx.psum(torch.ones(2), "data"), data=3), tx.CollectiveMismatch,
          "rank 0 waits in psum(float32[2]) over 'data'", "rank 1 has returned"),
         (on(lambda: tx.pbroadcast(torch.ones(1), "data", int(tx.axis_index("data")))), tx.CollectiveMismatch, "pbroadcast(float32[1], 0)",
-         "[1], 1)"),
-        (on(lambda: fjoin.mesh({"rows": 2})), V, "inside simulate", "'data': 2"),
+         "[1], 1)"), (on(lambda: fjoin.mesh({"rows": 2})), V, "inside simulate", "'data': 2"),
         (on(lambda: fjoin.mesh({"data": 3})), V, "does not fit 2 ranks"),
     ],
     # -- codecs and reductions
@@ -135,12 +133,18 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
     ],
     "qsgd": [(lambda: tx.qsgd(0), V, "levels", "0"), (lambda: tx.qsgd(128), V, "levels", "128"),
     (lambda: tx.qsgd().keyed(0.5, 0), V, "seed", "0.5")],
-    "sign": [(lambda: tx.sign(0), V, "block must be"), (lambda: tx.uint8(0), V, "block must be"), (lambda: tx.int8(None), V, "block")],
+    "sign": [(lambda: tx.sign(0), V, "block must be"), (lambda: tx.uint8(0), V, "block must be"),
+    (lambda: tx.fp8(dtype=torch.float16), V, "torch.float16", "float8_e4m3fn"),
+    *((lambda block=block: tx.int8(block), V, "block", repr(block)) for block in (None, 0, 1.5, True))],
     "int8": [(lambda make=make: make(stochastic=3), T, "stochastic", "3") for make in (tx.int8, tx.int4, tx.fp8, tx.bfloat16)],
     "compress": [
         *((lambda seed=seed: tx.compress(INT8, MEAN, seed=seed), V, "seed", repr(seed)) for seed in (0.5, True, None)),
         (lambda: tx.compress(tx.qsgd().keyed(7, 0), MEAN), V, "has a key", "keyed(qsgd(), 7, 0)"),
         (on(lambda: coded_sum("data", tx.qsgd(), torch.ones(4))), V, "stochastic", "compress"),
+        (lambda: tx.compress(tx.int8, MEAN), T, "compress: codec must be a Codec", "int8()"),
+        (lambda: tx.compress(INT8, tx.clip_by_value(1.0)), T, "clip_by_value(1.0)", "keyword wire"),
+        (lambda: tx.compress(torch.bfloat16, SGD), T, "compress: hook"),
+        (lambda: tx.compress(torch.int8, MEAN), V, "torch.int8", "torch.bfloat16"),
         *((twice(hook), T, "int4()", "int8()", "leave one") for hook in (CODED, FED, tx.switch_after(5, MEAN, CODED))),
         (complex_of(lambda: CODED), T, "'w' is complex", "view_as_real"),
     ],
@@ -173,8 +177,7 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         (lambda: tx.power_sgd("data").init({"a": {"b": X}, "a.b": X}), V, "several leaves", "'a.b'", "rename"),
         *((lambda rank=rank: tx.power_sgd("data", rank), V, "rank", "at least 1", repr(rank)) for rank in (0, 1.5, True)),
         *((lambda rate=rate: tx.power_sgd("data", min_compression_rate=rate), V, "min_compression_rate", repr(rate)) for rate in (0.0,
-         float("nan"), "2")),
-        (lambda: tx.power_sgd("data", epsilon=-1e-8), V, "epsilon", "-1e-08"),
+         float("nan"), "2")), (lambda: tx.power_sgd("data", epsilon=-1e-8), V, "epsilon", "-1e-08"),
         (lambda: tx.power_sgd("data", warmup_steps=-1), V, "warmup_steps"),
         (lambda: tx.power_sgd("data", seed=0.5), V, "seed", "0.5"), (lambda: tx.power_sgd("data", warm_start=1), T, "warm_start", "1"),
         (lambda: tx.batched_power_sgd("data", over="all"), V, "over", "'all'"),
@@ -190,8 +193,7 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         (on(lambda: MEAN.update(torch.ones(2), (), weight=torch.ones(2)), data=1), V, "must be a scalar"),
     ],
     "scatter_mean": [(lambda: tx.scatter_mean(("node", "local")), T, "one axis", "chain(scatter_mean")],
-    "tap": [(lambda: tx.tap(3), T, "3")],
-    "switch_after": [(lambda: tx.switch_after(-1, MEAN, MEAN), V, "step", "-1")],
+    "tap": [(lambda: tx.tap(3), T, "3")], "switch_after": [(lambda: tx.switch_after(-1, MEAN, MEAN), V, "step", "-1")],
     "stateless": [(lambda: tx.stateless(3), T, "stateless", "3"),
     (lambda: tx.stateless(torch.sign, elementwise="tree"), T, "elementwise", "'tree'")],
     "masked": [
@@ -225,6 +227,7 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
     ],
     "fuse": [
         (lambda: tx.fuse(MEAN, MEAN), T, "optimizer must be an Optimizer", "fuse(hook, optimizer)"),
+        (lambda: tx.fuse(MEAN, torch.optim.SGD([X.clone().requires_grad_()])), T, "torch's SGD", "tx.sgd(lr)"),
         *((lambda hook=hook: tx.fuse(hook, SGD), T, "is of parameters, not of gradients", "after=")
           for hook in (tx.ema(0.9), tx.average_parameters("data"), tx.chain(MEAN, tx.average_state("data")))),
         *((lambda after=after: tx.fuse(MEAN, SGD, after), T, "would scale the parameters", "a stage of the hook")
@@ -281,8 +284,7 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
     ],
     "ema": [(lambda: tx.ema(1.0), V, "decay", "got 1.0"), (lambda: tx.fuse(tx.chain(MEAN, tx.ema(0.9)), SGD), T, "after=ema(")],
     "every": [
-        (lambda: tx.every(0, MEAN), V, "steps", "0"),
-        (lambda: tx.every(4, MEAN, first=-1), V, "first", "got -1"),
+        (lambda: tx.every(0, MEAN), V, "steps", "0"), (lambda: tx.every(4, MEAN, first=-1), V, "first", "got -1"),
         (lambda: tx.every(4, MEAN, except_every=0), V, "except_every", "got 0"),
         (deep, V, "every", "101 deep", "at most 100"),
     ],
@@ -294,4 +296,50 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         (lambda: tx.Transform(lambda params: (), lambda g: g), T, "(grads, state", "takes 1"),
     ],
     "factory": [(named_mean, V, "'mean' exists already")],
+}  # fmt: skip
+
+# What all names of a kind refuse: collectives, which a test also calls on real ranks, and hooks over axes.
+TWICE: Any = ("data", "data")
+PERM = [(0, 1)]
+CALLS: dict[str, Callable[[Any, Any], Any]] = {
+    "psum": tx.psum, "pmean": tx.pmean, "pmax": tx.pmax, "pmin": tx.pmin, "all_gather": tx.all_gather,
+    "psum_scatter": tx.psum_scatter, "all_to_all": tx.all_to_all, "pbroadcast": lambda x, axis: tx.pbroadcast(x, axis, 0),
+    "ppermute": lambda x, axis: tx.ppermute(x, axis, PERM), "axis_size": lambda x, axis: tx.axis_size(axis),
+    "axis_index": lambda x, axis: tx.axis_index(axis),
+}  # fmt: skip
+OVER = ((TWICE, V, "names an axis twice"), (3, T, "got 3"), (None, T, "got None"))
+ONE_AXIS = ("all_to_all", "pbroadcast", "ppermute")
+COLLECTIVES: dict[str, list[tuple[Any, ...]]] = collections.defaultdict(list)
+for name, call in CALLS.items():
+    if name not in ONE_AXIS:
+        COLLECTIVES[name] += [
+            (lambda c=call, axis=axis: c(torch.ones(4), axis), kind, text) for axis, kind, text in OVER
+        ]
+    if "axis" not in name and name not in ("pmean", "pmin"):
+        COLLECTIVES[name] += [
+            (lambda c=call, d=dtype: c({"a": torch.ones(2).to(d)}, "data"), T, "'a'", str(dtype))
+            for dtype in (torch.int16, torch.uint16, torch.float8_e4m3fn)
+        ]
+COLLECTIVES["pmax"] += [(lambda: tx.pmax(torch.ones(3) * 1j, "data"), T, "complex64", "order")]
+COLLECTIVES["psum"] += [
+    (lambda: tx.psum(torch.ones(3).to_sparse(), "data"), T, "sparse", "to_dense"),
+    (lambda: tx.psum("x", "data"), T, "'x'", "tensors and numbers"),
+]  # fmt: skip
+COLLECTIVES["pbroadcast"] += [(lambda s=s: tx.pbroadcast(1.0, "data", s), V, "source", repr(s)) for s in (True, 1.0)]
+COLLECTIVES["ppermute"] += [(lambda: tx.ppermute(1.0, "data", [1]), T, "perm", "pairs", "[1]")]  # type: ignore[list-item]
+
+
+def over(name: str, make: Callable[[Any], Any]) -> list[tuple[Any, ...]]:
+    """Axes that a hook refuses."""
+    wrong = (
+        (3, T, "got 3"), (None, T, "got None"), (["data"], T, "['data']"), (TWICE, V, "('data', 'data') names an axis twice"),
+        ((), V, "at least one axis"),
+    )  # fmt: skip
+    return [(lambda axis=axis: make(axis), kind, text) for axis, kind, text in wrong]
+
+
+HOOKS = {
+    **{make.__name__: over(make.__name__, make) for make in (  # type: ignore[attr-defined]
+        tx.mean, tx.sum_over, tx.average_buffers, tx.broadcast_buffers, tx.power_sgd, tx.batched_power_sgd, tx.broadcast_from_last)},
+    "compress": over("compress", lambda axis: tx.compress(tx.int8(), tx.mean(axis))),
 }  # fmt: skip

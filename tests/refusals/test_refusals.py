@@ -19,17 +19,18 @@ import fjoin.jax
 import fjoin.testing
 from fjoin import transforms as tx
 from tests.helpers import raises_text
-from tests.refusals import of_kinds, of_modules, of_optimizers, of_shell, of_transforms
+from tests.refusals import of_optimizers, of_shell, of_transforms
 
 ROWS: dict[str, list[tuple[Any, ...]]] = collections.defaultdict(list)
-for table in (
+TABLES = (
     of_transforms.ROWS,
+    of_transforms.HOOKS,
     of_shell.ROWS,
-    of_modules.ROWS,
+    of_shell.MODULES,
     of_optimizers.ROWS,
     of_optimizers.RATES,
-    of_kinds.HOOKS,
-):
+)
+for table in TABLES:
     for name, rows in table.items():
         ROWS[name] += rows
 
@@ -38,7 +39,7 @@ def in_pair(call: Callable[[], Any]) -> Callable[[], Any]:
     return lambda: tx.simulate(call, {"data": 2})
 
 
-for name, rows in of_kinds.COLLECTIVES.items():
+for name, rows in of_transforms.COLLECTIVES.items():
     ROWS[name] += [(in_pair(call), *expected) for call, *expected in rows]
 
 FACES = (fjoin, tx, fjoin.ddp, fjoin.checkpoint, fjoin.testing, fjoin.jax)
@@ -81,7 +82,7 @@ def test_each_public_function_has_a_row(face: Any) -> None:
 
 def on_real_ranks() -> None:
     with fjoin.bind(fjoin.mesh({"data": -1})):
-        for rows in of_kinds.COLLECTIVES.values():
+        for rows in of_transforms.COLLECTIVES.values():
             for call, kind, *words in rows:
                 raises_text(kind, call, *words)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,112 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 import fjoin
 from fjoin import transforms as tx
 from fjoin.shared_memory import _rendezvous as _hosts
-from tests.helpers import raises_text, stepped
+from tests.helpers import raises_text
+from tests.ranks import end_of
 from tests.traffic import watched
-
-# Elements: none, fewer than ranks, those of a packet, one more, and several chunks.
-SIZES = (1, 0, 3, 16384, 16385, 1000, 150_001)
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.complex64, torch.uint8)
-
-
-def values(rank: int, n: int, dtype: torch.dtype) -> Tensor:
-    x = torch.arange(n) % 13 * (rank + 1) + rank
-    return (x / 7).to(dtype) if dtype.is_floating_point else x.to(dtype)
-
-
-def calls(axis: Any, rank: int, n: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Each collective once."""
-    w, x = axis.size, values(rank, n, dtype)
-    rows = torch.stack([values(rank + i, n, dtype) for i in range(w)])
-    give = tuple((rank + i) % 3 for i in range(w))
-    take = tuple((i + rank) % 3 for i in range(w))
-    out = {
-        "psum": axis.run("psum", x, None), "pbroadcast": axis.run("pbroadcast", x, w - 1),
-        "all_gather": axis.run("all_gather", x, None), "all_to_all": axis.run("all_to_all", rows, None),
-        "all_to_all_single": axis.run("all_to_all_single", torch.cat([rows] * 3)[: sum(give)], (give, take)),
-        "ppermute": axis.run("ppermute", x, tuple((i, (i + 1) % w) for i in range(1, w))),
-        "psum_scatter": axis.run("psum_scatter", rows, None), "transposed": axis.run("psum", rows.t(), None),
-    }  # fmt: skip
-    if not dtype.is_complex:
-        out["pmax"], out["pmin"] = axis.run("pmax", x, None), axis.run("pmin", x, None)
-    return out
-
-
-def on_real_ranks(transport: str) -> Any:
-    mesh = fjoin.mesh({"data": -1}, transport=transport, ordered=True)
-    axis = mesh.axes["data"]
-    out = {}
-    for dtype in DTYPES:
-        for n in SIZES if dtype is torch.float32 else SIZES[::3]:
-            out[dtype, n] = calls(axis, mesh.rank, n, dtype)
-    flat = torch.full((10,), -1.0)
-    sizes = [3, 0, 5, 2][: mesh.size]
-    flat = torch.zeros(sum(sizes))
-    start = sum(sizes[: mesh.rank])
-    flat[start : start + sizes[mesh.rank]] = mesh.rank + 1.0
-    axis.begin_gather(flat, sizes, axis.rank).wait()
-    kind = type(axis).__name__
-    mesh.close()
-    return kind, out, flat
-
-
-@pytest.mark.parametrize("n", [2, 3, pytest.param(4, marks=pytest.mark.long)])
-def test_collectives_match_gloo_in_rank_order(pool: Any, n: int) -> None:
-    shared, gloo = pool.run(n, on_real_ranks, "shared"), pool.run(n, on_real_ranks, "gloo")
-    for (kind, own, flat), (other, want, filled) in zip(shared, gloo, strict=True):
-        assert (kind, other) == ("HostAxis", "GroupAxis")
-        torch.testing.assert_close(own, want, rtol=0, atol=0)
-        assert torch.equal(flat, filled)
-
-
-def steps(transport: str, pipeline: str, ordered: bool = True) -> Any:
-    made = {
-        "mean": lambda: tx.fuse(tx.mean("data"), tx.adamw(0.1)),
-        "zero": lambda: tx.zero(tx.mean("data"), tx.adamw(0.1), "data"),
-        "int8": lambda: tx.fuse(tx.compress(tx.int8(), tx.mean("data")), tx.adamw(0.1)),
-        "clip": lambda: tx.fuse(tx.chain(tx.mean("data"), tx.clip_by_global_norm(0.5)), tx.sgd(0.1, momentum=0.9)),
-        "skip": lambda: tx.skip_if_nonfinite(tx.fuse(tx.mean("data"), tx.adamw(0.1))),
-    }
-    mesh = fjoin.mesh({"data": -1}, transport=transport, ordered=ordered)
-    torch.manual_seed(0)
-    params = {"a": torch.randn(300, 200), "b": torch.randn(7), "c": torch.randn(0), "d": torch.randn(1100, 1000)}
-
-    def loss(p: Any, x: Tensor) -> Tensor:
-        return sum((leaf * leaf.sin()).sum() for leaf in p.values()) * x.sum()  # type: ignore[no-any-return]
-
-    step = fjoin.train_step(loss, made[pipeline](), mesh=mesh)
-    state = step.init(params)
-    batches = [torch.tensor([0.5 + i + mesh.rank]) for i in range(4 if mesh.rank else 6)]
-    state = stepped(step, state, step.join(batches))
-    out = {path: leaf.detach().clone() for path, leaf in state.params.items()}
-    del state, step
-    mesh.close()
-    return out
-
-
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("pipeline", ["mean", "zero", "int8", "clip", "skip"])
-@pytest.mark.parametrize("n", [2, 3])
-def test_a_training_step_is_the_same_to_the_bit(pool: Any, n: int, pipeline: str) -> None:
-    shared, gloo = pool.run(n, steps, "shared", pipeline), pool.run(n, steps, "gloo", pipeline)
-    for own, want in zip(shared, gloo, strict=True):
-        torch.testing.assert_close(own, want, rtol=0, atol=0)
-
-
-def grids(transport: str = "shared") -> Any:
-    with fjoin.mesh({"node": 2, "local": -1}, transport=transport) as mesh:
-        kinds = {name: type(axis).__name__ for name, axis in mesh.axes.items()}
-        sums = [
-            mesh.axes[name].run("psum", torch.full((20_000,), float(mesh.rank)), None)[0].item() for name in mesh.axes
-        ]
-        return kinds, sums, float(mesh.over(("node", "local"))[0].run("psum", torch.tensor(float(mesh.rank)), None))
-
-
-def test_a_grid(pool: Any) -> None:
-    for rank, (kinds, sums, total) in enumerate(pool.run(4, grids)):
-        assert kinds == {"node": "HostAxis", "local": "HostAxis"}
-        node, local = divmod(rank, 2)
-        assert sums == [2 * local + 2, 4 * node + 1] and total == 6
 
 
 @contextlib.contextmanager
@@ -136,48 +33,47 @@ def hosts_of(ranks: int) -> Iterator[None]:
         os.environ["FJOIN_TRANSPORT"] = transport
 
 
+def grids(ranks: int) -> Any:
+    with hosts_of(ranks), fjoin.mesh({"node": 2, "local": -1}) as mesh:
+        kinds = {name: type(axis).__name__ for name, axis in mesh.axes.items()}
+        own, large = float(mesh.rank), torch.full((20_000,), float(mesh.rank))
+        sums = [axis.run("psum", large, None)[0].item() for axis in mesh.axes.values()]
+        return kinds, sums, float(mesh.over(("node", "local"))[0].run("psum", torch.tensor(own), None))
+
+
+@pytest.mark.parametrize("ranks", [4, 2])
+def test_a_grid(pool: Any, ranks: int) -> None:
+    """An axis inside a host shares memory, also beside one across hosts."""
+    for rank, (kinds, sums, total) in enumerate(pool.run(4, grids, ranks)):
+        assert kinds == {"node": "HostAxis" if ranks == 4 else "GroupAxis", "local": "HostAxis"}
+        node, local = divmod(rank, 2)
+        assert sums == [2 * local + 2, 4 * node + 1] and total == 6
+
+
 def several_hosts(ranks: int) -> Any:
-    sent: list[int] = []
-    all_reduce = dist.all_reduce
-
-    def counted(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        sent.append(x.numel())
-        return all_reduce(x, *args, **kwargs)
-
     with hosts_of(ranks):
         mesh = fjoin.mesh({"data": -1})
         axis = mesh.axes["data"]
         kind, sums = type(axis).__name__, []
-        dist.all_reduce = counted
-        try:
+        with watched() as sent:
             for n in (5, 100_003):
                 x = torch.arange(float(n)) + mesh.rank
                 sums.append((axis.run("psum", x, None) - mesh.size * torch.arange(float(n))).unique().tolist())
             works = [axis.begin_reduce(torch.full((50_000,), float(i))) for i in range(3)]
             for work in reversed(works):
                 work.wait()
-        finally:
-            dist.all_reduce = all_reduce
         raises_text(ValueError, lambda: fjoin.mesh({"data": -1}, transport="shared"), "all ranks on one Linux host")
-    return kind, sums, sent
+    return kind, sums, [(one.name, one.elements) for one in sent]
 
 
 @pytest.mark.parametrize("n", [3, 4])
 def test_an_axis_over_several_hosts_uses_gloo(pool: Any, n: int) -> None:
     for kind, sums, sent in pool.run(n, several_hosts, 2):
-        assert kind == "GroupAxis" and sums == [[sum(range(n))]] * 2 and sent[:2] == [5, 100_003]
-
-
-def grid_of_hosts() -> Any:
-    with hosts_of(2):
-        return grids("auto")
-
-
-def test_an_axis_inside_a_host_shares_memory_beside_one_across_hosts(pool: Any) -> None:
-    for rank, (kinds, sums, total) in enumerate(pool.run(4, grid_of_hosts)):
-        assert kinds == {"node": "GroupAxis", "local": "HostAxis"}
-        node, local = divmod(rank, 2)
-        assert sums == [2 * local + 2, 4 * node + 1] and total == 6
+        assert (
+            kind == "GroupAxis"
+            and sums == [[sum(range(n))]] * 2
+            and sent[:2] == [("all_reduce", 5), ("all_reduce", 100_003)]
+        )
 
 
 def settings() -> Any:
@@ -214,17 +110,17 @@ def test_waits_in_any_order(pool: Any) -> None:
 
 
 HOOKS = {
-    "mean": lambda: tx.mean("data"),
-    "zero": lambda: tx.scatter_mean("data"),
+    "mean": lambda: tx.mean("data"), "zero": lambda: tx.scatter_mean("data"),
     "zero, clip": lambda: tx.chain(tx.scatter_mean("data"), tx.clip_by_global_norm(1e30)),
-}
+    "int8": lambda: tx.compress(tx.int8(), tx.mean("data")),
+}  # fmt: skip
 # Elements of the first parameter: all pieces larger than what may travel in a packet, some of them, and none.
 ELEMENTS = (40_000, 33_000, 100)
 
 
 def judged_steps(transport: str, hook: str, bad: str, n: int) -> Any:
     """The parameters after three judged_steps, the second of which is bad on rank 1; the error; the messages of each step."""
-    mesh = fjoin.mesh({"data": -1}, transport=transport)
+    mesh = fjoin.mesh({"data": -1}, transport=transport, ordered=True)
 
     def loss_fn(params: Any, x: Tensor) -> Tensor:
         return (params["a"] * x).sum() + params["b"].sum()
@@ -259,7 +155,7 @@ def judged_steps(transport: str, hook: str, bad: str, n: int) -> Any:
 def test_they_are_those_over_gloo(pool: Any, ranks: int, n: int, hook: str, bad: str) -> None:
     want, got = (pool.run(ranks, judged_steps, transport, hook, bad, n) for transport in ("gloo", "shared"))
     for (params, error, sent), (others, other, _) in zip(got, want, strict=True):
-        torch.testing.assert_close(params, others, rtol=1e-6, atol=0)
+        torch.testing.assert_close(params, others, rtol=0, atol=0)
         assert error == other and (error != "") == (bad in ("nan", "opposite"))
         if hook == "zero":  # the message of the verdict, only where the sums do not tell
             assert sent[1] - sent[2] == (bad != "")
@@ -303,3 +199,141 @@ def test_training_matches_gloo(pool: Any, n: int, name: str) -> None:
         torch.testing.assert_close(params, other, **tolerance)
         torch.testing.assert_close(params, got[0][0], rtol=0, atol=0)
         assert also and not sent
+
+
+# -- tensors of every layout and size: sums as those of gloo in rank order, and of the simulator --
+
+
+def values(shape: Any, dtype: torch.dtype, start: int) -> Tensor:
+    n = torch.Size(shape).numel()
+    x = torch.arange(n) % 13 * (start + 1) + start
+    x = x / 7 if dtype.is_floating_point or dtype.is_complex else x
+    return (x + 1j * (x + 1) if dtype.is_complex else x).to(dtype).reshape(shape)
+
+
+def strided(x: Tensor) -> Tensor:
+    return torch.stack([x, x], -1)[..., 0]
+
+
+def conjugated(x: Tensor) -> Tensor:
+    return x.conj().resolve_conj().conj() if x.is_complex() else x
+
+
+def negated(x: Tensor) -> Tensor:
+    return torch.complex(torch.zeros_like(x), -x).conj().imag if x.dtype in (torch.float32, torch.float64) else x
+
+
+# A shape, and the function that gives values their layout.
+LAYOUTS: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
+    "contiguous": ((6,), lambda x: x), "large": ((3, 30_000), lambda x: x), "strided": ((6,), strided),
+    "strided, large": ((90_000,), strided), "reversed rows": ((4, 3), lambda x: strided(x.flip(0)).flip(0)),
+    "one element with a stride": ((1,), lambda x: x.new_zeros(4, 3)[:1, 0].copy_(x)),
+    "two dimensions of one element": ((1, 1), lambda x: x.new_zeros(4, 3, 5)[:1, 1, 2:3].copy_(x)),
+    "transposed": ((5, 4), lambda x: x.t().contiguous().t()),
+    "transposed, large": ((300, 200), lambda x: x.t().contiguous().t()),
+    "channels last": ((2, 3, 4, 5), lambda x: x.contiguous(memory_format=torch.channels_last)),
+    "with an offset": ((7,), lambda x: x.new_zeros(20)[5:12].copy_(x)), "empty": ((0,), lambda x: x),
+    "empty with a stride": ((0,), lambda x: x.new_zeros(4, 3)[:0, 0]), "0-d": ((), lambda x: x),
+    "0-d in a matrix": ((), lambda x: x.new_zeros(4, 3)[2, 1].copy_(x)), "conjugated": ((6,), conjugated),
+    "conjugated, strided": ((6,), lambda x: strided(conjugated(x)).conj().resolve_conj().conj() if x.is_complex() else strided(x)),
+    "conjugated, 0-d": ((), conjugated), "negated": ((6,), negated), "negated, large": ((90_000,), negated),
+    "negated, 0-d": ((), negated), "negated, empty": ((0,), negated),
+}  # fmt: skip
+# Layouts that only an input can have.
+INPUTS: Any = {"expanded": ((4, 3), lambda x: x[:1].expand(4, 3)), "expanded, 1-d": ((5,), lambda x: x[:1].expand(5))}
+# Elements: one, fewer than ranks, those of a packet, one more, and several chunks.
+SIZES: Any = {str(n): ((n,), lambda x: x) for n in (1, 3, 16384, 16385, 150_001)}
+DTYPES = (torch.float32, torch.int64, torch.complex64)
+MORE_DTYPES = (*DTYPES, torch.float64, torch.bfloat16, torch.float16, torch.uint8)
+
+
+def on_axes(mesh: Any, bound: bool, layout: str, dtype: torch.dtype) -> dict[str, Any]:
+    """Collectives over a mesh of a tensor of a layout."""
+    shape, lay = (LAYOUTS | INPUTS | SIZES)[layout]
+    x = lay(values(shape, dtype, mesh.rank))
+    rows = torch.stack([x] * mesh.size) if x.dim() else x.expand(mesh.size)
+    give = [(mesh.rank + i) % 3 for i in range(mesh.size)]  # to each rank as many rows as from it
+    calls: dict[str, Callable[[], Any]] = {
+        "psum": lambda: tx.psum(x, "data"), "tree": lambda: tx.psum({"a": x, "b": [x, rows]}, "data"),
+        "pbroadcast": lambda: tx.pbroadcast(x, "data", mesh.size - 1), "all_gather": lambda: tx.all_gather(x, "data"),
+        "psum_scatter": lambda: tx.psum_scatter(rows, "data"), "all_to_all": lambda: tx.all_to_all(rows, "data"),
+        "all_to_all_single": lambda: tx.all_to_all_single(rows, "data"),
+        "split": lambda: tx.all_to_all_single(torch.cat([rows] * 3)[: sum(give)], "data", input_split_sizes=give, output_split_sizes=give),
+        "to some": lambda: tx.ppermute(x, "data", [(i, (i + 1) % mesh.size) for i in range(1, mesh.size)]),
+        "ppermute": lambda: tx.ppermute(x, "data", [(i, (i + 1) % mesh.size) for i in range(mesh.size)]),
+    }  # fmt: skip
+    if not dtype.is_complex:
+        calls |= {"pmax": lambda: tx.pmax(x, "data"), "pmin": lambda: tx.pmin(x, "data")}
+    before = x.clone()
+    with contextlib.nullcontext() if bound else fjoin.bind(mesh):
+        out = {name: call() for name, call in calls.items()}
+    assert torch.equal(x, before)
+    return out
+
+
+def every_layout(transport: str | None) -> dict[Any, Any]:
+    """The same over all layouts; None for simulated ranks."""
+    mesh = fjoin.mesh({"data": -1}, transport=transport or "auto", ordered=transport == "gloo")
+    sizes = [3, 0, 5, 2][: mesh.size]
+    flat = torch.cat([torch.full((n,), rank + 1.0) * (rank == mesh.rank) for rank, n in enumerate(sizes)])
+    mesh.axes["data"].begin_gather(flat, sizes, mesh.rank).wait()
+    assert flat.tolist() == [rank + 1.0 for rank, n in enumerate(sizes) for _ in range(n)]
+    return {
+        (layout, dtype): on_axes(mesh, transport is None, layout, dtype)
+        for layout in LAYOUTS | INPUTS | SIZES
+        for dtype in (MORE_DTYPES if layout in SIZES else DTYPES)
+    }
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("transport", ["shared", "gloo"])
+def test_collectives_over_axes_on_every_layout(pool: Any, n: int, transport: str) -> None:
+    """Results are bitwise equal to the simulation."""
+    want = tx.simulate(lambda: every_layout(None), {"data": n})
+    for own, simulated in zip(pool.run(n, every_layout, transport), want, strict=True):
+        for key in simulated:
+            torch.testing.assert_close(own[key], simulated[key], rtol=0, atol=0, msg=lambda text: f"{key}: {text}")  # noqa: B023
+
+
+# -- ranks that call a collective with other arguments raise, on all ranks; so does the simulator --
+
+
+LARGE = 40_000
+Call = Callable[[int, int], Any]
+
+
+def ones(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.ones(shape, dtype=dtype)
+
+
+# What differs on rank 1 -> the call of rank r, in tensors of n elements.
+CALLS: dict[str, Call] = {
+    "the root": lambda r, n: tx.pbroadcast(ones(n), "data", int(r == 1)),
+    "pairs": lambda r, n: tx.ppermute(ones(n), "data", [(0, 1)] if r != 1 else [(1, 0)]),
+    "more pairs": lambda r, n: tx.ppermute(ones(n), "data", [(0, 1), (1, 0)][: 2 - (r == 1)]),
+    "a size": lambda r, n: tx.psum(ones(n + (r == 1)), "data"),
+    "the dtype": lambda r, n: tx.psum(ones(n, dtype=torch.int32 if r == 1 else torch.float32), "data"),
+    "the shape of rows": lambda r, n: tx.all_to_all_single(ones(6, 2 + (r == 1), n), "data"),
+    "the number of rows": lambda r, n: tx.all_to_all_single(ones(6 + 6 * (r == 1), n), "data"),
+    "the reduction": lambda r, n: (tx.pmax if r == 1 else tx.pmin)(ones(n), "data"),
+    "the collective": lambda r, n: tx.all_gather(ones(n), "data") if r == 1 else tx.pbroadcast(ones(n), "data", 0),
+}  # fmt: skip
+
+
+def called(what: str, n: int) -> str:
+    with fjoin.bind(mesh := fjoin.mesh({"data": -1}, transport="shared")):
+        # Where one rank alone has noticed, the others do in the second call.
+        return end_of(lambda: (CALLS[what](mesh.rank, n), tx.psum(torch.ones(3), "data"))).kind
+
+
+@pytest.mark.sample(5)
+@pytest.mark.parametrize("n", [3, LARGE])
+@pytest.mark.parametrize("what", CALLS)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_arguments_that_differ(pool: Any, ranks: int, what: str, n: int) -> None:
+    assert pool.run(ranks, called, what, n) == ["DesyncError"] * ranks
+
+
+@pytest.mark.parametrize("what", CALLS)
+def test_simulator_raises_on_mismatched_arguments(what: str) -> None:
+    raises_text(tx.CollectiveMismatch, lambda: tx.simulate(lambda r: CALLS[what](r, 3), {"data": 2}, [0, 1]))

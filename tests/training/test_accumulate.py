@@ -12,7 +12,6 @@ import fjoin
 from fjoin import transforms as tx
 from tests.helpers import max_diff, raises_text, same_bits, seen_by, stepped
 from tests.oracle.whole_batch import make_batches, make_model, parameters
-from tests.reducer.one_rank import train_one_rank
 from tests.training.small import MEAN_SGD, step_of
 
 
@@ -28,6 +27,20 @@ HOOKS = {
 }  # fmt: skip
 
 
+def trained(batches: list[Any], pipeline: tx.Pipeline, accumulate: int) -> tuple[Any, Any, list[float], int]:
+    """This rank's parameters, its optimizer's state, the losses step by step, and the calls."""
+    apply, params, _ = fjoin.functional(make_model())
+    loss = lambda p, b: torch.nn.functional.cross_entropy(apply(p, {}, b[0]), b[1])  # noqa: E731
+    step, state = step_of(loss, pipeline, params, weight=lambda b: len(b[1]), accumulate=accumulate)
+    seen = []
+    for batch in step.join(batches):
+        state, metrics = step(state, batch)
+        assert metrics.stepped or metrics.loss != metrics.loss, "a call within a window reports no loss"
+        seen.append(metrics.loss if metrics.stepped else None)
+    state = state.clone()
+    return state.params, state.pipeline.optimizer, [loss for loss in seen if loss is not None], len(seen)
+
+
 @pytest.mark.parametrize("window", [1, 3])
 @pytest.mark.parametrize("hook", HOOKS)
 def test_accumulation_is_one_step_on_the_window(hook: str, window: int) -> None:
@@ -36,28 +49,19 @@ def test_accumulation_is_one_step_on_the_window(hook: str, window: int) -> None:
     start = parameters(make_model())
 
     def run(given: Any, window: int) -> Any:
-        return tx.simulate(lambda own: train_one_rank(own, pipeline, accumulate=window), {"data": 3}, given)
+        return tx.simulate(lambda own: trained(own, pipeline, window), {"data": 3}, given)
 
     whole = [[together(own[i : i + window]) for i in range(0, len(own), window)] for own in BATCHES]
     ranks = run(BATCHES, window)
-    alike = [(one["params"], one["optimizer"], one["losses"]) for one in ranks]
-    assert hook == "noop" or all(same_bits(other, alike[0]) for other in alike), "optimizers too, to the bit"
-    for one, want in zip(ranks, run(whole, 1), strict=True):
-        assert one["calls"] == -(-7 // window) * window and len(one["losses"]) == -(-7 // window)
-        moved = {path: p - start[path] for path, p in one["params"].items()}
-        assert max_diff(moved, {path: p - start[path] for path, p in want["params"].items()}) < 1e-12
+    assert hook == "noop" or all(same_bits(other[:3], ranks[0][:3]) for other in ranks), "optimizers too, to the bit"
+    for (params, _, losses, calls), (want, *_) in zip(ranks, run(whole, 1), strict=True):
+        assert calls == -(-7 // window) * window and len(losses) == -(-7 // window)
+        moved = {path: p - start[path] for path, p in params.items()}
+        assert max_diff(moved, {path: p - start[path] for path, p in want.items()}) < 1e-12
         assert hook == "noop" or moved["0.weight"].abs().max() > 1e-3
 
 
 X = torch.ones(2)
-
-
-def test_calls_within_a_window_report_no_loss() -> None:
-    step, state = step_of(accumulate=2)
-    state, metrics = step(state, X)
-    assert not metrics.stepped and metrics.loss != metrics.loss and state.step == 0
-    state, metrics = step(state, X)
-    assert metrics.stepped and metrics.weight == 2 and state.step == 1
 
 
 # -- a call that fails within a window: its gradients are lost, and nothing else ------------------------

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import fjoin
@@ -52,10 +51,6 @@ def ours(batches: list[Tensor], choice: str) -> Any:
     return seen
 
 
-def on_processes(sizes: list[list[int]], choice: str) -> Any:
-    return ours(batches_of(sizes)[dist.get_rank()], choice)
-
-
 def reference(sizes: list[list[int]], choice: str) -> Any:
     """One module per rank in one process of plain torch."""
     models, batches = [make_model() for _ in sizes], batches_of(sizes)
@@ -88,7 +83,7 @@ def reference(sizes: list[list[int]], choice: str) -> Any:
 @pytest.mark.parametrize("choice", CHOICES)
 def test_buffers_equal_those_of_one_process(pool: Any, choice: str) -> None:
     want = reference(SIZES, choice)
-    real = pool.run(3, on_processes, SIZES, choice)
+    real = pool.each(ours, batches_of(SIZES), choice)
     simulated = tx.simulate(lambda b: ours(b, choice), {"data": 3}, batches_of(SIZES))
     for own, simulated_own, wanted in zip(real, simulated, want, strict=True):
         assert len(own) == len(wanted) == 4

@@ -1,4 +1,4 @@
-"""A module as a pure function: values, buffers, modes, paths of shared tensors, warnings; any module."""
+"""A module as a pure function: values, buffers, modes, paths of shared tensors, warnings; any module. `fjoin.value_and_grad`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import gc
 import pickle
 import threading
 import types
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fjoin
 from fjoin import transforms as tx
-from tests.helpers import max_diff, raises_text, same_bits
+from tests.helpers import max_diff, raises_text, same_bits, warned
 
 THROWS_AWAY = pytest.mark.filterwarnings("ignore:this forward pass has updated buffers")
 TOKENS = torch.tensor([0, 1, 2, 3, 4, 0])
@@ -177,16 +176,14 @@ def normed(**settings: Any) -> Any:
 @pytest.mark.parametrize("given", ["none", "all"])
 def test_warns_once_about_discarded_buffer_updates(given: str) -> None:
     apply, params, buffers = normed()
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        for _ in range(3):
-            apply(params, buffers if given == "all" else {}, ROWS)
-    assert len(seen) == 1 and seen[0].filename == __file__
-    for part in (
-        "'1.num_batches_tracked'", "apply.with_buffers(params, buffers, ...)", "step.init(params, buffers)",
+    (text,) = warned(lambda: [apply(params, buffers if given == "all" else {}, ROWS) for _ in range(3)], __file__)
+    words = (
+        "'1.num_batches_tracked'",
+        "apply.with_buffers(params, buffers, ...)",
+        "step.init(params, buffers)",
         "eval mode",
-    ):  # fmt: skip
-        assert part in str(seen[0].message)
+    )
+    assert all(word in text for word in words)
 
 
 def test_warns_about_an_assignment_and_in_a_train_step() -> None:
@@ -463,8 +460,7 @@ BY: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Tensor], Any]]] = {
     "a weak reference": (lambda root: weakref.ref(root.layer), lambda root, x: root.held()(x)),
     "a list of parameters": (lambda root: [root.layer.weight], lambda root, x: x @ root.held[0]),
     "a view of a parameter": (lambda root: root.layer.weight.view(3, 3), lambda root, x: x.sum() * root.held),
-    "a hook": (hooked, lambda root, x: root.other(x)),
-    "a wrapped forward": (wrapped, lambda root, x: root.layer(x)),
+    "a hook": (hooked, lambda root, x: root.other(x)), "a wrapped forward": (wrapped, lambda root, x: root.layer(x)),
 }  # fmt: skip
 
 READS = ("a list of parameters", "a view of a parameter", "a wrapped forward")  # which run no submodule
@@ -521,3 +517,44 @@ def test_given_tensors_may_be_those_of_the_module() -> None:
     assert torch.equal(apply(own, {}, ONES), module(ONES)) and torch.equal(
         apply(params, {}, module(ONES)), module(module(ONES))
     )
+
+
+# -- fjoin.value_and_grad against torch.func.grad_and_value --
+
+
+def nested_params() -> dict[str, Any]:
+    torch.manual_seed(0)
+    return {
+        "w": torch.randn(3, 4), "in": [torch.randn(4), torch.randn(())], "unused": torch.randn(2),
+        "none": torch.randn(0),
+    }  # fmt: skip
+
+
+def sines(p: Any, x: Tensor, *, scale: float = 1.0) -> Tensor:
+    return ((p["w"] @ x).sin() * scale).sum() + (p["in"][0] * p["in"][1]).sum()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_results_match_torch_func(dtype: torch.dtype) -> None:
+    p = torch.utils._pytree.tree_map(lambda leaf: leaf.to(dtype), nested_params())
+    x = torch.randn(4).to(dtype)
+    want, value = torch.func.grad_and_value(sines)(p, x, scale=2.0)
+    got, grads = fjoin.value_and_grad(sines)(p, x, scale=2.0)
+    torch.testing.assert_close((got, grads), (value, want), rtol=0, atol=0)
+    assert not got.requires_grad and (grads["unused"] == 0).all()
+
+
+def test_nothing_is_written() -> None:
+    p = {"w": torch.randn(3, 4, requires_grad=True)}
+    with torch.no_grad():  # as jax's, it needs no mode
+        (value, aux), grads = fjoin.value_and_grad(
+            lambda p: (p["w"].square().sum(), {"w": p["w"] * 2, "n": 3}), has_aux=True
+        )(p)
+    assert p["w"].grad is None and not aux["w"].requires_grad and aux["n"] == 3
+    torch.testing.assert_close(grads["w"], 2 * p["w"].detach())
+    assert value.item() == p["w"].square().sum().item()
+
+
+def test_it_has_the_name_of_the_function() -> None:
+    assert fjoin.value_and_grad(sines).__name__ == "sines"
+    assert fjoin.value_and_grad(lambda p: torch.tensor(3.0))({})[0] == 3.0

@@ -16,9 +16,9 @@ import fjoin
 from fjoin import transforms as tx
 from tests import problem
 from tests.helpers import judged, raises_text, stepped
-from tests.ranks import Ranks
+from tests.ranks import reports
 from tests.scalars import PLACES, on_ranks, registered
-from tests.training.small import step_of
+from tests.training.small import product, step_of
 
 ADAM, MEAN = tx.adam(1e-2), tx.mean("data")
 # Pipeline, bytes of a bucket, dtype.
@@ -70,10 +70,6 @@ def then(after: tx.Transform) -> tx.Pipeline:
 
 def outer(steps: int, **more: Any) -> tx.Transform:
     return tx.outer_step(tx.mean("data"), SGD, steps, **more)
-
-
-def product(params: Any, batch: Any) -> torch.Tensor:
-    return (params["w"] * batch).sum()
 
 
 # A pipeline, and the displacement after steps, by their number, where it is not that of a mean.
@@ -224,8 +220,5 @@ APART = {
 @pytest.mark.parametrize("kind, name", [("step", name) for name in APART] + [("module", name) for name in list(APART)[:3]])  # fmt: skip
 def test_ranks_that_do_not_flush_together_raise(kind: str, name: str) -> None:
     steps, flushes = APART[name]
-    with Ranks(len(steps), apart, kind, steps, flushes) as run:
-        for _ in steps:
-            rank, _, text = run.next()
-            assert text.startswith("DesyncError"), (rank, text)
-            assert "flush" in text, (rank, text)
+    for text in reports(len(steps), apart, kind, steps, flushes):
+        assert text.startswith("DesyncError") and "flush" in text, text

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from torch import Tensor
 import fjoin
 from fjoin import transforms as tx
 from fjoin.transforms.sync import BatchNormState
-from tests.helpers import raises_text, same_bits, seen_by, stepped
+from tests.helpers import or_text, raises_text, same_bits, seen_by, stepped, warned
 from tests.oracle.whole_batch import make_batches, make_model
 from tests.training.small import MEAN_SGD, X, one, start, step_of
 
@@ -152,14 +151,6 @@ ROWS, Y = torch.ones(4, 3), torch.zeros(4, dtype=torch.long)
 SGD = tx.sgd(0.1)
 
 
-def reported(run: Any) -> str:
-    try:
-        run()
-    except (ValueError, fjoin.JoinError, fjoin.PeerLost) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
 # -- a loss that depends on other tensors than the given parameters trains nothing ---------------------
 
 
@@ -188,16 +179,22 @@ def test_a_loss_that_calls_another_module_is_refused(hook: Any, accumulate: int)
     assert same_bits(state.params, before)
 
 
-def refused_on_a_process() -> str:
-    """The first of three ranks has no batch."""
+def refused_on_a_process(kind: str) -> Any:
+    """The first ranks have fewer batches, or none."""
     mesh = fjoin.mesh({"data": -1}, timeout_s=30)
-    step, state = calling(mesh=mesh)
-    return reported(lambda: stepped(step, state, step.join([ROWS] * mesh.rank)))
+    step, state = calling(mesh=mesh) if not kind else (None, None)
+    return or_text(
+        lambda: train(kind, 1 + mesh.rank, mesh) if kind else stepped(step, state, step.join([ROWS] * mesh.rank))
+    )  # type: ignore[union-attr]
 
 
-def test_it_is_refused_on_all_ranks(pool: Any) -> None:
-    texts = pool.run(3, refused_on_a_process)
-    assert all("no parameter has got a gradient" in text for text in texts) and texts[0].startswith("PeerLost")
+@pytest.mark.parametrize(
+    ("kind", "ranks", "words"),
+    [("", 3, "no parameter has got a gradient"), *((kind, 2, "when_exhausted='replay'") for kind in ("psum", "pmean"))],
+)
+def test_it_is_refused_on_all_ranks(pool: Any, kind: str, ranks: int, words: str) -> None:
+    texts = pool.run(ranks, refused_on_a_process, kind)
+    assert all(words in text for text in texts) and (kind or texts[0].startswith("PeerLost")), texts
 
 
 def test_ranks_and_steps_without_weight_and_later_steps_may_reach_none() -> None:
@@ -239,11 +236,8 @@ def test_parameters_without_a_gradient_on_any_rank_are_named_once(name: str) -> 
         for _ in range(2):  # epochs
             state = stepped(step, state, step.join(batches))
 
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        tx.simulate(run, {"data": len(ranks)}, ranks)
-    assert len(found) == bool(words)
-    assert all(word in str(found[0].message) for word in words)
+    found = warned(lambda: tx.simulate(run, {"data": len(ranks)}, ranks))
+    assert len(found) == bool(words) and all(word in found[0] for word in words)
 
 
 # -- a loss that communicates, in a loop in which ranks without input do not call it -------------------
@@ -289,17 +283,6 @@ def test_collectives_in_the_loss(kind: str) -> None:
         assert [n for _, n in out] == [2, 2] and torch.equal(out[0][0], out[1][0])
 
 
-def communicates_on_a_process(kind: str) -> str:
-    mesh = fjoin.mesh({"data": -1}, timeout_s=30)
-    return reported(lambda: train(kind, 2 - mesh.rank, mesh))
-
-
-@pytest.mark.parametrize("kind", ["psum", "pmean"])
-def test_on_processes_all_ranks_raise(pool: Any, kind: str) -> None:
-    texts = pool.run(2, communicates_on_a_process, kind)
-    assert all("when_exhausted='replay'" in text for text in texts), texts
-
-
 @pytest.mark.parametrize("axis", ["model", "data", ("data", "model"), ("model", "data")])
 def test_collectives_over_other_axes_run(axis: Any) -> None:
     """Ranks along "model" have the same batches; those along "data" may run out alone."""
@@ -316,3 +299,93 @@ def test_collectives_over_other_axes_run(axis: Any) -> None:
         assert run() == [2] * 4
     else:
         raises_text(fjoin.JoinError, run, "'data'", "replay")
+
+
+# -- what a new user runs into first: a progress bar, a second epoch, a weight, a pipeline that reduces nothing --
+
+
+def test_a_loop_has_the_length_of_this_ranks_loader_and_a_text() -> None:
+    step, _ = step_of()
+    loader = torch.utils.data.DataLoader(list(range(10)), batch_size=4)  # type: ignore[arg-type]
+    assert len(step.join(loader)) == 3 and len(fjoin.join(loader)) == 3 and len(step.join([])) == 0
+    assert step.join([]) and fjoin.join([]), "a loop is true whatever its length"
+    raises_text(TypeError, lambda: len(step.join(iter([]))), "len()")
+
+
+def test_a_second_epoch_of_an_iterator_warns() -> None:
+    loop = fjoin.join(iter([1, 2]))
+    assert list(loop) == [1, 2]
+    with pytest.warns(UserWarning, match="list_iterator, that an epoch before this one has used up"):
+        assert list(loop) == []
+
+
+PARTS = torch.ones(3, 2), torch.ones(3)
+OF_PARTS: dict[str, tuple[Any, bool]] = {
+    "tuple": (PARTS, True), "dict": (dict(zip("xy", PARTS, strict=True)), True),
+    "as many parts as samples": ((torch.ones(2, 2), torch.ones(2)), False),
+    "samples of different lengths": ((torch.ones(4), torch.ones(3), torch.ones(5)), False), "tensor": (PARTS[0], False),
+    "a list of samples": ([torch.ones(3), torch.ones(3)], False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_PARTS)
+def test_len_as_the_weight_of_a_batch_of_parts_warns(name: str) -> None:
+    batch, warns = OF_PARTS[name]
+    loop, seen = fjoin.join([batch], weight=len), list[Any]()
+    texts = warned(lambda: seen.extend(loop.weight for _ in loop))
+    assert (
+        seen == [len(batch)]
+        and ["not its 3 samples; write weight=lambda batch" in text for text in texts] == [True] * warns
+    )
+
+
+# -- ranks that drift apart, where `identity` does not say that it is meant ----------------------------
+
+CLIP = tx.clip_by_value(1.0)
+SILENT = {
+    "clip": tx.fuse(tx.chain(CLIP, tx.clip_by_global_norm(1.0)), SGD),
+    "by path": tx.fuse(tx.partition({"*": CLIP}), SGD),
+    "clip alone": tx.fuse(tx.chain(CLIP, tx.identity()), SGD),  # a chain leaves identity out
+    "identity in some steps": tx.fuse(tx.every(2, tx.identity()), SGD),
+    "identity for some leaves": tx.fuse(tx.partition({"w": tx.identity(), "v": CLIP}), SGD),
+    "identity at the end": tx.fuse(CLIP, SGD, after=tx.switch_after(10, tx.identity(), tx.ema(0.9))),
+    "some steps": tx.skip_if_nonfinite(tx.fuse(tx.every(2, CLIP), SGD)),
+}
+TALKS = {
+    "mean": MEAN_SGD,
+    "some": tx.fuse(tx.masked(tx.mean("data"), "*"), SGD),
+    "identity": tx.fuse(tx.identity(), SGD),
+    "after": tx.fuse(tx.identity(), SGD, after=tx.every(2, tx.mean("data"))),
+    "by hand": tx.fuse(tx.Transform(lambda p: (), lambda p, s, params=None, **extra: (tx.pmean(p, "data"), s)), SGD),
+    "a function": tx.fuse(tx.stateless(lambda g: -g), SGD),  # which may communicate
+}
+
+
+def of_init(pipeline: tx.Pipeline, ranks: int) -> list[str]:
+    def one_rank() -> None:
+        step = fjoin.train_step(lambda p, b: (p["w"] * b).sum(), pipeline)
+        step.init({"w": torch.zeros(2), "v": torch.zeros(1)})
+
+    return warned(lambda: tx.simulate(one_rank, {"data": ranks}), __file__)
+
+
+@pytest.mark.parametrize("name", [*SILENT, *TALKS])
+def test_one_rank_warns_of_a_pipeline_that_reduces_nothing(name: str) -> None:
+    if name in TALKS:
+        assert of_init(TALKS[name], 2) == []
+        return
+    (text,) = of_init(SILENT[name], 3)
+    assert all(part in text for part in ("reduces", "3 ranks", "tx.mean('data')", "tx.identity()"))
+    assert of_init(SILENT[name], 1) == []
+
+
+def of_register() -> list[list[str]]:
+    def register(hook: tx.Transform) -> None:
+        fjoin.ddp.register(torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1)), hook)
+
+    return [warned(lambda hook=hook: register(hook), __file__) for hook in (CLIP, tx.identity(), tx.mean("data"))]  # type: ignore[misc]
+
+
+def test_a_registered_hook_warns_too(pool: Any) -> None:
+    ((text,), *others), second = pool.run(2, of_register)
+    assert "2 ranks" in text and "tx.mean('data')" in text and others == [[], []] and second == [[]] * 3

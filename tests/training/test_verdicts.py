@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import fjoin
 from fjoin import transforms as tx
 from tests.helpers import judged, max_diff, raises_text, same_bits, seen_by
+from tests.reducer.test_wire import CODECS
 from tests.scalars import NAN, PLACES, Batch, as_batch, check, loss, on_ranks, own, registered, run, start
 from tests.traffic import watched
-from tests.training.small import step_of
+from tests.training.small import product, step_of
 
 SGD, NOT = tx.sgd(0.5), tx.identity()
 ON_DEVICE = pytest.mark.parametrize("on_device", [False, True])
@@ -264,24 +266,6 @@ def test_one_counter_decides_on_all_periods() -> None:
     assert max_diff(moved["v"], params["v"] + 1) == 0
 
 
-def test_loops_end_over_the_axes_of_the_parameter_transform_too() -> None:
-    """Nodes with different numbers of batches end together, also while the hook's own axes are those of a node."""
-
-    def looped(batches: list[float]) -> Any:
-        step, state = step_of(lambda p, b: p["w"] * b, pipeline, {"w": torch.tensor(0.0)}, mesh=fjoin.mesh(NODES))
-        seen = seen_by(lambda state, _: float(state.params["w"]), step, state, step.join(batches))
-        return len(seen), seen[-1]
-
-    pipeline = tx.fuse(tx.mean("local"), tx.sgd(1.0), after=tx.mean("node"))
-    out = tx.simulate(looped, NODES, [[1.0], [3.0], [2.0, 4.0], [2.0]])
-    assert out == [(2, -6.0)] * 4  # (-2 * 2 + -2 * 2) / 4, then the second node's -2 - 4 alone
-    hook = tx.switch_after(2, tx.mean(("node", "local")), tx.mean("local"))
-    pipeline = tx.fuse(hook, tx.sgd(1.0), after=tx.every(3, tx.mean("node")))
-    out = tx.simulate(looped, NODES, [[1.0] * 3, [1.0] * 3, [1.0] * 5, [1.0] * 4])
-    assert [calls for calls, _ in out] == [5] * 4
-    assert {w for _, w in out[:2]} == {-3.0} and {w for _, w in out[2:]} == {-5.0}
-
-
 def with_count(**settings: Any) -> Any:
     """A step whose buffers are averaged over all axes, the parameters' gradients over one; and the state."""
     return step_of(
@@ -329,3 +313,86 @@ def sent_with_buffers() -> list[int]:
     with watched() as sent:
         step(state, 2.0)
     return sorted(one.bytes for one in sent)
+
+
+# -- on all ranks alike, nothing changed, the state still good --
+
+X = torch.ones(2)
+
+
+def sqrt_loss(params: Any, batch: Tensor) -> Tensor:
+    return (params["w"] * batch).sum() + torch.sqrt(params["v"] - batch).sum()  # d/dv is infinite at v = batch
+
+
+OVER_DATA = tx.mean("data")
+NORM = tx.chain(OVER_DATA, tx.clip_by_global_norm(1.0))
+# Hook, loss, the batches of three ranks, and words of the error.
+POISONED: list[tuple[Any, ...]] = [
+    *((hook, product, [X, X, torch.tensor([1.0, bad])], ["step 0", "loss of rank 2 is not finite", "'w'"])
+      for hook in (OVER_DATA, NORM, *(tx.compress(make(), OVER_DATA) for make in CODECS.values())) for bad in (float("nan"), float("inf"))),
+    (OVER_DATA, sqrt_loss, [X * 0, X, X * 0], ["the summed gradient of 'v' is not finite"]),
+]  # fmt: skip
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("row", range(len(POISONED)))
+def test_a_loss_or_a_gradient_that_is_not_finite(row: int) -> None:
+    hook, loss, batches, words = POISONED[row]
+
+    def one_rank(batch: Tensor) -> Any:
+        step, state = step_of(loss, tx.fuse(hook, tx.adamw(0.1)))
+        before = state.clone()
+        text = raises_text(fjoin.NonFinite, lambda: step(state, batch), *words)
+        assert same_bits(state.params, before.params) and same_bits(state.pipeline, before.pipeline)
+        state, metrics = step(state, X * 0.5)  # the same state, and the other ranks, continue
+        return text, metrics.loss
+
+    for text, metric in tx.simulate(one_rank, {"data": 3}, batches):
+        assert ("rank" in text.split(";")[0]) == (loss is product) and metric == float(loss({"w": X, "v": X}, X * 0.5))
+
+
+def test_ranks_are_named_within_the_axes_that_are_reduced() -> None:
+    def one_rank(batch: Tensor) -> Any:
+        step = fjoin.train_step(
+            product, tx.fuse(tx.mean("local"), tx.sgd(0.1)), mesh=fjoin.mesh({"node": 13, "local": 2})
+        )
+        state = step.init({"w": torch.ones(2), "v": torch.ones(2)}, sync=None)
+        try:
+            step(state, batch)
+        except fjoin.NonFinite as error:
+            return error.ranks
+        return None
+
+    out = tx.simulate(one_rank, {"node": 13, "local": 2}, [X] * 25 + [X * float("nan")])
+    assert out == [None] * 24 + [(1,)] * 2
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_finite_values_with_an_overflowing_sum_or_norm_are_accepted(on_device: bool) -> None:
+    for hook, value, rate, want in ((OVER_DATA, 3e38, 1e-38, -3.0), (NORM, 1e30, 0.5, -0.25)):
+        step = judged(fjoin.train_step(lambda p, b: (p["w"] * b).sum(), tx.fuse(hook, tx.sgd(rate))), on_device)
+        state, metrics = step(step.init({"w": torch.zeros(4)}), torch.full((4,), value))
+        step.close()
+        assert state.params["w"].tolist() == pytest.approx([want] * 4)
+        assert hook is OVER_DATA or metrics.as_dict()["grad_norm"] == pytest.approx(2e30)
+
+
+def test_nonfinite_step_on_a_device_changes_nothing_and_raises_later() -> None:
+    """CPU tensors take the path of accelerators, on which the host does not wait."""
+    for hook in (OVER_DATA, NORM, tx.chain(OVER_DATA, tx.clip_by_value(9.0))):
+        step, state = step_of(pipeline=tx.fuse(hook, tx.adamw(0.1)))
+        judged(step, True)
+        reference, other = step_of(pipeline=tx.fuse(hook, tx.adamw(0.1)))
+        state, metrics = step(state, X)
+        other, expected = reference(other, X)
+        # A device computes the norm of a clip in float64 at once.
+        assert max_diff(state.params, other.params) < 1e-7 and metrics.loss == expected.loss
+        before = state.clone()
+        state, metrics = step(state, torch.tensor([1.0, float("nan")]))
+        assert same_bits(state.params, before.params)
+        assert same_bits(state.pipeline.optimizer, before.pipeline.optimizer)
+        assert metrics.loss != metrics.loss  # one rank may read it, and must not raise before the others
+        state, _ = step(state, X)  # verdicts are read when they are one step old, on all ranks alike
+        raises_text(fjoin.NonFinite, lambda: step(state, X), "step 1", "loss of rank 0")  # noqa: B023
+        state, metrics = step(state, X)
+        assert metrics.loss == metrics.loss and not same_bits(state.params, before.params)

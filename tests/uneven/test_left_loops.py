@@ -1,4 +1,4 @@
-"""Loops over `step.join` or `fjoin.join` that are left before their end, in every form that Python has for it.
+"""Loops over `step.join` or `fjoin.join` that are left before their end, in every form that Python has for it, or stopped.
 
 How a loop was left is no guess: closed or dropped between two steps it ends where all ranks leave it. One rank alone is an error
 on all.
@@ -11,7 +11,6 @@ from __future__ import annotations
 import gc
 import itertools
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,7 +25,10 @@ import torch.distributed as dist
 
 import fjoin
 from fjoin import transforms as tx
+from tests.helpers import raises_text, stepped
 from tests.pool import Pool
+from tests.ranks import programs
+from tests.training.small import MEAN_SGD, step_of
 
 ROOT = Path(__file__).parents[2]
 N = 3  # steps before a loop is left
@@ -98,13 +100,9 @@ def by_a_collection(loop: Any, n: int, body: Body) -> None:
     gc.collect()
 
 
-FORMS = {
-    form.__name__: form
-    for form in (
-        by_break, before_a_step, by_islice, by_zip, by_zip_with_a_batch_more, by_next, by_a_generator, by_close,
-        by_a_collection,
-    )
-}  # fmt: skip
+FORMS = {form.__name__: form for form in (
+    by_break, before_a_step, by_islice, by_zip, by_zip_with_a_batch_more, by_next, by_a_generator, by_close, by_a_collection,
+)}  # fmt: skip
 KINDS = ("step.join", "fjoin.join", "fjoin.join(steps=)")
 # All leave after the same step; rank 1 leaves and the others go on; an exception in the body of rank 1, and in all; rank 1 calls stop.
 CASES = ("together", "alone", "exception", "exceptions", "stop")
@@ -257,55 +255,158 @@ def test_one_rank_leaves_before_its_first_step(pool: Pool) -> None:
 @pytest.mark.parametrize("kind", KINDS[:2])
 def test_an_iterator_that_lives_until_the_interpreter_ends(kind: str, case: str | None) -> None:
     """Nothing is printed, and no rank waits; `None` is one rank alone. Another rank that goes on gets an error."""
-    environment, ranks = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}, [dict[str, str]()]
-    if case is not None:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        meet = {
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True",
-        }  # fmt: skip
-        ranks = [{**meet, "RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    meet = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "WORLD_SIZE": "2",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    ranks = [{}] if case is None else [{**meet, "RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
     command = [sys.executable, "-m", "tests.uneven.test_left_loops", kind, case or "together"]
-    started = [
-        subprocess.Popen(command, env=environment | one, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        for one in ranks
-    ]
-    found = []
-    try:
-        for process in started:
-            found.append(process.communicate(timeout=60))
-    finally:
-        for process in started:
-            process.kill()
-    outs = [out for out, _ in found]
+    found = programs(command, [{"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", **own} for own in ranks], 60)
+    outs, reports = [out for out, *_ in found], [errors for _, errors, _ in found if errors]
     if case == "stop":
         assert outs[0] == outs[1] and "True" in outs[0]
     elif case in ("alone", "exception"):
         assert outs[0].startswith("PeerLost") and outs[1] == (f"{N} False\n" if case == "alone" else "")
     else:
         assert set(outs) == {f"{N} False\n"}
-    failed = [errors for _, errors in found if errors]
-    if case == "exception":  # Python's own report of it, and nothing behind that
-        (report,) = failed
-        assert report.endswith("ValueError: bad batch\n") and report.count("Traceback") == 1
-    else:
-        assert not failed
+    assert len(reports) == (case == "exception")  # Python's own report of it, and nothing behind that
+    assert all(report.endswith("ValueError: bad batch\n") and report.count("Traceback") == 1 for report in reports)
+
+
+def by_keeping(loop: Any, n: int, body: Body) -> None:
+    KEPT.append(iter(loop))
+    by_islice(KEPT[0], n, body)
+
+
+KEPT: list[Any] = []
+
+
+# -- loops that one rank stops, on all ranks together --
+
+SELDOM = tx.local_sgd(tx.sgd(0.1), tx.mean("data"), 100)
+# With the steps after which the ranks know of a request: one where no rank waits for the record of a step.
+STOPPED: dict[str, tuple[tx.Pipeline, int]] = {
+    "mean": (MEAN_SGD, 0), "local SGD": (tx.local_sgd(tx.sgd(0.1), tx.mean("data"), 3), 1), "seldom": (SELDOM, 1),
+    "seldom, skips": (tx.skip_if_nonfinite(SELDOM), 1), "zero": (tx.zero(tx.mean("data"), tx.sgd(0.1), "data"), 0),
+    "mean, on a device": (MEAN_SGD, 1), "seldom, on a device": (SELDOM, 2), "no message": (tx.fuse(tx.identity(), tx.sgd(0.1)), 1),
+}  # fmt: skip
+
+
+def stopping(
+    batches: list[Any], calls: dict[int, str], pipeline: str = "mean", accumulate: int = 1, several: bool = False
+) -> tuple[int, bool, int, int]:
+    """A run in which this rank stops in the iterations of `calls`, before or after its step.
+
+    Returns:
+        The number of iterations, whether the loop was stopped, the number of the state's steps, and the iterations of a second loop.
+    """
+    step, state = step_of(pipeline=STOPPED[pipeline][0], accumulate=accumulate)
+    other, second = step_of(accumulate=accumulate) if several else (None, None)
+    # The host reads the records of a device one step late, except where a rank reads its metrics.
+    step.run.step_check.grads.on_device = "device" in pipeline
+    reads = "device" in pipeline and bool(calls)
+    loop = fjoin.join(batches, steps=[step, other]) if several else step.join(batches)
+    found = []
+    for stops in (calls, {}):
+        n = 0
+        for batch in loop:
+            if stops.get(n) == "before":
+                loop.stop()
+            state, metrics = step(state, batch)
+            if other is not None:
+                second, _ = other(second, batch)
+            assert not reads or metrics.weight > 0
+            for _ in range({"after": 1, "twice": 2}.get(stops.get(n, ""), 0)):
+                loop.stop()
+            n += 1
+        found += [n, loop.stopped, state.step]
+    assert not found[4]
+    step.flush(state)
+    return found[0], found[1], found[2], found[3]
+
+
+@pytest.mark.filterwarnings("ignore:.*nothing in the pipeline:UserWarning")
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("pipeline", STOPPED)
+@pytest.mark.parametrize("when", ["before", "after", "twice"])
+def test_one_rank_of_three_stops(pipeline: str, when: str) -> None:
+    batches = [[BATCH] * 9, [BATCH] * 7, [BATCH] * 2]
+    for rank in (0, 2):  # with input, and without
+        calls: list[dict[int, str]] = [{}, {}, {}]
+        calls[rank] = {3: when}
+        n = 4 + (when != "before") + STOPPED[pipeline][1]
+        got = tx.simulate(lambda b, c: stopping(b, c, pipeline), {"data": 3}, batches, calls)
+        assert got == [(n, True, n, 9)] * 3
+
+
+def test_with_windows_the_loop_ends_with_the_next_one() -> None:
+    batches = [[BATCH] * 12, [BATCH] * 11, [BATCH] * 2]
+    for at, n in ((0, 3), (2, 6), (3, 6), (4, 6), (5, 9)):
+        for pipeline in ("mean", "seldom"):
+            got = tx.simulate(
+                lambda b, c, p=pipeline: stopping(b, c, p, accumulate=3), {"data": 3}, batches, [{}, {at: "after"}, {}]
+            )
+            want = n + 3 * STOPPED[pipeline][1]
+            assert got == [(min(want, 12), True, min(want, 12) // 3, 12)] * 3, (at, pipeline)
+
+
+def test_several_steps_stop_together() -> None:
+    got = tx.simulate(
+        lambda b, c: stopping(b, c, several=True), {"data": 2}, [[BATCH] * 5, [BATCH] * 3], [{}, {1: "after"}]
+    )
+    assert got == [(3, True, 3, 5)] * 2
+
+
+@pytest.mark.parametrize(
+    "pipeline", ["mean", "local SGD", "seldom", "seldom, skips", "mean, on a device", "seldom, on a device"]
+)
+def test_a_request_of_the_last_iteration_does_not_stop_the_next_loop(pipeline: str) -> None:
+    batches = [[BATCH] * 3, [BATCH] * 2]
+    for when, was in (("before", True), ("after", False)):
+        got = tx.simulate(lambda b, c: stopping(b, c, pipeline), {"data": 2}, batches, [{2: when}, {}])
+        assert got == [(3, was, 3, 3)] * 2
+
+
+def test_stop_outside_a_loop_raises() -> None:
+    step, state = step_of()
+    for loop in (step.join([BATCH]), fjoin.join([BATCH])):
+        raises_text(fjoin.JoinError, loop.stop, "while no loop runs", "inside the body")
+    loop = step.join([BATCH])
+    state = stepped(step, state, loop)
+    raises_text(fjoin.JoinError, loop.stop, "while no loop runs")
+
+
+def stopped_in_own_loop(n: int, at: int | None) -> tuple[int, bool, int]:
+    loop = fjoin.join(range(n), empty=0)
+    seen = 0
+    for _ in loop:
+        if seen == at:
+            loop.stop()
+        seen += 1
+    was = loop.stopped
+    return seen, was, sum(1 for _ in loop)
+
+
+def test_a_loop_of_ones_own() -> None:
+    """The message for the next iteration has left when the body runs, so the loop ends with that one."""
+    for rank in (0, 2):
+        calls: list[int | None] = [None] * 3
+        calls[rank] = 2
+        assert tx.simulate(stopped_in_own_loop, {"data": 3}, [6, 5, 1], calls) == [(4, True, 6)] * 3
+    # The last message of a loop tells that no rank has a batch, and a request that it does not carry is void.
+    assert tx.simulate(stopped_in_own_loop, {"data": 2}, [3, 2], [2, None]) == [(3, False, 3)] * 2
+    assert tx.simulate(stopped_in_own_loop, {"data": 2}, [3, 2], [1, None]) == [(3, True, 3)] * 2
 
 
 if __name__ == "__main__":
-    _kind, _case = sys.argv[1:]
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
-    program = Program(_kind, fjoin.mesh({"data": -1}, timeout_s=60))
-
-    def keep(loop: Any, n: int, body: Body) -> None:
-        global batches
-        batches = iter(loop)
-        for batch in itertools.islice(batches, n):
-            body(batch)
-
+    program = Program(sys.argv[1], fjoin.mesh({"data": -1}, timeout_s=60))
     try:
-        stopped = program.leave(keep, _case)
+        stopped = program.leave(by_keeping, sys.argv[2])
+        print(program.steps, stopped, flush=True)
     except fjoin.FjoinError as error:
         print(type(error).__name__, error, flush=True)
-    else:
-        print(program.steps, stopped, flush=True)

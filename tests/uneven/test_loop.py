@@ -1,6 +1,6 @@
 """fjoin.join: uneven inputs in a custom loop, for all code that communicates in it, in windows, and over several steps.
 
-test_left_loops.py has loops that are left, and test_failures.py ranks that fail.
+test_left_loops.py has loops that are left, and tests/groups/test_lost_ranks.py ranks that fail.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fjoin
 from fjoin import transforms as tx
 from tests.helpers import max_diff, raises_text, same_bits, stepped
+from tests.oracle import whole_batch
 from tests.oracle.whole_batch import make_batches, mean_loss
 from tests.traffic import watched
 
@@ -41,47 +42,21 @@ def make_model() -> torch.nn.Sequential:
 
 def reference(sizes: list[list[int]], window: int = 1) -> dict[str, Tensor]:
     """One process, plain torch: a step for the mean over all samples of all ranks in a window."""
-    model, batches = make_model(), make_batches(1, sizes)
-    optimizer = torch.optim.AdamW(model.parameters(), 0.05)
-    for start in range(0, max(map(len, sizes)), window):
-        parts = [batch for own in batches for batch in own[start : start + window]]
-        count = sum(len(batch[1]) for batch in parts)
-        optimizer.zero_grad()
-        sum((len(batch[1]) / count * mean_loss(model, batch) for batch in parts), torch.zeros(())).backward()
-        optimizer.step()
-    return {path: p.detach() for path, p in model.named_parameters()}
-
-
-def custom_loop(batches: list[Any]) -> Any:
-    """Gradients by torch.func, a pure pipeline; the weights travel with the gradients."""
     model = make_model()
-    params = {path: p.detach() for path, p in model.named_parameters()}
-    pipeline = tx.fuse(tx.mean("data"), tx.adamw(0.05))
-    state, mesh, seen = pipeline.init(params), fjoin.mesh({"data": -1}, ordered=True), []
-
-    def loss_fn(params: Any, batch: Any) -> Any:
-        return cross_entropy(torch.func.functional_call(model, params, batch[0]), batch[1])
-
-    loop = fjoin.join(batches, mesh=mesh, weight=samples, empty=EMPTY)
-    with fjoin.bind(mesh):
-        for batch in loop:
-            grads = torch.func.grad(loss_fn)(params, batch)
-            params, state = pipeline.step(params, grads, state, weight=loop.weight)
-            seen.append((loop.live, loop.weight, loop.total, loop.number, loop.batches))
-    return params, seen
+    whole_batch.train(model, torch.optim.AdamW(model.parameters(), 0.05), make_batches(1, sizes), window=window)
+    return whole_batch.parameters(model)
 
 
-def on_processes(sizes: list[list[int]]) -> Any:
-    return custom_loop(make_batches(1, sizes)[dist.get_rank()])
+def told(batches: list[Any]) -> list[tuple[Any, ...]]:
+    loop = fjoin.join(batches, weight=samples, empty=EMPTY)
+    return [(loop.live, loop.weight, loop.total, loop.number, loop.batches) for _ in loop]
 
 
 @pytest.mark.parametrize("sizes", [[[], [2, 3]], [[2], [3, 1], [4, 4, 4]]], ids=["one empty", "three"])
-def test_a_custom_loop_equals_one_process(pool: Any, sizes: list[list[int]]) -> None:
-    simulated = tx.simulate(custom_loop, {"data": len(sizes)}, make_batches(1, sizes))
-    real = pool.run(len(sizes), on_processes, sizes)
-    for own, (params, seen), (sim_params, sim_seen) in zip(sizes, real, simulated, strict=True):
-        assert max_diff(params, reference(sizes)) < 1e-12
-        assert same_bits(params, sim_params) and seen == sim_seen and len(seen) == max(map(len, sizes))
+def test_a_loop_tells_where_it_is(sizes: list[list[int]]) -> None:
+    """tests/test_places.py trains in such loops."""
+    for own, seen in zip(sizes, tx.simulate(told, {"data": len(sizes)}, make_batches(1, sizes)), strict=True):
+        assert len(seen) == max(map(len, sizes))
         for i, (live, weight, total, number, batches) in enumerate(seen):
             assert live == (i < len(own)) and weight == (own[i] if live else 0) and number == i
             assert total == sum(rank[i] for rank in sizes if i < len(rank)) and batches == min(i + 1, len(own))
@@ -181,16 +156,12 @@ def several(batches: list[Any], accumulate: int, only: int | None = None) -> Any
     return out, counts
 
 
-def several_on_processes(sizes: list[list[int]], accumulate: int) -> Any:
-    return several(make_batches(1, sizes)[dist.get_rank()], accumulate)
-
-
 @pytest.mark.parametrize(("sizes", "accumulate"), [(SIZES, 1), ([[2], [3, 1, 4]], 2)], ids=str)
 def test_several_steps_over_one_loader(pool: Any, sizes: list[list[int]], accumulate: int) -> None:
     """Each step ends as it would alone, including an incomplete last window."""
     batches = make_batches(1, sizes)
     want = [tx.simulate(lambda b, i=i: several(b, accumulate, i)[0][0], {"data": 2}, batches)[0] for i in (0, 1)]
-    real = pool.run(2, several_on_processes, sizes, accumulate)
+    real = pool.each(several, batches, accumulate)
     simulated = tx.simulate(lambda b: several(b, accumulate), {"data": 2}, batches)
     steps = -(-max(map(len, sizes)) // accumulate)
     for rank, (params, counts) in enumerate(real):
@@ -337,14 +308,9 @@ def metrics(batch: torch.Tensor) -> dict[str, Any]:
 
 
 def evaluated(mine: list[torch.Tensor]) -> Any:
-    out = fjoin.evaluate(metrics, mine, weight=len)
+    out, again = (fjoin.evaluate(metrics, mine, weight=len) for _ in range(2))  # which meet anew
+    assert same_bits(out, again)
     return out.means["accuracy"], out.means["by column"].tolist(), out.sums, out.weight, out.batches
-
-
-def evaluated_on_processes(shards: list[list[int]]) -> Any:
-    first = evaluated(shards_of(shards)[dist.get_rank()])
-    assert evaluated(shards_of(shards)[dist.get_rank()]) == first, "a second evaluation meets anew"
-    return first
 
 
 @pytest.mark.parametrize("shards", SHARDS, ids=str)
@@ -352,7 +318,7 @@ def test_every_sample_counts_once(pool: Any, shards: list[list[int]]) -> None:
     all_samples = torch.cat([batch for own in shards_of(shards) for batch in own])
     right = (all_samples.sum(1) > 0).double()
     results = tx.simulate(evaluated, {"data": len(shards)}, shards_of(shards))
-    assert results == pool.run(len(shards), evaluated_on_processes, shards), "simulated and real"
+    assert results == pool.each(evaluated, shards_of(shards)), "simulated and real"
     for accuracy, columns, sums, weight, batches in results:
         assert (accuracy, columns, sums, weight) == results[0][:4]
         assert abs(accuracy - right.mean().item()) < 1e-12
@@ -367,24 +333,3 @@ def test_no_batch_at_all_and_weight_zero() -> None:
     assert out.means == {"m": 1.0} and out.weight == 1
     exact = fjoin.evaluate(lambda x: {"m": 0.1, "sum": {"n": 2**53 - 1}, "none": torch.ones(0, 3)}, [1])
     assert exact.means["m"] == 0.1 and exact.sums["n"] == 2**53 - 1 and exact.means["none"].shape == (0, 3)
-
-
-def test_raises_on_bad_input() -> None:
-    raises_text(TypeError, lambda: fjoin.evaluate(lambda x: x, [1.0]), "name -> mean")  # type: ignore[arg-type,return-value]
-    raises_text(ValueError, lambda: fjoin.evaluate(lambda x: {str(x): x}, [1.0, 2.0]), "'2.0'", "'1.0'")
-    raises_text(ValueError, lambda: fjoin.evaluate(lambda x: {"m": x}, [1.0], weight=lambda x: -1), "not negative")
-
-    for value, texts in (
-        ("x", ["'m'", "'x'"]), (None, ["'m'", "None"]), (1j, ["1j"]), (torch.tensor(1j), ["tensor"]),
-    ):  # fmt: skip
-        raises_text(TypeError, lambda value=value: fjoin.evaluate(lambda x: {"m": value}, [1.0]), *texts)
-    raises_text(TypeError, lambda: fjoin.evaluate(lambda x: {1: x}, [1.0]), "string", "1")  # type: ignore[dict-item]
-    raises_text(TypeError, lambda: fjoin.evaluate(lambda x: {"sum": x}, [1.0]), "'sum'", "1.0")
-    raises_text(ValueError, lambda: fjoin.evaluate(lambda x: {"m": torch.ones(x)}, [1, 2]), "'m'", "(2,)", "(1,)")
-
-    def other_names(name: str) -> str:
-        return raises_text(
-            fjoin.DesyncError, lambda: fjoin.evaluate(lambda x: {name: x}, [1.0]), "rank 1", "'b'", "'a'"
-        )
-
-    tx.simulate(other_names, {"data": 2}, ["a", "b"])

@@ -13,13 +13,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fjoin
 from fjoin import transforms as tx
-from tests.helpers import raises_text
+from fjoin.transforms.sync import BatchNormState
+from tests.helpers import max_diff, or_text, raises_text, same_bits, seen_by, stepped
 from tests.oracle import communicating_loss as oracle
+from tests.training.small import product, step_of
 from tests.transform_table import TRANSFORMS
 
 SIZES = {2: [6, 2], 4: [6, 2, 3, 5]}
@@ -105,6 +107,20 @@ def loss_fn(axes: Any, dtype: torch.dtype) -> Any:
     return lambda params, batch: oracle.loss_of(params, batch, normalize)
 
 
+def displaced(
+    loss: Any, pipeline: tx.Pipeline, batches: Any, dtype: torch.dtype = torch.float64, mesh: Any = None, accumulate: int = 1,
+    replays: bool = False,
+) -> dict[str, Tensor]:  # fmt: skip
+    """What the steps of a train_step have moved the parameters by, backwards."""
+    start = oracle.start(dtype)
+    step = fjoin.train_step(loss, pipeline, mesh=mesh, weight=lambda b: len(b[0]), accumulate=accumulate)
+    more = step.join(batches, when_exhausted="replay", empty=oracle.batches([1])[0]) if replays else batches
+    state = stepped(step, step.init(start), more)
+    found = {path: start[path] - p.detach() for path, p in state.params.items()}
+    step.close()
+    return found
+
+
 def moved(name: str, rank: int, dtype: torch.dtype, grads: Any = None) -> dict[str, Tensor]:
     """The gradient that a train_step has used: its displacement with a learning rate of 1.
 
@@ -113,14 +129,8 @@ def moved(name: str, rank: int, dtype: torch.dtype, grads: Any = None) -> dict[s
     """
     axes = axes_of(name)
     loss = loss_fn(axes, dtype) if grads is None else lambda p, b: sum((p[k] * g).sum() for k, g in grads.items())
-    pipeline, mesh = tx.fuse(HOOKS[name](), tx.sgd(1.0)), fjoin.mesh(axes, timeout_s=30)
-    step = fjoin.train_step(loss, pipeline, mesh=mesh, weight=lambda b: len(b[0]))
-    batch = oracle.batches(SIZES[mesh.size])[rank]
-    state = step.init(oracle.start(dtype))
-    state, _ = step(state, batch)
-    found = {path: oracle.start(dtype)[path] - p for path, p in state.params.items()}
-    step.close()
-    return found
+    mesh = fjoin.mesh(axes, timeout_s=30)
+    return displaced(loss, tx.fuse(HOOKS[name](), tx.sgd(1.0)), [oracle.batches(SIZES[mesh.size])[rank]], dtype, mesh)
 
 
 def in_own_loop(name: str, rank: int, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -202,13 +212,8 @@ def test_other_programs(program: str, wrapped: str, accumulate: int) -> None:
     make = PROGRAMS.get(program, lambda: tx.fuse(STAGED, tx.sgd(1.0)))
 
     def one_rank(rank: int) -> Any:
-        loss = WRAPPED[wrapped](loss_fn(TWO, dtype))
-        step = fjoin.train_step(loss, make(), weight=lambda b: len(b[0]), accumulate=accumulate)
-        state = step.init(oracle.start(dtype))
         own = [oracle.batches(some)[rank] for some in sizes if some[rank]]
-        for batch in step.join(own, when_exhausted="replay", empty=oracle.batches([1])[0]):
-            state, _ = step(state, batch)
-        return {path: oracle.start(dtype)[path] - p for path, p in state.params.items()}
+        return displaced(WRAPPED[wrapped](loss_fn(TWO, dtype)), make(), own, accumulate=accumulate, replays=True)
 
     calls = [(oracle.batches(some[:2]), [n / sum(map(sum, sizes)) for n in some[:2]]) for some in sizes]
     parts = [g for of_ranks, shares in calls for g in oracle.own_gradients(of_ranks, shares, dtype)]
@@ -219,11 +224,8 @@ def test_other_programs(program: str, wrapped: str, accumulate: int) -> None:
 
 def test_a_loss_of_16_bits_carries_powers_of_two_alone() -> None:
     def run(rank: int, sizes: list[int], name: str) -> Any:
-        of_32 = loss_fn(TWO, torch.bfloat16)
-        pipeline = tx.fuse(HOOKS[name](), tx.sgd(1.0))
-        step = fjoin.train_step(lambda p, b: of_32(p, b).bfloat16(), pipeline, weight=lambda b: len(b[0]))
-        state, _ = step(step.init(oracle.start(torch.bfloat16)), oracle.batches(sizes)[rank])
-        return {path: oracle.start(torch.bfloat16)[path] - p for path, p in state.params.items()}
+        of_32, pipeline = loss_fn(TWO, torch.bfloat16), tx.fuse(HOOKS[name](), tx.sgd(1.0))
+        return displaced(lambda p, b: of_32(p, b).bfloat16(), pipeline, [oracle.batches(sizes)[rank]], torch.bfloat16)
 
     for name in ("mean('data')", "masked(mean('data'), '*')"):
         raises_text(
@@ -294,15 +296,10 @@ def on_processes(name: str, transport: str, sizes: list[int], compiles: bool = F
     mesh = fjoin.mesh({"data": -1}, timeout_s=30, transport=transport)  # type: ignore[arg-type]
     loss: Any = loss_fn(TWO, torch.float64)
     loss = torch.compile(loss, backend="aot_eager", fullgraph=True) if compiles else loss
-    step = fjoin.train_step(loss, tx.fuse(HOOKS[name](), tx.sgd(1.0)), mesh=mesh, weight=lambda b: len(b[0]))
-    start = oracle.start(torch.float64)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of torch.compile itself
-            state, _ = step(step.init(start), oracle.batches(sizes)[mesh.rank])
-    except (ValueError, fjoin.PeerLost) as error:
-        return f"{type(error).__name__}: {error}"
-    return {path: start[path] - p.detach() for path, p in state.params.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch.compile itself
+        own = [oracle.batches(sizes)[mesh.rank]]
+        return or_text(lambda: displaced(loss, tx.fuse(HOOKS[name](), tx.sgd(1.0)), own, mesh=mesh))
 
 
 @pytest.mark.parametrize(("transport", "name", "compiles"), [
@@ -343,21 +340,22 @@ def in_module(name: str, dtype: torch.dtype, how: str, fused: bool) -> Any:
     handle = fjoin.ddp.register(model, what, mesh if len(axes) > 1 else None)
     batch = oracle.batches(SIZES[mesh.size])[rank]
     x, y = (part.split(len(part) // 2) for part in batch)
-    try:
-        with fjoin.bind(mesh):
-            if how == "weight":
-                handle.weight(len(batch[0]))
-                model(axes, batch).backward()
-            elif how == "scale":
-                handle.scale(model(axes, batch), len(batch[0])).backward()
-            else:
-                with model.no_sync():
-                    handle.scale(model(axes, (x[0], y[0])), len(x[0])).backward()
-                handle.scale(model(axes, (x[1], y[1])), len(x[1])).backward()
-    except (fjoin.DesyncError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
-    start = oracle.start(dtype)
-    return {path: start[path] - p.detach() if fused else p.grad for path, p in model.module.named_parameters()}
+
+    def run() -> Any:
+        if how == "weight":
+            handle.weight(len(batch[0]))
+            model(axes, batch).backward()
+        elif how == "scale":
+            handle.scale(model(axes, batch), len(batch[0])).backward()
+        else:
+            with model.no_sync():
+                handle.scale(model(axes, (x[0], y[0])), len(x[0])).backward()
+            handle.scale(model(axes, (x[1], y[1])), len(x[1])).backward()
+        start = oracle.start(dtype)
+        return {path: start[path] - p.detach() if fused else p.grad for path, p in model.module.named_parameters()}
+
+    with fjoin.bind(mesh):
+        return or_text(run)
 
 
 # A hook, and whether a pipeline steps with it.
@@ -411,7 +409,7 @@ def test_a_pass_has_one_weight(pool: Any) -> None:
     pool.run(1, given_twice)
 
 
-def of_torch(how: str) -> str:
+def of_torch(how: str) -> Any:
     """A module with torch's own layer, which runs on GPUs alone; its collectives are not fjoin's."""
     model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(2, 1)))
     model.module.unused = torch.nn.SyncBatchNorm(2, affine=False)  # which torch refuses earlier on CPUs
@@ -420,20 +418,16 @@ def of_torch(how: str) -> str:
     weight, loss = 2.0 + (dist.get_rank() if how != "equal" else 0), model(torch.ones(1, 2)).sum()
     if how != "scale":
         handle.weight(weight)
-    try:
-        (handle.scale(loss, weight) if how == "scale" else loss).backward()
-    except fjoin.DesyncError as error:
-        return str(error)
-    return "nothing"
+    return or_text((handle.scale(loss, weight) if how == "scale" else loss).backward)
 
 
 def test_weights_beside_a_layer_of_torch_that_communicates_are_refused(pool: Any) -> None:
     assert all("write handle.scale(loss, weight)" in text for text in pool.run(2, of_torch, "weight"))
     for how in ("equal", "scale"):
-        assert pool.run(2, of_torch, how) == ["nothing"] * 2
+        assert pool.run(2, of_torch, how) == [None] * 2
 
 
-def in_two_ways() -> str:
+def in_two_ways() -> Any:
     """One rank's loss carries its weight, and the other's does not."""
     model, mesh = DistributedDataParallel(Net(torch.float64)), fjoin.mesh(TWO, timeout_s=20)
     handle = fjoin.ddp.register(model, tx.fuse(tx.mean("data"), tx.sgd(1.0)))
@@ -444,11 +438,7 @@ def in_two_ways() -> str:
         else:
             handle.scale(loss, 9.0)  # not used: it does not count
             loss = handle.scale(loss, 6.0)
-        try:
-            loss.backward()
-        except fjoin.DesyncError as error:
-            return str(error)
-    return "nothing"
+        return or_text(loss.backward)
 
 
 def test_one_loss_with_its_weight_beside_one_without_is_refused(pool: Any) -> None:
@@ -462,9 +452,105 @@ def test_a_window_communicates_from_its_first_call_on() -> None:
         def loss(params: Any, batch: Any) -> Tensor:
             return communicates(params, batch) if tx.current_call() else oracle.loss_of(params, batch, lambda h: h)
 
-        step = fjoin.train_step(loss, tx.fuse(STAGED, tx.sgd(1.0)), weight=lambda b: len(b[0]), accumulate=2)
-        state = step.init(oracle.start(torch.float64))
-        for _ in range(2):
-            state, _ = step(state, oracle.batches([6, 2])[rank])
+        displaced(loss, tx.fuse(STAGED, tx.sgd(1.0)), [oracle.batches([6, 2])[rank]] * 2, accumulate=2)
 
     raises_text(ValueError, lambda: tx.simulate(one_rank, TWO, [0, 1]), "not in the first one")
+
+
+# -- batch normalization over all ranks, in a loop that replays --
+
+F64 = torch.float64
+
+
+def inputs(sizes: list[int], seed: int) -> list[Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randn(n, 4, generator=g, dtype=F64) * 3 + 100 for n in sizes]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_batch_norm_of_16_bits_is_computed_in_32(dtype: torch.dtype) -> None:
+    x = (torch.randn(64, 4, generator=torch.Generator().manual_seed(0)) + 100.2).to(dtype)
+    want = nn.functional.batch_norm(x.double(), None, None, training=True)
+    state = BatchNormState(torch.zeros(4), torch.ones(4))
+    with fjoin.bind(fjoin.mesh({"data": -1})):
+        y, new = tx.sync_batch_norm(x, state, torch.ones(4), torch.zeros(4), axis="data")
+    assert y.dtype == dtype and new.mean.dtype == torch.float32
+    assert (y.double() - want).abs().max() < 8 * torch.finfo(dtype).eps
+
+
+# -- in a step ---------------------------------------------------------------------------------------
+
+
+def normed_loss(params: Any, buffers: Any, batch: Tensor) -> Any:
+    state = BatchNormState(buffers["mean"], buffers["var"])
+    y, new = tx.sync_batch_norm(batch @ params["w"], state, params["scale"], params["bias"], axis="data")
+    return (torch.tanh(y) @ params["v"]).square().mean(), None, {"mean": new.mean, "var": new.var}
+
+
+def train(batches: list[Tensor], window: int = 1) -> Any:
+    g = torch.Generator().manual_seed(3)
+    shapes = {"w": (4, 4), "scale": (4,), "bias": (4,), "v": (4,)}
+    params = {path: torch.randn(s, generator=g, dtype=F64) for path, s in shapes.items()}
+    buffers, mesh = {"mean": torch.zeros(4, dtype=F64), "var": torch.ones(4, dtype=F64)}, fjoin.mesh({"data": -1})
+    pipeline = tx.fuse(tx.mean("data"), tx.adamw(0.05))
+    step, state = step_of(
+        normed_loss, pipeline, params, buffers, weight=len, mesh=mesh, accumulate=window, bucket_bytes=100
+    )
+    for batch in step.join(batches, when_exhausted="replay", empty=torch.ones(2, 4, dtype=F64)):
+        state, metrics = step(state, batch)
+    return {k: p.clone() for k, p in state.params.items()}, dict(state.buffers or {}), metrics.loss
+
+
+@pytest.mark.parametrize(("sizes", "window"), [([[3, 2, 4], [5]], 1), ([[], [2, 3], [4, 1]], 2)], ids=str)
+def test_training_with_batch_norm_on_uneven_inputs(pool: Any, sizes: list[list[int]], window: int) -> None:
+    """One process on the ranks' batches together computes the same, running statistics included."""
+    given = [inputs(own, seed=7 + rank) for rank, own in enumerate(sizes)]
+    most = max(map(len, sizes))
+    whole = [torch.cat([own[i] for own in given if i < len(own)]) for i in range(most)]
+    ((params, buffers, loss),) = tx.simulate(lambda b: train(b, window), {"data": 1}, [whole])
+    simulated = tx.simulate(lambda b: train(b, window), {"data": len(sizes)}, given)
+    real = pool.each(train, given, window)
+    for own, stats, own_loss in simulated + real:
+        assert max_diff(own, params) < 1e-12 and max_diff(stats, buffers) < 1e-11
+        assert abs(own_loss - loss) < 1e-12 or own_loss != own_loss
+    assert all(same_bits(one[:2], simulated[0][:2]) for one in simulated)
+    assert all(same_bits(one[:2], real[0][:2]) for one in real)
+
+
+def test_replayed_batches_do_not_count() -> None:
+    """Loss, gradients and sums of a replayed batch are ignored, even if they are NaN."""
+
+    def one_rank(batches: list[float]) -> Any:
+        weights = []
+
+        def loss(params: Any, batch: float) -> Any:
+            weights.append(tx.current_weight())
+            total = tx.psum(torch.tensor(1.0), "data")  # every rank is here
+            return product(params, batch) * total / total, {"sum": {"calls": 1}}
+
+        def look(state: Any, metrics: Any) -> Any:
+            return metrics.sums["calls"], metrics.weight, metrics.aux is None, float(state.params["w"][0])
+
+        step, state = step_of(loss)
+        return seen_by(look, step, state, step.join(batches, when_exhausted="replay", empty=float("nan"))), weights
+
+    (a, wa), (b, wb), (c, wc) = tx.simulate(one_rank, {"data": 3}, [[1.0, 2.0], [3.0], []])
+    assert a[-1][3] == b[-1][3] == c[-1][3] == pytest.approx(1 - 0.1 * (2 + 2))
+    assert [s[:2] for s in a] == [(2, 2), (1, 1)] and [s[2] for s in b] == [False, True]
+    assert (wa, wb, wc) == ([1.0, 1.0], [1.0, 0.0], [0.0, 0.0])
+
+
+def test_replay_raises_on_a_bad_mode_or_a_missing_batch() -> None:
+    step, _ = step_of()
+    raises_text(ValueError, lambda: next(iter(step.join([1.0], when_exhausted="repeat"))), "'shadow' or 'replay'")
+
+    def one_rank(n: int) -> None:
+        step, state = step_of()
+        stepped(step, state, step.join([torch.ones(2)] * n, when_exhausted="replay"))
+
+    raises_text(
+        fjoin.NoBatch,
+        lambda: tx.simulate(one_rank, {"data": 2}, [1, 0]),
+        "runs the model on every rank",
+        "empty=a_batch",
+    )
