@@ -17,9 +17,33 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fjoin
 from fjoin import transforms as tx
-from tests.ddp.ddp_problem import ZeroRedundancyOptimizer, batches_of, loss, make_model, state_of
 from tests.helpers import max_diff, or_text, raises_text, same_bits, warned
 from tests.oracle import whole_batch
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch's own, of torch.jit
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    return model(batch).square().mean()
+
+
+def batches_of(counts: list[int]) -> list[list[torch.Tensor]]:
+    g = torch.Generator().manual_seed(1)
+    return [[torch.randn(3, 4, generator=g, dtype=torch.float64) for _ in range(n)] for n in counts]
+
+
+def state_of(optimizer: Any, params: list[Any]) -> list[Any]:
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        return []  # each rank has a part of it
+    return [{k: torch.as_tensor(v).clone() for k, v in optimizer.state[p].items() if v is not None} for p in params]
+
 
 CLASSES = {"torch": torch_join, "fjoin": fjoin}
 # (classes of the joinables, class of the Join): each Join takes both kinds.
