@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 
 class Row(NamedTuple):
@@ -21,7 +23,7 @@ class Row(NamedTuple):
 
 class Section(NamedTuple):
     title: str
-    kind: str  # the function that runs its rows, in theirs.py and ours.py
+    kind: str  # the function that runs its rows, in theirs.py and test_from_jax.py
     intro: str
     rows: list[Row]
 
@@ -304,6 +306,31 @@ SCHEDULES = Section(
         Row("optax.exponential_decay(1.0, 1, 0.9)", "lambda step: 0.9 ** int(step)", "any function of the step"),
     ],
 )  # fmt: skip
+
+# -- what the rows are run on, on both sides --
+
+_random = np.random.default_rng(0)
+
+
+def _normal(*shape: int) -> np.ndarray:
+    return _random.normal(size=shape).astype(np.float32)
+
+
+X, W = _normal(64, 3), _normal(3)  # of all ranks, (8, 3) of each
+SMALL = {"a": _normal(3, 4), "b": _normal(4)}
+BLOCK, BLOCK_X = {"a": 0.3 * _normal(4, 6), "b": 0.3 * _normal(6, 3)}, _normal(2, 5, 4)
+TREE = {"b": [2.0, None], "a": (1.0, 3.0)}
+PARAMS = {"w": _normal(4, 5), "b": _normal(3, 3)}
+_GRADS = [{"w": _normal(4, 5), "b": _normal(3, 3)} for _ in range(6)]
+
+
+def gradients(nan: bool = False) -> list[Any]:
+    """Those of 6 steps."""
+    if not nan:
+        return _GRADS
+    bad = {"w": _GRADS[2]["w"] * np.float32("nan"), "b": _GRADS[2]["b"]}
+    return [*_GRADS[:2], bad, *_GRADS[3:]]
+
 
 PAGE = Path(__file__).parents[2] / "docs" / "from-jax.md"
 BEGIN, END = "<!-- rows of tests/from_jax/rows.py -->\n\n", "\n<!-- end of rows -->"

@@ -25,8 +25,7 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import keystr
 
-from tests.from_jax import data
-from tests.from_jax.rows import CASES
+from tests.from_jax import rows
 
 DEVICES = np.array(jax.devices())
 NAMES: dict[str, Any] = {
@@ -45,13 +44,13 @@ def ranks(text: str, axes: dict[str, int] | None = None) -> Any:
 
     def one(x: Any) -> Any:
         own = {
-            "x": x, "c": 1.0 + lax.axis_index(tuple(axes)), "w": jnp.asarray(data.W), "p": {"w": jnp.asarray(data.W)},
+            "x": x, "c": 1.0 + lax.axis_index(tuple(axes)), "w": jnp.asarray(rows.W), "p": {"w": jnp.asarray(rows.W)},
         }  # fmt: skip
         own |= {"opt": optax.adam(0.1), "loss": lambda p, x: jnp.mean((jnp.tanh(x @ p["w"]) - 1.0) ** 2)}
         return jax.tree.map(lambda v: jnp.asarray(v)[None], eval(text, NAMES | own))
 
     every = P(tuple(axes))
-    return jax.jit(jax.shard_map(one, mesh=mesh, in_specs=every, out_specs=every))(jnp.asarray(data.X))
+    return jax.jit(jax.shard_map(one, mesh=mesh, in_specs=every, out_specs=every))(jnp.asarray(rows.X))
 
 
 def grid(text: str) -> Any:
@@ -63,8 +62,8 @@ def values(text: str) -> Any:
         out = jnp.tanh(x @ w["a"] + w["b"])
         return (out**2).mean(), {"most": out.max()}
 
-    own = {"loss": loss, "f": lambda w, x: loss(w, x)[0], "tree": data.TREE, "w": arrays(data.SMALL)}
-    return eval(text, NAMES | own | {"x": jnp.asarray(data.X[:8]), "k": random.key(7)})
+    own = {"loss": loss, "f": lambda w, x: loss(w, x)[0], "tree": rows.TREE, "w": arrays(rows.SMALL)}
+    return eval(text, NAMES | own | {"x": jnp.asarray(rows.X[:8]), "k": random.key(7)})
 
 
 def policy(text: str) -> Any:
@@ -74,7 +73,7 @@ def policy(text: str) -> Any:
         return (jnp.sin(s @ h @ w["b"]) ** 2).sum()
 
     again = jax.checkpoint(block, policy=eval(text, NAMES))
-    w, x = arrays(data.BLOCK), jnp.asarray(data.BLOCK_X)
+    w, x = arrays(rows.BLOCK), jnp.asarray(rows.BLOCK_X)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         print_saved_residuals(again, w, x)
     found = re.findall(r"^f32(?:<host>)?\[([\d,]+)\] (?!from the argument)", printed.getvalue(), re.MULTILINE)
@@ -86,9 +85,9 @@ def optimizer(text: str, nan: bool = False) -> Any:
         return inner
 
     opt = eval(text, NAMES | {"averaged": averaged, "slower": lambda opt: opt})
-    params = arrays(data.PARAMS)
+    params = arrays(rows.PARAMS)
     state, average, update = opt.init(params), None, jax.jit(opt.update)
-    for i, grads in enumerate(data.gradients(nan)):
+    for i, grads in enumerate(rows.gradients(nan)):
         if i == 3 and text.startswith("slower"):
             state.hyperparams["learning_rate"] = jnp.asarray(1e-3)
         updates, state = update(arrays(grads), state, params)
@@ -102,9 +101,9 @@ def steps(text: str) -> Any:
 
 
 def stage(text: str) -> Any:
-    transform, params, found = eval(text, NAMES), arrays(data.PARAMS), []
+    transform, params, found = eval(text, NAMES), arrays(rows.PARAMS), []
     state, update = transform.init(params), jax.jit(transform.update)
-    for grads in data.gradients():
+    for grads in rows.gradients():
         out, state = update(arrays(grads), state, params)
         found.append(out)
     return found
@@ -117,7 +116,7 @@ def schedule(text: str) -> Any:
 
 def main(file: str, every: int) -> None:
     found = {}
-    for name, (kind, row) in [*CASES.items()][::every]:
+    for name, (kind, row) in [*rows.CASES.items()][::every]:
         try:
             found[name] = [
                 v if isinstance(v, str) else np.asarray(v) for v in jax.tree.leaves(globals()[kind](row.jax))

@@ -24,8 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 import fjoin
 from fjoin.transforms import checkpoint_policies as policies
 from tests.helpers import raises_text
-from tests.transforms.remat.exact import exact_host
-from tests.transforms.remat.transformer import Count
+from tests.transforms.remat.transformer import Count, exact_host
 
 
 class Block(nn.Module):

@@ -1,17 +1,22 @@
-"""A small transformer, and what its backward pass keeps, counted by saved-tensor hooks."""
+"""A small transformer; what its backward pass keeps, counted by saved-tensor hooks; and pinned memory of the host, for
+values on the CPU: they wait there and come back to the bit."""
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fjoin import transforms as tx
+from fjoin.transforms.rematerialization._offload import Host, Stashed
 
 
 class Block(nn.Module):
@@ -95,3 +100,21 @@ class Count(TorchDispatchMode):
         name = func.overloadpacket.__name__
         self.of[name] = self.of.get(name, 0) + 1
         return func(*args, **(kwargs or {}))
+
+
+def _put(host: Host, values: Sequence[Tensor]) -> list[Any]:
+    with torch._C.DisableTorchFunction():
+        return [Stashed(x.detach().clone()) for x in values]
+
+
+@contextlib.contextmanager
+def exact_host() -> Iterator[None]:
+    """A context in which `offload="cpu"` takes values on the CPU too."""
+    with mock.patch.object(Host, "put", _put):
+        yield
+
+
+@pytest.fixture
+def host() -> Iterator[None]:
+    with exact_host():
+        yield
