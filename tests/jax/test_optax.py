@@ -17,7 +17,7 @@ import fjoin.jax
 from fjoin import transforms as tx
 from fjoin.jax import _optax, _trees as _jax_arrays
 from tests.helpers import max_diff, params_like
-from tests.oracle import optax_run
+from tests.oracle import optim
 
 ADD = tx.sgd(1.0, maximize=True)  # the result of an optax optimizer is to be added
 OPTIMIZERS: dict[str, Any] = {
@@ -49,7 +49,7 @@ def test_it_is_optax(name: str, dtype: torch.dtype, room: float, alone: int, mon
     params, state = start, pipeline.init(start)
     for g in grads:
         params, state = pipeline.step(params, g, state)
-    for path, want in optax_run.run(OPTIMIZERS[name](), start, grads).items():
+    for path, want in optim.run_optax(OPTIMIZERS[name](), start, grads).items():
         assert (params[path] - start[path] - want).abs().max() < room, path
 
 

@@ -1,10 +1,11 @@
-"""torch.optim, fed given gradients. No fjoin here."""
+"""torch.optim and optax, fed given gradients. No fjoin here."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -65,3 +66,18 @@ def run_scaled(start: Tensor, grads: Sequence[Tensor], lr: float, **options: Any
         params.append(p.detach().clone())
         scales.append(scaler.get_scale())
     return params, scales
+
+
+def run_optax(transform: Any, start: Any, grads: list[Any]) -> Any:
+    """The displacement of each parameter of a tree after all steps of optax, in float64."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    with jax.enable_x64(True):
+        first = jax.tree.map(lambda p: jnp.asarray(p.numpy()), start)
+        params, state = first, transform.init(first)
+        for step in grads:
+            updates, state = transform.update(jax.tree.map(lambda g: jnp.asarray(g.numpy()), step), state, params)
+            params = optax.apply_updates(params, updates)
+        return jax.tree.map(lambda p, s: torch.from_numpy(np.array(p - s)), params, first)

@@ -20,7 +20,7 @@ import fjoin
 from fjoin import transforms as tx
 from fjoin.transforms.sync import BatchNormState
 from tests.helpers import max_diff, or_text, raises_text, same_bits, seen_by, stepped
-from tests.oracle import communicating_loss as oracle
+from tests.oracle import whole_batch as oracle
 from tests.training.small import product, step_of
 from tests.transform_table import TRANSFORMS
 

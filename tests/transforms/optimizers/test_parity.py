@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fjoin import transforms as tx
 from tests.helpers import max_diff, params_like, raises_text
-from tests.oracle import optax_run, optim
+from tests.oracle import optim
 from tests.parity_table import KINDS, Kind
 
 STEPS = 100
@@ -93,7 +93,7 @@ def test_optax_gives_the_same_steps(optimizer: tx.Optimizer, theirs: Any) -> Non
     params, state = start, optimizer.init(start)
     for step in grads:
         params, state = optimizer.step(params, step, state)
-    for path, expected in optax_run.run(theirs, start, grads).items():
+    for path, expected in optim.run_optax(theirs, start, grads).items():
         assert (params[path] - start[path] - expected).abs().max() < 1e-12, path
 
 
