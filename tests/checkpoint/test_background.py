@@ -22,7 +22,7 @@ from fjoin import transforms as tx
 from fjoin.checkpoint import _save
 from tests.checkpoint.rows import RUNS
 from tests.checkpoint.runs import Step, quiet
-from tests.checkpoint.test_objects import Dict
+from tests.checkpoint.test_values import Dict
 from tests.helpers import raises_text, same_bits
 
 START = {"w": torch.linspace(-1, 1, 300_000), "small": torch.ones(7)}

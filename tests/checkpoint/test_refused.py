@@ -14,7 +14,7 @@ from torch import nn
 
 import fjoin
 from fjoin import transforms as tx
-from tests.checkpoint.test_objects import Dict
+from tests.checkpoint.test_values import Dict
 from tests.helpers import raises_text
 
 START, BUFFERS, X = {"w": torch.ones(6), "b": torch.zeros(())}, {"n": torch.zeros(())}, torch.ones(6)

@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.goldens.golden_records import explained, load, machine, plan, recorded_now, worlds_of
+from tests.goldens.golden_records import STEPS, WEIGHTS, explained, load, machine, plan, recorded_now, worlds_of
 from tests.goldens.golden_rows import ROWS
-from tests.goldens.golden_runs import STEPS, WEIGHTS
 
 stored = functools.cache(load)
 

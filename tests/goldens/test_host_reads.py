@@ -13,8 +13,8 @@ import fjoin
 from fjoin import transforms as tx
 from fjoin.records import DeviceReads
 from fjoin.testing._devices import NoWaiting
+from tests.goldens.golden_records import start
 from tests.goldens.golden_rows import ADAM, MEAN, MOMENTUM, ROWS, TWO, Row
-from tests.goldens.golden_runs import start
 
 # Kernels without an implementation for tensors without data.
 KERNELS = (

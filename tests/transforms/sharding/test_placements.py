@@ -13,8 +13,8 @@ from fjoin import transforms as tx
 from fjoin.transforms.axes import bound
 from fjoin.transforms.base.placements import marks
 from fjoin.transforms.pipelines import buffers_placement, params_placement, placed
+from tests.goldens.golden_records import STEPS, places, steps
 from tests.goldens.golden_rows import ROWS
-from tests.goldens.golden_runs import STEPS, places, steps
 
 
 @pytest.mark.sample(4)  # many rows are one transform with other options
