@@ -2,8 +2,8 @@
 
 Files, from the ground up:
 _traffic       what a rank sends over the axes, and how long its host waits
-_failures      a rank that raised says so in the store; one that was killed is found by its process
 _message       messages under way, whose waits look for failures; `poll`, the wait for what cannot wait itself
+_failures      a rank that raised says so in the store; one that was killed is found by its process
 _launch        the place of this process among those that a launcher has started
 _meetings      values that differ in size, exchanged in the store; ranks at different places are a DesyncError there
 _mesh          `Mesh`, and the `Communicator` that the shell uses
@@ -17,9 +17,15 @@ _make_mesh     `mesh`, meshes over the user's groups, and `bind`
 
 from ._axis import GroupAxis as GroupAxis, keep_freed as keep_freed
 from ._connect import linked_mesh as linked_mesh
-from ._failures import raise_from as raise_from
+from ._failures import (
+    Processes as Processes,
+    Store as Store,
+    is_backend_error as is_backend_error,
+    raise_from as raise_from,
+)
 from ._make_mesh import (
     bind as bind,
+    connect_generation as connect_generation,
     mesh as mesh,
     mesh_or_world as mesh_or_world,
     mesh_over as mesh_over,

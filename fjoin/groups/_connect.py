@@ -17,7 +17,7 @@ from .._errors import CollectiveTimeout, DesyncError, PeerLost, TransportError
 from ..shared_memory import Doorway, HostLinks, PeerGone, connect
 from ..transforms.base import devices
 from ._axis import backend_of
-from ._failures import LATE, Store, Unanswered, is_backend_error, within
+from ._failures import LATE, Processes, Store, Unanswered, is_backend_error, within
 from ._group_mesh import GroupMesh, timeout_of
 from ._meetings import Meetings
 from ._mesh import Communicator
@@ -41,7 +41,12 @@ def chosen_transport(transport: str) -> str:
 
 
 def links_to_host(
-    doorway: Doorway, doorways: Mapping[int, tuple[str, str]], meetings: Meetings, timeout_s: float, required: bool
+    doorway: Doorway,
+    doorways: Mapping[int, tuple[str, str]],
+    meetings: Meetings,
+    timeout_s: float,
+    required: bool,
+    look: Callable[[], None],
 ) -> HostLinks | None:
     """Connections to the other ranks of this host; None if there are none, or where a rank of any host cannot
     connect.
@@ -50,6 +55,7 @@ def links_to_host(
         doorways: Rank -> its host, and the address of its doorway; of all ranks, which all call this.
         meetings: Where the ranks compare values.
         required: Whether to raise where a rank cannot connect.
+        look: Raises where a rank has ended.
 
     Raises:
         TransportError: on all ranks: one of them cannot connect.
@@ -63,6 +69,7 @@ def links_to_host(
     def check() -> None:
         if (text := store.get(timeout_s, refused)) is not None:
             raise TransportError(text)
+        look()
 
     links, failed = None, False
     with contextlib.ExitStack() as given_up:
@@ -96,6 +103,7 @@ def connected_mesh(
     ordered: bool = False,
     owned: bool = False,
     groups: dict[str, Any] | None = None,
+    connect_timeout_s: float | None = None,
 ) -> Communicator:
     """A mesh whose ranks meet before they connect: they compare what they make, and those of one host share memory.
 
@@ -107,11 +115,19 @@ def connected_mesh(
     Raises:
         DesyncError: a rank makes another mesh, or is at another place in the program.
         ValueError: `transport` is "shared", and the ranks are on several hosts.
-        PeerLost: the process that hosts the store has ended.
+        PeerLost: the process of a rank, or the one that hosts the store, has ended.
         CollectiveTimeout, TransportError: see `limited` and `links_to_host`.
     """
+    connect_s, store = timeout_s if connect_timeout_s is None else connect_timeout_s, Store()
     own, ranks = f"a mesh of shape {shape}, ordered={ordered}, transport={transport!r}", grid.flatten().tolist()
-    meetings, links = Meetings(Store(), "meshes", timeout_s, lambda rank: None), None
+    processes = Processes(store)
+    processes.introduce(dist.get_rank())
+
+    def look() -> None:
+        for rank in sorted(processes.ended(ranks)):
+            raise PeerLost(f"rank {rank} has ended while the ranks made their mesh; look at its output", rank=rank)
+
+    meetings, links = Meetings(store, "meshes", connect_s, lambda rank: look()), None
     try:
         with Doorway() as doorway:
             found = meetings.exchange(occasion, [own, doorway.host, doorway.address], list, ranks)
@@ -126,11 +142,16 @@ def connected_mesh(
                 raise ValueError(
                     "transport='shared' needs all ranks on one Linux host; with transport='auto' those of one host share memory"
                 )
+            look()  # while groups are connected, the store does not answer
             if groups is None:
-                groups = limited(timeout_s, lambda: new_groups(shape, grid, timeout_s))
+                groups = limited(connect_s, lambda: new_groups(shape, grid, connect_s), look)
+                for group in groups.values():
+                    set_timeout(group, timeout_s)
             if transport != "gloo":
                 doorways = {rank: (host, address) for rank, (_, host, address) in zip(ranks, found, strict=True)}
-                links = links_to_host(doorway, doorways, meetings, timeout_s, transport == "shared")
+                links = links_to_host(doorway, doorways, meetings, connect_s, transport == "shared", look)
+                if links is not None:
+                    links.timeout_s = timeout_s
     except dist.DistNetworkError as error:
         raise PeerLost(
             f"the process that hosts the rendezvous store, rank 0 if nothing else is set, has ended while the ranks made "
@@ -221,8 +242,16 @@ def await_port(timeout_s: float) -> None:
         raise Unanswered("nothing listens there")
 
 
-def limited(timeout_s: float, call: Callable[[], T]) -> T:
+def set_timeout(group: Any, timeout_s: float) -> None:
+    """Give the messages of a group that is connected another limit."""
+    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s), group)
+
+
+def limited(timeout_s: float, call: Callable[[], T], check: Callable[[], None] | None = None) -> T:
     """The result of a call that connects the ranks, with a time limit even where the store's host does not answer.
+
+    Args:
+        check: Raises where a rank has ended.
 
     Raises:
         CollectiveTimeout: not all ranks have connected in time.
@@ -236,7 +265,7 @@ def limited(timeout_s: float, call: Callable[[], T]) -> T:
         return call()
 
     try:
-        return within(timeout_s + 0.5, on_device)
+        return within(timeout_s + 0.5, on_device, check)
     except RuntimeError as error:
         if not (isinstance(error, Unanswered) or is_backend_error(error) or LATE.search(str(error))):
             raise

@@ -11,18 +11,21 @@ import re
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
 from .._errors import CollectiveTimeout, DesyncError, FjoinError, PeerLost, described
 from ..shared_memory import Late, PeerGone, host_name
+from ._message import poll
 from ._traffic import Traffic
 
 T = TypeVar("T")
 # Calls with a longer limit also wait for the answer to an earlier call.
 _PATIENT_S = 1.0
+CHECK_S = 0.2  # time between two checks for failures
+ANSWER_S = 0.5  # the time limit for the store's answers after a failure
 # Threads of calls that have not returned, and how long the end of the program waits for them.
 _LEFT: list[threading.Thread] = []
 _LAST_S = 1.0
@@ -32,8 +35,11 @@ class Unanswered(RuntimeError):
     """A call did not return within its limit."""
 
 
-def within(seconds: float, call: Callable[[], T]) -> T:
+def within(seconds: float, call: Callable[[], T], check: Callable[[], None] | None = None) -> T:
     """The result of `call()`, which runs in a thread of its own.
+
+    Args:
+        check: Raises where nobody needs to wait any more; called several times a second.
 
     Raises:
         Unanswered: it has not returned within `seconds`. Its thread keeps running; the end of the program waits for it
@@ -50,11 +56,15 @@ def within(seconds: float, call: Callable[[], T]) -> T:
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     try:
-        fine, value = answer.get(timeout=max(seconds, 0.0))
-    except queue.Empty:
+        if check is not None:
+            poll(lambda: not answer.empty(), seconds, check, CHECK_S, 0.01)
+        fine, value = answer.get(timeout=max(seconds, 0.0) if check is None else 0.0)
+    except (queue.Empty, FjoinError) as error:
         if not _LEFT:
             atexit.register(_await_left)
         _LEFT.append(thread)
+        if isinstance(error, FjoinError):
+            raise
         raise Unanswered(f"no answer within {seconds:g} s") from None
     if not fine:
         try:
@@ -71,7 +81,7 @@ def _await_left() -> None:
 
 
 class Store:
-    """JSON values in the default store of torch.distributed, under keys of fjoin's own.
+    """JSON values in a store of torch, by default that of torch.distributed, under keys of fjoin's own.
 
     The first argument of each call is the time limit for the answer, in seconds. While an earlier call is unanswered,
     calls with a limit of at most 1 s fail at once; after a broken connection all calls fail.
@@ -81,14 +91,14 @@ class Store:
         RuntimeError: torch's errors, such as a refused connection; DistNetworkError after a broken one.
     """
 
-    def __init__(self) -> None:
-        store = dist.distributed_c10d._get_default_store()
+    def __init__(self, store: Any = None) -> None:
+        store = store or dist.distributed_c10d._get_default_store()
         self._store: Any = dist.distributed_c10d.PrefixStore("fjoin", store)
         self._unanswered: threading.Event | None = None
         self._broken: str = ""
 
     def set(self, seconds: float, key: str, value: Any) -> None:
-        self._ask(seconds, lambda: self._store.set(key, json.dumps(value)))
+        self.ask(seconds, lambda: self._store.set(key, json.dumps(value)))
 
     def get(self, seconds: float, key: str) -> Any:
         """The value under a key; None if the key is not set yet."""
@@ -102,13 +112,18 @@ class Store:
                 return self._store.multi_get(keys)  # type: ignore[no-any-return]
             return [self._store.get(key) if self._store.check([key]) else None for key in keys]
 
-        return [None if text is None else json.loads(text) for text in self._ask(seconds, get)]
+        return [None if text is None else json.loads(text) for text in self.ask(seconds, get)]
 
     def add(self, seconds: float, key: str) -> int:
         """Increment a key by one; returns the new value."""
-        return int(self._ask(seconds, lambda: self._store.add(key, 1)))
+        return int(self.ask(seconds, lambda: self._store.add(key, 1)))
 
-    def _ask(self, seconds: float, call: Callable[[], Any]) -> Any:
+    def set_first(self, seconds: float, key: str, value: Any) -> None:
+        """Set a key that nobody has set."""
+        self.ask(seconds, lambda: self._store.compare_set(key, "", json.dumps(value)))
+
+    def ask(self, seconds: float, call: Callable[[], Any]) -> Any:
+        """The result of a call of torch's store."""
         if self._broken:  # each attempt would make torch print a warning
             raise dist.DistNetworkError(self._broken)
         if self._unanswered is not None and not self._unanswered.wait(seconds if seconds > _PATIENT_S else 0.0):
@@ -146,8 +161,46 @@ def _start_of(pid: int) -> str | None:
     return "" if fields[0] in "ZX" or int(fields[6]) & _EXITING else fields[19]
 
 
-# The time limit for the store's answers after a failure.
-_ANSWER_S = 0.5
+class Processes:
+    """The processes that have introduced themselves in a store, under their numbers.
+
+    Of one on another host nothing is known but that.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        numbered = os.path.exists("/proc/self") and os.readlink("/proc/self") == str(os.getpid())
+        # The host and its numbering of processes, the number, and the start; None where /proc shows other processes.
+        self._own = [host_name("pid"), os.getpid(), _start_of(os.getpid()) if numbered else None]
+        self._known: dict[int, list[Any]] = {}
+
+    @property
+    def forked(self) -> bool:
+        """Whether this process is a child of the one that made this object."""
+        return bool(self._own[1] != os.getpid())
+
+    def introduce(self, number: int) -> None:
+        """Tell the others which process this one is."""
+        with contextlib.suppress(RuntimeError):
+            self._store.set(ANSWER_S, f"process/{number}", self._own)
+
+    def ended(self, numbers: Iterable[int]) -> set[int]:
+        """Those of these numbers whose processes have surely ended."""
+        numbers = list(numbers)
+        with contextlib.suppress(RuntimeError):
+            if unknown := [number for number in numbers if number not in self._known]:
+                found = self._store.get_all(ANSWER_S, [f"process/{number}" for number in unknown])
+                self._known.update({number: one for number, one in zip(unknown, found, strict=True) if one})
+        return {number for number in numbers if number in self._known and self._has_ended(*self._known[number])}
+
+    def _has_ended(self, host: str, pid: int, start: str | None) -> bool:
+        return bool(start) and host == self._own[0] and _start_of(pid) not in (start, None)
+
+    def elsewhere(self) -> list[int]:
+        """The numbers of the known processes that are on other hosts."""
+        return [number for number, (host, *_) in list(self._known.items()) if host != self._own[0]]
+
+
 # How long the last messages of a rank that has ended may take to arrive.
 _GONE_S = 0.8
 # The texts of gloo's errors, which have no class of their own; NCCL's and the store's errors have one.
@@ -172,24 +225,21 @@ class Failures:
     def __init__(self, store: Store, name: str, rank: int, ranks: Sequence[int], traffic: Traffic) -> None:
         self._store, self._name, self._rank, self._ranks, self._size = store, name, rank, ranks, len(ranks)
         self._traffic = traffic
-        # This process: its host and numbering of processes, its number, and its start; None where /proc shows other
-        # processes.
-        numbered = os.path.exists("/proc/self") and os.readlink("/proc/self") == str(os.getpid())
-        self._own = [host_name("pid"), os.getpid(), _start_of(os.getpid()) if numbered else None]
-        self._processes: dict[int, list[Any]] = {}  # of the other ranks, by rank
+        self._processes = Processes(store)  # by their numbers in the default process group
         self._gone: dict[int, float] = {}  # rank -> the time of the first check, of those in a row, that found it gone
         self.leaves = False  # whether this rank waits for the others to leave a loop
-        self._publish(f"process/{rank}", self._own)
+        self.silent = False  # whether a rank has been lost without the end of its connections
+        self._processes.introduce(ranks[rank])
 
     def _publish(self, key: str, value: Any) -> None:
         """Put a value into the store, whose host may have failed."""
         with contextlib.suppress(RuntimeError):
-            self._store.set(_ANSWER_S, f"{self._name}/{key}", value)
+            self._store.set(ANSWER_S, f"{self._name}/{key}", value)
 
     def _published(self, key: str) -> Any:
         """A value in the store; None if there is none, or the store does not answer."""
         with contextlib.suppress(RuntimeError):
-            return self._store.get(_ANSWER_S, f"{self._name}/{key}")
+            return self._store.get(ANSWER_S, f"{self._name}/{key}")
         return None
 
     def report(self, error: BaseException, step: int | None) -> None:
@@ -202,15 +252,23 @@ class Failures:
             failed, text = self._rank, f"rank {self._rank} failed{where}: {described(error)}"
         kind = type(error).__name__ if type(error).__name__ in _KINDS else "PeerLost"
         _KEPT.append(self._store)
-        report = {"by": self._rank, "rank": failed, "step": step, "kind": kind, "text": text}
+        self._publish_first({"by": self._rank, "rank": failed, "step": step, "kind": kind, "text": text})
+
+    def report_silent(self, rank: int, text: str) -> None:
+        """Report the failure of a rank that cannot say so itself."""
+        report = {"by": rank, "rank": rank, "step": None, "kind": "PeerLost", "text": text, "silent": True}
+        self._publish_first(report)
+
+    def _publish_first(self, report: dict[str, Any]) -> None:
         with contextlib.suppress(RuntimeError):  # the store's host may have failed
-            if self._store.add(_ANSWER_S, f"{self._name}/failures") == 1:
+            if self._store.add(ANSWER_S, f"{self._name}/failures") == 1:
                 self._publish("failure", report)
 
     def reported(self) -> FjoinError | None:
         """The failure that another rank reported, or an error if one left a loop that this rank is in; otherwise None."""
         report = self._published("failure")
         if report and report["by"] != self._rank and (self.leaves or report["rank"] != self._rank):
+            self.silent = "silent" in report
             return _KINDS[report["kind"]](report["text"], rank=report["rank"], step=report["step"])
         notice = self._published("leaving")
         if notice and notice["messages"] < self._traffic.messages:
@@ -219,26 +277,18 @@ class Failures:
 
     def closes(self) -> None:
         """Tell the other ranks that this one has closed its mesh, while its process may live on."""
-        if self._own[1] == os.getpid():
+        if not self._processes.forked:
             self._publish(f"closed/{self._rank}", True)
             self._publish("closed", True)
 
     def gone(self) -> set[int]:
         """The ranks whose processes on this host have ended; if none has, those that have closed their mesh."""
         others = [rank for rank in range(self._size) if rank != self._rank]
-        with contextlib.suppress(RuntimeError):
-            if unknown := [rank for rank in others if rank not in self._processes]:
-                found = self._store.get_all(_ANSWER_S, [f"{self._name}/process/{rank}" for rank in unknown])
-                self._processes.update({rank: process for rank, process in zip(unknown, found, strict=True) if process})
-        ended = {rank for rank in others if self._has_ended(rank)}
+        found = self._processes.ended(self._ranks[rank] for rank in others)
+        ended = {rank for rank in others if self._ranks[rank] in found}
         return (
             ended if ended or not self._published("closed") else {r for r in others if self._published(f"closed/{r}")}
         )
-
-    def _has_ended(self, rank: int) -> bool:
-        """Whether a rank has surely ended. Of one on another host nothing is known."""
-        host, pid, start = self._processes.get(rank, ("", 0, ""))
-        return bool(start) and host == self._own[0] and _start_of(pid) not in (start, None)
 
     def leaving(self, text: str) -> None:
         """Announce that this rank leaves a loop, and waits for the others to do so; `text` is the error of those that

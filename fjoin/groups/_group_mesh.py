@@ -128,6 +128,9 @@ class GroupMesh(Communicator):
         if not self._down:
             self._failures.report(error, step)
 
+    def report_silent(self, rank: int, text: str) -> None:
+        self._failures.report_silent(rank, text)
+
     def report_failure(self, error: BaseException, step: int | None) -> None:
         if self._down or self._process != os.getpid():
             return
@@ -185,6 +188,11 @@ class GroupMesh(Communicator):
         self._down = True
         if self._links is not None:
             self._links.close(failure)
+        if self._failures.silent:  # whoever frees a group with a message to such a rank waits until its time-out
+            groups = [axis.group for axis in self._all]
+            keeper = threading.Timer(self._timeout_s, groups.clear)
+            keeper.daemon = True
+            keeper.start()
         end = functools.partial(destroy, self._all, failure, self._process)
         if not failure:
             return end()

@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from .._errors import CollectiveTimeout, DesyncError, JoinError, PeerLost, TransportError
 from ..transforms.axes import One, bind_axes, bound
 from ..transforms.base import checks, devices
-from ._connect import await_port, chosen_transport, connected_mesh, limited, new_groups
-from ._failures import is_backend_error
+from ._connect import await_port, chosen_transport, connected_mesh, limited, new_groups, set_timeout
+from ._failures import Processes, Store, is_backend_error
 from ._group_mesh import ENDED, MESHES, TIMEOUT_S, GroupMesh, timeout_of
 from ._launch import read_launch
 from ._mesh import Communicator, Mesh, SimulatedMesh, check_mesh
@@ -31,6 +31,7 @@ def mesh(
     axes: Mapping[str, int] | DeviceMesh,
     *,
     timeout_s: float = TIMEOUT_S,
+    connect_timeout_s: float | None = None,
     ordered: bool = False,
     transport: str = "auto",
 ) -> Mesh:
@@ -44,6 +45,7 @@ def mesh(
         axes: Axis name -> size, the slowest varying first; one size may be -1, for the remaining ranks. Or
             a torch DeviceMesh, whose dim names become the axes.
         timeout_s: Seconds after which a collective of this mesh fails if not all ranks have joined it.
+        connect_timeout_s: Seconds in which all ranks must come here and connect; by default `timeout_s`.
         ordered: Sum in rank order, bit for bit as the simulator does. Slower over gloo, for tests.
         transport: How ranks exchange tensors on the CPU. With "auto" those on one host use shared memory (on Linux),
             and others gloo; "gloo" and "shared" are gloo for all, and shared memory for all. The environment variable
@@ -54,18 +56,21 @@ def mesh(
         frees them. Groups over a DeviceMesh stay until the program ends.
 
     Raises:
-        ValueError: the sizes do not fit the number of ranks; `timeout_s` is not from 0.001 to 1e8; an unknown
+        ValueError: the sizes do not fit the number of ranks; a time-out is not from 0.001 to 1e8; an unknown
             `transport`, or "shared" where ranks are on several hosts; the variables of a launcher that are incomplete.
         TransportError: on all ranks: with "shared", the system refuses a rank shared memory. "auto" then uses gloo.
         TypeError: `axes` is neither a mapping by name nor a DeviceMesh; `ordered` is no bool.
         DesyncError: on all ranks: some rank makes another mesh, or is at another place in the program.
-        CollectiveTimeout: not all ranks arrive within `timeout_s`.
+        CollectiveTimeout: not all ranks arrive within `connect_timeout_s`.
+        PeerLost: a rank of this host has ended; noticed at once, if it was connected before.
 
     >>> fjoin.mesh({"data": -1})
     mesh({'data': 1}, rank=0)
     """
-    if not checks.is_number(timeout_s) or not _SHORTEST <= timeout_s <= _LONGEST:
-        raise ValueError(f"timeout_s must be a number of seconds from {_SHORTEST:g} to {_LONGEST:g}, got {timeout_s!r}")
+    connect_s = timeout_s if connect_timeout_s is None else connect_timeout_s
+    for name, limit in {"timeout_s": timeout_s, "connect_timeout_s": connect_s}.items():
+        if not checks.is_number(limit) or not _SHORTEST <= limit <= _LONGEST:
+            raise ValueError(f"{name} must be a number of seconds from {_SHORTEST:g} to {_LONGEST:g}, got {limit!r}")
     checks.flag("ordered", ordered)
     transport = chosen_transport(transport)
     if isinstance(axes, DeviceMesh):
@@ -82,14 +87,14 @@ def mesh(
         if sizes != (known := {name: axis.size for name, axis in simulated.items()}):
             raise ValueError(f"inside simulate the mesh must be {known}, got {sizes}")
         return SimulatedMesh(sizes, simulated, next(iter(simulated.values())).world_rank)
-    elif not dist.is_initialized() and not _initialize(timeout_s):
+    elif not dist.is_initialized() and not _initialize(timeout_s, connect_s):
         sizes = _sizes(axes, 1)
         return Communicator(sizes, {name: One() for name in sizes}, 0)
     else:
         sizes = _sizes(axes, dist.get_world_size())
         grid = torch.arange(dist.get_world_size()).reshape(tuple(sizes.values()))
     owned = not isinstance(axes, DeviceMesh)
-    return connected_mesh("fjoin.mesh", sizes, grid, timeout_s, transport, ordered, owned)
+    return connected_mesh("fjoin.mesh", sizes, grid, timeout_s, transport, ordered, owned, connect_timeout_s=connect_s)
 
 
 # Without these a thread of torch's ends the process about a minute after a rank has failed, whatever the program does.
@@ -100,19 +105,16 @@ NCCL_SETTINGS = {
 }
 
 
-def _initialize(timeout_s: float) -> bool:
+def _initialize(timeout_s: float, connect_s: float) -> bool:
     """Whether a launcher has started this process with others. Then initialize torch.distributed.
 
     Where each rank of this host has a GPU, both devices work, otherwise all ranks use the CPU.
     """
     if (launch := read_launch(os.environ)) is None:
         return False
-    count, kind, backend = devices.count(), devices.kind(), "gloo"
-    if kind is not None and count >= launch.local_size:
-        devices.use(launch.local_rank)
-        backend = f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
-        for name, value in NCCL_SETTINGS.items():
-            os.environ.setdefault(name, value)
+    count, backend = devices.count(), "gloo"
+    if count >= launch.local_size:
+        backend = _use_device(launch.local_rank)
     elif count:
         warnings.warn(
             f"this host has {launch.local_size} ranks, and they see fewer GPUs, {count}: they use the CPU, with gloo. Start as many "
@@ -120,17 +122,51 @@ def _initialize(timeout_s: float) -> bool:
             f"fjoin.mesh",
             stacklevel=3,
         )
-    timeout = datetime.timedelta(seconds=timeout_s)
+    timeout = datetime.timedelta(seconds=connect_s)
 
     def connect() -> None:
         if launch.rank:
-            await_port(timeout_s)
+            await_port(connect_s)
         dist.init_process_group(backend, timeout=timeout, rank=launch.rank, world_size=launch.size)
 
-    limited(timeout_s, connect)
+    limited(connect_s, connect)
+    set_timeout(dist.group.WORLD, timeout_s)
+    Processes(Store()).introduce(launch.rank)
     # Threads of groups that still exist when the interpreter ends can abort the process.
     atexit.register(_close, os.getpid())
     return True
+
+
+def _use_device(number: int) -> str:
+    """Use an accelerator, if there is one; returns the backend of messages."""
+    if (kind := devices.kind()) is None:
+        return "gloo"
+    devices.use(number)
+    for name, value in NCCL_SETTINGS.items():
+        os.environ.setdefault(name, value)
+    return f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
+
+
+def connect_generation(store: Any, rank: int, size: int, connect_timeout_s: float, **options: Any) -> Communicator:
+    """The mesh of one axis, "data", over processes that meet in a store; they must have come already.
+
+    Each process uses the accelerator that it sees first, so each must see another one.
+
+    Args:
+        connect_timeout_s: The time limit of connecting.
+        options: As for `mesh`.
+    """
+    backend, limit = _use_device(0), datetime.timedelta(seconds=connect_timeout_s)
+
+    # torch names groups by their number, which a call that has failed has raised on this rank alone.
+    dist.distributed_c10d._world.group_count = 0
+
+    def connect() -> None:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+
+    limited(connect_timeout_s, connect)
+    Processes(Store()).introduce(rank)
+    return check_mesh("elastic", mesh({"data": -1}, connect_timeout_s=connect_timeout_s, **options))
 
 
 def _close(process: int) -> None:

@@ -11,11 +11,10 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from .._errors import CollectiveTimeout, DesyncError, PeerLost
-from ._failures import Store, Unanswered
+from ._failures import CHECK_S, Store, Unanswered
 from ._message import poll
 
 _LONGEST_S = 0.05  # the longest pause between two reads of a key
-_CHECK_S = 0.2  # time between two checks for failures
 _APART = 5  # the number of checks in a row that must find the other rank at another meeting
 LEAVES = "the end of a loop that is left"  # the occasion of ranks that leave a loop before its end
 
@@ -61,7 +60,7 @@ class Meetings:
                 found = self._collect(end, place, combine, members)
                 self._store.set(_left(end), f"{place}/result", found)
             else:  # the first member waits as long, and then names the absent rank
-                found = self._get(end + _CHECK_S, place, "result", members[0]) or {"absent": members[0]}
+                found = self._get(end + CHECK_S, place, "result", members[0]) or {"absent": members[0]}
         except Unanswered:
             raise CollectiveTimeout(
                 f"the host of the rendezvous store has not answered rank {self._rank} in {occasion} within "
@@ -73,7 +72,7 @@ class Meetings:
         finally:
             if not here:
                 with contextlib.suppress(RuntimeError):
-                    self._store.set(_CHECK_S, f"waiting/{self._rank}", None)
+                    self._store.set(CHECK_S, f"waiting/{self._rank}", None)
         if "absent" in found:
             raise CollectiveTimeout(
                 f"rank {found['absent']} did not come to {occasion}, where the ranks compare their programs, within "
@@ -135,7 +134,7 @@ class Meetings:
                 own, _ = self._store.get(_left(end), f"{place}/{self._rank}")
                 _refuse({self._rank: own, rank: seen})
 
-        return poll(ask, end - time.monotonic(), check, _CHECK_S, _LONGEST_S)
+        return poll(ask, end - time.monotonic(), check, CHECK_S, _LONGEST_S)
 
     def _elsewhere(self, end: float, place: str, rank: int) -> str:
         """The meeting in which a rank waits for this one, where this one has not arrived at it; otherwise ""."""

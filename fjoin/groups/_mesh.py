@@ -64,7 +64,10 @@ class Communicator(Mesh):
         steps: The number of steps initialised on the mesh, in the same order on all ranks.
         unfinished: The steps that the device may not have ended.
         traffic: Counts the messages of this rank.
+        generation: Of a mesh whose ranks come and go, how many such meshes there have been; else 0.
     """
+
+    generation = 0
 
     def __init__(self, shape: dict[str, int], axes: dict[str, Any], rank: int) -> None:
         super().__init__(shape, axes, rank)
@@ -134,6 +137,9 @@ class Communicator(Mesh):
 
     def report(self, error: BaseException, step: int | None) -> None:
         """Reports an error to the other ranks, without taking anything down."""
+
+    def report_silent(self, rank: int, text: str) -> None:
+        """Reports, in words, the failure of a rank that cannot do so itself."""
 
     def report_failure(self, error: BaseException, step: int | None) -> None:
         """Reports a failure of this rank to the other ranks, and ends the messages that they wait for."""

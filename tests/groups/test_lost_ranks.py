@@ -28,7 +28,7 @@ from fjoin.groups._failures import Failures
 from fjoin.shared_memory import PeerGone
 from fjoin.uneven import _loop
 from tests.helpers import in_backward
-from tests.ranks import KEPT, End, end_of, ends
+from tests.ranks import KEPT, End, Ranks, end_of, ends
 from tests.training.small import step_of
 
 X = torch.ones(2)
@@ -235,6 +235,31 @@ def test_errors_name_the_lost_rank(name: str) -> None:
 # -- ranks that are late, end early or continue after an error: none is taken for lost -----------------------------------
 
 LATE_S = 3.2  # two looks at failures in a message, and more
+
+
+def in_a_mesh(rank: int, report: Callable[[Any], None], where: str, transport: str) -> None:
+    """Rank 1 dies before its second mesh, or inside it, once all have met: while they connect groups, or shared memory."""
+
+    def die(*args: Any) -> None:
+        report("dead")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if where == "second":
+        fjoin.mesh({"data": -1}, timeout_s=LONG_S, transport=transport)
+    if rank == 1 and where == "second":
+        die()
+    elif rank == 1:
+        setattr(fjoin.groups._connect, where, die)
+    report(end_of(lambda: fjoin.mesh({"data": -1}, timeout_s=LONG_S, transport=transport)))
+
+
+@pytest.mark.parametrize(("where", "transport"), [("second", "gloo"), ("new_groups", "gloo"), ("connect", "shared")])
+def test_a_rank_that_dies_before_or_inside_a_mesh_is_noticed_at_once(where: str, transport: str) -> None:
+    with Ranks(3, in_a_mesh, where, transport) as run:
+        found = run.after("dead", 2)
+    for _, seconds, end in found:
+        assert end.kind in ("PeerLost", "TransportError") and seconds < 20, end
+        assert where == "connect" or "rank 1 has ended while the ranks made their mesh" in end.text
 
 
 def rows(rank: int) -> None:
@@ -469,7 +494,7 @@ def test_a_process_is_told_from_a_later_one_of_its_number() -> None:
     def gone(change: Callable[[list[Any]], list[Any]]) -> set[int]:
         store = Values()
         found = failures(0, [0, 1], store)
-        store["mesh/process/1"] = change(store["mesh/process/0"])
+        store["process/1"] = change(store["process/0"])
         return found.gone()
 
     assert gone(lambda own: own) == set() and gone(lambda own: [*own[:2], "1"]) == {1}
