@@ -112,7 +112,8 @@ class Position(Generic[B]):
         elif not own:
             self.batches = self.steps
         streams = {name: Streams.of(state) for name, state in own.get("streams", {}).items()}
-        again = bool(own.get("ended")) and self.batches > 0  # the last batch is loaded once more
+        ended = bool(own.get("ended")) if self._shuffled is None else not self._shuffled.part(self.batches)
+        again = ended and self.batches > 0  # the last batch is loaded once more
         used = self.batches - again
         self._within, self._next, self._end, self._marks, self.last = True, used, None, {}, END
         self._generators |= generators_of(self.loader)
@@ -219,6 +220,32 @@ class Position(Generic[B]):
 
     # -- as data ----------------------------------------------------------------------------------
 
+    @property
+    def streams(self) -> dict[str, Streams]:
+        """Those of three moments: "start", of the epoch; "ahead", before the next batch was loaded; "now"."""
+        streams = {"now": self._streams()}
+        if (mark := self._mark()) and self._start is not None:
+            streams |= {"start": self._start, "ahead": mark.streams}
+        return streams
+
+    def _mark(self) -> BeforeBatch | None:
+        """What loads the next batch again; for a rank that is out of input its last one, for the body."""
+        ended = self._within and self._end == self.batches
+        return self._marks.get(self.batches - (ended and self.batches > 0))
+
+    def begin_at(self, steps: int, accumulate: int, streams: Mapping[str, Streams] | None) -> None:
+        """See `JoinedLoop.begin_at`."""
+        if self._shuffled is None:
+            text = (
+                f"begin_at needs a loader whose batch_sampler is a fjoin.Shuffled, got a {type(self.loader).__name__}"
+            )
+            raise ValueError(f"{text}; the batches of other loaders do not follow from the number of steps")
+        self.epoch, at = divmod(steps, max(1, -(-self._shuffled.steps // accumulate)))
+        self.steps = self.batches = at * accumulate
+        shown = {name: one.state_dict() for name, one in (streams or {"now": self._streams()}).items()}
+        self.resume = {"epoch": self.epoch, "steps": self.steps, "batches": self.batches, "ended": False}
+        self.resume |= {"rank": self._rank, "ranks": self._ranks, "order": self.order, "streams": shown}
+
     def state_dict(self) -> dict[str, Any]:
         """See `JoinedLoop.state_dict`."""
         if self.resume is not None:
@@ -227,12 +254,8 @@ class Position(Generic[B]):
             text = f"state_dict(): the loader is an iterator, of type {type(self.loader).__name__}, which cannot start again"
             raise TypeError(f"{text}; pass a DataLoader, a list, or an object with state_dict and load_state_dict")
         self._generators |= generators_of(self.loader)  # also those made since the loop began
-        ended = self._within and self._end == self.batches
-        # A rank that is out of input loads its last batch again, for the body.
-        mark = self._marks.get(self.batches - (ended and self.batches > 0))
-        streams = {"now": self._streams().state_dict()}
-        if mark and self._start is not None:
-            streams |= {"start": self._start.state_dict(), "ahead": mark.streams.state_dict()}
+        ended, mark = self._within and self._end == self.batches, self._mark()
+        streams = {name: one.state_dict() for name, one in self.streams.items()}
         found: dict[str, Any] = {"epoch": self.epoch, "batches": self.batches, "steps": self.steps, "ended": ended}
         found |= {"rank": self._rank, "ranks": self._ranks, "streams": streams}
         found |= {"order": self.order, "workers": self._had_workers if mark else self._workers_live()}
@@ -417,6 +440,31 @@ class JoinedLoop(Generic[B]):
             ValueError: the position is no such dict, that of another rank, or does not fit the loader; within an epoch
                 it is of another `Shuffled`.
         """
-        if self._running:
-            raise JoinError("load_state_dict was called inside the loop; call it before `for batch in batches`")
+        self._check_outside("load_state_dict")
         self._position.load_state_dict(state)
+
+    @property
+    def streams(self) -> dict[str, Streams]:
+        """The random streams in `state_dict`, for `begin_at` in this process."""
+        return self._position.streams
+
+    def begin_at(self, steps: int, accumulate: int = 1, streams: Mapping[str, Streams] | None = None) -> None:
+        """Begin the next loop after a number of steps, on any number of ranks, over a loader with `Shuffled`.
+
+        Args:
+            steps: The number of steps of all epochs before, as in `state.step`.
+            accumulate: The number of batches in a step; an epoch ends with a step.
+            streams: Of this process, where it has been there before; by default they stay as they are.
+
+        Raises:
+            JoinError: a loop runs.
+            ValueError: the loader has another sampler, so that its batches do not follow from a number of steps.
+        """
+        self._check_outside("begin_at")
+        checks.whole_number("steps", steps, 0)
+        checks.whole_number("accumulate", accumulate, 1)
+        self._position.begin_at(steps, accumulate, streams)
+
+    def _check_outside(self, name: str) -> None:
+        if self._running:
+            raise JoinError(f"{name} was called inside the loop; call it before `for batch in batches`")

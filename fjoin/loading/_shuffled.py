@@ -63,7 +63,12 @@ class Shuffled(Sampler[list[int]]):
         checks.whole_number("step", step, 0)
         self._epoch, self._step = epoch, step
 
-    def _part(self, step: int) -> range:
+    @property
+    def steps(self) -> int:
+        """The number of steps of an epoch, on all ranks."""
+        return self._n // self._batch_size + bool(self._n % self._batch_size and not self._drop_last)
+
+    def part(self, step: int) -> range:
         """The positions of this rank in a step."""
         start, end = step * self._batch_size, min((step + 1) * self._batch_size, self._n)
         size = 0 if self._drop_last and end - start < self._batch_size else max(0, end - start)
@@ -71,12 +76,12 @@ class Shuffled(Sampler[list[int]]):
 
     def __len__(self) -> int:
         """The number of this rank's batches in an epoch."""
-        return self._n // self._batch_size + bool(self._part(self._n // self._batch_size))
+        return self._n // self._batch_size + bool(self.part(self._n // self._batch_size))
 
     def __iter__(self) -> Iterator[list[int]]:
         # Not on the default device, whose generators give other orders.
         generator = torch.Generator("cpu").manual_seed(self._seed + self._epoch)
         order, step = torch.randperm(self._n, generator=generator, device="cpu"), self._step
-        while part := self._part(step):
+        while part := self.part(step):
             yield order[part.start : part.stop].tolist()
             step += 1

@@ -29,8 +29,13 @@ class FlatRunner(StepRunner, Protocol):
 
 
 class FlatStep(Step):
-    """One step on the flat buckets of a state."""
+    """One step on the flat buckets of a state.
 
+    Attributes:
+        buffers: Those after the forward pass, None without buffers, and the weight of this rank.
+    """
+
+    buffers: tuple[dict[str, Tensor] | None, float] = None, 0.0
     _run: FlatRunner
     _body: StateData
     _gathers: Sequence[Work] = ()  # of parameters, under way
@@ -62,9 +67,11 @@ class FlatStep(Step):
     def _step_params(self, buckets: list[GradBuffer]) -> None:
         """Run the optimizer's kernels on buckets, and begin their gathers."""
         run, body, decision = self._run, self._body, self._decision
+        buffers, weight = self.buffers
+        if buffers is not None:  # before the kernels: where its message fails, the state is that of the step before
+            self.end_buffers(buffers, weight)
         body.torn, storage, self._gathers = True, body.storage, []
         if decision.effect.steps is False:
-            body.buffers = body.buffers_before
             return
         in_order = reversed(list(enumerate(buckets)))  # of the forward pass, in which the parameters are gathered
         for index in step_buckets(storage, in_order, decision.total, decision.found_inf):
@@ -77,12 +84,12 @@ class FlatStep(Step):
     def end_buffers(self, buffers: dict[str, Tensor], weight: float) -> None:
         """Take the buffers after the forward pass of a rank of this weight, and transform them."""
         run, body, effect = self._run, self._body, self._decision.effect
-        body.buffers = effect.keep(buffers, body.buffers_before)
+        new, state = effect.keep(buffers, body.buffers_before), body.buffers_state
         if run.on_buffers is not None:
             self._name(run.on_buffers, "buffers")
             with torch.no_grad(), bind_axes(run.mesh.axes):
-                call = self._call(weight, effect)
-                body.buffers, body.buffers_state = effect.after(run.on_buffers, body.buffers, body.buffers_state, call)
+                new, state = effect.after(run.on_buffers, new, state, self._call(weight, effect))
+        body.buffers, body.buffers_state = new, state
 
     def _gather(self, sharding: Sharding, effect: Effect) -> None:
         run, storage = self._run, self._body.storage

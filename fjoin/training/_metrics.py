@@ -89,9 +89,10 @@ class Metrics:
     def as_dict(self, prefix: str = "") -> dict[str, float]:
         """All numbers of the step, as wandb, TensorBoard, MLflow and tqdm take them. It sends nothing.
 
-        - Of all ranks: `loss`, `weight`, `ranks` (their number), and the sums of `loss_fn` by their names, behind
-          `sum/` where another number has that name; `lr/<label>` for each label of a partition, which is its pattern,
-          or its first pattern and the number of the others, as in `lr/head.*+2`; `lr`, where all have one rate;
+        - Of all ranks: `loss`, `weight`, `ranks` (their number), in `fjoin.elastic` the `generation`, and the sums of
+          `loss_fn` by their names, behind `sum/` where another number has that name; `lr/<label>` for each label of a
+          partition, which is its pattern, or its first pattern and the number of the others, as in `lr/head.*+2`; `lr`,
+          where all have one rate;
           `grad_norm`, the norm of the reduced gradients before they are clipped, where the step computes it
           (`clip_by_global_norm` or `record_norm` after the reduction); for pipelines that leave steps out `skipped`,
           the number of those so far, and `loss_scale`.

@@ -95,6 +95,8 @@ class Run:
         if not within:
             skipped: Any = 0 if self.pipeline.skips is None else body.outer.skipped
             others = {"ranks": self.ranks, **self._learning_rates(storage, body.step, skipped)}
+            if self.mesh.generation:
+                others["generation"] = self.mesh.generation
             has_next = records.own_requests.write(iteration is not None and iteration.has_next)
             step_id = records.begin(body.step, rates)
         if storage.on_accelerator and storage.follow_stream():
@@ -144,13 +146,12 @@ class Run:
         queue.start(body.storage, self.reducer.launch if span is NO_SPAN else one.launch)
         self.passes.backward(forward, grad_output, body.storage)
         queue.finish()
+        one.buffers = forward.buffers, values["weight"]
         try:
             one.close_pass(queue.buckets)
         finally:  # a step that is left out ends the loop too, where no rank has another batch
             if iteration is not None and one.sums is not None:
                 iteration.others = lambda of_all=one.of_all: records.has_next(of_all())  # type: ignore[misc]
-        if forward.buffers is not None:
-            one.end_buffers(forward.buffers, values["weight"])
         queue.free()
         body.torn = False
         self.ends_here(body)

@@ -122,6 +122,7 @@ class TrainStep:
         ranks: The number of ranks that step together.
         rank: This rank in the mesh.
         pipeline: The pipeline that it runs.
+        held: The data of the newest state.
     """
 
     def __init__(self, run: Run, donate: bool, bucket_bytes: int | None) -> None:
@@ -133,6 +134,7 @@ class TrainStep:
         self.rank: int = run.mesh.rank
         self._failures = StepFailures(run)
         self._left = 0, False  # see `left_open`
+        self.held: StateData | None = None
         self._in_loop = InLoop(run, self._failures)
 
     def __repr__(self) -> str:
@@ -177,7 +179,7 @@ class TrainStep:
             body = make_state_data(self.run, params, buffers, sync, self.bucket_bytes)
             self._in_loop.device = body.storage.layout[0].device if body.storage.layout else None
             self.run.records.forget()
-            self._left = 0, False
+            self._left, self.held = (0, False), body
             return TrainState(body)
         except BaseException as error:
             self._in_loop.fail(error)
@@ -192,6 +194,7 @@ class TrainStep:
             UserWarning: the last steps have not been averaged, see `flush`; or an accumulation window is unfinished.
         """
         self.run.close()
+        self.held = None
         left, self._left = self._left, (0, False)
         for text in left_open(self.run.ends, *left) if self._failures.broken is None else ():
             warnings.warn(text, stacklevel=2)
@@ -230,7 +233,7 @@ class TrainStep:
             raise
         except BaseException as error:
             self._in_loop.fail(error)
-        self._left = 0, False
+        self._left, self.held = (0, False), body
         body.version += 1
         return TrainState(body)
 
@@ -284,6 +287,7 @@ class TrainStep:
                 )
             self._in_loop.fail(error)
         body.version += 1
+        self.held = body
         return TrainState(body), metrics
 
     def join(

@@ -219,6 +219,47 @@ def test_another_number_of_ranks_takes_the_samples_that_are_left(n: int, ranks: 
             assert found == [(epoch, i) for epoch in (0, 1) for i in range(n)], until
 
 
+def after(n: int, steps: int, accumulate: int) -> tuple[list[tuple[int, int]], list[Any]]:
+    """Epoch and sample of each batch of two epochs from a number of steps on, and the batches that the body got."""
+    loader, seen, given = DataLoader(range(n), batch_sampler=fjoin.Shuffled(n, 6, seed=1)), list[tuple[int, int]](), []
+    loop = fjoin.join(loader, mesh=fjoin.mesh({"data": -1}), weight=len, accumulate=accumulate)
+    loop.begin_at(steps, accumulate)
+    while loop.epoch < 2:
+        epoch = loop.epoch
+        for batch in loop:
+            given.append(batch.tolist())  # not NO_BATCH
+            seen += [(epoch, i) for i in batch.int().tolist() if loop.weight]
+    return seen, given
+
+
+@pytest.mark.parametrize("n", [40, 43])
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_a_loop_begins_at_a_number_of_steps(n: int, accumulate: int, ranks: int) -> None:
+    """Its samples are those that fewer steps of one rank have left, also of the last step, in which not all ranks have some."""
+    each = -(-len(batches_of(n, 6, 0)) // accumulate)
+    whole = [(epoch, i) for epoch in (0, 1) for i in range(n)]
+    order = [[i for batch in batches_of(n, 6, epoch, seed=1) for i in batch] for epoch in (0, 1)]
+    for steps in (0, 1, each - 1, each, each + 1, 2 * each - 1, 2 * each):
+        epoch, at = divmod(steps, each)
+        used = {
+            (e, i)
+            for e in (0, 1)
+            for i in (order[e] if e < epoch else order[e][: 6 * accumulate * at] if e == epoch else [])
+        }
+        found = tx.simulate(lambda s=steps: after(n, s, accumulate), {"data": ranks})
+        assert sorted(one for seen, _ in found for one in seen) == sorted(set(whole) - used), steps
+
+
+def test_where_a_loop_cannot_begin() -> None:
+    loop = fjoin.join([1])
+    raises_text(ValueError, lambda: loop.begin_at(1), "begin_at", "fjoin.Shuffled", "got a list")
+    loop = fjoin.join(DataLoader(range(4), batch_sampler=fjoin.Shuffled(4, 1)))
+    for _ in loop:
+        raises_text(fjoin.JoinError, lambda: loop.begin_at(1), "begin_at was called inside the loop")
+    raises_text(ValueError, lambda: loop.begin_at(-1), "steps must be")
+
+
 # -- the checksum of the batch that a position has loaded ahead: of batches of any type, the same in another process --
 
 

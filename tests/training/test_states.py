@@ -103,6 +103,35 @@ def test_torn_state_raises() -> None:
     raises_text(fjoin.TornState, lambda: state.params, "step 1")
 
 
+def test_a_failed_transform_of_buffers_leaves_the_state_before_the_step() -> None:
+    """Its messages come before the optimizer's kernels."""
+    fails = False
+
+    def explode(buffers: Any, state: Any, params: Any = None) -> Any:
+        if fails:
+            raise ValueError("boom")
+        return buffers, state
+
+    on_buffers = tx.chain(tx.average_buffers("data"), tx.Transform(lambda p: (), explode))
+    pipeline = tx.fuse(tx.mean("data"), tx.adamw(0.1))
+    for accumulate in (1, 2):
+        fails = False
+        step = fjoin.train_step(
+            lambda p, b, x: ((p["w"] * x).sum(), None, {"m": b["m"] + x}),
+            pipeline,
+            on_buffers=on_buffers,
+            accumulate=accumulate,
+        )
+        state = step.init({"w": torch.ones(2)}, {"m": torch.zeros_like(X)})
+        for _ in range(2 * accumulate - 1):
+            state, _ = step(state, X)
+        kept, fails = state.clone(), True
+        raises_text(ValueError, lambda: step(state, X), "boom")  # noqa: B023
+        assert state.step == 1 and same_bits(state.params, kept.params)
+        assert same_bits(state.pipeline.optimizer, kept.pipeline.optimizer)
+        assert same_bits(state.buffers, {"m": accumulate * X})
+
+
 def freed_without_looking_for_cycles() -> list[bool]:
     gc.collect()
     gc.disable()
