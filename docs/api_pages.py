@@ -40,7 +40,7 @@ HIDDEN = {
 }
 
 # Classes whose methods the list of names shows too.
-LISTED = ("TrainStep", "TrainState", "Metrics", "Mesh")
+LISTED = ("TrainStep", "TrainState", "Metrics", "Mesh", "Members")
 
 
 def public(module: types.ModuleType) -> dict[str, Any]:

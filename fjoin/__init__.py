@@ -17,6 +17,7 @@ PeriodicModelAverager  HierarchicalModelAverager  PostLocalSGDOptimizer     torc
 ZeroRedundancyOptimizer             torch's ZeRO
 checkpoint_wrapper  offload_wrapper  apply_activation_checkpointing  CheckpointImpl     torch's activation checkpointing
 Checkpoints  save  load             saves a run, and resumes it to the bit
+elastic  Members                    training that survives ranks that die, and takes in new ones
 mesh  bind                          ranks and their axes
 testing                             the laws, to check custom transforms, optimizers and codecs
 transforms                          the pure part: `from fjoin import transforms as tx`
@@ -49,6 +50,7 @@ from ._errors import (
 from ._functional import functional as functional, value_and_grad as value_and_grad
 from ._version import __version__ as __version__
 from .checkpoint import Checkpoints as Checkpoints, load as load, save as save
+from .generations import Members as Members, elastic as elastic
 from .groups import Mesh as Mesh, bind as bind, mesh as mesh
 from .loading import Shuffled as Shuffled
 from .optim import (

@@ -7,6 +7,7 @@ import contextlib
 import difflib
 import importlib.util
 import io
+import os
 import pathlib
 import re
 import runpy
@@ -28,7 +29,7 @@ ALONE = ["learn_the_rate.py", "papers.py", "sweep.py"]
 RECIPES = sorted(
     path.name
     for path in EXAMPLES.glob("*.py")
-    if not path.name.startswith("_") and path.name not in ("uneven_text.py", *ALONE)
+    if not path.name.startswith("_") and path.name not in ("uneven_text.py", "elastic.py", *ALONE)
 )
 RESULT = "from one process on all data"  # from the line in which an example prints its comparison
 
@@ -54,6 +55,17 @@ def test_commands(launcher: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count(RESULT) == 1 + bool(launcher)
+
+
+@pytest.mark.long
+def test_a_rank_of_the_elastic_example_dies_and_comes_back() -> None:
+    environment = {**os.environ, "PYTHON": sys.executable}
+    command = ["sh", str(EXAMPLES / "elastic.sh")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count(RESULT) == 3
+    assert "rank 2 of 3 from step 0" in done.stdout and "of 2 from step 20" in done.stdout
+    assert done.stdout.count("generation 3: rank") == 3
 
 
 @pytest.mark.sample(2)
@@ -121,7 +133,7 @@ def test_the_demo_goes_on_from_its_checkpoint_to_the_bit(ranks: int, forget: int
 
 def test_each_is_in_the_table() -> None:
     text = (EXAMPLES / "README.md").read_text()
-    assert RECIPES and all(f"`{name}`" in text for name in (*RECIPES, *ALONE))
+    assert RECIPES and all(f"`{name}`" in text for name in (*RECIPES, *ALONE, "elastic.py"))
 
 
 # -- ports of known scripts run as their text says, and train what their references train --
