@@ -77,22 +77,6 @@ def test_values_that_all_ranks_have_alike_train(address: str, pipeline: Any) -> 
     assert not dist.is_initialized()
 
 
-ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"ranks": 0}, ValueError, "ranks"),
-    ({"ranks": 2, "at_least": 3}, ValueError, "at_least=3"),
-    ({"ranks": 1, "store": "localhost"}, ValueError, "host:port"),
-    ({"ranks": 1, "store": None}, ValueError, "FJOIN_STORE"),
-    ({"ranks": 1, "store": "127.0.0.1:1", "timeout_s": 0.2}, fjoin.PeerLost, "no store answers at 127.0.0.1:1"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "kind", "text"), ARGUMENTS, ids=[str(row[0]) for row in ARGUMENTS])
-def test_arguments(arguments: Any, kind: type[Exception], text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("FJOIN_STORE", raising=False)
-    with pytest.raises(kind, match=text):
-        fjoin.elastic(lambda members: None, **{"store": "127.0.0.1:1", **arguments})
-
-
 def test_buffers_that_nobody_averages_are_refused(address: str) -> None:
     def train(members: Any) -> Any:
         step = fjoin.train_step(lambda p, b, x: (loss_fn(p, x), None, b), tx.fuse(MEAN, SGD), mesh=members.mesh)

@@ -289,6 +289,13 @@ MODULES: dict[str, list[tuple[Any, ...]]] = {
     **{make.__name__: [(lambda make=make: make(0), V, make.__name__, "block must be", "got 0")] for make in (tx.fp8, tx.int4, tx.uint8)},
     "auto_quantize": [(lambda: fjoin.auto_quantize(3, tx.int8()), T, "all_gather", "got 3")],
     # -- loops, checkpoints and jax
+    "elastic": [
+        *((lambda given=given: fjoin.elastic(lambda members: None, **given), kind, *words) for given, kind, *words in (
+            ({"ranks": 0}, V, "ranks must be", "got 0"), ({"ranks": 2, "at_least": 3}, V, "at_least=3", "ranks=2"),
+            ({"ranks": 1}, V, "FJOIN_STORE=host:port"), ({"ranks": 1, "store": "localhost"}, V, "host:port", "'localhost'"),
+            ({"ranks": 1, "store": "127.0.0.1:1", "timeout_s": 0.1}, fjoin.PeerLost, "no store answers at 127.0.0.1:1"),
+        )),
+    ],
     "Shuffled": [
         (lambda: fjoin.Shuffled(4, 0), V, "batch_size must be", "got 0"), (lambda: fjoin.Shuffled(-1, 2), V, "n must", "-1"),
         (lambda: fjoin.Shuffled(10, 2, seed=1.5), T, "seed", "1.5"), (lambda: fjoin.Shuffled(10, 2).set_epoch(-1), V, "epoch", "-1"),

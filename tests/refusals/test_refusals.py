@@ -53,7 +53,7 @@ def test_it_is_refused(name: str) -> None:
 
 # Classes whose objects fjoin makes, and functions that take any tree, or leave it to Python and torch to refuse an argument.
 MADE = {
-    "Call", "Codec", "Handle", "JoinHook", "Mesh", "Metrics", "PerRank", "Timing", "TrainState", "TrainStep",
+    "Call", "Codec", "Handle", "JoinHook", "Members", "Mesh", "Metrics", "PerRank", "Timing", "TrainState", "TrainStep",
     "NO_BATCH",
 }  # fmt: skip
 ANY = {"apply_activation_checkpointing", "flat", "nested", "to_jax", "to_torch", "SyncBatchNorm"}
