@@ -41,7 +41,9 @@ def skip_without_what_it_needs(name: str) -> None:
 
 @pytest.mark.sample(10)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name == "with_jax.py" else ()) for name in RECIPES]
+)
 def test_recipe(name: str, ranks: int) -> None:
     skip_without_what_it_needs(name)
     for code, text in reports(ranks, script, EXAMPLES / name):
