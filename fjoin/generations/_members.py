@@ -145,8 +145,7 @@ class Members:
             leaves, structure = optree.tree_flatten(tree, none_is_leaf=True)
             if any(one != newest for one in held):
                 leaves = self._from(held.index(newest), leaves)
-            copies = [leaf.clone() if torch.is_tensor(leaf) else leaf for leaf in leaves]
-            values: Any = optree.tree_unflatten(structure, copies)
+            values: Any = optree.tree_unflatten(structure, leaves)  # the state that has them is dropped
             flat, pipeline, held_buffers, ends, batches = values
             token, accumulate = step.run.token, step.run.accumulate
             state = loaded(state, token, flat, pipeline, held_buffers, ends, batches, accumulate)

@@ -84,7 +84,7 @@ def make_step(mesh: Any, options: Options, at: At = lambda place: None) -> Any:
         weight=weight,
         bucket_bytes=WIDTH * WIDTH * 4,
         accumulate=options.accumulate,
-        on_buffers=tx.average_buffers("data"),
+        on_buffers=tx.chain(tx.average_buffers("data"), _stage(at, "averaged")),
     )
 
 
@@ -324,6 +324,11 @@ class Run:
         ledger, ends = self.ledger(), {(line["end"], line["step"]) for line in self.lines() if "end" in line}
         assert len(ledger) == -(-STEPS // self.options.accumulate) * self.options.epochs, self.errors()
         assert ends == {(replay(ledger, self.options), len(ledger))}
+        ended = {line["process"] for line in self.lines() if "end" in line}
+        taken = [
+            (line["process"], line["step"]) for line in self.lines() if "weight" in line and line["process"] in ended
+        ]
+        assert len(taken) == len(set(taken)), "a step that a rank has taken which lives is not taken again"
         weights = {line["step"]: line["weight"] for line in self.lines() if "weight" in line}
         assert sum(weights.values()) == SAMPLES * self.options.epochs
         return ledger

@@ -18,7 +18,7 @@ from tests.generations.runs import ANY, KILL, LOSE, STOP, Options, Plan, Run, ru
 # The places of a step, by what its process does there. A death at each, in turn, while a newcomer replaces the last one.
 PLACES = [
     *(("load", 2), ("body", 2), ("weight", 2), ("forward", 2), ("loss", 2), ("backward 2", 2)),
-    *(("backward 1", 2), ("backward 0", 2), ("reduced", 2), ("stepped", 2), ("after", 2), ("resumed", 1)),
+    *(("backward 1", 2), ("backward 0", 2), ("averaged", 2), ("stepped", 2), ("after", 2), ("resumed", 1)),
 ]
 long = pytest.mark.long
 
@@ -65,7 +65,7 @@ ATTACKS: dict[str, tuple[list[Plan], list[tuple[str, Plan]], Options, int]] = {
     "too few are left until one comes": (
         [[("forward", 1, 4, KILL)], [("forward", 1, 4, KILL)], []], [("hit", [])], Options(at_least=2), 2,
     ),
-    "some have taken the step and others have not": ([[("reduced", 1, 4, LOSE)], [], []], [], Options(), 3),
+    "some have taken the step and others have not": ([[("averaged", 1, 4, LOSE)], [], []], [], Options(), 3),
     "in the last step": ([[("forward", 1, 16, KILL)], [], []], [], Options(), 2),
     "at the end of training": ([[("end", 1, 1, KILL)], [], []], [], Options(), 2),
     "within a window": ([[("forward", 1, 6, KILL)], [], []], [], Options(accumulate=3), 2),
