@@ -41,12 +41,7 @@ def chosen_transport(transport: str) -> str:
 
 
 def links_to_host(
-    doorway: Doorway,
-    doorways: Mapping[int, tuple[str, str]],
-    meetings: Meetings,
-    timeout_s: float,
-    required: bool,
-    look: Callable[[], None],
+    doorway: Doorway, doorways: Mapping[int, tuple[str, str]], meetings: Meetings, timeout_s: float, required: bool
 ) -> HostLinks | None:
     """Connections to the other ranks of this host; None if there are none, or where a rank of any host cannot
     connect.
@@ -55,7 +50,6 @@ def links_to_host(
         doorways: Rank -> its host, and the address of its doorway; of all ranks, which all call this.
         meetings: Where the ranks compare values.
         required: Whether to raise where a rank cannot connect.
-        look: Raises where a rank has ended.
 
     Raises:
         TransportError: on all ranks: one of them cannot connect.
@@ -69,7 +63,7 @@ def links_to_host(
     def check() -> None:
         if (text := store.get(timeout_s, refused)) is not None:
             raise TransportError(text)
-        look()
+        meetings.check(me)
 
     links, failed = None, False
     with contextlib.ExitStack() as given_up:
@@ -149,7 +143,7 @@ def connected_mesh(
                     set_timeout(group, timeout_s)
             if transport != "gloo":
                 doorways = {rank: (host, address) for rank, (_, host, address) in zip(ranks, found, strict=True)}
-                links = links_to_host(doorway, doorways, meetings, connect_s, transport == "shared", look)
+                links = links_to_host(doorway, doorways, meetings, connect_s, transport == "shared")
                 if links is not None:
                     links.timeout_s = timeout_s
     except dist.DistNetworkError as error:

@@ -31,7 +31,7 @@ class Meetings:
 
     def __init__(self, store: Store, name: str, timeout_s: float, check: Callable[[int], None]) -> None:
         self._store, self._rank = store, dist.get_rank()
-        self._name, self._timeout_s, self._check = name, timeout_s, check
+        self._name, self._timeout_s, self.check = name, timeout_s, check
 
     def exchange(
         self,
@@ -121,7 +121,7 @@ class Meetings:
             nonlocal apart, seen
             left = False
             try:
-                self._check(rank)  # first: a rank that has failed may be at another place already
+                self.check(rank)  # first: a rank that has failed may be at another place already
             except (PeerLost, DesyncError):
                 if ask():
                     return  # it gave its value before it failed, and that value says more than the failure

@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -116,7 +117,8 @@ def train(members: Any, options: Options, log: Callable[..., None], at: At) -> A
     step = make_step(mesh, options, at)
     runs = fjoin.Checkpoints(options.folder, step, every=4) if options.folder else None
     state = members.resume(step, PARAMS, buffers(), otherwise=runs and runs.restore)
-    log(generation=members.generation, rank=step.rank, ranks=step.ranks, at=state.step)
+    held = len(os.listdir("/proc/self/fd")), threading.active_count(), len(os.listdir("/proc/self/task"))
+    log(generation=members.generation, rank=step.rank, ranks=step.ranks, at=state.step, held=held)
     at("resumed")
     if options.program == "count":
         state = _count(members, step, state, options, log)
