@@ -93,7 +93,7 @@ def elastic(
             try:
                 members.begin()
                 result = train(members)
-                members.mesh.exchange("the end of training", None, len)
+                members.finish()
                 membership.end_run("")
                 return result
             except NewGeneration:
@@ -101,7 +101,10 @@ def elastic(
             except Exception as error:
                 if not isinstance(error, (PeerLost, CollectiveTimeout)) and not is_backend_error(error):
                     with contextlib.suppress(PeerLost):  # of the store
-                        membership.end_run(f"the training function of another rank has failed: {described(error)}")
+                        membership.end_run(
+                            f"the run at the store {address} has ended, since the training function of a rank has failed: "
+                            f"{described(error)}. Another run needs a new store"
+                        )
                     raise
                 _LOG.warning("generation %d has ended: %s", members.generation, described(error))
                 failure = error
@@ -110,6 +113,9 @@ def elastic(
                     traceback.clear_frames(freed.__traceback__)
                     freed.__traceback__, freed = None, freed.__cause__ or freed.__context__
             members.end(failure)
+        _LOG.warning(
+            "the run at the store %s is complete, and this process came late; another run needs a new store", address
+        )
         return None
     except BaseException as error:
         failure = error

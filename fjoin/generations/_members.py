@@ -88,6 +88,16 @@ class Members:
         if dist.is_initialized():
             dist.destroy_process_group()
 
+    def finish(self) -> None:
+        """Wait until all ranks have come to the end of the training function.
+
+        Raises:
+            JoinError: this rank has left a loop in which others go on.
+        """
+        if self._step is not None:
+            self._step.failures.check()
+        self.mesh.exchange("the end of training", None, len)
+
     def close(self) -> None:
         """Take part no more."""
         self._closed.set()

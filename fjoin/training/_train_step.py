@@ -132,10 +132,10 @@ class TrainStep:
         self.pipeline: Pipeline = run.pipeline
         self.ranks: int = run.ranks
         self.rank: int = run.mesh.rank
-        self._failures = StepFailures(run)
+        self.failures: StepFailures = StepFailures(run)
         self._left = 0, False  # see `left_open`
         self.held: StateData | None = None
-        self._in_loop = InLoop(run, self._failures)
+        self._in_loop = InLoop(run, self.failures)
 
     def __repr__(self) -> str:
         return f"train_step({self.pipeline!r}, rank={self.rank}, ranks={self.ranks})"
@@ -170,7 +170,7 @@ class TrainStep:
         """
         if sync not in ("broadcast", "check", None):
             raise ValueError(f"sync must be 'broadcast', 'check' or None, got {sync!r}")
-        self._failures.check()
+        self.failures.check()
         refuse_inference("init")
         check_buffers(buffers)
         if buffers is None and self.run.on_buffers is not None:
@@ -196,9 +196,9 @@ class TrainStep:
         self.run.close()
         self.held = None
         left, self._left = self._left, (0, False)
-        for text in left_open(self.run.ends, *left) if self._failures.broken is None else ():
+        for text in left_open(self.run.ends, *left) if self.failures.broken is None else ():
             warnings.warn(text, stacklevel=2)
-        self._failures.drain()
+        self.failures.drain()
 
     def flush(self, state: TrainState) -> TrainState:
         """Average what the ranks have trained since the last average; for the end of training, on all ranks.
@@ -220,7 +220,7 @@ class TrainStep:
             ValueError: `state` is within an accumulation window.
             PeerLost, CollectiveTimeout, DonatedState, TornState: as a step.
         """
-        self._failures.check()
+        self.failures.check()
         try:
             body = check_state(state)._claim(self.run.token)
             if body.window:
@@ -257,8 +257,8 @@ class TrainStep:
             TypeError, ValueError: `loss_fn` or `weight` returned an unusable value; the first loss depends on no
                 parameter.
         """
-        if self._failures.broken is not None:
-            self._failures.check()
+        if self.failures.broken is not None:
+            self.failures.check()
         iteration, body, given = self._in_loop.iteration, None, None
         try:
             if iteration is not None:
@@ -268,7 +268,7 @@ class TrainStep:
                 body = body.clone()
             if self.run.step_check.reads.under_way:
                 self.run.step_check.raise_pending()
-            self._failures.last_step = body.step
+            self.failures.last_step = body.step
             if iteration is None and not self._in_loop.compared:
                 self._in_loop.compare("a loop without step.join")
             metrics = self.run(body, batch, iteration)

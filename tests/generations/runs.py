@@ -127,6 +127,8 @@ def train(members: Any, options: Options, log: Callable[..., None], at: At) -> A
         time.sleep(options.pause_s)
         if options.program == "random":
             log(draws=[drawn, torch.rand(1).item()], before=state.step)
+        if options.program == "break" and step.rank == 1 and state.step == 5:
+            break
         if options.program == "raise" and step.rank == 1 and state.step == 5:
             raise KeyError("user code")
         state, metrics = step(state, (x, y))

@@ -141,7 +141,16 @@ def test_an_error_of_the_training_function_ends_the_run_on_all_ranks(tmp_path: P
         run.start([])
         ends += run.finish()[3:]
     assert ends[0] == "KeyError: 'user code'"
-    assert all(end.startswith("PeerLost") and "user code" in end for end in ends[1:])
+    assert all(end.startswith("PeerLost") and "user code" in end and "new store" in end for end in ends[1:])
+
+
+def test_a_loop_that_one_rank_leaves_ends_the_run_on_all_ranks(tmp_path: Path) -> None:
+    with running(tmp_path, Options(program="break")) as run:
+        for _ in range(3):
+            run.start([])
+        ends = sorted(run.finish())
+    assert [end.partition(":")[0] for end in ends] == ["JoinError", "PeerLost", "PeerLost"]
+    assert all("rank 1 left the loop over step.join in iteration 5, and others have not" in end for end in ends), ends
 
 
 def test_a_healthy_step_sends_no_message_more(tmp_path: Path) -> None:
