@@ -33,7 +33,7 @@ def stops(transport: str, seed: int) -> tuple[float, float]:
         time.sleep(chance.uniform(0.0, 0.3))
         killed = time.monotonic()
         run.processes[chance.randrange(RANKS)].kill()
-        time.sleep(1.0)
+        run.wait("generation", 2 * RANKS - 1)  # the others have resumed
         started = time.monotonic()
         run.start()
         run.finish()

@@ -15,7 +15,7 @@ from .._errors import CollectiveTimeout, PeerLost, described
 from ..groups import is_backend_error
 from ..transforms.base import checks
 from ._members import Members, NewGeneration
-from ._membership import Membership, Records
+from ._membership import Membership, RunStore
 
 T = TypeVar("T")
 _LOG = logging.getLogger("fjoin")
@@ -83,10 +83,11 @@ def elastic(
         raise ValueError("elastic needs the store at which ranks meet: set FJOIN_STORE=host:port, or pass store=")
     if dist.is_initialized():
         raise ValueError("elastic makes the process groups of each generation itself; call it before fjoin.mesh")
-    records, watched = Records.at(address, timeout_s), Records.at(address, timeout_s)
-    membership = Membership(records, watched, ranks, at_least, timeout_s)
+    stores = RunStore.at(address, timeout_s), RunStore.at(address, timeout_s)
+    membership = Membership(*stores, ranks, at_least, timeout_s)
     members = Members(membership, timeout_s, {"timeout_s": timeout_s, "transport": transport, "ordered": ordered})
     failure: BaseException | None = None
+    result: T | None = None
     try:
         while membership.form():
             failure = None
@@ -94,7 +95,8 @@ def elastic(
                 members.begin()
                 result = train(members)
                 members.finish()
-                membership.end_run("")
+                with contextlib.suppress(PeerLost):  # of the store: all ranks have met, so the training is complete
+                    membership.end_run("")
                 return result
             except NewGeneration:
                 pass
@@ -113,10 +115,11 @@ def elastic(
                     traceback.clear_frames(freed.__traceback__)
                     freed.__traceback__, freed = None, freed.__cause__ or freed.__context__
             members.end(failure)
-        _LOG.warning(
-            "the run at the store %s is complete, and this process came late; another run needs a new store", address
-        )
-        return None
+        if membership.generation == 0:
+            _LOG.warning(
+                "the run at the store %s was complete before this process came; another needs a new store", address
+            )
+        return result
     except BaseException as error:
         failure = error
         raise

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .._errors import JoinError
 from ..groups import Communicator, connect_generation
+from ..step import StateData
 from ..training import JoinedLoader, TrainState, TrainStep, loaded
 from ..transforms.base import trees
 from ..transforms.pipelines import buffers_placement, params_placement, placed
@@ -42,7 +43,7 @@ class Members:
         self._closed, self._connecting = threading.Event(), 0
         self._mesh: Communicator | None = None
         self._step: TrainStep | None = None
-        self._held: TrainState | None = None  # the newest state of this process
+        self._body: StateData | None = None  # of the newest state of this process
         self._commit = _NOTHING  # the generation in which its last step was taken, and its number of steps
         self._streams: tuple[int, Any] = -1, None  # the number of a step, and the random streams before it
         self._batches: JoinedLoader[Any] | None = None
@@ -62,14 +63,14 @@ class Members:
 
     def begin(self) -> None:
         """Connect the members of this generation."""
-        record = self._membership
-        record.arrive()
+        of = self._membership
+        of.arrive()
         limit_s = min(self._timeout_s, _CONNECT_S * 2**self._connecting)
         self._connecting += 1
-        store = dist.distributed_c10d.PrefixStore(f"generation {record.generation}", record.records.torchs)
-        rank, size = record.members.index(record.number), len(record.members)
+        store = dist.distributed_c10d.PrefixStore(f"generation {of.generation}", of.store.store)
+        rank, size = of.members.index(of.number), len(of.members)
         self._mesh = connect_generation(store, rank, size, limit_s, **self._options)
-        self._mesh.generation = record.generation
+        self._mesh.generation = of.generation
         self._connecting, self._asked = 0, False
 
     def end(self, error: BaseException | None = None) -> None:
@@ -77,13 +78,13 @@ class Members:
         mesh, self._mesh, step, self._step, self._batches = self._mesh, None, self._step, None, None
         if mesh is not None:
             mesh.__exit__(None, error, None)
-        if step is not None and (body := step.held) is not None:
+        if step is not None and (body := step.held or self._body) is not None:
             if body.window:
                 body.lose_window(body.step * step.run.accumulate)
             if body.torn or (body.ended and body.ended.failed):
-                self._held, self._commit = None, _NOTHING
+                self._body, self._commit = None, _NOTHING
             else:
-                self._held = TrainState(body)
+                self._body = body
                 self._commit = self._commit if body.step == self._commit[1] else (self.generation, body.step)
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -149,7 +150,7 @@ class Members:
             state = step.init(params, buffers) if otherwise is None else otherwise(params, buffers, data=False)
         else:
             state = step.init(params, buffers, sync=None)
-            source = state if self._held is None or own != newest else self._held
+            source = state if self._body is None or own != newest else TrainState(self._body)
             rest = source.pipeline, source.buffers, source.on_buffers, source.batches
             tree: Any = trees.named_leaves(source.params), *rest
             leaves, structure = optree.tree_flatten(tree, none_is_leaf=True)
@@ -160,7 +161,7 @@ class Members:
             token, accumulate = step.run.token, step.run.accumulate
             state = loaded(state, token, flat, pipeline, held_buffers, ends, batches, accumulate)
         self._refuse(step, state)
-        self._held, self._step = state, step
+        self._body, self._step = step.held, step
         self._commit = newest if newest != _NOTHING else (0, state.step)
         return state
 
@@ -204,9 +205,9 @@ class Members:
             ValueError: the loader has another sampler; `resume` has not been called with this step.
             JoinError, PeerLost: as `step.join`.
         """
-        if step is not self._step or step.held is None:
+        if step is not self._step or self._body is None:
             raise ValueError("members.join takes the step whose state members.resume has returned in this generation")
-        batches, begun = step.join(loader, **options), step.held.step
+        batches, begun = step.join(loader, **options), self._body.step
         if self._streams[0] != begun:
             self._streams = begun, batches.streams
         batches.begin_at(begun, step.run.accumulate, self._streams[1])
@@ -214,9 +215,10 @@ class Members:
         while batches.epoch < epochs:
             for batch in batches:
                 yield batch
-                if not step.held.window:
-                    self._streams = step.held.step, batches.streams
-            self._streams = step.held.step, batches.streams
+                self._body = step.held or self._body  # a step that is closed holds none
+                if not self._body.window:
+                    self._streams = self._body.step, batches.streams
+            self._streams = self._body.step, batches.streams
             if batches.stopped and self.mesh.exchange("a loop that was stopped", self._asked, any):
                 raise NewGeneration
             if batches.stopped:

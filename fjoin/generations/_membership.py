@@ -13,7 +13,7 @@ from typing import Any
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from .._errors import PeerLost
-from ..groups import Processes, Store
+from ..groups import Processes, Store, poll
 
 SILENT_S = 5.0  # a process on another host has ended if it gives no sign of life for so long
 _LOOK_S = 0.01  # between two looks at the records
@@ -21,7 +21,7 @@ _WATCH_S = 0.2  # between two looks of the thread
 _BEAT_S = 1.0  # between two signs of life
 
 
-class Records(Store):
+class RunStore(Store):
     """The store of a run, at an address.
 
     Raises:
@@ -30,7 +30,7 @@ class Records(Store):
 
     def __init__(self, address: str, store: Any) -> None:
         super().__init__(store)
-        self._address, self.torchs = address, store
+        self._address, self.store = address, store
 
     def ask(self, seconds: float, call: Callable[[], Any]) -> Any:
         try:
@@ -42,7 +42,7 @@ class Records(Store):
             ) from error
 
     @classmethod
-    def at(cls, address: str, timeout_s: float) -> Records:
+    def at(cls, address: str, timeout_s: float) -> RunStore:
         """A connection of its own to the store at host:port."""
         host, _, port = address.rpartition(":")
         if not host or not port.isdigit():
@@ -75,27 +75,27 @@ class Membership:
         members: Its members.
 
     Args:
-        records, watched: Connections to the store, of this thread and of the one that watches.
+        store, watched: Connections to the store, of this thread and of the one that watches.
         ranks: How many are wanted; more of them wait.
         at_least: How many go on where some are lost.
         timeout_s: How long members that live are waited for, and newcomers where there are none.
     """
 
-    def __init__(self, records: Records, watched: Records, ranks: int, at_least: int, timeout_s: float) -> None:
-        self.records, self._watched, self._timeout_s = records, watched, timeout_s
+    def __init__(self, store: RunStore, watched: RunStore, ranks: int, at_least: int, timeout_s: float) -> None:
+        self.store, self._watched, self._timeout_s = store, watched, timeout_s
         self._ranks, self._at_least = ranks, at_least
         self.generation, self.members = 0, list[int]()
-        self._processes = Processes(records)
+        self._processes = Processes(store)
         self._beats = dict[int, tuple[Any, float]]()  # the last sign of life of those on other hosts, and its time
-        self.number = records.add(timeout_s, "processes")
-        self._processes.introduce(self.number)
+        self.number = store.add(timeout_s, "processes")
+        self._set(f"process/{self.number}", self._processes.own)
         self._set(f"asks/{self.number}", 0)
 
     def _set(self, key: str, value: Any) -> None:
-        self.records.set(self._timeout_s, key, value)
+        self.store.set(self._timeout_s, key, value)
 
     def _get(self, *keys: str) -> list[Any]:
-        return self.records.get_all(self._timeout_s, list(keys))
+        return self.store.get_all(self._timeout_s, list(keys))
 
     def silent(self) -> set[int]:
         """The numbers of the processes on other hosts that give no sign of life."""
@@ -163,7 +163,7 @@ class Membership:
             return
         if (late or set(living) <= set(ready)) and len(ready) >= (self._at_least if living or late else self._ranks):
             ready.sort(key=lambda number: (*before, number).index(number))  # members keep their order
-            self.records.set_first(self._timeout_s, f"members/{wanted}", ready[: self._ranks])
+            self.store.set_first(self._timeout_s, f"members/{wanted}", ready[: self._ranks])
         elif late:
             raise PeerLost(f"{len(ready)} of at least {self._at_least} ranks have come within {self._timeout_s:g} s")
 
@@ -174,16 +174,18 @@ class Membership:
             PeerLost: one of them has ended, or does not come in time.
         """
         self._set(f"here/{self.generation}/{self.number}", True)
-        since, keys = time.monotonic(), [f"here/{self.generation}/{number}" for number in self.members]
-        while not all(here := self._get(*keys)):
-            missing = [number for number, came in zip(self.members, here, strict=True) if not came]
-            if self._ended(missing) or time.monotonic() - since > self._timeout_s:
+        keys = [f"here/{self.generation}/{number}" for number in self.members]
+
+        def check() -> None:
+            if self._ended(self.members):
                 raise PeerLost("a member of the generation has ended before it was connected")
-            time.sleep(_LOOK_S)
+
+        if not poll(lambda: all(self._get(*keys)), self._timeout_s, check, _LOOK_S, _LOOK_S):
+            raise PeerLost(f"not all members have come to connect within {self._timeout_s:g} s")
 
     def end_run(self, failure: str) -> None:
         """Write that the run has ended, for all: "" if the training is complete."""
-        self.records.set_first(self._timeout_s, "ended", failure)
+        self.store.set_first(self._timeout_s, "ended", failure)
 
     def leave(self) -> None:
         """Write that this process takes part no more, though it may live on."""

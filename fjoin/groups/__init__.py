@@ -32,5 +32,5 @@ from ._make_mesh import (
     world_size as world_size,
 )
 from ._mesh import Communicator as Communicator, Mesh as Mesh, check_mesh as check_mesh
-from ._message import StepEnd as StepEnd, plain as plain
+from ._message import StepEnd as StepEnd, plain as plain, poll as poll
 from ._traffic import NO_SPAN as NO_SPAN, TIMELINES as TIMELINES, Sent as Sent, Span as Span, Traffic as Traffic

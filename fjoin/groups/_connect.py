@@ -6,7 +6,7 @@ import contextlib
 import datetime
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -139,8 +139,7 @@ def connected_mesh(
             look()  # while groups are connected, the store does not answer
             if groups is None:
                 groups = limited(connect_s, lambda: new_groups(shape, grid, connect_s), look)
-                for group in groups.values():
-                    set_timeout(group, timeout_s)
+                set_timeout(groups.values(), connect_s, timeout_s)
             if transport != "gloo":
                 doorways = {rank: (host, address) for rank, (_, host, address) in zip(ranks, found, strict=True)}
                 links = links_to_host(doorway, doorways, meetings, connect_s, transport == "shared")
@@ -236,9 +235,10 @@ def await_port(timeout_s: float) -> None:
         raise Unanswered("nothing listens there")
 
 
-def set_timeout(group: Any, timeout_s: float) -> None:
-    """Give the messages of a group that is connected another limit."""
-    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s), group)
+def set_timeout(groups: Iterable[Any], connect_s: float, timeout_s: float) -> None:
+    """Give the messages of groups that are connected a limit of their own."""
+    for group in groups if timeout_s != connect_s else ():  # torch can do it for gloo and NCCL alone
+        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s), group)
 
 
 def limited(timeout_s: float, call: Callable[[], T], check: Callable[[], None] | None = None) -> T:

@@ -171,18 +171,18 @@ class Processes:
         self._store = store
         numbered = os.path.exists("/proc/self") and os.readlink("/proc/self") == str(os.getpid())
         # The host and its numbering of processes, the number, and the start; None where /proc shows other processes.
-        self._own = [host_name("pid"), os.getpid(), _start_of(os.getpid()) if numbered else None]
+        self.own = [host_name("pid"), os.getpid(), _start_of(os.getpid()) if numbered else None]
         self._known: dict[int, list[Any]] = {}
 
     @property
     def forked(self) -> bool:
         """Whether this process is a child of the one that made this object."""
-        return bool(self._own[1] != os.getpid())
+        return bool(self.own[1] != os.getpid())
 
     def introduce(self, number: int) -> None:
         """Tell the others which process this one is."""
         with contextlib.suppress(RuntimeError):
-            self._store.set(ANSWER_S, f"process/{number}", self._own)
+            self._store.set(ANSWER_S, f"process/{number}", self.own)
 
     def ended(self, numbers: Iterable[int]) -> set[int]:
         """Those of these numbers whose processes have surely ended."""
@@ -194,11 +194,11 @@ class Processes:
         return {number for number in numbers if number in self._known and self._has_ended(*self._known[number])}
 
     def _has_ended(self, host: str, pid: int, start: str | None) -> bool:
-        return bool(start) and host == self._own[0] and _start_of(pid) not in (start, None)
+        return bool(start) and host == self.own[0] and _start_of(pid) not in (start, None)
 
     def elsewhere(self) -> list[int]:
         """The numbers of the known processes that are on other hosts."""
-        return [number for number, (host, *_) in list(self._known.items()) if host != self._own[0]]
+        return [number for number, (host, *_) in list(self._known.items()) if host != self.own[0]]
 
 
 # How long the last messages of a rank that has ended may take to arrive.

@@ -19,7 +19,7 @@ from .._errors import CollectiveTimeout, DesyncError, JoinError, PeerLost, Trans
 from ..transforms.axes import One, bind_axes, bound
 from ..transforms.base import checks, devices
 from ._connect import await_port, chosen_transport, connected_mesh, limited, new_groups, set_timeout
-from ._failures import Processes, Store, is_backend_error
+from ._failures import is_backend_error
 from ._group_mesh import ENDED, MESHES, TIMEOUT_S, GroupMesh, timeout_of
 from ._launch import read_launch
 from ._mesh import Communicator, Mesh, SimulatedMesh, check_mesh
@@ -130,8 +130,7 @@ def _initialize(timeout_s: float, connect_s: float) -> bool:
         dist.init_process_group(backend, timeout=timeout, rank=launch.rank, world_size=launch.size)
 
     limited(connect_s, connect)
-    set_timeout(dist.group.WORLD, timeout_s)
-    Processes(Store()).introduce(launch.rank)
+    set_timeout([dist.group.WORLD], connect_s, timeout_s)
     # Threads of groups that still exist when the interpreter ends can abort the process.
     atexit.register(_close, os.getpid())
     return True
@@ -165,7 +164,6 @@ def connect_generation(store: Any, rank: int, size: int, connect_timeout_s: floa
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
 
     limited(connect_timeout_s, connect)
-    Processes(Store()).introduce(rank)
     return check_mesh("elastic", mesh({"data": -1}, connect_timeout_s=connect_timeout_s, **options))
 
 

@@ -236,9 +236,7 @@ class Position(Generic[B]):
     def begin_at(self, steps: int, accumulate: int, streams: Mapping[str, Streams] | None) -> None:
         """See `JoinedLoop.begin_at`."""
         if self._shuffled is None:
-            text = (
-                f"begin_at needs a loader whose batch_sampler is a fjoin.Shuffled, got a {type(self.loader).__name__}"
-            )
+            text = f"begin_at needs a loader with a batch sampler fjoin.Shuffled, got a {type(self.loader).__name__}"
             raise ValueError(f"{text}; the batches of other loaders do not follow from the number of steps")
         self.epoch, at = divmod(steps, max(1, -(-self._shuffled.steps // accumulate)))
         self.steps = self.batches = at * accumulate
@@ -462,7 +460,6 @@ class JoinedLoop(Generic[B]):
         """
         self._check_outside("begin_at")
         checks.whole_number("steps", steps, 0)
-        checks.whole_number("accumulate", accumulate, 1)
         self._position.begin_at(steps, accumulate, streams)
 
     def _check_outside(self, name: str) -> None:

@@ -139,8 +139,10 @@ def train(members: Any, options: Options, log: Callable[..., None], at: At) -> A
             if runs is not None:
                 runs.save(state, metrics)
         log(numbers=numbers, of=state.step - metrics.stepped, g=members.generation)
+    kept = state.clone()
+    step.close()
     at("end")
-    log(end=digest(state), step=state.step)
+    log(end=digest(kept), step=kept.step)
     return state
 
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.generations._membership import Membership, Records
-from tests.generations.runs import PARAMS, SAMPLES, STEPS, Loader, Options, buffers, digest, make_step, replay
+from fjoin.generations._membership import Membership, RunStore
+from tests.generations.runs import PARAMS, STEPS, Loader, Options, buffers, digest, make_step, replay
 
 
 class Died(Exception):
@@ -37,7 +37,7 @@ class Town:
         thread.start()
 
     def _live(self, dice: random.Random, chance: float) -> None:
-        one = Membership(*(Records("town", self.store) for _ in range(2)), *self._limits)
+        one = Membership(*(RunStore("town", self.store) for _ in range(2)), *self._limits)
         one._processes.ended = lambda numbers: self.dead & set(numbers)  # type: ignore[method-assign]
         try:
             while one.form():
@@ -84,13 +84,13 @@ def test_deaths_at_any_moment_leave_one_record_for_each_generation(seed: int) ->
 
 def test_a_newcomer_does_not_train_beside_members_that_live() -> None:
     town = Town(ranks=2, at_least=1, timeout_s=0.5)
-    members = [Membership(*(Records("town", town.store) for _ in range(2)), 2, 1, 0.5) for _ in range(2)]
+    members = [Membership(*(RunStore("town", town.store) for _ in range(2)), 2, 1, 0.5) for _ in range(2)]
     threads = [threading.Thread(target=one.form, daemon=True) for one in members]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    newcomer = Membership(*(Records("town", town.store) for _ in range(2)), 2, 1, 0.5)
+    newcomer = Membership(*(RunStore("town", town.store) for _ in range(2)), 2, 1, 0.5)
     done = threading.Event()
 
     def come() -> None:
@@ -183,7 +183,6 @@ def test_the_simulated_run_equals_one_process_on_whole_batches() -> None:
 
         return tx.simulate(one, {"data": ranks}, list(range(ranks)))[0]
 
-    assert SAMPLES % STEPS
     whole = displacement(1)
     for ranks in (2, 5, 16):
         torch.testing.assert_close(displacement(ranks), whole, rtol=1e-9, atol=1e-12)
