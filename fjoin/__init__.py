@@ -11,6 +11,7 @@ functional  load_into               a module as a pure function, and values back
 value_and_grad                      the loss and its gradient, for a loop of your own
 ddp.register                        hooks and pipelines in DistributedDataParallel
 ddp.register_ddp_comm_hook          torch's communication hooks, by name
+fsdp.register                       pipelines in torch's fully_shard
 auto_quantize                       torch's collectives, encoded
 Optimizer                           our optimizers in the shape of torch.optim's
 PeriodicModelAverager  HierarchicalModelAverager  PostLocalSGDOptimizer     torch's local SGD
@@ -25,7 +26,7 @@ transforms                          the pure part: `from fjoin import transforms
 
 from torch.distributed.algorithms.join import Joinable as Joinable, JoinHook as JoinHook
 
-from . import ddp as ddp, testing as testing, transforms as transforms
+from . import ddp as ddp, fsdp as fsdp, testing as testing, transforms as transforms
 from ._auto_quantize import auto_quantize as auto_quantize
 from ._checkpoint_wrapper import (
     CheckpointImpl as CheckpointImpl,

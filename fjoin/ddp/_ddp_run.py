@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from ..transforms.axes import bind_axes, bound_call
 from ..transforms.base import Transform, devices, state_dicts
 from ..transforms.combinators import stages
 from ..transforms.layout import Bucket, Pieces
+from ..transforms.optimizers import with_hyperparameters
 from ..transforms.pipelines import Counting, Explanation, Pipeline, PipelineState, make_plan, parts_of
 from ._buckets import DDPBucket, TotalWeight, bucket_of, first_buckets
 from ._module_params import ModuleParams, ScaledLoss, UsedParameters
@@ -126,6 +128,19 @@ class DDPRun:
     def checksum(self) -> int:
         """A checksum of the parameters; 0 if all ranks have equal parameters after each step."""
         return self.params.checksum() if self.pipeline is not None and self.pipeline.ends else 0
+
+    @property
+    def steps(self) -> int:
+        return self.body.step
+
+    @property
+    def last_total(self) -> float:
+        return self.total.read()
+
+    def change(self, values: Mapping[str, float]) -> None:
+        """Take other hyperparameters."""
+        stepper = self.params.stepper
+        stepper.adopt(with_hyperparameters(stepper.states, **values))
 
     @property
     def numbers(self) -> dict[str, Any]:

@@ -15,15 +15,14 @@ from torch.distributed.algorithms.ddp_comm_hooks import DDPCommHookType
 from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..buckets import REGISTERED
 from ..groups import Mesh, check_mesh, linked_mesh
 from ..records import compare
+from ..step import ModuleHandle, guard_steps
 from ..transforms.base import Over, Transform, shares
-from ..transforms.optimizers import Optimizer, frozen, with_hyperparameters
-from ..transforms.pipelines import Explanation, Pipeline, axes_of, fuse, warn_if_silent
+from ..transforms.optimizers import Optimizer, frozen
+from ..transforms.pipelines import Pipeline, axes_of, fuse, warn_if_silent
 from ._comm_hooks import comm_hook
 from ._ddp_run import DDPRun
 
@@ -68,25 +67,16 @@ class _KeepsParameters(JoinHook):
             model.parameters_to_ignore = before
 
 
-_STEPPED: Any = WeakIdKeyDictionary()  # parameter -> its path, of all registered modules
-_SEEN: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
-_watch: Any = None
-
-
 def guard(model: DistributedDataParallel, run: DDPRun) -> None:
     """Guard the parameters that a registered pipeline steps.
 
     Gradients that a step has used are dropped when the next forward pass begins, so that a loop without zero_grad does
     not add to them. An optimizer that steps the same parameters again is warned of.
     """
-    global _watch
     assert run.pipeline is not None
     at, still = run.pipeline.optimizer.at, frozen()
     stepped = {path: p for path, p in run.leaves.items() if at(path) != still}
-    for path, p in stepped.items():
-        _STEPPED[p] = path
-    if _watch is None:
-        _watch = register_optimizer_step_pre_hook(_warn_of_second_step)
+    guard_steps(stepped, "a pipeline registered by fjoin.ddp.register has stepped in the backward pass")
     model.register_forward_pre_hook(_DropSpent(run, list(stepped.values())))
     model.module.register_forward_hook(_WarnAlone(run, model.module))
 
@@ -147,31 +137,19 @@ def _nothing(module: Any, args: Any, out: Any = None) -> None:
     """The hook of a copy, in which nothing is registered."""
 
 
-def _warn_of_second_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if _SEEN.get(optimizer) == len(_STEPPED):
-        return
-    _SEEN[optimizer] = len(_STEPPED)
-    paths = [_STEPPED[p] for group in optimizer.param_groups for p in group["params"] if p in _STEPPED]
-    if paths:
-        warnings.warn(
-            f"this {type(optimizer).__name__} steps {paths[0]!r}, which a pipeline registered by fjoin.ddp.register has stepped in "
-            f"the backward pass already; remove optimizer.step(), or register only the hook",
-            stacklevel=3,
-        )
-
-
-class Handle:
+class Handle(ModuleHandle):
     """A registered hook; made by `fjoin.ddp.register`.
 
     Attributes:
         step: The number of synchronised backward passes so far.
         skipped: The number of steps left out by `skip_if_nonfinite` or `dynamic_loss_scale`.
-        total: The sum of the ranks' weights in the last synchronised pass, or the number of ranks with a weight above 0
-            where the mean counts ranks; NaN where the hook does not reduce.
+        total: The sum of the ranks' weights in the last synchronised pass; see `ModuleHandle`.
     """
 
+    run: DDPRun
+
     def __init__(self, run: DDPRun) -> None:
-        self.run: DDPRun = run
+        self.run = run
 
     def weight(self, weight: float) -> None:
         """Set this rank's weight in the mean for the next synchronised backward pass; 1 if it is not set.
@@ -195,11 +173,6 @@ class Handle:
     @property
     def step(self) -> int:
         return self.run.body.step
-
-    @property
-    def skipped(self) -> int:
-        outer = self.run.body.outer
-        return 0 if outer is None else int(outer.skipped)
 
     def scale(self, loss: Tensor, weight: float | None = None) -> Tensor:
         """The loss times this rank's weight, and times its scale for a pipeline in `dynamic_loss_scale`, to call
@@ -234,65 +207,6 @@ class Handle:
                 "only dynamic_loss_scale scales losses; call loss.backward(), or handle.scale(loss, weight)"
             )
         return loss if run.scaling is None else run.scaling(loss, run.body.outer.scale)
-
-    @property
-    def total(self) -> float:
-        return self.run.total.read()
-
-    def flush(self) -> None:
-        """Average what the ranks have trained since the last average; for the end of training, on all ranks.
-
-        Same as: `TrainStep.flush`, for the module's own parameters.
-
-        Raises:
-            TypeError: only a hook is registered, no pipeline.
-            NonFinite: on all ranks: some of them left out one of the last two steps.
-            DesyncError: on all ranks: others have begun a pass, or flush after another step.
-        """
-        if self.run.pipeline is None:
-            raise TypeError("only a pipeline has parameters to average; a hook alone is registered")
-        self.run.flush()
-
-    def with_hyperparameters(self, **values: float) -> None:
-        """Change hyperparameters between passes, on all ranks alike, for an optimizer that is wrapped in
-        `inject_hyperparameters`.
-
-        They are part of the state, and are saved with it.
-
-        Args:
-            values: Name -> value, as for `tx.with_hyperparameters`.
-
-        Raises:
-            ValueError: no optimizer has a hyperparameter of this name, or a value is not finite.
-            TypeError: a value that is no number.
-            DesyncError: in the next backward pass, on all ranks: their values differ.
-        """
-        stepper = self.run.params.stepper
-        stepper.adopt(with_hyperparameters(stepper.states, **values))
-
-    def __repr__(self) -> str:
-        run = self.run
-        steps = "a hook alone" if run.pipeline is None else "stepped in backward"
-        ranks = " x ".join(f"{name}={size}" for name, size in run.mesh.shape.items())
-        return f"Handle({run.what!r}, {len(run.leaves)} parameters, {steps}, ranks: {ranks}, step={self.step})"
-
-    def explain(self, at_step: int = 0) -> Explanation:
-        """The messages of a synchronised backward pass, as by `fjoin.transforms.explain`; also before any pass.
-
-        The buckets are those of the last pass; before the first pass, those of the first. From the second pass on the
-        module uses other buckets, cut in the order in which gradients arrive.
-
-        Args:
-            at_step: The number of the pass, counted from 0; see `fjoin.transforms.explain`.
-        """
-        return self.run.explain(at_step)
-
-    @property
-    def pipeline(self) -> Any:
-        """The state in the form of `pipeline.init` and `pipeline.step`, keyed by path, in views; of a hook alone, the
-        hook's.
-        """
-        return self.run.state
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the hook and of the optimizer: tensors and numbers, by parameter path, never by bucket."""

@@ -42,6 +42,7 @@ class Reduction(NamedTuple):
     # leaves the division to the optimizer's kernel.
     fusable: bool = False
     scatters: bool = False  # whether each rank gets only its piece of the result
+    arrives: bool = False  # whether it gets pieces of sums over all ranks already, and only divides
 
 
 class ByNorm(NamedTuple):

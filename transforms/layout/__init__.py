@@ -14,10 +14,13 @@ from ._buckets import (
     views as views,
 )
 from ._pieces import (
+    LocalPieces as LocalPieces,
     Pieces as Pieces,
     bind_pieces as bind_pieces,
     cut as cut,
     labels as labels,
+    local_pieces as local_pieces,
     merged as merged,
+    owners as owners,
     pieces_here as pieces_here,
 )

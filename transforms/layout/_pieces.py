@@ -156,6 +156,23 @@ class Pieces:
         return found
 
 
+class LocalPieces(Pieces):
+    """Pieces of leaves of which a rank has only its own slices."""
+
+    def own(self, tree: Tree) -> Tree:
+        return tree
+
+
+def local_pieces(slices: Mapping[str, Tensor], axis: str, ranks: int, rank: int) -> LocalPieces:
+    """Pieces of which a rank knows only its own: a bucket for each leaf, as if no other rank had any of it."""
+    buckets, bounds = [], []
+    for path, p in slices.items():
+        buckets.append(Bucket((path,), (0,), p.numel(), p.dtype, p.device, False, ()))
+        bounds.append(tuple(0 if r <= rank else p.numel() for r in range(ranks + 1)))
+    shapes = {path: p.shape for path, p in slices.items()}
+    return LocalPieces(axis, rank, tuple(buckets), tuple(bounds), shapes, frozenset())
+
+
 def cut(
     params: Mapping[str, Tensor],
     optimizer: Optimizer | None,

@@ -344,6 +344,22 @@ class Counting:
                 _run(part, some, some, state, call)
 
 
+def explain_step(
+    pipeline: Pipeline, step: Callable[[Any], object], state: Any, axes: Mapping[str, int], at_step: int
+) -> Explanation:
+    """The messages of a step as it runs in `Pipeline.step`, all in one row.
+
+    Args:
+        step: Takes a step with a state without data.
+        state: The state of the pipeline.
+    """
+    notes, sizes = list[Message](), dict(axes)
+    with torch.device("meta"), bind_axes({name: CountingAxis(name, n, notes, sizes) for name, n in axes.items()}):
+        step(optree.tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, _at(state, at_step)))
+    row = Row(repr(pipeline), Needs.TREE, _when(pipeline.hook, at_step), tuple(notes), _bytes_of(state))
+    return Explanation((row,), sizes)
+
+
 def _send_slices(pieces: Pieces, bucket: Bucket) -> None:
     """The message of a module's bucket: all slices of other ranks at once."""
     sizes = [sum(stop - start for start, stop in of.values()) for of in pieces.slices_of_all]

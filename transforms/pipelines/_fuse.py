@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 from .. import base, optimizers
-from ..axes import bound, check_late_weight, names, psum
-from ..base import KEYWORDS, Call, State, Transform, Tree, checks, devices, factory, shares, specs, timings, trees
+from ..axes import bound, check_late_weight, psum
+from ..base import KEYWORDS, Call, State, Transform, Tree, checks, devices, factory, shares, timings, trees
 from ..codecs import Codec
 from ..combinators import chain, stages
 from ..layout import Pieces, bind_pieces
 from ..optimizers import Matched, Optimizer, masters_of, matched, state_fields, with_masters, with_state_fields
-from ..reductions import mean, mean_with_words, scatter_mean
+from ..reductions import mean_with_words, scatter_mean
 from . import _pipeline
 from ._pipeline import FLUSH, Effect, Flag, Pipeline, PipelineState, Skips, are_apart, flag, mark_of, totals_of_step
 from ._plan import StepReduction, make_plan
-from ._sharded import by_path, sharding_of
+from ._sharded import by_path, in_pieces, of_sums, sharding_of
 
 
 @factory
@@ -31,6 +31,7 @@ def fuse(
     after: Transform | None = None,
     on_state: Transform | None = None,
     gather_codec: Codec | None = None,
+    sharded_over: str | None = None,
 ) -> Pipeline:
     """One training step as a pure function: gradient transform, optimizer, parameter transform.
 
@@ -45,6 +46,10 @@ def fuse(
             tree path -> name -> tensor.
         gather_codec: For a hook with a `scatter_mean`: the codec of the parameters' changes, which every rank adds to
             its parameters. The exact values are kept on their owners. None: the parameters themselves are gathered.
+        sharded_over: For a loop of one's own in which each rank has only pieces of the parameters, of any shapes, and
+            gathers them in its loss by `all_gather` over this axis: its backward pass sums gradients, so the loss
+            carries the weight, and the hook's mean over the axis, which must come first, only divides by their sum.
+            Norms are those of all pieces.
 
     Where the hook shards, by a `scatter_mean`, each rank steps its own piece, and the ranks gather the parameters. The
     optimizer's state, and `after`, are of this rank's slices.
@@ -60,7 +65,7 @@ def fuse(
         TypeError: an argument of the wrong kind; at `step`: a leaf of another dtype.
         DonatedState: at `step`: the state was donated to a step before.
         ValueError: at `step`: gradients or state that do not fit the parameters. Two shardings, or a transform that
-            cannot work on pieces.
+            cannot work on pieces; with `sharded_over` a hook that does not begin with a mean over it.
         UnboundAxis: at `init` of a sharded pipeline: nothing binds its axis.
 
     Same as: torch's _hook_then_optimizer, for any hook and optimizer.
@@ -85,6 +90,8 @@ def fuse(
         )
     if isinstance(after, Transform) and any(part.facts.by_norm for part in stages(after)):
         raise TypeError(f"fuse: {after!r} would scale the parameters; it is of gradients, and a stage of the hook")
+    if sharded_over is not None:
+        hook = of_sums(hook, sharded_over)
     return pipeline_of(hook, optimizer, after, on_state, gather_codec)
 
 
@@ -95,13 +102,16 @@ def pipeline_of(
     on_state: Transform | None,
     gather_codec: Codec | None = None,
     skips: Skips | None = None,
+    pieces: Pieces | None = None,
 ) -> Pipeline:
     """The pipeline of these parts.
 
     Args:
         skips: For a pipeline that skips steps with non-finite gradients after the hook: the state that counts them.
+        pieces: As for `sharding_of`.
     """
-    sharding = sharding_of(hook, optimizer, after, on_state, gather_codec)
+    sharding = sharding_of(hook, optimizer, after, on_state, gather_codec, pieces)
+    gathers = sharding is not None and sharding.gathers
     alike, parts = not timings.changes_with_steps(hook), stages(hook)
     behind_sum = chain(replace(parts[0], update=_as_they_are), *parts[1:]) if parts else hook
     plans: dict[tuple[tuple[str, int], ...], Any] = {}  # by the axes that are bound
@@ -161,7 +171,9 @@ def pipeline_of(
             raise TypeError(
                 f"step takes no {min(taken)!r}, which it sets itself; keywords for transforms need other names"
             )
-        call = Call(weight, old.step).inside(extra=extra) if extra else Call(weight, old.step)
+        # A shell that knows sums of weights already, or wants to know those of the step, gives its own call.
+        call = weight.inside(step=old.step) if isinstance(weight, Call) else Call(weight, old.step)
+        call = call.inside(extra=extra) if extra else call
         own = matched(optimizer, params, grads, old.optimizer) if sharding is None else None
         if own is None:
             trees.check_same("grads", grads, "params", params)
@@ -197,7 +209,8 @@ def pipeline_of(
             grads = _pipeline.unscaled(grads, state.scale)
 
         (axes, equal, *_), is_plain = how(0 if alike else old.step)
-        check_late_weight(call, grads, axes)
+        # In the loss of gradients that arrive in sums there is the weight already.
+        check_late_weight(call, grads, axes if gathers or sharding is None else {*axes} - {sharding.axis})
         with bind_pieces(pieces):
             # The sum of weight * gradient carries the weights, and is divided by theirs: no message is added.
             structure: Any = own.structure if own else optree.tree_structure(grads)
@@ -235,7 +248,7 @@ def pipeline_of(
             elif found is None or len(parts) > 1:
                 trees.check_same("grads", mean, "params", held)
             own = trees.with_changes(own, grads=own.structure.flatten_up_to(mean))
-            if call.donated and pieces is None:
+            if call.donated and not gathers:
                 hook_state = trees.copy_if_aliased(hook_state, (held, mean))
                 bad = (~effect.steps).to(torch.float32) if isinstance(effect.steps, Tensor) else None
                 held, slots = optimizers.step(optimizer, own, True, found_inf=bad, grad_scale=total)
@@ -263,7 +276,7 @@ def pipeline_of(
             replaced = with_state_fields(named, fields)
             slots = trees.map_with_path(lambda path, _: replaced[path], held)
             new = trees.with_changes(new, on_state=kept, optimizer=slots)
-        if sharding is None or pieces is None:
+        if sharding is None or pieces is None or not gathers:
             return held, new
         # A transform of the parameters may have changed them in a step without effect too.
         gathered = effect if after is None else effect.at_end
@@ -333,22 +346,26 @@ def zero(
     """
     if not isinstance(axis, str):
         raise TypeError(f"zero takes the name of one axis, got {axis!r}")
-    sharded = _sharded(hook, axis)
+    sharded = in_pieces(hook, axis, scatter_mean)
     if not sharded.sharded_over:
         raise ValueError(f"zero: {hook!r} holds no mean over {axis!r}; write zero(mean({axis!r}), ...)")
     return fuse(sharded, optimizer, after, on_state, gather_codec)
 
 
-def _sharded(part: Any, axis: str) -> Any:
-    """The transform, with scatter_mean in the place of mean."""
-    if isinstance(part, tuple):
-        return tuple(_sharded(one, axis) for one in part)
-    make = part.spec.factory if isinstance(part, Transform) else None
-    if make is None:
-        return part
-    of = part.facts.reduces
-    if of is not None and of.fusable and not of.scatters and of.over is not None and axis in names(of.axis):
-        rest = tuple(one for one in names(of.axis) if one != axis)
-        found = scatter_mean(axis, of.over)
-        return chain(found, mean(rest if len(rest) > 1 else rest[0], of.over)) if rest else found
-    return specs.call_factory(make, ((name, _sharded(value, axis)) for name, value in part.spec.args))
+def of_slices(pipeline: Pipeline, axis: str, pieces: Pieces) -> Pipeline:
+    """The pipeline for slices of which each rank has only its own, whose gradients arrive as sums over an axis.
+
+    Args:
+        pieces: The slices that this rank steps.
+
+    Raises:
+        ValueError: it shards already, or its hook does not begin with a mean over the axis.
+    """
+    if pipeline.sharding is not None:
+        raise ValueError(
+            f"{pipeline!r} shards by itself, but here the parameters are sharded; write fuse(mean({axis!r}), ...)"
+        )
+    hook, ends = of_sums(pipeline.hook, axis), (pipeline.after, pipeline.on_state)
+    return replace(
+        pipeline_of(hook, pipeline.optimizer, *ends, skips=pipeline.skips, pieces=pieces), spec=pipeline.spec
+    )

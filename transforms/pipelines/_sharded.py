@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import optree
+from torch import Tensor
 
-from ..axes import axis_index, axis_size
-from ..base import Needs, State, Transform, Tree, timings, trees
+from ..axes import axis_index, axis_size, names
+from ..base import Needs, State, Transform, Tree, check_transform, specs, timings, trees
 from ..codecs import Codec, check_codec
-from ..layout import Pieces, cut
+from ..combinators import chain, stages
+from ..layout import Pieces, cut, local_pieces, owners
 from ..optimizers import Optimizer, master_of
-from ..reductions import GatherState, ShardState, cut_of, gather, gather_changes
+from ..reductions import GatherState, ShardState, cut_of, gather, gather_changes, mean, mean_of_sums
 from ._plan import axes_of
 
 
@@ -24,6 +26,9 @@ class Sharding:
         optimizer: The optimizer, which may need whole leaves.
         codec: The codec of the changes of the parameters; None: the parameters themselves are gathered.
     """
+
+    gathers = True  # whether ranks have whole parameters, and gather them after each step
+    resizes = True  # whether the pieces of other numbers of ranks are known
 
     def __init__(self, axis: str, optimizer: Optimizer, codec: Codec | None) -> None:
         self.axis, self._optimizer, self.codec = axis, optimizer, codec
@@ -42,8 +47,11 @@ class Sharding:
         if key not in self._made:
             trees.named_leaves(params)  # raises where two leaves have one path
             named = dict(zip(paths, leaves, strict=True))
-            self._made[key] = cut(named, self._optimizer, self.axis, ranks, rank, bucket_bytes, direct_bytes)
+            self._made[key] = self._cut(named, ranks, rank, bucket_bytes, direct_bytes)
         return self._made[key]
+
+    def _cut(self, params: Mapping[str, Tensor], ranks: int, rank: int, *sizes: int | None) -> Pieces:
+        return cut(params, self._optimizer, self.axis, ranks, rank, *sizes)
 
     def init(self, pieces: Pieces, own: Tree, slots: Any) -> ShardState | GatherState:
         """The state of the gather."""
@@ -93,6 +101,30 @@ class Sharding:
         return new, trees.with_changes(state, step=state.step + 1, master={path: named[path] for path in state.master})
 
 
+class LocalSharding(Sharding):
+    """The pieces of parameters of which a rank has only its pieces.
+
+    Args:
+        pieces: The pieces, where it is known how they make up whole parameters.
+    """
+
+    gathers = False
+
+    def __init__(self, axis: str, optimizer: Optimizer, pieces: Pieces | None = None) -> None:
+        super().__init__(axis, optimizer, None)
+        self._pieces, self.resizes = pieces, pieces is not None
+
+    def _cut(self, params: Mapping[str, Tensor], ranks: int, rank: int, *sizes: int | None) -> Pieces:
+        if self._pieces is not None:
+            return self._pieces
+        if whole := owners(params, self._optimizer, ranks):
+            raise ValueError(
+                f"the optimizer of {min(whole)!r} needs the whole parameter, but each rank of {self.axis!r} has a piece of it; shard "
+                f"with fully_shard and fjoin.fsdp.register, or with zero(...)"
+            )
+        return local_pieces(params, self.axis, ranks, rank)
+
+
 def by_path(params: Tree, slots: State) -> dict[str, Any]:
     """Path -> optimizer state."""
     paths, _, structure = optree.tree_flatten_with_path(params)
@@ -100,9 +132,17 @@ def by_path(params: Tree, slots: State) -> dict[str, Any]:
 
 
 def sharding_of(
-    hook: Transform, optimizer: Optimizer, after: Transform | None, on_state: Transform | None, codec: Codec | None
+    hook: Transform,
+    optimizer: Optimizer,
+    after: Transform | None,
+    on_state: Transform | None,
+    codec: Codec | None,
+    pieces: Pieces | None = None,
 ) -> Sharding | None:
     """The sharding of a pipeline of these parts; None where its hook does not shard.
+
+    Args:
+        pieces: For a hook whose gradients arrive in pieces: these, where it is known how they make up whole parameters.
 
     Raises:
         ValueError: two shardings; a stage behind one that cannot work on slices; a transform after the optimizer that
@@ -111,9 +151,10 @@ def sharding_of(
     found = [part for part in _walk(hook) if _shards(part)]
     if codec is not None:
         check_codec("fuse: gather_codec", codec)
-    if not found:
+    if not found or _arrives(found[0]):
         if codec is not None:
             raise ValueError(f"fuse: gather_codec={codec!r} encodes sharded parameters; {hook!r} holds no scatter_mean")
+    if not found:
         return None
     if len(found) > 1:
         raise ValueError(
@@ -133,12 +174,50 @@ def sharding_of(
                 f"fuse: {part!r} communicates over {axis!r} behind {found[0]!r}, but the ranks of {axis!r} then hold different pieces; "
                 f"use it over the other axes"
             )
-        if part.needs & (Needs.LEAVES | Needs.LAYOUT | Needs.TREE) and not part.accepts("sharded_over"):
+        if part.needs & (Needs.LEAVES | Needs.TREE) and not part.accepts("sharded_over"):
             raise ValueError(
                 f"fuse: {part!r} cannot work behind {found[0]!r}, which leaves each rank flat slices of the leaves; put it before, or "
                 f"give its update the keyword sharded_over, the axis over which it must sum"
             )
-    return Sharding(axis, optimizer, codec)
+    return LocalSharding(axis, optimizer, pieces) if _arrives(found[0]) else Sharding(axis, optimizer, codec)
+
+
+def in_pieces(part: Any, axis: str, make: Callable[..., Transform]) -> Any:
+    """The transform, with `make(axis, over)` in the place of each mean over an axis, and a mean over its other axes."""
+    if isinstance(part, tuple):
+        return tuple(in_pieces(one, axis, make) for one in part)
+    factory = part.spec.factory if isinstance(part, Transform) else None
+    if factory is None:
+        return part
+    of = part.facts.reduces
+    if of is not None and of.fusable and not of.scatters and of.over is not None and axis in names(of.axis):
+        rest = tuple(one for one in names(of.axis) if one != axis)
+        found = make(axis, of.over)
+        return chain(found, mean(rest if len(rest) > 1 else rest[0], of.over)) if rest else found
+    return specs.call_factory(factory, ((name, in_pieces(value, axis, make)) for name, value in part.spec.args))
+
+
+def of_sums(hook: Transform, axis: str) -> Transform:
+    """The hook for gradients of which each rank has pieces of the sums over an axis.
+
+    Raises:
+        TypeError: `axis` is not one name.
+        ValueError: the hook does not begin with a mean over this axis.
+    """
+    if not isinstance(axis, str):
+        raise TypeError(f"sharded_over is the name of one axis, got {axis!r}")
+    first, *rest = stages(check_transform(hook, "hook")) or [hook]
+    of = first.facts.reduces
+    if of is None or not of.fusable or of.scatters or of.over is None or axis not in names(of.axis):
+        raise ValueError(
+            f"the gradients arrive as sums over {axis!r}, in pieces, so the hook must begin with mean({axis!r}), which nothing "
+            f"encodes: chain(mean({axis!r}), ...); got {hook!r}"
+        )
+    return chain(in_pieces(first, axis, mean_of_sums), *rest)
+
+
+def _arrives(part: Transform) -> bool:
+    return part.facts.reduces is not None and part.facts.reduces.arrives
 
 
 def _shards(part: Transform) -> bool:

@@ -23,5 +23,6 @@ from ._scatter_mean import (
     cut_of as cut_of,
     gather as gather,
     gather_changes as gather_changes,
+    mean_of_sums as mean_of_sums,
     scatter_mean as scatter_mean,
 )

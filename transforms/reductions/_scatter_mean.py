@@ -5,11 +5,27 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
+import optree
 import torch
 from torch import Tensor
 
 from ..axes import all_to_all_single, axis_index
-from ..base import Call, Facts, Needs, Over, Reduction, Restarted, State, Transform, Tree, devices, factory, trees
+from ..base import (
+    Call,
+    Facts,
+    Needs,
+    Over,
+    Reduction,
+    Restarted,
+    Share,
+    State,
+    Transform,
+    Tree,
+    devices,
+    factory,
+    shares,
+    trees,
+)
 from ..codecs import Codec, decode_pieces, encode_rows
 from ..layout import Pieces, pieces_here
 from ._mean import send, summed
@@ -162,6 +178,25 @@ def scatter_mean(axis: str, over: Over = "weight") -> Transform:
         Needs.NOTHING,
         facts=Facts(reduces=Reduction(axis, over, True, True), takes=("wire",)),
     )
+
+
+@factory
+def mean_of_sums(axis: str, over: Over = "weight") -> Transform:
+    """The mean of gradients of which each rank has pieces of the sum: torch's fully_shard has summed them, or the
+    backward pass of `all_gather`, and each loss was multiplied by what its rank counts.
+
+    It takes the place of `mean` in a pipeline on pieces, and only divides.
+    """
+
+    def update(grads: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, State]:
+        del params
+        leaves, structure = optree.tree_flatten(grads)
+        share = call.share(axis, over, trees.device_of(leaves))
+        one = Share(1.0, shares.nonzero_or_one(share.total))
+        return optree.tree_unflatten(structure, share.divided(leaves) if call.donated else one.of(leaves)), state
+
+    reduces = Reduction(axis, over, scatters=True, arrives=True)
+    return Transform(lambda params: (), update, Needs.NOTHING, facts=Facts(reduces=reduces, takes=("donated",)))
 
 
 def _coded_scatter(

@@ -1,0 +1,214 @@
+"""A pipeline on the slices that fully_shard leaves each rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..groups import Communicator, bind
+from ..records import compare, read_now
+from ..step import error_of_step
+from ..transforms.axes import bind_axes, bound_call
+from ..transforms.base import Call, Totals, shares, trees
+from ..transforms.layout import owners
+from ..transforms.optimizers import with_hyperparameters
+from ..transforms.pipelines import Explanation, Pipeline, explain_step, make_plan, of_slices
+from ..transforms.reductions import gather
+from ._messages import UnitGather, UnitMessages, UnitReduce
+from ._slices import Owners, slices_of
+
+_COMPARED = 2  # steps in which ranks compare the order of units in any case
+
+
+class ShardedRun:
+    """Steps the slices of a module's parameters by a pipeline.
+
+    Attributes:
+        leaves: Path -> parameter, of those that are trained.
+        what: The pipeline as it was registered.
+        units: The paths of the modules for which fully_shard was called.
+        weight: The sum of this rank's weights since the last step.
+        in_backward: Whether `backward` runs.
+        rows: The slices that this rank has.
+        pieces: What it steps: the slices, and whole leaves that it owns.
+        state: The state of the pipeline.
+        steps: The number of steps.
+        last_total: The sum of what the ranks counted in the last step; it may wait for a device.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        leaves: dict[str, Any],
+        units: Mapping[str, Any],
+        pipeline: Pipeline,
+        mesh: Communicator,
+        axis: str,
+        check_order: bool,
+    ) -> None:
+        self.mesh, self.what, self.leaves, self.units = mesh, pipeline, leaves, list(units)
+        self._model, self._checks = model, check_order
+        self.weight, self.in_backward = 0.0, False
+        self._last: Any = math.nan  # the total of the last step, which may still be on a device
+        self._units = [*units.values()]
+        self._arrived = False  # whether gradients have come since the last step, of a window that is complete
+        shapes = {path: torch.empty(p.shape, dtype=p.dtype, device="meta") for path, p in leaves.items()}
+        pipeline.check(shapes)
+        with bind_axes(mesh.axes):
+            ranks, rank = mesh.axes[axis].size, int(mesh.axes[axis].index())
+            owner = owners(shapes, pipeline.optimizer, ranks)
+            self.rows, self.pieces = (slices_of(leaves, axis, ranks, rank, whole) for whole in ({}, owner))
+            self._owners = Owners(self.rows, self.pieces, owner)
+            self.pipeline = of_slices(pipeline, axis, self.pieces)
+            self.state: Any = self.pipeline.init(self.params())
+        self._plan = make_plan(self.pipeline.hook, mesh.shape)
+        self.messages: list[UnitMessages] = []
+        for number, unit in enumerate(units.values()):
+            found = UnitGather(self, number), UnitReduce(self, number)
+            unit.set_custom_all_gather(found[0])
+            unit.set_custom_reduce_scatter(found[1])
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
+            self.messages += found
+
+    @property
+    def steps(self) -> int:
+        return int((self.state.inner if self.pipeline.skips else self.state).step)
+
+    @property
+    def compares(self) -> bool:
+        """Whether ranks compare which units they send."""
+        return self._checks or self.steps < _COMPARED
+
+    def local(self) -> dict[str, Tensor]:
+        """Path -> this rank's slice of the parameter, flat, in its memory."""
+        return {path: p.detach().to_local().view(-1) for path, p in self.leaves.items()}
+
+    def params(self) -> dict[str, Tensor]:
+        """Path -> what this rank steps."""
+        with bind(self.mesh):
+            return self._owners.gather(self.local())[0]
+
+    def whole(self, tree: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Path -> the whole leaf, of what this rank steps of it."""
+        with bind(self.mesh), torch.no_grad():
+            found: dict[str, Tensor] = gather(self.pieces.among(tree.keys()), dict(tree), dict(tree))
+            return found
+
+    def backward(self, loss: Tensor, weight: float, sync: bool) -> None:
+        if not self.messages:
+            raise RuntimeError("this handle was closed; register the module again")
+        weight = shares.host_weight("weight", weight)
+        counted = self._plan.counted(weight, self.steps)
+        shares.check_exact(loss, counted)
+        loss = loss * counted
+        if self.pipeline.skips and self.pipeline.skips.scaled:
+            loss = loss * self.state.scale.to(loss.device)
+        self.weight, self._arrived, self.in_backward = self.weight + weight, sync, True
+        self._model.set_requires_gradient_sync(sync)
+        try:
+            with bind(self.mesh):
+                loss.backward()
+        finally:
+            self.in_backward = False
+
+    def step(self) -> None:
+        if not self._arrived:
+            raise RuntimeError(
+                "handle.step() needs the gradients of all ranks: call handle.backward(loss, weight) before each step; in the last batch "
+                "of a window with sync=True"
+            )
+        self._read_last()
+        held = self.local()
+        grads = {path: _grad(p, held[path]) for path, p in self.leaves.items()}
+        call, reduced = self._call(grads), self._plan.reduced(self.steps)
+        try:
+            with bind(self.mesh), torch.no_grad():
+                bound_call().mixed.clear()  # the losses carry the weight
+                own, sums = self._owners.gather(held, grads)
+                new, self.state = self.pipeline.step(own, sums, self.state, weight=call, donate=True)
+                self._put(held, new)
+                totals = call.totals(reduced.axes)
+        finally:
+            self._drop()
+        self._last = totals.live if reduced.counts == {"live"} else totals.weight
+        if self.pipeline.skips is None and isinstance(self._last, float) and math.isnan(self._last):
+            paths = [path for path, grad in grads.items() if not torch.isfinite(grad).all()]
+            found = self.mesh.exchange("a step that is not finite", paths, list, reduced.axes)
+            raise error_of_step(self.steps - 1, {}, tuple(path for path in grads if any(path in one for one in found)))
+
+    def flush(self) -> None:
+        self._read_last()
+        remedy = "Call handle.flush after the same step on all ranks"
+        compare(self.mesh, "handle.flush", {"step": self.steps}, remedy, step=self.steps)
+        with bind(self.mesh), torch.no_grad():
+            new, self.state = self.pipeline.flush(self.params(), self.state)
+            self._put(self.local(), new)
+
+    def change(self, values: Mapping[str, float]) -> None:
+        """Take other hyperparameters."""
+        self.state = with_hyperparameters(self.state, **values)
+
+    def explain(self, at_step: int) -> Explanation:
+        def step(state: Any) -> None:
+            like = {path: torch.empty_like(x, device="meta") for path, x in self.local().items()}
+            own, sums = self._owners.gather(like, like)
+            self._owners.scatter(self.pipeline.step(own, sums, state)[0])
+
+        return explain_step(self.pipeline, step, self.state, self.mesh.shape, at_step)
+
+    def close(self) -> None:
+        """Leave the module as fully_shard made it."""
+        for message in self.messages:
+            message.run = None
+        for unit in self._units:
+            unit.set_gradient_divide_factor(float(self.pieces.ranks))
+            unit.set_force_sum_reduction_for_comms(False)
+        self.messages = []
+        self._drop()
+
+    @property
+    def last_total(self) -> float:
+        return float(read_now(self.mesh, torch.as_tensor(self._last)))
+
+    def _read_last(self) -> None:
+        """Raise where the step before was not finite, which a device has not told then."""
+        if isinstance(self._last, Tensor):
+            self._last = self.last_total
+            if math.isnan(self._last):
+                self._drop()
+                raise error_of_step(self.steps - 1, {}, ())
+
+    def _call(self, grads: Mapping[str, Tensor]) -> Call:
+        """The call of a step. Where gradients are not finite this rank's weight is NaN, and so is the sum on all ranks,
+        which then take no step; so the verdict needs no message of its own.
+        """
+        call = Call(self.weight)
+        if self.pipeline.skips is None:
+            finite, (weight, live, some) = trees.all_finite(grads), call.totals()
+            if not trees.readable_without_sync(finite):
+                call.know((), Totals(torch.where(finite, weight, math.nan).double(), live, some))
+            elif not finite:
+                call.know((), Totals(math.nan, live, some))
+        return call
+
+    def _put(self, held: dict[str, Tensor], new: dict[str, Tensor]) -> None:
+        """Give parameters the new values of what this rank steps."""
+        new = self._owners.scatter(new)
+        if moved := [path for path in held if new[path] is not held[path]]:
+            torch._foreach_copy_([held[path] for path in moved], [new[path] for path in moved])
+
+    def _drop(self) -> None:
+        """Drop the gradients, which belong to a step that is over."""
+        self.weight, self._arrived = 0.0, False
+        for p in self.leaves.values():
+            p.grad = None
+
+
+def _grad(p: Any, like: Tensor) -> Tensor:
+    """This rank's slice of a gradient, flat; zeros where no rank has used the parameter."""
+    return torch.zeros_like(like) if p.grad is None else p.grad.to_local().reshape(-1).to(like.dtype)
