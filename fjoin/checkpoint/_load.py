@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -22,7 +23,7 @@ from ._folder import Folder
 from ._leaves import SavedLeaves
 from ._manifest import Leaf, LeafPart, Manifest, read_commit
 from ._sources import DATA, LOOP, Source, position_of, warn_apart
-from ._values import Snapshot, Values, given, matches
+from ._values import Slice, Snapshot, Values, given, matches
 
 _OTHER = {"params": "buffers", "buffers": "params"}
 
@@ -98,10 +99,20 @@ class Load:
         if here.startswith("buffers.") and here != name and leaf.parts[0].rank is not None:
             raise self._unmerged(name, f"the ranks had values of their own, and {here!r} has one")
         if leaf.placement.get("cut") is not None:
-            return self._slice(name, leaf, memory)
-        if leaf.parts[0].rank is None:
-            return self._leaves.part(name, leaf.parts[0], memory)
-        return self._merged(name, leaf, memory)
+            return self._slice(name, here, leaf, memory)
+        place = self._like.places.get(here)
+        cut = self._like.slice_of(here) if place is not None and place.cut else None
+        read = partial(self._leaves.part, name, leaf.parts[0])
+        if leaf.parts[0].rank is not None:
+            read = partial(self._merged, name, leaf)
+        return read(memory) if cut is None else self._own(here, cut, leaf, read)
+
+    def _own(self, here: str, own: Slice, leaf: Leaf, read: Callable[..., Tensor]) -> Tensor:
+        """This rank's part of a value of which the file has the whole."""
+        if own.whole and not own.stop:  # another rank's
+            shape = self._like.values[here].shape if here in self._like.values else leaf.shape
+            return torch.zeros(shape, dtype=DTYPES[leaf.dtype])
+        return read() if own.whole else read().reshape(-1)[own.start : own.stop]
 
     def _number(self, name: str) -> Any:
         held, rank = self.manifest.numbers[name], self._mesh.rank
@@ -135,18 +146,14 @@ class Load:
         ranks = f"of {dict(self.manifest.axes)} cannot be loaded on {dict(self._mesh.shape)}"
         return CheckpointError(f"{self._folder}: {name!r} {ranks}: {why}; {remedy}")
 
-    def _slice(self, name: str, leaf: Leaf, memory: Tensor | None) -> Tensor:
-        """This rank's slice of a leaf, from the parts that hold it."""
-        own = self._like.slice_of(name)
+    def _slice(self, name: str, here: str, leaf: Leaf, memory: Tensor | None) -> Tensor:
+        """This rank's slice of a leaf, from the parts that hold it; the whole leaf where it is not sharded here."""
+        own, parts = self._like.slice_of(here), self._of_group(leaf)
         if own is None:
-            raise CheckpointError(f"{self._folder} has slices of {name!r}, but here it is not sharded")
-        parts = self._of_group(leaf)
+            return self._leaves.between(name, parts, 0, math.prod(leaf.shape)).reshape(leaf.shape)
         if any(part.start is not None for part in parts):
             return self._leaves.between(name, parts, own.start, own.stop, memory)
-        if own.stop:  # on one rank as a whole
-            return self._leaves.part(name, parts[0], memory)
-        shape = self._like.values[name].shape if name in self._like.values else leaf.shape
-        return torch.zeros(shape, dtype=DTYPES[leaf.dtype])
+        return self._own(here, own, leaf, partial(self._leaves.part, name, parts[0], memory))
 
     def _of_group(self, leaf: Leaf) -> list[LeafPart]:
         """The parts of the ranks whose slices make up the value that this rank has a slice of."""

@@ -14,6 +14,7 @@ from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from .._errors import CheckpointError
 from .._functional import unwrapped
 from ..ddp import Handle
+from ..fsdp import ShardedHandle
 from ..groups import Communicator, Mesh, mesh_or_world
 from ..loading import check_position
 from ..optim import ZeroRedundancyOptimizer
@@ -23,6 +24,7 @@ from ..transforms.axes import bind_axes
 from ..transforms.base import Merge, Placement, trees
 from ..transforms.layout import Pieces
 from ..transforms.pipelines import Pipeline, buffers_placement, params_placement
+from ._sharded_item import ShardedItem
 from ._values import Names, Slice, Snapshot, Values, tree_from
 
 _GROUPS = "$groups"  # stands for the state of a ZeroRedundancyOptimizer whose slices are among the values
@@ -125,7 +127,7 @@ class ZeroItem:
         return whole
 
 
-SavedItem = PlainItem | HandleItem | ZeroItem
+SavedItem = PlainItem | HandleItem | ZeroItem | ShardedItem
 
 
 def item_of(name: str, one: Any, mesh: Communicator) -> SavedItem:
@@ -134,6 +136,8 @@ def item_of(name: str, one: Any, mesh: Communicator) -> SavedItem:
     Raises:
         TypeError: it has no state dict.
     """
+    if isinstance(one, ShardedHandle):
+        return ShardedItem(name, one, mesh)
     if isinstance(one, Handle) and one.run.mesh.shape.keys() == mesh.shape.keys():
         return HandleItem(name, one, mesh)
     sliced = isinstance(one, ZeroRedundancyOptimizer) and one.slices() is not None
@@ -170,7 +174,10 @@ class OfObjects:
         return 0
 
     def load(self, state: Any, values: Values, rank: Mapping[str, Any]) -> Callable[[], Any]:
-        shown = rank.get("objects", {})
+        # A sharded module and a train_step have the same values.
+        shown = {name: None for name, item in self._items.items() if isinstance(item, ShardedItem)} | rank.get(
+            "objects", {}
+        )
         if shown.keys() != self._items.keys():
             raise CheckpointError(
                 f"the checkpoint is of {sorted(shown)}, here are {sorted(self._items)}; pass the same names"
@@ -341,7 +348,8 @@ class OfTogether:
 
     def load(self, state: Any, values: Values, rank: Mapping[str, Any]) -> Callable[[], Any]:
         takes = {name: one.load(state[name], values, rank) for name, one in self._parts.items()}
-        objects = self._objects.load(0, values, rank)
+        others = {name: one for name, one in rank.get("objects", {}).items() if name not in self._parts}
+        objects = self._objects.load(0, values, {**rank, "objects": others})
         return lambda: (objects(), {name: take() for name, take in takes.items()})[1]
 
 
@@ -370,9 +378,9 @@ def source_of(what: Any, mesh: Mesh | None) -> Source:
         if inside := [other for other in parts if other.startswith(f"{name}.")]:
             raise ValueError(f"{inside[0]!r} begins with the name of {name!r}; give the objects other names")
     steps = {name: one for name, one in parts.items() if isinstance(one, TrainStep | Pipeline)}
-    meshes = [one.run.mesh for one in steps.values() if isinstance(one, TrainStep)]
+    meshes = [one.run.mesh for one in parts.values() if isinstance(one, TrainStep | ShardedHandle)]
     if meshes and mesh is not None:
-        raise TypeError("a train_step has a mesh of its own; leave mesh= out")
+        raise TypeError("a train_step, or a sharded module, has a mesh of its own; leave mesh= out")
     ranks = meshes[0] if meshes else mesh_or_world("save", mesh)
     sources = {name: _of_one(one, ranks, name and f".{name}") for name, one in steps.items()}
     if "" in sources:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .._functional import inner_names
 from ..groups import Communicator, bind
 from ..records import compare, read_now
 from ..step import error_of_step
 from ..transforms.axes import bind_axes, bound_call
 from ..transforms.base import Call, Totals, shares, trees
-from ..transforms.layout import owners
+from ..transforms.layout import LocalPieces, owners
 from ..transforms.optimizers import with_hyperparameters
 from ..transforms.pipelines import Explanation, Pipeline, explain_step, make_plan, of_slices
 from ..transforms.reductions import gather
@@ -22,6 +23,22 @@ from ._messages import UnitGather, UnitMessages, UnitReduce
 from ._slices import Owners, slices_of
 
 _COMPARED = 2  # steps in which ranks compare the order of units in any case
+
+
+class Others(NamedTuple):
+    """What a module holds besides the parameters that are trained.
+
+    Attributes:
+        rows: The slices of its other parameters.
+        slices: Path -> this rank's slice of them, flat.
+        buffers: Path -> what is not sharded: the buffers of its state dict, and parameters that fully_shard ignores.
+        keys: Key of the state dict -> path of the value; a shared parameter has several keys.
+    """
+
+    rows: LocalPieces
+    slices: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    keys: dict[str, str]
 
 
 class ShardedRun:
@@ -93,9 +110,35 @@ class ShardedRun:
         with bind(self.mesh):
             return self._owners.gather(self.local())[0]
 
+    def others(self) -> Others:
+        """What else the module holds."""
+        model, axis = self._model, self.pieces.axis
+        named = dict(model.named_parameters(remove_duplicate=False))
+        keys = inner_names(model, [*named, *(buffers := dict(model.named_buffers()))])
+        first: dict[int, str] = {}
+        paths = {keys[name]: keys[first.setdefault(id(p), name)] for name, p in named.items()}
+        held = {paths[keys[name]]: p.detach() for name, p in named.items() if keys[name] not in self.leaves}
+        frozen = {path: p for path, p in held.items() if hasattr(p, "to_local")}
+        rows = slices_of(frozen, axis, self.pieces.ranks, self.pieces.rank)
+        saved = model.state_dict().keys()
+        whole = {path: p for path, p in held.items() if path not in frozen}
+        whole |= {keys[name]: b for name, b in buffers.items() if keys[name] in saved}
+        slices = {path: p.to_local().view(-1) for path, p in frozen.items()}
+        return Others(rows, slices, whole, paths | {path: path for path in whole})
+
+    def take(self, pairs: Sequence[tuple[Tensor, Tensor]], state: Any) -> None:
+        """Take values that have been loaded: (the tensor that holds one, its value), and the state of the pipeline."""
+        self.state, self._last = state, math.nan
+        self._drop()
+        with torch.no_grad():
+            for held, value in pairs:
+                held.copy_(value.view(held.shape))
+
     def whole(self, tree: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Path -> the whole leaf, of what this rank steps of it."""
         with bind(self.mesh), torch.no_grad():
+            if self.pieces.ranks == 1:  # there is nothing to gather, and the next step would overwrite it
+                tree = {path: x.clone() for path, x in tree.items()}
             found: dict[str, Tensor] = gather(self.pieces.among(tree.keys()), dict(tree), dict(tree))
             return found
 

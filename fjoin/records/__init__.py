@@ -8,7 +8,7 @@ _compare        what must be the same on all ranks; errors that all raise togeth
 _apart          objects as JSON, with their tensors apart
 """
 
-from ._apart import put_together as put_together, taken_apart as taken_apart
+from ._apart import put_together as put_together, references as references, taken_apart as taken_apart
 from ._compare import (
     Replicas as Replicas,
     checksum as checksum,

@@ -52,6 +52,11 @@ def taken_apart(value: Any, name: str, tensors: dict[str, Tensor], plain: bool =
     raise TypeError(f"{name} is {what}, which cannot be saved; keep tensors, numbers, text, and containers of them")
 
 
+def references(names: dict[str, str]) -> Any:
+    """What `taken_apart` returns for a dict of tensors of these names, by key."""
+    return {_DICT: [[key, {_TENSOR: name}] for key, name in names.items()]}
+
+
 def put_together(shown: Any, tensors: Mapping[str, Any], plain: bool = False) -> Any:
     """What `taken_apart` took apart, with the same `plain`.
 

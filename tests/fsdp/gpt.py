@@ -87,7 +87,7 @@ def shard(model: Any, mesh: Any, **options: Any) -> Any:
 
 def full(model: nn.Module) -> dict[str, Tensor]:
     """The whole parameters, on all ranks."""
-    return {path: p.full_tensor().detach() for path, p in model.named_parameters()}  # type: ignore[operator]
+    return {path: p.full_tensor().detach().clone() for path, p in model.named_parameters()}  # type: ignore[operator]
 
 
 class Case(NamedTuple):
@@ -155,7 +155,11 @@ def in_one_process(case: Case, ranks: int) -> list[tuple[dict[str, Tensor], Any]
             model.zero_grad()
             for batch, weight in zip(parts, weights, strict=True):
                 (loss_of(model, batch) * (weight / total * scale)).backward()
-            grads = {path: p.grad if p.grad is not None else torch.zeros_like(p) for path, p in model.named_parameters() if path in params}
+            grads = {
+                path: p.grad if p.grad is not None else torch.zeros_like(p)
+                for path, p in model.named_parameters()
+                if path in params
+            }
             weight = sum(map(tokens, parts)) if case.over == "weight" else len(parts)
             params, state = pipeline.step(params, grads, state, weight=float(weight))
         return pipeline.flush(params, state)

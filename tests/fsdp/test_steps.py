@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
-from tests.fsdp.gpt import Case, frozen_model, full, in_one_process, make_model, mesh_of, shard, train
+from tests.fsdp.gpt import Case, frozen_model, full, in_one_process, mesh_of, shard, train
 from tests.helpers import max_diff
 
 SGD = tx.sgd(0.1, momentum=0.9)
+INT8 = tx.error_feedback(tx.compress(tx.int8(block=4), tx.mean("replicate")))
 CLIP = tx.clip_by_global_norm(0.5)
 MATRICES = {"blocks.*.up.weight": tx.muon(0.02), "blocks.*.qkv.weight": tx.muon(0.02), "*": SGD}
 PARTS = {"*.bias": tx.adamw(0.01), "embed.*": tx.frozen(), "*": SGD}
@@ -43,6 +43,7 @@ CASES = {
     "frozen parameters": Case(lambda: fused(CLIP), frozen_model),
     "replicas": Case(lambda: fused(CLIP, axis=("replicate", "data")), replicas=2),
     "replicas, average": Case(lambda: fused(axis=("replicate", "data"), after=tx.ema(0.9)), replicas=2),
+    "int8 between replicas": Case(lambda: fused(INT8, optimizer=tx.sgd(0.1)), replicas=2, tolerance=1e-3),
     "local SGD": Case(lambda: tx.local_sgd(SGD, tx.mean("replicate"), every=2, hook=tx.mean("data")), uneven=False, replicas=2),
     "DiLoCo": Case(lambda: tx.diloco(SGD, tx.mean("replicate"), every=2, hook=tx.mean("data")), uneven=False, replicas=2),
 }  # fmt: skip
