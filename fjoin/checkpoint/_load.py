@@ -99,7 +99,9 @@ class Load:
         if here.startswith("buffers.") and here != name and leaf.parts[0].rank is not None:
             raise self._unmerged(name, f"the ranks had values of their own, and {here!r} has one")
         if leaf.placement.get("cut") is not None:
-            return self._slice(name, here, leaf, memory)
+            value = self._slice(name, here, leaf, memory)
+            # On one rank a step has whole leaves where others have flat slices.
+            return value.view(own.shape) if isinstance(own, Tensor) and own.numel() == value.numel() else value
         place = self._like.places.get(here)
         cut = self._like.slice_of(here) if place is not None and place.cut else None
         read = partial(self._leaves.part, name, leaf.parts[0])
@@ -109,8 +111,10 @@ class Load:
 
     def _own(self, here: str, own: Slice, leaf: Leaf, read: Callable[..., Tensor]) -> Tensor:
         """This rank's part of a value of which the file has the whole."""
-        if own.whole and not own.stop:  # another rank's
-            shape = self._like.values[here].shape if here in self._like.values else leaf.shape
+        if not leaf.shape:  # a value that all slices have in common
+            return read()
+        if not own.stop:  # another rank's
+            shape = self._like.values[here].shape if here in self._like.values else leaf.shape if own.whole else (0,)
             return torch.zeros(shape, dtype=DTYPES[leaf.dtype])
         return read() if own.whole else read().reshape(-1)[own.start : own.stop]
 

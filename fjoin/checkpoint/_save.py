@@ -39,7 +39,7 @@ def _part(found: Snapshot, name: str, value: Tensor, cut: str | None) -> tuple[A
         raise ValueError(f"{name!r} is cut over {cut!r}, but belongs to no parameter; it cannot be saved")
     if not own.holds:
         return None
-    whole = own.whole or not value.dim() or value.numel() != own.stop - own.start
+    whole = own.whole or value.dim() != 1 or value.numel() != own.stop - own.start
     return (value.shape, None) if whole else (own.shape, own.start)
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, NoReturn
 import optree
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..base import AxisName, Tree, checks, trees
 from ._environment import Axis, lookup, note_mixed
@@ -193,6 +194,9 @@ class _Collective(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, op: str, arg: Any, axis: Axis) -> Tensor:
+        if op == "all_gather" and not torch.compiler.is_compiling():
+            with _disable_current_modes():  # a policy of `remat` that keeps all the rest does not keep what is gathered
+                return axis.run(op, x, arg)
         return axis.run(op, x, arg)
 
     @staticmethod
