@@ -18,7 +18,8 @@ from fjoin.transforms.pipelines import Explanation
 # Of each function which argument is sent.
 _SENDS: dict[str, int | None] = {
     "all_reduce": 0, "broadcast": 0, "all_gather": 1, "all_gather_into_tensor": 1, "all_to_all": 1,
-    "all_to_all_single": 1, "reduce_scatter": 1, "reduce_scatter_tensor": 1, "barrier": None,
+    "all_to_all_single": 1, "reduce_scatter": 1, "reduce_scatter_tensor": 1, "all_gather_single": 1, "reduce_scatter_single": 1,
+    "barrier": None,
 }  # fmt: skip
 
 
@@ -34,7 +35,8 @@ _LOCK, _WATCHING, _KEPT = threading.Lock(), list[list[Sent]](), dict[str, Any]()
 
 def _watch(name: str, place: int | None) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
-        given = [] if place is None else args[place] if place < len(args) else kwargs["tensor"]
+        named = [kwargs[key] for key in ("tensor", "input_tensor", "input") if key in kwargs]
+        given = [] if place is None else args[place] if place < len(args) else named[0]
         parts = [given] if isinstance(given, Tensor) else given
         dtypes, elements = ", ".join(sorted({str(x.dtype) for x in parts})), sum(x.numel() for x in parts)
         for sent in _WATCHING:

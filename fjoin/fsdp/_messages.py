@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .._errors import DesyncError
 from ..groups import Communicator, is_backend_error
+from ..records import read_now
 
 
 class Watch(Protocol):
@@ -54,7 +55,7 @@ class UnitMessages:
         own = torch.tensor([len(kind), self._number, x.numel()], device=x.device)
         found = own.new_zeros(group.size() * len(own))
         dist.all_gather_single(found, own, group=group)
-        numbers = found.view(-1, len(own)).tolist()
+        numbers = read_now(run.mesh, found.view(-1, len(own)))
         for rank, there in enumerate(numbers):
             if there != numbers[0]:
                 first, other = (
@@ -83,8 +84,8 @@ class UnitReduce(UnitMessages):
                 )
             if input_tensor.dtype is torch.float16:
                 raise TypeError(
-                    "gradients are summed in float16, in which sums of weighted gradients overflow; pass fully_shard "
-                    "mp_policy=MixedPrecisionPolicy(..., reduce_dtype=torch.float32)"
+                    "gradients are summed in float16, in which sums of weighted gradients overflow; give fully_shard a "
+                    "MixedPrecisionPolicy whose reduce_dtype is torch.float32"
                 )
             if not run.weight:  # that of the whole window
                 input_tensor.zero_()

@@ -14,6 +14,7 @@ from ..groups import Communicator, Mesh, mesh_or_world
 from ..records import read_now
 from ..training import weigh
 from ..transforms.base import checks, trees
+from ._loop import Loop
 
 
 class Evaluation(NamedTuple):
@@ -49,10 +50,12 @@ def evaluate(
 
     Args:
         metric_fn: `batch -> {name: mean over the batch}`, numbers or tensors of any shape; the values of the dict
-            under "sum" are summed instead. Called without gradients. It must not communicate.
-        loader: This rank's batches; any number, 0 included.
+            under "sum" are summed instead. Called without gradients. It must not communicate, but for a `Loop`.
+        loader: This rank's batches; any number, 0 included. For a model that communicates, such as one under
+            fully_shard, a `Loop`: `fjoin.join(batches, weight=...)`, whose weights are taken, and whose repeated
+            batches are not counted.
         mesh: The ranks; by default all ranks.
-        weight: `batch -> float`, the batch's weight in the means: its samples, its tokens. By default 1.
+        weight: `batch -> float`, the batch's weight in the means: its samples, its tokens. By default 1, or the loop's.
 
     Returns:
         An `Evaluation`, equal on all ranks to the bit.
@@ -98,10 +101,15 @@ def _go_through(
     batches.
     """
     sums: dict[tuple[str, str], Tensor] = {}
-    total, batches = 0.0, 0
+    total, batches, loop = 0.0, 0, loader if isinstance(loader, Loop) else None
+    if loop is not None and weight is not None:
+        raise TypeError("the loop has weights already; write fjoin.join(batches, weight=...)")
     with torch.no_grad():
         for batch in loader:
-            w, metrics = weigh(weight, batch), _metrics(metric_fn(batch))
+            metrics = _metrics(metric_fn(batch))
+            if loop is not None and not loop.live:  # called for the ranks that have a batch
+                continue
+            w = weigh(weight, batch) if loop is None else loop.weight
             now, before = ({key: tuple(value.shape) for key, value in some.items()} for some in (metrics, sums))
             if batches and now != before:
                 raise ValueError(f"metric_fn returned metrics of the shapes {now}, before that {before}")

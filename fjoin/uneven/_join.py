@@ -342,7 +342,8 @@ def _check(given: Sequence[Any], joinables: Sequence[Any]) -> None:
     if not joinables:
         raise ValueError(
             f"a Join needs at least one joinable that communicates, got {[type(one).__name__ for one in given]}; wrap a "
-            f"module in DistributedDataParallel, or make a joinable of a function by fjoin.as_joinable"
+            f"module in DistributedDataParallel, or make a joinable of a function by fjoin.as_joinable; one under fully_shard "
+            f"loops over fjoin.join(loader)"
         )
     for one in joinables:
         if one.join_process_group != joinables[0].join_process_group:

@@ -76,7 +76,8 @@ def tokens(batch: Batch) -> int:
 
 
 def loss_of(model: Any, batch: Batch) -> Tensor:
-    return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1])
+    logits = model(batch[0]).flatten(0, 1)
+    return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), batch[1])
 
 
 def shard(model: Any, mesh: Any, **options: Any) -> Any:

@@ -1,0 +1,127 @@
+"""A sharded module beside what people use with it: evaluation, checkpointed activations, the compiler, mixed precision."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import fjoin
+from fjoin import transforms as tx
+from tests.fsdp.gpt import Case, full, in_one_process, loss_of, make_batches, make_model, mesh_of, shard, tokens, train
+from tests.helpers import max_diff
+
+CASE = Case(lambda: tx.fuse(tx.chain(tx.mean("data"), tx.clip_by_global_norm(0.5)), tx.sgd(0.1, momentum=0.9)))
+
+
+def wrapped(kind: str) -> Any:
+    model = make_model()
+    for i, block in enumerate(model.blocks):
+        if kind == "torch's checkpoints":
+            model.blocks[i] = checkpoint_wrapper(block)
+        elif kind == "our checkpoints":
+            model.blocks[i] = fjoin.checkpoint_wrapper(block)
+        elif kind == "compiled":
+            model.blocks[i] = torch.compile(block, backend="aot_eager", fullgraph=True)
+        elif kind == "compiled in place":
+            block.compile(backend="aot_eager", fullgraph=True)
+    return model
+
+
+def trained(kind: str) -> Any:
+    model = shard(wrapped(kind), mesh_of(CASE, 2)[0])
+    handle = fjoin.fsdp.register(model, CASE.pipeline())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the compiler, which looks at gradients
+        train(model, handle, CASE, dist.get_rank(), None)
+    return handle.whole(handle.params())
+
+
+KINDS = ["torch's checkpoints", "our checkpoints", "compiled", "compiled in place"]
+    "torch's checkpoints",
+    "our checkpoints",
+    *(pytest.param(one, marks=pytest.mark.long) for one in ("compiled", "compiled in place")),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_wrapped_blocks_are_trained_alike(pool: Any, kind: str) -> None:
+    want = in_one_process(CASE, 2)[0][0]
+    for params in pool.run(2, trained, kind):
+        found = {path.replace("_checkpoint_wrapped_module.", ""): p for path, p in params.items()}
+        assert max_diff(found, want) < 1e-12
+
+
+def in_bfloat16(masters: bool) -> Any:
+    """float32 shards that are gathered as bfloat16; or bfloat16 shards whose optimizer has masters in float32."""
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if masters else torch.float32
+    policy = MixedPrecisionPolicy(None if masters else torch.bfloat16, reduce_dtype=torch.float32)
+    model = shard(make_model(dtype=dtype), mesh_of(CASE, 2)[0], mp_policy=policy)
+    sgd = tx.sgd(0.1, momentum=0.9)
+    handle = fjoin.fsdp.register(model, tx.fuse(tx.mean("data"), tx.mixed_precision(sgd) if masters else sgd))
+    train(model, handle, CASE, dist.get_rank(), None)
+    assert all(p.dtype is dtype for p in model.parameters())
+    return {path: p.float() for path, p in full(model).items()}
+
+
+@pytest.mark.parametrize("masters", [False, True])
+def test_mixed_precision(pool: Any, masters: bool) -> None:
+    case = Case(lambda: tx.fuse(tx.mean("data"), tx.sgd(0.1, momentum=0.9)))
+    want = {path: p.float() for path, p in in_one_process(case, 2)[0][0].items()}
+    start = {path: p.detach().float() for path, p in make_model().named_parameters()}
+    for params in pool.run(2, in_bfloat16, masters):
+        assert max_diff(params, want) < 0.02 < 0.2 < max_diff(start, want)
+
+
+def evaluated() -> Any:
+    model = shard(make_model(), mesh_of(CASE, 2)[0])
+    fjoin.fsdp.register(model, CASE.pipeline())
+    loop = fjoin.join(make_batches(dist.get_rank()), weight=tokens)
+    found = fjoin.evaluate(lambda batch: {"loss": loss_of(model, batch), "sum": {"n": tokens(batch)}}, loop)
+    return found.means["loss"], found.sums["n"], found.batches
+
+
+def test_evaluation_of_uneven_inputs(pool: Any) -> None:
+    """A rank that is out of input runs the model for the others, and counts no batch twice."""
+    batches, model = [batch for rank in range(2) for batch in make_batches(rank)], make_model()
+    total = sum(map(tokens, batches))
+    mean = sum(tokens(batch) * loss_of(model, batch).item() for batch in batches) / total
+    for found in pool.run(2, evaluated):
+        assert found == (pytest.approx(mean, rel=1e-12), total, len(batches))
+
+
+def mixed() -> Any:
+    """The loss of a rank depends on the logits of all ranks, so its backward pass mixes the ranks' losses."""
+    mesh = fjoin.mesh({"data": -1})
+    model = shard(make_model(), mesh_of(CASE, 2)[0])
+    handle = fjoin.fsdp.register(model, CASE.pipeline(), mesh=mesh)
+    batch = make_batches(dist.get_rank())[0]
+    with fjoin.bind(mesh):
+        logits = model(batch[0])
+        mean = tx.psum(tokens(batch) * logits.mean((0, 1)), "data") / tx.psum(float(tokens(batch)), "data")
+        loss = torch.nn.functional.cross_entropy((logits - mean).flatten(0, 1), batch[1])
+        handle.backward(loss, tokens(batch))
+    handle.step()
+    return full(model)
+
+
+def test_a_loss_that_communicates_carries_the_weight(pool: Any) -> None:
+    model, batches = make_model(), [make_batches(rank)[0] for rank in range(2)]
+    total, logits = sum(map(tokens, batches)), [model(batch[0]) for batch in batches]
+    mean = sum(tokens(batch) * each.mean((0, 1)) for batch, each in zip(batches, logits, strict=True)) / total
+    losses = [
+        torch.nn.functional.cross_entropy((x - mean).flatten(0, 1), y)
+        for x, (_, y) in zip(logits, batches, strict=True)
+    ]
+    sum(loss * (tokens(batch) / total) for loss, batch in zip(losses, batches, strict=True)).backward()  # type: ignore[union-attr]
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    want = {path: p.detach() for path, p in model.named_parameters()}
+    for params in pool.run(2, mixed):
+        assert max_diff(params, want) < 1e-12
