@@ -43,10 +43,6 @@ def trained(kind: str) -> Any:
 
 
 KINDS = ["torch's checkpoints", "our checkpoints", "compiled", "compiled in place"]
-    "torch's checkpoints",
-    "our checkpoints",
-    *(pytest.param(one, marks=pytest.mark.long) for one in ("compiled", "compiled in place")),
-]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -92,6 +92,7 @@ def check_rates(hypers: tuple[tuple[str, Any], ...], step: Tensor) -> list[tuple
     for name, hyper in hypers:
         value = value_at(hyper, step)
         if isinstance(value, Tensor) and not trees.readable_without_sync(value):
+            found += [(name, 0.0)] if value.is_meta else []  # `explain` counts it
             continue
         number = float(value)
         if value is hyper and not checks.is_finite(number):

@@ -309,7 +309,9 @@ class Pipeline(base.Specified):
     def check(self, params: Tree) -> None:
         """Raise for parameters that this pipeline cannot train in a step of the shell."""
         if self.sharding and not self.sharding.gathers:
-            raise TypeError("sharded_over is for a loop of one's own, in which each rank has pieces; write zero(...) here")
+            raise TypeError(
+                "sharded_over is for a loop of one's own, in which each rank has pieces; write zero(...) here"
+            )
         if self.optimizer.check:
             self.optimizer.check(params)
         if self.skips and self.skips.scaled:
