@@ -378,9 +378,14 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
-def inner_names(module: nn.Module, paths: Iterable[str]) -> dict[str, str]:
-    """Paths in a module -> the same without the parts that name what a wrapper stands for."""
-    found = ((path, _wrapped_part(part)) for path, part in module.named_modules(remove_duplicate=False))
+def inner_names(module: nn.Module, paths: Iterable[str], more: str = "") -> dict[str, str]:
+    """Paths in a module -> the same without the parts that name what a wrapper stands for.
+
+    Args:
+        more: The name of such a part besides those of torch.compile and of data parallelism.
+    """
+    modules = module.named_modules(remove_duplicate=False)
+    found = ((path, _wrapped_part(part) or more * (more in part._modules)) for path, part in modules)
     hidden = {f"{path}.{part}".removeprefix(".") for path, part in found if part}
     if not hidden:
         return {path: path for path in paths}

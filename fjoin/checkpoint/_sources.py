@@ -271,6 +271,11 @@ class OfPipeline:
     requests: Sequence[Requests] = ()
 
     def __init__(self, pipeline: Pipeline, mesh: Communicator, at: str = "") -> None:
+        if pipeline.sharding is not None and not pipeline.sharding.gathers:
+            raise TypeError(
+                f"{pipeline!r} steps pieces, and only its loop knows how they make up whole parameters; each rank saves its own, as "
+                f"an object with state_dict and load_state_dict"
+            )
         self._pipeline, self._at, self.mesh, self.spec = pipeline, at, mesh, repr(pipeline)
         self._names = Names(f"pipeline{at}", pipeline, mesh.shape)
 

@@ -1,8 +1,9 @@
 """torch's fully_shard with the pipelines of fjoin.transforms.
 
 Files, from the ground up:
-_messages   fully_shard's own messages, where an idle rank brings zeros, and ranks compare what they gather
-_slices     which part of a parameter a rank has; parameters whose optimizer needs them whole
+_messages   fully_shard's own messages: an idle rank brings zeros, and ranks compare what they gather
+_owners     parameters whose optimizer needs them whole
+_units      the parts of a module
 _run        a pipeline on the slices of a module
 _register   `register` and `ShardedHandle`
 """

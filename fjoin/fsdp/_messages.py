@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .._errors import DesyncError
-from ..groups import Communicator, is_backend_error
+from ..groups import is_backend_error
 from ..records import read_now
 
-
-class Watch(Protocol):
-    """What messages ask of a run; `ShardedRun` says what each attribute is."""
-
-    mesh: Communicator
-    units: list[str]
-    weight: float
-    in_backward: bool
-
-    @property
-    def compares(self) -> bool: ...
+if TYPE_CHECKING:
+    from ._run import ShardedRun
 
 
 class UnitMessages:
@@ -34,7 +25,7 @@ class UnitMessages:
         number: The number of the unit.
     """
 
-    def __init__(self, run: Watch | None, number: int) -> None:
+    def __init__(self, run: ShardedRun | None, number: int) -> None:
         self.run, self._number = run, number
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -50,7 +41,7 @@ class UnitMessages:
                 raise
             self.run.mesh.raise_root_cause(error, None)
 
-    def _compare(self, run: Watch, kind: str, x: Tensor, group: Any) -> None:
+    def _compare(self, run: ShardedRun, kind: str, x: Tensor, group: Any) -> None:
         """Raise on all ranks unless they send the message of the same unit. They would use each other's parameters."""
         own = torch.tensor([len(kind), self._number, x.numel()], device=x.device)
         found = own.new_zeros(group.size() * len(own))
@@ -59,7 +50,7 @@ class UnitMessages:
         for rank, there in enumerate(numbers):
             if there != numbers[0]:
                 first, other = (
-                    f"{'gathers' if size == len('gather') else 'reduces'} {run.units[number] or 'the root'!r}, {numel} elements"
+                    f"{'gathers' if size == len('gather') else 'reduces'} {[*run.units][number] or 'the root'!r}, {numel} elements"
                     for size, number, numel in (numbers[0], there)
                 )
                 raise DesyncError(

@@ -9,12 +9,13 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .._functional import inner_names, unwrapped
+from .._functional import unwrapped
 from ..groups import Communicator, Mesh, check_mesh, linked_mesh
 from ..records import compare, described_tensors
 from ..step import ModuleHandle, free_steps, guard_steps
 from ..transforms.pipelines import Pipeline, axes_of
 from ._run import ShardedRun
+from ._units import paths_in, units_of
 
 _REGISTERED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -128,26 +129,21 @@ def register(
 
     Same as: fully_shard with torch.optim and clip_grad_norm_, for inputs of equal size.
     """
-    from torch.distributed.fsdp import FSDPModule  # it takes long to import
-
     model = unwrapped(model) if isinstance(model, nn.Module) else model
-    if not isinstance(model, FSDPModule):
+    if not isinstance(model, nn.Module) or "" not in (units := units_of(model)):
         raise TypeError(f"register takes a module after fully_shard(model), got a {type(model).__name__}")
     if not isinstance(pipeline, Pipeline):
         raise TypeError(f"register takes a pipeline, got {pipeline!r}; for example fuse(mean('data'), adamw(1e-3))")
     if model in _REGISTERED:
         raise ValueError("this module is registered already; call close() of its handle first")
-    units = {path: part for path, part in model.named_modules() if isinstance(part, FSDPModule)}
     for unit in units.values():
         unit.reshard()  # else a forward pass without a backward pass has left it whole
     named = {path: p for path, p in model.named_parameters() if p.requires_grad}
-    names = inner_names(model, named)
-    group = _group_of(named)
-    ranks, axis = _axis_of(group, pipeline, mesh)
-    leaves = {names[path]: p for path, p in named.items()}
+    ranks, axis = _axis_of(_group_of(named), pipeline, mesh)
+    leaves = {path: named[name] for name, path in paths_in(model, named).items()}
     parts = {"pipeline": pipeline.spec.canonical(), "parameters": described_tensors(leaves), "units": list(units)}
     compare(ranks, "fjoin.fsdp.register", parts, "Register the same on all ranks", shown={"pipeline": repr(pipeline)})
-    run = ShardedRun(model, leaves, units, pipeline, ranks, axis, check_order)
+    run = ShardedRun(model, leaves, pipeline, ranks, axis, check_order)
     guard_steps(leaves, "a pipeline registered by fjoin.fsdp.register steps", refuses=True)
     _REGISTERED.add(model)
     return ShardedHandle(run, model)

@@ -9,18 +9,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._functional import inner_names
 from ..groups import Communicator, bind
 from ..records import compare, read_now
 from ..step import error_of_step
 from ..transforms.axes import bind_axes, bound_call
 from ..transforms.base import Call, Totals, shares, trees
-from ..transforms.layout import LocalPieces, owners
+from ..transforms.layout import LocalPieces, local_pieces, owners
 from ..transforms.optimizers import with_hyperparameters
 from ..transforms.pipelines import Explanation, Pipeline, explain_step, make_plan, of_slices
 from ..transforms.reductions import gather
 from ._messages import UnitGather, UnitMessages, UnitReduce
-from ._slices import Owners, slices_of
+from ._owners import Owners
+from ._units import paths_in, units_of
 
 _COMPARED = 2  # steps in which ranks compare the order of units in any case
 
@@ -47,7 +47,7 @@ class ShardedRun:
     Attributes:
         leaves: Path -> parameter, of those that are trained.
         what: The pipeline as it was registered.
-        units: The paths of the modules for which fully_shard was called.
+        units: Path -> module for which fully_shard was called.
         weight: The sum of this rank's weights since the last step.
         in_backward: Whether `backward` runs.
         rows: The slices that this rank has.
@@ -58,39 +58,31 @@ class ShardedRun:
     """
 
     def __init__(
-        self,
-        model: Any,
-        leaves: dict[str, Any],
-        units: Mapping[str, Any],
-        pipeline: Pipeline,
-        mesh: Communicator,
-        axis: str,
-        check_order: bool,
+        self, model: Any, leaves: dict[str, Any], pipeline: Pipeline, mesh: Communicator, axis: str, check_order: bool
     ) -> None:
-        self.mesh, self.what, self.leaves, self.units = mesh, pipeline, leaves, list(units)
-        self._model, self._checks = model, check_order
+        self.mesh, self.what, self.leaves, self._model, self._checks = mesh, pipeline, leaves, model, check_order
+        self.units: dict[str, Any] = units_of(model)
         self.weight, self.in_backward = 0.0, False
         self._last: Any = math.nan  # the total of the last step, which may still be on a device
-        self._units = [*units.values()]
-        self._arrived = False  # whether gradients have come since the last step, of a window that is complete
+        self._arrived: list[Any] | None = None  # the versions of gradients that the next step may use
         shapes = {path: torch.empty(p.shape, dtype=p.dtype, device="meta") for path, p in leaves.items()}
         pipeline.check(shapes)
         with bind_axes(mesh.axes):
             ranks, rank = mesh.axes[axis].size, int(mesh.axes[axis].index())
             owner = owners(shapes, pipeline.optimizer, ranks)
-            self.rows, self.pieces = (slices_of(leaves, axis, ranks, rank, whole) for whole in ({}, owner))
+            self.rows, self.pieces = (local_pieces(shapes, axis, ranks, rank, whole) for whole in ({}, owner))
             self._owners = Owners(self.rows, self.pieces, owner)
             self.pipeline = of_slices(pipeline, axis, self.pieces)
             self.state: Any = self.pipeline.init(self.params())
         self._plan = make_plan(self.pipeline.hook, mesh.shape)
         self.messages: list[UnitMessages] = []
-        for number, unit in enumerate(units.values()):
-            found = UnitGather(self, number), UnitReduce(self, number)
-            unit.set_custom_all_gather(found[0])
-            unit.set_custom_reduce_scatter(found[1])
+        for number, unit in enumerate(self.units.values()):
+            gather, reduce = UnitGather(self, number), UnitReduce(self, number)
+            unit.set_custom_all_gather(gather)
+            unit.set_custom_reduce_scatter(reduce)
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
-            self.messages += found
+            self.messages += (gather, reduce)
 
     @property
     def steps(self) -> int:
@@ -112,19 +104,17 @@ class ShardedRun:
 
     def others(self) -> Others:
         """What else the module holds."""
-        model, axis = self._model, self.pieces.axis
-        named = dict(model.named_parameters(remove_duplicate=False))
-        keys = inner_names(model, [*named, *(buffers := dict(model.named_buffers()))])
-        first: dict[int, str] = {}
-        paths = {keys[name]: keys[first.setdefault(id(p), name)] for name, p in named.items()}
-        held = {paths[keys[name]]: p.detach() for name, p in named.items() if keys[name] not in self.leaves}
+        model, pieces, first = self._model, self.pieces, dict[int, str]()
+        names = paths_in(model, [*(named := dict(model.named_parameters(remove_duplicate=False)))])
+        keys = {names[name]: names[first.setdefault(id(p), name)] for name, p in named.items()}
+        held = {keys[names[name]]: p.detach() for name, p in named.items() if keys[names[name]] not in self.leaves}
         frozen = {path: p for path, p in held.items() if hasattr(p, "to_local")}
-        rows = slices_of(frozen, axis, self.pieces.ranks, self.pieces.rank)
-        saved = model.state_dict().keys()
         whole = {path: p for path, p in held.items() if path not in frozen}
-        whole |= {keys[name]: b for name, b in buffers.items() if keys[name] in saved}
+        buffers, saved = dict(model.named_buffers()), model.state_dict().keys()
+        whole |= {path: buffers[name] for name, path in paths_in(model, buffers).items() if path in saved}
+        rows = local_pieces(frozen, pieces.axis, pieces.ranks, pieces.rank)
         slices = {path: p.to_local().view(-1) for path, p in frozen.items()}
-        return Others(rows, slices, whole, paths | {path: path for path in whole})
+        return Others(rows, slices, whole, keys | {path: path for path in whole})
 
     def take(self, pairs: Sequence[tuple[Tensor, Tensor]], state: Any) -> None:
         """Take values that have been loaded: (the tensor that holds one, its value), and the state of the pipeline."""
@@ -139,8 +129,7 @@ class ShardedRun:
         with bind(self.mesh), torch.no_grad():
             if self.pieces.ranks == 1:  # there is nothing to gather, and the next step would overwrite it
                 tree = {path: x.clone() for path, x in tree.items()}
-            found: dict[str, Tensor] = gather(self.pieces.among(tree.keys()), dict(tree), dict(tree))
-            return found
+            return gather(self.pieces.among(tree.keys()), dict(tree), dict(tree))  # type: ignore[no-any-return]
 
     def backward(self, loss: Tensor, weight: float, sync: bool) -> None:
         if not self.messages:
@@ -151,26 +140,33 @@ class ShardedRun:
         loss = loss * counted
         if self.pipeline.skips and self.pipeline.skips.scaled:
             loss = loss * self.state.scale.to(loss.device)
-        self.weight, self._arrived, self.in_backward = self.weight + weight, sync, True
+        self.weight, self._arrived, self.in_backward = self.weight + weight, None, True
         self._model.set_requires_gradient_sync(sync)
         try:
             with bind(self.mesh):
                 loss.backward()
         finally:
             self.in_backward = False
+        self._arrived = self._versions() if sync else None
 
+    @torch.no_grad()
     def step(self) -> None:
-        if not self._arrived:
+        if self._arrived is None:
             raise RuntimeError(
                 "handle.step() needs the gradients of all ranks: call handle.backward(loss, weight) before each step; in the last batch "
                 "of a window with sync=True"
+            )
+        if self._arrived != self._versions():
+            raise RuntimeError(
+                "gradients have been changed between handle.backward and handle.step, where they are sums of weight * gradient; put "
+                "clip_by_global_norm and the like into the pipeline, behind the mean"
             )
         self._read_last()
         held = self.local()
         grads = {path: _grad(p, held[path]) for path, p in self.leaves.items()}
         call, reduced = self._call(grads), self._plan.reduced(self.steps)
         try:
-            with bind(self.mesh), torch.no_grad():
+            with bind(self.mesh):
                 bound_call().mixed.clear()  # the losses carry the weight
                 own, sums = self._owners.gather(held, grads)
                 new, self.state = self.pipeline.step(own, sums, self.state, weight=call, donate=True)
@@ -180,9 +176,8 @@ class ShardedRun:
             self._drop()
         self._last = totals.live if reduced.counts == {"live"} else totals.weight
         if self.pipeline.skips is None and isinstance(self._last, float) and math.isnan(self._last):
-            paths = [path for path, grad in grads.items() if not torch.isfinite(grad).all()]
-            found = self.mesh.exchange("a step that is not finite", paths, list, reduced.axes)
-            raise error_of_step(self.steps - 1, {}, tuple(path for path in grads if any(path in one for one in found)))
+            bad = (path for path, grad in grads.items() if not torch.isfinite(grad).all())
+            raise error_of_step(self.steps - 1, {}, tuple(bad))
 
     def flush(self) -> None:
         self._read_last()
@@ -208,7 +203,7 @@ class ShardedRun:
         """Leave the module as fully_shard made it."""
         for message in self.messages:
             message.run = None
-        for unit in self._units:
+        for unit in self.units.values():
             unit.set_gradient_divide_factor(float(self.pieces.ranks))
             unit.set_force_sum_reduction_for_comms(False)
         self.messages = []
@@ -247,9 +242,14 @@ class ShardedRun:
 
     def _drop(self) -> None:
         """Drop the gradients, which belong to a step that is over."""
-        self.weight, self._arrived = 0.0, False
+        self.weight, self._arrived = 0.0, None
         for p in self.leaves.values():
             p.grad = None
+
+    @torch.no_grad()
+    def _versions(self) -> list[Any]:
+        """Of each gradient a number that writes change; None where there is none."""
+        return [None if p.grad is None else p.grad.to_local()._version for p in self.leaves.values()]
 
 
 def _grad(p: Any, like: Tensor) -> Tensor:

@@ -5,42 +5,14 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..groups import Communicator
-from ..transforms.base import Transform
 from ..transforms.pipelines import Explanation, Pipeline
-
-
-class ModuleSteps(Protocol):
-    """What a handle asks of the run of a registered module.
-
-    Attributes:
-        what: The pipeline, or the hook where only that is registered.
-        state: Its state.
-        steps: The number of steps so far.
-        last_total: The sum of what the ranks counted in the last one.
-    """
-
-    mesh: Communicator
-    leaves: dict[str, Any]
-
-    @property
-    def what(self) -> Pipeline | Transform: ...
-    @property
-    def state(self) -> Any: ...
-    @property
-    def steps(self) -> int: ...
-    @property
-    def last_total(self) -> float: ...
-    def flush(self) -> None: ...
-    def change(self, values: Mapping[str, float]) -> None: ...
-    def explain(self, at_step: int) -> Explanation: ...
 
 
 class ModuleHandle:
@@ -52,7 +24,7 @@ class ModuleHandle:
             mean counts ranks; NaN where the hook does not reduce.
     """
 
-    run: ModuleSteps
+    run: Any  # `DDPRun`, or `ShardedRun`
 
     @property
     def skipped(self) -> int:
@@ -60,7 +32,7 @@ class ModuleHandle:
 
     @property
     def total(self) -> float:
-        return self.run.last_total
+        return float(self.run.last_total)
 
     @property
     def pipeline(self) -> Any:

@@ -163,14 +163,24 @@ class LocalPieces(Pieces):
         return tree
 
 
-def local_pieces(slices: Mapping[str, Tensor], axis: str, ranks: int, rank: int) -> LocalPieces:
-    """Pieces of which a rank knows only its own: a bucket for each leaf, as if no other rank had any of it."""
+def local_pieces(
+    params: Mapping[str, Tensor], axis: str, ranks: int, rank: int, owner: Mapping[str, int] = {}
+) -> LocalPieces:
+    """The slices along dim 0 that torch's fully_shard gives to ranks, flat.
+
+    Args:
+        params: Path -> parameter, of the whole shape.
+        owner: Path -> rank, for leaves that only this rank has, whole.
+    """
     buckets, bounds = [], []
-    for path, p in slices.items():
+    for path, p in params.items():
+        rows, row = len(p), p.numel() // max(len(p), 1)
+        share = -(-rows // ranks)
+        ends = [rows * (r >= owner[path]) if path in owner else min((r + 1) * share, rows) for r in range(ranks)]
         buckets.append(Bucket((path,), (0,), p.numel(), p.dtype, p.device, False, ()))
-        bounds.append(tuple(0 if r <= rank else p.numel() for r in range(ranks + 1)))
-    shapes = {path: p.shape for path, p in slices.items()}
-    return LocalPieces(axis, rank, tuple(buckets), tuple(bounds), shapes, frozenset())
+        bounds.append((0, *(end * row for end in ends)))
+    shapes = {path: p.shape for path, p in params.items()}
+    return LocalPieces(axis, rank, tuple(buckets), tuple(bounds), shapes, frozenset(owner))
 
 
 def cut(

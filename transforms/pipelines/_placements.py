@@ -26,18 +26,6 @@ class Placed(NamedTuple):
 
 def placed(part: Pipeline | Transform, state: State, axes: Iterable[str]) -> Iterator[Placed]:
     """The leaves of a state of a pipeline, or of a transform of values that each rank has by itself."""
-    for leaf in _placed(part, state, axes):
-        yield leaf if leaf.placement is None else leaf._replace(placement=_known(part, leaf.placement))
-
-
-def _known(part: Pipeline | Transform, place: Placement) -> Placement:
-    """A placement; of slices of which nobody knows how they make up a whole, that of values of each rank."""
-    sharding = part.sharding if isinstance(part, Pipeline) else None
-    unknown = sharding is not None and not sharding.resizes and place.cut is not None
-    return Placement(place.equal) if unknown else place
-
-
-def _placed(part: Pipeline | Transform, state: State, axes: Iterable[str]) -> Iterator[Placed]:
     names, top = tuple(axes), At("", "")
     if isinstance(part, Transform):
         yield from _of_part(names, top, part, state, EqualOver())
@@ -63,7 +51,7 @@ def params_placement(pipeline: Pipeline, axes: Mapping[str, int]) -> Placement:
     own = _behind(pipeline.hook, EqualOver())
     own = own if pipeline.after is None else _behind(pipeline.after, own)
     if pipeline.sharding is not None and not pipeline.sharding.gathers:
-        return _known(pipeline, Placement(_in_order(tuple(axes), own.equal), own.cut, Merge.REFUSE))
+        return Placement(_in_order(tuple(axes), own.equal), own.cut, Merge.REFUSE)
     whole = own.equal | ({own.cut} if own.cut else set())  # they have been gathered
     return Placement(_in_order(tuple(axes), whole), None, Merge.REFUSE)
 

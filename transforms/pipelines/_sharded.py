@@ -28,7 +28,6 @@ class Sharding:
     """
 
     gathers = True  # whether ranks have whole parameters, and gather them after each step
-    resizes = True  # whether the pieces of other numbers of ranks are known
 
     def __init__(self, axis: str, optimizer: Optimizer, codec: Codec | None) -> None:
         self.axis, self._optimizer, self.codec = axis, optimizer, codec
@@ -112,7 +111,7 @@ class LocalSharding(Sharding):
 
     def __init__(self, axis: str, optimizer: Optimizer, pieces: Pieces | None = None) -> None:
         super().__init__(axis, optimizer, None)
-        self._pieces, self.resizes = pieces, pieces is not None
+        self._pieces = pieces
 
     def _cut(self, params: Mapping[str, Tensor], ranks: int, rank: int, *sizes: int | None) -> Pieces:
         if self._pieces is not None:
@@ -122,7 +121,8 @@ class LocalSharding(Sharding):
                 f"the optimizer of {min(whole)!r} needs the whole parameter, but each rank of {self.axis!r} has a piece of it; shard "
                 f"with fully_shard and fjoin.fsdp.register, or with zero(...)"
             )
-        return local_pieces(params, self.axis, ranks, rank)
+        # As if no other rank had any of them.
+        return local_pieces(params, self.axis, ranks, rank, dict.fromkeys(params, rank))
 
 
 def by_path(params: Tree, slots: State) -> dict[str, Any]:

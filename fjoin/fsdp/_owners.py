@@ -1,4 +1,4 @@
-"""The slices of parameters that ranks have, and leaves that an optimizer needs whole."""
+"""Leaves that an optimizer needs whole."""
 
 from __future__ import annotations
 
@@ -8,29 +8,7 @@ import torch
 from torch import Tensor
 
 from ..transforms.axes import all_to_all_single
-from ..transforms.layout import Bucket, LocalPieces
-
-
-def slices_of(
-    params: Mapping[str, Tensor], axis: str, ranks: int, rank: int, owner: Mapping[str, int] = {}
-) -> LocalPieces:
-    """The slices along dim 0 that fully_shard gives to ranks, flat.
-
-    Args:
-        params: Path -> parameter, of the whole shape.
-        owner: Path -> rank, for leaves that only this rank has, whole.
-    """
-    buckets, bounds = [], []
-    for path, p in params.items():
-        rows, row = len(p), p.numel() // max(len(p), 1)
-        share = -(-rows // ranks)
-        starts = (
-            [0 if r <= owner[path] else rows for r in range(ranks)] if path in owner else range(0, ranks * share, share)
-        )
-        buckets.append(Bucket((path,), (0,), p.numel(), p.dtype, p.device, False, ()))
-        bounds.append((*(min(start, rows) * row for start in starts), p.numel()))
-    shapes = {path: p.shape for path, p in params.items()}
-    return LocalPieces(axis, rank, tuple(buckets), tuple(bounds), shapes, frozenset(owner))
+from ..transforms.layout import LocalPieces
 
 
 class Owners:
