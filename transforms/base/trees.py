@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -105,6 +106,9 @@ def all_finite(tree: Tree) -> Tensor:
     leaves = [leaf for leaf in optree.tree_leaves(tree) if leaf.is_floating_point()]
     if not leaves:
         return torch.ones((), dtype=torch.bool, device=device_of(()))
+    # Ten times faster; finite numbers may have an infinite norm.
+    if all(map(readable_without_sync, leaves)) and math.isfinite(sum(map(float, torch._foreach_norm(leaves)))):
+        return torch.ones((), dtype=torch.bool)
     return torch.stack([torch.isfinite(leaf).all() for leaf in leaves]).all()
 
 
