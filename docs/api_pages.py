@@ -11,6 +11,7 @@ from typing import Any
 import fjoin
 import fjoin.checkpoint
 import fjoin.ddp
+import fjoin.fsdp
 import fjoin.jax
 import fjoin.testing
 from fjoin import transforms as tx
@@ -23,6 +24,7 @@ MODULES: dict[str, types.ModuleType] = {
     "fjoin.transforms.random": tx.random,
     "fjoin.jax": fjoin.jax,
     "fjoin.ddp": fjoin.ddp,
+    "fjoin.fsdp": fjoin.fsdp,
     "fjoin.checkpoint": fjoin.checkpoint,
     "fjoin.testing": fjoin.testing,
 }
@@ -40,7 +42,7 @@ HIDDEN = {
 }
 
 # Classes whose methods the list of names shows too.
-LISTED = ("TrainStep", "TrainState", "Metrics", "Mesh", "Members")
+LISTED = ("TrainStep", "TrainState", "Metrics", "Mesh", "Members", "ShardedHandle")
 
 
 def public(module: types.ModuleType) -> dict[str, Any]:

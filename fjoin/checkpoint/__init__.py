@@ -6,6 +6,7 @@ tools    verify  export; `python -m fjoin.checkpoint show` prints what a step ho
 Files, from the ground up:
 _values        names, slices, and objects as JSON with tensors
 _files         tensors in files, with checksums
+_sharded_item  the handle of a module under fully_shard
 _sources       what is saved: a step, a pipeline, modules and optimizers, the position of a loop
 _manifest      what a step holds, and its commit
 _leaves        a step that is read: every part is checked before its first value is returned

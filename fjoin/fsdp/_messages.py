@@ -9,12 +9,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._errors import DesyncError
 from ..groups import is_backend_error
-from ..records import read_now
+from ..records import compare
 
 if TYPE_CHECKING:
     from ._run import ShardedRun
+
+
+_REMEDY = (
+    "Run the units of fully_shard in one order on all ranks; of parameters that only some ranks use, tell torch by "
+    "model.set_reduce_scatter_unused_params(True)"
+)
 
 
 class UnitMessages:
@@ -22,47 +27,32 @@ class UnitMessages:
 
     Args:
         run: None after `close`: the messages are torch's own.
-        number: The number of the unit.
+        unit: Its path.
     """
 
-    def __init__(self, run: ShardedRun | None, number: int) -> None:
-        self.run, self._number = run, number
+    def __init__(self, run: ShardedRun | None, unit: str) -> None:
+        self.run, self._unit = run, unit or "the root"
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def _send(self, kind: str, call: Any, output: Tensor, input: Tensor, group: Any, **options: Any) -> Any:
+    def _send(self, kind: str, call: Any, output: Tensor, given: Tensor, group: Any, **options: Any) -> Any:
+        if (run := self.run) is None:
+            return call(output, given, group=group, **options)
         try:
-            if self.run is not None and self.run.compares:
-                self._compare(self.run, kind, input, group)
-            return call(output, input, group=group, **options)
+            if run.compares:
+                message = f"it {kind} {self._unit!r}, {given.numel()} elements"
+                compare(run.mesh, "a message of fully_shard", {"message": message}, _REMEDY, axes=(run.pieces.axis,))
+            return call(output, given, group=group, **options)
         except RuntimeError as error:
-            if self.run is None or not is_backend_error(error):
-                raise
-            self.run.mesh.raise_root_cause(error, None)
-
-    def _compare(self, run: ShardedRun, kind: str, x: Tensor, group: Any) -> None:
-        """Raise on all ranks unless they send the message of the same unit. They would use each other's parameters."""
-        own = torch.tensor([len(kind), self._number, x.numel()], device=x.device)
-        found = own.new_zeros(group.size() * len(own))
-        dist.all_gather_single(found, own, group=group)
-        numbers = read_now(run.mesh, found.view(-1, len(own)))
-        for rank, there in enumerate(numbers):
-            if there != numbers[0]:
-                first, other = (
-                    f"{'gathers' if size == len('gather') else 'reduces'} {[*run.units][number] or 'the root'!r}, {numel} elements"
-                    for size, number, numel in (numbers[0], there)
-                )
-                raise DesyncError(
-                    f"rank {rank} of the group that shards {other}, but rank 0 {first}: ranks must run the units of fully_shard in one "
-                    f"order. For parameters that only some ranks use, model.set_reduce_scatter_unused_params(True)",
-                    rank=rank,
-                )
+            if is_backend_error(error):
+                run.mesh.raise_root_cause(error, None)
+            raise
 
 
 class UnitGather(UnitMessages):
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
-        return self._send("gather", dist.all_gather_single, output_tensor, input_tensor, group, async_op=async_op)
+        return self._send("gathers", dist.all_gather_single, output_tensor, input_tensor, group, async_op=async_op)
 
 
 class UnitReduce(UnitMessages):
@@ -80,6 +70,5 @@ class UnitReduce(UnitMessages):
                 )
             if not run.weight:  # that of the whole window
                 input_tensor.zero_()
-        return self._send(
-            "reduce", dist.reduce_scatter_single, output_tensor, input_tensor, group, op=op, async_op=async_op
-        )
+        call = dist.reduce_scatter_single
+        return self._send("reduces", call, output_tensor, input_tensor, group, op=op, async_op=async_op)

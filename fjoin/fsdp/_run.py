@@ -76,8 +76,8 @@ class ShardedRun:
             self.state: Any = self.pipeline.init(self.params())
         self._plan = make_plan(self.pipeline.hook, mesh.shape)
         self.messages: list[UnitMessages] = []
-        for number, unit in enumerate(self.units.values()):
-            gather, reduce = UnitGather(self, number), UnitReduce(self, number)
+        for path, unit in self.units.items():
+            gather, reduce = UnitGather(self, path), UnitReduce(self, path)
             unit.set_custom_all_gather(gather)
             unit.set_custom_reduce_scatter(reduce)
             unit.set_gradient_divide_factor(1.0)

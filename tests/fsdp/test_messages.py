@@ -57,17 +57,14 @@ def sent_by_us(name: str, steps: int) -> Any:
 
 @pytest.mark.parametrize("name", PIPELINES)
 def test_a_step_sends_16_bytes_beside_torchs_own_messages(pool: Any, name: str) -> None:
-    """In the first two steps ranks also compare which unit they send."""
     theirs = pool.run(3, sent_by_torch, 4)
     for seen, (ours, expected) in zip(theirs, pool.run(3, sent_by_us, name, 4), strict=True):
-        for step in range(2, 4):
+        for step in range(1, 4):  # in the first one, ranks also compare their pipelines
             more = list(ours[step])
             for one in seen[step]:
                 more.remove(one)
             assert sum(one.bytes for one in more) == PIPELINES[name][1]
             assert sorted(one.bytes for one in more) == sorted(expected[step])
-        compared = [one for one in ours[0] if one.dtype == "torch.int64"]
-        assert len(compared) == len([one for one in seen[0] if "gather" in one.name or "reduce_scatter" in one.name])
 
 
 class Two(torch.nn.Module):
@@ -113,9 +110,7 @@ def test_units_in_another_order(pool: Any, check_order: bool, at: int, found: bo
     for kind, text, losses in pool.run(2, in_another_order, check_order, at):
         assert (kind == "DesyncError") == found and len(losses) == (at if found else 4)
         if found:
-            assert (
-                "rank 1 of the group that shards gathers 'layers.1', 36 elements, but rank 0 gathers 'layers.0'" in text
-            )
+            assert "it gathers 'layers.1', 36 elements there, it gathers 'layers.0', 36 elements on rank 0" in text
 
 
 def killed(rank: int, report: Any, where: str) -> None:

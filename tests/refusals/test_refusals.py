@@ -15,6 +15,7 @@ import torch
 import fjoin
 import fjoin.checkpoint
 import fjoin.ddp
+import fjoin.fsdp
 import fjoin.jax
 import fjoin.testing
 from fjoin import transforms as tx
@@ -42,7 +43,7 @@ def in_pair(call: Callable[[], Any]) -> Callable[[], Any]:
 for name, rows in of_transforms.COLLECTIVES.items():
     ROWS[name] += [(in_pair(call), *expected) for call, *expected in rows]
 
-FACES = (fjoin, tx, fjoin.ddp, fjoin.checkpoint, fjoin.testing, fjoin.jax)
+FACES = (fjoin, tx, fjoin.ddp, fjoin.fsdp, fjoin.checkpoint, fjoin.testing, fjoin.jax)
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -53,7 +54,7 @@ def test_it_is_refused(name: str) -> None:
 
 # Classes whose objects fjoin makes, and functions that take any tree, or leave it to Python and torch to refuse an argument.
 MADE = {
-    "Call", "Codec", "Handle", "JoinHook", "Members", "Mesh", "Metrics", "PerRank", "Timing", "TrainState", "TrainStep",
+    "Call", "Codec", "Handle", "JoinHook", "Members", "Mesh", "Metrics", "PerRank", "Timing", "ShardedHandle", "TrainState", "TrainStep",
     "NO_BATCH",
 }  # fmt: skip
 ANY = {"apply_activation_checkpointing", "flat", "nested", "to_jax", "to_torch", "SyncBatchNorm"}
