@@ -16,7 +16,7 @@ from ..transforms.axes import bind_axes, bound_call
 from ..transforms.base import Call, Totals, shares, trees
 from ..transforms.layout import LocalPieces, local_pieces, owners
 from ..transforms.optimizers import with_hyperparameters
-from ..transforms.pipelines import Explanation, Pipeline, explain_step, make_plan, of_slices
+from ..transforms.pipelines import Explanation, Pipeline, make_plan, of_slices
 from ..transforms.reductions import gather
 from ._messages import UnitGather, UnitMessages, UnitReduce
 from ._owners import Owners
@@ -197,7 +197,7 @@ class ShardedRun:
             own, sums = self._owners.gather(like, like)
             self._owners.scatter(self.pipeline.step(own, sums, state)[0])
 
-        return explain_step(self.pipeline, step, self.state, self.mesh.shape, at_step)
+        return Explanation.of_step(self.pipeline, step, self.state, self.mesh.shape, at_step)
 
     def close(self) -> None:
         """Leave the module as fully_shard made it."""

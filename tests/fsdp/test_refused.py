@@ -135,7 +135,7 @@ ROWS: list[tuple[Callable[[], Any], type[Exception], tuple[str, ...]]] = [
     (lambda: register(sharded(), tx.fuse(tx.mean(("data", "b")), SGD)), V, ("the axes ['b', 'data']", "mesh=")),
     (lambda: register(sharded(), PLAIN, mesh=fjoin.mesh({"a": 2, "b": 1})), V, ("must begin with mean('a')",)),
     (lambda: register(sharded(), PLAIN, mesh=3), T, ("mesh must be a Mesh", "3")),
-    (lambda: register(sharded(), tx.zero(MEAN, SGD, "data")), V, ("shards by itself", "fuse(mean('data')")),
+    (lambda: register(sharded(), tx.zero(MEAN, SGD, "data")), V, ("must begin with mean('data')", "scatter_mean")),
     (lambda: register(sharded(), tx.fuse(tx.compress(tx.int8(), MEAN), SGD)), V, ("must begin with mean('data')", "compress")),
     (lambda: register(sharded(), tx.fuse(tx.accumulate(2, MEAN), SGD)), V, ("must begin with mean('data')",)),
     (lambda: register(sharded(), tx.fuse(tx.chain(MEAN, tx.power_sgd("data")), SGD)), V, ("communicates over 'data' behind",)),

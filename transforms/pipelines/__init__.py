@@ -10,13 +10,7 @@ _placements        which ranks have which part of the state
 _explain           `explain`: a step without data, which counts its messages
 """
 
-from ._explain import (
-    Counting as Counting,
-    CountingAxis as CountingAxis,
-    Explanation as Explanation,
-    explain as explain,
-    explain_step as explain_step,
-)
+from ._explain import Counting as Counting, CountingAxis as CountingAxis, Explanation as Explanation, explain as explain
 from ._fuse import fuse as fuse, of_slices as of_slices, zero as zero
 from ._pipeline import (
     FLUSH as FLUSH,

@@ -36,6 +36,22 @@ class Explanation(NamedTuple):
     rows: tuple[Row, ...]  # hook, optimizer, parameter transform, in this order
     axes: dict[str, int]  # name -> ranks
 
+    @classmethod
+    def of_step(
+        cls, pipeline: Pipeline, step: Callable[[Any], object], state: Any, axes: Mapping[str, int], at_step: int
+    ) -> Explanation:
+        """The messages of a step as it runs in `Pipeline.step`, all in one row.
+
+        Args:
+            step: Takes a step with a state without data.
+            state: The state of the pipeline.
+        """
+        notes, sizes = list[Message](), dict(axes)
+        with torch.device("meta"), bind_axes({name: CountingAxis(name, n, notes, sizes) for name, n in axes.items()}):
+            step(optree.tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, _at(state, at_step)))
+        row = Row(repr(pipeline), Needs.TREE, _when(pipeline.hook, at_step), tuple(notes), _bytes_of(state))
+        return cls((row,), sizes)
+
     @property
     def messages(self) -> int:
         return sum(len(row.messages) for row in self.rows)
@@ -342,22 +358,6 @@ class Counting:
                     some = {path: values[path] for path in bucket.paths}
                     state = trees.restrict(full, self._params, some)
                 _run(part, some, some, state, call)
-
-
-def explain_step(
-    pipeline: Pipeline, step: Callable[[Any], object], state: Any, axes: Mapping[str, int], at_step: int
-) -> Explanation:
-    """The messages of a step as it runs in `Pipeline.step`, all in one row.
-
-    Args:
-        step: Takes a step with a state without data.
-        state: The state of the pipeline.
-    """
-    notes, sizes = list[Message](), dict(axes)
-    with torch.device("meta"), bind_axes({name: CountingAxis(name, n, notes, sizes) for name, n in axes.items()}):
-        step(optree.tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, _at(state, at_step)))
-    row = Row(repr(pipeline), Needs.TREE, _when(pipeline.hook, at_step), tuple(notes), _bytes_of(state))
-    return Explanation((row,), sizes)
 
 
 def _send_slices(pieces: Pieces, bucket: Bucket) -> None:

@@ -21,7 +21,7 @@ from ..reductions import mean_with_words, scatter_mean
 from . import _pipeline
 from ._pipeline import FLUSH, Effect, Flag, Pipeline, PipelineState, Skips, are_apart, flag, mark_of, totals_of_step
 from ._plan import StepReduction, make_plan
-from ._sharded import by_path, in_pieces, of_sums, sharding_of
+from ._sharded import LocalSharding, by_path, in_pieces, of_sums, sharding_of
 
 
 @factory
@@ -108,9 +108,11 @@ def pipeline_of(
 
     Args:
         skips: For a pipeline that skips steps with non-finite gradients after the hook: the state that counts them.
-        pieces: As for `sharding_of`.
+        pieces: For a hook whose gradients arrive in pieces: these, where it is known how they make up whole parameters.
     """
-    sharding = sharding_of(hook, optimizer, after, on_state, gather_codec, pieces)
+    sharding = sharding_of(hook, optimizer, after, on_state, gather_codec)
+    if pieces is not None:
+        sharding = LocalSharding(pieces.axis, optimizer, pieces)
     gathers = sharding is not None and sharding.gathers
     alike, parts = not timings.changes_with_steps(hook), stages(hook)
     behind_sum = chain(replace(parts[0], update=_as_they_are), *parts[1:]) if parts else hook
@@ -359,13 +361,8 @@ def of_slices(pipeline: Pipeline, axis: str, pieces: Pieces) -> Pipeline:
         pieces: The slices that this rank steps.
 
     Raises:
-        ValueError: it shards already, or its hook does not begin with a mean over the axis.
+        ValueError: its hook does not begin with a mean over the axis.
     """
-    if pipeline.sharding is not None:
-        raise ValueError(
-            f"{pipeline!r} shards by itself, but here the parameters are sharded; write fuse(mean({axis!r}), ...)"
-        )
     hook, ends = of_sums(pipeline.hook, axis), (pipeline.after, pipeline.on_state)
-    return replace(
-        pipeline_of(hook, pipeline.optimizer, *ends, skips=pipeline.skips, pieces=pieces), spec=pipeline.spec
-    )
+    made = pipeline_of(hook, pipeline.optimizer, *ends, skips=pipeline.skips, pieces=pieces)
+    return replace(made, spec=pipeline.spec)

@@ -50,10 +50,9 @@ def params_placement(pipeline: Pipeline, axes: Mapping[str, int]) -> Placement:
     """The placement of the parameters that a pipeline steps."""
     own = _behind(pipeline.hook, EqualOver())
     own = own if pipeline.after is None else _behind(pipeline.after, own)
-    if pipeline.sharding is not None and not pipeline.sharding.gathers:
-        return Placement(_in_order(tuple(axes), own.equal), own.cut, Merge.REFUSE)
-    whole = own.equal | ({own.cut} if own.cut else set())  # they have been gathered
-    return Placement(_in_order(tuple(axes), whole), None, Merge.REFUSE)
+    cut = own.cut if pipeline.sharding is not None and not pipeline.sharding.gathers else None
+    equal = own.equal | ({own.cut} if own.cut and not cut else set())  # where they have been gathered
+    return Placement(_in_order(tuple(axes), equal), cut, Merge.REFUSE)
 
 
 def buffers_placement(on_buffers: Transform | None, axes: Mapping[str, int]) -> Placement:

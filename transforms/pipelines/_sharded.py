@@ -132,17 +132,9 @@ def by_path(params: Tree, slots: State) -> dict[str, Any]:
 
 
 def sharding_of(
-    hook: Transform,
-    optimizer: Optimizer,
-    after: Transform | None,
-    on_state: Transform | None,
-    codec: Codec | None,
-    pieces: Pieces | None = None,
+    hook: Transform, optimizer: Optimizer, after: Transform | None, on_state: Transform | None, codec: Codec | None
 ) -> Sharding | None:
     """The sharding of a pipeline of these parts; None where its hook does not shard.
-
-    Args:
-        pieces: For a hook whose gradients arrive in pieces: these, where it is known how they make up whole parameters.
 
     Raises:
         ValueError: two shardings; a stage behind one that cannot work on slices; a transform after the optimizer that
@@ -179,7 +171,7 @@ def sharding_of(
                 f"fuse: {part!r} cannot work behind {found[0]!r}, which leaves each rank flat slices of the leaves; put it before, or "
                 f"give its update the keyword sharded_over, the axis over which it must sum"
             )
-    return LocalSharding(axis, optimizer, pieces) if _arrives(found[0]) else Sharding(axis, optimizer, codec)
+    return LocalSharding(axis, optimizer) if _arrives(found[0]) else Sharding(axis, optimizer, codec)
 
 
 def in_pieces(part: Any, axis: str, make: Callable[..., Transform]) -> Any:

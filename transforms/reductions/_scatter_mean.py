@@ -17,7 +17,6 @@ from ..base import (
     Over,
     Reduction,
     Restarted,
-    Share,
     State,
     Transform,
     Tree,
@@ -192,7 +191,7 @@ def mean_of_sums(axis: str, over: Over = "weight") -> Transform:
         del params
         leaves, structure = optree.tree_flatten(grads)
         share = call.share(axis, over, trees.device_of(leaves))
-        one = Share(1.0, shares.nonzero_or_one(share.total))
+        one = shares.Share(1.0, shares.nonzero_or_one(share.total))
         return optree.tree_unflatten(structure, share.divided(leaves) if call.donated else one.of(leaves)), state
 
     reduces = Reduction(axis, over, scatters=True, arrives=True)
