@@ -244,6 +244,12 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         (lambda: tx.fuse(tx.scatter_mean("data"), SGD, MEAN), V, "mean('data')", "different pieces"),
         (lambda: tx.fuse(MEAN, SGD, gather_codec=INT8), V, "gather_codec=int8", "no scatter_mean"),
         (lambda: tx.fuse(MEAN, SGD, on_state=SGD), T, "on_state", "sgd"),
+        (lambda: tx.fuse(MEAN, SGD, sharded_over=("data",)), T, "the name of one axis", "('data',)"),
+        (lambda: tx.fuse(MEAN, SGD, sharded_over="node"), V, "must begin with mean('node')", "mean('data')"),
+        (lambda: tx.fuse(tx.compress(torch.bfloat16, MEAN), SGD, sharded_over="data"), V, "nothing encodes", "compress"),
+        (lambda: tx.simulate(lambda: tx.fuse(MEAN, tx.muon(), sharded_over="data").init({"w": X}), {"data": 2}), V,
+         "'w' needs the whole parameter", "fjoin.fsdp.register"),
+        (lambda: fjoin.save("never", tx.fuse(MEAN, SGD, sharded_over="data"), ({}, ())), T, "steps pieces", "state_dict"),
     ],
     "zero": [
         (lambda: tx.zero(tx.mean("node"), SGD, "data"), V, "no mean over 'data'"),

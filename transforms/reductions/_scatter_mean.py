@@ -9,22 +9,9 @@ import optree
 import torch
 from torch import Tensor
 
+from .. import base
 from ..axes import all_to_all_single, axis_index
-from ..base import (
-    Call,
-    Facts,
-    Needs,
-    Over,
-    Reduction,
-    Restarted,
-    State,
-    Transform,
-    Tree,
-    devices,
-    factory,
-    shares,
-    trees,
-)
+from ..base import Call, Facts, Needs, Over, Restarted, State, Transform, Tree, devices, factory, trees
 from ..codecs import Codec, decode_pieces, encode_rows
 from ..layout import Pieces, pieces_here
 from ._mean import send, summed
@@ -175,7 +162,7 @@ def scatter_mean(axis: str, over: Over = "weight") -> Transform:
         lambda params: (),
         update,
         Needs.NOTHING,
-        facts=Facts(reduces=Reduction(axis, over, True, True), takes=("wire",)),
+        facts=Facts(reduces=base.Reduction(axis, over, True, True), takes=("wire",)),
     )
 
 
@@ -191,10 +178,10 @@ def mean_of_sums(axis: str, over: Over = "weight") -> Transform:
         del params
         leaves, structure = optree.tree_flatten(grads)
         share = call.share(axis, over, trees.device_of(leaves))
-        one = shares.Share(1.0, shares.nonzero_or_one(share.total))
+        one = base.Share(1.0, base.shares.nonzero_or_one(share.total))
         return optree.tree_unflatten(structure, share.divided(leaves) if call.donated else one.of(leaves)), state
 
-    reduces = Reduction(axis, over, scatters=True, arrives=True)
+    reduces = base.Reduction(axis, over, scatters=True, arrives=True)
     return Transform(lambda params: (), update, Needs.NOTHING, facts=Facts(reduces=reduces, takes=("donated",)))
 
 
