@@ -47,7 +47,7 @@ class Owners:
         ranks, me, found = range(self._rows.ranks), self._rows.rank, own
         for of in self._of.values():
             spans = self._rows.slices_of_all
-            give = [[own[path].view(-1)[slice(*spans[rank][path])] for path in of[me]] for rank in ranks]
+            give = [[own[path].reshape(-1)[slice(*spans[rank][path])] for path in of[me]] for rank in ranks]
             take = [[self._size(path, me) for path in of[rank]] for rank in ranks]
             like = next(own[path] for one in of for path in one)
             parts = _exchanged(give, take, self._rows.axis, like)

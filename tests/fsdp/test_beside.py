@@ -91,6 +91,23 @@ def test_evaluation_of_uneven_inputs(pool: Any) -> None:
         assert found == (pytest.approx(mean, rel=1e-12), total, len(batches))
 
 
+def looked_at_first() -> Any:
+    model = shard(make_model(), mesh_of(CASE, 2)[0])
+    with torch.no_grad():
+        loss_of(model, make_batches(0)[0])  # torch leaves the root whole, for a backward pass that never comes
+    handle = fjoin.fsdp.register(model, CASE.pipeline())
+    train(model, handle, CASE, dist.get_rank(), None)
+    with torch.no_grad():
+        loss_of(model, make_batches(0)[0])
+    return handle.whole(handle.params())
+
+
+def test_a_module_that_has_run_already(pool: Any) -> None:
+    want = in_one_process(CASE, 2)[0][0]
+    for params in pool.run(2, looked_at_first):
+        assert max_diff(params, want) < 1e-12
+
+
 def mixed() -> Any:
     """The loss of a rank depends on the logits of all ranks, so its backward pass mixes the ranks' losses."""
     mesh = fjoin.mesh({"data": -1})
