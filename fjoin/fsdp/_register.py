@@ -137,7 +137,7 @@ def register(
     if model in _REGISTERED:
         raise ValueError("this module is registered already; call close() of its handle first")
     for unit in units.values():
-        unit.reshard()  # else a forward pass without a backward pass has left it whole
+        unit.reshard()  # as in `ShardedRun.reshard`
     named = {path: p for path, p in model.named_parameters() if p.requires_grad}
     ranks, axis = _axis_of(_group_of(named), pipeline, mesh)
     leaves = {path: named[name] for name, path in paths_in(model, named).items()}

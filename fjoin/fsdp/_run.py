@@ -93,6 +93,11 @@ class ShardedRun:
         """Whether ranks compare which units they send."""
         return self._checks or self.steps < _COMPARED
 
+    def reshard(self) -> None:
+        """Drop whole parameters, which a forward pass without a backward pass has left; they would outlive a change."""
+        for unit in self.units.values():
+            unit.reshard()
+
     def local(self) -> dict[str, Tensor]:
         """Path -> this rank's slice of the parameter, flat, in its memory."""
         return {path: p.detach().to_local().view(-1) for path, p in self.leaves.items()}
@@ -120,6 +125,7 @@ class ShardedRun:
         """Take values that have been loaded: (the tensor that holds one, its value), and the state of the pipeline."""
         self.state, self._last = state, math.nan
         self._drop()
+        self.reshard()
         with torch.no_grad():
             for held, value in pairs:
                 held.copy_(value.view(held.shape))
@@ -236,6 +242,7 @@ class ShardedRun:
 
     def _put(self, held: dict[str, Tensor], new: dict[str, Tensor]) -> None:
         """Give parameters the new values of what this rank steps."""
+        self.reshard()
         new = self._owners.scatter(new)
         if moved := [path for path in held if new[path] is not held[path]]:
             torch._foreach_copy_([held[path] for path in moved], [new[path] for path in moved])

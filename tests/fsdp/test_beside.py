@@ -13,7 +13,19 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fjoin
 from fjoin import transforms as tx
-from tests.fsdp.gpt import Case, full, in_one_process, loss_of, make_batches, make_model, mesh_of, shard, tokens, train
+from tests.fsdp.gpt import (
+    VOCABULARY,
+    Case,
+    full,
+    in_one_process,
+    loss_of,
+    make_batches,
+    make_model,
+    mesh_of,
+    shard,
+    tokens,
+    train,
+)
 from tests.helpers import max_diff
 
 CASE = Case(lambda: tx.fuse(tx.chain(tx.mean("data"), tx.clip_by_global_norm(0.5)), tx.sgd(0.1, momentum=0.9)))
@@ -91,21 +103,34 @@ def test_evaluation_of_uneven_inputs(pool: Any) -> None:
         assert found == (pytest.approx(mean, rel=1e-12), total, len(batches))
 
 
-def looked_at_first() -> Any:
+def looked_at() -> Any:
+    """Torch leaves the root whole behind a forward pass, for a backward pass; here it runs beside all changes."""
     model = shard(make_model(), mesh_of(CASE, 2)[0])
-    with torch.no_grad():
-        loss_of(model, make_batches(0)[0])  # torch leaves the root whole, for a backward pass that never comes
-    handle = fjoin.fsdp.register(model, CASE.pipeline())
-    train(model, handle, CASE, dist.get_rank(), None)
-    with torch.no_grad():
-        loss_of(model, make_batches(0)[0])
-    return handle.whole(handle.params())
+
+    def look() -> float:
+        with torch.no_grad():
+            return float(loss_of(model, make_batches(0)[0]))
+
+    look()
+    handle, seen = fjoin.fsdp.register(model, CASE.pipeline()), []
+    for batch in (loop := fjoin.join(make_batches(dist.get_rank()), weight=tokens)):
+        handle.backward(loss_of(model, batch), loop.weight)
+        look()
+        handle.step()
+        seen.append(look())
+    whole = handle.whole(handle.params())
+    handle.run.take([(p, torch.zeros_like(p)) for p in handle.run.local().values()], handle.pipeline)
+    return whole, seen, look()
 
 
-def test_a_module_that_has_run_already(pool: Any) -> None:
-    want = in_one_process(CASE, 2)[0][0]
-    for params in pool.run(2, looked_at_first):
-        assert max_diff(params, want) < 1e-12
+def test_a_look_at_the_loss_changes_nothing(pool: Any) -> None:
+    want, model, zero = in_one_process(CASE, 2)[0][0], make_model(), torch.log(torch.tensor(float(VOCABULARY)))
+    with torch.no_grad():
+        for path, p in model.named_parameters():
+            p.copy_(want[path])
+    for params, seen, last in pool.run(2, looked_at):
+        assert max_diff(params, want) < 1e-12 and last == pytest.approx(float(zero))
+        assert seen[-1] == pytest.approx(loss_of(model, make_batches(0)[0]).item(), rel=1e-12)
 
 
 def mixed() -> Any:
