@@ -133,6 +133,34 @@ def test_a_look_at_the_loss_changes_nothing(pool: Any) -> None:
         assert seen[-1] == pytest.approx(loss_of(model, make_batches(0)[0]).item(), rel=1e-12)
 
 
+def looked_at_by_torch() -> Any:
+    model, found = shard(make_model(), mesh_of(CASE, 2)[0]), []
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for batch in make_batches(0, False)[:2]:
+        loss = loss_of(model, batch)
+        found.append(loss.item())
+        loss.backward()
+        with torch.no_grad():
+            loss_of(model, batch)
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def test_a_look_between_backward_and_step_is_a_fault_of_torch(pool: Any) -> None:
+    """The root computes the next batch with the parameters of before, without a word."""
+    model, want = make_model(), []
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for batch in make_batches(0, False)[:2]:
+        loss = loss_of(model, batch)
+        want.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    for first, second in pool.run(2, looked_at_by_torch):
+        assert first == pytest.approx(want[0], rel=1e-12) and abs(second - want[1]) > 1e-3
+
+
 def mixed() -> Any:
     """The loss of a rank depends on the logits of all ranks, so its backward pass mixes the ranks' losses."""
     mesh = fjoin.mesh({"data": -1})
