@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
@@ -46,21 +46,18 @@ class ShadowedAxis(Axis):
         self.size = axis.size
 
     def index(self) -> Tensor:
-        out: Tensor = self._axis.index()
-        return out
+        return self._axis.index()
 
     def run(self, op: str, x: Tensor, arg: Any) -> Tensor:
         if self.name in self._along:
             self._refuse(op)
-        out: Tensor = self._axis.run(op, x, arg)
-        return out
+        return self._axis.run(op, x, arg)
 
     def joint(self, axes: tuple[str, ...]) -> Axis | None:
         mixed = next((name for name in axes if name in self._along), None)
         if mixed is not None:
             return ShadowedAxis(self._axis, mixed, self._along)
-        out: Axis | None = self._axis.joint(axes)
-        return out
+        return self._axis.joint(axes)
 
     def check_rows(self, width: int, give: tuple[int, ...], take: tuple[int, ...]) -> None:
         if self.name in self._along:
@@ -72,11 +69,6 @@ class ShadowedAxis(Axis):
             f"loss_fn calls {op} over {self.name!r}, in which ranks that are out of input would not take part: they do not call "
             f"loss_fn; pass step.join(loader, when_exhausted='replay'), with which they do"
         )
-
-
-def shadowed(axes: Mapping[str, Any], along: Collection[str]) -> dict[str, Axis]:
-    """The axes of a mesh, with collectives refused over those along which ranks may be out of input."""
-    return {name: ShadowedAxis(axis, name, along) for name, axis in axes.items()}
 
 
 class GradOutput(NamedTuple):
@@ -162,13 +154,9 @@ class Passes:
 
     def __init__(self, loss: Loss, mesh: Communicator, axes: tuple[str, ...], ranks: int) -> None:
         self._loss, self._mesh, self._ranks = loss, mesh, ranks
-        self._shadowed = shadowed(mesh.axes, axes)
+        self._shadowed: dict[str, Axis] = {name: ShadowedAxis(axis, name, axes) for name, axis in mesh.axes.items()}
         self._reached = False  # whether a backward pass has reached a parameter
         self.hooks: GradHooks = GradHooks()
-
-    def check(self, buffers: bool) -> None:
-        """Raise where `loss_fn` cannot be called with (or without) buffers; see `Loss.check`."""
-        self._loss.check(buffers)
 
     def forward(self, body: StateData, batch: Any, weight: float, number: int, iteration: Iteration | None) -> Forward:
         """Run the forward pass. A rank without weight runs it only for a model with collectives of its own."""

@@ -251,10 +251,4 @@ def join(
     alike = [step.form for step in in_loop]
     if any(one != alike[0] for one in alike):
         raise ValueError(f"steps must have the same mesh, axes and accumulate, so that they end together; got {alike}")
-    return JoinedLoader(
-        in_loop,
-        loader,
-        empty=empty,
-        throw_on_early_termination=throw_on_early_termination,
-        when_exhausted=when_exhausted,
-    )
+    return JoinedLoader(in_loop, loader, empty, throw_on_early_termination, when_exhausted)
