@@ -155,7 +155,7 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
         raise RuntimeError("a trace is being recorded already; leave its with block first")
     # A rank may begin the next trace of this name before rank 0 has joined the parts of this one.
     _COUNTS[(key, str(path))] = number = _COUNTS.get((key, str(path)), 0) + 1
-    parts = [_part(Path(path), number, other) for other in range(ranks)]
+    parts = [Path(f"{Path(path)}.{number}.rank-{other}") for other in range(ranks)]
     TIMELINES[key] = line = TimelineWriter(parts[rank], rank)
     try:
         yield
@@ -286,10 +286,6 @@ def _shift_us(clocks: dict[str, Any], first: dict[str, Any]) -> float:
         return 0.0
     own, other = (one["wall_ns"] - one["monotonic_ns"] for one in (clocks, first))
     return float(own - other) / 1e3
-
-
-def _part(path: Path, number: int, rank: int) -> Path:
-    return path.with_name(f"{path.name}.{number}.rank-{rank}")
 
 
 def _boot() -> str:
