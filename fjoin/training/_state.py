@@ -19,6 +19,7 @@ from ..step import EndStates, HookState, StateData
 from ..transforms.base import trees
 from ..transforms.optimizers import master_of, with_hyperparameters
 from ..transforms.pipelines import PipelineState, by_path
+from ._run import Run
 
 
 def flatten(params: Any) -> tuple[dict[str, Tensor], Callable[[dict[str, Any]], Any]]:
@@ -292,24 +293,22 @@ def check_state(state: Any) -> TrainState:
 @torch.no_grad()
 def loaded(
     state: TrainState,
-    owner: object,
+    run: Run,
     params: Mapping[str, Tensor],
     pipeline: Any,
     buffers: Mapping[str, Tensor] | None,
     on_buffers: Any,
     batches: int,
-    accumulate: int,
 ) -> TrainState:
     """The state with other values; it takes the memory of the given one.
 
     Args:
         state: From `init`, of the same pipeline and parameters.
-        owner: The token of its step.
+        run: That of its step.
         params: Path -> parameter.
         pipeline: As `TrainState.pipeline` returns it, in memory that nothing else uses.
-        accumulate: The number of calls of a step.
     """
-    body = state.settled(owner)
+    body = state.settled(run.token)
     storage, inner = body.storage, pipeline
     if body.outer is not None:
         inner, body.outer = pipeline.inner, pipeline._replace(inner=body.outer.inner)
@@ -332,7 +331,7 @@ def loaded(
         for path, place in body.buffers.items():
             place.copy_(buffers[path])
         body.buffers_state = on_buffers
-    body.batches, body.calls = batches, body.step * accumulate
+    body.batches, body.calls = batches, body.step * run.accumulate
     body.version += 1
     return TrainState(body)
 
