@@ -103,13 +103,9 @@ class StepIds:
     def refuse_flush(self, step: int) -> NoReturn:
         """Raise DesyncError where only some ranks flush after this many steps."""
         calls = self._calls
-        self._refuse(
-            step - 1,
-            calls.flush,
-            f"only some ranks have called {calls.flush} after step {step - 1}; others have called {calls.step}, or flush after another "
-            f"step. {calls.even}",
-            "nothing has changed",
-        )
+        text = f"only some ranks have called {calls.flush} after step {step - 1}; others have called {calls.step}"
+        text = f"{text}, or flush after another step. {calls.even}"
+        self._refuse(step - 1, calls.flush, text, "nothing has changed")
 
     def _refuse(self, step: int, call: str, text: str, effect: str) -> NoReturn:
         """Find out with the other ranks where they differ, and raise DesyncError.
