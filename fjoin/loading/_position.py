@@ -297,12 +297,14 @@ class JoinedLoop(Generic[B]):
         stopped: Whether the last loop ended because some rank had called `stop`; the same on all ranks.
     """
 
+    stopped: bool = False
+
     def __init__(
         self, loader: Iterable[B], name: str, rank: int, ranks: int, throw: bool, requests: Callable[[], Requests]
     ) -> None:
         self._position, self._requests = Position(loader, rank, ranks), requests
         self._name, self._rank, self._ranks, self._throw = name, rank, ranks, throw
-        self._running = self.stopped = False
+        self._running = False
 
     def __iter__(self) -> Iterator[B]:
         """An epoch.
@@ -332,7 +334,6 @@ class JoinedLoop(Generic[B]):
 
     def _begin(self) -> None:
         """Raise where no loop may begin."""
-        raise NotImplementedError
 
     def _epoch(self) -> Iterator[B]:
         """The batches for the body."""
@@ -340,7 +341,6 @@ class JoinedLoop(Generic[B]):
 
     def _leave(self, text: str) -> None:
         """The loop was left between two iterations; `text` is the error of ranks that go on. It does not raise."""
-        raise NotImplementedError
 
     def _fail(self, error: BaseException) -> NoReturn:
         """Report an error to the other ranks, and raise its root cause."""
@@ -348,7 +348,6 @@ class JoinedLoop(Generic[B]):
 
     def _end(self) -> None:
         """The loop has ended, in whatever way."""
-        raise NotImplementedError
 
     def _throw_if_uneven(self, have: float) -> None:
         """Raise, where the user wants that, if only some ranks have a batch for the next iteration."""

@@ -174,8 +174,6 @@ class JoinedLoader(JoinedLoop[B]):
         stopped: Whether the last loop ended because some rank had called `stop`; the same on all ranks.
     """
 
-    stopped: bool
-
     def __init__(
         self,
         steps: Sequence[InLoop],

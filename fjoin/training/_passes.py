@@ -115,17 +115,15 @@ def grad_output_of(loss: Tensor | None, seed: float, scale: Tensor | None, adds:
         else:
             late_factor = torch.tensor(seed, dtype=torch.float64) * (1.0 if late_factor is None else late_factor)
             seed = 1.0
-    if wide is None and not (rounding and math.isfinite(seed)):
+    if wide is not None:  # where the scaled loss overflows the gradients do too, and the step is left out
+        scaled = (wide * seed).to(loss.device, loss.dtype)
+        return GradOutput(scaled, late_factor, rounding if math.isfinite(rounding) else 1.0)
+    if not (rounding and math.isfinite(seed)):
         raise ValueError(
             f"the weight of this batch is too {'large' if rounding else 'small'} for a loss of {loss.dtype}; return the loss as float32, "
             f"or use other weights (only their ratios matter)"
         )
-    if wide is None:
-        return GradOutput(seed, late_factor, rounding)
-    # Where the scaled loss overflows the gradients do too, and the step is left out.
-    return GradOutput(
-        (wide * seed).to(loss.device, loss.dtype), late_factor, rounding if math.isfinite(rounding) else 1.0
-    )
+    return GradOutput(seed, late_factor, rounding)
 
 
 NOTHING = GradOutput(0.0)  # for a backward pass whose gradients are discarded

@@ -37,13 +37,12 @@ class Loop(JoinedLoop[B]):
         stopped: Whether the last loop ended because some rank had called `stop`; the same on all ranks.
     """
 
-    sync_gradients: bool
-    stopped: bool
-    live: bool
-    weight: float
-    total: float
-    number: int
-    batches: int
+    sync_gradients: bool = False
+    live: bool = False
+    weight: float = 0.0
+    total: float = 0.0
+    number: int = 0
+    batches: int = 0
 
     def __init__(
         self,
@@ -60,8 +59,6 @@ class Loop(JoinedLoop[B]):
         self._settings = f"accumulate={accumulate} and {self._position.order or 'no fjoin.Shuffled'}"
         self._number_of_settings = zlib.crc32(self._settings.encode())  # of which sums are exact
         self._record = Record(mesh, tuple(mesh.shape), ("weight", "batches", "settings"))
-        self.live = self.sync_gradients = False
-        self.weight, self.total, self.number, self.batches = 0.0, 0.0, 0, 0
 
     @property
     def scale(self) -> float:
