@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
@@ -17,7 +18,7 @@ from ..groups import Communicator
 from ..step import StateData
 from ..transforms.axes import Axis, BoundCall, bind_axes
 from ..transforms.base import trees
-from ._loss import Loss
+from ._loss import Loss, LossParts
 
 
 @dataclass
@@ -159,20 +160,16 @@ class Passes:
     def forward(self, body: StateData, batch: Any, weight: float, number: int, iteration: Iteration | None) -> Forward:
         """Run the forward pass. A rank without weight runs it only for a model with collectives of its own."""
         replays = iteration is not None and iteration.replays
-        if weight:
-            alone = iteration is None or replays or self._ranks == 1
-            axes = self._mesh.axes if alone else self._shadowed
-            call = BoundCall(weight, number)
-            return Forward(weight, *self._run(body, batch, call, axes), axes=axes, call=call)
-        if not replays:
+        if not weight and not replays:
             return Forward(0.0, buffers=body.buffers)
-        call = BoundCall(0.0, number)
-        replayed, _, buffers = self._run(body, batch, call, self._mesh.axes)
-        return Forward(0.0, buffers=buffers, replayed=replayed, axes=self._mesh.axes, call=call)
+        alone = iteration is None or replays or self._ranks == 1
+        axes, call = self._mesh.axes if alone else self._shadowed, BoundCall(weight, number)
+        loss, aux, buffers = self._run(body, batch, call, axes)
+        if not weight:
+            return Forward(0.0, buffers=buffers, replayed=loss, axes=axes, call=call)
+        return Forward(weight, loss, aux, buffers, axes=axes, call=call)
 
-    def _run(
-        self, body: StateData, batch: Any, call: BoundCall, axes: dict[str, Any]
-    ) -> tuple[Tensor, Any, dict[str, Tensor] | None]:
+    def _run(self, body: StateData, batch: Any, call: BoundCall, axes: dict[str, Any]) -> LossParts:
         storage = body.storage
         params = body.rebuild(dict(storage.leaves))
         self.hooks.in_loss = True
@@ -186,23 +183,14 @@ class Passes:
             aux, buffers = trees.copy_if_aliased((aux, buffers), storage.written(bool(body.window)))
         return loss, aux, buffers
 
-    def backward_within(self, forward: Forward, grad_output: GradOutput, storage: Storage) -> None:
-        """Run the backward pass of a call within a window: gradients are added, and nothing is sent."""
-        with bind_axes(forward.axes, forward.call, in_backward=True):
-            if forward.loss is not None:
-                with self.hooks.keeping():
-                    self._backward(forward.loss, grad_output, storage)
-            elif forward.replayed is not None:
-                with storage.grads_aside(), self.hooks.keeping():
-                    NOTHING.backward(forward.replayed)
-
-    def backward(self, forward: Forward, grad_output: GradOutput, storage: Storage) -> None:
-        """Run the backward pass of a step, whose gradients the queue sends."""
-        with bind_axes(forward.axes, forward.call, in_backward=True):
+    def backward(self, forward: Forward, grad_output: GradOutput, storage: Storage, within: bool) -> None:
+        """Run the backward pass of a call: the queue sends its gradients, or `within` a window they are added."""
+        hooks, queue = self.hooks, self.hooks.queue
+        with bind_axes(forward.axes, forward.call, in_backward=True), hooks.keeping() if within else nullcontext():
             if forward.loss is not None:
                 self._backward(forward.loss, grad_output, storage)
-            elif forward.replayed is not None and self.hooks.queue is not None:
-                with self.hooks.queue.muted(storage):
+            elif forward.replayed is not None:
+                with storage.grads_aside() if within or queue is None else queue.muted(storage):
                     NOTHING.backward(forward.replayed)
 
     def _backward(self, loss: Tensor, grad_output: GradOutput, storage: Storage) -> None:

@@ -108,7 +108,7 @@ class Run:
         grad_output, own = self._own(body, forward, is_weighted)
         if within:
             span.next("backward")
-            passes.backward_within(forward, grad_output, storage)
+            passes.backward(forward, grad_output, storage, within)
             body.window, body.buffers, body.calls = own, forward.buffers, body.calls + 1
             body.batches += has_batch
             self._meter.end()
@@ -142,7 +142,7 @@ class Run:
         one.open(record, values, counts, body.window_weight, grad_output.late_factor, is_weighted)
         span.next("backward and launches")
         queue.start(body.storage, self.reducer.launch if span is NO_SPAN else one.launch)
-        self.passes.backward(forward, grad_output, body.storage)
+        self.passes.backward(forward, grad_output, body.storage, within=False)
         queue.finish()
         one.buffers = forward.buffers, values["weight"]
         try:
