@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
@@ -299,10 +299,8 @@ class JoinedLoop(Generic[B]):
 
     stopped: bool = False
 
-    def __init__(
-        self, loader: Iterable[B], name: str, rank: int, ranks: int, throw: bool, requests: Callable[[], Requests]
-    ) -> None:
-        self._position, self._requests = Position(loader, rank, ranks), requests
+    def __init__(self, loader: Iterable[B], name: str, rank: int, ranks: int, throw: bool, requests: Requests) -> None:
+        self._position, self._asks = Position(loader, rank, ranks), requests
         self._name, self._rank, self._ranks, self._throw = name, rank, ranks, throw
         self._running = False
 
@@ -397,7 +395,7 @@ class JoinedLoop(Generic[B]):
         """
         if not self._running:
             raise JoinError("stop() was called while no loop runs; call it inside the body of `for batch in batches`")
-        self._requests().ask_end_of_loop()
+        self._asks.ask_end_of_loop()
 
     def state_dict(self) -> dict[str, Any]:
         """The position of this rank: in the body after this iteration, between loops at the start of the next epoch.

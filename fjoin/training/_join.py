@@ -51,9 +51,8 @@ class InLoop:
             begins: Whether the loop begins here, so that it is not compared again.
         """
         if not self.compared:
-            compare(
-                self._run.mesh, "the first step", {"loop": loop}, "Run the same loop on all ranks", axes=self._run.axes
-            )
+            run, remedy = self._run, "Run the same loop on all ranks"
+            compare(run.mesh, "the first step", {"loop": loop}, remedy, axes=run.axes)
             self.compared = begins
 
     def enter(self) -> None:
@@ -185,9 +184,8 @@ class JoinedLoader(JoinedLoop[B]):
         if when_exhausted not in ("shadow", "replay"):
             raise ValueError(f"when_exhausted must be 'shadow' or 'replay', got {when_exhausted!r}")
         name = "step.join" if len(steps) == 1 else "fjoin.join"
-        super().__init__(
-            loader, name, steps[0].rank, steps[0].ranks, throw_on_early_termination, lambda: steps[0].requests
-        )
+        first = steps[0]
+        super().__init__(loader, name, first.rank, first.ranks, throw_on_early_termination, first.requests)
         self._steps, self._empty, self._replays = steps, empty, when_exhausted == "replay"
 
     def _begin(self) -> None:

@@ -53,8 +53,7 @@ class Loop(JoinedLoop[B]):
         throw: bool,
         accumulate: int = 1,
     ) -> None:
-        self._asks = Requests(mesh.size)
-        super().__init__(loader, "fjoin.join", mesh.rank, mesh.size, throw, lambda: self._asks)
+        super().__init__(loader, "fjoin.join", mesh.rank, mesh.size, throw, Requests(mesh.size))
         self._mesh, self._weigh, self._empty, self._accumulate = mesh, weight, empty, accumulate
         self._settings = f"accumulate={accumulate} and {self._position.order or 'no fjoin.Shuffled'}"
         self._number_of_settings = zlib.crc32(self._settings.encode())  # of which sums are exact
