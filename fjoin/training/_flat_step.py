@@ -82,16 +82,15 @@ class FlatStep(Step):
                 new, state = effect.after(run.on_buffers, new, state, self._call(weight, effect))
         body.buffers, body.buffers_state = new, state
 
+    @torch.no_grad()
     def _gather(self, sharding: Sharding, effect: Effect) -> None:
         run, storage = self._run, self._body.storage
         if sharding.codec is not None:
-            with torch.no_grad():
-                self._body.gather = gather_changes_(storage, sharding, run.mesh, self._body.gather, effect)
+            self._body.gather = gather_changes_(storage, sharding, run.mesh, self._body.gather, effect)
             return
         if not run.gathers_buckets:
-            with torch.no_grad():
-                for k in reversed(range(len(storage.layout))):
-                    self._start_gather(k)
+            for k in reversed(range(len(storage.layout))):
+                self._start_gather(k)
         for work in self._gathers:
             work.wait()
 

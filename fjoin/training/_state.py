@@ -208,8 +208,7 @@ class TrainState:
         """A copy in memory of its own, which steps of this state do not overwrite."""
         return TrainState(self._claim().clone())
 
-    def __copy__(self) -> TrainState:
-        return self.clone()
+    __copy__ = clone
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TrainState:
         return self.clone()
