@@ -189,9 +189,8 @@ class ForeachStepper:
         ages = Ages()
         for key, part, param, named in given:
             state = loaded(whose(key), part, param, named)
-            new[key] = ages(
-                part, param, state, *(f.item() for f, c in zip(trees.fields(state), part.common, strict=True) if c)
-            )
+            common = (f.item() for f, c in zip(trees.fields(state), part.common, strict=True) if c)
+            new[key] = ages(part, param, state, *common)
         return new
 
     def adopt(self, states: dict[Any, Any]) -> None:
@@ -224,9 +223,8 @@ def divides(part: Optimizer, dtype: torch.dtype) -> bool:
     if dtype.itemsize < 4:  # these buckets may have units of their own
         return False
     param, grad = torch.ones(2, 2, dtype=dtype), torch.full((2, 2), 2.0, dtype=dtype)
-    optimizers.step_in_place(
-        part, [param], [grad], [part.init_param(param)], grad_scale=torch.tensor(2.0, dtype=torch.float64)
-    )
+    scale = torch.tensor(2.0, dtype=torch.float64)
+    optimizers.step_in_place(part, [param], [grad], [part.init_param(param)], grad_scale=scale)
     return bool((grad == 1.0).all())
 
 

@@ -130,10 +130,7 @@ class StepIds:
             "and handle.with_hyperparameters(...) take equal values, such as those computed from a mean of the loss over all ranks"
         )
         if name == _WEIGHT:
-            remedy = (
-                f"The forward pass has communicated, so the backward pass has mixed the ranks' losses: {self._remedy}"
-            )
-        text = (
-            f"step {step}: rank {odd} steps with {name}={there!r}, but rank 0 with {name}={here!r}; {effect}. {remedy}"
-        )
-        raise DesyncError(text, rank=odd, step=step)
+            mixed = "The forward pass has communicated, so the backward pass has mixed the ranks' losses"
+            remedy = f"{mixed}: {self._remedy}"
+        text = f"step {step}: rank {odd} steps with {name}={there!r}, but rank 0 with {name}={here!r}"
+        raise DesyncError(f"{text}; {effect}. {remedy}", rank=odd, step=step)
