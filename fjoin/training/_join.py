@@ -174,18 +174,13 @@ class JoinedLoader(JoinedLoop[B]):
     """
 
     def __init__(
-        self,
-        steps: Sequence[InLoop],
-        loader: Iterable[B],
-        empty: Any,
-        throw_on_early_termination: bool,
-        when_exhausted: str,
+        self, steps: Sequence[InLoop], loader: Iterable[B], empty: Any, throw: bool, when_exhausted: str
     ) -> None:
         if when_exhausted not in ("shadow", "replay"):
             raise ValueError(f"when_exhausted must be 'shadow' or 'replay', got {when_exhausted!r}")
         name = "step.join" if len(steps) == 1 else "fjoin.join"
         first = steps[0]
-        super().__init__(loader, name, first.rank, first.ranks, throw_on_early_termination, first.requests)
+        super().__init__(loader, name, first.rank, first.ranks, throw, first.requests)
         self._steps, self._empty, self._replays = steps, empty, when_exhausted == "replay"
 
     def _begin(self) -> None:
