@@ -73,9 +73,8 @@ class Hyperparameters:
 def _numbers(group: Mapping[str, Any], names: Iterable[str]) -> tuple[tuple[str, Any], ...]:
     """The values of a group as numbers, or pairs of numbers for betas."""
     try:
-        return tuple(
-            (name, tuple(map(float, group[name])) if name == "betas" else float(group[name])) for name in names
-        )
+        values = ((name, group[name]) for name in names)
+        return tuple((name, tuple(map(float, value)) if name == "betas" else float(value)) for name, value in values)
     except (TypeError, ValueError):
         given = {name: group.get(name) for name in names}
         raise ValueError(f"the hyperparameters of a group must be numbers, betas two of them; got {given!r}") from None
