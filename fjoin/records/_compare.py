@@ -224,8 +224,8 @@ def common_names(mesh: Communicator, axes: tuple[str, ...], mine: list[str] | No
     if len(found) > 1:
         (first, usual), (odd, names) = found
         raise DesyncError(
-            f"aux['sum'] has the names {names} on rank {odd}, but {usual} on rank {first}; they must be the same on all "
-            f"ranks",
+            f"aux['sum'] has the names {names} on rank {odd}, but {usual} on rank {first}; they must be the same on "
+            f"all ranks",
             rank=odd,
         )
     return tuple(found[0][1]) if found else None
