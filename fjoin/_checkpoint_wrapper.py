@@ -45,12 +45,7 @@ def policy_of(contexts: Any) -> Policy:
             f"checkpoint_wrapper: context_fn must return what torch's create_selective_checkpoint_contexts(policy) returns, got "
             f"{contexts!r}; say what to keep by policy=, and enter other contexts in the module's forward, which runs again"
         )
-    of_torch, context = first.policy_fn, SelectiveCheckpointContext(is_recompute=False)
-
-    def policy(op: Any, *args: Any, **kwargs: Any) -> Any:
-        return of_torch(context, op, *args, **kwargs)
-
-    return policy
+    return functools.partial(first.policy_fn, SelectiveCheckpointContext(is_recompute=False))
 
 
 class CheckpointImpl(enum.Enum):

@@ -197,12 +197,9 @@ class Apply:
             finally:
                 for part, mode in modes.items():
                     part.training = mode
-        if self._called:
+        with contextlib.nullcontext() if self._called else copies.running_alone(self._own):
             out = copy(*args, **kwargs)
-        else:
-            with copies.running_alone(self._own):
-                out = copy(*args, **kwargs)
-            self._called = True
+        self._called = True
         copies.write_back()
         return out, copies.buffers, copies.after() if copies.buffers else {}
 
@@ -270,11 +267,8 @@ class _Copies:
                 weights = [getattr(copy, name, None) for name in own["_flat_weights_names"]]
                 new["_flat_weights"] = weights
                 new["_flat_weight_refs"] = [None if w is None else weakref.ref(w) for w in weights]
-            if (
-                not kind.__module__.startswith("torch.nn.modules.")
-                or own["_forward_hooks"]
-                or own["_forward_pre_hooks"]
-            ):
+            hooked = own["_forward_hooks"] or own["_forward_pre_hooks"]
+            if hooked or not kind.__module__.startswith("torch.nn.modules."):
                 self._assigning.append((own, new.copy(), copy))
         return made[""]
 

@@ -259,7 +259,7 @@ class OfStep:
         batches = values[f"run{at}.batches"]
 
         def take() -> Any:
-            return loaded(state, run.token, params, pipeline, buffers, on_buffers, batches, run.accumulate)
+            return loaded(state, run, params, pipeline, buffers, on_buffers, batches)
 
         return take
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import traceback
@@ -95,18 +94,16 @@ def elastic(
                 members.begin()
                 result = train(members)
                 members.finish()
-                with contextlib.suppress(PeerLost):  # of the store: all ranks have met, so the training is complete
-                    membership.end_run("")
+                membership.end_run("")  # all ranks have met, so the training is complete
                 return result
             except NewGeneration:
                 pass
             except Exception as error:
                 if not isinstance(error, (PeerLost, CollectiveTimeout)) and not is_backend_error(error):
-                    with contextlib.suppress(PeerLost):  # of the store
-                        membership.end_run(
-                            f"the run at the store {address} has ended, since the training function of a rank has failed: "
-                            f"{described(error)}. Another run needs a new store"
-                        )
+                    membership.end_run(
+                        f"the run at the store {address} has ended, since the training function of a rank has failed: "
+                        f"{described(error)}. Another run needs a new store"
+                    )
                     raise
                 _LOG.warning("generation %d has ended: %s", members.generation, described(error))
                 failure = error

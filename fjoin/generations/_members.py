@@ -157,9 +157,7 @@ class Members:
             if any(one != newest for one in held):
                 leaves = self._from(held.index(newest), leaves)
             values: Any = optree.tree_unflatten(structure, leaves)  # the state that has them is dropped
-            flat, pipeline, held_buffers, ends, batches = values
-            token, accumulate = step.run.token, step.run.accumulate
-            state = loaded(state, token, flat, pipeline, held_buffers, ends, batches, accumulate)
+            state = loaded(state, step.run, *values)
         self._refuse(step, state)
         self._body, self._step = step.held, step
         self._commit = newest if newest != _NOTHING else (0, state.step)

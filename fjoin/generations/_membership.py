@@ -184,8 +184,9 @@ class Membership:
             raise PeerLost(f"not all members have come to connect within {self._timeout_s:g} s")
 
     def end_run(self, failure: str) -> None:
-        """Write that the run has ended, for all: "" if the training is complete."""
-        self.store.set_first(self._timeout_s, "ended", failure)
+        """Write that the run has ended, for all, unless the store is lost: "" if the training is complete."""
+        with contextlib.suppress(PeerLost):
+            self.store.set_first(self._timeout_s, "ended", failure)
 
     def leave(self) -> None:
         """Write that this process takes part no more, though it may live on."""

@@ -15,6 +15,7 @@ _connect       how ranks meet and choose their transport
 _make_mesh     `mesh`, meshes over the user's groups, and `bind`
 """
 
+from ..shared_memory import host_name as host_name
 from ._axis import GroupAxis as GroupAxis, keep_freed as keep_freed
 from ._connect import linked_mesh as linked_mesh
 from ._failures import (

@@ -171,9 +171,8 @@ class GroupAxis(Axis):
         stop = start + sizes[self.rank]
         own = flat[start:stop]
         if not cpu and len(set(sizes)) == 1:
-            return PendingMessage(
-                self, dist.all_gather_single(flat, own, group=self.group, async_op=True), "all_gather", own
-            )
+            work = dist.all_gather_single(flat, own, group=self.group, async_op=True)
+            return PendingMessage(self, work, "all_gather", own)
         # Not isend and irecv, although no rank would need a copy: a wait for these that times out breaks the
         # connection.
         give, take = [own.numel()] * self.size, list(sizes)

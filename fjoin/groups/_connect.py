@@ -32,11 +32,11 @@ def chosen_transport(transport: str) -> str:
     Raises:
         ValueError: there is no such transport.
     """
+    name = "transport"
+    if transport == "auto":
+        name, transport = "FJOIN_TRANSPORT", os.environ.get("FJOIN_TRANSPORT", transport)
     if transport not in TRANSPORTS:
-        raise ValueError(f"transport must be one of {', '.join(map(repr, TRANSPORTS))}, got {transport!r}")
-    transport = os.environ.get("FJOIN_TRANSPORT", transport) if transport == "auto" else transport
-    if transport not in TRANSPORTS:
-        raise ValueError(f"FJOIN_TRANSPORT must be one of {', '.join(map(repr, TRANSPORTS))}, got {transport!r}")
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, TRANSPORTS))}, got {transport!r}")
     return transport
 
 

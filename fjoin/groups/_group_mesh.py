@@ -10,7 +10,6 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from ..transforms.base import devices
 from ._axis import GroupAxis, backend_of
 from ._failures import Failures, Store, raise_from
 from ._host_axis import HostAxis
-from ._meetings import LEAVES, Meetings
+from ._meetings import LEAVES, Combine, Meetings
 from ._mesh import Communicator
 from ._message import poll
 from ._teardown import destroy
@@ -99,9 +98,7 @@ class GroupMesh(Communicator):
     def device(self) -> torch.device:
         return devices.current() if self._elsewhere else torch.device("cpu")
 
-    def exchange(
-        self, occasion: str, value: Any, combine: Callable[[list[Any]], Any], axes: tuple[str, ...] = ()
-    ) -> Any:
+    def exchange(self, occasion: str, value: Any, combine: Combine, axes: tuple[str, ...] = ()) -> Any:
         if self._down:
             raise closed(self._everyone.failure)
         try:

@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import torch.distributed as dist
 
@@ -17,6 +17,8 @@ from ._message import poll
 _LONGEST_S = 0.05  # the longest pause between two reads of a key
 _APART = 5  # the number of checks in a row that must find the other rank at another meeting
 LEAVES = "the end of a loop that is left"  # the occasion of ranks that leave a loop before its end
+
+Combine: TypeAlias = Callable[[list[Any]], Any]  # of the JSON values of some ranks, in their order
 
 
 class Meetings:
@@ -34,12 +36,7 @@ class Meetings:
         self._name, self._timeout_s, self.check = name, timeout_s, check
 
     def exchange(
-        self,
-        occasion: str,
-        value: Any,
-        combine: Callable[[list[Any]], Any],
-        members: Sequence[int],
-        limit_s: float | None = None,
+        self, occasion: str, value: Any, combine: Combine, members: Sequence[int], limit_s: float | None = None
     ) -> Any:
         """`combine` of the members' JSON values in the members' order: computed by the first member, the same on all.
 
@@ -95,9 +92,7 @@ class Meetings:
             self._store.set(_left(end), f"waiting/{self._rank}", where)
         return place
 
-    def _collect(
-        self, end: float, place: str, combine: Callable[[list[Any]], Any], members: Sequence[int]
-    ) -> dict[str, Any]:
+    def _collect(self, end: float, place: str, combine: Combine, members: Sequence[int]) -> dict[str, Any]:
         """The outcome for the first member: the result, the first absent rank, or the places of all members."""
         given = []
         for rank in members:

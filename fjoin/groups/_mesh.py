@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, NoReturn, Self
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from ..transforms.axes import Done, Work
 from ._failures import raise_from
+from ._meetings import Combine
 from ._message import Unfinished
 from ._traffic import Traffic
 
@@ -107,9 +107,7 @@ class Communicator(Mesh):
         over = self.over(names) if names and (device is None or device.type == "cpu") else []
         return over[0].zeros(numel, dtype) if len(over) == 1 and numel else None
 
-    def exchange(
-        self, occasion: str, value: Any, combine: Callable[[list[Any]], Any], axes: tuple[str, ...] = ()
-    ) -> Any:
+    def exchange(self, occasion: str, value: Any, combine: Combine, axes: tuple[str, ...] = ()) -> Any:
         """`combine` of every rank's JSON value, in rank order; computed once, with the same result on all ranks.
 
         Args:
@@ -185,9 +183,7 @@ class SimulatedMesh(Communicator):
     def group(self) -> Any:
         return self.over(tuple(self.shape))[0].group
 
-    def exchange(
-        self, occasion: str, value: Any, combine: Callable[[list[Any]], Any], axes: tuple[str, ...] = ()
-    ) -> Any:
+    def exchange(self, occasion: str, value: Any, combine: Combine, axes: tuple[str, ...] = ()) -> Any:
         over = self.over(axes if len(axes) == 1 else tuple(self.shape))
         if len(over) > 1:
             raise ValueError(f"a mesh must name all simulated axes in their order, got {list(self.shape)}")

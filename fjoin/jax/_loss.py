@@ -125,15 +125,13 @@ def loss(f: Callable[..., Any], *, buffers: bool = False, seed: int | None = Non
             args = (nested(args[0]), *args[1:])
         wide = any(leaf.dtype is torch.float64 for leaf in leaves)
         values, args_structure, wide = arguments(args, wide)
-        if seed is None:
-            if key is not None:
-                raise TypeError("key= was given, but the loss was made without a seed: fjoin.jax.loss(f, seed=0)")
-            keyed: tuple[Any, ...] = ()
-        else:
+        keyed: tuple[Any, ...] = ()
+        if seed is not None:
             keyed = (key,) if key is not None else (_key(seed, number),)
-        form = _LossForm(
-            structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves), args_structure, wide, bool(keyed)
-        )
+        elif key is not None:
+            raise TypeError("key= was given, but the loss was made without a seed: fjoin.jax.loss(f, seed=0)")
+        forms = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+        form = _LossForm(structure, forms, args_structure, wide, bool(keyed))
         run = compiled(form)
         given = [x for x in values if isinstance(x, Tensor)]
         behind, apply = _Behind(), cast("Any", _Value.apply)

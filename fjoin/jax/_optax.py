@@ -203,10 +203,8 @@ def to_optax(transform: Transform) -> Any:
             kinds = optree.tree_leaves(first)
             # Host integers and flags decide which code runs, so they are converted back to their types.
             held = [
-                _from_numpy(np.asarray(leaf)).to(kind.dtype)
-                if isinstance(kind, Tensor)
-                else type(kind)(np.asarray(leaf))
-                for leaf, kind in zip(leaves, kinds, strict=True)
+                _from_numpy(leaf).to(kind.dtype) if isinstance(kind, Tensor) else type(kind)(leaf)
+                for leaf, kind in zip(map(np.asarray, leaves), kinds, strict=True)
             ]
             old = optree.tree_unflatten(optree.tree_structure(first), held)
             new, after = transform.update(grads, old, given)

@@ -82,16 +82,14 @@ def adopt(tree: Any) -> None:
         if not found:
             return
         for one in found:
-            optree.register_pytree_node(one, _children, _rebuilt, namespace=optree.registry.__GLOBAL_NAMESPACE)
+            optree.register_pytree_node(
+                one, _children, jax.tree_util.tree_unflatten, namespace=optree.registry.__GLOBAL_NAMESPACE
+            )
 
 
 def _children(node: Any) -> tuple[list[Any], Any, list[Any]]:
     pairs, structure = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
     return [child for _, child in pairs], structure, [_name(key[0]) for key, _ in pairs]
-
-
-def _rebuilt(structure: Any, children: Any) -> Any:
-    return jax.tree_util.tree_unflatten(structure, children)
 
 
 def _name(key: Any) -> Any:

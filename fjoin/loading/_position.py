@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
@@ -297,12 +297,12 @@ class JoinedLoop(Generic[B]):
         stopped: Whether the last loop ended because some rank had called `stop`; the same on all ranks.
     """
 
-    def __init__(
-        self, loader: Iterable[B], name: str, rank: int, ranks: int, throw: bool, requests: Callable[[], Requests]
-    ) -> None:
-        self._position, self._requests = Position(loader, rank, ranks), requests
+    stopped: bool = False
+
+    def __init__(self, loader: Iterable[B], name: str, rank: int, ranks: int, throw: bool, requests: Requests) -> None:
+        self._position, self._asks = Position(loader, rank, ranks), requests
         self._name, self._rank, self._ranks, self._throw = name, rank, ranks, throw
-        self._running = self.stopped = False
+        self._running = False
 
     def __iter__(self) -> Iterator[B]:
         """An epoch.
@@ -332,7 +332,6 @@ class JoinedLoop(Generic[B]):
 
     def _begin(self) -> None:
         """Raise where no loop may begin."""
-        raise NotImplementedError
 
     def _epoch(self) -> Iterator[B]:
         """The batches for the body."""
@@ -340,7 +339,6 @@ class JoinedLoop(Generic[B]):
 
     def _leave(self, text: str) -> None:
         """The loop was left between two iterations; `text` is the error of ranks that go on. It does not raise."""
-        raise NotImplementedError
 
     def _fail(self, error: BaseException) -> NoReturn:
         """Report an error to the other ranks, and raise its root cause."""
@@ -348,7 +346,6 @@ class JoinedLoop(Generic[B]):
 
     def _end(self) -> None:
         """The loop has ended, in whatever way."""
-        raise NotImplementedError
 
     def _throw_if_uneven(self, have: float) -> None:
         """Raise, where the user wants that, if only some ranks have a batch for the next iteration."""
@@ -398,7 +395,7 @@ class JoinedLoop(Generic[B]):
         """
         if not self._running:
             raise JoinError("stop() was called while no loop runs; call it inside the body of `for batch in batches`")
-        self._requests().ask_end_of_loop()
+        self._asks.ask_end_of_loop()
 
     def state_dict(self) -> dict[str, Any]:
         """The position of this rank: in the body after this iteration, between loops at the start of the next epoch.

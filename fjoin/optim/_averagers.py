@@ -111,10 +111,8 @@ class ModelAverager:
 
     def _average(self, params: list[Tensor], axes: AxisName | None) -> None:
         if not self._compared:
-            parts = {
-                "averager": f"{self!r} at step {self.step}",
-                "parameters": described_tensors({f"tensor {i}": t for i, t in enumerate(params)}),
-            }
+            tensors = described_tensors({f"tensor {i}": t for i, t in enumerate(params)})
+            parts = {"averager": f"{self!r} at step {self.step}", "parameters": tensors}
             compare(self.mesh, "the first average of parameters", parts)
             self._compared = True
         if axes is None:

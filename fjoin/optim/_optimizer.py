@@ -140,15 +140,11 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             ValueError, TypeError: see the class; no parameter and no state has been changed then.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         items = [item for item in self._items() if item[3] is not None]
         self._stepper.shown = self.state  # which others may have replaced, or cleared
         if len(self.state) != len(self._stepper.states):
-            cleared = [param for param in self._stepper.states if param not in self.state]
-            for param in cleared:  # their states start anew
+            for param in self._stepper.states.keys() - self.state.keys():  # cleared: their states start anew
                 del self._stepper.states[param]
         self._stepper.check(items)
         self._stepper.step(items, **guards_of(self))

@@ -73,9 +73,8 @@ class Hyperparameters:
 def _numbers(group: Mapping[str, Any], names: Iterable[str]) -> tuple[tuple[str, Any], ...]:
     """The values of a group as numbers, or pairs of numbers for betas."""
     try:
-        return tuple(
-            (name, tuple(map(float, group[name])) if name == "betas" else float(group[name])) for name in names
-        )
+        values = ((name, group[name]) for name in names)
+        return tuple((name, tuple(map(float, value)) if name == "betas" else float(value)) for name, value in values)
     except (TypeError, ValueError):
         given = {name: group.get(name) for name in names}
         raise ValueError(f"the hyperparameters of a group must be numbers, betas two of them; got {given!r}") from None
@@ -189,9 +188,8 @@ class ForeachStepper:
         ages = Ages()
         for key, part, param, named in given:
             state = loaded(whose(key), part, param, named)
-            new[key] = ages(
-                part, param, state, *(f.item() for f, c in zip(trees.fields(state), part.common, strict=True) if c)
-            )
+            common = (f.item() for f, c in zip(trees.fields(state), part.common, strict=True) if c)
+            new[key] = ages(part, param, state, *common)
         return new
 
     def adopt(self, states: dict[Any, Any]) -> None:
@@ -224,9 +222,8 @@ def divides(part: Optimizer, dtype: torch.dtype) -> bool:
     if dtype.itemsize < 4:  # these buckets may have units of their own
         return False
     param, grad = torch.ones(2, 2, dtype=dtype), torch.full((2, 2), 2.0, dtype=dtype)
-    optimizers.step_in_place(
-        part, [param], [grad], [part.init_param(param)], grad_scale=torch.tensor(2.0, dtype=torch.float64)
-    )
+    scale = torch.tensor(2.0, dtype=torch.float64)
+    optimizers.step_in_place(part, [param], [grad], [part.init_param(param)], grad_scale=scale)
     return bool((grad == 1.0).all())
 
 

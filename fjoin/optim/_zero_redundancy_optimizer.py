@@ -129,10 +129,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         """
         if closure is not None and isinstance(self.part, WholeLeaves):
             raise ValueError(f"{self._class.__name__} may call its closure again; compute gradients, then call step()")
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         if self._local is None:
             self._hooked()
             if getattr(self, "grad_scale", None) is not None:

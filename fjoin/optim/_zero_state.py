@@ -73,11 +73,9 @@ def gather_states(
     sizes = [sum(nbytes for *_, nbytes in of) for _, of, _ in every]
     take = [size if axis.rank == to else 0 for size in sizes]
     give = [sizes[axis.rank] if rank == to else 0 for rank in range(axis.size)]
-    parts = [
-        torch.empty(0, dtype=torch.uint8, device=device),
-        *(flat_view(one).view(torch.uint8) for one in raw.values()),
-    ]
-    received = axis.run("all_to_all_single", torch.cat(parts), (tuple(give), tuple(take)))
+    nothing = torch.empty(0, dtype=torch.uint8, device=device)
+    sent = torch.cat([nothing, *(flat_view(one).view(torch.uint8) for one in raw.values())])
+    received = axis.run("all_to_all_single", sent, (tuple(give), tuple(take)))
     if axis.rank != to:
         return None
     found: dict[int, list[Owned]] = {}

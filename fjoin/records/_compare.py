@@ -83,9 +83,8 @@ def checksum(values: Iterable[Any], number: int = 0) -> int:
         else:
             others.append(value)
     flats = [*(torch.cat([value.reshape(-1) for value in some]) for some in small.values()), *large]
-    number = zlib.crc32(
-        repr([others, on_devices([flat for flat in flats if flat.device.type != "cpu"])]).encode(), number
-    )
+    elsewhere = on_devices([flat for flat in flats if flat.device.type != "cpu"])
+    number = zlib.crc32(repr([others, elsewhere]).encode(), number)
     for flat in flats:
         if flat.device.type == "cpu" and flat.numel():
             data: Any = _bytes(flat).numpy()
@@ -185,10 +184,8 @@ def _compare(values: list[Any]) -> Any:
             if isinstance(there, list):
                 there, here = _first_difference(there, here)
             ranks = ", ".join(map(str, odd))
-            return [
-                odd[0],
-                f"rank {ranks} differs from rank {like} in its {part}: {there} there, {here} on rank {like}",
-            ]
+            where = f"rank {ranks} differs from rank {like} in its {part}"
+            return [odd[0], f"{where}: {there} there, {here} on rank {like}"]
     return None
 
 
@@ -205,10 +202,8 @@ def parameters_fit(mesh: Communicator, fit: bool, step: int) -> None:
     Raises:
         DesyncError: naming the first rank that has others.
     """
-    odd = mesh.exchange(
-        "the first pass after load_state_dict", fit, lambda fits: fits.index(False) if False in fits else None
-    )
-    if odd is not None:
+    odd = mesh.exchange("the first pass after load_state_dict", fit, lambda fits: [*fits, False].index(False))
+    if odd < mesh.size:
         raise DesyncError(
             f"rank {odd} goes on from step {step} with other parameters than those that go with the state_dict() it has loaded. "
             f"Load each rank's own weights after DistributedDataParallel(...), which sends rank 0's to all ranks",
@@ -226,21 +221,20 @@ def common_names(mesh: Communicator, axes: tuple[str, ...], mine: list[str] | No
         DesyncError: two ranks with a batch have different names.
     """
     found = mesh.exchange("the first step", mine, _common_names, axes)
-    if "problem" in found:
-        raise DesyncError(found["problem"], rank=found["rank"])
-    return None if found["names"] is None else tuple(found["names"])
+    if len(found) > 1:
+        (first, usual), (odd, names) = found
+        raise DesyncError(
+            f"aux['sum'] has the names {names} on rank {odd}, but {usual} on rank {first}; they must be the same on "
+            f"all ranks",
+            rank=odd,
+        )
+    return tuple(found[0][1]) if found else None
 
 
-def _common_names(values: list[list[str] | None]) -> dict[str, Any]:
+def _common_names(values: list[list[str] | None]) -> list[Any]:
+    """The first rank that knows names, with its names, and the first that knows others."""
     known = [(rank, sorted(names)) for rank, names in enumerate(values) if names is not None]
-    for rank, names in known:
-        if names != known[0][1]:
-            return {
-                "rank": rank,
-                "problem": f"aux['sum'] has the names {names} on rank {rank}, but {known[0][1]} on rank {known[0][0]}; "
-                f"they must be the same on all ranks",
-            }
-    return {"names": known[0][1] if known else None}
+    return known[:1] + [one for one in known if one[1] != known[0][1]][:1]
 
 
 def compare_values(mesh: Communicator, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor] | None) -> None:

@@ -142,11 +142,9 @@ class Record:
     def words(self, values: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> Tensor:
         """This rank's values as the words of a message; names that `values` lacks are 0."""
         own = [values.get(name, 0.0) for name in self.names]
-        return (
-            torch.tensor(own, dtype=dtype)
-            if self._small
-            else record_words.words_of(self.names, own, dtype, self.ranks, device)
-        )
+        if self._small:
+            return torch.tensor(own, dtype=dtype)
+        return record_words.words_of(self.names, own, dtype, self.ranks, device)
 
     def read(self, words: Tensor, as_tensors: bool = False) -> dict[str, Any]:
         """The sums by name: numbers where the host may read the words without waiting, otherwise tensors.
@@ -192,12 +190,9 @@ class Sums:
     def read(self, as_tensors: bool = False) -> dict[str, Any]:
         """The sums by name, see `Record.read`."""
         if self._words is None:
-            known = self.wait()
-            return (
-                {name: torch.tensor(value, dtype=torch.float64) for name, value in known.items()}
-                if as_tensors
-                else known
-            )
+            if not as_tensors:
+                return self.wait()
+            return {name: torch.tensor(value, dtype=torch.float64) for name, value in self.wait().items()}
         work, self._work = self._work, None  # which holds connections
         if work is not None:
             work.wait()
@@ -233,11 +228,8 @@ class StepRecord(Record):
             Whether any rank knew them.
         """
         found = common_names(self.mesh, self.axes, _sums_in(values) if values["weight"] else None)
-        self.names, self._sums, self._fine = (
-            record_words.record_names(self.ranks, found or ()),
-            list(found or ()),
-            frozenset(),
-        )
+        self._sums, self._fine = list(found or ()), frozenset()
+        self.names = record_words.record_names(self.ranks, self._sums)
         return found is not None
 
     def fit(self, layout: tuple[Bucket, ...]) -> None:

@@ -103,13 +103,9 @@ class StepIds:
     def refuse_flush(self, step: int) -> NoReturn:
         """Raise DesyncError where only some ranks flush after this many steps."""
         calls = self._calls
-        self._refuse(
-            step - 1,
-            calls.flush,
-            f"only some ranks have called {calls.flush} after step {step - 1}; others have called {calls.step}, or flush after another "
-            f"step. {calls.even}",
-            "nothing has changed",
-        )
+        text = f"only some ranks have called {calls.flush} after step {step - 1}; others have called {calls.step}"
+        text = f"{text}, or flush after another step. {calls.even}"
+        self._refuse(step - 1, calls.flush, text, "nothing has changed")
 
     def _refuse(self, step: int, call: str, text: str, effect: str) -> NoReturn:
         """Find out with the other ranks where they differ, and raise DesyncError.
@@ -134,10 +130,7 @@ class StepIds:
             "and handle.with_hyperparameters(...) take equal values, such as those computed from a mean of the loss over all ranks"
         )
         if name == _WEIGHT:
-            remedy = (
-                f"The forward pass has communicated, so the backward pass has mixed the ranks' losses: {self._remedy}"
-            )
-        text = (
-            f"step {step}: rank {odd} steps with {name}={there!r}, but rank 0 with {name}={here!r}; {effect}. {remedy}"
-        )
-        raise DesyncError(text, rank=odd, step=step)
+            mixed = "The forward pass has communicated, so the backward pass has mixed the ranks' losses"
+            remedy = f"{mixed}: {self._remedy}"
+        text = f"step {step}: rank {odd} steps with {name}={there!r}, but rank 0 with {name}={here!r}"
+        raise DesyncError(f"{text}; {effect}. {remedy}", rank=odd, step=step)

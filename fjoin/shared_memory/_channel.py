@@ -78,13 +78,11 @@ class HostChannel:
             return take([parts[rank] for rank in self.ranks])
 
         call = zlib.crc32(f"{op} {source.dtype} {same}".encode())
-        key = self.number, self._message
-        exchange = Exchange(
-            self.links, key, source, others, call, taken, self._failing, waiting, pushes, settles, inline
-        )
+        links, key = self.links, (self.number, self._message)
+        exchange = Exchange(links, key, source, others, call, taken, self._failing, waiting, pushes, settles, inline)
         # Profilers see it, as they see the messages of a process group.
         with record_function(f"fjoin::{op}") if profiler._is_profiler_enabled else contextlib.nullcontext():
-            self.links.start(exchange)
+            links.start(exchange)
         return exchange
 
     def reduce_(self, op: str, flat: Tensor, fold: Fold = torch.add, same: object = None) -> Exchange:

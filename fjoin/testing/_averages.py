@@ -48,9 +48,8 @@ def makes_ranks_equal(make: Callable[[], tx.Transform]) -> None:
         for path in params_like():
             if not all(same_bits(before[path], after[path]) for before, after in calls):
                 missing.discard(path)
-                assert all(same_bits(calls[0][1][path], after[path]) for _, after in calls), (
-                    f"{path} differs between ranks"
-                )
+                equal = all(same_bits(calls[0][1][path], after[path]) for _, after in calls)
+                assert equal, f"{path} differs between ranks"
     assert not missing, f"never averaged: {sorted(missing)}"
 
 

@@ -72,9 +72,8 @@ def snapshot(tree: Any) -> Any:
 
 def assert_untouched(tree: Any, before: Any) -> None:
     copy, versions = before
-    assert versions == [v._version for v in optree.tree_leaves(tree) if isinstance(v, Tensor)], (
-        "an argument was written into"
-    )
+    now = [v._version for v in optree.tree_leaves(tree) if isinstance(v, Tensor)]
+    assert versions == now, "an argument was written into"
     assert same_bits(tree, copy), "an argument was changed"
 
 

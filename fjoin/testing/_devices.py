@@ -38,9 +38,8 @@ def stays_on_its_device(make: Callable[[], tx.Transform]) -> None:
             for call, weight in enumerate(weights):
                 with _watched(call):
                     out, state = part.update(_elsewhere(some), state, some, weight=weight)
-                assert all(leaf.device == _ELSEWHERE for leaf in optree.tree_leaves(out)), (
-                    "gradients came back on the host"
-                )
+                stayed = all(leaf.device == _ELSEWHERE for leaf in optree.tree_leaves(out))
+                assert stayed, "gradients came back on the host"
 
 
 def encodes_on_its_device(make: Callable[[], tx.Codec]) -> None:
@@ -94,9 +93,8 @@ class NoWaiting(TorchFunctionMode):
             waits = made and host and not (kwargs.get("non_blocking") or any(x is True for x in args[1:]))
             assert not waits, f"the host waits for a copy: {name}; pass non_blocking=True"
         elif name in _MAKERS:
-            assert not made or any(x.device == _ELSEWHERE for x in tensors if name != "new_tensor"), (
-                f"the host waits for a copy: {name}; use torch.full, or .to(device, non_blocking=True)"
-            )
+            copies = made and not any(x.device == _ELSEWHERE for x in tensors if name != "new_tensor")
+            assert not copies, f"the host waits for a copy: {name}; use torch.full, or .to(device, non_blocking=True)"
         elif len(host) < len(tensors):
             # torch accepts a 0-d host tensor as a number, but not as the condition of `where`, and not in stack or cat.
             mixed = any(x.dim() for x in host) or (host and (name in _JOINS or name == "where" and host[0] is args[0]))

@@ -64,14 +64,12 @@ def goes_bucket_by_bucket(make: Callable[[], tx.Transform]) -> None:
                 assert (one is None) == (out is None)
                 assert out is None or layout or same_bits(one, pick(out)), "a bucket alone gave another answer"
             if layout:  # codes depend on the layout
-                assert same_bits(trees.merge(states, params), trees.merge(states[::-1], params)), (
-                    "the buckets do not agree"
-                )
+                agree = same_bits(trees.merge(states, params), trees.merge(states[::-1], params))
+                assert agree, "the buckets do not agree"
             elif not flat:
                 for order in (states, states[::-1]):
-                    assert same_bits(trees.merge(order, params), whole), (
-                        "the buckets' states are not the state of the whole"
-                    )
+                    merged = trees.merge(order, params)
+                    assert same_bits(merged, whole), "the buckets' states are not the state of the whole"
 
     if Needs.TREE not in make().needs:
         on_ranks(make, one_rank)

@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..buckets import GradBuffer, Storage, gather_changes_, start_gather
-from ..step import StateData, Step, StepRunner
+from ..step import StateData, Step
 from ..transforms.axes import Work, bind_axes
-from ..transforms.base import Transform, trees
+from ..transforms.base import trees
 from ..transforms.optimizers import age_of, step_in_place, stepped_together, unchecked
-from ..transforms.pipelines import Effect, Pipeline, Sharding
-from ._metrics import RecordedNorms
+from ..transforms.pipelines import Effect, Sharding
 
-
-class FlatRunner(StepRunner, Protocol):
-    """A `StepRunner` whose steps are `FlatStep`s."""
-
-    gathers_buckets: bool
-    on_buffers: Transform | None
-    recorded_norms: RecordedNorms
-
-    @property
-    def pipeline(self) -> Pipeline: ...
+if TYPE_CHECKING:
+    from ._run import Run
 
 
 class FlatStep(Step):
@@ -36,7 +27,7 @@ class FlatStep(Step):
     """
 
     buffers: tuple[dict[str, Tensor] | None, float] = None, 0.0
-    _run: FlatRunner
+    _run: Run
     _body: StateData
     _gathers: Sequence[Work] = ()  # of parameters, under way
 
@@ -91,16 +82,15 @@ class FlatStep(Step):
                 new, state = effect.after(run.on_buffers, new, state, self._call(weight, effect))
         body.buffers, body.buffers_state = new, state
 
+    @torch.no_grad()
     def _gather(self, sharding: Sharding, effect: Effect) -> None:
         run, storage = self._run, self._body.storage
         if sharding.codec is not None:
-            with torch.no_grad():
-                self._body.gather = gather_changes_(storage, sharding, run.mesh, self._body.gather, effect)
+            self._body.gather = gather_changes_(storage, sharding, run.mesh, self._body.gather, effect)
             return
         if not run.gathers_buckets:
-            with torch.no_grad():
-                for k in reversed(range(len(storage.layout))):
-                    self._start_gather(k)
+            for k in reversed(range(len(storage.layout))):
+                self._start_gather(k)
         for work in self._gathers:
             work.wait()
 

@@ -51,9 +51,8 @@ class InLoop:
             begins: Whether the loop begins here, so that it is not compared again.
         """
         if not self.compared:
-            compare(
-                self._run.mesh, "the first step", {"loop": loop}, "Run the same loop on all ranks", axes=self._run.axes
-            )
+            run, remedy = self._run, "Run the same loop on all ranks"
+            compare(run.mesh, "the first step", {"loop": loop}, remedy, axes=run.axes)
             self.compared = begins
 
     def enter(self) -> None:
@@ -174,22 +173,14 @@ class JoinedLoader(JoinedLoop[B]):
         stopped: Whether the last loop ended because some rank had called `stop`; the same on all ranks.
     """
 
-    stopped: bool
-
     def __init__(
-        self,
-        steps: Sequence[InLoop],
-        loader: Iterable[B],
-        empty: Any,
-        throw_on_early_termination: bool,
-        when_exhausted: str,
+        self, steps: Sequence[InLoop], loader: Iterable[B], empty: Any, throw: bool, when_exhausted: str
     ) -> None:
         if when_exhausted not in ("shadow", "replay"):
             raise ValueError(f"when_exhausted must be 'shadow' or 'replay', got {when_exhausted!r}")
         name = "step.join" if len(steps) == 1 else "fjoin.join"
-        super().__init__(
-            loader, name, steps[0].rank, steps[0].ranks, throw_on_early_termination, lambda: steps[0].requests
-        )
+        first = steps[0]
+        super().__init__(loader, name, first.rank, first.ranks, throw, first.requests)
         self._steps, self._empty, self._replays = steps, empty, when_exhausted == "replay"
 
     def _begin(self) -> None:

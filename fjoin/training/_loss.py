@@ -6,7 +6,7 @@ import inspect
 import numbers
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from optree import tree_leaves
@@ -14,6 +14,8 @@ from torch import Tensor
 
 from ..records import host_number
 from ..transforms.base import checks, shares
+
+LossParts: TypeAlias = tuple[Tensor, Any, dict[str, Tensor] | None]  # the loss, aux, and the buffers after the pass
 
 
 class Loss:
@@ -32,14 +34,10 @@ class Loss:
         try:
             signature.bind(*names)
         except TypeError:
-            given = "with buffers" if buffers else "without buffers"
-            raise TypeError(
-                f"init {given} needs a loss_fn({', '.join(names)}), got one that takes {signature}"
-            ) from None
+            needs = f"init {'with' if buffers else 'without'} buffers needs a loss_fn({', '.join(names)})"
+            raise TypeError(f"{needs}, got one that takes {signature}") from None
 
-    def __call__(
-        self, params: Any, buffers: dict[str, Tensor] | None, batch: Any
-    ) -> tuple[Tensor, Any, dict[str, Tensor] | None]:
+    def __call__(self, params: Any, buffers: dict[str, Tensor] | None, batch: Any) -> LossParts:
         """The forward pass: `(loss, aux, buffers)`.
 
         Raises:

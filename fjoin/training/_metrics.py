@@ -226,10 +226,8 @@ class RecordedNorms:
         """
         if self._kept is False:
             return {}
-        found = dict[str, Tensor]()
         states: Any = [hook.rest if isinstance(hook, HookState) else hook, after]
-        for node in optree.tree_leaves(states, is_leaf=lambda node: isinstance(node, NormState)):
-            if isinstance(node, NormState):
-                found["grad_norm"] = node.norm
-        self._kept = bool(found)
-        return found
+        nodes = optree.tree_leaves(states, is_leaf=lambda node: isinstance(node, NormState))
+        norms = [node.norm for node in nodes if isinstance(node, NormState)]
+        self._kept = bool(norms)
+        return {"grad_norm": norms[-1]} if norms else {}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
@@ -17,7 +18,7 @@ from ..groups import Communicator
 from ..step import StateData
 from ..transforms.axes import Axis, BoundCall, bind_axes
 from ..transforms.base import trees
-from ._loss import Loss
+from ._loss import Loss, LossParts
 
 
 @dataclass
@@ -46,21 +47,18 @@ class ShadowedAxis(Axis):
         self.size = axis.size
 
     def index(self) -> Tensor:
-        out: Tensor = self._axis.index()
-        return out
+        return self._axis.index()
 
     def run(self, op: str, x: Tensor, arg: Any) -> Tensor:
         if self.name in self._along:
             self._refuse(op)
-        out: Tensor = self._axis.run(op, x, arg)
-        return out
+        return self._axis.run(op, x, arg)
 
     def joint(self, axes: tuple[str, ...]) -> Axis | None:
         mixed = next((name for name in axes if name in self._along), None)
         if mixed is not None:
             return ShadowedAxis(self._axis, mixed, self._along)
-        out: Axis | None = self._axis.joint(axes)
-        return out
+        return self._axis.joint(axes)
 
     def check_rows(self, width: int, give: tuple[int, ...], take: tuple[int, ...]) -> None:
         if self.name in self._along:
@@ -72,11 +70,6 @@ class ShadowedAxis(Axis):
             f"loss_fn calls {op} over {self.name!r}, in which ranks that are out of input would not take part: they do not call "
             f"loss_fn; pass step.join(loader, when_exhausted='replay'), with which they do"
         )
-
-
-def shadowed(axes: Mapping[str, Any], along: Collection[str]) -> dict[str, Axis]:
-    """The axes of a mesh, with collectives refused over those along which ranks may be out of input."""
-    return {name: ShadowedAxis(axis, name, along) for name, axis in axes.items()}
 
 
 class GradOutput(NamedTuple):
@@ -123,17 +116,15 @@ def grad_output_of(loss: Tensor | None, seed: float, scale: Tensor | None, adds:
         else:
             late_factor = torch.tensor(seed, dtype=torch.float64) * (1.0 if late_factor is None else late_factor)
             seed = 1.0
-    if wide is None and not (rounding and math.isfinite(seed)):
+    if wide is not None:  # where the scaled loss overflows the gradients do too, and the step is left out
+        scaled = (wide * seed).to(loss.device, loss.dtype)
+        return GradOutput(scaled, late_factor, rounding if math.isfinite(rounding) else 1.0)
+    if not (rounding and math.isfinite(seed)):
         raise ValueError(
             f"the weight of this batch is too {'large' if rounding else 'small'} for a loss of {loss.dtype}; return the loss as float32, "
             f"or use other weights (only their ratios matter)"
         )
-    if wide is None:
-        return GradOutput(seed, late_factor, rounding)
-    # Where the scaled loss overflows the gradients do too, and the step is left out.
-    return GradOutput(
-        (wide * seed).to(loss.device, loss.dtype), late_factor, rounding if math.isfinite(rounding) else 1.0
-    )
+    return GradOutput(seed, late_factor, rounding)
 
 
 NOTHING = GradOutput(0.0)  # for a backward pass whose gradients are discarded
@@ -162,31 +153,23 @@ class Passes:
 
     def __init__(self, loss: Loss, mesh: Communicator, axes: tuple[str, ...], ranks: int) -> None:
         self._loss, self._mesh, self._ranks = loss, mesh, ranks
-        self._shadowed = shadowed(mesh.axes, axes)
+        self._shadowed: dict[str, Axis] = {name: ShadowedAxis(axis, name, axes) for name, axis in mesh.axes.items()}
         self._reached = False  # whether a backward pass has reached a parameter
         self.hooks: GradHooks = GradHooks()
-
-    def check(self, buffers: bool) -> None:
-        """Raise where `loss_fn` cannot be called with (or without) buffers; see `Loss.check`."""
-        self._loss.check(buffers)
 
     def forward(self, body: StateData, batch: Any, weight: float, number: int, iteration: Iteration | None) -> Forward:
         """Run the forward pass. A rank without weight runs it only for a model with collectives of its own."""
         replays = iteration is not None and iteration.replays
-        if weight:
-            alone = iteration is None or replays or self._ranks == 1
-            axes = self._mesh.axes if alone else self._shadowed
-            call = BoundCall(weight, number)
-            return Forward(weight, *self._run(body, batch, call, axes), axes=axes, call=call)
-        if not replays:
+        if not weight and not replays:
             return Forward(0.0, buffers=body.buffers)
-        call = BoundCall(0.0, number)
-        replayed, _, buffers = self._run(body, batch, call, self._mesh.axes)
-        return Forward(0.0, buffers=buffers, replayed=replayed, axes=self._mesh.axes, call=call)
+        alone = iteration is None or replays or self._ranks == 1
+        axes, call = self._mesh.axes if alone else self._shadowed, BoundCall(weight, number)
+        loss, aux, buffers = self._run(body, batch, call, axes)
+        if not weight:
+            return Forward(0.0, buffers=buffers, replayed=loss, axes=axes, call=call)
+        return Forward(weight, loss, aux, buffers, axes=axes, call=call)
 
-    def _run(
-        self, body: StateData, batch: Any, call: BoundCall, axes: dict[str, Any]
-    ) -> tuple[Tensor, Any, dict[str, Tensor] | None]:
+    def _run(self, body: StateData, batch: Any, call: BoundCall, axes: dict[str, Any]) -> LossParts:
         storage = body.storage
         params = body.rebuild(dict(storage.leaves))
         self.hooks.in_loss = True
@@ -200,23 +183,14 @@ class Passes:
             aux, buffers = trees.copy_if_aliased((aux, buffers), storage.written(bool(body.window)))
         return loss, aux, buffers
 
-    def backward_within(self, forward: Forward, grad_output: GradOutput, storage: Storage) -> None:
-        """Run the backward pass of a call within a window: gradients are added, and nothing is sent."""
-        with bind_axes(forward.axes, forward.call, in_backward=True):
-            if forward.loss is not None:
-                with self.hooks.keeping():
-                    self._backward(forward.loss, grad_output, storage)
-            elif forward.replayed is not None:
-                with storage.grads_aside(), self.hooks.keeping():
-                    NOTHING.backward(forward.replayed)
-
-    def backward(self, forward: Forward, grad_output: GradOutput, storage: Storage) -> None:
-        """Run the backward pass of a step, whose gradients the queue sends."""
-        with bind_axes(forward.axes, forward.call, in_backward=True):
+    def backward(self, forward: Forward, grad_output: GradOutput, storage: Storage, within: bool) -> None:
+        """Run the backward pass of a call: the queue sends its gradients, or `within` a window they are added."""
+        hooks, queue = self.hooks, self.hooks.queue
+        with bind_axes(forward.axes, forward.call, in_backward=True), hooks.keeping() if within else nullcontext():
             if forward.loss is not None:
                 self._backward(forward.loss, grad_output, storage)
-            elif forward.replayed is not None and self.hooks.queue is not None:
-                with self.hooks.queue.muted(storage):
+            elif forward.replayed is not None:
+                with storage.grads_aside() if within or queue is None else queue.muted(storage):
                     NOTHING.backward(forward.replayed)
 
     def _backward(self, loss: Tensor, grad_output: GradOutput, storage: Storage) -> None:

@@ -23,11 +23,10 @@ class Run:
     def __init__(
         self, loss: Loss, pipeline: Pipeline, mesh: Communicator, accumulate: int, on_buffers: Transform | None
     ) -> None:
-        self.pipeline, self.mesh, self.accumulate = pipeline, mesh, accumulate
+        self.loss, self.pipeline, self.mesh, self.accumulate = loss, pipeline, mesh, accumulate
         parts = parts_of(pipeline, on_buffers)
         self.on_buffers, self.ends = on_buffers, parts.ends
         plan = make_plan(pipeline.hook, mesh.shape, *self.ends, adds=accumulate > 1)
-        self.weight = loss.weight
         self.axes: tuple[str, ...] = plan.loop_axes
         sharding = pipeline.sharding
         self.records: StepRecords = StepRecords(mesh, plan, parts, "buckets", CALLS, norm=plan.clip is not None)
@@ -68,9 +67,8 @@ class Run:
     def unused(self) -> list[str]:
         """The paths of the parameters that have never got a gradient on this rank."""
         buckets = [] if self._queue is None else self._queue.buckets
-        return [
-            path for bucket in buckets for path, used in zip(bucket.layout.paths, bucket.used, strict=True) if not used
-        ]
+        every = (pair for bucket in buckets for pair in zip(bucket.layout.paths, bucket.used, strict=True))
+        return [path for path, used in every if not used]
 
     def stop(self) -> None:
         """Take no more gradients until the next step."""
@@ -90,7 +88,7 @@ class Run:
         self._meter.begin(bool(body.window))
         has_batch = iteration is None or iteration.has_batch
         comes = self.step_check.synchronize
-        rates, weight = storage.check_rates(), weigh(self.weight, batch) if has_batch else 0.0
+        rates, weight = storage.check_rates(), weigh(self.loss.weight, batch) if has_batch else 0.0
         within = bool((body.calls + 1) % self.accumulate)  # a window: nothing is sent
         if not within:
             skipped: Any = 0 if self.pipeline.skips is None else body.outer.skipped
@@ -110,7 +108,7 @@ class Run:
         grad_output, own = self._own(body, forward, is_weighted)
         if within:
             span.next("backward")
-            passes.backward_within(forward, grad_output, storage)
+            passes.backward(forward, grad_output, storage, within)
             body.window, body.buffers, body.calls = own, forward.buffers, body.calls + 1
             body.batches += has_batch
             self._meter.end()
@@ -144,7 +142,7 @@ class Run:
         one.open(record, values, counts, body.window_weight, grad_output.late_factor, is_weighted)
         span.next("backward and launches")
         queue.start(body.storage, self.reducer.launch if span is NO_SPAN else one.launch)
-        self.passes.backward(forward, grad_output, body.storage)
+        self.passes.backward(forward, grad_output, body.storage, within=False)
         queue.finish()
         one.buffers = forward.buffers, values["weight"]
         try:

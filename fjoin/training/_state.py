@@ -14,11 +14,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .._errors import DonatedState, TornState
 from .._functional import Apply, inner_names
-from ..buckets import Storage, gather_state, load_params
+from ..buckets import gather_state, load_params
 from ..step import EndStates, HookState, StateData
 from ..transforms.base import trees
 from ..transforms.optimizers import master_of, with_hyperparameters
 from ..transforms.pipelines import PipelineState, by_path
+from ._run import Run
 
 
 def flatten(params: Any) -> tuple[dict[str, Tensor], Callable[[dict[str, Any]], Any]]:
@@ -104,9 +105,8 @@ class TrainState:
 
     def __init__(self, body: StateData) -> None:
         self._body, self._version = body, body.version
-        self._read: tuple[Any, list[Any], Any] | None = (
-            None  # the tree of parameters last read, with its leaves and structure at that time
-        )
+        # The tree of parameters last read, with its leaves and structure at that time.
+        self._read: tuple[Any, list[Any], Any] | None = None
 
     def _claim(self, owner: object = None) -> StateData:
         body = self._body
@@ -208,8 +208,7 @@ class TrainState:
         """A copy in memory of its own, which steps of this state do not overwrite."""
         return TrainState(self._claim().clone())
 
-    def __copy__(self) -> TrainState:
-        return self.clone()
+    __copy__ = clone
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TrainState:
         return self.clone()
@@ -242,18 +241,17 @@ class TrainState:
         body = self._claim()
         if body.window:
             raise ValueError("replace within an accumulation window; call it where metrics.stepped is True")
-        given = None if params is None else trees.named_leaves(params)
+        given, held_buffers = None if params is None else trees.named_leaves(params), body.buffers or {}
         if buffers is not None and body.buffers is None:
             raise ValueError("replace: buffers were given, but the state has none; pass them to step.init")
-        for what, new, old in (("params", given, body.storage.leaves), ("buffers", buffers, body.buffers or {})):
+        for what, new, old in (("params", given, body.storage.leaves), ("buffers", buffers, held_buffers)):
             shapes = None if new is None else {path: tuple(value.shape) for path, value in new.items()}
             if shapes is not None and shapes != (held := {path: tuple(value.shape) for path, value in old.items()}):
                 raise ValueError(f"replace: {what} has {shapes}, expected {held}")
         if given is not None:
             load_params(body.storage, given)
         if buffers is not None:
-            old_ones = body.buffers or {}
-            body.buffers = {path: buffers[path].detach().to(old, copy=True) for path, old in old_ones.items()}
+            body.buffers = {path: buffers[path].detach().to(old, copy=True) for path, old in held_buffers.items()}
         body.version += 1
         return TrainState(body)
 
@@ -291,44 +289,25 @@ def check_state(state: Any) -> TrainState:
     return state
 
 
+@torch.no_grad()
 def loaded(
     state: TrainState,
-    owner: object,
+    run: Run,
     params: Mapping[str, Tensor],
     pipeline: Any,
     buffers: Mapping[str, Tensor] | None,
     on_buffers: Any,
     batches: int,
-    accumulate: int,
 ) -> TrainState:
     """The state with other values; it takes the memory of the given one.
 
     Args:
-        state: From `init`.
-        owner: The token of its step.
-        accumulate: The number of calls of a step.
-    """
-    body = state.settled(owner)
-    load_state(body, params, pipeline)
-    if body.buffers is not None and buffers is not None:
-        for path, place in body.buffers.items():
-            place.copy_(buffers[path])
-        body.buffers_state = on_buffers
-    body.batches, body.calls = batches, body.step * accumulate
-    body.version += 1
-    return TrainState(body)
-
-
-@torch.no_grad()
-def load_state(body: StateData, params: Mapping[str, Tensor], pipeline: Any) -> None:
-    """Take parameters and the state of a pipeline, in the form of the pure pipeline; the inverse of
-    `TrainState.pipeline`.
-
-    Args:
-        body: A state of the same pipeline and parameters, as `init` makes it.
+        state: From `init`, of the same pipeline and parameters.
+        run: That of its step.
         params: Path -> parameter.
-        pipeline: In memory that nothing else uses.
+        pipeline: As `TrainState.pipeline` returns it, in memory that nothing else uses.
     """
+    body = state.settled(run.token)
     storage, inner = body.storage, pipeline
     if body.outer is not None:
         inner, body.outer = pipeline.inner, pipeline._replace(inner=body.outer.inner)
@@ -338,21 +317,22 @@ def load_state(body: StateData, params: Mapping[str, Tensor], pipeline: Any) -> 
         leaf.copy_(params[path])
     states = by_path(body.rebuild(leaves), inner.optimizer)
     storage.load_optimizer_states(states)
-    _load_exact(storage, inner, states)
+    if storage.exact:  # a codec sends the changes of this rank's slices, whose exact values are apart
+        masters = trees.named_leaves(inner.gather.master)
+        for path, own in storage.own_leaves().items():
+            value = master_of(states[path])
+            own.copy_(masters[path] if value is None else value)
     body.hook = body.hook.split(inner.hook) if isinstance(body.hook, HookState) else inner.hook
     body.ends = EndStates(inner.after, inner.on_state)
     body.gather = getattr(inner.gather, "step", 0)
     body.step = inner.step
-
-
-def _load_exact(storage: Storage, inner: PipelineState, states: Mapping[str, Any]) -> None:
-    """The exact values of this rank's slices, where a codec sends their changes."""
-    if not storage.exact:
-        return
-    masters = trees.named_leaves(inner.gather.master)
-    for path, own in storage.own_leaves().items():
-        value = master_of(states[path])
-        own.copy_(masters[path] if value is None else value)
+    if body.buffers is not None and buffers is not None:
+        for path, place in body.buffers.items():
+            place.copy_(buffers[path])
+        body.buffers_state = on_buffers
+    body.batches, body.calls = batches, body.step * run.accumulate
+    body.version += 1
+    return TrainState(body)
 
 
 M = TypeVar("M", bound=nn.Module)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn
 
 from .._errors import FjoinError, JoinError, described
-from ..groups import Communicator
 from ..records import Calls
-from ..step import StepCheck
+
+if TYPE_CHECKING:
+    from ._run import Run
 
 CALLS = Calls(
     step="a step",
@@ -18,16 +19,6 @@ CALLS = Calls(
 )
 
 
-class Stoppable(Protocol):
-    """What runs the steps that may fail."""
-
-    mesh: Communicator
-    ranks: int
-    step_check: StepCheck
-
-    def stop(self) -> None: ...
-
-
 class StepFailures:
     """Reports failures to the other ranks, and keeps a step from being used after one.
 
@@ -36,7 +27,7 @@ class StepFailures:
         last_step: The number of the step that began last; None before the first.
     """
 
-    def __init__(self, run: Stoppable) -> None:
+    def __init__(self, run: Run) -> None:
         self._run, self._mesh = run, run.mesh
         self.broken: tuple[type[FjoinError], str] | None = None
         self.last_step: int | None = None

@@ -73,11 +73,11 @@ def make_state_data(
         "mesh": str(mesh.shape),
         "bucket_bytes": bucket_sizes(flat.values(), bucket_bytes)[0],
         "accumulate": run.accumulate,
-        "weight": "1 for each rank with a batch" if run.weight is None else "weight(batch)",
+        "weight": "1 for each rank with a batch" if run.loss.weight is None else "weight(batch)",
         "sync": repr(sync),
     }
     compare(mesh, "step.init", parts, shown={"pipeline": repr(pipeline), "transform of buffers": repr(on_buffers)})
-    run.passes.check(buffers is not None)
+    run.loss.check(buffers is not None)
     if run.ranks > 1 and mesh.rank == 0:
         warn_if_silent(pipeline, pipeline.hook, pipeline.ends, tuple(mesh.shape), run.ranks, stacklevel=3)
 
@@ -329,13 +329,7 @@ class TrainStep:
                 it.
             PeerLost: another rank left the loop, or failed.
         """
-        return _join.JoinedLoader(
-            [self._in_loop],
-            loader,
-            empty=empty,
-            throw_on_early_termination=throw_on_early_termination,
-            when_exhausted=when_exhausted,
-        )
+        return _join.JoinedLoader([self._in_loop], loader, empty, throw_on_early_termination, when_exhausted)
 
 
 def train_step(
@@ -399,15 +393,13 @@ def train_step(
         raise TypeError(f"loss_fn must be a function, got {loss_fn!r}")
     if not isinstance(pipeline, Pipeline):
         raise TypeError(f"pipeline must be a Pipeline, got {pipeline!r}; write fuse(hook, optimizer)")
-    if mesh is not None:
-        check_mesh("train_step", mesh)
     if weight is not None and not callable(weight):
         raise TypeError(f"weight must be a function of the batch, or None, got {weight!r}")
     checks.flag("donate", donate)
     checks.whole_number("accumulate", accumulate, 1)
     if bucket_bytes is not None:
         checks.whole_number("bucket_bytes", bucket_bytes, 1)
-    mesh = check_mesh("train_step", mesh or make_mesh({"data": -1}))
+    mesh = check_mesh("train_step", make_mesh({"data": -1}) if mesh is None else mesh)
     if any(part.facts.pauses for part in pipeline.ends):
         raise ValueError("after or on_state holds accumulate(...), but parameters do not add up; use every(steps, ...)")
     if pipeline.hook.facts.pauses:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,7 +13,7 @@ from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
-from ..groups import TIMELINES, Sent
+from ..groups import TIMELINES, Sent, host_name, poll
 from ..step import STEP
 from ..transforms.axes import bound
 from ._metrics import Metrics
@@ -155,7 +154,7 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
         raise RuntimeError("a trace is being recorded already; leave its with block first")
     # A rank may begin the next trace of this name before rank 0 has joined the parts of this one.
     _COUNTS[(key, str(path))] = number = _COUNTS.get((key, str(path)), 0) + 1
-    parts = [_part(Path(path), number, other) for other in range(ranks)]
+    parts = [Path(f"{Path(path)}.{number}.rank-{other}") for other in range(ranks)]
     TIMELINES[key] = line = TimelineWriter(parts[rank], rank)
     try:
         yield
@@ -187,7 +186,7 @@ class TimelineWriter:
         self._meta("process_sort_index", 0, sort_index=rank)
         for row, name in enumerate(("program", "waiting")):
             self._meta("thread_name", row, name=name)
-        clocks = {"monotonic_ns": time.perf_counter_ns(), "wall_ns": time.time_ns(), "boot": _boot()}
+        clocks = {"monotonic_ns": time.perf_counter_ns(), "wall_ns": time.time_ns(), "host": host_name()}
         self._add({"ph": "M", "name": "clocks", "pid": rank, "args": clocks})
 
     def _meta(self, what: str, row: int, **args: Any) -> None:
@@ -258,9 +257,7 @@ def join(path: Path, parts: Sequence[Path], wait_s: float) -> None:
     with open(f"{path}.new", "w", encoding="utf-8") as out:
         out.write('{"traceEvents": [\n')
         for part in parts:
-            while not part.exists() and time.monotonic() < end:
-                time.sleep(_LOOK_S)
-            if not part.exists():
+            if not poll(part.exists, end - time.monotonic(), longest_s=_LOOK_S):
                 continue
             shift_us, found = 0.0, found + 1
             with open(part, encoding="utf-8") as lines:
@@ -282,21 +279,10 @@ def _shift_us(clocks: dict[str, Any], first: dict[str, Any]) -> float:
     """What to add to the times of a rank: nothing on one host, whose monotonic clock is common; else by the hosts' wall
     clocks.
     """
-    if clocks["boot"] == first["boot"]:
+    if clocks["host"] == first["host"]:
         return 0.0
     own, other = (one["wall_ns"] - one["monotonic_ns"] for one in (clocks, first))
     return float(own - other) / 1e3
-
-
-def _part(path: Path, number: int, rank: int) -> Path:
-    return path.with_name(f"{path.name}.{number}.rank-{rank}")
-
-
-def _boot() -> str:
-    """What two processes on one host, since it was started, have in common."""
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return socket.gethostname()
 
 
 def _place(axes: Any) -> tuple[int, int]:

@@ -77,6 +77,5 @@ def as_joinable(
     """
     if not callable(hook) and not (callable(getattr(hook, "main", None)) and callable(getattr(hook, "post", None))):
         raise TypeError(f"as_joinable: hook must be a JoinHook, or a function that makes one, got {hook!r}")
-    if isinstance(mesh, dist.ProcessGroup):
-        return PureJoinable(hook, state, mesh_over(mesh))
-    return PureJoinable(hook, state, mesh_or_world("as_joinable", mesh))
+    ranks = mesh_over(mesh) if isinstance(mesh, dist.ProcessGroup) else mesh_or_world("as_joinable", mesh)
+    return PureJoinable(hook, state, ranks)

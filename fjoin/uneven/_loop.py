@@ -37,13 +37,12 @@ class Loop(JoinedLoop[B]):
         stopped: Whether the last loop ended because some rank had called `stop`; the same on all ranks.
     """
 
-    sync_gradients: bool
-    stopped: bool
-    live: bool
-    weight: float
-    total: float
-    number: int
-    batches: int
+    sync_gradients: bool = False
+    live: bool = False
+    weight: float = 0.0
+    total: float = 0.0
+    number: int = 0
+    batches: int = 0
 
     def __init__(
         self,
@@ -54,14 +53,11 @@ class Loop(JoinedLoop[B]):
         throw: bool,
         accumulate: int = 1,
     ) -> None:
-        self._asks = Requests(mesh.size)
-        super().__init__(loader, "fjoin.join", mesh.rank, mesh.size, throw, lambda: self._asks)
+        super().__init__(loader, "fjoin.join", mesh.rank, mesh.size, throw, Requests(mesh.size))
         self._mesh, self._weigh, self._empty, self._accumulate = mesh, weight, empty, accumulate
         self._settings = f"accumulate={accumulate} and {self._position.order or 'no fjoin.Shuffled'}"
         self._number_of_settings = zlib.crc32(self._settings.encode())  # of which sums are exact
         self._record = Record(mesh, tuple(mesh.shape), ("weight", "batches", "settings"))
-        self.live = self.sync_gradients = False
-        self.weight, self.total, self.number, self.batches = 0.0, 0.0, 0, 0
 
     @property
     def scale(self) -> float:
@@ -251,10 +247,4 @@ def join(
     alike = [step.form for step in in_loop]
     if any(one != alike[0] for one in alike):
         raise ValueError(f"steps must have the same mesh, axes and accumulate, so that they end together; got {alike}")
-    return JoinedLoader(
-        in_loop,
-        loader,
-        empty=empty,
-        throw_on_early_termination=throw_on_early_termination,
-        when_exhausted=when_exhausted,
-    )
+    return JoinedLoader(in_loop, loader, empty, throw_on_early_termination, when_exhausted)

@@ -375,7 +375,7 @@ def replay(ledger: list[int], options: Options) -> str:
             step = make_step(mesh, options)
             now = start or step.init(PARAMS, buffers())
             if start is not None:
-                now = fjoin.training.loaded(step.init(PARAMS, buffers()), step.run.token, *start, options.accumulate)
+                now = fjoin.training.loaded(step.init(PARAMS, buffers()), step.run, *start)
             batches = step.join(Loader(mesh))
             batches.begin_at(first, options.accumulate)
             while now.step < last:

@@ -138,7 +138,7 @@ def test_sixteen_simulated_ranks_that_die_end_as_their_ledger_says(accumulate: i
             step = make_step(mesh, options, at)
             state = step.init(PARAMS, buffers())
             if start[1] is not None:
-                state = fjoin.training.loaded(state, step.run.token, *start[1], accumulate)
+                state = fjoin.training.loaded(state, step.run, *start[1])
             batches = step.join(Loader(mesh))
             batches.begin_at(state.step, accumulate)
             while batches.epoch < options.epochs:
