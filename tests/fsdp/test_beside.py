@@ -54,7 +54,12 @@ def trained(kind: str) -> Any:
     return handle.whole(handle.params())
 
 
-KINDS = ["torch's checkpoints", "our checkpoints", "compiled", "compiled in place"]
+KINDS = [
+    "torch's checkpoints",
+    "our checkpoints",
+    "compiled",
+    pytest.param("compiled in place", marks=pytest.mark.long),
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)
