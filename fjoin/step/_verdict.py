@@ -76,10 +76,7 @@ class GradCheck:
 
     def readable_without_sync(self, buckets: Sequence[GradBuffer]) -> bool:
         """Whether the host may read these gradients without waiting for a device."""
-        for bucket in () if self.on_device else buckets:
-            if not bucket.grads.is_cpu:
-                return False
-        return not self.on_device
+        return not self.on_device and all([bucket.grads.is_cpu for bucket in buckets])
 
     def observe(self, bucket: GradBuffer) -> None:
         """Record a statistic of a bucket's gradients after the hook, for the decision: one pass over them.
@@ -114,8 +111,7 @@ class GradCheck:
 
     def bad(self, buckets: Sequence[GradBuffer]) -> Any:
         """1 if a gradient is not finite, otherwise 0: a number where the host may read them, otherwise a tensor."""
-        if self._waiting:
-            self._look()
+        self._look()
         if self.readable_without_sync(buckets):
             for bucket in buckets:
                 if not math.isfinite(bucket.seen.item()) and has_nonfinite(bucket.grads):
@@ -160,13 +156,11 @@ class GradCheck:
         If the messages brought a finite sum of all pieces, and no norm is needed, nothing is sent.
         """
         self._of_pieces, self._bad_pieces = axis, 0.0
-        finite = all(
-            bucket.message_sum is not None and math.isfinite(bucket.message_sum) for bucket in buckets
-        )  # on all ranks alike
+        # On all ranks alike.
+        finite = all(bucket.message_sum is not None and math.isfinite(bucket.message_sum) for bucket in buckets)
         if finite and buckets and not self._norm:
             return
-        if self._waiting:
-            self._look()
+        self._look()
         bad = torch.as_tensor(self.bad(buckets), dtype=torch.float64)
         squares = sum((bucket.seen.double() ** 2 for bucket in buckets if self._norm), torch.zeros_like(bad))
         summed = axis.run_(torch.stack([bad, squares]))
@@ -176,22 +170,12 @@ class GradCheck:
 
     def norm_of(self, buckets: Sequence[GradBuffer]) -> Tensor:
         """The 2-norm of all gradients together, 0-d float64, from the norms of the buckets."""
-        if self._waiting:
-            self._look()
+        self._look()
         if self.readable_without_sync(buckets) and not all(math.isfinite(bucket.seen.item()) for bucket in buckets):
             for bucket in buckets:  # finite gradients whose squares overflow float32
                 bucket.seen = torch.linalg.vector_norm(bucket.grads.double())
         norms = [bucket.seen for bucket in buckets]
         return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), dtype=torch.float64)
-
-    def total_and_norm(
-        self, buckets: Sequence[GradBuffer], total: Any, clip: Callable[[Tensor], Tensor] | None
-    ) -> tuple[Any, Tensor | None]:
-        """The total by which the kernels divide, and the norm of the gradients before they are clipped, where they are."""
-        if clip is None:  # a plain number stays one: copying it to a device would wait for the device
-            return total, None
-        norm = self.norm_of(buckets) / total
-        return total / clip(norm), norm
 
     def nonfinite_paths(self, buckets: Sequence[GradBuffer]) -> tuple[str, ...]:
         """The parameters whose gradients are not finite. The ranks that hold pieces exchange what they have found."""
@@ -296,9 +280,7 @@ class StepCheck:
             DesyncError: the ranks have called different steps.
         """
         records, together = [CountsOfAll(0, sums)] if counts is None else counts, counts is None
-        on_device = isinstance(sums["weight"], Tensor)
-        for _, of_all in records:
-            on_device = on_device or isinstance(of_all["weight"], Tensor)
+        on_device = any([isinstance(one["weight"], Tensor) for one in (sums, *(of_all for _, of_all in records))])
         live, asked = sums["weight"] != 0, []
         odd: Flag = False  # whether some rank has left out an earlier step, or on a device: the ranks have called different steps
         for late, of_all in records:
@@ -325,7 +307,10 @@ class StepCheck:
         if effect.steps is False:
             return Decision(effect)
         found_inf = inverse(effect.steps).to(torch.float32) if on_device else None  # type: ignore[union-attr]
-        total, norm = self.grads.total_and_norm(buckets, total, clip)
+        norm = None
+        if clip is not None:  # a plain number stays one: copying it to a device would wait for the device
+            norm = self.grads.norm_of(buckets) / total  # before it is clipped
+            total = total / clip(norm)
         return Decision(effect, _for_kernels(total, found_inf), found_inf, norm=norm)
 
     def _is_fine(self, sums: dict[str, Any], buckets: Sequence[GradBuffer]) -> Flag:
@@ -382,17 +367,13 @@ class StepCheck:
     def _read(self, newest: bool) -> None:
         for (step, records), (raises, *asked) in self.reads.read(newest) if self.reads.under_way else ():
             self._requests.note(*asked)
-            if raises:
-                self._raise_for(step, records)
-
-    def _raise_for(self, step: int, records: Sequence[CountsOfAll]) -> None:
-        for late, of_all in records:
-            sums = numbers(of_all, self.reads.now)
-            if self._ids is not None:
-                self._ids.check(step, sums, late)
-            if not late:
-                raise error_of_step(step, sums, ())
-            self.raise_left_out(step - late, sums)
+            for late, of_all in records if raises else ():
+                sums = numbers(of_all, self.reads.now)
+                if self._ids is not None:
+                    self._ids.check(step, sums, late)
+                if not late:
+                    raise error_of_step(step, sums, ())
+                self.raise_left_out(step - late, sums)
 
     def raise_left_out(self, step: int, counts: dict[str, float]) -> None:
         """Raise NonFinite if some ranks left out a step, which others may have taken."""
@@ -414,10 +395,7 @@ def _for_kernels(total: Any, found_inf: Tensor | None) -> Tensor | None:
 
     In a step that they leave out it divides nothing by 0.
     """
-    if not isinstance(total, Tensor):
-        return (
-            None
-            if total == 1.0
-            else torch.full((), total, dtype=torch.float64, device=getattr(found_inf, "device", None))
-        )
-    return total if found_inf is None else torch.where(found_inf == 0, total, torch.ones_like(total))
+    if isinstance(total, Tensor):
+        return total if found_inf is None else torch.where(found_inf == 0, total, torch.ones_like(total))
+    device = getattr(found_inf, "device", None)
+    return None if total == 1.0 else torch.full((), total, dtype=torch.float64, device=device)
