@@ -82,7 +82,7 @@ def outer_step(
     period = Period(every, every - 1 if first is None else first)
     if delay >= every:
         raise ValueError(f"outer_step: delay must be below every={every}, got {delay}: the next message begins then")
-    if not (base.checks.is_number(mix) and base.checks.is_finite(mix) and 0 <= mix < 1):
+    if not (base.checks.is_number(mix) and 0 <= mix < 1):
         raise ValueError(f"outer_step: mix must be a number from 0 to below 1, got {mix!r}")
 
     def init(params: Tree) -> OuterState:
@@ -141,9 +141,8 @@ def outer_step(
         named, state = used(period.window(number - delay))
         return trees.map_with_path(lambda path, _: named[path], values), state
 
-    return Transform(
-        init, update, Needs.NOTHING, timing=timings.of_period(period, reduction, delay), facts=Facts(takes=("flush",))
-    )
+    timing = timings.of_period(period, reduction, delay)
+    return Transform(init, update, Needs.NOTHING, timing=timing, facts=Facts(takes=("flush",)))
 
 
 @factory
