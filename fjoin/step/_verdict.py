@@ -76,7 +76,10 @@ class GradCheck:
 
     def readable_without_sync(self, buckets: Sequence[GradBuffer]) -> bool:
         """Whether the host may read these gradients without waiting for a device."""
-        return not self.on_device and all([bucket.grads.is_cpu for bucket in buckets])
+        for bucket in () if self.on_device else buckets:
+            if not bucket.grads.is_cpu:
+                return False
+        return not self.on_device
 
     def observe(self, bucket: GradBuffer) -> None:
         """Record a statistic of a bucket's gradients after the hook, for the decision: one pass over them.
@@ -111,7 +114,8 @@ class GradCheck:
 
     def bad(self, buckets: Sequence[GradBuffer]) -> Any:
         """1 if a gradient is not finite, otherwise 0: a number where the host may read them, otherwise a tensor."""
-        self._look()
+        if self._waiting:
+            self._look()
         if self.readable_without_sync(buckets):
             for bucket in buckets:
                 if not math.isfinite(bucket.seen.item()) and has_nonfinite(bucket.grads):
@@ -160,7 +164,8 @@ class GradCheck:
         finite = all(bucket.message_sum is not None and math.isfinite(bucket.message_sum) for bucket in buckets)
         if finite and buckets and not self._norm:
             return
-        self._look()
+        if self._waiting:
+            self._look()
         bad = torch.as_tensor(self.bad(buckets), dtype=torch.float64)
         squares = sum((bucket.seen.double() ** 2 for bucket in buckets if self._norm), torch.zeros_like(bad))
         summed = axis.run_(torch.stack([bad, squares]))
@@ -170,7 +175,8 @@ class GradCheck:
 
     def norm_of(self, buckets: Sequence[GradBuffer]) -> Tensor:
         """The 2-norm of all gradients together, 0-d float64, from the norms of the buckets."""
-        self._look()
+        if self._waiting:
+            self._look()
         if self.readable_without_sync(buckets) and not all(math.isfinite(bucket.seen.item()) for bucket in buckets):
             for bucket in buckets:  # finite gradients whose squares overflow float32
                 bucket.seen = torch.linalg.vector_norm(bucket.grads.double())
@@ -280,7 +286,9 @@ class StepCheck:
             DesyncError: the ranks have called different steps.
         """
         records, together = [CountsOfAll(0, sums)] if counts is None else counts, counts is None
-        on_device = any([isinstance(one["weight"], Tensor) for one in (sums, *(of_all for _, of_all in records))])
+        on_device = isinstance(sums["weight"], Tensor)
+        for _, of_all in records:
+            on_device = on_device or isinstance(of_all["weight"], Tensor)
         live, asked = sums["weight"] != 0, []
         odd: Flag = False  # whether some rank has left out an earlier step, or on a device: the ranks have called different steps
         for late, of_all in records:
