@@ -79,8 +79,7 @@ def gather_changes_(storage: Storage, sharding: Sharding, mesh: Communicator, st
     with bind_axes(mesh.axes):
         new, state = sharding.gather(storage.pieces, params, storage.own_leaves(), states, gather_state(storage, step))
     assign_(params, effect.where(new, params))
-    found: int = state.step
-    return found
+    return state.step
 
 
 def gather_state(storage: Storage, step: int) -> Any:

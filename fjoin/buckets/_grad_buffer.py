@@ -69,9 +69,8 @@ class GradBuffer:
         self.on_device: bool = not devices.is_host(bucket.device)
         self.leaves: list[Tensor] = []
         self.work: Work | None = None
-        self.seen: Tensor = torch.zeros(
-            (), device=bucket.device
-        )  # the norm or the sum of `grads`; see GradCheck.observe
+        # The norm or the sum of `grads`; see GradCheck.observe.
+        self.seen: Tensor = torch.zeros((), device=bucket.device)
         self.message_sum: float | None = None
         self.missing = 0
         self.last: int | None = None

@@ -70,35 +70,15 @@ def states_of_span(
         counts: The state whose common fields count the steps.
         places: Path -> where the parameter begins in the span, and its shape.
     """
-    split = list(zip(trees.fields(state), trees.fields(counts), part.common, strict=True))
-    found = {}
+    pairs = zip(trees.fields(state), trees.fields(counts), part.common, strict=True)
+    whole = [count if common else field for field, count, common in pairs]
+    cut, found = list(zip(whole, part.common, strict=True)), {}
     for path, (at, shape) in places.items():
-        # Where the optimizer needs whole leaves, a span has one parameter, and its state may have shapes of its own.
-        own = [
-            common
-            if c
-            else f
-            if f is None or not part.elementwise
-            else f.reshape(-1)[at : at + shape.numel()].view(shape)
-            for f, common, c in split
-        ]
+        own = whole  # where the optimizer needs whole leaves: a span has one, and its state may have shapes of its own
+        if part.elementwise:
+            own = [f if c or f is None else f.reshape(-1)[at : at + shape.numel()].view(shape) for f, c in cut]
         found[path] = trees.with_fields(state, own)
     return found
-
-
-def load_span(
-    part: Optimizer, state: Any, states: Mapping[str, Any], places: Mapping[str, tuple[int, torch.Size]]
-) -> None:
-    """Copy parameters' states into the state of a span; the inverse of `states_of_span`.
-
-    Args:
-        states: Path -> the parameter's state.
-    """
-    views = states_of_span(part, state, state, places)
-    for path, own in views.items():
-        for place, value in zip(trees.fields(own), trees.fields(states[path]), strict=True):
-            if place is not None:
-                place.copy_(value)
 
 
 def without_empty(ranges: list[list[Any]]) -> list[list[Any]]:
@@ -236,12 +216,6 @@ class Storage:
     def set_slots(self, slots: list[list[Any]]) -> None:
         self.slots = slots = of_one_age(self.layout, self.optimizer, slots) if self.together else slots
         self._states: dict[str, Any] | None = None
-        parts = [
-            (self.optimizer.at(span.paths[0]), state)
-            for bucket, states in zip(self.layout, slots, strict=True)
-            for span, state in zip(bucket.spans, states, strict=True)
-        ]
-        self.has_masters: bool = any(master_of(state) is not None for _, state in parts)
         self._ranges = [
             [
                 (part := self.optimizer.at(span.paths[0]), self._range(part, own, span, k), span, slot)
@@ -249,6 +223,7 @@ class Storage:
             ]
             for k, (bucket, own, slots) in enumerate(zip(self.layout, self._stepped(), self.slots, strict=True))
         ]
+        self.has_masters: bool = any(master_of(slot) is not None for ranges in self._ranges for *_, slot in ranges)
         if self.pieces is not None:
             self._ranges = without_empty(self._ranges)
         # Of slices only the states that are stepped count the steps.
@@ -306,26 +281,27 @@ class Storage:
     def optimizer_states(self) -> dict[str, Any]:
         """Path -> the parameter's own optimizer state, views of the slots in its shape, or in that of its slice."""
         if self._states is None:
-            self._states = self._make_states()  # they stay where they are
+            # Of slices only the states that are stepped count the steps.
+            made = self._views_of_slots(self.states_of_parts() if self.pieces else {})
+            self._states = {path: made[path] for path in self.shapes}  # they stay where they are
         return dict(self._states)
 
     def states_of_parts(self) -> dict[int, Any]:
         """The id of each optimizer -> a state of it that counts the steps."""
         return {id(part): slot for ranges in self._ranges for part, _, _, slot in ranges}
 
-    def _make_states(self) -> dict[str, Any]:
+    def _views_of_slots(self, counts: Mapping[int, Any]) -> dict[str, Any]:
+        """Path -> the parameter's part of its slots.
+
+        Args:
+            counts: The id of an optimizer -> the state that counts its steps, where each slot does not count them itself.
+        """
         out: dict[str, Any] = {}
-        # Of slices only the states that are stepped count the steps.
-        counts = self.states_of_parts() if self.pieces else {}
         for k, (bucket, slots) in enumerate(zip(self.layout, self.slots, strict=True)):
             for span, state in zip(bucket.spans, slots, strict=True):
-                part = self.optimizer.at(span.paths[0])
-                out.update(
-                    states_of_span(
-                        part, state, counts.get(id(part), state), places_of(span, bucket, self.shapes, self.pieces, k)
-                    )
-                )
-        return {path: out[path] for path in self.shapes}
+                part, places = self.optimizer.at(span.paths[0]), places_of(span, bucket, self.shapes, self.pieces, k)
+                out.update(states_of_span(part, state, counts.get(id(part), state), places))
+        return out
 
     def load_optimizer_states(self, states: Mapping[str, Any]) -> None:
         """Copy states by path into the slots; the inverse of `optimizer_states`.
@@ -336,23 +312,18 @@ class Storage:
         first: dict[int, tuple[str, list[float]]] = {}
         for path, state in states.items():
             part = self.optimizer.at(path)
-            counts = [
-                float(field) for field in itertools.compress(trees.fields(state), part.common) if field is not None
-            ]
+            common = itertools.compress(trees.fields(state), part.common)
+            counts = [float(field) for field in common if field is not None]
             other, others = first.setdefault(id(part), (path, counts))
             if part.elementwise and counts != others:
-                both = (
-                    f"{path!r} has taken {state.step} steps, and {other!r} another number, but they have one optimizer"
+                raise ValueError(
+                    f"{path!r} has taken {state.step} steps, and {other!r} another number, but they have one optimizer; give them "
+                    f"one each, by tx.partition, or start both anew by fresh="
                 )
-                raise ValueError(f"{both}; give them one each, by tx.partition, or start both anew by fresh=")
-        for k, (bucket, slots) in enumerate(zip(self.layout, self.slots, strict=True)):
-            for span, state in zip(bucket.spans, slots, strict=True):
-                load_span(
-                    self.optimizer.at(span.paths[0]),
-                    state,
-                    states,
-                    places_of(span, bucket, self.shapes, self.pieces, k),
-                )
+        for path, own in self._views_of_slots({}).items():
+            for place, value in zip(trees.fields(own), trees.fields(states[path]), strict=True):
+                if place is not None:
+                    place.copy_(value)
 
     def clone(self) -> Storage:
         """A copy in memory of its own, including gradients that are being accumulated."""

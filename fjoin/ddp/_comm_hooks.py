@@ -257,18 +257,9 @@ def powerSGD_hook(
     >>> fjoin.ddp.powerSGD_hook(2, use_error_feedback=False, start_powerSGD_iter=10)
     switch_after(10, mean('data', over='world'), power_sgd('data', rank=2, over='world'))
     """
-    return _low_rank(
-        power_sgd,
-        matrix_approximation_rank,
-        start_powerSGD_iter,
-        min_compression_rate,
-        use_error_feedback,
-        warm_start,
-        orthogonalization_epsilon,
-        random_seed,
-        axis,
-        over,
-    )
+    rank, start, epsilon = matrix_approximation_rank, start_powerSGD_iter, orthogonalization_epsilon
+    settings = dict(min_compression_rate=min_compression_rate, warm_start=warm_start, epsilon=epsilon, seed=random_seed)
+    return _low_rank(power_sgd, axis, rank, start, use_error_feedback, over=over, **settings)
 
 
 def batched_powerSGD_hook(
@@ -293,36 +284,17 @@ def batched_powerSGD_hook(
     >>> fjoin.ddp.batched_powerSGD_hook(use_error_feedback=False, start_powerSGD_iter=0)
     batched_power_sgd('data', over='world')
     """
-    return _low_rank(
-        batched_power_sgd,
-        matrix_approximation_rank,
-        start_powerSGD_iter,
-        min_compression_rate,
-        use_error_feedback,
-        warm_start,
-        orthogonalization_epsilon,
-        random_seed,
-        axis,
-        over,
-    )
+    rank, start, epsilon = matrix_approximation_rank, start_powerSGD_iter, orthogonalization_epsilon
+    settings = dict(min_compression_rate=min_compression_rate, warm_start=warm_start, epsilon=epsilon, seed=random_seed)
+    return _low_rank(batched_power_sgd, axis, rank, start, use_error_feedback, over=over, **settings)
 
 
 def _low_rank(
-    make: Callable[..., Transform],
-    rank: int,
-    start: int,
-    rate: float,
-    feeds_back: bool,
-    warm: bool,
-    epsilon: float,
-    seed: int,
-    axis: AxisName,
-    over: Over,
+    make: Callable[..., Transform], axis: AxisName, rank: int, start: int, feeds_back: bool, **settings: Any
 ) -> Transform:
     checks.whole_number("matrix_approximation_rank", rank, 1)
     checks.whole_number("start_powerSGD_iter", start, 0)
-    settings: dict[str, Any] = {"min_compression_rate": rate, "warm_start": warm, "epsilon": epsilon, "seed": seed}
-    hook = make(axis, rank, warmup_steps=start, over=over, **settings)
+    hook = make(axis, rank, warmup_steps=start, **settings)
     return error_feedback(hook) if checks.flag("use_error_feedback", feeds_back) else hook
 
 

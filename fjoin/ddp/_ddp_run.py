@@ -310,9 +310,8 @@ class DDPRun:
             span.next("sum the record")
             record = self.records.of_hook(step)
             late_factor = None if self.scaling is None else 1 / self.body.outer.scale.double()
-            window_weight = (
-                float(counted > 0) if is_weighted else counted
-            )  # a loss that carries its weight is in units of 1
+            # A loss that carries its weight is in units of 1.
+            window_weight = float(counted > 0) if is_weighted else counted
             self._pass.open(record, values, {"step_id": step_id}, window_weight, late_factor)
 
     def _forget(self) -> None:

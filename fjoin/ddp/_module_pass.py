@@ -3,45 +3,27 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..buckets import GradBuffer, gather_leaves
-from ..step import Decision, HookState, Step, StepData, StepRunner
+from ..step import Decision, HookState, Step
 from ..transforms.axes import bind_axes
 from ..transforms.base import trees
-from ..transforms.layout import Pieces
-from ..transforms.pipelines import Effect, Plan, Sharding
-from ._buckets import TotalWeight, after_backward, divide, raise_after_backward
-from ._module_params import ModuleParams, ScaledLoss, UsedParameters
+from ..transforms.pipelines import Effect, Sharding
+from ._buckets import after_backward, divide, raise_after_backward
 
-
-class ModuleRunner(StepRunner, Protocol):
-    """A `StepRunner` whose steps are `ModulePass`es; `DDPRun` says what each attribute is."""
-
-    body: StepData
-    params: ModuleParams
-    leaves: dict[str, Any]
-    plan: Plan
-    pieces: Pieces | None
-    used: UsedParameters | None
-    scaling: ScaledLoss | None
-    error: TypeError | ValueError | None
-    total: TotalWeight
-    counts: str
-    mixes: bool
-    divides: bool
-
-    def drop_grads(self) -> None: ...
+if TYPE_CHECKING:
+    from ._ddp_run import DDPRun
 
 
 class ModulePass(Step):
     """One pass of a module, whose parameters stay where they are. Its errors are raised after the backward pass."""
 
-    _run: ModuleRunner
+    _run: DDPRun
 
-    def __init__(self, run: ModuleRunner) -> None:
+    def __init__(self, run: DDPRun) -> None:
         super().__init__(run, run.body)
         self.waits = run.pipeline is not None
         self._used: set[str] | None = None  # the parameters that some rank has used; None for all

@@ -318,13 +318,8 @@ def register(model: DistributedDataParallel, what: Transform | Pipeline, mesh: M
         raise ValueError(f"{what!r} holds accumulate(...): accumulate under model.no_sync() instead")
     if model._delay_all_reduce_params:
         raise ValueError("a module with delay_all_reduce_named_params keeps those parameters from its hook")
-    compare(
-        ranks,
-        "fjoin.ddp.register",
-        {"hook": what.spec.canonical()},
-        "Register the same on all ranks",
-        shown={"hook": repr(what)},
-    )
+    remedy = "Register the same on all ranks"
+    compare(ranks, "fjoin.ddp.register", {"hook": what.spec.canonical()}, remedy, shown={"hook": repr(what)})
     if ranks.size > 1 and ranks.rank == 0:
         ends = what.ends if isinstance(what, Pipeline) else ()
         warn_if_silent(what, hook, ends, tuple(ranks.shape), ranks.size, stacklevel=2)

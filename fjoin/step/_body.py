@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from ..buckets import Storage, assign_
-from ..groups import Communicator, StepEnd
-from ..transforms.axes import bind_axes
-from ..transforms.base import Call, Transform, trees
+from ..buckets import Storage
+from ..groups import StepEnd
+from ..transforms.base import trees
 from ..transforms.layout import Bucket, Pieces
 from ..transforms.optimizers import masters_of, state_fields
-from ..transforms.pipelines import Effect, Pipeline
+from ..transforms.pipelines import Pipeline
 from ._hook_state import HookState
 
 
@@ -29,7 +28,13 @@ class EndStates(NamedTuple):
 def init_ends(
     pipeline: Pipeline, own: dict[str, Tensor], states: Mapping[str, Any], lent: Iterable[Tensor]
 ) -> EndStates:
-    """The states before the first step; arguments as of `run_end`."""
+    """The states before the first step.
+
+    Args:
+        own: Path -> the parameters, or slices of them, that this rank steps.
+        states: The optimizer's states by path.
+        lent: The memory of the parameters, which a state must not share.
+    """
     after: Any = ()
     on_state: Any = ()
     if pipeline.after:
@@ -39,44 +44,6 @@ def init_ends(
         fields = state_fields(states)
         on_state = trees.copy_if_aliased(pipeline.on_state.init(fields), fields)
     return EndStates(after, on_state)
-
-
-def run_end(
-    part: Transform,
-    on: Literal["params", "optimizer"],
-    old: EndStates,
-    mesh: Communicator,
-    own: dict[str, Tensor],
-    states: Mapping[str, Any],
-    lent: Iterable[Tensor],
-    effect: Effect,
-    call: Call,
-) -> EndStates:
-    """Run the transform of the parameters, or of their master copies, or of the optimizer's state; returns the new
-    states.
-
-    Args:
-        on: What it transforms.
-        own: Path -> the parameters, or slices of them, that this rank steps.
-        states: The optimizer's states by path; may be empty for a transform of parameters without master copies.
-        lent: The memory of the parameters, which a state must not share.
-        call: The call, with the sum of the weights of all ranks that share the gradients.
-    """
-    if on == "params":
-        held: Any = masters_of(own, dict(states)) if states else own
-        places, kept, lent = held, old.after, [*lent, *held.values()]
-    else:
-        held = state_fields(states)
-        places, kept, lent = trees.named_leaves(held), old.on_state, held
-    with torch.no_grad(), bind_axes(mesh.axes):
-        new, fresh = effect.after(part, held, kept, call, None if on == "params" else own)
-        fresh = trees.copy_if_aliased(fresh, lent)
-        if new is not held:  # a transform with a period returns its input in the other steps
-            assign_(places, new if on == "params" else trees.named_leaves(new))
-            for path, param in own.items() if on == "params" else ():
-                if held[path] is not param:
-                    param.copy_(held[path])
-    return old._replace(after=fresh) if on == "params" else old._replace(on_state=fresh)
 
 
 class Params(Protocol):

@@ -96,39 +96,38 @@ def _is_flat(node: Any) -> bool:
     return isinstance(node, dict) and node.keys() == {FLAT}
 
 
+def _places(form: Form, k: int, flat: Any) -> dict[str, Tensor] | None:
+    """Path -> the view of a leaf, or of this rank's slice of it, in a flat tensor of a bucket; None of another value."""
+    bucket, pieces = form.layout[k], form.pieces
+    if isinstance(flat, Tensor) and flat.shape == (bucket.numel,):
+        return dict(zip(bucket.paths, views(bucket, flat, form.shapes), strict=True))
+    if isinstance(flat, Tensor) and pieces and flat.shape == (pieces.sizes(k)[pieces.rank],):
+        return pieces.leaves_own(k, flat)
+    return None
+
+
 def _by_path(state: Any, form: Form, k: int) -> Any:
     """A state on a flat bucket, with its flat tensors replaced by views of the leaves, or of this rank's slices."""
-    bucket, pieces = form.layout[k], form.pieces
 
     def leaves_of(node: Any) -> Any:
         if not _is_flat(node):
             return node
-        value = node[FLAT]
-        if isinstance(value, Tensor) and value.shape == (bucket.numel,):
-            return dict(zip(bucket.paths, views(bucket, value, form.shapes), strict=True))
-        if isinstance(value, Tensor) and pieces and value.shape == (pieces.sizes(k)[pieces.rank],):
-            return pieces.leaves_own(k, value)
-        return dict.fromkeys(bucket.paths, value)
+        places = _places(form, k, node[FLAT])
+        return dict.fromkeys(form.layout[k].paths, node[FLAT]) if places is None else places
 
     return optree.tree_map(leaves_of, state, is_leaf=_is_flat)
 
 
 def _in_flat(state: Any, like: Any, form: Form, k: int) -> Any:
     """The inverse of `_by_path`; `like` is a state on the flat bucket."""
-    bucket, pieces = form.layout[k], form.pieces
 
     def flat_of(node: Any, by_path: Any) -> Any:
         if not _is_flat(node):
             return by_path
-        shape = node[FLAT].shape if isinstance(node[FLAT], Tensor) else None
-        if shape == (bucket.numel,):
-            flat = torch.zeros_like(node[FLAT])
-            places = dict(zip(bucket.paths, views(bucket, flat, form.shapes), strict=True))
-        elif pieces and shape == (pieces.sizes(k)[pieces.rank],):
-            flat = torch.zeros_like(node[FLAT])
-            places = pieces.leaves_own(k, flat)
-        else:
-            return {FLAT: by_path[bucket.paths[0]]}
+        flat = torch.zeros_like(node[FLAT]) if isinstance(node[FLAT], Tensor) else None
+        places = _places(form, k, flat)
+        if places is None:
+            return {FLAT: by_path[form.layout[k].paths[0]]}
         for path, place in places.items():
             place.copy_(by_path[path])
         return {FLAT: flat}

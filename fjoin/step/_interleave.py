@@ -128,7 +128,7 @@ class Coroutine:
 class _Pausing(Axis):
     """An axis for a coroutine: it passes the turn while a message is under way."""
 
-    def __init__(self, axis: Any, task: Coroutine) -> None:
+    def __init__(self, axis: Axis, task: Coroutine) -> None:
         self._axis, self._task = axis, task
         self.size = axis.size
 
@@ -136,15 +136,12 @@ class _Pausing(Axis):
         return self._axis.index()
 
     def run(self, op: str, x: Tensor, arg: Any) -> Tensor:
-        out: Tensor
         self._task.check()
         if torch.compiler.is_compiling():  # a compiled hook waits for its messages itself
-            out = self._axis.run(op, x, arg)
-            return out
+            return self._axis.run(op, x, arg)
         finish = self._axis.begin(op, x, arg)
         self._task.pause()
-        out = finish()
-        return out
+        return finish()
 
     def run_(self, x: Tensor) -> Tensor:
         """psum in place."""

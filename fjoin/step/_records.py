@@ -48,9 +48,8 @@ class StepRecords:
         self, mesh: Communicator, plan: Plan, parts: Parts, place: StepPlace, calls: Calls, norm: bool = False
     ) -> None:
         self._mesh, self.plan, self._parts, self._place = mesh, plan, parts, place
-        self._always = (
-            None if plan.always is None else records_of(plan, parts, 0, place)
-        )  # where each step has the same
+        # Where each step has the same.
+        self._always = None if plan.always is None else records_of(plan, parts, 0, place)
         self.of_all: StepRecord = StepRecord(mesh, plan.loop_axes)
         self._records = {plan.loop_axes: self.of_all}  # by axes
         self.ranks: int = self.of_all.ranks
@@ -119,11 +118,9 @@ class StepRecords:
             now: The record of this step.
         """
         counts = self._take(step)
+        # Before the ranks change each other's values.
         if any(axes_of(part, self._mesh.shape, step, at_end=True) for part in self._parts.ends):
-            return [
-                *counts,
-                CountsOfAll(1, now.read(self.check.grads.on_device)),
-            ]  # before the ranks change each other's values
+            return [*counts, CountsOfAll(1, now.read(self.check.grads.on_device))]
         self._late = step, now
         return counts
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -48,7 +48,7 @@ class Opened(NamedTuple):
     is_weighted: bool = False
 
 
-class Reducer:
+class Reducer(Protocol):
     """Runs the hook of a step on its buckets.
 
     Attributes:
@@ -63,19 +63,15 @@ class Reducer:
 
     def init(self, storage: Params) -> Any:
         """The initial state."""
-        raise NotImplementedError
 
     def prepare(self, storage: Params) -> list[GradBuffer]:
         """The buffers of the messages."""
-        raise NotImplementedError
 
     def start(self, state: Any, opened: Opened) -> None:
         """Prepare for the buckets of a step."""
-        raise NotImplementedError
 
     def launch(self, index: int, bucket: GradBuffer) -> Work | None:
         """Start the messages of a full bucket."""
-        raise NotImplementedError
 
     def finish(self, old: Any, storage: Params, buckets: list[GradBuffer]) -> tuple[dict[str, Any] | None, Any]:
         """Complete the messages after backward, and look at the gradients.
@@ -83,7 +79,6 @@ class Reducer:
         Returns:
             The summed record, or None if it takes a verdict; the total, by which the gradients are divided.
         """
-        raise NotImplementedError
 
     def new_state(self) -> Any:
         """The state after the step; once."""
@@ -240,8 +235,8 @@ class SumReducer(Reducer):
         assert plan.reduce is not None
         self._hook, self._plan, self._mesh, self._record, self._grads = plan.hook, plan, mesh, record, grads
         self.scaling, self._axes = Scaling.of(record.ranks, weighs), record.axes
-        by_norm = None if plan.clip is None else plan.clip.facts.by_norm
-        self.clip = None if by_norm is None else by_norm.factor
+        self._by_norm = None if plan.clip is None else plan.clip.facts.by_norm
+        self.clip = None if self._by_norm is None else self._by_norm.factor
         self._float16 = False  # whether some gradients are float16
         self._window_weight = 1.0  # of this step, see `Opened`
         self._carrier: GradBuffer | None = None  # the bucket whose message carries the record
@@ -317,10 +312,9 @@ class SumReducer(Reducer):
         sums = self.sums()
         total = self.scaling.behind_sum(self._plan.total(sums, self._record.ranks), self._float16)
         if not rest:
-            clip = self._plan.clip
-            keeps = None if clip is None or clip.facts.by_norm is None else clip.facts.by_norm.keeps
+            keeps = None if self._by_norm is None else self._by_norm.keeps
             kept = () if keeps is None else keeps(self._grads.norm_of(buckets) / total)
-            self._state = () if clip is None else ((), kept)
+            self._state = () if self._by_norm is None else ((), kept)
             return sums, total
         for bucket in buckets:
             bucket.message_sum = None  # the stages make other values of these

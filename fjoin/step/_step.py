@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import Any, Literal, Protocol
 
+import torch
 from torch import Tensor
 
-from ..buckets import GradBuffer
+from ..buckets import GradBuffer, assign_
 from ..groups import NO_SPAN, Communicator, Span
 from ..records import StepRecord, Sums, numbers
-from ..transforms.axes import Work
-from ..transforms.base import Call, Transform
+from ..transforms.axes import Work, bind_axes
+from ..transforms.base import Call, Transform, trees
+from ..transforms.optimizers import masters_of, state_fields
 from ..transforms.pipelines import FLUSH, Effect, Pipeline, Sharding
-from ._body import StepData, run_end
+from ._body import StepData
 from ._records import StepRecords
 from ._reducer import Begun, Opened, Reducer
 from ._verdict import Decision
@@ -163,9 +165,9 @@ class Step:
         if pipeline is None:
             return
         if pipeline.after is not None:
-            self._transform(pipeline.after, "params", effect)
+            self.run_end(pipeline.after, "params", effect)
         if pipeline.on_state is not None:
-            self._transform(pipeline.on_state, "optimizer", effect)
+            self.run_end(pipeline.on_state, "optimizer", effect)
         if pipeline.sharding is not None:
             # A transform of the parameters may have changed them in a step without effect too.
             gathered = effect if pipeline.after is None else effect.at_end
@@ -176,14 +178,28 @@ class Step:
     def _name(self, part: Transform, on: str) -> None:
         self.span.next(f"{part.spec.name or 'after'} of {on}")
 
-    def _transform(self, part: Transform, on: Literal["params", "optimizer"], effect: Effect) -> None:
-        body, storage = self._body, self._body.storage
+    def run_end(self, part: Transform, on: Literal["params", "optimizer"], effect: Effect) -> None:
+        """Run the transform of the parameters, or of their master copies, or of the optimizer's state."""
+        body, storage, own, of_params = self._body, self._body.storage, self._own_leaves(), on == "params"
         self._name(part, on)
         call = self._call(0.0 if self.sums is None else self.sums["weight"], effect)
         call = call.inside(sharded_over=None if storage.pieces is None else storage.pieces.axis)
-        states = storage.optimizer_states() if storage.has_masters or on == "optimizer" else {}
-        lent = [*storage.flats, *storage.exact]
-        body.ends = run_end(part, on, body.ends, self._run.mesh, self._own_leaves(), states, lent, effect, call)
+        states = storage.optimizer_states() if storage.has_masters or not of_params else {}
+        if of_params:
+            held: Any = masters_of(own, states) if states else own
+            places, kept, lent = held, body.ends.after, [*storage.flats, *storage.exact, *held.values()]
+        else:
+            held = state_fields(states)
+            places, kept, lent = trees.named_leaves(held), body.ends.on_state, held
+        with torch.no_grad(), bind_axes(self._run.mesh.axes):
+            new, fresh = effect.after(part, held, kept, call, None if of_params else own)
+            fresh = trees.copy_if_aliased(fresh, lent)
+            if new is not held:  # a transform with a period returns its input in the other steps
+                assign_(places, new if of_params else trees.named_leaves(new))
+                for path, param in own.items() if of_params else ():
+                    if held[path] is not param:
+                        param.copy_(held[path])
+        body.ends = body.ends._replace(**{"after" if of_params else "on_state": fresh})
 
     def _call(self, weight: Any, effect: Effect) -> Call:
         return Call(weight, self._body.step).inside(flush=effect is FLUSH)

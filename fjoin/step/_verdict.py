@@ -160,9 +160,8 @@ class GradCheck:
         If the messages brought a finite sum of all pieces, and no norm is needed, nothing is sent.
         """
         self._of_pieces, self._bad_pieces = axis, 0.0
-        finite = all(
-            bucket.message_sum is not None and math.isfinite(bucket.message_sum) for bucket in buckets
-        )  # on all ranks alike
+        # On all ranks alike.
+        finite = all(bucket.message_sum is not None and math.isfinite(bucket.message_sum) for bucket in buckets)
         if finite and buckets and not self._norm:
             return
         if self._waiting:
@@ -183,15 +182,6 @@ class GradCheck:
                 bucket.seen = torch.linalg.vector_norm(bucket.grads.double())
         norms = [bucket.seen for bucket in buckets]
         return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), dtype=torch.float64)
-
-    def total_and_norm(
-        self, buckets: Sequence[GradBuffer], total: Any, clip: Callable[[Tensor], Tensor] | None
-    ) -> tuple[Any, Tensor | None]:
-        """The total by which the kernels divide, and the norm of the gradients before they are clipped, where they are."""
-        if clip is None:  # a plain number stays one: copying it to a device would wait for the device
-            return total, None
-        norm = self.norm_of(buckets) / total
-        return total / clip(norm), norm
 
     def nonfinite_paths(self, buckets: Sequence[GradBuffer]) -> tuple[str, ...]:
         """The parameters whose gradients are not finite. The ranks that hold pieces exchange what they have found."""
@@ -325,7 +315,10 @@ class StepCheck:
         if effect.steps is False:
             return Decision(effect)
         found_inf = inverse(effect.steps).to(torch.float32) if on_device else None  # type: ignore[union-attr]
-        total, norm = self.grads.total_and_norm(buckets, total, clip)
+        norm = None
+        if clip is not None:  # a plain number stays one: copying it to a device would wait for the device
+            norm = self.grads.norm_of(buckets) / total  # before it is clipped
+            total = total / clip(norm)
         return Decision(effect, _for_kernels(total, found_inf), found_inf, norm=norm)
 
     def _is_fine(self, sums: dict[str, Any], buckets: Sequence[GradBuffer]) -> Flag:
@@ -382,17 +375,13 @@ class StepCheck:
     def _read(self, newest: bool) -> None:
         for (step, records), (raises, *asked) in self.reads.read(newest) if self.reads.under_way else ():
             self._requests.note(*asked)
-            if raises:
-                self._raise_for(step, records)
-
-    def _raise_for(self, step: int, records: Sequence[CountsOfAll]) -> None:
-        for late, of_all in records:
-            sums = numbers(of_all, self.reads.now)
-            if self._ids is not None:
-                self._ids.check(step, sums, late)
-            if not late:
-                raise error_of_step(step, sums, ())
-            self.raise_left_out(step - late, sums)
+            for late, of_all in records if raises else ():
+                sums = numbers(of_all, self.reads.now)
+                if self._ids is not None:
+                    self._ids.check(step, sums, late)
+                if not late:
+                    raise error_of_step(step, sums, ())
+                self.raise_left_out(step - late, sums)
 
     def raise_left_out(self, step: int, counts: dict[str, float]) -> None:
         """Raise NonFinite if some ranks left out a step, which others may have taken."""
@@ -414,10 +403,7 @@ def _for_kernels(total: Any, found_inf: Tensor | None) -> Tensor | None:
 
     In a step that they leave out it divides nothing by 0.
     """
-    if not isinstance(total, Tensor):
-        return (
-            None
-            if total == 1.0
-            else torch.full((), total, dtype=torch.float64, device=getattr(found_inf, "device", None))
-        )
-    return total if found_inf is None else torch.where(found_inf == 0, total, torch.ones_like(total))
+    if isinstance(total, Tensor):
+        return total if found_inf is None else torch.where(found_inf == 0, total, torch.ones_like(total))
+    device = getattr(found_inf, "device", None)
+    return None if total == 1.0 else torch.full((), total, dtype=torch.float64, device=device)

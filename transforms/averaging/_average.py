@@ -65,10 +65,6 @@ def like(values: Tree, given: Tree) -> Tree:
     return optree.tree_map(lambda v, g: v.to(g.dtype), values, given)
 
 
-def no_weight() -> Tensor:
-    return torch.zeros((), dtype=torch.float64)
-
-
 @factory
 def average_parameters(axis: AxisName, over: Over = "weight") -> Transform:
     """The mean of the ranks' parameters, weighted; for `fuse(..., after=...)`.

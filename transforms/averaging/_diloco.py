@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from .. import base
-from ..base import Call, Count, Facts, Index, Needs, Period, State, Summed, Transform, Tree, factory, timings, trees
+from ..base import Call, Count, Facts, Index, Needs, Period, State, Transform, Tree, factory, shares, timings, trees
 from ..combinators import Patterns, check_which, identity, in_fragments, partition
 from ..optimizers import Optimizer, sgd
 from ..pipelines import Pipeline, fuse, rates_of
-from ._average import StatePolicy, WindowMean, at_least_f32, like, no_weight, on_state_of
+from ._average import StatePolicy, WindowMean, at_least_f32, like, on_state_of
 
 
 class OuterState(NamedTuple):
@@ -21,9 +21,9 @@ class OuterState(NamedTuple):
     anchor: dict[str, Tensor]  # path -> the parameters after the last outer step, at least float32, equal on all ranks
     hook: State
     optimizer: dict[str, State]  # path -> state, equal on all ranks
-    weight: Summed[Tensor]  # the sum of the weights since the last message, 0-d float64
+    weight: base.Summed[Tensor]  # the sum of the weights since the last message, 0-d float64
     pending: base.Averaged[dict[str, Tensor]]  # path -> this rank's change, not used yet; empty without a delay
-    pending_weight: Summed[Tensor]  # its weight, 0-d float64
+    pending_weight: base.Summed[Tensor]  # its weight, 0-d float64
 
 
 @factory
@@ -82,14 +82,13 @@ def outer_step(
     period = Period(every, every - 1 if first is None else first)
     if delay >= every:
         raise ValueError(f"outer_step: delay must be below every={every}, got {delay}: the next message begins then")
-    if not (base.checks.is_number(mix) and base.checks.is_finite(mix) and 0 <= mix < 1):
+    if not (base.checks.is_number(mix) and 0 <= mix < 1):
         raise ValueError(f"outer_step: mix must be a number from 0 to below 1, got {mix!r}")
 
     def init(params: Tree) -> OuterState:
         anchor = {path: leaf.detach().clone() for path, leaf in at_least_f32(trees.named_leaves(params)).items()}
-        return OuterState(
-            0, anchor, reduction.init(anchor), optimizer.init(anchor), no_weight(), nothing(anchor), no_weight()
-        )
+        inner, outer = reduction.init(anchor), optimizer.init(anchor)
+        return OuterState(0, anchor, inner, outer, shares.no_weight(), nothing(anchor), shares.no_weight())
 
     def nothing(anchor: dict[str, Tensor]) -> dict[str, Tensor]:
         return {path: torch.zeros_like(leaf) for path, leaf in anchor.items()} if delay else {}
@@ -111,16 +110,15 @@ def outer_step(
         mixed = anchor
         if mix:
             mixed = {path: torch.lerp(anchor[path], p.to(anchor[path].dtype), mix) for path, p in values.items()}
-        state = trees.with_changes(
-            state, anchor=anchor, hook=inner, optimizer=outer, pending=nothing(anchor), pending_weight=no_weight()
-        )
+        empty = dict(pending=nothing(anchor), pending_weight=shares.no_weight())
+        state = trees.with_changes(state, anchor=anchor, hook=inner, optimizer=outer, **empty)
         return trees.where(live, like(mixed, values), values), state
 
     def update(values: Tree, state: OuterState, params: Tree, call: Call) -> tuple[Tree, OuterState]:
         state = base.own_state(state, OuterState, call)
         number, named = state.step, trees.named_leaves(values)
         state = trees.with_changes(
-            state, step=number + (not call.flush), weight=state.weight + base.shares.check_weight(call.weight)
+            state, step=number + (not call.flush), weight=state.weight + shares.check_weight(call.weight)
         )
 
         def used(window: int) -> tuple[dict[str, Tensor], OuterState]:
@@ -141,9 +139,8 @@ def outer_step(
         named, state = used(period.window(number - delay))
         return trees.map_with_path(lambda path, _: named[path], values), state
 
-    return Transform(
-        init, update, Needs.NOTHING, timing=timings.of_period(period, reduction, delay), facts=Facts(takes=("flush",))
-    )
+    timing = timings.of_period(period, reduction, delay)
+    return Transform(init, update, Needs.NOTHING, timing=timing, facts=Facts(takes=("flush",)))
 
 
 @factory

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import optree
 import torch
 from torch import Tensor
 
@@ -86,11 +85,7 @@ def ema_params(params: Tree, state: State) -> Tree:
     >>> tx.ema_params(p, tx.fuse(tx.identity(), tx.sgd(0.1), tx.ema(0.9)).init(p))
     {'w': tensor(1.)}
     """
-    found: list[EmaState] = [
-        node
-        for node in optree.tree_leaves(state, is_leaf=lambda x: isinstance(x, EmaState))
-        if isinstance(node, EmaState)
-    ]
+    found = trees.nodes(state, EmaState)
     if len(found) != 1:
         raise ValueError(
             f"the state holds {len(found)} averages of ema(...), expected one; pass the state that has it, "

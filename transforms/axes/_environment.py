@@ -220,19 +220,12 @@ class bind_axes:
 def _stashed() -> _Bindings:
     """Bindings of this thread that its backward passes can see."""
     caller = _Bindings()
-    if _may_stash():
+    # The memory of a thread other than the main one is freed behind its end in Python. Where the interpreter ends at
+    # that time, the process aborts. On the host backward passes of such threads run in them.
+    if threading.current_thread() is threading.main_thread() or devices.in_use():
         # Once for each thread: torch hands it to autograd's threads, and to those of messages, which must not free it.
         torch._C._stash_obj_in_tls(_KEY, caller)
     return caller
-
-
-def _may_stash() -> bool:
-    """Whether to keep an object in torch's memory of this thread.
-
-    The memory of a thread other than the main one is freed behind its end in Python. Where the interpreter ends at that
-    time, the process aborts. On the host backward passes of such threads run in them.
-    """
-    return threading.current_thread() is threading.main_thread() or devices.in_use()
 
 
 def bindings_of_caller() -> _Bindings:

@@ -266,9 +266,8 @@ def sum_plain(leaves: list[Tensor], axis: AxisName, kept: Sequence[Tensor] = ())
                 continue
             flat = one.empty(sum([x.numel() for x in parts]), parts[0].dtype, parts[0].device)
             own = torch._C._nn.unflatten_dense_tensors(flat, parts)
-            own = [
-                x if x.numel() else x.view(like.shape) for x, like in zip(own, parts, strict=True)
-            ]  # torch's is (0,)
+            # Of no elements torch's is (0,).
+            own = [x if x.numel() else x.view(like.shape) for x, like in zip(own, parts, strict=True)]
             torch._foreach_copy_(own, parts)  # half of the host's time for cat and reshape
             waits.append(one.start_(flat))
             sent.append(flat)

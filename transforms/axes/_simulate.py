@@ -89,17 +89,14 @@ class SimulatedAxis(Axis):
     def run(self, op: str, x: Tensor, arg: Any) -> Tensor:
         if op == "all_to_all_single":  # whose rows and sizes differ between ranks
             call = f"{op}({str(x.dtype).removeprefix('torch.')}[:, {str(list(x.shape[1:]))[1:]})"
-            rows: Tensor = self._world.meet(self._me, self._group, call, (x.detach(), arg), _cross)
-            return rows
+            return self._world.meet(self._me, self._group, call, (x.detach(), arg), _cross)
         detail = "" if arg is None else f", {arg!r}"
         call = f"{op}({str(x.dtype).removeprefix('torch.')}{list(x.shape)}{detail})"
-        out: Tensor = self._world.meet(self._me, self._group, call, x.detach(), lambda xs: _combine(op, xs, arg))
-        return out
+        return self._world.meet(self._me, self._group, call, x.detach(), lambda xs: _combine(op, xs, arg))
 
     def exchange(self, value: Any, occasion: str = "exchange") -> list[Any]:
         """Every rank's Python object, in rank order."""
-        out: list[Any] = self._world.meet(self._me, self._group, occasion, value, lambda xs: [xs] * len(xs))
-        return out
+        return self._world.meet(self._me, self._group, occasion, value, lambda xs: [xs] * len(xs))
 
     def joint(self, axes: tuple[str, ...]) -> SimulatedAxis | None:
         """One axis that covers several, if they cover the whole world in its own order."""

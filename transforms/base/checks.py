@@ -119,21 +119,6 @@ def positive(name: str, value: Any, zero: bool = False) -> float:
     raise ValueError(f"{name} must be a finite number that is {'not negative' if zero else 'above 0'}, got {value!r}")
 
 
-def decay(name: str, value: Any) -> float:
-    """The value, if it is a number in [0, 1), such as the decay of a moving average.
-
-    Raises:
-        ValueError: it is not; a bool does not count as one.
-
-    >>> decay("momentum", 0.9)
-    0.9
-    """
-    fine = is_number(value)
-    if fine and 0 <= value < 1:
-        return value  # type: ignore[no-any-return]
-    raise ValueError(f"{name} must be in [0, 1), got {value!r}")
-
-
 def axis_sizes(sizes: Any, most: int) -> dict[str, int]:
     """Axis name -> number of ranks, if there are at most `most` ranks in all.
 

@@ -78,8 +78,7 @@ def to_host(x: Tensor) -> tuple[Tensor, Any]:
 
 def rng_state() -> Tensor | None:
     """The state of the current accelerator's random generator, (bytes,) uint8; None if none is in use."""
-    state: Tensor | None = torch.get_device_module(current()).get_rng_state() if in_use() else None
-    return state
+    return torch.get_device_module(current()).get_rng_state() if in_use() else None
 
 
 def set_rng_state(state: Tensor) -> None:

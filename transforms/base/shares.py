@@ -211,6 +211,11 @@ def _on(device: torch.device, value: Number) -> Any:
     return to_device(device, value) if isinstance(value, Tensor) else value
 
 
+def no_weight() -> Tensor:
+    """The sum of the weights of no calls, 0-d float64."""
+    return torch.zeros((), dtype=torch.float64)
+
+
 def nonzero_or_one(total: Any) -> Any:
     """The total, a number or a tensor, with 1 in place of 0, so an empty sum stays 0."""
     if not isinstance(total, Tensor):

@@ -91,6 +91,12 @@ def fields(state: State) -> list[Any]:
     return optree.tree_leaves(state, none_is_leaf=True)
 
 
+def nodes(tree: Tree, kind: type[N]) -> list[N]:
+    """The nodes of a class in a tree, those inside another one apart."""
+    found = optree.tree_leaves(tree, is_leaf=lambda node: isinstance(node, kind))
+    return [node for node in found if isinstance(node, kind)]
+
+
 def with_changes(state: N, **changes: Any) -> N:
     """As `state._replace(**changes)`, of which torch.compile of torch 2.11 makes an empty tuple."""
     return type(state)(*[changes.get(name, value) for name, value in zip(state._fields, state, strict=True)])

@@ -57,11 +57,8 @@ def clip_by_global_norm(max_norm: float) -> Transform:
         factor = _clip_factor(norm_of(grads, call), max_norm)
         return optree.tree_map(lambda g: g * factor.to(g.dtype), grads), state
 
-    return Transform(
-        lambda params: (),
-        update,
-        facts=Facts(takes=("sharded_over",), by_norm=ByNorm(lambda norm: _clip_factor(norm, max_norm))),
-    )
+    facts = Facts(takes=("sharded_over",), by_norm=ByNorm(lambda norm: _clip_factor(norm, max_norm)))
+    return Transform(lambda params: (), update, facts=facts)
 
 
 @factory

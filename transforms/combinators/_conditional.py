@@ -107,7 +107,7 @@ def every(
     timing: Any = timings.of_period(period, transform)
 
     def init(params: Tree) -> State:
-        return EveryState(0, transform.init(params), _no_weight())
+        return EveryState(0, transform.init(params), shares.no_weight())
 
     def update(grads: Tree, state: EveryState, params: Tree, call: Call) -> tuple[Tree, State]:
         state = base.own_state(state, EveryState, call)
@@ -171,7 +171,7 @@ def accumulate(steps: Count, transform: Transform) -> Transform:
 
     def fresh(params: Tree, step: int, inner: State) -> AccumulateState:
         zeros = optree.tree_map(lambda p: torch.zeros_like(p, dtype=base.devices.wide_dtype(p.dtype)), params)
-        return AccumulateState(step, _no_weight(), zeros, inner)
+        return AccumulateState(step, shares.no_weight(), zeros, inner)
 
     def init(params: Tree) -> State:
         return fresh(params, 0, transform.init(params))
@@ -191,7 +191,3 @@ def accumulate(steps: Count, transform: Transform) -> Transform:
         return out, fresh(grads, count, new)
 
     return Transform(init, update, Needs.NOTHING, timing=base.Timing(), facts=Facts(pauses=True, wraps="whole"))
-
-
-def _no_weight() -> Tensor:
-    return torch.zeros((), dtype=torch.float64)

@@ -79,8 +79,5 @@ def record_norm() -> Transform:
     def update(grads: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, NormState]:
         return grads, NormState(norm_of(grads, call).to(torch.float64))
 
-    return Transform(
-        lambda params: NormState(torch.tensor(float("nan"), dtype=torch.float64)),
-        update,
-        facts=Facts(takes=("sharded_over",), by_norm=ByNorm(torch.ones_like, keeps=NormState), passes=True),
-    )
+    facts = Facts(takes=("sharded_over",), by_norm=ByNorm(torch.ones_like, keeps=NormState), passes=True)
+    return Transform(lambda params: NormState(torch.tensor(float("nan"), dtype=torch.float64)), update, facts=facts)

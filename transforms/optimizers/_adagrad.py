@@ -14,7 +14,7 @@ from torch.optim.rmsprop import rmsprop as torch_rmsprop
 
 from ..base import factory, trees
 from ._kernels import from_kernel, from_torch, in_float32_, in_place, kernel_lr, new_step, slots, zeros
-from ._optimizer import Optimizer, decayed, in_float32, lerp, penalized, rate_at, root, used, wide_root
+from ._optimizer import Optimizer, Tensors, decayed, in_float32, lerp, penalized, rate_at, root, used, wide_root
 from ._schedules import ScalarOrSchedule, not_negative, within
 
 
@@ -75,7 +75,7 @@ def adagrad(
         rate = rate_at(lr, state.step) / (1 + state.step.double() * lr_decay)
         return param - rate.to(param.dtype) * (grad / (root(total) + eps)), AdagradState(state.step + 1, total)
 
-    def kernel(params: list[Tensor], grads: list[Tensor], states: list[AdagradState]) -> None:
+    def kernel(params: Tensors, grads: Tensors, states: list[AdagradState]) -> None:
         settings: Any = dict(lr=kernel_lr(lr, states[0].step), **numbers, maximize=maximize)
         sums, steps = slots(states, "sum", "step")
         torch_adagrad(params, grads, sums, steps, foreach=True, **settings)

@@ -12,7 +12,7 @@ from torch.optim.radam import radam as torch_radam
 
 from ..base import factory
 from ._kernels import from_kernel, from_torch, kernel_lr, new_step, run_fused, slots, zeros
-from ._optimizer import Optimizer, lerp, penalized, rate_at, regularized, root, wide_root
+from ._optimizer import Optimizer, Tensors, lerp, penalized, rate_at, regularized, root, wide_root
 from ._schedules import ScalarOrSchedule, check_betas, not_negative
 
 Betas: TypeAlias = tuple[float | Tensor, float | Tensor]
@@ -114,9 +114,7 @@ def _adam(
         param = param - (rate / correction1).to(dtype) * (exp_avg / (root(second) / correction2 + eps))
         return param, AdamState(step, exp_avg, exp_avg_sq, largest)
 
-    def step_params_(
-        params: list[Tensor], grads: list[Tensor], states: list[AdamState], **guards: Tensor | None
-    ) -> None:
+    def step_params_(params: Tensors, grads: Tensors, states: list[AdamState], **guards: Tensor | None) -> None:
         step = states[0].step
         rate = kernel_lr(lr, step)
         step.add_(1)

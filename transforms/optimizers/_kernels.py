@@ -11,10 +11,10 @@ from torch import Tensor
 
 from ..base import Spec, devices, trees
 from ._checks import guarded
-from ._optimizer import Optimizer, copy_like, first_rate, in_float32, widened_state
+from ._optimizer import Optimizer, Tensors, copy_like, first_rate, in_float32, widened_state
 from ._schedules import ScalarOrSchedule, value_at
 
-Kernel: TypeAlias = Callable[[list[Tensor], list[Tensor], list[Any]], None]  # (params, grads, states), in place
+Kernel: TypeAlias = Callable[[Tensors, Tensors, list[Any]], None]  # (params, grads, states), in place
 
 
 def kernel_lr(lr: ScalarOrSchedule, step: Tensor) -> Any:
@@ -26,7 +26,7 @@ def kernel_lr(lr: ScalarOrSchedule, step: Tensor) -> Any:
 
 
 def run_fused(
-    kernel: Callable[..., None], given: list[list[Tensor]], guards: dict[str, Tensor | None], settings: dict[str, Any]
+    kernel: Callable[..., None], given: list[Tensors], guards: dict[str, Tensor | None], settings: dict[str, Any]
 ) -> None:
     """Call a fused kernel of torch with tensors of their parameters' memory layout, without gaps.
 
@@ -65,7 +65,7 @@ def in_place(kernel: Kernel, common: tuple[str, ...] = ("step",)) -> Callable[..
         common: The names of the states' 0-d fields.
     """
 
-    def step_params_(params: list[Tensor], grads: list[Tensor], states: list[Any]) -> None:
+    def step_params_(params: Tensors, grads: Tensors, states: list[Any]) -> None:
         counts = zip(*(torch.stack([getattr(s, name) for s in states]).unbind(0) for name in common), strict=True)
         apart = [s._replace(**dict(zip(common, own, strict=True))) for s, own in zip(states, counts, strict=True)]
         kernel(params, grads, apart)
@@ -78,9 +78,7 @@ def in_place(kernel: Kernel, common: tuple[str, ...] = ("step",)) -> Callable[..
 def by_formula(step_param: Callable[..., Any], common: tuple[str, ...] = ("step",)) -> Callable[..., None]:
     """`step_params_` that computes the pure step and writes it back, for optimizers without a kernel in torch."""
 
-    def step_params_(
-        params: list[Tensor], grads: list[Tensor], states: list[Any], *, found_inf: Tensor | None = None
-    ) -> None:
+    def step_params_(params: Tensors, grads: Tensors, states: list[Any], *, found_inf: Tensor | None = None) -> None:
         bad, after = None if found_inf is None else found_inf != 0, states[0]
 
         def put(old: Tensor, new: Tensor) -> None:
@@ -101,7 +99,7 @@ def by_formula(step_param: Callable[..., Any], common: tuple[str, ...] = ("step"
 def in_float32_(step_params_: Callable[..., None], on_devices: bool = True) -> Callable[..., None]:
     """`step_params_` through float32 copies of 16-bit parameters, on devices too or on CPUs alone; see `in_float32`."""
 
-    def wide(params: list[Tensor], grads: list[Tensor], states: list[Any], **guards: Tensor | None) -> None:
+    def wide(params: Tensors, grads: Tensors, states: list[Any], **guards: Tensor | None) -> None:
         if not params or params[0].dtype.itemsize >= 4 or not (on_devices or params[0].device.type == "cpu"):
             return step_params_(params, grads, states, **guards)
         new_params = [param.float() for param in params]
@@ -131,7 +129,7 @@ def zeros(kind: Callable[..., Any], **filled: bool) -> Callable[[Tensor], Any]:
     return init_param
 
 
-def slots(states: list[Any], *names: str) -> list[list[Tensor]]:
+def slots(states: list[Any], *names: str) -> list[Tensors]:
     """Fields of all states, as torch's functions take them; an empty list where a field is None."""
     columns = dict(zip(states[0]._fields, map(list, zip(*states, strict=True)), strict=True))
     return [[] if columns[name][0] is None else columns[name] for name in names]
@@ -183,7 +181,7 @@ def from_kernel(
     formula = formula if widens else in_float32(formula)
     in_lists = by_formula(formula, common)
 
-    def chosen(params: list[Tensor], grads: list[Tensor], states: list[Any], **guards: Tensor | None) -> None:
+    def chosen(params: Tensors, grads: Tensors, states: list[Any], **guards: Tensor | None) -> None:
         step = kernel if states[0].step.device.type == "cpu" else in_lists
         step(params, grads, states, **guards)
 
@@ -215,7 +213,7 @@ def from_torch(
         first: The learning rate, and the field that keeps that of the first step.
     """
 
-    def kernel(params: list[Tensor], grads: list[Tensor], states: list[Any]) -> None:
+    def kernel(params: Tensors, grads: Tensors, states: list[Any]) -> None:
         step = states[0].step
         if first is not None and (not trees.readable_without_sync(step) or step == 0):
             for state in states:

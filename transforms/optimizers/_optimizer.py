@@ -16,6 +16,8 @@ from ..base import Spec, Specified, State, Tree, devices, state_dicts, trees
 from ._checks import Forms, Passed, checked, unchecked, unrecorded
 from ._schedules import ScalarOrSchedule, value_at, watched
 
+Tensors: TypeAlias = list[Tensor]
+
 
 def state_fields(states: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
     """Path -> name -> tensor, of the states of some parameters.
@@ -181,9 +183,7 @@ def stepped_together(items: Sequence[StepItem], ages: Sequence[Any]) -> list[lis
     return list(groups.values())
 
 
-def step_in_place(
-    part: Optimizer, params: list[Tensor], grads: list[Tensor], states: list[Any], **guards: Tensor | None
-) -> None:
+def step_in_place(part: Optimizer, params: Tensors, grads: Tensors, states: list[Any], **guards: Tensor | None) -> None:
     """Step checked lists with the in-place function that the optimizer has.
 
     States that share 0-d fields have equal step counts, which are incremented once.
@@ -195,9 +195,7 @@ def step_in_place(
         unchecked(part.step_param_)(*one, **guards)
 
 
-def step_lists_(
-    part: Optimizer, params: list[Tensor], grads: list[Tensor], states: list[Any], **guards: Tensor | None
-) -> None:
+def step_lists_(part: Optimizer, params: Tensors, grads: Tensors, states: list[Any], **guards: Tensor | None) -> None:
     """`step_in_place` for parameters that a graph may need; the guards may lie on another device."""
     here = {name: None if guard is None else guard.to(params[0].device) for name, guard in guards.items()}
     unrecorded(lambda: step_in_place(part, params, grads, states, **here), params)
@@ -299,7 +297,7 @@ def step(optimizer: Optimizer, held: Matched, donate: bool = False, **guards: Te
     return optree.tree_unflatten(structure, new_leaves), optree.tree_unflatten(structure, new_states)
 
 
-def _copies(part: Optimizer, params: list[Tensor], grads: list[Tensor], states: list[Any]) -> list[list[Any]]:
+def _copies(part: Optimizer, params: Tensors, grads: Tensors, states: list[Any]) -> list[list[Any]]:
     """Parameters, gradients and states for a step in place that leaves the given ones as they are.
 
     Leaf by leaf: one large buffer would be returned to the system after every step, and allocating its pages again

@@ -12,7 +12,7 @@ from torch.optim.rprop import rprop as torch_rprop
 
 from ..base import Tree, checks, factory, trees
 from ._kernels import from_kernel, from_torch, in_float32_, in_place, kernel_lr, new_step, run_fused, slots, zeros
-from ._optimizer import Optimizer, decayed, first_rate, lerp, penalized, rate_at, used
+from ._optimizer import Optimizer, Tensors, decayed, first_rate, lerp, penalized, rate_at, used
 from ._schedules import ScalarOrSchedule, a_number, check_betas, not_negative, value_at
 
 
@@ -80,7 +80,7 @@ def sgd(
     settings: dict[str, Any] = dict(momentum=momentum, dampening=dampening, weight_decay=weight_decay)
     settings.update(nesterov=nesterov, maximize=maximize)
 
-    def step_params_(params: list[Tensor], grads: list[Tensor], states: list[Any], **guards: Tensor | None) -> None:
+    def step_params_(params: Tensors, grads: Tensors, states: list[Any], **guards: Tensor | None) -> None:
         step = states[0].step
         if momentum and states[0].momentum is None:  # a group got one
             raise ValueError(f"momentum is {momentum}, but was 0 when the state was made: begin with a small momentum")
@@ -284,7 +284,7 @@ def lion(
         param = decayed(param, rate, weight_decay) - rate.to(param.dtype) * direction
         return param, LionState(state.step + 1, lerp(state.exp_avg, grad, 1 - beta2))
 
-    def kernel(params: list[Tensor], grads: list[Tensor], states: list[LionState]) -> None:
+    def kernel(params: Tensors, grads: Tensors, states: list[LionState]) -> None:
         rate, (averages,) = kernel_lr(lr, states[0].step), slots(states, "exp_avg")
         if maximize:
             grads = list(torch._foreach_neg(grads))

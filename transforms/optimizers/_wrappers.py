@@ -16,7 +16,7 @@ from ..base import State, Tree, factory, trees
 from ._adagrad import adadelta, adafactor, adagrad, rmsprop
 from ._adam import adam, adamax, adamw, nadam, radam
 from ._kernels import around, each_part, one_param, zeros
-from ._optimizer import Optimizer, like, rate_at, step_in_place
+from ._optimizer import Optimizer, Tensors, like, rate_at, step_in_place
 from ._schedules import no_schedule
 from ._sgd import asgd, muon, rprop, sgd
 
@@ -140,8 +140,7 @@ def compared(part: Optimizer, state: State) -> tuple[tuple[str, Any], ...]:
     """
     if not hasattr(state, "inner"):
         return part.watched
-    nodes = optree.tree_leaves(state, is_leaf=lambda node: isinstance(node, InjectState))
-    own = (node.hyperparameters.items() for node in nodes if isinstance(node, InjectState))
+    own = (node.hyperparameters.items() for node in trees.nodes(state, InjectState))
     return (*part.watched, *itertools.chain.from_iterable(own))
 
 
@@ -213,9 +212,7 @@ def _injected(part: Optimizer) -> Optimizer:
         param, inner = like(param, state.inner, *now.step_param(param, grad, state.inner))
         return param, InjectState(inner, state.hyperparameters, scheduled(inner.step))
 
-    def step_params_(
-        params: list[Tensor], grads: list[Tensor], states: list[InjectState], **guards: Tensor | None
-    ) -> None:
+    def step_params_(params: Tensors, grads: Tensors, states: list[InjectState], **guards: Tensor | None) -> None:
         first = states[0]
         # The host would have to wait for the value of a schedule on a device.
         values = {
@@ -290,9 +287,7 @@ def _with_master(part: Optimizer, dtype: torch.dtype) -> Optimizer:
         master, inner = part.step_param(state.master, grad.to(dtype), state.inner)
         return master.to(param.dtype), MixedState(inner, master)
 
-    def step_params_(
-        params: list[Tensor], grads: list[Tensor], states: list[MixedState], **guards: Tensor | None
-    ) -> None:
+    def step_params_(params: Tensors, grads: Tensors, states: list[MixedState], **guards: Tensor | None) -> None:
         inner, masters = [s.inner for s in states], [s.master for s in states if s.master is not None]
         if not masters:
             step_in_place(part, params, grads, inner, **guards)

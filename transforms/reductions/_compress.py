@@ -99,13 +99,10 @@ def compress(codec: Codec | torch.dtype, hook: Transform, seed: int = 0) -> Tran
 
     needs = Needs.NOTHING if form.elementwise else Needs.LAYOUT
     needs |= Needs.PATHS if form.stochastic else Needs.NOTHING  # random bits are keyed by path
-    made = Transform(
-        hook.init,
-        update,
-        needs,
-        facts=Facts(compression=Compression(trees.named_leaves), takes=("donated",), wraps="whole"),
-    )
-    return replace(made, init=init, update=stochastic) if form.stochastic else made
+    facts = Facts(compression=Compression(trees.named_leaves), takes=("donated",), wraps="whole")
+    if form.stochastic:
+        return Transform(init, stochastic, needs, facts=facts)
+    return Transform(hook.init, update, needs, facts=facts)
 
 
 class ErrorState(NamedTuple):

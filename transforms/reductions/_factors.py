@@ -88,9 +88,8 @@ class _Sent(NamedTuple):
     own: dict[str, Tensor]  # this rank's term of Q
     totals: list[Tensor]  # by block, the sums of Q, (matrices, rank, columns)
     lost: dict[str, Tensor]  # the encoding error of this rank's term of Q; empty without a codec
-    others: tuple[
-        dict[str, torch.Size], Tensor, Tensor | None
-    ]  # shapes of leaves sent whole; their sum, flat; its encoding error
+    # Shapes of leaves sent whole; their sum, flat; its encoding error.
+    others: tuple[dict[str, torch.Size], Tensor, Tensor | None]
 
 
 def _send_factors(
@@ -124,9 +123,8 @@ def _send_factors(
     lefts = [torch.Size((len(paths), len(starts[paths[0]]), len(terms[paths[0]]))) for paths, _ in blocks]
     rights = [torch.Size((len(paths), *starts[paths[0]].shape)) for paths, _ in blocks]
     size = sum(shape.numel() for shape in lefts)
-    p_t = dict(
-        zip(starts, [one for p in _cut(first[:size], lefts) for one in orthonormal(p, epsilon).unbind(0)], strict=True)
-    )
+    bases = [one for p in _cut(first[:size], lefts) for one in orthonormal(p, epsilon).unbind(0)]
+    p_t = dict(zip(starts, bases, strict=True))
     own = {path: torch.mm(p_t[path], terms[path]) for path in starts}
     second, missed = exchange("Q", list(own.values()))
     totals = _cut(second, rights)
@@ -134,9 +132,8 @@ def _send_factors(
     if missed is not None:
         q_lost = dict(zip(starts, [one for e in _cut(missed, rights) for one in e.unbind(0)], strict=True))
 
-    return _Sent(
-        blocks, starts, terms, p_t, own, totals, q_lost, (others, first[size:], lost if lost is None else lost[size:])
-    )
+    whole = others, first[size:], lost if lost is None else lost[size:]
+    return _Sent(blocks, starts, terms, p_t, own, totals, q_lost, whole)
 
 
 def low_rank_mean(

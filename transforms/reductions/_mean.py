@@ -219,12 +219,8 @@ def _reduction(axis: AxisName, over: Over | None) -> Transform:
             out = optree.tree_unflatten(structure, mean_of(leaves, share, axis, call.donated and not call.persistent))
         return (share.where_any_live(out, grads) if call.persistent else out), state
 
-    return Transform(
-        lambda params: (),
-        update,
-        Needs.NOTHING,
-        facts=Facts(reduces=base.Reduction(axis, over, fusable=True), takes=("donated", "wire")),
-    )
+    facts = Facts(reduces=base.Reduction(axis, over, fusable=True), takes=("donated", "wire"))
+    return Transform(lambda params: (), update, Needs.NOTHING, facts=facts)
 
 
 def share_of(call: Call, axis: AxisName, over: Over | None, device: torch.device | None) -> Share:
@@ -279,11 +275,8 @@ def mean_with_words(
     share = Share(weight, total)
     wide = bool(held) and all([x.dtype.itemsize >= 4 for x in held])
     if late and wide and not (isinstance(total, float) and total == 1.0):  # a pass over all gradients less
-        return (
-            sums,
-            found,
-            trees.to_device(held[0].device, torch.as_tensor(base.shares.nonzero_or_one(total)), torch.float64),
-        )
+        divisor = torch.as_tensor(base.shares.nonzero_or_one(total))
+        return sums, found, trees.to_device(held[0].device, divisor, torch.float64)
     if wide:
         share.divided(held)  # in place: a kernel for each message, not for each leaf
     return sums if wide else share.divided(sums), found, None
@@ -421,6 +414,5 @@ def hierarchical_mean(local: str, node: str, over: Over = "weight") -> Transform
             out = unravel(all_gather(part, local).flatten()[: len(flat)], grads)
         return (share.where_any_live(out, grads) if call.persistent else out), state
 
-    return Transform(
-        lambda params: (), update, Needs.NOTHING, facts=Facts(reduces=base.Reduction(both, over), takes=("wire",))
-    )
+    facts = Facts(reduces=base.Reduction(both, over), takes=("wire",))
+    return Transform(lambda params: (), update, Needs.NOTHING, facts=facts)

@@ -220,13 +220,9 @@ def _power_sgd(
         return list(leaves if batched and found else found)
 
     needs = (Needs.LAYOUT if batched else Needs.LEAVES) | Needs.PATHS
-    compression = base.Compression(loses, encoded=False)
-    return Transform(
-        init,
-        update,
-        needs,
-        facts=base.Facts(reduces=base.Reduction(axis, over), compression=compression, takes=("donated", "wire")),
-    )
+    reduces, compression = base.Reduction(axis, over), base.Compression(loses, encoded=False)
+    facts = base.Facts(reduces=reduces, compression=compression, takes=("donated", "wire"))
+    return Transform(init, update, needs, facts=facts)
 
 
 def _square(leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:

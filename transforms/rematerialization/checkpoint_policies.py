@@ -206,10 +206,7 @@ def save_and_offload_only_these_names(
     if saved & away:
         raise ValueError(f"{here}: {', '.join(sorted(saved & away))} cannot be both saved and offloaded")
     _check_ends(here, offload_src, offload_dst)
-    return Named(
-        lambda name: SAVE if name in saved else OFFLOAD if name in away else RECOMPUTE,
-        offloads=True,
-    )
+    return Named(lambda name: SAVE if name in saved else OFFLOAD if name in away else RECOMPUTE, offloads=True)
 
 
 def offload_dot_with_no_batch_dims(offload_src: str = "device", offload_dst: str = "pinned_host") -> Named:

@@ -49,8 +49,7 @@ def last_joiner(is_last_joiner: Any, axis: AxisName) -> Tensor:
     [tensor(1), tensor(1), tensor(1)]
     """
     flag = torch.as_tensor(is_last_joiner)
-    found: Tensor = pmin(torch.where(flag, trees.to_device(flag.device, axis_index(axis)), axis_size(axis)), axis)
-    return found
+    return pmin(torch.where(flag, trees.to_device(flag.device, axis_index(axis)), axis_size(axis)), axis)
 
 
 def broadcast_from_last(axis: AxisName) -> JoinHook:
