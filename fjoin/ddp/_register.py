@@ -76,7 +76,8 @@ def guard(model: DistributedDataParallel, run: DDPRun) -> None:
     assert run.pipeline is not None
     at, still = run.pipeline.optimizer.at, frozen()
     stepped = {path: p for path, p in run.leaves.items() if at(path) != still}
-    guard_steps(stepped, "a pipeline registered by fjoin.ddp.register has stepped in the backward pass")
+    by = "a pipeline registered by fjoin.ddp.register has stepped in the backward pass already; remove optimizer.step()"
+    guard_steps(stepped, f"{by}, or register only the hook")
     model.register_forward_pre_hook(_DropSpent(run, list(stepped.values())))
     model.module.register_forward_hook(_WarnAlone(run, model.module))
 
@@ -147,9 +148,6 @@ class Handle(ModuleHandle):
     """
 
     run: DDPRun
-
-    def __init__(self, run: DDPRun) -> None:
-        self.run = run
 
     def weight(self, weight: float) -> None:
         """Set this rank's weight in the mean for the next synchronised backward pass; 1 if it is not set.

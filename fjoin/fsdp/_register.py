@@ -29,9 +29,6 @@ class ShardedHandle(ModuleHandle):
 
     run: ShardedRun
 
-    def __init__(self, run: ShardedRun, model: nn.Module) -> None:
-        self.run, self._model = run, model
-
     @property
     def steps(self) -> int:
         return self.run.steps
@@ -89,7 +86,7 @@ class ShardedHandle(ModuleHandle):
         """Take the pipeline off the module, which is then as fully_shard made it."""
         self.run.close()
         free_steps(self.run.leaves.values())
-        _REGISTERED.discard(self._model)
+        _REGISTERED.discard(self.run.model)
 
 
 def register(
@@ -144,9 +141,10 @@ def register(
     parts = {"pipeline": pipeline.spec.canonical(), "parameters": described_tensors(leaves), "units": list(units)}
     compare(ranks, "fjoin.fsdp.register", parts, "Register the same on all ranks", shown={"pipeline": repr(pipeline)})
     run = ShardedRun(model, leaves, pipeline, ranks, axis, check_order)
-    guard_steps(leaves, "a pipeline registered by fjoin.fsdp.register steps", refuses=True)
+    by = "a pipeline registered by fjoin.fsdp.register steps already; remove optimizer.step(), or call handle.close() first"
+    guard_steps(leaves, by, refuses=True)
     _REGISTERED.add(model)
-    return ShardedHandle(run, model)
+    return ShardedHandle(run)
 
 
 def _group_of(params: Mapping[str, Any]) -> Any:

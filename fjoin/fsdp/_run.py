@@ -45,6 +45,7 @@ class ShardedRun:
     """Steps the slices of a module's parameters by a pipeline.
 
     Attributes:
+        model: The module.
         leaves: Path -> parameter, of those that are trained.
         what: The pipeline as it was registered.
         units: Path -> module for which fully_shard was called.
@@ -60,7 +61,7 @@ class ShardedRun:
     def __init__(
         self, model: Any, leaves: dict[str, Any], pipeline: Pipeline, mesh: Communicator, axis: str, check_order: bool
     ) -> None:
-        self.mesh, self.what, self.leaves, self._model, self._checks = mesh, pipeline, leaves, model, check_order
+        self.mesh, self.what, self.leaves, self.model, self._checks = mesh, pipeline, leaves, model, check_order
         self.units: dict[str, Any] = units_of(model)
         self.weight, self.in_backward = 0.0, False
         self._last: Any = math.nan  # the total of the last step, which may still be on a device
@@ -109,7 +110,7 @@ class ShardedRun:
 
     def others(self) -> Others:
         """What else the module holds."""
-        model, pieces, first = self._model, self.pieces, dict[int, str]()
+        model, pieces, first = self.model, self.pieces, dict[int, str]()
         names = paths_in(model, [*(named := dict(model.named_parameters(remove_duplicate=False)))])
         keys = {names[name]: names[first.setdefault(id(p), name)] for name, p in named.items()}
         held = {keys[names[name]]: p.detach() for name, p in named.items() if keys[names[name]] not in self.leaves}
@@ -147,7 +148,7 @@ class ShardedRun:
         if self.pipeline.skips and self.pipeline.skips.scaled:
             loss = loss * self.state.scale.to(loss.device)
         self.weight, self._arrived, self.in_backward = self.weight + weight, None, True
-        self._model.set_requires_gradient_sync(sync)
+        self.model.set_requires_gradient_sync(sync)
         try:
             with bind(self.mesh):
                 loss.backward()

@@ -24,7 +24,8 @@ class ModuleHandle:
             mean counts ranks; NaN where the hook does not reduce.
     """
 
-    run: Any  # `DDPRun`, or `ShardedRun`
+    def __init__(self, run: Any) -> None:
+        self.run: Any = run  # a `DDPRun`, or a `ShardedRun`
 
     @property
     def skipped(self) -> int:
@@ -99,7 +100,7 @@ def guard_steps(params: Mapping[str, Tensor], by: str, refuses: bool = False) ->
 
     Args:
         params: Path -> parameter.
-        by: What steps them, in words.
+        by: What steps them, and what to do, in words.
         refuses: Whether it is an error; else a warning.
     """
     global _watch
@@ -119,7 +120,7 @@ def _meets_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
         return
     found = [_STEPPED[p] for group in optimizer.param_groups for p in group["params"] if p in _STEPPED]
     for path, by, refuses in found[:1]:
-        text = f"this {type(optimizer).__name__} steps {path!r}, which {by} already; remove optimizer.step(), or register only the hook"
+        text = f"this {type(optimizer).__name__} steps {path!r}, which {by}"
         if refuses:
             raise RuntimeError(text)
         warnings.warn(text, stacklevel=3)
