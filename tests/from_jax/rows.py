@@ -84,6 +84,7 @@ GRID = Section(
 )  # fmt: skip
 
 SUMMED = "jax's `check_vma` counts a loss that is equal on all ranks once; here the derivative is that of the sum of all ranks' losses"
+SHARDED = "[sharded parameters](fully-shard.md#in-pure-functions), which are gathered again in the backward pass"
 OWN = "jax sums the gradient of a `w` that all ranks share; here it is that of this rank's loss, until a transform averages it"
 
 GRADIENTS = Section(
@@ -105,6 +106,8 @@ GRADIENTS = Section(
             'grad(lambda x: (c * tx.all_gather(x, "data") ** 2).sum())(x)'),
         Row('grad(lambda x: (c * lax.all_gather(x, "data", axis=1, tiled=True) ** 2).sum())(x)',
             'grad(lambda x: (c * tx.all_gather(x, "data", dim=1, tiled=True) ** 2).sum())(x)', "`dim`"),
+        Row('grad(jax.checkpoint(lambda x: (c * lax.all_gather(x, "data", tiled=True) ** 2).sum()))(x)',
+            'grad(tx.remat(lambda x: (c * tx.all_gather(x, "data", tiled=True) ** 2).sum()))(x)', SHARDED),
         Row('grad(lambda x: (c * lax.psum(jnp.where(lax.axis_index("data") == 2, x, 0), "data")).sum())(x)',
             'grad(lambda x: (c * tx.pbroadcast(x, "data", 2)).sum())(x)', "`lax.pbroadcast` does not run on CPUs"),
         Row('grad(lambda x: (c * lax.psum_scatter(x, "data") ** 2).sum())(x)',
