@@ -130,7 +130,9 @@ ROWS: dict[str, Row] = {
     "zero, Muon": Row(lambda: tx.zero(MEAN, tx.partition({"layer.*": tx.muon(0.05), "*": ADAM}), "data"), whole=True, tolerance=1e-9),
     "zero, clipped": _of(tx.chain(SCATTER, tx.clip_by_global_norm(0.1)), ADAM, whole=True),
     "zero within nodes, int8 between": _of(
-        tx.chain(tx.scatter_mean("local"), tx.error_feedback(tx.compress(tx.int8(block=4), tx.mean("node")))), SGD, axes=NODES, tolerance=BLOCKS),
+        tx.chain(tx.scatter_mean("local"), tx.error_feedback(tx.compress(tx.int8(block=4), tx.mean("node")))), SGD,
+        axes=NODES, tolerance=BLOCKS,
+    ),
     "zero within nodes": _of(tx.chain(tx.scatter_mean("local"), tx.mean("node")), ADAM, axes=NODES, whole=True),
     "bfloat16": _of(tx.compress(tx.bfloat16(), MEAN), SGD),
     "int8, feedback": _of(tx.error_feedback(tx.compress(tx.int8(block=4), MEAN)), SGD, tolerance=BLOCKS),

@@ -59,6 +59,13 @@ def test_commands(launcher: list[str]) -> None:
     assert done.stdout.count(RESULT) == 1 + bool(launcher)
 
 
+def test_torchrun_trains_a_sharded_gpt() -> None:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, *launcher, str(EXAMPLES / "sharded_model.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout.count(RESULT) == 2, done.stdout + done.stderr
+
+
 @pytest.mark.long
 def test_a_rank_of_the_elastic_example_dies_and_comes_back() -> None:
     environment = {**os.environ, "PYTHON": sys.executable}
