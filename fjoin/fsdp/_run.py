@@ -101,7 +101,8 @@ class ShardedRun:
 
     def local(self) -> dict[str, Tensor]:
         """Path -> this rank's slice of the parameter, flat, in its memory."""
-        return {path: p.detach().to_local().view(-1) for path, p in self.leaves.items()}
+        with torch.no_grad():  # else each of them is an operation of autograd
+            return {path: p.to_local().view(-1) for path, p in self.leaves.items()}
 
     def params(self) -> dict[str, Tensor]:
         """Path -> what this rank steps."""
