@@ -308,14 +308,16 @@ def test_the_norm_and_the_rates_are_those_of_one_process(name: str) -> None:
 
 
 def test_calls_within_a_window_have_no_numbers() -> None:
-    step = fjoin.train_step(with_rows, MEASURED["mean"](), accumulate=3)
-    state, found, seconds = step.init(SMALL), [], []
+    def slow(params: Any, batch: Any) -> Any:
+        time.sleep(0.02)
+        return with_rows(params, batch)
+
+    step = fjoin.train_step(slow, MEASURED["mean"](), accumulate=3)
+    state, found = step.init(SMALL), []
     for batch in batches(0, 6):
-        begun = time.perf_counter()
         state, metrics = step(state, batch)
-        seconds.append(time.perf_counter() - begun)
         found.append(metrics.as_dict())
-    assert found[2]["rank/step_s"] > 0.6 * sum(seconds[:3]), "of all calls of the window"
+    assert found[2]["rank/step_s"] > 0.06, "of all calls of the window"
     assert [bool(numbers) for numbers in found] == [False, False, True] * 2
     assert found[2]["rows"] == 12 and found[5]["lr"] == 0.01
 
