@@ -92,9 +92,8 @@ class Checkpoints:
         self._folder, self._source = Folder(Path(path)), source_of(what, mesh)
         self._mesh, self._requests = self._source.mesh, next(iter(self._source.requests), None)
         if every_s is not None and (self._requests is None or not every_s > 0):
-            raise ValueError(
-                f"every_s must be a number of seconds above 0, for a train_step, got {every_s!r}; other loops save by every="
-            )
+            text = f"every_s must be a number of seconds above 0, for a train_step, got {every_s!r}"
+            raise ValueError(f"{text}; other loops save by every=")
         self._every, self._every_s, self._keep = every, every_s, (keep_last, keep_every)
         self._run, self.extra, self._background = "", None, background
         self._asked = False  # whether `save` was called where nothing was due
@@ -152,11 +151,10 @@ class Checkpoints:
         number = self._source.number(state)
         if metrics is not None:
             if self._every is None and self._every_s is None:
-                raise ValueError(
-                    "save(state, metrics) saves the steps that every= or every_s= of Checkpoints name, and neither is given, so it would "
-                    "never save; pass Checkpoints(..., every=1000) or every_s=600. save(state) saves in any case, and "
-                    'every_s=float("inf") saves at a SIGTERM alone'
-                )
+                what = "save(state, metrics) saves the steps that every= or every_s= of Checkpoints name"
+                remedy = "pass Checkpoints(..., every=1000) or every_s=600. save(state) saves in any case"
+                alone = 'every_s=float("inf") saves at a SIGTERM alone'
+                raise ValueError(f"{what}, and neither is given, so it would never save; {remedy}, and {alone}")
             if not self._due(number, metrics):
                 self._asked = True
                 return None

@@ -258,9 +258,8 @@ class TensorFile:
         self._fd, size = open_file(self.path)
         try:
             if size != entry.size or len(entry.blocks) != -(-size // BLOCK):
-                raise CheckpointError(
-                    f"{path} has {size} bytes, expected {entry.size} in {len(entry.blocks)} blocks; {DAMAGED}"
-                )
+                expected = f"expected {entry.size} in {len(entry.blocks)} blocks"
+                raise CheckpointError(f"{path} has {size} bytes, {expected}; {DAMAGED}")
             with decoding(self.path):
                 self._spans = self._parse(size)
         except BaseException:

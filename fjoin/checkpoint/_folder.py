@@ -47,10 +47,9 @@ class Folder:
         if after is not None:
             self.quarantine(after)
         if newer := [other for other in self.steps() if other > step]:
-            raise CheckpointError(
-                f"{self.path} holds step {newer[-1]}, and step {step} is to be saved; choose another folder, or go back to an older step "
-                f"by Checkpoints.restore(step=...): the next save of the same object sets the newer ones aside"
-            )
+            back = "Checkpoints.restore(step=...): the next save of the same object sets the newer ones aside"
+            remedy = f"choose another folder, or go back to an older step by {back}"
+            raise CheckpointError(f"{self.path} holds step {newer[-1]}, and step {step} is to be saved; {remedy}")
         make_folders(self.path)
         temporary = self._temporary()
         with typed_errors(f"make {temporary}"):
@@ -177,6 +176,5 @@ class Folder:
         steps, newest = self.steps(), self.newest_id()
         if newest != manifest.parent or steps[-1:] >= [manifest.step]:
             held = f"step {steps[-1]} with id {newest}" if steps else "no step"
-            raise CheckpointError(
-                f"{self.path} holds {held}; step {manifest.step} was to follow {manifest.parent or 'no step'!r}: another run writes there"
-            )
+            follow = f"step {manifest.step} was to follow {manifest.parent or 'no step'!r}"
+            raise CheckpointError(f"{self.path} holds {held}; {follow}: another run writes there")

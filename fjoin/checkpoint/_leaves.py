@@ -52,9 +52,8 @@ class SavedLeaves:
             CheckpointError: The file does not hold it, in this shape and dtype, or is damaged.
         """
         self.check(path, part)
-        if self.manifest.leaves[path].dtype == "complex128":
-            return torch.view_as_complex(self.file(part.file).read(part.name))
-        return self.file(part.file).read(part.name, memory)
+        stored = self.file(part.file).read(part.name, memory)
+        return torch.view_as_complex(stored) if self.manifest.leaves[path].dtype == "complex128" else stored
 
     def check(self, path: str, part: LeafPart) -> int:
         """Compare a part's shape and dtype with its leaf, without reading it. Returns the number of its elements."""

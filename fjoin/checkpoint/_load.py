@@ -23,7 +23,7 @@ from ._folder import Folder
 from ._leaves import SavedLeaves
 from ._manifest import Leaf, LeafPart, Manifest, read_commit
 from ._sources import DATA, LOOP, Source, position_of, warn_apart
-from ._values import Slice, Snapshot, Values, given, matches
+from ._values import Slice, Snapshot, Values, given, matches, under
 
 _OTHER = {"params": "buffers", "buffers": "params"}
 
@@ -180,11 +180,7 @@ def empty_params(leaves: Mapping[str, Leaf], fresh: tuple[str, ...], trees: Sequ
     if anew := [name for name in names if matches(name, fresh)]:
         raise CheckpointError(f"fresh= names {anew[0]!r}, which has no value at the start; pass restore(params, ...)")
     forms = {name: torch.zeros(leaves[name].shape, dtype=DTYPES[leaves[name].dtype]) for name in names}
-    prefixes = {tree: f"params.{tree}." if tree else "params." for tree in trees}
-    found = {
-        tree: {name.removeprefix(at): form for name, form in forms.items() if name.startswith(at)}
-        for tree, at in prefixes.items()
-    }
+    found = {tree: under(forms, f"params.{tree}" if tree else "params") for tree in trees}
     return found.get("", found)
 
 
@@ -267,19 +263,14 @@ def restored(
     Raises:
         CheckpointError: on all ranks.
     """
-    resumes, data = data is None, None if data is False else data  # False: the caller wants none
+    mesh, resumes, data = source.mesh, data is None, None if data is False else data  # False: the caller wants none
     asked = {"step": step, "fresh": list(fresh), "the presence of data": data is not None}
-    on_each(
-        source.mesh,
-        "the start of a load",
-        lambda: step is None or checks.whole_number("step", step, 0),
-        lambda _: asked,
-    )
-    leaves = chosen(folder, source.mesh, step)
+    on_each(mesh, "the start of a load", lambda: step is None or checks.whole_number("step", step, 0), lambda _: asked)
+    leaves = chosen(folder, mesh, step)
     if leaves is None:
         warn_apart(data, (0, 0))
         return None
-    mesh, manifest, where = source.mesh, leaves.manifest, leaves.folder / "manifest.json"
+    manifest, where = leaves.manifest, leaves.folder / "manifest.json"
 
     def read_params() -> tuple[Any, Any]:
         found = source.snapshot(state)

@@ -185,9 +185,8 @@ def read_step(path: Path) -> Manifest:
         raise CheckpointError(f"{names}: one of the two is damaged; use another step")
     manifest = Manifest.from_bytes(data, str(path / "manifest.json"))
     if (manifest.id, manifest.run) != (commit.id, commit.run):
-        raise CheckpointError(
-            f"{path / 'COMMIT'} is {commit}, expected id {manifest.id} and run {manifest.run}; use another step"
-        )
+        expected = f"expected id {manifest.id} and run {manifest.run}"
+        raise CheckpointError(f"{path / 'COMMIT'} is {commit}, {expected}; use another step")
     return manifest
 
 

@@ -78,11 +78,8 @@ class SavePlan:
         numbers = [name for name in found.values if name not in tensors]
         self.numbers = [name for name in numbers if not rank or set(found.places[name].equal) != set(axes)]
         # Name -> dtype and shape, of values that all ranks have.
-        self._forms = {
-            name: forms.get(name) or type(value).__name__
-            for name, value in found.values.items()
-            if name not in found.by_content and not found.places[name].cut
-        }
+        common = [name for name in found.values if name not in found.by_content and not found.places[name].cut]
+        self._forms = {name: forms.get(name) or type(found.values[name]).__name__ for name in common}
         self._digest = zlib.crc32(repr(self._forms).encode())
         self.names, self.leaves = dict[str, str](), dict[str, Leaf]()
         written: dict[tuple[str, ...], list[int]] = {}  # along these axes, what each rank has been given so far
@@ -221,11 +218,9 @@ class Save:
         odd = plan.replicas.apart(self._mesh, "a comparison of replicas", found.values)
         apart = odd.keys() - (found.places.keys() - found.by_content)  # also those that only other ranks have
         found.places |= dict.fromkeys(apart & found.places.keys(), Placement(()))
-        self._manifest.notes = notes = [
-            f"{name} of rank {rank} differs from that of rank {other}"
-            for name, (rank, other) in odd.items()
-            if name not in apart
-        ]
+        drift = {name: ranks for name, ranks in odd.items() if name not in apart}
+        notes = [f"{name} of rank {rank} differs from that of rank {other}" for name, (rank, other) in drift.items()]
+        self._manifest.notes = notes
         if notes and self._mesh.rank == 0:
             few = "; ".join(notes[:3]) + (f"; and {len(notes) - 3} more" if notes[3:] else "")
             self._texts.append(f"replicas have drifted apart; those of the lowest rank are saved: {few}")

@@ -22,7 +22,6 @@ from ..records import Requests, put_together, taken_apart
 from ..training import TrainStep, check_state, loaded
 from ..transforms.axes import bind_axes
 from ..transforms.base import Merge, Placement, trees
-from ..transforms.layout import Pieces
 from ..transforms.pipelines import Pipeline, buffers_placement, params_placement
 from ._sharded_item import ShardedItem
 from ._values import Names, Slice, Snapshot, Values, tree_from
@@ -160,9 +159,8 @@ class OfObjects:
 
     def number(self, state: Any) -> int:
         if type(state) is not int or state < 0:
-            raise TypeError(
-                f"with objects the state is the number of steps, got {state!r}; write fjoin.save(path, objects, steps)"
-            )
+            expected = "with objects the state is the number of steps"
+            raise TypeError(f"{expected}, got {state!r}; write fjoin.save(path, objects, steps)")
         return state
 
     def snapshot(self, state: Any) -> Snapshot:
@@ -175,13 +173,11 @@ class OfObjects:
 
     def load(self, state: Any, values: Values, rank: Mapping[str, Any]) -> Callable[[], Any]:
         # A sharded module and a train_step have the same values.
-        shown = {name: None for name, item in self._items.items() if isinstance(item, ShardedItem)} | rank.get(
-            "objects", {}
-        )
+        sharded = {name: None for name, item in self._items.items() if isinstance(item, ShardedItem)}
+        shown = sharded | rank.get("objects", {})
         if shown.keys() != self._items.keys():
-            raise CheckpointError(
-                f"the checkpoint is of {sorted(shown)}, here are {sorted(self._items)}; pass the same names"
-            )
+            both = f"the checkpoint is of {sorted(shown)}, here are {sorted(self._items)}"
+            raise CheckpointError(f"{both}; pass the same names")
         loads, steps = [item.load(values, shown[name]) for name, item in self._items.items()], rank["steps"]
 
         def take() -> Any:
@@ -208,12 +204,11 @@ class OfStep:
     trees: Sequence[str] = ("",)
 
     def __init__(self, step: TrainStep, at: str = "") -> None:
-        run = step.run
+        run, axes = step.run, step.run.mesh.shape
         self._step, self._at, self.mesh, self.spec = step, at, run.mesh, repr(step.pipeline)
         self.requests: Sequence[Requests] = [run.records.requests]
-        self._names = Names(f"pipeline{at}", run.pipeline, self.mesh.shape)
-        on_buffers = run.on_buffers
-        self._on_buffers = None if on_buffers is None else Names(f"on_buffers{at}", on_buffers, self.mesh.shape)
+        self._names = Names(f"pipeline{at}", run.pipeline, axes)
+        self._on_buffers = None if run.on_buffers is None else Names(f"on_buffers{at}", run.on_buffers, axes)
 
     def number(self, state: Any) -> int:
         """The number of steps that a state has taken."""
@@ -256,12 +251,7 @@ class OfStep:
         pipeline = self._names.tree(state.pipeline, values, in_place=True)
         buffers = tree_from(f"restore(params, buffers): buffers{at}", state.buffers or {}, values.under(f"buffers{at}"))
         on_buffers = () if self._on_buffers is None else self._on_buffers.tree(state.on_buffers, values)
-        batches = values[f"run{at}.batches"]
-
-        def take() -> Any:
-            return loaded(state, run, params, pipeline, buffers, on_buffers, batches)
-
-        return take
+        return partial(loaded, state, run, params, pipeline, buffers, on_buffers, values[f"run{at}.batches"])
 
 
 class OfPipeline:
@@ -272,10 +262,9 @@ class OfPipeline:
 
     def __init__(self, pipeline: Pipeline, mesh: Communicator, at: str = "") -> None:
         if pipeline.sharding is not None and not pipeline.sharding.gathers:
-            raise TypeError(
-                f"{pipeline!r} steps pieces, and only its loop knows how they make up whole parameters; each rank saves its own, as "
-                f"an object with state_dict and load_state_dict"
-            )
+            why = "steps pieces, and only its loop knows how they make up whole parameters"
+            remedy = "each rank saves its own, as an object with state_dict and load_state_dict"
+            raise TypeError(f"{pipeline!r} {why}; {remedy}")
         self._pipeline, self._at, self.mesh, self.spec = pipeline, at, mesh, repr(pipeline)
         self._names = Names(f"pipeline{at}", pipeline, mesh.shape)
 
@@ -284,22 +273,17 @@ class OfPipeline:
         return int((own.inner if self._pipeline.skips else own).step)
 
     def snapshot(self, state: Any) -> Snapshot:
-        params, own = self._pair(state)
-        found = Snapshot()
+        (params, own), found, sharding = self._pair(state), Snapshot(), self._pipeline.sharding
         found.add(f"params{self._at}", trees.named_leaves(params), params_placement(self._pipeline, self.mesh.shape))
-        found.add_state(self._names, own, self._pieces(params))
+        with bind_axes(self.mesh.axes):
+            pieces = None if sharding is None else sharding.pieces(params)
+        found.add_state(self._names, own, pieces)
         return found
 
     def _pair(self, state: Any) -> Any:
         if not isinstance(state, tuple) or len(state) != 2:
             raise TypeError(f"with a pipeline pass (params, state) as the state, got {type(state).__name__}")
         return state
-
-    def _pieces(self, params: Any) -> Pieces | None:
-        if self._pipeline.sharding is None:
-            return None
-        with bind_axes(self.mesh.axes):
-            return self._pipeline.sharding.pieces(params)
 
     def start(self, params: Any, buffers: Any) -> Any:
         if buffers is not None:
@@ -372,10 +356,9 @@ def source_of(what: Any, mesh: Mesh | None) -> Source:
         TypeError: it cannot be saved.
     """
     if not isinstance(what, Mapping | TrainStep | Pipeline) or what == {}:
-        raise TypeError(
-            f"a {type(what).__name__} cannot be saved; pass a train_step, a pipeline, or a dict of these and of objects with a "
-            f'state_dict, such as {{"model": model, "optimizer": optimizer}}'
-        )
+        known = "a train_step, a pipeline, or a dict of these and of objects with a state_dict"
+        such = '{"model": model, "optimizer": optimizer}'
+        raise TypeError(f"a {type(what).__name__} cannot be saved; pass {known}, such as {such}")
     parts = what if isinstance(what, Mapping) else {"": what}
     if isinstance(what, Mapping) and not all(isinstance(name, str) and name for name in what):
         raise TypeError(f"the names of what is saved must be text, got {[*what]}")
@@ -431,7 +414,6 @@ def position_of(values: Mapping[str, Any], own: Mapping[str, Any], data: Any) ->
 def warn_apart(data: Any, place: tuple[int, int]) -> None:
     """Warn where the loop goes on from another place: a crash came between two saves of what one loop trains."""
     if getattr(data, "resumed", None) not in (None, place):
-        apart = f"this checkpoint is of (epoch, batches) = {place}, and the loop goes on from {data.resumed}, of another one"
-        warnings.warn(
-            f'{apart}; save what one loop trains as one: Checkpoints(path, {{"a": step, "b": other}})', stacklevel=2
-        )
+        both = f"this checkpoint is of (epoch, batches) = {place}, and the loop goes on from {data.resumed}"
+        remedy = 'save what one loop trains as one: Checkpoints(path, {"a": step, "b": other})'
+        warnings.warn(f"{both}, of another one; {remedy}", stacklevel=2)

@@ -12,8 +12,7 @@ from ._files import sync_folder, typed_errors, write_file
 from ._folder import Folder
 from ._leaves import SavedLeaves
 from ._manifest import read_step
-
-_PARAMS = "params."
+from ._values import under
 
 
 def show(path: Path | str) -> str:
@@ -63,9 +62,9 @@ def export(path: Path | str, out: Path | str) -> None:
     with contextlib.closing(SavedLeaves(step, read_step(step))) as leaves:
         leaves.verify()
         names = leaves.manifest.leaves
-        params = {name.removeprefix(_PARAMS): leaves.whole(name) for name in names if name.startswith(_PARAMS)}
+        params = {path: leaves.whole(name) for path, name in under({name: name for name in names}, "params").items()}
     if not params:
-        raise CheckpointError(f"{step} has no leaves under {_PARAMS!r}; it has {sorted(names)[:5]}")
+        raise CheckpointError(f"{step} has no leaves under 'params.'; it has {sorted(names)[:5]}")
     temporary = out.with_name(f"{out.name}.tmp-{uuid.uuid4().hex}")
     write_file(temporary, params)
     with typed_errors(f"rename {temporary} to {out}"):

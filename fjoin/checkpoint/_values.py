@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import optree
 import torch
@@ -28,6 +28,7 @@ from ..transforms.base import Placement, Transform, state_dicts
 from ..transforms.layout import Pieces
 from ..transforms.pipelines import Pipeline, placed
 
+T = TypeVar("T")
 # Reads a value, into the given memory where it fits.
 Read = Callable[[Tensor | None], Any]
 
@@ -57,10 +58,13 @@ class Values(Mapping[str, Any]):
 
     def under(self, prefix: str, rename: Callable[[str], str] = lambda name: name) -> Values:
         """The values under a prefix, by the rest of their names."""
-        rest = {
-            name.removeprefix(f"{prefix}."): read for name, read in self.reads.items() if name.startswith(f"{prefix}.")
-        }
-        return Values({rename(name): read for name, read in rest.items()})
+        return Values({rename(name): read for name, read in under(self.reads, prefix).items()})
+
+
+def under(values: Mapping[str, T], prefix: str) -> dict[str, T]:
+    """The values whose names begin with a prefix and a dot, by the rest of their names."""
+    start = f"{prefix}."
+    return {name.removeprefix(start): value for name, value in values.items() if name.startswith(start)}
 
 
 def given(value: Any) -> Read:
@@ -120,10 +124,7 @@ class Names:
         leaves, structure = optree.tree_flatten(state)
         if structure != self.structure:
             self.structure = structure
-            known, found = (
-                state_dicts.names_of(state),
-                {leaf.path: leaf for leaf in placed(self._part, state, self._axes)},
-            )
+            known, found = state_dicts.names_of(state), {x.path: x for x in placed(self._part, state, self._axes)}
             self._paths = {leaf.name: path for path, leaf in found.items()}
             self._unread = [(i, path) for i, (path, read) in enumerate(known) if not read]
             self._positions, self.places, self.params = [], {}, {}
@@ -151,13 +152,12 @@ def tree_from(what: str, like: Any, values: Mapping[str, Any], in_place: bool = 
     """
     try:
         return state_dicts.restored(f"{what} of the checkpoint", like, values, in_place)
-    except CheckpointError:
-        raise
     except (ValueError, TypeError) as error:
-        raise CheckpointError(
-            f"{error}; it is of another model or pipeline. fresh= names what starts anew or is left out, such as the state of a layer "
-            f"that is frozen now, or no more: fresh=('pipeline.optimizer.encoder',)"
-        ) from error
+        anew = (
+            "fresh= names what starts anew or is left out, such as the state of a layer that is frozen now, or no more"
+        )
+        text = f"{error}; it is of another model or pipeline. {anew}: fresh=('pipeline.optimizer.encoder',)"
+        raise CheckpointError(text) from error
 
 
 def matches(name: str, patterns: Collection[str]) -> bool:
@@ -226,9 +226,8 @@ class Snapshot:
         try:
             self.extra = taken_apart(extra, "extra", tensors, plain=True), tensors
         except (TypeError, ValueError, RecursionError) as error:
-            raise TypeError(
-                f"extra must be JSON, with tensors where you like: numbers, text, lists, and dicts with text as keys: {error}"
-            ) from None
+            form = "JSON, with tensors where you like: numbers, text, lists, and dicts with text as keys"
+            raise TypeError(f"extra must be {form}: {error}") from None
         self._add(tensors, dict.fromkeys(tensors, Placement(tuple(axes))))
 
     def add(self, prefix: str, values: Mapping[str, Any], place: Placement) -> None:

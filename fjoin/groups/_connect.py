@@ -79,9 +79,8 @@ def links_to_host(
             given_up.pop_all()
             return links
     if required:
-        raise TransportError(
-            f"transport='shared': {store.get(timeout_s, refused)}; raise the limit, or use transport='auto', which then takes gloo"
-        )
+        remedy = "raise the limit, or use transport='auto', which then takes gloo"
+        raise TransportError(f"transport='shared': {store.get(timeout_s, refused)}; {remedy}")
     return None
 
 
@@ -127,15 +126,11 @@ def connected_mesh(
             found = meetings.exchange(occasion, [own, doorway.host, doorway.address], list, ranks)
             for rank, (other, *_) in zip(ranks, found, strict=True):
                 if other != found[0][0]:
-                    raise DesyncError(
-                        f"rank {rank} makes {other}, but rank {ranks[0]} {found[0][0]}; make the same meshes in the same order on "
-                        f"all ranks",
-                        rank=rank,
-                    )
+                    both = f"rank {rank} makes {other}, but rank {ranks[0]} {found[0][0]}"
+                    raise DesyncError(f"{both}; make the same meshes in the same order on all ranks", rank=rank)
             if transport == "shared" and len({host for _, host, _ in found}) > 1:
-                raise ValueError(
-                    "transport='shared' needs all ranks on one Linux host; with transport='auto' those of one host share memory"
-                )
+                remedy = "with transport='auto' those of one host share memory"
+                raise ValueError(f"transport='shared' needs all ranks on one Linux host; {remedy}")
             look()  # while groups are connected, the store does not answer
             if groups is None:
                 groups = limited(connect_s, lambda: new_groups(shape, grid, connect_s), look)
@@ -146,10 +141,8 @@ def connected_mesh(
                 if links is not None:
                     links.timeout_s = timeout_s
     except dist.DistNetworkError as error:
-        raise PeerLost(
-            f"the process that hosts the rendezvous store, rank 0 if nothing else is set, has ended while the ranks made "
-            f"their mesh; look at its output. {error}"
-        ) from error
+        host = "the process that hosts the rendezvous store, rank 0 if nothing else is set"
+        raise PeerLost(f"{host}, has ended while the ranks made their mesh; look at its output. {error}") from error
     return GroupMesh(shape, groups, timeout_s, ordered, owned, links)
 
 
@@ -265,11 +258,9 @@ def limited(timeout_s: float, call: Callable[[], T], check: Callable[[], None] |
             raise
         meet = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
         if "EADDRINUSE" in str(error):
-            raise TransportError(
-                f"the port of {meet}, where the ranks meet, is taken by another program on the host of rank 0: set MASTER_PORT to a free "
-                f"one on all ranks, or start by torchrun --standalone, which finds one"
-            ) from error
-        raise CollectiveTimeout(
-            f"the ranks could not be connected within {timeout_s:g} s, by {meet}: one of them has not started, has ended, or cannot be "
-            f"reached, or another program holds that port; look at the other ranks' output. {error}"
-        ) from error
+            taken = f"the port of {meet}, where the ranks meet, is taken by another program on the host of rank 0"
+            remedy = "set MASTER_PORT to a free one on all ranks, or start by torchrun --standalone, which finds one"
+            raise TransportError(f"{taken}: {remedy}") from error
+        why = "one of them has not started, has ended, or cannot be reached, or another program holds that port"
+        text = f"the ranks could not be connected within {timeout_s:g} s, by {meet}: {why}"
+        raise CollectiveTimeout(f"{text}; look at the other ranks' output. {error}") from error

@@ -332,22 +332,16 @@ class Failures:
         rank = gone[0] if len(gone) == 1 else None
         where = "" if step is None else f"step {step}: "
         to = f"to rank {rank}" if rank is not None else f"to one of the ranks {gone}" if gone else "to a peer"
-        return PeerLost(
-            f"{where}rank {self._rank} lost the connection {to}, which has ended, was killed or has closed its mesh; if ranks have "
-            f"different numbers of batches, loop over step.join(loader). {reason}",
-            rank=rank,
-            step=step,
-        )
+        text = f"{where}rank {self._rank} lost the connection {to}, which has ended, was killed or has closed its mesh"
+        remedy = "if ranks have different numbers of batches, loop over step.join(loader)"
+        return PeerLost(f"{text}; {remedy}. {reason}", rank=rank, step=step)
 
     def late(self, step: int | None, reason: str) -> CollectiveTimeout:
         """The error of a message that has timed out."""
-        peer = f"rank {1 - self._rank}" if self._size == 2 else "a peer"
-        where = "" if step is None else f"step {step}: "
-        return CollectiveTimeout(
-            f"{where}a collective of rank {self._rank} timed out: {peer} is stopped, or not in this step. {reason}",
-            rank=1 - self._rank if self._size == 2 else None,
-            step=step,
-        )
+        other = 1 - self._rank if self._size == 2 else None
+        peer, where = "a peer" if other is None else f"rank {other}", "" if step is None else f"step {step}: "
+        text = f"{where}a collective of rank {self._rank} timed out: {peer} is stopped, or not in this step. {reason}"
+        return CollectiveTimeout(text, rank=other, step=step)
 
     def raise_if_any(self, awaited: Collection[int]) -> None:
         """Raise where another rank has reported a failure, or where all awaited ranks are gone.

@@ -116,10 +116,9 @@ class GroupMesh(Communicator):
         """
         seconds = self._timeout_s
         if not poll(event.query, seconds, self._everyone.check):
-            raise CollectiveTimeout(
-                f"the device of rank {self.rank} has not ended a step within {seconds:g} s: a message in it may wait for a rank "
-                f"that was killed or stopped; for steps that take longer pass fjoin.mesh(..., timeout_s=...)"
-            )
+            late = f"the device of rank {self.rank} has not ended a step within {seconds:g} s"
+            why = "a message in it may wait for a rank that was killed or stopped"
+            raise CollectiveTimeout(f"{late}: {why}; for steps that take longer pass fjoin.mesh(..., timeout_s=...)")
 
     def report(self, error: BaseException, step: int | None) -> None:
         if not self._down:

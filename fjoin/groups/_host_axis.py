@@ -100,10 +100,9 @@ class HostAxis(GroupAxis):
                 combine(parts, [out.view(-1)])
                 return
             if op == "all_to_all_single" and (got := [len(part) for part in parts]) != [rows * row for rows in take]:
-                raise DesyncError(
-                    f"all_to_all_single: the ranks give this rank {got} elements, but it takes {list(take)} rows of {row}; "
-                    f"input_split_sizes and output_split_sizes of two ranks must agree"
-                )
+                both = f"the ranks give this rank {got} elements, but it takes {list(take)} rows of {row}"
+                remedy = "input_split_sizes and output_split_sizes of two ranks must agree"
+                raise DesyncError(f"all_to_all_single: {both}; {remedy}")
             copy_all(out, parts)
 
         return Received([self.channel.exchange(op, x, ranges, taken, arg=arg, same=same)], out)

@@ -46,25 +46,21 @@ def read_launch(environ: Mapping[str, str]) -> Launch | None:
         launch = _place(environ, names)
         lacks = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]
         if lacks:
-            raise ValueError(
-                f"{launcher} has started this process as {launch.rank} of {launch.size}, but {' and '.join(lacks)} are not set, so "
-                f"that the processes do not know where to meet; set MASTER_ADDR to the host of process 0 and MASTER_PORT to a free "
-                f"port there, the same for all, or start the program by torchrun"
-            )
+            started = f"{launcher} has started this process as {launch.rank} of {launch.size}"
+            unset = f"{' and '.join(lacks)} are not set, so that the processes do not know where to meet"
+            remedy = "set MASTER_ADDR to the host of process 0 and MASTER_PORT to a free port there, the same for all"
+            raise ValueError(f"{started}, but {unset}; {remedy}, or start the program by torchrun")
         return launch
     if any(rank in environ and environ.get(size) == "1" for rank, size, *_ in _LAUNCHERS.values()):
         return None  # what else is set is of a launcher around that one
     for name in (*(names[0] for names in _LAUNCHERS.values()), *_OTHERS):
         if (rank := _number(environ, name, "0")) > 0:
-            raise ValueError(
-                f"{name}={rank} is set, but not the number of all processes, so this process would train alone; {_REMEDY}"
-            )
+            alone = "but not the number of all processes, so this process would train alone"
+            raise ValueError(f"{name}={rank} is set, {alone}; {_REMEDY}")
     if _number(environ, "SLURM_NTASKS", "1") > 1 and environ.get("SLURM_PROCID") == "0":
-        warnings.warn(
-            f"this process runs alone, though its Slurm job has {environ['SLURM_NTASKS']} tasks; start it by srun or torchrun to train "
-            f"on all of them, or set RANK=0 and WORLD_SIZE=1 to say that it is meant to",
-            stacklevel=4,
-        )
+        alone = f"this process runs alone, though its Slurm job has {environ['SLURM_NTASKS']} tasks"
+        remedy = "start it by srun or torchrun to train on all of them"
+        warnings.warn(f"{alone}; {remedy}, or set RANK=0 and WORLD_SIZE=1 to say that it is meant to", stacklevel=4)
     return None
 
 

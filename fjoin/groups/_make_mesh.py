@@ -116,12 +116,10 @@ def _initialize(timeout_s: float, connect_s: float) -> bool:
     if count >= launch.local_size:
         backend = _use_device(launch.local_rank)
     elif count:
-        warnings.warn(
-            f"this host has {launch.local_size} ranks, and they see fewer GPUs, {count}: they use the CPU, with gloo. Start as many "
-            f"ranks as GPUs; or, where each rank sees GPUs of its own, call torch.distributed.init_process_group('nccl') before "
-            f"fjoin.mesh",
-            stacklevel=3,
-        )
+        fewer = f"this host has {launch.local_size} ranks, and they see fewer GPUs, {count}"
+        call = "call torch.distributed.init_process_group('nccl') before fjoin.mesh"
+        remedy = f"Start as many ranks as GPUs; or, where each rank sees GPUs of its own, {call}"
+        warnings.warn(f"{fewer}: they use the CPU, with gloo. {remedy}", stacklevel=3)
     timeout = datetime.timedelta(seconds=connect_s)
 
     def connect() -> None:
@@ -180,9 +178,8 @@ def _sizes(shape: Mapping[str, int], ranks: int) -> dict[str, int]:
     free = [] if bad else [name for name, size in shape.items() if size == -1]
     known = 1 if bad else math.prod(size for size in shape.values() if size != -1)
     if bad or len(free) > 1 or ranks % known or (not free and known != ranks):
-        raise ValueError(
-            f"a mesh of shape {dict(shape)} does not fit {ranks} ranks: the product must be {ranks}, and one size may be -1"
-        )
+        fits = f"the product must be {ranks}, and one size may be -1"
+        raise ValueError(f"a mesh of shape {dict(shape)} does not fit {ranks} ranks: {fits}")
     return {name: ranks // known if size == -1 else size for name, size in shape.items()}
 
 
@@ -224,10 +221,9 @@ def mesh_over(group: Any = None, shape: Mapping[str, int] | None = None) -> Comm
     if group is None:
         if _simulated() or not dist.is_initialized():
             if ENDED and not _simulated():
-                raise JoinError(
-                    f"the default process group was taken down after a failure: {ENDED[-1]}; to train on in this process, all ranks "
-                    f"must call fjoin.mesh(...) or torch.distributed.init_process_group(...) again"
-                )
+                down = f"the default process group was taken down after a failure: {ENDED[-1]}"
+                again = "fjoin.mesh(...) or torch.distributed.init_process_group(...) again"
+                raise JoinError(f"{down}; to train on in this process, all ranks must call {again}")
             return check_mesh("mesh", mesh(shape))
         ENDED.clear()
         group = dist.group.WORLD

@@ -59,10 +59,9 @@ class Meetings:
             else:  # the first member waits as long, and then names the absent rank
                 found = self._get(end + CHECK_S, place, "result", members[0]) or {"absent": members[0]}
         except Unanswered:
-            raise CollectiveTimeout(
-                f"the host of the rendezvous store has not answered rank {self._rank} in {occasion} within "
-                f"{limit_s:g} s: it is stopped, or the network to it is cut"
-            ) from None
+            asked = f"rank {self._rank} in {occasion} within {limit_s:g} s"
+            text = f"the host of the rendezvous store has not answered {asked}"
+            raise CollectiveTimeout(f"{text}: it is stopped, or the network to it is cut") from None
         except DesyncError:
             here = True  # the other rank still has to read where this one was
             raise
@@ -71,11 +70,9 @@ class Meetings:
                 with contextlib.suppress(RuntimeError):
                     self._store.set(CHECK_S, f"waiting/{self._rank}", None)
         if "absent" in found:
-            raise CollectiveTimeout(
-                f"rank {found['absent']} did not come to {occasion}, where the ranks compare their programs, within "
-                f"{limit_s:g} s; is it running the same program, and is no part of it under `if rank == 0:`?",
-                rank=found["absent"],
-            )
+            where = f"{occasion}, where the ranks compare their programs, within {limit_s:g} s"
+            ask = "is it running the same program, and is no part of it under `if rank == 0:`?"
+            raise CollectiveTimeout(f"rank {found['absent']} did not come to {where}; {ask}", rank=found["absent"])
         if "places" in found:
             _refuse(dict(zip(members, found["places"], strict=True)))
         return found["result"]
@@ -150,18 +147,13 @@ def _alone() -> bool:
 def _refuse(places: dict[int, str]) -> NoReturn:
     for rank, place in places.items():
         if place == LEAVES:
-            raise PeerLost(
-                f"rank {rank} left the loop over its batches, and others have not; to end it on all ranks at once, call stop() on the "
-                f"loop, or leave it on all ranks after the same step",
-                rank=rank,
-            )
+            left = f"rank {rank} left the loop over its batches, and others have not; to end it on all ranks at once"
+            raise PeerLost(f"{left}, call stop() on the loop, or leave it on all ranks after the same step", rank=rank)
     first = next(iter(places.values()))
     odd = next((rank for rank, place in places.items() if place != first), next(reversed(places)))
-    raise DesyncError(
-        f"the ranks are at different places in the program: {', '.join(f'rank {r} in {p}' for r, p in places.items())}; run the "
-        f"same program on all ranks",
-        rank=odd,
-    )
+    where = ", ".join(f"rank {rank} in {place}" for rank, place in places.items())
+    text = f"the ranks are at different places in the program: {where}; run the same program on all ranks"
+    raise DesyncError(text, rank=odd)
 
 
 def _left(end: float) -> float:

@@ -83,10 +83,9 @@ class Unfinished:
         for end in ends:
             may_come = step is None or end.step < step
             if not poll(end.event.query, until - time.monotonic() if may_come else 0.0):
-                end.failed = (
-                    f"the device of this rank had not ended step {end.step} when a rank failed, and its messages never arrived, so this "
-                    f"state is neither old nor new; load a checkpoint"
-                )
+                late = f"had not ended step {end.step} when a rank failed, and its messages never arrived"
+                state = "this state is neither old nor new; load a checkpoint"
+                end.failed = f"the device of this rank {late}, so {state}"
 
 
 _LOOK_AFTER = datetime.timedelta(seconds=LOOK_S)

@@ -95,10 +95,9 @@ class Exchange:
         self.take = None  # it may refer to this object
         odd = [rank for rank, packet in packets.items() if packet.fingerprint != self.fingerprint]
         if odd:
-            self.failed = DesyncError(
-                f"rank {odd[0]} of this host has called another collective, or with another size, shape, dtype, root or pairs; run "
-                f"the same program on all ranks"
-            )
+            other = "another collective, or with another size, shape, dtype, root or pairs"
+            text = f"rank {odd[0]} of this host has called {other}; run the same program on all ranks"
+            self.failed = DesyncError(text)
             return True
         self.from_memory = [rank for rank, packet in packets.items() if packet.shared]
         try:
@@ -229,10 +228,9 @@ class HostLinks:
 
     def _fail(self, error: OSError) -> NoReturn:
         """Close the connections, so that the other ranks notice that this one cannot go on."""
-        failure = TransportError(
-            f"the system refuses shared memory, or a message to another rank of this host: {error}; raise the limit, or use gloo "
-            f"with fjoin.mesh(..., transport='gloo') or FJOIN_TRANSPORT=gloo"
-        )
+        refused = "the system refuses shared memory, or a message to another rank of this host"
+        remedy = "raise the limit, or use gloo with fjoin.mesh(..., transport='gloo') or FJOIN_TRANSPORT=gloo"
+        failure = TransportError(f"{refused}: {error}; {remedy}")
         self.report(failure)
         self.close()
         raise failure from error

@@ -145,10 +145,8 @@ def connect(
             check()
             if time.monotonic() >= end:
                 other = min(missing)
-                raise CollectiveTimeout(
-                    f"rank {rank} could not connect to rank {other}, which is on the same host, within {timeout_s:g} s",
-                    rank=other,
-                )
+                both = f"rank {rank} could not connect to rank {other}, which is on the same host"
+                raise CollectiveTimeout(f"{both}, within {timeout_s:g} s", rank=other)
         links = HostLinks(found, timeout_s)
         given_up.callback(links.close)
         links.wait(lambda: not links.absent(), links.absent, check)

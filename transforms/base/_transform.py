@@ -306,8 +306,6 @@ def own_state(state: Any, kind: type[S], call: Call | None = None) -> S:
         ValueError: it is not of this kind.
     """
     if not isinstance(state, kind):
-        raise ValueError(
-            f"state is a {type(state).__name__}, expected the {kind.__name__} that this transform's init or update returned; "
-            f"it is another pipeline's state"
-        )
+        expected = f"the {kind.__name__} that this transform's init or update returned"
+        raise ValueError(f"state is a {type(state).__name__}, expected {expected}; it is another pipeline's state")
     return state if call is None or call.step is None else with_changes(state, step=call.step)

@@ -76,22 +76,18 @@ def host_weight(name: str, weight: Any) -> float:
     if number == 0 or _LEAST <= number <= _MOST:
         return float(weight)
     if not is_finite(number) or number < 0:
-        raise ValueError(
-            f"{name} must be a finite number that is not negative, got {weight!r}; a rank without input has weight 0"
-        )
-    raise ValueError(
-        f"{name} must be 0, or from {_LEAST:g} to {_MOST:g}, got {weight!r}; only the ratios of the ranks' weights count, so "
-        f"multiply all of them by one number"
-    )
+        expected = "a finite number that is not negative"
+        raise ValueError(f"{name} must be {expected}, got {weight!r}; a rank without input has weight 0")
+    remedy = "only the ratios of the ranks' weights count, so multiply all of them by one number"
+    raise ValueError(f"{name} must be 0, or from {_LEAST:g} to {_MOST:g}, got {weight!r}; {remedy}")
 
 
 def check_exact(loss: Tensor, weight: float) -> None:
     """Raise ValueError where a loss that must carry its weight would round it: in 16 bits, unless it is a power of two."""
     if loss.dtype.itemsize < 4 and math.frexp(weight)[0] not in (0.0, 0.5):
-        raise ValueError(
-            f"the loss has communicated, so it must carry this rank's weight, {weight!r}, and {loss.dtype} would round products with "
-            f"it; return the loss as float32, such as loss.float(), or use weights that are powers of two"
-        )
+        why = f"so it must carry this rank's weight, {weight!r}, and {loss.dtype} would round products with it"
+        remedy = "return the loss as float32, such as loss.float(), or use weights that are powers of two"
+        raise ValueError(f"the loss has communicated, {why}; {remedy}")
 
 
 def stacked(values: Iterable[Number], device: torch.device | None) -> Tensor:

@@ -158,9 +158,8 @@ def factory(function: Callable[P, T]) -> Callable[P, T]:
                     CHECKS[kind](f"{name}: {what}", one)
         spec = Spec(name, tuple(bound.arguments.items()))
         if spec.depth > DEEPEST:
-            raise ValueError(
-                f"{name} would be nested {spec.depth} deep, expected at most {DEEPEST}; put stages side by side in chain(...)"
-            )
+            deep = f"{name} would be nested {spec.depth} deep, expected at most {DEEPEST}"
+            raise ValueError(f"{deep}; put stages side by side in chain(...)")
         made: Any = function(*bound.args, **bound.kwargs)
         if made.spec.factory is None:  # otherwise another one made it
             made = replace(made, spec=spec)

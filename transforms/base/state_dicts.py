@@ -87,9 +87,8 @@ def restored(what: str, like: State, saved: Mapping[str, Any], in_place: bool = 
             if not isinstance(given, Tensor):
                 raise TypeError(f"{what}: {name!r} is {given!r}, expected a tensor")
             if given.layout is not torch.strided or given.is_meta > place.is_meta:
-                raise TypeError(
-                    f"{what}: {name!r} is a tensor of layout {given.layout} on {given.device}, expected a dense one that holds values"
-                )
+                form = f"a tensor of layout {given.layout} on {given.device}"
+                raise TypeError(f"{what}: {name!r} is {form}, expected a dense one that holds values")
             if place.shape != given.shape:
                 raise ValueError(f"{what}: {name!r} has shape {tuple(given.shape)}, but here {tuple(place.shape)}")
             if not torch.can_cast(given.dtype, place.dtype):
@@ -113,10 +112,10 @@ def _named(state: State) -> tuple[list[str], list[Any], Any]:
     names = [".".join(map(_entry, accessor)) for accessor in accessors]
     for name, leaf in zip(names, leaves, strict=True):
         if not isinstance(leaf, (Tensor, int, float, str)):
-            raise TypeError(
-                f"{f'the state has at {name!r}' if name else 'the state is'} a {type(leaf).__name__}, which cannot be saved; expected a "
-                f"pytree of tensors and numbers, such as the state of a transform, or state.pipeline of a train_step"
-            )
+            where = f"the state has at {name!r}" if name else "the state is"
+            such = "such as the state of a transform, or state.pipeline of a train_step"
+            text = f"{where} a {type(leaf).__name__}, which cannot be saved"
+            raise TypeError(f"{text}; expected a pytree of tensors and numbers, {such}")
     twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
     if twice:
         raise ValueError(f"several leaves of the state are called {twice}; rename a parameter")
@@ -132,9 +131,8 @@ def names_of(state: State) -> list[tuple[str, bool]]:
         for accessor, node in zip(accessors, nodes, strict=True)
         for field in getattr(node, "unread", ())
     )
-    return [
-        (name, name not in unread and not name.startswith(tuple(f"{field}." for field in unread))) for name in names
-    ]
+    inside = tuple(f"{field}." for field in unread)
+    return [(name, name not in unread and not name.startswith(inside)) for name in names]
 
 
 def _entry(entry: Any) -> str:

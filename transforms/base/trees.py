@@ -231,22 +231,17 @@ def check_same(name: str, tree: Tree, like_name: str, like: Tree) -> None:
             f"pass {name} with the structure of {like_name}"
         )
     for path, leaf in have.items():
-        check_dense(f"{name}[{path!r}]", leaf)
-        other = want[path]
-        check_dense(f"{like_name}[{path!r}]", other)
+        other, here, there = want[path], f"{name}[{path!r}]", f"{like_name}[{path!r}]"
+        check_dense(here, leaf)
+        check_dense(there, other)
         if leaf.shape != other.shape:
-            raise ValueError(
-                f"{name}[{path!r}] has shape {tuple(leaf.shape)}, but {like_name}[{path!r}] has shape {tuple(other.shape)}"
-            )
+            raise ValueError(f"{here} has shape {tuple(leaf.shape)}, but {there} has shape {tuple(other.shape)}")
         if leaf.dtype != other.dtype:
-            raise TypeError(
-                f"{name}[{path!r}] has dtype {leaf.dtype}, but {like_name}[{path!r}] has dtype {other.dtype}; "
-                f"convert one of them with .to(dtype)"
-            )
+            both = f"{here} has dtype {leaf.dtype}, but {there} has dtype {other.dtype}"
+            raise TypeError(f"{both}; convert one of them with .to(dtype)")
         if leaf.device != other.device:
-            raise ValueError(
-                f"{name}[{path!r}] lies on {leaf.device}, but {like_name}[{path!r}] on {other.device}; move one with .to(device)"
-            )
+            both = f"{here} lies on {leaf.device}, but {there} on {other.device}"
+            raise ValueError(f"{both}; move one with .to(device)")
 
 
 def _alike(a: Tree, b: Tree) -> bool:

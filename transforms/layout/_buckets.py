@@ -120,10 +120,8 @@ def _bucket(params: Mapping[str, Tensor], paths: list[str], label: Callable[[str
 
 def views(bucket: Bucket, flat: Tensor, shapes: Mapping[str, torch.Size]) -> list[Tensor]:
     """The leaves of a bucket as views of a flat buffer."""
-    return [
-        flat[at : at + shapes[path].numel()].view(shapes[path])
-        for path, at in zip(bucket.paths, bucket.offsets, strict=True)
-    ]
+    starts = zip(bucket.paths, bucket.offsets, strict=True)
+    return [flat[at : at + shapes[path].numel()].view(shapes[path]) for path, at in starts]
 
 
 def record_bucket(layout: tuple[Bucket, ...]) -> int | None:

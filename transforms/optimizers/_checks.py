@@ -142,10 +142,9 @@ class Forms:
             right = right and field.dtype is dtype
             if not right or field.shape != shape or (beside and field.device != param.device):
                 want = kind and f"a tensor of shape {tuple(kind[0])}, {dtype}, on {param.device}"
-                raise (ValueError if right else TypeError)(
-                    f"{where()}.{name} is {_shown(field)}, expected {want}; pass the state that init(params) or the last step of these "
-                    f"parameters returned"
-                )
+                remedy = "pass the state that init(params) or the last step of these parameters returned"
+                text = f"{where()}.{name} is {_shown(field)}, expected {want}; {remedy}"
+                raise (ValueError if right else TypeError)(text)
         return found
 
 
@@ -184,10 +183,8 @@ def checked(forms: Forms, kernel: Callable[..., None]) -> Callable[..., None]:
             found = forms.check_state(param, state, lambda: "state")
             shared = zip(found, trees.fields(given[2][0]), forms.common, strict=True)
             if any(common and own is not first for own, first, common in shared):
-                raise ValueError(
-                    f"states[{i}] has counts of its own, but states that are stepped in one call share those of states[0], as "
-                    f"those of init(params) do"
-                )
+                others = "states that are stepped in one call share those of states[0], as those of init(params) do"
+                raise ValueError(f"states[{i}] has counts of its own, but {others}")
         if given[0]:
             unrecorded(lambda: kernel(params, grads, states, **guards), given[0])
 

@@ -222,9 +222,8 @@ def from_torch(
         rate = {} if lr is None else {"lr": kernel_lr(lr, step)}
         count, *others = map(list, zip(*states, strict=True))
         lists = slots(states, *names) or [*others, count]
-        function(
-            params, grads, *lists, foreach=foreach, capturable=devices.is_accelerator(step.device), **rate, **settings
-        )
+        capturable = devices.is_accelerator(step.device)
+        function(params, grads, *lists, foreach=foreach, capturable=capturable, **rate, **settings)
 
     step_params_ = in_float32_(in_place(kernel, common))
     return from_kernel(init_param, step_param, step_params_, settings.values(), common, maximize=settings["maximize"])

@@ -125,9 +125,8 @@ def in_float32(step_param: Callable[..., tuple[Tensor, Any]]) -> Callable[..., t
 
 def widened_state(state: Any) -> Any:
     """A state with its 16-bit fields in float32."""
-    return trees.with_fields(
-        state, [None if field is None else devices.widened(field) for field in trees.fields(state)]
-    )
+    wide = [None if field is None else devices.widened(field) for field in trees.fields(state)]
+    return trees.with_fields(state, wide)
 
 
 def copy_like(param: Tensor, value: Tensor) -> Tensor:
@@ -329,9 +328,8 @@ def tensor_arguments(spec: Spec) -> list[tuple[str, Tensor]]:
     arguments.
     """
     own = [(name, leaf) for name, value in spec.args for leaf in optree.tree_leaves(value)]
-    return [(name, leaf) for name, leaf in own if isinstance(leaf, Tensor)] + [
-        pair for child in spec.children for pair in tensor_arguments(child.spec)
-    ]
+    inside = [pair for child in spec.children for pair in tensor_arguments(child.spec)]
+    return [(name, leaf) for name, leaf in own if isinstance(leaf, Tensor)] + inside
 
 
 @dataclass(frozen=True, eq=False, repr=False)

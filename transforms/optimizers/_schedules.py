@@ -73,10 +73,8 @@ def watched(spec: Spec, injected: bool = False) -> tuple[tuple[str, Any], ...]:
         if hasattr(value, "step_param"):
             found += watched(value.spec, injected or spec.name == "inject_hyperparameters")
         elif callable(value) and name != "lr" and not injected and spec.is_ours:
-            raise TypeError(
-                f"{spec.name}: {name} follows the schedule {specs.shown(value)}; only lr can do so by itself, so wrap the optimizer in "
-                f"inject_hyperparameters(...)"
-            )
+            remedy = "only lr can do so by itself, so wrap the optimizer in inject_hyperparameters(...)"
+            raise TypeError(f"{spec.name}: {name} follows the schedule {specs.shown(value)}; {remedy}")
         elif isinstance(value, Tensor) or (callable(value) and not getattr(value, "finite", False)):
             found.append((name, value))
     return tuple(found)
@@ -352,9 +350,8 @@ def _number(name: str, value: Any) -> Any:
     """The value as the host knows it; None if it does not."""
     if isinstance(value, Tensor):
         if not is_one_number(value):
-            raise ValueError(
-                f"{name} must be a number or a tensor of one real element, got one of shape {tuple(value.shape)}, {value.dtype}"
-            )
+            form = f"{tuple(value.shape)}, {value.dtype}"
+            raise ValueError(f"{name} must be a number or a tensor of one real element, got one of shape {form}")
         return float(value) if trees.readable_without_sync(value) else None
     if checks.is_number(value):
         return value
@@ -374,11 +371,9 @@ def _of_the_step(name: str, schedule: Callable[[Any], Any]) -> None:
     except Exception:  # it may take tensors only; its values are looked at where it is used
         return
     if not math.isclose(first, again) and first == first:
-        raise ValueError(
-            f"{name}: the schedule {specs.shown(schedule)} returned {first} and then {again} for step 0; it may be called several "
-            f"times in a step, so it must be a function of the step alone, without a counter or a draw"
-        )
+        both = f"{name}: the schedule {specs.shown(schedule)} returned {first} and then {again} for step 0"
+        why = "it may be called several times in a step, so it must be a function of the step alone"
+        raise ValueError(f"{both}; {why}, without a counter or a draw")
     if not math.isclose(first, of_number, rel_tol=1e-3) and first == first:
-        raise ValueError(
-            f"{name}: the schedule {specs.shown(schedule)} returned {of_number} for 0, but {first} for a 0-d tensor; use int(step)"
-        )
+        both = f"{of_number} for 0, but {first} for a 0-d tensor"
+        raise ValueError(f"{name}: the schedule {specs.shown(schedule)} returned {both}; use int(step)")

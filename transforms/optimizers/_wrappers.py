@@ -127,10 +127,8 @@ def with_hyperparameters(state: State, **values: float | Tensor) -> State:
     out = optree.tree_map(change, state, is_leaf=lambda node: isinstance(node, InjectState))
     unknown = sorted(values.keys() - known)
     if unknown:
-        raise ValueError(
-            f"no state has the hyperparameters {unknown}; there are {sorted(known)}. Those that are to be changed in a state are put "
-            f"there by inject_hyperparameters(optimizer)"
-        )
+        remedy = "Those that are to be changed in a state are put there by inject_hyperparameters(optimizer)"
+        raise ValueError(f"no state has the hyperparameters {unknown}; there are {sorted(known)}. {remedy}")
     return out
 
 
@@ -360,10 +358,8 @@ def as_functional_optim(optim_cls: Any, *args: Any, **kwargs: Any) -> Optimizer:
     make = _KNOWN.get(optim_cls)
     if make is None:
         known = ", ".join(getattr(key, "__name__", repr(key)) for key in _KNOWN)
-        raise ValueError(
-            f"{optim_cls!r} has no functional counterpart; there are those of {known}; "
-            f"add one with register_functional_optim(key, factory)"
-        )
+        remedy = "add one with register_functional_optim(key, factory)"
+        raise ValueError(f"{optim_cls!r} has no functional counterpart; there are those of {known}; {remedy}")
     if inspect.isclass(optim_cls):
         bound = inspect.signature(optim_cls).bind(None, *args, **kwargs).arguments
         given = {name: value for name, value in list(bound.items())[1:] if name not in _HOW}

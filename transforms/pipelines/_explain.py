@@ -235,9 +235,8 @@ class Counting:
         self._own: dict[str, Tensor] = self._pieces.own(self._params) if self._pieces else self._params
         self._layout = in_step if buckets is None else buckets
         self._plan = make_plan(self._hook, self._sizes, *self._parts.ends)
-        self._dtype = (
-            torch.float64 if self._in_module else record_words.words_dtype(bucket.dtype for bucket in self._layout)
-        )
+        words = record_words.words_dtype(bucket.dtype for bucket in self._layout)
+        self._dtype = torch.float64 if self._in_module else words
 
     @contextlib.contextmanager
     def _running(self) -> Iterator[None]:
@@ -405,10 +404,8 @@ def _run(part: Transform, values: Tree, params: dict[str, Tensor], state: Any, c
     except (RuntimeError, NotImplementedError) as error:
         if "meta tensor" not in str(error).lower():  # a part of torch's errors for tensors without data
             raise
-        raise TypeError(
-            f"{part!r} reads a tensor's value ({error}), so its messages are not known before it runs; decide by "
-            f"host integers in the state, or with torch.where"
-        ) from None
+        text = f"{part!r} reads a tensor's value ({error}), so its messages are not known before it runs"
+        raise TypeError(f"{text}; decide by host integers in the state, or with torch.where") from None
 
 
 def _at(state: Any, step: int) -> Any:

@@ -82,13 +82,11 @@ def fuse(
             got = f"torch's {type(optimizer).__name__}"
             hint = "write fuse(hook, tx.sgd(lr)), or another of the functional optimizers"
         raise TypeError(f"fuse: optimizer must be an Optimizer, got {got}; {hint}")
-    if isinstance(hook, Transform) and (
-        base.Needs.VALUES in hook.needs or any(part.facts.equalizes for part in stages(hook))
-    ):
-        raise TypeError(
-            f"fuse: {hook!r} is of parameters, not of gradients: write fuse(hook, optimizer, after=ema(...))"
-        )
-    if isinstance(after, Transform) and any(part.facts.by_norm for part in stages(after)):
+    in_hook, at_end = (stages(part) if isinstance(part, Transform) else [] for part in (hook, after))
+    if any(base.Needs.VALUES in part.needs or part.facts.equalizes for part in in_hook):
+        remedy = "write fuse(hook, optimizer, after=ema(...))"
+        raise TypeError(f"fuse: {hook!r} is of parameters, not of gradients: {remedy}")
+    if any(part.facts.by_norm for part in at_end):
         raise TypeError(f"fuse: {after!r} would scale the parameters; it is of gradients, and a stage of the hook")
     if sharded_over is not None:
         hook = of_sums(hook, sharded_over)
@@ -170,9 +168,8 @@ def pipeline_of(
     ) -> tuple[Tree, State]:
         old = inside(state)
         if taken := {"call", *KEYWORDS}.intersection(extra):
-            raise TypeError(
-                f"step takes no {min(taken)!r}, which it sets itself; keywords for transforms need other names"
-            )
+            remedy = "keywords for transforms need other names"
+            raise TypeError(f"step takes no {min(taken)!r}, which it sets itself; {remedy}")
         # A shell that knows sums of weights already, or wants to know those of the step, gives its own call.
         call = weight.inside(step=old.step) if isinstance(weight, Call) else Call(weight, old.step)
         call = call.inside(extra=extra) if extra else call
@@ -218,10 +215,9 @@ def pipeline_of(
             structure: Any = own.structure if own else optree.tree_structure(grads)
             leaves: list[Any] = structure.flatten_up_to(grads)
             late = call.donated and len(parts) == 1 and pieces is None and not skips
-            found = (
-                mean_with_words(parts[0], leaves, call, _pipeline.words_to_sum(call, rates), late) if is_plain else None
-            )
-            total = None
+            found = total = None
+            if is_plain:
+                found = mean_with_words(parts[0], leaves, call, _pipeline.words_to_sum(call, rates), late)
             if found is not None:
                 leaves, summed, total = found
                 grads = optree.tree_unflatten(structure, leaves)
@@ -292,11 +288,8 @@ def pipeline_of(
         old = inside(state)
         trees.check_same("params", params, "params", params)
         if trees.readable_without_sync(old.window) and old.window > 0:
-            warnings.warn(
-                "flush leaves out the gradients of an unfinished window of accumulate(...), which have had no step; call step as often "
-                "as its windows say before flush",
-                stacklevel=3,
-            )
+            lost = "flush leaves out the gradients of an unfinished window of accumulate(...), which have had no step"
+            warnings.warn(f"{lost}; call step as often as its windows say before flush", stacklevel=3)
         pieces, held = stepped(params, old)
         matched(optimizer, held, held, old.optimizer)
         call = Call(0.0, step=old.step).inside(flush=True, sharded_over=pieces and pieces.axis)

@@ -124,10 +124,8 @@ def use(mark: Tensor, donated: bool) -> None:
     """
     held: Any = mark
     if getattr(held, "_donated", False):
-        raise DonatedState(
-            "this state was donated to a step, which has overwritten it; use the state that the step returned: "
-            "params, state = pipeline.step(params, grads, state, donate=True)"
-        )
+        text = "this state was donated to a step, which has overwritten it; use the state that the step returned"
+        raise DonatedState(f"{text}: params, state = pipeline.step(params, grads, state, donate=True)")
     if donated:
         held._donated = True
 
@@ -163,11 +161,9 @@ def mark_of(*parts: object) -> list[tuple[str, float]]:
 def rates_of(optimizer: Optimizer, params: Tree, slots: State) -> list[tuple[str, float]]:
     """The hyperparameters that may differ between ranks, by name; without those that Python cannot read now."""
     of_vectors = optimizer.select is None and optimizer.elementwise
-    if (
-        trees.transformed()
-        or (of_vectors and not compared(optimizer, optimizer.forms.probe))
-        or not trees.plain(params, slots)
-    ):
+    if trees.transformed() or (of_vectors and not compared(optimizer, optimizer.forms.probe)):
+        return []
+    if not trees.plain(params, slots):
         return []
     names, _, states, _ = states_of(params, slots)
     parts = {}
@@ -256,10 +252,9 @@ def refuse_float16(params: Tree) -> None:
     """Raise TypeError for float16 parameters, whose unscaled gradients would underflow."""
     for path, leaf in trees.named_leaves(params).items():
         if leaf.dtype is torch.float16:
-            raise TypeError(
-                f"params[{path!r}] is float16, in which gradients vanish once they are unscaled; keep parameters in float32 and "
-                f"let the loss cast them, by .half() or under torch.autocast"
-            )
+            why = f"params[{path!r}] is float16, in which gradients vanish once they are unscaled"
+            remedy = "keep parameters in float32 and let the loss cast them, by .half() or under torch.autocast"
+            raise TypeError(f"{why}; {remedy}")
 
 
 class PipelineState(NamedTuple):
@@ -309,9 +304,8 @@ class Pipeline(base.Specified):
     def check(self, params: Tree) -> None:
         """Raise for parameters that this pipeline cannot train in a step of the shell."""
         if self.sharding and not self.sharding.gathers:
-            raise TypeError(
-                "sharded_over is for a loop of one's own, in which each rank has pieces; write zero(...) here"
-            )
+            where = "a loop of one's own, in which each rank has pieces"
+            raise TypeError(f"sharded_over is for {where}; write zero(...) here")
         if self.optimizer.check:
             self.optimizer.check(params)
         if self.skips and self.skips.scaled:

@@ -262,11 +262,9 @@ def warn_if_silent(
 ) -> None:
     """Warn if no part of a pipeline communicates, unless its hook is `identity()`."""
     if not hook.facts.silent and not any(axes_of(part, mesh_axes) for part in (hook, *ends) if part is not None):
-        warnings.warn(
-            f"nothing in {what!r} reduces over the {ranks} ranks, so each trains on its own batches alone; put "
-            f"tx.mean({mesh_axes[0]!r}) into it, or tx.identity() where that is meant",
-            stacklevel=stacklevel + 1,
-        )
+        text = f"nothing in {what!r} reduces over the {ranks} ranks, so each trains on its own batches alone"
+        remedy = f"put tx.mean({mesh_axes[0]!r}) into it, or tx.identity() where that is meant"
+        warnings.warn(f"{text}; {remedy}", stacklevel=stacklevel + 1)
 
 
 def takes_flat(part: Transform) -> bool:

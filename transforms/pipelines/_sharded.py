@@ -57,18 +57,14 @@ class Sharding:
         if self.codec is None:
             return ShardState(cut_of(pieces))
         named, states = trees.named_leaves(own), by_path(own, slots)
-        return GatherState(
-            cut_of(pieces),
-            0,
-            {path: leaf.detach().clone() for path, leaf in named.items() if master_of(states[path]) is None},
-        )
+        master = {path: leaf.detach().clone() for path, leaf in named.items() if master_of(states[path]) is None}
+        return GatherState(cut_of(pieces), 0, master)
 
     def check(self, pieces: Pieces, state: Any) -> None:
         """Raise ValueError unless the state of the gather is of this pipeline, and of as many ranks."""
         if not isinstance(state, ShardState if self.codec is None else GatherState):
-            raise ValueError(
-                f"the gather's state is a {type(state).__name__}, but gather_codec={self.codec!r}: it is another pipeline's state"
-            )
+            both = f"the gather's state is a {type(state).__name__}, but gather_codec={self.codec!r}"
+            raise ValueError(f"{both}: it is another pipeline's state")
         if state.cut != (here := cut_of(pieces)):
             raise ValueError(
                 f"the state is cut into pieces for {state.cut.ranks} ranks, and is of rank {state.cut.rank}, but {self.axis!r} has "
@@ -117,10 +113,9 @@ class LocalSharding(Sharding):
         if self._pieces is not None:
             return self._pieces
         if whole := owners(params, self._optimizer, ranks):
-            raise ValueError(
-                f"the optimizer of {min(whole)!r} needs the whole parameter, but each rank of {self.axis!r} has a piece of it; shard "
-                f"with fully_shard and fjoin.fsdp.register, or with zero(...)"
-            )
+            has = f"each rank of {self.axis!r} has a piece of it"
+            remedy = "shard with fully_shard and fjoin.fsdp.register, or with zero(...)"
+            raise ValueError(f"the optimizer of {min(whole)!r} needs the whole parameter, but {has}; {remedy}")
         # As if no other rank had any of them.
         return local_pieces(params, self.axis, ranks, rank, dict.fromkeys(params, rank))
 
@@ -149,9 +144,8 @@ def sharding_of(
     if not found:
         return None
     if len(found) > 1:
-        raise ValueError(
-            f"fuse: {hook!r} shards twice; write one scatter_mean and means: chain(scatter_mean('local'), mean('node'))"
-        )
+        remedy = "write one scatter_mean and means: chain(scatter_mean('local'), mean('node'))"
+        raise ValueError(f"fuse: {hook!r} shards twice; {remedy}")
     axis, around, behind = str(found[0].sharded_over), hook, list[tuple[Transform, tuple[str, ...]]]()
     while not _shards(around):  # the transforms that hold the one that shards
         if around.facts.wraps not in ("stages", "whole"):
@@ -162,15 +156,12 @@ def sharding_of(
         around = inside[at]
     for part, mesh_axes in (*behind, *((part, (axis,)) for part in (after, on_state) if part is not None)):
         if axis in axes_of(part, mesh_axes):
-            raise ValueError(
-                f"fuse: {part!r} communicates over {axis!r} behind {found[0]!r}, but the ranks of {axis!r} then hold different pieces; "
-                f"use it over the other axes"
-            )
+            why = f"the ranks of {axis!r} then hold different pieces; use it over the other axes"
+            raise ValueError(f"fuse: {part!r} communicates over {axis!r} behind {found[0]!r}, but {why}")
         if part.needs & (Needs.LEAVES | Needs.TREE) and not part.accepts("sharded_over"):
-            raise ValueError(
-                f"fuse: {part!r} cannot work behind {found[0]!r}, which leaves each rank flat slices of the leaves; put it before, or "
-                f"give its update the keyword sharded_over, the axis over which it must sum"
-            )
+            why = f"fuse: {part!r} cannot work behind {found[0]!r}, which leaves each rank flat slices of the leaves"
+            remedy = "put it before, or give its update the keyword sharded_over, the axis over which it must sum"
+            raise ValueError(f"{why}; {remedy}")
     return LocalSharding(axis, optimizer) if _arrives(found[0]) else Sharding(axis, optimizer, codec)
 
 
@@ -201,10 +192,9 @@ def of_sums(hook: Transform, axis: str) -> Transform:
     first, *rest = stages(check_transform(hook, "hook")) or [hook]
     of = first.facts.reduces
     if of is None or not of.fusable or of.scatters or of.over is None or axis not in names(of.axis):
-        raise ValueError(
-            f"the gradients arrive as sums over {axis!r}, in pieces, so the hook must begin with mean({axis!r}), which nothing "
-            f"encodes: chain(mean({axis!r}), ...); got {hook!r}"
-        )
+        first_stage = f"mean({axis!r}), which nothing encodes: chain(mean({axis!r}), ...)"
+        why = f"the gradients arrive as sums over {axis!r}, in pieces"
+        raise ValueError(f"{why}, so the hook must begin with {first_stage}; got {hook!r}")
     return chain(in_pieces(first, axis, mean_of_sums), *rest)
 
 

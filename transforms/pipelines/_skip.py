@@ -84,10 +84,8 @@ def _count(state: SkipState, fine: Tensor) -> SkipState:
 def _guarded(part: Pipeline, skips: Skips) -> Pipeline:
     """A pipeline that runs another one and skips its steps with non-finite gradients after the hook."""
     if part.skips is not None:
-        raise ValueError(
-            f"{part!r} leaves out steps already; wrap a pipeline in one of skip_if_nonfinite and dynamic_loss_scale"
-        )
-
+        remedy = "wrap a pipeline in one of skip_if_nonfinite and dynamic_loss_scale"
+        raise ValueError(f"{part!r} leaves out steps already; {remedy}")
     codec = part.sharding.codec if part.sharding else None
     return pipeline_of(part.hook, part.optimizer, part.after, part.on_state, codec, skips)
 
@@ -161,9 +159,8 @@ def dynamic_loss_scale(
         return LossScaleState(inner, torch.tensor(init_scale, dtype=torch.float32), _no_calls(), _no_calls())
 
     def update_counters(state: LossScaleState, fine: Tensor) -> LossScaleState:
-        scale, streak, skipped = (
-            trees.to_device(fine.device, t) for t in (state.scale, state.streak + 1, state.skipped)
-        )
+        before = state.scale, state.streak + 1, state.skipped
+        scale, streak, skipped = (trees.to_device(fine.device, t) for t in before)
         due = streak == growth_interval
         grown, shrunk = ((scale.double() * factor).float() for factor in (growth_factor, backoff_factor))
         kept = torch.where(due & torch.isfinite(grown), grown, scale)

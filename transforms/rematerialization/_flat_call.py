@@ -47,10 +47,9 @@ class FlatCall:
                 what = f"a tensor of shape {tuple(x.shape)} that no module holds"
                 if i < len(self._places):
                     what = f"its argument {path_words(self.paths()[i])}"
-                raise ValueError(
-                    f"a function in remat has written into {what}, and would do so again in the backward pass; write into a copy "
-                    f"and return it, or into a buffer of a module"
-                )
+                again = "and would do so again in the backward pass"
+                remedy = "write into a copy and return it, or into a buffer of a module"
+                raise ValueError(f"a function in remat has written into {what}, {again}; {remedy}")
 
     def paths(self) -> list[tuple[Any, ...]]:
         """Of the tensors in the arguments: their paths in (args, kwargs)."""

@@ -50,10 +50,8 @@ class _Swap(OfOneRun):
         if new is not None:
             self.used.add(id(x))
         elif self.known is not None and id(x) not in self.known and self._is_foreign(x):
-            raise RuntimeError(
-                f"a function in remat under torch.func uses a tensor of shape {tuple(x.shape)} that requires a gradient and is not "
-                f"reached from it; pass it as an argument"
-            )
+            what = f"a tensor of shape {tuple(x.shape)} that requires a gradient and is not reached from it"
+            raise RuntimeError(f"a function in remat under torch.func uses {what}; pass it as an argument")
         return x if new is None else new
 
     def _is_foreign(self, x: Tensor) -> bool:
@@ -163,10 +161,9 @@ class Region:
             elif isinstance(x, _VALUES):
                 leaves[i] = "value", x
             else:
-                raise TypeError(
-                    f"a function in remat under torch.func has returned a {type(x).__name__}, in which no tensors are looked for; "
-                    f"return a list, or register the class as a pytree"
-                )
+                what = f"a {type(x).__name__}, in which no tensors are looked for"
+                remedy = "return a list, or register the class as a pytree"
+                raise TypeError(f"a function in remat under torch.func has returned {what}; {remedy}")
         if first:
             self.result[:] = form, leaves
         return found

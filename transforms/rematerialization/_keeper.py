@@ -236,9 +236,8 @@ def run_op(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 def differs(what: str) -> RuntimeError:
     """The error of a later run that is not as the first."""
-    return RuntimeError(
-        f"a function in remat did not do the same in the backward pass: {what}; it must depend on its arguments only"
-    )
+    text = f"a function in remat did not do the same in the backward pass: {what}"
+    return RuntimeError(f"{text}; it must depend on its arguments only")
 
 
 class _ThreadKeepers(threading.local):

@@ -141,10 +141,9 @@ class PlainRegion:
     def _unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, _Outside):
             if version_of(packed.x) != packed.version:
-                raise RuntimeError(
-                    f"one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
-                    f"shape {tuple(packed.x.shape)} that a function in remat uses"
-                )
+                text = "one of the variables needed for gradient computation has been modified by an inplace operation"
+                what = f"a tensor of shape {tuple(packed.x.shape)} that a function in remat uses"
+                raise RuntimeError(f"{text}: {what}")
             return packed.x
         with self._lock:
             if packed not in self._values:

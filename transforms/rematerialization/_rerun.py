@@ -63,9 +63,8 @@ class Rerun:
         tensors = {id(x): x for m in modules for x in (*m.buffers(False), *vars(m).values()) if _is_state(x)}
         self._tensors = list(tensors.values())
         # A norm writes its statistics without a new version.
-        self._norms = {
-            id(x) for m in modules if m.training and "running_mean" in vars(m)["_buffers"] for x in m.buffers(False)
-        }
+        norms = [m for m in modules if m.training and "running_mean" in vars(m)["_buffers"]]
+        self._norms = {id(x) for m in norms for x in m.buffers(False)}
         self._written: dict[int, tuple[Tensor, int, Tensor]] = {}  # by id: a tensor, its version and values before
         self._random: list[tuple[Callable[[], Tensor], Callable[[Tensor], Any], Tensor]] = []
         self._drawn: list[Tensor] = []  # the states of the generators after the first run
@@ -139,10 +138,8 @@ class Rerun:
             versions = {i: version_of(x) for i, (x, _, _) in self._written.items()}
             yield {memory_of(x) for x in stands.values()}
             if any(version_of(x) != versions[i] for i, (x, _, _) in self._written.items()):
-                raise ValueError(
-                    "a function in remat has written into a buffer of a module by another name than the module's, and so twice; "
-                    "write by the module's"
-                )
+                what = "a buffer of a module by another name than the module's, and so twice"
+                raise ValueError(f"a function in remat has written into {what}; write by the module's")
 
     def _changed(self) -> dict[int, tuple[Tensor, int, Tensor]]:
         """The tensors that the first run has written into."""

@@ -67,9 +67,8 @@ class Residuals(tuple[Residual, ...]):
 
     def __str__(self) -> str:
         rows = [(f"{one.bytes:,}", str(one.dtype)[6:] + str(list(one.shape)), one.where, one.name) for one in self]
-        rows.append(
-            (f"{self.bytes:,}", "", "", f"in total; {self.activation_bytes:,} without arguments and parameters")
-        )
+        total = f"in total; {self.activation_bytes:,} without arguments and parameters"
+        rows.append((f"{self.bytes:,}", "", "", total))
         wide = [max(len(row[i]) for row in rows) for i in range(3)]
         return "\n".join(f"{a:>{wide[0]}}  {b:<{wide[1]}}  {c:<{wide[2]}}  {d}" for a, b, c, d in rows)
 
@@ -185,10 +184,8 @@ def _without_values(fn: Callable[..., Any]) -> Iterator[FakeTensorMode]:
             yield fake
     except RuntimeError as error:
         name = getattr(fn, "__qualname__", type(fn).__name__)
-        raise ValueError(
-            f"saved_residuals runs {name} on tensors without values, which fails where it depends on values or uses torch.func: "
-            f"{error}"
-        ) from error
+        why = f"which fails where it depends on values or uses torch.func: {error}"
+        raise ValueError(f"saved_residuals runs {name} on tensors without values, {why}") from error
 
 
 class _Origins(TorchDispatchMode):
