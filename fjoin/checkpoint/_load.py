@@ -127,7 +127,7 @@ class Load:
             return max(held)
         return held[rank if rank < len(held) else 0]
 
-    def _merged(self, name: str, leaf: Leaf, memory: Tensor | None) -> Tensor:
+    def _merged(self, name: str, leaf: Leaf, memory: Tensor | None = None) -> Tensor:
         """The value of this rank, from one for each place along the axes over which they differ."""
         differs = [axis for axis in self.manifest.axes if axis not in leaf.placement["equal"]]
         parts = {tuple(self._there.place(part.rank or 0, differs).values()): part for part in leaf.parts}

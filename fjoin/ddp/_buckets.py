@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -17,24 +17,6 @@ from ..step import StepCheck
 from ..transforms.axes import Work
 from ..transforms.base import devices, shares
 from ..transforms.layout import Bucket, Pieces
-
-
-def after_backward(function: Callable[[], None]) -> None:
-    """Call a function once the module has finished its pass, or now outside of a pass."""
-    if torch._C._current_graph_task_id() < 0:
-        function()
-        return
-    engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
-    engine.queue_callback(lambda: engine.queue_callback(function))  # after the module's own callback, not yet queued
-
-
-def raise_after_backward(error: Exception) -> None:
-    """Raise an error after the module has finished its pass; the module would be unusable if its hook raised."""
-
-    def last() -> None:
-        raise error
-
-    after_backward(last)
 
 
 class DDPBucket(GradBuffer):

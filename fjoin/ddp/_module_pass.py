@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..buckets import GradBuffer, gather_leaves
-from ..step import Decision, HookState, Step
+from ..step import Decision, HookState, Step, after_backward, raise_after_backward
 from ..transforms.axes import bind_axes
 from ..transforms.base import trees
 from ..transforms.pipelines import Effect, Sharding
-from ._buckets import after_backward, divide, raise_after_backward
+from ._buckets import divide
 
 if TYPE_CHECKING:
     from ._ddp_run import DDPRun

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from ..groups import is_backend_error
 from ..records import compare
+from ..step import raise_after_backward
 
 if TYPE_CHECKING:
     from ._run import ShardedRun
 
 
-_REMEDY = (
+REMEDY = (
     "Run the units of fully_shard in one order on all ranks; of parameters that only some ranks use, tell torch by "
     "model.set_reduce_scatter_unused_params(True)"
 )
@@ -42,7 +43,7 @@ class UnitMessages:
         try:
             if run.compares:
                 message = f"it {kind} {self._unit!r}, {given.numel()} elements"
-                compare(run.mesh, "a message of fully_shard", {"message": message}, _REMEDY, axes=(run.pieces.axis,))
+                compare(run.mesh, "a message of fully_shard", {"message": message}, REMEDY, axes=(run.pieces.axis,))
             return call(output, given, group=group, **options)
         except RuntimeError as error:
             if is_backend_error(error):
@@ -58,17 +59,20 @@ class UnitGather(UnitMessages):
 class UnitReduce(UnitMessages):
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
         if (run := self.run) is not None:
-            if not run.in_backward:
-                raise RuntimeError(
-                    "a backward pass of a module that fjoin.fsdp.register has registered; call handle.backward(loss, weight) in the "
-                    "place of loss.backward(), or handle.close() first"
+            if not run.in_backward:  # raised behind it: a module whose pass has been broken off is of no use any more
+                raise_after_backward(
+                    RuntimeError(
+                        "a backward pass of a module that fjoin.fsdp.register has registered; call handle.backward(loss, weight) in "
+                        "the place of loss.backward(), with one handle for all modules of a loss, or handle.close() first"
+                    )
                 )
+                run.spoilt = True
             if input_tensor.dtype is torch.float16:
                 raise TypeError(
                     "gradients are summed in float16, in which sums of weighted gradients overflow; give fully_shard a "
                     "MixedPrecisionPolicy whose reduce_dtype is torch.float32"
                 )
-            if not run.weight:  # that of the whole window
+            if not run.weight and run.in_backward:  # that of the whole window
                 input_tensor.zero_()
         call = dist.reduce_scatter_single
         return self._send("reduces", call, output_tensor, input_tensor, group, op=op, async_op=async_op)

@@ -84,9 +84,11 @@ class ShardedHandle(ModuleHandle):
 
     def close(self) -> None:
         """Take the pipeline off the module, which is then as fully_shard made it."""
+        if not self.run.messages:  # another handle may have the module now
+            return
         self.run.close()
         free_steps(self.run.leaves.values())
-        _REGISTERED.discard(self.run.model)
+        _REGISTERED.difference_update(self.run.units.values())
 
 
 def register(
@@ -131,8 +133,8 @@ def register(
         raise TypeError(f"register takes a module after fully_shard(model), got a {type(model).__name__}")
     if not isinstance(pipeline, Pipeline):
         raise TypeError(f"register takes a pipeline, got {pipeline!r}; for example fuse(mean('data'), adamw(1e-3))")
-    if model in _REGISTERED:
-        raise ValueError("this module is registered already; call close() of its handle first")
+    if not _REGISTERED.isdisjoint(units.values()):
+        raise ValueError("this module, or a part of it, is registered already; call close() of its handle first")
     for unit in units.values():
         unit.reshard()  # as in `ShardedRun.reshard`
     named = {path: p for path, p in model.named_parameters() if p.requires_grad}
@@ -143,7 +145,7 @@ def register(
     run = ShardedRun(model, leaves, pipeline, ranks, axis, check_order)
     by = "a pipeline registered by fjoin.fsdp.register steps already; remove optimizer.step(), or call handle.close() first"
     guard_steps(leaves, by, refuses=True)
-    _REGISTERED.add(model)
+    _REGISTERED.update(units.values())
     return ShardedHandle(run)
 
 

@@ -18,7 +18,7 @@ from ..transforms.layout import LocalPieces, local_pieces, owners
 from ..transforms.optimizers import with_hyperparameters
 from ..transforms.pipelines import Explanation, Pipeline, make_plan, of_slices
 from ..transforms.reductions import gather
-from ._messages import UnitGather, UnitMessages, UnitReduce
+from ._messages import REMEDY, UnitGather, UnitMessages, UnitReduce
 from ._owners import Owners
 from ._units import paths_in, units_of
 
@@ -51,6 +51,7 @@ class ShardedRun:
         units: Path -> module for which fully_shard was called.
         weight: The sum of this rank's weights since the last step.
         in_backward: Whether `backward` runs.
+        spoilt: Whether the gradients are of a backward pass that was refused.
         rows: The slices that this rank has.
         pieces: What it steps: the slices, and whole leaves that it owns.
         state: The state of the pipeline.
@@ -63,9 +64,11 @@ class ShardedRun:
     ) -> None:
         self.mesh, self.what, self.leaves, self.model, self._checks = mesh, pipeline, leaves, model, check_order
         self.units: dict[str, Any] = units_of(model)
-        self.weight, self.in_backward = 0.0, False
+        self.weight: float
+        self.in_backward = self.spoilt = False
         self._last: Any = math.nan  # the total of the last step, which may still be on a device
-        self._arrived: list[Any] | None = None  # the versions of gradients that the next step may use
+        self._within: bool  # whether the last backward pass was one within a window, whose gradients nobody has sent
+        self._arrived: list[Any] | None  # the versions of gradients that the next step may use
         shapes = {path: torch.empty(p.shape, dtype=p.dtype, device="meta") for path, p in leaves.items()}
         pipeline.check(shapes)
         with bind_axes(mesh.axes):
@@ -76,6 +79,7 @@ class ShardedRun:
             self.pipeline = of_slices(pipeline, axis, self.pieces)
             self.state: Any = self.pipeline.init(self.params())
         self._plan = make_plan(self.pipeline.hook, mesh.shape)
+        self._drop()  # of before
         self.messages: list[UnitMessages] = []
         for path, unit in self.units.items():
             gather, reduce = UnitGather(self, path), UnitReduce(self, path)
@@ -110,7 +114,15 @@ class ShardedRun:
             return self._owners.gather(self.local())[0]
 
     def others(self) -> Others:
-        """What else the module holds."""
+        """What else the module holds.
+
+        Raises:
+            RuntimeError: within a window of several batches, whose gradients belong to no step.
+        """
+        self._check_open()
+        if self._within:
+            raise RuntimeError("the module is within a window of several batches; save and load after handle.step()")
+        self.reshard()
         model, pieces, first = self.model, self.pieces, dict[int, str]()
         names = paths_in(model, [*(named := dict(model.named_parameters(remove_duplicate=False)))])
         keys = {names[name]: names[first.setdefault(id(p), name)] for name, p in named.items()}
@@ -134,40 +146,58 @@ class ShardedRun:
 
     def whole(self, tree: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Path -> the whole leaf, of what this rank steps of it."""
+        if unknown := tree.keys() - self.leaves.keys():
+            raise ValueError(
+                f"{min(unknown)!r} is no parameter that is trained; there are {[*self.leaves][:8]} and others"
+            )
         with bind(self.mesh), torch.no_grad():
             if self.pieces.ranks == 1:  # there is nothing to gather, and the next step would overwrite it
                 tree = {path: x.clone() for path, x in tree.items()}
             return gather(self.pieces.among(tree.keys()), dict(tree), dict(tree))  # type: ignore[no-any-return]
 
     def backward(self, loss: Tensor, weight: float, sync: bool) -> None:
-        if not self.messages:
-            raise RuntimeError("this handle was closed; register the module again")
+        self._check_open()
+        if self.spoilt:
+            self._drop()
         weight = shares.host_weight("weight", weight)
+        if self._arrived is not None:
+            self._check_gradients()
+        if self._plan.reduced(self.steps).counts == {"live"} and (
+            not sync or self._within or self._arrived is not None
+        ):
+            raise ValueError(
+                "a window of several batches needs over='weight': ranks that count 1 have no mean over batches"
+            )
         counted = self._plan.counted(weight, self.steps)
         shares.check_exact(loss, counted)
         loss = loss * counted
         if self.pipeline.skips and self.pipeline.skips.scaled:
             loss = loss * self.state.scale.to(loss.device)
-        self.weight, self._arrived, self.in_backward = self.weight + weight, None, True
+        self.weight, self.in_backward, self._within = self.weight + weight, True, not sync
         self.model.set_requires_gradient_sync(sync)
         try:
             with bind(self.mesh):
                 loss.backward()
+        except BaseException:
+            self._drop()
+            raise
         finally:
             self.in_backward = False
         self._arrived = self._versions() if sync else None
 
     @torch.no_grad()
     def step(self) -> None:
+        self._check_open()
         if self._arrived is None:
             raise RuntimeError(
                 "handle.step() needs the gradients of all ranks: call handle.backward(loss, weight) before each step; in the last batch "
                 "of a window with sync=True"
             )
-        if self._arrived != self._versions():
-            raise RuntimeError(
-                "gradients have been changed between handle.backward and handle.step, where they are sums of weight * gradient; put "
-                "clip_by_global_norm and the like into the pipeline, behind the mean"
+        self._check_gradients()
+        if self.compares:
+            without = [path for path, p in self.leaves.items() if p.grad is None]
+            compare(
+                self.mesh, "handle.step", {"parameters without a gradient": without}, REMEDY, axes=(self.pieces.axis,)
             )
         self._read_last()
         held = self.local()
@@ -182,12 +212,14 @@ class ShardedRun:
                 totals = call.totals(reduced.axes)
         finally:
             self._drop()
-        self._last = totals.live if reduced.counts == {"live"} else totals.weight
+        # Where a weight was NaN, the count is too.
+        self._last = totals.live + 0.0 * totals.weight if reduced.counts == {"live"} else totals.weight
         if self.pipeline.skips is None and isinstance(self._last, float) and math.isnan(self._last):
             bad = (path for path, grad in grads.items() if not torch.isfinite(grad).all())
             raise error_of_step(self.steps - 1, {}, tuple(bad))
 
     def flush(self) -> None:
+        self._check_open()
         self._read_last()
         remedy = "Call handle.flush after the same step on all ranks"
         compare(self.mesh, "handle.flush", {"step": self.steps}, remedy, step=self.steps)
@@ -209,6 +241,9 @@ class ShardedRun:
 
     def close(self) -> None:
         """Leave the module as fully_shard made it."""
+        if self._within:
+            raise RuntimeError("the module is within a window of several batches; close after handle.step()")
+        self.model.set_requires_gradient_sync(True)
         for message in self.messages:
             message.run = None
         for unit in self.units.values():
@@ -251,9 +286,30 @@ class ShardedRun:
 
     def _drop(self) -> None:
         """Drop the gradients, which belong to a step that is over."""
-        self.weight, self._arrived = 0.0, None
+        self.weight, self._arrived, self._within, self.spoilt = 0.0, None, False, False
         for p in self.leaves.values():
             p.grad = None
+
+    def _check_open(self) -> None:
+        if not self.messages:
+            raise RuntimeError("this handle was closed; register the module again")
+
+    def _check_gradients(self) -> None:
+        """Raise unless the gradients are those that the last backward pass has left, of parameters that are trained."""
+        if frozen := [path for path, p in self.leaves.items() if not p.requires_grad]:
+            raise RuntimeError(
+                f"{frozen[0]!r} was frozen after fjoin.fsdp.register; freeze it before, or by tx.frozen()"
+            )
+        if all(p.grad is None for p in self.leaves.values()):
+            raise RuntimeError(
+                "no parameter has a gradient: the loss depends on none of them, zero_grad() was called, or others were put into the "
+                "module after fjoin.fsdp.register"
+            )
+        if self._arrived != self._versions():
+            raise RuntimeError(
+                "gradients have been changed between handle.backward and handle.step, where they are sums of weight * gradient; put "
+                "clip_by_global_norm and the like into the pipeline, behind the mean"
+            )
 
     @torch.no_grad()
     def _versions(self) -> list[Any]:

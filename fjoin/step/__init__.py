@@ -14,7 +14,13 @@ _handle        what the handles of registered modules share
 """
 
 from ._body import EndStates as EndStates, StateData as StateData, StepData as StepData, init_ends as init_ends
-from ._handle import ModuleHandle as ModuleHandle, free_steps as free_steps, guard_steps as guard_steps
+from ._handle import (
+    ModuleHandle as ModuleHandle,
+    after_backward as after_backward,
+    free_steps as free_steps,
+    guard_steps as guard_steps,
+    raise_after_backward as raise_after_backward,
+)
 from ._hook_state import HookState as HookState, stages_of as stages_of, whole_of as whole_of
 from ._records import StepRecords as StepRecords
 from ._reducer import Reducer as Reducer, make_reducer as make_reducer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -125,3 +125,21 @@ def _meets_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
             raise RuntimeError(text)
         warnings.warn(text, stacklevel=3)
     _SEEN[optimizer] = len(_STEPPED)
+
+
+def after_backward(function: Callable[[], None]) -> None:
+    """Call a function once the module has finished its pass, or now outside of a pass."""
+    if torch._C._current_graph_task_id() < 0:
+        function()
+        return
+    engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+    engine.queue_callback(lambda: engine.queue_callback(function))  # after the module's own callback, not yet queued
+
+
+def raise_after_backward(error: Exception) -> None:
+    """Raise an error after the module has finished its pass; the module would be unusable if its hook raised."""
+
+    def last() -> None:
+        raise error
+
+    after_backward(last)

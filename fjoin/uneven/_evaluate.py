@@ -52,8 +52,8 @@ def evaluate(
         metric_fn: `batch -> {name: mean over the batch}`, numbers or tensors of any shape; the values of the dict
             under "sum" are summed instead. Called without gradients. It must not communicate, but for a `Loop`.
         loader: This rank's batches; any number, 0 included. For a model that communicates, such as one under
-            fully_shard, a `Loop`: `fjoin.join(batches, weight=...)`, whose weights are taken, and whose repeated
-            batches are not counted.
+            fully_shard, a `Loop`: `fjoin.join(batches, weight=...)`, whose weights are taken; batches of weight 0
+            are not counted.
         mesh: The ranks; by default all ranks.
         weight: `batch -> float`, the batch's weight in the means: its samples, its tokens. By default 1, or the loop's.
 
@@ -107,7 +107,7 @@ def _go_through(
     with torch.no_grad():
         for batch in loader:
             metrics = _metrics(metric_fn(batch))
-            if loop is not None and not loop.live:  # called for the ranks that have a batch
+            if loop is not None and not loop.weight:  # a batch that is repeated, for the ranks that have another one
                 continue
             w = weigh(weight, batch) if loop is None else loop.weight
             now, before = ({key: tuple(value.shape) for key, value in some.items()} for some in (metrics, sums))

@@ -94,14 +94,16 @@ def test_mixed_precision(pool: Any, masters: bool) -> None:
 def evaluated() -> Any:
     model = shard(make_model(), mesh_of(CASE, 2)[0])
     fjoin.fsdp.register(model, CASE.pipeline())
-    loop = fjoin.join(make_batches(dist.get_rank()), weight=tokens)
+    none = id((own := make_batches(dist.get_rank()))[1])
+    loop = fjoin.join(own, weight=lambda batch: 0 if id(batch) == none else tokens(batch))
     found = fjoin.evaluate(lambda batch: {"loss": loss_of(model, batch), "sum": {"n": tokens(batch)}}, loop)
     return found.means["loss"], found.sums["n"], found.batches
 
 
 def test_evaluation_of_uneven_inputs(pool: Any) -> None:
-    """A rank that is out of input runs the model for the others, and counts no batch twice."""
-    batches, model = [batch for rank in range(2) for batch in make_batches(rank)], make_model()
+    """A rank that is out of input runs the model for the others, and counts no batch twice, nor one of weight 0."""
+    batches = [batch for rank in range(2) for i, batch in enumerate(make_batches(rank)) if i != 1]
+    model = make_model()
     total = sum(map(tokens, batches))
     mean = sum(tokens(batch) * loss_of(model, batch).item() for batch in batches) / total
     for found in pool.run(2, evaluated):
@@ -164,6 +166,21 @@ def test_a_look_between_backward_and_step_is_a_fault_of_torch(pool: Any) -> None
         optimizer.step()
     for first, second in pool.run(2, looked_at_by_torch):
         assert first == pytest.approx(want[0], rel=1e-12) and abs(second - want[1]) > 1e-3
+
+
+def after_a_slip() -> Any:
+    model = shard(make_model(), mesh_of(CASE, 2)[0])
+    handle = fjoin.fsdp.register(model, CASE.pipeline())
+    with pytest.raises(RuntimeError, match="call handle.backward"):
+        loss_of(model, make_batches(0)[0]).backward()
+    train(model, handle, CASE, dist.get_rank(), None)
+    return handle.whole(handle.params())
+
+
+def test_a_backward_pass_without_the_handle_leaves_the_module_usable(pool: Any) -> None:
+    want = in_one_process(CASE, 2)[0][0]
+    for params in pool.run(2, after_a_slip):
+        assert max_diff(params, want) < 1e-12
 
 
 def mixed() -> Any:

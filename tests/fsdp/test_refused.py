@@ -124,6 +124,66 @@ def in_a_step() -> None:
     step.init({"w": torch.ones(2)})
 
 
+def in_windows(*syncs: bool) -> None:
+    model, one = handle(tx.fuse(tx.mean("data", "live"), SGD))
+    for sync in syncs:
+        one.backward(loss(model), sync=sync)
+
+
+def not_finite_of_live() -> None:
+    model, one = handle(tx.fuse(tx.mean("data", "live"), SGD))
+    one.backward(loss(model) * (float("nan") if dist.get_rank() else 1.0))
+    one.step()
+
+
+def dropped_between() -> None:
+    model, one = handle()
+    one.backward(loss(model))
+    model.zero_grad()
+    one.backward(loss(model))
+
+
+def frozen_after() -> None:
+    model, one = handle()
+    model.head.weight.requires_grad_(False)
+    one.backward(loss(model))
+    one.step()
+
+
+def saved_within(folder: str) -> None:
+    model, one = handle()
+    one.backward(loss(model), sync=False)
+    fjoin.save(folder, {"model": one}, 0)
+
+
+class Experts(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x: Any) -> Any:
+        return (self.b if dist.get_rank() else self.a)(x).square().sum() * 1.0
+
+
+def other_experts() -> None:
+    model = fully_shard(Experts(), mesh=over(2))
+    one = register(model, PLAIN)
+    one.backward(model(torch.ones(3, 4)))
+    one.step()
+
+
+def flushed_when_closed() -> None:
+    _, one = handle()
+    one.close()
+    one.close()
+    one.flush()
+
+
+def whole_of_another() -> None:
+    _, one = handle()
+    one.whole({"other": torch.ones(2)})
+
+
 V, T, R = ValueError, TypeError, RuntimeError
 ROWS: list[tuple[Callable[[], Any], type[Exception], tuple[str, ...]]] = [
     (lambda: register(make_model(), PLAIN), T, ("after fully_shard(model)", "GPT")),
@@ -149,6 +209,16 @@ ROWS: list[tuple[Callable[[], Any], type[Exception], tuple[str, ...]]] = [
     (lambda: stepped(True, closed=True), R, ("closed", "register the module again")),
     (in_float16, T, ("float16", "reduce_dtype")),
     (twice, V, ("registered already", "close()")),
+    (lambda: register(handle()[0].blocks[0], PLAIN), V, ("or a part of it", "registered already")),
+    (lambda: in_windows(False), V, ("over='weight'",)),
+    (lambda: in_windows(True, True), V, ("over='weight'",)),
+    (not_finite_of_live, fjoin.NonFinite, ("step 0", "skip_if_nonfinite")),
+    (dropped_between, R, ("no parameter has a gradient", "zero_grad()")),
+    (frozen_after, R, ("'head.weight' was frozen after", "tx.frozen()")),
+    (lambda: saved_within("never"), R, ("within a window", "after handle.step()")),
+    (other_experts, fjoin.DesyncError, ("parameters without a gradient", "set_reduce_scatter_unused_params")),
+    (flushed_when_closed, R, ("this handle was closed",)),
+    (whole_of_another, V, ("'other' is no parameter",)),
     (lambda: weighed(-1.0), V, ("weight", "-1.0")),
     (lambda: weighed("x"), T, ("weight", "'x'")),
     (lambda: weighed(3.0, torch.bfloat16), V, ("bfloat16", "float32")),

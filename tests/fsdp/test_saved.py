@@ -70,6 +70,7 @@ def saved(name: str, folder: str) -> Any:
         handle.step()
     with torch.no_grad():
         model.seen += 3.0
+        loss_of(model, own[0])  # leaves the root whole
     fjoin.save(folder, {"model": handle}, handle.steps)
     return wholes(handle), full(model)
 
@@ -77,6 +78,8 @@ def saved(name: str, folder: str) -> Any:
 def resumed(name: str, folder: str) -> Any:
     """What has been loaded; and the parameters after one more step."""
     model, handle = register(name, seed=1)
+    with torch.no_grad():
+        loss_of(model, make_batches(0)[0])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the checkpoint may be of another kind of run
         assert fjoin.load(folder, {"model": handle}) == 2

@@ -85,9 +85,9 @@ def host_weight(name: str, weight: Any) -> float:
 def check_exact(loss: Tensor, weight: float) -> None:
     """Raise ValueError where a loss that must carry its weight would round it: in 16 bits, unless it is a power of two."""
     if loss.dtype.itemsize < 4 and math.frexp(weight)[0] not in (0.0, 0.5):
-        why = f"so it must carry this rank's weight, {weight!r}, and {loss.dtype} would round products with it"
+        why = f"the loss must carry this rank's weight, {weight!r}, and {loss.dtype} would round products with it"
         remedy = "return the loss as float32, such as loss.float(), or use weights that are powers of two"
-        raise ValueError(f"the loss has communicated, {why}; {remedy}")
+        raise ValueError(f"{why}; {remedy}")
 
 
 def stacked(values: Iterable[Number], device: torch.device | None) -> Tensor:

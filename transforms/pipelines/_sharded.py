@@ -154,12 +154,13 @@ def sharding_of(
         at = next(i for i, child in enumerate(inside) if child.sharded_over)
         behind += [(stage, ()) for stage in inside[at + 1 :] if around.facts.wraps == "stages"]
         around = inside[at]
+    shards = f"mean({axis!r})" if _arrives(found[0]) else repr(found[0])  # as the user has written it
     for part, mesh_axes in (*behind, *((part, (axis,)) for part in (after, on_state) if part is not None)):
         if axis in axes_of(part, mesh_axes):
             why = f"the ranks of {axis!r} then hold different pieces; use it over the other axes"
-            raise ValueError(f"fuse: {part!r} communicates over {axis!r} behind {found[0]!r}, but {why}")
+            raise ValueError(f"fuse: {part!r} communicates over {axis!r} behind {shards}, but {why}")
         if part.needs & (Needs.LEAVES | Needs.TREE) and not part.accepts("sharded_over"):
-            why = f"fuse: {part!r} cannot work behind {found[0]!r}, which leaves each rank flat slices of the leaves"
+            why = f"fuse: {part!r} cannot work behind {shards}, which leaves each rank flat slices of the leaves"
             remedy = "put it before, or give its update the keyword sharded_over, the axis over which it must sum"
             raise ValueError(f"{why}; {remedy}")
     return LocalSharding(axis, optimizer) if _arrives(found[0]) else Sharding(axis, optimizer, codec)
