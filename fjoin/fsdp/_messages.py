@@ -21,6 +21,10 @@ REMEDY = (
     "Run the units of fully_shard in one order on all ranks; of parameters that only some ranks use, tell torch by "
     "model.set_reduce_scatter_unused_params(True)"
 )
+_STRAY = (
+    "a backward pass of a module that fjoin.fsdp.register has registered; call handle.backward(loss, weight) in the place of "
+    "loss.backward(), with one handle for all modules of a loss, or handle.close() first"
+)
 
 
 class UnitMessages:
@@ -60,12 +64,7 @@ class UnitReduce(UnitMessages):
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
         if (run := self.run) is not None:
             if not run.in_backward:  # raised behind it: a module whose pass has been broken off is of no use any more
-                raise_after_backward(
-                    RuntimeError(
-                        "a backward pass of a module that fjoin.fsdp.register has registered; call handle.backward(loss, weight) in "
-                        "the place of loss.backward(), with one handle for all modules of a loss, or handle.close() first"
-                    )
-                )
+                raise_after_backward(RuntimeError(_STRAY))
                 run.spoilt = True
             if input_tensor.dtype is torch.float16:
                 raise TypeError(

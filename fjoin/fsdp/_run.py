@@ -147,9 +147,7 @@ class ShardedRun:
     def whole(self, tree: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Path -> the whole leaf, of what this rank steps of it."""
         if unknown := tree.keys() - self.leaves.keys():
-            raise ValueError(
-                f"{min(unknown)!r} is no parameter that is trained; there are {[*self.leaves][:8]} and others"
-            )
+            raise ValueError(f"{min(unknown)!r} is no parameter that is trained, such as {min(self.leaves)!r}")
         with bind(self.mesh), torch.no_grad():
             if self.pieces.ranks == 1:  # there is nothing to gather, and the next step would overwrite it
                 tree = {path: x.clone() for path, x in tree.items()}
@@ -162,12 +160,9 @@ class ShardedRun:
         weight = shares.host_weight("weight", weight)
         if self._arrived is not None:
             self._check_gradients()
-        if self._plan.reduced(self.steps).counts == {"live"} and (
-            not sync or self._within or self._arrived is not None
-        ):
-            raise ValueError(
-                "a window of several batches needs over='weight': ranks that count 1 have no mean over batches"
-            )
+        alone = sync and not self._within and self._arrived is None
+        if not alone and self._plan.reduced(self.steps).counts == {"live"}:
+            raise ValueError("a window needs over='weight': ranks that count 1 have no mean over several batches")
         counted = self._plan.counted(weight, self.steps)
         shares.check_exact(loss, counted)
         loss = loss * counted
@@ -195,10 +190,8 @@ class ShardedRun:
             )
         self._check_gradients()
         if self.compares:
-            without = [path for path, p in self.leaves.items() if p.grad is None]
-            compare(
-                self.mesh, "handle.step", {"parameters without a gradient": without}, REMEDY, axes=(self.pieces.axis,)
-            )
+            parts = {"parameters without a gradient": [path for path, p in self.leaves.items() if p.grad is None]}
+            compare(self.mesh, "handle.step", parts, REMEDY, axes=(self.pieces.axis,))
         self._read_last()
         held = self.local()
         grads = {path: _grad(p, held[path]) for path, p in self.leaves.items()}
