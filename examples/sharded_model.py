@@ -85,6 +85,9 @@ want, want_averages = one_process()
 whole = handle.whole(handle.params())
 _small.compare(
     {**whole, **{f"average of {path}": x for path, x in averages.items()}},
-    {**{path: p.detach() for path, p in want.items()}, **{f"average of {path}": x for path, x in want_averages.items()}},
+    {
+        **{path: p.detach() for path, p in want.items()},
+        **{f"average of {path}": x for path, x in want_averages.items()},
+    },
     1e-9,  # AdamW enlarges rounding
 )

@@ -90,7 +90,9 @@ def make_loss(wrap):
         x = first(pieces["rest"], batch.inputs)
         for unit, block in blocks.items():
             x = block(pieces[unit], x)
-        return cross_entropy(last(pieces["rest"], x), batch) * weight  # the backward pass of a gather adds the ranks' gradients
+        return (
+            cross_entropy(last(pieces["rest"], x), batch) * weight
+        )  # the backward pass of a gather adds the ranks' gradients
 
     return loss_fn
 
@@ -118,8 +120,13 @@ with fjoin.bind(mesh):
     plain, sharded = (kept_bytes(f, pieces, batches[0])[0] for f in (make_loss(lambda f: f), loss_fn))
     if rank == 0:
         parameters = sum(p.nbytes for p in start.values())
-        print(f"parameters: {parameters / 1e3:.0f} kB; of this rank: {sum(p.nbytes for p in pieces.values()) / 1e3:.0f} kB")
-        print(f"kept for the backward pass: {plain / 1e3:.0f} kB; without what was gathered: {sharded / 1e3:.0f} kB", flush=True)
+        print(
+            f"parameters: {parameters / 1e3:.0f} kB; of this rank: {sum(p.nbytes for p in pieces.values()) / 1e3:.0f} kB"
+        )
+        print(
+            f"kept for the backward pass: {plain / 1e3:.0f} kB; without what was gathered: {sharded / 1e3:.0f} kB",
+            flush=True,
+        )
     state = pipeline.init(pieces)
     for batch in (loop := fjoin.join(batches, mesh=mesh, weight=lambda batch: batch.tokens)):
         loss, grads = grad(pieces, batch, loop.weight)
