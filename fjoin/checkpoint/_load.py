@@ -86,7 +86,7 @@ class Load:
             return ranks[self._mesh.rank] if ranks else {}
         if any(one.get("objects") != ranks[0].get("objects") for one in ranks):
             text = f"the ranks of {self._there.sizes} had numbers of their own in their state dicts"
-            raise CheckpointError(f"{self._folder}: {text}; load it on as many ranks, and save a loop over data by data=loop")
+            raise CheckpointError(f"{self._folder}: {text}; load it on as many ranks; save a loop by data=loop")
         return ranks[0]
 
     def _value(self, name: str, here: str, memory: Tensor | None) -> Any:
