@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 # New processes are forked from one that has imported torch and fjoin and done nothing else.
 context = multiprocessing.get_context("forkserver")
 # Optimizers and modules of torch import other modules when they are first used; these imports take longest.
-context.set_forkserver_preload(["fjoin", "torch._dynamo", "torch.distributed.optim"])
+context.set_forkserver_preload(["fjoin", "torch._dynamo", "torch.distributed.optim", "torch.distributed.fsdp"])
 
 
 def _start(function: Callable[..., Any], rank: int, n: int, test: Connection[Any, Any], args: tuple[Any, ...]) -> None:

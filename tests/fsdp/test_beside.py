@@ -57,8 +57,7 @@ def trained(kind: str) -> Any:
 KINDS = [
     "torch's checkpoints",
     "our checkpoints",
-    "compiled",
-    pytest.param("compiled in place", marks=pytest.mark.long),
+    *(pytest.param(one, marks=pytest.mark.long) for one in ("compiled", "compiled in place")),
 ]
 
 

@@ -135,7 +135,9 @@ def killed(rank: int, report: Any, where: str) -> None:
     report((end.kind, end.text, handle.steps))
 
 
-@pytest.mark.parametrize("where", ["forward", "backward", "step"])
+@pytest.mark.parametrize(
+    "where", ["backward", *(pytest.param(one, marks=pytest.mark.long) for one in ("forward", "step"))]
+)
 def test_a_rank_that_is_killed_is_a_lost_peer(where: str) -> None:
     with Ranks(2, killed, where) as ranks:
         rank, _, (kind, text, steps) = ranks.next()

@@ -108,8 +108,9 @@ def one_more(name: str, folder: Path, ranks: int) -> dict[str, Tensor]:
     return tx.simulate(alone, {"data": 1})[0]  # type: ignore[no-any-return]
 
 
+SHORT = {("clip, average", 3), ("owners", 3), ("skip, frozen", 1)}
 ROWS = [
-    pytest.param(name, ranks, marks=() if ranks == 3 or name == "clip, average" else pytest.mark.long)
+    pytest.param(name, ranks, marks=() if (name, ranks) in SHORT else pytest.mark.long)
     for name in CASES
     for ranks in (1, 3, 4)
 ]
