@@ -230,7 +230,7 @@ class ShardedRun:
             own, sums = self._owners.gather(like, like)
             self._owners.scatter(self.pipeline.step(own, sums, state)[0])
 
-        return Explanation.of_step(self.pipeline, step, self.state, self.mesh.shape, at_step)
+        return Explanation.of_step(self.pipeline, step, self.state, self.mesh.axes, at_step)
 
     def close(self) -> None:
         """Leave the module as fully_shard made it."""
@@ -290,9 +290,7 @@ class ShardedRun:
     def _check_gradients(self) -> None:
         """Raise unless the gradients are those that the last backward pass has left, of parameters that are trained."""
         if frozen := [path for path, p in self.leaves.items() if not p.requires_grad]:
-            raise RuntimeError(
-                f"{frozen[0]!r} was frozen after fjoin.fsdp.register; freeze it before, or by tx.frozen()"
-            )
+            raise RuntimeError(f"{frozen[0]!r} was frozen after fjoin.fsdp.register; freeze before, or by tx.frozen()")
         if all(p.grad is None for p in self.leaves.values()):
             raise RuntimeError(
                 "no parameter has a gradient: the loss depends on none of them, zero_grad() was called, or others were put into the "

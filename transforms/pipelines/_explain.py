@@ -38,16 +38,17 @@ class Explanation(NamedTuple):
 
     @classmethod
     def of_step(
-        cls, pipeline: Pipeline, step: Callable[[Any], object], state: Any, axes: Mapping[str, int], at_step: int
+        cls, pipeline: Pipeline, step: Callable[[Any], object], state: Any, axes: Mapping[str, Axis], at_step: int
     ) -> Explanation:
-        """The messages of a step as it runs in `Pipeline.step`, all in one row.
+        """The messages of a step of this rank as it runs in `Pipeline.step`, all in one row.
 
         Args:
             step: Takes a step with a state without data.
             state: The state of the pipeline.
         """
-        notes, sizes = list[Message](), dict(axes)
-        with torch.device("meta"), bind_axes({name: CountingAxis(name, n, notes, sizes) for name, n in axes.items()}):
+        notes, sizes = list[Message](), {name: one.size for name, one in axes.items()}
+        here: dict[str, Any] = {n: CountingAxis(n, one.size, notes, sizes, int(one.index())) for n, one in axes.items()}
+        with torch.device("meta"), bind_axes(here):
             step(optree.tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, _at(state, at_step)))
         row = Row(repr(pipeline), Needs.TREE, _when(pipeline.hook, at_step), tuple(notes), _bytes_of(state))
         return cls((row,), sizes)
@@ -155,11 +156,11 @@ def explain(
 class CountingAxis(Axis):
     """An axis that records messages and returns values of the right shape."""
 
-    def __init__(self, name: str, size: int, notes: list[Message], whole: dict[str, int]) -> None:
-        self.name, self.size, self._notes, self._whole = name, size, notes, whole
+    def __init__(self, name: str, size: int, notes: list[Message], whole: dict[str, int], rank: int = 0) -> None:
+        self.name, self.size, self._notes, self._whole, self._rank = name, size, notes, whole, rank
 
     def index(self) -> Tensor:
-        return torch.tensor(0, device="cpu")
+        return torch.tensor(self._rank, device="cpu")
 
     def run(self, op: str, x: Tensor, arg: Any) -> Tensor:
         sent = to_order(x, op == "pmax") if op in ("pmax", "pmin") else x
