@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fjoin
 from fjoin import transforms as tx
+from fjoin.transforms.base import trees
 from tests.fsdp.gpt import (
     VOCABULARY,
     Case,
@@ -211,3 +213,25 @@ def test_a_loss_that_communicates_carries_the_weight(pool: Any) -> None:
     want = {path: p.detach() for path, p in model.named_parameters()}
     for params in pool.run(2, mixed):
         assert max_diff(params, want) < 1e-12
+
+
+def judged_on_a_device() -> Any:
+    """As on a device: the host reads no number of a step before the next one."""
+    model = shard(make_model(), mesh_of(CASE, 2)[0])
+    handle, batch = fjoin.fsdp.register(model, CASE.pipeline()), make_batches(0)[0]
+    with mock.patch.object(trees, "readable_without_sync", lambda x: False):
+        train(model, handle, CASE, dist.get_rank(), None)
+        trained = full(model)
+        handle.backward(loss_of(model, batch) * (float("nan") if dist.get_rank() else 1.0))
+        handle.step()
+    kept = full(model)
+    handle.backward(loss_of(model, batch))
+    with pytest.raises(fjoin.NonFinite, match="step 5"):
+        handle.step()
+    return trained, kept
+
+
+def test_a_device_tells_one_step_later(pool: Any) -> None:
+    want = in_one_process(CASE, 2)[0][0]
+    for trained, kept in pool.run(2, judged_on_a_device):
+        assert max_diff(trained, want) < 1e-12 and not max_diff(trained, kept)
